@@ -18,6 +18,8 @@ mod skipped;
 mod child;
 #[path = "crash/damage.rs"]
 mod damage;
+#[path = "crash/end.rs"]
+mod end;
 #[path = "crash/faults.rs"]
 mod faults;
 #[path = "crash/folders.rs"]

@@ -48,18 +48,36 @@ pub(super) fn commit(
     manifest::complete(folder.path(), files)?;
     folder.sync()?;
     let place = folder.place().to_owned();
-    let replaced = make_room(&place, state)?;
+    let before = make_room(&place, state)?;
     if let Err(error) = folder.rename() {
-        // What was there before is there again; if not, the next run brings it back.
-        replaced.map(|old| std::fs::rename(old, &place));
+        // The checkpoint from before gets its name back; if that fails, the next run gives it back.
+        if let Some(Before::Replaced(old)) = before {
+            drop(std::fs::rename(old, &place));
+        }
         return Err(error);
     }
-    Ok(replaced.and_then(|old| removed(&old)).into_iter().collect())
+    let note = before.and_then(|before| match before {
+        Before::Replaced(old) => removed(&old),
+        Before::Kept(aside) => Some(format!(
+            "{} was no sound checkpoint of this run: it is kept as {}",
+            place.display(),
+            aside.display()
+        )),
+    });
+    Ok(note.into_iter().collect())
 }
 
-/// Moves what stands at `place` out of the way of the checkpoint of `state`. One of the same run and step, which a run
-/// that was resumed from an earlier one saves again, is returned to be removed; anything else is kept under another name.
-fn make_room(place: &Path, state: &TrainingState) -> Result<Option<PathBuf>> {
+/// The place of a checkpoint before the new one came.
+enum Before {
+    /// An earlier save of the same step, moved here to be removed.
+    Replaced(PathBuf),
+    /// Something else, kept here.
+    Kept(PathBuf),
+}
+
+/// Moves what stands at `place` out of the way of the checkpoint of `state`: an earlier save of the same run and step, or
+/// anything else, which is kept under another name.
+fn make_room(place: &Path, state: &TrainingState) -> Result<Option<Before>> {
     if place.symlink_metadata().is_err() {
         return Ok(None);
     }
@@ -68,11 +86,12 @@ fn make_room(place: &Path, state: &TrainingState) -> Result<Option<PathBuf>> {
         Ok(to)
     };
     if SavedCheckpoint::open(place).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint) {
-        return move_to(with_suffix(place, &format!(".tmp-{}{REPLACED}", std::process::id()))).map(Some);
+        let away = with_suffix(place, &format!(".tmp-{}{REPLACED}", std::process::id()));
+        return move_to(away).map(|old| Some(Before::Replaced(old)));
     }
     let mut names = (1_u32..).map(|n| with_suffix(place, &format!(".aside-{n}")));
     let free = names.find(|to| to.symlink_metadata().is_err());
-    free.map_or(Ok(()), |to| move_to(to).map(drop)).map(|()| None)
+    free.map(|to| move_to(to).map(Before::Kept)).transpose()
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {

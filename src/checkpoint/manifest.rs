@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io::ErrorKind;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -57,9 +58,9 @@ pub(super) fn read_part(folder: &Path, rank: usize, size: usize) -> Result<Optio
     Ok(Some(part.files))
 }
 
-/// Removes what the ranks of `size` beside the first said.
-pub(super) fn remove_parts(folder: &Path, size: usize) -> Result<()> {
-    for rank in 1..size {
+/// Removes the lists of `ranks` of `size`.
+pub(super) fn remove_parts(folder: &Path, ranks: Range<usize>, size: usize) -> Result<()> {
+    for rank in ranks {
         let path = folder.join(part_file(rank, size));
         std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
     }
@@ -102,6 +103,12 @@ fn write(path: &Path, files: Files) -> Result<()> {
 /// Whether `folder` has a manifest, whatever that says.
 pub(super) fn is_there(folder: &Path) -> bool {
     folder.join(FILE).is_file()
+}
+
+/// Removes the manifest of `folder`.
+pub(super) fn remove(folder: &Path) -> Result<()> {
+    let path = folder.join(FILE);
+    std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))
 }
 
 /// The digest of the manifest of `folder`.

@@ -14,11 +14,13 @@
 //! be and is none of the run's, or a damaged one, is kept as `checkpoint-120.aside-1`.
 
 mod folder;
+mod kill_point;
 mod lock;
 mod manifest;
 mod process;
 mod run_changes;
 mod run_folder;
+mod run_record;
 mod saver;
 mod snapshot;
 mod space;
@@ -27,8 +29,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+pub use kill_point::KillPoint;
 pub use run_changes::CHANGES_ON_REQUEST;
-pub use run_folder::{RunFolder, RunRecord};
+pub use run_folder::RunFolder;
+pub use run_record::RunRecord;
 pub use saver::{SaveThreads, Saver, SaverOptions};
 pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WeightValues, WriteWeights};
 
@@ -237,16 +241,6 @@ pub fn has_any(output: &Path) -> Result<bool> {
 /// Storage: `output` cannot be read.
 pub fn count(output: &Path) -> Result<u64> {
     Ok(list(output)?.iter().filter(|(_, folder)| manifest::is_there(folder)).count() as u64)
-}
-
-/// What stands in `output` under the names of checkpoints of these `steps` and is none, nor a damaged one.
-///
-/// # Errors
-/// Storage: `output` cannot be read.
-pub fn in_the_way(output: &Path, steps: impl Fn(u64) -> bool) -> Result<Vec<String>> {
-    let found =
-        list(output)?.into_iter().filter(|(step, folder)| steps(*step) && !manifest::is_there(folder));
-    Ok(found.map(|(step, _)| format!("{PREFIX}{step}")).collect())
 }
 
 /// The committed checkpoints in `output`, oldest first.

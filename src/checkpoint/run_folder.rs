@@ -7,179 +7,36 @@
 //! OUT/.finetune/committed/ the whole of it, on its way to its place in OUT
 //! ```
 //!
-//! The result is committed by one rename, from `result` to `committed`. What a kill keeps from its place after that, the
-//! next run in the folder moves there; meanwhile OUT has no config.json or adapter_config.json, so that nobody takes a
-//! mixture of two results for one.
+//! The ranks write the result into `result`. The first rank then seals it with a manifest of digests, as checkpoints have
+//! one: from then on the result outlives the process, and the next run in the folder publishes a sealed result whose
+//! digests hold ([`RunFolder::adopted`]). The result is committed by one rename, from `result` to `committed`. If a kill
+//! keeps a file from its place after that, the next run in the folder moves it there; meanwhile OUT has no config.json or
+//! adapter_config.json, so that nobody takes a mixture of two results for one.
 //!
 //! A file is the run's if run.json lists it and it still is what was written, or if it was being written when the run
 //! ended. Nothing else is overwritten: [`RunFolder::foreign`] names what stands in the way before a run begins, and where
 //! something came while it trained the result gets a folder of its own ([`RunFolder::publish`]).
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use serde::{Deserialize, Serialize};
-
-use super::ACCUMULATION;
 use super::folder::restore_replaced;
+use super::kill_point::KillPoint;
 use super::lock::FolderLock;
-use super::manifest::files_below;
-use super::run_changes::{self, MICRO_BATCH};
+use super::manifest::{self, files_below};
+use super::run_record::{LAST, RECORD, RunRecord, appearance};
 use super::space::require_room;
-use crate::error::{Error, Result, input_file};
-use crate::recipe::Recipe;
-use crate::weights::{sweep, sync_folder, sync_tree, temporary, write_text};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::weights::{Written, sweep, sync_folder, sync_tree, temporary, write_text};
 
 /// The folder of what belongs to the program in a run's folder.
 pub(super) const OWN: &str = ".finetune";
-const RECORD: &str = "run.json";
 const LOCK: &str = "lock";
 const RESULT: &str = "result";
 const COMMITTED: &str = "committed";
 /// How the names of files begin that lose their names at once, unless a kill comes in between.
 const NAMELESS: &str = ".finetune-offload-";
-/// The form of [`RunRecord`] that this program writes and reads.
-const SCHEMA: u32 = 1;
-/// Files up to this many bytes are told apart by their digest, larger ones, which nobody edits, by their size.
-const DIGESTED: u64 = 64 << 20;
-/// Files that make a folder a finished adapter or model: they get their names last.
-const LAST: [&str; 2] = ["config.json", "adapter_config.json"];
-
-/// What run.json says: which run's the folder is.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct RunRecord {
-    schema: u32,
-    /// A random id of the run.
-    pub run: String,
-    /// The program and its version.
-    pub program: String,
-    /// When the run was started: RFC 3339.
-    pub started: String,
-    /// The digest of what decides the numbers of the run.
-    pub plan: String,
-    /// The moment that `strftime_now` tells in the chat template, where the template asks for it: RFC 3339.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub chat_template_date: Option<String>,
-    /// The digest of the manifest of the checkpoint in another folder that the run began with.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub resumed_from: Option<String>,
-    /// The commits of what came from the hub, by what was asked for there: model, data sets, adapter.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub sources: BTreeMap<String, String>,
-    /// What the run wrote, by name below the folder: what it looked like, or nothing while it changes.
-    files: BTreeMap<String, Option<String>>,
-}
-
-impl RunRecord {
-    /// The record of a new run.
-    ///
-    /// # Errors
-    /// A fault of ours: the system gives no random numbers.
-    pub fn new(plan: &BTreeMap<String, String>) -> Result<Self> {
-        let mut id = [0; 16];
-        getrandom::fill(&mut id)
-            .map_err(|e| Error::internal("cannot get random numbers").because(e.to_string()))?;
-        Ok(RunRecord {
-            schema: SCHEMA,
-            run: id.iter().map(|byte| format!("{byte:02x}")).collect(),
-            program: concat!("finetune ", env!("CARGO_PKG_VERSION")).to_owned(),
-            started: chrono::Local::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, false),
-            plan: Self::digest(plan),
-            chat_template_date: None,
-            resumed_from: None,
-            sources: BTreeMap::new(),
-            files: BTreeMap::new(),
-        })
-    }
-
-    /// The digest of what decides the numbers of a run, whatever micro-batches its steps are split into. A key at its
-    /// default counts like one that is absent, so that versions of the program that know other keys agree.
-    pub fn digest(plan: &BTreeMap<String, String>) -> String {
-        let mut counted = plan.clone();
-        // However the rows of a step are split into micro-batches.
-        if let Some(rows) = run_changes::rows(plan) {
-            counted.retain(|key, _| ![MICRO_BATCH, ACCUMULATION].contains(&key.as_str()));
-            counted.insert("rows of a step".into(), rows.to_string());
-        }
-        let plan = Recipe::without_defaults(&counted);
-        let lines: Vec<String> = plan.iter().map(|(key, value)| format!("{key} = {value}\n")).collect();
-        blake3::hash(lines.concat().as_bytes()).to_hex().to_string()
-    }
-
-    /// Reads the record of the run in `output`; none where no run has begun.
-    ///
-    /// # Errors
-    /// Storage; the record is damaged or of another version of the program.
-    pub fn read(output: &Path) -> Result<Option<Self>> {
-        let path = output.join(OWN).join(RECORD);
-        let text = match path.symlink_metadata() {
-            Ok(_) => input_file::read_text("read", &path)?,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => return Ok(None),
-            Err(error) => return Err(Error::io("read", &path, &error)),
-        };
-        let unreadable = |why: String| {
-            Error::user(format!("cannot read {}", path.display()))
-                .because(why)
-                .hint(format!(
-                    "`rm {}` and start again with `--resume`: a folder without it is known by its sound checkpoints; or start anew in another folder, with `--output`",
-                    path.display()
-                ))
-        };
-        let record: Self = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
-        if record.schema != SCHEMA {
-            return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", record.schema)));
-        }
-        Ok(Some(record))
-    }
-
-    /// Leaves in `output` the record of a run that begins as this one did, at its moment, and has written nothing yet.
-    ///
-    /// # Errors
-    /// Storage: it cannot be written.
-    pub fn begin_as(&self, output: &Path) -> Result<()> {
-        let own = output.join(OWN);
-        std::fs::create_dir_all(&own).map_err(|e| Error::io("create", &own, &e))?;
-        RunRecord { files: BTreeMap::new(), ..self.clone() }.write(output)
-    }
-
-    /// Whether the run has left its result in `output`, whole or not any more.
-    pub fn is_finished(&self, output: &Path) -> bool {
-        LAST.iter().any(|name| matches!(self.files.get(*name), Some(Some(_))) || output.join(name).exists())
-    }
-
-    /// The files that the run wrote and that are not in `output` any more.
-    pub fn missing(&self, output: &Path) -> Vec<String> {
-        let wrote = self.files.iter().filter(|(_, wrote)| wrote.is_some()).map(|(name, _)| name);
-        wrote.filter(|name| output.join(name).symlink_metadata().is_err()).cloned().collect()
-    }
-
-    /// Writes it into `output`.
-    fn write(&self, output: &Path) -> Result<()> {
-        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(e.to_string()))?;
-        write_text(&output.join(OWN).join(RECORD), &text).map(drop)
-    }
-
-    /// Takes the file `name` of `output` for the run's as it is, for folders of runs that kept no record.
-    ///
-    /// # Errors
-    /// Storage: the file cannot be read.
-    pub fn adopt(&mut self, output: &Path, name: &str) -> Result<()> {
-        self.files.insert(name.to_owned(), Some(appearance(&output.join(name))?));
-        Ok(())
-    }
-
-    /// Whether the file `name` of `output` is what the run wrote.
-    fn owns(&self, output: &Path, name: &str) -> bool {
-        match self.files.get(name) {
-            Some(Some(wrote)) => appearance(&output.join(name)).is_ok_and(|found| found == *wrote),
-            Some(None) => true,
-            None => false,
-        }
-    }
-}
 
 /// The output folder of a run that this process has locked; released when it is dropped. A folder that was claimed and in
 /// which no run began is left as it was.
@@ -191,6 +48,8 @@ pub struct RunFolder {
     made: Vec<PathBuf>,
     began: AtomicBool,
     record: Mutex<Option<RunRecord>>,
+    /// Where the result is that an earlier process had sealed and not published.
+    adopted: Option<PathBuf>,
 }
 
 impl RunFolder {
@@ -220,12 +79,13 @@ impl RunFolder {
             .collect();
         made.reverse();
         let lock = FolderLock::take(output, &own.join(LOCK))?;
-        let folder = RunFolder {
+        let mut folder = RunFolder {
             output: output.to_owned(),
             lock,
             made,
             began: AtomicBool::new(false),
             record: Mutex::new(None),
+            adopted: None,
         };
         folder.recover()?;
         let result = Self::result(output);
@@ -236,8 +96,7 @@ impl RunFolder {
     }
 
     /// Finishes or tidies away what a run that was killed left half done.
-    fn recover(&self) -> Result<()> {
-        self.clear_result()?;
+    fn recover(&mut self) -> Result<()> {
         restore_replaced(&self.output);
         let record = RunRecord::read(&self.output).ok().flatten();
         let own = self.output.join(OWN);
@@ -246,13 +105,36 @@ impl RunFolder {
         let nameless = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(NAMELESS);
         // What stays is in nobody's way.
         inside.flatten().filter(nameless).for_each(|entry| drop(std::fs::remove_file(entry.path())));
-        let Some(mut record) = record else { return Ok(()) };
+        let Some(mut record) = record else { return self.clear_result() };
         sweep(&self.output, |base| record.files.contains_key(base));
         if own.join(COMMITTED).is_dir() {
             give_places(&self.output, &mut record)?;
             record.write(&self.output)?;
         }
+        self.adopt(record)
+    }
+
+    /// Publishes the result of the run of `record` if a process sealed it and its digests hold; removes any other.
+    fn adopt(&mut self, record: RunRecord) -> Result<()> {
+        let result = Self::result(&self.output);
+        if !manifest::is_there(&result) {
+            return self.clear_result();
+        }
+        match manifest::verify(&result) {
+            Ok(()) => {}
+            // A power cut may keep the seal and lose what it speaks of.
+            Err(error) if error.kind() == ErrorCategory::User => return self.clear_result(),
+            Err(error) => return Err(error),
+        }
+        *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
+        let place = self.publish()?.map(|(place, _)| place);
+        self.adopted = Some(place.unwrap_or_else(|| self.output.clone()));
         Ok(())
+    }
+
+    /// Where the result was published that an earlier process had sealed and not published; none where there was none.
+    pub fn adopted(&self) -> Option<&Path> {
+        self.adopted.as_deref()
     }
 
     /// Refuses to begin where fewer than `bytes` bytes are free; `what` says what cannot be done.
@@ -329,13 +211,69 @@ impl RunFolder {
         self.note([(name.to_owned(), Some(appearance(&path)?))])
     }
 
-    /// Commits what the ranks wrote to [`RunFolder::result`], all of it or nothing, and moves it to its place in the
-    /// folder. Where something that is not the run's has one of these names, all of it goes to a new folder `result`
-    /// beside it instead, which is returned with the names in the way.
+    /// Replaces the file `name` of the published result by `text`; returns false, and leaves the file as it is, where
+    /// it is not as the run wrote it.
     ///
     /// # Errors
-    /// Storage: a file cannot be moved. A fault of ours: no run has begun.
+    /// Storage: the disk is full or fails; the file is as it was then.
+    pub fn update_text(&self, name: &str, text: &str) -> Result<bool> {
+        let owned = {
+            let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+            record.as_ref().ok_or_else(no_run)?.owns(&self.output, name)
+        };
+        if owned {
+            self.write_text(name, text)?;
+        }
+        Ok(owned)
+    }
+
+    /// Says that rank `rank` of `ranks` has `written` its part of [`RunFolder::result`] in `output`, for the first rank
+    /// to seal.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails.
+    pub fn part_written(output: &Path, (rank, ranks): (usize, usize), written: Vec<Written>) -> Result<()> {
+        let result = Self::result(output);
+        manifest::write_part(&result, rank, ranks, manifest::part(&result, written))
+    }
+
+    /// Seals what the `ranks` wrote to [`RunFolder::result`]: all of them have called [`RunFolder::part_written`], and what
+    /// stands beside the weights is there. From here on a process that dies does not lose the result.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails, or a file is not as a rank wrote it.
+    pub fn seal(&self, ranks: usize) -> Result<()> {
+        let result = Self::result(&self.output);
+        let mut files = manifest::Files::new();
+        for rank in 0..ranks {
+            let part = manifest::read_part(&result, rank, ranks)?;
+            files.extend(part.ok_or_else(|| {
+                Error::internal(format!("rank {rank} has not said what it wrote of the result"))
+            })?);
+        }
+        manifest::remove_parts(&result, 0..ranks, ranks)?;
+        manifest::complete(&result, files)?;
+        KillPoint::Sealed.reach();
+        Ok(())
+    }
+
+    /// Commits the sealed [`RunFolder::result`], all of it or nothing, and moves it to its place in the folder. Where
+    /// something that is not the run's has one of these names, all of it goes to a new folder `result` beside it instead,
+    /// which is returned with the names in the way.
+    ///
+    /// # Errors
+    /// Storage: a file cannot be moved; the sealed result stays then, and the next run in the folder publishes it.
     pub fn publish(&self) -> Result<Option<(PathBuf, Vec<String>)>> {
+        self.commit().map_err(|error| {
+            let result = Self::result(&self.output);
+            error.hint(format!(
+                "the result is whole in {}: the same command with `--resume` publishes it when the cause is gone",
+                result.display()
+            ))
+        })
+    }
+
+    fn commit(&self) -> Result<Option<(PathBuf, Vec<String>)>> {
         let result = Self::result(&self.output);
         sync_tree(&result)?;
         let names: Vec<String> = files_below(&result)?.into_iter().map(|(name, _)| name).collect();
@@ -347,6 +285,8 @@ impl RunFolder {
             let place = place.ok_or_else(|| Error::internal("no name is free"))?;
             std::fs::rename(&result, &place).map_err(|e| Error::io("write to", &place, &e))?;
             sync_folder(&self.output)?;
+            // The seal has served; a reader of models does not mind it where it cannot be removed.
+            drop(manifest::remove(&place));
             return Ok(Some((place, taken)));
         }
         self.note(names.into_iter().map(|name| (name, None)))?;
@@ -361,6 +301,7 @@ impl RunFolder {
         }
         std::fs::rename(&result, &committed).map_err(|e| Error::io("write to", &own, &e))?;
         sync_folder(&own)?;
+        KillPoint::Committed.reach();
         let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let record = record.as_mut().ok_or_else(no_run)?;
         give_places(&self.output, record)?;
@@ -400,8 +341,10 @@ impl RunFolder {
 
 impl Drop for RunFolder {
     fn drop(&mut self) {
-        // What cannot be removed is cleared by the next run.
-        drop(self.clear_result());
+        // What cannot be removed is cleared by the next run, and a sealed result is published by it.
+        if !manifest::is_there(&Self::result(&self.output)) {
+            drop(self.clear_result());
+        }
         if self.began.load(Ordering::SeqCst) || self.made.is_empty() {
             return;
         }
@@ -486,35 +429,4 @@ fn other_weights(output: &Path, names: &[String]) -> Result<Vec<String>> {
     let entries = std::fs::read_dir(output).map_err(|e| Error::io("read", output, &e))?;
     let found = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     Ok(found.filter(|name| is_weights(name) && !names.contains(name)).collect())
-}
-
-/// What tells a file from one that was changed: its digest, or the size of one too large for that.
-fn appearance(path: &Path) -> Result<String> {
-    let cannot = |e: std::io::Error| Error::io("read", path, &e);
-    let found = path.metadata().map_err(cannot)?;
-    let bytes = found.len();
-    if !found.is_file() {
-        // Whoever opens a pipe waits.
-        return Ok("no file".to_owned());
-    }
-    if bytes > DIGESTED {
-        return Ok(format!("{bytes} bytes"));
-    }
-    Ok(format!("blake3:{}", blake3::hash(&std::fs::read(path).map_err(cannot)?).to_hex()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_split_of_the_rows_is_no_other_run() {
-        let of = |size: &str, turns: &str, rank: &str| {
-            let keys = [(MICRO_BATCH, size), (ACCUMULATION, turns), ("adapter.r", rank)];
-            RunRecord::digest(&keys.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
-        };
-        assert_eq!(of("1", "8", "16"), of("4", "2", "16"));
-        assert_ne!(of("1", "8", "16"), of("4", "4", "16"));
-        assert_ne!(of("1", "8", "16"), of("1", "8", "4"));
-    }
 }

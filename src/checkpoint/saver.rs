@@ -301,7 +301,7 @@ impl SaveTask {
 
     fn commit(&self, folder: AtomicDir, files: Files) -> Result<Vec<String>> {
         let files = self.gather_parts(files)?;
-        manifest::remove_parts(folder.path(), self.size)?;
+        manifest::remove_parts(folder.path(), 1..self.size, self.size)?;
         let mut notes = folder::commit(folder, &self.state, files, &self.options.write_weights)?;
         notes.extend(folder::retain(&self.options.output, self.options.keep_last, &self.state));
         Ok(notes)

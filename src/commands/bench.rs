@@ -61,6 +61,7 @@ fn ops(args: &OpsArgs) -> Result<()> {
         max_seq_len: args.max_seq_len as usize,
         dtype: if args.dtype == ComputeDtype::F32 { DType::F32 } else { DType::BF16 },
         secs: args.secs,
+        memory: u64::MAX,
     };
     check_names(&args.only, &shapes.op_names())?;
     let wanted =

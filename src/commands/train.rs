@@ -53,6 +53,10 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     say(&plan, &terminal);
     let fits = plan.check_memory(ranks.launch.ranks_here);
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
+    if found.has_ended(&plan, &args.output)? {
+        say_ended(&plan, args, &terminal);
+        return Ok(None);
+    }
     fits?;
     let resumed = found.resumed.take();
     go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
@@ -81,6 +85,19 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let is_alone = ranks.launch.master.is_none();
     let smaller = || run.too_large.smaller(args, &plan, &error, &terminal);
     (is_free && is_alone).then(smaller).flatten().map(Some).ok_or(error)
+}
+
+/// Says that the run of `plan` has left its result, and how to get what it may lack: a run that was killed during its last
+/// evaluation has no figures of the end.
+fn say_ended(plan: &Plan, args: &TrainArgs, terminal: &Terminal) {
+    let output = args.output.display();
+    terminal.line(format!(
+        "nothing is left to do: the run in {output} has done its {} steps, and its result is there",
+        plan.total_steps
+    ));
+    terminal.line(
+        "to train longer, give a new folder with `--output` and more steps, such as `--set train.epochs=N`",
+    );
 }
 
 /// Says what would run, which may be planned here for another machine.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
 use super::{Evaluation, PeakFlops, Trainer};
-use crate::checkpoint::{Saver, TrainingState};
+use crate::checkpoint::{KillPoint, Saver, TrainingState};
 use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Sampler, Step};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
@@ -105,6 +105,9 @@ pub struct TrainLoop<'a> {
     /// Puts the trainer back to the newest checkpoint of the run before a step, and returns that checkpoint's step; none
     /// where there is none yet. All ranks call it.
     pub roll_back: &'a dyn Fn(&mut Trainer, u64) -> Result<Option<u64>>,
+    /// Writes and publishes the result of a run that has done all its steps. All ranks call it, before anything else is
+    /// done that may fail or be killed.
+    pub publish: &'a dyn Fn(&Trainer, &RunSummary) -> Result<()>,
     /// Set by a signal: save and end.
     pub stop: &'a AtomicBool,
     /// Time spent in collectives.
@@ -168,6 +171,9 @@ impl TrainLoop<'_> {
         }
         self.finish(&mut done.facts);
         self.warn(watch.at_end(&self.trainer.engine.store));
+        if !done.stopped {
+            self.publish(&mut done)?;
+        }
         if self.options.eval_at_end && !done.stopped {
             done.after = self.evaluate(done.steps)?;
         }
@@ -181,6 +187,14 @@ impl TrainLoop<'_> {
         self.tell(RunListeners::end);
         done.memory = self.clock.memory_by_phase();
         Ok(done)
+    }
+
+    /// Publishes the result of all steps.
+    fn publish(&mut self, done: &mut RunSummary) -> Result<()> {
+        KillPoint::LastStep.reach();
+        self.step_aside();
+        done.memory = self.clock.memory_by_phase();
+        (self.publish)(self.trainer, done)
     }
 
     /// What went wrong beside saving and ends no run.

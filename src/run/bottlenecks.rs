@@ -22,11 +22,24 @@ const COPIED: usize = 16 << 20;
 const MULTIPLIED: usize = 768;
 /// How often each is done; the fastest counts.
 const TIMES: usize = 4;
-/// What is measured takes so many times less than the memory that is free.
-const ROOM: u64 = 8;
+/// Bytes that both take at most.
+const MEASURED_BYTES: u64 = 4 * (2 * COPIED + 3 * MULTIPLIED * MULTIPLIED) as u64;
+
+/// Measures how fast `device` copies and multiplies if the steps of the run were traced and the `spare` bytes of its memory
+/// suffice for that.
+pub(super) fn measure(summary: &RunSummary, device: &Device, spare: u64) -> Option<CopyAndProductRates> {
+    summary.facts.trace.as_ref()?;
+    (spare >= MEASURED_BYTES).then(|| rates(device).ok()).flatten()
+}
 
 /// Says where the time of a run went. In a run without a trace there is a word only where something is clear.
-pub(super) fn say(plan: &Plan, summary: &RunSummary, terminal: &Terminal) {
+/// Without `rates` the rules that need them are not asked.
+pub(super) fn say(
+    plan: &Plan,
+    summary: &RunSummary,
+    rates: Option<CopyAndProductRates>,
+    terminal: &Terminal,
+) {
     let mut facts = summary.facts.clone();
     let device = &plan.engine.device;
     facts.on_gpu = !device.is_cpu();
@@ -38,8 +51,7 @@ pub(super) fn say(plan: &Plan, summary: &RunSummary, terminal: &Terminal) {
     terminal.line(table.text().trim_end());
     let folder = crate::profile::FOLDER;
     terminal.line(format!("traced {} steps: {folder}/rank-*.json opens in ui.perfetto.dev", table.steps));
-    // Without it a rule is not asked.
-    facts.rates = has_room(device).then(|| rates(device).ok()).flatten();
+    facts.rates = rates;
     let found = bottlenecks::find(&facts);
     if found.is_empty() {
         terminal.line("no bottleneck: none of the rules of docs/profiling.md holds");
@@ -63,11 +75,6 @@ fn fits_without_recompute(plan: &Plan) -> Option<bool> {
     let blocks = plan.base.config.num_layers() as u64;
     let more = plan.memory.activations.saturating_mul(blocks.saturating_sub(1));
     Some(memory.is_some_and(|memory| more < memory))
-}
-
-fn has_room(device: &Device) -> bool {
-    let free = if device.is_cpu() { host_memory().map(|host| host.available) } else { free_bytes(device) };
-    free.is_some_and(|free| free > ROOM * 4 * COPIED as u64)
 }
 
 /// How fast `device` copies and multiplies in f32, as operations of the engine do it.

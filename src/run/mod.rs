@@ -21,6 +21,7 @@ pub(crate) mod program_facts;
 pub(crate) mod ranks;
 pub(crate) mod report_page;
 pub(crate) mod restarts;
+mod result;
 mod rollback;
 mod run_comparison;
 pub(crate) mod scaling;

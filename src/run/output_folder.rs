@@ -52,12 +52,33 @@ impl OutputFolder {
         // Locked before it is looked at: no checkpoint comes or goes any more.
         let is_run = RunRecord::read(output)?.is_some() || checkpoint::has_any(output)?;
         let claimed = (first && is_run).then(|| RunFolder::claim(output)).transpose()?;
+        if let Some(place) = claimed.as_ref().and_then(RunFolder::adopted) {
+            terminal.line(format!(
+                "the run had written its whole result when its process ended: published in {}",
+                place.display()
+            ));
+        }
         let record = RunRecord::read(output)?;
-        let resumed = find(from.as_deref(), output, terminal)?;
+        let has_ended = record.as_ref().is_some_and(|record| record.is_finished(output));
+        let resumed = find(from.as_deref(), output, has_ended, terminal)?;
         if first {
             refuse_other_runs(output, record.as_ref(), resumed.as_ref())?;
         }
         Ok(OutputFolder { resumed, record, claimed })
+    }
+
+    /// Returns whether the run of `plan` has left its whole result here and no checkpoint: nothing is left to do.
+    ///
+    /// # Errors
+    /// Another run has left its result here.
+    pub(crate) fn has_ended(&self, plan: &Plan, output: &Path) -> Result<bool> {
+        let ended_here =
+            self.record.as_ref().filter(|record| self.resumed.is_none() && record.is_finished(output));
+        match ended_here {
+            Some(record) if record.plan == RunRecord::digest(&plan.fingerprint()) => Ok(true),
+            Some(record) => Err(ended(output, record)),
+            None => Ok(false),
+        }
     }
 
     /// The moment that the run's chat template was told, where the run to go on with recorded it.
@@ -116,7 +137,7 @@ impl OutputFolder {
         record.plan = RunRecord::digest(&fingerprint);
         record.sources = plan.commits();
         record.chat_template_date = plan.rows.date().map(date_text);
-        refuse_foreign(&folder, &record, output, plan, resumed)?;
+        refuse_foreign(&folder, &record, output, resumed)?;
         let what = format!("cannot train into {}", output.display());
         folder.require_room(space::needed(plan, output, resumed)?, &what)?;
         Ok((folder, record))
@@ -140,7 +161,14 @@ pub(crate) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
 }
 
 /// The checkpoint that `--resume` means, and a word on those that were passed over.
-fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
+///
+/// If the run `has_ended`, it goes on from nothing.
+fn find(
+    from: Option<&Path>,
+    output: &Path,
+    has_ended: bool,
+    terminal: &Terminal,
+) -> Result<Option<SavedCheckpoint>> {
     let (saved, passed) = match from {
         Some(folder) if checkpoint::is_one(folder) => (Some(SavedCheckpoint::open(folder)?), Vec::new()),
         Some(folder) => checkpoint::newest(folder)?,
@@ -158,6 +186,7 @@ fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Optio
                 .fold(error, Error::because)
                 .hint("start anew in another folder, with `--output`"));
         }
+        None if has_ended => {}
         None => {
             let place = from.unwrap_or(output).display();
             let text = format!("no checkpoint in {place}: starting from the beginning");
@@ -185,7 +214,7 @@ fn refuse_other_runs(
                 .hint("give a new folder with `--output`"));
         }
         return record
-            .filter(|record| record.is_finished(output))
+            .filter(|record| record.is_finished(output) && !record.missing(output).is_empty())
             .map_or(Ok(()), |record| Err(ended(output, record)));
     };
     if lies_in(saved, output) {
@@ -253,18 +282,11 @@ fn refuse_foreign(
     folder: &RunFolder,
     record: &RunRecord,
     output: &Path,
-    plan: &Plan,
     resumed: Option<&SavedCheckpoint>,
 ) -> Result<()> {
     let mut names: Vec<String> = TEXTS.map(String::from).into();
     names.extend(resumed.map(SavedCheckpoint::result_names).transpose()?.unwrap_or_default());
-    let done = resumed.map_or(0, |saved| saved.state.step);
-    let due = |step: u64| {
-        let saves = plan.recipe.checkpoint.save_steps.is_some_and(|every| step.is_multiple_of(every));
-        saves && step > done && step <= plan.total_steps
-    };
-    let mut found = folder.foreign(record, &names);
-    found.extend(checkpoint::in_the_way(output, due)?);
+    let found = folder.foreign(record, &names);
     if found.is_empty() {
         return Ok(());
     }

@@ -1,8 +1,8 @@
 //! How long a step should have taken, beside how long it took: the model of `finetune plan` at the speeds that this machine
 //! reaches for the run's own shapes.
 //!
-//! The speeds are measured when the run is over, so that neither its time nor the peak of its memory has them in it, and only
-//! of runs that were long enough for a second or two not to matter.
+//! The speeds are measured when the result is in its place and the model has been dropped, within the memory that the run
+//! was planned to hold, and only after runs that were long enough for a second or two not to matter.
 
 use std::path::Path;
 
@@ -25,8 +25,9 @@ const LEAST_STEPS: usize = 4;
 /// Seconds that each operation is measured for.
 const OP_SECS: f64 = 0.05;
 
-/// The time of a step by the model and by the clock; none where the run was too short to ask, or an operation cannot be measured now.
-pub(super) fn compare(plan: &Plan, summary: &RunSummary, output: &Path) -> Option<StepTiming> {
+/// The time of a step by the model and by the clock; none where the run was too short to ask, or an operation cannot be
+/// measured now: its inputs may take half of the `spare` bytes, for results and workspaces need memory, too.
+pub(super) fn compare(plan: &Plan, summary: &RunSummary, output: &Path, spare: u64) -> Option<StepTiming> {
     if summary.facts.step_secs < LEAST_SECS {
         return None;
     }
@@ -40,11 +41,11 @@ pub(super) fn compare(plan: &Plan, summary: &RunSummary, output: &Path) -> Optio
         return None;
     }
     let measured = median(secs.iter().copied())?;
-    Some(StepTiming { predicted: predicted(plan).ok()??, measured, steps: secs.len() })
+    Some(StepTiming { predicted: predicted(plan, spare / 2).ok()??, measured, steps: secs.len() })
 }
 
-/// Seconds of a step as the plan counts it.
-fn predicted(plan: &Plan) -> Result<Option<f64>> {
+/// Seconds of a step as the plan counts it; the inputs of what is measured for that take `memory` bytes at most.
+fn predicted(plan: &Plan, memory: u64) -> Result<Option<f64>> {
     let (config, recipe) = (&plan.base.config, &plan.recipe);
     let widths = ModelWidths {
         hidden_size: config.hidden_size,
@@ -72,6 +73,7 @@ fn predicted(plan: &Plan) -> Result<Option<f64>> {
         max_seq_len: (load.row as usize).max(1),
         dtype: plan.engine.dtype,
         secs: OP_SECS,
+        memory,
     };
     let step = request.step(recipe)?;
     let path = LossPath::of(config, &step.descs);

@@ -41,6 +41,18 @@ impl PlannedProcess {
         PlannedProcess { ranks, shared }
     }
 
+    /// Bytes of the planned memory that are free now, after the model was dropped: something else may take them without
+    /// raising the peak above the plan.
+    pub(super) fn spare(&self, plan: &Plan, device: &Device) -> u64 {
+        let planned = self.compare(plan, device, &[]).predicted();
+        if device.is_cpu() {
+            planned.saturating_sub(memory::current_bytes().unwrap_or(u64::MAX))
+        } else {
+            // What the pool keeps serves the next request, and is not counted as free by the driver.
+            device::free_bytes(device).map_or(0, |free| free.min(planned))
+        }
+    }
+
     /// Beside the most that was held so far: on a GPU what its tensors took, on a CPU what the process did.
     pub(super) fn compare(
         &self,

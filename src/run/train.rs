@@ -9,12 +9,10 @@ use candle_core::Device;
 
 use super::alarms::{self, ALERTS};
 use super::bottlenecks;
-use super::card::card;
 use super::device_failure::explained;
 use super::monitoring;
-use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, REPORT, date_text, lies_in};
-use super::planned_time;
-use super::report_page::{PlannedProcess, ReportPage};
+use super::output_folder::{METRICS, OutputFolder, RECIPE, REPORT, date_text, lies_in};
+use super::report_page::PlannedProcess;
 use super::rollback::roll_back;
 use super::showcase::{self, Showcase};
 use super::smaller_micro_batch::TooLarge;
@@ -22,8 +20,7 @@ use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
 use crate::checkpoint::{
-    self, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions, SnapshotPart,
-    TrainingState,
+    self, KillPoint, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions, TrainingState,
 };
 use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
@@ -32,9 +29,6 @@ use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trai
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::profile::{Profiler, TraceSchedule};
-use crate::report::html::{AnsweredQuestion, HtmlReport};
-use crate::report::memory::MemoryComparison;
-use crate::report::timing::StepTiming;
 use crate::report::ui::{RunView, restore_screen};
 use crate::report::{MetricsEndpoint, MetricsLog, Terminal};
 use crate::runtime::fault_signals::before_exit;
@@ -110,83 +104,38 @@ impl TrainRun<'_> {
             let took = units::duration(self.started.elapsed().as_secs_f64());
             terminal.detail(format!("ready to train after {took}"));
         }
-        let summary = self.train(&mut trainer, &*world, clock)?;
         // A run that goes on began with what it had learned: that is no answer of the base.
         let before = self.resumed.is_none().then_some(&before[..]);
+        let place = OnceLock::new();
+        let publish = |trainer: &Trainer, summary: &RunSummary| {
+            let published = self.publish(trainer, &*world, device, (summary, before))?;
+            published.map_or(Ok(()), |published| place.set(published).map_err(|_| twice()))
+        };
+        let summary = self.train(&mut trainer, &*world, clock, &publish)?;
         if summary.stopped {
             if let (Some((folder, _)), true) = (self.folder.get(), first) {
                 let questions = showcase::answered(&self.showcase, [before, None]);
+                // What is measured takes the model's memory.
+                drop(trainer);
+                let rates = bottlenecks::measure(&summary, device, self.planned.spare(plan, device));
                 let memory = self.planned.compare(plan, device, &summary.memory);
                 self.report(&summary, &questions, (memory, None), |page| {
                     folder.write_text(REPORT, &page.render())
                 });
-                bottlenecks::say(plan, &summary, terminal);
+                bottlenecks::say(plan, &summary, rates, terminal);
             }
             return Err(stopped(&summary, output));
         }
+        KillPoint::Evaluated.reach();
         world.enter(Phase::Output)?;
-        self.write(&trainer, &*world)?;
         let after = showcase::answers(&self.showcase, &trainer.engine, &plan.rows.tokenizer)?;
-        if let (Some((folder, _)), true) = (self.folder.get(), first) {
+        drop(trainer);
+        if let (Some((folder, _)), Some(place)) = (self.folder.get(), place.get()) {
             let questions = showcase::answered(&self.showcase, [before, Some(&after)]);
-            self.publish(folder, &summary, &questions, device)?;
-            // It measures copies and products, whose memory is none of the run's peak.
-            bottlenecks::say(plan, &summary, terminal);
+            self.complete(folder, place, device, (&summary, &questions))?;
             showcase::show(&self.showcase, &questions, &summary, terminal);
         }
         Ok(())
-    }
-
-    /// Adds card and report to the weights, and gives all of it its place in the output folder.
-    fn publish(
-        &self,
-        folder: &RunFolder,
-        summary: &RunSummary,
-        questions: &[AnsweredQuestion],
-        device: &Device,
-    ) -> Result<()> {
-        let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
-        let result = RunFolder::result(output);
-        card(plan, summary, self.title()).write(&result.join(CARD))?;
-        let memory = self.planned.compare(plan, device, &summary.memory);
-        // It measures operations, whose memory is none of the run's peak.
-        let time = planned_time::compare(plan, summary, output);
-        let compared = (memory.clone(), time);
-        self.report(summary, questions, compared, |page| page.write(&result.join(REPORT)));
-        let elsewhere = folder.publish()?;
-        if let Some((place, taken)) = &elsewhere {
-            let (place, taken) = (place.display(), taken.join(", "));
-            terminal.warn(format!(
-                "{taken} came while the run was at work and would be overwritten: the result is in {place}"
-            ));
-        }
-        let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
-        terminal.line(format!("{} in {}", finished(plan), place.display()));
-        terminal.line(format!("memory: {memory}"));
-        time.iter().for_each(|time| terminal.line(format!("time: {time}")));
-        Ok(())
-    }
-
-    /// Makes the report of the run and hands it to `write`; what keeps it from its place is said and ends no run.
-    fn report(
-        &self,
-        summary: &RunSummary,
-        questions: &[AnsweredQuestion],
-        (memory, time): (MemoryComparison, Option<StepTiming>),
-        write: impl FnOnce(&HtmlReport<'_>) -> Result<()>,
-    ) {
-        let (plan, started) = (self.plan, self.started);
-        let (output, title) = (self.args.output.as_path(), self.title());
-        let page = ReportPage { plan, summary, output, title: &title, started, questions, memory, time };
-        if let Err(error) = page.give(write) {
-            self.terminal.warn(format!("no {REPORT}: {}", error.in_one_line()));
-        }
-    }
-
-    /// What card and report are called: the name of the output folder.
-    fn title(&self) -> String {
-        let name = self.args.output.file_name();
-        name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
     }
 
     fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
@@ -224,23 +173,12 @@ impl TrainRun<'_> {
         Ok(())
     }
 
-    /// Writes the trained weights, to be published: each rank its share, then the first what stands beside.
-    fn write(&self, trainer: &Trainer, world: &dyn Collective) -> Result<()> {
-        let result = RunFolder::result(&self.args.output);
-        let write = weights_writer(self.plan, false, trainer)?;
-        write(&result, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
-        world.barrier(Call { what: "the parts of the result", index: 0 })?;
-        if world.rank() == 0 {
-            write(&result, &[], SnapshotPart::Rest)?;
-        }
-        Ok(())
-    }
-
     fn train(
         &self,
         trainer: &mut Trainer,
         world: &dyn Collective,
         clock: CollectiveTimer,
+        publish: &dyn Fn(&Trainer, &RunSummary) -> Result<()>,
     ) -> Result<RunSummary> {
         let (plan, output) = (self.plan, self.args.output.as_path());
         let settings = &plan.recipe.checkpoint;
@@ -281,6 +219,7 @@ impl TrainRun<'_> {
                 fingerprint: fingerprint.clone(),
             },
             roll_back: &|trainer, step| roll_back(plan, output, trainer, step),
+            publish,
             stop: self.stop,
             clock,
             profiler: TraceSchedule::of(&plan.recipe.profile)
@@ -329,8 +268,8 @@ fn stopped(summary: &RunSummary, output: &Path) -> Error {
         .hint("the same command with `--resume` goes on from there")
 }
 
-fn finished(plan: &Plan) -> &'static str {
-    if plan.adapter_setup.is_some() { "adapter saved" } else { "model saved" }
+fn twice() -> Error {
+    Error::internal("the result was published twice")
 }
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {

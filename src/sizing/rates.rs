@@ -341,7 +341,8 @@ mod tests {
     fn every_path_is_measured() -> crate::error::Result<()> {
         let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 8 };
         let widths = ModelWidths { hidden_size: 16, intermediate_size: 24, heads, vocab_size: 40 };
-        let shapes = BenchShapes { widths, tokens: 8, max_seq_len: 4, dtype: DType::F32, secs: 0.0 };
+        let shapes =
+            BenchShapes { widths, tokens: 8, max_seq_len: 4, dtype: DType::F32, secs: 0.0, memory: u64::MAX };
         for path in [LossPath::Frozen, LossPath::Chunked, LossPath::Trained] {
             assert!(ComputeRates::measure(&shapes, &Device::Cpu, path)?.head.by(path) > 0.0);
         }

@@ -175,13 +175,49 @@ fn a_file_that_the_run_did_not_write_is_not_overwritten() {
         std::fs::remove_file(place.path("out").join(name)).unwrap();
         succeed(&place, &again);
     }
-    // Where a checkpoint is to be.
-    std::fs::remove_dir_all(place.path("out/checkpoint-4")).unwrap();
-    std::fs::create_dir(place.path("out/checkpoint-4")).unwrap();
-    place.write("out/checkpoint-4/notes.txt", "mine");
-    let said = refused(&place, "out", &again);
-    assert!(said.contains("caused by: checkpoint-4 would be overwritten"), "{said}");
     assert_eq!(std::fs::read_to_string(place.path("out/notes.txt")).unwrap(), "mine");
+}
+
+/// Something that is no sound checkpoint and stands where one is to be is kept under another name, whatever it is, and the
+/// run goes on from the newest sound one.
+#[cfg(unix)]
+#[test]
+fn something_else_in_the_place_of_a_checkpoint_is_kept() {
+    let place = Place::new();
+    let again = args("out", &["--resume"]);
+    let (there, aside) = ("out/checkpoint-4", place.path("out/checkpoint-4.aside-1"));
+    let plants: [(&str, &dyn Fn()); 4] = [
+        ("a checkpoint without its manifest", &|| {
+            std::fs::remove_file(place.path("out/checkpoint-4/manifest.json")).unwrap();
+        }),
+        ("a file", &|| {
+            std::fs::remove_dir_all(place.path(there)).unwrap();
+            place.write(there, "mine");
+        }),
+        ("a link to nothing", &|| {
+            std::fs::remove_dir_all(place.path(there)).unwrap();
+            std::os::unix::fs::symlink("nowhere", place.path(there)).unwrap();
+        }),
+        ("an empty folder", &|| {
+            std::fs::remove_dir_all(place.path(there)).unwrap();
+            std::fs::create_dir(place.path(there)).unwrap();
+        }),
+    ];
+    for (what, plant) in plants {
+        succeed(&place, &args("out", &[]));
+        plant();
+        let kind = |path: &std::path::Path| path.symlink_metadata().unwrap().file_type();
+        let planted = kind(&place.path(there));
+        let done = run(&place, &again);
+        let said = place.told(&done.stderr);
+        assert!(done.status.success(), "{what}: {said}");
+        let kept =
+            "out/checkpoint-4 was no sound checkpoint of this run: it is kept as out/checkpoint-4.aside-1";
+        assert!(said.contains(kept), "{what}: {said}");
+        assert_eq!(kind(&aside), planted, "{what}");
+        assert_eq!(SavedCheckpoint::open(&place.path(there)).unwrap().state.step, 4, "{what}");
+        std::fs::remove_dir_all(place.path("out")).unwrap();
+    }
 }
 
 #[test]

@@ -77,6 +77,7 @@ fn run(job: &str, output: &Path) -> Result<()> {
     let writers = SaveThreads::default();
     let work = |world| train(world, output, saved.as_ref(), &writers);
     in_process::run_ranks(InProcessWorld::new(1).communicators(), work)?;
+    folder.seal(1)?;
     match folder.publish()? {
         None => say("published"),
         Some((place, _)) => say(&format!("published in {}", place.display())),
@@ -122,7 +123,8 @@ fn train(
         }
     }
     let result = RunFolder::result(output);
-    write_weights(&result, &[tensor(&values)], SnapshotPart::Tensors(0))?;
+    let written = write_weights(&result, &[tensor(&values)], SnapshotPart::Tensors(0))?;
+    RunFolder::part_written(output, (0, 1), written)?;
     write_weights(&result, &[], SnapshotPart::Rest)?;
     Ok(())
 }

@@ -90,7 +90,14 @@ mod tests {
     fn attention_counts_what_queries_see() {
         let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 8 };
         let widths = ModelWidths { heads, ..ModelWidths::QWEN3_8B };
-        let shapes = BenchShapes { widths, tokens: 10, max_seq_len: 4, dtype: DType::F32, secs: 0.1 };
+        let shapes = BenchShapes {
+            widths,
+            tokens: 10,
+            max_seq_len: 4,
+            dtype: DType::F32,
+            secs: 0.1,
+            memory: u64::MAX,
+        };
         let spans = packed(&shapes);
         assert_eq!(spans, [Span::sequence(0, 4), Span::sequence(4, 4), Span::sequence(8, 2)]);
         // 10 + 10 + 3 pairs, a product of 2 · 32 for the scores and one for the values.

@@ -4,12 +4,13 @@ use std::cell::Cell;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::OpWork;
+use super::{BenchShapes, OpWork};
 use crate::error::{Error, Result};
 use crate::ops::rotary::RotaryTable;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::zero;
 use crate::runtime::rng::RngStream;
+use crate::units;
 
 /// Different numbers of an input; a larger one repeats them. Drawing billions would take longer than any op.
 const DIFFERENT: usize = 1 << 20;
@@ -26,16 +27,32 @@ pub(super) struct BenchInputs<'a> {
     /// Of the activations and weights.
     pub(super) dtype: DType,
     sets: usize,
+    /// Bytes that may still be taken.
+    left: Cell<u64>,
 }
 
 impl<'a> BenchInputs<'a> {
-    pub(super) fn new(device: &'a Device, dtype: DType, work: OpWork) -> Self {
+    pub(super) fn new(device: &'a Device, shapes: &BenchShapes, work: OpWork) -> Self {
+        let BenchShapes { dtype, memory, .. } = *shapes;
         let sets = match work {
-            OpWork::Bytes(bytes) => BEYOND_CACHES.div_ceil(bytes.max(1)).min(MOST_SETS),
+            OpWork::Bytes(bytes) => {
+                BEYOND_CACHES.div_ceil(bytes.max(1)).min(MOST_SETS).min((memory / bytes.max(1)).max(1))
+            }
             // A product reads what it reads many times.
             OpWork::Flops(_) => 1,
         };
-        BenchInputs { device, dtype, sets: sets as usize }
+        BenchInputs { device, dtype, sets: sets as usize, left: Cell::new(memory) }
+    }
+
+    /// Counts the memory of `count` values.
+    ///
+    /// # Errors
+    /// All inputs together take more than they may.
+    fn take(&self, count: usize, dtype: DType) -> Result<()> {
+        let bytes = (count as u64).saturating_mul(dtype.size_in_bytes() as u64);
+        let left = self.left.get().checked_sub(bytes).ok_or_else(|| too_large(bytes, self.left.get()))?;
+        self.left.set(left);
+        Ok(())
     }
 
     /// One of `make` for each set, which is told its number.
@@ -64,6 +81,8 @@ impl<'a> BenchInputs<'a> {
 
     /// Zeros in f32, as gradients and state begin.
     pub(super) fn zeros(&self, shape: impl Into<Shape>) -> Result<TensorMut> {
+        let shape = shape.into();
+        self.take(shape.elem_count(), DType::F32)?;
         let zeros = TensorMut::zeros(shape, DType::F32, self.device)?;
         // Written, as a run's gradients are: the first write makes the pages.
         zero(&zeros)?;
@@ -88,6 +107,7 @@ impl<'a> BenchInputs<'a> {
         draw: impl Fn(RngStream, u64) -> Vec<f32>,
     ) -> Result<TensorMut> {
         let count = shape.elem_count();
+        self.take(count, dtype)?;
         let drawn = draw(RngStream::new(0).named("inputs"), count.min(DIFFERENT) as u64);
         let drawn = Tensor::from_vec(drawn, count.min(DIFFERENT), &Device::Cpu)?.to_dtype(dtype)?;
         let drawn = drawn.to_device(self.device)?;
@@ -97,6 +117,15 @@ impl<'a> BenchInputs<'a> {
         }
         Ok(TensorMut::new(whole.reshape(shape)?))
     }
+}
+
+/// The error of inputs of `bytes` bytes where `left` may be taken.
+pub(super) fn too_large(bytes: u64, left: u64) -> Error {
+    Error::user("cannot make the inputs of an operation").because(format!(
+        "they take {}, and {} may be taken",
+        units::bytes(bytes),
+        units::bytes(left)
+    ))
 }
 
 /// Sets of inputs, taken in turn.
@@ -126,10 +155,16 @@ pub(super) fn token_ids(count: usize, vocab: usize, set: usize) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::bench::ModelWidths;
+
+    fn shapes(memory: u64) -> BenchShapes {
+        let widths = ModelWidths::QWEN3_8B;
+        BenchShapes { widths, tokens: 1, max_seq_len: 1, dtype: DType::BF16, secs: 0.0, memory }
+    }
 
     #[test]
     fn sets_come_in_turn_and_are_as_many_as_no_cache_holds() -> Result<()> {
-        let inputs = |work| BenchInputs::new(&Device::Cpu, DType::BF16, work);
+        let inputs = |work| BenchInputs::new(&Device::Cpu, &shapes(u64::MAX), work);
         let taken = |work| -> Result<Vec<usize>> {
             let sets = inputs(work).sets(Ok)?;
             (0..5).map(|_| sets.next().copied()).collect()
@@ -138,13 +173,26 @@ mod tests {
         assert_eq!(taken(OpWork::Bytes(1 << 30))?, [0; 5]);
         assert_eq!(taken(OpWork::Flops(1))?, [0; 5]);
         assert_eq!(inputs(OpWork::Bytes(1)).sets, 16);
+        assert_eq!(BenchInputs::new(&Device::Cpu, &shapes(250), OpWork::Bytes(100)).sets, 2);
+        assert_eq!(BenchInputs::new(&Device::Cpu, &shapes(50), OpWork::Bytes(100)).sets, 1);
         Ok(())
+    }
+
+    #[test]
+    fn inputs_keep_to_their_memory() -> Result<()> {
+        let shapes = shapes(2 * 100 + 4 * 50);
+        let inputs = BenchInputs::new(&Device::Cpu, &shapes, OpWork::Flops(1));
+        inputs.normal(1.0, 100)?;
+        inputs.zeros(40)?;
+        let refused = inputs.signs(21).map(drop).expect_err("10 values of 4 bytes are left");
+        assert!(refused.to_string().contains("42 B, and 40 B may be taken"), "{refused}");
+        inputs.zeros(10).map(drop)
     }
 
     /// Of an input with more values than are drawn, all are written, the last ones too.
     #[test]
     fn a_large_input_repeats_its_values() -> Result<()> {
-        let inputs = BenchInputs::new(&Device::Cpu, DType::BF16, OpWork::Flops(1));
+        let inputs = BenchInputs::new(&Device::Cpu, &shapes(u64::MAX), OpWork::Flops(1));
         let values = inputs.normal(0.5, (3, DIFFERENT / 2 + 1))?.flatten_all()?.to_dtype(DType::F32)?;
         let values = values.to_vec1::<f32>()?;
         assert_eq!(values[..values.len() - DIFFERENT], values[DIFFERENT..]);

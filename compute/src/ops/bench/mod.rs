@@ -57,6 +57,8 @@ pub struct BenchShapes {
     pub dtype: DType,
     /// Seconds that an op is measured for, three runs at least; one that takes over two seconds runs once.
     pub secs: f64,
+    /// Bytes that the inputs of one op may take together; an op that needs more is an error.
+    pub memory: u64,
 }
 
 /// What a run of an op is measured by.
@@ -126,9 +128,9 @@ impl BenchShapes {
     /// Measures how fast `device` copies and multiplies.
     ///
     /// # Errors
-    /// The device has not enough memory, or an operation of it fails.
+    /// The device or [`BenchShapes::memory`] has not enough memory, or an operation of the device fails.
     pub fn device_rates(&self, device: &Device) -> Result<DeviceRates> {
-        let copy = parameters::copy(device);
+        let copy = parameters::copy(device, self.memory)?;
         let gemm = products::gate_proj(self);
         // The product first: it brings the clocks up.
         let gemm_flops = gemm.measure(device, self)?.per_sec();
@@ -193,7 +195,7 @@ impl TimedOp {
 
     fn measure(&self, device: &Device, shapes: &BenchShapes) -> Result<OpTiming> {
         let measured = || -> Result<_> {
-            let repeat = (self.prepare)(&BenchInputs::new(device, shapes.dtype, self.work))?;
+            let repeat = (self.prepare)(&BenchInputs::new(device, shapes, self.work))?;
             let secs = MeasuringTime::of_secs(shapes.secs).secs_of_a_call(device, &repeat)?;
             Ok((secs, bytes_taken_by(device, repeat)?))
         };

@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::inputs::token_ids;
+use super::inputs::{token_ids, too_large};
 use super::products::nf4;
 use super::{BenchShapes, TimedOp};
+use crate::error::Result;
 use crate::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK, adamw_int8};
 use crate::ops::dora::weight_norm;
@@ -22,6 +23,9 @@ const F32_BYTES: usize = 4;
 
 /// Values of the tensor whose copy is the measure of all that moves bytes: 256 MiB, more than caches hold.
 const COPIED: usize = 64 << 20;
+
+/// The same where less memory may be taken: 64 MiB, more than most caches hold.
+const COPIED_AT_LEAST: usize = 16 << 20;
 
 /// The rank of adapters.
 const RANK: usize = 16;
@@ -56,17 +60,25 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
 
 /// A copy from memory to memory, f32: on a GPU the driver's own, on the CPU by all threads. A processor also reads what a
 /// copy is about to write, so that there an update in place may reach more than the copy.
-pub(super) fn copy(device: &Device) -> TimedOp {
-    let (on_cpu, what) = (device.is_cpu(), ("copy", format!("{COPIED}"), DType::F32));
-    TimedOp::moving(2 * F32_BYTES * COPIED, what, move |inputs| {
-        let x = inputs.normal_as(DType::F32, 1.0, COPIED)?;
+///
+/// # Errors
+/// A copy that no cache holds takes more than `memory` bytes.
+pub(super) fn copy(device: &Device, memory: u64) -> Result<TimedOp> {
+    let bytes = |values: usize| 2 * F32_BYTES * values;
+    let copied = usize::try_from(memory).unwrap_or(usize::MAX).min(bytes(COPIED)) / bytes(1);
+    if copied < COPIED_AT_LEAST {
+        return Err(too_large(bytes(COPIED_AT_LEAST) as u64, memory));
+    }
+    let (on_cpu, what) = (device.is_cpu(), ("copy", format!("{copied}"), DType::F32));
+    Ok(TimedOp::moving(bytes(copied), what, move |inputs| {
+        let x = inputs.normal_as(DType::F32, 1.0, copied)?;
         // Not zeros, whose pages are made when they are first written.
-        let y = if on_cpu { Some(inputs.normal_as(DType::F32, 1.0, COPIED)?) } else { None };
+        let y = if on_cpu { Some(inputs.normal_as(DType::F32, 1.0, copied)?) } else { None };
         Ok(Box::new(move || match &y {
             Some(y) => copy_into(y, &x),
             None => Ok(x.copy().map(drop)?),
         }))
-    })
+    }))
 }
 
 /// The shape of a block's widest weight as text, and its values.

@@ -1,0 +1,186 @@
+//! run.json: which run's a folder is, and what the run wrote there.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::ACCUMULATION;
+use super::run_changes::{self, MICRO_BATCH};
+use super::run_folder::OWN;
+use crate::error::{Error, Result, input_file};
+use crate::recipe::Recipe;
+use crate::weights::write_text;
+
+pub(super) const RECORD: &str = "run.json";
+/// The form of [`RunRecord`] that this program writes and reads.
+const SCHEMA: u32 = 1;
+/// Files up to this many bytes are told apart by their digest, larger ones, which nobody edits, by their size.
+const DIGESTED: u64 = 64 << 20;
+/// Files that make a folder a finished adapter or model: they get their names last.
+pub(super) const LAST: [&str; 2] = ["config.json", "adapter_config.json"];
+
+/// What run.json says: which run's the folder is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunRecord {
+    schema: u32,
+    /// A random id of the run.
+    pub run: String,
+    /// The program and its version.
+    pub program: String,
+    /// When the run was started: RFC 3339.
+    pub started: String,
+    /// The digest of what decides the numbers of the run.
+    pub plan: String,
+    /// The moment that `strftime_now` tells in the chat template, where the template asks for it: RFC 3339.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat_template_date: Option<String>,
+    /// The digest of the manifest of the checkpoint in another folder that the run began with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed_from: Option<String>,
+    /// The commits of what came from the hub, by what was asked for there: model, data sets, adapter.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sources: BTreeMap<String, String>,
+    /// What the run wrote, by name below the folder: what it looked like, or nothing while it changes.
+    pub(super) files: BTreeMap<String, Option<String>>,
+}
+
+impl RunRecord {
+    /// The record of a new run.
+    ///
+    /// # Errors
+    /// A fault of ours: the system gives no random numbers.
+    pub fn new(plan: &BTreeMap<String, String>) -> Result<Self> {
+        let mut id = [0; 16];
+        getrandom::fill(&mut id)
+            .map_err(|e| Error::internal("cannot get random numbers").because(e.to_string()))?;
+        Ok(RunRecord {
+            schema: SCHEMA,
+            run: id.iter().map(|byte| format!("{byte:02x}")).collect(),
+            program: concat!("finetune ", env!("CARGO_PKG_VERSION")).to_owned(),
+            started: chrono::Local::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, false),
+            plan: Self::digest(plan),
+            chat_template_date: None,
+            resumed_from: None,
+            sources: BTreeMap::new(),
+            files: BTreeMap::new(),
+        })
+    }
+
+    /// The digest of what decides the numbers of a run, whatever micro-batches its steps are split into. A key at its
+    /// default counts like one that is absent, so that versions of the program that know other keys agree.
+    pub fn digest(plan: &BTreeMap<String, String>) -> String {
+        let mut counted = plan.clone();
+        // However the rows of a step are split into micro-batches.
+        if let Some(rows) = run_changes::rows(plan) {
+            counted.retain(|key, _| ![MICRO_BATCH, ACCUMULATION].contains(&key.as_str()));
+            counted.insert("rows of a step".into(), rows.to_string());
+        }
+        let plan = Recipe::without_defaults(&counted);
+        let lines: Vec<String> = plan.iter().map(|(key, value)| format!("{key} = {value}\n")).collect();
+        blake3::hash(lines.concat().as_bytes()).to_hex().to_string()
+    }
+
+    /// Reads the record of the run in `output`; none where no run has begun.
+    ///
+    /// # Errors
+    /// Storage; the record is damaged or of another version of the program.
+    pub fn read(output: &Path) -> Result<Option<Self>> {
+        let path = output.join(OWN).join(RECORD);
+        let text = match path.symlink_metadata() {
+            Ok(_) => input_file::read_text("read", &path)?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => return Ok(None),
+            Err(error) => return Err(Error::io("read", &path, &error)),
+        };
+        let unreadable = |why: String| {
+            Error::user(format!("cannot read {}", path.display()))
+                .because(why)
+                .hint(format!(
+                    "`rm {}` and start again with `--resume`: a folder without it is known by its sound checkpoints; or start anew in another folder, with `--output`",
+                    path.display()
+                ))
+        };
+        let record: Self = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
+        if record.schema != SCHEMA {
+            return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", record.schema)));
+        }
+        Ok(Some(record))
+    }
+
+    /// Leaves in `output` the record of a run that begins as this one did, at its moment, and has written nothing yet.
+    ///
+    /// # Errors
+    /// Storage: it cannot be written.
+    pub fn begin_as(&self, output: &Path) -> Result<()> {
+        let own = output.join(OWN);
+        std::fs::create_dir_all(&own).map_err(|e| Error::io("create", &own, &e))?;
+        RunRecord { files: BTreeMap::new(), ..self.clone() }.write(output)
+    }
+
+    /// Whether the run has left its result in `output`, whole or not any more.
+    pub fn is_finished(&self, output: &Path) -> bool {
+        LAST.iter().any(|name| matches!(self.files.get(*name), Some(Some(_))) || output.join(name).exists())
+    }
+
+    /// The files that the run wrote and that are not in `output` any more.
+    pub fn missing(&self, output: &Path) -> Vec<String> {
+        let wrote = self.files.iter().filter(|(_, wrote)| wrote.is_some()).map(|(name, _)| name);
+        wrote.filter(|name| output.join(name).symlink_metadata().is_err()).cloned().collect()
+    }
+
+    /// Writes it into `output`.
+    pub(super) fn write(&self, output: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(e.to_string()))?;
+        write_text(&output.join(OWN).join(RECORD), &text).map(drop)
+    }
+
+    /// Takes the file `name` of `output` for the run's as it is, for folders of runs that kept no record.
+    ///
+    /// # Errors
+    /// Storage: the file cannot be read.
+    pub fn adopt(&mut self, output: &Path, name: &str) -> Result<()> {
+        self.files.insert(name.to_owned(), Some(appearance(&output.join(name))?));
+        Ok(())
+    }
+
+    /// Whether the file `name` of `output` is what the run wrote.
+    pub(super) fn owns(&self, output: &Path, name: &str) -> bool {
+        match self.files.get(name) {
+            Some(Some(wrote)) => appearance(&output.join(name)).is_ok_and(|found| found == *wrote),
+            Some(None) => true,
+            None => false,
+        }
+    }
+}
+
+/// What tells a file from one that was changed: its digest, or the size of one too large for that.
+pub(super) fn appearance(path: &Path) -> Result<String> {
+    let cannot = |e: std::io::Error| Error::io("read", path, &e);
+    let found = path.metadata().map_err(cannot)?;
+    let bytes = found.len();
+    if !found.is_file() {
+        // Whoever opens a pipe waits.
+        return Ok("no file".to_owned());
+    }
+    if bytes > DIGESTED {
+        return Ok(format!("{bytes} bytes"));
+    }
+    Ok(format!("blake3:{}", blake3::hash(&std::fs::read(path).map_err(cannot)?).to_hex()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_split_of_the_rows_is_no_other_run() {
+        let of = |size: &str, turns: &str, rank: &str| {
+            let keys = [(MICRO_BATCH, size), (ACCUMULATION, turns), ("adapter.r", rank)];
+            RunRecord::digest(&keys.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
+        };
+        assert_eq!(of("1", "8", "16"), of("4", "2", "16"));
+        assert_ne!(of("1", "8", "16"), of("4", "4", "16"));
+        assert_ne!(of("1", "8", "16"), of("1", "8", "4"));
+    }
+}

@@ -1,0 +1,135 @@
+//! The result of a run: published as soon as the last step is done, and completed with the figures of the end afterwards.
+//!
+//! Nothing that may fail, take long or be killed stands between the last step and the result: the evaluation at the end, the
+//! answers to held-out questions and the measured speeds come later and go into the card and the report, which are there
+//! without them before.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::Device;
+
+use super::bottlenecks;
+use super::card::card;
+use super::output_folder::{CARD, REPORT};
+use super::planned_time;
+use super::report_page::ReportPage;
+use super::showcase;
+use super::train::TrainRun;
+use super::weights_writer::weights_writer;
+use crate::checkpoint::{KillPoint, RunFolder, SnapshotPart};
+use crate::collective::{Call, Collective, Phase};
+use crate::engine::{RunSummary, Trainer};
+use crate::error::Result;
+use crate::plan::Plan;
+use crate::report::html::{AnsweredQuestion, HtmlReport};
+use crate::report::memory::MemoryComparison;
+use crate::report::timing::StepTiming;
+use crate::weights::write_text;
+
+impl TrainRun<'_> {
+    /// Writes the result and gives it its place: each rank writes its share of the weights, then the first rank what
+    /// stands beside them. Returns where the result is, on the first rank.
+    ///
+    /// # Errors
+    /// Storage; a peer failed. If the result is sealed by then, the next run in the folder publishes it.
+    pub(super) fn publish(
+        &self,
+        trainer: &Trainer,
+        world: &dyn Collective,
+        device: &Device,
+        (summary, before): (&RunSummary, Option<&[String]>),
+    ) -> Result<Option<PathBuf>> {
+        world.enter(Phase::Output)?;
+        let (plan, output) = (self.plan, self.args.output.as_path());
+        let result = RunFolder::result(output);
+        let write = weights_writer(plan, false, trainer)?;
+        let written = write(&result, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
+        RunFolder::part_written(output, (world.rank(), world.size()), written)?;
+        world.barrier(Call { what: "the parts of the result", index: 0 })?;
+        let (Some((folder, _)), 0) = (self.folder.get(), world.rank()) else { return Ok(None) };
+        KillPoint::Written.reach();
+        write(&result, &[], SnapshotPart::Rest)?;
+        card(plan, summary, self.title()).write(&result.join(CARD))?;
+        let questions = showcase::answered(&self.showcase, [before, None]);
+        let memory = self.planned.compare(plan, device, &summary.memory);
+        self.report(summary, &questions, (memory, None), |page| page.write(&result.join(REPORT)));
+        folder.seal(world.size())?;
+        let elsewhere = folder.publish()?;
+        KillPoint::Published.reach();
+        if let Some((place, taken)) = &elsewhere {
+            let (place, taken) = (place.display(), taken.join(", "));
+            self.terminal.warn(format!(
+                "{taken} came while the run was at work and would be overwritten: the result is in {place}"
+            ));
+        }
+        let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
+        self.terminal.line(format!("{} in {}", saved(plan), place.display()));
+        Ok(Some(place))
+    }
+
+    /// Completes the card and the report of the result in `place` with the figures of the end, and prints them. The model
+    /// has been dropped: the speeds of this machine are measured in its memory.
+    ///
+    /// # Errors
+    /// Storage: the card cannot be written; the one without the figures of the end stays.
+    pub(super) fn complete(
+        &self,
+        folder: &RunFolder,
+        place: &Path,
+        device: &Device,
+        (summary, questions): (&RunSummary, &[AnsweredQuestion]),
+    ) -> Result<()> {
+        let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
+        let update = |name: &str, text: &str| -> Result<()> {
+            if place != output {
+                return write_text(&place.join(name), text).map(drop);
+            }
+            if !folder.update_text(name, text)? {
+                terminal.warn(format!(
+                    "{name} in {} has changed since the run wrote it: it stays as it is, without the figures of the end",
+                    place.display()
+                ));
+            }
+            Ok(())
+        };
+        update(CARD, &card(plan, summary, self.title()).render())?;
+        KillPoint::Described.reach();
+        let spare = self.planned.spare(plan, device);
+        let time = planned_time::compare(plan, summary, output, spare);
+        let rates = bottlenecks::measure(summary, device, spare);
+        KillPoint::Measured.reach();
+        // With the memory that measuring took.
+        let memory = self.planned.compare(plan, device, &summary.memory);
+        terminal.line(format!("memory: {memory}"));
+        time.iter().for_each(|time| terminal.line(format!("time: {time}")));
+        self.report(summary, questions, (memory, time), |page| update(REPORT, &page.render()));
+        bottlenecks::say(plan, summary, rates, terminal);
+        Ok(())
+    }
+
+    /// Makes the report of the run and hands it to `write`; what keeps it from its place is said and ends no run.
+    pub(super) fn report(
+        &self,
+        summary: &RunSummary,
+        questions: &[AnsweredQuestion],
+        (memory, time): (MemoryComparison, Option<StepTiming>),
+        write: impl FnOnce(&HtmlReport<'_>) -> Result<()>,
+    ) {
+        let (plan, started) = (self.plan, self.started);
+        let (output, title) = (self.args.output.as_path(), self.title());
+        let page = ReportPage { plan, summary, output, title: &title, started, questions, memory, time };
+        if let Err(error) = page.give(write) {
+            self.terminal.warn(format!("no {REPORT}: {}", error.in_one_line()));
+        }
+    }
+
+    /// What card and report are called: the name of the output folder.
+    pub(super) fn title(&self) -> String {
+        let name = self.args.output.file_name();
+        name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
+    }
+}
+
+fn saved(plan: &Plan) -> &'static str {
+    if plan.adapter_setup.is_some() { "adapter saved" } else { "model saved" }
+}

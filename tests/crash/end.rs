@@ -1,0 +1,192 @@
+//! Kills between the last step of a run and its end: the result is there, or the next start resumes to it.
+//!
+//! The runs keep no checkpoint, so that only the result itself can save what was trained.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use finetune::checkpoint::KillPoint;
+
+use crate::place::{Place, lora};
+use crate::{Done, Random, assert_tidy, finish, told};
+
+/// Steps of a run.
+const STEPS: &str = "\"step\":4,";
+/// Kills at random moments.
+const RANDOM_KILLS: usize = 50;
+
+/// A run of four steps that evaluates before and after them; `more` are further flags, and `full` among them is the recipe.
+fn run(place: &Place, output: &Path, more: &[&str]) -> Command {
+    let output = output.display().to_string();
+    let is_full = more.contains(&"full");
+    let more: Vec<&str> = more.iter().copied().filter(|arg| *arg != "full").collect();
+    let args =
+        lora(&[&["--eval-dataset", "rows.jsonl", "--set", "log.tensorboard=false"], &more[..]].concat());
+    let replaced = |arg| match arg {
+        "out" => &output,
+        "lora" if is_full => "full",
+        _ => arg,
+    };
+    let args: Vec<&str> = args.into_iter().map(replaced).collect();
+    let mut command = place.command(&args);
+    command.env("RAYON_NUM_THREADS", "1");
+    command
+}
+
+/// The files that hold what was trained.
+fn trained(output: &Path) -> BTreeMap<&'static str, Option<Vec<u8>>> {
+    ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"]
+        .map(|name| (name, std::fs::read(output.join(name)).ok()))
+        .into()
+}
+
+/// Resumes the run that was killed in `output`, whose result must be `wanted` then.
+fn assert_resumes(
+    place: &Place,
+    output: &Path,
+    more: &[&str],
+    wanted: &BTreeMap<&'static str, Option<Vec<u8>>>,
+    what: &str,
+) -> Done {
+    let done = finish(&mut run(place, output, &[more, &["--resume"]].concat()));
+    assert_eq!(done.code, Some(0), "{what}: {done:?}");
+    assert!(trained(output) == *wanted, "{what}: another result: {done:?}");
+    for name in ["README.md", "report.html", "recipe.toml", "metrics.jsonl"] {
+        assert!(output.join(name).exists(), "{what}: no {name}: {done:?}");
+    }
+    assert_tidy(output, what);
+    done
+}
+
+/// At each named moment, for an adapter, for one that two ranks train, and for a model whose ranks write a share each.
+#[test]
+fn kills_at_every_named_moment_of_the_end() {
+    let place = Place::new();
+    let fsdp = ["full", "--ranks", "2", "--set", "parallel.strategy=fsdp"];
+    for (name, more) in [("alone", &[][..]), ("two", &["--ranks", "2"]), ("full", &fsdp)] {
+        let undisturbed = place.path(&format!("{name}-whole"));
+        assert_eq!(finish(&mut run(&place, &undisturbed, more)).code, Some(0));
+        let wanted = trained(&undisturbed);
+        for point in KillPoint::ALL {
+            let what = format!("{name}, killed at {}", point.name());
+            let output = place.path(&format!("{name}-{}", point.name()));
+            let killed = finish(run(&place, &output, more).env("FINETUNE_KILL_AT", point.name()));
+            assert_eq!(killed.code, None, "{what}: {killed:?}");
+            let is_safe = !matches!(point, KillPoint::LastStep | KillPoint::Written);
+            let is_there = is_safe && !matches!(point, KillPoint::Sealed | KillPoint::Committed);
+            if is_there {
+                assert!(trained(&output) == wanted, "{what}: it was published: {killed:?}");
+            }
+            let again = assert_resumes(&place, &output, more, &wanted, &what);
+            let trains = again.errors.contains("starting from the beginning");
+            assert_eq!(trains, !is_safe, "{what}: {again:?}");
+            let adopts =
+                again.errors.contains("written its whole result when its process ended: published in");
+            assert_eq!(adopts, point == KillPoint::Sealed, "{what}: {again:?}");
+            // It has ended, whatever is done again.
+            let last = assert_resumes(&place, &output, more, &wanted, &what);
+            assert!(last.errors.contains("nothing is left to do"), "{what}: {last:?}");
+        }
+    }
+}
+
+/// With checkpoints, too, each moment is survived.
+#[test]
+fn kills_at_the_end_of_a_run_with_checkpoints() {
+    let place = Place::new();
+    let more = ["--set", "checkpoint.save_steps=3", "--set", "checkpoint.async_save=false"];
+    let undisturbed = place.path("whole");
+    assert_eq!(finish(&mut run(&place, &undisturbed, &more)).code, Some(0));
+    let wanted = trained(&undisturbed);
+    for point in KillPoint::ALL {
+        let output = place.path(point.name());
+        let killed = finish(run(&place, &output, &more).env("FINETUNE_KILL_AT", point.name()));
+        assert_eq!(killed.code, None, "{killed:?}");
+        let again = assert_resumes(&place, &output, &more, &wanted, point.name());
+        assert!(again.errors.contains("resuming from"), "{again:?}");
+    }
+}
+
+/// A result that is no longer as its seal says is not published: the run starts again.
+#[test]
+fn a_sealed_result_that_was_damaged_is_not_published() {
+    let place = Place::new();
+    let undisturbed = place.path("whole");
+    assert_eq!(finish(&mut run(&place, &undisturbed, &[])).code, Some(0));
+    let output = place.path("out");
+    let killed = finish(run(&place, &output, &[]).env("FINETUNE_KILL_AT", KillPoint::Sealed.name()));
+    assert_eq!(killed.code, None, "{killed:?}");
+    let weights = output.join(".finetune/result/adapter_model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&weights, bytes).unwrap();
+    let again = assert_resumes(&place, &output, &[], &trained(&undisturbed), "a damaged result");
+    assert!(again.errors.contains("starting from the beginning"), "{again:?}");
+}
+
+/// A file that another program put in the way of a sealed result stays, and the result gets a folder of its own.
+#[test]
+fn a_sealed_result_replaces_no_file_of_others() {
+    let place = Place::new();
+    let output = place.path("out");
+    let killed = finish(run(&place, &output, &[]).env("FINETUNE_KILL_AT", KillPoint::Sealed.name()));
+    assert_eq!(killed.code, None, "{killed:?}");
+    std::fs::write(output.join("adapter_config.json"), "mine").unwrap();
+    let again = finish(&mut run(&place, &output, &["--resume"]));
+    assert!(again.errors.contains("published in "), "{again:?}");
+    assert_eq!(std::fs::read_to_string(output.join("adapter_config.json")).unwrap(), "mine");
+    let result = output.join("result");
+    assert!(result.join("adapter_model.safetensors").exists() && !result.join("manifest.json").exists());
+}
+
+/// `--max-restarts` ends well after a kill in the last evaluation: the result was published before it.
+#[test]
+fn a_restart_after_the_result_ends_well() {
+    let place = Place::new();
+    let output = place.path("out");
+    let mut command = run(&place, &output, &["--max-restarts", "1"]);
+    let done = finish(command.env("FINETUNE_KILL_AT", KillPoint::Evaluated.name()));
+    assert_eq!(done.code, Some(0), "{done:?}");
+    assert!(done.errors.contains("nothing is left to do"), "{done:?}");
+}
+
+/// Kills `command` once its last step is logged and `after` more has passed; whether it was still there, and how long it
+/// went on if it was not killed.
+fn killed_after_last_step(mut command: Command, output: &Path, after: Duration) -> (Done, Duration) {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let log = output.join("metrics.jsonl");
+    let is_logged = || std::fs::read_to_string(&log).is_ok_and(|text| text.contains(STEPS));
+    while !is_logged() && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    let logged = Instant::now();
+    while logged.elapsed() < after && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    let went_on = logged.elapsed();
+    // One that has ended cannot be killed, which is no matter.
+    drop(child.kill());
+    (told(child.wait_with_output().unwrap()), went_on)
+}
+
+#[test]
+fn kills_at_random_moments_of_the_end() {
+    let place = Place::new();
+    let (whole, timed) = (place.path("whole"), Duration::from_secs(300));
+    let (done, tail) = killed_after_last_step(run(&place, &whole, &["--quiet"]), &whole, timed);
+    assert_eq!(done.code, Some(0), "{done:?}");
+    let wanted = trained(&whole);
+    let (mut random, mut kills) = (Random(36), 0);
+    for number in 0..RANDOM_KILLS {
+        let output = place.path(&format!("out-{number}"));
+        let after = Duration::from_micros(random.below(tail.as_micros() as u64));
+        let (done, _) = killed_after_last_step(run(&place, &output, &["--quiet"]), &output, after);
+        kills += usize::from(done.code.is_none());
+        assert!(done.code.is_none_or(|code| code == 0), "{done:?}");
+        assert_resumes(&place, &output, &["--quiet"], &wanted, &format!("{after:?} after the last step"));
+        std::fs::remove_dir_all(&output).unwrap();
+    }
+    println!("{kills} of {RANDOM_KILLS} runs killed within {tail:?} of their last step");
+}
