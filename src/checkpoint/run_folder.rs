@@ -25,13 +25,11 @@ use super::folder::restore_replaced;
 use super::kill_point::KillPoint;
 use super::lock::FolderLock;
 use super::manifest::{self, files_below};
-use super::run_record::{LAST, RECORD, RunRecord, appearance};
+use super::run_record::{LAST, OWN, RECORD, RunRecord, appearance};
 use super::space::require_room;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::{Written, sweep, sync_folder, sync_tree, temporary, write_text};
 
-/// The folder of what belongs to the program in a run's folder.
-pub(super) const OWN: &str = ".finetune";
 const LOCK: &str = "lock";
 const RESULT: &str = "result";
 const COMMITTED: &str = "committed";

@@ -7,11 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use super::ACCUMULATION;
 use super::run_changes::{self, MICRO_BATCH};
-use super::run_folder::OWN;
 use crate::error::{Error, Result, input_file};
 use crate::recipe::Recipe;
 use crate::weights::write_text;
 
+/// The folder of what belongs to the program in a run's folder.
+pub(super) const OWN: &str = ".finetune";
 pub(super) const RECORD: &str = "run.json";
 /// The form of [`RunRecord`] that this program writes and reads.
 const SCHEMA: u32 = 1;

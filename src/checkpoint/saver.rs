@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 
 use super::manifest::{self, Files};
-use super::run_folder::OWN;
+use super::run_record::OWN;
 use super::snapshot::{SnapshotTensor, WriteWeights};
 use super::space::require_room;
 use super::{PREFIX, TrainingState, folder};

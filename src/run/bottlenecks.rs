@@ -51,6 +51,11 @@ pub(super) fn say(
     terminal.line(table.text().trim_end());
     let folder = crate::profile::FOLDER;
     terminal.line(format!("traced {} steps: {folder}/rank-*.json opens in ui.perfetto.dev", table.steps));
+    if rates.is_none() {
+        terminal.line(
+            "not checked: memory-bound operations; the speed of this device was not measured, for which the run's own memory is too small",
+        );
+    }
     facts.rates = rates;
     let found = bottlenecks::find(&facts);
     if found.is_empty() {
@@ -106,4 +111,21 @@ fn fastest(device: &Device, work: impl Fn() -> Result<()>) -> Result<f64> {
         best = best.min(start.elapsed().as_secs_f64());
     }
     Ok(best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::bottlenecks::RunFacts;
+    use crate::profile::op_table::OpTable;
+
+    #[test]
+    fn nothing_is_measured_beyond_the_memory_of_the_run() {
+        let traced = RunFacts { trace: Some(OpTable::default()), ..RunFacts::default() };
+        let summary = |facts| RunSummary { facts, ..RunSummary::default() };
+        let measured = |facts, spare| measure(&summary(facts), &Device::Cpu, spare).is_some();
+        assert!(measured(traced.clone(), MEASURED_BYTES));
+        assert!(!measured(traced, MEASURED_BYTES - 1));
+        assert!(!measured(RunFacts::default(), u64::MAX), "a run without a trace asks no such rule");
+    }
 }

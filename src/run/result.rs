@@ -107,8 +107,23 @@ impl TrainRun<'_> {
         Ok(())
     }
 
+    /// Leaves the report of a run that a signal has stopped, and prints where its time went. The model has been dropped.
+    pub(super) fn report_stop(
+        &self,
+        folder: &RunFolder,
+        device: &Device,
+        (summary, before): (&RunSummary, Option<&[String]>),
+    ) {
+        let plan = self.plan;
+        let questions = showcase::answered(&self.showcase, [before, None]);
+        let rates = bottlenecks::measure(summary, device, self.planned.spare(plan, device));
+        let memory = self.planned.compare(plan, device, &summary.memory);
+        self.report(summary, &questions, (memory, None), |page| folder.write_text(REPORT, &page.render()));
+        bottlenecks::say(plan, summary, rates, self.terminal);
+    }
+
     /// Makes the report of the run and hands it to `write`; what keeps it from its place is said and ends no run.
-    pub(super) fn report(
+    fn report(
         &self,
         summary: &RunSummary,
         questions: &[AnsweredQuestion],

@@ -8,10 +8,9 @@ use std::time::Instant;
 use candle_core::Device;
 
 use super::alarms::{self, ALERTS};
-use super::bottlenecks;
 use super::device_failure::explained;
 use super::monitoring;
-use super::output_folder::{METRICS, OutputFolder, RECIPE, REPORT, date_text, lies_in};
+use super::output_folder::{METRICS, OutputFolder, RECIPE, date_text, lies_in};
 use super::report_page::PlannedProcess;
 use super::rollback::roll_back;
 use super::showcase::{self, Showcase};
@@ -86,7 +85,7 @@ impl TrainRun<'_> {
     }
 
     fn timed_rank(&self, world: Arc<dyn Collective>, clock: CollectiveTimer, device: &Device) -> Result<()> {
-        let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
+        let (plan, terminal) = (self.plan, self.terminal);
         let first = world.rank() == 0;
         if first {
             clock.watch_memory(device);
@@ -113,18 +112,11 @@ impl TrainRun<'_> {
         };
         let summary = self.train(&mut trainer, &*world, clock, &publish)?;
         if summary.stopped {
+            drop(trainer);
             if let (Some((folder, _)), true) = (self.folder.get(), first) {
-                let questions = showcase::answered(&self.showcase, [before, None]);
-                // What is measured takes the model's memory.
-                drop(trainer);
-                let rates = bottlenecks::measure(&summary, device, self.planned.spare(plan, device));
-                let memory = self.planned.compare(plan, device, &summary.memory);
-                self.report(&summary, &questions, (memory, None), |page| {
-                    folder.write_text(REPORT, &page.render())
-                });
-                bottlenecks::say(plan, &summary, rates, terminal);
+                self.report_stop(folder, device, (&summary, before));
             }
-            return Err(stopped(&summary, output));
+            return Err(stopped(&summary, self.args.output.as_path()));
         }
         KillPoint::Evaluated.reach();
         world.enter(Phase::Output)?;
@@ -181,19 +173,8 @@ impl TrainRun<'_> {
         publish: &dyn Fn(&Trainer, &RunSummary) -> Result<()>,
     ) -> Result<RunSummary> {
         let (plan, output) = (self.plan, self.args.output.as_path());
-        let settings = &plan.recipe.checkpoint;
-        let options = SaverOptions {
-            output: output.to_owned(),
-            keep_last: settings.keep_last,
-            in_background: settings.async_save,
-            bytes: space::checkpoint_bytes(plan)?,
-            write_weights: weights_writer(plan, true, trainer)?,
-        };
         let first = world.rank() == 0;
-        let mut saver = Saver::new(options, first, self.writers);
-        if let Some(saved) = self.resumed.filter(|saved| first && lies_in(saved, output)) {
-            saver.catch_up(&saved.state);
-        }
+        let saver = self.saver(trainer, first)?;
         let mut sampler = plan.sampler()?;
         let state = self.resumed.map(|saved| &saved.state);
         if let Some(state) = state {
@@ -225,7 +206,7 @@ impl TrainRun<'_> {
             profiler: TraceSchedule::of(&plan.recipe.profile)
                 .map(|schedule| Profiler::new(schedule, output, world.rank(), world.size())),
             options: RunOptions {
-                save_steps: settings.save_steps,
+                save_steps: plan.recipe.checkpoint.save_steps,
                 eval_steps: plan.recipe.eval.steps,
                 eval_at_end: plan.recipe.eval.at_end,
                 every_steps: plan.recipe.log.every_steps,
@@ -234,6 +215,24 @@ impl TrainRun<'_> {
             },
         }
         .run(state.map_or(0, |state| state.tokens))
+    }
+
+    /// The saver of a rank's part of checkpoints.
+    fn saver(&self, trainer: &Trainer, first: bool) -> Result<Saver<'_>> {
+        let (plan, output) = (self.plan, self.args.output.as_path());
+        let settings = &plan.recipe.checkpoint;
+        let options = SaverOptions {
+            output: output.to_owned(),
+            keep_last: settings.keep_last,
+            in_background: settings.async_save,
+            bytes: space::checkpoint_bytes(plan)?,
+            write_weights: weights_writer(plan, true, trainer)?,
+        };
+        let mut saver = Saver::new(options, first, self.writers);
+        if let Some(saved) = self.resumed.filter(|saved| first && lies_in(saved, output)) {
+            saver.catch_up(&saved.state);
+        }
+        Ok(saver)
     }
 
     fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
