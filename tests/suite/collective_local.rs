@@ -974,13 +974,13 @@ fn a_rank_waited_for_too_long_ends_with_a_record() {
             send.lock().unwrap().send(()).unwrap();
             Err(error)
         };
-        let world = InProcessWorld::new(2).with_timeout(Duration::from_millis(100));
+        let world = InProcessWorld::new(2).with_timeout(Duration::from_secs(5));
         run_ranks(world.communicators(), run).unwrap_err()
     });
     assert_eq!(error.kind(), ErrorCategory::Transient);
     assert_eq!(
         error.to_string(),
-        "error: rank 0 waited 0.1 s for rank 1 in phase save\n  \
+        "error: rank 0 waited 5.0 s for rank 1 in phase save\n  \
          caused by: rank 0 waits in phase forward, 16.0 KiB sent; its last call was no 2, barrier of gradients of block 1\n  \
          caused by: rank 1 computes in phase save, 16.0 KiB sent; its last call was no 1, all_reduce of gradients of block 0 (4096 f32)"
     );
