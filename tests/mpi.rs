@@ -107,9 +107,9 @@ const SCENES: [Scene; 17] = [
         name: "late message",
         layout: (2, 1),
         run: late_message,
-        deadline: Duration::from_secs(2),
+        deadline: Duration::from_secs(10),
         errors: &[
-            &["no answer from rank 1", "waited 2 s at call 0: recv of activations 0 (3 x F32 from rank 1)"],
+            &["no answer from rank 1", "waited 10 s at call 0: recv of activations 0 (3 x F32 from rank 1)"],
             &[],
         ],
         ends: &[&["no answer from rank 1"], &[]],
@@ -182,9 +182,9 @@ const SCENES: [Scene; 17] = [
         name: "late",
         layout: (3, 1),
         run: late,
-        deadline: Duration::from_secs(2),
+        deadline: Duration::from_secs(10),
         errors: &[
-            &["no answer from rank 1", "waited 2 s at call 0: barrier of start 0"],
+            &["no answer from rank 1", "waited 10 s at call 0: barrier of start 0"],
             &[],
             &["no answer from rank 1"],
         ],
@@ -319,7 +319,7 @@ fn process(scene: &Scene) -> ExitCode {
     let mut names: Vec<String> = failing.map(|(process, _)| process_name(process)).collect();
     names.extend((0..processes * here).map(rank_name));
     let begin = Instant::now();
-    while begin.elapsed() < Duration::from_secs(30) && !names.iter().all(|name| folder.join(name).exists()) {
+    while begin.elapsed() < Duration::from_secs(300) && !names.iter().all(|name| folder.join(name).exists()) {
         std::thread::sleep(Duration::from_millis(10));
     }
     // As the program does on an error: after a failure MPI is not ended in order.

@@ -123,7 +123,7 @@ fn processes_of_threads_give_the_bytes_of_threads() {
 fn processes_measure_what_is_between_them() {
     let Some(mpirun) = mpirun() else { return };
     let line = ["doctor", "net", "--sizes", "1K,64K", "--ranks", "2", "--json"].map(str::to_owned);
-    let fault: &[&str] = &["FINETUNE_FAULT=3:meet:slow_to_0=60ms"];
+    let fault: &[&str] = &["FINETUNE_FAULT=3:meet:slow_to_0=300ms"];
     let done = run(mpirun, &[(fault, line.to_vec()), (fault, line.to_vec())]);
     assert!(done.status.success(), "{}", said(&done));
     let report: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
@@ -264,7 +264,7 @@ fn a_rank_that_hangs_in_another_process_is_named() {
         let place = tempfile::tempdir().unwrap();
         let set = format!("FINETUNE_FAULT={fault}");
         let environment = [set.as_str()];
-        let line = line(&place.path().join("out"), &["--set", "parallel.timeout_secs=4"]);
+        let line = line(&place.path().join("out"), &["--set", "parallel.timeout_secs=10"]);
         let app = (&environment as &[&str], line);
         let done = run(mpirun, &[app.clone(), app]);
         let text = said(&done);

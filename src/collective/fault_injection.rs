@@ -9,6 +9,7 @@ use super::in_process::{InjectedFault, InjectedFaultKind};
 use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::Buffer;
+use crate::runtime::clock;
 
 /// What is called at the moment a fault strikes, with what is known of it: who watches a run counts from there.
 pub type FaultNotice = Arc<dyn Fn(&str) + Send + Sync>;
@@ -39,7 +40,7 @@ impl FaultInjector {
     fn link(&self) -> &dyn Collective {
         let delay = self.link_delay.load(Ordering::Relaxed);
         if delay > 0 {
-            std::thread::sleep(Duration::from_nanos(delay));
+            clock::pass(Duration::from_nanos(delay));
         }
         &*self.inner
     }
@@ -130,7 +131,7 @@ impl Collective for FaultInjector {
             && slow == to
             && struck
         {
-            std::thread::sleep(time);
+            clock::pass(time);
         }
         self.link().send(call, to, buffer)
     }

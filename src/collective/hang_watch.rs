@@ -23,6 +23,7 @@ use super::Phase;
 use super::progress::{ProgressBoard, RankActivity, RankProgress};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::locked;
+use crate::runtime::clock;
 use crate::runtime::machine::{WorkDone, work_done};
 use crate::units;
 
@@ -271,6 +272,13 @@ impl IdleTime {
     }
 }
 
+/// Returns whether time passes for the watch over `ranks`. On a planted clock it does once a rank is held up for ever and
+/// all others wait, so that a rank is never silent because the machine is busy.
+fn does_time_pass(ranks: &[WatchedRank]) -> bool {
+    let computes = |rank: &&WatchedRank| rank.works() && !rank.activity.waits;
+    !clock::is_planted() || clock::is_held_up() && ranks.iter().filter(computes).count() <= 1
+}
+
 impl WatchShared {
     fn run(&self, end: impl FnOnce(&Error)) {
         let period = self.limits.period();
@@ -280,15 +288,26 @@ impl WatchShared {
             // A process that was stopped for long has not been looked at for long.
             let later = last.elapsed().min(2 * period);
             last = Instant::now();
-            for progress in self.board.ranks().into_iter().skip(ranks.len()) {
-                ranks.push(WatchedRank::new(progress));
-            }
-            process.look(later);
-            ranks.iter_mut().for_each(|rank| rank.look(later));
-            if let Some(report) = self.find(&ranks, process.idle) {
+            let later = if does_time_pass(&ranks) { later } else { Duration::ZERO };
+            if let Some(report) = self.look(&mut ranks, &mut process, later) {
                 return self.conclude(report, &ranks, end);
             }
         }
+    }
+
+    /// Looks at all ranks, `later` than before, and returns what is found.
+    fn look(
+        &self,
+        ranks: &mut Vec<WatchedRank>,
+        process: &mut IdleTime,
+        later: Duration,
+    ) -> Option<HangReport> {
+        for progress in self.board.ranks().into_iter().skip(ranks.len()) {
+            ranks.push(WatchedRank::new(progress));
+        }
+        process.look(later);
+        ranks.iter_mut().for_each(|rank| rank.look(later));
+        self.find(ranks, process.idle)
     }
 
     /// Waits for `time`; true when the ranks have ended.
@@ -371,6 +390,9 @@ impl WatchShared {
         }
     }
 }
+
+#[cfg(test)]
+mod look_tests;
 
 #[cfg(test)]
 mod tests {

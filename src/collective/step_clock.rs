@@ -6,10 +6,11 @@
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Phase;
 use crate::rendezvous::locked;
+use crate::runtime::clock;
 
 /// What the time of a run goes into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +84,7 @@ pub(super) struct StepClock {
 struct Lap {
     part: StepPart,
     /// When the part began, or was read last.
-    since: Instant,
+    since: Duration,
     /// Nanoseconds inside calls at that moment.
     in_calls: u64,
     secs: StepSecs,
@@ -91,7 +92,7 @@ struct Lap {
 
 impl Lap {
     fn count(&mut self, in_calls: u64) {
-        let now = Instant::now();
+        let now = clock::now();
         let secs = (now - self.since).as_secs_f64();
         let exposed = if self.part.has_exposed() {
             Duration::from_nanos(in_calls - self.in_calls).as_secs_f64().min(secs)
@@ -106,8 +107,7 @@ impl Lap {
 
 impl StepClock {
     pub(super) fn start() -> Self {
-        let lap =
-            Lap { part: StepPart::Other, since: Instant::now(), in_calls: 0, secs: StepSecs::default() };
+        let lap = Lap { part: StepPart::Other, since: clock::now(), in_calls: 0, secs: StepSecs::default() };
         StepClock { in_calls: AtomicU64::new(0), lap: Mutex::new(lap) }
     }
 

@@ -4,7 +4,7 @@
 use std::any::Any;
 use std::cell::Cell;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::memory_marks::{HeldBytes, MemoryMarks};
 use super::progress::{ProgressBoard, RankProgress};
@@ -14,6 +14,7 @@ use candle_core::Device;
 
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
+use crate::runtime::clock;
 use crate::runtime::trace::{self, SpanInfo, SpanKind};
 
 thread_local! {
@@ -78,11 +79,11 @@ impl TimedCollective {
         let Some(_inside) = InCall::enter() else { return call(&*self.inner) };
         let sent = || self.inner.traffic().total_bytes() + other.map_or(0, |end| end.traffic().total_bytes());
         let mut span = trace::span(|| call_info(named)).map(|span| (span, sent()));
-        let started = Instant::now();
+        let started = clock::now();
         self.progress.begin_call(named);
         let result = call(&*self.inner);
         self.progress.end_call();
-        self.clock.add_call(started.elapsed());
+        self.clock.add_call(clock::since(started));
         if let Some((span, before)) = &mut span {
             span.add_bytes(sent() - *before);
         }

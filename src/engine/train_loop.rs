@@ -1,7 +1,6 @@
 //! The loop: steps, evaluations, checkpoints, until the data or the user ends it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
 
 use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
@@ -16,6 +15,7 @@ use crate::recipe::enums::OnNan;
 use crate::report::{
     EvalReport, MetricsEntry, MetricsLog, RunListeners, SkippedStep, StepReport, Terminal, memory,
 };
+use crate::runtime::clock;
 use crate::runtime::device::peak_bytes;
 use crate::runtime::trace::{self, SpanInfo, span};
 
@@ -289,14 +289,14 @@ impl TrainLoop<'_> {
     /// Takes a step; its report, still without its number, or what it diverged by where the run may go on after it; and
     /// whether any rank was asked to stop.
     fn step(&mut self, step: &Step, watch: &mut RunWatch) -> Result<(Result<StepReport>, bool)> {
-        let (started, waited) = (Instant::now(), self.clock.read());
+        let (started, waited) = (clock::now(), self.clock.read());
         self.saver.check(self.trainer.engine.store.mesh().world())?;
         self.say_notes();
         let taken = match self.trainer.step(step) {
             Err(error) if !self.may_pass_over(&error) => return Err(error),
             taken => taken,
         };
-        let secs = started.elapsed().as_secs_f64();
+        let secs = clock::since(started).as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();
         let (asked_to_stop, rank_secs) = self.agree(computed, watch, taken.is_ok())?;
         let parts = self.clock.lap();

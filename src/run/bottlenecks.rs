@@ -1,7 +1,5 @@
 //! What is said at the end of a run of where its time went: the table of a trace, and the bottlenecks that are clear.
 
-use std::time::Instant;
-
 use candle_core::{DType, Device};
 
 use crate::engine::RunSummary;
@@ -12,6 +10,7 @@ use crate::profile::bottlenecks::{self, CopyAndProductRates};
 use crate::recipe::Recompute;
 use crate::report::Terminal;
 use crate::runtime::TensorMut;
+use crate::runtime::clock;
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::device::free_bytes;
 use crate::runtime::machine::host_memory;
@@ -105,10 +104,10 @@ fn fastest(device: &Device, work: impl Fn() -> Result<()>) -> Result<f64> {
     let mut best = f64::INFINITY;
     for _ in 0..TIMES {
         device.synchronize()?;
-        let start = Instant::now();
+        let start = clock::now();
         work()?;
         device.synchronize()?;
-        best = best.min(start.elapsed().as_secs_f64());
+        best = best.min(clock::since(start).as_secs_f64());
     }
     Ok(best)
 }

@@ -25,6 +25,7 @@ use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
 use crate::report::alerts::raise_hang;
 use crate::report::ui::restore_screen;
 use crate::report::{Terminal, Verbosity};
+use crate::runtime::clock;
 use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
 use crate::runtime::thread_pool;
@@ -32,6 +33,9 @@ use crate::runtime::thread_pool;
 /// The environment variable that plants a fault in a rank, as `1:backward:panic`, for tests of how runs end. Only builds
 /// with debug assertions, which tests run, read it.
 const FAULT: &str = "FINETUNE_FAULT";
+
+/// The environment variable that tests plant the clock with: `planted`.
+const CLOCK: &str = "FINETUNE_CLOCK";
 
 /// How long a process that noticed the loss of a peer waits to hear from the rendezvous which rank failed and why.
 const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -357,8 +361,11 @@ fn end_process(error: &Error) {
     unsafe { libc::_exit(i32::from(error.kind().exit_code())) }
 }
 
-/// The fault that [`FAULT`] asks for; none in a build for users.
+/// The fault that [`FAULT`] asks for; none in a build for users. [`CLOCK`] plants the clock for it.
 fn planted_fault() -> Result<Option<InjectedFault>> {
+    if cfg!(debug_assertions) && std::env::var_os(CLOCK).is_some_and(|kind| kind == "planted") {
+        clock::plant();
+    }
     match std::env::var(FAULT) {
         Ok(text) if cfg!(debug_assertions) => text.parse().map(Some).during(|| format!("cannot use {FAULT}")),
         _ => Ok(None),

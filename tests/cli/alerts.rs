@@ -65,7 +65,7 @@ impl HookDouble {
 }
 
 fn read_body(stream: &mut TcpStream) -> String {
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(300))).unwrap();
     let mut reader = BufReader::new(stream);
     let mut length = 0;
     loop {
@@ -265,7 +265,8 @@ fn a_run_that_hangs_is_an_alarm() {
     let command = program(&place);
     let sets = ["--set", "parallel.timeout_secs=3", "--set", &command];
     let mut run = place.command(&lora(&[&ON_TEXT[..], &sets].concat()));
-    let said = ends(&place, &run.env("FINETUNE_FAULT", "0:backward:4:hang").output().unwrap(), 75);
+    run.env("FINETUNE_CLOCK", "planted").env("FINETUNE_FAULT", "0:backward:4:hang");
+    let said = ends(&place, &run.output().unwrap(), 75);
     assert!(said.contains("error: rank 0 hangs: no progress in phase backward\n"), "{said}");
     let told = lines(&place.path("told"));
     assert_eq!(told.len(), 1, "{told:?}");
@@ -282,7 +283,8 @@ fn a_device_that_waits_is_an_alarm() {
     let sets = ["--set", "train.max_steps=24", "--set", r#"alerts.rules=["idle_device"]"#, "--set", &command];
     let ranks = ["--ranks", "2", "--set", "parallel.strategy=ddp"];
     let mut run = place.command(&lora(&[&ON_TEXT[..4], &sets, &ranks].concat()));
-    ends(&place, &run.env("FINETUNE_FAULT", "1:forward:slow=150ms").output().unwrap(), 0);
+    run.env("FINETUNE_CLOCK", "planted").env("FINETUNE_FAULT", "1:forward:slow=150ms");
+    ends(&place, &run.output().unwrap(), 0);
     let told = lines(&place.path("told"));
     assert_eq!(told.len(), 1, "{told:?}");
     assert_eq!((&told[0]["rule"], &told[0]["step"]), (&json!("idle_device"), &json!(20)));

@@ -432,9 +432,11 @@ mod signals {
     use std::time::Duration;
 
     use super::*;
+    use crate::at_work::{go_on, has_stopped, stops_at_work};
 
     fn start(place: &Place, args: &[&str]) -> Child {
-        place.command(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+        let mut command = place.command(args);
+        stops_at_work(&mut command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
     fn send(signal: &str, child: &Child) {
@@ -480,7 +482,9 @@ mod signals {
             let done = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap_or_default();
             let mut child = start(&place, &long("out", &["--resume"]));
             wait_for(&place, &mut child, done.lines().count() + 3);
+            has_stopped(&mut child);
             send(signal, &child);
+            go_on(&child);
             let output = child.wait_with_output().unwrap();
             let said = place.told(&output.stderr);
             assert_eq!(output.status.code(), Some(85), "{said}");
@@ -504,25 +508,31 @@ mod signals {
         assert_eq!(losses("out"), losses("whole"));
     }
 
-    /// The step is so long that all signals come in it. A batch system's warning is repeated, and followed by another
+    /// Ends the run by another SIGINT, once so much time has passed since the first ending signal that it is another request.
+    fn end_at_once(mut child: Child) -> Output {
+        while child.try_wait().unwrap().is_none() {
+            send("-INT", &child);
+            sleep(Duration::from_millis(100));
+        }
+        child.wait_with_output().unwrap()
+    }
+
+    /// The step has no end, so all signals come in it. A batch system's warning is repeated, and followed by another
     /// signal: it ends nothing.
     #[test]
+    #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
     fn a_second_ending_signal_ends_at_once() {
         let place = Place::new();
-        let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
-        place.write("rows.jsonl", &rows.repeat(60));
-        let more = ["--set", "train.gradient_accumulation_steps=4800", "--set", "train.max_steps=1"];
-        let mut child = start(&place, &lora(&more));
+        let mut run = place.command(&lora(&[]));
+        run.env("FINETUNE_FAULT", "0:backward:spin").stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = run.spawn().unwrap();
         wait_for(&place, &mut child, 0);
         for signal in ["-USR1", "-USR1", "-XCPU", "-TERM"] {
             send(signal, &child);
             sleep(Duration::from_millis(100));
             assert!(child.try_wait().unwrap().is_none(), "{signal} ended the run");
         }
-        // Half a second after the first one it is another request.
-        sleep(Duration::from_millis(600));
-        send("-INT", &child);
-        let output = child.wait_with_output().unwrap();
+        let output = end_at_once(child);
         assert_eq!(output.status.code(), Some(130), "{}", place.told(&output.stderr));
         let saved = std::fs::read_dir(place.path("out"))
             .unwrap()
@@ -535,7 +545,8 @@ mod signals {
     fn an_ignored_hangup_stays_ignored() {
         let place = Place::new();
         let args = long("out", &["--set", "train.max_steps=60"]);
-        let run = place.command(&args);
+        let mut run = place.command(&args);
+        stops_at_work(&mut run);
         let mut shell = Command::new("sh");
         shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(run.get_program()).args(run.get_args());
         for (name, value) in run.get_envs() {
@@ -547,7 +558,9 @@ mod signals {
         shell.current_dir(run.get_current_dir().unwrap());
         let mut child = shell.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         wait_for(&place, &mut child, 3);
+        has_stopped(&mut child);
         send("-HUP", &child);
+        go_on(&child);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", place.told(&output.stderr));
     }

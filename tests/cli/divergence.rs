@@ -26,7 +26,7 @@ fn trained(place: &Path, model: &Path, bad: Option<usize>, more: &[&str]) -> (Op
     let sets = sets.iter().map(String::as_str).chain(more.iter().copied());
     let sets: Vec<&str> = sets.flat_map(|set| ["--set", set]).collect();
     let run = command(&place.join("out"), None, 2, &sets).spawn().unwrap();
-    let done = watched(run, std::time::Duration::from_secs(60));
+    let done = watched(run, std::time::Duration::from_secs(300));
     (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
 }
 

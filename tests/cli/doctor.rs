@@ -153,6 +153,7 @@ fn net(args: &[&str], fault: &str) -> serde_json::Value {
         .arg("doctor")
         .args(args)
         .env("FINETUNE_FAULT", fault)
+        .env("FINETUNE_CLOCK", "planted")
         .stdin(Stdio::null())
         .output()
         .unwrap();

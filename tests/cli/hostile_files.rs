@@ -14,7 +14,7 @@ fn ended(mut command: Command) -> Output {
     let mut child = command.spawn().unwrap();
     let begun = Instant::now();
     while child.try_wait().unwrap().is_none() {
-        if begun.elapsed() > Duration::from_secs(60) {
+        if begun.elapsed() > Duration::from_secs(300) {
             child.kill().unwrap();
             panic!("{command:?} does not end");
         }

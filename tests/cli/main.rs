@@ -20,6 +20,7 @@ mod skipped;
 
 mod adapter_path;
 mod alerts;
+mod at_work;
 mod auto_micro_batch;
 mod bad_input;
 mod base_identity;

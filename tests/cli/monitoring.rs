@@ -23,7 +23,10 @@ struct Following {
 impl Following {
     fn start(place: &Place, more: &[&str]) -> Self {
         let args = lora(&[&["--set", "log.metrics_address=127.0.0.1:0"], more].concat());
-        let mut child = place.command(&args).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let mut command = place.command(&args);
+        // Steps that are met by whoever asks, also where this test seldom gets a core.
+        command.env("FINETUNE_FAULT", "0:data:slow=100ms").stderr(Stdio::piped()).stdout(Stdio::null());
+        let mut child = command.spawn().unwrap();
         let stderr = BufReader::new(child.stderr.take().unwrap());
         let mut run = Following { child, address: String::new(), stderr, said: String::new() };
         while run.address.is_empty() {
@@ -368,7 +371,9 @@ fn how_a_run_ended_is_told() {
 fn a_slow_rank_is_named_within_20_steps() {
     let place = Place::new();
     let args = lora(&["--ranks", "2", "--set", "train.max_steps=20"]);
-    let done = place.command(&args).env("FINETUNE_FAULT", "1:backward:slow=150ms").output().unwrap();
+    let mut run = place.command(&args);
+    run.env("FINETUNE_CLOCK", "planted").env("FINETUNE_FAULT", "1:backward:slow=150ms");
+    let done = run.output().unwrap();
     let told = place.told(&done.stderr);
     assert!(done.status.success(), "{told}");
     let named: Vec<&str> =

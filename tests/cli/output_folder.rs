@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::at_work::{go_on, has_stopped, stops_at_work};
 use crate::place::{Place, copy_folder, lora};
 use finetune::checkpoint::{self, SavedCheckpoint};
 use serde_json::Value;
@@ -69,7 +70,7 @@ fn steps(folder: &Path) -> Vec<u64> {
 fn until(what: &str, child: &mut Child, mut done: impl FnMut() -> bool) {
     let started = Instant::now();
     while !done() {
-        assert!(started.elapsed() < Duration::from_secs(120), "{what}");
+        assert!(started.elapsed() < Duration::from_secs(300), "{what}");
         assert!(child.try_wait().unwrap().is_none(), "the run ended before {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
@@ -81,13 +82,16 @@ fn start(place: &Place, args: &[&str]) -> Child {
     command.spawn().unwrap()
 }
 
-/// A run that takes long enough to be met at work, and has begun to train.
+/// A run that has begun to train and stays where it is until it may [`go_on`].
 fn at_work(place: &Place, args: &[&str]) -> Child {
-    let mut child = start(place, args);
+    let mut command = place.command(args);
+    stops_at_work(&mut command).env("RAYON_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
     let lines = || {
         std::fs::read_to_string(place.path("out/metrics.jsonl")).is_ok_and(|text| text.lines().count() > 2)
     };
     until("it trains", &mut child, lines);
+    has_stopped(&mut child);
     child
 }
 
@@ -225,6 +229,7 @@ fn a_file_that_comes_while_the_run_is_at_work_stays() {
     let place = Place::new();
     let child = at_work(&place, &args("out", &LONG));
     place.write("out/README.md", "mine");
+    go_on(&child);
     let done = child.wait_with_output().unwrap();
     let said = place.told(&done.stderr);
     assert!(done.status.success(), "{said}");

@@ -12,7 +12,7 @@ use finetune::model::{ModelConfig, parameters};
 use serde_json::{Map, Value, json};
 
 /// Only a program that hangs takes so long.
-const HANG: Duration = Duration::from_secs(180);
+const HANG: Duration = Duration::from_secs(600);
 
 /// tiny-llama with other sizes, without weights.
 pub(crate) fn resized(keys: &[(&str, u64)]) -> Place {

@@ -12,12 +12,22 @@ use crate::skipped::skipped;
 /// A trace of three steps, after one that is not traced and one that is forgotten.
 const THREE_STEPS: [&str; 2] = ["--set", "profile.active=3"];
 
-/// What a run says on stderr; it must succeed.
-fn run(place: &Place, args: &[&str], fault: Option<&str>) -> String {
+/// Returns what a run says on stderr; it must succeed.
+fn run(place: &Place, args: &[&str]) -> String {
+    succeed(place, &mut place.command(args))
+}
+
+/// As [`run`], by a planted clock: a step takes what its work and `fault` take, whatever else the machine does.
+fn timed(place: &Place, args: &[&str], fault: &str) -> String {
     let mut command = place.command(args);
-    if let Some(fault) = fault {
+    command.env("FINETUNE_CLOCK", "planted");
+    if !fault.is_empty() {
         command.env("FINETUNE_FAULT", fault);
     }
+    succeed(place, &mut command)
+}
+
+fn succeed(place: &Place, command: &mut Command) -> String {
     let done = command.output().unwrap();
     let text = place.told(&done.stderr);
     assert!(done.status.success(), "{text}");
@@ -83,7 +93,7 @@ fn spans_name_what_a_heavy_step_does() {
     let sets =
         ["train.max_steps=3", "train.micro_batch_size=32", "log.tensorboard=false", "profile.active=1"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
-    run(&place, &[&args[..], &sets].concat(), None);
+    run(&place, &[&args[..], &sets].concat());
     let Some(said) = checked(&place.path("out/trace")) else { return };
     let share = |text: &str, before: &str| -> f64 {
         let figure = text.split(before).nth(1).unwrap().split('%').next().unwrap();
@@ -113,7 +123,6 @@ fn a_trace_of_four_ranks_is_strict_and_counts_the_bytes_of_bench() {
     let text = run(
         &place,
         &fsdp(&[&THREE_STEPS[..], &["--output", "out", "--set", "checkpoint.save_steps=3"]].concat()),
-        None,
     );
     assert!(text.contains("dearest, without what is inside"), "{text}");
     assert!(text.contains("traced 3 steps: trace/rank-*.json opens in ui.perfetto.dev"), "{text}");
@@ -198,12 +207,12 @@ fn numbers(place: &Place, output: &str) -> (Vec<Value>, Vec<u8>) {
 fn a_trace_changes_no_number() {
     let place = Place::new();
     let dropout = ["--set", "adapter.lora_dropout=0.1", "--set", "checkpoint.save_steps=2"];
-    let text = run(&place, &lora(&dropout), None);
+    let text = run(&place, &lora(&dropout));
     assert!(!place.path("out/trace").exists() && !text.contains("dearest"), "{text}");
     let plain = numbers(&place, "out");
     std::fs::rename(place.path("out"), place.path("plain")).unwrap();
     let cycles = ["--set", "profile.wait=0", "--set", "profile.active=1", "--set", "profile.repeat=0"];
-    run(&place, &lora(&[&dropout[..], &cycles].concat()), None);
+    run(&place, &lora(&[&dropout[..], &cycles].concat()));
     assert_eq!(numbers(&place, "out"), plain);
     check(&place.path("out/trace"));
     // Cycles of one step to warm up and one to keep.
@@ -216,13 +225,13 @@ fn a_trace_changes_no_number() {
     assert!(spans(&first).any(|span| span["name"].as_str().unwrap().starts_with("dropout ")));
     // A run goes on with another schedule.
     let resumed = ["--set", "train.max_steps=4", "--resume", "out/checkpoint-2", "--set", "profile.active=2"];
-    run(&place, &lora(&[&dropout[..], &resumed].concat()), None);
+    run(&place, &lora(&[&dropout[..], &resumed].concat()));
 }
 
 #[test]
 fn a_run_without_a_step_to_keep_says_so() {
     let place = Place::new();
-    let text = run(&place, &lora(&["--set", "profile.active=1", "--set", "profile.wait=9"]), None);
+    let text = run(&place, &lora(&["--set", "profile.active=1", "--set", "profile.wait=9"]));
     assert!(text.contains("warning: nothing was traced"), "{text}");
     assert!(text.contains("the first step that `[profile]` keeps is number 11, and there were 4"), "{text}");
     assert!(!place.path("out/trace").exists());
@@ -232,7 +241,7 @@ fn a_run_without_a_step_to_keep_says_so() {
 fn named(more: &[&str], fault: &str) -> Vec<String> {
     let place = Place::new();
     let sets = [&["--set", "train.max_steps=8", "--set", "profile.active=5"][..], more].concat();
-    let text = run(&place, &lora(&sets), Some(fault).filter(|fault| !fault.is_empty()));
+    let text = timed(&place, &lora(&sets), fault);
     if !fault.is_empty() {
         assert!(text.contains("strikes"), "{text}");
     }
@@ -252,10 +261,34 @@ fn planted_bottlenecks_are_named() {
     assert_eq!(named(&["--set", "train.recompute=block"], ""), ["recompute waste"]);
 }
 
+/// Without a planted clock the times are those of the machine: what is waited for is in the part where it was, and a wait
+/// may be longer than planted, never shorter.
 #[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn real_delays_are_counted_where_they_are() {
+    let least = |more: &[&str], fault: &str, secs: fn(&Value) -> &Value, planted: f64| {
+        let place = Place::new();
+        let sets =
+            [&["--set", "checkpoint.save_steps=1", "--set", "checkpoint.async_save=false"], more].concat();
+        succeed(&place, place.command(&lora(&sets)).env("FINETUNE_FAULT", fault));
+        let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+        let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        // The first step has no save behind it yet.
+        for line in lines.iter().filter(|line| line["loss"].is_f64()).skip(1) {
+            assert!(secs(line).as_f64().unwrap() >= planted, "{fault}: {line}");
+        }
+    };
+    least(&[], "0:data:slow=30ms", |line| &line["data_secs"], 0.03);
+    least(&[], "0:save:slow=30ms", |line| &line["save_secs"], 0.03);
+    least(&["--ranks", "2"], "1:backward:slow=30ms", |line| &line["rank_secs"][1], 0.03);
+    least(&["--ranks", "2"], "0:data:slow_link=10ms", |line| &line["exposed_secs"], 0.01);
+}
+
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant clocks")]
 fn a_healthy_run_is_called_healthy() {
     let place = Place::new();
-    let text = run(&place, &lora(&["--set", "train.max_steps=8", "--set", "profile.active=5"]), None);
+    let text = timed(&place, &lora(&["--set", "train.max_steps=8", "--set", "profile.active=5"]), "");
     assert!(text.contains("no bottleneck: none of the rules of docs/profiling.md holds"), "{text}");
 }
 
@@ -265,10 +298,10 @@ fn a_healthy_run_is_called_healthy() {
 fn what_is_clear_is_said_without_a_trace() {
     let place = Place::new();
     let eight = ["--set", "train.max_steps=8"];
-    let text = run(&place, &lora(&eight), Some("0:data:slow=300ms"));
+    let text = timed(&place, &lora(&eight), "0:data:slow=300ms");
     assert!(text.contains("warning: input-bound: "), "{text}");
     let place = Place::new();
-    let text = run(&place, &lora(&eight), Some("0:data:slow=5ms"));
+    let text = timed(&place, &lora(&eight), "0:data:slow=5ms");
     assert!(!text.contains("input-bound"), "{text}");
 }
 

@@ -97,23 +97,27 @@ mod stopped {
     use std::time::Duration;
 
     use super::*;
+    use crate::at_work::{go_on, has_stopped, stops_at_work};
 
     /// A run of 300 steps that has taken three; `name` is its output folder.
     fn begun(place: &Place) -> Child {
         let more = ["--set", "train.max_steps=300", "--eval-dataset", "rows.jsonl"];
         let mut command = place.command(&lora(&more));
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child =
+            stops_at_work(&mut command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let lines = || std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap_or_default();
         while lines().lines().count() < 4 {
             assert!(child.try_wait().unwrap().is_none(), "the run ended before it was stopped");
             std::thread::sleep(Duration::from_millis(2));
         }
+        has_stopped(&mut child);
         child
     }
 
     fn stop(child: Child) -> Output {
         let sent = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
         assert!(sent.success());
+        go_on(&child);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(85), "{}", String::from_utf8_lossy(&output.stderr));
         output

@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
+use crate::at_work::{go_on, has_stopped, stops_at_work};
 use crate::place::{Place, lora};
 
 /// `command` as a shell runs it after `setup`.
@@ -28,19 +29,20 @@ fn in_shell(setup: &str, command: &Command) -> Command {
 #[test]
 fn two_signals_at_once_are_one() {
     let place = Place::new();
-    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
-    place.write("rows.jsonl", &rows.repeat(10));
-    let more = ["--set", "train.gradient_accumulation_steps=40", "--set", "train.max_steps=200"];
-    let mut child = place.command(&lora(&more)).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut run = place.command(&lora(&["--set", "train.max_steps=200"]));
+    let mut child = stops_at_work(&mut run).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     while !std::fs::read_to_string(place.path("out/metrics.jsonl")).is_ok_and(|text| text.lines().count() > 0)
     {
         assert!(child.try_wait().unwrap().is_none(), "the run ended before it was stopped");
         sleep(Duration::from_millis(2));
     }
+    // Both wait until the run goes on, and reach it at once.
+    has_stopped(&mut child);
     let pid = child.id().to_string();
     // One process sends both, with nothing between them; two of one kind might arrive as one.
     let both = Command::new("sh").args(["-c", "kill -TERM $0; kill -INT $0", &pid]).status();
     assert!(both.unwrap().success());
+    go_on(&child);
     let done = child.wait_with_output().unwrap();
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(85), "{said}");

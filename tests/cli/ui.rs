@@ -15,7 +15,7 @@ const GIVEN_BACK: &str = "\x1b[?1049l";
 /// What the test writes after the end of a run.
 const END: &str = "[the end]";
 /// A run takes seconds.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A run that does not outlive a test that fails.
 struct StartedRun(Child);
@@ -120,7 +120,10 @@ fn long_run(steps: &str) -> Vec<&str> {
 fn a_run_has_the_screen_until_it_is_over_and_says_then_what_it_said() {
     let (place, terminal) = (Place::new(), PseudoTerminal::open());
     let args = lora(&["--ui", "--eval-dataset", "rows.jsonl", "--set", "adapter.lora_alpha=1e-60"]);
-    let child = terminal.start(place.command(&args));
+    let mut command = place.command(&args);
+    // Long enough for a frame, also where the thread that draws seldom gets a core.
+    command.env("FINETUNE_FAULT", "0:data:slow=100ms");
+    let child = terminal.start(command);
     let (status, after) = terminal.end(child);
     assert_eq!(status.code(), Some(0), "{}", terminal.shown());
     let shown = terminal.shown();
@@ -160,13 +163,14 @@ fn the_screen_is_given_back_however_the_run_ends() {
     assert!(after.contains("planted fault"), "{after}");
     let (place, terminal) = (Place::new(), PseudoTerminal::open());
     let mut command = place.command(&long_run("train.max_steps=9"));
-    command.env("FINETUNE_FAULT", "0:backward:hang");
-    let child = terminal.start(command);
+    command.env("FINETUNE_FAULT", "0:backward:spin");
+    let mut child = terminal.start(command);
     terminal.wait_for("forward");
-    for _ in 0..2 {
+    // Until so much time has passed since the first signal that the next is another request.
+    while child.0.try_wait().unwrap().is_none() {
         // SAFETY: a system call that takes numbers; the child is this test's and not waited for.
         unsafe { libc::kill(child.0.id() as i32, libc::SIGTERM) };
-        std::thread::sleep(Duration::from_millis(700));
+        std::thread::sleep(Duration::from_millis(100));
     }
     let (status, _) = terminal.end(child);
     assert_eq!(status.code(), Some(130));

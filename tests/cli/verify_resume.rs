@@ -9,7 +9,8 @@ fn verify(place: &Place, more: &[&str]) -> (Option<i32>, String, String) {
     }
     args.extend(["--ranks", "1"]);
     args.extend(more);
-    let done = place.command(&args).output().unwrap();
+    // Slow enough to be killed on the way, also where the command seldom gets a core.
+    let done = place.command(&args).env("FINETUNE_FAULT", "0:data:slow=100ms").output().unwrap();
     (done.status.code(), place.told(&done.stdout), place.told(&done.stderr))
 }
 

@@ -108,8 +108,8 @@ fn templates_that_take_everything_are_refused() {
             held >> 10,
             why.replace('\n', " ")
         );
-        // A second of processor time; the machine may be busy.
-        assert!(took < Duration::from_secs(30), "{shown} takes {took:?}");
+        // A second of processor time, of which each refusal speaks; only what runs on fails here.
+        assert!(took < Duration::from_secs(300), "{shown} takes {took:?}");
         assert!(held < 200 << 20, "{shown} takes {held} bytes of this process");
         assert!(!why.contains("internal error"), "{shown}: {why}");
         assert!(*kind == "nesting" || why != "printed", "{shown} is no bomb");

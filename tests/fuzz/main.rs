@@ -26,6 +26,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use counting::CountingAllocator;
+use finetune::runtime::machine::work_done;
 use mutate::Mutator;
 
 #[global_allocator]
@@ -43,7 +44,7 @@ fn alone() -> MutexGuard<'static, ()> {
 const FREE_BYTES: usize = 256 << 20;
 /// Memory for each byte of the input.
 const BYTES_FOR_EACH: usize = 1000;
-/// Far more than any input needs, on a machine that is busy.
+/// Processor time of this process, far more than any input needs.
 const LONGEST: Duration = Duration::from_secs(20);
 /// Bytes of the largest input.
 const LARGEST_INPUT: usize = 1 << 20;
@@ -105,16 +106,17 @@ impl Target<'_> {
 
     fn check(&self, bytes: &[u8], seen: &mut Seen, input: &Path) {
         let before = counting::begin();
-        let begun = Instant::now();
+        let begun = work_done().unwrap().cpu;
         let outcome = catch_unwind(AssertUnwindSafe(|| (self.parse)(bytes)));
-        let (took, held) = (begun.elapsed(), counting::peak().saturating_sub(before));
+        let took = work_done().unwrap().cpu.saturating_sub(begun);
+        let held = counting::peak().saturating_sub(before);
         seen.executions += 1;
         seen.slowest = seen.slowest.max(took);
         seen.largest = seen.largest.max(held);
         let fault = if outcome.is_err() {
             "panics".to_owned()
         } else if took > LONGEST {
-            format!("takes {took:?}")
+            format!("takes {took:?} of a processor")
         } else if held > FREE_BYTES + BYTES_FOR_EACH * bytes.len() {
             format!("takes {held} bytes of memory")
         } else {

@@ -315,7 +315,7 @@ impl Reply {
 }
 
 fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
-    stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+    stream.set_read_timeout(Some(Duration::from_secs(300)))?;
     let Some(request) = read_request(&stream)? else { return Ok(()) };
     state.requests.lock().unwrap().push(request.clone());
     let spoil = take_fault(state, &request.line());

@@ -1,115 +1,15 @@
-//! The watch over ranks, over threads of this process: a rank that gives no sign of life is named with those that wait for
-//! it, and its peers' waits end; one that gives signs may take as long as it likes. Processes: one that is stopped is
-//! noticed by its silence.
+//! Processes of a run: one that is stopped is noticed by its silence, and an elastic rendezvous goes on without the missing.
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use finetune::collective::in_process::{InProcessWorld, run_ranks};
-use finetune::collective::{
-    Call, Collective, HangLimits, HangReport, HangWatch, Phase, ProgressBoard, TimedCollective,
-};
-use finetune::error::{Error, Result};
 use finetune::rendezvous::{JoinRequest, Listener, Master, Peer, RendezvousOptions, Secret, Session};
 
-const LIMIT: Duration = Duration::from_millis(600);
-
-/// Runs two ranks under a watch that allows [`LIMIT`]; their result, what the watch found, and whether it wanted to end the
-/// process.
-fn watched(
-    rank: impl Fn(&TimedCollective) -> Result<()> + Sync,
-) -> (Result<Vec<()>>, Option<HangReport>, bool) {
-    let limits =
-        HangLimits { floor: HangLimits::FLOOR, timeout: Some(LIMIT), on_host: true, holds_all: true };
-    watched_within(limits, rank)
-}
-
-/// As [`watched`], under `limits`.
-fn watched_within(
-    limits: HangLimits,
-    rank: impl Fn(&TimedCollective) -> Result<()> + Sync,
-) -> (Result<Vec<()>>, Option<HangReport>, bool) {
-    let board = Arc::new(ProgressBoard::default());
-    let ended = Arc::new(AtomicBool::new(false));
-    let theirs = Arc::clone(&ended);
-    let watch = HangWatch::start(&board, limits, move |_: &Error| theirs.store(true, Ordering::SeqCst));
-    let watch = watch.unwrap();
-    let done = run_ranks(InProcessWorld::new(2).communicators(), |end| {
-        let world = TimedCollective::watched(Arc::new(end), &board);
-        let _works = world.work_guard();
-        rank(&world)
-    });
-    (done, watch.stop(), ended.load(Ordering::SeqCst))
-}
-
-#[test]
-fn a_silent_rank_is_named_and_its_peers_go_free() {
-    let (done, hang, ended) = watched(|world| {
-        world.enter(Phase::Backward)?;
-        if world.rank() == 1 {
-            std::thread::sleep(4 * LIMIT);
-        }
-        world.barrier(Call { what: "gradients of block", index: 3 })
-    });
-    let hang = hang.expect("a hang");
-    assert_eq!(hang.rank, 1);
-    let text = hang.error.to_string();
-    assert!(text.starts_with("error: rank 1 hangs: no progress in phase backward\n"), "{text}");
-    assert!(text.contains("rank 1 is in phase backward; it has made no call\n"), "{text}");
-    assert!(text.contains("rank 0 waits in phase backward: barrier of gradients of block 3\n"), "{text}");
-    assert!(!ended, "the ranks have ended by themselves");
-    let error = done.unwrap_err();
-    assert_eq!(error.what(), "rank 1 failed in phase backward", "{error}");
-}
-
-/// Signs of life are phases, calls and heartbeats; a wait for a peer that gives them is none's fault.
-#[test]
-fn a_rank_that_gives_signs_of_life_does_not_hang() {
-    let (done, hang, _) = watched(|world| {
-        world.enter(Phase::Forward)?;
-        for _ in 0..world.rank() * 40 {
-            std::thread::sleep(LIMIT / 10);
-            world.heartbeat();
-        }
-        world.barrier(Call::single("the end"))
-    });
-    assert!(hang.is_none(), "{hang:?}");
-    done.unwrap();
-}
-
-/// A rank is compared with itself: passes of which each is longer than the floor are its way, one of over three times
-/// their length is a hang.
-#[test]
-fn what_a_slow_rank_may_take_is_learned() {
-    let floor = Duration::from_millis(400);
-    // Not on this host's cores: what is idle there may be computing elsewhere.
-    let limits = HangLimits { floor, timeout: None, on_host: false, holds_all: true };
-    let passes = |last: u32| {
-        watched_within(limits, move |world| {
-            for times in [1, 1, last] {
-                world.enter(Phase::Forward)?;
-                if world.rank() == 1 {
-                    std::thread::sleep(2 * floor * times);
-                }
-                world.barrier(Call::single("the pass"))?;
-                world.enter(Phase::Data)?;
-            }
-            Ok(())
-        })
-    };
-    let (done, hang, _) = passes(2);
-    assert!(hang.is_none(), "{hang:?}");
-    done.unwrap();
-    let (_, hang, _) = passes(8);
-    assert_eq!(hang.expect("a hang").rank, 1);
-}
-
 const PORT: &str = "FINETUNE_TEST_SILENT_PORT";
-const SILENCE: Duration = Duration::from_secs(2);
+/// Far more than a heartbeat needs on a busy machine.
+const SILENCE: Duration = Duration::from_secs(8);
 
 fn options(port: u16) -> RendezvousOptions {
     let master = Master { address: "127.0.0.1".to_owned(), port, ports: 1 };
@@ -145,7 +45,7 @@ fn a_process_that_is_stopped_is_noticed() {
     let session = Session::join_at(listener, request(0), &options(0)).unwrap();
     let (tell, failed) = mpsc::channel();
     session.on_failure(move |failure| tell.send(failure.clone()).unwrap());
-    let failure = failed.recv_timeout(Duration::from_secs(60));
+    let failure = failed.recv_timeout(Duration::from_secs(300));
     other.kill().unwrap();
     other.wait().unwrap();
     let failure = failure.unwrap();
@@ -158,7 +58,8 @@ fn a_process_that_is_stopped_is_noticed() {
 #[test]
 fn an_elastic_rendezvous_goes_on_without_the_missing() {
     let elastic = |port| {
-        let join_timeout = Duration::from_secs(3);
+        // Rank 3 has this long to come on a busy machine.
+        let join_timeout = Duration::from_secs(10);
         RendezvousOptions { elastic: true, join_timeout, ..options(port) }
     };
     let of_four = |rank| JoinRequest { world_size: 4, ..request(rank) };

@@ -283,7 +283,8 @@ fn a_later_run_continues_what_an_earlier_one_left() {
 #[test]
 fn a_connection_that_stalls_is_broken_off() {
     let mut world = World::new(vec![single("ada/tiny")]);
-    world.options.retry.stall = Duration::from_millis(300);
+    // What does not stall answers in that time on a busy machine.
+    world.options.retry.stall = Duration::from_secs(5);
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 1, Spoil::StallAfter(2000)));
     let found = world.model("ada/tiny").unwrap();
     assert_eq!(read(&found, "model.safetensors"), weights(400_000));

@@ -4,6 +4,7 @@
 
 pub mod allocator;
 pub mod buffer;
+pub mod clock;
 pub mod copy;
 mod copy_steps;
 pub mod cpu_tensor;

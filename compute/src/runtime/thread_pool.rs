@@ -3,11 +3,14 @@
 //! Ops divide their work over the rayon pool of the thread that calls them. A thread of the pool divides its own work;
 //! a thread outside hands it over and sleeps until it is done, which on two cores cost a training step 8 %
 //! (43,000 switches of threads a step against 3,400). So steps run inside, and the pool's other threads stay awake
-//! meanwhile: between two ops, some ten thousand times a step, rayon would put them to sleep and wake them again.
+//! between two ops, some ten thousand times a step, where rayon would put them to sleep and wake them again. One that
+//! finds nothing to do for a while, as while its rank waits for others, sleeps in naps: the core is for whoever computes.
 
 use std::ffi::OsString;
 use std::hint::spin_loop;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use candle_core::Device;
@@ -16,13 +19,23 @@ use crate::error::{Error, Result};
 
 /// How long threads that are at other work are waited for before a step goes on without them.
 const PATIENCE: Duration = Duration::from_millis(1);
+/// How long a thread without work stays awake: longer than what is between two ops.
+const AWAKE: Duration = Duration::from_millis(1);
+/// The longest nap of a thread without work.
+const LONGEST_NAP: Duration = Duration::from_millis(10);
 /// Where rayon looks for the number of threads of its pool.
 const THREAD_COUNTS: [&str; 2] = ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"];
 /// As many threads as ranks may be, on a machine of any size; more only where there are cores for them.
 const MAX_THREADS: usize = 1024;
-/// Whether a thread came to stay awake.
+/// Whether a thread came to stay awake, and which.
 #[derive(Default)]
-struct PoolSlot(AtomicU8);
+struct PoolSlot(AtomicU8, OnceLock<Thread>);
+
+/// The nap of a thread that has been without work for `idle`, short enough to lose a quarter of that time at most; none
+/// while it stays awake.
+fn nap_after(idle: Duration) -> Option<Duration> {
+    (idle >= AWAKE).then(|| LONGEST_NAP.min(idle / 4))
+}
 
 impl PoolSlot {
     const FREE: u8 = 0;
@@ -35,11 +48,24 @@ impl PoolSlot {
         if self.0.compare_exchange(Self::FREE, Self::TAKEN, Ordering::AcqRel, Ordering::Acquire).is_err() {
             return;
         }
+        self.1.get_or_init(std::thread::current);
+        let mut idle_since = None;
         while !done.load(Ordering::Acquire) {
-            if rayon::yield_now() != Some(rayon::Yield::Executed) {
-                // Costs little where nobody waits for the core, and leaves it to whoever does.
-                std::thread::yield_now();
+            if rayon::yield_now() == Some(rayon::Yield::Executed) {
+                idle_since = None;
+                continue;
             }
+            match nap_after(idle_since.get_or_insert_with(Instant::now).elapsed()) {
+                // Costs little where nobody waits for the core, and leaves it to whoever does.
+                None => std::thread::yield_now(),
+                Some(nap) => std::thread::park_timeout(nap),
+            }
+        }
+    }
+
+    fn wake(&self) {
+        if let Some(thread) = self.1.get() {
+            thread.unpark();
         }
     }
 
@@ -53,17 +79,18 @@ impl PoolSlot {
     }
 }
 
-/// Says that the work is done when dropped, also by a panic.
-struct DoneOnDrop<'a>(&'a AtomicBool);
+/// Tells the threads of the slots that the work is done when dropped, also by a panic.
+struct DoneOnDrop<'a>(&'a AtomicBool, &'a [PoolSlot]);
 
 impl Drop for DoneOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Release);
+        self.1.iter().for_each(PoolSlot::wake);
     }
 }
 
-/// Runs `work`, which computes on `device`, on a thread of the pool, whose other threads look for its parts without
-/// sleeping until it is done. What a GPU does keeps no threads awake.
+/// Runs `work`, which computes on `device`, on a thread of the pool, whose other threads look for its parts until it is
+/// done, and sleep only where there are none for a while. What a GPU does keeps no threads awake.
 pub fn run_in_pool<R: Send>(device: &Device, work: impl FnOnce() -> R + Send) -> R {
     if !device.is_cpu() {
         return work();
@@ -71,7 +98,7 @@ pub fn run_in_pool<R: Send>(device: &Device, work: impl FnOnce() -> R + Send) ->
     let seats: Vec<PoolSlot> = (1..num_threads()).map(|_| PoolSlot::default()).collect();
     let done = AtomicBool::new(false);
     rayon::scope(|scope| {
-        let _done = DoneOnDrop(&done);
+        let _done = DoneOnDrop(&done, &seats);
         for seat in &seats {
             scope.spawn(|_| seat.take(&done));
         }
@@ -138,6 +165,46 @@ pub fn release_freed_memory() {
 mod tests {
     use super::*;
     use crate::error::ErrorCategory;
+
+    #[test]
+    fn a_thread_without_work_naps_for_a_part_of_its_idle_time() {
+        assert_eq!(nap_after(Duration::ZERO), None);
+        assert_eq!(nap_after(AWAKE / 2), None);
+        assert_eq!(nap_after(4 * AWAKE), Some(AWAKE));
+        assert_eq!(nap_after(1000 * AWAKE), Some(LONGEST_NAP));
+    }
+
+    /// Switches of a thread that went to sleep by itself; giving the core away is none.
+    #[cfg(target_os = "linux")]
+    fn sleeps(thread: i32) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        line.unwrap().trim().parse().unwrap()
+    }
+
+    /// While the step's own thread waits, as for another rank, the pool's other thread does not keep a core busy.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_thread_without_work_sleeps_and_comes_back() {
+        let step = || {
+            // SAFETY: a system call without arguments.
+            let threads = rayon::broadcast(|_| unsafe { libc::gettid() });
+            // SAFETY: as above.
+            let own = unsafe { libc::gettid() };
+            let other = threads.into_iter().find(|thread| *thread != own).unwrap();
+            run_in_pool(&Device::Cpu, || {
+                let before = sleeps(other);
+                while sleeps(other) < before + 5 {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                // It still takes its part of the work: this ends only with both threads in it.
+                let both = std::sync::Barrier::new(2);
+                rayon::join(|| both.wait(), || both.wait());
+            });
+            Ok(())
+        };
+        in_own_pool(2, step).unwrap();
+    }
 
     #[test]
     fn a_number_of_threads_has_bounds() {

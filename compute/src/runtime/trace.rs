@@ -9,12 +9,11 @@
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::Tensor;
 
-use super::trace_ranges;
+use super::{clock, trace_ranges};
 
 /// Events that a recorder keeps; later ones are counted. A viewer becomes slow before.
 pub const MOST_EVENTS: usize = 1 << 20;
@@ -245,22 +244,13 @@ impl RecorderState {
     }
 }
 
-/// The moment that times count from: one for all recorders of the process.
-fn base() -> &'static (Instant, u64) {
-    static BASE: OnceLock<(Instant, u64)> = OnceLock::new();
-    BASE.get_or_init(|| {
-        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        (Instant::now(), u64::try_from(unix.as_nanos()).unwrap_or_default())
-    })
-}
-
 /// The moment that times count from, in nanoseconds since 1970, by which traces of several processes are laid side by side.
 pub fn base_nanos() -> u64 {
-    base().1
+    clock::start_nanos()
 }
 
 fn now() -> u64 {
-    u64::try_from(base().0.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    u64::try_from(clock::now().as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl TraceRecorder {
@@ -292,7 +282,7 @@ impl TraceRecorder {
         if state.is_on {
             state.close_step(now);
             for span in std::mem::take(&mut state.open_elsewhere) {
-                state.push(TraceSpan { nanos: now - span.start, ..span });
+                state.push(TraceSpan { nanos: now.saturating_sub(span.start), ..span });
             }
             state.is_on = false;
             RECORDING.fetch_sub(1, Ordering::Relaxed);

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::collective::Phase;
 use crate::error::{Error, Result};
+use crate::runtime::clock;
 use crate::runtime::planned_failure::PlannedFailure;
 
 /// What happens to the rank.
@@ -64,13 +65,19 @@ impl InjectedFaultKind {
     /// What it does to the thread that it strikes, as far as that is a matter of time.
     pub(in crate::collective) fn hold_up(self) {
         match self {
-            InjectedFaultKind::Delay(time) | InjectedFaultKind::Slow(time) => std::thread::sleep(time),
-            InjectedFaultKind::Hang => loop {
-                std::thread::park();
-            },
-            InjectedFaultKind::Spin => loop {
-                std::hint::spin_loop();
-            },
+            InjectedFaultKind::Delay(time) | InjectedFaultKind::Slow(time) => clock::pass(time),
+            InjectedFaultKind::Hang => {
+                clock::hold_up();
+                loop {
+                    std::thread::park();
+                }
+            }
+            InjectedFaultKind::Spin => {
+                clock::hold_up();
+                loop {
+                    std::hint::spin_loop();
+                }
+            }
             InjectedFaultKind::Stop => {
                 // SAFETY: stops this process until it is told to go on.
                 unsafe { libc::raise(libc::SIGSTOP) };

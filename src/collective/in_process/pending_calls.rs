@@ -1,9 +1,11 @@
 //! What ranks post for one another: the call and its fingerprint, how far each rank has come in it, its memory.
 
 use std::fmt;
+use std::time::Duration;
 
 use crate::collective::{Call, Op};
 use crate::runtime::buffer::{Buffer, ElementType};
+use crate::runtime::clock;
 
 /// What a rank calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,6 +122,8 @@ pub(super) struct PendingCall {
     pub(super) first: (usize, CallFingerprint),
     pub(super) payloads: Vec<Payload>,
     pub(super) reached: Vec<Stage>,
+    /// When each member came there, on a planted clock.
+    moments: Vec<Duration>,
     /// Members that need it no more.
     pub(super) leavers: usize,
     /// Of a split: each member's new group and place there.
@@ -132,9 +136,25 @@ impl PendingCall {
             first: (member, print),
             payloads: vec![Payload::Nothing; size],
             reached: vec![Stage::Absent; size],
+            moments: vec![Duration::ZERO; size],
             leavers: 0,
             places: Vec::new(),
         }
+    }
+
+    /// Notes that `member`, whose thread calls this, has come to `stage`.
+    pub(super) fn reach(&mut self, member: usize, stage: Stage) {
+        self.reached[member] = stage;
+        self.moments[member] = clock::planted_time();
+    }
+
+    /// Moves the planted clock of a thread that has waited for `condition` on to when that was met.
+    pub(super) fn end_wait(&self, condition: WaitCondition) {
+        let latest = match condition {
+            WaitCondition::All(_) => self.moments.iter().max(),
+            WaitCondition::Post(member) => self.moments.get(member),
+        };
+        latest.copied().into_iter().for_each(clock::wait_until);
     }
 
     /// Members that keep `condition` from being met.

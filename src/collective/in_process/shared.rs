@@ -116,7 +116,7 @@ impl SharedWorld {
     /// `member` has come to `stage` of the call.
     pub(super) fn reach(&self, call_id: CallId, member: usize, stage: Stage) {
         let mut state = self.lock();
-        state.entry(call_id).reached[member] = stage;
+        state.entry(call_id).reach(member, stage);
         self.changed(&state, call_id);
     }
 
@@ -148,6 +148,7 @@ impl SharedWorld {
         let mut state = self.lock();
         loop {
             if state.missing(call_id, condition).next().is_none() {
+                state.entry(call_id).end_wait(condition);
                 return Ok(state);
             }
             if state.failure.is_some() {

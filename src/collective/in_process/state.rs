@@ -149,7 +149,7 @@ impl WorldState {
             return Err(self.mismatch(call_id, (rank, print), (first, theirs)));
         }
         entry.payloads[member] = payload;
-        entry.reached[member] = Stage::Posted;
+        entry.reach(member, Stage::Posted);
         let is_split = print.action == CallAction::Split;
         if is_split && self.entry(call_id).missing(WaitCondition::All(Stage::Posted)).next().is_none() {
             self.part(call_id);

@@ -85,9 +85,9 @@ fn the_clock_tells_the_time_until_it_is_dropped() {
         let _full = told.try_send(passed);
     })
     .unwrap();
-    let passed = heard.recv_timeout(Duration::from_secs(10)).unwrap();
+    let passed = heard.recv_timeout(Duration::from_secs(240)).unwrap();
     assert!(passed <= Duration::from_millis(10), "{passed:?}");
     drop(clock);
     // The thread ends, and its end of the channel with it.
-    while heard.recv_timeout(Duration::from_secs(10)).is_ok() {}
+    while heard.recv_timeout(Duration::from_secs(240)).is_ok() {}
 }

@@ -1,7 +1,6 @@
 //! Messages from every rank to every other, one pair at a time, and which of them are slow.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
 
 use candle_core::Device;
 use serde::Serialize;
@@ -10,6 +9,7 @@ use super::rank_buffer::RankBuffer;
 use super::rank_place::{NETWORK, RankPlace};
 use crate::collective::{Call, Collective};
 use crate::error::Result;
+use crate::runtime::clock;
 
 /// Bytes of a message: on GPUs as many as fill NVLink.
 const CPU_BYTES: usize = 4 << 20;
@@ -163,12 +163,12 @@ fn send(
     let call = Call::single("message of a measurement");
     let mut fastest = f64::INFINITY;
     for number in 0..=MESSAGES {
-        let started = Instant::now();
+        let started = clock::now();
         world.send(call, to, message.memory())?;
         world.recv(call, to, answer.memory())?;
         device.synchronize()?;
         if number > 0 {
-            fastest = fastest.min(started.elapsed().as_secs_f64());
+            fastest = fastest.min(clock::since(started).as_secs_f64());
         }
     }
     Ok(fastest)
