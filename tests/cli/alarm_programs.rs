@@ -1,6 +1,6 @@
 //! Programs that alarms start: what they are given, which are refused, and that none of them outlives its run.
 
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

@@ -51,7 +51,8 @@ const LOGS: [&str; 8] = [
 #[test]
 fn a_step_that_takes_no_time_has_no_speed() {
     let place = Place::new();
-    let mut run = place.command(&lora(&[&LOGS[..], &["--set", "train.max_steps=8"]].concat()));
+    let saved = [&LOGS[..], &["--set", "checkpoint.save_steps=8", "--set"]].concat();
+    let mut run = place.command(&lora(&[&saved[..], &["train.max_steps=8"]].concat()));
     // Steps take milliseconds, so that most of them take no time by this clock.
     if !set(&mut run, &[("CLOCK_TICK", "20")]) {
         return;
@@ -77,7 +78,7 @@ fn a_step_that_takes_no_time_has_no_speed() {
         }
     }
     // The lines are read back.
-    let resumed = [&LOGS[..], &["--set", "train.max_steps=10", "--resume"]].concat();
+    let resumed = [&saved[..], &["train.max_steps=10", "--resume"]].concat();
     let done = place.command(&lora(&resumed)).output().unwrap();
     assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
     let on = lines(&place.path("out/metrics.jsonl"));

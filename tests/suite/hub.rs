@@ -497,7 +497,10 @@ fn a_redirect_with_a_user_name_is_not_followed() {
         world.hub.forget();
         redirect(&world.hub, &["/api/"], "/api/models/ada/tiny/revision/main", &target, 302);
         let text = world.refused("ada/tiny");
-        assert!(text.contains("an address that holds a user name") && !text.contains("geheim"), "{text}");
+        assert!(
+            text.contains("cannot be used: it holds a user name or a password") && !text.contains("geheim"),
+            "{text}"
+        );
         assert_eq!((world.hub.requests().len(), elsewhere.requests().len()), (1, 0), "{target}");
     }
 }

@@ -102,7 +102,7 @@ impl AlarmChannel for AlarmWebhook {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::{TcpListener, TcpStream};
     use std::sync::{Arc, Mutex};
@@ -111,13 +111,13 @@ mod tests {
     use super::*;
 
     /// A server that gives these answers in turn, the last one from then on; nothing is an answer that never comes.
-    struct ServerDouble {
-        address: String,
-        posted: Arc<Mutex<Vec<String>>>,
+    pub(in super::super) struct ServerDouble {
+        pub(in super::super) address: String,
+        pub(in super::super) posted: Arc<Mutex<Vec<String>>>,
     }
 
     impl ServerDouble {
-        fn start(answers: Vec<String>) -> Self {
+        pub(in super::super) fn start(answers: Vec<String>) -> Self {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = format!("http://{}/hook", listener.local_addr().unwrap());
             let posted = Arc::new(Mutex::new(Vec::new()));
@@ -177,7 +177,7 @@ mod tests {
         String::from_utf8(body).unwrap()
     }
 
-    fn status(status: u16, more: &str) -> String {
+    pub(in super::super) fn status(status: u16, more: &str) -> String {
         format!("HTTP/1.1 {status} X\r\n{more}content-length: 0\r\nconnection: close\r\n\r\n")
     }
 
