@@ -11,13 +11,13 @@ use finetune::commands;
 use finetune::contained;
 use finetune::data::{sandbox, sandboxed};
 use finetune::error::ErrorCategory;
-use finetune::report::{printable, ui::restore_screen};
+use finetune::report::{alerts::guard, printable, ui::restore_screen};
 use finetune::runtime::allocator::use_one_heap;
 use finetune::runtime::fault_signals::make_large_files_errors;
 
 fn main() -> ExitCode {
     set_hook(Box::new(say_panic));
-    if let Some(code) = sandboxed::serve_if_asked() {
+    if let Some(code) = sandboxed::serve_if_asked().or_else(guard::serve_if_asked) {
         return code;
     }
     sandbox::run_in_this_program();

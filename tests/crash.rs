@@ -16,6 +16,8 @@ mod skipped;
 
 #[path = "crash/child.rs"]
 mod child;
+#[path = "crash/clocks.rs"]
+mod clocks;
 #[path = "crash/damage.rs"]
 mod damage;
 #[path = "crash/end.rs"]

@@ -15,6 +15,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::process;
+use crate::clock;
 use crate::error::{Error, Result};
 
 /// How often a lock file is opened anew that went away or is not yet filled in, and the pause between.
@@ -36,7 +37,7 @@ struct Holder {
 
 impl Holder {
     fn this_process() -> Self {
-        let since = chrono::Local::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, false);
+        let since = clock::now_as_text();
         Holder { host: process::host(), pid: std::process::id(), since, boot: process::boot() }
     }
 

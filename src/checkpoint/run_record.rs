@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ACCUMULATION;
 use super::run_changes::{self, MICRO_BATCH};
+use crate::clock;
 use crate::error::{Error, Result, input_file};
 use crate::recipe::Recipe;
 use crate::weights::write_text;
@@ -59,7 +60,7 @@ impl RunRecord {
             schema: SCHEMA,
             run: id.iter().map(|byte| format!("{byte:02x}")).collect(),
             program: concat!("finetune ", env!("CARGO_PKG_VERSION")).to_owned(),
-            started: chrono::Local::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, false),
+            started: clock::now_as_text(),
             plan: Self::digest(plan),
             chat_template_date: None,
             resumed_from: None,

@@ -5,6 +5,7 @@ use candle_core::DType;
 
 use super::{config_of, print, print_json, terminal};
 use crate::cli::{BenchArgs, BenchVerb, CommunicationArgs, OpsArgs, ScalingArgs};
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::ops::bench::{BenchShapes, ModelWidths};
 use crate::plan::{Plan, WorldSize};
@@ -45,7 +46,7 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         if ranks == 1 {
             (recipe.parallel.strategy, recipe.parallel.shard_size) = (Strategy::Single, None);
         }
-        let now = chrono::Local::now().fixed_offset();
+        let now = clock::now();
         let world = WorldSize::on_one_host(ranks);
         let plan = Plan::resolve(recipe, &finder, devices.device(), world, None, now)?;
         terminal.line(plan.describe());

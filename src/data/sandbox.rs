@@ -18,6 +18,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::error::{Error, ErrorCategory, Result};
+use crate::program;
 
 /// The first argument of the binary as a child; the second says which work it is to do.
 pub(super) const ARGUMENT: &str = "sandboxed-parser";
@@ -55,10 +56,7 @@ pub fn run_in(program: PathBuf) {
 
 /// From now on work is done in child processes that run this process's own binary, which is `finetune`.
 pub fn run_in_this_program() {
-    // The link names the file that runs, even where another has taken its name meanwhile.
-    let own = PathBuf::from("/proc/self/exe");
-    let found = if own.exists() { Some(own) } else { std::env::current_exe().ok() };
-    if let Some(program) = found {
+    if let Ok(program) = program::own() {
         run_in(program);
     }
 }

@@ -14,7 +14,7 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
-use chrono::{DateTime, FixedOffset, Local};
+use chrono::{DateTime, FixedOffset};
 use regex::Regex;
 
 use super::sandbox;
@@ -22,6 +22,7 @@ use super::template_child::RenderingChildren;
 pub use super::template_engine::TemplateInputs;
 use super::template_engine::{CLOCK, TemplateEngine, TemplateSource};
 use super::tokenizer::Tokenizer;
+use crate::clock;
 use crate::error::input_file;
 use crate::error::{Error, ErrorContext, Result};
 
@@ -97,7 +98,7 @@ impl ChatTemplate {
             Some(_) => "cannot use `data.chat_template`".to_owned(),
             None => format!("cannot use the tokenizer in {}", tokenizer.folder().display()),
         };
-        Self::new(templates, tokenizer.named_tokens(), Local::now().fixed_offset()).during(place).map(Some)
+        Self::new(templates, tokenizer.named_tokens(), clock::now()).during(place).map(Some)
     }
 
     /// Whether so many chats ended the template's process that no more are rendered.
@@ -111,7 +112,7 @@ impl ChatTemplate {
     /// When it does not parse.
     pub fn from_text(text: &str, tokens: &[(&str, &str)]) -> Result<Self> {
         let tokens = tokens.iter().map(|(name, token)| ((*name).to_owned(), (*token).to_owned()));
-        Self::new(vec![("default".to_owned(), text.to_owned())], tokens, Local::now().fixed_offset())
+        Self::new(vec![("default".to_owned(), text.to_owned())], tokens, clock::now())
     }
 
     fn new(

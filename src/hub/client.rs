@@ -7,7 +7,7 @@
 
 use std::io::Read;
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hf_hub::Repo;
 use ureq::http::{HeaderMap, Response};
@@ -17,7 +17,9 @@ use super::digest::Digest;
 use super::options::{HubOptions, Retry};
 use super::redirect::Hop;
 use super::refusal::{Asked, ErrorResponse};
+use super::speed::{SpeedWatch, TooSlow};
 use super::{DownloadEvent, DownloadProgress};
+use crate::address;
 use crate::error::{Error, ErrorCategory, Result};
 
 /// More than the description of the largest repositories, less than what would hurt.
@@ -92,19 +94,17 @@ pub(super) struct Client<'a> {
 
 impl<'a> Client<'a> {
     /// `subject` names the repository in messages, such as "model `a/b`".
-    pub(super) fn new(options: &'a HubOptions, repo: Repo, subject: String) -> Self {
-        let mut config = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .user_agent(concat!("finetune/", env!("CARGO_PKG_VERSION")))
+    ///
+    /// # Errors
+    /// The user's: the proxy of the environment, or the clock, is one that no request can be made with.
+    pub(super) fn new(options: &'a HubOptions, repo: Repo, subject: String) -> Result<Self> {
+        let endpoint = address::http(options.endpoint()).map_err(Error::internal)?;
+        let config = address::agent_for(&endpoint)?
             .timeout_connect(Some(options.retry.stall))
             .timeout_recv_response(Some(options.retry.stall))
             .timeout_per_read(Some(options.retry.stall));
-        if is_loopback(options.endpoint()) {
-            config = config.proxy(None);
-        }
         let page = format!("{}/{}", options.endpoint(), repo.url());
-        Client { options, agent: config.build().into(), repo, subject, page }
+        Ok(Client { options, agent: config.build().into(), repo, subject, page })
     }
 
     pub(super) fn retry(&self) -> &'a Retry {
@@ -119,7 +119,7 @@ impl<'a> Client<'a> {
     pub(super) fn describe(&self, progress: &mut DownloadProgress<'_>) -> Result<RepoDescription> {
         let url = format!("{}/api/{}", self.options.endpoint(), self.repo.api_url());
         self.patiently(progress, || {
-            let answered = self.get(&url, None)?;
+            let answered = self.get(&url, None, Some(self.deadline()))?;
             if answered.response.status() != 200 {
                 return Err(self.refused(&answered, None, false));
             }
@@ -171,8 +171,9 @@ impl<'a> Client<'a> {
         self.patiently(progress, || {
             let (mut etag, mut size) = (None, None);
             let mut hop = self.first_hop(&self.file_url(commit, file))?;
+            let deadline = Some(self.deadline());
             for _ in 0..=MAX_REDIRECTS {
-                let response = self.send(HttpMethod::Head, &hop, Some(""))?;
+                let response = self.send(HttpMethod::Head, &hop, Some(""), deadline)?;
                 let headers = response.headers();
                 let digest = |name| text(headers, name).and_then(Digest::from_etag);
                 etag = digest("x-linked-etag").or_else(|| digest("etag")).or(etag);
@@ -204,7 +205,7 @@ impl<'a> Client<'a> {
     /// Asks for the bytes of a file from an offset on.
     pub(super) fn bytes(&self, commit: &str, file: &str, from: u64, gated: bool) -> Result<Bytes, HttpFault> {
         let range = if from > 0 { format!("bytes={from}-") } else { String::new() };
-        let answered = self.get(&self.file_url(commit, file), Some(&range))?;
+        let answered = self.get(&self.file_url(commit, file), Some(&range), None)?;
         match answered.response.status().as_u16() {
             200 => Ok(Bytes::From(0, answered.response.into_body().into_reader())),
             206 => {
@@ -235,7 +236,7 @@ impl<'a> Client<'a> {
     ) -> Result<FileRange> {
         let wanted = format!("bytes={}-{}", range.start, range.end.saturating_sub(1));
         self.patiently(progress, || {
-            let answered = self.get(&self.file_url(commit, file), Some(&wanted))?;
+            let answered = self.get(&self.file_url(commit, file), Some(&wanted), None)?;
             let headers = answered.response.headers();
             let content_range = text(headers, "content-range").and_then(ContentRange::parse);
             let (skipped, file_bytes) = match (answered.response.status().as_u16(), content_range) {
@@ -261,14 +262,11 @@ impl<'a> Client<'a> {
                 )));
             }
             let length = range.end.min(file_bytes).saturating_sub(range.start);
-            let mut body = answered.response.into_body().into_reader();
-            let broke = |error: std::io::Error| HttpFault::Passing {
-                reason: format!("the connection broke: {error}"),
-                wait: None,
-            };
-            std::io::copy(&mut (&mut body).take(skipped), &mut std::io::sink()).map_err(broke)?;
+            let mut watch = SpeedWatch::new(self.retry().least_speed);
+            let mut body = watch.over(answered.response.into_body().into_reader());
+            std::io::copy(&mut (&mut body).take(skipped), &mut std::io::sink()).map_err(broken)?;
             let mut bytes = Vec::new();
-            body.take(length).read_to_end(&mut bytes).map_err(broke)?;
+            body.take(length).read_to_end(&mut bytes).map_err(broken)?;
             if (bytes.len() as u64) < length {
                 let reason = format!("the connection ended after {} of {length} bytes", bytes.len());
                 return Err(HttpFault::Passing { reason, wait: None });
@@ -277,11 +275,16 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// A GET and the redirects that it is answered with; `range` as in [`Client::send`].
-    fn get(&self, url: &str, range: Option<&str>) -> Result<Answered, HttpFault> {
+    /// When a description that is asked for now must be there.
+    fn deadline(&self) -> Instant {
+        Instant::now() + self.retry().description
+    }
+
+    /// A GET and the redirects that it is answered with; `range` and `deadline` as in [`Client::send`].
+    fn get(&self, url: &str, range: Option<&str>, deadline: Option<Instant>) -> Result<Answered, HttpFault> {
         let mut hop = self.first_hop(url)?;
         for _ in 0..=MAX_REDIRECTS {
-            let response = self.send(HttpMethod::Get, &hop, range)?;
+            let response = self.send(HttpMethod::Get, &hop, range, deadline)?;
             match hop.next(&response).map_err(|why| self.not_a_hub(&why))? {
                 Some(next) => hop = next,
                 None => return Ok(Answered { response, hop }),
@@ -294,12 +297,24 @@ impl<'a> Client<'a> {
         Hop::first(url, self.options.endpoint()).map_err(|why| self.not_a_hub(&why))
     }
 
-    /// One request. `range`, given for files and perhaps empty, is the value of the header `Range`.
-    fn send(&self, method: HttpMethod, hop: &Hop, range: Option<&str>) -> Result<Response<Body>, HttpFault> {
+    /// One request. `range`, given for files and perhaps empty, is the value of the header `Range`; after `deadline` the
+    /// answer, its body included, is broken off.
+    fn send(
+        &self,
+        method: HttpMethod,
+        hop: &Hop,
+        range: Option<&str>,
+        deadline: Option<Instant>,
+    ) -> Result<Response<Body>, HttpFault> {
+        address::check_clock(&hop.uri).map_err(HttpFault::Final)?;
         let mut request = match method {
             HttpMethod::Get => self.agent.get(&hop.uri),
             HttpMethod::Head => self.agent.head(&hop.uri),
         };
+        if let Some(deadline) = deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            request = request.config().timeout_global(Some(left)).build();
+        }
         if let Some(range) = range {
             request = request.header("Accept-Encoding", "identity");
             if !range.is_empty() {
@@ -363,6 +378,7 @@ impl<'a> Client<'a> {
         let is_tls = matches!(error, ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData);
         match error {
             ureq::Error::Io(_) if !is_tls => HttpFault::Passing { reason, wait: None },
+            ureq::Error::Timeout(ureq::Timeout::Global) => self.too_late(),
             ureq::Error::Timeout(_)
             | ureq::Error::HostNotFound
             | ureq::Error::ConnectionFailed
@@ -377,6 +393,17 @@ impl<'a> Client<'a> {
                 .hint("check HF_ENDPOINT and the proxy variables (HTTPS_PROXY, NO_PROXY)"),
             ),
         }
+    }
+
+    /// A description that was not there in time: a hub that sends a byte now and then would be waited for without end.
+    fn too_late(&self) -> HttpFault {
+        let what = format!("cannot get {} from {}", self.subject, self.options.endpoint());
+        let limit = self.retry().description.as_secs_f64();
+        HttpFault::Final(
+            Error::new(ErrorCategory::Transient, what)
+                .because(format!("its description was not complete {limit} s after the request, which is the limit"))
+                .hint("try again later, or set HF_ENDPOINT to a mirror; `--offline` uses a copy that the cache holds"),
+        )
     }
 
     /// An answer other than success.
@@ -507,15 +534,13 @@ impl ContentRange {
     }
 }
 
-/// Scheme, host and port of an address.
-fn origin(url: &str) -> &str {
-    let host = url.find("://").map_or(0, |at| at + 3);
-    url[host..].find('/').map_or(url, |slash| &url[..host + slash])
-}
-
-fn is_loopback(url: &str) -> bool {
-    let host = origin(url).rsplit_once("://").map_or("", |(_, host)| host);
-    host.starts_with("127.") || host.starts_with("[::1]") || host.split(':').next() == Some("localhost")
+/// A body that broke off, or was broken off.
+pub(super) fn broken(error: std::io::Error) -> HttpFault {
+    let reason = match error.get_ref().filter(|inner| inner.is::<TooSlow>()) {
+        Some(slow) => slow.to_string(),
+        None => format!("the connection broke: {error}"),
+    };
+    HttpFault::Passing { reason, wait: None }
 }
 
 /// A file name as a part of an address: all but the slashes and the unreserved characters escaped (RFC 3986).
@@ -536,11 +561,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses() {
-        assert_eq!(origin("https://h:1/a/b"), "https://h:1");
-        assert_eq!(origin("https://h"), "https://h");
-        assert!(is_loopback("http://127.0.0.1:80/x") && is_loopback("http://localhost:9"));
-        assert!(!is_loopback("https://localhost.example") && !is_loopback("https://huggingface.co"));
+    fn names_in_addresses() {
         assert_eq!(percent_encoded("data/a b%ä.jsonl"), "data/a%20b%25%C3%A4.jsonl");
     }
 

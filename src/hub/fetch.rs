@@ -10,8 +10,9 @@ use std::io::{Read, Seek, Write};
 use std::path::PathBuf;
 
 use super::cache::HubCache;
-use super::client::{Bytes, Client, Facts, HttpFault, Patience};
+use super::client::{Bytes, Client, Facts, HttpFault, Patience, broken};
 use super::digest::Sum;
+use super::speed::SpeedWatch;
 use super::{DownloadEvent, DownloadProgress, planted};
 use crate::error::{Error, ErrorCategory, Result};
 
@@ -65,10 +66,12 @@ impl Download<'_> {
         let mut part = DownloadPart::open(self.store.blob(facts.digest.hex()).with_extension("part"), facts)?;
         progress(DownloadEvent::Start { file, bytes: facts.size, present: part.len });
         let mut patience = Patience::new(self.client.retry());
+        let least = self.client.retry().least_speed;
+        let mut watch = SpeedWatch::new(least);
         let mut furthest = part.len;
         let mut was_damaged = false;
         loop {
-            match self.receive(file, facts, &mut part, progress) {
+            match self.receive(file, facts, &mut part, &mut watch, progress) {
                 Ok(()) if part.is_right(facts) => {
                     part.file.sync_all().map_err(|e| Error::io("write", &part.path, &e))?;
                     progress(DownloadEvent::Finish { file });
@@ -87,7 +90,8 @@ impl Download<'_> {
                 }
                 Err(HttpFault::Final(error)) => return Err(error),
                 Err(HttpFault::Passing { reason, wait }) => {
-                    if part.len > furthest {
+                    // A hub that sends some bytes and hangs up makes no progress.
+                    if part.len >= furthest + least.bytes() {
                         furthest = part.len;
                         patience.renew();
                     }
@@ -103,12 +107,13 @@ impl Download<'_> {
         file: &str,
         facts: &Facts,
         part: &mut DownloadPart,
+        watch: &mut SpeedWatch,
         progress: &mut DownloadProgress<'_>,
     ) -> Result<(), HttpFault> {
         if part.len >= facts.size {
             return Ok(());
         }
-        let mut reader = match self.client.bytes(self.commit, file, part.len, self.gated)? {
+        let reader = match self.client.bytes(self.commit, file, part.len, self.gated)? {
             Bytes::From(start, reader) => {
                 if start != part.len {
                     part.clear(facts).map_err(HttpFault::Final)?;
@@ -122,18 +127,14 @@ impl Download<'_> {
                 return Err(HttpFault::Passing { reason, wait: None });
             }
         };
+        let mut reader = watch.over(reader);
         let mut buffer = vec![0; 1 << 18];
         loop {
             let count = match reader.read(&mut buffer) {
                 Ok(0) => break,
                 Ok(count) => count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-                Err(error) => {
-                    return Err(HttpFault::Passing {
-                        reason: format!("the connection broke: {error}"),
-                        wait: None,
-                    });
-                }
+                Err(error) => return Err(broken(error)),
             };
             part.append(&buffer[..count]).map_err(HttpFault::Final)?;
             progress(DownloadEvent::Advance { bytes: count as u64 });

@@ -27,6 +27,7 @@ mod redirect;
 mod refusal;
 mod remote;
 mod select;
+mod speed;
 mod verified;
 
 use std::path::{Path, PathBuf};
@@ -43,7 +44,7 @@ pub use configurations::RowsFor;
 pub use dataset::locate_dataset;
 use fetch::Download;
 use names::Reference;
-pub use options::{HubOptions, Retry, Token};
+pub use options::{HubOptions, LeastSpeed, Retry, Token};
 pub use remote::{LocatedModel, RemoteWeights};
 use select::{Lack, Scope, Weights};
 use verified::VerifiedFiles;
@@ -247,7 +248,7 @@ impl<'a> RepoSource<'a> {
     fn client(&self) -> Result<Client<'a>> {
         match self.options.refused_token() {
             Some(refused) => Err(refused.clone()),
-            None => Ok(Client::new(self.options, self.repo(), self.subject())),
+            None => Client::new(self.options, self.repo(), self.subject()),
         }
     }
 

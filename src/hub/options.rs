@@ -10,6 +10,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::address;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::private_file;
 
@@ -57,11 +58,37 @@ pub struct Retry {
     pub first_wait: Duration,
     /// A connection that gives no byte for so long is broken off and counts as an attempt.
     pub stall: Duration,
+    /// From a request for a description to the last byte of the answer; later the hub is given up.
+    pub description: Duration,
+    /// The least speed of a file.
+    pub least_speed: LeastSpeed,
+}
+
+/// The least speed at which the hub must send a file, as a mean over a while.
+#[derive(Debug, Clone, Copy)]
+pub struct LeastSpeed {
+    /// Bytes per second.
+    pub bytes_per_sec: u64,
+    /// The time that the mean is over; only time spent waiting for the hub counts.
+    pub over: Duration,
+}
+
+impl LeastSpeed {
+    /// The bytes that must arrive in that time.
+    pub(super) fn bytes(&self) -> u64 {
+        (self.bytes_per_sec as f64 * self.over.as_secs_f64()) as u64
+    }
 }
 
 impl Default for Retry {
     fn default() -> Self {
-        Retry { attempts: 5, first_wait: Duration::from_millis(500), stall: Duration::from_secs(60) }
+        Retry {
+            attempts: 5,
+            first_wait: Duration::from_millis(500),
+            stall: Duration::from_secs(60),
+            description: Duration::from_secs(30),
+            least_speed: LeastSpeed { bytes_per_sec: 1 << 10, over: Duration::from_secs(60) },
+        }
     }
 }
 
@@ -168,21 +195,12 @@ impl HubOptions {
 }
 
 fn checked_endpoint(given: &str) -> Result<String> {
-    let address = given.trim().trim_end_matches('/');
-    let host = address.strip_prefix("https://").or_else(|| address.strip_prefix("http://"));
     // The text is not repeated: it may hold a password.
-    let fault = match host {
-        None => "it does not start with https:// or http://",
-        Some(host) if host.contains('@') => "it holds a user name or a password",
-        Some(host) if host.is_empty() || host.starts_with('/') => "it names no host",
-        Some(host) if !host.bytes().all(|b| b.is_ascii_graphic() && !b"?#%\\\"<>{}|^`".contains(&b)) => {
-            "it holds characters that no address has"
-        }
-        Some(_) => return Ok(address.to_owned()),
-    };
-    Err(Error::user("the address of the hub (HF_ENDPOINT) cannot be used")
-        .because(fault)
-        .hint("unset HF_ENDPOINT, or set it to an address such as https://huggingface.co"))
+    address::base(given.trim()).map_err(|fault| {
+        Error::user("the address of the hub (HF_ENDPOINT) cannot be used")
+            .because(fault)
+            .hint("unset HF_ENDPOINT, or set it to an address such as https://huggingface.co")
+    })
 }
 
 /// The token that the environment names, if it can be used.
@@ -332,7 +350,15 @@ mod tests {
             from(&[("HF_ENDPOINT", "http://mirror:8080/hf/")]).unwrap().endpoint(),
             "http://mirror:8080/hf"
         );
-        for bad in ["huggingface.co", "https://", "ftp://x", "https://ada:geheim@mirror", "https://a b"] {
+        for bad in [
+            "huggingface.co",
+            "https://",
+            "ftp://x",
+            "https://ada:geheim@mirror",
+            "https://a b",
+            "https://mirror:8o",
+            "https://mirror?x",
+        ] {
             let error = from(&[("HF_ENDPOINT", bad)]).unwrap_err().to_string();
             assert!(error.contains("HF_ENDPOINT") && !error.contains("geheim"), "{error}");
         }

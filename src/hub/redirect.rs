@@ -6,6 +6,8 @@
 
 use ureq::http::{Response, Uri};
 
+use crate::address;
+
 /// Where a request goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Hop {
@@ -34,9 +36,6 @@ impl Hop {
 
     fn follow(&self, location: &str) -> Result<Self, String> {
         let uri = self.resolve(location)?;
-        if uri.authority().is_some_and(|authority| authority.as_str().contains('@')) {
-            return Err("it redirects to an address that holds a user name".into());
-        }
         if self.uri.scheme_str() == Some("https") && uri.scheme_str() != Some("https") {
             return Err("it redirects from https to http, where anybody on the way could answer".into());
         }
@@ -70,11 +69,7 @@ impl Hop {
 }
 
 fn parse(address: &str) -> Result<Uri, String> {
-    let uri: Uri = address.parse().map_err(|error| format!("`{address}` is not an address: {error}"))?;
-    match (uri.scheme_str(), uri.host()) {
-        (Some("http" | "https"), Some(_)) => Ok(uri),
-        _ => Err(format!("`{address}` is no http or https address")),
-    }
+    address::http(address).map_err(|why| format!("it names an address that cannot be used: {why}"))
 }
 
 /// Whether two addresses are of one scheme, host and port.
@@ -180,8 +175,6 @@ mod tests {
             "https:///evil/x",
             "https:/hub.example/x",
             "https:hub.example/x",
-            "https://hub.example:443:80/x",
-            "https://hub.example:99999/x",
             "https://hub.example%2eevil/x",
             "https://hub.example#@evil/x",
             "https://hub.example?@evil/x",
@@ -223,6 +216,12 @@ mod tests {
             "ftp://hub.example/x",
             "javascript:x",
             "file:///etc/passwd",
+            "https://hub.example:99999/x",
+            "https://hub.example:8o/x",
+            "https://hub.example:0/x",
+            "https://hub.example:/x",
+            "https://hub.example:443:80/x",
+            "//hub.example:-1/x",
         ] {
             assert!(hub.follow(location).is_err(), "{location}");
         }

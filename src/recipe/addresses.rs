@@ -6,6 +6,7 @@ use std::path::Path;
 use toml::Value;
 
 use super::value::{Setting, ValueRefusal};
+use crate::address;
 
 /// An IP address and a port that a run listens at. Names are not looked up: which address is opened stands in the recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,21 +44,14 @@ impl Setting for ServerUrl {
         if text.is_empty() {
             return Err(ValueRefusal::Empty);
         }
-        let address = text.trim_end_matches('/');
-        let rest = address.strip_prefix("https://").or_else(|| address.strip_prefix("http://"));
-        let rest = rest.ok_or(ValueRefusal::Shape)?;
-        let host = rest.split('/').next().unwrap_or_default();
-        if rest.contains('@') {
+        if text.contains('@') {
             return Err(ValueRefusal::Unusable(
                 "a name and a password do not belong into a recipe; they are read from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
                     .into(),
             ));
         }
-        let sound = |c: u8| c.is_ascii_graphic() && !b"?#%\\\"<>{}|^`".contains(&c);
-        if host.is_empty() || host.starts_with(':') || !rest.bytes().all(sound) {
-            return Err(ValueRefusal::Shape);
-        }
-        Ok(ServerUrl(address.to_owned()))
+        let unusable = |why| ValueRefusal::Unusable(format!("{why}; accepted: {}", Self::accepted()));
+        address::base(text).map(ServerUrl).map_err(unusable)
     }
 
     fn write(&self) -> Option<Value> {
@@ -100,9 +94,16 @@ mod tests {
         ] {
             assert_eq!(read(text), Some(ServerUrl(kept.into())));
         }
-        for bad in
-            ["127.0.0.1:5000", "http://", "http:///x", "http://:80", "ftp://x", "http://a b", "http://x?y"]
-        {
+        for bad in [
+            "127.0.0.1:5000",
+            "http://",
+            "http:///x",
+            "http://:80",
+            "ftp://x",
+            "http://a b",
+            "http://x?y",
+            "http://x:99999",
+        ] {
             assert_eq!(read::<ServerUrl>(bad), None, "{bad}");
         }
         let told = ServerUrl::read(&Value::String("http://ada:geheim@host".into()), Path::new("."));

@@ -4,10 +4,10 @@ use std::fmt;
 use std::path::Path;
 
 use toml::Value;
-use ureq::http::Uri;
 
 use super::source::absolute;
 use super::value::{Setting, ValueRefusal};
+use crate::{address, program};
 
 /// What names an environment variable.
 const VARIABLE: &str = "env:";
@@ -33,11 +33,8 @@ impl fmt::Debug for WebhookSource {
 
 impl WebhookSource {
     /// Why `address` is none that alarms could be posted to; nothing if it is one. The address is not in the answer.
-    pub fn refusal(address: &str) -> Option<&'static str> {
-        let Ok(uri) = address.parse::<Uri>() else { return Some("it is not an address") };
-        let is_http = matches!(uri.scheme_str(), Some("http" | "https"));
-        let has_host = uri.host().is_some_and(|host| !host.is_empty());
-        (!is_http || !has_host).then_some("it is no http or https address")
+    pub fn refusal(address: &str) -> Option<String> {
+        address::http(address).err()
     }
 }
 
@@ -80,21 +77,19 @@ impl Setting for AlertProgram {
         r#"a list of strings such as ["notify-send", "finetune"]"#.into()
     }
 
-    /// A program with a slash in its name is a path, from the recipe's folder on, and must exist.
+    /// A program with a slash in its name is a path, from the recipe's folder on, and must be there and executable.
     fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
         let list = value.as_array().ok_or(ValueRefusal::Shape)?;
         let words = list.iter().map(|word| word.as_str().map(str::to_owned));
         let mut words: Vec<String> = words.collect::<Option<_>>().ok_or(ValueRefusal::Shape)?;
-        let Some(program) = words.first_mut() else { return Err(ValueRefusal::Empty) };
-        if program.is_empty() {
+        let Some(name) = words.first_mut() else { return Err(ValueRefusal::Empty) };
+        if name.is_empty() {
             return Err(ValueRefusal::Unusable("the program has no name".into()));
         }
-        if program.contains('/') {
-            let path = absolute(program, folder)?;
-            if !path.is_file() {
-                return Err(ValueRefusal::Unusable(format!("there is no program {}", path.display())));
-            }
-            *program = path.to_string_lossy().into_owned();
+        if name.contains('/') {
+            let path = absolute(name, folder)?;
+            program::check(&path).map_err(ValueRefusal::Unusable)?;
+            *name = path.to_string_lossy().into_owned();
         }
         Ok(AlertProgram(words))
     }
@@ -119,9 +114,14 @@ mod tests {
         assert_eq!(read, WebhookSource::Address(address.into()));
         assert_eq!(read.write(), None);
         assert!(!format!("{read:?}").contains("canary"));
-        for wrong in
-            ["ftp://h/canary", "hooks.example/canary", "http:///canary", "canary", "https://h/ canary"]
-        {
+        for wrong in [
+            "ftp://h/canary",
+            "hooks.example/canary",
+            "http:///canary",
+            "canary",
+            "https://h/ canary",
+            "https://h:8o/canary",
+        ] {
             let Err(ValueRefusal::Unusable(why)) = webhook(wrong) else { panic!("{wrong}") };
             assert!(!why.contains("canary"), "{why}");
         }
@@ -134,7 +134,11 @@ mod tests {
     #[test]
     fn a_program_is_a_name_or_a_path_of_the_recipes_folder() {
         let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("say"), "").unwrap();
+        for (name, mode) in [("say", 0o700), ("silent", 0o600)] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+            std::fs::set_permissions(folder.path().join(name), mode).unwrap();
+        }
         let read = |words: &[&str]| {
             let list = words.iter().map(|word| Value::String((*word).to_owned())).collect();
             AlertProgram::read(&Value::Array(list), folder.path())
@@ -142,7 +146,12 @@ mod tests {
         assert_eq!(read(&["notify-send", "a/b"]).unwrap().0, ["notify-send", "a/b"]);
         let path = folder.path().join("say");
         assert_eq!(read(&["./say", ""]).unwrap().0, [path.to_str().unwrap(), ""]);
-        assert!(matches!(read(&["./other"]), Err(ValueRefusal::Unusable(_))));
+        for (name, why) in
+            [("./other", "does not exist"), ("./silent", "is not executable"), ("./", "is not a file")]
+        {
+            let told = read(&[name]);
+            assert!(matches!(&told, Err(ValueRefusal::Unusable(told)) if told.contains(why)), "{told:?}");
+        }
         assert!(matches!(read(&[""]), Err(ValueRefusal::Unusable(_))));
         assert!(matches!(read(&[]), Err(ValueRefusal::Empty)));
     }

@@ -284,6 +284,11 @@ impl RunFigures {
 
     fn set_of(&self, name: &str, labels: &[&str], value: f64) -> Result<()> {
         let family = self.gauges.get(name).ok_or_else(|| malformed(name))?;
+        if !value.is_finite() {
+            // The figure of an earlier step would pass for this one's; it is an error that there may be none.
+            let _ = family.remove_label_values(labels);
+            return Ok(());
+        }
         family.get_metric_with_label_values(labels).map_err(malformed)?.set(value);
         Ok(())
     }
@@ -336,6 +341,20 @@ mod tests {
                 "finetune_tokens_total"
             ]
         );
+    }
+
+    #[test]
+    fn a_figure_that_is_not_finite_is_not_served() {
+        let mut figures = figures();
+        let step = |tokens_per_sec| StepReport { step: 1, tokens_per_sec, ..StepReport::default() };
+        let served = |figures: &RunFigures| value(&figures.page().unwrap(), "finetune_tokens_per_second");
+        figures.step(&step(3.5)).unwrap();
+        assert_eq!(served(&figures), Some(3.5));
+        // That of the step before would pass for this one's.
+        figures.step(&step(f64::INFINITY)).unwrap();
+        assert_eq!(served(&figures), None);
+        figures.step(&step(2.5)).unwrap();
+        assert_eq!(served(&figures), Some(2.5));
     }
 
     #[test]

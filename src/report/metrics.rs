@@ -3,7 +3,8 @@
 //!
 //! The names of the fields are a contract (DESIGN, files a run leaves). Every line is handed to the system as soon
 //! as it is made, so a killed run keeps its record. Numbers are written with as many digits as they need to be read
-//! back unchanged; a number that JSON cannot hold (NaN, infinity) is refused, because it would be read back as null.
+//! back unchanged. JSON has no word for NaN and infinity: a figure that is one, as the speed of a step that took no time by
+//! the clock, is left out of its line. A loss or a gradient norm is never one here, because such a step diverged.
 //!
 //! A resumed run continues its own file: entries after the resumed step, which the run is about to repeat, go, and
 //! so does a last line that was cut short. A log never stops a run: of a file with lines that cannot be read, as a power
@@ -24,55 +25,81 @@ pub struct StepReport {
     /// The step just done; the first is 1.
     pub step: u64,
     /// Epochs done so far, a fraction inside an epoch.
+    #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub epoch: f64,
     /// Mean cross-entropy, in nats, over the labels of the step that count.
     pub loss: f64,
     /// The learning rate used in this update.
+    #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub learning_rate: f64,
     /// L2 norm of all gradients before clipping.
     pub grad_norm: f64,
     /// Tokens that went through the model in this step, padding not counted.
     pub tokens: u64,
     /// Wall time of the step, in seconds.
+    #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub step_secs: f64,
     /// `tokens` over `step_secs`.
+    #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub tokens_per_sec: f64,
     /// Most memory the run has held so far, in bytes: of the device, or of the process on a CPU.
     pub peak_bytes: u64,
     /// Seconds that the first rank took rows for this step.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_absent")]
     pub data_secs: f64,
     /// Its seconds of forward, the loss and the head's gradient included.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_absent")]
     pub forward_secs: f64,
     /// Its seconds of backward, recomputed forwards included.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_absent")]
     pub backward_secs: f64,
     /// Its seconds inside collectives in these parts and the update: communication that computing did not hide.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_absent")]
     pub exposed_secs: f64,
     /// Its seconds of clearing and clipping gradients, of the optimizer and of spreading new values.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_absent")]
     pub update_secs: f64,
     /// Seconds that training waited for checkpoints since the step before.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_absent")]
     pub save_secs: f64,
     /// All other seconds since the step before, but for evaluation.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_absent")]
     pub other_secs: f64,
     /// Seconds that each rank computed in this step, not counting its waits for others; nothing for a single rank.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "are_absent")]
     pub rank_secs: Vec<f64>,
     /// Model FLOP utilisation, 0 to 1: the operations of the model over what the devices could do at their peak in the
     /// time of the step; none where the peak is not known.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub mfu: Option<f64>,
     /// The same with the operations that are computed a second time.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub hfu: Option<f64>,
 }
 
+/// A figure that its line does not have.
+fn absent() -> f64 {
+    f64::NAN
+}
+
+fn is_absent(figure: &f64) -> bool {
+    !figure.is_finite()
+}
+
+fn are_absent(figures: &[f64]) -> bool {
+    figures.is_empty() || figures.iter().any(is_absent)
+}
+
+fn is_none_or_absent(figure: &Option<f64>) -> bool {
+    figure.is_none_or(|figure| is_absent(&figure))
+}
+
 impl StepReport {
+    /// Tokens per second; none for a step that took no time by the clock.
+    pub fn speed(&self) -> Option<f64> {
+        Some(self.tokens_per_sec).filter(|speed| speed.is_finite())
+    }
+
     /// The seconds of all parts together: the time since the step before, but for evaluation.
     pub fn all_parts(&self) -> f64 {
         let computing = self.forward_secs + self.backward_secs + self.update_secs;
@@ -103,14 +130,15 @@ pub struct EvalReport {
     /// Mean cross-entropy, in nats, over the labels that count.
     pub eval_loss: f64,
     /// Perplexity of the held-out rows: `exp(eval_loss)`.
+    #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub eval_perplexity: f64,
     /// Number of labels that count.
     pub eval_tokens: u64,
     /// Share of these labels that were the model's first choice, 0 to 1.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub eval_token_accuracy: Option<f64>,
     /// Share of rows whose greedy answer equals the expected one, 0 to 1.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub eval_exact_match: Option<f64>,
 }
 
@@ -182,32 +210,11 @@ impl MetricsEntry {
         }
     }
 
-    /// The first field that holds a number JSON has no word for.
+    /// The first number without which the line would say nothing, where it is not finite.
     fn non_finite(&self) -> Option<(&'static str, f64)> {
-        let fields: Vec<(&'static str, f64)> = match self {
-            MetricsEntry::Step(r) => vec![
-                ("epoch", r.epoch),
-                ("loss", r.loss),
-                ("learning_rate", r.learning_rate),
-                ("grad_norm", r.grad_norm),
-                ("step_secs", r.step_secs),
-                ("tokens_per_sec", r.tokens_per_sec),
-                ("data_secs", r.data_secs),
-                ("forward_secs", r.forward_secs),
-                ("backward_secs", r.backward_secs),
-                ("exposed_secs", r.exposed_secs),
-                ("update_secs", r.update_secs),
-                ("save_secs", r.save_secs),
-                ("other_secs", r.other_secs),
-                ("mfu", r.mfu.unwrap_or_default()),
-                ("hfu", r.hfu.unwrap_or_default()),
-            ],
-            MetricsEntry::Eval(r) => vec![
-                ("eval_loss", r.eval_loss),
-                ("eval_perplexity", r.eval_perplexity),
-                ("eval_token_accuracy", r.eval_token_accuracy.unwrap_or_default()),
-                ("eval_exact_match", r.eval_exact_match.unwrap_or_default()),
-            ],
+        let fields = match self {
+            MetricsEntry::Step(r) => vec![("loss", r.loss), ("grad_norm", r.grad_norm)],
+            MetricsEntry::Eval(r) => vec![("eval_loss", r.eval_loss)],
             MetricsEntry::Skipped(_) => Vec::new(),
         };
         fields.into_iter().find(|(_, value)| !value.is_finite())
@@ -287,7 +294,7 @@ impl MetricsLog {
     /// Appends `entry`.
     ///
     /// # Errors
-    /// The disk refuses the line, or a number in it is not finite.
+    /// The disk refuses the line, or its loss or gradient norm is not finite.
     pub fn append(&mut self, entry: &MetricsEntry) -> Result<()> {
         if let Some((field, value)) = entry.non_finite() {
             return Err(Error::internal(format!(

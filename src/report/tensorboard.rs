@@ -62,7 +62,7 @@ impl EventWriter {
 
     fn scalars(&mut self, step: u64, values: &[(&str, f64)]) -> Result<()> {
         let mut summary = ProtoMessage::default();
-        for (tag, value) in values {
+        for (tag, value) in values.iter().filter(|(_, value)| value.is_finite()) {
             let value = ProtoMessage::default().bytes(1, tag.as_bytes()).float(2, *value as f32);
             summary = summary.bytes(1, &value.0);
         }

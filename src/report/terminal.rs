@@ -373,13 +373,9 @@ fn stride(steps: u64) -> u64 {
 }
 
 fn step_figures(report: &StepReport) -> String {
-    format!(
-        "loss {:.4}  lr {:.2e}  norm {:.3}  {} tok/s",
-        report.loss,
-        report.learning_rate,
-        report.grad_norm,
-        units::count(report.tokens_per_sec as u64),
-    )
+    let speed = report.speed().map(|speed| format!("  {} tok/s", units::count(speed as u64)));
+    let StepReport { loss, learning_rate, grad_norm, .. } = report;
+    format!("loss {loss:.4}  lr {learning_rate:.2e}  norm {grad_norm:.3}{}", speed.unwrap_or_default())
 }
 
 fn eval_figures(report: &EvalReport) -> String {

@@ -1,18 +1,18 @@
 //! Who watches a run for trouble, and whom the alarms go to, by what the recipe says.
 
 use std::fs::File;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::space;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
+use crate::program;
 use crate::recipe::enums::AlertRule;
 use crate::recipe::{AlertsSection, WebhookSource};
 use crate::rendezvous::host_name;
 use crate::report::Terminal;
 use crate::report::alerts::rules::OutputRoom;
-use crate::report::alerts::{AlertOptions, Alerts};
+use crate::report::alerts::{AlertOptions, Alerts, check_webhook};
 use crate::runtime::disk_room::DiskRoom;
 
 /// A line for each alarm.
@@ -21,27 +21,31 @@ pub(crate) const ALERTS: &str = "alerts.jsonl";
 /// Refuses alarms that could not be delivered: they are needed long after the start.
 ///
 /// # Errors
-/// A server is named for a run without the network; there is no such program; the environment variable of the webhook is not set or holds no address.
+/// A server is named for a run without the network; the program is not found or not executable; the
+/// environment variable of the webhook is not set or holds no address; the proxy of the environment is none.
 pub(crate) fn check(alerts: &AlertsSection, offline: bool) -> Result<()> {
     if offline && alerts.webhook.is_some() {
         return Err(Error::user("cannot use `alerts.webhook`")
             .because("`--offline` leaves the network alone")
             .hint("add `--set alerts.webhook=`, or leave out `--offline`"));
     }
-    webhook(alerts)?;
-    let program = alerts.command.as_ref().and_then(|command| command.0.first());
-    let Some(program) = program.filter(|program| !program.contains('/')) else { return Ok(()) };
-    let is_program = |folder: &Path| {
-        let found = folder.join(program).metadata();
-        found.is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
-    };
+    if let Some(address) = webhook(alerts)? {
+        check_webhook(&address)?;
+    }
+    // A path was looked at when the recipe was read.
+    let name = alerts.command.as_ref().and_then(|command| command.0.first());
+    let Some(name) = name.filter(|name| !name.contains('/')) else { return Ok(()) };
     let folders = std::env::var_os("PATH").unwrap_or_default();
-    if std::env::split_paths(&folders).any(|folder| is_program(&folder)) {
+    let places: Vec<PathBuf> = std::env::split_paths(&folders).map(|folder| folder.join(name)).collect();
+    if places.iter().any(|place| program::check(place).is_ok()) {
         return Ok(());
     }
+    // One that is there says more than all that are not.
+    let found = places.iter().find(|place| place.is_file()).and_then(|place| program::check(place).err());
+    let why = found.unwrap_or_else(|| format!("no folder of PATH has a program `{name}`"));
     Err(Error::user("cannot use `alerts.command`")
-        .because(format!("there is no program `{program}` in any folder of PATH"))
-        .hint("name a program that is there, or give its path"))
+        .because(why)
+        .hint("name a program in a folder of PATH, or write its path"))
 }
 
 /// The address that alarms are posted to.
@@ -58,7 +62,7 @@ fn webhook(alerts: &AlertsSection) -> Result<Option<String>> {
     };
     let address = std::env::var(name).map_err(|_| refused("it is not set"))?;
     let address = address.trim().to_owned();
-    WebhookSource::refusal(&address).map_or(Ok(Some(address)), |why| Err(refused(why)))
+    WebhookSource::refusal(&address).map_or(Ok(Some(address)), |why| Err(refused(&why)))
 }
 
 /// Watches the run of `plan`, which writes to `output` and is called `run`; nobody where the recipe asks for nothing.

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use candle_core::DType;
 
+use crate::address;
 use crate::engine::PeakFlops;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
@@ -22,19 +23,21 @@ use crate::sizing::mean_lengths;
 /// With `offline` a server that it is to log to must be on this machine.
 ///
 /// # Errors
-/// The user's: nothing can listen there; the server is elsewhere.
+/// The user's: nothing can listen there; the server is elsewhere, or the proxy before it has no address.
 pub(super) fn listen(
     plan: &Plan,
     output: &Path,
     offline: bool,
     terminal: &Terminal,
 ) -> Result<Option<MetricsEndpoint>> {
-    if let Some(server) = plan.recipe.log.mlflow.as_ref().filter(|_| offline)
-        && !mlflow::is_this_machine(&server.0)
-    {
-        return Err(Error::user(format!("cannot log to {} (`log.mlflow`)", server.0))
-            .because("`--offline` uses only what is on this machine")
-            .hint("remove `--offline`, or write `--set 'log.mlflow=\"\"'`"));
+    if let Some(server) = &plan.recipe.log.mlflow {
+        let is_here = address::http(&server.0).is_ok_and(|server| address::is_this_machine(&server));
+        if offline && !is_here {
+            return Err(Error::user(format!("cannot log to {} (`log.mlflow`)", server.0))
+                .because("`--offline` uses only what is on this machine")
+                .hint("remove `--offline`, or write `--set 'log.mlflow=\"\"'`"));
+        }
+        mlflow::agent(&server.0)?;
     }
     let Some(address) = plan.recipe.log.metrics_address else { return Ok(None) };
     let server = PageServer::bind(address.0, endpoint::PATH).map_err(|error| {

@@ -5,6 +5,7 @@ use chrono::{DateTime, FixedOffset};
 use super::output_folder::{OutputFolder, date_text, parse_date};
 use super::ranks::RankSetup;
 use crate::cli::TrainArgs;
+use crate::clock;
 use crate::collective::launch::Launch;
 use crate::error::Result;
 use crate::plan::{Plan, WorldSize};
@@ -31,7 +32,7 @@ pub(crate) fn plan_of(
         let resumed = found.and_then(|found| found.resumed.as_ref());
         Plan::resolve(recipe, &finder, ranks.device(), WorldSize { all, local }, resumed, now)
     };
-    let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(now))?;
+    let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(clock::now))?;
     if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.rows.date(), found) {
         let agreed = agree_on_date(ranks, own)?;
         if agreed != own {
@@ -39,10 +40,6 @@ pub(crate) fn plan_of(
         }
     }
     Ok(plan)
-}
-
-fn now() -> DateTime<FixedOffset> {
-    chrono::Local::now().fixed_offset()
 }
 
 /// The moment that rank 0 took for the chat template, for all processes; `own` where there is one process.

@@ -320,8 +320,8 @@ fn alarms_that_could_not_be_delivered_are_refused() {
     };
     assert_snapshot!(refused(&["--set", r#"alerts.command=["no-such-program"]"#]), @"
     error: cannot use `alerts.command`
-      caused by: there is no program `no-such-program` in any folder of PATH
-    hint: name a program that is there, or give its path
+      caused by: no folder of PATH has a program `no-such-program`
+    hint: name a program in a folder of PATH, or write its path
     ");
     assert_snapshot!(refused(&["--set", "alerts.webhook=env:NO_SUCH_HOOK"]), @"
     error: cannot use `alerts.webhook`
@@ -330,7 +330,7 @@ fn alarms_that_could_not_be_delivered_are_refused() {
     ");
     assert_snapshot!(refused(&["--set", &format!("alerts.webhook=ftp://hooks.example/{CANARY}")]), @"
     error: cannot use these settings
-      caused by: --set alerts.webhook=(hidden): `alerts.webhook` is (hidden): it is no http or https address; accepted: an http or https address, env:NAME
+      caused by: --set alerts.webhook=(hidden): `alerts.webhook` is (hidden): it does not start with http:// or https://; accepted: an http or https address, env:NAME
     ");
     assert_snapshot!(refused(&["--set", &format!("alerts.webhok=https://hooks.example/{CANARY}")]), @"
     error: cannot use these settings

@@ -19,6 +19,8 @@ mod place;
 mod skipped;
 
 mod adapter_path;
+mod addresses;
+mod alarm_programs;
 mod alerts;
 mod at_work;
 mod auto_micro_batch;

@@ -219,8 +219,7 @@ fn addresses_that_are_none_are_refused() {
     }
     assert_snapshot!(refused(&["log.mlflow=127.0.0.1:5000"]), @r#"
     error: cannot use these settings
-      caused by: --set log.mlflow=127.0.0.1:5000: `log.mlflow` is "127.0.0.1:5000"; accepted: an address such as "http://127.0.0.1:5000" or "https://mlflow.example.org/prefix"
-    hint: `finetune recipes show reference` documents every key
+      caused by: --set log.mlflow=127.0.0.1:5000: `log.mlflow` is "127.0.0.1:5000": it does not start with http:// or https://; accepted: an address such as "http://127.0.0.1:5000" or "https://mlflow.example.org/prefix"
     "#);
     let told = refused(&["log.mlflow=http://ada:geheim@127.0.0.1:5000"]);
     assert!(told.contains("MLFLOW_TRACKING_USERNAME") && !told.contains("geheim"), "{told}");

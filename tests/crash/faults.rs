@@ -12,7 +12,7 @@ pub(crate) const ALL: &str = "owtsrmu";
 pub(crate) const NEEDED: &str = "owtsrm";
 
 static LIBRARY: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
-    let built = build();
+    let built = preloaded("faults", include_str!("faults.c"));
     if let Err(why) = &built {
         skipped("faults at calls that write", why);
     }
@@ -24,17 +24,18 @@ pub(crate) fn library() -> Option<&'static Path> {
     LIBRARY.as_deref()
 }
 
-fn build() -> Result<PathBuf, String> {
+/// The library `name`, made of `source`, for a process to be started with.
+pub(crate) fn preloaded(name: &str, source: &str) -> Result<PathBuf, String> {
     if !cfg!(all(target_os = "linux", target_env = "gnu")) {
         return Err("they are struck by preloading a library, as Linux with glibc does".into());
     }
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let (source, library) = (folder.join("faults.c"), folder.join("libfaults.so"));
+    let (file, library) = (folder.join(format!("{name}.c")), folder.join(format!("lib{name}.so")));
     // Another test process may build it too.
-    let made = folder.join(format!("libfaults-{}.so", std::process::id()));
-    std::fs::write(&source, include_str!("faults.c")).map_err(|e| e.to_string())?;
+    let made = folder.join(format!("lib{name}-{}.so", std::process::id()));
+    std::fs::write(&file, source).map_err(|e| e.to_string())?;
     let mut compiler = Command::new("cc");
-    compiler.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&made).arg(&source).arg("-ldl");
+    compiler.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&made).arg(&file).arg("-ldl");
     let done = compiler.output().map_err(|e| format!("there is no C compiler (cc): {e}"))?;
     if !done.status.success() {
         return Err(format!("cc fails: {}", String::from_utf8_lossy(&done.stderr)));

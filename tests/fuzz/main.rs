@@ -17,6 +17,7 @@ mod bombs;
 mod counting;
 mod long_text;
 mod mutate;
+mod network;
 mod seeds;
 mod targets;
 

@@ -149,6 +149,10 @@ pub(crate) enum Spoil {
     Close,
     /// The body stops after so many bytes, and the connection stays open.
     StallAfter(usize),
+    /// The head and the body come a byte at a time, with this pause before each.
+    Drip(Duration),
+    /// The body does.
+    DripBody(Duration),
 }
 
 /// Spoils the next `times` requests whose line (such as `GET /a/b/resolve/<commit>/config.json`) contains all of `of`.
@@ -323,10 +327,14 @@ fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
     let stalls = matches!(spoil, Some(Spoil::StallAfter(_)));
     let range = request.range.as_deref().filter(|_| !ignores_range);
     let mut reply = answer(state, &request, range);
+    // Of the head and the body.
+    let mut drips = [None; 2];
     match spoil {
         None | Some(Spoil::IgnoreRange) => {}
         Some(Spoil::Close) => return Ok(()),
         Some(Spoil::Status(status, headers)) => reply = Reply::new(status, headers, b"no".to_vec()),
+        Some(Spoil::Drip(pause)) => drips = [Some(pause); 2],
+        Some(Spoil::DripBody(pause)) => drips = [None, Some(pause)],
         Some(Spoil::BreakAfter(sent) | Spoil::StallAfter(sent)) => reply.sent = sent.min(reply.body.len()),
         Some(Spoil::Shorten(length)) => {
             reply = Reply::new(reply.status, reply.headers, reply.body[..length].to_vec())
@@ -351,9 +359,12 @@ fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
         head.push_str(&format!("Content-Length: {}\r\n", reply.body.len()));
     }
     head.push_str("\r\n");
-    stream.write_all(head.as_bytes())?;
+    drip(&mut stream, head.as_bytes(), drips[0])?;
     if request.method != "HEAD" {
-        send(&mut stream, &reply.body[..reply.sent], &request.line(), state)?;
+        match drips[1] {
+            None => send(&mut stream, &reply.body[..reply.sent], &request.line(), state)?,
+            pause => drip(&mut stream, &reply.body[..reply.sent], pause)?,
+        }
     }
     stream.flush()?;
     if !stalls {
@@ -361,6 +372,16 @@ fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
     }
     // Until the client closes: closing with unread input would reset the connection under the answer.
     std::io::copy(&mut stream.take(1 << 16), &mut std::io::sink()).map(|_| ())
+}
+
+/// Sends bytes at once, or with a pause before each until the client closes.
+fn drip(stream: &mut TcpStream, bytes: &[u8], pause: Option<Duration>) -> std::io::Result<()> {
+    let Some(pause) = pause else { return stream.write_all(bytes) };
+    for byte in bytes {
+        std::thread::sleep(pause);
+        stream.write_all(&[*byte])?;
+    }
+    Ok(())
 }
 
 /// Sends a body piece by piece, and counts what went out before the client closed.

@@ -84,8 +84,52 @@ fn metrics_come_back_to_the_bit() {
     assert_eq!(read[5], MetricsEntry::Eval(eval));
 }
 
+/// A step by a clock that stood.
+fn timeless(n: u64) -> StepReport {
+    StepReport {
+        tokens_per_sec: f64::INFINITY,
+        mfu: Some(f64::INFINITY),
+        hfu: Some(f64::NAN),
+        rank_secs: vec![1.0, f64::NEG_INFINITY],
+        other_secs: f64::NAN,
+        ..step(n)
+    }
+}
+
 #[test]
-fn a_number_that_json_cannot_hold_is_refused() {
+fn a_figure_that_is_not_finite_is_left_out_of_its_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let mut log = MetricsLog::create(&path).unwrap();
+    for n in 1..=2 {
+        log.append(&timeless(n).into()).unwrap();
+    }
+    let eval = EvalReport { eval_exact_match: Some(f64::NAN), ..EvalReport::new(2, 1.0, 7) };
+    log.append(&eval.into()).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    for word in ["null", "tokens_per_sec", "mfu", "hfu", "rank_secs", "other_secs", "eval_exact_match"] {
+        assert!(!text.contains(word), "{word}: {text}");
+    }
+    // A line without them is a step, in a resumed log too.
+    drop(log);
+    let mut log = MetricsLog::resume(&path, 2).unwrap();
+    assert_eq!((log.note(), fs::read_to_string(&path).unwrap()), (None, text));
+    log.append(&step(3).into()).unwrap();
+    let read = metrics::read(&path).unwrap();
+    assert_eq!(read.iter().map(MetricsEntry::step).collect::<Vec<_>>(), [1, 2, 2, 3]);
+    let MetricsEntry::Step(first) = &read[0] else { panic!("{:?}", read[0]) };
+    assert_eq!((first.speed(), first.loss), (None, step(1).loss));
+    // Nor is it in the files of TensorBoard.
+    let mut events = EventWriter::create(dir.path(), None, 1).unwrap();
+    events.step(&timeless(1)).unwrap();
+    let events = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+    let events = events.filter(|path| path.to_string_lossy().contains("tfevents")).collect::<Vec<_>>();
+    let tags: Vec<String> = scalars(&events[0]).0.into_iter().map(|(_, tag, _)| tag).collect();
+    assert_eq!(tags, ["train/loss", "train/learning_rate", "train/grad_norm"]);
+}
+
+#[test]
+fn a_loss_or_norm_that_json_cannot_hold_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     let mut log = MetricsLog::create(&path).unwrap();

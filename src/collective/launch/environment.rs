@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 
+use crate::address;
 use crate::error::{Error, Result};
 use crate::rendezvous::MAX_WORLD;
 
@@ -65,7 +66,9 @@ impl<'a> LaunchEnvironment<'a> {
 
     /// A TCP port.
     pub(super) fn port(&self, name: &'static str) -> Result<Option<u16>> {
-        Ok(self.number(name, 1, u64::from(u16::MAX))?.map(|n| n as u16))
+        let Some(text) = self.text(name)? else { return Ok(None) };
+        let refused = || refused(name, &text, &format!("a whole number from {}", address::PORTS));
+        address::port(&text).map(Some).ok_or_else(refused)
     }
 
     /// A number from `least` to `most`.

@@ -7,6 +7,7 @@
 mod alarm;
 mod command;
 mod delivery;
+pub mod guard;
 pub mod rules;
 mod webhook;
 
@@ -29,6 +30,7 @@ use webhook::AlarmWebhook;
 use super::listener::RunListener;
 use super::metrics::{EvalReport, SkippedStep, StepReport};
 use super::terminal::Terminal;
+use crate::clock;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::enums::AlertRule;
 
@@ -42,6 +44,14 @@ const DISK_PAUSE: Duration = Duration::from_secs(1);
 const LAST_WAIT: Duration = Duration::from_secs(10);
 /// The same where the run failed, and others may wait for it to end.
 const SHORT_WAIT: Duration = Duration::from_secs(2);
+
+/// Refuses a server that no alarm could be posted to.
+///
+/// # Errors
+/// The user's: `address` is none; the proxy of the environment is none.
+pub fn check_webhook(address: &str) -> Result<()> {
+    AlarmWebhook::new(address).map(drop)
+}
 
 /// What a run watches for, and whom it tells.
 pub struct AlertOptions {
@@ -114,7 +124,7 @@ impl AlarmDesk {
             self.terminal.warn(&finding.message);
         }
         let Finding { value, message } = finding;
-        let time = chrono::Local::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, false);
+        let time = clock::now_as_text();
         let value = value.filter(|value| value.is_finite());
         let alarm = Alarm { rule: rule.as_str(), step, value, message, time };
         self.write(&alarm);
@@ -147,14 +157,13 @@ impl Alerts {
     /// Watches for what `options` say and tells it to `terminal` too.
     ///
     /// # Errors
-    /// The address of the server is none; the system has no thread for the clock.
+    /// The server cannot be asked at its address; the system has no thread for the clock.
     pub fn start(options: AlertOptions, terminal: &Terminal) -> Result<Self> {
         let AlertOptions { rules, file, run, host, command, webhook, next_bytes, room } = options;
         let mut couriers = Vec::new();
         couriers.extend(command.and_then(|words| Courier::start(AlarmCommand::new(words), terminal)));
         if let Some(address) = webhook {
-            let none = || Error::user("cannot post alarms").because("what is given is no address");
-            couriers.extend(Courier::start(AlarmWebhook::new(&address).ok_or_else(none)?, terminal));
+            couriers.extend(Courier::start(AlarmWebhook::new(&address)?, terminal));
         }
         let rules: HashSet<AlertRule> = rules.into_iter().collect();
         let desk = AlarmDesk {

@@ -1,36 +1,42 @@
 //! From what a run reports to a line in the file and a message on the terminal.
 
+use super::webhook::tests::{ServerDouble, status};
 use super::*;
 use crate::report::Verbosity;
 
 struct TestRun {
     alerts: Alerts,
     folder: tempfile::TempDir,
+    server: ServerDouble,
 }
 
-/// A run whose alarms go to a program that adds a line to `sent`.
+/// A run whose alarms go to a server.
 fn run(rules: &[AlertRule], free: u64) -> TestRun {
     let folder = tempfile::tempdir().unwrap();
     let said = std::fs::File::create(folder.path().join("said")).unwrap();
-    let script = format!("cat >> {}/sent", folder.path().display());
+    let server = ServerDouble::start(vec![status(200, "")]);
     let options = AlertOptions {
         rules: rules.to_vec(),
         file: folder.path().join("alerts.jsonl"),
         run: "out".into(),
         host: "host".into(),
-        command: Some(["sh", "-c", &script].map(str::to_owned).into()),
-        webhook: None,
+        command: None,
+        webhook: Some(server.address.clone()),
         next_bytes: 1 << 20,
         room: Box::new(move || Some(OutputRoom { total: 1 << 30, free })),
     };
     let alerts = Alerts::start(options, &Terminal::plain(Verbosity::Quiet, said)).unwrap();
-    TestRun { alerts, folder }
+    TestRun { alerts, folder, server }
 }
 
 impl TestRun {
     fn lines(&self, name: &str) -> Vec<String> {
         let text = std::fs::read_to_string(self.folder.path().join(name)).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
+    }
+
+    fn sent(&self) -> Vec<String> {
+        self.server.posted.lock().unwrap().clone()
     }
 }
 
@@ -48,7 +54,7 @@ fn an_alarm_is_a_line_in_the_file_and_goes_out() {
     run.alerts.skipped(&skipped(4)).unwrap();
     run.alerts.skipped(&skipped(5)).unwrap();
     run.alerts.end().unwrap();
-    let (written, sent) = (run.lines("alerts.jsonl"), run.lines("sent"));
+    let (written, sent) = (run.lines("alerts.jsonl"), run.sent());
     assert_eq!((written.len(), sent.len()), (2, 2), "{written:?} {sent:?}");
     assert!(written[0].starts_with(r#"{"rule":"no_progress","step":3,"value":0.0,"message":"step 3: the "#));
     assert!(
@@ -74,7 +80,7 @@ fn a_run_that_ends_diverged_says_so_before_it_ends() {
     let mut run = run(&[AlertRule::NonFinite], 1 << 29);
     run.alerts.begin(6, 100).unwrap();
     run.alerts.failed(&Error::new(ErrorCategory::Diverged, "the numbers diverged at step 7")).unwrap();
-    let sent = run.lines("sent");
+    let sent = run.sent();
     assert!(sent.len() == 1 && sent[0].contains(r#""step":7"#), "{sent:?}");
 }
 

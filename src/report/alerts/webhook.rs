@@ -11,6 +11,8 @@ use ureq::http::Uri;
 
 use super::alarm::OutgoingAlarm;
 use super::delivery::AlarmChannel;
+use crate::address;
+use crate::error::{Error, Result};
 
 /// How long a server may take for an answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -35,23 +37,20 @@ struct FailedPost {
 }
 
 impl AlarmWebhook {
-    /// A server at `address`; none if that is no address.
-    pub(super) fn new(address: &str) -> Option<Self> {
+    /// A server at `address`.
+    ///
+    /// # Errors
+    /// The user's: that is no address; the proxy of the environment is none.
+    pub(super) fn new(address: &str) -> Result<Self> {
         Self::patient(address, TIMEOUT, FIRST_PAUSE)
     }
 
-    fn patient(address: &str, timeout: Duration, first_pause: Duration) -> Option<Self> {
-        let address: Uri = address.parse().ok()?;
-        let mut config = Agent::config_builder()
-            .http_status_as_error(false)
-            // An alarm is not posted to where an answer points: whoever it is about chose this server.
-            .max_redirects(0)
-            .user_agent(concat!("finetune/", env!("CARGO_PKG_VERSION")))
-            .timeout_global(Some(timeout));
-        if address.host().is_some_and(|host| ["localhost", "127.0.0.1", "[::1]"].contains(&host)) {
-            config = config.proxy(None);
-        }
-        Some(AlarmWebhook { address, agent: config.build().into(), timeout, first_pause })
+    fn patient(address: &str, timeout: Duration, first_pause: Duration) -> Result<Self> {
+        let refused = |why: String| Error::user("cannot post alarms (`alerts.webhook`)").because(why);
+        let address = address::http(address).map_err(refused)?;
+        // An alarm is not posted to where an answer points either: whoever it is about chose this server.
+        let config = address::agent_for(&address)?.timeout_global(Some(timeout));
+        Ok(AlarmWebhook { agent: config.build().into(), address, timeout, first_pause })
     }
 
     fn post(&self, json: &str) -> Result<(), FailedPost> {
@@ -103,7 +102,7 @@ impl AlarmChannel for AlarmWebhook {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::{TcpListener, TcpStream};
     use std::sync::{Arc, Mutex};
@@ -112,13 +111,13 @@ mod tests {
     use super::*;
 
     /// A server that gives these answers in turn, the last one from then on; nothing is an answer that never comes.
-    struct ServerDouble {
-        address: String,
-        posted: Arc<Mutex<Vec<String>>>,
+    pub(in super::super) struct ServerDouble {
+        pub(in super::super) address: String,
+        pub(in super::super) posted: Arc<Mutex<Vec<String>>>,
     }
 
     impl ServerDouble {
-        fn start(answers: Vec<String>) -> Self {
+        pub(in super::super) fn start(answers: Vec<String>) -> Self {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = format!("http://{}/hook", listener.local_addr().unwrap());
             let posted = Arc::new(Mutex::new(Vec::new()));
@@ -178,7 +177,7 @@ mod tests {
         String::from_utf8(body).unwrap()
     }
 
-    fn status(status: u16, more: &str) -> String {
+    pub(in super::super) fn status(status: u16, more: &str) -> String {
         format!("HTTP/1.1 {status} X\r\n{more}content-length: 0\r\nconnection: close\r\n\r\n")
     }
 
@@ -205,6 +204,29 @@ mod tests {
         // One answer in time is enough.
         let late = ServerDouble::start(vec![String::new(), String::new(), status(204, "")]);
         assert_eq!(late.told_within(Duration::from_secs(5)), (Ok(()), 3));
+    }
+
+    /// The time is that of the whole answer, not of a byte.
+    #[test]
+    fn a_server_whose_answer_drips_is_not_waited_for() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}/hook", listener.local_addr().unwrap());
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                body_of(&stream);
+                let answer = format!("HTTP/1.1 200 OK\r\nx: {}\r\n\r\n", "y".repeat(200));
+                for byte in answer.bytes() {
+                    thread::sleep(Duration::from_millis(5));
+                    if stream.write_all(&[byte]).is_err() {
+                        break;
+                    }
+                }
+            }
+        });
+        let webhook =
+            AlarmWebhook::patient(&address, Duration::from_millis(300), Duration::from_millis(1)).unwrap();
+        assert_eq!(webhook.post("{}").map_err(|failed| failed.why), Err("it did not answer in 0.3 s".into()));
     }
 
     #[test]

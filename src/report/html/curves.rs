@@ -62,7 +62,8 @@ impl<'a> Curves<'a> {
     }
 
     fn line(&self, name: &'static str, value: impl Fn(&StepReport) -> f64) -> Series {
-        Series::line(name, "a", self.steps.iter().map(|r| (r.step as f64, value(r))).collect())
+        let points = self.steps.iter().map(|r| (r.step as f64, value(r)));
+        Series::line(name, "a", points.filter(|(_, value)| value.is_finite()).collect())
     }
 
     fn chart(title: &'static str, unit: &'static str, from_zero: bool, series: Vec<Series>) -> String {
@@ -94,7 +95,7 @@ impl<'a> Curves<'a> {
     pub(super) fn throughput_and_memory(&self, predicted: u64) -> String {
         let speed = vec![self.line("tokens", |r| r.tokens_per_sec)];
         let figures = [Self::chart("Throughput", "tokens per second", true, speed), self.memory(predicted)];
-        let secs: f64 = self.steps.iter().map(|r| r.step_secs).sum();
+        let secs: f64 = self.steps.iter().map(|r| r.step_secs).filter(|secs| secs.is_finite()).sum();
         let tokens: u64 = self.steps.iter().map(|r| r.tokens).sum();
         let said = if secs > 0.0 {
             let mean = units::count((tokens as f64 / secs) as u64);
@@ -150,7 +151,7 @@ impl<'a> Curves<'a> {
     pub(super) fn ranks(&self) -> String {
         let size = self.steps.iter().map(|r| r.rank_secs.len()).max().unwrap_or(0);
         let told = || self.steps.iter().filter(|r| r.rank_secs.len() == size);
-        let all: f64 = told().map(|r| r.step_secs).sum();
+        let all: f64 = told().map(|r| r.step_secs).filter(|secs| secs.is_finite()).sum();
         if size < 2 || all <= 0.0 {
             return String::new();
         }

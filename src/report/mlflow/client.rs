@@ -6,9 +6,9 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_json::{Value, json};
 use ureq::Agent;
-use ureq::http::Uri;
 
 use super::{LoggedValue, MlflowCredentials, MlflowTarget};
+use crate::address;
 use crate::error::{Error, ErrorCategory, Result};
 
 /// How long a connection may take.
@@ -43,22 +43,8 @@ struct ApiAnswer {
 }
 
 impl<'a> MlflowClient<'a> {
-    pub(super) fn new(target: &'a MlflowTarget) -> Self {
-        let mut config = Agent::config_builder()
-            .http_status_as_error(false)
-            // A redirect would take the credentials elsewhere.
-            .max_redirects(0)
-            .user_agent(concat!("finetune/", env!("CARGO_PKG_VERSION")))
-            .timeout_connect(Some(CONNECT))
-            .timeout_global(Some(REQUEST));
-        if is_this_machine(&target.server) {
-            config = config.proxy(None);
-        }
-        MlflowClient {
-            server: &target.server,
-            credentials: &target.credentials,
-            agent: config.build().into(),
-        }
+    pub(super) fn new(target: &'a MlflowTarget, agent: Agent) -> Self {
+        MlflowClient { server: &target.server, credentials: &target.credentials, agent }
     }
 
     /// The id of the experiment called `name`, which is made where there is none.
@@ -189,10 +175,14 @@ fn pairs(given: &[(String, String)]) -> Vec<KeyValue<'_>> {
     given.iter().map(|(key, value)| KeyValue { key, value: cut(value) }).collect()
 }
 
-/// Whether a server's address is this machine's own, where a proxy would only be in the way.
-pub fn is_this_machine(server: &str) -> bool {
-    let host = server.parse::<Uri>().ok().and_then(|uri| uri.host().map(str::to_owned)).unwrap_or_default();
-    host == "localhost" || host.starts_with("127.") || host == "[::1]"
+/// What sends requests to the server at `address`; a redirect, which would take the credentials elsewhere, is not followed.
+///
+/// # Errors
+/// The user's: that is no address; the proxy of the environment is none.
+pub fn agent(address: &str) -> Result<Agent> {
+    let refused = |why: String| Error::user("cannot log to MLflow (`log.mlflow`)").because(why);
+    let config = address::agent_for(&address::http(address).map_err(refused)?)?;
+    Ok(config.timeout_connect(Some(CONNECT)).timeout_global(Some(REQUEST)).build().into())
 }
 
 /// A name as a part of an address (RFC 3986).
@@ -214,7 +204,5 @@ mod tests {
         assert_eq!(percent_encoded("a b/ü&c=1"), "a%20b%2F%C3%BC%26c%3D1");
         let long = [("key".to_owned(), "ü".repeat(600))];
         assert_eq!(pairs(&long)[0].value.chars().count(), 500);
-        assert!(is_this_machine("http://127.0.0.1:5000/x") && is_this_machine("http://[::1]:5"));
-        assert!(!is_this_machine("http://localhost.example:1"));
     }
 }

@@ -15,8 +15,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use client::MlflowClient;
-pub use client::is_this_machine;
+pub use client::agent;
 pub use credentials::MlflowCredentials;
+use ureq::Agent;
 
 use super::listener::RunListener;
 use super::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
@@ -109,15 +110,16 @@ impl MlflowLog {
     /// Starts the thread, which makes the run on the server.
     ///
     /// # Errors
-    /// The system has no room for a thread.
+    /// The system has no room for a thread; the server cannot be asked, as [`agent`] says.
     pub fn start(target: MlflowTarget) -> Result<Self> {
         let server = target.server.clone();
+        let agent = agent(&server)?;
         let (queue, items) = sync_channel(ROOM);
         let (closing, done) = sync_channel(0);
         let state = Arc::new(LogState::default());
         let shared = Arc::clone(&state);
         let log = move || {
-            if let Err(error) = send_all(&target, &items, &shared) {
+            if let Err(error) = send_all(&target, agent, &items, &shared) {
                 *shared.fault.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             }
             // In this order: who sees one of them closed finds the fault.
@@ -241,8 +243,8 @@ fn values(entry: &MetricsEntry, timestamp: u64) -> Result<Vec<LoggedValue>> {
 }
 
 /// What the thread does: makes the run, sends what comes, says how it ended.
-fn send_all(target: &MlflowTarget, items: &Receiver<LogItem>, state: &LogState) -> Result<()> {
-    let client = MlflowClient::new(target);
+fn send_all(target: &MlflowTarget, agent: Agent, items: &Receiver<LogItem>, state: &LogState) -> Result<()> {
+    let client = MlflowClient::new(target, agent);
     let experiment = client.experiment(&target.experiment)?;
     let run = client.create_run(&experiment, target, now())?;
     for params in target.params.chunks(MOST_PARAMS) {

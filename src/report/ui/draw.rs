@@ -130,7 +130,8 @@ fn figure_lines(figures: &ScreenFigures) -> Vec<Line<'static>> {
     let mut add = |name: &str, value: String| lines.push(Line::from(format!("{name:<14}{value}")));
     if let Some(report) = &figures.last {
         let mean = |of: fn(&StepReport) -> f64| {
-            figures.recent.iter().map(of).sum::<f64>() / figures.recent.len().max(1) as f64
+            let values: Vec<f64> = figures.recent.iter().map(of).filter(|value| value.is_finite()).collect();
+            values.iter().sum::<f64>() / values.len().max(1) as f64
         };
         add("loss", format!("{:.4}, mean {:.4}", report.loss, mean(|step| step.loss)));
         if let Some((step, loss)) = figures.evals.last() {

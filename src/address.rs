@@ -1,0 +1,291 @@
+//! The one parser of addresses that requests over HTTP go to, and the one way to set up what sends them.
+//!
+//! `http::Uri`, which ureq sends a request to, takes a port that is no number for none: `http://host:8o/` would go to
+//! port 80. So an address passes here first, and what is returned is the `Uri` that is used. The crate `url` is no help:
+//! it repairs what it reads (tabs go, `\` becomes `/`, `0x7f.1` becomes 127.0.0.1), so that what it checks is another
+//! address than ureq's.
+
+use std::net::{IpAddr, Ipv6Addr};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use ureq::config::ConfigBuilder;
+use ureq::http::Uri;
+use ureq::typestate::AgentScope;
+use ureq::{Agent, Proxy};
+
+use crate::error::{Error, Result};
+
+/// Ports, for messages.
+pub(crate) const PORTS: &str = "1 to 65535";
+/// A longer port is not repeated in a message: it may be a secret in the wrong place.
+const MOST_REPEATED: usize = 6;
+/// The proxy's variables in the order in which ureq looks at them.
+const PROXY_VARIABLES: [&str; 6] =
+    ["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"];
+/// What a proxy may begin with.
+const PROXY_SCHEMES: [&str; 7] = ["http", "https", "socks", "socks4", "socks4a", "socks5", "socks5h"];
+
+/// The port that `text` names: digits alone, 1 to 65535.
+pub(crate) fn port(text: &str) -> Option<u16> {
+    let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse().ok().filter(|port| is_number && *port != 0)
+}
+
+/// The http or https address `text`.
+///
+/// # Errors
+/// Why it is none. Of the address the answer holds a short port at most: no path, no user and no password.
+pub(crate) fn http(text: &str) -> Result<Uri, String> {
+    if text.chars().any(|c| c.is_control() || c.is_whitespace()) {
+        return Err("it holds a space or a control character".into());
+    }
+    let is_http = |scheme: &&str| ["http", "https"].iter().any(|known| scheme.eq_ignore_ascii_case(known));
+    let rest = text.split_once("://").filter(|(scheme, _)| is_http(scheme)).map(|(_, rest)| rest);
+    let rest = rest.ok_or("it does not start with http:// or https://")?;
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    if authority.contains('@') {
+        return Err("it holds a user name or a password".into());
+    }
+    let parts = Authority::parse(authority)?;
+    let uri: Uri = text.parse().map_err(|_| "it holds characters that no address has")?;
+    // What was checked is what a request goes to.
+    let same = uri.host() == Some(parts.host) && uri.port_u16() == parts.port;
+    if same { Ok(uri) } else { Err("it can be read in two ways".into()) }
+}
+
+/// The http or https address `text` as one that paths are added to: without a query, and without a slash at its end.
+///
+/// # Errors
+/// As [`http`].
+pub(crate) fn base(text: &str) -> Result<String, String> {
+    let address = text.trim_end_matches('/');
+    http(address)?;
+    let sound = |byte: u8| byte.is_ascii_graphic() && !b"?#@%\\\"<>{}|^`".contains(&byte);
+    if address.bytes().all(sound) {
+        Ok(address.to_owned())
+    } else {
+        Err("it holds characters that the address of a server has not".into())
+    }
+}
+
+/// Host and port, both checked.
+struct Authority<'a> {
+    host: &'a str,
+    port: Option<u16>,
+}
+
+impl<'a> Authority<'a> {
+    fn parse(text: &'a str) -> Result<Self, String> {
+        let (host, rest) = match text.find(']') {
+            Some(end) if text.starts_with('[') => text.split_at(end + 1),
+            _ => text.find(':').map_or((text, ""), |colon| text.split_at(colon)),
+        };
+        if host.is_empty() {
+            return Err("it names no host".into());
+        }
+        let inner = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+        let is_host = match inner {
+            Some(inner) => inner.parse::<Ipv6Addr>().is_ok(),
+            None => host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte)),
+        };
+        if !is_host {
+            return Err(
+                "its host is neither a name nor an IP address (an IPv6 address stands in brackets)".into()
+            );
+        }
+        if rest.is_empty() {
+            return Ok(Authority { host, port: None });
+        }
+        let found = rest.strip_prefix(':').unwrap_or(rest);
+        let port = port(found).ok_or_else(|| bad_port(found))?;
+        Ok(Authority { host, port: Some(port) })
+    }
+}
+
+fn bad_port(found: &str) -> String {
+    let shown = match found.len() {
+        0 => "empty".to_owned(),
+        1..=MOST_REPEATED if found.bytes().all(|byte| byte.is_ascii_graphic()) => format!("`{found}`"),
+        _ => "no number".to_owned(),
+    };
+    format!("its port is {shown}; accepted: {PORTS}, or no colon and no port")
+}
+
+/// Whether `address` is this machine's own, where a proxy would only be in the way.
+pub(crate) fn is_this_machine(address: &Uri) -> bool {
+    let host = address.host().unwrap_or_default();
+    let inner = host.trim_start_matches('[').trim_end_matches(']');
+    host.eq_ignore_ascii_case("localhost") || inner.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+/// Settings of an agent for requests to `address`: it follows no redirect, takes no status for an error, and goes through
+/// the proxy of the environment, but not to this machine.
+///
+/// # Errors
+/// The user's: the variable of the proxy holds no address; the clock is one that no certificate can be checked by.
+pub(crate) fn agent_for(address: &Uri) -> Result<ConfigBuilder<AgentScope>> {
+    check_clock(address)?;
+    let config = Agent::config_builder()
+        .http_status_as_error(false)
+        .max_redirects(0)
+        .user_agent(concat!("finetune/", env!("CARGO_PKG_VERSION")));
+    if is_this_machine(address) {
+        return Ok(config.proxy(None));
+    }
+    check_proxy(&|name| std::env::var_os(name).map(|value| value.into_string().map_err(drop)))?;
+    // ureq takes the first variable that holds an address: the one that was checked.
+    Ok(config)
+}
+
+/// Refuses https where the clock stands before 1970: rustls, which compares it with dates of certificates, would panic.
+///
+/// # Errors
+/// The user's.
+pub(crate) fn check_clock(address: &Uri) -> Result<()> {
+    if address.scheme_str() != Some("https") || SystemTime::now() >= UNIX_EPOCH {
+        return Ok(());
+    }
+    Err(Error::user(format!("cannot ask {} over https", address.host().unwrap_or_default()))
+        .because("the clock of this machine stands before 1970, so that no certificate is valid")
+        .hint("set the clock: `date` shows it"))
+}
+
+/// Refuses the variable that ureq would take its proxy from, where that holds none.
+fn check_proxy(lookup: &dyn Fn(&str) -> Option<Result<String, ()>>) -> Result<()> {
+    let set = PROXY_VARIABLES.iter().find_map(|name| {
+        let value = lookup(name).filter(|value| value.as_ref().map_or(true, |text| !text.is_empty()))?;
+        Some((*name, value))
+    });
+    let Some((name, value)) = set else { return Ok(()) };
+    let refused = |why: String| {
+        // The value is not repeated: it may hold a password.
+        Error::user(format!("cannot use the proxy that {name} names"))
+            .because(why)
+            .hint(format!("set {name} to an address such as http://proxy.example:3128, or unset it"))
+    };
+    let text = value.map_err(|()| refused("its value is not valid UTF-8".into()))?;
+    proxy(&text).map(drop).map_err(refused)
+}
+
+fn proxy(text: &str) -> Result<Proxy, String> {
+    let (scheme, rest) = text.split_once("://").unwrap_or(("http", text));
+    if !PROXY_SCHEMES.iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
+        return Err(format!("it begins with none of {}", PROXY_SCHEMES.join(", ")));
+    }
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    // A name and a password may stand before the host.
+    let (user, authority) = authority.rsplit_once('@').unwrap_or(("", authority));
+    if user.contains('@') {
+        return Err("it holds more than one @; write %40 for one in a name or password".into());
+    }
+    let parts = Authority::parse(authority)?;
+    let proxy = Proxy::new(text).map_err(|_| "it holds characters that no address has")?;
+    let same = proxy.host() == parts.host && parts.port.is_none_or(|port| proxy.port() == port);
+    if same { Ok(proxy) } else { Err("it can be read in two ways".into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each of these was taken for no port.
+    const BAD_PORTS: [&str; 14] =
+        ["8o", "99999", "65536", "-1", "+80", "0x50", "0", "00", "", "80:80", "8 0", "80\t", "٨٠", "1e3"];
+
+    #[test]
+    fn a_port_is_a_number_from_1_to_65535_or_not_there() {
+        for (text, number) in [("1", 1), ("80", 80), ("65535", 65535), ("0443", 443)] {
+            assert_eq!(port(text), Some(number));
+            assert_eq!(http(&format!("http://host:{text}/x")).unwrap().port_u16(), Some(number));
+        }
+        assert_eq!(http("https://host").unwrap().port_u16(), None);
+        for bad in BAD_PORTS {
+            assert_eq!(port(bad), None, "{bad}");
+            for host in ["host", "127.0.0.1", "[::1]"] {
+                for end in ["", "/", "/a/b?c", "?c", "#d"] {
+                    let address = format!("http://{host}:{bad}{end}");
+                    assert!(http(&address).is_err(), "{address}");
+                    assert!(base(&address).is_err(), "{address}");
+                    assert!(proxy(&address).is_err(), "{address}");
+                    assert!(proxy(&format!("ada:geheim@{host}:{bad}")).is_err(), "{address}");
+                }
+            }
+        }
+        let told = http("http://host:8o/secret").unwrap_err();
+        assert_eq!(told, "its port is `8o`; accepted: 1 to 65535, or no colon and no port");
+        assert!(http("https://hooks.example:T0123456789/x").is_err_and(|why| !why.contains("T01234")));
+    }
+
+    #[test]
+    fn an_address_has_a_scheme_and_a_host_and_nothing_that_hides_it() {
+        for good in ["http://a", "HTTPS://a-b_c.d:1/x?y=@#z", "http://[::1]:5/", "http://1.2.3.4"] {
+            assert!(http(good).is_ok(), "{good}");
+        }
+        for bad in [
+            "",
+            "host",
+            "//host",
+            "ftp://host",
+            "http:host",
+            "http://",
+            "http:///x",
+            "http://:80",
+            "http://?x",
+            "http://ada@host",
+            "http://ada:geheim@host",
+            "http://good:80@evil",
+            r"http://good\@evil",
+            r"http://good\evil",
+            "http://a b",
+            "http://a\tb",
+            "http://a\r\nX: y",
+            " http://a",
+            "http://a/x ",
+            "http://a/\u{1b}[2J",
+            "http://ä.example",
+            "http://a%00b",
+            "http://a%2eb",
+            "http://[::1",
+            "http://[::1]x:80",
+            "http://[::g]",
+            "http://::1",
+            "http://a,b",
+        ] {
+            let why = http(bad).expect_err(bad);
+            assert!(!why.contains("geheim") && !why.contains("evil"), "{why}");
+        }
+        assert_eq!(base("http://a:1/b//").unwrap(), "http://a:1/b");
+        for bad in ["http://a?b", "http://a#b", "http://a/%2e", "http://a/b@c"] {
+            assert!(base(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_proxy_that_would_be_used_is_the_one_that_is_checked() {
+        let check = |vars: &[(&str, &str)]| {
+            let lookup =
+                |name: &str| vars.iter().find(|(known, _)| *known == name).map(|(_, v)| Ok((*v).to_owned()));
+            check_proxy(&lookup).map_err(|error| error.to_string())
+        };
+        for good in ["http://p:3128", "p:3128", "p", "socks5://ada:ge%40heim@p:1080/", "HTTPS://p"] {
+            assert_eq!(check(&[("HTTP_PROXY", good)]), Ok(()), "{good}");
+        }
+        for bad in
+            ["http://p:8o", "p:0", "ftp://p", "http://ada:geheim@p:99999", "http://a@b:geheim@p", "http://"]
+        {
+            let told = check(&[("https_proxy", bad)]).expect_err(bad);
+            assert!(told.contains("https_proxy") && !told.contains("geheim"), "{told}");
+        }
+        assert_eq!(check(&[("ALL_PROXY", "p:1"), ("HTTP_PROXY", "p:0")]), Ok(()), "the first one counts");
+        assert!(check(&[("ALL_PROXY", ""), ("HTTP_PROXY", "p:0")]).is_err());
+    }
+
+    #[test]
+    fn this_machine_is_known_by_its_address() {
+        let own = |text: &str| is_this_machine(&text.parse().unwrap());
+        assert!(own("http://127.0.0.1:5000/x") && own("http://[::1]:5") && own("http://LOCALHOST"));
+        assert!(
+            !own("http://localhost.example:1") && !own("http://127.0.0.1.example") && !own("http://10.0.0.1")
+        );
+    }
+}

@@ -1,0 +1,36 @@
+//! Programs that finetune starts: its own, and those that the user names.
+
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+/// The program of this process, to be started again.
+///
+/// # Errors
+/// The system does not tell.
+pub(crate) fn own() -> io::Result<PathBuf> {
+    // The link names the file that runs, even where another has taken its name meanwhile.
+    let link = PathBuf::from("/proc/self/exe");
+    if link.exists() { Ok(link) } else { std::env::current_exe() }
+}
+
+/// Refuses a path at which no program is that this process may start.
+///
+/// # Errors
+/// Why not, with the path.
+pub(crate) fn check(path: &Path) -> Result<(), String> {
+    let shown = path.display();
+    let found = path.metadata().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => format!("{shown} does not exist"),
+        _ => format!("cannot look at {shown}: {error}"),
+    })?;
+    if !found.is_file() {
+        return Err(format!("{shown} is not a file"));
+    }
+    let is_executable = CString::new(path.as_os_str().as_bytes()).is_ok_and(|path| {
+        // SAFETY: a system call that reads a text which ends with a zero byte.
+        unsafe { libc::access(path.as_ptr(), libc::X_OK) == 0 }
+    });
+    if is_executable { Ok(()) } else { Err(format!("{shown} is not executable; `chmod +x` makes it so")) }
+}

@@ -1,0 +1,135 @@
+//! The process between a run and the program that it starts for an alarm, so that the program never outlives the run.
+//!
+//! A run that is killed (`kill -9`) ends nobody. So finetune starts itself as a guard, which starts the program in a
+//! process group, and kills the group when the time is over or the run has gone, however that ended. The system's own
+//! signal at the end of a parent (`PR_SET_PDEATHSIG`) would not do: it reaches the program and not what the program has
+//! started, it comes when the thread that started it ends, and setting it takes a `fork` of the process that trains.
+
+use std::ffi::OsString;
+use std::io::Write as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Command, ExitCode, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use libc::pid_t;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+
+/// The first argument of finetune as a guard; then come the run's process, the milliseconds that the program has, and the
+/// program with its arguments.
+pub(super) const ARGUMENT: &str = "alarm-guard";
+/// Between two looks at the program and at the run.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Serves as a guard, where the arguments of this process say so. The standard output gets the reason for which the
+/// program did not do its work, and nothing if it did.
+pub fn serve_if_asked() -> Option<ExitCode> {
+    let mut words = std::env::args_os().skip(1);
+    if words.next()? != ARGUMENT {
+        return None;
+    }
+    let mut number = || words.next()?.into_string().ok()?.parse().ok();
+    let (Some(run), Some(millis)) = (number(), number()) else { return Some(ExitCode::FAILURE) };
+    outlive_signals();
+    adopt_orphans();
+    let run = pid_t::try_from(run).unwrap_or_default();
+    let words: Vec<OsString> = words.collect();
+    if let Err(why) = watch(&words, Duration::from_millis(millis), run) {
+        // Without a run nobody reads it.
+        drop(write!(std::io::stdout(), "{why}"));
+    }
+    Some(ExitCode::SUCCESS)
+}
+
+/// Signals to all processes of a job come to the program, too, which may pass over them: the guard stays to the end. Its
+/// handlers, other than ignored signals, are not handed down.
+fn outlive_signals() {
+    for signal in [SIGHUP, SIGINT, SIGQUIT, SIGTERM] {
+        // Without the handler the guard ends at the signal.
+        drop(signal_hook::flag::register(signal, Arc::default()));
+    }
+}
+
+/// From now on this process is the parent of those whose parent has ended below it (Linux), so that [`watch`] sees them.
+fn adopt_orphans() {
+    #[cfg(target_os = "linux")]
+    // SAFETY: a system call that takes numbers.
+    unsafe {
+        libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1);
+    }
+}
+
+/// Runs a program until it and the processes that it leaves in its group have ended, for `time` at most and while the
+/// process `run` is the parent of this one.
+///
+/// # Errors
+/// Why the program did not do its work.
+fn watch(words: &[OsString], time: Duration, run: pid_t) -> Result<(), String> {
+    let (program, arguments) = words.split_first().ok_or("it has no name")?;
+    let mut command = Command::new(program);
+    command.args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+    let child = command.spawn().map_err(|error| error.to_string())?;
+    let group = pid_t::try_from(child.id()).map_err(|error| error.to_string())?;
+    let until = Instant::now() + time;
+    let mut ended = None;
+    while reap(group, &mut ended) {
+        // SAFETY: a system call without arguments.
+        let has_run = unsafe { libc::getppid() } == run;
+        if !has_run || Instant::now() >= until {
+            // SAFETY: a system call that takes numbers; a process of the group was not waited for, so the group is there.
+            unsafe { libc::kill(-group, libc::SIGKILL) };
+            break;
+        }
+        thread::sleep(PAUSE);
+    }
+    match ended {
+        Some(status) if status.success() => Ok(()),
+        Some(status) => Err(format!("it ended with {status}")),
+        None => Err(format!("it had not ended after {} s", time.as_secs_f64())),
+    }
+}
+
+/// Waits for those processes of the group that have ended; `leader` gets the status of its first. Whether any is left.
+fn reap(group: pid_t, leader: &mut Option<ExitStatus>) -> bool {
+    loop {
+        let mut status = 0;
+        // SAFETY: a system call that writes a number to where it is told.
+        match unsafe { libc::waitpid(-group, &raw mut status, libc::WNOHANG) } {
+            0 => return true,
+            -1 => return false,
+            pid if pid == group => *leader = Some(ExitStatus::from_raw(status)),
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str, time: Duration) -> Result<(), String> {
+        let words = ["sh", "-c", script].map(OsString::from);
+        // SAFETY: a system call without arguments.
+        watch(&words, time, unsafe { libc::getppid() })
+    }
+
+    #[test]
+    fn a_program_that_fails_hangs_or_is_not_there_is_named() {
+        let long = Duration::from_secs(600);
+        assert_eq!(shell("exit 0", long), Ok(()));
+        assert_eq!(shell("exit 3", long), Err("it ended with exit status: 3".into()));
+        let hung = shell("sleep 600 & wait", Duration::from_millis(100));
+        assert_eq!(hung, Err("it had not ended after 0.1 s".into()));
+        let missing = watch(&["no such program".into()], long, 0);
+        assert!(missing.is_err_and(|why| why.contains("No such file")));
+        assert!(watch(&[], long, 0).is_err());
+    }
+
+    #[test]
+    fn a_program_whose_run_has_gone_is_killed() {
+        let words = ["sleep", "600"].map(OsString::from);
+        let no_process = -1;
+        assert!(watch(&words, Duration::from_secs(600), no_process).is_err());
+    }
+}
