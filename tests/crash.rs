@@ -20,6 +20,8 @@ mod child;
 mod damage;
 #[path = "crash/faults.rs"]
 mod faults;
+#[path = "crash/files.rs"]
+mod files;
 #[path = "crash/folders.rs"]
 mod folders;
 #[path = "crash/kills.rs"]

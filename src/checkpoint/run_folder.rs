@@ -30,7 +30,7 @@ use super::run_changes::{self, MICRO_BATCH};
 use super::space::require_room;
 use crate::error::{Error, Result, input_file};
 use crate::recipe::Recipe;
-use crate::weights::{sweep, sync_folder, sync_tree, temporary, write_text};
+use crate::weights::{is_there, names_in, sweep, sync_folder, sync_tree, temporary, write_text};
 
 /// The folder of what belongs to the program in a run's folder.
 pub(super) const OWN: &str = ".finetune";
@@ -171,12 +171,14 @@ impl RunRecord {
         Ok(())
     }
 
-    /// Whether the file `name` of `output` is what the run wrote.
-    fn owns(&self, output: &Path, name: &str) -> bool {
+    /// Whether the file `name` of `output`, which is there, is what the run wrote.
+    fn owns(&self, output: &Path, name: &str) -> Result<bool> {
         match self.files.get(name) {
-            Some(Some(wrote)) => appearance(&output.join(name)).is_ok_and(|found| found == *wrote),
-            Some(None) => true,
-            None => false,
+            // A link that leads nowhere is none of the run's.
+            Some(Some(_)) if !exists(&output.join(name))? => Ok(false),
+            Some(Some(wrote)) => Ok(appearance(&output.join(name))? == *wrote),
+            Some(None) => Ok(true),
+            None => Ok(false),
         }
     }
 }
@@ -202,17 +204,7 @@ impl RunFolder {
     pub fn claim(output: &Path) -> Result<Self> {
         let own = output.join(OWN);
         refuse_loose_link(output)?;
-        if own.is_symlink() {
-            return Err(Error::user(format!("cannot train in {}", output.display()))
-                .because(format!(
-                    "{} is a link, and what a run keeps of itself lies in its own folder",
-                    own.display()
-                ))
-                .hint(format!(
-                    "`rm {}`, which leaves what it leads to, or give another folder with `--output`",
-                    own.display()
-                )));
-        }
+        refuse_link(output, &own)?;
         let mut made: Vec<PathBuf> = own
             .ancestors()
             .take_while(|path| !path.as_os_str().is_empty() && !path.exists())
@@ -238,7 +230,7 @@ impl RunFolder {
     /// Finishes or tidies away what a run that was killed left half done.
     fn recover(&self) -> Result<()> {
         self.clear_result()?;
-        restore_replaced(&self.output);
+        restore_replaced(&self.output)?;
         let record = RunRecord::read(&self.output).ok().flatten();
         let own = self.output.join(OWN);
         sweep(&own, |base| base == RECORD);
@@ -282,13 +274,15 @@ impl RunFolder {
             let written = temporary(name).is_some_and(|(base, _)| base == RECORD);
             written || [LOCK, RESULT].contains(&name) || name.starts_with(NAMELESS)
         };
-        let is_unused = |entry: std::fs::DirEntry| {
-            let own = entry.file_name() == OWN && entry.file_type().is_ok_and(|kind| kind.is_dir());
-            let inside = own.then(|| std::fs::read_dir(entry.path()).ok()).flatten();
-            let trace = |found: std::fs::DirEntry| is_trace(&found.file_name().to_string_lossy());
-            inside.is_some_and(|mut inside| inside.all(|entry| entry.is_ok_and(trace)))
-        };
-        Ok(entries.flatten().all(is_unused))
+        let failed = |error: std::io::Error| Error::io("read", output, &error);
+        for entry in entries {
+            let entry = entry.map_err(failed)?;
+            let is_own = entry.file_name() == OWN && entry.file_type().map_err(failed)?.is_dir();
+            if !is_own || !names_in(&entry.path())?.iter().all(|name| is_trace(name)) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Whether a process may be at work in `output`: it holds the file of a lock.
@@ -301,10 +295,28 @@ impl RunFolder {
         output.join(OWN).join(RESULT)
     }
 
-    /// Those of `names` below the folder that are there and, by `record`, not what the run wrote.
-    pub fn foreign(&self, record: &RunRecord, names: &[String]) -> Vec<String> {
-        let there = |name: &&String| self.output.join(name).symlink_metadata().is_ok();
-        names.iter().filter(there).filter(|name| !record.owns(&self.output, name)).cloned().collect()
+    /// Those of `names` below the folder that are there and, by `record`, not what the run wrote, or that lie behind a link.
+    ///
+    /// # Errors
+    /// Storage: one cannot be looked at.
+    pub fn foreign(&self, record: &RunRecord, names: &[String]) -> Result<Vec<String>> {
+        let mut foreign = Vec::new();
+        for name in names {
+            let behind_link =
+                name.split_once('/').is_some_and(|(folder, _)| self.output.join(folder).is_symlink());
+            if behind_link || is_there(&self.output.join(name))? && !record.owns(&self.output, name)? {
+                foreign.push(name.clone());
+            }
+        }
+        Ok(foreign)
+    }
+
+    /// Refuses links in the place of the files and folders `names` below the folder, which the run adds to.
+    ///
+    /// # Errors
+    /// The user's: one is a link.
+    pub fn refuse_links(&self, names: &[&str]) -> Result<()> {
+        names.iter().try_for_each(|name| refuse_link(&self.output, &self.output.join(name)))
     }
 
     /// Gives the folder to the run of `record`, which begins now or goes on; it keeps what it finds beside its own files.
@@ -373,9 +385,8 @@ impl RunFolder {
     fn taken(&self, names: &[String]) -> Result<Vec<String>> {
         let guard = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let record = guard.as_ref().ok_or_else(no_run)?;
-        let mut taken = self.foreign(record, names);
-        let others = other_weights(&self.output, names)?;
-        taken.extend(others.into_iter().filter(|name| !record.owns(&self.output, name)));
+        let mut taken = self.foreign(record, names)?;
+        taken.extend(self.foreign(record, &other_weights(&self.output, names)?)?);
         Ok(taken)
     }
 
@@ -419,6 +430,22 @@ fn no_run() -> Error {
     Error::internal("no run has begun in this folder")
 }
 
+/// Refuses a link in the place of a file or folder that the run in `output` adds to.
+fn refuse_link(output: &Path, path: &Path) -> Result<()> {
+    if !path.is_symlink() {
+        return Ok(());
+    }
+    let shown = path.display();
+    Err(Error::user(format!("cannot train in {}", output.display()))
+        .because(format!("{shown} is a link, and a run writes to files and folders of its own alone"))
+        .hint(format!("`rm {shown}`, which leaves what it leads to, or give another folder with `--output`")))
+}
+
+/// Whether a path leads to something.
+fn exists(path: &Path) -> Result<bool> {
+    path.try_exists().map_err(|error| Error::io("look at", path, &error))
+}
+
 /// Refuses a link that leads to nothing.
 fn refuse_loose_link(output: &Path) -> Result<()> {
     if !output.is_symlink() || output.exists() {
@@ -442,7 +469,7 @@ fn give_places(output: &Path, record: &mut RunRecord) -> Result<()> {
     }
     // Weights of an earlier result; those of this one are noted without what they look like.
     for name in other_weights(output, &names)? {
-        if matches!(record.files.get(&name), Some(Some(_))) && record.owns(output, &name) {
+        if matches!(record.files.get(&name), Some(Some(_))) && record.owns(output, &name)? {
             remove_if_there(&output.join(name))?;
         }
     }
@@ -483,9 +510,7 @@ fn other_weights(output: &Path, names: &[String]) -> Result<Vec<String>> {
     if !names.iter().any(|name| is_weights(name)) {
         return Ok(Vec::new());
     }
-    let entries = std::fs::read_dir(output).map_err(|e| Error::io("read", output, &e))?;
-    let found = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    Ok(found.filter(|name| is_weights(name) && !names.contains(name)).collect())
+    Ok(names_in(output)?.into_iter().filter(|name| is_weights(name) && !names.contains(name)).collect())
 }
 
 /// What tells a file from one that was changed: its digest, or the size of one too large for that.

@@ -18,6 +18,7 @@ mod counting;
 mod long_text;
 mod mutate;
 mod seeds;
+mod sizing;
 mod targets;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -22,7 +22,13 @@ use tempfile::TempDir;
 use super::{Target, seeds};
 
 /// A parser of the file `name` in a folder of its own, by whatever reads that folder or file.
-fn on_file(name: &str, seeds: Vec<Vec<u8>>, tries: u64, beside: &[(&str, Vec<u8>)], read: impl Fn(&Path)) {
+pub(crate) fn on_file(
+    name: &str,
+    seeds: Vec<Vec<u8>>,
+    tries: u64,
+    beside: &[(&str, Vec<u8>)],
+    read: impl Fn(&Path),
+) {
     let folder = TempDir::new().unwrap();
     for (name, bytes) in beside {
         std::fs::write(folder.path().join(name), bytes).unwrap();
@@ -37,7 +43,7 @@ fn on_file(name: &str, seeds: Vec<Vec<u8>>, tries: u64, beside: &[(&str, Vec<u8>
     Target { name: &name.replace('.', "-"), seeds, tries, parse: &parse }.run();
 }
 
-fn folder_of(path: &Path) -> &Path {
+pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().unwrap()
 }
 
