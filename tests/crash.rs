@@ -24,6 +24,8 @@ mod damage;
 mod end;
 #[path = "crash/faults.rs"]
 mod faults;
+#[path = "crash/files.rs"]
+mod files;
 #[path = "crash/folders.rs"]
 mod folders;
 #[path = "crash/kills.rs"]

@@ -9,7 +9,9 @@ use super::{
     TrainingState, WriteWeights, list, number, process,
 };
 use crate::error::{Error, Result};
-use crate::weights::{AtomicDir, StoredDtype, WriteEntry, Written, temporary, write_file, write_text};
+use crate::weights::{
+    AtomicDir, StoredDtype, WriteEntry, Written, is_there, names_in, temporary, write_file, write_text,
+};
 
 /// How the name of a checkpoint ends that makes room for a new one of its step.
 const REPLACED: &str = "-replaced";
@@ -78,7 +80,7 @@ enum Before {
 /// Moves what stands at `place` out of the way of the checkpoint of `state`: an earlier save of the same run and step, or
 /// anything else, which is kept under another name.
 fn make_room(place: &Path, state: &TrainingState) -> Result<Option<Before>> {
-    if place.symlink_metadata().is_err() {
+    if !is_there(place)? {
         return Ok(None);
     }
     let move_to = |to: PathBuf| {
@@ -89,9 +91,12 @@ fn make_room(place: &Path, state: &TrainingState) -> Result<Option<Before>> {
         let away = with_suffix(place, &format!(".tmp-{}{REPLACED}", std::process::id()));
         return move_to(away).map(|old| Some(Before::Replaced(old)));
     }
-    let mut names = (1_u32..).map(|n| with_suffix(place, &format!(".aside-{n}")));
-    let free = names.find(|to| to.symlink_metadata().is_err());
-    free.map(|to| move_to(to).map(Before::Kept)).transpose()
+    let mut number = 1_u32;
+    let aside = |number: u32| with_suffix(place, &format!(".aside-{number}"));
+    while is_there(&aside(number))? {
+        number += 1;
+    }
+    move_to(aside(number)).map(|aside| Some(Before::Kept(aside)))
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
@@ -187,33 +192,41 @@ fn stays(folder: &Path, error: &std::io::Error) -> String {
 /// Removes the folders of checkpoints that processes which are gone were filling or removing. Returns a word on each that
 /// could not be removed.
 pub(super) fn remove_unfinished(output: &Path) -> Vec<String> {
-    let gone = unfinished(output).into_iter().filter(|(_, pid, _)| is_gone(*pid));
+    let found = match unfinished(output) {
+        Ok(found) => found,
+        Err(error) => return vec![error.in_one_line()],
+    };
+    let gone = found.into_iter().filter(|(_, pid, _)| is_gone(*pid));
     gone.filter_map(|(_, _, folder)| removed(&folder)).collect()
 }
 
 /// Gives a checkpoint its name back that a process which is gone had moved away for a new one of its step, and which
 /// that one did not get to replace.
-pub(super) fn restore_replaced(output: &Path) {
-    for (step, pid, folder) in unfinished(output) {
+///
+/// # Errors
+/// Storage: `output` cannot be read.
+pub(super) fn restore_replaced(output: &Path) -> Result<()> {
+    for (step, pid, folder) in unfinished(output)? {
         let place = output.join(format!("{PREFIX}{step}"));
         let replaced = folder.to_string_lossy().ends_with(REPLACED);
-        if replaced && is_gone(pid) && place.symlink_metadata().is_err() {
+        if replaced && is_gone(pid) && !is_there(&place)? {
             // It stays where it is if that fails, and is tried again by the next run.
             drop(std::fs::rename(folder, place));
         }
     }
+    Ok(())
 }
 
 /// The temporary folders of checkpoints in `output`, with their steps and makers.
-fn unfinished(output: &Path) -> Vec<(u64, u32, PathBuf)> {
-    let Ok(entries) = std::fs::read_dir(output) else { return Vec::new() };
+fn unfinished(output: &Path) -> Result<Vec<(u64, u32, PathBuf)>> {
+    if !is_there(output)? {
+        return Ok(Vec::new());
+    }
+    let names = names_in(output)?;
+    let named =
+        names.iter().filter_map(|name| temporary_of(name).map(|(step, pid)| (step, pid, output.join(name))));
     // A link is not a folder, and not ours.
-    let folders = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    let named = |entry: std::fs::DirEntry| {
-        let (step, pid) = temporary_of(&entry.file_name().to_string_lossy())?;
-        Some((step, pid, entry.path()))
-    };
-    folders.filter_map(named).collect()
+    Ok(named.filter(|(_, _, path)| path.symlink_metadata().is_ok_and(|found| found.is_dir())).collect())
 }
 
 /// Whether the process `pid`, which worked in a folder that this one has locked, is none that works now.

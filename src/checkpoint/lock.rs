@@ -69,20 +69,20 @@ impl FolderLock {
         for _ in 0..tries {
             let Some(mut file) = open(path)? else { continue };
             match file.try_lock() {
-                Ok(()) if !is_at(&file, path) => continue,
+                Ok(()) if !is_at(&file, path)? => continue,
                 Ok(()) => {
-                    let left = read(&mut file).filter(|holder| !holder.is_here());
+                    let left = read(&mut file, path)?.filter(|holder| !holder.is_here());
                     return match left {
                         Some(holder) => Err(left_on_another_host(folder, path, &holder)),
                         None => Self::fill(file, path),
                     };
                 }
-                Err(TryLockError::WouldBlock) => match read(&mut file) {
+                Err(TryLockError::WouldBlock) => match read(&mut file, path)? {
                     Some(holder) => return Err(in_use(folder, Some(&holder))),
                     None => std::thread::sleep(pause),
                 },
                 Err(TryLockError::Error(error)) if is_unsupported(&error) => {
-                    let left = read(&mut file).filter(|holder| {
+                    let left = read(&mut file, path)?.filter(|holder| {
                         let gone = holder.is_here() && !process::is_alive(holder.pid);
                         !gone && holder.pid != std::process::id()
                     });
@@ -142,26 +142,26 @@ fn open(path: &Path) -> Result<Option<File>> {
     }
 }
 
-/// What the file says of its holder; none: nobody, or not yet.
-fn read(file: &mut File) -> Option<Holder> {
-    let mut text = String::new();
-    file.rewind().and_then(|()| file.read_to_string(&mut text)).ok()?;
-    serde_json::from_str(&text).ok()
+/// What the file `path` says of its holder; none: nobody, or not yet.
+fn read(file: &mut File, path: &Path) -> Result<Option<Holder>> {
+    let mut text = Vec::new();
+    file.rewind()
+        .and_then(|()| file.read_to_end(&mut text))
+        .map_err(|error| Error::io("read", path, &error))?;
+    Ok(serde_json::from_slice(&text).ok())
 }
 
 /// Whether `file` is still what stands at `path`: its holder may have removed it before this process got the lock.
-fn is_at(file: &File, path: &Path) -> bool {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::MetadataExt as _;
-        let id = |data: std::fs::Metadata| (data.dev(), data.ino());
-        let (open, there) = (file.metadata().map(id), path.metadata().map(id));
-        open.is_ok() && open.ok() == there.ok()
-    }
-    #[cfg(not(unix))]
-    {
-        path.exists()
-    }
+fn is_at(file: &File, path: &Path) -> Result<bool> {
+    use std::os::unix::fs::MetadataExt as _;
+    let id = |data: std::fs::Metadata| (data.dev(), data.ino());
+    let failed = |error: std::io::Error| Error::io("look at", path, &error);
+    let there = match path.metadata() {
+        Ok(there) => id(there),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(failed(error)),
+    };
+    Ok(id(file.metadata().map_err(failed)?) == there)
 }
 
 /// Whether a file system has no locks, so that the record alone says who works.

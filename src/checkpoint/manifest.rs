@@ -140,8 +140,11 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
             .hint("`--resume` without a folder takes the newest sound checkpoint of the output folder")
     };
     plain(&path).map_err(|what| damaged(format!("{FILE} is {what}")))?;
-    let text = input_file::read_text("read", &path)
-        .map_err(|e| damaged(format!("{FILE}: {}", e.causes().join(": "))))?;
+    let text = input_file::read_text("read", &path).map_err(|error| match error.kind() {
+        // It is there, and cannot be read now: that says nothing of the checkpoint.
+        kind if kind != ErrorCategory::User => error,
+        _ => damaged(format!("{FILE}: {}", error.causes().join(": "))),
+    })?;
     let manifest: Manifest = serde_json::from_str(&text).map_err(|e| damaged(format!("{FILE}: {e}")))?;
     if manifest.schema != super::SCHEMA {
         return Err(damaged(format!(

@@ -39,7 +39,7 @@ pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, Weight
 use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::Recipe;
-use crate::weights::{ModelFiles, ModelIdentity};
+use crate::weights::{ModelFiles, ModelIdentity, names_in};
 
 const STATE_FILE: &str = "trainer_state.json";
 /// How the names of files with the optimizer's state begin.
@@ -182,18 +182,15 @@ impl SavedCheckpoint {
 }
 
 fn optimizer_files(folder: &Path) -> Result<Vec<String>> {
-    let entries = std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, &e))?;
-    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    let mut files: Vec<String> =
-        names.filter(|name| name.starts_with(OPTIMIZER) && name.ends_with(".safetensors")).collect();
-    files.sort();
-    Ok(files)
+    let is_part = |name: &String| name.starts_with(OPTIMIZER) && name.ends_with(".safetensors");
+    Ok(names_in(folder)?.into_iter().filter(is_part).collect())
 }
 
 /// Whether `folder` is itself a checkpoint, sound or not, and not a folder of checkpoints.
 pub fn is_one(folder: &Path) -> bool {
     let named = folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX));
-    named && folder.is_dir() || folder.join(STATE_FILE).exists()
+    // One that cannot be looked at says so when it is opened.
+    named && folder.is_dir() || folder.join(STATE_FILE).try_exists().unwrap_or(true)
 }
 
 /// The newest sound checkpoint in `output`, and a word on each damaged one that was passed over.
@@ -213,7 +210,7 @@ pub fn newest_before(output: &Path, step: u64) -> Result<(Option<SavedCheckpoint
     for (_, folder) in list(output)?.into_iter().rev().filter(|(found, _)| *found < step) {
         match SavedCheckpoint::open(&folder) {
             Ok(saved) => return Ok((Some(saved), passed)),
-            Err(error) if error.kind() == ErrorCategory::Storage => return Err(error),
+            Err(error) if error.kind() != ErrorCategory::User => return Err(error),
             Err(error) => {
                 passed.push(format!("{} is damaged: {}", folder.display(), error.causes().join("; ")));
             }

@@ -28,7 +28,9 @@ use super::manifest::{self, files_below};
 use super::run_record::{LAST, OWN, RECORD, RunRecord, appearance};
 use super::space::require_room;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::weights::{Written, sweep, sync_folder, sync_tree, temporary, write_text};
+use crate::weights::{
+    Written, is_there, names_in, sweep, sync_folder, sync_tree, temporary, write_text,
+};
 
 const LOCK: &str = "lock";
 const RESULT: &str = "result";
@@ -59,17 +61,7 @@ impl RunFolder {
     pub fn claim(output: &Path) -> Result<Self> {
         let own = output.join(OWN);
         refuse_loose_link(output)?;
-        if own.is_symlink() {
-            return Err(Error::user(format!("cannot train in {}", output.display()))
-                .because(format!(
-                    "{} is a link, and what a run keeps of itself lies in its own folder",
-                    own.display()
-                ))
-                .hint(format!(
-                    "`rm {}`, which leaves what it leads to, or give another folder with `--output`",
-                    own.display()
-                )));
-        }
+        refuse_link(output, &own)?;
         let mut made: Vec<PathBuf> = own
             .ancestors()
             .take_while(|path| !path.as_os_str().is_empty() && !path.exists())
@@ -95,7 +87,7 @@ impl RunFolder {
 
     /// Finishes or tidies away what a run that was killed left half done.
     fn recover(&mut self) -> Result<()> {
-        restore_replaced(&self.output);
+        restore_replaced(&self.output)?;
         let record = RunRecord::read(&self.output).ok().flatten();
         let own = self.output.join(OWN);
         sweep(&own, |base| base == RECORD);
@@ -162,13 +154,15 @@ impl RunFolder {
             let written = temporary(name).is_some_and(|(base, _)| base == RECORD);
             written || [LOCK, RESULT].contains(&name) || name.starts_with(NAMELESS)
         };
-        let is_unused = |entry: std::fs::DirEntry| {
-            let own = entry.file_name() == OWN && entry.file_type().is_ok_and(|kind| kind.is_dir());
-            let inside = own.then(|| std::fs::read_dir(entry.path()).ok()).flatten();
-            let trace = |found: std::fs::DirEntry| is_trace(&found.file_name().to_string_lossy());
-            inside.is_some_and(|mut inside| inside.all(|entry| entry.is_ok_and(trace)))
-        };
-        Ok(entries.flatten().all(is_unused))
+        let failed = |error: std::io::Error| Error::io("read", output, &error);
+        for entry in entries {
+            let entry = entry.map_err(failed)?;
+            let is_own = entry.file_name() == OWN && entry.file_type().map_err(failed)?.is_dir();
+            if !is_own || !names_in(&entry.path())?.iter().all(|name| is_trace(name)) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Whether a process may be at work in `output`: it holds the file of a lock.
@@ -181,10 +175,28 @@ impl RunFolder {
         output.join(OWN).join(RESULT)
     }
 
-    /// Those of `names` below the folder that are there and, by `record`, not what the run wrote.
-    pub fn foreign(&self, record: &RunRecord, names: &[String]) -> Vec<String> {
-        let there = |name: &&String| self.output.join(name).symlink_metadata().is_ok();
-        names.iter().filter(there).filter(|name| !record.owns(&self.output, name)).cloned().collect()
+    /// Those of `names` below the folder that are there and, by `record`, not what the run wrote, or that lie behind a link.
+    ///
+    /// # Errors
+    /// Storage: one cannot be looked at.
+    pub fn foreign(&self, record: &RunRecord, names: &[String]) -> Result<Vec<String>> {
+        let mut foreign = Vec::new();
+        for name in names {
+            let behind_link =
+                name.split_once('/').is_some_and(|(folder, _)| self.output.join(folder).is_symlink());
+            if behind_link || is_there(&self.output.join(name))? && !record.owns(&self.output, name)? {
+                foreign.push(name.clone());
+            }
+        }
+        Ok(foreign)
+    }
+
+    /// Refuses links in the place of the files and folders `names` below the folder, which the run adds to.
+    ///
+    /// # Errors
+    /// The user's: one is a link.
+    pub fn refuse_links(&self, names: &[&str]) -> Result<()> {
+        names.iter().try_for_each(|name| refuse_link(&self.output, &self.output.join(name)))
     }
 
     /// Gives the folder to the run of `record`, which begins now or goes on; it keeps what it finds beside its own files.
@@ -217,7 +229,7 @@ impl RunFolder {
     pub fn update_text(&self, name: &str, text: &str) -> Result<bool> {
         let owned = {
             let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
-            record.as_ref().ok_or_else(no_run)?.owns(&self.output, name)
+            is_there(&self.output.join(name))? && record.as_ref().ok_or_else(no_run)?.owns(&self.output, name)?
         };
         if owned {
             self.write_text(name, text)?;
@@ -312,9 +324,8 @@ impl RunFolder {
     fn taken(&self, names: &[String]) -> Result<Vec<String>> {
         let guard = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let record = guard.as_ref().ok_or_else(no_run)?;
-        let mut taken = self.foreign(record, names);
-        let others = other_weights(&self.output, names)?;
-        taken.extend(others.into_iter().filter(|name| !record.owns(&self.output, name)));
+        let mut taken = self.foreign(record, names)?;
+        taken.extend(self.foreign(record, &other_weights(&self.output, names)?)?);
         Ok(taken)
     }
 
@@ -360,6 +371,17 @@ fn no_run() -> Error {
     Error::internal("no run has begun in this folder")
 }
 
+/// Refuses a link in the place of a file or folder that the run in `output` adds to.
+fn refuse_link(output: &Path, path: &Path) -> Result<()> {
+    if !path.is_symlink() {
+        return Ok(());
+    }
+    let shown = path.display();
+    Err(Error::user(format!("cannot train in {}", output.display()))
+        .because(format!("{shown} is a link, and a run writes to files and folders of its own alone"))
+        .hint(format!("`rm {shown}`, which leaves what it leads to, or give another folder with `--output`")))
+}
+
 /// Refuses a link that leads to nothing.
 fn refuse_loose_link(output: &Path) -> Result<()> {
     if !output.is_symlink() || output.exists() {
@@ -383,7 +405,7 @@ fn give_places(output: &Path, record: &mut RunRecord) -> Result<()> {
     }
     // Weights of an earlier result; those of this one are noted without what they look like.
     for name in other_weights(output, &names)? {
-        if matches!(record.files.get(&name), Some(Some(_))) && record.owns(output, &name) {
+        if matches!(record.files.get(&name), Some(Some(_))) && record.owns(output, &name)? {
             remove_if_there(&output.join(name))?;
         }
     }
@@ -424,7 +446,5 @@ fn other_weights(output: &Path, names: &[String]) -> Result<Vec<String>> {
     if !names.iter().any(|name| is_weights(name)) {
         return Ok(Vec::new());
     }
-    let entries = std::fs::read_dir(output).map_err(|e| Error::io("read", output, &e))?;
-    let found = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    Ok(found.filter(|name| is_weights(name) && !names.contains(name)).collect())
+    Ok(names_in(output)?.into_iter().filter(|name| is_weights(name) && !names.contains(name)).collect())
 }

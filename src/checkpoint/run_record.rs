@@ -146,14 +146,24 @@ impl RunRecord {
         Ok(())
     }
 
-    /// Whether the file `name` of `output` is what the run wrote.
-    pub(super) fn owns(&self, output: &Path, name: &str) -> bool {
+    /// Whether the file `name` of `output`, which is there, is what the run wrote.
+    ///
+    /// # Errors
+    /// Storage: the file cannot be read.
+    pub(super) fn owns(&self, output: &Path, name: &str) -> Result<bool> {
         match self.files.get(name) {
-            Some(Some(wrote)) => appearance(&output.join(name)).is_ok_and(|found| found == *wrote),
-            Some(None) => true,
-            None => false,
+            // A link that leads nowhere is none of the run's.
+            Some(Some(_)) if !exists(&output.join(name))? => Ok(false),
+            Some(Some(wrote)) => Ok(appearance(&output.join(name))? == *wrote),
+            Some(None) => Ok(true),
+            None => Ok(false),
         }
     }
+}
+
+/// Whether a path leads to something.
+fn exists(path: &Path) -> Result<bool> {
+    path.try_exists().map_err(|error| Error::io("look at", path, &error))
 }
 
 /// What tells a file from one that was changed: its digest, or the size of one too large for that.

@@ -17,6 +17,7 @@ use crate::run::host_facts::disk::DiskSpeed;
 use crate::run::program_facts::ProgramFacts;
 use crate::runtime::device;
 use crate::units;
+use crate::weights::OutputKind;
 
 /// Prints what there is; with `--selftest`, then a line an op.
 pub(super) fn run(args: &DoctorArgs) -> Result<()> {
@@ -91,12 +92,20 @@ fn check(args: &DoctorArgs) -> Result<()> {
     }
 }
 
+/// A dump of the probe, which takes the place of an older one.
+const DUMP: OutputKind = OutputKind {
+    what: "a dump of the probe",
+    option: "--probe",
+    example: "probe.txt",
+    replaces: Some(ProbeReport::HEAD),
+};
+
 /// Holds the instructions of `device`, where kernels compute there, against the recorded ones; writes what they left to
 /// `file`. What failed is for the end of the self-test.
 fn probe(device: &Device, name: &str, file: Option<&Path>) -> Result<Option<Error>> {
     let report = ProbeReport::of(device)?;
     match (&report, file) {
-        (Some(report), Some(file)) => report.write(file)?,
+        (Some(report), Some(file)) => DUMP.write(file, &report.text())?,
         (None, Some(file)) => {
             return Err(Error::user(format!("cannot write the probe's dump to {}", file.display()))
                 .because(format!("no kernels ran: the self-test computes on {name}"))

@@ -63,7 +63,7 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
 /// Refuses what does not go together, before anything is looked for; the type of a Hugging Face folder.
 fn check(args: &ExportArgs) -> Result<Dtype> {
     if args.format == ExportFormat::Gguf {
-        gguf::refuse_existing(&args.output)?;
+        gguf::OUTPUT.refuse_taken(&args.output)?;
         return Ok(Dtype::Auto);
     }
     if let Some(adapter) = &args.adapter {

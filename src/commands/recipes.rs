@@ -1,14 +1,13 @@
 //! `finetune recipes`: what is built in, to read or to start one's own from.
 
 use std::borrow::Cow;
-use std::fs::OpenOptions;
-use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 
 use super::print;
 use crate::cli::{RecipesAction, RecipesArgs};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::recipe::{BUILT_IN, BuiltIn, Recipe};
+use crate::weights::OutputKind;
 
 /// The name under which every key is shown.
 const REFERENCE: &str = "reference";
@@ -40,13 +39,9 @@ fn text(name: &str) -> Result<Cow<'static, str>> {
 fn write(name: &str) -> Result<()> {
     let text = text(name)?;
     let path = PathBuf::from(format!("{}.toml", name.strip_suffix(".toml").unwrap_or(name)));
-    let mut file =
-        OpenOptions::new().write(true).create_new(true).open(&path).map_err(|error| match error.kind() {
-            ErrorKind::AlreadyExists => Error::user(format!("cannot write {}", path.display()))
-                .because("a file of that name exists")
-                .hint(format!("`finetune recipes show {name} > OTHER.toml` writes to another file")),
-            _ => Error::io("write", &path, &error),
-        })?;
-    file.write_all(text.as_bytes()).map_err(|error| Error::io("write", &path, &error))?;
+    let kind = OutputKind { what: "a recipe", option: "NAME", example: "recipe.toml", replaces: None };
+    kind.write(&path, &text).map_err(|error| {
+        error.hint(format!("`finetune recipes show {name} > OTHER.toml` writes to another file"))
+    })?;
     print(&format!("{}\n", path.display()))
 }

@@ -7,6 +7,7 @@
 use std::fs;
 use std::path::Path;
 
+use super::markdown;
 use super::metrics::EvalReport;
 use crate::error::{Error, Result};
 use crate::units;
@@ -135,11 +136,13 @@ impl Card {
         };
         let base = match &self.base {
             CardBase::Hub { id, commit: Some(commit) } => {
-                format!("for [{id}](https://huggingface.co/{id}) at commit `{commit}`")
+                format!("for [{id}](https://huggingface.co/{id}) at commit {}", markdown::code(commit))
             }
             CardBase::Hub { id, commit: None } => format!("for [{id}](https://huggingface.co/{id})"),
-            CardBase::Folder { name } => format!("for the local model `{name}`"),
-            CardBase::Builtin { id } => format!("for `{id}`, a model inside the `finetune` binary"),
+            CardBase::Folder { name } => format!("for the local model {}", markdown::code(name)),
+            CardBase::Builtin { id } => {
+                format!("for {}, a model inside the `finetune` binary", markdown::code(id))
+            }
             CardBase::Scratch => "from random weights".to_owned(),
         };
         let base = match self.artifact {
@@ -150,7 +153,7 @@ impl Card {
         };
         format!(
             "# {}\n\n{what} {base}, trained by `finetune` ({}): {} parameters, {} steps, {} tokens.\n",
-            self.title,
+            markdown::name(&self.title),
             self.method,
             units::count(self.trainable_params),
             self.steps,
@@ -187,7 +190,8 @@ impl Card {
     fn data(&self) -> String {
         let mut text = String::from("## Data\n\n| data set | rows | used for |\n|---|---|---|\n");
         for (data, used) in [(&self.train_data, "training"), (&self.eval_data, "evaluation")] {
-            data.iter().for_each(|d| text += &format!("| `{}` | {} | {used} |\n", d.name, d.rows));
+            data.iter()
+                .for_each(|d| text += &format!("| {} | {} | {used} |\n", markdown::cell(&d.name), d.rows));
         }
         text
     }
@@ -196,8 +200,10 @@ impl Card {
         let (base, commit) = match &self.base {
             CardBase::Hub { id, commit } => (id.as_str(), commit.as_deref()),
             CardBase::Builtin { id } => (id.as_str(), None),
-            CardBase::Folder { name } => (name.as_str(), None),
-            CardBase::Scratch => ("BASE", None),
+            CardBase::Folder { name } if markdown::is_plain(name) && !name.contains(' ') => {
+                (name.as_str(), None)
+            }
+            CardBase::Folder { .. } | CardBase::Scratch => ("BASE", None),
         };
         let revision = commit.map(|c| format!(", revision={}", quoted(c))).unwrap_or_default();
         let (command, python, load) = match (self.artifact, &self.base) {
@@ -240,8 +246,7 @@ impl Card {
     }
 
     fn how(&self) -> String {
-        let fence = fence_for(&self.recipe);
-        format!("## Recipe\n\n{fence}toml\n{}\n{fence}\n", self.recipe.trim_end())
+        format!("## Recipe\n\n{}", markdown::block("toml", &self.recipe))
     }
 }
 
@@ -263,10 +268,4 @@ fn load_model(folder: &str) -> String {
 /// A YAML, and Python, string: JSON's quoting is both.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
-}
-
-/// A fence longer than any run of backticks in `text`.
-fn fence_for(text: &str) -> String {
-    let longest = text.split(|c| c != '`').map(str::len).max().unwrap_or(0);
-    "`".repeat(longest.max(2) + 1)
 }

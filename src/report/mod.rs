@@ -10,7 +10,7 @@
 //! - [`ui`]: the run on a whole screen, for `--ui`.
 //! - [`printable`](mod@printable): what stands between any text and a terminal.
 //! - [`memory`] and [`timing`]: what a run holds and how long its steps take, beside what was planned.
-//! - [`card`] and [`html`]: the model card and the run at a glance.
+//! - [`card`] and [`html`]: the model card and the run at a glance. `markdown`: names of any origin in the card.
 //!
 //! This is floor 1: it knows numbers and texts, nothing of recipes, models or data. The caller hands over plain
 //! structs. Besides `main`, this is the only module that prints.
@@ -20,6 +20,7 @@ pub mod card;
 pub mod endpoint;
 pub mod html;
 pub mod listener;
+mod markdown;
 pub mod memory;
 pub mod metrics;
 pub mod mlflow;

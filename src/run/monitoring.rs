@@ -5,6 +5,7 @@ use std::path::Path;
 
 use candle_core::DType;
 
+use super::output_folder::TENSORBOARD;
 use crate::address;
 use crate::engine::PeakFlops;
 use crate::error::{Error, Result};
@@ -71,7 +72,7 @@ pub(super) fn listeners(
     let mut listeners = RunListeners::default();
     let warn = |what: &str, error: &Error| terminal.warn(format!("no {what}: {}", error.in_one_line()));
     if log.tensorboard {
-        match EventWriter::create(&output.join("tensorboard"), resumed, log.every_steps) {
+        match EventWriter::create(&output.join(TENSORBOARD), resumed, log.every_steps) {
             Ok(events) => listeners.add(events),
             Err(error) => warn("TensorBoard events", &error),
         }

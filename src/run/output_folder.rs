@@ -9,12 +9,15 @@ use std::path::Path;
 
 use chrono::{DateTime, FixedOffset};
 
+use super::alarms::ALERTS;
 use super::space;
 use crate::checkpoint::{self, RunFolder, RunRecord, SavedCheckpoint};
 use crate::cli::TrainArgs;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result, input_file};
 use crate::plan::Plan;
 pub(crate) use crate::plan::RECIPE;
+use crate::profile::{self, TraceSchedule};
+use crate::recipe::Recipe;
 use crate::report::{Terminal, metrics};
 
 /// Written by every run beside the weights.
@@ -23,6 +26,8 @@ const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
 pub(crate) const METRICS: &str = "metrics.jsonl";
 /// The model card.
 pub(crate) const CARD: &str = "README.md";
+/// Event files.
+pub(crate) const TENSORBOARD: &str = "tensorboard";
 /// The run at a glance.
 pub(crate) const REPORT: &str = "report.html";
 
@@ -137,6 +142,7 @@ impl OutputFolder {
         record.plan = RunRecord::digest(&fingerprint);
         record.sources = plan.commits();
         record.chat_template_date = plan.rows.date().map(date_text);
+        folder.refuse_links(&added_to(&plan.recipe))?;
         refuse_foreign(&folder, &record, output, resumed)?;
         let what = format!("cannot train into {}", output.display());
         folder.require_room(space::needed(plan, output, resumed)?, &what)?;
@@ -286,7 +292,7 @@ fn refuse_foreign(
 ) -> Result<()> {
     let mut names: Vec<String> = TEXTS.map(String::from).into();
     names.extend(resumed.map(SavedCheckpoint::result_names).transpose()?.unwrap_or_default());
-    let found = folder.foreign(record, &names);
+    let found = folder.foreign(record, &names)?;
     if found.is_empty() {
         return Ok(());
     }
@@ -303,27 +309,49 @@ fn adopted(
     fingerprint: &std::collections::BTreeMap<String, String>,
 ) -> Result<RunRecord> {
     let mut record = RunRecord::new(fingerprint)?;
-    let text = |name: &str| std::fs::read_to_string(output.join(name)).unwrap_or_default();
     let said = saved.said_keys()?;
-    let has_recipe = text(RECIPE).parse::<toml::Table>().is_ok_and(|recipe| {
+    let has_recipe = text_of(&output.join(RECIPE))?.parse::<toml::Table>().is_ok_and(|recipe| {
         said.iter()
             .filter_map(|key| key.split_once('.'))
             .all(|(section, key)| recipe.get(section).is_some_and(|section| section.get(key).is_some()))
     });
     let names = saved.result_names()?;
     let ours = |name: &str| match name {
-        METRICS => {
-            let path = output.join(METRICS);
-            let empty = path.metadata().is_ok_and(|found| found.len() == 0);
-            empty || metrics::read(&path).is_ok_and(|entries| !entries.is_empty())
-        }
-        CARD => has_recipe && text(CARD).contains("trained by `finetune`"),
-        _ => has_recipe,
+        METRICS => is_log(&output.join(METRICS)),
+        CARD => Ok(has_recipe && text_of(&output.join(CARD))?.contains("trained by `finetune`")),
+        _ => Ok(has_recipe),
     };
     for name in TEXTS.into_iter().chain(names.iter().map(String::as_str)) {
-        if output.join(name).is_file() && ours(name) {
+        if output.join(name).is_file() && ours(name)? {
             record.adopt(output, name)?;
         }
     }
     Ok(record)
+}
+
+/// The files and folders below the output folder that a run adds to, whatever is there.
+fn added_to(recipe: &Recipe) -> Vec<&'static str> {
+    let traces = TraceSchedule::of(&recipe.profile).is_some();
+    let optional = [(profile::FOLDER, traces), (TENSORBOARD, recipe.log.tensorboard)];
+    let asked = optional.into_iter().filter_map(|(name, asked)| asked.then_some(name));
+    std::iter::once(ALERTS).chain(asked).collect()
+}
+
+/// The text of a file; nothing of one that is not there or holds no text.
+fn text_of(path: &Path) -> Result<String> {
+    match input_file::read_text("read", path) {
+        Err(error) if error.kind() == ErrorCategory::User => Ok(String::new()),
+        read => read,
+    }
+}
+
+/// Whether a file is the log of a run, be it an empty one.
+fn is_log(path: &Path) -> Result<bool> {
+    if path.metadata().map_err(|error| Error::io("read", path, &error))?.len() == 0 {
+        return Ok(true);
+    }
+    match metrics::read(path) {
+        Err(error) if error.kind() == ErrorCategory::User => Ok(false),
+        read => Ok(!read?.is_empty()),
+    }
 }

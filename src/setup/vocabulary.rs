@@ -20,7 +20,7 @@ impl BaseModel {
         let config = &mut self.config;
         config.vocab_size =
             SavedAdapter::read(folder)?.vocab_size(config.vocab_size, config.tie_word_embeddings);
-        if let Some(tokenizer) = TokenizerFiles::find(folder) {
+        if let Some(tokenizer) = TokenizerFiles::find(folder)? {
             self.tokenizer = tokenizer.folder;
         }
         Ok(())

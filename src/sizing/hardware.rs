@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::figure_range::FigureRange;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::recipe::nearest;
@@ -33,11 +34,11 @@ pub struct DeviceSheet {
     pub processor: bool,
     /// How devices of a host reach each other; "none" of a computer with one.
     pub link: String,
-    /// 10^9 bytes a second of a device in a ring over that.
+    /// 10^9 bytes a second of a device in a ring over that; 0 where devices do not reach each other.
     pub link_gbps: f64,
     /// 10^9 bytes a second between device and host memory, one way.
     pub host_gbps: f64,
-    /// 10^9 bytes a second between hosts, for all devices of one.
+    /// 10^9 bytes a second between hosts, for all devices of one; 0 where hosts do not reach each other.
     pub network_gbps: f64,
     /// 10^9 bytes of the host's memory.
     pub host_memory_gb: f64,
@@ -109,39 +110,36 @@ impl DeviceSheet {
     /// Every figure is a number that hardware can have.
     fn check(&self, name: &str) -> Result<()> {
         let figures = [
-            ("memory_gb", self.memory_gb, true),
-            ("bf16_tflops", self.bf16_tflops, false),
-            ("f32_tflops", self.f32_tflops, true),
-            ("memory_gbps", self.memory_gbps, true),
-            ("link_gbps", self.link_gbps, false),
-            ("host_gbps", self.host_gbps, true),
-            ("network_gbps", self.network_gbps, false),
-            ("host_memory_gb", self.host_memory_gb, true),
-            ("disk_gbps", self.disk_gbps, true),
-            ("efficiency", self.efficiency, true),
+            ("memory_gb", self.memory_gb, SIZE),
+            ("bf16_tflops", self.bf16_tflops, SPEED.or_none()),
+            ("f32_tflops", self.f32_tflops, SPEED),
+            ("memory_gbps", self.memory_gbps, SPEED),
+            ("link_gbps", self.link_gbps, SPEED.or_none()),
+            ("host_gbps", self.host_gbps, SPEED),
+            ("network_gbps", self.network_gbps, SPEED.or_none()),
+            ("host_memory_gb", self.host_memory_gb, SIZE),
+            ("disk_gbps", self.disk_gbps, SPEED),
+            ("efficiency", self.efficiency, FigureRange::new(0.001, 1.0)),
+            ("devices_per_host", self.devices_per_host as f64, FigureRange::new(1.0, MOST_DEVICES as f64)),
         ];
-        let wrong = figures
-            .into_iter()
-            .find(|(_, value, positive)| !value.is_finite() || *value < 0.0 || (*positive && *value == 0.0));
-        let refused = |why: String| Err(Error::user(format!("cannot plan for {name}")).because(why));
-        match wrong {
-            Some((key, value, positive)) => {
-                let least = if positive { "above 0" } else { "of 0 or more" };
-                refused(format!("`{key}` is {value}; accepted: a number {least}"))
-            }
-            None if self.efficiency > 1.0 => {
-                refused(format!("`efficiency` is {}; accepted: a part of the peak, up to 1", self.efficiency))
-            }
-            None if self.devices_per_host == 0 => {
-                refused("`devices_per_host` is 0; accepted: 1 or more".into())
-            }
-            None if self.name.chars().any(char::is_control) => {
-                refused(format!("`name` is {:?}; accepted: a text without control characters", self.name))
-            }
-            None => Ok(()),
-        }
+        let wrong = figures.into_iter().find_map(|(key, value, range)| range.refusal(key, value));
+        let of_name = || {
+            let is_bad = self.name.chars().any(char::is_control);
+            is_bad.then(|| format!("`name` is {:?}; accepted: a text without control characters", self.name))
+        };
+        let why = wrong.or_else(of_name);
+        why.map_or(Ok(()), |why| Err(Error::user(format!("cannot plan for {name}")).because(why)))
     }
 }
+
+/// Sizes of memories, in 10^9 bytes.
+const SIZE: FigureRange = FigureRange::new(0.001, 1e6);
+/// Speeds, in 10^9 bytes or 10^12 operations a second.
+const SPEED: FigureRange = FigureRange::new(0.001, 1e6);
+/// Most devices of a host, and most hosts.
+const MOST_DEVICES: usize = 100_000;
+/// Most devices of all hosts.
+const MOST_RANKS: usize = 1_000_000;
 
 /// Every device of the table.
 ///
@@ -217,6 +215,22 @@ impl Hardware {
                 device.name, device.name
             )));
         }
+        if per_host * hosts > MOST_RANKS {
+            return Err(refused(format!(
+                "these are {} devices; accepted: 1 to {MOST_RANKS}",
+                per_host * hosts
+            )));
+        }
+        let connected = [
+            ("network_gbps", device.network_gbps, hosts, "hosts"),
+            ("link_gbps", device.link_gbps, per_host, "devices of a host"),
+        ];
+        if let Some((key, _, many, what)) =
+            connected.into_iter().find(|(_, speed, many, _)| *many > 1 && *speed == 0.0)
+        {
+            return Err(refused(format!("`{key}` of {} is 0, which connects nothing, and {many} {what} would have to reach each other", device.name))
+                .hint(format!("write the speed of what connects them as `{key}` in 10^9 bytes a second, or plan for 1x{name}")));
+        }
         Ok(Hardware { device, per_host, hosts })
     }
 
@@ -290,8 +304,8 @@ impl Hardware {
 
 /// A number of devices or hosts.
 fn count(text: &str) -> Result<usize, String> {
-    let number = text.parse::<usize>().ok().filter(|n| (1..=100_000).contains(n));
-    number.ok_or_else(|| format!("{text:?} is no number of devices or hosts; accepted: 1 to 100000"))
+    let number = text.parse::<usize>().ok().filter(|n| (1..=MOST_DEVICES).contains(n));
+    number.ok_or_else(|| format!("{text:?} is no number of devices or hosts; accepted: 1 to {MOST_DEVICES}"))
 }
 
 /// Why no device of the table has this name.

@@ -7,6 +7,7 @@
 pub mod advice;
 pub mod conventions;
 pub mod explorer;
+mod figure_range;
 pub mod flops;
 pub mod hardware;
 pub mod price;

@@ -2,8 +2,13 @@
 
 use serde::Serialize;
 
+use super::figure_range::FigureRange;
 use crate::error::{Error, Result};
 
+/// What one machine or 10^9 bytes may cost.
+const AMOUNT: FigureRange = FigureRange::new(1e-9, 1e9).or_none();
+/// How many machines or 10^9 bytes there may be.
+const TIMES: FigureRange = FigureRange::new(1e-6, 1e9);
 /// Hours of a month, as clouds bill storage: 365 days over twelve.
 const MONTH_HOURS: f64 = 730.0;
 
@@ -33,29 +38,30 @@ impl Price {
     /// # Errors
     /// The user's: it is neither, or an amount is negative or no number.
     pub fn parse(text: &str) -> Result<Self> {
-        let refused = |why: &str| {
+        let refused = |why: String| {
             Error::user(format!("cannot use the price {text:?} (`--price`)"))
                 .because(why)
                 .hint("write AMOUNT/h[*COUNT], such as 32.77/h*8, or AMOUNT/GB-month[*GB], such as 0.14/GB-month*1200")
         };
-        let number = |text: &str| text.parse::<f64>().ok().filter(|n| n.is_finite() && *n >= 0.0);
-        let Some((amount, unit)) = text.split_once('/') else {
-            return Err(refused("it has no `/h` and no `/GB-month`"));
+        let number = |what: &str, text: &str, range: FigureRange| {
+            let number = text
+                .parse::<f64>()
+                .map_err(|_| refused(format!("{what} is {text:?}, which is no number")))?;
+            range.refusal(what, number).map_or(Ok(number), |why| Err(refused(why)))
         };
-        let amount = number(amount.trim_start_matches('$'));
-        let amount = amount.ok_or_else(|| refused("the amount is no number of 0 or more"))?;
+        let Some((amount, unit)) = text.split_once('/') else {
+            return Err(refused("it has no `/h` and no `/GB-month`".into()));
+        };
+        let amount = number("AMOUNT", amount.trim_start_matches('$'), AMOUNT)?;
         let (unit, times) = match unit.split_once('*') {
-            Some((unit, times)) => {
-                let times = number(times).filter(|times| *times > 0.0);
-                let times = times.ok_or_else(|| refused("what stands after `*` is no number above 0"))?;
-                (unit, Some(times))
-            }
+            Some((unit, times)) if unit == "h" => (unit, Some(number("COUNT", times, TIMES)?)),
+            Some((unit, times)) => (unit, Some(number("GB", times, TIMES)?)),
             None => (unit, None),
         };
         match unit {
             "h" => Ok(Price::Hour { amount, count: times.unwrap_or(1.0) }),
             "GB-month" => Ok(Price::Storage { amount, gigabytes: times }),
-            _ => Err(refused(&format!("the unit is {unit:?}; accepted: h, GB-month"))),
+            _ => Err(refused(format!("the unit is {unit:?}; accepted: h, GB-month"))),
         }
     }
 
@@ -90,12 +96,14 @@ mod tests {
     fn what_is_no_price_is_refused() {
         for (text, why) in [
             ("32.77", "no `/h`"),
-            ("-1/h", "no number of 0 or more"),
-            ("x/h", "no number of 0 or more"),
-            ("1/h*-2", "after `*`"),
-            ("3/h*0", "after `*` is no number above 0"),
+            ("-1/h", "`AMOUNT` is -1.0; accepted: 0 for none, or 1e-9 to 1000000000.0"),
+            ("x/h", "AMOUNT is \"x\", which is no number"),
+            ("1/h*-2", "`COUNT` is -2.0; accepted: 1e-6 to 1000000000.0"),
+            ("3/h*0", "`COUNT` is 0.0"),
+            ("3/GB-month*1e300", "`GB` is 1e300"),
             ("1/day", "the unit is \"day\""),
-            ("NaN/h", "no number"),
+            ("NaN/h", "`AMOUNT` is NaN"),
+            ("1e308/h*1000000", "`AMOUNT` is 1e308"),
         ] {
             let error = Price::parse(text).expect_err(text).to_string();
             assert!(error.contains(why) && error.contains("hint:"), "{text}: {error}");

@@ -5,6 +5,7 @@ use std::path::Path;
 use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 
+use super::figure_range::FigureRange;
 use super::flops::{ATTENTION, TokenFlops};
 use super::hardware::DeviceSheet;
 use crate::error::input_file;
@@ -132,6 +133,7 @@ impl Calibration {
         };
         let CalibrationFile { of, figures } =
             serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
+        figures.refusal().map_or(Ok(()), |why| Err(refused(why)))?;
         Ok(Calibration { rates: figures.rates().map_err(refused)?, of })
     }
 
@@ -240,7 +242,21 @@ impl From<OpTiming> for CalibrationOp {
     }
 }
 
+/// Speeds that may have been measured, in 10^9 bytes or 10^12 operations a second.
+const MEASURABLE: FigureRange = FigureRange::new(1e-9, 1e9);
+
 impl MeasuredFigures {
+    /// Why a figure that training is made of cannot have been measured; none: each can.
+    fn refusal(&self) -> Option<String> {
+        let whole = [("copy_gbps", self.copy_gbps), ("gemm_tflops", self.gemm_tflops)];
+        let whole = whole.map(|(name, value)| (name.to_owned(), value));
+        let ops = self.ops.iter().filter(|op| MEASURED.contains(&&*op.op)).flat_map(|op| {
+            let figures = [("tflops", op.tflops), ("gbps", op.gbps)];
+            figures.into_iter().filter_map(|(key, value)| Some((format!("{key} of {}", op.op), value?)))
+        });
+        whole.into_iter().chain(ops).find_map(|(name, value)| MEASURABLE.refusal(&name, value))
+    }
+
     /// What training reaches by these figures; what is missing where one is.
     fn rates(&self) -> Result<ComputeRates, String> {
         let rate = |op: &str, end: &str| {

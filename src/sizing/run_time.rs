@@ -43,7 +43,7 @@ impl SizingRequest<'_> {
         let writing = |bytes: u64| bytes as f64 / (disk * WRITES);
         let saving =
             waits(self.recipe, [steps as f64, time.total], writing(saved.checkpoint)) + writing(saved.result);
-        let tokens = of_rank * (steps * self.world.all as u64) as f64;
+        let tokens = of_rank * (steps as f64 * self.world.all as f64);
         let total = stepping + loading + evaluating + saving;
         Some(RunTime { steps, tokens, stepping, loading, evaluating, saving, total })
     }
@@ -81,7 +81,7 @@ impl SizingRequest<'_> {
             .checkpoint
             .save_steps
             .map_or(0, |every| self.steps.map_or(most, |steps| (steps / every.max(1)).min(most)));
-        checkpoints * saved.checkpoint + saved.result
+        checkpoints.saturating_mul(saved.checkpoint).saturating_add(saved.result)
     }
 }
 

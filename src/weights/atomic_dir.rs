@@ -20,7 +20,10 @@ impl AtomicDir {
     /// The user's: something other than an empty folder is at `place`. Storage: the folder cannot be made.
     pub fn create(place: &Path) -> Result<Self> {
         let occupied = match std::fs::read_dir(place) {
-            Ok(mut entries) => entries.next().is_some(),
+            Ok(mut entries) => {
+                let first = entries.next().transpose();
+                first.map_err(|error| Error::io("read", place, &error))?.is_some()
+            }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => false,
             Err(error) => return Err(Error::io("write to", place, &error)),
         };
@@ -108,7 +111,7 @@ impl AtomicDir {
     /// Storage: the rename or the flush after it fails.
     pub(crate) fn rename(self) -> Result<()> {
         let place = self.place;
-        self.temporary.rename(&place).map_err(|error| Error::io("write to", &place, &error))?;
+        self.temporary.replace(&place).map_err(|error| Error::io("write to", &place, &error))?;
         place.parent().map_or(Ok(()), sync_folder)
     }
 }

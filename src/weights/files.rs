@@ -67,13 +67,14 @@ impl ModelFiles {
         let is_remote =
             |name: &str| remote.is_some_and(|remote| remote.files().iter().any(|file| file == name));
         let single = folder.join(MODEL_FILE);
-        if single.exists() || is_remote(MODEL_FILE) {
+        let exists = |path: &Path| path.try_exists().map_err(|error| Error::io("read", path, &error));
+        if exists(&single)? || is_remote(MODEL_FILE) {
             let mut files = Self::empty(folder);
             files.add_file(&single, remote)?;
             return Ok(files);
         }
         let index_path = folder.join(INDEX_FILE);
-        if !index_path.exists() {
+        if !exists(&index_path)? {
             return Err(no_weights(folder));
         }
         let weight_map = index::read(&index_path)?;
@@ -83,7 +84,7 @@ impl ModelFiles {
         names.dedup();
         for name in names {
             let path = folder.join(name);
-            if !path.exists() && !is_remote(name) {
+            if !exists(&path)? && !is_remote(name) {
                 let tensor =
                     weight_map.iter().find(|(_, shard)| *shard == name).map_or("", |(tensor, _)| tensor);
                 return Err(Error::user(format!("cannot read weights in {}", folder.display()))

@@ -18,6 +18,7 @@ mod header;
 mod identity;
 mod index;
 mod load;
+mod output_file;
 mod quantized;
 mod random_access_writer;
 mod resized_embedding;
@@ -34,6 +35,7 @@ pub use digest::DigestTask;
 pub use files::ModelFiles;
 pub use identity::{ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};
+pub use output_file::{OutputFile, OutputKind};
 pub use quantized::QuantizedTensor;
 pub use random_access_writer::{PlannedFile, RandomAccessWriter};
 pub use resized_embedding::ResizedEmbedding;
@@ -41,9 +43,8 @@ pub use shard::{RangeReader, RemoteRange};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
 pub(crate) use unfinished::{
-    Unfinished, discard_unfinished, is_alive, sweep, sync_folder, sync_tree, temporary,
+    discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };
-pub(crate) use write::write_failed;
 pub use write::{
     Metadata, TensorSink, WriteEntry, Written, split, write_file, write_file_with, write_index,
     write_index_of, write_sharded, write_shards, write_text,

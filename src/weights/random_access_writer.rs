@@ -194,7 +194,7 @@ impl PlannedShard {
             file.seek(SeekFrom::Start(start))?;
             file.write_all(bytes)
         };
-        put(&mut self.file).map_err(|error| write_failed(&self.path, self.needed(), &error))
+        put(&mut self.file).map_err(|error| write_failed(&self.path, self.needed(), "--output", &error))
     }
 
     fn needed(&self) -> u64 {
@@ -218,7 +218,7 @@ impl PlannedShard {
         self.put(self.texts_start, &texts)?;
         self.put(0, &header)?;
         let bytes = self.texts_start + texts.len() as u64;
-        self.file.sync_all().map_err(|error| write_failed(&self.path, bytes, &error))?;
+        self.file.sync_all().map_err(|error| write_failed(&self.path, bytes, "--output", &error))?;
         Ok((self.path, bytes, self.slots.into_iter().map(|slot| slot.entry).collect()))
     }
 }

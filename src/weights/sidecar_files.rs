@@ -5,11 +5,13 @@
 //! still tied, how they are quantized.
 
 use std::collections::BTreeMap;
+use std::fs::Metadata;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, bitsandbytes, write};
+use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, bitsandbytes, names_in, write};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
@@ -103,9 +105,12 @@ pub struct TokenizerFiles {
 
 impl TokenizerFiles {
     /// The tokenizer in `folder`, if there is one.
-    pub fn find(folder: &Path) -> Option<Self> {
-        let there = folder.join(TOKENIZER_FILE).is_file();
-        there.then(|| TokenizerFiles { folder: folder.to_owned(), changed: Vec::new() })
+    ///
+    /// # Errors
+    /// Storage: the folder cannot be read.
+    pub fn find(folder: &Path) -> Result<Option<Self>> {
+        let found = facts(&folder.join(TOKENIZER_FILE))?.filter(|found| found.is_file());
+        Ok(found.map(|_| TokenizerFiles { folder: folder.to_owned(), changed: Vec::new() }))
     }
 
     /// Writes it into the existing folder `to`, over what is there.
@@ -150,7 +155,7 @@ fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
         }
     }
     let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
-    if templates.is_dir() {
+    if facts(&templates)?.is_some_and(|found| found.is_dir()) {
         std::fs::create_dir_all(&copies).map_err(|error| Error::io("create", &copies, &error))?;
         for name in file_names(&templates)? {
             copy_file(&templates.join(&name), &copies.join(&name))?;
@@ -161,11 +166,22 @@ fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
 
 /// Names of the files (or links to files) in `folder`, sorted.
 fn file_names(folder: &Path) -> Result<Vec<String>> {
-    let entries = std::fs::read_dir(folder).map_err(|error| Error::io("read", folder, &error))?;
-    let files = entries.flatten().filter(|entry| entry.path().is_file());
-    let mut names: Vec<String> = files.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    names.sort();
-    Ok(names)
+    let mut files = Vec::new();
+    for name in names_in(folder)? {
+        if facts(&folder.join(&name))?.is_some_and(|found| found.is_file()) {
+            files.push(name);
+        }
+    }
+    Ok(files)
+}
+
+/// The facts of a file or folder, or of what a link leads to; none: nothing is there.
+fn facts(path: &Path) -> Result<Option<Metadata>> {
+    match path.metadata() {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io("read", path, &error)),
+    }
 }
 
 /// Copies the contents; not the permissions, since a cache keeps its files read-only.

@@ -7,6 +7,7 @@
 //! leftovers where there are no locks.
 
 use std::collections::BTreeSet;
+use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,7 +29,7 @@ fn begun() -> MutexGuard<'static, BTreeSet<PathBuf>> {
     BEGUN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A file or folder under its temporary name; dropped before [`Unfinished::rename`], it is removed.
+/// A file or folder under its temporary name; dropped before it has its place, it is removed.
 #[derive(Debug)]
 pub(crate) struct Unfinished {
     path: PathBuf,
@@ -61,17 +62,69 @@ impl Unfinished {
         &self.path
     }
 
-    /// Gives it its place.
+    /// Gives it its place, over a file or an empty folder that is there.
     ///
     /// # Errors
-    /// The rename fails; it is removed then.
-    pub(crate) fn rename(self, place: &Path) -> io::Result<()> {
+    /// The rename fails; it stays unfinished then.
+    pub(crate) fn replace(&self, place: &Path) -> io::Result<()> {
+        self.put(place, |from, to| std::fs::rename(from, to))
+    }
+
+    /// Gives a file its place, which nothing may have.
+    ///
+    /// # Errors
+    /// `AlreadyExists`: something is there. The rename fails; it stays unfinished then.
+    pub(crate) fn put_new(&self, place: &Path) -> io::Result<()> {
+        self.put(place, rename_new)
+    }
+
+    fn put(&self, place: &Path, rename: impl Fn(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
         // A signal finds it either unfinished or in its place.
         let mut begun = begun();
-        std::fs::rename(&self.path, place)?;
+        rename(&self.path, place)?;
         begun.remove(&self.path);
         Ok(())
     }
+}
+
+/// Renames a file to a name that nothing has: what comes at the same moment is not replaced.
+fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
+    let lacks = |error: &io::Error| {
+        use io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
+        matches!(error.kind(), InvalidInput | PermissionDenied | Unsupported)
+    };
+    match rename_exclusively(from, to) {
+        Err(error) if lacks(&error) => {}
+        done => return done,
+    }
+    // Network file systems lack that call. A hard link is made once, whoever else tries.
+    match std::fs::hard_link(from, to) {
+        Err(error) if lacks(&error) => {}
+        done => return done.map(|()| drop(std::fs::remove_file(from))),
+    }
+    // Mounted object stores lack both. An empty file is made once, and only its maker renames over it.
+    File::options().write(true).create_new(true).open(to)?;
+    std::fs::rename(from, to).inspect_err(|_| drop(std::fs::remove_file(to)))
+}
+
+/// The system's own call for it; `Unsupported` where it has none.
+fn rename_exclusively(from: &Path, to: &Path) -> io::Result<()> {
+    use std::os::unix::ffi::OsStrExt as _;
+    let (from, to) = (CString::new(from.as_os_str().as_bytes())?, CString::new(to.as_os_str().as_bytes())?);
+    // SAFETY: both are texts that end in a zero byte and live until the call returns.
+    #[cfg(target_os = "linux")]
+    let status = unsafe {
+        libc::renameat2(libc::AT_FDCWD, from.as_ptr(), libc::AT_FDCWD, to.as_ptr(), libc::RENAME_NOREPLACE)
+    };
+    // SAFETY: as above.
+    #[cfg(target_vendor = "apple")]
+    let status = unsafe { libc::renamex_np(from.as_ptr(), to.as_ptr(), libc::RENAME_EXCL) };
+    #[cfg(not(any(target_os = "linux", target_vendor = "apple")))]
+    let status = {
+        drop((from, to));
+        return Err(io::ErrorKind::Unsupported.into());
+    };
+    if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 impl Drop for Unfinished {
@@ -179,6 +232,34 @@ pub(crate) fn is_alive(pid: u32) -> bool {
     !processes.join("self").exists() || processes.join(pid.to_string()).exists()
 }
 
+/// Whether anything has this name, be it a link that leads nowhere.
+///
+/// # Errors
+/// Storage: the system does not tell.
+pub(crate) fn is_there(path: &Path) -> Result<bool> {
+    match path.symlink_metadata() {
+        Ok(_) => Ok(true),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Ok(false)
+        }
+        Err(error) => Err(Error::io("look at", path, &error)),
+    }
+}
+
+/// The names in a folder, sorted, without those that are not UTF-8: this program gives and reads none.
+///
+/// # Errors
+/// Storage: the folder cannot be read.
+pub(crate) fn names_in(folder: &Path) -> Result<Vec<String>> {
+    let failed = |error| Error::io("read", folder, &error);
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(failed)? {
+        names.extend(entry.map_err(failed)?.file_name().into_string());
+    }
+    names.sort();
+    Ok(names)
+}
+
 /// Makes a folder with all that is in it last through a power cut.
 ///
 /// # Errors
@@ -262,7 +343,7 @@ mod tests {
         drop(Unfinished::of(path.clone(), &made).expect("handles"));
         assert!(!path.exists());
         let (path, made) = file(place.path(), "a.tmp-1");
-        Unfinished::of(path, &made).expect("handles").rename(&place.path().join("a")).expect("renamed");
+        Unfinished::of(path, &made).expect("handles").replace(&place.path().join("a")).expect("renamed");
         assert!(place.path().join("a").exists());
     }
 

@@ -9,9 +9,10 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::ops::Range;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use super::unfinished::{Unfinished, sync_folder};
+use super::unfinished::{Unfinished, names_in, sync_folder};
 use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
@@ -232,9 +233,7 @@ pub fn split(entries: &[WriteEntry], shard_bytes: u64) -> Vec<Vec<WriteEntry>> {
 }
 
 fn refuse_other_weights(folder: &Path, names: &[String]) -> Result<()> {
-    let entries = std::fs::read_dir(folder).map_err(|error| Error::io("write weights to", folder, &error))?;
-    for entry in entries.flatten() {
-        let Ok(name) = entry.file_name().into_string() else { continue };
+    for name in names_in(folder)? {
         let ours = names.contains(&name) || (name == INDEX_FILE && names.len() > 1);
         let weights = name.starts_with("model") && (name.ends_with(".safetensors") || name == INDEX_FILE);
         if weights && !ours {
@@ -311,8 +310,10 @@ struct UnfinishedFile {
 impl UnfinishedFile {
     fn create(path: &Path, needed: u64) -> Result<Self> {
         let temporary = Unfinished::beside(path, std::process::id());
-        // Not `create_new`: a dead process of the same id may have left one.
-        let file = File::create(&temporary).map_err(|error| Error::io("write", path, &error))?;
+        // Not `create_new`: a dead process of the same id may have left one. A link there is not followed.
+        let mut options = File::options();
+        options.write(true).create(true).truncate(true).custom_flags(libc::O_NOFOLLOW);
+        let file = options.open(&temporary).map_err(|error| Error::io("write", path, &error))?;
         let out = BufWriter::with_capacity(1 << 20, file);
         Ok(Self { path: path.into(), temporary, out, hasher: blake3::Hasher::new(), written: 0, needed })
     }
@@ -332,17 +333,17 @@ impl UnfinishedFile {
     }
 
     fn failed(&self, source: &io::Error) -> Error {
-        write_failed(&self.path, self.needed, source)
+        write_failed(&self.path, self.needed, "--output", source)
     }
 }
 
-/// The error of a write to `path`, a file of `needed` bytes.
-pub(crate) fn write_failed(path: &Path, needed: u64, source: &io::Error) -> Error {
+/// The error of a write to `path`, a file of `needed` bytes below what `option` names.
+pub(super) fn write_failed(path: &Path, needed: u64, option: &str, source: &io::Error) -> Error {
     let error = Error::new(ErrorCategory::Storage, format!("cannot write {}", path.display()))
         .because(format!("{source}; the file needs {}", units::bytes(needed)));
     match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            error.hint("make room on that disk, or choose another place with `--output`")
+            error.hint(format!("make room on that disk, or choose another place with `{option}`"))
         }
         _ => error,
     }

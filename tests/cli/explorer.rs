@@ -115,15 +115,25 @@ const elements = {};
 const document = {
   getElementById: id => elements[id] ??= element(id),
   querySelectorAll: () => [],
+  createElement: newNode,
+  createElementNS: (space, tag) => newNode(tag),
 };
+function newNode(tag) {
+  return { tag, style: {}, attributes: {}, children: [],
+    setAttribute(name, value) { this.attributes[name] = value; },
+    append(...children) { this.children.push(...children); },
+    replaceChildren(...children) { this.children = children; } };
+}
+function Option(text, value) { return Object.assign(newNode("option"), { value, children: [text] }); }
 function element(id) {
-  const list = new RegExp(`<select id="${id}">(.*?)</select>`).exec(html);
+  const list = new RegExp(`<select id="${id}">(.*?)</select>`).exec(page);
   const options = list ? [...list[1].matchAll(/<option(?: value="(.*?)")?( selected)?>(.*?)<\/option>/g)] : [];
   const values = options.map(option => ({ value: option[1] ?? option[3], isFirst: Boolean(option[2]) }));
-  const input = new RegExp(`<input id="${id}"[^>]* value="(.*?)"`).exec(html);
+  const input = new RegExp(`<input id="${id}"[^>]* value="(.*?)"`).exec(page);
   const chosen = values.find(option => option.isFirst) ?? values[0];
-  return { options: values, value: chosen?.value ?? input?.[1] ?? "", textContent: "", innerHTML: "" };
+  return Object.assign(newNode(id), { options: values, value: chosen?.value ?? input?.[1] ?? "", textContent: "" });
 }
+const texts = node => typeof node === "string" ? [node] : node.children.flatMap(texts);
 "#;
 
 /// The page of a plan after its script has run: the values of its controls, the sentence below its chart, and whether a mark shows where
@@ -134,12 +144,12 @@ fn opened(place: &Place, model: &str, args: &[&str]) -> Value {
     let (html, script) = page.split_once("<script>").unwrap();
     let script = script.split_once("</script>").unwrap().0.replace("\"use strict\";", "");
     let asked = r#"; JSON.stringify({ values: Object.fromEntries(Object.entries(elements).map(([id, e]) => [id, String(e.value)])),
-        said: $("crossover").textContent, marked: $("chart").innerHTML.includes("from here states are more"),
+        said: $("crossover").textContent, marked: texts($("chart")).includes("from here states are more than activations"),
         at: crossover(settings()), sides: [0.99, 1.01].map(part => {
           const m = memory(part * crossover(settings()), settings());
           return m.weights + m.gradients + m.optimizer > m.activations;
         }) })"#;
-    let code = format!("const html = {}; {DOCUMENT}; {script}{asked}", json!(html));
+    let code = format!("const page = {}; {DOCUMENT}; {script}{asked}", json!(html));
     let context = Context::full(&Runtime::new().unwrap()).unwrap();
     let text: String = context.with(|context| {
         context.eval(code).unwrap_or_else(|error| panic!("{error}: {:?}", context.catch().as_exception()))

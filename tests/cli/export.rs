@@ -727,8 +727,8 @@ fn an_output_that_exists() {
     assert_snapshot!(refused(&place, &GGUF), @"
     exit 1
     error: cannot write m.gguf
-      caused by: there is a file of that name
-    hint: give another name as `--output`, or remove the file
+      caused by: a file of that name exists
+    hint: give another path with `--output`, or remove the file
     ");
     assert_eq!(std::fs::read(place.path("m.gguf")).unwrap(), b"mine");
     assert_snapshot!(refused(&place, &["--model", "model", "--format", "gguf", "--output", "model"]), @"

@@ -47,6 +47,7 @@ mod monitoring;
 mod nan_policy;
 mod older_checkpoint;
 mod output_folder;
+mod outputs;
 mod planning;
 mod profile;
 mod qlora;

@@ -383,13 +383,19 @@ fn what_cannot_be_planned_is_one_error() {
         (&["--on", "own.toml"], "cannot understand the hardware in "),
         (&["--on=-8xH100-80GB"], "is no number of devices or hosts"),
         (&["--on", "-8xH100-80GB"], "is no number of devices or hosts"),
-        (&["--on", "4090", "--price", "-3/h"], "the amount is no number of 0 or more"),
+        (
+            &["--on", "4090", "--price", "-3/h"],
+            "`AMOUNT` is -3.0; accepted: 0 for none, or 1e-9 to 1000000000.0",
+        ),
         (&["--on", "4090", "--ranks", "2"], "cannot be used with '--ranks <N>'"),
-        (&["--on", "4090", "--price=-3/h"], "the amount is no number of 0 or more"),
+        (
+            &["--on", "4090", "--price=-3/h"],
+            "`AMOUNT` is -3.0; accepted: 0 for none, or 1e-9 to 1000000000.0",
+        ),
         (&["--on", "two.toml"], "unknown field `link`"),
         (&["--on", "bell.toml"], "accepted: a text without control characters"),
         (&["--on", "8xB300"], "no device is called \"B300\" (near: B200-180GB)"),
-        (&["--on", "4090", "--price", "3/h*0"], "what stands after `*` is no number above 0"),
+        (&["--on", "4090", "--price", "3/h*0"], "`COUNT` is 0.0; accepted: 1e-6 to 1000000000.0"),
         (&["--price", "3/h"], "nothing says how fast this machine is"),
         (&["--price", "3/h", "--ranks", "2"], "nothing says how fast this machine is"),
         (

@@ -1,15 +1,17 @@
-/* Strikes at a chosen one of the calls by which a process changes files below a folder: with an error, with SIGKILL or
- * with SIGINT. Preloaded; what it shall do stands in the environment:
+/* Strikes at a chosen one of the calls by which a process changes files below a folder: with an error, with SIGKILL, SIGINT
+ * or SIGSTOP. Preloaded; what it shall do stands in the environment:
  *   FAULT_ROOT    the folder, absolute; nothing else is counted
  *   FAULT_LOG     where each counted call gets a line: a letter and a path
- *   FAULT_OPS     the letters that count: o create, w write, t truncate, s fsync, r rename, m mkdir, u unlink or rmdir
+ *   FAULT_OPS     the letters that count: o create, w write, t truncate, s fsync, r rename, l link, m mkdir, u unlink or
+ *                 rmdir, i open what is there, d list a folder
  *   FAULT_ONLY    a part that a path must have to count
  *   FAULT_AT      the number of the call that is struck, from 1
- *   FAULT_DO      the number of an error, "kill" or "int"
+ *   FAULT_DO      the number of an error, "kill", "int" or "stop"
  *   FAULT_STICKY  the letters of which every later call is struck too
  *   FAULT_FREE    what a disk tells of its free bytes, from call FAULT_AT of fstatvfs on
  */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -73,6 +75,10 @@ static int strikes(char op, const char *path, const char *to) {
         syscall(SYS_kill, (long)getpid(), SIGKILL);
         for (;;) pause();
     }
+    if (!strcmp(what, "stop")) {
+        syscall(SYS_tgkill, (long)getpid(), syscall(SYS_gettid), SIGSTOP);
+        return 0;
+    }
     if (!strcmp(what, "int")) {
         syscall(SYS_kill, (long)getpid(), SIGINT);
         /* Time for whoever waits for the signal. */
@@ -112,6 +118,16 @@ int ftruncate64(int fd, off64_t length) { return strikes_file('t', fd) ? -1 : (i
 int rename(const char *from, const char *to) {
     return strikes('r', from, to) ? -1 : (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
 }
+int renameat2(int from_folder, const char *from, int to_folder, const char *to, unsigned flags) {
+    return strikes('r', from, to) ? -1 : (int)syscall(SYS_renameat2, from_folder, from, to_folder, to, flags);
+}
+int linkat(int from_folder, const char *from, int to_folder, const char *to, int flags) {
+    return strikes('l', from, to) ? -1 : (int)syscall(SYS_linkat, from_folder, from, to_folder, to, flags);
+}
+DIR *opendir(const char *path) {
+    DIR *(*next)(const char *) = (DIR *(*)(const char *))dlsym(RTLD_NEXT, "opendir");
+    return strikes('d', path, NULL) ? NULL : next(path);
+}
 int mkdir(const char *path, mode_t mode) {
     return strikes('m', path, NULL) ? -1 : (int)syscall(SYS_mkdirat, AT_FDCWD, path, mode);
 }
@@ -127,7 +143,7 @@ int unlinkat(int folder, const char *path, int flags) {
 }
 
 static int opened(int folder, const char *path, int flags, mode_t mode) {
-    if ((flags & O_CREAT) && strikes('o', path, NULL)) return -1;
+    if (strikes(flags & O_CREAT ? 'o' : 'i', path, NULL)) return -1;
     return (int)syscall(SYS_openat, folder, path, flags, mode);
 }
 #define MODE(flags) \

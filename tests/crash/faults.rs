@@ -49,7 +49,7 @@ pub(crate) fn preloaded(name: &str, source: &str) -> Result<PathBuf, String> {
 pub(crate) struct Fault<'a> {
     /// The number of the call, from 1; 0: none is struck.
     pub(crate) at: usize,
-    /// The number of an error, `kill` or `int`.
+    /// The number of an error, `kill`, `int` or `stop`.
     pub(crate) what: String,
     /// Letters of calls that count; empty: all.
     pub(crate) ops: &'a str,

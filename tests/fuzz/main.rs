@@ -19,6 +19,7 @@ mod long_text;
 mod mutate;
 mod network;
 mod seeds;
+mod sizing;
 mod targets;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

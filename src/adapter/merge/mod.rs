@@ -100,7 +100,7 @@ pub fn merge(
     let dtype = changes.dtype;
     sidecar_files::copy(
         base.folder(),
-        TokenizerFiles::find(adapter.folder()).as_ref(),
+        TokenizerFiles::find(adapter.folder())?.as_ref(),
         folder.path(),
         changes,
     )?;

@@ -32,7 +32,7 @@ pub fn write_adapter(
     kind: GgufType,
     output: &Path,
 ) -> Result<Exported> {
-    writer::refuse_existing(output)?;
+    writer::OUTPUT.refuse_taken(output)?;
     let block = match kind {
         GgufType::F32 => BlockType::F32,
         GgufType::F16 => BlockType::F16,

@@ -21,7 +21,7 @@ use std::path::Path;
 
 pub use lora::write_adapter;
 pub use types::GgufType;
-pub use writer::refuse_existing;
+pub use writer::OUTPUT;
 
 use crate::error::{Error, Result};
 use crate::model::{Family, ModelConfig};
@@ -63,7 +63,7 @@ pub fn write_model(
     kind: GgufType,
     output: &Path,
 ) -> Result<Exported> {
-    writer::refuse_existing(output)?;
+    OUTPUT.refuse_taken(output)?;
     let planned = tensors::plan(config, files)?;
     let vocabulary = Vocabulary::read(files.folder(), config.vocab_size)?;
     let raw = sidecar_files::read_config(files.folder())?;

@@ -2,17 +2,19 @@
 //!
 //! Layout and type numbers are those of ggml's `gguf.h` (docs/gguf.md in ggml-org/ggml). Everything is little-endian; each
 //! tensor starts at a multiple of [`ALIGNMENT`] after the header. The caller lists the tensors, then is asked for the
-//! bytes of each in turn, so no more than a part of one tensor is held. The file is written beside its place, flushed,
-//! then renamed: it appears whole or not at all.
+//! bytes of each in turn, so no more than a part of one tensor is held. The file appears whole or not at all, and replaces
+//! nothing ([`OutputKind`]).
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::{self, BufWriter, ErrorKind, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::types::BlockType;
 use crate::error::{Error, Result};
-use crate::weights::{Unfinished, sweep, sync_folder, write_failed};
+use crate::weights::{OutputFile, OutputKind};
+
+/// The file that an export writes: it takes long, and what has its name may be the only copy.
+pub const OUTPUT: OutputKind =
+    OutputKind { what: "a GGUF", option: "--output", example: "model.gguf", replaces: None };
 
 /// What readers assume where `general.alignment` is not given.
 const ALIGNMENT: u64 = 32;
@@ -121,7 +123,7 @@ impl TensorEntry {
 pub(super) struct Sink<'a> {
     entry: &'a TensorEntry,
     left: u64,
-    file: &'a mut UnfinishedGguf,
+    file: &'a mut OutputFile,
 }
 
 impl Sink<'_> {
@@ -150,10 +152,11 @@ pub(super) fn write(
     entries: &[TensorEntry],
     mut write: impl FnMut(&TensorEntry, &mut Sink<'_>) -> Result<()>,
 ) -> Result<u64> {
-    refuse_existing(path)?;
     let header = header(metadata, entries)?;
     let data: u64 = entries.iter().map(|entry| entry.bytes().next_multiple_of(ALIGNMENT)).sum();
-    let mut file = UnfinishedGguf::create(path, header.len() as u64 + data)?;
+    let folder = path.parent().unwrap_or(path);
+    std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
+    let mut file = OUTPUT.create(path, header.len() as u64 + data)?;
     file.put(&header)?;
     for entry in entries {
         let mut sink = Sink { entry, left: entry.bytes(), file: &mut file };
@@ -165,27 +168,10 @@ pub(super) fn write(
                 entry.bytes()
             )));
         }
-        file.pad()?;
+        let padding = file.written().next_multiple_of(ALIGNMENT) - file.written();
+        file.put(&[0; ALIGNMENT as usize][..padding as usize])?;
     }
     file.commit()
-}
-
-/// Refuses a place that is taken: an export is long, and what is there may be the only copy.
-///
-/// # Errors
-/// The user's: something is at `path`.
-pub fn refuse_existing(path: &Path) -> Result<()> {
-    let refused = Error::user(format!("cannot write {}", path.display()));
-    match std::fs::symlink_metadata(path) {
-        Ok(found) if found.is_dir() => Err(refused
-            .because("it is a folder; a GGUF is one file")
-            .hint(format!("write `--output {}`", path.join("model.gguf").display()))),
-        Ok(_) => Err(refused
-            .because("there is a file of that name")
-            .hint("give another name as `--output`, or remove the file")),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(Error::io("write", path, &error)),
-    }
 }
 
 fn header(metadata: &GgufMetadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
@@ -227,61 +213,6 @@ fn header(metadata: &GgufMetadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A file under its temporary name; dropped before [`UnfinishedGguf::commit`], it leaves nothing.
-struct UnfinishedGguf {
-    path: PathBuf,
-    temporary: Unfinished,
-    out: BufWriter<File>,
-    written: u64,
-    needed: u64,
-}
-
-impl UnfinishedGguf {
-    fn create(path: &Path, needed: u64) -> Result<Self> {
-        let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
-        std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
-        // What killed processes left of theirs goes.
-        let name = path.file_name().unwrap_or_default();
-        sweep(folder, |base| base == name.to_string_lossy());
-        let temporary = Unfinished::beside(path, std::process::id());
-        let cannot = |error: io::Error| Error::io("write", path, &error);
-        let opened = File::options().write(true).create_new(true).open(&temporary);
-        let file = opened.map_err(|error| match error.kind() {
-            io::ErrorKind::AlreadyExists => Error::user(format!("cannot write to {}", path.display()))
-                .because(format!("its temporary name, {}, is taken", temporary.display()))
-                .hint(format!("`rm {}` if no other process writes it, and start again", temporary.display())),
-            _ => cannot(error),
-        })?;
-        let temporary = Unfinished::of(temporary, &file).map_err(cannot)?;
-        let out = BufWriter::with_capacity(1 << 20, file);
-        Ok(Self { path: path.into(), temporary, out, written: 0, needed })
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.out.write_all(bytes).map_err(|error| self.failed(&error))?;
-        self.written += bytes.len() as u64;
-        Ok(())
-    }
-
-    fn pad(&mut self) -> Result<()> {
-        let missing = self.written.next_multiple_of(ALIGNMENT) - self.written;
-        self.put(&[0; ALIGNMENT as usize][..missing as usize])
-    }
-
-    fn commit(mut self) -> Result<u64> {
-        self.out.flush().map_err(|error| self.failed(&error))?;
-        self.out.get_ref().sync_all().map_err(|error| self.failed(&error))?;
-        let UnfinishedGguf { path, temporary, written, needed, .. } = self;
-        temporary.rename(&path).map_err(|error| write_failed(&path, needed, &error))?;
-        path.parent().map_or(Ok(()), sync_folder)?;
-        Ok(written)
-    }
-
-    fn failed(&self, source: &io::Error) -> Error {
-        write_failed(&self.path, self.needed, source)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -319,6 +250,6 @@ mod tests {
         }
         write(&path, &GgufMetadata::default(), &entry, |_, sink| sink.write(&[0; 16])).expect("16 bytes");
         let again = write(&path, &GgufMetadata::default(), &entry, |_, sink| sink.write(&[0; 16]));
-        assert!(again.expect_err("exists").to_string().contains("there is a file of that name"));
+        assert!(again.expect_err("exists").to_string().contains("a file of that name exists"));
     }
 }

@@ -141,9 +141,9 @@ impl AlarmDesk {
     /// Adds a line to the file, which is made with the first.
     fn write(&mut self, alarm: &Alarm) {
         let line = serde_json::to_string(alarm).unwrap_or_default();
-        // Whoever opens a pipe for writing waits for its reader.
-        let file =
-            OpenOptions::new().append(true).create(true).custom_flags(libc::O_NONBLOCK).open(&self.file);
+        // Whoever opens a pipe for writing waits for its reader, and a link may have come while the run was at work.
+        let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
+        let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(&self.file);
         let written = file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
         if let Err(error) = written
             && !std::mem::replace(&mut self.cannot_write, true)

@@ -6,11 +6,12 @@
 //! figures and texts, all of which are shown as text whatever stands in them.
 //!
 //! - `curves`: sections made of metrics.jsonl. `sections`: what the run was given and planned.
-//! - `chart`: SVG. `markup`: text, numbers and tables. `style`: colours and layout.
+//! - `chart`: SVG. `markup`: text, numbers and tables. `style`: colours and layout. `policy`: nothing else may run.
 
 mod chart;
 mod curves;
 mod markup;
+mod policy;
 mod sections;
 mod style;
 
@@ -19,6 +20,7 @@ use std::path::Path;
 
 use self::curves::Curves;
 use self::markup::escape;
+pub use self::policy::content_policy;
 use self::style::STYLE;
 use super::memory::MemoryComparison;
 use super::metrics::MetricsEntry;
@@ -97,11 +99,13 @@ impl HtmlReport<'_> {
     pub fn render(&self) -> String {
         let curves = Curves::of(self.entries);
         let title = escape(self.title);
+        let style = format!("<style>{STYLE}</style>");
         let mut page = format!(
-            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">{}\
              <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
              <meta name=\"color-scheme\" content=\"light dark\"><title>{title}</title>\n\
-             <style>{STYLE}</style></head><body>\n<header>\n<h1>{title}</h1>\n"
+             {style}</head><body>\n<header>\n<h1>{title}</h1>\n",
+            content_policy(&style)
         );
         page += &self.opening(&curves);
         page += "</header>\n<main>\n";

@@ -1,12 +1,9 @@
 //! The probe in the self-test: whether each instruction of the kernels does on this device what was recorded of it.
 
-use std::fs;
-use std::path::Path;
-
 use candle_core::{Device, DeviceLocation};
 
 use crate::error::{Error, Result};
-use crate::ops::gpu::probe::ProbeDump;
+use crate::ops::gpu::probe::{HEAD, ProbeDump};
 use crate::runtime::device;
 
 /// What the instructions of a device left in its registers, beside what was recorded.
@@ -20,6 +17,9 @@ pub struct ProbeReport {
 }
 
 impl ProbeReport {
+    /// The beginning of every file with a dump.
+    pub const HEAD: &str = HEAD;
+
     /// Runs the probe on `device`; none where operations compute without kernels, as on the CPU.
     ///
     /// # Errors
@@ -54,12 +54,9 @@ impl ProbeReport {
         Some(self.differences.iter().fold(Error::internal(what), Error::because))
     }
 
-    /// Writes the dump to a file to be kept.
-    ///
-    /// # Errors
-    /// The file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<()> {
-        fs::write(path, self.dump.text()).map_err(|error| Error::io("write", path, &error))
+    /// The text of a file that keeps the dump; it begins with [`ProbeReport::HEAD`].
+    pub fn text(&self) -> String {
+        self.dump.text()
     }
 }
 

@@ -6,7 +6,7 @@ use super::launches::{Agreement, ProbeInstruction, launches};
 use crate::error::{Error, Result};
 
 /// What stands at the head of a file with a dump.
-const HEAD: &str = "\
+pub(crate) const HEAD: &str = "\
 # What each instruction of compute/kernels/probe.cu leaves in the registers of the threads that run it:
 # a line a register, in it a word for each thread. `finetune doctor --selftest --probe FILE` writes such a file.
 ";

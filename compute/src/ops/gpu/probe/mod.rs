@@ -15,7 +15,7 @@ mod tests;
 
 use candle_core::{DType, Device, Tensor};
 
-pub(crate) use self::dump::{DumpedInstruction, ProbeDump};
+pub(crate) use self::dump::{DumpedInstruction, HEAD, ProbeDump};
 use self::launches::launches;
 use super::driver_of;
 use crate::error::Result;

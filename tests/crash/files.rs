@@ -1,0 +1,151 @@
+//! Files at a path of the user's on disks that are full or lack calls, and folders that cannot be read for a moment.
+
+use std::process::{Command, Stdio};
+
+use finetune::checkpoint;
+
+use crate::faults::{Fault, library};
+use crate::place::{Place, lora};
+use crate::{Done, finish, names, told};
+
+/// A place with a folder `made` for what is made.
+fn prepared() -> Place {
+    let place = Place::new();
+    std::fs::create_dir(place.path("made")).unwrap();
+    place
+}
+
+/// A command that writes `made/NAME`, as users name it.
+fn writing(place: &Place, name: &str) -> Command {
+    let path = place.path("made").join(name).display().to_string();
+    if name.ends_with(".gguf") {
+        return place
+            .command(&["export", "--model", "model", "--format", "gguf", "--quiet", "--output", &path]);
+    }
+    place.command(&["plan", "--model", "model", "--on", "4090", "--quiet", "--html", &path])
+}
+
+fn struck(place: &Place, name: &str, fault: Fault<'_>) -> Done {
+    let mut command = writing(place, name);
+    fault.strike(&mut command, &place.path("made"), None);
+    finish(&mut command)
+}
+
+/// A full disk, at each write and at the flush: 74, what was there stays and nothing else is there.
+#[test]
+fn a_full_disk_leaves_what_was_there() {
+    if library().is_none() {
+        return;
+    }
+    let place = prepared();
+    let made = place.path("made");
+    let full = |ops, at| Fault { at, what: libc::ENOSPC.to_string(), ops, sticky: "wos", ..Fault::default() };
+    for name in ["p.html", "m.gguf"] {
+        for (ops, at) in [("o", 1), ("w", 1), ("s", 1)] {
+            let done = struck(&place, name, full(ops, at));
+            assert_eq!(done.code, Some(74), "{name}, {ops}: {done:?}");
+            assert!(done.errors.contains("No space left on device"), "{done:?}");
+            assert_eq!(names(&made), [""; 0], "{name}, {ops}");
+        }
+    }
+    assert_eq!(finish(&mut writing(&place, "p.html")).code, Some(0));
+    let before = std::fs::read(made.join("p.html")).unwrap();
+    for ops in ["o", "w", "s", "r"] {
+        let done = struck(&place, "p.html", full(ops, 1));
+        assert_eq!(done.code, Some(74), "{ops}: {done:?}");
+        assert!(done.errors.contains("or choose another place with `--html`"), "{done:?}");
+        assert!(std::fs::read(made.join("p.html")).unwrap() == before, "{ops}");
+        assert_eq!(names(&made), ["p.html"], "{ops}");
+    }
+}
+
+/// File systems without an exclusive rename, and those without hard links too: the file has its name all the same, and
+/// what came meanwhile stays.
+#[test]
+fn file_systems_that_lack_calls() {
+    if library().is_none() {
+        return;
+    }
+    let place = prepared();
+    let made = place.path("made");
+    let lacks = |ops, what: i32| Fault { at: 1, what: what.to_string(), ops, ..Fault::default() };
+    for name in ["p.html", "m.gguf"] {
+        let exclusive = lacks("r", libc::EINVAL);
+        let neither = Fault { sticky: "l", ..lacks("r", libc::EPERM) };
+        for fault in [exclusive, neither] {
+            let done = struck(&place, name, fault.clone());
+            assert_eq!(done.code, Some(0), "{fault:?}: {done:?}");
+            assert_eq!(names(&made), [name], "{fault:?}");
+            std::fs::remove_file(made.join(name)).unwrap();
+        }
+    }
+}
+
+/// A file that comes right before an export gives its own the name: it stays, with 1, and nothing else is left.
+#[test]
+fn a_file_that_comes_meanwhile_stays() {
+    if library().is_none() {
+        return;
+    }
+    for ops in ["w", "r"] {
+        let place = prepared();
+        let made = place.path("made");
+        let mut command = writing(&place, "m.gguf");
+        Fault { at: 1, what: "stop".into(), ops, ..Fault::default() }.strike(&mut command, &made, None);
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let (pid, mut status) = (child.id() as libc::pid_t, 0);
+        // SAFETY: the child is this process's own, and `status` lives until the call returns.
+        let waited = unsafe { libc::waitpid(pid, &mut status, libc::WUNTRACED) };
+        assert!(waited == pid && libc::WIFSTOPPED(status), "{ops}: it did not stop");
+        std::fs::write(made.join("m.gguf"), "precious").unwrap();
+        // SAFETY: as above; it has not been waited for to its end.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
+        let done = told(child.wait_with_output().unwrap());
+        assert_eq!(done.code, Some(1), "{ops}: {done:?}");
+        assert!(done.errors.contains("it came while finetune wrote the new file"), "{done:?}");
+        assert_eq!(std::fs::read(made.join("m.gguf")).unwrap(), b"precious");
+        assert_eq!(names(&made), ["m.gguf"], "{ops}");
+    }
+}
+
+/// The system's limit of open files, met for a moment: the folder is not taken for a used one, nor the newest checkpoint for
+/// a damaged one.
+#[test]
+fn a_folder_that_cannot_be_listed_now_is_not_in_use() {
+    if library().is_none() {
+        return;
+    }
+    let place = Place::new();
+    let out = place.path("out");
+    let run = |more: &[&str]| {
+        let sets = ["--quiet", "--set", "checkpoint.save_steps=2", "--set", "log.tensorboard=false"];
+        let output = out.display().to_string();
+        let args = lora(&[&sets[..], more].concat());
+        let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { &*output } else { arg }).collect();
+        place.command(&args)
+    };
+    let limited = |mut command: Command, ops, only| {
+        let what = libc::EMFILE.to_string();
+        Fault { at: 1, what, ops, only, ..Fault::default() }.strike(&mut command, &out, None);
+        let done = finish(&mut command);
+        let wrong =
+            ["not empty", "damaged", "passed over", "in use"].iter().any(|word| done.errors.contains(word));
+        assert!(done.code.is_some_and(|code| code != 0) && !wrong, "{ops} {only}: {done:?}");
+        assert!(done.errors.contains("Too many open files"), "{ops} {only}: {done:?}");
+    };
+    // What a run leaves that never began.
+    std::fs::create_dir_all(out.join(".finetune")).unwrap();
+    std::fs::write(out.join(".finetune/lock"), "").unwrap();
+    limited(run(&[]), "d", ".finetune");
+    limited(run(&[]), "d", "");
+    assert_eq!(finish(&mut run(&[])).code, Some(0));
+    let before = crate::tree(&out);
+    let longer = ["--resume", "--set", "train.max_steps=6"];
+    limited(run(&longer), "i", "checkpoint-4/manifest.json");
+    limited(run(&longer), "d", "checkpoint-4");
+    assert!(crate::tree(&out) == before);
+    assert_eq!(finish(&mut run(&longer)).code, Some(0));
+    let (newest, passed) = checkpoint::newest(&out).unwrap();
+    assert_eq!((newest.unwrap().state.step, passed.len()), (6, 0));
+    assert!(!names(&out).iter().any(|name| name.contains("aside")));
+}
