@@ -20,6 +20,8 @@ mod child;
 mod damage;
 #[path = "crash/faults.rs"]
 mod faults;
+#[path = "crash/few_threads.rs"]
+mod few_threads;
 #[path = "crash/folders.rs"]
 mod folders;
 #[path = "crash/kills.rs"]

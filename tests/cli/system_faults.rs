@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::place::{Place, lora};
 
 /// `command` as a shell runs it after `setup`.
-fn in_shell(setup: &str, command: &Command) -> Command {
+pub(crate) fn in_shell(setup: &str, command: &Command) -> Command {
     let mut shell = Command::new("sh");
     shell
         .args(["-c", &format!("{setup}; exec \"$0\" \"$@\"")])

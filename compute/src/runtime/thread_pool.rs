@@ -5,6 +5,7 @@
 //! (43,000 switches of threads a step against 3,400). So steps run inside, and the pool's other threads stay awake
 //! meanwhile: between two ops, some ten thousand times a step, rayon would put them to sleep and wake them again.
 
+use std::error::Error as _;
 use std::ffi::OsString;
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -92,9 +93,27 @@ pub fn run_in_pool<R: Send>(device: &Device, work: impl FnOnce() -> R + Send) ->
 pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
     // The stack of a main thread.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(8 << 20).build();
-    let failed =
-        |e: rayon::ThreadPoolBuildError| Error::internal("cannot start threads").because(e.to_string());
-    pool.map_err(failed)?.install(work)
+    pool.map_err(|error| refused(&error))?.install(work)
+}
+
+/// Starts the threads of the pool that all share. Without this call rayon starts them at their first use, and panics where
+/// the system refuses one. A pool that has been started stays.
+///
+/// # Errors
+/// [`Error::cannot_start`].
+pub fn start() -> Result<()> {
+    match rayon::ThreadPoolBuilder::new().build_global() {
+        Err(error) if error.source().is_some() => Err(refused(&error)),
+        // Only a pool that is there already is an error without a source.
+        _ => Ok(()),
+    }
+}
+
+fn refused(error: &rayon::ThreadPoolBuildError) -> Error {
+    match error.source().and_then(|source| source.downcast_ref()) {
+        Some(source) => Error::cannot_start("the threads that compute", source),
+        None => Error::internal("cannot start the threads that compute").because(error.to_string()),
+    }
 }
 
 /// Refuses what the environment says of the number of threads where rayon would start so many that the machine breaks
