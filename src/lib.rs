@@ -5,7 +5,7 @@
 //!
 //! | floor | modules | what lives there |
 //! |---|---|---|
-//! | 0 | [`error`], [`contained`], [`instruction_set`], [`units`], [`median`], [`rounding`], [`recipe::enums`], `private_file`, `address`, `clock`, `program` | the one error type and files that are given, panics of foreign code, the processor's instructions, human-readable sizes, the median of times, f32 to bf16, the closed choices of the recipe, files that hold secrets, addresses that requests go to, the wall clock, programs to start |
+//! | 0 | [`error`], [`contained`], [`threads`], [`instruction_set`], [`units`], [`median`], [`rounding`], [`recipe::enums`], `private_file`, `address`, `clock`, `program` | the one error type and files that are given, panics of foreign code, how threads start, the processor's instructions, human-readable sizes, the median of times, f32 to bf16, the closed choices of the recipe, files that hold secrets, addresses that requests go to, the wall clock, programs to start |
 //! | 1 | [`quant`], [`stored_dtype`], [`recipe`], [`rendezvous`], `hub`, [`report`] | number formats; what the TOML may say; how processes meet; downloads; all that a run prints or logs |
 //! | 2 | [`runtime`] | the machine, devices, thread pool, allocator, memory of tensors, parameter storage, random numbers |
 //! | 3 | [`collective`] | sums, gathers, broadcasts and messages between ranks |
@@ -48,5 +48,5 @@ pub mod sizing;
 pub mod weights;
 
 pub use finetune_compute::{
-    contained, error, instruction_set, median, ops, quant, rounding, runtime, stored_dtype, units,
+    contained, error, instruction_set, median, ops, quant, rounding, runtime, stored_dtype, threads, units,
 };

@@ -1,8 +1,6 @@
 //! The `finetune` binary: arguments to a command, a command to an exit code.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
-use std::fmt::Display;
-use std::io::Write;
 use std::panic::{PanicHookInfo, catch_unwind, set_hook};
 use std::process::{ExitCode, exit};
 
@@ -11,7 +9,7 @@ use finetune::commands;
 use finetune::contained;
 use finetune::data::{sandbox, sandboxed};
 use finetune::error::ErrorCategory;
-use finetune::report::{alerts::guard, printable, ui::restore_screen};
+use finetune::report::{alerts::guard, finish, say, ui::restore_screen};
 use finetune::runtime::allocator::use_one_heap;
 use finetune::runtime::fault_signals::make_large_files_errors;
 
@@ -23,20 +21,16 @@ fn main() -> ExitCode {
     sandbox::run_in_this_program();
     use_one_heap();
     make_large_files_errors();
-    match catch_unwind(|| cli::parse()?.run_by(commands::run)) {
-        Ok(Ok(code)) => ExitCode::from(code),
+    let code = match catch_unwind(|| cli::parse()?.run_by(commands::run)) {
+        Ok(Ok(code)) => code,
         Ok(Err(error)) => {
             say(&error);
-            ExitCode::from(error.kind().exit_code())
+            error.kind().exit_code()
         }
-        Err(_) => ExitCode::from(ErrorCategory::Internal.exit_code()),
-    }
-}
-
-/// One message to the standard error, with nothing in it that a terminal obeys; where nobody listens there is nobody to
-/// tell.
-fn say(message: &dyn Display) {
-    drop(writeln!(std::io::stderr(), "{}", printable(&message.to_string())));
+        Err(_) => ErrorCategory::Internal.exit_code(),
+    };
+    finish();
+    ExitCode::from(code)
 }
 
 /// A panic is a bug of this program, whichever thread it stops; but a reader of our output who has gone, as in `| head`,

@@ -26,6 +26,8 @@ mod end;
 mod faults;
 #[path = "crash/files.rs"]
 mod files;
+#[path = "crash/few_threads.rs"]
+mod few_threads;
 #[path = "crash/folders.rs"]
 mod folders;
 #[path = "crash/kills.rs"]

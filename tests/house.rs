@@ -37,6 +37,7 @@ mod signatures;
 const FLOORS: &[(&str, u32)] = &[
     ("contained", 0),
     ("error", 0),
+    ("threads", 0),
     ("instruction_set", 0),
     ("units", 0),
     ("median", 0),

@@ -6,12 +6,14 @@
 
 mod device_fault;
 pub mod input_file;
+mod system_limit;
 
 use std::fmt;
 use std::path::Path;
 use std::sync::OnceLock;
 
 pub use self::device_fault::DeviceFault;
+pub use self::system_limit::SystemLimit;
 
 /// `Result` with the project's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -106,8 +108,12 @@ impl Error {
     }
 
     /// An I/O failure while doing `what` to `path`. A missing file, and one whose contents are not what was read (text that is
-    /// no UTF-8), are the user's fault, the rest is storage's.
+    /// no UTF-8), are the user's fault. A limit on open files or memory is transient, and named. The rest is storage's.
     pub fn io(what: &str, path: &Path, source: &std::io::Error) -> Self {
+        let what = format!("cannot {what} {}", path.display());
+        if let Some(limit) = SystemLimit::of(source) {
+            return Self::of_limit(what, limit, source);
+        }
         let kind = match source.kind() {
             std::io::ErrorKind::NotFound
             | std::io::ErrorKind::InvalidData
@@ -115,7 +121,21 @@ impl Error {
             | std::io::ErrorKind::NotADirectory => ErrorCategory::User,
             _ => ErrorCategory::Storage,
         };
-        Self::new(kind, format!("cannot {what} {}", path.display())).because(source.to_string())
+        Self::new(kind, what).because(source.to_string())
+    }
+
+    /// The system did not start `what`, a thread or a process. A limit that it has met is transient, and named; anything
+    /// else is internal.
+    pub fn cannot_start(what: impl fmt::Display, source: &std::io::Error) -> Self {
+        let what = format!("cannot start {what}");
+        match SystemLimit::at_start(source) {
+            Some(limit) => Self::of_limit(what, limit, source),
+            None => Self::internal(what).because(source.to_string()),
+        }
+    }
+
+    fn of_limit(what: String, limit: SystemLimit, source: &std::io::Error) -> Self {
+        Self::new(ErrorCategory::Transient, what).because(source.to_string()).hint(limit.hint())
     }
 
     /// A GPU failed, in the words of its libraries, while something was done.

@@ -11,6 +11,7 @@ pub mod quant;
 pub mod rounding;
 pub mod runtime;
 pub mod stored_dtype;
+pub mod threads;
 pub mod units;
 
 /// The part of the recipe that every floor knows.

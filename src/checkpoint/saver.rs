@@ -10,10 +10,10 @@
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Mutex, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
@@ -27,6 +27,7 @@ use crate::collective::{Call, Collective};
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::trace::{self, SpanInfo, SpanKind};
+use crate::threads;
 use crate::weights::AtomicDir;
 
 /// How often the first rank looks for the files of the others, at first and later.
@@ -41,9 +42,8 @@ const PATIENCE: Duration = Duration::from_secs(3);
 pub struct SaveThreads(Mutex<Vec<JoinHandle<()>>>);
 
 impl SaveThreads {
-    fn start(&self, output: &Path, work: impl FnOnce() + Send + 'static) -> Result<()> {
-        let thread = Builder::new().name("checkpoint".into()).spawn(work);
-        let thread = thread.map_err(|e| Error::io("start a thread for", output, &e))?;
+    fn start(&self, work: impl FnOnce() + Send + 'static) -> Result<()> {
+        let thread = threads::start("checkpoint", work)?;
         let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         threads.retain(|thread| !thread.is_finished());
         threads.push(thread);
@@ -171,7 +171,7 @@ impl<'a> Saver<'a> {
         let ((say_share, share), (say_end, end), (parts, all_parts)) = (channel(), channel(), channel());
         let work = SaveTask { state, tensors, options, shared, rank, size, share: say_share, all_parts };
         let recorder = trace::recorder();
-        self.writers.start(&self.options.output, move || {
+        self.writers.start(move || {
             let _member = recorder.as_ref().map(|recorder| recorder.join(1));
             let _span = trace::span(|| {
                 SpanInfo::new(SpanKind::Save, "write checkpoint").index(work.state.step as usize)

@@ -1,5 +1,6 @@
 //! Arguments to a [`Cli`], or what was shown instead of running: help, the version, what is wrong with the arguments.
 
+use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 
 use clap::Parser;
@@ -32,8 +33,9 @@ impl ParsedArgs {
 /// Reads the arguments of the process; shows what is to be shown.
 ///
 /// # Errors
-/// Storage: help or version cannot be written, such as to a full disk. A reader who has gone wanted no more of it.
+/// Usage: a word is not UTF-8. Storage: help or version cannot be written, such as to a full disk. A reader who has gone wanted no more of it.
 pub fn parse() -> Result<ParsedArgs> {
+    check_encoding(std::env::args_os().skip(1))?;
     let error = match Cli::try_parse() {
         Ok(cli) => return Ok(ParsedArgs::Run(Box::new(cli))),
         Err(error) => error,
@@ -45,5 +47,51 @@ pub fn parse() -> Result<ParsedArgs> {
             Err(Error::new(ErrorCategory::Storage, "cannot write the output").because(why.to_string()))
         }
         _ => Ok(ParsedArgs::Shown(code)),
+    }
+}
+
+/// Refuses a word that is not UTF-8, of whatever argument: recipes and the records of a run, which are UTF-8, could not name
+/// such a path again.
+fn check_encoding(words: impl Iterator<Item = OsString>) -> Result<()> {
+    let mut before = None;
+    for word in words {
+        let Some(text) = word.to_str() else {
+            // Lossy only in the part before `=`, which clap would not know.
+            let lossy = word.to_string_lossy();
+            let flag = lossy.split_once('=').map(|(flag, _)| flag.to_owned()).or(before);
+            let flag = flag.filter(|flag| flag.starts_with("--"));
+            let bytes = word.as_encoded_bytes().escape_ascii();
+            let what =
+                flag.map_or("cannot use an argument".to_owned(), |flag| format!("cannot use `{flag}`"));
+            return Err(Error::new(ErrorCategory::Usage, what)
+                .because(format!("`{bytes}` is not UTF-8; accepted: names in UTF-8"))
+                .hint("rename the file or folder, or make a link to it whose name is UTF-8"));
+        };
+        before = Some(text.to_owned());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[cfg(unix)]
+mod tests {
+    use std::os::unix::ffi::OsStringExt as _;
+
+    use super::*;
+
+    #[test]
+    fn the_argument_that_is_not_utf8_is_named() {
+        let check =
+            |words: &[&[u8]]| check_encoding(words.iter().map(|word| OsString::from_vec(word.to_vec())));
+        assert!(check(&[b"--model", "é".as_bytes(), b"--quiet"]).is_ok());
+        for (words, what, shown) in [
+            (&[&b"--model"[..], b"a\xff/b"][..], "cannot use `--model`", "`a\\xff/b` is"),
+            (&[&b"--quiet"[..], b"--output=\xe9\x1b"], "cannot use `--output`", "`--output=\\xe9\\x1b` is"),
+            (&[&b"inspect"[..], b"\xff"], "cannot use an argument", "`\\xff` is"),
+        ] {
+            let error = check(words).unwrap_err();
+            assert_eq!((error.kind(), error.what()), (ErrorCategory::Usage, what));
+            assert!(error.causes()[0].starts_with(shown), "{error}");
+        }
     }
 }

@@ -16,7 +16,7 @@
 //! lid) and goes on finds its ranks no later than they were.
 
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Phase;
@@ -25,6 +25,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::locked;
 use crate::runtime::clock;
 use crate::runtime::machine::{WorkDone, work_done};
+use crate::threads;
 use crate::units;
 
 /// A silence that many times as long as the longest so far counts as a hang.
@@ -159,11 +160,7 @@ impl HangWatch {
             ended: Condvar::new(),
         });
         let theirs = Arc::clone(&shared);
-        let thread = Builder::new().name("hang watch".into()).spawn(move || theirs.run(end));
-        let thread = thread.map_err(|error| {
-            Error::new(ErrorCategory::Transient, "cannot start the watch over the ranks")
-                .because(error.to_string())
-        })?;
+        let thread = threads::start("hang watch", move || theirs.run(end))?;
         Ok(HangWatch { shared, thread: Some(thread) })
     }
 
@@ -384,7 +381,7 @@ impl WatchShared {
             }
         };
         // Nobody can be told then; the process ends all the same.
-        drop(Builder::new().name("hang report".into()).spawn(tell));
+        drop(threads::start("hang report", tell));
         if !self.is_over(LAST_WORDS) {
             end(&report.error);
         }

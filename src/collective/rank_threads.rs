@@ -2,9 +2,10 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::thread::{Builder, Scope, ScopedJoinHandle};
+use std::thread::{Scope, ScopedJoinHandle};
 
 use crate::error::{Error, ErrorCategory, Result};
+use crate::threads;
 
 /// Stack of a rank's thread: a main thread's, which is what a single rank has.
 const STACK_BYTES: usize = 8 << 20;
@@ -37,11 +38,7 @@ pub(super) fn start<'scope, T: Send + 'scope>(
     rank: usize,
     work: impl FnOnce() -> Result<T> + Send + 'scope,
 ) -> Result<ScopedJoinHandle<'scope, Result<T>>> {
-    let builder = Builder::new().name(format!("rank-{rank}")).stack_size(STACK_BYTES);
-    builder.spawn_scoped(scope, work).map_err(|error| {
-        Error::new(ErrorCategory::Transient, format!("cannot start a thread for rank {rank}"))
-            .because(error.to_string())
-    })
+    threads::start_in(scope, &format!("rank-{rank}"), Some(STACK_BYTES), work)
 }
 
 /// Waits for a rank's thread.

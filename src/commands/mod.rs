@@ -43,6 +43,9 @@ use crate::setup::{
 pub fn run(cli: Cli) -> Result<()> {
     thread_pool::check_environment(&|name| std::env::var_os(name))?;
     instruction_set::check_environment(&|name| std::env::var_os(name))?;
+    if computes(&cli) {
+        thread_pool::start()?;
+    }
     match cli.verb {
         Some(Verb::Recipes(args)) => recipes::run(args),
         Some(Verb::Completions(args)) => completions::run(&args),
@@ -58,6 +61,15 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Bench(args)) => bench::run(&args),
         Some(Verb::Doctor(args)) => doctor::run(&args),
         Some(Verb::VerifyResume(args)) => verify_resume::run(&args),
+    }
+}
+
+/// Whether this process computes, for which it needs threads: not where it shows texts, reads headers or starts others.
+fn computes(cli: &Cli) -> bool {
+    match &cli.verb {
+        None => cli.train.dry_run || cli.train.max_restarts.is_none(),
+        Some(Verb::Recipes(_) | Verb::Completions(_) | Verb::Inspect(_) | Verb::VerifyResume(_)) => false,
+        Some(_) => true,
     }
 }
 

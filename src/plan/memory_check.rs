@@ -1,16 +1,19 @@
 //! Whether the memory of the machine can hold a step at all. What is refused here would end in an allocation that fails
 //! or in the system ending the process, neither of which says why.
 
-use super::Plan;
 use super::memory::MemoryPlan;
+use super::{Plan, process_bytes};
 use crate::collective::Phase;
 use crate::error::{Error, Result};
 use crate::runtime::device::free_bytes;
-use crate::runtime::machine::host_memory;
+use crate::runtime::machine::{MemoryBound, host_memory};
+use crate::runtime::thread_pool;
 use crate::units;
 
 /// Most settings that are named.
 const ADVICE: usize = 4;
+/// Bytes of the stack of a rank's thread, and of each thread of its pool.
+const STACK_BYTES: u64 = 8 << 20;
 
 impl Plan {
     /// Whether the memory there is can hold a step of the `ranks_here` ranks of this process.
@@ -21,18 +24,16 @@ impl Plan {
         let (memory, ranks) = (&self.memory, ranks_here as u64);
         let on_host = if self.engine.device.is_cpu() { memory.total() } else { 0 };
         let on_host = on_host.saturating_add(memory.host).saturating_mul(ranks);
-        let short = match (host_memory(), free_bytes(&self.engine.device)) {
-            (Some(host), _) if on_host > host.limit => {
+        let host =
+            host_memory().map(|host| (host, on_host.saturating_add(self.counted_too(host.bound, ranks))));
+        let short = match (host, free_bytes(&self.engine.device)) {
+            (Some((host, needed)), _) if needed > host.limit => {
                 let ranks = if ranks > 1 {
                     format!("{ranks} ranks of this process need")
                 } else {
                     "a step needs".into()
                 };
-                format!(
-                    "{ranks} {} of this host's memory, which has {}, swap included",
-                    units::bytes(on_host),
-                    units::bytes(host.limit)
-                )
+                format!("{ranks} {} of memory; {}", units::bytes(needed), host.bound.in_words(host.limit))
             }
             (_, Some(free)) if memory.kept() > free => {
                 let kept = units::bytes(memory.kept());
@@ -42,6 +43,22 @@ impl Plan {
         };
         let advice = self.memory_advice(Phase::Load);
         Err(refused(memory, &short, &advice))
+    }
+
+    /// Bytes beside a step's memory that count to `bound`, of `ranks` ranks: the memory that this process has already where
+    /// the plan leaves it out, stacks of ranks and of the threads of their pools, and weights that are mapped once more for
+    /// their digest.
+    fn counted_too(&self, bound: MemoryBound, ranks: u64) -> u64 {
+        let mapped: u64 = match (bound, &self.base.files) {
+            (MemoryBound::Host | MemoryBound::Group, _) => return 0,
+            (MemoryBound::AddressSpace, Some(files)) => files.file_bytes().map(|(_, bytes)| bytes).sum(),
+            _ => 0,
+        };
+        let process = if self.memory.process == 0 { process_bytes() } else { 0 };
+        let of_pools = ranks.max(thread_pool::num_threads() as u64);
+        // A single rank computes in the pool that has started already.
+        let stacks = if ranks > 1 { ranks.saturating_add(of_pools).saturating_mul(STACK_BYTES) } else { 0 };
+        process.saturating_add(stacks).saturating_add(mapped)
     }
 }
 

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::connection_error::ConnectionError;
@@ -16,6 +16,7 @@ use super::locked;
 use super::message::{MAX_TEXT, Message, Peer, printable};
 use super::roster::named;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::threads;
 use crate::units;
 
 /// Broadcasts that rank 0 can be ahead of another process.
@@ -116,12 +117,9 @@ impl Connections {
         let mut readers = Vec::new();
         for (process, receiver) in receivers {
             let theirs = connections.clone();
-            let reader = Builder::new().name(format!("rendezvous peer {process}"));
-            readers.push(reader.spawn(move || theirs.read(process, receiver)).map_err(|error| {
-                connections.close();
-                Error::new(ErrorCategory::Transient, "cannot start a thread that reads from another process")
-                    .because(error.to_string())
-            })?);
+            let name = format!("rendezvous peer {process}");
+            let reader = threads::start(&name, move || theirs.read(process, receiver));
+            readers.push(reader.inspect_err(|_| connections.close())?);
         }
         Ok((connections, readers))
     }
@@ -163,7 +161,7 @@ impl Connections {
             for sender in hear {
                 let news = &news;
                 let tell = move || drop(locked(sender).send(news));
-                if Builder::new().spawn_scoped(scope, tell).is_err() {
+                if threads::start_in(scope, "rendezvous news", None, tell).is_err() {
                     tell();
                 }
             }

@@ -6,11 +6,12 @@
 //! itself does not take the others for silent when it goes on.
 
 use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::connections::Connections;
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::Result;
+use crate::threads;
 
 /// Heartbeats in the time that may pass without one.
 const BEATS: u32 = 6;
@@ -18,12 +19,8 @@ const BEATS: u32 = 6;
 /// Sends heartbeats, and fails the process of which nothing is heard for `limit`, until the session closes.
 pub(super) fn start(connections: &Arc<Connections>, limit: Duration) -> Result<JoinHandle<()>> {
     let theirs = Arc::clone(connections);
-    let thread = Builder::new().name("rendezvous heartbeat".to_owned()).spawn(move || run(&theirs, limit));
-    thread.map_err(|error| {
-        connections.close();
-        Error::new(ErrorCategory::Transient, "cannot start the thread that sends heartbeats")
-            .because(error.to_string())
-    })
+    let thread = threads::start("rendezvous heartbeat", move || run(&theirs, limit));
+    thread.inspect_err(|_| connections.close())
 }
 
 fn run(connections: &Connections, limit: Duration) {

@@ -21,6 +21,7 @@ use super::locked;
 use super::message::{JoinRequest, Message};
 use super::options::{LogLine, Master, RendezvousOptions};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::threads;
 
 /// For one connection from its first byte to its join request.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -99,12 +100,7 @@ impl Listener {
             closed: AtomicBool::new(false),
         });
         let (theirs, listener) = (acceptor.clone(), self.listener);
-        let thread =
-            Builder::new().name("rendezvous".to_owned()).spawn(move || theirs.run(&listener, &sender));
-        let thread = thread.map_err(|error| {
-            Error::new(ErrorCategory::Transient, "cannot start the thread that lets processes join")
-                .because(error.to_string())
-        })?;
+        let thread = threads::start("rendezvous", move || theirs.run(&listener, &sender))?;
         Ok(Arrivals { queue, acceptor, thread: Some(thread) })
     }
 }

@@ -26,6 +26,7 @@ pub mod metrics;
 pub mod mlflow;
 pub mod page_server;
 pub mod printable;
+mod printer;
 pub mod tensorboard;
 pub mod terminal;
 pub mod timing;
@@ -38,4 +39,11 @@ pub use mlflow::{MlflowCredentials, MlflowLog, MlflowTarget};
 pub use page_server::PageServer;
 pub use printable::printable;
 pub use tensorboard::EventWriter;
-pub use terminal::{Terminal, Verbosity};
+pub use terminal::{Terminal, Verbosity, say};
+
+/// Waits until the terminal has all that was said, or has taken nothing for two seconds, and gives the screen back. To be
+/// called before the process ends.
+pub fn finish() {
+    terminal::flush_all();
+    ui::restore_screen();
+}

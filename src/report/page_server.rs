@@ -13,6 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::threads;
 
 /// How long a client has to ask and to take the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -64,8 +65,7 @@ impl PageServer {
         let address = listener.local_addr().map_err(refused)?;
         let shared = Arc::new(SharedPage::default());
         let page = Arc::clone(&shared);
-        let accepting = std::thread::Builder::new().name("metrics".into());
-        let thread = accepting.spawn(move || accept(&listener, path, &page)).map_err(refused)?;
+        let thread = threads::start("metrics", move || accept(&listener, path, &page))?;
         Ok(PageServer { address, path, shared, thread: Some(thread) })
     }
 
@@ -120,13 +120,13 @@ fn accept(listener: &TcpListener, path: &'static str, shared: &Arc<SharedPage>) 
             continue;
         }
         let (page, client) = (Arc::clone(shared), Arc::clone(&clients));
-        let serving = std::thread::Builder::new().name("metrics client".into());
-        // Without a thread for it the client is turned away, as where there are too many.
-        let _ = serving.spawn(move || {
+        let answer = move || {
             // Who went away gets no answer.
             let _ = serve(&stream, path, &page);
             drop(client);
-        });
+        };
+        // Without a thread for it the client is turned away, as where there are too many.
+        drop(threads::start("metrics client", answer));
     }
 }
 

@@ -4,20 +4,26 @@
 //! terminal (a log file, a pipe), the bar becomes plain lines, some thirty for a whole run. Data asked for goes to
 //! stdout alone, and a reader that closes the pipe early is no error.
 //!
+//! Where stderr is a terminal, one thread of the process writes to it, and who says something does not wait for it (see
+//! [`super::printer`]). A log file or a pipe is written at once, whole and in order.
+//!
 //! All methods take `&self`, so that one [`Terminal`] serves the training loop and a download's callback alike.
 //! `NO_COLOR` is honoured, and colour never says what the words do not. Whatever text is handed in, its control
 //! characters are shown, never sent (see [`printable`](mod@super::printable)); on stdout too where that is a terminal, while a file
 //! or a pipe gets the data as they are.
 
 use std::borrow::Cow;
+use std::fmt::Display;
 use std::io::{self, IsTerminal as _, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::metrics::{EvalReport, StepReport};
 use super::printable::printable;
+use super::printer::{JobKind, PATIENCE, Printer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
@@ -46,7 +52,7 @@ enum Screen {
 /// What is under way and shown as a bar or as plain lines.
 enum CurrentWork {
     Steps { first: u64, total: u64, started: Instant },
-    Download { file: String, bytes: u64, done: u64, told_quarters: u64 },
+    Download { file: String, bytes: u64, told_quarters: u64 },
 }
 
 /// The lines that a full-screen view shows instead of the screen, while there is one.
@@ -60,39 +66,86 @@ struct TerminalState {
     last_step: Option<String>,
     work: Option<CurrentWork>,
     bar: Option<ProgressBar>,
-    reader_gone: bool,
+}
+
+/// Who writes what is said.
+#[derive(Clone)]
+enum Voice {
+    /// The thread that writes to the terminal that stderr is.
+    Printer(&'static Printer<TerminalState>),
+    /// Whoever says it.
+    Caller(Arc<Mutex<TerminalState>>),
 }
 
 /// The one voice of the binary; a clone is the same voice, for another thread.
 #[derive(Clone)]
 pub struct Terminal {
     verbosity: Verbosity,
-    state: Arc<Mutex<TerminalState>>,
+    voice: Voice,
+    is_terminal: bool,
+    reader_gone: Arc<AtomicBool>,
+    /// Bytes of the download that have arrived.
+    arrived: Arc<AtomicU64>,
 }
+
+/// Writes the last words of a command, or of a thread that panics, to stderr: after all that was said, and with nothing in
+/// them that a terminal obeys. Where nobody listens there is nobody to tell.
+pub fn say(text: &dyn Display) {
+    Terminal::stderr(Verbosity::Quiet).say_last(&text.to_string());
+}
+
+/// Waits until the terminal has all that was said, or has taken nothing for two seconds.
+pub(super) fn flush_all() {
+    if let Some(Some(printer)) = PRINTER.get() {
+        printer.flush(PATIENCE);
+    }
+}
+
+/// The thread that writes to the terminal; none: it could not be started.
+static PRINTER: OnceLock<Option<Printer<TerminalState>>> = OnceLock::new();
 
 impl Terminal {
     /// Speaks on stderr: with bars if it is a terminal, in plain lines if not.
     pub fn stderr(verbosity: Verbosity) -> Self {
-        let screen = if io::stderr().is_terminal() {
-            // https://no-color.org: set and not empty.
-            let colour = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
-                && std::env::var_os("TERM").is_none_or(|t| t != "dumb");
-            Screen::Terminal { colour }
-        } else {
-            Screen::Log(Box::new(io::stderr()))
+        if !io::stderr().is_terminal() {
+            return Self::plain(verbosity, io::stderr());
+        }
+        let voice = match PRINTER
+            .get_or_init(|| Printer::start(TerminalState::on_screen, TerminalState::tell_dropped))
+        {
+            Some(printer) => Voice::Printer(printer),
+            None => Voice::Caller(Arc::new(Mutex::new(TerminalState::on_screen()))),
         };
-        Self::on(screen, verbosity)
+        Self::by(voice, verbosity, true)
     }
 
     /// Speaks in plain lines to `log` instead of stderr.
     pub fn plain(verbosity: Verbosity, log: impl Write + Send + 'static) -> Self {
-        Self::on(Screen::Log(Box::new(log)), verbosity)
+        let state = TerminalState::on(Screen::Log(Box::new(log)));
+        let voice = Voice::Caller(Arc::new(Mutex::new(state)));
+        Self::by(voice, verbosity, false)
     }
 
-    fn on(screen: Screen, verbosity: Verbosity) -> Self {
-        let state =
-            TerminalState { screen, view: None, last_step: None, work: None, bar: None, reader_gone: false };
-        Terminal { verbosity, state: Arc::new(Mutex::new(state)) }
+    fn by(voice: Voice, verbosity: Verbosity, is_terminal: bool) -> Self {
+        let (reader_gone, arrived) = (Arc::default(), Arc::default());
+        Terminal { verbosity, voice, is_terminal, reader_gone, arrived }
+    }
+
+    /// Has the writer do `job`; waits for it only where that is this thread.
+    fn hand_over(&self, kind: JobKind, job: impl FnOnce(&mut TerminalState) + Send + 'static) {
+        match &self.voice {
+            Voice::Printer(printer) => printer.hand_over(kind, job),
+            // A panic elsewhere must not silence the report of it.
+            Voice::Caller(state) => job(&mut state.lock().unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+
+    /// Waits until the terminal has what was said, or has taken nothing for two seconds; whether it has.
+    pub(super) fn flush(&self) -> bool {
+        match &self.voice {
+            Voice::Printer(printer) => printer.flush(PATIENCE),
+            Voice::Caller(_) => true,
+        }
     }
 
     /// How much is said.
@@ -102,66 +155,75 @@ impl Terminal {
 
     /// Whether it is a terminal that a view could have.
     pub(super) fn is_screen(&self) -> bool {
-        matches!(self.lock().screen, Screen::Terminal { .. })
-            && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+        self.is_terminal && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
     }
 
     /// Gives the screen to a view: lines go into what is returned, and steps are left to it.
     pub(super) fn open_view(&self) -> ViewLines {
-        let mut state = self.lock();
-        state.end();
-        Arc::clone(state.view.insert(ViewLines::default()))
+        let lines = ViewLines::default();
+        let theirs = Arc::clone(&lines);
+        self.hand_over(JobKind::Kept, |state| {
+            state.end();
+            state.view = Some(theirs);
+        });
+        lines
     }
 
     /// The view has given the screen back: says all that was said meanwhile, and the last step.
     pub(super) fn close_view(&self) {
-        let mut state = self.lock();
-        let Some(lines) = state.view.take() else { return };
-        let mut lines = std::mem::take(&mut *lines.lock().unwrap_or_else(PoisonError::into_inner));
-        lines.extend(state.last_step.take());
-        for line in lines {
-            let line = match line.strip_prefix("warning:") {
-                Some(rest) => format!("{}{rest}", state.paint("33", "warning:")),
-                None => line,
-            };
-            state.emit(&line);
-        }
+        self.hand_over(JobKind::Kept, TerminalState::close_view);
     }
 
     /// A line that opens a part of the work; bold where there are colours.
     pub fn heading(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Normal {
-            let mut state = self.lock();
-            let text = printable(text.as_ref());
-            let text = state.paint("1", &text);
-            state.emit(&text);
+            let text = printable(text.as_ref()).into_owned();
+            self.hand_over(JobKind::Line, move |state| {
+                let text = state.paint("1", &text).into_owned();
+                state.emit(&text);
+            });
         }
     }
 
     /// A line for everyone but those who asked for quiet.
     pub fn line(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Normal {
-            self.lock().emit(&printable(text.as_ref()));
+            self.emit(text.as_ref());
         }
     }
 
     /// A line for those who asked for more.
     pub fn detail(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Verbose {
-            self.lock().emit(&printable(text.as_ref()));
+            self.emit(text.as_ref());
         }
     }
 
     /// A warning; shown even when quiet.
     pub fn warn(&self, text: impl AsRef<str>) {
-        let mut state = self.lock();
-        let line = format!("{} {}", state.paint("33", "warning:"), printable(text.as_ref()));
-        state.emit(&line);
+        let text = printable(text.as_ref()).into_owned();
+        self.hand_over(JobKind::Line, move |state| state.warn(&text));
     }
 
-    /// What ends the process, where nobody else is left to say it; shown even when quiet.
+    fn emit(&self, text: &str) {
+        let text = printable(text).into_owned();
+        self.hand_over(JobKind::Line, move |state| state.emit(&text));
+    }
+
+    fn say_last(&self, text: &str) {
+        let text = printable(text).into_owned();
+        self.hand_over(JobKind::Kept, move |state| {
+            state.close_view();
+            state.end();
+            state.emit(&text);
+        });
+    }
+
+    /// Writes the error that ends the process, where nobody else is left to; shown even when quiet. Waits until it is
+    /// written, or until the terminal has taken nothing for two seconds.
     pub fn last_words(&self, error: &Error) {
-        self.lock().emit(&printable(&error.to_string()));
+        self.say_last(&error.to_string());
+        self.flush();
     }
 
     /// Writes data that was asked for to stdout at once, and as it is unless that is a terminal. Once the reader has closed
@@ -170,16 +232,17 @@ impl Terminal {
     /// # Errors
     /// stdout refuses the data for another reason, a full disk for one.
     pub fn data(&self, text: impl AsRef<str>) -> Result<()> {
-        let mut state = self.lock();
-        if state.reader_gone {
+        if self.reader_gone() {
             return Ok(());
         }
+        // Both may be the same terminal.
+        self.flush();
         let mut stdout = io::stdout().lock();
         let text = text.as_ref();
         let text = if stdout.is_terminal() { printable(text) } else { text.into() };
         match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {
-                state.reader_gone = true;
+                self.reader_gone.store(true, Ordering::Release);
                 Ok(())
             }
             Err(e) => {
@@ -191,7 +254,7 @@ impl Terminal {
 
     /// Whether the reader of stdout has closed the pipe.
     pub fn reader_gone(&self) -> bool {
-        self.lock().reader_gone
+        self.reader_gone.load(Ordering::Acquire)
     }
 
     /// Training begins: `done` steps of `total` are done already (more than 0 when a run is resumed).
@@ -200,32 +263,14 @@ impl Terminal {
             return;
         }
         let template = "{bar:24} {pos}/{len}  {msg}";
-        self.lock().begin(
-            CurrentWork::Steps { first: done, total, started: Instant::now() },
-            total,
-            done,
-            template,
-        );
+        let work = CurrentWork::Steps { first: done, total, started: Instant::now() };
+        self.hand_over(JobKind::Kept, move |state| state.begin(work, total, done, template));
     }
 
     /// A step is done: moves the bar, or writes a plain line for the first step, the last, and some in between.
     pub fn train_step(&self, report: &StepReport) {
-        let mut state = self.lock();
-        let Some(CurrentWork::Steps { first, total, started }) = &state.work else { return };
-        let (first, total) = (*first, *total);
-        let mean_secs = started.elapsed().as_secs_f64() / report.step.saturating_sub(first).max(1) as f64;
-        let left = units::duration(mean_secs * total.saturating_sub(report.step) as f64);
-        let figures = step_figures(report);
-        let width = total.to_string().len();
-        let line = format!("step {:>width$}/{total}  {figures}  {left} left", report.step);
-        if state.view.is_some() {
-            state.last_step = Some(line);
-        } else if let Some(bar) = &state.bar {
-            bar.set_position(report.step);
-            bar.set_message(format!("{figures}  {left} left"));
-        } else if is_told(report.step, first, total) {
-            state.emit(&line);
-        }
+        let (step, figures, now) = (report.step, step_figures(report), Instant::now());
+        self.hand_over(JobKind::Progress, move |state| state.step(step, &figures, now));
     }
 
     /// An evaluation is done.
@@ -235,7 +280,7 @@ impl Terminal {
 
     /// Training is over, whether or not it reached the last step.
     pub fn train_finish(&self) {
-        self.lock().end();
+        self.hand_over(JobKind::Kept, |state| drop(state.end()));
     }
 
     /// A download of `bytes` bytes begins.
@@ -245,59 +290,110 @@ impl Terminal {
         }
         let template =
             "{msg}  {bar:24} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
-        let file = printable(file);
-        let file = file.as_ref();
-        let mut state = self.lock();
-        state.begin(
-            CurrentWork::Download { file: file.to_owned(), bytes, done: 0, told_quarters: 0 },
-            bytes,
-            0,
-            template,
-        );
-        match &state.bar {
-            Some(bar) => bar.set_message(file.to_owned()),
-            None => state.emit(&format!("downloading {file} ({})", units::bytes(bytes))),
-        }
+        let file = printable(file).into_owned();
+        self.arrived.store(0, Ordering::Relaxed);
+        self.hand_over(JobKind::Kept, move |state| {
+            let work = CurrentWork::Download { file: file.clone(), bytes, told_quarters: 0 };
+            state.begin(work, bytes, 0, template);
+            match &state.bar {
+                Some(bar) => bar.set_message(file),
+                None => state.emit(&format!("downloading {file} ({})", units::bytes(bytes))),
+            }
+        });
     }
 
     /// `bytes` more of the download have arrived, or were there from an earlier try.
     pub fn download_advance(&self, bytes: u64) {
-        let mut state = self.lock();
-        if let Some(bar) = &state.bar {
-            bar.inc(bytes);
-        }
-        let Some(CurrentWork::Download { file, bytes: total, done, told_quarters }) = &mut state.work else {
-            return;
-        };
-        *done += bytes;
-        let quarters = (*done * 4).checked_div(*total).unwrap_or(4).min(4);
-        // The last quarter is told when the download is finished.
-        if quarters > *told_quarters && quarters < 4 {
-            *told_quarters = quarters;
-            let text = format!("{file}: {} of {}", units::bytes(*done), units::bytes(*total));
-            if state.bar.is_none() {
-                state.emit(&text);
-            }
-        }
+        let done = self.arrived.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.hand_over(JobKind::Progress, move |state| state.download(done));
     }
 
     /// The download is over; it says so if all of it has arrived.
     pub fn download_finish(&self) {
-        let mut state = self.lock();
-        if let Some(CurrentWork::Download { file, bytes, done, .. }) = state.end()
-            && done >= bytes
-        {
-            state.emit(&format!("downloaded {file} ({})", units::bytes(bytes)));
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, TerminalState> {
-        // A panic elsewhere must not silence the report of it.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        let done = self.arrived.load(Ordering::Relaxed);
+        self.hand_over(JobKind::Kept, move |state| {
+            if let Some(CurrentWork::Download { file, bytes, .. }) = state.end()
+                && done >= bytes
+            {
+                state.emit(&format!("downloaded {file} ({})", units::bytes(bytes)));
+            }
+        });
     }
 }
 
 impl TerminalState {
+    fn on(screen: Screen) -> Self {
+        TerminalState { screen, view: None, last_step: None, work: None, bar: None }
+    }
+
+    /// The terminal that stderr is.
+    fn on_screen() -> Self {
+        // https://no-color.org: set and not empty.
+        let colour = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
+            && std::env::var_os("TERM").is_none_or(|t| t != "dumb");
+        Self::on(Screen::Terminal { colour })
+    }
+
+    fn warn(&mut self, text: &str) {
+        let line = format!("{} {text}", self.paint("33", "warning:"));
+        self.emit(&line);
+    }
+
+    fn tell_dropped(&mut self, lines: u64) {
+        self.warn(&format!("the terminal took no output for some time: {lines} lines were dropped"));
+    }
+
+    fn close_view(&mut self) {
+        let Some(lines) = self.view.take() else { return };
+        let mut lines = std::mem::take(&mut *lines.lock().unwrap_or_else(PoisonError::into_inner));
+        lines.extend(self.last_step.take());
+        for line in lines {
+            let line = match line.strip_prefix("warning:") {
+                Some(rest) => format!("{}{rest}", self.paint("33", "warning:")),
+                None => line,
+            };
+            self.emit(&line);
+        }
+    }
+
+    /// Shows step `step`, which was done at `now`.
+    fn step(&mut self, step: u64, figures: &str, now: Instant) {
+        let Some(CurrentWork::Steps { first, total, started }) = &self.work else { return };
+        let (first, total) = (*first, *total);
+        let passed = now.saturating_duration_since(*started).as_secs_f64();
+        let mean_secs = passed / step.saturating_sub(first).max(1) as f64;
+        let left = units::duration(mean_secs * total.saturating_sub(step) as f64);
+        let width = total.to_string().len();
+        let line = format!("step {step:>width$}/{total}  {figures}  {left} left");
+        if self.view.is_some() {
+            self.last_step = Some(line);
+        } else if let Some(bar) = &self.bar {
+            bar.set_position(step);
+            bar.set_message(format!("{figures}  {left} left"));
+        } else if is_told(step, first, total) {
+            self.emit(&line);
+        }
+    }
+
+    /// Shows that `done` bytes of the download have arrived.
+    fn download(&mut self, done: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_position(done);
+        }
+        let Some(CurrentWork::Download { file, bytes: total, told_quarters }) = &mut self.work else {
+            return;
+        };
+        let quarters = (done * 4).checked_div(*total).unwrap_or(4).min(4);
+        // The last quarter is told when the download is finished.
+        if quarters > *told_quarters && quarters < 4 {
+            *told_quarters = quarters;
+            let text = format!("{file}: {} of {}", units::bytes(done), units::bytes(*total));
+            if self.bar.is_none() {
+                self.emit(&text);
+            }
+        }
+    }
+
     /// Writes a whole line, above the bar if there is one.
     fn emit(&mut self, text: &str) {
         if let Some(lines) = &self.view {

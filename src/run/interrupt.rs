@@ -15,7 +15,8 @@ use signal_hook::low_level;
 
 use super::signals::{FirstSignal, is_ignored, stop_or_end};
 use crate::error::{Error, ErrorCategory, Result};
-use crate::report::Terminal;
+use crate::report::{Terminal, finish};
+use crate::threads;
 use crate::weights::discard_unfinished;
 
 const SIGNALS: [c_int; 3] = [SIGINT, SIGTERM, SIGHUP];
@@ -42,17 +43,18 @@ pub(crate) fn removing_on_signals<T>(
         handlers.push(stop_or_end(signal, &stop, &first).map_err(failed)?);
     }
     let result = thread::scope(|scope| {
-        let watcher = scope.spawn(|| {
+        let watcher = threads::start_in(scope, "signals", None, || {
             while !done.load(Ordering::SeqCst) {
                 if stop.load(Ordering::SeqCst) {
                     let begun = discard_unfinished();
                     let left = format!("; nothing is left of {}", output.display());
                     terminal.warn(format!("stopped by a signal{}", if begun { left.as_str() } else { "" }));
+                    finish();
                     std::process::exit(code);
                 }
                 thread::park_timeout(PAUSE);
             }
-        });
+        })?;
         // Also when `work` panics, or the scope would wait for the watcher for ever.
         let end = EndWatch { done: &done, watcher: watcher.thread() };
         let result = work();

@@ -29,6 +29,7 @@ use crate::runtime::clock;
 use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
 use crate::runtime::thread_pool;
+use crate::threads;
 
 /// The environment variable that plants a fault in a rank, as `1:backward:panic`, for tests of how runs end. Only builds
 /// with debug assertions, which tests run, read it.
@@ -354,7 +355,7 @@ fn end_process(error: &Error) {
         // The channel closes with this.
         let _said = said;
     };
-    if std::thread::Builder::new().name("last words".into()).spawn(say).is_ok() {
+    if threads::start("last words", say).is_ok() {
         let _said = last.recv_timeout(LAST_WORDS);
     }
     // SAFETY: ends the process at once; what it has saved is on the disk under its name or under none.

@@ -25,7 +25,8 @@ use super::signals::{self, SeenSignal};
 use crate::checkpoint;
 use crate::cli::TrainArgs;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::report::{Terminal, Verbosity};
+use crate::report::{Terminal, Verbosity, finish};
+use crate::threads;
 
 /// Between two looks at the child and at the signals that have come.
 const POLL: Duration = Duration::from_millis(50);
@@ -57,7 +58,7 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
         let again = left > 0 && !asked_to_stop && may_succeed(status);
         match (again, status.code()) {
             (true, _) => {}
-            (false, Some(code)) => std::process::exit(code),
+            (false, Some(code)) => end_with(code),
             // It was asked before it could save.
             (false, None) if asked_to_stop => stop_now(),
             (false, None) => return Err(killed(status, restarts)),
@@ -77,13 +78,18 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
 
 /// Ends this process, in which there is nothing to save.
 fn stop_now() -> ! {
-    std::process::exit(i32::from(ErrorCategory::Stopped.exit_code()))
+    end_with(i32::from(ErrorCategory::Stopped.exit_code()))
+}
+
+fn end_with(code: i32) -> ! {
+    finish();
+    std::process::exit(code)
 }
 
 /// Does `work`, unless a signal asks to stop meanwhile: no child is there to hear it.
 fn unless_stopped<T: Send>(signals: &[SeenSignal], work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
-        let work = scope.spawn(work);
+        let work = threads::start_in(scope, "between tries", None, work)?;
         while !work.is_finished() {
             let asks = |seen: &SeenSignal| seen.signal != SIGTSTP && seen.flag.load(Ordering::SeqCst);
             if signals.iter().any(asks) {
@@ -147,7 +153,7 @@ fn start(words: &[OsString], place: Option<&ElasticPlace>) -> Result<Child> {
         command.envs(place.environment());
     }
     ends_with_parent(&mut command);
-    command.spawn().map_err(|error| Error::io("start", &binary, &error))
+    command.spawn().map_err(|error| Error::cannot_start(binary.display(), &error))
 }
 
 /// Has the system ask the child to save and stop when this process has gone (Linux).

@@ -229,9 +229,7 @@ impl TrialProcess {
         let mut command = Command::new(&program);
         command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         restarts::ends_with_parent(&mut command);
-        let child = command.spawn().map_err(|e| {
-            Error::internal(format!("cannot start {}", program.display())).because(e.to_string())
-        })?;
+        let child = command.spawn().map_err(|e| Error::cannot_start(program.display(), &e))?;
         Ok(TrialProcess { child, ended: None, metrics, before, said })
     }
 

@@ -497,15 +497,15 @@ fn buckets(
 /// Whether the host can hold `bytes` bytes of weights at all. A failed allocation would end the process without a word, and
 /// the system any process that fills its memory.
 fn check_host_memory(bytes: u64) -> Result<()> {
-    match host_memory().map(|memory| memory.limit).filter(|limit| bytes > *limit) {
+    match host_memory().filter(|memory| bytes > memory.limit) {
         None => Ok(()),
-        Some(limit) => Err(Error::user(
+        Some(memory) => Err(Error::user(
             "cannot load the model: its weights do not fit the memory of this host",
         )
         .because(format!(
-            "a rank keeps {} of weights; {} are there, swap included",
+            "a rank keeps {} of weights; {}",
             units::bytes(bytes),
-            units::bytes(limit)
+            memory.bound.in_words(memory.limit)
         ))
         .hint(
             "take a smaller model, or train with `quantization.kind = \"nf4\"` or `parallel.offload_folder`",

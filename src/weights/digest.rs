@@ -19,6 +19,7 @@ use super::identity::combined;
 use super::{ModelFiles, write_text};
 use crate::error::{Error, Result};
 use crate::runtime::thread_pool::in_own_pool;
+use crate::threads;
 
 /// Bytes hashed before their pages are given back.
 const PIECE: usize = 8 << 20;
@@ -42,10 +43,7 @@ impl DigestTask {
     pub fn start(folder: &Path, kept: PathBuf) -> Result<Self> {
         let files = ModelFiles::open(folder)?;
         let work = move || digest(&files, &kept);
-        let thread = std::thread::Builder::new().name("digest".into()).spawn(work);
-        thread.map(DigestTask).map_err(|e| {
-            Error::internal("cannot start a thread for the digest of the weights").because(e.to_string())
-        })
+        threads::start("digest", work).map(DigestTask)
     }
 
     /// The digest in hex, when it is made.

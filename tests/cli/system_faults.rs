@@ -9,7 +9,7 @@ use crate::at_work::{go_on, has_stopped, stops_at_work};
 use crate::place::{Place, lora};
 
 /// `command` as a shell runs it after `setup`.
-fn in_shell(setup: &str, command: &Command) -> Command {
+pub(crate) fn in_shell(setup: &str, command: &Command) -> Command {
     let mut shell = Command::new("sh");
     shell
         .args(["-c", &format!("{setup}; exec \"$0\" \"$@\"")])

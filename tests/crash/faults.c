@@ -8,6 +8,7 @@
  *   FAULT_AT      the number of the call that is struck, from 1
  *   FAULT_DO      the number of an error, "kill", "int" or "stop"
  *   FAULT_STICKY  the letters of which every later call is struck too
+ *   FAULT_THREADS the number of the thread, from 1, from which on none is started (EAGAIN)
  *   FAULT_FREE    what a disk tells of its free bytes, from call FAULT_AT of fstatvfs on
  */
 #define _GNU_SOURCE
@@ -15,6 +16,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -29,9 +31,9 @@
 #include <unistd.h>
 
 static const char *root, *ops, *only, *what, *sticky, *free_bytes;
-static long at;
+static long at, threads_from;
 static int log_fd = -1;
-static atomic_long count, asked;
+static atomic_long count, asked, threads;
 /* The first half of what this thread is writing, which a kill lets through. */
 static __thread struct {
     int fd;
@@ -48,6 +50,8 @@ __attribute__((constructor)) static void start(void) {
     free_bytes = getenv("FAULT_FREE");
     const char *number = getenv("FAULT_AT"), *log = getenv("FAULT_LOG");
     at = number ? atol(number) : 0;
+    const char *from = getenv("FAULT_THREADS");
+    threads_from = from ? atol(from) : 0;
     /* A shell starts what it puts into the background with this signal ignored. */
     if (what && !strcmp(what, "int")) signal(SIGINT, SIG_DFL);
     if (log) log_fd = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
@@ -158,6 +162,12 @@ int open(const char *path, int flags, ...) { MODE(flags) return opened(AT_FDCWD,
 int open64(const char *path, int flags, ...) { MODE(flags) return opened(AT_FDCWD, path, flags, mode); }
 int openat(int folder, const char *path, int flags, ...) { MODE(flags) return opened(folder, path, flags, mode); }
 int openat64(int folder, const char *path, int flags, ...) { MODE(flags) return opened(folder, path, flags, mode); }
+
+int pthread_create(pthread_t *thread, const pthread_attr_t *how, void *(*work)(void *), void *with) {
+    typedef int (*creator)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+    if (threads_from && ++threads >= threads_from) return EAGAIN;
+    return ((creator)dlsym(RTLD_NEXT, "pthread_create"))(thread, how, work, with);
+}
 
 static void tell_free(struct statvfs *facts) {
     if (!free_bytes || ++asked < (at ? at : 1)) return;

@@ -119,8 +119,22 @@ fn install() {
     }
 }
 
+/// Milliseconds for which the handler waits for a terminal that takes nothing, as after Ctrl-S.
+const PATIENCE_MS: c_int = 2000;
+
+/// Whether stderr is no terminal, or one that takes output in time. It makes calls that handlers may make.
+fn takes_output() -> bool {
+    let mut poll = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: zeroes are a valid `termios`, which `tcgetattr` fills in for a terminal; the pointers are to one valid value.
+    unsafe {
+        let mut settings: libc::termios = std::mem::zeroed();
+        libc::tcgetattr(libc::STDERR_FILENO, &raw mut settings) != 0
+            || libc::poll(&raw mut poll, 1, PATIENCE_MS) == 1
+    }
+}
+
 /// Writes the text of the file at fault and ends the process; what is no file's is left to what was done before. It only
-/// loads atomics and calls [`before_exit`]'s function, `write`, `sigaction` and `_exit`, which signal handlers may.
+/// loads atomics and calls [`before_exit`]'s function, `tcgetattr`, `poll`, `write`, `sigaction` and `_exit`, which signal handlers may.
 extern "C" fn on_bus_error(_: c_int, info: *mut siginfo_t, _: *mut c_void) {
     // SAFETY: the system passes a valid `info` to a handler with SA_SIGINFO. A text is alive while its file has a start,
     // and the thread at fault is still reading that file.
@@ -134,7 +148,9 @@ extern "C" fn on_bus_error(_: c_int, info: *mut siginfo_t, _: *mut c_void) {
                 if let Some(last) = LAST.get() {
                     last();
                 }
-                libc::write(libc::STDERR_FILENO, text.cast(), len);
+                if takes_output() {
+                    libc::write(libc::STDERR_FILENO, text.cast(), len);
+                }
                 libc::_exit(i32::from(ErrorCategory::Storage.exit_code()));
             }
         }

@@ -12,6 +12,7 @@ use super::device::{GpuStreams, Lane};
 use crate::collective::call_record::CallRecord;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::locked;
+use crate::threads;
 
 /// Between two looks; a failure is seen this late at most.
 const PERIOD: Duration = Duration::from_millis(100);
@@ -65,11 +66,7 @@ impl<D: GpuStreams> Watch<D> {
             stopped: Condvar::new(),
         });
         let watched = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name(format!("nccl-watch-{rank}"));
-        let thread = thread.spawn(move || watched.run()).map_err(|error| {
-            Error::new(ErrorCategory::Transient, "cannot start the watch over NCCL")
-                .because(error.to_string())
-        })?;
+        let thread = threads::start(&format!("nccl-watch-{rank}"), move || watched.run())?;
         Ok(Watch { shared, thread: Some(thread) })
     }
 

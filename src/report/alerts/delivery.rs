@@ -1,11 +1,11 @@
 //! How alarms get to a program or a server: a thread and a short queue each, so that neither slows the run.
 
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use super::alarm::OutgoingAlarm;
 use crate::report::terminal::Terminal;
+use crate::threads;
 
 /// Alarms that wait for one that is under way; there is one an incident, so that this is a lot.
 const WAITING: usize = 16;
@@ -50,10 +50,10 @@ impl Courier {
                 }
             }
         };
-        match thread::Builder::new().name("alarms".into()).spawn(work) {
+        match threads::start("alarms", work) {
             Ok(_) => Some(Courier { name, queue, ended, terminal: terminal.clone(), was_full: false }),
             Err(error) => {
-                terminal.warn(format!("no alarms to {name}: {error}"));
+                terminal.warn(format!("no alarms to {name}: {}", error.in_one_line()));
                 None
             }
         }

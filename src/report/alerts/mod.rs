@@ -18,7 +18,6 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use alarm::{Alarm, OutgoingAlarm};
@@ -33,6 +32,7 @@ use super::terminal::Terminal;
 use crate::clock;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::enums::AlertRule;
+use crate::threads;
 
 /// Nothing shorter is a stall.
 const LEAST_STALL: Duration = Duration::from_secs(60);
@@ -299,8 +299,7 @@ fn watch_time(pause: Duration, mut tick: impl FnMut(Duration) + Send + 'static) 
             tick(passed.min(2 * pause));
         }
     };
-    let started = thread::Builder::new().name("stall watch".into()).spawn(work);
-    started.map(|_| sender).map_err(|e| Error::internal("cannot watch for stalls").because(e.to_string()))
+    threads::start("stall watch", work).map(|_| sender)
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {

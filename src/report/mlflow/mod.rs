@@ -22,6 +22,7 @@ use ureq::Agent;
 use super::listener::RunListener;
 use super::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::threads;
 
 /// Entries that may wait for the server.
 const ROOM: usize = 4096;
@@ -125,8 +126,7 @@ impl MlflowLog {
             // In this order: who sees one of them closed finds the fault.
             drop((items, closing));
         };
-        let spawned = std::thread::Builder::new().name("mlflow".into()).spawn(log);
-        spawned.map_err(|e| Error::user("cannot start a thread for MLflow").because(e.to_string()))?;
+        threads::start("mlflow", log)?;
         Ok(MlflowLog { server, queue: Some(queue), done, state, steps: (0, 0) })
     }
 

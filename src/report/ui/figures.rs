@@ -12,7 +12,7 @@ const POINTS: usize = 1024;
 pub(super) const RECENT: usize = 20;
 
 /// A curve over all steps of a run, however many: neighbours become one point, their mean, when there are too many.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct LossCurve {
     points: Vec<(f64, f64)>,
     /// Steps in a point.
@@ -55,7 +55,7 @@ impl LossCurve {
 }
 
 /// A run as far as it has come.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct ScreenFigures {
     pub(super) title: String,
     pub(super) first: u64,

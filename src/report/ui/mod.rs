@@ -2,7 +2,7 @@
 //!
 //! The run hands over each report and goes on. A thread of its own draws, ten times a second at most and only what has
 //! changed, and reads the keys. What the run says meanwhile stands below the curves, and on the terminal when the screen
-//! has been given back.
+//! has been given back. A terminal that takes nothing keeps nobody but that thread.
 
 mod draw;
 mod figures;
@@ -11,8 +11,8 @@ mod screen;
 pub use screen::restore_screen;
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use figures::ScreenFigures;
@@ -20,13 +20,18 @@ use screen::{AnsiScreen, TakenScreen, is_taken};
 
 use super::listener::RunListener;
 use super::metrics::{EvalReport, SkippedStep, StepReport};
+use super::printer::PATIENCE;
 use super::terminal::{Terminal, ViewLines};
 use crate::error::{Error, Result};
+use crate::threads;
 
 /// The least time between two frames.
 const FRAME: Duration = Duration::from_millis(100);
 /// Clocks on the screen go on although nothing has come.
 const CLOCK: Duration = Duration::from_secs(1);
+
+/// The lines that a screen can show; it has no more rows.
+const MOST_LINES: usize = 200;
 
 /// What the run and the thread that draws share.
 struct SharedView {
@@ -39,7 +44,8 @@ struct SharedView {
 /// Shows a run on the whole screen.
 pub struct RunView {
     shared: Arc<SharedView>,
-    thread: Option<JoinHandle<()>>,
+    /// Closed when the screen has been given back; none: that was waited for.
+    closed: Option<Receiver<()>>,
 }
 
 impl RunView {
@@ -49,24 +55,38 @@ impl RunView {
             terminal.line("`--ui` needs a terminal as stderr: the run speaks in lines instead");
             return None;
         }
+        let lines = terminal.open_view();
+        // What was said before is shown before.
+        terminal.flush();
         let screen = match TakenScreen::take() {
             Ok(screen) => screen,
             Err(error) => {
+                terminal.close_view();
                 terminal.warn(format!("the run speaks in lines, there is no screen: {error}"));
                 return None;
             }
         };
+        let (closing, closed) = sync_channel(0);
         let shared = Arc::new(SharedView {
             figures: Mutex::new(ScreenFigures::new(title)),
-            lines: terminal.open_view(),
+            lines,
             has_changed: AtomicBool::new(true),
             is_over: AtomicBool::new(false),
         });
-        let drawn =
-            DrawnView { screen: Some(screen), terminal: terminal.clone(), shared: Arc::clone(&shared) };
+        let drawn = DrawnView {
+            screen: Some(screen),
+            terminal: terminal.clone(),
+            shared: Arc::clone(&shared),
+            _closing: closing,
+        };
         // Dropped with the closure where the system has no thread: then the screen is given back.
-        let thread = thread::Builder::new().name("screen".into()).spawn(move || drawn.show()).ok()?;
-        Some(RunView { shared, thread: Some(thread) })
+        match threads::start("screen", move || drawn.show()) {
+            Ok(_) => Some(RunView { shared, closed: Some(closed) }),
+            Err(error) => {
+                terminal.warn(format!("the run speaks in lines: {}", error.in_one_line()));
+                None
+            }
+        }
     }
 
     fn change(&self, change: impl FnOnce(&mut ScreenFigures)) {
@@ -74,12 +94,12 @@ impl RunView {
         self.shared.has_changed.store(true, Ordering::Release);
     }
 
-    /// Gives the screen back, and says what was said meanwhile.
+    /// Gives the screen back, and says what was said meanwhile. A terminal that takes nothing gets both when it takes
+    /// output again, should the process still be there.
     fn close(&mut self) {
         self.shared.is_over.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take() {
-            // Its panic was told, and ends no run.
-            drop(thread.join());
+        if let Some(closed) = self.closed.take() {
+            let _closed = closed.recv_timeout(PATIENCE);
         }
     }
 }
@@ -137,6 +157,8 @@ struct DrawnView {
     screen: Option<TakenScreen>,
     terminal: Terminal,
     shared: Arc<SharedView>,
+    /// Closes its channel last.
+    _closing: SyncSender<()>,
 }
 
 impl DrawnView {
@@ -159,8 +181,12 @@ impl DrawnView {
     }
 
     fn draw(&self, terminal: &mut ratatui::Terminal<AnsiScreen>) -> std::io::Result<()> {
-        let lines = self.shared.lines.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let figures = self.shared.lock();
+        let lines = {
+            let lines = self.shared.lines.lock().unwrap_or_else(PoisonError::into_inner);
+            lines[lines.len().saturating_sub(MOST_LINES)..].to_vec()
+        };
+        // The run changes the figures while they are written.
+        let figures = self.shared.lock().clone();
         let passed = figures.started.elapsed().as_secs_f64();
         terminal.draw(|frame| draw::draw(frame, &figures, &lines, passed)).map(drop)
     }

@@ -1,7 +1,7 @@
 //! The screen of a terminal, taken whole and given back whatever happens.
 //!
 //! On the way out there may be no time: a second signal or a fault of storage ends the process within a handler.
-//! [`restore_screen`] does no more than a handler may. Keys are read one by one without echo; Ctrl-C stays what it is, a
+//! [`restore_screen`] does no more than a handler may, and does not wait for a terminal that takes nothing. Keys are read one by one without echo; Ctrl-C stays what it is, a
 //! signal, so that a run knows one way to stop.
 
 use std::fs::{File, OpenOptions};
@@ -24,6 +24,9 @@ use ratatui::text::Span;
 const TAKE: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
 /// The first buffer as it was, with a cursor, in plain style.
 const GIVE_BACK: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
+/// The largest screen that is drawn, whatever the terminal says of itself.
+const MOST_COLUMNS: u16 = 500;
+const MOST_ROWS: u16 = 200;
 
 /// Whether this process has the screen.
 static IS_TAKEN: AtomicBool = AtomicBool::new(false);
@@ -38,12 +41,24 @@ pub fn restore_screen() {
         return;
     }
     let keys = KEYS.swap(-1, Ordering::SeqCst);
-    // SAFETY: `write` and `tcsetattr` may be called in handlers; the bytes and the settings live as long as the process.
+    write_if_ready(GIVE_BACK);
+    // SAFETY: `tcsetattr` may be called in handlers; the settings live as long as the process.
     unsafe {
-        libc::write(libc::STDERR_FILENO, GIVE_BACK.as_ptr().cast(), GIVE_BACK.len());
         if let (0.., Some(before)) = (keys, BEFORE.get()) {
             libc::tcsetattr(keys, libc::TCSANOW, before);
         }
+    }
+}
+
+/// Writes a few bytes to stderr unless it takes none now, as after Ctrl-S; whether it took them. Signal handlers may call
+/// it.
+fn write_if_ready(bytes: &[u8]) -> bool {
+    let mut poll = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: `poll` and `write` may be called in handlers; the pointers are to one valid `pollfd` and to the bytes.
+    unsafe {
+        libc::poll(&raw mut poll, 1, 0) == 1
+            && poll.revents & libc::POLLOUT != 0
+            && libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) >= 0
     }
 }
 
@@ -61,13 +76,14 @@ impl TakenScreen {
     /// Takes the screen that stderr is.
     ///
     /// # Errors
-    /// stderr cannot be written.
+    /// stderr takes no output.
     pub(super) fn take() -> io::Result<Self> {
         let keys = OpenOptions::new().read(true).write(true).open("/dev/tty").ok().filter(read_each_key);
         IS_TAKEN.store(true, Ordering::SeqCst);
         let taken = TakenScreen { keys };
-        let mut stderr = io::stderr();
-        stderr.write_all(TAKE).and_then(|()| stderr.flush())?;
+        if !write_if_ready(TAKE) {
+            return Err(io::Error::new(io::ErrorKind::WouldBlock, "the terminal takes no output"));
+        }
         Ok(taken)
     }
 
@@ -216,7 +232,8 @@ impl Backend for AnsiScreen {
         };
         // A terminal that does not know its size is as those of old.
         let known = status == 0 && found.ws_col > 0 && found.ws_row > 0;
-        Ok(if known { Size::new(found.ws_col, found.ws_row) } else { Size::new(80, 24) })
+        let drawn = || Size::new(found.ws_col.min(MOST_COLUMNS), found.ws_row.min(MOST_ROWS));
+        Ok(if known { drawn() } else { Size::new(80, 24) })
     }
 
     fn window_size(&mut self) -> io::Result<WindowSize> {

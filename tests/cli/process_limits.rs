@@ -1,0 +1,116 @@
+//! Limits of the system on a process: memory (`ulimit -v`, `ulimit -d`), and names that are not UTF-8.
+#![cfg(target_os = "linux")]
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+
+use crate::place::{Place, lora};
+use crate::system_faults::in_shell;
+
+/// A run whose step takes some 110 MiB.
+fn run_under(limit: &str) -> (Option<i32>, String) {
+    let place = Place::new();
+    let more =
+        ["--set", "train.micro_batch_size=16", "--set", "data.packing=true", "--set", "data.max_seq_len=512"];
+    let mut command = in_shell(limit, &place.command(&lora(&more)));
+    let done = command.env("RAYON_NUM_THREADS", "2").output().unwrap();
+    (done.status.code(), place.told(&done.stderr))
+}
+
+/// A limit that a run does not keep ends it in the middle by SIGABRT, with nothing saved.
+#[test]
+fn a_run_that_exceeds_a_limit_on_memory_is_refused_and_others_end() {
+    for (letter, name, limits) in [
+        ("v", "address space", [200_000, 260_000, 300_000, 340_000, 500_000, 2_000_000]),
+        ("d", "data", [100_000, 140_000, 180_000, 220_000, 400_000, 2_000_000]),
+    ] {
+        let mut codes = Vec::new();
+        for kib in limits {
+            let (code, said) = run_under(&format!("ulimit -{letter} {kib}"));
+            if code != Some(0) {
+                assert_eq!(code, Some(1), "-{letter} {kib}: {said}");
+                assert!(
+                    said.contains("error: cannot train: a step does not fit the memory there is\n"),
+                    "{said}"
+                );
+                let limit = format!("the limit on the {name} of this process (`ulimit -{letter}`) leaves ");
+                assert!(said.contains(&limit), "{said}");
+            }
+            codes.push(code);
+        }
+        assert_eq!((codes[0], codes[5]), (Some(1), Some(0)), "-{letter}: {codes:?}");
+    }
+}
+
+/// The plan that aborted in a step.
+#[test]
+fn the_limit_of_a_scheduler_is_memory() {
+    let place = Place::new();
+    let more = [
+        "--set",
+        "train.micro_batch_size=64",
+        "--set",
+        "data.packing=true",
+        "--set",
+        "data.max_seq_len=2048",
+    ];
+    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
+    place.write("rows.jsonl", &rows.repeat(20));
+    let done = in_shell("ulimit -v 1200000", &place.command(&lora(&more))).output().unwrap();
+    let said = place.told(&done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    assert!(said.contains("(`ulimit -v`) leaves "), "{said}");
+    assert!(!place.path("out/metrics.jsonl").exists());
+}
+
+#[test]
+fn a_name_that_is_not_utf8_is_refused_with_its_argument() {
+    let place = Place::new();
+    let name = OsStr::from_bytes(b"a\xff");
+    let start = |words: &[&str], flag: &str, joined: bool| {
+        let mut command = place.command(words);
+        let mut word = OsString::from(format!("{flag}="));
+        word.push(name);
+        if joined {
+            command.arg(word)
+        } else {
+            command.args([OsStr::new(flag), name])
+        };
+        let done = command.output().unwrap();
+        (done.status.code(), place.told(&done.stderr))
+    };
+    for flag in ["--model", "--dataset", "--recipe", "--eval-dataset", "--output", "--resume"] {
+        for joined in [false, true] {
+            let (code, said) = start(&["--quiet"], flag, joined);
+            assert_eq!(code, Some(2), "{said}");
+            assert!(said.contains(&format!("error: cannot use `{flag}`\n")), "{said}");
+            assert!(said.contains(r"a\xff` is not UTF-8"), "{said}");
+        }
+    }
+    let (code, said) = start(&["merge", "--model", "model"], "--adapter", false);
+    assert_eq!((code, said.contains("cannot use `--adapter`")), (Some(2), true), "{said}");
+    assert!(!place.path("out").exists());
+    assert!(!std::fs::exists(place.path("").join(name)).unwrap());
+}
+
+/// The way out that the message names.
+#[test]
+fn a_link_leads_to_a_folder_whose_name_is_not_utf8() {
+    let place = Place::new();
+    let name = OsStr::from_bytes(b"a\xff");
+    let folder = place.path("").join(name);
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::rename(place.path("model"), folder.join("model")).unwrap();
+    std::fs::rename(place.path("rows.jsonl"), folder.join("rows.jsonl")).unwrap();
+    std::os::unix::fs::symlink(folder.join("model"), place.path("model")).unwrap();
+    std::os::unix::fs::symlink(folder.join("rows.jsonl"), place.path("rows.jsonl")).unwrap();
+    std::os::unix::fs::symlink(&folder, place.path("link")).unwrap();
+    let mut args = lora(&[]);
+    let output = args.iter().position(|word| *word == "out").unwrap();
+    args[output] = "link/out";
+    let done = place.command(&args).output().unwrap();
+    assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
+    let eval = ["eval", "--model", "model", "--adapter", "link/out", "--dataset", "rows.jsonl"];
+    let done = place.command(&eval).output().unwrap();
+    assert_eq!(done.status.code(), Some(0), "{}", place.told(&done.stderr));
+}

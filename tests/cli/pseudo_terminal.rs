@@ -1,0 +1,148 @@
+//! A pseudo-terminal, and the binary on it.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+pub(crate) const TAKEN: &str = "\x1b[?1049h";
+pub(crate) const GIVEN_BACK: &str = "\x1b[?1049l";
+/// What the test writes after the end of a run.
+const END: &str = "[the end]";
+/// A run takes seconds.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A run that does not outlive a test that fails.
+pub(crate) struct StartedRun(pub(crate) Child);
+
+impl StartedRun {
+    pub(crate) fn signal(&self, signal: i32) {
+        // SAFETY: a system call that takes numbers; the child is this test's and not waited for.
+        unsafe { libc::kill(self.0.id() as i32, signal) };
+    }
+}
+
+impl Drop for StartedRun {
+    fn drop(&mut self) {
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+/// A pseudo-terminal.
+pub(crate) struct PseudoTerminal {
+    pub(crate) ours: File,
+    theirs: OwnedFd,
+    shown: Arc<Mutex<Vec<u8>>>,
+}
+
+impl PseudoTerminal {
+    /// One of 80 by 24.
+    pub(crate) fn open() -> Self {
+        Self::of_size(80, 24)
+    }
+
+    pub(crate) fn of_size(columns: u16, rows: u16) -> Self {
+        let (mut ours, mut theirs) = (-1, -1);
+        let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+        // SAFETY: openpty writes two descriptors, which are this test's alone, and reads the size.
+        let (ours, theirs) = unsafe {
+            let status = libc::openpty(
+                &raw mut ours,
+                &raw mut theirs,
+                std::ptr::null_mut(),
+                std::ptr::null(),
+                &raw const size,
+            );
+            assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
+            (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs))
+        };
+        let shown = Arc::new(Mutex::new(Vec::new()));
+        let (mut reader, heard) = (ours.try_clone().unwrap(), Arc::clone(&shown));
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = reader.read(&mut bytes) {
+                heard.lock().unwrap().extend_from_slice(&bytes[..count]);
+            }
+        });
+        PseudoTerminal { ours, theirs, shown }
+    }
+
+    /// Starts `command` with this as the terminal of its session, and stderr on it.
+    pub(crate) fn start(&self, mut command: Command) -> StartedRun {
+        command.stderr(self.theirs.try_clone().unwrap()).env("TERM", "xterm").env_remove("NO_COLOR");
+        let fd = self.theirs.as_raw_fd();
+        let take = move || {
+            // SAFETY: system calls that take numbers, between fork and exec.
+            let taken = unsafe { libc::setsid() >= 0 && libc::ioctl(fd, libc::TIOCSCTTY as _, 0) == 0 };
+            if taken { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+        };
+        // SAFETY: it makes two system calls and touches no memory.
+        unsafe { command.pre_exec(take) };
+        StartedRun(command.spawn().unwrap())
+    }
+
+    /// Says that it has another size now.
+    pub(crate) fn resize(&self, columns: u16, rows: u16) {
+        let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+        // SAFETY: the call reads the size, which outlives it.
+        let status = unsafe { libc::ioctl(self.ours.as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
+        assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
+    }
+
+    /// Takes no output from now on, as after Ctrl-S.
+    pub(crate) fn stop(&mut self) {
+        self.ours.write_all(b"\x13").unwrap();
+    }
+
+    pub(crate) fn shown(&self) -> String {
+        String::from_utf8_lossy(&self.shown.lock().unwrap()).into_owned()
+    }
+
+    /// Waits until `text` has been shown: a word, for blanks between words need not be drawn.
+    pub(crate) fn wait_for(&self, text: &str) {
+        let started = Instant::now();
+        while !self.shown().contains(text) {
+            assert!(started.elapsed() < PATIENCE, "{text:?} was not shown: {:?}", self.shown());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Whether lines are edited and echoed, as in a shell.
+    pub(crate) fn is_as_before(&self) -> bool {
+        // SAFETY: tcgetattr fills in the settings of an open descriptor; zeroes are valid ones.
+        let settings = unsafe {
+            let mut settings: libc::termios = std::mem::zeroed();
+            assert_eq!(libc::tcgetattr(self.theirs.as_raw_fd(), &raw mut settings), 0);
+            settings
+        };
+        settings.c_lflag & (libc::ICANON | libc::ECHO) == (libc::ICANON | libc::ECHO)
+    }
+
+    /// Waits for the end of `child`, which must come, whatever the terminal takes.
+    pub(crate) fn end_of(&self, child: &mut StartedRun) -> ExitStatus {
+        let started = Instant::now();
+        loop {
+            if let Some(status) = child.0.try_wait().unwrap() {
+                return status;
+            }
+            assert!(started.elapsed() < PATIENCE, "the run does not end: {:?}", self.shown());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Waits for the end of `child`, and checks that the screen is as it was.
+    pub(crate) fn end(&self, mut child: StartedRun) -> (ExitStatus, String) {
+        let status = child.0.wait().unwrap();
+        // What the child wrote before is shown before this.
+        File::from(self.theirs.try_clone().unwrap()).write_all(END.as_bytes()).unwrap();
+        self.wait_for(END);
+        assert!(self.is_as_before());
+        let shown = self.shown();
+        let after = shown.rsplit_once(GIVEN_BACK).unwrap().1.to_owned();
+        (status, after)
+    }
+}

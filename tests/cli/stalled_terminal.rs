@@ -1,0 +1,107 @@
+//! Runs on a terminal that takes no output, as after Ctrl-S or over a connection that stalls: the run goes on, and signals
+//! end it.
+
+use std::time::{Duration, Instant};
+
+use crate::place::{Place, lora};
+use crate::pseudo_terminal::{PATIENCE, PseudoTerminal, StartedRun};
+
+const MODES: [&[&str]; 2] = [&[], &["--ui"]];
+
+fn long_run<'a>(mode: &[&'a str]) -> Vec<&'a str> {
+    let steps = ["--set", "train.max_steps=100000", "--set", "log.tensorboard=false"];
+    lora(&[&steps[..], mode].concat())
+}
+
+/// Waits until metrics.jsonl has `least` lines.
+fn wait_for_steps(place: &Place, child: &mut StartedRun, least: usize) {
+    let started = Instant::now();
+    while steps(place) < least {
+        assert!(child.0.try_wait().unwrap().is_none(), "the run has ended");
+        assert!(started.elapsed() < PATIENCE, "{} steps of {least}", steps(place));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn steps(place: &Place) -> usize {
+    std::fs::read_to_string(place.path("out/metrics.jsonl")).map_or(0, |text| text.lines().count())
+}
+
+fn has_checkpoint(place: &Place) -> bool {
+    let entries = std::fs::read_dir(place.path("out")).unwrap();
+    entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("checkpoint-"))
+}
+
+/// The terminal stops while the run is under way.
+#[test]
+fn training_goes_on_and_a_signal_saves() {
+    for mode in MODES {
+        let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
+        let mut child = terminal.start(place.command(&long_run(mode)));
+        wait_for_steps(&place, &mut child, 3);
+        terminal.stop();
+        // Far more than fit the buffers on the way to the terminal, if each had its frame.
+        let before = steps(&place);
+        wait_for_steps(&place, &mut child, before + 200);
+        child.signal(libc::SIGTERM);
+        assert_eq!(terminal.end_of(&mut child).code(), Some(85), "{mode:?}");
+        assert!(has_checkpoint(&place), "{mode:?}");
+        assert!(terminal.is_as_before(), "{mode:?}");
+    }
+}
+
+/// The terminal takes nothing from the start.
+#[test]
+fn a_terminal_that_is_stopped_from_the_start() {
+    for mode in MODES {
+        let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
+        terminal.stop();
+        let mut child = terminal.start(place.command(&long_run(mode)));
+        wait_for_steps(&place, &mut child, 20);
+        child.signal(libc::SIGTERM);
+        assert_eq!(terminal.end_of(&mut child).code(), Some(85), "{mode:?}");
+        assert!(has_checkpoint(&place), "{mode:?}");
+    }
+}
+
+/// A run that neither steps nor saves, on a terminal that takes nothing. Builds for users plant no fault.
+#[test]
+fn a_second_signal_ends_the_run_at_once() {
+    if !cfg!(debug_assertions) {
+        return;
+    }
+    for mode in MODES {
+        let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
+        let mut command = place.command(&long_run(mode));
+        command.env("FINETUNE_FAULT", "0:backward:hang");
+        let mut child = terminal.start(command);
+        let started = Instant::now();
+        while !place.path("out/metrics.jsonl").exists() {
+            assert!(started.elapsed() < PATIENCE, "{mode:?}: {}", terminal.shown());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if !mode.is_empty() {
+            terminal.wait_for("forward");
+        }
+        terminal.stop();
+        for _ in 0..2 {
+            std::thread::sleep(Duration::from_millis(700));
+            child.signal(libc::SIGTERM);
+        }
+        assert_eq!(terminal.end_of(&mut child).code(), Some(130), "{mode:?}");
+        assert!(terminal.is_as_before(), "{mode:?}");
+    }
+}
+
+/// An error is waited for, and not without end.
+#[test]
+fn an_error_ends_a_command_though_nobody_reads_it() {
+    let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
+    terminal.stop();
+    let mut child = terminal.start(place.command(&lora(&["--set", "train.max_steps=no"])));
+    assert_eq!(terminal.end_of(&mut child).code(), Some(1));
+    let terminal = PseudoTerminal::open();
+    let mut child = terminal.start(place.command(&lora(&["--set", "train.max_steps=no"])));
+    terminal.wait_for("train.max_steps");
+    assert_eq!(terminal.end_of(&mut child).code(), Some(1));
+}

@@ -1,0 +1,69 @@
+//! Threads that the system does not start, as under `ulimit -u` or pids.max.
+
+use crate::faults::library;
+use crate::place::{Place, lora};
+
+/// A command takes fewer threads than this.
+const MOST: usize = 60;
+
+/// Runs the command with ever more threads until it has all that it starts; every other time it ends with 75 and names the
+/// limit, or goes on without a thread that it can spare. Returns how often it ended.
+fn with_ever_more_threads(place: &Place, args: &[&str], output: &str) -> usize {
+    let mut refused = 0;
+    for from in 1..MOST {
+        let mut command = place.command(args);
+        command.env("LD_PRELOAD", library().unwrap()).env("FAULT_THREADS", from.to_string());
+        let done = command.env("RAYON_NUM_THREADS", "2").output().unwrap();
+        let said = place.told(&done.stderr);
+        for text in ["internal error", "panicked", "RUST_BACKTRACE", "report it"] {
+            assert!(!said.contains(text), "{text}, thread {from} of {args:?}: {said}");
+        }
+        let named = said.contains("`ulimit -u`") && said.contains("pids.max");
+        match done.status.code() {
+            Some(75) => {
+                assert!(named, "thread {from} of {args:?}: {said}");
+                refused += 1;
+            }
+            Some(0) if !named => return refused,
+            code => assert_eq!(code, Some(0), "thread {from} of {args:?}: {said}"),
+        }
+        drop(std::fs::remove_dir_all(place.path(output)));
+    }
+    panic!("{args:?} starts {MOST} threads or more");
+}
+
+#[test]
+fn a_thread_that_the_system_refuses_is_a_limit_that_is_named() {
+    if library().is_none() {
+        return;
+    }
+    let place = Place::new();
+    let short = ["--set", "train.max_steps=2", "--set", "checkpoint.save_steps=1"];
+    let in_ranks = [&short[..], &["--ranks", "2"]].concat();
+    let eval = ["eval", "--model", "model", "--dataset", "rows.jsonl"];
+    let export = ["export", "--model", "model", "--format", "hf", "--type", "f16", "--output", "half"];
+    for (args, output, least) in [
+        (lora(&short), "out", 4),
+        (lora(&in_ranks), "out", 5),
+        (eval.to_vec(), "out", 2),
+        (export.to_vec(), "half", 3),
+    ] {
+        let refused = with_ever_more_threads(&place, &args, output);
+        assert!(refused >= least, "{args:?}: {refused}");
+    }
+}
+
+/// What computes nothing needs no threads.
+#[test]
+fn what_only_shows_starts_no_thread() {
+    if library().is_none() {
+        return;
+    }
+    let place = Place::new();
+    for args in [&["recipes"][..], &["completions", "bash"], &["inspect", "model"], &["--help"]] {
+        let mut command = place.command(args);
+        command.env("LD_PRELOAD", library().unwrap()).env("FAULT_THREADS", "1");
+        let done = command.output().unwrap();
+        assert_eq!(done.status.code(), Some(0), "{args:?}: {}", place.told(&done.stderr));
+    }
+}
