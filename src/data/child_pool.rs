@@ -22,7 +22,7 @@ use super::sandbox::{
 };
 use super::sandbox_limits::{SandboxLimits, time_taken};
 use super::wire;
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::{Error, Result};
 
 /// The first byte of an answer, after the time that it took.
 const REFUSED: u8 = 1;
@@ -102,8 +102,11 @@ impl ChildPool {
     /// # Errors
     /// Why it cannot be set up.
     pub(super) fn check(&self) -> Result<(), ChildEnd> {
-        let first = self.start()?;
-        self.lock().idle.push(first);
+        let first = match self.start() {
+            Err(ChildEnd::ByMachine(_)) => self.start(),
+            first => first,
+        };
+        self.lock().idle.push(first?);
         Ok(())
     }
 
@@ -122,31 +125,32 @@ impl ChildPool {
         if left.is_zero() {
             return Err(self.ended_by_row(budget, TOO_LONG.to_owned()));
         }
-        let mut killed = false;
-        loop {
-            let mut child = self.take()?;
-            match child.ask(&framed(left, request)) {
-                Ok(answer) => {
-                    self.give_back(Some(child));
-                    let (taken, answer) = taken_apart(&answer)?;
-                    budget.spend(taken);
-                    return answer.map_err(ChildEnd::ByInput);
-                }
-                Err(ChildEnd::ByInput(why)) => {
-                    self.give_back(None);
-                    return Err(self.ended_by_row(budget, why));
-                }
-                // Something outside, for which the row may be innocent.
-                Err(ChildEnd::ByMachine(_)) if !killed => {
-                    self.give_back(None);
-                    killed = true;
-                }
-                Err(end) => {
-                    self.give_back(None);
-                    return Err(end);
-                }
+        let request = framed(left, request);
+        let asked = match self.ask_one(&request) {
+            // Something outside, for which the row may be innocent. It may have ended those too that have nothing to do.
+            Err(ChildEnd::ByMachine(_)) => {
+                self.end();
+                self.ask_one(&request)
             }
+            asked => asked,
+        };
+        match asked {
+            Ok(answer) => {
+                let (taken, answer) = taken_apart(&answer)?;
+                budget.spend(taken);
+                answer.map_err(ChildEnd::ByInput)
+            }
+            Err(ChildEnd::ByInput(why)) => Err(self.ended_by_row(budget, why)),
+            Err(end) => Err(end),
         }
+    }
+
+    /// The answer of one child, which is given back, or is gone.
+    fn ask_one(&self, request: &[u8]) -> Result<Vec<u8>, ChildEnd> {
+        let mut child = self.take()?;
+        let answer = child.ask(request);
+        self.give_back(answer.is_ok().then_some(child));
+        answer
     }
 
     fn ended_by_row(&self, budget: &RowBudget, why: String) -> ChildEnd {
@@ -179,15 +183,13 @@ impl ChildPool {
                     return Ok(child);
                 }
             }
-            match self.start() {
+            match SandboxedChild::start(self.work, None) {
                 Ok(child) => {
+                    let child = self.set_up(child)?;
                     self.lock().busy += 1;
                     return Ok(child);
                 }
-                Err(ChildEnd::ByMachine(error)) if error.kind() == ErrorCategory::Transient => {
-                    self.wait_for_one(error)?;
-                }
-                Err(end) => return Err(end),
+                Err(error) => self.wait_for_one(error)?,
             }
         }
     }
@@ -220,13 +222,13 @@ impl ChildPool {
     }
 
     fn start(&self) -> Result<SandboxedChild, ChildEnd> {
-        let mut child = SandboxedChild::start(self.work, None).map_err(ChildEnd::ByMachine)?;
+        self.set_up(SandboxedChild::start(self.work, None).map_err(ChildEnd::ByMachine)?)
+    }
+
+    fn set_up(&self, mut child: SandboxedChild) -> Result<SandboxedChild, ChildEnd> {
         let time = RowBudget::default().with(self.setup.len(), self.bytes_per_second);
         let answer = child.ask(&framed(time, &self.setup))?;
-        match taken_apart(&answer)?.1 {
-            Ok(_) => Ok(child),
-            Err(why) => Err(ChildEnd::ByInput(why)),
-        }
+        taken_apart(&answer)?.1.map(|_| child).map_err(ChildEnd::ByInput)
     }
 }
 
@@ -240,7 +242,8 @@ fn taken_apart(answer: &[u8]) -> Result<(Duration, Result<Vec<u8>, String>), Chi
     let mut rest = answer;
     let head = wire::take_u64(&mut rest).zip(wire::take_byte(&mut rest));
     let (micros, kind) = head.ok_or_else(|| ChildEnd::ByInput(UNREADABLE.to_owned()))?;
-    let body = if kind == ANSWERED { Ok(rest.to_vec()) } else { Err(String::from_utf8_lossy(rest).into_owned()) };
+    let body =
+        if kind == ANSWERED { Ok(rest.to_vec()) } else { Err(String::from_utf8_lossy(rest).into_owned()) };
     Ok((Duration::from_micros(micros), body))
 }
 

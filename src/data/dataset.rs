@@ -105,8 +105,10 @@ impl Dataset {
         }
         if tokenizer.has_given_up() {
             let folder = tokenizer.folder().display();
-            return Err(Error::user(format!("cannot use the tokenizer in {folder}: too many rows end its process"))
-                .hint("copy tokenizer.json from the model this one was made from"));
+            return Err(Error::user(format!(
+                "cannot use the tokenizer in {folder}: too many rows end its process"
+            ))
+            .hint("copy tokenizer.json from the model this one was made from"));
         }
         if examples.is_empty() {
             return Err(nothing_left(&report));

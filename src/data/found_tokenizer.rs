@@ -38,7 +38,8 @@ impl FoundTokenizer {
             let dropout = without_dropout(&mut inner);
             Ok((inner, dropout))
         });
-        let (inner, dropout) = found.map_err(|why| unreadable(format!("it is not a tokenizer.json: {why}")))?;
+        let (inner, dropout) =
+            found.map_err(|why| unreadable(format!("it is not a tokenizer.json: {why}")))?;
         let largest = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
         match largest {
             Some((token, id)) if id >= tokenizer_outline::MAX_ID => {

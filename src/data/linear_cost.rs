@@ -72,7 +72,9 @@ pub(super) fn is_linear(tokenizer: &tokenizers::Tokenizer) -> bool {
 fn is_linear_model(tokenizer: &tokenizers::Tokenizer) -> bool {
     match tokenizer.get_model() {
         ModelWrapper::BPE(_) | ModelWrapper::WordLevel(_) => true,
-        ModelWrapper::Unigram(_) => tokenizer.get_vocab(false).keys().all(|piece| piece.len() <= LONGEST_PIECE),
+        ModelWrapper::Unigram(_) => {
+            tokenizer.get_vocab(false).keys().all(|piece| piece.len() <= LONGEST_PIECE)
+        }
         // It tries all parts of a word, whose length the file says.
         ModelWrapper::WordPiece(_) => false,
     }

@@ -173,9 +173,11 @@ pub(super) const UNREADABLE: &str = "its process gave no answer that can be read
 
 /// The system does not start a process: the limit that stopped it.
 fn not_started(program: &Path, error: &io::Error) -> Error {
-    let cannot =
-        Error::new(ErrorCategory::Transient, "cannot start a process of its own for a file of unknown origin")
-            .because(format!("{}: {error}", program.display()));
+    let cannot = Error::new(
+        ErrorCategory::Transient,
+        "cannot start a process of its own for a file of unknown origin",
+    )
+    .because(format!("{}: {error}", program.display()));
     match error.raw_os_error() {
         Some(libc::EAGAIN) => cannot.hint(
             "raise the limit of processes and threads (`ulimit -u`, or `pids.max` of the container), or set \
@@ -306,7 +308,10 @@ mod tests {
         for (end, hint) in [
             (by_signal(libc::SIGKILL, ""), "memory.max"),
             (by_signal(libc::SIGXCPU, ""), "ulimit -t"),
-            (by_signal(libc::SIGABRT, &format!("{NOT_GRANTED}\nmemory allocation of 9 bytes failed")), "ulimit -v"),
+            (
+                by_signal(libc::SIGABRT, &format!("{NOT_GRANTED}\nmemory allocation of 9 bytes failed")),
+                "ulimit -v",
+            ),
             (by_signal(libc::SIGQUIT, ""), "signal 3"),
             (by_code(127, "error while loading shared libraries"), "shared libraries"),
             (by_code(REFUSED_BY_SYSTEM.into(), ""), "refused"),
@@ -315,7 +320,9 @@ mod tests {
             assert_eq!(error.kind(), ErrorCategory::Transient, "{error}");
             assert!(error.to_string().contains(hint), "{error}");
         }
-        for (errno, hint) in [(libc::EAGAIN, "pids.max"), (libc::EMFILE, "ulimit -n"), (libc::ENOMEM, "memory.max")] {
+        for (errno, hint) in
+            [(libc::EAGAIN, "pids.max"), (libc::EMFILE, "ulimit -n"), (libc::ENOMEM, "memory.max")]
+        {
             let error = not_started(Path::new("finetune"), &io::Error::from_raw_os_error(errno));
             assert_eq!(error.kind(), ErrorCategory::Transient);
             assert!(error.to_string().contains(hint), "{error}");

@@ -247,8 +247,7 @@ impl Tokenizer {
     /// As [`Self::encode`].
     pub(super) fn encode_within(&self, text: &str, add_special: bool, budget: &RowBudget) -> Result<Encoded> {
         if long_text::is_long(text) {
-            let whole =
-                long_text::encode_in_pieces(text, |part| self.encode_within(part, false, budget))?;
+            let whole = long_text::encode_in_pieces(text, |part| self.encode_within(part, false, budget))?;
             return if add_special { self.with_special(whole) } else { Ok(whole) };
         }
         let encoded = match &self.children {

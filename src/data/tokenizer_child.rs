@@ -39,7 +39,12 @@ impl TokenizingChildren {
     ///
     /// # Errors
     /// Why there are none.
-    pub(super) fn encode(&self, text: &str, add_special: bool, budget: &RowBudget) -> Result<Encoded, ChildEnd> {
+    pub(super) fn encode(
+        &self,
+        text: &str,
+        add_special: bool,
+        budget: &RowBudget,
+    ) -> Result<Encoded, ChildEnd> {
         let kind = if add_special { ENCODE_WITH_SPECIAL } else { ENCODE };
         let answer = self.0.ask(&[&[kind], text.as_bytes()].concat(), budget)?;
         read_encoded(&answer).ok_or_else(|| ChildEnd::ByInput(UNREADABLE.to_owned()))
@@ -103,7 +108,10 @@ fn answer(inner: &tokenizers::Tokenizer, request: &[u8]) -> child_pool::Answer<V
         return rest.is_empty().then(|| found_tokenizer::decode(inner, &ids).map(String::into_bytes));
     }
     let text = std::str::from_utf8(body).ok()?;
-    Some(found_tokenizer::encode(inner, text, kind == ENCODE_WITH_SPECIAL).map(|encoded| put_encoded(&encoded)))
+    Some(
+        found_tokenizer::encode(inner, text, kind == ENCODE_WITH_SPECIAL)
+            .map(|encoded| put_encoded(&encoded)),
+    )
 }
 
 #[cfg(test)]

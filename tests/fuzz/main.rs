@@ -17,8 +17,10 @@ mod bombs;
 mod counting;
 mod long_text;
 mod mutate;
+mod patterns;
 mod seeds;
 mod targets;
+mod tokenizer_children;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
