@@ -145,17 +145,14 @@ impl SandboxedChild {
 
     fn why_ended(&mut self, error: &io::Error) -> ChildEnd {
         self.requests = None;
-        match error.kind() {
-            io::ErrorKind::UnexpectedEof => {}
+        if error.kind() != io::ErrorKind::UnexpectedEof {
             // The child has not ended by itself, and might wait for a reader of its answers.
-            kind => {
-                let _ = self.process.kill();
-                let _ = self.process.wait();
-                return match kind {
-                    io::ErrorKind::InvalidData => ChildEnd::ByInput(UNREADABLE.to_owned()),
-                    _ => ChildEnd::ByMachine(lost(format!("its answers cannot be read: {error}"))),
-                };
-            }
+            let _ = self.process.kill();
+            let _ = self.process.wait();
+            return match error.kind() {
+                io::ErrorKind::InvalidData => ChildEnd::ByInput(UNREADABLE.to_owned()),
+                _ => ChildEnd::ByMachine(lost(format!("its answers cannot be read: {error}"))),
+            };
         }
         let mut said = String::new();
         if let Some(errors) = &mut self.process.stderr {
@@ -253,7 +250,7 @@ pub(super) const MEMORY_BYTES: u64 = 512 << 20;
 
 /// Processor time of a request, or of all requests of a row, beyond that for their size.
 pub(super) const REQUEST_TIME: Duration = Duration::from_millis(800);
-/// Bytes of a chat to render, or of a file to read, for which there is a second more.
+/// Bytes of a file to read for which there is a second more.
 pub(super) const BYTES_PER_SECOND: u64 = 8 << 20;
 
 /// The time for the size of a request of `bytes` bytes.

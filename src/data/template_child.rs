@@ -6,11 +6,15 @@ use std::io;
 use chrono::{DateTime, FixedOffset};
 
 use super::child_pool::{self, ChildPool, RowBudget};
-use super::sandbox::{BYTES_PER_SECOND, ChildEnd, SandboxedWork};
+use super::sandbox::{ChildEnd, SandboxedWork};
 use super::sandbox_limits::SandboxLimits;
 use super::template_engine::{TemplateEngine, TemplateInputs, TemplateSource};
 use super::wire;
 use crate::error::{Error, Result};
+
+/// Bytes of chats to render for which their row has a second more: to find the assistant's turns a long chat is rendered some
+/// hundred times, each time a part of it.
+const BYTES_PER_SECOND: u64 = 1 << 20;
 
 /// Children that render the templates of one source.
 #[derive(Debug)]
