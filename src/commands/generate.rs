@@ -10,6 +10,7 @@ use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
 use crate::engine::{Engine, LogitsProcessor};
 use crate::error::{Error, Result};
+use crate::plan::beyond_positions;
 use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
 use crate::setup::{EngineOptions, Resolver, Trains};
@@ -124,15 +125,20 @@ impl Generator<'_> {
 
     /// Prints the continuation of `ids` as it is made; returns it.
     fn stream(&self, ids: &[u32]) -> Result<String> {
+        let warn = |sequence: &str, tokens: usize| {
+            let shorter = Some("give a shorter prompt or a smaller `--max-new-tokens`");
+            let warning = beyond_positions(&self.engine.config, tokens, sequence, shorter)?;
+            Some(self.terminal.warn(warning))
+        };
+        let warned = warn("the prompt has", ids.len());
         let mut sampler = self.sampler();
-        let mut text = self.tokenizer.stream(true);
-        let mut whole = String::new();
+        let (mut text, mut whole) = (self.tokenizer.stream(true), String::new());
         // Decoders drop the space before the first word: what is printed is what the new tokens add to the prompt.
         for id in ids {
             text.push(*id)?;
         }
         let stop = self.tokenizer.eos_ids();
-        self.engine.generate(ids, self.args.max_new_tokens, &mut sampler, stop, &mut |id| {
+        let made = self.engine.generate(ids, self.args.max_new_tokens, &mut sampler, stop, &mut |id| {
             let piece = text.push(id)?;
             whole.push_str(&piece);
             self.terminal.data(&piece)?;
@@ -141,6 +147,7 @@ impl Generator<'_> {
         let rest = text.finish()?;
         self.terminal.data(&rest)?;
         whole.push_str(&rest);
+        warned.or_else(|| warn("the prompt and what follows it have", ids.len() + made.len()));
         Ok(whole)
     }
 }

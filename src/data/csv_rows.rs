@@ -26,7 +26,11 @@ pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Res
     let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(opened);
     let cannot =
         |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
-    let header = reader.headers().map_err(|e| cannot(e.to_string()))?.clone();
+    let failed = |e: csv::Error| match e.kind() {
+        csv::ErrorKind::Io(e) => Error::io("read the data file", file, e),
+        _ => cannot(e.to_string()),
+    };
+    let header = reader.headers().map_err(failed)?.clone();
     if header.len() > MAX_COLUMNS {
         return Err(cannot(format!(
             "its header names {} columns; accepted: up to {MAX_COLUMNS}",
@@ -40,7 +44,7 @@ pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Res
         return Err(cannot(format!("its header names the column {twice:?} twice")));
     }
     let mut record = csv::ByteRecord::new();
-    while reader.read_byte_record(&mut record).map_err(|e| cannot(e.to_string()))? {
+    while reader.read_byte_record(&mut record).map_err(failed)? {
         let line = record.position().map_or(0, csv::Position::line);
         let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
         match fields(&names, &record) {

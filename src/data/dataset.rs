@@ -14,7 +14,7 @@ use super::raw_rows::{DataFile, RawRow};
 use super::source::read;
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
-use super::{DataOptions, DataReport, ParsedRow, RowFault, RowFaultKind};
+use super::{DataOptions, DataReport, ParsedRow, RowError, RowFault, RowFaultKind};
 use crate::error::{Error, Result};
 use crate::recipe::enums::{DataFormat, OnBadRow};
 
@@ -33,7 +33,8 @@ impl Dataset {
     ///
     /// # Errors
     /// When a file cannot be read, the format cannot be told, a row is bad and `on_bad_row` is `stop`, or no
-    /// example is left.
+    /// example is left. Transient, whatever `on_bad_row` says: the system starts no process to render or encode a row, or
+    /// something else ends it.
     pub fn load(
         paths: &[PathBuf],
         options: &DataOptions,
@@ -79,7 +80,13 @@ impl Dataset {
         }
         needs_met(&source.rows, format, tokenizer, template)?;
         let encoder = Encoder::new(tokenizer, template, options);
-        let outcomes: Vec<_> = source.rows.par_iter().map(|row| encoder.encode_row(row, format)).collect();
+        let encode = |row: &RawRow| match encoder.encode_row(row, format) {
+            Ok(encoding) => Ok(Ok(encoding)),
+            Err(RowError::Fault(fault)) => Ok(Err(fault)),
+            Err(RowError::Run(error)) => Err(error),
+        };
+        let outcomes = source.rows.par_iter().map(encode).collect::<Result<Vec<_>>>()?;
+        tokenizer.release();
         if let Some(template) = template {
             template.release();
         }
@@ -95,6 +102,13 @@ impl Dataset {
         if template.is_some_and(ChatTemplate::has_given_up) {
             return Err(Error::user("cannot use the chat template: too many chats end its process")
                 .hint("`data.chat_template` replaces the tokenizer's"));
+        }
+        if tokenizer.has_given_up() {
+            let folder = tokenizer.folder().display();
+            return Err(Error::user(format!(
+                "cannot use the tokenizer in {folder}: too many rows end its process"
+            ))
+            .hint("copy tokenizer.json from the model this one was made from"));
         }
         if examples.is_empty() {
             return Err(nothing_left(&report));

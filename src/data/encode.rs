@@ -8,14 +8,14 @@
 
 use serde_json::{Value, json};
 
+use super::child_pool::RowBudget;
 use super::format::question;
 use super::parsed_row::ParsedRow;
 use super::raw_rows::RawRow;
-use super::spans::render_trained;
+use super::spans::{ChatOfRow, render_trained};
 use super::template::{ChatTemplate, TemplateInputs};
 use super::tokenizer::{Encoded, Tokenizer};
-use super::{DataOptions, Origin, RowFault, RowFaultKind};
-use crate::error::Error;
+use super::{DataOptions, Origin, RowError, RowFault, RowFaultKind};
 use crate::recipe::enums::{DataFormat, OnLongRow, TrainOn};
 
 /// A row as the model sees it.
@@ -85,8 +85,8 @@ impl<'a> Encoder<'a> {
     /// Encodes a row that is of `format`.
     ///
     /// # Errors
-    /// Whatever makes the row unusable.
-    pub fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<Encoding, RowFault> {
+    /// Whatever makes the row unusable, and what ends the run.
+    pub fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<Encoding, RowError> {
         match super::format::convert(&row.value, format)? {
             Some(record) => self.encode(&record, &row.origin, row.document),
             None => Ok(Encoding::LeftOut),
@@ -96,9 +96,14 @@ impl<'a> Encoder<'a> {
     /// Encodes a record; a `document` longer than `max_seq_len` becomes several examples.
     ///
     /// # Errors
-    /// Whatever makes the record unusable.
-    pub fn encode(&self, record: &ParsedRow, origin: &Origin, document: bool) -> Result<Encoding, RowFault> {
-        let tokens = self.tokens(record)?;
+    /// Whatever makes the record unusable, and what ends the run.
+    pub fn encode(&self, record: &ParsedRow, origin: &Origin, document: bool) -> Result<Encoding, RowError> {
+        let tokens = self.tokens(record, &RowBudget::default())?;
+        Ok(self.fitted(tokens, origin, document)?)
+    }
+
+    /// The examples of a row's tokens, none longer than `max_seq_len`.
+    fn fitted(&self, tokens: Tokens, origin: &Origin, document: bool) -> Result<Encoding, RowFault> {
         if let Some(id) = tokens.ids.iter().find(|id| **id as usize >= self.options.vocab_size) {
             let token = self.tokenizer.token(*id).unwrap_or_default();
             let why =
@@ -171,40 +176,40 @@ impl<'a> Encoder<'a> {
         Ok(example)
     }
 
-    fn tokens(&self, record: &ParsedRow) -> Result<Tokens, RowFault> {
+    fn tokens(&self, record: &ParsedRow, budget: &RowBudget) -> Result<Tokens, RowError> {
         match record {
-            ParsedRow::Messages { messages, tools, counts } => self.chat(messages, tools.as_ref(), counts),
+            ParsedRow::Messages { messages, tools, counts } => {
+                self.chat(ChatOfRow { messages, tools: tools.as_ref(), budget }, counts)
+            }
             ParsedRow::Task { system, instruction, input, output } if self.template.is_some() => {
                 let mut messages: Vec<Value> =
                     system.iter().map(|text| json!({"role": "system", "content": text})).collect();
                 messages.push(json!({"role": "user", "content": question(instruction, input)}));
                 messages.push(json!({"role": "assistant", "content": output}));
-                self.chat(&messages, None, &[])
+                self.chat(ChatOfRow { messages: &messages, tools: None, budget }, &[])
             }
             ParsedRow::Task { system, instruction, input, output } => {
-                self.text(&task_prompt(system.as_deref(), instruction, input), output)
+                self.text(&task_prompt(system.as_deref(), instruction, input), output, budget)
             }
-            ParsedRow::Pair { prompt, completion } => self.text(prompt, completion),
-            ParsedRow::Text(text) => self.text("", text),
+            ParsedRow::Pair { prompt, completion } => self.text(prompt, completion, budget),
+            ParsedRow::Text(text) => self.text("", text, budget),
         }
     }
 
-    fn chat(&self, messages: &[Value], tools: Option<&Value>, counts: &[bool]) -> Result<Tokens, RowFault> {
+    fn chat(&self, chat: ChatOfRow<'_>, counts: &[bool]) -> Result<Tokens, RowError> {
         let Some(template) = self.template else {
-            return Err(RowFault::new(
-                RowFaultKind::Template,
-                "the tokenizer has no chat template; write `data.chat_template`",
-            ));
+            let why = "the tokenizer has no chat template; write `data.chat_template`";
+            return Err(RowFault::new(RowFaultKind::Template, why).into());
         };
         let all = self.options.train_on == TrainOn::All;
         let rendered = if all {
-            template.render(messages, &TemplateInputs { tools, ..TemplateInputs::default() })
+            let inputs = TemplateInputs { tools: chat.tools, ..TemplateInputs::default() };
+            template.render_within(chat.messages, &inputs, chat.budget)
         } else {
-            render_trained(template, messages, counts, tools, &self.special)
+            render_trained(template, chat, counts, &self.special)
         };
-        let rendered =
-            rendered.map_err(|error| RowFault::new(RowFaultKind::Template, in_one_line(&error)))?;
-        let encoded = self.encoded(&rendered.text, false)?;
+        let rendered = rendered.map_err(|error| RowError::of(RowFaultKind::Template, error))?;
+        let encoded = self.encoded(&rendered.text, false, chat.budget)?;
         let trained = if all {
             vec![true; encoded.ids.len()]
         } else {
@@ -216,35 +221,35 @@ impl<'a> Encoder<'a> {
     }
 
     /// Text as it is; what comes after `prompt` is trained.
-    fn text(&self, prompt: &str, completion: &str) -> Result<Tokens, RowFault> {
+    fn text(&self, prompt: &str, completion: &str, budget: &RowBudget) -> Result<Tokens, RowError> {
         let text = format!("{prompt}{completion}");
         if let Some(bos) = self.tokenizer.bos()
             && self.tokenizer.adds_bos()
             && text.starts_with(&bos.text)
         {
             let why = format!("it begins with {:?}, which the tokenizer adds itself", bos.text);
-            return Err(RowFault::new(RowFaultKind::DoubleBos, why));
+            return Err(RowFault::new(RowFaultKind::DoubleBos, why).into());
         }
         if completion.is_empty() {
             let why = if prompt.is_empty() { "it is empty" } else { "its completion is empty" };
-            return Err(RowFault::new(RowFaultKind::NothingTrained, why));
+            return Err(RowFault::new(RowFaultKind::NothingTrained, why).into());
         }
-        let unreadable = |error: Error| RowFault::new(RowFaultKind::Unreadable, in_one_line(&error));
         if prompt.is_empty() || self.options.train_on == TrainOn::All {
             // It may be a whole book: what its tokens cover is several times as large as they are.
-            let encoded = self.tokenizer.encode_with_last_offsets(&text, true).map_err(unreadable)?;
+            let encoded = self.tokenizer.encode_with_last_offsets(&text, true, budget);
+            let encoded = encoded.map_err(|error| RowError::of(RowFaultKind::Unreadable, error))?;
             let trained = vec![true; encoded.ids.len()];
             return Ok(self.with_eos(&text, encoded, trained, true));
         }
-        let encoded = self.encoded(&text, true)?;
+        let encoded = self.encoded(&text, true, budget)?;
         let span = prompt.len()..text.len();
         let trained = encoded.offsets.iter().map(|at| overlaps(at, &span)).collect();
         Ok(self.with_eos(&text, encoded, trained, true))
     }
 
-    fn encoded(&self, text: &str, add_special: bool) -> Result<Encoded, RowFault> {
-        let encoded = self.tokenizer.encode_with_offsets(text, add_special);
-        encoded.map_err(|error| RowFault::new(RowFaultKind::Unreadable, in_one_line(&error)))
+    fn encoded(&self, text: &str, add_special: bool, budget: &RowBudget) -> Result<Encoded, RowError> {
+        let encoded = self.tokenizer.encode_within(text, add_special, budget);
+        encoded.map_err(|error| RowError::of(RowFaultKind::Unreadable, error))
     }
 
     /// Appends EOS, given what the last tokens at least cover, where the row does not end in a token that stops a generation. Whitespace between what is
@@ -288,11 +293,4 @@ fn overlaps(token: &std::ops::Range<usize>, span: &std::ops::Range<usize>) -> bo
         return token.start != 0 && span.contains(&token.start);
     }
     token.start < span.end && span.start < token.end
-}
-
-/// An error on one line, for the list of bad rows.
-fn in_one_line(error: &Error) -> String {
-    let text = error.to_string();
-    let text = text.strip_prefix("error: ").unwrap_or(&text);
-    text.replace("\n  caused by: ", ": ").replace("\nhint: ", "; ")
 }

@@ -31,11 +31,14 @@ pub mod source;
 pub mod template;
 pub mod tokenizer;
 
+mod child_pool;
 mod conversation;
 mod csv_rows;
 mod encoded;
 mod expansion;
+mod found_tokenizer;
 mod json_rows;
+mod linear_cost;
 mod long_text;
 mod new_tokens;
 mod parquet_rows;
@@ -47,6 +50,7 @@ mod sandbox_limits;
 mod spans;
 mod template_child;
 mod template_engine;
+mod tokenizer_child;
 mod tokenizer_outline;
 mod wire;
 
@@ -65,6 +69,7 @@ pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
 pub(crate) use tokenizer_outline::MAX_TOKENIZER_BYTES;
 
+use crate::error::{Error, ErrorCategory};
 pub use crate::ops::cross_entropy::IGNORE;
 use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow, TrainOn};
 
@@ -188,6 +193,32 @@ impl RowFault {
     }
 }
 
+/// Why a row was not encoded.
+#[derive(Debug, Clone)]
+pub enum RowError {
+    /// The row cannot be used; [`OnBadRow`] decides whether that ends the run.
+    Fault(RowFault),
+    /// Nothing that the row is to blame for, such as a process that does not start: it ends the run in any case.
+    Run(Error),
+}
+
+impl RowError {
+    /// An error while something was done to a row, which is a fault of `kind` where it comes from what the user gave. An
+    /// error of any other category keeps it. All errors on the way of a row pass here.
+    pub(crate) fn of(kind: RowFaultKind, error: Error) -> Self {
+        match error.kind() {
+            ErrorCategory::User => RowError::Fault(RowFault::new(kind, error.in_one_line())),
+            _ => RowError::Run(error),
+        }
+    }
+}
+
+impl From<RowFault> for RowError {
+    fn from(fault: RowFault) -> Self {
+        RowError::Fault(fault)
+    }
+}
+
 /// A row that cannot be used, where it is and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadRow {
@@ -200,5 +231,19 @@ pub struct BadRow {
 impl fmt::Display for BadRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.origin, self.fault.why)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_errors_of_the_input_become_faults_of_a_row() {
+        let of = |kind| RowError::of(RowFaultKind::Template, Error::new(kind, "cannot render"));
+        assert!(matches!(of(ErrorCategory::User), RowError::Fault(fault) if fault.why == "cannot render"));
+        for kind in [ErrorCategory::Transient, ErrorCategory::Storage, ErrorCategory::Internal] {
+            assert!(matches!(of(kind), RowError::Run(error) if error.kind() == kind));
+        }
     }
 }

@@ -11,19 +11,25 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
 
+use parquet::basic::Compression;
+use parquet::errors::ParquetError;
+use parquet::file::metadata::ParquetMetaData;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
 
 use super::expansion::{ExpansionBounds, row_bytes};
 use super::raw_rows::{DataFile, RawRow};
-use super::sandbox::{self, SandboxedChild, SandboxedWork, write_frame};
+use super::sandbox::{
+    self, BYTES_PER_SECOND, ChildEnd, REQUEST_TIME, SandboxedChild, SandboxedWork, UNREADABLE, time_for_size,
+    write_frame,
+};
 use super::sandbox_limits::SandboxLimits;
 use super::wire;
 use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
 use crate::contained::contain;
 use crate::error::input_file;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// Rows for which the processor time of a child is counted together.
 const ROWS_PER_REQUEST: u64 = 64;
@@ -33,8 +39,13 @@ type ParquetRow = Result<Map<String, Value>, String>;
 
 /// Reads all row groups of a Parquet file.
 pub(super) fn parquet(file: &Arc<Path>, source: &mut DataFile) -> Result<()> {
-    let cannot =
-        |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
+    let cannot = |failure: ReadFailure| match failure {
+        ReadFailure::Storage(why) => {
+            let what = format!("cannot read the data file {}", file.display());
+            Error::new(ErrorCategory::Storage, what).because(why)
+        }
+        ReadFailure::Child(end) => end.into_error(format!("cannot read the data file {}", file.display())),
+    };
     let opened = input_file::open("read the data file", file)?;
     let bytes = opened.metadata().map_err(|e| Error::io("read the data file", file, &e))?.len();
     let mut bounds = ExpansionBounds::of(bytes);
@@ -54,7 +65,35 @@ pub(super) fn parquet(file: &Arc<Path>, source: &mut DataFile) -> Result<()> {
     if sandbox::is_available() {
         return ask_child(opened, &mut take).map_err(cannot);
     }
-    contain(|| read_rows(opened, bytes, |row| take(row, 0))).unwrap_or_else(Err).map_err(cannot)
+    contain(|| read_rows(opened, bytes, |row| take(row, 0)))
+        .unwrap_or_else(|panic| Err(panic.into()))
+        .map_err(cannot)
+}
+
+/// Why a file was not read to its end.
+enum ReadFailure {
+    /// The disk does not give its bytes.
+    Storage(String),
+    /// What the file holds, or the machine.
+    Child(ChildEnd),
+}
+
+impl From<String> for ReadFailure {
+    /// What the file holds.
+    fn from(why: String) -> Self {
+        ReadFailure::Child(ChildEnd::ByInput(why))
+    }
+}
+
+impl From<ParquetError> for ReadFailure {
+    fn from(error: ParquetError) -> Self {
+        if let ParquetError::External(source) = &error
+            && source.downcast_ref::<io::Error>().is_some_and(|io| io.raw_os_error().is_some())
+        {
+            return ReadFailure::Storage(source.to_string());
+        }
+        error.to_string().into()
+    }
 }
 
 /// The kinds of an answer's first byte.
@@ -62,21 +101,24 @@ const ROW: u8 = 0;
 const BAD_ROW: u8 = 1;
 const FAILED: u8 = 2;
 const END: u8 = 3;
+const NOT_READ: u8 = 4;
 
 fn ask_child(
     opened: File,
     take: &mut impl FnMut(ParquetRow, u64) -> Result<(), String>,
-) -> Result<(), String> {
+) -> Result<(), ReadFailure> {
     let child = SandboxedChild::start(SandboxedWork::Parquet, Some(Stdio::from(opened)));
-    let mut child = child.map_err(|error| error.in_one_line())?;
-    let broken = || "its process gave no answer that can be read".to_owned();
+    let mut child = child.map_err(|error| ReadFailure::Child(ChildEnd::ByMachine(error)))?;
+    let broken = || ReadFailure::from(UNREADABLE.to_owned());
     loop {
-        let answer = child.next()?;
+        let answer = child.next().map_err(ReadFailure::Child)?;
         let (&kind, mut body) = answer.split_first().ok_or_else(broken)?;
+        let said = || String::from_utf8_lossy(body).into_owned();
         match kind {
             END => return Ok(()),
-            FAILED => return Err(String::from_utf8_lossy(body).into_owned()),
-            BAD_ROW => take(Err(String::from_utf8_lossy(body).into_owned()), answer.len() as u64)?,
+            FAILED => return Err(said().into()),
+            NOT_READ => return Err(ReadFailure::Storage(said())),
+            BAD_ROW => take(Err(said()), answer.len() as u64)?,
             ROW => {
                 let row = wire::take_map(&mut body).ok_or_else(broken)?;
                 take(Ok(row), answer.len() as u64)?;
@@ -95,7 +137,8 @@ pub(super) fn serve(limits: &SandboxLimits) -> io::Result<()> {
     let bytes = file.metadata()?.len();
     let mut answers = io::BufWriter::with_capacity(1 << 16, io::stdout().lock());
     let (mut gone, mut rows, mut answer) = (None, 0, Vec::new());
-    limits.begin(bytes)?;
+    let time = REQUEST_TIME + time_for_size(bytes, BYTES_PER_SECOND);
+    limits.begin(bytes, time)?;
     let emit = |row: ParquetRow| -> Result<(), String> {
         answer.clear();
         match row {
@@ -109,18 +152,25 @@ pub(super) fn serve(limits: &SandboxLimits) -> io::Result<()> {
             }
         }
         rows += 1;
-        let again = if rows % ROWS_PER_REQUEST == 0 { limits.begin(bytes) } else { Ok(()) };
+        let again = if rows % ROWS_PER_REQUEST == 0 { limits.begin(bytes, time) } else { Ok(()) };
         again.and_then(|()| write_frame(&mut answers, &answer)).map_err(|error| {
             let why = error.to_string();
             gone = Some(error);
             why
         })
     };
-    let outcome = contain(|| read_rows(file, bytes, emit)).unwrap_or_else(Err);
+    let outcome = contain(|| read_rows(file, bytes, emit)).unwrap_or_else(|panic| Err(panic.into()));
     if let Some(error) = gone {
         return Err(error);
     }
-    let last = outcome.map_or_else(|why| [&[FAILED][..], why.as_bytes()].concat(), |()| vec![END]);
+    let last = match outcome {
+        Ok(()) => vec![END],
+        Err(ReadFailure::Storage(why)) => [&[NOT_READ][..], why.as_bytes()].concat(),
+        Err(ReadFailure::Child(ChildEnd::ByInput(why))) => [&[FAILED][..], why.as_bytes()].concat(),
+        Err(ReadFailure::Child(ChildEnd::ByMachine(error))) => {
+            [&[FAILED][..], error.in_one_line().as_bytes()].concat()
+        }
+    };
     write_frame(&mut answers, &last)?;
     answers.flush()
 }
@@ -133,18 +183,29 @@ fn read_rows(
     file: File,
     bytes: u64,
     mut emit: impl FnMut(ParquetRow) -> Result<(), String>,
-) -> Result<(), String> {
-    let cannot = |e: parquet::errors::ParquetError| e.to_string();
-    let reader = SerializedFileReader::new(file).map_err(cannot)?;
+) -> Result<(), ReadFailure> {
+    let reader = SerializedFileReader::new(file)?;
+    readable_codecs(reader.metadata())?;
     let bounds = ExpansionBounds::of(bytes);
     let rows = reader.metadata().file_metadata().num_rows();
     bounds.check_rows(u64::try_from(rows).map_err(|_| format!("it claims {rows} rows"))?)?;
-    for record in reader.get_row_iter(None).map_err(cannot)? {
+    for record in reader.get_row_iter(None)? {
         // A broken page breaks what follows too: the file, not the row, is at fault.
-        let record = record.map_err(cannot)?;
-        emit(object(&record))?;
+        emit(object(&record?))?;
     }
     Ok(())
+}
+
+/// Refuses a codec that cannot be unpacked: LZO, which nothing writes any more.
+fn readable_codecs(metadata: &ParquetMetaData) -> Result<(), String> {
+    let mut columns = metadata.row_groups().iter().flat_map(|group| group.columns());
+    match columns.find(|column| column.compression() == Compression::LZO) {
+        Some(column) => Err(format!(
+            "its column {} is packed with LZO; accepted: none, snappy, zstd, gzip, brotli, lz4; write it again with zstd",
+            column.column_path()
+        )),
+        None => Ok(()),
+    }
 }
 
 fn object(record: &Record) -> Result<Map<String, Value>, String> {

@@ -1,13 +1,15 @@
 //! The limits of a child process (see [`super::sandbox`]), which it sets itself before it reads anything.
 
-use std::io;
+use std::cell::Cell;
+use std::io::{self, Write};
+use std::time::Duration;
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 use libc::__rlimit_resource_t as ResourceName;
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 use libc::c_int as ResourceName;
 
-use super::sandbox::{BYTES_PER_SECOND, MEMORY_BYTES, REQUEST_TIME};
+use super::sandbox::{MEMORY_BYTES, NOT_GRANTED};
 
 /// Files that may be open: the pipes, the input and its copies.
 const FILES: u64 = 256;
@@ -18,10 +20,12 @@ const NOT_ITS_OWN: [libc::c_int; 5] =
     [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2];
 
 /// What a child's limits are counted from.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct SandboxLimits {
-    /// Address space of the binary itself; none where the system does not say.
-    own_bytes: Option<u64>,
+    /// Address space of the process when it has read nothing yet; none where the system does not say.
+    own_bytes: Cell<Option<u64>>,
+    /// Whether the parent has been told that the machine grants less.
+    told: Cell<bool>,
 }
 
 /// Takes from this process what it does not need.
@@ -29,8 +33,6 @@ pub(super) struct SandboxLimits {
 /// # Errors
 /// The system refuses a limit: then no work is done.
 pub(super) fn confine() -> io::Result<SandboxLimits> {
-    let pages = std::fs::read_to_string("/proc/self/statm").ok();
-    let pages = pages.and_then(|text| text.split_whitespace().next()?.parse::<u64>().ok());
     for signal in NOT_ITS_OWN {
         // SAFETY: to ignore a signal runs no code of ours.
         unsafe { libc::signal(signal, libc::SIG_IGN) };
@@ -40,20 +42,50 @@ pub(super) fn confine() -> io::Result<SandboxLimits> {
     limit(libc::RLIMIT_CORE, 0)?;
     limit(libc::RLIMIT_FSIZE, 0)?;
     limit(libc::RLIMIT_NOFILE, FILES)?;
-    Ok(SandboxLimits { own_bytes: pages.map(|pages| pages * page_bytes()) })
+    Ok(SandboxLimits { own_bytes: Cell::new(address_space()), told: Cell::new(false) })
+}
+
+/// Processor time that this process has taken so far.
+pub(super) fn time_taken() -> Duration {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` outlives the call, which fills it in; where it fails, `now` stays zero.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut now) };
+    Duration::new(now.tv_sec.max(0) as u64, now.tv_nsec as u32)
 }
 
 impl SandboxLimits {
-    /// Gives the next request of `bytes` bytes its memory and its processor time, counted from now.
+    /// Gives the next request of `bytes` bytes its memory, and `time` of the processor, counted from now.
     ///
     /// # Errors
     /// The system refuses.
-    pub(super) fn begin(&self, bytes: u64) -> io::Result<()> {
-        if let Some(own) = self.own_bytes {
-            limit_now(libc::RLIMIT_AS, own + MEMORY_BYTES + 16 * bytes)?;
+    pub(super) fn begin(&self, bytes: u64, time: Duration) -> io::Result<()> {
+        if let Some(own) = self.own_bytes.get() {
+            let wanted = own.saturating_add(MEMORY_BYTES).saturating_add(bytes.saturating_mul(16));
+            let granted = limit_now(libc::RLIMIT_AS, wanted)?;
+            if granted < wanted || limits_of(libc::RLIMIT_DATA)?.rlim_cur < wanted - own {
+                self.tell_once();
+            }
         }
-        timer(REQUEST_TIME.as_millis() as u64 + 1000 * bytes / BYTES_PER_SECOND)
+        // A timer of zero would never end.
+        timer((time.as_millis() as u64).max(1))
     }
+
+    /// From now on memory is counted beyond what this process holds at this moment.
+    pub(super) fn keep_what_is_held(&self) {
+        self.own_bytes.set(address_space());
+    }
+
+    fn tell_once(&self) {
+        if !self.told.replace(true) {
+            drop(writeln!(io::stderr(), "{NOT_GRANTED}"));
+        }
+    }
+}
+
+/// Bytes of address space of this process; none where the system does not say.
+fn address_space() -> Option<u64> {
+    let pages = std::fs::read_to_string("/proc/self/statm").ok()?;
+    Some(pages.split_whitespace().next()?.parse::<u64>().ok()? * page_bytes())
 }
 
 /// Ends this process after `millis` of processor time.
@@ -68,17 +100,25 @@ fn timer(millis: u64) -> io::Result<()> {
     done(unsafe { libc::setitimer(libc::ITIMER_PROF, &raw const timer, std::ptr::null_mut()) })
 }
 
-/// Limits what this process may have, for good.
+/// Limits what this process may have, for good: `most`, or less where it has less already.
 fn limit(resource: ResourceName, most: u64) -> io::Result<()> {
+    let most = most.min(limits_of(resource)?.rlim_max);
     set_limit(resource, libc::rlimit { rlim_cur: most, rlim_max: most })
 }
 
-/// Limits what this process may have until the next call.
-fn limit_now(resource: ResourceName, most: u64) -> io::Result<()> {
+/// Limits what this process may have until the next call; the limit that this gives it.
+fn limit_now(resource: ResourceName, most: u64) -> io::Result<u64> {
+    let now = limits_of(resource)?;
+    let most = most.min(now.rlim_max);
+    set_limit(resource, libc::rlimit { rlim_cur: most, ..now })?;
+    Ok(most)
+}
+
+fn limits_of(resource: ResourceName) -> io::Result<libc::rlimit> {
     let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `now` outlives the call, which fills it in.
     done(unsafe { libc::getrlimit(resource, &raw mut now) })?;
-    set_limit(resource, libc::rlimit { rlim_cur: most.min(now.rlim_max), ..now })
+    Ok(now)
 }
 
 fn set_limit(resource: ResourceName, limit: libc::rlimit) -> io::Result<()> {

@@ -1,11 +1,11 @@
 //! The binary as a child of itself: see [`super::sandbox`].
 
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
-use super::sandbox::{ARGUMENT, SandboxedWork};
+use super::sandbox::{ARGUMENT, REFUSED_BY_SYSTEM, SandboxedWork};
 use super::sandbox_limits::confine;
-use super::{parquet_rows, template_child};
+use super::{parquet_rows, template_child, tokenizer_child};
 
 /// Does the work of a child, where this process was started as one; else returns at once.
 pub fn serve_if_asked() -> Option<ExitCode> {
@@ -16,9 +16,19 @@ pub fn serve_if_asked() -> Option<ExitCode> {
     let work = arguments.next().and_then(|name| SandboxedWork::named(name.to_str()?));
     let served = confine().and_then(|limits| match work {
         Some(SandboxedWork::ChatTemplate) => template_child::serve(&limits),
+        Some(SandboxedWork::Tokenizer) => tokenizer_child::serve(&limits),
         Some(SandboxedWork::Parquet) => parquet_rows::serve(&limits),
         None => Err(io::ErrorKind::InvalidInput.into()),
     });
-    // Whoever asked sees from the broken pipe that there is no answer.
-    Some(if served.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    // Whoever asked sees from the broken pipe that there is no answer, and from the code whether the request is at fault.
+    Some(match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput) => {
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            drop(writeln!(io::stderr(), "{error}"));
+            ExitCode::from(REFUSED_BY_SYSTEM)
+        }
+    })
 }

@@ -11,11 +11,20 @@ use std::ops::Range;
 
 use serde_json::Value;
 
+use super::child_pool::RowBudget;
 use super::template::{ChatTemplate, Rendered, TemplateInputs};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 const HINT: &str =
     "give a template with {% generation %} tags in `data.chat_template`, or write `data.train_on = \"all\"`";
+
+/// A chat, the tools of its row and the processor time that the row has left.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ChatOfRow<'a> {
+    pub(super) messages: &'a [Value],
+    pub(super) tools: Option<&'a Value>,
+    pub(super) budget: &'a RowBudget,
+}
 
 /// Renders a chat and finds the text of the assistant turns for which `counts` is set.
 ///
@@ -25,13 +34,13 @@ const HINT: &str =
 /// When the template refuses the chat, or its turns cannot be told apart.
 pub(super) fn render_trained(
     template: &ChatTemplate,
-    messages: &[Value],
+    chat: ChatOfRow<'_>,
     counts: &[bool],
-    tools: Option<&Value>,
     special: &[&str],
 ) -> Result<Rendered> {
+    let ChatOfRow { messages, tools, budget } = chat;
     let inputs = TemplateInputs { tools, ..TemplateInputs::default() };
-    let mut whole = template.render(messages, &inputs)?;
+    let mut whole = template.render_within(messages, &inputs, budget)?;
     let turns: Vec<usize> = (0..messages.len()).filter(|i| messages[*i]["role"] == "assistant").collect();
     let counted = |turn: usize| counts.get(turn).copied().unwrap_or(true);
     if template.marks_generation() {
@@ -48,7 +57,7 @@ pub(super) fn render_trained(
         }
         return Ok(whole);
     }
-    let difference = Difference { template, messages, tools, special, whole: &whole.text };
+    let difference = Difference { template, chat, special, whole: &whole.text };
     let mut spans: Vec<Range<usize>> = Vec::new();
     for turn in turns.into_iter().filter(|turn| counted(*turn)) {
         let span = difference.span(turn)?;
@@ -67,22 +76,25 @@ fn ambiguous(turn: usize, why: &str) -> Error {
 
 struct Difference<'a> {
     template: &'a ChatTemplate,
-    messages: &'a [Value],
-    tools: Option<&'a Value>,
+    chat: ChatOfRow<'a>,
     special: &'a [&'a str],
     whole: &'a str,
 }
 
 impl Difference<'_> {
     fn render(&self, messages: usize, add_generation_prompt: bool) -> Result<String> {
-        let inputs = TemplateInputs { tools: self.tools, add_generation_prompt };
-        Ok(self.template.render(&self.messages[..messages], &inputs)?.text)
+        let ChatOfRow { messages: all, tools, budget } = self.chat;
+        let inputs = TemplateInputs { tools, add_generation_prompt };
+        Ok(self.template.render_within(&all[..messages], &inputs, budget)?.text)
     }
 
     fn span(&self, turn: usize) -> Result<Range<usize>> {
         let until = self.render(turn + 1, false)?;
         // Some templates refuse a prompt after an assistant's turn; then nothing more can be learnt from it.
-        let prompted = self.render(turn + 1, true).unwrap_or_else(|_| until.clone());
+        let prompted = match self.render(turn + 1, true) {
+            Err(error) if error.kind() == ErrorCategory::User => until.clone(),
+            prompted => prompted?,
+        };
         let start = self.start(turn, &until, &prompted)?;
         let shared = common_prefix(&until, self.whole);
         let own = common_prefix(&until[..shared], &prompted);
@@ -110,7 +122,7 @@ impl Difference<'_> {
                 "the chat before it, with the generation prompt, is not how the whole begins",
             )),
             // Templates look at the first message, and refuse when there is none.
-            Err(error) if turn == 0 => {
+            Err(error) if turn == 0 && error.kind() == ErrorCategory::User => {
                 let prompt = prompted.strip_prefix(until).filter(|prompt| !prompt.is_empty());
                 let mut found = prompt.into_iter().flat_map(|prompt| until.match_indices(prompt));
                 match (found.next(), found.next()) {

@@ -17,11 +17,13 @@ use std::path::Path;
 use chrono::{DateTime, FixedOffset};
 use regex::Regex;
 
-use super::sandbox;
+use super::child_pool::RowBudget;
+use super::sandbox::{self, ChildEnd};
 use super::template_child::RenderingChildren;
 pub use super::template_engine::TemplateInputs;
 use super::template_engine::{CLOCK, TemplateEngine, TemplateSource};
 use super::tokenizer::Tokenizer;
+use super::wire;
 use crate::clock;
 use crate::error::input_file;
 use crate::error::{Error, ErrorContext, Result};
@@ -172,14 +174,32 @@ impl ChatTemplate {
     /// Renders `messages`.
     ///
     /// # Errors
-    /// What the template raises itself, and when it uses something unknown or exceeds its limits.
+    /// The user's: what the template raises itself, and when it uses something unknown or exceeds its limits. Transient: the
+    /// system starts no process to render it, or something else ends that.
     pub fn render(&self, messages: &[serde_json::Value], inputs: &TemplateInputs<'_>) -> Result<Rendered> {
+        self.render_within(messages, inputs, &RowBudget::default())
+    }
+
+    /// As [`Self::render`], within what is left of the processor time of its row.
+    ///
+    /// # Errors
+    /// As [`Self::render`].
+    pub(super) fn render_within(
+        &self,
+        messages: &[serde_json::Value],
+        inputs: &TemplateInputs<'_>,
+        budget: &RowBudget,
+    ) -> Result<Rendered> {
         let name = self.choose(inputs.tools.is_some())?;
         let rendered = match &self.renderer {
-            TemplateRenderer::Children(children) => children.render(name, messages, inputs),
-            TemplateRenderer::Here(engine, _) => engine.render(name, messages, inputs),
+            TemplateRenderer::Children(children) => children.render(name, messages, inputs, budget),
+            TemplateRenderer::Here(engine, _) => {
+                let mut chat = Vec::new();
+                wire::put_chat(messages, inputs.tools, &mut chat);
+                engine.render(name, messages, inputs, chat.len()).map_err(ChildEnd::ByInput)
+            }
         };
-        let text = rendered.map_err(|why| Error::user("cannot render the chat template").because(why))?;
+        let text = rendered.map_err(|end| end.into_error("cannot render the chat template"))?;
         unmark(text).during(|| "cannot render the chat template".to_owned())
     }
 

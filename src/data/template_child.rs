@@ -1,40 +1,26 @@
-//! Chat templates rendered by child processes: what a template does to its process, it does not do to the run.
-//!
-//! A child is given the templates once, then chats one by one; as many children work as threads ask at once. One that
-//! ends instead of answering (out of memory, of stack or of time) is the fault of its chat, and its place is taken by a
-//! new one; after a few such chats no more are rendered. One that is killed from outside gets its chat a second time.
+//! Chat templates rendered by child processes (see [`super::child_pool`]): what a template does to its process, it does not
+//! do to the run.
 
-use std::io::{self, Write};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::io;
 
 use chrono::{DateTime, FixedOffset};
 
-use super::sandbox::{SandboxedChild, SandboxedWork, read_frame, write_frame};
+use super::child_pool::{self, ChildPool, RowBudget};
+use super::sandbox::{ChildEnd, SandboxedWork};
 use super::sandbox_limits::SandboxLimits;
 use super::template_engine::{TemplateEngine, TemplateInputs, TemplateSource};
 use super::wire;
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::{Error, Result};
 
-/// The first byte of an answer that is no text but the reason for none.
-const REFUSED: u8 = 1;
-const RENDERED: u8 = 0;
-
-/// Chats that may end their child: each takes all of its time first.
-const MOST_ENDED: usize = 16;
-/// How long an idle child is waited for where the system starts no more.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// Between two tries to have a child.
-const POLL: Duration = Duration::from_millis(20);
+/// Bytes of chats to render for which their row has a second more: to find the assistant's turns a long chat is rendered some
+/// hundred times, each time a part of it.
+const BYTES_PER_SECOND: u64 = 1 << 20;
 
 /// Children that render the templates of one source.
 #[derive(Debug)]
 pub(super) struct RenderingChildren {
     source: TemplateSource,
-    idle: Mutex<Vec<SandboxedChild>>,
-    /// Chats that ended their child.
-    ended: AtomicUsize,
+    pool: ChildPool,
 }
 
 impl RenderingChildren {
@@ -43,16 +29,33 @@ impl RenderingChildren {
     /// # Errors
     /// The user's: a template does not parse. Transient: the system starts no process.
     pub(super) fn new(source: TemplateSource) -> Result<Self> {
-        let children = RenderingChildren { source, idle: Mutex::default(), ended: AtomicUsize::new(0) };
-        let first = children.start()?;
-        children.rest(first);
+        let children = Self::of(source);
+        children.pool.check().map_err(|end| match end {
+            // Which one does not parse, and why.
+            ChildEnd::ByInput(why) => match why.split_once('\0') {
+                Some((name, why)) => {
+                    Error::user(format!("cannot use the chat template `{name}`")).because(why)
+                }
+                None => ChildEnd::ByInput(why).into_error(children.cannot_use()),
+            },
+            ChildEnd::ByMachine(_) => end.into_error(children.cannot_use()),
+        })?;
         Ok(children)
+    }
+
+    fn of(source: TemplateSource) -> Self {
+        let pool = ChildPool::new(SandboxedWork::ChatTemplate, setup(&source), BYTES_PER_SECOND);
+        RenderingChildren { source, pool }
+    }
+
+    fn cannot_use(&self) -> String {
+        let names: Vec<&str> = self.source.templates.iter().map(|(name, _)| name.as_str()).collect();
+        format!("cannot use the chat template `{}`", names.join(", "))
     }
 
     /// The same templates with another moment for `strftime_now`.
     pub(super) fn at(self, now: DateTime<FixedOffset>) -> Self {
-        let source = TemplateSource { now, ..self.source };
-        RenderingChildren { source, idle: Mutex::default(), ended: AtomicUsize::new(0) }
+        Self::of(TemplateSource { now, ..self.source })
     }
 
     /// What they were made from.
@@ -60,7 +63,7 @@ impl RenderingChildren {
         &self.source
     }
 
-    /// The text that the template `name` prints for `messages`.
+    /// The text that the template `name` prints for `messages`, within what is left of `budget`.
     ///
     /// # Errors
     /// Why there is none.
@@ -69,87 +72,25 @@ impl RenderingChildren {
         name: &str,
         messages: &[serde_json::Value],
         inputs: &TemplateInputs<'_>,
-    ) -> Result<String, String> {
+        budget: &RowBudget,
+    ) -> Result<String, ChildEnd> {
         let mut request = Vec::new();
         wire::put_text(name, &mut request);
         request.push(u8::from(inputs.add_generation_prompt));
-        wire::put(inputs.tools.unwrap_or(&serde_json::Value::Null), &mut request);
-        messages.iter().for_each(|message| wire::put(message, &mut request));
-        if self.has_given_up() {
-            return Err(format!("{MOST_ENDED} chats before it ended the template's process"));
-        }
-        let mut child = self.take()?;
-        let mut answer = child.ask(&request);
-        // The system's doing, which is short of memory, or a person's: the chat may be innocent.
-        if answer.is_err() && child.was_killed() {
-            child = self.take()?;
-            answer = child.ask(&request);
-        }
-        if answer.is_err() {
-            self.ended.fetch_add(1, Ordering::Relaxed);
-        }
-        let answer = text(answer?);
-        self.rest(child);
-        answer
+        wire::put_chat(messages, inputs.tools, &mut request);
+        let text = self.pool.ask(&request, budget)?;
+        String::from_utf8(text).map_err(|error| ChildEnd::ByInput(format!("it printed no UTF-8: {error}")))
     }
 
     /// Whether so many chats ended their child that no more are rendered.
     pub(super) fn has_given_up(&self) -> bool {
-        self.ended.load(Ordering::Relaxed) >= MOST_ENDED
-    }
-
-    /// A child that has nothing to do, or a new one.
-    fn take(&self) -> Result<SandboxedChild, String> {
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            if let Some(child) = idle {
-                return Ok(child);
-            }
-            match self.start() {
-                Ok(child) => return Ok(child),
-                Err(error) if error.kind() == ErrorCategory::Transient && Instant::now() < until => {
-                    std::thread::sleep(POLL);
-                }
-                Err(error) => return Err(error.in_one_line()),
-            }
-        }
+        self.pool.has_given_up()
     }
 
     /// Ends the children that have nothing to do; the next chat starts one again.
     pub(super) fn end(&self) {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.pool.end();
     }
-
-    fn rest(&self, child: SandboxedChild) {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(child);
-    }
-
-    fn start(&self) -> Result<SandboxedChild> {
-        let mut child = SandboxedChild::start(SandboxedWork::ChatTemplate, None)?;
-        let cannot = |name: &str, why: String| {
-            Error::user(format!("cannot use the chat template `{name}`")).because(why)
-        };
-        let all =
-            || self.source.templates.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
-        let answer = child.ask(&setup(&self.source)).map_err(|why| cannot(&all(), why))?;
-        // Which one does not parse, and why.
-        match text(answer) {
-            Ok(_) => Ok(child),
-            Err(refused) => match refused.split_once('\0') {
-                Some((name, why)) => Err(cannot(name, why.to_owned())),
-                None => Err(cannot(&all(), refused)),
-            },
-        }
-    }
-}
-
-/// An answer, of which the first byte says what it is.
-fn text(answer: Vec<u8>) -> Result<String, String> {
-    let broken = || "its process gave no answer that can be read".to_owned();
-    let (&kind, text) = answer.split_first().ok_or_else(broken)?;
-    let text = std::str::from_utf8(text).map_err(|_| broken())?.to_owned();
-    if kind == RENDERED { Ok(text) } else { Err(text) }
 }
 
 /// The request that gives a child its templates.
@@ -185,6 +126,8 @@ struct RenderRequest {
     add_generation_prompt: bool,
     tools: serde_json::Value,
     messages: Vec<serde_json::Value>,
+    /// Bytes of the tools and messages.
+    bytes: usize,
 }
 
 impl RenderRequest {
@@ -192,53 +135,30 @@ impl RenderRequest {
         let bytes = &mut request;
         let name = wire::take_text(bytes)?;
         let add_generation_prompt = wire::take_byte(bytes)? != 0;
+        let size = bytes.len();
         let tools = wire::take(bytes)?;
         let mut messages = Vec::new();
         while !bytes.is_empty() {
             messages.push(wire::take(bytes)?);
         }
-        Some(RenderRequest { name, add_generation_prompt, tools, messages })
+        Some(RenderRequest { name, add_generation_prompt, tools, messages, bytes: size })
     }
 
-    fn answer(&self, engine: &TemplateEngine) -> Result<String, String> {
+    fn answer(&self, engine: &TemplateEngine) -> Result<Vec<u8>, String> {
         let tools = Some(&self.tools).filter(|tools| !tools.is_null());
         let inputs = TemplateInputs { tools, add_generation_prompt: self.add_generation_prompt };
-        engine.render(&self.name, &self.messages, &inputs)
+        engine.render(&self.name, &self.messages, &inputs, self.bytes).map(String::into_bytes)
     }
 }
 
 /// The work of a child: renders what it is asked until nobody asks.
 ///
 /// # Errors
-/// Whoever asks has gone, or asks what cannot be read.
+/// As [`child_pool::serve`].
 pub(super) fn serve(limits: &SandboxLimits) -> io::Result<()> {
-    let unreadable = || io::Error::from(io::ErrorKind::InvalidData);
-    let mut requests = io::stdin().lock();
-    let mut answers = io::BufWriter::new(io::stdout().lock());
-    let mut reply = |answer: Result<&str, &str>| {
-        let (kind, text) = match answer {
-            Ok(text) => (RENDERED, text),
-            Err(why) => (REFUSED, why),
-        };
-        write_frame(&mut answers, &[&[kind][..], text.as_bytes()].concat())?;
-        answers.flush()
+    let set_up = |request: &[u8]| {
+        let engine = TemplateEngine::new(&read_setup(request)?);
+        Some(engine.map_err(|(name, why)| format!("{name}\0{why}")))
     };
-    let request = read_frame(&mut requests)?;
-    limits.begin(request.len() as u64)?;
-    let source = read_setup(&request).ok_or_else(unreadable)?;
-    let engine = match TemplateEngine::new(&source) {
-        Ok(engine) => engine,
-        Err((name, why)) => return reply(Err(&format!("{name}\0{why}"))),
-    };
-    reply(Ok(""))?;
-    // The end of the pipe is the end of the work.
-    while let Ok(request) = read_frame(&mut requests) {
-        limits.begin(request.len() as u64)?;
-        let request = RenderRequest::read(&request).ok_or_else(unreadable)?;
-        match request.answer(&engine) {
-            Ok(text) => reply(Ok(&text))?,
-            Err(why) => reply(Err(&why))?,
-        }
-    }
-    Ok(())
+    child_pool::serve(limits, set_up, |engine, request| Some(RenderRequest::read(request)?.answer(engine)))
 }

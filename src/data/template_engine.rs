@@ -17,8 +17,10 @@ use crate::contained::contain;
 
 /// Steps a rendering may take: some hundred times what a long chat needs, a fraction of a second.
 const MAX_STEPS: u64 = 3_000_000;
-/// Bytes a rendering may print.
-const MAX_TEXT_BYTES: usize = 64 << 20;
+/// Bytes a rendering may print beside [`TEXT_BYTES_FOR_EACH`].
+const FREE_TEXT_BYTES: usize = 1 << 20;
+/// Bytes a rendering may print for each byte of its chat.
+const TEXT_BYTES_FOR_EACH: usize = 64;
 /// Calls within calls, as minijinja counts them: a macro's call takes several. Fits the stack of a worker thread.
 const MAX_RECURSION: usize = 250;
 
@@ -75,7 +77,8 @@ impl TemplateEngine {
         add_clock(&mut self.env, now);
     }
 
-    /// The text that the template `name` prints for `messages`.
+    /// The text that the template `name` prints for `messages`, which have `bytes` bytes together with the tools (see
+    /// [`super::wire::put_chat`]).
     ///
     /// # Errors
     /// What the template raises itself, and when it uses something unknown or exceeds its bounds.
@@ -84,6 +87,7 @@ impl TemplateEngine {
         name: &str,
         messages: &[serde_json::Value],
         inputs: &TemplateInputs<'_>,
+        bytes: usize,
     ) -> Result<String, String> {
         let mut variables: Vec<(&str, Value)> =
             self.tokens.iter().map(|(name, token)| (name.as_str(), token.clone())).collect();
@@ -93,9 +97,9 @@ impl TemplateEngine {
         variables.push(("add_generation_prompt", Value::from(inputs.add_generation_prompt)));
         let rendered = contain(|| {
             let template = self.env.get_template(name)?;
-            let mut out = BoundedOutput(Vec::new());
+            let mut out = BoundedOutput::for_chat(bytes);
             template.render_captured_to(Value::from_pairs(variables), &mut out)?;
-            Ok::<_, minijinja::Error>(out.0)
+            Ok::<_, minijinja::Error>(out.text)
         })?;
         let text = rendered.map_err(|e| reason(&e))?;
         String::from_utf8(text).map_err(|e| format!("it printed no UTF-8: {e}"))
@@ -158,15 +162,29 @@ fn reason(error: &minijinja::Error) -> String {
     }
 }
 
-/// Takes text up to the limit.
-struct BoundedOutput(Vec<u8>);
+/// Takes text up to its limit.
+struct BoundedOutput {
+    text: Vec<u8>,
+    most: usize,
+    chat: usize,
+}
+
+impl BoundedOutput {
+    fn for_chat(bytes: usize) -> Self {
+        let most = bytes.saturating_mul(TEXT_BYTES_FOR_EACH).saturating_add(FREE_TEXT_BYTES);
+        BoundedOutput { text: Vec::new(), most, chat: bytes }
+    }
+}
 
 impl Write for BoundedOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > MAX_TEXT_BYTES {
-            return Err(io::Error::other(format!("it prints more than {MAX_TEXT_BYTES} bytes")));
+        if self.text.len() + bytes.len() > self.most {
+            return Err(io::Error::other(format!(
+                "it prints more than {} bytes for a chat of {}; accepted: 1 MiB, and {TEXT_BYTES_FOR_EACH} for each byte",
+                self.most, self.chat
+            )));
         }
-        self.0.extend_from_slice(bytes);
+        self.text.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 

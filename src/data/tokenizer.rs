@@ -10,14 +10,17 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
-use tokenizers::models::ModelWrapper;
 
+use super::child_pool::RowBudget;
 pub use super::encoded::Encoded;
+use super::found_tokenizer::{self, FoundTokenizer};
 use super::new_tokens::{self, NewToken};
-use super::{long_text, tokenizer_outline};
-use crate::contained::contain;
+use super::sandbox::ChildEnd;
+use super::tokenizer_child::TokenizingChildren;
+use super::{linear_cost, long_text, sandbox, tokenizer_outline};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
@@ -34,6 +37,8 @@ pub struct SpecialToken {
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// Processes that encode and decode, where the time for that may outgrow the text; none: this one does.
+    children: Option<Arc<TokenizingChildren>>,
     folder: PathBuf,
     config: Map<String, Value>,
     named: BTreeMap<String, String>,
@@ -63,7 +68,7 @@ impl Tokenizer {
             return Err(missing_tokenizer(folder));
         }
         let bytes = input_file::read_up_to("read", &path, tokenizer_outline::MAX_TOKENIZER_BYTES)?;
-        let FoundTokenizer { inner, vocab_size, dropout } = inner(&bytes, &path)?;
+        let FoundTokenizer { inner, vocab_size, dropout } = FoundTokenizer::read(&bytes, &path)?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
         let token = |key: &str| -> Result<Option<SpecialToken>> {
@@ -86,6 +91,7 @@ impl Tokenizer {
         let eos_ids = eos_ids(folder, eos.as_ref())?;
         let mut tokenizer = Tokenizer {
             vocab_size,
+            children: children(&inner, &bytes),
             inner,
             folder: folder.to_owned(),
             named: map
@@ -155,7 +161,7 @@ impl Tokenizer {
         let path = self.folder.join("tokenizer.json");
         let text = |file: Map<String, Value>| format!("{:#}\n", Value::Object(file));
         let tokenizer = text(new_tokens::in_tokenizer(read_object(&path)?, new));
-        let FoundTokenizer { inner, vocab_size, .. } = inner(tokenizer.as_bytes(), &path)?;
+        let FoundTokenizer { inner, vocab_size, .. } = FoundTokenizer::read(tokenizer.as_bytes(), &path)?;
         if let Some(token) = new.iter().find(|token| inner.token_to_id(&token.text) != Some(token.id)) {
             return Err(Error::user(format!(
                 "cannot add the token {:?} to the tokenizer in {}",
@@ -170,7 +176,7 @@ impl Tokenizer {
             .hint("take tokens that the tokenizer has and nothing uses; tokenizer_config.json lists reserved ones"));
         }
         (self.vocab_size, self.digest) = (vocab_size, blake3::hash(tokenizer.as_bytes()));
-        self.inner = inner;
+        (self.children, self.inner) = (children(&inner, tokenizer.as_bytes()), inner);
         let list = read_object(&self.folder.join(new_tokens::LIST))?;
         self.changed = vec![("tokenizer.json".into(), tokenizer)];
         for (name, file) in [
@@ -191,26 +197,33 @@ impl Tokenizer {
     /// Ids of `text`; with `add_special`, with what the post-processor adds.
     ///
     /// # Errors
-    /// When the tokenizer's model has no token for a part of the text and no unknown token.
+    /// The user's: the tokenizer's model has no token for a part of the text and no unknown token, or takes too long.
+    /// Transient: the system starts no process to encode it, or something else ends that.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        if long_text::is_long(text) {
-            return Ok(self.encode_with_last_offsets(text, add_special)?.ids);
+        if self.children.is_some() || long_text::is_long(text) {
+            return Ok(self.encode_with_last_offsets(text, add_special, &RowBudget::default())?.ids);
         }
-        let encoding = self.ask("encode a text with", || self.inner.encode_fast(text, add_special))?;
-        Ok(encoding.get_ids().to_vec())
+        let ids = found_tokenizer::encode_ids(&self.inner, text, add_special);
+        ids.map_err(|why| self.cannot(ENCODE, ChildEnd::ByInput(why)))
     }
 
-    /// Ids of `text`, and the bytes that the last of them cover: of a long text some ten thousand, of another all.
+    /// Ids of `text`, and the bytes that the last of them cover: of a long text some ten thousand, of another all. Within
+    /// what is left of the processor time of its row.
     ///
     /// # Errors
     /// As [`Self::encode`].
-    pub fn encode_with_last_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
+    pub(super) fn encode_with_last_offsets(
+        &self,
+        text: &str,
+        add_special: bool,
+        budget: &RowBudget,
+    ) -> Result<Encoded> {
         if !long_text::is_long(text) {
-            return self.encode_with_offsets(text, add_special);
+            return self.encode_within(text, add_special, budget);
         }
         let (before, after) = if add_special { self.special_around()? } else { Default::default() };
         let mut encoded = Encoded { ids: before, offsets: Vec::new() };
-        let encode = |part: &str| self.encode_with_offsets(part, false);
+        let encode = |part: &str| self.encode_within(part, false, budget);
         long_text::for_each_piece(text, encode, |ids, offsets| {
             encoded.ids.extend(ids);
             encoded.offsets = offsets.to_vec();
@@ -225,19 +238,33 @@ impl Tokenizer {
     /// # Errors
     /// As [`Self::encode`].
     pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
+        self.encode_within(text, add_special, &RowBudget::default())
+    }
+
+    /// As [`Self::encode_with_offsets`], within what is left of the processor time of its row.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(super) fn encode_within(&self, text: &str, add_special: bool, budget: &RowBudget) -> Result<Encoded> {
         if long_text::is_long(text) {
-            let whole = long_text::encode_in_pieces(text, |part| self.encode_with_offsets(part, false))?;
+            let whole = long_text::encode_in_pieces(text, |part| self.encode_within(part, false, budget))?;
             return if add_special { self.with_special(whole) } else { Ok(whole) };
         }
-        let encoding = self.ask("encode a text with", || self.inner.encode(text, add_special))?;
-        let added = encoding.get_special_tokens_mask();
-        let offsets = encoding
-            .get_offsets()
-            .iter()
-            .zip(added)
-            .map(|(&(start, end), &added)| if added == 1 { 0..0 } else { start..end })
-            .collect();
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
+        let encoded = match &self.children {
+            Some(children) => children.encode(text, add_special, budget),
+            None => found_tokenizer::encode(&self.inner, text, add_special).map_err(ChildEnd::ByInput),
+        };
+        encoded.map_err(|end| self.cannot(ENCODE, end))
+    }
+
+    /// Whether so many rows ended the tokenizer's process that no more are encoded.
+    pub fn has_given_up(&self) -> bool {
+        self.children.as_ref().is_some_and(|children| children.has_given_up())
+    }
+
+    /// Gives back what only encoding needs, until something is encoded again.
+    pub fn release(&self) {
+        self.children.iter().for_each(|children| children.end());
     }
 
     /// What the post-processor puts before and after a text.
@@ -265,11 +292,18 @@ impl Tokenizer {
     /// # Errors
     /// When the decoder of tokenizer.json fails.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        if skip_special {
-            let ids: Vec<u32> = ids.iter().copied().filter(|id| !self.is_special(*id)).collect();
-            return self.ask("decode tokens with", || self.inner.decode(&ids, false));
-        }
-        self.ask("decode tokens with", || self.inner.decode(ids, false))
+        let shown: Vec<u32>;
+        let ids = if skip_special {
+            shown = ids.iter().copied().filter(|id| !self.is_special(*id)).collect();
+            &shown
+        } else {
+            ids
+        };
+        let text = match &self.children {
+            Some(children) => children.decode(ids),
+            None => found_tokenizer::decode(&self.inner, ids).map_err(ChildEnd::ByInput),
+        };
+        text.map_err(|end| self.cannot("decode tokens with", end))
     }
 
     /// Decodes ids one by one as they are generated.
@@ -362,11 +396,8 @@ impl Tokenizer {
         Ok(with.first() == Some(&bos) && without.first() != Some(&bos))
     }
 
-    /// Asks the crate, which panics where some files contradict themselves.
-    fn ask<T>(&self, doing: &str, call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
-        contained(call).map_err(|why| {
-            Error::user(format!("cannot {doing} the tokenizer in {}", self.folder.display())).because(why)
-        })
+    fn cannot(&self, doing: &str, end: ChildEnd) -> Error {
+        end.into_error(format!("cannot {doing} the tokenizer in {}", self.folder.display()))
     }
 }
 
@@ -434,62 +465,14 @@ impl TextStream<'_> {
     }
 }
 
-/// What a tokenizer.json describes.
-struct FoundTokenizer {
-    inner: tokenizers::Tokenizer,
-    /// The largest id plus one.
-    vocab_size: usize,
-    /// The dropout that it asks for.
-    dropout: Option<f32>,
-}
+/// The doing that an error of encoding names.
+const ENCODE: &str = "encode a text with";
 
-/// The tokenizer that `bytes` describe.
-fn inner(bytes: &[u8], path: &Path) -> Result<FoundTokenizer> {
-    let unreadable = |why: String| {
-        Error::user(format!("cannot read the tokenizer {}", path.display()))
-            .because(why)
-            .hint("copy tokenizer.json from the model this one was made from")
-    };
-    tokenizer_outline::check(bytes).map_err(unreadable)?;
-    let found = contained(|| {
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
-        // Files saved after use may carry these; they would cut or fill rows behind our back.
-        inner.with_truncation(None)?;
-        inner.with_padding(None);
-        let dropout = without_dropout(&mut inner);
-        Ok((inner, dropout))
-    });
-    let (inner, dropout) = found.map_err(|why| unreadable(format!("it is not a tokenizer.json: {why}")))?;
-    let largest = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
-    match largest {
-        Some((token, id)) if id >= tokenizer_outline::MAX_ID => {
-            let most = tokenizer_outline::MAX_ID;
-            Err(unreadable(format!("its token {token:?} has the id {id}; accepted: below {most}")))
-        }
-        largest => {
-            let vocab_size = largest.map_or(0, |(_, id)| id as usize + 1);
-            Ok(FoundTokenizer { inner, vocab_size, dropout })
-        }
-    }
-}
-
-/// Switches the dropout of a BPE model off, whose random numbers have no seed: two runs would not see the same tokens. Its
-/// share, where there was one.
-fn without_dropout(inner: &mut tokenizers::Tokenizer) -> Option<f32> {
-    let ModelWrapper::BPE(bpe) = inner.get_model() else { return None };
-    let dropout = bpe.dropout.filter(|share| *share > 0.0)?;
-    let mut bpe = bpe.clone();
-    bpe.dropout = None;
-    inner.with_model(bpe);
-    Some(dropout)
-}
-
-/// What `call` of the crate returns, or why it failed, be it by a panic.
-fn contained<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
-    match contain(call) {
-        Ok(returned) => returned.map_err(|error| error.to_string()),
-        Err(panic) => Err(format!("it contradicts itself: {panic}")),
-    }
+/// The processes that work with the tokenizer.json of these `bytes`, which `inner` was built from; none, where that takes
+/// time in proportion to the text, or where this program cannot start them.
+fn children(inner: &tokenizers::Tokenizer, bytes: &[u8]) -> Option<Arc<TokenizingChildren>> {
+    let apart = sandbox::is_available() && !linear_cost::is_linear(inner);
+    apart.then(|| Arc::new(TokenizingChildren::new(bytes)))
 }
 
 fn missing_tokenizer(folder: &Path) -> Error {

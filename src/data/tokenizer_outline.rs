@@ -4,6 +4,8 @@
 //! each doubles the text, a pattern that matches nothing everywhere. Sizes are checked here; what panics in the crate
 //! becomes an error where it is called (see [`super::tokenizer`]).
 
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::Value;
@@ -97,49 +99,52 @@ impl PartSizes {
         }
     }
 
-    /// One step of a part, by its type.
+    /// One step of a part, by its keys: the crate takes most steps without their type too, or with another one.
     fn step(&mut self, step: &Value) -> Result<(), String> {
-        let text = |key: &str| step[key].as_str().unwrap_or_default();
-        match step["type"].as_str() {
-            Some("Replace") => {
-                let content = text("content").len();
-                let least = match (step["pattern"]["String"].as_str(), step["pattern"]["Regex"].as_str()) {
-                    (Some(""), _) | (_, Some("")) => {
-                        return Err("has a `Replace` with an empty pattern".to_owned());
-                    }
-                    (Some(pattern), _) => pattern.len(),
-                    // A match of a regular expression may be a single byte.
-                    _ => 1,
-                };
-                self.growth *= (content as f64 / least as f64).max(1.0);
-            }
-            Some("Prepend") if text("prepend").len() > MAX_ADDED_BYTES => {
-                return Err(format!("has a `Prepend` of {} bytes", text("prepend").len()));
-            }
-            Some("Precompiled") => {
-                let longest = longest_replacement(text("precompiled_charsmap"));
-                if longest > MAX_REPLACEMENT_BYTES {
-                    return Err(format!(
-                        "has a `Precompiled` that makes {longest} bytes of a character; accepted: up to {MAX_REPLACEMENT_BYTES}"
-                    ));
-                }
-                self.growth *= longest.max(1) as f64;
-            }
-            // Of each byte outside of ASCII it makes a character of two.
-            Some("ByteLevel") => self.growth *= 2.0,
-            Some("TemplateProcessing") => refuse_repeated_texts(step)?,
-            Some("FixedLength") if step["length"].as_u64() == Some(0) => {
-                return Err("has a `FixedLength` of 0".to_owned());
-            }
-            Some("Strip") => {
-                for key in ["start", "stop"] {
-                    if step[key].as_u64().is_some_and(|cut| cut > MAX_ADDED_BYTES as u64) {
-                        return Err(format!("has a `Strip` whose `{key}` is {}", step[key]));
-                    }
-                }
-            }
-            _ => {}
+        let has = |key: &str| step.get(key).is_some();
+        if has("pattern") && has("content") {
+            self.replacement(step)?;
         }
+        if let Some(prepended) = step["prepend"].as_str().filter(|text| text.len() > MAX_ADDED_BYTES) {
+            return Err(format!("has a `Prepend` of {} bytes", prepended.len()));
+        }
+        if let Some(charsmap) = step["precompiled_charsmap"].as_str() {
+            let longest =
+                longest_replacement(charsmap).map_err(|why| format!("has a `Precompiled` {why}"))?;
+            if longest > MAX_REPLACEMENT_BYTES {
+                return Err(format!(
+                    "has a `Precompiled` that makes {longest} bytes of a character; accepted: up to {MAX_REPLACEMENT_BYTES}"
+                ));
+            }
+            self.growth *= longest.max(1) as f64;
+        }
+        // Of each byte outside of ASCII it makes a character of two.
+        if step["type"] == "ByteLevel" {
+            self.growth *= 2.0;
+        }
+        if has("single") || has("pair") {
+            refuse_repeated_texts(step)?;
+        }
+        if step["length"].as_u64() == Some(0) {
+            return Err("has a `FixedLength` of 0".to_owned());
+        }
+        for key in ["start", "stop"] {
+            if step[key].as_u64().is_some_and(|cut| cut > MAX_ADDED_BYTES as u64) {
+                return Err(format!("has a `Strip` whose `{key}` is {}", step[key]));
+            }
+        }
+        Ok(())
+    }
+
+    fn replacement(&mut self, step: &Value) -> Result<(), String> {
+        let content = step["content"].as_str().unwrap_or_default().len();
+        let least = match (step["pattern"]["String"].as_str(), step["pattern"]["Regex"].as_str()) {
+            (Some(""), _) | (_, Some("")) => return Err("has a `Replace` with an empty pattern".to_owned()),
+            (Some(pattern), _) => pattern.len(),
+            // A match of a regular expression may be a single byte.
+            _ => 1,
+        };
+        self.growth *= (content as f64 / least as f64).max(1.0);
         Ok(())
     }
 }
@@ -180,27 +185,18 @@ fn commas(json: &[u8]) -> usize {
 
 /// The longest text in a table of replacements as sentencepiece writes it (base64 of the length of a trie in four bytes,
 /// the trie, and texts that each end in a zero byte).
-fn longest_replacement(base64: &str) -> usize {
-    let digit = |byte: u8| match byte {
-        b'A'..=b'Z' => Some(byte - b'A'),
-        b'a'..=b'z' => Some(byte - b'a' + 26),
-        b'0'..=b'9' => Some(byte - b'0' + 52),
-        b'+' => Some(62),
-        b'/' => Some(63),
-        _ => None,
+///
+/// # Errors
+/// The table is no base64, or claims a trie that is longer than the table, for which the crate would ask memory.
+fn longest_replacement(base64: &str) -> Result<usize, String> {
+    let bytes = BASE64_STANDARD.decode(base64).map_err(|error| format!("that is no base64: {error}"))?;
+    let Some((length, rest)) = bytes.split_first_chunk::<4>() else { return Ok(0) };
+    let claimed = u32::from_le_bytes(*length) as usize;
+    let Some(texts) = rest.get(claimed..) else {
+        let found = rest.len();
+        return Err(format!("that claims a trie of {claimed} bytes; found: {found} bytes after that number"));
     };
-    let (mut bytes, mut held, mut bits) = (Vec::new(), 0_u32, 0);
-    for digit in base64.bytes().map_while(digit) {
-        (held, bits) = (held << 6 | u32::from(digit), bits + 6);
-        if bits >= 8 {
-            bits -= 8;
-            bytes.push((held >> bits) as u8);
-            held &= (1 << bits) - 1;
-        }
-    }
-    let Some((length, rest)) = bytes.split_first_chunk::<4>() else { return 0 };
-    let texts = rest.get(u32::from_le_bytes(*length) as usize..).unwrap_or_default();
-    texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0)
+    Ok(texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0))
 }
 
 #[cfg(test)]
@@ -214,9 +210,35 @@ mod tests {
     #[test]
     fn replacements_are_measured() {
         // 4, a trie of four bytes, then "ab\0abcde\0c".
-        assert_eq!(longest_replacement("BAAAAAECAwRhYgBhYmNkZQBj"), 5);
-        assert_eq!(longest_replacement(""), 0);
-        assert_eq!(longest_replacement("/////wAA"), 0, "a trie that is longer than all");
+        assert_eq!(longest_replacement("BAAAAAECAwRhYgBhYmNkZQBj"), Ok(5));
+        assert_eq!(longest_replacement(""), Ok(0));
+    }
+
+    #[test]
+    fn a_length_is_compared_with_the_file() {
+        for claim in ["/////w==", "/P///wAAAAA=", "AAAAgAAAAAA=", "/////wAA"] {
+            let part = format!(r#"{{"type": "Precompiled", "precompiled_charsmap": "{claim}"}}"#);
+            assert!(refusal(&format!(r#""normalizer": {part}"#)).contains("claims a trie of"), "{claim}");
+            // The crate takes it within others, and without its name.
+            let bare = format!(r#"{{"precompiled_charsmap": "{claim}"}}"#);
+            for part in [&part, &bare] {
+                let all = format!(r#""normalizer": {{"type": "Sequence", "normalizers": [{part}]}}"#);
+                assert!(refusal(&all).contains("claims a trie of"), "{all}");
+            }
+        }
+        let part = r#""normalizer": {"type": "Precompiled", "precompiled_charsmap": "not base64"}"#;
+        assert!(refusal(part).contains("no base64"));
+    }
+
+    #[test]
+    fn parts_without_their_type_count_too() {
+        let bare = r#"{"type": "Other", "pattern": {"String": "a"}, "content": "aa"}"#;
+        let all = vec![bare; 40].join(",");
+        assert!(
+            refusal(&format!(r#""normalizer": {{"type": "Sequence", "normalizers": [{all}]}}"#))
+                .contains("1099511627776 times as long")
+        );
+        assert!(refusal(r#""pre_tokenizer": {"length": 0}"#).contains("FixedLength"));
     }
 
     #[test]

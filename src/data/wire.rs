@@ -36,6 +36,12 @@ pub(super) fn put(value: &Value, out: &mut Vec<u8>) {
     }
 }
 
+/// Appends a chat to `out`: its tools, then its messages.
+pub(super) fn put_chat(messages: &[Value], tools: Option<&Value>, out: &mut Vec<u8>) {
+    put(tools.unwrap_or(&Value::Null), out);
+    messages.iter().for_each(|message| put(message, out));
+}
+
 /// Appends the members of `map` to `out`.
 pub(super) fn put_map(map: &Map<String, Value>, out: &mut Vec<u8>) {
     out.extend((map.len() as u64).to_le_bytes());

@@ -6,7 +6,8 @@ use candle_core::DType;
 use super::parallel::WorldSize;
 use crate::collective::Phase;
 use crate::recipe::{
-    self, AutoOr, MasterWeights, Offload, QuantKind, QuantizationSection, Recipe, Recompute, StateDtype,
+    self, AutoOr, MOST_ACCUMULATION, MasterWeights, Offload, QuantKind, QuantizationSection, Recipe,
+    Recompute, StateDtype,
 };
 use crate::setup::base_model::{BaseModel, EngineOptions};
 
@@ -103,7 +104,7 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let micro_batches = train.gradient_accumulation_steps.saturating_mul(train.micro_batch_rows());
     let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
     push(
-        train.micro_batch_rows() > 1,
+        train.micro_batch_rows() > 1 && micro_batches <= MOST_ACCUMULATION,
         Relief::Rows,
         format!("{} {}", set("train.micro_batch_size=1"), set(&accumulated)),
         Box::new(move |r, _| {
@@ -232,6 +233,22 @@ mod tests {
         assert!(!evaluate.contains(&backward[0]) && evaluate.contains(&backward[2]), "{evaluate:?}");
         let load = advised(&recipe(), true, Phase::Load);
         assert_eq!(load, [1, 3, 4, 5].map(|at: usize| backward[at].clone()));
+    }
+
+    /// The recipe refuses more micro-batches a step than that.
+    #[test]
+    fn nothing_is_advised_that_the_recipe_refuses() {
+        let mut recipe = recipe();
+        recipe.train.gradient_accumulation_steps = MOST_ACCUMULATION / 4;
+        let wanted = format!("train.gradient_accumulation_steps={MOST_ACCUMULATION}");
+        let has = |recipe: &Recipe, part: &str| {
+            advised(recipe, true, Phase::Backward).iter().any(|typed| typed.contains(part))
+        };
+        assert!(has(&recipe, &wanted));
+        recipe.train.gradient_accumulation_steps += 1;
+        assert!(!has(&recipe, "gradient_accumulation_steps"));
+        recipe.data.max_seq_len = 3;
+        assert!(!has(&recipe, "max_seq_len"));
     }
 
     #[test]

@@ -2,8 +2,9 @@
 
 use super::Plan;
 use crate::data::Dataset;
-use crate::model::RopeKind;
+use crate::model::{ModelConfig, RopeKind};
 use crate::optim::Schedule;
+use crate::recipe::LEAST_SEQ_LEN;
 
 impl Plan {
     /// What a person should know before the run, each in a sentence.
@@ -14,22 +15,36 @@ impl Plan {
         data.filter_map(|data| self.long_rows(data)).chain(schedule).collect()
     }
 
-    /// Rows with more tokens than the model has positions for. A dynamic rope stretches for them.
+    /// Rows with more tokens than the model has positions for.
     fn long_rows(&self, data: &Dataset) -> Option<String> {
         let config = &self.base.config;
-        if config.ropes.iter().any(|rope| matches!(rope.kind, RopeKind::Dynamic { .. })) {
-            return None;
-        }
         let positions = config.max_position_embeddings;
         let lengths = data.examples().iter().map(|example| example.ids.len());
         let long: Vec<usize> = lengths.filter(|length| *length > positions).collect();
-        let longest = long.iter().max()?;
-        Some(format!(
-            "{} have more tokens than the {positions} positions that the model was made for, the longest {longest}: write \
-             `data.max_seq_len = {positions}`, or give the model a `rope_scaling`",
-            if long.len() == 1 { "1 row".to_owned() } else { format!("{} rows", long.len()) }
-        ))
+        let rows = if long.len() == 1 { "1 row has".to_owned() } else { format!("{} rows have", long.len()) };
+        // A row has two tokens at least.
+        let shorter = (positions >= LEAST_SEQ_LEN).then(|| format!("write `data.max_seq_len = {positions}`"));
+        beyond_positions(config, *long.iter().max()?, &rows, shorter.as_deref())
     }
+}
+
+/// A warning that `sequences` ("3 rows have"), the longest of `longest` tokens, have more than the model has positions for,
+/// with `shorter` as a way out; none, if they have not. A dynamic rope stretches for them.
+pub fn beyond_positions(
+    config: &ModelConfig,
+    longest: usize,
+    sequences: &str,
+    shorter: Option<&str>,
+) -> Option<String> {
+    let positions = config.max_position_embeddings;
+    let stretches = config.ropes.iter().any(|rope| matches!(rope.kind, RopeKind::Dynamic { .. }));
+    (longest > positions && !stretches).then(|| {
+        let shorter = shorter.map(|shorter| format!("{shorter}, or ")).unwrap_or_default();
+        format!(
+            "{sequences} more tokens than the {positions} positions that the model was made for, up to {longest}: \
+             {shorter}give the model a `rope_scaling`"
+        )
+    })
 }
 
 /// A warm-up that the run does not leave.

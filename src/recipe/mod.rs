@@ -32,8 +32,9 @@ pub use finetune_compute::recipe::enums::{
 };
 pub use layers::{Purpose, RecipeLayers};
 pub use sections::{
-    AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LogSection, ModelSection,
-    OptimizerSection, ParallelSection, ProfileSection, QuantizationSection, SchedulerSection, TrainSection,
+    AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LEAST_SEQ_LEN, LogSection,
+    MOST_ACCUMULATION, ModelSection, OptimizerSection, ParallelSection, ProfileSection, QuantizationSection,
+    SchedulerSection, TrainSection,
 };
 pub use source::{DataSource, Folder, Template};
 pub(crate) use suggest::nearest;

@@ -18,6 +18,11 @@ use super::webhook::{AlertProgram, WebhookSource};
 /// counted.
 const MOST_RANK: f64 = 65_536.0;
 
+/// The shortest row: a token to predict another from.
+pub const LEAST_SEQ_LEN: usize = 2;
+/// The most micro-batches of a step.
+pub const MOST_ACCUMULATION: usize = 1 << 20;
+
 section! {
     /// The model to start from.
     pub struct ModelSection "model" {
@@ -93,7 +98,7 @@ section! {
         /// What a row looks like; auto: recognised, and said.
         format: DataFormat = DataFormat::Auto;
         /// Tokens of a row at most.
-        max_seq_len: usize = 2048, Between(2.0, 16_777_216.0);
+        max_seq_len: usize = 2048, Between(LEAST_SEQ_LEN as f64, 16_777_216.0);
         /// Put several samples into one row, without attention between them.
         packing: bool = true;
         /// A new order each epoch, from the seed; else file order.
@@ -120,7 +125,7 @@ section! {
         /// `gradient_accumulation_steps` on each rank, as many as memory holds and speed gains by.
         micro_batch_size: AutoOr<usize> = AutoOr::Fixed(1), Between(1.0, 65_536.0);
         /// Micro-batches whose gradients make one optimizer step, on each rank.
-        gradient_accumulation_steps: usize = 1, Between(1.0, 1_048_576.0);
+        gradient_accumulation_steps: usize = 1, Between(1.0, MOST_ACCUMULATION as f64);
         /// Gradients are scaled down to this norm; 0: never.
         max_grad_norm: f64 = 1.0, AtLeast(0.0);
         /// What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:

@@ -42,6 +42,7 @@ mod failure;
 mod golden_ranks;
 mod hangs;
 mod hostile_files;
+mod hostile_rows;
 mod master_weights;
 mod monitoring;
 mod nan_policy;

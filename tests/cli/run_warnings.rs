@@ -36,13 +36,17 @@ fn a_run_without_a_learning_rate_is_said() {
     assert_eq!(warnings(&said(&place, &lora(&["--dry-run"]))), [""; 0]);
 }
 
+fn with_positions(place: &Place, positions: usize) {
+    let path = place.path("model/config.json");
+    let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    config["max_position_embeddings"] = json!(positions);
+    std::fs::write(&path, config.to_string()).unwrap();
+}
+
 #[test]
 fn rows_longer_than_the_models_positions_are_said() {
     let place = Place::new();
-    let path = place.path("model/config.json");
-    let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-    config["max_position_embeddings"] = json!(60);
-    std::fs::write(&path, config.to_string()).unwrap();
+    with_positions(&place, 60);
     let long = said(&place, &lora(&["--dry-run"]));
     let found = warnings(&long);
     assert_eq!(found.len(), 1, "{long}");
@@ -58,6 +62,42 @@ fn rows_longer_than_the_models_positions_are_said() {
         )),
         [""; 0]
     );
+}
+
+/// No way out is named that the recipe refuses: a row has two tokens at least.
+#[test]
+fn a_length_that_the_recipe_refuses_is_not_advised() {
+    let place = Place::new();
+    with_positions(&place, 1);
+    let told = said(&place, &lora(&["--dry-run"]));
+    let found = warnings(&told);
+    assert_eq!(found.len(), 1, "{told}");
+    assert!(found[0].contains("more tokens than the 1 positions"), "{told}");
+    assert!(
+        !found[0].contains("data.max_seq_len") && found[0].ends_with(": give the model a `rope_scaling`"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_prompt_longer_than_the_models_positions_is_said() {
+    let place = Place::new();
+    with_positions(&place, 6);
+    let run = |prompt: &str, tokens: &str| {
+        said(&place, &["generate", "--model", "model", "--prompt", prompt, "--max-new-tokens", tokens])
+    };
+    let wanted = " more tokens than the 6 positions that the model was made for, up to ";
+    for (prompt, tokens, whom) in [
+        ("the quiet river follows the narrow bridge and the gentle market", "1", "the prompt has"),
+        ("the", "12", "the prompt and what follows it have"),
+    ] {
+        let told = run(prompt, tokens);
+        let found = warnings(&told);
+        assert_eq!(found.len(), 1, "{told}");
+        assert!(found[0].starts_with(&format!("{whom}{wanted}")), "{told}");
+        assert!(found[0].contains("give a shorter prompt or a smaller `--max-new-tokens`"), "{told}");
+    }
+    assert_eq!(warnings(&run("the", "1")), [""; 0]);
 }
 
 /// The model learns one row by heart, and then meets another.

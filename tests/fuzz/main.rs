@@ -18,9 +18,11 @@ mod counting;
 mod long_text;
 mod mutate;
 mod network;
+mod patterns;
 mod seeds;
 mod sizing;
 mod targets;
+mod tokenizer_children;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};

@@ -45,7 +45,7 @@ pub(crate) fn safetensors() -> Vec<u8> {
     safetensors::serialize(views, Some(about)).unwrap()
 }
 
-/// A table of texts, one of numbers, and one of lists, of a hundred rows.
+/// A table of texts, one of numbers, and one of lists, of a hundred rows; and small ones in other codecs.
 pub(crate) fn parquet() -> Vec<Vec<u8>> {
     let properties = [
         WriterProperties::builder().build(),
@@ -54,7 +54,9 @@ pub(crate) fn parquet() -> Vec<Vec<u8>> {
             .set_compression(parquet::basic::Compression::SNAPPY)
             .build(),
     ];
-    properties.into_iter().map(|properties| write_parquet(properties, 100)).collect()
+    let packed = ["gzip", "brotli", "lz4"].map(|codec| golden(&format!("data/packed_{codec}.parquet")));
+    let written = properties.into_iter().map(|properties| write_parquet(properties, 100));
+    written.chain(packed.iter().map(|path| std::fs::read(path).unwrap())).collect()
 }
 
 fn write_parquet(properties: WriterProperties, rows: usize) -> Vec<u8> {
@@ -102,11 +104,10 @@ pub(crate) fn null_rows(rows: usize) -> Vec<u8> {
     out
 }
 
-/// A row of so many equal characters, in a file of a thousandth of that.
-pub(crate) fn long_row(bytes: usize) -> Vec<u8> {
+/// A row of so many equal characters, in a file of a hundredth of that or less.
+pub(crate) fn long_row(bytes: usize, codec: parquet::basic::Compression) -> Vec<u8> {
     let schema = Arc::new(parse_message_type("message rows { REQUIRED BYTE_ARRAY text (UTF8); }").unwrap());
-    let zstd = parquet::basic::Compression::ZSTD(parquet::basic::ZstdLevel::default());
-    let properties = WriterProperties::builder().set_dictionary_enabled(false).set_compression(zstd).build();
+    let properties = WriterProperties::builder().set_dictionary_enabled(false).set_compression(codec).build();
     let mut out = Vec::new();
     let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::new(properties)).unwrap();
     let mut group = writer.next_row_group().unwrap();

@@ -128,6 +128,38 @@ fn parquet_keeps_nested_messages() {
     );
 }
 
+/// Files of pyarrow in codecs that few use (tests/golden/scripts/make_parquet.py).
+#[test]
+fn parquet_is_unpacked_from_each_codec() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/data");
+    let texts = ["lantern", "Brücke", "河流"].iter().enumerate();
+    let texts: Vec<Value> = texts
+        .map(|(number, word)| json!({"text": format!("{}{number}.", format!("The {word} ").repeat(12))}))
+        .collect();
+    for codec in ["gzip", "brotli", "lz4"] {
+        let found = read(&golden.join(format!("packed_{codec}.parquet")), Split::Train).unwrap();
+        let rows: Vec<Value> = places(&found).into_iter().map(|(_, value)| value).collect();
+        assert_eq!(rows, texts, "{codec}");
+    }
+}
+
+/// Nothing here can write LZO: the codec of a file in gzip is changed, wherever its number may stand.
+#[test]
+fn a_codec_that_cannot_be_read_is_named() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/data/packed_gzip.parquet");
+    let bytes = std::fs::read(golden).unwrap();
+    // Numbers are written twofold: 4 is gzip, 6 is LZO.
+    let refusals = (0..bytes.len()).filter(|at| bytes[*at] == 4).filter_map(|at| {
+        let mut changed = bytes.clone();
+        changed[at] = 6;
+        let folder = folder(&[("a.parquet", &changed[..])]);
+        Some(read(&folder.path().join("a.parquet"), Split::Train).err()?.to_string())
+    });
+    let wanted = "its column text is packed with LZO; accepted: none, snappy, zstd, gzip, brotli, lz4; write it again with zstd";
+    let refusals: Vec<String> = refusals.collect();
+    assert!(refusals.iter().any(|why| why.contains(wanted)), "{refusals:#?}");
+}
+
 #[test]
 fn a_folder_gives_its_split() {
     let files: [(&str, &[u8]); 5] = [

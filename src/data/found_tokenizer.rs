@@ -1,0 +1,109 @@
+//! A tokenizer.json as the crate `tokenizers` builds it, and calls of the crate, whose panics become errors here.
+
+use std::path::Path;
+
+use tokenizers::models::ModelWrapper;
+
+use super::encoded::Encoded;
+use super::tokenizer_outline;
+use crate::contained::contain;
+use crate::error::{Error, Result};
+
+/// What a tokenizer.json describes.
+pub(super) struct FoundTokenizer {
+    pub(super) inner: tokenizers::Tokenizer,
+    /// The largest id plus one.
+    pub(super) vocab_size: usize,
+    /// The dropout that it asks for.
+    pub(super) dropout: Option<f32>,
+}
+
+impl FoundTokenizer {
+    /// The tokenizer that `bytes`, the contents of `path`, describe.
+    ///
+    /// # Errors
+    /// The user's: they describe none, or one that no model needs.
+    pub(super) fn read(bytes: &[u8], path: &Path) -> Result<Self> {
+        let unreadable = |why: String| {
+            Error::user(format!("cannot read the tokenizer {}", path.display()))
+                .because(why)
+                .hint("copy tokenizer.json from the model this one was made from")
+        };
+        tokenizer_outline::check(bytes).map_err(unreadable)?;
+        let found = contained(|| {
+            let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
+            // Files saved after use may carry these; they would cut or fill rows behind our back.
+            inner.with_truncation(None)?;
+            inner.with_padding(None);
+            let dropout = without_dropout(&mut inner);
+            Ok((inner, dropout))
+        });
+        let (inner, dropout) =
+            found.map_err(|why| unreadable(format!("it is not a tokenizer.json: {why}")))?;
+        let largest = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
+        match largest {
+            Some((token, id)) if id >= tokenizer_outline::MAX_ID => {
+                let most = tokenizer_outline::MAX_ID;
+                Err(unreadable(format!("its token {token:?} has the id {id}; accepted: below {most}")))
+            }
+            largest => {
+                let vocab_size = largest.map_or(0, |(_, id)| id as usize + 1);
+                Ok(FoundTokenizer { inner, vocab_size, dropout })
+            }
+        }
+    }
+}
+
+/// Ids of `text` with the bytes they cover, by the crate.
+///
+/// # Errors
+/// Why there are none.
+pub(super) fn encode(
+    inner: &tokenizers::Tokenizer,
+    text: &str,
+    add_special: bool,
+) -> Result<Encoded, String> {
+    let encoding = contained(|| inner.encode(text, add_special))?;
+    let tokens = encoding.get_offsets().iter().zip(encoding.get_special_tokens_mask());
+    let offsets = tokens.map(|(&(start, end), &added)| if added == 1 { 0..0 } else { start..end }).collect();
+    Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
+}
+
+/// Ids of `text`, by the crate, without the time that offsets take.
+///
+/// # Errors
+/// Why there are none.
+pub(super) fn encode_ids(
+    inner: &tokenizers::Tokenizer,
+    text: &str,
+    add_special: bool,
+) -> Result<Vec<u32>, String> {
+    Ok(contained(|| inner.encode_fast(text, add_special))?.get_ids().to_vec())
+}
+
+/// The text of `ids`, by the crate.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn decode(inner: &tokenizers::Tokenizer, ids: &[u32]) -> Result<String, String> {
+    contained(|| inner.decode(ids, false))
+}
+
+/// Switches the dropout of a BPE model off, whose random numbers have no seed: two runs would not see the same tokens. Its
+/// share, where there was one.
+fn without_dropout(inner: &mut tokenizers::Tokenizer) -> Option<f32> {
+    let ModelWrapper::BPE(bpe) = inner.get_model() else { return None };
+    let dropout = bpe.dropout.filter(|share| *share > 0.0)?;
+    let mut bpe = bpe.clone();
+    bpe.dropout = None;
+    inner.with_model(bpe);
+    Some(dropout)
+}
+
+/// What `call` of the crate returns, or why it failed, be it by a panic.
+fn contained<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match contain(call) {
+        Ok(returned) => returned.map_err(|error| error.to_string()),
+        Err(panic) => Err(format!("it contradicts itself: {panic}")),
+    }
+}

@@ -1,0 +1,144 @@
+//! Tokenizers that take time in proportion to their text, told by their parts.
+//!
+//! The list is of parts that are known to: a part or a pattern that is not here may do as well, and works in a process of
+//! its own all the same (see [`super::tokenizer_child`]). What is looked at is what the crate built, not what the file
+//! says, which the crate takes in more than one form.
+
+use serde_json::Value;
+use tokenizers::models::ModelWrapper;
+
+/// Bytes of the longest token of a unigram model, which looks at so many bytes from each place of a text.
+const LONGEST_PIECE: usize = 256;
+
+/// Parts that look at each byte of a text a bounded number of times.
+const LINEAR: &[&str] = &[
+    // Normalizers.
+    "BertNormalizer",
+    "Strip",
+    "StripAccents",
+    "NFC",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Lowercase",
+    "Nmt",
+    "Precompiled",
+    "Prepend",
+    // Pre-tokenizers.
+    "BertPreTokenizer",
+    "ByteLevel",
+    "CharDelimiterSplit",
+    "Metaspace",
+    "Whitespace",
+    "WhitespaceSplit",
+    "Punctuation",
+    "Digits",
+    "UnicodeScripts",
+    "FixedLength",
+    // Decoders.
+    "ByteFallback",
+    "Fuse",
+];
+
+/// The regular expressions of known families, in which no alternative looks far ahead of what a match takes.
+const PATTERNS: &[&str] = &[
+    // GPT-2.
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    // GPT-4 (cl100k), as of Phi-4 and OLMo 2.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    // Qwen2.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    // GPT-4o (o200k), as of Llama 4.
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    // Mistral's tekken.
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    // DeepSeek V3.
+    r"\p{N}{1,3}",
+    "[一-龥\u{3040}-ゟ゠-ヿ]+",
+    r"[!\x22#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+];
+
+/// Whether `tokenizer` takes time in proportion to its text.
+pub(super) fn is_linear(tokenizer: &tokenizers::Tokenizer) -> bool {
+    let parts = [
+        serde_json::to_value(tokenizer.get_normalizer()),
+        serde_json::to_value(tokenizer.get_pre_tokenizer()),
+        serde_json::to_value(tokenizer.get_decoder()),
+    ];
+    parts.iter().all(|part| part.as_ref().is_ok_and(is_linear_part)) && is_linear_model(tokenizer)
+}
+
+fn is_linear_model(tokenizer: &tokenizers::Tokenizer) -> bool {
+    match tokenizer.get_model() {
+        ModelWrapper::BPE(_) | ModelWrapper::WordLevel(_) => true,
+        ModelWrapper::Unigram(_) => {
+            tokenizer.get_vocab(false).keys().all(|piece| piece.len() <= LONGEST_PIECE)
+        }
+        // It tries all parts of a word, whose length the file says.
+        ModelWrapper::WordPiece(_) => false,
+    }
+}
+
+fn is_linear_part(part: &Value) -> bool {
+    if part.is_null() {
+        return true;
+    }
+    let pattern = &part["pattern"];
+    match part["type"].as_str() {
+        Some("Sequence") => {
+            let lists = ["normalizers", "pretokenizers", "decoders"].map(|key| part[key].as_array());
+            lists.iter().flatten().all(|list| list.iter().all(is_linear_part))
+        }
+        Some("Split" | "Replace") => match (pattern["String"].as_str(), pattern["Regex"].as_str()) {
+            (Some(_), _) => true,
+            (_, Some(pattern)) => PATTERNS.contains(&pattern),
+            _ => false,
+        },
+        Some(name) => LINEAR.contains(&name),
+        None => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokenizer(parts: &str) -> tokenizers::Tokenizer {
+        let text = format!(
+            r#"{{"version": "1.0", "added_tokens": [], {parts}, "model": {{"type": "BPE", "vocab": {{"a": 0}}, "merges": []}}}}"#
+        );
+        tokenizers::Tokenizer::from_bytes(text).unwrap()
+    }
+
+    #[test]
+    fn tokenizers_of_known_families_are_linear() {
+        let models = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+        let mut found = 0;
+        for model in std::fs::read_dir(models).unwrap() {
+            let Ok(bytes) = std::fs::read(model.unwrap().path().join("tokenizer.json")) else { continue };
+            assert!(is_linear(&tokenizers::Tokenizer::from_bytes(&bytes).unwrap()));
+            found += 1;
+        }
+        assert!(found >= 8, "{found}");
+        for pattern in PATTERNS {
+            let split = serde_json::json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+            assert!(is_linear(&tokenizer(&format!(r#""pre_tokenizer": {split}"#))), "{pattern}");
+        }
+    }
+
+    #[test]
+    fn parts_that_are_not_known_are_not_linear() {
+        for parts in [
+            r#""pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?>a+)+$"}, "behavior": "Isolated", "invert": false}"#,
+            r#""pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": "a+$"}, "behavior": "Isolated", "invert": false}]}"#,
+            r#""normalizer": {"type": "Replace", "pattern": {"Regex": "a+$"}, "content": ""}"#,
+            // The crate takes it without its name, too.
+            r#""normalizer": {"pattern": {"Regex": "a+$"}, "content": ""}"#,
+            r#""decoder": {"type": "Replace", "pattern": {"Regex": "a+$"}, "content": ""}"#,
+        ] {
+            assert!(!is_linear(&tokenizer(parts)), "{parts}");
+        }
+        assert!(is_linear(&tokenizer(r#""normalizer": null"#)));
+    }
+}
