@@ -24,10 +24,10 @@ mod damage;
 mod end;
 #[path = "crash/faults.rs"]
 mod faults;
-#[path = "crash/files.rs"]
-mod files;
 #[path = "crash/few_threads.rs"]
 mod few_threads;
+#[path = "crash/files.rs"]
+mod files;
 #[path = "crash/folders.rs"]
 mod folders;
 #[path = "crash/kills.rs"]

@@ -28,9 +28,7 @@ use super::manifest::{self, files_below};
 use super::run_record::{LAST, OWN, RECORD, RunRecord, appearance};
 use super::space::require_room;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::weights::{
-    Written, is_there, names_in, sweep, sync_folder, sync_tree, temporary, write_text,
-};
+use crate::weights::{Written, is_there, names_in, sweep, sync_folder, sync_tree, temporary, write_text};
 
 const LOCK: &str = "lock";
 const RESULT: &str = "result";
@@ -229,7 +227,8 @@ impl RunFolder {
     pub fn update_text(&self, name: &str, text: &str) -> Result<bool> {
         let owned = {
             let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
-            is_there(&self.output.join(name))? && record.as_ref().ok_or_else(no_run)?.owns(&self.output, name)?
+            is_there(&self.output.join(name))?
+                && record.as_ref().ok_or_else(no_run)?.owns(&self.output, name)?
         };
         if owned {
             self.write_text(name, text)?;
