@@ -26,7 +26,7 @@ const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
 pub(crate) const METRICS: &str = "metrics.jsonl";
 /// The model card.
 pub(crate) const CARD: &str = "README.md";
-/// Event files.
+/// The folder of event files.
 pub(crate) const TENSORBOARD: &str = "tensorboard";
 /// The run at a glance.
 pub(crate) const REPORT: &str = "report.html";

@@ -84,8 +84,8 @@ fn markup_in_a_hardware_file_stays_text_in_the_page() {
     let data = script.split_once("const data = ").unwrap().1.split_once(";\n").unwrap().0;
     assert!(!data.contains('<'), "data that a parser of HTML may obey");
     let data: Value = serde_json::from_str(data).unwrap();
-    let names = data["devices"].as_array().unwrap().iter().map(|device| device["name"].as_str().unwrap());
-    assert!(names.last().unwrap().starts_with("own<img src=x onerror=\"document"));
+    let mut names = data["devices"].as_array().unwrap().iter().map(|device| device["name"].as_str().unwrap());
+    assert!(names.next_back().unwrap().starts_with("own<img src=x onerror=\"document"));
 }
 
 #[test]

@@ -1,11 +1,12 @@
 //! Files at a path of the user's on disks that are full or lack calls, and folders that cannot be read for a moment.
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use finetune::checkpoint;
 
 use crate::faults::{Fault, library};
-use crate::place::{Place, lora};
+use crate::place::{Place, copy_folder, golden, lora};
 use crate::{Done, finish, names, told};
 
 /// A place with a folder `made` for what is made.
@@ -18,11 +19,14 @@ fn prepared() -> Place {
 /// A command that writes `made/NAME`, as users name it.
 fn writing(place: &Place, name: &str) -> Command {
     let path = place.path("made").join(name).display().to_string();
-    if name.ends_with(".gguf") {
-        return place
-            .command(&["export", "--model", "model", "--format", "gguf", "--quiet", "--output", &path]);
+    let export = |format| {
+        place.command(&["export", "--model", "model", "--format", format, "--quiet", "--output", &path])
+    };
+    match name {
+        "m.gguf" => export("gguf"),
+        "folder" => export("hf"),
+        _ => place.command(&["plan", "--model", "model", "--on", "4090", "--quiet", "--html", &path]),
     }
-    place.command(&["plan", "--model", "model", "--on", "4090", "--quiet", "--html", &path])
 }
 
 fn struck(place: &Place, name: &str, fault: Fault<'_>) -> Done {
@@ -39,19 +43,21 @@ fn a_full_disk_leaves_what_was_there() {
     }
     let place = prepared();
     let made = place.path("made");
-    let full = |ops, at| Fault { at, what: libc::ENOSPC.to_string(), ops, sticky: "wos", ..Fault::default() };
-    for name in ["p.html", "m.gguf"] {
-        for (ops, at) in [("o", 1), ("w", 1), ("s", 1)] {
-            let done = struck(&place, name, full(ops, at));
+    let full = |ops| Fault { at: 1, what: libc::ENOSPC.to_string(), ops, sticky: "wos", ..Fault::default() };
+    for (name, option) in [("p.html", "--html"), ("m.gguf", "--output"), ("folder", "--output")] {
+        for ops in ["o", "w", "s"] {
+            let done = struck(&place, name, full(ops));
             assert_eq!(done.code, Some(74), "{name}, {ops}: {done:?}");
-            assert!(done.errors.contains("No space left on device"), "{done:?}");
+            assert!(done.errors.contains("No space left on device"), "{name}, {ops}: {done:?}");
+            let hint = format!("hint: make room on that disk, or choose another place with `{option}`");
+            assert!(ops != "w" || done.errors.contains(&hint), "{name}: {done:?}");
             assert_eq!(names(&made), [""; 0], "{name}, {ops}");
         }
     }
     assert_eq!(finish(&mut writing(&place, "p.html")).code, Some(0));
     let before = std::fs::read(made.join("p.html")).unwrap();
     for ops in ["o", "w", "s", "r"] {
-        let done = struck(&place, "p.html", full(ops, 1));
+        let done = struck(&place, "p.html", full(ops));
         assert_eq!(done.code, Some(74), "{ops}: {done:?}");
         assert!(done.errors.contains("or choose another place with `--html`"), "{done:?}");
         assert!(std::fs::read(made.join("p.html")).unwrap() == before, "{ops}");
@@ -59,8 +65,7 @@ fn a_full_disk_leaves_what_was_there() {
     }
 }
 
-/// File systems without an exclusive rename, and those without hard links too: the file has its name all the same, and
-/// what came meanwhile stays.
+/// File systems without an exclusive rename, and those without hard links too: the file has its name all the same.
 #[test]
 fn file_systems_that_lack_calls() {
     if library().is_none() {
@@ -81,7 +86,22 @@ fn file_systems_that_lack_calls() {
     }
 }
 
-/// A file that comes right before an export gives its own the name: it stays, with 1, and nothing else is left.
+/// Runs a command that stops at the first of its calls `ops` below `made`, does something meanwhile, and lets it go on.
+fn meanwhile(mut command: Command, made: &Path, ops: &str, act: impl FnOnce()) -> Done {
+    Fault { at: 1, what: "stop".into(), ops, ..Fault::default() }.strike(&mut command, made, None);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (pid, mut status) = (child.id() as libc::pid_t, 0);
+    // SAFETY: the child is this process's own, and `status` lives until the call returns.
+    let waited = unsafe { libc::waitpid(pid, &mut status, libc::WUNTRACED) };
+    assert!(waited == pid && libc::WIFSTOPPED(status), "{ops}: it did not stop");
+    act();
+    // SAFETY: as above; it has not been waited for to its end.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
+    told(child.wait_with_output().unwrap())
+}
+
+/// A file that comes while an export writes its own, and right before that gets its name: it stays, with 1, and nothing else
+/// is left.
 #[test]
 fn a_file_that_comes_meanwhile_stays() {
     if library().is_none() {
@@ -90,21 +110,48 @@ fn a_file_that_comes_meanwhile_stays() {
     for ops in ["w", "r"] {
         let place = prepared();
         let made = place.path("made");
-        let mut command = writing(&place, "m.gguf");
-        Fault { at: 1, what: "stop".into(), ops, ..Fault::default() }.strike(&mut command, &made, None);
-        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let (pid, mut status) = (child.id() as libc::pid_t, 0);
-        // SAFETY: the child is this process's own, and `status` lives until the call returns.
-        let waited = unsafe { libc::waitpid(pid, &mut status, libc::WUNTRACED) };
-        assert!(waited == pid && libc::WIFSTOPPED(status), "{ops}: it did not stop");
-        std::fs::write(made.join("m.gguf"), "precious").unwrap();
-        // SAFETY: as above; it has not been waited for to its end.
-        assert_eq!(unsafe { libc::kill(pid, libc::SIGCONT) }, 0);
-        let done = told(child.wait_with_output().unwrap());
+        let comes = || std::fs::write(made.join("m.gguf"), "precious").unwrap();
+        let done = meanwhile(writing(&place, "m.gguf"), &made, ops, comes);
         assert_eq!(done.code, Some(1), "{ops}: {done:?}");
         assert!(done.errors.contains("it came while finetune wrote the new file"), "{done:?}");
         assert_eq!(std::fs::read(made.join("m.gguf")).unwrap(), b"precious");
         assert_eq!(names(&made), ["m.gguf"], "{ops}");
+    }
+}
+
+/// The same of a folder, or a link to one, in the place of a folder that is written.
+#[test]
+fn a_folder_that_comes_meanwhile_stays() {
+    if library().is_none() {
+        return;
+    }
+    let merge = ["merge", "--model", "model", "--adapter", "adapter"];
+    let verbs = [
+        &["export", "--model", "model", "--format", "hf"][..],
+        &["quantize", "--model", "model", "--kind", "nf4"],
+        &merge,
+    ];
+    for verb in verbs {
+        for is_link in [false, true] {
+            let place = prepared();
+            copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+            let (made, out) = (place.path("made"), place.path("made/out"));
+            let output = out.display().to_string();
+            let comes = || {
+                let folder = if is_link { place.path("theirs") } else { out.clone() };
+                std::fs::create_dir(&folder).unwrap();
+                std::fs::write(folder.join("x"), "precious").unwrap();
+                if is_link {
+                    std::os::unix::fs::symlink(&folder, &out).unwrap();
+                }
+            };
+            let command = place.command(&[verb, &["--quiet", "--output", &output]].concat());
+            let done = meanwhile(command, &made, "s", comes);
+            assert!(done.code.is_some_and(|code| code != 0), "{verb:?}: {done:?}");
+            assert!(done.errors.contains("cannot write to "), "{verb:?}: {done:?}");
+            assert_eq!(names(&out), ["x"], "{verb:?}");
+            assert_eq!((names(&made), out.is_symlink()), (vec!["out".to_owned()], is_link), "{verb:?}");
+        }
     }
 }
 
