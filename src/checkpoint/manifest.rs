@@ -101,8 +101,16 @@ fn write(path: &Path, files: Files) -> Result<()> {
 }
 
 /// Whether `folder` has a manifest, whatever that says.
-pub(super) fn is_there(folder: &Path) -> bool {
-    folder.join(FILE).is_file()
+///
+/// # Errors
+/// Storage: the system does not tell.
+pub(super) fn is_there(folder: &Path) -> Result<bool> {
+    let path = folder.join(FILE);
+    match path.metadata() {
+        Ok(found) => Ok(found.is_file()),
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(false),
+        Err(error) => Err(Error::io("look at", &path, &error)),
+    }
 }
 
 /// Removes the manifest of `folder`.

@@ -237,7 +237,7 @@ pub fn has_any(output: &Path) -> Result<bool> {
 /// # Errors
 /// Storage: `output` cannot be read.
 pub fn count(output: &Path) -> Result<u64> {
-    Ok(list(output)?.iter().filter(|(_, folder)| manifest::is_there(folder)).count() as u64)
+    list(output)?.iter().try_fold(0, |count, (_, folder)| Ok(count + u64::from(manifest::is_there(folder)?)))
 }
 
 /// The committed checkpoints in `output`, oldest first.

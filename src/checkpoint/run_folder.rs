@@ -86,7 +86,7 @@ impl RunFolder {
     /// Finishes or tidies away what a run that was killed left half done.
     fn recover(&mut self) -> Result<()> {
         restore_replaced(&self.output)?;
-        let record = RunRecord::read(&self.output).ok().flatten();
+        let record = RunRecord::read(&self.output)?;
         let own = self.output.join(OWN);
         sweep(&own, |base| base == RECORD);
         let inside = std::fs::read_dir(&own).map_err(|e| Error::io("read", &own, &e))?;
@@ -95,7 +95,7 @@ impl RunFolder {
         inside.flatten().filter(nameless).for_each(|entry| drop(std::fs::remove_file(entry.path())));
         let Some(mut record) = record else { return self.clear_result() };
         sweep(&self.output, |base| record.files.contains_key(base));
-        if own.join(COMMITTED).is_dir() {
+        if is_there(&own.join(COMMITTED))? {
             give_places(&self.output, &mut record)?;
             record.write(&self.output)?;
         }
@@ -105,7 +105,7 @@ impl RunFolder {
     /// Publishes the result of the run of `record` if a process sealed it and its digests hold; removes any other.
     fn adopt(&mut self, record: RunRecord) -> Result<()> {
         let result = Self::result(&self.output);
-        if !manifest::is_there(&result) {
+        if !manifest::is_there(&result)? {
             return self.clear_result();
         }
         match manifest::verify(&result) {
@@ -288,10 +288,13 @@ impl RunFolder {
         let names: Vec<String> = files_below(&result)?.into_iter().map(|(name, _)| name).collect();
         let taken = self.taken(&names)?;
         if !taken.is_empty() {
-            let free = (1..).map(|n| if n == 1 { RESULT.to_owned() } else { format!("{RESULT}-{n}") });
-            let place =
-                free.map(|name| self.output.join(name)).find(|place| place.symlink_metadata().is_err());
-            let place = place.ok_or_else(|| Error::internal("no name is free"))?;
+            let numbered =
+                |n: u32| self.output.join(if n == 1 { RESULT.to_owned() } else { format!("{RESULT}-{n}") });
+            let mut number = 1;
+            while is_there(&numbered(number))? {
+                number += 1;
+            }
+            let place = numbered(number);
             std::fs::rename(&result, &place).map_err(|e| Error::io("write to", &place, &e))?;
             sync_folder(&self.output)?;
             // The seal has served; a reader of models does not mind it where it cannot be removed.
@@ -350,7 +353,7 @@ impl RunFolder {
 impl Drop for RunFolder {
     fn drop(&mut self) {
         // What cannot be removed is cleared by the next run, and a sealed result is published by it.
-        if !manifest::is_there(&Self::result(&self.output)) {
+        if manifest::is_there(&Self::result(&self.output)).is_ok_and(|sealed| !sealed) {
             drop(self.clear_result());
         }
         if self.began.load(Ordering::SeqCst) || self.made.is_empty() {
