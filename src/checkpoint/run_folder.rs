@@ -9,7 +9,7 @@
 //!
 //! The ranks write the result into `result`. The first rank then seals it with a manifest of digests, as checkpoints have
 //! one: from then on the result outlives the process, and the next run in the folder publishes a sealed result whose
-//! digests hold ([`RunFolder::adopted`]). The result is committed by one rename, from `result` to `committed`. If a kill
+//! digests hold. The result is committed by one rename, from `result` to `committed`. If a kill
 //! keeps a file from its place after that, the next run in the folder moves it there; meanwhile OUT has no config.json or
 //! adapter_config.json, so that nobody takes a mixture of two results for one.
 //!
@@ -46,8 +46,8 @@ pub struct RunFolder {
     made: Vec<PathBuf>,
     began: AtomicBool,
     record: Mutex<Option<RunRecord>>,
-    /// Where the result is that an earlier process had sealed and not published.
-    adopted: Option<PathBuf>,
+    /// Messages about a sealed result that an earlier process had not published.
+    notes: Vec<String>,
 }
 
 impl RunFolder {
@@ -73,7 +73,7 @@ impl RunFolder {
             made,
             began: AtomicBool::new(false),
             record: Mutex::new(None),
-            adopted: None,
+            notes: Vec::new(),
         };
         folder.recover()?;
         let result = Self::result(output);
@@ -93,7 +93,7 @@ impl RunFolder {
         let nameless = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(NAMELESS);
         // What stays is in nobody's way.
         inside.flatten().filter(nameless).for_each(|entry| drop(std::fs::remove_file(entry.path())));
-        let Some(mut record) = record else { return self.clear_result() };
+        let Some(mut record) = record else { return self.set_aside("no record tells which run wrote it") };
         sweep(&self.output, |base| record.files.contains_key(base));
         if is_there(&own.join(COMMITTED))? {
             give_places(&self.output, &mut record)?;
@@ -102,7 +102,8 @@ impl RunFolder {
         self.adopt(record)
     }
 
-    /// Publishes the result of the run of `record` if a process sealed it and its digests hold; removes any other.
+    /// Publishes the result of the run of `record` if a process sealed it and its digests hold. A sealed one that is not as
+    /// it was is kept under another name; one without a seal is removed.
     fn adopt(&mut self, record: RunRecord) -> Result<()> {
         let result = Self::result(&self.output);
         if !manifest::is_there(&result)? {
@@ -110,19 +111,35 @@ impl RunFolder {
         }
         match manifest::verify(&result) {
             Ok(()) => {}
-            // A power cut may keep the seal and lose what it speaks of.
-            Err(error) if error.kind() == ErrorCategory::User => return self.clear_result(),
+            Err(error) if error.kind() == ErrorCategory::User => {
+                return self.set_aside(&error.causes().join("; "));
+            }
             Err(error) => return Err(error),
         }
         *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
-        let place = self.publish()?.map(|(place, _)| place);
-        self.adopted = Some(place.unwrap_or_else(|| self.output.clone()));
+        let place = self.publish(&[])?.map_or_else(|| self.output.clone(), |(place, _)| place);
+        self.notes.push(format!(
+            "the run had written its whole result when its process ended: published in {}",
+            place.display()
+        ));
         Ok(())
     }
 
-    /// Where the result was published that an earlier process had sealed and not published; none where there was none.
-    pub fn adopted(&self) -> Option<&Path> {
-        self.adopted.as_deref()
+    /// Keeps a sealed result under another name because of `why`, and removes one without a seal.
+    fn set_aside(&mut self, why: &str) -> Result<()> {
+        let result = Self::result(&self.output);
+        if !manifest::is_there(&result)? {
+            return self.clear_result();
+        }
+        let place = free_name(|n| self.output.join(format!("{RESULT}.aside-{n}")))?;
+        std::fs::rename(&result, &place).map_err(|e| Error::io("move", &result, &e))?;
+        self.notes.push(format!("a result that was not published is kept as {}: {why}", place.display()));
+        Ok(())
+    }
+
+    /// Messages about a result that an earlier process had sealed and not published.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// Refuses to begin where fewer than `bytes` bytes are free; `what` says what cannot be done.
@@ -219,16 +236,16 @@ impl RunFolder {
         self.note([(name.to_owned(), Some(appearance(&path)?))])
     }
 
-    /// Replaces the file `name` of the published result by `text`; returns false, and leaves the file as it is, where
-    /// it is not as the run wrote it.
+    /// Writes the file `name` of the published result, new or in place of what the run wrote before; returns false, and
+    /// leaves the file as it is, where it is not as the run wrote it.
     ///
     /// # Errors
     /// Storage: the disk is full or fails; the file is as it was then.
     pub fn update_text(&self, name: &str, text: &str) -> Result<bool> {
         let owned = {
             let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
-            is_there(&self.output.join(name))?
-                && record.as_ref().ok_or_else(no_run)?.owns(&self.output, name)?
+            let record = record.as_ref().ok_or_else(no_run)?;
+            self.foreign(record, &[name.to_owned()])?.is_empty()
         };
         if owned {
             self.write_text(name, text)?;
@@ -242,12 +259,16 @@ impl RunFolder {
     /// # Errors
     /// Storage: the disk is full or fails.
     pub fn part_written(output: &Path, (rank, ranks): (usize, usize), written: Vec<Written>) -> Result<()> {
+        // A rank of an adapter that wrote nothing may be on a host without the folder.
+        if written.is_empty() {
+            return Ok(());
+        }
         let result = Self::result(output);
         manifest::write_part(&result, rank, ranks, manifest::part(&result, written))
     }
 
     /// Seals what the `ranks` wrote to [`RunFolder::result`]: all of them have called [`RunFolder::part_written`], and what
-    /// stands beside the weights is there. From here on a process that dies does not lose the result.
+    /// stands beside the weights is there. From here on neither a kill nor a power cut loses the result.
     ///
     /// # Errors
     /// Storage: the disk is full or fails, or a file is not as a rank wrote it.
@@ -255,12 +276,13 @@ impl RunFolder {
         let result = Self::result(&self.output);
         let mut files = manifest::Files::new();
         for rank in 0..ranks {
-            let part = manifest::read_part(&result, rank, ranks)?;
-            files.extend(part.ok_or_else(|| {
-                Error::internal(format!("rank {rank} has not said what it wrote of the result"))
-            })?);
+            if let Some(part) = manifest::read_part(&result, rank, ranks)? {
+                files.extend(part);
+                manifest::remove_parts(&result, rank..rank + 1, ranks)?;
+            }
         }
-        manifest::remove_parts(&result, 0..ranks, ranks)?;
+        // A power cut must not keep the seal and lose a file.
+        sync_tree(&result)?;
         manifest::complete(&result, files)?;
         KillPoint::Sealed.reach();
         Ok(())
@@ -268,12 +290,12 @@ impl RunFolder {
 
     /// Commits the sealed [`RunFolder::result`], all of it or nothing, and moves it to its place in the folder. Where
     /// something that is not the run's has one of these names, all of it goes to a new folder `result` beside it instead,
-    /// which is returned with the names in the way.
+    /// which is returned with the names in the way. Files that come `later` have their place there, too.
     ///
     /// # Errors
     /// Storage: a file cannot be moved; the sealed result stays then, and the next run in the folder publishes it.
-    pub fn publish(&self) -> Result<Option<(PathBuf, Vec<String>)>> {
-        self.commit().map_err(|error| {
+    pub fn publish(&self, later: &[&str]) -> Result<Option<(PathBuf, Vec<String>)>> {
+        self.commit(later).map_err(|error| {
             let result = Self::result(&self.output);
             error.hint(format!(
                 "the result is whole in {}: the same command with `--resume` publishes it when the cause is gone",
@@ -282,19 +304,16 @@ impl RunFolder {
         })
     }
 
-    fn commit(&self) -> Result<Option<(PathBuf, Vec<String>)>> {
+    fn commit(&self, later: &[&str]) -> Result<Option<(PathBuf, Vec<String>)>> {
         let result = Self::result(&self.output);
         sync_tree(&result)?;
         let names: Vec<String> = files_below(&result)?.into_iter().map(|(name, _)| name).collect();
-        let taken = self.taken(&names)?;
+        let later = later.iter().map(|name| (*name).to_owned());
+        let taken = self.taken(&names.iter().cloned().chain(later).collect::<Vec<_>>())?;
         if !taken.is_empty() {
-            let numbered =
-                |n: u32| self.output.join(if n == 1 { RESULT.to_owned() } else { format!("{RESULT}-{n}") });
-            let mut number = 1;
-            while is_there(&numbered(number))? {
-                number += 1;
-            }
-            let place = numbered(number);
+            let name = |n: u32| if n == 1 { RESULT.to_owned() } else { format!("{RESULT}-{n}") };
+            let place = free_name(|n| self.output.join(name(n)))?;
+            self.note_elsewhere(&place)?;
             std::fs::rename(&result, &place).map_err(|e| Error::io("write to", &place, &e))?;
             sync_folder(&self.output)?;
             // The seal has served; a reader of models does not mind it where it cannot be removed.
@@ -329,6 +348,14 @@ impl RunFolder {
         let mut taken = self.foreign(record, names)?;
         taken.extend(self.foreign(record, &other_weights(&self.output, names)?)?);
         Ok(taken)
+    }
+
+    /// Records that the result gets the folder `place` of its own.
+    fn note_elsewhere(&self, place: &Path) -> Result<()> {
+        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let record = record.as_mut().ok_or_else(no_run)?;
+        record.elsewhere = place.file_name().map(|name| name.to_string_lossy().into_owned());
+        record.write(&self.output)
     }
 
     /// Records what files look like.
@@ -367,6 +394,15 @@ impl Drop for RunFolder {
             }
         }
     }
+}
+
+/// The first of `numbered` from 1 that names nothing.
+fn free_name(numbered: impl Fn(u32) -> PathBuf) -> Result<PathBuf> {
+    let mut number = 1;
+    while is_there(&numbered(number))? {
+        number += 1;
+    }
+    Ok(numbered(number))
 }
 
 fn no_run() -> Error {

@@ -22,7 +22,7 @@ const DIGESTED: u64 = 64 << 20;
 /// Files that make a folder a finished adapter or model: they get their names last.
 pub(super) const LAST: [&str; 2] = ["config.json", "adapter_config.json"];
 
-/// What run.json says: which run's the folder is.
+/// The contents of run.json: which run's the folder is.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunRecord {
     schema: u32,
@@ -43,7 +43,10 @@ pub struct RunRecord {
     /// The commits of what came from the hub, by what was asked for there: model, data sets, adapter.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sources: BTreeMap<String, String>,
-    /// What the run wrote, by name below the folder: what it looked like, or nothing while it changes.
+    /// The folder below the output folder that got the result, where files of others were in its way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) elsewhere: Option<String>,
+    /// Files that the run wrote, by name below the folder, with their appearance; without one while they change.
     pub(super) files: BTreeMap<String, Option<String>>,
 }
 
@@ -51,7 +54,7 @@ impl RunRecord {
     /// The record of a new run.
     ///
     /// # Errors
-    /// A fault of ours: the system gives no random numbers.
+    /// An internal error: the system gives no random numbers.
     pub fn new(plan: &BTreeMap<String, String>) -> Result<Self> {
         let mut id = [0; 16];
         getrandom::fill(&mut id)
@@ -65,6 +68,7 @@ impl RunRecord {
             chat_template_date: None,
             resumed_from: None,
             sources: BTreeMap::new(),
+            elsewhere: None,
             files: BTreeMap::new(),
         })
     }
@@ -120,8 +124,12 @@ impl RunRecord {
         RunRecord { files: BTreeMap::new(), ..self.clone() }.write(output)
     }
 
-    /// Whether the run has left its result in `output`, whole or not any more.
+    /// Returns whether the run has left its result in `output`, or in a folder of its own there, whole or not any more.
     pub fn is_finished(&self, output: &Path) -> bool {
+        let elsewhere = self.elsewhere.as_ref().map(|name| output.join(name));
+        if elsewhere.is_some_and(|folder| LAST.iter().any(|name| folder.join(name).exists())) {
+            return true;
+        }
         LAST.iter().any(|name| matches!(self.files.get(*name), Some(Some(_))) || output.join(name).exists())
     }
 
@@ -146,7 +154,7 @@ impl RunRecord {
         Ok(())
     }
 
-    /// Whether the file `name` of `output`, which is there, is what the run wrote.
+    /// Returns whether the file `name` of `output`, which exists, is as the run wrote it.
     ///
     /// # Errors
     /// Storage: the file cannot be read.
@@ -161,12 +169,12 @@ impl RunRecord {
     }
 }
 
-/// Whether a path leads to something.
+/// Returns whether a path leads to something.
 fn exists(path: &Path) -> Result<bool> {
     path.try_exists().map_err(|error| Error::io("look at", path, &error))
 }
 
-/// What tells a file from one that was changed: its digest, or the size of one too large for that.
+/// The appearance of a file, by which a changed file is told from it: its digest, or the size of one too large for that.
 pub(super) fn appearance(path: &Path) -> Result<String> {
     let cannot = |e: std::io::Error| Error::io("read", path, &e);
     let found = path.metadata().map_err(cannot)?;

@@ -128,7 +128,8 @@ impl Generator<'_> {
         let warn = |sequence: &str, tokens: usize| {
             let shorter = Some("give a shorter prompt or a smaller `--max-new-tokens`");
             let warning = beyond_positions(&self.engine.config, tokens, sequence, shorter)?;
-            Some(self.terminal.warn(warning))
+            self.terminal.warn(warning);
+            Some(())
         };
         let warned = warn("the prompt has", ids.len());
         let mut sampler = self.sampler();

@@ -53,7 +53,9 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     say(&plan, &terminal);
     let fits = plan.check_memory(ranks.launch.ranks_here);
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
-    if found.has_ended(&plan, &args.output)? {
+    // The first process answers for all: it has claimed the folder, which the others may not even see.
+    let has_ended = || Ok(vec![u8::from(found.has_ended(&plan, &args.output)?)]);
+    if args.resume.is_some() && ranks.agree("whether the run has ended", has_ended)? == [1] {
         say_ended(&plan, args, &terminal);
         return Ok(None);
     }

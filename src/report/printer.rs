@@ -5,6 +5,7 @@
 //! is written when the terminal takes output again.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use crate::threads;
 /// Jobs that may wait before progress is dropped; lines are dropped at twice as many.
 const WAITING: usize = 512;
 
-/// How long the end of a process waits for a terminal that takes nothing.
+/// The time that the end of a process waits for a terminal that takes nothing.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Changes what the printing thread owns, and may write.
@@ -108,12 +109,15 @@ impl<S> SharedQueue<S> {
             let dropped = if queue.jobs.is_empty() { std::mem::take(&mut queue.dropped) } else { 0 };
             queue.is_writing = true;
             drop(queue);
-            if let Some(job) = job {
-                job(&mut state);
-            }
-            if dropped > 0 {
-                tell_dropped(&mut state, dropped);
-            }
+            // A job that panics must not silence the thread; the panic hook has printed it.
+            let _panicked = catch_unwind(AssertUnwindSafe(|| {
+                if let Some(job) = job {
+                    job(&mut state);
+                }
+                if dropped > 0 {
+                    tell_dropped(&mut state, dropped);
+                }
+            }));
             queue = self.lock();
             (queue.is_writing, queue.done) = (false, queue.done + 1);
             self.changed.notify_all();
@@ -162,6 +166,14 @@ mod tests {
         let dropped = format!("{} dropped", 5000 - 2 * WAITING);
         assert!(said.contains(&dropped), "{said:?}");
         assert!(said.iter().filter(|line| **line != dropped).eq(&kept), "in order: {said:?}");
+    }
+
+    #[test]
+    fn a_job_that_panics_silences_nobody() {
+        let printer = Printer::<Vec<String>>::start(Vec::new, |_, _| ()).unwrap();
+        printer.hand_over(JobKind::Kept, |_| panic!("planted"));
+        printer.hand_over(JobKind::Kept, |lines| lines.push("after it".into()));
+        assert!(printer.flush(Duration::from_secs(60)));
     }
 
     #[test]

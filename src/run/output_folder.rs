@@ -57,12 +57,7 @@ impl OutputFolder {
         // Locked before it is looked at: no checkpoint comes or goes any more.
         let is_run = RunRecord::read(output)?.is_some() || checkpoint::has_any(output)?;
         let claimed = (first && is_run).then(|| RunFolder::claim(output)).transpose()?;
-        if let Some(place) = claimed.as_ref().and_then(RunFolder::adopted) {
-            terminal.line(format!(
-                "the run had written its whole result when its process ended: published in {}",
-                place.display()
-            ));
-        }
+        claimed.iter().flat_map(RunFolder::notes).for_each(|note| terminal.line(note));
         let record = RunRecord::read(output)?;
         let has_ended = record.as_ref().is_some_and(|record| record.is_finished(output));
         let resumed = find(from.as_deref(), output, has_ended, terminal)?;
@@ -345,7 +340,7 @@ fn text_of(path: &Path) -> Result<String> {
     }
 }
 
-/// Whether a file is the log of a run, be it an empty one.
+/// Returns whether a file is the log of a run, be it an empty one.
 fn is_log(path: &Path) -> Result<bool> {
     if path.metadata().map_err(|error| Error::io("read", path, &error))?.len() == 0 {
         return Ok(true);

@@ -1,8 +1,7 @@
 //! The result of a run: published as soon as the last step is done, and completed with the figures of the end afterwards.
 //!
-//! Nothing that may fail, take long or be killed stands between the last step and the result: the evaluation at the end, the
-//! answers to held-out questions and the measured speeds come later and go into the card and the report, which are there
-//! without them before.
+//! Nothing that takes long stands between the last step and the result. The report, the evaluation at the end, the answers to
+//! held-out questions and the measured speeds come later; card and report get their figures then.
 
 use std::path::{Path, PathBuf};
 
@@ -49,13 +48,12 @@ impl TrainRun<'_> {
         let (Some((folder, _)), 0) = (self.folder.get(), world.rank()) else { return Ok(None) };
         KillPoint::Written.reach();
         write(&result, &[], SnapshotPart::Rest)?;
-        card(plan, summary, self.title()).write(&result.join(CARD))?;
-        let questions = showcase::answered(&self.showcase, [before, None]);
-        let memory = self.planned.compare(plan, device, &summary.memory);
-        self.report(summary, &questions, (memory, None), |page| page.write(&result.join(REPORT)));
+        // The card is small. If it cannot be written, the weights are sealed all the same.
+        let described = card(plan, summary, self.title()).write(&result.join(CARD));
         folder.seal(world.size())?;
-        let elsewhere = folder.publish()?;
+        let elsewhere = folder.publish(&[REPORT])?;
         KillPoint::Published.reach();
+        described?;
         if let Some((place, taken)) = &elsewhere {
             let (place, taken) = (place.display(), taken.join(", "));
             self.terminal.warn(format!(
@@ -64,7 +62,26 @@ impl TrainRun<'_> {
         }
         let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
         self.terminal.line(format!("{} in {}", saved(plan), place.display()));
+        let questions = showcase::answered(&self.showcase, [before, None]);
+        let memory = self.planned.compare(plan, device, &summary.memory);
+        self.report(summary, &questions, (memory, None), |page| {
+            self.update((folder, &place), REPORT, &page.render())
+        });
         Ok(Some(place))
+    }
+
+    /// Writes the text `name` of the result in `place`. A file that has changed since the run wrote it stays, with a warning.
+    fn update(&self, (folder, place): (&RunFolder, &Path), name: &str, text: &str) -> Result<()> {
+        if place != self.args.output {
+            return write_text(&place.join(name), text).map(drop);
+        }
+        if !folder.update_text(name, text)? {
+            self.terminal.warn(format!(
+                "{name} in {} has changed since the run wrote it: it stays as it is, without the figures of the end",
+                place.display()
+            ));
+        }
+        Ok(())
     }
 
     /// Completes the card and the report of the result in `place` with the figures of the end, and prints them. The model
@@ -80,19 +97,8 @@ impl TrainRun<'_> {
         (summary, questions): (&RunSummary, &[AnsweredQuestion]),
     ) -> Result<()> {
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
-        let update = |name: &str, text: &str| -> Result<()> {
-            if place != output {
-                return write_text(&place.join(name), text).map(drop);
-            }
-            if !folder.update_text(name, text)? {
-                terminal.warn(format!(
-                    "{name} in {} has changed since the run wrote it: it stays as it is, without the figures of the end",
-                    place.display()
-                ));
-            }
-            Ok(())
-        };
-        update(CARD, &card(plan, summary, self.title()).render())?;
+        let result = (folder, place);
+        self.update(result, CARD, &card(plan, summary, self.title()).render())?;
         KillPoint::Described.reach();
         let spare = self.planned.spare(plan, device);
         let time = planned_time::compare(plan, summary, output, spare);
@@ -102,7 +108,7 @@ impl TrainRun<'_> {
         let memory = self.planned.compare(plan, device, &summary.memory);
         terminal.line(format!("memory: {memory}"));
         time.iter().for_each(|time| terminal.line(format!("time: {time}")));
-        self.report(summary, questions, (memory, time), |page| update(REPORT, &page.render()));
+        self.report(summary, questions, (memory, time), |page| self.update(result, REPORT, &page.render()));
         bottlenecks::say(plan, summary, rates, terminal);
         Ok(())
     }
@@ -122,7 +128,7 @@ impl TrainRun<'_> {
         bottlenecks::say(plan, summary, rates, self.terminal);
     }
 
-    /// Makes the report of the run and hands it to `write`; what keeps it from its place is said and ends no run.
+    /// Makes the report of the run and hands it to `write`. An error of `write` is a warning and ends no run.
     fn report(
         &self,
         summary: &RunSummary,
@@ -138,7 +144,7 @@ impl TrainRun<'_> {
         }
     }
 
-    /// What card and report are called: the name of the output folder.
+    /// The title of card and report: the name of the output folder.
     pub(super) fn title(&self) -> String {
         let name = self.args.output.file_name();
         name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())

@@ -78,7 +78,7 @@ fn run(job: &str, output: &Path) -> Result<()> {
     let work = |world| train(world, output, saved.as_ref(), &writers);
     in_process::run_ranks(InProcessWorld::new(1).communicators(), work)?;
     folder.seal(1)?;
-    match folder.publish()? {
+    match folder.publish(&[])? {
         None => say("published"),
         Some((place, _)) => say(&format!("published in {}", place.display())),
     }

@@ -53,7 +53,7 @@ fn assert_resumes(
     let done = finish(&mut run(place, output, &[more, &["--resume"]].concat()));
     assert_eq!(done.code, Some(0), "{what}: {done:?}");
     assert!(trained(output) == *wanted, "{what}: another result: {done:?}");
-    for name in ["README.md", "report.html", "recipe.toml", "metrics.jsonl"] {
+    for name in ["README.md", "recipe.toml", "metrics.jsonl"] {
         assert!(output.join(name).exists(), "{what}: no {name}: {done:?}");
     }
     assert_tidy(output, what);
@@ -124,6 +124,39 @@ fn a_sealed_result_that_was_damaged_is_not_published() {
     std::fs::write(&weights, bytes).unwrap();
     let again = assert_resumes(&place, &output, &[], &trained(&undisturbed), "a damaged result");
     assert!(again.errors.contains("starting from the beginning"), "{again:?}");
+    let kept = "result.aside-1: adapter_model.safetensors is not what was written: its digest differs";
+    assert!(again.errors.contains(kept) && output.join("result.aside-1").is_dir(), "{again:?}");
+}
+
+/// Without run.json nobody knows whose a sealed result is: it is kept.
+#[test]
+fn a_sealed_result_without_a_record_is_kept() {
+    let place = Place::new();
+    let output = place.path("out");
+    let more = ["--set", "checkpoint.save_steps=2", "--set", "checkpoint.async_save=false"];
+    let killed = finish(run(&place, &output, &more).env("FINETUNE_KILL_AT", KillPoint::Sealed.name()));
+    assert_eq!(killed.code, None, "{killed:?}");
+    std::fs::remove_file(output.join(".finetune/run.json")).unwrap();
+    let again = finish(&mut run(&place, &output, &[&more[..], &["--resume"]].concat()));
+    assert!(again.errors.contains("result.aside-1: no record tells which run wrote it"), "{again:?}");
+    assert_eq!(again.code, Some(0), "{again:?}");
+    assert!(output.join("result.aside-1/adapter_model.safetensors").exists());
+}
+
+/// A result that got a folder of its own is found there: nothing is trained again.
+#[test]
+fn a_result_in_a_folder_of_its_own_ends_the_run() {
+    let place = Place::new();
+    let output = place.path("out");
+    let killed = finish(run(&place, &output, &[]).env("FINETUNE_KILL_AT", KillPoint::Sealed.name()));
+    assert_eq!(killed.code, None, "{killed:?}");
+    std::fs::write(output.join("README.md"), "mine").unwrap();
+    for _ in 0..2 {
+        let again = finish(&mut run(&place, &output, &["--resume"]));
+        assert!(again.code == Some(0) && again.errors.contains("nothing is left to do"), "{again:?}");
+    }
+    assert_eq!(std::fs::read_to_string(output.join("README.md")).unwrap(), "mine");
+    assert!(output.join("result/adapter_model.safetensors").exists());
 }
 
 /// A file that another program put in the way of a sealed result stays, and the result gets a folder of its own.
@@ -188,5 +221,6 @@ fn kills_at_random_moments_of_the_end() {
         assert_resumes(&place, &output, &["--quiet"], &wanted, &format!("{after:?} after the last step"));
         std::fs::remove_dir_all(&output).unwrap();
     }
+    assert!(kills > 0, "no run was killed in the {tail:?} after its last step");
     println!("{kills} of {RANDOM_KILLS} runs killed within {tail:?} of their last step");
 }

@@ -62,8 +62,11 @@ fn tables_of_replacements() {
     let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let parse = |bytes: &[u8], tokenizer: &mut Value| {
         let table = json!({"type": "Precompiled", "precompiled_charsmap": BASE64_STANDARD.encode(bytes)});
-        tokenizer["normalizer"] =
-            if bytes.len() % 2 == 0 { table } else { json!({"type": "Sequence", "normalizers": [table]}) };
+        tokenizer["normalizer"] = if bytes.len().is_multiple_of(2) {
+            table
+        } else {
+            json!({"type": "Sequence", "normalizers": [table]})
+        };
         std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
         if let Ok(tokenizer) = Tokenizer::load(folder.path()) {
             let _ = tokenizer.encode("Hello ﬁ ｱ \u{301}\0ab 😀", true);

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 
 /// How long threads that are at other work are waited for before a step goes on without them.
 const PATIENCE: Duration = Duration::from_millis(1);
-/// How long a thread without work stays awake: longer than what is between two ops.
+/// The time that a thread without work stays awake: longer than what is between two ops.
 const AWAKE: Duration = Duration::from_millis(1);
 /// The longest nap of a thread without work.
 const LONGEST_NAP: Duration = Duration::from_millis(10);
@@ -28,7 +28,7 @@ const LONGEST_NAP: Duration = Duration::from_millis(10);
 const THREAD_COUNTS: [&str; 2] = ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"];
 /// As many threads as ranks may be, on a machine of any size; more only where there are cores for them.
 const MAX_THREADS: usize = 1024;
-/// Whether a thread came to stay awake, and which.
+/// The state of a thread's stay, and the thread that came to stay awake.
 #[derive(Default)]
 struct PoolSlot(AtomicU8, OnceLock<Thread>);
 
@@ -223,7 +223,7 @@ mod tests {
                 rayon::join(|| both.wait(), || both.wait());
                 true
             };
-            while !run_in_pool(&Device::Cpu, naps) {}
+            assert!((0..600).any(|_| run_in_pool(&Device::Cpu, naps)), "it never naps");
             Ok(())
         };
         in_own_pool(2, step).unwrap();
