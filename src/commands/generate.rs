@@ -10,7 +10,7 @@ use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
 use crate::engine::{Engine, LogitsProcessor};
 use crate::error::{Error, Result};
-use crate::plan::beyond_positions;
+use crate::plan::prompt_beyond_positions;
 use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
 use crate::setup::{EngineOptions, Resolver, Trains};
@@ -126,19 +126,14 @@ impl Generator<'_> {
     /// Prints the continuation of `ids` as it is made; returns it.
     fn stream(&self, ids: &[u32]) -> Result<String> {
         let warn = |sequence: &str, tokens: usize| {
-            let shorter = Some("give a shorter prompt or a smaller `--max-new-tokens`");
-            let warning = beyond_positions(&self.engine.config, tokens, sequence, shorter)?;
-            self.terminal.warn(warning);
-            Some(())
+            let warning = prompt_beyond_positions(&self.engine.config, sequence, tokens);
+            warning.map(|warning| self.terminal.warn(warning))
         };
         let warned = warn("the prompt has", ids.len());
-        let mut sampler = self.sampler();
+        let (mut sampler, stop) = (self.sampler(), self.tokenizer.eos_ids());
         let (mut text, mut whole) = (self.tokenizer.stream(true), String::new());
         // Decoders drop the space before the first word: what is printed is what the new tokens add to the prompt.
-        for id in ids {
-            text.push(*id)?;
-        }
-        let stop = self.tokenizer.eos_ids();
+        ids.iter().try_for_each(|id| text.push(*id).map(drop))?;
         let made = self.engine.generate(ids, self.args.max_new_tokens, &mut sampler, stop, &mut |id| {
             let piece = text.push(id)?;
             whole.push_str(&piece);

@@ -248,7 +248,7 @@ fn taken_apart(answer: &[u8]) -> Result<(Duration, Result<Vec<u8>, String>), Chi
 }
 
 /// An answer of a child, or its reason for none; no request at all makes none.
-pub(super) type Answer<T> = Option<Result<T, String>>;
+pub(super) type ChildAnswer<T> = Option<Result<T, String>>;
 
 /// The work of a child: is set up by the first request, then answers one after the other until nobody asks.
 ///
@@ -256,8 +256,8 @@ pub(super) type Answer<T> = Option<Result<T, String>>;
 /// Whoever asks has gone, or asks what cannot be read.
 pub(super) fn serve<W>(
     limits: &SandboxLimits,
-    set_up: impl FnOnce(&[u8]) -> Answer<W>,
-    answer: impl Fn(&W, &[u8]) -> Answer<Vec<u8>>,
+    set_up: impl FnOnce(&[u8]) -> ChildAnswer<W>,
+    answer: impl Fn(&W, &[u8]) -> ChildAnswer<Vec<u8>>,
 ) -> io::Result<()> {
     let unreadable = || io::Error::from(io::ErrorKind::InvalidData);
     let mut requests = io::stdin().lock();

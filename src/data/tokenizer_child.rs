@@ -100,7 +100,7 @@ pub(super) fn serve(limits: &SandboxLimits) -> io::Result<()> {
     child_pool::serve(limits, set_up, |found, request| answer(&found.inner, request))
 }
 
-fn answer(inner: &tokenizers::Tokenizer, request: &[u8]) -> child_pool::Answer<Vec<u8>> {
+fn answer(inner: &tokenizers::Tokenizer, request: &[u8]) -> child_pool::ChildAnswer<Vec<u8>> {
     let (&kind, body) = request.split_first()?;
     if kind == DECODE {
         let (ids, rest) = body.as_chunks::<4>();

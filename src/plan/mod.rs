@@ -37,5 +37,5 @@ pub use parallel::WorldSize;
 pub use resolve::Plan;
 pub(crate) use resolve::sampler_options;
 pub(crate) use run_params::ParamCache;
-pub use warnings::beyond_positions;
+pub use warnings::prompt_beyond_positions;
 pub(crate) use written_bytes::{StoredAs, WrittenBytes};

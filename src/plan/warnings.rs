@@ -30,7 +30,7 @@ impl Plan {
 
 /// A warning that `sequences` ("3 rows have"), the longest of `longest` tokens, have more than the model has positions for,
 /// with `shorter` as a way out; none, if they have not. A dynamic rope stretches for them.
-pub fn beyond_positions(
+fn beyond_positions(
     config: &ModelConfig,
     longest: usize,
     sequences: &str,
@@ -45,6 +45,13 @@ pub fn beyond_positions(
              {shorter}give the model a `rope_scaling`"
         )
     })
+}
+
+/// A warning that `sequence` ("the prompt has") of `tokens` tokens, which a model is to go on with, has more than the model
+/// has positions for; none, if it has not.
+pub fn prompt_beyond_positions(config: &ModelConfig, sequence: &str, tokens: usize) -> Option<String> {
+    let shorter = "give a shorter prompt or a smaller `--max-new-tokens`";
+    beyond_positions(config, tokens, sequence, Some(shorter))
 }
 
 /// A warm-up that the run does not leave.

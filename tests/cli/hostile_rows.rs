@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::place::{Place, golden};
+use crate::place::{Place, golden, lora};
 use crate::skipped::skipped;
 
 const DATA: [&str; 7] = ["data", "--model", "model", "--dataset", "rows.jsonl", "--rows", "0"];
@@ -131,7 +131,7 @@ fn a_limit_of_processes_ends_the_run_and_leaves_no_row_out() {
     };
     assert!(version.stdout.starts_with(b"finetune"));
     // A thread that asks and two that encode: nothing is left for a process.
-    let done = begin(3, &DATA).unwrap();
+    let done = begin(3, &lora(&["--dry-run", "--set", "data.on_bad_row=skip"])).unwrap();
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(75), "{said}");
     assert!(said.contains("Resource temporarily unavailable"), "{said}");

@@ -94,14 +94,14 @@ fn a_decoder_of_quadratic_time_is_an_error() {
     let decoder = json!({"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"Regex": "(?>a+)+$"}, "content": "x"}
     ]});
-    let token = json!([{"id": 0, "content": long, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": false}]);
-    let model = json!({"type": "WordLevel", "vocab": {"u": 1}, "unk_token": "u"});
+    let token = json!([{"id": 1, "content": long, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": false}]);
+    let model = json!({"type": "WordLevel", "vocab": {"u": 0}, "unk_token": "u"});
     let folder = changed(
         "tiny-llama",
         &[("decoder", decoder), ("added_tokens", token), ("model", model), ("post_processor", Value::Null)],
     );
     let tokenizer = Tokenizer::load(folder.path()).unwrap();
-    assert_eq!(tokenizer.decode(&[1], false).unwrap(), "u");
-    let error = tokenizer.decode(&[0], false).unwrap_err().to_string();
+    assert_eq!(tokenizer.decode(&[0], false).unwrap(), "u");
+    let error = tokenizer.decode(&[1], false).unwrap_err().to_string();
     assert!(error.contains("processor time"), "{error}");
 }

@@ -21,6 +21,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 pub(super) const ARGUMENT: &str = "alarm-guard";
 /// Between two looks at the program and at the run.
 const PAUSE: Duration = Duration::from_millis(20);
+/// Looks for processes that are left after a kill.
+const MOST_LOOKS: usize = 1000;
 
 /// Serves as a guard, where the arguments of this process say so. The standard output gets the reason for which the
 /// program did not do its work, and nothing if it did.
@@ -35,7 +37,9 @@ pub fn serve_if_asked() -> Option<ExitCode> {
     adopt_orphans();
     let run = pid_t::try_from(run).unwrap_or_default();
     let words: Vec<OsString> = words.collect();
-    if let Err(why) = watch(&words, Duration::from_millis(millis), run) {
+    // As the parent of all orphans it sees every process below it.
+    let scope = if cfg!(target_os = "linux") { Scope::Descendants } else { Scope::Group };
+    if let Err(why) = watch(&words, Duration::from_millis(millis), run, scope) {
         // Without a run nobody reads it.
         drop(write!(std::io::stdout(), "{why}"));
     }
@@ -60,12 +64,21 @@ fn adopt_orphans() {
     }
 }
 
-/// Runs a program until it and the processes that it leaves in its group have ended, for `time` at most and while the
+/// The processes that are ended with the program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Scope {
+    /// Those of its process group.
+    Group,
+    /// All below this process, which has no other children: also those that have left the group.
+    Descendants,
+}
+
+/// Runs a program until it and the processes that it leaves in `scope` have ended, for `time` at most and while the
 /// process `run` is the parent of this one.
 ///
 /// # Errors
-/// Why the program did not do its work.
-fn watch(words: &[OsString], time: Duration, run: pid_t) -> Result<(), String> {
+/// The program did not do its work, with the reason.
+fn watch(words: &[OsString], time: Duration, run: pid_t, scope: Scope) -> Result<(), String> {
     let (program, arguments) = words.split_first().ok_or("it has no name")?;
     let mut command = Command::new(program);
     command.args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
@@ -73,12 +86,11 @@ fn watch(words: &[OsString], time: Duration, run: pid_t) -> Result<(), String> {
     let group = pid_t::try_from(child.id()).map_err(|error| error.to_string())?;
     let until = Instant::now() + time;
     let mut ended = None;
-    while reap(group, &mut ended) {
+    while reap(group, scope, &mut ended) {
         // SAFETY: a system call without arguments.
         let has_run = unsafe { libc::getppid() } == run;
         if !has_run || Instant::now() >= until {
-            // SAFETY: a system call that takes numbers; a process of the group was not waited for, so the group is there.
-            unsafe { libc::kill(-group, libc::SIGKILL) };
+            end(group, scope, &mut ended);
             break;
         }
         thread::sleep(PAUSE);
@@ -90,12 +102,40 @@ fn watch(words: &[OsString], time: Duration, run: pid_t) -> Result<(), String> {
     }
 }
 
-/// Waits for those processes of the group that have ended; `leader` gets the status of its first. Whether any is left.
-fn reap(group: pid_t, leader: &mut Option<ExitStatus>) -> bool {
+/// Kills the processes of `scope`. Children of a killed process become this one's, so it looks until none is left.
+fn end(group: pid_t, scope: Scope, leader: &mut Option<ExitStatus>) {
+    // SAFETY: a system call that takes numbers. At worst the group is gone.
+    unsafe { libc::kill(-group, libc::SIGKILL) };
+    if scope == Scope::Group {
+        return;
+    }
+    for _ in 0..MOST_LOOKS {
+        for child in children() {
+            // SAFETY: as above; a child of this process keeps its number until it is waited for.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+        }
+        if !reap(group, scope, leader) {
+            return;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The children of this process (Linux).
+fn children() -> Vec<pid_t> {
+    let own = std::process::id();
+    let list = std::fs::read_to_string(format!("/proc/self/task/{own}/children")).unwrap_or_default();
+    list.split_whitespace().filter_map(|number| number.parse().ok()).collect()
+}
+
+/// Waits for those processes of `scope` that have ended; `leader` gets the status of the program. Returns whether any is
+/// left.
+fn reap(group: pid_t, scope: Scope, leader: &mut Option<ExitStatus>) -> bool {
+    let whom = if scope == Scope::Descendants { -1 } else { -group };
     loop {
         let mut status = 0;
         // SAFETY: a system call that writes a number to where it is told.
-        match unsafe { libc::waitpid(-group, &raw mut status, libc::WNOHANG) } {
+        match unsafe { libc::waitpid(whom, &raw mut status, libc::WNOHANG) } {
             0 => return true,
             -1 => return false,
             pid if pid == group => *leader = Some(ExitStatus::from_raw(status)),
@@ -111,7 +151,7 @@ mod tests {
     fn shell(script: &str, time: Duration) -> Result<(), String> {
         let words = ["sh", "-c", script].map(OsString::from);
         // SAFETY: a system call without arguments.
-        watch(&words, time, unsafe { libc::getppid() })
+        watch(&words, time, unsafe { libc::getppid() }, Scope::Group)
     }
 
     #[test]
@@ -121,15 +161,15 @@ mod tests {
         assert_eq!(shell("exit 3", long), Err("it ended with exit status: 3".into()));
         let hung = shell("sleep 600 & wait", Duration::from_millis(100));
         assert_eq!(hung, Err("it had not ended after 0.1 s".into()));
-        let missing = watch(&["no such program".into()], long, 0);
+        let missing = watch(&["no such program".into()], long, 0, Scope::Group);
         assert!(missing.is_err_and(|why| why.contains("No such file")));
-        assert!(watch(&[], long, 0).is_err());
+        assert!(watch(&[], long, 0, Scope::Group).is_err());
     }
 
     #[test]
     fn a_program_whose_run_has_gone_is_killed() {
         let words = ["sleep", "600"].map(OsString::from);
         let no_process = -1;
-        assert!(watch(&words, Duration::from_secs(600), no_process).is_err());
+        assert!(watch(&words, Duration::from_secs(600), no_process, Scope::Group).is_err());
     }
 }

@@ -155,7 +155,7 @@ fn a_codec_that_cannot_be_read_is_named() {
         let folder = folder(&[("a.parquet", &changed[..])]);
         Some(read(&folder.path().join("a.parquet"), Split::Train).err()?.to_string())
     });
-    let wanted = "its column text is packed with LZO; accepted: none, snappy, zstd, gzip, brotli, lz4; write it again with zstd";
+    let wanted = r#"its column "text" is packed with LZO; accepted: none, snappy, zstd, gzip, brotli, lz4; write it again with zstd"#;
     let refusals: Vec<String> = refusals.collect();
     assert!(refusals.iter().any(|why| why.contains(wanted)), "{refusals:#?}");
 }
