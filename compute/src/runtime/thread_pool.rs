@@ -192,7 +192,13 @@ mod tests {
             // SAFETY: as above.
             let own = unsafe { libc::gettid() };
             let other = threads.into_iter().find(|thread| *thread != own).unwrap();
-            run_in_pool(&Device::Cpu, || {
+            let (slot, done) = (PoolSlot::default(), AtomicBool::new(false));
+            rayon::scope(|scope| {
+                let _done = DoneOnDrop(&done, std::slice::from_ref(&slot));
+                scope.spawn(|_| slot.take(&done));
+                while slot.is_free() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
                 let before = sleeps(other);
                 while sleeps(other) < before + 5 {
                     std::thread::sleep(Duration::from_millis(1));

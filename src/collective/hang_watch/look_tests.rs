@@ -73,7 +73,7 @@ fn a_silent_rank_is_named_and_its_peers_go_free() {
         });
         wait_for(&board, "rank 0 waits in phase backward");
         wait_for(&board, "rank 1 is in phase backward");
-        assert!(watch.look(MOMENT).is_none() && watch.look(LIMIT).is_none());
+        assert!(watch.look(Duration::ZERO).is_none() && watch.look(LIMIT).is_none());
         let hang = watch.look(MOMENT).expect("a hang");
         assert_eq!(hang.rank, 1);
         let text = hang.error.to_string();
@@ -94,6 +94,7 @@ fn a_rank_that_gives_signs_of_life_does_not_hang() {
     let board = Arc::new(ProgressBoard::default());
     let world = TimedCollective::watched(Arc::new(SingleRank), &board);
     let mut watch = HandWatch::over(&board, limits(Some(LIMIT)));
+    assert!(watch.look(Duration::ZERO).is_none());
     let signs: [&dyn Fn(); 3] = [&|| world.enter(Phase::Forward).unwrap(), &|| world.heartbeat(), &|| {
         world.barrier(Call::single("the end")).unwrap()
     }];
