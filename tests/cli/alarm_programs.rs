@@ -31,12 +31,13 @@ fn alarmed(place: &Place, command: &Value, steps: &str) -> Command {
     place.command(&lora(&sets))
 }
 
-/// A program that writes its number, those of its child and of its grandchild to the file `numbers`, and waits for ever.
+/// A program that writes its number, those of its child and of two grandchildren to the file `numbers`, and waits for ever.
+/// One of the grandchildren leaves its process group.
 fn family(place: &Place) -> Value {
     let file = place.path("numbers");
     let (file, begun) = (file.display(), place.path("numbers.begun").display().to_string());
     let script = format!(
-        "sh -c 'sleep 4321 & echo $! $$ > {begun}; wait' & while [ ! -s {begun} ]; do sleep 0.05; done; \
+        "sh -c 'sleep 4321 & first=$!; setsid sleep 4321 & echo $! $first $$ > {begun}; wait' & while [ ! -s {begun} ]; do sleep 0.05; done; \
          echo $$ $(cat {begun}) > {begun}.all; mv {begun}.all {file}; wait"
     );
     json!(["sh", "-c", script])
@@ -91,7 +92,7 @@ fn no_program_of_an_alarm_outlives_its_run() {
         let numbers = std::fs::read_to_string(place.path("numbers")).unwrap_or_default();
         let numbers: Vec<&str> = numbers.split_whitespace().collect();
         if end != End::Done {
-            assert_eq!(numbers.len(), 3, "{end:?}: {numbers:?}");
+            assert_eq!(numbers.len(), 4, "{end:?}: {numbers:?}");
             assert!(numbers.iter().all(|pid| lives(pid)), "{end:?}: {numbers:?}");
         }
         let (sent, most, codes): (i32, usize, &[Option<i32>]) = match end {

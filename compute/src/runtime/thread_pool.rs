@@ -6,7 +6,6 @@
 //! between two ops, some ten thousand times a step, where rayon would put them to sleep and wake them again. One that
 //! finds nothing to do for a while, as while its rank waits for others, sleeps in naps: the core is for whoever computes.
 
-use std::error::Error as _;
 use std::ffi::OsString;
 use std::hint::spin_loop;
 use std::sync::OnceLock;
@@ -120,27 +119,9 @@ pub fn run_in_pool<R: Send>(device: &Device, work: impl FnOnce() -> R + Send) ->
 pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
     // The stack of a main thread.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(8 << 20).build();
-    pool.map_err(|error| refused(&error))?.install(work)
-}
-
-/// Starts the threads of the pool that all share. Without this call rayon starts them at their first use, and panics where
-/// the system refuses one. A pool that has been started stays.
-///
-/// # Errors
-/// [`Error::cannot_start`].
-pub fn start() -> Result<()> {
-    match rayon::ThreadPoolBuilder::new().build_global() {
-        Err(error) if error.source().is_some() => Err(refused(&error)),
-        // Only a pool that is there already is an error without a source.
-        _ => Ok(()),
-    }
-}
-
-fn refused(error: &rayon::ThreadPoolBuildError) -> Error {
-    match error.source().and_then(|source| source.downcast_ref()) {
-        Some(source) => Error::cannot_start("the threads that compute", source),
-        None => Error::internal("cannot start the threads that compute").because(error.to_string()),
-    }
+    let failed =
+        |e: rayon::ThreadPoolBuildError| Error::internal("cannot start threads").because(e.to_string());
+    pool.map_err(failed)?.install(work)
 }
 
 /// Refuses what the environment says of the number of threads where rayon would start so many that the machine breaks
@@ -211,19 +192,20 @@ mod tests {
             // SAFETY: as above.
             let own = unsafe { libc::gettid() };
             let other = threads.into_iter().find(|thread| *thread != own).unwrap();
-            // On a busy machine the other thread may come too late to stay awake for a step: then the next step is tried.
-            let naps = || {
-                let before = sleeps(other);
-                let mut looks = (0..100).map(|_| std::thread::sleep(Duration::from_millis(1)));
-                if !looks.any(|()| sleeps(other) >= before + 5) {
-                    return false;
+            let (slot, done) = (PoolSlot::default(), AtomicBool::new(false));
+            rayon::scope(|scope| {
+                let _done = DoneOnDrop(&done, std::slice::from_ref(&slot));
+                scope.spawn(|_| slot.take(&done));
+                while slot.is_free() {
+                    std::thread::sleep(Duration::from_millis(1));
                 }
+                let before = sleeps(other);
+                let mut looks = (0..60_000).map(|_| std::thread::sleep(Duration::from_millis(1)));
+                assert!(looks.any(|()| sleeps(other) >= before + 5), "it never naps");
                 // It still takes its part of the work: this ends only with both threads in it.
                 let both = std::sync::Barrier::new(2);
                 rayon::join(|| both.wait(), || both.wait());
-                true
-            };
-            assert!((0..600).any(|_| run_in_pool(&Device::Cpu, naps)), "it never naps");
+            });
             Ok(())
         };
         in_own_pool(2, step).unwrap();

@@ -94,6 +94,7 @@ fn a_rank_that_gives_signs_of_life_does_not_hang() {
     let board = Arc::new(ProgressBoard::default());
     let world = TimedCollective::watched(Arc::new(SingleRank), &board);
     let mut watch = HandWatch::over(&board, limits(Some(LIMIT)));
+    assert!(watch.look(Duration::ZERO).is_none());
     let signs: [&dyn Fn(); 3] = [&|| world.enter(Phase::Forward).unwrap(), &|| world.heartbeat(), &|| {
         world.barrier(Call::single("the end")).unwrap()
     }];
