@@ -6,6 +6,7 @@
 //! between two ops, some ten thousand times a step, where rayon would put them to sleep and wake them again. One that
 //! finds nothing to do for a while, as while its rank waits for others, sleeps in naps: the core is for whoever computes.
 
+use std::error::Error as _;
 use std::ffi::OsString;
 use std::hint::spin_loop;
 use std::sync::OnceLock;
@@ -119,9 +120,27 @@ pub fn run_in_pool<R: Send>(device: &Device, work: impl FnOnce() -> R + Send) ->
 pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
     // The stack of a main thread.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(8 << 20).build();
-    let failed =
-        |e: rayon::ThreadPoolBuildError| Error::internal("cannot start threads").because(e.to_string());
-    pool.map_err(failed)?.install(work)
+    pool.map_err(|error| refused(&error))?.install(work)
+}
+
+/// Starts the threads of the pool that all share. Without this call rayon starts them at their first use, and panics where
+/// the system refuses one. A pool that has been started stays.
+///
+/// # Errors
+/// [`Error::cannot_start`].
+pub fn start() -> Result<()> {
+    match rayon::ThreadPoolBuilder::new().build_global() {
+        Err(error) if error.source().is_some() => Err(refused(&error)),
+        // Only a pool that is there already is an error without a source.
+        _ => Ok(()),
+    }
+}
+
+fn refused(error: &rayon::ThreadPoolBuildError) -> Error {
+    match error.source().and_then(|source| source.downcast_ref()) {
+        Some(source) => Error::cannot_start("the threads that compute", source),
+        None => Error::internal("cannot start the threads that compute").because(error.to_string()),
+    }
 }
 
 /// Refuses what the environment says of the number of threads where rayon would start so many that the machine breaks
