@@ -32,6 +32,8 @@ mod items;
 mod names;
 #[path = "house/signatures.rs"]
 mod signatures;
+#[path = "house/threads.rs"]
+mod threads;
 
 /// The floor of each top-level module; a module imports only from lower floors (DESIGN, section 3).
 const FLOORS: &[(&str, u32)] = &[
@@ -418,6 +420,7 @@ const PROSE: &[(&str, Check)] = &[
     ("shapes", docs::shapes),
     ("tuples", signatures::tuples),
     ("bools", signatures::bool_matches),
+    ("threads", threads::starts),
 ];
 
 #[test]

@@ -134,6 +134,14 @@ impl Error {
         }
     }
 
+    /// A failure while doing `what` that is the user's, unless the system has met a limit: that is transient, and named.
+    pub fn user_or_limit(what: impl Into<String>, source: &std::io::Error) -> Self {
+        match SystemLimit::of(source) {
+            Some(limit) => Self::of_limit(what.into(), limit, source),
+            None => Self::user(what).because(source.to_string()),
+        }
+    }
+
     fn of_limit(what: String, limit: SystemLimit, source: &std::io::Error) -> Self {
         Self::new(ErrorCategory::Transient, what).because(source.to_string()).hint(limit.hint())
     }

@@ -171,22 +171,27 @@ impl TrainLoop<'_> {
         }
         self.finish(&mut done.facts);
         self.warn(watch.at_end(&self.trainer.engine.store));
-        if !done.stopped {
-            self.publish(&mut done)?;
-        }
+        // One snapshot at a time is in memory. A checkpoint that cannot be saved costs no result.
+        let saved = self.finish_saving();
+        let published = if done.stopped { Ok(()) } else { self.publish(&mut done) };
+        saved.and(published)?;
         if self.options.eval_at_end && !done.stopped {
             done.after = self.evaluate(done.steps)?;
         }
+        self.say_notes();
+        self.tell(RunListeners::end);
+        done.memory = self.clock.memory_by_phase();
+        Ok(done)
+    }
+
+    /// Waits for the save that is under way.
+    fn finish_saving(&mut self) -> Result<()> {
         if self.saver.is_saving() {
             self.step_aside();
             // What is waited for now is storage.
             self.enter(Phase::Save)?;
         }
-        self.saver.finish(self.trainer.engine.store.mesh().world())?;
-        self.say_notes();
-        self.tell(RunListeners::end);
-        done.memory = self.clock.memory_by_phase();
-        Ok(done)
+        self.saver.finish(self.trainer.engine.store.mesh().world())
     }
 
     /// Publishes the result of all steps.

@@ -59,8 +59,7 @@ impl PageServer {
     /// # Errors
     /// The user's: something else listens there, or the address is not this machine's.
     pub fn bind(address: SocketAddr, path: &'static str) -> Result<Self> {
-        let refused =
-            |e: io::Error| Error::user(format!("cannot listen at {address}")).because(e.to_string());
+        let refused = |e: io::Error| Error::user_or_limit(format!("cannot listen at {address}"), &e);
         let listener = TcpListener::bind(address).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
         let shared = Arc::new(SharedPage::default());

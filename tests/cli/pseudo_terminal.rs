@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::{Arc, Mutex};
@@ -13,7 +14,7 @@ pub(crate) const GIVEN_BACK: &str = "\x1b[?1049l";
 /// What the test writes after the end of a run.
 const END: &str = "[the end]";
 /// A run takes seconds.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A run that does not outlive a test that fails.
 pub(crate) struct StartedRun(pub(crate) Child);
@@ -46,6 +47,35 @@ impl PseudoTerminal {
     }
 
     pub(crate) fn of_size(columns: u16, rows: u16) -> Self {
+        let terminal = Self::unread(columns, rows);
+        let (mut reader, heard) = (terminal.ours.try_clone().unwrap(), Arc::clone(&terminal.shown));
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = reader.read(&mut bytes) {
+                heard.lock().unwrap().extend_from_slice(&bytes[..count]);
+            }
+        });
+        terminal
+    }
+
+    /// One whose other end nobody reads, and whose buffers are full.
+    pub(crate) fn full() -> Self {
+        let terminal = Self::unread(80, 24);
+        let own = format!("/proc/self/fd/{}", terminal.theirs.as_raw_fd());
+        let mut options = File::options();
+        let options = options.write(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
+        let mut filled = options.open(own).unwrap();
+        let full = loop {
+            match filled.write(b"full") {
+                Ok(_) => {}
+                Err(error) => break error.kind(),
+            }
+        };
+        assert_eq!(full, std::io::ErrorKind::WouldBlock);
+        terminal
+    }
+
+    fn unread(columns: u16, rows: u16) -> Self {
         let (mut ours, mut theirs) = (-1, -1);
         let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
         // SAFETY: openpty writes two descriptors, which are this test's alone, and reads the size.
@@ -60,15 +90,7 @@ impl PseudoTerminal {
             assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
             (File::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs))
         };
-        let shown = Arc::new(Mutex::new(Vec::new()));
-        let (mut reader, heard) = (ours.try_clone().unwrap(), Arc::clone(&shown));
-        std::thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(count @ 1..) = reader.read(&mut bytes) {
-                heard.lock().unwrap().extend_from_slice(&bytes[..count]);
-            }
-        });
-        PseudoTerminal { ours, theirs, shown }
+        PseudoTerminal { ours, theirs, shown: Arc::default() }
     }
 
     /// Starts `command` with this as the terminal of its session, and stderr on it.

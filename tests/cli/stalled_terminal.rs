@@ -50,17 +50,20 @@ fn training_goes_on_and_a_signal_saves() {
     }
 }
 
-/// The terminal takes nothing from the start.
+/// The terminal takes nothing from the start: it is stopped, or its buffers are full and nobody reads them.
 #[test]
-fn a_terminal_that_is_stopped_from_the_start() {
-    for mode in MODES {
-        let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
-        terminal.stop();
-        let mut child = terminal.start(place.command(&long_run(mode)));
-        wait_for_steps(&place, &mut child, 20);
-        child.signal(libc::SIGTERM);
-        assert_eq!(terminal.end_of(&mut child).code(), Some(85), "{mode:?}");
-        assert!(has_checkpoint(&place), "{mode:?}");
+fn a_terminal_that_takes_nothing_from_the_start() {
+    let mut stopped = PseudoTerminal::open();
+    stopped.stop();
+    for terminal in [stopped, PseudoTerminal::full()] {
+        for mode in MODES {
+            let place = Place::new();
+            let mut child = terminal.start(place.command(&long_run(mode)));
+            wait_for_steps(&place, &mut child, 20);
+            child.signal(libc::SIGTERM);
+            assert_eq!(terminal.end_of(&mut child).code(), Some(85), "{mode:?}");
+            assert!(has_checkpoint(&place), "{mode:?}");
+        }
     }
 }
 
@@ -84,9 +87,11 @@ fn a_second_signal_ends_the_run_at_once() {
             terminal.wait_for("forward");
         }
         terminal.stop();
-        for _ in 0..2 {
-            std::thread::sleep(Duration::from_millis(700));
+        // Until so much time has passed since the first signal that the next is another request.
+        while child.0.try_wait().unwrap().is_none() {
+            assert!(started.elapsed() < PATIENCE, "{mode:?}: the run does not end");
             child.signal(libc::SIGTERM);
+            std::thread::sleep(Duration::from_millis(100));
         }
         assert_eq!(terminal.end_of(&mut child).code(), Some(130), "{mode:?}");
         assert!(terminal.is_as_before(), "{mode:?}");
