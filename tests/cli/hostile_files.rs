@@ -187,7 +187,9 @@ fn a_template_that_takes_all_memory_is_a_fault_of_its_rows() {
     let bomb = "{% set ns = namespace(x='aaaaaaaa') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}";
     place.write("model/chat_template.jinja", bomb);
     let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
-    assert!(said.contains("it needs more than 512 MiB of memory"), "{said}");
+    // On a machine under load the time may end before the memory does.
+    let memory = said.contains("it needs more than 512 MiB of memory");
+    assert!(memory || said.contains("it takes more processor time"), "{said}");
     place.write("model/chat_template.jinja", &format!("{{{{ {}1 }}}}", "1+".repeat(100_000)));
     let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
     assert!(said.contains("it nests too deep"), "{said}");

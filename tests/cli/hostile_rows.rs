@@ -135,7 +135,7 @@ fn a_limit_of_processes_ends_the_run_and_leaves_no_row_out() {
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(75), "{said}");
     assert!(said.contains("Resource temporarily unavailable"), "{said}");
-    assert!(said.contains("`ulimit -u`, or `pids.max` of the container"), "{said}");
+    assert!(said.contains("`ulimit -u`") && said.contains("pids.max"), "{said}");
     // One process for the rows of two threads: each waits for the other's.
     let done = begin(4, &DATA).unwrap();
     assert!(done.status.success(), "{}", place.told(&done.stderr));
