@@ -22,7 +22,7 @@ const MOST_REPEATED: usize = 6;
 /// The proxy's variables in the order in which ureq looks at them.
 const PROXY_VARIABLES: [&str; 6] =
     ["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"];
-/// What a proxy may begin with.
+/// The schemes of a proxy.
 const PROXY_SCHEMES: [&str; 7] = ["http", "https", "socks", "socks4", "socks4a", "socks5", "socks5h"];
 
 /// The port that `text` names: digits alone, 1 to 65535.
@@ -34,7 +34,7 @@ pub(crate) fn port(text: &str) -> Option<u16> {
 /// The http or https address `text`.
 ///
 /// # Errors
-/// Why it is none. Of the address the answer holds a short port at most: no path, no user and no password.
+/// The reason of a refusal. Of the address it holds a short port at most: no path, no user and no password.
 pub(crate) fn http(text: &str) -> Result<Uri, String> {
     if text.chars().any(|c| c.is_control() || c.is_whitespace()) {
         return Err("it holds a space or a control character".into());
@@ -111,7 +111,7 @@ fn bad_port(found: &str) -> String {
     format!("its port is {shown}; accepted: {PORTS}, or no colon and no port")
 }
 
-/// Whether `address` is this machine's own, where a proxy would only be in the way.
+/// Returns whether `address` is this machine's own, where a proxy would only be in the way.
 pub(crate) fn is_this_machine(address: &Uri) -> bool {
     let host = address.host().unwrap_or_default();
     let inner = host.trim_start_matches('[').trim_end_matches(']');

@@ -18,7 +18,7 @@ pub(crate) fn own() -> io::Result<PathBuf> {
 /// Refuses a path at which no program is that this process may start.
 ///
 /// # Errors
-/// Why not, with the path.
+/// The program cannot be started, with the path and the reason.
 pub(crate) fn check(path: &Path) -> Result<(), String> {
     let shown = path.display();
     let found = path.metadata().map_err(|error| match error.kind() {

@@ -142,7 +142,7 @@ fn open(path: &Path) -> Result<Option<File>> {
     }
 }
 
-/// What the file `path` says of its holder; none: nobody, or not yet.
+/// The holder that the file `path` names; none while it names nobody.
 fn read(file: &mut File, path: &Path) -> Result<Option<Holder>> {
     let mut text = Vec::new();
     file.rewind()

@@ -64,7 +64,7 @@ pub fn run(cli: Cli) -> Result<()> {
     }
 }
 
-/// Whether this process computes, for which it needs threads: not where it shows texts, reads headers or starts others.
+/// Returns whether this process computes, for which it needs threads: not where it shows texts, reads headers or starts others.
 fn computes(cli: &Cli) -> bool {
     match &cli.verb {
         None => cli.train.dry_run || cli.train.max_restarts.is_none(),

@@ -30,7 +30,7 @@ const ANSWERED: u8 = 0;
 
 /// Rows that may end their child or use up their time: each takes all of it first.
 const MOST_ENDED: usize = 16;
-/// How long a run waits in all where it has no child and the system starts none.
+/// The time that a run waits in all while it has no child and the system starts none.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Between two tries to have a child.
 const POLL: Duration = Duration::from_millis(20);
@@ -43,7 +43,7 @@ static WAITED: Mutex<Duration> = Mutex::new(Duration::ZERO);
 #[derive(Debug)]
 pub(super) struct RowBudget {
     left: Cell<Duration>,
-    /// Why the row ended a child: nothing more is answered for it, so that no later request hides the reason.
+    /// The reason for which the row ended a child: nothing more is answered for it, so that no later request hides the reason.
     ended: RefCell<Option<String>>,
 }
 
@@ -100,7 +100,7 @@ impl ChildPool {
     /// Starts a first child and sets it up.
     ///
     /// # Errors
-    /// Why it cannot be set up.
+    /// It cannot be set up, with the reason.
     pub(super) fn check(&self) -> Result<(), ChildEnd> {
         let first = match self.start() {
             Err(ChildEnd::ByMachine(_)) => self.start(),
@@ -113,7 +113,7 @@ impl ChildPool {
     /// The answer to `request`, within what is left of `budget`.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The child gave no answer, with the reason.
     pub(super) fn ask(&self, request: &[u8], budget: &RowBudget) -> Result<Vec<u8>, ChildEnd> {
         if self.has_given_up() {
             return Err(ChildEnd::ByInput(format!("{MOST_ENDED} rows before it ended its process")));
@@ -159,7 +159,7 @@ impl ChildPool {
         ChildEnd::ByInput(why)
     }
 
-    /// Whether so many rows ended their child that no more are answered.
+    /// Returns whether so many rows ended their child that no more are answered.
     pub(super) fn has_given_up(&self) -> bool {
         self.ended.load(Ordering::Relaxed) >= MOST_ENDED
     }

@@ -9,7 +9,7 @@ use super::tokenizer_outline;
 use crate::contained::contain;
 use crate::error::{Error, Result};
 
-/// What a tokenizer.json describes.
+/// The tokenizer that a tokenizer.json describes.
 pub(super) struct FoundTokenizer {
     pub(super) inner: tokenizers::Tokenizer,
     /// The largest id plus one.
@@ -57,7 +57,7 @@ impl FoundTokenizer {
 /// Ids of `text` with the bytes they cover, by the crate.
 ///
 /// # Errors
-/// Why there are none.
+/// The crate gives none, with the reason.
 pub(super) fn encode(
     inner: &tokenizers::Tokenizer,
     text: &str,
@@ -72,7 +72,7 @@ pub(super) fn encode(
 /// Ids of `text`, by the crate, without the time that offsets take.
 ///
 /// # Errors
-/// Why there are none.
+/// The crate gives none, with the reason.
 pub(super) fn encode_ids(
     inner: &tokenizers::Tokenizer,
     text: &str,
@@ -84,7 +84,7 @@ pub(super) fn encode_ids(
 /// The text of `ids`, by the crate.
 ///
 /// # Errors
-/// Why there is none.
+/// The crate gives none, with the reason.
 pub(super) fn decode(inner: &tokenizers::Tokenizer, ids: &[u32]) -> Result<String, String> {
     contained(|| inner.decode(ids, false))
 }
@@ -100,7 +100,7 @@ fn without_dropout(inner: &mut tokenizers::Tokenizer) -> Option<f32> {
     Some(dropout)
 }
 
-/// What `call` of the crate returns, or why it failed, be it by a panic.
+/// Returns the value of `call` to the crate, or the reason of its failure, be it a panic.
 fn contained<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match contain(call) {
         Ok(returned) => returned.map_err(|error| error.to_string()),

@@ -59,7 +59,7 @@ const PATTERNS: &[&str] = &[
     r"[!\x22#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ];
 
-/// Whether `tokenizer` takes time in proportion to its text.
+/// Returns whether `tokenizer` takes time in proportion to its text.
 pub(super) fn is_linear(tokenizer: &tokenizers::Tokenizer) -> bool {
     let parts = [
         serde_json::to_value(tokenizer.get_normalizer()),

@@ -193,7 +193,7 @@ impl RowFault {
     }
 }
 
-/// Why a row was not encoded.
+/// The error of a row that was not encoded.
 #[derive(Debug, Clone)]
 pub enum RowError {
     /// The row cannot be used; [`OnBadRow`] decides whether that ends the run.

@@ -70,16 +70,16 @@ pub(super) fn parquet(file: &Arc<Path>, source: &mut DataFile) -> Result<()> {
         .map_err(cannot)
 }
 
-/// Why a file was not read to its end.
+/// The error of a file that was not read to its end.
 enum ReadFailure {
     /// The disk does not give its bytes.
     Storage(String),
-    /// What the file holds, or the machine.
+    /// The file or the machine is at fault.
     Child(ChildEnd),
 }
 
 impl From<String> for ReadFailure {
-    /// What the file holds.
+    /// The contents of the file are at fault.
     fn from(why: String) -> Self {
         ReadFailure::Child(ChildEnd::ByInput(why))
     }

@@ -75,10 +75,10 @@ pub(super) fn is_available() -> bool {
     PROGRAM.get().is_some()
 }
 
-/// Why a child gave no answer.
+/// The reason for which a child gave no answer.
 #[derive(Debug, Clone)]
 pub(super) enum ChildEnd {
-    /// What it was given, in words: it is refused, or it took all of the child's memory, stack or processor time.
+    /// The input, in words: it is refused, or it took all of the child's memory, stack or processor time.
     ByInput(String),
     /// The machine: a process that does not start, or that something other than its own limits ended. The input may be
     /// innocent, so this is never a fault of a row or of a file.
@@ -194,7 +194,7 @@ fn lost(why: String) -> Error {
         .because(why)
 }
 
-/// How a child ended that wrote `said` to its standard error.
+/// The end of a child that wrote `said` to its standard error.
 fn ended(status: ExitStatus, said: &str) -> ChildEnd {
     if said.contains("memory allocation") || said.contains("out of memory") {
         if said.contains(NOT_GRANTED) {

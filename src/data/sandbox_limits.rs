@@ -24,7 +24,7 @@ const NOT_ITS_OWN: [libc::c_int; 5] =
 pub(super) struct SandboxLimits {
     /// Address space of the process when it has read nothing yet; none where the system does not say.
     own_bytes: Cell<Option<u64>>,
-    /// Whether the parent has been told that the machine grants less.
+    /// The parent has been told that the machine grants less.
     told: Cell<bool>,
 }
 

@@ -257,7 +257,7 @@ impl Tokenizer {
         encoded.map_err(|end| self.cannot(ENCODE, end))
     }
 
-    /// Whether so many rows ended the tokenizer's process that no more are encoded.
+    /// Returns whether so many rows ended the tokenizer's process that no more are encoded.
     pub fn has_given_up(&self) -> bool {
         self.children.as_ref().is_some_and(|children| children.has_given_up())
     }

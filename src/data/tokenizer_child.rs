@@ -38,7 +38,7 @@ impl TokenizingChildren {
     /// Ids of `text` with the bytes they cover.
     ///
     /// # Errors
-    /// Why there are none.
+    /// The child gave none, with the reason.
     pub(super) fn encode(
         &self,
         text: &str,
@@ -53,7 +53,7 @@ impl TokenizingChildren {
     /// The text of `ids`.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The child gave none, with the reason.
     pub(super) fn decode(&self, ids: &[u32]) -> Result<String, ChildEnd> {
         let mut request = vec![DECODE];
         request.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
@@ -61,7 +61,7 @@ impl TokenizingChildren {
         String::from_utf8(text).map_err(|_| ChildEnd::ByInput(UNREADABLE.to_owned()))
     }
 
-    /// Whether so many rows ended their child that no more are encoded.
+    /// Returns whether so many rows ended their child that no more are encoded.
     pub(super) fn has_given_up(&self) -> bool {
         self.0.has_given_up()
     }

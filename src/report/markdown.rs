@@ -28,7 +28,7 @@ pub(super) fn block(language: &str, text: &str) -> String {
     format!("{fence}{language}\n{}\n{fence}\n", text.trim_end())
 }
 
-/// Whether Markdown, and a shell, take `text` for a plain word or words.
+/// Returns whether Markdown, and a shell, take `text` for a plain word or words.
 pub(super) fn is_plain(text: &str) -> bool {
     let may_stand = |c: char| c.is_alphanumeric() || "-_. ".contains(c);
     let outside = |c: Option<char>| c.is_some_and(char::is_alphanumeric);

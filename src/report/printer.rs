@@ -1,7 +1,7 @@
 //! The thread that writes to a terminal: no other thread waits for one that takes nothing, as after Ctrl-S or over a
 //! connection that stalls.
 //!
-//! What is to be written waits in a bounded queue. Where the queue is full, lines are dropped and counted, and the count
+//! Lines and drawings wait in a bounded queue. Where the queue is full, lines are dropped and counted, and the count
 //! is written when the terminal takes output again.
 
 use std::collections::VecDeque;

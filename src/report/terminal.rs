@@ -68,7 +68,7 @@ struct TerminalState {
     bar: Option<ProgressBar>,
 }
 
-/// Who writes what is said.
+/// The writer of lines.
 #[derive(Clone)]
 enum Voice {
     /// The thread that writes to the terminal that stderr is.

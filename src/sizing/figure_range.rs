@@ -5,7 +5,7 @@
 pub(super) struct FigureRange {
     least: f64,
     most: f64,
-    /// Whether 0 stands for what is not there.
+    /// 0 is accepted, too, and stands for something that does not exist.
     or_none: bool,
 }
 
@@ -19,7 +19,7 @@ impl FigureRange {
         FigureRange { or_none: true, ..self }
     }
 
-    /// Why `value` is refused as the figure `name`; none: it is within the range.
+    /// The reason for which `value` is refused as the figure `name`; none where it is within the range.
     pub(super) fn refusal(self, name: &str, value: f64) -> Option<String> {
         let FigureRange { least, most, or_none } = self;
         let none = if or_none { "0 for none, or " } else { "" };

@@ -5,9 +5,9 @@ use serde::Serialize;
 use super::figure_range::FigureRange;
 use crate::error::{Error, Result};
 
-/// What one machine or 10^9 bytes may cost.
+/// The range of the cost of one machine or of 10^9 bytes.
 const AMOUNT: FigureRange = FigureRange::new(1e-9, 1e9).or_none();
-/// How many machines or 10^9 bytes there may be.
+/// The range of the number of machines or of 10^9 bytes.
 const TIMES: FigureRange = FigureRange::new(1e-6, 1e9);
 /// Hours of a month, as clouds bill storage: 365 days over twelve.
 const MONTH_HOURS: f64 = 730.0;

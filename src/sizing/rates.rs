@@ -246,7 +246,7 @@ impl From<OpTiming> for CalibrationOp {
 const MEASURABLE: FigureRange = FigureRange::new(1e-9, 1e9);
 
 impl MeasuredFigures {
-    /// Why a figure that training is made of cannot have been measured; none: each can.
+    /// The reason for which a figure that training is made of cannot have been measured; none where each can.
     fn refusal(&self) -> Option<String> {
         let whole = [("copy_gbps", self.copy_gbps), ("gemm_tflops", self.gemm_tflops)];
         let whole = whole.map(|(name, value)| (name.to_owned(), value));

@@ -157,7 +157,7 @@ impl OutputFile {
     }
 }
 
-/// Whether `path` is a plain file that begins so.
+/// Returns whether `path` is a plain file that begins so.
 fn begins_with(path: &Path, beginning: &str) -> io::Result<bool> {
     // Whoever opens a pipe waits, and a link may have come meanwhile.
     let file = File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
@@ -206,7 +206,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 6, "no temporary file");
     }
 
-    /// What came while the file was written stays, unless it is an older file of the same kind.
+    /// A file that came while this one was written stays, unless it is an older file of the same kind.
     #[test]
     fn what_comes_meanwhile_stays() {
         let folder = tempfile::tempdir().expect("a folder");

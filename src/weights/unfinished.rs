@@ -232,7 +232,7 @@ pub(crate) fn is_alive(pid: u32) -> bool {
     !processes.join("self").exists() || processes.join(pid.to_string()).exists()
 }
 
-/// Whether anything has this name, be it a link that leads nowhere.
+/// Returns whether anything has this name, be it a link that leads nowhere.
 ///
 /// # Errors
 /// Storage: the system does not tell.

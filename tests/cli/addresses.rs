@@ -23,7 +23,7 @@ fn command(place: &Place, args: &[&str]) -> Command {
     command
 }
 
-/// What the binary says when it refuses, which holds no secret.
+/// The message of a refusal, which holds no secret.
 fn refused(place: &Place, mut command: Command) -> String {
     let done = command.output().unwrap();
     let said = place.told(&done.stderr);
@@ -33,7 +33,7 @@ fn refused(place: &Place, mut command: Command) -> String {
     said
 }
 
-/// What a message says of a port.
+/// The words of a message about a port.
 fn of_port(port: &str) -> String {
     let shown = if port.is_empty() { "empty".to_owned() } else { format!("`{port}`") };
     format!("its port is {shown}; accepted: 1 to 65535, or no colon and no port")

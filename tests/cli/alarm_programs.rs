@@ -52,13 +52,13 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Whether a process is there that has not ended.
+/// Returns whether a process exists that has not ended.
 fn lives(pid: &str) -> bool {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid).join("stat")).unwrap_or_default();
     stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// How a run is ended while its alarm's program is under way.
+/// The end of a run whose alarm's program is under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     /// By itself.

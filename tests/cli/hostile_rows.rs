@@ -77,7 +77,7 @@ fn template_processes_that_are_killed_end_the_run_and_leave_no_row_out() {
     assert!(!said.contains("bad rows") && !place.told(&done.stdout).contains("bad rows"), "{said}");
 }
 
-/// Who kills a process once has taken nothing from its row.
+/// A row whose process was killed once is kept.
 #[test]
 fn a_template_process_that_is_killed_once_costs_no_row() {
     let place = Place::new();
@@ -154,7 +154,7 @@ fn a_table_that_the_disk_does_not_give_is_an_error_of_storage() {
     assert!(said.contains("cannot read the data file") && said.contains("Input/output error"), "{said}");
 }
 
-/// What `data` finds, which succeeds.
+/// The output of `data`, which succeeds.
 fn report(place: &Place, more: &[&str]) -> String {
     let done = place.command(&[&DATA[..], more].concat()).output().unwrap();
     assert!(done.status.success(), "{}", place.told(&done.stderr));

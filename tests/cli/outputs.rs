@@ -1,4 +1,4 @@
-//! What a command leaves at a path of the user's: nothing that is there is replaced or written through, and no name of a
+//! Files that a command writes at a path of the user's: nothing that is there is replaced or written through, and no name of a
 //! file becomes markup.
 
 use std::os::unix::fs::symlink;
@@ -43,7 +43,7 @@ fn planned(place: &Place, more: &[&str]) -> (Option<i32>, String, String) {
     (output.status.code(), place.told(&output.stdout), place.told(&output.stderr))
 }
 
-/// What a page holds between `<element>` and `</element>`, which stand there once.
+/// The text of a page between `<element>` and `</element>`, which stand there once.
 fn inside<'a>(page: &'a str, element: &str) -> &'a str {
     let (open, close) = (format!("<{element}>"), format!("</{element}>"));
     assert_eq!((page.matches(&open).count(), page.matches(&close).count()), (1, 1), "{element}");
@@ -185,7 +185,7 @@ fn names_in_a_model_card_stay_text() {
     assert!(!page.contains("<script") && !page.contains("<i>`"));
 }
 
-/// What a run adds to below its folder is refused as a link to elsewhere, before anything is written.
+/// A link in the place of something that a run adds to below its folder is refused, before anything is written.
 #[test]
 fn links_in_the_place_of_what_a_run_adds_to_are_refused() {
     let place = Place::new();

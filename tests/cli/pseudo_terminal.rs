@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) const TAKEN: &str = "\x1b[?1049h";
 pub(crate) const GIVEN_BACK: &str = "\x1b[?1049l";
-/// What the test writes after the end of a run.
+/// The words that the test writes after the end of a run.
 const END: &str = "[the end]";
 /// A run takes seconds.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
@@ -133,7 +133,7 @@ impl PseudoTerminal {
         }
     }
 
-    /// Whether lines are edited and echoed, as in a shell.
+    /// Returns whether lines are edited and echoed, as in a shell.
     pub(crate) fn is_as_before(&self) -> bool {
         // SAFETY: tcgetattr fills in the settings of an open descriptor; zeroes are valid ones.
         let settings = unsafe {

@@ -53,7 +53,7 @@ fn a_thread_that_the_system_refuses_is_a_limit_that_is_named() {
     }
 }
 
-/// What computes nothing needs no threads.
+/// A command that computes nothing needs no threads.
 #[test]
 fn what_only_shows_starts_no_thread() {
     if library().is_none() {

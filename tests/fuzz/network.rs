@@ -1,4 +1,4 @@
-//! What comes over the network, and where it is sent: addresses, requests to the page of a run's figures, and the settings
+//! Input from the network, and addresses of requests: addresses, requests to the page of a run's figures, and the settings
 //! of alarms.
 
 use std::cell::Cell;

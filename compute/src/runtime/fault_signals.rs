@@ -122,7 +122,7 @@ fn install() {
 /// Milliseconds for which the handler waits for a terminal that takes nothing, as after Ctrl-S.
 const PATIENCE_MS: c_int = 2000;
 
-/// Whether stderr is no terminal, or one that takes output in time. It makes calls that handlers may make.
+/// Returns whether stderr is no terminal, or one that takes output in time. It makes calls that handlers may make.
 fn takes_output() -> bool {
     let mut poll = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
     // SAFETY: zeroes are a valid `termios`, which `tcgetattr` fills in for a terminal; the pointers are to one valid value.

@@ -1,4 +1,4 @@
-//! What the machine offers beside its GPUs: the processor, its vector instructions, and the memory that this process may
+//! The machine beside its GPUs: the processor, its vector instructions, and the memory that this process may
 //! have. Linux tells them in `/proc`; elsewhere some of it stays unknown.
 
 use std::fs;

@@ -10,7 +10,7 @@ use super::delivery::AlarmChannel;
 use super::guard;
 use crate::program;
 
-/// How long a program may take, with all that it has started.
+/// The time that a program has, with all that it has started.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A program and its arguments. It gets the alarm as a line of JSON on its input and in its environment; what it prints

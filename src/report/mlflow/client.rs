@@ -175,7 +175,7 @@ fn pairs(given: &[(String, String)]) -> Vec<KeyValue<'_>> {
     given.iter().map(|(key, value)| KeyValue { key, value: cut(value) }).collect()
 }
 
-/// What sends requests to the server at `address`; a redirect, which would take the credentials elsewhere, is not followed.
+/// A client for the server at `address`. It follows no redirect, which would take the credentials elsewhere.
 ///
 /// # Errors
 /// The user's: that is no address; the proxy of the environment is none.
