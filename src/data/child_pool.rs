@@ -22,7 +22,7 @@ use super::sandbox::{
 };
 use super::sandbox_limits::{SandboxLimits, time_taken};
 use super::wire;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// The first byte of an answer, after the time that it took.
 const REFUSED: u8 = 1;
@@ -185,7 +185,7 @@ impl ChildPool {
             }
             match SandboxedChild::start(self.work, None) {
                 Ok(child) => {
-                    let child = self.set_up(child)?;
+                    let child = self.set_up(child).map_err(not_set_up)?;
                     self.lock().busy += 1;
                     return Ok(child);
                 }
@@ -229,6 +229,17 @@ impl ChildPool {
         let time = RowBudget::default().with(self.setup.len(), self.bytes_per_second);
         let answer = child.ask(&framed(time, &self.setup))?;
         taken_apart(&answer)?.1.map(|_| child).map_err(ChildEnd::ByInput)
+    }
+}
+
+/// The error of a child that cannot be set up: no row is at fault.
+fn not_set_up(end: ChildEnd) -> ChildEnd {
+    match end {
+        ChildEnd::ByInput(why) => {
+            let what = "cannot set up a process that encodes or renders rows";
+            ChildEnd::ByMachine(Error::new(ErrorCategory::Transient, what).because(why))
+        }
+        end => end,
     }
 }
 
