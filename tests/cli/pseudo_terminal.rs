@@ -67,7 +67,7 @@ impl PseudoTerminal {
         let mut filled = options.open(own).unwrap();
         let full = loop {
             match filled.write(b"full") {
-                Ok(_) => {}
+                Ok(written) => assert!(written > 0),
                 Err(error) => break error.kind(),
             }
         };
