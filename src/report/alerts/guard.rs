@@ -38,7 +38,7 @@ pub fn serve_if_asked() -> Option<ExitCode> {
     let run = pid_t::try_from(run).unwrap_or_default();
     let words: Vec<OsString> = words.collect();
     // As the parent of all orphans it sees every process below it.
-    let scope = if cfg!(target_os = "linux") { Scope::Descendants } else { Scope::Group };
+    let scope = if cfg!(target_os = "linux") { KillScope::Descendants } else { KillScope::Group };
     if let Err(why) = watch(&words, Duration::from_millis(millis), run, scope) {
         // Without a run nobody reads it.
         drop(write!(std::io::stdout(), "{why}"));
@@ -66,7 +66,7 @@ fn adopt_orphans() {
 
 /// The processes that are ended with the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Scope {
+enum KillScope {
     /// Those of its process group.
     Group,
     /// All below this process, which has no other children: also those that have left the group.
@@ -78,7 +78,7 @@ enum Scope {
 ///
 /// # Errors
 /// The program did not do its work, with the reason.
-fn watch(words: &[OsString], time: Duration, run: pid_t, scope: Scope) -> Result<(), String> {
+fn watch(words: &[OsString], time: Duration, run: pid_t, scope: KillScope) -> Result<(), String> {
     let (program, arguments) = words.split_first().ok_or("it has no name")?;
     let mut command = Command::new(program);
     command.args(arguments).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
@@ -103,10 +103,10 @@ fn watch(words: &[OsString], time: Duration, run: pid_t, scope: Scope) -> Result
 }
 
 /// Kills the processes of `scope`. Children of a killed process become this one's, so it looks until none is left.
-fn end(group: pid_t, scope: Scope, leader: &mut Option<ExitStatus>) {
+fn end(group: pid_t, scope: KillScope, leader: &mut Option<ExitStatus>) {
     // SAFETY: a system call that takes numbers. At worst the group is gone.
     unsafe { libc::kill(-group, libc::SIGKILL) };
-    if scope == Scope::Group {
+    if scope == KillScope::Group {
         return;
     }
     for _ in 0..MOST_LOOKS {
@@ -130,8 +130,8 @@ fn children() -> Vec<pid_t> {
 
 /// Waits for those processes of `scope` that have ended; `leader` gets the status of the program. Returns whether any is
 /// left.
-fn reap(group: pid_t, scope: Scope, leader: &mut Option<ExitStatus>) -> bool {
-    let whom = if scope == Scope::Descendants { -1 } else { -group };
+fn reap(group: pid_t, scope: KillScope, leader: &mut Option<ExitStatus>) -> bool {
+    let whom = if scope == KillScope::Descendants { -1 } else { -group };
     loop {
         let mut status = 0;
         // SAFETY: a system call that writes a number to where it is told.
@@ -151,7 +151,7 @@ mod tests {
     fn shell(script: &str, time: Duration) -> Result<(), String> {
         let words = ["sh", "-c", script].map(OsString::from);
         // SAFETY: a system call without arguments.
-        watch(&words, time, unsafe { libc::getppid() }, Scope::Group)
+        watch(&words, time, unsafe { libc::getppid() }, KillScope::Group)
     }
 
     #[test]
@@ -161,15 +161,15 @@ mod tests {
         assert_eq!(shell("exit 3", long), Err("it ended with exit status: 3".into()));
         let hung = shell("sleep 600 & wait", Duration::from_millis(100));
         assert_eq!(hung, Err("it had not ended after 0.1 s".into()));
-        let missing = watch(&["no such program".into()], long, 0, Scope::Group);
+        let missing = watch(&["no such program".into()], long, 0, KillScope::Group);
         assert!(missing.is_err_and(|why| why.contains("No such file")));
-        assert!(watch(&[], long, 0, Scope::Group).is_err());
+        assert!(watch(&[], long, 0, KillScope::Group).is_err());
     }
 
     #[test]
     fn a_program_whose_run_has_gone_is_killed() {
         let words = ["sleep", "600"].map(OsString::from);
         let no_process = -1;
-        assert!(watch(&words, Duration::from_secs(600), no_process, Scope::Group).is_err());
+        assert!(watch(&words, Duration::from_secs(600), no_process, KillScope::Group).is_err());
     }
 }
