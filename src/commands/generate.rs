@@ -106,7 +106,7 @@ impl Generator<'_> {
             }
             messages.push(json!({ "role": "user", "content": line }));
             let inputs = TemplateInputs { add_generation_prompt: true, ..TemplateInputs::default() };
-            let rendered = template.render(&messages, &inputs)?;
+            let rendered = template.render_fitted(&messages, &inputs)?;
             let ids = self.tokenizer.encode(&rendered.text, false)?;
             known(self.tokenizer, &ids, self.engine.config.vocab_size)?;
             let answer = self.stream(&ids)?;

@@ -1,21 +1,34 @@
-//! Chat rows of every dialect to the messages that chat templates are written for.
+//! Chat rows of every dialect to one regular form of messages.
 //!
-//! Templates expect `role` and a `content` string, `tool_calls` with arguments as an object, and tools wrapped as
-//! functions. Rows come with ShareGPT's `from` and `value`, with content in typed parts, with calls as JSON text,
-//! with nulls for every field some other message has (Parquet does that). All of it is brought to the one form
-//! here; a part that is no text (an image) is a fault, not an omission.
+//! A regular message has a `role` in lower case and, where it has them, `content` (text, or parts of text as the row
+//! has them), `reasoning_content`, `tool_calls` and `tool_call_id`; no value is null. Rows come with ShareGPT's `from`
+//! and `value`, with typed parts, with OpenAI's first `function_call`, with reasoning under three names, with calls as
+//! JSON text. A part that is no text (an image) is a fault, not an omission. The form that a chat template reads is
+//! another matter: see [`super::template_form`].
 
 use serde_json::{Map, Value, json};
 
 use super::json_rows::json_type;
 use super::parsed_row::ParsedRow;
-use super::{RowFault, RowFaultKind};
+use super::{RowFault, RowFaultKind, python};
+
+/// Keys of a row that hold the system message of its chat.
+pub(super) const SYSTEM_KEYS: [&str; 2] = ["system", "system_prompt"];
+/// Keys of a row that hold the tools of its chat; the second is OpenAI's first name for them.
+pub(super) const TOOLS_KEYS: [&str; 2] = ["tools", "functions"];
+/// The key of a row that holds variables for the chat template.
+pub(super) const OPTIONS_KEY: &str = "chat_template_kwargs";
+/// The names under which programs write the reasoning of a message.
+pub(super) const REASONING_KEYS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
+/// Keys of a message that say whether it is trained: OpenAI's, axolotl's two, and ms-swift's.
+const WEIGHT_KEYS: [&str; 4] = ["weight", "train", "training", "loss"];
 
 /// Messages in the regular form, and which of them are trained.
 #[derive(Debug, Default)]
 pub(super) struct Conversation {
     messages: Vec<Value>,
     counts: Vec<bool>,
+    options: Option<Value>,
 }
 
 impl Conversation {
@@ -31,6 +44,7 @@ impl Conversation {
         if chat.messages.is_empty() {
             return Err(RowFault::new(RowFaultKind::Format, format!("`{key}` is empty")));
         }
+        chat.options = template_options(row)?;
         Ok(chat)
     }
 
@@ -40,21 +54,27 @@ impl Conversation {
         self.counts.push(true);
     }
 
-    /// Puts the row's `system` text in front, unless the messages begin with one.
+    /// Puts the row's `system` (or `system_prompt`) text in front, unless the messages begin with one.
     pub(super) fn with_system(mut self, row: &Map<String, Value>) -> Result<Self, RowFault> {
-        match row.get("system") {
-            None | Some(Value::Null) => {}
-            Some(Value::String(text)) if text.is_empty() => {}
-            Some(Value::String(text)) => {
-                if self.messages.first().is_some_and(|first| first["role"] == "system") {
-                    return Err(RowFault::new(RowFaultKind::Format, "it has `system` and a system message"));
+        let fault = |why: String| Err(RowFault::new(RowFaultKind::Format, why));
+        for key in SYSTEM_KEYS {
+            match row.get(key) {
+                None | Some(Value::Null) => {}
+                Some(Value::String(text)) if text.is_empty() => {}
+                Some(Value::String(text)) => {
+                    let first = self.messages.first();
+                    match first.filter(|first| first["role"] == "system" || first["role"] == "developer") {
+                        Some(first) if text_of(first) == *text => {}
+                        Some(_) => return fault(format!("it has `{key}` and another system message")),
+                        None => {
+                            self.messages.insert(0, json!({"role": "system", "content": text}));
+                            self.counts.insert(0, true);
+                        }
+                    }
                 }
-                self.messages.insert(0, json!({"role": "system", "content": text}));
-                self.counts.insert(0, true);
-            }
-            Some(other) => {
-                let why = format!("`system` is {}; a string is needed", json_type(other));
-                return Err(RowFault::new(RowFaultKind::Format, why));
+                Some(other) => {
+                    return fault(format!("`{key}` is {}; a string is needed", json_type(other)));
+                }
             }
         }
         Ok(self)
@@ -76,7 +96,7 @@ impl Conversation {
     }
 
     pub(super) fn into_record(self, tools: Option<Value>) -> ParsedRow {
-        ParsedRow::Messages { messages: self.messages, tools, counts: self.counts }
+        ParsedRow::Messages { messages: self.messages, tools, counts: self.counts, options: self.options }
     }
 }
 
@@ -96,15 +116,19 @@ pub(super) fn messages_of<'a>(row: &'a Map<String, Value>, key: &str) -> Result<
 /// The row's tools, from a list or its JSON text; `None` when there are none.
 pub(super) fn tools_of(row: &Map<String, Value>) -> Result<Option<Value>, RowFault> {
     let fault = |why: String| RowFault::new(RowFaultKind::Format, why);
-    let tools = match row.get("tools") {
-        None | Some(Value::Null) => return Ok(None),
-        Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),
-        Some(Value::String(text)) => {
-            serde_json::from_str(text).map_err(|e| fault(format!("`tools` is not JSON: {e}")))?
+    let given = |key: &str| row.get(key).filter(|value| !value.is_null());
+    let Some((key, tools)) = TOOLS_KEYS.into_iter().find_map(|key| Some((key, given(key)?))) else {
+        return Ok(None);
+    };
+    let tools = match tools {
+        Value::String(text) if text.trim().is_empty() => return Ok(None),
+        Value::String(text) => {
+            serde_json::from_str(text).map_err(|e| fault(format!("`{key}` is not JSON: {e}")))?
         }
-        Some(tools) => tools.clone(),
+        tools => tools.clone(),
     };
     match tools {
+        Value::Null => Ok(None),
         Value::Array(tools) if tools.is_empty() => Ok(None),
         Value::Array(tools) => {
             let wrapped = tools.into_iter().map(|tool| match tool {
@@ -112,11 +136,40 @@ pub(super) fn tools_of(row: &Map<String, Value>) -> Result<Option<Value>, RowFau
                     Ok(tool)
                 }
                 Value::Object(_) => Ok(json!({"type": "function", "function": tool})),
-                other => Err(fault(format!("`tools` holds {}; objects are needed", json_type(&other)))),
+                // Some data sets write each tool as JSON text.
+                Value::String(ref text) => match serde_json::from_str(text) {
+                    Ok(tool @ Value::Object(_)) => Ok(tool),
+                    _ => Err(fault(format!("`{key}` holds a text that is no JSON object"))),
+                },
+                other => Err(fault(format!("`{key}` holds {}; objects are needed", json_type(&other)))),
             });
             Ok(Some(Value::Array(wrapped.collect::<Result<_, _>>()?)))
         }
-        other => Err(fault(format!("`tools` is {}; a list is needed", json_type(&other)))),
+        other => Err(fault(format!("`{key}` is {}; a list is needed", json_type(&other)))),
+    }
+}
+
+/// The row's variables for the chat template, an object or its JSON text.
+fn template_options(row: &Map<String, Value>) -> Result<Option<Value>, RowFault> {
+    let fault = |why: String| Err(RowFault::new(RowFaultKind::Format, why));
+    match row.get(OPTIONS_KEY) {
+        None | Some(Value::Null) => Ok(None),
+        Some(options @ Value::Object(_)) => Ok(Some(options.clone())),
+        Some(Value::String(text)) if text.trim().is_empty() => Ok(None),
+        Some(Value::String(text)) => match serde_json::from_str(text) {
+            Ok(options @ Value::Object(_)) => Ok(Some(options)),
+            _ => fault(format!("`{OPTIONS_KEY}` is a text that is no JSON object")),
+        },
+        Some(other) => fault(format!("`{OPTIONS_KEY}` is {}; an object is needed", json_type(other))),
+    }
+}
+
+/// The text of a message's content, whatever form that has.
+pub(super) fn text_of(message: &Value) -> String {
+    match &message["content"] {
+        Value::String(text) => text.clone(),
+        Value::Array(parts) => parts.iter().filter_map(|part| part["text"].as_str()).collect(),
+        _ => String::new(),
     }
 }
 
@@ -130,23 +183,42 @@ fn regular(message: &Value) -> Result<(Value, bool), String> {
     if !kept.contains_key("role")
         && let Some(from) = kept.shift_remove("from")
     {
-        kept = sharegpt(from, kept)?;
+        kept.insert("role".to_owned(), from);
+    }
+    if !kept.contains_key("content")
+        && let Some(value) = kept.shift_remove("value")
+    {
+        kept.insert("content".to_owned(), value);
     }
     let counts = counts(&mut kept)?;
-    let Some(Value::String(role)) = kept.get("role") else {
-        return Err("has no `role` (or `from`) text".to_owned());
+    let role = match kept.get("role") {
+        Some(Value::String(role)) => role.trim().to_owned(),
+        _ => return Err("has no `role` (or `from`) text".to_owned()),
     };
-    if role == "function" {
-        kept.insert("role".to_owned(), Value::from("tool"));
+    let (role, is_call) = regular_role(&role)?;
+    kept.insert("role".to_owned(), Value::from(role));
+    if is_call && !kept.contains_key("tool_calls") {
+        call_of_content(&mut kept)?;
     }
+    if let Some(call) = kept.shift_remove("function_call") {
+        kept.entry("tool_calls").or_insert_with(|| Value::Array(vec![call]));
+    }
+    reasoning(&mut kept)?;
+    let has_calls = kept.get("tool_calls").is_some_and(|calls| calls != &json!([]));
     match kept.shift_remove("content") {
         Some(Value::String(text)) => kept.insert("content".to_owned(), Value::String(text)),
         Some(Value::Array(parts)) => {
-            join_parts(parts, &mut kept)?;
+            sort_parts(parts, &mut kept)?;
             None
         }
-        None if kept.contains_key("tool_calls") => kept.insert("content".to_owned(), Value::from("")),
+        None if has_calls || kept.contains_key("reasoning_content") => {
+            kept.insert("content".to_owned(), Value::from(""))
+        }
         None => return Err("has no `content` (or `value`)".to_owned()),
+        // A tool's result may be JSON that is no text yet.
+        Some(result @ Value::Object(_)) if kept["role"] == "tool" => {
+            kept.insert("content".to_owned(), Value::String(python::json_text(&result)))
+        }
         Some(other) => {
             return Err(format!("has {} as `content`; text or parts are needed", json_type(&other)));
         }
@@ -158,6 +230,56 @@ fn regular(message: &Value) -> Result<(Value, bool), String> {
         }
     }
     Ok((Value::Object(in_order(kept)), counts))
+}
+
+/// The role by the name that chat templates know, and whether the content is a call that the assistant makes. A name that
+/// no program uses otherwise stays as it is, in lower case: a template may know it.
+fn regular_role(role: &str) -> Result<(String, bool), String> {
+    let lower = role.to_lowercase();
+    Ok(match lower.as_str() {
+        "" => return Err("has an empty `role`".to_owned()),
+        "human" | "user" | "instruction" | "prompter" => ("user".to_owned(), false),
+        "gpt" | "assistant" | "chatgpt" | "bot" | "model" | "ai" | "bing" | "bard" | "chatbot" => {
+            ("assistant".to_owned(), false)
+        }
+        "observation" | "tool" | "tools" | "function_response" | "function" | "tool_response"
+        | "tool_result" | "tool_output" | "function_output" | "ipython" => ("tool".to_owned(), false),
+        "function_call" | "tool_call" | "function-call" | "tool-call" => ("assistant".to_owned(), true),
+        _ => (lower, false),
+    })
+}
+
+/// A message whose text is a call, as ShareGPT's `function_call`.
+fn call_of_content(message: &mut Map<String, Value>) -> Result<(), String> {
+    let calls = match message.shift_remove("content") {
+        Some(Value::String(text)) => parse_calls(&text)?,
+        Some(call @ Value::Object(_)) => vec![call],
+        Some(Value::Array(calls)) => calls,
+        _ => return Err("is a function call without text".to_owned()),
+    };
+    message.insert("content".to_owned(), Value::from(""));
+    message.insert("tool_calls".to_owned(), Value::Array(calls));
+    Ok(())
+}
+
+/// Brings reasoning under its one name.
+fn reasoning(message: &mut Map<String, Value>) -> Result<(), String> {
+    let mut found = None;
+    for key in REASONING_KEYS {
+        match message.shift_remove(key) {
+            None => {}
+            Some(Value::String(text)) if text.is_empty() => {}
+            Some(Value::String(text)) => match &found {
+                Some((other, earlier)) if *earlier != text => {
+                    return Err(format!("has `{other}` and `{key}`, which differ"));
+                }
+                _ => found = Some((key, text)),
+            },
+            Some(other) => return Err(format!("has {} as `{key}`; text is needed", json_type(&other))),
+        }
+    }
+    message.extend(found.map(|(_, text)| ("reasoning_content".to_owned(), Value::String(text))));
+    Ok(())
 }
 
 /// `role` and `content` first, so that the same message always prints the same.
@@ -172,55 +294,56 @@ fn in_order(mut message: Map<String, Value>) -> Map<String, Value> {
     ordered
 }
 
-/// OpenAI's `weight` (0 or 1) says whether an assistant turn is trained.
+/// Whether a turn is trained, by whichever key says so.
 fn counts(message: &mut Map<String, Value>) -> Result<bool, String> {
-    match message.shift_remove("weight") {
-        None => Ok(true),
-        Some(weight) if weight.as_f64() == Some(0.0) => Ok(false),
-        Some(weight) if weight.as_f64() == Some(1.0) => Ok(true),
-        Some(weight) => Err(format!("has the `weight` {weight}; 0 or 1 is needed")),
+    let mut said: Option<(&str, bool)> = None;
+    for key in WEIGHT_KEYS {
+        let Some(value) = message.shift_remove(key) else { continue };
+        let number = value.as_f64();
+        let counts = match truth(&value) {
+            Some(counts) => counts,
+            None if number == Some(0.0) || number == Some(1.0) => number == Some(1.0),
+            None => return Err(format!("has the `{key}` {value}; true, false, 0 or 1 is needed")),
+        };
+        match said {
+            Some((other, earlier)) if earlier != counts => {
+                return Err(format!("has `{other}` and `{key}`, which contradict each other"));
+            }
+            _ => said = Some((key, counts)),
+        }
+    }
+    Ok(said.is_none_or(|(_, counts)| counts))
+}
+
+/// A value that means true or false. CSV has no booleans.
+pub(super) fn truth(value: &Value) -> Option<bool> {
+    match value {
+        Value::Bool(value) => Some(*value),
+        Value::Number(n) => n.as_i64().and_then(|n| [false, true].get(usize::try_from(n).ok()?).copied()),
+        Value::String(text) => match text.to_ascii_lowercase().as_str() {
+            "true" | "1" => Some(true),
+            "false" | "0" => Some(false),
+            _ => None,
+        },
+        _ => None,
     }
 }
 
-fn sharegpt(from: Value, mut message: Map<String, Value>) -> Result<Map<String, Value>, String> {
-    let Value::String(from) = from else { return Err(format!("has {} as `from`", json_type(&from))) };
-    let value = message.shift_remove("value");
-    let role = match from.as_str() {
-        "human" | "user" => "user",
-        "gpt" | "assistant" | "chatgpt" | "bot" | "model" => "assistant",
-        "system" => "system",
-        "observation" | "tool" | "function_response" | "function" => "tool",
-        "function_call" => {
-            let Some(Value::String(text)) = value else {
-                return Err("is a function call without text".to_owned());
-            };
-            message.insert("role".to_owned(), Value::from("assistant"));
-            message.insert("content".to_owned(), Value::from(""));
-            message.insert("tool_calls".to_owned(), Value::Array(parse_calls(&text)?));
-            return Ok(message);
-        }
-        other => {
-            return Err(format!(
-                "is from {other:?}; accepted: human, gpt, system, function_call, observation, and the roles"
-            ));
-        }
-    };
-    message.insert("role".to_owned(), Value::from(role));
-    if let Some(value) = value {
-        message.insert("content".to_owned(), value);
-    }
-    Ok(message)
-}
-
-/// Typed parts: texts are joined, reasoning and calls go where templates look for them.
-fn join_parts(parts: Vec<Value>, message: &mut Map<String, Value>) -> Result<(), String> {
-    let (mut content, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
+/// Sorts typed parts: texts stay parts, reasoning and calls go where templates look for them.
+fn sort_parts(parts: Vec<Value>, message: &mut Map<String, Value>) -> Result<(), String> {
+    let (mut content, mut reasoning, mut calls) = (Vec::new(), String::new(), Vec::new());
     for part in parts {
+        if let Value::String(text) = part {
+            content.push(json!({"type": "text", "text": text}));
+            continue;
+        }
         let kind = part["type"].as_str().unwrap_or("text").to_owned();
         let text =
             ["text", "value", "reasoning", "thinking", "content"].iter().find_map(|key| part[*key].as_str());
         match (kind.as_str(), text) {
-            ("text" | "input_text" | "output_text", Some(text)) => content.push_str(text),
+            ("text" | "input_text" | "output_text", Some(text)) => {
+                content.push(json!({"type": "text", "text": text}));
+            }
             ("reasoning" | "thinking", Some(text)) => reasoning.push_str(text),
             ("tool_call" | "function_call", Some(text)) => calls.extend(parse_calls(text)?),
             ("tool_call" | "function_call", None) => calls.push(part),
@@ -230,7 +353,8 @@ fn join_parts(parts: Vec<Value>, message: &mut Map<String, Value>) -> Result<(),
             (kind, None) => return Err(format!("has a part of the type `{kind}` without text")),
         }
     }
-    message.insert("content".to_owned(), Value::String(content));
+    let content = if content.is_empty() { Value::from("") } else { Value::Array(content) };
+    message.insert("content".to_owned(), content);
     if !reasoning.is_empty() {
         message.insert("reasoning_content".to_owned(), Value::String(reasoning));
     }
@@ -251,13 +375,16 @@ fn parse_calls(text: &str) -> Result<Vec<Value>, String> {
 }
 
 fn tool_calls(calls: Value) -> Result<Vec<Value>, String> {
-    let Value::Array(calls) = calls else {
-        return Err(format!("has {} as `tool_calls`; a list is needed", json_type(&calls)));
-    };
-    calls.into_iter().map(tool_call).collect()
+    match calls {
+        Value::Array(calls) => calls.into_iter().map(tool_call).collect(),
+        // Tables hold lists as JSON text.
+        Value::String(text) if text.trim().is_empty() => Ok(Vec::new()),
+        Value::String(text) => parse_calls(&text)?.into_iter().map(tool_call).collect(),
+        other => Err(format!("has {} as `tool_calls`; a list is needed", json_type(&other))),
+    }
 }
 
-/// `{"type": "function", "function": {"name", "arguments"}}` with arguments as an object, as templates print them.
+/// A call as `{"type": "function", "function": {"name", "arguments"}}`, with the arguments as the row has them.
 fn tool_call(call: Value) -> Result<Value, String> {
     let Value::Object(mut call) = call else {
         return Err(format!("has a tool call that is {}", json_type(&call)));
@@ -274,8 +401,8 @@ fn tool_call(call: Value) -> Result<Value, String> {
     if !function.get("name").is_some_and(Value::is_string) {
         return Err("has a tool call without `name`".to_owned());
     }
-    if let Some(Value::String(text)) = function.get("arguments")
-        && let Ok(arguments @ Value::Object(_)) = serde_json::from_str(text)
+    if !function.contains_key("arguments")
+        && let Some(arguments) = function.shift_remove("parameters")
     {
         function.insert("arguments".to_owned(), arguments);
     }

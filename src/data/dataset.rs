@@ -9,14 +9,14 @@ use std::path::PathBuf;
 use rayon::prelude::*;
 
 use super::encode::{Encoder, Example};
-use super::format::detect;
+use super::file_formats::FileFormats;
 use super::raw_rows::{DataFile, RawRow};
 use super::source::read;
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
 use super::{DataOptions, DataReport, ParsedRow, RowError, RowFault, RowFaultKind};
 use crate::error::{Error, Result};
-use crate::recipe::enums::{DataFormat, OnBadRow};
+use crate::recipe::enums::OnBadRow;
 
 /// Bad rows that an error names.
 const NAMED_IN_ERROR: usize = 5;
@@ -66,21 +66,20 @@ impl Dataset {
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
     ) -> Result<Self> {
-        let (format, why) = choose_format(&source, options)?;
+        let formats = FileFormats::choose(&source, options)?;
         let mut report = DataReport {
             files: source.files.len(),
             rows: source.rows.len() + source.bad.len(),
-            format,
-            why,
+            why: formats.why(),
             notes: source.notes,
             ..DataReport::default()
         };
         for bad in source.bad {
             report.add_bad(bad.origin, bad.fault);
         }
-        needs_met(&source.rows, format, tokenizer, template)?;
+        needs_met(&source.rows, &formats, tokenizer, template)?;
         let encoder = Encoder::new(tokenizer, template, options);
-        let encode = |row: &RawRow| match encoder.encode_row(row, format) {
+        let encode = |row: &RawRow| match encoder.encode_row(row, formats.of(row)) {
             Ok(encoding) => Ok(Ok(encoding)),
             Err(RowError::Fault(fault)) => Ok(Err(fault)),
             Err(RowError::Run(error)) => Err(error),
@@ -159,23 +158,10 @@ fn nothing_left(report: &DataReport) -> Error {
     }
 }
 
-fn choose_format(source: &DataFile, options: &DataOptions) -> Result<(DataFormat, String)> {
-    if source.rows.is_empty() && source.bad.is_empty() {
-        let files: Vec<String> = source.files.iter().map(|file| file.display().to_string()).collect();
-        return Err(Error::user("the data set is empty").because(format!("no row in {}", files.join(", "))));
-    }
-    match options.format {
-        // Nothing to look at: the faults of the rows say more than a failed guess.
-        DataFormat::Auto if source.rows.is_empty() => Ok((DataFormat::Auto, "no row is readable".to_owned())),
-        DataFormat::Auto => detect(&source.rows),
-        format => Ok((format, format!("{format}: as `data.format` says"))),
-    }
-}
-
 /// What the rows of a format need of the tokenizer, before every row fails for the same reason.
 fn needs_met(
     rows: &[RawRow],
-    format: DataFormat,
+    formats: &FileFormats,
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
 ) -> Result<()> {
@@ -187,14 +173,15 @@ fn needs_met(
         .because("it names no EOS token, so a model could never learn to stop")
         .hint("write `\"eos_token\": \"...\"` into its tokenizer_config.json"));
     }
-    let is_chat = |row: &RawRow| {
-        matches!(super::format::convert(&row.value, format), Ok(Some(ParsedRow::Messages { .. })))
+    let chat = |row: &&RawRow| {
+        matches!(super::format::convert(&row.value, formats.of(row)), Ok(Some(ParsedRow::Messages { .. })))
     };
     if template.is_none()
-        && rows.iter().find(|row| super::format::convert(&row.value, format).is_ok()).is_some_and(is_chat)
+        && let Some(row) = formats.first_good_rows(rows).into_iter().find(chat)
     {
         return Err(Error::user(format!(
-            "cannot use {format} rows with the tokenizer in {}",
+            "cannot use {} rows with the tokenizer in {}",
+            formats.of(row),
             tokenizer.folder().display()
         ))
         .because("it has no chat template")
@@ -228,6 +215,8 @@ fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
         "give tokenizer files and weights of one and the same model"
     } else if all(RowFaultKind::Template) {
         "mend the rows or the chat template (`data.chat_template` replaces the tokenizer's), or write `data.on_bad_row = \"skip\"`"
+    } else if all(RowFaultKind::EmptyTurn) {
+        "give a chat template that prints these turns (`data.chat_template`), mend the rows, or write `data.on_bad_row = \"skip\"` to leave them out"
     } else if all(RowFaultKind::NothingTrained) {
         "write `data.train_on = \"all\"` to train on every token, or `data.on_bad_row = \"skip\"` to leave the rows out"
     } else {

@@ -6,14 +6,18 @@
 //! that would then begin with two is a fault. A row ends in EOS, which is trained, unless it already ends in a
 //! token that stops a generation. A row that leaves nothing to train is a fault, never a silent zero.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Value, json};
 
 use super::child_pool::RowBudget;
+use super::conversation::{REASONING_KEYS, text_of};
+use super::coverage::{self, RowNotes};
 use super::format::question;
 use super::parsed_row::ParsedRow;
 use super::raw_rows::RawRow;
-use super::spans::{ChatOfRow, render_trained};
-use super::template::{ChatTemplate, TemplateInputs};
+use super::spans::{ChatOfRow, TrainedChat, render_trained};
+use super::template::ChatTemplate;
 use super::tokenizer::{Encoded, Tokenizer};
 use super::{DataOptions, Origin, RowError, RowFault, RowFaultKind};
 use crate::recipe::enums::{DataFormat, OnLongRow, TrainOn};
@@ -57,6 +61,15 @@ pub enum Encoding {
     LeftOut,
 }
 
+/// A row's examples, and what a person should know of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EncodedRow {
+    /// What became of the row.
+    pub encoding: Encoding,
+    /// What nothing reads of it.
+    pub notes: RowNotes,
+}
+
 /// Turns records into examples for one model.
 #[derive(Debug)]
 pub struct Encoder<'a> {
@@ -86,20 +99,28 @@ impl<'a> Encoder<'a> {
     ///
     /// # Errors
     /// Whatever makes the row unusable, and what ends the run.
-    pub fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<Encoding, RowError> {
-        match super::format::convert(&row.value, format)? {
-            Some(record) => self.encode(&record, &row.origin, row.document),
-            None => Ok(Encoding::LeftOut),
-        }
+    pub fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<EncodedRow, RowError> {
+        let Some(record) = super::format::convert(&row.value, format)? else {
+            return Ok(EncodedRow { encoding: Encoding::LeftOut, notes: RowNotes::default() });
+        };
+        let mut encoded = self.encode(&record, &row.origin, row.document)?;
+        encoded.notes.unused_keys.extend(super::format::unused_keys(&row.value, format));
+        Ok(encoded)
     }
 
     /// Encodes a record; a `document` longer than `max_seq_len` becomes several examples.
     ///
     /// # Errors
     /// Whatever makes the record unusable, and what ends the run.
-    pub fn encode(&self, record: &ParsedRow, origin: &Origin, document: bool) -> Result<Encoding, RowError> {
-        let tokens = self.tokens(record, &RowBudget::default())?;
-        Ok(self.fitted(tokens, origin, document)?)
+    pub fn encode(
+        &self,
+        record: &ParsedRow,
+        origin: &Origin,
+        document: bool,
+    ) -> Result<EncodedRow, RowError> {
+        let mut notes = RowNotes::default();
+        let tokens = self.tokens(record, &mut notes, &RowBudget::default())?;
+        Ok(EncodedRow { encoding: self.fitted(tokens, origin, document)?, notes })
     }
 
     /// The examples of a row's tokens, none longer than `max_seq_len`.
@@ -176,17 +197,23 @@ impl<'a> Encoder<'a> {
         Ok(example)
     }
 
-    fn tokens(&self, record: &ParsedRow, budget: &RowBudget) -> Result<Tokens, RowError> {
+    fn tokens(
+        &self,
+        record: &ParsedRow,
+        notes: &mut RowNotes,
+        budget: &RowBudget,
+    ) -> Result<Tokens, RowError> {
         match record {
-            ParsedRow::Messages { messages, tools, counts } => {
-                self.chat(ChatOfRow { messages, tools: tools.as_ref(), budget }, counts)
+            ParsedRow::Messages { messages, tools, counts, options } => {
+                let (tools, options) = (tools.as_ref(), options.as_ref());
+                self.chat(ChatOfRow { messages, tools, options, budget }, counts, notes)
             }
             ParsedRow::Task { system, instruction, input, output } if self.template.is_some() => {
                 let mut messages: Vec<Value> =
                     system.iter().map(|text| json!({"role": "system", "content": text})).collect();
                 messages.push(json!({"role": "user", "content": question(instruction, input)}));
                 messages.push(json!({"role": "assistant", "content": output}));
-                self.chat(ChatOfRow { messages: &messages, tools: None, budget }, &[])
+                self.chat(ChatOfRow { messages: &messages, tools: None, options: None, budget }, &[], notes)
             }
             ParsedRow::Task { system, instruction, input, output } => {
                 self.text(&task_prompt(system.as_deref(), instruction, input), output, budget)
@@ -196,19 +223,31 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    fn chat(&self, chat: ChatOfRow<'_>, counts: &[bool]) -> Result<Tokens, RowError> {
+    fn chat(&self, chat: ChatOfRow<'_>, counts: &[bool], notes: &mut RowNotes) -> Result<Tokens, RowError> {
         let Some(template) = self.template else {
             let why = "the tokenizer has no chat template; write `data.chat_template`";
             return Err(RowFault::new(RowFaultKind::Template, why).into());
         };
+        let refused = |error| RowError::of(RowFaultKind::Template, error);
+        let form = template.form(chat.tools.is_some()).map_err(refused)?;
+        let messages = form.fit(chat.messages);
+        let chat = ChatOfRow { messages: &messages, ..chat };
         let all = self.options.train_on == TrainOn::All;
         let rendered = if all {
-            let inputs = TemplateInputs { tools: chat.tools, ..TemplateInputs::default() };
-            template.render_within(chat.messages, &inputs, chat.budget)
+            let rendered = template.render_within(chat.messages, &chat.inputs(false), chat.budget);
+            rendered.map(|whole| TrainedChat { text: whole.text, spans: Vec::new(), turns: Vec::new() })
         } else {
-            render_trained(template, chat, counts, &self.special)
+            let counts = trained_messages(chat.messages, counts);
+            render_trained(template, chat, &counts, &self.special, &form.prompt)
         };
-        let rendered = rendered.map_err(|error| RowError::of(RowFaultKind::Template, error))?;
+        let rendered = rendered.map_err(refused)?;
+        if let Some(why) = coverage::empty_turn(chat.messages, &rendered) {
+            return Err(RowFault::new(RowFaultKind::EmptyTurn, why).into());
+        }
+        notes.empty_answers = coverage::empty_answers(chat.messages, &rendered);
+        notes.dropped = coverage::dropped_parts(form, chat.messages, chat.tools, &rendered.text);
+        notes.special_tokens = self.special_tokens_of(chat.messages);
+        notes.unused_keys = unused_message_keys(template, chat.messages);
         let encoded = self.encoded(&rendered.text, false, chat.budget)?;
         let trained = if all {
             vec![true; encoded.ids.len()]
@@ -218,6 +257,16 @@ impl<'a> Encoder<'a> {
         let ends_trained =
             all || rendered.spans.last().is_some_and(|s| rendered.text[s.end..].trim().is_empty());
         Ok(self.with_eos(&rendered.text, encoded, trained, ends_trained))
+    }
+
+    /// The special tokens that the texts of messages hold.
+    fn special_tokens_of(&self, messages: &[Value]) -> Vec<String> {
+        let texts: Vec<String> = messages.iter().map(text_of).collect();
+        let held = self
+            .special
+            .iter()
+            .filter(|token| !token.is_empty() && texts.iter().any(|text| text.contains(**token)));
+        held.map(|token| (*token).to_owned()).collect()
     }
 
     /// Text as it is; what comes after `prompt` is trained.
@@ -270,6 +319,27 @@ impl<'a> Encoder<'a> {
         }
         Tokens { ids, trained }
     }
+}
+
+/// Which messages are trained: the assistant's for which `counts` is set; all of the assistant's where it is empty.
+fn trained_messages(messages: &[Value], counts: &[bool]) -> Vec<bool> {
+    let counted = |index: usize| counts.get(index).copied().unwrap_or(true);
+    messages
+        .iter()
+        .enumerate()
+        .map(|(index, message)| message["role"] == "assistant" && counted(index))
+        .collect()
+}
+
+/// Keys of messages that neither this program nor the template reads, as `messages.KEY`.
+fn unused_message_keys(template: &ChatTemplate, messages: &[Value]) -> Vec<String> {
+    const READ: [&str; 5] = ["role", "content", "tool_calls", "tool_call_id", "name"];
+    let keys = messages.iter().filter_map(Value::as_object).flat_map(|message| message.keys());
+    let unused: BTreeSet<&String> = keys
+        .filter(|key| !READ.contains(&key.as_str()) && !REASONING_KEYS.contains(&key.as_str()))
+        .filter(|key| !template.mentions(key))
+        .collect();
+    unused.into_iter().map(|key| format!("messages.{key}")).collect()
 }
 
 /// A task for models without a chat template.

@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value};
 
-use super::conversation::{Conversation, messages_of, tools_of};
+use super::conversation::{Conversation, OPTIONS_KEY, SYSTEM_KEYS, TOOLS_KEYS, messages_of, tools_of, truth};
 use super::json_rows::json_type;
 use super::parsed_row::ParsedRow;
 use super::raw_rows::RawRow;
@@ -134,6 +134,45 @@ fn keys_found(format: DataFormat, rows: &[RawRow]) -> String {
     found.join(", ")
 }
 
+/// Keys of a row of `format` that are read.
+fn used_keys(format: DataFormat) -> Vec<&'static str> {
+    let (chat, task) = (
+        [&SYSTEM_KEYS[..], &TOOLS_KEYS, &[OPTIONS_KEY]].concat(),
+        [&SYSTEM_KEYS[..], &["instruction"]].concat(),
+    );
+    match format {
+        DataFormat::Auto => Vec::new(),
+        DataFormat::Messages => [&["messages", "label"], &chat[..]].concat(),
+        DataFormat::Sharegpt => [&["conversations", "conversation"], &chat[..]].concat(),
+        DataFormat::Preference => {
+            [&["prompt", "messages", "conversations", "chosen", "rejected"], &chat[..]].concat()
+        }
+        DataFormat::Alpaca => [&["input", "output", "history"], &task[..]].concat(),
+        DataFormat::Instruction => [&["context", "response"], &task[..]].concat(),
+        DataFormat::QuestionAnswer => [&["question", "context", "answer"], &SYSTEM_KEYS[..]].concat(),
+        DataFormat::PromptCompletion => [&["prompt", "completion", "canonical_solution"], &chat[..]].concat(),
+        DataFormat::Text => vec!["text"],
+    }
+}
+
+/// Keys of a row that nothing reads though they hold something.
+pub(super) fn unused_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<String> {
+    let format = match format {
+        DataFormat::Auto => FORMATS.into_iter().find(|format| format.fits(row)).unwrap_or(format),
+        format => format,
+    };
+    let used = used_keys(format);
+    let holds = |value: &Value| match value {
+        Value::Null => false,
+        Value::String(text) => !text.is_empty(),
+        Value::Array(list) => !list.is_empty(),
+        Value::Object(map) => !map.is_empty(),
+        _ => true,
+    };
+    let unused = row.iter().filter(|(key, value)| holds(value) && !used.contains(&key.as_str()));
+    unused.map(|(key, _)| key.chars().take(100).collect()).collect()
+}
+
 /// A row as a record of `format`; `None` when the row is meant to be left out (an answer labelled as bad).
 ///
 /// # Errors
@@ -152,7 +191,7 @@ pub fn convert(row: &Map<String, Value>, format: DataFormat) -> Result<Option<Pa
                     None => return Err(fault(format!("`label` is {label}; true or false is needed"))),
                 }
             }
-            Conversation::read(row, "messages")?.into_record(tools_of(row)?)
+            Conversation::read(row, "messages")?.with_system(row)?.into_record(tools_of(row)?)
         }
         DataFormat::Sharegpt => {
             let key = if row.contains_key("conversations") { "conversations" } else { "conversation" };
@@ -187,20 +226,6 @@ fn keys_of(row: &Map<String, Value>) -> String {
     }
 }
 
-/// CSV has no booleans.
-fn truth(value: &Value) -> Option<bool> {
-    match value {
-        Value::Bool(value) => Some(*value),
-        Value::Number(n) => n.as_i64().and_then(|n| [false, true].get(usize::try_from(n).ok()?).copied()),
-        Value::String(text) => match text.to_ascii_lowercase().as_str() {
-            "true" | "1" => Some(true),
-            "false" | "0" => Some(false),
-            _ => None,
-        },
-        _ => None,
-    }
-}
-
 fn text(row: &Map<String, Value>, key: &str) -> Result<String, RowFault> {
     match row.get(key) {
         Some(Value::String(text)) => Ok(text.clone()),
@@ -217,9 +242,10 @@ fn optional_text(row: &Map<String, Value>, key: &str) -> Result<String, RowFault
 }
 
 fn task(row: &Map<String, Value>, ask: &str, about: &str, answer: &str) -> Result<ParsedRow, RowFault> {
-    let system = optional_text(row, "system")?;
+    let systems = SYSTEM_KEYS.into_iter().map(|key| optional_text(row, key));
+    let systems = systems.collect::<Result<Vec<_>, _>>()?;
     Ok(ParsedRow::Task {
-        system: (!system.is_empty()).then_some(system),
+        system: systems.into_iter().find(|system| !system.is_empty()),
         instruction: text(row, ask)?,
         input: optional_text(row, about)?,
         output: text(row, answer)?,
@@ -269,7 +295,8 @@ fn prompt_completion(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
     match (row.get("prompt"), row.get(key)) {
         (Some(Value::Array(_)), Some(Value::Array(_))) => {
             let prompt = Conversation::read(row, "prompt")?;
-            Ok(prompt.answered_by(Conversation::read(row, key)?).into_record(tools_of(row)?))
+            let chat = prompt.answered_by(Conversation::read(row, key)?);
+            Ok(chat.with_system(row)?.into_record(tools_of(row)?))
         }
         (Some(Value::String(prompt)), Some(Value::String(completion))) => {
             Ok(ParsedRow::Pair { prompt: prompt.clone(), completion: completion.clone() })
@@ -310,7 +337,7 @@ fn preference(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
             let (chosen, rejected) = (messages_of(row, "chosen")?, messages_of(row, "rejected")?);
             let shared = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
             let chat = Conversation::read(row, "chosen")?;
-            Ok(chat.trained_from(shared).into_record(tools_of(row)?))
+            Ok(chat.trained_from(shared).with_system(row)?.into_record(tools_of(row)?))
         }
         (_, chosen) => Err(fault(format!(
             "`chosen` is {}; a string or messages, as `{}` is, are needed",

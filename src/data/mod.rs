@@ -20,6 +20,7 @@
 //! [`OnBadRow`] decides whether it ends the run.
 
 pub mod batch;
+pub mod coverage;
 pub mod dataset;
 pub mod encode;
 pub mod format;
@@ -36,6 +37,7 @@ mod conversation;
 mod csv_rows;
 mod encoded;
 mod expansion;
+mod file_formats;
 mod found_tokenizer;
 mod json_rows;
 mod linear_cost;
@@ -50,6 +52,7 @@ mod sandbox_limits;
 mod spans;
 mod template_child;
 mod template_engine;
+mod template_form;
 mod tokenizer_child;
 mod tokenizer_outline;
 mod wire;
@@ -146,6 +149,8 @@ pub enum RowFaultKind {
     DoubleBos,
     /// It holds a token the model does not have.
     Vocabulary,
+    /// A turn that is trained comes out empty.
+    EmptyTurn,
     /// Nothing in it is trained.
     NothingTrained,
     /// What is trained comes after `max_seq_len` tokens, where the row is cut.
@@ -162,6 +167,7 @@ impl fmt::Display for RowFaultKind {
             RowFaultKind::Template => "refused by the chat template",
             RowFaultKind::DoubleBos => "two BOS tokens",
             RowFaultKind::Vocabulary => "token outside the vocabulary",
+            RowFaultKind::EmptyTurn => "a trained turn that comes out empty",
             RowFaultKind::NothingTrained => "no trained token",
             RowFaultKind::CutAway => "no trained token before data.max_seq_len",
             RowFaultKind::TooLong => "too long",

@@ -7,12 +7,14 @@ use serde_json::Value;
 pub enum ParsedRow {
     /// A chat, for the chat template.
     Messages {
-        /// `role` and `content`, perhaps `tool_calls` and `reasoning_content`; no key is null.
+        /// `role` and `content`, perhaps `tool_calls` and `reasoning_content`; no value is null.
         messages: Vec<Value>,
         /// Tool definitions, wrapped as `{"type": "function", "function": ...}`.
         tools: Option<Value>,
         /// Whether each message counts where assistant turns are trained.
         counts: Vec<bool>,
+        /// Variables for the chat template (`chat_template_kwargs`), an object.
+        options: Option<Value>,
     },
     /// A task and its answer: user and assistant messages where there is a chat template, else headings.
     Task {

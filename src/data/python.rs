@@ -61,6 +61,13 @@ pub(super) fn tojson(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
     Ok(Value::from(out))
 }
 
+/// A JSON value as Python's `json.dumps(value, ensure_ascii=False)` writes it.
+pub(super) fn json_text(value: &serde_json::Value) -> String {
+    let dumped = tojson(&to_template(value), Kwargs::from_iter(std::iter::empty::<(String, Value)>()));
+    // Only a value that is too large or too deep is left to Rust's own way of writing it.
+    dumped.ok().and_then(|text| text.as_str().map(str::to_owned)).unwrap_or_else(|| value.to_string())
+}
+
 struct Dump {
     indent: Option<usize>,
     item: String,

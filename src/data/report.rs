@@ -1,10 +1,10 @@
 //! What a data set turned out to be: the figures and faults a person should see before hours of training.
 
-use crate::recipe::enums::DataFormat;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::encode::{Encoding, Example};
+use super::coverage::NoteCounts;
+use super::encode::{EncodedRow, Encoding, Example};
 use super::{BadRow, Origin, RowFault, RowFaultKind};
 use crate::units;
 
@@ -20,9 +20,7 @@ pub struct DataReport {
     pub rows: usize,
     /// Examples made of them.
     pub examples: usize,
-    /// The format of the rows.
-    pub format: DataFormat,
-    /// Why it was taken to be that.
+    /// The format of the rows, and why they were taken to have it.
     pub why: String,
     /// What a person should know besides.
     pub notes: Vec<String>,
@@ -42,6 +40,8 @@ pub struct DataReport {
     pub tokens: u64,
     /// Tokens that are trained.
     pub trained_tokens: u64,
+    /// What the template does not print, and what nothing reads.
+    pub note_counts: NoteCounts,
 }
 
 impl DataReport {
@@ -64,8 +64,9 @@ impl DataReport {
     }
 
     /// Counts what became of a row and hands back its examples.
-    pub(super) fn add(&mut self, outcome: Encoding, origin: &Origin) -> Vec<Example> {
-        let (examples, was) = match outcome {
+    pub(super) fn add(&mut self, row: EncodedRow, origin: &Origin) -> Vec<Example> {
+        self.note_counts.add(row.notes, origin);
+        let (examples, was) = match row.encoding {
             Encoding::Examples(examples) => {
                 self.chunked += usize::from(examples.len() > 1);
                 let was = examples.iter().map(|example| example.ids.len()).sum();
@@ -123,6 +124,7 @@ impl fmt::Display for DataReport {
         for (count, what) in counts.into_iter().filter(|(count, _)| *count > 0) {
             write!(f, "\n{count} {what}")?;
         }
+        write!(f, "{}", self.note_counts)?;
         for (kind, (count, rows)) in &self.bad {
             write!(f, "\n{count} bad rows: {kind}")?;
             for row in rows {

@@ -1,34 +1,60 @@
-//! Which part of a rendered chat the assistant wrote.
+//! The parts of a rendered chat that the assistant wrote.
 //!
-//! Where the template marks it with `{% generation %}`, that is the answer. Else by *prefix difference*: the chat up
-//! to a turn, rendered with the generation prompt, must be a literal prefix of the whole chat; the turn reaches from
-//! there to where the chat up to and including the turn, the same with a generation prompt, and the whole part
-//! ways. The end-of-turn token is trained, the newline after it is not. A template that renders a turn differently
-//! when more follows (as those do that drop earlier reasoning) has no such prefix: it is refused, since any mask
-//! would be a guess.
+//! Where the template marks them with `{% generation %}`, those are the parts. Elsewhere each turn is found in the rendering
+//! of the *whole* chat, since templates render a turn by its place (Qwen3 and R1 drop earlier reasoning): what stands in the
+//! whole chat is what is trained.
+//!
+//! The end of a turn: the chat is rendered again with a mark in place of each text of the turn. What follows the last mark
+//! is the end of the whole chat, too, so the turn's text ends where that begins. The turn's own end token follows: it is in
+//! what the whole chat and a chat that ends with this turn (for the last turn: one that goes on) print alike after the
+//! text. The end token is trained, the newline after it is not.
+//!
+//! The beginning: the chat before the turn, rendered with the generation prompt, is how the whole chat begins. Where that
+//! differs (a prompt that opens a thought which the turn does not have), the longest beginning of the prompt that stands
+//! before the turn's text is its header.
 
 use std::ops::Range;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::child_pool::RowBudget;
-use super::template::{ChatTemplate, Rendered, TemplateInputs};
+use super::template::{ChatTemplate, TemplateInputs};
+use super::template_form::MARK;
 use crate::error::{Error, ErrorCategory, Result};
 
 const HINT: &str =
     "give a template with {% generation %} tags in `data.chat_template`, or write `data.train_on = \"all\"`";
 
-/// A chat, the tools of its row and the processor time that the row has left.
+/// A chat in the form that its template reads, what its row gives the template besides, and the processor time that the
+/// row has left.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ChatOfRow<'a> {
     pub(super) messages: &'a [Value],
     pub(super) tools: Option<&'a Value>,
+    pub(super) options: Option<&'a Value>,
     pub(super) budget: &'a RowBudget,
 }
 
-/// Renders a chat and finds the text of the assistant turns for which `counts` is set.
+impl<'a> ChatOfRow<'a> {
+    /// What the template is given beside the messages.
+    pub(super) fn inputs(&self, add_generation_prompt: bool) -> TemplateInputs<'a> {
+        TemplateInputs { tools: self.tools, add_generation_prompt, options: self.options }
+    }
+}
+
+/// A rendered chat, and where it is trained.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TrainedChat {
+    pub(super) text: String,
+    /// The trained bytes, in order.
+    pub(super) spans: Vec<Range<usize>>,
+    /// The messages that are trained, with their bytes; empty where the tags of a template do not tell.
+    pub(super) turns: Vec<(usize, Range<usize>)>,
+}
+
+/// Renders a chat and finds the text of the messages for which `counts` is set.
 ///
-/// `special` holds the texts of the tokenizer's special tokens.
+/// `special` holds the texts of the tokenizer's special tokens, and `prompt` what asks the assistant to write.
 ///
 /// # Errors
 /// When the template refuses the chat, or its turns cannot be told apart.
@@ -37,134 +63,252 @@ pub(super) fn render_trained(
     chat: ChatOfRow<'_>,
     counts: &[bool],
     special: &[&str],
-) -> Result<Rendered> {
-    let ChatOfRow { messages, tools, budget } = chat;
-    let inputs = TemplateInputs { tools, ..TemplateInputs::default() };
-    let mut whole = template.render_within(messages, &inputs, budget)?;
-    let turns: Vec<usize> = (0..messages.len()).filter(|i| messages[*i]["role"] == "assistant").collect();
-    let counted = |turn: usize| counts.get(turn).copied().unwrap_or(true);
-    if template.marks_generation() {
-        if turns.iter().any(|turn| !counted(*turn)) {
-            if whole.spans.len() != turns.len() {
-                return Err(Error::user("cannot tell the trained turns from the others").because(format!(
-                    "the template marks {} turns of {}",
-                    whole.spans.len(),
-                    turns.len()
-                )));
-            }
-            let mut turn = turns.iter();
-            whole.spans.retain(|_| turn.next().is_some_and(|turn| counted(*turn)));
-        }
-        return Ok(whole);
+    prompt: &str,
+) -> Result<TrainedChat> {
+    let whole = template.render_within(chat.messages, &chat.inputs(false), chat.budget)?;
+    let assistant = |turn: &usize| chat.messages[*turn]["role"] == "assistant";
+    let counted = |turn: &usize| counts.get(*turn).copied().unwrap_or_else(|| assistant(turn));
+    let turns: Vec<usize> = (0..chat.messages.len()).filter(counted).collect();
+    if template.marks_generation() && turns.iter().all(assistant) {
+        let all: Vec<usize> = (0..chat.messages.len()).filter(assistant).collect();
+        return marked(whole.text, whole.spans, &all, &turns);
     }
-    let difference = Difference { template, chat, special, whole: &whole.text };
-    let mut spans: Vec<Range<usize>> = Vec::new();
-    for turn in turns.into_iter().filter(|turn| counted(*turn)) {
-        let span = difference.span(turn)?;
-        if spans.last().is_some_and(|last| last.end > span.start) {
-            return Err(ambiguous(turn, "it overlaps the turn before"));
-        }
-        spans.push(span);
+    let search = TurnSearch { template, chat, special, prompt, whole: &whole.text };
+    let mut found: Vec<(usize, Range<usize>)> = Vec::new();
+    for turn in turns {
+        let after = found.last().map_or(0, |(_, last)| last.end);
+        found.push((turn, search.span(turn, after)?));
     }
-    whole.spans = spans;
-    Ok(whole)
+    let spans = found.iter().map(|(_, span)| span.clone()).collect();
+    Ok(TrainedChat { text: whole.text, spans, turns: found })
+}
+
+/// The spans that tags mark, of the turns that are `trained` among `all` of the assistant.
+fn marked(text: String, spans: Vec<Range<usize>>, all: &[usize], trained: &[usize]) -> Result<TrainedChat> {
+    if spans.len() == all.len() {
+        let turns = all.iter().copied().zip(spans).filter(|(turn, _)| trained.contains(turn));
+        let turns: Vec<_> = turns.collect();
+        let spans = turns.iter().map(|(_, span)| span.clone()).collect();
+        return Ok(TrainedChat { text, spans, turns });
+    }
+    if all.len() != trained.len() {
+        return Err(Error::user("cannot tell the trained turns from the others").because(format!(
+            "the template marks {} turns of {}",
+            spans.len(),
+            all.len()
+        )));
+    }
+    Ok(TrainedChat { text, spans, turns: Vec::new() })
 }
 
 fn ambiguous(turn: usize, why: &str) -> Error {
     Error::user(format!("cannot tell what the assistant wrote in message {turn}")).because(why).hint(HINT)
 }
 
-struct Difference<'a> {
+/// The search for turns in the rendering of a whole chat.
+struct TurnSearch<'a> {
     template: &'a ChatTemplate,
     chat: ChatOfRow<'a>,
     special: &'a [&'a str],
+    prompt: &'a str,
     whole: &'a str,
 }
 
-impl Difference<'_> {
-    fn render(&self, messages: usize, add_generation_prompt: bool) -> Result<String> {
-        let ChatOfRow { messages: all, tools, budget } = self.chat;
-        let inputs = TemplateInputs { tools, add_generation_prompt };
-        Ok(self.template.render_within(&all[..messages], &inputs, budget)?.text)
+impl TurnSearch<'_> {
+    fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String> {
+        let inputs = self.chat.inputs(add_generation_prompt);
+        Ok(self.template.render_within(messages, &inputs, self.chat.budget)?.text)
     }
 
-    fn span(&self, turn: usize) -> Result<Range<usize>> {
-        let until = self.render(turn + 1, false)?;
-        // Some templates refuse a prompt after an assistant's turn; then nothing more can be learnt from it.
-        let prompted = match self.render(turn + 1, true) {
-            Err(error) if error.kind() == ErrorCategory::User => until.clone(),
-            prompted => prompted?,
+    /// As [`Self::render`]; none where the template refuses the messages.
+    fn try_render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<Option<String>> {
+        match self.render(messages, add_generation_prompt) {
+            Err(error) if error.kind() == ErrorCategory::User => Ok(None),
+            rendered => rendered.map(Some),
+        }
+    }
+
+    /// The bytes of `turn`, none of which are before `least`.
+    fn span(&self, turn: usize, least: usize) -> Result<Range<usize>> {
+        let mark = self.mark();
+        let with_marks = marked_message(&self.chat.messages[turn], &mark);
+        let mut messages = self.chat.messages.to_vec();
+        messages[turn] = with_marks.clone();
+        let replaced = self.render(&messages, false)?;
+        let (Some(first), Some(last)) = (replaced.find(&mark), replaced.rfind(&mark)) else {
+            // What the template prints of the turn is judged by its caller: it has no text of its own.
+            return self.silent_span(turn, least);
         };
-        let start = self.start(turn, &until, &prompted)?;
-        let shared = common_prefix(&until, self.whole);
-        let own = common_prefix(&until[..shared], &prompted);
-        if own < start {
-            return Err(ambiguous(turn, "the template renders it differently when more messages follow"));
+        let after = &replaced[last + mark.len()..];
+        if !self.whole.ends_with(after) {
+            return Err(ambiguous(turn, "what follows the turn depends on what the turn says"));
         }
-        let cut = self.last_special(start, own);
-        if own == until.len() {
-            let end = cut.filter(|cut| self.whole[*cut..own].trim().is_empty());
-            return Ok(start..end.unwrap_or(own));
+        let text_end = self.whole.len() - after.len();
+        let text_start = common_prefix(self.whole, &replaced[..first]).min(text_end);
+        let start = self.start(turn, least, text_start, text_end)?;
+        let alone = [&messages[..turn], &[with_marks]].concat();
+        let end = text_end + self.end_of_turn(turn, &alone, text_end, &mark)?;
+        if start < least || start > end {
+            return Err(ambiguous(turn, "it overlaps the turn before"));
         }
-        // What follows the turn itself (an end-of-text that only closes a chat) may hold no more than tokens.
-        match cut.filter(|cut| self.only_special(&until[*cut..])) {
-            Some(end) => Ok(start..end),
-            None => Err(ambiguous(turn, "the template renders it differently when more messages follow")),
+        Ok(start..end)
+    }
+
+    /// The bytes of a turn without texts: its end token.
+    fn silent_span(&self, turn: usize, least: usize) -> Result<Range<usize>> {
+        let until = self.render(&self.chat.messages[..=turn], false)?;
+        let end = common_prefix(self.whole, &until);
+        let start = self.start(turn, least, end, end)?;
+        Ok(start..self.last_special(start, end).unwrap_or(end))
+    }
+
+    /// A mark that the chat does not hold.
+    fn mark(&self) -> String {
+        let mut mark = MARK.to_owned();
+        while self.whole.contains(&mark) {
+            mark.push_str(MARK);
+        }
+        mark
+    }
+
+    /// The number of bytes that belong to the turn after its text.
+    fn end_of_turn(&self, turn: usize, alone: &[Value], text_end: usize, mark: &str) -> Result<usize> {
+        let here = &self.whole[text_end..];
+        let mut other = alone.to_vec();
+        if turn + 1 == self.chat.messages.len() {
+            other.push(json!({"role": "user", "content": other_user(alone)}));
+        }
+        let printed = self.try_render(&other, false)?;
+        let there = printed.as_ref().and_then(|printed| Some(&printed[printed.rfind(mark)? + mark.len()..]));
+        let Some(there) = there else {
+            let end = self.last_special(text_end, self.whole.len()).map(|end| end - text_end);
+            return Ok(end.or_else(|| self.leading_special(here)).unwrap_or(0));
+        };
+        let common = common_prefix(here, there);
+        if let Some(end) = self.last_special(text_end, text_end + common) {
+            return Ok(end - text_end);
+        }
+        let shared = self.whole_tokens(&here[..common]);
+        if !shared.trim().is_empty() {
+            return Ok(shared.len());
+        }
+        match (self.leading_special(here), self.leading_special(there)) {
+            // The last turn of a chat ends otherwise than the others.
+            (Some(end), Some(_)) => Ok(end),
+            (Some(end), None) if there.trim().is_empty() || here[end..].trim().is_empty() => Ok(end),
+            _ => Ok(shared.len()),
         }
     }
 
-    /// Where the assistant begins to write.
-    fn start(&self, turn: usize, until: &str, prompted: &str) -> Result<usize> {
-        match self.render(turn, true) {
-            Ok(prompt) if self.whole.starts_with(&prompt) && until.starts_with(&prompt) => Ok(prompt.len()),
-            Ok(_) => Err(ambiguous(
-                turn,
-                "the chat before it, with the generation prompt, is not how the whole begins",
-            )),
-            // Templates look at the first message, and refuse when there is none.
-            Err(error) if turn == 0 && error.kind() == ErrorCategory::User => {
-                let prompt = prompted.strip_prefix(until).filter(|prompt| !prompt.is_empty());
-                let mut found = prompt.into_iter().flat_map(|prompt| until.match_indices(prompt));
-                match (found.next(), found.next()) {
-                    (Some((at, prompt)), None) if self.whole.starts_with(until) => Ok(at + prompt.len()),
-                    _ => {
-                        Err(error.during("cannot tell where the assistant's first message begins").hint(HINT))
-                    }
-                }
-            }
-            Err(error) => {
-                Err(error.during(format!("cannot render the chat before message {turn}")).hint(HINT))
-            }
-        }
+    /// A text without the beginning of a special token at its end.
+    fn whole_tokens<'t>(&self, text: &'t str) -> &'t str {
+        let tokens = self.special.iter().filter(|token| !token.is_empty());
+        let begun = tokens.filter_map(|token| {
+            (1..token.len()).rev().find(|len| token.is_char_boundary(*len) && text.ends_with(&token[..*len]))
+        });
+        &text[..text.len() - begun.max().unwrap_or(0)]
     }
 
-    /// The end of the last special token in a range of the whole text.
+    /// Where the assistant begins to write a turn whose text begins at `text_start`.
+    fn start(&self, turn: usize, least: usize, text_start: usize, text_end: usize) -> Result<usize> {
+        if let Some(prompt) = self.try_render(&self.chat.messages[..turn], true)?
+            && (least..=text_end).contains(&prompt.len())
+            && self.whole.starts_with(&prompt)
+        {
+            // Some templates ask for nothing after a tool's result, and then write a header all the same.
+            let header = self.whole[prompt.len()..text_end].starts_with(self.prompt);
+            return Ok(prompt.len() + if header { self.prompt.len() } else { 0 });
+        }
+        let before = &self.whole[least..text_start];
+        let header = self
+            .beginnings_of_prompt()
+            .into_iter()
+            .find_map(|beginning| before.rfind(beginning).map(|at| least + at + beginning.len()));
+        header.ok_or_else(|| {
+            ambiguous(turn, "neither the chat before it nor the generation prompt tells where it begins")
+        })
+    }
+
+    /// The generation prompt and its beginnings that end in a special token or a line, the longest first.
+    fn beginnings_of_prompt(&self) -> Vec<&str> {
+        let prompt = self.prompt;
+        let mut ends: Vec<usize> = prompt.match_indices('\n').map(|(at, _)| at + 1).collect();
+        for token in self.special.iter().filter(|token| !token.is_empty()) {
+            ends.extend(prompt.match_indices(token).map(|(at, _)| at + token.len()));
+        }
+        // The token that opens a turn says nothing of who speaks: `<|im_start|>` alone is no header.
+        let opening = self.leading_special(prompt).filter(|end| !prompt[*end..].trim().is_empty());
+        let names_role =
+            |end: &usize| opening.is_none_or(|opening| *end > opening) || opens_by_name(prompt, *end);
+        ends.push(prompt.len());
+        ends.retain(|end| *end > 0 && names_role(end));
+        ends.sort_unstable();
+        ends.dedup();
+        ends.into_iter().rev().map(|end| &prompt[..end]).collect()
+    }
+
+    /// The end of the last special token in a range of the whole text, if nothing but space follows it there.
     fn last_special(&self, start: usize, end: usize) -> Option<usize> {
         let text = &self.whole[start..end];
-        self.special
-            .iter()
-            .filter(|token| !token.is_empty())
-            .filter_map(|token| text.rfind(token).map(|at| start + at + token.len()))
-            .max()
+        let tokens = self.special.iter().filter(|token| !token.is_empty());
+        let last = tokens.filter_map(|token| text.rfind(token).map(|at| start + at + token.len())).max();
+        last.filter(|last| {
+            // Two texts may part within the token that opens the next turn.
+            let rest = self.whole[*last..end].trim_start();
+            rest.is_empty() || self.special.iter().any(|token| token.starts_with(rest))
+        })
     }
 
-    fn only_special(&self, mut text: &str) -> bool {
-        loop {
-            text = text.trim_start();
-            if text.is_empty() {
-                return true;
-            }
-            match self
-                .special
-                .iter()
-                .filter(|token| !token.is_empty())
-                .find_map(|token| text.strip_prefix(token))
-            {
-                Some(rest) => text = rest,
-                None => return false,
-            }
+    /// The end of the special token that `text` begins with, after space.
+    fn leading_special(&self, text: &str) -> Option<usize> {
+        let trimmed = text.trim_start();
+        let tokens = self.special.iter().filter(|token| !token.is_empty() && trimmed.starts_with(**token));
+        tokens.map(|token| text.len() - trimmed.len() + token.len()).max()
+    }
+}
+
+/// Whether the special token that ends at `end` of a prompt names the assistant by itself (`<|assistant|>`).
+fn opens_by_name(prompt: &str, end: usize) -> bool {
+    let token = prompt[..end].to_lowercase();
+    ["assistant", "model", "bot", "gpt", "response"].iter().any(|name| token.contains(name))
+}
+
+/// A user's next message, in the form that the chat has.
+fn other_user(messages: &[Value]) -> Value {
+    if messages.iter().any(|message| message["content"].is_array()) {
+        json!([{"type": "text", "text": "a"}])
+    } else {
+        Value::from("a")
+    }
+}
+
+/// A message with `mark` in the place of each of its texts.
+fn marked_message(message: &Value, mark: &str) -> Value {
+    let mut message = message.clone();
+    // A turn without texts has its place all the same.
+    let silent = ["tool_calls", "reasoning_content"].iter().all(|key| message.get(key).is_none());
+    for key in super::conversation::REASONING_KEYS {
+        if message.get(key).is_some() {
+            message[key] = Value::from(mark);
         }
     }
+    match &mut message["content"] {
+        Value::String(text) if silent || !text.trim().is_empty() => *text = mark.to_owned(),
+        Value::Array(parts) if !parts.is_empty() => *parts = vec![json!({"type": "text", "text": mark})],
+        _ => {}
+    }
+    for call in message.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten() {
+        match call["function"].get_mut("arguments") {
+            Some(Value::String(text)) => *text = json!({mark: mark}).to_string(),
+            Some(Value::Object(arguments)) if !arguments.is_empty() => {
+                let marked = arguments.iter().map(|(key, _)| (key.clone(), Value::from(mark)));
+                *arguments = marked.collect();
+            }
+            // A template may print the name again with the result of the call, so it is the last to be replaced.
+            _ => call["function"]["name"] = Value::from(mark),
+        }
+    }
+    message
 }
 
 /// The length of the common prefix, on a character boundary of both.

@@ -13,6 +13,7 @@
 use std::io;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use chrono::{DateTime, FixedOffset};
 use regex::Regex;
@@ -22,11 +23,12 @@ use super::sandbox::{self, ChildEnd};
 use super::template_child::RenderingChildren;
 pub use super::template_engine::TemplateInputs;
 use super::template_engine::{CLOCK, TemplateEngine, TemplateSource};
+use super::template_form::TemplateForm;
 use super::tokenizer::Tokenizer;
 use super::wire;
 use crate::clock;
 use crate::error::input_file;
-use crate::error::{Error, ErrorContext, Result};
+use crate::error::{Error, ErrorCategory, ErrorContext, Result};
 
 /// Noncharacters: never part of text that is exchanged (Unicode 16, section 23.7).
 const OPEN: char = '\u{FDD0}';
@@ -50,6 +52,8 @@ pub struct ChatTemplate {
     renderer: TemplateRenderer,
     marks: bool,
     asks_for_date: bool,
+    /// What the template for chats without tools reads, and what that for chats with tools does.
+    forms: [OnceLock<TemplateForm>; 2],
 }
 
 /// Where templates are rendered.
@@ -140,7 +144,7 @@ impl ChatTemplate {
         }
         let tokens = tokens.into_iter().collect();
         let renderer = TemplateRenderer::new(TemplateSource { templates: marked, tokens, now })?;
-        Ok(ChatTemplate { renderer, marks, asks_for_date })
+        Ok(ChatTemplate { renderer, marks, asks_for_date, forms: Default::default() })
     }
 
     /// The same template with another moment for `strftime_now`.
@@ -171,6 +175,43 @@ impl ChatTemplate {
         self.marks
     }
 
+    /// Returns what the template for chats with `tools`, or without, reads.
+    ///
+    /// # Errors
+    /// Transient: the system starts no process to render it, or something else ends that.
+    pub(super) fn form(&self, tools: bool) -> Result<&TemplateForm> {
+        let known = &self.forms[usize::from(tools)];
+        if let Some(form) = known.get() {
+            return Ok(form);
+        }
+        let name = self.choose(tools)?;
+        let form = TemplateForm::probe(&|messages, tools, add_generation_prompt| {
+            let inputs = TemplateInputs { tools, add_generation_prompt, options: None };
+            match self.render_named(name, messages, &inputs, &RowBudget::default()) {
+                Err(error) if error.kind() == ErrorCategory::User => Ok(None),
+                rendered => rendered.map(|rendered| Some(rendered.text)),
+            }
+        })?;
+        Ok(known.get_or_init(|| form))
+    }
+
+    /// Returns whether a text of the template names `key`.
+    pub(super) fn mentions(&self, key: &str) -> bool {
+        self.renderer.source().templates.iter().any(|(_, text)| text.contains(key))
+    }
+
+    /// Renders messages of a row in the form that the template reads.
+    ///
+    /// # Errors
+    /// As [`Self::render`].
+    pub fn render_fitted(
+        &self,
+        messages: &[serde_json::Value],
+        inputs: &TemplateInputs<'_>,
+    ) -> Result<Rendered> {
+        self.render(&self.form(inputs.tools.is_some())?.fit(messages), inputs)
+    }
+
     /// Renders `messages`.
     ///
     /// # Errors
@@ -190,7 +231,16 @@ impl ChatTemplate {
         inputs: &TemplateInputs<'_>,
         budget: &RowBudget,
     ) -> Result<Rendered> {
-        let name = self.choose(inputs.tools.is_some())?;
+        self.render_named(self.choose(inputs.tools.is_some())?, messages, inputs, budget)
+    }
+
+    fn render_named(
+        &self,
+        name: &str,
+        messages: &[serde_json::Value],
+        inputs: &TemplateInputs<'_>,
+        budget: &RowBudget,
+    ) -> Result<Rendered> {
         let rendered = match &self.renderer {
             TemplateRenderer::Children(children) => children.render(name, messages, inputs, budget),
             TemplateRenderer::Here(engine, _) => {

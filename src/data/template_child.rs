@@ -77,6 +77,7 @@ impl RenderingChildren {
         let mut request = Vec::new();
         wire::put_text(name, &mut request);
         request.push(u8::from(inputs.add_generation_prompt));
+        wire::put(inputs.options.unwrap_or(&serde_json::Value::Null), &mut request);
         wire::put_chat(messages, inputs.tools, &mut request);
         let text = self.pool.ask(&request, budget)?;
         String::from_utf8(text).map_err(|error| ChildEnd::ByInput(format!("it printed no UTF-8: {error}")))
@@ -124,6 +125,7 @@ fn read_setup(mut request: &[u8]) -> Option<TemplateSource> {
 struct RenderRequest {
     name: String,
     add_generation_prompt: bool,
+    options: serde_json::Value,
     tools: serde_json::Value,
     messages: Vec<serde_json::Value>,
     /// Bytes of the tools and messages.
@@ -135,18 +137,20 @@ impl RenderRequest {
         let bytes = &mut request;
         let name = wire::take_text(bytes)?;
         let add_generation_prompt = wire::take_byte(bytes)? != 0;
+        let options = wire::take(bytes)?;
         let size = bytes.len();
         let tools = wire::take(bytes)?;
         let mut messages = Vec::new();
         while !bytes.is_empty() {
             messages.push(wire::take(bytes)?);
         }
-        Some(RenderRequest { name, add_generation_prompt, tools, messages, bytes: size })
+        Some(RenderRequest { name, add_generation_prompt, options, tools, messages, bytes: size })
     }
 
     fn answer(&self, engine: &TemplateEngine) -> Result<Vec<u8>, String> {
         let tools = Some(&self.tools).filter(|tools| !tools.is_null());
-        let inputs = TemplateInputs { tools, add_generation_prompt: self.add_generation_prompt };
+        let options = Some(&self.options).filter(|options| !options.is_null());
+        let inputs = TemplateInputs { tools, add_generation_prompt: self.add_generation_prompt, options };
         engine.render(&self.name, &self.messages, &inputs, self.bytes).map(String::into_bytes)
     }
 }

@@ -34,6 +34,8 @@ pub struct TemplateInputs<'a> {
     pub tools: Option<&'a serde_json::Value>,
     /// Whether the text ends where the assistant is to begin.
     pub add_generation_prompt: bool,
+    /// Further variables (`chat_template_kwargs`), an object.
+    pub options: Option<&'a serde_json::Value>,
 }
 
 /// What an engine is made from.
@@ -91,6 +93,9 @@ impl TemplateEngine {
     ) -> Result<String, String> {
         let mut variables: Vec<(&str, Value)> =
             self.tokens.iter().map(|(name, token)| (name.as_str(), token.clone())).collect();
+        let options = inputs.options.and_then(serde_json::Value::as_object);
+        variables
+            .extend(options.into_iter().flatten().map(|(name, value)| (name.as_str(), to_template(value))));
         variables.push(("messages", messages.iter().map(to_template).collect()));
         variables.push(("tools", inputs.tools.map_or(Value::from(()), to_template)));
         variables.push(("documents", Value::from(())));

@@ -29,6 +29,7 @@ mod base_identity;
 mod bench;
 mod bounds;
 mod changes_on_resume;
+mod chat_data;
 mod cli;
 mod cli_runs;
 mod device_failure;

@@ -173,7 +173,7 @@ fn children_render_what_this_process_renders() {
         json!({"content": "b", "n": null}),
     ];
     let tools = json!([{"type": "function", "function": {"name": "f"}}]);
-    let inputs = TemplateInputs { tools: Some(&tools), add_generation_prompt: true };
+    let inputs = TemplateInputs { tools: Some(&tools), add_generation_prompt: true, options: None };
     let rendered = template.render(&messages, &inputs).unwrap();
     let expected = "<s>{\"z\": 1, \"content\": \"é😀\\u0000\", \"a\": [0.1, 1e+300, 123456789.12345679, -5, 18446744073709551615], \"n\": 0.30000000000000004}0.30000000000000004|é😀\0<s>{\"content\": \"b\", \"n\": null}None|b[{\"type\": \"function\", \"function\": {\"name\": \"f\"}}]2024-02-29 23:59:58 +0530True";
     assert_eq!(rendered.text, expected);

@@ -137,7 +137,8 @@ fn chat_templates() {
             return;
         };
         for add_generation_prompt in [false, true] {
-            let _ = template.render(&messages, &TemplateInputs { add_generation_prompt, tools: None });
+            let _ = template
+                .render(&messages, &TemplateInputs { add_generation_prompt, ..TemplateInputs::default() });
         }
     };
     Target { name: "chat-template", seeds: seeds::templates(), tries: 60, parse: &parse }.run();

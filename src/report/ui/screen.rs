@@ -50,13 +50,17 @@ pub fn restore_screen() {
     }
 }
 
-/// Writes a few bytes to stderr unless it takes none now, as after Ctrl-S; whether it took them. Signal handlers may call
-/// it.
+/// Milliseconds for which a terminal that still shows earlier output is waited for. One that takes nothing, as after Ctrl-S,
+/// holds up the end of a run for no longer.
+const READY_WITHIN: c_int = 1000;
+
+/// Writes a few bytes to stderr unless it takes none, as after Ctrl-S; returns whether it took them. Signal handlers may
+/// call it.
 fn write_if_ready(bytes: &[u8]) -> bool {
     let mut poll = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
     // SAFETY: `poll` and `write` may be called in handlers; the pointers are to one valid `pollfd` and to the bytes.
     unsafe {
-        libc::poll(&raw mut poll, 1, 0) == 1
+        libc::poll(&raw mut poll, 1, READY_WITHIN) == 1
             && poll.revents & libc::POLLOUT != 0
             && libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) >= 0
     }

@@ -190,7 +190,7 @@ const FORGETFUL: &str = "{% for m in messages %}[{{ m.role }}]
 {% endif %}";
 
 #[test]
-fn an_ambiguous_template_is_refused() {
+fn a_turn_that_the_template_leaves_out_is_refused() {
     let llama = tokenizer("tiny-llama");
     let forgetful = ChatTemplate::from_text(FORGETFUL, &[]).unwrap();
     let one = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
@@ -201,16 +201,14 @@ fn an_ambiguous_template_is_refused() {
     let data = load_with(&llama, Some(&forgetful), "a.jsonl", one, &options).unwrap();
     assert_eq!(trained(&llama, &data.examples()[0]), "b<|im_end|>");
     let why = load_with(&llama, Some(&forgetful), "a.jsonl", &two, &options).unwrap_err();
-    assert!(why.contains("cannot tell what the assistant wrote in message 1"), "{why}");
-    assert!(why.contains("{% generation %}") && why.contains("data.train_on"), "{why}");
+    assert!(why.contains("message 1 (assistant) comes out empty: the chat template prints nothing"), "{why}");
     let all = DataOptions { train_on: TrainOn::All, ..DataOptions::default() };
     assert!(load_with(&llama, Some(&forgetful), "a.jsonl", &two, &all).is_ok());
 }
 
-/// Qwen3's template drops the reasoning of earlier turns. Its tags mark what is left; without them it is refused
-/// rather than masked by guess.
+/// Qwen3's template drops the reasoning of earlier turns: what stands in the whole chat is trained, with tags and without.
 #[test]
-fn templates_that_drop_reasoning_need_their_tags() {
+fn turns_are_trained_as_the_whole_chat_has_them() {
     let qwen = tokenizer("tiny-qwen3");
     let path = golden("models/tiny-qwen3/chat_template.jinja");
     let tagged = std::fs::read_to_string(path).unwrap();
@@ -218,10 +216,11 @@ fn templates_that_drop_reasoning_need_their_tags() {
     let plain = ChatTemplate::from_text(&plain, &[]).unwrap();
     assert!(!plain.marks_generation());
     let row = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>x</think>b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#;
-    let why = load_with(&qwen, Some(&plain), "a.jsonl", row, &DataOptions::default()).unwrap_err();
-    assert!(why.contains("renders it differently when more messages follow"), "{why}");
-    let data = load(&qwen, "a.jsonl", row, &DataOptions::default()).unwrap();
-    assert_eq!(trained(&qwen, &data.examples()[0]), "b<|im_end|><think>\n\n</think>\n\nd<|im_end|>");
+    let expected = "b<|im_end|><think>\n\n</think>\n\nd<|im_end|>";
+    let without = load_with(&qwen, Some(&plain), "a.jsonl", row, &DataOptions::default()).unwrap();
+    assert_eq!(trained(&qwen, &without.examples()[0]), expected);
+    let with = load(&qwen, "a.jsonl", row, &DataOptions::default()).unwrap();
+    assert_eq!(trained(&qwen, &with.examples()[0]), expected);
 }
 
 #[test]

@@ -79,6 +79,7 @@ fn chats_render_byte_for_byte() {
             let inputs = TemplateInputs {
                 tools: chat["kwargs"].get("tools"),
                 add_generation_prompt: chat["add_generation_prompt"].as_bool().unwrap(),
+                options: None,
             };
             let found = template.render(chat["messages"].as_array().unwrap(), &inputs);
             match chat["error"].as_str() {
@@ -151,12 +152,13 @@ fn encode(tokenizer: &Tokenizer, chat: &Value) -> Result<Example, String> {
         messages: chat["messages"].as_array().unwrap().clone(),
         tools: chat["kwargs"].get("tools").cloned(),
         counts: Vec::new(),
+        options: None,
     };
     let origin = finetune::data::Origin {
         file: std::path::Path::new("golden").into(),
         place: finetune::data::RowOrigin::Line(1),
     };
-    match encoder.encode(&record, &origin, false) {
+    match encoder.encode(&record, &origin, false).map(|row| row.encoding) {
         Ok(encode::Encoding::Examples(mut examples)) if examples.len() == 1 => Ok(examples.remove(0)),
         other => Err(format!("{other:?}")),
     }

@@ -297,11 +297,11 @@ fn parts_and_calls_become_regular() {
     assert_eq!(
         found,
         [
-            json!({"role": "user", "content": "ab"}),
+            json!({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
             json!({"role": "assistant", "content": "", "reasoning_content": "why",
                 "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}),
             json!({"role": "assistant", "content": "",
-                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "g", "arguments": {"y": [2]}}}]}),
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "g", "arguments": "{\"y\": [2]}"}}]}),
         ]
     );
 }
@@ -385,11 +385,7 @@ fn malformed_rows_say_what_is_wrong() {
             DataFormat::Messages,
             "`tools` is not JSON",
         ),
-        (
-            json!({"conversations": [{"from": "alien", "value": "a"}]}),
-            DataFormat::Sharegpt,
-            "is from \"alien\"; accepted",
-        ),
+        (json!({"conversations": [{"from": "", "value": "a"}]}), DataFormat::Sharegpt, "has an empty `role`"),
         (
             json!({"conversations": [{"from": "function_call", "value": "f(x)"}]}),
             DataFormat::Sharegpt,

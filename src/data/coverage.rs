@@ -1,0 +1,239 @@
+//! What of a chat a template prints, and what of a row nothing reads.
+//!
+//! A template passes over what it does not know: calls, results, reasoning, whole roles. Each part of a message is looked for
+//! in the rendered text: a part that [`TemplateForm`] found is never printed is missing; another is missing if none of its
+//! lines stands in the text. A trained turn of which nothing is printed would teach the model to say nothing, so it is a
+//! fault of its row; all else is counted, and printed before training.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde_json::Value;
+
+use super::Origin;
+use super::conversation::text_of;
+use super::spans::TrainedChat;
+pub use super::template_form::ChatField;
+use super::template_form::TemplateForm;
+use crate::units;
+
+/// A part of the messages of a role that is missing in the rendered text.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DroppedPart {
+    /// The role of the messages.
+    pub role: String,
+    /// The part of them.
+    pub field: ChatField,
+    /// Whether the template never prints it.
+    pub always: bool,
+}
+
+impl fmt::Display for DroppedPart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.field, self.role.as_str()) {
+            (ChatField::Content, "tool") => f.write_str("tool results"),
+            (ChatField::Content, role) => write!(f, "{role} messages"),
+            (ChatField::Reasoning, _) => f.write_str("reasoning"),
+            (ChatField::ToolCalls, _) => f.write_str("tool calls"),
+            (ChatField::Tools, _) => f.write_str("tools"),
+        }
+    }
+}
+
+/// What a person should know of a row that became an example.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RowNotes {
+    /// Parts that the template does not print, and how many messages have them.
+    pub dropped: BTreeMap<DroppedPart, usize>,
+    /// Keys of the row, and of its messages, that nothing reads.
+    pub unused_keys: Vec<String>,
+    /// Special tokens that its messages hold as text.
+    pub special_tokens: Vec<String>,
+    /// Trained turns without a text.
+    pub empty_answers: usize,
+}
+
+/// The notes of all rows of a data set.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct NoteCounts {
+    dropped: BTreeMap<DroppedPart, (usize, usize)>,
+    unused_keys: BTreeMap<String, usize>,
+    special_tokens: BTreeMap<String, (usize, Option<Origin>)>,
+    empty_answers: (usize, usize),
+}
+
+impl NoteCounts {
+    /// Counts the notes of one more row.
+    pub(super) fn add(&mut self, notes: RowNotes, origin: &Origin) {
+        for (part, messages) in notes.dropped {
+            let (all, rows) = self.dropped.entry(part).or_default();
+            (*all, *rows) = (*all + messages, *rows + 1);
+        }
+        if notes.empty_answers > 0 {
+            let (turns, rows) = &mut self.empty_answers;
+            (*turns, *rows) = (*turns + notes.empty_answers, *rows + 1);
+        }
+        for key in notes.unused_keys {
+            *self.unused_keys.entry(key).or_default() += 1;
+        }
+        for token in notes.special_tokens {
+            let (rows, first) = self.special_tokens.entry(token).or_default();
+            *rows += 1;
+            first.get_or_insert_with(|| origin.clone());
+        }
+    }
+}
+
+impl fmt::Display for NoteCounts {
+    /// One line for each kind of note, each after a line end.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (always, says) in [(true, "prints no"), (false, "leaves out some")] {
+            let parts = self.dropped.iter().filter(|(part, _)| part.always == always);
+            let parts: Vec<String> = parts.map(|(part, counts)| dropped_part(says, part, *counts)).collect();
+            if !parts.is_empty() {
+                write!(f, "\nwarning: the chat template {}", parts.join(", "))?;
+            }
+        }
+        if let (turns @ 1.., rows) = self.empty_answers {
+            write!(
+                f,
+                "\nwarning: empty answers ({} in {}): training them teaches the model to say nothing; \
+                 `\"train\": false` in such a message leaves it out",
+                units::count(turns as u64),
+                counted(rows, "row")
+            )?;
+        }
+        if !self.unused_keys.is_empty() {
+            let keys =
+                self.unused_keys.iter().map(|(key, rows)| format!("`{key}` ({})", counted(*rows, "row")));
+            write!(f, "\nnot used: {}", keys.collect::<Vec<_>>().join(", "))?;
+        }
+        for (token, (rows, first)) in &self.special_tokens {
+            let first = first.as_ref().map(|origin| format!(", first {origin}")).unwrap_or_default();
+            write!(
+                f,
+                "\nwarning: messages hold {token:?} as text, which becomes the special token ({}{first})",
+                counted(*rows, "row")
+            )?;
+        }
+        Ok(())
+    }
+}
+
+fn dropped_part(says: &str, part: &DroppedPart, (messages, rows): (usize, usize)) -> String {
+    let rows_of = counted(rows, "row");
+    match part.field {
+        ChatField::Tools => format!("{says} {part} ({rows_of})"),
+        _ => format!("{says} {part} ({} in {rows_of})", units::count(messages as u64)),
+    }
+}
+
+fn counted(count: usize, what: &str) -> String {
+    format!("{} {what}{}", units::count(count as u64), if count == 1 { "" } else { "s" })
+}
+
+/// A part of a message: its texts.
+struct MessagePart {
+    field: ChatField,
+    texts: Vec<String>,
+    /// Whether it stands within the content.
+    in_content: bool,
+}
+
+/// The parts that a message has.
+fn parts_of(message: &Value) -> Vec<MessagePart> {
+    let content = text_of(message);
+    // Reasoning may stand in the content, as models print it.
+    let (thought, content) = match content.rsplit_once("</think>") {
+        Some((thought, content)) => (thought.replace("<think>", ""), content.to_owned()),
+        None => (String::new(), content),
+    };
+    let reasoning = message["reasoning_content"].as_str().unwrap_or_default().to_owned();
+    let calls = message["tool_calls"].as_array().into_iter().flatten();
+    let names = calls.filter_map(|call| call["function"]["name"].as_str().map(str::to_owned));
+    let part = |field, texts: Vec<String>, in_content| MessagePart {
+        field,
+        texts: texts.into_iter().filter(|text| !text.trim().is_empty()).collect(),
+        in_content,
+    };
+    let parts = [
+        part(ChatField::Content, vec![content], true),
+        part(ChatField::Reasoning, vec![thought], true),
+        part(ChatField::Reasoning, vec![reasoning], false),
+        part(ChatField::ToolCalls, names.collect(), false),
+    ];
+    parts.into_iter().filter(|part| !part.texts.is_empty()).collect()
+}
+
+/// Whether a text, or a line of it, is in `printed`: templates trim, indent and escape.
+fn stands(text: &str, printed: &str) -> bool {
+    printed.contains(text.trim())
+        || text.lines().map(str::trim).any(|line| {
+            let letters = line.chars().filter(|c| c.is_alphanumeric()).count();
+            letters > 0 && (printed.contains(line) || printed.contains(&escaped(line)))
+        })
+}
+
+/// A line as JSON text has it.
+fn escaped(line: &str) -> String {
+    let quoted = Value::from(line).to_string();
+    quoted[1..quoted.len() - 1].to_owned()
+}
+
+/// The parts of a chat that are missing in `text`, with the number of messages.
+pub(super) fn dropped_parts(
+    form: &TemplateForm,
+    messages: &[Value],
+    tools: Option<&Value>,
+    text: &str,
+) -> BTreeMap<DroppedPart, usize> {
+    let mut dropped = BTreeMap::new();
+    for message in messages {
+        let role = message["role"].as_str().unwrap_or_default();
+        for MessagePart { field, texts, in_content } in parts_of(message) {
+            let read_apart = field == ChatField::Content || !in_content;
+            let always = read_apart && !form.prints_field(role, field);
+            if always || !texts.iter().all(|part| stands(part, text)) {
+                *dropped.entry(DroppedPart { role: role.to_owned(), field, always }).or_default() += 1;
+            }
+        }
+    }
+    let mut names = tools
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(|tool| tool["function"]["name"].as_str().or_else(|| tool["name"].as_str()));
+    let always = !form.prints_field("", ChatField::Tools);
+    if names.clone().next().is_some() && (always || !names.all(|name| text.contains(name))) {
+        dropped.insert(DroppedPart { role: String::new(), field: ChatField::Tools, always }, 1);
+    }
+    dropped
+}
+
+/// The number of trained turns that are empty in the row itself.
+pub(super) fn empty_answers(messages: &[Value], chat: &TrainedChat) -> usize {
+    chat.turns.iter().filter(|(turn, _)| parts_of(&messages[*turn]).is_empty()).count()
+}
+
+/// The reason why a trained turn of a chat cannot be trained: nothing of it is printed. None where there is no such turn.
+pub(super) fn empty_turn(messages: &[Value], chat: &TrainedChat) -> Option<String> {
+    chat.turns.iter().find_map(|(turn, span)| {
+        let parts = parts_of(&messages[*turn]);
+        let role = messages[*turn]["role"].as_str().unwrap_or_default();
+        let printed = &chat.text[span.clone()];
+        let missing =
+            !parts.is_empty() && !parts.iter().flat_map(|part| &part.texts).any(|text| stands(text, printed));
+        missing.then(|| {
+            let fields: Vec<String> = parts
+                .iter()
+                .map(|part| {
+                    DroppedPart { role: role.to_owned(), field: part.field, always: true }.to_string()
+                })
+                .collect();
+            format!(
+                "message {turn} ({role}) comes out empty: the chat template prints nothing of its {}",
+                fields.join(" and ")
+            )
+        })
+    })
+}

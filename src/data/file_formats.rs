@@ -1,0 +1,85 @@
+//! The format of each data file: files of one run may differ, rows of one file may not.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::DataOptions;
+use super::format::{convert, detect};
+use super::raw_rows::{DataFile, RawRow};
+use crate::error::{Error, Result};
+use crate::recipe::enums::DataFormat;
+
+/// The formats of the files of a data set.
+#[derive(Debug)]
+pub(super) struct FileFormats {
+    files: HashMap<Arc<Path>, DataFormat>,
+    /// The format of rows of other files.
+    otherwise: DataFormat,
+    why: String,
+}
+
+impl FileFormats {
+    /// The format that `options` names, or that of most rows of each file.
+    ///
+    /// # Errors
+    /// There is no row, or the format of a file cannot be told.
+    pub(super) fn choose(source: &DataFile, options: &DataOptions) -> Result<Self> {
+        if source.rows.is_empty() && source.bad.is_empty() {
+            let files: Vec<String> = source.files.iter().map(|file| file.display().to_string()).collect();
+            return Err(
+                Error::user("the data set is empty").because(format!("no row in {}", files.join(", ")))
+            );
+        }
+        let one = |otherwise, why| FileFormats { files: HashMap::new(), otherwise, why };
+        match options.format {
+            // Nothing to look at: the faults of the rows say more than a failed guess.
+            DataFormat::Auto if source.rows.is_empty() => {
+                Ok(one(DataFormat::Auto, "no row is readable".to_owned()))
+            }
+            DataFormat::Auto => Self::detect(&source.rows),
+            format => Ok(one(format, format!("{format}: as `data.format` says"))),
+        }
+    }
+
+    fn detect(rows: &[RawRow]) -> Result<Self> {
+        let mut found = Vec::new();
+        // The rows of a file stand together.
+        for rows in rows.chunk_by(|a, b| a.origin.file == b.origin.file) {
+            found.push((&rows[0].origin.file, detect(rows)?));
+        }
+        let first = found.first().map(|(_, (format, _))| *format);
+        let why = if found.iter().all(|(_, (format, _))| Some(*format) == first) {
+            detect(rows)?.1
+        } else {
+            let each = found.iter().map(|(file, (_, why))| format!("\n  {}: {why}", file.display()));
+            format!("each file by its own rows:{}", each.collect::<String>())
+        };
+        let files = found.into_iter().map(|(file, (format, _))| (Arc::clone(file), format)).collect();
+        Ok(FileFormats { files, otherwise: DataFormat::Auto, why })
+    }
+
+    /// The format of a row.
+    pub(super) fn of(&self, row: &RawRow) -> DataFormat {
+        self.files.get(&row.origin.file).copied().unwrap_or(self.otherwise)
+    }
+
+    /// The sentence that says which formats were found, and why.
+    pub(super) fn why(&self) -> String {
+        self.why.clone()
+    }
+
+    /// The first row of each format that is a row of it.
+    pub(super) fn first_good_rows<'a>(&self, rows: &'a [RawRow]) -> Vec<&'a RawRow> {
+        let mut seen = Vec::new();
+        let mut found = Vec::new();
+        for row in rows {
+            let format = self.of(row);
+            if !seen.contains(&format) && convert(&row.value, format).is_ok() {
+                seen.push(format);
+                found.push(row);
+            }
+        }
+        found
+    }
+}

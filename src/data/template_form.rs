@@ -1,0 +1,300 @@
+//! The form in which a chat template reads messages, and messages in that form.
+//!
+//! Templates differ in what they read: content as text or as a list of parts, the arguments of a call as an object or as
+//! JSON text, a developer's message or none. What a template does not read it passes over without a word. So each template
+//! is rendered a few times with marks in the place of texts: a form is read if the mark comes back. A row that has a form
+//! which the template reads keeps it, as transformers renders it; another form is converted.
+//!
+//! Reasoning has three names. transformers 5 fills `reasoning_content` and `thinking` from whichever is there
+//! (`_alias_reasoning_fields`); here `reasoning` is filled, too.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use super::conversation::{REASONING_KEYS, text_of};
+use super::python;
+use crate::error::Result;
+
+/// A text that no template changes: letters alone.
+pub(super) const MARK: &str = "xqMarkZvwk";
+
+/// A part of a chat that a template may print.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ChatField {
+    /// The content of a message.
+    Content,
+    /// What the assistant thought.
+    Reasoning,
+    /// The calls that the assistant makes.
+    ToolCalls,
+    /// The tools that the assistant may call.
+    Tools,
+}
+
+/// The content forms of a role that a template prints.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct ContentForms {
+    text: bool,
+    parts: bool,
+}
+
+/// The argument forms of a call that a template prints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ArgumentForms {
+    object: bool,
+    text: bool,
+}
+
+/// What a chat template reads.
+#[derive(Debug, Clone)]
+pub(super) struct TemplateForm {
+    content: BTreeMap<&'static str, ContentForms>,
+    arguments: ArgumentForms,
+    reasoning: bool,
+    calls: bool,
+    tools: bool,
+    /// The text with which the template asks the assistant to write, after a user's message.
+    pub(super) prompt: String,
+}
+
+/// Renders messages with tools, with the generation prompt or without; none where the template refuses them.
+pub(super) type RenderProbe<'a> = dyn Fn(&[Value], Option<&Value>, bool) -> Result<Option<String>> + 'a;
+
+impl TemplateForm {
+    /// Finds the forms that a template reads.
+    ///
+    /// # Errors
+    /// Those of `render`: the machine's.
+    pub(super) fn probe(render: &RenderProbe<'_>) -> Result<Self> {
+        let mut content = BTreeMap::new();
+        for role in ["system", "developer", "user", "assistant", "tool"] {
+            let prints = |content: Value| prints_mark(render, &chat_with(role, content));
+            let forms = ContentForms {
+                text: prints(Value::from(MARK))?,
+                parts: prints(json!([{"type": "text", "text": MARK}]))?,
+            };
+            content.insert(role, forms);
+        }
+        let user = [json!({"role": "user", "content": "a"})];
+        let prompt = match (render(&user, None, false)?, render(&user, None, true)?) {
+            (Some(without), Some(with)) => with.strip_prefix(&without).unwrap_or_default().to_owned(),
+            _ => String::new(),
+        };
+        // Parts are what the template reads in every role, or its calls cannot be tried.
+        let mut form = TemplateForm {
+            content,
+            arguments: ArgumentForms { object: false, text: false },
+            reasoning: false,
+            calls: false,
+            tools: false,
+            prompt,
+        };
+        form.arguments = ArgumentForms {
+            object: form.prints_arguments(render, json!({MARK: MARK}))?,
+            text: form.prints_arguments(render, Value::String(json!({MARK: MARK}).to_string()))?,
+        };
+        let messages = form.fit(&calling(MARK, json!({"a": "b"})));
+        form.calls = prints_mark(render, &messages)?;
+        let thought = json!({"role": "assistant", "content": "a", "reasoning_content": MARK});
+        form.reasoning = prints_mark(render, &form.fit(&[user[0].clone(), thought]))?;
+        let tool =
+            json!({"name": MARK, "description": "a", "parameters": {"type": "object", "properties": {}}});
+        let tools = json!([{"type": "function", "function": tool}]);
+        let printed = render(&form.fit(&user), Some(&tools), false)?;
+        form.tools = printed.is_some_and(|printed| printed.contains(MARK));
+        Ok(form)
+    }
+
+    /// Returns whether the template prints a part of messages of `role` at all. Of a role that is not common that is not
+    /// known: yes.
+    pub(super) fn prints_field(&self, role: &str, field: ChatField) -> bool {
+        match field {
+            ChatField::Content => self.prints(role),
+            ChatField::Reasoning => self.reasoning,
+            ChatField::ToolCalls => self.calls,
+            ChatField::Tools => self.tools,
+        }
+    }
+
+    /// Returns whether the arguments of a call come out as JSON: with both its texts, and not as Python writes an object, nor
+    /// as JSON text within JSON text.
+    fn prints_arguments(&self, render: &RenderProbe<'_>, arguments: Value) -> Result<bool> {
+        let messages = self.fitted_content(&calling("a", arguments));
+        let printed = render(&messages, None, false)?.unwrap_or_default();
+        let escaped = format!("\\\"{MARK}");
+        let python = format!("'{MARK}'");
+        Ok(printed.matches(MARK).count() >= 2 && !printed.contains(&escaped) && !printed.contains(&python))
+    }
+
+    /// Returns whether the template prints the text of messages of `role` at all.
+    fn prints(&self, role: &str) -> bool {
+        self.content.get(role).is_none_or(|forms| forms.text || forms.parts)
+    }
+
+    /// Regular messages as the template reads them.
+    pub(super) fn fit(&self, messages: &[Value]) -> Vec<Value> {
+        let mut messages = self.fitted_content(messages);
+        for message in messages.iter_mut().filter_map(Value::as_object_mut) {
+            self.fit_reasoning(message);
+            for call in message.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten() {
+                if let Some(arguments) = call["function"].get_mut("arguments") {
+                    self.fit_arguments(arguments);
+                }
+            }
+        }
+        messages
+    }
+
+    fn fitted_content(&self, messages: &[Value]) -> Vec<Value> {
+        let mut messages = messages.to_vec();
+        for message in &mut messages {
+            // Both say what the assistant has to obey.
+            if message["role"] == "developer" && !self.prints("developer") && self.prints("system") {
+                message["role"] = Value::from("system");
+            }
+            let role = message["role"].as_str().unwrap_or_default();
+            let forms = self.content.get(role).copied().unwrap_or_default();
+            let content = match &message["content"] {
+                Value::Array(_) if !forms.parts => Value::String(text_of(message)),
+                Value::String(text) if !forms.text && forms.parts => {
+                    json!([{"type": "text", "text": text}])
+                }
+                _ => continue,
+            };
+            message["content"] = content;
+        }
+        messages
+    }
+
+    fn fit_reasoning(&self, message: &mut Map<String, Value>) {
+        let Some(reasoning) = message.get("reasoning_content").cloned() else { return };
+        for key in REASONING_KEYS {
+            message.insert(key.to_owned(), reasoning.clone());
+        }
+    }
+
+    fn fit_arguments(&self, arguments: &mut Value) {
+        let ArgumentForms { object, text } = self.arguments;
+        match arguments {
+            Value::String(written) if !text => {
+                if let Ok(parsed @ Value::Object(_)) = serde_json::from_str(written) {
+                    *arguments = parsed;
+                }
+            }
+            Value::Object(_) if !object && text => *arguments = Value::String(python::json_text(arguments)),
+            _ => {}
+        }
+    }
+}
+
+fn prints_mark(render: &RenderProbe<'_>, messages: &[Value]) -> Result<bool> {
+    Ok(render(messages, None, false)?.is_some_and(|printed| printed.contains(MARK)))
+}
+
+/// A call of the function `name`.
+fn call(name: &str, arguments: Value) -> Value {
+    json!({"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}})
+}
+
+/// A chat that ends in a call.
+fn calling(name: &str, arguments: Value) -> [Value; 2] {
+    [
+        json!({"role": "user", "content": "a"}),
+        json!({"role": "assistant", "content": "", "tool_calls": [call(name, arguments)]}),
+    ]
+}
+
+/// The shortest chat in which a message of `role` has its usual place, with `content`.
+fn chat_with(role: &str, content: Value) -> Vec<Value> {
+    // Parts in one role go with parts in the others: a template that walks parts walks them everywhere.
+    let other = match &content {
+        Value::Array(_) => json!([{"type": "text", "text": "a"}]),
+        _ => Value::from("a"),
+    };
+    let user = json!({"role": "user", "content": other});
+    match role {
+        "user" => vec![json!({"role": "user", "content": content})],
+        "assistant" => vec![user, json!({"role": "assistant", "content": content})],
+        "tool" => vec![
+            user,
+            json!({"role": "assistant", "content": "", "tool_calls": [call("a", json!({"a": "b"}))]}),
+            json!({"role": "tool", "name": "a", "tool_call_id": "call00000", "content": content}),
+        ],
+        role => vec![json!({"role": role, "content": content}), user],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::ChatTemplate;
+    use crate::data::template::TemplateInputs;
+
+    fn form(template: &str) -> TemplateForm {
+        let template = ChatTemplate::from_text(template, &[]).unwrap();
+        let render = |messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool| {
+            let inputs = TemplateInputs { tools, add_generation_prompt, options: None };
+            Ok(template.render(messages, &inputs).ok().map(|rendered| rendered.text))
+        };
+        TemplateForm::probe(&render).unwrap()
+    }
+
+    #[test]
+    fn content_has_the_form_that_is_read() {
+        let rows = [
+            json!({"role": "user", "content": "t"}),
+            json!({"role": "user", "content": [{"type": "text", "text": "t"}]}),
+        ];
+        let text = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}";
+        let parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}";
+        let both = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}";
+        let is_parts = |template: &str| -> Vec<bool> {
+            form(template).fit(&rows).iter().map(|message| message["content"].is_array()).collect()
+        };
+        assert_eq!(is_parts(text), [false, false]);
+        assert_eq!(is_parts(parts), [true, true]);
+        assert_eq!(is_parts(both), [false, true]);
+    }
+
+    #[test]
+    fn arguments_have_the_form_that_is_read() {
+        let calls = |arguments: Value| json!({"role": "assistant", "content": "", "tool_calls": [call("f", arguments)]});
+        let rows = [calls(json!({"a": "b"})), calls(json!("{\"a\": \"b\"}"))];
+        let template = |printed: &str| {
+            format!(
+                "{{% for m in messages %}}{{% for c in m.tool_calls or [] %}}{printed}{{% endfor %}}{{% endfor %}}"
+            )
+        };
+        let texts = |printed: &str| -> Vec<bool> {
+            let fitted = form(&template(printed)).fit(&rows);
+            fitted.iter().map(|m| m["tool_calls"][0]["function"]["arguments"].is_string()).collect()
+        };
+        assert_eq!(texts("{{ '' + c.function.arguments }}"), [true, true]);
+        assert_eq!(texts("{{ c.function.arguments }}"), [true, true]);
+        assert_eq!(texts("{{ c.function.arguments | tojson }}"), [false, false]);
+        assert_eq!(
+            texts("{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}"),
+            [false, false]
+        );
+        let either =
+            "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}";
+        assert_eq!(texts(either), [false, true]);
+    }
+
+    #[test]
+    fn a_developer_speaks_as_the_system_where_only_that_is_read() {
+        let row = [json!({"role": "developer", "content": "d"})];
+        let role = |template: &str| form(template).fit(&row)[0]["role"].clone();
+        let system =
+            "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }}{% endif %}{% endfor %}";
+        assert_eq!(role(system), "system");
+        assert_eq!(role("{% for m in messages %}{{ m.content }}{% endfor %}"), "developer");
+    }
+
+    #[test]
+    fn the_prompt_is_what_asks_the_assistant() {
+        let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+        assert_eq!(form(template).prompt, "<assistant>");
+    }
+}
