@@ -2,34 +2,33 @@
 
 use std::collections::HashSet;
 use std::io::Read;
-use std::path::Path;
-use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
 use super::expansion::{ExpansionBounds, row_bytes};
-use super::raw_rows::{DataFile, RawRow};
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
-use crate::error::input_file;
+use super::raw_rows::{DataFile, RawRow, TextFile};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, csv_delimiters};
 use crate::error::{Error, Result};
 
 /// More columns than any table of rows to train on has; each costs every row a text.
 const MAX_COLUMNS: usize = 4096;
 
-/// Reads a table with a header line.
-pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Result<()> {
-    let opened = input_file::open("read the data file", file)?;
-    let bytes = opened.metadata().map_err(|e| Error::io("read the data file", file, &e))?.len();
+/// Reads a table with a header line, whose name promises `delimiter`.
+pub(super) fn csv(text: &TextFile<'_>, delimiter: u8, source: &mut DataFile) -> Result<()> {
+    let file = &text.file;
+    let bytes = csv_delimiters::with_line_feeds(&text.bytes);
+    let table = csv_delimiters::find(&bytes, delimiter);
+    if let Some(note) = &table.note {
+        source.notes.push(format!("{} {note}", file.display()));
+    }
+    let delimiter = table.delimiter;
     // Every row holds the names of all columns.
-    let mut bounds = ExpansionBounds::of(bytes);
-    let opened = QuoteWatch::new(opened, delimiter);
+    let mut bounds = ExpansionBounds::of(text.file_bytes);
+    let opened = QuoteWatch::new(&bytes[table.start..], delimiter);
     let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(opened);
     let cannot =
         |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
-    let failed = |e: csv::Error| match e.kind() {
-        csv::ErrorKind::Io(e) => Error::io("read the data file", file, e),
-        _ => cannot(e.to_string()),
-    };
+    let failed = |e: csv::Error| cannot(e.to_string());
     let header = reader.headers().map_err(failed)?.clone();
     if header.len() > MAX_COLUMNS {
         return Err(cannot(format!(
@@ -45,7 +44,7 @@ pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Res
     }
     let mut record = csv::ByteRecord::new();
     while reader.read_byte_record(&mut record).map_err(failed)? {
-        let line = record.position().map_or(0, csv::Position::line);
+        let line = table.lines_before + record.position().map_or(0, csv::Position::line);
         let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
         match fields(&names, &record) {
             Ok(value) => {
@@ -60,7 +59,8 @@ pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Res
     match reader.get_ref().unclosed() {
         None => Ok(()),
         Some(line) => Err(cannot(format!(
-            "the quoted field that begins on line {line} does not end: all after it would be part of it"
+            "the quoted field that begins on line {} does not end: all after it would be part of it",
+            table.lines_before + line
         ))
         .hint("close the quote; a quote inside of a quoted field is written twice")),
     }

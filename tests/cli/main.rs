@@ -31,6 +31,7 @@ mod bounds;
 mod changes_on_resume;
 mod cli;
 mod cli_runs;
+mod data_files;
 mod device_failure;
 mod divergence;
 mod docs;
