@@ -69,7 +69,9 @@ impl ArrowRows {
         self.bounds.check_rows(self.rows)?;
         let schema = batch.schema();
         for index in 0..batch.num_rows() {
-            emit(RowMaker::default().row(|maker| columns_at(maker, schema.fields(), batch.columns(), index)))?;
+            emit(
+                RowMaker::default().row(|maker| columns_at(maker, schema.fields(), batch.columns(), index)),
+            )?;
         }
         Ok(())
     }

@@ -2,10 +2,11 @@
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::{
-    Date32Type, Date64Type, Decimal32Type, Decimal64Type, Decimal128Type, Decimal256Type, Float16Type, Float32Type,
-    Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, Time32MillisecondType, Time32SecondType,
-    Time64MicrosecondType, Time64NanosecondType, TimestampMicrosecondType, TimestampMillisecondType,
-    TimestampNanosecondType, TimestampSecondType, UInt8Type, UInt16Type, UInt32Type, UInt64Type,
+    Date32Type, Date64Type, Decimal32Type, Decimal64Type, Decimal128Type, Decimal256Type, Float16Type,
+    Float32Type, Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, Time32MillisecondType,
+    Time32SecondType, Time64MicrosecondType, Time64NanosecondType, TimestampMicrosecondType,
+    TimestampMillisecondType, TimestampNanosecondType, TimestampSecondType, UInt8Type, UInt16Type,
+    UInt32Type, UInt64Type,
 };
 use arrow_array::{Array, ArrayRef};
 use arrow_schema::{DataType, Field, FieldRef, Fields, TimeUnit};
@@ -66,7 +67,9 @@ fn value_at(maker: &mut RowMaker, field: &Field, array: &dyn Array, index: usize
                 Some(key) if (key as usize) < dictionary.values().len() => {
                     value_at(maker, field, dictionary.values(), key as usize)?
                 }
-                _ => return Err(format!("the column {:?} has a key that its dictionary lacks", field.name())),
+                _ => {
+                    return Err(format!("the column {:?} has a key that its dictionary lacks", field.name()));
+                }
             }
         }
         _ => match integer(array, index) {
@@ -134,14 +137,18 @@ fn plain_text(array: &dyn Array, index: usize) -> Option<String> {
         DataType::Decimal64(_, _) => array.as_primitive::<Decimal64Type>().value_as_string(index),
         DataType::Decimal128(_, _) => array.as_primitive::<Decimal128Type>().value_as_string(index),
         DataType::Decimal256(_, _) => array.as_primitive::<Decimal256Type>().value_as_string(index),
-        DataType::Date32 => stamp(i64::from(array.as_primitive::<Date32Type>().value(index)) * 86_400, 1, DAY),
+        DataType::Date32 => {
+            stamp(i64::from(array.as_primitive::<Date32Type>().value(index)) * 86_400, 1, DAY)
+        }
         DataType::Date64 => stamp(array.as_primitive::<Date64Type>().value(index), 1000, DAY),
         DataType::Timestamp(TimeUnit::Second, _) => {
             stamp(array.as_primitive::<TimestampSecondType>().value(index), 1, "%Y-%m-%d %H:%M:%S %:z")
         }
-        DataType::Timestamp(TimeUnit::Millisecond, _) => {
-            stamp(array.as_primitive::<TimestampMillisecondType>().value(index), 1000, "%Y-%m-%d %H:%M:%S%.3f %:z")
-        }
+        DataType::Timestamp(TimeUnit::Millisecond, _) => stamp(
+            array.as_primitive::<TimestampMillisecondType>().value(index),
+            1000,
+            "%Y-%m-%d %H:%M:%S%.3f %:z",
+        ),
         DataType::Timestamp(TimeUnit::Microsecond, _) => stamp(
             array.as_primitive::<TimestampMicrosecondType>().value(index),
             1_000_000,

@@ -80,12 +80,7 @@ pub(super) fn read_file(path: &Path, source: &mut DataFile) -> Result<()> {
     if let Some(packing) = Packing::of(&head) {
         return read_packed(&file, opened, file_bytes, (packing, kind), source);
     }
-    let table = TableKind::of(&head).or(match kind {
-        // A stream of Arrow has no magic number; a broken file is best described by its own reader.
-        FileKind::Table(table) if !is_json(&head) => Some(table),
-        _ => None,
-    });
-    if let Some(table) = table {
+    if let Some(table) = TableKind::of(&head) {
         if kind != FileKind::Table(table) {
             source.notes.push(format!("{} is {}, by its first bytes", path.display(), table.name()));
         }
@@ -93,6 +88,12 @@ pub(super) fn read_file(path: &Path, source: &mut DataFile) -> Result<()> {
     }
     if let Some(other) = OtherFile::of(&head) {
         return Err(other.refused(path));
+    }
+    if let FileKind::Table(table) = kind
+        && !is_json(&head)
+    {
+        // A stream of Arrow has no magic number, and a broken file is best described by its own reader.
+        return table_rows::read(&file, opened, table, source);
     }
     if matches!(extension(path).as_deref(), Some("gz" | "zst")) && !head.is_empty() {
         source.notes.push(format!("{} is not packed, though its name says so", path.display()));
@@ -154,7 +155,9 @@ fn read_text(
         FileKind::Text => {
             if begins_with_row(&text.bytes) {
                 let file = file.display();
-                source.notes.push(format!("{file} is read as text; name it .jsonl to read its lines as rows of JSON"));
+                source.notes.push(format!(
+                    "{file} is read as text; name it .jsonl to read its lines as rows of JSON"
+                ));
             }
             document(text, source);
             Ok(())
@@ -185,7 +188,8 @@ fn is_json(head: &[u8]) -> bool {
 
 /// Whether the first line is an object of JSON.
 fn begins_with_row(bytes: &[u8]) -> bool {
-    let line = bytes.trim_ascii_start().split(|byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();
+    let line =
+        bytes.trim_ascii_start().split(|byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();
     line.starts_with(b"{") && python_json::is_json(line)
 }
 

@@ -1,7 +1,5 @@
 //! The delimiter of a table in text: the one its name promises, unless the header shows another.
 
-use std::borrow::Cow;
-
 /// Delimiters that programs write; Excel writes `;` where the comma is the decimal sign.
 const KNOWN: [u8; 4] = [b',', b';', b'\t', b'|'];
 /// Records that must agree with the header.
@@ -55,14 +53,6 @@ fn counts(bytes: &[u8], delimiter: u8) -> Vec<usize> {
         csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).has_headers(false).from_reader(bytes);
     let records = reader.byte_records().take(LOOKED_AT);
     records.map_while(|record| Some(record.ok()?.len())).collect()
-}
-
-/// `bytes` with line feeds in place of carriage returns, if it has no line feed: lines are counted by these.
-pub(super) fn with_line_feeds(bytes: &[u8]) -> Cow<'_, [u8]> {
-    if bytes.contains(&b'\n') || !bytes.contains(&b'\r') {
-        return Cow::Borrowed(bytes);
-    }
-    Cow::Owned(bytes.iter().map(|byte| if *byte == b'\r' { b'\n' } else { *byte }).collect())
 }
 
 #[cfg(test)]

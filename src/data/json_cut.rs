@@ -246,7 +246,8 @@ impl Cutter<'_> {
 
     /// The white space at the beginning of the line that holds the byte `at`.
     fn indent(&self, at: usize) -> usize {
-        let start = self.bytes[..at].iter().rposition(|byte| matches!(byte, b'\n' | b'\r')).map_or(0, |end| end + 1);
+        let start =
+            self.bytes[..at].iter().rposition(|byte| matches!(byte, b'\n' | b'\r')).map_or(0, |end| end + 1);
         self.bytes[start..].iter().take_while(|byte| matches!(byte, b' ' | b'\t')).count()
     }
 
@@ -269,7 +270,9 @@ impl Cutter<'_> {
         let first = self.line;
         if region.in_string {
             let line = first + region.line_ends;
-            return format!("the array that begins on line {first} has a text that does not end on its line, {line}");
+            return format!(
+                "the array that begins on line {first} has a text that does not end on its line, {line}"
+            );
         }
         format!("the array that begins on line {first} does not end")
     }
@@ -294,14 +297,16 @@ mod tests {
     fn values_are_cut_whatever_is_between_them() {
         for (text, parts) in [
             ("{\"a\": 1}\n\n {\"a\": \"}\"} \n", vec![(1, "{\"a\": 1}"), (3, "{\"a\": \"}\"}")]),
-            ("{\"a\": 1}\r{\"a\": 2}\r\r{\"a\": 3}", vec![(1, "{\"a\": 1}"), (2, "{\"a\": 2}"), (4, "{\"a\": 3}")]),
+            (
+                "{\"a\": 1}\r{\"a\": 2}\r\r{\"a\": 3}",
+                vec![(1, "{\"a\": 1}"), (2, "{\"a\": 2}"), (4, "{\"a\": 3}")],
+            ),
             ("{\"a\": 1}\r\n{\"a\": 2}\r\n", vec![(1, "{\"a\": 1}"), (2, "{\"a\": 2}")]),
             ("{\"a\":1}{\"a\":2} {\"a\":3}", vec![(1, "{\"a\":1}"), (1, "{\"a\":2}"), (1, "{\"a\":3}")]),
-            ("{\n \"a\": [\n  {}\n ]\n}{\n\"a\": 2}\n[\n1]\n", vec![
-                (1, "{\n \"a\": [\n  {}\n ]\n}"),
-                (5, "{\n\"a\": 2}"),
-                (7, "[\n1]"),
-            ]),
+            (
+                "{\n \"a\": [\n  {}\n ]\n}{\n\"a\": 2}\n[\n1]\n",
+                vec![(1, "{\n \"a\": [\n  {}\n ]\n}"), (5, "{\n\"a\": 2}"), (7, "[\n1]")],
+            ),
             ("", vec![]),
             (" \n\r\n", vec![]),
         ] {
@@ -313,8 +318,19 @@ mod tests {
     fn a_broken_part_hides_none_of_the_others() {
         let good = "{\"a\": 1}";
         for bad in [
-            "{\"a\": \"1}", "{\"a\": {\"b\": 1", "{\"a\": [1, 2}", "{\"a\": 1}}", "{\"a\": 1} x", "no", "\"a", "3", "[1, 2",
-            "{\"a\" 1}", "}", "{", "{'a': 'it\"s'}",
+            "{\"a\": \"1}",
+            "{\"a\": {\"b\": 1",
+            "{\"a\": [1, 2}",
+            "{\"a\": 1}}",
+            "{\"a\": 1} x",
+            "no",
+            "\"a",
+            "3",
+            "[1, 2",
+            "{\"a\" 1}",
+            "}",
+            "{",
+            "{'a': 'it\"s'}",
         ] {
             for (text, line) in [
                 (format!("{good}\n{bad}\n{good}\n{good}"), 2),
@@ -336,7 +352,10 @@ mod tests {
     fn one_broken_value_is_the_fault_of_its_file() {
         for (text, why) in [
             ("[\n{\"a\": 1},\n{\"a\": 2}", "the array that begins on line 1 does not end"),
-            ("[\n{\"a\": \"1},\n{\"a\": 2}]", "the array that begins on line 1 has a text that does not end on its line, 2"),
+            (
+                "[\n{\"a\": \"1},\n{\"a\": 2}]",
+                "the array that begins on line 1 has a text that does not end on its line, 2",
+            ),
             ("\n{\n\"data\": [\n{\"a\" 1}\n]}", "not JSON: expected `:` at line 4, column 6"),
         ] {
             assert_eq!(cut(text.as_bytes()), Err(why.to_owned()), "{text:?}");

@@ -11,7 +11,9 @@ use serde_json::{Map, Value};
 
 use super::json_cut::{self, JsonPart, line_ends, trimmed};
 use super::raw_rows::{DataFile, RawRow, TextFile};
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, expansion, python_json, text_encoding, unusable};
+use super::{
+    BadRow, Origin, RowFault, RowFaultKind, RowOrigin, expansion, python_json, text_encoding, unusable,
+};
 use crate::error::{Error, Result};
 
 /// Keys that hold arrays inside a row: an object with one of them is a row, not a holder of rows.
@@ -101,7 +103,9 @@ fn elements(bytes: &[u8], part: &JsonPart) -> Option<Vec<JsonPart>> {
 /// Refuses rows that outgrow the packed file that they come from.
 fn within_bounds(text: &TextFile<'_>, parts: &[JsonPart]) -> Result<(), String> {
     let Some(mut bounds) = text.packed.clone() else { return Ok(()) };
-    parts.iter().try_for_each(|part| bounds.count(expansion::json_text_bytes(&text.bytes[part.range.clone()])))
+    parts
+        .iter()
+        .try_for_each(|part| bounds.count(expansion::json_text_bytes(&text.bytes[part.range.clone()])))
 }
 
 fn take(parsed: Vec<Result<RawRow, BadRow>>, source: &mut DataFile) {
@@ -116,10 +120,8 @@ fn take(parsed: Vec<Result<RawRow, BadRow>>, source: &mut DataFile) {
 /// The row of an object, or why it cannot be used; the error is that `part` is no object.
 fn parse_row(text: &TextFile<'_>, part: &JsonPart) -> Result<Result<RawRow, BadRow>, BadRow> {
     let origin = Origin { file: text.file.clone(), place: RowOrigin::Line(part.line) };
-    let bad = |why: String| BadRow {
-        origin: origin.clone(),
-        fault: RowFault::new(RowFaultKind::Unreadable, why),
-    };
+    let bad =
+        |why: String| BadRow { origin: origin.clone(), fault: RowFault::new(RowFaultKind::Unreadable, why) };
     let bytes = &text.bytes[part.range.clone()];
     let parsed = match python_json::parse(bytes) {
         Ok(parsed) => parsed,

@@ -166,7 +166,8 @@ pub(super) fn is_binary(head: &[u8]) -> bool {
 
 /// The error of a file whose name promises no container that is read.
 pub(super) fn refused_name(path: &Path) -> Error {
-    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();
+    let extension =
+        path.extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();
     let inner = path.with_extension("");
     let inner = inner.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     let is_packed = ["gz", "zst"].contains(&extension.as_str());

@@ -62,7 +62,11 @@ fn readable_codecs(metadata: &ParquetMetaData) -> Result<(), String> {
     }
 }
 
-fn object(maker: &mut RowMaker, record: &Record, schema: Option<&Type>) -> Result<Map<String, Value>, String> {
+fn object(
+    maker: &mut RowMaker,
+    record: &Record,
+    schema: Option<&Type>,
+) -> Result<Map<String, Value>, String> {
     let member = |name: &str| {
         let fields = schema.filter(|schema| schema.is_group())?.get_fields();
         fields.iter().find(|field| field.name() == name).map(|field| &**field)
@@ -121,7 +125,9 @@ fn json(maker: &mut RowMaker, field: &Field, schema: Option<&Type>) -> Result<Va
         }
         // The crate gives up the file over a date that no calendar has.
         Field::Date(days) if moment(i64::from(*days) * 86_400, 0, "%Y").is_none() => Value::from(*days),
-        Field::TimestampMillis(value) if moment(value.div_euclid(1000), 0, "%Y").is_none() => Value::from(*value),
+        Field::TimestampMillis(value) if moment(value.div_euclid(1000), 0, "%Y").is_none() => {
+            Value::from(*value)
+        }
         Field::TimestampMicros(value) if moment(value.div_euclid(1_000_000), 0, "%Y").is_none() => {
             Value::from(*value)
         }

@@ -92,11 +92,8 @@ enum Token {
 
 /// The length of the token at the beginning of `rest`, which is not empty, and its kind.
 fn token(rest: &[u8]) -> (usize, Token) {
-    const NAMES: [(&[u8], Unusable); 3] = [
-        (b"NaN", Unusable::Nan),
-        (b"Infinity", Unusable::Infinity),
-        (b"-Infinity", Unusable::MinusInfinity),
-    ];
+    const NAMES: [(&[u8], Unusable); 3] =
+        [(b"NaN", Unusable::Nan), (b"Infinity", Unusable::Infinity), (b"-Infinity", Unusable::MinusInfinity)];
     if let Some((name, kind)) = NAMES.into_iter().find(|(name, _)| rest.starts_with(name)) {
         return (name.len(), Token::NotFinite(kind));
     }
@@ -178,12 +175,27 @@ mod tests {
         let marked = |kind: Unusable| kind.mark();
         for (text, expected) in [
             (r#"{"a": NaN}"#, serde_json::json!({"a": marked(Unusable::Nan)})),
-            (r#"[Infinity,-Infinity]"#, serde_json::json!([marked(Unusable::Infinity), marked(Unusable::MinusInfinity)])),
-            (r#"[1e999, -1e999, 5]"#, serde_json::json!([marked(Unusable::Infinity), marked(Unusable::MinusInfinity), 5])),
-            (r#"{"a": "NaN \" NaN", "b": NaN}"#, serde_json::json!({"a": "NaN \" NaN", "b": marked(Unusable::Nan)})),
+            (
+                r#"[Infinity,-Infinity]"#,
+                serde_json::json!([marked(Unusable::Infinity), marked(Unusable::MinusInfinity)]),
+            ),
+            (
+                r#"[1e999, -1e999, 5]"#,
+                serde_json::json!([marked(Unusable::Infinity), marked(Unusable::MinusInfinity), 5]),
+            ),
+            (
+                r#"{"a": "NaN \" NaN", "b": NaN}"#,
+                serde_json::json!({"a": "NaN \" NaN", "b": marked(Unusable::Nan)}),
+            ),
             (r#"["x\ud83dy"]"#, serde_json::json!([format!("x{}y", marked(Unusable::HalfPair))])),
-            (r#"["\ud83d\ud83d\ude00\\ud83d"]"#, serde_json::json!([format!("{}😀\\ud83d", marked(Unusable::HalfPair))])),
-            (r#"{"a": 1, "a": 2, "b": 123456789012345678901234567890}"#, serde_json::json!({"a": 2, "b": 1.2345678901234568e29})),
+            (
+                r#"["\ud83d\ud83d\ude00\\ud83d"]"#,
+                serde_json::json!([format!("{}😀\\ud83d", marked(Unusable::HalfPair))]),
+            ),
+            (
+                r#"{"a": 1, "a": 2, "b": 123456789012345678901234567890}"#,
+                serde_json::json!({"a": 2, "b": 1.2345678901234568e29}),
+            ),
         ] {
             assert_eq!(parse(text.as_bytes()).unwrap().value, expected, "{text}");
             assert!(is_json(text.as_bytes()), "{text}");
@@ -196,7 +208,8 @@ mod tests {
             (r#"{"a": NaNs}"#, 10),
             (r#"{"a": Infinity, "b" 2}"#, 21),
             (r#"["\ud83d", x]"#, 12),
-            (r#"[NaN, "\u{FDD0}"#, 10),
+            ("[NaN, \"\u{FDD0}\"]", 2),
+            (r#"[NaN, "\uFDD0"]"#, 2),
             (r#"[--Infinity]"#, 3),
             ("[NaN, \"\\", 8),
         ] {

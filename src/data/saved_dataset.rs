@@ -25,7 +25,9 @@ pub(super) fn files(folder: &Path) -> Result<Option<Vec<PathBuf>>> {
         Err(_) => return Ok(None),
     };
     let Some(Value::Array(files)) = state.get("_data_files") else { return Ok(None) };
-    let cannot = |why: String| Error::user(format!("cannot read the saved data set {}", folder.display())).because(why);
+    let cannot = |why: String| {
+        Error::user(format!("cannot read the saved data set {}", folder.display())).because(why)
+    };
     let is_list = |key: &str| state.get(key).and_then(Value::as_array).is_some_and(|list| !list.is_empty());
     if is_list("_indices_data_files") {
         return Err(cannot("an old version of datasets saved it with a list of the rows to take".to_owned()).hint(format!(
@@ -41,7 +43,9 @@ pub(super) fn files(folder: &Path) -> Result<Option<Vec<PathBuf>>> {
             return Err(cannot(format!("{STATE} names the file {name:?}, which is no name of a file in it")));
         }
         if !file.exists() {
-            return Err(cannot(format!("{STATE} names {name}, which does not exist")).hint("copy the whole folder"));
+            return Err(
+                cannot(format!("{STATE} names {name}, which does not exist")).hint("copy the whole folder")
+            );
         }
         found.push(file);
     }

@@ -10,8 +10,8 @@ use std::collections::{HashSet, VecDeque};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-pub use super::raw_rows::{DataFile, RawRow};
 use super::container::{ACCEPTED, FileKind, read_file};
+pub use super::raw_rows::{DataFile, RawRow};
 use super::saved_dataset;
 use crate::error::{Error, Result};
 use crate::runtime::machine::host_memory;
@@ -117,7 +117,9 @@ impl FoundFiles {
                 } else {
                     self.list(&path, depth + 1)?;
                 }
-            } else if FileKind::of(&path).is_some() && !describes_a_data_set(name) && !saved_dataset::is_cached(name)
+            } else if FileKind::of(&path).is_some()
+                && !describes_a_data_set(name)
+                && !saved_dataset::is_cached(name)
             {
                 self.files.push(path);
             }

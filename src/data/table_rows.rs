@@ -216,7 +216,10 @@ pub(super) struct RowMaker {
 
 impl RowMaker {
     /// The row of the columns `fields`.
-    pub(super) fn row(mut self, make: impl FnOnce(&mut Self) -> Result<Map<String, Value>, String>) -> TableRow {
+    pub(super) fn row(
+        mut self,
+        make: impl FnOnce(&mut Self) -> Result<Map<String, Value>, String>,
+    ) -> TableRow {
         let row = make(&mut self)?;
         if self.has_marks { unusable::settle(row) } else { Ok(row) }
     }

@@ -16,7 +16,8 @@ const BY_CHANCE: usize = 10;
 /// # Errors
 /// `file` is in an encoding that is not read, or is no text.
 pub(super) fn utf8<'a>(file: &Path, bytes: &'a [u8]) -> Result<(Cow<'a, [u8]>, Option<&'static str>)> {
-    let cannot = |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
+    let cannot =
+        |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
     let convert = |from: &str| {
         let name = file.file_name().unwrap_or_default().display().to_string();
         format!("convert it: iconv -f {from} -t UTF-8 {name} > utf8-{name}")
@@ -40,7 +41,9 @@ pub(super) fn utf8<'a>(file: &Path, bytes: &'a [u8]) -> Result<(Cow<'a, [u8]>, O
                 ))),
             };
         }
-        Some((_, name)) => return Err(cannot(format!("it is {name} text; accepted: UTF-8, UTF-16")).hint(convert(name))),
+        Some((_, name)) => {
+            return Err(cannot(format!("it is {name} text; accepted: UTF-8, UTF-16")).hint(convert(name)));
+        }
         None => bytes,
     };
     match guess(text) {
@@ -117,14 +120,21 @@ fn guess(bytes: &[u8]) -> Option<EncodingGuess> {
 /// UTF-16 or UTF-32 without a byte order mark has zeros in every ASCII character; other files with many zeros are no text.
 fn guess_wide(bytes: &[u8]) -> Option<EncodingGuess> {
     let head = &bytes[..bytes.len().min(1 << 16)];
-    let zeros = |from: usize, step: usize| head.iter().skip(from).step_by(step).filter(|byte| **byte == 0).count();
+    let zeros =
+        |from: usize, step: usize| head.iter().skip(from).step_by(step).filter(|byte| **byte == 0).count();
     let all = zeros(0, 1);
     if all * 20 < head.len() || all == 0 {
         return None;
     }
     let (even, odd) = (zeros(0, 2), zeros(1, 2));
     let name = match () {
-        () if all * 10 > head.len() * 7 => if head[0] == 0 { "UTF-32BE" } else { "UTF-32LE" },
+        () if all * 10 > head.len() * 7 => {
+            if head[0] == 0 {
+                "UTF-32BE"
+            } else {
+                "UTF-32LE"
+            }
+        }
         () if odd > 9 * even => "UTF-16LE",
         () if even > 9 * odd => "UTF-16BE",
         () => {

@@ -129,7 +129,7 @@ mod tests {
     }
 
     fn gzip(bytes: &[u8]) -> Vec<u8> {
-        let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
         packed.write_all(bytes).unwrap();
         packed.finish().unwrap()
     }
@@ -149,7 +149,8 @@ mod tests {
 
     #[test]
     fn damaged_streams_are_one_error() {
-        let text: Vec<u8> = (0..20_000_u32).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+        let text: Vec<u8> =
+            (0..20_000_u32).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
         for (packing, whole) in
             [(Packing::Gzip, gzip(&text)), (Packing::Zstd, zstd::encode_all(&text[..], 1).unwrap())]
         {
@@ -167,11 +168,11 @@ mod tests {
 
     #[test]
     fn bombs_are_refused() {
-        let text = vec![b'a'; 70 << 20];
+        let text = vec![b'a'; 65 << 20];
         for (packing, bytes) in
             [(Packing::Gzip, gzip(&text)), (Packing::Zstd, zstd::encode_all(&text[..], 1).unwrap())]
         {
-            let why = unpacked(packing, &bytes).unwrap_err();
+            let why = unpacked(packing, &bytes).map(|text| text.len()).unwrap_err();
             assert!(why.contains("bytes become more than"), "{why}");
         }
     }

@@ -76,7 +76,9 @@ impl Unusable {
             Unusable::Nan => "is NaN",
             Unusable::Infinity => "is Infinity",
             Unusable::MinusInfinity => "is -Infinity",
-            Unusable::HalfPair => "holds half of a surrogate pair (an escape such as \\ud83d alone), which is no text",
+            Unusable::HalfPair => {
+                "holds half of a surrogate pair (an escape such as \\ud83d alone), which is no text"
+            }
             Unusable::Bytes => "holds bytes that are not UTF-8",
             Unusable::Type => "has a column type that has no form in a row",
         }
@@ -224,8 +226,14 @@ mod tests {
         for (row, why) in [
             (json!({"prompt": "a", "completion": nan}), "`completion` is NaN"),
             (json!({"prompt": half, "completion": "b"}), "`prompt` holds half of a surrogate pair"),
-            (json!({"instruction": "a", "output": "b", "input": bytes}), "`input` holds bytes that are not UTF-8"),
-            (json!({"n": nan, "messages": [{"role": "user", "content": nan}]}), "`messages[0].content` is NaN"),
+            (
+                json!({"instruction": "a", "output": "b", "input": bytes}),
+                "`input` holds bytes that are not UTF-8",
+            ),
+            (
+                json!({"n": nan, "messages": [{"role": "user", "content": nan}]}),
+                "`messages[0].content` is NaN",
+            ),
             (
                 json!({"messages": chat, "tools": [{"name": "f", "parameters": {"maximum": nan}}]}),
                 "`tools[0].parameters.maximum` is NaN",
