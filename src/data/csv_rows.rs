@@ -2,34 +2,33 @@
 
 use std::collections::HashSet;
 use std::io::Read;
-use std::path::Path;
-use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
 use super::expansion::{ExpansionBounds, row_bytes};
-use super::raw_rows::{DataFile, RawRow};
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
-use crate::error::input_file;
+use super::json_cut::line_ends;
+use super::raw_rows::{DataFile, RawRow, TextFile};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, csv_delimiters};
 use crate::error::{Error, Result};
 
 /// More columns than any table of rows to train on has; each costs every row a text.
 const MAX_COLUMNS: usize = 4096;
 
-/// Reads a table with a header line.
-pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Result<()> {
-    let opened = input_file::open("read the data file", file)?;
-    let bytes = opened.metadata().map_err(|e| Error::io("read the data file", file, &e))?.len();
+/// Reads a table with a header line, whose name promises `delimiter`.
+pub(super) fn csv(text: &TextFile<'_>, delimiter: u8, source: &mut DataFile) -> Result<()> {
+    let file = &text.file;
+    let table = csv_delimiters::find(&text.bytes, delimiter);
+    if let Some(note) = &table.note {
+        source.notes.push(format!("{} {note}", file.display()));
+    }
+    let delimiter = table.delimiter;
     // Every row holds the names of all columns.
-    let mut bounds = ExpansionBounds::of(bytes);
-    let opened = QuoteWatch::new(opened, delimiter);
+    let mut bounds = ExpansionBounds::of(text.file_bytes);
+    let opened = QuoteWatch::new(&text.bytes[table.start..], delimiter);
     let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(opened);
     let cannot =
         |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
-    let failed = |e: csv::Error| match e.kind() {
-        csv::ErrorKind::Io(e) => Error::io("read the data file", file, e),
-        _ => cannot(e.to_string()),
-    };
+    let failed = |e: csv::Error| cannot(e.to_string());
     let header = reader.headers().map_err(failed)?.clone();
     if header.len() > MAX_COLUMNS {
         return Err(cannot(format!(
@@ -37,15 +36,16 @@ pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Res
             header.len()
         )));
     }
-    let names: Vec<String> =
-        header.iter().map(|name| name.trim_start_matches('\u{FEFF}').to_owned()).collect();
+    let names: Vec<String> = header.iter().map(str::to_owned).collect();
     let mut seen = HashSet::new();
     if let Some(twice) = names.iter().find(|name| !seen.insert(name.as_str())) {
         return Err(cannot(format!("its header names the column {twice:?} twice")));
     }
     let mut record = csv::ByteRecord::new();
+    let mut place = LineCounter { bytes: &text.bytes, at: table.start, line: 1 + table.lines_before };
     while reader.read_byte_record(&mut record).map_err(failed)? {
-        let line = record.position().map_or(0, csv::Position::line);
+        let start = record.position().map_or(0, csv::Position::byte);
+        let line = place.line_of(table.start + start as usize);
         let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
         match fields(&names, &record) {
             Ok(value) => {
@@ -60,7 +60,8 @@ pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Res
     match reader.get_ref().unclosed() {
         None => Ok(()),
         Some(line) => Err(cannot(format!(
-            "the quoted field that begins on line {line} does not end: all after it would be part of it"
+            "the quoted field that begins on line {} does not end: all after it would be part of it",
+            table.lines_before + line
         ))
         .hint("close the quote; a quote inside of a quoted field is written twice")),
     }
@@ -76,6 +77,24 @@ fn fields(names: &[String], record: &csv::ByteRecord) -> Result<Map<String, Valu
         value.insert(name.clone(), Value::String(text.to_owned()));
     }
     Ok(value)
+}
+
+/// Counts lines up to records that come in order. The crate `csv` counts the line ends of CR LF one record late.
+struct LineCounter<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    line: u64,
+}
+
+impl LineCounter<'_> {
+    /// The line of the record that begins at `start`, or after the line ends there.
+    fn line_of(&mut self, start: usize) -> u64 {
+        let is_end = |byte: &&u8| matches!(byte, b'\n' | b'\r');
+        let begins = start + self.bytes[start..].iter().take_while(is_end).count();
+        self.line += line_ends(&self.bytes[self.at..begins]);
+        self.at = begins;
+        self.line
+    }
 }
 
 /// Where in a table a byte stands, by the rules of the crate `csv`: a quote opens a field at its beginning alone, and
@@ -97,13 +116,13 @@ struct QuoteWatch<R> {
     state: FieldState,
     line: u64,
     opened_on: u64,
-    /// Bytes passed, up to those of a byte order mark, which is no part of the first field.
-    start: usize,
+    /// The byte before was a carriage return, which ends a line together with a line feed.
+    after_return: bool,
 }
 
 impl<R: Read> QuoteWatch<R> {
     fn new(inner: R, delimiter: u8) -> Self {
-        QuoteWatch { inner, delimiter, state: FieldState::Begins, line: 1, opened_on: 1, start: 0 }
+        QuoteWatch { inner, delimiter, state: FieldState::Begins, line: 1, opened_on: 1, after_return: false }
     }
 
     /// The line on which the quoted field begins that is open.
@@ -112,13 +131,8 @@ impl<R: Read> QuoteWatch<R> {
     }
 
     fn pass(&mut self, byte: u8) {
-        const MARK: [u8; 3] = *b"\xEF\xBB\xBF";
-        if MARK.get(self.start) == Some(&byte) {
-            self.start += 1;
-            return;
-        }
-        self.start = MARK.len();
-        self.line += u64::from(byte == b'\n');
+        self.line += u64::from(byte == b'\r' || (byte == b'\n' && !self.after_return));
+        self.after_return = byte == b'\r';
         let ends = byte == self.delimiter || byte == b'\n' || byte == b'\r';
         self.state = match self.state {
             FieldState::Quoted if byte == b'"' => FieldState::Closing,
@@ -154,8 +168,10 @@ mod tests {
             ("a,b\n\"1,2\n3,4\n", Some(2)),
             ("a,b\n1,\"2 \"\" 3\n", Some(2)),
             ("a,b\n1,2\"\n3,4\n", None),
-            ("\u{FEFF}\"a\",b\n\"x\ny\",\"z", Some(3)),
-            ("\u{FEFF}\"a,b\n", Some(1)),
+            ("\"a\",b\n\"x\ny\",\"z", Some(3)),
+            ("\"a\",b\r\n\"x\r\ny\",\"z", Some(3)),
+            ("\"a\",b\r\"x\ry\",\"z", Some(3)),
+            ("\"a,b\n", Some(1)),
             ("a,b\n\"1\"x,\"2\"\"\"\n", None),
         ] {
             let mut watch = QuoteWatch::new(text.as_bytes(), b',');

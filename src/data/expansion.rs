@@ -14,6 +14,7 @@ const MAX_EXPANSION: u64 = 500;
 const ENTRY_BYTES: u64 = 48;
 
 /// Counts the rows of a file.
+#[derive(Debug, Clone)]
 pub(super) struct ExpansionBounds {
     file_bytes: u64,
     rows: u64,
@@ -37,9 +38,21 @@ impl ExpansionBounds {
         self.rows += 1;
         self.bytes = self.bytes.saturating_add(size);
         self.check_rows(self.rows)?;
-        if self.bytes > self.most_bytes {
+        self.check(self.bytes, "rows")
+    }
+
+    /// Refuses more unpacked text than the file may become.
+    ///
+    /// # Errors
+    /// How much it is, and what is accepted.
+    pub(super) fn check_bytes(&self, bytes: u64) -> Result<(), String> {
+        self.check(bytes, "text")
+    }
+
+    fn check(&self, bytes: u64, what: &str) -> Result<(), String> {
+        if bytes > self.most_bytes {
             return Err(format!(
-                "its {} bytes become more than {} bytes of rows; accepted: {MAX_EXPANSION} times its size, as far as there is free memory",
+                "its {} bytes become more than {} bytes of {what}; accepted: {MAX_EXPANSION} times its size, as far as there is free memory",
                 self.file_bytes, self.most_bytes
             ));
         }
@@ -66,6 +79,12 @@ impl ExpansionBounds {
 /// row has names of its own.
 pub(super) fn row_bytes(row: &Map<String, Value>) -> u64 {
     row.iter().map(|(name, value)| ENTRY_BYTES + name.len() as u64 + value_bytes(value)).sum()
+}
+
+/// At most about the memory that the value of this JSON text takes, in bytes.
+pub(super) fn json_text_bytes(text: &[u8]) -> u64 {
+    let entries = 1 + text.iter().filter(|byte| **byte == b',' || **byte == b'[').count() as u64;
+    text.len() as u64 + entries * (ENTRY_BYTES + size_of::<Value>() as u64)
 }
 
 fn value_bytes(value: &Value) -> u64 {

@@ -1,126 +1,114 @@
-//! Rows of JSON files: one object a line, an array of objects, or an object that holds one array of objects.
+//! Rows of JSON files: objects one after the other, an array of objects, or an object that holds one array of objects.
 //!
-//! An array is cut into its elements by a scan that knows strings and brackets only, and each element is parsed by
-//! itself: that gives every row its line, lets one bad element stand alone, and parses in parallel.
+//! The text is cut into its values by a scan that knows strings and brackets only (see [`super::json_cut`]), and each row
+//! is parsed by itself: that gives every row its line, lets one bad row stand alone, and parses in parallel.
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 
 use rayon::prelude::*;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
-use super::raw_rows::{DataFile, RawRow};
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
+use super::json_cut::{self, JsonPart, line_ends, trimmed};
+use super::raw_rows::{DataFile, RawRow, TextFile};
+use super::{
+    BadRow, Origin, RowFault, RowFaultKind, RowOrigin, expansion, python_json, text_encoding, unusable,
+};
 use crate::error::{Error, Result};
 
 /// Keys that hold arrays inside a row: an object with one of them is a row, not a holder of rows.
 const ROW_KEYS: [&str; 7] =
     ["messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected"];
 
-/// One object a line; empty lines are passed over. The first line of `bytes` is line `first` of the file.
-pub(super) fn lines(file: &Arc<Path>, bytes: &[u8], first: u64, source: &mut DataFile) {
-    let parts: Vec<(u64, &[u8])> = bytes
-        .split(|byte| *byte == b'\n')
-        .enumerate()
-        .map(|(index, line)| (first + index as u64, line))
-        .filter(|(_, line)| !line.iter().all(u8::is_ascii_whitespace))
-        .collect();
-    parse(file, &parts, source);
-}
-
-/// A `.json` file in any of the three shapes.
-pub(super) fn json(file: &Arc<Path>, bytes: &[u8], source: &mut DataFile) -> Result<()> {
-    let start = bytes.iter().position(|byte| !byte.is_ascii_whitespace());
-    match start.map(|start| (start, bytes[start])) {
-        None => Ok(()),
-        Some((start, b'[')) => {
-            let end = array(file, bytes, start, source)?;
-            match bytes[end..].iter().position(|byte| !byte.is_ascii_whitespace()) {
-                None => Ok(()),
-                Some(more) => {
-                    let line = line_of(bytes, end + more);
-                    Err(unreadable(file, &format!("something follows its array, on line {line}")))
-                }
-            }
+/// Reads the rows of a text of JSON.
+///
+/// # Errors
+/// The text is one value that is broken, or rows of a packed file become larger than it may.
+pub(super) fn rows(text: &TextFile<'_>, source: &mut DataFile) -> Result<()> {
+    let unreadable = |why: String| unreadable(&text.file, &why);
+    let bytes = &text.bytes[..];
+    let lines = json_cut::lines(bytes);
+    within_bounds(text, &lines).map_err(unreadable)?;
+    // One object a line, as nearly every file is.
+    if lines.len() > 1 {
+        let parsed: Option<Vec<_>> = lines.par_iter().map(|part| parse_row(text, part).ok()).collect();
+        if let Some(parsed) = parsed {
+            take(parsed, source);
+            return Ok(());
         }
-        Some((start, b'{')) => object(file, bytes, start, source),
-        Some((_, found)) => Err(unreadable(
-            file,
-            &format!("it begins with {:?}; a JSON array or object is needed", char::from(found)),
-        )),
     }
-}
-
-fn object(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut DataFile) -> Result<()> {
-    let mut values = serde_json::Deserializer::from_slice(bytes).into_iter::<Value>();
-    let first = match values.next() {
-        Some(Ok(Value::Object(first))) => first,
-        Some(Err(e)) if !e.is_eof() && bytes[start..].contains(&b'\n') => {
-            // Not one object; perhaps lines, of which the first is broken.
-            return match e.line() {
-                1 => {
-                    lines(file, bytes, 1, source);
-                    Ok(())
-                }
-                _ => Err(unreadable(file, &e.to_string())),
-            };
-        }
-        Some(Err(e)) => return Err(unreadable(file, &e.to_string())),
-        _ => return Ok(()),
+    drop(lines);
+    let values = json_cut::cut(bytes).map_err(unreadable)?;
+    let parts = match &values[..] {
+        [one] if bytes[one.range.start] == b'{' => held_rows(text, one).map_err(unreadable)?,
+        [one] => elements(bytes, one).unwrap_or_else(|| vec![one.clone()]),
+        _ => values.iter().flat_map(|value| rows_of_value(bytes, value)).collect(),
     };
-    if !bytes[values.byte_offset()..].iter().all(u8::is_ascii_whitespace) {
-        lines(file, bytes, 1, source);
-        return Ok(());
+    drop(values);
+    within_bounds(text, &parts).map_err(unreadable)?;
+    let parsed = parts.par_iter().map(|part| parse_row(text, part).unwrap_or_else(Err)).collect();
+    take(parsed, source);
+    Ok(())
+}
+
+/// A value of several: an array of objects gives a row for each of these.
+fn rows_of_value(bytes: &[u8], value: &JsonPart) -> Vec<JsonPart> {
+    let is_object = |part: &JsonPart| bytes[part.range.clone()].first() == Some(&b'{');
+    match elements(bytes, value) {
+        Some(rows) if rows.first().is_some_and(is_object) => rows,
+        _ => vec![value.clone()],
     }
-    let is_row = ROW_KEYS.iter().any(|key| first.contains_key(*key));
+}
+
+/// The rows of a file that is one object: that object, or those of the one array of objects that it holds.
+fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, String> {
+    let bytes = &text.bytes[..];
+    let Ok(parsed) = python_json::parse(&bytes[one.range.clone()]) else { return Ok(vec![one.clone()]) };
+    let Value::Object(object) = parsed.value else { return Ok(vec![one.clone()]) };
+    if ROW_KEYS.iter().any(|key| object.contains_key(*key)) {
+        return Ok(vec![one.clone()]);
+    }
     let holds_rows = |value: &Value| matches!(value, Value::Array(list) if list.iter().any(Value::is_object));
     let holders: Vec<usize> =
-        first.values().enumerate().filter(|(_, value)| holds_rows(value)).map(|(index, _)| index).collect();
+        object.values().enumerate().filter(|(_, value)| holds_rows(value)).map(|(index, _)| index).collect();
     match holders[..] {
-        [holder] if !is_row => match member_starts(bytes, start).get(holder) {
-            Some(&at) => array(file, bytes, at, source).map(|_| ()),
-            None => Err(unreadable(file, "a key stands twice in its object")),
-        },
-        [] | [_] => {
-            let origin = Origin { file: file.clone(), place: RowOrigin::Line(line_of(bytes, start)) };
-            source.rows.push(RawRow { value: first, origin, document: false });
-            Ok(())
+        [] => Ok(vec![one.clone()]),
+        [holder] => {
+            let starts = member_starts(bytes, one.range.start);
+            // A key that stands twice moves the places of all after it.
+            let start = starts.get(holder).filter(|_| starts.len() == object.len());
+            let start = *start.ok_or("a key stands twice in the object that holds its rows")?;
+            let line = one.line + line_ends(&bytes[one.range.start..start]);
+            elements(bytes, &JsonPart { line, range: start..one.range.end })
+                .ok_or_else(|| format!("the array that begins on line {line} does not end"))
         }
-        _ if is_row => {
-            let origin = Origin { file: file.clone(), place: RowOrigin::Line(line_of(bytes, start)) };
-            source.rows.push(RawRow { value: first, origin, document: false });
-            Ok(())
-        }
-        _ => Err(unreadable(
-            file,
-            &format!("its object holds {} arrays of objects; one is needed", holders.len()),
-        )),
+        _ => Err(format!("its object holds {} arrays of objects; one is needed", holders.len())),
     }
 }
 
-/// Reads the array that begins at `start`; returns where it ends.
-fn array(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut DataFile) -> Result<usize> {
-    let (elements, end) = elements(bytes, start).ok_or_else(|| {
-        unreadable(file, &format!("the array that begins on line {} does not end", line_of(bytes, start)))
-    })?;
-    let mut line = 1;
-    let mut counted = 0;
-    let parts: Vec<(u64, &[u8])> = elements
-        .into_iter()
-        .map(|range| {
-            line += newlines(&bytes[counted..range.start]);
-            counted = range.start;
-            (line, &bytes[range])
-        })
-        .collect();
-    parse(file, &parts, source);
-    Ok(end)
+/// The elements of the array with which `part` begins; none where it begins with none.
+fn elements(bytes: &[u8], part: &JsonPart) -> Option<Vec<JsonPart>> {
+    if bytes[part.range.start] != b'[' {
+        return None;
+    }
+    let (mut line, mut counted) = (part.line, part.range.start);
+    let place = |range: Range<usize>| {
+        line += line_ends(&bytes[counted..range.start]);
+        counted = range.start;
+        JsonPart { line, range }
+    };
+    Some(element_ranges(bytes, part.range.start)?.into_iter().map(place).collect())
 }
 
-fn parse(file: &Arc<Path>, parts: &[(u64, &[u8])], source: &mut DataFile) {
-    let parsed: Vec<Result<RawRow, BadRow>> =
-        parts.par_iter().map(|(line, bytes)| parse_row(file, *line, bytes)).collect();
+/// Refuses rows that outgrow the packed file that they come from.
+fn within_bounds(text: &TextFile<'_>, parts: &[JsonPart]) -> Result<(), String> {
+    let Some(mut bounds) = text.packed.clone() else { return Ok(()) };
+    parts
+        .iter()
+        .try_for_each(|part| bounds.count(expansion::json_text_bytes(&text.bytes[part.range.clone()])))
+}
+
+fn take(parsed: Vec<Result<RawRow, BadRow>>, source: &mut DataFile) {
     for row in parsed {
         match row {
             Ok(row) => source.rows.push(row),
@@ -129,21 +117,36 @@ fn parse(file: &Arc<Path>, parts: &[(u64, &[u8])], source: &mut DataFile) {
     }
 }
 
-fn parse_row(file: &Arc<Path>, line: u64, bytes: &[u8]) -> Result<RawRow, BadRow> {
-    let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
-    let why = match serde_json::from_slice(bytes) {
-        Ok(Value::Object(value)) => return Ok(RawRow { value, origin, document: false }),
-        Ok(other) => format!("the row is {}; an object is needed", json_type(&other)),
-        Err(e) => {
-            // The line it names is counted from the row's own beginning.
-            let text = e.to_string();
-            match text.rsplit_once(" at line ") {
-                Some((reason, _)) if e.line() <= 1 => format!("not JSON: {reason} at column {}", e.column()),
-                _ => format!("not JSON: {text}, counted from the row's first line"),
-            }
-        }
+/// The row of an object, or why it cannot be used; the error is that `part` is no object.
+fn parse_row(text: &TextFile<'_>, part: &JsonPart) -> Result<Result<RawRow, BadRow>, BadRow> {
+    let origin = Origin { file: text.file.clone(), place: RowOrigin::Line(part.line) };
+    let bad =
+        |why: String| BadRow { origin: origin.clone(), fault: RowFault::new(RowFaultKind::Unreadable, why) };
+    let bytes = &text.bytes[part.range.clone()];
+    let parsed = match python_json::parse(bytes) {
+        Ok(parsed) => parsed,
+        Err(error) => return Err(bad(why_unreadable(bytes, &error, part.line))),
     };
-    Err(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) })
+    let Value::Object(value) = parsed.value else {
+        return Err(bad(format!("the row is {}; an object is needed", json_type(&parsed.value))));
+    };
+    let settled: Result<Map<String, Value>, String> =
+        if parsed.has_marks { unusable::settle(value) } else { Ok(value) };
+    Ok(match settled {
+        Ok(value) => Ok(RawRow { value, origin, document: false }),
+        Err(why) => Err(bad(why)),
+    })
+}
+
+fn why_unreadable(bytes: &[u8], error: &serde_json::Error, line: u64) -> String {
+    match std::str::from_utf8(bytes) {
+        Ok(_) => python_json::placed(error, line),
+        Err(found) => {
+            let at = found.valid_up_to();
+            let (likely, _) = text_encoding::narrow(bytes);
+            format!("not UTF-8: its byte {} is 0x{:02X}, perhaps of {likely}", at + 1, bytes[at])
+        }
+    }
 }
 
 /// What a value is, for messages.
@@ -185,8 +188,8 @@ fn walk(bytes: &[u8], start: usize, mut visit: impl FnMut(usize, u8, usize) -> b
     }
 }
 
-/// The byte ranges of the elements of the array that begins at `start`, and where it ends; `None` when it does not.
-fn elements(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usize)> {
+/// The byte ranges of the elements of the array that begins at `start`; `None` when it does not end.
+fn element_ranges(bytes: &[u8], start: usize) -> Option<Vec<Range<usize>>> {
     let mut found = Vec::new();
     let mut from = start + 1;
     let mut ended = false;
@@ -204,7 +207,7 @@ fn elements(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usize)> {
         ended = closes;
         closes
     });
-    ended.then_some((found, from))
+    ended.then_some(found)
 }
 
 /// Where the value of each member of the object at `start` begins.
@@ -218,21 +221,6 @@ fn member_starts(bytes: &[u8], start: usize) -> Vec<usize> {
         byte == b'}' && depth == 1
     });
     found
-}
-
-fn trimmed(bytes: &[u8], range: Range<usize>) -> Range<usize> {
-    let part = &bytes[range.clone()];
-    let front = part.len() - part.trim_ascii_start().len();
-    let len = part.trim_ascii().len();
-    range.start + front..range.start + front + len
-}
-
-fn newlines(bytes: &[u8]) -> u64 {
-    bytes.iter().filter(|byte| **byte == b'\n').count() as u64
-}
-
-fn line_of(bytes: &[u8], at: usize) -> u64 {
-    1 + newlines(&bytes[..at])
 }
 
 fn unreadable(file: &Path, why: &str) -> Error {

@@ -1,9 +1,12 @@
 //! The rows of data files before their format is known.
 
-use std::path::PathBuf;
+use std::borrow::Cow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
+use super::expansion::ExpansionBounds;
 use super::{BadRow, Origin};
 
 /// One record of a data file.
@@ -28,4 +31,16 @@ pub struct DataFile {
     pub bad: Vec<BadRow>,
     /// What a person should know about the choice of files.
     pub notes: Vec<String>,
+}
+
+/// The text of a file, in UTF-8 as far as it is text, without a byte order mark.
+pub(super) struct TextFile<'a> {
+    /// The file as it was named.
+    pub(super) file: Arc<Path>,
+    /// Its contents.
+    pub(super) bytes: Cow<'a, [u8]>,
+    /// The size of the file on disk, in bytes.
+    pub(super) file_bytes: u64,
+    /// Bounds of its rows, if the file was packed.
+    pub(super) packed: Option<ExpansionBounds>,
 }

@@ -40,6 +40,8 @@ pub(super) enum SandboxedWork {
     Tokenizer,
     /// Reads the rows of the Parquet file that is its standard input.
     Parquet,
+    /// Reads the rows of the Arrow file that is its standard input.
+    Arrow,
 }
 
 impl SandboxedWork {
@@ -48,13 +50,15 @@ impl SandboxedWork {
             SandboxedWork::ChatTemplate => "chat-template",
             SandboxedWork::Tokenizer => "tokenizer",
             SandboxedWork::Parquet => "parquet",
+            SandboxedWork::Arrow => "arrow",
         }
     }
 
     /// The work of this name.
     pub(super) fn named(name: &str) -> Option<Self> {
-        let all = [SandboxedWork::ChatTemplate, SandboxedWork::Tokenizer, SandboxedWork::Parquet];
-        all.into_iter().find(|work| work.name() == name)
+        let tables = [SandboxedWork::Parquet, SandboxedWork::Arrow];
+        let mut all = [SandboxedWork::ChatTemplate, SandboxedWork::Tokenizer].into_iter().chain(tables);
+        all.find(|work| work.name() == name)
     }
 }
 

@@ -5,7 +5,8 @@ use std::process::ExitCode;
 
 use super::sandbox::{ARGUMENT, REFUSED_BY_SYSTEM, SandboxedWork};
 use super::sandbox_limits::confine;
-use super::{parquet_rows, template_child, tokenizer_child};
+use super::table_rows::{self, TableKind};
+use super::{template_child, tokenizer_child};
 
 /// Does the work of a child, where this process was started as one; else returns at once.
 pub fn serve_if_asked() -> Option<ExitCode> {
@@ -17,7 +18,8 @@ pub fn serve_if_asked() -> Option<ExitCode> {
     let served = confine().and_then(|limits| match work {
         Some(SandboxedWork::ChatTemplate) => template_child::serve(&limits),
         Some(SandboxedWork::Tokenizer) => tokenizer_child::serve(&limits),
-        Some(SandboxedWork::Parquet) => parquet_rows::serve(&limits),
+        Some(SandboxedWork::Parquet) => table_rows::serve(&limits, TableKind::Parquet),
+        Some(SandboxedWork::Arrow) => table_rows::serve(&limits, TableKind::Arrow),
         None => Err(io::ErrorKind::InvalidInput.into()),
     });
     // Whoever asked sees from the broken pipe that there is no answer, and from the code whether the request is at fault.

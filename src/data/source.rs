@@ -1,20 +1,18 @@
 //! Data files to rows, each with the place where it stood.
 //!
 //! A source is a file or a folder (a hub data set arrives as one). Lines of JSON, a JSON array or an object that
-//! holds one, CSV and TSV with a header, and Parquet give one row a record; a `.txt` or `.md` file is one row that
-//! holds the whole text, a *document*, which encoding later cuts into consecutive chunks instead of shortening it.
+//! holds one, CSV and TSV with a header, Parquet and Arrow give one row a record; a `.txt` or `.md` file is one row that
+//! holds the whole text, a *document*, which encoding later cuts into consecutive chunks instead of shortening it. The
+//! container is decided by the contents of a file before its name: see `container`.
 //! A record that cannot be read is kept as a [`BadRow`], so that one broken line names itself and hides nothing.
 
 use std::collections::{HashSet, VecDeque};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use serde_json::{Map, Value};
-
+use super::container::{ACCEPTED, FileKind, read_file};
 pub use super::raw_rows::{DataFile, RawRow};
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, csv_rows, json_rows, parquet_rows};
-use crate::error::input_file;
+use super::saved_dataset;
 use crate::error::{Error, Result};
 use crate::runtime::machine::host_memory;
 use crate::units;
@@ -31,33 +29,6 @@ pub enum Split {
     /// Files named for validation, else for test; all files when none is named for a split.
     Eval,
 }
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum FileKind {
-    Lines,
-    Json,
-    Parquet,
-    Csv(u8),
-    Text,
-}
-
-impl FileKind {
-    fn of(path: &Path) -> Option<Self> {
-        let extension = path.extension()?.to_str()?.to_ascii_lowercase();
-        Some(match extension.as_str() {
-            "jsonl" | "ndjson" => FileKind::Lines,
-            "json" => FileKind::Json,
-            "parquet" => FileKind::Parquet,
-            "csv" => FileKind::Csv(b','),
-            "tsv" => FileKind::Csv(b'\t'),
-            "txt" | "md" => FileKind::Text,
-            _ => return None,
-        })
-    }
-}
-
-const ACCEPTED: &str =
-    "accepted: .jsonl, .ndjson, .json, .parquet, .csv, .tsv, .txt, .md, or a folder of these";
 
 /// Reads a data file, or all data files of a folder in the order of their names.
 ///
@@ -85,51 +56,6 @@ pub fn read(path: &Path, split: Split) -> Result<DataFile> {
         read_file(&file, &mut source)?;
     }
     Ok(source)
-}
-
-fn read_file(path: &Path, source: &mut DataFile) -> Result<()> {
-    let Some(kind) = FileKind::of(path) else {
-        let error = Error::user(format!("cannot read the data file {}", path.display())).because(ACCEPTED);
-        return Err(match path.extension().and_then(|e| e.to_str()) {
-            Some("gz" | "zst" | "xz" | "bz2" | "zip") => {
-                error.because("it is compressed").hint("unpack it first, for example with gunzip")
-            }
-            Some("pkl" | "pickle" | "pt" | "pth" | "joblib" | "npy" | "npz") => error
-                .because("it may hold a pickle, which can run code when opened")
-                .hint("write its rows as JSON lines with the program that made it"),
-            _ => error,
-        });
-    };
-    let file: Arc<Path> = Arc::from(path);
-    match kind {
-        FileKind::Parquet => parquet_rows::parquet(&file, source),
-        FileKind::Csv(delimiter) => csv_rows::csv(&file, delimiter, source),
-        FileKind::Lines | FileKind::Json | FileKind::Text => {
-            let bytes = input_file::read_up_to("read the data file", path, u64::MAX - 1)?;
-            let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
-            match kind {
-                FileKind::Lines => json_rows::lines(&file, bytes, 1, source),
-                FileKind::Json => return json_rows::json(&file, bytes, source),
-                _ => document(&file, bytes, source),
-            }
-            Ok(())
-        }
-    }
-}
-
-fn document(file: &Arc<Path>, bytes: &[u8], source: &mut DataFile) {
-    let origin = Origin { file: file.clone(), place: RowOrigin::Line(1) };
-    match std::str::from_utf8(bytes) {
-        Ok(text) if text.trim().is_empty() => {}
-        Ok(text) => {
-            let value = Map::from_iter([("text".to_owned(), Value::String(text.to_owned()))]);
-            source.rows.push(RawRow { value, origin, document: true });
-        }
-        Err(e) => source.bad.push(BadRow {
-            origin,
-            fault: RowFault::new(RowFaultKind::Unreadable, format!("not UTF-8 at byte {}", e.valid_up_to())),
-        }),
-    }
 }
 
 /// Refuses files that are larger than what is free: their rows are kept in memory.
@@ -169,6 +95,10 @@ impl FoundFiles {
                 .push(format!("left out {}: it leads to a folder that is read already", folder.display()));
             return Ok(());
         }
+        if let Some(mut saved) = saved_dataset::files(folder)? {
+            self.files.append(&mut saved);
+            return Ok(());
+        }
         let entries = std::fs::read_dir(folder).map_err(cannot)?;
         let mut paths = entries.map(|entry| Ok(entry.map_err(cannot)?.path())).collect::<Result<Vec<_>>>()?;
         // So that of two links to one folder the same one is always left out.
@@ -187,7 +117,10 @@ impl FoundFiles {
                 } else {
                     self.list(&path, depth + 1)?;
                 }
-            } else if FileKind::of(&path).is_some() && !describes_a_data_set(name) {
+            } else if FileKind::of(&path).is_some()
+                && !describes_a_data_set(name)
+                && !saved_dataset::is_cached(name)
+            {
                 self.files.push(path);
             }
         }

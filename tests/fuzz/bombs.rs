@@ -144,6 +144,18 @@ fn tables_that_become_gigabytes_are_refused() {
     };
     let rows = refusal("rows.parquet", &seeds::null_rows(300_000));
     assert!(rows.contains("it claims 300000 rows or more in"), "{rows}");
+    let rows = refusal("rows.arrow", &seeds::arrow_of_nulls(1 << 40));
+    assert!(rows.contains(&format!("it claims {} rows or more in", 1_u64 << 40)), "{rows}");
+    for text in [
+        vec![b' '; 100 << 20],
+        "{}\n".repeat(300_000).into_bytes(),
+        [b"[", &b"0,".repeat(20 << 20)[..], b"0]"].concat(),
+    ] {
+        for bytes in seeds::packed(&text) {
+            let why = refusal("rows.jsonl", &bytes);
+            assert!(why.contains(" bytes become more than ") || why.contains("rows or more in"), "{why}");
+        }
+    }
     let names = format!("{}\n{}", "n".repeat(100_000), "a\n".repeat(100_000));
     let names = refusal("names.csv", names.as_bytes());
     assert!(names.contains("its 300001 bytes become more than 150000500 bytes of rows"), "{names}");

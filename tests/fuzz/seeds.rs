@@ -1,8 +1,12 @@
 //! The real files that the broken ones are made from.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use arrow_array::{ArrayRef, NullArray, RecordBatch};
+use arrow_ipc::writer::StreamWriter;
+use flate2::write::GzEncoder;
 use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
@@ -88,6 +92,45 @@ fn write_parquet(properties: WriterProperties, rows: usize) -> Vec<u8> {
     group.close().unwrap();
     writer.close().unwrap();
     out
+}
+
+/// Arrow files and streams of all types, packed and not (tests/golden/scripts/make_tables.py).
+pub(crate) fn arrow() -> Vec<Vec<u8>> {
+    let names = [
+        "rows.arrow",
+        "stream.arrow",
+        "lz4.feather",
+        "zstd.feather",
+        "types.arrow",
+        "tools.arrow",
+        "json.arrow",
+    ];
+    names.iter().map(|name| std::fs::read(golden("field/tables").join(name)).unwrap()).collect()
+}
+
+/// A stream of Arrow that claims so many rows of a column without bytes.
+pub(crate) fn arrow_of_nulls(rows: usize) -> Vec<u8> {
+    let column: ArrayRef = Arc::new(NullArray::new(rows));
+    let batch = RecordBatch::try_from_iter([("text", column)]).unwrap();
+    let mut writer = StreamWriter::try_new(Vec::new(), &batch.schema()).unwrap();
+    writer.write(&batch).unwrap();
+    writer.into_inner().unwrap()
+}
+
+/// `bytes` packed with gzip and with zstd.
+pub(crate) fn packed(bytes: &[u8]) -> [Vec<u8>; 2] {
+    let mut gzip = GzEncoder::new(Vec::new(), flate2::Compression::default());
+    gzip.write_all(bytes).unwrap();
+    [gzip.finish().unwrap(), zstd::encode_all(bytes, 3).unwrap()]
+}
+
+/// The rows of [`rows`] in UTF-16, with a byte order mark.
+pub(crate) fn wide_rows() -> Vec<Vec<u8>> {
+    let wide = |rows: &Vec<u8>| {
+        let text = format!("\u{FEFF}{}", String::from_utf8_lossy(rows));
+        text.encode_utf16().flat_map(u16::to_le_bytes).collect()
+    };
+    rows().iter().map(wide).collect()
 }
 
 /// So many rows that hold nothing, in some hundred bytes.

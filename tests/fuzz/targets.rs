@@ -163,6 +163,35 @@ fn data_files() {
 }
 
 #[test]
+fn data_files_of_other_containers() {
+    sandbox::run_in(cargo_bin!("finetune").to_owned());
+    let read = |path: &Path| drop(source::read(path, Split::Train));
+    on_file("rows.arrow", seeds::arrow(), 100, &[], read);
+    on_file("rows.ndjson", seeds::wide_rows(), 200, &[], read);
+    let packed = seeds::rows().iter().flat_map(|rows| seeds::packed(rows)).collect();
+    on_file("rows.jsonl.gz", packed, 300, &[], read);
+    // Objects over several lines, joined, in arrays, with what Python alone writes.
+    let sequences = seeds::rows().into_iter().flat_map(|rows| {
+        let text = String::from_utf8_lossy(&rows).into_owned();
+        let spread = text.replace('{', "{\n").replace('}', "\n}");
+        let python = text.replacen("\": \"", "\": NaN, \"x\": -Infinity, \"y\": \"\\ud83d", 1);
+        [
+            spread,
+            text.replace('\n', ""),
+            text.replace('\n', "\r"),
+            format!("[{}]", text.replace('\n', "][")),
+            python,
+        ]
+    });
+    on_file("sequence.jsonl", sequences.map(String::into_bytes).collect(), 500, &[], read);
+    let semicolons = b"sep=;\r\nprompt;completion\r\n\"a; b\";\"say \"\"c\"\"\"\r\nd;e\r\n".to_vec();
+    on_file("semicolons.csv", vec![semicolons], 100, &[], read);
+    let state = br#"{"_data_files": [{"filename": "data.arrow"}], "_split": null}"#.to_vec();
+    let beside = [("data.arrow", seeds::arrow().swap_remove(1))];
+    on_file("state.json", vec![state], 60, &beside, |path| drop(source::read(folder_of(path), Split::Train)));
+}
+
+#[test]
 fn nodelists() {
     let lists = ["node[1-4,7,09-12],login", "a1b[001-003]c[2,4-5]", "n1", "gpu-[1-2]-[3-4]", "2(x3),1,4(x2)"];
     let parse = |bytes: &[u8]| {
