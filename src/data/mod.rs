@@ -39,6 +39,7 @@ mod expansion;
 mod found_tokenizer;
 mod json_rows;
 mod linear_cost;
+mod listed_tokens;
 mod long_text;
 mod new_tokens;
 mod parquet_rows;
@@ -67,7 +68,6 @@ pub use sampler::{Cursor, Sampler, SamplerOptions};
 pub use source::Split;
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
-pub(crate) use tokenizer_outline::MAX_TOKENIZER_BYTES;
 
 use crate::error::{Error, ErrorCategory};
 pub use crate::ops::cross_entropy::IGNORE;
