@@ -43,7 +43,7 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let mut config = config_of(&found)?;
     let mut files = ModelFiles::open(&found.folder)?;
     model::settle(&mut config, &mut files)?;
-    files.notes().iter().for_each(|note| terminal.warn(note));
+    files.notes().for_each(|note| terminal.warn(note));
     match args.format {
         ExportFormat::Hf => {
             let bytes = removing_on_signals(&args.output, &terminal, || {

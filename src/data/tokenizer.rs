@@ -560,7 +560,9 @@ fn parse_object(path: &Path, text: &str) -> Result<Map<String, Value>> {
 fn eos_ids(folder: &Path, eos: Option<&SpecialToken>) -> Result<Vec<u32>> {
     let mut ids: Vec<u32> = eos.iter().map(|eos| eos.id).collect();
     let mut add = |map: &Map<String, Value>| {
-        let found = match map.get("eos_token_id") {
+        // A model for images has the ids with its text part.
+        let text = map.get("text_config").and_then(|text| text.get("eos_token_id"));
+        let found = match map.get("eos_token_id").filter(|id| !id.is_null()).or(text) {
             Some(Value::Array(list)) => list.iter().filter_map(Value::as_u64).collect(),
             Some(value) => value.as_u64().into_iter().collect(),
             None => Vec::new(),

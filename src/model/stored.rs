@@ -50,10 +50,11 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     let beyond = |name: &str| block_of(name).filter(|block| *block >= layers);
     let blocks: BTreeSet<usize> = files.names().filter_map(beyond).collect();
     if files.pass_over(|name| beyond(name).is_some()) > 0 {
-        let blocks: Vec<String> = blocks.iter().map(usize::to_string).collect();
+        let numbers: Vec<String> = blocks.iter().map(usize::to_string).collect();
+        let (word, verb) = if numbers.len() == 1 { ("block", "is") } else { ("blocks", "are") };
         files.note(format!(
-            "block {} of the weights is not used: `num_hidden_layers` of config.json is {layers}",
-            blocks.join(", ")
+            "{word} {} of the weights {verb} not used: `num_hidden_layers` of config.json is {layers}",
+            numbers.join(", ")
         ));
     }
     let further = files.pass_over(|name| name.split('.').any(|part| part == "mtp"));
@@ -61,6 +62,8 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
         files.note(format!("{further} tensors that predict further tokens (`mtp`) are not used"));
     }
     let Some(whole) = &config.text_of else { return };
+    // The names of such a model have a container by themselves.
+    files.forget_names();
     let other = files.pass_over(|name| {
         !["model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."]
             .iter()

@@ -188,7 +188,7 @@ impl BaseModel {
         let mut files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
         if let Some(files) = &mut files {
             model::settle(&mut config, files)?;
-            files.notes().iter().for_each(|note| finder.warn(note));
+            files.notes().for_each(|note| finder.warn(note));
         }
         let stored = files.as_ref().and_then(stored_format);
         let skipped = skipped_layers(&found.folder, &config, files.as_ref(), quantization)?;

@@ -37,7 +37,9 @@ pub struct ModelFiles {
     indexed: bool,
     /// Whether the head is another table than the embedding, though config.json ties the two.
     head_apart: bool,
-    /// Sentences on names that were changed and on tensors that are not used.
+    /// A sentence on names that were changed.
+    renamed: Option<String>,
+    /// Sentences on tensors that are not used, or used otherwise than config.json says.
     notes: Vec<String>,
 }
 
@@ -73,7 +75,7 @@ impl ModelFiles {
                 .because(format!("`{}` and `{}` are names of one tensor", clip(&one), clip(&other)))
                 .hint("save the model again with transformers, or remove one of the two")
         })?;
-        self.notes.extend(tensor_names::note(&renamed));
+        self.renamed = tensor_names::note(&renamed);
         for (old, new) in renamed {
             if let Some(info) = self.tensors.remove(&old) {
                 self.tensors.insert(new, info);
@@ -163,8 +165,9 @@ impl ModelFiles {
 
     fn empty(place: &Path) -> Self {
         let (tensors, quantized) = (BTreeMap::new(), BTreeMap::new());
-        let (shards, notes) = (Vec::new(), Vec::new());
-        Self { place: place.into(), shards, tensors, quantized, indexed: false, head_apart: false, notes }
+        let (shards, notes, renamed) = (Vec::new(), Vec::new(), None);
+        let (indexed, head_apart) = (false, false);
+        Self { place: place.into(), shards, tensors, quantized, indexed, head_apart, renamed, notes }
     }
 
     /// Adds a file, read from `remote` if it is not at `path`.
@@ -203,9 +206,14 @@ impl ModelFiles {
         self.indexed
     }
 
-    /// Sentences on names that were changed and on tensors that are not used.
-    pub fn notes(&self) -> &[String] {
-        &self.notes
+    /// Sentences on names that were changed, and on tensors that are not used or used otherwise than config.json says.
+    pub fn notes(&self) -> impl Iterator<Item = &str> {
+        self.renamed.iter().chain(&self.notes).map(String::as_str)
+    }
+
+    /// Leaves the sentence on names out of [`ModelFiles::notes`].
+    pub fn forget_names(&mut self) {
+        self.renamed = None;
     }
 
     /// Whether the head is another table than the embedding, though config.json ties the two.

@@ -109,10 +109,8 @@ fn from_root<'p, 'n>(parts: &'p [&'n str]) -> Option<&'p [&'n str]> {
 /// A sentence on names that were changed: `renamed` has new names by the old ones.
 pub(super) fn note(renamed: &BTreeMap<String, String>) -> Option<String> {
     let (old, new) = renamed.first_key_value()?;
-    Some(format!(
-        "names of tensors are brought to those of Hugging Face: {} such as `{old}`, read as `{new}`",
-        renamed.len()
-    ))
+    let count = renamed.len();
+    Some(format!("{count} tensors have names of another program: `{old}` is read as `{new}`"))
 }
 
 #[cfg(test)]
@@ -183,7 +181,7 @@ mod tests {
         let names = rules.renamed(["_orig_mod.lm_head.weight", "model.norm.weight"]).expect("two");
         assert!(
             note(&names)
-                .is_some_and(|note| note.ends_with("`_orig_mod.lm_head.weight`, read as `lm_head.weight`"))
+                .is_some_and(|note| note.ends_with("`_orig_mod.lm_head.weight` is read as `lm_head.weight`"))
         );
     }
 }
