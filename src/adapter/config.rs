@@ -1,12 +1,12 @@
 //! adapter_config.json: PEFT's LoRA configuration.
 //!
-//! Read: the keys we support, by name and type; of the others those that are null, empty or at PEFT's default pass,
-//! and one that asks for something else is an error, since the adapter would compute another function than
-//! ours. Written: what every PEFT since 0.5 knows, and a newer key only when its value is not the default,
+//! Read: the keys we support, by name and type; of the others those that are null, empty, at PEFT's default or without
+//! effect on an adapter that exists pass, and one that asks for something else is an error, since the adapter would
+//! compute another function than ours. A key that peft 0.21 does not know either passes with a warning. Written: what every PEFT since 0.5 knows, and a newer key only when its value is not the default,
 //! because an older PEFT refuses keys it does not know. Key list: peft 0.21 `LoraConfig`.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
@@ -55,19 +55,78 @@ pub struct AdapterConfig {
 /// `LoraModel._convert_state_dict_for_initial_model`).
 const MUTATED: [&str; 4] = ["pissa", "corda", "olora", "lora_ga"];
 
-/// Keys that pass at exactly this value, besides null, false and empty ones.
+/// Keys that are read.
+const READ: [&str; 20] = [
+    "peft_type",
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "layers_to_transform",
+    "layers_pattern",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+    "init_lora_weights",
+    "ensure_weight_tying",
+];
+
+/// Keys of peft 0.21 that change nothing in what is computed here, whatever their value: what PEFT notes for itself,
+/// settings of ways to start an adapter that started long ago, how the backward keeps activations, and the layout of
+/// weights that only layers other than `Linear` and `Embedding` have.
+const WITHOUT_EFFECT: [&str; 11] = [
+    "peft_version",
+    "auto_mapping",
+    "runtime_config",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "velora_config",
+    "qalora_group_size",
+    "megatron_core",
+    "fan_in_fan_out",
+];
+
+/// Keys of peft 0.21 that ask for something that is not computed here, unless they have their default.
+const UNSUPPORTED: [&str; 11] = [
+    "bias",
+    "lora_bias",
+    "layer_replication",
+    "target_parameters",
+    "megatron_config",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "monteclora_config",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+];
+
+/// Whether `value` asks for nothing: it is null, false, empty, or the default of `key`.
 fn passes(key: &str, value: &Value) -> bool {
     match (key, value) {
         (_, Value::Null | Value::Bool(false)) => true,
         (_, Value::String(text)) if text.is_empty() => true,
         (_, Value::Array(list)) if list.is_empty() => true,
         (_, Value::Object(map)) if map.is_empty() => true,
-        ("peft_version" | "auto_mapping" | "runtime_config", _) => true,
         ("bias", Value::String(text)) => text == "none",
-        ("megatron_core", Value::String(text)) => text == "megatron.core",
-        ("qalora_group_size", _) => true,
-        _ => false,
+        _ => WITHOUT_EFFECT.contains(&key),
     }
+}
+
+/// Whether a key that peft 0.21 does not have may change what is computed: PEFT calls the switches of LoRA's variants
+/// `use_…` and `…_config`.
+fn may_be_a_switch(key: &str) -> bool {
+    key.starts_with("use_") || key.ends_with("_config")
 }
 
 /// Why a configuration cannot be used, and the way out if there is one.
@@ -155,13 +214,20 @@ impl AdapterConfig {
             let found = config.lora_dropout;
             return Err(format!("`lora_dropout` is {found}; accepted: from 0 to below 1").into());
         }
-        match keys.0.iter().find(|(key, value)| !passes(key, value)) {
-            Some((key, value)) => Err(format!(
-                "`{key}` is {value}, which is not supported; accepted: no such key, or its default"
-            )
-            .into()),
-            None => Ok(config),
-        }
+        refuse_unsupported(&keys.0)?;
+        Ok(config)
+    }
+
+    /// The keys of `folder`/adapter_config.json that neither this program nor peft 0.21 knows, and which
+    /// [`AdapterConfig::read`] passes over; none if the file cannot be read.
+    pub fn unknown_keys(folder: &Path) -> Vec<String> {
+        let text = input_file::read("read", &folder.join(CONFIG_FILE)).unwrap_or_default();
+        let keys: Map<String, Value> = serde_json::from_slice(&text).unwrap_or_default();
+        let unknown = |(key, value): &(&String, &Value)| {
+            let known = READ.contains(&key.as_str()) || UNSUPPORTED.contains(&key.as_str());
+            !known && !passes(key, value)
+        };
+        keys.iter().filter(unknown).map(|(key, _)| key.clone()).collect()
     }
 
     /// The text of adapter_config.json: deterministic, `target_modules` sorted.
@@ -209,6 +275,55 @@ impl AdapterConfig {
     }
 }
 
+/// The folder with the adapter that is meant by `folder`: itself, or the only one below it that holds an adapter, as PEFT
+/// saves adapters that have names.
+///
+/// # Errors
+/// The user's: several folders below it hold an adapter.
+pub fn one_below(folder: &Path) -> Result<PathBuf> {
+    let holds = |folder: &Path| folder.join(CONFIG_FILE).is_file();
+    let Some(entries) = std::fs::read_dir(folder).ok().filter(|_| !holds(folder)) else {
+        return Ok(folder.to_owned());
+    };
+    let mut found: Vec<PathBuf> =
+        entries.flatten().map(|entry| entry.path()).filter(|below| holds(below)).collect();
+    found.sort();
+    match found.as_slice() {
+        [] => Ok(folder.to_owned()),
+        [one] => Ok(one.clone()),
+        [first, ..] => {
+            let names: Vec<String> = found.iter().map(|below| below.display().to_string()).collect();
+            Err(Error::user(format!("cannot choose an adapter in {}", folder.display()))
+                .because(format!("these folders hold one each: {}", names.join(", ")))
+                .hint(format!("give one of them, such as {}", first.display())))
+        }
+    }
+}
+
+/// Refuses keys that would make the adapter compute something else. Any other key that is not known passes, as PEFT
+/// passes over it.
+fn refuse_unsupported(keys: &Map<String, Value>) -> Result<(), ConfigRefusal> {
+    for (key, value) in keys.iter().filter(|(key, value)| !passes(key, value)) {
+        if UNSUPPORTED.contains(&key.as_str()) {
+            return Err(format!(
+                "`{key}` is {value}, which is not supported; accepted: no such key, or its default"
+            )
+            .into());
+        }
+        if may_be_a_switch(key) {
+            return Err(ConfigRefusal {
+                cause: format!(
+                    "`{key}` is {value}: the key is not known and may be the switch of a variant of LoRA"
+                ),
+                hint: Some(format!(
+                    "if the adapter computes the same without it, delete `{key}` from {CONFIG_FILE}"
+                )),
+            });
+        }
+    }
+    Ok(())
+}
+
 fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights, ConfigRefusal> {
     let found: Value = keys.take("init_lora_weights", "true, false or a name")?.unwrap_or(json!(true));
     let name = found.as_str().unwrap_or_default().to_ascii_lowercase();
@@ -216,11 +331,8 @@ fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights, ConfigRefusal> {
         (Value::Bool(true), _) | (_, "orthogonal" | "mica") => return Ok(InitLoraWeights::Default),
         (Value::Bool(false), _) => return Ok(InitLoraWeights::Random),
         (_, "gaussian") => return Ok(InitLoraWeights::Gaussian),
-        (_, "eva") => {
-            // It chose where A starts and the ranks, which rank_pattern has.
-            keys.0.shift_remove("eva_config");
-            return Ok(InitLoraWeights::Default);
-        }
+        // It chose where A starts and the ranks, which rank_pattern has.
+        (_, "eva") => return Ok(InitLoraWeights::Default),
         _ => {}
     }
     let accepted = r#"accepted: true, false, "gaussian", "orthogonal", "eva", "mica""#;
@@ -371,7 +483,10 @@ mod tests {
             assert_eq!(config.init_lora_weights, InitLoraWeights::Default);
         }
         assert!(parse(r#","init_lora_weights":"eva","eva_config":{"rho":2.0}"#).is_ok());
-        assert!(parse(r#","eva_config":{"rho":2.0}"#).is_err());
+        // Settings of a way to start that was not taken.
+        for key in ["eva_config", "loftq_config", "corda_config", "lora_ga_config"] {
+            assert!(parse(&format!(r#","init_lora_weights":true,"{key}":{{"a":4}}"#)).is_ok(), "{key}");
+        }
         let refusal = parse(r#","init_lora_weights":"pissa""#).expect_err("changes the base");
         assert!(refusal.hint.is_some_and(|hint| hint.contains("path_initial_model_for_weight_conversion")));
     }
@@ -428,7 +543,6 @@ mod tests {
     fn what_would_compute_something_else_is_refused() {
         let refusals: Vec<String> = [
             r#","bias":"all""#,
-            r#","fan_in_fan_out":true"#,
             r#","lora_bias":true"#,
             r#","layer_replication":[[0,2]]"#,
             r#","target_parameters":["experts.w"]"#,
@@ -438,11 +552,11 @@ mod tests {
             r#","kasa_config":{"beta":1e-4}"#,
             r#","megatron_config":{"a":1}"#,
             r#","alora_invocation_tokens":[5]"#,
-            r#","eva_config":{"rho":2.0}"#,
             r#","init_lora_weights":"pissa_niter_16""#,
             r#","init_lora_weights":"loftq","loftq_config":{"loftq_bits":4}"#,
             r#","init_lora_weights":"tomorrow""#,
-            r#","a_key_of_tomorrow":1"#,
+            r#","use_tomorrow":1"#,
+            r#","tomorrow_config":{"a":1}"#,
             r#","task_type":"SEQ_CLS""#,
             r#","r":"eight""#,
             r#","lora_dropout":1.0"#,
@@ -453,7 +567,6 @@ mod tests {
         .collect();
         insta::assert_snapshot!(refusals.join("\n"), @r#"
         `bias` is "all", which is not supported; accepted: no such key, or its default
-        `fan_in_fan_out` is true, which is not supported; accepted: no such key, or its default
         `lora_bias` is true, which is not supported; accepted: no such key, or its default
         `layer_replication` is [[0,2]], which is not supported; accepted: no such key, or its default
         `target_parameters` is ["experts.w"], which is not supported; accepted: no such key, or its default
@@ -463,11 +576,11 @@ mod tests {
         `kasa_config` is {"beta":0.0001}, which is not supported; accepted: no such key, or its default
         `megatron_config` is {"a":1}, which is not supported; accepted: no such key, or its default
         `alora_invocation_tokens` is [5], which is not supported; accepted: no such key, or its default
-        `eva_config` is {"rho":2.0}, which is not supported; accepted: no such key, or its default
         `init_lora_weights` is "pissa_niter_16", with which PEFT takes what the adapter starts from out of the base's weights; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
         `init_lora_weights` is "loftq", with which PEFT replaces the base's weights by quantized ones; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
         `init_lora_weights` is "tomorrow", which is not known here; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
-        `a_key_of_tomorrow` is 1, which is not supported; accepted: no such key, or its default
+        `use_tomorrow` is 1: the key is not known and may be the switch of a variant of LoRA
+        `tomorrow_config` is {"a":1}: the key is not known and may be the switch of a variant of LoRA
         `task_type` is SEQ_CLS; accepted: CAUSAL_LM
         `r` is "eight"; accepted: a whole number from 1
         `lora_dropout` is 1; accepted: from 0 to below 1

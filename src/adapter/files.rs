@@ -8,12 +8,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::targets::{self, check_ids, check_vocabulary, ends_with_name};
-use super::tensors::{PREFIX, WEIGHTS_FILE, file_name, split_name};
+use super::tensors::{PREFIX, WEIGHTS_FILE, file_name, split_name, without_adapter};
 use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, Target, TensorKind};
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::model::{Module, ModuleKind};
 use crate::weights::{
-    self, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, StoredDtype,
+    self, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, NameRules, StoredDtype,
     StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
 };
 
@@ -24,8 +24,14 @@ const BASE_MODEL: &str = "finetune.base_model";
 /// The token embedding's and the output head's module, in every family.
 pub(super) const TABLES: [&str; 2] = [EMBED_TOKENS_MODULE, LM_HEAD_MODULE];
 
-/// The ends of names of tensors that say nothing new.
-const COPIES: [&str; 2] = [".original_module.weight", ".modules_to_save.weight"];
+/// The ends of names of tensors of which there is another one that counts: that of the table itself, or what PEFT trained
+/// beside the original.
+const COPIES: [(&str, &[&str]); 4] = [
+    (".original_module.weight", &[".weight", ".modules_to_save.weight"]),
+    (".original_module.bias", &[".bias", ".modules_to_save.bias"]),
+    (".modules_to_save.weight", &[".weight"]),
+    (".token_adapter.trainable_tokens_original", &[".token_adapter.trainable_tokens_delta"]),
+];
 
 /// An adapter on disk, open and checked against its own configuration.
 #[derive(Debug)]
@@ -327,13 +333,19 @@ impl SavedAdapter {
 /// Files each tensor under its module and kind.
 fn index(files: &ModelFiles) -> Result<TensorNames, String> {
     let mut names = TensorNames::new();
+    let rules = NameRules::new(files.names());
+    let all: BTreeMap<&str, String> = files.names().map(|name| (name, without_adapter(name))).collect();
+    let known: BTreeSet<&str> = all.values().map(String::as_str).collect();
     for (name, info) in files.tensors() {
         // Of a resized table that is saved whole, PEFT saves the original and a second copy besides.
-        let table = COPIES.iter().find_map(|end| name.strip_suffix(end));
-        if table.is_some_and(|table| files.info(&format!("{table}.weight")).is_some()) {
+        let is_copy = COPIES.iter().any(|(end, others)| {
+            let table = all[name].strip_suffix(end);
+            table.is_some_and(|table| others.iter().any(|other| known.contains(&*format!("{table}{other}"))))
+        });
+        if is_copy {
             continue;
         }
-        let Some((module, kind)) = split_name(name) else {
+        let Some((module, kind)) = split_name(name, &rules) else {
             return Err(format!(
                 "{WEIGHTS_FILE} has tensor `{name}`; accepted: {PREFIX}<module> and .lora_A.weight, .lora_B.weight, .lora_magnitude_vector, .lora_embedding_A, .lora_embedding_B, .token_adapter.trainable_tokens_delta, .base_layer.weight, .weight or .bias"
             ));
@@ -341,7 +353,7 @@ fn index(files: &ModelFiles) -> Result<TensorNames, String> {
         if !info.dtype.is_float() {
             return Err(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype));
         }
-        if let Some(twin) = names.entry(module.into()).or_default().insert(kind, name.into()) {
+        if let Some(twin) = names.entry(module).or_default().insert(kind, name.into()) {
             return Err(format!("{WEIGHTS_FILE} has both `{twin}` and `{name}`, which mean the same tensor"));
         }
     }

@@ -15,7 +15,7 @@ mod targets;
 mod tensors;
 
 pub use crate::ops::low_rank::LowRankFactors;
-pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
+pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights, one_below};
 pub use files::{SavedAdapter, write};
 pub use merge::{BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, Verify, merge};
 pub use targets::{

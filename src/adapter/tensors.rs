@@ -3,6 +3,8 @@
 //! A module's tensors are called `base_model.model.<module>` and an end that says which one it is. A few ends have
 //! changed over PEFT's versions: all are read, the one that every version reads is written.
 
+use crate::weights::NameRules;
+
 /// The file with the tensors of an adapter.
 pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
@@ -52,18 +54,13 @@ impl TensorKind {
             Self::LoraA => &[".lora_A.weight"],
             Self::LoraB => &[".lora_B.weight"],
             // PEFT 0.9 to 0.12 kept it in a plain parameter, then in a module; files of both are about.
-            Self::LoraMagnitude => &[
-                ".lora_magnitude_vector",
-                ".lora_magnitude_vector.weight",
-                ".lora_magnitude_vector.default",
-                ".lora_magnitude_vector.default.weight",
-            ],
+            Self::LoraMagnitude => &[".lora_magnitude_vector", ".lora_magnitude_vector.weight"],
             Self::LoraEmbeddingA => &[".lora_embedding_A"],
             Self::LoraEmbeddingB => &[".lora_embedding_B"],
             Self::TokensDelta => &[".token_adapter.trainable_tokens_delta"],
             Self::BaseWeight => &[".base_layer.weight", ".token_adapter.base_layer.weight"],
-            Self::SavedWeight => &[".weight"],
-            Self::SavedBias => &[".bias"],
+            Self::SavedWeight => &[".weight", ".modules_to_save.weight"],
+            Self::SavedBias => &[".bias", ".modules_to_save.bias"],
         }
     }
 
@@ -104,21 +101,75 @@ pub(super) fn file_name(module: &str, kind: TensorKind) -> String {
     format!("{PREFIX}{module}{}", kind.ends()[0])
 }
 
-/// The module and the kind that a name in a file means.
-pub(super) fn split_name(name: &str) -> Option<(&str, TensorKind)> {
-    let name = name.strip_prefix(PREFIX)?;
+/// Parts of a name that the name of an adapter follows in a module's own state (`state_dict()`).
+const NAMED: [&str; 7] = [
+    "lora_A",
+    "lora_B",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "lora_magnitude_vector",
+    "trainable_tokens_delta",
+    "modules_to_save",
+];
+
+/// The last parts of names of parameters, which are no names of adapters.
+const PARAMETERS: [&str; 2] = ["weight", "bias"];
+
+/// A name without that of the adapter: `q_proj.lora_A.default.weight` is `q_proj.lora_A.weight`.
+pub(super) fn without_adapter(name: &str) -> String {
+    let mut parts: Vec<&str> = name.split('.').collect();
+    let mark = parts.iter().rposition(|part| NAMED.contains(part));
+    if let Some(mark) = mark
+        && parts.get(mark + 1).is_some_and(|part| !PARAMETERS.contains(part))
+        // The name of an adapter holds no dot, so that at most the parameter follows.
+        && parts.len() <= mark + 3
+    {
+        parts.remove(mark + 1);
+    }
+    parts.join(".")
+}
+
+/// The module and the kind that a name in a file means, which has the names of `rules`.
+pub(super) fn split_name(name: &str, rules: &NameRules) -> Option<(String, TensorKind)> {
+    let name = without_adapter(name);
     let ends = TensorKind::ALL.into_iter().flat_map(|kind| kind.ends().iter().map(move |end| (*end, kind)));
     // The longest end is the meaning: `.lora_A.weight` and `.base_layer.weight` end in `.weight` too.
     let (end, kind) = ends.filter(|(end, _)| name.ends_with(end)).max_by_key(|(end, _)| end.len())?;
     let module = name.strip_suffix(end)?;
     // Tensors of other methods would pass as modules that are saved whole.
     let foreign = [".lora_", ".token_adapter", ".base_layer"].iter().any(|part| module.contains(part));
-    (!module.is_empty() && !foreign).then_some((module, kind))
+    if module.is_empty() || module.ends_with('.') || foreign {
+        return None;
+    }
+    // A module of no text model keeps its name, for an error to tell.
+    let module = rules.canonical(module);
+    let module = module.strip_prefix(PREFIX).unwrap_or(&module);
+    (!module.is_empty()).then(|| (module.to_owned(), kind))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn split(name: &str) -> Option<(String, TensorKind)> {
+        split_name(name, &NameRules::default())
+    }
+
+    #[test]
+    fn names_of_wrapped_models_are_read() {
+        for front in [
+            "",
+            "model.",
+            "_orig_mod.base_model.model.model.",
+            "base_model.model.language_model.model.",
+            "base_model.model.base_model.model.model.",
+            "module.base_model.model.model._fsdp_wrapped_module.",
+        ] {
+            let name = format!("{front}layers.0._checkpoint_wrapped_module.mlp.up_proj.lora_A.weight");
+            let module = "model.layers.0.mlp.up_proj".to_owned();
+            assert_eq!(split(&name), Some((module, TensorKind::LoraA)), "{name}");
+        }
+    }
 
     #[test]
     fn names_are_peft_s() {
@@ -138,7 +189,7 @@ mod tests {
             ("model.norm.bias", "model.norm", TensorKind::SavedBias),
         ] {
             let name = format!("{PREFIX}{name}");
-            assert_eq!(split_name(&name), Some((module, kind)));
+            assert_eq!(split(&name), Some((module.to_owned(), kind)));
             assert_eq!(file_name(module, kind), name);
         }
     }
@@ -150,23 +201,30 @@ mod tests {
             ("lora_magnitude_vector.default", TensorKind::LoraMagnitude),
             ("lora_magnitude_vector.default.weight", TensorKind::LoraMagnitude),
             ("token_adapter.base_layer.weight", TensorKind::BaseWeight),
+            ("lora_A.default.weight", TensorKind::LoraA),
+            ("lora_B.my-own_name.weight", TensorKind::LoraB),
+            ("lora_embedding_A.default", TensorKind::LoraEmbeddingA),
+            ("token_adapter.trainable_tokens_delta.default", TensorKind::TokensDelta),
+            ("modules_to_save.default.weight", TensorKind::SavedWeight),
         ] {
-            assert_eq!(split_name(&format!("{PREFIX}lm_head.{end}")), Some(("lm_head", kind)), "{end}");
+            let name = format!("{PREFIX}lm_head.{end}");
+            assert_eq!(split(&name), Some(("lm_head".to_owned(), kind)), "{end}");
         }
     }
 
     #[test]
     fn names_of_other_methods_are_not() {
         for other in [
-            "model.layers.0.mlp.down_proj.lora_A.weight",
-            "base_model.model.x.lora_A.default.weight",
+            "base_model.model.x.lora_A.default",
+            "base_model.model.x.lora_A.one.two.weight",
             "base_model.model.x.lora_B.bias",
+            "base_model.model.x.lora_B.default.bias",
             "base_model.model.x.lora_diag",
             "base_model.model.x.token_adapter.weight",
             "base_model.model.x.base_layer.bias",
             "base_model.model..weight",
         ] {
-            assert_eq!(split_name(other), None, "{other}");
+            assert_eq!(split(other), None, "{other}");
         }
     }
 }

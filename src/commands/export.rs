@@ -10,6 +10,7 @@ use crate::cli::{ExportArgs, ExportFormat};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
+use crate::model;
 use crate::recipe::{DataSource, Dtype};
 use crate::report::Terminal;
 use crate::run::interrupt::removing_on_signals;
@@ -30,7 +31,7 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
         let found = finder.model_headers(&source, &args.revision)?;
         let config = config_of(&found)?;
         let adapter = finder.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
-        BaseCheck::of_headers(&adapter.folder, &found, config.semantics(), args.force_base)?.say(&terminal);
+        BaseCheck::of_headers(&adapter.folder, &found, &config, args.force_base)?.say(&terminal);
         let kind = args.r#type.unwrap_or(GgufType::F32);
         let exported = removing_on_signals(&args.output, &terminal, || {
             gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)
@@ -39,8 +40,10 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
         return Ok(());
     }
     let found = finder.model(&source, &args.revision)?;
-    let config = config_of(&found)?;
-    let files = ModelFiles::open(&found.folder)?;
+    let mut config = config_of(&found)?;
+    let mut files = ModelFiles::open(&found.folder)?;
+    model::settle(&mut config, &mut files)?;
+    files.notes().for_each(|note| terminal.warn(note));
     match args.format {
         ExportFormat::Hf => {
             let bytes = removing_on_signals(&args.output, &terminal, || {

@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::recipe::DataSource;
 use crate::setup::Resolver;
 use crate::units;
+use crate::weights::sidecar_files::CONFIG_FILE;
 use crate::weights::{self, ModelFiles, Tally};
 
 /// Inspects files by their headers.
@@ -20,8 +21,10 @@ pub(super) fn run(args: &InspectArgs) -> Result<()> {
         if path.is_file() {
             return terminal.data(of_file(path)?);
         }
-        if path.join(adapter::CONFIG_FILE).exists() {
-            return terminal.data(of_adapter(path)?);
+        let is_model = path.join(CONFIG_FILE).exists();
+        let below = if is_model { path.clone() } else { adapter::one_below(path)? };
+        if below.join(adapter::CONFIG_FILE).exists() {
+            return terminal.data(of_adapter(&below)?);
         }
         return terminal.data(of_model(&ModelFiles::open(path)?)?);
     }

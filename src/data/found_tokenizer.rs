@@ -1,7 +1,9 @@
 //! A tokenizer.json as the crate `tokenizers` builds it, and calls of the crate, whose panics become errors here.
 
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
+use tokenizers::AddedToken;
 use tokenizers::models::ModelWrapper;
 
 use super::encoded::Encoded;
@@ -52,6 +54,30 @@ impl FoundTokenizer {
             }
         }
     }
+}
+
+/// The added tokens by id.
+pub(super) fn added_tokens(inner: &tokenizers::Tokenizer) -> BTreeMap<u32, AddedToken> {
+    inner.get_added_tokens_decoder().into_iter().collect()
+}
+
+/// Adds `tokens` by the rules of the crate: a text that has an id keeps it, another one gets the next id, and flags are
+/// those of the last token of a text. Returns the tokens that are new or have other flags, by id.
+///
+/// # Errors
+/// The crate takes none, with the reason.
+pub(super) fn add_tokens(
+    inner: &mut tokenizers::Tokenizer,
+    tokens: Vec<AddedToken>,
+) -> Result<BTreeMap<u32, AddedToken>, String> {
+    let before = added_tokens(inner);
+    let known: HashSet<&AddedToken> = before.values().collect();
+    if tokens.iter().all(|token| known.contains(token)) {
+        return Ok(BTreeMap::new());
+    }
+    contained(|| inner.add_tokens(tokens))?;
+    let after = added_tokens(inner).into_iter();
+    Ok(after.filter(|(id, token)| before.get(id) != Some(token)).collect())
 }
 
 /// Ids of `text` with the bytes they cover, by the crate.

@@ -46,6 +46,7 @@ mod found_tokenizer;
 mod json_cut;
 mod json_rows;
 mod linear_cost;
+mod listed_tokens;
 mod long_text;
 mod new_tokens;
 mod other_files;
@@ -82,7 +83,6 @@ pub use sampler::{Cursor, Sampler, SamplerOptions};
 pub use source::Split;
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
-pub(crate) use tokenizer_outline::MAX_TOKENIZER_BYTES;
 
 use crate::error::{Error, ErrorCategory};
 pub use crate::ops::cross_entropy::IGNORE;

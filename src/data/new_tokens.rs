@@ -3,7 +3,10 @@
 //! The files are edited, not made anew: what a tokenizer says otherwise stays as its author wrote it. The tokenizer
 //! itself is then read from the edited text, so what is used is what is saved.
 
+use std::collections::HashSet;
+
 use serde_json::{Map, Value, json};
+use tokenizers::AddedToken;
 
 /// Files that name tokens beside tokenizer.json: the settings, and the list that older tokenizers have.
 pub(super) const CONFIG: &str = "tokenizer_config.json";
@@ -13,20 +16,31 @@ pub(super) const LIST: &str = "added_tokens.json";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct NewToken {
     pub(super) id: u32,
-    pub(super) text: String,
+    pub(super) token: AddedToken,
 }
 
 impl NewToken {
-    /// What transformers says of a token that was added as a plain text: it is matched after normalization, anywhere.
+    /// A token that is added as a plain text: it is matched after normalization, anywhere.
+    pub(super) fn plain(id: u32, text: &str) -> Self {
+        NewToken { id, token: AddedToken::from(text, false) }
+    }
+
+    /// The token's text.
+    pub(super) fn text(&self) -> &str {
+        &self.token.content
+    }
+
+    /// The token as transformers describes it.
     fn properties(&self) -> Map<String, Value> {
+        let token = &self.token;
         let mut map = Map::new();
-        map.insert("content".into(), self.text.as_str().into());
+        map.insert("content".into(), self.text().into());
         for (key, value) in [
-            ("single_word", false),
-            ("lstrip", false),
-            ("rstrip", false),
-            ("normalized", true),
-            ("special", false),
+            ("single_word", token.single_word),
+            ("lstrip", token.lstrip),
+            ("rstrip", token.rstrip),
+            ("normalized", token.normalized),
+            ("special", token.special),
         ] {
             map.insert(key.into(), value.into());
         }
@@ -34,7 +48,7 @@ impl NewToken {
     }
 }
 
-/// tokenizer.json with `tokens`.
+/// tokenizer.json with `tokens`, in place of those of the same ids.
 pub(super) fn in_tokenizer(mut file: Map<String, Value>, tokens: &[NewToken]) -> Map<String, Value> {
     let entry = |token: &NewToken| {
         let mut entry = Map::new();
@@ -42,8 +56,13 @@ pub(super) fn in_tokenizer(mut file: Map<String, Value>, tokens: &[NewToken]) ->
         entry.extend(token.properties());
         Value::Object(entry)
     };
+    let ids: HashSet<u64> = tokens.iter().map(|token| u64::from(token.id)).collect();
     let list = file.entry("added_tokens").or_insert_with(|| json!([]));
+    if list.is_null() {
+        *list = json!([]);
+    }
     if let Some(list) = list.as_array_mut() {
+        list.retain(|entry| !entry["id"].as_u64().is_some_and(|id| ids.contains(&id)));
         list.extend(tokens.iter().map(entry));
         list.sort_by_key(|entry| entry["id"].as_u64());
     }
@@ -62,7 +81,7 @@ pub(super) fn in_list(mut file: Map<String, Value>, tokens: &[NewToken]) -> Opti
     if file.is_empty() {
         return None;
     }
-    file.extend(tokens.iter().map(|token| (token.text.clone(), token.id.into())));
+    file.extend(tokens.iter().map(|token| (token.text().to_owned(), token.id.into())));
     Some(file)
 }
 
@@ -76,7 +95,7 @@ mod tests {
 
     #[test]
     fn entries_are_those_of_transformers() {
-        let token = NewToken { id: 5, text: "<tool>".into() };
+        let token = NewToken::plain(5, "<tool>");
         let file =
             object(json!({"version": "1.0", "added_tokens": [{"id": 7, "content": "z"}], "model": {}}));
         let written = Value::Object(in_tokenizer(file, std::slice::from_ref(&token)));

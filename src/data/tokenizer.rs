@@ -1,8 +1,8 @@
 //! The tokenizer of a model folder: ids, offsets, special tokens, decoding.
 //!
-//! `tokenizer.json` alone decides how text becomes ids, its post-processor whether BOS or EOS is added:
-//! `add_bos_token` and its like in `tokenizer_config.json` are records of how that file was made. The other files
-//! only name the special tokens and the ids that end a generation. `clean_up_tokenization_spaces` is not applied:
+//! `tokenizer.json` decides how text becomes ids, its post-processor whether BOS or EOS is added: `add_bos_token` and its
+//! like in `tokenizer_config.json` are records of how that file was made. The other files name the special tokens and
+//! the ids that end a generation, and may list tokens that `tokenizer.json` lacks ([`super::listed_tokens`]). `clean_up_tokenization_spaces` is not applied:
 //! what is decoded is what was encoded.
 //!
 //! A sentencepiece `tokenizer.model` alone is refused with the command that converts it: its rules live partly in
@@ -17,6 +17,7 @@ use serde_json::{Map, Value};
 use super::child_pool::RowBudget;
 pub use super::encoded::Encoded;
 use super::found_tokenizer::{self, FoundTokenizer};
+use super::listed_tokens::TokenLists;
 use super::new_tokens::{self, NewToken};
 use super::sandbox::ChildEnd;
 use super::tokenizer_child::TokenizingChildren;
@@ -50,6 +51,8 @@ pub struct Tokenizer {
     adds_bos: bool,
     vocab_size: usize,
     digest: blake3::Hash,
+    /// tokenizer.json with the tokens that other files list and it lacks; none: it has them all.
+    completed: Option<String>,
     /// The share of merges that tokenizer.json asks to leave out at random, which are all done.
     dropout: Option<f32>,
     /// Files that say something else than those in `folder`: name and text.
@@ -68,20 +71,23 @@ impl Tokenizer {
             return Err(missing_tokenizer(folder));
         }
         let bytes = input_file::read_up_to("read", &path, tokenizer_outline::MAX_TOKENIZER_BYTES)?;
-        let FoundTokenizer { inner, vocab_size, dropout } = FoundTokenizer::read(&bytes, &path)?;
-        let config = read_object(&folder.join("tokenizer_config.json"))?;
+        let mut found = FoundTokenizer::read(&bytes, &path)?;
+        let config = read_object(&folder.join(new_tokens::CONFIG))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
-        let token = |key: &str| -> Result<Option<SpecialToken>> {
-            let Some(text) = token_text(&config, key).or_else(|| token_text(&map, key)) else {
-                return Ok(None);
-            };
-            match inner.token_to_id(&text) {
-                Some(id) => Ok(Some(SpecialToken { text, id })),
-                None => Err(Error::user(format!("cannot use the tokenizer in {}", folder.display()))
-                    .because(format!("its `{key}` is {text:?}, which tokenizer.json does not hold"))),
-            }
+        let list = read_object(&folder.join(new_tokens::LIST))?;
+        let lists = TokenLists { config: &config, map: &map, list: &list };
+        let completed = complete(&mut found, &path, &lists)?;
+        let FoundTokenizer { inner, vocab_size, dropout } = found;
+        let bytes = completed.as_ref().map_or(bytes.as_slice(), String::as_bytes);
+        // A name without a token, such as an empty text, names nothing.
+        let token = |name: &str| {
+            let text = lists.text(name)?;
+            let id = inner.token_to_id(&text)?;
+            Some(SpecialToken { text, id })
         };
-        let (bos, eos, pad) = (token("bos_token")?, token("eos_token")?, token("pad_token")?);
+        let (bos, eos, pad) = (token("bos_token"), token("eos_token"), token("pad_token"));
+        let named = lists.names().into_iter();
+        let named = named.filter_map(|name| Some((name.to_owned(), lists.text(name)?))).collect();
         let special = inner
             .get_added_tokens_decoder()
             .into_iter()
@@ -91,17 +97,10 @@ impl Tokenizer {
         let eos_ids = eos_ids(folder, eos.as_ref())?;
         let mut tokenizer = Tokenizer {
             vocab_size,
-            children: children(&inner, &bytes),
+            children: children(&inner, bytes),
             inner,
             folder: folder.to_owned(),
-            named: map
-                .keys()
-                .chain(config.keys())
-                .filter(|key| key.ends_with("_token"))
-                .filter_map(|key| {
-                    Some((key.clone(), token_text(&config, key).or_else(|| token_text(&map, key))?))
-                })
-                .collect(),
+            named,
             config,
             bos,
             eos,
@@ -109,7 +108,8 @@ impl Tokenizer {
             eos_ids,
             special,
             adds_bos: false,
-            digest: blake3::hash(&bytes),
+            digest: blake3::hash(bytes),
+            completed,
             dropout,
             changed: Vec::new(),
         };
@@ -145,7 +145,7 @@ impl Tokenizer {
             let id = known.get(text).copied().or_else(|| {
                 let id = self.inner.token_to_id(text).unwrap_or(next);
                 next = next.max(id + 1);
-                new.push(NewToken { id, text: text.clone() });
+                new.push(NewToken::plain(id, text));
                 Some(id)
             });
             ids.extend(id);
@@ -159,19 +159,22 @@ impl Tokenizer {
     /// Goes on with the tokenizer that the changed files describe.
     fn rewrite(&mut self, new: &[NewToken]) -> Result<()> {
         let path = self.folder.join("tokenizer.json");
-        let text = |file: Map<String, Value>| format!("{:#}\n", Value::Object(file));
-        let tokenizer = text(new_tokens::in_tokenizer(read_object(&path)?, new));
+        let own = match &self.completed {
+            Some(text) => parse_object(&path, text)?,
+            None => read_object(&path)?,
+        };
+        let tokenizer = file_text(new_tokens::in_tokenizer(own, new));
         let FoundTokenizer { inner, vocab_size, .. } = FoundTokenizer::read(tokenizer.as_bytes(), &path)?;
-        if let Some(token) = new.iter().find(|token| inner.token_to_id(&token.text) != Some(token.id)) {
+        if let Some(token) = new.iter().find(|token| inner.token_to_id(token.text()) != Some(token.id)) {
             return Err(Error::user(format!(
                 "cannot add the token {:?} to the tokenizer in {}",
-                token.text,
+                token.text(),
                 self.folder.display()
             ))
             .because(format!(
                 "its largest id is {}, but a new token gets id {}: its ids have holes; accepted: ids without",
                 self.vocab_size.saturating_sub(1),
-                inner.token_to_id(&token.text).map_or_else(|| "none".into(), |id| id.to_string())
+                inner.token_to_id(token.text()).map_or_else(|| "none".into(), |id| id.to_string())
             ))
             .hint("take tokens that the tokenizer has and nothing uses; tokenizer_config.json lists reserved ones"));
         }
@@ -183,9 +186,21 @@ impl Tokenizer {
             (new_tokens::CONFIG, new_tokens::in_config(self.config.clone(), new)),
             (new_tokens::LIST, new_tokens::in_list(list, new)),
         ] {
-            self.changed.extend(file.map(|file| (name.to_owned(), text(file))));
+            self.changed.extend(file.map(|file| (name.to_owned(), file_text(file))));
         }
         Ok(())
+    }
+
+    /// The text of tokenizer.json as it is used: with the tokens that other files list.
+    ///
+    /// # Errors
+    /// The user's: the file is too long or cannot be read.
+    pub fn json(&self) -> Result<Vec<u8>> {
+        let path = self.folder.join("tokenizer.json");
+        match &self.completed {
+            Some(text) => Ok(text.clone().into_bytes()),
+            None => input_file::read_up_to("read", &path, tokenizer_outline::MAX_TOKENIZER_BYTES),
+        }
     }
 
     /// The files that describe this tokenizer otherwise than those in its folder, because tokens were added: names and
@@ -468,6 +483,37 @@ impl TextStream<'_> {
 /// The doing that an error of encoding names.
 const ENCODE: &str = "encode a text with";
 
+/// Adds the tokens to `found`, read from `path`, that the other files list. Returns the text of tokenizer.json with them;
+/// none if it has them all.
+///
+/// # Errors
+/// The user's: the lists are too long, or the tokens do not get the ids in the text that they have without it.
+fn complete(found: &mut FoundTokenizer, path: &Path, lists: &TokenLists<'_>) -> Result<Option<String>> {
+    let failed = |why: String| {
+        Error::user(format!("cannot add the tokens that files beside {} list", path.display())).because(why)
+    };
+    let own = found_tokenizer::added_tokens(&found.inner);
+    let tokens = lists.tokens(&own).map_err(failed)?;
+    let added = found_tokenizer::add_tokens(&mut found.inner, tokens).map_err(failed)?;
+    if added.is_empty() {
+        return Ok(None);
+    }
+    let new: Vec<NewToken> = added.into_iter().map(|(id, token)| NewToken { id, token }).collect();
+    let text = file_text(new_tokens::in_tokenizer(read_object(path)?, &new));
+    let FoundTokenizer { inner, vocab_size, .. } = FoundTokenizer::read(text.as_bytes(), path)?;
+    if let Some(token) = new.iter().find(|token| inner.token_to_id(token.text()) != Some(token.id)) {
+        let (text, id) = (token.text(), token.id);
+        return Err(failed(format!("the ids of tokenizer.json have holes: {text:?} does not keep the id {id}"))
+            .hint("write the files again with Python: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"));
+    }
+    (found.inner, found.vocab_size) = (inner, vocab_size);
+    Ok(Some(text))
+}
+
+fn file_text(file: Map<String, Value>) -> String {
+    format!("{:#}\n", Value::Object(file))
+}
+
 /// The processes that work with the tokenizer.json of these `bytes`, which `inner` was built from; none, where that takes
 /// time in proportion to the text, or where this program cannot start them.
 fn children(inner: &tokenizers::Tokenizer, bytes: &[u8]) -> Option<Arc<TokenizingChildren>> {
@@ -498,8 +544,11 @@ fn read_object(path: &Path) -> Result<Map<String, Value>> {
     if !path.exists() {
         return Ok(Map::new());
     }
-    let text = input_file::read_text("read", path)?;
-    match serde_json::from_str(&text) {
+    parse_object(path, &input_file::read_text("read", path)?)
+}
+
+fn parse_object(path: &Path, text: &str) -> Result<Map<String, Value>> {
+    match serde_json::from_str(text) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => {
             Err(Error::user(format!("cannot read {}", path.display())).because("it is not a JSON object"))
@@ -508,19 +557,12 @@ fn read_object(path: &Path) -> Result<Map<String, Value>> {
     }
 }
 
-/// A token is written as its text or as an object with its `content`.
-fn token_text(map: &Map<String, Value>, key: &str) -> Option<String> {
-    match map.get(key)? {
-        Value::String(text) => Some(text.clone()),
-        Value::Object(token) => token.get("content")?.as_str().map(str::to_owned),
-        _ => None,
-    }
-}
-
 fn eos_ids(folder: &Path, eos: Option<&SpecialToken>) -> Result<Vec<u32>> {
     let mut ids: Vec<u32> = eos.iter().map(|eos| eos.id).collect();
     let mut add = |map: &Map<String, Value>| {
-        let found = match map.get("eos_token_id") {
+        // A model for images has the ids with its text part.
+        let text = map.get("text_config").and_then(|text| text.get("eos_token_id"));
+        let found = match map.get("eos_token_id").filter(|id| !id.is_null()).or(text) {
             Some(Value::Array(list)) => list.iter().filter_map(Value::as_u64).collect(),
             Some(value) => value.as_u64().into_iter().collect(),
             None => Vec::new(),

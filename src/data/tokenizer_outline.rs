@@ -28,7 +28,7 @@ const MAX_ADDED_BYTES: usize = 4096;
 /// Bytes that a table of replacements may put in the place of a character: eight times what Unicode's NFKC does.
 const MAX_REPLACEMENT_BYTES: usize = 256;
 /// Added tokens: ten times what any tokenizer has.
-const MAX_ADDED_TOKENS: usize = 200_000;
+pub(super) const MAX_ADDED_TOKENS: usize = 200_000;
 
 /// The parts of a tokenizer.json that are small in every honest one.
 #[derive(Deserialize)]

@@ -99,7 +99,7 @@ pub fn write_quantized(
         files.folder(),
         None,
         folder.path(),
-        ConfigChanges { quantization, ..ConfigChanges::default() },
+        ConfigChanges { quantization, ..ConfigChanges::default() }.untied(files.head_is_apart()),
     )?;
     folder.commit()?;
     for (path, _) in &mut written {

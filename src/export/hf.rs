@@ -52,12 +52,19 @@ pub struct ExportParts {
     of_rank: Vec<Range<usize>>,
     source: PathBuf,
     tokenizer: Option<TokenizerFiles>,
+    /// Whether embedding and head are two tables, though `source` ties them.
+    untied: bool,
 }
 
 impl ExportParts {
     /// A model of the tensors in `shares`, by rank; what stands beside them is that of `source`, with `tokenizer` in
-    /// place of its own if there is one.
-    pub fn new(shares: Vec<Vec<WriteEntry>>, source: PathBuf, tokenizer: Option<TokenizerFiles>) -> Self {
+    /// place of its own if there is one. `untied`: embedding and head are two tables, though `source` ties them.
+    pub fn new(
+        shares: Vec<Vec<WriteEntry>>,
+        source: PathBuf,
+        tokenizer: Option<TokenizerFiles>,
+        untied: bool,
+    ) -> Self {
         let (mut shards, mut of_rank) = (Vec::new(), Vec::new());
         for share in shares {
             let start = shards.len();
@@ -66,7 +73,7 @@ impl ExportParts {
             }
             of_rank.push(start..shards.len());
         }
-        ExportParts { shards, of_rank, source, tokenizer }
+        ExportParts { shards, of_rank, source, tokenizer, untied }
     }
 
     /// Writes the tensors of a rank's share to the folder that all ranks write to, which is there; `write` as in [`write_model`].
@@ -89,7 +96,7 @@ impl ExportParts {
     pub fn write_rest(&self, folder: &Path) -> Result<Vec<Written>> {
         let index = write_index_of(folder, &self.shards)?;
         let entries: Vec<WriteEntry> = self.shards.iter().flatten().cloned().collect();
-        let changes = ConfigChanges::for_weights(&entries);
+        let changes = ConfigChanges::for_weights(&entries).untied(self.untied);
         sidecar_files::copy(&self.source, self.tokenizer.as_ref(), folder, changes)?;
         Ok(index.into_iter().collect())
     }
@@ -111,9 +118,10 @@ pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64)
         })
         .collect();
     let folder = AtomicDir::create(output)?;
-    let written = write_model(folder.path(), files.folder(), None, &entries, shard_bytes, |entry, sink| {
-        copy_tensor(files, entry, sink)
-    })?;
+    let written =
+        write_sharded(folder.path(), &entries, shard_bytes, |entry, sink| copy_tensor(files, entry, sink))?;
+    let changes = ConfigChanges::for_weights(&entries).untied(files.head_is_apart());
+    sidecar_files::copy(files.folder(), None, folder.path(), changes)?;
     folder.commit()?;
     Ok(written.iter().map(|file| file.bytes).sum())
 }

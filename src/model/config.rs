@@ -84,6 +84,8 @@ pub struct ModelConfig {
     pub initializer_range: f64,
     /// The dtype config.json names.
     pub dtype: Option<String>,
+    /// The `model_type` of the model for images whose text part it is.
+    pub text_of: Option<String>,
 }
 
 impl ModelConfig {

@@ -47,6 +47,14 @@ impl<'a> ConfigReader<'a> {
         self.typed(key, "a whole number", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
     }
 
+    /// The id of a token; none if the key is absent or the number is negative, which says that there is no such token.
+    pub(super) fn opt_token(&self, key: &str) -> Result<Option<u32>> {
+        let id = self.typed(key, "the id of a token, or -1 or null for none", |v| {
+            v.as_i64().filter(|id| *id <= i64::from(u32::MAX))
+        })?;
+        Ok(id.and_then(|id| u32::try_from(id).ok()))
+    }
+
     pub(super) fn usize(&self, key: &str) -> Result<usize> {
         self.opt_usize(key)?.ok_or_else(|| {
             Error::user(format!("`{key}` is missing")).because("every model of this family has it")

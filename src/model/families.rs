@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorContext as _, Result};
 use crate::ops::attention::Heads;
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
+use crate::weights::text_config::text_part;
 
 /// `model_type` → family; the one registry.
 const FAMILIES: [(&str, Family); 7] = [
@@ -59,7 +60,13 @@ impl ModelConfig {
                 .because(format!("it is not JSON: {e}"))
                 .hint("download or save the model again")
         })?;
-        read(&ConfigReader::new(&value)?).during(|| format!("cannot use the model of {file}"))
+        let (value, text_of) = match value.as_object().and_then(text_part) {
+            Some((text, whole)) => (Value::Object(text), Some(whole)),
+            None => (value, None),
+        };
+        let config =
+            read(&ConfigReader::new(&value)?).during(|| format!("cannot use the model of {file}"))?;
+        Ok(ModelConfig { text_of, ..config })
     }
 }
 
@@ -102,9 +109,10 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         attention_softcap: softcap(keys, "attn_logit_softcapping", caps.then_some(50.0))?,
         logit_softcap: softcap(keys, "final_logit_softcapping", caps.then_some(30.0))?,
         tie_word_embeddings: keys.bool_or("tie_word_embeddings", gemma)?,
-        pad_token_id: keys.opt_usize("pad_token_id")?.and_then(|id| u32::try_from(id).ok()),
+        pad_token_id: keys.opt_token("pad_token_id")?,
         initializer_range: keys.f64_or("initializer_range", 0.02)?,
         dtype: keys.opt_str("dtype")?.or(keys.opt_str("torch_dtype")?).map(str::to_string),
+        text_of: None,
     };
     refuse_too_large(&config)?;
     Ok(config)
@@ -130,8 +138,8 @@ fn family(keys: &ConfigReader<'_>) -> Result<Family> {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
     };
     let hint = match model_type {
-        "gemma3" => {
-            "this is the vision model; its text part is published as `gemma3_text` (the 1B and 270M models)"
+        "gemma3" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" => {
+            "this is a model for images, whose text part (`text_config` in config.json) is of another family; give the text model alone"
         }
         _ => "choose a model of one of these families",
     };

@@ -40,7 +40,7 @@ pub use lora::{AdapterSwitch, Lora, LoraShape};
 pub use rope::{Rope, RopeKind};
 pub use rotary_tables::RotaryTables;
 pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};
-pub use stored::{StoredModel, stored_name};
+pub use stored::{StoredModel, settle, stored_name};
 
 use candle_core::Tensor;
 

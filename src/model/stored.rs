@@ -1,6 +1,6 @@
 //! A model's parameters in a checkpoint: under which name each is stored, and whether the checkpoint is of this model.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use super::ModelConfig;
 use crate::error::{Error, Result};
@@ -30,7 +30,69 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
     if config.tie_word_embeddings && files.info(name).is_none() { other } else { name }
 }
 
+/// Brings `config` and `files` in line as transformers does: tensors that the model does not use are passed over (blocks
+/// beyond `num_hidden_layers`, blocks that predict further tokens, parts for images of a model whose text part is used),
+/// and a head that differs from the embedding stays, though config.json ties the two. The notes of `files` say so.
+///
+/// # Errors
+/// The user's: a table cannot be read.
+pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
+    pass_over_unused(config, files);
+    if config.tie_word_embeddings && files.tables_differ(EMBED_TOKENS, LM_HEAD)? {
+        config.tie_word_embeddings = false;
+        files.keep_head_apart();
+    }
+    Ok(())
+}
+
+fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
+    let layers = config.num_layers();
+    let beyond = |name: &str| block_of(name).filter(|block| *block >= layers);
+    let blocks: BTreeSet<usize> = files.names().filter_map(beyond).collect();
+    if files.pass_over(|name| beyond(name).is_some()) > 0 {
+        let numbers: Vec<String> = blocks.iter().map(usize::to_string).collect();
+        let (word, verb) = if numbers.len() == 1 { ("block", "is") } else { ("blocks", "are") };
+        files.note(format!(
+            "{word} {} of the weights {verb} not used: `num_hidden_layers` of config.json is {layers}",
+            numbers.join(", ")
+        ));
+    }
+    let further = files.pass_over(|name| name.split('.').any(|part| part == "mtp"));
+    if further > 0 {
+        files.note(format!("{further} tensors that predict further tokens (`mtp`) are not used"));
+    }
+    let Some(whole) = &config.text_of else { return };
+    // The names of such a model have a container by themselves.
+    files.forget_names();
+    let other = files.pass_over(|name| {
+        !["model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."]
+            .iter()
+            .any(|start| name.starts_with(start))
+    });
+    files.note(format!(
+        "the text part of a model for images (`{whole}`) is used and written; {other} other tensors are not"
+    ));
+}
+
+/// The block that a tensor belongs to.
+fn block_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+}
+
 impl StoredModel<'_> {
+    /// The error for a missing tensor, whose cause `error` says.
+    fn missing(&self, name: &str, error: Error) -> Error {
+        let other = if name == LM_HEAD { EMBED_TOKENS } else { LM_HEAD };
+        let is_table = name == LM_HEAD || name == EMBED_TOKENS;
+        if !is_table || self.config.tie_word_embeddings || self.files.info(other).is_none() {
+            return error.hint(ONE_MODEL);
+        }
+        Error::user(format!("cannot use the weights in {}", self.files.folder().display()))
+            .because(format!("they hold `{other}` and no `{name}`"))
+            .because("config.json does not tie the two: its `tie_word_embeddings` is false, or missing and false for this family")
+            .hint("write `\"tie_word_embeddings\": true` into config.json if embedding and head are one table")
+    }
+
     /// Checks by headers alone that the checkpoint has each of `parameters`, names and shapes, and no other tensor; `verb`
     /// says in errors what for, such as "load".
     ///
@@ -45,7 +107,7 @@ impl StoredModel<'_> {
         for (parameter, shape) in parameters {
             planned.insert(parameter);
             let name = stored_name(self.config, self.files, parameter);
-            let info = self.files.require(name).map_err(|e| e.hint(ONE_MODEL))?;
+            let info = self.files.require(name).map_err(|error| self.missing(name, error))?;
             let mut stored = shape.to_vec();
             if name == EMBED_TOKENS || name == LM_HEAD {
                 stored[0] = self.stored_tokens;

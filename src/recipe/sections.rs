@@ -69,7 +69,7 @@ section! {
         lora_alpha: f64 = 16.0, Above(0.0);
         /// Share of the adapter's inputs set to zero in training.
         lora_dropout: f64 = 0.0, FromToBelow(0.0, 1.0);
-        /// Modules that get an adapter: every linear layer but the head, or a list of names.
+        /// Modules that get an adapter: every linear layer but the head, a list of names, or a pattern.
         target_modules: TargetModules = TargetModules::AllLinear;
         /// Modules among them that get none.
         exclude_modules: Vec<String> = Vec::new();

@@ -329,16 +329,23 @@ pub enum TargetModules {
     AllLinear,
     /// Modules whose name is, or ends with a dot and, one of these.
     Named(Vec<String>),
+    /// Modules whose whole name matches this regular expression.
+    Pattern(String),
 }
 
 impl Setting for TargetModules {
     fn accepted() -> String {
-        r#""all-linear", a list of module names such as ["q_proj", "v_proj"]"#.into()
+        r#""all-linear", a list of module names such as ["q_proj", "v_proj"], a regular expression for whole names such as ".*(q|v)_proj""#.into()
     }
 
     fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
         match value {
             Value::String(text) if text == "all-linear" => Ok(TargetModules::AllLinear),
+            Value::String(text) if text.is_empty() => Err(ValueRefusal::Empty),
+            // A word without a sign of a pattern is a name, which as a pattern would match no whole name.
+            Value::String(text) if text.chars().any(is_pattern_sign) => {
+                Ok(TargetModules::Pattern(text.clone()))
+            }
             Value::Array(list) if list.is_empty() => {
                 Err(ValueRefusal::Unusable("an empty list trains nothing".into()))
             }
@@ -351,12 +358,18 @@ impl Setting for TargetModules {
         match self {
             TargetModules::AllLinear => Some(Value::String("all-linear".into())),
             TargetModules::Named(names) => names.write(),
+            TargetModules::Pattern(pattern) => Some(Value::String(pattern.clone())),
         }
     }
 
     fn choices() -> Vec<&'static str> {
         vec!["all-linear"]
     }
+}
+
+/// Whether a character gives a text another meaning as a regular expression than as a name.
+fn is_pattern_sign(character: char) -> bool {
+    r".\*+?()[]{}|^$".contains(character)
 }
 
 impl Setting for Vec<AlertRule> {

@@ -38,7 +38,9 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
             shape: desc.shape,
         };
         let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
-        let parts = hf::ExportParts::new(shares.collect(), plan.base.found.folder.clone(), tokenizer);
+        let untied = plan.base.head_apart;
+        let source = plan.base.found.folder.clone();
+        let parts = hf::ExportParts::new(shares.collect(), source, tokenizer, untied);
         return Ok(Arc::new(
             move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
                 SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),

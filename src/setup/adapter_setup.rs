@@ -210,6 +210,9 @@ pub(crate) fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
         target_modules: match &recipe.target_modules {
             recipe::TargetModules::AllLinear => ModulePattern::AllLinear,
             recipe::TargetModules::Named(names) => ModulePattern::Named(NamePattern::List(names.clone())),
+            recipe::TargetModules::Pattern(pattern) => {
+                ModulePattern::Named(NamePattern::Regex(pattern.clone()))
+            }
         },
         exclude_modules: NamePattern::List(recipe.exclude_modules.clone()),
         modules_to_save: recipe.modules_to_save.clone(),

@@ -1,10 +1,10 @@
 //! Whether an adapter, or a checkpoint, is used on the model that it was trained on.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::adapter::SavedAdapter;
 use crate::error::{Error, Result};
+use crate::model::{self, ModelConfig};
 use crate::report::Terminal;
 use crate::setup::resolver::ResolvedSource;
 use crate::weights::{DigestTask, ModelFiles, ModelIdentity};
@@ -77,25 +77,35 @@ impl BaseCheck {
         Self::new(&format!("adapter {}", folder.display()), trained_on.as_ref(), model, force_base)
     }
 
-    /// For the adapter in `folder` and the model `found`, of which perhaps only config.json is on this machine, whose word
-    /// on the model's arithmetic is `semantics`: by a sample of the weights where they are, else by commits.
+    /// For the adapter in `folder` and the model `found` of shape `config`, of which perhaps only config.json is on this
+    /// machine: by a sample of the weights where they are, else by commits.
     ///
     /// # Errors
     /// The user's: they are different models.
     pub fn of_headers(
         folder: &Path,
         found: &ResolvedSource,
-        semantics: BTreeMap<String, String>,
+        config: &ModelConfig,
         force_base: bool,
     ) -> Result<Self> {
         // Who uses the adapter reads it too, and says better what is wrong with it.
         if SavedAdapter::read(folder).is_err() {
             return Ok(BaseCheck::Same);
         }
-        let named = found.identity().with_config(semantics);
+        let (named, mut config) = (found.identity(), config.clone());
         let model = match ModelFiles::open(&found.folder) {
-            Ok(files) => named.of_files(&files)?,
-            Err(_) => named,
+            Ok(mut files) => {
+                model::settle(&mut config, &mut files)?;
+                named.with_config(config.semantics()).of_files(&files)?
+            }
+            Err(_) => {
+                // Whether a tied model has a head of its own, its weights alone can tell.
+                let mut semantics = config.semantics();
+                if config.tie_word_embeddings {
+                    semantics.remove("tie_word_embeddings");
+                }
+                named.with_config(semantics)
+            }
         };
         Self::of_adapter(folder, &model, force_base)
     }

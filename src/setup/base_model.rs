@@ -50,6 +50,8 @@ pub struct BaseModel {
     semantics: BTreeMap<String, String>,
     /// Whether its weights are files of this machine.
     has_weights: bool,
+    /// Whether the head is another table than the embedding, though config.json ties the two.
+    pub(crate) head_apart: bool,
 }
 
 /// What of a device decides how a run is laid out on it.
@@ -182,14 +184,19 @@ impl BaseModel {
         };
         let path = found.folder.join("config.json");
         let text = input_file::read_text("read", &path)?;
-        let config = ModelConfig::from_json(&text, &path.display().to_string())?;
-        let files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
+        let mut config = ModelConfig::from_json(&text, &path.display().to_string())?;
+        let mut files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
+        if let Some(files) = &mut files {
+            model::settle(&mut config, files)?;
+            files.notes().for_each(|note| finder.warn(note));
+        }
         let stored = files.as_ref().and_then(stored_format);
         let skipped = skipped_layers(&found.folder, &config, files.as_ref(), quantization)?;
         Ok(BaseModel {
             tokenizer: found.folder.clone(),
             stored_tokens: config.vocab_size,
             semantics: config.semantics(),
+            head_apart: files.as_ref().is_some_and(ModelFiles::head_is_apart),
             has_weights: files.as_ref().is_some_and(|files| !files.is_header_only()),
             found,
             config,

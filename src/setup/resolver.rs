@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::{assets, custom_code};
+use crate::adapter::{self, AdapterConfig};
 use crate::data::Split;
 use crate::error::{Error, Result};
 use crate::hub::{self, DownloadEvent, HubOptions, Located, RemoteWeights, RowsFor};
@@ -134,17 +135,40 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// An adapter: a folder, or the files of a hub repository.
+    /// An adapter: a folder, the one adapter in a folder below it, or the files of a hub repository. Warns of keys of its
+    /// configuration that are not known.
     ///
     /// # Errors
-    /// As [`hub::locate_adapter`].
+    /// As [`hub::locate_adapter`]; there is more than one adapter below the folder.
     pub fn adapter(&self, source: &DataSource) -> Result<ResolvedSource> {
-        match source {
-            DataSource::Path(path) => Ok(local(source, path)),
-            _ => {
-                self.find(source, |id, options, progress| hub::locate_adapter(id, "main", options, progress))
+        let found = match source {
+            DataSource::Path(path) => {
+                let folder = adapter::one_below(path)?;
+                if folder != *path {
+                    let (whole, used) = (path.display(), folder.display());
+                    self.terminal.line(format!("the adapter in {whole} is {used}"));
+                }
+                local(source, &folder)
             }
+            _ => {
+                self.find(source, |id, options, progress| hub::locate_adapter(id, "main", options, progress))?
+            }
+        };
+        let unknown = AdapterConfig::unknown_keys(&found.folder);
+        if !unknown.is_empty() {
+            self.terminal.warn(format!(
+                "{} of {} has keys that neither finetune nor PEFT 0.21 knows, and which are not used: {}",
+                adapter::CONFIG_FILE,
+                found.folder.display(),
+                unknown.join(", ")
+            ));
         }
+        Ok(found)
+    }
+
+    /// Prints a warning on the terminal.
+    pub(crate) fn warn(&self, text: &str) {
+        self.terminal.warn(text);
     }
 
     fn find(

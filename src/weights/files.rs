@@ -13,13 +13,19 @@ use std::sync::Arc;
 use super::header::clip;
 use super::quantized::{QuantizedParts, QuantizedTensor, ShardRange};
 use super::shard::{RangeReader, Shard};
-use super::{INDEX_FILE, MODEL_FILE, StoredElement, TensorInfo, bitsandbytes, header, index};
+use super::{
+    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, bitsandbytes, header, index,
+    tensor_names,
+};
 use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
 use crate::stored_dtype;
 
 /// Names that a missing one is compared with, at most: comparing takes the square of their lengths.
 const MOST_COMPARED: usize = 10_000;
+
+/// Elements of two tables that are compared at once.
+const COMPARED: usize = 1 << 20;
 
 /// The open safetensors files of a model or an adapter.
 #[derive(Debug)]
@@ -29,6 +35,12 @@ pub struct ModelFiles {
     tensors: BTreeMap<String, TensorInfo>,
     quantized: BTreeMap<String, QuantizedParts>,
     indexed: bool,
+    /// Whether the head is another table than the embedding, though config.json ties the two.
+    head_apart: bool,
+    /// A sentence on names that were changed.
+    renamed: Option<String>,
+    /// Sentences on tensors that are not used, or used otherwise than config.json says.
+    notes: Vec<String>,
 }
 
 impl ModelFiles {
@@ -39,7 +51,7 @@ impl ModelFiles {
     /// cut short, an index that does not fit its shards or leads out of the folder, a quantized tensor whose parts
     /// do not fit each other.
     pub fn open(folder: &Path) -> Result<Self> {
-        Self::open_folder(folder, None)?.recognised()
+        Self::open_folder(folder, None)?.with_names()?.recognised()
     }
 
     /// As [`ModelFiles::open`], of a folder from which weights files are absent that `remote` can read: of these the
@@ -52,7 +64,24 @@ impl ModelFiles {
         for (at, shard) in files.shards.iter_mut().enumerate() {
             shard.read_labels(remote, files.tensors.iter().filter(|(_, info)| info.shard == at))?;
         }
-        files.recognised()
+        files.with_names()?.recognised()
+    }
+
+    /// Gives tensors the names of Hugging Face, whatever wrapped the model that was saved.
+    fn with_names(mut self) -> Result<Self> {
+        let rules = NameRules::new(self.names());
+        let renamed = rules.renamed(self.names()).map_err(|(one, other)| {
+            Error::user(format!("cannot read weights in {}", self.place.display()))
+                .because(format!("`{}` and `{}` are names of one tensor", clip(&one), clip(&other)))
+                .hint("save the model again with transformers, or remove one of the two")
+        })?;
+        self.renamed = tensor_names::note(&renamed);
+        for (old, new) in renamed {
+            if let Some(info) = self.tensors.remove(&old) {
+                self.tensors.insert(new, info);
+            }
+        }
+        Ok(self)
     }
 
     fn recognised(mut self) -> Result<Self> {
@@ -136,7 +165,9 @@ impl ModelFiles {
 
     fn empty(place: &Path) -> Self {
         let (tensors, quantized) = (BTreeMap::new(), BTreeMap::new());
-        Self { place: place.into(), shards: Vec::new(), tensors, quantized, indexed: false }
+        let (shards, notes, renamed) = (Vec::new(), Vec::new(), None);
+        let (indexed, head_apart) = (false, false);
+        Self { place: place.into(), shards, tensors, quantized, indexed, head_apart, renamed, notes }
     }
 
     /// Adds a file, read from `remote` if it is not at `path`.
@@ -173,6 +204,70 @@ impl ModelFiles {
     /// Whether the files are listed by a model.safetensors.index.json.
     pub fn is_indexed(&self) -> bool {
         self.indexed
+    }
+
+    /// Sentences on names that were changed, and on tensors that are not used or used otherwise than config.json says.
+    pub fn notes(&self) -> impl Iterator<Item = &str> {
+        self.renamed.iter().chain(&self.notes).map(String::as_str)
+    }
+
+    /// Leaves the sentence on names out of [`ModelFiles::notes`].
+    pub fn forget_names(&mut self) {
+        self.renamed = None;
+    }
+
+    /// Whether the head is another table than the embedding, though config.json ties the two.
+    pub fn head_is_apart(&self) -> bool {
+        self.head_apart
+    }
+
+    /// Notes that embedding and head are two tables, though config.json ties them.
+    pub fn keep_head_apart(&mut self) {
+        self.head_apart = true;
+        self.notes.push(format!(
+            "config.json ties embedding and head, but the weights hold two tables that differ: the head is `{LM_HEAD}` as it is stored"
+        ));
+    }
+
+    /// Whether both of two tensors are stored and differ, in shape or in a value. False where only headers were read.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::read_into`].
+    pub fn tables_differ(&self, one: &str, other: &str) -> Result<bool> {
+        let Some((first, second)) = self.info(one).zip(self.info(other)) else { return Ok(false) };
+        if self.is_header_only() {
+            return Ok(false);
+        }
+        if first.shape != second.shape {
+            return Ok(true);
+        }
+        let (elements, mut left, mut right) = (first.elements(), vec![0f32; COMPARED], vec![0f32; COMPARED]);
+        for start in (0..elements).step_by(COMPARED) {
+            let count = COMPARED.min(elements - start);
+            self.read_part(one, start, &mut left[..count])?;
+            self.read_part(other, start, &mut right[..count])?;
+            // By bits, so that a NaN equals itself.
+            let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || a == b;
+            if !left[..count].iter().zip(&right[..count]).all(same) {
+                return Ok(true);
+            }
+            self.discard(one);
+            self.discard(other);
+        }
+        Ok(false)
+    }
+
+    /// Passes over the tensors whose names are `unused`, as if the files did not have them. Returns how many.
+    pub fn pass_over(&mut self, unused: impl Fn(&str) -> bool) -> usize {
+        let before = self.tensors.len();
+        self.tensors.retain(|name, _| !unused(name));
+        self.quantized.retain(|name, _| !unused(name));
+        before - self.tensors.len()
+    }
+
+    /// Adds a sentence to those of [`ModelFiles::notes`].
+    pub fn note(&mut self, note: String) {
+        self.notes.push(note);
     }
 
     /// The names of all tensors, sorted.

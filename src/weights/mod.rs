@@ -26,6 +26,8 @@ mod shard;
 pub mod sidecar_files;
 mod summary;
 mod tensor_info;
+mod tensor_names;
+pub mod text_config;
 mod unfinished;
 mod write;
 
@@ -42,6 +44,7 @@ pub use resized_embedding::ResizedEmbedding;
 pub use shard::{RangeReader, RemoteRange};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
+pub use tensor_names::NameRules;
 pub(crate) use unfinished::{
     discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::text_config::text_part;
 use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, bitsandbytes, names_in, write};
 use crate::error::input_file;
 use crate::error::{Error, Result};
@@ -81,17 +82,24 @@ impl ConfigChanges {
         let vocab_size = table.filter(|table| table.dtype.is_float()).and_then(|table| table.shape.first());
         Self { dtype, quantization, vocab_size: vocab_size.copied(), ..Self::default() }
     }
+
+    /// The same changes; if `untied`, also that embedding and head are two tensors.
+    #[must_use]
+    pub fn untied(self, untied: bool) -> Self {
+        Self { tie_word_embeddings: untied.then_some(false).or(self.tie_word_embeddings), ..self }
+    }
 }
 
-/// Reads `folder`/config.json with its keys in order.
+/// Reads `folder`/config.json with its keys in order; of a model for images, that of its text part.
 ///
 /// # Errors
 /// The user's: the file is missing or is not a JSON object.
 pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
     let path = folder.join(CONFIG_FILE);
     let text = input_file::read("read", &path)?;
-    serde_json::from_slice(&text)
-        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))
+    let config: Map<String, Value> = serde_json::from_slice(&text)
+        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))?;
+    Ok(text_part(&config).map_or(config, |(text, _)| text))
 }
 
 /// A tokenizer other than the one beside the weights: its folder, and files that say something else than those there.

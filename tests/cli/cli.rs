@@ -594,8 +594,8 @@ fn recipes_listed_and_shown() {
     # Share of the adapter's inputs set to zero in training.
     # Accepted: a number from 0 to below 1.
     # lora_dropout = 0.0
-    # Modules that get an adapter: every linear layer but the head, or a list of names.
-    # Accepted: "all-linear", a list of module names such as ["q_proj", "v_proj"].
+    # Modules that get an adapter: every linear layer but the head, a list of names, or a pattern.
+    # Accepted: "all-linear", a list of module names such as ["q_proj", "v_proj"], a regular expression for whole names such as ".*(q|v)_proj".
     # target_modules = "all-linear"
     # Modules among them that get none.
     # Accepted: a list of strings.

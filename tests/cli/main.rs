@@ -41,6 +41,7 @@ mod every_byte_of_a_base;
 mod explorer;
 mod export;
 mod failure;
+mod foreign;
 mod golden_ranks;
 mod hangs;
 mod hostile_files;

@@ -349,7 +349,7 @@ fn wrong_values() {
     "#);
     assert_snapshot!(fault("[adapter]\ntarget_modules = \"q_proj\"\n"), @r#"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:18: `adapter.target_modules` is "q_proj"; accepted: "all-linear", a list of module names such as ["q_proj", "v_proj"]
+      caused by: my.toml:8:18: `adapter.target_modules` is "q_proj"; accepted: "all-linear", a list of module names such as ["q_proj", "v_proj"], a regular expression for whole names such as ".*(q|v)_proj"
     hint: `finetune recipes show reference` documents every key
     "#);
     assert_snapshot!(fault("[adapter]\ntarget_modules = []\n"), @"

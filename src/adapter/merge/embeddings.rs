@@ -26,7 +26,7 @@ impl Tie {
         let (embed, head) = (base.info(EMBED_TOKENS).is_some(), base.info(LM_HEAD).is_some());
         // Families differ in what a missing key means; a model that is not tied stores both.
         let tied = config.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(embed != head);
-        Self { tied, embed, head }
+        Self { tied: tied && !base.head_is_apart(), embed, head }
     }
 
     /// Of a tied pair of which one name is stored: the one that is not, and the one that is.

@@ -93,10 +93,7 @@ pub fn merge(
     let folder = AtomicDir::create(output)?;
     let mut files = plan.write(folder.path())?;
     let entries: Vec<WriteEntry> = plan.outs().map(|out| out.entry.clone()).collect();
-    let changes = ConfigChanges {
-        tie_word_embeddings: plan.untied.then_some(false),
-        ..ConfigChanges::for_weights(&entries)
-    };
+    let changes = ConfigChanges::for_weights(&entries).untied(plan.untied || base.head_is_apart());
     let dtype = changes.dtype;
     sidecar_files::copy(
         base.folder(),
@@ -180,7 +177,8 @@ impl<'a> MergePlan<'a> {
         let modules: BTreeMap<&str, &Module> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
         let mut plan = Self { base, adapter, files: Vec::new(), untied };
-        for (path, names) in base.files() {
+        // Of a file whose tensors are all passed over nothing is left.
+        for (path, names) in base.files().filter(|(_, names)| !names.is_empty()) {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let split = tie.only_one_stored().filter(|(_, stored)| untied && names.contains(stored));
             let mut outs = Vec::with_capacity(names.len() + 1);

@@ -14,7 +14,7 @@ use serde_json::{Map, Value as Json};
 
 use super::pretokenizer;
 use super::writer::{GgufMetadata, MetadataValue};
-use crate::data::{MAX_TOKENIZER_BYTES, Tokenizer};
+use crate::data::Tokenizer;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
@@ -99,7 +99,7 @@ impl Vocabulary {
     /// The user's: a file is missing or malformed, or the tokenizer is one that llama.cpp does not have.
     pub(super) fn read(folder: &Path, vocab_size: usize) -> Result<Self> {
         let tokenizer = Tokenizer::load(folder)?;
-        let json = read_json(folder)?;
+        let json = read_json(folder, &tokenizer.json()?)?;
         let mut notes = Vec::new();
         let list = TokenList::new(&json, vocab_size, &mut notes)?;
         let mut metadata = GgufMetadata::default();
@@ -136,7 +136,8 @@ fn refused(cause: String) -> Error {
         .hint("write `--format hf` for programs that read Hugging Face folders")
 }
 
-fn read_json(folder: &Path) -> Result<TokenizerJson> {
+/// Reads the parts of `text`, the tokenizer.json of `folder`.
+fn read_json(folder: &Path, text: &[u8]) -> Result<TokenizerJson> {
     #[derive(Deserialize)]
     struct Head {
         model: PretokenizerKind,
@@ -146,15 +147,14 @@ fn read_json(folder: &Path) -> Result<TokenizerJson> {
         r#type: Option<String>,
     }
     let path = folder.join("tokenizer.json");
-    let text = input_file::read_up_to("read", &path, MAX_TOKENIZER_BYTES)?;
     let unreadable = |error: serde_json::Error| {
         Error::user(format!("cannot read the tokenizer {}", path.display())).because(error.to_string())
     };
-    let head: Head = serde_json::from_slice(&text).map_err(unreadable)?;
+    let head: Head = serde_json::from_slice(text).map_err(unreadable)?;
     if let Some(kind) = head.model.r#type.filter(|kind| kind != "BPE") {
         return Err(refused(format!("its model is {kind}; accepted: BPE")));
     }
-    let json: TokenizerJson = serde_json::from_slice(&text).map_err(unreadable)?;
+    let json: TokenizerJson = serde_json::from_slice(text).map_err(unreadable)?;
     for affix in [&json.model.continuing_subword_prefix, &json.model.end_of_word_suffix] {
         if let Some(affix) = affix.as_deref().filter(|affix| !affix.is_empty()) {
             return Err(refused(format!("its tokens carry {affix:?} as a mark; accepted: none")));

@@ -1,0 +1,187 @@
+//! Names of tensors as programs leave them, brought to those of Hugging Face's text models: `model.layers.0…`,
+//! `model.embed_tokens`, `model.norm`, `lm_head`. The one table of prefixes, for models and for adapters.
+//!
+//! Two kinds of parts say nothing of the tensor. Wrappers (torch.compile, DDP, FSDP, activation checkpointing) put a part
+//! anywhere into a name. Containers (PEFT, vision models, classes with and without a head) put parts in front of it. Only
+//! a name whose rest is one of a text model is changed: parts of a vision tower or of another architecture keep theirs.
+
+use std::collections::BTreeMap;
+
+/// Parts that wrappers put into names: torch.compile; DDP, DeepSpeed and FSDP; activation checkpointing; Lightning.
+const WRAPPERS: [&str; 6] = [
+    "_orig_mod",
+    "module",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_fpw_module",
+    "_forward_module",
+];
+
+/// Parts that contain a text model: PEFT, classes with a head, vision models, older classes and trainers.
+const CONTAINERS: [&str; 9] = [
+    "base_model",
+    "model",
+    "language_model",
+    "text_model",
+    "transformer",
+    "decoder",
+    "backbone",
+    "llm",
+    "pretrained_model",
+];
+
+/// Parts that a text model consists of.
+const ROOTS: [&str; 4] = ["layers", "embed_tokens", "norm", "rotary_emb"];
+
+/// The head, which stands beside the text model.
+const HEAD: &str = "lm_head";
+
+/// The names of one file, or of the files of one model.
+#[derive(Debug, Default)]
+pub struct NameRules {
+    /// Parts in front that all names share, without a part of a text model: another program's container.
+    shared: Vec<String>,
+}
+
+impl NameRules {
+    /// The rules for files with these `names`.
+    pub fn new<'n>(names: impl IntoIterator<Item = &'n str>) -> Self {
+        let mut shared: Option<Vec<&str>> = None;
+        for name in names {
+            let parts = || parts(name).take_while(|part| *part != HEAD && !ROOTS.contains(part));
+            shared = Some(match shared {
+                None => parts().collect(),
+                Some(shared) => {
+                    let same = shared.iter().zip(parts()).take_while(|(one, other)| *one == other).count();
+                    shared[..same].to_vec()
+                }
+            });
+        }
+        NameRules { shared: shared.unwrap_or_default().into_iter().map(str::to_owned).collect() }
+    }
+
+    /// The name of a tensor or module in a text model of Hugging Face, however it was wrapped; without wrappers, but else
+    /// as it is, if it is none of a text model.
+    pub fn canonical(&self, name: &str) -> String {
+        let all: Vec<&str> = parts(name).collect();
+        let shares = all.iter().zip(&self.shared).take_while(|(one, other)| one == other).count();
+        let rest = if shares == self.shared.len() { &all[shares..] } else { &all };
+        match from_root(rest) {
+            Some(rest) if rest[0] == HEAD => rest.join("."),
+            Some(rest) => format!("model.{}", rest.join(".")),
+            None => all.join("."),
+        }
+    }
+
+    /// New names for `names`, by the old one, where they differ.
+    ///
+    /// # Errors
+    /// The two names that would be one.
+    pub(super) fn renamed<'n>(
+        &self,
+        names: impl IntoIterator<Item = &'n str>,
+    ) -> Result<BTreeMap<String, String>, (String, String)> {
+        let mut by_new: BTreeMap<String, &str> = BTreeMap::new();
+        for name in names {
+            if let Some(other) = by_new.insert(self.canonical(name), name) {
+                return Err((other.to_owned(), name.to_owned()));
+            }
+        }
+        let changed = by_new.into_iter().filter(|(new, old)| new != old);
+        Ok(changed.map(|(new, old)| (old.to_owned(), new)).collect())
+    }
+}
+
+/// The parts of a name but those of wrappers.
+fn parts(name: &str) -> impl Iterator<Item = &str> {
+    name.split('.').filter(|part| !WRAPPERS.contains(part))
+}
+
+/// The parts from the root of a text model on, if only containers stand before it.
+fn from_root<'p, 'n>(parts: &'p [&'n str]) -> Option<&'p [&'n str]> {
+    let start = parts.iter().position(|part| !CONTAINERS.contains(part))?;
+    let rest = &parts[start..];
+    let is_numbered = || rest.get(1).is_some_and(|part| part.parse::<usize>().is_ok());
+    let is_text = rest[0] == HEAD || ROOTS.contains(&rest[0]) && (rest[0] != "layers" || is_numbered());
+    is_text.then_some(rest)
+}
+
+/// A sentence on names that were changed: `renamed` has new names by the old ones.
+pub(super) fn note(renamed: &BTreeMap<String, String>) -> Option<String> {
+    let (old, new) = renamed.first_key_value()?;
+    let count = renamed.len();
+    Some(format!("{count} tensors have names of another program: `{old}` is read as `{new}`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_text_models() {
+        let layer = "model.layers.0.self_attn.q_proj.weight";
+        for name in [
+            layer,
+            "layers.0.self_attn.q_proj.weight",
+            "_orig_mod.model.layers.0.self_attn.q_proj.weight",
+            "module._orig_mod.module.model.layers.0.self_attn.q_proj.weight",
+            "model._orig_mod.layers.0._checkpoint_wrapped_module.self_attn.q_proj.weight",
+            "model.layers.0._fsdp_wrapped_module.self_attn.q_proj.weight",
+            "base_model.model.base_model.model.model.layers.0.self_attn.q_proj.weight",
+            "language_model.model.layers.0.self_attn.q_proj.weight",
+            "model.language_model.layers.0.self_attn.q_proj.weight",
+            "model.text_model.layers.0.self_attn.q_proj.weight",
+            "transformer.layers.0.self_attn.q_proj.weight",
+        ] {
+            assert_eq!(NameRules::default().canonical(name), layer);
+        }
+        for (name, expected) in [
+            ("norm.weight", "model.norm.weight"),
+            ("base_model.model.model.embed_tokens", "model.embed_tokens"),
+            ("language_model.lm_head.weight", "lm_head.weight"),
+            ("model.lm_head.weight", "lm_head.weight"),
+        ] {
+            assert_eq!(NameRules::default().canonical(name), expected);
+        }
+    }
+
+    #[test]
+    fn other_names_stay() {
+        for name in [
+            "model.visual.blocks.0.norm1.weight",
+            "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+            "model.mtp.layers.0.input_layernorm.weight",
+            "transformer.h.0.attn.c_attn.weight",
+            "gpt_neox.layers.0.attention.dense.weight",
+            "model.layers.weight",
+            "w.weight",
+            "model",
+        ] {
+            assert_eq!(NameRules::default().canonical(name), name);
+        }
+        assert_eq!(NameRules::default().canonical("_orig_mod.model.visual.x"), "model.visual.x");
+        let alone = ["w.weight", "w.bias"];
+        assert_eq!(NameRules::new(alone).canonical("w.bias"), "w.bias");
+    }
+
+    #[test]
+    fn a_front_that_all_names_share_says_nothing() {
+        let names = ["actor.net.model.norm.weight", "actor.net.lm_head.weight"];
+        let rules = NameRules::new(names);
+        assert_eq!(names.map(|name| rules.canonical(name)), ["model.norm.weight", "lm_head.weight"]);
+        let rules = NameRules::new(["actor.norm.weight", "critic.norm.weight"]);
+        assert_eq!(rules.canonical("actor.norm.weight"), "actor.norm.weight");
+    }
+
+    #[test]
+    fn two_names_of_one_tensor_are_told() {
+        let rules = NameRules::default();
+        let twins = rules.renamed(["model.norm.weight", "norm.weight"]).expect_err("one tensor");
+        assert_eq!(twins, ("model.norm.weight".to_owned(), "norm.weight".to_owned()));
+        let names = rules.renamed(["_orig_mod.lm_head.weight", "model.norm.weight"]).expect("two");
+        assert!(
+            note(&names)
+                .is_some_and(|note| note.ends_with("`_orig_mod.lm_head.weight` is read as `lm_head.weight`"))
+        );
+    }
+}

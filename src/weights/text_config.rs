@@ -1,0 +1,171 @@
+//! The text part of a model for images: its config.json as that of a text model.
+//!
+//! Such a model has the settings of its text part in `text_config` (Qwen2.5-VL may have them beside `vision_config`), and
+//! computes texts without images as a text model of that family does (transformers 5.24: `configuration_gemma3.py`,
+//! `configuration_mistral3.py`, `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`).
+
+use serde_json::{Map, Value, json};
+
+/// A model for images whose text part is read.
+struct VisionModel {
+    /// Its `model_type`.
+    model_type: &'static str,
+    /// The `model_type` of its text part.
+    text_type: &'static str,
+    /// The text model that computes the same.
+    same_as: &'static str,
+    /// The class of that.
+    class: &'static str,
+    /// Whether embedding and head are tied if config.json does not say.
+    tied: bool,
+    /// The base of the rotary frequencies if config.json does not say; none: that of the text model.
+    rope_theta: Option<f64>,
+}
+
+const VISION_MODELS: [VisionModel; 4] = [
+    VisionModel {
+        model_type: "gemma3",
+        text_type: "gemma3_text",
+        same_as: "gemma3_text",
+        class: "Gemma3ForCausalLM",
+        tied: true,
+        rope_theta: None,
+    },
+    VisionModel {
+        model_type: "mistral3",
+        text_type: "mistral",
+        same_as: "mistral",
+        class: "MistralForCausalLM",
+        tied: true,
+        rope_theta: None,
+    },
+    VisionModel {
+        model_type: "qwen2_5_vl",
+        text_type: "qwen2_5_vl_text",
+        same_as: "qwen2",
+        class: "Qwen2ForCausalLM",
+        tied: false,
+        rope_theta: Some(1e6),
+    },
+    VisionModel {
+        model_type: "qwen3_vl",
+        text_type: "qwen3_vl_text",
+        same_as: "qwen3",
+        class: "Qwen3ForCausalLM",
+        tied: false,
+        rope_theta: Some(5e5),
+    },
+];
+
+/// Keys of the whole model that hold for its text part where that does not have them.
+const SHARED: [&str; 7] = [
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+];
+
+/// The config.json of the text part of a model for images, with the `model_type` of the whole; none if `config` is of
+/// another model, or of one whose text part is not read.
+pub fn text_part(config: &Map<String, Value>) -> Option<(Map<String, Value>, String)> {
+    let model_type = config.get("model_type")?.as_str()?;
+    let model = VISION_MODELS.iter().find(|model| model.model_type == model_type)?;
+    let flat = || config.contains_key("vision_config").then_some(config);
+    let mut text = config.get("text_config").map_or_else(flat, Value::as_object)?.clone();
+    text.shift_remove("vision_config");
+    let named = text.get("model_type").and_then(Value::as_str).unwrap_or(model.text_type);
+    if named != model.text_type && named != model.model_type {
+        return None;
+    }
+    text.insert("model_type".into(), model.same_as.into());
+    text.insert("architectures".into(), json!([model.class]));
+    let tied = [config, &text].into_iter().find_map(|keys| keys.get("tie_word_embeddings")?.as_bool());
+    text.insert("tie_word_embeddings".into(), tied.unwrap_or(model.tied).into());
+    for key in SHARED {
+        if let Some(value) = config.get(key).filter(|_| !text.contains_key(key)) {
+            text.insert(key.into(), value.clone());
+        }
+    }
+    if model.model_type == "gemma3" {
+        fill_gemma3(&mut text);
+    }
+    if let Some(theta) = model.rope_theta {
+        one_position(&mut text, theta);
+    }
+    Some((text, model_type.to_owned()))
+}
+
+/// Defaults of `Gemma3TextConfig`, which config.json of the larger Gemma 3 leaves out.
+fn fill_gemma3(text: &mut Map<String, Value>) {
+    let defaults = json!({
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+        "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "pad_token_id": 0
+    });
+    for (key, value) in defaults.as_object().into_iter().flatten() {
+        text.entry(key.clone()).or_insert_with(|| value.clone());
+    }
+}
+
+/// Qwen's rotary positions in three directions, which are one in a text: the kind and its sections are left out.
+fn one_position(text: &mut Map<String, Value>, theta: f64) {
+    let mut says_theta = text.contains_key("rope_theta");
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(Value::Object(rope)) = text.get_mut(key) else { continue };
+        for section in ["mrope_section", "mrope_interleaved"] {
+            rope.shift_remove(section);
+        }
+        for kind in ["type", "rope_type"] {
+            if rope.get(kind).is_some_and(|found| found == "mrope") {
+                rope.insert(kind.into(), "default".into());
+            }
+        }
+        says_theta |= rope.contains_key("rope_theta");
+    }
+    if !says_theta {
+        text.insert("rope_theta".into(), json!(theta));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(config: &Value) -> Option<Value> {
+        let (text, _) = text_part(config.as_object()?)?;
+        Some(Value::Object(text))
+    }
+
+    #[test]
+    fn the_text_part_is_a_text_model() {
+        let gemma = part(
+            &json!({"model_type": "gemma3", "text_config": {"hidden_size": 8}, "torch_dtype": "bfloat16"}),
+        );
+        let gemma = gemma.unwrap_or_default();
+        assert_eq!(gemma["model_type"], "gemma3_text");
+        assert_eq!((&gemma["hidden_size"], &gemma["vocab_size"]), (&json!(8), &json!(262_208)));
+        assert_eq!(
+            (&gemma["tie_word_embeddings"], &gemma["torch_dtype"]),
+            (&json!(true), &json!("bfloat16"))
+        );
+        let qwen = part(&json!({"model_type": "qwen2_5_vl", "hidden_size": 8, "vision_config": {},
+            "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}));
+        let qwen = qwen.unwrap_or_default();
+        assert_eq!(qwen["rope_scaling"], json!({"type": "default"}));
+        assert_eq!((&qwen["model_type"], &qwen["rope_theta"]), (&json!("qwen2"), &json!(1e6)));
+        assert!(qwen.get("vision_config").is_none());
+    }
+
+    #[test]
+    fn other_models_have_none() {
+        assert_eq!(part(&json!({"model_type": "gemma3_text", "hidden_size": 8})), None);
+        assert_eq!(
+            part(&json!({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}})),
+            None
+        );
+    }
+}

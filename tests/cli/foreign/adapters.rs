@@ -1,0 +1,180 @@
+//! Adapters of other programs: names of tensors, folders, keys of the configuration.
+
+use safetensors::tensor::Dtype;
+use serde_json::{Value, json};
+
+use super::{
+    LOSS, Stored, assert_near, edit, json, loss_with, noise, place, refused, rename, succeed, write,
+};
+use crate::place::Place;
+
+/// The loss of tiny-llama3 with the adapter, by PEFT.
+const ADAPTED: f64 = 8.302_933;
+const WEIGHTS: &str = "adapter/adapter_model.safetensors";
+const CONFIG: &str = "adapter/adapter_config.json";
+
+/// tiny-llama3 with an adapter on q_proj and v_proj in the folder `adapter`.
+fn adapted() -> Place {
+    let place = place("tiny-llama3");
+    std::fs::create_dir(place.path("adapter")).unwrap();
+    let (mut tensors, mut seed) = (Stored::new(), 1);
+    let mut add = |name: String, shape: [usize; 2], seed: u64| {
+        let values = noise(shape[0] * shape[1], 0.2, seed);
+        let bytes = values.iter().flat_map(|value| (*value as f32).to_le_bytes()).collect();
+        tensors.insert(name, (Dtype::F32, shape.to_vec(), bytes));
+    };
+    for layer in 0..2 {
+        for (part, out) in [("q_proj", 64), ("v_proj", 16)] {
+            seed += 7;
+            let module = format!("base_model.model.model.layers.{layer}.self_attn.{part}");
+            add(format!("{module}.lora_A.weight"), [4, 64], seed);
+            add(format!("{module}.lora_B.weight"), [out, 4], seed + 1000);
+        }
+    }
+    write(&place.path(WEIGHTS), &tensors);
+    let config = json!({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny-llama3", "r": 4,
+        "lora_alpha": 8, "lora_dropout": 0.0, "bias": "none", "target_modules": ["q_proj", "v_proj"],
+        "inference_mode": true
+    });
+    std::fs::write(place.path(CONFIG), config.to_string()).unwrap();
+    place
+}
+
+fn loss(place: &Place) -> (f64, String) {
+    loss_with(place, "model", &["--adapter", "adapter"])
+}
+
+fn set(place: &Place, key: &str, value: Value) {
+    edit(&place.path(CONFIG), |config| config[key] = value);
+}
+
+#[test]
+fn names_of_wrappers_and_of_adapters_are_left_out() {
+    let names: [fn(&str) -> String; 7] = [
+        str::to_owned,
+        |name| name.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default."),
+        |name| name.replace("lora_A.", "lora_A.my-run_2.").replace("lora_B.", "lora_B.my-run_2."),
+        |name| name.replace("self_attn", "_checkpoint_wrapped_module.self_attn"),
+        |name| format!("_orig_mod.module.{}", name.replace(".layers", ".language_model.layers")),
+        |name| name.replace("base_model.model.model.", ""),
+        |name| format!("base_model.model.{}", name.replace("q_proj", "q_proj._fsdp_wrapped_module")),
+    ];
+    let place = adapted();
+    let original = std::fs::read(place.path(WEIGHTS)).unwrap();
+    for (at, name) in names.into_iter().enumerate() {
+        std::fs::write(place.path(WEIGHTS), &original).unwrap();
+        rename(&place.path(WEIGHTS), name);
+        let (found, _) = loss(&place);
+        assert!((found - ADAPTED).abs() < 2e-6, "names {at}: {found}");
+    }
+    // The merged model has them too.
+    succeed(
+        &place,
+        &["merge", "--model", "model", "--adapter", "adapter", "--output", "merged", "--dtype", "f32"],
+    );
+    assert!((super::loss(&place, "merged").0 - ADAPTED).abs() < 1e-3);
+    assert_near(super::loss(&place, "model").0, LOSS);
+}
+
+#[test]
+fn two_adapters_in_one_file_are_refused() {
+    let place = adapted();
+    let mut tensors = super::read(&place.path(WEIGHTS));
+    let others: Stored = tensors
+        .iter()
+        .map(|(name, tensor)| (name.replace(".weight", ".other.weight"), tensor.clone()))
+        .collect();
+    tensors.extend(others);
+    write(&place.path(WEIGHTS), &tensors);
+    let said =
+        refused(&place, &["eval", "--model", "model", "--adapter", "adapter", "--dataset", "rows.jsonl"]);
+    assert!(said.contains("which mean the same tensor"), "{said}");
+}
+
+#[test]
+fn the_one_adapter_below_a_folder_is_read() {
+    let place = adapted();
+    std::fs::create_dir(place.path("folder")).unwrap();
+    std::fs::rename(place.path("adapter"), place.path("folder/default")).unwrap();
+    assert_near(loss_with(&place, "model", &["--adapter", "folder"]).0, ADAPTED);
+    let (printed, _) = succeed(&place, &["inspect", "folder"]);
+    assert!(printed.contains("PEFT adapter"), "{printed}");
+    crate::place::copy_folder(&place.path("folder/default"), &place.path("folder/second"));
+    let said =
+        refused(&place, &["eval", "--model", "model", "--adapter", "folder", "--dataset", "rows.jsonl"]);
+    insta::assert_snapshot!(said, @r"
+    error: cannot choose an adapter in [DIR]/folder
+      caused by: these folders hold one each: [DIR]/folder/default, [DIR]/folder/second
+    hint: give one of them, such as [DIR]/folder/default
+    ");
+}
+
+#[test]
+fn keys_without_effect_pass() {
+    let place = adapted();
+    for (key, value) in [
+        ("init_lora_weights", json!(true)),
+        ("loftq_config", json!({"loftq_bits": 4, "loftq_iter": 1})),
+        ("eva_config", json!({"rho": 2.0})),
+        ("corda_config", json!({"corda_method": "ipm"})),
+        ("lora_ga_config", json!({"direction": "ArB2r"})),
+        ("qalora_group_size", json!(32)),
+        ("use_qalora", json!(false)),
+        ("fan_in_fan_out", json!(true)),
+        ("layer_replication", json!([])),
+        ("megatron_core", json!("megatron.core")),
+        ("peft_version", json!("0.21.0")),
+    ] {
+        set(&place, key, value);
+    }
+    let (found, warnings) = loss(&place);
+    assert_near(found, ADAPTED);
+    assert_eq!(warnings, "");
+}
+
+#[test]
+fn keys_that_nobody_knows_are_told_or_refused() {
+    let place = adapted();
+    set(&place, "notes", json!(["x"]));
+    set(&place, "saved_by", json!("trainer 9"));
+    let (found, warnings) = loss(&place);
+    assert_near(found, ADAPTED);
+    insta::assert_snapshot!(warnings, @"warning: adapter_config.json of [DIR]/adapter has keys that neither finetune nor PEFT 0.21 knows, and which are not used: notes, saved_by");
+    set(&place, "use_tomorrow", json!(true));
+    let said =
+        refused(&place, &["eval", "--model", "model", "--adapter", "adapter", "--dataset", "rows.jsonl"]);
+    insta::assert_snapshot!(said, @r"
+    error: cannot use [DIR]/adapter/adapter_config.json
+      caused by: `use_tomorrow` is true: the key is not known and may be the switch of a variant of LoRA
+    hint: if the adapter computes the same without it, delete `use_tomorrow` from adapter_config.json
+    ");
+}
+
+#[test]
+fn target_modules_may_be_a_pattern() {
+    let place = place("tiny-qwen2");
+    let train = |output: &str, modules: &str| {
+        let modules = format!("adapter.target_modules={modules}");
+        let args = ["--model", "model", "--recipe", "lora", "--dataset", "rows.jsonl", "--output", output];
+        let set = ["--set", "train.max_steps=1", "--set", &modules];
+        place.command(&[&args[..], &set].concat()).output().unwrap()
+    };
+    let trained = train("out", r".*layers\.1\..*(q|v)_proj");
+    assert!(trained.status.success(), "{}", place.told(&trained.stderr));
+    let written = json(&place.path("out/adapter_config.json"));
+    let modules = ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"];
+    assert_eq!(written["target_modules"], json!(modules));
+    // The recipe of the run goes on from it.
+    let recipe = std::fs::read_to_string(place.path("out/recipe.toml")).unwrap();
+    assert!(recipe.contains(r"layers\\.1\\.") || recipe.contains(r"layers\.1\."), "{recipe}");
+    let unmatched = train("none", r".*layers\.9\..*");
+    assert!(place.told(&unmatched.stderr).contains("matches no module"));
+    // A part of a name matches no whole one; a word without a sign of a pattern is meant as a name.
+    let word = train("word", "q_proj");
+    assert!(
+        place
+            .told(&word.stderr)
+            .contains(r#"`adapter.target_modules` is "q_proj"; accepted: "all-linear", a list"#)
+    );
+}

@@ -1,0 +1,107 @@
+//! Tokenizers, weights and adapters as people bring them: read as transformers 5.24 and PEFT 0.21 read them, or refused
+//! with the way out. Losses are those of transformers and PEFT in f32.
+
+mod adapters;
+mod tokenizers;
+mod vision;
+mod weights;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde_json::Value;
+
+use crate::place::Place;
+
+/// The text on which losses were measured with transformers, 39 predicted tokens of tiny-llama3.
+const TEXT: &str = r#"{"text": "Once upon a time there was a river and a town. 12 345 <b>"}"#;
+/// The loss of tiny-llama3 on it.
+const LOSS: f64 = 8.757_254;
+
+/// Type, shape and bytes of each tensor.
+type Stored = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// A folder with `model`, tiny-llama3 or another one, and the text as rows.
+fn place(model: &str) -> Place {
+    let place = Place::with_model(model);
+    place.write("rows.jsonl", TEXT);
+    place
+}
+
+/// Changes a JSON object in a file, which need not be there.
+fn edit(path: &Path, change: impl FnOnce(&mut Value)) {
+    let text = std::fs::read_to_string(path).unwrap_or_else(|_| "{}".to_owned());
+    let mut value: Value = serde_json::from_str(&text).unwrap();
+    change(&mut value);
+    std::fs::write(path, value.to_string()).unwrap();
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn read(path: &Path) -> Stored {
+    let bytes = std::fs::read(path).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let tensor = |(name, view): (String, TensorView<'_>)| {
+        (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec()))
+    };
+    tensors.tensors().into_iter().map(tensor).collect()
+}
+
+fn write(path: &Path, tensors: &Stored) {
+    let view = |(name, (dtype, shape, bytes)): (&String, &(Dtype, Vec<usize>, Vec<u8>))| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    };
+    let views: Vec<_> = tensors.iter().map(view).collect();
+    std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+/// Gives the tensors of a file other names.
+fn rename(path: &Path, name: impl Fn(&str) -> String) {
+    let renamed = read(path).into_iter().map(|(old, tensor)| (name(&old), tensor)).collect();
+    write(path, &renamed);
+}
+
+/// `count` values that are always the same, up to `scale`: those of the cases that PEFT and transformers computed.
+fn noise(count: usize, scale: f64, mut state: u64) -> Vec<f64> {
+    let mut next = || {
+        state = (1_103_515_245 * state + 12_345) % (1 << 31);
+        (state as f64 / f64::from(1 << 30) - 1.0) * scale
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// What a command that must succeed prints: its data and its messages.
+fn succeed(place: &Place, args: &[&str]) -> (String, String) {
+    let output = place.command(args).output().unwrap();
+    let said = place.told(&output.stderr);
+    assert!(output.status.success(), "{args:?}\n{said}");
+    (String::from_utf8(output.stdout).unwrap(), said)
+}
+
+/// The error of a command that must fail for what the user gave.
+fn refused(place: &Place, args: &[&str]) -> String {
+    let output = place.command(args).output().unwrap();
+    let said = place.told(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{args:?}\n{said}");
+    said[said.find("error: ").unwrap()..].to_owned()
+}
+
+/// The loss of `model`, with an adapter if `more` gives one, and the warnings.
+fn loss_with(place: &Place, model: &str, more: &[&str]) -> (f64, String) {
+    let args = ["eval", "--model", model, "--dataset", "rows.jsonl", "--json"];
+    let (printed, said) = succeed(place, &[&args[..], more].concat());
+    let figures: Value = serde_json::from_str(&printed).unwrap();
+    let warnings: Vec<&str> = said.lines().filter(|line| line.starts_with("warning: ")).collect();
+    (figures["loss"].as_f64().unwrap(), warnings.join("\n"))
+}
+
+fn loss(place: &Place, model: &str) -> (f64, String) {
+    loss_with(place, model, &[])
+}
+
+fn assert_near(found: f64, expected: f64) {
+    assert!((found - expected).abs() < 2e-6, "{found}, expected {expected}");
+}
