@@ -6,7 +6,7 @@
 //! because an older PEFT refuses keys it does not know. Key list: peft 0.21 `LoraConfig`.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
@@ -54,6 +54,9 @@ pub struct AdapterConfig {
 /// Inits that take what the adapter starts from out of the base, by how their names begin (peft 0.21
 /// `LoraModel._convert_state_dict_for_initial_model`).
 const MUTATED: [&str; 4] = ["pissa", "corda", "olora", "lora_ga"];
+
+/// Characters of a key that are shown.
+const LONGEST_KEY: usize = 60;
 
 /// Keys that are read.
 const READ: [&str; 20] = [
@@ -227,7 +230,7 @@ impl AdapterConfig {
             let known = READ.contains(&key.as_str()) || UNSUPPORTED.contains(&key.as_str());
             !known && !passes(key, value)
         };
-        keys.iter().filter(unknown).map(|(key, _)| key.clone()).collect()
+        keys.iter().filter(unknown).map(|(key, _)| key.chars().take(LONGEST_KEY).collect()).collect()
     }
 
     /// The text of adapter_config.json: deterministic, `target_modules` sorted.
@@ -272,31 +275,6 @@ impl AdapterConfig {
         newer("trainable_token_indices", tokens_value(&spec.trainable_token_indices));
         newer("ensure_weight_tying", json!(self.ensure_weight_tying));
         format!("{config:#}\n")
-    }
-}
-
-/// The folder with the adapter that is meant by `folder`: itself, or the only one below it that holds an adapter, as PEFT
-/// saves adapters that have names.
-///
-/// # Errors
-/// The user's: several folders below it hold an adapter.
-pub fn one_below(folder: &Path) -> Result<PathBuf> {
-    let holds = |folder: &Path| folder.join(CONFIG_FILE).is_file();
-    let Some(entries) = std::fs::read_dir(folder).ok().filter(|_| !holds(folder)) else {
-        return Ok(folder.to_owned());
-    };
-    let mut found: Vec<PathBuf> =
-        entries.flatten().map(|entry| entry.path()).filter(|below| holds(below)).collect();
-    found.sort();
-    match found.as_slice() {
-        [] => Ok(folder.to_owned()),
-        [one] => Ok(one.clone()),
-        [first, ..] => {
-            let names: Vec<String> = found.iter().map(|below| below.display().to_string()).collect();
-            Err(Error::user(format!("cannot choose an adapter in {}", folder.display()))
-                .because(format!("these folders hold one each: {}", names.join(", ")))
-                .hint(format!("give one of them, such as {}", first.display())))
-        }
     }
 }
 

@@ -10,13 +10,15 @@
 
 mod config;
 mod files;
+mod folder;
 mod merge;
 mod targets;
 mod tensors;
 
 pub use crate::ops::low_rank::LowRankFactors;
-pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights, one_below};
+pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
 pub use files::{SavedAdapter, write};
+pub use folder::one_below;
 pub use merge::{BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, Verify, merge};
 pub use targets::{
     ModulePattern, NamePattern, Target, TargetSpec, resolve, resolve_rows, resolve_saved, target_names,

@@ -50,12 +50,12 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     let beyond = |name: &str| block_of(name).filter(|block| *block >= layers);
     let blocks: BTreeSet<usize> = files.names().filter_map(beyond).collect();
     if files.pass_over(|name| beyond(name).is_some()) > 0 {
-        let numbers: Vec<String> = blocks.iter().map(usize::to_string).collect();
-        let (word, verb) = if numbers.len() == 1 { ("block", "is") } else { ("blocks", "are") };
-        files.note(format!(
-            "{word} {} of the weights {verb} not used: `num_hidden_layers` of config.json is {layers}",
-            numbers.join(", ")
-        ));
+        let (first, count) = (blocks.first().copied().unwrap_or(layers), blocks.len());
+        let named = match count {
+            1 => format!("block {first} of the weights is"),
+            _ => format!("{count} blocks of the weights, from block {first} on, are"),
+        };
+        files.note(format!("{named} not used: `num_hidden_layers` of config.json is {layers}"));
     }
     let further = files.pass_over(|name| name.split('.').any(|part| part == "mtp"));
     if further > 0 {
@@ -69,9 +69,8 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
             .iter()
             .any(|start| name.starts_with(start))
     });
-    files.note(format!(
-        "the text part of a model for images (`{whole}`) is used and written; {other} other tensors are not"
-    ));
+    let left_out = if other == 0 { String::new() } else { format!("; its {other} other tensors are not") };
+    files.note(format!("the text part of a model for images (`{whole}`) is used and written{left_out}"));
 }
 
 /// The block that a tensor belongs to.

@@ -16,6 +16,9 @@ use crate::weights::{ModelFiles, ModelIdentity, RangeReader, RemoteRange};
 /// A file that takes longer than a moment to hash is told, in bytes.
 const LONG_TO_HASH: u64 = 1 << 30;
 
+/// The most keys of an adapter's configuration that a warning names.
+const MOST_KEYS: usize = 8;
+
 /// Finds models, adapters and data sets for a command.
 pub struct Resolver<'a> {
     options: HubOptions,
@@ -154,10 +157,13 @@ impl<'a> Resolver<'a> {
                 self.find(source, |id, options, progress| hub::locate_adapter(id, "main", options, progress))?
             }
         };
-        let unknown = AdapterConfig::unknown_keys(&found.folder);
+        let mut unknown = AdapterConfig::unknown_keys(&found.folder);
         if !unknown.is_empty() {
+            let more = unknown.len().saturating_sub(MOST_KEYS);
+            unknown.truncate(MOST_KEYS);
+            let more = if more == 0 { String::new() } else { format!(" and {more} more") };
             self.terminal.warn(format!(
-                "{} of {} has keys that neither finetune nor PEFT 0.21 knows, and which are not used: {}",
+                "{} of {} has keys that neither finetune nor PEFT 0.21 knows, and which are not used: {}{more}",
                 adapter::CONFIG_FILE,
                 found.folder.display(),
                 unknown.join(", ")

@@ -51,10 +51,12 @@ fn read(path: &Path) -> Stored {
 }
 
 fn write(path: &Path, tensors: &Stored) {
-    let view = |(name, (dtype, shape, bytes)): (&String, &(Dtype, Vec<usize>, Vec<u8>))| {
-        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
-    };
-    let views: Vec<_> = tensors.iter().map(view).collect();
+    let views: Vec<_> = tensors
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| {
+            (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+        })
+        .collect();
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 

@@ -130,7 +130,8 @@ fn a_head_that_differs_trains_apart() {
     let place = tied_but_apart();
     let train = |output: &str, more: &[&str]| {
         let args = ["--model", "model", "--dataset", "rows.jsonl", "--output", output];
-        let set = ["--set", "train.max_steps=2", "--set", "scheduler.warmup_steps=0"];
+        let settings = ["train.max_steps=2", "scheduler.warmup_steps=0", "optimizer.learning_rate=1e-3"];
+        let set = settings.iter().flat_map(|setting| ["--set", *setting]).collect::<Vec<_>>();
         succeed(&place, &[&args[..], &set, more].concat());
     };
     train("full", &[]);

@@ -1,0 +1,31 @@
+//! The folder of an adapter, where PEFT saves adapters that have names in folders of these names.
+
+use std::path::{Path, PathBuf};
+
+use super::CONFIG_FILE;
+use crate::error::{Error, Result};
+
+/// The folder with the adapter that is meant by `folder`: itself, or the only one below it that holds an adapter, as PEFT
+/// saves adapters that have names.
+///
+/// # Errors
+/// The user's: several folders below it hold an adapter.
+pub fn one_below(folder: &Path) -> Result<PathBuf> {
+    let holds = |folder: &Path| folder.join(CONFIG_FILE).is_file();
+    let Some(entries) = std::fs::read_dir(folder).ok().filter(|_| !holds(folder)) else {
+        return Ok(folder.to_owned());
+    };
+    let mut found: Vec<PathBuf> =
+        entries.flatten().map(|entry| entry.path()).filter(|below| holds(below)).collect();
+    found.sort();
+    match found.as_slice() {
+        [] => Ok(folder.to_owned()),
+        [one] => Ok(one.clone()),
+        [first, ..] => {
+            let names: Vec<String> = found.iter().map(|below| below.display().to_string()).collect();
+            Err(Error::user(format!("cannot choose an adapter in {}", folder.display()))
+                .because(format!("these folders hold one each: {}", names.join(", ")))
+                .hint(format!("give one of them, such as {}", first.display())))
+        }
+    }
+}
