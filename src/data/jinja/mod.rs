@@ -1,0 +1,128 @@
+//! Jinja as transformers runs it (Jinja2 3.1.6 in an immutable sandbox), on top of minijinja.
+//!
+//! minijinja runs the statements of a template. What its expressions do otherwise than Python's is replaced here, in
+//! three ways: filters, tests and globals of the same names; the methods of Python's types; and, where minijinja has
+//! no hook, calls that [`rewrite`] writes into the template before it is parsed.
+//!
+//! What differs still: ints have 128 bits, and an error is raised where Python's would have more. An undefined value
+//! that is given to a macro's parameter takes the default. An empty namespace is
+//! false. Views and generators have indices. Generators and functions print no address. `urlize`, `random`, `lipsum`,
+//! `str.encode` and long values in `pprint` are refused.
+
+mod characters;
+mod format_spec;
+mod html_filters;
+mod literals;
+mod marks;
+mod methods;
+mod number_filters;
+mod objects;
+mod operators;
+mod predicates;
+mod print;
+mod printf;
+mod rewrite;
+mod rewrite_expression;
+mod rewrite_macro;
+mod sequence_filters;
+mod sorting;
+mod str_format;
+mod str_methods;
+mod tags;
+mod text_filters;
+mod tojson;
+mod values;
+mod wrapping;
+
+use minijinja::value::{Object, Rest, Value, ValueOrKwargs};
+use minijinja::{AutoEscape, Environment, Error, State};
+
+pub(super) use marks::{GENERATION_MARKS, mark_generation};
+use objects::{DictClass, ItemCycler, ItemJoiner, PythonRange};
+pub(super) use rewrite::rewrite;
+pub(super) use tojson::to_template;
+use values::{fault, split_arguments};
+
+/// A function of Jinja or Python: the arguments as minijinja passes them, keywords last.
+type Builtin = fn(&mut State<'_, '_>, &[Value]) -> Result<Value, Error>;
+
+/// A test of Jinja.
+type Predicate = fn(&mut State<'_, '_>, &[Value]) -> Result<bool, Error>;
+
+fn callable(
+    function: Builtin,
+) -> impl Fn(&mut State<'_, '_>, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
+    move |state: &mut State<'_, '_>, args: Rest<ValueOrKwargs>| function(state, &args.into_values())
+}
+
+/// An environment with all that templates may use, beside what depends on the run.
+pub(super) fn environment() -> Environment<'static> {
+    let mut env = Environment::new();
+    // What Jinja2 does not have.
+    for name in ["split", "lines", "bool", "chain", "zip"] {
+        env.remove_filter(name);
+    }
+    for name in ["startingwith", "endingwith", "int", "safe"] {
+        env.remove_test(name);
+    }
+    env.remove_global("debug");
+    env.set_formatter(|out, state, value| {
+        let written = match value.as_str() {
+            // In a block of `autoescape`.
+            _ if !matches!(state.auto_escape(), AutoEscape::None) && !value.is_safe() => {
+                out.write_str(&html_filters::escaped(value)?)
+            }
+            Some(text) => out.write_str(text),
+            None => out.write_str(&print::string(value)?),
+        };
+        written.map_err(|_| Error::from(minijinja::ErrorKind::WriteFailure))
+    });
+    env.set_unknown_method_callback(|state, value, name, args| {
+        methods::call_method(state, value, name, args)
+    });
+    operators::add(&mut env);
+    let groups: [&[(&str, Builtin)]; 4] = [
+        &text_filters::FILTERS,
+        &html_filters::FILTERS,
+        &number_filters::FILTERS,
+        &sequence_filters::FILTERS,
+    ];
+    for (name, filter) in groups.into_iter().flatten() {
+        env.add_filter(*name, callable(*filter));
+    }
+    for (name, test) in predicates::TESTS {
+        env.add_test(name, move |state: &mut State<'_, '_>, args: Rest<ValueOrKwargs>| {
+            test(state, &args.into_values())
+        });
+    }
+    env.add_global("dict", Value::from_dyn_object(std::sync::Arc::new(DictClass)));
+    env.add_function("range", callable(|_, args| PythonRange::from_arguments(args)));
+    env.add_function("cycler", callable(|_, args| ItemCycler::from_arguments(args)));
+    env.add_function("joiner", callable(|_, args| ItemJoiner::from_arguments(args)));
+    env.add_function("namespace", callable(namespace));
+    env.add_function("lipsum", callable(|_, _| Err(fault("lipsum is not available"))));
+    env.add_function(
+        "raise_exception",
+        callable(|_, args| match args.first() {
+            Some(message) => Err(fault(print::string(message)?)),
+            None => Err(fault("raise_exception() is missing its message")),
+        }),
+    );
+    env
+}
+
+/// transformers' `namespace`: minijinja's, without names that begin with an underscore.
+fn namespace(state: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
+    let (positional, keywords) = split_arguments(args);
+    let made = Object::call(&std::sync::Arc::new(DictClass), state, args)?;
+    let names = positional.iter().flat_map(|from| from.try_iter().into_iter().flatten());
+    let names = names.filter_map(|name| name.as_str().map(str::to_owned));
+    if let Some(name) =
+        names.chain(keywords.into_iter().map(|(name, _)| name)).find(|name| name.starts_with('_'))
+    {
+        return Err(fault(format!(
+            "a namespace stores no name that begins with an underscore, but got '{name}'"
+        )));
+    }
+    minijinja::functions::namespace(Some(made.into()))
+}
