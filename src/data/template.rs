@@ -227,10 +227,7 @@ impl ChatTemplate {
 
 /// A template with the line ends that Jinja gives it before it reads it.
 fn with_line_feeds(text: String) -> String {
-    match text.contains('\r') {
-        true => text.replace("\r\n", "\n").replace('\r', "\n"),
-        false => text,
-    }
+    if text.contains('\r') { text.replace("\r\n", "\n").replace('\r', "\n") } else { text }
 }
 
 /// Takes the marks out of a rendered text.

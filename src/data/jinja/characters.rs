@@ -106,7 +106,7 @@ pub(super) fn push_title(c: char, out: &mut String) {
     }
 }
 
-/// `str.capitalize`.
+/// Python's `str.capitalize` of a text.
 pub(super) fn capitalize(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut characters = text.chars();
@@ -117,14 +117,15 @@ pub(super) fn capitalize(text: &str) -> String {
     out
 }
 
-/// `str.title`.
+/// Python's `str.title` of a text.
 pub(super) fn title(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut within = false;
     for c in text.chars() {
-        match within {
-            true => out.extend(c.to_lowercase()),
-            false => push_title(c, &mut out),
+        if within {
+            out.extend(c.to_lowercase())
+        } else {
+            push_title(c, &mut out)
         }
         within = is_cased(c);
     }

@@ -75,9 +75,10 @@ impl FormatSpec {
         if let Some(kind) = get(at) {
             (spec.kind, at) = (Some(kind), at + 1);
         }
-        match at == characters.len() {
-            true => Ok(spec),
-            false => Err(fault(format!("invalid format specifier '{text}'"))),
+        if at == characters.len() {
+            Ok(spec)
+        } else {
+            Err(fault(format!("invalid format specifier '{text}'")))
         }
     }
 
@@ -249,15 +250,9 @@ fn general(size: f64, precision: usize, alternate: bool, point: bool) -> String 
     let places = usize::try_from(i64::try_from(precision).unwrap_or(i64::MAX) - 1 - power).unwrap_or(0);
     let fixed = format!("{size:.places$}");
     let text = if alternate { &fixed } else { trimmed(&fixed) };
-    match point && !text.contains('.') {
-        true => format!("{text}.0"),
-        false => text.to_owned(),
-    }
+    if point && !text.contains('.') { format!("{text}.0") } else { text.to_owned() }
 }
 
 fn trimmed(digits: &str) -> &str {
-    match digits.contains('.') {
-        true => digits.trim_end_matches('0').trim_end_matches('.'),
-        false => digits,
-    }
+    if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
 }

@@ -56,10 +56,7 @@ pub(super) fn escaped(value: &Value) -> Result<String, Error> {
 fn escape_once(args: &[Value]) -> Result<Value, Error> {
     let [value] = bind("escape", ["s"], 1, args)?;
     let value = value.unwrap_or_default();
-    match value.is_safe() {
-        true => Ok(value),
-        false => escaped(&value).map(Value::from_safe_string),
-    }
+    if value.is_safe() { Ok(value) } else { escaped(&value).map(Value::from_safe_string) }
 }
 
 fn striptags(args: &[Value]) -> Result<Value, Error> {

@@ -1,6 +1,6 @@
 //! `{% generation %}`, the tag with which transformers marks what the assistant wrote.
 
-use super::rewrite::SourceEdits;
+use super::edits::SourceEdits;
 use super::tags::{TagKind, tags};
 
 /// What is printed where a generation block begins and where it ends. Both are noncharacters: never part of text that

@@ -1,77 +1,18 @@
 //! The methods of Python's types that Jinja's immutable sandbox lets templates call.
 
 use minijinja::value::{Tuple, Value};
-use minijinja::{Error, ErrorKind, State};
+use minijinja::{Error, ErrorKind};
 
-use super::objects::{DictView, dict_pairs};
-use super::operators::{pair_tuples, whole};
+use super::method_names::method_named;
+use super::objects::{DictView, dict_pairs, pair_tuples};
 use super::str_methods;
-use super::values::{PythonType, bind, fault, integer, items, type_of};
-
-const DICT_METHODS: [(&str, bool); 11] = [
-    ("copy", true),
-    ("fromkeys", true),
-    ("get", true),
-    ("items", true),
-    ("keys", true),
-    ("values", true),
-    ("clear", false),
-    ("pop", false),
-    ("popitem", false),
-    ("setdefault", false),
-    ("update", false),
-];
-
-const LIST_METHODS: [(&str, bool); 11] = [
-    ("copy", true),
-    ("count", true),
-    ("index", true),
-    ("append", false),
-    ("clear", false),
-    ("extend", false),
-    ("insert", false),
-    ("pop", false),
-    ("remove", false),
-    ("reverse", false),
-    ("sort", false),
-];
-
-const TUPLE_METHODS: [(&str, bool); 2] = [("count", true), ("index", true)];
-
-/// Whether `name` is a method of some type, which an attribute of that name may mean.
-pub(super) fn is_method(name: &str) -> bool {
-    [PythonType::Dict, PythonType::List, PythonType::Str]
-        .iter()
-        .any(|kind| method_named(*kind, name).is_some())
-}
-
-/// Whether `name` is a method of dicts, which an item of that name may stand for.
-pub(super) fn is_dict_method(name: &str) -> bool {
-    method_named(PythonType::Dict, name).is_some()
-}
-
-/// The method `name` of a type, and whether the sandbox gives it out: not where it would change the value.
-pub(super) fn method_named(kind: PythonType, name: &str) -> Option<(&'static str, bool)> {
-    let methods: &[(&'static str, bool)] = match kind {
-        PythonType::Dict => &DICT_METHODS,
-        PythonType::List => &LIST_METHODS,
-        PythonType::Tuple | PythonType::Range => &TUPLE_METHODS,
-        PythonType::Str => return str_methods::named(name).map(|name| (name, true)),
-        _ => &[],
-    };
-    methods.iter().copied().find(|(method, _)| *method == name)
-}
+use super::values::{PythonType, bind, fault, int, integer, items, type_of, whole, window};
 
 /// Calls the method `name` of `value`.
 ///
 /// # Errors
 /// When the type has no such method, the sandbox does not give it out, or its arguments are wrong.
-pub(super) fn call_method(
-    state: &mut State<'_, '_>,
-    value: &Value,
-    name: &str,
-    args: &[Value],
-) -> Result<Value, Error> {
+pub(super) fn call_method(value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let kind = type_of(value);
     match method_named(kind, name) {
         Some((_, false)) => {
@@ -79,7 +20,7 @@ pub(super) fn call_method(
         }
         Some((name, true)) => match kind {
             PythonType::Str => str_methods::call(value.as_str().unwrap_or_default(), name, args),
-            PythonType::Dict => dict_method(state, value, name, args),
+            PythonType::Dict => dict_method(value, name, args),
             _ => sequence_method(value, name, args),
         },
         None if matches!(kind, PythonType::Int | PythonType::Float | PythonType::Bool) => {
@@ -89,19 +30,14 @@ pub(super) fn call_method(
     }
 }
 
-fn dict_method(state: &mut State<'_, '_>, dict: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+fn dict_method(dict: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    if name == "fromkeys" {
+        return from_keys(args);
+    }
     if name == "get" {
         let [key, default] = bind("get", ["key", "default"], 1, args)?;
         let found = dict.as_object().and_then(|object| object.get_value(&key.unwrap_or_default()));
         return Ok(found.or(default).unwrap_or_else(|| Value::from(())));
-    }
-    if name == "fromkeys" {
-        return minijinja::value::Object::call_method(
-            &std::sync::Arc::new(super::objects::DictClass),
-            state,
-            name,
-            args,
-        );
     }
     let [] = bind(name, [], 0, args)?;
     let (name, items) = match name {
@@ -133,23 +69,6 @@ fn sequence_method(sequence: &Value, name: &str, args: &[Value]) -> Result<Value
     }
 }
 
-/// The places that `start` and `stop` name within `length` items, as slices count them.
-pub(super) fn window(
-    length: usize,
-    start: Option<&Value>,
-    stop: Option<&Value>,
-) -> Result<(usize, usize), Error> {
-    let place = |bound: Option<&Value>, default: usize| match super::values::given(bound) {
-        None => Ok(default),
-        Some(bound) => {
-            let (at, length) = (i128::from(integer(bound)?), i128::try_from(length).unwrap_or(i128::MAX));
-            let at = if at < 0 { (at + length).max(0) } else { at.min(length) };
-            Ok::<_, Error>(usize::try_from(at).unwrap_or(0))
-        }
-    };
-    Ok((place(start, 0)?, place(stop, length)?))
-}
-
 fn number_method(number: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let unknown = || Error::from(ErrorKind::UnknownMethod);
     let [] = bind(name, [], 0, args).map_err(|error| if args.is_empty() { unknown() } else { error })?;
@@ -158,8 +77,8 @@ fn number_method(number: &Value, name: &str, args: &[Value]) -> Result<Value, Er
             "bit_length" => Ok(Value::from(128 - whole.unsigned_abs().leading_zeros())),
             "bit_count" => Ok(Value::from(whole.unsigned_abs().count_ones())),
             "is_integer" => Err(unknown()),
-            "conjugate" => Ok(super::operators::int(whole)),
-            "as_integer_ratio" => Ok(Tuple::from([super::operators::int(whole), Value::from(1)]).into()),
+            "conjugate" => Ok(int(whole)),
+            "as_integer_ratio" => Ok(Tuple::from([int(whole), Value::from(1)]).into()),
             _ => Err(unknown()),
         };
     }
@@ -169,4 +88,15 @@ fn number_method(number: &Value, name: &str, args: &[Value]) -> Result<Value, Er
         "conjugate" => Ok(number.clone()),
         _ => Err(unknown()),
     }
+}
+
+/// Python's `dict.fromkeys`.
+///
+/// # Errors
+/// When the keys cannot be iterated.
+pub(super) fn from_keys(args: &[Value]) -> Result<Value, Error> {
+    let [keys, value] = bind("fromkeys", ["iterable", "value"], 1, args)?;
+    let value = value.unwrap_or_else(|| Value::from(()));
+    let keys = items(&keys.unwrap_or_default())?;
+    Ok(Value::from_pairs(keys.into_iter().map(|key| (key, value.clone()))))
 }

@@ -9,11 +9,16 @@
 //! false. Views and generators have indices. Generators and functions print no address. `urlize`, `random`, `lipsum`,
 //! `str.encode` and long values in `pprint` are refused.
 
+mod attributes;
 mod characters;
+mod edits;
 mod format_spec;
+mod globals;
 mod html_filters;
 mod literals;
+mod macro_traits;
 mod marks;
+mod method_names;
 mod methods;
 mod number_filters;
 mod objects;
@@ -34,14 +39,14 @@ mod tojson;
 mod values;
 mod wrapping;
 
-use minijinja::value::{Object, Rest, Value, ValueOrKwargs};
+use minijinja::value::{Rest, Value, ValueOrKwargs};
 use minijinja::{AutoEscape, Environment, Error, State};
 
+use globals::{DictClass, ItemCycler, ItemJoiner};
 pub(super) use marks::{GENERATION_MARKS, mark_generation};
-use objects::{DictClass, ItemCycler, ItemJoiner, PythonRange};
 pub(super) use rewrite::rewrite;
 pub(super) use tojson::to_template;
-use values::{fault, split_arguments};
+use values::fault;
 
 /// A function of Jinja or Python: the arguments as minijinja passes them, keywords last.
 type Builtin = fn(&mut State<'_, '_>, &[Value]) -> Result<Value, Error>;
@@ -77,9 +82,7 @@ pub(super) fn environment() -> Environment<'static> {
         };
         written.map_err(|_| Error::from(minijinja::ErrorKind::WriteFailure))
     });
-    env.set_unknown_method_callback(|state, value, name, args| {
-        methods::call_method(state, value, name, args)
-    });
+    env.set_unknown_method_callback(|_, value, name, args| methods::call_method(value, name, args));
     operators::add(&mut env);
     let groups: [&[(&str, Builtin)]; 4] = [
         &text_filters::FILTERS,
@@ -96,10 +99,10 @@ pub(super) fn environment() -> Environment<'static> {
         });
     }
     env.add_global("dict", Value::from_dyn_object(std::sync::Arc::new(DictClass)));
-    env.add_function("range", callable(|_, args| PythonRange::from_arguments(args)));
+    env.add_function("range", callable(|_, args| globals::range(args)));
     env.add_function("cycler", callable(|_, args| ItemCycler::from_arguments(args)));
     env.add_function("joiner", callable(|_, args| ItemJoiner::from_arguments(args)));
-    env.add_function("namespace", callable(namespace));
+    env.add_function("namespace", callable(globals::namespace));
     env.add_function("lipsum", callable(|_, _| Err(fault("lipsum is not available"))));
     env.add_function(
         "raise_exception",
@@ -109,20 +112,4 @@ pub(super) fn environment() -> Environment<'static> {
         }),
     );
     env
-}
-
-/// transformers' `namespace`: minijinja's, without names that begin with an underscore.
-fn namespace(state: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
-    let (positional, keywords) = split_arguments(args);
-    let made = Object::call(&std::sync::Arc::new(DictClass), state, args)?;
-    let names = positional.iter().flat_map(|from| from.try_iter().into_iter().flatten());
-    let names = names.filter_map(|name| name.as_str().map(str::to_owned));
-    if let Some(name) =
-        names.chain(keywords.into_iter().map(|(name, _)| name)).find(|name| name.starts_with('_'))
-    {
-        return Err(fault(format!(
-            "a namespace stores no name that begins with an underscore, but got '{name}'"
-        )));
-    }
-    minijinja::functions::namespace(Some(made.into()))
 }

@@ -5,8 +5,7 @@ use minijinja::value::Value;
 
 use super::Builtin;
 use super::characters::{is_decimal, is_space};
-use super::operators::{int, whole};
-use super::values::{PythonType, bind, fault, flag, integer, type_name, type_of};
+use super::values::{PythonType, bind, fault, flag, int, integer, type_name, type_of, whole};
 
 /// The filters by their names.
 pub(super) const FILTERS: [(&str, Builtin); 5] = [
@@ -57,10 +56,7 @@ fn to_int(args: &[Value]) -> Result<Value, Error> {
 }
 
 fn from_float(float: f64) -> Result<i128, Error> {
-    match float.abs() < 1e38 {
-        true => Ok(float as i128),
-        false => Err(too_large()),
-    }
+    if float.abs() < 1e38 { Ok(float as i128) } else { Err(too_large()) }
 }
 
 /// Python's `int(text, base)`; `None` where it raises a `ValueError`.
@@ -114,7 +110,7 @@ fn digit(c: char) -> Option<u32> {
     Some((1..10).take_while(|distance| before(*distance)).count() as u32)
 }
 
-/// Python's `float(text)`.
+/// Python's `float(text)`; `None` where it raises a `ValueError`.
 fn parse_float(text: &str) -> Option<f64> {
     let text = text.trim_matches(is_space);
     let around = |at: usize, step: isize| {
@@ -200,9 +196,10 @@ fn file_size(args: &[Value]) -> Result<Value, Error> {
         _ => whole(&value).map(|number| number as f64),
     };
     let bytes = bytes.ok_or_else(|| fault("could not convert to float"))?;
-    let (base, prefixes) = match flag(binary.as_ref()) {
-        true => (1024.0, ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB"]),
-        false => (1000.0, ["kB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"]),
+    let (base, prefixes) = if flag(binary.as_ref()) {
+        (1024.0, ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB"])
+    } else {
+        (1000.0, ["kB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"])
     };
     if bytes == 1.0 {
         return Ok(Value::from("1 Byte"));

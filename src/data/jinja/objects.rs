@@ -1,14 +1,11 @@
-//! Objects of Python that templates meet: bound methods, views of a dict, ranges, and the globals that keep a state.
+//! Objects of Python that templates meet: bound methods, views of a dict, ranges, generators.
 
+use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
-use minijinja::value::{Enumerator, Object, ObjectRepr, Value, from_args};
-use minijinja::{Error, ErrorKind, State};
-
-use super::methods::call_method;
-use super::values::{bind, fault, integer, split_arguments};
+use minijinja::value::{Enumerator, Object, ObjectRepr, Tuple, Value};
+use minijinja::{Error, State};
 
 /// A method of a value, as `'a'.upper` without a call.
 pub(super) struct BoundMethod {
@@ -28,7 +25,7 @@ impl Object for BoundMethod {
     }
 
     fn call(self: &Arc<Self>, state: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
-        call_method(state, &self.value, self.name, args)
+        self.value.call_method(state, self.name, args)
     }
 }
 
@@ -58,47 +55,15 @@ impl Object for DictView {
     }
 }
 
-/// Python's `range`.
+/// A range of ints.
 pub(super) struct PythonRange {
-    start: i64,
-    stop: i64,
-    step: i64,
-    length: usize,
+    pub(super) start: i64,
+    pub(super) stop: i64,
+    pub(super) step: i64,
+    pub(super) length: usize,
 }
 
-/// Items of a range that Jinja's sandbox accepts.
-const MAX_RANGE: usize = 100_000;
-
 impl PythonRange {
-    /// The range of the arguments of a call.
-    ///
-    /// # Errors
-    /// When they are no integers or the range has more than 100,000 items.
-    pub(super) fn from_arguments(args: &[Value]) -> Result<Value, Error> {
-        let (start, stop, step) = match args {
-            [stop] => (0, integer(stop)?, 1),
-            [start, stop] => (integer(start)?, integer(stop)?, 1),
-            [start, stop, step] => (integer(start)?, integer(stop)?, integer(step)?),
-            _ => return Err(fault("range expected 1 to 3 arguments")),
-        };
-        let length = Self::count(start, stop, step)?;
-        if length > MAX_RANGE {
-            return Err(fault(format!("range has too many elements; accepted: up to {MAX_RANGE}")));
-        }
-        Ok(Self { start, stop, step, length }.into())
-    }
-
-    fn count(start: i64, stop: i64, step: i64) -> Result<usize, Error> {
-        let (start, stop, step) = (i128::from(start), i128::from(stop), i128::from(step));
-        let distance = match step {
-            0 => return Err(fault("range() arg 3 must not be zero")),
-            1.. => stop - start,
-            _ => start - stop,
-        };
-        let steps = (distance.max(0) + step.abs() - 1) / step.abs();
-        Ok(usize::try_from(steps).unwrap_or(usize::MAX))
-    }
-
     /// The part of the range that `places`, in steps of `step`, name.
     pub(super) fn part(&self, places: &[usize], step: i64) -> Value {
         let at = |place: usize| self.start + self.step * i64::try_from(place).unwrap_or(i64::MAX);
@@ -143,158 +108,6 @@ impl Object for PythonRange {
     fn enumerate(self: &Arc<Self>) -> Enumerator {
         Enumerator::Seq(self.length)
     }
-}
-
-/// Jinja's `cycler`.
-#[derive(Debug)]
-pub(super) struct ItemCycler {
-    items: Vec<Value>,
-    place: AtomicUsize,
-}
-
-impl ItemCycler {
-    /// A cycler of the arguments.
-    ///
-    /// # Errors
-    /// When there are none.
-    pub(super) fn from_arguments(args: &[Value]) -> Result<Value, Error> {
-        if args.is_empty() {
-            return Err(fault("at least one item has to be provided"));
-        }
-        Ok(Value::from_object(ItemCycler { items: args.to_vec(), place: AtomicUsize::new(0) }))
-    }
-
-    fn current(&self) -> Value {
-        self.items[self.place.load(Ordering::Relaxed) % self.items.len()].clone()
-    }
-}
-
-impl Object for ItemCycler {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Plain
-    }
-
-    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        match key.as_str()? {
-            "current" => Some(self.current()),
-            "items" => Some(self.items.iter().cloned().collect()),
-            "pos" => Some(Value::from(self.place.load(Ordering::Relaxed))),
-            _ => None,
-        }
-    }
-
-    fn call_method(
-        self: &Arc<Self>,
-        _: &mut State<'_, '_>,
-        name: &str,
-        args: &[Value],
-    ) -> Result<Value, Error> {
-        let () = from_args(args)?;
-        match name {
-            "next" => {
-                let item = self.current();
-                self.place
-                    .store((self.place.load(Ordering::Relaxed) + 1) % self.items.len(), Ordering::Relaxed);
-                Ok(item)
-            }
-            "reset" => {
-                self.place.store(0, Ordering::Relaxed);
-                Ok(Value::from(()))
-            }
-            _ => Err(Error::from(ErrorKind::UnknownMethod)),
-        }
-    }
-}
-
-/// Jinja's `joiner`.
-#[derive(Debug)]
-pub(super) struct ItemJoiner {
-    separator: Value,
-    used: AtomicBool,
-}
-
-impl ItemJoiner {
-    /// A joiner with the separator of the arguments, `", "` if there is none.
-    ///
-    /// # Errors
-    /// When there are more arguments.
-    pub(super) fn from_arguments(args: &[Value]) -> Result<Value, Error> {
-        let [separator] = bind("joiner", ["sep"], 0, args)?;
-        let separator = separator.unwrap_or_else(|| Value::from(", "));
-        Ok(Value::from_object(ItemJoiner { separator, used: AtomicBool::new(false) }))
-    }
-}
-
-impl Object for ItemJoiner {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Plain
-    }
-
-    fn call(self: &Arc<Self>, _: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
-        let () = from_args(args)?;
-        match self.used.swap(true, Ordering::Relaxed) {
-            true => Ok(self.separator.clone()),
-            false => Ok(Value::from("")),
-        }
-    }
-}
-
-/// Python's `dict` as a template calls it: `dict(…)` and `dict.fromkeys(…)`.
-#[derive(Debug)]
-pub(super) struct DictClass;
-
-impl Object for DictClass {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Plain
-    }
-
-    fn call(self: &Arc<Self>, _: &mut State<'_, '_>, args: &[Value]) -> Result<Value, Error> {
-        let (positional, keywords) = split_arguments(args);
-        let mut pairs = match positional {
-            [] => Vec::new(),
-            [from] => pairs(from)?,
-            _ => return Err(fault("dict expected at most 1 argument")),
-        };
-        pairs.extend(keywords.into_iter().map(|(key, value)| (Value::from(key), value)));
-        Ok(Value::from_pairs(pairs))
-    }
-
-    fn call_method(
-        self: &Arc<Self>,
-        _: &mut State<'_, '_>,
-        name: &str,
-        args: &[Value],
-    ) -> Result<Value, Error> {
-        match name {
-            "fromkeys" => {
-                let [keys, value] = bind("fromkeys", ["iterable", "value"], 1, args)?;
-                let value = value.unwrap_or_else(|| Value::from(()));
-                let keys = super::values::items(&keys.unwrap_or_default())?;
-                Ok(Value::from_pairs(keys.into_iter().map(|key| (key, value.clone()))))
-            }
-            _ => Err(Error::from(ErrorKind::UnknownMethod)),
-        }
-    }
-}
-
-/// The pairs of a dict, or of an iterable of pairs.
-fn pairs(from: &Value) -> Result<Vec<(Value, Value)>, Error> {
-    if super::values::type_of(from) == super::values::PythonType::Dict {
-        return Ok(dict_pairs(from));
-    }
-    let mut pairs = Vec::new();
-    for item in super::values::items(from)? {
-        match &super::values::items(&item)?[..] {
-            [key, value] => pairs.push((key.clone(), value.clone())),
-            _ => return Err(fault("a dict is made of pairs")),
-        }
-    }
-    Ok(pairs)
-}
-
-/// The keys and values of a dict, in its order.
-pub(super) fn dict_pairs(dict: &Value) -> Vec<(Value, Value)> {
-    dict.as_object().and_then(|object| object.try_iter_pairs()).into_iter().flatten().collect()
 }
 
 /// A named tuple of the filter `groupby`.
@@ -342,5 +155,68 @@ pub(super) struct HiddenUndefined;
 impl Object for HiddenUndefined {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
         ObjectRepr::Plain
+    }
+}
+
+/// The keys and values of a dict, in its order.
+pub(super) fn dict_pairs(dict: &Value) -> Vec<(Value, Value)> {
+    dict.as_object().and_then(|object| object.try_iter_pairs()).into_iter().flatten().collect()
+}
+
+/// The pairs of a dict as tuples.
+pub(super) fn pair_tuples(dict: &Value) -> Vec<Value> {
+    dict_pairs(dict).into_iter().map(|(key, value)| Tuple::from([key, value]).into()).collect()
+}
+
+/// A Python generator: it gives each of its items once, and has neither a length nor an index.
+pub(super) struct Generated(Mutex<VecDeque<Value>>);
+
+impl Generated {
+    pub(super) fn value(items: Vec<Value>) -> Value {
+        Value::from_object(Generated(Mutex::new(items.into())))
+    }
+}
+
+/// What is left of a generator.
+struct GeneratedItems(Arc<Generated>);
+
+impl Iterator for GeneratedItems {
+    type Item = Value;
+
+    fn next(&mut self) -> Option<Value> {
+        self.0.0.lock().ok()?.pop_front()
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = self.0.0.lock().map_or(0, |items| items.len());
+        (left, Some(left))
+    }
+}
+
+impl fmt::Debug for Generated {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("<generator object>")
+    }
+}
+
+impl Object for Generated {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Iterable
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Iter(Box::new(GeneratedItems(self.clone())))
+    }
+
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        None
+    }
+
+    fn is_true(self: &Arc<Self>) -> bool {
+        true
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("<generator object>")
     }
 }

@@ -6,13 +6,13 @@ use minijinja::value::{Tuple, Value};
 use minijinja::{Environment, Error};
 
 use super::Builtin;
-use super::methods::method_named;
-use super::objects::{BoundMethod, HiddenUndefined, PackedArguments, PythonRange, dict_pairs};
+use super::attributes::{attribute, item};
+use super::objects::{HiddenUndefined, PackedArguments, PythonRange};
 use super::print::string;
 use super::printf;
 use super::values::{
-    MAX_DEPTH, PythonType, bind, check_items, check_text, fault, integer, is_iterable, items,
-    split_arguments, type_name, type_of,
+    MAX_DEPTH, PythonType, bind, check_items, check_text, fault, int, integer, is_iterable, items,
+    split_arguments, type_name, type_of, whole,
 };
 
 /// The functions that rewritten templates call, by the names that they have there.
@@ -59,7 +59,7 @@ fn one(args: &[Value], operator: impl Fn(&Value) -> Result<Value, Error>) -> Res
     }
 }
 
-/// Python's `str(value)`.
+/// A value converted by Python's `str`.
 pub(super) fn text_of(value: &Value) -> Result<Value, Error> {
     match value.as_str() {
         Some(_) => Ok(value.clone()),
@@ -68,10 +68,7 @@ pub(super) fn text_of(value: &Value) -> Result<Value, Error> {
 }
 
 fn undefined(value: &Value) -> Result<(), Error> {
-    match value.is_undefined() {
-        true => Err(fault("an operand is undefined")),
-        false => Ok(()),
-    }
+    if value.is_undefined() { Err(fault("an operand is undefined")) } else { Ok(()) }
 }
 
 /// The remainder of numbers, or the text that a format makes of its values.
@@ -113,20 +110,6 @@ fn product(left: &Value, right: &Value) -> Result<Value, Error> {
     }
 }
 
-/// The value of an int or bool.
-pub(super) fn whole(value: &Value) -> Option<i128> {
-    match type_of(value) {
-        PythonType::Bool => Some(i128::from(value.is_true())),
-        PythonType::Int => i128::try_from(value.clone()).ok(),
-        _ => None,
-    }
-}
-
-/// An int, in minijinja's shortest form.
-pub(super) fn int(value: i128) -> Value {
-    i64::try_from(value).map_or_else(|_| Value::from(value), Value::from)
-}
-
 /// The value of a number as a float.
 fn real(operator: &str, value: &Value) -> Result<f64, Error> {
     let number = match type_of(value) {
@@ -161,7 +144,7 @@ fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
     }
 }
 
-/// Python's `+value`.
+/// A number after a plus sign.
 fn integer_or_float(value: &Value) -> Result<Value, Error> {
     match type_of(value) {
         PythonType::Int | PythonType::Float => Ok(value.clone()),
@@ -230,9 +213,10 @@ pub(super) fn contains(container: &Value, item: &Value) -> Result<bool, Error> {
 
 /// What a loop runs over.
 fn iterable(value: &Value) -> Result<Value, Error> {
-    match is_iterable(value) {
-        true => Ok(value.clone()),
-        false => Err(fault(format!("'{}' object is not iterable", type_name(value)))),
+    if is_iterable(value) {
+        Ok(value.clone())
+    } else {
+        Err(fault(format!("'{}' object is not iterable", type_name(value))))
     }
 }
 
@@ -289,25 +273,6 @@ fn places(length: usize, start: Option<i64>, stop: Option<i64>, step: i64) -> Re
     Ok(places)
 }
 
-/// Python's `value.name`, where `name` is a method of some type.
-pub(super) fn attribute(value: &Value, name: &str) -> Result<Value, Error> {
-    match method_named(type_of(value), name) {
-        Some((name, true)) => Ok(Value::from_object(BoundMethod { value: value.clone(), name })),
-        // What Jinja's sandbox does not give out is undefined.
-        Some((_, false)) => Ok(Value::UNDEFINED),
-        None => value.get_attr(name),
-    }
-}
-
-/// Jinja's `value[key]`: an item, or else a method of that name.
-fn item(value: &Value, key: &Value) -> Result<Value, Error> {
-    let item = value.get_item(key)?;
-    match key.as_str() {
-        Some(name) if item.is_undefined() => attribute(value, name),
-        _ => Ok(item),
-    }
-}
-
 fn pack(args: &[Value]) -> Value {
     let (positional, keywords) = split_arguments(args);
     Value::from_object(PackedArguments { positional: positional.to_vec(), keywords })
@@ -354,9 +319,10 @@ fn varargs(args: &[Value]) -> Result<Value, Error> {
     let (positional, _) = unpack(&packed.unwrap_or_default());
     let count = count.and_then(|count| count.as_usize()).unwrap_or(0);
     let rest: Vec<Value> = positional.into_iter().skip(count).collect();
-    match used.is_some_and(|used| used.is_true()) || rest.is_empty() {
-        true => Ok(Tuple::from(rest).into()),
-        false => Err(fault(format!("a macro takes not more than {count} argument(s)"))),
+    if used.is_some_and(|used| used.is_true()) || rest.is_empty() {
+        Ok(Tuple::from(rest).into())
+    } else {
+        Err(fault(format!("a macro takes not more than {count} argument(s)")))
     }
 }
 
@@ -371,9 +337,4 @@ fn kwargs(args: &[Value]) -> Result<Value, Error> {
         (false, Some((key, _))) => Err(fault(format!("a macro takes no keyword argument '{key}'"))),
         _ => Ok(Value::from_pairs(rest)),
     }
-}
-
-/// The pairs of a dict as tuples.
-pub(super) fn pair_tuples(dict: &Value) -> Vec<Value> {
-    dict_pairs(dict).into_iter().map(|(key, value)| Tuple::from([key, value]).into()).collect()
 }

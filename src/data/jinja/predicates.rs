@@ -6,10 +6,10 @@ use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, State};
 
 use super::Predicate;
-use super::operators::{contains, order, whole};
+use super::operators::{contains, order};
 use super::print::string;
 use super::str_methods;
-use super::values::{PythonType, fault, is_iterable, length, type_name, type_of};
+use super::values::{PythonType, fault, is_iterable, length, type_name, type_of, whole};
 
 /// The tests by their names, where minijinja's are not the same.
 pub(super) const TESTS: [(&str, Predicate); 37] = [
@@ -92,9 +92,10 @@ fn divisible(_: &mut State<'_, '_>, args: &[Value]) -> Result<bool, Error> {
         (Some(value), Some(divisor)) => Ok(value.checked_rem(divisor).unwrap_or(0) == 0),
         _ => {
             let divisor = f64::try_from(divisor.clone())?;
-            match divisor == 0.0 {
-                true => Err(fault("float modulo by zero")),
-                false => Ok(f64::try_from(value.clone())? % divisor == 0.0),
+            if divisor == 0.0 {
+                Err(fault("float modulo by zero"))
+            } else {
+                Ok(f64::try_from(value.clone())? % divisor == 0.0)
             }
         }
     })
@@ -117,7 +118,7 @@ fn is_callable(value: &Value) -> bool {
     match type_of(value) {
         PythonType::Undefined => true,
         PythonType::Other if value.kind() == ValueKind::Plain => {
-            value.downcast_object_ref::<super::objects::ItemCycler>().is_none()
+            value.downcast_object_ref::<super::globals::ItemCycler>().is_none()
         }
         PythonType::Other => true,
         _ => false,
@@ -131,9 +132,10 @@ fn same(_: &mut State<'_, '_>, args: &[Value]) -> Result<bool, Error> {
         if type_of(left) != type_of(right) {
             return Ok(false);
         }
-        match left.as_object().is_some() {
-            true => Ok(minijinja::tests::is_sameas(left, right)),
-            false => Ok(left == right),
+        if left.as_object().is_some() {
+            Ok(minijinja::tests::is_sameas(left, right))
+        } else {
+            Ok(left == right)
         }
     })
 }

@@ -5,9 +5,8 @@ use minijinja::value::Value;
 
 use super::format_spec::{FormatSpec, number};
 use super::objects::dict_pairs;
-use super::operators::whole;
 use super::print::{repr, string};
-use super::values::{PythonType, check_text, fault, items, type_name, type_of};
+use super::values::{PythonType, check_text, fault, items, type_name, type_of, whole};
 
 /// The values that a format takes, one after the other or by their keys.
 struct FormatValues {
@@ -59,9 +58,10 @@ pub(super) fn format(format: &str, values: &Value) -> Result<String, Error> {
         }
         check_text(Some(out.len()))?;
     }
-    match values.keyed.is_none() && values.list.next().is_some() {
-        true => Err(fault("not all arguments converted during string formatting")),
-        false => Ok(out),
+    if values.keyed.is_none() && values.list.next().is_some() {
+        Err(fault("not all arguments converted during string formatting"))
+    } else {
+        Ok(out)
     }
 }
 

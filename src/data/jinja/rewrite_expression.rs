@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
+use super::edits::SourceEdits;
 use super::literals;
-use super::methods::{is_dict_method, is_method};
-use super::rewrite::SourceEdits;
-use super::rewrite_macro::{MacroTraits, TemplateMacros};
+use super::macro_traits::{MacroTraits, TemplateMacros};
+use super::method_names::{is_dict_method, is_method};
 use super::tags::{TagToken, TokenKind};
 
 /// Expressions within expressions. minijinja accepts as many.
@@ -422,10 +422,10 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
                 let open = self.place()?.end;
                 self.arguments_for(traits.hides())?;
                 let close = self.end() - 1;
-                match traits.packs() {
-                    true if open == close => self.edits.after(open, "pack__()"),
-                    true => self.wrap(open, "pack__(", close, ")"),
-                    false => {}
+                if traits.packs() && open == close {
+                    self.edits.after(open, "pack__()");
+                } else if traits.packs() {
+                    self.wrap(open, "pack__(", close, ")");
                 }
             } else {
                 return Some((start, end));
@@ -452,17 +452,19 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         let open = self.operator("[")?;
         let literal = self.token(0).filter(|(_, kind)| *kind == TokenKind::Text).map(|(text, _)| text);
         let mut is_slice = false;
-        match self.peek_operator(":") {
-            true => self.edits.after(open.end, "none"),
-            false => self.expression().map(|_| ())?,
+        if self.peek_operator(":") {
+            self.edits.after(open.end, "none")
+        } else {
+            self.expression().map(|_| ())?
         }
         while let Some(colon) = self.operator(":") {
             is_slice = true;
             let end = colon.end;
             self.replace(colon, ", ");
-            match self.peek_operator(":") || self.peek_operator("]") {
-                true => self.edits.after(end, "none"),
-                false => self.expression().map(|_| ())?,
+            if self.peek_operator(":") || self.peek_operator("]") {
+                self.edits.after(end, "none")
+            } else {
+                self.expression().map(|_| ())?
             }
         }
         let close = self.operator("]")?;

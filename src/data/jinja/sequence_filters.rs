@@ -4,12 +4,14 @@ use minijinja::value::Value;
 use minijinja::{Error, State};
 
 use super::Builtin;
-use super::operators::{attribute, int, pair_tuples, whole};
+use super::attributes::{AttributePath, attribute};
+use super::method_names::method_named;
+use super::objects::{Generated, pair_tuples};
 use super::print::string;
 use super::sorting;
 use super::values::{
-    Generated, PythonType, bind, check_items, check_text, fault, flag, given, integer, items, join_arguments,
-    length, split_arguments, type_name, type_of,
+    PythonType, bind, check_items, check_text, fault, flag, given, int, integer, items, join_arguments,
+    length, split_arguments, type_name, type_of, whole,
 };
 
 /// The filters by their names.
@@ -42,56 +44,16 @@ pub(super) const FILTERS: [(&str, Builtin); 26] = [
     ("random", |_, _| Err(fault("the filter random is not available: each run prints the same"))),
 ];
 
-/// A path of attributes, as `"address.city"`.
-#[derive(Default)]
-pub(super) struct AttributePath(Vec<Value>);
-
-impl AttributePath {
-    pub(super) fn parse(path: &str) -> Self {
-        let part = |part: &str| part.parse::<u64>().map_or_else(|_| Value::from(part), Value::from);
-        AttributePath(path.split('.').map(part).collect())
-    }
-
-    pub(super) fn new(path: &Value) -> Self {
-        path.as_str().map_or_else(|| AttributePath(vec![path.clone()]), Self::parse)
-    }
-
-    pub(super) fn of(path: Option<&Value>) -> Self {
-        given(path).map_or_else(Self::default, Self::new)
-    }
-
-    /// The value at the path of `item`; `default` for what is undefined on the way.
-    ///
-    /// # Errors
-    /// When a part of the path is looked up in an undefined value.
-    pub(super) fn get(&self, item: &Value, default: Option<&Value>) -> Result<Value, Error> {
-        let mut value = item.clone();
-        for part in &self.0 {
-            let found = value.get_item(part)?;
-            value = match part.as_str() {
-                Some(name) if found.is_undefined() => attribute(&value, name)?,
-                _ => found,
-            };
-            if let Some(default) = default.filter(|_| value.is_undefined()) {
-                value = default.clone();
-            }
-        }
-        Ok(value)
-    }
-}
-
 fn attr(args: &[Value]) -> Result<Value, Error> {
     let [value, name] = bind("attr", ["obj", "name"], 2, args)?;
     let (value, name) = (value.unwrap_or_default(), name.unwrap_or_default());
     let name = super::values::text(&name)?;
     match type_of(&value) {
         // Items are no attributes.
-        PythonType::Dict | PythonType::List | PythonType::Str => {
-            match super::methods::method_named(type_of(&value), name) {
-                Some(_) => attribute(&value, name),
-                None => Ok(Value::UNDEFINED),
-            }
-        }
+        PythonType::Dict | PythonType::List | PythonType::Str => match method_named(type_of(&value), name) {
+            Some(_) => attribute(&value, name),
+            None => Ok(Value::UNDEFINED),
+        },
         _ => attribute(&value, name),
     }
 }
@@ -134,18 +96,20 @@ fn count(args: &[Value]) -> Result<Value, Error> {
 fn default(args: &[Value]) -> Result<Value, Error> {
     let [value, default, boolean] = bind("default", ["value", "default_value", "boolean"], 1, args)?;
     let value = value.unwrap_or_default();
-    match value.is_undefined() || (flag(boolean.as_ref()) && !value.is_true()) {
-        true => Ok(default.unwrap_or_else(|| Value::from(""))),
-        false => Ok(value),
+    if value.is_undefined() || (flag(boolean.as_ref()) && !value.is_true()) {
+        Ok(default.unwrap_or_else(|| Value::from("")))
+    } else {
+        Ok(value)
     }
 }
 
 fn first(args: &[Value]) -> Result<Value, Error> {
     let [value] = bind("first", ["seq"], 1, args)?;
     let value = value.unwrap_or_default();
-    match super::values::is_iterable(&value) {
-        true => Ok(value.try_iter()?.next().unwrap_or_default()),
-        false => Err(fault(format!("'{}' object is not iterable", type_name(&value)))),
+    if super::values::is_iterable(&value) {
+        Ok(value.try_iter()?.next().unwrap_or_default())
+    } else {
+        Err(fault(format!("'{}' object is not iterable", type_name(&value))))
     }
 }
 

@@ -6,10 +6,10 @@ use std::collections::HashSet;
 use minijinja::Error;
 use minijinja::value::{Tuple, Value};
 
-use super::objects::{GroupItem, dict_pairs};
-use super::operators::{order, pair_tuples};
-use super::sequence_filters::AttributePath;
-use super::values::{Generated, MAX_DEPTH, PythonType, bind, fault, flag, given, items, type_name, type_of};
+use super::attributes::AttributePath;
+use super::objects::{Generated, GroupItem, dict_pairs, pair_tuples};
+use super::operators::order;
+use super::values::{MAX_DEPTH, PythonType, bind, fault, flag, given, items, type_name, type_of};
 
 /// A text without its case; another value as it is.
 fn without_case(value: Value, sensitive: bool) -> Value {

@@ -3,10 +3,10 @@
 use minijinja::Error;
 use minijinja::value::Value;
 
+use super::attributes::attribute;
 use super::format_spec::FormatSpec;
-use super::operators::{attribute, whole};
 use super::print::{repr, string};
-use super::values::{PythonType, check_text, fault, type_name, type_of};
+use super::values::{PythonType, check_text, fault, type_name, type_of, whole};
 
 /// Formats within formats: a field in the specification of a field.
 const MAX_NESTING: usize = 2;

@@ -4,69 +4,13 @@ use minijinja::Error;
 use minijinja::value::{Tuple, Value};
 
 use super::characters as chars;
-use super::methods::window;
 use super::objects::dict_pairs;
-use super::operators::whole;
 use super::print::is_printable;
 use super::str_format::FormatArguments;
 use super::values::{
     PythonType, bind, check_text, fault, flag, given, integer, items, split_arguments, text, type_name,
-    type_of,
+    type_of, whole, window,
 };
-
-const METHODS: [&str; 46] = [
-    "capitalize",
-    "casefold",
-    "center",
-    "count",
-    "endswith",
-    "expandtabs",
-    "find",
-    "format",
-    "format_map",
-    "index",
-    "isalnum",
-    "isalpha",
-    "isascii",
-    "isdecimal",
-    "isdigit",
-    "isidentifier",
-    "islower",
-    "isnumeric",
-    "isprintable",
-    "isspace",
-    "istitle",
-    "isupper",
-    "join",
-    "ljust",
-    "lower",
-    "lstrip",
-    "partition",
-    "removeprefix",
-    "removesuffix",
-    "replace",
-    "rfind",
-    "rindex",
-    "rjust",
-    "rpartition",
-    "rsplit",
-    "rstrip",
-    "split",
-    "splitlines",
-    "startswith",
-    "strip",
-    "swapcase",
-    "title",
-    "translate",
-    "upper",
-    "zfill",
-    "encode",
-];
-
-/// The method `name` as a constant.
-pub(super) fn named(name: &str) -> Option<&'static str> {
-    METHODS.into_iter().find(|method| *method == name)
-}
 
 /// Calls the method `name` of a text.
 ///
@@ -145,10 +89,12 @@ fn plain(s: &str, name: &str) -> Value {
         "swapcase" => {
             let mut out = String::with_capacity(s.len());
             for c in s.chars() {
-                match c.is_uppercase() {
-                    true => out.extend(c.to_lowercase()),
-                    false if c.is_lowercase() => out.extend(c.to_uppercase()),
-                    false => out.push(c),
+                if c.is_uppercase() {
+                    out.extend(c.to_lowercase());
+                } else if c.is_lowercase() {
+                    out.extend(c.to_uppercase());
+                } else {
+                    out.push(c);
                 }
             }
             Value::from(out)
@@ -194,9 +140,10 @@ fn split(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
             if separator.is_empty() {
                 return Err(fault("empty separator"));
             }
-            match from_end {
-                true => s.rsplitn(most + 1, separator).collect(),
-                false => s.splitn(most + 1, separator).collect(),
+            if from_end {
+                s.rsplitn(most + 1, separator).collect()
+            } else {
+                s.splitn(most + 1, separator).collect()
             }
         }
         None => split_space(s, most, from_end),
@@ -208,10 +155,8 @@ fn split(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
 /// The words of a text; from the last to the first if `from_end`.
 fn split_space(s: &str, most: usize, from_end: bool) -> Vec<&str> {
     let mut parts = Vec::new();
-    let mut rest = match from_end {
-        true => s.trim_end_matches(chars::is_space),
-        false => s.trim_start_matches(chars::is_space),
-    };
+    let mut rest =
+        if from_end { s.trim_end_matches(chars::is_space) } else { s.trim_start_matches(chars::is_space) };
     while !rest.is_empty() {
         let at = if from_end { rest.rfind(chars::is_space) } else { rest.find(chars::is_space) };
         let Some(at) = at.filter(|_| parts.len() < most) else {
@@ -223,9 +168,10 @@ fn split_space(s: &str, most: usize, from_end: bool) -> Vec<&str> {
         let (part, more) =
             if from_end { (&rest[at + space..], &rest[..at]) } else { (&rest[..at], &rest[at..]) };
         parts.push(part);
-        rest = match from_end {
-            true => more.trim_end_matches(chars::is_space),
-            false => more.trim_start_matches(chars::is_space),
+        rest = if from_end {
+            more.trim_end_matches(chars::is_space)
+        } else {
+            more.trim_start_matches(chars::is_space)
         };
     }
     parts
@@ -309,9 +255,8 @@ fn search(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     let wanted = text(&wanted)?;
     let within = part(s, start.as_ref(), stop.as_ref())?;
     if name == "count" {
-        let count = within.map_or(0, |(s, _)| match wanted.is_empty() {
-            true => s.chars().count() + 1,
-            false => s.matches(wanted).count(),
+        let count = within.map_or(0, |(s, _)| {
+            if wanted.is_empty() { s.chars().count() + 1 } else { s.matches(wanted).count() }
         });
         return Ok(Value::from(count));
     }

@@ -5,9 +5,9 @@ use std::ops::Range;
 /// The kinds of tag that hold expressions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::data) enum TagKind {
-    /// `{{ … }}`
+    /// A tag that prints: `{{ … }}`.
     Print,
-    /// `{% … %}`
+    /// A tag that holds a statement: `{% … %}`.
     Block,
 }
 

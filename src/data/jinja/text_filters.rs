@@ -53,9 +53,10 @@ fn title(args: &[Value]) -> Result<Value, Error> {
     let (mut out, mut begins) = (String::new(), true);
     for c in string(&value.unwrap_or_default())?.chars() {
         let separates = matches!(c, '-' | '(' | '{' | '[' | '<') || characters::is_space(c);
-        match begins {
-            true => out.extend(c.to_uppercase()),
-            false => out.extend(c.to_lowercase()),
+        if begins {
+            out.extend(c.to_uppercase())
+        } else {
+            out.extend(c.to_lowercase())
         }
         begins = separates;
     }
@@ -148,9 +149,10 @@ fn truncate(args: &[Value]) -> Result<Value, Error> {
         return Ok(value);
     }
     let cut: String = whole.chars().take(kept).collect();
-    let cut = match flag(kill.as_ref()) {
-        true => cut.as_str(),
-        false => cut.rsplit_once(' ').map_or(cut.as_str(), |(words, _)| words),
+    let cut = if flag(kill.as_ref()) {
+        cut.as_str()
+    } else {
+        cut.rsplit_once(' ').map_or(cut.as_str(), |(words, _)| words)
     };
     Ok(Value::from(format!("{cut}{end}")))
 }
@@ -169,10 +171,9 @@ fn pprint(args: &[Value]) -> Result<Value, Error> {
     let [value] = bind("pprint", ["value"], 1, args)?;
     let value = value.unwrap_or_default();
     let shown = repr(&super::sorting::with_sorted_keys(&value, 0)?)?;
-    match shown.chars().count() <= LINE {
-        true => Ok(Value::from(shown)),
-        false => {
-            Err(fault(format!("pprint prints up to {LINE} characters, and a {} has more", type_name(&value))))
-        }
+    if shown.chars().count() <= LINE {
+        Ok(Value::from(shown))
+    } else {
+        Err(fault(format!("pprint prints up to {LINE} characters, and a {} has more", type_name(&value))))
     }
 }

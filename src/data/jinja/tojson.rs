@@ -7,12 +7,11 @@ use minijinja::Error;
 use minijinja::value::Value;
 
 use super::objects::dict_pairs;
-use super::operators::whole;
 use super::print;
 use super::sorting::sorted_pairs;
 use super::values::{
     MAX_DEPTH, MAX_TEXT_BYTES, PythonType, bind, check_text, fault, flag, given, integer, items, text,
-    type_name, type_of,
+    type_name, type_of, whole,
 };
 
 /// More spaces than anybody indents by.
@@ -183,10 +182,12 @@ fn key_text(key: &Value) -> Result<String, Error> {
 }
 
 fn float(value: f64) -> String {
-    match value.is_finite() {
-        true => print::float(value),
-        false if value.is_nan() => "NaN".to_owned(),
-        false => if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned(),
+    if value.is_finite() {
+        print::float(value)
+    } else if value.is_nan() {
+        "NaN".to_owned()
+    } else {
+        if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned()
     }
 }
 

@@ -1,13 +1,9 @@
 //! Values of a template as Python sees them: their types, their items, and the arguments of a call.
 
-use std::collections::VecDeque;
-use std::fmt;
-use std::sync::{Arc, Mutex};
-
-use minijinja::value::{Enumerator, Kwargs, Object, ObjectRepr, Value, ValueKind};
+use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
-use super::objects::{DictView, GroupItem, PythonRange};
+use super::objects::{DictView, Generated, GroupItem, PythonRange};
 
 /// Bytes of a text that a filter, a method or an operator makes.
 pub(super) const MAX_TEXT_BYTES: usize = 64 << 20;
@@ -226,55 +222,33 @@ pub(super) fn flag(argument: Option<&Value>) -> bool {
     argument.is_some_and(Value::is_true)
 }
 
-/// A Python generator: it gives each of its items once, and has neither a length nor an index.
-pub(super) struct Generated(Mutex<VecDeque<Value>>);
-
-impl Generated {
-    pub(super) fn value(items: Vec<Value>) -> Value {
-        Value::from_object(Generated(Mutex::new(items.into())))
+/// The value of an int or bool.
+pub(super) fn whole(value: &Value) -> Option<i128> {
+    match type_of(value) {
+        PythonType::Bool => Some(i128::from(value.is_true())),
+        PythonType::Int => i128::try_from(value.clone()).ok(),
+        _ => None,
     }
 }
 
-/// What is left of a generator.
-struct GeneratedItems(Arc<Generated>);
-
-impl Iterator for GeneratedItems {
-    type Item = Value;
-
-    fn next(&mut self) -> Option<Value> {
-        self.0.0.lock().ok()?.pop_front()
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        let left = self.0.0.lock().map_or(0, |items| items.len());
-        (left, Some(left))
-    }
+/// An int, in minijinja's shortest form.
+pub(super) fn int(value: i128) -> Value {
+    i64::try_from(value).map_or_else(|_| Value::from(value), Value::from)
 }
 
-impl fmt::Debug for Generated {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("<generator object>")
-    }
-}
-
-impl Object for Generated {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Iterable
-    }
-
-    fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Iter(Box::new(GeneratedItems(self.clone())))
-    }
-
-    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
-        None
-    }
-
-    fn is_true(self: &Arc<Self>) -> bool {
-        true
-    }
-
-    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("<generator object>")
-    }
+/// The places that `start` and `stop` name within `length` items, as slices count them.
+pub(super) fn window(
+    length: usize,
+    start: Option<&Value>,
+    stop: Option<&Value>,
+) -> Result<(usize, usize), Error> {
+    let place = |bound: Option<&Value>, default: usize| match given(bound) {
+        None => Ok(default),
+        Some(bound) => {
+            let (at, length) = (i128::from(integer(bound)?), i128::try_from(length).unwrap_or(i128::MAX));
+            let at = if at < 0 { (at + length).max(0) } else { at.min(length) };
+            Ok::<_, Error>(usize::try_from(at).unwrap_or(0))
+        }
+    };
+    Ok((place(start, 0)?, place(stop, length)?))
 }
