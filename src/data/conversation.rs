@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::json_rows::json_type;
 use super::parsed_row::ParsedRow;
-use super::{RowFault, RowFaultKind, python};
+use super::{RowFault, RowFaultKind, jinja};
 
 /// Keys of a row that hold the system message of its chat.
 pub(super) const SYSTEM_KEYS: [&str; 2] = ["system", "system_prompt"];
@@ -217,7 +217,7 @@ fn regular(message: &Value) -> Result<(Value, bool), String> {
         None => return Err("has no `content` (or `value`)".to_owned()),
         // A tool's result may be JSON that is no text yet.
         Some(result @ Value::Object(_)) if kept["role"] == "tool" => {
-            kept.insert("content".to_owned(), Value::String(python::json_text(&result)))
+            kept.insert("content".to_owned(), Value::String(jinja::json_text(&result)))
         }
         Some(other) => {
             return Err(format!("has {} as `content`; text or parts are needed", json_type(&other)));

@@ -1,7 +1,7 @@
 //! Chat templates: the tokenizer's own Jinja, rendered byte for byte as transformers does.
 //!
 //! A template comes from `chat_template.jinja`, from `chat_template` in tokenizer_config.json (one text, or a list
-//! of named ones of which `tool_use` serves rows with tools), from `additional_chat_templates/`, or from the
+//! or object of named ones of which `tool_use` serves rows with tools), from `additional_chat_templates/`, or from the
 //! recipe. `{% generation %}` marks what the assistant wrote: its tags are rewritten so that they print two
 //! noncharacters, which are taken out of the text again and leave the spans. `strftime_now` answers with one moment, so
 //! that the rows of one run agree: the one the template was loaded at, or that of [`ChatTemplate::at`], which all ranks
@@ -16,9 +16,9 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use chrono::{DateTime, FixedOffset};
-use regex::Regex;
 
 use super::child_pool::RowBudget;
+use super::jinja::{GENERATION_MARKS, mark_generation};
 use super::sandbox::{self, ChildEnd};
 use super::template_child::RenderingChildren;
 pub use super::template_engine::TemplateInputs;
@@ -30,9 +30,8 @@ use crate::clock;
 use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
 
-/// Noncharacters: never part of text that is exchanged (Unicode 16, section 23.7).
-const OPEN: char = '\u{FDD0}';
-const CLOSE: char = '\u{FDD1}';
+const OPEN: char = GENERATION_MARKS[0];
+const CLOSE: char = GENERATION_MARKS[1];
 
 /// Bytes of a template file.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
@@ -137,10 +136,11 @@ impl ChatTemplate {
             if text.contains([OPEN, CLOSE]) {
                 return Err(cannot().because("it holds U+FDD0 or U+FDD1, which are no characters"));
             }
-            let with_marks = mark(&text)?;
-            marks |= with_marks != text;
+            let text = with_line_feeds(text);
             asks_for_date |= text.contains(CLOCK);
-            marked.push((name, with_marks));
+            let with_marks = mark_generation(&text);
+            marks |= with_marks.is_some();
+            marked.push((name, with_marks.unwrap_or(text)));
         }
         let tokens = tokens.into_iter().collect();
         let renderer = TemplateRenderer::new(TemplateSource { templates: marked, tokens, now })?;
@@ -275,19 +275,9 @@ impl ChatTemplate {
     }
 }
 
-/// Rewrites the generation tags so that they print the marks and keep their whitespace control.
-fn mark(text: &str) -> Result<String> {
-    let pattern = |source: &str| {
-        Regex::new(source)
-            .map_err(|e| Error::internal("a pattern of ours does not compile").because(e.to_string()))
-    };
-    let open = pattern(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")?;
-    let close = pattern(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")?;
-    // `with` gives the block its own scope, as Jinja's has, and pairs the tags.
-    let text =
-        open.replace_all(text, format!("{{%$1 with generation_ = 0 %}}{OPEN}{{% set generation_ = 0 $2%}}"));
-    let text = close.replace_all(&text, format!("{{%$1 set generation_ = 0 %}}{CLOSE}{{% endwith $2%}}"));
-    Ok(text.into_owned())
+/// A template with the line ends that Jinja gives it before it reads it.
+fn with_line_feeds(text: String) -> String {
+    if text.contains('\r') { text.replace("\r\n", "\n").replace('\r', "\n") } else { text }
 }
 
 /// Takes the marks out of a rendered text.
@@ -359,7 +349,15 @@ fn in_folder(tokenizer: &Tokenizer) -> Result<Vec<(String, String)>> {
                 }
             }
         }
-        Some(_) => return Err(bad("it is neither a text nor a list of named templates")),
+        Some(serde_json::Value::Object(named)) => {
+            for (name, template) in named {
+                match template.as_str() {
+                    Some(text) => templates.push((name.clone(), text.to_owned())),
+                    None => return Err(bad(&format!("its template `{name}` is not a text"))),
+                }
+            }
+        }
+        Some(_) => return Err(bad("it is neither a text nor a list or object of named templates")),
     }
     Ok(templates)
 }

@@ -10,9 +10,8 @@ use chrono::format::{Item, StrftimeItems};
 use chrono::{DateTime, FixedOffset};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value};
-use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::python::{to_template, tojson};
+use super::jinja::{self, to_template};
 use crate::contained::contain;
 
 /// Steps a rendering may take: some hundred times what a long chat needs, a fraction of a second.
@@ -65,7 +64,7 @@ impl TemplateEngine {
         let mut env = environment().map_err(|why| (String::new(), why))?;
         add_clock(&mut env, source.now);
         for (name, text) in &source.templates {
-            contain(|| env.add_template_owned(name.clone(), text.clone()))
+            contain(|| env.add_template_owned(name.clone(), jinja::rewrite(text)))
                 .and_then(|added| added.map_err(|e| reason(&e)))
                 .map_err(|why| (name.clone(), why))?;
         }
@@ -113,16 +112,11 @@ impl TemplateEngine {
 
 fn environment() -> Result<Environment<'static>, String> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    let mut env = Environment::new();
+    let mut env = jinja::environment();
     env.set_syntax(syntax.map_err(|e| e.to_string())?);
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    env.set_unknown_method_callback(unknown_method_callback);
     env.set_fuel(Some(MAX_STEPS));
     env.set_recursion_limit(MAX_RECURSION);
-    env.add_filter("tojson", tojson);
-    env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-    });
     Ok(env)
 }
 

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::conversation::{REASONING_KEYS, text_of};
-use super::python;
+use super::jinja;
 use crate::error::Result;
 
 /// A text that no template changes: letters alone.
@@ -182,7 +182,7 @@ impl TemplateForm {
                     *arguments = parsed;
                 }
             }
-            Value::Object(_) if !object && text => *arguments = Value::String(python::json_text(arguments)),
+            Value::Object(_) if !object && text => *arguments = Value::String(jinja::json_text(arguments)),
             _ => {}
         }
     }

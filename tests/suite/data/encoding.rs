@@ -294,6 +294,9 @@ fn templates_are_named_given_or_a_file() {
     assert_eq!(render(named.path(), None, false), "D<|im_end|>");
     assert_eq!(render(named.path(), None, true), "T");
     assert_eq!(render(named.path(), Some("{{ 'given' }}"), true), "given");
+    let object = copy(r#"{"chat_template": {"default": "D", "tool_use": "T"}}"#, &[]);
+    assert_eq!(render(object.path(), None, false), "D");
+    assert_eq!(render(object.path(), None, true), "T");
     let files = copy(
         r#"{"chat_template": "C"}"#,
         &[("chat_template.jinja", b"J"), ("additional_chat_templates/tool_use.jinja", b"A")],

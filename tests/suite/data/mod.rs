@@ -4,6 +4,7 @@ mod bombs;
 mod encoding;
 mod golden_batches;
 mod golden_chat;
+mod jinja;
 mod ranks;
 mod sampling;
 #[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]

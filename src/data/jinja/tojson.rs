@@ -1,21 +1,24 @@
-//! What chat templates expect of Python: JSON as `json.dumps` writes it, dates as `strftime` does.
+//! JSON for templates, and the filter `tojson` as transformers has it.
 //!
 //! transformers replaces Jinja's `tojson` by a plain `json.dumps(ensure_ascii=False)`: no HTML escapes, `", "` and
 //! `": "` between items, keys in their order. minijinja's own escapes HTML.
 
-use minijinja::value::{Kwargs, Value, ValueKind};
-use minijinja::{Error, ErrorKind};
+use minijinja::Error;
+use minijinja::value::Value;
+
+use super::objects::dict_pairs;
+use super::print;
+use super::sorting::sorted_pairs;
+use super::values::{
+    MAX_DEPTH, MAX_TEXT_BYTES, PythonType, bind, check_text, fault, flag, given, integer, items, text,
+    type_name, type_of, whole,
+};
 
 /// More spaces than anybody indents by.
 const MAX_INDENT: usize = 256;
-/// Values within values that `tojson` prints: more than a row of a data file can hold. A template can build a value that
-/// holds itself.
-const MAX_DEPTH: usize = 150;
-/// Bytes that `tojson` prints at most.
-const MAX_JSON_BYTES: usize = 64 << 20;
 
 /// A JSON value for a template; objects keep the order of their keys.
-pub(super) fn to_template(value: &serde_json::Value) -> Value {
+pub(in crate::data) fn to_template(value: &serde_json::Value) -> Value {
     match value {
         serde_json::Value::Null => Value::from(()),
         serde_json::Value::Bool(value) => Value::from(*value),
@@ -33,43 +36,55 @@ pub(super) fn to_template(value: &serde_json::Value) -> Value {
 }
 
 /// The `tojson` filter of transformers.
-pub(super) fn tojson(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
-    let indent: Option<usize> = kwargs.get("indent")?;
-    let ensure_ascii: Option<bool> = kwargs.get("ensure_ascii")?;
-    let sort_keys: Option<bool> = kwargs.get("sort_keys")?;
-    let separators: Option<Vec<String>> = kwargs.get("separators")?;
-    kwargs.assert_all_used()?;
-    if let Some(indent) = indent.filter(|indent| *indent > MAX_INDENT) {
-        let why = format!("`indent` is {indent}; accepted: up to {MAX_INDENT}");
-        return Err(Error::new(ErrorKind::InvalidOperation, why));
+///
+/// # Errors
+/// When JSON has no such value, or the text grows too large or too deep.
+pub(super) fn tojson(args: &[Value]) -> Result<Value, Error> {
+    let parameters = ["value", "ensure_ascii", "indent", "separators", "sort_keys"];
+    let [value, ensure_ascii, indent, separators, sort_keys] = bind("tojson", parameters, 1, args)?;
+    let indent = match given(indent.as_ref()) {
+        None => None,
+        Some(indent) => Some(match indent.as_str() {
+            Some(indent) => indent.to_owned(),
+            None => " ".repeat(usize::try_from(integer(indent)?).unwrap_or(0).min(MAX_INDENT + 1)),
+        }),
+    };
+    if let Some(indent) = indent.as_ref().filter(|indent| indent.len() > MAX_INDENT) {
+        return Err(fault(format!(
+            "`indent` is too large; accepted: up to {MAX_INDENT}, not {}",
+            indent.len()
+        )));
     }
-    let (item, key) = match separators.as_deref() {
+    let (item, key) = match given(separators.as_ref()) {
         None if indent.is_some() => (",".to_owned(), ": ".to_owned()),
         None => (", ".to_owned(), ": ".to_owned()),
-        Some([item, key]) => (item.clone(), key.clone()),
-        Some(_) => return Err(Error::new(ErrorKind::InvalidOperation, "`separators` must be two strings")),
+        Some(separators) => match &items(separators)?[..] {
+            [item, key] => (text(item)?.to_owned(), text(key)?.to_owned()),
+            _ => return Err(fault("`separators` must be two strings")),
+        },
     };
     let dump = Dump {
         indent,
         item,
         key,
-        ensure_ascii: ensure_ascii.unwrap_or(false),
-        sort_keys: sort_keys.unwrap_or(false),
+        ensure_ascii: flag(ensure_ascii.as_ref()),
+        sort_keys: flag(sort_keys.as_ref()),
     };
     let mut out = String::new();
-    dump.write(value, 0, &mut out)?;
+    dump.write(&value.unwrap_or_default(), 0, &mut out)?;
+    check_text(Some(out.len()))?;
     Ok(Value::from(out))
 }
 
 /// A JSON value as Python's `json.dumps(value, ensure_ascii=False)` writes it.
-pub(super) fn json_text(value: &serde_json::Value) -> String {
-    let dumped = tojson(&to_template(value), Kwargs::from_iter(std::iter::empty::<(String, Value)>()));
+pub(in crate::data) fn json_text(value: &serde_json::Value) -> String {
+    let dumped = tojson(&[to_template(value)]);
     // Only a value that is too large or too deep is left to Rust's own way of writing it.
     dumped.ok().and_then(|text| text.as_str().map(str::to_owned)).unwrap_or_else(|| value.to_string())
 }
 
 struct Dump {
-    indent: Option<usize>,
+    indent: Option<String>,
     item: String,
     key: String,
     ensure_ascii: bool,
@@ -78,38 +93,33 @@ struct Dump {
 
 impl Dump {
     fn write(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
-        if depth > MAX_DEPTH || out.len() > MAX_JSON_BYTES {
-            let why =
-                format!("tojson prints up to {MAX_JSON_BYTES} bytes and {MAX_DEPTH} values within values");
-            return Err(Error::new(ErrorKind::InvalidOperation, why));
+        if depth > MAX_DEPTH || out.len() > MAX_TEXT_BYTES {
+            return Err(fault(format!(
+                "tojson prints up to {MAX_TEXT_BYTES} bytes and {MAX_DEPTH} values within values"
+            )));
         }
-        match value.kind() {
-            ValueKind::None => out.push_str("null"),
-            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number if value.is_integer() => out.push_str(&value.to_string()),
-            ValueKind::Number => out.push_str(&float(f64::try_from(value.clone())?)),
-            ValueKind::String => self.string(value.as_str().unwrap_or_default(), out),
-            ValueKind::Map => {
-                let mut keys: Vec<Value> = value.try_iter()?.collect();
-                if self.sort_keys {
-                    keys.sort();
-                }
-                self.items(('{', '}'), keys.len(), depth, out, |index, out| {
-                    self.string(&keys[index].to_string(), out);
+        match type_of(value) {
+            PythonType::None => out.push_str("null"),
+            PythonType::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+            PythonType::Int => out.push_str(&value.to_string()),
+            PythonType::Float => out.push_str(&float(f64::try_from(value.clone())?)),
+            PythonType::Str => self.string(value.as_str().unwrap_or_default(), out),
+            PythonType::Dict => {
+                let pairs = if self.sort_keys { sorted_pairs(value)? } else { dict_pairs(value) };
+                self.items(('{', '}'), pairs.len(), depth, out, |index, out| {
+                    let (key, value) = &pairs[index];
+                    self.string(&key_text(key)?, out);
                     out.push_str(&self.key);
-                    self.write(&value.get_item(&keys[index])?, depth + 1, out)
+                    self.write(value, depth + 1, out)
                 })?;
             }
-            ValueKind::Seq | ValueKind::Iterable => {
-                let items: Vec<Value> = value.try_iter()?.collect();
+            PythonType::List | PythonType::Tuple => {
+                let items = items(value)?;
                 self.items(('[', ']'), items.len(), depth, out, |index, out| {
                     self.write(&items[index], depth + 1, out)
                 })?;
             }
-            kind => {
-                let why = format!("Object of type {kind} is not JSON serializable");
-                return Err(Error::new(ErrorKind::InvalidOperation, why));
-            }
+            _ => return Err(fault(format!("Object of type {} is not JSON serializable", type_name(value)))),
         }
         Ok(())
     }
@@ -123,9 +133,9 @@ impl Dump {
         mut write: impl FnMut(usize, &mut String) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let line = |depth: usize, out: &mut String| {
-            if let Some(indent) = self.indent {
+            if let Some(indent) = &self.indent {
                 out.push('\n');
-                out.extend(std::iter::repeat_n(' ', indent * depth));
+                out.extend(std::iter::repeat_n(indent.as_str(), depth));
             }
         };
         out.push(open);
@@ -166,24 +176,25 @@ impl Dump {
     }
 }
 
-/// Python's `repr` of a float: Rust's shortest digits, with the exponent as Python writes it.
+/// A key of a dict as JSON writes it.
+fn key_text(key: &Value) -> Result<String, Error> {
+    match type_of(key) {
+        PythonType::Str => Ok(key.as_str().unwrap_or_default().to_owned()),
+        PythonType::None => Ok("null".to_owned()),
+        PythonType::Bool => Ok(if key.is_true() { "true" } else { "false" }.to_owned()),
+        PythonType::Float => Ok(float(f64::try_from(key.clone())?)),
+        _ if whole(key).is_some() => Ok(key.to_string()),
+        _ => Err(fault(format!("keys must be str, int, float, bool or None, not {}", type_name(key)))),
+    }
+}
+
 fn float(value: f64) -> String {
-    if value.is_nan() {
-        return "NaN".to_owned();
-    }
-    if value.is_infinite() {
-        return if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
-    }
-    let text = format!("{value:?}");
-    match text.split_once('e') {
-        None => text,
-        Some((digits, exponent)) => {
-            let (sign, exponent) = match exponent.strip_prefix('-') {
-                Some(exponent) => ('-', exponent),
-                None => ('+', exponent),
-            };
-            format!("{digits}e{sign}{exponent:0>2}")
-        }
+    if value.is_finite() {
+        print::float(value)
+    } else if value.is_nan() {
+        "NaN".to_owned()
+    } else {
+        if value > 0.0 { "Infinity" } else { "-Infinity" }.to_owned()
     }
 }
 
@@ -192,8 +203,7 @@ mod tests {
     use super::*;
 
     fn dump(json: &str, args: &str) -> String {
-        let mut env = minijinja::Environment::new();
-        env.add_filter("tojson", tojson);
+        let env = super::super::environment();
         let value = to_template(&serde_json::from_str(json).unwrap());
         env.render_str(&format!("{{{{ x|tojson{args} }}}}"), minijinja::context!(x => value)).unwrap()
     }
@@ -225,7 +235,7 @@ mod tests {
             (1e-4, "0.0001"),
             (1e300, "1e+300"),
         ] {
-            assert_eq!(float(value), text);
+            assert_eq!(print::float(value), text);
         }
     }
 }

@@ -1,0 +1,80 @@
+//! Changes of a source, collected in any order and then applied.
+
+/// The classes of change at one place, in the order in which they are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum EditClass {
+    /// Text after what ends here, innermost first.
+    After,
+    /// Text before what begins here, outermost first.
+    Before,
+    /// Text instead of what stands here.
+    Instead,
+}
+
+/// A change of a source.
+#[derive(Debug)]
+struct SourceEdit {
+    at: usize,
+    class: EditClass,
+    removed: usize,
+    text: String,
+}
+
+/// Changes of a source, collected in any order.
+#[derive(Debug, Default)]
+pub(super) struct SourceEdits(Vec<SourceEdit>);
+
+impl SourceEdits {
+    /// How many there are, to come back to with [`Self::take_from`].
+    pub(super) fn mark(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The changes since `mark`, which are taken out.
+    pub(super) fn take_from(&mut self, mark: usize) -> Self {
+        SourceEdits(self.0.split_off(mark))
+    }
+
+    /// Writes `text` before what begins at `at`.
+    pub(super) fn before(&mut self, at: usize, text: impl Into<String>) {
+        self.0.push(SourceEdit { at, class: EditClass::Before, removed: 0, text: text.into() });
+    }
+
+    /// Writes `text` after what ends at `at`.
+    pub(super) fn after(&mut self, at: usize, text: impl Into<String>) {
+        self.0.push(SourceEdit { at, class: EditClass::After, removed: 0, text: text.into() });
+    }
+
+    /// Writes `text` instead of `place`.
+    pub(super) fn instead(&mut self, place: std::ops::Range<usize>, text: impl Into<String>) {
+        self.0.push(SourceEdit {
+            at: place.start,
+            class: EditClass::Instead,
+            removed: place.len(),
+            text: text.into(),
+        });
+    }
+
+    /// The part `place` of `source` with these changes.
+    pub(super) fn apply(self, source: &str, place: std::ops::Range<usize>) -> String {
+        let mut edits: Vec<(usize, SourceEdit)> = self.0.into_iter().enumerate().collect();
+        edits.sort_by(|(a_order, a), (b_order, b)| {
+            let order = match a.class {
+                EditClass::Before => b_order.cmp(a_order),
+                _ => a_order.cmp(b_order),
+            };
+            (a.at, a.class).cmp(&(b.at, b.class)).then(order)
+        });
+        let mut out = String::with_capacity(place.len());
+        let mut at = place.start;
+        for (_, edit) in edits {
+            if edit.at > at {
+                out.push_str(&source[at..edit.at]);
+            }
+            out.push_str(&edit.text);
+            at = at.max(edit.at + edit.removed);
+        }
+        out.push_str(&source[at.min(place.end)..place.end]);
+        out
+    }
+}

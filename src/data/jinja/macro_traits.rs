@@ -1,0 +1,65 @@
+//! What a template's macros read, which decides what their callers pass.
+
+use std::collections::BTreeMap;
+
+use super::tags::{TagKind, TemplateTag, TokenKind};
+
+/// What callers of a macro do.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct MacroTraits {
+    /// Whether it has defaults.
+    defaults: bool,
+    pub(super) varargs: bool,
+    pub(super) kwargs: bool,
+}
+
+impl MacroTraits {
+    /// Whether callers pack their arguments.
+    pub(super) fn packs(self) -> bool {
+        self.varargs || self.kwargs
+    }
+
+    /// Whether callers hide that an argument is undefined.
+    pub(super) fn hides(self) -> bool {
+        self.defaults && !self.packs()
+    }
+}
+
+/// The macros of a template by their names.
+#[derive(Debug, Default)]
+pub(super) struct TemplateMacros(BTreeMap<String, MacroTraits>);
+
+impl TemplateMacros {
+    pub(super) fn find(source: &str, tags: &[TemplateTag]) -> Self {
+        let mut macros: BTreeMap<String, MacroTraits> = BTreeMap::new();
+        // The macros that are open, the innermost last.
+        let mut open: Vec<&str> = Vec::new();
+        for tag in tags {
+            let has = |text: &str| tag.tokens.iter().any(|token| &source[token.place.clone()] == text);
+            let mut names =
+                tag.tokens.iter().filter(|t| t.kind == TokenKind::Name).map(|t| &source[t.place.clone()]);
+            match (tag.kind, names.next()) {
+                (TagKind::Block, Some("macro")) => {
+                    open.extend(names.next());
+                    if let Some(name) = open.last() {
+                        macros.entry((*name).to_owned()).or_default().defaults |= has("=");
+                    }
+                }
+                (TagKind::Block, Some("endmacro")) => {
+                    open.pop();
+                }
+                _ => {
+                    if let Some(traits) = open.last().and_then(|name| macros.get_mut(*name)) {
+                        traits.varargs |= has("varargs");
+                        traits.kwargs |= has("kwargs");
+                    }
+                }
+            }
+        }
+        TemplateMacros(macros)
+    }
+
+    pub(super) fn get(&self, name: &str) -> MacroTraits {
+        self.0.get(name).copied().unwrap_or_default()
+    }
+}

@@ -1,0 +1,137 @@
+//! Rewrites a template where minijinja has no hook for what Jinja2 does.
+//!
+//! Only expressions and a few tags change, and only their text: line ends, and the whitespace control of tags, stay.
+//! A tag that is not understood stays as it is, and minijinja says what is wrong with it.
+//!
+//! | template | rewritten |
+//! |---|---|
+//! | `a % b`, `a * b`, `+a` | `mod__(a, b)`, `mul__(a, b)`, `pos__(a)` |
+//! | `a < b`, `a in b`, `a not in b` | `lt__(a, b)`, `in__(a, b)`, `(not in__(a, b))` |
+//! | `a ~ b` | `str__(a) ~ str__(b)` |
+//! | `a[b:c:d]` | `slice__(a, b, c, d)` |
+//! | `a.items`, `a['items']` for methods of Python | `attr__(a, 'items')`, `item__(a, 'items')` |
+//! | `for a in b` | `for a in iter__(b)` |
+//! | calls of macros with defaults, `varargs` or `kwargs` | see [`super::rewrite_macro`] |
+//! | `with a = b, c = d` | `with with0__ = b, with1__ = d, a = with0__, c = with1__` |
+//! | `set ns._a = b`, `include`, `import`, `extends` | a call that raises |
+
+use super::edits::SourceEdits;
+use super::macro_traits::TemplateMacros;
+use super::rewrite_expression::ExpressionReader;
+use super::rewrite_macro;
+use super::tags::{TagKind, TemplateTag, TokenKind, tags};
+
+/// Why a template may not set a name.
+const UNDERSCORE: &str = "a namespace stores no name that begins with an underscore";
+/// Why a template cannot include another one.
+const NO_OTHER: &str = "a chat template cannot use other templates";
+
+/// A template in the form that minijinja runs as Jinja2 runs `source`.
+pub(in crate::data) fn rewrite(source: &str) -> String {
+    let tags = tags(source);
+    let macros = TemplateMacros::find(source, &tags);
+    let mut edits = SourceEdits::default();
+    for tag in &tags {
+        let mark = edits.mark();
+        if rewrite_tag(source, tag, &macros, &mut edits).is_none() {
+            edits.take_from(mark);
+        }
+    }
+    edits.apply(source, 0..source.len())
+}
+
+/// Rewrites a tag; `None` if it is not understood.
+fn rewrite_tag(
+    source: &str,
+    tag: &TemplateTag,
+    macros: &TemplateMacros,
+    edits: &mut SourceEdits,
+) -> Option<()> {
+    let mut reader = ExpressionReader::new(source, &tag.tokens, macros, edits);
+    if tag.kind == TagKind::Print {
+        reader.list()?;
+        return reader.at_end();
+    }
+    let statement = tag.tokens.first().filter(|token| token.kind == TokenKind::Name)?;
+    reader.skip();
+    match &source[statement.place.clone()] {
+        "if" | "elif" => {
+            reader.list()?;
+            reader.at_end()
+        }
+        "for" => for_loop(&mut reader),
+        "set" => set(&mut reader),
+        "with" => with(&mut reader, tag.close.start),
+        "filter" => {
+            reader.filters()?;
+            reader.at_end()
+        }
+        "call" => {
+            if reader.peek_operator("(") {
+                reader.skip_brackets()?;
+            }
+            reader.expression()?;
+            reader.at_end()
+        }
+        "macro" => rewrite_macro::rewrite(source, tag, macros, edits),
+        "include" | "import" | "extends" | "from" => {
+            let inner = statement.place.start..tag.close.start;
+            edits.instead(inner, format!("set refused__ = raise_exception('{NO_OTHER}') "));
+            Some(())
+        }
+        _ => None,
+    }
+}
+
+/// `for target in list if condition recursive`
+fn for_loop(reader: &mut ExpressionReader<'_, '_>) -> Option<()> {
+    reader.target()?;
+    reader.name("in")?;
+    let (start, end) = reader.alternatives()?;
+    reader.wrap(start, "iter__(", end, ")");
+    if reader.name("if").is_some() {
+        reader.expression()?;
+    }
+    reader.name("recursive");
+    reader.at_end()
+}
+
+/// `set target = list`, or `set target | filter` for a block.
+fn set(reader: &mut ExpressionReader<'_, '_>) -> Option<()> {
+    let hidden = reader.target()?;
+    if reader.operator("=").is_none() {
+        if reader.peek_operator("|") {
+            reader.filters()?;
+        }
+        return reader.at_end();
+    }
+    let (start, end) = reader.list()?;
+    if let Some(name) = hidden {
+        reader.replace(name, "refused__");
+        reader.wrap(start, &format!("raise_exception('{UNDERSCORE}', "), end, ")");
+    }
+    reader.at_end()
+}
+
+/// `with a = b, c = d`, whose expressions see no name that it binds.
+fn with(reader: &mut ExpressionReader<'_, '_>, close: usize) -> Option<()> {
+    let mut names = Vec::new();
+    while !reader.is_at_end() {
+        names.push(reader.any_name()?);
+        reader.operator("=")?;
+        reader.expression()?;
+        if reader.operator(",").is_none() {
+            break;
+        }
+    }
+    reader.at_end()?;
+    if names.len() > 1 {
+        let mut bound = String::new();
+        for (index, name) in names.into_iter().enumerate() {
+            bound.push_str(&format!(", {} = with{index}__", reader.text(name.clone())));
+            reader.replace(name, &format!("with{index}__"));
+        }
+        reader.insert(close, &format!("{bound} "));
+    }
+    Some(())
+}

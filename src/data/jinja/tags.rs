@@ -1,0 +1,182 @@
+//! The tags of a template and their tokens, as Jinja's lexer finds them.
+
+use std::ops::Range;
+
+/// The kinds of tag that hold expressions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::data) enum TagKind {
+    /// A tag that prints: `{{ … }}`.
+    Print,
+    /// A tag that holds a statement: `{% … %}`.
+    Block,
+}
+
+/// A tag of a template.
+#[derive(Debug, Clone)]
+pub(in crate::data) struct TemplateTag {
+    pub(in crate::data) kind: TagKind,
+    /// The whole tag, with its delimiters and their whitespace control.
+    pub(in crate::data) place: Range<usize>,
+    pub(in crate::data) tokens: Vec<TagToken>,
+    /// The end delimiter.
+    pub(in crate::data) close: Range<usize>,
+}
+
+/// The kinds of token in a tag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::data) enum TokenKind {
+    Name,
+    Number,
+    Text,
+    Operator,
+}
+
+/// A token of a tag.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::data) struct TagToken {
+    pub(in crate::data) kind: TokenKind,
+    pub(in crate::data) place: Range<usize>,
+}
+
+impl TemplateTag {
+    /// The names that make up a tag of nothing else.
+    pub(in crate::data) fn only_name<'a>(&self, source: &'a str) -> Option<&'a str> {
+        match &self.tokens[..] {
+            [token] if token.kind == TokenKind::Name => Some(&source[token.place.clone()]),
+            _ => None,
+        }
+    }
+}
+
+/// The tags of `source` in order, without comments and raw text. They end where one is broken, which the parser reports.
+pub(in crate::data) fn tags(source: &str) -> Vec<TemplateTag> {
+    let mut tags = Vec::new();
+    let mut at = 0;
+    while let Some(start) = source[at..].find('{').map(|found| at + found) {
+        at = match source.as_bytes().get(start + 1) {
+            Some(b'#') => match source[start + 2..].find("#}") {
+                Some(end) => start + 2 + end + 2,
+                None => break,
+            },
+            Some(b'%') => match raw_tag(source, start, "raw") {
+                Some(begin) => match raw_end(source, begin) {
+                    Some(end) => end,
+                    None => break,
+                },
+                None => match tag(source, start, TagKind::Block) {
+                    Some(tag) => push(&mut tags, tag),
+                    None => break,
+                },
+            },
+            Some(b'{') => match tag(source, start, TagKind::Print) {
+                Some(tag) => push(&mut tags, tag),
+                None => break,
+            },
+            _ => start + 1,
+        };
+    }
+    tags
+}
+
+fn push(tags: &mut Vec<TemplateTag>, tag: TemplateTag) -> usize {
+    let end = tag.place.end;
+    tags.push(tag);
+    end
+}
+
+/// The end of the raw block whose text begins at `begin`.
+fn raw_end(source: &str, begin: usize) -> Option<usize> {
+    let mut at = begin;
+    loop {
+        let next = at + source[at..].find("{%")?;
+        match raw_tag(source, next, "endraw") {
+            Some(end) => return Some(end),
+            None => at = next + 2,
+        }
+    }
+}
+
+/// The end of the tag at `start`, if it holds just `name`.
+fn raw_tag(source: &str, start: usize, name: &str) -> Option<usize> {
+    let inner = source[start + 2..].trim_start_matches(['-', '+']).trim_start();
+    let rest = inner.strip_prefix(name)?.trim_start();
+    let end = rest.trim_start_matches(['-', '+']).strip_prefix("%}")?;
+    Some(source.len() - end.len())
+}
+
+/// The tag that begins at `start`; `None` when it is broken.
+fn tag(source: &str, start: usize, kind: TagKind) -> Option<TemplateTag> {
+    let end = match kind {
+        TagKind::Print => "}}",
+        TagKind::Block => "%}",
+    };
+    let mut at = start + 2;
+    if source[at..].starts_with(['-', '+']) {
+        at += 1;
+    }
+    let (mut tokens, mut depth) = (Vec::new(), 0usize);
+    loop {
+        let rest = &source[at..];
+        at += rest.len() - rest.trim_start().len();
+        let rest = &source[at..];
+        let control = usize::from(rest.starts_with(['-', '+']));
+        if depth == 0 && rest[control..].starts_with(end) {
+            let close = at..at + control + 2;
+            return Some(TemplateTag { kind, place: start..close.end, tokens, close });
+        }
+        let (kind, length) = token(rest)?;
+        match &rest[..length] {
+            "(" | "[" | "{" => depth += 1,
+            ")" | "]" | "}" => depth = depth.checked_sub(1)?,
+            _ => {}
+        }
+        tokens.push(TagToken { kind, place: at..at + length });
+        at += length;
+    }
+}
+
+/// The kind and the length of the token that begins `rest`.
+fn token(rest: &str) -> Option<(TokenKind, usize)> {
+    let first = rest.chars().next()?;
+    if first == '"' || first == '\'' {
+        let mut escaped = false;
+        let end = rest[1..].find(|c: char| {
+            let ends = c == first && !escaped;
+            escaped = c == '\\' && !escaped;
+            ends
+        })?;
+        return Some((TokenKind::Text, end + 2));
+    }
+    let word = |c: char| c.is_alphanumeric() || c == '_';
+    if first.is_ascii_digit() {
+        return Some((TokenKind::Number, number_length(rest)));
+    }
+    if word(first) {
+        return Some((TokenKind::Name, rest.find(|c| !word(c)).unwrap_or(rest.len())));
+    }
+    let double = ["**", "//", "==", "!=", "<=", ">="].iter().any(|operator| rest.starts_with(operator));
+    let known = "+-*/%~[](){}<>=.:|,;!".contains(first);
+    known.then_some((TokenKind::Operator, if double { 2 } else { 1 }))
+}
+
+/// The length of the number that begins `rest`: its digits, with a fraction and an exponent.
+fn number_length(rest: &str) -> usize {
+    let bytes = rest.as_bytes();
+    let digits =
+        |at: usize| at + bytes[at..].iter().take_while(|b| b.is_ascii_alphanumeric() || **b == b'_').count();
+    let plain = |at: usize| at + bytes[at..].iter().take_while(|b| b.is_ascii_digit() || **b == b'_').count();
+    if bytes[0] == b'0' && bytes.get(1).is_some_and(u8::is_ascii_alphabetic) {
+        return digits(0);
+    }
+    let mut end = plain(0);
+    if bytes.get(end) == Some(&b'.') && bytes.get(end + 1).is_some_and(u8::is_ascii_digit) {
+        end = plain(end + 1);
+    }
+    if matches!(bytes.get(end), Some(b'e' | b'E')) {
+        let sign = usize::from(matches!(bytes.get(end + 1), Some(b'+' | b'-')));
+        if bytes.get(end + 1 + sign).is_some_and(u8::is_ascii_digit) {
+            end = plain(end + 1 + sign);
+        }
+    }
+    end
+}
