@@ -9,7 +9,7 @@ use arrow_schema::ArrowError;
 
 use super::arrow_values::columns_at;
 use super::expansion::ExpansionBounds;
-use super::table_rows::{ReadFailure, RowMaker, TableRow};
+use super::table_values::{ReadFailure, RowMaker, TableRow};
 
 /// Begins a file, which has a footer; a stream has none.
 const FILE_MAGIC: &[u8] = b"ARROW1";

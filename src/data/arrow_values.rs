@@ -12,7 +12,7 @@ use arrow_array::{Array, ArrayRef};
 use arrow_schema::{DataType, Field, FieldRef, Fields, TimeUnit};
 use serde_json::{Map, Value};
 
-use super::table_rows::{RowMaker, moment};
+use super::table_values::{RowMaker, moment};
 use super::unusable::Unusable;
 
 /// The members at `index` of columns or of the fields of a struct; those that are null are left out.

@@ -13,13 +13,9 @@ use super::other_files::{self, OtherFile};
 use super::raw_rows::{DataFile, RawRow, TextFile};
 use super::table_rows::TableKind;
 use super::unpack::{Packing, unpack};
-use super::{Origin, RowOrigin, csv_rows, json_rows, python_json, table_rows, text_encoding};
+use super::{Origin, RowOrigin, csv_rows, json_reader, python_json, table_rows, text_encoding};
 use crate::error::input_file;
 use crate::error::{Error, Result};
-
-/// The containers that are read, for messages.
-pub(super) const ACCEPTED: &str = "accepted: .jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv, .txt, .md, \
-     text files also as .gz or .zst, or a folder of these";
 
 /// What the name of a file promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +28,7 @@ pub(super) enum FileKind {
     Table(TableKind),
     /// A table in text, with this delimiter.
     Csv(u8),
-    /// A document.
+    /// A text that is one document.
     Text,
 }
 
@@ -149,7 +145,7 @@ fn read_text(
     match kind {
         FileKind::Csv(_) if begins_with_row(&text.bytes) => {
             source.notes.push(format!("{} holds JSON, by its first line", file.display()));
-            json_rows::rows(&text, source)
+            json_reader::rows(&text, source)
         }
         FileKind::Csv(delimiter) => csv_rows::csv(&text, delimiter, source),
         FileKind::Text => {
@@ -174,7 +170,7 @@ fn read_text(
                     let why = format!("it begins with {found:?}; a JSON array or object is needed");
                     Err(Error::user(format!("cannot read the data file {}", file.display())).because(why))
                 }
-                _ => json_rows::rows(&text, source),
+                _ => json_reader::rows(&text, source),
             }
         }
     }

@@ -13,7 +13,7 @@ use super::python_json;
 pub(super) struct JsonPart {
     /// The line on which it begins, counted from 1.
     pub(super) line: u64,
-    /// Its bytes.
+    /// Its bytes in the file.
     pub(super) range: Range<usize>,
 }
 
@@ -23,7 +23,7 @@ pub(super) struct JsonPart {
 /// The file is one value, and that is broken: the reason.
 pub(super) fn cut(bytes: &[u8]) -> Result<Vec<JsonPart>, String> {
     let mut cutter = Cutter { bytes, at: 0, line: 1, parts: Vec::new(), in_vain: 0 };
-    while cutter.to_next_text() {
+    while cutter.skip_to_text() {
         cutter.cut_region()?;
     }
     Ok(cutter.parts)
@@ -100,7 +100,7 @@ struct Cutter<'a> {
 
 impl Cutter<'_> {
     /// Goes on to the next byte that is no white space, if there is one.
-    fn to_next_text(&mut self) -> bool {
+    fn skip_to_text(&mut self) -> bool {
         while let Some(byte) = self.bytes.get(self.at) {
             match byte {
                 b'\n' | b'\r' => {
@@ -212,7 +212,7 @@ impl Cutter<'_> {
             }
             at += 1;
         }
-        region.open = (depth > 0).then(|| JsonPart { range: from.range.start..region.end, ..from });
+        region.open = (depth > 0).then_some(JsonPart { range: from.range.start..region.end, ..from });
         region
     }
 

@@ -2,8 +2,11 @@
 
 use std::path::Path;
 
-use super::container::ACCEPTED;
 use crate::error::Error;
+
+/// The containers that are read, for messages.
+pub(super) const ACCEPTED: &str = "accepted: .jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv, .txt, .md, \
+     text files also as .gz or .zst, or a folder of these";
 
 /// A kind of file with the extensions and first bytes that tell it.
 pub(super) struct OtherFile {

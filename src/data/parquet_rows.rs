@@ -14,7 +14,7 @@ use parquet::schema::types::Type;
 use serde_json::{Map, Value};
 
 use super::expansion::ExpansionBounds;
-use super::table_rows::{ReadFailure, RowMaker, TableRow, moment};
+use super::table_values::{ReadFailure, RowMaker, TableRow, moment};
 
 impl From<ParquetError> for ReadFailure {
     fn from(error: ParquetError) -> Self {

@@ -66,9 +66,9 @@ fn rewrite(bytes: &[u8], how: Rewriting) -> Option<Vec<u8>> {
     while at < bytes.len() {
         let (length, kind) = token(&bytes[at..]);
         match kind {
-            Token::Same => out.extend(&bytes[at..at + length]),
-            Token::String => changed |= string(&bytes[at..at + length], how, &mut out)?,
-            Token::NotFinite(kind) => {
+            JsonToken::Same => out.extend(&bytes[at..at + length]),
+            JsonToken::String => changed |= string(&bytes[at..at + length], how, &mut out)?,
+            JsonToken::NotFinite(kind) => {
                 changed = true;
                 match how {
                     Rewriting::Marks => out.extend(format!("\"{}\"", kind.mark()).bytes()),
@@ -84,31 +84,33 @@ fn rewrite(bytes: &[u8], how: Rewriting) -> Option<Vec<u8>> {
     changed.then_some(out)
 }
 
-enum Token {
+enum JsonToken {
     Same,
     String,
     NotFinite(Unusable),
 }
 
 /// The length of the token at the beginning of `rest`, which is not empty, and its kind.
-fn token(rest: &[u8]) -> (usize, Token) {
+fn token(rest: &[u8]) -> (usize, JsonToken) {
     const NAMES: [(&[u8], Unusable); 3] =
         [(b"NaN", Unusable::Nan), (b"Infinity", Unusable::Infinity), (b"-Infinity", Unusable::MinusInfinity)];
     if let Some((name, kind)) = NAMES.into_iter().find(|(name, _)| rest.starts_with(name)) {
-        return (name.len(), Token::NotFinite(kind));
+        return (name.len(), JsonToken::NotFinite(kind));
     }
     match rest[0] {
-        b'"' => (string_length(rest), Token::String),
+        b'"' => (string_length(rest), JsonToken::String),
         b'-' | b'0'..=b'9' => {
             let is_part = |byte: &u8| byte.is_ascii_digit() || b"+-.eE".contains(byte);
             let length = rest.iter().position(|byte| !is_part(byte)).unwrap_or(rest.len()).max(1);
             let number = std::str::from_utf8(&rest[..length]).ok().and_then(|text| text.parse::<f64>().ok());
             match number {
-                Some(number) if !number.is_finite() => (length, Token::NotFinite(Unusable::of_float(number))),
-                _ => (length, Token::Same),
+                Some(number) if !number.is_finite() => {
+                    (length, JsonToken::NotFinite(Unusable::of_float(number)))
+                }
+                _ => (length, JsonToken::Same),
             }
         }
-        _ => (1, Token::Same),
+        _ => (1, JsonToken::Same),
     }
 }
 

@@ -37,7 +37,7 @@ pub struct DataFile {
 pub(super) struct TextFile<'a> {
     /// The file as it was named.
     pub(super) file: Arc<Path>,
-    /// Its contents.
+    /// The text itself.
     pub(super) bytes: Cow<'a, [u8]>,
     /// The size of the file on disk, in bytes.
     pub(super) file_bytes: u64,

@@ -10,7 +10,8 @@ use std::collections::{HashSet, VecDeque};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::container::{ACCEPTED, FileKind, read_file};
+use super::container::{FileKind, read_file};
+use super::other_files::ACCEPTED;
 pub use super::raw_rows::{DataFile, RawRow};
 use super::saved_dataset;
 use crate::error::{Error, Result};

@@ -13,8 +13,6 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
 
-use serde_json::{Map, Number, Value};
-
 use super::expansion::{ExpansionBounds, row_bytes};
 use super::other_files::is_binary;
 use super::raw_rows::{DataFile, RawRow};
@@ -23,16 +21,13 @@ use super::sandbox::{
     write_frame,
 };
 use super::sandbox_limits::SandboxLimits;
-use super::unusable::{self, Unusable};
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, arrow_rows, parquet_rows, python_json, wire};
+use super::table_values::{ReadFailure, TableRow};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, arrow_rows, parquet_rows, wire};
 use crate::contained::contain;
 use crate::error::{Error, ErrorCategory, Result};
 
 /// Rows for which the processor time of a child is counted together.
 const ROWS_PER_REQUEST: u64 = 64;
-
-/// A row, or what is wrong with it.
-pub(super) type TableRow = Result<Map<String, Value>, String>;
 
 /// A format of tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +48,7 @@ impl TableKind {
         }
     }
 
-    /// Its name.
+    /// Its name, for messages.
     pub(super) fn name(self) -> &'static str {
         match self {
             TableKind::Parquet => "Parquet",
@@ -111,21 +106,6 @@ pub(super) fn read(file: &Arc<Path>, opened: File, kind: TableKind, source: &mut
     contain(|| kind.read_rows(opened, bytes, |row| take(row, 0)))
         .unwrap_or_else(|panic| Err(panic.into()))
         .map_err(cannot)
-}
-
-/// The error of a file that was not read to its end.
-pub(super) enum ReadFailure {
-    /// The disk does not give its bytes.
-    Storage(String),
-    /// The file or the machine is at fault.
-    Child(ChildEnd),
-}
-
-impl From<String> for ReadFailure {
-    /// The contents of the file are at fault.
-    fn from(why: String) -> Self {
-        ReadFailure::Child(ChildEnd::ByInput(why))
-    }
 }
 
 /// The kinds of an answer's first byte.
@@ -206,59 +186,4 @@ pub(super) fn serve(limits: &SandboxLimits, kind: TableKind) -> io::Result<()> {
     };
     write_frame(&mut answers, &last)?;
     answers.flush()
-}
-
-/// Makes objects of the fields of a table, and counts the values that have no form in a row.
-#[derive(Default)]
-pub(super) struct RowMaker {
-    has_marks: bool,
-}
-
-impl RowMaker {
-    /// The row of the columns `fields`.
-    pub(super) fn row(
-        mut self,
-        make: impl FnOnce(&mut Self) -> Result<Map<String, Value>, String>,
-    ) -> TableRow {
-        let row = make(&mut self)?;
-        if self.has_marks { unusable::settle(row) } else { Ok(row) }
-    }
-
-    /// A value that JSON cannot hold.
-    pub(super) fn unusable(&mut self, kind: Unusable) -> Value {
-        self.has_marks = true;
-        kind.value()
-    }
-
-    /// A float.
-    pub(super) fn float(&mut self, value: f64) -> Value {
-        match Number::from_f64(value) {
-            Some(number) => Value::Number(number),
-            None => self.unusable(Unusable::of_float(value)),
-        }
-    }
-
-    /// A value that is stored as its JSON text.
-    pub(super) fn json(&mut self, text: &str) -> Value {
-        match python_json::parse(text.as_bytes()) {
-            Ok(parsed) => {
-                self.has_marks |= parsed.has_marks;
-                parsed.value
-            }
-            Err(_) => Value::String(text.to_owned()),
-        }
-    }
-
-    /// Bytes, which may be a text that was written without its type.
-    pub(super) fn bytes(&mut self, bytes: &[u8]) -> Value {
-        match std::str::from_utf8(bytes) {
-            Ok(text) => Value::String(text.to_owned()),
-            Err(_) => self.unusable(Unusable::Bytes),
-        }
-    }
-}
-
-/// A moment of `seconds` since 1970 in UTC in the form of `strftime`; none where there is no such date.
-pub(super) fn moment(seconds: i64, nanos: u32, form: &str) -> Option<String> {
-    Some(chrono::DateTime::from_timestamp(seconds, nanos)?.format(form).to_string())
 }

@@ -155,10 +155,10 @@ pub(super) fn narrow(bytes: &[u8]) -> (&'static str, &'static str) {
         .filter(|at| !bytes[at + 1..].first().is_some_and(high) && !bytes[..*at].last().is_some_and(high))
         .count();
     if alone * 2 > total {
-        return match bytes.iter().any(|byte| (0x80..0xA0).contains(byte)) {
-            true => ("Windows-1252 (the Latin-1 of Windows)", "WINDOWS-1252"),
-            false => ("Latin-1 (ISO-8859-1)", "ISO-8859-1"),
-        };
+        if bytes.iter().any(|byte| (0x80..0xA0).contains(byte)) {
+            return ("Windows-1252 (the Latin-1 of Windows)", "WINDOWS-1252");
+        }
+        return ("Latin-1 (ISO-8859-1)", "ISO-8859-1");
     }
     ("GB18030, Shift-JIS, EUC-KR, Big5 or Windows-1251", "GB18030")
 }

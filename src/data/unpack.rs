@@ -27,7 +27,7 @@ impl Packing {
         }
     }
 
-    /// Its name.
+    /// Its name, for messages.
     pub(super) fn name(self) -> &'static str {
         match self {
             Packing::Gzip => "gzip",

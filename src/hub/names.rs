@@ -20,8 +20,22 @@ pub(super) enum Reference {
 }
 
 /// Endings that say "file", so that a mistyped path is not looked up on the hub.
-const FILE_ENDINGS: [&str; 9] =
-    [".jsonl", ".json", ".parquet", ".csv", ".txt", ".safetensors", ".gguf", ".bin", ".toml"];
+const FILE_ENDINGS: [&str; 14] = [
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".arrow",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".gz",
+    ".zst",
+    ".xlsx",
+    ".safetensors",
+    ".gguf",
+    ".bin",
+    ".toml",
+];
 
 /// Decides between a path and a hub id. What exists wins; `hf://` in front asks for the hub in any case.
 pub(super) fn place(given: &str, home: Option<&Path>) -> Result<Reference> {

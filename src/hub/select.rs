@@ -197,7 +197,21 @@ pub(super) fn named_shards(index: &[u8]) -> Result<Vec<String>> {
 }
 
 /// Formats of data sets, best first. A repository that holds its rows twice is read in one of them.
-const ROW_ENDINGS: [&str; 5] = [".parquet", ".jsonl", ".json", ".csv", ".txt"];
+const ROW_ENDINGS: [&str; 13] = [
+    ".parquet",
+    ".jsonl",
+    ".jsonl.gz",
+    ".jsonl.zst",
+    ".json",
+    ".json.gz",
+    ".json.zst",
+    ".csv",
+    ".csv.gz",
+    ".csv.zst",
+    ".tsv",
+    ".arrow",
+    ".txt",
+];
 /// Files with such an ending that hold no rows.
 const NOT_ROWS: [&str; 7] = [
     "dataset_info.json",

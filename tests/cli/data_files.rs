@@ -229,9 +229,11 @@ fn packed_files_are_unpacked() {
     let place = place();
     let array = format!("[{}]", ROWS.trim().replace('\n', ","));
     let table = "prompt,completion\nHi, Ahoy.\nBye, So long.\n";
-    let both: [(&str, fn(&[u8]) -> Vec<u8>); 2] =
-        [("gz", gzip), ("zst", |bytes| zstd::encode_all(bytes, 3).unwrap())];
-    for (extension, pack) in both {
+    for extension in ["gz", "zst"] {
+        let pack = |bytes: &[u8]| match extension {
+            "gz" => gzip(bytes),
+            _ => zstd::encode_all(bytes, 3).unwrap(),
+        };
         for (name, text) in [
             ("rows.jsonl", ROWS),
             ("rows.json", &array),

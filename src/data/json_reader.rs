@@ -1,0 +1,139 @@
+//! Rows of JSON files: objects one after the other, an array of objects, or an object that holds one array of objects.
+//!
+//! The text is cut into its values by a scan that knows strings and brackets only (see [`super::json_cut`]), and each row
+//! is parsed by itself: that gives every row its line, lets one bad row stand alone, and parses in parallel.
+
+use std::path::Path;
+
+use rayon::prelude::*;
+use serde_json::{Map, Value};
+
+use super::json_cut::{self, JsonPart, line_ends};
+use super::json_rows::{elements, json_type, member_starts};
+use super::raw_rows::{DataFile, RawRow, TextFile};
+use super::settle::settle;
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, expansion, python_json, text_encoding};
+use crate::error::{Error, Result};
+
+/// Keys that hold arrays inside a row: an object with one of them is a row, not a holder of rows.
+const ROW_KEYS: [&str; 7] =
+    ["messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected"];
+
+/// Reads the rows of a text of JSON.
+///
+/// # Errors
+/// The text is one value that is broken, or rows of a packed file become larger than it may.
+pub(super) fn rows(text: &TextFile<'_>, source: &mut DataFile) -> Result<()> {
+    let unreadable = |why: String| unreadable(&text.file, &why);
+    let bytes = &text.bytes[..];
+    let lines = json_cut::lines(bytes);
+    within_bounds(text, &lines).map_err(unreadable)?;
+    // One object a line, as nearly every file is.
+    if lines.len() > 1 {
+        let parsed: Option<Vec<_>> = lines.par_iter().map(|part| parse_row(text, part).ok()).collect();
+        if let Some(parsed) = parsed {
+            take(parsed, source);
+            return Ok(());
+        }
+    }
+    drop(lines);
+    let values = json_cut::cut(bytes).map_err(unreadable)?;
+    let parts = match &values[..] {
+        [one] if bytes[one.range.start] == b'{' => held_rows(text, one).map_err(unreadable)?,
+        [one] => elements(bytes, one).unwrap_or_else(|| vec![one.clone()]),
+        _ => values.iter().flat_map(|value| rows_of_value(bytes, value)).collect(),
+    };
+    drop(values);
+    within_bounds(text, &parts).map_err(unreadable)?;
+    let parsed = parts.par_iter().map(|part| parse_row(text, part).unwrap_or_else(Err)).collect();
+    take(parsed, source);
+    Ok(())
+}
+
+/// A value of several: an array of objects gives a row for each of these.
+fn rows_of_value(bytes: &[u8], value: &JsonPart) -> Vec<JsonPart> {
+    let is_object = |part: &JsonPart| bytes[part.range.clone()].first() == Some(&b'{');
+    match elements(bytes, value) {
+        Some(rows) if rows.first().is_some_and(is_object) => rows,
+        _ => vec![value.clone()],
+    }
+}
+
+/// The rows of a file that is one object: that object, or those of the one array of objects that it holds.
+fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, String> {
+    let bytes = &text.bytes[..];
+    let Ok(parsed) = python_json::parse(&bytes[one.range.clone()]) else { return Ok(vec![one.clone()]) };
+    let Value::Object(object) = parsed.value else { return Ok(vec![one.clone()]) };
+    if ROW_KEYS.iter().any(|key| object.contains_key(*key)) {
+        return Ok(vec![one.clone()]);
+    }
+    let holds_rows = |value: &Value| matches!(value, Value::Array(list) if list.iter().any(Value::is_object));
+    let holders: Vec<usize> =
+        object.values().enumerate().filter(|(_, value)| holds_rows(value)).map(|(index, _)| index).collect();
+    match holders[..] {
+        [] => Ok(vec![one.clone()]),
+        [holder] => {
+            let starts = member_starts(bytes, one.range.start);
+            // A key that stands twice moves the places of all after it.
+            let start = starts.get(holder).filter(|_| starts.len() == object.len());
+            let start = *start.ok_or("a key stands twice in the object that holds its rows")?;
+            let line = one.line + line_ends(&bytes[one.range.start..start]);
+            elements(bytes, &JsonPart { line, range: start..one.range.end })
+                .ok_or_else(|| format!("the array that begins on line {line} does not end"))
+        }
+        _ => Err(format!("its object holds {} arrays of objects; one is needed", holders.len())),
+    }
+}
+
+/// Refuses rows that outgrow the packed file that they come from.
+fn within_bounds(text: &TextFile<'_>, parts: &[JsonPart]) -> Result<(), String> {
+    let Some(mut bounds) = text.packed.clone() else { return Ok(()) };
+    parts
+        .iter()
+        .try_for_each(|part| bounds.count(expansion::json_text_bytes(&text.bytes[part.range.clone()])))
+}
+
+fn take(parsed: Vec<Result<RawRow, BadRow>>, source: &mut DataFile) {
+    for row in parsed {
+        match row {
+            Ok(row) => source.rows.push(row),
+            Err(bad) => source.bad.push(bad),
+        }
+    }
+}
+
+/// The row of an object, or why it cannot be used; the error is that `part` is no object.
+fn parse_row(text: &TextFile<'_>, part: &JsonPart) -> Result<Result<RawRow, BadRow>, BadRow> {
+    let origin = Origin { file: text.file.clone(), place: RowOrigin::Line(part.line) };
+    let bad =
+        |why: String| BadRow { origin: origin.clone(), fault: RowFault::new(RowFaultKind::Unreadable, why) };
+    let bytes = &text.bytes[part.range.clone()];
+    let parsed = match python_json::parse(bytes) {
+        Ok(parsed) => parsed,
+        Err(error) => return Err(bad(why_unreadable(bytes, &error, part.line))),
+    };
+    let Value::Object(value) = parsed.value else {
+        return Err(bad(format!("the row is {}; an object is needed", json_type(&parsed.value))));
+    };
+    let settled: Result<Map<String, Value>, String> =
+        if parsed.has_marks { settle(value) } else { Ok(value) };
+    Ok(match settled {
+        Ok(value) => Ok(RawRow { value, origin, document: false }),
+        Err(why) => Err(bad(why)),
+    })
+}
+
+fn why_unreadable(bytes: &[u8], error: &serde_json::Error, line: u64) -> String {
+    match std::str::from_utf8(bytes) {
+        Ok(_) => python_json::placed(error, line),
+        Err(found) => {
+            let at = found.valid_up_to();
+            let (likely, _) = text_encoding::narrow(bytes);
+            format!("not UTF-8: its byte {} is 0x{:02X}, perhaps of {likely}", at + 1, bytes[at])
+        }
+    }
+}
+
+fn unreadable(file: &Path, why: &str) -> Error {
+    Error::user(format!("cannot read the data file {}", file.display())).because(why)
+}

@@ -1,0 +1,177 @@
+//! Rows that hold values which JSON cannot (see [`super::unusable`]): null stands there then. A row is refused only if the
+//! value changes what its format makes of the row; what no format needs is left alone.
+
+use serde_json::{Map, Value};
+
+use super::format::convert;
+use super::unusable::{MARK, Unusable};
+use crate::recipe::enums::DataFormat;
+
+/// Paths that are remembered below one key of a row.
+const MAX_PATHS: usize = 64;
+
+#[derive(Debug, Clone)]
+enum PathStep {
+    Key(String),
+    Index(usize),
+}
+
+/// A value that is marked, and the way to it.
+struct Found {
+    path: Vec<PathStep>,
+    kind: Unusable,
+}
+
+impl Found {
+    fn shown(&self) -> String {
+        let mut text = String::new();
+        for step in &self.path {
+            match step {
+                PathStep::Key(key) if text.is_empty() => text.push_str(key),
+                PathStep::Key(key) => text.extend([".", key]),
+                PathStep::Index(index) => text.push_str(&format!("[{index}]")),
+            }
+        }
+        text
+    }
+
+    fn in_row<'a>(&self, row: &'a mut Map<String, Value>) -> Option<&'a mut Value> {
+        let (PathStep::Key(first), rest) = self.path.split_first()? else { return None };
+        rest.iter().try_fold(row.get_mut(first)?, |value, step| match step {
+            PathStep::Key(key) => value.get_mut(key),
+            PathStep::Index(index) => value.get_mut(*index),
+        })
+    }
+}
+
+/// The row with null in the place of every marked value.
+///
+/// # Errors
+/// The reason why the row cannot be used: its format needs one of these values.
+pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, String> {
+    let mut found = Vec::new();
+    for (key, value) in &mut row {
+        let mut below = Vec::new();
+        take_marks(value, &mut vec![PathStep::Key(key.clone())], &mut below);
+        found.append(&mut below);
+    }
+    let row = without_marked_keys(row);
+    let without = convert(&row, DataFormat::Auto);
+    let mut other = row.clone();
+    for one in &found {
+        put_text(one, &mut other);
+    }
+    if convert(&other, DataFormat::Auto) == without {
+        return Ok(row);
+    }
+    for one in &found {
+        let mut other = row.clone();
+        put_text(one, &mut other);
+        // Directly in a row or a message null means that there is nothing; within a call or a schema it is a value.
+        let is_missing = one.kind.can_be_missing() && without.is_ok() && one.path.len() <= 3;
+        if !is_missing && convert(&other, DataFormat::Auto) != without {
+            return Err(format!("`{}` {}", one.shown(), one.kind.words()));
+        }
+    }
+    Ok(row)
+}
+
+/// Puts a text where `found` stood: a row that becomes another one by it needs the value.
+fn put_text(found: &Found, row: &mut Map<String, Value>) {
+    if let Some(place) = found.in_row(row) {
+        *place = Value::String("\u{FFFD}".to_owned());
+    }
+}
+
+fn take_marks(value: &mut Value, path: &mut Vec<PathStep>, found: &mut Vec<Found>) {
+    match value {
+        Value::String(text) => {
+            if let Some(kind) = Unusable::in_text(text) {
+                *value = Value::Null;
+                if found.len() < MAX_PATHS {
+                    found.push(Found { path: path.clone(), kind });
+                }
+            }
+        }
+        Value::Array(list) => {
+            for (index, value) in list.iter_mut().enumerate() {
+                path.push(PathStep::Index(index));
+                take_marks(value, path, found);
+                path.pop();
+            }
+        }
+        Value::Object(map) => {
+            for (key, value) in map.iter_mut() {
+                path.push(PathStep::Key(key.clone()));
+                take_marks(value, path, found);
+                path.pop();
+            }
+            if map.keys().any(|key| key.contains(MARK)) {
+                *map = without_marked_keys(std::mem::take(map));
+            }
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+/// The members of `map`; no format has a key with half of a surrogate pair.
+fn without_marked_keys(map: Map<String, Value>) -> Map<String, Value> {
+    map.into_iter().filter(|(key, _)| !key.contains(MARK)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn settled(row: Value) -> Result<Value, String> {
+        settle(row.as_object().unwrap().clone()).map(Value::Object)
+    }
+
+    #[test]
+    fn only_a_value_that_the_format_needs_is_a_fault() {
+        let (nan, half, bytes) = (Unusable::Nan.value(), Unusable::HalfPair.value(), Unusable::Bytes.value());
+        let chat = json!([{"role": "user", "content": "a"}]);
+        for (row, expected) in [
+            (json!({"text": "a", "n": nan}), json!({"text": "a", "n": null})),
+            (json!({"text": "a", "n": [1, {"b": bytes}]}), json!({"text": "a", "n": [1, {"b": null}]})),
+            (
+                json!({"instruction": "a", "output": "b", "input": nan}),
+                json!({"instruction": "a", "output": "b", "input": null}),
+            ),
+            (json!({"messages": chat, "text": half}), json!({"messages": chat, "text": null})),
+            (
+                json!({"messages": [{"role": "user", "content": "a", "score": nan}]}),
+                json!({"messages": [{"role": "user", "content": "a", "score": null}]}),
+            ),
+        ] {
+            assert_eq!(settled(row), Ok(expected));
+        }
+        for (row, why) in [
+            (json!({"prompt": "a", "completion": nan}), "`completion` is NaN"),
+            (json!({"prompt": half, "completion": "b"}), "`prompt` holds half of a surrogate pair"),
+            (
+                json!({"instruction": "a", "output": "b", "input": bytes}),
+                "`input` holds bytes that are not UTF-8",
+            ),
+            (
+                json!({"n": nan, "messages": [{"role": "user", "content": nan}]}),
+                "`messages[0].content` is NaN",
+            ),
+            (
+                json!({"messages": chat, "tools": [{"name": "f", "parameters": {"maximum": nan}}]}),
+                "`tools[0].parameters.maximum` is NaN",
+            ),
+        ] {
+            let found = settled(row).unwrap_err();
+            assert!(found.starts_with(why), "{found}");
+        }
+    }
+
+    #[test]
+    fn a_text_that_holds_a_mark_is_taken_as_a_whole() {
+        let row = json!({"text": "a", "n": format!("b{}c", Unusable::HalfPair.mark()), (Unusable::HalfPair.mark()): 1});
+        assert_eq!(settled(row), Ok(json!({"text": "a", "n": null})));
+    }
+}
