@@ -6,7 +6,7 @@ use minijinja::{Error, ErrorKind};
 use super::method_names::method_named;
 use super::objects::{DictView, dict_pairs, pair_tuples};
 use super::str_methods;
-use super::values::{PythonType, bind, fault, int, integer, items, type_of, whole, window};
+use super::values::{PythonType, bind, fault, int, items, type_of, whole, window};
 
 /// Calls the method `name` of `value`.
 ///
