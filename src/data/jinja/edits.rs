@@ -35,9 +35,9 @@ impl SourceEdits {
         SourceEdits(self.0.split_off(mark))
     }
 
-    /// Writes `text` before what begins at `at`.
-    pub(super) fn before(&mut self, at: usize, text: impl Into<String>) {
-        self.0.push(SourceEdit { at, class: EditClass::Before, removed: 0, text: text.into() });
+    /// Writes `text` before what begins at `at`, apart from a name that ends there.
+    pub(super) fn before(&mut self, at: usize, text: &str) {
+        self.0.push(SourceEdit { at, class: EditClass::Before, removed: 0, text: format!(" {text}") });
     }
 
     /// Writes `text` after what ends at `at`.

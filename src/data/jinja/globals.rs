@@ -1,5 +1,6 @@
 //! The globals of Jinja.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -7,7 +8,7 @@ use minijinja::value::{Object, ObjectRepr, Value, from_args};
 use minijinja::{Error, ErrorKind, State};
 
 use super::methods::from_keys;
-use super::objects::{PythonRange, dict_pairs};
+use super::objects::{PythonRange, dict_pairs, opaque};
 use super::values::{PythonType, bind, fault, integer, items, split_arguments, type_of};
 
 /// Items of a range that Jinja's sandbox accepts.
@@ -43,7 +44,6 @@ fn range_length(start: i64, stop: i64, step: i64) -> Result<usize, Error> {
 }
 
 /// The object that Jinja's `cycler` gives.
-#[derive(Debug)]
 pub(super) struct ItemCycler {
     items: Vec<Value>,
     place: AtomicUsize,
@@ -104,7 +104,6 @@ impl Object for ItemCycler {
 }
 
 /// The object that Jinja's `joiner` gives.
-#[derive(Debug)]
 pub(super) struct ItemJoiner {
     separator: Value,
     used: AtomicBool,
@@ -196,3 +195,5 @@ pub(super) fn namespace(state: &mut State<'_, '_>, args: &[Value]) -> Result<Val
     }
     minijinja::functions::namespace(Some(made.into()))
 }
+
+opaque!(ItemCycler, ItemJoiner);

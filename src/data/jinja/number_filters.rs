@@ -161,7 +161,7 @@ fn round(args: &[Value]) -> Result<Value, Error> {
 }
 
 fn round_int(number: i128, precision: i64) -> Result<i128, Error> {
-    let Some(power) = u32::try_from(-precision).ok().filter(|power| *power > 0) else {
+    let Some(power) = u32::try_from(precision.saturating_neg()).ok().filter(|power| *power > 0) else {
         return Ok(number);
     };
     let Some(unit) = 10i128.checked_pow(power) else {
@@ -181,7 +181,7 @@ fn round_float(number: f64, precision: i64) -> f64 {
         Ok(places) => format!("{number:.places$}").parse().unwrap_or(number),
         Err(_) if precision < -330 => 0.0_f64.copysign(number),
         Err(_) => {
-            let unit = 10f64.powi(i32::try_from(-precision).unwrap_or(i32::MAX));
+            let unit = 10f64.powi(i32::try_from(precision.saturating_neg()).unwrap_or(i32::MAX));
             (number / unit).round_ties_even() * unit
         }
     }

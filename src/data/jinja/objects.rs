@@ -64,12 +64,17 @@ pub(super) struct PythonRange {
 }
 
 impl PythonRange {
+    /// The item at `place`, which lies in the range.
+    fn at(&self, place: usize) -> i64 {
+        let item = i128::from(self.start) + i128::from(self.step) * i128::try_from(place).unwrap_or(0);
+        i64::try_from(item).unwrap_or(self.stop)
+    }
+
     /// The part of the range that `places`, in steps of `step`, name.
     pub(super) fn part(&self, places: &[usize], step: i64) -> Value {
-        let at = |place: usize| self.start + self.step * i64::try_from(place).unwrap_or(i64::MAX);
-        let (start, length) = (places.first().map_or(self.stop, |place| at(*place)), places.len());
+        let (start, length) = (places.first().map_or(self.stop, |place| self.at(*place)), places.len());
         let step = self.step.saturating_mul(step);
-        let stop = places.last().map_or(start, |place| at(*place).saturating_add(step));
+        let stop = places.last().map_or(start, |place| self.at(*place).saturating_add(step));
         let stop = if places.len() > 1 || step == self.step { stop.min(self.stop.max(start)) } else { stop };
         Self { start, stop, step, length }.into()
     }
@@ -102,7 +107,7 @@ impl Object for PythonRange {
 
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
         let place = key.as_usize().filter(|place| *place < self.length)?;
-        Some(Value::from(self.start + self.step * i64::try_from(place).ok()?))
+        Some(Value::from(self.at(place)))
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
@@ -111,7 +116,6 @@ impl Object for PythonRange {
 }
 
 /// A named tuple of the filter `groupby`.
-#[derive(Debug)]
 pub(super) struct GroupItem {
     pub(super) grouper: Value,
     pub(super) list: Value,
@@ -136,7 +140,6 @@ impl Object for GroupItem {
 }
 
 /// The arguments of a call to a macro that reads `varargs` or `kwargs`.
-#[derive(Debug)]
 pub(super) struct PackedArguments {
     pub(super) positional: Vec<Value>,
     pub(super) keywords: Vec<(String, Value)>,
@@ -220,3 +223,17 @@ impl Object for Generated {
         f.write_str("<generator object>")
     }
 }
+
+/// Objects that are not printed with what they hold, which may be themselves.
+macro_rules! opaque {
+    ($($name:ident),*) => {$(
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(concat!("<", stringify!($name), ">"))
+            }
+        }
+    )*};
+}
+pub(super) use opaque;
+
+opaque!(GroupItem, PackedArguments);

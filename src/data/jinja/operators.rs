@@ -213,7 +213,10 @@ pub(super) fn contains(container: &Value, item: &Value) -> Result<bool, Error> {
 
 /// What a loop runs over.
 fn iterable(value: &Value) -> Result<Value, Error> {
-    if is_iterable(value) {
+    if type_of(value) == PythonType::Str {
+        // As a list, of which a loop knows the length.
+        Ok(items(value)?.into())
+    } else if is_iterable(value) {
         Ok(value.clone())
     } else {
         Err(fault(format!("'{}' object is not iterable", type_name(value))))

@@ -13,13 +13,14 @@
 //! | `for a in b` | `for a in iter__(b)` |
 //! | calls of macros with defaults, `varargs` or `kwargs` | see [`super::rewrite_macro`] |
 //! | `with a = b, c = d` | `with with0__ = b, with1__ = d, a = with0__, c = with1__` |
+//! | the blocks of `set` and `filter` | a `with` around what they hold, for its scope |
 //! | `set ns._a = b`, `include`, `import`, `extends` | a call that raises |
 
 use super::edits::SourceEdits;
 use super::macro_traits::TemplateMacros;
 use super::rewrite_expression::ExpressionReader;
 use super::rewrite_macro;
-use super::tags::{TagKind, TemplateTag, TokenKind, tags};
+use super::tags::{TagKind, TagToken, TemplateTag, TokenKind, tags};
 
 /// Why a template may not set a name.
 const UNDERSCORE: &str = "a namespace stores no name that begins with an underscore";
@@ -31,13 +32,39 @@ pub(in crate::data) fn rewrite(source: &str) -> String {
     let tags = tags(source);
     let macros = TemplateMacros::find(source, &tags);
     let mut edits = SourceEdits::default();
+    // For each open block that has a scope of its own, whether it was given one.
+    let mut scopes = Vec::new();
     for tag in &tags {
         let mark = edits.mark();
-        if rewrite_tag(source, tag, &macros, &mut edits).is_none() {
+        let understood = rewrite_tag(source, tag, &macros, &mut edits).is_some();
+        if !understood {
             edits.take_from(mark);
         }
+        scope(source, tag, understood, &mut scopes, &mut edits);
     }
     edits.apply(source, 0..source.len())
+}
+
+/// Gives the block of a `set` or `filter` a scope, as Jinja's have.
+fn scope(source: &str, tag: &TemplateTag, understood: bool, scopes: &mut Vec<bool>, edits: &mut SourceEdits) {
+    let text = |token: &TagToken| &source[token.place.clone()];
+    let Some(name) = tag.tokens.first().filter(|_| tag.kind == TagKind::Block) else {
+        return;
+    };
+    match text(name) {
+        "set" if tag.tokens.iter().any(|token| text(token) == "=") => {}
+        "set" | "filter" => {
+            scopes.push(understood);
+            if understood {
+                let end = &source[tag.close.clone()];
+                edits.instead(tag.close.clone(), format!(" %}}{{% with {end}"));
+            }
+        }
+        statement @ ("endset" | "endfilter") if scopes.pop() == Some(true) => {
+            edits.instead(name.place.clone(), format!("endwith %}}{{% {statement}"));
+        }
+        _ => {}
+    }
 }
 
 /// Rewrites a tag; `None` if it is not understood.

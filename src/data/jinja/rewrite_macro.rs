@@ -46,7 +46,7 @@ pub(super) fn rewrite(
         for (index, parameter) in parameters.iter().enumerate() {
             let (name, default) = (parameter.name, parameter.default.as_deref().unwrap_or("undefined__"));
             lead.push_str(&format!(
-                "{{% set bound__ = bound__(packed__, {index}, '{name}') %}}{{% if bound__ %}}{{% set {name} = bound__[0] %}}{{% else %}}{{% set {name} = {default} %}}{{% endif %}}"
+                "{{% set argument__ = bound__(packed__, {index}, '{name}') %}}{{% if argument__ %}}{{% set {name} = argument__[0] %}}{{% else %}}{{% set {name} = {default} %}}{{% endif %}}"
             ));
         }
         let names: Vec<String> = parameters.iter().map(|parameter| format!("'{}'", parameter.name)).collect();
