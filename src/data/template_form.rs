@@ -67,6 +67,9 @@ impl TemplateForm {
     /// # Errors
     /// Those of `render`: the machine's.
     pub(super) fn probe(render: &RenderProbe<'_>) -> Result<Self> {
+        let user = [json!({"role": "user", "content": "a"})];
+        // A template that fails at the simplest chat would fail at each probe, perhaps after all of its time.
+        let Some(without) = render(&user, None, false)? else { return Ok(Self::unknown()) };
         let mut content = BTreeMap::new();
         for role in ["system", "developer", "user", "assistant", "tool"] {
             let prints = |content: Value| prints_mark(render, &chat_with(role, content));
@@ -76,11 +79,8 @@ impl TemplateForm {
             };
             content.insert(role, forms);
         }
-        let user = [json!({"role": "user", "content": "a"})];
-        let prompt = match (render(&user, None, false)?, render(&user, None, true)?) {
-            (Some(without), Some(with)) => with.strip_prefix(&without).unwrap_or_default().to_owned(),
-            _ => String::new(),
-        };
+        let with = render(&user, None, true)?.unwrap_or_default();
+        let prompt = with.strip_prefix(&without).unwrap_or_default().to_owned();
         // Parts are what the template reads in every role, or its calls cannot be tried.
         let mut form = TemplateForm {
             content,
@@ -114,6 +114,18 @@ impl TemplateForm {
             ChatField::Reasoning => self.reasoning,
             ChatField::ToolCalls => self.calls,
             ChatField::Tools => self.tools,
+        }
+    }
+
+    /// The form of a template that cannot be probed: what a row has is what it is given.
+    fn unknown() -> Self {
+        TemplateForm {
+            content: BTreeMap::new(),
+            arguments: ArgumentForms { object: true, text: true },
+            reasoning: true,
+            calls: true,
+            tools: true,
+            prompt: String::new(),
         }
     }
 
@@ -154,7 +166,8 @@ impl TemplateForm {
                 message["role"] = Value::from("system");
             }
             let role = message["role"].as_str().unwrap_or_default();
-            let forms = self.content.get(role).copied().unwrap_or_default();
+            let of_others = ContentForms { text: true, parts: false };
+            let forms = self.content.get(role).copied().unwrap_or(of_others);
             let content = match &message["content"] {
                 Value::Array(_) if !forms.parts => Value::String(text_of(message)),
                 Value::String(text) if !forms.text && forms.parts => {

@@ -343,7 +343,8 @@ impl Setting for TargetModules {
             Value::String(text) if text == "all-linear" => Ok(TargetModules::AllLinear),
             Value::String(text) if text.is_empty() => Err(ValueRefusal::Empty),
             // A word without a sign of a pattern is a name, which as a pattern would match no whole name.
-            Value::String(text) if text.chars().any(is_pattern_sign) => {
+            // A text that begins like a list is one that `--set` could not read.
+            Value::String(text) if !text.starts_with('[') && text.chars().any(is_pattern_sign) => {
                 Ok(TargetModules::Pattern(text.clone()))
             }
             Value::Array(list) if list.is_empty() => {

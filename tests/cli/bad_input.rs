@@ -765,12 +765,14 @@ fn rows_of_no_known_format() {
 fn a_file_of_no_known_kind() {
     let place = Place::new();
     place.write("rows.xlsx", "PK");
-    assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.xlsx", "--recipe", "lora"]), @"
+    assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.xlsx", "--recipe", "lora"]), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.xlsx
       caused by: cannot read the data file [DIR]/rows.xlsx
-      caused by: accepted: .jsonl, .ndjson, .json, .parquet, .csv, .tsv, .txt, .md, or a folder of these
-    ");
+      caused by: it is an Excel or OpenDocument table
+      caused by: accepted: .jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv, .txt, .md, text files also as .gz or .zst, or a folder of these
+    hint: convert it in Python: pandas.read_excel("rows.xlsx").to_json("rows.xlsx.jsonl", orient="records", lines=True)
+    "#);
 }
 
 #[test]

@@ -50,9 +50,12 @@ fn a_silent_rank_is_named_and_its_peers_go_free() {
     let board = Arc::new(ProgressBoard::default());
     let (wake, sleeping) = channel::<()>();
     let sleeping: Mutex<Receiver<()>> = Mutex::new(sleeping);
+    let (enters, entered) = channel::<()>();
     let rank = |world: &TimedCollective| {
         world.enter(Phase::Backward)?;
         if world.rank() == 1 {
+            // The group knows the phase now, which the board knew before.
+            enters.send(()).unwrap();
             // Until the peer's call has ended.
             let _woken = locked(&sleeping).recv();
         }
@@ -72,7 +75,7 @@ fn a_silent_rank_is_named_and_its_peers_go_free() {
             })
         });
         wait_for(&board, "rank 0 waits in phase backward");
-        wait_for(&board, "rank 1 is in phase backward");
+        entered.recv().unwrap();
         assert!(watch.look(Duration::ZERO).is_none() && watch.look(LIMIT).is_none());
         let hang = watch.look(MOMENT).expect("a hang");
         assert_eq!(hang.rank, 1);

@@ -41,13 +41,14 @@ pub fn restore_screen() {
         return;
     }
     let keys = KEYS.swap(-1, Ordering::SeqCst);
-    write_if_ready(GIVE_BACK);
+    // The keys first: the terminal may be waited for, and a further signal ends the process meanwhile.
     // SAFETY: `tcsetattr` may be called in handlers; the settings live as long as the process.
     unsafe {
         if let (0.., Some(before)) = (keys, BEFORE.get()) {
             libc::tcsetattr(keys, libc::TCSANOW, before);
         }
     }
+    write_if_ready(GIVE_BACK);
 }
 
 /// Milliseconds for which a terminal that still shows earlier output is waited for. One that takes nothing, as after Ctrl-S,

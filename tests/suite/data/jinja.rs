@@ -42,7 +42,8 @@ fn read(path: PathBuf) -> Value {
 fn small_templates_print_what_jinja_prints() {
     let goldens = read(golden("jinja/cases.json"));
     let messages = goldens["messages"].as_array().unwrap();
-    let inputs = TemplateInputs { tools: Some(&goldens["tools"]), add_generation_prompt: false };
+    let inputs =
+        TemplateInputs { tools: Some(&goldens["tools"]), add_generation_prompt: false, options: None };
     let (mut failures, mut different) = (Vec::new(), Vec::new());
     let cases = goldens["cases"].as_array().unwrap();
     for case in cases {
@@ -86,7 +87,8 @@ fn whole_templates_print_what_transformers_prints() {
             .or_insert_with(|| ChatTemplate::from_text(&template_text(path, name), &TOKENS).unwrap().at(now));
         let chat = chats[result["chat"].as_str().unwrap()];
         let prompt = result["prompt"].as_bool().unwrap();
-        let inputs = TemplateInputs { tools: chat.get("tools"), add_generation_prompt: prompt };
+        let inputs =
+            TemplateInputs { tools: chat.get("tools"), add_generation_prompt: prompt, options: None };
         let found = template.render(chat["messages"].as_array().unwrap(), &inputs);
         let agrees = match &found {
             Ok(found) => {
