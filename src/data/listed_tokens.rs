@@ -24,11 +24,11 @@ const NAMES: [&str; 7] =
 
 /// The files beside tokenizer.json that list tokens; empty where a file does not exist.
 pub(super) struct TokenLists<'a> {
-    /// tokenizer_config.json.
+    /// The contents of tokenizer_config.json.
     pub(super) config: &'a Map<String, Value>,
-    /// special_tokens_map.json.
+    /// The contents of special_tokens_map.json.
     pub(super) map: &'a Map<String, Value>,
-    /// added_tokens.json.
+    /// The contents of added_tokens.json.
     pub(super) list: &'a Map<String, Value>,
 }
 

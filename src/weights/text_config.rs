@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 /// A model for images whose text part is read.
 struct VisionModel {
-    /// Its `model_type`.
+    /// The `model_type` of the text part.
     model_type: &'static str,
     /// The `model_type` of its text part.
     text_type: &'static str,
