@@ -114,7 +114,7 @@ const UNSUPPORTED: [&str; 11] = [
     "kasa_config",
 ];
 
-/// Whether `value` asks for nothing: it is null, false, empty, or the default of `key`.
+/// Returns whether `value` asks for nothing: it is null, false, empty, or the default of `key`.
 fn passes(key: &str, value: &Value) -> bool {
     match (key, value) {
         (_, Value::Null | Value::Bool(false)) => true,
@@ -126,7 +126,7 @@ fn passes(key: &str, value: &Value) -> bool {
     }
 }
 
-/// Whether a key that peft 0.21 does not have may change what is computed: PEFT calls the switches of LoRA's variants
+/// Returns whether a key that peft 0.21 does not have may change the result: PEFT calls the switches of LoRA's variants
 /// `use_…` and `…_config`.
 fn may_be_a_switch(key: &str) -> bool {
     key.starts_with("use_") || key.ends_with("_config")

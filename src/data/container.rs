@@ -17,7 +17,7 @@ use super::{Origin, RowOrigin, csv_rows, json_reader, python_json, table_rows, t
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
-/// What the name of a file promises.
+/// The kind of file that a name promises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FileKind {
     /// Values one after the other.
@@ -176,13 +176,13 @@ fn read_text(
     }
 }
 
-/// Whether a file that begins as `head` may be JSON.
+/// Returns whether a file that begins as `head` may be JSON.
 fn is_json(head: &[u8]) -> bool {
     let text = head.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(head).trim_ascii_start();
     text.first().is_some_and(|byte| b"[{".contains(byte)) && !text.contains(&0)
 }
 
-/// Whether the first line is an object of JSON.
+/// Returns whether the first line is an object of JSON.
 fn begins_with_row(bytes: &[u8]) -> bool {
     let line =
         bytes.trim_ascii_start().split(|byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();

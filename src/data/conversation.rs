@@ -294,7 +294,7 @@ fn in_order(mut message: Map<String, Value>) -> Map<String, Value> {
     ordered
 }
 
-/// Whether a turn is trained, by whichever key says so.
+/// Returns whether a turn is trained, by the key of any program that says so.
 fn counts(message: &mut Map<String, Value>) -> Result<bool, String> {
     let mut said: Option<(&str, bool)> = None;
     for key in WEIGHT_KEYS {

@@ -1,4 +1,4 @@
-//! What of a chat a template prints, and what of a row nothing reads.
+//! The parts of a chat that a template leaves out, and the keys of a row that nothing reads.
 //!
 //! A template passes over what it does not know: calls, results, reasoning, whole roles. Each part of a message is looked for
 //! in the rendered text: a part that [`TemplateForm`] found is never printed is missing; another is missing if none of its
@@ -24,7 +24,7 @@ pub struct DroppedPart {
     pub role: String,
     /// The part of them.
     pub field: ChatField,
-    /// Whether the template never prints it.
+    /// True if the template never prints it.
     pub always: bool,
 }
 
@@ -40,7 +40,7 @@ impl fmt::Display for DroppedPart {
     }
 }
 
-/// What a person should know of a row that became an example.
+/// Notes on a row that became an example, for the user.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RowNotes {
     /// Parts that the template does not print, and how many messages have them.
@@ -136,7 +136,7 @@ fn counted(count: usize, what: &str) -> String {
 struct MessagePart {
     field: ChatField,
     texts: Vec<String>,
-    /// Whether it stands within the content.
+    /// True if it stands within the content.
     in_content: bool,
 }
 
@@ -165,7 +165,7 @@ fn parts_of(message: &Value) -> Vec<MessagePart> {
     parts.into_iter().filter(|part| !part.texts.is_empty()).collect()
 }
 
-/// Whether a text, or a line of it, is in `printed`: templates trim, indent and escape.
+/// Returns whether a text, or a line of it, is in `printed`: templates trim, indent and escape.
 fn stands(text: &str, printed: &str) -> bool {
     printed.contains(text.trim())
         || text.lines().map(str::trim).any(|line| {

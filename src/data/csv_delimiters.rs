@@ -5,14 +5,14 @@ const KNOWN: [u8; 4] = [b',', b';', b'\t', b'|'];
 /// Records that must agree with the header.
 const LOOKED_AT: usize = 20;
 
-/// Where and how a table begins.
+/// The beginning of a table.
 pub(super) struct TableStart {
     pub(super) delimiter: u8,
-    /// Where the header begins.
+    /// The first byte of the header.
     pub(super) start: usize,
     /// Lines before it.
     pub(super) lines_before: u64,
-    /// What differs from the promise, for people, after the name of the file.
+    /// The difference from the promise, for people, after the name of the file.
     pub(super) note: Option<String>,
 }
 

@@ -8,6 +8,7 @@
 
 use std::collections::BTreeSet;
 
+use regex::Regex;
 use serde_json::{Value, json};
 
 use super::child_pool::RowBudget;
@@ -64,9 +65,9 @@ pub enum Encoding {
 /// A row's examples, and what a person should know of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodedRow {
-    /// What became of the row.
+    /// The examples, or the reason why there are none.
     pub encoding: Encoding,
-    /// What nothing reads of it.
+    /// Notes on the row, for the user.
     pub notes: RowNotes,
 }
 
@@ -77,6 +78,8 @@ pub struct Encoder<'a> {
     template: Option<&'a ChatTemplate>,
     options: &'a DataOptions,
     special: Vec<&'a str>,
+    /// Any of `special`; none if there is none.
+    special_pattern: Option<Regex>,
 }
 
 /// A whole row, before its length is looked at.
@@ -92,7 +95,11 @@ impl<'a> Encoder<'a> {
         template: Option<&'a ChatTemplate>,
         options: &'a DataOptions,
     ) -> Self {
-        Encoder { tokenizer, template, options, special: tokenizer.special_texts().collect() }
+        let special: Vec<&str> = tokenizer.special_texts().filter(|token| !token.is_empty()).collect();
+        let any = special.iter().map(|token| regex::escape(token)).collect::<Vec<_>>().join("|");
+        // Escaped texts are a pattern, unless they are too large for one: then nothing is looked for.
+        let special_pattern = (!special.is_empty()).then(|| Regex::new(&any).ok()).flatten();
+        Encoder { tokenizer, template, options, special, special_pattern }
     }
 
     /// Encodes a row that is of `format`.
@@ -261,12 +268,13 @@ impl<'a> Encoder<'a> {
 
     /// The special tokens that the texts of messages hold.
     fn special_tokens_of(&self, messages: &[Value]) -> Vec<String> {
-        let texts: Vec<String> = messages.iter().map(text_of).collect();
-        let held = self
-            .special
-            .iter()
-            .filter(|token| !token.is_empty() && texts.iter().any(|text| text.contains(**token)));
-        held.map(|token| (*token).to_owned()).collect()
+        let Some(pattern) = &self.special_pattern else { return Vec::new() };
+        let mut held = BTreeSet::new();
+        for message in messages {
+            let text = text_of(message);
+            held.extend(pattern.find_iter(&text).map(|found| found.as_str().to_owned()));
+        }
+        held.into_iter().collect()
     }
 
     /// Text as it is; what comes after `prompt` is trained.
@@ -321,7 +329,7 @@ impl<'a> Encoder<'a> {
     }
 }
 
-/// Which messages are trained: the assistant's for which `counts` is set; all of the assistant's where it is empty.
+/// Returns for each message whether it is trained: the assistant's for which `counts` is set, or all if it is empty.
 fn trained_messages(messages: &[Value], counts: &[bool]) -> Vec<bool> {
     let counted = |index: usize| counts.get(index).copied().unwrap_or(true);
     messages

@@ -1,4 +1,4 @@
-//! Where the top-level values of a JSON file stand, whatever line ends, white space or nothing is between them.
+//! The places of the top-level values of a JSON file, whatever line ends, white space or nothing is between them.
 //!
 //! One object a line, objects over several lines, objects joined without anything between them, and arrays one after the
 //! other are all sequences of values. The cut counts brackets and strings only. A line that cannot be part of a value
@@ -59,7 +59,7 @@ pub(super) fn trimmed(bytes: &[u8], range: Range<usize>) -> Range<usize> {
     range.start + front..range.start + front + len
 }
 
-/// Where the line that holds the byte `at` ends.
+/// The end of the line that holds the byte `at`.
 fn line_end(bytes: &[u8], at: usize) -> usize {
     let end = bytes[at..].iter().position(|byte| matches!(byte, b'\n' | b'\r'));
     end.map_or(bytes.len(), |end| at + end)
@@ -251,7 +251,7 @@ impl Cutter<'_> {
         self.bytes[start..].iter().take_while(|byte| matches!(byte, b' ' | b'\t')).count()
     }
 
-    /// Whether the line at `at` holds one whole object.
+    /// Returns whether the line at `at` holds one whole object.
     fn is_row_line(&self, at: usize) -> bool {
         python_json::is_json(&self.bytes[trimmed(self.bytes, at..line_end(self.bytes, at))])
     }
@@ -260,7 +260,7 @@ impl Cutter<'_> {
         self.bytes[end..].iter().all(u8::is_ascii_whitespace)
     }
 
-    /// Whether `open` is an array with which the file begins, and not the first of lines that hold a row each.
+    /// Returns whether `open` is an array with which the file begins, and not the first of lines that hold a row each.
     fn holds_all_rows(&self, open: &JsonPart) -> bool {
         let begins = self.parts.is_empty() && self.bytes[open.range.start] == b'[';
         begins && self.restart(open).is_none_or(|at| !self.is_row_line(at))

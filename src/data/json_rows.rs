@@ -1,4 +1,4 @@
-//! Where the elements of an array and the members of an object stand in JSON text, and the names of JSON's types.
+//! The places of the elements of an array and the members of an object in JSON text, and the names of JSON's types.
 
 use std::ops::Range;
 

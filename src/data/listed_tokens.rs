@@ -33,7 +33,7 @@ pub(super) struct TokenLists<'a> {
 }
 
 impl TokenLists<'_> {
-    /// Whether the older files count.
+    /// Returns whether the older files count.
     fn has_older(&self) -> bool {
         !self.config.get(DECODER).is_some_and(Value::is_object)
     }

@@ -10,10 +10,10 @@ pub(super) const ACCEPTED: &str = "accepted: .jsonl, .ndjson, .json, .parquet, .
 
 /// A kind of file with the extensions and first bytes that tell it.
 pub(super) struct OtherFile {
-    /// What it is, after "it is".
+    /// The kind of file, after "it is".
     what: &'static str,
     extensions: &'static [&'static str],
-    /// Where its first bytes stand, and which.
+    /// The bytes by which it is known, each with its place.
     magic: &'static [(usize, &'static [u8])],
     /// The way out, with FILE for the name of the file.
     hint: &'static str,
@@ -149,7 +149,7 @@ impl OtherFile {
         OTHERS.iter().find(|other| other.magic.iter().any(has))
     }
 
-    /// What such a file is.
+    /// The name of this kind of file.
     pub(super) fn name(&self) -> &'static str {
         self.what
     }
@@ -161,7 +161,7 @@ impl OtherFile {
     }
 }
 
-/// Whether a file that begins as `head` is no text: a text may begin with the letters of any magic number.
+/// Returns whether a file that begins as `head` is no text: a text may begin with the letters of any magic number.
 pub(super) fn is_binary(head: &[u8]) -> bool {
     let is_cut = |error: std::str::Utf8Error| error.error_len().is_none();
     head.iter().any(|byte| *byte < 9) || !std::str::from_utf8(head).map_or_else(is_cut, |_| true)

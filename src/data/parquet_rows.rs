@@ -82,7 +82,7 @@ fn inner(schema: Option<&Type>, index: usize) -> Option<&Type> {
     if fields.len() == index + 1 { fields.get(index).map(|field| &**field) } else { Some(repeated) }
 }
 
-/// Whether texts of this type are JSON, as the type `Json` of datasets is stored.
+/// Returns whether texts of this type are JSON, as the type `Json` of datasets is stored.
 fn is_json(schema: &Type) -> bool {
     matches!(schema.get_basic_info().logical_type_ref(), Some(LogicalType::Json))
 }

@@ -45,7 +45,7 @@ pub(super) fn placed(error: &serde_json::Error, first: u64) -> String {
     }
 }
 
-/// Whether `bytes` is one JSON value.
+/// Returns whether `bytes` is one JSON value.
 pub(super) fn is_json(bytes: &[u8]) -> bool {
     let holds = |bytes: &[u8]| serde_json::from_slice::<serde::de::IgnoredAny>(bytes).is_ok();
     holds(bytes) || rewrite(bytes, Rewriting::SameLength).is_some_and(|blank| holds(&blank))

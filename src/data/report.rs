@@ -40,7 +40,7 @@ pub struct DataReport {
     pub tokens: u64,
     /// Tokens that are trained.
     pub trained_tokens: u64,
-    /// What the template does not print, and what nothing reads.
+    /// Parts that the template does not print, and keys that nothing reads.
     pub note_counts: NoteCounts,
 }
 

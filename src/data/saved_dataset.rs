@@ -52,7 +52,7 @@ pub(super) fn files(folder: &Path) -> Result<Option<Vec<PathBuf>>> {
     Ok(Some(found))
 }
 
-/// Whether a file of this name holds rows that datasets computed from others, to be found again.
+/// Returns whether a file of this name holds rows that datasets computed from others, to be found again.
 pub(super) fn is_cached(name: &str) -> bool {
     name.starts_with("cache-") && name.ends_with(".arrow")
 }

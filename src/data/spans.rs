@@ -1,6 +1,6 @@
 //! The parts of a rendered chat that the assistant wrote.
 //!
-//! Where the template marks them with `{% generation %}`, those are the parts. Elsewhere each turn is found in the rendering
+//! If the template marks them with `{% generation %}`, those are the parts. Else each turn is found in the rendering
 //! of the *whole* chat, since templates render a turn by its place (Qwen3 and R1 drop earlier reasoning): what stands in the
 //! whole chat is what is trained.
 //!
@@ -36,7 +36,7 @@ pub(super) struct ChatOfRow<'a> {
 }
 
 impl<'a> ChatOfRow<'a> {
-    /// What the template is given beside the messages.
+    /// The values that the template gets beside the messages.
     pub(super) fn inputs(&self, add_generation_prompt: bool) -> TemplateInputs<'a> {
         TemplateInputs { tools: self.tools, add_generation_prompt, options: self.options }
     }
@@ -52,24 +52,24 @@ pub(super) struct TrainedChat {
     pub(super) turns: Vec<(usize, Range<usize>)>,
 }
 
-/// Renders a chat and finds the text of the messages for which `counts` is set.
+/// Renders a chat and finds the text of the assistant's messages that `trained`, which has a value for each message, names.
 ///
-/// `special` holds the texts of the tokenizer's special tokens, and `prompt` what asks the assistant to write.
+/// `special` holds the texts of the tokenizer's special tokens, none of them empty, and `prompt` the text that asks the
+/// assistant to write.
 ///
 /// # Errors
 /// When the template refuses the chat, or its turns cannot be told apart.
 pub(super) fn render_trained(
     template: &ChatTemplate,
     chat: ChatOfRow<'_>,
-    counts: &[bool],
+    trained: &[bool],
     special: &[&str],
     prompt: &str,
 ) -> Result<TrainedChat> {
     let whole = template.render_within(chat.messages, &chat.inputs(false), chat.budget)?;
-    let assistant = |turn: &usize| chat.messages[*turn]["role"] == "assistant";
-    let counted = |turn: &usize| counts.get(*turn).copied().unwrap_or_else(|| assistant(turn));
-    let turns: Vec<usize> = (0..chat.messages.len()).filter(counted).collect();
-    if template.marks_generation() && turns.iter().all(assistant) {
+    let turns: Vec<usize> = (0..chat.messages.len()).filter(|turn| trained[*turn]).collect();
+    if template.marks_generation() {
+        let assistant = |turn: &usize| chat.messages[*turn]["role"] == "assistant";
         let all: Vec<usize> = (0..chat.messages.len()).filter(assistant).collect();
         return marked(whole.text, whole.spans, &all, &turns);
     }
@@ -202,14 +202,14 @@ impl TurnSearch<'_> {
 
     /// A text without the beginning of a special token at its end.
     fn whole_tokens<'t>(&self, text: &'t str) -> &'t str {
-        let tokens = self.special.iter().filter(|token| !token.is_empty());
+        let tokens = self.special.iter();
         let begun = tokens.filter_map(|token| {
             (1..token.len()).rev().find(|len| token.is_char_boundary(*len) && text.ends_with(&token[..*len]))
         });
         &text[..text.len() - begun.max().unwrap_or(0)]
     }
 
-    /// Where the assistant begins to write a turn whose text begins at `text_start`.
+    /// The byte at which the assistant begins to write a turn whose text begins at `text_start`.
     fn start(&self, turn: usize, least: usize, text_start: usize, text_end: usize) -> Result<usize> {
         if let Some(prompt) = self.try_render(&self.chat.messages[..turn], true)?
             && (least..=text_end).contains(&prompt.len())
@@ -233,7 +233,7 @@ impl TurnSearch<'_> {
     fn beginnings_of_prompt(&self) -> Vec<&str> {
         let prompt = self.prompt;
         let mut ends: Vec<usize> = prompt.match_indices('\n').map(|(at, _)| at + 1).collect();
-        for token in self.special.iter().filter(|token| !token.is_empty()) {
+        for token in self.special.iter() {
             ends.extend(prompt.match_indices(token).map(|(at, _)| at + token.len()));
         }
         // The token that opens a turn says nothing of who speaks: `<|im_start|>` alone is no header.
@@ -250,7 +250,7 @@ impl TurnSearch<'_> {
     /// The end of the last special token in a range of the whole text, if nothing but space follows it there.
     fn last_special(&self, start: usize, end: usize) -> Option<usize> {
         let text = &self.whole[start..end];
-        let tokens = self.special.iter().filter(|token| !token.is_empty());
+        let tokens = self.special.iter();
         let last = tokens.filter_map(|token| text.rfind(token).map(|at| start + at + token.len())).max();
         last.filter(|last| {
             // Two texts may part within the token that opens the next turn.
@@ -262,12 +262,12 @@ impl TurnSearch<'_> {
     /// The end of the special token that `text` begins with, after space.
     fn leading_special(&self, text: &str) -> Option<usize> {
         let trimmed = text.trim_start();
-        let tokens = self.special.iter().filter(|token| !token.is_empty() && trimmed.starts_with(**token));
+        let tokens = self.special.iter().filter(|token| trimmed.starts_with(**token));
         tokens.map(|token| text.len() - trimmed.len() + token.len()).max()
     }
 }
 
-/// Whether the special token that ends at `end` of a prompt names the assistant by itself (`<|assistant|>`).
+/// Returns whether the special token that ends at `end` of a prompt names the assistant by itself (`<|assistant|>`).
 fn opens_by_name(prompt: &str, end: usize) -> bool {
     let token = prompt[..end].to_lowercase();
     ["assistant", "model", "bot", "gpt", "response"].iter().any(|name| token.contains(name))

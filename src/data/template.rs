@@ -51,7 +51,7 @@ pub struct ChatTemplate {
     renderer: TemplateRenderer,
     marks: bool,
     asks_for_date: bool,
-    /// What the template for chats without tools reads, and what that for chats with tools does.
+    /// The forms that the template for chats without tools reads, and those of the template for chats with tools.
     forms: [OnceLock<TemplateForm>; 2],
 }
 

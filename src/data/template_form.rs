@@ -24,7 +24,7 @@ pub(super) const MARK: &str = "xqMarkZvwk";
 pub enum ChatField {
     /// The content of a message.
     Content,
-    /// What the assistant thought.
+    /// The reasoning of the assistant.
     Reasoning,
     /// The calls that the assistant makes.
     ToolCalls,
@@ -46,7 +46,7 @@ struct ArgumentForms {
     text: bool,
 }
 
-/// What a chat template reads.
+/// The forms of messages that a chat template reads.
 #[derive(Debug, Clone)]
 pub(super) struct TemplateForm {
     content: BTreeMap<&'static str, ContentForms>,

@@ -72,7 +72,7 @@ fn utf16(bytes: &[u8], little: bool) -> Result<String, usize> {
     if rest.is_empty() { Ok(text) } else { Err(at) }
 }
 
-/// What bytes that are not UTF-8 probably are.
+/// The probable encoding of bytes that are not UTF-8.
 struct EncodingGuess {
     why: String,
     /// As `iconv` names it.

@@ -59,7 +59,7 @@ impl Unusable {
         Self::ALL.into_iter().find(|kind| after.starts_with(char::from(b'a' + *kind as u8)))
     }
 
-    /// Whether null is what a writer without the value would have put: pandas writes NaN for a text that is missing.
+    /// Returns whether a writer without the value would have put this: pandas writes NaN for a text that is missing.
     pub(super) fn can_be_missing(self) -> bool {
         matches!(self, Unusable::Nan | Unusable::Infinity | Unusable::MinusInfinity)
     }

@@ -52,7 +52,7 @@ pub struct ExportParts {
     of_rank: Vec<Range<usize>>,
     source: PathBuf,
     tokenizer: Option<TokenizerFiles>,
-    /// Whether embedding and head are two tables, though `source` ties them.
+    /// True if embedding and head are two tables, though `source` ties them.
     untied: bool,
 }
 

@@ -368,7 +368,7 @@ impl Setting for TargetModules {
     }
 }
 
-/// Whether a character gives a text another meaning as a regular expression than as a name.
+/// Returns whether a character gives a text another meaning as a regular expression than as a name.
 fn is_pattern_sign(character: char) -> bool {
     r".\*+?()[]{}|^$".contains(character)
 }

@@ -50,7 +50,7 @@ pub struct BaseModel {
     semantics: BTreeMap<String, String>,
     /// Whether its weights are files of this machine.
     has_weights: bool,
-    /// Whether the head is another table than the embedding, though config.json ties the two.
+    /// True if the head is another table than the embedding, though config.json ties the two.
     pub(crate) head_apart: bool,
 }
 

@@ -35,7 +35,7 @@ pub struct ModelFiles {
     tensors: BTreeMap<String, TensorInfo>,
     quantized: BTreeMap<String, QuantizedParts>,
     indexed: bool,
-    /// Whether the head is another table than the embedding, though config.json ties the two.
+    /// True if the head is another table than the embedding, though config.json ties the two.
     head_apart: bool,
     /// A sentence on names that were changed.
     renamed: Option<String>,
@@ -216,7 +216,7 @@ impl ModelFiles {
         self.renamed = None;
     }
 
-    /// Whether the head is another table than the embedding, though config.json ties the two.
+    /// Returns whether the head is another table than the embedding, though config.json ties the two.
     pub fn head_is_apart(&self) -> bool {
         self.head_apart
     }
@@ -229,7 +229,7 @@ impl ModelFiles {
         ));
     }
 
-    /// Whether both of two tensors are stored and differ, in shape or in a value. False where only headers were read.
+    /// Returns whether both of two tensors are stored and differ, in shape or in a value. False if only headers were read.
     ///
     /// # Errors
     /// As [`ModelFiles::read_into`].

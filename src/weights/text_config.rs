@@ -16,7 +16,7 @@ struct VisionModel {
     same_as: &'static str,
     /// The class of that.
     class: &'static str,
-    /// Whether embedding and head are tied if config.json does not say.
+    /// True if embedding and head are tied if config.json does not say.
     tied: bool,
     /// The base of the rotary frequencies if config.json does not say; none: that of the text model.
     rope_theta: Option<f64>,

@@ -155,7 +155,7 @@ fn special_tokens_in_a_text_are_named() {
     }
 }
 
-/// What the template does not print is counted, and a trained turn that comes out empty is a fault.
+/// `finetune data` counts what the template does not print, and a trained turn that comes out empty is a fault.
 #[test]
 fn what_the_template_leaves_out_is_said() {
     let place = Place::new();

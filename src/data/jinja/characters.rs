@@ -36,12 +36,12 @@ const NUMBER_IDEOGRAPHS: &str = concat!(
     "\u{2f890}",
 );
 
-/// Whether Python strips `c` and splits at it.
+/// Returns whether Python strips `c` and splits at it.
 pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
-/// Whether a line ends with `c`.
+/// Returns whether a line ends with `c`.
 pub(super) fn ends_line(c: char) -> bool {
     matches!(c, '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
@@ -78,13 +78,13 @@ pub(super) fn is_alnum(c: char) -> bool {
     is_alpha(c) || is_digit(c) || is_numeric(c)
 }
 
-/// Whether `c` is a letter that has a case by itself, as `ǅ`.
+/// Returns whether `c` is a letter that has a case by itself, as `ǅ`.
 pub(super) fn is_title(c: char) -> bool {
     static TITLES: OnceLock<Option<Regex>> = OnceLock::new();
     !c.is_ascii() && is_in(&TITLES, r"\p{Lt}", c)
 }
 
-/// Whether `c` has a case.
+/// Returns whether `c` has a case.
 pub(super) fn is_cased(c: char) -> bool {
     c.is_lowercase() || c.is_uppercase() || is_title(c)
 }

@@ -25,7 +25,7 @@ struct SourceEdit {
 pub(super) struct SourceEdits(Vec<SourceEdit>);
 
 impl SourceEdits {
-    /// How many there are, to come back to with [`Self::take_from`].
+    /// The number of edits, to come back to with [`Self::take_from`].
     pub(super) fn mark(&self) -> usize {
         self.0.len()
     }

@@ -256,3 +256,19 @@ fn general(size: f64, precision: usize, alternate: bool, point: bool) -> String 
 fn trimmed(digits: &str) -> &str {
     if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
 }
+
+/// The place of the `close` that ends what an `open` before `characters` began.
+pub(super) fn closing(
+    characters: impl Iterator<Item = (usize, char)>,
+    open: char,
+    close: char,
+) -> Option<usize> {
+    let mut depth = 1;
+    for (at, c) in characters {
+        depth += i32::from(c == open) - i32::from(c == close);
+        if depth == 0 {
+            return Some(at);
+        }
+    }
+    None
+}

@@ -31,7 +31,7 @@ pub(super) fn resolve(literal: &str) -> Option<String> {
     Some(out)
 }
 
-/// What the escape stands for whose backslash is followed by `rest`, and its length.
+/// The text that an escape stands for, with its length; `rest` follows the backslash.
 fn escape(rest: &str) -> Option<(String, usize)> {
     let first = rest.chars().next()?;
     let code = |digits: usize| {

@@ -1,25 +1,25 @@
-//! What a template's macros read, which decides what their callers pass.
+//! The arguments that a template's macros read, which decide what their callers pass.
 
 use std::collections::BTreeMap;
 
 use super::tags::{TagKind, TemplateTag, TokenKind};
 
-/// What callers of a macro do.
+/// The way in which callers pass arguments to a macro.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct MacroTraits {
-    /// Whether it has defaults.
+    /// True if it has defaults.
     defaults: bool,
     pub(super) varargs: bool,
     pub(super) kwargs: bool,
 }
 
 impl MacroTraits {
-    /// Whether callers pack their arguments.
+    /// Returns whether callers pack their arguments.
     pub(super) fn packs(self) -> bool {
         self.varargs || self.kwargs
     }
 
-    /// Whether callers hide that an argument is undefined.
+    /// Returns whether callers hide that an argument is undefined.
     pub(super) fn hides(self) -> bool {
         self.defaults && !self.packs()
     }

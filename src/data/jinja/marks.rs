@@ -3,8 +3,8 @@
 use super::edits::SourceEdits;
 use super::tags::{TagKind, tags};
 
-/// What is printed where a generation block begins and where it ends. Both are noncharacters: never part of text that
-/// is exchanged (Unicode 16, section 23.7).
+/// The characters that a template prints where a generation block begins and where it ends. Both are noncharacters: never
+/// part of text that is exchanged (Unicode 16, section 23.7).
 pub(in crate::data) const GENERATION_MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 
 /// The template with its generation tags rewritten so that they print the marks and keep their whitespace control;

@@ -81,14 +81,14 @@ const STR_METHODS: [&str; 46] = [
 
 const TUPLE_METHODS: [(&str, bool); 2] = [("count", true), ("index", true)];
 
-/// Whether `name` is a method of some type, which an attribute of that name may mean.
+/// Returns whether `name` is a method of some type, which an attribute of that name may mean.
 pub(super) fn is_method(name: &str) -> bool {
     [PythonType::Dict, PythonType::List, PythonType::Str]
         .iter()
         .any(|kind| method_named(*kind, name).is_some())
 }
 
-/// Whether `name` is a method of dicts, which an item of that name may stand for.
+/// Returns whether `name` is a method of dicts, which an item of that name may stand for.
 pub(super) fn is_dict_method(name: &str) -> bool {
     method_named(PythonType::Dict, name).is_some()
 }

@@ -180,7 +180,7 @@ impl Generated {
     }
 }
 
-/// What is left of a generator.
+/// The items that a generator has left.
 struct GeneratedItems(Arc<Generated>);
 
 impl Iterator for GeneratedItems {

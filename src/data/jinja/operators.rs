@@ -211,7 +211,7 @@ pub(super) fn contains(container: &Value, item: &Value) -> Result<bool, Error> {
     }
 }
 
-/// What a loop runs over.
+/// The items that a loop runs over.
 fn iterable(value: &Value) -> Result<Value, Error> {
     if type_of(value) == PythonType::Str {
         // As a list, of which a loop knows the length.

@@ -105,7 +105,7 @@ fn cased(args: &[Value], method: &str) -> Result<bool, Error> {
     Ok(str_methods::call(&string(one(args)?)?, method, &[])?.is_true())
 }
 
-/// Whether a value has a length and items.
+/// Returns whether a value has a length and items.
 fn is_sequence(value: &Value) -> bool {
     match type_of(value) {
         PythonType::View => false,
@@ -113,7 +113,7 @@ fn is_sequence(value: &Value) -> bool {
     }
 }
 
-/// Whether a value can be called: functions, macros, methods, and an undefined value, whose call raises.
+/// Returns whether a value can be called: functions, macros, methods, and an undefined value, whose call raises.
 fn is_callable(value: &Value) -> bool {
     match type_of(value) {
         PythonType::Undefined => true,
@@ -125,8 +125,8 @@ fn is_callable(value: &Value) -> bool {
     }
 }
 
-/// Whether two values are one object. Constants are; texts and numbers are when they are equal, as Python shares small
-/// ones.
+/// Returns whether two values are one object. Constants are; texts and numbers are when they are equal, as Python shares
+/// small ones.
 fn same(_: &mut State<'_, '_>, args: &[Value]) -> Result<bool, Error> {
     two(args, |left, right| {
         if type_of(left) != type_of(right) {

@@ -149,7 +149,7 @@ fn quote(text: &str, out: &mut String) {
     out.push(mark);
 }
 
-/// Whether Python prints `c` as it is.
+/// Returns whether Python prints `c` as it is.
 pub(super) fn is_printable(c: char) -> bool {
     static HIDDEN: OnceLock<Option<Regex>> = OnceLock::new();
     if c.is_ascii() {

@@ -3,7 +3,7 @@
 use minijinja::Error;
 use minijinja::value::Value;
 
-use super::format_spec::{FormatSpec, number};
+use super::format_spec::{FormatSpec, closing, number};
 use super::objects::dict_pairs;
 use super::print::{repr, string};
 use super::values::{PythonType, check_text, fault, items, type_name, type_of, whole};
@@ -127,18 +127,8 @@ fn place(
 
 /// The `)` of the key that begins at `at`.
 fn key_end(characters: &[char], at: usize) -> Result<usize, Error> {
-    let mut depth = 1;
-    for (end, c) in characters.iter().enumerate().skip(at) {
-        match c {
-            '(' => depth += 1,
-            ')' => depth -= 1,
-            _ => {}
-        }
-        if depth == 0 {
-            return Ok(end);
-        }
-    }
-    Err(fault("incomplete format key"))
+    let rest = characters.iter().copied().enumerate().skip(at);
+    closing(rest, '(', ')').ok_or_else(|| fault("incomplete format key"))
 }
 
 fn converted(value: &Value, kind: char, spec: FormatSpec) -> Result<String, Error> {

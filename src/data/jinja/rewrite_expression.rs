@@ -91,7 +91,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         (kind == TokenKind::Name).then_some(place)
     }
 
-    /// How many changes are noted.
+    /// The number of changes that are noted.
     pub(super) fn mark(&self) -> usize {
         self.edits.mark()
     }
@@ -117,7 +117,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         self.edits.instead(place, text);
     }
 
-    /// What a loop or an assignment binds; the place of a namespace's name that begins with an underscore.
+    /// Reads what a loop or an assignment binds; returns the place of a namespace's name that begins with an underscore.
     pub(super) fn target(&mut self) -> Option<Option<Range<usize>>> {
         let mut hidden = None;
         loop {
@@ -273,7 +273,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         }
     }
 
-    /// Whether an expression is just a text, which needs no conversion.
+    /// Returns whether an expression is just a text, which needs no conversion.
     fn is_text(&self, first: Range<usize>, (start, end): Extent) -> bool {
         first == (start..end) && self.source[start..].starts_with(['"', '\''])
     }

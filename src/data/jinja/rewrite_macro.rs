@@ -23,7 +23,7 @@ struct MacroParameter<'a> {
     /// From the `=` to the end of the default.
     place: Range<usize>,
     default: Option<String>,
-    /// Whether the default reads names.
+    /// True if the default reads names.
     reads: bool,
 }
 

@@ -19,7 +19,7 @@ fn without_case(value: Value, sensitive: bool) -> Value {
     }
 }
 
-/// Whether `left` comes before `right`.
+/// Returns whether `left` comes before `right`.
 fn before(left: &Value, right: &Value) -> Result<bool, Error> {
     Ok(order(left, right, 0)? == Some(Ordering::Less))
 }

@@ -4,7 +4,7 @@ use minijinja::Error;
 use minijinja::value::Value;
 
 use super::attributes::attribute;
-use super::format_spec::FormatSpec;
+use super::format_spec::{FormatSpec, closing};
 use super::print::{repr, string};
 use super::values::{PythonType, check_text, fault, type_name, type_of, whole};
 
@@ -133,18 +133,7 @@ impl FormatArguments<'_> {
 
 /// The `}` of the field that begins `text`.
 fn field_end(text: &str) -> Result<usize, Error> {
-    let mut depth = 1;
-    for (end, c) in text.char_indices() {
-        match c {
-            '{' => depth += 1,
-            '}' => depth -= 1,
-            _ => {}
-        }
-        if depth == 0 {
-            return Ok(end);
-        }
-    }
-    Err(fault("expected '}' before end of string"))
+    closing(text.char_indices(), '{', '}').ok_or_else(|| fault("expected '}' before end of string"))
 }
 
 /// Python's `format(value, spec)`.

@@ -99,7 +99,7 @@ pub(super) fn check_items(items: Option<usize>) -> Result<(), Error> {
     }
 }
 
-/// Whether Python can iterate over `value`.
+/// Returns whether Python can iterate over `value`.
 pub(super) fn is_iterable(value: &Value) -> bool {
     use PythonType as T;
     !matches!(type_of(value), T::None | T::Bool | T::Int | T::Float | T::Namespace | T::Other)
@@ -217,7 +217,7 @@ pub(super) fn given(argument: Option<&Value>) -> Option<&Value> {
     argument.filter(|value| !value.is_none())
 }
 
-/// Whether a flag was given and is true.
+/// Returns whether a flag was given and is true.
 pub(super) fn flag(argument: Option<&Value>) -> bool {
     argument.is_some_and(Value::is_true)
 }

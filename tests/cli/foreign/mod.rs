@@ -75,7 +75,7 @@ fn noise(count: usize, scale: f64, mut state: u64) -> Vec<f64> {
     (0..count).map(|_| next()).collect()
 }
 
-/// What a command that must succeed prints: its data and its messages.
+/// Runs a command that must succeed; returns its data and its messages.
 fn succeed(place: &Place, args: &[&str]) -> (String, String) {
     let output = place.command(args).output().unwrap();
     let said = place.told(&output.stderr);
