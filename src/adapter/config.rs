@@ -58,30 +58,6 @@ const MUTATED: [&str; 4] = ["pissa", "corda", "olora", "lora_ga"];
 /// Characters of a key that are shown.
 const LONGEST_KEY: usize = 60;
 
-/// Keys that are read.
-const READ: [&str; 20] = [
-    "peft_type",
-    "task_type",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "modules_to_save",
-    "layers_to_transform",
-    "layers_pattern",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "trainable_token_indices",
-    "init_lora_weights",
-    "ensure_weight_tying",
-];
-
 /// Keys of peft 0.21 that change nothing in what is computed here, whatever their value: what PEFT notes for itself,
 /// settings of ways to start an adapter that started long ago, how the backward keeps activations, and the layout of
 /// weights that only layers other than `Linear` and `Embedding` have.
@@ -159,7 +135,7 @@ impl AdapterConfig {
                 .hint(format!("give the folder that holds {CONFIG_FILE} and {}", super::WEIGHTS_FILE)));
         }
         let text = input_file::read("read", &path)?;
-        Self::parse(&text).map_err(|refusal| {
+        Self::parse(&text).map(|(config, _)| config).map_err(|refusal| {
             let error = Error::user(format!("cannot use {}", path.display())).because(refusal.cause);
             match refusal.hint {
                 Some(hint) => error.hint(hint),
@@ -168,7 +144,8 @@ impl AdapterConfig {
         })
     }
 
-    fn parse(text: &[u8]) -> Result<Self, ConfigRefusal> {
+    /// The configuration, and the keys that were not read.
+    fn parse(text: &[u8]) -> Result<(Self, Map<String, Value>), ConfigRefusal> {
         let mut keys =
             ConfigKeys(serde_json::from_slice(text).map_err(|error| format!("it is not valid: {error}"))?);
         for (key, accepted) in [("peft_type", "LORA"), ("task_type", "CAUSAL_LM")] {
@@ -218,19 +195,16 @@ impl AdapterConfig {
             return Err(format!("`lora_dropout` is {found}; accepted: from 0 to below 1").into());
         }
         refuse_unsupported(&keys.0)?;
-        Ok(config)
+        Ok((config, keys.0))
     }
 
     /// The keys of `folder`/adapter_config.json that neither this program nor peft 0.21 knows, and which
-    /// [`AdapterConfig::read`] passes over; none if the file cannot be read.
+    /// [`AdapterConfig::read`] passes over; none if that refuses the file.
     pub fn unknown_keys(folder: &Path) -> Vec<String> {
         let text = input_file::read("read", &folder.join(CONFIG_FILE)).unwrap_or_default();
-        let keys: Map<String, Value> = serde_json::from_slice(&text).unwrap_or_default();
-        let unknown = |(key, value): &(&String, &Value)| {
-            let known = READ.contains(&key.as_str()) || UNSUPPORTED.contains(&key.as_str());
-            !known && !passes(key, value)
-        };
-        keys.iter().filter(unknown).map(|(key, _)| key.chars().take(LONGEST_KEY).collect()).collect()
+        let Ok((_, unread)) = Self::parse(&text) else { return Vec::new() };
+        let unknown = unread.iter().filter(|(key, value)| !passes(key, value));
+        unknown.map(|(key, _)| key.chars().take(LONGEST_KEY).collect()).collect()
     }
 
     /// The text of adapter_config.json: deterministic, `target_modules` sorted.
@@ -428,9 +402,8 @@ mod tests {
     use super::*;
 
     fn parse(extra: &str) -> Result<AdapterConfig, ConfigRefusal> {
-        AdapterConfig::parse(
-            format!(r#"{{"peft_type":"LORA","target_modules":["q_proj"]{extra}}}"#).as_bytes(),
-        )
+        let text = format!(r#"{{"peft_type":"LORA","target_modules":["q_proj"]{extra}}}"#);
+        AdapterConfig::parse(text.as_bytes()).map(|(config, _)| config)
     }
 
     #[test]
@@ -451,7 +424,8 @@ mod tests {
         .expect("valid");
         assert_eq!(config.spec.layers_to_transform, Some(vec![3]));
         assert_eq!(config.spec.rank_pattern, [("z".into(), 2), ("a".into(), 3)]);
-        assert_eq!(AdapterConfig::parse(config.to_json().as_bytes()), Ok(config));
+        let read = AdapterConfig::parse(config.to_json().as_bytes());
+        assert_eq!(read.map(|(config, _)| config), Ok(config));
     }
 
     #[test]

@@ -55,7 +55,7 @@ impl SavedAdapter {
     /// LoRA's; a module lacks a tensor, or has one that has not the rank, the magnitudes or the tokens that the
     /// configuration gives it; no tensor at all.
     pub fn read(folder: &Path) -> Result<Self> {
-        let config = AdapterConfig::read(folder)?;
+        let mut config = AdapterConfig::read(folder)?;
         let path = folder.join(WEIGHTS_FILE);
         let failed =
             |cause: String| Error::user(format!("cannot read adapter {}", folder.display())).because(cause);
@@ -63,7 +63,12 @@ impl SavedAdapter {
             return Err(missing_weights(folder));
         }
         let files = ModelFiles::open_file(&path)?;
-        let names = index(&files).map_err(failed)?;
+        let rules = NameRules::new(files.names());
+        // PEFT writes the names of the model that was wrapped; a pattern that is no name stays as it is.
+        let (ranks, alphas) = (&mut config.spec.rank_pattern, &mut config.spec.alpha_pattern);
+        ranks.iter_mut().for_each(|(name, _)| *name = rules.canonical(name));
+        alphas.iter_mut().for_each(|(name, _)| *name = rules.canonical(name));
+        let names = index(&files, &rules).map_err(failed)?;
         let adapted =
             names.iter().filter_map(|(module, kinds)| Some((module.as_str(), adapted(module, kinds)?)));
         let targets = targets::targets_of(&config.spec, adapted)?;
@@ -331,9 +336,8 @@ impl SavedAdapter {
 }
 
 /// Files each tensor under its module and kind.
-fn index(files: &ModelFiles) -> Result<TensorNames, String> {
+fn index(files: &ModelFiles, rules: &NameRules) -> Result<TensorNames, String> {
     let mut names = TensorNames::new();
-    let rules = NameRules::new(files.names());
     let all: BTreeMap<&str, String> = files.names().map(|name| (name, without_adapter(name))).collect();
     let known: BTreeSet<&str> = all.values().map(String::as_str).collect();
     for (name, info) in files.tensors() {
@@ -345,7 +349,7 @@ fn index(files: &ModelFiles) -> Result<TensorNames, String> {
         if is_copy {
             continue;
         }
-        let Some((module, kind)) = split_name(name, &rules) else {
+        let Some((module, kind)) = split_name(name, rules) else {
             return Err(format!(
                 "{WEIGHTS_FILE} has tensor `{name}`; accepted: {PREFIX}<module> and .lora_A.weight, .lora_B.weight, .lora_magnitude_vector, .lora_embedding_A, .lora_embedding_B, .token_adapter.trainable_tokens_delta, .base_layer.weight, .weight or .bias"
             ));

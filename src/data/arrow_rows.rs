@@ -19,7 +19,12 @@ const STREAM_MAGIC: &[u8] = b"\xFF\xFF\xFF\xFF";
 impl From<ArrowError> for ReadFailure {
     fn from(error: ArrowError) -> Self {
         match error {
-            ArrowError::IoError(_, io) if io.raw_os_error().is_some() => ReadFailure::Storage(io.to_string()),
+            // An offset of the file itself that leads nowhere is an invalid input of a seek.
+            ArrowError::IoError(_, io)
+                if io.raw_os_error().is_some() && io.kind() != std::io::ErrorKind::InvalidInput =>
+            {
+                ReadFailure::Storage(io.to_string())
+            }
             other => other.to_string().into(),
         }
     }

@@ -1,6 +1,5 @@
 //! The container of a data file, by its first bytes before its name, and the reader for it.
 
-use std::borrow::Cow;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::path::Path;
@@ -13,7 +12,10 @@ use super::other_files::{self, OtherFile};
 use super::raw_rows::{DataFile, RawRow, TextFile};
 use super::table_rows::TableKind;
 use super::unpack::{Packing, unpack};
-use super::{Origin, RowOrigin, csv_rows, json_reader, python_json, table_rows, text_encoding};
+use super::{
+    BadRow, Origin, RowFault, RowFaultKind, RowOrigin, csv_rows, json_reader, python_json, table_rows,
+    text_encoding,
+};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
@@ -191,10 +193,13 @@ fn begins_with_row(bytes: &[u8]) -> bool {
 
 fn document(text: TextFile<'_>, source: &mut DataFile) {
     let origin = Origin { file: text.file, place: RowOrigin::Line(1) };
-    // Bytes that are not UTF-8 among many that are: as an editor shows them.
-    let text = match text.bytes {
-        Cow::Borrowed(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-        Cow::Owned(bytes) => String::from_utf8(bytes).unwrap_or_default(),
+    let text = match String::from_utf8(text.bytes.into_owned()) {
+        Ok(text) => text,
+        Err(error) => {
+            let why = format!("not UTF-8 at byte {}", error.utf8_error().valid_up_to() + 1);
+            source.bad.push(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) });
+            return;
+        }
     };
     if !text.trim().is_empty() {
         let value = Map::from_iter([("text".to_owned(), Value::String(text))]);

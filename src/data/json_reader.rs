@@ -40,7 +40,7 @@ pub(super) fn rows(text: &TextFile<'_>, source: &mut DataFile) -> Result<()> {
     let values = json_cut::cut(bytes).map_err(unreadable)?;
     let parts = match &values[..] {
         [one] if bytes[one.range.start] == b'{' => held_rows(text, one).map_err(unreadable)?,
-        [one] => elements(bytes, one).unwrap_or_else(|| vec![one.clone()]),
+        [one] => whole_array(bytes, one).unwrap_or_else(|| vec![one.clone()]),
         _ => values.iter().flat_map(|value| rows_of_value(bytes, value)).collect(),
     };
     drop(values);
@@ -53,10 +53,16 @@ pub(super) fn rows(text: &TextFile<'_>, source: &mut DataFile) -> Result<()> {
 /// A value of several: an array of objects gives a row for each of these.
 fn rows_of_value(bytes: &[u8], value: &JsonPart) -> Vec<JsonPart> {
     let is_object = |part: &JsonPart| bytes[part.range.clone()].first() == Some(&b'{');
-    match elements(bytes, value) {
+    match whole_array(bytes, value) {
         Some(rows) if rows.first().is_some_and(is_object) => rows,
         _ => vec![value.clone()],
     }
+}
+
+/// The elements of `value`, if it is an array and nothing follows that.
+fn whole_array(bytes: &[u8], value: &JsonPart) -> Option<Vec<JsonPart>> {
+    let (rows, end) = elements(bytes, value)?;
+    (end == value.range.end).then_some(rows)
 }
 
 /// The rows of a file that is one object: that object, or those of the one array of objects that it holds.
@@ -79,6 +85,7 @@ fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, Strin
             let start = *start.ok_or("a key stands twice in the object that holds its rows")?;
             let line = one.line + line_ends(&bytes[one.range.start..start]);
             elements(bytes, &JsonPart { line, range: start..one.range.end })
+                .map(|(rows, _)| rows)
                 .ok_or_else(|| format!("the array that begins on line {line} does not end"))
         }
         _ => Err(format!("its object holds {} arrays of objects; one is needed", holders.len())),
@@ -136,4 +143,47 @@ fn why_unreadable(bytes: &[u8], error: &serde_json::Error, line: u64) -> String 
 
 fn unreadable(file: &Path, why: &str) -> Error {
     Error::user(format!("cannot read the data file {}", file.display())).because(why)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// The numbers of rows and of bad rows in `text`.
+    fn counts(text: &str) -> (usize, usize) {
+        let file = Arc::from(Path::new("rows.jsonl"));
+        let file_bytes = text.len() as u64;
+        let text = TextFile { file, bytes: Cow::Borrowed(text.as_bytes()), file_bytes, packed: None };
+        let mut source = DataFile::default();
+        rows(&text, &mut source).unwrap();
+        (source.rows.len(), source.bad.len())
+    }
+
+    #[test]
+    fn what_follows_an_array_on_its_line_is_not_lost() {
+        let row = "{\"prompt\": \"a\", \"completion\": \"b\"}";
+        assert_eq!(counts(&format!("[{row}, {row}]")), (2, 0));
+        assert_eq!(counts(&format!("[{row}]\n[{row}]")), (2, 0));
+        for more in [format!(",[{row}]"), " x".to_owned()] {
+            assert_eq!(counts(&format!("[{row}]{more}")), (0, 1), "{more}");
+        }
+    }
+
+    /// Each line begins an array that does not end on it.
+    #[test]
+    fn open_arrays_are_looked_at_within_their_lines() {
+        assert_eq!(counts(&format!("{{\"text\": \"a\"}}\n{}", "[\"\n".repeat(50_000))), (1, 50_000));
+    }
+
+    #[test]
+    fn broken_rows_hide_no_later_ones_however_many_there_are() {
+        let good = "{\n  \"text\": \"a\"\n}\n".repeat(5_000);
+        let broken = "{\n  \"text\": \"a\n}\n".repeat(20);
+        let (rows, bad) = counts(&format!("{good}{broken}{good}"));
+        assert_eq!(rows, 10_000);
+        assert!(bad >= 20, "{bad}");
+    }
 }

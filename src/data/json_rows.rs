@@ -45,8 +45,8 @@ fn walk(bytes: &[u8], start: usize, mut visit: impl FnMut(usize, u8, usize) -> b
     }
 }
 
-/// The byte ranges of the elements of the array that begins at `start`; `None` when it does not end.
-fn element_ranges(bytes: &[u8], start: usize) -> Option<Vec<Range<usize>>> {
+/// The byte ranges of the elements of the array that begins at `start`, and the end of the array; `None` if it has none.
+fn element_ranges(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usize)> {
     let mut found = Vec::new();
     let mut from = start + 1;
     let mut ended = false;
@@ -64,7 +64,7 @@ fn element_ranges(bytes: &[u8], start: usize) -> Option<Vec<Range<usize>>> {
         ended = closes;
         closes
     });
-    ended.then_some(found)
+    ended.then_some((found, from))
 }
 
 /// Where the value of each member of the object at `start` begins.
@@ -80,8 +80,9 @@ pub(super) fn member_starts(bytes: &[u8], start: usize) -> Vec<usize> {
     found
 }
 
-/// The elements of the array with which `part` begins; none where it begins with none.
-pub(super) fn elements(bytes: &[u8], part: &JsonPart) -> Option<Vec<JsonPart>> {
+/// The elements of the array with which `part` begins, and the end of the array; none where `part` begins with none that
+/// ends in it.
+pub(super) fn elements(bytes: &[u8], part: &JsonPart) -> Option<(Vec<JsonPart>, usize)> {
     if bytes[part.range.start] != b'[' {
         return None;
     }
@@ -91,5 +92,6 @@ pub(super) fn elements(bytes: &[u8], part: &JsonPart) -> Option<Vec<JsonPart>> {
         counted = range.start;
         JsonPart { line, range }
     };
-    Some(element_ranges(bytes, part.range.start)?.into_iter().map(place).collect())
+    let (ranges, end) = element_ranges(&bytes[..part.range.end], part.range.start)?;
+    Some((ranges.into_iter().map(place).collect(), end))
 }

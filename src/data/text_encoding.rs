@@ -20,6 +20,9 @@ pub(super) fn utf8<'a>(file: &Path, bytes: &'a [u8]) -> Result<(Cow<'a, [u8]>, O
         |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
     let convert = |from: &str| {
         let name = file.file_name().unwrap_or_default().display().to_string();
+        if name.ends_with(".gz") || name.ends_with(".zst") {
+            return format!("unpack it, and convert what is in it: iconv -f {from} -t UTF-8");
+        }
         format!("convert it: iconv -f {from} -t UTF-8 {name} > utf8-{name}")
     };
     let marks: [(&[u8], &str); 5] = [

@@ -343,8 +343,8 @@ impl Setting for TargetModules {
             Value::String(text) if text == "all-linear" => Ok(TargetModules::AllLinear),
             Value::String(text) if text.is_empty() => Err(ValueRefusal::Empty),
             // A word without a sign of a pattern is a name, which as a pattern would match no whole name.
-            // A text that begins like a list is one that `--set` could not read.
-            Value::String(text) if !text.starts_with('[') && text.chars().any(is_pattern_sign) => {
+            // Such a text is a list that `--set` could not read.
+            Value::String(text) if !is_list(text) && text.chars().any(is_pattern_sign) => {
                 Ok(TargetModules::Pattern(text.clone()))
             }
             Value::Array(list) if list.is_empty() => {
@@ -366,6 +366,11 @@ impl Setting for TargetModules {
     fn choices() -> Vec<&'static str> {
         vec!["all-linear"]
     }
+}
+
+/// Returns whether a text is written as a list.
+fn is_list(text: &str) -> bool {
+    text.starts_with('[') && text.ends_with(']')
 }
 
 /// Returns whether a character gives a text another meaning as a regular expression than as a name.

@@ -30,6 +30,10 @@ const CONTAINERS: [&str; 9] = [
     "pretrained_model",
 ];
 
+/// Parts of which the tensors are none of the text model, whatever layers they have.
+const OTHER_TOWERS: [&str; 7] =
+    ["vision_tower", "vision_model", "visual", "audio_tower", "encoder", "mtp", "draft"];
+
 /// Parts that a text model consists of.
 const ROOTS: [&str; 4] = ["layers", "embed_tokens", "norm", "rotary_emb"];
 
@@ -57,6 +61,7 @@ impl NameRules {
                 }
             });
         }
+        let shared = shared.filter(|front| !front.iter().any(|part| OTHER_TOWERS.contains(part)));
         NameRules { shared: shared.unwrap_or_default().into_iter().map(str::to_owned).collect() }
     }
 
@@ -169,6 +174,8 @@ mod tests {
         let names = ["actor.net.model.norm.weight", "actor.net.lm_head.weight"];
         let rules = NameRules::new(names);
         assert_eq!(names.map(|name| rules.canonical(name)), ["model.norm.weight", "lm_head.weight"]);
+        let vision = ["vision_tower.encoder.layers.0.q_proj", "vision_tower.encoder.layers.1.q_proj"];
+        assert_eq!(NameRules::new(vision).canonical(vision[0]), vision[0]);
         let rules = NameRules::new(["actor.norm.weight", "critic.norm.weight"]);
         assert_eq!(rules.canonical("actor.norm.weight"), "actor.norm.weight");
     }

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 /// A model for images whose text part is read.
 struct VisionModel {
-    /// The `model_type` of the text part.
+    /// The `model_type` of the whole model.
     model_type: &'static str,
     /// The `model_type` of its text part.
     text_type: &'static str,
@@ -16,8 +16,10 @@ struct VisionModel {
     same_as: &'static str,
     /// The class of that.
     class: &'static str,
-    /// True if embedding and head are tied if config.json does not say.
+    /// The tie of embedding and head where the config.json of the whole model does not say.
     tied: bool,
+    /// True if embedding and head are also tied where the text part alone says so.
+    text_ties: bool,
     /// The base of the rotary frequencies if config.json does not say; none: that of the text model.
     rope_theta: Option<f64>,
 }
@@ -29,6 +31,7 @@ const VISION_MODELS: [VisionModel; 4] = [
         same_as: "gemma3_text",
         class: "Gemma3ForCausalLM",
         tied: true,
+        text_ties: false,
         rope_theta: None,
     },
     VisionModel {
@@ -37,6 +40,7 @@ const VISION_MODELS: [VisionModel; 4] = [
         same_as: "mistral",
         class: "MistralForCausalLM",
         tied: true,
+        text_ties: false,
         rope_theta: None,
     },
     VisionModel {
@@ -45,6 +49,7 @@ const VISION_MODELS: [VisionModel; 4] = [
         same_as: "qwen2",
         class: "Qwen2ForCausalLM",
         tied: false,
+        text_ties: true,
         rope_theta: Some(1e6),
     },
     VisionModel {
@@ -53,6 +58,7 @@ const VISION_MODELS: [VisionModel; 4] = [
         same_as: "qwen3",
         class: "Qwen3ForCausalLM",
         tied: false,
+        text_ties: false,
         rope_theta: Some(5e5),
     },
 ];
@@ -82,8 +88,9 @@ pub fn text_part(config: &Map<String, Value>) -> Option<(Map<String, Value>, Str
     }
     text.insert("model_type".into(), model.same_as.into());
     text.insert("architectures".into(), json!([model.class]));
-    let tied = [config, &text].into_iter().find_map(|keys| keys.get("tie_word_embeddings")?.as_bool());
-    text.insert("tie_word_embeddings".into(), tied.unwrap_or(model.tied).into());
+    let ties = |keys: &Map<String, Value>| keys.get("tie_word_embeddings").and_then(Value::as_bool);
+    let by_text = model.text_ties && ties(&text) == Some(true);
+    text.insert("tie_word_embeddings".into(), (by_text || ties(config).unwrap_or(model.tied)).into());
     for key in SHARED {
         if let Some(value) = config.get(key).filter(|_| !text.contains_key(key)) {
             text.insert(key.into(), value.clone());

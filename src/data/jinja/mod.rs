@@ -4,9 +4,10 @@
 //! three ways: filters, tests and globals of the same names; the methods of Python's types; and, where minijinja has
 //! no hook, calls that [`rewrite`] writes into the template before it is parsed.
 //!
-//! What differs still: ints have 128 bits, and an error is raised where Python's would have more. An undefined value
-//! that is given to a macro's parameter takes the default. An empty namespace is
-//! false. Views and generators have indices. Generators and functions print no address. `urlize`, `random`, `lipsum`,
+//! The limits: ints have 128 bits, and an error is raised where Python's would have more. An undefined value that is
+//! given to a macro's parameter takes the default. `break` and `continue` within `with`, `set` and `filter` blocks of a
+//! loop are refused. Texts marked as `safe` escape nothing that is added to them. A chain of comparisons does not raise.
+//! Generators are computed at once. An empty namespace is false. Views and generators have indices. Generators and functions print no address. `urlize`, `random`, `lipsum`,
 //! `str.encode` and long values in `pprint` are refused.
 
 mod attributes;

@@ -52,7 +52,8 @@ fn scope(source: &str, tag: &TemplateTag, understood: bool, scopes: &mut Vec<boo
         return;
     };
     match text(name) {
-        "set" if tag.tokens.iter().any(|token| text(token) == "=") => {}
+        // The arguments of a block's filters have signs of equality, too.
+        "set" if tag.tokens.iter().map(text).take_while(|token| *token != "|").any(|token| token == "=") => {}
         "set" | "filter" => {
             scopes.push(understood);
             if understood {
@@ -114,7 +115,7 @@ fn rewrite_tag(
 fn for_loop(reader: &mut ExpressionReader<'_, '_>) -> Option<()> {
     reader.target()?;
     reader.name("in")?;
-    let (start, end) = reader.alternatives()?;
+    let (start, end) = reader.loop_list()?;
     reader.wrap(start, "iter__(", end, ")");
     if reader.name("if").is_some() {
         reader.expression()?;

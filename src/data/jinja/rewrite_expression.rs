@@ -154,11 +154,29 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         }
     }
 
-    /// Expressions with commas between them.
+    /// An expression, or several with commas between them, which are a tuple.
     pub(super) fn list(&mut self) -> Option<Extent> {
-        let (start, mut end) = self.expression()?;
-        while self.operator(",").is_some() && !self.is_at_end() {
-            end = self.expression()?.1;
+        self.tuple(Self::expression)
+    }
+
+    /// As [`Self::list`], before the `if` of a loop.
+    pub(super) fn loop_list(&mut self) -> Option<Extent> {
+        self.tuple(Self::alternatives)
+    }
+
+    /// Jinja needs no brackets around a tuple in a tag; minijinja does.
+    fn tuple(&mut self, item: impl Fn(&mut Self) -> Option<Extent>) -> Option<Extent> {
+        let (start, mut end) = item(self)?;
+        let mut is_tuple = false;
+        while let Some(comma) = self.operator(",") {
+            (is_tuple, end) = (true, comma.end);
+            if self.is_at_end() || self.peek_name("if") || self.peek_name("recursive") {
+                break;
+            }
+            end = item(self)?.1;
+        }
+        if is_tuple {
+            self.wrap(start, "(", end, ")");
         }
         Some((start, end))
     }

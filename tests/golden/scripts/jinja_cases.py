@@ -180,6 +180,18 @@ CASES = {
     "{% filter upper %}{% set x = 3 %}{{ x }}a{% endfilter %}{{ x }}|", "{% set a | upper %}{% set x = 3 %}{{ x }}a{% endset %}{{ a }}{{ x }}|", "{%- set a -%}  x  {%- endset -%}  {{ a }}", "{% set a %}\n  x\n{% endset %}\n[{{ a }}]", "{% set ns = namespace() %}{% set ns.a %}b{% endset %}{{ ns.a }}", "{% set a %}{% set b %}x{% set q = 1 %}{% endset %}{{ b }}{{ q }}{% endset %}{{ a }}{{ b }}|", "{{ 'a'if 1<2 else'b' }}{{ [1]if(1)in[1]else[2] }}{{ not(1)in[2] }}{{ 1<2or-1<2 }}{{ 'a'~1~'b' }}",
     "{% for c in 'héy' %}{{ c }}{{ loop.last }}{{ loop.length }}{% endfor %}",
     ],
+    "tuples in tags": [
+    "{% for x in 1, 2, 3 %}{{ x }}{% endfor %}",
+    "{% for x in 'a', 'b' if x != 'a' %}{{ x }}{% endfor %}",
+    "{% for x in [1], %}{{ x }}{% endfor %}",
+    "{% for a, b in (1, 2), (3, 4) %}{{ a }}{{ b }}{% endfor %}",
+    "{{ 1, 2 }}",
+    "{{ 1, }}",
+    "{% if 1, %}y{% endif %}",
+    "{% set x = 1, 2 %}{{ x }}",
+    "{% filter upper %}{% set x | replace(old='a', new='b') %}a{% endset %}{{ x }}{% endfilter %}",
+    "{% set x | replace('a', 'b') %}aa{% endset %}{{ x }}",
+    ],
 }
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -52,7 +52,8 @@ fn small_templates_print_what_jinja_prints() {
             .and_then(|template| template.render(messages, &inputs))
             .map(|rendered| rendered.text)
             .map_err(|error| error.to_string());
-        assert!(!found.as_ref().is_err_and(|why| why.contains("internal")), "{text}: {found:?}");
+        let panics = |why: &String| why.contains("internal") || why.contains("called `");
+        assert!(!found.as_ref().is_err_and(panics), "{text}: {found:?}");
         if found.as_deref().ok() != case["text"].as_str() {
             let failed = if DIFFERENT.contains(&text) { &mut different } else { &mut failures };
             failed.push(format!("{text}\n    {found:?}\n    instead of {}{}", case["text"], case["error"]));
