@@ -122,7 +122,8 @@ fn templates_that_take_everything_are_refused() {
     let message = json!({"role": "user", "content": "hi"});
     for _ in 0..2 {
         let error = render(std::slice::from_ref(&message)).unwrap_err().to_string();
-        assert!(error.contains("memory"), "{error}");
+        // On a busy machine its time may end before its memory does.
+        assert!(error.contains("memory") || error.contains("processor time"), "{error}");
         assert_eq!(render(&[message.clone(), message.clone()]).unwrap().text, "hi");
     }
 }
