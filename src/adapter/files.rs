@@ -64,11 +64,15 @@ impl SavedAdapter {
         }
         let files = ModelFiles::open_file(&path)?;
         let rules = NameRules::new(files.names());
-        // PEFT writes the names of the model that was wrapped; a pattern that is no name stays as it is.
-        let (ranks, alphas) = (&mut config.spec.rank_pattern, &mut config.spec.alpha_pattern);
-        ranks.iter_mut().for_each(|(name, _)| *name = rules.canonical(name));
-        alphas.iter_mut().for_each(|(name, _)| *name = rules.canonical(name));
         let names = index(&files, &rules).map_err(failed)?;
+        // PEFT writes the names of the model that was wrapped; a key that ends a module's name, or is no name, stays.
+        let found = |key: &str| names.keys().any(|module| targets::ends_with_name(module, key));
+        let (ranks, alphas) = (&mut config.spec.rank_pattern, &mut config.spec.alpha_pattern);
+        for key in ranks.iter_mut().map(|(key, _)| key).chain(alphas.iter_mut().map(|(key, _)| key)) {
+            if !found(key) {
+                *key = rules.canonical(key);
+            }
+        }
         let adapted =
             names.iter().filter_map(|(module, kinds)| Some((module.as_str(), adapted(module, kinds)?)));
         let targets = targets::targets_of(&config.spec, adapted)?;
