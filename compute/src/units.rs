@@ -10,6 +10,11 @@ pub fn count(n: u64) -> String {
     scaled(n as f64, 1000.0, &["", "K", "M", "B", "T"])
 }
 
+/// A count with what is counted: `1 row`, `4.88M rows`.
+pub fn counted(n: usize, what: &str) -> String {
+    format!("{} {what}{}", count(n as u64), if n == 1 { "" } else { "s" })
+}
+
 /// A duration in the two largest units that matter: `0.8 s`, `41 s`, `3 min 20 s`, `2 h 05 min`.
 pub fn duration(secs: f64) -> String {
     let whole = secs.round() as u64;

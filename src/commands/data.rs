@@ -28,10 +28,10 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
         usize::MAX
     };
     let mut tokenizer = Tokenizer::load(&folder)?;
-    tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
     let added = tokenizer.add_tokens(&recipe.model.new_tokens)?;
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
     let rows = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
+    rows.warnings().iter().for_each(|text| terminal.warn(text));
     let (dataset, _) = rows.load(&recipe.data.train, Split::Train, &finder)?;
     for (number, example) in dataset.examples().iter().take(args.rows).enumerate() {
         terminal.data(row(number + 1, example, &rows.tokenizer)?)?;

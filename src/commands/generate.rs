@@ -91,14 +91,16 @@ struct Generator<'a> {
 impl Generator<'_> {
     fn continue_text(&self, prompt: &str, ids: &[u32]) -> Result<()> {
         self.terminal.data(prompt)?;
-        self.stream(ids)?;
+        self.stream(ids, self.tokenizer.eos_ids())?;
         self.terminal.data("\n")
     }
 
     /// Each line of the standard input is the user's turn; an empty line or the end of the input ends the chat.
     fn chat(&self, template: &ChatTemplate) -> Result<()> {
         let mut messages = Vec::new();
-        self.terminal.line("an empty line ends the chat");
+        self.terminal.line(format!("chat template: {}; an empty line ends the chat", template.described()));
+        let eos = self.tokenizer.eos_ids().iter().copied();
+        let stop: Vec<u32> = eos.chain(template.turn_end(self.tokenizer)?).collect();
         for line in std::io::stdin().lock().lines() {
             let line = line.map_err(|e| Error::io("read", std::path::Path::new("the standard input"), &e))?;
             if line.trim().is_empty() {
@@ -109,7 +111,7 @@ impl Generator<'_> {
             let rendered = template.render_fitted(&messages, &inputs)?;
             let ids = self.tokenizer.encode(&rendered.text, false)?;
             known(self.tokenizer, &ids, self.engine.config.vocab_size)?;
-            let answer = self.stream(&ids)?;
+            let answer = self.stream(&ids, &stop)?;
             self.terminal.data("\n")?;
             messages.push(json!({ "role": "assistant", "content": answer }));
         }
@@ -123,14 +125,14 @@ impl Generator<'_> {
         LogitsProcessor::new(self.args.seed, Some(self.args.temperature), top_p)
     }
 
-    /// Prints the continuation of `ids` as it is made; returns it.
-    fn stream(&self, ids: &[u32]) -> Result<String> {
+    /// Prints the continuation of `ids` as it is made, to a token of `stop`; returns it.
+    fn stream(&self, ids: &[u32], stop: &[u32]) -> Result<String> {
         let warn = |sequence: &str, tokens: usize| {
             let warning = prompt_beyond_positions(&self.engine.config, sequence, tokens);
             warning.map(|warning| self.terminal.warn(warning))
         };
         let warned = warn("the prompt has", ids.len());
-        let (mut sampler, stop) = (self.sampler(), self.tokenizer.eos_ids());
+        let mut sampler = self.sampler();
         let (mut text, mut whole) = (self.tokenizer.stream(true), String::new());
         // Decoders drop the space before the first word: what is printed is what the new tokens add to the prompt.
         ids.iter().try_for_each(|id| text.push(*id).map(drop))?;

@@ -135,8 +135,8 @@ impl Opened {
             None => (None, None),
         };
         let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-        tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
-        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        let rows = base.dataset_loader(tokenizer, &recipe.data)?;
+        rows.warnings().iter().for_each(|text| terminal.warn(text));
         Ok(Opened { base, adapter_setup, rows, comparison })
     }
 }

@@ -51,6 +51,9 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let base_check = plan.check_base(resumed, args.force_base)?;
     base_check.iter().for_each(|check| check.say(&terminal));
     say(&plan, &terminal);
+    if first {
+        plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
+    }
     let fits = plan.check_memory(ranks.launch.ranks_here);
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
     // The first process answers for all: it has claimed the folder, which the others may not even see.
@@ -128,7 +131,7 @@ fn say(plan: &Plan, terminal: &Terminal) {
     if let Some((held_out, _)) = &plan.held_out {
         terminal.line(format!("held out: {}", held_out.report()));
     }
-    plan.rows.tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
+    plan.rows.warnings().iter().for_each(|text| terminal.warn(text));
     say_without_kernels(terminal, &plan.engine, &plan.base.config);
     terminal.line(plan.describe());
     plan.warnings().iter().for_each(|text| terminal.warn(text));

@@ -203,6 +203,6 @@ fn document(text: TextFile<'_>, source: &mut DataFile) {
     };
     if !text.trim().is_empty() {
         let value = Map::from_iter([("text".to_owned(), Value::String(text))]);
-        source.rows.push(RawRow { value, origin, document: true });
+        source.rows.push(RawRow { value, origin, document: true, format: None });
     }
 }

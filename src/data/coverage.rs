@@ -100,12 +100,14 @@ impl fmt::Display for NoteCounts {
                 "\nwarning: empty answers ({} in {}): training them teaches the model to say nothing; \
                  `\"train\": false` in such a message leaves it out",
                 units::count(turns as u64),
-                counted(rows, "row")
+                units::counted(rows, "row")
             )?;
         }
         if !self.unused_keys.is_empty() {
-            let keys =
-                self.unused_keys.iter().map(|(key, rows)| format!("`{key}` ({})", counted(*rows, "row")));
+            let keys = self
+                .unused_keys
+                .iter()
+                .map(|(key, rows)| format!("`{key}` ({})", units::counted(*rows, "row")));
             write!(f, "\nnot used: {}", keys.collect::<Vec<_>>().join(", "))?;
         }
         for (token, (rows, first)) in &self.special_tokens {
@@ -113,7 +115,7 @@ impl fmt::Display for NoteCounts {
             write!(
                 f,
                 "\nwarning: messages hold {token:?} as text, which becomes the special token ({}{first})",
-                counted(*rows, "row")
+                units::counted(*rows, "row")
             )?;
         }
         Ok(())
@@ -121,15 +123,11 @@ impl fmt::Display for NoteCounts {
 }
 
 fn dropped_part(says: &str, part: &DroppedPart, (messages, rows): (usize, usize)) -> String {
-    let rows_of = counted(rows, "row");
+    let rows_of = units::counted(rows, "row");
     match part.field {
         ChatField::Tools => format!("{says} {part} ({rows_of})"),
         _ => format!("{says} {part} ({} in {rows_of})", units::count(messages as u64)),
     }
-}
-
-fn counted(count: usize, what: &str) -> String {
-    format!("{} {what}{}", units::count(count as u64), if count == 1 { "" } else { "s" })
 }
 
 /// A part of a message: its texts.

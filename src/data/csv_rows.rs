@@ -50,7 +50,7 @@ pub(super) fn csv(text: &TextFile<'_>, delimiter: u8, source: &mut DataFile) -> 
         match fields(&names, &record) {
             Ok(value) => {
                 bounds.count(row_bytes(&value)).map_err(cannot)?;
-                source.rows.push(RawRow { value, origin, document: false });
+                source.rows.push(RawRow { value, origin, document: false, format: None });
             }
             Err(why) => {
                 source.bad.push(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) });

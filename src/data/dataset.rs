@@ -4,6 +4,7 @@
 //! uses have tens of millions of tokens at most. All faults are collected before the first is an error, so that a
 //! data set is mended in one round.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 use rayon::prelude::*;
@@ -12,6 +13,7 @@ use super::encode::{Encoder, Example};
 use super::file_formats::FileFormats;
 use super::raw_rows::{DataFile, RawRow};
 use super::source::read;
+use super::taken_rows::likeness;
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
 use super::{DataOptions, DataReport, ParsedRow, RowError, RowFault, RowFaultKind};
@@ -26,6 +28,8 @@ const NAMED_IN_ERROR: usize = 5;
 pub struct Dataset {
     examples: Vec<Example>,
     report: DataReport,
+    /// The likeness of each row that was read.
+    rows: Vec<[u8; 16]>,
 }
 
 impl Dataset {
@@ -78,6 +82,11 @@ impl Dataset {
             report.add_bad(bad.origin, bad.fault);
         }
         needs_met(&source.rows, &formats, tokenizer, template)?;
+        if let Some(template) = template.filter(|_| is_rendered(&source.rows, &formats)) {
+            report.notes.push(format!("chat template: {}", template.described()));
+            report.warnings.extend(template.split_markers(tokenizer)?);
+        }
+        report.warnings.extend(no_eos(tokenizer));
         let encoder = Encoder::new(tokenizer, template, options);
         let encode = |row: &RawRow| match encoder.encode_row(row, formats.of(row)) {
             Ok(encoding) => Ok(Ok(encoding)),
@@ -112,7 +121,8 @@ impl Dataset {
         if examples.is_empty() {
             return Err(nothing_left(&report));
         }
-        Ok(Dataset { examples, report })
+        let rows = source.rows.iter().map(|row| likeness(&row.value)).collect();
+        Ok(Dataset { examples, report, rows })
     }
 
     /// The examples, in the order of the files.
@@ -128,6 +138,12 @@ impl Dataset {
     /// Whether there is no example; a data set that was loaded has one.
     pub fn is_empty(&self) -> bool {
         self.examples.is_empty()
+    }
+
+    /// The number of rows that are alike with a row of `other`, but for case, spaces and punctuation, and of all rows.
+    pub fn count_alike(&self, other: &Dataset) -> (usize, usize) {
+        let known: HashSet<&[u8; 16]> = other.rows.iter().collect();
+        (self.rows.iter().filter(|row| known.contains(row)).count(), self.rows.len())
     }
 
     /// What was found.
@@ -152,8 +168,9 @@ impl Dataset {
 fn nothing_left(report: &DataReport) -> Error {
     let error = Error::user("no row of the data set can be used");
     let error = report.to_string().lines().fold(error, |error, line| error.because(line.trim()));
-    match report.dropped {
+    match report.dropped + report.cut_away {
         0 => error.hint("`finetune data` shows what is wrong with each row"),
+        _ if report.dropped == 0 => error.hint("raise `data.max_seq_len`"),
         _ => error.hint("raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"`"),
     }
 }
@@ -165,14 +182,6 @@ fn needs_met(
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
 ) -> Result<()> {
-    if tokenizer.eos().is_none() {
-        return Err(Error::user(format!(
-            "cannot train with the tokenizer in {}",
-            tokenizer.folder().display()
-        ))
-        .because("it names no EOS token, so a model could never learn to stop")
-        .hint("write `\"eos_token\": \"...\"` into its tokenizer_config.json"));
-    }
     let chat = |row: &&RawRow| {
         matches!(super::format::convert(&row.value, formats.of(row)), Ok(Some(ParsedRow::Messages { .. })))
     };
@@ -188,6 +197,24 @@ fn needs_met(
         .hint("write `data.chat_template`, Jinja text or the path of a file"));
     }
     Ok(())
+}
+
+/// The warning that a tokenizer names no token that ends a row; none if it does.
+fn no_eos(tokenizer: &Tokenizer) -> Option<String> {
+    let named = tokenizer.eos().is_some();
+    (!named).then(|| format!(
+        "the tokenizer in {} names no EOS token: rows end without one, and a model that learns from them does not stop by \
+         itself; write `\"eos_token\": \"...\"` into its tokenizer_config.json",
+        tokenizer.folder().display()
+    ))
+}
+
+/// Returns whether rows of any of the formats go through a chat template, where there is one.
+fn is_rendered(rows: &[RawRow], formats: &FileFormats) -> bool {
+    formats.first_good_rows(rows).into_iter().any(|row| {
+        let parsed = super::format::convert(&row.value, formats.of(row));
+        matches!(parsed, Ok(Some(ParsedRow::Messages { .. } | ParsedRow::Task { .. })))
+    })
 }
 
 fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
@@ -209,8 +236,6 @@ fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
     let all = |kind| named.iter().all(|bad| bad.fault.kind == kind);
     Err(error.hint(if any(RowFaultKind::TooLong) {
         "raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"` or `\"drop\"`"
-    } else if all(RowFaultKind::CutAway) {
-        "raise `data.max_seq_len`, or write `data.on_bad_row = \"skip\"` to leave the rows out"
     } else if all(RowFaultKind::Vocabulary) {
         "give tokenizer files and weights of one and the same model"
     } else if all(RowFaultKind::Template) {

@@ -17,11 +17,12 @@ use super::coverage::{self, RowNotes};
 use super::format::question;
 use super::parsed_row::ParsedRow;
 use super::raw_rows::RawRow;
-use super::spans::{ChatOfRow, TrainedChat, render_trained};
+use super::spans::{ChatOfRow, TrainedChat, TrainedMessages, render_trained};
 use super::template::ChatTemplate;
 use super::tokenizer::{Encoded, Tokenizer};
 use super::{DataOptions, Origin, RowError, RowFault, RowFaultKind};
-use crate::recipe::enums::{DataFormat, OnLongRow, TrainOn};
+use crate::recipe::enums::{DataFormat, OnLongRow};
+use crate::recipe::{TrainOn, TrainedEnds, TrainedTurns};
 
 /// A row as the model sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,9 +53,16 @@ pub enum Encoding {
         example: Example,
         /// Its length before.
         was: usize,
+        /// True if trained tokens were cut off: the end of an answer.
+        lost_answer: bool,
     },
     /// Left out for its length.
     Dropped {
+        /// How many tokens it had.
+        was: usize,
+    },
+    /// Left out because its answer begins after `max_seq_len` tokens.
+    CutAway {
         /// How many tokens it had.
         was: usize,
     },
@@ -154,19 +162,14 @@ impl<'a> Encoder<'a> {
             OnLongRow::Truncate => {
                 let Tokens { mut ids, mut trained } = tokens;
                 let any = trained.iter().skip(1).any(|trained| *trained);
+                let lost_answer = trained[max..].contains(&true);
                 ids.truncate(max);
                 trained.truncate(max);
-                let example = self.example(Tokens { ids, trained }, origin).map_err(|fault| {
-                    if any {
-                        RowFault::new(
-                            RowFaultKind::CutAway,
-                            format!("there is no trained token in the first {max} of its {was} tokens"),
-                        )
-                    } else {
-                        fault
-                    }
-                })?;
-                Ok(Encoding::Truncated { example, was })
+                if any && !trained.iter().skip(1).any(|trained| *trained) {
+                    return Ok(Encoding::CutAway { was });
+                }
+                let example = self.example(Tokens { ids, trained }, origin)?;
+                Ok(Encoding::Truncated { example, was, lost_answer })
             }
         }
     }
@@ -194,9 +197,9 @@ impl<'a> Encoder<'a> {
     fn example(&self, tokens: Tokens, origin: &Origin) -> Result<Example, RowFault> {
         let example = Example { ids: tokens.ids, trained: tokens.trained, origin: origin.clone() };
         if example.num_trained() == 0 {
-            let why = match (example.ids.len(), self.options.train_on) {
+            let why = match (example.ids.len(), &self.options.train_on) {
                 (0 | 1, _) => "it is empty",
-                (_, TrainOn::Assistant) => "there is no trained token",
+                (_, TrainOn::Messages { .. }) => "there is no trained token",
                 (_, TrainOn::All) => "there is nothing to predict",
             };
             return Err(RowFault::new(RowFaultKind::NothingTrained, why));
@@ -227,6 +230,7 @@ impl<'a> Encoder<'a> {
             }
             ParsedRow::Pair { prompt, completion } => self.text(prompt, completion, budget),
             ParsedRow::Text(text) => self.text("", text, budget),
+            ParsedRow::Tokens { ids, trained } => Ok(Tokens { ids: ids.clone(), trained: trained.clone() }),
         }
     }
 
@@ -239,13 +243,15 @@ impl<'a> Encoder<'a> {
         let form = template.form(chat.tools.is_some()).map_err(refused)?;
         let messages = form.fit(chat.messages);
         let chat = ChatOfRow { messages: &messages, ..chat };
-        let all = self.options.train_on == TrainOn::All;
+        let train_on = &self.options.train_on;
+        let all = *train_on == TrainOn::All;
         let rendered = if all {
             let rendered = template.render_within(chat.messages, &chat.inputs(false), chat.budget);
             rendered.map(|whole| TrainedChat { text: whole.text, spans: Vec::new(), turns: Vec::new() })
         } else {
-            let counts = trained_messages(chat.messages, counts);
-            render_trained(template, chat, &counts, &self.special, &form.prompt)
+            let trained = &trained_messages(train_on, chat.messages, counts);
+            let (ends, special) = (train_on.ends(), &self.special[..]);
+            render_trained(template, chat, TrainedMessages { trained, ends, special, form })
         };
         let rendered = rendered.map_err(refused)?;
         if let Some(why) = coverage::empty_turn(chat.messages, &rendered) {
@@ -261,8 +267,8 @@ impl<'a> Encoder<'a> {
         } else {
             encoded.offsets.iter().map(|at| rendered.spans.iter().any(|span| overlaps(at, span))).collect()
         };
-        let ends_trained =
-            all || rendered.spans.last().is_some_and(|s| rendered.text[s.end..].trim().is_empty());
+        let reaches_end = rendered.spans.last().is_some_and(|s| rendered.text[s.end..].trim().is_empty());
+        let ends_trained = all || (reaches_end && train_on.ends() != TrainedEnds::None);
         Ok(self.with_eos(&rendered.text, encoded, trained, ends_trained))
     }
 
@@ -291,7 +297,10 @@ impl<'a> Encoder<'a> {
             let why = if prompt.is_empty() { "it is empty" } else { "its completion is empty" };
             return Err(RowFault::new(RowFaultKind::NothingTrained, why).into());
         }
-        if prompt.is_empty() || self.options.train_on == TrainOn::All {
+        let train_on = &self.options.train_on;
+        // A text without a prompt has nothing to mask.
+        let whole = prompt.is_empty() || (train_on.trains("user") && train_on.trains("assistant"));
+        if whole && train_on.ends() != TrainedEnds::None {
             // It may be a whole book: what its tokens cover is several times as large as they are.
             let encoded = self.tokenizer.encode_with_last_offsets(&text, true, budget);
             let encoded = encoded.map_err(|error| RowError::of(RowFaultKind::Unreadable, error))?;
@@ -299,9 +308,15 @@ impl<'a> Encoder<'a> {
             return Ok(self.with_eos(&text, encoded, trained, true));
         }
         let encoded = self.encoded(&text, true, budget)?;
-        let span = prompt.len()..text.len();
+        let span = match (train_on.trains("user"), train_on.trains("assistant")) {
+            _ if whole => 0..text.len(),
+            (true, _) => 0..prompt.len(),
+            (false, true) => prompt.len()..text.len(),
+            (false, false) => 0..0,
+        };
         let trained = encoded.offsets.iter().map(|at| overlaps(at, &span)).collect();
-        Ok(self.with_eos(&text, encoded, trained, true))
+        let ends_trained = span.end == text.len() && train_on.ends() != TrainedEnds::None;
+        Ok(self.with_eos(&text, encoded, trained, ends_trained))
     }
 
     fn encoded(&self, text: &str, add_special: bool, budget: &RowBudget) -> Result<Encoded, RowError> {
@@ -329,14 +344,19 @@ impl<'a> Encoder<'a> {
     }
 }
 
-/// Returns for each message whether it is trained: the assistant's for which `counts` is set, or all if it is empty.
-fn trained_messages(messages: &[Value], counts: &[bool]) -> Vec<bool> {
+/// Returns for each message whether it is trained: those that `train_on` names and for which `counts` is set, or all if it
+/// is empty.
+fn trained_messages(train_on: &TrainOn, messages: &[Value], counts: &[bool]) -> Vec<bool> {
     let counted = |index: usize| counts.get(index).copied().unwrap_or(true);
-    messages
-        .iter()
-        .enumerate()
-        .map(|(index, message)| message["role"] == "assistant" && counted(index))
-        .collect()
+    let is_trained = |(index, message): (usize, &Value)| {
+        train_on.trains(message["role"].as_str().unwrap_or_default()) && counted(index)
+    };
+    let mut trained: Vec<bool> = messages.iter().enumerate().map(is_trained).collect();
+    if let TrainOn::Messages { turns: TrainedTurns::Last, .. } = train_on {
+        let last = trained.iter().rposition(|trained| *trained);
+        trained.iter_mut().enumerate().for_each(|(index, trained)| *trained = Some(index) == last);
+    }
+    trained
 }
 
 /// Keys of messages that neither this program nor the template reads, as `messages.KEY`.

@@ -46,11 +46,18 @@ impl FileFormats {
         let mut found = Vec::new();
         // The rows of a file stand together.
         for rows in rows.chunk_by(|a, b| a.origin.file == b.origin.file) {
-            found.push((&rows[0].origin.file, detect(rows)?));
+            let detected = match rows[0].format {
+                None | Some(DataFormat::Auto) => detect(rows)?,
+                Some(format) => (format, format!("{format}: as its source says")),
+            };
+            found.push((&rows[0].origin.file, detected));
         }
         let first = found.first().map(|(_, (format, _))| *format);
         let why = if found.iter().all(|(_, (format, _))| Some(*format) == first) {
-            detect(rows)?.1
+            match rows[0].format {
+                None | Some(DataFormat::Auto) => detect(rows)?.1,
+                Some(_) => found[0].1.1.clone(),
+            }
         } else {
             let each = found.iter().map(|(file, (_, why))| format!("\n  {}: {why}", file.display()));
             format!("each file by its own rows:{}", each.collect::<String>())
@@ -61,7 +68,7 @@ impl FileFormats {
 
     /// The format of a row.
     pub(super) fn of(&self, row: &RawRow) -> DataFormat {
-        self.files.get(&row.origin.file).copied().unwrap_or(self.otherwise)
+        row.format.or_else(|| self.files.get(&row.origin.file).copied()).unwrap_or(self.otherwise)
     }
 
     /// The sentence that says which formats were found, and why.

@@ -10,12 +10,12 @@ use super::conversation::{Conversation, OPTIONS_KEY, SYSTEM_KEYS, TOOLS_KEYS, me
 use super::json_rows::json_type;
 use super::parsed_row::ParsedRow;
 use super::raw_rows::RawRow;
-use super::{RowFault, RowFaultKind};
+use super::{RowFault, RowFaultKind, token_rows};
 use crate::error::{Error, Result};
 use crate::recipe::enums::DataFormat;
 
 /// All formats a row can have, in the order in which its keys are looked at.
-const FORMATS: [DataFormat; 8] = [
+const FORMATS: [DataFormat; 9] = [
     DataFormat::Preference,
     DataFormat::Messages,
     DataFormat::Sharegpt,
@@ -24,6 +24,7 @@ const FORMATS: [DataFormat; 8] = [
     DataFormat::PromptCompletion,
     DataFormat::QuestionAnswer,
     DataFormat::Text,
+    DataFormat::Tokens,
 ];
 
 /// How rows of a format look.
@@ -46,6 +47,7 @@ impl RowFormat for DataFormat {
             DataFormat::PromptCompletion => "prompt, completion",
             DataFormat::QuestionAnswer => "question, answer",
             DataFormat::Text => "text",
+            DataFormat::Tokens => token_rows::IDS,
         }
     }
 
@@ -61,6 +63,7 @@ impl RowFormat for DataFormat {
             DataFormat::PromptCompletion => has("prompt") && (has("completion") || has("canonical_solution")),
             DataFormat::QuestionAnswer => has("question") && has("answer"),
             DataFormat::Text => has("text"),
+            DataFormat::Tokens => has(token_rows::IDS),
         }
     }
 }
@@ -123,6 +126,7 @@ fn keys_found(format: DataFormat, rows: &[RawRow]) -> String {
         DataFormat::Instruction => vec!["instruction", "context", "response"],
         DataFormat::Messages => vec!["messages", "tools", "label"],
         DataFormat::Preference => vec!["prompt", "messages", "conversations", "chosen", "rejected"],
+        DataFormat::Tokens => token_rows::KEYS.to_vec(),
         _ => format.keys().split(", ").collect(),
     };
     let row = rows.iter().find(|row| format.fits(&row.value));
@@ -152,6 +156,7 @@ fn used_keys(format: DataFormat) -> Vec<&'static str> {
         DataFormat::QuestionAnswer => [&["question", "context", "answer"], &SYSTEM_KEYS[..]].concat(),
         DataFormat::PromptCompletion => [&["prompt", "completion", "canonical_solution"], &chat[..]].concat(),
         DataFormat::Text => vec!["text"],
+        DataFormat::Tokens => token_rows::KEYS.to_vec(),
     }
 }
 
@@ -203,6 +208,7 @@ pub fn convert(row: &Map<String, Value>, format: DataFormat) -> Result<Option<Pa
         DataFormat::QuestionAnswer => task(row, "question", "context", "answer")?,
         DataFormat::PromptCompletion => prompt_completion(row)?,
         DataFormat::Text => ParsedRow::Text(text(row, "text")?),
+        DataFormat::Tokens => token_rows::read(row)?,
     };
     Ok(Some(record))
 }

@@ -125,7 +125,7 @@ fn parse_row(text: &TextFile<'_>, part: &JsonPart) -> Result<Result<RawRow, BadR
     let settled: Result<Map<String, Value>, String> =
         if parsed.has_marks { settle(value) } else { Ok(value) };
     Ok(match settled {
-        Ok(value) => Ok(RawRow { value, origin, document: false }),
+        Ok(value) => Ok(RawRow { value, origin, document: false, format: None }),
         Err(why) => Err(bad(why)),
     })
 }

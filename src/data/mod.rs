@@ -15,6 +15,7 @@
 //! | prompt_completion of messages | the template's text | refused | the completion's assistant turns |
 //! | preference | its chosen side, as the rows above | the same | the chosen answer |
 //! | text | text + EOS | the same | everything |
+//! | tokens | the tokens as they are | the same | what its labels and masks say |
 //!
 //! A row that cannot be used is never dropped in silence: it is a [`BadRow`] with file, line and reason, and
 //! [`OnBadRow`] decides whether it ends the run.
@@ -63,10 +64,13 @@ mod settle;
 mod spans;
 mod table_rows;
 mod table_values;
+mod taken_rows;
 mod template_child;
 mod template_engine;
+mod template_files;
 mod template_form;
 mod text_encoding;
+mod token_rows;
 mod tokenizer_child;
 mod tokenizer_outline;
 mod unpack;
@@ -83,13 +87,16 @@ pub use encode::Example;
 pub use parsed_row::ParsedRow;
 pub use report::DataReport;
 pub use sampler::{Cursor, Sampler, SamplerOptions};
-pub use source::Split;
+pub use source::{DataFile, Split};
+pub use taken_rows::{hold_out, take, weighted};
 pub use template::ChatTemplate;
+pub use template_files::stored_templates;
 pub use tokenizer::Tokenizer;
 
 use crate::error::{Error, ErrorCategory};
 pub use crate::ops::cross_entropy::IGNORE;
-use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow, TrainOn};
+use crate::recipe::TrainOn;
+use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow};
 
 /// How rows become examples; the keys of `[data]` that concern rows, and two facts about the model.
 #[derive(Debug, Clone)]
@@ -116,7 +123,7 @@ impl Default for DataOptions {
             format: DataFormat::Auto,
             split: Split::Train,
             max_seq_len: 2048,
-            train_on: TrainOn::Assistant,
+            train_on: TrainOn::default(),
             on_bad_row: OnBadRow::Stop,
             on_long_row: OnLongRow::Truncate,
             vocab_size: usize::MAX,
@@ -168,8 +175,6 @@ pub enum RowFaultKind {
     EmptyTurn,
     /// Nothing in it is trained.
     NothingTrained,
-    /// What is trained comes after `max_seq_len` tokens, where the row is cut.
-    CutAway,
     /// Longer than `max_seq_len`, with `on_long_row = "stop"`.
     TooLong,
 }
@@ -184,7 +189,6 @@ impl fmt::Display for RowFaultKind {
             RowFaultKind::Vocabulary => "token outside the vocabulary",
             RowFaultKind::EmptyTurn => "a trained turn that comes out empty",
             RowFaultKind::NothingTrained => "no trained token",
-            RowFaultKind::CutAway => "no trained token before data.max_seq_len",
             RowFaultKind::TooLong => "too long",
         })
     }

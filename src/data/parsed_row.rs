@@ -36,4 +36,11 @@ pub enum ParsedRow {
     },
     /// Text, all of it trained.
     Text(String),
+    /// Tokens as they are.
+    Tokens {
+        /// The token ids, without padding.
+        ids: Vec<u32>,
+        /// For each token, whether it is trained.
+        trained: Vec<bool>,
+    },
 }

@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use super::expansion::ExpansionBounds;
 use super::{BadRow, Origin};
+use crate::recipe::enums::DataFormat;
 
 /// One record of a data file.
 #[derive(Debug, Clone)]
@@ -18,6 +19,8 @@ pub struct RawRow {
     pub origin: Origin,
     /// Whether it is a whole text file, to be cut into chunks instead of shortened.
     pub document: bool,
+    /// The format that its source says it has.
+    pub format: Option<DataFormat>,
 }
 
 /// The rows of one path.

@@ -24,14 +24,20 @@ pub struct DataReport {
     pub why: String,
     /// What a person should know besides.
     pub notes: Vec<String>,
+    /// Sentences on what tokenizer and chat template make of all rows.
+    pub warnings: Vec<String>,
     /// Rows that cannot be used, by kind: how many, and the first of them.
     pub bad: BTreeMap<RowFaultKind, (usize, Vec<BadRow>)>,
     /// Rows left out because they are labelled as bad answers.
     pub left_out: usize,
     /// Rows cut to `max_seq_len`.
     pub truncated: usize,
+    /// Those of them whose answer lost its end.
+    pub cut_answers: usize,
     /// Rows left out for their length.
     pub dropped: usize,
+    /// Rows left out because their answer begins where they are cut.
+    pub cut_away: usize,
     /// Rows whose text was cut into several examples.
     pub chunked: usize,
     /// Tokens of the longest row before it was cut, and where it is.
@@ -72,12 +78,17 @@ impl DataReport {
                 let was = examples.iter().map(|example| example.ids.len()).sum();
                 (examples, was)
             }
-            Encoding::Truncated { example, was } => {
+            Encoding::Truncated { example, was, lost_answer } => {
                 self.truncated += 1;
+                self.cut_answers += usize::from(lost_answer);
                 (vec![example], was)
             }
             Encoding::Dropped { was } => {
                 self.dropped += 1;
+                (Vec::new(), was)
+            }
+            Encoding::CutAway { was } => {
+                self.cut_away += 1;
                 (Vec::new(), was)
             }
             Encoding::LeftOut => {
@@ -115,14 +126,23 @@ impl fmt::Display for DataReport {
         if let Some((longest, origin)) = &self.longest {
             write!(f, "\nlongest row: {longest} tokens ({origin})")?;
         }
+        if self.truncated > 0 {
+            write!(f, "\n{} rows cut to data.max_seq_len", self.truncated)?;
+        }
+        if self.cut_answers > 0 {
+            write!(f, ", {} of them within the answer, whose end they do not teach", self.cut_answers)?;
+        }
         let counts = [
-            (self.truncated, "rows cut to data.max_seq_len"),
             (self.dropped, "rows dropped for their length"),
+            (self.cut_away, "rows left out: their answer begins after data.max_seq_len tokens"),
             (self.chunked, "texts cut into chunks"),
             (self.left_out, "rows left out for their label"),
         ];
         for (count, what) in counts.into_iter().filter(|(count, _)| *count > 0) {
             write!(f, "\n{count} {what}")?;
+        }
+        for warning in &self.warnings {
+            write!(f, "\nwarning: {warning}")?;
         }
         write!(f, "{}", self.note_counts)?;
         for (kind, (count, rows)) in &self.bad {

@@ -29,6 +29,27 @@ pub enum Split {
     Train,
     /// Files named for validation, else for test; all files when none is named for a split.
     Eval,
+    /// Files named for validation.
+    Validation,
+    /// Files named for test.
+    Test,
+}
+
+impl Split {
+    /// The split of files that `name` means.
+    ///
+    /// # Errors
+    /// The user's: files have no such split.
+    pub fn named(name: &str) -> Result<Self> {
+        match name {
+            "train" => Ok(Split::Train),
+            "validation" => Ok(Split::Validation),
+            "test" => Ok(Split::Test),
+            _ => Err(Error::user(format!("cannot read the split \"{name}\""))
+                .because("accepted: train, validation, test")
+                .hint("of a data set on the hub, write `id:configuration/split`")),
+        }
+    }
 }
 
 /// Reads a data file, or all data files of a folder in the order of their names.
@@ -157,6 +178,8 @@ fn choose(
     let wanted: &[SplitName] = match split {
         Split::Train => &[SplitName::Train],
         Split::Eval => &[SplitName::Validation, SplitName::Test],
+        Split::Validation => &[SplitName::Validation],
+        Split::Test => &[SplitName::Test],
     };
     for named in wanted {
         let chosen: Vec<PathBuf> =
@@ -172,6 +195,11 @@ fn choose(
             }
             return Ok(chosen);
         }
+    }
+    if matches!(split, Split::Validation | Split::Test) {
+        return Err(Error::user(format!("cannot find the split in {}", folder.display()))
+            .because(format!("none of its files is named for {}", wanted[0].name()))
+            .hint("remove `split`, or name the file"));
     }
     if split == Split::Eval && files.iter().any(|path| SplitName::of(folder, path).is_some()) {
         return Err(Error::user(format!("cannot find evaluation rows in {}", folder.display()))

@@ -1,6 +1,6 @@
-//! The parts of a rendered chat that the assistant wrote.
+//! The parts of a rendered chat that are trained: what the assistant wrote, or messages of other roles.
 //!
-//! If the template marks them with `{% generation %}`, those are the parts. Else each turn is found in the rendering
+//! If the template marks what the assistant wrote with `{% generation %}`, those are the parts. Else each turn is found in the rendering
 //! of the *whole* chat, since templates render a turn by its place (Qwen3 and R1 drop earlier reasoning): what stands in the
 //! whole chat is what is trained.
 //!
@@ -11,7 +11,11 @@
 //!
 //! The beginning: the chat before the turn, rendered with the generation prompt, is how the whole chat begins. Where that
 //! differs (a prompt that opens a thought which the turn does not have), the longest beginning of the prompt that stands
-//! before the turn's text is its header.
+//! before the turn's text is its header. Of a message of another role the text is trained, without a header, and the special
+//! token right after it.
+//!
+//! The end of a turn as [`TrainedEnds`] means it: the special token, or the text that ends each answer, with which its bytes
+//! end.
 
 use std::ops::Range;
 
@@ -19,8 +23,9 @@ use serde_json::{Value, json};
 
 use super::child_pool::RowBudget;
 use super::template::{ChatTemplate, TemplateInputs};
-use super::template_form::MARK;
+use super::template_form::{MARK, TemplateForm};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::recipe::TrainedEnds;
 
 const HINT: &str =
     "give a template with {% generation %} tags in `data.chat_template`, or write `data.train_on = \"all\"`";
@@ -52,35 +57,63 @@ pub(super) struct TrainedChat {
     pub(super) turns: Vec<(usize, Range<usize>)>,
 }
 
-/// Renders a chat and finds the text of the assistant's messages that `trained`, which has a value for each message, names.
-///
-/// `special` holds the texts of the tokenizer's special tokens, none of them empty, and `prompt` the text that asks the
-/// assistant to write.
+/// The messages of a chat that are trained, and what tells their places.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TrainedMessages<'a> {
+    /// A value for each message.
+    pub(super) trained: &'a [bool],
+    pub(super) ends: TrainedEnds,
+    /// The texts of the tokenizer's special tokens, none of them empty.
+    pub(super) special: &'a [&'a str],
+    pub(super) form: &'a TemplateForm,
+}
+
+/// Renders a chat and finds the text of the messages that are `trained`.
 ///
 /// # Errors
 /// When the template refuses the chat, or its turns cannot be told apart.
 pub(super) fn render_trained(
     template: &ChatTemplate,
     chat: ChatOfRow<'_>,
-    trained: &[bool],
-    special: &[&str],
-    prompt: &str,
+    trained: TrainedMessages<'_>,
 ) -> Result<TrainedChat> {
     let whole = template.render_within(chat.messages, &chat.inputs(false), chat.budget)?;
-    let turns: Vec<usize> = (0..chat.messages.len()).filter(|turn| trained[*turn]).collect();
-    if template.marks_generation() {
-        let assistant = |turn: &usize| chat.messages[*turn]["role"] == "assistant";
+    let (TrainedMessages { special, form, ends, .. }, text) = (trained, whole.text.clone());
+    let search = TurnSearch { template, chat, special, prompt: &form.prompt, whole: &text };
+    let turns: Vec<usize> = (0..chat.messages.len()).filter(|turn| trained.trained[*turn]).collect();
+    let assistant = |turn: &usize| chat.messages[*turn]["role"] == "assistant";
+    let mut found = if template.marks_generation() && turns.iter().all(assistant) {
         let all: Vec<usize> = (0..chat.messages.len()).filter(assistant).collect();
-        return marked(whole.text, whole.spans, &all, &turns);
+        marked(whole.text, whole.spans, &all, &turns)?
+    } else {
+        let turns = search.spans(&turns)?;
+        let spans = turns.iter().map(|(_, span)| span.clone()).collect();
+        TrainedChat { text: whole.text, spans, turns }
+    };
+    let without_end = |span: &mut Range<usize>| span.end -= end_len(&text[span.clone()], special, &form.end);
+    match ends {
+        TrainedEnds::Turn => {}
+        TrainedEnds::None => found.spans.iter_mut().for_each(without_end),
+        TrainedEnds::Last => found.spans.iter_mut().rev().skip(1).for_each(without_end),
+        TrainedEnds::All => {
+            let others = (0..chat.messages.len()).filter(|turn| !trained.trained[*turn]);
+            for span in
+                others.map(|turn| search.text_span(turn)).collect::<Result<Vec<_>>>()?.into_iter().flatten()
+            {
+                found.spans.push(span.end - end_len(&text[span.clone()], special, &form.end)..span.end);
+            }
+            found.spans.sort_by_key(|span| span.start);
+        }
     }
-    let search = TurnSearch { template, chat, special, prompt, whole: &whole.text };
-    let mut found: Vec<(usize, Range<usize>)> = Vec::new();
-    for turn in turns {
-        let after = found.last().map_or(0, |(_, last)| last.end);
-        found.push((turn, search.span(turn, after)?));
-    }
-    let spans = found.iter().map(|(_, span)| span.clone()).collect();
-    Ok(TrainedChat { text: whole.text, spans, turns: found })
+    Ok(found)
+}
+
+/// The number of bytes at the end of a turn's text that end it: a special token, or `end`, which ends each answer.
+fn end_len(turn: &str, special: &[&str], end: &str) -> usize {
+    let text = turn.trim_end();
+    let ends =
+        special.iter().copied().chain([end.trim()]).filter(|end| !end.is_empty() && text.ends_with(end));
+    ends.map(|end| turn.len() - (text.len() - end.len())).max().unwrap_or(0)
 }
 
 /// The spans that tags mark, of the turns that are `trained` among `all` of the assistant.
@@ -128,7 +161,40 @@ impl TurnSearch<'_> {
         }
     }
 
-    /// The bytes of `turn`, none of which are before `least`.
+    /// The bytes of each of `turns`.
+    fn spans(&self, turns: &[usize]) -> Result<Vec<(usize, Range<usize>)>> {
+        let (mut found, mut after) = (Vec::new(), 0);
+        for turn in turns {
+            if self.chat.messages[*turn]["role"] == "assistant" {
+                let span = self.span(*turn, after)?;
+                after = span.end;
+                found.push((*turn, span));
+            } else {
+                found.extend(self.text_span(*turn)?.map(|span| (*turn, span)));
+            }
+        }
+        Ok(found)
+    }
+
+    /// The bytes of a message's text and of the special token right after it; none where the template prints no text of it.
+    fn text_span(&self, turn: usize) -> Result<Option<Range<usize>>> {
+        let mark = self.mark();
+        let mut messages = self.chat.messages.to_vec();
+        messages[turn] = marked_message(&messages[turn], &mark);
+        let Some(replaced) = self.try_render(&messages, false)? else { return Ok(None) };
+        let (Some(first), Some(last)) = (replaced.find(&mark), replaced.rfind(&mark)) else {
+            return Ok(None);
+        };
+        let after = &replaced[last + mark.len()..];
+        if !self.whole.ends_with(after) {
+            return Err(ambiguous(turn, "what follows the turn depends on what the turn says"));
+        }
+        let end = self.whole.len() - after.len();
+        let start = common_prefix(self.whole, &replaced[..first]).min(end);
+        Ok(Some(start..end + self.leading_special(after).unwrap_or(0)))
+    }
+
+    /// The bytes of `turn`, which the assistant wrote, none of which are before `least`.
     fn span(&self, turn: usize, least: usize) -> Result<Range<usize>> {
         let mark = self.mark();
         let with_marks = marked_message(&self.chat.messages[turn], &mark);
@@ -220,6 +286,10 @@ impl TurnSearch<'_> {
             return Ok(prompt.len() + if header { self.prompt.len() } else { 0 });
         }
         let before = &self.whole[least..text_start];
+        if self.prompt.is_empty() {
+            // Nothing asks the assistant to write: it goes on after what stands before its text.
+            return Ok(least + before.trim_end().len());
+        }
         let header = self
             .beginnings_of_prompt()
             .into_iter()

@@ -93,7 +93,7 @@ pub(super) fn read(file: &Arc<Path>, opened: File, kind: TableKind, source: &mut
         bounds.count(row.as_ref().map_or(size, |row| size.max(row_bytes(row))))?;
         let origin = Origin { file: file.clone(), place: RowOrigin::Row(index) };
         match row {
-            Ok(value) => source.rows.push(RawRow { value, origin, document: false }),
+            Ok(value) => source.rows.push(RawRow { value, origin, document: false, format: None }),
             Err(why) => {
                 source.bad.push(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) });
             }

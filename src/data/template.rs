@@ -10,12 +10,11 @@
 //! A template is a program from the internet: [`super::template_engine`] bounds what it does, and the binary parses and
 //! renders it in a process of its own (see [`super::template_child`]), which bounds the rest.
 
-use std::io;
 use std::ops::Range;
-use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
 
 use chrono::{DateTime, FixedOffset};
+use regex::Regex;
 
 use super::child_pool::RowBudget;
 use super::jinja::{GENERATION_MARKS, mark_generation};
@@ -23,18 +22,26 @@ use super::sandbox::{self, ChildEnd};
 use super::template_child::RenderingChildren;
 pub use super::template_engine::TemplateInputs;
 use super::template_engine::{CLOCK, TemplateEngine, TemplateSource};
+use super::template_files::{first_difference, stored_templates, with_line_feeds};
 use super::template_form::TemplateForm;
 use super::tokenizer::Tokenizer;
 use super::wire;
 use crate::clock;
-use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
+use crate::recipe::Template;
 
 const OPEN: char = GENERATION_MARKS[0];
 const CLOSE: char = GENERATION_MARKS[1];
 
+/// A text that names a role or ends a turn, and should be one token.
+static MARKER: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>").expect("a pattern"));
+
 /// Bytes of a template file.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
+
+/// The name of the template that serves all chats but those with tools.
+const DEFAULT: &str = "default";
 
 /// A rendered chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,6 +58,8 @@ pub struct ChatTemplate {
     renderer: TemplateRenderer,
     marks: bool,
     asks_for_date: bool,
+    /// The template of the recipe, if it is that one.
+    given: Option<Template>,
     /// The forms that the template for chats without tools reads, and those of the template for chats with tools.
     forms: [OnceLock<TemplateForm>; 2],
 }
@@ -86,15 +95,14 @@ impl TemplateRenderer {
 }
 
 impl ChatTemplate {
-    /// The template of the tokenizer's folder, or `given` (Jinja text or the path of a file) instead; `None` when
-    /// there is neither.
+    /// The template of the tokenizer's folder, or `given` instead; `None` when there is neither.
     ///
     /// # Errors
     /// When a template cannot be read or does not parse.
-    pub fn load(tokenizer: &Tokenizer, given: Option<&str>) -> Result<Option<Self>> {
+    pub fn load(tokenizer: &Tokenizer, given: Option<&Template>) -> Result<Option<Self>> {
         let templates = match given {
-            Some(given) => vec![("default".to_owned(), text_or_file(given)?)],
-            None => in_folder(tokenizer)?,
+            Some(given) => vec![(DEFAULT.to_owned(), given.text.clone())],
+            None => stored_templates(tokenizer)?,
         };
         if templates.is_empty() {
             return Ok(None);
@@ -103,7 +111,32 @@ impl ChatTemplate {
             Some(_) => "cannot use `data.chat_template`".to_owned(),
             None => format!("cannot use the tokenizer in {}", tokenizer.folder().display()),
         };
-        Self::new(templates, tokenizer.named_tokens(), clock::now()).during(place).map(Some)
+        let template = Self::new(templates, tokenizer.named_tokens(), clock::now()).during(place)?;
+        Ok(Some(ChatTemplate { given: given.cloned(), ..template }))
+    }
+
+    /// The template of the recipe, if it is that one and not the tokenizer's own.
+    pub fn given(&self) -> Option<&Template> {
+        self.given.as_ref()
+    }
+
+    /// The template in words: where it comes from.
+    pub fn described(&self) -> String {
+        match &self.given {
+            None => "the tokenizer's own".to_owned(),
+            Some(Template { name: Some(name), .. }) => format!("`{name}`"),
+            Some(_) => "`data.chat_template`".to_owned(),
+        }
+    }
+
+    /// The difference between the template of the recipe and the one that the folder of `tokenizer` has for all chats; none
+    /// where they are the same, or one of them is not there.
+    pub fn difference_from_own(&self, tokenizer: &Tokenizer) -> Option<String> {
+        let given = self.given.as_ref()?;
+        let own = stored_templates(tokenizer).ok()?;
+        let (_, own) = own.iter().find(|(name, _)| name == DEFAULT).or(own.first())?;
+        let (line, [there, here]) = first_difference(own, &given.text)?;
+        Some(format!("they differ in line {line}: {there:?} there, {here:?} in {}", self.described()))
     }
 
     /// Whether so many chats ended the template's process that no more are rendered.
@@ -117,7 +150,7 @@ impl ChatTemplate {
     /// When it does not parse.
     pub fn from_text(text: &str, tokens: &[(&str, &str)]) -> Result<Self> {
         let tokens = tokens.iter().map(|(name, token)| ((*name).to_owned(), (*token).to_owned()));
-        Self::new(vec![("default".to_owned(), text.to_owned())], tokens, clock::now())
+        Self::new(vec![(DEFAULT.to_owned(), text.to_owned())], tokens, clock::now())
     }
 
     fn new(
@@ -144,7 +177,7 @@ impl ChatTemplate {
         }
         let tokens = tokens.into_iter().collect();
         let renderer = TemplateRenderer::new(TemplateSource { templates: marked, tokens, now })?;
-        Ok(ChatTemplate { renderer, marks, asks_for_date, forms: Default::default() })
+        Ok(ChatTemplate { renderer, marks, asks_for_date, given: None, forms: Default::default() })
     }
 
     /// The same template with another moment for `strftime_now`.
@@ -193,6 +226,43 @@ impl ChatTemplate {
             }
         })?;
         Ok(known.get_or_init(|| form))
+    }
+
+    /// Returns the token that ends the assistant's turn, where that is one special token.
+    ///
+    /// # Errors
+    /// As [`Self::form`].
+    pub fn turn_end(&self, tokenizer: &Tokenizer) -> Result<Option<u32>> {
+        let end = self.form(false)?.end.trim_start();
+        let tokens = tokenizer.special_texts().filter(|token| !token.is_empty() && end.starts_with(*token));
+        Ok(tokens.max_by_key(|token| token.len()).and_then(|token| tokenizer.token_id(token)))
+    }
+
+    /// Returns a warning if markers of turns, such as `<|im_start|>`, are several tokens of `tokenizer`.
+    ///
+    /// # Errors
+    /// As [`Self::form`]. The user's: the tokenizer cannot encode them.
+    pub(super) fn split_markers(&self, tokenizer: &Tokenizer) -> Result<Option<String>> {
+        let form = self.form(false)?;
+        let mut split: Vec<(&str, usize)> = Vec::new();
+        for text in [&form.prompt, &form.end] {
+            for marker in MARKER.find_iter(text).map(|found| found.as_str()) {
+                let tokens = tokenizer.encode(marker, false)?.len();
+                if tokens > 1 && !split.iter().any(|(known, _)| *known == marker) {
+                    split.push((marker, tokens));
+                }
+            }
+        }
+        let shown: Vec<String> =
+            split.iter().map(|(marker, tokens)| format!("`{marker}` is {tokens}")).collect();
+        let markers: Vec<&str> = split.iter().map(|(marker, _)| *marker).collect();
+        Ok((!split.is_empty()).then(|| {
+            format!(
+                "markers of the chat template are several tokens here ({}), which other programs may not read as turns; \
+                 write `model.new_tokens = {markers:?}` to make each one token",
+                shown.join(", ")
+            )
+        }))
     }
 
     /// Returns whether a text of the template names `key`.
@@ -264,7 +334,7 @@ impl ChatTemplate {
         let names: Vec<&str> =
             self.renderer.source().templates.iter().map(|(name, _)| name.as_str()).collect();
         let find = |wanted: &str| names.iter().copied().find(|name| *name == wanted);
-        let chosen = tools.then(|| find("tool_use")).flatten().or_else(|| find("default"));
+        let chosen = tools.then(|| find("tool_use")).flatten().or_else(|| find(DEFAULT));
         match (chosen, &names[..]) {
             (Some(name), _) => Ok(name),
             (None, [name]) => Ok(*name),
@@ -273,11 +343,6 @@ impl ChatTemplate {
                 .hint("write `data.chat_template`, the path of the one to use")),
         }
     }
-}
-
-/// A template with the line ends that Jinja gives it before it reads it.
-fn with_line_feeds(text: String) -> String {
-    if text.contains('\r') { text.replace("\r\n", "\n").replace('\r', "\n") } else { text }
 }
 
 /// Takes the marks out of a rendered text.
@@ -308,68 +373,4 @@ fn unmark(marked: String) -> Result<Rendered> {
         None => Ok(Rendered { text, spans }),
         Some(_) => Err(Error::user("a generation block does not end")),
     }
-}
-
-/// The templates of a tokenizer's folder; a file wins over tokenizer_config.json.
-fn in_folder(tokenizer: &Tokenizer) -> Result<Vec<(String, String)>> {
-    let mut templates: Vec<(String, String)> = Vec::new();
-    let file = tokenizer.folder().join("chat_template.jinja");
-    if file.is_file() {
-        templates.push(("default".to_owned(), read(&file)?));
-        let more = tokenizer.folder().join("additional_chat_templates");
-        if more.is_dir() {
-            let cannot = |e: io::Error| Error::io("list the chat templates in", &more, &e);
-            for entry in std::fs::read_dir(&more).map_err(cannot)? {
-                let path = entry.map_err(cannot)?.path();
-                if path.extension().is_some_and(|e| e == "jinja")
-                    && let Some(name) = path.file_stem().and_then(|n| n.to_str())
-                {
-                    templates.push((name.to_owned(), read(&path)?));
-                }
-            }
-            templates.sort();
-        }
-        return Ok(templates);
-    }
-    let bad = |why: &str| {
-        Error::user(format!(
-            "cannot use `chat_template` of {}",
-            tokenizer.folder().join("tokenizer_config.json").display()
-        ))
-        .because(why)
-    };
-    match tokenizer.config().get("chat_template") {
-        None | Some(serde_json::Value::Null) => {}
-        Some(serde_json::Value::String(text)) => templates.push(("default".to_owned(), text.clone())),
-        Some(serde_json::Value::Array(named)) => {
-            for entry in named {
-                match (entry["name"].as_str(), entry["template"].as_str()) {
-                    (Some(name), Some(text)) => templates.push((name.to_owned(), text.to_owned())),
-                    _ => return Err(bad("its list holds an entry without `name` and `template`")),
-                }
-            }
-        }
-        Some(serde_json::Value::Object(named)) => {
-            for (name, template) in named {
-                match template.as_str() {
-                    Some(text) => templates.push((name.clone(), text.to_owned())),
-                    None => return Err(bad(&format!("its template `{name}` is not a text"))),
-                }
-            }
-        }
-        Some(_) => return Err(bad("it is neither a text nor a list or object of named templates")),
-    }
-    Ok(templates)
-}
-
-fn text_or_file(given: &str) -> Result<String> {
-    if given.contains("{{") || given.contains("{%") {
-        return Ok(given.to_owned());
-    }
-    read(Path::new(given))
-        .map_err(|error| error.hint("`data.chat_template` is Jinja text or the path of a file"))
-}
-
-fn read(path: &Path) -> Result<String> {
-    input_file::read_text("read the chat template", path)
 }

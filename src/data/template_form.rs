@@ -56,6 +56,8 @@ pub(super) struct TemplateForm {
     tools: bool,
     /// The text with which the template asks the assistant to write, after a user's message.
     pub(super) prompt: String,
+    /// The text that follows the assistant's answer to a user's message.
+    pub(super) end: String,
 }
 
 /// Renders messages with tools, with the generation prompt or without; none where the template refuses them.
@@ -89,7 +91,10 @@ impl TemplateForm {
             calls: false,
             tools: false,
             prompt,
+            end: String::new(),
         };
+        let answered = render(&form.fit(&chat_with("assistant", Value::from(MARK))), None, false)?;
+        form.end = answered.and_then(|text| Some(text.rsplit_once(MARK)?.1.to_owned())).unwrap_or_default();
         form.arguments = ArgumentForms {
             object: form.prints_arguments(render, json!({MARK: MARK}))?,
             text: form.prints_arguments(render, Value::String(json!({MARK: MARK}).to_string()))?,
@@ -126,6 +131,7 @@ impl TemplateForm {
             calls: true,
             tools: true,
             prompt: String::new(),
+            end: String::new(),
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]: `resolve` finds and decides, `parallel` and
 //! `fit` choose strategy and recomputing by the memory that `memory` works out, `loss_path` how the loss goes through the output layer, `micro_batch` the size of micro-batches, `run_params` lists parameters, `written_bytes` what a run writes, `method` and `describe` put it into words,
-//! `changes` lists what would make a run smaller, `memory_check` refuses what no memory holds, `warnings` says what is no
+//! `changes` lists what would make a run smaller, `memory_check` refuses what no memory holds, `warnings` and `unlearnable_ends` say what is no
 //! error, `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
 //! another or the machine. What brings a plan to life is in `run`.
 
@@ -23,6 +23,7 @@ mod resolve;
 mod run_params;
 mod schedule;
 mod traffic;
+mod unlearnable_ends;
 mod warnings;
 mod written_bytes;
 

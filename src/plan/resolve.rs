@@ -18,7 +18,7 @@ use super::run_params::ParamCache;
 use crate::adapter::{self, LowRankFactors};
 use crate::checkpoint::SavedCheckpoint;
 use crate::collective::Phase;
-use crate::data::{Dataset, Sampler, SamplerOptions, Split};
+use crate::data::{Dataset, Sampler, SamplerOptions};
 use crate::error::Result;
 use crate::model::ModelConfig;
 use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute};
@@ -94,9 +94,8 @@ impl Plan {
         let named = (base.found.id.as_str(), &base.config);
         let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
-        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
-        let train = rows.load(&recipe.data.train, Split::Train, finder)?;
-        let held_out = rows.load_if_any(&recipe.data.eval, Split::Eval, finder)?;
+        let rows = base.dataset_loader(tokenizer, &recipe.data)?.at(now);
+        let (train, held_out) = rows.load_run(&recipe.data, recipe.train.seed, finder)?;
         let params = ParamCache::default();
         let inputs = StepInputs {
             base: &base,

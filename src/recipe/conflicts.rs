@@ -208,6 +208,20 @@ fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     }
 }
 
+fn held_out(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    let Some(size) = recipe.data.eval_split else { return };
+    let mut conflict = |text: String, hint: String| {
+        found.push(KeyConflict { section: "data", key: "eval_split", text, hint });
+    };
+    if !recipe.data.eval.is_empty() {
+        conflict("has no effect beside `data.eval`".into(), "remove one of the two".into());
+    }
+    if size >= 1.0 && size.fract() != 0.0 {
+        let text = format!("is {size}; accepted: a share below 1, a whole number of rows");
+        conflict(text, format!("write `eval_split = {}`", size.round()));
+    }
+}
+
 fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let parallel = &recipe.parallel;
     if parallel.shard_size.is_some() && parallel.strategy != Strategy::Hsdp {
@@ -226,12 +240,13 @@ fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             hint: "write `offload = \"params\"`, or remove `offload_folder`".into(),
         });
     }
-    if recipe.eval.steps.is_some() && recipe.data.eval.is_empty() {
+    held_out(recipe, found);
+    if recipe.eval.steps.is_some() && recipe.data.eval.is_empty() && recipe.data.eval_split.is_none() {
         found.push(KeyConflict {
             section: "eval",
             key: "steps",
-            text: "has no effect without `data.eval`".into(),
-            hint: "add `--eval-dataset DATASET`".into(),
+            text: "has no effect without `data.eval` or `data.eval_split`".into(),
+            hint: "add `--eval-dataset DATASET`, or write `data.eval_split = 0.05`".into(),
         });
     }
     let mut seen = HashSet::new();

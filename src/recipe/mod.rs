@@ -10,14 +10,17 @@
 
 mod addresses;
 mod builtin;
+mod chat_templates;
 mod conflicts;
 mod difference;
 mod layers;
 mod render;
+mod row_source;
 mod schema;
 mod sections;
 mod source;
 mod suggest;
+mod train_on;
 mod value;
 mod webhook;
 
@@ -28,9 +31,10 @@ pub use finetune_compute::recipe::enums;
 pub use finetune_compute::recipe::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
     ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
-    SchedulerKind, StateDtype, Strategy, TrainOn,
+    SchedulerKind, StateDtype, Strategy,
 };
 pub use layers::{Purpose, RecipeLayers};
+pub use row_source::RowSource;
 pub use sections::{
     AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LEAST_SEQ_LEN, LogSection,
     MOST_ACCUMULATION, ModelSection, OptimizerSection, ParallelSection, ProfileSection, QuantizationSection,
@@ -38,6 +42,7 @@ pub use sections::{
 };
 pub use source::{DataSource, Folder, Template};
 pub(crate) use suggest::nearest;
+pub use train_on::{TrainOn, TrainedEnds, TrainedTurns};
 pub use value::{AutoOr, Patterns, TargetModules};
 pub use webhook::{AlertProgram, WebhookSource};
 

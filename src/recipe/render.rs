@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn values_by_key_are_those_of_the_text() {
         let mut recipe = Recipe::complete();
-        recipe.data.chat_template = Some(crate::recipe::Template("[a]\nb = \"c\" = 1".into()));
+        recipe.data.chat_template = Some(crate::recipe::Template::of_text("[a]\nb = \"c\" = 1"));
         recipe.optimizer.learning_rate = Some(2e-4);
         let values = values(&recipe);
         assert_eq!(values["data.chat_template"], r#""[a]\nb = \"c\" = 1""#);

@@ -6,10 +6,12 @@ use super::addresses::{ListenAddress, ServerUrl};
 use super::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
     ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
-    SchedulerKind, StateDtype, Strategy, TrainOn,
+    SchedulerKind, StateDtype, Strategy,
 };
+use super::row_source::RowSource;
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
+use super::train_on::TrainOn;
 use super::value::Bounds::{Above, AtLeast, Between, FromToBelow, OneOf};
 use super::value::{AutoOr, Patterns, TargetModules};
 use super::webhook::{AlertProgram, WebhookSource};
@@ -91,10 +93,13 @@ section! {
 section! {
     /// What the model learns from.
     pub struct DataSection "data" {
-        /// Files, folders or hub data sets to train on. `--dataset` sets it.
-        train: Vec<DataSource> = Vec::new();
+        /// Files, folders or hub data sets to train on, or tables (`[[data.train]]`) of `path` and, where they are needed,
+        /// `format`, `columns`, `prompt_template`, `system`, `weight`, `limit`, `split`. `--dataset` sets it.
+        train: Vec<RowSource> = Vec::new();
         /// The same, held out for evaluation. `--eval-dataset` sets it.
-        eval: Vec<DataSource> = Vec::new();
+        eval: Vec<RowSource> = Vec::new();
+        /// Training rows to hold out for evaluation instead: a share below 1, or a number of rows.
+        eval_split: Option<f64> = None, Above(0.0);
         /// What a row looks like; auto: recognised, and said.
         format: DataFormat = DataFormat::Auto;
         /// Tokens of a row at most.
@@ -103,9 +108,11 @@ section! {
         packing: bool = true;
         /// A new order each epoch, from the seed; else file order.
         shuffle: bool = true;
-        /// Tokens that count in the loss. Plain text has nothing to mask.
-        train_on: TrainOn = TrainOn::Assistant;
-        /// A chat template, as Jinja text or its file; default: the tokenizer's own.
+        /// Tokens that count in the loss: the assistant's, all, those of its last turn, or those of some roles; `turns` ("all",
+        /// "last") and `ends` ("turn", "all", "last", "none": the tokens that end messages) say more. Plain text has nothing
+        /// to mask.
+        train_on: TrainOn = TrainOn::default();
+        /// A chat template, as Jinja text, its file or its name, such as "chatml"; default: the tokenizer's own.
         chat_template: Option<Template> = None;
         /// What happens to a row that cannot be used.
         on_bad_row: OnBadRow = OnBadRow::Stop;

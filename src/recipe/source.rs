@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 
 use toml::Value;
 
-use super::value::{Setting, ValueRefusal, read_list};
+use super::chat_templates;
+use super::value::{Setting, ValueRefusal};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::private_file::without_user;
@@ -103,25 +104,6 @@ impl Setting for DataSource {
     }
 }
 
-impl Setting for Vec<DataSource> {
-    fn accepted() -> String {
-        "a list of paths and hub ids".into()
-    }
-
-    /// One text stands for a list of one, so that `--set data.train=rows.jsonl` works.
-    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
-        match value {
-            Value::Array(list) => read_list(list, folder),
-            Value::String(_) => DataSource::read(value, folder).map(|source| vec![source]),
-            _ => Err(ValueRefusal::Shape),
-        }
-    }
-
-    fn write(&self) -> Option<Value> {
-        Some(Value::Array(self.iter().filter_map(Setting::write).collect()))
-    }
-}
-
 /// A folder that exists; absolute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Folder(pub PathBuf);
@@ -149,13 +131,26 @@ impl Setting for Folder {
     }
 }
 
-/// The text of a chat template, read from its file where one was named.
+/// A chat template: Jinja text, the text of a file, or a template inside the binary.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Template(pub String);
+pub struct Template {
+    /// The Jinja text.
+    pub text: String,
+    /// The name of the template inside the binary, if it is one.
+    pub name: Option<String>,
+}
+
+impl Template {
+    /// A template of the Jinja text `text`.
+    pub fn of_text(text: impl Into<String>) -> Self {
+        Template { text: text.into(), name: None }
+    }
+}
 
 impl Setting for Template {
     fn accepted() -> String {
-        "Jinja text, a file that holds it".into()
+        let names: Vec<&str> = chat_templates::names().collect();
+        format!("Jinja text, a file that holds it, a name ({})", names.join(", "))
     }
 
     fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
@@ -164,19 +159,23 @@ impl Setting for Template {
             return Err(ValueRefusal::Empty);
         }
         if is_jinja(text) {
-            return Ok(Template(text.to_owned()));
+            return Ok(Template::of_text(text));
+        }
+        if let Some(named) = chat_templates::named(text) {
+            return Ok(Template { text: named.to_owned(), name: Some(text.to_owned()) });
         }
         let path = absolute(text, folder)?;
         let refuse = |why: String| Err(ValueRefusal::Unusable(why));
         match input_file::read_text("read", &path) {
-            Ok(jinja) if is_jinja(&jinja) => Ok(Template(jinja)),
+            Ok(jinja) if is_jinja(&jinja) => Ok(Template::of_text(jinja)),
             Ok(_) => refuse(format!("{} holds no `{{{{` and no `{{%`", path.display())),
-            Err(error) => refuse(error.in_one_line()),
+            Err(error) if text.contains(['/', '.']) => refuse(error.in_one_line()),
+            Err(error) => refuse(format!("{}; accepted: {}", error.in_one_line(), Self::accepted())),
         }
     }
 
     fn write(&self) -> Option<Value> {
-        Some(Value::String(self.0.clone()))
+        Some(Value::String(self.name.as_ref().unwrap_or(&self.text).clone()))
     }
 }
 
@@ -276,8 +275,13 @@ mod tests {
         std::fs::write(folder.path().join("chat.jinja"), "{{ messages }}").unwrap();
         std::fs::write(folder.path().join("plain"), "hello").unwrap();
         let read = |text: &str| Template::read(&Value::String(text.into()), folder.path());
-        assert_eq!(read("{% if x %}").unwrap().0, "{% if x %}");
-        assert_eq!(read("chat.jinja").unwrap().0, "{{ messages }}");
+        assert_eq!(read("{% if x %}").unwrap().text, "{% if x %}");
+        assert_eq!(read("chat.jinja").unwrap().text, "{{ messages }}");
+        for name in chat_templates::names() {
+            let named = read(name).unwrap();
+            assert!(is_jinja(&named.text));
+            assert_eq!(named.write(), Some(Value::String(name.into())));
+        }
         assert!(matches!(read("plain"), Err(ValueRefusal::Unusable(_))));
         assert!(matches!(read("missing"), Err(ValueRefusal::Unusable(_))));
     }

@@ -11,7 +11,7 @@ use toml::Value;
 use super::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
     ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
-    SchedulerKind, StateDtype, Strategy, TrainOn,
+    SchedulerKind, StateDtype, Strategy,
 };
 
 /// Why a value was not taken.
@@ -441,7 +441,6 @@ choices_are_settings!(
     AdapterKind,
     AdapterInit,
     DataFormat,
-    TrainOn,
     OnBadRow,
     OnLongRow,
     OnNan,

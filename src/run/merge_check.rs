@@ -16,7 +16,6 @@ use crate::recipe::{
 };
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, describe, format};
-use crate::setup::dataset::DatasetLoader;
 use crate::setup::param_layout::Trains;
 use crate::setup::resolver::Resolver;
 use crate::weights::ModelIdentity;
@@ -178,8 +177,8 @@ impl MergeCheck<'_> {
     /// The mean divergence exceeds the threshold: the user's choice of base or dtype does not keep what was trained.
     pub fn certify(&self, merged: &Path) -> Result<Certificate> {
         let recipe = Recipe::default();
-        let rows = DatasetLoader::new(self.base.tokenizer()?, &recipe.data, self.base.config.vocab_size)?;
-        let (dataset, _) = rows.load(std::slice::from_ref(self.dataset), Split::Eval, self.finder)?;
+        let rows = self.base.dataset_loader(self.base.tokenizer()?, &recipe.data)?;
+        let (dataset, _) = rows.load(&[self.dataset.clone().into()], Split::Eval, self.finder)?;
         let examples = &dataset.examples()[..dataset.len().min(ROWS)];
         let adapter_setup = AdapterSetup::saved_in(self.adapter, &self.base.config)?;
         let trained = self.base.engine(Trains::Adapter(&adapter_setup), self.options)?;

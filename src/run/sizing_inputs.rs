@@ -6,14 +6,14 @@ use candle_core::{DType, Device};
 
 use super::ranks::open_gpus;
 use crate::cli::PlanArgs;
-use crate::data::{Dataset, Split};
+use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::plan::{Room, WorldSize};
 use crate::recipe::{ComputeDtype, DataSource, ModelInit, Recipe};
 use crate::report::Terminal;
 use crate::runtime::device;
 use crate::runtime::machine::host_memory;
-use crate::setup::{AdapterSetup, BaseModel, DatasetLoader, DeviceTraits, EngineOptions, Resolver};
+use crate::setup::{AdapterSetup, BaseModel, DeviceTraits, EngineOptions, Resolver};
 use crate::sizing::hardware::Hardware;
 use crate::sizing::rates::{Calibration, ComputeRates};
 
@@ -51,9 +51,11 @@ impl SizedModel {
         if !recipe.data.train.is_empty() || !recipe.model.new_tokens.is_empty() {
             saved.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
             let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
-            let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
-            train = rows.load_if_any(&recipe.data.train, Split::Train, finder)?.map(|(data, _)| data);
-            held_out = rows.load_if_any(&recipe.data.eval, Split::Eval, finder)?.map(|(data, _)| data);
+            let rows = base.dataset_loader(tokenizer, &recipe.data)?;
+            if !recipe.data.train.is_empty() {
+                let (rows, others) = rows.load_run(&recipe.data, recipe.train.seed, finder)?;
+                (train, held_out) = (Some(rows.0), others.map(|(data, _)| data));
+            }
             new_tokens = tokens;
         }
         let named = (base.found.id.as_str(), &base.config);

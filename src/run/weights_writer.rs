@@ -29,7 +29,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
         MasterWeights::F32 => Dtype::F32,
         MasterWeights::None => Dtype::Bf16,
     };
-    let tokenizer = plan.base.other_tokenizer(&plan.rows.tokenizer);
+    let tokenizer = plan.base.result_tokenizer(&plan.rows);
     let Some(adapter_setup) = &plan.adapter_setup else {
         let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone() };
         let entry = |desc: ParamDesc| WriteEntry {
@@ -40,7 +40,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
         let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
         let untied = plan.base.head_apart;
         let source = plan.base.found.folder.clone();
-        let parts = hf::ExportParts::new(shares.collect(), source, tokenizer, untied);
+        let parts = hf::ExportParts::new(shares.collect(), source, Some(tokenizer), untied);
         return Ok(Arc::new(
             move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
                 SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
@@ -60,10 +60,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
         SnapshotPart::Tensors(0) => adapter.write(folder, tensors),
         SnapshotPart::Tensors(_) => Ok(Vec::new()),
-        SnapshotPart::Rest => {
-            let written = tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder));
-            written.map(|()| Vec::new())
-        }
+        SnapshotPart::Rest => tokenizer.write(folder).map(|()| Vec::new()),
     }))
 }
 

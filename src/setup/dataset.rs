@@ -3,9 +3,12 @@
 use chrono::{DateTime, FixedOffset};
 
 use super::resolver::{ResolvedSource, Resolver};
-use crate::data::{ChatTemplate, DataOptions, Dataset, Split, Tokenizer};
+use crate::data::{self, ChatTemplate, DataFile, DataOptions, Dataset, Split, Tokenizer};
 use crate::error::{ErrorContext, Result};
-use crate::recipe::{self, DataSource};
+use crate::recipe::{self, DataSource, RowSource};
+
+/// Rows as examples, and where each of their sources was found.
+pub(crate) type LoadedSources = (Dataset, Vec<ResolvedSource>);
 
 /// What turns rows into tokens for one model.
 #[derive(Debug)]
@@ -23,13 +26,12 @@ impl DatasetLoader {
     /// # Errors
     /// The user's: the chat template cannot be read or is no valid template.
     pub fn new(tokenizer: Tokenizer, data: &recipe::DataSection, vocab_size: usize) -> Result<Self> {
-        let template =
-            ChatTemplate::load(&tokenizer, data.chat_template.as_ref().map(|template| template.0.as_str()))?;
+        let template = ChatTemplate::load(&tokenizer, data.chat_template.as_ref())?;
         let options = DataOptions {
             format: data.format,
             split: Split::Train,
             max_seq_len: data.max_seq_len,
-            train_on: data.train_on,
+            train_on: data.train_on.clone(),
             on_bad_row: data.on_bad_row,
             on_long_row: data.on_long_row,
             vocab_size,
@@ -43,6 +45,18 @@ impl DatasetLoader {
         DatasetLoader { template: self.template.map(|template| template.at(now)), ..self }
     }
 
+    /// What a person should know of tokenizer and template before they are used, each in a sentence.
+    pub fn warnings(&self) -> Vec<String> {
+        let replaced = self.template.as_ref().and_then(|template| {
+            let difference = template.difference_from_own(&self.tokenizer)?;
+            let folder = self.tokenizer.folder().display();
+            Some(format!(
+                "the tokenizer in {folder} has a chat template of its own, which is not used: {difference}"
+            ))
+        });
+        self.tokenizer.left_out().into_iter().chain(replaced).collect()
+    }
+
     /// The moment that the chat template is told, if it asks for it.
     pub fn date(&self) -> Option<DateTime<FixedOffset>> {
         self.template.as_ref().filter(|template| template.asks_for_date()).map(ChatTemplate::now)
@@ -54,10 +68,10 @@ impl DatasetLoader {
     /// As there.
     pub fn load_if_any(
         &self,
-        sources: &[DataSource],
+        sources: &[RowSource],
         split: Split,
         finder: &Resolver<'_>,
-    ) -> Result<Option<(Dataset, Vec<ResolvedSource>)>> {
+    ) -> Result<Option<LoadedSources>> {
         (!sources.is_empty()).then(|| self.load(sources, split, finder)).transpose()
     }
 
@@ -66,18 +80,85 @@ impl DatasetLoader {
     /// # Errors
     /// The user's: a data set cannot be found or read, its rows have no known format, or a row is refused by the rules of
     /// `[data]`. A transient fault: the hub does not answer.
-    pub fn load(
-        &self,
-        sources: &[DataSource],
-        split: Split,
-        finder: &Resolver<'_>,
-    ) -> Result<(Dataset, Vec<ResolvedSource>)> {
-        let found = sources.iter().map(|source| finder.dataset(source, split)).collect::<Result<Vec<_>>>()?;
-        let paths: Vec<_> = found.iter().flat_map(|found| found.row_paths().to_vec()).collect();
-        let options = DataOptions { split, ..self.options.clone() };
-        let names = || sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        let dataset = Dataset::load(&paths, &options, &self.tokenizer, self.template.as_ref())
-            .during(|| format!("cannot use the data set {}", names()))?;
-        Ok((dataset, found))
+    pub fn load(&self, sources: &[RowSource], split: Split, finder: &Resolver<'_>) -> Result<LoadedSources> {
+        let (read, found) = read_all(sources, split, finder)?;
+        Ok((self.encode(sources, weighted_rows(sources, read), split)?, found))
     }
+
+    /// The rows to train on of `data`, and those held out: of `data.eval`, or `data.eval_split` of the training rows by `seed`.
+    ///
+    /// # Errors
+    /// As [`DatasetLoader::load`]; no row would be left to train on.
+    pub fn load_run(
+        &self,
+        data: &recipe::DataSection,
+        seed: u64,
+        finder: &Resolver<'_>,
+    ) -> Result<(LoadedSources, Option<LoadedSources>)> {
+        let Some(size) = data.eval_split else {
+            let train = self.load(&data.train, Split::Train, finder)?;
+            return Ok((train, self.load_if_any(&data.eval, Split::Eval, finder)?));
+        };
+        let (mut read, found) = read_all(&data.train, Split::Train, finder)?;
+        let held_out = data::hold_out(&mut read, size, seed)?;
+        let train = self.encode(&data.train, weighted_rows(&data.train, read), Split::Train)?;
+        let held_out = self.encode(&data.train, held_out, Split::Eval)?;
+        Ok(((train, found.clone()), Some((held_out, found))))
+    }
+
+    fn encode(&self, sources: &[RowSource], rows: DataFile, split: Split) -> Result<Dataset> {
+        let names = || sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let options = DataOptions { split, ..self.options.clone() };
+        Dataset::from_source(rows, &options, &self.tokenizer, self.template.as_ref())
+            .during(|| format!("cannot use the data set {}", names()))
+    }
+}
+
+/// Finds and reads each of `sources`.
+fn read_all(
+    sources: &[RowSource],
+    split: Split,
+    finder: &Resolver<'_>,
+) -> Result<(Vec<DataFile>, Vec<ResolvedSource>)> {
+    let (mut read, mut found) = (Vec::new(), Vec::new());
+    for source in sources {
+        let place = finder.dataset(&of_split(source), split)?;
+        // The files of a data set on the hub are those of its split.
+        let own = RowSource { split: source.split.clone().filter(|_| !place.on_hub), ..source.clone() };
+        let rows = data::take(&own, place.row_paths(), split);
+        read.push(rows.during(|| format!("cannot use the data set {source}"))?);
+        found.push(place);
+    }
+    Ok((read, found))
+}
+
+/// The place of a source, with its split where that is on the hub.
+fn of_split(source: &RowSource) -> DataSource {
+    match (&source.path, &source.split) {
+        (DataSource::Hub(id), Some(split)) if !id.trim_start_matches("hf://").contains(':') => {
+            DataSource::Hub(format!("{id}:/{split}"))
+        }
+        (path, _) => path.clone(),
+    }
+}
+
+/// The rows of all sources in one, each as often as its weight says.
+fn weighted_rows(sources: &[RowSource], read: Vec<DataFile>) -> DataFile {
+    let mut all = DataFile::default();
+    for (source, mut one) in sources.iter().zip(read) {
+        if source.weight != 1.0 {
+            let rows = one.rows.len();
+            one.rows = data::weighted(one.rows, source.weight);
+            one.notes.push(format!(
+                "{} rows of the {rows} of {source}: weight {}",
+                one.rows.len(),
+                source.weight
+            ));
+        }
+        all.files.append(&mut one.files);
+        all.rows.append(&mut one.rows);
+        all.bad.append(&mut one.bad);
+        all.notes.append(&mut one.notes);
+    }
+    all
 }

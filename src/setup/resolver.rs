@@ -129,7 +129,7 @@ impl<'a> Resolver<'a> {
     pub fn dataset(&self, source: &DataSource, split: Split) -> Result<ResolvedSource> {
         let rows_for = match split {
             Split::Train => RowsFor::Training,
-            Split::Eval => RowsFor::Evaluation,
+            Split::Eval | Split::Validation | Split::Test => RowsFor::Evaluation,
         };
         match source {
             DataSource::Path(path) => Ok(local(source, path)),

@@ -1,14 +1,16 @@
 //! The tokens of a model in use: its own, those of `model.new_tokens`, and those that an adapter was trained with.
 //!
-//! An adapter with new tokens is of use only with the tokenizer that knows them, which therefore lies in its folder and
-//! takes the place of the model's. Embedding and head of the model grow by the rows that its files lack.
+//! An adapter is of use only with the tokenizer and the chat template that it was trained with, which therefore lie in its
+//! folder and take the place of the model's. Embedding and head of the model grow by the rows that its files lack.
 
 use std::path::Path;
 
 use super::base_model::BaseModel;
+use super::dataset::DatasetLoader;
 use crate::adapter::SavedAdapter;
-use crate::data::Tokenizer;
-use crate::error::Result;
+use crate::data::{ChatTemplate, Tokenizer};
+use crate::error::{Error, Result};
+use crate::recipe::DataSection;
 use crate::weights::sidecar_files::TokenizerFiles;
 
 impl BaseModel {
@@ -46,10 +48,33 @@ impl BaseModel {
         Ok((tokenizer, ids))
     }
 
-    /// What a run leaves beside its weights instead of the model's own tokenizer, if it uses another.
-    pub(crate) fn other_tokenizer(&self, tokenizer: &Tokenizer) -> Option<TokenizerFiles> {
-        let changed = tokenizer.changed_files();
-        (self.tokenizer != self.found.folder || !changed.is_empty())
-            .then(|| TokenizerFiles { folder: self.tokenizer.clone(), changed: changed.to_vec() })
+    /// The rules of `data` for rows of this model, with `tokenizer`.
+    ///
+    /// # Errors
+    /// The user's: the chat template cannot be read or is no valid template, or differs from the one that came with the
+    /// adapter.
+    pub fn dataset_loader(&self, tokenizer: Tokenizer, data: &DataSection) -> Result<DatasetLoader> {
+        let rows = DatasetLoader::new(tokenizer, data, self.config.vocab_size)?;
+        let of_adapter = self.tokenizer != self.found.folder;
+        let template = rows.template.as_ref().filter(|_| of_adapter);
+        match template.and_then(|template| template.difference_from_own(&rows.tokenizer)) {
+            None => Ok(rows),
+            Some(difference) => Err(Error::user(format!(
+                "`data.chat_template` is not the chat template that the adapter in {} was trained with",
+                self.tokenizer.display()
+            ))
+            .because(difference)
+            .hint("remove `data.chat_template`: the adapter's own is used then")),
+        }
+    }
+
+    /// The tokenizer that a run with `rows` leaves beside its weights.
+    pub(crate) fn result_tokenizer(&self, rows: &DatasetLoader) -> TokenizerFiles {
+        let given = rows.template.as_ref().and_then(ChatTemplate::given);
+        TokenizerFiles {
+            folder: self.tokenizer.clone(),
+            changed: rows.tokenizer.changed_files().to_vec(),
+            template: given.map(|template| template.text.clone()),
+        }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Merged, trained and exported models are new weights beside the same companions. All are copied as they are
 //! but config.json, which must describe the new weights: their dtype, the number of tokens, whether the embedding is
-//! still tied, how they are quantized.
+//! still tied, how they are quantized; and but for the chat template, where a run used another than the tokenizer's.
 
 use std::collections::BTreeMap;
 use std::fs::Metadata;
@@ -22,9 +22,11 @@ pub const CONFIG_FILE: &str = "config.json";
 /// The tokenizer, without which its settings are of no use.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// Files copied unchanged where they exist, besides all that start with `tokenizer` or `chat_template`.
-const COPIED: [&str; 7] = [
-    "generation_config.json",
+/// How a model generates, where nothing else is said.
+const GENERATION_CONFIG: &str = "generation_config.json";
+
+/// Files of a tokenizer that are copied where they exist, besides all that start with `tokenizer` or `chat_template`.
+const TOKENIZER_FILES: [&str; 6] = [
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -32,8 +34,12 @@ const COPIED: [&str; 7] = [
     "merges.txt",
     "sentencepiece.bpe.model",
 ];
+/// The chat template of a folder, where it is a file of its own.
+const TEMPLATE_FILE: &str = "chat_template.jinja";
 /// Where transformers keeps named chat templates, one `.jinja` file each.
 const NAMED_TEMPLATES: &str = "additional_chat_templates";
+/// The settings of a tokenizer, which may hold its chat template, too.
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// The key of config.json that says how weights are quantized.
 pub const QUANTIZATION_CONFIG: &str = "quantization_config";
@@ -102,13 +108,15 @@ pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
     Ok(text_part(&config).map_or(config, |(text, _)| text))
 }
 
-/// A tokenizer other than the one beside the weights: its folder, and files that say something else than those there.
+/// A tokenizer as a run used it: its folder, and files that say something else than those there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenizerFiles {
     /// Where its files are.
     pub folder: PathBuf,
-    /// What takes their place: names and texts.
+    /// The files that take the place of those in the folder: names and texts.
     pub changed: Vec<(String, String)>,
+    /// The chat template in place of all that are there.
+    pub template: Option<String>,
 }
 
 impl TokenizerFiles {
@@ -118,7 +126,7 @@ impl TokenizerFiles {
     /// Storage: the folder cannot be read.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
         let found = facts(&folder.join(TOKENIZER_FILE))?.filter(|found| found.is_file());
-        Ok(found.map(|_| TokenizerFiles { folder: folder.to_owned(), changed: Vec::new() }))
+        Ok(found.map(|_| TokenizerFiles { folder: folder.to_owned(), changed: Vec::new(), template: None }))
     }
 
     /// Writes it into the existing folder `to`, over what is there.
@@ -127,7 +135,13 @@ impl TokenizerFiles {
     /// Storage: reading or writing fails.
     pub fn write(&self, to: &Path) -> Result<()> {
         copy_tokenizer(&self.folder, to)?;
-        self.changed.iter().try_for_each(|(name, text)| write::write_text(&to.join(name), text).map(drop))
+        if self.template.is_none() {
+            copy_templates(&self.folder, to)?;
+        }
+        self.changed.iter().try_for_each(|(name, text)| write::write_text(&to.join(name), text).map(drop))?;
+        let Some(template) = &self.template else { return Ok(()) };
+        write::write_text(&to.join(TEMPLATE_FILE), template)?;
+        without_template(&to.join(TOKENIZER_CONFIG))
     }
 }
 
@@ -144,23 +158,31 @@ pub fn copy(
 ) -> Result<()> {
     let config = changed(read_config(from)?, changes);
     copy_tokenizer(from, to)?;
-    tokenizer.map_or(Ok(()), |tokenizer| tokenizer.write(to))?;
+    if facts(&from.join(GENERATION_CONFIG))?.is_some_and(|found| found.is_file()) {
+        copy_file(&from.join(GENERATION_CONFIG), &to.join(GENERATION_CONFIG))?;
+    }
+    tokenizer.map_or_else(|| copy_templates(from, to), |tokenizer| tokenizer.write(to))?;
     write::write_text(&to.join(CONFIG_FILE), &format!("{:#}\n", Value::Object(config)))?;
     Ok(())
 }
 
-/// Copies the tokenizer, its templates and its settings from `from`, as far as they are there, over what `to` has.
+/// Copies the tokenizer and its settings from `from`, as far as they are there, over what `to` has; not its templates.
 ///
 /// # Errors
 /// Storage: reading or writing fails.
 fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
-    for name in file_names(from)? {
-        if COPIED.contains(&name.as_str())
-            || name.starts_with("tokenizer")
-            || name.starts_with("chat_template")
-        {
-            copy_file(&from.join(&name), &to.join(&name))?;
-        }
+    let is_part = |name: &str| TOKENIZER_FILES.contains(&name) || name.starts_with("tokenizer");
+    let mut names = file_names(from)?.into_iter().filter(|name| is_part(name));
+    names.try_for_each(|name| copy_file(&from.join(&name), &to.join(&name)))
+}
+
+/// Copies the files of chat templates; those in tokenizer_config.json come with it.
+///
+/// # Errors
+/// Storage: reading or writing fails.
+fn copy_templates(from: &Path, to: &Path) -> Result<()> {
+    for name in file_names(from)?.into_iter().filter(|name| name.starts_with("chat_template")) {
+        copy_file(&from.join(&name), &to.join(&name))?;
     }
     let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
     if facts(&templates)?.is_some_and(|found| found.is_dir()) {
@@ -168,6 +190,24 @@ fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
         for name in file_names(&templates)? {
             copy_file(&templates.join(&name), &copies.join(&name))?;
         }
+    }
+    Ok(())
+}
+
+/// Takes the chat template out of the tokenizer's settings at `path`, so that no program finds two.
+///
+/// # Errors
+/// Storage: reading or writing fails. The user's: they are no JSON object.
+fn without_template(path: &Path) -> Result<()> {
+    if facts(path)?.is_none() {
+        return Ok(());
+    }
+    let text = input_file::read("read", path)?;
+    let mut config: Map<String, Value> = serde_json::from_slice(&text)
+        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))?;
+    // Not `remove`, which would move the last key to this one's place.
+    if config.shift_remove("chat_template").is_some() {
+        write::write_text(path, &format!("{:#}\n", Value::Object(config)))?;
     }
     Ok(())
 }

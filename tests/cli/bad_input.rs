@@ -709,8 +709,8 @@ fn a_row_without_what_its_format_needs() {
       caused by: cannot tell the format of the data set
       caused by: 1 of 2 rows have the keys of prompt_completion
       caused by: [DIR]/rows.jsonl:2 has the keys prompt
-      caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text)
-    hint: rename the keys of the rows, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text
+      caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text); tokens (input_ids)
+    hint: rename the keys of the rows, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text, tokens
     ");
     assert_snapshot!(no_run_on("{\"messages\": [{\"role\": \"robot\", \"content\": \"beep\"}]}\n"), @r#"
     exit 1
@@ -756,8 +756,8 @@ fn rows_of_no_known_format() {
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot tell the format of the data set
       caused by: [DIR]/rows.jsonl:1 has the keys frage, antwort
-      caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text)
-    hint: rename the keys of the rows, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text
+      caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text); tokens (input_ids)
+    hint: rename the keys of the rows, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text, tokens
     ");
 }
 
@@ -827,16 +827,17 @@ fn a_broken_chat_template() {
 #[test]
 fn rows_that_are_too_long() {
     let place = Place::new();
-    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8"]), @r#"
+    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8"]), @"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
-      caused by: cannot use 80 of 80 rows of the data set
-      caused by: [DIR]/rows.jsonl:1: there is no trained token in the first 8 of its 59 tokens
-      caused by: [DIR]/rows.jsonl:2: there is no trained token in the first 8 of its 64 tokens
-      caused by: [DIR]/rows.jsonl:3: there is no trained token in the first 8 of its 118 tokens
-      caused by: and 77 more
-    hint: raise `data.max_seq_len`, or write `data.on_bad_row = "skip"` to leave the rows out
-    "#);
+      caused by: no row of the data set can be used
+      caused by: 80 rows in 1 file, messages: every row has `messages`
+      caused by: chat template: the tokenizer's own
+      caused by: 0 examples, 0 tokens, 0 of them trained (0 %)
+      caused by: longest row: 127 tokens ([DIR]/rows.jsonl:46)
+      caused by: 80 rows left out: their answer begins after data.max_seq_len tokens
+    hint: raise `data.max_seq_len`
+    ");
     assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=stop"]), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
@@ -852,6 +853,7 @@ fn rows_that_are_too_long() {
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: no row of the data set can be used
       caused by: 80 rows in 1 file, messages: every row has `messages`
+      caused by: chat template: the tokenizer's own
       caused by: 0 examples, 0 tokens, 0 of them trained (0 %)
       caused by: longest row: 127 tokens ([DIR]/rows.jsonl:46)
       caused by: 80 rows dropped for their length
@@ -1093,6 +1095,7 @@ fn weights_that_are_not_numbers() {
     std::fs::remove_dir_all(place.path("out")).unwrap();
     assert_snapshot!(refused(&place, &lora(&["--eval-dataset", "rows.jsonl"])), @"
     exit 4
+    warning: 80 of 80 held-out rows are training rows, too, but for case, spaces and punctuation: their loss says how well they are remembered, not what was learned
     error: cannot evaluate after step 0
       caused by: the evaluation loss is not finite
       caused by: the loss of row 1 is NaN or infinite

@@ -20,7 +20,7 @@ fn data(place: &Place, case: &str, files: &[&str], more: &[&str]) -> Output {
 }
 
 /// The texts of the rows in the table that `finetune data` prints.
-fn texts(output: &Output) -> Vec<String> {
+pub(crate) fn texts(output: &Output) -> Vec<String> {
     let stdout = String::from_utf8(output.stdout.clone()).unwrap();
     let (mut rows, mut trained): (Vec<String>, bool) = (Vec::new(), false);
     for line in stdout.lines() {

@@ -621,14 +621,18 @@ fn recipes_listed_and_shown() {
 
     # What the model learns from.
     [data]
-    # Files, folders or hub data sets to train on. `--dataset` sets it.
-    # Accepted: a list of paths and hub ids.
+    # Files, folders or hub data sets to train on, or tables (`[[data.train]]`) of `path` and, where they are needed,
+    # `format`, `columns`, `prompt_template`, `system`, `weight`, `limit`, `split`. `--dataset` sets it.
+    # Accepted: a list of paths, hub ids and tables such as { path = "a.csv", columns = { prompt = "question" }, limit = 1000 }.
     train = []
     # The same, held out for evaluation. `--eval-dataset` sets it.
-    # Accepted: a list of paths and hub ids.
+    # Accepted: a list of paths, hub ids and tables such as { path = "a.csv", columns = { prompt = "question" }, limit = 1000 }.
     eval = []
+    # Training rows to hold out for evaluation instead: a share below 1, or a number of rows.
+    # Accepted: a number above 0.
+    # eval_split =
     # What a row looks like; auto: recognised, and said.
-    # Accepted: "auto", "messages", "sharegpt", "preference", "alpaca", "instruction", "prompt_completion", "question_answer", "text".
+    # Accepted: "auto", "messages", "sharegpt", "preference", "alpaca", "instruction", "prompt_completion", "question_answer", "text", "tokens".
     format = "auto"
     # Tokens of a row at most.
     # Accepted: a whole number from 2 to 16777216.
@@ -639,11 +643,13 @@ fn recipes_listed_and_shown() {
     # A new order each epoch, from the seed; else file order.
     # Accepted: true, false.
     shuffle = true
-    # Tokens that count in the loss. Plain text has nothing to mask.
-    # Accepted: "assistant", "all".
+    # Tokens that count in the loss: the assistant's, all, those of its last turn, or those of some roles; `turns` ("all",
+    # "last") and `ends` ("turn", "all", "last", "none": the tokens that end messages) say more. Plain text has nothing
+    # to mask.
+    # Accepted: "assistant", "all", "last", a list of roles such as ["assistant", "tool"], a table such as { roles = ["assistant"], turns = "last", ends = "none" }.
     train_on = "assistant"
-    # A chat template, as Jinja text or its file; default: the tokenizer's own.
-    # Accepted: Jinja text, a file that holds it.
+    # A chat template, as Jinja text, its file or its name, such as "chatml"; default: the tokenizer's own.
+    # Accepted: Jinja text, a file that holds it, a name (chatml, llama3, gemma, mistral, phi, qwen, alpaca, vicuna, zephyr).
     # chat_template =
     # What happens to a row that cannot be used.
     # Accepted: "stop", "skip".

@@ -269,9 +269,13 @@ fn the_recipe_of_a_run_repeats_it() {
 #[test]
 fn quiet_says_nothing() {
     let place = Place::new();
+    place.write(
+        "held.jsonl",
+        r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}"#,
+    );
     let adapter = ["--model", "model", "--adapter", "out", "--quiet"];
     let commands = [
-        lora(&["--quiet", "--eval-dataset", "rows.jsonl", "--set", "checkpoint.save_steps=2"]),
+        lora(&["--quiet", "--eval-dataset", "held.jsonl", "--set", "checkpoint.save_steps=2"]),
         [&["merge"], &adapter[..], &["--output", "merged"]].concat(),
     ];
     for args in commands {
@@ -389,7 +393,10 @@ fn a_run_leaves_what_is_promised() {
     metrics.jsonl
     recipe.toml
     report.html
+    special_tokens_map.json
     tensorboard
+    tokenizer.json
+    tokenizer_config.json
     ");
     let lines = metrics(&place.path("out"));
     let (steps, evaluations): (Vec<&Value>, Vec<&Value>) =

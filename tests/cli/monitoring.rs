@@ -252,7 +252,11 @@ fn logged(place: &Place, server: &str, more: &[&str]) -> String {
 fn mlflow_gets_every_figure_and_key_once() {
     let place = Place::new();
     let double = MlflowDouble::start(Temper::Good);
-    let eval = ["--eval-dataset", "rows.jsonl", "--ranks", "2", "--set", "log.mlflow_experiment=a b/c"];
+    place.write(
+        "held.jsonl",
+        r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}"#,
+    );
+    let eval = ["--eval-dataset", "held.jsonl", "--ranks", "2", "--set", "log.mlflow_experiment=a b/c"];
     let told = logged(&place, &double.url(), &eval);
     assert!(!told.contains("warning") && !told.contains("geheim"), "{told}");
     let log = double.log();

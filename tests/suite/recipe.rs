@@ -118,8 +118,8 @@ fn set_wins_over_flags_over_recipe_over_defaults() {
     layers.train = vec!["org/flag".into(), "org/flag2".into()];
     let recipe = Recipe::load(&layers).unwrap();
     assert_eq!(recipe.model.id, Some(hub("org/flag")));
-    assert_eq!(recipe.data.train, [hub("org/flag"), hub("org/flag2")]);
-    assert_eq!(recipe.data.eval, [hub("org/text")]);
+    assert_eq!(recipe.data.train, [hub("org/flag").into(), hub("org/flag2").into()]);
+    assert_eq!(recipe.data.eval, [hub("org/text").into()]);
 
     layers.eval = vec!["org/flag".into()];
     layers.set = ["model.id=org/set", "data.eval=org/set", "optimizer.weight_decay=0.2", "train.epochs=2"]
@@ -128,7 +128,7 @@ fn set_wins_over_flags_over_recipe_over_defaults() {
     layers.set.push("train.epochs=3".into());
     let recipe = Recipe::load(&layers).unwrap();
     assert_eq!(recipe.model.id, Some(hub("org/set")));
-    assert_eq!(recipe.data.eval, [hub("org/set")]);
+    assert_eq!(recipe.data.eval, [hub("org/set").into()]);
     assert_eq!((recipe.optimizer.weight_decay, recipe.optimizer.learning_rate), (0.2, Some(1e-3)));
     assert_eq!(recipe.train.epochs, 3.0);
 }
@@ -179,13 +179,13 @@ fn paths_start_where_they_were_written() {
     };
     let recipe = Recipe::load(&layers).unwrap();
     assert_eq!(recipe.model.id, Some(DataSource::Path(recipes.join("model"))));
-    assert_eq!(recipe.data.train, [DataSource::Path(recipes.join("rows.jsonl"))]);
-    assert_eq!(recipe.data.chat_template, Some(Template("{{ messages }}\n".into())));
+    assert_eq!(recipe.data.train, [DataSource::Path(recipes.join("rows.jsonl")).into()]);
+    assert_eq!(recipe.data.chat_template, Some(Template::of_text("{{ messages }}\n")));
 
     layers.train = vec!["rows.jsonl".into()];
     layers.model = Some("builtin:quickstart".into());
     let recipe = Recipe::load(&layers).unwrap();
-    assert_eq!(recipe.data.train, [DataSource::Path(folder.path().join("rows.jsonl"))]);
+    assert_eq!(recipe.data.train, [DataSource::Path(folder.path().join("rows.jsonl")).into()]);
     assert_eq!(recipe.model.id, Some(DataSource::Builtin("quickstart".into())));
 
     // What a run leaves reads back from anywhere.
@@ -633,9 +633,9 @@ prop_compose! {
     ) -> Recipe {
         let mut recipe = Recipe { adapter, ..Recipe::default() };
         recipe.model.id = Some(DataSource::Builtin(ids[0].clone()));
-        recipe.data.train = ids.into_iter().map(DataSource::Hub).collect();
+        recipe.data.train = ids.into_iter().map(|id| DataSource::Hub(id).into()).collect();
         recipe.data.on_long_row = OnLongRow::Drop;
-        recipe.data.chat_template = template.map(|text| Template(format!("{{{{ x }}}}{text}")));
+        recipe.data.chat_template = template.map(|text| Template::of_text(format!("{{{{ x }}}}{text}")));
         recipe.optimizer.learning_rate = Some(learning_rate);
         recipe.optimizer.betas = [beta1, beta2];
         recipe.optimizer.eps = eps;

@@ -150,16 +150,8 @@ choices! {
         QuestionAnswer = "question_answer",
         /// Rows of plain text.
         Text = "text",
-    }
-}
-
-choices! {
-    /// Which tokens count in the loss.
-    pub enum TrainOn {
-        /// The assistant's turns of a chat, the completion of a prompt; all of a plain text.
-        Assistant = "assistant",
-        /// Every token of a row.
-        All = "all",
+        /// `input_ids`, perhaps `labels` and `attention_mask`: rows that are tokens already.
+        Tokens = "tokens",
     }
 }
 

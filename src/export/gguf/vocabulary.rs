@@ -10,12 +10,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::{Map, Value as Json};
+use serde_json::Value as Json;
 
 use super::pretokenizer;
 use super::writer::{GgufMetadata, MetadataValue};
-use crate::data::Tokenizer;
-use crate::error::input_file;
+use crate::data::{Tokenizer, stored_templates};
 use crate::error::{Error, Result};
 
 /// `llama_token_type` in llama.h.
@@ -357,12 +356,7 @@ fn specials(
 
 /// The chat template, and others by their names.
 fn templates(tokenizer: &Tokenizer, metadata: &mut GgufMetadata) -> Result<()> {
-    let mut found = named_templates(tokenizer.config());
-    let path = tokenizer.folder().join("chat_template.jinja");
-    if path.is_file() {
-        let text = input_file::read_text("read", &path)?;
-        found.insert("default".into(), text);
-    }
+    let found: BTreeMap<String, String> = stored_templates(tokenizer)?.into_iter().collect();
     let names: Vec<String> = found.keys().filter(|name| *name != "default").cloned().collect();
     for (name, text) in found {
         let key = match name.as_str() {
@@ -375,18 +369,6 @@ fn templates(tokenizer: &Tokenizer, metadata: &mut GgufMetadata) -> Result<()> {
         metadata.set("tokenizer.chat_templates", MetadataValue::Texts(names));
     }
     Ok(())
-}
-
-/// `chat_template` of tokenizer_config.json: one text, or a list of named ones.
-fn named_templates(config: &Map<String, Json>) -> BTreeMap<String, String> {
-    let named = |entry: &Json| {
-        Some((entry.get("name")?.as_str()?.to_owned(), entry.get("template")?.as_str()?.to_owned()))
-    };
-    match config.get("chat_template") {
-        Some(Json::String(text)) => BTreeMap::from([("default".to_owned(), text.clone())]),
-        Some(Json::Array(list)) => list.iter().filter_map(named).collect(),
-        _ => BTreeMap::new(),
-    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use finetune::data::source::{DataFile, RawRow};
 use finetune::data::{Batch, DataOptions, Dataset, Origin, RowOrigin, Sampler, SamplerOptions, Step};
-use finetune::recipe::enums::{OnBadRow, TrainOn};
+use finetune::recipe::TrainOn;
+use finetune::recipe::enums::OnBadRow;
 
 use super::shared_data::shared;
 use super::{template, tokenizer};
@@ -21,6 +22,7 @@ fn dataset(lengths: &[usize]) -> Dataset {
             value: serde_json::Map::from_iter([("text".to_owned(), text)]),
             origin: Origin { file: std::path::Path::new("x").into(), place: RowOrigin::Line(index as u64) },
             document: false,
+            format: None,
         }
     };
     let source = DataFile { rows: lengths.iter().enumerate().map(row).collect(), ..DataFile::default() };

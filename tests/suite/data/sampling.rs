@@ -19,6 +19,7 @@ fn dataset(lengths: &[usize]) -> Dataset {
             value: serde_json::Map::from_iter([("text".to_owned(), text)]),
             origin: Origin { file: std::path::Path::new("x").into(), place: RowOrigin::Line(index as u64) },
             document: false,
+            format: None,
         }
     };
     let rows = lengths.iter().enumerate().map(row).collect();

@@ -206,6 +206,7 @@ fn rows(values: &[Value]) -> Vec<RawRow> {
         value: value.as_object().unwrap().clone(),
         origin: origin(i),
         document: false,
+        format: None,
     };
     values.iter().enumerate().map(row).collect()
 }

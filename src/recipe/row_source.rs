@@ -1,0 +1,253 @@
+//! A data set to read, and how its rows are taken: an entry of `data.train` or `data.eval`.
+//!
+//! An entry is a text (a path or a hub id, perhaps with `?key=value&...` after it) or a table. A key of the short form that is
+//! none of the table's names a column: `odd.csv?prompt=question` takes `prompt` from the column `question`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+use toml::{Table, Value};
+
+use super::enums::DataFormat;
+use super::source::DataSource;
+use super::value::{Setting, ValueRefusal, read_list};
+
+/// The keys of a table, in the order in which they are written.
+const KEYS: [&str; 8] =
+    ["path", "format", "columns", "prompt_template", "system", "weight", "limit", "split"];
+
+/// A data set, and how its rows are taken.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RowSource {
+    /// Where the data set is.
+    pub path: DataSource,
+    /// The format of its rows; `None`: `data.format`.
+    pub format: Option<DataFormat>,
+    /// Columns of the file by the key that a row of the format has in their place.
+    pub columns: BTreeMap<String, String>,
+    /// The prompt, with `{column}` in the place of values.
+    pub prompt_template: Option<String>,
+    /// The system message of rows that have none.
+    pub system: Option<String>,
+    /// The number of times that each row is seen in an epoch; 0.5: every other row is seen.
+    pub weight: f64,
+    /// The number of rows that are read, from the first on.
+    pub limit: Option<usize>,
+    /// The split that is read, such as "validation".
+    pub split: Option<String>,
+}
+
+impl From<DataSource> for RowSource {
+    fn from(path: DataSource) -> Self {
+        RowSource {
+            path,
+            format: None,
+            columns: BTreeMap::new(),
+            prompt_template: None,
+            system: None,
+            weight: 1.0,
+            limit: None,
+            split: None,
+        }
+    }
+}
+
+impl fmt::Display for RowSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.path.fmt(f)
+    }
+}
+
+impl RowSource {
+    /// The table of a text: what follows `?` are its keys.
+    fn parse(text: &str, folder: &Path) -> Result<Self, ValueRefusal> {
+        let whole_is_there = folder.join(text).exists();
+        let Some((path, keys)) = text.split_once('?').filter(|_| !whole_is_there) else {
+            return DataSource::parse(text, folder).map(Self::from);
+        };
+        let (mut table, mut columns) = (Table::new(), Table::new());
+        table.insert(KEYS[0].into(), path.into());
+        for pair in keys.split('&') {
+            let Some((key, value)) = pair.split_once('=') else {
+                let why = format!("`{pair}` after its `?` is no `key=value`");
+                return Err(ValueRefusal::Unusable(why));
+            };
+            let number = value.parse::<i64>().map(Value::Integer).or(value.parse::<f64>().map(Value::Float));
+            match key {
+                "weight" | "limit" => {
+                    table.insert(key.into(), number.unwrap_or_else(|_| value.into()));
+                }
+                key if KEYS[1..].contains(&key) && key != "columns" => {
+                    table.insert(key.into(), value.into());
+                }
+                key => {
+                    columns.insert(key.into(), value.into());
+                }
+            }
+        }
+        table.insert("columns".into(), Value::Table(columns));
+        Self::read_table(&table, folder)
+    }
+
+    fn read_table(table: &Table, folder: &Path) -> Result<Self, ValueRefusal> {
+        if let Some(unknown) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
+            return Err(unusable(format!("its key `{unknown}` is not known; accepted: {}", KEYS.join(", "))));
+        }
+        let path = table.get("path").ok_or_else(|| unusable("it has no `path`".into()))?;
+        let path = key("path", DataSource::read(path, folder), DataSource::accepted())?;
+        let text = |name: &str| -> Result<Option<String>, ValueRefusal> {
+            let read =
+                table.get(name).map(|value| key(name, String::read(value, folder), String::accepted()));
+            read.transpose()
+        };
+        let format = table.get("format").map(|value| DataFormat::read(value, folder)).transpose();
+        let format = key("format", format, DataFormat::accepted())?;
+        let weight = match table.get("weight").map(|value| f64::read(value, folder)) {
+            None => 1.0,
+            Some(Ok(weight)) if weight > 0.0 => weight,
+            Some(_) => {
+                return Err(unusable("its `weight` is not accepted; accepted: a number above 0".into()));
+            }
+        };
+        let limit = match table.get("limit").map(|value| usize::read(value, folder)) {
+            None => None,
+            Some(Ok(limit)) if limit > 0 => Some(limit),
+            Some(_) => {
+                return Err(unusable("its `limit` is not accepted; accepted: a whole number from 1".into()));
+            }
+        };
+        Ok(RowSource {
+            path,
+            format,
+            columns: columns(table.get("columns"))?,
+            prompt_template: text("prompt_template")?,
+            system: text("system")?,
+            weight,
+            limit,
+            split: text("split")?,
+        })
+    }
+}
+
+fn unusable(why: String) -> ValueRefusal {
+    ValueRefusal::Unusable(why)
+}
+
+/// The value of the key `name`, or a refusal that names it.
+fn key<T>(name: &str, read: Result<T, ValueRefusal>, accepted: String) -> Result<T, ValueRefusal> {
+    read.map_err(|refusal| match refusal {
+        ValueRefusal::Unusable(why) => unusable(format!("its `{name}`: {why}")),
+        _ => unusable(format!("its `{name}` is not accepted; accepted: {accepted}")),
+    })
+}
+
+/// The table of columns: names of columns by key.
+fn columns(value: Option<&Value>) -> Result<BTreeMap<String, String>, ValueRefusal> {
+    let refused = || unusable("its `columns` is no table of names, such as { prompt = \"question\" }".into());
+    let Some(value) = value else { return Ok(BTreeMap::new()) };
+    let table = value.as_table().ok_or_else(refused)?;
+    let column = |(key, value): (&String, &Value)| Some((key.clone(), value.as_str()?.to_owned()));
+    table.iter().map(|entry| column(entry).ok_or_else(refused)).collect()
+}
+
+impl Setting for RowSource {
+    fn accepted() -> String {
+        "a path, a hub id, either with ?key=value&... after it, a table with `path`".into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        match value {
+            Value::Table(table) => Self::read_table(table, folder),
+            value => Self::parse(value.as_str().ok_or(ValueRefusal::Shape)?, folder),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        if *self == RowSource::from(self.path.clone()) {
+            return self.path.write();
+        }
+        let mut table = Table::new();
+        table.insert("path".into(), self.path.write()?);
+        let columns = self.columns.iter().map(|(key, column)| (key.clone(), Value::from(column.as_str())));
+        let values = [
+            ("format", self.format.write()),
+            ("columns", (!self.columns.is_empty()).then(|| Value::Table(columns.collect()))),
+            ("prompt_template", self.prompt_template.write()),
+            ("system", self.system.write()),
+            ("weight", (self.weight != 1.0).then_some(Value::Float(self.weight))),
+            ("limit", self.limit.write()),
+            ("split", self.split.write()),
+        ];
+        table.extend(values.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))));
+        Some(Value::Table(table))
+    }
+}
+
+impl Setting for Vec<RowSource> {
+    fn accepted() -> String {
+        "a list of paths, hub ids and tables such as { path = \"a.csv\", columns = { prompt = \"question\" }, limit = 1000 }".into()
+    }
+
+    /// One text or table stands for a list of one, so that `--set data.train=rows.jsonl` works.
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        match value {
+            Value::Array(list) => read_list(list, folder),
+            Value::String(_) | Value::Table(_) => RowSource::read(value, folder).map(|source| vec![source]),
+            _ => Err(ValueRefusal::Shape),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Array(self.iter().filter_map(Setting::write).collect()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<RowSource, ValueRefusal> {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("a.csv"), "").unwrap();
+        let table: Table = format!("key = {text}").parse().unwrap();
+        RowSource::read(&table["key"], folder.path())
+    }
+
+    #[test]
+    fn the_short_form_says_the_same_as_the_table() {
+        let short = read(
+            r#""a.csv?prompt=question&completion=answer_text&limit=10&weight=0.5&format=prompt_completion""#,
+        );
+        let table = r#"{ path = "a.csv", format = "prompt_completion", weight = 0.5, limit = 10,
+            columns = { prompt = "question", completion = "answer_text" } }"#;
+        let (short, table) = (short.unwrap(), read(&table.replace('\n', " ")).unwrap());
+        assert_eq!(RowSource { path: table.path.clone(), ..short }, table);
+        let again = RowSource::read(&table.write().unwrap(), Path::new("/"));
+        assert!(matches!(again, Err(ValueRefusal::Unusable(_))), "the folder is gone");
+        let hub = read(r#"{ path = "owner/name", split = "test", system = "s", prompt_template = "{a}" }"#)
+            .unwrap();
+        assert_eq!(RowSource::read(&hub.write().unwrap(), Path::new("/")).unwrap(), hub);
+        assert_eq!(read(r#""owner/name""#).unwrap().write(), Some(Value::from("owner/name")));
+    }
+
+    #[test]
+    fn other_keys_and_values_are_refused() {
+        let why = |text: &str| match read(text) {
+            Err(ValueRefusal::Unusable(why)) => why,
+            read => panic!("{read:?}"),
+        };
+        assert!(
+            why(r#"{ path = "a.csv", rows = 3 }"#).starts_with("its key `rows` is not known; accepted: path")
+        );
+        assert_eq!(why(r#"{ limit = 3 }"#), "it has no `path`");
+        assert!(why(r#""a.csv?limit=0""#).contains("a whole number from 1"));
+        assert!(why(r#""a.csv?limit""#).contains("is no `key=value`"));
+        assert!(
+            why(r#"{ path = "a.csv", format = "csv" }"#)
+                .starts_with("its `format` is not accepted; accepted: \"auto\"")
+        );
+        assert!(why(r#"{ path = "b.csv" }"#).starts_with("its `path`: there is no "));
+        assert!(why(r#"{ path = "a.csv", columns = ["a"] }"#).contains("no table of names"));
+    }
+}

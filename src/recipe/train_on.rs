@@ -1,0 +1,224 @@
+//! The tokens of a row that count in the loss: `data.train_on`.
+
+use std::path::Path;
+
+use toml::{Table, Value};
+
+use super::value::{Setting, ValueRefusal};
+
+/// The roles that messages have.
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+/// The keys of the long form.
+const KEYS: [&str; 3] = ["roles", "turns", "ends"];
+
+/// The trained messages among those of the trained roles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TrainedTurns {
+    /// All of them.
+    All,
+    /// The last of a chat.
+    Last,
+}
+
+/// The tokens that end a message (EOS, `<|im_end|>`) which are trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TrainedEnds {
+    /// Those of the trained messages.
+    Turn,
+    /// Those of all messages.
+    All,
+    /// That of a chat's last trained message.
+    Last,
+    /// None of them: the model does not learn to stop.
+    None,
+}
+
+/// Names of the values of [`TrainedTurns`] and [`TrainedEnds`].
+const TURNS: [(&str, TrainedTurns); 2] = [("all", TrainedTurns::All), ("last", TrainedTurns::Last)];
+const ENDS: [(&str, TrainedEnds); 4] = [
+    ("turn", TrainedEnds::Turn),
+    ("all", TrainedEnds::All),
+    ("last", TrainedEnds::Last),
+    ("none", TrainedEnds::None),
+];
+
+/// The tokens of a row that count in the loss.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TrainOn {
+    /// Every token of a row.
+    All,
+    /// Messages of some roles; of a prompt and its completion, the completion is the assistant's.
+    Messages {
+        /// The roles that are trained.
+        roles: Vec<String>,
+        /// The messages of these roles that are trained.
+        turns: TrainedTurns,
+        /// The ends of messages that are trained.
+        ends: TrainedEnds,
+    },
+}
+
+impl Default for TrainOn {
+    /// The assistant's turns of a chat, the completion of a prompt.
+    fn default() -> Self {
+        TrainOn::Messages { roles: vec![ASSISTANT.into()], turns: TrainedTurns::All, ends: TrainedEnds::Turn }
+    }
+}
+
+const ASSISTANT: &str = "assistant";
+
+impl TrainOn {
+    /// Returns whether messages of `role` are trained.
+    pub fn trains(&self, role: &str) -> bool {
+        match self {
+            TrainOn::All => true,
+            TrainOn::Messages { roles, .. } => roles.iter().any(|trained| trained == role),
+        }
+    }
+
+    /// The ends of messages that are trained.
+    pub fn ends(&self) -> TrainedEnds {
+        match self {
+            TrainOn::All => TrainedEnds::All,
+            TrainOn::Messages { ends, .. } => *ends,
+        }
+    }
+
+    fn with_roles(roles: Vec<String>) -> Self {
+        TrainOn::Messages { roles, turns: TrainedTurns::All, ends: TrainedEnds::Turn }
+    }
+
+    /// The long form.
+    fn table(table: &Table, folder: &Path) -> Result<Self, ValueRefusal> {
+        if let Some(unknown) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
+            let why = format!("its key `{unknown}` is not known; accepted: {}", KEYS.join(", "));
+            return Err(ValueRefusal::Unusable(why));
+        }
+        let roles = match table.get("roles") {
+            None => vec![ASSISTANT.to_owned()],
+            Some(roles) => read_roles(roles, folder)?,
+        };
+        let turns =
+            table.get("turns").map_or(Ok(TrainedTurns::All), |value| named("turns", &TURNS, value))?;
+        let ends = table.get("ends").map_or(Ok(TrainedEnds::Turn), |value| named("ends", &ENDS, value))?;
+        Ok(TrainOn::Messages { roles, turns, ends })
+    }
+}
+
+/// The roles of a list.
+fn read_roles(value: &Value, folder: &Path) -> Result<Vec<String>, ValueRefusal> {
+    let roles = Vec::<String>::read(value, folder)?;
+    let unknown = roles.iter().find(|role| !ROLES.contains(&role.as_str()));
+    match (unknown, roles.is_empty()) {
+        (Some(role), _) => {
+            let why = format!("\"{role}\" is no role; accepted: {}", ROLES.join(", "));
+            Err(ValueRefusal::Unusable(why))
+        }
+        (None, true) => Err(ValueRefusal::Unusable("an empty list of roles trains nothing".into())),
+        (None, false) => Ok(roles),
+    }
+}
+
+/// The value that `key` names among `values`.
+fn named<T: Copy>(key: &str, values: &[(&str, T)], value: &Value) -> Result<T, ValueRefusal> {
+    let found = values.iter().find(|(name, _)| value.as_str() == Some(name));
+    found.map(|(_, found)| *found).ok_or_else(|| {
+        let names: Vec<String> = values.iter().map(|(name, _)| format!("\"{name}\"")).collect();
+        ValueRefusal::Unusable(format!("its `{key}` is {value}; accepted: {}", names.join(", ")))
+    })
+}
+
+/// The name of `value` among `values`.
+fn name<T: Copy + PartialEq>(values: &[(&str, T)], value: T) -> Value {
+    let found = values.iter().find(|(_, known)| *known == value);
+    Value::String(found.map(|(name, _)| (*name).to_owned()).unwrap_or_default())
+}
+
+impl Setting for TrainOn {
+    fn accepted() -> String {
+        r#""assistant", "all", "last", a list of roles such as ["assistant", "tool"], a table such as { roles = ["assistant"], turns = "last", ends = "none" }"#.into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        match value {
+            Value::String(text) => match text.as_str() {
+                ASSISTANT => Ok(TrainOn::default()),
+                "all" => Ok(TrainOn::All),
+                "last" => Ok(TrainOn::Messages {
+                    roles: vec![ASSISTANT.into()],
+                    turns: TrainedTurns::Last,
+                    ends: TrainedEnds::Turn,
+                }),
+                _ => Err(ValueRefusal::Shape),
+            },
+            Value::Array(_) => read_roles(value, folder).map(TrainOn::with_roles),
+            Value::Table(table) => TrainOn::table(table, folder),
+            _ => Err(ValueRefusal::Shape),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        let TrainOn::Messages { roles, turns, ends } = self else { return Some(Value::String("all".into())) };
+        let is_assistant = roles.len() == 1 && roles[0] == ASSISTANT;
+        match (is_assistant, turns, ends) {
+            (true, TrainedTurns::All, TrainedEnds::Turn) => Some(Value::String(ASSISTANT.into())),
+            (true, TrainedTurns::Last, TrainedEnds::Turn) => Some(Value::String("last".into())),
+            (false, TrainedTurns::All, TrainedEnds::Turn) => roles.write(),
+            _ => Some(Value::Table(Table::from_iter([
+                ("roles".to_owned(), roles.write()?),
+                ("turns".to_owned(), name(&TURNS, *turns)),
+                ("ends".to_owned(), name(&ENDS, *ends)),
+            ]))),
+        }
+    }
+
+    fn choices() -> Vec<&'static str> {
+        vec![ASSISTANT, "all", "last"]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<TrainOn, ValueRefusal> {
+        let table: Table = format!("key = {text}").parse().unwrap();
+        TrainOn::read(&table["key"], Path::new("."))
+    }
+
+    #[test]
+    fn each_form_is_written_as_it_is_read() {
+        for text in [
+            r#""assistant""#,
+            r#""all""#,
+            r#""last""#,
+            r#"["assistant", "tool"]"#,
+            r#"{ roles = ["user"], turns = "last", ends = "none" }"#,
+            r#"{ roles = ["assistant"], turns = "all", ends = "all" }"#,
+        ] {
+            let value = read(text).unwrap();
+            assert_eq!(value.write().unwrap().to_string(), text);
+        }
+        assert_eq!(read(r#"{ turns = "last" }"#).unwrap(), read(r#""last""#).unwrap());
+        assert_eq!(read(r#"["assistant"]"#).unwrap(), TrainOn::default());
+    }
+
+    #[test]
+    fn other_values_are_refused() {
+        let why = |text: &str| match read(text) {
+            Err(ValueRefusal::Unusable(why)) => why,
+            read => panic!("{read:?}"),
+        };
+        assert_eq!(
+            why(r#"["bot"]"#),
+            r#""bot" is no role; accepted: system, developer, user, assistant, tool"#
+        );
+        assert_eq!(why("[]"), "an empty list of roles trains nothing");
+        assert_eq!(why(r#"{ end = "none" }"#), "its key `end` is not known; accepted: roles, turns, ends");
+        assert_eq!(
+            why(r#"{ ends = "eos" }"#),
+            r#"its `ends` is "eos"; accepted: "turn", "all", "last", "none""#
+        );
+        assert!(matches!(read(r#""completion""#), Err(ValueRefusal::Shape)));
+    }
+}
