@@ -136,7 +136,9 @@ impl Opened {
         };
         let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
         tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
-        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        let mut data = recipe.data.clone();
+        data.fit_positions(base.config.max_position_embeddings);
+        let rows = DatasetLoader::new(tokenizer, &data, base.config.vocab_size)?;
         Ok(Opened { base, adapter_setup, rows, comparison })
     }
 }

@@ -11,6 +11,8 @@ mod changes;
 mod describe;
 mod fingerprint;
 mod fit;
+mod global_batch;
+mod good_sense;
 mod gpu_memory;
 mod loss_path;
 mod memory;
@@ -28,6 +30,7 @@ mod written_bytes;
 
 pub(crate) use fingerprint::RECIPE;
 pub(crate) use fit::{PlannedStep, Room, Rows, StepInputs, process_bytes, widest_micro_batch};
+pub(crate) use global_batch::{decide_accumulation, decide_rows};
 pub use loss_path::LossPath;
 pub(crate) use memory::PROCESS;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};

@@ -10,6 +10,7 @@ use chrono::{DateTime, FixedOffset};
 use super::bf16_copy;
 use super::changes::{Adjustment, ModelSettings, changes, first_for};
 use super::fit::{Fit, Room, Rows, StepInputs};
+use super::global_batch::{decide_accumulation, decide_rows};
 use super::memory::MemoryPlan;
 use super::method::Method;
 use super::parallel;
@@ -85,8 +86,9 @@ impl Plan {
         resumed: Option<&SavedCheckpoint>,
         now: DateTime<FixedOffset>,
     ) -> Result<Self> {
-        parallel::split_global_batch(&mut recipe, world.all, resumed)?;
+        decide_rows(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        recipe.data.fit_positions(base.config.max_position_embeddings);
         let mut engine = engine_options(&recipe, device)?;
         let adapter_found = find_adapter(&recipe, finder, &mut base)?;
         let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
@@ -97,6 +99,7 @@ impl Plan {
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = rows.load_if_any(&recipe.data.eval, Split::Eval, finder)?;
+        decide_accumulation(&mut recipe, Some(&train.0), world.all)?;
         let params = ParamCache::default();
         let inputs = StepInputs {
             base: &base,
@@ -239,7 +242,7 @@ impl Plan {
 
     /// Micro-batches of a step, those of all ranks together.
     pub fn micro_batches(&self) -> usize {
-        self.recipe.train.gradient_accumulation_steps.saturating_mul(self.ranks)
+        self.recipe.train.accumulation().saturating_mul(self.ranks)
     }
 
     /// What the memory and the time of a step depend on. New tokens are in the adapter, where there is one.
@@ -344,9 +347,9 @@ pub(crate) fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
         seed: recipe.train.seed,
         shuffle: recipe.data.shuffle,
         packing: recipe.data.packing,
-        max_seq_len: recipe.data.max_seq_len,
+        max_seq_len: recipe.data.longest_row(),
         micro_batch_size: recipe.train.micro_batch_rows(),
-        gradient_accumulation_steps: recipe.train.gradient_accumulation_steps.saturating_mul(ranks),
+        gradient_accumulation_steps: recipe.train.accumulation().saturating_mul(ranks),
         epochs: recipe.train.epochs,
         max_steps: recipe.train.max_steps,
     }

@@ -97,10 +97,12 @@ fn the_header_of_every_built_in_recipe_shows_a_command_that_lacks_nothing() {
 fn defaults_are_those_of_the_contract() {
     let recipe = load(&format!("{BASE}[adapter]\n"), &[]);
     let adapter = recipe.adapter.unwrap();
-    assert_eq!((adapter.r, adapter.lora_alpha, adapter.lora_dropout), (16, 16.0, 0.0));
+    assert_eq!((adapter.r, adapter.lora_alpha, adapter.lora_dropout), (16, 32.0, 0.0));
     assert_eq!(adapter.target_modules, TargetModules::AllLinear);
-    assert_eq!((recipe.data.max_seq_len, recipe.data.packing, recipe.data.shuffle), (2048, true, true));
-    assert_eq!((recipe.train.epochs, recipe.train.max_grad_norm, recipe.train.seed), (1.0, 1.0, 0));
+    assert_eq!((recipe.data.max_seq_len, recipe.data.packing, recipe.data.shuffle), (AutoOr::Auto, true, true));
+    assert_eq!((recipe.data.longest_row(), recipe.train.accumulation()), (2048, 1));
+    assert_eq!((recipe.train.epochs, recipe.train.max_grad_norm, recipe.train.seed), (3.0, 1.0, 0));
+    assert_eq!(recipe.checkpoint.save_steps, SaveSteps::Auto);
     assert_eq!((recipe.optimizer.betas, recipe.optimizer.eps), ([0.9, 0.999], 1e-8));
     assert_eq!(recipe.scheduler.kind, SchedulerKind::Cosine);
     assert_eq!((recipe.checkpoint.keep_last, recipe.log.every_steps, recipe.eval.at_end), (2, 1, true));
@@ -255,12 +257,12 @@ fn what_training_needs() {
 fn unknown_names() {
     assert_snapshot!(fault("[train]\nepoch = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `epochs`
     ");
     assert_snapshot!(fault("[train]\nlearning_rate = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.learning_rate`; nearest: `optimizer.learning_rate`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.learning_rate`; nearest: `optimizer.learning_rate`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `learning_rate` under `[optimizer]`
     ");
     assert_snapshot!(fault("[adapter]\nlora_r = 3\n"), @"
@@ -270,7 +272,7 @@ fn unknown_names() {
     ");
     assert_snapshot!(fault("[train]\nzzz = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.zzz`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.zzz`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(fault("[trian]\nepochs = 3\n"), @"
@@ -408,7 +410,7 @@ fn wrong_ranges() {
       caused by: my.toml:8:10: `train.epochs` is 0; accepted: a number above 0
       caused by: my.toml:9:13: `train.max_steps` is 0; accepted: a whole number, at least 1
       caused by: my.toml:10:20: `train.micro_batch_size` is 0; accepted: "auto", a whole number from 1 to 65536
-      caused by: my.toml:11:31: `train.gradient_accumulation_steps` is 0; accepted: a whole number from 1 to 1048576
+      caused by: my.toml:11:31: `train.gradient_accumulation_steps` is 0; accepted: "auto", a whole number from 1 to 1048576
     hint: `finetune recipes show reference` documents every key
     "#
     );
@@ -534,7 +536,7 @@ fn broken_toml() {
 fn mistyped_assignments() {
     assert_snapshot!(set_fault(&["train.epoch=3"]), @"
     error: cannot use these settings
-      caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
+      caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `epochs`
     ");
     assert_snapshot!(set_fault(&["trian.epochs=3"]), @"
