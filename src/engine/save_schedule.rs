@@ -34,8 +34,8 @@ impl SaveSchedule {
         self.save.is_due(step, ends_epoch)
     }
 
-    /// Returns whether a checkpoint is due after the last of `total` steps.
-    pub(super) fn is_due_at_end(&self, total: u64) -> bool {
-        self.save.is_due_at_end(total)
+    /// Returns whether a checkpoint is due at the end of the run, after its result.
+    pub(super) fn is_due_at_end(&self) -> bool {
+        self.save.is_due_at_end()
     }
 }

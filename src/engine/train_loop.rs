@@ -166,11 +166,11 @@ impl TrainLoop<'_> {
                 let held_out = self.evaluate(done.steps)?;
                 self.warn(held_out.and_then(|held_out| watch.after_evaluation(&held_out)));
             }
-            // After the last step the result comes first.
+            // The checkpoint of the end comes after the result.
             let goes_on = done.steps < total;
             let stop = agreed.asked_to_stop && goes_on;
             let ends_epoch = self.sampler.cursor().index == 0;
-            if goes_on && (saves.is_due(done.steps, ends_epoch) || agreed.is_save_late) || stop {
+            if saves.is_due(done.steps, ends_epoch && goes_on) || agreed.is_save_late && goes_on || stop {
                 self.save(&done)?;
                 saves.saved();
                 diverged.saved();
@@ -187,7 +187,7 @@ impl TrainLoop<'_> {
         let published = if done.stopped { Ok(()) } else { self.publish(&mut done) };
         saved.and(published)?;
         if !done.stopped {
-            self.save_end(&done, done.steps > begun && saves.is_due_at_end(total))?;
+            self.save_end(&done, done.steps > begun && saves.is_due_at_end())?;
             done.after = self.evaluate_end(done.steps, &mut watch)?;
             self.finish_saving()?;
         }

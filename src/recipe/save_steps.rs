@@ -33,9 +33,9 @@ impl SaveSteps {
         }
     }
 
-    /// Returns whether a checkpoint is due after the last of `total` steps.
-    pub fn is_due_at_end(self, total: u64) -> bool {
-        self.is_due(total, true)
+    /// Returns whether a checkpoint is due at the end of a run, whatever its last step.
+    pub fn is_due_at_end(self) -> bool {
+        matches!(self, SaveSteps::Auto | SaveSteps::Epoch)
     }
 
     /// The checkpoints that a run of `total` steps, `epoch` of them an epoch, saves after its first `done` steps. A slow
@@ -109,11 +109,8 @@ mod tests {
                 for done in 0..=total {
                     let due = |step: &u64| {
                         let step = *step;
-                        if step == total {
-                            save.is_due_at_end(total)
-                        } else {
-                            save.is_due(step, step.is_multiple_of(epoch))
-                        }
+                        let is_last = step == total;
+                        save.is_due(step, step.is_multiple_of(epoch)) || is_last && save.is_due_at_end()
                     };
                     let wanted = (done + 1..=total).filter(due).count() as u64;
                     assert_eq!(save.count([done, total], epoch), wanted, "{save:?} {epoch} {total} {done}");

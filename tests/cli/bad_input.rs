@@ -857,12 +857,12 @@ fn rows_that_are_too_long() {
       caused by: 80 rows dropped for their length
     hint: raise `data.max_seq_len`, or write `data.on_long_row = "truncate"`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @"
+    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @r#"
     exit 1
     error: cannot use these settings
-      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number from 2 to 16777216
+      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: "auto", a whole number from 2 to 16777216
     hint: `finetune recipes show reference` documents every key
-    ");
+    "#);
 }
 
 // Adapters.
