@@ -182,31 +182,32 @@ impl TrainLoop<'_> {
         }
         self.finish(&mut done.facts);
         self.warn(watch.at_end(&self.trainer.engine.store));
-        // One snapshot at a time is in memory. A checkpoint that cannot be saved costs no result.
-        let saved = self.finish_saving();
-        let published = if done.stopped { Ok(()) } else { self.publish(&mut done) };
-        saved.and(published)?;
-        if !done.stopped {
-            self.save_end(&done, done.steps > begun && saves.is_due_at_end())?;
-            done.after = self.evaluate_end(done.steps, &mut watch)?;
-            self.finish_saving()?;
-        }
+        let has_moved = done.steps > begun;
+        self.end(&mut done, &mut watch, has_moved && saves.is_due_at_end())?;
         self.say_notes();
         self.tell(RunListeners::end);
         done.memory = self.clock.memory_by_phase();
         Ok(done)
     }
 
-    /// Saves the checkpoint of a run that has done all its steps, where it is due: from it the run can go on with more.
-    fn save_end(&mut self, done: &RunSummary, is_due: bool) -> Result<()> {
-        if is_due { self.save(done) } else { Ok(()) }
-    }
-
-    /// Evaluates the result after step `step`, where the recipe asks for it.
-    fn evaluate_end(&mut self, step: u64, watch: &mut RunWatch) -> Result<Option<EvalReport>> {
-        let after = if self.options.eval_at_end { self.evaluate(step)? } else { None };
-        self.warn(after.as_ref().and_then(|after| watch.after_evaluation(after)));
-        Ok(after)
+    /// Publishes the result of a run that has done all its steps, saves the checkpoint from which it can go on with more
+    /// where that `is_save_due`, and evaluates the result. A run that was stopped has saved already.
+    fn end(&mut self, done: &mut RunSummary, watch: &mut RunWatch, is_save_due: bool) -> Result<()> {
+        // One snapshot at a time is in memory. A checkpoint that cannot be saved costs no result.
+        let saved = self.finish_saving();
+        if done.stopped {
+            return saved;
+        }
+        let published = self.publish(done);
+        saved.and(published)?;
+        if is_save_due {
+            self.save(done)?;
+        }
+        if self.options.eval_at_end {
+            done.after = self.evaluate(done.steps)?;
+            self.warn(done.after.as_ref().and_then(|after| watch.after_evaluation(after)));
+        }
+        self.finish_saving()
     }
 
     /// Waits for the save that is under way.

@@ -97,7 +97,7 @@ impl Plan {
                 ""
             };
             format!(
-                "this run has {steps_in_words} alone, which seldom changes a model: give it more rows, {smaller}or more \
+                "this run has only {steps_in_words}, which seldom changes a model: give it more rows, {smaller}or more \
                  epochs (`train.epochs`, now {})",
                 train.epochs
             )

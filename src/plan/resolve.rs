@@ -100,7 +100,6 @@ impl Plan {
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = rows.load_if_any(&recipe.data.eval, Split::Eval, finder)?;
         decide_accumulation(&mut recipe, Some(&train.0), world.all)?;
-        let params = ParamCache::default();
         let inputs = StepInputs {
             base: &base,
             adapter_setup: adapter_setup.as_ref(),
@@ -108,7 +107,7 @@ impl Plan {
             new_tokens: &tokens,
             engine: &engine,
             room: Room::Here,
-            params: &params,
+            params: &ParamCache::default(),
         };
         inputs.split_rows(&mut recipe, world)?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();

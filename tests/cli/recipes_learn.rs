@@ -245,7 +245,7 @@ fn settings_that_are_seldom_meant_are_said() {
             "adapter.r=1000",
             "`adapter.r` is 1000, above the smaller side of 14 of 14 layers that it adapts",
         ),
-        ("lora", "train.epochs=1", "this run has 8 steps alone"),
+        ("lora", "train.epochs=1", "this run has only 8 steps"),
         (
             "lora",
             "scheduler.warmup_ratio=0.5",
