@@ -1,7 +1,7 @@
 //! The rows of an optimizer step over all ranks, and the micro-batches that each rank makes of them.
 
 use crate::checkpoint::SavedCheckpoint;
-use crate::data::{Dataset, Sampler};
+use crate::data::{Dataset, Sampler, SamplerOptions};
 use crate::error::{Error, Result};
 use crate::recipe::{AutoOr, Recipe};
 
@@ -45,12 +45,26 @@ pub(crate) fn decide_rows(
 /// As [`Sampler::new`].
 pub(crate) fn decide_accumulation(recipe: &mut Recipe, data: Option<&Dataset>, ranks: usize) -> Result<()> {
     if recipe.train.gradient_accumulation_steps == AutoOr::Auto {
-        let options = super::sampler_options(recipe, ranks);
+        let options = sampler_options(recipe, ranks);
         let rows = data.map(|data| Ok::<_, Error>(Sampler::new(data, options)?.num_units())).transpose()?;
         let rows_of_micro_batches = recipe.train.micro_batch_rows().saturating_mul(ranks);
         recipe.train.gradient_accumulation_steps = AutoOr::Fixed(accumulation(rows, rows_of_micro_batches));
     }
     Ok(())
+}
+
+/// The steps of all ranks together.
+pub(crate) fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
+    SamplerOptions {
+        seed: recipe.train.seed,
+        shuffle: recipe.data.shuffle,
+        packing: recipe.data.packing,
+        max_seq_len: recipe.data.longest_row(),
+        micro_batch_size: recipe.train.micro_batch_rows(),
+        gradient_accumulation_steps: recipe.train.accumulation().saturating_mul(ranks),
+        epochs: recipe.train.epochs,
+        max_steps: recipe.train.max_steps,
+    }
 }
 
 /// The largest accumulation that leaves [`LEAST_STEPS`] steps in an epoch of `rows` rows and takes [`MOST_ROWS`] rows a step

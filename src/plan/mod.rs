@@ -30,7 +30,7 @@ mod written_bytes;
 
 pub(crate) use fingerprint::RECIPE;
 pub(crate) use fit::{PlannedStep, Room, Rows, StepInputs, process_bytes, widest_micro_batch};
-pub(crate) use global_batch::{decide_accumulation, decide_rows};
+pub(crate) use global_batch::{decide_accumulation, decide_rows, sampler_options};
 pub use loss_path::LossPath;
 pub(crate) use memory::PROCESS;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
@@ -38,7 +38,6 @@ pub(crate) use memory_parts::{KeptGroup, MemoryParts};
 pub use method::Method;
 pub use parallel::WorldSize;
 pub use resolve::Plan;
-pub(crate) use resolve::sampler_options;
 pub(crate) use run_params::ParamCache;
 pub use warnings::prompt_beyond_positions;
 pub(crate) use written_bytes::{StoredAs, WrittenBytes};

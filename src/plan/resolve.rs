@@ -10,7 +10,7 @@ use chrono::{DateTime, FixedOffset};
 use super::bf16_copy;
 use super::changes::{Adjustment, ModelSettings, changes, first_for};
 use super::fit::{Fit, Room, Rows, StepInputs};
-use super::global_batch::{decide_accumulation, decide_rows};
+use super::global_batch::{decide_accumulation, decide_rows, sampler_options};
 use super::memory::MemoryPlan;
 use super::method::Method;
 use super::parallel;
@@ -19,7 +19,7 @@ use super::run_params::ParamCache;
 use crate::adapter::{self, LowRankFactors};
 use crate::checkpoint::SavedCheckpoint;
 use crate::collective::Phase;
-use crate::data::{Dataset, Sampler, SamplerOptions, Split};
+use crate::data::{Dataset, Sampler, Split};
 use crate::error::Result;
 use crate::model::ModelConfig;
 use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute};
@@ -337,19 +337,5 @@ fn decided(
     }
     if let Some(commit) = commit {
         recipe.model.revision = commit.to_owned();
-    }
-}
-
-/// The steps of all ranks together.
-pub(crate) fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
-    SamplerOptions {
-        seed: recipe.train.seed,
-        shuffle: recipe.data.shuffle,
-        packing: recipe.data.packing,
-        max_seq_len: recipe.data.longest_row(),
-        micro_batch_size: recipe.train.micro_batch_rows(),
-        gradient_accumulation_steps: recipe.train.accumulation().saturating_mul(ranks),
-        epochs: recipe.train.epochs,
-        max_steps: recipe.train.max_steps,
     }
 }

@@ -294,6 +294,7 @@ fn adapters_that_cannot_be() {
     "#);
     assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa", "--set", "adapter.r=100"]), @r#"
     exit 1
+    warning: `adapter.r` is 100, above the smaller side of 14 of 14 layers that it adapts, such as model.layers.0.self_attn.k_proj (32): ranks above it add parameters and nothing that can be learned; write `adapter.r = 32` or less
     error: cannot factor a weight for the adapter's start
       caused by: r is 100; the weight is 64 x 64; accepted: r up to the smaller
     hint: lower `adapter.r`, or start with `init = "default"`

@@ -187,7 +187,7 @@ fn a_slow_epoch_is_saved_every_thirty_minutes() {
         let args: Vec<_> =
             words("lora", &more).into_iter().map(|arg| if arg == "out" { output } else { arg }).collect();
         let mut command = place.command(&args);
-        command.env("FINETUNE_CLOCK", "planted").env("FINETUNE_FAULT", "1:data:slow=600s");
+        command.env("FINETUNE_CLOCK", "planted").env("FINETUNE_FAULT", "1:data:slow=600000ms");
         let done = command.output().unwrap();
         assert!(done.status.success(), "{}", place.told(&done.stderr));
         assert_eq!(checkpoints(&place, output), wanted.iter().copied().collect(), "{save}");
@@ -212,7 +212,7 @@ fn rows_are_as_long_as_the_model_allows() {
 fn a_constant_learning_rate_works_with_built_in_recipes() {
     let place = place(8);
     let [said, recipe] = ends(&place, &words("lora", &["--set", "scheduler.kind=constant", "--dry-run"]), 0);
-    let line = "lora (built in):28:16: `scheduler.warmup_ratio` has no effect with `kind = \"constant\"` \
+    let line = "lora (built in):29:16: `scheduler.warmup_ratio` has no effect with `kind = \"constant\"` \
                 (--set scheduler.kind=constant), and is left out";
     assert_eq!(said.matches("warmup_ratio").count(), 1, "{said}");
     assert!(
