@@ -216,7 +216,7 @@ fn a_constant_learning_rate_works_with_built_in_recipes() {
                 (--set scheduler.kind=constant), and is left out";
     assert_eq!(said.matches("warmup_ratio").count(), 1, "{said}");
     assert!(
-        said.contains(line) && recipe.contains("kind = \"constant\"") && !recipe.contains("warmup"),
+        said.contains(line) && recipe.contains("kind = \"constant\"") && !recipe.contains("warmup_ratio"),
         "{said}"
     );
 }
