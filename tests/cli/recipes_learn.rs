@@ -292,7 +292,7 @@ fn a_dead_model_ends_the_run() {
         let [said, _] = ends(&place, &args, 4);
         assert!(
             said.contains(
-                "error: the model is dead at step 10: it learns nothing\n  caused by: the loss was "
+                "the model is dead at step 10: it learns nothing\n  caused by: the loss was "
             ),
             "{said}"
         );
