@@ -291,9 +291,7 @@ fn a_dead_model_ends_the_run() {
         let args: Vec<_> = args.into_iter().map(|arg| if arg == "out" { &output } else { arg }).collect();
         let [said, _] = ends(&place, &args, 4);
         assert!(
-            said.contains(
-                "the model is dead at step 10: it learns nothing\n  caused by: the loss was "
-            ),
+            said.contains("the model is dead at step 10: it learns nothing\n  caused by: the loss was "),
             "{said}"
         );
         assert!(
