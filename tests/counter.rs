@@ -200,7 +200,8 @@ fn load(shape: &Shape, run: Run) -> Loaded {
     let text = format!(
         "{}{}[data]\nformat = \"text\"\npacking = false\nmax_seq_len = 2048\n[train]\nmax_steps = 3\n\
          micro_batch_size = 2\ngradient_accumulation_steps = {accumulation}\nrecompute = \"{}\"\n\
-         [optimizer]\nlearning_rate = 1e-4\n[model]\ndtype = \"bf16\"\n",
+         [optimizer]\nlearning_rate = 1e-4\n[model]\ndtype = \"bf16\"\n\
+         [checkpoint]\nsave_steps = \"never\"\n",
         if mode == Mode::Qlora || copy { &quantization } else { "" },
         if mode == Mode::Full { "" } else { &adapter },
         if recompute { "block" } else { "none" },

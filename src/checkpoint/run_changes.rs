@@ -26,6 +26,8 @@ const STEPS: &str = "steps";
 const LENGTH: [&str; 2] = ["train.epochs", "train.max_steps"];
 /// Rows that go through the model at once.
 pub(super) const MICRO_BATCH: &str = "train.micro_batch_size";
+/// Tokens of the longest row.
+const MAX_SEQ_LEN: &str = "data.max_seq_len";
 
 type Fingerprint = BTreeMap<String, String>;
 
@@ -78,6 +80,11 @@ impl TrainingState {
     /// Rows of a micro-batch, where this checkpoint says it.
     pub fn micro_batch_size(&self) -> Option<usize> {
         self.fingerprint.get(MICRO_BATCH)?.parse().ok()
+    }
+
+    /// The most tokens of a row, where this checkpoint says it.
+    pub fn max_seq_len(&self) -> Option<usize> {
+        self.fingerprint.get(MAX_SEQ_LEN)?.parse().ok()
     }
 
     /// Whether the run of `later` may have come from here, perhaps with changes under which a run goes on.

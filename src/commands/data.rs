@@ -8,6 +8,7 @@ use crate::data::{Dataset, Example, Sampler, SamplerOptions, Split, Tokenizer};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
+use crate::plan::{decide_accumulation, decide_rows};
 use crate::recipe::{OnBadRow, Recipe};
 use crate::setup::{DatasetLoader, Resolver};
 use crate::units;
@@ -23,7 +24,9 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let folder = finder.model_headers(source, &recipe.model.revision)?.folder;
     let config = folder.join("config.json");
     let vocab_size = if config.exists() {
-        ModelConfig::from_json(&input_file::read_text("read", &config)?, "config.json")?.vocab_size
+        let config = ModelConfig::from_json(&input_file::read_text("read", &config)?, "config.json")?;
+        recipe.data.fit_positions(config.max_position_embeddings);
+        config.vocab_size
     } else {
         usize::MAX
     };
@@ -33,6 +36,8 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let rows = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
     rows.warnings().iter().for_each(|text| terminal.warn(text));
     let (dataset, _) = rows.load(&recipe.data.train, Split::Train, &finder)?;
+    decide_rows(&mut recipe, 1, None)?;
+    decide_accumulation(&mut recipe, Some(&dataset), 1)?;
     for (number, example) in dataset.examples().iter().take(args.rows).enumerate() {
         terminal.data(row(number + 1, example, &rows.tokenizer)?)?;
     }
@@ -59,9 +64,9 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
         seed: recipe.train.seed,
         shuffle: recipe.data.shuffle,
         packing: recipe.data.packing,
-        max_seq_len: recipe.data.max_seq_len,
+        max_seq_len: recipe.data.longest_row(),
         micro_batch_size: recipe.train.micro_batch_rows(),
-        gradient_accumulation_steps: recipe.train.gradient_accumulation_steps,
+        gradient_accumulation_steps: recipe.train.accumulation(),
         epochs: 1.0,
         max_steps: None,
     };
@@ -76,11 +81,11 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
     let mut text = format!(
         "an epoch: {} steps of {} {unit}; micro-batches of {} tokens on average, {longest} at most, no padding\n",
         sampler.steps_per_epoch(),
-        recipe.train.micro_batch_rows() * recipe.train.gradient_accumulation_steps,
+        recipe.train.micro_batch_rows() * recipe.train.accumulation(),
         total / count
     );
     if recipe.data.packing {
-        let room = sampler.num_units() * recipe.data.max_seq_len;
+        let room = sampler.num_units() * recipe.data.longest_row();
         let share = 100.0 * total as f64 / room.max(1) as f64;
         let _ = writeln!(text, "packing fills {share:.1} % of {} tokens", units::count(room as u64));
     }

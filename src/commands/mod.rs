@@ -135,7 +135,9 @@ impl Opened {
             None => (None, None),
         };
         let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-        let rows = base.dataset_loader(tokenizer, &recipe.data)?;
+        let mut data = recipe.data.clone();
+        data.fit_positions(base.config.max_position_embeddings);
+        let rows = base.dataset_loader(tokenizer, &data)?;
         rows.warnings().iter().for_each(|text| terminal.warn(text));
         Ok(Opened { base, adapter_setup, rows, comparison })
     }

@@ -4,7 +4,7 @@ use super::{print, print_json, terminal, working_folder};
 use crate::cli::PlanArgs;
 use crate::data::{Dataset, Sampler};
 use crate::error::{Error, Result};
-use crate::plan::{ParamCache, Rows, StepInputs, sampler_options};
+use crate::plan::{ParamCache, Rows, StepInputs, decide_accumulation, decide_rows, sampler_options};
 use crate::recipe::Recipe;
 use crate::run::sizing_inputs::{SizedModel, engine_on, measured_for, room_of, timed_on, world_of};
 use crate::setup::Resolver;
@@ -27,6 +27,7 @@ fn prices(args: &PlanArgs) -> Result<Vec<Price>> {
 pub(super) fn run(args: &PlanArgs) -> Result<()> {
     let (terminal, folder) = (terminal(&args.common), working_folder()?);
     let mut recipe = Recipe::load(&args.layers(&folder)?)?;
+    recipe.written.overruled().iter().for_each(|text| terminal.line(text));
     let hardware = args.on.as_deref().map(|on| Hardware::parse(on, &folder)).transpose()?;
     hardware.as_ref().and_then(Hardware::unusual).into_iter().for_each(|text| terminal.warn(text));
     let prices = prices(args)?;
@@ -39,10 +40,11 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
     let world = world_of(hardware.as_ref(), args);
     let measured = calibration.map(|calibration| calibration.rates);
     let timed = timed_on(hardware.as_ref(), measured, &engine, world.all);
-    let steps = match &found.train {
-        Some(data) => Some(Sampler::new(data, sampler_options(&recipe, world.all))?.total_steps()),
-        None => recipe.train.max_steps,
-    };
+    decide_rows(&mut recipe, world.all, None)?;
+    decide_accumulation(&mut recipe, found.train.as_ref(), world.all)?;
+    let sampler = found.train.as_ref().map(|data| Sampler::new(data, sampler_options(&recipe, world.all)));
+    let sampler = sampler.transpose()?;
+    let steps = sampler.as_ref().map_or(recipe.train.max_steps, |sampler| Some(sampler.total_steps()));
     let inputs = StepInputs {
         base: &found.base,
         adapter_setup: found.adapter_setup.as_ref(),
@@ -64,6 +66,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
         speeds: speeds.as_deref(),
         prices: &prices,
         steps,
+        steps_of_epoch: sampler.as_ref().map(Sampler::steps_per_epoch),
         held_out_tokens: held_out.map(|row| row.ids.len() as u64).sum(),
     };
     let sizing = request.answer()?;

@@ -43,6 +43,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
     let is_free = is_smaller || recipe.train.micro_batch_size == AutoOr::Auto;
     alarms::check(&recipe.alerts, args.common.offline)?;
+    recipe.written.overruled().iter().for_each(|text| terminal.line(text));
     let ranks = RankSetup::open(launch, args)?;
     let first = ranks.launch.rank == 0;
     let found = (!args.dry_run).then(|| OutputFolder::prepare(args, first, &terminal)).transpose()?;
@@ -54,6 +55,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     if first {
         plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
     }
+    plan.check_learns()?;
     let fits = plan.check_memory(ranks.launch.ranks_here);
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
     // The first process answers for all: it has claimed the folder, which the others may not even see.

@@ -5,7 +5,7 @@ use super::{print, terminal, working_folder};
 use crate::cli::VerifyResumeArgs;
 use crate::collective::launch::{Flags, Launch};
 use crate::error::{Error, Result};
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, SaveSteps};
 use crate::run::verify_resume::ResumeTrial;
 
 /// Trains twice and compares.
@@ -24,7 +24,10 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
     // What is wrong with the recipe is said once, here.
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
     // Where the recipe saves too seldom for a kill to leave anything, after every step.
-    let save_steps = recipe.checkpoint.save_steps.filter(|every| *every < args.steps).unwrap_or(1);
+    let save_steps = match recipe.checkpoint.save_steps {
+        SaveSteps::Every(steps) if steps < args.steps => steps,
+        _ => 1,
+    };
     let set = [
         format!("train.max_steps={}", args.steps),
         format!("checkpoint.save_steps={save_steps}"),

@@ -14,6 +14,7 @@ mod generate;
 mod nan_policy;
 mod objective;
 mod run_watch;
+mod save_schedule;
 mod state;
 mod train_loop;
 mod trainer;

@@ -4,9 +4,10 @@
 
 use std::collections::VecDeque;
 
+use crate::error::{Error, ErrorCategory, Result};
 use crate::median::median;
-use crate::report::StepReport;
 use crate::report::alerts::rules::{LossSpikes, StillGradients};
+use crate::report::{EvalReport, StepReport};
 use crate::sharding::{EntryIndex, ParamStore};
 
 /// Steps after which every tensor that trains must have had a gradient. The first of a warm-up has learning rate 0, and
@@ -14,6 +15,10 @@ use crate::sharding::{EntryIndex, ParamStore};
 const REACHED_AFTER: u64 = 10;
 /// Of a shorter run, the steps that it must have.
 const REACHED_AT_END: u64 = 5;
+/// Steps in a row of the same loss, without a gradient, after which a model is dead.
+const DEAD_STEPS: u64 = 10;
+/// Evaluations in a row whose held-out loss is above that of the one before, after which a warning is printed.
+const RISING_EVALUATIONS: u64 = 3;
 /// Tensors that are named.
 const NAMED: usize = 3;
 /// Steps that ranks are compared over, and in how many of them one must have been slow. A rank that slows down is so named
@@ -34,6 +39,61 @@ pub(super) struct RunWatch {
     /// Trainable tensors whose gradients were all zero so far, alike on all ranks.
     unreached: Vec<EntryIndex>,
     ranks: RankWatch,
+    dead: DeadSteps,
+    held_out: HeldOutLosses,
+}
+
+/// The last steps, as far as nothing moved in them.
+#[derive(Default)]
+struct DeadSteps {
+    loss: Option<f64>,
+    in_a_row: u64,
+}
+
+impl DeadSteps {
+    /// Counts a step; the error of a run that goes nowhere.
+    fn check(&mut self, step: u64, loss: f64, grad_norm: f64) -> Result<()> {
+        let is_same = self.loss.is_none_or(|before| before.to_bits() == loss.to_bits());
+        self.in_a_row = match (grad_norm == 0.0, is_same) {
+            (true, true) => self.in_a_row + 1,
+            (true, false) => 1,
+            (false, _) => 0,
+        };
+        self.loss = (grad_norm == 0.0).then_some(loss);
+        if self.in_a_row < DEAD_STEPS {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorCategory::Diverged,
+            format!("the model is dead at step {step}: it learns nothing"),
+        )
+        .because(format!("the loss was {loss} to the last bit and the gradient norm 0 in {DEAD_STEPS} steps"))
+        .hint(
+            "look at the trained tokens with `finetune data`, at the weights with `finetune inspect`, and at \
+                 `adapter.lora_alpha` and `optimizer.learning_rate`",
+        ))
+    }
+}
+
+/// The held-out losses of a run.
+#[derive(Default)]
+struct HeldOutLosses {
+    last: Option<f64>,
+    rises: u64,
+}
+
+impl HeldOutLosses {
+    /// The warning after the evaluation that follows step `step`, if there is one.
+    fn after(&mut self, step: u64, loss: f64) -> Option<String> {
+        let rises = self.last.replace(loss).is_some_and(|before| loss > before);
+        self.rises = if rises { self.rises + 1 } else { 0 };
+        (self.rises == RISING_EVALUATIONS).then(|| {
+            format!(
+                "step {step}: the held-out loss has risen {RISING_EVALUATIONS} evaluations in a row, to {loss:.4}: the model \
+                 learns its rows by heart; train for fewer steps, lower `optimizer.learning_rate`, or add rows"
+            )
+        })
+    }
 }
 
 /// Which rank the others wait for.
@@ -94,7 +154,8 @@ impl RunWatch {
     /// At the beginning of a run whose trainable tensors are `entries`.
     pub(super) fn new(entries: Vec<EntryIndex>) -> Self {
         let (spikes, still, ranks) = (LossSpikes::default(), StillGradients::default(), RankWatch::default());
-        RunWatch { spikes, still, updates: 0, unreached: entries, ranks }
+        let (dead, held_out) = (DeadSteps::default(), HeldOutLosses::default());
+        RunWatch { spikes, still, updates: 0, unreached: entries, ranks, dead, held_out }
     }
 
     /// The tensors whose gradients are to be looked at after a step.
@@ -115,6 +176,19 @@ impl RunWatch {
         let slow = self.ranks.after_step(report.step, &report.rank_secs);
         let found = [self.spikes.after(report), self.still.after(report)];
         found.into_iter().flatten().map(|found| found.message).chain(unreached).chain(slow).collect()
+    }
+
+    /// Ends a run whose model cannot learn, after a step that updated something. All ranks see the same numbers.
+    ///
+    /// # Errors
+    /// The loss was the same to the bit and the gradient norm 0 in the last steps.
+    pub(super) fn check_alive(&mut self, report: &StepReport) -> Result<()> {
+        self.dead.check(report.step, report.loss, report.grad_norm)
+    }
+
+    /// What there is to say after an evaluation of the held-out rows.
+    pub(super) fn after_evaluation(&mut self, report: &EvalReport) -> Option<String> {
+        self.held_out.after(report.step, report.eval_loss)
     }
 
     /// What there is to say at the end of a run, of what was not said before.
@@ -150,6 +224,35 @@ mod tests {
     fn slow_ranks(secs: impl Fn(u64) -> Vec<f64>) -> Vec<String> {
         let mut watch = RankWatch::default();
         (1..=100).filter_map(|step| watch.after_step(step, &secs(step))).collect()
+    }
+
+    #[test]
+    fn a_model_is_dead_after_ten_equal_steps_without_a_gradient() {
+        let dead = |steps: &[(f64, f64)]| {
+            let mut watch = DeadSteps::default();
+            (1..)
+                .zip(steps)
+                .find_map(|(step, (loss, norm))| watch.check(step, *loss, *norm).err().map(|_| step))
+        };
+        let still = [(2.5, 0.0); 12];
+        assert_eq!(dead(&still), Some(10));
+        assert_eq!(dead(&still[..9]), None);
+        let mut moved = still;
+        moved[4].1 = 1e-9;
+        assert_eq!(dead(&moved), None);
+        let mut other = [(2.5, 0.0); 16];
+        other[4].0 = 2.500_000_1;
+        assert_eq!(dead(&other), Some(15));
+    }
+
+    #[test]
+    fn a_held_out_loss_that_rises_three_times_is_said_once() {
+        let mut losses = HeldOutLosses::default();
+        let said: Vec<u64> = (0..)
+            .zip([3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 2.0, 2.1, 2.2, 2.2, 2.3, 2.4, 2.5])
+            .filter_map(|(step, loss)| losses.after(step, loss).map(|_| step))
+            .collect();
+        assert_eq!(said, [4, 12]);
     }
 
     /// Between -1 and 1, without an order.

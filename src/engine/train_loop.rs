@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
+use super::save_schedule::SaveSchedule;
 use super::{Evaluation, PeakFlops, Trainer};
 use crate::checkpoint::{KillPoint, Saver, TrainingState};
 use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
@@ -11,6 +12,7 @@ use crate::data::{Batch, Cursor, Sampler, Step};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::profile::Profiler;
 use crate::profile::bottlenecks::RunFacts;
+use crate::recipe::SaveSteps;
 use crate::recipe::enums::OnNan;
 use crate::report::{
     EvalReport, MetricsEntry, MetricsLog, RunListeners, SkippedStep, StepReport, Terminal, memory,
@@ -22,8 +24,8 @@ use crate::runtime::trace::{self, SpanInfo, span};
 /// When what happens.
 #[derive(Debug, Clone, Copy)]
 pub struct RunOptions {
-    /// Steps between checkpoints.
-    pub save_steps: Option<u64>,
+    /// When checkpoints are saved.
+    pub save: SaveSteps,
     /// Steps between evaluations.
     pub eval_steps: Option<u64>,
     /// Evaluate after the last step. Before the first step held-out rows are always evaluated.
@@ -137,10 +139,13 @@ impl TrainLoop<'_> {
         self.begin(&mut done, total)?;
         let mut watch = RunWatch::new(self.trainer.engine.store.trainable_entries());
         let mut diverged = DivergedSteps::new(self.options.nan);
+        let mut saves = SaveSchedule::new(self.options.save);
+        let begun = done.steps;
+        self.warn(done.before.as_ref().and_then(|before| watch.after_evaluation(before)));
         // What was before the first step is none's.
         self.clock.lap();
         while let Some(step) = self.next_step(total)? {
-            let (taken, asked_to_stop) = self.step(&step, &mut watch)?;
+            let (taken, agreed) = self.step(&step, &mut watch, &saves)?;
             done.steps += 1;
             done.tokens += step.tokens;
             match taken {
@@ -152,16 +157,22 @@ impl TrainLoop<'_> {
                     self.enter(Phase::Report)?;
                     self.report(&report, done.steps == total)?;
                     self.warn(watch.after_step(&report, &self.trainer.engine.store));
+                    watch.check_alive(&report)?;
                 }
                 Err(error) => self.pass_over(done.steps, &error, &mut diverged)?,
             }
             let due = |every: Option<u64>| every.is_some_and(|every| done.steps.is_multiple_of(every));
             if due(self.options.eval_steps) && done.steps < total {
-                self.evaluate(done.steps)?;
+                let held_out = self.evaluate(done.steps)?;
+                self.warn(held_out.and_then(|held_out| watch.after_evaluation(&held_out)));
             }
-            let stop = asked_to_stop && done.steps < total;
-            if due(self.options.save_steps) || stop {
-                self.save(Progress { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens })?;
+            // The checkpoint of the end comes after the result.
+            let goes_on = done.steps < total;
+            let stop = agreed.asked_to_stop && goes_on;
+            let ends_epoch = self.sampler.cursor().index == 0;
+            if saves.is_due(done.steps, ends_epoch && goes_on) || agreed.is_save_late && goes_on || stop {
+                self.save(&done)?;
+                saves.saved();
                 diverged.saved();
             }
             if stop {
@@ -171,17 +182,32 @@ impl TrainLoop<'_> {
         }
         self.finish(&mut done.facts);
         self.warn(watch.at_end(&self.trainer.engine.store));
-        // One snapshot at a time is in memory. A checkpoint that cannot be saved costs no result.
-        let saved = self.finish_saving();
-        let published = if done.stopped { Ok(()) } else { self.publish(&mut done) };
-        saved.and(published)?;
-        if self.options.eval_at_end && !done.stopped {
-            done.after = self.evaluate(done.steps)?;
-        }
+        let has_moved = done.steps > begun;
+        self.end(&mut done, &mut watch, has_moved && saves.is_due_at_end())?;
         self.say_notes();
         self.tell(RunListeners::end);
         done.memory = self.clock.memory_by_phase();
         Ok(done)
+    }
+
+    /// Publishes the result of a run that has done all its steps, saves the checkpoint from which it can go on with more
+    /// where that `is_save_due`, and evaluates the result. A run that was stopped has saved already.
+    fn end(&mut self, done: &mut RunSummary, watch: &mut RunWatch, is_save_due: bool) -> Result<()> {
+        // One snapshot at a time is in memory. A checkpoint that cannot be saved costs no result.
+        let saved = self.finish_saving();
+        if done.stopped {
+            return saved;
+        }
+        let published = self.publish(done);
+        saved.and(published)?;
+        if is_save_due {
+            self.save(done)?;
+        }
+        if self.options.eval_at_end {
+            done.after = self.evaluate(done.steps)?;
+            self.warn(done.after.as_ref().and_then(|after| watch.after_evaluation(after)));
+        }
+        self.finish_saving()
     }
 
     /// Waits for the save that is under way.
@@ -282,7 +308,8 @@ impl TrainLoop<'_> {
         }
     }
 
-    fn save(&mut self, moment: Progress) -> Result<()> {
+    fn save(&mut self, done: &RunSummary) -> Result<()> {
+        let moment = Progress { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens };
         self.step_aside();
         self.enter(Phase::Save)?;
         let world = self.trainer.engine.store.mesh().world();
@@ -292,8 +319,13 @@ impl TrainLoop<'_> {
     }
 
     /// Takes a step; its report, still without its number, or what it diverged by where the run may go on after it; and
-    /// whether any rank was asked to stop.
-    fn step(&mut self, step: &Step, watch: &mut RunWatch) -> Result<(Result<StepReport>, bool)> {
+    /// what the ranks agreed on after it.
+    fn step(
+        &mut self,
+        step: &Step,
+        watch: &mut RunWatch,
+        saves: &SaveSchedule,
+    ) -> Result<(Result<StepReport>, StepAgreement)> {
         let (started, waited) = (clock::now(), self.clock.read());
         self.saver.check(self.trainer.engine.store.mesh().world())?;
         self.say_notes();
@@ -303,7 +335,7 @@ impl TrainLoop<'_> {
         };
         let secs = clock::since(started).as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();
-        let (asked_to_stop, rank_secs) = self.agree(computed, watch, taken.is_ok())?;
+        let mut agreed = self.agree(computed, watch, taken.is_ok(), saves.is_late())?;
         let parts = self.clock.lap();
         let tokens_per_sec = step.tokens as f64 / secs;
         let report = taken.map(|result| StepReport {
@@ -315,12 +347,12 @@ impl TrainLoop<'_> {
             step_secs: secs,
             tokens_per_sec,
             peak_bytes: self.peak_bytes(),
-            rank_secs,
+            rank_secs: std::mem::take(&mut agreed.rank_secs),
             mfu: self.options.peak.map(|peak| peak.mfu(tokens_per_sec)),
             hfu: self.options.peak.map(|peak| peak.hfu(tokens_per_sec)),
             ..in_parts(&parts)
         });
-        Ok((report, asked_to_stop))
+        Ok((report, agreed))
     }
 
     /// The most that the device has held, or on a CPU the process.
@@ -339,23 +371,31 @@ impl TrainLoop<'_> {
     }
 
     /// What all ranks must know after a step: whether any has seen a signal, which reaches them at different moments, so
-    /// that all stop; how long each computed; and, where the step `updated`, which tensors had a gradient for the first
-    /// time.
-    fn agree(&self, computed: f64, watch: &mut RunWatch, updated: bool) -> Result<(bool, Vec<f64>)> {
+    /// that all stop; whether a checkpoint `is_late` by the first rank's clock; how long each computed; and, where the step
+    /// `updated`, which tensors had a gradient for the first time.
+    fn agree(
+        &self,
+        computed: f64,
+        watch: &mut RunWatch,
+        updated: bool,
+        is_late: bool,
+    ) -> Result<StepAgreement> {
         let store = &self.trainer.engine.store;
         let world = store.mesh().world();
         let has_gradients = if updated { store.has_gradients(watch.unreached())? } else { Vec::new() };
-        let mut said = vec![0.0; 1 + world.size()];
-        said[0] = f64::from(u8::from(self.stop.load(Ordering::Relaxed)));
-        said[1 + world.rank()] = computed;
-        said.extend(has_gradients.iter().map(|has| f64::from(u8::from(*has))));
+        let flag = |is_set: bool| f64::from(u8::from(is_set));
+        let mut said = vec![0.0; 2 + world.size()];
+        said[0] = flag(self.stop.load(Ordering::Relaxed));
+        said[1] = flag(is_late && world.rank() == 0);
+        said[2 + world.rank()] = computed;
+        said.extend(has_gradients.iter().map(|has| flag(*has)));
         store.sum("signals and times", &mut said)?;
-        let reached = said.split_off(1 + world.size());
+        let reached = said.split_off(2 + world.size());
         if updated {
             watch.reach(&reached.iter().map(|ranks| *ranks > 0.0).collect::<Vec<_>>());
         }
-        let secs = if world.size() > 1 { said.split_off(1) } else { Vec::new() };
-        Ok((said[0] > 0.0, secs))
+        let rank_secs = if world.size() > 1 { said.split_off(2) } else { Vec::new() };
+        Ok(StepAgreement { asked_to_stop: said[0] > 0.0, is_save_late: said[1] > 0.0, rank_secs })
     }
 
     /// Ends the progress and the trace, and adds to `facts` where the time went.
@@ -418,6 +458,16 @@ impl TrainLoop<'_> {
         }
         Ok(Some(report))
     }
+}
+
+/// What all ranks know after a step.
+struct StepAgreement {
+    /// A signal has asked some rank to stop.
+    asked_to_stop: bool,
+    /// A checkpoint is due by the first rank's clock.
+    is_save_late: bool,
+    /// Seconds that each rank computed; empty for one rank.
+    rank_secs: Vec<f64>,
 }
 
 /// A report that says no more than where the time went.

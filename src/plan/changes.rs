@@ -101,7 +101,7 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let masters = model.in_bf16 && !adapter && has_masters;
     let to_none: Apply = Box::new(|r, _| r.optimizer.master = MasterWeights::None);
     push(masters, Relief::Kept, WITHOUT_MASTERS.into(), to_none);
-    let micro_batches = train.gradient_accumulation_steps.saturating_mul(train.micro_batch_rows());
+    let micro_batches = train.accumulation().saturating_mul(train.micro_batch_rows());
     let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
     push(
         train.micro_batch_rows() > 1 && micro_batches <= MOST_ACCUMULATION,
@@ -109,7 +109,7 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
         format!("{} {}", set("train.micro_batch_size=1"), set(&accumulated)),
         Box::new(move |r, _| {
             r.train.micro_batch_size = AutoOr::Fixed(1);
-            r.train.gradient_accumulation_steps = micro_batches;
+            r.train.gradient_accumulation_steps = AutoOr::Fixed(micro_batches);
         }),
     );
     let here = parallel.offload == Offload::None && model.on_gpu;
@@ -128,7 +128,7 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let both = format!("{lora} {}", set("quantization.kind=nf4"));
     push(!adapter, Relief::Kept, lora, Box::new(add_adapter));
     push(!adapter && dense, Relief::Kept, both, Box::new(add_adapter_and_quantize));
-    all.push(shorter_rows(recipe.data.max_seq_len));
+    all.push(shorter_rows(recipe.data.longest_row()));
     all
 }
 
@@ -178,7 +178,7 @@ fn shorter_rows(max_seq_len: usize) -> Change {
     let halves = std::iter::successors(Some(max_seq_len / 2), |length| Some(length / 2));
     let shorter = |length: usize| Adjustment {
         typed: set(&format!("data.max_seq_len={length}")),
-        apply: Box::new(move |recipe, _| recipe.data.max_seq_len = length),
+        apply: Box::new(move |recipe, _| recipe.data.max_seq_len = AutoOr::Fixed(length)),
     };
     let adjustments = halves.take_while(|length| *length >= SHORTEST_ROW).map(shorter).collect();
     Change { adjustments, relief: Relief::Rows }
@@ -209,8 +209,8 @@ mod tests {
         recipe.adapter = Some(recipe::AdapterSection::default());
         recipe.train.recompute = AutoOr::Fixed(Recompute::None);
         recipe.train.micro_batch_size = AutoOr::Fixed(4);
-        recipe.train.gradient_accumulation_steps = 2;
-        recipe.data.max_seq_len = 512;
+        recipe.train.gradient_accumulation_steps = AutoOr::Fixed(2);
+        recipe.data.max_seq_len = AutoOr::Fixed(512);
         recipe
     }
 
@@ -239,15 +239,15 @@ mod tests {
     #[test]
     fn nothing_is_advised_that_the_recipe_refuses() {
         let mut recipe = recipe();
-        recipe.train.gradient_accumulation_steps = MOST_ACCUMULATION / 4;
+        recipe.train.gradient_accumulation_steps = AutoOr::Fixed(MOST_ACCUMULATION / 4);
         let wanted = format!("train.gradient_accumulation_steps={MOST_ACCUMULATION}");
         let has = |recipe: &Recipe, part: &str| {
             advised(recipe, true, Phase::Backward).iter().any(|typed| typed.contains(part))
         };
         assert!(has(&recipe, &wanted));
-        recipe.train.gradient_accumulation_steps += 1;
+        recipe.train.gradient_accumulation_steps = AutoOr::Fixed(MOST_ACCUMULATION / 4 + 1);
         assert!(!has(&recipe, "gradient_accumulation_steps"));
-        recipe.data.max_seq_len = 3;
+        recipe.data.max_seq_len = AutoOr::Fixed(3);
         assert!(!has(&recipe, "max_seq_len"));
     }
 
@@ -259,7 +259,7 @@ mod tests {
         recipe.train.micro_batch_size = AutoOr::Fixed(1);
         recipe.parallel.offload = Offload::Params;
         recipe.quantization = Some(QuantizationSection::default());
-        recipe.data.max_seq_len = 200;
+        recipe.data.max_seq_len = AutoOr::Fixed(200);
         assert_eq!(advised(&recipe, true, Phase::Backward), [""; 0]);
         recipe.train.recompute = AutoOr::Fixed(Recompute::None);
         assert_eq!(advised(&recipe, false, Phase::Backward), ["--set train.recompute=block"]);

@@ -41,7 +41,7 @@ impl Plan {
             reduce_dtype: recipe.parallel.reduce_dtype,
             ..recipe::ParallelSection::default()
         };
-        recipe.train.gradient_accumulation_steps = self.micro_batches();
+        recipe.train.gradient_accumulation_steps = recipe::AutoOr::Fixed(self.micro_batches());
         let mut facts = recipe.values();
         // Left out, so that checkpoints from before they were there go on.
         facts.retain(|key, _| !key.starts_with("profile.") && !key.starts_with("alerts."));

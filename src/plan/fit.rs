@@ -15,7 +15,7 @@ use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::optim::OptimizerOptions;
-use crate::recipe::{self, AutoOr, Recipe, Recompute};
+use crate::recipe::{self, AutoOr, Recipe, Recompute, SaveSteps};
 use crate::report::memory::current_bytes;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, format};
@@ -144,7 +144,7 @@ impl StepInputs<'_> {
         let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute) };
         let fit = Fit { kind, why, recompute, memory };
         let options = how(recipe, &engine, kind, world.all);
-        let turns = recipe.train.gradient_accumulation_steps as u64;
+        let turns = recipe.train.accumulation() as u64;
         let sent = traffic::sent(&descs, &options, parallel::reduce_dtype(&recipe.parallel), turns)?;
         let brought = traffic::brought(&descs, &options);
         Ok(Some(PlannedStep { fit, descs, sent, brought }))
@@ -312,9 +312,9 @@ fn how<'a>(
         kind,
         ranks,
         saving: match (recipe.checkpoint.save_steps, recipe.checkpoint.async_save) {
-            (None, _) => Saving::Outputs,
-            (Some(_), false) => Saving::BetweenSteps,
-            (Some(_), true) => Saving::InBackground,
+            (SaveSteps::Never, _) => Saving::Outputs,
+            (_, false) => Saving::BetweenSteps,
+            (_, true) => Saving::InBackground,
         },
         sharded_over: kind.shard_size(ranks),
         accumulates: parallel::accumulates(recipe, engine.traits),
@@ -329,7 +329,7 @@ fn how<'a>(
 
 /// Tokens of the largest micro-batch that can come.
 pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
-    let (size, longest) = (recipe.train.micro_batch_rows(), recipe.data.max_seq_len);
+    let (size, longest) = (recipe.train.micro_batch_rows(), recipe.data.longest_row());
     let Rows::Of(data) = rows else { return size.saturating_mul(longest) };
     let mut lengths: Vec<usize> =
         data.examples().iter().map(|example| example.ids.len().min(longest)).collect();

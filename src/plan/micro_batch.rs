@@ -24,11 +24,11 @@ impl StepInputs<'_> {
         if recipe.train.micro_batch_size != AutoOr::Auto {
             return Ok(());
         }
-        let rows = recipe.train.gradient_accumulation_steps;
+        let rows = recipe.train.accumulation();
         let of = |size: usize| {
             let mut split = recipe.clone();
             split.train.micro_batch_size = AutoOr::Fixed(size);
-            split.train.gradient_accumulation_steps = rows / size;
+            split.train.gradient_accumulation_steps = AutoOr::Fixed(rows / size);
             split
         };
         let useful = USEFUL_TOKENS[usize::from(!self.engine.traits.is_cpu)];

@@ -1,9 +1,8 @@
-//! What `[parallel]` and the number of ranks come to: the strategy, and how a step's micro-batches are dealt out.
+//! The strategy that `[parallel]` and the number of ranks come to, and how gradients are summed.
 
 use candle_core::DType;
 
 use super::memory::MemoryPlan;
-use crate::checkpoint::SavedCheckpoint;
 use crate::error::{Error, Result};
 use crate::recipe::{self, MasterWeights, Recipe, ReduceDtype, Strategy};
 use crate::setup::base_model::DeviceTraits;
@@ -25,54 +24,11 @@ impl WorldSize {
     }
 }
 
-/// Splits a resumed run's global batch over the ranks there are now: accumulation adapts, so that the run goes on with
-/// the same steps. A fresh run takes the recipe's accumulation on every rank.
-///
-/// # Errors
-/// The ranks do not divide the micro-batches of a step.
-pub(super) fn split_global_batch(
-    recipe: &mut Recipe,
-    ranks: usize,
-    resumed: Option<&SavedCheckpoint>,
-) -> Result<()> {
-    let Some(saved) = resumed.filter(|saved| saved.state.ranks != ranks) else { return Ok(()) };
-    let Some(steps) = saved.state.micro_batches() else {
-        return Err(Error::user(format!("cannot resume {}", saved.folder.display()))
-            .because(format!(
-                "it does not say how many micro-batches a step had, and was made by {} ranks",
-                saved.state.ranks
-            ))
-            .hint(format!("resume with `--ranks {}`", saved.state.ranks)));
-    };
-    let size = recipe.train.micro_batch_rows();
-    let then = saved.state.micro_batch_size().unwrap_or(size);
-    let rows = steps.saturating_mul(then);
-    if !rows.is_multiple_of(size) {
-        return Err(Error::user(format!("cannot resume {}", saved.folder.display()))
-            .because(format!(
-                "its steps are {steps} micro-batches of {then}, which `train.micro_batch_size` {size} cannot share evenly"
-            ))
-            .hint(format!("use a divisor of {rows}")));
-    }
-    let steps = rows / size;
-    if !steps.is_multiple_of(ranks) {
-        let counts: Vec<String> =
-            (1..=steps).filter(|count| steps.is_multiple_of(*count)).map(|count| count.to_string()).collect();
-        return Err(Error::user(format!("cannot resume {} with {ranks} ranks", saved.folder.display()))
-            .because(format!(
-                "its steps are {steps} micro-batches of {size}, which {ranks} ranks cannot share evenly"
-            ))
-            .hint(format!("use one of these numbers of ranks: {}", counts.join(", "))));
-    }
-    recipe.train.gradient_accumulation_steps = steps / ranks;
-    Ok(())
-}
-
 /// Whether the gradients of each micro-batch are computed by themselves before they are added to the others, so that the sum
 /// is the same to the bit on however many ranks. On a GPU products add to what is kept in passing: NCCL adds up ranks in an
 /// order of its own anyway.
 pub(super) fn accumulates(recipe: &Recipe, device: DeviceTraits) -> bool {
-    recipe.train.gradient_accumulation_steps > 1 && !device.has_kernels
+    recipe.train.accumulation() > 1 && !device.has_kernels
 }
 
 /// What `optimizer.master` says, for weights in `dtype`.
@@ -94,7 +50,7 @@ pub(super) fn master_weights(recipe: &Recipe, dtype: DType) -> Result<MasterWeig
 
 /// The dtype in which gradients of blocks without f32 masters are kept: bf16 where nothing is added to them.
 pub(super) fn kept_gradients(recipe: &Recipe) -> DType {
-    let one = recipe.optimizer.master == MasterWeights::None && recipe.train.gradient_accumulation_steps == 1;
+    let one = recipe.optimizer.master == MasterWeights::None && recipe.train.accumulation() == 1;
     if one { DType::BF16 } else { DType::F32 }
 }
 

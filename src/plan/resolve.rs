@@ -10,6 +10,7 @@ use chrono::{DateTime, FixedOffset};
 use super::bf16_copy;
 use super::changes::{Adjustment, ModelSettings, changes, first_for};
 use super::fit::{Fit, Room, Rows, StepInputs};
+use super::global_batch::{decide_accumulation, decide_rows, sampler_options};
 use super::memory::MemoryPlan;
 use super::method::Method;
 use super::parallel;
@@ -18,7 +19,7 @@ use super::run_params::ParamCache;
 use crate::adapter::{self, LowRankFactors};
 use crate::checkpoint::SavedCheckpoint;
 use crate::collective::Phase;
-use crate::data::{Dataset, Sampler, SamplerOptions};
+use crate::data::{Dataset, Sampler};
 use crate::error::Result;
 use crate::model::ModelConfig;
 use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute};
@@ -85,8 +86,9 @@ impl Plan {
         resumed: Option<&SavedCheckpoint>,
         now: DateTime<FixedOffset>,
     ) -> Result<Self> {
-        parallel::split_global_batch(&mut recipe, world.all, resumed)?;
+        decide_rows(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        recipe.data.fit_positions(base.config.max_position_embeddings);
         let mut engine = engine_options(&recipe, device)?;
         let adapter_found = find_adapter(&recipe, finder, &mut base)?;
         let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
@@ -96,7 +98,7 @@ impl Plan {
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let rows = base.dataset_loader(tokenizer, &recipe.data)?.at(now);
         let (train, held_out) = rows.load_run(&recipe.data, recipe.train.seed, finder)?;
-        let params = ParamCache::default();
+        decide_accumulation(&mut recipe, Some(&train.0), world.all)?;
         let inputs = StepInputs {
             base: &base,
             adapter_setup: adapter_setup.as_ref(),
@@ -104,7 +106,7 @@ impl Plan {
             new_tokens: &tokens,
             engine: &engine,
             room: Room::Here,
-            params: &params,
+            params: &ParamCache::default(),
         };
         inputs.split_rows(&mut recipe, world)?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
@@ -238,7 +240,7 @@ impl Plan {
 
     /// Micro-batches of a step, those of all ranks together.
     pub fn micro_batches(&self) -> usize {
-        self.recipe.train.gradient_accumulation_steps.saturating_mul(self.ranks)
+        self.recipe.train.accumulation().saturating_mul(self.ranks)
     }
 
     /// What the memory and the time of a step depend on. New tokens are in the adapter, where there is one.
@@ -334,19 +336,5 @@ fn decided(
     }
     if let Some(commit) = commit {
         recipe.model.revision = commit.to_owned();
-    }
-}
-
-/// The steps of all ranks together.
-pub(crate) fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
-    SamplerOptions {
-        seed: recipe.train.seed,
-        shuffle: recipe.data.shuffle,
-        packing: recipe.data.packing,
-        max_seq_len: recipe.data.max_seq_len,
-        micro_batch_size: recipe.train.micro_batch_rows(),
-        gradient_accumulation_steps: recipe.train.gradient_accumulation_steps.saturating_mul(ranks),
-        epochs: recipe.train.epochs,
-        max_steps: recipe.train.max_steps,
     }
 }

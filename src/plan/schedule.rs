@@ -15,16 +15,47 @@ impl Plan {
             Error::user("no learning rate is given")
                 .hint("write `[optimizer] learning_rate = 2e-4`, for example")
         })?;
-        let share = scheduler.warmup_ratio.unwrap_or(0.0) * self.total_steps as f64;
         Ok(Schedule {
             kind: scheduler.kind,
             learning_rate,
-            warmup_steps: scheduler.warmup_steps.unwrap_or(share.ceil() as u64),
+            warmup_steps: scheduler
+                .warmup_steps
+                .unwrap_or_else(|| share_of_steps(scheduler.warmup_ratio.unwrap_or(0.0), self.total_steps)),
             total_steps: self.total_steps,
             min_lr_ratio: scheduler.min_lr_ratio,
             num_cycles: scheduler.num_cycles as f64,
             power: scheduler.power,
             num_decay_steps: scheduler.num_decay_steps.unwrap_or(0),
         })
+    }
+}
+
+/// The longest warm-up that a ratio gives: one of so many steps.
+const LONGEST_SHARE: u64 = 10;
+
+/// The steps that are `ratio` of `total`, rounded down, and a tenth of them at most.
+pub(super) fn share_of_steps(ratio: f64, total: u64) -> u64 {
+    // A hair more, so that 0.29 x 100 is 29 and not 28.
+    let steps = (ratio * total as f64 + 1e-9) as u64;
+    steps.min(total / LONGEST_SHARE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::share_of_steps;
+
+    #[test]
+    fn a_share_of_the_steps_is_rounded_down_to_a_tenth_at_most() {
+        for (ratio, total, steps) in [
+            (0.03, 1, 0),
+            (0.03, 33, 0),
+            (0.03, 34, 1),
+            (0.03, 100, 3),
+            (0.05, 90, 4),
+            (0.5, 100, 10),
+            (1.0, 9, 0),
+        ] {
+            assert_eq!(share_of_steps(ratio, total), steps, "{ratio} of {total}");
+        }
     }
 }

@@ -7,6 +7,7 @@ use std::collections::HashSet;
 
 use super::Recipe;
 use super::enums::{AdapterInit, ComputeDtype, MasterWeights, Offload, OnNan, SchedulerKind, Strategy};
+use super::save_steps::SaveSteps;
 use super::sections::{ProfileSection, TrainSection};
 use super::source::DataSource;
 
@@ -18,6 +19,8 @@ pub(super) struct KeyConflict {
     pub(super) text: String,
     /// What to write.
     pub(super) hint: String,
+    /// The key, with its section, that leaves this one without an effect, where it is one key.
+    pub(super) overruled_by: Option<(&'static str, &'static str)>,
 }
 
 /// Every conflict in `recipe`.
@@ -39,7 +42,9 @@ fn schedule(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let kind = scheduler.kind;
     let mut add = |wrong: bool, key: &'static str, text: String, hint: &str| {
         if wrong {
-            found.push(KeyConflict { section: "scheduler", key, text, hint: hint.to_owned() });
+            // A key that is missing, or stands beside its rival, is nobody's to put back.
+            let overruled_by = text.starts_with("has no effect").then_some(("scheduler", "kind"));
+            found.push(KeyConflict { section: "scheduler", key, text, hint: hint.to_owned(), overruled_by });
         }
     };
     let no_effect = format!("has no effect with `kind = \"{kind}\"`");
@@ -99,6 +104,7 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
                     key: "init",
                     text: "has no effect with `path`: a saved adapter brings its own weights".into(),
                     hint: "remove `init` or `path`".into(),
+                    overruled_by: Some(("adapter", "path")),
                 });
             }
             if adapter.init == AdapterInit::Loftq && recipe.quantization.is_none() {
@@ -107,6 +113,7 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
                     key: "init",
                     text: "is \"loftq\", which needs a quantized base".into(),
                     hint: "add `[quantization]`, or remove `init`".into(),
+                    overruled_by: None,
                 });
             }
         }
@@ -115,6 +122,7 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key: "lora_plus_ratio",
             text: "has no effect without [adapter]".into(),
             hint: "add `[adapter]`, or remove `lora_plus_ratio`".into(),
+            overruled_by: None,
         }),
         None => {}
     }
@@ -137,7 +145,13 @@ fn masters(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     } else {
         return;
     };
-    found.push(KeyConflict { section: "optimizer", key: "master", text: text.into(), hint: hint.into() });
+    found.push(KeyConflict {
+        section: "optimizer",
+        key: "master",
+        text: text.into(),
+        hint: hint.into(),
+        overruled_by: recipe.adapter.is_none().then_some(("model", "dtype")),
+    });
 }
 
 fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
@@ -148,14 +162,16 @@ fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key: "nan_limit",
             text: "has no effect with `on_nan = \"stop\"`".into(),
             hint: "write `on_nan = \"skip\"`, or remove `nan_limit`".into(),
+            overruled_by: Some(("train", "on_nan")),
         });
     }
-    if train.on_nan == OnNan::Rollback && recipe.checkpoint.save_steps.is_none() {
+    if train.on_nan == OnNan::Rollback && recipe.checkpoint.save_steps == SaveSteps::Never {
         found.push(KeyConflict {
             section: "train",
             key: "on_nan",
             text: "is \"rollback\", which needs checkpoints".into(),
             hint: "write `save_steps = 100` under `[checkpoint]`, for example, or `on_nan = \"skip\"`".into(),
+            overruled_by: None,
         });
     }
 }
@@ -176,6 +192,7 @@ fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key,
             text: "has no effect with `active = 0`, which traces nothing".into(),
             hint: format!("write `active = 3` under `[profile]`, for example, or remove `{key}`"),
+            overruled_by: Some(("profile", "active")),
         });
     }
 }
@@ -188,6 +205,7 @@ fn log(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             text: "has no effect without `mlflow`".into(),
             hint: "write `mlflow = \"http://127.0.0.1:5000\"`, for example, or remove `mlflow_experiment`"
                 .into(),
+            overruled_by: Some(("log", "mlflow")),
         });
     }
 }
@@ -204,6 +222,7 @@ fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key,
             text: "has no effect with `rules = []`, which watches for nothing".into(),
             hint: format!("remove `rules` for all of them, or remove `{key}`"),
+            overruled_by: Some(("alerts", "rules")),
         });
     }
 }
@@ -211,7 +230,7 @@ fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
 fn held_out(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let Some(size) = recipe.data.eval_split else { return };
     let mut conflict = |text: String, hint: String| {
-        found.push(KeyConflict { section: "data", key: "eval_split", text, hint });
+        found.push(KeyConflict { section: "data", key: "eval_split", text, hint, overruled_by: None });
     };
     if !recipe.data.eval.is_empty() {
         conflict("has no effect beside `data.eval`".into(), "remove one of the two".into());
@@ -230,6 +249,7 @@ fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key: "shard_size",
             text: format!("has no effect with `strategy = \"{}\"`", parallel.strategy),
             hint: "write `strategy = \"hsdp\"`, or remove `shard_size`".into(),
+            overruled_by: Some(("parallel", "strategy")),
         });
     }
     if parallel.offload_folder.is_some() && parallel.offload != Offload::Params {
@@ -238,6 +258,7 @@ fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key: "offload_folder",
             text: format!("has no effect with `offload = \"{}\"`", parallel.offload),
             hint: "write `offload = \"params\"`, or remove `offload_folder`".into(),
+            overruled_by: Some(("parallel", "offload")),
         });
     }
     held_out(recipe, found);
@@ -247,6 +268,7 @@ fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key: "steps",
             text: "has no effect without `data.eval` or `data.eval_split`".into(),
             hint: "add `--eval-dataset DATASET`, or write `data.eval_split = 0.05`".into(),
+            overruled_by: None,
         });
     }
     let mut seen = HashSet::new();
@@ -256,6 +278,7 @@ fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key: "new_tokens",
             text: format!("has {twice:?} twice"),
             hint: "name each token once".into(),
+            overruled_by: None,
         });
     }
     let local = matches!(recipe.model.id, Some(DataSource::Path(_) | DataSource::Builtin(_)));
@@ -265,6 +288,7 @@ fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key: "revision",
             text: "has no effect with a model that is not on the hub".into(),
             hint: "remove `revision`".into(),
+            overruled_by: Some(("model", "id")),
         });
     }
 }

@@ -1,7 +1,8 @@
 //! Layers of settings put over each other: the recipe's text, the flags, `--set`.
 //!
 //! Each layer is checked on its own, so that a fault has a place (`file:line:column`, or the flag), and every fault of
-//! every layer ends in one error. Of two keys that exclude each other a higher layer's replaces a lower one's.
+//! every layer ends in one error. Of two keys that exclude each other a higher layer's replaces a lower one's. A key that
+//! a key of a higher layer leaves without an effect is left out with a note.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -11,11 +12,11 @@ use toml::Value;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::builtin::RecipeText;
-use super::conflicts::conflicts;
+use super::conflicts::{KeyConflict, conflicts};
 use super::render::inline;
 use super::schema::Key;
 use super::suggest::{nearest, nearest_key};
-use super::value::ValueRefusal;
+use super::value::{AutoOr, ValueRefusal};
 use super::{Recipe, WrittenKeys};
 use crate::error::{Error, Result};
 use crate::private_file::{without_address, without_user};
@@ -51,8 +52,11 @@ pub struct RecipeLayers {
     pub purpose: Purpose,
 }
 
-/// Keys of which at most one counts: each of the pair, in its section.
-const EXCLUSIVE: (&str, [&str; 2]) = ("scheduler", ["warmup_steps", "warmup_ratio"]);
+/// Keys of which at most one counts: each of a pair, in its section.
+const EXCLUSIVE: [(&str, [&str; 2]); 2] = [
+    ("scheduler", ["warmup_steps", "warmup_ratio"]),
+    ("train", ["global_batch_size", "gradient_accumulation_steps"]),
+];
 
 /// What the TOML parser says of a key written twice; all else in such a text is sound. It has no codes for its errors:
 /// a test below holds these texts against the parser.
@@ -124,6 +128,8 @@ struct Reader {
     untold: usize,
     /// Where each key was set last.
     places: BTreeMap<(String, String), (Layer, String)>,
+    /// A line for each key that a key of a higher layer leaves without an effect.
+    overruled: Vec<String>,
     /// Sections with a fault: what else seems wrong there may only follow from it.
     faulty: BTreeSet<String>,
 }
@@ -274,12 +280,12 @@ impl Reader {
         };
         match table.set(key, value, folder) {
             Ok(()) => {
-                if section == EXCLUSIVE.0 && EXCLUSIVE.1.contains(&key) {
-                    for other in EXCLUSIVE.1.into_iter().filter(|other| *other != key) {
-                        let lower = self.places.get(&(section.to_owned(), other.to_owned()));
-                        if lower.is_some_and(|(layer, _)| *layer < self.layer) {
-                            table.reset(other);
-                        }
+                let pairs = EXCLUSIVE.iter().filter(|(of, pair)| *of == section && pair.contains(&key));
+                for other in pairs.flat_map(|(_, pair)| pair).filter(|other| **other != key) {
+                    let at = (section.to_owned(), (*other).to_owned());
+                    if self.places.get(&at).is_some_and(|(layer, _)| *layer < self.layer) {
+                        table.reset(other);
+                        self.places.remove(&at);
                     }
                 }
                 let place = (self.layer, places.1.to_owned());
@@ -292,8 +298,51 @@ impl Reader {
         }
     }
 
+    /// The layer that wrote a key last.
+    fn layer_of(&self, section: &str, key: &str) -> Option<Layer> {
+        self.places.get(&(section.to_owned(), key.to_owned())).map(|(layer, _)| *layer)
+    }
+
+    /// Puts back keys that a key of a higher layer leaves without an effect, each with a note. Of two keys of one layer
+    /// neither is put back.
+    fn drop_overruled(&mut self) {
+        // Each round puts back one key of those that were set.
+        for _ in 0..self.places.len() {
+            let found = conflicts(&self.recipe).into_iter().find_map(|conflict| {
+                let (section, key) = conflict.overruled_by?;
+                let is_lower =
+                    self.layer_of(conflict.section, conflict.key)? < self.layer_of(section, key)?;
+                is_lower.then_some((conflict, (section.to_owned(), key.to_owned())))
+            });
+            let Some((conflict, cause)) = found else { return };
+            let KeyConflict { section, key, text, .. } = conflict;
+            let place_of = |place: Option<(Layer, String)>| place.map(|(_, place)| place).unwrap_or_default();
+            let cause = place_of(self.places.get(&cause).cloned());
+            let place = place_of(self.places.remove(&(section.to_owned(), key.to_owned())));
+            if let Some(table) = self.recipe.section_mut(section) {
+                table.reset(key);
+            }
+            self.overruled.push(format!("{place}: `{section}.{key}` {text} ({cause}), and is left out"));
+        }
+    }
+
+    /// The conflict of the two keys that give the rows of a step, where both were written.
+    fn two_batches(&self) -> Option<KeyConflict> {
+        let (section, [global, accumulation]) = EXCLUSIVE[1];
+        let is_number = self.recipe.train.gradient_accumulation_steps != AutoOr::Auto;
+        let both = self.recipe.train.global_batch_size.and(self.layer_of(section, accumulation));
+        both.filter(|_| is_number).map(|_| KeyConflict {
+            section,
+            key: global,
+            text: format!("and `{accumulation}` exclude each other"),
+            hint: "remove one of the two".into(),
+            overruled_by: None,
+        })
+    }
+
     fn check_conflicts(&mut self) {
-        for conflict in conflicts(&self.recipe) {
+        self.drop_overruled();
+        for conflict in conflicts(&self.recipe).into_iter().chain(self.two_batches()) {
             if !self.faulty.contains(conflict.section) {
                 let at = (conflict.section.to_owned(), conflict.key.to_owned());
                 let place = self.places.get(&at).map(|(_, place)| place.clone()).unwrap_or_default();
@@ -330,7 +379,8 @@ impl Reader {
     fn finish(self, what: String) -> Result<Recipe> {
         if self.faults.is_empty() {
             let places = self.places.into_iter().map(|(key, (_, place))| (key, place));
-            return Ok(Recipe { written: WrittenKeys(places.collect()), ..self.recipe });
+            let written = WrittenKeys { places: places.collect(), overruled: self.overruled };
+            return Ok(Recipe { written, ..self.recipe });
         }
         // Where only flags are at fault, the recipe is not what cannot be used.
         let in_flags = self.faults.iter().all(|fault| fault.place.starts_with("--"));

@@ -16,6 +16,7 @@ mod difference;
 mod layers;
 mod render;
 mod row_source;
+mod save_steps;
 mod schema;
 mod sections;
 mod source;
@@ -35,6 +36,7 @@ pub use finetune_compute::recipe::enums::{
 };
 pub use layers::{Purpose, RecipeLayers};
 pub use row_source::RowSource;
+pub use save_steps::SaveSteps;
 pub use sections::{
     AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LEAST_SEQ_LEN, LogSection,
     MOST_ACCUMULATION, ModelSection, OptimizerSection, ParallelSection, ProfileSection, QuantizationSection,
@@ -91,12 +93,21 @@ pub struct Recipe {
 ///
 /// Any two are equal, so that recipes are compared by their values alone.
 #[derive(Debug, Clone, Default)]
-pub struct WrittenKeys(BTreeMap<(String, String), String>);
+pub struct WrittenKeys {
+    /// The place of each key.
+    places: BTreeMap<(String, String), String>,
+    overruled: Vec<String>,
+}
 
 impl WrittenKeys {
     /// Where `key` of `section` was written last: `recipe.toml:3:5`, or the flag; none if it has its default.
     pub fn place(&self, section: &str, key: &str) -> Option<&str> {
-        self.0.get(&(section.to_owned(), key.to_owned())).map(String::as_str)
+        self.places.get(&(section.to_owned(), key.to_owned())).map(String::as_str)
+    }
+
+    /// A line for each key that was left out, because a key of a higher layer leaves it without an effect.
+    pub fn overruled(&self) -> &[String] {
+        &self.overruled
     }
 }
 
@@ -120,6 +131,35 @@ impl TrainSection {
         match self.micro_batch_size {
             AutoOr::Auto => 1,
             AutoOr::Fixed(rows) => rows,
+        }
+    }
+
+    /// Micro-batches of a step on each rank; one where that is not decided yet.
+    pub fn accumulation(&self) -> usize {
+        match self.gradient_accumulation_steps {
+            AutoOr::Auto => 1,
+            AutoOr::Fixed(micro_batches) => micro_batches,
+        }
+    }
+}
+
+impl DataSection {
+    /// The most tokens of a row where neither the user nor the model sets a smaller limit.
+    pub const MOST_AUTO_SEQ_LEN: usize = 2048;
+
+    /// The most tokens of a row; [`DataSection::MOST_AUTO_SEQ_LEN`] where that is not decided yet.
+    pub fn longest_row(&self) -> usize {
+        match self.max_seq_len {
+            AutoOr::Auto => Self::MOST_AUTO_SEQ_LEN,
+            AutoOr::Fixed(tokens) => tokens,
+        }
+    }
+
+    /// Decides `max_seq_len = "auto"` for a model of so many `positions`.
+    pub fn fit_positions(&mut self, positions: usize) {
+        if self.max_seq_len == AutoOr::Auto {
+            let tokens = positions.clamp(LEAST_SEQ_LEN, Self::MOST_AUTO_SEQ_LEN);
+            self.max_seq_len = AutoOr::Fixed(tokens);
         }
     }
 }

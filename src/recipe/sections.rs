@@ -9,6 +9,7 @@ use super::enums::{
     SchedulerKind, StateDtype, Strategy,
 };
 use super::row_source::RowSource;
+use super::save_steps::SaveSteps;
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
 use super::train_on::TrainOn;
@@ -24,6 +25,8 @@ const MOST_RANK: f64 = 65_536.0;
 pub const LEAST_SEQ_LEN: usize = 2;
 /// The most micro-batches of a step.
 pub const MOST_ACCUMULATION: usize = 1 << 20;
+/// The most rows of a step over all ranks.
+const MOST_GLOBAL_BATCH: usize = 1 << 20;
 
 section! {
     /// The model to start from.
@@ -68,7 +71,7 @@ section! {
         /// Rank of the update.
         r: usize = 16, Between(1.0, MOST_RANK);
         /// The update is scaled by `lora_alpha / r`.
-        lora_alpha: f64 = 16.0, Above(0.0);
+        lora_alpha: f64 = 32.0, Above(0.0);
         /// Share of the adapter's inputs set to zero in training.
         lora_dropout: f64 = 0.0, FromToBelow(0.0, 1.0);
         /// Modules that get an adapter: every linear layer but the head, a list of names, or a pattern.
@@ -102,8 +105,8 @@ section! {
         eval_split: Option<f64> = None, Above(0.0);
         /// What a row looks like; auto: recognised, and said.
         format: DataFormat = DataFormat::Auto;
-        /// Tokens of a row at most.
-        max_seq_len: usize = 2048, Between(LEAST_SEQ_LEN as f64, 16_777_216.0);
+        /// Tokens of a row at most; auto: the positions that the model has, 2,048 at most.
+        max_seq_len: AutoOr<usize> = AutoOr::Auto, Between(LEAST_SEQ_LEN as f64, 16_777_216.0);
         /// Put several samples into one row, without attention between them.
         packing: bool = true;
         /// A new order each epoch, from the seed; else file order.
@@ -125,14 +128,18 @@ section! {
     /// How long and in which portions.
     pub struct TrainSection "train" {
         /// Passes over the data.
-        epochs: f64 = 1.0, Above(0.0);
+        epochs: f64 = 3.0, Above(0.0);
         /// Optimizer steps of the whole run; set, it decides instead of `epochs`.
         max_steps: Option<u64> = None, AtLeast(1.0);
         /// Rows that go through the model at once, on each rank; "auto": of the rows of a step, which are then
         /// `gradient_accumulation_steps` on each rank, as many as memory holds and speed gains by.
         micro_batch_size: AutoOr<usize> = AutoOr::Fixed(1), Between(1.0, 65_536.0);
-        /// Micro-batches whose gradients make one optimizer step, on each rank.
-        gradient_accumulation_steps: usize = 1, Between(1.0, MOST_ACCUMULATION as f64);
+        /// Micro-batches whose gradients make one optimizer step, on each rank; "auto": as many as leave thirty steps in an
+        /// epoch, where the rows allow that, and 8 rows a step over all ranks at most.
+        gradient_accumulation_steps: AutoOr<usize> = AutoOr::Fixed(1), Between(1.0, MOST_ACCUMULATION as f64);
+        /// Rows (with packing: packed rows) of one optimizer step over all ranks, a multiple of `micro_batch_size` times the
+        /// ranks; excludes `gradient_accumulation_steps`, which then follows from it.
+        global_batch_size: Option<usize> = None, Between(1.0, MOST_GLOBAL_BATCH as f64);
         /// Gradients are scaled down to this norm; 0: never.
         max_grad_norm: f64 = 1.0, AtLeast(0.0);
         /// What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:
@@ -177,7 +184,7 @@ section! {
         kind: SchedulerKind = SchedulerKind::Cosine;
         /// Steps of the linear warm-up from 0; excludes `warmup_ratio`.
         warmup_steps: Option<u64> = None, AtLeast(0.0);
-        /// The warm-up as a share of all steps; excludes `warmup_steps`.
+        /// The warm-up as a share of all steps, rounded down and a tenth of them at most; excludes `warmup_steps`.
         warmup_ratio: Option<f64> = None, Between(0.0, 1.0);
         /// Learning rate at the end, as a share of `learning_rate`.
         min_lr_ratio: f64 = 0.0, Between(0.0, 1.0);
@@ -212,8 +219,9 @@ section! {
 section! {
     /// What is saved on the way and at the end.
     pub struct CheckpointSection "checkpoint" {
-        /// Steps between checkpoints; not set: only at the end.
-        save_steps: Option<u64> = None, AtLeast(1.0);
+        /// Steps between checkpoints; "epoch": one after each epoch and at the end; "auto": also after thirty minutes without
+        /// one; "never": none.
+        save_steps: SaveSteps = SaveSteps::Auto, AtLeast(1.0);
         /// How many checkpoints are kept.
         keep_last: usize = 2, AtLeast(1.0);
         /// Write while training goes on: each rank its share of the tensors as they were.

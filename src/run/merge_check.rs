@@ -183,7 +183,7 @@ impl MergeCheck<'_> {
         let adapter_setup = AdapterSetup::saved_in(self.adapter, &self.base.config)?;
         let trained = self.base.engine(Trains::Adapter(&adapter_setup), self.options)?;
         let merged = open_merged(merged, self.finder)?.engine(Trains::Nothing, self.options)?;
-        let found = compare(&trained, &merged, examples, recipe.data.max_seq_len)?;
+        let found = compare(&trained, &merged, examples, recipe.data.longest_row())?;
         let certificate = Certificate { found, max_kl: self.max_kl };
         if found.mean_kl() > self.max_kl {
             return Err(Error::user("the merged model does not do what base and adapter do")

@@ -129,7 +129,7 @@ pub(super) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
         return Ok(None);
     };
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), Some(&plan.engine))?;
-    let (_, seen) = mean_lengths(&plan.train.0, plan.recipe.data.max_seq_len as f64);
+    let (_, seen) = mean_lengths(&plan.train.0, plan.recipe.data.longest_row() as f64);
     let trained = TrainedWeights::of(&plan.base.config, &descs);
     let flops = TokenFlops::new(&plan.base.config, trained, seen, plan.recompute);
     let peak = tflops * 1e12 * plan.ranks as f64;

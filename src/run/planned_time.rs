@@ -64,6 +64,7 @@ fn predicted(plan: &Plan, memory: u64) -> Result<Option<f64>> {
         speeds: None,
         prices: &[],
         steps: Some(plan.total_steps),
+        steps_of_epoch: None,
         held_out_tokens: 0,
     };
     let load = request.workload(recipe);

@@ -43,6 +43,7 @@ impl SizedModel {
     pub(crate) fn find(recipe: &mut Recipe, finder: &Resolver<'_>, terminal: &Terminal) -> Result<Self> {
         start_without_weights(recipe, terminal);
         let mut base = BaseModel::open(&recipe.model, None, finder)?;
+        recipe.data.fit_positions(base.config.max_position_embeddings);
         // Ways without quantization are sized, too: the base stays as stored.
         recipe.quantization.as_ref().map_or(Ok(()), |quantization| base.check_quantization(quantization))?;
         let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());

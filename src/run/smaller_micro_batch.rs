@@ -38,7 +38,7 @@ impl TooLarge {
     ) -> Option<TrainArgs> {
         let train = &plan.recipe.train;
         let size = train.micro_batch_rows();
-        let rows = size * train.gradient_accumulation_steps;
+        let rows = size * train.accumulation();
         let next = (1..size).rev().find(|next| rows.is_multiple_of(*next))?;
         if !self.0.load(Ordering::SeqCst) || matches!(args.resume, Some(Some(_))) {
             return None;

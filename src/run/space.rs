@@ -19,8 +19,7 @@ pub(super) fn checkpoint_bytes(plan: &Plan) -> Result<u64> {
 pub(super) fn needed(plan: &Plan, output: &Path, resumed: Option<&SavedCheckpoint>) -> Result<u64> {
     let settings = &plan.recipe.checkpoint;
     let done = resumed.map_or(0, |saved| saved.state.step);
-    let saves =
-        settings.save_steps.map_or(0, |every| plan.total_steps / every - done.min(plan.total_steps) / every);
+    let saves = settings.save_steps.count([done, plan.total_steps], plan.sampler()?.steps_per_epoch());
     let (there, keep) = (checkpoint::count(output)?, settings.keep_last as u64);
     let WrittenBytes { checkpoint: one, result } = saved(plan)?;
     let at_end = more_checkpoints(there, saves, keep).saturating_mul(one).saturating_add(result);

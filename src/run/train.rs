@@ -206,7 +206,7 @@ impl TrainRun<'_> {
             profiler: TraceSchedule::of(&plan.recipe.profile)
                 .map(|schedule| Profiler::new(schedule, output, world.rank(), world.size())),
             options: RunOptions {
-                save_steps: plan.recipe.checkpoint.save_steps,
+                save: plan.recipe.checkpoint.save_steps,
                 eval_steps: plan.recipe.eval.steps,
                 eval_at_end: plan.recipe.eval.at_end,
                 every_steps: plan.recipe.log.every_steps,
@@ -273,6 +273,6 @@ fn twice() -> Error {
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {
     let Some((held_out, _)) = &plan.held_out else { return Vec::new() };
-    let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.data.max_seq_len;
+    let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.data.longest_row();
     data::batch::in_order(held_out.examples(), tokens).collect()
 }

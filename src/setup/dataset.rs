@@ -30,7 +30,7 @@ impl DatasetLoader {
         let options = DataOptions {
             format: data.format,
             split: Split::Train,
-            max_seq_len: data.max_seq_len,
+            max_seq_len: data.longest_row(),
             train_on: data.train_on.clone(),
             on_bad_row: data.on_bad_row,
             on_long_row: data.on_long_row,

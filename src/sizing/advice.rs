@@ -106,7 +106,8 @@ fn recompute(recipe: &mut Recipe) {
 /// With recomputing, over as many rows a step.
 fn one_row(recipe: &mut Recipe) {
     recompute(recipe);
-    recipe.train.gradient_accumulation_steps *= recipe.train.micro_batch_rows();
+    let rows = recipe.train.accumulation().saturating_mul(recipe.train.micro_batch_rows());
+    recipe.train.gradient_accumulation_steps = AutoOr::Fixed(rows);
     recipe.train.micro_batch_size = AutoOr::Fixed(1);
 }
 
@@ -243,12 +244,12 @@ impl SizingRequest<'_> {
         }
         for doubling in 1..=DOUBLINGS {
             let times = 1 << doubling;
-            let steps = self.recipe.train.gradient_accumulation_steps;
+            let steps = self.recipe.train.accumulation();
             if steps.is_multiple_of(times) {
                 let (size, steps) = (self.recipe.train.micro_batch_rows() * times, steps / times);
                 push(&|r| {
                     r.train.micro_batch_size = AutoOr::Fixed(size);
-                    r.train.gradient_accumulation_steps = steps;
+                    r.train.gradient_accumulation_steps = AutoOr::Fixed(steps);
                 });
             }
         }

@@ -54,6 +54,8 @@ pub struct SizingRequest<'a> {
     pub(crate) prices: &'a [Price],
     /// Optimizer steps, where they are known.
     pub(crate) steps: Option<u64>,
+    /// Those of an epoch, where the rows are known.
+    pub(crate) steps_of_epoch: Option<u64>,
     /// Tokens of the held-out rows.
     pub(crate) held_out_tokens: u64,
 }
@@ -239,9 +241,9 @@ impl SizingRequest<'_> {
 
     /// What a step is given, in the mean.
     pub(crate) fn workload(&self, recipe: &Recipe) -> Workload {
-        let longest = recipe.data.max_seq_len as f64;
+        let longest = recipe.data.longest_row() as f64;
         let rows = recipe.train.micro_batch_rows() as f64;
-        let micro_batches = recipe.train.gradient_accumulation_steps as u64;
+        let micro_batches = recipe.train.accumulation() as u64;
         let (mean, seen) = match self.inputs.rows {
             Rows::Of(data) => mean_lengths(data, longest),
             Rows::Full => (longest, longest),

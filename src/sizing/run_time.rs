@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::SizingRequest;
 use super::step_time::{StepTime, Workload};
 use crate::plan::{PlannedStep, StoredAs, WrittenBytes};
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, SaveSteps};
 
 /// A disk writes so much of what it reads in the same time (an assumption).
 const WRITES: f64 = 0.5;
@@ -42,7 +42,7 @@ impl SizingRequest<'_> {
         let saved = self.saved_bytes(self.recipe, step);
         let writing = |bytes: u64| bytes as f64 / (disk * WRITES);
         let saving =
-            waits(self.recipe, [steps as f64, time.total], writing(saved.checkpoint)) + writing(saved.result);
+            self.waits([steps as f64, time.total], writing(saved.checkpoint)) + writing(saved.result);
         let tokens = of_rank * (steps as f64 * self.world.all as f64);
         let total = stepping + loading + evaluating + saving;
         Some(RunTime { steps, tokens, stepping, loading, evaluating, saving, total })
@@ -77,11 +77,34 @@ impl SizingRequest<'_> {
     pub(super) fn kept_on_disk(&self, recipe: &Recipe, step: &PlannedStep) -> u64 {
         let saved = self.saved_bytes(recipe, step);
         let most = recipe.checkpoint.keep_last as u64;
-        let checkpoints = recipe
-            .checkpoint
-            .save_steps
-            .map_or(0, |every| self.steps.map_or(most, |steps| (steps / every.max(1)).min(most)));
+        let (save, epoch) = (recipe.checkpoint.save_steps, self.steps_of_epoch.unwrap_or(u64::MAX));
+        let checkpoints = match (save, self.steps) {
+            (SaveSteps::Never, _) => 0,
+            (_, None) => most,
+            (_, Some(steps)) => save.count([0, steps], epoch).min(most),
+        };
         checkpoints.saturating_mul(saved.checkpoint).saturating_add(saved.result)
+    }
+
+    /// Seconds that `steps` steps of `step` seconds wait for checkpoints, each of which takes `secs` to write: all of it, or
+    /// what is left when the next is due or the run is over. The one at the end is waited for.
+    fn waits(&self, [steps, step]: [f64; 2], secs: f64) -> f64 {
+        let settings = &self.recipe.checkpoint;
+        let epoch = self.steps_of_epoch.map_or(steps, |epoch| epoch as f64);
+        let (every, at_end) = match settings.save_steps {
+            SaveSteps::Never => return 0.0,
+            SaveSteps::Every(every) => (every.max(1) as f64, false),
+            SaveSteps::Epoch => (epoch, true),
+            SaveSteps::Auto => (epoch.min((SaveSteps::SECS as f64 / step).ceil()), true),
+        };
+        let every = every.max(1.0);
+        let on_the_way = if at_end { (steps / every).ceil() - 1.0 } else { (steps / every).floor() };
+        let last = if at_end { secs } else { 0.0 };
+        if on_the_way < 1.0 || !settings.async_save {
+            return on_the_way.max(0.0) * secs + last;
+        }
+        let left = |steps: f64| (secs - steps * step).max(0.0);
+        (on_the_way - 1.0) * left(every) + left(steps - on_the_way * every) + last
     }
 }
 
@@ -89,17 +112,4 @@ impl SizingRequest<'_> {
 fn evaluations(recipe: &Recipe, steps: u64) -> u64 {
     let between = recipe.eval.steps.map_or(0, |every| steps.saturating_sub(1) / every.max(1));
     1 + between + u64::from(recipe.eval.at_end)
-}
-
-/// Seconds that `steps` steps of `step` seconds wait for checkpoints, each of which takes `secs` to write: all of it, or what
-/// is left when the next is due or the run is over.
-fn waits(recipe: &Recipe, [steps, step]: [f64; 2], secs: f64) -> f64 {
-    let Some(every) = recipe.checkpoint.save_steps else { return 0.0 };
-    let every = every.max(1) as f64;
-    let saves = (steps / every).floor();
-    if saves == 0.0 || !recipe.checkpoint.async_save {
-        return saves * secs;
-    }
-    let left = |steps: f64| (secs - steps * step).max(0.0);
-    (saves - 1.0) * left(every) + left(steps - saves * every)
 }

@@ -294,6 +294,7 @@ fn adapters_that_cannot_be() {
     "#);
     assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa", "--set", "adapter.r=100"]), @r#"
     exit 1
+    warning: `adapter.r` is 100, above the smaller side of 14 of 14 layers that it adapts, such as model.layers.0.self_attn.k_proj (32): ranks above it add parameters and nothing that can be learned; write `adapter.r = 32` or less
     error: cannot factor a weight for the adapter's start
       caused by: r is 100; the weight is 64 x 64; accepted: r up to the smaller
     hint: lower `adapter.r`, or start with `init = "default"`
@@ -859,12 +860,12 @@ fn rows_that_are_too_long() {
       caused by: 80 rows dropped for their length
     hint: raise `data.max_seq_len`, or write `data.on_long_row = "truncate"`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @"
+    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @r#"
     exit 1
     error: cannot use these settings
-      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number from 2 to 16777216
+      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: "auto", a whole number from 2 to 16777216
     hint: `finetune recipes show reference` documents every key
-    ");
+    "#);
 }
 
 // Adapters.

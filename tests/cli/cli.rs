@@ -590,7 +590,7 @@ fn recipes_listed_and_shown() {
     # r = 16
     # The update is scaled by `lora_alpha / r`.
     # Accepted: a number above 0.
-    # lora_alpha = 16.0
+    # lora_alpha = 32.0
     # Share of the adapter's inputs set to zero in training.
     # Accepted: a number from 0 to below 1.
     # lora_dropout = 0.0
@@ -634,9 +634,9 @@ fn recipes_listed_and_shown() {
     # What a row looks like; auto: recognised, and said.
     # Accepted: "auto", "messages", "sharegpt", "preference", "alpaca", "instruction", "prompt_completion", "question_answer", "text", "tokens".
     format = "auto"
-    # Tokens of a row at most.
-    # Accepted: a whole number from 2 to 16777216.
-    max_seq_len = 2048
+    # Tokens of a row at most; auto: the positions that the model has, 2,048 at most.
+    # Accepted: "auto", a whole number from 2 to 16777216.
+    max_seq_len = "auto"
     # Put several samples into one row, without attention between them.
     # Accepted: true, false.
     packing = true
@@ -662,7 +662,7 @@ fn recipes_listed_and_shown() {
     [train]
     # Passes over the data.
     # Accepted: a number above 0.
-    epochs = 1.0
+    epochs = 3.0
     # Optimizer steps of the whole run; set, it decides instead of `epochs`.
     # Accepted: a whole number, at least 1.
     # max_steps =
@@ -670,9 +670,14 @@ fn recipes_listed_and_shown() {
     # `gradient_accumulation_steps` on each rank, as many as memory holds and speed gains by.
     # Accepted: "auto", a whole number from 1 to 65536.
     micro_batch_size = 1
-    # Micro-batches whose gradients make one optimizer step, on each rank.
-    # Accepted: a whole number from 1 to 1048576.
+    # Micro-batches whose gradients make one optimizer step, on each rank; "auto": as many as leave thirty steps in an
+    # epoch, where the rows allow that, and 8 rows a step over all ranks at most.
+    # Accepted: "auto", a whole number from 1 to 1048576.
     gradient_accumulation_steps = 1
+    # Rows (with packing: packed rows) of one optimizer step over all ranks, a multiple of `micro_batch_size` times the
+    # ranks; excludes `gradient_accumulation_steps`, which then follows from it.
+    # Accepted: a whole number from 1 to 1048576.
+    # global_batch_size =
     # Gradients are scaled down to this norm; 0: never.
     # Accepted: a number, at least 0.
     max_grad_norm = 1.0
@@ -726,7 +731,7 @@ fn recipes_listed_and_shown() {
     # Steps of the linear warm-up from 0; excludes `warmup_ratio`.
     # Accepted: a whole number, at least 0.
     # warmup_steps =
-    # The warm-up as a share of all steps; excludes `warmup_steps`.
+    # The warm-up as a share of all steps, rounded down and a tenth of them at most; excludes `warmup_steps`.
     # Accepted: a number from 0 to 1.
     # warmup_ratio =
     # Learning rate at the end, as a share of `learning_rate`.
@@ -766,9 +771,10 @@ fn recipes_listed_and_shown() {
 
     # What is saved on the way and at the end.
     [checkpoint]
-    # Steps between checkpoints; not set: only at the end.
-    # Accepted: a whole number, at least 1.
-    # save_steps =
+    # Steps between checkpoints; "epoch": one after each epoch and at the end; "auto": also after thirty minutes without
+    # one; "never": none.
+    # Accepted: "auto", "epoch", "never", a whole number, at least 1.
+    save_steps = "auto"
     # How many checkpoints are kept.
     # Accepted: a whole number, at least 1.
     keep_last = 2

@@ -60,6 +60,7 @@ mod profile;
 mod pseudo_terminal;
 mod qlora;
 mod quantized;
+mod recipes_learn;
 mod report_page;
 mod restarts;
 mod resume_every_step;

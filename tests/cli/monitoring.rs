@@ -362,7 +362,7 @@ fn how_a_run_ended_is_told() {
         "--set",
         "scheduler.kind=constant",
         "--set",
-        "scheduler.warmup_ratio=0",
+        "scheduler.warmup_steps=0",
     ];
     let done = place.command(&lora(&[&["--set", set.as_str()], &diverges[..]].concat())).output().unwrap();
     assert_eq!(done.status.code(), Some(4), "{}", place.told(&done.stderr));

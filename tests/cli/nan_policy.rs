@@ -30,7 +30,7 @@ fn place(ranks: usize, bad: &[usize]) -> Place {
 
 fn train(place: &Place, output: &str, sets: &[&str], more: &[&str]) -> Output {
     let always = ["data.packing=false", "data.shuffle=false", "data.train_on=all", "data.max_seq_len=64"];
-    let one_row = ["train.gradient_accumulation_steps=1", "log.tensorboard=false"];
+    let one_row = ["train.gradient_accumulation_steps=1", "train.epochs=1", "log.tensorboard=false"];
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output];
     for set in always.iter().chain(&one_row).chain(sets) {
         args.extend(["--set", set]);

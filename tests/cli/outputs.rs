@@ -162,7 +162,7 @@ fn names_in_a_model_card_stay_text() {
         "out" => output,
         "model" => model,
         "rows.jsonl" => rows,
-        "train.max_steps=4" => "train.max_steps=1",
+        "train.max_steps=4" => "train.max_steps=2",
         other => other,
     };
     let args: Vec<&str> = lora(&["--quiet"]).into_iter().map(named).collect();

@@ -23,15 +23,17 @@ fn on_text<'a>(more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_run_without_a_learning_rate_is_said() {
+fn a_run_without_a_learning_rate_is_refused() {
     let place = Place::new();
-    let one = said(&place, &lora(&["--set", "train.max_steps=1", "--dry-run"]));
-    assert_eq!(
-        warnings(&one),
-        [
-            "the warm-up of 1 is not over in the one step of this run: its learning rate is 0, and nothing is learned; write \
-          `scheduler.warmup_steps = 0`, or train for more steps"
-        ]
+    let done = place.command(&lora(&["--set", "train.max_steps=1", "--dry-run"])).output().unwrap();
+    let one = place.told(&done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{one}");
+    assert!(
+        one.ends_with(
+            "error: this run would learn nothing: it has one step, and that is warm-up\n\
+             hint: try `--set train.max_steps=30`\n"
+        ),
+        "{one}"
     );
     assert_eq!(warnings(&said(&place, &lora(&["--dry-run"]))), [""; 0]);
 }
@@ -111,7 +113,8 @@ fn a_loss_far_above_those_before_is_said() {
     );
     let more = ["--set", "train.max_steps=110", "--set", "optimizer.learning_rate=1e-2"];
     let told = said(&place, &on_text(&more));
-    let found = warnings(&told);
+    // The learning rate is said before the first step.
+    let found: Vec<&str> = warnings(&told).into_iter().filter(|text| text.starts_with("step ")).collect();
     assert_eq!(found.len(), 1, "{told}");
     assert!(
         found[0].starts_with("step 105: the loss ") && found[0].contains("of the 64 steps before it"),

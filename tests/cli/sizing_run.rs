@@ -28,15 +28,19 @@ fn seven_b(place: &Place, sets: &[&str]) -> Value {
 #[test]
 fn weights_are_loaded_once_and_results_are_saved() {
     let place = shapes();
-    let run = &seven_b(&place, &["train.max_steps=1000"])["run"];
-    // Without `checkpoint.save_steps` nothing is written but the weights.
+    let never = ["train.max_steps=1000", "checkpoint.save_steps=never"];
+    let run = &seven_b(&place, &never)["run"];
+    // Without checkpoints nothing is written but the weights.
     near(number(&run["loading"]), 4.0 * SEVEN_B / DISK);
     near(number(&run["saving"]), 4.0 * SEVEN_B / (DISK / 2.0));
     assert_eq!(run["evaluating"], 0.0);
     let parts = ["stepping", "loading", "saving"].map(|part| number(&run[part]));
     near(number(&run["total"]), parts.iter().sum());
-    let bf16 = &seven_b(&place, &["train.max_steps=1000", "checkpoint.output_dtype=bf16"])["run"];
+    let bf16 = &seven_b(&place, &[&never[..], &["checkpoint.output_dtype=bf16"]].concat())["run"];
     near(number(&bf16["saving"]), 2.0 * SEVEN_B / (DISK / 2.0));
+    // By default a checkpoint at the end, which nothing hides: masters and states.
+    let auto = &seven_b(&place, &["train.max_steps=1000"])["run"];
+    near(number(&auto["saving"]), (12.0 + 4.0) * SEVEN_B / (DISK / 2.0));
 }
 
 #[test]
@@ -73,7 +77,9 @@ fn storage_is_what_a_run_keeps() {
         number(&said["cost"]) * 730.0 * 3600.0 / number(&said["run"]["total"]) * 1e9
     };
     let by_hand = |said: f64, bytes: f64| assert!((said / (bytes * SEVEN_B) - 1.0).abs() < 1e-9, "{said}");
-    by_hand(cost(&[]), 4.0);
+    by_hand(cost(&["checkpoint.save_steps=never"]), 4.0);
+    // One at the end.
+    by_hand(cost(&[]), 12.0 + 4.0);
     // Three are made, two kept.
     by_hand(cost(&["checkpoint.save_steps=300"]), 2.0 * 12.0 + 4.0);
     by_hand(cost(&["checkpoint.save_steps=300", "checkpoint.keep_last=9"]), 3.0 * 12.0 + 4.0);

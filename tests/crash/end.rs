@@ -109,6 +109,27 @@ fn kills_at_the_end_of_a_run_with_checkpoints() {
     }
 }
 
+/// The checkpoint of the end comes after the result, and a kill between the two loses neither.
+#[test]
+fn kills_at_the_end_of_a_run_with_default_checkpoints() {
+    let place = Place::new();
+    let more = ["--set", "checkpoint.save_steps=auto"];
+    let undisturbed = place.path("whole");
+    assert_eq!(finish(&mut run(&place, &undisturbed, &more)).code, Some(0));
+    assert!(undisturbed.join("checkpoint-4").is_dir());
+    let wanted = trained(&undisturbed);
+    for point in KillPoint::ALL {
+        let output = place.path(point.name());
+        let killed = finish(run(&place, &output, &more).env("FINETUNE_KILL_AT", point.name()));
+        assert_eq!(killed.code, None, "{killed:?}");
+        let has_ended = matches!(point, KillPoint::Evaluated | KillPoint::Described | KillPoint::Measured);
+        assert_eq!(output.join("checkpoint-4").is_dir(), has_ended, "{point:?}: {killed:?}");
+        let is_published = has_ended || point == KillPoint::Published;
+        assert_eq!(trained(&output) == wanted, is_published, "{point:?}: {killed:?}");
+        assert_resumes(&place, &output, &more, &wanted, point.name());
+    }
+}
+
 /// A result that is no longer as its seal says is not published: the run starts again.
 #[test]
 fn a_sealed_result_that_was_damaged_is_not_published() {

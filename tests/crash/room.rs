@@ -76,6 +76,22 @@ fn a_save_that_has_no_room_does_not_begin() {
     assert!(adapter() == wanted);
 }
 
+/// The checkpoint at the end, which comes after the result, has no room: the result is there.
+#[test]
+fn a_last_checkpoint_that_has_no_room_costs_no_result() {
+    if library().is_none() {
+        return;
+    }
+    let place = Place::new();
+    let mut run = train(&place, &["--set", "checkpoint.save_steps=auto", "--set", "train.max_steps=2"]);
+    // Asked before the run, and before the one save.
+    Fault { at: 2, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
+    let done = finish(&mut run);
+    assert_storage(&place, &done, &["cannot save step 2", "1000 B are free"]);
+    assert!(place.path("out/adapter_model.safetensors").exists());
+    assert_tidy(&place.path("out"), "no room at the end");
+}
+
 /// The disk fills up while a checkpoint, and while the result is written.
 #[test]
 fn a_disk_that_fills_up_leaves_the_last_checkpoint() {

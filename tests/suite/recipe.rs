@@ -5,8 +5,9 @@ use std::path::Path;
 
 use finetune::error::Error;
 use finetune::recipe::{
-    AdapterInit, AdapterSection, BUILT_IN, ComputeDtype, DataSource, ListenAddress, OnLongRow, Patterns,
-    Purpose, Recipe, RecipeLayers, RecipeText, SchedulerKind, ServerUrl, Strategy, TargetModules, Template,
+    AdapterInit, AdapterSection, AutoOr, BUILT_IN, ComputeDtype, DataSource, ListenAddress, OnLongRow,
+    Patterns, Purpose, Recipe, RecipeLayers, RecipeText, SaveSteps, SchedulerKind, ServerUrl, Strategy,
+    TargetModules, Template,
 };
 use insta::assert_snapshot;
 use proptest::{prop_assert_eq, prop_compose, proptest};
@@ -97,10 +98,15 @@ fn the_header_of_every_built_in_recipe_shows_a_command_that_lacks_nothing() {
 fn defaults_are_those_of_the_contract() {
     let recipe = load(&format!("{BASE}[adapter]\n"), &[]);
     let adapter = recipe.adapter.unwrap();
-    assert_eq!((adapter.r, adapter.lora_alpha, adapter.lora_dropout), (16, 16.0, 0.0));
+    assert_eq!((adapter.r, adapter.lora_alpha, adapter.lora_dropout), (16, 32.0, 0.0));
     assert_eq!(adapter.target_modules, TargetModules::AllLinear);
-    assert_eq!((recipe.data.max_seq_len, recipe.data.packing, recipe.data.shuffle), (2048, true, true));
-    assert_eq!((recipe.train.epochs, recipe.train.max_grad_norm, recipe.train.seed), (1.0, 1.0, 0));
+    assert_eq!(
+        (recipe.data.max_seq_len, recipe.data.packing, recipe.data.shuffle),
+        (AutoOr::Auto, true, true)
+    );
+    assert_eq!((recipe.data.longest_row(), recipe.train.accumulation()), (2048, 1));
+    assert_eq!((recipe.train.epochs, recipe.train.max_grad_norm, recipe.train.seed), (3.0, 1.0, 0));
+    assert_eq!(recipe.checkpoint.save_steps, SaveSteps::Auto);
     assert_eq!((recipe.optimizer.betas, recipe.optimizer.eps), ([0.9, 0.999], 1e-8));
     assert_eq!(recipe.scheduler.kind, SchedulerKind::Cosine);
     assert_eq!((recipe.checkpoint.keep_last, recipe.log.every_steps, recipe.eval.at_end), (2, 1, true));
@@ -255,12 +261,12 @@ fn what_training_needs() {
 fn unknown_names() {
     assert_snapshot!(fault("[train]\nepoch = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `epochs`
     ");
     assert_snapshot!(fault("[train]\nlearning_rate = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.learning_rate`; nearest: `optimizer.learning_rate`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.learning_rate`; nearest: `optimizer.learning_rate`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `learning_rate` under `[optimizer]`
     ");
     assert_snapshot!(fault("[adapter]\nlora_r = 3\n"), @"
@@ -270,7 +276,7 @@ fn unknown_names() {
     ");
     assert_snapshot!(fault("[train]\nzzz = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.zzz`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.zzz`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(fault("[trian]\nepochs = 3\n"), @"
@@ -408,7 +414,7 @@ fn wrong_ranges() {
       caused by: my.toml:8:10: `train.epochs` is 0; accepted: a number above 0
       caused by: my.toml:9:13: `train.max_steps` is 0; accepted: a whole number, at least 1
       caused by: my.toml:10:20: `train.micro_batch_size` is 0; accepted: "auto", a whole number from 1 to 65536
-      caused by: my.toml:11:31: `train.gradient_accumulation_steps` is 0; accepted: a whole number from 1 to 1048576
+      caused by: my.toml:11:31: `train.gradient_accumulation_steps` is 0; accepted: "auto", a whole number from 1 to 1048576
     hint: `finetune recipes show reference` documents every key
     "#
     );
@@ -423,12 +429,12 @@ fn wrong_ranges() {
       caused by: my.toml:8:14: `quantization.block_size` is 48; accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096
     hint: `finetune recipes show reference` documents every key
     ");
-    assert_snapshot!(Recipe::load(&layers(BASE, &["optimizer.betas=[0.9, 1]", "data.max_seq_len=1"])).unwrap_err(), @"
+    assert_snapshot!(Recipe::load(&layers(BASE, &["optimizer.betas=[0.9, 1]", "data.max_seq_len=1"])).unwrap_err(), @r#"
     error: cannot use these settings
       caused by: --set optimizer.betas=[0.9, 1]: `optimizer.betas` is [0.9, 1]; accepted: two numbers, each from 0 to below 1
-      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number from 2 to 16777216
+      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: "auto", a whole number from 2 to 16777216
     hint: `finetune recipes show reference` documents every key
-    ");
+    "#);
 }
 
 #[test]
@@ -534,7 +540,7 @@ fn broken_toml() {
 fn mistyped_assignments() {
     assert_snapshot!(set_fault(&["train.epoch=3"]), @"
     error: cannot use these settings
-      caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
+      caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, global_batch_size, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `epochs`
     ");
     assert_snapshot!(set_fault(&["trian.epochs=3"]), @"
@@ -592,6 +598,57 @@ fn all_faults_at_once() {
       caused by: my.toml:14:14: `scheduler.num_cycles` has no effect with `kind = "cosine"`
     hint: remove one of the two; write `dtype = "bf16"`; write `r`; write `[log]`; write `kind = "cosine_with_restarts"`; `finetune recipes show reference` documents every key
     "#);
+}
+
+#[test]
+fn a_key_of_a_higher_layer_overrules_one_of_a_lower_layer() {
+    for recipe in BUILT_IN.iter().filter(|recipe| recipe.name != "pretrain-tiny") {
+        let layers = RecipeLayers {
+            recipe: Some(RecipeText::find(recipe.name, Path::new("/nowhere")).unwrap()),
+            model: Some("org/m".into()),
+            train: vec!["org/d".into()],
+            set: vec!["scheduler.kind=constant".into()],
+            folder: "/nowhere".into(),
+            ..RecipeLayers::default()
+        };
+        let recipe = Recipe::load(&layers).map_err(|error| format!("{}: {error}", recipe.name)).unwrap();
+        assert_eq!((recipe.scheduler.warmup_ratio, recipe.scheduler.kind), (None, SchedulerKind::Constant));
+        let [line] = recipe.written.overruled() else { panic!("{:?}", recipe.written) };
+        assert!(
+            line.ends_with(
+                "`scheduler.warmup_ratio` has no effect with `kind = \"constant\"` (--set scheduler.kind=constant), and is left out"
+            ),
+            "{line}"
+        );
+    }
+    let warm = "[scheduler]\nwarmup_ratio = 0.1\n";
+    assert!(load(&format!("{BASE}{warm}"), &[]).written.overruled().is_empty());
+    // Keys of one layer contradict each other, and a lower layer overrules nothing.
+    fault(&format!("{warm}kind = \"constant\"\n"));
+    set_fault(&["scheduler.kind=constant", "scheduler.warmup_ratio=0.1"]);
+    let constant = format!("{BASE}[scheduler]\nkind = \"constant\"\n");
+    assert!(Recipe::load(&layers(&constant, &["scheduler.warmup_ratio=0.1"])).is_err());
+    // Other keys follow the same rule.
+    let nan = format!("{BASE}[train]\non_nan = \"skip\"\nnan_limit = 9\n");
+    let recipe = load(&nan, &["train.on_nan=stop"]);
+    assert_eq!((recipe.train.nan_limit, recipe.written.overruled().len()), (3, 1));
+}
+
+#[test]
+fn the_rows_of_a_step_are_given_one_way() {
+    let text = format!("{BASE}[train]\ngradient_accumulation_steps = 4\n");
+    let recipe = load(&text, &["train.global_batch_size=32"]);
+    assert_eq!((recipe.train.global_batch_size, recipe.train.accumulation()), (Some(32), 1));
+    let text = format!("{BASE}[train]\nglobal_batch_size = 32\n");
+    let recipe = load(&text, &["train.gradient_accumulation_steps=1"]);
+    assert_eq!((recipe.train.global_batch_size, recipe.train.accumulation()), (None, 1));
+    let auto = format!("{text}gradient_accumulation_steps = \"auto\"\n");
+    assert_eq!(load(&auto, &[]).train.global_batch_size, Some(32));
+    assert_snapshot!(fault("[train]\nglobal_batch_size = 32\ngradient_accumulation_steps = 1\n"), @"
+    error: cannot use recipe my.toml
+      caused by: my.toml:8:21: `train.global_batch_size` and `gradient_accumulation_steps` exclude each other
+    hint: remove one of the two
+    ");
 }
 
 prop_compose! {
@@ -680,7 +737,7 @@ fn the_resolved_recipe_in_full() {
     [adapter]
     kind = "lora"
     r = 16
-    lora_alpha = 16.0
+    lora_alpha = 32.0
     lora_dropout = 0.0
     target_modules = "all-linear"
     exclude_modules = []
@@ -694,7 +751,7 @@ fn the_resolved_recipe_in_full() {
     train = ["org/d"]
     eval = []
     format = "auto"
-    max_seq_len = 2048
+    max_seq_len = "auto"
     packing = true
     shuffle = true
     train_on = "assistant"
@@ -702,7 +759,7 @@ fn the_resolved_recipe_in_full() {
     on_long_row = "truncate"
 
     [train]
-    epochs = 1.0
+    epochs = 3.0
     micro_batch_size = 1
     gradient_accumulation_steps = 1
     max_grad_norm = 1.0
@@ -733,6 +790,7 @@ fn the_resolved_recipe_in_full() {
     reduce_dtype = "f32"
 
     [checkpoint]
+    save_steps = "auto"
     keep_last = 2
     async_save = true
     output_dtype = "auto"
