@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{CommonArgs, Gpus, RunArgs, find_recipe};
+use super::{CommonArgs, Gpus, RunArgs, SettingArgs, find_recipe};
 use crate::error::Result;
 use crate::recipe::{Purpose, RecipeLayers};
 
@@ -27,6 +27,9 @@ pub struct PlanArgs {
     /// The same, held out for evaluation; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub eval_dataset: Vec<String>,
+    /// Common settings.
+    #[command(flatten)]
+    pub settings: SettingArgs,
     /// Set one key of the recipe; wins over flags and recipe; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
@@ -67,6 +70,7 @@ impl PlanArgs {
             model: self.run.model.clone(),
             train: self.run.dataset.clone(),
             eval: self.eval_dataset.clone(),
+            settings: self.settings.assignments(),
             set: self.set.clone(),
             folder: folder.to_owned(),
             purpose: Purpose::Other,

@@ -4,7 +4,7 @@ use std::io::BufRead;
 
 use serde_json::json;
 
-use super::{Opened, open_device, say_without_kernels, terminal, working_folder};
+use super::{Opened, model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
@@ -19,16 +19,18 @@ use crate::setup::{EngineOptions, Resolver, Trains};
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let (model, adapter) = (args.model.as_deref(), args.adapter.as_deref());
+    let model = model_or_base(model, adapter, &folder, &finder, &terminal)?;
     let recipe = Recipe::load(&RecipeLayers {
         recipe: args.recipe.as_deref().map(|name| RecipeText::find(name, &folder)).transpose()?,
-        model: Some(args.model.clone()),
+        model: Some(model),
         folder: folder.clone(),
         purpose: Purpose::Other,
         ..RecipeLayers::default()
     })?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
     let Opened { base, adapter_setup, rows, comparison } =
-        Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder, (&terminal, args.force_base))?;
+        Opened::find(&recipe, adapter, &folder, &finder, (&terminal, args.force_base))?;
     // What can be wrong with the input is said before weights are read.
     let task = match &args.prompt {
         Some(text) => {

@@ -3,6 +3,7 @@
 //!
 //! What was asked for goes to the standard output through [`print`], what is said of it to the standard error.
 
+mod adapter_base;
 mod bench;
 mod completions;
 mod data;
@@ -23,6 +24,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 
+use self::adapter_base::model_or_base;
 use self::output::{print, print_json};
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;
@@ -50,6 +52,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Recipes(args)) => recipes::run(args),
         Some(Verb::Completions(args)) => completions::run(&args),
         None => train::run(&cli.train),
+        Some(Verb::Train(args)) => train::run(&args),
         Some(Verb::Merge(args)) => merge::run(&args),
         Some(Verb::Quantize(args)) => quantize::run(&args),
         Some(Verb::Export(args)) => export::run(&args),
@@ -67,10 +70,16 @@ pub fn run(cli: Cli) -> Result<()> {
 /// Returns whether this process computes, for which it needs threads: not where it shows texts, reads headers or starts others.
 fn computes(cli: &Cli) -> bool {
     match &cli.verb {
-        None => cli.train.dry_run || cli.train.max_restarts.is_none(),
+        None => computes_when_training(&cli.train),
+        Some(Verb::Train(args)) => computes_when_training(args),
         Some(Verb::Recipes(_) | Verb::Completions(_) | Verb::Inspect(_) | Verb::VerifyResume(_)) => false,
         Some(_) => true,
     }
+}
+
+/// Returns whether the process of this training command trains itself, or plans.
+fn computes_when_training(args: &TrainArgs) -> bool {
+    args.dry_run || args.max_restarts.is_none()
 }
 
 fn terminal(common: &CommonArgs) -> Terminal {

@@ -54,7 +54,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let fits = plan.check_memory(ranks.launch.ranks_here);
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
     // The first process answers for all: it has claimed the folder, which the others may not even see.
-    let has_ended = || Ok(vec![u8::from(found.has_ended(&plan, &args.output)?)]);
+    let has_ended = || Ok(vec![u8::from(found.has_ended(&plan, args.output())?)]);
     if args.resume.is_some() && ranks.agree("whether the run has ended", has_ended)? == [1] {
         say_ended(&plan, args, &terminal);
         return Ok(None);
@@ -92,7 +92,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
 /// Says that the run of `plan` has left its result, and how to get what it may lack: a run that was killed during its last
 /// evaluation has no figures of the end.
 fn say_ended(plan: &Plan, args: &TrainArgs, terminal: &Terminal) {
-    let output = args.output.display();
+    let output = args.output().display();
     terminal.line(format!(
         "nothing is left to do: the run in {output} has done its {} steps, and its result is there",
         plan.total_steps

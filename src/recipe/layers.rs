@@ -12,6 +12,7 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::builtin::RecipeText;
 use super::conflicts::conflicts;
+use super::peers::{other_language, section_of_peers, value_of_peers};
 use super::render::inline;
 use super::schema::Key;
 use super::suggest::{nearest, nearest_key};
@@ -41,6 +42,8 @@ pub struct RecipeLayers {
     pub train: Vec<String>,
     /// `--eval-dataset`, repeated: `data.eval`.
     pub eval: Vec<String>,
+    /// Flags that each set one key, such as `--lr`.
+    pub settings: Vec<FlagAssignment>,
     /// `--set section.key=value`, repeated; of two for one key the last counts.
     pub set: Vec<String>,
     /// The arguments as they were typed, for an error that shows the command with what it lacks.
@@ -49,6 +52,19 @@ pub struct RecipeLayers {
     pub folder: PathBuf,
     /// What must be known in the end.
     pub purpose: Purpose,
+}
+
+/// A flag that sets one key of a recipe.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FlagAssignment {
+    /// The flag as it is typed: `--lr`.
+    pub flag: &'static str,
+    /// Section of the key.
+    pub section: &'static str,
+    /// Name of the key.
+    pub key: &'static str,
+    /// Value as it was typed.
+    pub value: String,
 }
 
 /// Keys of which at most one counts: each of the pair, in its section.
@@ -70,6 +86,10 @@ const EXAMPLE_ROW: &str =
 
 /// The way out of a fault that suggests nothing better.
 const REFERENCE: &str = "`finetune recipes show reference` documents every key";
+
+/// The way out for a recipe in another language.
+const AS_TOML: &str = "write `key = value` under `[section]`; docs/recipes.md has the names of other trainers with ours, \
+    and `finetune recipes write lora` a file to start from";
 
 /// Longest name or value quoted in a message, in characters.
 const QUOTED_CHARS: usize = 60;
@@ -153,6 +173,16 @@ impl Reader {
         let lines = Lines::of(text);
         let (table, mut errors) = DeTable::parse_recoverable(&text.text);
         errors.sort_by_key(|error| error.span().map(|span| span.start));
+        if let (Some(language), false) = (other_language(&text.text), errors.is_empty()) {
+            self.fault(
+                "",
+                &text.name,
+                format!("this is {language}, and recipes are TOML"),
+                Some(AS_TOML.into()),
+            );
+            self.faulty.extend(Recipe::complete().sections().iter().map(|section| section.name().to_owned()));
+            return;
+        }
         for error in &errors {
             if self.counts_alone() {
                 continue;
@@ -217,7 +247,7 @@ impl Reader {
     fn unknown_section(&mut self, place: &str, section: &str) {
         let complete = Recipe::complete();
         let names: Vec<&str> = complete.sections().iter().map(|section| section.name()).collect();
-        let near = nearest(section, names.iter().copied());
+        let near = section_of_peers(section).or_else(|| nearest(section, names.iter().copied()));
         let named = near.map_or_else(String::new, |near| format!("; nearest: [{near}]"));
         let shown = clip(section);
         let text = format!("unknown section [{shown}]{named}; accepted: {}", names.join(", "));
@@ -236,6 +266,9 @@ impl Reader {
                 self.set("data", key, &list, &layers.folder, (flag, flag));
             }
         }
+        for FlagAssignment { flag, section, key, value } in &layers.settings {
+            self.set_typed((section, key), value, &layers.folder, flag);
+        }
     }
 
     /// `section.key=value`: the value is TOML, or else a text.
@@ -252,6 +285,11 @@ impl Reader {
         if !Recipe::has_section(section) {
             return self.unknown_section(&place, section);
         }
+        self.set_typed((section, key), raw, folder, &place);
+    }
+
+    /// Sets a key to a value that was typed on the command line: TOML, or else a text.
+    fn set_typed(&mut self, (section, key): (&str, &str), raw: &str, folder: &Path, place: &str) {
         let text = Value::String(raw.to_owned());
         let value = ValueDeserializer::parse(raw).ok().and_then(|value| Value::deserialize(value).ok());
         // `--set model.revision=7` means the text "7": what only a text can be is one.
@@ -261,7 +299,7 @@ impl Reader {
                 |value: &Value| trial.section_mut(section).is_some_and(|s| s.set(key, value, folder).is_ok());
             accepts(value) || !accepts(&text)
         });
-        self.set(section, key, &value.unwrap_or(text), folder, (&place, &place));
+        self.set(section, key, &value.unwrap_or(text), folder, (place, place));
     }
 
     /// Sets one key of a section that exists.
@@ -280,6 +318,13 @@ impl Reader {
                         if lower.is_some_and(|(layer, _)| *layer < self.layer) {
                             table.reset(other);
                         }
+                    }
+                }
+                // Steps of a lower layer would decide, and a length in epochs above them would have no effect.
+                if (section, key) == ("train", "epochs") {
+                    let lower = self.places.get(&("train".to_owned(), "max_steps".to_owned()));
+                    if lower.is_some_and(|(layer, _)| *layer < self.layer) {
+                        table.reset("max_steps");
                     }
                 }
                 let place = (self.layer, places.1.to_owned());
@@ -390,7 +435,9 @@ fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (
         ValueRefusal::Unusable(why) => format!("`{section}.{name}` is {found}: {why}"),
     };
     let near = value.as_str().and_then(|text| nearest(text, (key.choices)()));
+    let theirs = value.as_str().and_then(|text| value_of_peers(section, name, text));
     let hint = match (near, refusal) {
+        _ if theirs.is_some() => theirs.map(str::to_owned),
         (Some(near), _) => Some(format!("write `{name} = {near:?}`")),
         (None, ValueRefusal::Unusable(_)) => None,
         (None, ValueRefusal::Shape | ValueRefusal::Empty) => Some(REFERENCE.to_owned()),

@@ -13,6 +13,7 @@ mod builtin;
 mod conflicts;
 mod difference;
 mod layers;
+mod peers;
 mod render;
 mod schema;
 mod sections;
@@ -30,14 +31,14 @@ pub use finetune_compute::recipe::enums::{
     ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
     SchedulerKind, StateDtype, Strategy, TrainOn,
 };
-pub use layers::{Purpose, RecipeLayers};
+pub use layers::{FlagAssignment, Purpose, RecipeLayers};
 pub use sections::{
     AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LEAST_SEQ_LEN, LogSection,
     MOST_ACCUMULATION, ModelSection, OptimizerSection, ParallelSection, ProfileSection, QuantizationSection,
     SchedulerSection, TrainSection,
 };
 pub use source::{DataSource, Folder, Template};
-pub(crate) use suggest::nearest;
+pub(crate) use suggest::{key_of_peers, nearest};
 pub use value::{AutoOr, Patterns, TargetModules};
 pub use webhook::{AlertProgram, WebhookSource};
 

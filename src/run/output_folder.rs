@@ -47,7 +47,7 @@ impl OutputFolder {
     /// # Errors
     /// There is no going on from what `--resume` names, or not in this folder; the folder is in use or not free.
     pub(crate) fn prepare(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Self> {
-        let output = args.output.as_path();
+        let output = args.output();
         let Some(from) = &args.resume else {
             if first {
                 refuse_occupied(output)?;
@@ -60,9 +60,12 @@ impl OutputFolder {
         claimed.iter().flat_map(RunFolder::notes).for_each(|note| terminal.line(note));
         let record = RunRecord::read(output)?;
         let has_ended = record.as_ref().is_some_and(|record| record.is_finished(output));
-        let resumed = find(from.as_deref(), output, has_ended, terminal)?;
+        let resumed = find(from.as_deref(), output, terminal)?;
         if first {
             refuse_other_runs(output, record.as_ref(), resumed.as_ref())?;
+        }
+        if resumed.is_none() && !has_ended {
+            say_from_the_beginning(from.as_deref(), output, terminal);
         }
         Ok(OutputFolder { resumed, record, claimed })
     }
@@ -104,7 +107,7 @@ impl OutputFolder {
         plan: &Plan,
         resumed: Option<&SavedCheckpoint>,
     ) -> Result<(RunFolder, RunRecord)> {
-        let output = args.output.as_path();
+        let output = args.output();
         let folder = match self.claimed {
             Some(folder) => folder,
             None => {
@@ -163,13 +166,7 @@ pub(crate) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
 
 /// The checkpoint that `--resume` means, and a word on those that were passed over.
 ///
-/// If the run `has_ended`, it goes on from nothing.
-fn find(
-    from: Option<&Path>,
-    output: &Path,
-    has_ended: bool,
-    terminal: &Terminal,
-) -> Result<Option<SavedCheckpoint>> {
+fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
     let (saved, passed) = match from {
         Some(folder) if checkpoint::is_one(folder) => (Some(SavedCheckpoint::open(folder)?), Vec::new()),
         Some(folder) => checkpoint::newest(folder)?,
@@ -187,15 +184,17 @@ fn find(
                 .fold(error, Error::because)
                 .hint("start anew in another folder, with `--output`"));
         }
-        None if has_ended => {}
-        None => {
-            let place = from.unwrap_or(output).display();
-            let text = format!("no checkpoint in {place}: starting from the beginning");
-            // A folder that was named was expected to hold one.
-            if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
-        }
+        None => {}
     }
     Ok(saved)
+}
+
+/// Says that `--resume` found no checkpoint to go on from.
+fn say_from_the_beginning(from: Option<&Path>, output: &Path, terminal: &Terminal) {
+    let place = from.unwrap_or(output).display();
+    let text = format!("no checkpoint in {place}: starting from the beginning");
+    // A folder that was named was expected to hold one.
+    if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
 }
 
 /// Refuses to go on in a folder that is not the run's own.

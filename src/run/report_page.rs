@@ -154,11 +154,7 @@ impl ReportPage<'_> {
         let commit =
             plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
         let device = if plan.engine.device.is_cpu() { "CPU" } else { "GPU" };
-        let strategy = if plan.ranks > 1 {
-            format!(", strategy {}", plan.recipe.parallel.strategy)
-        } else {
-            String::new()
-        };
+        let strategy = if plan.ranks > 1 { format!(", strategy {}", plan.strategy()) } else { String::new() };
         let mut figures = vec![
             ("model", format!("{}{commit}", plan.base.found.id)),
             ("method", plan.method().to_string()),

@@ -64,7 +64,7 @@ impl TrainRun<'_> {
     /// As [`OutputFolder::claim`]; its figures cannot be served where the recipe says.
     pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
         let offline = self.args.common.offline;
-        let endpoint = monitoring::listen(self.plan, &self.args.output, offline, self.terminal)?;
+        let endpoint = monitoring::listen(self.plan, self.args.output(), offline, self.terminal)?;
         *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = endpoint;
         let claimed = found.claim(self.args, self.plan, self.resumed)?;
         self.folder.get_or_init(|| claimed);
@@ -96,7 +96,7 @@ impl TrainRun<'_> {
         let mut trainer = self.load(Arc::clone(&world), device)?;
         if let (Some((folder, record)), true) = (self.folder.get(), first) {
             folder.begin(record.clone(), &[METRICS, ALERTS])?;
-            folder.write_text(RECIPE, &plan.recipe.to_toml())?;
+            folder.write_text(RECIPE, &plan.recipe_text())?;
         }
         let before = showcase::answers(&self.showcase, &trainer.engine, &plan.rows.tokenizer)?;
         if first {
@@ -116,7 +116,7 @@ impl TrainRun<'_> {
             if let (Some((folder, _)), true) = (self.folder.get(), first) {
                 self.report_stop(folder, device, (&summary, before));
             }
-            return Err(stopped(&summary, self.args.output.as_path()));
+            return Err(stopped(&summary, self.args.output()));
         }
         KillPoint::Evaluated.reach();
         world.enter(Phase::Output)?;
@@ -172,7 +172,7 @@ impl TrainRun<'_> {
         clock: CollectiveTimer,
         publish: &dyn Fn(&Trainer, &RunSummary) -> Result<()>,
     ) -> Result<RunSummary> {
-        let (plan, output) = (self.plan, self.args.output.as_path());
+        let (plan, output) = (self.plan, self.args.output());
         let first = world.rank() == 0;
         let saver = self.saver(trainer, first)?;
         let mut sampler = plan.sampler()?;
@@ -219,7 +219,7 @@ impl TrainRun<'_> {
 
     /// The saver of a rank's part of checkpoints.
     fn saver(&self, trainer: &Trainer, first: bool) -> Result<Saver<'_>> {
-        let (plan, output) = (self.plan, self.args.output.as_path());
+        let (plan, output) = (self.plan, self.args.output());
         let settings = &plan.recipe.checkpoint;
         let options = SaverOptions {
             output: output.to_owned(),
@@ -236,7 +236,7 @@ impl TrainRun<'_> {
     }
 
     fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
-        let output = self.args.output.as_path();
+        let output = self.args.output();
         let path = output.join(METRICS);
         let metrics = match state {
             Some(state) => MetricsLog::resume(&path, state.step)?,

@@ -326,7 +326,7 @@ fn training_in_f16() {
     exit 1
     error: cannot use these settings
       caused by: --set model.dtype=f16: `model.dtype` is "f16"; accepted: "auto", "f32", "bf16"
-    hint: write `dtype = "bf16"`
+    hint: write `dtype = "bf16"`: computing in f16 is not available
     "#);
 }
 

@@ -140,7 +140,10 @@ fn parse(args: &[String], place: &Place) -> Result<(), String> {
     let folder = place.path(".");
     let layers = match &cli.verb {
         None => cli.train.layers(&folder),
-        Some(Verb::Eval(args)) => args.rows.layers(&args.model, &args.dataset, &folder),
+        Some(Verb::Train(args)) => args.layers(&folder),
+        Some(Verb::Eval(args)) => {
+            args.rows.layers(args.model.as_deref().unwrap_or("MODEL"), &args.dataset, &folder)
+        }
         Some(Verb::Data(args)) => args.reading.layers(&args.model, &args.dataset, &folder),
         Some(Verb::Plan(args)) => args.layers(&folder),
         _ => return Ok(()),

@@ -75,4 +75,5 @@ mod tokenizer_dropout;
 mod tokens;
 mod train;
 mod ui;
+mod using_it;
 mod verify_resume;
