@@ -66,7 +66,7 @@ pub enum Verb {
     #[command(arg_required_else_help = true, after_help = TRAIN_EXAMPLES)]
     Train(Box<TrainArgs>),
     /// Say what a run would need, here or on other hardware: memory, time, cost
-    Plan(PlanArgs),
+    Plan(Box<PlanArgs>),
     /// Merge an adapter into its model: a Hugging Face folder
     Merge(MergeArgs),
     /// Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does

@@ -27,7 +27,7 @@ pub struct PlanArgs {
     /// The same, held out for evaluation; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub eval_dataset: Vec<String>,
-    /// Common settings.
+    /// Common settings as flags.
     #[command(flatten)]
     pub settings: SettingArgs,
     /// Set one key of the recipe; wins over flags and recipe; may be repeated
@@ -51,6 +51,9 @@ pub struct PlanArgs {
     /// Write a page that explores sizes and settings, for a browser without a network
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
+    /// Print all tables: memory by cause, rules of thumb, parts of the time, ways to train, splits
+    #[arg(long)]
+    pub full: bool,
     /// Print all figures as JSON
     #[arg(long)]
     pub json: bool,

@@ -23,7 +23,7 @@ pub struct TrainArgs {
     /// The same, held out for evaluation; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub eval_dataset: Vec<String>,
-    /// Common settings.
+    /// Common settings as flags.
     #[command(flatten)]
     pub settings: SettingArgs,
     /// The folder for everything the run leaves [default: out]

@@ -14,8 +14,8 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
-    let (model, adapter) = (args.model.as_deref(), args.adapter.as_deref());
-    let model = model_or_base(model, adapter, &folder, &finder, &terminal)?;
+    let adapter = args.adapter.as_deref();
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
     let recipe = Recipe::load(&args.rows.layers(&model, &args.dataset, &folder)?)?;
     let Opened { base, adapter_setup, rows, comparison } =
         Opened::find(&recipe, adapter, &folder, &finder, (&terminal, args.force_base))?;

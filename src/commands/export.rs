@@ -25,8 +25,8 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let folder = working_folder()?;
     let dtype = check(args)?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
-    let (model, adapter) = (args.model.as_deref(), args.adapter.as_deref());
-    let model = model_or_base(model, adapter, &folder, &finder, &terminal)?;
+    let adapter = args.adapter.as_deref();
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
     let source = DataSource::from_argument("--model", &model, &folder)?;
     if let Some(adapter) = &args.adapter {
         // Of the base only config.json is needed; of weights that are there besides, a sample is compared.

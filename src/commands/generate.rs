@@ -19,9 +19,8 @@ use crate::setup::{EngineOptions, Resolver, Trains};
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
-    let (model, adapter) = (args.model.as_deref(), args.adapter.as_deref());
-    let model = model_or_base(model, adapter, &folder, &finder, &terminal)?;
+    let (finder, adapter) = (Resolver::new(args.common.offline, &terminal)?, args.adapter.as_deref());
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
     let recipe = Recipe::load(&RecipeLayers {
         recipe: args.recipe.as_deref().map(|name| RecipeText::find(name, &folder)).transpose()?,
         model: Some(model),

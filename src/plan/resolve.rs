@@ -112,10 +112,7 @@ impl Plan {
         let Fit { kind, why, recompute, memory } = inputs.decide(&recipe, world)?;
         engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
-        decided(&mut recipe, recompute, engine.dtype, base.found.commit.as_deref());
-        if let (Strategy::Hsdp, ShardingStrategy::Hsdp(size)) = (recipe.parallel.strategy, kind) {
-            recipe.parallel.shard_size = Some(size);
-        }
+        decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
         engine.reducing = parallel::reducing(&recipe, engine.traits);
         Ok(Plan {
             recipe,
@@ -348,9 +345,18 @@ struct BaseIdentities {
 }
 
 /// Writes what was left open into the recipe, but for the strategy: it depends on the ranks, which a recipe does not hold.
-fn decided(recipe: &mut Recipe, recompute: Recompute, dtype: DType, commit: Option<&str>) {
+fn decided(
+    recipe: &mut Recipe,
+    recompute: Recompute,
+    dtype: DType,
+    kind: ShardingStrategy,
+    commit: Option<&str>,
+) {
     recipe.train.recompute = AutoOr::Fixed(recompute);
     recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
+    if let (Strategy::Hsdp, ShardingStrategy::Hsdp(size)) = (recipe.parallel.strategy, kind) {
+        recipe.parallel.shard_size = Some(size);
+    }
     if let Some(commit) = commit {
         recipe.model.revision = commit.to_owned();
     }

@@ -15,6 +15,7 @@ use super::conflicts::conflicts;
 use super::peers::{other_language, section_of_peers, value_of_peers};
 use super::render::inline;
 use super::schema::Key;
+use super::shell::quoted_for_shell;
 use super::suggest::{nearest, nearest_key};
 use super::value::ValueRefusal;
 use super::{Recipe, WrittenKeys};
@@ -76,6 +77,9 @@ const DUPLICATE: &str = "duplicate key";
 
 /// How the parser's message about a word that is no value, or about a missing value, begins.
 const NO_VALUE: &str = "string values must be quoted";
+
+/// Flags that name a model or data.
+const SOURCE_FLAGS: [&str; 3] = ["--model", "--dataset", "--eval-dataset"];
 
 /// The flag that training most often lacks.
 const EXAMPLE_DATASET: &str = "--dataset rows.jsonl";
@@ -332,6 +336,11 @@ impl Reader {
             }
             Err(refusal) => {
                 let (text, hint) = refused(section, known, value, &refusal);
+                let text = match refusal {
+                    // The flag says what the value is of.
+                    ValueRefusal::Unusable(why) if SOURCE_FLAGS.contains(&places.1) => why,
+                    _ => text,
+                };
                 self.fault(section, places.1, text, hint);
             }
         }
@@ -488,15 +497,6 @@ fn completed(typed: &[String], flags: &[&str]) -> String {
         String::new()
     };
     format!("add what is missing: `{command}`{row}")
-}
-
-/// A word of a command as a POSIX shell reads it.
-fn quoted_for_shell(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        return word.to_owned();
-    }
-    format!("'{}'", word.replace('\'', r"'\''"))
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ mod peers;
 mod render;
 mod schema;
 mod sections;
+mod shell;
 mod source;
 mod suggest;
 mod value;
@@ -37,6 +38,7 @@ pub use sections::{
     MOST_ACCUMULATION, ModelSection, OptimizerSection, ParallelSection, ProfileSection, QuantizationSection,
     SchedulerSection, TrainSection,
 };
+pub(crate) use shell::quoted_for_shell;
 pub use source::{DataSource, Folder, Template};
 pub(crate) use suggest::{key_of_peers, nearest};
 pub use value::{AutoOr, Patterns, TargetModules};

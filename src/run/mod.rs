@@ -5,6 +5,7 @@
 pub(crate) mod alarms;
 mod bottlenecks;
 mod card;
+mod closing;
 pub(crate) mod communication;
 mod device_failure;
 mod elastic;
@@ -36,6 +37,7 @@ mod trainer;
 pub(crate) mod verify_resume;
 mod weights_writer;
 
+pub(crate) use closing::EarlierRun;
 pub use merge_check::{Certificate, MergeBase, MergeCheck};
 pub use trainer::trainer;
 pub use weights_writer::weights_writer;

@@ -18,7 +18,8 @@ use crate::plan::Plan;
 pub(crate) use crate::plan::RECIPE;
 use crate::profile::{self, TraceSchedule};
 use crate::recipe::Recipe;
-use crate::report::{Terminal, metrics};
+use crate::report::Terminal;
+use crate::report::metrics::{self, MetricsEntry};
 
 /// Written by every run beside the weights.
 const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
@@ -70,11 +71,17 @@ impl OutputFolder {
         Ok(OutputFolder { resumed, record, claimed })
     }
 
-    /// Returns whether the run of `plan` has left its whole result here and no checkpoint: nothing is left to do.
+    /// Returns whether the run of `plan` has left its whole result here, and no checkpoint or one of its last step:
+    /// nothing is left to do.
     ///
     /// # Errors
     /// Another run has left its result here.
     pub(crate) fn has_ended(&self, plan: &Plan, output: &Path) -> Result<bool> {
+        if let (Some(saved), Some(record)) = (&self.resumed, &self.record) {
+            let same = record.plan == RunRecord::digest(&plan.fingerprint()) && lies_in(saved, output);
+            let is_whole = record.completed && record.is_finished(output) && record.is_as_written(output)?;
+            return Ok(same && is_whole && saved.state.step >= plan.total_steps && evaluated(plan, output));
+        }
         let ended_here =
             self.record.as_ref().filter(|record| self.resumed.is_none() && record.is_finished(output));
         match ended_here {
@@ -138,6 +145,7 @@ impl OutputFolder {
             }
         };
         record.plan = RunRecord::digest(&fingerprint);
+        record.completed = false;
         record.sources = plan.commits();
         record.chat_template_date = plan.rows.date().map(date_text);
         folder.refuse_links(&added_to(&plan.recipe))?;
@@ -146,6 +154,14 @@ impl OutputFolder {
         folder.require_room(space::needed(plan, output, resumed)?, &what)?;
         Ok((folder, record))
     }
+}
+
+/// Returns whether the log in `output` has the evaluation at the end of `plan`, if there is to be one.
+fn evaluated(plan: &Plan, output: &Path) -> bool {
+    let wanted = plan.held_out.is_some() && plan.recipe.eval.at_end;
+    let is_last =
+        |entry: &MetricsEntry| matches!(entry, MetricsEntry::Eval(_)) && entry.step() == plan.total_steps;
+    !wanted || metrics::read(&output.join(METRICS)).is_ok_and(|entries| entries.iter().any(is_last))
 }
 
 /// How a date is written down.

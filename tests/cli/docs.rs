@@ -336,6 +336,24 @@ fn every_test_that_shows_a_promise_is_there() {
     assert!(tests >= 60, "{tests}");
 }
 
+/// README asks what its rows train: each prompt of a command is the prompt of a row, to the last character.
+#[test]
+fn the_prompts_of_readme_are_those_of_its_rows() {
+    let blocks = blocks(&root().join("README.md"));
+    let rows = blocks.iter().find(|block| block.name.as_deref() == Some("rows.jsonl")).unwrap();
+    let prompt = |row: &String| serde_json::from_str::<serde_json::Value>(row).unwrap()["prompt"].clone();
+    let trained: Vec<_> = rows.lines.iter().map(prompt).collect();
+    let console = blocks.iter().filter(|block| block.language == "console");
+    let commands: Vec<_> = console.flat_map(commands).map(|(words, _)| words).collect();
+    let asked = |words: &Vec<String>| {
+        let at = words.iter().position(|word| word == "--prompt" || word == "-p")?;
+        Some(words[at + 1].clone())
+    };
+    let asked: Vec<String> = commands.iter().filter_map(asked).collect();
+    assert_eq!(asked.len(), 2, "generate and llama-cli");
+    assert!(asked.iter().all(|prompt| trained.iter().any(|row| row == prompt)), "{asked:?} of {trained:?}");
+}
+
 #[test]
 fn words_are_cut_as_a_shell_does() {
     assert_eq!(words("a 'b c' --set x=\"y z\"  # why"), ["a", "b c", "--set", "x=y z"]);

@@ -32,6 +32,7 @@ mod changes_on_resume;
 mod chat_data;
 mod cli;
 mod cli_runs;
+mod closing;
 mod data_files;
 mod device_failure;
 mod divergence;

@@ -126,7 +126,7 @@ fn a_70b_base_in_4_bits_is_35_gigabytes() {
 fn a_70b_folder_is_planned_in_little_memory() {
     let place = shapes();
     write_headers(&place.path("70B"));
-    let args = ["plan", "--model", "70B", "--recipe", "qlora", "--on", "8xH100-80GB", "--quiet"];
+    let args = ["plan", "--full", "--model", "70B", "--recipe", "qlora", "--on", "8xH100-80GB", "--quiet"];
     let (bytes, done) = peak(&mut place.command(&args));
     assert!(done.status.success(), "{}", place.told(&done.stderr));
     assert!((1e6..48e6).contains(&bytes), "{bytes}");
@@ -232,7 +232,8 @@ fn a_calibration_is_of_the_device_that_is_planned() {
         ),
         (&["--on", "4090", "--calibration", "bf16.json"], "measured on a processor, "),
     ] {
-        let output = place.command(&[&["plan", "--model", "model"], more].concat()).output().unwrap();
+        let output =
+            place.command(&[&["plan", "--full", "--model", "model"], more].concat()).output().unwrap();
         let told = place.told(&output.stderr);
         assert!(!output.status.success() && told.contains(why) && told.contains("hint:"), "{more:?}: {told}");
     }
@@ -243,7 +244,7 @@ fn a_calibration_is_of_the_device_that_is_planned() {
 fn what_a_plan_takes_for_granted_is_said() {
     let place = shapes();
     let told = |more: &[&str]| {
-        let output = place.command(&[&["plan", "--model", "1B"], more].concat()).output().unwrap();
+        let output = place.command(&[&["plan", "--full", "--model", "1B"], more].concat()).output().unwrap();
         assert!(output.status.success(), "{}", place.told(&output.stderr));
         (place.told(&output.stdout), place.told(&output.stderr))
     };
@@ -302,8 +303,10 @@ fn what_fits_is_no_more_than_the_room() {
     let said = plan(&place, "7B", &small);
     assert_eq!(said["fits"], false);
     assert!(said["bytes"].as_u64() <= said["budget"].as_u64());
-    let output =
-        place.command(&[&["plan", "--model", "7B", "--quiet"], &small[..]].concat()).output().unwrap();
+    let output = place
+        .command(&[&["plan", "--full", "--model", "7B", "--quiet"], &small[..]].concat())
+        .output()
+        .unwrap();
     let told = String::from_utf8(output.stdout).unwrap();
     assert!(
         told.contains("its host has 7.20 GB for each rank, and ") && told.contains("that does NOT fit"),
@@ -348,8 +351,10 @@ fn splits_are_all_listed() {
                 == (&json!(tensor), &json!(pipeline), &json!(data), &json!(1), &json!(1))
         };
         assert!(splits.iter().any(|split| is_it(&split)), "{on}: {} splits", splits.len());
-        let output =
-            place.command(&[&["plan", "--model", "175B", "--quiet"], &args[..]].concat()).output().unwrap();
+        let output = place
+            .command(&[&["plan", "--full", "--model", "175B", "--quiet"], &args[..]].concat())
+            .output()
+            .unwrap();
         let more = format!("and {} more, which `--json` lists", splits.len() - 8);
         assert!(String::from_utf8(output.stdout).unwrap().contains(&more), "{more}");
     }
@@ -407,7 +412,7 @@ fn what_cannot_be_planned_is_one_error() {
         (&["--on", "4090", "--set", "data.max_seq_len=-1"], "data.max_seq_len"),
     ];
     for (more, why) in cases {
-        let output = place.command(&[&["plan", "--model", "8B"], more].concat()).output().unwrap();
+        let output = place.command(&[&["plan", "--full", "--model", "8B"], more].concat()).output().unwrap();
         let told = place.told(&output.stderr);
         assert!(!output.status.success() && told.contains(why), "{more:?}: {told}");
         assert_eq!(told.matches("error: ").count(), 1, "{told}");

@@ -163,6 +163,30 @@ fn a_recipe_of_two_ranks_repeats_and_resumes_on_one() {
 }
 
 #[test]
+fn names_without_an_owner_are_paths() {
+    let place = Place::new();
+    let online = |args: &[&str]| {
+        // A hub that nobody answers for: it must not be asked.
+        let mut command = place.command(args);
+        command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", "http://127.0.0.1:9");
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        place.told(&output.stderr)
+    };
+    let eval = |data: &'static str| ["eval", "--model", "model", "--dataset", data];
+    for (args, wanted) in [
+        (&["inspect", "nope"][..], "there is no file or folder [DIR]/nope"),
+        (&eval("nope"), "--dataset: there is no file or folder [DIR]/nope"),
+        (&eval("nope.jsonl"), "--dataset: there is no [DIR]/nope.jsonl"),
+        (&eval("data.xlsx"), "--dataset: there is no"),
+        (&["data", "--model", "nope", "--dataset", "rows.jsonl"], "--model: there is no file or folder"),
+    ] {
+        let told = online(args);
+        assert!(told.contains(wanted) && !told.contains("trying again"), "{args:?}\n{told}");
+    }
+}
+
+#[test]
 fn the_adapter_names_its_model() {
     let place = Place::new();
     done(&place, &lora(&[]));
