@@ -61,7 +61,11 @@ impl Sizing {
     /// The way to train this model that fits and changes least, as it is typed.
     pub fn alternative(&self) -> Option<String> {
         let leaf = self.leaves.iter().find(|leaf| leaf.first)?;
-        let typed = if leaf.typed.is_empty() { String::new() } else { format!(": `{}`", leaf.typed) };
+        let typed = match leaf.typed.split_once(", without ") {
+            Some((flags, tables)) => format!(": `{flags}` and without {tables}"),
+            None if leaf.typed.is_empty() => String::new(),
+            None => format!(": `{}`", leaf.typed),
+        };
         Some(format!("{}{typed} ({})", leaf.what, gigabytes(leaf.bytes)))
     }
 

@@ -209,7 +209,9 @@ fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), place: &Plac
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let variables = variables.iter().filter_map(|variable| variable.split_once('='));
     let output = place.command(&args).envs(variables).output().unwrap();
-    assert!(output.status.success(), "{page}: `{shown}`\n{}", place.told(&output.stderr));
+    let errors = place.told(&output.stderr);
+    let is_plan = args[0] == "plan" && errors.contains("error: the plan does not fit\n");
+    assert!(output.status.success() || is_plan, "{page}: `{shown}`\n{errors}");
     if let Some(file) = file {
         fs::write(place.path(file), &output.stdout).unwrap();
     }
@@ -268,7 +270,7 @@ fn every_command_works() {
     docs/processors.md: 1 run, 0 parsed, 0 of other programs
     docs/profiling.md: 2 run, 1 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
-    docs/recipes.md: 7 run, 0 parsed, 0 of other programs
+    docs/recipes.md: 8 run, 0 parsed, 0 of other programs
     docs/reliability.md: 0 run, 0 parsed, 4 of other programs
     docs/sizing.md: 10 run, 0 parsed, 0 of other programs
     ");

@@ -37,8 +37,39 @@ pub(crate) fn shapes() -> Place {
 pub(crate) fn plan(place: &Place, model: &str, more: &[&str]) -> Value {
     let args = [&["plan", "--quiet", "--json", "--model", model], more].concat();
     let output = place.command(&args).output().unwrap();
-    assert!(output.status.success(), "{args:?}: {}", place.told(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+    let told = place.told(&output.stderr);
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{args:?}: {told}"));
+    // A plan that does not fit is printed, too, and a script sees it by the exit code.
+    assert_eq!(output.status.code(), Some(i32::from(plan["fits"] == false)), "{args:?}: {told}");
+    assert_eq!(told.contains("error: the plan does not fit\n"), plan["fits"] == false, "{told}");
+    plan
+}
+
+#[test]
+fn a_plan_is_short_with_the_answer_first() {
+    let place = shapes();
+    let plan = |more: &[&str]| {
+        let args = [&["plan", "--quiet", "--model", "1B"], more].concat();
+        let output = place.command(&args).output().unwrap();
+        (output.status.code(), place.told(&output.stdout), place.told(&output.stderr))
+    };
+    let (code, text, errors) = plan(&["--on", "H100-80GB", "--price", "2/h", "--set", "train.max_steps=10"]);
+    assert_eq!((code, errors.as_str()), (Some(0), ""));
+    assert!(text.starts_with("fits: ") && text.lines().count() <= 7, "{text}");
+    assert!(text.contains("\n10 steps take ") && text.contains("; cost 0."), "{text}");
+    let (code, text, errors) = plan(&["--on", "4090"]);
+    assert_eq!(code, Some(1), "{errors}");
+    assert!(text.starts_with("does NOT fit: ") && text.contains("\nthis fits: "), "{text}");
+    assert!(
+        errors.starts_with("error: the plan does not fit\n") && errors.contains("hint: this fits: "),
+        "{errors}"
+    );
+    // The way that it names fits.
+    let way = errors.split('`').nth(1).unwrap();
+    let flags: Vec<&str> = way.split(' ').collect();
+    assert_eq!(plan(&[&["--on", "4090"], &flags[..]].concat()).0, Some(0), "{way}");
+    let (_, full, _) = plan(&["--on", "4090", "--full"]);
+    assert!(full.contains("rules of thumb") && full.lines().count() > 20, "{full}");
 }
 
 fn gigabytes(value: &Value) -> f64 {
@@ -245,8 +276,10 @@ fn what_a_plan_takes_for_granted_is_said() {
     let place = shapes();
     let told = |more: &[&str]| {
         let output = place.command(&[&["plan", "--full", "--model", "1B"], more].concat()).output().unwrap();
-        assert!(output.status.success(), "{}", place.told(&output.stderr));
-        (place.told(&output.stdout), place.told(&output.stderr))
+        let errors = place.told(&output.stderr);
+        let is_made = output.status.success() || errors.contains("error: the plan does not fit\n");
+        assert!(is_made, "{errors}");
+        (place.told(&output.stdout), errors)
     };
     let reason = "splits over the ranks are compared by time";
     assert!(told(&["--ranks", "2"]).0.contains(reason) && !told(&["--ranks", "1"]).0.contains(reason));
