@@ -2,46 +2,16 @@
 
 use std::path::Path;
 
-use super::output_folder::{METRICS, RECIPE, REPORT, lies_in};
+use super::card::is_chat;
+use super::output_folder::{RECIPE, REPORT};
 use super::train::TrainRun;
-use crate::checkpoint::SavedCheckpoint;
 use crate::data::{Example, Tokenizer};
 use crate::engine::RunSummary;
 use crate::error::{Error, ErrorCategory};
 use crate::plan::Plan;
 use crate::recipe::quoted_for_shell;
 use crate::report::memory::MemoryComparison;
-use crate::report::metrics::{self, EvalReport, MetricsEntry};
 use crate::units;
-
-/// Figures of a run from before it was resumed, as its metrics.jsonl has them.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct EarlierRun {
-    /// Evaluation before the first step.
-    pub(super) before: Option<EvalReport>,
-    /// Seconds of its steps.
-    pub(super) secs: f64,
-}
-
-impl EarlierRun {
-    /// The figures up to the checkpoint `resumed`, if that is the run of the folder `output`.
-    pub(crate) fn read(resumed: Option<&SavedCheckpoint>, output: &Path) -> Self {
-        let Some(saved) = resumed.filter(|saved| lies_in(saved, output)) else { return Self::default() };
-        let mut earlier = Self::default();
-        // A log that cannot be read costs these figures alone.
-        for entry in metrics::read(&output.join(METRICS)).unwrap_or_default() {
-            match entry {
-                MetricsEntry::Eval(report) if report.step == 0 => earlier.before = Some(report),
-                MetricsEntry::Step(report) if report.step <= saved.state.step => {
-                    let secs = report.all_parts();
-                    earlier.secs += if secs.is_finite() { secs } else { 0.0 };
-                }
-                _ => {}
-            }
-        }
-        earlier
-    }
-}
 
 /// Losses that differ by less than this share are called equal.
 const SAME: f64 = 0.001;
@@ -174,13 +144,6 @@ fn free_name(place: &Path, end: &str) -> String {
     let (start, extension) = end.split_once('.').map_or((end, String::new()), |(s, e)| (s, format!(".{e}")));
     let mut names = names.chain((2..1000).map(|n| format!("{stem}{start}-{n}{extension}")));
     names.find(|name| Path::new(name).symlink_metadata().is_err()).unwrap_or_else(|| format!("{stem}{end}"))
-}
-
-/// Returns whether the rows were rendered by a chat template, so that the model is to be asked through it.
-pub(super) fn is_chat(plan: &Plan) -> bool {
-    const CHATS: [&str; 5] = ["messages: ", "sharegpt: ", "preference: ", "alpaca: ", "instruction: "];
-    let why = &plan.train.0.report().why;
-    plan.rows.template.is_some() && CHATS.iter().any(|format| why.contains(format))
 }
 
 /// The beginning of the first row, as a shell takes it: what is asked there, where something is.

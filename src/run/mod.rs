@@ -8,6 +8,7 @@ mod card;
 mod closing;
 pub(crate) mod communication;
 mod device_failure;
+mod earlier;
 mod elastic;
 pub(crate) mod fact_lines;
 pub(crate) mod host_facts;
@@ -37,7 +38,7 @@ mod trainer;
 pub(crate) mod verify_resume;
 mod weights_writer;
 
-pub(crate) use closing::EarlierRun;
+pub(crate) use earlier::EarlierRun;
 pub use merge_check::{Certificate, MergeBase, MergeCheck};
 pub use trainer::trainer;
 pub use weights_writer::weights_writer;

@@ -7,8 +7,8 @@ use std::time::Instant;
 use candle_core::Device;
 
 use super::alarms::{self, ALERTS};
-use super::closing::EarlierRun;
 use super::device_failure::explained;
+use super::earlier::EarlierRun;
 use super::monitoring;
 use super::output_folder::{METRICS, OutputFolder, RECIPE, date_text, lies_in};
 use super::report_page::PlannedProcess;

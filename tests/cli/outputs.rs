@@ -178,7 +178,7 @@ fn names_in_a_model_card_stay_text() {
         "# `o<script>alert(1)<script>\\u{1b}[31m`\n",
         "for the local model ``m|`<b>``, trained by",
         "\n| ``r\\|<i>`\\n# x.jsonl`` | ",
-        "finetune generate --model BASE --adapter . --prompt",
+        "finetune generate --model BASE --adapter . --chat",
         "from_pretrained(\"BASE\")",
     ] {
         assert!(card.contains(line), "no {line} in {card}");
