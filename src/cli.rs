@@ -7,7 +7,6 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
-use crate::checkpoint::CHANGES_ON_REQUEST;
 use crate::error::Result;
 use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
@@ -16,7 +15,10 @@ mod bench;
 mod communication;
 mod doctor;
 mod parse;
+mod peer_flags;
 mod plan;
+mod settings;
+mod train;
 mod verify;
 
 pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
@@ -24,16 +26,18 @@ pub use communication::CommunicationArgs;
 pub use doctor::{DoctorArgs, DoctorVerb};
 pub use parse::{ParsedArgs, parse};
 pub use plan::PlanArgs;
+pub use settings::SettingArgs;
+pub use train::{ProcessArgs, TrainArgs};
 pub use verify::VerifyResumeArgs;
 
 const TRAIN_EXAMPLES: &str = "\
 Examples:
   finetune --recipe quickstart
   finetune --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl --output out
-  finetune --recipe my.toml --set train.epochs=3 --set optimizer.learning_rate=1e-4
-  finetune --recipe my.toml --output out --resume
+  finetune --recipe my.toml --lr 1e-4 --epochs 3
+  finetune --resume --output out
 
-`finetune recipes` lists the built-in recipes, `finetune recipes show reference` every key.";
+`finetune train ...` is the same. `finetune recipes` lists the built-in recipes, `finetune recipes show reference` every key.";
 
 /// Fine-tunes Hugging Face language models: LoRA and full training in one binary.
 #[derive(Debug, Parser)]
@@ -44,23 +48,25 @@ Examples:
     arg_required_else_help = true,
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true,
-    disable_help_subcommand = true,
     max_term_width = 100
 )]
 pub struct Cli {
     /// Without a verb: train.
     #[command(flatten)]
     pub train: TrainArgs,
-    /// Any other verb than training.
+    /// Verb, if one was typed.
     #[command(subcommand)]
     pub verb: Option<Verb>,
 }
 
-/// What to do, other than training.
+/// Verbs of the command line; without one `finetune` trains.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
+    /// Train: the same as `finetune` without a verb
+    #[command(arg_required_else_help = true, after_help = TRAIN_EXAMPLES)]
+    Train(Box<TrainArgs>),
     /// Say what a run would need, here or on other hardware: memory, time, cost
-    Plan(PlanArgs),
+    Plan(Box<PlanArgs>),
     /// Merge an adapter into its model: a Hugging Face folder
     Merge(MergeArgs),
     /// Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
@@ -115,90 +121,6 @@ pub struct RunArgs {
     pub dataset: Vec<String>,
 }
 
-/// `finetune` without a verb: training.
-#[derive(Debug, Clone, Args)]
-pub struct TrainArgs {
-    /// What is trained.
-    #[command(flatten)]
-    pub run: RunArgs,
-    /// The same, held out for evaluation; may be repeated
-    #[arg(long, value_name = "DATASET")]
-    pub eval_dataset: Vec<String>,
-    /// The folder for everything the run leaves
-    #[arg(long, value_name = "DIR", default_value = "out")]
-    pub output: PathBuf,
-    /// Set one key of the recipe; wins over flags and recipe; may be repeated
-    #[arg(long, value_name = "SECTION.KEY=VALUE")]
-    pub set: Vec<String>,
-    /// Go on from the newest checkpoint in the output folder, or from DIR
-    #[arg(long, value_name = "DIR", num_args = 0..=1)]
-    pub resume: Option<Option<PathBuf>>,
-    /// Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
-    #[arg(long, value_name = "LIST")]
-    pub gpus: Option<Gpus>,
-    /// Train on the CPU with this many ranks, threads of this process
-    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub ranks: Option<u16>,
-    /// Start the run again from its newest checkpoint, so often at most, when it crashed, was killed or hung
-    #[arg(long, value_name = "N")]
-    pub max_restarts: Option<u16>,
-    /// Resume though this key of the learning rate or its schedule is other than it was; may be repeated
-    #[arg(long, value_name = "KEY", requires = "resume", hide_possible_values = true, value_parser = PossibleValuesParser::new(CHANGES_ON_REQUEST))]
-    pub allow_change: Vec<String>,
-    /// Accept a checkpoint or adapter of another base model
-    #[arg(long)]
-    pub force_base: bool,
-    /// Show the run on a whole screen: curves, speed, memory, where the time goes; `q` saves and stops
-    #[arg(long, conflicts_with_all = ["quiet", "dry_run"])]
-    pub ui: bool,
-    /// Print the resolved recipe and what the run would do; train nothing
-    #[arg(long)]
-    pub dry_run: bool,
-    /// Network and verbosity.
-    #[command(flatten)]
-    pub common: CommonArgs,
-    /// Where the run is spread over several processes and no launcher says how.
-    #[command(flatten)]
-    pub processes: ProcessArgs,
-}
-
-/// The place of this process among several; torchrun, mpirun, Slurm and Kubernetes say it in the environment.
-#[derive(Debug, Clone, Default, Args)]
-#[command(next_help_heading = "Several processes without a launcher")]
-pub struct ProcessArgs {
-    /// Ranks in all processes
-    #[arg(long, value_name = "N", requires = "rank")]
-    pub world_size: Option<usize>,
-    /// The first rank of this process
-    #[arg(long, value_name = "R", requires = "world_size")]
-    pub rank: Option<usize>,
-    /// The address at which rank 0 listens
-    #[arg(long, value_name = "HOST")]
-    pub master_addr: Option<String>,
-    /// The port on which rank 0 listens
-    #[arg(long, value_name = "PORT")]
-    pub master_port: Option<u16>,
-}
-
-impl TrainArgs {
-    /// The layers of the recipe; relative paths in flags start at `folder`.
-    ///
-    /// # Errors
-    /// When the recipe cannot be found or read.
-    pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
-        Ok(RecipeLayers {
-            recipe: find_recipe(self.run.recipe.as_deref(), folder)?,
-            model: self.run.model.clone(),
-            train: self.run.dataset.clone(),
-            eval: self.eval_dataset.clone(),
-            set: self.set.clone(),
-            typed: std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect(),
-            folder: folder.to_owned(),
-            purpose: Purpose::Train,
-        })
-    }
-}
-
 fn find_recipe(name: Option<&str>, folder: &Path) -> Result<Option<RecipeText>> {
     name.map(|name| RecipeText::find(name, folder)).transpose()
 }
@@ -207,11 +129,11 @@ fn find_recipe(name: Option<&str>, folder: &Path) -> Result<Option<RecipeText>> 
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Example:
-  finetune merge --model Qwen/Qwen2.5-0.5B --adapter out --output merged")]
+  finetune merge --adapter out --output merged")]
 pub struct MergeArgs {
-    /// The model the adapter was trained on: a folder or a hub id
+    /// The model the adapter was trained on: a folder or a hub id [default: the one that the adapter names]
     #[arg(long, value_name = "MODEL")]
-    pub model: String,
+    pub model: Option<String>,
     /// The adapter's folder, or a hub id
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: String,
@@ -221,7 +143,7 @@ pub struct MergeArgs {
     /// Type of the merged weights; auto: the model's
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = dtype())]
     pub dtype: Dtype,
-    /// The weights to add to; without it those the adapter was trained on
+    /// Merge into these weights [default: those that the adapter was trained on]
     #[arg(long, value_name = "BASE")]
     pub base: Option<BaseChoice>,
     /// Compare base and adapter with the merged model on the first 64 rows of this data set before anything is written
@@ -273,12 +195,12 @@ pub struct QuantizeArgs {
 #[command(after_help = "\
 Examples:
   finetune export --model out --format gguf --type q4_k_m --output model.gguf
-  finetune export --model Qwen/Qwen2.5-0.5B --adapter out --format gguf --output adapter.gguf
+  finetune export --adapter out --format gguf --output adapter.gguf
   finetune export --model out --format hf --type f16 --output half")]
 pub struct ExportArgs {
-    /// A folder in Hugging Face layout, or a hub id
-    #[arg(long, value_name = "MODEL")]
-    pub model: String,
+    /// A folder in Hugging Face layout, or a hub id [default: the one that the adapter names]
+    #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
+    pub model: Option<String>,
     /// An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for this model
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<String>,
@@ -318,16 +240,16 @@ pub enum ExportFormat {
     after_help = "\
 Examples:
   finetune generate --model out --prompt \"Once upon a time\"
-  finetune generate --model Qwen/Qwen2.5-0.5B --adapter out --chat --temperature 0.7"
+  finetune generate --adapter out --chat --temperature 0.7"
 )]
 pub struct GenerateArgs {
-    /// A folder in Hugging Face layout, or a hub id
-    #[arg(long, value_name = "MODEL")]
-    pub model: String,
+    /// A folder in Hugging Face layout, or a hub id [default: the one that the adapter names]
+    #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
+    pub model: Option<String>,
     /// An adapter's folder, or a hub id
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<String>,
-    /// A recipe whose chat template and model settings count
+    /// Take chat template and model settings from this recipe, such as out/recipe.toml
     #[arg(long, value_name = "RECIPE")]
     pub recipe: Option<String>,
     /// The text to continue
@@ -360,11 +282,11 @@ pub struct GenerateArgs {
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Example:
-  finetune eval --model Qwen/Qwen2.5-0.5B --adapter out --dataset test.jsonl --json")]
+  finetune eval --adapter out --dataset test.jsonl --json")]
 pub struct EvalArgs {
-    /// A folder in Hugging Face layout, or a hub id
-    #[arg(long, value_name = "MODEL")]
-    pub model: String,
+    /// A folder in Hugging Face layout, or a hub id [default: the one that the adapter names]
+    #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
+    pub model: Option<String>,
     /// An adapter's folder, or a hub id
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<String>,

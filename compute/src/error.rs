@@ -231,7 +231,9 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "error: {}", self.0.what)?;
+        // A stop that was asked for is none.
+        let label = if self.0.kind == ErrorCategory::SavedAndStopped { "" } else { "error: " };
+        write!(f, "{label}{}", self.0.what)?;
         for cause in &self.0.causes {
             write!(f, "\n  caused by: {cause}")?;
         }

@@ -225,6 +225,17 @@ impl RunFolder {
         self.note(live.iter().map(|name| ((*name).to_owned(), None)))
     }
 
+    /// Records that the run is done, and that card and report have the figures of its end.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails.
+    pub fn complete(&self) -> Result<()> {
+        if let Some(record) = self.record.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            record.completed = true;
+        }
+        self.note(std::iter::empty())
+    }
+
     /// Replaces the file `name` of the run by `text`.
     ///
     /// # Errors

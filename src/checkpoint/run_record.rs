@@ -46,6 +46,9 @@ pub struct RunRecord {
     /// The folder below the output folder that got the result, where files of others were in its way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) elsewhere: Option<String>,
+    /// The run has done all its steps, and card and report have the figures of its end.
+    #[serde(default)]
+    pub completed: bool,
     /// Files that the run wrote, by name below the folder, with their appearance; without one while they change.
     pub(super) files: BTreeMap<String, Option<String>>,
 }
@@ -69,6 +72,7 @@ impl RunRecord {
             resumed_from: None,
             sources: BTreeMap::new(),
             elsewhere: None,
+            completed: false,
             files: BTreeMap::new(),
         })
     }
@@ -137,6 +141,15 @@ impl RunRecord {
     pub fn missing(&self, output: &Path) -> Vec<String> {
         let wrote = self.files.iter().filter(|(_, wrote)| wrote.is_some()).map(|(name, _)| name);
         wrote.filter(|name| output.join(name).symlink_metadata().is_err()).cloned().collect()
+    }
+
+    /// Returns whether every file that the run wrote to `output` is there as the run wrote it.
+    ///
+    /// # Errors
+    /// Storage: a file cannot be read.
+    pub fn is_as_written(&self, output: &Path) -> Result<bool> {
+        let wrote = self.files.iter().filter(|(_, wrote)| wrote.is_some());
+        wrote.map(|(name, _)| self.owns(output, name)).try_fold(true, |all, owns| Ok(all && owns?))
     }
 
     /// Writes it into `output`.

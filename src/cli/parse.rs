@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Write};
 
 use clap::Parser;
 
-use super::Cli;
+use super::{Cli, peer_flags};
 use crate::error::{Error, ErrorCategory, Result};
 
 /// What the arguments come to.
@@ -36,10 +36,14 @@ impl ParsedArgs {
 /// Usage: a word is not UTF-8. Storage: help or version cannot be written, such as to a full disk. A reader who has gone wanted no more of it.
 pub fn parse() -> Result<ParsedArgs> {
     check_encoding(std::env::args_os().skip(1))?;
-    let error = match Cli::try_parse() {
+    let mut error = match Cli::try_parse() {
         Ok(cli) => return Ok(ParsedArgs::Run(Box::new(cli))),
         Err(error) => error,
     };
+    let verb = std::env::args_os().nth(1);
+    if verb.is_none_or(|word| word.to_str().is_some_and(peer_flags::is_for_training)) {
+        peer_flags::explain(&mut error);
+    }
     let code = u8::try_from(error.exit_code()).unwrap_or(ErrorCategory::Usage.exit_code());
     match error.print().and_then(|()| std::io::stdout().flush()) {
         // Where nobody listens to a complaint there is nobody to tell.

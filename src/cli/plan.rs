@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{CommonArgs, Gpus, RunArgs, find_recipe};
+use super::{CommonArgs, Gpus, RunArgs, SettingArgs, find_recipe};
 use crate::error::Result;
 use crate::recipe::{Purpose, RecipeLayers};
 
@@ -27,6 +27,9 @@ pub struct PlanArgs {
     /// The same, held out for evaluation; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub eval_dataset: Vec<String>,
+    /// Common settings as flags.
+    #[command(flatten)]
+    pub settings: SettingArgs,
     /// Set one key of the recipe; wins over flags and recipe; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
@@ -48,6 +51,9 @@ pub struct PlanArgs {
     /// Write a page that explores sizes and settings, for a browser without a network
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
+    /// Print all tables: memory by cause, rules of thumb, parts of the time, ways to train, splits
+    #[arg(long)]
+    pub full: bool,
     /// Print all figures as JSON
     #[arg(long)]
     pub json: bool,
@@ -67,6 +73,7 @@ impl PlanArgs {
             model: self.run.model.clone(),
             train: self.run.dataset.clone(),
             eval: self.eval_dataset.clone(),
+            settings: self.settings.assignments(),
             set: self.set.clone(),
             folder: folder.to_owned(),
             purpose: Purpose::Other,

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::{Opened, open_device, say_without_kernels, terminal, working_folder};
+use super::{Opened, model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
@@ -13,10 +13,12 @@ use crate::setup::{EngineOptions, Resolver, Trains};
 pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
-    let recipe = Recipe::load(&args.rows.layers(&args.model, &args.dataset, &folder)?)?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
+    let adapter = args.adapter.as_deref();
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
+    let recipe = Recipe::load(&args.rows.layers(&model, &args.dataset, &folder)?)?;
     let Opened { base, adapter_setup, rows, comparison } =
-        Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder, (&terminal, args.force_base))?;
+        Opened::find(&recipe, adapter, &folder, &finder, (&terminal, args.force_base))?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;

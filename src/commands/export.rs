@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use super::{config_of, terminal, working_folder};
+use super::{config_of, model_or_base, terminal, working_folder};
 use crate::cli::{ExportArgs, ExportFormat};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
@@ -25,7 +25,9 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let folder = working_folder()?;
     let dtype = check(args)?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
-    let source = DataSource::from_argument("--model", &args.model, &folder)?;
+    let adapter = args.adapter.as_deref();
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
+    let source = DataSource::from_argument("--model", &model, &folder)?;
     if let Some(adapter) = &args.adapter {
         // Of the base only config.json is needed; of weights that are there besides, a sample is compared.
         let found = finder.model_headers(&source, &args.revision)?;
@@ -73,8 +75,8 @@ fn check(args: &ExportArgs) -> Result<Dtype> {
         return Err(Error::user("cannot export an adapter as a Hugging Face model")
             .because("accepted with `--adapter`: `--format gguf`, the adapter alone")
             .hint(format!(
-                "merge it: `finetune merge --model {} --adapter {adapter} --output {}`",
-                args.model,
+                "merge it: `finetune merge{} --adapter {adapter} --output {}`",
+                args.model.as_ref().map_or_else(String::new, |model| format!(" --model {model}")),
                 args.output.display()
             )));
     }

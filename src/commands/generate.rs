@@ -4,7 +4,7 @@ use std::io::BufRead;
 
 use serde_json::json;
 
-use super::{Opened, open_device, say_without_kernels, terminal, working_folder};
+use super::{Opened, model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
@@ -19,17 +19,17 @@ use crate::setup::{EngineOptions, Resolver, Trains};
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
+    let (finder, adapter) = (Resolver::new(args.common.offline, &terminal)?, args.adapter.as_deref());
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
     let recipe = Recipe::load(&RecipeLayers {
         recipe: args.recipe.as_deref().map(|name| RecipeText::find(name, &folder)).transpose()?,
-        model: Some(args.model.clone()),
+        model: Some(model),
         folder: folder.clone(),
         purpose: Purpose::Other,
         ..RecipeLayers::default()
     })?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
     let Opened { base, adapter_setup, rows, comparison } =
-        Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder, (&terminal, args.force_base))?;
-    // What can be wrong with the input is said before weights are read.
+        Opened::find(&recipe, adapter, &folder, &finder, (&terminal, args.force_base))?;
     let task = match &args.prompt {
         Some(text) => {
             Task::Continue { text, ids: prompt_ids(&rows.tokenizer, text, base.config.vocab_size)? }
@@ -99,8 +99,7 @@ impl Generator<'_> {
     fn chat(&self, template: &ChatTemplate) -> Result<()> {
         let mut messages = Vec::new();
         self.terminal.line(format!("chat template: {}; an empty line ends the chat", template.described()));
-        let eos = self.tokenizer.eos_ids().iter().copied();
-        let stop: Vec<u32> = eos.chain(template.turn_end(self.tokenizer)?).collect();
+        let stop = [self.tokenizer.eos_ids(), template.turn_end(self.tokenizer)?.as_slice()].concat();
         for line in std::io::stdin().lock().lines() {
             let line = line.map_err(|e| Error::io("read", std::path::Path::new("the standard input"), &e))?;
             if line.trim().is_empty() {

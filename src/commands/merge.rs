@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use super::{open_device, terminal, working_folder};
+use super::{model_or_base, open_device, terminal, working_folder};
 use crate::adapter::{self, MergeOptions};
 use crate::cli::MergeArgs;
 use crate::error::Result;
@@ -17,8 +17,9 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
+    let model = model_or_base(args.model.as_deref(), Some(&args.adapter), &folder, &finder, &terminal)?;
     let model = ModelSection {
-        id: Some(DataSource::from_argument("--model", &args.model, &folder)?),
+        id: Some(DataSource::from_argument("--model", &model, &folder)?),
         ..ModelSection::default()
     };
     let mut base = BaseModel::open(&model, None, &finder)?;

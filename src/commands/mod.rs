@@ -3,6 +3,7 @@
 //!
 //! What was asked for goes to the standard output through [`print`], what is said of it to the standard error.
 
+mod adapter_base;
 mod bench;
 mod completions;
 mod data;
@@ -12,6 +13,7 @@ mod export;
 mod generate;
 mod inspect;
 mod merge;
+mod opened;
 mod output;
 mod plan;
 mod quantize;
@@ -23,18 +25,18 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 
+use self::adapter_base::model_or_base;
+use self::opened::Opened;
 use self::output::{print, print_json};
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::instruction_set;
 use crate::model::ModelConfig;
-use crate::recipe::{DataSource, Recipe, RecipeText};
+use crate::recipe::RecipeText;
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::{device, thread_pool};
-use crate::setup::{
-    AdapterSetup, BaseComparison, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
-};
+use crate::setup::{EngineOptions, ResolvedSource};
 
 /// Does what the command line says.
 ///
@@ -50,6 +52,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Recipes(args)) => recipes::run(args),
         Some(Verb::Completions(args)) => completions::run(&args),
         None => train::run(&cli.train),
+        Some(Verb::Train(args)) => train::run(&args),
         Some(Verb::Merge(args)) => merge::run(&args),
         Some(Verb::Quantize(args)) => quantize::run(&args),
         Some(Verb::Export(args)) => export::run(&args),
@@ -67,10 +70,16 @@ pub fn run(cli: Cli) -> Result<()> {
 /// Returns whether this process computes, for which it needs threads: not where it shows texts, reads headers or starts others.
 fn computes(cli: &Cli) -> bool {
     match &cli.verb {
-        None => cli.train.dry_run || cli.train.max_restarts.is_none(),
+        None => computes_when_training(&cli.train),
+        Some(Verb::Train(args)) => computes_when_training(args),
         Some(Verb::Recipes(_) | Verb::Completions(_) | Verb::Inspect(_) | Verb::VerifyResume(_)) => false,
         Some(_) => true,
     }
+}
+
+/// Returns whether the process of this training command trains itself, or plans.
+fn computes_when_training(args: &TrainArgs) -> bool {
+    args.dry_run || args.max_restarts.is_none()
 }
 
 fn terminal(common: &CommonArgs) -> Terminal {
@@ -100,47 +109,6 @@ fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
     let path = found.folder.join("config.json");
     let text = input_file::read_text("read", &path)?;
     ModelConfig::from_json(&text, &path.display().to_string())
-}
-
-/// A model with its adapter, found and understood, not yet loaded.
-struct Opened {
-    base: BaseModel,
-    adapter_setup: Option<AdapterSetup>,
-    rows: DatasetLoader,
-    /// The comparison with the model that the adapter was trained on, to be finished when the weights are loaded.
-    comparison: Option<BaseComparison>,
-}
-
-impl Opened {
-    /// Finds the model of `recipe` and `adapter`, as it stands on the command line, relative to `folder`; `force_base`
-    /// takes a model that the adapter was not trained on, which the terminal is told.
-    fn find(
-        recipe: &Recipe,
-        adapter: Option<&str>,
-        folder: &Path,
-        finder: &Resolver<'_>,
-        (terminal, force_base): (&Terminal, bool),
-    ) -> Result<Self> {
-        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
-        let adapter =
-            adapter.map(|adapter| DataSource::from_argument("--adapter", adapter, folder)).transpose()?;
-        let (adapter_setup, comparison) = match adapter {
-            Some(source) => {
-                let folder = finder.adapter(&source)?.folder;
-                base.adopt(&folder)?;
-                let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
-                let comparison = base.check_adapter(&folder, recipe.train.seed, force_base, terminal)?;
-                (Some(adapter_setup), Some(comparison))
-            }
-            None => (None, None),
-        };
-        let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-        let mut data = recipe.data.clone();
-        data.fit_positions(base.config.max_position_embeddings);
-        let rows = base.dataset_loader(tokenizer, &data)?;
-        rows.warnings().iter().for_each(|text| terminal.warn(text));
-        Ok(Opened { base, adapter_setup, rows, comparison })
-    }
 }
 
 /// Whether a training command runs the built-in recipe of this name.

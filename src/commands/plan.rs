@@ -11,7 +11,7 @@ use crate::setup::Resolver;
 use crate::sizing::hardware::Hardware;
 use crate::sizing::price::Price;
 use crate::sizing::rates::Calibration;
-use crate::sizing::{SizingRequest, explorer};
+use crate::sizing::{Sizing, SizingRequest, explorer};
 
 /// What `--price` says, which is of a time.
 fn prices(args: &PlanArgs) -> Result<Vec<Price>> {
@@ -74,8 +74,22 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
         explorer::write(&sizing, &folder.join(file))?;
         terminal.line(format!("wrote {}", file.display()));
     }
-    if !args.json {
-        return print(&sizing.text());
+    if args.json {
+        print_json(&sizing)?;
+    } else {
+        print(&if args.full { sizing.text() } else { sizing.answer_first() })?;
     }
-    print_json(&sizing)
+    fits_or_error(&sizing)
+}
+
+/// The error of a plan that does not fit, so that a script sees it by the exit code.
+fn fits_or_error(sizing: &Sizing) -> Result<()> {
+    if sizing.fits != Some(false) {
+        return Ok(());
+    }
+    let error = Error::user("the plan does not fit").because(sizing.memory_in_short());
+    Err(match sizing.alternative() {
+        Some(way) => error.hint(format!("this fits: {way}")),
+        None => error.hint("give a smaller model, or more or larger devices"),
+    })
 }

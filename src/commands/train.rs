@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::plan::Plan;
 use crate::recipe::{AutoOr, Recipe};
 use crate::report::{Terminal, Verbosity};
+use crate::run::EarlierRun;
 use crate::run::output_folder::OutputFolder;
 use crate::run::ranks::{self, RankSetup};
 use crate::run::report_page::PlannedProcess;
@@ -52,16 +53,13 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let base_check = plan.check_base(resumed, args.force_base)?;
     base_check.iter().for_each(|check| check.say(&terminal));
     say(&plan, &terminal);
-    if first {
-        plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
-    }
-    plan.check_learns()?;
+    check_learns(&plan, first, &terminal)?;
     let fits = plan.check_memory(ranks.launch.ranks_here);
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
     // The first process answers for all: it has claimed the folder, which the others may not even see.
-    let has_ended = || Ok(vec![u8::from(found.has_ended(&plan, &args.output)?)]);
+    let has_ended = || Ok(vec![u8::from(found.has_ended(&plan, args.output())?)]);
     if args.resume.is_some() && ranks.agree("whether the run has ended", has_ended)? == [1] {
-        say_ended(&plan, args, &terminal);
+        say_ended(&plan, args, found.resumed.is_some(), &terminal);
         return Ok(None);
     }
     fits?;
@@ -83,6 +81,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
         writers: &SaveThreads::default(),
         terminal: &terminal,
         started,
+        earlier: EarlierRun::read(resumed.as_ref(), args.output()),
         too_large: TooLarge::default(),
     };
     let claim = || if first { run.claim(found) } else { Ok(()) };
@@ -94,17 +93,30 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     (is_free && is_alone).then(smaller).flatten().map(Some).ok_or(error)
 }
 
+/// Refuses a run that learns nothing. The first process looks for ends of answers that the run cannot learn, and warns.
+fn check_learns(plan: &Plan, first: bool, terminal: &Terminal) -> Result<()> {
+    if first {
+        plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
+    }
+    plan.check_learns()
+}
+
 /// Says that the run of `plan` has left its result, and how to get what it may lack: a run that was killed during its last
 /// evaluation has no figures of the end.
-fn say_ended(plan: &Plan, args: &TrainArgs, terminal: &Terminal) {
-    let output = args.output.display();
+fn say_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal) {
+    let output = args.output().display();
     terminal.line(format!(
         "nothing is left to do: the run in {output} has done its {} steps, and its result is there",
         plan.total_steps
     ));
-    terminal.line(
-        "to train longer, give a new folder with `--output` and more steps, such as `--set train.epochs=N`",
-    );
+    let train = &plan.recipe.train;
+    let more =
+        train.max_steps.map_or(format!("--epochs {}", 2.0 * train.epochs), |n| format!("--steps {}", 2 * n));
+    terminal.line(if can_go_on {
+        format!("to train longer: `finetune --resume --output {output} {more}`")
+    } else {
+        format!("to train longer, give a new folder with `--output` and more steps, such as `{more}`")
+    });
 }
 
 /// Says what would run, which may be planned here for another machine.

@@ -16,10 +16,7 @@ impl Plan {
             (1, _) => String::new(),
             (n, why) => {
                 let why = why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
-                format!(
-                    "\n{n} ranks, strategy {}{why}; below, what each of them needs",
-                    self.recipe.parallel.strategy
-                )
+                format!("\n{n} ranks, strategy {}{why}; below, what each of them needs", self.strategy())
             }
         };
         format!(

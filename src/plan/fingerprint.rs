@@ -78,6 +78,7 @@ impl Plan {
         recipe.model.id = None;
         (recipe.data.train, recipe.data.eval) = (Vec::new(), Vec::new());
         recipe.parallel.offload_folder = None;
+        recipe.parallel.strategy = self.strategy();
         // The first rank alone raises alarms.
         recipe.alerts = recipe::AlertsSection::default();
         format!("{}\n{} ranks, {} steps", recipe.to_toml(), self.ranks, self.total_steps)

@@ -22,7 +22,7 @@ use crate::collective::Phase;
 use crate::data::{Dataset, Sampler};
 use crate::error::Result;
 use crate::model::ModelConfig;
-use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute};
+use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute, Strategy};
 use crate::setup::BaseCheck;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions};
@@ -36,7 +36,7 @@ use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
 /// What will run.
 #[derive(Debug)]
 pub struct Plan {
-    /// The recipe with every "auto" decided.
+    /// The recipe with every "auto" decided but for `parallel.strategy`, which [`Plan::strategy`] tells.
     pub recipe: Recipe,
     /// The base model, found and understood.
     pub base: BaseModel,
@@ -136,6 +136,31 @@ impl Plan {
             params: ParamCache::default(),
             initial: OnceLock::new(),
         })
+    }
+
+    /// The strategy of the run, as a recipe names it.
+    pub fn strategy(&self) -> Strategy {
+        parallel::named(self.kind)
+    }
+
+    /// The recipe with the strategy of this run's ranks.
+    pub(crate) fn recipe_of_ranks(&self) -> Recipe {
+        let mut recipe = self.recipe.clone();
+        recipe.parallel.strategy = self.strategy();
+        recipe
+    }
+
+    /// The resolved recipe that a run leaves in its folder. Of several ranks a comment tells how many, and the strategy.
+    pub fn recipe_text(&self) -> String {
+        let recipe = self.recipe.to_toml();
+        if self.ranks == 1 {
+            return recipe;
+        }
+        format!(
+            "# Trained by {} ranks with strategy \"{}\". To repeat the run, give it as many ranks again.\n{recipe}",
+            self.ranks,
+            self.strategy()
+        )
     }
 
     /// Trainable and all parameters.
@@ -262,7 +287,7 @@ impl Plan {
         let (inputs, world) = (self.inputs(), WorldSize::on_one_host(self.ranks));
         let settings = ModelSettings::of(&self.base, &self.engine);
         let advised = |adjustment: &Adjustment| {
-            let (mut recipe, mut world) = (self.recipe.clone(), world);
+            let (mut recipe, mut world) = (self.recipe_of_ranks(), world);
             (adjustment.apply)(&mut recipe, &mut world);
             let needed = inputs.fit(&recipe, world).ok().flatten();
             let figure = needed.map(|fit| format!(" ({} a rank)", units::bytes(fit.memory.total())));
@@ -320,7 +345,7 @@ struct BaseIdentities {
     whole: OnceLock<ModelIdentity>,
 }
 
-/// Writes what was left open into the recipe.
+/// Writes what was left open into the recipe, but for the strategy: it depends on the ranks, which a recipe does not hold.
 fn decided(
     recipe: &mut Recipe,
     recompute: Recompute,
@@ -330,8 +355,7 @@ fn decided(
 ) {
     recipe.train.recompute = AutoOr::Fixed(recompute);
     recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
-    recipe.parallel.strategy = parallel::named(kind);
-    if let ShardingStrategy::Hsdp(size) = kind {
+    if let (Strategy::Hsdp, ShardingStrategy::Hsdp(size)) = (recipe.parallel.strategy, kind) {
         recipe.parallel.shard_size = Some(size);
     }
     if let Some(commit) = commit {

@@ -13,8 +13,10 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::builtin::RecipeText;
 use super::conflicts::{KeyConflict, conflicts};
+use super::peers::{other_language, section_of_peers, value_of_peers};
 use super::render::inline;
 use super::schema::Key;
+use super::shell::quoted_for_shell;
 use super::suggest::{nearest, nearest_key};
 use super::value::{AutoOr, ValueRefusal};
 use super::{Recipe, WrittenKeys};
@@ -42,6 +44,8 @@ pub struct RecipeLayers {
     pub train: Vec<String>,
     /// `--eval-dataset`, repeated: `data.eval`.
     pub eval: Vec<String>,
+    /// Flags that each set one key, such as `--lr`.
+    pub settings: Vec<FlagAssignment>,
     /// `--set section.key=value`, repeated; of two for one key the last counts.
     pub set: Vec<String>,
     /// The arguments as they were typed, for an error that shows the command with what it lacks.
@@ -50,6 +54,19 @@ pub struct RecipeLayers {
     pub folder: PathBuf,
     /// What must be known in the end.
     pub purpose: Purpose,
+}
+
+/// A flag that sets one key of a recipe.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FlagAssignment {
+    /// The flag as it is typed: `--lr`.
+    pub flag: &'static str,
+    /// Section of the key.
+    pub section: &'static str,
+    /// Name of the key.
+    pub key: &'static str,
+    /// Value as it was typed.
+    pub value: String,
 }
 
 /// Keys of which at most one counts: each of a pair, in its section.
@@ -65,6 +82,9 @@ const DUPLICATE: &str = "duplicate key";
 /// How the parser's message about a word that is no value, or about a missing value, begins.
 const NO_VALUE: &str = "string values must be quoted";
 
+/// Flags that name a model or data.
+const SOURCE_FLAGS: [&str; 3] = ["--model", "--dataset", "--eval-dataset"];
+
 /// The flag that training most often lacks.
 const EXAMPLE_DATASET: &str = "--dataset rows.jsonl";
 
@@ -74,6 +94,10 @@ const EXAMPLE_ROW: &str =
 
 /// The way out of a fault that suggests nothing better.
 const REFERENCE: &str = "`finetune recipes show reference` documents every key";
+
+/// The way out for a recipe in another language.
+const AS_TOML: &str = "write `key = value` under `[section]`; docs/recipes.md has the names of other trainers with ours, \
+    and `finetune recipes write lora` a file to start from";
 
 /// Longest name or value quoted in a message, in characters.
 const QUOTED_CHARS: usize = 60;
@@ -159,6 +183,16 @@ impl Reader {
         let lines = Lines::of(text);
         let (table, mut errors) = DeTable::parse_recoverable(&text.text);
         errors.sort_by_key(|error| error.span().map(|span| span.start));
+        if let (Some(language), false) = (other_language(&text.text), errors.is_empty()) {
+            self.fault(
+                "",
+                &text.name,
+                format!("this is {language}, and recipes are TOML"),
+                Some(AS_TOML.into()),
+            );
+            self.faulty.extend(Recipe::complete().sections().iter().map(|section| section.name().to_owned()));
+            return;
+        }
         for error in &errors {
             if self.counts_alone() {
                 continue;
@@ -223,7 +257,7 @@ impl Reader {
     fn unknown_section(&mut self, place: &str, section: &str) {
         let complete = Recipe::complete();
         let names: Vec<&str> = complete.sections().iter().map(|section| section.name()).collect();
-        let near = nearest(section, names.iter().copied());
+        let near = section_of_peers(section).or_else(|| nearest(section, names.iter().copied()));
         let named = near.map_or_else(String::new, |near| format!("; nearest: [{near}]"));
         let shown = clip(section);
         let text = format!("unknown section [{shown}]{named}; accepted: {}", names.join(", "));
@@ -242,6 +276,9 @@ impl Reader {
                 self.set("data", key, &list, &layers.folder, (flag, flag));
             }
         }
+        for FlagAssignment { flag, section, key, value } in &layers.settings {
+            self.set_typed((section, key), value, &layers.folder, flag);
+        }
     }
 
     /// `section.key=value`: the value is TOML, or else a text.
@@ -258,6 +295,11 @@ impl Reader {
         if !Recipe::has_section(section) {
             return self.unknown_section(&place, section);
         }
+        self.set_typed((section, key), raw, folder, &place);
+    }
+
+    /// Sets a key to a value that was typed on the command line: TOML, or else a text.
+    fn set_typed(&mut self, (section, key): (&str, &str), raw: &str, folder: &Path, place: &str) {
         let text = Value::String(raw.to_owned());
         let value = ValueDeserializer::parse(raw).ok().and_then(|value| Value::deserialize(value).ok());
         // `--set model.revision=7` means the text "7": what only a text can be is one.
@@ -267,7 +309,7 @@ impl Reader {
                 |value: &Value| trial.section_mut(section).is_some_and(|s| s.set(key, value, folder).is_ok());
             accepts(value) || !accepts(&text)
         });
-        self.set(section, key, &value.unwrap_or(text), folder, (&place, &place));
+        self.set(section, key, &value.unwrap_or(text), folder, (place, place));
     }
 
     /// Sets one key of a section that exists.
@@ -288,11 +330,24 @@ impl Reader {
                         self.places.remove(&at);
                     }
                 }
+                // Steps of a lower layer would decide, and a length in epochs above them would have no effect.
+                if (section, key) == ("train", "epochs") {
+                    let at = ("train".to_owned(), "max_steps".to_owned());
+                    if self.places.get(&at).is_some_and(|(layer, _)| *layer < self.layer) {
+                        table.reset("max_steps");
+                        self.places.remove(&at);
+                    }
+                }
                 let place = (self.layer, places.1.to_owned());
                 self.places.insert((section.to_owned(), key.to_owned()), place);
             }
             Err(refusal) => {
                 let (text, hint) = refused(section, known, value, &refusal);
+                let text = match refusal {
+                    // The flag says what the value is of.
+                    ValueRefusal::Unusable(why) if SOURCE_FLAGS.contains(&places.1) => why,
+                    _ => text,
+                };
                 self.fault(section, places.1, text, hint);
             }
         }
@@ -440,7 +495,9 @@ fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (
         ValueRefusal::Unusable(why) => format!("`{section}.{name}` is {found}: {why}"),
     };
     let near = value.as_str().and_then(|text| nearest(text, (key.choices)()));
+    let theirs = value.as_str().and_then(|text| value_of_peers(section, name, text));
     let hint = match (near, refusal) {
+        _ if theirs.is_some() => theirs.map(str::to_owned),
         (Some(near), _) => Some(format!("write `{name} = {near:?}`")),
         (None, ValueRefusal::Unusable(_)) => None,
         (None, ValueRefusal::Shape | ValueRefusal::Empty) => Some(REFERENCE.to_owned()),
@@ -491,15 +548,6 @@ fn completed(typed: &[String], flags: &[&str]) -> String {
         String::new()
     };
     format!("add what is missing: `{command}`{row}")
-}
-
-/// A word of a command as a POSIX shell reads it.
-fn quoted_for_shell(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        return word.to_owned();
-    }
-    format!("'{}'", word.replace('\'', r"'\''"))
 }
 
 #[cfg(test)]

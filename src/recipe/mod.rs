@@ -14,11 +14,13 @@ mod chat_templates;
 mod conflicts;
 mod difference;
 mod layers;
+mod peers;
 mod render;
 mod row_source;
 mod save_steps;
 mod schema;
 mod sections;
+mod shell;
 mod source;
 mod suggest;
 mod train_on;
@@ -34,7 +36,7 @@ pub use finetune_compute::recipe::enums::{
     ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
     SchedulerKind, StateDtype, Strategy,
 };
-pub use layers::{Purpose, RecipeLayers};
+pub use layers::{FlagAssignment, Purpose, RecipeLayers};
 pub use row_source::RowSource;
 pub use save_steps::SaveSteps;
 pub use sections::{
@@ -42,8 +44,9 @@ pub use sections::{
     MOST_ACCUMULATION, ModelSection, OptimizerSection, ParallelSection, ProfileSection, QuantizationSection,
     SchedulerSection, TrainSection,
 };
+pub(crate) use shell::quoted_for_shell;
 pub use source::{DataSource, Folder, Template};
-pub(crate) use suggest::nearest;
+pub(crate) use suggest::{key_of_peers, nearest};
 pub use train_on::{TrainOn, TrainedEnds, TrainedTurns};
 pub use value::{AutoOr, Patterns, TargetModules};
 pub use webhook::{AlertProgram, WebhookSource};

@@ -27,6 +27,26 @@ const HUB: &str = "hf://";
 /// Endings that no model or data set on the hub has.
 const DATA_EXTENSIONS: [&str; 7] = ["jsonl", "json", "parquet", "csv", "tsv", "txt", "md"];
 
+/// Ids on the hub without an owner, which redirect to one that has it: models that continue text, and data sets.
+const WITHOUT_OWNER: [&str; 16] = [
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "distilgpt2",
+    "openai-gpt",
+    "ag_news",
+    "c4",
+    "gsm8k",
+    "imdb",
+    "openwebtext",
+    "samsum",
+    "squad",
+    "squad_v2",
+    "wikitext",
+    "xsum",
+];
+
 /// Where a model, a data set or an adapter is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DataSource {
@@ -73,8 +93,14 @@ impl DataSource {
         let path = absolute(text, folder)?;
         match path.try_exists() {
             Ok(true) => Ok(DataSource::Path(path)),
-            Ok(false) if !means_path(text) => Ok(DataSource::Hub(text.to_owned())),
-            Ok(false) => Err(ValueRefusal::Unusable(format!("there is no {}", path.display()))),
+            Ok(false) if means_path(text) => {
+                Err(ValueRefusal::Unusable(format!("there is no {}", path.display())))
+            }
+            Ok(false) if !is_asked_at_hub(text) => Err(ValueRefusal::Unusable(format!(
+                "there is no file or folder {}, and an id on the hub looks like `owner/name`",
+                path.display()
+            ))),
+            Ok(false) => Ok(DataSource::Hub(text.to_owned())),
             Err(error) => Err(ValueRefusal::Unusable(format!("cannot look at {}: {error}", path.display()))),
         }
     }
@@ -181,6 +207,13 @@ impl Setting for Template {
 
 fn is_jinja(text: &str) -> bool {
     text.contains("{{") || text.contains("{%")
+}
+
+/// Returns whether a text that could be a hub id is asked for there: one with an owner, one that says `hf://`, and the few
+/// that are older than owners.
+fn is_asked_at_hub(text: &str) -> bool {
+    let id = text.split(['@', ':']).next().unwrap_or(text);
+    text.starts_with(HUB) || id.contains('/') || WITHOUT_OWNER.contains(&id)
 }
 
 fn means_path(text: &str) -> bool {

@@ -1,34 +1,7 @@
 //! Which key a person probably meant.
 
 use super::Recipe;
-
-/// Keys of other trainers (transformers, PEFT, TRL, axolotl, torchtune, LLaMA-Factory) and ours.
-const OTHER_NAMES: [(&str, &str, &str); 24] = [
-    ("base_model", "model", "id"),
-    ("model_name_or_path", "model", "id"),
-    ("lora_r", "adapter", "r"),
-    ("lora_rank", "adapter", "r"),
-    ("rank", "adapter", "r"),
-    ("lora_target", "adapter", "target_modules"),
-    ("lora_attn_modules", "adapter", "target_modules"),
-    ("init_lora_weights", "adapter", "init"),
-    ("dataset", "data", "train"),
-    ("datasets", "data", "train"),
-    ("cutoff_len", "data", "max_seq_len"),
-    ("sequence_len", "data", "max_seq_len"),
-    ("max_length", "data", "max_seq_len"),
-    ("num_epochs", "train", "epochs"),
-    ("num_train_epochs", "train", "epochs"),
-    ("batch_size", "train", "micro_batch_size"),
-    ("per_device_train_batch_size", "train", "micro_batch_size"),
-    ("clip_grad_norm", "train", "max_grad_norm"),
-    ("gradient_checkpointing", "train", "recompute"),
-    ("lr", "optimizer", "learning_rate"),
-    ("lr_scheduler", "scheduler", "kind"),
-    ("lr_scheduler_type", "scheduler", "kind"),
-    ("num_warmup_steps", "scheduler", "warmup_steps"),
-    ("logging_steps", "log", "every_steps"),
-];
+use super::peers::KEYS;
 
 /// Longest name that is compared, in bytes: no key or choice comes near it.
 const LONGEST: usize = 64;
@@ -56,13 +29,18 @@ pub(super) fn nearest_key(section: &str, key: &str) -> Option<(&'static str, &'s
     let mut all =
         sections.iter().flat_map(|section| section.keys().iter().map(|key| (section.name(), key.name)));
     let elsewhere = all.find(|(_, name)| *name == key);
-    let translated = OTHER_NAMES.iter().find(|(theirs, ..)| *theirs == key).map(|(_, s, k)| (*s, *k));
+    let translated = KEYS.iter().find(|(theirs, ..)| *theirs == key).map(|(_, s, k)| (*s, *k));
     let here = || {
         let section = sections.iter().find(|known| known.name() == section)?;
         let name = nearest(key, section.keys().iter().map(|key| key.name))?;
         Some((section.name(), name))
     };
     elsewhere.or(translated).or_else(here)
+}
+
+/// The section and key of the name `name`, ours or that of another trainer; none of a name that is only like one.
+pub(crate) fn key_of_peers(name: &str) -> Option<(&'static str, &'static str)> {
+    nearest_key("", name)
 }
 
 #[cfg(test)]
@@ -72,7 +50,7 @@ mod tests {
     #[test]
     fn other_names_lead_to_keys_that_exist() {
         let mut recipe = Recipe::complete();
-        for (theirs, section, key) in OTHER_NAMES {
+        for (theirs, section, key) in KEYS.iter().copied() {
             let keys = recipe.section_mut(section).unwrap().keys();
             assert!(keys.iter().any(|known| known.name == key), "{section}.{key}");
             assert_eq!(nearest_key("train", theirs), Some((section, key)));

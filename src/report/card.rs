@@ -87,7 +87,7 @@ pub struct Card {
     pub before: Option<EvalReport>,
     /// The held-out figures after training.
     pub after: Option<EvalReport>,
-    /// Whether the tokenizer has a chat template, which decides the Python example.
+    /// Whether the rows were chats, which decides the examples.
     pub chat: bool,
 }
 
@@ -209,7 +209,7 @@ impl Card {
         let (command, python, load) = match (self.artifact, &self.base) {
             // No other program can load this base: it has to become a folder first.
             (Artifact::Adapter, CardBase::Builtin { .. }) => (
-                generate_with(base),
+                self.generate_with(base),
                 format!(
                     "Other programs have no `{base}` to put the adapter on. Made into a whole model,\n\n\
                      ```sh\nfinetune merge --model {base} --adapter . --output merged\n```\n\nit loads in Python:"
@@ -217,7 +217,7 @@ impl Card {
                 load_model("merged"),
             ),
             (Artifact::Adapter, _) => (
-                generate_with(base),
+                self.generate_with(base),
                 "or in Python:".to_owned(),
                 format!(
                     "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
@@ -228,7 +228,7 @@ impl Card {
                 ),
             ),
             (Artifact::Model, _) => (
-                "finetune generate --model . --prompt \"...\"".to_owned(),
+                format!("finetune generate --model . {}", self.input()),
                 "or in Python:".to_owned(),
                 load_model("."),
             ),
@@ -245,14 +245,19 @@ impl Card {
         )
     }
 
+    /// The command that answers with the adapter of this folder on `base`.
+    fn generate_with(&self, base: &str) -> String {
+        format!("finetune generate --model {base} --adapter . {}", self.input())
+    }
+
+    /// The input of `finetune generate`, as the rows were: a chat, or a text to continue.
+    fn input(&self) -> &'static str {
+        if self.chat { "--chat" } else { "--prompt \"...\"" }
+    }
+
     fn how(&self) -> String {
         format!("## Recipe\n\n{}", markdown::block("toml", &self.recipe))
     }
-}
-
-/// The command that answers with the adapter of this folder on `base`.
-fn generate_with(base: &str) -> String {
-    format!("finetune generate --model {base} --adapter . --prompt \"...\"")
 }
 
 /// The lines of Python that load the whole model in `folder`.

@@ -68,13 +68,15 @@ impl MemoryComparison {
 
 impl fmt::Display for MemoryComparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} predicted, ", units::bytes(self.predicted()))?;
-        let Some(peak) = self.peak else { return f.write_str("the peak was not measured") };
-        write!(f, "{} at the peak", units::bytes(peak))?;
+        let planned = units::bytes(self.predicted());
+        let Some(peak) = self.peak else {
+            return write!(f, "peak memory not measured ({planned} planned)");
+        };
+        write!(f, "peak memory {}", units::bytes(peak))?;
         if let Some(phase) = self.peak_phase() {
-            write!(f, " ({phase})")?;
+            write!(f, " in {phase}")?;
         }
-        self.difference().map_or(Ok(()), |share| write!(f, ", difference {:+.1} %", 100.0 * share))
+        write!(f, " ({planned} planned)")
     }
 }
 
@@ -150,13 +152,13 @@ mod tests {
             phases: Vec::new(),
         };
         assert_eq!(plan.predicted(), 100 << 20);
-        assert_eq!(plan.to_string(), "100 MiB predicted, 90.0 MiB at the peak, difference -10.0 %");
+        assert_eq!(plan.to_string(), "peak memory 90.0 MiB (100 MiB planned)");
         let phase = |name, host| PhaseMemory { name, host, ..PhaseMemory::default() };
         let phases = vec![phase("load", 60 << 20), phase("loss", 90 << 20), phase("save", 90 << 20)];
         let plan = MemoryComparison { phases, ..plan };
-        assert_eq!(plan.to_string(), "100 MiB predicted, 90.0 MiB at the peak (loss), difference -10.0 %");
+        assert_eq!(plan.to_string(), "peak memory 90.0 MiB in loss (100 MiB planned)");
         let plan = MemoryComparison { peak: None, ..plan };
-        assert_eq!(plan.to_string(), "100 MiB predicted, the peak was not measured");
+        assert_eq!(plan.to_string(), "peak memory not measured (100 MiB planned)");
         assert_eq!(MemoryComparison { peak: Some(1), ..MemoryComparison::default() }.difference(), None);
     }
 

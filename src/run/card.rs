@@ -39,8 +39,15 @@ pub(super) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
         final_train_loss: summary.last_loss,
         before: summary.before.clone(),
         after: summary.after.clone(),
-        chat: plan.rows.template.is_some(),
+        chat: is_chat(plan),
     }
+}
+
+/// Returns whether the rows were rendered by a chat template, so that the model is to be asked through it.
+pub(super) fn is_chat(plan: &Plan) -> bool {
+    const CHATS: [&str; 5] = ["messages: ", "sharegpt: ", "preference: ", "alpaca: ", "instruction: "];
+    let why = &plan.train.0.report().why;
+    plan.rows.template.is_some() && CHATS.iter().any(|format| why.contains(format))
 }
 
 /// Whether the base model is one inside the binary.

@@ -5,8 +5,10 @@
 pub(crate) mod alarms;
 mod bottlenecks;
 mod card;
+mod closing;
 pub(crate) mod communication;
 mod device_failure;
+mod earlier;
 mod elastic;
 pub(crate) mod fact_lines;
 pub(crate) mod host_facts;
@@ -36,6 +38,7 @@ mod trainer;
 pub(crate) mod verify_resume;
 mod weights_writer;
 
+pub(crate) use earlier::EarlierRun;
 pub use merge_check::{Certificate, MergeBase, MergeCheck};
 pub use trainer::trainer;
 pub use weights_writer::weights_writer;

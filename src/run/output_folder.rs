@@ -18,7 +18,8 @@ use crate::plan::Plan;
 pub(crate) use crate::plan::RECIPE;
 use crate::profile::{self, TraceSchedule};
 use crate::recipe::Recipe;
-use crate::report::{Terminal, metrics};
+use crate::report::Terminal;
+use crate::report::metrics::{self, MetricsEntry};
 
 /// Written by every run beside the weights.
 const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
@@ -47,7 +48,7 @@ impl OutputFolder {
     /// # Errors
     /// There is no going on from what `--resume` names, or not in this folder; the folder is in use or not free.
     pub(crate) fn prepare(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Self> {
-        let output = args.output.as_path();
+        let output = args.output();
         let Some(from) = &args.resume else {
             if first {
                 refuse_occupied(output)?;
@@ -60,18 +61,27 @@ impl OutputFolder {
         claimed.iter().flat_map(RunFolder::notes).for_each(|note| terminal.line(note));
         let record = RunRecord::read(output)?;
         let has_ended = record.as_ref().is_some_and(|record| record.is_finished(output));
-        let resumed = find(from.as_deref(), output, has_ended, terminal)?;
+        let resumed = find(from.as_deref(), output, terminal)?;
         if first {
             refuse_other_runs(output, record.as_ref(), resumed.as_ref())?;
+        }
+        if resumed.is_none() && !has_ended {
+            say_from_the_beginning(from.as_deref(), output, terminal);
         }
         Ok(OutputFolder { resumed, record, claimed })
     }
 
-    /// Returns whether the run of `plan` has left its whole result here and no checkpoint: nothing is left to do.
+    /// Returns whether the run of `plan` has left its whole result here, and no checkpoint or one of its last step:
+    /// nothing is left to do.
     ///
     /// # Errors
     /// Another run has left its result here.
     pub(crate) fn has_ended(&self, plan: &Plan, output: &Path) -> Result<bool> {
+        if let (Some(saved), Some(record)) = (&self.resumed, &self.record) {
+            let same = record.plan == RunRecord::digest(&plan.fingerprint()) && lies_in(saved, output);
+            let is_whole = record.completed && record.is_finished(output) && record.is_as_written(output)?;
+            return Ok(same && is_whole && saved.state.step >= plan.total_steps && evaluated(plan, output));
+        }
         let ended_here =
             self.record.as_ref().filter(|record| self.resumed.is_none() && record.is_finished(output));
         match ended_here {
@@ -104,7 +114,7 @@ impl OutputFolder {
         plan: &Plan,
         resumed: Option<&SavedCheckpoint>,
     ) -> Result<(RunFolder, RunRecord)> {
-        let output = args.output.as_path();
+        let output = args.output();
         let folder = match self.claimed {
             Some(folder) => folder,
             None => {
@@ -135,6 +145,7 @@ impl OutputFolder {
             }
         };
         record.plan = RunRecord::digest(&fingerprint);
+        record.completed = false;
         record.sources = plan.commits();
         record.chat_template_date = plan.rows.date().map(date_text);
         folder.refuse_links(&added_to(&plan.recipe))?;
@@ -143,6 +154,14 @@ impl OutputFolder {
         folder.require_room(space::needed(plan, output, resumed)?, &what)?;
         Ok((folder, record))
     }
+}
+
+/// Returns whether the log in `output` has the evaluation at the end of `plan`, if there is to be one.
+fn evaluated(plan: &Plan, output: &Path) -> bool {
+    let wanted = plan.held_out.is_some() && plan.recipe.eval.at_end;
+    let is_last =
+        |entry: &MetricsEntry| matches!(entry, MetricsEntry::Eval(_)) && entry.step() == plan.total_steps;
+    !wanted || metrics::read(&output.join(METRICS)).is_ok_and(|entries| entries.iter().any(is_last))
 }
 
 /// How a date is written down.
@@ -163,13 +182,7 @@ pub(crate) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
 
 /// The checkpoint that `--resume` means, and a word on those that were passed over.
 ///
-/// If the run `has_ended`, it goes on from nothing.
-fn find(
-    from: Option<&Path>,
-    output: &Path,
-    has_ended: bool,
-    terminal: &Terminal,
-) -> Result<Option<SavedCheckpoint>> {
+fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
     let (saved, passed) = match from {
         Some(folder) if checkpoint::is_one(folder) => (Some(SavedCheckpoint::open(folder)?), Vec::new()),
         Some(folder) => checkpoint::newest(folder)?,
@@ -187,15 +200,17 @@ fn find(
                 .fold(error, Error::because)
                 .hint("start anew in another folder, with `--output`"));
         }
-        None if has_ended => {}
-        None => {
-            let place = from.unwrap_or(output).display();
-            let text = format!("no checkpoint in {place}: starting from the beginning");
-            // A folder that was named was expected to hold one.
-            if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
-        }
+        None => {}
     }
     Ok(saved)
+}
+
+/// Says that `--resume` found no checkpoint to go on from.
+fn say_from_the_beginning(from: Option<&Path>, output: &Path, terminal: &Terminal) {
+    let place = from.unwrap_or(output).display();
+    let text = format!("no checkpoint in {place}: starting from the beginning");
+    // A folder that was named was expected to hold one.
+    if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
 }
 
 /// Refuses to go on in a folder that is not the run's own.

@@ -46,7 +46,7 @@ pub(super) fn compare(plan: &Plan, summary: &RunSummary, output: &Path, spare: u
 
 /// Seconds of a step as the plan counts it; the inputs of what is measured for that take `memory` bytes at most.
 fn predicted(plan: &Plan, memory: u64) -> Result<Option<f64>> {
-    let (config, recipe) = (&plan.base.config, &plan.recipe);
+    let (config, recipe) = (&plan.base.config, &plan.recipe_of_ranks());
     let widths = ModelWidths {
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,

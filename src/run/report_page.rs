@@ -1,7 +1,6 @@
 //! What a run tells its report: the figures of the plan, of metrics.jsonl and of this process, and a few rows.
 
 use std::path::Path;
-use std::time::Instant;
 
 use candle_core::Device;
 
@@ -90,7 +89,8 @@ pub(super) struct ReportPage<'a> {
     /// The output folder, where metrics.jsonl lies.
     pub(super) output: &'a Path,
     pub(super) title: &'a str,
-    pub(super) started: Instant,
+    /// Seconds of the whole run.
+    pub(super) secs: f64,
     pub(super) questions: &'a [AnsweredQuestion],
     pub(super) memory: MemoryComparison,
     /// The time of a step by plan and by the clock, where both are known.
@@ -118,7 +118,7 @@ impl ReportPage<'_> {
             notice: self.summary.stopped.then(|| {
                 let (done, all) = (self.summary.steps, plan.total_steps);
                 format!(
-                    "Stopped by a signal after step {done} of {all}; the same command with --resume goes on."
+                    "Stopped as asked after step {done} of {all}; the same command with --resume goes on."
                 )
             }),
             headline: &self.headline(),
@@ -143,7 +143,7 @@ impl ReportPage<'_> {
         let peak = self.memory.peak.map_or_else(|| "not measured".to_owned(), units::bytes);
         vec![
             ("tokens", units::count(self.summary.tokens)),
-            ("time", units::duration(self.started.elapsed().as_secs_f64())),
+            ("time", units::duration(self.secs)),
             ("peak memory", peak),
         ]
     }
@@ -154,11 +154,7 @@ impl ReportPage<'_> {
         let commit =
             plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
         let device = if plan.engine.device.is_cpu() { "CPU" } else { "GPU" };
-        let strategy = if plan.ranks > 1 {
-            format!(", strategy {}", plan.recipe.parallel.strategy)
-        } else {
-            String::new()
-        };
+        let strategy = if plan.ranks > 1 { format!(", strategy {}", plan.strategy()) } else { String::new() };
         let mut figures = vec![
             ("model", format!("{}{commit}", plan.base.found.id)),
             ("method", plan.method().to_string()),

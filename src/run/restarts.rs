@@ -48,7 +48,11 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
             .because("MPI ends all processes of a job when one has ended, and takes no new ones in")
             .hint("restart the job: as long as `mpirun` ends with 75, start it again with `--resume`"));
     }
-    let words: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let mut words: Vec<OsString> = std::env::args_os().skip(1).collect();
+    if args.output_folder.is_none() && args.resume.is_some() {
+        // A restart forgets the folder that `--resume` names, which may stand for the output folder too.
+        words.extend([OsString::from("--output"), args.output().into()]);
+    }
     let signals = signals::seen_by_parent()?;
     let terminal = Terminal::stderr(Verbosity::Normal);
     let (mut resume, mut place) = (None, None);
@@ -66,7 +70,7 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
         let (number, how) = (restarts - left + 1, said(status));
         terminal.warn(format!("the run {how}: restart {number} of {restarts}, from its newest checkpoint"));
         resume =
-            Some(if checkpoint::has_any(&args.output)? { ResumeWith::Newest } else { ResumeWith::AsTyped });
+            Some(if checkpoint::has_any(args.output())? { ResumeWith::Newest } else { ResumeWith::AsTyped });
         place = unless_stopped(&signals, || {
             std::thread::sleep(PAUSE);
             let meets = launch.master.is_some();

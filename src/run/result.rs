@@ -39,7 +39,7 @@ impl TrainRun<'_> {
         (summary, before): (&RunSummary, Option<&[String]>),
     ) -> Result<Option<PathBuf>> {
         world.enter(Phase::Output)?;
-        let (plan, output) = (self.plan, self.args.output.as_path());
+        let (plan, output) = (self.plan, self.args.output());
         let result = RunFolder::result(output);
         let write = weights_writer(plan, false, trainer)?;
         let written = write(&result, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
@@ -72,7 +72,7 @@ impl TrainRun<'_> {
 
     /// Writes the text `name` of the result in `place`. A file that has changed since the run wrote it stays, with a warning.
     fn update(&self, (folder, place): (&RunFolder, &Path), name: &str, text: &str) -> Result<()> {
-        if place != self.args.output {
+        if place != self.args.output() {
             return write_text(&place.join(name), text).map(drop);
         }
         if !folder.update_text(name, text)? {
@@ -84,7 +84,7 @@ impl TrainRun<'_> {
         Ok(())
     }
 
-    /// Completes the card and the report of the result in `place` with the figures of the end, and prints them. The model
+    /// Completes the card and the report of the result in `place` with the figures of the end; returns the memory. The model
     /// has been dropped: the speeds of this machine are measured in its memory.
     ///
     /// # Errors
@@ -95,8 +95,8 @@ impl TrainRun<'_> {
         place: &Path,
         device: &Device,
         (summary, questions): (&RunSummary, &[AnsweredQuestion]),
-    ) -> Result<()> {
-        let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
+    ) -> Result<MemoryComparison> {
+        let (plan, output, terminal) = (self.plan, self.args.output(), self.terminal);
         let result = (folder, place);
         self.update(result, CARD, &card(plan, summary, self.title()).render())?;
         KillPoint::Described.reach();
@@ -106,11 +106,12 @@ impl TrainRun<'_> {
         KillPoint::Measured.reach();
         // With the memory that measuring took.
         let memory = self.planned.compare(plan, device, &summary.memory);
-        terminal.line(format!("memory: {memory}"));
         time.iter().for_each(|time| terminal.line(format!("time: {time}")));
-        self.report(summary, questions, (memory, time), |page| self.update(result, REPORT, &page.render()));
+        let compared = (memory.clone(), time);
+        self.report(summary, questions, compared, |page| self.update(result, REPORT, &page.render()));
         bottlenecks::say(plan, summary, rates, terminal);
-        Ok(())
+        folder.complete()?;
+        Ok(memory)
     }
 
     /// Leaves the report of a run that a signal has stopped, and prints where its time went. The model has been dropped.
@@ -136,9 +137,9 @@ impl TrainRun<'_> {
         (memory, time): (MemoryComparison, Option<StepTiming>),
         write: impl FnOnce(&HtmlReport<'_>) -> Result<()>,
     ) {
-        let (plan, started) = (self.plan, self.started);
-        let (output, title) = (self.args.output.as_path(), self.title());
-        let page = ReportPage { plan, summary, output, title: &title, started, questions, memory, time };
+        let (plan, secs) = (self.plan, self.secs());
+        let (output, title) = (self.args.output(), self.title());
+        let page = ReportPage { plan, summary, output, title: &title, secs, questions, memory, time };
         if let Err(error) = page.give(write) {
             self.terminal.warn(format!("no {REPORT}: {}", error.in_one_line()));
         }
@@ -146,7 +147,7 @@ impl TrainRun<'_> {
 
     /// The title of card and report: the name of the output folder.
     pub(super) fn title(&self) -> String {
-        let name = self.args.output.file_name();
+        let name = self.args.output().file_name();
         name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
     }
 }

@@ -72,7 +72,7 @@ impl ScalingResult {
         ScalingResult {
             ranks,
             threads_per_rank,
-            strategy: plan.recipe.parallel.strategy.to_string(),
+            strategy: plan.strategy().to_string(),
             step_secs,
             tokens_per_sec,
             efficiency: tokens_per_sec / (ranks as f64 * alone),

@@ -1,6 +1,5 @@
 //! What each rank of a training run does, from loading the weights to the files that it leaves.
 
-use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
@@ -9,6 +8,7 @@ use candle_core::Device;
 
 use super::alarms::{self, ALERTS};
 use super::device_failure::explained;
+use super::earlier::EarlierRun;
 use super::monitoring;
 use super::output_folder::{METRICS, OutputFolder, RECIPE, date_text, lies_in};
 use super::report_page::PlannedProcess;
@@ -25,7 +25,7 @@ use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
 use crate::data::{self, Batch};
 use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::profile::{Profiler, TraceSchedule};
 use crate::report::ui::{RunView, restore_screen};
@@ -52,6 +52,8 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) writers: &'a SaveThreads,
     pub(crate) terminal: &'a Terminal,
     pub(crate) started: Instant,
+    /// What the run measured before it was resumed.
+    pub(crate) earlier: EarlierRun,
     /// Whether a smaller micro-batch is worth a try.
     pub(crate) too_large: TooLarge,
 }
@@ -64,7 +66,7 @@ impl TrainRun<'_> {
     /// As [`OutputFolder::claim`]; its figures cannot be served where the recipe says.
     pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
         let offline = self.args.common.offline;
-        let endpoint = monitoring::listen(self.plan, &self.args.output, offline, self.terminal)?;
+        let endpoint = monitoring::listen(self.plan, self.args.output(), offline, self.terminal)?;
         *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = endpoint;
         let claimed = found.claim(self.args, self.plan, self.resumed)?;
         self.folder.get_or_init(|| claimed);
@@ -96,7 +98,7 @@ impl TrainRun<'_> {
         let mut trainer = self.load(Arc::clone(&world), device)?;
         if let (Some((folder, record)), true) = (self.folder.get(), first) {
             folder.begin(record.clone(), &[METRICS, ALERTS])?;
-            folder.write_text(RECIPE, &plan.recipe.to_toml())?;
+            folder.write_text(RECIPE, &plan.recipe_text())?;
         }
         let before = showcase::answers(&self.showcase, &trainer.engine, &plan.rows.tokenizer)?;
         if first {
@@ -107,16 +109,16 @@ impl TrainRun<'_> {
         let before = self.resumed.is_none().then_some(&before[..]);
         let place = OnceLock::new();
         let publish = |trainer: &Trainer, summary: &RunSummary| {
-            let published = self.publish(trainer, &*world, device, (summary, before))?;
+            let published = self.publish(trainer, &*world, device, (&self.whole(summary.clone()), before))?;
             published.map_or(Ok(()), |published| place.set(published).map_err(|_| twice()))
         };
-        let summary = self.train(&mut trainer, &*world, clock, &publish)?;
+        let summary = self.whole(self.train(&mut trainer, &*world, clock, &publish)?);
         if summary.stopped {
             drop(trainer);
             if let (Some((folder, _)), true) = (self.folder.get(), first) {
                 self.report_stop(folder, device, (&summary, before));
             }
-            return Err(stopped(&summary, self.args.output.as_path()));
+            return Err(self.stopped(&summary));
         }
         KillPoint::Evaluated.reach();
         world.enter(Phase::Output)?;
@@ -124,10 +126,22 @@ impl TrainRun<'_> {
         drop(trainer);
         if let (Some((folder, _)), Some(place)) = (self.folder.get(), place.get()) {
             let questions = showcase::answered(&self.showcase, [before, Some(&after)]);
-            self.complete(folder, place, device, (&summary, &questions))?;
+            let memory = self.complete(folder, place, device, (&summary, &questions))?;
             showcase::show(&self.showcase, &questions, &summary, terminal);
+            self.close(&summary, place, self.secs(), &memory);
         }
         Ok(())
+    }
+
+    /// The summary with what the run measured before it was resumed.
+    fn whole(&self, mut summary: RunSummary) -> RunSummary {
+        summary.before = summary.before.or_else(|| self.earlier.before.clone());
+        summary
+    }
+
+    /// Seconds of the whole run, those before it was resumed included.
+    pub(super) fn secs(&self) -> f64 {
+        self.earlier.secs + self.started.elapsed().as_secs_f64()
     }
 
     fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
@@ -172,7 +186,7 @@ impl TrainRun<'_> {
         clock: CollectiveTimer,
         publish: &dyn Fn(&Trainer, &RunSummary) -> Result<()>,
     ) -> Result<RunSummary> {
-        let (plan, output) = (self.plan, self.args.output.as_path());
+        let (plan, output) = (self.plan, self.args.output());
         let first = world.rank() == 0;
         let saver = self.saver(trainer, first)?;
         let mut sampler = plan.sampler()?;
@@ -219,7 +233,7 @@ impl TrainRun<'_> {
 
     /// The saver of a rank's part of checkpoints.
     fn saver(&self, trainer: &Trainer, first: bool) -> Result<Saver<'_>> {
-        let (plan, output) = (self.plan, self.args.output.as_path());
+        let (plan, output) = (self.plan, self.args.output());
         let settings = &plan.recipe.checkpoint;
         let options = SaverOptions {
             output: output.to_owned(),
@@ -236,7 +250,7 @@ impl TrainRun<'_> {
     }
 
     fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
-        let output = self.args.output.as_path();
+        let output = self.args.output();
         let path = output.join(METRICS);
         let metrics = match state {
             Some(state) => MetricsLog::resume(&path, state.step)?,
@@ -258,13 +272,6 @@ impl TrainRun<'_> {
         }
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }
-}
-
-fn stopped(summary: &RunSummary, output: &Path) -> Error {
-    let folder = output.join(format!("checkpoint-{}", summary.steps));
-    Error::new(ErrorCategory::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
-        .because(format!("the run is saved in {}", folder.display()))
-        .hint("the same command with `--resume` goes on from there")
 }
 
 fn twice() -> Error {

@@ -5,6 +5,7 @@
 //! table assumes or a calibration measured ([`rates`]).
 
 pub mod advice;
+mod answer;
 pub mod conventions;
 pub mod explorer;
 mod figure_range;

@@ -327,7 +327,7 @@ fn training_in_f16() {
     exit 1
     error: cannot use these settings
       caused by: --set model.dtype=f16: `model.dtype` is "f16"; accepted: "auto", "f32", "bf16"
-    hint: write `dtype = "bf16"`
+    hint: write `dtype = "bf16"`: computing in f16 is not available
     "#);
 }
 
@@ -355,11 +355,11 @@ fn gpus_that_are_not_there() {
 #[test]
 fn a_model_folder_that_is_not_there() {
     let place = Place::new();
-    assert_snapshot!(refused(&place, &["--model", "./modle", "--dataset", "rows.jsonl", "--recipe", "lora"]), @r#"
+    assert_snapshot!(refused(&place, &["--model", "./modle", "--dataset", "rows.jsonl", "--recipe", "lora"]), @"
     exit 1
     error: cannot use these settings
-      caused by: --model: `model.id` is "./modle": there is no [DIR]/modle
-    "#);
+      caused by: --model: there is no [DIR]/modle
+    ");
 }
 
 #[test]
@@ -682,11 +682,11 @@ fn a_tokenizer_with_more_tokens_than_the_model() {
 fn a_data_file_that_is_not_there() {
     let place = Place::new();
     std::fs::remove_file(place.path("rows.jsonl")).unwrap();
-    assert_snapshot!(no_run(&place, &[]), @r#"
+    assert_snapshot!(no_run(&place, &[]), @"
     exit 1
     error: cannot use these settings
-      caused by: --dataset: `data.train` is ["rows.jsonl"]: there is no [DIR]/rows.jsonl
-    "#);
+      caused by: --dataset: there is no [DIR]/rows.jsonl
+    ");
 }
 
 #[test]

@@ -138,7 +138,6 @@ fn harmless_changes_are_listed() {
         [
             "checkpoint.keep_last: 2 before, 1 now",
             "log.every_steps: 1 before, 2 now",
-            "parallel.strategy: \"single\" before, \"ddp\" now",
             "ranks: 1 before, 2 now",
         ]
     );

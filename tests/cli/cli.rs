@@ -33,6 +33,7 @@ fn help_of_the_root() {
            finetune <COMMAND>
 
     Commands:
+      train          Train: the same as `finetune` without a verb
       plan           Say what a run would need, here or on other hardware: memory, time, cost
       merge          Merge an adapter into its model: a Hugging Face folder
       quantize       Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
@@ -46,23 +47,38 @@ fn help_of_the_root() {
       doctor         Say what this machine and its network offer; check every operation on it
       verify-resume  Prove on a recipe that a run which is killed and resumed leaves the same bytes
       completions    Print a completion script for a shell
+      help           Print this message or the help of the given subcommand(s)
 
     Options:
-          --model <MODEL>            A folder in Hugging Face layout, or a hub id
-          --recipe <RECIPE>          A recipe file, or the name of a built-in recipe
-          --dataset <DATASET>        A file, a folder or a hub data set to train on; may be repeated
-          --eval-dataset <DATASET>   The same, held out for evaluation; may be repeated
+          --model <MODEL>           A folder in Hugging Face layout, or a hub id
+          --recipe <RECIPE>         A recipe file, or the name of a built-in recipe
+          --dataset <DATASET>       A file, a folder or a hub data set to train on; may be repeated
+          --eval-dataset <DATASET>  The same, held out for evaluation; may be repeated
+      -h, --help                    Print help
+      -V, --version                 Print version
+
+    Common settings (each sets the key in brackets; --set wins over them):
+          --lr <RATE>                Learning rate after the warm-up [optimizer.learning_rate]
+          --epochs <N>               Passes over the data [train.epochs]
+          --steps <N>                Optimizer steps of the whole run [train.max_steps]
+          --batch <ROWS>             Rows that go through the model at once, or auto
+                                     [train.micro_batch_size]
+          --seq-len <TOKENS>         Tokens of a row at most [data.max_seq_len]
+          --lora-r <R>               Rank of the adapter [adapter.r]
+          --seed <S>                 Seed of everything random [train.seed]
           --output <DIR>             The folder for everything the run leaves [default: out]
           --set <SECTION.KEY=VALUE>  Set one key of the recipe; wins over flags and recipe; may be
                                      repeated
-          --resume [<DIR>]           Go on from the newest checkpoint in the output folder, or from DIR
+          --resume [<DIR>]           Go on from the newest checkpoint in the output folder, or from DIR;
+                                     without --recipe, --model and --dataset by the recipe.toml that the
+                                     run left there
           --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
           --ranks <N>                Train on the CPU with this many ranks, threads of this process
-          --max-restarts <N>         Start the run again from its newest checkpoint, so often at most,
-                                     when it crashed, was killed or hung
-          --allow-change <KEY>       Resume though this key of the learning rate or its schedule is
-                                     other than it was; may be repeated
+          --max-restarts <N>         Restart from the newest checkpoint up to N times after a crash, a
+                                     kill or a hang
+          --allow-change <KEY>       Let a resumed run change this key (learning rate or schedule); may
+                                     be repeated
           --force-base               Accept a checkpoint or adapter of another base model
           --ui                       Show the run on a whole screen: curves, speed, memory, where the
                                      time goes; `q` saves and stops
@@ -70,8 +86,6 @@ fn help_of_the_root() {
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
       -v, --verbose                  Say more about what happens
-      -h, --help                     Print help
-      -V, --version                  Print version
 
     Several processes without a launcher:
           --world-size <N>      Ranks in all processes
@@ -82,10 +96,11 @@ fn help_of_the_root() {
     Examples:
       finetune --recipe quickstart
       finetune --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl --output out
-      finetune --recipe my.toml --set train.epochs=3 --set optimizer.learning_rate=1e-4
-      finetune --recipe my.toml --output out --resume
+      finetune --recipe my.toml --lr 1e-4 --epochs 3
+      finetune --resume --output out
 
-    `finetune recipes` lists the built-in recipes, `finetune recipes show reference` every key.
+    `finetune train ...` is the same. `finetune recipes` lists the built-in recipes, `finetune recipes
+    show reference` every key.
     ");
     assert_eq!(told(&[]).replace("exit 2", "exit 0"), told(&["--help"]), "nothing asked: help");
 }
@@ -120,11 +135,12 @@ fn help_of_every_verb() {
     exit 0
     Merge an adapter into its model: a Hugging Face folder
 
-    Usage: finetune merge [OPTIONS] --model <MODEL> --adapter <ADAPTER> --output <DIR>
+    Usage: finetune merge [OPTIONS] --adapter <ADAPTER> --output <DIR>
 
     Options:
           --model <MODEL>
-              The model the adapter was trained on: a folder or a hub id
+              The model the adapter was trained on: a folder or a hub id [default: the one that the
+              adapter names]
 
           --adapter <ADAPTER>
               The adapter's folder, or a hub id
@@ -139,7 +155,7 @@ fn help_of_every_verb() {
               [possible values: auto, f32, bf16, f16]
 
           --base <BASE>
-              The weights to add to; without it those the adapter was trained on
+              Merge into these weights [default: those that the adapter was trained on]
 
               Possible values:
               - original:  The unquantized weights in the model's files
@@ -168,16 +184,17 @@ fn help_of_every_verb() {
               Print help (see a summary with '-h')
 
     Example:
-      finetune merge --model Qwen/Qwen2.5-0.5B --adapter out --output merged
+      finetune merge --adapter out --output merged
     ");
     assert_snapshot!(told(&["export", "--help"]), @"
     exit 0
     Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
 
-    Usage: finetune export [OPTIONS] --model <MODEL> --output <PATH> --format <FORMAT>
+    Usage: finetune export [OPTIONS] --output <PATH> --format <FORMAT>
 
     Options:
-          --model <MODEL>        A folder in Hugging Face layout, or a hub id
+          --model <MODEL>        A folder in Hugging Face layout, or a hub id [default: the one that the
+                                 adapter names]
           --adapter <ADAPTER>    An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for
                                  this model
           --output <PATH>        The file (gguf) or folder (hf) to write; must not exist
@@ -195,19 +212,21 @@ fn help_of_every_verb() {
 
     Examples:
       finetune export --model out --format gguf --type q4_k_m --output model.gguf
-      finetune export --model Qwen/Qwen2.5-0.5B --adapter out --format gguf --output adapter.gguf
+      finetune export --adapter out --format gguf --output adapter.gguf
       finetune export --model out --format hf --type f16 --output half
     ");
     assert_snapshot!(told(&["generate", "--help"]), @r#"
     exit 0
     Continue a prompt, or chat
 
-    Usage: finetune generate [OPTIONS] --model <MODEL> <--prompt <TEXT>|--chat>
+    Usage: finetune generate [OPTIONS] <--prompt <TEXT>|--chat>
 
     Options:
-          --model <MODEL>       A folder in Hugging Face layout, or a hub id
+          --model <MODEL>       A folder in Hugging Face layout, or a hub id [default: the one that the
+                                adapter names]
           --adapter <ADAPTER>   An adapter's folder, or a hub id
-          --recipe <RECIPE>     A recipe whose chat template and model settings count
+          --recipe <RECIPE>     Take chat template and model settings from this recipe, such as
+                                out/recipe.toml
           --prompt <TEXT>       The text to continue
           --chat                Chat: each line of the standard input is a turn
           --max-new-tokens <N>  Tokens to generate at most [default: 256]
@@ -223,16 +242,17 @@ fn help_of_every_verb() {
 
     Examples:
       finetune generate --model out --prompt "Once upon a time"
-      finetune generate --model Qwen/Qwen2.5-0.5B --adapter out --chat --temperature 0.7
+      finetune generate --adapter out --chat --temperature 0.7
     "#);
     assert_snapshot!(told(&["eval", "--help"]), @"
     exit 0
     Measure loss, perplexity and token accuracy on a data set
 
-    Usage: finetune eval [OPTIONS] --model <MODEL> --dataset <DATASET>
+    Usage: finetune eval [OPTIONS] --dataset <DATASET>
 
     Options:
-          --model <MODEL>            A folder in Hugging Face layout, or a hub id
+          --model <MODEL>            A folder in Hugging Face layout, or a hub id [default: the one that
+                                     the adapter names]
           --adapter <ADAPTER>        An adapter's folder, or a hub id
           --dataset <DATASET>        A file, a folder or a hub data set; may be repeated
           --recipe <RECIPE>          A recipe whose [data] and [model] tables count
@@ -246,7 +266,7 @@ fn help_of_every_verb() {
       -h, --help                     Print help
 
     Example:
-      finetune eval --model Qwen/Qwen2.5-0.5B --adapter out --dataset test.jsonl --json
+      finetune eval --adapter out --dataset test.jsonl --json
     ");
     assert_snapshot!(told(&["inspect", "--help"]), @"
     exit 0

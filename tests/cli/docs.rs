@@ -140,7 +140,10 @@ fn parse(args: &[String], place: &Place) -> Result<(), String> {
     let folder = place.path(".");
     let layers = match &cli.verb {
         None => cli.train.layers(&folder),
-        Some(Verb::Eval(args)) => args.rows.layers(&args.model, &args.dataset, &folder),
+        Some(Verb::Train(args)) => args.layers(&folder),
+        Some(Verb::Eval(args)) => {
+            args.rows.layers(args.model.as_deref().unwrap_or("MODEL"), &args.dataset, &folder)
+        }
         Some(Verb::Data(args)) => args.reading.layers(&args.model, &args.dataset, &folder),
         Some(Verb::Plan(args)) => args.layers(&folder),
         _ => return Ok(()),
@@ -206,7 +209,9 @@ fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), place: &Plac
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let variables = variables.iter().filter_map(|variable| variable.split_once('='));
     let output = place.command(&args).envs(variables).output().unwrap();
-    assert!(output.status.success(), "{page}: `{shown}`\n{}", place.told(&output.stderr));
+    let errors = place.told(&output.stderr);
+    let is_plan = args[0] == "plan" && errors.contains("error: the plan does not fit\n");
+    assert!(output.status.success() || is_plan, "{page}: `{shown}`\n{errors}");
     if let Some(file) = file {
         fs::write(place.path(file), &output.stdout).unwrap();
     }
@@ -265,7 +270,7 @@ fn every_command_works() {
     docs/processors.md: 1 run, 0 parsed, 0 of other programs
     docs/profiling.md: 2 run, 1 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
-    docs/recipes.md: 7 run, 0 parsed, 0 of other programs
+    docs/recipes.md: 8 run, 0 parsed, 0 of other programs
     docs/reliability.md: 0 run, 0 parsed, 4 of other programs
     docs/sizing.md: 10 run, 0 parsed, 0 of other programs
     ");
@@ -331,6 +336,24 @@ fn every_test_that_shows_a_promise_is_there() {
         tests += in_row;
     }
     assert!(tests >= 60, "{tests}");
+}
+
+/// README asks what its rows train: each prompt of a command is the prompt of a row, to the last character.
+#[test]
+fn the_prompts_of_readme_are_those_of_its_rows() {
+    let blocks = blocks(&root().join("README.md"));
+    let rows = blocks.iter().find(|block| block.name.as_deref() == Some("rows.jsonl")).unwrap();
+    let prompt = |row: &String| serde_json::from_str::<serde_json::Value>(row).unwrap()["prompt"].clone();
+    let trained: Vec<_> = rows.lines.iter().map(prompt).collect();
+    let console = blocks.iter().filter(|block| block.language == "console");
+    let commands: Vec<_> = console.flat_map(commands).map(|(words, _)| words).collect();
+    let asked = |words: &Vec<String>| {
+        let at = words.iter().position(|word| word == "--prompt" || word == "-p")?;
+        Some(words[at + 1].clone())
+    };
+    let asked: Vec<String> = commands.iter().filter_map(asked).collect();
+    assert_eq!(asked.len(), 2, "generate and llama-cli");
+    assert!(asked.iter().all(|prompt| trained.iter().any(|row| row == prompt)), "{asked:?} of {trained:?}");
 }
 
 #[test]

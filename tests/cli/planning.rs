@@ -290,7 +290,7 @@ fn runs_keep_to_the_memory_of_their_plan() {
         let (peak, done) = peak(&mut train(&place, &format!("out{i}"), &keys, ranks));
         let told = place.told(&done.stderr);
         assert!(done.status.success(), "{told}");
-        let planned = bytes(between(&told, "\nmemory: ", " predicted"));
+        let planned = bytes(between(between(&told, "\npeak memory ", "\n"), " (", " planned"));
         let least = if shape.contains(&"parallel.offload=params") { 0.1 } else { 0.05 };
         if (peak / planned - 1.0).abs() > least {
             let line = between(&told, "memory of a step: ", "\n");

@@ -37,8 +37,39 @@ pub(crate) fn shapes() -> Place {
 pub(crate) fn plan(place: &Place, model: &str, more: &[&str]) -> Value {
     let args = [&["plan", "--quiet", "--json", "--model", model], more].concat();
     let output = place.command(&args).output().unwrap();
-    assert!(output.status.success(), "{args:?}: {}", place.told(&output.stderr));
-    serde_json::from_slice(&output.stdout).unwrap()
+    let told = place.told(&output.stderr);
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{args:?}: {told}"));
+    // A plan that does not fit is printed, too, and a script sees it by the exit code.
+    assert_eq!(output.status.code(), Some(i32::from(plan["fits"] == false)), "{args:?}: {told}");
+    assert_eq!(told.contains("error: the plan does not fit\n"), plan["fits"] == false, "{told}");
+    plan
+}
+
+#[test]
+fn a_plan_is_short_with_the_answer_first() {
+    let place = shapes();
+    let plan = |more: &[&str]| {
+        let args = [&["plan", "--quiet", "--model", "1B"], more].concat();
+        let output = place.command(&args).output().unwrap();
+        (output.status.code(), place.told(&output.stdout), place.told(&output.stderr))
+    };
+    let (code, text, errors) = plan(&["--on", "H100-80GB", "--price", "2/h", "--set", "train.max_steps=10"]);
+    assert_eq!((code, errors.as_str()), (Some(0), ""));
+    assert!(text.starts_with("fits: ") && text.lines().count() <= 7, "{text}");
+    assert!(text.contains("\n10 steps take ") && text.contains("; cost 0."), "{text}");
+    let (code, text, errors) = plan(&["--on", "4090"]);
+    assert_eq!(code, Some(1), "{errors}");
+    assert!(text.starts_with("does NOT fit: ") && text.contains("\nthis fits: "), "{text}");
+    assert!(
+        errors.starts_with("error: the plan does not fit\n") && errors.contains("hint: this fits: "),
+        "{errors}"
+    );
+    // The way that it names fits.
+    let way = errors.split('`').nth(1).unwrap();
+    let flags: Vec<&str> = way.split(' ').collect();
+    assert_eq!(plan(&[&["--on", "4090"], &flags[..]].concat()).0, Some(0), "{way}");
+    let (_, full, _) = plan(&["--on", "4090", "--full"]);
+    assert!(full.contains("rules of thumb") && full.lines().count() > 20, "{full}");
 }
 
 fn gigabytes(value: &Value) -> f64 {
@@ -126,7 +157,7 @@ fn a_70b_base_in_4_bits_is_35_gigabytes() {
 fn a_70b_folder_is_planned_in_little_memory() {
     let place = shapes();
     write_headers(&place.path("70B"));
-    let args = ["plan", "--model", "70B", "--recipe", "qlora", "--on", "8xH100-80GB", "--quiet"];
+    let args = ["plan", "--full", "--model", "70B", "--recipe", "qlora", "--on", "8xH100-80GB", "--quiet"];
     let (bytes, done) = peak(&mut place.command(&args));
     assert!(done.status.success(), "{}", place.told(&done.stderr));
     assert!((1e6..48e6).contains(&bytes), "{bytes}");
@@ -232,7 +263,8 @@ fn a_calibration_is_of_the_device_that_is_planned() {
         ),
         (&["--on", "4090", "--calibration", "bf16.json"], "measured on a processor, "),
     ] {
-        let output = place.command(&[&["plan", "--model", "model"], more].concat()).output().unwrap();
+        let output =
+            place.command(&[&["plan", "--full", "--model", "model"], more].concat()).output().unwrap();
         let told = place.told(&output.stderr);
         assert!(!output.status.success() && told.contains(why) && told.contains("hint:"), "{more:?}: {told}");
     }
@@ -243,9 +275,11 @@ fn a_calibration_is_of_the_device_that_is_planned() {
 fn what_a_plan_takes_for_granted_is_said() {
     let place = shapes();
     let told = |more: &[&str]| {
-        let output = place.command(&[&["plan", "--model", "1B"], more].concat()).output().unwrap();
-        assert!(output.status.success(), "{}", place.told(&output.stderr));
-        (place.told(&output.stdout), place.told(&output.stderr))
+        let output = place.command(&[&["plan", "--full", "--model", "1B"], more].concat()).output().unwrap();
+        let errors = place.told(&output.stderr);
+        let is_made = output.status.success() || errors.contains("error: the plan does not fit\n");
+        assert!(is_made, "{errors}");
+        (place.told(&output.stdout), errors)
     };
     let reason = "splits over the ranks are compared by time";
     assert!(told(&["--ranks", "2"]).0.contains(reason) && !told(&["--ranks", "1"]).0.contains(reason));
@@ -302,8 +336,10 @@ fn what_fits_is_no_more_than_the_room() {
     let said = plan(&place, "7B", &small);
     assert_eq!(said["fits"], false);
     assert!(said["bytes"].as_u64() <= said["budget"].as_u64());
-    let output =
-        place.command(&[&["plan", "--model", "7B", "--quiet"], &small[..]].concat()).output().unwrap();
+    let output = place
+        .command(&[&["plan", "--full", "--model", "7B", "--quiet"], &small[..]].concat())
+        .output()
+        .unwrap();
     let told = String::from_utf8(output.stdout).unwrap();
     assert!(
         told.contains("its host has 7.20 GB for each rank, and ") && told.contains("that does NOT fit"),
@@ -348,8 +384,10 @@ fn splits_are_all_listed() {
                 == (&json!(tensor), &json!(pipeline), &json!(data), &json!(1), &json!(1))
         };
         assert!(splits.iter().any(|split| is_it(&split)), "{on}: {} splits", splits.len());
-        let output =
-            place.command(&[&["plan", "--model", "175B", "--quiet"], &args[..]].concat()).output().unwrap();
+        let output = place
+            .command(&[&["plan", "--full", "--model", "175B", "--quiet"], &args[..]].concat())
+            .output()
+            .unwrap();
         let more = format!("and {} more, which `--json` lists", splits.len() - 8);
         assert!(String::from_utf8(output.stdout).unwrap().contains(&more), "{more}");
     }
@@ -407,7 +445,7 @@ fn what_cannot_be_planned_is_one_error() {
         (&["--on", "4090", "--set", "data.max_seq_len=-1"], "data.max_seq_len"),
     ];
     for (more, why) in cases {
-        let output = place.command(&[&["plan", "--model", "8B"], more].concat()).output().unwrap();
+        let output = place.command(&[&["plan", "--full", "--model", "8B"], more].concat()).output().unwrap();
         let told = place.told(&output.stderr);
         assert!(!output.status.success() && told.contains(why), "{more:?}: {told}");
         assert_eq!(told.matches("error: ").count(), 1, "{told}");

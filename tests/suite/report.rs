@@ -493,7 +493,7 @@ fn the_card_says_what_was_measured() {
         "| perplexity | 7.3891 | 2.7183 |",
         "| exact match | – | 87.5 % |",
         "| `rows.jsonl` | 80 | training |",
-        "finetune generate --model org/name --adapter . --prompt",
+        "finetune generate --model org/name --adapter . --chat",
         "from_pretrained(\"org/name\", revision=\"abc123\")",
         "````toml\n[adapter]\nkind = \"lora\"\n# ```\n````\n",
     ] {
@@ -511,7 +511,7 @@ fn a_card_on_a_builtin_base_says_what_works() {
     assert!(!text.contains("from_pretrained(\"builtin:"), "{text}");
     for wanted in [
         "An adapter in PEFT's layout for `builtin:quickstart`, a model inside the `finetune` binary, trained by",
-        "finetune generate --model builtin:quickstart --adapter . --prompt \"...\"\n",
+        "finetune generate --model builtin:quickstart --adapter . --chat\n",
         "finetune merge --model builtin:quickstart --adapter . --output merged\n",
         "AutoModelForCausalLM.from_pretrained(\"merged\")\n",
     ] {

@@ -1,0 +1,54 @@
+//! The base model of an adapter, for verbs where `--model` is left out.
+
+use std::path::Path;
+
+use crate::adapter::{self, AdapterConfig};
+use crate::error::{Error, Result};
+use crate::recipe::DataSource;
+use crate::report::Terminal;
+use crate::setup::Resolver;
+
+/// The model of a verb as its flag would name it: that of `--model`, else the base that the adapter's
+/// adapter_config.json names, which the terminal is told. Relative paths start at `folder`.
+///
+/// # Errors
+/// The user's: neither is given; the adapter names no base, or one that cannot be found.
+pub(super) fn model_or_base(
+    model: Option<&str>,
+    adapter: Option<&str>,
+    folder: &Path,
+    finder: &Resolver<'_>,
+    terminal: &Terminal,
+) -> Result<String> {
+    if let Some(model) = model {
+        return Ok(model.to_owned());
+    }
+    let Some(adapter) = adapter else {
+        return Err(Error::user("no model is named").hint("add `--model MODEL`"));
+    };
+    let found = finder.adapter(&DataSource::from_argument("--adapter", adapter, folder)?)?.folder;
+    let base = named_in(&found).map_err(|error| {
+        error
+            .during(format!("cannot find the model of adapter {adapter}"))
+            .hint("add `--model MODEL`, the model that the adapter was trained on")
+    })?;
+    terminal.line(format!("model {base}, which the adapter names"));
+    Ok(base)
+}
+
+/// The base that adapter_config.json in `adapter` names, found on this machine or to be found on the hub.
+fn named_in(adapter: &Path) -> Result<String> {
+    let config = AdapterConfig::read(adapter)?;
+    let name = adapter::CONFIG_FILE;
+    let base = config.base_model_name_or_path.filter(|base| !base.is_empty());
+    let Some(base) = base else {
+        return Err(Error::user(format!("{name} has no `base_model_name_or_path`")));
+    };
+    // A relative path of another program: from the adapter on, where nothing of that name is here.
+    let beside = adapter.join(&base);
+    let here =
+        if !Path::new(&base).exists() && beside.is_dir() { beside.display().to_string() } else { base };
+    DataSource::from_argument("", &here, Path::new(""))
+        .map(|source| source.to_string())
+        .map_err(|_| Error::user(format!("{name} names {here} as its base, and there is no such folder")))
+}

@@ -1,0 +1,52 @@
+//! A model with its adapter, for verbs that compute with both.
+
+use std::path::Path;
+
+use crate::error::Result;
+use crate::recipe::{DataSource, Recipe};
+use crate::report::Terminal;
+use crate::setup::{AdapterSetup, BaseComparison, BaseModel, DatasetLoader, Resolver};
+
+/// A model with its adapter, found and understood, not yet loaded.
+pub(super) struct Opened {
+    pub(super) base: BaseModel,
+    pub(super) adapter_setup: Option<AdapterSetup>,
+    pub(super) rows: DatasetLoader,
+    /// The comparison with the model that the adapter was trained on, to be finished when the weights are loaded.
+    pub(super) comparison: Option<BaseComparison>,
+}
+
+impl Opened {
+    /// Finds the model of `recipe` and `adapter`, as it stands on the command line, relative to `folder`; `force_base`
+    /// takes a model that the adapter was not trained on, which the terminal is told.
+    ///
+    /// # Errors
+    /// The user's: one of them cannot be found or used, or they do not go together.
+    pub(super) fn find(
+        recipe: &Recipe,
+        adapter: Option<&str>,
+        folder: &Path,
+        finder: &Resolver<'_>,
+        (terminal, force_base): (&Terminal, bool),
+    ) -> Result<Self> {
+        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        let adapter =
+            adapter.map(|adapter| DataSource::from_argument("--adapter", adapter, folder)).transpose()?;
+        let (adapter_setup, comparison) = match adapter {
+            Some(source) => {
+                let folder = finder.adapter(&source)?.folder;
+                base.adopt(&folder)?;
+                let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
+                let comparison = base.check_adapter(&folder, recipe.train.seed, force_base, terminal)?;
+                (Some(adapter_setup), Some(comparison))
+            }
+            None => (None, None),
+        };
+        let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        let mut data = recipe.data.clone();
+        data.fit_positions(base.config.max_position_embeddings);
+        let rows = base.dataset_loader(tokenizer, &data)?;
+        rows.warnings().iter().for_each(|text| terminal.warn(text));
+        Ok(Opened { base, adapter_setup, rows, comparison })
+    }
+}

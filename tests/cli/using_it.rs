@@ -1,0 +1,217 @@
+//! The command line as people use it: verbs, common settings as flags, words of other trainers, `--resume` alone, a model
+//! that the adapter names.
+
+use std::path::Path;
+
+use crate::place::{Place, lora};
+
+/// Exit code, standard output and standard error of a command.
+fn told(place: &Place, args: &[&str]) -> (i32, String, String) {
+    let output = place.command(args).output().unwrap();
+    let (out, err) = (place.told(&output.stdout), place.told(&output.stderr));
+    (output.status.code().unwrap(), out, err)
+}
+
+/// The standard output of a command that must succeed.
+fn done(place: &Place, args: &[&str]) -> String {
+    let (code, out, err) = told(place, args);
+    assert_eq!(code, 0, "{args:?}\n{err}");
+    out
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap()
+}
+
+#[test]
+fn train_and_help_are_verbs() {
+    let place = Place::new();
+    let dry = |verb: &[&'static str]| done(&place, &[verb, &lora(&["--dry-run"])].concat());
+    assert_eq!(dry(&["train"]), dry(&[]));
+    let (code, _, help) = told(&place, &["train"]);
+    assert!(code == 2 && help.contains("Usage: finetune train [OPTIONS]"), "{help}");
+    assert_eq!(done(&place, &["help"]), done(&place, &["--help"]));
+    assert_eq!(done(&place, &["help", "plan"]), done(&place, &["plan", "--help"]));
+    assert_eq!(done(&place, &["help", "train"]), done(&place, &["train", "--help"]));
+}
+
+#[test]
+fn common_settings_are_flags() {
+    let place = Place::new();
+    let resolved = |more: &[&'static str]| {
+        let args = ["--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora", "--dry-run"];
+        done(&place, &[&args, more].concat())
+    };
+    let flags =
+        ["--lr", "3e-4", "--epochs", "2", "--batch", "4", "--seq-len", "128", "--lora-r", "8", "--seed", "7"];
+    let recipe = resolved(&flags);
+    for line in [
+        "learning_rate = 0.0003",
+        "epochs = 2.0",
+        "micro_batch_size = 4",
+        "max_seq_len = 128",
+        "r = 8",
+        "seed = 7",
+    ] {
+        assert!(recipe.lines().any(|l| l == line), "no {line} in\n{recipe}");
+    }
+    assert!(resolved(&["--steps", "3"]).contains("max_steps = 3"));
+    assert!(resolved(&["--batch", "auto"]).contains("micro_batch_size = "));
+    // `--set` wins, and what is wrong is told of the flag.
+    assert!(
+        resolved(&["--lr", "3e-4", "--set", "optimizer.learning_rate=5e-4"])
+            .contains("learning_rate = 0.0005")
+    );
+    let refused = |more: &[&'static str]| told(&place, &lora(more)).2;
+    assert!(refused(&["--lr", "fast"]).contains("--lr: `optimizer.learning_rate` is \"fast\""));
+    assert!(refused(&["--lr", "-1"]).contains("--lr: `optimizer.learning_rate` is -1"));
+    assert!(refused(&["--steps", "3", "--epochs", "2"]).contains("cannot be used with"));
+    // A length in epochs counts over the steps of a recipe.
+    place.write("steps.toml", "[train]\nmax_steps = 3\n[optimizer]\nlearning_rate = 1e-3\n");
+    let args = ["--model", "model", "--dataset", "rows.jsonl", "--recipe", "steps.toml", "--dry-run"];
+    assert!(done(&place, &args).contains("max_steps = 3"));
+    assert!(!done(&place, &[&args[..], &["--epochs", "2"]].concat()).contains("max_steps"));
+}
+
+#[test]
+fn flags_of_other_trainers_lead_to_ours() {
+    let place = Place::new();
+    for (typed, wanted) in [
+        (&["--learning_rate", "1e-4"][..], "write `--lr VALUE` or `--set optimizer.learning_rate=VALUE`"),
+        (&["train", "--num_train_epochs=3"], "write `--epochs VALUE` or `--set train.epochs=VALUE`"),
+        (
+            &["--per_device_train_batch_size", "4"],
+            "write `--batch VALUE` or `--set train.micro_batch_size=VALUE`",
+        ),
+        (&["--output_dir", "x"], "write `--output DIR`"),
+        (&["--model_name_or_path", "x"], "write `--model MODEL`"),
+        (&["--warmup-ratio", "0.1"], "write `--set scheduler.warmup_ratio=VALUE`"),
+    ] {
+        let (code, _, err) = told(&place, typed);
+        assert!(code == 2 && err.contains(wanted) && err.matches("tip:").count() == 1, "{typed:?}\n{err}");
+    }
+    let (_, _, err) = told(&place, &["merge", "--learning_rate", "1"]);
+    assert!(!err.contains("--lr"), "{err}");
+}
+
+#[test]
+fn words_of_other_trainers_lead_to_ours_in_recipes() {
+    let place = Place::new();
+    let refused = |text: &str| {
+        place.write("r.toml", text);
+        let (code, _, err) = told(&place, &["--recipe", "r.toml", "--dry-run"]);
+        assert_eq!(code, 1, "{err}");
+        err
+    };
+    for (text, wanted) in [
+        ("[lora]\nr = 8\n", "write `[adapter]`"),
+        ("[model]\ntorch_dtype = \"bfloat16\"\n", "write `dtype`"),
+        ("[model]\ndtype = \"bfloat16\"\n", "write `dtype = \"bf16\"`"),
+        ("[model]\ndtype = \"float16\"\n", "computing in f16 is not available"),
+        ("[model]\nattention = \"sdpa\"\n", "write `attention = \"flash\"`"),
+        ("[scheduler]\nkind = \"wsd\"\n", "write `kind = \"warmup_stable_decay\"`"),
+        ("[optimizer]\nkind = \"adamw_8bit\"\n", "write `kind = \"adamw\"` and `state = \"int8\"`"),
+        ("[quantization]\nkind = \"int4\"\n", "write `kind = \"nf4\"` (or \"fp4\") for 4 bits"),
+        ("[train]\nnum_train_epochs = 3\n", "write `epochs`"),
+    ] {
+        let err = refused(text);
+        assert!(err.contains(wanted), "{text}\n{err}");
+    }
+    let yaml = refused("# axolotl\nbase_model: x\nlearning_rate: 1e-4\nadapter: lora\n");
+    assert!(yaml.contains("r.toml: this is YAML, and recipes are TOML"), "{yaml}");
+    assert!(!yaml.contains("not TOML"), "{yaml}");
+    assert!(refused("{\"model\": 1}\n").contains("this is JSON, and recipes are TOML"));
+}
+
+#[test]
+fn resume_alone_takes_everything_from_the_folder() {
+    let place = Place::new();
+    let saves = ["--set", "checkpoint.save_steps=2", "--eval-dataset", "rows.jsonl"];
+    done(&place, &lora(&saves));
+    // Four steps more, whatever names the folder; flags on top win.
+    for (args, steps) in [
+        (&["--resume", "--output", "out", "--steps", "6"][..], 6),
+        (&["--resume", "out", "--steps", "8"], 8),
+        (&["train", "--resume", "out/checkpoint-8", "--set", "train.max_steps=10"], 10),
+    ] {
+        done(&place, args);
+        let lines = read(&place.path("out/metrics.jsonl"));
+        let last = lines.lines().rfind(|line| line.contains("\"loss\"")).unwrap();
+        assert!(last.contains(&format!("\"step\":{steps},")), "{last}");
+    }
+    let (code, _, err) = told(&place, &["--resume", "--output", "nothing"]);
+    assert_eq!(code, 1);
+    assert!(err.contains("there is no nothing/recipe.toml, which every run leaves"), "{err}");
+    // One sentence about a folder that is no run's.
+    std::fs::create_dir(place.path("foreign")).unwrap();
+    place.write("foreign/notes", "mine");
+    let (code, _, err) = told(&place, &[&lora(&["--resume"])[..], &["--output", "foreign"]].concat());
+    assert!(code != 0 && !err.contains("starting from the beginning"), "{err}");
+}
+
+#[test]
+fn a_recipe_of_two_ranks_repeats_and_resumes_on_one() {
+    let place = Place::new();
+    let more =
+        ["--ranks", "2", "--set", "checkpoint.save_steps=2", "--set", "train.gradient_accumulation_steps=1"];
+    done(&place, &lora(&more));
+    let recipe = read(&place.path("out/recipe.toml"));
+    assert!(recipe.starts_with("# Trained by 2 ranks with strategy \"ddp\"."), "{recipe}");
+    assert!(recipe.contains("strategy = \"auto\""), "{recipe}");
+    done(&place, &["--resume", "--output", "out", "--steps", "6"]);
+    done(&place, &["--recipe", "out/recipe.toml", "--output", "again"]);
+}
+
+#[test]
+fn names_without_an_owner_are_paths() {
+    let place = Place::new();
+    let online = |args: &[&str]| {
+        // A hub that nobody answers for: it must not be asked.
+        let mut command = place.command(args);
+        command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", "http://127.0.0.1:9");
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        place.told(&output.stderr)
+    };
+    let eval = |data: &'static str| ["eval", "--model", "model", "--dataset", data];
+    for (args, wanted) in [
+        (&["inspect", "nope"][..], "there is no file or folder [DIR]/nope"),
+        (&eval("nope"), "--dataset: there is no file or folder [DIR]/nope"),
+        (&eval("nope.jsonl"), "--dataset: there is no [DIR]/nope.jsonl"),
+        (&eval("data.xlsx"), "--dataset: there is no"),
+        (&["data", "--model", "nope", "--dataset", "rows.jsonl"], "--model: there is no file or folder"),
+    ] {
+        let told = online(args);
+        assert!(told.contains(wanted) && !told.contains("trying again"), "{args:?}\n{told}");
+    }
+}
+
+#[test]
+fn the_adapter_names_its_model() {
+    let place = Place::new();
+    done(&place, &lora(&[]));
+    let adapter = ["--adapter", "out"];
+    let with = |args: &[&'static str]| done(&place, &[args, &adapter].concat());
+    let prompt = ["generate", "--prompt", "the island", "--max-new-tokens", "4"];
+    assert_eq!(with(&prompt), with(&[&prompt[..], &["--model", "model"]].concat()));
+    assert!(with(&["eval", "--dataset", "rows.jsonl"]).contains("loss"));
+    with(&["merge", "--output", "merged"]);
+    with(&["export", "--format", "gguf", "--output", "adapter.gguf"]);
+    let (_, _, err) = told(&place, &[&prompt[..], &adapter].concat());
+    assert!(err.contains("model [DIR]/model, which the adapter names"), "{err}");
+    // Where it names none, or one that is gone.
+    let config = read(&place.path("out/adapter_config.json"));
+    std::fs::rename(place.path("model"), place.path("moved")).unwrap();
+    let (code, _, err) = told(&place, &[&prompt[..], &adapter].concat());
+    assert_eq!(code, 1);
+    assert!(
+        err.contains("cannot find the model of adapter out") && err.contains("add `--model MODEL`"),
+        "{err}"
+    );
+    let real = place.path("model").display().to_string();
+    place.write("out/adapter_config.json", &config.replace(&format!("\"{real}\""), "null"));
+    let (code, _, err) = told(&place, &[&prompt[..], &adapter].concat());
+    assert!(code == 1 && err.contains("has no `base_model_name_or_path`"), "{err}");
+    let (code, _, err) = told(&place, &prompt);
+    assert!(code == 2 && err.contains("--model"), "{err}");
+}
