@@ -17,7 +17,7 @@ use crate::run::report_page::PlannedProcess;
 use crate::run::showcase::Showcase;
 use crate::run::smaller_micro_batch::TooLarge;
 use crate::run::train::TrainRun;
-use crate::run::train_plan::plan_of;
+use crate::run::train_plan::{check_learns, plan_of};
 use crate::run::{alarms, restarts, signals};
 
 /// Trains the model of a recipe.
@@ -93,14 +93,6 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     (is_free && is_alone).then(smaller).flatten().map(Some).ok_or(error)
 }
 
-/// Refuses a run that learns nothing. The first process looks for ends of answers that the run cannot learn, and warns.
-fn check_learns(plan: &Plan, first: bool, terminal: &Terminal) -> Result<()> {
-    if first {
-        plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
-    }
-    plan.check_learns()
-}
-
 /// Says that the run of `plan` has left its result, and how to get what it may lack: a run that was killed during its last
 /// evaluation has no figures of the end.
 fn say_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal) {
@@ -142,9 +134,7 @@ fn say(plan: &Plan, terminal: &Terminal) {
     let commit = plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
     terminal.line(format!("model {}{commit}", plan.base.found.id));
     terminal.line(format!("data: {}", plan.train.0.report()));
-    if let Some((held_out, _)) = &plan.held_out {
-        terminal.line(format!("held out: {}", held_out.report()));
-    }
+    plan.held_out_report().iter().for_each(|report| terminal.line(format!("held out: {report}")));
     plan.rows.warnings().iter().for_each(|text| terminal.warn(text));
     say_without_kernels(terminal, &plan.engine, &plan.base.config);
     terminal.line(plan.describe());

@@ -50,17 +50,26 @@ impl Plan {
         found.into_iter().flatten().chain(self.long_warm_up_ratio()).collect()
     }
 
-    /// A learning rate far above the usual one. A model from random weights, or the small one of the quickstart, has
-    /// another.
-    fn high_learning_rate(&self) -> Option<String> {
+    /// The learning rate, how many times the usual one it is, and the usual one of the method, where it is far above that. A
+    /// model from random weights, or the small one of the quickstart, has another.
+    pub(crate) fn unusual_rate(&self) -> Option<(f64, f64, f64)> {
         let model = &self.recipe.model;
         if model.init == ModelInit::Random || matches!(model.id, Some(DataSource::Builtin(_))) {
             return None;
         }
-        let [adapter, full] = USUAL_RATES;
-        let (usual, method) =
-            if self.adapter_setup.is_some() { (adapter, "an adapter") } else { (full, "all weights") };
-        high_rate(self.recipe.optimizer.learning_rate?, usual, method)
+        high_rate(
+            self.recipe.optimizer.learning_rate?,
+            USUAL_RATES[usize::from(self.adapter_setup.is_none())],
+        )
+    }
+
+    fn high_learning_rate(&self) -> Option<String> {
+        let (rate, times, usual) = self.unusual_rate()?;
+        let method = if self.adapter_setup.is_some() { "an adapter" } else { "all weights" };
+        Some(format!(
+            "the learning rate {rate:e} is {times:.0} times the usual for {method}, {usual:e}: the loss may rise instead of \
+             fall; write `optimizer.learning_rate = {usual:e}`, or watch the held-out loss"
+        ))
     }
 
     /// A rank above the smaller side of a weight.
@@ -126,16 +135,11 @@ impl Plan {
     }
 }
 
-/// The warning of a learning rate of at least ten times the `usual` one of `method`.
-fn high_rate(rate: f64, usual: f64, method: &str) -> Option<String> {
+/// A learning rate with its multiple of the `usual` one, and that, where it is at least ten times as high.
+fn high_rate(rate: f64, usual: f64) -> Option<(f64, f64, f64)> {
     let times = rate / usual;
     // A hair less, so that 2e-3 is ten times 2e-4.
-    (times > UNUSUAL_TIMES - 1e-9).then(|| {
-        format!(
-            "the learning rate {rate:e} is {times:.0} times the usual for {method}, {usual:e}: the loss may rise instead of \
-             fall; write `optimizer.learning_rate = {usual:e}`, or watch the held-out loss"
-        )
-    })
+    (times > UNUSUAL_TIMES - 1e-9).then_some((rate, times, usual))
 }
 
 #[cfg(test)]
@@ -144,9 +148,9 @@ mod tests {
 
     #[test]
     fn a_learning_rate_of_ten_times_the_usual_is_said() {
-        let said = high_rate(2e-3, 2e-4, "an adapter").expect("ten times");
-        assert!(said.contains("the learning rate 2e-3 is 10 times the usual for an adapter, 2e-4"), "{said}");
-        assert!(high_rate(1.9e-3, 2e-4, "an adapter").is_none());
-        assert!(high_rate(2e-4, 2e-5, "all weights").is_some());
+        let (rate, times, usual) = high_rate(2e-3, 2e-4).expect("ten times");
+        assert_eq!((rate, times.round(), usual), (2e-3, 10.0, 2e-4));
+        assert!(high_rate(1.9e-3, 2e-4).is_none());
+        assert!(high_rate(2e-4, 2e-5).is_some());
     }
 }

@@ -12,9 +12,21 @@ impl Plan {
         let held_out = self.held_out.as_ref().map(|(held_out, _)| held_out);
         let data = [Some(&self.train.0), held_out].into_iter().flatten();
         let schedule = self.schedule().ok().and_then(|schedule| short_warm_up(&schedule));
-        let alike = held_out.and_then(|held_out| rows_in_both(&self.train.0, held_out));
-        let rows = data.filter_map(|data| self.long_rows(data)).chain(alike);
-        rows.chain(schedule).chain(self.unusual_settings()).collect()
+        data.filter_map(|data| self.long_rows(data)).chain(schedule).chain(self.unusual_settings()).collect()
+    }
+
+    /// The report on the held-out rows, if there are any. A loss on training rows says how well they are remembered, so these
+    /// are counted.
+    pub fn held_out_report(&self) -> Option<String> {
+        let (held_out, _) = self.held_out.as_ref()?;
+        let report = held_out.report();
+        Some(match held_out.count_alike(&self.train.0) {
+            (0, _) => report.to_string(),
+            (alike, all) => format!(
+                "{report}\nwarning: {alike} of {all} held-out rows are training rows, too, but for case, spaces and \
+                 punctuation: their loss says how well they are remembered, not what was learned"
+            ),
+        })
     }
 
     /// Rows with more tokens than the model has positions for.
@@ -28,17 +40,6 @@ impl Plan {
         let shorter = (positions >= LEAST_SEQ_LEN).then(|| format!("write `data.max_seq_len = {positions}`"));
         beyond_positions(config, *long.iter().max()?, &rows, shorter.as_deref())
     }
-}
-
-/// A warning that rows held out are training rows, too: a loss on them says how well they are remembered.
-fn rows_in_both(train: &Dataset, held_out: &Dataset) -> Option<String> {
-    let (alike, all) = held_out.count_alike(train);
-    (alike > 0).then(|| {
-        format!(
-            "{alike} of {all} held-out rows are training rows, too, but for case, spaces and punctuation: their loss says \
-             how well they are remembered, not what was learned"
-        )
-    })
 }
 
 /// A warning that `sequences` ("3 rows have"), the longest of `longest` tokens, have more than the model has positions for,

@@ -17,10 +17,6 @@ use crate::units;
 const SAME: f64 = 0.001;
 /// Characters of a prompt in a command, at most.
 const PROMPT: usize = 60;
-/// Learning rates that are usual for an adapter, and for all weights.
-const USUAL_RATES: [f64; 2] = [2e-4, 2e-5];
-/// Times the usual rate from which on the rate is named as a cause.
-const TOO_FAST: f64 = 10.0;
 
 impl TrainRun<'_> {
     /// The end of a run that was asked to stop, which is no failure: where it is saved, and the command to go on with.
@@ -91,10 +87,7 @@ fn verdict(plan: &Plan, summary: &RunSummary) -> String {
 
 /// The plain cause of a loss that grew to `after`, if there is one.
 fn cause(plan: &Plan, summary: &RunSummary, after: f64) -> Option<String> {
-    let rate = plan.recipe.optimizer.learning_rate?;
-    let usual = USUAL_RATES[usize::from(plan.adapter_setup.is_none())];
-    let times = rate / usual;
-    if times >= TOO_FAST {
+    if let Some((rate, times, usual)) = plan.unusual_rate() {
         return Some(format!(
             "the learning rate of {rate} is {times:.0} times the usual {usual:e}: try `--lr {usual:e}`"
         ));
@@ -115,11 +108,9 @@ fn next_commands(plan: &Plan, place: &Path) -> Vec<String> {
     let flag = if is_adapter { "--adapter" } else { "--model" };
     let result = quoted_for_shell(&place.display().to_string());
     let beside = |end: &str| quoted_for_shell(&free_name(place, end));
-    let own_template = plan.recipe.data.chat_template.is_some() && is_chat(plan);
     let recipe = quoted_for_shell(&place.join(RECIPE).display().to_string());
-    let template = if own_template { format!(" --recipe {recipe}") } else { String::new() };
     let input = if is_chat(plan) { "--chat".to_owned() } else { format!("--prompt {}", prompt(plan)) };
-    let mut commands = vec![format!("finetune generate {flag} {result}{template} {input}")];
+    let mut commands = vec![format!("finetune generate {flag} {result} {input}")];
     let mut model = result.clone();
     if is_adapter {
         model = beside("-merged");

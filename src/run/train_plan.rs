@@ -42,6 +42,17 @@ pub(crate) fn plan_of(
     Ok(plan)
 }
 
+/// Refuses a run that learns nothing. The first process looks for ends of answers that the run cannot learn, and warns.
+///
+/// # Errors
+/// As [`Plan::check_learns`] and [`Plan::unlearnable_ends`].
+pub(crate) fn check_learns(plan: &Plan, first: bool, terminal: &Terminal) -> Result<()> {
+    if first {
+        plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
+    }
+    plan.check_learns()
+}
+
 /// The moment that rank 0 took for the chat template, for all processes; `own` where there is one process.
 fn agree_on_date(ranks: &RankSetup, own: DateTime<FixedOffset>) -> Result<DateTime<FixedOffset>> {
     let agreed = ranks.agree("the date of the chat template", || Ok(date_text(own).into_bytes()))?;

@@ -122,7 +122,7 @@ fn what_a_source_says_wrongly_is_one_error() {
     ");
     assert_snapshot!(refused(&place, &[&data[..], &["odd.csv?weight=0"]].concat()), @r#"
     error: cannot use these settings
-      caused by: --dataset: `data.train` is ["odd.csv?weight=0"]: its `weight` is not accepted; accepted: a number above 0
+      caused by: --dataset: its `weight` is not accepted; accepted: a number above 0
     "#);
     assert_snapshot!(refused(&place, &[&data[..], &["odd.csv?completion=answer_text&prompt_template={ask"]].concat()), @r#"
     error: cannot use the data set [DIR]/odd.csv

@@ -46,7 +46,7 @@ fn two_signals_at_once_are_one() {
     let done = child.wait_with_output().unwrap();
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(85), "{said}");
-    assert!(said.contains("the run is saved in out/checkpoint-"), "{said}");
+    assert!(said.contains("as asked, saved in out/checkpoint-"), "{said}");
 }
 
 /// `ulimit -f` ends a process by SIGXFSZ, which says nothing.

@@ -156,7 +156,7 @@ fn rows_with_nothing_to_train_are_faults() {
     let long = r#"{"messages": [{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "x"}]}"#;
     let cut = DataOptions { max_seq_len: 20, ..DataOptions::default() };
     let why = load(&llama, "a.jsonl", long, &cut).unwrap_err();
-    assert!(why.contains("a.jsonl:1: there is no trained token in the first 20 of its "), "{why}");
+    assert!(why.contains("1 rows left out: their answer begins after data.max_seq_len tokens"), "{why}");
     for row in [r#"{"text": ""}"#, r#"{"prompt": "a", "completion": ""}"#] {
         assert!(load(&llama, "a.jsonl", row, &DataOptions::default()).unwrap_err().contains("empty"));
     }
