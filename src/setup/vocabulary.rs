@@ -3,7 +3,10 @@
 //! An adapter is of use only with the tokenizer and the chat template that it was trained with, which therefore lie in its
 //! folder and take the place of the model's. Embedding and head of the model grow by the rows that its files lack.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+
+use serde_json::{Map, Value};
 
 use super::base_model::BaseModel;
 use super::dataset::DatasetLoader;
@@ -11,7 +14,7 @@ use crate::adapter::SavedAdapter;
 use crate::data::{ChatTemplate, Tokenizer};
 use crate::error::{Error, Result};
 use crate::recipe::DataSection;
-use crate::weights::sidecar_files::TokenizerFiles;
+use crate::weights::sidecar_files::{TEMPLATE_FILE, TOKENIZER_CONFIG, TokenizerFiles};
 
 impl BaseModel {
     /// Takes over what comes with the adapter in `folder`: its tokenizer, if there is one, and the number of tokens.
@@ -68,13 +71,23 @@ impl BaseModel {
         }
     }
 
-    /// The tokenizer that a run with `rows` leaves beside its weights.
+    /// The tokenizer that a run with `rows` leaves beside its weights. A template that the recipe gives is the only one there.
     pub(crate) fn result_tokenizer(&self, rows: &DatasetLoader) -> TokenizerFiles {
+        let mut changed: BTreeMap<String, String> = rows.tokenizer.changed_files().iter().cloned().collect();
         let given = rows.template.as_ref().and_then(ChatTemplate::given);
+        if let Some(template) = given {
+            let written = changed.get(TOKENIZER_CONFIG).and_then(|text| serde_json::from_str(text).ok());
+            let mut config: Map<String, Value> = written.unwrap_or_else(|| rows.tokenizer.config().clone());
+            // Not `remove`, which would move the last key to this one's place.
+            if config.shift_remove("chat_template").is_some() {
+                changed.insert(TOKENIZER_CONFIG.to_owned(), format!("{:#}\n", Value::Object(config)));
+            }
+            changed.insert(TEMPLATE_FILE.to_owned(), template.text.clone());
+        }
         TokenizerFiles {
             folder: self.tokenizer.clone(),
-            changed: rows.tokenizer.changed_files().to_vec(),
-            template: given.map(|template| template.text.clone()),
+            changed: changed.into_iter().collect(),
+            has_template: given.is_some(),
         }
     }
 }

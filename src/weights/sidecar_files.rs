@@ -35,11 +35,11 @@ const TOKENIZER_FILES: [&str; 6] = [
     "sentencepiece.bpe.model",
 ];
 /// The chat template of a folder, where it is a file of its own.
-const TEMPLATE_FILE: &str = "chat_template.jinja";
+pub const TEMPLATE_FILE: &str = "chat_template.jinja";
 /// Where transformers keeps named chat templates, one `.jinja` file each.
 const NAMED_TEMPLATES: &str = "additional_chat_templates";
 /// The settings of a tokenizer, which may hold its chat template, too.
-const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// The key of config.json that says how weights are quantized.
 pub const QUANTIZATION_CONFIG: &str = "quantization_config";
@@ -115,8 +115,8 @@ pub struct TokenizerFiles {
     pub folder: PathBuf,
     /// The files that take the place of those in the folder: names and texts.
     pub changed: Vec<(String, String)>,
-    /// The chat template in place of all that are there.
-    pub template: Option<String>,
+    /// True if a chat template is among these, as the only one.
+    pub has_template: bool,
 }
 
 impl TokenizerFiles {
@@ -126,7 +126,11 @@ impl TokenizerFiles {
     /// Storage: the folder cannot be read.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
         let found = facts(&folder.join(TOKENIZER_FILE))?.filter(|found| found.is_file());
-        Ok(found.map(|_| TokenizerFiles { folder: folder.to_owned(), changed: Vec::new(), template: None }))
+        Ok(found.map(|_| TokenizerFiles {
+            folder: folder.to_owned(),
+            changed: Vec::new(),
+            has_template: false,
+        }))
     }
 
     /// Writes it into the existing folder `to`, over what is there.
@@ -135,13 +139,10 @@ impl TokenizerFiles {
     /// Storage: reading or writing fails.
     pub fn write(&self, to: &Path) -> Result<()> {
         copy_tokenizer(&self.folder, to)?;
-        if self.template.is_none() {
+        if !self.has_template {
             copy_templates(&self.folder, to)?;
         }
-        self.changed.iter().try_for_each(|(name, text)| write::write_text(&to.join(name), text).map(drop))?;
-        let Some(template) = &self.template else { return Ok(()) };
-        write::write_text(&to.join(TEMPLATE_FILE), template)?;
-        without_template(&to.join(TOKENIZER_CONFIG))
+        self.changed.iter().try_for_each(|(name, text)| write::write_text(&to.join(name), text).map(drop))
     }
 }
 
@@ -190,24 +191,6 @@ fn copy_templates(from: &Path, to: &Path) -> Result<()> {
         for name in file_names(&templates)? {
             copy_file(&templates.join(&name), &copies.join(&name))?;
         }
-    }
-    Ok(())
-}
-
-/// Takes the chat template out of the tokenizer's settings at `path`, so that no program finds two.
-///
-/// # Errors
-/// Storage: reading or writing fails. The user's: they are no JSON object.
-fn without_template(path: &Path) -> Result<()> {
-    if facts(path)?.is_none() {
-        return Ok(());
-    }
-    let text = input_file::read("read", path)?;
-    let mut config: Map<String, Value> = serde_json::from_slice(&text)
-        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))?;
-    // Not `remove`, which would move the last key to this one's place.
-    if config.shift_remove("chat_template").is_some() {
-        write::write_text(path, &format!("{:#}\n", Value::Object(config)))?;
     }
     Ok(())
 }
