@@ -91,7 +91,7 @@ fn one_gpu(text: &str) -> Result<usize, String> {
 /// `finetune bench scaling`.
 #[derive(Debug, Clone, Args)]
 pub struct ScalingArgs {
-    /// What is trained.
+    /// The model, rows and recipe of the run.
     #[command(flatten)]
     pub run: RunArgs,
     /// Set one key of the recipe; wins over flags and recipe; may be repeated

@@ -17,7 +17,7 @@ const OUTPUT: &str = "out";
 /// Arguments of `finetune` without a verb, and of `finetune train`.
 #[derive(Debug, Clone, Args)]
 pub struct TrainArgs {
-    /// What is trained.
+    /// The model, rows and recipe of the run.
     #[command(flatten)]
     pub run: RunArgs,
     /// The same, held out for evaluation; may be repeated

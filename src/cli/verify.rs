@@ -20,7 +20,7 @@ Examples:
   finetune verify-resume --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl
   finetune verify-resume --recipe my.toml --gpus 0-3 --steps 20 --kills 5")]
 pub struct VerifyResumeArgs {
-    /// What is trained.
+    /// The model, rows and recipe of the run.
     #[command(flatten)]
     pub run: RunArgs,
     /// The same, held out for evaluation; may be repeated

@@ -58,12 +58,12 @@ pub enum Encoding {
     },
     /// Left out for its length.
     Dropped {
-        /// How many tokens it had.
+        /// The number of tokens that it had.
         was: usize,
     },
     /// Left out because its answer begins after `max_seq_len` tokens.
     CutAway {
-        /// How many tokens it had.
+        /// The number of tokens that it had.
         was: usize,
     },
     /// Left out because it is labelled as a bad answer.

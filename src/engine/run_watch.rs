@@ -186,7 +186,7 @@ impl RunWatch {
         self.dead.check(report.step, report.loss, report.grad_norm)
     }
 
-    /// What there is to say after an evaluation of the held-out rows.
+    /// The warning after an evaluation of the held-out rows, if there is one.
     pub(super) fn after_evaluation(&mut self, report: &EvalReport) -> Option<String> {
         self.held_out.after(report.step, report.eval_loss)
     }

@@ -460,7 +460,7 @@ impl TrainLoop<'_> {
     }
 }
 
-/// What all ranks know after a step.
+/// The facts that all ranks know after a step.
 struct StepAgreement {
     /// A signal has asked some rank to stop.
     asked_to_stop: bool,

@@ -1,7 +1,7 @@
 //! Chat templates inside the binary, by the names that the field knows them by.
 //!
-//! Each prints the turns of the models that made its name known, in text alone. All but "qwen" leave out the calls of tools,
-//! which is said of rows that have some.
+//! Each prints the turns of the models that made its name known, in text alone. All but "qwen" leave out the calls of tools;
+//! a warning counts the rows that have some.
 
 /// Names and texts: the files in `chat_templates/`.
 const NAMED: [(&str, &str); 9] = [

@@ -14,22 +14,6 @@ const OWN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_to
 
 const CHAT: &str = r#"{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "No"}]}"#;
 
-/// What the command `args` says, which must end well.
-fn said(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).output().unwrap();
-    let text = place.told(&[&output.stdout[..], &output.stderr].concat());
-    assert!(output.status.success(), "{args:?}\n{text}");
-    text
-}
-
-/// What the command `args` says, which must be refused.
-fn refused(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).output().unwrap();
-    let text = place.told(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{args:?}\n{text}");
-    text
-}
-
 /// The text of the chat by the template `name`, with ⟦ and ⟧ around what is trained.
 fn rendered(name: &str) -> String {
     let place = Place::new();
@@ -146,7 +130,7 @@ fn every_name_is_the_template_that_the_field_knows() {
 fn a_name_that_is_none_is_refused_with_the_names() {
     let place = Place::new();
     let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--set", "data.chat_template=chatlm"];
-    assert_snapshot!(refused(&place, &args), @r#"
+    assert_snapshot!(place.refused(&args), @r#"
     error: cannot use these settings
       caused by: --set data.chat_template=chatlm: `data.chat_template` is "chatlm": cannot read [DIR]/chatlm: No such file or directory (os error 2); accepted: Jinja text, a file that holds it, a name (chatml, llama3, gemma, mistral, phi, qwen, alpaca, vicuna, zephyr)
     "#);
@@ -170,7 +154,7 @@ fn train(place: &Place, recipe: &str, output: &str) {
         "out" => *arg = output,
         _ => {}
     });
-    let told = said(place, &args);
+    let told = place.said(&args);
     assert!(
         told.contains("has a chat template of its own, which is not used: they differ in line 1"),
         "{told}"
@@ -198,16 +182,16 @@ fn an_adapter_keeps_its_template_and_verbs_read_it() {
     let given = [&adapter[..], &["--set", "data.chat_template=own.jinja"]].concat();
     assert_eq!(loss(&place, &given), own);
     let other = [&["eval", "--dataset", "rows.jsonl"], &adapter[..], &["--set", "data.chat_template=zephyr"]];
-    assert_snapshot!(refused(&place, &other.concat()), @r#"
+    assert_snapshot!(place.refused(&other.concat()), @r#"
     error: `data.chat_template` is not the chat template that the adapter in [DIR]/out was trained with
       caused by: they differ in line 1: "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_t" there, "{%- for message in messages -%}" in `zephyr`
     hint: remove `data.chat_template`: the adapter's own is used then
     "#);
     // A merged model and its GGUF file have it, and give the same loss.
-    said(&place, &["merge", "--model", "model", "--adapter", "out", "--output", "merged"]);
+    place.said(&["merge", "--model", "model", "--adapter", "out", "--output", "merged"]);
     assert_eq!(template_in(&place, "merged"), OWN);
     assert!((loss(&place, &["--model", "merged"]) - own).abs() < 1e-4);
-    said(&place, &["export", "--model", "merged", "--format", "gguf", "--output", "m.gguf"]);
+    place.said(&["export", "--model", "merged", "--format", "gguf", "--output", "m.gguf"]);
     assert!(holds(&place.path("m.gguf"), OWN));
     // Who goes on with the adapter goes on with its template.
     let go_on = ["--set", "adapter.path=out", "--output", "on"];
@@ -218,7 +202,7 @@ fn an_adapter_keeps_its_template_and_verbs_read_it() {
     let recipe = args.iter().position(|arg| *arg == "--recipe").unwrap();
     args.drain(recipe..recipe + 2);
     args.extend(["--set", "optimizer.learning_rate=1e-4"]);
-    said(&place, &args);
+    place.said(&args);
     assert_eq!(template_in(&place, "on"), OWN);
 }
 
@@ -232,12 +216,12 @@ fn a_model_keeps_the_template_it_was_trained_with() {
     let place = Place::new();
     train(&place, "full", "out");
     assert_eq!(template_in(&place, "out"), OWN);
-    let answer = said(&place, &["generate", "--model", "out", "--prompt", "a", "--max-new-tokens", "1"]);
+    let answer = place.said(&["generate", "--model", "out", "--prompt", "a", "--max-new-tokens", "1"]);
     assert!(!answer.contains("warning"), "{answer}");
     // The model's own template stays where none is given.
     let plain = lora(&[]);
     let plain: Vec<&str> = plain.into_iter().map(|arg| if arg == "out" { "plain" } else { arg }).collect();
-    said(&place, &plain);
+    place.said(&plain);
     let config = |folder: &str| std::fs::read(place.path(folder).join("tokenizer_config.json")).unwrap();
     assert_eq!(config("plain"), config("model"));
     assert!(!place.path("plain/chat_template.jinja").exists());
@@ -260,11 +244,11 @@ fn markers_of_several_tokens_are_named() {
     let data = ["data", "--model", "model", "--dataset", "chat.jsonl", "--rows", "0"];
     let sets = ["--set", "data.chat_template=phi"];
     let warning = "`model.new_tokens = [\"<|assistant|>\", \"<|end|>\"]` to make each one token";
-    let told = said(&place, &[&data[..], &sets].concat());
+    let told = place.said(&[&data[..], &sets].concat());
     assert!(told.contains("warning: markers of the chat template are several tokens here"), "{told}");
     assert!(told.contains(warning), "{told}");
     let new = ["--set", r#"model.new_tokens=["<|assistant|>", "<|end|>"]"#];
-    let told = said(&place, &[&data[..], &sets, &new].concat());
+    let told = place.said(&[&data[..], &sets, &new].concat());
     assert!(!told.contains("several tokens"), "{told}");
 }
 
@@ -273,7 +257,7 @@ fn answers_that_lose_their_end_are_counted() {
     let place = Place::new();
     place.write("chat.jsonl", CHAT);
     let data = ["data", "--model", "model", "--dataset", "chat.jsonl", "--rows", "0"];
-    let told = said(&place, &[&data[..], &["--set", "data.max_seq_len=58"]].concat());
+    let told = place.said(&[&data[..], &["--set", "data.max_seq_len=58"]].concat());
     assert!(
         told.contains(
             "1 rows cut to data.max_seq_len, 1 of them within the answer, whose end they do not teach"
@@ -293,7 +277,7 @@ fn a_tokenizer_without_an_eos_is_a_warning() {
         std::fs::write(&path, Value::Object(object).to_string()).unwrap();
     }
     place.write("pairs.jsonl", r#"{"prompt": "2 + 2?", "completion": "4"}"#);
-    let told = said(&place, &["data", "--model", "model", "--dataset", "pairs.jsonl"]);
+    let told = place.said(&["data", "--model", "model", "--dataset", "pairs.jsonl"]);
     assert!(told.contains("names no EOS token: rows end without one"), "{told}");
 }
 
@@ -303,7 +287,7 @@ fn an_end_that_cannot_be_learned_is_named_with_the_way_out() {
     place.write("pairs.jsonl", r#"{"prompt": "2 + 2?", "completion": "4"}"#);
     untrain(&place);
     let args = ["--dry-run", "--model", "model", "--recipe", "lora", "--dataset", "pairs.jsonl", "--set"];
-    let told = said(&place, &[&args[..], &["train.max_steps=20"]].concat());
+    let told = place.said(&[&args[..], &["train.max_steps=20"]].concat());
     assert!(
         told.contains("which this run cannot learn to write: the output layer has the same row for 20 other"),
         "{told}"
@@ -313,9 +297,9 @@ fn an_end_that_cannot_be_learned_is_named_with_the_way_out() {
         "{told}"
     );
     let new = [&args[..], &["train.max_steps=20", "--set", r#"model.new_tokens=["<|im_end|>"]"#]].concat();
-    let told = said(&place, &new);
+    let told = place.said(&new);
     assert!(!told.contains("cannot learn"), "{told}");
-    let told = said(&place, &[&args[..], &[r#"adapter.modules_to_save=["lm_head"]"#]].concat());
+    let told = place.said(&[&args[..], &[r#"adapter.modules_to_save=["lm_head"]"#]].concat());
     assert!(!told.contains("cannot learn"), "{told}");
 }
 

@@ -8,22 +8,6 @@ use crate::place::{Place, lora};
 
 const ODD: &str = "question,answer_text,about\n2 + 2?,4,sums\n3 + 3?,6,sums\nA river?,The Elph,rivers\n";
 
-/// What the command `args` prints, which must end well.
-fn said(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).output().unwrap();
-    let text = place.told(&[&output.stdout[..], &output.stderr].concat());
-    assert!(output.status.success(), "{args:?}\n{text}");
-    text
-}
-
-/// What the command `args` says, which must be refused.
-fn refused(place: &Place, args: &[&str]) -> String {
-    let output = place.command(args).output().unwrap();
-    let text = place.told(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{args:?}\n{text}");
-    text
-}
-
 /// The rows of `finetune data`, with ⟦ and ⟧ around what is trained.
 fn rows(place: &Place, more: &[&str]) -> Vec<String> {
     let args = ["data", "--model", "model", "--rows", "20", "--set", "data.max_seq_len=200"];
@@ -53,18 +37,15 @@ fn columns_have_other_names() {
         weight = 0.5
         "#,
     );
-    let told = said(
-        &place,
-        &[
-            "--dry-run",
-            "--recipe",
-            "tables.toml",
-            "--model",
-            "model",
-            "--set",
-            "optimizer.learning_rate=1e-4",
-        ],
-    );
+    let told = place.said(&[
+        "--dry-run",
+        "--recipe",
+        "tables.toml",
+        "--model",
+        "model",
+        "--set",
+        "optimizer.learning_rate=1e-4",
+    ]);
     assert!(told.contains("6 rows of the 3 of [DIR]/odd.csv: weight 2"), "{told}");
     assert!(told.contains("0 rows of the 1 of [DIR]/rows.jsonl: weight 0.5"), "{told}");
     // The resolved recipe says the same.
@@ -99,7 +80,8 @@ fn a_split_of_a_folder_is_named() {
     }
     let data = ["data", "--model", "model", "--dataset"];
     assert!(
-        refused(&place, &[&data[..], &["./set?split=dev"]].concat())
+        place
+            .refused(&[&data[..], &["./set?split=dev"]].concat())
             .contains("accepted: train, validation, test")
     );
 }
@@ -109,7 +91,7 @@ fn what_a_source_says_wrongly_is_one_error() {
     let place = Place::new();
     place.write("odd.csv", ODD);
     let data = ["data", "--model", "model", "--dataset"];
-    assert_snapshot!(refused(&place, &[&data[..], &["odd.csv?prompt=ask&completion=answer_text"]].concat()), @"
+    assert_snapshot!(place.refused(&[&data[..], &["odd.csv?prompt=ask&completion=answer_text"]].concat()), @"
     error: cannot use the data set [DIR]/odd.csv
       caused by: no row of the data set can be used
       caused by: 3 rows in 1 file, no row is readable
@@ -120,11 +102,11 @@ fn what_a_source_says_wrongly_is_one_error() {
       caused by: [DIR]/odd.csv:4: it has no column `ask`; its columns are question, answer_text, about
     hint: `finetune data` shows what is wrong with each row
     ");
-    assert_snapshot!(refused(&place, &[&data[..], &["odd.csv?weight=0"]].concat()), @r#"
+    assert_snapshot!(place.refused(&[&data[..], &["odd.csv?weight=0"]].concat()), @r#"
     error: cannot use these settings
       caused by: --dataset: its `weight` is not accepted; accepted: a number above 0
     "#);
-    assert_snapshot!(refused(&place, &[&data[..], &["odd.csv?completion=answer_text&prompt_template={ask"]].concat()), @r#"
+    assert_snapshot!(place.refused(&[&data[..], &["odd.csv?completion=answer_text&prompt_template={ask"]].concat()), @r#"
     error: cannot use the data set [DIR]/odd.csv
       caused by: cannot use the prompt template "{ask"
       caused by: it has a `{` without a `}` after it
@@ -136,7 +118,7 @@ fn what_a_source_says_wrongly_is_one_error() {
 fn evaluations(place: &Place, output: &str, more: &[&str]) -> (String, Vec<Value>) {
     let mut args = lora(more);
     args.iter_mut().filter(|arg| **arg == "out").for_each(|arg| *arg = output);
-    let told = said(place, &args);
+    let told = place.said(&args);
     let metrics = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
     let lines = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     (told, lines.filter(|line| line.get("eval_loss").is_some()).collect())
@@ -153,14 +135,14 @@ fn rows_are_held_out_by_share_and_by_number() {
     let (_, of_seed) = evaluations(&place, "seed", &["--set", "data.eval_split=8", "--set", "train.seed=9"]);
     assert_ne!(of_seed[0]["eval_loss"], by_share[0]["eval_loss"]);
     // The run's own recipe repeats it.
-    let again = said(&place, &["--recipe", "share/recipe.toml", "--output", "again"]);
+    let again = place.said(&["--recipe", "share/recipe.toml", "--output", "again"]);
     assert!(again.contains("8 of 80 rows, held out of the training rows"), "{again}");
     let weights = |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
     assert!(weights("again") == weights("share"));
     let both = ["--set", "data.eval_split=0.1", "--eval-dataset", "rows.jsonl"];
-    assert!(refused(&place, &lora(&both)).contains("`data.eval_split` has no effect beside `data.eval`"));
-    assert!(refused(&place, &lora(&["--set", "data.eval_split=80"])).contains("leaves no row to train on"));
-    assert!(refused(&place, &lora(&["--set", "data.eval_split=1.5"])).contains("a whole number of rows"));
+    assert!(place.refused(&lora(&both)).contains("`data.eval_split` has no effect beside `data.eval`"));
+    assert!(place.refused(&lora(&["--set", "data.eval_split=80"])).contains("leaves no row to train on"));
+    assert!(place.refused(&lora(&["--set", "data.eval_split=1.5"])).contains("a whole number of rows"));
 }
 
 #[test]
@@ -177,7 +159,7 @@ fn held_out_rows_that_are_trained_are_counted() {
             .replace("\"ROLE\"", "\"role\"")
             .replace("\"CONTENT\"", "\"content\""),
     );
-    let told = said(&place, &lora(&["--eval-dataset", "held.jsonl", "--dry-run"]));
+    let told = place.said(&lora(&["--eval-dataset", "held.jsonl", "--dry-run"]));
     assert!(told.contains("3 of 3 held-out rows are training rows, too, but for case"), "{told}");
 }
 
@@ -189,14 +171,14 @@ fn rows_of_tokens_are_trained_as_they_are() {
     assert_eq!(found.len(), 1);
     assert_eq!(found[0].chars().filter(|c| !"⟦⟧".contains(*c)).count(), 4, "{found:?}");
     assert!(found[0].ends_with('⟧') && found[0].chars().nth(2) == Some('⟦'), "{found:?}");
-    let told = said(&place, &lora(&["--dataset", "t.jsonl"]));
+    let told = place.said(&lora(&["--dataset", "t.jsonl"]));
     assert!(told.contains("tokens: every row has `input_ids`"), "{told}");
     let args = ["eval", "--model", "model", "--dataset", "t.jsonl", "--json"];
-    let figures: Value = serde_json::from_str(said(&place, &args).lines().next().unwrap()).unwrap();
+    let figures: Value = serde_json::from_str(place.said(&args).lines().next().unwrap()).unwrap();
     assert_eq!(figures["tokens"], 2);
     place.write("bad.jsonl", r#"{"input_ids": [64, 9000]}"#);
     let data = ["data", "--model", "model", "--dataset", "bad.jsonl"];
-    assert!(refused(&place, &data).contains("token 9000"));
+    assert!(place.refused(&data).contains("token 9000"));
 }
 
 #[test]
@@ -205,6 +187,6 @@ fn a_prompt_that_fills_the_row_is_left_out_and_counted() {
     let long = format!("{{\"prompt\": \"{}\", \"completion\": \"b\"}}\n", "long ".repeat(100));
     place.write("p.jsonl", &format!("{long}{{\"prompt\": \"a\", \"completion\": \"b\"}}\n"));
     let told =
-        said(&place, &["data", "--model", "model", "--dataset", "p.jsonl", "--set", "data.max_seq_len=64"]);
+        place.said(&["data", "--model", "model", "--dataset", "p.jsonl", "--set", "data.max_seq_len=64"]);
     assert!(told.contains("1 rows left out: their answer begins after data.max_seq_len tokens"), "{told}");
 }

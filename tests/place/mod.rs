@@ -44,6 +44,24 @@ impl Place {
         command
     }
 
+    /// The text that the command `args` prints, which must end well.
+    #[allow(dead_code, reason = "each test binary uses its part")]
+    pub(crate) fn said(&self, args: &[&str]) -> String {
+        let output = self.command(args).output().unwrap();
+        let text = self.told(&[&output.stdout[..], &output.stderr].concat());
+        assert!(output.status.success(), "{args:?}\n{text}");
+        text
+    }
+
+    /// The error of the command `args`, which must be refused.
+    #[allow(dead_code, reason = "each test binary uses its part")]
+    pub(crate) fn refused(&self, args: &[&str]) -> String {
+        let output = self.command(args).output().unwrap();
+        let text = self.told(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}\n{text}");
+        text
+    }
+
     /// `text` with this folder's path as `[DIR]`.
     pub(crate) fn told(&self, text: &[u8]) -> String {
         let real = self.0.path().canonicalize().unwrap();
