@@ -36,18 +36,27 @@ const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(20
 /// How long it goes on looking after a run has failed.
 const PATIENCE: Duration = Duration::from_secs(3);
 
+/// What a thread does for one save.
+type SaveWork = Box<dyn FnOnce() + Send>;
+
 /// The threads that save for the ranks of this process. Dropped after the ranks have ended, it waits for those that
 /// are still at work.
 #[derive(Debug, Default)]
 pub struct SaveThreads(Mutex<Vec<JoinHandle<()>>>);
 
 impl SaveThreads {
-    fn start(&self, work: impl FnOnce() + Send + 'static) -> Result<()> {
-        let thread = threads::start("checkpoint", work)?;
+    /// Starts a thread that does the work it is sent; it ends where none comes.
+    fn start(&self) -> Result<Sender<SaveWork>> {
+        let (give, work) = channel::<SaveWork>();
+        let thread = threads::start("checkpoint", move || {
+            if let Ok(work) = work.recv() {
+                work();
+            }
+        })?;
         let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         threads.retain(|thread| !thread.is_finished());
         threads.push(thread);
-        Ok(())
+        Ok(give)
     }
 }
 
@@ -152,6 +161,8 @@ impl<'a> Saver<'a> {
         world: &dyn Collective,
     ) -> Result<()> {
         let (rank, size, step) = (world.rank(), world.size(), state.step);
+        // Before the folder: where the system refuses a thread, no rank has begun to write.
+        let thread = self.writers.start()?;
         let options = self.options.clone();
         let place = options.output.join(format!("{PREFIX}{step}"));
         let begin = || {
@@ -171,7 +182,7 @@ impl<'a> Saver<'a> {
         let ((say_share, share), (say_end, end), (parts, all_parts)) = (channel(), channel(), channel());
         let work = SaveTask { state, tensors, options, shared, rank, size, share: say_share, all_parts };
         let recorder = trace::recorder();
-        self.writers.start(move || {
+        let write = move || {
             let _member = recorder.as_ref().map(|recorder| recorder.join(1));
             let _span = trace::span(|| {
                 SpanInfo::new(SpanKind::Save, "write checkpoint").index(work.state.step as usize)
@@ -180,7 +191,8 @@ impl<'a> Saver<'a> {
                 Some(folder) => work.first(folder, &say_end),
                 None => work.other(&say_end),
             }
-        })?;
+        };
+        thread.send(Box::new(write)).map_err(|_| panicked())?;
         self.writing = Some(PendingSave { step: step as usize, share, end, ended: false, parts });
         Ok(())
     }
