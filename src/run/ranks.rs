@@ -362,10 +362,15 @@ fn end_process(error: &Error) {
     unsafe { libc::_exit(i32::from(error.kind().exit_code())) }
 }
 
-/// The fault that [`FAULT`] asks for; none in a build for users. [`CLOCK`] plants the clock for it.
+/// The fault that [`FAULT`] asks for; none in a build for users. [`CLOCK`] plants the clock for it, or has it count the
+/// time of processors.
 fn planted_fault() -> Result<Option<InjectedFault>> {
-    if cfg!(debug_assertions) && std::env::var_os(CLOCK).is_some_and(|kind| kind == "planted") {
-        clock::plant();
+    if cfg!(debug_assertions) {
+        match std::env::var(CLOCK).as_deref() {
+            Ok("planted") => clock::plant(),
+            Ok("processor") => clock::count_processor_time(),
+            _ => {}
+        }
     }
     match std::env::var(FAULT) {
         Ok(text) if cfg!(debug_assertions) => text.parse().map(Some).during(|| format!("cannot use {FAULT}")),

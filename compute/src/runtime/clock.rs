@@ -1,8 +1,10 @@
 //! The clock that steps, calls and spans of a trace are measured by. A test may plant it: then a thread's time passes by
 //! [`TICK`] a reading and by what is planted with [`pass`], whatever else the machine does, and a rank that waits for
-//! another goes on to that rank's time. Only builds with debug assertions can plant.
+//! another goes on to that rank's time. A test may also ask for a thread's processor time, in which it has no time while
+//! others have its core. Only builds with debug assertions can do either.
 
 use std::cell::Cell;
+use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -11,6 +13,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub const TICK: Duration = Duration::from_micros(10);
 
 static PLANTED: AtomicBool = AtomicBool::new(false);
+/// A thread's time is its processor's.
+static PROCESSOR_TIME: AtomicBool = AtomicBool::new(false);
 /// A thread was held up for ever.
 static HELD_UP: AtomicBool = AtomicBool::new(false);
 
@@ -43,9 +47,32 @@ pub fn is_planted() -> bool {
     cfg!(debug_assertions) && PLANTED.load(Ordering::Relaxed)
 }
 
+/// Makes the clock of each thread of this process the time that it has had a processor.
+pub fn count_processor_time() {
+    PROCESSOR_TIME.store(true, Ordering::Relaxed);
+}
+
 /// Reads the clock of this thread.
 pub fn now() -> Duration {
-    if is_planted() { advance(TICK) } else { start().0.elapsed() }
+    if is_planted() {
+        advance(TICK)
+    } else if cfg!(debug_assertions) && PROCESSOR_TIME.load(Ordering::Relaxed) {
+        processor_time()
+    } else {
+        start().0.elapsed()
+    }
+}
+
+/// The time that this thread has had a processor; zero where the system does not tell.
+fn processor_time() -> Duration {
+    let mut time = MaybeUninit::<libc::timespec>::zeroed();
+    // SAFETY: the call fills `time`, which is zero and so valid before, too.
+    let time = unsafe {
+        libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, time.as_mut_ptr());
+        time.assume_init()
+    };
+    let secs = Duration::from_secs(u64::try_from(time.tv_sec).unwrap_or_default());
+    secs + Duration::from_nanos(u64::try_from(time.tv_nsec).unwrap_or_default())
 }
 
 /// Returns the time since `then`, an earlier reading of this thread.
