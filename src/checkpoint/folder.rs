@@ -150,7 +150,7 @@ enum Stored<'a> {
     Bytes(&'a [u8]),
 }
 
-/// Removes the oldest checkpoints of the run that has just saved `state`, but for the last `keep` and that one. Only those
+/// Removes the oldest checkpoints of the run that has just saved `state`, but for the last `keep`, that one and the best. Only those
 /// count whose digests hold, and only those go that hold nothing but the run's files: one that is damaged or not of this
 /// run stays, and keeps none from staying. Each goes by a rename first, so that none is ever seen half removed. Returns a
 /// word on each that could not be removed.
@@ -164,6 +164,7 @@ pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Vec<S
     for (step, folder) in found.into_iter().rev() {
         if step == state.step {
             kept += 1;
+        } else if kept >= keep && state.is_best(step) {
         } else if kept < keep {
             let counts = SavedCheckpoint::open(&folder).is_ok_and(|saved| saved.state.is_earlier_of(state));
             kept += usize::from(counts);

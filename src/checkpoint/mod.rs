@@ -13,6 +13,7 @@
 //! the newest one whose digests hold; only such ones count when old ones are removed. What stands where a checkpoint is to
 //! be and is none of the run's, or a damaged one, is kept as `checkpoint-120.aside-1`.
 
+mod best;
 mod folder;
 mod kill_point;
 mod lock;
@@ -25,10 +26,12 @@ mod saver;
 mod snapshot;
 mod space;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+pub use best::BestEvaluation;
 pub use kill_point::KillPoint;
 pub use run_changes::CHANGES_ON_REQUEST;
 pub use run_folder::RunFolder;
@@ -70,6 +73,9 @@ pub struct TrainingState {
     /// The model that the run started from; none in checkpoints that do not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<ModelIdentity>,
+    /// The best evaluation so far, where the run keeps the best.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best: Option<BestEvaluation>,
     /// The moment that `strftime_now` tells in the chat template, where the template asks for it: RFC 3339.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template_date: Option<String>,
@@ -99,6 +105,16 @@ impl TrainingState {
     /// Micro-batches of a step, those of all ranks together, wherever this checkpoint says it.
     pub fn micro_batches(&self) -> Option<usize> {
         self.micro_batches.or_else(|| self.fingerprint.get(ACCUMULATION)?.parse().ok())
+    }
+
+    /// Returns whether `step` is that of the best evaluation.
+    fn is_best(&self, step: u64) -> bool {
+        self.best.as_ref().is_some_and(|best| best.report.step == step)
+    }
+
+    /// Returns whether the run ends here with a patience of `patience` evaluations.
+    pub fn is_out_of_patience(&self, patience: Option<u64>) -> bool {
+        BestEvaluation::is_out_of_patience(self.best.as_ref(), patience)
     }
 }
 
@@ -198,16 +214,16 @@ pub fn is_one(folder: &Path) -> bool {
 /// # Errors
 /// When the folder cannot be listed or storage fails; a damaged checkpoint is no error.
 pub fn newest(output: &Path) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
-    newest_before(output, u64::MAX)
+    newest_in(output, 0..u64::MAX)
 }
 
-/// As [`newest`], of those of a step before `step`.
+/// As [`newest`], of those of the steps `steps`.
 ///
 /// # Errors
 /// As [`newest`].
-pub fn newest_before(output: &Path, step: u64) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
+pub fn newest_in(output: &Path, steps: Range<u64>) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     let mut passed = Vec::new();
-    for (_, folder) in list(output)?.into_iter().rev().filter(|(found, _)| *found < step) {
+    for (_, folder) in list(output)?.into_iter().rev().filter(|(found, _)| steps.contains(found)) {
         match SavedCheckpoint::open(&folder) {
             Ok(saved) => return Ok((Some(saved), passed)),
             Err(error) if error.kind() != ErrorCategory::User => return Err(error),

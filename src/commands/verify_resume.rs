@@ -5,7 +5,7 @@ use super::{print, terminal, working_folder};
 use crate::cli::VerifyResumeArgs;
 use crate::collective::launch::{Flags, Launch};
 use crate::error::{Error, Result};
-use crate::recipe::{Recipe, SaveSteps};
+use crate::recipe::{Recipe, StepInterval};
 use crate::run::verify_resume::ResumeTrial;
 
 /// Trains twice and compares.
@@ -25,7 +25,7 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
     // Where the recipe saves too seldom for a kill to leave anything, after every step.
     let save_steps = match recipe.checkpoint.save_steps {
-        SaveSteps::Every(steps) if steps < args.steps => steps,
+        StepInterval::Every(steps) if steps < args.steps => steps,
         _ => 1,
     };
     let set = [

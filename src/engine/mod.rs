@@ -7,6 +7,7 @@
 //! - The loss is an [`Objective`]: summed, then divided once by what it counts, the step's number of targets.
 //! - No update happens when the loss or the gradient norm is not finite.
 
+mod best_weights;
 mod compare;
 mod divergence;
 mod evaluate;

@@ -1,18 +1,19 @@
 //! The loop: steps, evaluations, checkpoints, until the data or the user ends it.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
 use super::save_schedule::SaveSchedule;
 use super::{Evaluation, PeakFlops, Trainer};
-use crate::checkpoint::{KillPoint, Saver, TrainingState};
+use crate::checkpoint::{BestEvaluation, KillPoint, Saver, TrainingState};
 use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Sampler, Step};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::profile::Profiler;
 use crate::profile::bottlenecks::RunFacts;
-use crate::recipe::SaveSteps;
+use crate::recipe::StepInterval;
 use crate::recipe::enums::OnNan;
 use crate::report::{
     EvalReport, MetricsEntry, MetricsLog, RunListeners, SkippedStep, StepReport, Terminal, memory,
@@ -25,11 +26,15 @@ use crate::runtime::trace::{self, SpanInfo, span};
 #[derive(Debug, Clone, Copy)]
 pub struct RunOptions {
     /// When checkpoints are saved.
-    pub save: SaveSteps,
-    /// Steps between evaluations.
-    pub eval_steps: Option<u64>,
+    pub save: StepInterval,
+    /// When held-out rows are evaluated between the first step and the last.
+    pub evaluate: StepInterval,
     /// Evaluate after the last step. Before the first step held-out rows are always evaluated.
     pub eval_at_end: bool,
+    /// Leave the weights of the best evaluation.
+    pub keep_best: bool,
+    /// Evaluations in a row without a new best after which the run ends.
+    pub patience: Option<u64>,
     /// Steps between lines of progress.
     pub every_steps: u64,
     /// What is done about steps that diverge.
@@ -59,7 +64,7 @@ impl Reporter<'_> {
 }
 
 /// A moment that can be saved and returned to.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Progress {
     /// Number of steps done.
     pub step: u64,
@@ -67,6 +72,8 @@ pub struct Progress {
     pub cursor: Cursor,
     /// Tokens trained on so far.
     pub tokens: u64,
+    /// The best evaluation so far, where the run keeps the best.
+    pub best: Option<BestEvaluation>,
 }
 
 /// What a run did.
@@ -82,6 +89,8 @@ pub struct RunSummary {
     pub before: Option<EvalReport>,
     /// The result on the held-out rows.
     pub after: Option<EvalReport>,
+    /// The weights of the last step on the held-out rows, where the run keeps the best.
+    pub last: Option<EvalReport>,
     /// A signal ended it early, after a checkpoint.
     pub stopped: bool,
     /// Where its time went, earlier runs not included.
@@ -89,6 +98,9 @@ pub struct RunSummary {
     /// The most that this process held in each phase of its first rank.
     pub memory: Vec<(Phase, HeldBytes)>,
 }
+
+/// The form of [`TrainLoop::roll_back`].
+pub(super) type RollBack<'a> = dyn Fn(&mut Trainer, Range<u64>) -> Result<Option<u64>> + 'a;
 
 /// Everything the loop works on.
 pub struct TrainLoop<'a> {
@@ -98,15 +110,17 @@ pub struct TrainLoop<'a> {
     pub sampler: &'a mut Sampler<'a>,
     /// The held-out micro-batches.
     pub held_out: Vec<Batch>,
+    /// The best evaluation before this run was resumed, and then of all.
+    pub best: Option<BestEvaluation>,
     /// Where it reports; one rank of all does.
     pub reporter: Option<Reporter<'a>>,
     /// Saves checkpoints into the output folder.
     pub saver: Saver<'a>,
     /// What a checkpoint of a moment says of the run.
     pub state: &'a dyn Fn(Progress) -> TrainingState,
-    /// Puts the trainer back to the newest checkpoint of the run before a step, and returns that checkpoint's step; none
-    /// where there is none yet. All ranks call it.
-    pub roll_back: &'a dyn Fn(&mut Trainer, u64) -> Result<Option<u64>>,
+    /// Puts the trainer back to the newest checkpoint of the run of one of these steps, and returns that checkpoint's step;
+    /// none where there is none. All ranks call it.
+    pub roll_back: &'a RollBack<'a>,
     /// Writes and publishes the result of a run that has done all its steps. All ranks call it, before anything else is
     /// done that may fail or be killed.
     pub publish: &'a dyn Fn(&Trainer, &RunSummary) -> Result<()>,
@@ -144,7 +158,9 @@ impl TrainLoop<'_> {
         self.warn(done.before.as_ref().and_then(|before| watch.after_evaluation(before)));
         // What was before the first step is none's.
         self.clock.lap();
-        while let Some(step) = self.next_step(total)? {
+        while !self.is_out_of_patience()
+            && let Some(step) = self.next_step(total)?
+        {
             let (taken, agreed) = self.step(&step, &mut watch, &saves)?;
             done.steps += 1;
             done.tokens += step.tokens;
@@ -161,18 +177,14 @@ impl TrainLoop<'_> {
                 }
                 Err(error) => self.pass_over(done.steps, &error, &mut diverged)?,
             }
-            let due = |every: Option<u64>| every.is_some_and(|every| done.steps.is_multiple_of(every));
-            if due(self.options.eval_steps) && done.steps < total {
-                let held_out = self.evaluate(done.steps)?;
-                self.warn(held_out.and_then(|held_out| watch.after_evaluation(&held_out)));
-            }
-            // The checkpoint of the end comes after the result.
+            // What comes after the last step has its own order.
             let goes_on = done.steps < total;
+            let ends_epoch = self.sampler.cursor().index == 0 && goes_on;
+            let is_best = goes_on && self.evaluate_on_the_way(&mut done, ends_epoch, &mut watch)?;
             let stop = agreed.asked_to_stop && goes_on;
-            let ends_epoch = self.sampler.cursor().index == 0;
-            if saves.is_due(done.steps, ends_epoch && goes_on) || agreed.is_save_late && goes_on || stop {
+            if saves.is_due(done.steps, ends_epoch) || agreed.is_save_late && goes_on || stop || is_best {
                 self.save(&done)?;
-                saves.saved();
+                saves.saved(done.steps);
                 diverged.saved();
             }
             if stop {
@@ -183,7 +195,12 @@ impl TrainLoop<'_> {
         self.finish(&mut done.facts);
         self.warn(watch.at_end(&self.trainer.engine.store));
         let has_moved = done.steps > begun;
-        self.end(&mut done, &mut watch, has_moved && saves.is_due_at_end())?;
+        if self.options.keep_best && !done.stopped {
+            let is_save_due = has_moved && !saves.has_saved(done.steps);
+            self.end_with_best(&mut done, &mut watch, is_save_due)?;
+        } else {
+            self.end(&mut done, &mut watch, has_moved && saves.is_due_at_end())?;
+        }
         self.say_notes();
         self.tell(RunListeners::end);
         done.memory = self.clock.memory_by_phase();
@@ -211,7 +228,7 @@ impl TrainLoop<'_> {
     }
 
     /// Waits for the save that is under way.
-    fn finish_saving(&mut self) -> Result<()> {
+    pub(super) fn finish_saving(&mut self) -> Result<()> {
         if self.saver.is_saving() {
             self.step_aside();
             // What is waited for now is storage.
@@ -221,7 +238,7 @@ impl TrainLoop<'_> {
     }
 
     /// Publishes the result of all steps.
-    fn publish(&mut self, done: &mut RunSummary) -> Result<()> {
+    pub(super) fn publish(&mut self, done: &mut RunSummary) -> Result<()> {
         KillPoint::LastStep.reach();
         self.step_aside();
         done.memory = self.clock.memory_by_phase();
@@ -268,7 +285,7 @@ impl TrainLoop<'_> {
             self.enter(Phase::Load)?;
             // The newest one may still be on its way.
             self.saver.finish(self.trainer.engine.store.mesh().world())?;
-            let saved = (self.roll_back)(self.trainer, step);
+            let saved = (self.roll_back)(self.trainer, 0..step);
             let saved = saved.during(|| format!("cannot roll back from step {step}"))?;
             let none = || error.clone().because("there is no checkpoint of this run to roll back to yet");
             Some(saved.ok_or_else(none)?)
@@ -289,7 +306,7 @@ impl TrainLoop<'_> {
         }
     }
 
-    fn warn(&self, texts: impl IntoIterator<Item = String>) {
+    pub(super) fn warn(&self, texts: impl IntoIterator<Item = String>) {
         if let Some(reporter) = &self.reporter {
             texts.into_iter().for_each(|text| reporter.terminal.warn(text));
         }
@@ -308,8 +325,9 @@ impl TrainLoop<'_> {
         }
     }
 
-    fn save(&mut self, done: &RunSummary) -> Result<()> {
-        let moment = Progress { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens };
+    pub(super) fn save(&mut self, done: &RunSummary) -> Result<()> {
+        let (step, tokens, best) = (done.steps, done.tokens, self.best.clone());
+        let moment = Progress { step, cursor: self.sampler.cursor(), tokens, best };
         self.step_aside();
         self.enter(Phase::Save)?;
         let world = self.trainer.engine.store.mesh().world();
@@ -366,7 +384,7 @@ impl TrainLoop<'_> {
         error.kind() == ErrorCategory::Diverged && self.options.nan.on_nan != OnNan::Stop
     }
 
-    fn enter(&self, phase: Phase) -> Result<()> {
+    pub(super) fn enter(&self, phase: Phase) -> Result<()> {
         self.trainer.engine.store.mesh().world().enter(phase)
     }
 
@@ -440,7 +458,7 @@ impl TrainLoop<'_> {
         Ok(())
     }
 
-    fn evaluate(&mut self, step: u64) -> Result<Option<EvalReport>> {
+    pub(super) fn evaluate(&mut self, step: u64) -> Result<Option<EvalReport>> {
         if self.held_out.is_empty() {
             return Ok(None);
         }

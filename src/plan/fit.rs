@@ -15,7 +15,7 @@ use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::optim::OptimizerOptions;
-use crate::recipe::{self, AutoOr, Recipe, Recompute, SaveSteps};
+use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
 use crate::report::memory::current_bytes;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, format};
@@ -312,7 +312,7 @@ fn how<'a>(
         kind,
         ranks,
         saving: match (recipe.checkpoint.save_steps, recipe.checkpoint.async_save) {
-            (SaveSteps::Never, _) => Saving::Outputs,
+            (StepInterval::Never, _) => Saving::Outputs,
             (_, false) => Saving::BetweenSteps,
             (_, true) => Saving::InBackground,
         },

@@ -3,7 +3,7 @@
 use super::Plan;
 use crate::error::{Error, Result};
 use crate::model;
-use crate::recipe::{DataSource, ModelInit};
+use crate::recipe::{DataSource, ModelInit, StepInterval};
 
 /// The usual learning rate of an adapter, and of all weights.
 const USUAL_RATES: [f64; 2] = [2e-4, 2e-5];
@@ -115,8 +115,8 @@ impl Plan {
 
     /// Evaluations that no step reaches.
     fn late_evaluation(&self) -> Option<String> {
-        let steps = self.recipe.eval.steps.filter(|steps| *steps > self.total_steps)?;
-        Some(format!(
+        let StepInterval::Every(steps) = self.recipe.eval.interval() else { return None };
+        (steps > self.total_steps).then(|| format!(
             "`eval.steps` is {steps}, beyond the {} steps of this run: held-out rows are not evaluated between the first step \
              and the last",
             self.total_steps

@@ -7,9 +7,9 @@ use std::collections::HashSet;
 
 use super::Recipe;
 use super::enums::{AdapterInit, ComputeDtype, MasterWeights, Offload, OnNan, SchedulerKind, Strategy};
-use super::save_steps::SaveSteps;
 use super::sections::{ProfileSection, TrainSection};
 use super::source::DataSource;
+use super::step_interval::StepInterval;
 
 /// A key at odds with another.
 pub(super) struct KeyConflict {
@@ -31,6 +31,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     masters(recipe, &mut found);
     places(recipe, &mut found);
     divergence(recipe, &mut found);
+    evaluation(recipe, &mut found);
     profile(recipe, &mut found);
     log(recipe, &mut found);
     alerts(recipe, &mut found);
@@ -165,7 +166,7 @@ fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             overruled_by: Some(("train", "on_nan")),
         });
     }
-    if train.on_nan == OnNan::Rollback && recipe.checkpoint.save_steps == SaveSteps::Never {
+    if train.on_nan == OnNan::Rollback && recipe.checkpoint.save_steps == StepInterval::Never {
         found.push(KeyConflict {
             section: "train",
             key: "on_nan",
@@ -173,6 +174,45 @@ fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             hint: "write `save_steps = 100` under `[checkpoint]`, for example, or `on_nan = \"skip\"`".into(),
             overruled_by: None,
         });
+    }
+}
+
+fn evaluation(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    let eval = &recipe.eval;
+    let mut add = |key: &'static str, text: &str, hint: &str| {
+        let (text, hint) = (text.to_owned(), hint.to_owned());
+        found.push(KeyConflict { section: "eval", key, text, hint, overruled_by: None });
+    };
+    let keeps = if eval.keep_best { "keep_best" } else { "patience" };
+    if recipe.data.eval.is_empty() && recipe.data.eval_split.is_none() {
+        let rows = "add `--eval-dataset DATASET`, or write `data.eval_split = 0.05`";
+        if eval.steps != StepInterval::Auto {
+            add("steps", "has no effect without `data.eval` or `data.eval_split`", rows);
+        } else if eval.keeps_best() {
+            add(keeps, "needs held-out rows, and neither `data.eval` nor `data.eval_split` is given", rows);
+        }
+        return;
+    }
+    if eval.steps == StepInterval::Never && eval.patience.is_some() {
+        add(
+            "patience",
+            "has no effect with `steps = \"never\"`",
+            "write `steps = \"epoch\"`, or remove `patience`",
+        );
+    }
+    if !eval.keeps_best() {
+        return;
+    }
+    if !eval.at_end {
+        add(
+            "at_end",
+            "is false, and `keep_best` must know how the last weights do",
+            "remove `at_end`, or `keep_best`",
+        );
+    }
+    if recipe.checkpoint.save_steps == StepInterval::Never {
+        let text = "needs checkpoints, and `checkpoint.save_steps` is \"never\"";
+        add(keeps, text, "write `save_steps = \"epoch\"` under `[checkpoint]`");
     }
 }
 
@@ -262,15 +302,6 @@ fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         });
     }
     held_out(recipe, found);
-    if recipe.eval.steps.is_some() && recipe.data.eval.is_empty() && recipe.data.eval_split.is_none() {
-        found.push(KeyConflict {
-            section: "eval",
-            key: "steps",
-            text: "has no effect without `data.eval` or `data.eval_split`".into(),
-            hint: "add `--eval-dataset DATASET`, or write `data.eval_split = 0.05`".into(),
-            overruled_by: None,
-        });
-    }
     let mut seen = HashSet::new();
     if let Some(twice) = recipe.model.new_tokens.iter().find(|text| !seen.insert(*text)) {
         found.push(KeyConflict {

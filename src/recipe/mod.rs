@@ -17,11 +17,11 @@ mod layers;
 mod peers;
 mod render;
 mod row_source;
-mod save_steps;
 mod schema;
 mod sections;
 mod shell;
 mod source;
+mod step_interval;
 mod suggest;
 mod train_on;
 mod value;
@@ -38,7 +38,6 @@ pub use finetune_compute::recipe::enums::{
 };
 pub use layers::{FlagAssignment, Purpose, RecipeLayers};
 pub use row_source::RowSource;
-pub use save_steps::SaveSteps;
 pub use sections::{
     AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LEAST_SEQ_LEN, LogSection,
     MOST_ACCUMULATION, ModelSection, OptimizerSection, ParallelSection, ProfileSection, QuantizationSection,
@@ -46,6 +45,7 @@ pub use sections::{
 };
 pub(crate) use shell::quoted_for_shell;
 pub use source::{DataSource, Folder, Template};
+pub use step_interval::StepInterval;
 pub(crate) use suggest::{key_of_peers, nearest};
 pub use train_on::{TrainOn, TrainedEnds, TrainedTurns};
 pub use value::{AutoOr, Patterns, TargetModules};
@@ -142,6 +142,22 @@ impl TrainSection {
         match self.gradient_accumulation_steps {
             AutoOr::Auto => 1,
             AutoOr::Fixed(micro_batches) => micro_batches,
+        }
+    }
+}
+
+impl EvalSection {
+    /// Returns whether the run leaves the weights of its best evaluation.
+    pub fn keeps_best(&self) -> bool {
+        self.keep_best || self.patience.is_some()
+    }
+
+    /// When the run evaluates between its first step and its last.
+    pub fn interval(&self) -> StepInterval {
+        match self.steps {
+            StepInterval::Auto if self.keeps_best() => StepInterval::Epoch,
+            StepInterval::Auto => StepInterval::Never,
+            steps => steps,
         }
     }
 }

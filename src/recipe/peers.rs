@@ -77,6 +77,12 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("save_every", "checkpoint", "save_steps"),
     ("eval_steps", "eval", "steps"),
     ("steps_per_eval", "eval", "steps"),
+    ("eval_strategy", "eval", "steps"),
+    ("evaluation_strategy", "eval", "steps"),
+    ("load_best_model_at_end", "eval", "keep_best"),
+    ("save_best", "eval", "keep_best"),
+    ("early_stopping_patience", "eval", "patience"),
+    ("early_stopping_rounds", "eval", "patience"),
 ];
 
 /// Sections of other trainers, each with ours.

@@ -9,9 +9,9 @@ use super::enums::{
     SchedulerKind, StateDtype, Strategy,
 };
 use super::row_source::RowSource;
-use super::save_steps::SaveSteps;
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
+use super::step_interval::StepInterval;
 use super::train_on::TrainOn;
 use super::value::Bounds::{Above, AtLeast, Between, FromToBelow, OneOf};
 use super::value::{AutoOr, Patterns, TargetModules};
@@ -221,7 +221,7 @@ section! {
     pub struct CheckpointSection "checkpoint" {
         /// Steps between checkpoints; "epoch": one after each epoch and at the end; "auto": also after thirty minutes without
         /// one; "never": none.
-        save_steps: SaveSteps = SaveSteps::Auto, AtLeast(1.0);
+        save_steps: StepInterval = StepInterval::Auto, AtLeast(1.0);
         /// How many checkpoints are kept.
         keep_last: usize = 2, AtLeast(1.0);
         /// Write while training goes on: each rank its share of the tensors as they were.
@@ -234,10 +234,17 @@ section! {
 section! {
     /// Evaluation on `data.eval`. Where that is given, a run also evaluates before its first step, to compare with.
     pub struct EvalSection "eval" {
-        /// Steps between evaluations; not set: none between the first step and the last.
-        steps: Option<u64> = None, AtLeast(1.0);
+        /// Steps between evaluations; "epoch": one after each epoch; "auto": "epoch" with `keep_best`, else "never"; "never":
+        /// none between the first step and the last.
+        steps: StepInterval = StepInterval::Auto, AtLeast(1.0);
         /// Evaluate after the last step; false leaves out this evaluation alone.
         at_end: bool = true;
+        /// Leave the weights of the evaluation with the lowest loss instead of the last ones; each new best is saved as a
+        /// checkpoint, which stays.
+        keep_best: bool = false;
+        /// End the run early after so many evaluations in a row whose loss is not the lowest so far. With `keep_best`, also
+        /// where that is not set.
+        patience: Option<u64> = None, AtLeast(1.0);
     }
 }
 

@@ -87,6 +87,8 @@ pub struct Card {
     pub before: Option<EvalReport>,
     /// The held-out figures after training.
     pub after: Option<EvalReport>,
+    /// Those of the last step, where the best weights of the run are kept.
+    pub last: Option<EvalReport>,
     /// Whether the rows were chats, which decides the examples.
     pub chat: bool,
 }
@@ -168,6 +170,15 @@ impl Card {
         }
         if self.before.is_none() && self.after.is_none() {
             return text + "No held-out rows were given, so nothing is known about unseen text.\n";
+        }
+        if let (Some(kept), Some(last)) = (&self.after, &self.last)
+            && kept.step != last.step
+        {
+            text += &format!(
+                "\nThe weights are those of step {}, which did best on held-out rows; the loss there after the last step was \
+                 {:.4}.\n",
+                kept.step, last.eval_loss
+            );
         }
         text += "\nOn held-out rows:\n\n| | before | after |\n|---|---|---|\n";
         let row = |name: &str, show: &dyn Fn(&EvalReport) -> Option<String>| {

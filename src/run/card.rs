@@ -39,6 +39,7 @@ pub(super) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
         final_train_loss: summary.last_loss,
         before: summary.before.clone(),
         after: summary.after.clone(),
+        last: summary.last.clone(),
         chat: is_chat(plan),
     }
 }

@@ -50,6 +50,7 @@ impl TrainRun<'_> {
         let (time, tokens) = (units::duration(secs), units::count(summary.tokens));
         terminal.heading(format!("done in {time}: {steps}, {tokens} tokens"));
         terminal.line(verdict(plan, summary));
+        best_and_last(summary).iter().for_each(|text| terminal.line(text));
         terminal.line(memory.to_string());
         let report = self.args.output().join(REPORT);
         if report.is_file() {
@@ -61,6 +62,21 @@ impl TrainRun<'_> {
             next.iter().for_each(|command| terminal.line(format!("  {command}")));
         }
     }
+}
+
+/// The sentence on the best weights and the last ones of a run that keeps the best.
+fn best_and_last(summary: &RunSummary) -> Option<String> {
+    let (kept, last) = (summary.after.as_ref()?, summary.last.as_ref()?);
+    if kept.step == last.step {
+        return Some(format!(
+            "best: step {}, the last, held-out loss {:.4}: these weights are saved",
+            kept.step, kept.eval_loss
+        ));
+    }
+    Some(format!(
+        "best: step {}, held-out loss {:.4}: these weights are saved; last: step {}, {:.4}, in checkpoint-{}",
+        kept.step, kept.eval_loss, last.step, last.eval_loss, last.step
+    ))
 }
 
 /// The sentence on the held-out rows before and after, with the cause where one is plain.

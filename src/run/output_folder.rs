@@ -80,7 +80,9 @@ impl OutputFolder {
         if let (Some(saved), Some(record)) = (&self.resumed, &self.record) {
             let same = record.plan == RunRecord::digest(&plan.fingerprint()) && lies_in(saved, output);
             let is_whole = record.completed && record.is_finished(output) && record.is_as_written(output)?;
-            return Ok(same && is_whole && saved.state.step >= plan.total_steps && evaluated(plan, output));
+            let is_last = saved.state.step >= plan.total_steps
+                || saved.state.is_out_of_patience(plan.recipe.eval.patience);
+            return Ok(same && is_whole && is_last && evaluated(plan, output, saved.state.step));
         }
         let ended_here =
             self.record.as_ref().filter(|record| self.resumed.is_none() && record.is_finished(output));
@@ -156,11 +158,10 @@ impl OutputFolder {
     }
 }
 
-/// Returns whether the log in `output` has the evaluation at the end of `plan`, if there is to be one.
-fn evaluated(plan: &Plan, output: &Path) -> bool {
+/// Returns whether the log in `output` has the evaluation after the last step of `plan`, `step`, if there is to be one.
+fn evaluated(plan: &Plan, output: &Path, step: u64) -> bool {
     let wanted = plan.held_out.is_some() && plan.recipe.eval.at_end;
-    let is_last =
-        |entry: &MetricsEntry| matches!(entry, MetricsEntry::Eval(_)) && entry.step() == plan.total_steps;
+    let is_last = |entry: &MetricsEntry| matches!(entry, MetricsEntry::Eval(_)) && entry.step() == step;
     !wanted || metrics::read(&output.join(METRICS)).is_ok_and(|entries| entries.iter().any(is_last))
 }
 

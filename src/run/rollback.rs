@@ -1,6 +1,7 @@
 //! Going back to a checkpoint in the middle of a run: what is trained and the optimizer's state take the values that they
 //! had there, where they lie. What is frozen never changed, and stays.
 
+use std::ops::Range;
 use std::path::Path;
 
 use crate::adapter::SavedAdapter;
@@ -12,13 +13,18 @@ use crate::plan::Plan;
 use crate::setup::initial_values::InitialValues;
 use crate::weights::ModelFiles;
 
-/// Puts `trainer` back to the newest checkpoint of the run of `plan` in `output` that is of a step before `step`, and returns
-/// its step; none where there is no sound one. All ranks call it.
+/// Puts `trainer` back to the newest checkpoint of the run of `plan` in `output` that is of one of `steps`, and returns its
+/// step; none where there is no sound one. All ranks call it.
 ///
 /// # Errors
 /// The checkpoint is of another run, cannot be read, or is not the same on all ranks; a peer failed.
-pub(super) fn roll_back(plan: &Plan, output: &Path, trainer: &mut Trainer, step: u64) -> Result<Option<u64>> {
-    let (found, _) = checkpoint::newest_before(output, step)?;
+pub(super) fn roll_back(
+    plan: &Plan,
+    output: &Path,
+    trainer: &mut Trainer,
+    steps: Range<u64>,
+) -> Result<Option<u64>> {
+    let (found, _) = checkpoint::newest_in(output, steps)?;
     // One from before the run went on with another learning rate is its checkpoint, too.
     let allowed = CHANGES_ON_REQUEST.map(str::to_owned);
     let found = found.filter(|saved| saved.check_same_run(&plan.fingerprint(), &allowed).is_ok());

@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::SizingRequest;
 use super::step_time::{StepTime, Workload};
 use crate::plan::{PlannedStep, StoredAs, WrittenBytes};
-use crate::recipe::{Recipe, SaveSteps};
+use crate::recipe::{Recipe, StepInterval};
 
 /// A disk writes so much of what it reads in the same time (an assumption).
 const WRITES: f64 = 0.5;
@@ -38,7 +38,7 @@ impl SizingRequest<'_> {
         let loading = self.stored_bytes() as f64 / disk;
         let of_rank = load.tokens * load.micro_batches as f64;
         let held_out = self.held_out_tokens as f64 / self.world.all as f64;
-        let evaluating = evaluations(self.recipe, steps) as f64 * held_out * time.forward / of_rank;
+        let evaluating = self.evaluations(steps) as f64 * held_out * time.forward / of_rank;
         let saved = self.saved_bytes(self.recipe, step);
         let writing = |bytes: u64| bytes as f64 / (disk * WRITES);
         let saving =
@@ -76,10 +76,11 @@ impl SizingRequest<'_> {
     /// Bytes that are there when the run of `recipe` is over: its newest checkpoints, as many as it keeps, and the result.
     pub(super) fn kept_on_disk(&self, recipe: &Recipe, step: &PlannedStep) -> u64 {
         let saved = self.saved_bytes(recipe, step);
-        let most = recipe.checkpoint.keep_last as u64;
+        // The best is kept beside the last ones, among which it may be.
+        let most = recipe.checkpoint.keep_last as u64 + u64::from(recipe.eval.keeps_best());
         let (save, epoch) = (recipe.checkpoint.save_steps, self.steps_of_epoch.unwrap_or(u64::MAX));
         let checkpoints = match (save, self.steps) {
-            (SaveSteps::Never, _) => 0,
+            (StepInterval::Never, _) => 0,
             (_, None) => most,
             (_, Some(steps)) => save.count([0, steps], epoch).min(most),
         };
@@ -92,10 +93,10 @@ impl SizingRequest<'_> {
         let settings = &self.recipe.checkpoint;
         let epoch = self.steps_of_epoch.map_or(steps, |epoch| epoch as f64);
         let (every, at_end) = match settings.save_steps {
-            SaveSteps::Never => return 0.0,
-            SaveSteps::Every(every) => (every.max(1) as f64, false),
-            SaveSteps::Epoch => (epoch, true),
-            SaveSteps::Auto => (epoch.min((SaveSteps::SECS as f64 / step).ceil()), true),
+            StepInterval::Never => return 0.0,
+            StepInterval::Every(every) => (every.max(1) as f64, false),
+            StepInterval::Epoch => (epoch, true),
+            StepInterval::Auto => (epoch.min((StepInterval::SECS as f64 / step).ceil()), true),
         };
         let every = every.max(1.0);
         let on_the_way = if at_end { (steps / every).ceil() - 1.0 } else { (steps / every).floor() };
@@ -106,10 +107,11 @@ impl SizingRequest<'_> {
         let left = |steps: f64| (secs - steps * step).max(0.0);
         (on_the_way - 1.0) * left(every) + left(steps - on_the_way * every) + last
     }
-}
 
-/// How often held-out rows are evaluated: before the first step, every so many, and after the last.
-fn evaluations(recipe: &Recipe, steps: u64) -> u64 {
-    let between = recipe.eval.steps.map_or(0, |every| steps.saturating_sub(1) / every.max(1));
-    1 + between + u64::from(recipe.eval.at_end)
+    /// How often held-out rows are evaluated: before the first step, every so many, and after the last.
+    fn evaluations(&self, steps: u64) -> u64 {
+        let epoch = self.steps_of_epoch.unwrap_or(u64::MAX);
+        let between = self.recipe.eval.interval().count_between([0, steps], epoch);
+        1 + between + u64::from(self.recipe.eval.at_end)
+    }
 }

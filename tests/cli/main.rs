@@ -27,6 +27,7 @@ mod auto_micro_batch;
 mod bad_input;
 mod base_identity;
 mod bench;
+mod best;
 mod bounds;
 mod changes_on_resume;
 mod chat_data;

@@ -163,6 +163,7 @@ fn state(step: u64) -> TrainingState {
         ranks: 1,
         micro_batches: Some(1),
         base: None,
+        best: None,
         chat_template_date: None,
         fingerprint: BTreeMap::new(),
     }

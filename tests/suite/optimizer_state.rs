@@ -166,6 +166,7 @@ fn save(trainer: &Trainer, output: &Path) {
         ranks: 1,
         micro_batches: Some(1),
         base: None,
+        best: None,
         chat_template_date: None,
         fingerprint: std::collections::BTreeMap::new(),
     };

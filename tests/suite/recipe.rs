@@ -6,7 +6,7 @@ use std::path::Path;
 use finetune::error::Error;
 use finetune::recipe::{
     AdapterInit, AdapterSection, AutoOr, BUILT_IN, ComputeDtype, DataSource, ListenAddress, OnLongRow,
-    Patterns, Purpose, Recipe, RecipeLayers, RecipeText, SaveSteps, SchedulerKind, ServerUrl, Strategy,
+    Patterns, Purpose, Recipe, RecipeLayers, RecipeText, SchedulerKind, ServerUrl, StepInterval, Strategy,
     TargetModules, Template,
 };
 use insta::assert_snapshot;
@@ -106,7 +106,7 @@ fn defaults_are_those_of_the_contract() {
     );
     assert_eq!((recipe.data.longest_row(), recipe.train.accumulation()), (2048, 1));
     assert_eq!((recipe.train.epochs, recipe.train.max_grad_norm, recipe.train.seed), (3.0, 1.0, 0));
-    assert_eq!(recipe.checkpoint.save_steps, SaveSteps::Auto);
+    assert_eq!(recipe.checkpoint.save_steps, StepInterval::Auto);
     assert_eq!((recipe.optimizer.betas, recipe.optimizer.eps), ([0.9, 0.999], 1e-8));
     assert_eq!(recipe.scheduler.kind, SchedulerKind::Cosine);
     assert_eq!((recipe.checkpoint.keep_last, recipe.log.every_steps, recipe.eval.at_end), (2, 1, true));

@@ -476,6 +476,7 @@ fn card() -> Card {
         final_train_loss: Some(0.5),
         before: Some(EvalReport::new(0, 2.0, 10)),
         after: Some(EvalReport { eval_exact_match: Some(0.875), ..EvalReport::new(20, 1.0, 10) }),
+        last: None,
         chat: true,
     }
 }

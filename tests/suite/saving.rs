@@ -193,6 +193,7 @@ fn state(step: u64, ranks: usize) -> TrainingState {
         ranks,
         micro_batches,
         base: None,
+        best: None,
         chat_template_date: None,
         fingerprint,
     }

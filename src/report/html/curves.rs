@@ -53,6 +53,11 @@ impl<'a> Curves<'a> {
         let after = self.evals.iter().rfind(|report| report.step > 0);
         let loss = |report: &&EvalReport| format!("{:.4}", report.eval_loss);
         add("held-out loss", before.map(loss), after.map(loss));
+        let lowest = self.evals.iter().filter(|report| report.step > 0);
+        let lowest = lowest.min_by(|a, b| a.eval_loss.total_cmp(&b.eval_loss));
+        let is_earlier = |lowest: &&&EvalReport| after.is_some_and(|after| lowest.step < after.step);
+        let of_step = |report: &&EvalReport| format!("{:.4} at step {}", report.eval_loss, report.step);
+        add("lowest held-out loss", None, lowest.filter(is_earlier).map(of_step));
         let exact = |report: &&EvalReport| report.eval_exact_match.map(percent);
         add("exact match, held out", before.and_then(exact), after.and_then(exact));
         let loss = |report: &&StepReport| format!("{:.4}", report.loss);

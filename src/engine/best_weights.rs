@@ -1,0 +1,100 @@
+//! Keeping the best weights of a run by its held-out rows, and ending it early when they stop getting better.
+//!
+//! Each new best is saved as a checkpoint at once, and stays. At the end the last step is saved and evaluated, too; the weights
+//! of the best evaluation are then read back from its checkpoint and published. A run that is killed meanwhile goes on from
+//! the checkpoint of its last step, so nothing is lost although the result comes later than without `keep_best`.
+
+use super::run_watch::RunWatch;
+use super::{RunSummary, TrainLoop};
+use crate::checkpoint::BestEvaluation;
+use crate::collective::Phase;
+use crate::error::{ErrorContext as _, Result};
+use crate::report::EvalReport;
+
+impl TrainLoop<'_> {
+    /// Evaluates after a step that is not the last, where that is due; returns whether its weights are the best so far, and
+    /// are kept for that.
+    pub(super) fn evaluate_on_the_way(
+        &mut self,
+        done: &mut RunSummary,
+        ends_epoch: bool,
+        watch: &mut RunWatch,
+    ) -> Result<bool> {
+        if !self.options.evaluate.is_due(done.steps, ends_epoch) {
+            return Ok(false);
+        }
+        let Some(report) = self.evaluate(done.steps)? else { return Ok(false) };
+        self.warn(watch.after_evaluation(&report));
+        if !self.options.keep_best {
+            return Ok(false);
+        }
+        let is_best = BestEvaluation::count(&mut self.best, &report);
+        done.last = Some(report);
+        Ok(is_best)
+    }
+
+    /// Returns whether the held-out rows have not got better for as many evaluations as the run waits.
+    pub(super) fn is_out_of_patience(&self) -> bool {
+        BestEvaluation::is_out_of_patience(self.best.as_ref(), self.options.patience)
+    }
+
+    /// Saves the last step where that `is_save_due`, evaluates it, and publishes the best weights of the run.
+    pub(super) fn end_with_best(
+        &mut self,
+        done: &mut RunSummary,
+        watch: &mut RunWatch,
+        is_save_due: bool,
+    ) -> Result<()> {
+        self.say_end_of_patience(done.steps);
+        let saved = self.finish_saving();
+        let saved = saved.and_then(|()| if is_save_due { self.save(done) } else { Ok(()) });
+        // A checkpoint that cannot be saved costs no result.
+        let saved = saved.and_then(|()| self.finish_saving());
+        // A run that is out of patience has evaluated its last step.
+        if done.last.as_ref().is_none_or(|last| last.step != done.steps) {
+            done.last = self.evaluate(done.steps)?;
+            if let Some(last) = &done.last {
+                self.warn(watch.after_evaluation(last));
+                BestEvaluation::count(&mut self.best, last);
+            }
+        }
+        done.after = self.return_to_best(done)?.or_else(|| done.last.clone());
+        let published = self.publish(done);
+        saved.and(published)
+    }
+
+    /// Prints that the run has ended early, where it has.
+    fn say_end_of_patience(&self, steps: u64) {
+        let total = self.sampler.total_steps();
+        let Some(best) = self.best.as_ref().filter(|_| self.is_out_of_patience() && steps < total) else {
+            return;
+        };
+        let (step, loss, since) = (best.report.step, best.report.eval_loss, best.since);
+        let evaluations =
+            if since == 1 { "one evaluation".to_owned() } else { format!("{since} evaluations") };
+        if let Some(reporter) = &self.reporter {
+            reporter.terminal.line(format!(
+                "ended early, after step {steps} of {total}: {evaluations} since step {step} did not get below its held-out \
+                 loss of {loss:.4} (`eval.patience`)"
+            ));
+        }
+    }
+
+    /// Gives the trainer the weights of the best evaluation, unless they are those of the last step; its figures. Where its
+    /// checkpoint is gone or damaged the weights stay as they are, with a warning.
+    fn return_to_best(&mut self, done: &RunSummary) -> Result<Option<EvalReport>> {
+        let best = self.best.as_ref().map(|best| best.report.clone());
+        let Some(best) = best.filter(|best| best.step != done.steps) else { return Ok(None) };
+        self.enter(Phase::Load)?;
+        let back = (self.roll_back)(self.trainer, best.step..best.step + 1);
+        let back =
+            back.during(|| format!("cannot go back to the best weights, of checkpoint-{}", best.step))?;
+        if back.is_none() {
+            self.warn([format!(
+                "checkpoint-{}, which has the best weights (held-out loss {:.4}), is gone or damaged: the last weights are left",
+                best.step, best.eval_loss
+            )]);
+        }
+        Ok(back.map(|_| best))
+    }
+}

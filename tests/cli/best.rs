@@ -1,0 +1,201 @@
+//! `eval.keep_best` and `eval.patience`: the weights of the best evaluation are what a run leaves, its checkpoint stays, and a run
+//! that gets no better ends early; killed and resumed alike.
+
+use serde_json::Value;
+
+use crate::place::Place;
+
+/// A place with four rows to learn by heart, and others.
+fn place() -> Place {
+    let place = Place::new();
+    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
+    let rows: Vec<&str> = rows.lines().collect();
+    place.write("few.jsonl", &rows[..4].join("\n"));
+    place.write("others.jsonl", &rows[rows.len() - 8..].join("\n"));
+    place
+}
+
+/// A run of at most 24 steps, evaluated after every second one, that does best in the middle.
+fn words<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    of_recipe("lora", output, more)
+}
+
+fn of_recipe<'a>(recipe: &'a str, output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["--model", "model", "--dataset", "few.jsonl", "--eval-dataset", "others.jsonl"];
+    args.extend(["--recipe", recipe, "--output", output]);
+    for pair in [
+        "data.max_seq_len=96",
+        "data.packing=false",
+        "data.shuffle=false",
+        "train.gradient_accumulation_steps=1",
+        "scheduler.kind=constant",
+        "log.tensorboard=false",
+        "checkpoint.save_steps=6",
+        "checkpoint.keep_last=1",
+        "eval.steps=2",
+        "train.max_steps=24",
+        "optimizer.learning_rate=1e-2",
+    ] {
+        args.extend(["--set", pair]);
+    }
+    args.extend(more);
+    args
+}
+
+const KEEP_BEST: [&str; 2] = ["--set", "eval.keep_best=true"];
+
+/// The step and the loss of each evaluation after the first step.
+fn evaluations(place: &Place, output: &str) -> Vec<(u64, f64)> {
+    let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
+    let entries = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let found = entries.filter_map(|entry| Some((entry["step"].as_u64()?, entry["eval_loss"].as_f64()?)));
+    found.filter(|(step, _)| *step > 0).collect()
+}
+
+fn best_of(evaluations: &[(u64, f64)]) -> (u64, f64) {
+    *evaluations.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap()
+}
+
+fn adapter(place: &Place, output: &str) -> Vec<u8> {
+    std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap()
+}
+
+fn checkpoints(place: &Place, output: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(place.path(output)).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.filter(|name| name.starts_with("checkpoint-")).collect();
+    names.sort();
+    names
+}
+
+/// The result `[flag, folder]` of a run has the held-out loss `wanted`.
+fn assert_evaluates_to(place: &Place, [flag, folder]: [&str; 2], wanted: f64) {
+    let recipe = format!("{folder}/recipe.toml");
+    let said = place.said(&["eval", flag, folder, "--dataset", "others.jsonl", "--recipe", &recipe]);
+    let loss = said.split_whitespace().skip_while(|word| *word != "loss").nth(1).unwrap();
+    let loss: f64 = loss.parse().unwrap();
+    // A result may have another type than what was trained.
+    assert!((loss / wanted - 1.0).abs() < 1e-4, "{loss} and not {wanted}: {said}");
+}
+
+/// The same steps with and without; the best weights are those of a run that ends there.
+#[test]
+fn the_best_weights_are_what_is_left() {
+    let place = place();
+    let plain = place.said(&words("plain", &[]));
+    let said = place.said(&words("best", &KEEP_BEST));
+    let found = evaluations(&place, "best");
+    assert_eq!(found, evaluations(&place, "plain"), "keeping the best changes no number");
+    assert_eq!(
+        found.iter().map(|(step, _)| *step).collect::<Vec<_>>(),
+        (2..=24).step_by(2).collect::<Vec<_>>()
+    );
+    let ((step, loss), last) = (best_of(&found), found[11].1);
+    assert!(step < 24 && loss < last, "{found:?}");
+    let line = format!(
+        "best: step {step}, held-out loss {loss:.4}: these weights are saved; last: step 24, {last:.4}, in checkpoint-24\n"
+    );
+    assert!(said.contains(&line) && !plain.contains("best: "), "{said}");
+    assert_eq!(checkpoints(&place, "best"), ["checkpoint-24".to_owned(), format!("checkpoint-{step}")]);
+    // A constant rate: a run that ends at the best step has taken the same steps.
+    let steps = format!("train.max_steps={step}");
+    place.said(&words("short", &["--set", &steps]));
+    assert!(adapter(&place, "best") == adapter(&place, "short"));
+    assert!(adapter(&place, "best") != adapter(&place, "plain"));
+    assert_evaluates_to(&place, ["--adapter", "best"], loss);
+    let card = std::fs::read_to_string(place.path("best/README.md")).unwrap();
+    assert!(card.contains(&format!("The weights are those of step {step}, which did best")), "{card}");
+    // A finished run says so.
+    let ended = place.said(&["--resume", "--output", "best"]);
+    assert!(ended.contains("nothing is left to do"), "{ended}");
+}
+
+/// On two ranks, and with weights that are trained whole and sharded.
+#[test]
+fn ranks_keep_the_best_alike() {
+    let place = place();
+    for (recipe, strategy) in [("lora", "ddp"), ("full", "fsdp")] {
+        let strategy = format!("parallel.strategy={strategy}");
+        let rate = "optimizer.learning_rate=3e-3";
+        let ranks = ["--ranks", "2", "--set", &strategy, "--set", rate];
+        let said = place.said(&of_recipe(recipe, recipe, &[&KEEP_BEST[..], &ranks].concat()));
+        let (step, loss) = best_of(&evaluations(&place, recipe));
+        assert!(said.contains(&format!("best: step {step}, ")), "{said}");
+        let result = if recipe == "full" { ["--model", recipe] } else { ["--adapter", recipe] };
+        assert_evaluates_to(&place, result, loss);
+    }
+}
+
+#[test]
+fn a_run_that_gets_no_better_ends_early() {
+    let place = place();
+    let said = place.said(&words("out", &["--set", "eval.patience=2"]));
+    let found = evaluations(&place, "out");
+    let (step, loss) = best_of(&found);
+    let last = step + 4;
+    assert_eq!(found.last().unwrap().0, last, "{found:?}");
+    let line = format!(
+        "ended early, after step {last} of 24: 2 evaluations since step {step} did not get below its held-out loss of {loss:.4}"
+    );
+    assert!(said.contains(&line), "{said}");
+    assert!(said.contains(&format!("best: step {step}, ")), "{said}");
+    let ended = place.said(&["--resume", "--output", "out"]);
+    assert!(ended.contains("nothing is left to do"), "{ended}");
+    // With more patience it goes on, as if it had had it from the first step.
+    place.said(&["--resume", "--output", "out", "--set", "eval.patience=100"]);
+    place.said(&words("whole", &["--set", "eval.patience=100"]));
+    assert_eq!(evaluations(&place, "out"), evaluations(&place, "whole"));
+    assert!(adapter(&place, "out") == adapter(&place, "whole"));
+}
+
+/// What a kill leaves goes on with the best of before.
+#[test]
+fn a_killed_run_goes_on_with_its_best() {
+    let place = place();
+    place.said(&words("whole", &KEEP_BEST));
+    // After the best and before the last; and between the last checkpoint and the result.
+    for (name, variable, value) in
+        [("middle", "FINETUNE_FAULT", "0:forward:20:exit"), ("end", "FINETUNE_KILL_AT", "last_step")]
+    {
+        let done = place.command(&words(name, &KEEP_BEST)).env(variable, value).output().unwrap();
+        assert!(!done.status.success(), "{}", place.told(&done.stderr));
+        assert!(!place.path(name).join("adapter_model.safetensors").exists());
+        place.said(&words(name, &[&KEEP_BEST[..], &["--resume"]].concat()));
+        assert!(adapter(&place, name) == adapter(&place, "whole"), "{name}");
+        assert_eq!(checkpoints(&place, name), checkpoints(&place, "whole"));
+    }
+    // A best checkpoint that is gone: the last weights are left, and it is said.
+    std::fs::remove_dir_all(place.path("end").join(&checkpoints(&place, "end")[1])).unwrap();
+    std::fs::remove_file(place.path("end/adapter_model.safetensors")).unwrap();
+    let said = place.said(&words("end", &[&KEEP_BEST[..], &["--resume"]].concat()));
+    assert!(said.contains("is gone or damaged: the last weights are left"), "{said}");
+}
+
+#[test]
+fn what_keeping_the_best_needs_is_said() {
+    let place = place();
+    let few = ["--model", "model", "--dataset", "few.jsonl", "--recipe", "lora", "--output", "out"];
+    let none = place.refused(&[&few[..], &["--set", "eval.patience=2"]].concat());
+    assert!(none.contains("`eval.patience` needs held-out rows"), "{none}");
+    let at_end = place.refused(&words("out", &["--set", "eval.patience=2", "--set", "eval.at_end=false"]));
+    assert!(
+        at_end.contains("`eval.at_end` is false, and `keep_best` must know how the last weights do"),
+        "{at_end}"
+    );
+    let never = ["--set", "checkpoint.save_steps=never"];
+    let never = place.refused(&words("out", &[&KEEP_BEST[..], &never].concat()));
+    assert!(
+        never.contains("`eval.keep_best` needs checkpoints, and `checkpoint.save_steps` is \"never\""),
+        "{never}"
+    );
+    // Each epoch, where nothing else is said.
+    let said = place.said(&words(
+        "out",
+        &[&KEEP_BEST[..], &["--set", "eval.steps=auto", "--set", "train.max_steps=12"]].concat(),
+    ));
+    assert_eq!(
+        evaluations(&place, "out").iter().map(|(step, _)| *step).collect::<Vec<_>>(),
+        [4, 8, 12],
+        "{said}"
+    );
+}
