@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
@@ -89,7 +89,7 @@ pub enum Verb {
     Doctor(DoctorArgs),
     /// Prove on a recipe that a run which is killed and resumed leaves the same bytes
     VerifyResume(VerifyResumeArgs),
-    /// Print a completion script for a shell
+    /// Print a completion script for a shell, or a manual page
     Completions(CompletionsArgs),
 }
 
@@ -367,6 +367,15 @@ pub struct DataArgs {
     /// Rows to show; all are checked
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub rows: usize,
+    /// Show each token on a line: its place, id, whether it is trained, its text
+    #[arg(long, conflicts_with = "json")]
+    pub tokens: bool,
+    /// Print rows and figures as JSON, with `labels` of -100 where nothing is trained
+    #[arg(long)]
+    pub json: bool,
+    /// Also write the rows as a page to this file
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
     /// How rows are read.
     #[command(flatten)]
     pub reading: RowArgs,
@@ -420,12 +429,41 @@ pub enum BaseChoice {
 /// Arguments of `finetune completions`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
-Example:
-  finetune completions bash > ~/.local/share/bash-completion/completions/finetune")]
+Examples:
+  finetune completions bash > ~/.local/share/bash-completion/completions/finetune
+  finetune completions man > ~/.local/share/man/man1/finetune.1
+  finetune completions man plan > ~/.local/share/man/man1/finetune-plan.1")]
 pub struct CompletionsArgs {
-    /// Name of the shell
-    #[arg(value_name = "SHELL")]
-    pub shell: Shell,
+    /// A shell, or `man` for a manual page
+    #[arg(value_name = "KIND")]
+    pub kind: CompletionKind,
+    /// The verb that the manual page is about [default: finetune as a whole]
+    #[arg(value_name = "VERB")]
+    pub verb: Option<String>,
+}
+
+/// A file for a shell or for `man`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CompletionKind {
+    /// The script of a shell.
+    Shell(Shell),
+    /// A manual page, in roff.
+    Man,
+}
+
+impl ValueEnum for CompletionKind {
+    fn value_variants<'a>() -> &'a [Self] {
+        use CompletionKind::{Man, Shell as Of};
+        use Shell::{Bash, Elvish, Fish, PowerShell, Zsh};
+        &[Of(Bash), Of(Elvish), Of(Fish), Of(PowerShell), Of(Zsh), Man]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        match self {
+            CompletionKind::Shell(shell) => shell.to_possible_value(),
+            CompletionKind::Man => Some(PossibleValue::new("man")),
+        }
+    }
 }
 
 /// Devices by number, in the order given, each once.

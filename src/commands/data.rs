@@ -2,13 +2,14 @@
 
 use std::fmt::Write;
 
+use super::data_view::DataView;
 use super::{terminal, working_folder};
 use crate::cli::DataArgs;
-use crate::data::{Dataset, Example, Sampler, SamplerOptions, Split, Tokenizer};
+use crate::data::{Dataset, ExampleFigures, Sampler, SamplerOptions, Tokenizer};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
-use crate::plan::{decide_accumulation, decide_rows};
+use crate::plan::{decide_accumulation, decide_rows, held_out_report};
 use crate::recipe::{OnBadRow, Recipe};
 use crate::setup::{DatasetLoader, Resolver};
 use crate::units;
@@ -35,28 +36,27 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
     let rows = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
     rows.warnings().iter().for_each(|text| terminal.warn(text));
-    let (dataset, _) = rows.load(&recipe.data.train, Split::Train, &finder)?;
+    let ((train, _), held_out) = rows.load_run(&recipe.data, recipe.train.seed, &finder)?;
+    let held_out = held_out.map(|(held_out, _)| held_out);
     decide_rows(&mut recipe, 1, None)?;
-    decide_accumulation(&mut recipe, Some(&dataset), 1)?;
-    for (number, example) in dataset.examples().iter().take(args.rows).enumerate() {
-        terminal.data(row(number + 1, example, &rows.tokenizer)?)?;
+    decide_accumulation(&mut recipe, Some(&train), 1)?;
+    let view = DataView {
+        tokenizer: &rows.tokenizer,
+        train: &train,
+        held_out: held_out.as_ref(),
+        rows: args.rows,
+        figures: ExampleFigures::of(&train, &rows.tokenizer),
+        batches: batches(&train, &recipe)?,
+        held_out_report: held_out.as_ref().map(|held_out| held_out_report(held_out, &train)),
+    };
+    if let Some(path) = &args.html {
+        view.write_page(path)?;
+        terminal.line(format!("the rows as a page: {}", path.display()));
     }
-    terminal.data(format!("{}\n{}", dataset.report(), batches(&dataset, &recipe)?))
-}
-
-/// A row as a table: position, token, whether it is trained, its text.
-fn row(number: usize, example: &Example, tokenizer: &Tokenizer) -> Result<String> {
-    let trained = example.num_trained();
-    let mut text =
-        format!("row {number}, {}: {} tokens, {trained} trained\n", example.origin, example.ids.len());
-    for (position, (id, trained)) in example.ids.iter().zip(&example.trained).enumerate() {
-        let piece = tokenizer.decode(&[*id], false)?;
-        let token = tokenizer.token(*id).unwrap_or_default();
-        let mark = if *trained { "train" } else { "" };
-        let _ = writeln!(text, "  {position:>5}  {id:>7}  {mark:<5}  {token:<16}  {piece:?}");
+    if args.json {
+        return view.print_json(&terminal);
     }
-    text.push('\n');
-    Ok(text)
+    if args.tokens { view.print_tokens(&terminal) } else { view.print_text(&terminal) }
 }
 
 fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {

@@ -7,6 +7,7 @@ mod adapter_base;
 mod bench;
 mod completions;
 mod data;
+mod data_view;
 mod doctor;
 mod eval;
 mod export;

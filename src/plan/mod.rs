@@ -40,5 +40,6 @@ pub use method::Method;
 pub use parallel::WorldSize;
 pub use resolve::Plan;
 pub(crate) use run_params::ParamCache;
+pub(crate) use warnings::held_out_report;
 pub use warnings::prompt_beyond_positions;
 pub(crate) use written_bytes::{StoredAs, WrittenBytes};

@@ -6,6 +6,18 @@ use crate::model::{ModelConfig, RopeKind};
 use crate::optim::Schedule;
 use crate::recipe::LEAST_SEQ_LEN;
 
+/// The report on the rows `held_out`. A loss on rows of `train` says how well they are remembered, so these are counted.
+pub(crate) fn held_out_report(held_out: &Dataset, train: &Dataset) -> String {
+    let report = held_out.report();
+    match held_out.count_alike(train) {
+        (0, _) => report.to_string(),
+        (alike, all) => format!(
+            "{report}\nwarning: {alike} of {all} held-out rows are training rows, too, but for case, spaces and \
+             punctuation: their loss says how well they are remembered, not what was learned"
+        ),
+    }
+}
+
 impl Plan {
     /// What a person should know before the run, each in a sentence.
     pub fn warnings(&self) -> Vec<String> {
@@ -15,18 +27,10 @@ impl Plan {
         data.filter_map(|data| self.long_rows(data)).chain(schedule).chain(self.unusual_settings()).collect()
     }
 
-    /// The report on the held-out rows, if there are any. A loss on training rows says how well they are remembered, so these
-    /// are counted.
+    /// The report on the held-out rows, if there are any.
     pub fn held_out_report(&self) -> Option<String> {
         let (held_out, _) = self.held_out.as_ref()?;
-        let report = held_out.report();
-        Some(match held_out.count_alike(&self.train.0) {
-            (0, _) => report.to_string(),
-            (alike, all) => format!(
-                "{report}\nwarning: {alike} of {all} held-out rows are training rows, too, but for case, spaces and \
-                 punctuation: their loss says how well they are remembered, not what was learned"
-            ),
-        })
+        Some(held_out_report(held_out, &self.train.0))
     }
 
     /// Rows with more tokens than the model has positions for.

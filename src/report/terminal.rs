@@ -215,6 +215,10 @@ impl Terminal {
         self.hand_over(JobKind::Kept, move |state| {
             state.close_view();
             state.end();
+            let text = match text.strip_prefix("error:") {
+                Some(rest) => format!("{}{rest}", state.paint("31;1", "error:")),
+                None => text,
+            };
             state.emit(&text);
         });
     }
@@ -232,14 +236,30 @@ impl Terminal {
     /// # Errors
     /// stdout refuses the data for another reason, a full disk for one.
     pub fn data(&self, text: impl AsRef<str>) -> Result<()> {
+        self.marked_data(&[(text.as_ref(), false)])
+    }
+
+    /// As [`Terminal::data`], of a text in pieces. Those that are marked stand between ⟦ and ⟧, green where there are colours.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn marked_data(&self, pieces: &[(impl AsRef<str>, bool)]) -> Result<()> {
         if self.reader_gone() {
             return Ok(());
         }
         // Both may be the same terminal.
         self.flush();
         let mut stdout = io::stdout().lock();
-        let text = text.as_ref();
-        let text = if stdout.is_terminal() { printable(text) } else { text.into() };
+        let is_terminal = stdout.is_terminal();
+        let mark =
+            if is_terminal && has_colours() { ["\u{1b}[32m⟦", "⟧\u{1b}[0m"] } else { ["⟦", "⟧"] };
+        let mut text = String::new();
+        for (piece, is_marked) in pieces {
+            let piece = piece.as_ref();
+            let piece = if is_terminal { printable(piece) } else { piece.into() };
+            let [begin, end] = if *is_marked { mark } else { [""; 2] };
+            text.extend([begin, &*piece, end]);
+        }
         match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {
                 self.reader_gone.store(true, Ordering::Release);
@@ -262,7 +282,8 @@ impl Terminal {
         if self.verbosity == Verbosity::Quiet {
             return;
         }
-        let template = "{bar:24} {pos}/{len}  {msg}";
+        // What is wider than the terminal would stay there when the bar goes: the message is cut.
+        let template = "{bar:24} {pos}/{len}  {wide_msg}";
         let work = CurrentWork::Steps { first: done, total, started: Instant::now() };
         self.hand_over(JobKind::Kept, move |state| state.begin(work, total, done, template));
     }
@@ -289,7 +310,7 @@ impl Terminal {
             return;
         }
         let template =
-            "{msg}  {bar:24} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
+            "{wide_msg}  {bar:12} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
         let file = printable(file).into_owned();
         self.arrived.store(0, Ordering::Relaxed);
         self.hand_over(JobKind::Kept, move |state| {
@@ -328,10 +349,7 @@ impl TerminalState {
 
     /// The terminal that stderr is.
     fn on_screen() -> Self {
-        // https://no-color.org: set and not empty.
-        let colour = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
-            && std::env::var_os("TERM").is_none_or(|t| t != "dumb");
-        Self::on(Screen::Terminal { colour })
+        Self::on(Screen::Terminal { colour: has_colours() })
     }
 
     fn warn(&mut self, text: &str) {
@@ -446,6 +464,12 @@ impl TerminalState {
         }
         self.work.take()
     }
+}
+
+/// Whether the environment lets colours be (<https://no-color.org>: set and not empty).
+fn has_colours() -> bool {
+    std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
+        && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
 }
 
 /// Whether a run from `first` to `total` writes a plain line for `step`: the first, the last, and each step whose

@@ -13,6 +13,7 @@ mod elastic;
 pub(crate) mod fact_lines;
 pub(crate) mod host_facts;
 pub(crate) mod interrupt;
+pub(crate) mod masked_row;
 pub(crate) mod merge_check;
 mod monitoring;
 pub(crate) mod nvidia_libraries;

@@ -96,7 +96,10 @@ pub(crate) fn launch<'a>(request: impl Into<RankRequest<'a>>) -> Result<Launch> 
     Err(Error::user(format!("cannot {purpose} over several processes"))
         .because(format!("there are {all} ranks, by {source}"))
         .because("this binary was built without MPI, which carries what ranks say between processes on CPUs")
-        .hint("build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither"))
+        .hint(
+            "on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build \
+             --release --features mpi`) under `mpirun`, which torchrun does not replace",
+        ))
 }
 
 /// Whether the ranks are on GPUs: those that are named, else whatever this build and machine have unless `--ranks` asks

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use candle_core::Device;
 
+use super::masked_row::masked_row;
 use super::output_folder::METRICS;
 use crate::collective::{HeldBytes, Phase};
 use crate::data::{Example, Tokenizer};
@@ -109,7 +110,7 @@ impl ReportPage<'_> {
         let tokenizer = &plan.rows.tokenizer;
         let shown = plan.train.0.examples().iter().take(SHOWN_ROWS);
         // A row that cannot be shown was still trained on.
-        let rows: Vec<MaskedRow> = shown.filter_map(|example| masked_row(example, tokenizer).ok()).collect();
+        let rows: Vec<MaskedRow> = shown.filter_map(|example| shown_row(example, tokenizer).ok()).collect();
         let mut data = vec![("Training", plan.train.0.report().to_string())];
         data.extend(plan.held_out.iter().map(|(set, _)| ("Held out", set.report().to_string())));
         take(&HtmlReport {
@@ -168,29 +169,9 @@ impl ReportPage<'_> {
     }
 }
 
-/// A row as the model sees it. Of a long one the part about the first trained token.
-fn masked_row(example: &Example, tokenizer: &Tokenizer) -> Result<MaskedRow> {
+/// The part of `example` that is shown: all of a short row, of a long one what is around its first trained token.
+fn shown_row(example: &Example, tokenizer: &Tokenizer) -> Result<MaskedRow> {
     let first = example.trained.iter().skip(1).position(|trained| *trained).unwrap_or(0);
     let from = if example.ids.len() > SHOWN_TOKENS { first.saturating_sub(LEAD_TOKENS) } else { 0 };
-    let to = example.ids.len().min(from + SHOWN_TOKENS);
-    let mut pieces: Vec<(String, bool)> = Vec::new();
-    let mut add = |text: String, trained: bool| match pieces.last_mut() {
-        _ if text.is_empty() => {}
-        Some((piece, same)) if *same == trained => *piece += &text,
-        _ => pieces.push((text, trained)),
-    };
-    let mut stream = tokenizer.stream(false);
-    for (at, id) in example.ids.iter().enumerate().take(to).skip(from) {
-        // The first token of a row is never predicted.
-        add(stream.push(*id)?, at > 0 && example.trained[at]);
-    }
-    add(stream.finish()?, to > 0 && example.trained[to - 1]);
-    Ok(MaskedRow {
-        origin: example.origin.to_string(),
-        pieces,
-        tokens: example.ids.len(),
-        trained_tokens: example.num_trained(),
-        omitted_before: from,
-        omitted_after: example.ids.len() - to,
-    })
+    masked_row(example, tokenizer, from..from + SHOWN_TOKENS)
 }

@@ -1,7 +1,7 @@
 //! How long a step takes, by cause, and what bounds it.
 //!
 //! ```text
-//! T = T_compute + max(T_communication − w · T_compute, T_ends) + T_update + T_offload
+//! T = max(T_compute, T_launch) + max(T_communication − w · T_compute, T_ends) + T_update + T_offload
 //! ```
 //!
 //! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`], each part over the bandwidth of
@@ -33,6 +33,10 @@ const LATENCY: [f64; 2] = [30e-6, 12e-6];
 const HOST_UPDATE: f64 = 100e9;
 /// Bytes of a weight that an update on the host takes over the bus: its f32 gradient there, its bf16 value back.
 const OFFLOADED: f64 = 4.0 + 2.0;
+/// Seconds that the host takes to start a kernel (estimated, 6 to 8 µs; not yet measured on a GPU).
+const LAUNCH: f64 = 7e-6;
+/// Kernels of a block, forward and backward: the bars of tests/counter.rs, which counts them.
+const BLOCK_KERNELS: [f64; 2] = [40.0, 60.0];
 /// Part of a step from which on a cause bounds it.
 const BOUND: f64 = 0.3;
 /// Exposed communication, of a step, from which on more ranks are hopeless.
@@ -60,6 +64,8 @@ pub struct StepTime {
     pub recompute: f64,
     /// Of it the making of bf16 values from codes.
     pub dequantize: f64,
+    /// What the device waits for the host to start its kernels.
+    pub launch: f64,
     /// The optimizer's update.
     pub update: f64,
     /// Copies between host and device that computation waits for.
@@ -88,6 +94,8 @@ pub struct StepTime {
 pub enum Bound {
     /// Arithmetic of the model.
     Compute,
+    /// The host's time of starting kernels, which are too short to hide it.
+    Launch,
     /// The optimizer's update.
     Update,
     /// Copies between host and device.
@@ -103,6 +111,7 @@ impl Bound {
     pub fn text(self) -> &'static str {
         match self {
             Bound::Compute => "computation",
+            Bound::Launch => "the start of kernels: more tokens in a micro-batch take hardly longer",
             Bound::Update => "the optimizer's update",
             Bound::Offload => "copies between host and device",
             Bound::Communication => "communication",
@@ -140,7 +149,8 @@ impl StepTime {
         let offload = update_copies + (brought - hidden).max(0.0);
         let communication = communication(&step.sent, step.fit.kind, hardware);
         let exposed = (communication - hidden).max(communication.min(ENDS * compute));
-        let total = compute + update + offload + exposed;
+        let launch = (launches(config, step, (hardware, turns)) - compute).max(0.0);
+        let total = compute + launch + update + offload + exposed;
         let ranks = hardware.devices() as f64;
         let mfu = |per_token: f64| tokens * per_token / (total * rates.peak);
         StepTime {
@@ -148,6 +158,7 @@ impl StepTime {
             forward,
             recompute,
             dequantize,
+            launch,
             update,
             offload,
             communication,
@@ -157,17 +168,30 @@ impl StepTime {
             tokens_per_sec: tokens * ranks / total,
             mfu: mfu(flops.model()),
             hfu: mfu(flops.hardware()),
-            bound: bound([exposed, offload, update].map(|secs| secs / total)),
+            bound: bound([exposed, offload, launch, update].map(|secs| secs / total)),
         }
     }
 }
 
-/// What bounds a step with these parts of exposed communication, offload and update.
-fn bound([exposed, offload, update]: [f64; 3]) -> Bound {
+/// Seconds in which the host starts the kernels of `turns` micro-batches, and one for each tensor that the optimizer updates. A
+/// processor starts none.
+fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turns): (&Hardware, f64)) -> f64 {
+    if hardware.device.processor {
+        return 0.0;
+    }
+    let [forward, backward] = BLOCK_KERNELS;
+    let again = if step.fit.recompute == Recompute::Block { forward } else { 0.0 };
+    let updated = step.descs.iter().filter(|desc| desc.kind.trains()).count() as f64;
+    LAUNCH * (turns * config.num_layers() as f64 * (forward + again + backward) + updated)
+}
+
+/// What bounds a step with these parts of exposed communication, offload, the start of kernels and update.
+fn bound([exposed, offload, launch, update]: [f64; 4]) -> Bound {
     match () {
         () if exposed >= HOPELESS => Bound::Hopeless,
         () if exposed >= BOUND && exposed >= offload => Bound::Communication,
         () if offload >= BOUND => Bound::Offload,
+        () if launch >= BOUND => Bound::Launch,
         () if update >= BOUND => Bound::Update,
         () => Bound::Compute,
     }

@@ -134,6 +134,7 @@ impl Sizing {
             ("of it recomputing", time.recompute),
             ("of it dequantizing", time.dequantize),
             ("update", time.update),
+            ("the start of kernels", time.launch),
             ("copies to and from the host", time.offload),
             ("communication", time.communication),
             ("of it not hidden", time.exposed),

@@ -8,7 +8,8 @@ use crate::place::{Place, golden};
 
 /// Runs `finetune data` on files of a case, which are copied into `place`.
 fn data(place: &Place, case: &str, files: &[&str], more: &[&str]) -> Output {
-    let mut args = vec!["data", "--model", "model", "--rows", "10", "--set", "data.max_seq_len=400"];
+    let mut args =
+        vec!["data", "--tokens", "--model", "model", "--rows", "10", "--set", "data.max_seq_len=400"];
     for file in files {
         std::fs::copy(golden("field").join(case).join(file), place.path(file)).unwrap();
         if !file.ends_with(".jinja") {

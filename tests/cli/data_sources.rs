@@ -10,7 +10,7 @@ const ODD: &str = "question,answer_text,about\n2 + 2?,4,sums\n3 + 3?,6,sums\nA r
 
 /// The rows of `finetune data`, with ⟦ and ⟧ around what is trained.
 fn rows(place: &Place, more: &[&str]) -> Vec<String> {
-    let args = ["data", "--model", "model", "--rows", "20", "--set", "data.max_seq_len=200"];
+    let args = ["data", "--tokens", "--model", "model", "--rows", "20", "--set", "data.max_seq_len=200"];
     let output = place.command(&[&args[..], more].concat()).output().unwrap();
     assert!(output.status.success(), "{}", place.told(&output.stderr));
     texts(&output)

@@ -37,6 +37,7 @@ mod cli_runs;
 mod closing;
 mod data_files;
 mod data_sources;
+mod data_view;
 mod device_failure;
 mod divergence;
 mod docs;

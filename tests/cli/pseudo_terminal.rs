@@ -103,6 +103,11 @@ impl PseudoTerminal {
         StartedRun(command.spawn().unwrap())
     }
 
+    /// This terminal as a standard output.
+    pub(crate) fn stdout(&self) -> std::process::Stdio {
+        self.theirs.try_clone().unwrap().into()
+    }
+
     /// Says that it has another size now.
     pub(crate) fn resize(&self, columns: u16, rows: u16) {
         let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };

@@ -393,6 +393,20 @@ fn splits_are_all_listed() {
     }
 }
 
+/// A tiny model keeps no GPU busy: a step takes at least as long as the host needs to start its kernels.
+#[test]
+fn a_tiny_model_is_bound_by_the_start_of_kernels() {
+    let place = shapes();
+    let args = ["--on", "H100-80GB", "--recipe", "lora", "--set", "train.gradient_accumulation_steps=4"];
+    let said = plan(&place, "model", &args);
+    // Four micro-batches of 2 layers, 40 kernels forward and 60 backward, 7 µs each.
+    let least = 4.0 * 2.0 * 100.0 * 7e-6;
+    assert!(said["time"]["total"].as_f64().unwrap() >= least, "{said:#}");
+    assert_eq!(said["time"]["bound"], "launch", "{said:#}");
+    // The step of a large one takes longer by itself.
+    assert_eq!(plan(&place, "8B", &args)["time"]["launch"], 0.0);
+}
+
 /// Prices add up, of the run or of a billion tokens.
 #[test]
 fn a_run_has_a_price() {

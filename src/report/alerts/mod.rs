@@ -73,6 +73,9 @@ pub struct AlertOptions {
     pub room: Box<dyn FnMut() -> Option<OutputRoom>>,
 }
 
+/// Updates in a row after which a step that is skipped is a new incident.
+const SKIPS_APART: u64 = 20;
+
 /// Raises alarms about a run.
 pub struct Alerts {
     desk: Arc<Mutex<AlarmDesk>>,
@@ -82,7 +85,8 @@ pub struct Alerts {
     disk: ShortDisk,
     room: Box<dyn FnMut() -> Option<OutputRoom>>,
     looked: Option<Instant>,
-    has_skipped: bool,
+    /// Updates since a step was skipped; none: none was, or long ago.
+    updates_since_skip: Option<u64>,
     stall: Arc<Mutex<StallWatch>>,
     /// Ends the thread that watches for stalls when it is dropped.
     clock: Option<SyncSender<()>>,
@@ -184,7 +188,7 @@ impl Alerts {
             disk: ShortDisk::new(next_bytes),
             room,
             looked: None,
-            has_skipped: false,
+            updates_since_skip: None,
             stall: Arc::new(Mutex::new(StallWatch::new(LEAST_STALL))),
             clock: None,
         })
@@ -233,7 +237,8 @@ impl RunListener for Alerts {
 
     fn step(&mut self, report: &StepReport) -> Result<()> {
         lock(&self.stall).moved(report.step, Some(report.step_secs.max(report.all_parts())));
-        self.has_skipped = false;
+        self.updates_since_skip =
+            self.updates_since_skip.map(|updates| updates + 1).filter(|updates| *updates < SKIPS_APART);
         lock(&self.desk).step = report.step;
         // The run says by itself what its losses and norms show.
         let found = [
@@ -262,8 +267,8 @@ impl RunListener for Alerts {
     fn skipped(&mut self, step: &SkippedStep) -> Result<()> {
         lock(&self.stall).moved(step.step, None);
         lock(&self.desk).step = step.step;
-        // Steps in a row are one incident.
-        if !std::mem::replace(&mut self.has_skipped, true) {
+        // Steps in a row, or few steps apart, are one incident.
+        if self.updates_since_skip.replace(0).is_none() {
             let message = format!("step {} diverged and updated nothing: {}", step.step, step.skipped);
             lock(&self.desk).raise(AlertRule::NonFinite, step.step, Finding { value: None, message }, true);
         }

@@ -64,6 +64,23 @@ fn an_alarm_is_a_line_in_the_file_and_goes_out() {
     assert_eq!(run.lines("said"), [""; 0], "the run says both by itself");
 }
 
+/// A run that diverges at each second step has one incident, and another one after twenty updates.
+#[test]
+fn steps_that_are_skipped_close_together_are_one_incident() {
+    let mut run = run(&[AlertRule::NonFinite], 1 << 29);
+    run.alerts.begin(0, 100).unwrap();
+    for at in [1, 3, 5, 7, 9] {
+        run.alerts.skipped(&skipped(at)).unwrap();
+        run.alerts.step(&StepReport { step: at + 1, ..StepReport::default() }).unwrap();
+    }
+    assert_eq!(run.lines("alerts.jsonl").len(), 1);
+    for at in 11..=30 {
+        run.alerts.step(&StepReport { step: at, ..StepReport::default() }).unwrap();
+    }
+    run.alerts.skipped(&skipped(31)).unwrap();
+    assert_eq!(run.lines("alerts.jsonl").len(), 2);
+}
+
 #[test]
 fn what_only_alarms_see_is_on_the_terminal_too() {
     let mut run = run(&[AlertRule::LowDisk], 1 << 10);

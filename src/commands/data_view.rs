@@ -1,0 +1,148 @@
+//! What `finetune data` prints of rows: text with the trained parts marked, tokens in a table, JSON, a page.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::data::{Dataset, Example, ExampleFigures, IGNORE, Tokenizer};
+use crate::error::Result;
+use crate::report::Terminal;
+use crate::report::html::{HtmlReport, MaskedRow};
+use crate::run::masked_row::masked_row;
+use crate::weights::OutputKind;
+
+/// The beginning of a page of rows, which a new one may replace.
+const BEGINNING: &str = "<!doctype html>\n<!-- rows, by `finetune data` -->\n";
+
+/// The file of `--html`.
+const OUTPUT: OutputKind = OutputKind {
+    what: "a page of `finetune data`",
+    option: "--html",
+    example: "rows.html",
+    replaces: Some(BEGINNING),
+};
+
+/// A data set and what is held out of it or beside it.
+pub(super) struct DataView<'a> {
+    pub(super) tokenizer: &'a Tokenizer,
+    pub(super) train: &'a Dataset,
+    pub(super) held_out: Option<&'a Dataset>,
+    /// Rows to show.
+    pub(super) rows: usize,
+    /// The figures of the rows to train on.
+    pub(super) figures: ExampleFigures,
+    /// The sentences on batches.
+    pub(super) batches: String,
+    /// The report on held-out rows, with its warning.
+    pub(super) held_out_report: Option<String>,
+}
+
+impl DataView<'_> {
+    fn shown(&self) -> impl Iterator<Item = (usize, &Example)> {
+        self.train.examples().iter().take(self.rows).enumerate().map(|(at, example)| (at + 1, example))
+    }
+
+    fn masked(&self) -> Result<Vec<MaskedRow>> {
+        self.shown().map(|(_, example)| masked_row(example, self.tokenizer, 0..usize::MAX)).collect()
+    }
+
+    /// Prints rows as text, then what all of them are like.
+    pub(super) fn print_text(&self, terminal: &Terminal) -> Result<()> {
+        for (number, row) in self.masked()?.into_iter().enumerate() {
+            let (origin, tokens, trained) = (&row.origin, row.tokens, row.trained_tokens);
+            let head = format!("row {}, {origin}: {tokens} tokens, {trained} trained\n", number + 1);
+            let mut pieces = vec![(head, false)];
+            let ends_line = row.pieces.last().is_some_and(|(text, _)| text.ends_with('\n'));
+            pieces.extend(row.pieces);
+            pieces.push((if ends_line { "\n" } else { "\n\n" }.into(), false));
+            terminal.marked_data(&pieces)?;
+        }
+        terminal.data(self.summary())
+    }
+
+    /// Prints rows as tables: position, id, whether it is trained, token, its text.
+    pub(super) fn print_tokens(&self, terminal: &Terminal) -> Result<()> {
+        for (number, example) in self.shown() {
+            terminal.data(self.table(number, example)?)?;
+        }
+        terminal.data(self.summary())
+    }
+
+    fn table(&self, number: usize, example: &Example) -> Result<String> {
+        let trained = example.num_trained();
+        let mut text =
+            format!("row {number}, {}: {} tokens, {trained} trained\n", example.origin, example.ids.len());
+        for (position, (id, trained)) in example.ids.iter().zip(&example.trained).enumerate() {
+            let piece = self.tokenizer.decode(&[*id], false)?;
+            let token = self.tokenizer.token(*id).unwrap_or_default();
+            let mark = if *trained { "train" } else { "" };
+            let _ = writeln!(text, "  {position:>5}  {id:>7}  {mark:<5}  {token:<16}  {piece:?}");
+        }
+        text.push('\n');
+        Ok(text)
+    }
+
+    /// What all rows are like, in sentences.
+    fn summary(&self) -> String {
+        let held_out = self.held_out_report.as_ref().map(|text| format!("held out: {text}\n"));
+        let (report, figures, batches) = (self.train.report(), &self.figures, &self.batches);
+        format!("{report}\n{figures}\n{batches}{}", held_out.unwrap_or_default())
+    }
+
+    /// Prints all of it as one JSON object.
+    pub(super) fn print_json(&self, terminal: &Terminal) -> Result<()> {
+        let rows = self.shown().zip(self.masked()?).map(|((number, example), row)| {
+            let label = |(at, id): (usize, &u32)| {
+                let is_trained = at > 0 && example.trained[at];
+                if is_trained { json!(id) } else { json!(IGNORE) }
+            };
+            let pieces = row.pieces.iter().map(|(text, trained)| json!({ "text": text, "trained": trained }));
+            json!({
+                "row": number,
+                "origin": row.origin,
+                "input_ids": example.ids,
+                "labels": example.ids.iter().enumerate().map(label).collect::<Vec<Value>>(),
+                "text": pieces.collect::<Vec<Value>>(),
+            })
+        });
+        let held_out = self.held_out.map(|held_out| {
+            let (alike, rows) = held_out.count_alike(self.train);
+            json!({ "examples": held_out.examples().len(), "rows": rows, "rows_that_are_trained": alike })
+        });
+        let report = self.train.report();
+        let text = json!({
+            "rows": rows.collect::<Vec<Value>>(),
+            "data": {
+                "rows": report.rows,
+                "examples": report.examples,
+                "tokens": report.tokens,
+                "trained_tokens": report.trained_tokens,
+                "truncated": report.truncated,
+                "cut_answers": report.cut_answers,
+                "dropped": report.dropped,
+                "cut_away": report.cut_away,
+                "left_out": report.left_out,
+                "bad_rows": report.num_bad(),
+            },
+            "figures": self.figures,
+            "held_out": held_out,
+            "report": self.summary(),
+        });
+        terminal.data(format!("{text}\n"))
+    }
+
+    /// Writes a page of rows with their masks to `path`.
+    ///
+    /// # Errors
+    /// The user's: something other than such a page is at `path`. Storage: the file cannot be written.
+    pub(super) fn write_page(&self, path: &Path) -> Result<()> {
+        let report = HtmlReport {
+            title: "Rows as the model sees them",
+            rows: &self.masked()?,
+            data: &[("All rows", self.summary())],
+            ..HtmlReport::default()
+        };
+        OUTPUT.write(path, &report.render().replacen("<!doctype html>\n", BEGINNING, 1))
+    }
+}
