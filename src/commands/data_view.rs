@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::data::{Dataset, Example, ExampleFigures, IGNORE, Tokenizer};
+use crate::data::{Dataset, Example, ExampleFigures, Tokenizer};
 use crate::error::Result;
 use crate::report::Terminal;
 use crate::report::html::{HtmlReport, MaskedRow};
@@ -14,6 +14,9 @@ use crate::weights::OutputKind;
 
 /// The beginning of a page of rows, which a new one may replace.
 const BEGINNING: &str = "<!doctype html>\n<!-- rows, by `finetune data` -->\n";
+
+/// The label of a token that is not trained, in JSON: `ignore_index` of PyTorch's cross-entropy.
+const NOT_TRAINED: i64 = -100;
 
 /// The file of `--html`.
 const OUTPUT: OutputKind = OutputKind {
@@ -95,7 +98,7 @@ impl DataView<'_> {
         let rows = self.shown().zip(self.masked()?).map(|((number, example), row)| {
             let label = |(at, id): (usize, &u32)| {
                 let is_trained = at > 0 && example.trained[at];
-                if is_trained { json!(id) } else { json!(IGNORE) }
+                if is_trained { json!(id) } else { json!(NOT_TRAINED) }
             };
             let pieces = row.pieces.iter().map(|(text, trained)| json!({ "text": text, "trained": trained }));
             json!({
