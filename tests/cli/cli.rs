@@ -40,6 +40,7 @@ fn help_of_the_root() {
       export         Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
       generate       Continue a prompt, or chat
       eval           Measure loss, perplexity and token accuracy on a data set
+      compare        Compare runs by their output folders: recipe, losses, time and memory
       inspect        Say what a model or adapter is, from its headers alone
       data           Show how rows become tokens and masks, and what is wrong with them
       recipes        List, show or write the built-in recipes
