@@ -54,7 +54,7 @@ impl ComparisonTable {
             let real = folder.canonicalize().map_err(|e| Error::io("read", folder, &e))?;
             if !seen.insert(real) {
                 return Err(Error::user(format!("cannot compare {} with itself", folder.display()))
-                    .because("the folder stands there twice; accepted: different output folders")
+                    .because("the command names the folder twice; accepted: different output folders")
                     .hint("name each run once"));
             }
         }
@@ -137,15 +137,21 @@ impl ComparisonTable {
 
     /// The table for a terminal: the names of the columns, a line for each run, and what the mark means.
     pub(crate) fn text(&self) -> String {
-        let rows = self.rows();
-        let lines: Vec<&Vec<String>> = rows.iter().collect();
-        let width = |column: usize| lines.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let mut rows = self.rows();
+        for column in 0..rows[0].len() {
+            // The mark stands behind its column, so that digits stay below each other.
+            if rows.iter().any(|row| row[column].ends_with(MARK)) {
+                let unmarked =
+                    rows.iter_mut().map(|row| &mut row[column]).filter(|cell| !cell.ends_with(MARK));
+                unmarked.for_each(|cell| *cell += &" ".repeat(MARK.len()));
+            }
+        }
+        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
         let mut text = String::new();
-        for row in lines {
+        for row in &rows {
             let mut line = String::new();
             for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-                // The mark stands behind its column, so that digits stay below each other.
                 line += &if column == 0 { format!("{cell:<width$}") } else { format!("  {cell:>width$}") };
             }
             text += line.trim_end();
@@ -160,7 +166,7 @@ impl ComparisonTable {
         let has = |figure: fn(&ComparedRun) -> bool| self.runs.iter().any(figure);
         let (is_evaluated, has_match) =
             (has(|run| run.before().or(run.last()).is_some()), has(|run| run.exact_match().is_some()));
-        let held_out = ["held out: before", "best", "last"];
+        let held_out = ["held-out before", "held-out best", "held-out last"];
         let text = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
         let mut head = vec!["run".to_owned()];
         head.extend(self.keys.iter().cloned());

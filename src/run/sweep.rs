@@ -86,9 +86,9 @@ pub(crate) fn run(args: &TrainArgs, folder: &Path, terminal: &Terminal) -> Resul
 /// Every combination of the values, the last axis fastest.
 fn planned_runs(args: &TrainArgs) -> Result<Vec<SweepRun>> {
     let refused = |why: String| Error::user("cannot start the sweep").because(why);
-    let keys: BTreeSet<&str> = args.sweep.iter().map(|axis| axis.key.as_str()).collect();
-    if keys.len() < args.sweep.len() {
-        return Err(refused("a key stands in two `--sweep`; accepted: each key once".to_owned())
+    let mut keys = BTreeSet::new();
+    if let Some(twice) = args.sweep.iter().find(|axis| !keys.insert(axis.key.as_str())) {
+        return Err(refused(format!("two `--sweep` give {}; accepted: one for each key", twice.key))
             .hint("put all values of a key into one `--sweep`, separated by commas"));
     }
     let count = args.sweep.iter().fold(1_usize, |count, axis| count.saturating_mul(axis.values.len()));

@@ -98,6 +98,7 @@ fn help_of_the_root() {
       finetune --recipe quickstart
       finetune --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl --output out
       finetune --recipe my.toml --lr 1e-4 --epochs 3
+      finetune --recipe my.toml --output out --sweep adapter.r=4,8,16
       finetune --resume --output out
 
     `finetune train ...` is the same. `finetune recipes` lists the built-in recipes, `finetune recipes

@@ -52,10 +52,24 @@ fn runs_stand_beside_each_other() {
     let place = Place::new();
     two_runs(&place);
     // What is alike (the seed) and what is harmless (logging) is left out.
-    assert_snapshot!(place.said(&["compare", "a/first", "a/second"]), @"");
+    assert_snapshot!(place.said(&["compare", "a/first", "a/second"]), @"
+    run     [adapter]  optimizer.learning_rate  steps  training loss  held-out before        held-out best    held-out last  exact match   time  peak memory  complete
+    first        true                    0.001      2         1.2500           3.0000  1.5000 at step 1 *         2.0000            –  4.0 s      200 MiB        no
+    second      false                     0.01      1         2.0000           3.0000  1.7500 at step 1           1.7500       25.0 %  2.0 s     1.00 GiB        no
+    * the lowest held-out loss after the first step
+    ");
     let json: Value =
         serde_json::from_str(&place.said(&["compare", "--json", "a/first", "a/second"])).unwrap();
-    assert_snapshot!(serde_json::to_string(&json).unwrap(), @"");
+    let first = serde_json::json!({
+        "name": "first", "folder": "a/first", "steps": 2, "complete": false, "best": true,
+        "recipe": { "[adapter]": true, "optimizer.learning_rate": 0.001 },
+        "training_loss": 1.25, "held_out_loss_before": 3.0, "held_out_loss_best": 1.5,
+        "held_out_loss_best_step": 1, "held_out_loss_last": 2.0, "exact_match": null,
+        "secs": 4.0, "peak_bytes": 200 << 20,
+    });
+    assert_eq!(json["runs"][0], first);
+    assert_eq!((&json["runs"][1]["exact_match"], &json["runs"][1]["best"]), (&0.25.into(), &false.into()));
+    assert_eq!(json["warnings"], serde_json::json!([]));
 }
 
 /// The figures of real runs are those of their logs, and a run that has ended is complete.
@@ -175,10 +189,29 @@ fn a_folder_that_is_no_run_is_refused() {
     let place = Place::new();
     two_runs(&place);
     std::fs::create_dir(place.path("empty")).unwrap();
-    assert_snapshot!(place.refused(&["compare", "a/first", "nowhere"]), @"");
-    assert_snapshot!(place.refused(&["compare", "empty", "a/first"]), @"");
-    assert_snapshot!(place.refused(&["compare", "a/first", "rows.jsonl"]), @"");
-    assert_snapshot!(place.refused(&["compare", "a/first", "a/second", "./a/first"]), @"");
+    assert_snapshot!(place.refused(&["compare", "a/first", "nowhere"]), @"
+    error: cannot compare nowhere
+      caused by: there is no such folder
+      caused by: accepted: output folders of training runs, as `--output` named them
+    hint: name folders that hold metrics.jsonl, such as `finetune compare out/r4 out/r8`
+    ");
+    assert_snapshot!(place.refused(&["compare", "empty", "a/first"]), @"
+    error: cannot compare empty
+      caused by: it holds neither .finetune/run.json nor metrics.jsonl
+      caused by: accepted: output folders of training runs, as `--output` named them
+    hint: name folders that hold metrics.jsonl, such as `finetune compare out/r4 out/r8`
+    ");
+    assert_snapshot!(place.refused(&["compare", "a/first", "rows.jsonl"]), @"
+    error: cannot compare rows.jsonl
+      caused by: it is a file
+      caused by: accepted: output folders of training runs, as `--output` named them
+    hint: name folders that hold metrics.jsonl, such as `finetune compare out/r4 out/r8`
+    ");
+    assert_snapshot!(place.refused(&["compare", "a/first", "a/second", "./a/first"]), @"
+    error: cannot compare ./a/first with itself
+      caused by: the command names the folder twice; accepted: different output folders
+    hint: name each run once
+    ");
     let one = place.command(&["compare", "a/first"]).output().unwrap();
     assert_eq!(one.status.code(), Some(2), "{}", place.told(&one.stderr));
     let many = place.command(&[&["compare"][..], &["a/first"; 21]].concat()).output().unwrap();
@@ -236,7 +269,10 @@ fn a_sweep_trains_every_combination() {
 #[test]
 fn a_sweep_without_held_out_rows_says_by_what_it_chose() {
     let place = Place::new();
-    let table = place.command(&sweep(&["optimizer.learning_rate=1e-9,1e-2"], &["-q"])).output().unwrap();
+    let table = place
+        .command(&sweep(&["optimizer.learning_rate=1e-9,1e-2"], &["-q", "--set", "train.max_steps=4"]))
+        .output()
+        .unwrap();
     let said = place.told(&table.stderr);
     assert!(table.status.success() && !said.contains("run 1 of 2"), "{said}");
     let table = place.told(&table.stdout);
@@ -249,16 +285,43 @@ fn a_sweep_without_held_out_rows_says_by_what_it_chose() {
 fn a_sweep_is_checked_before_its_first_run() {
     let place = Place::new();
     let refused = |axes: &[&str], more: &[&str]| place.refused(&sweep(axes, more));
-    assert_snapshot!(refused(&["adapter.r=4,none"], &[]), @"");
-    assert_snapshot!(refused(&["adapter.rang=4,8"], &[]), @"");
-    assert_snapshot!(refused(&["adapter.r=4,8", "adapter.r=16"], &[]), @"");
-    assert_snapshot!(refused(&["adapter.r=4,4"], &[]), @"");
-    assert_snapshot!(refused(&["adapter.r=1,2,3,4,5,6,7,8", "train.seed=1,2,3,4,5,6,7,8,9"], &[]), @"");
-    assert_snapshot!(refused(&["adapter.r=4,8"], &["--resume", "elsewhere"]), @"");
+    assert_snapshot!(refused(&["adapter.r=4,none"], &[]), @r#"
+    error: cannot start the sweep: run 2 of 2, adapter.r=none
+      caused by: cannot use these settings
+      caused by: --set adapter.r=none: `adapter.r` is "none"; accepted: a whole number from 1 to 65536
+    hint: `finetune recipes show reference` documents every key
+    "#);
+    let unknown = refused(&["adapter.rang=4,8"], &[]);
+    assert!(unknown.contains("run 1 of 2, adapter.rang=4\n"), "{unknown}");
+    assert!(unknown.contains("unknown key `adapter.rang`; nearest: `adapter.r`"), "{unknown}");
+    assert_snapshot!(refused(&["adapter.r=4,8", "adapter.r=16"], &[]), @"
+    error: cannot start the sweep
+      caused by: two `--sweep` give adapter.r; accepted: one for each key
+    hint: put all values of a key into one `--sweep`, separated by commas
+    ");
+    assert_snapshot!(refused(&["adapter.r=4,4"], &[]), @"
+    error: cannot start the sweep
+      caused by: two runs would have the folder r4, the second with adapter.r=4
+    hint: give values whose letters and digits differ, each once
+    ");
+    assert_snapshot!(refused(&["adapter.r=1,2,3,4,5,6,7,8", "train.seed=1,2,3,4,5,6,7,8,9"], &[]), @"
+    error: cannot start the sweep
+      caused by: it has 72 runs; accepted: 1 to 64
+    hint: give fewer values, or sweep one key after another
+    ");
+    assert_snapshot!(refused(&["adapter.r=4,8"], &["--resume", "elsewhere"]), @"
+    error: cannot start the sweep
+      caused by: `--resume elsewhere` names one checkpoint for all runs; accepted: `--resume` without a folder
+    hint: each run goes on in its own folder; to start from an adapter, `--set adapter.path=DIR`
+    ");
     assert!(!place.path("out").exists(), "nothing is trained");
     std::fs::create_dir_all(place.path("out/r8")).unwrap();
     place.write("out/r8/mine", "");
-    assert_snapshot!(refused(&["adapter.r=4,8"], &[]), @"");
+    assert_snapshot!(refused(&["adapter.r=4,8"], &[]), @"
+    error: cannot start the sweep: cannot write to out/r8
+      caused by: the folder is not empty
+    hint: give a new folder with `--output`, or `--resume` to go on with the sweep in this one
+    ");
     assert!(!place.path("out/r4").exists(), "nothing is trained");
     for (axis, more) in
         [("adapter.r=4,8", "--dry-run"), ("adapter.r=4,8", "--ui"), ("adapter.r=4,", "-v"), ("r=4", "-v")]
@@ -275,7 +338,11 @@ fn a_sweep_is_checked_before_its_first_run() {
     ]);
     let several = several.output().unwrap();
     assert_eq!(several.status.code(), Some(1));
-    assert_snapshot!(place.told(&several.stderr), @"");
+    assert_snapshot!(place.told(&several.stderr), @"
+    error: cannot sweep over several processes
+      caused by: there are 2 ranks, by RANK and WORLD_SIZE (torchrun); the runs are processes that this one starts
+    hint: start the sweep outside of the launcher, with `--gpus` or `--ranks`; or start each run by itself with `--set`
+    ");
     assert!(!place.path("out/r4").exists(), "nothing is trained");
 }
 
@@ -283,7 +350,10 @@ fn a_sweep_is_checked_before_its_first_run() {
 #[test]
 fn a_sweep_goes_on_after_a_run_that_fails() {
     let place = Place::new();
-    let args = sweep(&["optimizer.learning_rate=1e38,1e-3"], &["--set", "train.max_grad_norm=0"]);
+    let args = sweep(
+        &["optimizer.learning_rate=1e38,1e-3"],
+        &["--set", "train.max_grad_norm=0", "--set", "train.max_steps=4"],
+    );
     let done = place.command(&args).output().unwrap();
     let (table, said) = (place.told(&done.stdout), place.told(&done.stderr));
     assert_eq!(done.status.code(), Some(4), "{said}");
@@ -301,8 +371,7 @@ fn a_sweep_goes_on_after_a_run_that_fails() {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_sweep_that_was_stopped_goes_on() {
     let place = Place::new();
-    let saving =
-        ["--set", "train.max_steps=40", "--set", "checkpoint.save_steps=1", "--set", "data.packing=true"];
+    let saving = ["--set", "train.max_steps=40", "--set", "checkpoint.save_steps=1"];
     let mut slow = place.command(&sweep(&["adapter.r=2,4"], &saving));
     // Slow enough to be asked on the way, also where this test seldom gets a core.
     slow.env("FINETUNE_FAULT", "0:data:slow=500ms").stdout(Stdio::piped()).stderr(Stdio::piped());
