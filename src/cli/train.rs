@@ -33,7 +33,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
     /// Train once for each value of this key, into a folder each below --output; repeated: for each combination
-    #[arg(long, value_name = "SECTION.KEY=V1,V2", conflicts_with_all = ["ui", "dry_run"])]
+    #[arg(long, value_name = "KEY=V1,V2", conflicts_with_all = ["ui", "dry_run"])]
     pub sweep: Vec<SweepAxis>,
     /// Go on from the newest checkpoint in the output folder, or from DIR; without --recipe, --model and --dataset
     /// by the recipe.toml that the run left there

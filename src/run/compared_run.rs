@@ -110,11 +110,11 @@ impl ComparedRun {
         self.recipe.keys().any(|key| key.split_once('.').is_some_and(|(section, _)| section == name))
     }
 
-    /// The step whose weights the folder does not hold although they did best, with the last step.
-    pub(super) fn lost_best(&self) -> Option<(&EvalReport, &EvalReport)> {
-        let keeps = ["eval.keep_best", "eval.patience"];
-        let is_kept = keeps.iter().any(|key| self.recipe.get(*key).is_some_and(|value| value != "false"));
-        self.best().zip(self.last()).filter(|(best, last)| !is_kept && best.step != last.step)
+    /// The evaluation of the weights that the run leaves: the best one if the recipe keeps these, else the last.
+    pub(super) fn kept(&self) -> Option<&EvalReport> {
+        let keys = ["eval.keep_best", "eval.patience"];
+        let keeps_best = keys.iter().any(|key| self.recipe.get(*key).is_some_and(|value| value != "false"));
+        if keeps_best { self.best() } else { self.last() }
     }
 }
 

@@ -106,22 +106,25 @@ impl ComparisonTable {
         losses.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(place, _)| place)
     }
 
-    /// The sentences on the best complete run, with its folder and by which loss it is the best; none where no run is complete.
+    /// The sentences on the complete run whose weights are the best, with its folder and by which loss; none where no run is
+    /// complete.
     pub(crate) fn verdict(&self) -> Vec<String> {
         let complete = || self.runs.iter().filter(|run| run.is_complete);
-        let losses = complete().filter_map(|run| Some((run, run.best()?.eval_loss)));
-        if let Some((run, _)) = losses.min_by(|one, other| one.1.total_cmp(&other.1)) {
-            let folder = run.folder.display();
-            let best = run.best().map(|report| (report.step, report.eval_loss));
-            let (step, loss) = best.unwrap_or_default();
-            let mut lines = vec![format!("best by held-out loss: {folder} ({loss:.4} at step {step})")];
-            lines.extend(run.lost_best().map(|(best, last)| {
+        let kept = complete().filter_map(|run| Some((run, run.kept()?)));
+        if let Some((run, kept)) = kept.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss)) {
+            let (step, loss) = (kept.step, kept.eval_loss);
+            let line = format!("best by held-out loss: {} ({loss:.4} at step {step})", run.folder.display());
+            let lost = complete().filter_map(|run| Some((run, run.best()?)));
+            let lost = lost.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss));
+            let lost = lost.filter(|(_, best)| best.eval_loss < loss).map(|(run, best)| {
                 format!(
-                    "the weights in {folder} are those of step {}, held-out loss {:.4}; `--set eval.keep_best=true` keeps those of step {}",
-                    last.step, last.eval_loss, best.step
+                    "{} had {:.4} at step {}, but its weights are those of its last step; `--set eval.keep_best=true` keeps the best",
+                    run.folder.display(),
+                    best.eval_loss,
+                    best.step
                 )
-            }));
-            return lines;
+            });
+            return std::iter::once(line).chain(lost).collect();
         }
         let losses = complete().filter_map(|run| Some((run, run.training_loss()?)));
         let best = losses.min_by(|one, other| one.1.total_cmp(&other.1));

@@ -70,6 +70,8 @@ fn help_of_the_root() {
           --output <DIR>             The folder for everything the run leaves [default: out]
           --set <SECTION.KEY=VALUE>  Set one key of the recipe; wins over flags and recipe; may be
                                      repeated
+          --sweep <KEY=V1,V2>        Train once for each value of this key, into a folder each below
+                                     --output; repeated: for each combination
           --resume [<DIR>]           Go on from the newest checkpoint in the output folder, or from DIR;
                                      without --recipe, --model and --dataset by the recipe.toml that the
                                      run left there

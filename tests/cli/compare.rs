@@ -53,7 +53,7 @@ fn runs_stand_beside_each_other() {
     two_runs(&place);
     // What is alike (the seed) and what is harmless (logging) is left out.
     assert_snapshot!(place.said(&["compare", "a/first", "a/second"]), @"
-    run     [adapter]  optimizer.learning_rate  steps  training loss  held-out before        held-out best    held-out last  exact match   time  peak memory  complete
+    run     [adapter]  optimizer.learning_rate  steps  training loss  held-out before     held-out best    held-out last  exact match   time  peak memory  complete
     first        true                    0.001      2         1.2500           3.0000  1.5000 at step 1 *         2.0000            –  4.0 s      200 MiB        no
     second      false                     0.01      1         2.0000           3.0000  1.7500 at step 1           1.7500       25.0 %  2.0 s     1.00 GiB        no
     * the lowest held-out loss after the first step
@@ -270,14 +270,49 @@ fn a_sweep_trains_every_combination() {
 fn a_sweep_without_held_out_rows_says_by_what_it_chose() {
     let place = Place::new();
     let table = place
-        .command(&sweep(&["optimizer.learning_rate=1e-9,1e-2"], &["-q", "--set", "train.max_steps=4"]))
+        .command(&sweep(&["optimizer.learning_rate=1e-2,1e-9"], &["-q", "--set", "train.max_steps=4"]))
         .output()
         .unwrap();
     let said = place.told(&table.stderr);
     assert!(table.status.success() && !said.contains("run 1 of 2"), "{said}");
     let table = place.told(&table.stdout);
-    let best = "best by training loss, for no run has a held-out loss: out/learning_rate1e-2 (";
-    assert!(table.contains(best), "{table}");
+    let names = ["learning_rate1e-2", "learning_rate1e-9"];
+    let losses = names.map(|name| lines_of(&place.path("out").join(name))[3]["loss"].as_f64().unwrap());
+    let name = if losses[1] < losses[0] { names[1] } else { names[0] };
+    let best = format!("best by training loss, for no run has a held-out loss: out/{name} (");
+    assert!(losses[0] != losses[1] && table.contains(&best), "{table}");
+}
+
+/// The folder that a sweep names holds the best weights: a loss that a run had on the way does not count unless it keeps them.
+#[test]
+fn a_sweep_names_the_folder_with_the_best_weights() {
+    let place = Place::new();
+    let axes = ["optimizer.learning_rate=1e-3,1e-1"];
+    for keeps in ["false", "true"] {
+        let keep = format!("eval.keep_best={keeps}");
+        let more = ["--eval-dataset", "rows.jsonl", "--set", "eval.steps=1", "--set", &keep];
+        let more = [&more[..], &["--set", "checkpoint.save_steps=1", "--set", "train.max_steps=6"]].concat();
+        let output = if keeps == "true" { "kept" } else { "last" };
+        let done = place.command(&into(output, sweep(&axes, &more))).output().unwrap();
+        assert!(done.status.success(), "{}", place.told(&done.stderr));
+        let table = place.told(&done.stdout);
+        let names = ["learning_rate1e-3", "learning_rate1e-1"].map(|name| format!("{output}/{name}"));
+        let evals = names.each_ref().map(|name| {
+            let lines = lines_of(&place.path(name));
+            lines[1..].iter().filter_map(|line| line["eval_loss"].as_f64()).collect::<Vec<_>>()
+        });
+        let lowest = evals.each_ref().map(|losses| losses.iter().copied().fold(f64::MAX, f64::min));
+        let last = evals.each_ref().map(|losses| *losses.last().unwrap());
+        // The run with the high rate does best on the way and worst at the end.
+        assert!(lowest[1] < lowest[0] && last[1] > last[0], "{table}");
+        let (best, loss) = if keeps == "true" { (1, lowest[1]) } else { (0, last[0]) };
+        assert!(
+            table.contains(&format!("best by held-out loss: {} ({loss:.4} at step ", names[best])),
+            "{table}"
+        );
+        let lost = format!("{} had {:.4} at step ", names[1], lowest[1]);
+        assert_eq!(table.contains(&lost), keeps == "false", "{table}");
+    }
 }
 
 /// What is wrong with any run of a sweep is one error before the first one.
