@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use crate::private_file::{without_address, without_user};
+
 /// Most characters of a value in the name of a folder.
 const NAMED_CHARS: usize = 60;
 /// Hexadecimal digits of the digest that ends a name which was cut.
@@ -36,10 +38,12 @@ impl FromStr for SweepAxis {
 }
 
 impl SweepAxis {
-    /// The part of a folder's name that tells `value`: the last part of the key and the value. Characters that a file name
-    /// should not have become `_`; a long value is cut and gets a digest of the whole.
+    /// The part of a folder's name that tells `value`: the last part of the key and the value. Characters that a file
+    /// name should not have become `_`; a long value is cut and gets a digest of the whole.
     pub fn name_of(&self, value: &str) -> String {
         let key = self.key.rsplit('.').next().unwrap_or(&self.key);
+        let named = without_address(&without_user(&format!("{}={value}", self.key)));
+        let value = named.split_once('=').map_or("", |(_, value)| value);
         let is_safe = |c: char| c.is_alphanumeric() || "._+".contains(c);
         let words = value.split(|c: char| !is_safe(c) && c != '-').filter(|word| !word.is_empty());
         let mut shown = words.collect::<Vec<_>>().join("_");
@@ -109,6 +113,7 @@ mod tests {
         assert_eq!(name(r#"data.train_on=["assistant", "tool"]"#), "train_on_assistant_tool");
         assert_eq!(name("quantization.kind=nf4"), "kind_nf4");
         assert_eq!(name("data.train=../a b/c.jsonl"), "train_.._a_b_c.jsonl");
+        assert_eq!(name("log.mlflow=http://ada:secret@host/secret"), "mlflow_http_hidden");
         let long = |end: &str| name(&format!("data.train={}{end}", "x".repeat(100)));
         assert!(long("y").len() < 80 && long("y") != long("z"), "{}", long("y"));
     }

@@ -1,7 +1,7 @@
 //! A run as a child process of this binary: how it starts, how signals reach it, and how its end is named.
 //!
-//! The child is in a process group of its own, so that a terminal's signals reach it through its parent alone. If the parent
-//! is killed, the system asks the child to save and stop (Linux).
+//! The child is in a process group of its own, so that a terminal's signals reach it through its parent alone. If the
+//! parent is killed, the system asks the child to save and stop (Linux).
 
 use std::ffi::OsString;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};

@@ -27,7 +27,8 @@ impl ComparedRun {
     /// Reads the run in `folder`.
     ///
     /// # Errors
-    /// The user's: `folder` is no output folder of a run, or its recipe.toml is no recipe. Storage: a file cannot be read.
+    /// The user's: `folder` is no output folder of a run, or its recipe.toml is no recipe. Storage: a file cannot be
+    /// read.
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let log = folder.join(METRICS);
         let record = RunRecord::read(folder)?;

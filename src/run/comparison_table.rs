@@ -106,8 +106,8 @@ impl ComparisonTable {
         losses.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(place, _)| place)
     }
 
-    /// The sentences on the complete run whose weights are the best, with its folder and by which loss; none where no run is
-    /// complete.
+    /// The sentences on the complete run whose weights are the best, with its folder and by which loss; none where no
+    /// run is complete.
     pub(crate) fn verdict(&self) -> Vec<String> {
         let complete = || self.runs.iter().filter(|run| run.is_complete);
         let kept = complete().filter_map(|run| Some((run, run.kept()?)));
@@ -118,7 +118,8 @@ impl ComparisonTable {
             let lost = lost.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss));
             let lost = lost.filter(|(_, best)| best.eval_loss < loss).map(|(run, best)| {
                 format!(
-                    "{} had {:.4} at step {}, but its weights are those of its last step; `--set eval.keep_best=true` keeps the best",
+                    "{} had {:.4} at step {}, but its weights are those of its last step; \
+                     `--set eval.keep_best=true` keeps the best",
                     run.folder.display(),
                     best.eval_loss,
                     best.step
@@ -256,8 +257,8 @@ impl ComparisonTable {
     }
 }
 
-/// The keys that are not alike in all runs. Of a table that some runs lack, `[section]` stands for all its keys, and those
-/// runs are not asked for them.
+/// The keys that are not alike in all runs. Of a table that some runs lack, `[section]` stands for all its keys, and
+/// those runs are not asked for them.
 fn differing_keys(runs: &[ComparedRun]) -> Vec<String> {
     // A run that has written no recipe yet differs in nothing.
     let runs: Vec<&ComparedRun> = runs.iter().filter(|run| !run.recipe.is_empty()).collect();

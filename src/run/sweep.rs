@@ -1,7 +1,7 @@
 //! `--sweep`: one run for each value of some recipe keys, one after another, and the table of all.
 //!
-//! Each run is a child process of this binary with the flags of the sweep, its own values (`--set`) and its own folder. This
-//! process computes nothing; it passes signals on.
+//! Each run is a child process of this binary with the flags of the sweep, its own values (`--set`) and its own folder.
+//! This process computes nothing; it passes signals on.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -14,6 +14,7 @@ use crate::checkpoint::RunFolder;
 use crate::cli::{SweepAxis, TrainArgs};
 use crate::collective::launch::{Flags, Launch};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::private_file::{without_address, without_user};
 use crate::recipe::Recipe;
 use crate::report::{Terminal, finish};
 
@@ -30,8 +31,10 @@ struct SweepRun {
 }
 
 impl SweepRun {
+    /// Its values for people, without the addresses in them.
     fn label(&self) -> String {
-        self.set.join(" ")
+        let shown: Vec<String> = self.set.iter().map(|set| without_address(&without_user(set))).collect();
+        shown.join(" ")
     }
 
     /// The arguments of its process: those of the sweep and its own.
@@ -47,8 +50,8 @@ impl SweepRun {
 /// Trains once for each combination of values, and prints the table of the runs. `folder` is the working folder.
 ///
 /// # Errors
-/// Before the first run: a setting or a folder is not accepted, or a launcher started several processes. Afterwards: a run
-/// failed, with the category of the first failure; a signal asked the sweep to stop.
+/// Before the first run: a setting or a folder is not accepted, or a launcher started several processes. Afterwards: a
+/// run failed, with the category of the first failure; a signal asked the sweep to stop.
 pub(crate) fn run(args: &TrainArgs, folder: &Path, terminal: &Terminal) -> Result<()> {
     let runs = planned_runs(args)?;
     refuse_several_processes(args)?;
@@ -103,23 +106,24 @@ fn planned_runs(args: &TrainArgs) -> Result<Vec<SweepRun>> {
         ))
         .hint("each run goes on in its own folder; to start from an adapter, `--set adapter.path=DIR`"));
     }
-    let mut names = vec![(Vec::new(), String::new())];
+    let mut runs = vec![(Vec::new(), String::new())];
     for axis in &args.sweep {
-        names = names
-            .iter()
-            .flat_map(|before| axis.values.iter().map(|value| extended(before, axis, value)))
-            .collect();
+        let of = |before| axis.values.iter().map(move |value| extended(before, axis, value));
+        runs = runs.iter().flat_map(of).collect();
     }
+    let output = args.output();
+    let run = |(set, name): (Vec<String>, String)| SweepRun { set, folder: output.join(name) };
+    let runs: Vec<SweepRun> = runs.into_iter().map(run).collect();
     let mut seen = BTreeSet::new();
-    if let Some((set, name)) = names.iter().find(|(_, name)| !seen.insert(name.clone())) {
+    if let Some(twice) = runs.iter().find(|run| !seen.insert(&run.folder)) {
+        let folder = twice.folder.display();
         return Err(refused(format!(
-            "two runs would have the folder {name}, the second with {}",
-            set.join(" ")
+            "two runs would have the folder {folder}, the second with {}",
+            twice.label()
         ))
         .hint("give values whose letters and digits differ, each once"));
     }
-    let output = args.output();
-    Ok(names.into_iter().map(|(set, name)| SweepRun { set, folder: output.join(name) }).collect())
+    Ok(runs)
 }
 
 /// Values and name of a run with the value of one more axis.
@@ -145,7 +149,10 @@ fn refuse_several_processes(args: &TrainArgs) -> Result<()> {
     let (all, source) = (launch.world_size, launch.source.name());
     Err(Error::user("cannot sweep over several processes")
         .because(format!("there are {all} ranks, by {source}; the runs are processes that this one starts"))
-        .hint("start the sweep outside of the launcher, with `--gpus` or `--ranks`; or start each run by itself with `--set`"))
+        .hint(
+            "start the sweep outside of the launcher, with `--gpus` or `--ranks`; \
+             or start each run by itself with `--set`",
+        ))
 }
 
 /// Refuses the sweep where a run of it has a setting or a folder that is not accepted.

@@ -283,7 +283,8 @@ fn a_sweep_without_held_out_rows_says_by_what_it_chose() {
     assert!(losses[0] != losses[1] && table.contains(&best), "{table}");
 }
 
-/// The folder that a sweep names holds the best weights: a loss that a run had on the way does not count unless it keeps them.
+/// The folder that a sweep names holds the best weights: a loss that a run had on the way does not count unless it
+/// keeps them.
 #[test]
 fn a_sweep_names_the_folder_with_the_best_weights() {
     let place = Place::new();
@@ -336,7 +337,7 @@ fn a_sweep_is_checked_before_its_first_run() {
     ");
     assert_snapshot!(refused(&["adapter.r=4,4"], &[]), @"
     error: cannot start the sweep
-      caused by: two runs would have the folder r4, the second with adapter.r=4
+      caused by: two runs would have the folder out/r4, the second with adapter.r=4
     hint: give values whose letters and digits differ, each once
     ");
     assert_snapshot!(refused(&["adapter.r=1,2,3,4,5,6,7,8", "train.seed=1,2,3,4,5,6,7,8,9"], &[]), @"
@@ -401,7 +402,8 @@ fn a_sweep_goes_on_after_a_run_that_fails() {
     assert!(table.contains(": out/learning_rate1e-3 ("), "the best is a run that ended well: {table}");
 }
 
-/// A signal reaches the run, which saves; the sweep starts no other. `--resume` goes on to what an undisturbed sweep leaves.
+/// A signal reaches the run, which saves; the sweep starts no other. `--resume` goes on to what an undisturbed sweep
+/// leaves.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_sweep_that_was_stopped_goes_on() {
