@@ -13,20 +13,24 @@ use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
 mod communication;
+mod compare;
 mod doctor;
 mod parse;
 mod peer_flags;
 mod plan;
 mod settings;
+mod sweep;
 mod train;
 mod verify;
 
 pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
 pub use communication::CommunicationArgs;
+pub use compare::CompareArgs;
 pub use doctor::{DoctorArgs, DoctorVerb};
 pub use parse::{ParsedArgs, parse};
 pub use plan::PlanArgs;
 pub use settings::SettingArgs;
+pub use sweep::SweepAxis;
 pub use train::{ProcessArgs, TrainArgs};
 pub use verify::VerifyResumeArgs;
 
@@ -35,6 +39,7 @@ Examples:
   finetune --recipe quickstart
   finetune --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl --output out
   finetune --recipe my.toml --lr 1e-4 --epochs 3
+  finetune --recipe my.toml --output out --sweep adapter.r=4,8,16
   finetune --resume --output out
 
 `finetune train ...` is the same. `finetune recipes` lists the built-in recipes, `finetune recipes show reference` every key.";
@@ -77,6 +82,8 @@ pub enum Verb {
     Generate(GenerateArgs),
     /// Measure loss, perplexity and token accuracy on a data set
     Eval(EvalArgs),
+    /// Compare runs by their output folders: recipe, losses, time and memory
+    Compare(CompareArgs),
     /// Say what a model or adapter is, from its headers alone
     Inspect(InspectArgs),
     /// Show how rows become tokens and masks, and what is wrong with them

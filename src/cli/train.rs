@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 
-use super::{CommonArgs, Gpus, RunArgs, SettingArgs, find_recipe};
+use super::{CommonArgs, Gpus, RunArgs, SettingArgs, SweepAxis, find_recipe};
 use crate::checkpoint::{self, CHANGES_ON_REQUEST};
 use crate::error::{Error, Result};
 use crate::plan::RECIPE;
@@ -32,6 +32,9 @@ pub struct TrainArgs {
     /// Set one key of the recipe; wins over flags and recipe; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
+    /// Train once for each value of this key, into a folder each below --output; repeated: for each combination
+    #[arg(long, value_name = "KEY=V1,V2", conflicts_with_all = ["ui", "dry_run"])]
+    pub sweep: Vec<SweepAxis>,
     /// Go on from the newest checkpoint in the output folder, or from DIR; without --recipe, --model and --dataset
     /// by the recipe.toml that the run left there
     #[arg(long, value_name = "DIR", num_args = 0..=1)]

@@ -5,6 +5,7 @@
 
 mod adapter_base;
 mod bench;
+mod compare;
 mod completions;
 mod data;
 mod data_view;
@@ -59,6 +60,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Export(args)) => export::run(&args),
         Some(Verb::Generate(args)) => generate::run(&args),
         Some(Verb::Eval(args)) => eval::run(&args),
+        Some(Verb::Compare(args)) => compare::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),
         Some(Verb::Data(args)) => data::run(&args),
         Some(Verb::Plan(args)) => plan::run(&args),
@@ -73,14 +75,15 @@ fn computes(cli: &Cli) -> bool {
     match &cli.verb {
         None => computes_when_training(&cli.train),
         Some(Verb::Train(args)) => computes_when_training(args),
-        Some(Verb::Recipes(_) | Verb::Completions(_) | Verb::Inspect(_) | Verb::VerifyResume(_)) => false,
+        Some(Verb::Recipes(_) | Verb::Completions(_) | Verb::Inspect(_)) => false,
+        Some(Verb::Compare(_) | Verb::VerifyResume(_)) => false,
         Some(_) => true,
     }
 }
 
 /// Returns whether the process of this training command trains itself, or plans.
 fn computes_when_training(args: &TrainArgs) -> bool {
-    args.dry_run || args.max_restarts.is_none()
+    args.dry_run || (args.max_restarts.is_none() && args.sweep.is_empty())
 }
 
 fn terminal(common: &CommonArgs) -> Terminal {

@@ -18,10 +18,13 @@ use crate::run::showcase::Showcase;
 use crate::run::smaller_micro_batch::TooLarge;
 use crate::run::train::TrainRun;
 use crate::run::train_plan::{check_learns, plan_of};
-use crate::run::{alarms, restarts, signals};
+use crate::run::{alarms, restarts, signals, sweep};
 
 /// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
+    if !args.sweep.is_empty() {
+        return sweep::run(args, &working_folder()?, &terminal(&args.common));
+    }
     if let Some(restarts) = args.max_restarts.filter(|_| !args.dry_run) {
         return restarts::supervise(args, restarts);
     }

@@ -10,29 +10,18 @@
 //! (`elastic`), and those that do meet go on, as fewer ranks if a host is gone.
 
 use std::ffi::{OsStr, OsString};
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
-use std::path::Path;
-use std::process::{Child, Command, ExitStatus};
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::process::ExitStatus;
+use std::time::Duration;
 
-use libc::c_int;
-use signal_hook::consts::{SIGCONT, SIGKILL, SIGSTOP, SIGTERM, SIGTSTP};
-
+use super::child;
 use super::elastic::{self, ElasticPlace};
 use super::ranks;
 use super::signals::{self, SeenSignal};
 use crate::checkpoint;
 use crate::cli::TrainArgs;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::report::{Terminal, Verbosity, finish};
+use crate::report::{Terminal, Verbosity};
 use crate::threads;
-
-/// Between two looks at the child and at the signals that have come.
-const POLL: Duration = Duration::from_millis(50);
-
-/// How long a child may be stopped (`SIGSTOP`) while its parent is not.
-const STOPPED: Duration = Duration::from_secs(15);
 
 /// Before a restart: other processes of the run end meanwhile, and their ports are free again.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -57,17 +46,19 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
     let terminal = Terminal::stderr(Verbosity::Normal);
     let (mut resume, mut place) = (None, None);
     for left in (0..=restarts).rev() {
-        let mut child = start(&child_words(&words, resume, place.as_ref()), place.as_ref())?;
-        let (status, asked_to_stop) = wait(&mut child, &signals)?;
+        let environment = place.as_ref().map(ElasticPlace::environment);
+        let mut child =
+            child::start(&child_words(&words, resume, place.as_ref()), environment.into_iter().flatten())?;
+        let (status, asked_to_stop) = child::wait(&mut child, &signals)?;
         let again = left > 0 && !asked_to_stop && may_succeed(status);
         match (again, status.code()) {
             (true, _) => {}
-            (false, Some(code)) => end_with(code),
+            (false, Some(code)) => child::end_with(code),
             // It was asked before it could save.
-            (false, None) if asked_to_stop => stop_now(),
+            (false, None) if asked_to_stop => child::stop_now(),
             (false, None) => return Err(killed(status, restarts)),
         }
-        let (number, how) = (restarts - left + 1, said(status));
+        let (number, how) = (restarts - left + 1, child::how_it_ended(status));
         terminal.warn(format!("the run {how}: restart {number} of {restarts}, from its newest checkpoint"));
         resume =
             Some(if checkpoint::has_any(args.output())? { ResumeWith::Newest } else { ResumeWith::AsTyped });
@@ -80,26 +71,15 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
     Ok(())
 }
 
-/// Ends this process, in which there is nothing to save.
-fn stop_now() -> ! {
-    end_with(i32::from(ErrorCategory::Stopped.exit_code()))
-}
-
-fn end_with(code: i32) -> ! {
-    finish();
-    std::process::exit(code)
-}
-
 /// Does `work`, unless a signal asks to stop meanwhile: no child is there to hear it.
 fn unless_stopped<T: Send>(signals: &[SeenSignal], work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let work = threads::start_in(scope, "between tries", None, work)?;
         while !work.is_finished() {
-            let asks = |seen: &SeenSignal| seen.signal != SIGTSTP && seen.flag.load(Ordering::SeqCst);
-            if signals.iter().any(asks) {
-                stop_now();
+            if child::asked_to_stop(signals) {
+                child::stop_now();
             }
-            std::thread::sleep(POLL);
+            std::thread::sleep(child::POLL);
         }
         work.join().unwrap_or_else(|_| Err(Error::internal("the thread between two tries panicked")))
     })
@@ -147,86 +127,6 @@ fn child_words(
     }
 }
 
-fn start(words: &[OsString], place: Option<&ElasticPlace>) -> Result<Child> {
-    let binary = std::env::current_exe()
-        .map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))?;
-    let mut command = Command::new(&binary);
-    // In a group of its own: what a terminal sends comes to the child through its parent alone, and not twice.
-    command.args(words).process_group(0);
-    if let Some(place) = place {
-        command.envs(place.environment());
-    }
-    ends_with_parent(&mut command);
-    command.spawn().map_err(|error| Error::cannot_start(binary.display(), &error))
-}
-
-/// Has the system ask the child to save and stop when this process has gone (Linux).
-pub(super) fn ends_with_parent(command: &mut Command) {
-    let parent = std::process::id();
-    // SAFETY: both are system calls that may be made between fork and exec.
-    unsafe {
-        command.pre_exec(move || {
-            #[cfg(target_os = "linux")]
-            if libc::prctl(libc::PR_SET_PDEATHSIG, SIGTERM) != 0 {
-                return Err(std::io::Error::last_os_error());
-            }
-            // The parent may have gone before.
-            if libc::getppid().unsigned_abs() == parent {
-                Ok(())
-            } else {
-                Err(std::io::ErrorKind::Other.into())
-            }
-        });
-    }
-}
-
-/// Waits for the child to end, and passes on what signals come; whether one of them asked it to stop.
-fn wait(child: &mut Child, signals: &[SeenSignal]) -> Result<(ExitStatus, bool)> {
-    let mut asked_to_stop = false;
-    let mut stopped_since = None;
-    loop {
-        let failed = |e: std::io::Error| Error::internal("cannot wait for the run").because(e.to_string());
-        if let Some(status) = child.try_wait().map_err(failed)? {
-            return Ok((status, asked_to_stop));
-        }
-        for seen in signals.iter().filter(|seen| seen.flag.swap(false, Ordering::SeqCst)) {
-            if seen.signal == SIGTSTP {
-                // Ctrl-Z: both stop, and go on together.
-                send(child, SIGSTOP);
-                signals::stop_here();
-                send(child, SIGCONT);
-                stopped_since = None;
-            } else {
-                asked_to_stop = true;
-                send(child, seen.signal);
-            }
-        }
-        if is_stopped(child.id()) {
-            let since = *stopped_since.get_or_insert_with(Instant::now);
-            if since.elapsed() > STOPPED {
-                send(child, SIGKILL);
-            }
-        } else {
-            stopped_since = None;
-        }
-        std::thread::sleep(POLL);
-    }
-}
-
-fn send(child: &Child, signal: c_int) {
-    if let Ok(pid) = libc::pid_t::try_from(child.id()) {
-        // SAFETY: a system call; the child has not been waited for, so the id is still its.
-        unsafe { libc::kill(pid, signal) };
-    }
-}
-
-/// Whether a process is stopped, where Linux tells.
-fn is_stopped(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
-    // proc(5): the state follows the name, which is in parentheses and may hold any character.
-    stat.is_ok_and(|stat| stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T')))
-}
-
 /// Whether a run that ended so may go on when it is started again: it was killed, a peer, the network or a device failed, or
 /// a fault of this program ended it, which need not come a second time.
 fn may_succeed(status: ExitStatus) -> bool {
@@ -234,23 +134,18 @@ fn may_succeed(status: ExitStatus) -> bool {
     status.code().is_none_or(|code| codes.contains(&code))
 }
 
-/// How a run has ended, for people.
-fn said(status: ExitStatus) -> String {
-    match (status.code(), status.signal()) {
-        (Some(code), _) => format!("ended with exit code {code}"),
-        (None, Some(signal)) => format!("was killed by signal {signal}"),
-        (None, None) => "was killed".to_owned(),
-    }
-}
-
 fn killed(status: ExitStatus, restarts: u16) -> Error {
-    Error::new(ErrorCategory::Transient, format!("the run {}", said(status)))
+    Error::new(ErrorCategory::Transient, format!("the run {}", child::how_it_ended(status)))
         .because(format!("it was started again {restarts} times"))
         .hint("the same command with `--resume` goes on from the newest checkpoint")
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+
+    use signal_hook::consts::SIGKILL;
+
     use super::*;
 
     #[test]
@@ -282,6 +177,6 @@ mod tests {
         assert!([3, 75].into_iter().all(|again| may_succeed(code(again))));
         assert!([0, 1, 2, 4, 74, 85, 130].into_iter().all(|over| !may_succeed(code(over))));
         assert!(may_succeed(ExitStatus::from_raw(SIGKILL)));
-        assert_eq!(said(ExitStatus::from_raw(SIGKILL)), "was killed by signal 9");
+        assert_eq!(child::how_it_ended(ExitStatus::from_raw(SIGKILL)), "was killed by signal 9");
     }
 }

@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
+use super::child;
 use super::output_folder::{CARD, METRICS, REPORT};
-use super::restarts;
 use super::run_comparison::RunComparison;
 use crate::checkpoint::{RunFolder, RunRecord};
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::{Error, Result};
 use crate::report::{MetricsEntry, Terminal, metrics};
 use crate::units;
 
@@ -220,15 +220,14 @@ struct TrialProcess {
 impl TrialProcess {
     /// Starts one in `folder`, in which so many were killed before; what it says goes to a file beside the folder.
     fn start(words: &[OsString], folder: &Path, killed: &[Kill]) -> Result<Self> {
-        let program = std::env::current_exe()
-            .map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))?;
+        let program = child::binary()?;
         let said = folder.with_extension(format!("{}.log", killed.len() + 1));
         let log = File::create(&said).map_err(|e| Error::io("write", &said, &e))?;
         let metrics = folder.join(METRICS);
         let before = look(&metrics);
         let mut command = Command::new(&program);
         command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        restarts::ends_with_parent(&mut command);
+        child::ends_with_parent(&mut command);
         let child = command.spawn().map_err(|e| Error::cannot_start(program.display(), &e))?;
         Ok(TrialProcess { child, ended: None, metrics, before, said })
     }
@@ -291,20 +290,11 @@ impl TrialProcess {
         if self.ended.is_some_and(|ended| ended.success()) {
             return Ok(());
         }
-        let code = self.ended.and_then(|ended| ended.code());
-        let categories = [
-            ErrorCategory::User,
-            ErrorCategory::Usage,
-            ErrorCategory::Diverged,
-            ErrorCategory::Storage,
-            ErrorCategory::Transient,
-            ErrorCategory::SavedAndStopped,
-            ErrorCategory::Stopped,
-        ];
-        let category = categories.into_iter().find(|category| Some(i32::from(category.exit_code())) == code);
-        let end = code.map_or_else(|| "by a signal".to_owned(), |code| format!("with exit code {code}"));
-        let category = category.unwrap_or(ErrorCategory::Internal);
-        let error = Error::new(category, format!("the {which} run ended {end}: nothing is verified"));
+        let Some(ended) = self.ended else { return Err(Error::internal("a run has not ended")) };
+        let end =
+            ended.code().map_or_else(|| "by a signal".to_owned(), |code| format!("with exit code {code}"));
+        let error =
+            Error::new(child::category(ended), format!("the {which} run ended {end}: nothing is verified"));
         let text = std::fs::read_to_string(&self.said).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
         let last = lines.iter().skip(lines.len().saturating_sub(REPEATED_LINES));

@@ -40,6 +40,7 @@ fn help_of_the_root() {
       export         Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
       generate       Continue a prompt, or chat
       eval           Measure loss, perplexity and token accuracy on a data set
+      compare        Compare runs by their output folders: recipe, losses, time and memory
       inspect        Say what a model or adapter is, from its headers alone
       data           Show how rows become tokens and masks, and what is wrong with them
       recipes        List, show or write the built-in recipes
@@ -69,6 +70,8 @@ fn help_of_the_root() {
           --output <DIR>             The folder for everything the run leaves [default: out]
           --set <SECTION.KEY=VALUE>  Set one key of the recipe; wins over flags and recipe; may be
                                      repeated
+          --sweep <KEY=V1,V2>        Train once for each value of this key, into a folder each below
+                                     --output; repeated: for each combination
           --resume [<DIR>]           Go on from the newest checkpoint in the output folder, or from DIR;
                                      without --recipe, --model and --dataset by the recipe.toml that the
                                      run left there
@@ -97,6 +100,7 @@ fn help_of_the_root() {
       finetune --recipe quickstart
       finetune --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl --output out
       finetune --recipe my.toml --lr 1e-4 --epochs 3
+      finetune --recipe my.toml --output out --sweep adapter.r=4,8,16
       finetune --resume --output out
 
     `finetune train ...` is the same. `finetune recipes` lists the built-in recipes, `finetune recipes

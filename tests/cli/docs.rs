@@ -257,7 +257,7 @@ fn every_command_works() {
     });
     assert_snapshot!(found.join("\n"), @"
     CONTRIBUTING.md: 0 run, 1 parsed, 3 of other programs
-    README.md: 8 run, 1 parsed, 3 of other programs
+    README.md: 10 run, 1 parsed, 3 of other programs
     docs/adapters-and-quantization.md: 16 run, 1 parsed, 1 of other programs
     docs/alerts.md: 3 run, 0 parsed, 0 of other programs
     docs/checkpoints-and-exit-codes.md: 7 run, 0 parsed, 0 of other programs
@@ -266,7 +266,7 @@ fn every_command_works() {
     docs/doctor.md: 6 run, 2 parsed, 0 of other programs
     docs/figures.md: 0 run, 0 parsed, 0 of other programs
     docs/formats.md: 2 run, 0 parsed, 0 of other programs
-    docs/monitoring.md: 1 run, 0 parsed, 0 of other programs
+    docs/monitoring.md: 4 run, 0 parsed, 0 of other programs
     docs/processors.md: 1 run, 0 parsed, 0 of other programs
     docs/profiling.md: 2 run, 1 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs

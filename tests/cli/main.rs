@@ -35,6 +35,7 @@ mod chat_templates;
 mod cli;
 mod cli_runs;
 mod closing;
+mod compare;
 mod data_files;
 mod data_sources;
 mod data_view;

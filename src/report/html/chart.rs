@@ -3,6 +3,7 @@
 //! Charts of long runs are drawn from means over equal stretches, so the page stays small. Every chart says in words what
 //! it shows, for those who do not see it; a point tells its values where a pointer rests on it.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 
 use super::markup::{escape, short};
@@ -35,7 +36,7 @@ pub(super) enum Mark {
 #[derive(Debug, Clone)]
 pub(super) struct Series {
     /// What it is, for the legend.
-    pub(super) name: &'static str,
+    pub(super) name: Cow<'static, str>,
     /// The class that gives it its colour.
     pub(super) class: &'static str,
     /// How it is drawn.
@@ -137,8 +138,12 @@ impl Axes {
 
 impl Series {
     /// A line of `points`, at most [`MAX_POINTS`] of them.
-    pub(super) fn line(name: &'static str, class: &'static str, points: Vec<(f64, f64)>) -> Self {
-        Series { name, class, mark: Mark::Line, points: thin(points) }
+    pub(super) fn line(
+        name: impl Into<Cow<'static, str>>,
+        class: &'static str,
+        points: Vec<(f64, f64)>,
+    ) -> Self {
+        Series { name: name.into(), class, mark: Mark::Line, points: thin(points) }
     }
 
     /// The first and last value and the range, as a sentence.
@@ -180,7 +185,7 @@ impl Series {
             Mark::Line => self.points.len() <= FEW_POINTS,
             Mark::Level | Mark::Area(_) => false,
         };
-        let name = if named { format!("{}, ", self.name) } else { String::new() };
+        let name = if named { format!("{}, ", escape(&self.name)) } else { String::new() };
         let dot = |(step, value): &(f64, f64)| {
             format!(
                 "<circle class=\"{class}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\"><title>{name}step {}: {}</title></circle>\n",
@@ -204,7 +209,7 @@ pub(super) fn stacked(steps: &[f64], layers: Vec<(&'static str, &'static str, Ve
         let points: Vec<(f64, f64)> =
             own.iter().zip(&lower).map(|((step, value), (_, below))| (*step, below + value)).collect();
         let below = lower.iter().map(|point| point.1).collect();
-        series.push(Series { name, class, mark: Mark::Area(below), points: points.clone() });
+        series.push(Series { name: name.into(), class, mark: Mark::Area(below), points: points.clone() });
         lower = points;
     }
     series
@@ -231,7 +236,7 @@ fn legend(all: &[&Series]) -> String {
             Mark::Level => "level",
             Mark::Area(_) => "area",
         };
-        let (class, name) = (series.class, escape(series.name));
+        let (class, name) = (series.class, escape(&series.name));
         format!(" <span class=\"key\"><i class=\"{class} {kind}\"></i>{name}</span>")
     };
     all.iter().map(entry).collect()

@@ -79,7 +79,7 @@ impl<'a> Curves<'a> {
     pub(super) fn loss(&self) -> String {
         let every = self.evals.len().div_ceil(10 * MAX_ROWS).max(1);
         let held_out = self.evals.iter().step_by(every).map(|r| (r.step as f64, r.eval_loss)).collect();
-        let held_out = Series { name: "held out", class: "b", mark: Mark::Points, points: held_out };
+        let held_out = Series { name: "held out".into(), class: "b", mark: Mark::Points, points: held_out };
         let losses = vec![self.line("training", |r| r.loss), held_out];
         let figures = [
             Self::chart("Loss", "nats per token", false, losses),
@@ -124,7 +124,7 @@ impl<'a> Curves<'a> {
         {
             let level = predicted as f64 / size;
             let points = vec![(first.step as f64, level), (last.step as f64, level)];
-            series.push(Series { name: "planned", class: "plan", mark: Mark::Level, points });
+            series.push(Series { name: "planned".into(), class: "plan", mark: Mark::Level, points });
         }
         Self::chart("Memory", unit, true, series)
     }
@@ -205,8 +205,18 @@ impl<'a> Curves<'a> {
     }
 }
 
+/// Step and training loss of each step.
+pub(super) fn training_loss(entries: &[MetricsEntry]) -> Vec<(f64, f64)> {
+    Curves::of(entries).steps.iter().map(|report| (report.step as f64, report.loss)).collect()
+}
+
+/// Step and held-out loss of each evaluation.
+pub(super) fn held_out_loss(entries: &[MetricsEntry]) -> Vec<(f64, f64)> {
+    Curves::of(entries).evals.iter().map(|report| (report.step as f64, report.eval_loss)).collect()
+}
+
 /// Figures side by side where there is room.
-fn charts(figures: &[String]) -> String {
+pub(super) fn charts(figures: &[String]) -> String {
     let all = figures.concat();
     if all.is_empty() { all } else { format!("<div class=\"charts\">\n{all}</div>\n") }
 }

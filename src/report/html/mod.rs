@@ -6,9 +6,11 @@
 //! figures and texts, all of which are shown as text whatever stands in them.
 //!
 //! - `curves`: sections made of metrics.jsonl. `sections`: what the run was given and planned.
+//! - `comparison`: a page of its own, with the curves of several runs.
 //! - `chart`: SVG. `markup`: text, numbers and tables. `style`: colours and layout. `policy`: nothing else may run.
 
 mod chart;
+mod comparison;
 mod curves;
 mod markup;
 mod policy;
@@ -18,6 +20,7 @@ mod style;
 use std::fs;
 use std::path::Path;
 
+pub use self::comparison::{ComparisonPage, RunCurves};
 use self::curves::Curves;
 use self::markup::escape;
 pub use self::policy::content_policy;
@@ -25,6 +28,9 @@ use self::style::STYLE;
 use super::memory::MemoryComparison;
 use super::metrics::MetricsEntry;
 use crate::error::{Error, Result};
+
+/// The first characters of a run's report.
+const BEGINNING: &str = "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">";
 
 /// A held-out question with its answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -98,15 +104,7 @@ impl HtmlReport<'_> {
     /// The whole page.
     pub fn render(&self) -> String {
         let curves = Curves::of(self.entries);
-        let title = escape(self.title);
-        let style = format!("<style>{STYLE}</style>");
-        let mut page = format!(
-            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">{}\
-             <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-             <meta name=\"color-scheme\" content=\"light dark\"><title>{title}</title>\n\
-             {style}</head><body>\n<header>\n<h1>{title}</h1>\n",
-            content_policy(&style)
-        );
+        let mut page = beginning(BEGINNING, self.title, "");
         page += &self.opening(&curves);
         page += "</header>\n<main>\n";
         page += &[
@@ -138,6 +136,19 @@ impl HtmlReport<'_> {
         let rest: Vec<(&str, &String)> = self.figures.iter().map(|(name, value)| (*name, value)).collect();
         html + &list("headline", &first) + &list("figures", &rest)
     }
+}
+
+/// The beginning of a page: `begin`, which may name its kind, then what every page has, up to the heading. The style sheet
+/// is the common one with `more` behind it.
+fn beginning(begin: &str, title: &str, more: &str) -> String {
+    let title = escape(title);
+    let style = format!("<style>{STYLE}{more}</style>");
+    format!(
+        "{begin}{}<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
+         <meta name=\"color-scheme\" content=\"light dark\"><title>{title}</title>\n\
+         {style}</head><body>\n<header>\n<h1>{title}</h1>\n",
+        content_policy(&style)
+    )
 }
 
 /// Names and values side by side.

@@ -1,0 +1,19 @@
+//! `finetune compare`: runs beside each other, from what their folders hold.
+
+use super::{print_json, working_folder};
+use crate::cli::CompareArgs;
+use crate::error::Result;
+use crate::report::{Terminal, Verbosity};
+use crate::run::comparison_table::ComparisonTable;
+
+/// Prints the table, and writes the page where one is wanted.
+pub(super) fn run(args: &CompareArgs) -> Result<()> {
+    let terminal = Terminal::stderr(Verbosity::Normal);
+    let table = ComparisonTable::read(&args.runs)?;
+    table.warnings().iter().for_each(|text| terminal.warn(text));
+    if let Some(file) = &args.html {
+        table.write_page(&working_folder()?.join(file))?;
+        terminal.line(format!("wrote {}", file.display()));
+    }
+    if args.json { print_json(&table.json()) } else { terminal.data(table.text()) }
+}

@@ -1,0 +1,317 @@
+//! Runs beside each other: a table for people, the same as JSON, and a page with the curves of all runs.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::compared_run::ComparedRun;
+use crate::error::{Error, Result};
+use crate::report::EvalReport;
+use crate::report::html::{ComparisonPage, RunCurves};
+use crate::units;
+use crate::weights::OutputKind;
+
+/// Sections that change none of the figures in the table.
+const HARMLESS: [&str; 4] = ["log", "profile", "alerts", "checkpoint"];
+/// Keys of other sections that do not, either.
+const HARMLESS_KEYS: [&str; 2] = ["parallel.offload_folder", "parallel.timeout_secs"];
+/// The key of a harmless section that changes what a run leaves.
+const OUTPUT_DTYPE: &str = "checkpoint.output_dtype";
+/// Keys that decide which rows are held out; the last two where `data.eval_split` draws them.
+const HELD_OUT: [&str; 4] = ["data.eval", "data.eval_split", "data.train", "train.seed"];
+/// Most characters of a recipe's value in a table.
+const VALUE_CHARS: usize = 40;
+/// A figure that a run does not have.
+const NONE: &str = "–";
+/// Behind the lowest held-out loss.
+const MARK: &str = " *";
+
+/// The file of `--html`.
+const PAGE: OutputKind = OutputKind {
+    what: "a page of `finetune compare`",
+    option: "--html",
+    example: "runs.html",
+    replaces: Some(ComparisonPage::BEGINNING),
+};
+
+/// Runs and the recipe keys in which they differ.
+pub(crate) struct ComparisonTable {
+    runs: Vec<ComparedRun>,
+    /// `section.key`, or `[section]` where a run has no such table.
+    keys: Vec<String>,
+}
+
+impl ComparisonTable {
+    /// Reads the runs in `folders`.
+    ///
+    /// # Errors
+    /// The user's: a folder is no run's, or stands there twice. Storage: a file cannot be read.
+    pub(crate) fn read(folders: &[PathBuf]) -> Result<Self> {
+        let mut runs = folders.iter().map(|folder| ComparedRun::read(folder)).collect::<Result<Vec<_>>>()?;
+        let mut seen = BTreeSet::new();
+        for folder in folders {
+            let real = folder.canonicalize().map_err(|e| Error::io("read", folder, &e))?;
+            if !seen.insert(real) {
+                return Err(Error::user(format!("cannot compare {} with itself", folder.display()))
+                    .because("the command names the folder twice; accepted: different output folders")
+                    .hint("name each run once"));
+            }
+        }
+        let names: Vec<String> = runs.iter().map(|run| run.name.clone()).collect();
+        for run in &mut runs {
+            if names.iter().filter(|name| **name == run.name).count() > 1 {
+                run.name = run.folder.display().to_string();
+            }
+        }
+        let keys = differing_keys(&runs);
+        Ok(ComparisonTable { runs, keys })
+    }
+
+    /// Reads those of `folders` that a run has begun in; none where no run has.
+    ///
+    /// # Errors
+    /// As [`ComparisonTable::read`].
+    pub(crate) fn of_begun(folders: &[PathBuf]) -> Result<Option<Self>> {
+        let begun: Vec<PathBuf> =
+            folders.iter().filter(|folder| ComparedRun::read(folder).is_ok()).cloned().collect();
+        (!begun.is_empty()).then(|| Self::read(&begun)).transpose()
+    }
+
+    /// What a reader must know before comparing the figures: at most one sentence.
+    pub(crate) fn warnings(&self) -> Option<String> {
+        let evaluated: Vec<&ComparedRun> = self.runs.iter().filter(|run| run.last().is_some()).collect();
+        let first = *evaluated.first()?;
+        let is_drawn = evaluated.iter().any(|run| run.recipe.contains_key(HELD_OUT[1]));
+        let deciding = if is_drawn { &HELD_OUT[..] } else { &HELD_OUT[..2] };
+        let differs =
+            |key: &&&str| evaluated.iter().any(|run| run.recipe.get(**key) != first.recipe.get(**key));
+        let found: Vec<&str> = deciding.iter().filter(differs).copied().collect();
+        if !found.is_empty() {
+            let keys = found.join(", ");
+            return Some(format!("the held-out losses are not of the same rows: the runs differ in {keys}"));
+        }
+        let tokens = |run: &ComparedRun| run.last().map(|report| report.eval_tokens);
+        let counts: BTreeSet<Option<u64>> = evaluated.iter().map(|run| tokens(run)).collect();
+        (counts.len() > 1).then(|| {
+            let counts: Vec<String> = counts.into_iter().flatten().map(|count| count.to_string()).collect();
+            format!("the held-out losses are not of the same tokens: {} of them", counts.join(", "))
+        })
+    }
+
+    /// The place of the run with the lowest held-out loss after its first step; the first of equal ones.
+    fn best(&self) -> Option<usize> {
+        let losses = self.runs.iter().enumerate();
+        let losses = losses.filter_map(|(place, run)| Some((place, run.best()?.eval_loss)));
+        losses.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(place, _)| place)
+    }
+
+    /// The sentences on the complete run whose weights are the best, with its folder and by which loss; none where no
+    /// run is complete.
+    pub(crate) fn verdict(&self) -> Vec<String> {
+        let complete = || self.runs.iter().filter(|run| run.is_complete);
+        let kept = complete().filter_map(|run| Some((run, run.kept()?)));
+        if let Some((run, kept)) = kept.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss)) {
+            let (step, loss) = (kept.step, kept.eval_loss);
+            let line = format!("best by held-out loss: {} ({loss:.4} at step {step})", run.folder.display());
+            let lost = complete().filter_map(|run| Some((run, run.best()?)));
+            let lost = lost.min_by(|one, other| one.1.eval_loss.total_cmp(&other.1.eval_loss));
+            let lost = lost.filter(|(_, best)| best.eval_loss < loss).map(|(run, best)| {
+                format!(
+                    "{} had {:.4} at step {}, but its weights are those of its last step; \
+                     `--set eval.keep_best=true` keeps the best",
+                    run.folder.display(),
+                    best.eval_loss,
+                    best.step
+                )
+            });
+            return std::iter::once(line).chain(lost).collect();
+        }
+        let losses = complete().filter_map(|run| Some((run, run.training_loss()?)));
+        let best = losses.min_by(|one, other| one.1.total_cmp(&other.1));
+        let line = |(run, loss): (&ComparedRun, f64)| {
+            format!(
+                "best by training loss, for no run has a held-out loss: {} ({loss:.4} at step {})",
+                run.folder.display(),
+                run.steps_done()
+            )
+        };
+        best.map(line).into_iter().collect()
+    }
+
+    /// The table for a terminal: the names of the columns, a line for each run, and what the mark means.
+    pub(crate) fn text(&self) -> String {
+        let mut rows = self.rows();
+        for column in 0..rows[0].len() {
+            // The mark stands behind its column, so that digits stay below each other.
+            if rows.iter().any(|row| row[column].ends_with(MARK)) {
+                let unmarked =
+                    rows.iter_mut().map(|row| &mut row[column]).filter(|cell| !cell.ends_with(MARK));
+                unmarked.for_each(|cell| *cell += &" ".repeat(MARK.len()));
+            }
+        }
+        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+        let mut text = String::new();
+        for row in &rows {
+            let mut line = String::new();
+            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+                line += &if column == 0 { format!("{cell:<width$}") } else { format!("  {cell:>width$}") };
+            }
+            text += line.trim_end();
+            text.push('\n');
+        }
+        self.notes().iter().for_each(|note| text += &format!("{note}\n"));
+        text
+    }
+
+    /// The names of the columns, then a row of cells for each run.
+    fn rows(&self) -> Vec<Vec<String>> {
+        let has = |figure: fn(&ComparedRun) -> bool| self.runs.iter().any(figure);
+        let (is_evaluated, has_match) =
+            (has(|run| run.before().or(run.last()).is_some()), has(|run| run.exact_match().is_some()));
+        let held_out = ["held-out before", "held-out best", "held-out last"];
+        let text = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+        let mut head = vec!["run".to_owned()];
+        head.extend(self.keys.iter().cloned());
+        head.extend(text(&["steps", "training loss"]));
+        head.extend(text(&held_out).into_iter().filter(|_| is_evaluated));
+        head.extend(has_match.then(|| "exact match".to_owned()));
+        head.extend(text(&["time", "peak memory", "complete"]));
+        let best = self.best();
+        let row = |(place, run): (usize, &ComparedRun)| {
+            let mut row = vec![run.name.clone()];
+            row.extend(self.keys.iter().map(|key| shown(value_of(run, key).as_deref())));
+            row.push(run.steps_done().to_string());
+            row.push(run.training_loss().map_or_else(|| NONE.to_owned(), loss));
+            if is_evaluated {
+                let cell = |report: Option<&EvalReport>| {
+                    report.map_or_else(|| NONE.to_owned(), |report| loss(report.eval_loss))
+                };
+                let at = run.best().map(|report| format!(" at step {}", report.step)).unwrap_or_default();
+                let mark = if best == Some(place) { MARK } else { "" };
+                row.extend([cell(run.before()), cell(run.best()) + &at + mark, cell(run.last())]);
+            }
+            let share =
+                run.exact_match().map_or_else(|| NONE.to_owned(), |part| format!("{:.1} %", 100.0 * part));
+            row.extend(has_match.then_some(share));
+            row.push(units::duration(run.secs()));
+            row.push(units::bytes(run.peak_bytes()));
+            row.push(if run.is_complete { "yes" } else { "no" }.to_owned());
+            row
+        };
+        std::iter::once(head).chain(self.runs.iter().enumerate().map(row)).collect()
+    }
+
+    /// Sentences below the table.
+    fn notes(&self) -> Vec<String> {
+        let mark = self.best().map(|_| "* the lowest held-out loss after the first step".to_owned());
+        let none =
+            || "no run has a held-out loss: `--eval-dataset` or `data.eval_split` holds rows out".to_owned();
+        vec![mark.unwrap_or_else(none)]
+    }
+
+    /// The table as programs read it: figures in nats, seconds and bytes.
+    pub(crate) fn json(&self) -> Value {
+        let best = self.best();
+        let run = |(place, run): (usize, &ComparedRun)| {
+            let recipe =
+                self.keys.iter().map(|key| (key.clone(), value_of(run, key).map_or(Value::Null, as_json)));
+            let loss = |report: Option<&EvalReport>| report.map(|report| report.eval_loss);
+            json!({
+                "name": run.name,
+                "folder": run.folder,
+                "recipe": recipe.collect::<serde_json::Map<_, _>>(),
+                "steps": run.steps_done(),
+                "training_loss": run.training_loss(),
+                "held_out_loss_before": loss(run.before()),
+                "held_out_loss_best": loss(run.best()),
+                "held_out_loss_best_step": run.best().map(|report| report.step),
+                "held_out_loss_last": loss(run.last()),
+                "exact_match": run.exact_match(),
+                "secs": run.secs(),
+                "peak_bytes": run.peak_bytes(),
+                "complete": run.is_complete,
+                "best": best == Some(place),
+            })
+        };
+        let runs: Vec<Value> = self.runs.iter().enumerate().map(run).collect();
+        json!({ "runs": runs, "warnings": self.warnings().into_iter().collect::<Vec<_>>() })
+    }
+
+    /// Writes the page to `path`.
+    ///
+    /// # Errors
+    /// The user's: something other than such a page is at `path`. Storage: the file cannot be written.
+    pub(crate) fn write_page(&self, path: &Path) -> Result<()> {
+        let rows = self.rows();
+        let curves = self.runs.iter().map(|run| RunCurves { name: &run.name, entries: &run.entries });
+        let page = ComparisonPage {
+            warnings: self.warnings().into_iter().collect(),
+            notes: self.notes(),
+            head: &rows[0],
+            rows: &rows[1..],
+            runs: curves.collect(),
+        };
+        PAGE.write(path, &page.render())
+    }
+}
+
+/// The keys that are not alike in all runs. Of a table that some runs lack, `[section]` stands for all its keys, and
+/// those runs are not asked for them.
+fn differing_keys(runs: &[ComparedRun]) -> Vec<String> {
+    // A run that has written no recipe yet differs in nothing.
+    let runs: Vec<&ComparedRun> = runs.iter().filter(|run| !run.recipe.is_empty()).collect();
+    let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.recipe.keys()).collect();
+    let mut found: Vec<String> = Vec::new();
+    for key in keys {
+        let section = key.split_once('.').map_or(key.as_str(), |(section, _)| section);
+        let is_harmless = HARMLESS.contains(&section) && key != OUTPUT_DTYPE;
+        if is_harmless || HARMLESS_KEYS.contains(&key.as_str()) {
+            continue;
+        }
+        let (having, lacking): (Vec<&ComparedRun>, Vec<_>) =
+            runs.iter().copied().partition(|run| run.has_section(section));
+        let table = format!("[{section}]");
+        if !lacking.is_empty() && !found.contains(&table) {
+            found.push(table);
+        }
+        let values: BTreeSet<Option<&String>> = having.iter().map(|run| run.recipe.get(key)).collect();
+        if values.len() > 1 {
+            found.push(key.clone());
+        }
+    }
+    found
+}
+
+/// The value of `key` in the recipe of `run` as TOML; of `[section]`, whether the table is there.
+fn value_of(run: &ComparedRun, key: &str) -> Option<String> {
+    match key.strip_prefix('[').and_then(|key| key.strip_suffix(']')) {
+        Some(section) if run.recipe.is_empty() || section.is_empty() => None,
+        Some(section) => Some(run.has_section(section).to_string()),
+        None => run.recipe.get(key).cloned(),
+    }
+}
+
+/// A value as a table shows it: a text without quotes; of a long one its end.
+fn shown(value: Option<&str>) -> String {
+    let Some(value) = value else { return NONE.to_owned() };
+    let text = match parsed(value) {
+        Some(toml::Value::String(text)) if !text.contains(char::is_control) => text,
+        _ => value.to_owned(),
+    };
+    let skipped = text.chars().count().saturating_sub(VALUE_CHARS);
+    if skipped == 0 { text } else { format!("…{}", text.chars().skip(skipped + 1).collect::<String>()) }
+}
+
+fn parsed(value: &str) -> Option<toml::Value> {
+    format!("v = {value}").parse::<toml::Table>().ok()?.remove("v")
+}
+
+fn as_json(value: String) -> Value {
+    parsed(&value).and_then(|value| serde_json::to_value(value).ok()).unwrap_or(Value::String(value))
+}
+
+fn loss(value: f64) -> String {
+    format!("{value:.4}")
+}
