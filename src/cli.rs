@@ -75,7 +75,7 @@ pub enum Verb {
     Quantize(QuantizeArgs),
     /// Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
     Export(ExportArgs),
-    /// Continue a prompt, or chat
+    /// Continue a prompt, chat, or answer a file of prompts
     Generate(GenerateArgs),
     /// Measure loss, perplexity and token accuracy on a data set
     Eval(EvalArgs),

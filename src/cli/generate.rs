@@ -38,7 +38,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE", requires = "answers")]
     pub input: Option<PathBuf>,
     /// The file to write: the rows of --input with their answers; must not exist
-    #[arg(long, value_name = "FILE", requires = "input")]
+    #[arg(long, value_name = "FILE", requires = "input", conflicts_with_all = ["prompt", "chat"])]
     pub output: Option<PathBuf>,
     /// The system message of the chat
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["prompt", "input"])]

@@ -295,7 +295,7 @@ impl<'a> Generator<'a> {
                 return Ok(());
             }
             let (done, tenths) = (before + 1, |count: usize| count * 10 / total);
-            if done < total && tenths(done) > tenths(before) {
+            if total >= 20 && done < total && tenths(done) > tenths(before) {
                 self.terminal.line(format!("{done} of {} answered", units::counted(total, "prompt")));
             }
         }
