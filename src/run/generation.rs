@@ -1,5 +1,6 @@
 //! Answers of a model to prompts: one prompt, a dialogue, or a file of prompts.
 
+use std::cell::Cell;
 use std::io::BufRead;
 use std::path::Path;
 
@@ -108,6 +109,8 @@ pub(crate) struct Generator<'a> {
     args: &'a GenerateArgs,
     terminal: &'a Terminal,
     ends: AnswerEnds,
+    /// The number of prompts that passed the model's positions, with their first answers.
+    beyond_positions: Cell<usize>,
 }
 
 /// Refuses options that do not go together.
@@ -194,7 +197,7 @@ impl<'a> Generator<'a> {
         ends: AnswerEnds,
         (args, terminal): (&'a GenerateArgs, &'a Terminal),
     ) -> Self {
-        Generator { engine, encoder, args, terminal, ends }
+        Generator { engine, encoder, args, terminal, ends, beyond_positions: Cell::new(0) }
     }
 
     /// Answers all prompts; those of a file into `output` if there is one.
@@ -299,6 +302,10 @@ impl<'a> Generator<'a> {
                 self.terminal.line(format!("{done} of {} answered", units::counted(total, "prompt")));
             }
         }
+        if self.beyond_positions.get() > 1 {
+            let (beyond, all) = (self.beyond_positions.get(), units::counted(total, "prompt"));
+            self.terminal.warn(format!("{beyond} of {all} pass the positions that the model was made for"));
+        }
         if let (Some(output), Some(path)) = (output, &self.args.output) {
             output.commit()?;
             let (prompts, tokens) = (units::counted(total, "prompt"), units::counted(tokens, "token"));
@@ -364,13 +371,20 @@ impl<'a> Generator<'a> {
         Ok(GeneratedAnswer { text: whole, tokens: made.len() - usize::from(by_token), finish_reason })
     }
 
-    /// Warns, at the first answer, if `tokens` are more than the model has positions; returns whether they are.
+    /// Warns, at the first answer of the first such prompt, if `tokens` are more than the model has positions; returns
+    /// whether they are.
     fn warn_beyond_positions(&self, prompt: &Prompt, sequence: &str, tokens: usize, sample: usize) -> bool {
-        let sequence =
-            prompt.origin.as_ref().map_or(sequence.to_owned(), |origin| format!("{origin}: {sequence}"));
-        let warning = prompt_beyond_positions(&self.engine.config, &sequence, tokens);
-        let beyond = warning.is_some();
-        warning.filter(|_| sample == 0).into_iter().for_each(|warning| self.terminal.warn(warning));
-        beyond
+        let origin = prompt.origin.as_ref();
+        let sequence = origin.map_or(sequence.to_owned(), |origin| format!("{origin}: {sequence}"));
+        let Some(warning) = prompt_beyond_positions(&self.engine.config, &sequence, tokens) else {
+            return false;
+        };
+        if sample == 0 {
+            let before = self.beyond_positions.replace(self.beyond_positions.get() + 1);
+            if before == 0 || origin.is_none() {
+                self.terminal.warn(warning);
+            }
+        }
+        true
     }
 }

@@ -133,6 +133,12 @@ fn the_rows_of_a_file_are_answered_as_alone() {
     assert_eq!(std::fs::read(place.path("answers.jsonl")).unwrap(), before);
     let said = refused(&place, &["--input", "prompts.jsonl", "--output", "prompts.jsonl"]);
     assert!(said.contains("a file of that name exists"), "{said}");
+    // Of many prompts that are too long, the first is named.
+    let long = ["generate", "--model", "model", "--max-new-tokens", "300", "--json"];
+    let said = place.said(&[&long[..], &file[..2]].concat());
+    assert_eq!(said.matches("what follows it have more tokens than the 256 positions").count(), 1, "{said}");
+    assert!(said.contains("warning: prompts.jsonl:1: the prompt and what follows it"), "{said}");
+    assert!(said.contains("3 of 3 prompts pass the positions that the model was made for"), "{said}");
     // JSON on stdout, beside a file or without one.
     let printed = lines(&place, &[&file[..2], &sampled, &["--json"]].concat());
     assert_eq!(printed.len(), 3);
