@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
 use crate::error::Result;
@@ -15,6 +15,7 @@ mod bench;
 mod communication;
 mod compare;
 mod doctor;
+mod generate;
 mod parse;
 mod peer_flags;
 mod plan;
@@ -27,6 +28,7 @@ pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
 pub use communication::CommunicationArgs;
 pub use compare::CompareArgs;
 pub use doctor::{DoctorArgs, DoctorVerb};
+pub use generate::GenerateArgs;
 pub use parse::{ParsedArgs, parse};
 pub use plan::PlanArgs;
 pub use settings::SettingArgs;
@@ -78,7 +80,7 @@ pub enum Verb {
     Quantize(QuantizeArgs),
     /// Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
     Export(ExportArgs),
-    /// Continue a prompt, or chat
+    /// Continue a prompt, chat, or answer a file of prompts
     Generate(GenerateArgs),
     /// Measure loss, perplexity and token accuracy on a data set
     Eval(EvalArgs),
@@ -238,51 +240,6 @@ pub enum ExportFormat {
     Hf,
     /// A file that llama.cpp runs.
     Gguf,
-}
-
-/// Arguments of `finetune generate`.
-#[derive(Debug, Clone, Args)]
-#[command(
-    group = ArgGroup::new("input").required(true).args(["prompt", "chat"]),
-    after_help = "\
-Examples:
-  finetune generate --model out --prompt \"Once upon a time\"
-  finetune generate --adapter out --chat --temperature 0.7"
-)]
-pub struct GenerateArgs {
-    /// A folder in Hugging Face layout, or a hub id [default: the one that the adapter names]
-    #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
-    pub model: Option<String>,
-    /// An adapter's folder, or a hub id
-    #[arg(long, value_name = "ADAPTER")]
-    pub adapter: Option<String>,
-    /// Take chat template and model settings from this recipe, such as out/recipe.toml
-    #[arg(long, value_name = "RECIPE")]
-    pub recipe: Option<String>,
-    /// The text to continue
-    #[arg(long, value_name = "TEXT")]
-    pub prompt: Option<String>,
-    /// Chat: each line of the standard input is a turn
-    #[arg(long)]
-    pub chat: bool,
-    /// Tokens to generate at most
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
-    pub max_new_tokens: usize,
-    /// 0: always the likeliest token
-    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
-    pub temperature: f64,
-    /// Sample among the likeliest tokens that together have this probability
-    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = probability)]
-    pub top_p: f64,
-    /// Seed of the sampling
-    #[arg(long, value_name = "S", default_value_t = 0)]
-    pub seed: u64,
-    /// Use the adapter on this model though it was trained on another
-    #[arg(long, requires = "adapter")]
-    pub force_base: bool,
-    /// Network and verbosity.
-    #[command(flatten)]
-    pub common: CommonArgs,
 }
 
 /// Arguments of `finetune eval`.
@@ -534,16 +491,6 @@ fn positive(text: &str) -> Result<usize, String> {
 fn nats(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|kl: &f64| kl.is_finite() && *kl > 0.0);
     number.ok_or_else(|| "accepted: a number above 0".into())
-}
-
-fn temperature(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|t: &f64| t.is_finite() && *t >= 0.0);
-    number.ok_or_else(|| "accepted: a number, at least 0".into())
-}
-
-fn probability(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|p: &f64| *p > 0.0 && *p <= 1.0);
-    number.ok_or_else(|| "accepted: a number above 0, at most 1".into())
 }
 
 #[cfg(test)]

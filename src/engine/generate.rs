@@ -2,10 +2,10 @@
 //! changes the rotary frequencies (dynamic, longrope), the cached keys are of another rotation: all tokens pass again.
 
 use candle_core::{DType, Device, Tensor};
-pub use candle_transformers::generation::{LogitsProcessor, Sampling};
 
 use super::Engine;
-use crate::error::{Error, ErrorCategory, Result};
+use super::sampling::NextToken;
+use crate::error::{Error, Result};
 use crate::model::{self, AdapterSwitch, BlockCache, BlockContext};
 use crate::ops::attention::Span;
 use crate::runtime::device::free_bytes;
@@ -24,7 +24,7 @@ impl Engine {
         &self,
         prompt: &[u32],
         max_new_tokens: usize,
-        sampler: &mut LogitsProcessor,
+        sampler: &mut impl NextToken,
         stop: &[u32],
         emit: &mut dyn FnMut(u32) -> Result<bool>,
     ) -> Result<Vec<u32>> {
@@ -51,7 +51,7 @@ impl Engine {
             }
             let logits = self.next_logits(&all[past..], past, &mut caches)?;
             past = all.len();
-            let token = choose(logits, sampler)?;
+            let token = sampler.choose(logits, &all)?;
             if stop.contains(&token) {
                 break;
             }
@@ -104,19 +104,10 @@ impl Engine {
     }
 }
 
-/// The next token after `logits`, one for each token of the vocabulary.
-fn choose(logits: Vec<f32>, sampler: &mut LogitsProcessor) -> Result<u32> {
-    if logits.iter().any(|&logit| logit.is_nan() || logit == f32::INFINITY) {
-        return Err(Error::new(ErrorCategory::Diverged, "the model's logits are not numbers")
-            .hint("check the weights with `finetune inspect`"));
-    }
-    let vocab = logits.len();
-    Ok(sampler.sample(&Tensor::from_vec(logits, vocab, &Device::Cpu)?)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::{LogitsProcessor, Sampling};
 
     const LOGITS: [f32; 4] = [0.0, 2.0, 1.0, 2.0];
 
@@ -126,7 +117,7 @@ mod tests {
 
     /// `count` tokens chosen after [`LOGITS`].
     fn chosen(mut sampler: LogitsProcessor, count: usize) -> Result<Vec<u32>> {
-        (0..count).map(|_| choose(LOGITS.to_vec(), &mut sampler)).collect()
+        (0..count).map(|_| sampler.choose(LOGITS.to_vec(), &[])).collect()
     }
 
     #[test]
@@ -162,7 +153,7 @@ mod tests {
     fn logits_that_are_not_numbers_are_refused() {
         for broken in [f32::NAN, f32::INFINITY] {
             for sampling in [Sampling::ArgMax, Sampling::All { temperature: 1.0 }] {
-                assert!(choose(vec![0.0, broken], &mut sampler(0, sampling)).is_err());
+                assert!(sampler(0, sampling).choose(vec![0.0, broken], &[]).is_err());
             }
         }
     }

@@ -1,6 +1,6 @@
 //! A plan brought to life: the ranks of this process and how they start, the trainer of each, what a run leaves in its
 //! output folder, signals, the check of a merge; what `bench` measures: operations, how fast ranks talk, and how speed
-//! grows with ranks; and what `doctor` tells: of the program, the machine, and the libraries that GPUs need.
+//! grows with ranks; answers to prompts; and what `doctor` tells: of the program, the machine, and the libraries that GPUs need.
 
 pub(crate) mod alarms;
 mod bottlenecks;
@@ -14,6 +14,7 @@ mod device_failure;
 mod earlier;
 mod elastic;
 pub(crate) mod fact_lines;
+pub(crate) mod generation;
 pub(crate) mod host_facts;
 pub(crate) mod interrupt;
 pub(crate) mod masked_row;

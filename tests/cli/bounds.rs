@@ -85,6 +85,10 @@ fn a_model_that_cannot_be_loaded() {
         "{said}"
     );
     assert!(said.contains(" of weights; ") && said.contains("swap included"), "{said}");
+    // A row that is no prompt is named first.
+    place.write("prompts.jsonl", "{\"prompt\": \"a\"}\n{\"prompt\": 1}\n");
+    let said = refused(&place, &["generate", "--model", "model", "--input", "prompts.jsonl", "--json"]);
+    assert!(said.contains("error: cannot use the prompt in prompts.jsonl:2\n"), "{said}");
 }
 
 #[test]

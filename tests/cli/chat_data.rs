@@ -118,7 +118,7 @@ fn keys_beside_the_messages_are_read_or_named() {
         "\n",
         r#"{"id": 8, "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": false}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#,
     ));
-    let args = ["data", "--model", "model", "--dataset", "odd.jsonl"];
+    let args = ["data", "--tokens", "--model", "model", "--dataset", "odd.jsonl"];
     let found = place.command(&args).output().unwrap();
     let said = report(&place, &found);
     assert!(said.contains("not used: `id` (2 rows), `messages.mood` (1 row)"), "{said}");

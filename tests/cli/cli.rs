@@ -38,7 +38,7 @@ fn help_of_the_root() {
       merge          Merge an adapter into its model: a Hugging Face folder
       quantize       Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
       export         Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
-      generate       Continue a prompt, or chat
+      generate       Continue a prompt, chat, or answer a file of prompts
       eval           Measure loss, perplexity and token accuracy on a data set
       compare        Compare runs by their output folders: recipe, losses, time and memory
       inspect        Say what a model or adapter is, from its headers alone
@@ -221,32 +221,49 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["generate", "--help"]), @r#"
     exit 0
-    Continue a prompt, or chat
+    Continue a prompt, chat, or answer a file of prompts
 
-    Usage: finetune generate [OPTIONS] <--prompt <TEXT>|--chat>
+    Usage: finetune generate [OPTIONS] <--prompt <TEXT>|--chat [<TEXT>]|--input <FILE>>
 
     Options:
-          --model <MODEL>       A folder in Hugging Face layout, or a hub id [default: the one that the
-                                adapter names]
-          --adapter <ADAPTER>   An adapter's folder, or a hub id
-          --recipe <RECIPE>     Take chat template and model settings from this recipe, such as
-                                out/recipe.toml
-          --prompt <TEXT>       The text to continue
-          --chat                Chat: each line of the standard input is a turn
-          --max-new-tokens <N>  Tokens to generate at most [default: 256]
-          --temperature <T>     0: always the likeliest token [default: 0]
-          --top-p <P>           Sample among the likeliest tokens that together have this probability
-                                [default: 1]
-          --seed <S>            Seed of the sampling [default: 0]
-          --force-base          Use the adapter on this model though it was trained on another
-          --offline             Use only what is on this machine
-      -q, --quiet               Say only what went wrong
-      -v, --verbose             Say more about what happens
-      -h, --help                Print help
+          --model <MODEL>           A folder in Hugging Face layout, or a hub id [default: the one that
+                                    the adapter names]
+          --adapter <ADAPTER>       An adapter's folder, or a hub id
+          --recipe <RECIPE>         Take chat template and model settings from this recipe, such as
+                                    out/recipe.toml
+          --prompt <TEXT>           The text to continue
+          --chat [<TEXT>]           Chat: answer this turn; without a text, each line of the standard
+                                    input is a turn
+          --input <FILE>            Answer each row of this .jsonl file: {"prompt": "..."} or
+                                    {"messages": [...]}
+          --output <FILE>           The file to write: the rows of --input with their answers; must not
+                                    exist
+          --system <TEXT>           The system message of the chat
+          --max-new-tokens <N>      Tokens to generate at most [default: 256]
+          --stop <TEXT>             End an answer before this text; may be repeated
+      -n, --samples <N>             Answers to each prompt [default: 1]
+          --temperature <T>         0: always the likeliest token [default: 0]
+          --top-k <N>               Sample among the N likeliest tokens
+          --top-p <P>               Sample among the likeliest tokens that together have this
+                                    probability [default: 1]
+          --min-p <P>               Sample among tokens of at least this share of the likeliest one's
+                                    probability [default: 0]
+          --repetition-penalty <X>  Make tokens of the prompt and the answer less likely (above 1), or
+                                    more (below 1) [default: 1]
+          --seed <S>                Seed of the sampling [default: 0]
+          --json                    Print a JSON object for each prompt: answer, tokens, and why it
+                                    ended
+          --force-base              Use the adapter on this model though it was trained on another
+          --offline                 Use only what is on this machine
+      -q, --quiet                   Say only what went wrong
+      -v, --verbose                 Say more about what happens
+      -h, --help                    Print help
 
     Examples:
       finetune generate --model out --prompt "Once upon a time"
       finetune generate --adapter out --chat --temperature 0.7
+      finetune generate --adapter out --chat "What is the capital of Ruritania?"
+      finetune generate --adapter out --input prompts.jsonl --output answers.jsonl
     "#);
     assert_snapshot!(told(&["eval", "--help"]), @"
     exit 0
@@ -518,9 +535,9 @@ fn usage_errors() {
     assert_snapshot!(told(&["generate", "--model", "m"]), @"
     exit 2
     error: the following required arguments were not provided:
-      <--prompt <TEXT>|--chat>
+      <--prompt <TEXT>|--chat [<TEXT>]|--input <FILE>>
 
-    Usage: finetune generate --model <MODEL> <--prompt <TEXT>|--chat>
+    Usage: finetune generate --model <MODEL> <--prompt <TEXT>|--chat [<TEXT>]|--input <FILE>>
 
     For more information, try '--help'.
     ");

@@ -48,6 +48,7 @@ mod explorer;
 mod export;
 mod failure;
 mod foreign;
+mod generate;
 mod golden_ranks;
 mod hangs;
 mod hostile_files;
