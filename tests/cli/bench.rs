@@ -116,7 +116,9 @@ fn a_table_has_the_operations_that_were_asked_for() {
     assert!(lines[2].starts_with("operation ") && lines[2].ends_with(" share"), "{text}");
     let names: Vec<&str> = lines[3..].iter().filter_map(|line| line.split(' ').next()).collect();
     assert_eq!(names, ["rms_norm", "rms_norm_backward", "rms_norm_backward", "sums_of_squares"]);
-    assert!(lines[3..].iter().all(|line| line.contains(" GB/s ") && line.ends_with(" %")), "{text}");
+    // Operands as small as these may stay in the processor's caches.
+    let has_share = |line: &str| line.ends_with(" %") || line.ends_with(" cached");
+    assert!(lines[3..].iter().all(|line| line.contains(" GB/s ") && has_share(line)), "{text}");
 }
 
 #[test]

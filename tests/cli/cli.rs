@@ -47,7 +47,7 @@ fn help_of_the_root() {
       bench          Measure speed: of every operation, between ranks, or by number of ranks
       doctor         Say what this machine and its network offer; check every operation on it
       verify-resume  Prove on a recipe that a run which is killed and resumed leaves the same bytes
-      completions    Print a completion script for a shell
+      completions    Print a completion script for a shell, or a manual page
       help           Print this message or the help of the given subcommand(s)
 
     Options:
@@ -319,6 +319,11 @@ fn help_of_every_verb() {
                                      hub id
           --dataset <DATASET>        A file, a folder or a hub data set; may be repeated
           --rows <N>                 Rows to show; all are checked [default: 3]
+          --tokens                   Show each token on a line: its place, id, whether it is trained,
+                                     its text
+          --json                     Print rows and figures as JSON, with `labels` of -100 where nothing
+                                     is trained
+          --html <FILE>              Also write the rows as a page to this file
           --recipe <RECIPE>          A recipe whose [data] and [model] tables count
           --set <SECTION.KEY=VALUE>  Set one key of the recipe, such as data.max_seq_len=512; may be
                                      repeated
@@ -461,18 +466,22 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["completions", "--help"]), @"
     exit 0
-    Print a completion script for a shell
+    Print a completion script for a shell, or a manual page
 
-    Usage: finetune completions <SHELL>
+    Usage: finetune completions <KIND> [VERB]
 
     Arguments:
-      <SHELL>  Name of the shell [possible values: bash, elvish, fish, powershell, zsh]
+      <KIND>  A shell, or `man` for a manual page [possible values: bash, elvish, fish, powershell, zsh,
+              man]
+      [VERB]  The verb that the manual page is about [default: finetune as a whole]
 
     Options:
       -h, --help  Print help
 
-    Example:
+    Examples:
       finetune completions bash > ~/.local/share/bash-completion/completions/finetune
+      finetune completions man > ~/.local/share/man/man1/finetune.1
+      finetune completions man plan > ~/.local/share/man/man1/finetune-plan.1
     ");
 }
 
@@ -828,12 +837,21 @@ fn recipes_listed_and_shown() {
 
     # Evaluation on `data.eval`. Where that is given, a run also evaluates before its first step, to compare with.
     [eval]
-    # Steps between evaluations; not set: none between the first step and the last.
-    # Accepted: a whole number, at least 1.
-    # steps =
+    # Steps between evaluations; "epoch": one after each epoch; "auto": "epoch" with `keep_best`, else "never"; "never":
+    # none between the first step and the last.
+    # Accepted: "auto", "epoch", "never", a whole number, at least 1.
+    steps = "auto"
     # Evaluate after the last step; false leaves out this evaluation alone.
     # Accepted: true, false.
     at_end = true
+    # Leave the weights of the evaluation with the lowest loss instead of the last ones; each new best is saved as a
+    # checkpoint, which stays.
+    # Accepted: true, false.
+    keep_best = false
+    # End the run early after so many evaluations in a row whose loss is not the lowest so far. With `keep_best`, also
+    # where that is not set.
+    # Accepted: a whole number, at least 1.
+    # patience =
 
     # What a run reports.
     [log]

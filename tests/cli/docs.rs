@@ -261,8 +261,8 @@ fn every_command_works() {
     docs/adapters-and-quantization.md: 19 run, 1 parsed, 1 of other programs
     docs/alerts.md: 3 run, 0 parsed, 0 of other programs
     docs/checkpoints-and-exit-codes.md: 7 run, 0 parsed, 0 of other programs
-    docs/data.md: 3 run, 4 parsed, 0 of other programs
-    docs/design.md: 3 run, 1 parsed, 0 of other programs
+    docs/data.md: 6 run, 4 parsed, 0 of other programs
+    docs/design.md: 4 run, 1 parsed, 0 of other programs
     docs/doctor.md: 6 run, 2 parsed, 0 of other programs
     docs/figures.md: 0 run, 0 parsed, 0 of other programs
     docs/formats.md: 2 run, 0 parsed, 0 of other programs
