@@ -14,11 +14,11 @@ const NAMED_ENDS: usize = 3;
 pub struct Percentiles {
     /// Half of the examples are as long or shorter.
     pub p50: usize,
-    /// Nine of ten are.
+    /// Nine of ten are as long or shorter.
     pub p90: usize,
-    /// 99 of 100 are.
+    /// 99 of 100 are as long or shorter.
     pub p99: usize,
-    /// The longest.
+    /// The longest has so many.
     pub max: usize,
 }
 

@@ -227,7 +227,7 @@ fn ranks_and_strategies_that_do_not_fit() {
     error: cannot train over several processes
       caused by: there are 2 ranks, by --world-size and --rank
       caused by: this binary was built without MPI, which carries what ranks say between processes on CPUs
-    hint: build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither
+    hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`, which torchrun does not replace
     ");
     assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
     exit 1

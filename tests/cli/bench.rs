@@ -203,7 +203,7 @@ fn communication_that_cannot_be_measured() {
     error: cannot measure the network over several processes
       caused by: there are 4 ranks, by --world-size and --rank
       caused by: this binary was built without MPI, which carries what ranks say between processes on CPUs
-    hint: build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither
+    hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`, which torchrun does not replace
     ");
     let too_much = said(&["bench", "collectives", "--ranks", "1024", "--sizes", "4G"]);
     assert!(

@@ -19,7 +19,7 @@ fn rendered(name: &str) -> String {
     let place = Place::new();
     place.write("chat.jsonl", CHAT);
     let set = format!("data.chat_template={name}");
-    let args = ["data", "--model", "model", "--dataset", "chat.jsonl", "--set", &set];
+    let args = ["data", "--tokens", "--model", "model", "--dataset", "chat.jsonl", "--set", &set];
     let output = place.command(&args).output().unwrap();
     let told = place.told(&[&output.stdout[..], &output.stderr].concat());
     assert!(told.contains(&format!("chat template: `{name}`")), "{told}");

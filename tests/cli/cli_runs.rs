@@ -192,7 +192,8 @@ fn inspect_reads_headers() {
 fn data_shows_tokens_and_mask() {
     let place = Place::new();
     place.write("rows.jsonl", "{\"prompt\": \"What is 2 + 2?\", \"completion\": \" 4\"}\n");
-    let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--set", "data.max_seq_len=64"];
+    let args =
+        ["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl", "--set", "data.max_seq_len=64"];
     assert_snapshot!(printed(&place, &args), @r#"
     row 1, [DIR]/rows.jsonl:1: 14 tokens, 3 trained
           0       54         W                 "W"
@@ -213,6 +214,9 @@ fn data_shows_tokens_and_mask() {
     1 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
     1 examples, 14 tokens, 3 of them trained (21 %)
     longest row: 14 tokens ([DIR]/rows.jsonl:1)
+    tokens of an example: half up to 14, 90 % up to 14, 99 % up to 14, the longest 14
+    trained ones: half up to 3, 90 % up to 3, 99 % up to 3, the longest 3
+    trained parts end with "<|im_end|>" (1)
     an epoch: 1 steps of 1 packed rows; micro-batches of 14 tokens on average, 14 at most, no padding
     packing fills 21.9 % of 64 tokens
     "#);
@@ -228,7 +232,7 @@ fn data_names_bad_rows() {
         &format!("{good}\nnot a row\n{good}\n{{\"prompt\": 5, \"completion\": \"c\"}}\n"),
     );
     let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--rows", "0"];
-    assert_snapshot!(printed(&place, &args), @"
+    assert_snapshot!(printed(&place, &args), @r#"
     4 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
     2 examples, 6 tokens, 4 of them trained (67 %)
     longest row: 3 tokens ([DIR]/rows.jsonl:1)
@@ -236,9 +240,13 @@ fn data_names_bad_rows() {
       [DIR]/rows.jsonl:2: not JSON: expected ident at column 2
     1 bad rows: not a row of this format
       [DIR]/rows.jsonl:4: `prompt` is a number and `completion` is a string; two strings or two lists of messages are needed
+    tokens of an example: half up to 3, 90 % up to 3, 99 % up to 3, the longest 3
+    trained ones: half up to 2, 90 % up to 2, 99 % up to 2, the longest 2
+    trained parts end with "<|im_end|>" (2)
+    one example has the same tokens as an earlier one
     an epoch: 1 steps of 1 packed rows; micro-batches of 6 tokens on average, 6 at most, no padding
     packing fills 2.3 % of 256 tokens
-    ");
+    "#);
 }
 
 #[test]

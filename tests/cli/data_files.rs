@@ -20,7 +20,8 @@ fn place() -> Place {
 
 /// The exit code and all that `finetune data` says of `dataset`.
 fn data(place: &Place, dataset: &str, more: &[&str]) -> (Option<i32>, String) {
-    let args = [&["data", "--model", "model", "--dataset", dataset, "--rows", "99"][..], more].concat();
+    let args =
+        [&["data", "--tokens", "--model", "model", "--dataset", dataset, "--rows", "99"][..], more].concat();
     let output = place.command(&args).output().unwrap();
     (output.status.code(), place.told(&output.stdout) + &place.told(&output.stderr))
 }

@@ -110,3 +110,39 @@ fn an_error_ends_a_command_though_nobody_reads_it() {
     terminal.wait_for("train.max_steps");
     assert_eq!(terminal.end_of(&mut child).code(), Some(1));
 }
+
+/// Without what a terminal obeys: escape sequences of colours and of moves.
+fn plain(text: &str) -> String {
+    let mut plain = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once('\u{1b}') {
+        plain.push_str(before);
+        let end = after.find(|c: char| c.is_ascii_alphabetic()).map_or(after.len(), |at| at + 1);
+        rest = &after[end..];
+    }
+    plain + rest
+}
+
+/// The line of a bar that is wider than its terminal would leave a copy of itself behind.
+#[test]
+fn a_bar_is_cut_to_the_width_of_its_terminal() {
+    let (place, terminal) = (Place::new(), PseudoTerminal::of_size(45, 20));
+    let mut child = terminal.start(place.command(&lora(&[])));
+    assert!(terminal.end_of(&mut child).success());
+    terminal.wait_for("adapter saved in out");
+    let shown = plain(&terminal.shown());
+    // After a bar of the whole width a terminal goes on in the next row by itself.
+    let lines = shown.split(['\r', '\n']).filter_map(|line| line.split("adapter").next());
+    let bars: Vec<&str> = lines.filter(|line| line.contains("/4  ")).collect();
+    assert!(!bars.is_empty(), "{shown:?}");
+    assert!(bars.iter().all(|line| line.chars().count() <= 45), "{bars:#?}");
+}
+
+/// The word that opens an error is red where there are colours.
+#[test]
+fn an_error_is_red_on_a_terminal() {
+    let (place, terminal) = (Place::new(), PseudoTerminal::open());
+    let mut child = terminal.start(place.command(&["inspect", "./nothing"]));
+    assert_eq!(terminal.end_of(&mut child).code(), Some(1));
+    terminal.wait_for("\u{1b}[31;1merror:\u{1b}[0m ");
+}

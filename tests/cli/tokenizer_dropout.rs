@@ -28,7 +28,7 @@ fn two_runs_see_the_same_tokens() {
                        all are done, so that a text has the same tokens each time";
         assert!(said.contains(warning), "{said}");
     }
-    let data = ["data", "--model", "model", "--dataset", "rows.jsonl", "--rows", "1"];
+    let data = ["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl", "--rows", "1"];
     let said = place.command(&data).output().unwrap();
     assert!(place.told(&said.stderr).contains("`model.dropout`"));
 }

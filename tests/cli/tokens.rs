@@ -153,7 +153,7 @@ fn a_tied_model_with_unused_rows_trains_them() {
     let text = generate(&["--model", &model, "--adapter", &adapter]);
     assert!(String::from_utf8_lossy(&text).starts_with("ask <tool>"));
     assert_eq!(text, generate(&["--model", &place.path("adapter-merged")]));
-    let rows = ["data", "--model", &model, "--dataset", &place.path("rows.jsonl"), "--set", NEW];
+    let rows = ["data", "--tokens", "--model", &model, "--dataset", &place.path("rows.jsonl"), "--set", NEW];
     let shown = String::from_utf8(succeed(&rows).stdout).unwrap();
     assert!(shown.contains("500  train  <tool>"), "{shown}");
 }

@@ -13,7 +13,7 @@ fn trained(row: &str, value: &str) -> String {
     let place = Place::new();
     place.write("row.jsonl", row);
     let set = format!("data.train_on={value}");
-    let args = ["data", "--model", "model", "--dataset", "row.jsonl", "--set", &set];
+    let args = ["data", "--tokens", "--model", "model", "--dataset", "row.jsonl", "--set", &set];
     let args = [&args[..], &["--set", "data.chat_template=chatml"]].concat();
     let output = place.command(&args).output().unwrap();
     assert!(output.status.success(), "{}", place.told(&output.stderr));
@@ -120,7 +120,7 @@ fn a_prompt_is_the_user_s_and_a_completion_the_assistant_s() {
 #[test]
 fn other_values_are_refused() {
     let place = Place::new();
-    let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--set"];
+    let args = ["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl", "--set"];
     for (value, why) in [
         (r#"["bot"]"#, r#""bot" is no role; accepted: system, developer, user, assistant, tool"#),
         (r#"{ ends = "eos" }"#, r#"its `ends` is "eos"; accepted: "turn", "all", "last", "none""#),

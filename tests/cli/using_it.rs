@@ -215,3 +215,17 @@ fn the_adapter_names_its_model() {
     let (code, _, err) = told(&place, &prompt);
     assert!(code == 2 && err.contains("--model"), "{err}");
 }
+
+/// Pages are roff, of the whole or of a verb.
+#[test]
+fn manual_pages() {
+    let place = Place::new();
+    let whole = place.said(&["completions", "man"]);
+    assert!(whole.contains("\n.TH finetune 1 ") && whole.contains("finetune\\-plan(1)"), "{whole}");
+    let plan = place.said(&["completions", "man", "plan"]);
+    assert!(plan.contains("\n.TH finetune-plan 1 ") && plan.contains("\\-\\-price"), "{plan}");
+    let unknown = place.refused(&["completions", "man", "plant"]);
+    assert!(unknown.contains("the verb is `plant`; accepted: train, plan, "), "{unknown}");
+    let part = place.refused(&["completions", "bash", "plan"]);
+    assert!(part.contains("cannot print a part of a completion script"), "{part}");
+}

@@ -8,7 +8,7 @@ use crate::place::Place;
 /// The ids that `finetune data` shows for the row `text`.
 fn ids(place: &Place, text: &str) -> Vec<u32> {
     place.write("rows.jsonl", &json!({ "text": text }).to_string());
-    let (printed, _) = succeed(place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
+    let (printed, _) = succeed(place, &["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl"]);
     let id = |line: &str| {
         let mut words = line.split_whitespace();
         words.next()?.parse::<usize>().ok()?;
