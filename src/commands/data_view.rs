@@ -97,8 +97,7 @@ impl DataView<'_> {
     pub(super) fn print_json(&self, terminal: &Terminal) -> Result<()> {
         let rows = self.shown().zip(self.masked()?).map(|((number, example), row)| {
             let label = |(at, id): (usize, &u32)| {
-                let is_trained = at > 0 && example.trained[at];
-                if is_trained { json!(id) } else { json!(NOT_TRAINED) }
+                if at > 0 && example.trained[at] { json!(id) } else { json!(NOT_TRAINED) }
             };
             let pieces = row.pieces.iter().map(|(text, trained)| json!({ "text": text, "trained": trained }));
             json!({
