@@ -48,8 +48,14 @@ impl TrainLoop<'_> {
         self.say_end_of_patience(done.steps);
         let saved = self.finish_saving();
         let saved = saved.and_then(|()| if is_save_due { self.save(done) } else { Ok(()) });
-        // A checkpoint that cannot be saved costs no result.
         let saved = saved.and_then(|()| self.finish_saving());
+        // A checkpoint that cannot be saved costs no result, and is what failed first.
+        let published = self.publish_best(done, watch);
+        saved.and(published)
+    }
+
+    /// Evaluates the last step, and publishes the weights of the best evaluation.
+    fn publish_best(&mut self, done: &mut RunSummary, watch: &mut RunWatch) -> Result<()> {
         // A run that is out of patience has evaluated its last step.
         if done.last.as_ref().is_none_or(|last| last.step != done.steps) {
             done.last = self.evaluate(done.steps)?;
@@ -59,8 +65,7 @@ impl TrainLoop<'_> {
             }
         }
         done.after = self.return_to_best(done)?.or_else(|| done.last.clone());
-        let published = self.publish(done);
-        saved.and(published)
+        self.publish(done)
     }
 
     /// Prints that the run has ended early, where it has.
