@@ -11,6 +11,8 @@ pub struct BestEvaluation {
     pub report: EvalReport,
     /// Evaluations since then, none of which was better.
     pub since: u64,
+    /// The step of the last evaluation that was counted.
+    pub evaluated: u64,
 }
 
 impl BestEvaluation {
@@ -23,14 +25,16 @@ impl BestEvaluation {
     pub fn count(best: &mut Option<Self>, report: &EvalReport) -> bool {
         let is_lower = |best: &Self| report.eval_loss < best.report.eval_loss;
         match best {
-            Some(best) if best.report.step == report.step => false,
+            // After a resume one may come again.
+            Some(best) if best.evaluated >= report.step => false,
             // A loss that is no number is never lower.
             Some(best) if !is_lower(best) => {
                 best.since += 1;
+                best.evaluated = report.step;
                 false
             }
             _ => {
-                *best = Some(BestEvaluation { report: report.clone(), since: 0 });
+                *best = Some(BestEvaluation { report: report.clone(), since: 0, evaluated: report.step });
                 true
             }
         }
@@ -53,7 +57,7 @@ mod tests {
         assert_eq!(best.as_ref().map(|best| (best.report.step, best.since)), Some((1, 2)));
         assert!(count(&mut best, 4, 2.5));
         // Once more, after a resume.
-        assert!(!count(&mut best, 4, 2.5));
+        assert!(!count(&mut best, 4, 2.0));
         assert_eq!(best.map(|best| (best.report.step, best.since)), Some((4, 0)));
     }
 }

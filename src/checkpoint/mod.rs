@@ -202,6 +202,11 @@ fn optimizer_files(folder: &Path) -> Result<Vec<String>> {
     Ok(names_in(folder)?.into_iter().filter(is_part).collect())
 }
 
+/// The place of the checkpoint of step `step` in `output`.
+pub fn place(output: &Path, step: u64) -> PathBuf {
+    output.join(format!("{PREFIX}{step}"))
+}
+
 /// Whether `folder` is itself a checkpoint, sound or not, and not a folder of checkpoints.
 pub fn is_one(folder: &Path) -> bool {
     let named = folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX));

@@ -22,7 +22,7 @@ use super::manifest::{self, Files};
 use super::run_record::OWN;
 use super::snapshot::{SnapshotTensor, WriteWeights};
 use super::space::require_room;
-use super::{PREFIX, TrainingState, folder};
+use super::{TrainingState, folder};
 use crate::collective::{Call, Collective};
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
 use crate::runtime::cpu_tensor::memory;
@@ -164,7 +164,7 @@ impl<'a> Saver<'a> {
         // Before the folder: where the system refuses a thread, no rank has begun to write.
         let thread = self.writers.start()?;
         let options = self.options.clone();
-        let place = options.output.join(format!("{PREFIX}{step}"));
+        let place = super::place(&options.output, step);
         let begin = || {
             // The folder of the run's own, if it has one: asking for room takes a file for a moment.
             let own = Some(options.output.join(OWN)).filter(|own| own.is_dir());

@@ -37,5 +37,6 @@ fn command_of(verb: Option<&str>) -> Result<Command> {
     found.ok_or_else(|| {
         Error::user("cannot print a manual page")
             .because(format!("the verb is `{verb}`; accepted: {}", known.join(", ")))
+            .hint("name one of these verbs, or none for finetune as a whole")
     })
 }

@@ -79,7 +79,7 @@ impl DataView<'_> {
         for (position, (id, trained)) in example.ids.iter().zip(&example.trained).enumerate() {
             let piece = self.tokenizer.decode(&[*id], false)?;
             let token = self.tokenizer.token(*id).unwrap_or_default();
-            let mark = if *trained { "train" } else { "" };
+            let mark = if position > 0 && *trained { "train" } else { "" };
             let _ = writeln!(text, "  {position:>5}  {id:>7}  {mark:<5}  {token:<16}  {piece:?}");
         }
         text.push('\n');

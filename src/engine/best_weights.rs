@@ -49,6 +49,10 @@ impl TrainLoop<'_> {
         let saved = self.finish_saving();
         let saved = saved.and_then(|()| if is_save_due { self.save(done) } else { Ok(()) });
         let saved = saved.and_then(|()| self.finish_saving());
+        // A rank that failed alone does not go on to what all do together.
+        if saved.is_err() && self.trainer.engine.store.mesh().world().size() > 1 {
+            return saved;
+        }
         // A checkpoint that cannot be saved costs no result, and is what failed first.
         let published = self.publish_best(done, watch);
         saved.and(published)
@@ -87,7 +91,7 @@ impl TrainLoop<'_> {
 
     /// Gives the trainer the weights of the best evaluation, unless they are those of the last step; its figures. Where its
     /// checkpoint is gone or damaged the weights stay as they are, with a warning.
-    fn return_to_best(&mut self, done: &RunSummary) -> Result<Option<EvalReport>> {
+    fn return_to_best(&mut self, done: &mut RunSummary) -> Result<Option<EvalReport>> {
         let best = self.best.as_ref().map(|best| best.report.clone());
         let Some(best) = best.filter(|best| best.step != done.steps) else { return Ok(None) };
         self.enter(Phase::Load)?;
@@ -99,7 +103,9 @@ impl TrainLoop<'_> {
                 "checkpoint-{}, which has the best weights (held-out loss {:.4}), is gone or damaged: the last weights are left",
                 best.step, best.eval_loss
             )]);
+            done.lost_best = Some(best);
+            return Ok(None);
         }
-        Ok(back.map(|_| best))
+        Ok(Some(best))
     }
 }

@@ -87,10 +87,12 @@ pub struct RunSummary {
     pub last_loss: Option<f64>,
     /// The base on the held-out rows.
     pub before: Option<EvalReport>,
-    /// The result on the held-out rows.
+    /// The weights that are left on the held-out rows.
     pub after: Option<EvalReport>,
     /// The weights of the last step on the held-out rows, where the run keeps the best.
     pub last: Option<EvalReport>,
+    /// The best evaluation, where its weights are lost.
+    pub lost_best: Option<EvalReport>,
     /// A signal ended it early, after a checkpoint.
     pub stopped: bool,
     /// Where its time went, earlier runs not included.

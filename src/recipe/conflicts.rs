@@ -193,22 +193,16 @@ fn evaluation(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         }
         return;
     }
-    if eval.steps == StepInterval::Never && eval.patience.is_some() {
-        add(
-            "patience",
-            "has no effect with `steps = \"never\"`",
-            "write `steps = \"epoch\"`, or remove `patience`",
-        );
-    }
     if !eval.keeps_best() {
         return;
     }
+    if eval.steps == StepInterval::Never {
+        let hint = format!("write `steps = \"epoch\"`, or remove `{keeps}`");
+        add(keeps, "has no effect with `steps = \"never\"`", &hint);
+    }
     if !eval.at_end {
-        add(
-            "at_end",
-            "is false, and `keep_best` must know how the last weights do",
-            "remove `at_end`, or `keep_best`",
-        );
+        let text = format!("is false, and `{keeps}` must know how the last weights do");
+        add("at_end", &text, &format!("remove `at_end`, or `{keeps}`"));
     }
     if recipe.checkpoint.save_steps == StepInterval::Never {
         let text = "needs checkpoints, and `checkpoint.save_steps` is \"never\"";

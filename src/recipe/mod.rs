@@ -146,6 +146,20 @@ impl TrainSection {
     }
 }
 
+impl Recipe {
+    /// The checkpoints that a run of `total` steps, `epoch` of them an epoch, saves at most after its first `done` steps, and how
+    /// many stay. Where the best is kept, each evaluation may save one, the last step is saved, and one stays beside the last.
+    pub fn checkpoints(&self, [done, total]: [u64; 2], epoch: u64) -> (u64, u64) {
+        let saves = self.checkpoint.save_steps.count([done, total], epoch);
+        let keep = self.checkpoint.keep_last as u64;
+        if !self.eval.keeps_best() {
+            return (saves, keep);
+        }
+        let evaluations = self.eval.interval().count_between([done, total], epoch);
+        (saves.saturating_add(evaluations).saturating_add(1), keep.saturating_add(1))
+    }
+}
+
 impl EvalSection {
     /// Returns whether the run leaves the weights of its best evaluation.
     pub fn keeps_best(&self) -> bool {

@@ -67,6 +67,12 @@ impl TrainRun<'_> {
 /// The sentence on the best weights and the last ones of a run that keeps the best.
 fn best_and_last(summary: &RunSummary) -> Option<String> {
     let (kept, last) = (summary.after.as_ref()?, summary.last.as_ref()?);
+    if let Some(lost) = &summary.lost_best {
+        return Some(format!(
+            "last: step {}, held-out loss {:.4}: these weights are saved; the best, of step {}, {:.4}, are lost",
+            last.step, last.eval_loss, lost.step, lost.eval_loss
+        ));
+    }
     if kept.step == last.step {
         return Some(format!(
             "best: step {}, the last, held-out loss {:.4}: these weights are saved",

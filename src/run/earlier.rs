@@ -13,6 +13,8 @@ pub(crate) struct EarlierRun {
     pub(super) before: Option<EvalReport>,
     /// Seconds of its steps.
     pub(super) secs: f64,
+    /// Evaluation of the checkpoint that is gone on from.
+    pub(super) at_checkpoint: Option<EvalReport>,
 }
 
 impl EarlierRun {
@@ -24,6 +26,9 @@ impl EarlierRun {
         for entry in metrics::read(&output.join(METRICS)).unwrap_or_default() {
             match entry {
                 MetricsEntry::Eval(report) if report.step == 0 => earlier.before = Some(report),
+                MetricsEntry::Eval(report) if report.step == saved.state.step => {
+                    earlier.at_checkpoint = Some(report);
+                }
                 MetricsEntry::Step(report) if report.step <= saved.state.step => {
                     let secs = report.all_parts();
                     earlier.secs += if secs.is_finite() { secs } else { 0.0 };

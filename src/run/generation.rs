@@ -118,7 +118,7 @@ pub(crate) struct Generator<'a> {
 /// # Errors
 /// The user's: one of them would have no effect, or be without meaning.
 pub(crate) fn check_options(args: &GenerateArgs) -> Result<()> {
-    let SamplingOptions { top_k, min_p, .. } = sampling_options(args);
+    let SamplingOptions { top_k, top_p, min_p, .. } = sampling_options(args);
     let greedy = sampling_options(args).is_greedy();
     let useless = |flag: &str| {
         Err(Error::user(format!("cannot use `{flag}` with temperature {}", args.temperature))
@@ -140,6 +140,7 @@ pub(crate) fn check_options(args: &GenerateArgs) -> Result<()> {
                 .hint("give the turn as a value, `--chat \"TEXT\"`, or remove `--samples`"));
         }
         (_, Some(k)) if greedy => return useless(&format!("--top-k {k}")),
+        _ if greedy && top_p < 1.0 => return useless(&format!("--top-p {top_p}")),
         _ => {}
     }
     if greedy && min_p > 0.0 { useless(&format!("--min-p {min_p}")) } else { Ok(()) }

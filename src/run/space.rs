@@ -17,25 +17,14 @@ pub(super) fn checkpoint_bytes(plan: &Plan) -> Result<u64> {
 /// Bytes that the disk of `output` must have free for the run of `plan` from `resumed` on: its checkpoints beside those
 /// that are there, one more while the oldest is still to go, and the result beside an earlier one.
 pub(super) fn needed(plan: &Plan, output: &Path, resumed: Option<&SavedCheckpoint>) -> Result<u64> {
-    let settings = &plan.recipe.checkpoint;
     let done = resumed.map_or(0, |saved| saved.state.step);
-    let saves = settings.save_steps.count([done, plan.total_steps], plan.sampler()?.steps_per_epoch());
+    let epoch = plan.sampler()?.steps_per_epoch();
+    let (saves, keep) = plan.recipe.checkpoints([done, plan.total_steps], epoch);
     let there = checkpoint::count(output)?;
-    let (saves, keep) = with_best(plan, saves, settings.keep_last as u64);
     let WrittenBytes { checkpoint: one, result } = saved(plan)?;
     let at_end = more_checkpoints(there, saves, keep).saturating_mul(one).saturating_add(result);
     let while_saving = more_checkpoints(there, saves, keep.saturating_add(1)).saturating_mul(one);
     Ok(at_end.max(while_saving))
-}
-
-/// The `saves` that come, and how many the folder keeps of them, where the best is kept beside the last `keep`: each evaluation
-/// may be a new best, and the end of a run is always saved.
-fn with_best(plan: &Plan, saves: u64, keep: u64) -> (u64, u64) {
-    if plan.recipe.eval.keeps_best() {
-        (saves.saturating_add(2), keep.saturating_add(1))
-    } else {
-        (saves, keep)
-    }
 }
 
 /// How many more checkpoints than the `there` ones lie in a folder at a time, where `saves` come and `most` may be there.

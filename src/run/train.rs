@@ -1,5 +1,6 @@
 //! What each rank of a training run does, from loading the weights to the files that it leaves.
 
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
@@ -19,7 +20,8 @@ use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
 use crate::checkpoint::{
-    self, KillPoint, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions, TrainingState,
+    self, BestEvaluation, KillPoint, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions,
+    TrainingState,
 };
 use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
@@ -199,7 +201,7 @@ impl TrainRun<'_> {
             trainer,
             sampler: &mut sampler,
             held_out: held_out_batches(plan),
-            best: state.and_then(|state| state.best.clone()),
+            best: self.best_so_far(output, first),
             reporter: if first { Some(self.reporter(state)?) } else { None },
             saver,
             state: &|moment| TrainingState {
@@ -233,6 +235,29 @@ impl TrainRun<'_> {
             },
         }
         .run(state.map_or(0, |state| state.tokens))
+    }
+
+    /// The best evaluation before this run was resumed, where it keeps the best and their checkpoint is in its folder `output`.
+    /// The checkpoint of a last step comes before its evaluation, which is counted here where the run goes on after all.
+    fn best_so_far(&self, output: &Path, first: bool) -> Option<BestEvaluation> {
+        let saved = self.resumed.filter(|_| self.plan.recipe.eval.keeps_best())?;
+        let is_there = |best: &&BestEvaluation| {
+            lies_in(saved, output) && checkpoint::place(output, best.report.step).is_dir()
+        };
+        let mut best = saved.state.best.as_ref().filter(is_there).cloned();
+        if let (Some(lost), None, true) = (&saved.state.best, &best, first) {
+            self.terminal.warn(format!(
+                "the best weights so far, of step {} (held-out loss {:.4}), are in no checkpoint in {}: the best is sought from \
+                 here on",
+                lost.report.step,
+                lost.report.eval_loss,
+                output.display()
+            ));
+        }
+        if let Some(report) = &self.earlier.at_checkpoint {
+            BestEvaluation::count(&mut best, report);
+        }
+        best
     }
 
     /// The saver of a rank's part of checkpoints.

@@ -76,14 +76,9 @@ impl SizingRequest<'_> {
     /// Bytes that are there when the run of `recipe` is over: its newest checkpoints, as many as it keeps, and the result.
     pub(super) fn kept_on_disk(&self, recipe: &Recipe, step: &PlannedStep) -> u64 {
         let saved = self.saved_bytes(recipe, step);
-        // The best is kept beside the last ones, among which it may be.
-        let most = recipe.checkpoint.keep_last as u64 + u64::from(recipe.eval.keeps_best());
-        let (save, epoch) = (recipe.checkpoint.save_steps, self.steps_of_epoch.unwrap_or(u64::MAX));
-        let checkpoints = match (save, self.steps) {
-            (StepInterval::Never, _) => 0,
-            (_, None) => most,
-            (_, Some(steps)) => save.count([0, steps], epoch).min(most),
-        };
+        let epoch = self.steps_of_epoch.unwrap_or(u64::MAX);
+        let (saves, most) = recipe.checkpoints([0, self.steps.unwrap_or(u64::MAX)], epoch);
+        let checkpoints = saves.min(most);
         checkpoints.saturating_mul(saved.checkpoint).saturating_add(saved.result)
     }
 

@@ -164,11 +164,33 @@ fn a_killed_run_goes_on_with_its_best() {
         assert!(adapter(&place, name) == adapter(&place, "whole"), "{name}");
         assert_eq!(checkpoints(&place, name), checkpoints(&place, "whole"));
     }
-    // A best checkpoint that is gone: the last weights are left, and it is said.
+    // A best checkpoint that is gone: it does not count any more, and that is said.
     std::fs::remove_dir_all(place.path("end").join(&checkpoints(&place, "end")[1])).unwrap();
     std::fs::remove_file(place.path("end/adapter_model.safetensors")).unwrap();
     let said = place.said(&words("end", &[&KEEP_BEST[..], &["--resume"]].concat()));
-    assert!(said.contains("is gone or damaged: the last weights are left"), "{said}");
+    assert!(said.contains("are in no checkpoint in end: the best is sought from here on"), "{said}");
+    assert!(said.contains("best: step 24, the last, "), "{said}");
+}
+
+/// The best weights of a run that has ended are still the best when it is trained longer, whose checkpoint they were.
+#[test]
+fn a_run_that_is_trained_longer_knows_its_best() {
+    let place = place();
+    place.said(&words("whole", &KEEP_BEST));
+    let (step, _) = best_of(&evaluations(&place, "whole"));
+    let steps = format!("train.max_steps={step}");
+    let short = place.said(&words("out", &[&KEEP_BEST[..], &["--set", &steps]].concat()));
+    assert!(short.contains(&format!("best: step {step}, the last, ")), "{short}");
+    place.said(&words("out", &[&KEEP_BEST[..], &["--resume"]].concat()));
+    assert!(adapter(&place, "out") == adapter(&place, "whole"));
+    assert_eq!(checkpoints(&place, "out"), checkpoints(&place, "whole"));
+    // Another folder has no checkpoint of those steps: its own best counts.
+    let from = format!("out/checkpoint-{}", 24);
+    let moved = place.said(&words(
+        "other",
+        &[&KEEP_BEST[..], &["--resume", &from, "--set", "train.max_steps=28"]].concat(),
+    ));
+    assert!(!moved.contains("is gone or damaged") && moved.contains("best: step 2"), "{moved}");
 }
 
 #[test]
@@ -179,7 +201,7 @@ fn what_keeping_the_best_needs_is_said() {
     assert!(none.contains("`eval.patience` needs held-out rows"), "{none}");
     let at_end = place.refused(&words("out", &["--set", "eval.patience=2", "--set", "eval.at_end=false"]));
     assert!(
-        at_end.contains("`eval.at_end` is false, and `keep_best` must know how the last weights do"),
+        at_end.contains("`eval.at_end` is false, and `patience` must know how the last weights do"),
         "{at_end}"
     );
     let never = ["--set", "checkpoint.save_steps=never"];
@@ -188,6 +210,8 @@ fn what_keeping_the_best_needs_is_said() {
         never.contains("`eval.keep_best` needs checkpoints, and `checkpoint.save_steps` is \"never\""),
         "{never}"
     );
+    let seldom = place.refused(&words("out", &[&KEEP_BEST[..], &["--set", "eval.steps=never"]].concat()));
+    assert!(seldom.contains("`eval.keep_best` has no effect with `steps = \"never\"`"), "{seldom}");
     // Each epoch, where nothing else is said.
     let said = place.said(&words(
         "out",

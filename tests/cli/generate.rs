@@ -269,6 +269,11 @@ fn options_that_do_not_go_together_are_refused() {
             "add a temperature",
         ),
         (
+            &["--prompt", "a", "--top-p", "0.9"],
+            "cannot use `--top-p 0.9` with temperature 0",
+            "add a temperature",
+        ),
+        (
             &["--prompt", "a", "--min-p", "0.1"],
             "cannot use `--min-p 0.1` with temperature 0",
             "add a temperature",
