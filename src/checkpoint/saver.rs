@@ -36,7 +36,7 @@ const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(20
 /// How long it goes on looking after a run has failed.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// What a thread does for one save.
+/// The work of a thread for one save.
 type SaveWork = Box<dyn FnOnce() + Send>;
 
 /// The threads that save for the ranks of this process. Dropped after the ranks have ended, it waits for those that

@@ -86,7 +86,7 @@ impl DataView<'_> {
         Ok(text)
     }
 
-    /// What all rows are like, in sentences.
+    /// The sentences on all rows.
     fn summary(&self) -> String {
         let held_out = self.held_out_report.as_ref().map(|text| format!("held out: {text}\n"));
         let (report, figures, batches) = (self.train.report(), &self.figures, &self.batches);

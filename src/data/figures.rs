@@ -44,7 +44,7 @@ impl fmt::Display for Percentiles {
 pub struct TrainedEnd {
     /// Its name in the vocabulary.
     pub token: String,
-    /// How many trained parts end with it.
+    /// The number of trained parts that end with it.
     pub count: usize,
 }
 

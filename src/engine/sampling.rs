@@ -50,7 +50,7 @@ impl Default for SamplingOptions {
 }
 
 impl SamplingOptions {
-    /// Whether the likeliest token is always chosen.
+    /// Returns whether the likeliest token is always chosen.
     pub fn is_greedy(&self) -> bool {
         self.temperature < GREEDY_BELOW
     }

@@ -40,7 +40,7 @@ impl StepInterval {
         matches!(self, StepInterval::Auto | StepInterval::Epoch)
     }
 
-    /// How often it is due in a run of `total` steps, `epoch` of them an epoch, after its first `done` steps and before its
+    /// The number of times that it is due in a run of `total` steps, `epoch` of them an epoch, after its first `done` steps and before its
     /// last one. A slow run saves more checkpoints with [`StepInterval::Auto`].
     pub fn count_between(self, [done, total]: [u64; 2], epoch: u64) -> u64 {
         let every = match self {

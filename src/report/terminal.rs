@@ -466,7 +466,7 @@ impl TerminalState {
     }
 }
 
-/// Whether the environment lets colours be (<https://no-color.org>: set and not empty).
+/// Returns whether the environment lets colours be (<https://no-color.org>: set and not empty).
 fn has_colours() -> bool {
     std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
         && std::env::var_os("TERM").is_none_or(|t| t != "dumb")

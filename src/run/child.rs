@@ -20,7 +20,7 @@ use crate::report::finish;
 /// Time between two looks at the child and at the signals that have come.
 pub(super) const POLL: Duration = Duration::from_millis(50);
 
-/// How long a child may be stopped (`SIGSTOP`) while its parent is not.
+/// The time that a child may be stopped (`SIGSTOP`) while its parent is not.
 const STOPPED: Duration = Duration::from_secs(15);
 
 /// Starts this binary with the arguments `words` and the variables `environment` beside those of this process.
@@ -101,7 +101,7 @@ fn send(child: &Child, signal: c_int) {
     }
 }
 
-/// Whether a process is stopped, where Linux tells.
+/// Returns whether a process is stopped, where Linux tells.
 fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
     // proc(5): the state follows the name, which is in parentheses and may hold any character.
@@ -124,7 +124,7 @@ pub(super) fn end_with(code: i32) -> ! {
     std::process::exit(code)
 }
 
-/// How a run has ended, for people.
+/// The end of a run, in words for people.
 pub(super) fn how_it_ended(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("ended with exit code {code}"),

@@ -19,7 +19,7 @@ pub(super) struct ComparedRun {
     pub(super) recipe: BTreeMap<String, String>,
     /// The lines of metrics.jsonl.
     pub(super) entries: Vec<MetricsEntry>,
-    /// Whether the run has done all its steps and left its whole result.
+    /// The run has ended by itself (all its steps, or `eval.patience`) and left its whole result.
     pub(super) is_complete: bool,
 }
 
@@ -106,7 +106,7 @@ impl ComparedRun {
         self.steps().map(|report| report.peak_bytes).max().unwrap_or(0)
     }
 
-    /// Whether the recipe has a table of this name.
+    /// Returns whether the recipe has a table of this name.
     pub(super) fn has_section(&self, name: &str) -> bool {
         self.recipe.keys().any(|key| key.split_once('.').is_some_and(|(section, _)| section == name))
     }

@@ -78,7 +78,7 @@ impl ComparisonTable {
         (!begun.is_empty()).then(|| Self::read(&begun)).transpose()
     }
 
-    /// What a reader must know before comparing the figures: at most one sentence.
+    /// The sentence that a reader must know before comparing the figures, if there is one.
     pub(crate) fn warnings(&self) -> Option<String> {
         let evaluated: Vec<&ComparedRun> = self.runs.iter().filter(|run| run.last().is_some()).collect();
         let first = *evaluated.first()?;

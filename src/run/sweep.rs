@@ -60,10 +60,11 @@ pub(crate) fn run(args: &TrainArgs, folder: &Path, terminal: &Terminal) -> Resul
     let signals = signals::seen_by_parent()?;
     let mut failed: Vec<(usize, ExitStatus)> = Vec::new();
     for (place, run) in runs.iter().enumerate() {
-        if child::asked_to_stop(&signals) {
-            child::stop_now();
-        }
         let number = format!("run {} of {}", place + 1, runs.len());
+        if child::asked_to_stop(&signals) {
+            return Err(Error::new(ErrorCategory::Stopped, format!("the sweep stopped before {number}"))
+                .hint("the same command with `--resume` goes on with the sweep"));
+        }
         terminal.heading(format!("{number}: {} -> {}", run.label(), run.folder.display()));
         // The child writes to the same terminal.
         finish();

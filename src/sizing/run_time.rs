@@ -103,7 +103,7 @@ impl SizingRequest<'_> {
         (on_the_way - 1.0) * left(every) + left(steps - on_the_way * every) + last
     }
 
-    /// How often held-out rows are evaluated: before the first step, every so many, and after the last.
+    /// The number of evaluations of held-out rows: before the first step, every so many, and after the last.
     fn evaluations(&self, steps: u64) -> u64 {
         let epoch = self.steps_of_epoch.unwrap_or(u64::MAX);
         let between = self.recipe.eval.interval().count_between([0, steps], epoch);

@@ -64,7 +64,7 @@ pub struct StepTime {
     pub recompute: f64,
     /// Of it the making of bf16 values from codes.
     pub dequantize: f64,
-    /// What the device waits for the host to start its kernels.
+    /// The device's wait for the host to start its kernels.
     pub launch: f64,
     /// The optimizer's update.
     pub update: f64,
@@ -185,7 +185,7 @@ fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turns): (&Hardw
     LAUNCH * (turns * config.num_layers() as f64 * (forward + again + backward) + updated)
 }
 
-/// What bounds a step with these parts of exposed communication, offload, the start of kernels and update.
+/// The cause that bounds a step with these parts of exposed communication, offload, the start of kernels and update.
 fn bound([exposed, offload, launch, update]: [f64; 4]) -> Bound {
     match () {
         () if exposed >= HOPELESS => Bound::Hopeless,

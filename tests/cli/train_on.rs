@@ -44,7 +44,7 @@ fn roles_turns_and_ends_of_a_chat() {
     ⟦No>⟧
     ");
     assert_snapshot!(trained(CHAT, "all"), @"
-    ⟦<<system
+    <⟦<system
     Kind.><user
     Hi><assistant
     Yes><user
@@ -112,8 +112,8 @@ fn roles_turns_and_ends_of_a_chat() {
 #[test]
 fn a_prompt_is_the_user_s_and_a_completion_the_assistant_s() {
     assert_snapshot!(trained(PAIR, "assistant"), @"2 + 2? ⟦4>⟧");
-    assert_snapshot!(trained(PAIR, r#"["user"]"#), @"⟦2 + 2? ⟧4");
-    assert_snapshot!(trained(PAIR, r#"["user", "assistant"]"#), @"⟦2 + 2? 4>⟧");
+    assert_snapshot!(trained(PAIR, r#"["user"]"#), @"2⟦ + 2? ⟧4");
+    assert_snapshot!(trained(PAIR, r#"["user", "assistant"]"#), @"2⟦ + 2? 4>⟧");
     assert_snapshot!(trained(PAIR, r#"{ ends = "none" }"#), @"2 + 2? ⟦4⟧");
 }
 

@@ -796,7 +796,9 @@ fn the_resolved_recipe_in_full() {
     output_dtype = "auto"
 
     [eval]
+    steps = "auto"
     at_end = true
+    keep_best = false
 
     [log]
     every_steps = 1

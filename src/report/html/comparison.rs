@@ -11,7 +11,7 @@ const CLASSES: [&str; 24] = [
     "s5 dash", "s6 dash", "s7 dash", "s0 dots", "s1 dots", "s2 dots", "s3 dots", "s4 dots", "s5 dots",
     "s6 dots", "s7 dots",
 ];
-/// What this page adds to the style sheet.
+/// The rules that this page adds to the style sheet.
 const STYLE: &str = "polyline.dash{stroke-dasharray:6 3}polyline.dots{stroke-dasharray:1.5 3}
 .key i.dash{background:repeating-linear-gradient(90deg,currentColor 0 4px,transparent 4px 6px)}.key i.dots{background:repeating-linear-gradient(90deg,currentColor 0 2px,transparent 2px 4px)}
 .charts{grid-template-columns:1fr}svg{max-width:52rem}
@@ -26,10 +26,10 @@ pub struct RunCurves<'a> {
     pub entries: &'a [MetricsEntry],
 }
 
-/// What the page shows.
+/// The contents of the page.
 #[derive(Debug, Clone)]
 pub struct ComparisonPage<'a> {
-    /// What a reader must know before comparing.
+    /// Sentences that a reader must know before comparing.
     pub warnings: Vec<String>,
     /// Sentences below the table.
     pub notes: Vec<String>,

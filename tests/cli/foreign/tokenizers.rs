@@ -12,8 +12,7 @@ fn ids(place: &Place, text: &str) -> Vec<u32> {
     let id = |line: &str| {
         let mut words = line.split_whitespace();
         words.next()?.parse::<usize>().ok()?;
-        let id = words.next()?.parse().ok()?;
-        words.next().filter(|word| ["train", "-"].contains(word)).map(|_| id)
+        words.next()?.parse().ok()
     };
     printed.lines().filter_map(id).collect()
 }
