@@ -1,4 +1,4 @@
-//! What `finetune data` prints of rows: text with the trained parts marked, tokens in a table, JSON, a page.
+//! The forms in which `finetune data` prints rows: text with the trained parts marked, tokens in a table, JSON, a page.
 
 use std::fmt::Write as _;
 use std::path::Path;

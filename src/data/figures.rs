@@ -1,4 +1,4 @@
-//! What the examples of a data set are like: how long they are, which of them stand more than once, how their answers end.
+//! Figures of the examples of a data set: lengths, repeated examples, ends of answers.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;

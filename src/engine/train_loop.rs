@@ -179,7 +179,7 @@ impl TrainLoop<'_> {
                 }
                 Err(error) => self.pass_over(done.steps, &error, &mut diverged)?,
             }
-            // What comes after the last step has its own order.
+            // The end of a run has its own order.
             let goes_on = done.steps < total;
             let ends_epoch = self.sampler.cursor().index == 0 && goes_on;
             let is_best = goes_on && self.evaluate_on_the_way(&mut done, ends_epoch, &mut watch)?;

@@ -89,7 +89,7 @@ pub struct Card {
     pub after: Option<EvalReport>,
     /// Those of the last step, where the best weights of the run are kept.
     pub last: Option<EvalReport>,
-    /// Whether the rows were chats, which decides the examples.
+    /// True if the rows were chats, which decides the examples.
     pub chat: bool,
 }
 

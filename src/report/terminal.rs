@@ -282,7 +282,7 @@ impl Terminal {
         if self.verbosity == Verbosity::Quiet {
             return;
         }
-        // What is wider than the terminal would stay there when the bar goes: the message is cut.
+        // A bar wider than the terminal would stay there when it goes, so its message is cut.
         let template = "{bar:24} {pos}/{len}  {wide_msg}";
         let work = CurrentWork::Steps { first: done, total, started: Instant::now() };
         self.hand_over(JobKind::Kept, move |state| state.begin(work, total, done, template));

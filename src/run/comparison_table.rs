@@ -131,7 +131,7 @@ impl ComparisonTable {
         let best = losses.min_by(|one, other| one.1.total_cmp(&other.1));
         let line = |(run, loss): (&ComparedRun, f64)| {
             format!(
-                "best by training loss, for no run has a held-out loss: {} ({loss:.4} at step {})",
+                "best by training loss, because no run has a held-out loss: {} ({loss:.4} at step {})",
                 run.folder.display(),
                 run.steps_done()
             )

@@ -99,7 +99,7 @@ impl OpSpeeds {
         };
         let (ms, dtype) = (1e3 * secs, dtype.as_str());
         let extra = extra_bytes.map_or_else(String::new, |bytes| format!("  {} extra", units::bytes(bytes)));
-        // What is moved faster than a large copy stays in the processor's caches.
+        // Operands that are moved faster than a large copy stay in the processor's caches.
         let is_cached = matches!(work, OpWork::Bytes(_)) && share > 1.0;
         let share_text = if is_cached { "cached".to_owned() } else { format!("{:.1} %", 100.0 * share) };
         let line = format!("{op:<20} {shape:<48} {dtype:<5} {ms:>10.3} {text:>17} {share_text:>8}{extra}\n");

@@ -54,7 +54,7 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) writers: &'a SaveThreads,
     pub(crate) terminal: &'a Terminal,
     pub(crate) started: Instant,
-    /// What the run measured before it was resumed.
+    /// The figures that the run measured before it was resumed.
     pub(crate) earlier: EarlierRun,
     /// Whether a smaller micro-batch is worth a try.
     pub(crate) too_large: TooLarge,

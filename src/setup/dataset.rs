@@ -45,7 +45,7 @@ impl DatasetLoader {
         DatasetLoader { template: self.template.map(|template| template.at(now)), ..self }
     }
 
-    /// What a person should know of tokenizer and template before they are used, each in a sentence.
+    /// Sentences that a person should know of tokenizer and template before they are used.
     pub fn warnings(&self) -> Vec<String> {
         let replaced = self.template.as_ref().and_then(|template| {
             let difference = template.difference_from_own(&self.tokenizer)?;

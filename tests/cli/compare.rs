@@ -279,7 +279,7 @@ fn a_sweep_without_held_out_rows_says_by_what_it_chose() {
     let names = ["learning_rate1e-2", "learning_rate1e-9"];
     let losses = names.map(|name| lines_of(&place.path("out").join(name))[3]["loss"].as_f64().unwrap());
     let name = if losses[1] < losses[0] { names[1] } else { names[0] };
-    let best = format!("best by training loss, for no run has a held-out loss: out/{name} (");
+    let best = format!("best by training loss, because no run has a held-out loss: out/{name} (");
     assert!(losses[0] != losses[1] && table.contains(&best), "{table}");
 }
 

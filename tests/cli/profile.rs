@@ -109,6 +109,24 @@ fn spans_name_what_a_heavy_step_does() {
     said.unwrap();
     let file = place.path("out/trace/rank-0.json");
     let mut trace = trace(&place, 0);
+    // Each kind of operation has its spans, whatever part of the time is theirs.
+    for op in [
+        "matmul",
+        "attention",
+        "attention_backward",
+        "glu",
+        "glu_backward",
+        "rotary",
+        "rotary_backward",
+        "rms_norm",
+        "rms_norm_backward",
+        "cross_entropy",
+        "embedding",
+    ] {
+        let is_of_op =
+            |event: &Value| event["name"].as_str().is_some_and(|name| name.split(' ').next() == Some(op));
+        assert!(spans(&trace).any(is_of_op), "no span of {op}");
+    }
     let flops = |event: &Value| event["args"]["flops"].as_u64().unwrap_or(0);
     let all: u64 = spans(&trace).map(flops).sum();
     assert!(all >= 12_000_000_000, "{all} operations");
