@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
 use super::save_schedule::SaveSchedule;
-use super::{Evaluation, PeakFlops, Trainer};
+use super::{Engine, Evaluation, PeakFlops, Trainer};
 use crate::checkpoint::{BestEvaluation, KillPoint, Saver, TrainingState};
 use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Sampler, Step};
@@ -16,7 +16,8 @@ use crate::profile::bottlenecks::RunFacts;
 use crate::recipe::StepInterval;
 use crate::recipe::enums::OnNan;
 use crate::report::{
-    EvalReport, MetricsEntry, MetricsLog, RunListeners, SkippedStep, StepReport, Terminal, memory,
+    EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, RunListeners, SkippedStep, StepReport, Terminal,
+    memory,
 };
 use crate::runtime::clock;
 use crate::runtime::device::peak_bytes;
@@ -126,6 +127,8 @@ pub struct TrainLoop<'a> {
     /// Writes and publishes the result of a run that has done all its steps. All ranks call it, before anything else is
     /// done that may fail or be killed.
     pub publish: &'a dyn Fn(&Trainer, &RunSummary) -> Result<()>,
+    /// The model's answers to held-out rows, which belong to each evaluation. All ranks call it.
+    pub samples: &'a dyn Fn(&Engine) -> Result<Vec<HeldOutAnswer>>,
     /// Set by a signal: save and end.
     pub stop: &'a AtomicBool,
     /// Time spent in collectives.
@@ -470,7 +473,7 @@ impl TrainLoop<'_> {
         let evaluation = engine
             .evaluate(self.held_out.iter().cloned(), |_| ())
             .during(|| format!("cannot evaluate after step {step}"))?;
-        let report = evaluation.report(step);
+        let report = EvalReport { eval_samples: (self.samples)(engine)?, ..evaluation.report(step) };
         self.enter(Phase::Report)?;
         if let Some(reporter) = &mut self.reporter {
             reporter.terminal.eval(&report);

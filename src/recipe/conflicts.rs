@@ -188,8 +188,9 @@ fn evaluation(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         let rows = "add `--eval-dataset DATASET`, or write `data.eval_split = 0.05`";
         if eval.steps != StepInterval::Auto {
             add("steps", "has no effect without `data.eval` or `data.eval_split`", rows);
-        } else if eval.keeps_best() {
-            add(keeps, "needs held-out rows, and neither `data.eval` nor `data.eval_split` is given", rows);
+        } else if eval.keeps_best() || eval.samples > 0 {
+            let key = if eval.keeps_best() { keeps } else { "samples" };
+            add(key, "needs held-out rows, and neither `data.eval` nor `data.eval_split` is given", rows);
         }
         return;
     }

@@ -245,6 +245,9 @@ section! {
         /// End the run early after so many evaluations in a row whose loss is not the lowest so far. With `keep_best`, also
         /// where that is not set.
         patience: Option<u64> = None, AtLeast(1.0);
+        /// Held-out rows that the model answers at each evaluation: terminal, metrics.jsonl and report.html show the answers.
+        /// An answer has 64 tokens at most.
+        samples: usize = 0, Between(0.0, 64.0);
     }
 }
 

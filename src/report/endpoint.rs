@@ -249,6 +249,8 @@ impl RunFigures {
             eval_tokens,
             eval_token_accuracy,
             eval_exact_match,
+            // Texts are no figures.
+            eval_samples: _,
         } = report;
         self.set("finetune_eval_step", *step as f64)?;
         self.set("finetune_eval_loss_nats", *eval_loss)?;

@@ -140,6 +140,21 @@ pub struct EvalReport {
     /// Share of rows whose greedy answer equals the expected one, 0 to 1.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub eval_exact_match: Option<f64>,
+    /// The model's answers to held-out rows, where the recipe's `eval.samples` asks for them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub eval_samples: Vec<HeldOutAnswer>,
+}
+
+/// The answer of a model to a held-out row.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HeldOutAnswer {
+    /// What comes before the row's first trained token.
+    pub prompt: String,
+    /// The answer of the row itself.
+    pub expected: String,
+    /// The model's answer: always the likeliest token.
+    pub answer: String,
 }
 
 impl EvalReport {
@@ -153,6 +168,7 @@ impl EvalReport {
             eval_tokens,
             eval_token_accuracy: None,
             eval_exact_match: None,
+            eval_samples: Vec::new(),
         }
     }
 }

@@ -34,7 +34,7 @@ pub mod ui;
 
 pub use endpoint::{MetricsEndpoint, RunLabels};
 pub use listener::{RunListener, RunListeners};
-pub use metrics::{EvalReport, MetricsEntry, MetricsLog, SkippedStep, StepReport};
+pub use metrics::{EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, SkippedStep, StepReport};
 pub use mlflow::{MlflowCredentials, MlflowLog, MlflowTarget};
 pub use page_server::PageServer;
 pub use printable::printable;

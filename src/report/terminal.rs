@@ -21,7 +21,7 @@ use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::metrics::{EvalReport, StepReport};
+use super::metrics::{EvalReport, HeldOutAnswer, StepReport};
 use super::printable::printable;
 use super::printer::{JobKind, PATIENCE, Printer};
 use crate::error::{Error, ErrorCategory, Result};
@@ -297,6 +297,10 @@ impl Terminal {
     /// An evaluation is done.
     pub fn eval(&self, report: &EvalReport) {
         self.line(eval_figures(report));
+        for HeldOutAnswer { prompt, expected, answer } in &report.eval_samples {
+            let asked = prompt.lines().last().unwrap_or_default();
+            self.line(format!("  {asked}\n    expected: {expected}\n    answer:   {answer}"));
+        }
     }
 
     /// Training is over, whether or not it reached the last step.

@@ -62,7 +62,7 @@ impl TrainRun<'_> {
         }
         let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
         self.terminal.line(format!("{} in {}", saved(plan), place.display()));
-        let questions = showcase::answered(&self.showcase, [before, None]);
+        let questions = showcase::answered(&self.showcase, summary, [before, None]);
         let memory = self.planned.compare(plan, device, &summary.memory);
         self.report(summary, &questions, (memory, None), |page| {
             self.update((folder, &place), REPORT, &page.render())
@@ -122,7 +122,7 @@ impl TrainRun<'_> {
         (summary, before): (&RunSummary, Option<&[String]>),
     ) {
         let plan = self.plan;
-        let questions = showcase::answered(&self.showcase, [before, None]);
+        let questions = showcase::answered(&self.showcase, summary, [before, None]);
         let rates = bottlenecks::measure(summary, device, self.planned.spare(plan, device));
         let memory = self.planned.compare(plan, device, &summary.memory);
         self.report(summary, &questions, (memory, None), |page| folder.write_text(REPORT, &page.render()));

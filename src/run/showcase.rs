@@ -1,13 +1,13 @@
-//! What a run shows beside its figures: a few held-out questions, answered by the base and by what came of training. All
-//! runs have them in their report, the quickstart on the terminal too.
+//! The held-out questions that a run shows beside its figures, answered by the base and by what came of training. All runs
+//! have them in their report, the quickstart on the terminal too. With `eval.samples` each evaluation answers them.
 
 use crate::data::{Example, Tokenizer};
 use crate::engine::{Engine, LogitsProcessor, RunSummary, Sampling};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::recipe::Offload;
-use crate::report::Terminal;
 use crate::report::html::AnsweredQuestion;
+use crate::report::{EvalReport, HeldOutAnswer, Terminal};
 use crate::sharding::ShardingStrategy;
 
 /// How many questions are shown.
@@ -37,6 +37,8 @@ pub(crate) struct Showcase {
     tokens: usize,
     /// Shown on the terminal, as the quickstart's are.
     on_terminal: bool,
+    /// Each evaluation answers them, so that nothing else asks before and after.
+    at_evaluations: bool,
 }
 
 impl Showcase {
@@ -44,9 +46,14 @@ impl Showcase {
     /// where to answer would take long.
     ///
     /// # Errors
-    /// A row cannot be decoded.
+    /// A row cannot be decoded. The user's: `eval.samples` asks for answers, and no held-out row asks anything.
     pub(crate) fn of(plan: &Plan, is_quickstart: bool) -> Result<Self> {
-        let tokens = if is_quickstart { QUICKSTART_TOKENS } else { affordable_tokens(plan) };
+        let samples = plan.recipe.eval.samples;
+        let tokens = match () {
+            () if is_quickstart => QUICKSTART_TOKENS,
+            () if samples > 0 => ANSWER_TOKENS.0,
+            () => affordable_tokens(plan),
+        };
         let Some((held_out, _)) = plan.held_out.as_ref().filter(|_| tokens > 0) else {
             return Ok(Showcase::default());
         };
@@ -55,8 +62,27 @@ impl Showcase {
             let start = example.trained.iter().position(|trained| *trained)?;
             (2..=PROMPT_TOKENS).contains(&start).then_some((example, start))
         });
-        let questions = asked.take(SHOWN).map(|(example, start)| question(example, start, tokenizer));
-        Ok(Showcase { questions: questions.collect::<Result<_>>()?, tokens, on_terminal: is_quickstart })
+        let shown = if samples > 0 { samples } else { SHOWN };
+        let questions = asked.take(shown).map(|(example, start)| question(example, start, tokenizer));
+        let questions = questions.collect::<Result<Vec<_>>>()?;
+        if samples > 0 && questions.is_empty() {
+            return Err(Error::user("no held-out row can be answered")
+                .because(format!(
+                    "`eval.samples` is {samples}, and each of the {} held-out rows is trained from its beginning, or asks with more \
+                     than {PROMPT_TOKENS} tokens",
+                    held_out.examples().len()
+                ))
+                .hint("give held-out rows that have prompts, or remove `eval.samples`"));
+        }
+        Ok(Showcase { questions, tokens, on_terminal: is_quickstart, at_evaluations: samples > 0 })
+    }
+
+    /// The answers before or after the training, which the evaluations have where they answer.
+    fn answers_of(&self, report: Option<&EvalReport>, asked: Option<&[String]>) -> Option<Vec<String>> {
+        if !self.at_evaluations {
+            return asked.map(<[String]>::to_vec);
+        }
+        Some(report?.eval_samples.iter().map(|sample| sample.answer.clone()).collect())
     }
 }
 
@@ -82,11 +108,43 @@ fn question(example: &Example, start: usize, tokenizer: &Tokenizer) -> Result<Qu
     })
 }
 
+/// The model's answers before or after the training, where no evaluation answers.
+///
+/// # Errors
+/// As [`answers`].
+pub(crate) fn answers_beside_evaluations(
+    showcase: &Showcase,
+    engine: &Engine,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<String>> {
+    if showcase.at_evaluations { Ok(Vec::new()) } else { answers(showcase, engine, tokenizer) }
+}
+
+/// The model's answers at an evaluation, where the recipe asks for them.
+///
+/// # Errors
+/// As [`answers`].
+pub(crate) fn samples(
+    showcase: &Showcase,
+    engine: &Engine,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<HeldOutAnswer>> {
+    if !showcase.at_evaluations {
+        return Ok(Vec::new());
+    }
+    let answered = |(question, answer): (&Question, String)| HeldOutAnswer {
+        prompt: question.text.clone(),
+        expected: question.reference.clone(),
+        answer,
+    };
+    Ok(showcase.questions.iter().zip(answers(showcase, engine, tokenizer)?).map(answered).collect())
+}
+
 /// What the model answers, always the likeliest token: nothing where its numbers are none, which training will say.
 ///
 /// # Errors
 /// The device failed, or a peer.
-pub(crate) fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
+fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
     let answer = |question: &Question| {
         let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
         let stop = tokenizer.eos_ids();
@@ -102,14 +160,17 @@ pub(crate) fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenize
 /// The questions with both answers, as the report shows them; `before` and `after` are none where nobody asked.
 pub(crate) fn answered(
     showcase: &Showcase,
+    summary: &RunSummary,
     [before, after]: [Option<&[String]>; 2],
 ) -> Vec<AnsweredQuestion> {
-    let answer = |answers: Option<&[String]>, at: usize| answers.and_then(|all| all.get(at).cloned());
+    let before = showcase.answers_of(summary.before.as_ref(), before);
+    let after = showcase.answers_of(summary.after.as_ref(), after);
+    let answer = |answers: &Option<Vec<String>>, at: usize| answers.as_ref()?.get(at).cloned();
     let one = |(at, question): (usize, &Question)| AnsweredQuestion {
         question: question.text.clone(),
         expected: question.reference.clone(),
-        before: answer(before, at),
-        after: answer(after, at),
+        before: answer(&before, at),
+        after: answer(&after, at),
     };
     showcase.questions.iter().enumerate().map(one).collect()
 }

@@ -102,7 +102,8 @@ impl TrainRun<'_> {
             folder.begin(record.clone(), &[METRICS, ALERTS])?;
             folder.write_text(RECIPE, &plan.recipe_text())?;
         }
-        let before = showcase::answers(&self.showcase, &trainer.engine, &plan.rows.tokenizer)?;
+        let tokenizer = &plan.rows.tokenizer;
+        let before = showcase::answers_beside_evaluations(&self.showcase, &trainer.engine, tokenizer)?;
         if first {
             let took = units::duration(self.started.elapsed().as_secs_f64());
             terminal.detail(format!("ready to train after {took}"));
@@ -124,10 +125,10 @@ impl TrainRun<'_> {
         }
         KillPoint::Evaluated.reach();
         world.enter(Phase::Output)?;
-        let after = showcase::answers(&self.showcase, &trainer.engine, &plan.rows.tokenizer)?;
+        let after = showcase::answers_beside_evaluations(&self.showcase, &trainer.engine, tokenizer)?;
         drop(trainer);
         if let (Some((folder, _)), Some(place)) = (self.folder.get(), place.get()) {
-            let questions = showcase::answered(&self.showcase, [before, Some(&after)]);
+            let questions = showcase::answered(&self.showcase, &summary, [before, Some(&after)]);
             let memory = self.complete(folder, place, device, (&summary, &questions))?;
             showcase::show(&self.showcase, &questions, &summary, terminal);
             self.close(&summary, place, self.secs(), &memory);
@@ -219,6 +220,7 @@ impl TrainRun<'_> {
             },
             roll_back: &|trainer, steps| roll_back(plan, output, trainer, steps),
             publish,
+            samples: &|engine| showcase::samples(&self.showcase, engine, &plan.rows.tokenizer),
             stop: self.stop,
             clock,
             profiler: TraceSchedule::of(&plan.recipe.profile)

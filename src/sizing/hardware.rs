@@ -296,6 +296,20 @@ impl Hardware {
         }
     }
 
+    /// Seconds until a value went once round such a ring, however little is sent: they grow with the ranks. The figures are those
+    /// of NCCL's own model of its "simple" protocol in a ring (src/graph/tuning.cc).
+    pub fn ring_latency(&self, stride: usize, size: usize) -> f64 {
+        let hops = size.saturating_sub(1);
+        let between_hosts = match () {
+            () if stride * size <= self.per_host => 0,
+            () if stride >= self.per_host => hops,
+            () => hops.min(stride * size / self.per_host - 1),
+        };
+        let link = if self.device.link.starts_with("PCIe") { 5.7e-6 } else { 3.4e-6 };
+        let call = if hops > 0 { 8.4e-6 } else { 0.0 };
+        call + (hops - between_hosts) as f64 * link + between_hosts as f64 * 14e-6
+    }
+
     /// Seconds that a rank takes to send `bytes` in such a ring; nothing takes none, whatever the ring.
     pub fn ring_secs(&self, bytes: f64, stride: usize, size: usize) -> f64 {
         if bytes > 0.0 { bytes / (self.ring_gbps(stride, size) * 1e9) } else { 0.0 }

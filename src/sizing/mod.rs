@@ -11,6 +11,7 @@ pub mod explorer;
 mod figure_range;
 pub mod flops;
 pub mod hardware;
+mod method_splits;
 pub mod price;
 pub mod rates;
 pub mod run_time;
@@ -30,12 +31,11 @@ use crate::setup::base_model::format;
 use crate::sharding::ShardingStrategy;
 use advice::{Improvement, Leaf};
 use conventions::{Convention, conventions};
-use flops::{TokenFlops, TrainedWeights};
 use hardware::Hardware;
 use price::Price;
 use rates::ComputeRates;
 use run_time::RunTime;
-use splits::{ParallelSplit, RefusedSplit, SplitWork, splits};
+use splits::{ParallelSplit, RefusedSplit};
 use step_time::{StepTime, Workload};
 
 /// What a run is sized for.
@@ -168,7 +168,7 @@ impl SizingRequest<'_> {
         let load = self.workload(self.recipe);
         let time = self.time(self.recipe, &step);
         let run = time.and_then(|time| self.run_time(&time, &step, load));
-        let (splits, refused) = self.splits(&step, budget, load)?;
+        let (splits, refused) = self.splits(&step, &parts, budget)?;
         Ok(Sizing {
             model: self.inputs.base.found.name(),
             parameters,
@@ -304,52 +304,6 @@ impl SizingRequest<'_> {
             policy("mlp".into(), without(&["gate and up"]), (2 * d * f) as f64 / products, false),
             policy(Recompute::Block.to_string(), block, 1.0, true),
         ])
-    }
-
-    fn splits(
-        &self,
-        step: &PlannedStep,
-        budget: Option<u64>,
-        load: Workload,
-    ) -> Result<(Vec<ParallelSplit>, Vec<RefusedSplit>)> {
-        let Some((hardware, rates)) = self.timed else { return Ok(Default::default()) };
-        if hardware.devices() == 1 {
-            return Ok(Default::default());
-        }
-        let widest = widest_micro_batch(self.recipe, self.inputs.rows) as f64;
-        let config = &self.inputs.base.config;
-        let flops = TokenFlops::new(config, TrainedWeights::ALL, load.row, step.fit.recompute);
-        let work = SplitWork {
-            config,
-            parameters: step.descs.iter().map(|desc| desc.elements() as u64).sum(),
-            flops: flops.hardware(),
-            row: load.row,
-            tokens: load.tokens * load.micro_batches as f64 * self.world.all as f64,
-            activation_bytes: step.fit.memory.activations as f64 / widest,
-            budget: budget.unwrap_or(u64::MAX),
-        };
-        let (mut all, refused) = splits(&work, hardware, rates);
-        // The model of splits is one of all weights.
-        if TrainedWeights::of(config, &step.descs).branches.is_none() {
-            all.iter_mut().filter(|split| split.runs).try_for_each(|split| self.plan_split(split))?;
-            splits::sort(&mut all);
-        }
-        Ok((all, refused))
-    }
-
-    /// Gives a split that the engine runs the memory and the time that the plan of such a run has.
-    fn plan_split(&self, split: &mut ParallelSplit) -> Result<()> {
-        let mut recipe = self.recipe.clone();
-        (recipe.parallel.strategy, recipe.parallel.shard_size) = match split.shard {
-            1 => (Strategy::Ddp, None),
-            all if all == self.world.all => (Strategy::Fsdp, None),
-            group => (Strategy::Hsdp, Some(group)),
-        };
-        let step = self.step_of_named(&recipe)?;
-        split.bytes = step.fit.memory.total();
-        split.fits = self.has_room(&step.fit.memory);
-        split.step_secs = self.time(&recipe, &step).map_or(split.step_secs, |time| time.total);
-        Ok(())
     }
 }
 

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`], each part over the bandwidth of
-//! its ring ([`Hardware::ring_gbps`]), and a latency for each call. w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
+//! its ring ([`Hardware::ring_gbps`]), and for each call the latency of that ring ([`Hardware::ring_latency`]). w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
 //! are reduced while the next block's are computed; on a processor w = 0, for what copies there is what computes. The first
 //! gather and the last reduction are never hidden: T_ends is all of T_communication, but a fiftieth of T_compute at most.
 
@@ -27,8 +27,6 @@ pub(super) const ENDS: f64 = 0.02;
 pub(super) const UPDATED: f64 = 8.0 + 2.0 + 4.0 + 16.0;
 /// Those of the moments in 8 bits less.
 const INT8_LESS: f64 = 12.0;
-/// Seconds that a call between hosts, or inside of one, takes however little it sends.
-const LATENCY: [f64; 2] = [30e-6, 12e-6];
 /// Bytes a second of host memory that the update of offloaded states reads and writes, for all devices of a host.
 const HOST_UPDATE: f64 = 100e9;
 /// Bytes of a weight that an update on the host takes over the bus: its f32 gradient there, its bf16 value back.
@@ -134,10 +132,9 @@ impl StepTime {
         let turns = load.micro_batches as f64;
         let tokens = load.tokens * turns;
         let recompute = tokens * flops.recomputed / rates.linear;
-        let passes = if step.fit.recompute == Recompute::Block { 3.0 } else { 2.0 };
         let one_pass = turns * dequantized_bytes(&step.descs) / rates.update;
-        let dequantize = passes * one_pass;
-        let products = tokens * (rates.seconds(&flops) + elementwise(config, rates));
+        let dequantize = dequantizing_passes(step) * one_pass;
+        let products = tokens * token_secs(config, &flops, rates);
         let compute = products + dequantize;
         let forward = products * flops.forward / flops.hardware() + one_pass;
         let shards = step.fit.kind.shard_size(hardware.devices()) as f64;
@@ -175,7 +172,7 @@ impl StepTime {
 
 /// Seconds in which the host starts the kernels of `turns` micro-batches, and one for each tensor that the optimizer updates. A
 /// processor starts none.
-fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turns): (&Hardware, f64)) -> f64 {
+pub(super) fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turns): (&Hardware, f64)) -> f64 {
     if hardware.device.processor {
         return 0.0;
     }
@@ -197,8 +194,18 @@ fn bound([exposed, offload, launch, update]: [f64; 4]) -> Bound {
     }
 }
 
+/// Seconds of a token's products and elementwise operations, forward and backward.
+pub(super) fn token_secs(config: &ModelConfig, flops: &TokenFlops, rates: &ComputeRates) -> f64 {
+    rates.seconds(flops) + elementwise(config, rates)
+}
+
+/// Passes of a micro-batch that make values from codes: forward, backward, and forward again where blocks are computed again.
+pub(super) fn dequantizing_passes(step: &PlannedStep) -> f64 {
+    if step.fit.recompute == Recompute::Block { 3.0 } else { 2.0 }
+}
+
 /// Bytes that are read and written to make bf16 values from all codes once.
-fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
+pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
     let bytes = |desc: &ParamDesc| match desc.kind {
         ParamKind::Quantized(format) => desc.elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0),
         _ => 0.0,
@@ -217,7 +224,7 @@ fn elementwise(config: &ModelConfig, rates: &ComputeRates) -> f64 {
 }
 
 /// Seconds of the update, and of the copies that it waits for where states are in host memory.
-fn update(
+pub(super) fn update(
     recipe: &Recipe,
     step: &PlannedStep,
     (hardware, rates): (&Hardware, &ComputeRates),
@@ -245,9 +252,12 @@ fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) 
     if ranks == 1 {
         return 0.0;
     }
-    let latency = LATENCY[usize::from(hardware.hosts == 1)] * sent.calls as f64;
     let mesh = kind.mesh_shape(ranks).unwrap_or(MeshShape::ONE.with(MeshAxis::Shard, ranks));
     let (shards, copies) = (mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
+    // A gather goes round the shards once, a sum over all ranks twice.
+    let of_call =
+        if shards > 1 { hardware.ring_latency(1, shards) } else { 2.0 * hardware.ring_latency(1, ranks) };
+    let latency = of_call * sent.calls as f64;
     let by_all = sent.whole + sent.scalars;
     // What is sent, in a ring of how many, how far from one another.
     let rings = [
@@ -279,9 +289,16 @@ mod tests {
         let (link, network) = (15e9, 1.25e9);
         assert_eq!([hosts.device.link_gbps, hosts.device.network_gbps], [15.0, 1.25]);
         let p = 1e9;
+        // In a host of eight: seven hops of 5.7 µs. Over four hosts: 31 hops, three of them of 14 µs. 8.4 µs a call.
+        let (in_host, over_hosts) = (8.4e-6 + 7.0 * 5.7e-6, 8.4e-6 + 28.0 * 5.7e-6 + 3.0 * 14e-6);
         let take = |kind, sent: SentBytes| {
             let secs = communication(&sent, kind, &hosts);
-            secs - LATENCY[0] * sent.calls as f64
+            let of_call = match kind {
+                ShardingStrategy::Ddp => 2.0 * over_hosts,
+                ShardingStrategy::Hsdp(_) => in_host,
+                _ => over_hosts,
+            };
+            secs - of_call * sent.calls as f64
         };
         let near = |secs: f64, by_hand: f64| (secs / by_hand - 1.0).abs() < 1e-6;
         // 31/32 of the gradients twice.

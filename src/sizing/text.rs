@@ -195,7 +195,7 @@ impl Sizing {
         if self.splits.is_empty() {
             return;
         }
-        let _ = writeln!(text, "\nsplits of {} ranks for all weights, by modelled time:", self.ranks);
+        let _ = writeln!(text, "\nsplits of {} ranks for {}, by modelled time:", self.ranks, self.method);
         let _ = writeln!(text, "  data shard tensor pipeline context   a step     a rank");
         for split in self.splits.iter().take(SHOWN) {
             let runs = if split.runs { "" } else { "  not yet run by this engine" };

@@ -51,6 +51,7 @@ mod foreign;
 mod generate;
 mod golden_ranks;
 mod hangs;
+mod held_out_answers;
 mod hostile_files;
 mod hostile_rows;
 mod master_weights;

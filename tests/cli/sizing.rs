@@ -364,7 +364,33 @@ fn splits_that_run_are_as_planned() {
     assert_eq!((&split(4)["bytes"], &split(4)["step_secs"]), (&hsdp["bytes"], &hsdp["time"]["total"]));
 }
 
-/// Published splits are in the list, which is told in part and written whole.
+/// The splits are those of the recipe's own method: QLoRA's need a small part of what all weights need, and say so.
+#[test]
+fn splits_are_of_the_recipes_method() {
+    let place = shapes();
+    let on = ["--on", "8xA100-40GB", "--set", "parallel.strategy=fsdp"];
+    let full = plan(&place, "13B", &on);
+    let qlora = plan(&place, "13B", &[&on[..], &["--recipe", "qlora"]].concat());
+    let bytes = |said: &Value, tensor: u64, pipeline: u64| {
+        let splits = said["splits"].as_array().unwrap();
+        let found = splits.iter().find(|split| split["tensor"] == tensor && split["pipeline"] == pipeline);
+        found.unwrap()["bytes"].as_u64().unwrap()
+    };
+    for (tensor, pipeline) in [(8, 1), (2, 4), (1, 8)] {
+        let [all, few] = [&full, &qlora].map(|said| bytes(said, tensor, pipeline));
+        assert!(few < all / 2, "{tensor} x {pipeline}: {few} of {all}");
+    }
+    let output = place
+        .command(&[&["plan", "--full", "--model", "13B", "--quiet", "--recipe", "qlora"], &on[..]].concat())
+        .output()
+        .unwrap();
+    let told = String::from_utf8(output.stdout).unwrap();
+    let method = qlora["method"].as_str().unwrap();
+    assert!(told.contains(&format!("splits of 8 ranks for {method}, by modelled time:")), "{told}");
+    assert!(told.contains("parts of rows are worth it from 8192 tokens on, and these have 2048"), "{told}");
+}
+
+/// Published splits are in the list, the largest among its first ten; the list is told in part and written whole.
 #[test]
 fn splits_are_all_listed() {
     let place = shapes();
@@ -374,7 +400,8 @@ fn splits_are_all_listed() {
         "num_attention_heads": 96, "num_key_value_heads": 96, "vocab_size": 50_257, "max_position_embeddings": 2048,
     });
     place.write("175B/config.json", &config.to_string());
-    for (on, [tensor, pipeline, data]) in [("8xA100-80GB*100", [8, 4, 25]), ("8xA100-80GB*384", [8, 12, 32])]
+    for (on, [tensor, pipeline, data], first) in
+        [("8xA100-80GB*100", [8, 4, 25], usize::MAX), ("8xA100-80GB*384", [8, 12, 32], 10)]
     {
         let args = ["--on", on, "--set", "data.max_seq_len=2048", "--set", "parallel.strategy=fsdp"];
         let said = plan(&place, "175B", &args);
@@ -383,7 +410,8 @@ fn splits_are_all_listed() {
             (&split["tensor"], &split["pipeline"], &split["data"], &split["shard"], &split["context"])
                 == (&json!(tensor), &json!(pipeline), &json!(data), &json!(1), &json!(1))
         };
-        assert!(splits.iter().any(|split| is_it(&split)), "{on}: {} splits", splits.len());
+        let found = splits.iter().position(|split| is_it(&split));
+        assert!(found.is_some_and(|place| place < first), "{on}: {found:?} of {} splits", splits.len());
         let output = place
             .command(&[&["plan", "--full", "--model", "175B", "--quiet"], &args[..]].concat())
             .output()

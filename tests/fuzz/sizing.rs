@@ -42,12 +42,23 @@ fn hardware_files() {
             let Ok(hardware) = Hardware::parse(on, folder_of(path)) else { continue };
             let rates = ComputeRates::of_sheet(&hardware.device, hardware.device.bf16_tflops > 0.0);
             assert_rates(&rates);
-            let (row, activation_bytes) = (2048.0, 1e6);
-            let (flops, tokens, budget) = (6e11, 64.0 * row, u64::MAX);
-            let parameters = 100_000_000_000;
-            let work =
-                SplitWork { config: &config, parameters, flops, row, tokens, activation_bytes, budget };
-            for split in splits(&work, &hardware, &rates).0 {
+            let parameters = 1e11;
+            let work = SplitWork {
+                config: &config,
+                values: 2.0 * parameters,
+                gradients: 4.0 * parameters,
+                states: 12.0 * parameters,
+                token_secs: 6.0 * parameters / rates.linear,
+                attention_secs: parameters / rates.attention,
+                dequantize_secs: parameters / rates.update,
+                launch_secs: 1e-3,
+                update_secs: 30.0 * parameters / rates.update,
+                row: 8192.0,
+                tokens: 64.0 * 8192.0,
+                activation_bytes: 1e6,
+                budget: u64::MAX,
+            };
+            for split in splits(&work, &hardware).0 {
                 assert!(split.step_secs.is_normal(), "{hardware:?}: {split:?}");
             }
         }

@@ -109,6 +109,7 @@ impl HtmlReport<'_> {
         page += "</header>\n<main>\n";
         page += &[
             sections::answers(self.questions),
+            sections::samples(self.entries),
             sections::rows(self.rows),
             curves.loss(),
             curves.throughput_and_memory(self.memory.predicted()),

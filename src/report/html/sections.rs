@@ -4,6 +4,7 @@
 use super::markup::{escape, percent, section, table};
 use super::{AnsweredQuestion, MaskedRow};
 use crate::report::memory::{MemoryComparison, PhaseMemory};
+use crate::report::metrics::{EvalReport, MetricsEntry};
 use crate::units;
 
 /// The bars of memory in SVG units: width, and height of one.
@@ -35,6 +36,30 @@ pub(super) fn answers(questions: &[AnsweredQuestion]) -> String {
         );
     }
     section("Answers before and after", &(html + "</table>\n"))
+}
+
+/// The answers of each evaluation to the held-out questions, where the run wrote them into its metrics.
+pub(super) fn samples(entries: &[MetricsEntry]) -> String {
+    let asked = entries.iter().filter_map(|entry| match entry {
+        MetricsEntry::Eval(report) if !report.eval_samples.is_empty() => Some(report),
+        _ => None,
+    });
+    let evaluations: Vec<&EvalReport> = asked.collect();
+    let Some(first) = evaluations.first() else { return String::new() };
+    let mut html = String::from("<table class=\"answers\"><caption>Answers at each evaluation</caption>\n");
+    for (at, question) in first.eval_samples.iter().enumerate() {
+        html += &format!(
+            "<tbody><tr><th colspan=\"2\" scope=\"rowgroup\">{}</th></tr>\n<tr><td>expected</td><td>{}</td></tr>\n",
+            escape(&question.prompt),
+            escape(&question.expected)
+        );
+        for report in &evaluations {
+            let answer = report.eval_samples.get(at).map_or("–", |sample| &sample.answer);
+            html += &format!("<tr><td>step {}</td><td>{}</td></tr>\n", report.step, escape(answer));
+        }
+        html += "</tbody>\n";
+    }
+    section("Answers at each evaluation", &(html + "</table>\n"))
 }
 
 /// Rows as the model sees them, with what of them it learns.

@@ -1,0 +1,88 @@
+//! `eval.samples`: the model's answers to held-out rows at each evaluation, on the terminal, in metrics.jsonl and in the report.
+
+use serde_json::{Value, json};
+
+use crate::place::{Place, lora};
+
+const PROMPTS: [&str; 3] = ["Count to 4", "Name a color", "Say it again"];
+
+/// A place with three held-out rows.
+fn place() -> Place {
+    let place = Place::new();
+    let row = |prompt: &&str| json!({ "prompt": prompt, "completion": " one two" }).to_string();
+    place.write("held-out.jsonl", &PROMPTS.iter().map(row).collect::<Vec<_>>().join("\n"));
+    place
+}
+
+fn words<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let settings = ["--eval-dataset", "held-out.jsonl", "--set", "eval.steps=2", "--lr", "1e-2"];
+    lora(&[&settings[..], more].concat())
+}
+
+/// The evaluations of the run in `output`.
+fn evaluations(place: &Place, output: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
+    let entries = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    entries.filter(|entry| entry["eval_loss"].is_f64()).collect()
+}
+
+/// The answer that `generate` gives with the result, in one line.
+fn generated(place: &Place, prompt: &str) -> String {
+    let args =
+        ["generate", "--adapter", "out", "--prompt", prompt, "--max-new-tokens", "64", "--temperature", "0"];
+    let output = place.command(&[&args[..], &["--json"]].concat()).output().unwrap();
+    assert!(output.status.success(), "{}", place.told(&output.stderr));
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+    said["answer"].as_str().unwrap().trim().replace('\n', " ")
+}
+
+#[test]
+fn each_evaluation_answers_held_out_rows() {
+    let place = place();
+    place.said(&words(&["--output", "plain"]));
+    let said = place.said(&words(&["--set", "eval.samples=2"]));
+    let found = evaluations(&place, "out");
+    assert_eq!(found.iter().map(|report| report["step"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 2, 4]);
+    for (report, plain) in found.iter().zip(evaluations(&place, "plain")) {
+        assert_eq!(report["eval_loss"], plain["eval_loss"], "answers change no number");
+        assert!(plain.get("eval_samples").is_none());
+        let samples = report["eval_samples"].as_array().unwrap();
+        assert_eq!(samples.len(), 2);
+        for (sample, prompt) in samples.iter().zip(PROMPTS) {
+            assert_eq!((&sample["prompt"], &sample["expected"]), (&json!(prompt), &json!("one two")));
+        }
+    }
+    let answers = |report: &Value| -> Vec<String> {
+        let samples = report["eval_samples"].as_array().unwrap();
+        samples.iter().map(|sample| sample["answer"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_ne!(answers(&found[0]), answers(&found[2]), "the run learns");
+    assert_eq!(answers(&found[2]), [0, 1].map(|at| generated(&place, PROMPTS[at])));
+    let shown = format!("  {}\n    expected: one two\n    answer:   {}\n", PROMPTS[1], answers(&found[2])[1]);
+    assert!(said.contains(&shown), "{said}");
+    let page = std::fs::read_to_string(place.path("out/report.html")).unwrap();
+    assert!(page.contains("Answers at each evaluation") && page.contains("<td>step 2</td>"));
+    assert!(page.contains("Answers before and after"));
+}
+
+/// Ranks that hold parts of the model answer together.
+#[test]
+fn shards_answer_together() {
+    let place = place();
+    place.said(&words(&["--set", "eval.samples=1", "--ranks", "2", "--set", "parallel.strategy=fsdp"]));
+    let last = evaluations(&place, "out").pop().unwrap();
+    assert_eq!(last["eval_samples"][0]["answer"], json!(generated(&place, PROMPTS[0])));
+}
+
+#[test]
+fn rows_that_ask_nothing_are_refused() {
+    let place = place();
+    let without = place.refused(&lora(&["--set", "eval.samples=2"]));
+    assert!(without.contains("needs held-out rows"), "{without}");
+    place.write("texts.jsonl", "{\"text\": \"A text of some words.\"}\n");
+    let texts = place.refused(&lora(&["--eval-dataset", "texts.jsonl", "--set", "eval.samples=2"]));
+    assert!(
+        texts.contains("no held-out row can be answered") && texts.contains("remove `eval.samples`"),
+        "{texts}"
+    );
+}
