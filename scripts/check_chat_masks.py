@@ -4,11 +4,12 @@
     scripts/check_chat_masks.py target/debug/finetune
 
 TRL has copies of chat templates (`NAME_training.jinja`) in which `{% generation %}` marks what the assistant wrote. For each
-template that has such a copy, ten kinds of chats go through `finetune data` with the plain template, and through
+template that has such a copy, the chats below go through `finetune data` with the plain template, and through
 transformers with the tagged one. Where both print the same text, the trained text must be the same. Needs Python with
 transformers, trl and tokenizers. The exit status is the number of chats that differ.
 """
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -16,18 +17,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-import trl
 from tokenizers import AddedToken, Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/golden/models/tiny-qwen2"
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+# Found, not imported: the templates need no PyTorch.
+TEMPLATES = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 
 TOOL = {"type": "function", "function": {"name": "get_temp", "description": "Temperature", "parameters": {
     "type": "object", "properties": {"city": {"type": "string", "description": "City"}}, "required": ["city"]}}}
 
 
+# It may end a chat after the end of its last turn.
+EOS = "<|im_end|>"
 MARKERS = r"<\|[^|<>\s]+>|<[^|<>/\s]+\|>|<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|\[/?[A-Z_]{3,}\]|</?(?:start|end)_of_turn>|<turn\|>|<\|turn>|</s>"
 
 
@@ -35,16 +38,17 @@ def said(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-def call(city):
-    return [{"type": "function", "id": "call00000", "function": {"name": "get_temp", "arguments": {"city": city}}}]
+def call(city, **more):
+    arguments = {"city": city} | more
+    return [{"type": "function", "id": "call00000", "function": {"name": "get_temp", "arguments": arguments}}]
 
 
 CHATS = {
     "one turn": [said("user", "Name a river."), said("assistant", "The Elph.")],
     "two turns": [said("user", "Name a river."), said("assistant", "The Elph."), said("user", "And a town?"),
                   said("assistant", "Strelsau.")],
-    "three turns": [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d"), said("user", "e"),
-                    said("assistant", "f")],
+    "three turns": [said("user", "first"), said("assistant", "one"), said("user", "second"), said("assistant", "two"),
+                    said("user", "third"), said("assistant", "three")],
     "system": [said("system", "Be brief."), said("user", "Name a river."), said("assistant", "The Elph.")],
     "lines": [said("user", "Two lines"), said("assistant", "One\n\nTwo\n"), said("user", " x "), said("assistant", " y ")],
     "like the question": [said("user", "Say Elph"), said("assistant", "Say Elph"), said("user", "Say Elph"),
@@ -57,6 +61,11 @@ CHATS = {
     "call": [said("user", "How warm is Brno?"), said("assistant", "", tool_calls=call("Brno")),
              said("tool", "7", name="get_temp", tool_call_id="call00000"), said("assistant", "7 degrees.")],
     "call at the end": [said("user", "How warm is Brno?"), said("assistant", "I look.", tool_calls=call("Brno"))],
+    "call with a number": [said("user", "How warm is Brno?"), said("assistant", "", tool_calls=call("Brno", days=3)),
+                           said("tool", "7", name="get_temp", tool_call_id="call00000"), said("assistant", "7 degrees.")],
+    "call with a list": [said("user", "How warm is it?"), said("assistant", "", tool_calls=call(["Brno"], exact=True))],
+    "call of many kinds": [said("user", "How warm is it?"),
+                           said("assistant", "", tool_calls=call("Brno", days=None, at={"lat": 49.2, "of": "Brno"}))],
 }
 
 
@@ -119,15 +128,16 @@ def covers(wide, narrow, text):
         return found
     wide, narrow = parts(wide), parts(narrow)
     return len(wide) == len(narrow) and all(
-        a[0] <= b[0] <= b[1] <= a[1] and not text[b[1]:a[1]].strip() for a, b in zip(wide, narrow))
+        a[0] <= b[0] <= b[1] <= a[1] and text[b[1]:a[1]].strip() in ("", EOS) for a, b in zip(wide, narrow))
 
 
 def main():
     binary = Path(sys.argv[1]).resolve()
-    counts = {"same": 0, "differ": 0, "header or newline trained by the tags": 0, "other text": 0, "refused by the template": 0}
+    counts = dict.fromkeys(["same", "differ", "header, newline or EOS trained by the tags", "call that the template does not print",
+                            "text that the template reads as parts", "other text", "refused by the template"], 0)
     config = json.loads((MODEL / "tokenizer_config.json").read_text())
     tokens = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)}
-    tokens["eos_token"] = "<|im_end|>"
+    tokens["eos_token"] = EOS
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         for tagged in sorted(TEMPLATES.glob("*_training.jinja")):
@@ -152,7 +162,7 @@ def main():
                 write_eos(folder, last[-1] if last and before.rstrip().endswith(last[-1]) else "<|im_end|>")
                 row = {"messages": chat} | ({"tools": tools} if tools else {})
                 (scratch / "rows.jsonl").write_text(json.dumps(row) + "\n")
-                done = subprocess.run([binary, "data", "--model", folder, "--dataset", scratch / "rows.jsonl", "--set",
+                done = subprocess.run([binary, "data", "--tokens", "--model", folder, "--dataset", scratch / "rows.jsonl", "--set",
                                        f"data.chat_template={scratch / 'plain.jinja'}", "--set", "data.max_seq_len=4000"],
                                       capture_output=True, text=True)
                 found = trained_text(done.stdout)
@@ -161,8 +171,16 @@ def main():
                         print(f"{plain.stem}, {name}: REFUSED OR OTHER TEXT\n  {done.stderr[-600:]}\n  {before!r}\n  {found!r}")
                     continue
                 same = found == expected
-                if not same and found.replace("⟦", "").replace("⟧", "") == text and covers(expected, found, text):
-                    counts["header or newline trained by the tags"] += 1
+                plain_found = found.replace("⟦", "").replace("⟧", "")
+                said_texts = [message["content"].strip() for message in chat]
+                if not same and plain_found == text and covers(expected, found, text):
+                    counts["header, newline or EOS trained by the tags"] += 1
+                    continue
+                if "comes out empty" in done.stderr and "tool_calls" in json.dumps(chat):
+                    counts["call that the template does not print"] += 1
+                    continue
+                if not all(said in text for said in said_texts) and all(said in plain_found for said in said_texts):
+                    counts["text that the template reads as parts"] += 1
                     continue
                 counts["same" if same else "differ"] += 1
                 if not same:

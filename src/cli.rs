@@ -205,6 +205,7 @@ pub struct QuantizeArgs {
 Examples:
   finetune export --model out --format gguf --type q4_k_m --output model.gguf
   finetune export --adapter out --format gguf --output adapter.gguf
+  finetune export --adapter out --merge --format gguf --output merged.gguf
   finetune export --model out --format hf --type f16 --output half")]
 pub struct ExportArgs {
     /// A folder in Hugging Face layout, or a hub id [default: the one that the adapter names]
@@ -213,6 +214,9 @@ pub struct ExportArgs {
     /// An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for this model
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<String>,
+    /// Merge the adapter into its model first, and write the whole model
+    #[arg(long, requires = "adapter", conflicts_with = "revision")]
+    pub merge: bool,
     /// The file (gguf) or folder (hf) to write; must not exist
     #[arg(long, value_name = "PATH")]
     pub output: PathBuf,
@@ -356,7 +360,8 @@ pub struct DataArgs {
 Examples:
   finetune recipes show lora
   finetune recipes write lora        writes lora.toml here, to be changed
-  finetune recipes show reference    every key, with its default"
+  finetune recipes show reference    every key, with its default
+  finetune recipes show reference data"
 )]
 pub struct RecipesArgs {
     /// Without a word: list.
@@ -373,6 +378,8 @@ pub enum RecipesAction {
     Show {
         /// Its name, or `reference` for every key
         name: String,
+        /// With `reference`: the section to print, such as data [default: all sections]
+        section: Option<String>,
     },
     /// Write one to NAME.toml in the working folder; an existing file is not replaced
     Write {

@@ -1,5 +1,7 @@
 //! Sizes, counts and times as people read them.
 
+use std::fmt::Display;
+
 /// Bytes in binary units with three significant figures: `512 B`, `1.50 MiB`, `61.2 GiB`.
 pub fn bytes(n: u64) -> String {
     scaled(n as f64, 1024.0, &[" B", " KiB", " MiB", " GiB", " TiB"])
@@ -13,6 +15,12 @@ pub fn count(n: u64) -> String {
 /// A count with what is counted: `1 row`, `4.88M rows`.
 pub fn counted(n: usize, what: &str) -> String {
     format!("{} {what}{}", count(n as u64), if n == 1 { "" } else { "s" })
+}
+
+/// An exact count with what is counted: `1 row`, `3000 rows`.
+pub fn exact<N: Display + From<u8> + PartialEq>(n: N, what: &str) -> String {
+    let end = if n == N::from(1) { "" } else { "s" };
+    format!("{n} {what}{end}")
 }
 
 /// A duration in the two largest units that matter: `0.8 s`, `41 s`, `3 min 20 s`, `2 h 05 min`.
@@ -58,6 +66,8 @@ mod tests {
         assert_eq!(bytes(1_572_864), "1.50 MiB");
         assert_eq!(count(6_738_415_616), "6.74B");
         assert_eq!(count(950), "950");
+        assert_eq!((counted(1, "row"), counted(3000, "row")), ("1 row".to_owned(), "3.00K rows".to_owned()));
+        assert_eq!((exact(1, "row"), exact(3000_u64, "row")), ("1 row".to_owned(), "3000 rows".to_owned()));
         assert_eq!(duration(200.4), "3 min 20 s");
         assert_eq!(duration(7500.0), "2 h 05 min");
     }

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{ACCUMULATION, SavedCheckpoint, TrainingState};
 use crate::error::{Error, Result};
+use crate::recipe::quoted_for_shell;
 
 /// Keys of a recipe that may change where `--allow-change` names them.
 pub const CHANGES_ON_REQUEST: [&str; 8] = [
@@ -26,6 +27,8 @@ const STEPS: &str = "steps";
 const LENGTH: [&str; 2] = ["train.epochs", "train.max_steps"];
 /// Rows that go through the model at once.
 pub(super) const MICRO_BATCH: &str = "train.micro_batch_size";
+/// The digest of the training rows as tokens; not a key of a recipe.
+const DATA: &str = "data";
 /// Tokens of the longest row.
 const MAX_SEQ_LEN: &str = "data.max_seq_len";
 
@@ -40,6 +43,9 @@ struct RunDifference<'a> {
 
 impl RunDifference<'_> {
     fn in_words(&self) -> String {
+        if self.key == DATA {
+            return "the training rows are others than in the first run".to_owned();
+        }
         let shown = |value: Option<&str>| value.unwrap_or("nothing").to_owned();
         format!("{}: {} in the checkpoint, {} now", self.key, shown(self.then), shown(self.now))
     }
@@ -126,10 +132,20 @@ impl SavedCheckpoint {
         let anew =
             "resume with the recipe, model and data of the first run, or start anew with another --output";
         Err(error.hint(match (flags.as_slice(), others.as_slice()) {
+            ([], [DATA]) => {
+                format!("{anew}; to go on with the new rows: `{} --output more`", self.as_a_start())
+            }
             ([], _) => anew.to_owned(),
             (flags, []) => format!("{} goes on all the same; else {anew}", flags.join(" ")),
             (flags, _) => format!("{anew}; {} allows its change", flags.join(" ")),
         }))
+    }
+
+    /// The flags with which another run starts from the weights of this checkpoint.
+    fn as_a_start(&self) -> String {
+        let has_adapter = self.state.fingerprint.keys().any(|key| key.starts_with("adapter."));
+        let folder = quoted_for_shell(&self.folder.display().to_string());
+        if has_adapter { format!("--set adapter.path={folder}") } else { format!("--model {folder}") }
     }
 }
 

@@ -7,7 +7,7 @@ use super::settings::SETTINGS;
 use crate::recipe::key_of_peers;
 
 /// Flags of other trainers that have a flag of another name here.
-const FLAGS: [(&str, &str); 10] = [
+const FLAGS: [(&str, &str); 12] = [
     ("output_dir", "--output DIR"),
     ("out_dir", "--output DIR"),
     ("model_name_or_path", "--model MODEL"),
@@ -15,6 +15,8 @@ const FLAGS: [(&str, &str); 10] = [
     ("dataset_name", "--dataset DATASET"),
     ("train_file", "--dataset DATASET"),
     ("validation_file", "--eval-dataset DATASET"),
+    ("max_samples", "--dataset 'FILE?limit=1000'"),
+    ("dataset_text_field", "--dataset 'FILE?text=COLUMN'"),
     ("resume_from_checkpoint", "--resume [DIR]"),
     ("config", "--recipe RECIPE"),
     ("adapter_name_or_path", "--set adapter.path=DIR"),
@@ -69,6 +71,8 @@ mod tests {
             ("--per_device_train_batch_size=4", "--batch VALUE` or `--set train.micro_batch_size=VALUE"),
             ("--output_dir", "--output DIR"),
             ("--warmup-ratio", "--set scheduler.warmup_ratio=VALUE"),
+            ("--max_samples", "--dataset 'FILE?limit=1000'"),
+            ("--val_set_size", "--set data.eval_split=VALUE"),
             ("--train.epochs", "--epochs VALUE` or `--set train.epochs=VALUE"),
         ] {
             assert_eq!(ours(typed).as_deref(), Some(wanted), "{typed}");

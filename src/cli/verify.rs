@@ -12,9 +12,9 @@ use crate::recipe::{Purpose, RecipeLayers};
 /// Arguments of `finetune verify-resume`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
-Trains so many steps of the recipe twice, once straight and once killed at a random instant and resumed, and compares
-every byte of what both leave. Times are not compared: those in metrics.jsonl, and README.md, report.html and
-TensorBoard's files, which tell them.
+Trains the first steps of the recipe twice, once straight and once killed at a random instant and resumed. Compares \
+every byte that both runs leave. Times are not compared: neither those in metrics.jsonl, nor README.md, report.html \
+and TensorBoard's files, which hold times.
 
 Examples:
   finetune verify-resume --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl

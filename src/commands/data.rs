@@ -75,14 +75,16 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
     while let Some(step) = sampler.next_step() {
         lengths.extend(step.micro_batches.iter().map(|batch| batch.len()));
     }
-    let (count, total) = (lengths.len().max(1), lengths.iter().sum::<usize>());
+    let total = lengths.iter().sum::<usize>();
     let longest = lengths.iter().max().copied().unwrap_or(0);
-    let unit = if recipe.data.packing { "packed rows" } else { "rows" };
+    let unit = if recipe.data.packing { "packed row" } else { "row" };
+    let in_words = |n: usize, what: &str| if n == 1 { format!("one {what}") } else { units::exact(n, what) };
     let mut text = format!(
-        "an epoch: {} steps of {} {unit}; micro-batches of {} tokens on average, {longest} at most, no padding\n",
-        sampler.steps_per_epoch(),
-        recipe.train.micro_batch_rows() * recipe.train.accumulation(),
-        total / count
+        "an epoch is {} of {} ({} tokens on average); a micro-batch has {} tokens at most and no padding\n",
+        in_words(sampler.steps_per_epoch() as usize, "step"),
+        in_words(recipe.train.micro_batch_rows() * recipe.train.accumulation(), unit),
+        with_commas(total / sampler.num_units().max(1)),
+        with_commas(longest)
     );
     if recipe.data.packing {
         let room = sampler.num_units() * recipe.data.longest_row();
@@ -90,4 +92,23 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
         let _ = writeln!(text, "packing fills {share:.1} % of {} tokens", units::count(room as u64));
     }
     Ok(text)
+}
+
+/// A number with a comma between thousands: 1,568.
+fn with_commas(number: usize) -> String {
+    match (number / 1000, number % 1000) {
+        (0, rest) => rest.to_string(),
+        (thousands, rest) => format!("{},{rest:03}", with_commas(thousands)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousands_stand_apart() {
+        let numbers = [0, 14, 999, 1000, 1568, 20_048, 1_000_001].map(with_commas);
+        assert_eq!(numbers, ["0", "14", "999", "1,000", "1,568", "20,048", "1,000,001"]);
+    }
 }

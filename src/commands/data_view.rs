@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::report::Terminal;
 use crate::report::html::{HtmlReport, MaskedRow};
 use crate::run::masked_row::masked_row;
+use crate::units;
 use crate::weights::OutputKind;
 
 /// The beginning of a page of rows, which a new one may replace.
@@ -53,8 +54,8 @@ impl DataView<'_> {
     /// Prints rows as text, then what all of them are like.
     pub(super) fn print_text(&self, terminal: &Terminal) -> Result<()> {
         for (number, row) in self.masked()?.into_iter().enumerate() {
-            let (origin, tokens, trained) = (&row.origin, row.tokens, row.trained_tokens);
-            let head = format!("row {}, {origin}: {tokens} tokens, {trained} trained\n", number + 1);
+            let (tokens, trained) = (units::exact(row.tokens, "token"), row.trained_tokens);
+            let head = format!("row {}, {}: {tokens}, {trained} trained\n", number + 1, row.origin);
             let mut pieces = vec![(head, false)];
             let ends_line = row.pieces.last().is_some_and(|(text, _)| text.ends_with('\n'));
             pieces.extend(row.pieces);
@@ -73,9 +74,8 @@ impl DataView<'_> {
     }
 
     fn table(&self, number: usize, example: &Example) -> Result<String> {
-        let trained = example.num_trained();
-        let mut text =
-            format!("row {number}, {}: {} tokens, {trained} trained\n", example.origin, example.ids.len());
+        let (tokens, trained) = (units::exact(example.ids.len(), "token"), example.num_trained());
+        let mut text = format!("row {number}, {}: {tokens}, {trained} trained\n", example.origin);
         for (position, (id, trained)) in example.ids.iter().zip(&example.trained).enumerate() {
             let piece = self.tokenizer.decode(&[*id], false)?;
             let token = self.tokenizer.token(*id).unwrap_or_default();

@@ -1,12 +1,11 @@
 //! `finetune export`: a model as a GGUF file or a Hugging Face folder, an adapter as a GGUF file.
 //!
-//! An adapter is not merged on the way: merging has a verb of its own, which checks its result, and what that leaves
-//! is a model to export.
+//! With `--merge` an adapter is merged first, as `finetune merge` does it, into a temporary folder beside the output.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use super::{config_of, model_or_base, terminal, working_folder};
-use crate::cli::{ExportArgs, ExportFormat};
+use super::{config_of, merge, model_or_base, terminal, working_folder};
+use crate::cli::{CommonArgs, ExportArgs, ExportFormat, MergeArgs};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
@@ -17,7 +16,7 @@ use crate::run::interrupt::removing_on_signals;
 use crate::setup::BaseCheck;
 use crate::setup::{ResolvedSource, Resolver};
 use crate::units;
-use crate::weights::ModelFiles;
+use crate::weights::{AtomicDir, ModelFiles};
 
 /// Exports a model, or an adapter.
 pub(super) fn run(args: &ExportArgs) -> Result<()> {
@@ -26,6 +25,10 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let dtype = check(args)?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
     let adapter = args.adapter.as_deref();
+    if let Some(adapter) = adapter.filter(|_| args.merge) {
+        let source = DataSource::from_argument("--adapter", adapter, &folder)?;
+        return export_merged(args, adapter, &name_of(&finder.adapter(&source)?), &folder, &terminal);
+    }
     let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
     let source = DataSource::from_argument("--model", &model, &folder)?;
     if let Some(adapter) = &args.adapter {
@@ -65,20 +68,51 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     Ok(())
 }
 
+/// Merges the adapter into a temporary folder beside the output, by the adapter's `name`, and exports the model there.
+/// Relative paths start at `folder`.
+fn export_merged(
+    args: &ExportArgs,
+    adapter: &str,
+    name: &str,
+    folder: &Path,
+    terminal: &Terminal,
+) -> Result<()> {
+    if args.format == ExportFormat::Hf {
+        // An output that is taken is refused before the work, and not after it.
+        drop(AtomicDir::create(&args.output)?);
+    }
+    let mut place = folder.join(&args.output).components().collect::<PathBuf>().into_os_string();
+    place.push(".merged");
+    removing_on_signals(&args.output, terminal, || {
+        let temporary = AtomicDir::create(Path::new(&place))?;
+        let merged = temporary.path().join(name);
+        terminal.line(format!("merging adapter {adapter} in {}", temporary.path().display()));
+        merge::run(&MergeArgs {
+            model: args.model.clone(),
+            adapter: adapter.to_owned(),
+            output: merged.clone(),
+            dtype: Dtype::Auto,
+            base: None,
+            verify_on: None,
+            max_kl: None,
+            force_base: args.force_base,
+            common: CommonArgs { quiet: true, verbose: false, ..args.common.clone() },
+        })?;
+        let model = Some(merged.display().to_string());
+        run(&ExportArgs { model, adapter: None, merge: false, force_base: false, ..args.clone() })
+    })
+}
+
 /// Refuses what does not go together, before anything is looked for; the type of a Hugging Face folder.
 fn check(args: &ExportArgs) -> Result<Dtype> {
     if args.format == ExportFormat::Gguf {
         gguf::OUTPUT.refuse_taken(&args.output)?;
         return Ok(Dtype::Auto);
     }
-    if let Some(adapter) = &args.adapter {
+    if args.adapter.is_some() && !args.merge {
         return Err(Error::user("cannot export an adapter as a Hugging Face model")
-            .because("accepted with `--adapter`: `--format gguf`, the adapter alone")
-            .hint(format!(
-                "merge it: `finetune merge{} --adapter {adapter} --output {}`",
-                args.model.as_ref().map_or_else(String::new, |model| format!(" --model {model}")),
-                args.output.display()
-            )));
+            .because("accepted with `--adapter` alone: `--format gguf`")
+            .hint("add `--merge`, which merges the adapter into its model first"));
     }
     match args.r#type {
         None => Ok(Dtype::Auto),
@@ -98,16 +132,11 @@ fn name_of(found: &ResolvedSource) -> String {
 }
 
 fn say(terminal: &Terminal, exported: &Exported, output: &Path) {
-    let types: Vec<String> =
-        exported.types.iter().map(|(kind, count)| format!("{count} tensors {kind}")).collect();
+    let of_type = |(kind, count): (&String, &usize)| format!("{} {kind}", units::exact(*count, "tensor"));
+    let types: Vec<String> = exported.types.iter().map(of_type).collect();
     let size = units::bytes(exported.bytes);
     terminal.line(format!("exported {}: {size} in {}", types.join(", "), output.display()));
-    if exported.fallbacks > 0 {
-        terminal.line(format!(
-            "{} tensors have a larger type than asked for: its blocks do not divide their rows",
-            exported.fallbacks
-        ));
-    }
+    exported.fallback_note().iter().for_each(|note| terminal.line(note));
     for note in &exported.notes {
         terminal.warn(note);
     }

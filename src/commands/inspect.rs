@@ -58,7 +58,8 @@ fn of_model(files: &ModelFiles) -> Result<String> {
 }
 
 fn tally(tally: &Tally) -> String {
-    format!("{} in {} tensors, {}", units::count(tally.elements), tally.tensors, units::bytes(tally.bytes))
+    let tensors = units::exact(tally.tensors, "tensor");
+    format!("{} in {tensors}, {}", units::count(tally.elements), units::bytes(tally.bytes))
 }
 
 fn of_adapter(folder: &Path) -> Result<String> {

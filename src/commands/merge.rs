@@ -40,8 +40,8 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         let (base, adapter, options, finder) = (&base, adapter.as_path(), &options, &finder);
         let certificate = MergeCheck { base, adapter, dataset, max_kl, options, finder }.certify(merged)?;
         terminal.line(format!(
-            "verified on {} rows: KL divergence {:.6} nats a token (up to {max_kl} accepted), same likeliest token at {:.2} %",
-            certificate.found.rows,
+            "verified on {}: KL divergence {:.6} nats a token (up to {max_kl} accepted), same likeliest token at {:.2} %",
+            units::exact(certificate.found.rows, "row"),
             certificate.found.mean_kl(),
             100.0 * certificate.found.top1_agreement()
         ));
@@ -55,10 +55,10 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     })?;
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
-        "merged {} modules, replaced {}, copied {} tensors: {} in {}",
-        report.merged,
+        "merged {}, replaced {}, copied {}: {} in {}",
+        units::exact(report.merged, "module"),
         report.replaced,
-        report.copied,
+        units::exact(report.copied, "tensor"),
         units::bytes(bytes),
         args.output.display()
     ));

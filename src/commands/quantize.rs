@@ -32,8 +32,8 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     })?;
     let secs = start.elapsed().as_secs_f64();
     terminal.line(format!(
-        "quantized {} tensors to {}, copied {}: {} in {}, {} before",
-        report.quantized,
+        "quantized {} to {}, copied {}: {} in {}, {} before",
+        units::exact(report.quantized, "tensor"),
         args.kind,
         report.copied,
         units::bytes(report.files.iter().map(|(_, bytes)| bytes).sum()),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::print;
 use crate::cli::{RecipesAction, RecipesArgs};
-use crate::error::Result;
+use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::{BUILT_IN, BuiltIn, Recipe};
 use crate::weights::OutputKind;
 
@@ -16,7 +16,8 @@ const REFERENCE: &str = "reference";
 pub(super) fn run(args: RecipesArgs) -> Result<()> {
     match args.action.unwrap_or(RecipesAction::List) {
         RecipesAction::List => print(&list()),
-        RecipesAction::Show { name } => print(&text(&name)?),
+        RecipesAction::Show { name, section: None } => print(&text(&name)?),
+        RecipesAction::Show { name, section: Some(section) } => print(&section_text(&name, &section)?),
         RecipesAction::Write { name } => write(&name),
     }
 }
@@ -33,6 +34,17 @@ fn text(name: &str) -> Result<Cow<'static, str>> {
         return Ok(Recipe::reference().into());
     }
     Ok(BuiltIn::find(name)?.text.into())
+}
+
+/// The part of the reference about one section, whose name may stand in brackets.
+fn section_text(name: &str, section: &str) -> Result<String> {
+    if name != REFERENCE {
+        let what = format!("cannot show a part of the recipe `{name}`");
+        return Err(Error::new(ErrorCategory::Usage, what)
+            .because(format!("`{section}` is given as its section; only `{REFERENCE}` has parts"))
+            .hint(format!("write `finetune recipes show {name}`, or `... show {REFERENCE} {section}`")));
+    }
+    Recipe::reference_of(section.trim_matches(['[', ']']))
 }
 
 /// Writes `NAME.toml` here, never over a file.

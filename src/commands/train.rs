@@ -19,6 +19,7 @@ use crate::run::smaller_micro_batch::TooLarge;
 use crate::run::train::TrainRun;
 use crate::run::train_plan::{check_learns, plan_of};
 use crate::run::{alarms, restarts, signals, sweep};
+use crate::units;
 
 /// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
@@ -101,8 +102,8 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
 fn say_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal) {
     let output = args.output().display();
     terminal.line(format!(
-        "nothing is left to do: the run in {output} has done its {} steps, and its result is there",
-        plan.total_steps
+        "nothing is left to do: the run in {output} has done its {}, and its result is there",
+        units::exact(plan.total_steps, "step")
     ));
     let train = &plan.recipe.train;
     let more =
@@ -117,7 +118,7 @@ fn say_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal
 /// Says what would run, which may be planned here for another machine.
 fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()> {
     fits.err().iter().for_each(|error| terminal.warn(error.in_one_line()));
-    terminal.data(plan.recipe.to_toml())
+    terminal.data(plan.portable_recipe().to_toml())
 }
 
 /// Says what is otherwise than in the checkpoint that the run goes on from.

@@ -89,6 +89,14 @@ impl Conversation {
         whole.trained_from(shared)
     }
 
+    /// The number of messages with which this repeats the whole of `prompt`, up to its last message; none where it does not.
+    pub(super) fn len_with(&self, prompt: &Conversation) -> Option<usize> {
+        let asked = prompt.messages.last()?;
+        let at = self.messages.iter().rposition(|message| message == asked)?;
+        let before = self.messages[..=at].iter().filter(|message| prompt.messages.contains(message)).count();
+        (before >= prompt.messages.len() && at + 1 < self.messages.len()).then_some(at + 1)
+    }
+
     /// Nothing before the message `first` is trained.
     pub(super) fn trained_from(mut self, first: usize) -> Self {
         self.counts.iter_mut().take(first).for_each(|counts| *counts = false);
@@ -173,6 +181,16 @@ pub(super) fn text_of(message: &Value) -> String {
     }
 }
 
+/// The texts of a message's content, one for each part.
+pub(super) fn texts_of(message: &Value) -> Vec<String> {
+    match &message["content"] {
+        Value::Array(parts) => {
+            parts.iter().filter_map(|part| part["text"].as_str()).map(str::to_owned).collect()
+        }
+        _ => vec![text_of(message)],
+    }
+}
+
 /// One message in the regular form, and whether it is trained; the error continues "`messages[3]` ...".
 fn regular(message: &Value) -> Result<(Value, bool), String> {
     let Value::Object(message) = message else {
@@ -200,9 +218,7 @@ fn regular(message: &Value) -> Result<(Value, bool), String> {
     if is_call && !kept.contains_key("tool_calls") {
         call_of_content(&mut kept)?;
     }
-    if let Some(call) = kept.shift_remove("function_call") {
-        kept.entry("tool_calls").or_insert_with(|| Value::Array(vec![call]));
-    }
+    call_of_key(&mut kept)?;
     reasoning(&mut kept)?;
     let has_calls = kept.get("tool_calls").is_some_and(|calls| calls != &json!([]));
     match kept.shift_remove("content") {
@@ -259,6 +275,19 @@ fn call_of_content(message: &mut Map<String, Value>) -> Result<(), String> {
     };
     message.insert("content".to_owned(), Value::from(""));
     message.insert("tool_calls".to_owned(), Value::Array(calls));
+    Ok(())
+}
+
+/// Brings OpenAI's first key of a call under its later name. The key may be empty, or hold JSON text.
+fn call_of_key(message: &mut Map<String, Value>) -> Result<(), String> {
+    let calls = match message.shift_remove("function_call") {
+        None => return Ok(()),
+        Some(Value::Object(call)) if call.is_empty() => Vec::new(),
+        Some(Value::String(text)) if text.trim().is_empty() => Vec::new(),
+        Some(Value::String(text)) => parse_calls(&text)?,
+        Some(call) => vec![call],
+    };
+    message.entry("tool_calls").or_insert(Value::Array(calls));
     Ok(())
 }
 
@@ -406,6 +435,8 @@ fn tool_call(call: Value) -> Result<Value, String> {
     {
         function.insert("arguments".to_owned(), arguments);
     }
+    // A function without parameters is called without arguments.
+    function.entry("arguments").or_insert_with(|| Value::Object(Map::new()));
     call.insert("type".to_owned(), Value::from("function"));
     call.insert("function".to_owned(), Value::Object(function));
     Ok(Value::Object(call))

@@ -10,11 +10,11 @@ use std::fmt;
 
 use serde_json::Value;
 
-use super::Origin;
-use super::conversation::text_of;
+use super::conversation::{text_of, texts_of};
 use super::spans::TrainedChat;
 pub use super::template_form::ChatField;
 use super::template_form::TemplateForm;
+use super::{Origin, jinja};
 use crate::units;
 
 /// A part of the messages of a role that is missing in the rendered text.
@@ -51,6 +51,8 @@ pub struct RowNotes {
     pub special_tokens: Vec<String>,
     /// Trained turns without a text.
     pub empty_answers: usize,
+    /// Roles that no program knows and that are not trained, and how many messages have them.
+    pub unknown_roles: BTreeMap<String, usize>,
 }
 
 /// The notes of all rows of a data set.
@@ -60,6 +62,7 @@ pub struct NoteCounts {
     unused_keys: BTreeMap<String, usize>,
     special_tokens: BTreeMap<String, (usize, Option<Origin>)>,
     empty_answers: (usize, usize),
+    unknown_roles: BTreeMap<String, (usize, usize)>,
 }
 
 impl NoteCounts {
@@ -72,6 +75,10 @@ impl NoteCounts {
         if notes.empty_answers > 0 {
             let (turns, rows) = &mut self.empty_answers;
             (*turns, *rows) = (*turns + notes.empty_answers, *rows + 1);
+        }
+        for (role, messages) in notes.unknown_roles {
+            let (all, rows) = self.unknown_roles.entry(role).or_default();
+            (*all, *rows) = (*all + messages, *rows + 1);
         }
         for key in notes.unused_keys {
             *self.unused_keys.entry(key).or_default() += 1;
@@ -103,6 +110,15 @@ impl fmt::Display for NoteCounts {
                 units::counted(rows, "row")
             )?;
         }
+        for (role, (messages, rows)) in &self.unknown_roles {
+            write!(
+                f,
+                "\nwarning: messages of the role {role:?} are not trained ({} in {}); roles that are known: {}",
+                units::count(*messages as u64),
+                units::counted(*rows, "row"),
+                KNOWN_ROLES.join(", ")
+            )?;
+        }
         if !self.unused_keys.is_empty() {
             let keys = self
                 .unused_keys
@@ -114,7 +130,8 @@ impl fmt::Display for NoteCounts {
             let first = first.as_ref().map(|origin| format!(", first {origin}")).unwrap_or_default();
             write!(
                 f,
-                "\nwarning: messages hold {token:?} as text, which becomes the special token ({}{first})",
+                "\nwarning: messages hold {token:?} as text, which becomes the special token ({}{first}); \
+                 `data.sanitize_control_tokens = true` keeps it text",
                 units::counted(*rows, "row")
             )?;
         }
@@ -138,13 +155,28 @@ struct MessagePart {
     in_content: bool,
 }
 
+/// The roles of messages that chat templates know.
+pub(super) const KNOWN_ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+
+/// The roles among messages that are not known and not trained, with their messages.
+pub(super) fn unknown_roles(messages: &[Value], trained: &[bool]) -> BTreeMap<String, usize> {
+    let mut found = BTreeMap::new();
+    for (message, _) in messages.iter().zip(trained).filter(|(_, trained)| !**trained) {
+        let role = message["role"].as_str().unwrap_or_default();
+        if !KNOWN_ROLES.contains(&role) {
+            *found.entry(role.to_owned()).or_default() += 1;
+        }
+    }
+    found
+}
+
 /// The parts that a message has.
 fn parts_of(message: &Value) -> Vec<MessagePart> {
-    let content = text_of(message);
+    let whole = text_of(message);
     // Reasoning may stand in the content, as models print it.
-    let (thought, content) = match content.rsplit_once("</think>") {
-        Some((thought, content)) => (thought.replace("<think>", ""), content.to_owned()),
-        None => (String::new(), content),
+    let (thought, content) = match whole.rsplit_once("</think>") {
+        Some((thought, content)) => (thought.replace("<think>", ""), vec![content.to_owned()]),
+        None => (String::new(), texts_of(message)),
     };
     let reasoning = message["reasoning_content"].as_str().unwrap_or_default().to_owned();
     let calls = message["tool_calls"].as_array().into_iter().flatten();
@@ -155,7 +187,7 @@ fn parts_of(message: &Value) -> Vec<MessagePart> {
         in_content,
     };
     let parts = [
-        part(ChatField::Content, vec![content], true),
+        part(ChatField::Content, content, true),
         part(ChatField::Reasoning, vec![thought], true),
         part(ChatField::Reasoning, vec![reasoning], false),
         part(ChatField::ToolCalls, names.collect(), false),
@@ -163,19 +195,27 @@ fn parts_of(message: &Value) -> Vec<MessagePart> {
     parts.into_iter().filter(|part| !part.texts.is_empty()).collect()
 }
 
-/// Returns whether a text, or a line of it, is in `printed`: templates trim, indent and escape.
+/// Returns whether a text is in `printed`, each of its lines by itself: templates trim, indent and escape.
 fn stands(text: &str, printed: &str) -> bool {
-    printed.contains(text.trim())
-        || text.lines().map(str::trim).any(|line| {
-            let letters = line.chars().filter(|c| c.is_alphanumeric()).count();
-            letters > 0 && (printed.contains(line) || printed.contains(&escaped(line)))
-        })
+    printed.contains(text.trim()) || lines_of(text).all(|line| line_stands(line, printed))
 }
 
-/// A line as JSON text has it.
-fn escaped(line: &str) -> String {
+/// Returns whether some line of a text is in `printed`.
+fn stands_in_part(text: &str, printed: &str) -> bool {
+    printed.contains(text.trim()) || lines_of(text).any(|line| line_stands(line, printed))
+}
+
+/// The lines of a text that have letters or digits.
+fn lines_of(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().map(str::trim).filter(|line| line.chars().any(char::is_alphanumeric))
+}
+
+/// Returns whether a line is in `printed`, as it is or as JSON or HTML has it.
+fn line_stands(line: &str, printed: &str) -> bool {
     let quoted = Value::from(line).to_string();
-    quoted[1..quoted.len() - 1].to_owned()
+    printed.contains(line)
+        || printed.contains(&quoted[1..quoted.len() - 1])
+        || printed.contains(&jinja::html_text(line))
 }
 
 /// The parts of a chat that are missing in `text`, with the number of messages.
@@ -219,8 +259,8 @@ pub(super) fn empty_turn(messages: &[Value], chat: &TrainedChat) -> Option<Strin
         let parts = parts_of(&messages[*turn]);
         let role = messages[*turn]["role"].as_str().unwrap_or_default();
         let printed = &chat.text[span.clone()];
-        let missing =
-            !parts.is_empty() && !parts.iter().flat_map(|part| &part.texts).any(|text| stands(text, printed));
+        let missing = !parts.is_empty()
+            && !parts.iter().flat_map(|part| &part.texts).any(|text| stands_in_part(text, printed));
         missing.then(|| {
             let fields: Vec<String> = parts
                 .iter()

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use rayon::prelude::*;
 
 use super::encode::{Encoder, Example};
-use super::file_formats::FileFormats;
+use super::file_formats::{FileFormats, OtherFormat};
 use super::raw_rows::{DataFile, RawRow};
 use super::source::read;
 use super::taken_rows::likeness;
@@ -19,9 +19,13 @@ use super::tokenizer::Tokenizer;
 use super::{DataOptions, DataReport, ParsedRow, RowError, RowFault, RowFaultKind};
 use crate::error::{Error, Result};
 use crate::recipe::enums::OnBadRow;
+use crate::units;
 
 /// Bad rows that an error names.
 const NAMED_IN_ERROR: usize = 5;
+
+/// One bad row in so many may be left out; if more are bad, something else is wrong with the data set.
+const ROWS_TO_A_SKIPPED_ONE: usize = 100;
 
 /// Examples ready to be batched.
 #[derive(Debug)]
@@ -99,25 +103,18 @@ impl Dataset {
             template.release();
         }
         let mut examples = Vec::with_capacity(outcomes.len());
+        let mut bad = Vec::new();
         for (row, outcome) in source.rows.iter().zip(outcomes) {
             match outcome {
                 Ok(outcome) => examples.append(&mut report.add(outcome, &row.origin)),
-                Err(fault) => report.add_bad(row.origin.clone(), fault),
+                Err(fault) => {
+                    report.add_bad(row.origin.clone(), fault);
+                    bad.push(row);
+                }
             }
         }
-        stop_on_faults(&report, options)?;
-        // Which rows came after that depends on threads: none are left out for it.
-        if template.is_some_and(ChatTemplate::has_given_up) {
-            return Err(Error::user("cannot use the chat template: too many chats end its process")
-                .hint("`data.chat_template` replaces the tokenizer's"));
-        }
-        if tokenizer.has_given_up() {
-            let folder = tokenizer.folder().display();
-            return Err(Error::user(format!(
-                "cannot use the tokenizer in {folder}: too many rows end its process"
-            ))
-            .hint("copy tokenizer.json from the model this one was made from"));
-        }
+        stop_on_faults(&report, options, || formats.other_format(&source.rows, &bad))?;
+        none_has_given_up(tokenizer, template)?;
         if examples.is_empty() {
             return Err(nothing_left(&report));
         }
@@ -175,6 +172,23 @@ fn nothing_left(report: &DataReport) -> Error {
     }
 }
 
+/// Refuses a chat template or a tokenizer whose processes ended too often. Which rows came after that depends on threads: none
+/// are left out for it.
+fn none_has_given_up(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Result<()> {
+    if template.is_some_and(ChatTemplate::has_given_up) {
+        return Err(Error::user("cannot use the chat template: too many chats end its process")
+            .hint("`data.chat_template` replaces the tokenizer's"));
+    }
+    if tokenizer.has_given_up() {
+        let folder = tokenizer.folder().display();
+        return Err(Error::user(format!(
+            "cannot use the tokenizer in {folder}: too many rows end its process"
+        ))
+        .hint("copy tokenizer.json from the model this one was made from"));
+    }
+    Ok(())
+}
+
 /// What the rows of a format need of the tokenizer, before every row fails for the same reason.
 fn needs_met(
     rows: &[RawRow],
@@ -217,13 +231,20 @@ fn is_rendered(rows: &[RawRow], formats: &FileFormats) -> bool {
     })
 }
 
-fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
+/// Ends the run if rows cannot be used and are not to be left out. `other_format` finds a file whose bad rows mostly have the
+/// keys of another format.
+fn stop_on_faults(
+    report: &DataReport,
+    options: &DataOptions,
+    other_format: impl FnOnce() -> Option<OtherFormat>,
+) -> Result<()> {
     let stops = |kind: &RowFaultKind| *kind == RowFaultKind::TooLong || options.on_bad_row == OnBadRow::Stop;
     let total: usize = report.bad.iter().filter(|(kind, _)| stops(kind)).map(|(_, (count, _))| count).sum();
     if total == 0 {
         return Ok(());
     }
-    let mut error = Error::user(format!("cannot use {total} of {} rows of the data set", report.rows));
+    let rows = units::exact(report.rows, "row");
+    let mut error = Error::user(format!("cannot use {total} of {rows} of the data set"));
     let named: Vec<_> =
         report.first_bad().filter(|bad| stops(&bad.fault.kind)).take(NAMED_IN_ERROR).collect();
     for bad in &named {
@@ -234,19 +255,39 @@ fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
     }
     let any = |kind| named.iter().any(|bad| bad.fault.kind == kind);
     let all = |kind| named.iter().all(|bad| bad.fault.kind == kind);
-    Err(error.hint(if any(RowFaultKind::TooLong) {
-        "raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"` or `\"drop\"`"
+    let is_seldom = total.saturating_mul(ROWS_TO_A_SKIPPED_ONE) <= report.rows;
+    let hint = if any(RowFaultKind::TooLong) {
+        "raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"` or `\"drop\"`".to_owned()
     } else if all(RowFaultKind::Vocabulary) {
-        "give tokenizer files and weights of one and the same model"
-    } else if all(RowFaultKind::Template) {
-        "mend the rows or the chat template (`data.chat_template` replaces the tokenizer's), or write `data.on_bad_row = \"skip\"`"
-    } else if all(RowFaultKind::EmptyTurn) {
-        "give a chat template that prints these turns (`data.chat_template`), mend the rows, or write `data.on_bad_row = \"skip\"` to leave them out"
-    } else if all(RowFaultKind::NothingTrained) {
-        "write `data.train_on = \"all\"` to train on every token, or `data.on_bad_row = \"skip\"` to leave the rows out"
+        "give tokenizer files and weights of one and the same model".to_owned()
+    } else if let (false, Some(other)) = (is_seldom, other_format()) {
+        other.hint()
     } else {
-        "mend the rows, or write `data.on_bad_row = \"skip\"` to leave them out"
-    }))
+        ways_out(&all, is_seldom)
+    };
+    Err(error.hint(hint))
+}
+
+/// Returns the hint for bad rows. It offers to leave them out if they are seldom.
+fn ways_out(all: &dyn Fn(RowFaultKind) -> bool, is_seldom: bool) -> String {
+    let (mut ways, skip) = if all(RowFaultKind::Template) {
+        (vec!["mend the rows or the chat template (`data.chat_template` replaces the tokenizer's)"], "")
+    } else if all(RowFaultKind::EmptyTurn) {
+        let template = "give a chat template that prints these turns (`data.chat_template`)";
+        (vec![template, "mend the rows"], " to leave them out")
+    } else if all(RowFaultKind::NothingTrained) {
+        (vec!["write `data.train_on = \"all\"` to train on every token"], " to leave the rows out")
+    } else {
+        (vec!["mend the rows"], " to leave them out")
+    };
+    let skip = format!("write `data.on_bad_row = \"skip\"`{skip}");
+    if is_seldom {
+        ways.push(&skip);
+    }
+    match ways.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{}, or {last}", rest.join(", ")),
+        _ => ways.concat(),
+    }
 }
 
 impl From<RowFault> for Error {

@@ -7,12 +7,14 @@
 //! token that stops a generation. A row that leaves nothing to train is a fault, never a silent zero.
 
 use std::collections::BTreeSet;
+use std::sync::OnceLock;
 
 use regex::Regex;
 use serde_json::{Value, json};
 
 use super::child_pool::RowBudget;
-use super::conversation::{REASONING_KEYS, text_of};
+use super::control_tokens::ControlTokens;
+use super::conversation::{REASONING_KEYS, TOOLS_KEYS, text_of};
 use super::coverage::{self, RowNotes};
 use super::format::question;
 use super::parsed_row::ParsedRow;
@@ -21,6 +23,7 @@ use super::spans::{ChatOfRow, TrainedChat, TrainedMessages, render_trained};
 use super::template::ChatTemplate;
 use super::tokenizer::{Encoded, Tokenizer};
 use super::{DataOptions, Origin, RowError, RowFault, RowFaultKind};
+use crate::error::{Error, Result};
 use crate::recipe::enums::{DataFormat, OnLongRow};
 use crate::recipe::{TrainOn, TrainedEnds, TrainedTurns};
 
@@ -88,6 +91,8 @@ pub struct Encoder<'a> {
     special: Vec<&'a str>,
     /// Any of `special`; none if there is none.
     special_pattern: Option<Regex>,
+    /// Those that are encoded as text where a row holds them; found with the first chat.
+    control: OnceLock<Option<ControlTokens>>,
 }
 
 /// A whole row, before its length is looked at.
@@ -107,7 +112,7 @@ impl<'a> Encoder<'a> {
         let any = special.iter().map(|token| regex::escape(token)).collect::<Vec<_>>().join("|");
         // Escaped texts are a pattern, unless they are too large for one: then nothing is looked for.
         let special_pattern = (!special.is_empty()).then(|| Regex::new(&any).ok()).flatten();
-        Encoder { tokenizer, template, options, special, special_pattern }
+        Encoder { tokenizer, template, options, special, special_pattern, control: OnceLock::new() }
     }
 
     /// Encodes a row that is of `format`.
@@ -241,15 +246,34 @@ impl<'a> Encoder<'a> {
         };
         let refused = |error| RowError::of(RowFaultKind::Template, error);
         let form = template.form(chat.tools.is_some()).map_err(refused)?;
-        let messages = form.fit(chat.messages);
-        let chat = ChatOfRow { messages: &messages, ..chat };
+        let mut messages = form.fit(chat.messages);
+        let control = self.control(template).map_err(refused)?;
+        let marked = |value: Option<&Value>| Some(control?.mark(value?));
+        let (tools, options) = (marked(chat.tools), marked(chat.options));
+        if let Some(control) = control {
+            messages.iter_mut().for_each(|message| *message = control.mark(message));
+        } else {
+            notes.special_tokens = self.special_tokens_of(&ChatOfRow { messages: &messages, ..chat });
+        }
+        let chat = ChatOfRow {
+            messages: &messages,
+            tools: tools.as_ref().or(chat.tools),
+            options: options.as_ref().or(chat.options),
+            ..chat
+        };
         let train_on = &self.options.train_on;
         let all = *train_on == TrainOn::All;
+        let trained = &trained_messages(train_on, chat.messages, counts);
+        if !all {
+            notes.unknown_roles = coverage::unknown_roles(chat.messages, trained);
+        }
+        if !notes.unknown_roles.is_empty() && !trained.contains(&true) {
+            return Err(RowFault::new(RowFaultKind::NothingTrained, none_trained(chat.messages)).into());
+        }
         let rendered = if all {
             let rendered = template.render_within(chat.messages, &chat.inputs(false), chat.budget);
             rendered.map(|whole| TrainedChat { text: whole.text, spans: Vec::new(), turns: Vec::new() })
         } else {
-            let trained = &trained_messages(train_on, chat.messages, counts);
             let (ends, special) = (train_on.ends(), &self.special[..]);
             render_trained(template, chat, TrainedMessages { trained, ends, special, form })
         };
@@ -259,9 +283,13 @@ impl<'a> Encoder<'a> {
         }
         notes.empty_answers = coverage::empty_answers(chat.messages, &rendered);
         notes.dropped = coverage::dropped_parts(form, chat.messages, chat.tools, &rendered.text);
-        notes.special_tokens = self.special_tokens_of(chat.messages);
         notes.unused_keys = unused_message_keys(template, chat.messages);
-        let encoded = self.encoded(&rendered.text, false, chat.budget)?;
+        let encoded = match control {
+            None => self.encoded(&rendered.text, false, chat.budget)?,
+            Some(control) => {
+                control.encode(self.tokenizer, &rendered.text, chat.budget).map_err(unreadable)?
+            }
+        };
         let trained = if all {
             vec![true; encoded.ids.len()]
         } else {
@@ -272,14 +300,31 @@ impl<'a> Encoder<'a> {
         Ok(self.with_eos(&rendered.text, encoded, trained, ends_trained))
     }
 
-    /// The special tokens that the texts of messages hold.
-    fn special_tokens_of(&self, messages: &[Value]) -> Vec<String> {
+    /// The control tokens that are encoded as text, where the options ask for that.
+    fn control(&self, template: &ChatTemplate) -> Result<Option<&ControlTokens>> {
+        if !self.options.sanitize_control_tokens {
+            return Ok(None);
+        }
+        if let Some(control) = self.control.get() {
+            return Ok(control.as_ref());
+        }
+        let found = ControlTokens::new(self.tokenizer, template)?;
+        Ok(self.control.get_or_init(|| found).as_ref())
+    }
+
+    /// The special tokens that the texts of a chat hold: contents, reasoning, calls and tools.
+    fn special_tokens_of(&self, chat: &ChatOfRow<'_>) -> Vec<String> {
         let Some(pattern) = &self.special_pattern else { return Vec::new() };
         let mut held = BTreeSet::new();
-        for message in messages {
-            let text = text_of(message);
-            held.extend(pattern.find_iter(&text).map(|found| found.as_str().to_owned()));
+        let mut find = |text: &str| {
+            held.extend(pattern.find_iter(text).map(|found| found.as_str().to_owned()));
+        };
+        for message in chat.messages {
+            find(&text_of(message));
+            let others = ["reasoning_content", "tool_calls"].iter().filter_map(|key| message.get(*key));
+            others.for_each(|value| find(&value.to_string()));
         }
+        chat.tools.into_iter().for_each(|tools| find(&tools.to_string()));
         held.into_iter().collect()
     }
 
@@ -303,7 +348,7 @@ impl<'a> Encoder<'a> {
         if whole && train_on.ends() != TrainedEnds::None {
             // It may be a whole book: what its tokens cover is several times as large as they are.
             let encoded = self.tokenizer.encode_with_last_offsets(&text, true, budget);
-            let encoded = encoded.map_err(|error| RowError::of(RowFaultKind::Unreadable, error))?;
+            let encoded = encoded.map_err(unreadable)?;
             let trained = vec![true; encoded.ids.len()];
             return Ok(self.with_eos(&text, encoded, trained, true));
         }
@@ -320,8 +365,7 @@ impl<'a> Encoder<'a> {
     }
 
     fn encoded(&self, text: &str, add_special: bool, budget: &RowBudget) -> Result<Encoded, RowError> {
-        let encoded = self.tokenizer.encode_within(text, add_special, budget);
-        encoded.map_err(|error| RowError::of(RowFaultKind::Unreadable, error))
+        self.tokenizer.encode_within(text, add_special, budget).map_err(unreadable)
     }
 
     /// Appends EOS, given what the last tokens at least cover, where the row does not end in a token that stops a generation. Whitespace between what is
@@ -359,13 +403,33 @@ fn trained_messages(train_on: &TrainOn, messages: &[Value], counts: &[bool]) -> 
     trained
 }
 
-/// Keys of messages that neither this program nor the template reads, as `messages.KEY`.
+fn unreadable(error: Error) -> RowError {
+    RowError::of(RowFaultKind::Unreadable, error)
+}
+
+/// The reason why no message of a chat with unknown roles is trained.
+fn none_trained(messages: &[Value]) -> String {
+    let roles = messages.iter().filter_map(|message| message["role"].as_str()).collect::<BTreeSet<_>>();
+    let roles: Vec<&str> = roles.into_iter().collect();
+    format!(
+        "no message is trained: its roles are {}; known: {}",
+        roles.join(", "),
+        coverage::KNOWN_ROLES.join(", ")
+    )
+}
+
+/// Keys of messages that neither this program nor the template reads, as `messages.KEY`. The tools of a chat are the row's: a
+/// template that names `tools` alone reads no key of a message.
 fn unused_message_keys(template: &ChatTemplate, messages: &[Value]) -> Vec<String> {
     const READ: [&str; 5] = ["role", "content", "tool_calls", "tool_call_id", "name"];
     let keys = messages.iter().filter_map(Value::as_object).flat_map(|message| message.keys());
+    let reads_of_message = |key: &str| {
+        ["'", "\""].iter().any(|quote| template.mentions(&format!("{quote}{key}{quote}")))
+            || template.mentions(&format!(".{key}"))
+    };
     let unused: BTreeSet<&String> = keys
         .filter(|key| !READ.contains(&key.as_str()) && !REASONING_KEYS.contains(&key.as_str()))
-        .filter(|key| !template.mentions(key))
+        .filter(|key| !template.mentions(key) || TOOLS_KEYS.contains(&key.as_str()) && !reads_of_message(key))
         .collect();
     unused.into_iter().map(|key| format!("messages.{key}")).collect()
 }

@@ -19,6 +19,30 @@ pub(super) struct FileFormats {
     why: String,
 }
 
+/// A file that has rows of another format than it was read by.
+#[derive(Debug)]
+pub(super) struct OtherFormat {
+    file: Arc<Path>,
+    /// The other format.
+    format: DataFormat,
+    /// True if most rows of the file have it.
+    is_of_most_rows: bool,
+}
+
+impl OtherFormat {
+    /// Returns the hint for the rows of that format.
+    pub(super) fn hint(&self) -> String {
+        let (file, format) = (self.file.display(), self.format);
+        if self.is_of_most_rows {
+            format!(
+                "give {file} its own format: `format = \"{format}\"` in a `[[data.train]]` table of its `path`"
+            )
+        } else {
+            format!("put the rows of {file} that have the format {format} into a file of their own")
+        }
+    }
+}
+
 impl FileFormats {
     /// The format that `options` names, or that of most rows of each file.
     ///
@@ -69,6 +93,29 @@ impl FileFormats {
     /// The format of a row.
     pub(super) fn of(&self, row: &RawRow) -> DataFormat {
         row.format.or_else(|| self.files.get(&row.origin.file).copied()).unwrap_or(self.otherwise)
+    }
+
+    /// The first file most of whose unusable rows have the keys of one other format than the file was read by, whatever else
+    /// may be wrong with them. `bad` are those of `rows`, in their order.
+    pub(super) fn other_format(&self, rows: &[RawRow], bad: &[&RawRow]) -> Option<OtherFormat> {
+        bad.chunk_by(|a, b| a.origin.file == b.origin.file).find_map(|of_file| {
+            let mut counts: Vec<(DataFormat, usize)> = Vec::new();
+            for row in of_file {
+                let Ok((format, _)) = detect(std::slice::from_ref(*row)) else { continue };
+                match counts.iter_mut().find(|(known, _)| *known == format) {
+                    Some((_, count)) => *count += 1,
+                    None => counts.push((format, 1)),
+                }
+            }
+            let (format, count) = counts.into_iter().max_by_key(|(_, count)| *count)?;
+            let file = &of_file[0].origin.file;
+            let all = rows.iter().filter(|row| row.origin.file == *file).count();
+            (count * 2 > of_file.len() && format != self.of(of_file[0])).then(|| OtherFormat {
+                file: Arc::clone(file),
+                format,
+                is_of_most_rows: count * 2 > all,
+            })
+        })
     }
 
     /// The sentence that says which formats were found, and why.

@@ -99,7 +99,11 @@ pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
         let known: Vec<String> = FORMATS.iter().map(|f| format!("{f} ({})", f.keys())).collect();
         return Err(error
             .because(format!("known: {}", known.join("; ")))
-            .hint(format!("rename the keys of the rows, or {hint}{}", DataFormat::NAMES.join(", "))));
+            .hint(format!(
+                "rename the keys of the rows, or name them in a `[[data.train]]` table, such as `columns = {{ prompt = \"KEY\", \
+                 completion = \"KEY\" }}`, or {hint}{}",
+                DataFormat::NAMES.join(", ")
+            )));
     }
     let format = FORMATS[best];
     let share = if count == rows.len() {
@@ -138,8 +142,28 @@ fn keys_found(format: DataFormat, rows: &[RawRow]) -> String {
     found.join(", ")
 }
 
+/// Returns whether the keys of a row are those of some format.
+pub(super) fn is_row(row: &Map<String, Value>) -> bool {
+    FORMATS.iter().any(|format| format.fits(row))
+}
+
+/// Keys that are read of a row of texts without messages: a system message or tools have no place in it.
+fn used_keys_of_texts(row: &Map<String, Value>, format: DataFormat) -> Option<Vec<&'static str>> {
+    let is_text = |key: &str| row.get(key).is_some_and(Value::is_string);
+    match format {
+        DataFormat::PromptCompletion if is_text("prompt") => {
+            Some(vec!["prompt", "completion", "canonical_solution"])
+        }
+        DataFormat::Preference if is_text("chosen") => Some(vec!["prompt", "chosen", "rejected"]),
+        _ => None,
+    }
+}
+
 /// Keys of a row of `format` that are read.
-fn used_keys(format: DataFormat) -> Vec<&'static str> {
+fn used_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<&'static str> {
+    if let Some(keys) = used_keys_of_texts(row, format) {
+        return keys;
+    }
     let (chat, task) = (
         [&SYSTEM_KEYS[..], &TOOLS_KEYS, &[OPTIONS_KEY]].concat(),
         [&SYSTEM_KEYS[..], &["instruction"]].concat(),
@@ -166,7 +190,7 @@ pub(super) fn unused_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<S
         DataFormat::Auto => FORMATS.into_iter().find(|format| format.fits(row)).unwrap_or(format),
         format => format,
     };
-    let used = used_keys(format);
+    let used = used_keys(row, format);
     let holds = |value: &Value| match value {
         Value::Null => false,
         Value::String(text) => !text.is_empty(),
@@ -312,7 +336,10 @@ fn prompt_completion(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
             json_type(prompt),
             json_type(completion)
         ))),
-        _ => Err(fault(format!("it needs `prompt` and `{key}`"))),
+        (prompt, _) => {
+            let missing = if prompt.is_none() { "prompt" } else { "completion" };
+            Err(fault(format!("it has no `{missing}`; its keys are {}", keys_of(row))))
+        }
     }
 }
 
@@ -337,7 +364,12 @@ fn preference(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
                 _ => Conversation::read(row, key)?,
             };
             let answer = Conversation::read(row, "chosen")?;
-            Ok(chat.with_system(row)?.answered_by(answer).into_record(tools_of(row)?))
+            // UltraFeedback's form: the chosen side begins with the prompt itself.
+            let chat = match answer.len_with(&chat) {
+                Some(asked) => answer.trained_from(asked).with_system(row)?,
+                None => chat.with_system(row)?.answered_by(answer),
+            };
+            Ok(chat.into_record(tools_of(row)?))
         }
         (None, Some(Value::Array(_))) => {
             let (chosen, rejected) = (messages_of(row, "chosen")?, messages_of(row, "rejected")?);

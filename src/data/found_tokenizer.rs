@@ -3,8 +3,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
-use tokenizers::AddedToken;
 use tokenizers::models::ModelWrapper;
+use tokenizers::{
+    AddedToken, Model as _, NormalizedString, Normalizer as _, OffsetType, PreTokenizedString,
+    PreTokenizer as _,
+};
 
 use super::encoded::Encoded;
 use super::tokenizer_outline;
@@ -93,6 +96,27 @@ pub(super) fn encode(
     let tokens = encoding.get_offsets().iter().zip(encoding.get_special_tokens_mask());
     let offsets = tokens.map(|(&(start, end), &added)| if added == 1 { 0..0 } else { start..end }).collect();
     Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
+}
+
+/// Ids of `text` without the added tokens, with the bytes that they cover.
+///
+/// # Errors
+/// The crate gives none, with the reason.
+pub(super) fn encode_as_text(inner: &tokenizers::Tokenizer, text: &str) -> Result<Encoded, String> {
+    contained(|| {
+        let mut normalized = NormalizedString::from(text);
+        if let Some(normalizer) = inner.get_normalizer() {
+            normalizer.normalize(&mut normalized)?;
+        }
+        let mut split = PreTokenizedString::from(normalized);
+        if let Some(pre_tokenizer) = inner.get_pre_tokenizer() {
+            pre_tokenizer.pre_tokenize(&mut split)?;
+        }
+        split.tokenize(|part| inner.get_model().tokenize(part.get()))?;
+        let encoding = split.into_encoding(None, 0, OffsetType::Byte)?;
+        let offsets = encoding.get_offsets().iter().map(|&(start, end)| start..end).collect();
+        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
+    })
 }
 
 /// Ids of `text`, by the crate, without the time that offsets take.

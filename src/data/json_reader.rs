@@ -12,10 +12,13 @@ use super::json_cut::{self, JsonPart, line_ends};
 use super::json_rows::{elements, json_type, member_starts};
 use super::raw_rows::{DataFile, RawRow, TextFile};
 use super::settle::settle;
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, expansion, python_json, text_encoding};
+use super::{
+    BadRow, Origin, RowFault, RowFaultKind, RowOrigin, expansion, format, python_json, text_encoding,
+};
 use crate::error::{Error, Result};
 
-/// Keys that hold arrays inside a row: an object with one of them is a row, not a holder of rows.
+/// Keys that hold arrays inside a row: an object with one of them is a row, not a holder of rows, as one that has the keys of a
+/// format is.
 const ROW_KEYS: [&str; 7] =
     ["messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected"];
 
@@ -70,7 +73,7 @@ fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, Strin
     let bytes = &text.bytes[..];
     let Ok(parsed) = python_json::parse(&bytes[one.range.clone()]) else { return Ok(vec![one.clone()]) };
     let Value::Object(object) = parsed.value else { return Ok(vec![one.clone()]) };
-    if ROW_KEYS.iter().any(|key| object.contains_key(*key)) {
+    if ROW_KEYS.iter().any(|key| object.contains_key(*key)) || format::is_row(&object) {
         return Ok(vec![one.clone()]);
     }
     let holds_rows = |value: &Value| matches!(value, Value::Array(list) if list.iter().any(Value::is_object));

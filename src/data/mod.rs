@@ -38,6 +38,7 @@ mod arrow_rows;
 mod arrow_values;
 mod child_pool;
 mod container;
+mod control_tokens;
 mod conversation;
 mod csv_delimiters;
 mod csv_rows;
@@ -117,6 +118,8 @@ pub struct DataOptions {
     pub on_bad_row: OnBadRow,
     /// What a row that is too long does.
     pub on_long_row: OnLongRow,
+    /// Encode control tokens in the texts of chats as text.
+    pub sanitize_control_tokens: bool,
     /// Rows of the model's embedding: a larger token id is refused.
     pub vocab_size: usize,
 }
@@ -130,6 +133,7 @@ impl Default for DataOptions {
             train_on: TrainOn::default(),
             on_bad_row: OnBadRow::Stop,
             on_long_row: OnLongRow::Truncate,
+            sanitize_control_tokens: false,
             vocab_size: usize::MAX,
         }
     }

@@ -108,45 +108,64 @@ impl DataReport {
     }
 }
 
+impl DataReport {
+    /// A line for each reason for which rows are left out or cut into several examples.
+    fn write_left_out(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The words for one row, and for more.
+        let counts = [
+            (self.dropped, "row", ["dropped for its length", "dropped for their length"]),
+            (
+                self.cut_away,
+                "row",
+                [
+                    "left out: its answer begins after data.max_seq_len tokens",
+                    "left out: their answer begins after data.max_seq_len tokens",
+                ],
+            ),
+            (self.chunked, "text", ["cut into chunks"; 2]),
+            (self.left_out, "row", ["left out for its label", "left out for their label"]),
+        ];
+        for (count, what, [of_one, of_more]) in counts.into_iter().filter(|(count, ..)| *count > 0) {
+            let words = if count == 1 { of_one } else { of_more };
+            write!(f, "\n{} {words}", units::exact(count, what))?;
+        }
+        Ok(())
+    }
+}
+
 impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let files = if self.files == 1 { "1 file".to_owned() } else { format!("{} files", self.files) };
-        writeln!(f, "{} rows in {files}, {}", self.rows, self.why)?;
+        let (rows, files) = (units::exact(self.rows, "row"), units::exact(self.files, "file"));
+        writeln!(f, "{rows} in {files}, {}", self.why)?;
         for note in &self.notes {
             writeln!(f, "  {note}")?;
         }
         let share = 100.0 * self.trained_tokens as f64 / (self.tokens as f64).max(1.0);
-        let tokens = units::count(self.tokens);
         write!(
             f,
-            "{} examples, {tokens} tokens, {} of them trained ({share:.0} %)",
-            self.examples,
+            "{}, {}, {} of them trained ({share:.0} %)",
+            units::exact(self.examples, "example"),
+            units::counted(self.tokens as usize, "token"),
             units::count(self.trained_tokens)
         )?;
         if let Some((longest, origin)) = &self.longest {
-            write!(f, "\nlongest row: {longest} tokens ({origin})")?;
+            write!(f, "\nlongest row: {} ({origin})", units::exact(*longest, "token"))?;
         }
         if self.truncated > 0 {
-            write!(f, "\n{} rows cut to data.max_seq_len", self.truncated)?;
+            write!(f, "\n{} cut to data.max_seq_len", units::exact(self.truncated, "row"))?;
         }
-        if self.cut_answers > 0 {
-            write!(f, ", {} of them within the answer, whose end they do not teach", self.cut_answers)?;
+        match (self.cut_answers, self.truncated) {
+            (0, _) => {}
+            (_, 1) => f.write_str(", within the answer, whose end it does not teach")?,
+            (cut, _) => write!(f, ", {cut} of them within the answer, whose end they do not teach")?,
         }
-        let counts = [
-            (self.dropped, "rows dropped for their length"),
-            (self.cut_away, "rows left out: their answer begins after data.max_seq_len tokens"),
-            (self.chunked, "texts cut into chunks"),
-            (self.left_out, "rows left out for their label"),
-        ];
-        for (count, what) in counts.into_iter().filter(|(count, _)| *count > 0) {
-            write!(f, "\n{count} {what}")?;
-        }
+        self.write_left_out(f)?;
         for warning in &self.warnings {
             write!(f, "\nwarning: {warning}")?;
         }
         write!(f, "{}", self.note_counts)?;
         for (kind, (count, rows)) in &self.bad {
-            write!(f, "\n{count} bad rows: {kind}")?;
+            write!(f, "\n{}: {kind}", units::exact(*count, "bad row"))?;
             for row in rows {
                 write!(f, "\n  {row}")?;
             }

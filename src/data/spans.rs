@@ -19,7 +19,7 @@
 
 use std::ops::Range;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::child_pool::RowBudget;
 use super::template::{ChatTemplate, TemplateInputs};
@@ -266,8 +266,10 @@ impl TurnSearch<'_> {
         }
     }
 
-    /// A text without the beginning of a special token at its end.
+    /// A text without the beginning of a special token at its end, or the token that opens a result.
     fn whole_tokens<'t>(&self, text: &'t str) -> &'t str {
+        let opened = self.special.iter().filter(|token| opens_result(token));
+        let text = opened.filter_map(|token| text.strip_suffix(*token)).next().unwrap_or(text);
         let tokens = self.special.iter();
         let begun = tokens.filter_map(|token| {
             (1..token.len()).rev().find(|len| token.is_char_boundary(*len) && text.ends_with(&token[..*len]))
@@ -321,8 +323,13 @@ impl TurnSearch<'_> {
     fn last_special(&self, start: usize, end: usize) -> Option<usize> {
         let text = &self.whole[start..end];
         let tokens = self.special.iter();
-        let last = tokens.filter_map(|token| text.rfind(token).map(|at| start + at + token.len())).max();
-        last.filter(|last| {
+        let ends = tokens.filter_map(|token| text.rfind(token).map(|at| (start + at + token.len(), *token)));
+        let (last, token) = ends.max_by_key(|(end, _)| *end)?;
+        if opens_result(token) {
+            // Gemma 4 opens the result right after the call.
+            return self.last_special(start, last - token.len());
+        }
+        Some(last).filter(|last| {
             // Two texts may part within the token that opens the next turn.
             let rest = self.whole[*last..end].trim_start();
             rest.is_empty() || self.special.iter().any(|token| token.starts_with(rest))
@@ -332,7 +339,8 @@ impl TurnSearch<'_> {
     /// The end of the special token that `text` begins with, after space.
     fn leading_special(&self, text: &str) -> Option<usize> {
         let trimmed = text.trim_start();
-        let tokens = self.special.iter().filter(|token| trimmed.starts_with(**token));
+        let ends_here = |token: &&&str| trimmed.starts_with(**token) && !opens_result(token);
+        let tokens = self.special.iter().filter(ends_here);
         tokens.map(|token| text.len() - trimmed.len() + token.len()).max()
     }
 }
@@ -341,6 +349,12 @@ impl TurnSearch<'_> {
 fn opens_by_name(prompt: &str, end: usize) -> bool {
     let token = prompt[..end].to_lowercase();
     ["assistant", "model", "bot", "gpt", "response"].iter().any(|name| token.contains(name))
+}
+
+/// Returns whether a special token opens the result of a call: what follows is no longer the assistant's.
+fn opens_result(token: &str) -> bool {
+    let closes = token.contains('/') || (!token.starts_with("<|") && token.ends_with("|>"));
+    token.contains("tool_response") && !closes
 }
 
 /// A user's next message, in the form that the chat has.
@@ -369,16 +383,37 @@ fn marked_message(message: &Value, mark: &str) -> Value {
     }
     for call in message.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten() {
         match call["function"].get_mut("arguments") {
-            Some(Value::String(text)) => *text = json!({mark: mark}).to_string(),
-            Some(Value::Object(arguments)) if !arguments.is_empty() => {
-                let marked = arguments.iter().map(|(key, _)| (key.clone(), Value::from(mark)));
-                *arguments = marked.collect();
-            }
+            Some(Value::String(text)) if !text.trim().is_empty() => *text = marked_json(text, mark),
+            Some(Value::Object(arguments)) if !arguments.is_empty() => mark_arguments(arguments, mark),
             // A template may print the name again with the result of the call, so it is the last to be replaced.
             _ => call["function"]["name"] = Value::from(mark),
         }
     }
     message
+}
+
+/// Puts `mark` in the place of each text among the arguments of a call, or of the last key where none is a text: what follows
+/// the mark is then printed as before, for a quote ends a text and no number.
+fn mark_arguments(arguments: &mut Map<String, Value>, mark: &str) {
+    let mut texts = 0;
+    for text in arguments.values_mut().filter(|value| value.is_string()) {
+        *text = Value::from(mark);
+        texts += 1;
+    }
+    if texts == 0
+        && let Some(last) = arguments.keys().next_back().cloned()
+        && let Some(value) = arguments.shift_remove(&last)
+    {
+        arguments.insert(mark.to_owned(), value);
+    }
+}
+
+/// A JSON text with `mark` within its braces, so that it ends as before.
+fn marked_json(text: &str, mark: &str) -> String {
+    let body = text.trim();
+    let is_object = body.strip_prefix('{').is_some_and(|body| body.ends_with('}'));
+    let marked = if is_object { format!("{{{mark}}}") } else { mark.to_owned() };
+    text.replacen(body, &marked, 1)
 }
 
 /// The length of the common prefix, on a character boundary of both.

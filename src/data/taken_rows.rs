@@ -12,6 +12,7 @@ use super::source::{Split, read};
 use super::{BadRow, RowFault, RowFaultKind};
 use crate::error::{Error, Result};
 use crate::recipe::RowSource;
+use crate::units;
 
 /// The key of the prompt that a template makes.
 const PROMPT: &str = "prompt";
@@ -21,7 +22,8 @@ const PROMPT: &str = "prompt";
 /// # Errors
 /// As [`read`]; `source` names a split that files do not have, or a template that is none.
 pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<DataFile> {
-    let split = source.split.as_deref().map_or(Ok(purpose), Split::named)?;
+    let name = source.split.as_ref().and_then(|split| split.name.as_deref());
+    let split = name.map_or(Ok(purpose), Split::named)?;
     let template = source.prompt_template.as_deref().map(PromptTemplate::parse).transpose()?;
     let mut taken = DataFile::default();
     for path in paths {
@@ -30,6 +32,17 @@ pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<Dat
         taken.rows.append(&mut one.rows);
         taken.bad.append(&mut one.bad);
         taken.notes.append(&mut one.notes);
+    }
+    let all = taken.rows.len();
+    if let Some(rows) = source.split.as_ref().and_then(|split| split.rows(all)) {
+        let note = format!("took rows {} to {} of {all} of {source}", rows.start + 1, rows.end);
+        taken.rows = taken.rows.drain(rows).collect();
+        taken.notes.push(note);
+        if taken.rows.is_empty() && all > 0 {
+            return Err(Error::user(format!("cannot take a part of {source}"))
+                .because(format!("its `split` leaves none of its {}", units::exact(all, "row")))
+                .hint("give a larger part, such as train[:5%]"));
+        }
     }
     if let Some(limit) = source.limit.filter(|limit| *limit < taken.rows.len()) {
         let all = taken.rows.len();
@@ -210,7 +223,7 @@ pub fn hold_out(sources: &mut [DataFile], size: f64, seed: u64) -> Result<DataFi
     }
     if sources.iter().all(|source| source.rows.is_empty()) {
         return Err(Error::user(format!("`data.eval_split` is {size}, which leaves no row to train on"))
-            .because(format!("the data set has {all} rows"))
+            .because(format!("the data set has {}", units::exact(all, "row")))
             .hint("give a smaller share or number, or `--eval-dataset DATASET`"));
     }
     let note = format!("{} of {all} rows, held out of the training rows", held_out.rows.len());

@@ -74,10 +74,9 @@ impl TemplateForm {
         let Some(without) = render(&user, None, false)? else { return Ok(Self::unknown()) };
         let mut content = BTreeMap::new();
         for role in ["system", "developer", "user", "assistant", "tool"] {
-            let prints = |content: Value| prints_mark(render, &chat_with(role, content));
             let forms = ContentForms {
-                text: prints(Value::from(MARK))?,
-                parts: prints(json!([{"type": "text", "text": MARK}]))?,
+                text: prints_content(render, role, &Value::from(MARK))?,
+                parts: prints_content(render, role, &json!([{"type": "text", "text": MARK}]))?,
             };
             content.insert(role, forms);
         }
@@ -93,7 +92,8 @@ impl TemplateForm {
             prompt,
             end: String::new(),
         };
-        let answered = render(&form.fit(&chat_with("assistant", Value::from(MARK))), None, false)?;
+        let answered =
+            render(&form.fit(&chat_with("assistant", Value::from(MARK), Value::Null)), None, false)?;
         form.end = answered.and_then(|text| Some(text.rsplit_once(MARK)?.1.to_owned())).unwrap_or_default();
         form.arguments = ArgumentForms {
             object: form.prints_arguments(render, json!({MARK: MARK}))?,
@@ -211,6 +211,24 @@ fn prints_mark(render: &RenderProbe<'_>, messages: &[Value]) -> Result<bool> {
     Ok(render(messages, None, false)?.is_some_and(|printed| printed.contains(MARK)))
 }
 
+/// Returns whether a template prints the text of a message's content, and not the list of its parts as Python or JSON
+/// writes it. Before a tool's result stands a call, whose arguments have one form or the other.
+fn prints_content(render: &RenderProbe<'_>, role: &str, content: &Value) -> Result<bool> {
+    const WRITTEN: [&str; 3] = ["'text': '", "\"text\": \"", "\"text\":\""];
+    let written = WRITTEN.map(|key| format!("{key}{MARK}"));
+    for arguments in [json!({"a": "b"}), Value::from("{\"a\": \"b\"}")] {
+        let chat = chat_with(role, content.clone(), arguments);
+        let printed = render(&chat, None, false)?.unwrap_or_default();
+        if printed.contains(MARK) && !written.iter().any(|written| printed.contains(written)) {
+            return Ok(true);
+        }
+        if role != "tool" {
+            break;
+        }
+    }
+    Ok(false)
+}
+
 /// A call of the function `name`.
 fn call(name: &str, arguments: Value) -> Value {
     json!({"type": "function", "id": "call00000", "function": {"name": name, "arguments": arguments}})
@@ -224,8 +242,9 @@ fn calling(name: &str, arguments: Value) -> [Value; 2] {
     ]
 }
 
-/// The shortest chat in which a message of `role` has its usual place, with `content`.
-fn chat_with(role: &str, content: Value) -> Vec<Value> {
+/// The shortest chat in which a message of `role` has its usual place, with `content`; a tool's message after a call with
+/// `arguments`.
+fn chat_with(role: &str, content: Value, arguments: Value) -> Vec<Value> {
     // Parts in one role go with parts in the others: a template that walks parts walks them everywhere.
     let other = match &content {
         Value::Array(_) => json!([{"type": "text", "text": "a"}]),
@@ -237,7 +256,7 @@ fn chat_with(role: &str, content: Value) -> Vec<Value> {
         "assistant" => vec![user, json!({"role": "assistant", "content": content})],
         "tool" => vec![
             user,
-            json!({"role": "assistant", "content": "", "tool_calls": [call("a", json!({"a": "b"}))]}),
+            json!({"role": "assistant", "content": "", "tool_calls": [call("a", arguments)]}),
             json!({"role": "tool", "name": "a", "tool_call_id": "call00000", "content": content}),
         ],
         role => vec![json!({"role": role, "content": content}), user],

@@ -272,6 +272,15 @@ impl Tokenizer {
         encoded.map_err(|end| self.cannot(ENCODE, end))
     }
 
+    /// Ids of a short text without the added tokens, whatever the text is: by the model after normalizer and pre-tokenizer.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub(super) fn encode_as_text(&self, text: &str) -> Result<Encoded> {
+        let encoded = found_tokenizer::encode_as_text(&self.inner, text).map_err(ChildEnd::ByInput);
+        encoded.map_err(|end| self.cannot(ENCODE, end))
+    }
+
     /// Returns whether so many rows ended the tokenizer's process that no more are encoded.
     pub fn has_given_up(&self) -> bool {
         self.children.as_ref().is_some_and(|children| children.has_given_up())
@@ -359,6 +368,11 @@ impl Tokenizer {
     /// Whether `id` is a special token.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.contains_key(&id)
+    }
+
+    /// The added tokens, each with whether it is special.
+    pub(super) fn added_texts(&self) -> impl Iterator<Item = (String, bool)> {
+        self.inner.get_added_tokens_decoder().into_values().map(|token| (token.content, token.special))
     }
 
     /// Texts of all special tokens.

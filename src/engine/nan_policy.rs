@@ -51,10 +51,12 @@ impl DivergedSteps {
     /// That of the step, where the run ends at one or has reached its limit.
     pub(super) fn count(&mut self, diverged: &Error) -> Result<String> {
         let NanPolicy { on_nan, limit } = self.policy;
-        let times = match on_nan {
-            OnNan::Stop => return Err(diverged.clone()),
-            OnNan::Skip => "steps in a row were skipped",
-            OnNan::Rollback => "times the run went back to this checkpoint",
+        let times = match (on_nan, limit) {
+            (OnNan::Stop, _) => return Err(diverged.clone()),
+            (OnNan::Skip, 1) => "step was skipped",
+            (OnNan::Skip, _) => "steps in a row were skipped",
+            (OnNan::Rollback, 1) => "time the run went back to this checkpoint",
+            (OnNan::Rollback, _) => "times the run went back to this checkpoint",
         };
         if self.in_a_row >= limit {
             let before = format!("before it {limit} {times}: `train.nan_limit` is {limit}");

@@ -9,6 +9,7 @@ use crate::median::median;
 use crate::report::alerts::rules::{LossSpikes, StillGradients};
 use crate::report::{EvalReport, StepReport};
 use crate::sharding::{EntryIndex, ParamStore};
+use crate::units;
 
 /// Steps after which every tensor that trains must have had a gradient. The first of a warm-up has learning rate 0, and
 /// the A of LoRA has a gradient only after its B has moved.
@@ -208,9 +209,9 @@ impl RunWatch {
         let others = found.len() - names.len();
         let others = if others > 0 { format!(" and {others} more") } else { String::new() };
         Some(format!(
-            "{} of {all} trainable tensors had no gradient in {} steps, and learn nothing: {}{others}",
+            "{} of {all} trainable tensors had no gradient in {}, and learn nothing: {}{others}",
             found.len(),
-            self.updates,
+            units::exact(self.updates, "step"),
             names.join(", ")
         ))
     }

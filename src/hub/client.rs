@@ -21,6 +21,7 @@ use super::speed::{SpeedWatch, TooSlow};
 use super::{DownloadEvent, DownloadProgress};
 use crate::address;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::units;
 
 /// More than the description of the largest repositories, less than what would hurt.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
@@ -324,7 +325,18 @@ impl<'a> Client<'a> {
         if let Some(token) = self.options.token.as_ref().filter(|_| hop.is_trusted) {
             request = request.header("Authorization", format!("Bearer {}", token.secret()));
         }
-        request.call().map_err(|e| self.transport(&e))
+        request.call().map_err(|e| match hop.uri.host().filter(|_| self.finds_no_host(&e)) {
+            Some(host) => {
+                let reason = self.shown(&format!("cannot find {host} (no network?)"));
+                HttpFault::Passing { reason, wait: None }
+            }
+            None => self.transport(&e),
+        })
+    }
+
+    /// Returns whether the system found no address for the host that was asked. Behind a proxy that may be the proxy's.
+    fn finds_no_host(&self, error: &ureq::Error) -> bool {
+        self.agent.config().proxy().is_none() && is_unknown_host(error)
     }
 
     fn file_url(&self, commit: &str, file: &str) -> String {
@@ -364,7 +376,7 @@ impl<'a> Client<'a> {
             let what = format!("cannot get {} from {}", self.subject, self.options.endpoint());
             return Err(Error::new(ErrorCategory::Transient, what)
                 .because(reason)
-                .because(format!("{} attempts without progress", patience.failures))
+                .because(format!("{} without progress", units::exact(patience.failures, "attempt")))
                 .hint("check the network and HF_ENDPOINT, or try again later; `--offline` uses a copy that the cache holds"));
         };
         progress(DownloadEvent::Retry { reason: &reason, wait });
@@ -543,6 +555,15 @@ pub(super) fn broken(error: std::io::Error) -> HttpFault {
     HttpFault::Passing { reason, wait: None }
 }
 
+/// Returns whether a name could not be resolved, of which the standard library's error has a text alone.
+fn is_unknown_host(error: &ureq::Error) -> bool {
+    match error {
+        ureq::Error::HostNotFound => true,
+        ureq::Error::Io(error) => error.to_string().starts_with("failed to lookup address information"),
+        _ => false,
+    }
+}
+
 /// A file name as a part of an address: all but the slashes and the unreserved characters escaped (RFC 3986).
 fn percent_encoded(name: &str) -> String {
     let mut encoded = String::with_capacity(name.len());
@@ -563,6 +584,18 @@ mod tests {
     #[test]
     fn names_in_addresses() {
         assert_eq!(percent_encoded("data/a b%ä.jsonl"), "data/a%20b%25%C3%A4.jsonl");
+    }
+
+    /// The standard library may word its error otherwise one day. The domain `invalid` has no hosts (RFC 2606).
+    #[cfg(unix)]
+    #[test]
+    fn a_host_that_is_not_found_is_known() {
+        use std::net::ToSocketAddrs as _;
+        let error = ("finetune.invalid", 80).to_socket_addrs().expect_err("no such host");
+        assert!(is_unknown_host(&ureq::Error::Io(error)));
+        assert!(is_unknown_host(&ureq::Error::HostNotFound));
+        assert!(!is_unknown_host(&ureq::Error::ConnectionFailed));
+        assert!(!is_unknown_host(&ureq::Error::Io(std::io::Error::other("the connection broke"))));
     }
 
     #[test]

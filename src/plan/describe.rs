@@ -20,11 +20,11 @@ impl Plan {
             }
         };
         format!(
-            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = {} (recompute {recompute}){away}",
+            "training {method}: {} of {} parameters, {:?}, {}{spread}\nmemory of a step: {} = {} (recompute {recompute}){away}",
             units::count(trainable),
             units::count(all),
             self.engine.dtype,
-            self.total_steps,
+            units::exact(self.total_steps, "step"),
             units::bytes(memory.total()),
             memory.by_cause(),
         )

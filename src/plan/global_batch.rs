@@ -4,6 +4,7 @@ use crate::checkpoint::SavedCheckpoint;
 use crate::data::{Dataset, Sampler, SamplerOptions};
 use crate::error::{Error, Result};
 use crate::recipe::{AutoOr, Recipe};
+use crate::units;
 
 /// Steps that "auto" leaves in an epoch at least, where the rows allow that.
 const LEAST_STEPS: usize = 30;
@@ -12,7 +13,8 @@ const MOST_ROWS: usize = 8;
 
 /// Decides the accumulation of a run over `ranks` ranks as far as its rows need not be known: from
 /// `train.global_batch_size`, or from the checkpoint that the run goes on from, whose steps stay the same on other ranks.
-/// "auto" also takes the checkpoint's accumulation and length of rows.
+/// "auto" also takes the checkpoint's accumulation and length of rows. Returns `train.global_batch_size`, which the decision
+/// takes out of the recipe.
 ///
 /// # Errors
 /// The ranks do not divide the rows of a step.
@@ -20,7 +22,7 @@ pub(crate) fn decide_rows(
     recipe: &mut Recipe,
     ranks: usize,
     resumed: Option<&SavedCheckpoint>,
-) -> Result<()> {
+) -> Result<Option<usize>> {
     if let (AutoOr::Auto, Some(tokens)) =
         (recipe.data.max_seq_len, resumed.and_then(|saved| saved.state.max_seq_len()))
     {
@@ -29,12 +31,12 @@ pub(crate) fn decide_rows(
     if let Some(rows) = recipe.train.global_batch_size.take() {
         let size = recipe.train.micro_batch_rows();
         recipe.train.gradient_accumulation_steps = AutoOr::Fixed(share_of_rank(rows, size, ranks)?);
-        return Ok(());
+        return Ok(Some(rows));
     }
     let is_open = recipe.train.gradient_accumulation_steps == AutoOr::Auto;
     match resumed.filter(|saved| is_open || saved.state.ranks != ranks) {
-        Some(saved) => split_saved_steps(recipe, ranks, saved),
-        None => Ok(()),
+        Some(saved) => split_saved_steps(recipe, ranks, saved).map(|()| None),
+        None => Ok(None),
     }
 }
 
@@ -91,7 +93,8 @@ fn share_of_rank(rows: usize, size: usize, ranks: usize) -> Result<usize> {
     Err(Error::user(format!("cannot make steps of {rows} rows"))
         .because(format!(
             "`train.global_batch_size` is {rows}; accepted: multiples of {unit}, which is \
-             `train.micro_batch_size` {size} x {ranks} ranks; nearest: {nearest}"
+             `train.micro_batch_size` {size} x {}; nearest: {nearest}",
+            units::exact(ranks, "rank")
         ))
         .hint(format!("write one of the nearest ({nearest}), or another `train.micro_batch_size`")))
 }
@@ -105,8 +108,8 @@ fn split_saved_steps(recipe: &mut Recipe, ranks: usize, saved: &SavedCheckpoint)
     let Some(steps) = saved.state.micro_batches() else {
         return Err(Error::user(format!("cannot resume {}", saved.folder.display()))
             .because(format!(
-                "it does not say how many micro-batches a step had, and was made by {} ranks",
-                saved.state.ranks
+                "it does not say how many micro-batches a step had, and was made by {}",
+                units::exact(saved.state.ranks, "rank")
             ))
             .hint(format!("resume with `--ranks {}`", saved.state.ranks)));
     };

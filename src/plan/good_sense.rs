@@ -29,6 +29,7 @@ impl Plan {
         };
         let made = match train.max_steps {
             Some(_) => format!("it has {steps}"),
+            None if self.train.0.len() == 1 => format!("its one row makes {steps}"),
             None => format!("its {} rows make {steps}", self.train.0.len()),
         };
         let keys = [

@@ -5,6 +5,7 @@ use std::fmt;
 use crate::quant::QuantFormat;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::describe;
+use crate::units;
 
 /// How a run trains the model: `LoRA, r 16, on 21 modules`, `all weights (full fine-tuning)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,7 +33,8 @@ impl Method {
             (_, most) => most.unwrap_or(adapter_setup.config.spec.r).to_string(),
         };
         let base = format.map_or_else(String::new, |format| format!(" over {}", describe(&format)));
-        let text = format!("{name}, r {rank}, on {} modules{base}", adapter_setup.targets.len());
+        let modules = units::exact(adapter_setup.targets.len(), "module");
+        let text = format!("{name}, r {rank}, on {modules}{base}");
         Method { tag, text }
     }
 

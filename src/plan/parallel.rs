@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::recipe::{self, MasterWeights, Recipe, ReduceDtype, Strategy};
 use crate::setup::base_model::DeviceTraits;
 use crate::sharding::{GradReduceOptions, OffloadTarget, ShardingStrategy};
+use crate::units;
 
 /// How many ranks a run is planned for (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,7 +118,8 @@ fn shard_size(parallel: &recipe::ParallelSection, world: WorldSize) -> Result<us
             .hint("give a divisor of the number of ranks as `parallel.shard_size`")),
         (None, Some(local)) if ranks.is_multiple_of(local) => Ok(local),
         (None, Some(local)) => {
-            Err(refused(format!("`parallel.shard_size` is not set, and this host has {local} ranks"))
+            let local = units::exact(local, "rank");
+            Err(refused(format!("`parallel.shard_size` is not set, and this host has {local}"))
                 .hint("add `--set parallel.shard_size=SIZE`"))
         }
         (None, None) => Err(refused(
@@ -149,7 +151,7 @@ pub(super) fn pick_strategy(
     ];
     strategies.into_iter().find_map(|(kind, why)| {
         let needed = needed(kind).total();
-        let [need, have] = [needed, budget].map(crate::units::bytes);
+        let [need, have] = [needed, budget].map(units::bytes);
         (needed <= budget).then(|| (kind, Some(format!("{why}: {need} a rank, {have} are available"))))
     })
 }

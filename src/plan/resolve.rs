@@ -58,6 +58,8 @@ pub struct Plan {
     pub memory: MemoryPlan,
     /// Optimizer steps of the run.
     pub total_steps: u64,
+    /// `train.global_batch_size`, where the rows of a step were given so; `recipe` has what it came to on these ranks.
+    pub(crate) global_batch: Option<usize>,
     /// Ranks that train together.
     pub ranks: usize,
     /// Who keeps what.
@@ -86,7 +88,7 @@ impl Plan {
         resumed: Option<&SavedCheckpoint>,
         now: DateTime<FixedOffset>,
     ) -> Result<Self> {
-        decide_rows(&mut recipe, world.all, resumed)?;
+        let global_batch = decide_rows(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         recipe.data.fit_positions(base.config.max_position_embeddings);
         let mut engine = engine_options(&recipe, device)?;
@@ -128,6 +130,7 @@ impl Plan {
             recompute,
             memory,
             total_steps,
+            global_batch,
             ranks: world.all,
             kind,
             why,
@@ -150,9 +153,29 @@ impl Plan {
         recipe
     }
 
-    /// The resolved recipe that a run leaves in its folder. Of several ranks a comment tells how many, and the strategy.
+    /// The resolved recipe as people get it: with `train.global_batch_size` where that was given, so that it makes the same
+    /// steps on other ranks.
+    pub(crate) fn portable_recipe(&self) -> Recipe {
+        let mut recipe = self.recipe.clone();
+        if self.global_batch.is_some() {
+            recipe.train.global_batch_size = self.global_batch;
+            recipe.train.gradient_accumulation_steps = AutoOr::Auto;
+        }
+        recipe
+    }
+
+    /// The resolved recipe that a run leaves in its folder. Of several ranks a comment tells how many, and the strategy; of
+    /// a global batch, its share of a rank.
     pub fn recipe_text(&self) -> String {
-        let recipe = self.recipe.to_toml();
+        let recipe = self.portable_recipe().to_toml();
+        if self.global_batch.is_some() {
+            return format!(
+                "# Trained by {} with strategy \"{}\"; on each, gradient_accumulation_steps came to {}.\n{recipe}",
+                units::exact(self.ranks, "rank"),
+                self.strategy(),
+                self.recipe.train.accumulation()
+            );
+        }
         if self.ranks == 1 {
             return recipe;
         }

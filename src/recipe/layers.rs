@@ -13,7 +13,7 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::builtin::RecipeText;
 use super::conflicts::{KeyConflict, conflicts};
-use super::peers::{other_language, section_of_peers, value_of_peers};
+use super::peers::{key_of_a_source, other_language, section_of_peers, value_of_key, value_of_peers};
 use super::render::inline;
 use super::schema::Key;
 use super::shell::quoted_for_shell;
@@ -250,7 +250,11 @@ impl Reader {
             let text = format!("`{name}` is not a table; accepted: one table of keys");
             return self.fault(name, place, text, Some(format!("write `[{name}]` and its keys below")));
         }
-        let hint = nearest_key("", name).map(|(section, key)| format!("write `{key}` under `[{section}]`"));
+        let ours = || {
+            let near = nearest_key("", name);
+            near.map(|(section, key)| format!("write {} under `[{section}]`", as_written(key, name)))
+        };
+        let hint = key_of_a_source(name).or_else(ours);
         self.fault("", place, format!("`{}` stands outside a section", clip(name)), hint);
     }
 
@@ -472,16 +476,22 @@ fn not_toml(message: &str, written: &str) -> (String, Option<String>) {
 }
 
 fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<String>) {
-    let near = nearest_key(section, key);
+    let of_a_source = key_of_a_source(key);
+    let near = nearest_key(section, key).filter(|_| of_a_source.is_none());
     let named = near.map_or_else(String::new, |(section, key)| format!("; nearest: `{section}.{key}`"));
     let shown = clip(key);
     let text = format!("unknown key `{section}.{shown}`{named}; [{section}] has: {}", keys.join(", "));
     let hint = match near {
-        Some((place, near)) if place == section => format!("write `{near}`"),
-        Some((place, near)) => format!("write `{near}` under `[{place}]`"),
-        None => REFERENCE.to_owned(),
+        Some((place, near)) if place == section => format!("write {}", as_written(near, key)),
+        Some((place, near)) => format!("write {} under `[{place}]`", as_written(near, key)),
+        None => of_a_source.unwrap_or_else(|| REFERENCE.to_owned()),
     };
     (text, Some(hint))
+}
+
+/// Our key `ours` as it is written in the place of `theirs`, which may come to one value of it.
+fn as_written(ours: &str, theirs: &str) -> String {
+    value_of_key(theirs).map_or_else(|| format!("`{ours}`"), |value| format!("`{ours} = {value}`"))
 }
 
 fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (String, Option<String>) {

@@ -21,6 +21,7 @@ mod schema;
 mod sections;
 mod shell;
 mod source;
+mod split_slice;
 mod step_interval;
 mod suggest;
 mod train_on;
@@ -45,6 +46,7 @@ pub use sections::{
 };
 pub(crate) use shell::quoted_for_shell;
 pub use source::{DataSource, Folder, Template};
+pub use split_slice::SplitSlice;
 pub use step_interval::StepInterval;
 pub(crate) use suggest::{key_of_peers, nearest};
 pub use train_on::{TrainOn, TrainedEnds, TrainedTurns};
@@ -55,7 +57,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use schema::Section;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What the user asks for, with every default filled in.
 ///
@@ -253,6 +255,23 @@ impl Recipe {
     /// Every section and key with its documentation, what it accepts and its default, as a recipe.
     pub fn reference() -> String {
         render::reference()
+    }
+
+    /// The part of [`Recipe::reference`] about the section `name`.
+    ///
+    /// # Errors
+    /// The user's: a recipe has no such section; the error lists the sections.
+    pub fn reference_of(name: &str) -> Result<String> {
+        render::reference_of(name).ok_or_else(|| {
+            let recipe = Recipe::complete();
+            let names: Vec<&str> = recipe.sections().iter().map(|section| section.name()).collect();
+            let error = Error::user(format!("there is no section `{name}` in the reference"))
+                .because(format!("sections: {}", names.join(", ")));
+            match nearest(name, names) {
+                Some(near) => error.hint(format!("write `{near}`")),
+                None => error,
+            }
+        })
     }
 
     /// A recipe in which every table is present.

@@ -38,6 +38,10 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("test_datasets", "data", "eval"),
     ("eval_dataset", "data", "eval"),
     ("validation_file", "data", "eval"),
+    ("val_set_size", "data", "eval_split"),
+    ("test_size", "data", "eval_split"),
+    ("validation_split", "data", "eval_split"),
+    ("val_size", "data", "eval_split"),
     ("cutoff_len", "data", "max_seq_len"),
     ("sequence_len", "data", "max_seq_len"),
     ("seq_len", "data", "max_seq_len"),
@@ -49,6 +53,7 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("train_on_input", "data", "train_on"),
     ("completion_only_loss", "data", "train_on"),
     ("assistant_only_loss", "data", "train_on"),
+    ("roles_to_train", "data", "train_on"),
     ("template", "data", "chat_template"),
     ("num_epochs", "train", "epochs"),
     ("num_train_epochs", "train", "epochs"),
@@ -75,15 +80,25 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("steps_per_report", "log", "every_steps"),
     ("save_total_limit", "checkpoint", "keep_last"),
     ("save_every", "checkpoint", "save_steps"),
+    ("saves_per_epoch", "checkpoint", "save_steps"),
     ("eval_steps", "eval", "steps"),
     ("steps_per_eval", "eval", "steps"),
     ("eval_strategy", "eval", "steps"),
     ("evaluation_strategy", "eval", "steps"),
+    ("evals_per_epoch", "eval", "steps"),
     ("load_best_model_at_end", "eval", "keep_best"),
     ("save_best", "eval", "keep_best"),
     ("early_stopping_patience", "eval", "patience"),
     ("early_stopping_rounds", "eval", "patience"),
 ];
+
+/// Keys among [`KEYS`] that come to one value of our key, in TOML.
+const KEYS_OF_ONE_VALUE: &[(&str, &str)] =
+    &[("saves_per_epoch", "\"epoch\""), ("evals_per_epoch", "\"epoch\"")];
+
+/// Keys of other trainers, each with the text to write into a table of `data.train`.
+const KEYS_OF_A_SOURCE: &[(&str, &str)] =
+    &[("max_samples", "limit = 1000"), ("dataset_text_field", "columns = { text = \"COLUMN\" }")];
 
 /// Sections of other trainers, each with ours.
 const SECTIONS: &[(&str, &str)] = &[
@@ -178,6 +193,18 @@ const FOUR_BITS: &str = "write `kind = \"nf4\"` (or \"fp4\") for 4 bits";
 const EIGHT_BIT_STATE: &str = "write `kind = \"adamw\"` and `state = \"int8\"`";
 const COMPLETIONS: &str = "remove `train_on`: completions alone are trained by default (\"assistant\" means the answers of any format)";
 
+/// The value, in TOML, that our key takes in the place of the key `theirs` of another trainer; none if `theirs` has a value of
+/// its own.
+pub(super) fn value_of_key(theirs: &str) -> Option<&'static str> {
+    KEYS_OF_ONE_VALUE.iter().find(|(key, _)| *key == theirs).map(|(_, value)| *value)
+}
+
+/// The hint for a key of another trainer that has its place in a table of `data.train`.
+pub(super) fn key_of_a_source(theirs: &str) -> Option<String> {
+    let found = KEYS_OF_A_SOURCE.iter().find(|(key, _)| *key == theirs);
+    found.map(|(_, ours)| format!("write `{ours}` in a `[[data.train]]` table"))
+}
+
 /// Our section for a section of another trainer.
 pub(super) fn section_of_peers(section: &str) -> Option<&'static str> {
     SECTIONS.iter().find(|(theirs, _)| *theirs == section).map(|(_, ours)| *ours)
@@ -207,6 +234,7 @@ pub(super) fn other_language(text: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::super::Recipe;
+    use super::super::row_source::KEYS as SOURCE_KEYS;
     use super::*;
 
     #[test]
@@ -218,6 +246,19 @@ mod tests {
             let (section, key) = at.split_once('.').unwrap();
             let keys = Recipe::complete().section_mut(section).unwrap().keys();
             assert!(keys.iter().any(|known| known.name == key), "{at}");
+        }
+        for (theirs, ours) in KEYS_OF_A_SOURCE {
+            let (key, _) = ours.split_once(" = ").unwrap();
+            assert!(SOURCE_KEYS.contains(&key), "{ours}");
+            assert!(ours.parse::<toml::Table>().is_ok(), "{ours}");
+            assert!(KEYS.iter().all(|(key, ..)| key != theirs), "{theirs}");
+        }
+        for (theirs, value) in KEYS_OF_ONE_VALUE {
+            let (_, section, key) = KEYS.iter().find(|(key, ..)| key == theirs).unwrap();
+            let value = format!("key = {value}").parse::<toml::Table>().unwrap().remove("key").unwrap();
+            let mut recipe = Recipe::complete();
+            let section = recipe.section_mut(section).unwrap();
+            assert!(section.set(key, &value, std::path::Path::new("/")).is_ok(), "{theirs}");
         }
     }
 

@@ -36,14 +36,26 @@ pub(super) fn reference() -> String {
     let mut text = String::from(
         "# Every section and key of a recipe, with its default. A key in a comment is not set by default.\n",
     );
-    let present: Vec<&str> = Recipe::default().sections().iter().map(|section| section.name()).collect();
     for section in Recipe::complete().sections() {
-        let comment = if present.contains(&section.name()) { "" } else { "# " };
-        let doc: String = section.doc().lines().map(|line| format!("\n# {}", line.trim())).collect();
-        text += &format!("\n{}\n{comment}[{}]\n", doc.trim_start(), section.name());
-        for (key, value) in section.keys().iter().zip(section.values()) {
-            text += &documented(key, value.as_ref(), comment);
-        }
+        text += &format!("\n{}", documented_section(section));
+    }
+    text
+}
+
+/// The part of the reference about the section `name`; none if there is no such section.
+pub(super) fn reference_of(name: &str) -> Option<String> {
+    let recipe = Recipe::complete();
+    recipe.sections().into_iter().find(|section| section.name() == name).map(documented_section)
+}
+
+/// A section and its keys with their documentation. The head of a section that a recipe has only on request is a comment.
+fn documented_section(section: &dyn Section) -> String {
+    let is_present = Recipe::default().sections().iter().any(|present| present.name() == section.name());
+    let comment = if is_present { "" } else { "# " };
+    let doc: String = section.doc().lines().map(|line| format!("\n# {}", line.trim())).collect();
+    let mut text = format!("{}\n{comment}[{}]\n", doc.trim_start(), section.name());
+    for (key, value) in section.keys().iter().zip(section.values()) {
+        text += &documented(key, value.as_ref(), comment);
     }
     text
 }

@@ -11,10 +11,11 @@ use toml::{Table, Value};
 
 use super::enums::DataFormat;
 use super::source::DataSource;
+use super::split_slice::SplitSlice;
 use super::value::{Setting, ValueRefusal, read_list};
 
 /// The keys of a table, in the order in which they are written.
-const KEYS: [&str; 8] =
+pub(super) const KEYS: [&str; 8] =
     ["path", "format", "columns", "prompt_template", "system", "weight", "limit", "split"];
 
 /// A data set, and how its rows are taken.
@@ -34,8 +35,8 @@ pub struct RowSource {
     pub weight: f64,
     /// The number of rows that are read, from the first on.
     pub limit: Option<usize>,
-    /// The split that is read, such as "validation".
-    pub split: Option<String>,
+    /// The split that is read, such as "validation", or a part of it, such as "train[:5%]".
+    pub split: Option<SplitSlice>,
 }
 
 impl From<DataSource> for RowSource {
@@ -125,7 +126,10 @@ impl RowSource {
             system: text("system")?,
             weight,
             limit,
-            split: text("split")?,
+            split: match text("split")? {
+                None => None,
+                Some(split) => Some(SplitSlice::parse(&split).map_err(unusable)?),
+            },
         })
     }
 }
@@ -177,7 +181,7 @@ impl Setting for RowSource {
             ("system", self.system.write()),
             ("weight", (self.weight != 1.0).then_some(Value::Float(self.weight))),
             ("limit", self.limit.write()),
-            ("split", self.split.write()),
+            ("split", self.split.as_ref().map(|split| Value::from(split.to_string()))),
         ];
         table.extend(values.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))));
         Some(Value::Table(table))

@@ -121,6 +121,8 @@ section! {
         on_bad_row: OnBadRow = OnBadRow::Stop;
         /// What happens to a row longer than `max_seq_len`.
         on_long_row: OnLongRow = OnLongRow::Truncate;
+        /// Encode special tokens that stand in the texts of a chat as text, as transformers' option of this name does.
+        sanitize_control_tokens: bool = false;
     }
 }
 

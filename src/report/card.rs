@@ -9,6 +9,7 @@ use std::path::Path;
 
 use super::markdown;
 use super::metrics::EvalReport;
+use super::printable::printable;
 use crate::error::{Error, Result};
 use crate::units;
 
@@ -22,10 +23,14 @@ pub enum CardBase {
         /// The commit's hash.
         commit: Option<String>,
     },
-    /// A folder of this machine, by its last name alone.
+    /// A folder of this machine: title and front matter name it, commands need its path.
     Folder {
-        /// The folder's name.
+        /// The folder's last name.
         name: String,
+        /// The absolute path of the folder.
+        path: String,
+        /// The path as a word of a shell.
+        word: String,
     },
     /// A model inside the binary, which no other program has.
     Builtin {
@@ -141,7 +146,7 @@ impl Card {
                 format!("for [{id}](https://huggingface.co/{id}) at commit {}", markdown::code(commit))
             }
             CardBase::Hub { id, commit: None } => format!("for [{id}](https://huggingface.co/{id})"),
-            CardBase::Folder { name } => format!("for the local model {}", markdown::code(name)),
+            CardBase::Folder { name, .. } => format!("for the local model {}", markdown::code(name)),
             CardBase::Builtin { id } => {
                 format!("for {}, a model inside the `finetune` binary", markdown::code(id))
             }
@@ -208,13 +213,13 @@ impl Card {
     }
 
     fn usage(&self) -> String {
-        let (base, commit) = match &self.base {
-            CardBase::Hub { id, commit } => (id.as_str(), commit.as_deref()),
-            CardBase::Builtin { id } => (id.as_str(), None),
-            CardBase::Folder { name } if markdown::is_plain(name) && !name.contains(' ') => {
-                (name.as_str(), None)
+        let (base, word, commit) = match &self.base {
+            CardBase::Hub { id, commit } => (id.as_str(), id.as_str(), commit.as_deref()),
+            CardBase::Builtin { id } => (id.as_str(), id.as_str(), None),
+            CardBase::Folder { path, word, .. } if is_printed_as_it_is(path) => {
+                (path.as_str(), word.as_str(), None)
             }
-            CardBase::Folder { .. } | CardBase::Scratch => ("BASE", None),
+            CardBase::Folder { .. } | CardBase::Scratch => ("BASE", "BASE", None),
         };
         let revision = commit.map(|c| format!(", revision={}", quoted(c))).unwrap_or_default();
         let (command, python, load) = match (self.artifact, &self.base) {
@@ -228,7 +233,7 @@ impl Card {
                 load_model("merged"),
             ),
             (Artifact::Adapter, _) => (
-                self.generate_with(base),
+                self.generate_with(word),
                 "or in Python:".to_owned(),
                 format!(
                     "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
@@ -256,9 +261,9 @@ impl Card {
         )
     }
 
-    /// The command that answers with the adapter of this folder on `base`.
-    fn generate_with(&self, base: &str) -> String {
-        format!("finetune generate --model {base} --adapter . {}", self.input())
+    /// The command that answers with the adapter of this folder on the base that `word` names in a shell.
+    fn generate_with(&self, word: &str) -> String {
+        format!("finetune generate --model {word} --adapter . {}", self.input())
     }
 
     /// The input of `finetune generate`, as the rows were: a chat, or a text to continue.
@@ -279,6 +284,11 @@ fn load_model(folder: &str) -> String {
          tokenizer = AutoTokenizer.from_pretrained({folder})\n\
          model = AutoModelForCausalLM.from_pretrained({folder})\n"
     )
+}
+
+/// Returns whether `path` stands on one line of a card without an escape.
+fn is_printed_as_it_is(path: &str) -> bool {
+    printable(path) == path && !path.contains(['\n', '\t'])
 }
 
 /// A YAML, and Python, string: JSON's quoting is both.

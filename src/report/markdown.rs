@@ -28,8 +28,8 @@ pub(super) fn block(language: &str, text: &str) -> String {
     format!("{fence}{language}\n{}\n{fence}\n", text.trim_end())
 }
 
-/// Returns whether Markdown, and a shell, take `text` for a plain word or words.
-pub(super) fn is_plain(text: &str) -> bool {
+/// Returns whether Markdown takes `text` for a plain word or words.
+fn is_plain(text: &str) -> bool {
     let may_stand = |c: char| c.is_alphanumeric() || "-_. ".contains(c);
     let outside = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
     // Underscores within words emphasise nothing; `www.` begins a link.

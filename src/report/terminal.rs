@@ -62,7 +62,7 @@ struct TerminalState {
     screen: Screen,
     /// Where lines go while a view has the screen.
     view: Option<ViewLines>,
-    /// The last step while a view shows the steps, as a line.
+    /// The last step while a view or a bar shows the steps, as a line.
     last_step: Option<String>,
     work: Option<CurrentWork>,
     bar: Option<ProgressBar>,
@@ -155,7 +155,7 @@ impl Terminal {
 
     /// Whether it is a terminal that a view could have.
     pub(super) fn is_screen(&self) -> bool {
-        self.is_terminal && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+        self.is_terminal && obeys_escapes()
     }
 
     /// Gives the screen to a view: lines go into what is returned, and steps are left to it.
@@ -247,10 +247,13 @@ impl Terminal {
         if self.reader_gone() {
             return Ok(());
         }
-        // Both may be the same terminal.
-        self.flush();
         let mut stdout = io::stdout().lock();
         let is_terminal = stdout.is_terminal();
+        // Both may be the same terminal.
+        if is_terminal {
+            self.hand_over(JobKind::Kept, TerminalState::clear_bar);
+        }
+        self.flush();
         let mark =
             if is_terminal && has_colours() { ["\u{1b}[32m⟦", "⟧\u{1b}[0m"] } else { ["⟦", "⟧"] };
         let mut text = String::new();
@@ -282,7 +285,7 @@ impl Terminal {
         if self.verbosity == Verbosity::Quiet {
             return;
         }
-        // A bar wider than the terminal would stay there when it goes, so its message is cut.
+        // Clearing a bar that is wider than the terminal leaves rows behind, so its message is cut.
         let template = "{bar:24} {pos}/{len}  {wide_msg}";
         let work = CurrentWork::Steps { first: done, total, started: Instant::now() };
         self.hand_over(JobKind::Kept, move |state| state.begin(work, total, done, template));
@@ -389,10 +392,13 @@ impl TerminalState {
         let line = format!("step {step:>width$}/{total}  {figures}  {left} left");
         if self.view.is_some() {
             self.last_step = Some(line);
-        } else if let Some(bar) = &self.bar {
+        } else if let Some(bar) = self.bar.as_ref().filter(|_| step < total) {
             bar.set_position(step);
             bar.set_message(format!("{figures}  {left} left"));
+            self.park();
+            self.last_step = Some(line);
         } else if is_told(step, first, total) {
+            self.clear_bar();
             self.emit(&line);
         }
     }
@@ -401,6 +407,7 @@ impl TerminalState {
     fn download(&mut self, done: u64) {
         if let Some(bar) = &self.bar {
             bar.set_position(done);
+            self.park();
         }
         let Some(CurrentWork::Download { file, bytes: total, told_quarters }) = &mut self.work else {
             return;
@@ -426,11 +433,14 @@ impl TerminalState {
         match &mut self.screen {
             Screen::Log(log) => drop(writeln!(log, "{text}").and_then(|()| log.flush())),
             Screen::Terminal { .. } => {
-                let write = || drop(writeln!(io::stderr(), "{text}"));
+                // A process that was killed may have left its bar in this row.
+                let clear = if obeys_escapes() { "\x1b[K" } else { "" };
+                let write = || drop(writeln!(io::stderr(), "{clear}{text}"));
                 match &self.bar {
                     Some(bar) => bar.suspend(write),
                     None => write(),
                 }
+                self.park();
             }
         }
     }
@@ -454,26 +464,47 @@ impl TerminalState {
             bar.set_style(style.progress_chars("=> "));
             bar.set_position(position);
             self.bar = Some(bar);
+            self.park();
         }
         self.work = Some(work);
     }
 
-    fn end(&mut self) -> Option<CurrentWork> {
+    /// Moves the cursor to the first column of the bar, which indicatif leaves after the last one: there, a `^C` that the
+    /// terminal echoes goes to the next row, and the bar is cleared in that row instead of its own.
+    fn park(&self) {
+        if self.bar.is_some() {
+            let mut stderr = io::stderr();
+            drop(stderr.write_all(b"\r").and_then(|()| stderr.flush()));
+        }
+    }
+
+    /// Takes the bar off the screen; further progress becomes plain lines.
+    fn clear_bar(&mut self) {
         if let Some(bar) = self.bar.take() {
-            match self.work {
-                // The bar of a run stays to be read; that of a download gives way to a line.
-                Some(CurrentWork::Steps { .. }) => bar.abandon(),
-                _ => bar.finish_and_clear(),
-            }
+            bar.finish_and_clear();
+            self.last_step = None;
+        }
+    }
+
+    /// Ends the work under way: a line of the last step replaces the bar of a run that has not reached its last step.
+    fn end(&mut self) -> Option<CurrentWork> {
+        if self.bar.is_some() {
+            let last = self.last_step.take();
+            self.clear_bar();
+            last.iter().for_each(|line| self.emit(line));
         }
         self.work.take()
     }
 }
 
+/// Returns whether the terminal obeys escape sequences.
+fn obeys_escapes() -> bool {
+    std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+}
+
 /// Returns whether the environment lets colours be (<https://no-color.org>: set and not empty).
 fn has_colours() -> bool {
-    std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
-        && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+    std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()) && obeys_escapes()
 }
 
 /// Whether a run from `first` to `total` writes a plain line for `step`: the first, the last, and each step whose

@@ -14,6 +14,7 @@ use crate::runtime::clock;
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::device::free_bytes;
 use crate::runtime::machine::host_memory;
+use crate::units;
 
 /// Values of the tensor that is copied to see how fast that is: 64 MiB, more than most caches hold.
 const COPIED: usize = 16 << 20;
@@ -49,7 +50,8 @@ pub(super) fn say(
     };
     terminal.line(table.text().trim_end());
     let folder = crate::profile::FOLDER;
-    terminal.line(format!("traced {} steps: {folder}/rank-*.json opens in ui.perfetto.dev", table.steps));
+    let steps = units::exact(table.steps, "step");
+    terminal.line(format!("traced {steps}: {folder}/rank-*.json opens in ui.perfetto.dev"));
     if rates.is_none() {
         terminal.line(
             "not checked: memory-bound operations; the speed of this device was not measured, for which the run's own memory is too small",

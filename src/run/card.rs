@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::engine::RunSummary;
 use crate::plan::Plan;
-use crate::recipe::DataSource;
+use crate::recipe::{DataSource, quoted_for_shell};
 use crate::report::card::{Artifact, Card, CardBase, CardData};
 use crate::setup::ResolvedSource;
 
@@ -26,13 +26,17 @@ pub(super) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
             (None, _) => CardBase::Scratch,
             _ if is_builtin(plan) => CardBase::Builtin { id: found.id.clone() },
             (_, true) => CardBase::Hub { id: found.id.clone(), commit: found.commit.clone() },
-            (_, false) => CardBase::Folder { name: last_name(&found.id) },
+            (_, false) => CardBase::Folder {
+                name: last_name(&found.id),
+                word: quoted_for_shell(&found.id),
+                path: found.id.clone(),
+            },
         },
         tag: plan.method().tag().into(),
         method: plan.method().to_string(),
         train_data: sets(&plan.train.1, plan.train.0.report().rows),
         eval_data: plan.held_out.as_ref().map(|(d, found)| sets(found, d.report().rows)).unwrap_or_default(),
-        recipe: plan.recipe.to_toml(),
+        recipe: plan.portable_recipe().to_toml(),
         steps: summary.steps,
         tokens: summary.tokens,
         trainable_params: plan.parameters().0,
@@ -56,7 +60,7 @@ fn is_builtin(plan: &Plan) -> bool {
     matches!(plan.recipe.model.id, Some(DataSource::Builtin(_)))
 }
 
-/// Paths of this machine do not belong into a card.
+/// The last name of a path, by which title, front matter and tables of a card name files and folders of this machine.
 fn last_name(id: &str) -> String {
     Path::new(id).file_name().map_or_else(|| id.to_owned(), |name| name.to_string_lossy().into_owned())
 }

@@ -18,6 +18,7 @@ use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, describe, format};
 use crate::setup::param_layout::Trains;
 use crate::setup::resolver::Resolver;
+use crate::units;
 use crate::weights::ModelIdentity;
 
 /// The file a run leaves beside its adapter.
@@ -188,9 +189,9 @@ impl MergeCheck<'_> {
         if found.mean_kl() > self.max_kl {
             return Err(Error::user("the merged model does not do what base and adapter do")
                 .because(format!(
-                    "KL divergence {:.4} nats a token on {} rows of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
+                    "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
                     found.mean_kl(),
-                    found.rows,
+                    units::exact(found.rows, "row"),
                     self.dataset,
                     found.max_kl,
                     100.0 * found.top1_agreement(),

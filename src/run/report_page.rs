@@ -128,7 +128,7 @@ impl ReportPage<'_> {
             rows: &rows,
             data: &data,
             memory: self.memory.clone(),
-            recipe: &plan.recipe.to_toml(),
+            recipe: &plan.portable_recipe().to_toml(),
             entries: &entries,
         })
     }
@@ -136,8 +136,8 @@ impl ReportPage<'_> {
     fn in_a_sentence(&self) -> String {
         let plan = self.plan;
         let sets: Vec<&str> = plan.train.1.iter().map(|found| found.id.as_str()).collect();
-        let rows = plan.train.0.report().rows;
-        format!("{} trained on {} ({rows} rows): {}.", plan.base.found.id, sets.join(", "), plan.method())
+        let rows = units::exact(plan.train.0.report().rows, "row");
+        format!("{} trained on {} ({rows}): {}.", plan.base.found.id, sets.join(", "), plan.method())
     }
 
     fn headline(&self) -> Vec<(&'static str, String)> {

@@ -22,6 +22,7 @@ use crate::cli::TrainArgs;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::report::{Terminal, Verbosity};
 use crate::threads;
+use crate::units;
 
 /// Before a restart: other processes of the run end meanwhile, and their ports are free again.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -136,7 +137,7 @@ fn may_succeed(status: ExitStatus) -> bool {
 
 fn killed(status: ExitStatus, restarts: u16) -> Error {
     Error::new(ErrorCategory::Transient, format!("the run {}", child::how_it_ended(status)))
-        .because(format!("it was started again {restarts} times"))
+        .because(format!("it was started again {}", units::exact(restarts, "time")))
         .hint("the same command with `--resume` goes on from the newest checkpoint")
 }
 

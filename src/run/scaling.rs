@@ -85,7 +85,7 @@ impl ScalingResult {
     /// A line for each of `results`, under a head.
     pub(crate) fn table(results: &[ScalingResult]) -> String {
         let mut text = String::from(
-            "ranks  threads  strategy  tokens/s  efficiency  sent a step  by formula  exposed a step\n",
+            "ranks  threads  strategy  tokens/s  efficiency  sent a step  by formula  waiting a step\n",
         );
         for result in results {
             text += &format!(

@@ -49,7 +49,10 @@ impl TooLarge {
         ));
         let mut args = args.clone();
         args.set.push(format!("train.micro_batch_size={next}"));
-        args.set.push(format!("train.gradient_accumulation_steps={}", rows / next));
+        // From a global batch it follows.
+        if plan.global_batch.is_none() {
+            args.set.push(format!("train.gradient_accumulation_steps={}", rows / next));
+        }
         args.resume = Some(None);
         Some(args)
     }

@@ -72,12 +72,12 @@ impl fmt::Display for ResumeProof {
             .collect();
         write!(
             f,
-            "the same bytes: {} steps straight, and {} steps killed {} ({}) and resumed\ncompared: {} files, {}; not compared: times in {METRICS}, and {CARD}, {REPORT} and TensorBoard's files, which tell them",
+            "the same bytes: {} steps straight, and {} steps killed {} ({}) and resumed\ncompared: {}, {}; not compared: times in {METRICS}, and {CARD}, {REPORT} and TensorBoard's files, which hold times",
             self.steps,
             self.steps,
             if kills.len() == 1 { "once".to_owned() } else { format!("{} times", kills.len()) },
             kills.join("; "),
-            self.files,
+            units::exact(self.files, "file"),
             units::bytes(self.bytes),
         )
     }

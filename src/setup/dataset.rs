@@ -5,7 +5,7 @@ use chrono::{DateTime, FixedOffset};
 use super::resolver::{ResolvedSource, Resolver};
 use crate::data::{self, ChatTemplate, DataFile, DataOptions, Dataset, Split, Tokenizer};
 use crate::error::{ErrorContext, Result};
-use crate::recipe::{self, DataSource, RowSource};
+use crate::recipe::{self, DataSource, RowSource, SplitSlice};
 
 /// Rows as examples, and where each of their sources was found.
 pub(crate) type LoadedSources = (Dataset, Vec<ResolvedSource>);
@@ -34,6 +34,7 @@ impl DatasetLoader {
             train_on: data.train_on.clone(),
             on_bad_row: data.on_bad_row,
             on_long_row: data.on_long_row,
+            sanitize_control_tokens: data.sanitize_control_tokens,
             vocab_size,
         };
         Ok(DatasetLoader { tokenizer, template, options })
@@ -124,7 +125,11 @@ fn read_all(
     for source in sources {
         let place = finder.dataset(&of_split(source), split)?;
         // The files of a data set on the hub are those of its split.
-        let own = RowSource { split: source.split.clone().filter(|_| !place.on_hub), ..source.clone() };
+        let of_files = |mut split: SplitSlice| {
+            split.name = split.name.filter(|_| !place.on_hub);
+            split
+        };
+        let own = RowSource { split: source.split.clone().map(of_files), ..source.clone() };
         let rows = data::take(&own, place.row_paths(), split);
         read.push(rows.during(|| format!("cannot use the data set {source}"))?);
         found.push(place);
@@ -134,7 +139,7 @@ fn read_all(
 
 /// The place of a source, with its split where that is on the hub.
 fn of_split(source: &RowSource) -> DataSource {
-    match (&source.path, &source.split) {
+    match (&source.path, source.split.as_ref().and_then(|split| split.name.as_ref())) {
         (DataSource::Hub(id), Some(split)) if !id.trim_start_matches("hf://").contains(':') => {
             DataSource::Hub(format!("{id}:/{split}"))
         }
@@ -150,8 +155,8 @@ fn weighted_rows(sources: &[RowSource], read: Vec<DataFile>) -> DataFile {
             let rows = one.rows.len();
             one.rows = data::weighted(one.rows, source.weight);
             one.notes.push(format!(
-                "{} rows of the {rows} of {source}: weight {}",
-                one.rows.len(),
+                "{} of the {rows} of {source}: weight {}",
+                crate::units::exact(one.rows.len(), "row"),
                 source.weight
             ));
         }

@@ -201,7 +201,8 @@ impl<'a> Resolver<'a> {
     fn show(&self, event: DownloadEvent<'_>) {
         match event {
             DownloadEvent::Plan { files, bytes } if files > 0 => {
-                self.terminal.line(format!("downloading {files} files, {}", crate::units::bytes(bytes)));
+                let files = crate::units::exact(files, "file");
+                self.terminal.line(format!("downloading {files}, {}", crate::units::bytes(bytes)));
             }
             DownloadEvent::Plan { .. } => {}
             DownloadEvent::Check { file, bytes } if bytes >= LONG_TO_HASH => {
@@ -234,8 +235,8 @@ impl FoundWeights<'_> {
     /// As [`ModelFiles::open`]; what stayed on the hub cannot be read there.
     pub fn open(&self, folder: &Path) -> Result<ModelFiles> {
         let Some(remote) = &self.remote else { return ModelFiles::open(folder) };
-        let files = remote.files().len();
-        self.finder.terminal.line(format!("reading the headers of {files} weights files on the hub"));
+        let files = crate::units::exact(remote.files().len(), "weights file");
+        self.finder.terminal.line(format!("reading the headers of {files} on the hub"));
         ModelFiles::open_in_place(folder, self)
     }
 }

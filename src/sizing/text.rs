@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::advice::Leaf;
 use super::conventions::StrategyBytes;
 use super::run_time::RunTime;
 use super::{MemoryTerm, RecomputePolicy, Sizing};
@@ -43,13 +44,13 @@ impl Sizing {
         let why = self.why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
         let _ = writeln!(
             text,
-            "{}: {}, {} of {} parameters, {}\non {on}: {} ranks, strategy {}{why}; recompute {}; micro-batches of {} tokens, {} a step and rank",
+            "{}: {}, {} of {} parameters, {}\non {on}: {}, strategy {}{why}; recompute {}; micro-batches of {} tokens, {} a step and rank",
             self.model,
             self.method,
             units::count(self.trainable),
             units::count(self.parameters),
             self.dtype,
-            self.ranks,
+            units::exact(self.ranks, "rank"),
             self.strategy,
             self.recompute,
             self.micro_batch_tokens,
@@ -89,7 +90,7 @@ impl Sizing {
             format!("{policy} {} ({:.0} % of a block's projections again)", gigabytes(*bytes), 100.0 * again)
         };
         let parts = others.iter().map(part).collect::<Vec<_>>().join(", ");
-        let _ = writeln!(text, "  between them, as other programs have it: {parts}");
+        let _ = writeln!(text, "  selective recompute (not available here) would keep: {parts}");
     }
 
     fn write_conventions(&self, text: &mut String) {
@@ -119,9 +120,9 @@ impl Sizing {
         };
         let _ = writeln!(
             text,
-            "\na step takes {}: {:.0} tokens/s, MFU {:.0} %, HFU {:.0} %; bound by {}",
+            "\na step takes {}: {} tokens/s, MFU {:.0} %, HFU {:.0} %; bound by {}",
             secs(time.total),
-            time.tokens_per_sec,
+            speed(time.tokens_per_sec),
             100.0 * time.mfu,
             100.0 * time.hfu,
             time.bound.text()
@@ -166,7 +167,8 @@ impl Sizing {
                 (_, true) => "+",
                 _ => "-",
             };
-            let speed = leaf.tokens_per_sec.map_or_else(String::new, |rate| format!(" {rate:>9.0} tokens/s"));
+            let speed =
+                leaf.tokens_per_sec.map_or_else(String::new, |rate| format!(" {:>9} tokens/s", speed(rate)));
             let cost =
                 leaf.cost_per_billion.map_or_else(String::new, |cost| format!(" {cost:>9.0} a billion"));
             let _ = writeln!(
@@ -178,7 +180,7 @@ impl Sizing {
             );
         }
         if let Some(first) = self.leaves.iter().find(|leaf| leaf.first && !leaf.typed.is_empty()) {
-            let _ = writeln!(text, "  * is typed: {}", first.typed);
+            let _ = writeln!(text, "  to choose the line with *: {}", changes_to(first));
         }
         for better in &self.better {
             let _ = writeln!(
@@ -223,14 +225,27 @@ impl Sizing {
 fn write_run(text: &mut String, run: &RunTime) {
     let _ = writeln!(
         text,
-        "  {} steps, {} tokens: {} (loading {}, evaluating {}, saving {})",
-        run.steps,
+        "  {}, {} tokens: {} (loading {}, evaluating {}, saving {})",
+        units::exact(run.steps, "step"),
         units::count(run.tokens as u64),
         units::duration(run.total),
         units::duration(run.loading),
         units::duration(run.evaluating),
         units::duration(run.saving)
     );
+}
+
+/// The changes that make the command at hand the one of `leaf`.
+fn changes_to(leaf: &Leaf) -> String {
+    let flags = leaf.typed.split_once(", without ").map_or(leaf.typed.as_str(), |(flags, _)| flags);
+    let removed = (!leaf.left_out.is_empty()).then(|| format!("remove {}", leaf.left_out.join(" and ")));
+    let added = (!["", "the same"].contains(&flags)).then(|| format!("add `{flags}`"));
+    removed.into_iter().chain(added).collect::<Vec<_>>().join(", ")
+}
+
+/// Tokens a second: 119766, and 11.2M from a million on.
+fn speed(rate: f64) -> String {
+    if rate < 1e6 { format!("{rate:.0}") } else { units::count(rate as u64) }
 }
 
 /// The letter of a cause in a bar.
@@ -272,5 +287,40 @@ fn secs(secs: f64) -> String {
 fn write_more(text: &mut String, all: usize) {
     if all > SHOWN {
         let _ = writeln!(text, "  and {} more, which `--json` lists", all - SHOWN);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_speed_of_a_million_is_short() {
+        assert_eq!([119_766.4, 11_220_788.0].map(speed), ["119766", "11.2M"]);
+    }
+
+    #[test]
+    fn the_line_with_the_mark_is_chosen_by_flags_and_by_removing_tables() {
+        let changes = |typed: &str, left_out: &[&str]| {
+            changes_to(&Leaf {
+                what: "LoRA",
+                typed: typed.into(),
+                left_out: left_out.iter().map(ToString::to_string).collect(),
+                strategy: "single".into(),
+                recompute: "none".into(),
+                bytes: 0,
+                host_bytes: 0,
+                fits: true,
+                first: true,
+                tokens_per_sec: None,
+                cost_per_billion: None,
+            })
+        };
+        assert_eq!(changes("--set a.b=1", &[]), "add `--set a.b=1`");
+        assert_eq!(
+            changes("--set a.b=1, without [quantization], [adapter]", &["[quantization]", "[adapter]"]),
+            "remove [quantization] and [adapter], add `--set a.b=1`"
+        );
+        assert_eq!(changes("the same, without [adapter]", &["[adapter]"]), "remove [adapter]");
     }
 }

@@ -114,8 +114,11 @@ fn from_root<'p, 'n>(parts: &'p [&'n str]) -> Option<&'p [&'n str]> {
 /// A sentence on names that were changed: `renamed` has new names by the old ones.
 pub(super) fn note(renamed: &BTreeMap<String, String>) -> Option<String> {
     let (old, new) = renamed.first_key_value()?;
-    let count = renamed.len();
-    Some(format!("{count} tensors have names of another program: `{old}` is read as `{new}`"))
+    let named = match renamed.len() {
+        1 => "1 tensor has a name".to_owned(),
+        count => format!("{count} tensors have names"),
+    };
+    Some(format!("{named} of another program: `{old}` is read as `{new}`"))
 }
 
 #[cfg(test)]

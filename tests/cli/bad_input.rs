@@ -692,33 +692,33 @@ fn a_data_file_that_is_not_there() {
 #[test]
 fn a_row_that_is_not_json() {
     let good = r#"{"prompt": "1 + 1 =", "completion": " 2"}"#;
-    assert_snapshot!(no_run_on(&format!("{good}\n{{\"prompt\": \"1 + 2 =\", \"completion\": }}\n{good}\n")), @r#"
+    assert_snapshot!(no_run_on(&format!("{good}\n{{\"prompt\": \"1 + 2 =\", \"completion\": }}\n{good}\n")), @"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use 1 of 3 rows of the data set
       caused by: [DIR]/rows.jsonl:2: not JSON: expected value at column 37
-    hint: mend the rows, or write `data.on_bad_row = "skip"` to leave them out
-    "#);
+    hint: mend the rows
+    ");
 }
 
 #[test]
 fn a_row_without_what_its_format_needs() {
     let good = r#"{"prompt": "1 + 1 =", "completion": " 2"}"#;
-    assert_snapshot!(no_run_on(&format!("{good}\n{{\"prompt\": \"1 + 2 =\"}}\n")), @"
+    assert_snapshot!(no_run_on(&format!("{good}\n{{\"prompt\": \"1 + 2 =\"}}\n")), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot tell the format of the data set
       caused by: 1 of 2 rows have the keys of prompt_completion
       caused by: [DIR]/rows.jsonl:2 has the keys prompt
       caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text); tokens (input_ids)
-    hint: rename the keys of the rows, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text, tokens
-    ");
+    hint: rename the keys of the rows, or name them in a `[[data.train]]` table, such as `columns = { prompt = "KEY", completion = "KEY" }`, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text, tokens
+    "#);
     assert_snapshot!(no_run_on("{\"messages\": [{\"role\": \"robot\", \"content\": \"beep\"}]}\n"), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
-      caused by: cannot use 1 of 1 rows of the data set
-      caused by: [DIR]/rows.jsonl:1: there is no trained token
-    hint: write `data.train_on = "all"` to train on every token, or `data.on_bad_row = "skip"` to leave the rows out
+      caused by: cannot use 1 of 1 row of the data set
+      caused by: [DIR]/rows.jsonl:1: no message is trained: its roles are robot; known: system, developer, user, assistant, tool
+    hint: write `data.train_on = "all"` to train on every token
     "#);
 }
 
@@ -744,22 +744,22 @@ fn a_row_with_nothing_to_learn() {
     assert_snapshot!(no_run_on(&format!("{chat}\n")), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
-      caused by: cannot use 1 of 1 rows of the data set
+      caused by: cannot use 1 of 1 row of the data set
       caused by: [DIR]/rows.jsonl:1: there is no trained token
-    hint: write `data.train_on = "all"` to train on every token, or `data.on_bad_row = "skip"` to leave the rows out
+    hint: write `data.train_on = "all"` to train on every token
     "#);
 }
 
 #[test]
 fn rows_of_no_known_format() {
-    assert_snapshot!(no_run_on("{\"frage\": \"1 + 1?\", \"antwort\": \"2\"}\n"), @"
+    assert_snapshot!(no_run_on("{\"frage\": \"1 + 1?\", \"antwort\": \"2\"}\n"), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot tell the format of the data set
       caused by: [DIR]/rows.jsonl:1 has the keys frage, antwort
       caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text); tokens (input_ids)
-    hint: rename the keys of the rows, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text, tokens
-    ");
+    hint: rename the keys of the rows, or name them in a `[[data.train]]` table, such as `columns = { prompt = "KEY", completion = "KEY" }`, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text, tokens
+    "#);
 }
 
 #[test]
@@ -808,7 +808,7 @@ fn a_broken_chat_template() {
       caused by: syntax error: unexpected end of input, expected end of block, on line 1 of the template
     ");
     let template = "data.chat_template=\"{{ messages[0].content.nothing.more }}\"";
-    assert_snapshot!(no_run(&place, &["--set", template]), @r#"
+    assert_snapshot!(no_run(&place, &["--set", template]), @"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use 80 of 80 rows of the data set
@@ -816,8 +816,8 @@ fn a_broken_chat_template() {
       caused by: [DIR]/rows.jsonl:2: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
       caused by: [DIR]/rows.jsonl:3: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
       caused by: and 77 more
-    hint: mend the rows or the chat template (`data.chat_template` replaces the tokenizer's), or write `data.on_bad_row = "skip"`
-    "#);
+    hint: mend the rows or the chat template (`data.chat_template` replaces the tokenizer's)
+    ");
     assert_snapshot!(no_run(&place, &["--set", "data.chat_template=chat.jinja"]), @r#"
     exit 1
     error: cannot use these settings
@@ -1011,12 +1011,17 @@ fn resuming_as_a_different_run() {
     hint: resume with the recipe, model and data of the first run, or start anew with another --output; `--allow-change optimizer.learning_rate` allows its change
     ");
     place.write("rows.jsonl", "{\"prompt\": \"1 + 1 =\", \"completion\": \" 2\"}\n");
-    assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"
+    assert_snapshot!(refused(&place, &lora(&["--resume"])), @"
     exit 1
     error: cannot resume out/checkpoint-4
-      caused by: data: [DIGEST] in the checkpoint, [DIGEST] now
-    hint: resume with the recipe, model and data of the first run, or start anew with another --output
+      caused by: the training rows are others than in the first run
+    hint: resume with the recipe, model and data of the first run, or start anew with another --output; to go on with the new rows: `--set adapter.path=out/checkpoint-4 --output more`
     ");
+    // That starts a run.
+    let args = lora(&["--set", "adapter.path=out/checkpoint-4"]);
+    let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { "more" } else { arg }).collect();
+    let output = place.command(&args).output().unwrap();
+    assert!(output.status.success(), "{}", place.told(&output.stderr));
 }
 
 /// Digests, which say nothing to a reader of a snapshot.

@@ -259,9 +259,7 @@ fn answers_that_lose_their_end_are_counted() {
     let data = ["data", "--model", "model", "--dataset", "chat.jsonl", "--rows", "0"];
     let told = place.said(&[&data[..], &["--set", "data.max_seq_len=58"]].concat());
     assert!(
-        told.contains(
-            "1 rows cut to data.max_seq_len, 1 of them within the answer, whose end they do not teach"
-        ),
+        told.contains("1 row cut to data.max_seq_len, within the answer, whose end it does not teach"),
         "{told}"
     );
 }

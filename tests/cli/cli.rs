@@ -201,6 +201,7 @@ fn help_of_every_verb() {
                                  adapter names]
           --adapter <ADAPTER>    An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for
                                  this model
+          --merge                Merge the adapter into its model first, and write the whole model
           --output <PATH>        The file (gguf) or folder (hf) to write; must not exist
           --format <FORMAT>      hf: a folder that transformers opens; gguf: a file that llama.cpp runs
                                  [possible values: hf, gguf]
@@ -217,6 +218,7 @@ fn help_of_every_verb() {
     Examples:
       finetune export --model out --format gguf --type q4_k_m --output model.gguf
       finetune export --adapter out --format gguf --output adapter.gguf
+      finetune export --adapter out --merge --format gguf --output merged.gguf
       finetune export --model out --format hf --type f16 --output half
     ");
     assert_snapshot!(told(&["generate", "--help"]), @r#"
@@ -354,6 +356,20 @@ fn help_of_every_verb() {
       finetune recipes show lora
       finetune recipes write lora        writes lora.toml here, to be changed
       finetune recipes show reference    every key, with its default
+      finetune recipes show reference data
+    ");
+    assert_snapshot!(told(&["recipes", "show", "--help"]), @"
+    exit 0
+    Print one recipe, or the reference of all keys
+
+    Usage: finetune recipes show <NAME> [SECTION]
+
+    Arguments:
+      <NAME>     Its name, or `reference` for every key
+      [SECTION]  With `reference`: the section to print, such as data [default: all sections]
+
+    Options:
+      -h, --help  Print help
     ");
     assert_snapshot!(told(&["bench", "ops", "--help"]), @"
     exit 0
@@ -463,6 +479,41 @@ fn help_of_every_verb() {
       finetune bench collectives --ranks 4
       finetune bench collectives --gpus 0-7 --sizes 1M,64M,1G
       mpirun -n 8 finetune bench collectives --json
+    ");
+    assert_snapshot!(told(&["verify-resume", "--help"]), @"
+    exit 0
+    Prove on a recipe that a run which is killed and resumed leaves the same bytes
+
+    Usage: finetune verify-resume [OPTIONS]
+
+    Options:
+          --model <MODEL>            A folder in Hugging Face layout, or a hub id
+          --recipe <RECIPE>          A recipe file, or the name of a built-in recipe
+          --dataset <DATASET>        A file, a folder or a hub data set to train on; may be repeated
+          --eval-dataset <DATASET>   The same, held out for evaluation; may be repeated
+          --set <SECTION.KEY=VALUE>  Set one key of the recipe; wins over flags and recipe; may be
+                                     repeated
+          --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
+                                     CPU]
+          --ranks <N>                Train on the CPU with this many ranks, threads of one process
+          --steps <N>                Steps that are trained, twice [default: 8]
+          --kills <N>                Times that the second run is killed [default: 1]
+          --output <DIR>             The folder for both runs; must be new or empty [default:
+                                     verify-resume]
+          --keep                     Leave both runs there; else what was equal is removed
+          --force-base               Accept an adapter of another base model
+          --offline                  Use only what is on this machine
+      -q, --quiet                    Say only what went wrong
+      -v, --verbose                  Say more about what happens
+      -h, --help                     Print help
+
+    Trains the first steps of the recipe twice, once straight and once killed at a random instant and
+    resumed. Compares every byte that both runs leave. Times are not compared: neither those in
+    metrics.jsonl, nor README.md, report.html and TensorBoard's files, which hold times.
+
+    Examples:
+      finetune verify-resume --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl
+      finetune verify-resume --recipe my.toml --gpus 0-3 --steps 20 --kills 5
     ");
     assert_snapshot!(told(&["completions", "--help"]), @"
     exit 0
@@ -707,6 +758,9 @@ fn recipes_listed_and_shown() {
     # What happens to a row longer than `max_seq_len`.
     # Accepted: "truncate", "drop", "stop".
     on_long_row = "truncate"
+    # Encode special tokens that stand in the texts of a chat as text, as transformers' option of this name does.
+    # Accepted: true, false.
+    sanitize_control_tokens = false
 
     # How long and in which portions.
     [train]
@@ -852,6 +906,10 @@ fn recipes_listed_and_shown() {
     # where that is not set.
     # Accepted: a whole number, at least 1.
     # patience =
+    # Held-out rows that the model answers at each evaluation: terminal, metrics.jsonl and report.html show the answers.
+    # An answer has 64 tokens at most.
+    # Accepted: a whole number from 0 to 64.
+    samples = 0
 
     # What a run reports.
     [log]
@@ -908,6 +966,40 @@ fn recipes_listed_and_shown() {
     error: there is no built-in recipe `flul`
       caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `full`
+    ");
+}
+
+#[test]
+fn one_section_of_the_reference() {
+    let reference = told(&["recipes", "show", "reference"]);
+    let shown = told(&["recipes", "show", "reference", "eval"]);
+    assert_eq!(shown, told(&["recipes", "show", "reference", "[eval]"]));
+    let (code, section) = shown.split_once('\n').unwrap();
+    assert_eq!(code, "exit 0");
+    assert!(section.starts_with("# Evaluation on ") && section.contains("\n[eval]\n"), "{section}");
+    assert!(section.contains("\nsteps = \"auto\"\n") && !section.contains("[log]"), "{section}");
+    // The reference is its sections, one after another.
+    assert!(reference.contains(&format!("\n\n{section}\n# ")), "{section}");
+    let all: Vec<&str> =
+        reference.lines().filter(|line| line.trim_start_matches("# ").starts_with('[')).collect();
+    assert_eq!(all.len(), 13);
+    for head in all {
+        let name = head.trim_start_matches("# ").trim_matches(['[', ']']);
+        let shown = told(&["recipes", "show", "reference", name]);
+        let section = shown.strip_prefix("exit 0\n").unwrap();
+        assert!(section.lines().any(|line| line == head) && reference.contains(section), "{name}");
+    }
+    assert_snapshot!(told(&["recipes", "show", "reference", "dta"]), @"
+    exit 1
+    error: there is no section `dta` in the reference
+      caused by: sections: model, quantization, adapter, data, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
+    hint: write `data`
+    ");
+    assert_snapshot!(told(&["recipes", "show", "lora", "data"]), @"
+    exit 2
+    error: cannot show a part of the recipe `lora`
+      caused by: `data` is given as its section; only `reference` has parts
+    hint: write `finetune recipes show lora`, or `... show reference data`
     ");
 }
 

@@ -154,11 +154,11 @@ fn inspect_reads_headers() {
     parameters    135K in 21 tensors, 529 KiB
       F32         135K in 21 tensors, 529 KiB
     tensors by group
-      embedding   30.7K in 1 tensors, 120 KiB
+      embedding   30.7K in 1 tensor, 120 KiB
       attention   24.6K in 8 tensors, 96.0 KiB
       mlp         49.2K in 6 tensors, 192 KiB
       norm        320 in 5 tensors, 1.25 KiB
-      head        30.7K in 1 tensors, 120 KiB
+      head        30.7K in 1 tensor, 120 KiB
     files
       model.safetensors  529 KiB
     ");
@@ -211,13 +211,13 @@ fn data_shows_tokens_and_mask() {
          12       19  train  4                 "4"
          13      479  train  <|im_end|>        "<|im_end|>"
 
-    1 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
-    1 examples, 14 tokens, 3 of them trained (21 %)
+    1 row in 1 file, prompt_completion: every row has `prompt`, `completion`
+    1 example, 14 tokens, 3 of them trained (21 %)
     longest row: 14 tokens ([DIR]/rows.jsonl:1)
     tokens of an example: half up to 14, 90 % up to 14, 99 % up to 14, the longest 14
     trained ones: half up to 3, 90 % up to 3, 99 % up to 3, the longest 3
     trained parts end with "<|im_end|>" (1)
-    an epoch: 1 steps of 1 packed rows; micro-batches of 14 tokens on average, 14 at most, no padding
+    an epoch is one step of one packed row (14 tokens on average); a micro-batch has 14 tokens at most and no padding
     packing fills 21.9 % of 64 tokens
     "#);
 }
@@ -236,15 +236,15 @@ fn data_names_bad_rows() {
     4 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
     2 examples, 6 tokens, 4 of them trained (67 %)
     longest row: 3 tokens ([DIR]/rows.jsonl:1)
-    1 bad rows: unreadable
+    1 bad row: unreadable
       [DIR]/rows.jsonl:2: not JSON: expected ident at column 2
-    1 bad rows: not a row of this format
+    1 bad row: not a row of this format
       [DIR]/rows.jsonl:4: `prompt` is a number and `completion` is a string; two strings or two lists of messages are needed
     tokens of an example: half up to 3, 90 % up to 3, 99 % up to 3, the longest 3
     trained ones: half up to 2, 90 % up to 2, 99 % up to 2, the longest 2
     trained parts end with "<|im_end|>" (2)
     one example has the same tokens as an earlier one
-    an epoch: 1 steps of 1 packed rows; micro-batches of 6 tokens on average, 6 at most, no padding
+    an epoch is one step of one packed row (6 tokens on average); a micro-batch has 6 tokens at most and no padding
     packing fills 2.3 % of 256 tokens
     "#);
 }

@@ -96,6 +96,45 @@ fn the_commands_after_a_run_on_prompts_ask_what_was_trained() {
     }
 }
 
+/// The model card of the run in `out`.
+fn card(place: &Place) -> String {
+    place.told(&std::fs::read(place.path("out/README.md")).unwrap())
+}
+
+#[test]
+fn the_card_of_a_run_on_chats_has_commands_that_work_in_its_folder() {
+    let place = Place::new();
+    said(&place, &lora(&[]));
+    let card = card(&place);
+    let command = "finetune generate --model [DIR]/model --adapter . --chat";
+    for line in [
+        command,
+        "tokenizer = AutoTokenizer.from_pretrained(\"[DIR]/model\")",
+        "model = AutoModelForCausalLM.from_pretrained(\"[DIR]/model\")",
+    ] {
+        assert!(card.lines().any(|known| known == line), "no {line} in {card}");
+    }
+    assert!(
+        card.contains("apply_chat_template") && card.contains(" for the local model `model`, "),
+        "{card}"
+    );
+    assert!(!card.contains("base_model"), "{card}");
+    let command = command.replace("[DIR]", &place.path(".").canonicalize().unwrap().display().to_string());
+    typed(&place, &format!("cd out && {command}"), "Count to 4\n");
+}
+
+#[test]
+fn the_card_of_a_run_on_prompts_shows_prompts() {
+    let place = Place::new();
+    let row = |n: u32| format!("{{\"prompt\": \"twice {n} is\", \"completion\": \" {}\"}}\n", 2 * n);
+    place.write("rows.jsonl", &(0..8).map(row).collect::<String>());
+    said(&place, &lora(&[]));
+    let card = card(&place);
+    let command = "finetune generate --model [DIR]/model --adapter . --prompt \"...\"";
+    assert!(card.lines().any(|line| line == command), "{card}");
+    assert!(card.contains("inputs = tokenizer(\"...\"") && !card.contains("apply_chat_template"), "{card}");
+}
+
 #[test]
 fn a_run_that_got_worse_says_so_and_why() {
     let place = Place::new();

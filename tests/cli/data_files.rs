@@ -59,7 +59,7 @@ fn has_rows(place: &Place, dataset: &str) -> String {
     let (said, tokens) = read(place, dataset, &[]);
     assert_eq!(tokens, expected, "{dataset}: {said}");
     assert!(said.contains("2 rows in 1 file, prompt_completion"), "{said}");
-    assert!(!said.contains("bad rows"), "{said}");
+    assert!(!said.contains("bad row"), "{said}");
     said
 }
 
@@ -131,7 +131,7 @@ fn a_broken_row_names_itself_and_hides_no_other() {
             place.write("rows.jsonl", &text.join("\n"));
             let (said, _) = read(&place, "rows.jsonl", &[]);
             assert_eq!(places(&said), lines.map(|line| format!("rows.jsonl:{line}")), "{said}");
-            assert!(said.contains("1 bad rows: unreadable"), "{said}");
+            assert!(said.contains("1 bad row: unreadable"), "{said}");
             let line = if first { 1 } else { 2 };
             assert!(said.contains(&format!("rows.jsonl:{line}: not JSON: ")), "{said}");
         }
@@ -250,7 +250,7 @@ fn packed_files_are_unpacked() {
         assert!(said.contains("rows.jsonl is packed with ") && said.contains("was unpacked"), "{said}");
         let name = format!("rows.txt.{extension}");
         std::fs::write(place.path(&name), pack(b"A text to train on.")).unwrap();
-        assert!(read(&place, &name, &[]).0.contains("1 rows in 1 file, text"));
+        assert!(read(&place, &name, &[]).0.contains("1 row in 1 file, text"));
         // Cut off, damaged, packed twice, a table in a packing.
         let whole = pack(ROWS.repeat(50).as_bytes());
         let name = format!("rows.jsonl.{extension}");

@@ -91,6 +91,10 @@ fn what_a_source_says_wrongly_is_one_error() {
     let place = Place::new();
     place.write("odd.csv", ODD);
     let data = ["data", "--model", "model", "--dataset"];
+    let unknown = place.refused(&[&data[..], &["odd.csv"]].concat());
+    let columns = "a `[[data.train]]` table, such as `columns = { prompt = \"KEY\", completion = \"KEY\" }`";
+    assert!(unknown.contains("odd.csv:2 has the keys question, answer_text, about\n"), "{unknown}");
+    assert!(unknown.contains(columns), "{unknown}");
     assert_snapshot!(place.refused(&[&data[..], &["odd.csv?prompt=ask&completion=answer_text"]].concat()), @"
     error: cannot use the data set [DIR]/odd.csv
       caused by: no row of the data set can be used
@@ -188,5 +192,30 @@ fn a_prompt_that_fills_the_row_is_left_out_and_counted() {
     place.write("p.jsonl", &format!("{long}{{\"prompt\": \"a\", \"completion\": \"b\"}}\n"));
     let told =
         place.said(&["data", "--model", "model", "--dataset", "p.jsonl", "--set", "data.max_seq_len=64"]);
-    assert!(told.contains("1 rows left out: their answer begins after data.max_seq_len tokens"), "{told}");
+    assert!(told.contains("1 row left out: its answer begins after data.max_seq_len tokens"), "{told}");
+}
+
+/// A split may be a part of its rows, in the notation of Hugging Face datasets.
+#[test]
+fn a_part_of_a_split_is_taken() {
+    let place = Place::new();
+    place.write("odd.csv", ODD);
+    let named = "odd.csv?prompt=question&completion=answer_text&split";
+    for (split, first, rows_taken) in [
+        ("train[:2]", "2 + 2?", 2),
+        ("[34%:]", "3 + 3?", 2),
+        ("[-1:]", "A river?", 1),
+        ("[:100%]", "2 + 2?", 3),
+    ] {
+        let found = rows(&place, &["--dataset", &format!("{named}={split}")]);
+        assert_eq!(found.len(), rows_taken, "{split}: {found:?}");
+        assert!(found[0].starts_with(first), "{split}: {found:?}");
+    }
+    let data = ["data", "--model", "model", "--dataset"];
+    let said = place.said(&[&data[..], &[&format!("{named}=[1:3]")]].concat());
+    assert!(said.contains("took rows 2 to 3 of 3 of [DIR]/odd.csv"), "{said}");
+    let none = place.refused(&[&data[..], &[&format!("{named}=[3:]")]].concat());
+    assert!(none.contains("its `split` leaves none of its 3 rows"), "{none}");
+    let refused = place.refused(&[&data[..], &[&format!("{named}=train[5]")]].concat());
+    assert!(refused.contains("is no split; accepted: a name, or rows such as train[:1000]"), "{refused}");
 }

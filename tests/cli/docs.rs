@@ -258,7 +258,7 @@ fn every_command_works() {
     assert_snapshot!(found.join("\n"), @"
     CONTRIBUTING.md: 0 run, 1 parsed, 3 of other programs
     README.md: 10 run, 1 parsed, 3 of other programs
-    docs/adapters-and-quantization.md: 19 run, 1 parsed, 1 of other programs
+    docs/adapters-and-quantization.md: 20 run, 1 parsed, 1 of other programs
     docs/alerts.md: 3 run, 0 parsed, 0 of other programs
     docs/checkpoints-and-exit-codes.md: 7 run, 0 parsed, 0 of other programs
     docs/data.md: 6 run, 4 parsed, 0 of other programs
@@ -270,7 +270,7 @@ fn every_command_works() {
     docs/processors.md: 1 run, 0 parsed, 0 of other programs
     docs/profiling.md: 2 run, 1 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
-    docs/recipes.md: 8 run, 0 parsed, 0 of other programs
+    docs/recipes.md: 9 run, 0 parsed, 0 of other programs
     docs/reliability.md: 0 run, 0 parsed, 4 of other programs
     docs/sizing.md: 10 run, 0 parsed, 0 of other programs
     ");

@@ -589,6 +589,9 @@ fn rows_that_blocks_do_not_divide() {
     let place = tempfile::tempdir().unwrap();
     let report = export(&folder, "q6_k", &place.path().join("m.gguf")).unwrap();
     assert_eq!(report.fallbacks, 14, "7 matrices in each of 2 layers; the output's q8_0 is the rule");
+    let all: usize = report.types.values().sum();
+    let note = format!("14 of {all} tensors got f16 or q8_0: their rows are no multiple of 256");
+    assert_eq!(report.fallback_note(), Some(note));
 }
 
 /// W + alpha / r · B A with A and B from the GGUF file, rows put back, is what PEFT merged.
@@ -759,8 +762,8 @@ fn what_does_not_go_together() {
     assert_snapshot!(refused(&place, &[&hf[..], &["--adapter", "adapter"]].concat()), @"
     exit 1
     error: cannot export an adapter as a Hugging Face model
-      caused by: accepted with `--adapter`: `--format gguf`, the adapter alone
-    hint: merge it: `finetune merge --model model --adapter adapter --output out`
+      caused by: accepted with `--adapter` alone: `--format gguf`
+    hint: add `--merge`, which merges the adapter into its model first
     ");
     assert_snapshot!(refused_gguf(&place, &["--adapter", "adapter", "--type", "q4_k_m"]), @"
     exit 1
@@ -768,6 +771,39 @@ fn what_does_not_go_together() {
       caused by: accepted for an adapter: f32, f16
     hint: merge first: `finetune merge --model MODEL --adapter [DIR]/adapter --output merged`, then export `--model merged`
     ");
+}
+
+/// One command writes what `merge` and `export` write, and leaves nothing beside it.
+#[test]
+fn an_adapter_is_merged_on_the_way() {
+    let place = Place::new();
+    let adapter = ["--adapter", "adapter", "--model", "model"];
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    // A GGUF has the name of its model's folder, which is here the adapter's.
+    std::fs::create_dir(place.path("merged")).unwrap();
+    place.said(&[&["merge", "--output", "merged/adapter"][..], &adapter].concat());
+    let merge = [&["export", "--merge"][..], &adapter].concat();
+    for (kind, name) in [("f32", "a.gguf"), ("q8_0", "b.gguf")] {
+        let two = format!("two-{name}");
+        let format = ["--format", "gguf", "--type", kind, "--output"];
+        place.said(&[&["export", "--model", "merged/adapter"][..], &format, &[two.as_str()]].concat());
+        let said = place.said(&[&merge[..], &format, &[name]].concat());
+        assert!(said.contains(&format!("merging adapter adapter in [DIR]/{name}.merged.tmp-")), "{said}");
+        let read = |name: &str| std::fs::read(place.path(name)).unwrap();
+        assert!(read(name).starts_with(b"GGUF") && read(name) == read(&two), "{kind}");
+    }
+    place.said(&[&merge[..], &["--format", "hf", "--output", "one/"]].concat());
+    assert_eq!(stored(&place.path("one")), stored(&place.path("merged/adapter")));
+    // A merge that fails leaves nothing beside the output.
+    let said = refused_gguf(&place, &["--adapter", "nothing", "--merge"]);
+    assert!(said.contains("nothing"), "{said}");
+    let mut config = read_json(&place.path("model/config.json"));
+    config["hidden_size"] = json!(32);
+    std::fs::write(place.path("model/config.json"), config.to_string()).unwrap();
+    refused_gguf(&place, &["--adapter", "adapter", "--merge"]);
+    let taken = refused(&place, &[&["--merge", "--format", "hf", "--output", "one"][..], &adapter].concat());
+    assert!(taken.contains("the folder is not empty"), "{taken}");
+    assert!(refused(&place, &[&GGUF[..], &["--merge"]].concat()).contains("--adapter"));
 }
 
 #[test]

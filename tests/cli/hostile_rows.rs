@@ -74,7 +74,7 @@ fn template_processes_that_are_killed_end_the_run_and_leave_no_row_out() {
     assert_eq!(done.status.code(), Some(75), "{said}");
     assert!(said.contains("it was killed (signal 9), as the system does when memory is short"), "{said}");
     assert!(said.contains("hint: raise the memory of the job"), "{said}");
-    assert!(!said.contains("bad rows") && !place.told(&done.stdout).contains("bad rows"), "{said}");
+    assert!(!said.contains("bad row") && !place.told(&done.stdout).contains("bad row"), "{said}");
 }
 
 /// A row whose process was killed once is kept.
@@ -173,7 +173,7 @@ fn a_template_that_prints_far_more_than_its_chat_is_a_fault_of_its_rows() {
     place.write("chat.jinja", template);
     let sets = ["--set", "data.chat_template=\"chat.jinja\"", "--set", "data.train_on=all"];
     let told = report(&place, &sets);
-    assert!(told.contains("1 bad rows: refused by the chat template"), "{told}");
+    assert!(told.contains("1 bad row: refused by the chat template"), "{told}");
     assert!(told.contains("accepted: 1 MiB, and 64 for each byte"), "{told}");
 }
 
@@ -192,7 +192,7 @@ fn a_tokenizer_that_takes_quadratic_time_is_a_fault_of_its_rows() {
     );
     let told = report(&place, &[]);
     assert!(told.starts_with("3 rows in 1 file") && told.contains("2 examples"), "{told}");
-    assert!(told.contains("1 bad rows: unreadable") && told.contains("rows.jsonl:2: "), "{told}");
+    assert!(told.contains("1 bad row: unreadable") && told.contains("rows.jsonl:2: "), "{told}");
     assert!(told.contains("it takes more processor time than a row or file is given"), "{told}");
 }
 

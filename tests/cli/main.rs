@@ -31,6 +31,7 @@ mod best;
 mod bounds;
 mod changes_on_resume;
 mod chat_data;
+mod chat_forms;
 mod chat_templates;
 mod cli;
 mod cli_runs;

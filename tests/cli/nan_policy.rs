@@ -98,7 +98,7 @@ fn enough_is_enough() {
     let lora = ["--recipe", "lora"];
     let skipped = ends(&place, &train(&place, "skip", &[SKIP, "train.nan_limit=1"], &lora), 4);
     assert!(skipped.contains("error: the numbers diverged at step 4\n"), "{skipped}");
-    assert!(skipped.contains("before it 1 steps in a row were skipped: `train.nan_limit` is 1"), "{skipped}");
+    assert!(skipped.contains("before it 1 step was skipped: `train.nan_limit` is 1"), "{skipped}");
     let early = ends(&place, &train(&place, "early", &[ROLL_BACK, "checkpoint.save_steps=4"], &lora), 4);
     assert!(early.contains("error: the numbers diverged at step 3\n"), "{early}");
     assert!(early.contains("there is no checkpoint of this run to roll back to yet"), "{early}");

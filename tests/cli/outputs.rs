@@ -173,13 +173,13 @@ fn names_in_a_model_card_stay_text() {
     let done = place.command(&args).output().unwrap();
     assert!(done.status.success(), "{}", place.told(&done.stderr));
     let folder = place.path(output);
-    let card = std::fs::read_to_string(folder.join("README.md")).unwrap();
+    let card = place.told(&std::fs::read(folder.join("README.md")).unwrap());
     for line in [
         "# `o<script>alert(1)<script>\\u{1b}[31m`\n",
         "for the local model ``m|`<b>``, trained by",
         "\n| ``r\\|<i>`\\n# x.jsonl`` | ",
-        "finetune generate --model BASE --adapter . --chat",
-        "from_pretrained(\"BASE\")",
+        "\nfinetune generate --model '[DIR]/m|`<b>' --adapter . --chat\n",
+        "from_pretrained(\"[DIR]/m|`<b>\")",
     ] {
         assert!(card.contains(line), "no {line} in {card}");
     }

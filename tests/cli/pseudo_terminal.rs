@@ -169,3 +169,54 @@ impl PseudoTerminal {
         (status, after)
     }
 }
+
+/// The rows that a terminal of `columns` columns shows after it was sent `text`, from the first one on and without
+/// scrolling; blanks at the end of a row are left out.
+pub(crate) fn rows_of(text: &str, columns: usize) -> Vec<String> {
+    let mut rows: Vec<Vec<char>> = vec![Vec::new()];
+    let (mut row, mut column) = (0_usize, 0_usize);
+    let mut chars = text.chars();
+    while let Some(next) = chars.next() {
+        match next {
+            '\r' => column = 0,
+            '\n' => row += 1,
+            // Escape sequences, which all begin with a bracket here, end in a letter.
+            '\x1b' => {
+                let mut sequence = String::new();
+                while !sequence.ends_with(|end: char| end.is_ascii_alphabetic()) {
+                    let Some(more) = chars.next() else { break };
+                    sequence.push(more);
+                }
+                let end = sequence.pop().unwrap_or_default();
+                let number = sequence.trim_start_matches('[').parse::<usize>().ok();
+                match end {
+                    'A' => row = row.saturating_sub(number.unwrap_or(1)),
+                    'B' => row += number.unwrap_or(1),
+                    'K' if number == Some(2) => rows[row].clear(),
+                    'K' => rows[row].truncate(column),
+                    'J' => {
+                        rows[row].truncate(column);
+                        rows.truncate(row + 1);
+                    }
+                    // Colours.
+                    _ => {}
+                }
+            }
+            next if next.is_control() => {}
+            next => {
+                // The row after the last column begins with the next character, not before it.
+                if column == columns {
+                    (row, column) = (row + 1, 0);
+                }
+                rows.resize(rows.len().max(row + 1), Vec::new());
+                if rows[row].len() <= column {
+                    rows[row].resize(column + 1, ' ');
+                }
+                rows[row][column] = next;
+                column += 1;
+            }
+        }
+        rows.resize(rows.len().max(row + 1), Vec::new());
+    }
+    rows.into_iter().map(|row| row.into_iter().collect::<String>().trim_end().to_owned()).collect()
+}

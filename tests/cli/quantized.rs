@@ -161,11 +161,11 @@ fn the_verbs_read_quantized_models() {
       F32         61.8K in 7 tensors, 241 KiB
       nf4         73.7K in 14 tensors, 54.3 KiB
     tensors by group
-      embedding   30.7K in 1 tensors, 120 KiB
+      embedding   30.7K in 1 tensor, 120 KiB
       attention   24.6K in 8 tensors, 22.2 KiB
       mlp         49.2K in 6 tensors, 32.1 KiB
       norm        320 in 5 tensors, 1.25 KiB
-      head        30.7K in 1 tensors, 120 KiB
+      head        30.7K in 1 tensor, 120 KiB
     files
       model.safetensors  296 KiB
     ");

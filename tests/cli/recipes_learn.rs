@@ -108,7 +108,10 @@ fn a_global_batch_is_the_same_on_any_number_of_ranks() {
         let args: Vec<_> = args.into_iter().map(|arg| if arg == "out" { output } else { arg }).collect();
         ends(&place, &args, 0);
         let recipe = std::fs::read_to_string(place.path(output).join("recipe.toml")).unwrap();
-        assert!(recipe.contains(&format!("gradient_accumulation_steps = {accumulation}\n")), "{recipe}");
+        assert!(recipe.contains("\nglobal_batch_size = 8\n"), "{recipe}");
+        let (first, _) = recipe.split_once('\n').unwrap();
+        let share = format!("gradient_accumulation_steps came to {accumulation}.");
+        assert!(first.starts_with('#') && first.ends_with(&share), "{recipe}");
         let losses: Vec<f64> =
             metrics(&place.path(output), "loss").iter().map(|step| number(step, "loss")).collect();
         all.push(losses);
@@ -127,6 +130,39 @@ hint: write one of the nearest (8 and 12), or another `train.micro_batch_size`"
         ),
         "{said}"
     );
+}
+
+/// On one rank the recipe of two makes the same steps, from the beginning and from a checkpoint.
+#[test]
+fn the_recipe_of_a_global_batch_repeats_and_resumes_on_other_ranks() {
+    let place = place(24);
+    let sets = [
+        "--ranks",
+        "2",
+        "--set",
+        "train.global_batch_size=8",
+        "--set",
+        "train.max_steps=2",
+        "--set",
+        "checkpoint.save_steps=1",
+    ];
+    ends(&place, &words("lora", &sets), 0);
+    ends(&place, &["--recipe", "out/recipe.toml", "--output", "again"], 0);
+    let values = |output: &str, key: &str| -> Vec<f64> {
+        metrics(&place.path(output), "loss").iter().map(|step| number(step, key)).collect()
+    };
+    let tokens = values("out", "tokens");
+    assert_eq!(tokens.len(), 2);
+    assert_eq!(values("again", "tokens"), tokens);
+    let near = values("again", "loss").iter().zip(values("out", "loss")).all(|(a, b)| (a - b).abs() < 1e-4);
+    assert!(near, "{:?} {:?}", values("again", "loss"), values("out", "loss"));
+    ends(&place, &["--resume", "--output", "out", "--steps", "3"], 0);
+    ends(&place, &["--recipe", "again/recipe.toml", "--output", "longer", "--steps", "3"], 0);
+    assert_eq!(values("out", "tokens"), values("longer", "tokens"));
+    for output in ["out", "again", "longer"] {
+        let recipe = std::fs::read_to_string(place.path(output).join("recipe.toml")).unwrap();
+        assert!(recipe.contains("\nglobal_batch_size = 8\n"), "{recipe}");
+    }
 }
 
 #[test]

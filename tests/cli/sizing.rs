@@ -70,6 +70,8 @@ fn a_plan_is_short_with_the_answer_first() {
     assert_eq!(plan(&[&["--on", "4090"], &flags[..]].concat()).0, Some(0), "{way}");
     let (_, full, _) = plan(&["--on", "4090", "--full"]);
     assert!(full.contains("rules of thumb") && full.lines().count() > 20, "{full}");
+    assert!(full.contains("4090: 1 rank, strategy single"), "{full}");
+    assert!(full.contains(&format!("  to choose the line with *: add `{way}`\n")), "{full}");
 }
 
 fn gigabytes(value: &Value) -> f64 {

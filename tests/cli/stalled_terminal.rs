@@ -1,10 +1,11 @@
 //! Runs on a terminal that takes no output, as after Ctrl-S or over a connection that stalls: the run goes on, and signals
 //! end it.
 
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 use crate::place::{Place, lora};
-use crate::pseudo_terminal::{PATIENCE, PseudoTerminal, StartedRun};
+use crate::pseudo_terminal::{PATIENCE, PseudoTerminal, StartedRun, rows_of};
 
 const MODES: [&[&str]; 2] = [&[], &["--ui"]];
 
@@ -133,9 +134,51 @@ fn a_bar_is_cut_to_the_width_of_its_terminal() {
     let shown = plain(&terminal.shown());
     // After a bar of the whole width a terminal goes on in the next row by itself.
     let lines = shown.split(['\r', '\n']).filter_map(|line| line.split("adapter").next());
-    let bars: Vec<&str> = lines.filter(|line| line.contains("/4  ")).collect();
+    let bars: Vec<&str> =
+        lines.filter(|line| line.contains("/4  ") && !line.trim_start().starts_with("step ")).collect();
     assert!(!bars.is_empty(), "{shown:?}");
     assert!(bars.iter().all(|line| line.chars().count() <= 45), "{bars:#?}");
+}
+
+/// A bar of 24 columns before the step.
+fn has_bar(text: &str) -> bool {
+    regex::Regex::new("[=> ]{20,} [0-9]+/[0-9]+  ").unwrap().is_match(text)
+}
+
+/// Neither evaluations nor the end of a run leave a copy of its bar on the screen.
+#[test]
+fn no_bar_stays_on_the_screen() {
+    for columns in [45, 140] {
+        let (place, terminal) = (Place::new(), PseudoTerminal::of_size(columns, 40));
+        let args = lora(&["--eval-dataset", "rows.jsonl", "--set", "eval.steps=1"]);
+        let mut child = terminal.start(place.command(&args));
+        assert!(terminal.end_of(&mut child).success(), "{}", terminal.shown());
+        terminal.wait_for("adapter saved in out");
+        let rows = rows_of(&terminal.shown(), columns.into());
+        assert!(has_bar(&terminal.shown()) && !rows.iter().any(|row| has_bar(row)), "{rows:#?}");
+        for said in ["eval at step 3: loss ", "step 4/4  loss "] {
+            assert_eq!(rows.iter().filter(|row| row.starts_with(said)).count(), 1, "{said}: {rows:#?}");
+        }
+    }
+}
+
+/// The terminal echoes `^C` where the cursor is. Steps are slow, so that the bar stands still when the key comes.
+#[test]
+fn a_run_stopped_by_ctrl_c_leaves_no_bar() {
+    for columns in [45, 140] {
+        let (place, mut terminal) = (Place::new(), PseudoTerminal::of_size(columns, 40));
+        let mut command =
+            place.command(&lora(&["--set", "train.max_steps=100000", "--set", "log.tensorboard=false"]));
+        command.env("FINETUNE_FAULT", "0:data:slow=300ms");
+        let mut child = terminal.start(command);
+        terminal.wait_for(" 2/100000 ");
+        terminal.ours.write_all(b"\x03").unwrap();
+        assert_eq!(terminal.end_of(&mut child).code(), Some(85), "{}", terminal.shown());
+        terminal.wait_for("stopped after step ");
+        let rows = rows_of(&terminal.shown(), columns.into());
+        assert!(has_bar(&terminal.shown()) && !rows.iter().any(|row| has_bar(row)), "{rows:#?}");
+        assert!(rows.iter().any(|row| row.starts_with("stopped after step ")), "{rows:#?}");
+    }
 }
 
 /// The word that opens an error is red where there are colours.

@@ -86,6 +86,7 @@ fn flags_of_other_trainers_lead_to_ours() {
         (&["--output_dir", "x"], "write `--output DIR`"),
         (&["--model_name_or_path", "x"], "write `--model MODEL`"),
         (&["--warmup-ratio", "0.1"], "write `--set scheduler.warmup_ratio=VALUE`"),
+        (&["--max_samples", "100"], "write `--dataset 'FILE?limit=1000'`"),
     ] {
         let (code, _, err) = told(&place, typed);
         assert!(code == 2 && err.contains(wanted) && err.matches("tip:").count() == 1, "{typed:?}\n{err}");
@@ -113,6 +114,19 @@ fn words_of_other_trainers_lead_to_ours_in_recipes() {
         ("[optimizer]\nkind = \"adamw_8bit\"\n", "write `kind = \"adamw\"` and `state = \"int8\"`"),
         ("[quantization]\nkind = \"int4\"\n", "write `kind = \"nf4\"` (or \"fp4\") for 4 bits"),
         ("[train]\nnum_train_epochs = 3\n", "write `epochs`"),
+        ("[data]\nmax_samples = 1000\n", "hint: write `limit = 1000` in a `[[data.train]]` table"),
+        ("max_samples = 1000\n", "hint: write `limit = 1000` in a `[[data.train]]` table"),
+        (
+            "[data]\ndataset_text_field = \"body\"\n",
+            "hint: write `columns = { text = \"COLUMN\" }` in a `[[data.train]]` table",
+        ),
+        ("[data]\nval_set_size = 0.05\n", "hint: write `eval_split`;"),
+        ("[train]\ntest_size = 0.05\n", "hint: write `eval_split` under `[data]`"),
+        ("[data]\nvalidation_split = 0.05\n", "hint: write `eval_split`;"),
+        ("val_size = 0.05\n", "hint: write `eval_split` under `[data]`"),
+        ("[data]\nroles_to_train = [\"assistant\"]\n", "hint: write `train_on`;"),
+        ("[eval]\nevals_per_epoch = 1\n", "hint: write `steps = \"epoch\"`;"),
+        ("saves_per_epoch = 1\n", "hint: write `save_steps = \"epoch\"` under `[checkpoint]`"),
     ] {
         let err = refused(text);
         assert!(err.contains(wanted), "{text}\n{err}");
@@ -197,6 +211,7 @@ fn the_adapter_names_its_model() {
     assert!(with(&["eval", "--dataset", "rows.jsonl"]).contains("loss"));
     with(&["merge", "--output", "merged"]);
     with(&["export", "--format", "gguf", "--output", "adapter.gguf"]);
+    with(&["export", "--merge", "--format", "gguf", "--output", "merged.gguf"]);
     let (_, _, err) = told(&place, &[&prompt[..], &adapter].concat());
     assert!(err.contains("model [DIR]/model, which the adapter names"), "{err}");
     // Where it names none, or one that is gone.

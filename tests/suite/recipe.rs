@@ -757,6 +757,7 @@ fn the_resolved_recipe_in_full() {
     train_on = "assistant"
     on_bad_row = "stop"
     on_long_row = "truncate"
+    sanitize_control_tokens = false
 
     [train]
     epochs = 3.0
@@ -799,6 +800,7 @@ fn the_resolved_recipe_in_full() {
     steps = "auto"
     at_end = true
     keep_best = false
+    samples = 0
 
     [log]
     every_steps = 1

@@ -526,11 +526,34 @@ fn a_card_on_a_builtin_base_says_what_works() {
     assert!(whole.contains("from_pretrained(\".\")") && !whole.contains("finetune merge"), "{whole}");
 }
 
+/// A folder on this machine that a shell calls `word`.
+fn folder(path: &str, word: &str) -> CardBase {
+    CardBase::Folder { name: "my-model".into(), path: path.into(), word: word.into() }
+}
+
+/// Commands work from any folder, while title and front matter have the short name.
+#[test]
+fn a_card_on_a_local_base_has_its_path_in_commands() {
+    let text = Card { base: folder("/data 1/my-model", "'/data 1/my-model'"), ..card() }.render();
+    for wanted in [
+        "for the local model `my-model`, trained by",
+        "\nfinetune generate --model '/data 1/my-model' --adapter . --chat\n",
+        "AutoTokenizer.from_pretrained(\"/data 1/my-model\")\n",
+        "AutoModelForCausalLM.from_pretrained(\"/data 1/my-model\")\n",
+    ] {
+        assert!(text.contains(wanted), "no `{wanted}` in\n{text}");
+    }
+    assert!(!text.contains("base_model"), "{text}");
+    let odd = Card { base: folder("/data\n/my-model", "'/data\n/my-model'"), ..card() }.render();
+    assert!(odd.contains("--model BASE --adapter . --chat\n"), "{odd}");
+    assert!(odd.contains("from_pretrained(\"BASE\")") && !odd.contains("/data"), "{odd}");
+}
+
 #[test]
 fn a_card_of_local_things_names_no_hub() {
     let local = Card {
         artifact: Artifact::Model,
-        base: CardBase::Folder { name: "my-model".into() },
+        base: folder("/data/my-model", "/data/my-model"),
         tag: "full".into(),
         method: "all weights (full fine-tuning)".into(),
         train_data: vec![],

@@ -197,6 +197,27 @@ fn evaluations_are_points_that_no_line_joins() {
     assert!(loss.contains("held out: 3 nats per token at step 0, 1 nats per token at step 50."), "{loss}");
 }
 
+/// The lowest loss after training began, the first of equal ones; that of the base does not count.
+#[test]
+fn the_best_evaluation_is_marked() {
+    let mut all = vec![MetricsEntry::Eval(EvalReport::new(0, 0.5, 10))];
+    all.extend((1..=300).map(|n| MetricsEntry::Step(step(n))));
+    let loss = |step: u64| if step == 100 || step == 200 { 1.25 } else { 1.5 };
+    all.extend((1..=60).map(|n| MetricsEntry::Eval(EvalReport::new(5 * n, loss(5 * n), 10))));
+    let page = page("", &all, memory());
+    assert_well_formed(&page);
+    // The table has the newest 40 evaluations, from step 105 on, the first and the best.
+    assert_eq!(page.matches("(best)").count(), 1, "{page}");
+    assert!(page.contains("<th scope=\"row\">100</th><td>1.2500 (best)</td>"), "{page}");
+    assert!(page.contains("<th scope=\"row\">200</th><td>1.2500</td>"), "{page}");
+    let rings: Vec<&str> = page.split("<circle class=\"b ring\" ").skip(1).collect();
+    assert_eq!(rings.len(), 1, "{page}");
+    assert!(rings[0].contains("><title>best held out, step 100: 1.25</title>"), "{}", rings[0]);
+    // Without an evaluation after the first step, nothing is marked.
+    let page = HtmlReport { entries: &all[..10], ..HtmlReport::default() }.render();
+    assert!(!page.contains("best") && !page.contains("<circle class=\"b ring\""), "{page}");
+}
+
 #[test]
 fn light_and_dark_phone_and_paper_have_rules() {
     let page = HtmlReport::default().render();

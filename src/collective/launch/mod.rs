@@ -18,6 +18,7 @@ use std::ffi::OsString;
 
 use crate::error::{Error, Result};
 use crate::rendezvous::{MAX_WORLD, Master};
+use crate::units;
 use environment::LaunchEnvironment;
 
 /// The port of rank 0 where nothing else is said (PyTorch's).
@@ -206,15 +207,16 @@ fn by_flags(
     if !(1..=MAX_WORLD).contains(&world_size) {
         return Err(fault(format!("--world-size {world_size}"), format!("1 to {MAX_WORLD}")));
     }
+    let here = units::exact(ranks_here, "rank");
     if ranks_here > world_size {
-        let text = format!("--world-size {world_size} with {ranks_here} ranks in this process");
+        let text = format!("--world-size {world_size} with {here} in this process");
         return Err(fault(
             text,
             format!("--world-size {ranks_here} or more: it counts the ranks of all processes"),
         ));
     }
     if rank > world_size - ranks_here {
-        let text = format!("--rank {rank} of {world_size} with {ranks_here} ranks in this process");
+        let text = format!("--rank {rank} of {world_size} with {here} in this process");
         return Err(fault(text, format!("--rank 0 to {}", world_size - ranks_here)));
     }
     let master = if world_size == ranks_here {

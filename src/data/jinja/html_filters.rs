@@ -37,7 +37,13 @@ impl<'a> OrUndefined<'a> for Option<&'a Value> {
 
 /// The text of `value` with HTML's characters escaped.
 pub(super) fn escaped(value: &Value) -> Result<String, Error> {
-    let text = string(value)?;
+    let out = html_text(&string(value)?);
+    check_text(Some(out.len()))?;
+    Ok(out)
+}
+
+/// A text with HTML's characters escaped as Python's markupsafe does.
+pub(in crate::data) fn html_text(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
@@ -49,8 +55,7 @@ pub(super) fn escaped(value: &Value) -> Result<String, Error> {
             c => out.push(c),
         }
     }
-    check_text(Some(out.len()))?;
-    Ok(out)
+    out
 }
 
 fn escape_once(args: &[Value]) -> Result<Value, Error> {

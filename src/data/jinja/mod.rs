@@ -44,6 +44,7 @@ use minijinja::value::{Rest, Value, ValueOrKwargs};
 use minijinja::{AutoEscape, Environment, Error, State};
 
 use globals::{DictClass, ItemCycler, ItemJoiner};
+pub(super) use html_filters::html_text;
 pub(super) use marks::{GENERATION_MARKS, mark_generation};
 pub(super) use rewrite::rewrite;
 pub(super) use tojson::{json_text, to_template};

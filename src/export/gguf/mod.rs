@@ -16,7 +16,7 @@ mod types;
 mod vocabulary;
 mod writer;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 pub use lora::write_adapter;
@@ -39,6 +39,10 @@ pub struct Exported {
     pub types: BTreeMap<String, usize>,
     /// Tensors that have another type than the mixture gives them, because its blocks do not divide their rows.
     pub fallbacks: usize,
+    /// The types of those tensors, by their names in ggml.
+    pub fallback_types: BTreeSet<String>,
+    /// The blocks that do not divide their rows, in elements.
+    pub undivided_blocks: BTreeSet<usize>,
     /// What a person should know of the file.
     pub notes: Vec<String>,
 }
@@ -46,7 +50,21 @@ pub struct Exported {
 impl Exported {
     fn count(&mut self, kind: BlockType, wanted: BlockType) {
         *self.types.entry(kind.to_string()).or_default() += 1;
-        self.fallbacks += usize::from(kind != wanted);
+        if kind != wanted {
+            self.fallbacks += 1;
+            self.fallback_types.insert(kind.to_string());
+            self.undivided_blocks.insert(wanted.elements());
+        }
+    }
+
+    /// The sentence on tensors that have another type than the mixture gives them; none if no tensor has.
+    pub fn fallback_note(&self) -> Option<String> {
+        let (all, types) = (self.types.values().sum::<usize>(), &self.fallback_types);
+        let types = types.iter().map(String::as_str).collect::<Vec<_>>().join(" or ");
+        let blocks = self.undivided_blocks.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ");
+        let whose = if self.fallbacks == 1 { "its" } else { "their" };
+        let got = format!("{} of {all} tensors got {types}", self.fallbacks);
+        (self.fallbacks > 0).then(|| format!("{got}: {whose} rows are no multiple of {blocks}"))
     }
 }
 

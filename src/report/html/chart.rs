@@ -1,4 +1,4 @@
-//! Charts over the steps of a run, as inline SVG: lines, single points, levels and stacked areas.
+//! Charts over the steps of a run, as inline SVG: lines, single points, rings, levels and stacked areas.
 //!
 //! Charts of long runs are drawn from means over equal stretches, so the page stays small. Every chart says in words what
 //! it shows, for those who do not see it; a point tells its values where a pointer rests on it.
@@ -26,6 +26,8 @@ pub(super) enum Mark {
     Line,
     /// Each by itself: nothing is known of what lies between.
     Points,
+    /// A ring around each, which marks points of another series.
+    Ring,
     /// A dashed line.
     Level,
     /// Filled down to these values, one a point.
@@ -170,7 +172,7 @@ impl Series {
         let places: Vec<String> = self.points.iter().map(|point| axes.place(*point)).collect();
         let class = self.class;
         let shape = match &self.mark {
-            Mark::Points => String::new(),
+            Mark::Points | Mark::Ring => String::new(),
             Mark::Area(lower) => {
                 let edge = self.points.iter().zip(lower).rev();
                 let back: Vec<String> = edge.map(|(point, value)| axes.place((point.0, *value))).collect();
@@ -181,14 +183,15 @@ impl Series {
             }
         };
         let shows_points = match self.mark {
-            Mark::Points => true,
+            Mark::Points | Mark::Ring => true,
             Mark::Line => self.points.len() <= FEW_POINTS,
             Mark::Level | Mark::Area(_) => false,
         };
         let name = if named { format!("{}, ", escape(&self.name)) } else { String::new() };
+        let (ring, radius) = if self.mark == Mark::Ring { (" ring", 6.5) } else { ("", 3.5) };
         let dot = |(step, value): &(f64, f64)| {
             format!(
-                "<circle class=\"{class}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\"><title>{name}step {}: {}</title></circle>\n",
+                "<circle class=\"{class}{ring}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"{radius}\"><title>{name}step {}: {}</title></circle>\n",
                 axes.x(*step),
                 axes.y(*value),
                 short(*step),
@@ -233,6 +236,7 @@ fn legend(all: &[&Series]) -> String {
         let kind = match series.mark {
             Mark::Line => "line",
             Mark::Points => "point",
+            Mark::Ring => "ring",
             Mark::Level => "level",
             Mark::Area(_) => "area",
         };

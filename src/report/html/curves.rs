@@ -53,17 +53,21 @@ impl<'a> Curves<'a> {
         let after = self.evals.iter().rfind(|report| report.step > 0);
         let loss = |report: &&EvalReport| format!("{:.4}", report.eval_loss);
         add("held-out loss", before.map(loss), after.map(loss));
-        let lowest = self.evals.iter().filter(|report| report.step > 0);
-        let lowest = lowest.min_by(|a, b| a.eval_loss.total_cmp(&b.eval_loss));
-        let is_earlier = |lowest: &&&EvalReport| after.is_some_and(|after| lowest.step < after.step);
-        let of_step = |report: &&EvalReport| format!("{:.4} at step {}", report.eval_loss, report.step);
-        add("lowest held-out loss", None, lowest.filter(is_earlier).map(of_step));
+        let lowest = self.best().filter(|best| after.is_some_and(|after| best.step < after.step));
+        let of_step = |report: &EvalReport| format!("{:.4} at step {}", report.eval_loss, report.step);
+        add("lowest held-out loss", None, lowest.map(of_step));
         let exact = |report: &&EvalReport| report.eval_exact_match.map(percent);
         add("exact match, held out", before.and_then(exact), after.and_then(exact));
         let loss = |report: &&StepReport| format!("{:.4}", report.loss);
         let last = self.steps.last().filter(|_| self.steps.len() > 1);
         add("training loss", self.steps.first().map(loss), last.map(loss));
         results
+    }
+
+    /// The evaluation with the lowest loss after training began, the first of equal ones.
+    fn best(&self) -> Option<&'a EvalReport> {
+        let trained = self.evals.iter().copied().filter(|r| r.step > 0 && r.eval_loss.is_finite());
+        trained.min_by(|a, b| a.eval_loss.total_cmp(&b.eval_loss))
     }
 
     fn line(&self, name: &'static str, value: impl Fn(&StepReport) -> f64) -> Series {
@@ -80,7 +84,9 @@ impl<'a> Curves<'a> {
         let every = self.evals.len().div_ceil(10 * MAX_ROWS).max(1);
         let held_out = self.evals.iter().step_by(every).map(|r| (r.step as f64, r.eval_loss)).collect();
         let held_out = Series { name: "held out".into(), class: "b", mark: Mark::Points, points: held_out };
-        let losses = vec![self.line("training", |r| r.loss), held_out];
+        let best = self.best().map(|r| (r.step as f64, r.eval_loss)).into_iter().collect();
+        let best = Series { name: "best held out".into(), class: "b", mark: Mark::Ring, points: best };
+        let losses = vec![self.line("training", |r| r.loss), held_out, best];
         let figures = [
             Self::chart("Loss", "nats per token", false, losses),
             Self::chart("Learning rate", "", true, vec![self.line("learning rate", |r| r.learning_rate)]),
@@ -178,10 +184,12 @@ impl<'a> Curves<'a> {
 
     fn eval_table(&self) -> String {
         let dash = || "–".to_owned();
-        let row = |r: &&EvalReport| {
+        let best = self.best();
+        let is_best = |r: &EvalReport| best.is_some_and(|best| std::ptr::eq(best, r));
+        let row = |r: &EvalReport| {
             vec![
                 r.step.to_string(),
-                format!("{:.4}", r.eval_loss),
+                format!("{:.4}{}", r.eval_loss, if is_best(r) { " (best)" } else { "" }),
                 short(r.eval_perplexity),
                 units::count(r.eval_tokens),
                 r.eval_token_accuracy.map_or_else(dash, percent),
@@ -189,10 +197,15 @@ impl<'a> Curves<'a> {
             ]
         };
         let header = ["step", "loss", "perplexity", "tokens", "token accuracy", "exact match"];
-        // All of a long run's would hide what comes below: the first, and the newest.
+        // All of a long run's would hide what comes below: the first, the best, and the newest.
         let newest = self.evals.len().saturating_sub(MAX_ROWS).max(1);
-        let shown = self.evals.iter().take(1).chain(self.evals.iter().skip(newest));
-        table("Evaluations on held-out rows", &header, &shown.map(row).collect::<Vec<_>>())
+        let mut shown = Vec::new();
+        for (at, report) in self.evals.iter().copied().enumerate() {
+            if at == 0 || at >= newest || is_best(report) {
+                shown.push(row(report));
+            }
+        }
+        table("Evaluations on held-out rows", &header, &shown)
     }
 
     fn skipped_steps(&self) -> String {

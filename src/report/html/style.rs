@@ -14,9 +14,9 @@ dl{display:flex;flex-wrap:wrap;gap:.6rem;margin:.6rem 0}dt{color:var(--dim);font
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr));gap:1.2rem 2rem;align-items:start}
 figure{margin:0;min-width:0}figcaption{font-weight:600;margin-bottom:.3rem}.key{font-weight:400;font-size:.9rem;margin-left:.7rem;white-space:nowrap}
 .key i{display:inline-block;width:.9em;height:.9em;border-radius:2px;margin-right:.35em;vertical-align:-.08em;background:currentColor}
-.key i.line,.key i.level{height:.2em;vertical-align:.25em}.key i.point{border-radius:50%}
+.key i.line,.key i.level{height:.2em;vertical-align:.25em}.key i.point,.key i.ring{border-radius:50%}.key i.ring{background:none;border:2px solid}
 svg{display:block;width:100%;max-width:36rem;height:auto}svg.bars{max-width:none}text{fill:var(--dim);font-size:12px}.x{text-anchor:middle}.y{text-anchor:end}
-polyline{fill:none;stroke:currentColor;stroke-width:1.6;vector-effect:non-scaling-stroke;stroke-linejoin:round}circle,rect,polygon{fill:currentColor}
+polyline{fill:none;stroke:currentColor;stroke-width:1.6;vector-effect:non-scaling-stroke;stroke-linejoin:round}circle,rect,polygon{fill:currentColor}circle.ring{fill:none;stroke:currentColor;stroke-width:1.6;pointer-events:all}
 polygon,rect{stroke:var(--page);stroke-width:.6}.grid{stroke:var(--rule);fill:none}
 .a{color:var(--a)}.b{color:var(--b)}.plan{color:var(--dim)}polyline.plan{stroke-dasharray:6 4}.peak{color:var(--peak)}
 .s0{color:#e69f00}.s1{color:#56b4e9}.s2{color:#0072b2}.s3{color:#d55e00}.s4{color:#009e73}.s5{color:#cc79a7}.s6{color:#8f99a3}.s7{color:#b8a90a}

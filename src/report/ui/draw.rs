@@ -137,6 +137,9 @@ fn figure_lines(figures: &ScreenFigures) -> Vec<Line<'static>> {
         if let Some((step, loss)) = figures.evals.last() {
             add("held-out loss", format!("{loss:.4} at step {step}"));
         }
+        if let Some((step, loss)) = figures.best {
+            add("held-out best", format!("{loss:.4} at step {step}"));
+        }
         add("learning rate", format!("{:.2e}", report.learning_rate));
         add("gradient norm", format!("{:.3}", report.grad_norm));
         let (speed, secs) = (mean(|step| step.tokens_per_sec), mean(|step| step.step_secs));

@@ -63,6 +63,8 @@ pub(super) struct ScreenFigures {
     pub(super) started: Instant,
     pub(super) curve: LossCurve,
     pub(super) evals: Vec<(f64, f64)>,
+    /// Step and loss of the best evaluation after training began, the first of equal ones.
+    pub(super) best: Option<(u64, f64)>,
     pub(super) last: Option<StepReport>,
     pub(super) recent: VecDeque<StepReport>,
     pub(super) is_stopping: bool,
@@ -77,6 +79,7 @@ impl ScreenFigures {
             started: Instant::now(),
             curve: LossCurve::default(),
             evals: Vec::new(),
+            best: None,
             last: None,
             recent: VecDeque::new(),
             is_stopping: false,
@@ -98,6 +101,10 @@ impl ScreenFigures {
 
     pub(super) fn eval(&mut self, report: &EvalReport) {
         self.evals.push((report.step as f64, report.eval_loss));
+        let (step, loss) = (report.step, report.eval_loss);
+        if step > 0 && loss.is_finite() && self.best.is_none_or(|(_, best)| loss < best) {
+            self.best = Some((step, loss));
+        }
         if self.evals.len() >= POINTS {
             let mut nth = 0;
             self.evals.retain(|_| {

@@ -105,9 +105,15 @@ impl CollectiveSpeeds {
     pub(crate) fn table(&self) -> String {
         let CollectiveSpeeds { ranks, backend, timings } = self;
         let mut text = format!(
-            "{ranks} ranks over {backend}; GB/s are 10^9 bytes a second, bus bandwidth as nccl-tests define it\n\n\
+            "{} over {backend}; GB/s are 10^9 bytes a second, bus bandwidth as nccl-tests define it\n\n\
              {:<14} {:>9} {:>6} {:>11} {:>12} {:>12}\n",
-            "collective", "data", "calls", "ms", "algorithm", "bus"
+            units::exact(*ranks, "rank"),
+            "collective",
+            "data",
+            "calls",
+            "ms",
+            "algorithm",
+            "bus"
         );
         for timing in timings {
             let CollectiveTiming { op, bytes, calls, secs, algbw_gbps, busbw_gbps } = timing;

@@ -80,9 +80,8 @@ fn text_is_trained_whole_and_two_bos_are_refused() {
         .unwrap_err();
     assert_eq!(
         why,
-        "error: cannot use 1 of 1 rows of the data set\n  caused by: a.jsonl:1: it begins with \
-         \"<|begin_of_text|>\", which the tokenizer adds itself\nhint: mend the rows, or write \
-         `data.on_bad_row = \"skip\"` to leave them out"
+        "error: cannot use 1 of 1 row of the data set\n  caused by: a.jsonl:1: it begins with \
+         \"<|begin_of_text|>\", which the tokenizer adds itself\nhint: mend the rows"
     );
     // phi3's tokenizer adds none: what the text says stays.
     let phi3 = tokenizer("tiny-phi3");
@@ -156,9 +155,46 @@ fn rows_with_nothing_to_train_are_faults() {
     let long = r#"{"messages": [{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "x"}]}"#;
     let cut = DataOptions { max_seq_len: 20, ..DataOptions::default() };
     let why = load(&llama, "a.jsonl", long, &cut).unwrap_err();
-    assert!(why.contains("1 rows left out: their answer begins after data.max_seq_len tokens"), "{why}");
+    assert!(why.contains("1 row left out: its answer begins after data.max_seq_len tokens"), "{why}");
     for row in [r#"{"text": ""}"#, r#"{"prompt": "a", "completion": ""}"#] {
         assert!(load(&llama, "a.jsonl", row, &DataOptions::default()).unwrap_err().contains("empty"));
+    }
+}
+
+/// Where many rows are bad, leaving them out would lose much of the data set, and the hint does not say it.
+#[test]
+fn the_way_out_of_bad_rows_depends_on_their_number_and_format() {
+    let llama = tokenizer("tiny-llama");
+    let pair = |count: usize| "{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(count);
+    let question = |count: usize| "{\"question\": \"a\", \"answer\": \"b\"}\n".repeat(count);
+    let bad = "{\"prompt\": 3, \"completion\": \"b\"}\n";
+    let hint = |rows: &str, format: DataFormat| {
+        let options = DataOptions { format, ..DataOptions::default() };
+        let why = load(&llama, "a.jsonl", rows, &options).unwrap_err();
+        why.split_once("\nhint: ").unwrap().1.to_owned()
+    };
+    let seldom = hint(&(pair(99) + bad), DataFormat::Auto);
+    assert_eq!(seldom, "mend the rows, or write `data.on_bad_row = \"skip\"` to leave them out");
+    assert_eq!(hint(&(pair(98) + bad), DataFormat::Auto), "mend the rows");
+    // Rows of another format: all those of the file, or some.
+    let other = "give a.jsonl its own format: `format = \"question_answer\"` in a `[[data.train]]` table of its `path`";
+    assert_eq!(hint(&question(4), DataFormat::PromptCompletion), other);
+    assert_eq!(hint(&(pair(2) + &question(4)), DataFormat::PromptCompletion), other);
+    let mixed = "put the rows of a.jsonl that have the format question_answer into a file of their own";
+    assert_eq!(hint(&(pair(50) + &question(30)), DataFormat::Auto), mixed);
+    assert_eq!(hint(&(pair(50) + &question(30)), DataFormat::PromptCompletion), mixed);
+}
+
+#[test]
+fn a_pair_without_its_half_says_which() {
+    let llama = tokenizer("tiny-llama");
+    let options = DataOptions { format: DataFormat::PromptCompletion, ..DataOptions::default() };
+    for (row, wanted) in [
+        ("{\"prompt\": \"x\"}", "a.jsonl:1: it has no `completion`; its keys are prompt\n"),
+        ("{\"completion\": \"x\", \"n\": 1}", "a.jsonl:1: it has no `prompt`; its keys are completion, n\n"),
+    ] {
+        let why = load(&llama, "a.jsonl", row, &options).unwrap_err();
+        assert!(why.contains(wanted), "{why}");
     }
 }
 
@@ -174,7 +210,7 @@ fn bad_rows_stop_together_or_are_skipped() {
     let data = load(&llama, "a.jsonl", rows, &skip).unwrap();
     assert_eq!((data.len(), data.report().num_bad(), data.report().rows), (2, 2, 4));
     let shown = data.report().to_string();
-    assert!(shown.contains("1 bad rows: unreadable"), "{shown}");
+    assert!(shown.contains("1 bad row: unreadable"), "{shown}");
 }
 
 #[test]

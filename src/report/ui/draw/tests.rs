@@ -58,11 +58,11 @@ fn a_screen_of_eighty_columns() {
     ┌ loss, and • of held-out rows ────────────┐┌──────────────────────────────────┐
     │3.100│•                                   ││loss          1.2857, mean 1.3071 │
     │     │ ⠓⢄                                 ││held-out loss 1.5000 at step 120  │
-    │     │  ⠈⠙⠦⣀                              ││learning rate 2.00e-4             │
-    │     │      ⠉⠑⠒⠤⢤⣀⣀⡀                      ││gradient norm 0.750               │
-    │1.286│             ⠈⠉⠉⠉⠒⠒⠒⠒⠒⠤⠤⠤⠤⠤⠤⠤⢤⣀⣀⣀⣀⣀•││tokens/s      8.19K, 500 ms a step│
-    │     └────────────────────────────────────││memory, most  3.00 GiB            │
-    │     0                                 120││                                  │
+    │     │  ⠈⠙⠦⣀                              ││held-out best 1.5000 at step 120  │
+    │     │      ⠉⠑⠒⠤⢤⣀⣀⡀                      ││learning rate 2.00e-4             │
+    │1.286│             ⠈⠉⠉⠉⠒⠒⠒⠒⠒⠤⠤⠤⠤⠤⠤⠤⢤⣀⣀⣀⣀⣀•││gradient norm 0.750               │
+    │     └────────────────────────────────────││tokens/s      8.19K, 500 ms a step│
+    │     0                                 120││memory, most  3.00 GiB            │
     └──────────────────────────────────────────┘└──────────────────────────────────┘
     ┌ time of the last 20 steps ───────────────┐┌ seconds of each rank ────────────┐
     │data       2 % █                          ││  0   0.400 s ████████████████████│
@@ -87,13 +87,27 @@ fn a_screen_of_forty_columns() {
     ━━━━━━━━━━━━────────────────────────────
     loss          1.2857, mean 1.3071
     held-out loss 1.5000 at step 120
+    held-out best 1.5000 at step 120
     learning rate 2.00e-4
     gradient norm 0.750
     tokens/s      8.19K, 500 ms a step
-    memory, most  3.00 GiB
     eval at step 0: loss 3.1000
     warning: step 41: the loss 5.0 is far ab
     "#);
+}
+
+/// The best evaluation after training began stays while later ones are worse or equal; that of the base does not count.
+#[test]
+fn the_best_evaluation_stays_on_the_screen() {
+    let mut figures = ScreenFigures::new("run");
+    figures.begin(0, 400);
+    for (step, loss) in [(0, 0.5), (10, 1.5), (20, 1.25), (30, 1.25), (40, 1.75)] {
+        figures.eval(&EvalReport::new(step, loss, 100));
+        figures.step(&report(step + 1, 1));
+    }
+    let shown = screen(80, 24, &figures, &[]);
+    assert!(shown.contains("held-out loss 1.7500 at step 40"), "{shown}");
+    assert!(shown.contains("held-out best 1.2500 at step 20"), "{shown}");
 }
 
 #[test]

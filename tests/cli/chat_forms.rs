@@ -1,0 +1,238 @@
+//! Forms of chats that people bring and templates disagree on, through `finetune data`: parts, calls with values that are no texts, a
+//! chosen side that repeats its prompt, keys and roles that have no place.
+
+use serde_json::{Value, json};
+
+use crate::place::{Place, golden};
+
+/// The text that `finetune data` prints of the rows `text` with the model `name` and further settings.
+fn shown(name: &str, text: &str, settings: &[&str]) -> String {
+    let place = Place::with_model(name);
+    place.write("chats.jsonl", text);
+    for template in ["args-as-text", "think-in-the-last-turn-alone"] {
+        let file = golden("field").join(template).join("chat.jinja");
+        std::fs::copy(file, place.path(&format!("{template}.jinja"))).unwrap();
+    }
+    let mut args =
+        vec!["data", "--model", "model", "--dataset", "chats.jsonl", "--set", "data.max_seq_len=2000"];
+    settings.iter().for_each(|setting| args.extend(["--set", setting]));
+    place.said(&args)
+}
+
+/// A chat whose assistant calls `get_temp` with these arguments.
+fn call(arguments: &str) -> String {
+    format!(
+        r#"{{"messages": [{{"role": "user", "content": "How warm is it?"}}, {{"role": "assistant", "content": "", "tool_calls": [{{"type": "function", "id": "call00000", "function": {{"name": "get_temp", "arguments": {arguments}}}}}]}}, {{"role": "tool", "name": "get_temp", "tool_call_id": "call00000", "content": "7"}}, {{"role": "assistant", "content": "7 degrees."}}]}}"#
+    )
+}
+
+#[test]
+fn parts_are_no_text_to_a_template_that_prints_text() {
+    let row = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "Name a river."}]}, {"role": "assistant", "content": [{"type": "text", "text": "The Elph."}]}]}"#;
+    for (model, settings) in [
+        ("tiny-llama3", &[][..]),
+        ("tiny-gemma3", &[]),
+        ("tiny-qwen2", &["data.chat_template=llama3"]),
+        ("tiny-qwen2", &["data.chat_template=gemma"]),
+    ] {
+        let said = shown(model, row, settings);
+        assert!(
+            said.contains("Name a river.") && said.contains("⟦The Elph.<"),
+            "{model} {settings:?}: {said}"
+        );
+        assert!(!said.contains("'text'") && !said.contains("warning: the chat template"), "{said}");
+    }
+    // A part is looked for by itself: what a template prints between two of them is its own.
+    let two = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]}, {"role": "assistant", "content": "b"}]}"#;
+    let place = Place::with_model("tiny-qwen2");
+    place.write("chats.jsonl", two);
+    place.write("t.jinja", "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content | e }}{% else %}{% for p in m.content %}{{ p.text }}\n--\n{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}");
+    let said = place.said(&[
+        "data",
+        "--model",
+        "model",
+        "--dataset",
+        "chats.jsonl",
+        "--set",
+        "data.chat_template=t.jinja",
+    ]);
+    assert!(said.contains("One\n--\ntwo\n--") && !said.contains("warning: the chat template"), "{said}");
+}
+
+/// A quote ends a text and no number: the end of a call is found whatever its last argument is.
+#[test]
+fn calls_are_trained_whatever_their_arguments_are() {
+    let qwen = |arguments: &str, whole: &str| {
+        let said = shown("tiny-qwen2", &call(arguments), &["data.chat_template=qwen"]);
+        let wanted = format!(
+            "⟦<tool_call>\n{{\"name\": \"get_temp\", \"arguments\": {whole}}}\n</tool_call><|im_end|>⟧"
+        );
+        assert!(said.contains(&wanted) && said.contains("⟦7 degrees.<|im_end|>⟧"), "{arguments}: {said}");
+    };
+    for arguments in [
+        r#"{"city": "Brno", "days": 3}"#,
+        r#"{"n": 1}"#,
+        r#"{"exact": true, "at": null}"#,
+        r#"{"l": ["a"]}"#,
+        r#"{"at": {"lat": 49.2}}"#,
+        r#"{"city": "Brno"}"#,
+    ] {
+        qwen(arguments, arguments);
+    }
+    for template in ["args-as-text", "think-in-the-last-turn-alone"] {
+        let setting = format!("data.chat_template={template}.jinja");
+        for arguments in [r#"{"city": "Brno", "days": 3}"#, r#"{"n": 1}"#, r#""{\"n\": 1}""#] {
+            let said = shown("tiny-qwen2", &call(arguments), &[&setting]);
+            let (call, result) = (r#""days": 3}"#, "warning: the chat template prints no tool results");
+            assert!(said.contains(call) || said.contains(r#"{"n": 1}"#), "{said}");
+            assert!(said.contains("⟦7 degrees.") || said.contains("7 degrees.<|im_end|>⟧"), "{said}");
+            assert!(!said.contains(result), "{template} prints results: {said}");
+        }
+    }
+    let text = shown("tiny-qwen2", &call("\"\""), &["data.chat_template=args-as-text.jinja"]);
+    assert!(text.contains("⟦7 degrees."), "{text}");
+}
+
+#[test]
+fn the_first_calls_have_all_their_forms() {
+    let row = |call: &str, content: &str| {
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "q"}}, {{"role": "assistant", "content": {content}, "function_call": {call}}}, {{"role": "user", "content": "r"}}, {{"role": "assistant", "content": "ok"}}]}}"#
+        )
+    };
+    let none = shown("tiny-qwen3", &row(r#"{"name": "g"}"#, "null"), &[]);
+    assert!(none.contains(r#"{"name": "g", "arguments": {}}"#), "{none}");
+    let text = shown("tiny-qwen3", &row(r#""{\"name\": \"g\", \"arguments\": {\"a\": 1}}""#, "null"), &[]);
+    assert!(text.contains(r#"{"name": "g", "arguments": {"a": 1}}"#), "{text}");
+    let empty = shown("tiny-qwen3", &row("{}", "\"Ahoy.\""), &[]);
+    assert!(empty.contains("Ahoy.<|im_end|>⟧"), "{empty}");
+}
+
+/// UltraFeedback's form: `chosen` holds the prompt and the answer, beside `prompt`.
+#[test]
+fn a_chosen_side_that_repeats_its_prompt_is_one_chat() {
+    let answer = |text: &str| {
+        format!(r#"[{{"role": "user", "content": "Hi"}}, {{"role": "assistant", "content": "{text}"}}]"#)
+    };
+    for prompt in [r#""Hi""#, r#"[{"role": "user", "content": "Hi"}]"#] {
+        let row = format!(
+            r#"{{"prompt": {prompt}, "chosen": {}, "rejected": {}}}"#,
+            answer("Ahoy."),
+            answer("No.")
+        );
+        for model in ["tiny-qwen3", "tiny-gemma2"] {
+            let said = shown(model, &row, &[]);
+            assert_eq!(said.matches("Hi").count(), 1, "{model}: {said}");
+            assert!(said.contains("Ahoy.<"), "{said}");
+        }
+    }
+}
+
+#[test]
+fn keys_without_a_place_are_named() {
+    for (row, names) in [
+        (
+            r#"{"system": "S", "tools": [1], "chat_template_kwargs": {"a": 1}, "prompt": "Hi", "completion": " Ahoy."}"#,
+            "`chat_template_kwargs` (1 row), `system` (1 row), `tools` (1 row)",
+        ),
+        (
+            r#"{"system": "S", "question": "q", "chosen": "b", "rejected": "c"}"#,
+            "`question` (1 row), `system` (1 row)",
+        ),
+        (
+            r#"{"messages": [{"role": "system", "content": "S", "tools": [{"name": "f"}], "functions": [{"name": "f"}]}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#,
+            "`messages.functions` (1 row), `messages.tools` (1 row)",
+        ),
+    ] {
+        let said = shown("tiny-qwen3", row, &[]);
+        assert!(said.contains(&format!("not used: {names}\n")), "{said}");
+    }
+}
+
+/// A file of one row is a row, whatever lists its other keys hold.
+#[test]
+fn a_file_of_one_row_holds_no_rows() {
+    for (row, trained) in [
+        (r#"{"question": "q", "answer": "Ahoy", "contexts": [{"text": "CONTEXT"}]}"#, "Ahoy"),
+        (r#"{"instruction": "i", "output": "Ahoy", "meta": [{"a": 1}]}"#, "Ahoy"),
+        (r#"{"text": "Ahoy", "meta": [{"text": "CONTEXT"}]}"#, "hoy"),
+    ] {
+        let said = shown("tiny-qwen3", row, &[]);
+        assert!(said.contains(trained) && !said.contains("CONTEXT"), "{said}");
+        assert!(said.contains("not used: "), "{said}");
+    }
+}
+
+#[test]
+fn special_tokens_are_looked_for_in_all_texts_of_a_chat() {
+    let row = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "x <|im_end|> y"}], "tools": [{"type": "function", "function": {"name": "f", "description": "use <|im_start|>", "parameters": {}}}]}"#;
+    let said = shown("tiny-qwen3", row, &[]);
+    for token in ["<|im_end|>", "<|im_start|>"] {
+        let warning =
+            format!("warning: messages hold {token:?} as text, which becomes the special token (1 row");
+        assert!(said.contains(&warning), "{said}");
+    }
+}
+
+#[test]
+fn roles_that_nobody_knows_are_named() {
+    let row = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "Asistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#;
+    let said = shown("tiny-qwen2", row, &["data.chat_template=chatml"]);
+    let warning = "warning: messages of the role \"asistant\" are not trained (1 in 1 row); roles that are known: system, developer, user, assistant, tool\n";
+    assert!(said.contains(warning), "{said}");
+    let place = Place::with_model("tiny-qwen3");
+    place.write(
+        "chats.jsonl",
+        r#"{"conversations": [{"from": "Question", "value": "Hi"}, {"from": "Answer", "value": "Ahoy."}]}"#,
+    );
+    let refused = place.refused(&["data", "--model", "model", "--dataset", "chats.jsonl"]);
+    assert!(
+        refused.contains("no message is trained: its roles are answer, question; known: system"),
+        "{refused}"
+    );
+}
+
+/// A template that prints a part of an answer trains a part of it.
+#[test]
+fn an_answer_that_is_cut_by_its_template_is_said() {
+    let place = Place::with_model("tiny-qwen2");
+    place.write("chats.jsonl", r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "One line.\nAnother line."}]}"#);
+    place.write("t.jinja", "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('\n')[0] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}");
+    let said = place.said(&[
+        "data",
+        "--model",
+        "model",
+        "--dataset",
+        "chats.jsonl",
+        "--set",
+        "data.chat_template=t.jinja",
+    ]);
+    assert!(
+        said.contains("warning: the chat template leaves out some assistant messages (1 in 1 row)"),
+        "{said}"
+    );
+}
+
+/// Control tokens in the texts of a chat are text with `data.sanitize_control_tokens`: the ids are those of transformers.
+#[test]
+fn control_tokens_in_a_text_stay_text() {
+    let cases = std::fs::read_to_string(golden("chat/sanitized.json")).unwrap();
+    let cases: Vec<Value> = serde_json::from_str(&cases).unwrap();
+    assert_eq!(cases.len(), 30);
+    for case in cases {
+        let place = Place::with_model(case["model"].as_str().unwrap());
+        place.write("chats.jsonl", &json!({ "messages": case["messages"] }).to_string());
+        let args = ["data", "--model", "model", "--dataset", "chats.jsonl", "--tokens"];
+        let sanitized = ["--set", "data.sanitize_control_tokens=true", "--set", "data.max_seq_len=2000"];
+        let said = place.said(&[&args[..], &sanitized].concat());
+        let fields = said.lines().map(|line| line.split_whitespace().take(2).collect::<Vec<_>>());
+        let ids: Vec<u64> = fields
+            .filter(|fields| fields.len() == 2 && fields[0].parse::<usize>().is_ok())
+            .filter_map(|fields| fields[1].parse().ok())
+            .collect();
+        let wanted: Vec<u64> = serde_json::from_value(case["ids"].clone()).unwrap();
+        // A template that ends its last turn otherwise gets the EOS that generation stops at.
+        assert!(ids.starts_with(&wanted) && ids.len() <= wanted.len() + 1, "{case}\n{said}");
+        assert!(!said.contains("becomes the special token"), "{said}");
+    }
+}
