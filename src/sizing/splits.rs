@@ -183,7 +183,7 @@ fn modelled(
     hardware: &Hardware,
     [data, shard, tensor, pipeline, context]: [usize; 5],
 ) -> ParallelSplit {
-    let stage = Stage::new(work, [data, shard, tensor, pipeline, context]);
+    let stage = SplitShare::new(work, [data, shard, tensor, pipeline, context]);
     let [d, s, t, p] = [data, shard, tensor, pipeline].map(|n| n as f64);
     let of_stage = 1.0 / (t * p);
     let turns = stage.micro_batches;
@@ -216,7 +216,7 @@ fn modelled(
 }
 
 /// The part of a step that one rank of a split has.
-struct Stage {
+struct SplitShare {
     data: usize,
     shard: usize,
     tensor: usize,
@@ -237,7 +237,7 @@ struct Stage {
     gradients: f64,
 }
 
-impl Stage {
+impl SplitShare {
     fn new(work: &SplitWork<'_>, [data, shard, tensor, pipeline, context]: [usize; 5]) -> Self {
         let of_model = 1.0 / (tensor * pipeline) as f64;
         let micro_batches = (work.tokens / work.row / (data * shard) as f64).max(1.0);
@@ -246,7 +246,7 @@ impl Stage {
         let runs = tensor * pipeline * context == 1;
         let own_tokens = micro_batches * micro_tokens * of_model;
         let [values, gradients] = [work.values, work.gradients].map(|bytes| bytes * of_model / layers);
-        Stage {
+        SplitShare {
             data,
             shard,
             tensor,
