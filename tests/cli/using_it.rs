@@ -112,6 +112,10 @@ fn words_of_other_trainers_lead_to_ours_in_recipes() {
         ("[model]\nattention = \"sdpa\"\n", "write `attention = \"flash\"`"),
         ("[scheduler]\nkind = \"wsd\"\n", "write `kind = \"warmup_stable_decay\"`"),
         ("[optimizer]\nkind = \"adamw_8bit\"\n", "write `kind = \"adamw\"` and `state = \"int8\"`"),
+        (
+            "[data]\ntrain_on = \"completion\"\n",
+            "remove `train_on`: completions alone are trained by default",
+        ),
         ("[quantization]\nkind = \"int4\"\n", "write `kind = \"nf4\"` (or \"fp4\") for 4 bits"),
         ("[train]\nnum_train_epochs = 3\n", "write `epochs`"),
         ("[data]\nmax_samples = 1000\n", "hint: write `limit = 1000` in a `[[data.train]]` table"),

@@ -14,7 +14,7 @@ const PARTS: [StepPartOf; 7] = [
     ("data", "s0", |r| r.data_secs),
     ("forward", "s1", |r| r.forward_secs),
     ("backward", "s2", |r| r.backward_secs),
-    ("exposed communication", "s3", |r| r.exposed_secs),
+    ("waiting for other ranks", "s3", |r| r.exposed_secs),
     ("update", "s4", |r| r.update_secs),
     ("saving", "s5", |r| r.save_secs),
     ("other", "s6", |r| r.other_secs),

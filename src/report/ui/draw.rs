@@ -167,7 +167,7 @@ fn part_lines(figures: &ScreenFigures, width: u16) -> Vec<Line<'static>> {
         ("data", sum(|step| step.data_secs)),
         ("forward", sum(|step| step.forward_secs)),
         ("backward", sum(|step| step.backward_secs)),
-        ("exposed", sum(|step| step.exposed_secs)),
+        ("waiting", sum(|step| step.exposed_secs)),
         ("update", sum(|step| step.update_secs)),
         ("save", sum(|step| step.save_secs)),
         ("other", sum(|step| step.other_secs)),

@@ -68,7 +68,7 @@ fn a_screen_of_eighty_columns() {
     │data       2 % █                          ││  0   0.400 s ████████████████████│
     │forward   30 % ████████                   ││  1   0.410 s ████████████████████│
     │backward  60 % ████████████████           ││                                  │
-    │exposed    4 % █                          ││                                  │
+    │waiting    4 % █                          ││                                  │
     │update     4 % █                          ││                                  │
     │save       0 %                            ││                                  │
     │other      0 %                            ││                                  │
@@ -127,7 +127,7 @@ fn before_the_first_step() {
     │data       0 %                    ││                                  │
     │forward    0 %                    ││                                  │
     │backward   0 %                    ││                                  │
-    │exposed    0 %                    ││                                  │
+    │waiting    0 %                    ││                                  │
     │update     0 %                    ││                                  │
     │save       0 %                    ││                                  │
     │other      0 %                    ││                                  │
