@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What nvcc makes of compute/kernels/*.cu, held against compute/kernels/limits.toml. No GPU is needed.
+"""What nvcc makes of kernels/*.cu, held against kernels/limits.toml. No GPU is needed.
 
     source scripts/cuda-env.sh              # nvcc, where there is none
     scripts/check_kernels.py                # exit code 1 where a kernel breaks a limit
     scripts/check_kernels.py --table        # prints what each kernel takes, too
 
-The files are compiled with the options that compute/build.rs compiles them with, compute/kernels/nvcc.options. ptxas
+The files are compiled with the options that crates/ops/build.rs compiles them with, kernels/nvcc.options. ptxas
 then says what registers, stack, spills and shared memory each kernel takes for each architecture, and the PTX shows by
 which instructions it moves memory and computes. limits.toml says what is meant; what is asked of every kernel stands
 here: no access to local memory, no atomic sum of floats, nothing that nvcc warns of.
@@ -32,7 +32,7 @@ except ModuleNotFoundError:
     # Python before 3.11; pip, by which scripts/cuda-env.sh fetches nvcc, brings the same parser along.
     from pip._vendor import tomli as tomllib
 
-KERNELS = Path(__file__).resolve().parent.parent / "compute" / "kernels"
+KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 
 # Files that are compiled at a time.
 AT_ONCE = 2

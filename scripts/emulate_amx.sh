@@ -58,7 +58,7 @@ built() {
     realpath "$(sed -n 's/.*Executable .* (\(.*\))$/\1/p' <<<"$said")"
 }
 
-compute=$(built --package finetune-compute --lib)
+compute=$(built --package finetune-ops --lib)
 cli=$(built --test cli)
 finetune=$(dirname "$cli")/../finetune
 put "$compute"

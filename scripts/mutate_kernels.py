@@ -2,11 +2,11 @@
 """Every barrier, wait, mask, bound and epilogue condition of the kernels is there for a reason that a test knows.
 
     scripts/mutate_kernels.py                 takes each away in turn; a test must fail
-    scripts/mutate_kernels.py --only FILE     those of one file of compute/kernels
+    scripts/mutate_kernels.py --only FILE     those of one file of kernels
     scripts/mutate_kernels.py --uncovered     only looks for conditions that the list leaves out
     scripts/mutate_kernels.py --find          names the fastest test that fails, for entries of the list to come
 
-compute/kernels/mutants.toml lists the mutants: a piece of a kernel's source, what stands there instead (nothing, where
+kernels/mutants.toml lists the mutants: a piece of a kernel's source, what stands there instead (nothing, where
 it does not say), and the test that fails. A mutant is compiled for the emulator like the kernels of a test build and
 linked with their other objects to a shared library, which FINETUNE_EMU_LIBRARY names to the tests. So the claim of each
 line is exact: this test passes on the kernels and fails on this mutant. A mutant that changes no result, a shortcut,
@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ROOT / "compute" / "kernels"
+KERNELS = ROOT / "kernels"
 LIST = KERNELS / "mutants.toml"
 VARIABLE = "FINETUNE_EMU_LIBRARY"
 
@@ -43,7 +43,7 @@ REQUIRED = re.compile(
     r"|\bif\b|&&|\|\||[^?]\?[^?]|\b(?:smaller|larger)\("
 )
 
-# As compute/build.rs compiles kernels for the emulator, but for optimization, which changes no value.
+# As crates/ops/build.rs compiles kernels for the emulator, but for optimization, which changes no value.
 COMPILE = (
     "g++ -std=c++17 -O0 -fPIC -w -DKERNEL_EMU -U_FORTIFY_SOURCE -fno-strict-aliasing -ffp-contract=off -c -xc++"
 ).split()
@@ -130,9 +130,9 @@ def build(features):
     binary = archive = None
     for line in told.stdout.splitlines():
         message = json.loads(line) if line.startswith("{") else {}
-        if message.get("reason") == "build-script-executed" and "finetune-compute" in message["package_id"]:
+        if message.get("reason") == "build-script-executed" and "finetune-ops" in message["package_id"]:
             archive = Path(message["out_dir"]) / "libfinetune_kernels.a"
-        if message.get("executable") and message["target"]["name"] == "finetune_compute":
+        if message.get("executable") and message["target"]["name"] == "finetune_ops":
             binary = Path(message["executable"])
     if not binary or not archive or not archive.exists():
         raise Bad(f"cargo named no tests or no kernels: {binary}, {archive}; is kernel-emu among {features}?")
@@ -179,7 +179,7 @@ class Tests:
         command = [self.binary, wanted, *exact, "--test-threads", "1"]
         try:
             done = subprocess.run(
-                command, cwd=ROOT / "compute", env=env, capture_output=True, text=True, errors="replace", timeout=limit
+                command, cwd=ROOT / "crates/ops", env=env, capture_output=True, text=True, errors="replace", timeout=limit
             )
         except subprocess.TimeoutExpired:
             return Outcome("hung", f"not done after {limit:.0f} s", limit)

@@ -22,10 +22,8 @@
 //! | 14 | [`commands`] | one file a verb, 150 lines at most |
 
 pub mod adapter;
-mod address;
 pub mod checkpoint;
 pub mod cli;
-mod clock;
 pub mod collective;
 pub mod commands;
 pub mod data;
@@ -35,9 +33,7 @@ pub mod hub;
 pub mod model;
 pub mod optim;
 pub mod plan;
-mod private_file;
 pub mod profile;
-mod program;
 pub mod recipe;
 pub mod rendezvous;
 pub mod report;
@@ -47,6 +43,6 @@ pub mod sharding;
 pub mod sizing;
 pub mod weights;
 
-pub use finetune_compute::{
-    contained, error, instruction_set, median, ops, quant, rounding, runtime, stored_dtype, threads, units,
-};
+use finetune_core::{address, clock, private_file, program};
+pub use finetune_core::{contained, error, median, threads, units};
+pub use finetune_ops::{instruction_set, ops, quant, rounding, runtime, stored_dtype};

@@ -175,7 +175,7 @@ fn sources() -> &'static [Source] {
 }
 
 fn read_sources() -> Vec<Source> {
-    // The lower floors are a crate of their own, of which `finetune` shows the modules.
+    // The lower floors are crates of their own, of which `finetune` shows the modules.
     let of = |src: PathBuf| {
         let rust = files(&src).into_iter().filter(|path| path.extension().is_some_and(|end| end == "rs"));
         let read = |path: PathBuf| {
@@ -185,7 +185,9 @@ fn read_sources() -> Vec<Source> {
         rust.map(read).collect::<Vec<_>>()
     };
     let mut sources = of(root().join("src"));
-    sources.extend(of(root().join("compute/src")).into_iter().filter(|source| source.path != "lib.rs"));
+    for lower in ["crates/core/src", "crates/ops/src"] {
+        sources.extend(of(root().join(lower)).into_iter().filter(|source| source.path != "lib.rs"));
+    }
     sources
 }
 

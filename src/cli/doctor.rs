@@ -28,7 +28,7 @@ pub struct DoctorArgs {
     /// Compute by the GPU's kernels, run on the processor (builds with the feature `kernel-emu`)
     #[arg(long, requires = "selftest")]
     pub emulated: bool,
-    /// Write what each instruction of the kernels left in registers, to be kept in compute/tests/golden
+    /// Write what each instruction of the kernels left in registers, to be kept in crates/ops/tests/golden
     #[arg(long, requires = "selftest", value_name = "FILE", hide = true)]
     pub probe: Option<PathBuf>,
     /// Measure the disks of the hub's cache and of DIR [default: the working folder]; takes some seconds

@@ -31,8 +31,8 @@ mod webhook;
 pub use addresses::{ListenAddress, ServerUrl};
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
 pub use difference::RecipeDifference;
-pub use finetune_compute::recipe::enums;
-pub use finetune_compute::recipe::enums::{
+pub use finetune_core::recipe::enums;
+pub use finetune_core::recipe::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
     ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
     SchedulerKind, StateDtype, Strategy,

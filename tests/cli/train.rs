@@ -80,7 +80,7 @@ fn lora_on_phi3_follows_peft() {
 }
 
 /// With products that are large enough to be packed, which those of the tiny models are not
-/// (compute/src/ops/packed_gemm/tests.rs).
+/// (crates/ops/src/ops/packed_gemm/tests.rs).
 #[test]
 fn packed_products_follow_the_reference() {
     follows("wide_lora");

@@ -1,5 +1,5 @@
 //! The operations from the outside: the self-test on the CPU, finite differences of definitions in f64, and the same
-//! bits from every run. Oracles that need the references lie beside them, in `compute/src/ops/selftest`.
+//! bits from every run. Oracles that need the references lie beside them, in `crates/ops/src/ops/selftest`.
 
 mod bits;
 mod finite_differences;
@@ -81,11 +81,11 @@ fn every_op_is_measured() {
     assert_eq!(measured, public_ops(), "what `bench ops` measures and the public functions of `ops`");
 }
 
-/// The names of the free public functions below `compute/src/ops` and of the copies of `runtime`, but for those that are no ops.
+/// The names of the free public functions below `crates/ops/src/ops` and of the copies of `runtime`, but for those that are no ops.
 fn public_ops() -> BTreeSet<String> {
     let head = Regex::new(r"(?m)^pub fn (\w+)").unwrap();
     let mut found = BTreeSet::new();
-    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("compute/src");
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/ops/src");
     for path in sources(&src.join("ops")).into_iter().chain([src.join("runtime/copy.rs")]) {
         let text = fs::read_to_string(path).unwrap();
         found.extend(head.captures_iter(&text).map(|name| name[1].to_owned()));

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 ///
 /// # Errors
 /// The system does not tell.
-pub(crate) fn own() -> io::Result<PathBuf> {
+pub fn own() -> io::Result<PathBuf> {
     // The link names the file that runs, even where another has taken its name meanwhile.
     let link = PathBuf::from("/proc/self/exe");
     if link.exists() { Ok(link) } else { std::env::current_exe() }
@@ -19,7 +19,7 @@ pub(crate) fn own() -> io::Result<PathBuf> {
 ///
 /// # Errors
 /// The program cannot be started, with the path and the reason.
-pub(crate) fn check(path: &Path) -> Result<(), String> {
+pub fn check(path: &Path) -> Result<(), String> {
     let shown = path.display();
     let found = path.metadata().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => format!("{shown} does not exist"),

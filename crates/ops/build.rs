@@ -8,7 +8,9 @@ use std::{env, fs};
 
 fn main() -> Result<()> {
     println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rerun-if-changed=kernels");
+    println!("cargo:rerun-if-changed=../../kernels");
+    // Every path below is one of the repository.
+    env::set_current_dir("../..").map_err(|error| format!("cannot enter the repository: {error}"))?;
     let cuda = env::var_os("CARGO_FEATURE_CUDA").is_some();
     let emulator = env::var_os("CARGO_FEATURE_KERNEL_EMU").is_some();
     build(cuda, emulator).map_err(|error| format!("cannot build the kernels: {error}"))

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 
 /// What stands at the head of a file with a dump.
 pub(crate) const HEAD: &str = "\
-# What each instruction of compute/kernels/probe.cu leaves in the registers of the threads that run it:
+# What each instruction of kernels/probe.cu leaves in the registers of the threads that run it:
 # a line a register, in it a word for each thread. `finetune doctor --selftest --probe FILE` writes such a file.
 ";
 

@@ -16,7 +16,7 @@ use ureq::{Agent, Proxy};
 use crate::error::{Error, Result};
 
 /// Ports, for messages.
-pub(crate) const PORTS: &str = "1 to 65535";
+pub const PORTS: &str = "1 to 65535";
 /// A longer port is not repeated in a message: it may be a secret in the wrong place.
 const MOST_REPEATED: usize = 6;
 /// The proxy's variables in the order in which ureq looks at them.
@@ -26,7 +26,7 @@ const PROXY_VARIABLES: [&str; 6] =
 const PROXY_SCHEMES: [&str; 7] = ["http", "https", "socks", "socks4", "socks4a", "socks5", "socks5h"];
 
 /// The port that `text` names: digits alone, 1 to 65535.
-pub(crate) fn port(text: &str) -> Option<u16> {
+pub fn port(text: &str) -> Option<u16> {
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|port| is_number && *port != 0)
 }
@@ -35,7 +35,7 @@ pub(crate) fn port(text: &str) -> Option<u16> {
 ///
 /// # Errors
 /// The reason of a refusal. Of the address it holds a short port at most: no path, no user and no password.
-pub(crate) fn http(text: &str) -> Result<Uri, String> {
+pub fn http(text: &str) -> Result<Uri, String> {
     if text.chars().any(|c| c.is_control() || c.is_whitespace()) {
         return Err("it holds a space or a control character".into());
     }
@@ -57,7 +57,7 @@ pub(crate) fn http(text: &str) -> Result<Uri, String> {
 ///
 /// # Errors
 /// As [`http`].
-pub(crate) fn base(text: &str) -> Result<String, String> {
+pub fn base(text: &str) -> Result<String, String> {
     let address = text.trim_end_matches('/');
     http(address)?;
     let sound = |byte: u8| byte.is_ascii_graphic() && !b"?#@%\\\"<>{}|^`".contains(&byte);
@@ -112,7 +112,7 @@ fn bad_port(found: &str) -> String {
 }
 
 /// Returns whether `address` is this machine's own, where a proxy would only be in the way.
-pub(crate) fn is_this_machine(address: &Uri) -> bool {
+pub fn is_this_machine(address: &Uri) -> bool {
     let host = address.host().unwrap_or_default();
     let inner = host.trim_start_matches('[').trim_end_matches(']');
     host.eq_ignore_ascii_case("localhost") || inner.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
@@ -123,7 +123,7 @@ pub(crate) fn is_this_machine(address: &Uri) -> bool {
 ///
 /// # Errors
 /// The user's: the variable of the proxy holds no address; the clock is one that no certificate can be checked by.
-pub(crate) fn agent_for(address: &Uri) -> Result<ConfigBuilder<AgentScope>> {
+pub fn agent_for(address: &Uri) -> Result<ConfigBuilder<AgentScope>> {
     check_clock(address)?;
     let config = Agent::config_builder()
         .http_status_as_error(false)
@@ -141,7 +141,7 @@ pub(crate) fn agent_for(address: &Uri) -> Result<ConfigBuilder<AgentScope>> {
 ///
 /// # Errors
 /// The user's.
-pub(crate) fn check_clock(address: &Uri) -> Result<()> {
+pub fn check_clock(address: &Uri) -> Result<()> {
     if address.scheme_str() != Some("https") || SystemTime::now() >= UNIX_EPOCH {
         return Ok(());
     }

@@ -384,7 +384,8 @@ fn the_peak_counts_what_is_multiplied() {
 /// layer, forward and backward, are large enough in the micro-batch with the fewest tokens, for every kernel.
 #[test]
 fn the_products_of_a_golden_model_are_packed() {
-    let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("tests/golden");
+    let golden =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().join("tests/golden");
     let config = std::fs::read_to_string(golden.join("models/wide-llama/config.json")).unwrap();
     let number = |key: &str| -> usize {
         let (_, rest) = config.split_once(&format!("\"{key}\": ")).unwrap();

@@ -20,7 +20,7 @@ static BEGUN: AtomicU32 = AtomicU32::new(0);
 /// # Errors
 /// [`crate::error::ErrorCategory::User`] when it is no regular file, others than its owner may use it, or it has more than
 /// `most` bytes; [`crate::error::ErrorCategory::Storage`] when it cannot be read.
-pub(crate) fn read(path: &Path, what: &str, most: u64) -> Result<Option<Vec<u8>>> {
+pub fn read(path: &Path, what: &str, most: u64) -> Result<Option<Vec<u8>>> {
     let fault = |source: io::Error| Error::io(&format!("read {what} in"), path, &source);
     // Opened once, so that what is checked is what is read; without waiting for the writer of a pipe.
     let file = match File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
@@ -51,7 +51,7 @@ pub(crate) fn read(path: &Path, what: &str, most: u64) -> Result<Option<Vec<u8>>
 ///
 /// # Errors
 /// As [`read`]; the folder or the file belongs to someone else, or cannot be made.
-pub(crate) fn read_or_make(
+pub fn read_or_make(
     path: &Path,
     what: &str,
     most: u64,
@@ -96,7 +96,7 @@ fn check_folder(folder: &Path, what: &str) -> Result<()> {
 }
 
 /// An address without the user name and password in it, which nobody but its server should see.
-pub(crate) fn without_user(given: &str) -> String {
+pub fn without_user(given: &str) -> String {
     let parts = given.split_once("://").and_then(|(scheme, rest)| {
         let end = rest.find('/').unwrap_or(rest.len());
         let user = rest[..end].rfind('@')?;
@@ -106,7 +106,7 @@ pub(crate) fn without_user(given: &str) -> String {
 }
 
 /// A setting, such as `alerts.webhook=https://...`, without the address in it to which anybody can post who knows it.
-pub(crate) fn without_address(given: &str) -> String {
+pub fn without_address(given: &str) -> String {
     let start = ["alerts.webhook=", "https://", "http://"].into_iter().find_map(|start| {
         let end = given.find(start)? + start.len();
         (!given[end..].starts_with("env:")).then_some(end)
@@ -115,7 +115,7 @@ pub(crate) fn without_address(given: &str) -> String {
 }
 
 /// The number of the user that this process acts as.
-pub(crate) fn own_uid() -> u32 {
+pub fn own_uid() -> u32 {
     // SAFETY: geteuid takes nothing and cannot fail.
     unsafe { libc::geteuid() }
 }

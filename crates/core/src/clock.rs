@@ -13,12 +13,12 @@ const FIRST: i64 = -62_135_510_400;
 const LAST: i64 = 253_402_128_000;
 
 /// The time that the clock of this machine shows, in its time zone; one beyond the years 1 to 9999 is the nearest of them.
-pub(crate) fn now() -> DateTime<FixedOffset> {
+pub fn now() -> DateTime<FixedOffset> {
     moment(SystemTime::now())
 }
 
 /// The same as text (RFC 3339), to the second.
-pub(crate) fn now_as_text() -> String {
+pub fn now_as_text() -> String {
     now().to_rfc3339_opts(SecondsFormat::Secs, false)
 }
 
