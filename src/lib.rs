@@ -1,7 +1,8 @@
 //! `finetune` fine-tunes Hugging Face language models without Python.
 //!
 //! The library is a house with floors; a module imports only from lower floors, and two modules of one floor
-//! do not see each other (`tests/house.rs` checks it):
+//! do not see each other (`tests/house.rs` checks it, and Cargo where a floor is a crate: floor 0 is `crates/core`, what
+//! computes `crates/ops`, and `crates/hub`, `crates/recipe` and `crates/report` are the modules of their names):
 //!
 //! | floor | modules | what lives there |
 //! |---|---|---|
@@ -29,14 +30,11 @@ pub mod commands;
 pub mod data;
 pub mod engine;
 pub mod export;
-pub mod hub;
 pub mod model;
 pub mod optim;
 pub mod plan;
 pub mod profile;
-pub mod recipe;
 pub mod rendezvous;
-pub mod report;
 pub mod run;
 pub mod setup;
 pub mod sharding;
@@ -45,4 +43,7 @@ pub mod weights;
 
 use finetune_core::{address, clock, private_file, program};
 pub use finetune_core::{contained, error, median, threads, units};
+pub use finetune_hub as hub;
 pub use finetune_ops::{instruction_set, ops, quant, rounding, runtime, stored_dtype};
+pub use finetune_recipe as recipe;
+pub use finetune_report as report;

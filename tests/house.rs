@@ -77,6 +77,9 @@ const FLOORS: &[(&str, u32)] = &[
     ("main", 15),
 ];
 
+/// The modules that are a crate each, of which floor 0 is all they see: Cargo holds that.
+const MODULE_CRATES: [&str; 3] = ["hub", "recipe", "report"];
+
 /// The closed choices of the recipe, which every module may use.
 const CLOSED_CHOICES: &str = "recipe::enums";
 
@@ -188,7 +191,26 @@ fn read_sources() -> Vec<Source> {
     for lower in ["crates/core/src", "crates/ops/src"] {
         sources.extend(of(root().join(lower)).into_iter().filter(|source| source.path != "lib.rs"));
     }
+    for module in MODULE_CRATES {
+        let folder = root().join("crates").join(module).join("src");
+        let rust = files(&folder).into_iter().filter(|path| path.extension().is_some_and(|end| end == "rs"));
+        sources.extend(rust.map(|path| source_of_module_crate(module, &folder, &path)));
+    }
     sources
+}
+
+/// A file of a crate that is one module of `finetune`, as the file would be in that module.
+fn source_of_module_crate(module: &str, folder: &Path, path: &Path) -> Source {
+    let name = path.strip_prefix(folder).unwrap().to_string_lossy().replace('\\', "/");
+    let name = if name == "lib.rs" { "mod.rs".to_owned() } else { name };
+    let text = fs::read_to_string(path).unwrap();
+    let own = |found: &regex::Captures<'_>| {
+        let is_lower =
+            &found[1] == "recipe" || FLOORS.iter().any(|(floor, at)| *at == 0 && *floor == &found[1]);
+        if is_lower { found[0].to_owned() } else { format!("crate::{module}::{}", &found[1]) }
+    };
+    let text = regex!(r"\bcrate::(\w+)").replace_all(&text, own);
+    Source::new(&format!("{module}/{name}"), &text)
 }
 
 /// The sources but for files that only tests read.
@@ -466,7 +488,7 @@ fn every_recipe_is_in_the_binary() {
     let built_in = finetune::recipe::BUILT_IN.iter();
     let built_in: BTreeMap<String, String> =
         built_in.map(|recipe| (recipe.name.to_owned(), recipe.text.to_owned())).collect();
-    assert_eq!(on_disk, built_in, "src/recipe/builtin.rs lists the recipes");
+    assert_eq!(on_disk, built_in, "crates/recipe/src/builtin.rs lists the recipes");
 }
 
 /// Lines of each module, without tests.

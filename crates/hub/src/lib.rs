@@ -1,0 +1,435 @@
+//! Finds a model, an adapter or a data set: in a folder, in the cache, or on the Hugging Face hub.
+//!
+//! [`locate_model`], [`locate_adapter`] and [`locate_dataset`] answer with a folder that holds the files; a path that exists wins over
+//! the hub. What is downloaded is chosen by name (never pickles, never code), pinned to one commit, verified against
+//! the digest that the hub announces, and put into the cache that Python's `huggingface_hub` uses, too. With
+//! everything in the cache one request is made (what does the revision stand for?), offline none.
+//!
+//! What is only planned or described needs no weights: [`locate_model_in_place`] leaves them on the hub, to be read by
+//! ranges ([`RemoteWeights`]). Of a data set one split of one configuration is taken.
+//!
+//! This module opens the only sockets of a run on one machine. It does not read what it brings: weights, data and
+//! recipe do, with the care that a stranger's file needs. It prints nothing; what happens is told through
+//! [`DownloadEvent`]s, and what a person must know through [`Located::note`].
+
+mod adapter;
+mod cache;
+mod client;
+mod configurations;
+mod dataset;
+mod digest;
+mod fetch;
+mod front_matter;
+mod names;
+mod options;
+mod planted;
+mod redirect;
+mod refusal;
+mod remote;
+mod select;
+mod speed;
+mod verified;
+
+use finetune_core::{address, error, private_file, units};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hf_hub::{Repo, RepoType};
+
+use crate::error::{Error, ErrorContext, Result};
+pub use adapter::locate_adapter;
+use cache::HubCache;
+pub use client::FileRange;
+use client::{Client, RepoDescription};
+pub use configurations::RowsFor;
+pub use dataset::locate_dataset;
+use fetch::Download;
+use names::Reference;
+pub use options::{HubOptions, LeastSpeed, Retry, Token};
+pub use remote::{LocatedModel, RemoteWeights};
+use select::{Lack, Scope, Weights};
+use verified::VerifiedFiles;
+
+/// What happens during a download.
+#[derive(Debug, Clone, Copy)]
+pub enum DownloadEvent<'a> {
+    /// So much is about to be fetched; comes once for the small files of a model and once for its shards.
+    Plan {
+        /// Number of files.
+        files: usize,
+        /// Their size together.
+        bytes: u64,
+    },
+    /// A file that the cache holds is read to see that it is what it should be.
+    Check {
+        /// Its name in the repository.
+        file: &'a str,
+        /// Its size in bytes.
+        bytes: u64,
+    },
+    /// A file begins, or begins again from `present`.
+    Start {
+        /// Its name in the repository.
+        file: &'a str,
+        /// Size of the whole file.
+        bytes: u64,
+        /// How much of it an earlier attempt left.
+        present: u64,
+    },
+    /// More bytes of the file have come.
+    Advance {
+        /// How many bytes have come.
+        bytes: u64,
+    },
+    /// The file is whole and verified.
+    Finish {
+        /// Its name in the repository.
+        file: &'a str,
+    },
+    /// Another process downloads this file; it is waited for.
+    Waiting {
+        /// Its name in the repository.
+        file: &'a str,
+    },
+    /// Something failed for now and is tried again after `wait`.
+    Retry {
+        /// What has failed, for people.
+        reason: &'a str,
+        /// The pause before the next attempt.
+        wait: Duration,
+    },
+}
+
+/// Told what happens, on the thread that downloads.
+pub type DownloadProgress<'p> = dyn FnMut(DownloadEvent<'_>) + 'p;
+
+/// A model, adapter or data set that is on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Located {
+    /// What was found: the id on the hub (that of the `-hf` sibling, if it was taken), or the path as given.
+    pub id: String,
+    /// The folder with its files. From the hub it holds symbolic links into the cache. For a local data set this
+    /// is the path as given, which may be a file.
+    pub folder: PathBuf,
+    /// The commit, when it came from the hub.
+    pub commit: Option<String>,
+    /// What the user must be told.
+    pub note: Option<String>,
+    /// The files with the rows of a data set from the hub; empty for all else.
+    pub rows: Vec<PathBuf>,
+}
+
+/// Finds a model with its weights; `id_or_path` is a folder, an id such as `owner/name`, or `hf://owner/name`.
+///
+/// A repository that holds only Meta's original checkpoint is answered by its `-hf` sibling, and
+/// [`Located::note`] says so.
+///
+/// # Errors
+/// `User` when there is no such model or it may not be read, `Transient` when hub or network fail,
+/// `Storage` when the cache cannot be written.
+pub fn locate_model(
+    id_or_path: &str,
+    revision: &str,
+    options: &HubOptions,
+    progress: &mut DownloadProgress<'_>,
+) -> Result<Located> {
+    Ok(locate(id_or_path, revision, Scope::Weights, options, progress)?.located)
+}
+
+/// As [`locate_model`], but weights that the cache does not hold stay on the hub, to be read by ranges.
+///
+/// # Errors
+/// As there.
+pub fn locate_model_in_place<'a>(
+    id_or_path: &str,
+    revision: &str,
+    options: &'a HubOptions,
+    progress: &mut DownloadProgress<'_>,
+) -> Result<LocatedModel<'a>> {
+    locate(id_or_path, revision, Scope::InPlace, options, progress)
+}
+
+/// As [`locate_model`], but only configuration, tokenizer and the list of shards, without weights.
+///
+/// # Errors
+/// As there.
+pub fn locate_model_headers(
+    id_or_path: &str,
+    revision: &str,
+    options: &HubOptions,
+    progress: &mut DownloadProgress<'_>,
+) -> Result<Located> {
+    Ok(locate(id_or_path, revision, Scope::Headers, options, progress)?.located)
+}
+
+fn locate<'a>(
+    given: &str,
+    revision: &str,
+    scope: Scope,
+    options: &'a HubOptions,
+    progress: &mut DownloadProgress<'_>,
+) -> Result<LocatedModel<'a>> {
+    let whole = |located| LocatedModel { located, remote: None };
+    let id = match names::place(given, options.home.as_deref())? {
+        Reference::Local(path) => return local_model(given, path, scope).map(whole),
+        Reference::Hub(id) => id,
+    };
+    names::check_revision(revision)?;
+    let model = RepoSource { subject: Subject::Model, id, revision: revision.to_owned(), options };
+    if options.offline {
+        model.cached_model(scope, progress).map(whole)
+    } else {
+        model.fetched_model(scope, progress)
+    }
+}
+
+/// A local folder is used as it is, once its file names show that it holds a model.
+fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
+    if !folder.is_dir() {
+        return Err(Error::user(format!("model `{given}` is a file"))
+            .because("a model is a folder with config.json, tokenizer.json and safetensors")
+            .hint("give the folder that holds config.json"));
+    }
+    match select::check_model(&list_folder(&folder)?, scope) {
+        Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None, rows: Vec::new() }),
+        Err(lack) => {
+            let error = lack.error(&format!("folder `{}`", folder.display()));
+            Err(match names::check_repo_id(given) {
+                Ok(()) if lack == Lack::Config => {
+                    error.hint(format!("write `hf://{given}` to take the model of this name from the hub"))
+                }
+                _ => error,
+            })
+        }
+    }
+}
+
+/// The names in a folder, sorted, without those that are no text.
+fn list_folder(folder: &Path) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(|e| Error::io("list", folder, &e))? {
+        let entry = entry.map_err(|e| Error::io("list", folder, &e))?;
+        files.extend(entry.file_name().into_string());
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// What a repository is taken for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Subject {
+    Model,
+    Adapter,
+    Dataset,
+}
+
+/// A repository at a revision, not yet looked for.
+struct RepoSource<'a> {
+    subject: Subject,
+    id: String,
+    revision: String,
+    options: &'a HubOptions,
+}
+
+impl<'a> RepoSource<'a> {
+    fn repo(&self) -> Repo {
+        let kind = match self.subject {
+            Subject::Model | Subject::Adapter => RepoType::Model,
+            Subject::Dataset => RepoType::Dataset,
+        };
+        Repo::with_revision(self.id.clone(), kind, self.revision.clone())
+    }
+
+    fn store(&self) -> HubCache {
+        let verified = VerifiedFiles::new(self.options.verified_dir.clone());
+        HubCache::new(&self.options.cache_dir, &self.repo(), verified)
+    }
+
+    /// What asks the hub, which a token that may not be used forbids: without it the hub would answer as to a stranger.
+    fn client(&self) -> Result<Client<'a>> {
+        match self.options.refused_token() {
+            Some(refused) => Err(refused.clone()),
+            None => Client::new(self.options, self.repo(), self.subject()),
+        }
+    }
+
+    fn subject(&self) -> String {
+        let noun = match self.subject {
+            Subject::Model => "model",
+            Subject::Adapter => "adapter",
+            Subject::Dataset => "data set",
+        };
+        format!("{noun} `{}`", self.id)
+    }
+
+    /// The same model as converted for transformers, by Meta's naming.
+    fn sibling(&self) -> Option<Self> {
+        let is_model = self.subject == Subject::Model && !self.id.ends_with("-hf");
+        is_model.then(|| RepoSource {
+            subject: self.subject,
+            id: format!("{}-hf", self.id),
+            revision: self.revision.clone(),
+            options: self.options,
+        })
+    }
+
+    fn located(&self, folder: PathBuf, commit: String, note: Option<String>) -> Located {
+        let of_token = self.options.token_note.clone().filter(|_| !self.options.offline);
+        let notes: Vec<String> = note.into_iter().chain(of_token).collect();
+        Located {
+            id: self.id.clone(),
+            folder,
+            commit: Some(commit),
+            note: (!notes.is_empty()).then(|| notes.join("; ")),
+            rows: Vec::new(),
+        }
+    }
+
+    fn fetched_model(&self, scope: Scope, progress: &mut DownloadProgress<'_>) -> Result<LocatedModel<'a>> {
+        let client = self.client()?;
+        let description = client.describe(progress)?;
+        match select::check_model(&description.files, scope) {
+            Ok(()) => self.fetch_model(client, &description, scope, None, progress),
+            Err(Lack::Consolidated(file)) => self.fetch_sibling(Lack::Consolidated(file), scope, progress),
+            Err(lack) => Err(lack.error(client.subject())),
+        }
+    }
+
+    fn fetch_sibling(
+        &self,
+        lack: Lack,
+        scope: Scope,
+        progress: &mut DownloadProgress<'_>,
+    ) -> Result<LocatedModel<'a>> {
+        let Some(sibling) = self.sibling() else { return Err(lack.error(&self.subject())) };
+        let client = sibling.client()?;
+        let description = client.describe(progress).map_err(|error| {
+            lack.error(&self.subject()).because(format!("its sibling was asked for: {}", error.what()))
+        })?;
+        select::check_model(&description.files, scope)
+            .map_err(|other| other.error(&sibling.subject()))
+            .during(|| format!("{} holds only Meta's original checkpoint", self.subject()))?;
+        sibling.fetch_model(client, &description, scope, Some(self.sibling_note(&sibling)), progress)
+    }
+
+    fn sibling_note(&self, sibling: &RepoSource<'_>) -> String {
+        format!(
+            "`{}` holds only Meta's original checkpoint; `{}`, the same model as safetensors, was taken",
+            self.id, sibling.id
+        )
+    }
+
+    fn fetch_model(
+        &self,
+        client: Client<'a>,
+        description: &RepoDescription,
+        scope: Scope,
+        note: Option<String>,
+        progress: &mut DownloadProgress<'_>,
+    ) -> Result<LocatedModel<'a>> {
+        let store = self.store();
+        let (commit, gated) = (description.commit.as_str(), description.gated);
+        let download = Download { client: &client, store: &store, commit, gated };
+        let texts = select::texts(&description.files);
+        names::check_files(texts.iter().copied())?;
+        download.fetch(&texts, progress)?;
+        let folder = store.snapshot(commit);
+        let weights = match (scope, select::weights(&description.files)) {
+            (Scope::Headers, _) => Vec::new(),
+            (_, Ok(Weights::Sharded)) => read_shards(&folder, &description.files)?,
+            _ => vec![select::SINGLE.to_owned()],
+        };
+        if scope == Scope::Weights {
+            let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
+            download.fetch(&weights, progress)?;
+        }
+        store.set_commit(commit)?;
+        let remote = RemoteWeights::new(client, commit, gated, weights, &folder);
+        Ok(LocatedModel { located: self.located(folder, commit.to_owned(), note), remote })
+    }
+
+    fn cached_model(&self, scope: Scope, progress: &mut DownloadProgress<'_>) -> Result<Located> {
+        let (source, note) = match self.sibling() {
+            Some(sibling) if self.cached_files()?.is_none() && sibling.cached_files()?.is_some() => {
+                let note = self.sibling_note(&sibling);
+                (sibling, Some(note))
+            }
+            _ => (RepoSource { id: self.id.clone(), revision: self.revision.clone(), ..*self }, None),
+        };
+        let (commit, files) = source.cached_files()?.ok_or_else(|| source.not_cached())?;
+        let folder = source.store().snapshot(&commit);
+        if select::check_model(&files, scope).is_err() {
+            let has_config = files.iter().any(|file| file == select::CONFIG);
+            let missing = if has_config { select::SINGLE } else { select::CONFIG };
+            return Err(source.incomplete(&folder, missing));
+        }
+        source.verify(&commit, &select::texts(&files), progress)?;
+        let weights = match select::weights(&files) {
+            // Against the names in the index itself: what is not in the folder is missing, not refused.
+            Ok(Weights::Sharded) if scope != Scope::Headers => select::named_shards(&read_index(&folder)?)?,
+            _ => vec![select::SINGLE.to_owned()],
+        };
+        if scope != Scope::Headers {
+            let missing: Vec<&str> =
+                weights.iter().filter(|file| !files.contains(file)).map(String::as_str).collect();
+            if !missing.is_empty() {
+                return Err(source.incomplete(&folder, &missing.join(", ")));
+            }
+        }
+        if scope == Scope::Weights {
+            let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
+            source.verify(&commit, &weights, progress)?;
+        }
+        Ok(source.located(folder, commit, note))
+    }
+
+    /// Refuses files of the cache that are not what they were downloaded as; there is no hub to ask for them again.
+    fn verify(&self, commit: &str, files: &[&str], progress: &mut DownloadProgress<'_>) -> Result<()> {
+        let store = self.store();
+        for &file in files {
+            if !store.holds(commit, file, |bytes| progress(DownloadEvent::Check { file, bytes }))? {
+                let path = store.snapshot(commit).join(file);
+                return Err(Error::user(format!(
+                    "{} is damaged in the cache, and this run is offline",
+                    self.subject()
+                ))
+                .because(format!("{} does not hold the bytes that its digest names", path.display()))
+                .hint("run once without `--offline` and HF_HUB_OFFLINE to fetch the file again"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The commit and the files that the cache holds of this revision.
+    fn cached_files(&self) -> Result<Option<(String, Vec<String>)>> {
+        let store = self.store();
+        let Some(commit) = store.known_commit() else { return Ok(None) };
+        let files = store.files(&commit)?;
+        Ok(Some((commit, files)))
+    }
+
+    fn incomplete(&self, folder: &Path, missing: &str) -> Error {
+        Error::user(format!("{} is not complete in the cache, and this run is offline", self.subject()))
+            .because(format!("{} has no {missing}", folder.display()))
+            .hint("run once without `--offline` and HF_HUB_OFFLINE to fetch the rest")
+    }
+
+    fn not_cached(&self) -> Error {
+        Error::user(format!("{} is not in the cache, and this run is offline", self.subject()))
+            .because(format!(
+                "looked for revision `{}` in {}",
+                self.revision,
+                self.options.cache_dir.display()
+            ))
+            .hint("run once without `--offline` and HF_HUB_OFFLINE to download it, or give a folder")
+    }
+}
+
+fn read_index(folder: &Path) -> Result<Vec<u8>> {
+    let path = folder.join(select::INDEX);
+    std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))
+}
+
+fn read_shards(folder: &Path, files: &[String]) -> Result<Vec<String>> {
+    select::shards(&read_index(folder)?, files)
+}

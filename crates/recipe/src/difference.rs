@@ -1,0 +1,92 @@
+//! What must be typed beside a command so that its recipe becomes another one.
+
+use std::fmt;
+
+use super::schema::Section;
+use super::{Recipe, render};
+
+/// Keys to set, and what a command line cannot take back.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RecipeDifference {
+    /// Each `section.key=value`, as `--set` takes it.
+    pub set: Vec<String>,
+    /// What must not be there: `[section]`, or `section.key`.
+    pub left_out: Vec<String>,
+}
+
+impl Recipe {
+    /// What must be typed beside the command of `self` so that it is the one of `other`.
+    pub fn difference(&self, other: &Recipe) -> RecipeDifference {
+        let mut found = RecipeDifference::default();
+        for default in Recipe::complete().sections() {
+            let name = default.name();
+            let before = self.sections().into_iter().find(|section| section.name() == name);
+            match other.sections().into_iter().find(|section| section.name() == name) {
+                Some(after) => found.add_keys(before.unwrap_or(default), after, before.is_none()),
+                None if before.is_some() => found.left_out.push(format!("[{name}]")),
+                None => {}
+            }
+        }
+        found
+    }
+}
+
+impl RecipeDifference {
+    /// The keys of a table that differ; a new table is there by its first key, whatever that says.
+    fn add_keys(&mut self, own: &dyn Section, other: &dyn Section, is_new: bool) {
+        let values = own.values().into_iter().zip(other.values());
+        for (i, (key, (before, after))) in other.keys().iter().zip(values).enumerate() {
+            let name = format!("{}.{}", other.name(), key.name);
+            match (&before, &after) {
+                (_, Some(value)) if before != after || (is_new && i == 0) => {
+                    self.set.push(format!("{name}={}", typed(value)));
+                }
+                (Some(_), None) => self.left_out.push(name),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// A value behind `=`: a text without quotes.
+fn typed(value: &toml::Value) -> String {
+    value.as_str().map_or_else(|| render::inline(value), str::to_owned)
+}
+
+impl fmt::Display for RecipeDifference {
+    /// As people type it: `--set a.b=1 --set c.d=2, without [quantization]`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let set: Vec<String> = self.set.iter().map(|set| format!("--set {set}")).collect();
+        f.write_str(&set.join(" "))?;
+        if self.left_out.is_empty() {
+            return Ok(());
+        }
+        let gap = if set.is_empty() { "the same" } else { "" };
+        write!(f, "{gap}, without {}", self.left_out.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AdapterSection, AutoOr, Offload, QuantizationSection, Recompute};
+
+    #[test]
+    fn a_difference_is_what_is_typed() {
+        let mut recipe = Recipe { adapter: Some(AdapterSection::default()), ..Recipe::default() };
+        recipe.parallel.shard_size = Some(4);
+        assert_eq!(recipe.difference(&recipe), RecipeDifference::default());
+        let mut other = Recipe { quantization: Some(QuantizationSection::default()), ..Recipe::default() };
+        other.train.recompute = AutoOr::Fixed(Recompute::Block);
+        other.parallel.offload = Offload::Params;
+        let found = recipe.difference(&other);
+        let set = ["quantization.kind=nf4", "train.recompute=block", "parallel.offload=params"];
+        assert_eq!(found.set, set);
+        assert_eq!(found.left_out, ["[adapter]", "parallel.shard_size"]);
+        let text = "--set quantization.kind=nf4 --set train.recompute=block --set parallel.offload=params, \
+                    without [adapter], parallel.shard_size";
+        assert_eq!(found.to_string(), text);
+        other.adapter = Some(AdapterSection { r: 64, ..AdapterSection::default() });
+        assert!(recipe.difference(&other).set.contains(&"adapter.r=64".to_owned()));
+    }
+}

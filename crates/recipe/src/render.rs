@@ -1,0 +1,150 @@
+//! A recipe as text: the resolved one that a run leaves, and the reference of every key.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use toml::Value;
+
+use super::Recipe;
+use super::schema::{Key, Section};
+
+/// Every value that is set, one line each.
+pub(super) fn plain(recipe: &Recipe) -> String {
+    let mut text = String::new();
+    for section in recipe.sections() {
+        let set = section.keys().iter().zip(section.values());
+        let lines = set.filter_map(|(key, value)| Some(format!("{} = {}\n", key.name, inline(&value?))));
+        let gap = if text.is_empty() { "" } else { "\n" };
+        text += &format!("{gap}[{}]\n{}", section.name(), lines.collect::<String>());
+    }
+    text
+}
+
+/// Every value that is set, by `section.key`.
+pub(super) fn values(recipe: &Recipe) -> BTreeMap<String, String> {
+    let of = |section: &dyn Section| {
+        let set = section.keys().iter().zip(section.values());
+        let name = section.name();
+        let named = set.filter_map(|(key, value)| Some((format!("{name}.{}", key.name), inline(&value?))));
+        named.collect::<Vec<_>>()
+    };
+    recipe.sections().into_iter().flat_map(of).collect()
+}
+
+/// Every key with its documentation; what is not set by default stands in a comment.
+pub(super) fn reference() -> String {
+    let mut text = String::from(
+        "# Every section and key of a recipe, with its default. A key in a comment is not set by default.\n",
+    );
+    for section in Recipe::complete().sections() {
+        text += &format!("\n{}", documented_section(section));
+    }
+    text
+}
+
+/// The part of the reference about the section `name`; none if there is no such section.
+pub(super) fn reference_of(name: &str) -> Option<String> {
+    let recipe = Recipe::complete();
+    recipe.sections().into_iter().find(|section| section.name() == name).map(documented_section)
+}
+
+/// A section and its keys with their documentation. The head of a section that a recipe has only on request is a comment.
+fn documented_section(section: &dyn Section) -> String {
+    let is_present = Recipe::default().sections().iter().any(|present| present.name() == section.name());
+    let comment = if is_present { "" } else { "# " };
+    let doc: String = section.doc().lines().map(|line| format!("\n# {}", line.trim())).collect();
+    let mut text = format!("{}\n{comment}[{}]\n", doc.trim_start(), section.name());
+    for (key, value) in section.keys().iter().zip(section.values()) {
+        text += &documented(key, value.as_ref(), comment);
+    }
+    text
+}
+
+fn documented(key: &Key, value: Option<&Value>, comment: &str) -> String {
+    let doc: String = key.doc.lines().map(|line| format!("# {}\n", line.trim())).collect();
+    let line = match value {
+        Some(value) => format!("{comment}{} = {}", key.name, inline(value)),
+        None => format!("# {} =", key.name),
+    };
+    format!("{doc}# Accepted: {}.\n{line}\n", (key.accepted)())
+}
+
+/// A value on one line. Floats are written as Rust does, which keeps `1e-8` short and reads back to the bit.
+pub(super) fn inline(value: &Value) -> String {
+    match value {
+        Value::Float(number) => format!("{number:?}"),
+        Value::String(text) => quoted(text),
+        Value::Array(list) => {
+            let entries: Vec<String> = list.iter().map(inline).collect();
+            format!("[{}]", entries.join(", "))
+        }
+        Value::Table(table) if table.is_empty() => "{}".into(),
+        Value::Table(table) => {
+            let pairs: Vec<String> =
+                table.iter().map(|(name, value)| format!("{} = {}", quoted(name), inline(value))).collect();
+            format!("{{ {} }}", pairs.join(", "))
+        }
+        other => other.to_string(),
+    }
+}
+
+/// A basic TOML string: always on one line, whatever the text holds.
+fn quoted(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' => quoted.push_str("\\\""),
+            '\\' => quoted.push_str("\\\\"),
+            '\n' => quoted.push_str("\\n"),
+            '\t' => quoted.push_str("\\t"),
+            '\r' => quoted.push_str("\\r"),
+            // Writing to a String cannot fail.
+            c if c.is_control() => drop(write!(quoted, "\\u{:04X}", u32::from(c))),
+            c => quoted.push(c),
+        }
+    }
+    quoted.push('"');
+    quoted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_on_one_line_read_back() {
+        let text = "say \"hi\"\n\t\\ é \u{7} \u{85}";
+        let table: toml::Table = [("a.b".to_owned(), Value::Integer(3))].into_iter().collect();
+        let value = Value::Array(vec![Value::String(text.into()), Value::Float(1e-8), Value::Table(table)]);
+        let line = inline(&value);
+        assert!(!line.contains('\n') && line.contains("1e-8"));
+        assert_eq!(format!("v = {line}").parse::<toml::Table>().unwrap()["v"], value);
+    }
+
+    /// The form in which checkpoints hold a recipe.
+    #[test]
+    fn values_by_key_are_those_of_the_text() {
+        let mut recipe = Recipe::complete();
+        recipe.data.chat_template = Some(crate::Template::of_text("[a]\nb = \"c\" = 1"));
+        recipe.optimizer.learning_rate = Some(2e-4);
+        let values = values(&recipe);
+        assert_eq!(values["data.chat_template"], r#""[a]\nb = \"c\" = 1""#);
+        assert_eq!(values["optimizer.learning_rate"], "0.0002");
+        assert_eq!(values["optimizer.betas"], "[0.9, 0.999]");
+        assert_eq!(values.get("train.max_steps"), None);
+        let table: toml::Table = plain(&recipe).parse().unwrap();
+        let keys = table.iter().flat_map(|(_, section)| section.as_table().unwrap().keys());
+        assert_eq!(keys.count(), values.len());
+        for (name, value) in values {
+            let (section, key) = name.split_once('.').unwrap();
+            assert_eq!(inline(&table[section][key]), value, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_reference_is_the_default_recipe() {
+        let read: toml::Table = reference().parse().unwrap();
+        let default: toml::Table = plain(&Recipe::default()).parse().unwrap();
+        assert_eq!(read, default);
+    }
+}

@@ -1,0 +1,142 @@
+//! One declaration per key: the macros that turn a list of documented keys into a struct with its defaults, its
+//! reader, its writer and the table that help and error messages are made from.
+//!
+//! A key is declared once, as `/// doc`, name, type, default and, for numbers, range; nothing about it is said
+//! anywhere else. `recipe::enums` does the same for closed lists of texts.
+
+use std::path::Path;
+
+use toml::Value;
+
+use super::value::{Bounds, Setting, ValueRefusal};
+
+/// What the reference and the error messages say about one key.
+#[derive(Debug)]
+pub(super) struct Key {
+    /// The name inside its section.
+    pub(super) name: &'static str,
+    /// Its documentation, as declared.
+    pub(super) doc: &'static str,
+    /// What may be written, in words.
+    pub(super) accepted: fn() -> String,
+    /// The closed list of texts, if the key has one.
+    pub(super) choices: fn() -> Vec<&'static str>,
+}
+
+/// One table of the recipe, with its keys open to reading and writing by name.
+pub(super) trait Section {
+    /// The table's name.
+    fn name(&self) -> &'static str;
+
+    /// The table's documentation.
+    fn doc(&self) -> &'static str;
+
+    /// Its keys, in the order declared.
+    fn keys(&self) -> &'static [Key];
+
+    /// Reads `value` into the key `name`; relative paths start at `folder`. An unknown name changes nothing:
+    /// the caller has looked it up in [`Section::keys`].
+    ///
+    /// # Errors
+    /// When the value is not accepted.
+    fn set(&mut self, name: &str, value: &Value, folder: &Path) -> Result<(), ValueRefusal>;
+
+    /// The value of each key, in the order declared; `None` where nothing is set.
+    fn values(&self) -> Vec<Option<Value>>;
+
+    /// Puts the key `name` back to its default.
+    fn reset(&mut self, name: &str);
+}
+
+/// Reads one value and checks its range.
+pub(super) fn read<T: Setting>(value: &Value, range: Bounds, folder: &Path) -> Result<T, ValueRefusal> {
+    let value = T::read(value, folder)?;
+    if value.numbers().into_iter().all(|number| range.holds(number)) {
+        Ok(value)
+    } else {
+        Err(ValueRefusal::Shape)
+    }
+}
+
+/// Declares a section: see the module documentation.
+macro_rules! section {
+    (
+        $(#[doc = $doc:literal])+
+        pub struct $type:ident $name:literal {
+            $( $(#[doc = $key_doc:literal])+ $key:ident : $kind:ty = $default:expr $(, $range:expr)? ; )+
+        }
+    ) => {
+        $(#[doc = $doc])+
+        #[derive(Debug, Clone, PartialEq)]
+        pub struct $type {
+            $( $(#[doc = $key_doc])+ pub $key: $kind, )+
+        }
+
+        impl Default for $type {
+            fn default() -> Self {
+                $type { $( $key: $default, )+ }
+            }
+        }
+
+        impl $crate::schema::Section for $type {
+            fn name(&self) -> &'static str {
+                $name
+            }
+
+            fn doc(&self) -> &'static str {
+                concat!($($doc, "\n"),+)
+            }
+
+            fn keys(&self) -> &'static [$crate::schema::Key] {
+                &[$( $crate::schema::Key {
+                    name: stringify!($key),
+                    doc: concat!($($key_doc, "\n"),+),
+                    accepted: || {
+                        let range = $crate::schema::range!($($range)?);
+                        <$kind as $crate::value::Setting>::accepted() + &range.describe()
+                    },
+                    choices: <$kind as $crate::value::Setting>::choices,
+                }, )+]
+            }
+
+            fn set(
+                &mut self,
+                name: &str,
+                value: &toml::Value,
+                folder: &std::path::Path,
+            ) -> Result<(), $crate::value::ValueRefusal> {
+                match name {
+                    $( stringify!($key) => {
+                        let range = $crate::schema::range!($($range)?);
+                        self.$key = $crate::schema::read(value, range, folder)?;
+                    } )+
+                    _ => {}
+                }
+                Ok(())
+            }
+
+            fn values(&self) -> Vec<Option<toml::Value>> {
+                vec![$( $crate::value::Setting::write(&self.$key), )+]
+            }
+
+            fn reset(&mut self, name: &str) {
+                match name {
+                    $( stringify!($key) => self.$key = $default, )+
+                    _ => {}
+                }
+            }
+        }
+    };
+}
+
+/// The range of a key, every number when it declares none.
+macro_rules! range {
+    () => {
+        $crate::value::Bounds::Any
+    };
+    ($range:expr) => {
+        $range
+    };
+}
+
+pub(super) use {range, section};

@@ -1,0 +1,80 @@
+//! How alarms get to a program or a server: a thread and a short queue each, so that neither slows the run.
+
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::time::{Duration, Instant};
+
+use super::alarm::OutgoingAlarm;
+use crate::terminal::Terminal;
+use crate::threads;
+
+/// Alarms that wait for one that is under way; there is one an incident, so that this is a lot.
+const WAITING: usize = 16;
+
+/// Where alarms go.
+pub(super) trait AlarmChannel: Send + 'static {
+    /// As it stands in messages.
+    fn name(&self) -> String;
+
+    /// Delivers one alarm, and takes its time; an error says why it did not arrive.
+    fn send(&self, alarm: &OutgoingAlarm) -> Result<(), String>;
+}
+
+/// The thread of a channel.
+pub(super) struct Courier {
+    name: String,
+    queue: SyncSender<OutgoingAlarm>,
+    /// Closed when the thread has ended.
+    ended: Receiver<()>,
+    terminal: Terminal,
+    was_full: bool,
+}
+
+impl Courier {
+    /// Starts the thread; none where the system has no more of them, which is said.
+    pub(super) fn start(channel: impl AlarmChannel, terminal: &Terminal) -> Option<Self> {
+        let (queue, alarms) = sync_channel::<OutgoingAlarm>(WAITING);
+        let (alive, ended) = sync_channel::<()>(0);
+        let (name, told) = (channel.name(), terminal.clone());
+        let work = move || {
+            let _alive = alive;
+            let mut has_failed = false;
+            for alarm in alarms {
+                match channel.send(&alarm) {
+                    Ok(()) => has_failed = false,
+                    // Once: alerts.jsonl has what did not arrive.
+                    Err(why) => {
+                        if !std::mem::replace(&mut has_failed, true) {
+                            told.warn(format!("an alarm did not reach {}: {why}", channel.name()));
+                        }
+                    }
+                }
+            }
+        };
+        match threads::start("alarms", work) {
+            Ok(_) => Some(Courier { name, queue, ended, terminal: terminal.clone(), was_full: false }),
+            Err(error) => {
+                terminal.warn(format!("no alarms to {name}: {}", error.in_one_line()));
+                None
+            }
+        }
+    }
+
+    /// Hands over an alarm, and does not wait.
+    pub(super) fn hand_over(&mut self, alarm: OutgoingAlarm) {
+        if let Err(TrySendError::Full(_)) = self.queue.try_send(alarm)
+            && !std::mem::replace(&mut self.was_full, true)
+        {
+            self.terminal.warn(format!("alarms are lost: {WAITING} of them wait for {}", self.name));
+        }
+    }
+
+    /// Waits for what is under way, until `until` at most.
+    pub(super) fn finish(self, until: Instant) {
+        let Courier { name, queue, ended, terminal, .. } = self;
+        drop(queue);
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        if ended.recv_timeout(left) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            terminal.warn(format!("not all alarms had reached {name} when the run was over"));
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! What in the numbers of a run is trouble: one small judge a rule, each fed with what it looks at.
+//!
+//! They only look: no number of a run depends on them. Each says an incident once, and the next one only after the first
+//! was over for a while, so that a night of trouble is one message and not a thousand.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::median::median;
+use crate::metrics::StepReport;
+use crate::units;
+
+/// Losses that one is compared with, at most and at least.
+const COMPARED: (usize, usize) = (64, 16);
+/// A spike is so many standard deviations above the mean of the losses before it.
+const DEVIATIONS: f64 = 6.0;
+/// A spike is at least so many nats above their mean: where losses hardly differ, deviations say nothing.
+const LEAST_RISE: f64 = 0.5;
+/// Steps without a gradient before that is said.
+const STILL_STEPS: u64 = 3;
+/// Steps over which waiting is counted, and without trouble after which an incident is over.
+const WINDOW: usize = 20;
+/// The share of the time that a device may wait.
+const IDLE_SHARE: f64 = 0.5;
+/// Shorter windows say nothing: of steps of milliseconds, most is what surrounds them.
+const LEAST_WINDOW_SECS: f64 = 1.0;
+/// The share of a file system that should be free, and the bytes that are enough of any.
+const FREE_SHARE: f64 = 0.02;
+const FREE_ENOUGH: u64 = 5 << 30;
+/// A stall is so many times as long as the median step.
+const STALL_STEPS: f64 = 10.0;
+/// Before the first steps, in an evaluation and while saving, the limit of a stall is so many times as long.
+const ASIDE: u32 = 10;
+/// Steps whose median is known well enough.
+const MEDIAN_OF: (usize, usize) = (64, 3);
+
+/// What a rule found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finding {
+    /// The number that is out of bounds; none where there is none, as of NaN.
+    pub value: Option<f64>,
+    /// What is wrong, and what to do, for a person.
+    pub message: String,
+}
+
+/// Says an incident once, until it was over for a while.
+#[derive(Debug)]
+struct Latch {
+    over_after: usize,
+    quiet: usize,
+    is_open: bool,
+}
+
+impl Latch {
+    fn new(over_after: usize) -> Self {
+        Latch { over_after, quiet: 0, is_open: false }
+    }
+
+    /// Whether this look is the first that sees the trouble.
+    fn is_news(&mut self, is_trouble: bool) -> bool {
+        if is_trouble {
+            self.quiet = 0;
+            return !std::mem::replace(&mut self.is_open, true);
+        }
+        self.quiet += 1;
+        self.is_open &= self.quiet < self.over_after;
+        false
+    }
+}
+
+/// Looks for a loss far above those before it.
+#[derive(Debug)]
+pub struct LossSpikes {
+    losses: VecDeque<f64>,
+    latch: Latch,
+}
+
+impl Default for LossSpikes {
+    fn default() -> Self {
+        LossSpikes { losses: VecDeque::new(), latch: Latch::new(COMPARED.0) }
+    }
+}
+
+impl LossSpikes {
+    /// What there is to say of a step that updated something.
+    pub fn after(&mut self, report: &StepReport) -> Option<Finding> {
+        let (most, least) = COMPARED;
+        let compared = self.losses.len();
+        let count = compared as f64;
+        let mean = self.losses.iter().sum::<f64>() / count;
+        let deviation = (self.losses.iter().map(|loss| (loss - mean).powi(2)).sum::<f64>() / count).sqrt();
+        let is_high = report.loss > mean + (DEVIATIONS * deviation).max(LEAST_RISE);
+        self.losses.push_back(report.loss);
+        if compared == most {
+            self.losses.pop_front();
+        }
+        self.latch.is_news(compared >= least && is_high).then(|| Finding {
+            value: Some(report.loss),
+            message: format!(
+                "step {}: the loss {:.4} is far above those of the {compared} steps before it (mean {mean:.4}, \
+                 standard deviation {deviation:.4}; gradient norm {:.3}): look at its rows, or lower \
+                 `optimizer.learning_rate`",
+                report.step, report.loss, report.grad_norm
+            ),
+        })
+    }
+}
+
+/// Looks for a gradient that is zero step after step.
+#[derive(Debug)]
+pub struct StillGradients {
+    in_a_row: u64,
+    latch: Latch,
+}
+
+impl Default for StillGradients {
+    fn default() -> Self {
+        StillGradients { in_a_row: 0, latch: Latch::new(WINDOW) }
+    }
+}
+
+impl StillGradients {
+    /// What there is to say of a step that updated something.
+    pub fn after(&mut self, report: &StepReport) -> Option<Finding> {
+        self.in_a_row = if report.grad_norm == 0.0 { self.in_a_row + 1 } else { 0 };
+        self.latch.is_news(self.in_a_row >= STILL_STEPS).then(|| Finding {
+            value: Some(report.grad_norm),
+            message: format!(
+                "step {}: the gradient norm has been 0 for {STILL_STEPS} steps: nothing is learned any more; \
+                 `finetune data` shows which tokens count in the loss",
+                report.step
+            ),
+        })
+    }
+}
+
+/// Looks for a device that waits for rows, other ranks or storage for most of the time.
+#[derive(Debug)]
+pub(super) struct WaitingDevice {
+    steps: VecDeque<StepReport>,
+    latch: Latch,
+}
+
+impl Default for WaitingDevice {
+    fn default() -> Self {
+        WaitingDevice { steps: VecDeque::new(), latch: Latch::new(WINDOW) }
+    }
+}
+
+impl WaitingDevice {
+    /// What there is to say of a step.
+    pub(super) fn after(&mut self, report: &StepReport) -> Option<Finding> {
+        self.steps.push_back(StepReport { rank_secs: Vec::new(), ..report.clone() });
+        if self.steps.len() > WINDOW {
+            self.steps.pop_front();
+        }
+        let sum = |secs: fn(&StepReport) -> f64| self.steps.iter().map(secs).sum::<f64>();
+        let parts = [
+            ("for rows", sum(|step| step.data_secs)),
+            ("for other ranks", sum(|step| step.exposed_secs)),
+            ("for checkpoints", sum(|step| step.save_secs)),
+            ("for what is between steps", sum(|step| step.other_secs)),
+        ];
+        let (all, waited) = (sum(StepReport::all_parts), parts.iter().map(|(_, secs)| secs).sum::<f64>());
+        let share = waited / all;
+        let is_known = self.steps.len() == WINDOW && all >= LEAST_WINDOW_SECS;
+        let is_trouble = is_known && share > IDLE_SHARE;
+        self.latch.is_news(is_trouble).then(|| {
+            let said: Vec<String> =
+                parts.iter().map(|(what, secs)| format!("{:.0} % {what}", 100.0 * secs / all)).collect();
+            let message = format!(
+                "step {}: the device has waited for {:.0} % of the last {WINDOW} steps: {}",
+                report.step,
+                100.0 * share,
+                said.join(", ")
+            );
+            Finding { value: Some(share), message }
+        })
+    }
+}
+
+/// The room of the file system that a run writes to, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OutputRoom {
+    /// All that there is.
+    pub total: u64,
+    /// What can still be written.
+    pub free: u64,
+}
+
+/// Looks for a disk that is about to be full.
+#[derive(Debug)]
+pub(super) struct ShortDisk {
+    next_bytes: u64,
+    latch: Latch,
+}
+
+impl ShortDisk {
+    /// Where the next checkpoint has `next_bytes` bytes.
+    pub(super) fn new(next_bytes: u64) -> Self {
+        ShortDisk { next_bytes, latch: Latch::new(WINDOW) }
+    }
+
+    /// What there is to say of the room at `step`.
+    pub(super) fn look(&mut self, step: u64, room: OutputRoom) -> Option<Finding> {
+        let reserve = ((room.total as f64 * FREE_SHARE) as u64).min(FREE_ENOUGH);
+        let least = reserve.max(self.next_bytes);
+        self.latch.is_news(room.free < least).then(|| Finding {
+            value: Some(room.free as f64),
+            message: format!(
+                "step {step}: {} are free where the run writes, of {}; the next checkpoint takes {}: make room, or the \
+                 run ends when the disk is full",
+                units::bytes(room.free),
+                units::bytes(room.total),
+                units::bytes(self.next_bytes)
+            ),
+        })
+    }
+}
+
+/// Looks for a step that does not end. It has no clock: whoever has one tells it how much time went by.
+#[derive(Debug)]
+pub(super) struct StallWatch {
+    least: Duration,
+    step: u64,
+    secs: VecDeque<f64>,
+    waited: Duration,
+    is_aside: bool,
+    latch: Latch,
+}
+
+impl StallWatch {
+    /// Nothing shorter than `least` is a stall.
+    pub(super) fn new(least: Duration) -> Self {
+        let (secs, latch) = (VecDeque::new(), Latch::new(WINDOW));
+        StallWatch { least, step: 0, secs, waited: Duration::ZERO, is_aside: false, latch }
+    }
+
+    /// Step `step` is over, `secs` seconds after the one before; or no step, but something else that shows life.
+    pub(super) fn moved(&mut self, step: u64, secs: Option<f64>) {
+        (self.step, self.waited, self.is_aside) = (step, Duration::ZERO, false);
+        if let Some(secs) = secs {
+            self.secs.push_back(secs);
+            if self.secs.len() > MEDIAN_OF.0 {
+                self.secs.pop_front();
+            }
+            self.latch.is_news(false);
+        }
+    }
+
+    /// Something other than a step begins, which may take its time.
+    pub(super) fn aside(&mut self) {
+        (self.waited, self.is_aside) = (Duration::ZERO, true);
+    }
+
+    /// The last step that ended.
+    pub(super) fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// What there is to say when `passed` went by and nothing was heard.
+    pub(super) fn tick(&mut self, passed: Duration) -> Option<Finding> {
+        self.waited += passed;
+        let (median, limit) = (self.median(), self.limit());
+        if self.waited <= limit || !self.latch.is_news(true) {
+            return None;
+        }
+        let waited = self.waited.as_secs_f64();
+        let usual = median.map_or_else(String::new, |secs| {
+            format!(", and a step takes {} as a rule", units::duration(secs))
+        });
+        let message = format!(
+            "no step has ended for {} after step {}{usual}: a rank, a disk or a server may hang",
+            units::duration(waited),
+            self.step
+        );
+        Some(Finding { value: Some(waited), message })
+    }
+
+    /// The median of the last steps, in seconds; none before there are some.
+    fn median(&self) -> Option<f64> {
+        (self.secs.len() >= MEDIAN_OF.1).then(|| median(self.secs.iter().copied())).flatten()
+    }
+
+    fn limit(&self) -> Duration {
+        let median = self.median();
+        let steps =
+            Duration::try_from_secs_f64(STALL_STEPS * median.unwrap_or_default()).unwrap_or(Duration::MAX);
+        let limit = steps.max(self.least);
+        if self.is_aside || median.is_none() { limit.saturating_mul(ASIDE) } else { limit }
+    }
+}
+
+#[cfg(test)]
+mod tests;

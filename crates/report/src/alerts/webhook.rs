@@ -1,0 +1,256 @@
+//! A server that each alarm is posted to.
+//!
+//! Its address is a secret: whoever knows it can post there. It leaves this module as the address of a request and in no
+//! other way; messages name the host alone.
+
+use std::thread;
+use std::time::Duration;
+
+use ureq::Agent;
+use ureq::http::Uri;
+
+use super::alarm::OutgoingAlarm;
+use super::delivery::AlarmChannel;
+use crate::address;
+use crate::error::{Error, Result};
+
+/// How long a server may take for an answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// How often an alarm is posted before it is given up.
+const TRIES: u32 = 3;
+/// The pause before the second try; the next one is twice as long.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+
+/// The address of a server.
+pub(super) struct AlarmWebhook {
+    address: Uri,
+    agent: Agent,
+    timeout: Duration,
+    first_pause: Duration,
+}
+
+/// Why a try failed.
+struct FailedPost {
+    why: String,
+    /// Another try may succeed.
+    passes: bool,
+}
+
+impl AlarmWebhook {
+    /// A server at `address`.
+    ///
+    /// # Errors
+    /// The user's: that is no address; the proxy of the environment is none.
+    pub(super) fn new(address: &str) -> Result<Self> {
+        Self::patient(address, TIMEOUT, FIRST_PAUSE)
+    }
+
+    fn patient(address: &str, timeout: Duration, first_pause: Duration) -> Result<Self> {
+        let refused = |why: String| Error::user("cannot post alarms (`alerts.webhook`)").because(why);
+        let address = address::http(address).map_err(refused)?;
+        // An alarm is not posted to where an answer points either: whoever it is about chose this server.
+        let config = address::agent_for(&address)?.timeout_global(Some(timeout));
+        Ok(AlarmWebhook { agent: config.build().into(), address, timeout, first_pause })
+    }
+
+    fn post(&self, json: &str) -> Result<(), FailedPost> {
+        let request = self.agent.post(&self.address).header("Content-Type", "application/json");
+        match request.send(json.as_bytes()) {
+            Ok(answer) if answer.status().is_success() => Ok(()),
+            Ok(answer) => {
+                let status = answer.status();
+                let passes = status.is_server_error() || [408, 425, 429].contains(&status.as_u16());
+                Err(FailedPost { why: format!("it answers with HTTP status {}", status.as_u16()), passes })
+            }
+            Err(error) => Err(FailedPost { why: self.say(&error), passes: true }),
+        }
+    }
+
+    /// What went wrong, in words that hold no address.
+    fn say(&self, error: &ureq::Error) -> String {
+        match error {
+            ureq::Error::Timeout(_) => format!("it did not answer in {} s", self.timeout.as_secs_f64()),
+            ureq::Error::HostNotFound => "its name is not known".into(),
+            ureq::Error::ConnectionFailed => "there is no connection to it".into(),
+            ureq::Error::Io(error) => format!("the connection failed: {}", error.kind()),
+            ureq::Error::Tls(_) | ureq::Error::Rustls(_) => {
+                "TLS failed: its certificate may not be trusted".into()
+            }
+            _ => "the request failed".into(),
+        }
+    }
+}
+
+impl AlarmChannel for AlarmWebhook {
+    fn name(&self) -> String {
+        format!("the webhook at {}", self.address.host().unwrap_or_default())
+    }
+
+    fn send(&self, alarm: &OutgoingAlarm) -> Result<(), String> {
+        let json = alarm.to_json();
+        let mut pause = self.first_pause;
+        for attempt in 1.. {
+            match self.post(&json) {
+                Ok(()) => break,
+                Err(failed) if attempt < TRIES && failed.passes => thread::sleep(pause),
+                Err(failed) => return Err(failed.why),
+            }
+            pause *= 2;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::{Arc, Mutex};
+
+    use super::super::alarm::Alarm;
+    use super::*;
+
+    /// A server that gives these answers in turn, the last one from then on; nothing is an answer that never comes.
+    pub(in super::super) struct ServerDouble {
+        pub(in super::super) address: String,
+        pub(in super::super) posted: Arc<Mutex<Vec<String>>>,
+    }
+
+    impl ServerDouble {
+        pub(in super::super) fn start(answers: Vec<String>) -> Self {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = format!("http://{}/hook", listener.local_addr().unwrap());
+            let posted = Arc::new(Mutex::new(Vec::new()));
+            let heard = Arc::clone(&posted);
+            thread::spawn(move || {
+                let mut held = Vec::new();
+                for (number, stream) in listener.incoming().enumerate() {
+                    let mut stream = stream.unwrap();
+                    let body = body_of(&stream);
+                    heard.lock().unwrap().push(body);
+                    let answer = &answers[number.min(answers.len() - 1)];
+                    if answer.is_empty() {
+                        held.push(stream);
+                    } else {
+                        stream.write_all(answer.as_bytes()).unwrap();
+                    }
+                }
+            });
+            ServerDouble { address, posted }
+        }
+
+        /// What a webhook says of one alarm, and how often it posted that.
+        fn told(&self) -> (Result<(), String>, usize) {
+            self.told_within(Duration::from_secs(30))
+        }
+
+        fn told_within(&self, timeout: Duration) -> (Result<(), String>, usize) {
+            let webhook = AlarmWebhook::patient(&self.address, timeout, Duration::from_millis(1)).unwrap();
+            let alarm = Alarm {
+                rule: "stall",
+                step: 7,
+                value: Some(61.0),
+                message: "no step".into(),
+                time: "now".into(),
+            };
+            let sent = webhook.send(&OutgoingAlarm::new(alarm, "out", "node7"));
+            let posted = self.posted.lock().unwrap();
+            assert!(posted.iter().all(|body| body.contains(r#""step":7"#)), "{posted:?}");
+            (sent, posted.len())
+        }
+    }
+
+    fn body_of(stream: &TcpStream) -> String {
+        let mut reader = BufReader::new(stream);
+        let mut length = 0;
+        loop {
+            let mut line = String::new();
+            reader.read_line(&mut line).unwrap();
+            let line = line.trim().to_ascii_lowercase();
+            if line.is_empty() {
+                break;
+            }
+            length = line.strip_prefix("content-length:").map_or(length, |text| text.trim().parse().unwrap());
+        }
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body).unwrap();
+        String::from_utf8(body).unwrap()
+    }
+
+    pub(in super::super) fn status(status: u16, more: &str) -> String {
+        format!("HTTP/1.1 {status} X\r\n{more}content-length: 0\r\nconnection: close\r\n\r\n")
+    }
+
+    /// As docs/alerts.md has it: 10 seconds to answer, three tries, after 1 and 2 seconds.
+    #[test]
+    fn a_server_has_as_long_as_the_page_says() {
+        let webhook = AlarmWebhook::new("https://hooks.example/services").unwrap();
+        assert_eq!((webhook.timeout.as_secs(), webhook.first_pause.as_secs(), TRIES), (10, 1, 3));
+        let page = include_str!("../../../../docs/alerts.md");
+        assert!(page.contains(
+            "A server has 10 seconds to answer. What fails is tried three times, after 1 and 2 seconds"
+        ));
+    }
+
+    #[test]
+    fn a_server_that_does_not_answer_in_time_is_asked_three_times() {
+        let silent = ServerDouble::start(vec![String::new()]);
+        let (told, _) = silent.told_within(Duration::from_millis(200));
+        assert_eq!(told, Err("it did not answer in 0.2 s".into()));
+        // The server may read the last one later than that.
+        while silent.posted.lock().unwrap().len() < 3 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // One answer in time is enough.
+        let late = ServerDouble::start(vec![String::new(), String::new(), status(204, "")]);
+        assert_eq!(late.told_within(Duration::from_secs(5)), (Ok(()), 3));
+    }
+
+    /// The time is that of the whole answer, not of a byte.
+    #[test]
+    fn a_server_whose_answer_drips_is_not_waited_for() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}/hook", listener.local_addr().unwrap());
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                body_of(&stream);
+                let answer = format!("HTTP/1.1 200 OK\r\nx: {}\r\n\r\n", "y".repeat(200));
+                for byte in answer.bytes() {
+                    thread::sleep(Duration::from_millis(5));
+                    if stream.write_all(&[byte]).is_err() {
+                        break;
+                    }
+                }
+            }
+        });
+        let webhook =
+            AlarmWebhook::patient(&address, Duration::from_millis(300), Duration::from_millis(1)).unwrap();
+        assert_eq!(webhook.post("{}").map_err(|failed| failed.why), Err("it did not answer in 0.3 s".into()));
+    }
+
+    #[test]
+    fn of_the_refusals_only_those_that_pass_are_tried_again() {
+        for number in [400, 401, 403, 404, 410, 422, 499] {
+            let server = ServerDouble::start(vec![status(number, ""), status(200, "")]);
+            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 1));
+        }
+        for number in [408, 425, 429, 500, 503] {
+            let server = ServerDouble::start(vec![status(number, ""), status(200, "")]);
+            assert_eq!(server.told(), (Ok(()), 2), "{number}");
+            let server = ServerDouble::start(vec![status(number, "")]);
+            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 3));
+        }
+    }
+
+    #[test]
+    fn no_redirect_is_followed() {
+        for number in [301, 302, 303, 307, 308] {
+            let elsewhere = ServerDouble::start(vec![status(200, "")]);
+            let server =
+                ServerDouble::start(vec![status(number, &format!("location: {}\r\n", elsewhere.address))]);
+            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 1));
+            assert_eq!(elsewhere.posted.lock().unwrap().len(), 0, "{number}");
+        }
+    }
+}

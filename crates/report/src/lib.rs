@@ -1,0 +1,50 @@
+//! Everything a run prints or leaves for people to read.
+//!
+//! - [`metrics`]: `metrics.jsonl`, the record that the other reports are made from.
+//! - [`listener`]: whoever follows a run beside it.
+//! - [`alerts`]: alarms about trouble in a run, and who is told.
+//! - [`tensorboard`]: the same figures as TensorBoard event files.
+//! - [`endpoint`] and [`page_server`]: the same for Prometheus, over HTTP.
+//! - [`mlflow`]: the same for a server of MLflow.
+//! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
+//! - [`ui`]: the run on a whole screen, for `--ui`.
+//! - [`printable`](mod@printable): what stands between any text and a terminal.
+//! - [`memory`] and [`timing`]: what a run holds and how long its steps take, beside what was planned.
+//! - [`card`] and [`html`]: the model card and the run at a glance. `markdown`: names of any origin in the card.
+//!
+//! This is floor 1: it knows numbers and texts, nothing of recipes, models or data. The caller hands over plain
+//! structs. Besides `main`, this is the only module that prints.
+
+pub mod alerts;
+pub mod card;
+pub mod endpoint;
+pub mod html;
+pub mod listener;
+mod markdown;
+pub mod memory;
+pub mod metrics;
+pub mod mlflow;
+pub mod page_server;
+pub mod printable;
+mod printer;
+pub mod tensorboard;
+pub mod terminal;
+pub mod timing;
+pub mod ui;
+
+pub use endpoint::{MetricsEndpoint, RunLabels};
+use finetune_core::{address, clock, error, median, program, recipe, threads, units};
+pub use listener::{RunListener, RunListeners};
+pub use metrics::{EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, SkippedStep, StepReport};
+pub use mlflow::{MlflowCredentials, MlflowLog, MlflowTarget};
+pub use page_server::PageServer;
+pub use printable::printable;
+pub use tensorboard::EventWriter;
+pub use terminal::{Terminal, Verbosity, say};
+
+/// Waits until the terminal has all that was said, or has taken nothing for two seconds, and gives the screen back. To be
+/// called before the process ends.
+pub fn finish() {
+    terminal::flush_all();
+    ui::restore_screen();
+}
