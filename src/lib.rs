@@ -27,7 +27,6 @@ pub mod checkpoint;
 pub mod cli;
 pub mod collective;
 pub mod commands;
-pub mod data;
 pub mod engine;
 pub mod export;
 pub mod model;
@@ -43,6 +42,7 @@ pub mod weights;
 
 use finetune_core::{address, clock, private_file, program};
 pub use finetune_core::{contained, error, median, threads, units};
+pub use finetune_data as data;
 pub use finetune_hub as hub;
 pub use finetune_ops::{instruction_set, ops, quant, rounding, runtime, stored_dtype};
 pub use finetune_recipe as recipe;

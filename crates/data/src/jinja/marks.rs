@@ -5,11 +5,11 @@ use super::tags::{TagKind, tags};
 
 /// The characters that a template prints where a generation block begins and where it ends. Both are noncharacters: never
 /// part of text that is exchanged (Unicode 16, section 23.7).
-pub(in crate::data) const GENERATION_MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
+pub(crate) const GENERATION_MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 
 /// The template with its generation tags rewritten so that they print the marks and keep their whitespace control;
 /// `None` if it has none.
-pub(in crate::data) fn mark_generation(source: &str) -> Option<String> {
+pub(crate) fn mark_generation(source: &str) -> Option<String> {
     let mut edits = SourceEdits::default();
     let [open, close] = GENERATION_MARKS;
     for tag in tags(source).into_iter().filter(|tag| tag.kind == TagKind::Block) {

@@ -80,6 +80,9 @@ mod unpack;
 mod unusable;
 mod wire;
 
+use finetune_core::{clock, contained, error, program, units};
+use finetune_ops::{ops, runtime};
+use finetune_recipe as recipe;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -238,7 +241,7 @@ pub enum RowError {
 impl RowError {
     /// An error while something was done to a row, which is a fault of `kind` where it comes from what the user gave. An
     /// error of any other category keeps it. All errors on the way of a row pass here.
-    pub(crate) fn of(kind: RowFaultKind, error: Error) -> Self {
+    pub fn of(kind: RowFaultKind, error: Error) -> Self {
         match error.kind() {
             ErrorCategory::User => RowError::Fault(RowFault::new(kind, error.in_one_line())),
             _ => RowError::Run(error),

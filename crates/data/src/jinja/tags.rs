@@ -4,7 +4,7 @@ use std::ops::Range;
 
 /// The kinds of tag that hold expressions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::data) enum TagKind {
+pub(crate) enum TagKind {
     /// A tag that prints: `{{ … }}`.
     Print,
     /// A tag that holds a statement: `{% … %}`.
@@ -13,18 +13,18 @@ pub(in crate::data) enum TagKind {
 
 /// A tag of a template.
 #[derive(Debug, Clone)]
-pub(in crate::data) struct TemplateTag {
-    pub(in crate::data) kind: TagKind,
+pub(crate) struct TemplateTag {
+    pub(crate) kind: TagKind,
     /// The whole tag, with its delimiters and their whitespace control.
-    pub(in crate::data) place: Range<usize>,
-    pub(in crate::data) tokens: Vec<TagToken>,
+    pub(crate) place: Range<usize>,
+    pub(crate) tokens: Vec<TagToken>,
     /// The end delimiter.
-    pub(in crate::data) close: Range<usize>,
+    pub(crate) close: Range<usize>,
 }
 
 /// The kinds of token in a tag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::data) enum TokenKind {
+pub(crate) enum TokenKind {
     Name,
     Number,
     Text,
@@ -33,14 +33,14 @@ pub(in crate::data) enum TokenKind {
 
 /// A token of a tag.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::data) struct TagToken {
-    pub(in crate::data) kind: TokenKind,
-    pub(in crate::data) place: Range<usize>,
+pub(crate) struct TagToken {
+    pub(crate) kind: TokenKind,
+    pub(crate) place: Range<usize>,
 }
 
 impl TemplateTag {
     /// The names that make up a tag of nothing else.
-    pub(in crate::data) fn only_name<'a>(&self, source: &'a str) -> Option<&'a str> {
+    pub(crate) fn only_name<'a>(&self, source: &'a str) -> Option<&'a str> {
         match &self.tokens[..] {
             [token] if token.kind == TokenKind::Name => Some(&source[token.place.clone()]),
             _ => None,
@@ -49,7 +49,7 @@ impl TemplateTag {
 }
 
 /// The tags of `source` in order, without comments and raw text. They end where one is broken, which the parser reports.
-pub(in crate::data) fn tags(source: &str) -> Vec<TemplateTag> {
+pub(crate) fn tags(source: &str) -> Vec<TemplateTag> {
     let mut tags = Vec::new();
     let mut at = 0;
     while let Some(start) = source[at..].find('{').map(|found| at + found) {

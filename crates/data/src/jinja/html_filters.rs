@@ -43,7 +43,7 @@ pub(super) fn escaped(value: &Value) -> Result<String, Error> {
 }
 
 /// A text with HTML's characters escaped as Python's markupsafe does.
-pub(in crate::data) fn html_text(text: &str) -> String {
+pub(crate) fn html_text(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

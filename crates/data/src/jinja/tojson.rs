@@ -18,7 +18,7 @@ use super::values::{
 const MAX_INDENT: usize = 256;
 
 /// A JSON value for a template; objects keep the order of their keys.
-pub(in crate::data) fn to_template(value: &serde_json::Value) -> Value {
+pub(crate) fn to_template(value: &serde_json::Value) -> Value {
     match value {
         serde_json::Value::Null => Value::from(()),
         serde_json::Value::Bool(value) => Value::from(*value),
@@ -77,7 +77,7 @@ pub(super) fn tojson(args: &[Value]) -> Result<Value, Error> {
 }
 
 /// A JSON value as Python's `json.dumps(value, ensure_ascii=False)` writes it.
-pub(in crate::data) fn json_text(value: &serde_json::Value) -> String {
+pub(crate) fn json_text(value: &serde_json::Value) -> String {
     let dumped = tojson(&[to_template(value)]);
     // Only a value that is too large or too deep is left to Rust's own way of writing it.
     dumped.ok().and_then(|text| text.as_str().map(str::to_owned)).unwrap_or_else(|| value.to_string())

@@ -240,7 +240,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::data::{Origin, RowOrigin};
+    use crate::{Origin, RowOrigin};
 
     fn row(value: Value) -> RawRow {
         let origin = Origin { file: Arc::from(Path::new("a")), place: RowOrigin::Row(1) };

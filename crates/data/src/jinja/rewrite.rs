@@ -28,7 +28,7 @@ const UNDERSCORE: &str = "a namespace stores no name that begins with an undersc
 const NO_OTHER: &str = "a chat template cannot use other templates";
 
 /// A template in the form that minijinja runs as Jinja2 runs `source`.
-pub(in crate::data) fn rewrite(source: &str) -> String {
+pub(crate) fn rewrite(source: &str) -> String {
     let tags = tags(source);
     let macros = TemplateMacros::find(source, &tags);
     let mut edits = SourceEdits::default();

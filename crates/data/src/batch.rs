@@ -131,7 +131,7 @@ pub fn in_order(examples: &[Example], max_tokens: usize) -> impl Iterator<Item =
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::{Origin, RowOrigin};
+    use crate::{Origin, RowOrigin};
     use std::path::Path;
     use std::sync::Arc;
 

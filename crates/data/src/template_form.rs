@@ -266,8 +266,8 @@ fn chat_with(role: &str, content: Value, arguments: Value) -> Vec<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::ChatTemplate;
-    use crate::data::template::TemplateInputs;
+    use crate::ChatTemplate;
+    use crate::template::TemplateInputs;
 
     fn form(template: &str) -> TemplateForm {
         let template = ChatTemplate::from_text(template, &[]).unwrap();
