@@ -23,7 +23,7 @@ from golden import GOLDEN, steps_of
 
 RECIPES = (("lora", "ddp"), ("full", "ddp"), ("full", "zero2"), ("full", "fsdp"))
 LOSS, GRAD_NORM = 1e-5, 1e-4
-# As src/collective/nccl/environment.rs, which says why.
+# As crates/comm/src/collective/nccl/environment.rs, which says why.
 SHARED = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",

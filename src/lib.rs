@@ -1,8 +1,19 @@
 //! `finetune` fine-tunes Hugging Face language models without Python.
 //!
 //! The library is a house with floors; a module imports only from lower floors, and two modules of one floor
-//! do not see each other (`tests/house.rs` checks it, and Cargo where a floor is a crate: floor 0 is `crates/core`, what
-//! computes `crates/ops`, and `crates/hub`, `crates/recipe` and `crates/report` are the modules of their names):
+//! do not see each other. Most floors are crates, where Cargo refuses what would import upwards; `tests/house.rs` checks the
+//! rest. This crate shows the modules of the others as its own:
+//!
+//! | crate | modules | sees |
+//! |---|---|---|
+//! | `crates/core` | [`error`], [`contained`], [`threads`], [`units`], [`median`], the closed choices of the recipe, `private_file`, `address`, `clock`, `program` | – |
+//! | `crates/recipe`, `crates/hub`, `crates/report` | [`recipe`], [`hub`], [`report`] | core |
+//! | `crates/ops` | [`instruction_set`], [`rounding`], [`stored_dtype`], [`quant`], [`runtime`], [`ops`] | core |
+//! | `crates/comm` | [`rendezvous`], [`collective`] | core, ops, report |
+//! | `crates/data` | [`data`] | core, ops, recipe |
+//! | `crates/model` | [`weights`], [`model`], [`optim`], [`adapter`], [`export`] | core, data, ops, recipe |
+//! | `crates/engine` | [`sharding`], [`checkpoint`], [`engine`], [`profile`] | all of these but hub |
+//! | `src` | [`setup`], [`plan`], [`cli`], [`sizing`], [`run`], [`commands`] | all |
 //!
 //! | floor | modules | what lives there |
 //! |---|---|---|
@@ -22,28 +33,20 @@
 //! | 13 | [`run`] | ranks, trainers, what a run leaves, what `bench` measures |
 //! | 14 | [`commands`] | one file a verb, 150 lines at most |
 
-pub mod adapter;
-pub mod checkpoint;
 pub mod cli;
-pub mod collective;
 pub mod commands;
-pub mod engine;
-pub mod export;
-pub mod model;
-pub mod optim;
 pub mod plan;
-pub mod profile;
-pub mod rendezvous;
 pub mod run;
 pub mod setup;
-pub mod sharding;
 pub mod sizing;
-pub mod weights;
 
+pub use finetune_comm::{collective, rendezvous};
 use finetune_core::{address, clock, private_file, program};
 pub use finetune_core::{contained, error, median, threads, units};
 pub use finetune_data as data;
+pub use finetune_engine::{checkpoint, engine, profile, sharding};
 pub use finetune_hub as hub;
+pub use finetune_model::{adapter, export, model, optim, weights};
 pub use finetune_ops::{instruction_set, ops, quant, rounding, runtime, stored_dtype};
 pub use finetune_recipe as recipe;
 pub use finetune_report as report;

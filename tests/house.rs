@@ -77,8 +77,11 @@ const FLOORS: &[(&str, u32)] = &[
     ("main", 15),
 ];
 
-/// The modules that are a crate each, of which floor 0 is all they see: Cargo holds that.
-const MODULE_CRATES: [&str; 3] = ["hub", "recipe", "report"];
+/// The crates of several modules.
+const CRATES: [&str; 5] = ["comm", "core", "engine", "model", "ops"];
+
+/// The modules that are a crate each.
+const MODULE_CRATES: [&str; 4] = ["data", "hub", "recipe", "report"];
 
 /// The closed choices of the recipe, which every module may use.
 const CLOSED_CHOICES: &str = "recipe::enums";
@@ -188,8 +191,9 @@ fn read_sources() -> Vec<Source> {
         rust.map(read).collect::<Vec<_>>()
     };
     let mut sources = of(root().join("src"));
-    for lower in ["crates/core/src", "crates/ops/src"] {
-        sources.extend(of(root().join(lower)).into_iter().filter(|source| source.path != "lib.rs"));
+    for lower in CRATES {
+        let found = of(root().join("crates").join(lower).join("src"));
+        sources.extend(found.into_iter().filter(|source| source.path != "lib.rs"));
     }
     for module in MODULE_CRATES {
         let folder = root().join("crates").join(module).join("src");
@@ -205,8 +209,8 @@ fn source_of_module_crate(module: &str, folder: &Path, path: &Path) -> Source {
     let name = if name == "lib.rs" { "mod.rs".to_owned() } else { name };
     let text = fs::read_to_string(path).unwrap();
     let own = |found: &regex::Captures<'_>| {
-        let is_lower =
-            &found[1] == "recipe" || FLOORS.iter().any(|(floor, at)| *at == 0 && *floor == &found[1]);
+        let has_own = folder.join(&found[1]).exists() || folder.join(format!("{}.rs", &found[1])).exists();
+        let is_lower = !has_own && FLOORS.iter().any(|(floor, _)| *floor == &found[1]);
         if is_lower { found[0].to_owned() } else { format!("crate::{module}::{}", &found[1]) }
     };
     let text = regex!(r"\bcrate::(\w+)").replace_all(&text, own);

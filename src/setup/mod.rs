@@ -22,5 +22,5 @@ pub use dataset::DatasetLoader;
 pub use param_layout::Trains;
 pub use resolver::{ResolvedSource, Resolver};
 
-#[cfg(test)]
+#[cfg(all(test, debug_assertions))]
 mod reduction_tests;

@@ -1,4 +1,4 @@
-//! What ranks send in a step, byte by byte, against the formulas (src/sharding/placement.rs has the table), and how much
+//! What ranks send in a step, byte by byte, against the formulas (crates/engine/src/sharding/placement.rs has the table), and how much
 //! is whole at a time.
 
 use std::path::Path;

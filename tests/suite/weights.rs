@@ -405,7 +405,7 @@ fn candle_reads_what_we_write() {
     assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 1, "no temporary left");
 }
 
-/// Why the crate `safetensors` is not our reader: src/weights/header.rs.
+/// Why the crate `safetensors` is not our reader: crates/model/src/weights/header.rs.
 #[test]
 fn the_reference_reader_judges_these_otherwise() {
     let reads = |bytes: &[u8]| safetensors::SafeTensors::read_metadata(bytes).is_ok();

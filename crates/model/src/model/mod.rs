@@ -68,7 +68,7 @@ pub enum WeightMatrix {
 
 impl WeightMatrix {
     /// What products take.
-    pub(crate) fn get(&self) -> Weight<'_> {
+    pub fn get(&self) -> Weight<'_> {
         match self {
             WeightMatrix::Dense(param) => Weight::Dense(&param.value),
             WeightMatrix::Quantized(quantized) => Weight::Quantized(quantized),
@@ -76,7 +76,7 @@ impl WeightMatrix {
     }
 
     /// Where its gradient is added up.
-    pub(crate) fn grad(&self) -> Option<&TensorMut> {
+    pub fn grad(&self) -> Option<&TensorMut> {
         match self {
             WeightMatrix::Dense(param) => param.grad.as_ref(),
             WeightMatrix::Quantized(_) => None,

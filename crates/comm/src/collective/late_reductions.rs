@@ -18,7 +18,7 @@ const NAN: u8 = 0xff;
 
 /// Another end, whose reductions are late. Groups split from it share the calls.
 #[derive(Debug)]
-pub(crate) struct LateReductions {
+pub struct LateReductions {
     inner: Arc<dyn Collective>,
     late: Mutex<VecDeque<LateReduction>>,
     calls: Arc<Mutex<Vec<LateCall>>>,
@@ -26,7 +26,7 @@ pub(crate) struct LateReductions {
 
 /// What was started, or finished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LateCall {
+pub enum LateCall {
     /// A reduction of memory at an address.
     Started(Call, usize),
     /// The same.
@@ -43,12 +43,13 @@ struct LateReduction {
 }
 
 impl LateReductions {
-    pub(crate) fn new(inner: Arc<dyn Collective>) -> Self {
+    /// A group whose reductions end when they are asked for.
+    pub fn new(inner: Arc<dyn Collective>) -> Self {
         LateReductions { inner, late: Mutex::default(), calls: Arc::default() }
     }
 
     /// What was started and finished in this end and those split from it.
-    pub(crate) fn calls(&self) -> Arc<Mutex<Vec<LateCall>>> {
+    pub fn calls(&self) -> Arc<Mutex<Vec<LateCall>>> {
         Arc::clone(&self.calls)
     }
 }

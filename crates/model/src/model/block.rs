@@ -92,7 +92,7 @@ impl BlockContext<'_> {
     }
 
     /// The dropout of block `layer`; of the head, the number after the last block.
-    pub(crate) fn source(&self, layer: usize) -> DropoutSource {
+    pub fn source(&self, layer: usize) -> DropoutSource {
         self.dropout.map(|d| (d.stream.part(layer as u64), d.first_token))
     }
 }

@@ -101,7 +101,7 @@ impl AtomicDir {
     ///
     /// # Errors
     /// Storage: a flush fails.
-    pub(crate) fn sync(&self) -> Result<()> {
+    pub fn sync(&self) -> Result<()> {
         sync_tree(self.path())
     }
 
@@ -109,7 +109,7 @@ impl AtomicDir {
     ///
     /// # Errors
     /// Storage: the rename or the flush after it fails.
-    pub(crate) fn rename(self) -> Result<()> {
+    pub fn rename(self) -> Result<()> {
         let place = self.place;
         self.temporary.replace(&place).map_err(|error| Error::io("write to", &place, &error))?;
         place.parent().map_or(Ok(()), sync_folder)

@@ -154,7 +154,7 @@ impl ModelIdentity {
 
     /// What config.json says otherwise there than here: key, value here, value of `other`. Keys that one of both does not
     /// know, because it was made by an older version of the program, are no difference.
-    pub(crate) fn config_differences(&self, other: &Self) -> Vec<(String, String, String)> {
+    pub fn config_differences(&self, other: &Self) -> Vec<(String, String, String)> {
         let both = self.config.iter().filter_map(|(key, value)| Some((key, value, other.config.get(key)?)));
         both.filter(|(_, one, another)| one != another)
             .map(|(key, one, another)| (key.clone(), one.clone(), another.clone()))

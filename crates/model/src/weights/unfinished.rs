@@ -138,7 +138,7 @@ impl Drop for Unfinished {
 
 /// Removes all that this process has begun; whether there was any of it. Nothing is begun, finished or dropped any more:
 /// whoever tries waits for the end of the process, which is the caller's to bring about.
-pub(crate) fn discard_unfinished() -> bool {
+pub fn discard_unfinished() -> bool {
     let mut begun = begun();
     let found = std::mem::take(&mut *begun);
     found.iter().for_each(|path| discard(path));
@@ -164,7 +164,7 @@ fn discard(path: &Path) {
 }
 
 /// Removes what processes that are gone left in `folder` under temporary names of places that are `ours`.
-pub(crate) fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
+pub fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
     let folder = if folder == Path::new("") { Path::new(".") } else { folder };
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for entry in entries.flatten() {
@@ -220,14 +220,14 @@ fn is_shared(_: &File) -> bool {
 }
 
 /// The place and the maker of what is called `name`, if that is a temporary name.
-pub(crate) fn temporary(name: &str) -> Option<(&str, u32)> {
+pub fn temporary(name: &str) -> Option<(&str, u32)> {
     let (place, maker) = name.rsplit_once(MARK)?;
     let pid = ENDS.iter().find_map(|end| maker.strip_suffix(end)).unwrap_or(maker);
     pid.parse().ok().filter(|number: &u32| number.to_string() == pid).map(|pid| (place, pid))
 }
 
 /// Whether a process of this host with the id `pid` is alive; yes where the system does not tell.
-pub(crate) fn is_alive(pid: u32) -> bool {
+pub fn is_alive(pid: u32) -> bool {
     let processes = Path::new("/proc");
     !processes.join("self").exists() || processes.join(pid.to_string()).exists()
 }
@@ -236,7 +236,7 @@ pub(crate) fn is_alive(pid: u32) -> bool {
 ///
 /// # Errors
 /// Storage: the system does not tell.
-pub(crate) fn is_there(path: &Path) -> Result<bool> {
+pub fn is_there(path: &Path) -> Result<bool> {
     match path.symlink_metadata() {
         Ok(_) => Ok(true),
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -250,7 +250,7 @@ pub(crate) fn is_there(path: &Path) -> Result<bool> {
 ///
 /// # Errors
 /// Storage: the folder cannot be read.
-pub(crate) fn names_in(folder: &Path) -> Result<Vec<String>> {
+pub fn names_in(folder: &Path) -> Result<Vec<String>> {
     let failed = |error| Error::io("read", folder, &error);
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(failed)? {
@@ -264,7 +264,7 @@ pub(crate) fn names_in(folder: &Path) -> Result<Vec<String>> {
 ///
 /// # Errors
 /// Storage: something in it cannot be read or flushed.
-pub(crate) fn sync_tree(folder: &Path) -> Result<()> {
+pub fn sync_tree(folder: &Path) -> Result<()> {
     let failed = |path: &Path, error: &io::Error| Error::io("flush", path, error);
     for entry in std::fs::read_dir(folder).map_err(|error| failed(folder, &error))? {
         let entry = entry.map_err(|error| failed(folder, &error))?;
@@ -284,7 +284,7 @@ pub(crate) fn sync_tree(folder: &Path) -> Result<()> {
 ///
 /// # Errors
 /// Storage: it cannot be flushed.
-pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
+pub fn sync_folder(folder: &Path) -> Result<()> {
     let folder = if folder == Path::new("") { Path::new(".") } else { folder };
     // Only Unix lets a folder be opened and flushed.
     if cfg!(unix) {

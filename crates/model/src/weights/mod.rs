@@ -45,7 +45,7 @@ pub use shard::{RangeReader, RemoteRange};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
 pub use tensor_names::NameRules;
-pub(crate) use unfinished::{
+pub use unfinished::{
     discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };
 pub use write::{

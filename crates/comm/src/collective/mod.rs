@@ -14,8 +14,9 @@ mod call_record;
 mod fault_injection;
 mod hang_watch;
 pub mod in_process;
-#[cfg(test)]
-pub(crate) mod late_reductions;
+// Tests of the crates above use it, too; a release build does without.
+#[cfg(debug_assertions)]
+pub mod late_reductions;
 pub mod launch;
 mod memory_marks;
 #[cfg(feature = "mpi")]

@@ -78,7 +78,7 @@ mod tests {
     #[test]
     fn rates_equal_transformers() {
         let cases: Vec<serde_json::Value> =
-            serde_json::from_str(include_str!("../../tests/golden/schedules.json")).unwrap();
+            serde_json::from_str(include_str!("../../../../tests/golden/schedules.json")).unwrap();
         assert_eq!(cases.len(), 11);
         for case in &cases {
             let kwargs = &case["kwargs"];

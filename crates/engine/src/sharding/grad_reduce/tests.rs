@@ -7,12 +7,12 @@ use crate::collective::Call;
 use crate::collective::in_process::{InProcessWorld, run_ranks};
 use crate::collective::late_reductions::{LateCall, LateReductions};
 use crate::recipe::enums::{MasterWeights, Offload};
-use crate::rendezvous::locked;
 use crate::runtime::copy::to_host_vec;
 use crate::sharding::bucket::BucketOptions;
 use crate::sharding::offload::{OffloadTarget, StorageTarget};
 use crate::sharding::param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
 use crate::sharding::placement::{ParamRole, ShardingStrategy};
+use finetune_comm::rendezvous::locked;
 
 const RANKS: usize = 4;
 const ALL_SEGMENTS: [Segment; 5] =

@@ -35,6 +35,6 @@ pub use session::{Messenger, Session, host_name};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Locks data that are whole at every instant, so that a panic elsewhere does not spoil them.
-pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -404,5 +404,5 @@ fn add_from_anywhere(kept: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
     })
 }
 
-#[cfg(test)]
+#[cfg(all(test, debug_assertions))]
 mod tests;

@@ -1,0 +1,15 @@
+//! The training engine: parameters and who holds which part of them ([`sharding`]), the step and the loop ([`engine`]), checkpoints
+//! ([`checkpoint`]), and where the time of a run goes ([`profile`]). The crate `finetune` shows these modules as its own.
+
+pub mod checkpoint;
+pub mod engine;
+pub mod profile;
+pub mod sharding;
+
+use finetune_comm::collective;
+use finetune_core::{clock, error, median, threads, units};
+use finetune_data as data;
+use finetune_model::{model, optim, weights};
+use finetune_ops::{ops, quant, runtime};
+use finetune_recipe as recipe;
+use finetune_report as report;
