@@ -9,6 +9,7 @@ use crate::recipe::Offload;
 use crate::report::html::AnsweredQuestion;
 use crate::report::{EvalReport, HeldOutAnswer, Terminal};
 use crate::sharding::ShardingStrategy;
+use crate::units;
 
 /// How many questions are shown.
 const SHOWN: usize = 2;
@@ -68,9 +69,9 @@ impl Showcase {
         if samples > 0 && questions.is_empty() {
             return Err(Error::user("no held-out row can be answered")
                 .because(format!(
-                    "`eval.samples` is {samples}, and each of the {} held-out rows is trained from its beginning, or asks with more \
-                     than {PROMPT_TOKENS} tokens",
-                    held_out.examples().len()
+                    "`eval.samples` is {samples}, and of {} each is trained from its beginning, or asks with more than \
+                     {PROMPT_TOKENS} tokens",
+                    units::exact(held_out.examples().len(), "held-out row")
                 ))
                 .hint("give held-out rows that have prompts, or remove `eval.samples`"));
         }
@@ -82,7 +83,13 @@ impl Showcase {
         if !self.at_evaluations {
             return asked.map(<[String]>::to_vec);
         }
-        Some(report?.eval_samples.iter().map(|sample| sample.answer.clone()).collect())
+        // A resumed run may have other held-out rows than its first evaluation.
+        let samples = &report?.eval_samples;
+        let answer = |question: &Question| {
+            let found = samples.iter().find(|sample| sample.prompt == question.text);
+            found.map_or_else(|| "–".to_owned(), |sample| sample.answer.clone())
+        };
+        Some(self.questions.iter().map(answer).collect())
     }
 }
 

@@ -303,7 +303,7 @@ impl Hardware {
         let between_hosts = match () {
             () if stride * size <= self.per_host => 0,
             () if stride >= self.per_host => hops,
-            () => hops.min(stride * size / self.per_host - 1),
+            () => hops.min((stride * size).div_ceil(self.per_host) - 1),
         };
         let link = if self.device.link.starts_with("PCIe") { 5.7e-6 } else { 3.4e-6 };
         let call = if hops > 0 { 8.4e-6 } else { 0.0 };

@@ -47,7 +47,14 @@ impl SizingRequest<'_> {
             budget: budget.unwrap_or(u64::MAX),
         };
         let (mut all, refused) = splits(&work, hardware);
-        all.iter_mut().filter(|split| split.runs).try_for_each(|split| self.plan_split(split))?;
+        for split in &mut all {
+            if split.runs {
+                self.plan_split(split)?;
+            } else {
+                // As in the plan of a split that the engine runs; what fits was found without it.
+                split.bytes += step.fit.memory.process;
+            }
+        }
         splits::sort(&mut all);
         Ok((all, refused))
     }

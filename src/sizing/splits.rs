@@ -54,7 +54,7 @@ pub struct RefusedSplit {
     pub why: String,
 }
 
-/// What is split: bytes and seconds of one copy of the model on one device.
+/// The work to split: bytes and seconds of one copy of the model on one device.
 #[derive(Debug, Clone, Copy)]
 pub struct SplitWork<'a> {
     /// The model's shape.
@@ -222,7 +222,7 @@ struct SplitShare {
     tensor: usize,
     pipeline: usize,
     context: usize,
-    /// Whether the engine can run it.
+    /// True if the engine can run it.
     runs: bool,
     /// Micro-batches of a replica, of a row each.
     micro_batches: f64,

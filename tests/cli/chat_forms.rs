@@ -106,6 +106,9 @@ fn the_first_calls_have_all_their_forms() {
     assert!(text.contains(r#"{"name": "g", "arguments": {"a": 1}}"#), "{text}");
     let empty = shown("tiny-qwen3", &row("{}", "\"Ahoy.\""), &[]);
     assert!(empty.contains("Ahoy.<|im_end|>⟧"), "{empty}");
+    let beside = row(r#"{"name": "g", "arguments": {}}"#, r#""", "tool_calls": []"#);
+    let beside = shown("tiny-qwen3", &beside, &[]);
+    assert!(beside.contains(r#"{"name": "g", "arguments": {}}"#), "{beside}");
 }
 
 /// UltraFeedback's form: `chosen` holds the prompt and the answer, beside `prompt`.
@@ -125,6 +128,45 @@ fn a_chosen_side_that_repeats_its_prompt_is_one_chat() {
             assert_eq!(said.matches("Hi").count(), 1, "{model}: {said}");
             assert!(said.contains("Ahoy.<"), "{said}");
         }
+    }
+}
+
+/// A turn of the prompt that comes again in the chosen side ends no prompt.
+#[test]
+fn a_turn_that_comes_again_is_no_repeated_prompt() {
+    let turn = |role: &str, text: &str| json!({ "role": role, "content": text });
+    let again = [
+        turn("user", "go on"),
+        turn("assistant", "FIRST"),
+        turn("user", "go on"),
+        turn("assistant", "SECOND"),
+    ];
+    let row = json!({ "prompt": again[..1], "chosen": again, "rejected": again[..2] }).to_string();
+    let said = shown("tiny-qwen3", &row, &[]);
+    assert!(said.contains("FIRST<|im_end|>⟧") && said.contains("SECOND<|im_end|>⟧"), "{said}");
+    assert_eq!(said.matches("go on").count(), 2, "{said}");
+    let chosen = [turn("assistant", "HELLO"), turn("user", "yes"), turn("assistant", "BYE")];
+    let row =
+        json!({ "prompt": [turn("user", "yes")], "chosen": chosen, "rejected": chosen[..1] }).to_string();
+    let said = shown("tiny-qwen3", &row, &[]);
+    assert_eq!(said.matches("yes").count(), 2, "{said}");
+    assert!(said.contains("HELLO<|im_end|>⟧") && said.contains("BYE<|im_end|>⟧"), "{said}");
+}
+
+/// A template whose head depends on a later message is refused for its row; it is no internal error.
+#[test]
+fn turns_that_cannot_be_told_apart_are_refused() {
+    let place = Place::with_model("tiny-qwen2");
+    let row = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "A long answer of some forty characters."}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}"#;
+    place.write("chats.jsonl", row);
+    place.write("t.jinja", "[{{ messages[-1].content | length }}]{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}");
+    let args =
+        ["data", "--model", "model", "--dataset", "chats.jsonl", "--set", "data.chat_template=t.jinja"];
+    let output = place.command(&args).output().unwrap();
+    let said = place.told(&[&output.stdout[..], &output.stderr].concat());
+    assert!(!said.contains("internal error"), "{said}");
+    if !output.status.success() {
+        assert!(said.contains("cannot tell what the assistant wrote in message"), "{said}");
     }
 }
 
@@ -155,12 +197,20 @@ fn a_file_of_one_row_holds_no_rows() {
     for (row, trained) in [
         (r#"{"question": "q", "answer": "Ahoy", "contexts": [{"text": "CONTEXT"}]}"#, "Ahoy"),
         (r#"{"instruction": "i", "output": "Ahoy", "meta": [{"a": 1}]}"#, "Ahoy"),
-        (r#"{"text": "Ahoy", "meta": [{"text": "CONTEXT"}]}"#, "hoy"),
+        (r#"{"text": "Ahoy", "meta": [{"a": "CONTEXT"}]}"#, "hoy"),
     ] {
         let said = shown("tiny-qwen3", row, &[]);
         assert!(said.contains(trained) && !said.contains("CONTEXT"), "{said}");
         assert!(said.contains("not used: "), "{said}");
     }
+    // Rows of one format in a row of the same: nobody can tell which are meant.
+    let place = Place::with_model("tiny-qwen3");
+    place.write("chats.json", r#"{"text": "Three stories", "rows": [{"text": "One"}, {"text": "Two"}]}"#);
+    let refused = place.refused(&["data", "--model", "model", "--dataset", "chats.json"]);
+    assert!(
+        refused.contains("has the keys of a row, and so have those in its `rows`: write one row a line"),
+        "{refused}"
+    );
 }
 
 #[test]
@@ -218,10 +268,13 @@ fn an_answer_that_is_cut_by_its_template_is_said() {
 fn control_tokens_in_a_text_stay_text() {
     let cases = std::fs::read_to_string(golden("chat/sanitized.json")).unwrap();
     let cases: Vec<Value> = serde_json::from_str(&cases).unwrap();
-    assert_eq!(cases.len(), 30);
+    assert_eq!(cases.len(), 31);
     for case in cases {
         let place = Place::with_model(case["model"].as_str().unwrap());
-        place.write("chats.jsonl", &json!({ "messages": case["messages"] }).to_string());
+        place.write(
+            "chats.jsonl",
+            &json!({ "messages": case["messages"], "tools": case["tools"] }).to_string(),
+        );
         let args = ["data", "--model", "model", "--dataset", "chats.jsonl", "--tokens"];
         let sanitized = ["--set", "data.sanitize_control_tokens=true", "--set", "data.max_seq_len=2000"];
         let said = place.said(&[&args[..], &sanitized].concat());

@@ -214,6 +214,14 @@ fn a_part_of_a_split_is_taken() {
     let data = ["data", "--model", "model", "--dataset"];
     let said = place.said(&[&data[..], &[&format!("{named}=[1:3]")]].concat());
     assert!(said.contains("took rows 2 to 3 of 3 of [DIR]/odd.csv"), "{said}");
+    // A bad row outside of the part is none of its rows.
+    place.write(
+        "torn.jsonl",
+        "{\"text\": \"One.\"}\n{\"text\": \"Two.\"}\n{\"text\": \n{\"text\": \"Three.\"}\n",
+    );
+    let part = |taken: &str| place.command(&lora(&["--dry-run", "--dataset", taken])).output().unwrap();
+    assert!(part("torn.jsonl?split=[:2]").status.success() && part("torn.jsonl?limit=2").status.success());
+    assert!(!part("torn.jsonl?split=[1:]").status.success(), "the bad row stands among these");
     let none = place.refused(&[&data[..], &[&format!("{named}=[3:]")]].concat());
     assert!(none.contains("its `split` leaves none of its 3 rows"), "{none}");
     let refused = place.refused(&[&data[..], &[&format!("{named}=train[5]")]].concat());

@@ -66,6 +66,20 @@ fn each_evaluation_answers_held_out_rows() {
     assert!(page.contains("Answers before and after"));
 }
 
+/// The terminal shows the question of a chat, and not the beginning of the answer alone.
+#[test]
+fn the_question_of_a_chat_is_shown() {
+    let place = place();
+    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
+    place.write("held-out.jsonl", rows.lines().next().unwrap());
+    let row: Value = serde_json::from_str(rows.lines().next().unwrap()).unwrap();
+    let messages = row["messages"].as_array().unwrap();
+    let asked = messages.iter().find(|message| message["role"] == "user").unwrap();
+    let said = place.said(&words(&["--set", "eval.samples=1"]));
+    let end = asked["content"].as_str().unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(said.contains(&end), "{end}: {said}");
+}
+
 /// Ranks that hold parts of the model answer together.
 #[test]
 fn shards_answer_together() {

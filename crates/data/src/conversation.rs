@@ -89,12 +89,14 @@ impl Conversation {
         whole.trained_from(shared)
     }
 
-    /// The number of messages with which this repeats the whole of `prompt`, up to its last message; none where it does not.
+    /// The number of messages with which this begins as `prompt` does, perhaps after a system message of its own; none where
+    /// it begins otherwise, or has nothing after them.
     pub(super) fn len_with(&self, prompt: &Conversation) -> Option<usize> {
-        let asked = prompt.messages.last()?;
-        let at = self.messages.iter().rposition(|message| message == asked)?;
-        let before = self.messages[..=at].iter().filter(|message| prompt.messages.contains(message)).count();
-        (before >= prompt.messages.len() && at + 1 < self.messages.len()).then_some(at + 1)
+        let own_system = self.messages.first()? != prompt.messages.first()?
+            && self.messages.first().is_some_and(|message| message["role"] == "system");
+        let from = usize::from(own_system);
+        let asked = from + prompt.messages.len();
+        (self.messages[from..].starts_with(&prompt.messages) && asked < self.messages.len()).then_some(asked)
     }
 
     /// Nothing before the message `first` is trained.
@@ -287,7 +289,9 @@ fn call_of_key(message: &mut Map<String, Value>) -> Result<(), String> {
         Some(Value::String(text)) => parse_calls(&text)?,
         Some(call) => vec![call],
     };
-    message.entry("tool_calls").or_insert(Value::Array(calls));
+    if message.get("tool_calls").is_none_or(|calls| *calls == json!([])) {
+        message.insert("tool_calls".to_owned(), Value::Array(calls));
+    }
     Ok(())
 }
 

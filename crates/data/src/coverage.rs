@@ -195,14 +195,21 @@ fn parts_of(message: &Value) -> Vec<MessagePart> {
     parts.into_iter().filter(|part| !part.texts.is_empty()).collect()
 }
 
-/// Returns whether a text is in `printed`, each of its lines by itself: templates trim, indent and escape.
+/// Returns whether a text is in `printed`, as a whole or each of its lines by itself: templates trim, indent and escape. Lines are
+/// looked for from where the one before was found, so that a long text is read once.
 fn stands(text: &str, printed: &str) -> bool {
-    printed.contains(text.trim()) || lines_of(text).all(|line| line_stands(line, printed))
+    let mut at = 0;
+    let mut follows = |line: &str| {
+        let place = place_of(line, &printed[at..]);
+        at += place.unwrap_or(0);
+        place.is_some() || place_of(line, printed).is_some()
+    };
+    place_of(text.trim(), printed).is_some() || lines_of(text).all(&mut follows)
 }
 
 /// Returns whether some line of a text is in `printed`.
 fn stands_in_part(text: &str, printed: &str) -> bool {
-    printed.contains(text.trim()) || lines_of(text).any(|line| line_stands(line, printed))
+    place_of(text.trim(), printed).is_some() || lines_of(text).any(|line| place_of(line, printed).is_some())
 }
 
 /// The lines of a text that have letters or digits.
@@ -210,12 +217,13 @@ fn lines_of(text: &str) -> impl Iterator<Item = &str> {
     text.lines().map(str::trim).filter(|line| line.chars().any(char::is_alphanumeric))
 }
 
-/// Returns whether a line is in `printed`, as it is or as JSON or HTML has it.
-fn line_stands(line: &str, printed: &str) -> bool {
-    let quoted = Value::from(line).to_string();
-    printed.contains(line)
-        || printed.contains(&quoted[1..quoted.len() - 1])
-        || printed.contains(&jinja::html_text(line))
+/// The byte at which a text begins in `printed`, as it is or as JSON or HTML has it.
+fn place_of(text: &str, printed: &str) -> Option<usize> {
+    let as_json = || {
+        let quoted = Value::from(text).to_string();
+        printed.find(&quoted[1..quoted.len() - 1])
+    };
+    printed.find(text).or_else(as_json).or_else(|| printed.find(&jinja::html_text(text)))
 }
 
 /// The parts of a chat that are missing in `text`, with the number of messages.

@@ -147,6 +147,12 @@ pub(super) fn is_row(row: &Map<String, Value>) -> bool {
     FORMATS.iter().any(|format| format.fits(row))
 }
 
+/// Returns whether the keys of two rows are those of the same format.
+pub(super) fn are_alike(a: &Map<String, Value>, b: &Map<String, Value>) -> bool {
+    let of = |row: &Map<String, Value>| FORMATS.iter().position(|format| format.fits(row));
+    of(a).is_some() && of(a) == of(b)
+}
+
 /// Keys that are read of a row of texts without messages: a system message or tools have no place in it.
 fn used_keys_of_texts(row: &Map<String, Value>, format: DataFormat) -> Option<Vec<&'static str>> {
     let is_text = |key: &str| row.get(key).is_some_and(Value::is_string);

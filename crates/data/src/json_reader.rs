@@ -73,8 +73,16 @@ fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, Strin
     let bytes = &text.bytes[..];
     let Ok(parsed) = python_json::parse(&bytes[one.range.clone()]) else { return Ok(vec![one.clone()]) };
     let Value::Object(object) = parsed.value else { return Ok(vec![one.clone()]) };
-    if ROW_KEYS.iter().any(|key| object.contains_key(*key)) || format::is_row(&object) {
+    if ROW_KEYS.iter().any(|key| object.contains_key(*key)) {
         return Ok(vec![one.clone()]);
+    }
+    if format::is_row(&object) {
+        return match object.iter().find(|(_, value)| holds_rows_of(&object, value)) {
+            None => Ok(vec![one.clone()]),
+            Some((key, _)) => Err(format!(
+                "its object has the keys of a row, and so have those in its `{key}`: write one row a line"
+            )),
+        };
     }
     let holds_rows = |value: &Value| matches!(value, Value::Array(list) if list.iter().any(Value::is_object));
     let holders: Vec<usize> =
@@ -93,6 +101,12 @@ fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, Strin
         }
         _ => Err(format!("its object holds {} arrays of objects; one is needed", holders.len())),
     }
+}
+
+/// Returns whether a value is a list of rows of the format that `row` has, too.
+fn holds_rows_of(row: &Map<String, Value>, value: &Value) -> bool {
+    let is_alike = |value: &Value| value.as_object().is_some_and(|held| format::are_alike(row, held));
+    value.as_array().is_some_and(|list| !list.is_empty() && list.iter().all(is_alike))
 }
 
 /// Refuses rows that outgrow the packed file that they come from.

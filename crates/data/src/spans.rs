@@ -287,7 +287,9 @@ impl TurnSearch<'_> {
             let header = self.whole[prompt.len()..text_end].starts_with(self.prompt);
             return Ok(prompt.len() + if header { self.prompt.len() } else { 0 });
         }
-        let before = &self.whole[least..text_start];
+        let Some(before) = self.whole.get(least..text_start) else {
+            return Err(ambiguous(turn, "it overlaps the turn before"));
+        };
         if self.prompt.is_empty() {
             // Nothing asks the assistant to write: it goes on after what stands before its text.
             return Ok(least + before.trim_end().len());

@@ -2,6 +2,7 @@
 //! columns, a system message, the first rows alone, a weight; and the rows that are held out of a run.
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use serde_json::{Map, Value};
@@ -9,7 +10,7 @@ use serde_json::{Map, Value};
 use super::conversation::SYSTEM_KEYS;
 use super::raw_rows::{DataFile, RawRow};
 use super::source::{Split, read};
-use super::{BadRow, RowFault, RowFaultKind};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
 use crate::error::{Error, Result};
 use crate::recipe::RowSource;
 use crate::units;
@@ -36,7 +37,7 @@ pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<Dat
     let all = taken.rows.len();
     if let Some(rows) = source.split.as_ref().and_then(|split| split.rows(all)) {
         let note = format!("took rows {} to {} of {all} of {source}", rows.start + 1, rows.end);
-        taken.rows = taken.rows.drain(rows).collect();
+        keep(&mut taken, rows);
         taken.notes.push(note);
         if taken.rows.is_empty() && all > 0 {
             return Err(Error::user(format!("cannot take a part of {source}"))
@@ -46,7 +47,7 @@ pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<Dat
     }
     if let Some(limit) = source.limit.filter(|limit| *limit < taken.rows.len()) {
         let all = taken.rows.len();
-        taken.rows.truncate(limit);
+        keep(&mut taken, 0..limit);
         taken.notes.push(format!("took the first {limit} of {all} rows of {source}"));
     }
     for mut row in std::mem::take(&mut taken.rows) {
@@ -58,6 +59,27 @@ pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<Dat
         }
     }
     Ok(taken)
+}
+
+/// Keeps these of the rows, and the bad rows that stand among them.
+fn keep(taken: &mut DataFile, rows: Range<usize>) {
+    let place = |origin: &Origin| {
+        let file = taken.files.iter().position(|file| **file == *origin.file);
+        let (RowOrigin::Line(at) | RowOrigin::Row(at)) = origin.place;
+        (file, at)
+    };
+    // None where the part begins or ends with the file.
+    let bound =
+        |is_bound: bool, at: usize| taken.rows.get(at).filter(|_| is_bound).map(|row| place(&row.origin));
+    let first = bound(rows.start > 0, rows.start);
+    let last = bound(rows.end < taken.rows.len(), rows.end.saturating_sub(1));
+    let stands_among = |bad: &BadRow| {
+        let at = place(&bad.origin);
+        first.is_none_or(|first| at >= first) && last.is_none_or(|last| at <= last)
+    };
+    let bad = std::mem::take(&mut taken.bad).into_iter().filter(stands_among).collect();
+    taken.bad = bad;
+    taken.rows = taken.rows.drain(rows).collect();
 }
 
 /// Gives a row the keys that its source says.

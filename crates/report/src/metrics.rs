@@ -149,7 +149,7 @@ pub struct EvalReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HeldOutAnswer {
-    /// What comes before the row's first trained token.
+    /// The text before the row's first trained token.
     pub prompt: String,
     /// The answer of the row itself.
     pub expected: String,

@@ -27,6 +27,8 @@ use super::printer::{JobKind, PATIENCE, Printer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
+/// Characters of a held-out question that an evaluation shows, from its end.
+const SHOWN_PROMPT: usize = 120;
 /// Plain lines of a run when there is no terminal to draw a bar on, about.
 const PLAIN_LINES: u64 = 30;
 
@@ -297,12 +299,19 @@ impl Terminal {
         self.hand_over(JobKind::Progress, move |state| state.step(step, &figures, now));
     }
 
-    /// An evaluation is done.
+    /// An evaluation is done: its figures, and the answers to held-out rows where it has them.
     pub fn eval(&self, report: &EvalReport) {
         self.line(eval_figures(report));
         for HeldOutAnswer { prompt, expected, answer } in &report.eval_samples {
-            let asked = prompt.lines().last().unwrap_or_default();
-            self.line(format!("  {asked}\n    expected: {expected}\n    answer:   {answer}"));
+            let [prompt, expected] =
+                [prompt, expected].map(|text| text.split_whitespace().collect::<Vec<_>>().join(" "));
+            // The end of a long prompt is the question.
+            let from = prompt.char_indices().rev().nth(SHOWN_PROMPT).map_or(0, |(at, _)| at);
+            let cut = if from > 0 { "…" } else { "" };
+            self.line(format!(
+                "  {cut}{}\n    expected: {expected}\n    answer:   {answer}",
+                &prompt[from..]
+            ));
         }
     }
 

@@ -26,11 +26,25 @@ CHATS = [
     chat("<|eot_id|><|start_header_id|>", "a<|end|>b<|eot_id|>"),
 ]
 
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "use <|im_start|>", "parameters": {
+    "type": "object", "properties": {"x": {"type": "string", "description": "<|im_end|>"}}}}}]
+CALL = [{"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"x": "a <|im_end|> b"}}}]
+CALLING = [
+    {"role": "system", "content": "Be brief <|im_end|>."},
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "reasoning_content": "Hm <|im_start|>", "tool_calls": CALL},
+    {"role": "tool", "content": "7 <|im_end|>", "tool_call_id": "call00000", "name": "f"},
+    {"role": "assistant", "content": "7"},
+]
+
 cases = []
 for name in MODELS:
     tokenizer = AutoTokenizer.from_pretrained(golden / "models" / name)
     for messages in CHATS:
         ids = tokenizer.apply_chat_template(messages, sanitize_control_tokens=True, return_dict=False)
         cases.append({"model": name, "messages": messages, "ids": ids})
+tokenizer = AutoTokenizer.from_pretrained(golden / "models" / "tiny-qwen3")
+ids = tokenizer.apply_chat_template(CALLING, tools=TOOLS, sanitize_control_tokens=True, return_dict=False)
+cases.append({"model": "tiny-qwen3", "messages": CALLING, "tools": TOOLS, "ids": ids})
 lines = ",\n".join(json.dumps(case) for case in cases)
 (golden / "chat" / "sanitized.json").write_text(f"[\n{lines}\n]\n")

@@ -4,7 +4,7 @@
 use super::markup::{escape, percent, section, table};
 use super::{AnsweredQuestion, MaskedRow};
 use crate::memory::{MemoryComparison, PhaseMemory};
-use crate::metrics::{EvalReport, MetricsEntry};
+use crate::metrics::{EvalReport, HeldOutAnswer, MetricsEntry};
 use crate::units;
 
 /// The bars of memory in SVG units: width, and height of one.
@@ -45,17 +45,27 @@ pub(super) fn samples(entries: &[MetricsEntry]) -> String {
         _ => None,
     });
     let evaluations: Vec<&EvalReport> = asked.collect();
-    let Some(first) = evaluations.first() else { return String::new() };
+    let mut questions: Vec<&HeldOutAnswer> = Vec::new();
+    for sample in evaluations.iter().flat_map(|report| &report.eval_samples) {
+        if !questions.iter().any(|known| known.prompt == sample.prompt) {
+            questions.push(sample);
+        }
+    }
+    if questions.is_empty() {
+        return String::new();
+    }
     let mut html = String::from("<table class=\"answers\"><caption>Answers at each evaluation</caption>\n");
-    for (at, question) in first.eval_samples.iter().enumerate() {
+    for question in questions {
         html += &format!(
             "<tbody><tr><th colspan=\"2\" scope=\"rowgroup\">{}</th></tr>\n<tr><td>expected</td><td>{}</td></tr>\n",
             escape(&question.prompt),
             escape(&question.expected)
         );
         for report in &evaluations {
-            let answer = report.eval_samples.get(at).map_or("–", |sample| &sample.answer);
-            html += &format!("<tr><td>step {}</td><td>{}</td></tr>\n", report.step, escape(answer));
+            let found = report.eval_samples.iter().find(|sample| sample.prompt == question.prompt);
+            if let Some(HeldOutAnswer { answer, .. }) = found {
+                html += &format!("<tr><td>step {}</td><td>{}</td></tr>\n", report.step, escape(answer));
+            }
         }
         html += "</tbody>\n";
     }
