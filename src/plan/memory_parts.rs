@@ -8,6 +8,9 @@ use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig};
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{ParamDesc, ParamKind};
 
+/// The name of the group of f32 masters, before the place where they are.
+pub(crate) const MASTERS: &str = "f32 masters";
+
 /// Parameters that are kept alike.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct KeptGroup {
@@ -56,7 +59,7 @@ impl MemoryParts {
             count(&mut parts.weights, values, value, options.share_of(spec.values));
             let update = options.share_of(spec.update);
             if master > 0 {
-                count(&mut parts.weights, format!("f32 masters{state_away}"), master, update);
+                count(&mut parts.weights, format!("{MASTERS}{state_away}"), master, update);
             }
             if desc.kind.trains() {
                 let kept = kept_gradients(desc, options);

@@ -35,7 +35,7 @@ pub(crate) use global_batch::{decide_accumulation, decide_rows, sampler_options}
 pub use loss_path::LossPath;
 pub(crate) use memory::PROCESS;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
-pub(crate) use memory_parts::{KeptGroup, MemoryParts};
+pub(crate) use memory_parts::{KeptGroup, MASTERS, MemoryParts};
 pub use method::Method;
 pub use parallel::WorldSize;
 pub use resolve::Plan;

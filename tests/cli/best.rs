@@ -212,7 +212,7 @@ fn what_keeping_the_best_needs_is_said() {
     );
     let seldom = place.refused(&words("out", &[&KEEP_BEST[..], &["--set", "eval.steps=never"]].concat()));
     assert!(seldom.contains("`eval.keep_best` has no effect with `steps = \"never\"`"), "{seldom}");
-    // Each epoch, where nothing else is said.
+    // Each epoch, unless the recipe says otherwise.
     let said = place.said(&words(
         "out",
         &[&KEEP_BEST[..], &["--set", "eval.steps=auto", "--set", "train.max_steps=12"]].concat(),

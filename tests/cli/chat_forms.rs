@@ -19,6 +19,14 @@ fn shown(name: &str, text: &str, settings: &[&str]) -> String {
     place.said(&args)
 }
 
+/// A place with a model, a row in `chats.jsonl` and a template in `t.jinja`, and the command that shows the row.
+fn with_template(row: &str, template: &str) -> (Place, [&'static str; 7]) {
+    let place = Place::with_model("tiny-qwen2");
+    place.write("chats.jsonl", row);
+    place.write("t.jinja", template);
+    (place, ["data", "--model", "model", "--dataset", "chats.jsonl", "--set", "data.chat_template=t.jinja"])
+}
+
 /// A chat whose assistant calls `get_temp` with these arguments.
 fn call(arguments: &str) -> String {
     format!(
@@ -44,18 +52,11 @@ fn parts_are_no_text_to_a_template_that_prints_text() {
     }
     // A part is looked for by itself: what a template prints between two of them is its own.
     let two = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]}, {"role": "assistant", "content": "b"}]}"#;
-    let place = Place::with_model("tiny-qwen2");
-    place.write("chats.jsonl", two);
-    place.write("t.jinja", "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content | e }}{% else %}{% for p in m.content %}{{ p.text }}\n--\n{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}");
-    let said = place.said(&[
-        "data",
-        "--model",
-        "model",
-        "--dataset",
-        "chats.jsonl",
-        "--set",
-        "data.chat_template=t.jinja",
-    ]);
+    let (place, args) = with_template(
+        two,
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content | e }}{% else %}{% for p in m.content %}{{ p.text }}\n--\n{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let said = place.said(&args);
     assert!(said.contains("One\n--\ntwo\n--") && !said.contains("warning: the chat template"), "{said}");
 }
 
@@ -83,8 +84,11 @@ fn calls_are_trained_whatever_their_arguments_are() {
         let setting = format!("data.chat_template={template}.jinja");
         for arguments in [r#"{"city": "Brno", "days": 3}"#, r#"{"n": 1}"#, r#""{\"n\": 1}""#] {
             let said = shown("tiny-qwen2", &call(arguments), &[&setting]);
-            let (call, result) = (r#""days": 3}"#, "warning: the chat template prints no tool results");
-            assert!(said.contains(call) || said.contains(r#"{"n": 1}"#), "{said}");
+            let (end, result) = (
+                arguments.trim_matches('"').replace('\\', ""),
+                "warning: the chat template prints no tool results",
+            );
+            assert!(said.contains(&end), "{end}: {said}");
             assert!(said.contains("⟦7 degrees.") || said.contains("7 degrees.<|im_end|>⟧"), "{said}");
             assert!(!said.contains(result), "{template} prints results: {said}");
         }
@@ -156,18 +160,11 @@ fn a_turn_that_comes_again_is_no_repeated_prompt() {
 /// A template whose head depends on a later message is refused for its row; it is no internal error.
 #[test]
 fn turns_that_cannot_be_told_apart_are_refused() {
-    let place = Place::with_model("tiny-qwen2");
-    let row = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "A long answer of some forty characters."}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}"#;
-    place.write("chats.jsonl", row);
-    place.write("t.jinja", "[{{ messages[-1].content | length }}]{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}");
-    let args =
-        ["data", "--model", "model", "--dataset", "chats.jsonl", "--set", "data.chat_template=t.jinja"];
-    let output = place.command(&args).output().unwrap();
-    let said = place.told(&[&output.stdout[..], &output.stderr].concat());
-    assert!(!said.contains("internal error"), "{said}");
-    if !output.status.success() {
-        assert!(said.contains("cannot tell what the assistant wrote in message"), "{said}");
-    }
+    let row = r#"{"messages": [{"role": "user", "content": "read"}, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}, {"role": "assistant", "content": "two and three"}]}"#;
+    let template = "[{{ messages[-1].content | length }}]{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
+    let (place, args) = with_template(row, template);
+    let refused = place.refused(&args);
+    assert!(refused.contains("cannot tell what the assistant wrote in message 3"), "{refused}");
 }
 
 #[test]
@@ -242,21 +239,25 @@ fn roles_that_nobody_knows_are_named() {
     );
 }
 
+#[test]
+fn a_setting_for_chats_without_chats_is_said() {
+    let said =
+        shown("tiny-qwen3", r#"{"text": "One <|im_end|> two."}"#, &["data.sanitize_control_tokens=true"]);
+    assert!(
+        said.contains("warning: `data.sanitize_control_tokens` has no effect: no row is a chat"),
+        "{said}"
+    );
+}
+
 /// A template that prints a part of an answer trains a part of it.
 #[test]
 fn an_answer_that_is_cut_by_its_template_is_said() {
-    let place = Place::with_model("tiny-qwen2");
-    place.write("chats.jsonl", r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "One line.\nAnother line."}]}"#);
-    place.write("t.jinja", "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('\n')[0] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}");
-    let said = place.said(&[
-        "data",
-        "--model",
-        "model",
-        "--dataset",
-        "chats.jsonl",
-        "--set",
-        "data.chat_template=t.jinja",
-    ]);
+    let row = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "One line.\nAnother line."}]}"#;
+    let (place, args) = with_template(
+        row,
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('\n')[0] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    );
+    let said = place.said(&args);
     assert!(
         said.contains("warning: the chat template leaves out some assistant messages (1 in 1 row)"),
         "{said}"

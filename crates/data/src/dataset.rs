@@ -86,11 +86,15 @@ impl Dataset {
             report.add_bad(bad.origin, bad.fault);
         }
         needs_met(&source.rows, &formats, tokenizer, template)?;
-        if let Some(template) = template.filter(|_| is_rendered(&source.rows, &formats)) {
+        let has_chats = is_rendered(&source.rows, &formats);
+        if let Some(template) = template.filter(|_| has_chats) {
             report.notes.push(format!("chat template: {}", template.described()));
             report.warnings.extend(template.split_markers(tokenizer)?);
         }
         report.warnings.extend(no_eos(tokenizer));
+        if options.sanitize_control_tokens && !has_chats {
+            report.warnings.push("`data.sanitize_control_tokens` has no effect: no row is a chat".into());
+        }
         let encoder = Encoder::new(tokenizer, template, options);
         let encode = |row: &RawRow| match encoder.encode_row(row, formats.of(row)) {
             Ok(encoding) => Ok(Ok(encoding)),

@@ -340,7 +340,7 @@ impl<'a> Client<'a> {
     }
 
     fn file_url(&self, commit: &str, file: &str) -> String {
-        format!("{}/resolve/{commit}/{}", self.page, percent_encoded(file))
+        format!("{}/resolve/{commit}/{}", self.page, super::names::percent_encoded(file))
     }
 
     /// Repeats `attempt` while it fails for now.
@@ -564,27 +564,9 @@ fn is_unknown_host(error: &ureq::Error) -> bool {
     }
 }
 
-/// A file name as a part of an address: all but the slashes and the unreserved characters escaped (RFC 3986).
-fn percent_encoded(name: &str) -> String {
-    let mut encoded = String::with_capacity(name.len());
-    for byte in name.bytes() {
-        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
-            encoded.push(char::from(byte));
-        } else {
-            encoded.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    encoded
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_in_addresses() {
-        assert_eq!(percent_encoded("data/a b%ä.jsonl"), "data/a%20b%25%C3%A4.jsonl");
-    }
 
     #[test]
     fn a_host_that_is_not_found_is_known() {

@@ -22,7 +22,7 @@ pub const CONFIG_FILE: &str = "config.json";
 /// The tokenizer, without which its settings are of no use.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// The settings by which a model generates where nothing else is said.
+/// The settings by which a model generates unless the user gives others.
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Files of a tokenizer that are copied where they exist, besides all that start with `tokenizer` or `chat_template`.

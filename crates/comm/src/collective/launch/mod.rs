@@ -21,7 +21,7 @@ use crate::rendezvous::{MAX_WORLD, Master};
 use crate::units;
 use environment::LaunchEnvironment;
 
-/// The port of rank 0 where nothing else is said (PyTorch's).
+/// The port of rank 0 unless the user or a launcher gives another (PyTorch's).
 pub const DEFAULT_PORT: u16 = 29_500;
 
 /// Ports that are tried where the first may be taken.

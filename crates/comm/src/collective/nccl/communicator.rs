@@ -35,9 +35,7 @@ impl AbortFlag {
     pub fn raise(&self, cause: Error) -> Error {
         let cause = self.keep(cause);
         self.raised.store(true, Ordering::SeqCst);
-        for communicator in self.communicators() {
-            communicator.abort();
-        }
+        self.communicators().iter().filter_map(Weak::upgrade).for_each(|communicator| communicator.abort());
         cause
     }
 
@@ -55,10 +53,12 @@ impl AbortFlag {
         }
     }
 
-    pub(super) fn communicators(&self) -> Vec<Arc<Communicator>> {
+    /// Those that are not yet dropped. A caller holds one of them at a time: whoever holds the last reference ends the
+    /// communicator, and that waits until the others of its group are ended, too.
+    pub(super) fn communicators(&self) -> Vec<Weak<Communicator>> {
         let mut all = self.communicators.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|communicator| communicator.strong_count() > 0);
-        all.iter().filter_map(Weak::upgrade).collect()
+        all.clone()
     }
 }
 

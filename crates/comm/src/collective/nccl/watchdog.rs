@@ -102,6 +102,7 @@ impl<D: GpuStreams> WatchdogState<D> {
         self.abort_flag.check()?;
         let oldest = self.oldest()?;
         for communicator in self.abort_flag.communicators() {
+            let Some(communicator) = communicator.upgrade() else { continue };
             communicator.poll().map_err(|error| match &oldest {
                 Some((_, record)) => error.because(format!("rank {} was at {record}", self.rank)),
                 None => error,
