@@ -276,20 +276,6 @@ fn every_command_works() {
     ");
 }
 
-/// The floors in docs/design.md are those that the library documents.
-#[test]
-fn the_floors_are_the_librarys() {
-    let rows = |file: &str, start: &str| -> Vec<String> {
-        let text = fs::read_to_string(root().join(file)).unwrap();
-        let rows = text.lines().filter_map(|line| line.strip_prefix(start));
-        let rows = rows.filter(|row| row.starts_with(|c: char| c.is_ascii_digit()));
-        rows.map(|row| row.replace(['[', ']'], "")).collect()
-    };
-    let floors = rows("src/lib.rs", "//! | ");
-    assert!(floors.len() >= 15, "{floors:?}");
-    assert_eq!(rows("docs/design.md", "| "), floors);
-}
-
 /// Links to files, and names of files in backticks, lead somewhere.
 #[test]
 fn every_file_that_is_named_is_there() {

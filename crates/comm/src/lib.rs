@@ -5,5 +5,5 @@ pub mod collective;
 pub mod rendezvous;
 
 use finetune_core::{address, error, private_file, threads, units};
-use finetune_ops::runtime;
 use finetune_report as report;
+use finetune_runtime::runtime;

@@ -12,6 +12,9 @@ pub mod program;
 pub mod threads;
 pub mod units;
 
+/// The target of a position that carries no loss.
+pub const IGNORE: u32 = u32::MAX;
+
 /// The part of the recipe that every crate knows.
 pub mod recipe {
     pub mod enums;

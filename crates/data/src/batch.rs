@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 
 use super::encode::Example;
-use crate::ops::cross_entropy::IGNORE;
+use crate::IGNORE;
 
 /// One sample inside a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

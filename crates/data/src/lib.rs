@@ -81,8 +81,8 @@ mod unusable;
 mod wire;
 
 use finetune_core::{clock, contained, error, program, units};
-use finetune_ops::{ops, runtime};
 use finetune_recipe as recipe;
+use finetune_runtime::runtime;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -102,7 +102,7 @@ pub use template_files::stored_templates;
 pub use tokenizer::Tokenizer;
 
 use crate::error::{Error, ErrorCategory};
-pub use crate::ops::cross_entropy::IGNORE;
+pub use finetune_core::IGNORE;
 use crate::recipe::TrainOn;
 use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow};
 

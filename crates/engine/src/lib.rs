@@ -10,6 +10,7 @@ use finetune_comm::collective;
 use finetune_core::{clock, error, median, threads, units};
 use finetune_data as data;
 use finetune_model::{model, optim, weights};
-use finetune_ops::{ops, quant, runtime};
+use finetune_ops::ops;
 use finetune_recipe as recipe;
 use finetune_report as report;
+use finetune_runtime::{quant, runtime};

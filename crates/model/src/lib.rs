@@ -9,5 +9,6 @@ pub mod weights;
 
 use finetune_core::{error, threads, units};
 use finetune_data as data;
-use finetune_ops::{ops, quant, runtime, stored_dtype};
+use finetune_ops::ops;
 use finetune_recipe as recipe;
+use finetune_runtime::{quant, runtime, stored_dtype};

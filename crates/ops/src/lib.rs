@@ -1,11 +1,7 @@
-//! The floors of `finetune` that compute: number formats, devices and memory, and the tensor operations. The crate
-//! `finetune` shows these modules as its own, and its `src/lib.rs` has the table of all floors.
+//! The tensor operations of `finetune` with their backward passes, on CPUs and GPUs. The crate `finetune` shows the module as its
+//! own.
 
-pub mod instruction_set;
 pub mod ops;
-pub mod quant;
-pub mod rounding;
-pub mod runtime;
-pub mod stored_dtype;
 
-pub(crate) use finetune_core::{error, median, recipe, units};
+use finetune_core::{error, median, recipe, units};
+use finetune_runtime::{instruction_set, quant, rounding, runtime};

@@ -27,8 +27,7 @@ use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// The target of a position that carries no loss.
-pub const IGNORE: u32 = u32::MAX;
+pub use finetune_core::IGNORE;
 
 /// Rows whose logits are alive at once on a GPU, which fewer rows would not fill.
 const GPU_CHUNK_ROWS: usize = 1024;

@@ -143,6 +143,7 @@ fn is_permitted() -> bool {
 
 /// Compiles a function of plain loops for AVX-512, for AVX2 and for what every processor has; a call runs the one of
 /// [`InstructionSet::in_use`]. All give the same bits, as long as the loops' own order of operations is one.
+#[macro_export]
 macro_rules! vectorized {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($generic:ident: $bound:path),+>)? (
         $($arg:ident: $type:ty),* $(,)?
@@ -176,7 +177,7 @@ macro_rules! vectorized {
         }
     };
 }
-pub(crate) use vectorized;
+pub use vectorized;
 
 #[cfg(test)]
 mod tests {

@@ -75,6 +75,7 @@ impl FloatElement for bf16 {
 }
 
 /// Runs `$body` with `$elem` bound to the element type of `$dtype`.
+#[macro_export]
 macro_rules! with_elem {
     ($dtype:expr, $elem:ident => $body:expr) => {
         match $dtype {
@@ -90,10 +91,10 @@ macro_rules! with_elem {
         }
     };
 }
-pub(crate) use with_elem;
+pub use with_elem;
 
 /// The error of an op that met elements of another type than it knows.
-pub(crate) fn unsupported(dtype: DType) -> Error {
+pub fn unsupported(dtype: DType) -> Error {
     Error::internal(format!("an op met a tensor of dtype {dtype:?}"))
         .because("the CPU forms know f32 and bf16")
 }

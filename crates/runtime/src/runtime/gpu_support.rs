@@ -23,7 +23,7 @@ pub struct Gpu {
 pub(super) const AMPERE: (i32, i32) = (8, 0);
 
 /// What the kernels of this project run on, as `build.rs` compiles them.
-pub(crate) const KERNELS_RUN_ON: &str = "compute capability 8.0 and newer";
+pub const KERNELS_RUN_ON: &str = "compute capability 8.0 and newer";
 
 /// A version as the driver and CUDA number them: 13000 is 13.0.
 pub(super) fn version(number: i32) -> String {

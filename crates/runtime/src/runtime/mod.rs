@@ -12,7 +12,7 @@ pub mod device;
 pub mod device_memory;
 pub mod disk_room;
 pub mod fault_signals;
-pub(crate) mod gpu_support;
+pub mod gpu_support;
 pub mod machine;
 pub mod mmap;
 pub mod param_storage;

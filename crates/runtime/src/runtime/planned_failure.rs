@@ -29,7 +29,7 @@ impl PlannedFailure {
     }
 
     /// Whether this one fails; a plan is for one alone. Only builds with debug assertions hear of plans.
-    pub(crate) fn strikes(self) -> bool {
+    pub fn strikes(self) -> bool {
         cfg!(debug_assertions)
             && self.flag().load(Ordering::Relaxed)
             && self.flag().swap(false, Ordering::Relaxed)

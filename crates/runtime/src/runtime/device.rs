@@ -351,7 +351,7 @@ pub fn peak_bytes(_device: &Device) -> Option<u64> {
 /// # Errors
 /// When the GPU has not enough memory.
 #[cfg(feature = "cuda")]
-pub(crate) fn unwritten_on_gpu<T>(device: &CudaDevice, shape: (usize, usize)) -> Result<candle_core::Tensor>
+pub fn unwritten_on_gpu<T>(device: &CudaDevice, shape: (usize, usize)) -> Result<candle_core::Tensor>
 where
     T: candle_core::cuda_backend::CudaDType + candle_core::cuda_backend::cudarc::driver::DeviceRepr,
 {

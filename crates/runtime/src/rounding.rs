@@ -34,7 +34,7 @@ impl Rounded for bf16 {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(crate) fn nearest_avx512(x: __m512) -> __m512 {
+pub fn nearest_avx512(x: __m512) -> __m512 {
     let bits = _mm512_castps_si512(x);
     let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
     let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));

@@ -175,12 +175,12 @@ impl DynamicMap {
     }
 
     /// For each code the largest number that has it or one below; an infinity for the last.
-    pub(crate) fn limits(&self) -> &[f32] {
+    pub fn limits(&self) -> &[f32] {
         &self.limits
     }
 
     /// The first code to try of numbers with the same leading bits, as kernels look it up.
-    pub(crate) fn starts(&self) -> &[u8] {
+    pub fn starts(&self) -> &[u8] {
         &self.starts[..2 * Self::BUCKETS]
     }
 
