@@ -3,18 +3,23 @@
 //! The library is a stack of crates, each of which sees only what lies below it; this one shows their modules as its own. The page
 //! docs/design.md has the table of the crates and of the modules in them.
 
+mod bench;
 pub mod cli;
 pub mod commands;
-pub mod plan;
-pub mod run;
-pub mod setup;
-pub mod sizing;
+mod comparison;
+mod doctor;
+mod generation;
+mod launcher;
+pub mod loading;
+pub mod planning;
+pub mod training;
+pub mod verify;
 
 pub use finetune_comm::{collective, rendezvous};
 use finetune_core::{address, clock, private_file, program};
 pub use finetune_core::{contained, error, median, threads, units};
 pub use finetune_data as data;
-pub use finetune_engine::{checkpoint, engine, profile, sharding};
+pub use finetune_engine::{checkpoint, engine, parallel, profile};
 pub use finetune_hub as hub;
 pub use finetune_model::{adapter, export, model, optim, weights};
 pub use finetune_ops::ops;

@@ -14,13 +14,13 @@ use candle_core::Device;
 use finetune::collective::SingleRank;
 use finetune::data::Step;
 use finetune::engine::Trainer;
+use finetune::loading::Resolver;
 use finetune::model::{AdapterSwitch, ModelConfig, parameters};
 use finetune::ops::{GEMM_WORKSPACE, GpuWork, asked, count_process};
-use finetune::plan::{Plan, WorldSize};
+use finetune::planning::{Plan, WorldSize};
 use finetune::recipe::{Recipe, RecipeLayers, RecipeText};
 use finetune::report::{Terminal, Verbosity};
-use finetune::run::trainer;
-use finetune::setup::Resolver;
+use finetune::training::trainer;
 use serde_json::{Map, Value, json};
 
 /// Adds up what is allocated: a GPU's memory would hold the same tensors.

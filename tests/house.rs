@@ -499,7 +499,7 @@ mod checks {
             ("data/rows.rs", "use crate::model::Config;"),
             ("data/rows.rs", "use crate::weights::Shard;"),
             ("ops/norm.rs", "use crate::{error::Result, engine::{Step, Loop}};"),
-            ("ops/norm.rs", "fn f() { crate::plan::go() }"),
+            ("ops/norm.rs", "fn f() { crate::planning::go() }"),
             ("ops/norm.rs", "use super::super::data::Row;"),
             ("units.rs", "use super::hub::Hub;"),
             ("recipe/mod.rs", "use crate::report::Bar;"),
@@ -513,7 +513,7 @@ mod checks {
             ("data/rows.rs", "use super::formats::Row; use crate::data::Source;"),
             ("ops/norm.rs", "// use crate::engine::Step;\nconst S: &str = \"crate::engine::Step\";"),
             ("ops/norm.rs", "#[cfg(test)]\nmod tests {\n    use crate::engine::Step;\n}\n"),
-            ("commands/train.rs", "use crate::cli::TrainArgs; use crate::plan::Plan;"),
+            ("commands/train.rs", "use crate::cli::TrainArgs; use crate::planning::Plan;"),
             ("main.rs", "use finetune::cli::Cli; use finetune::commands;"),
             ("lib.rs", "pub mod error; pub use crate::engine::Step;"),
         ];

@@ -8,7 +8,7 @@ use clap::builder::PossibleValuesParser;
 use super::{CommonArgs, Gpus, RunArgs, SettingArgs, SweepAxis, find_recipe};
 use crate::checkpoint::{self, CHANGES_ON_REQUEST};
 use crate::error::{Error, Result};
-use crate::plan::RECIPE;
+use crate::planning::RECIPE;
 use crate::recipe::{Purpose, RecipeLayers, RecipeText};
 
 /// The output folder where none is given.

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use crate::adapter::{self, AdapterConfig};
 use crate::error::{Error, Result};
+use crate::loading::Resolver;
 use crate::recipe::DataSource;
 use crate::report::Terminal;
-use crate::setup::Resolver;
 
 /// The model of a verb as its flag would name it: that of `--model`, else the base that the adapter's
 /// adapter_config.json names, which the terminal is told. Relative paths start at `folder`.

@@ -4,18 +4,18 @@
 use candle_core::DType;
 
 use super::{config_of, print, print_json, terminal};
+use crate::bench::communication::CollectiveSpeeds;
+use crate::bench::op_speeds::OpSpeeds;
+use crate::bench::scaling::{ScalingDevices, ScalingResult, WARM_UP};
 use crate::cli::{BenchArgs, BenchVerb, CommunicationArgs, OpsArgs, ScalingArgs};
 use crate::clock;
 use crate::error::{Error, Result};
+use crate::loading::Resolver;
 use crate::ops::bench::{BenchShapes, ModelWidths};
-use crate::plan::{Plan, WorldSize};
+use crate::planning::{Plan, WorldSize};
 use crate::recipe::{ComputeDtype, DataSource, Recipe, Strategy};
-use crate::run::communication::CollectiveSpeeds;
-use crate::run::op_speeds::OpSpeeds;
-use crate::run::scaling::{ScalingDevices, ScalingResult, WARM_UP};
 use crate::runtime::device::{self, DeviceChoice};
 use crate::runtime::thread_pool;
-use crate::setup::Resolver;
 
 /// Measures what is asked for.
 pub(super) fn run(args: &BenchArgs) -> Result<()> {

@@ -2,9 +2,9 @@
 
 use super::{print_json, working_folder};
 use crate::cli::CompareArgs;
+use crate::comparison::comparison_table::ComparisonTable;
 use crate::error::Result;
 use crate::report::{Terminal, Verbosity};
-use crate::run::comparison_table::ComparisonTable;
 
 /// Prints the table, and writes the page where one is wanted.
 pub(super) fn run(args: &CompareArgs) -> Result<()> {

@@ -8,10 +8,10 @@ use crate::cli::DataArgs;
 use crate::data::{Dataset, ExampleFigures, Sampler, SamplerOptions, Tokenizer};
 use crate::error::input_file;
 use crate::error::{Error, Result};
+use crate::loading::{DatasetLoader, Resolver};
 use crate::model::ModelConfig;
-use crate::plan::{decide_accumulation, decide_rows, held_out_report};
+use crate::planning::{decide_accumulation, decide_rows, held_out_report};
 use crate::recipe::{OnBadRow, Recipe};
-use crate::setup::{DatasetLoader, Resolver};
 use crate::units;
 
 /// Shows rows as tokens and masks.

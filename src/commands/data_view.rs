@@ -9,7 +9,7 @@ use crate::data::{Dataset, Example, ExampleFigures, Tokenizer};
 use crate::error::Result;
 use crate::report::Terminal;
 use crate::report::html::{HtmlReport, MaskedRow};
-use crate::run::masked_row::masked_row;
+use crate::training::masked_row::masked_row;
 use crate::units;
 use crate::weights::OutputKind;
 

@@ -6,8 +6,8 @@ use super::{Opened, model_or_base, open_device, say_without_kernels, terminal, w
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
+use crate::loading::{EngineOptions, Resolver, Trains};
 use crate::recipe::Recipe;
-use crate::setup::{EngineOptions, Resolver, Trains};
 
 /// Evaluates a model on rows.
 pub(super) fn run(args: &EvalArgs) -> Result<()> {

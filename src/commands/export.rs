@@ -9,12 +9,12 @@ use crate::cli::{CommonArgs, ExportArgs, ExportFormat, MergeArgs};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
+use crate::launcher::interrupt::removing_on_signals;
+use crate::loading::BaseCheck;
+use crate::loading::{ResolvedSource, Resolver};
 use crate::model;
 use crate::recipe::{DataSource, Dtype};
 use crate::report::Terminal;
-use crate::run::interrupt::removing_on_signals;
-use crate::setup::BaseCheck;
-use crate::setup::{ResolvedSource, Resolver};
 use crate::units;
 use crate::weights::{AtomicDir, ModelFiles};
 

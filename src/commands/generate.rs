@@ -4,11 +4,11 @@ use super::{Opened, model_or_base, open_device, say_without_kernels, terminal, w
 use crate::cli::GenerateArgs;
 use crate::data::PromptEncoder;
 use crate::error::Result;
+use crate::generation::{ANSWERS, AnswerEnds, Generator, PromptSource, check_options};
+use crate::launcher::interrupt::removing_on_signals;
+use crate::loading::{EngineOptions, Resolver, Trains};
 use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
-use crate::run::generation::{ANSWERS, AnswerEnds, Generator, PromptSource, check_options};
-use crate::run::interrupt::removing_on_signals;
-use crate::setup::{EngineOptions, Resolver, Trains};
 
 /// Generates text from prompts.
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {

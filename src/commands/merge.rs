@@ -6,11 +6,11 @@ use super::{model_or_base, open_device, terminal, working_folder};
 use crate::adapter::{self, MergeOptions};
 use crate::cli::MergeArgs;
 use crate::error::Result;
+use crate::launcher::interrupt::removing_on_signals;
+use crate::loading::{BaseModel, EngineOptions, Resolver};
 use crate::recipe::{DataSource, ModelSection, Recipe};
-use crate::run::interrupt::removing_on_signals;
-use crate::run::{MergeBase, MergeCheck};
-use crate::setup::{BaseModel, EngineOptions, Resolver};
 use crate::units;
+use crate::verify::{MergeBase, MergeCheck};
 
 /// Merges an adapter into its base.
 pub(super) fn run(args: &MergeArgs) -> Result<()> {

@@ -34,11 +34,11 @@ use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::instruction_set;
+use crate::loading::{EngineOptions, ResolvedSource};
 use crate::model::ModelConfig;
 use crate::recipe::RecipeText;
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::{device, thread_pool};
-use crate::setup::{EngineOptions, ResolvedSource};
 
 /// Does what the command line says.
 ///

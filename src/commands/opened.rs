@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use crate::error::Result;
+use crate::loading::{AdapterSetup, BaseComparison, BaseModel, DatasetLoader, Resolver};
 use crate::recipe::{DataSource, Recipe};
 use crate::report::Terminal;
-use crate::setup::{AdapterSetup, BaseComparison, BaseModel, DatasetLoader, Resolver};
 
 /// A model with its adapter, found and understood, not yet loaded.
 pub(super) struct Opened {

@@ -4,14 +4,14 @@ use super::{print, print_json, terminal, working_folder};
 use crate::cli::PlanArgs;
 use crate::data::{Dataset, Sampler};
 use crate::error::{Error, Result};
-use crate::plan::{ParamCache, Rows, StepInputs, decide_accumulation, decide_rows, sampler_options};
+use crate::loading::Resolver;
+use crate::planning::sizing::hardware::Hardware;
+use crate::planning::sizing::inputs::{SizedModel, engine_on, measured_for, room_of, timed_on, world_of};
+use crate::planning::sizing::price::Price;
+use crate::planning::sizing::rates::Calibration;
+use crate::planning::sizing::{Sizing, SizingRequest, explorer};
+use crate::planning::{ParamCache, Rows, StepInputs, decide_accumulation, decide_rows, sampler_options};
 use crate::recipe::Recipe;
-use crate::run::sizing_inputs::{SizedModel, engine_on, measured_for, room_of, timed_on, world_of};
-use crate::setup::Resolver;
-use crate::sizing::hardware::Hardware;
-use crate::sizing::price::Price;
-use crate::sizing::rates::Calibration;
-use crate::sizing::{Sizing, SizingRequest, explorer};
 
 /// What `--price` says, which is of a time.
 fn prices(args: &PlanArgs) -> Result<Vec<Price>> {
@@ -33,11 +33,13 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
     let prices = prices(args)?;
     let finder = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
     let found = SizedModel::find(&mut recipe, &finder, &terminal)?;
-    let engine = engine_on(hardware.as_ref(), args, &recipe)?;
+    let gpus = args.gpus.as_ref().map(|gpus| gpus.0.as_slice());
+    let ranks = args.ranks.map(usize::from);
+    let engine = engine_on(hardware.as_ref(), gpus, ranks, &recipe)?;
     let calibration =
         args.calibration.as_ref().map(|file| measured_for(&folder.join(file), &engine)).transpose()?;
     let speeds = calibration.as_ref().map(Calibration::source);
-    let world = world_of(hardware.as_ref(), args);
+    let world = world_of(hardware.as_ref(), gpus, ranks);
     let measured = calibration.map(|calibration| calibration.rates);
     let timed = timed_on(hardware.as_ref(), measured, &engine, world.all);
     decide_rows(&mut recipe, world.all, None)?;

@@ -6,10 +6,10 @@ use super::{terminal, working_folder};
 use crate::cli::QuantizeArgs;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::export::bitsandbytes::{Scheme, write_quantized};
+use crate::launcher::interrupt::removing_on_signals;
+use crate::loading::{BaseModel, Resolver, Trains};
 use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::{DataSource, ModelSection, QuantKind};
-use crate::run::interrupt::removing_on_signals;
-use crate::setup::{BaseModel, Resolver, Trains};
 use crate::units;
 
 /// Quantizes a model into a new folder.

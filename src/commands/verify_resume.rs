@@ -6,7 +6,7 @@ use crate::cli::VerifyResumeArgs;
 use crate::collective::launch::{Flags, Launch};
 use crate::error::{Error, Result};
 use crate::recipe::{Recipe, StepInterval};
-use crate::run::verify_resume::ResumeTrial;
+use crate::verify::verify_resume::ResumeTrial;
 
 /// Trains twice and compares.
 pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use crate::logits::{base, distance, floats};
 use crate::place::{Place, copy_folder, golden, lora};
+use finetune::loading::Trains;
 use finetune::quant::{BlocksMut, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, RunMut};
-use finetune::setup::Trains;
 use finetune::weights::{ModelFiles, StoredDtype};
 use insta::assert_snapshot;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};

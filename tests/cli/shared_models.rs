@@ -11,9 +11,9 @@ use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
 use finetune::engine::{Engine, LogitsProcessor, Sampling};
 use finetune::error::Result;
+use finetune::loading::{EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
-use finetune::setup::{EngineOptions, Trains};
 use serde_json::Value;
 
 const REFERENCE: &str = "models/REFERENCE.json";

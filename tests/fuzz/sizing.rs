@@ -4,12 +4,12 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use finetune::model::ModelConfig;
-use finetune::sizing::explorer;
-use finetune::sizing::hardware::Hardware;
-use finetune::sizing::price::Price;
-use finetune::sizing::rates::{Calibration, ComputeRates};
-use finetune::sizing::splits::{SplitWork, splits};
-use finetune::sizing::{MemoryTerm, Sizing};
+use finetune::planning::sizing::explorer;
+use finetune::planning::sizing::hardware::Hardware;
+use finetune::planning::sizing::price::Price;
+use finetune::planning::sizing::rates::{Calibration, ComputeRates};
+use finetune::planning::sizing::splits::{SplitWork, splits};
+use finetune::planning::sizing::{MemoryTerm, Sizing};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 

@@ -4,11 +4,11 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::loading::{BaseModel, EngineOptions, Resolver, Trains};
 use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
 use finetune::recipe::{self, DataSource};
 use finetune::report::{Terminal, Verbosity};
-use finetune::setup::{BaseModel, EngineOptions, Resolver, Trains};
 use finetune::weights::ModelFiles;
 
 /// The model in `folder`.

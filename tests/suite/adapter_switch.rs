@@ -8,11 +8,11 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::Step;
 use finetune::engine::{Engine, SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
+use finetune::loading::{AdapterSetup, EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
 use finetune::optim::Schedule;
 use finetune::recipe::enums::{AdapterInit, AdapterKind, Attention, Recompute};
 use finetune::recipe::{AdapterSection, TargetModules};
-use finetune::setup::{AdapterSetup, EngineOptions, Trains};
 
 fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)

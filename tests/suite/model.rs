@@ -9,10 +9,10 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample};
 use finetune::engine::{CrossEntropy, Engine, LogitsProcessor, MicroStep, Sampling};
 use finetune::error::Result;
+use finetune::loading::{BaseModel, EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
+use finetune::parallel::{Bucket, BucketEntry};
 use finetune::recipe::enums::{Attention, Recompute};
-use finetune::setup::{BaseModel, EngineOptions, Trains};
-use finetune::sharding::{Bucket, BucketEntry};
 use finetune::weights::ModelFiles;
 
 const MODELS: [&str; 8] = [

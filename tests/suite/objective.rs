@@ -15,12 +15,12 @@ use finetune::engine::{
     Trainer, TrainerOptions,
 };
 use finetune::error::Result;
+use finetune::loading::{EngineOptions, Trains};
 use finetune::model::HeadWeights;
 use finetune::ops::cross_entropy::LossTargets;
+use finetune::parallel::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 use finetune::recipe::enums::{Attention, Recompute};
 use finetune::runtime::thread_pool;
-use finetune::setup::{EngineOptions, Trains};
-use finetune::sharding::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 
 fn trainer_options() -> TrainerOptions {
     TrainerOptions { max_grad_norm: None, ..training::trainer_options() }

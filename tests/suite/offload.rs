@@ -9,14 +9,14 @@ use crate::training::{batch, trainer_options};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Step;
 use finetune::engine::{LogitsProcessor, Sampling, Trainer, TrainerOptions};
+use finetune::loading::{EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
 use finetune::ops::stochastic_rounding::StochasticRounding;
 use finetune::optim::{Optimizer, OptimizerOptions, ParamGroup, StateValues};
+use finetune::parallel::{GradReduceOptions, OffloadTarget};
 use finetune::recipe::OptimizerSection;
 use finetune::recipe::enums::{Attention, MasterWeights, Offload, StateDtype};
 use finetune::runtime::rng::RngStream;
-use finetune::setup::{EngineOptions, Trains};
-use finetune::sharding::{GradReduceOptions, OffloadTarget};
 use serde_json::{Value, json};
 
 fn golden() -> PathBuf {

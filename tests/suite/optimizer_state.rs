@@ -14,15 +14,15 @@ use finetune::collective::{Collective, in_process};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
+use finetune::loading::{EngineOptions, Trains};
 use finetune::optim::{
     AdamW, OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdatePiece,
 };
-use finetune::plan::{MemoryOptions, MemoryPlan, Saving};
+use finetune::parallel::{Bucket, DeviceMesh, GradReduceOptions, OffloadTarget, ShardingStrategy};
+use finetune::planning::{MemoryOptions, MemoryPlan, Saving};
 use finetune::recipe::enums::{Attention, MasterWeights, Offload, Recompute, SchedulerKind, StateDtype};
 use finetune::runtime::copy::copy_into;
 use finetune::runtime::thread_pool;
-use finetune::setup::{EngineOptions, Trains};
-use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, OffloadTarget, ShardingStrategy};
 use finetune::weights::{ModelFiles, StoredDtype, WriteEntry, write_file, write_text};
 use half::bf16;
 

@@ -10,9 +10,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3};
 use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::loading::{EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
-use finetune::setup::{EngineOptions, Trains};
 use serde_json::{Map, Value, json};
 
 use crate::logits;

@@ -1,4 +1,4 @@
-//! What ranks send in a step, byte by byte, against the formulas (crates/engine/src/sharding/placement.rs has the table), and how much
+//! What ranks send in a step, byte by byte, against the formulas (crates/engine/src/parallel/placement.rs has the table), and how much
 //! is whole at a time.
 
 use std::path::Path;
@@ -11,11 +11,11 @@ use finetune::collective::{Collective, Op, Traffic, in_process};
 use finetune::data::Step;
 use finetune::engine::Trainer;
 use finetune::error::Result;
+use finetune::loading::{EngineOptions, Trains};
 use finetune::model;
+use finetune::parallel::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
 use finetune::recipe::enums::Attention;
 use finetune::runtime::thread_pool;
-use finetune::setup::{EngineOptions, Trains};
-use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
 
 /// What one rank saw: bytes and calls of a step after the first, elements it trains, most segments whole at a time.
 struct Seen {

@@ -102,9 +102,9 @@ pub use template_files::stored_templates;
 pub use tokenizer::Tokenizer;
 
 use crate::error::{Error, ErrorCategory};
-pub use finetune_core::IGNORE;
 use crate::recipe::TrainOn;
 use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow};
+pub use finetune_core::IGNORE;
 
 /// How rows become examples; the keys of `[data]` that concern rows, and two facts about the model.
 #[derive(Debug, Clone)]

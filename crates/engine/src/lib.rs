@@ -1,10 +1,10 @@
-//! The training engine: parameters and who holds which part of them ([`sharding`]), the step and the loop ([`engine`]), checkpoints
+//! The training engine: parameters and who holds which part of them ([`parallel`]), the step and the loop ([`engine`]), checkpoints
 //! ([`checkpoint`]), and where the time of a run goes ([`profile`]). The crate `finetune` shows these modules as its own.
 
 pub mod checkpoint;
 pub mod engine;
+pub mod parallel;
 pub mod profile;
-pub mod sharding;
 
 use finetune_comm::collective;
 use finetune_core::{clock, error, median, threads, units};

@@ -6,7 +6,7 @@ use crate::collective::Phase;
 use crate::data::{Batch, Step};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::AdapterSwitch;
-use crate::sharding::FiniteCheck;
+use crate::parallel::FiniteCheck;
 
 /// The first value that is not finite.
 #[derive(Debug, Clone, PartialEq)]

@@ -46,12 +46,12 @@ use crate::model::{
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
 use crate::ops::rotary::RotaryTable;
+use crate::parallel::ParamStore;
 use crate::profile::op_table::RECOMPUTE;
 use crate::recipe::enums::{Attention, Recompute};
 use crate::report::memory;
 use crate::runtime::device;
 use crate::runtime::trace::{self, ReleaseSpan, SpanInfo, SpanKind, span};
-use crate::sharding::ParamStore;
 
 /// A model whose weights are somewhere, ready to compute.
 #[derive(Debug)]

@@ -6,9 +6,9 @@ use std::collections::VecDeque;
 
 use crate::error::{Error, ErrorCategory, Result};
 use crate::median::median;
+use crate::parallel::{EntryIndex, ParamStore};
 use crate::report::alerts::rules::{LossSpikes, StillGradients};
 use crate::report::{EvalReport, StepReport};
-use crate::sharding::{EntryIndex, ParamStore};
 use crate::units;
 
 /// Steps after which every tensor that trains must have had a gradient. The first of a warm-up has learning rate 0, and

@@ -12,12 +12,12 @@ use crate::checkpoint::{SavedCheckpoint, SavedState, SavedValues, SnapshotTensor
 use crate::error::{Error, Result};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK};
 use crate::optim::{StateTensor, StateValues};
+use crate::parallel::{Bucket, BucketEntry, ParamDesc};
 use crate::recipe::enums::StateDtype;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_host_vec;
 use crate::runtime::param_storage::copy_across;
 use crate::runtime::thread_pool::release_freed_memory;
-use crate::sharding::{Bucket, BucketEntry, ParamDesc};
 
 /// One tensor of the optimizer's state, of a whole bucket.
 struct FlatValues {

@@ -11,10 +11,10 @@ use crate::error::{Error, Result};
 use crate::model::DropoutContext;
 use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
+use crate::parallel::{Bucket, BucketEntry, LrGroup, OffloadTarget};
 use crate::recipe::enums::{Recompute, StateDtype};
 use crate::runtime::rng::RngStream;
 use crate::runtime::thread_pool;
-use crate::sharding::{Bucket, BucketEntry, LrGroup, OffloadTarget};
 
 /// The constants of a run.
 #[derive(Debug, Clone)]

@@ -100,6 +100,14 @@ pub fn open(choice: DeviceChoice) -> Result<Device> {
     })
 }
 
+/// The GPUs of these numbers, in their order.
+///
+/// # Errors
+/// One of them cannot be opened.
+pub fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
+    numbers.iter().map(|number| open(DeviceChoice::Gpu(*number))).collect()
+}
+
 /// What the NVIDIA driver says of itself: the newest CUDA that it speaks, such as "13.0"; none in a build that asks none.
 ///
 /// # Errors

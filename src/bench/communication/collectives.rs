@@ -1,0 +1,278 @@
+//! Bandwidth of all-reduce, all-gather and reduce-scatter by size, as NCCL's own tests (nccl-tests) define it: algorithm
+//! bandwidth is the bytes of the full data over the time; bus bandwidth counts what a ring sends over each link, so that it
+//! can be held against the link whatever the number of ranks is.
+
+use std::time::Instant;
+
+use candle_core::Device;
+use serde::Serialize;
+
+use super::rank_buffer::RankBuffer;
+use super::{MeasuredRanks, on_ranks};
+use crate::cli::CommunicationArgs;
+use crate::collective::{Call, Collective};
+use crate::error::{Error, Result};
+use crate::units;
+
+/// What is measured, in the words of nccl-tests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum MeasuredOp {
+    /// Replaces data by its sum.
+    AllReduce,
+    /// Puts parts side by side.
+    AllGather,
+    /// Sums, and leaves each rank its part.
+    ReduceScatter,
+}
+
+const OPS: [MeasuredOp; 3] = [MeasuredOp::AllReduce, MeasuredOp::AllGather, MeasuredOp::ReduceScatter];
+
+/// Calls are repeated until so much has been moved, between these numbers of times.
+const MOVED_BYTES: u64 = 256 << 20;
+const LEAST_CALLS: u64 = 3;
+const MOST_CALLS: u64 = 30;
+
+impl MeasuredOp {
+    fn name(self) -> &'static str {
+        match self {
+            MeasuredOp::AllReduce => "all_reduce",
+            MeasuredOp::AllGather => "all_gather",
+            MeasuredOp::ReduceScatter => "reduce_scatter",
+        }
+    }
+
+    /// Bytes that a ring sends over each link for each byte of the full data.
+    fn sent_per_byte(self, ranks: usize) -> f64 {
+        let part = (ranks as f64 - 1.0) / ranks as f64;
+        if self == MeasuredOp::AllReduce { 2.0 * part } else { part }
+    }
+}
+
+/// The time of one operation at one size.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+struct CollectiveTiming {
+    op: MeasuredOp,
+    /// Of the full data: the requested size, rounded up so that it divides by the ranks.
+    bytes: u64,
+    /// Calls measured, after one that was checked.
+    calls: u64,
+    /// Of a call, as the mean over calls and ranks.
+    secs: f64,
+    /// 10^9 bytes a second.
+    algbw_gbps: f64,
+    busbw_gbps: f64,
+}
+
+impl CollectiveTiming {
+    fn new(op: MeasuredOp, ranks: usize, bytes: u64, calls: u64, secs: f64) -> Self {
+        let algbw_gbps = bytes as f64 / 1e9 / secs;
+        let busbw_gbps = algbw_gbps * op.sent_per_byte(ranks);
+        CollectiveTiming { op, bytes, calls, secs, algbw_gbps, busbw_gbps }
+    }
+}
+
+/// The bandwidth of collectives between some ranks.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct CollectiveSpeeds {
+    ranks: usize,
+    /// What connects them.
+    backend: &'static str,
+    timings: Vec<CollectiveTiming>,
+}
+
+impl CollectiveSpeeds {
+    /// Starts ranks and measures. None in a process that does not hold rank 0.
+    ///
+    /// # Errors
+    /// The ranks do not start, one fails, or a result is wrong.
+    pub(crate) fn measure(args: &CommunicationArgs) -> Result<Option<Self>> {
+        on_ranks(args, "measure collectives", Self::on_rank)
+    }
+
+    /// Measures on this rank, as all others do; every result is checked before it is timed.
+    pub(crate) fn on_rank(ranks: &MeasuredRanks, world: &dyn Collective, device: &Device) -> Result<Self> {
+        let mut timings = Vec::new();
+        for op in OPS {
+            for bytes in &ranks.sizes {
+                timings.push(time(op, *bytes, world, device)?);
+            }
+        }
+        Ok(CollectiveSpeeds { ranks: world.size(), backend: ranks.backend, timings })
+    }
+
+    /// What people read of it.
+    pub(crate) fn table(&self) -> String {
+        let CollectiveSpeeds { ranks, backend, timings } = self;
+        let mut text = format!(
+            "{} over {backend}; GB/s are 10^9 bytes a second, bus bandwidth as nccl-tests define it\n\n\
+             {:<14} {:>9} {:>6} {:>11} {:>12} {:>12}\n",
+            units::exact(*ranks, "rank"),
+            "collective",
+            "data",
+            "calls",
+            "ms",
+            "algorithm",
+            "bus"
+        );
+        for timing in timings {
+            let CollectiveTiming { op, bytes, calls, secs, algbw_gbps, busbw_gbps } = timing;
+            let (name, bytes, ms) = (op.name(), units::bytes(*bytes), 1e3 * secs);
+            let rates = format!("{algbw_gbps:>7.3} GB/s {busbw_gbps:>7.3} GB/s");
+            text += &format!("{name:<14} {bytes:>9} {calls:>6} {ms:>11.4} {rates}\n");
+        }
+        text
+    }
+}
+
+/// Numbers that whole sums of f32 hold exactly, whatever their order, for up to a thousand ranks.
+fn pattern(place: usize) -> f32 {
+    (place % 13 + 1) as f32
+}
+
+/// The data of `op`: what a rank puts in, and where the result comes to.
+struct OpData {
+    op: MeasuredOp,
+    input: RankBuffer,
+    /// None where the result replaces the input.
+    output: Option<RankBuffer>,
+}
+
+impl OpData {
+    /// Of `part` elements a rank; `value` is what this rank gives at each place of the full data, of which its own part
+    /// begins at `start`.
+    fn new(
+        op: MeasuredOp,
+        world: &dyn Collective,
+        part: usize,
+        device: &Device,
+        value: impl Fn(usize) -> f32,
+    ) -> Result<Self> {
+        let (full, start) = (part * world.size(), part * world.rank());
+        let (input, output) = match op {
+            MeasuredOp::AllReduce => (RankBuffer::filled(full, device, value)?, None),
+            MeasuredOp::AllGather => {
+                let shard = RankBuffer::filled(part, device, |place| value(start + place))?;
+                (shard, Some(RankBuffer::zeros(full, device)?))
+            }
+            MeasuredOp::ReduceScatter => {
+                (RankBuffer::filled(full, device, value)?, Some(RankBuffer::zeros(part, device)?))
+            }
+        };
+        Ok(OpData { op, input, output })
+    }
+
+    fn call(&self, world: &dyn Collective) -> Result<()> {
+        let call = Call::single("data of a measurement");
+        let (input, output) = (self.input.memory(), self.result().memory());
+        match self.op {
+            MeasuredOp::AllReduce => world.all_reduce(call, input),
+            MeasuredOp::AllGather => {
+                let ticket = world.start_all_gather(call, input, output)?;
+                world.finish(ticket)
+            }
+            MeasuredOp::ReduceScatter => world.reduce_scatter(call, input, output),
+        }
+    }
+
+    fn result(&self) -> &RankBuffer {
+        self.output.as_ref().unwrap_or(&self.input)
+    }
+}
+
+/// What `op` must leave at `place` of a rank's result, where rank r gives `r + 1` times the pattern.
+fn expected(op: MeasuredOp, (rank, ranks): (usize, usize), part: usize, place: usize) -> f32 {
+    let sum = (ranks * (ranks + 1) / 2) as f32;
+    match op {
+        MeasuredOp::AllReduce => sum * pattern(place),
+        MeasuredOp::AllGather => (place / part + 1) as f32 * pattern(place),
+        MeasuredOp::ReduceScatter => sum * pattern(rank * part + place),
+    }
+}
+
+/// Refuses a result that is not what it must be.
+fn check(op: MeasuredOp, place: (usize, usize), part: usize, values: &[f32]) -> Result<()> {
+    let wrong = |(at, value): (usize, &f32)| {
+        let right = expected(op, place, part, at);
+        (value.to_bits() != right.to_bits()).then_some((at, *value, right))
+    };
+    let Some((at, value, right)) = values.iter().enumerate().find_map(wrong) else { return Ok(()) };
+    let (rank, ranks) = place;
+    Err(Error::internal(format!("{} over {ranks} ranks gave a wrong result", op.name()))
+        .because(format!("on rank {rank} element {at} of {} is {value}, expected {right}", values.len()))
+        .hint(
+            "measure with fewer ranks or other hosts until it is right, to find the link or library at fault",
+        ))
+}
+
+/// Checks a call of `op` on about `bytes` bytes, then measures.
+fn time(op: MeasuredOp, bytes: u64, world: &dyn Collective, device: &Device) -> Result<CollectiveTiming> {
+    let (rank, ranks) = (world.rank(), world.size());
+    let part = (bytes as usize / size_of::<f32>()).div_ceil(ranks).max(1);
+    let data = OpData::new(op, world, part, device, |place| (rank + 1) as f32 * pattern(place))?;
+    data.call(world)?;
+    check(op, (rank, ranks), part, &data.result().values::<f32>()?)?;
+    drop(data);
+    // Zeroes, for sums of sums grow without end.
+    let data = OpData::new(op, world, part, device, |_| 0.0)?;
+    let bytes = (part * ranks * size_of::<f32>()) as u64;
+    let calls = (MOVED_BYTES / bytes).clamp(LEAST_CALLS, MOST_CALLS);
+    device.synchronize()?;
+    world.barrier(Call::single("start of a measurement"))?;
+    let started = Instant::now();
+    for _ in 0..calls {
+        data.call(world)?;
+    }
+    device.synchronize()?;
+    let secs = RankBuffer::numbers(vec![started.elapsed().as_secs_f64()])?;
+    world.all_reduce(Call::single("time of a measurement"), secs.memory())?;
+    let total: f64 = secs.values::<f64>()?.iter().sum();
+    Ok(CollectiveTiming::new(op, ranks, bytes, calls, total / (calls as usize * ranks) as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::launcher::ranks::run_on_cpu;
+
+    /// The worked figures of nccl-tests' PERFORMANCE.md: S/t, times 2(n-1)/n or (n-1)/n.
+    #[test]
+    fn bandwidths_are_those_of_nccl_tests() {
+        for (op, bus) in
+            [(MeasuredOp::AllReduce, 3.0), (MeasuredOp::AllGather, 1.5), (MeasuredOp::ReduceScatter, 1.5)]
+        {
+            let timing = CollectiveTiming::new(op, 4, 4_000_000_000, 3, 2.0);
+            assert_eq!((timing.algbw_gbps, timing.busbw_gbps), (2.0, bus));
+        }
+    }
+
+    #[test]
+    fn sizes_are_rounded_up_to_the_ranks() {
+        let ranks = MeasuredRanks { backend: "threads", sizes: vec![4, 1024, 100_000] };
+        let all = run_on_cpu(3, 1, |world| CollectiveSpeeds::on_rank(&ranks, &*world, &Device::Cpu)).unwrap();
+        let bytes: Vec<u64> = all[0].timings.iter().map(|timing| timing.bytes).collect();
+        assert_eq!(bytes, [[12, 1032, 100_008]; 3].concat());
+        assert!(all[0].timings.iter().all(|timing| timing.secs > 0.0 && timing.calls == 30));
+        // Every rank comes to the same means.
+        assert_eq!(all[0].timings, all[2].timings);
+        assert_eq!(all[0].table().lines().count(), 3 + 9);
+    }
+
+    #[test]
+    fn a_wrong_result_is_refused() {
+        for op in OPS {
+            let (part, place) = (5, (1, 3));
+            let len = if op == MeasuredOp::ReduceScatter { part } else { 3 * part };
+            let mut values: Vec<f32> = (0..len).map(|at| expected(op, place, part, at)).collect();
+            check(op, place, part, &values).unwrap();
+            values[4] += 1.0;
+            let error = check(op, place, part, &values).unwrap_err();
+            assert!(error.what().ends_with("over 3 ranks gave a wrong result"), "{error}");
+            assert!(error.causes()[0].starts_with("on rank 1 element 4 of"), "{error}");
+        }
+        // Written out: ranks give 1, 2 and 3 times the pattern 1, 2, 3, ...
+        assert_eq!(expected(MeasuredOp::AllReduce, (0, 3), 2, 3), 24.0);
+        assert_eq!(expected(MeasuredOp::AllGather, (0, 3), 2, 3), 8.0);
+        assert_eq!(expected(MeasuredOp::ReduceScatter, (1, 3), 2, 1), 24.0);
+    }
+}

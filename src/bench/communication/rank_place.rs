@@ -1,0 +1,127 @@
+//! Where each rank is, and what its host says the ways from there should carry.
+
+use serde::{Deserialize, Serialize};
+
+use super::rank_buffer::RankBuffer;
+use crate::collective::{Call, Collective};
+use crate::doctor::host_facts::{HostFacts, LinkClass};
+use crate::error::{Error, Result};
+use crate::rendezvous;
+
+/// Bytes of what a rank says of itself, as JSON with blanks behind it.
+const SAID_BYTES: usize = 1024;
+
+/// The kind of ways between hosts.
+pub(crate) const NETWORK: &str = "network";
+
+/// Where a rank is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RankPlace {
+    pub(crate) host: String,
+    /// The fastest network of the host that tells its speed.
+    network: Option<LinkClass>,
+    /// Between the GPUs of the host, where the ranks are on GPUs.
+    between_gpus: Option<LinkClass>,
+    on_gpu: bool,
+}
+
+impl RankPlace {
+    /// Of a rank of this process.
+    pub(crate) fn here(facts: &HostFacts, on_gpu: bool) -> Self {
+        RankPlace {
+            host: rendezvous::host_name(),
+            network: facts.network(),
+            between_gpus: facts.between_gpus().filter(|_| on_gpu),
+            on_gpu,
+        }
+    }
+
+    /// Of a rank on a CPU.
+    #[cfg(test)]
+    pub(crate) fn of_host(host: &str, network: Option<LinkClass>) -> Self {
+        RankPlace { host: host.to_owned(), network, between_gpus: None, on_gpu: false }
+    }
+
+    /// Tells all ranks where this one is; returns the places of all, by rank.
+    pub(crate) fn share(&self, world: &dyn Collective) -> Result<Vec<RankPlace>> {
+        let fault =
+            |error: serde_json::Error| Error::internal(format!("cannot tell places of ranks: {error}"));
+        let mut said = serde_json::to_vec(self).map_err(fault)?;
+        if said.len() > SAID_BYTES {
+            let cause = format!("it takes {} bytes, {SAID_BYTES} at most", said.len());
+            return Err(Error::internal("cannot tell the place of a rank").because(cause));
+        }
+        said.resize(SAID_BYTES, b' ');
+        let (own, all) = (RankBuffer::bytes(said)?, RankBuffer::bytes(vec![0; SAID_BYTES * world.size()])?);
+        let ticket = world.start_all_gather(Call::single("places of ranks"), own.memory(), all.memory())?;
+        world.finish(ticket)?;
+        let all = all.values::<u8>()?;
+        world.barrier(Call::single("places of ranks"))?;
+        all.chunks(SAID_BYTES).map(|said| serde_json::from_slice(said).map_err(fault)).collect()
+    }
+
+    /// The kind of way to `other`, and what it should carry where that is known; `copy` is what a copy in memory does,
+    /// in 10^9 bytes a second.
+    pub(crate) fn way_to(&self, other: &RankPlace, copy: f64) -> PairWay {
+        let slower = |mine: &Option<LinkClass>, theirs: &Option<LinkClass>| {
+            let (mine, theirs) = (mine.as_ref()?, theirs.as_ref()?);
+            Some(if mine.gbytes_per_sec <= theirs.gbytes_per_sec { mine } else { theirs }.clone())
+        };
+        let (kind, link) = if self.host != other.host {
+            (NETWORK, slower(&self.network, &other.network))
+        } else if self.on_gpu && other.on_gpu {
+            ("GPUs of one host", slower(&self.between_gpus, &other.between_gpus))
+        } else {
+            let name = "memory of one host, as a copy there".to_owned();
+            ("memory", Some(LinkClass { name, gbytes_per_sec: copy }))
+        };
+        PairWay { kind, link }
+    }
+}
+
+/// The way between two ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct PairWay {
+    /// Pairs of one kind are compared with each other.
+    pub(crate) kind: &'static str,
+    pub(crate) link: Option<LinkClass>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::launcher::ranks::run_on_cpu;
+
+    fn link(name: &str, gbytes_per_sec: f64) -> Option<LinkClass> {
+        Some(LinkClass { name: name.to_owned(), gbytes_per_sec })
+    }
+
+    #[test]
+    fn ways_between_ranks() {
+        let place = |host: &str, network, on_gpu| RankPlace {
+            host: host.to_owned(),
+            network,
+            between_gpus: link("NVLink", 450.0).filter(|_| on_gpu),
+            on_gpu,
+        };
+        let (fast, slow) = (link("100 Gb/s EFA", 12.5), link("10 Gb/s ethernet", 1.25));
+        let (one, two) = (place("a", fast.clone(), true), place("b", slow.clone(), true));
+        assert_eq!(one.way_to(&two, 9.0), PairWay { kind: NETWORK, link: slow });
+        assert_eq!(one.way_to(&place("c", None, true), 9.0), PairWay { kind: NETWORK, link: None });
+        assert_eq!(one.way_to(&one, 9.0).link, link("NVLink", 450.0));
+        let cpu = place("a", fast, false);
+        assert_eq!(
+            cpu.way_to(&cpu, 9.0),
+            PairWay { kind: "memory", link: link("memory of one host, as a copy there", 9.0) }
+        );
+    }
+
+    #[test]
+    fn every_rank_hears_of_all() {
+        let all = run_on_cpu(3, 1, |world| {
+            RankPlace::of_host(&format!("host-{}", world.rank()), None).share(&*world)
+        });
+        let hosts: Vec<String> = all.unwrap()[1].iter().map(|place| place.host.clone()).collect();
+        assert_eq!(hosts, ["host-0", "host-1", "host-2"]);
+    }
+}

@@ -1,0 +1,187 @@
+//! How fast a disk writes and reads, by a file of bounded size that has no name, so that nothing is left of it.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use memmap2::MmapMut;
+use serde::Serialize;
+
+use crate::doctor::fact_lines::{FactLine, line};
+use crate::runtime::disk_room::DiskRoom;
+use crate::units;
+
+/// Bytes that are written and read, at most.
+const FILE_BYTES: u64 = 64 << 20;
+/// Bytes of a single write or read.
+const BLOCK_BYTES: usize = 4 << 20;
+/// How long writing, and reading, may take; what has been done by then is what counts.
+const LIMIT: Duration = Duration::from_secs(1);
+
+/// What a folder's disk does.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct DiskSpeed {
+    /// What the folder is for.
+    name: &'static str,
+    folder: PathBuf,
+    free_bytes: Option<u64>,
+    total_bytes: Option<u64>,
+    rates: Option<DiskRates>,
+    /// Why nothing was measured.
+    failure: Option<String>,
+}
+
+/// The rates of a disk, in 10^6 bytes a second.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+struct DiskRates {
+    /// Until the system says that the data is on the disk.
+    write_mb_per_sec: f64,
+    read_mb_per_sec: f64,
+    /// Bytes written, and read again.
+    bytes: u64,
+    /// Whether the page cache was passed by; else reading may have been from memory.
+    direct: bool,
+}
+
+impl DiskSpeed {
+    /// Measures the disk of `folder`, or of the nearest folder above it that exists, which `name` is used for.
+    pub(crate) fn measure(name: &'static str, folder: &Path) -> Self {
+        let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
+        let there = absolute.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("/"));
+        let room = File::open(there).ok().and_then(|folder| DiskRoom::of(&folder));
+        let speed = |rates, failure| DiskSpeed {
+            name,
+            folder: there.to_owned(),
+            free_bytes: room.map(|room| room.free),
+            total_bytes: room.map(|room| room.total),
+            rates,
+            failure,
+        };
+        match room {
+            Some(room) if room.free < 2 * FILE_BYTES => {
+                speed(None, Some(format!("not measured: {} are free", units::bytes(room.free))))
+            }
+            _ => match rates(there) {
+                Ok(rates) => speed(Some(rates), None),
+                Err(error) => speed(None, Some(format!("cannot be measured: {error}"))),
+            },
+        }
+    }
+
+    /// What people read of it.
+    pub(crate) fn line(&self) -> FactLine {
+        let rates = match (&self.rates, &self.failure) {
+            (Some(rates), _) => rates.text(),
+            (None, failure) => failure.clone().unwrap_or_default(),
+        };
+        let room = self.free_bytes.zip(self.total_bytes).map_or_else(String::new, |(free, total)| {
+            format!(", {} of {} are free", units::bytes(free), units::bytes(total))
+        });
+        line(format!("disk of the {}", self.name), format!("{}: {rates}{room}", self.folder.display()))
+    }
+}
+
+impl DiskRates {
+    fn text(&self) -> String {
+        let DiskRates { write_mb_per_sec, read_mb_per_sec, bytes, direct } = self;
+        let cached = if *direct { "" } else { ", perhaps from memory" };
+        format!(
+            "writes {write_mb_per_sec:.0} MB/s, reads {read_mb_per_sec:.0} MB/s{cached} ({} tried)",
+            units::bytes(*bytes)
+        )
+    }
+}
+
+/// Writes a file in `folder`, brings it to the disk and reads it again.
+fn rates(folder: &Path) -> io::Result<DiskRates> {
+    let (file, direct) = nameless(folder)?;
+    // Whole pages, as direct access needs them.
+    let mut block = MmapMut::map_anon(BLOCK_BYTES)?;
+    // Random bytes, because some disks and file systems store nothing for zeroes.
+    getrandom::fill(&mut block).map_err(|error| io::Error::other(error.to_string()))?;
+    let started = Instant::now();
+    let written = blocks(FILE_BYTES, |at| file.write_all_at(&block, at))?;
+    file.sync_all()?;
+    let write_secs = started.elapsed().as_secs_f64();
+    if !direct {
+        drop_cached(&file);
+    }
+    let started = Instant::now();
+    let read = blocks(written, |at| file.read_exact_at(&mut block, at))?;
+    let read_secs = started.elapsed().as_secs_f64();
+    let rate = |bytes: u64, secs: f64| bytes as f64 / 1e6 / secs.max(1e-9);
+    let (write_mb_per_sec, read_mb_per_sec) = (rate(written, write_secs), rate(read, read_secs));
+    Ok(DiskRates { write_mb_per_sec, read_mb_per_sec, bytes: written, direct })
+}
+
+/// Calls `block` for one place after another until `bytes` are done or the time is up, which it looks at after each.
+fn blocks(bytes: u64, mut block: impl FnMut(u64) -> io::Result<()>) -> io::Result<u64> {
+    let (started, mut done) = (Instant::now(), 0);
+    while done < bytes && (done == 0 || started.elapsed() < LIMIT) {
+        block(done)?;
+        done += BLOCK_BYTES as u64;
+    }
+    Ok(done)
+}
+
+/// A new file in `folder` that has lost its name, opened so that it passes by the page cache where the file system can.
+fn nameless(folder: &Path) -> io::Result<(File, bool)> {
+    let path = folder.join(format!(".finetune-disk-speed-{}", std::process::id()));
+    let open = |flags| {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true).custom_flags(flags).open(&path)
+    };
+    #[cfg(target_os = "linux")]
+    let direct = match open(libc::O_DIRECT) {
+        // Some file systems refuse the flag only after the file has been made.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            drop(std::fs::remove_file(&path));
+            None
+        }
+        other => Some(other?),
+    };
+    #[cfg(not(target_os = "linux"))]
+    let direct: Option<File> = None;
+    let is_direct = direct.is_some();
+    let file = direct.map_or_else(|| open(0), Ok)?;
+    std::fs::remove_file(&path)?;
+    Ok((file, is_direct))
+}
+
+/// Asks the system to forget what it holds of the file in memory.
+#[cfg(target_os = "linux")]
+fn drop_cached(file: &File) {
+    use std::os::fd::AsRawFd;
+    // SAFETY: the descriptor is open; advice changes nothing but speed.
+    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+}
+
+/// Other systems have no such call.
+#[cfg(not(target_os = "linux"))]
+fn drop_cached(_file: &File) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_measured_and_left_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let speed = DiskSpeed::measure("test", &folder.path().join("not/yet/there"));
+        let rates = speed.rates.expect("a temporary folder can be written to");
+        assert!(rates.write_mb_per_sec > 0.0 && rates.read_mb_per_sec > 0.0, "{rates:?}");
+        assert!(rates.bytes >= BLOCK_BYTES as u64 && rates.bytes <= FILE_BYTES, "{rates:?}");
+        assert_eq!(speed.folder, folder.path());
+        assert!(speed.free_bytes.is_some() && speed.free_bytes <= speed.total_bytes, "{speed:?}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_to_is_told() {
+        let speed = DiskSpeed::measure("test", Path::new("/proc"));
+        let (_, text) = speed.line();
+        assert!(speed.rates.is_none() && text.starts_with("/proc: "), "{text}");
+    }
+}

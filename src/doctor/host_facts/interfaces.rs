@@ -1,0 +1,171 @@
+//! Network interfaces, and the RDMA devices beside them: InfiniBand, RoCE and Amazon's EFA.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::sysfs;
+use crate::doctor::fact_lines::{FactLine, line};
+
+/// What kind of network an interface is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum NetworkKind {
+    /// Ethernet over the kernel's sockets.
+    Ethernet,
+    /// A wireless network.
+    Wireless,
+    /// InfiniBand, and IP over it.
+    Infiniband,
+    /// RDMA over Ethernet.
+    Roce,
+    /// Amazon's Elastic Fabric Adapter.
+    Efa,
+    /// No device: bridges, tunnels and what containers have.
+    Virtual,
+}
+
+impl NetworkKind {
+    /// As people read it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            NetworkKind::Ethernet => "ethernet",
+            NetworkKind::Wireless => "wireless",
+            NetworkKind::Infiniband => "InfiniBand",
+            NetworkKind::Roce => "RDMA over ethernet (RoCE)",
+            NetworkKind::Efa => "EFA",
+            NetworkKind::Virtual => "virtual",
+        }
+    }
+
+    /// Whether it moves data by RDMA, which registers (locks) memory.
+    pub(crate) fn is_rdma(self) -> bool {
+        matches!(self, NetworkKind::Infiniband | NetworkKind::Roce | NetworkKind::Efa)
+    }
+}
+
+/// A network interface, or the RDMA device of a network card.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct NetworkInterface {
+    pub(crate) name: String,
+    pub(crate) kind: NetworkKind,
+    /// `up`, `down` or what else the kernel says.
+    pub(crate) state: String,
+    /// In 10^9 bits a second, where the driver tells.
+    pub(crate) gbits_per_sec: Option<f64>,
+    pub(crate) driver: Option<String>,
+    /// The PCI function that it belongs to.
+    pub(crate) pci_address: Option<String>,
+    pub(crate) numa_node: Option<u64>,
+}
+
+/// The interfaces below `root` but for the loopback, RDMA devices last.
+pub(crate) fn read(root: &Path) -> Vec<NetworkInterface> {
+    let (net, rdma) = (root.join("sys/class/net"), root.join("sys/class/infiniband"));
+    let interfaces = sysfs::names(&net).into_iter().filter_map(|name| interface(&net, name));
+    let devices = sysfs::names(&rdma).into_iter().map(|name| rdma_device(&rdma, name));
+    interfaces.chain(devices).collect()
+}
+
+/// ARPHRD_INFINIBAND and ARPHRD_LOOPBACK of `linux/if_arp.h`.
+const ARP_INFINIBAND: u64 = 32;
+const ARP_LOOPBACK: u64 = 772;
+
+fn interface(folder: &Path, name: String) -> Option<NetworkInterface> {
+    let place = folder.join(&name);
+    let hardware = sysfs::number(&place.join("type"));
+    // A file that stands among the interfaces, as bonding's.
+    if hardware == Some(ARP_LOOPBACK) || !place.is_dir() {
+        return None;
+    }
+    let kind = if !place.join("device").exists() {
+        NetworkKind::Virtual
+    } else if hardware == Some(ARP_INFINIBAND) {
+        NetworkKind::Infiniband
+    } else if place.join("wireless").exists() || place.join("phy80211").exists() {
+        NetworkKind::Wireless
+    } else {
+        NetworkKind::Ethernet
+    };
+    let megabits =
+        sysfs::number(&place.join("speed")).filter(|speed| *speed > 0 && *speed < u64::from(u32::MAX));
+    Some(NetworkInterface {
+        kind,
+        state: sysfs::text(&place.join("operstate")).unwrap_or_else(|| "state unknown".to_owned()),
+        gbits_per_sec: megabits.map(|megabits| megabits as f64 / 1e3),
+        driver: sysfs::link_name(&place.join("device/driver")),
+        pci_address: pci_address(&place),
+        numa_node: sysfs::number(&place.join("device/numa_node")),
+        name,
+    })
+}
+
+/// A device of `/sys/class/infiniband`, by its first port.
+fn rdma_device(folder: &Path, name: String) -> NetworkInterface {
+    let place = folder.join(&name);
+    let driver = sysfs::link_name(&place.join("device/driver"));
+    let port = sysfs::names(&place.join("ports")).into_iter().next().unwrap_or_default();
+    let port = place.join("ports").join(port);
+    let link_layer = sysfs::text(&port.join("link_layer"));
+    let kind = match (driver.as_deref(), link_layer.as_deref()) {
+        (Some("efa"), _) => NetworkKind::Efa,
+        (_, Some("Ethernet")) => NetworkKind::Roce,
+        _ => NetworkKind::Infiniband,
+    };
+    NetworkInterface {
+        kind,
+        state: sysfs::text(&port.join("state"))
+            .map_or_else(|| "state unknown".to_owned(), |text| port_state(&text)),
+        gbits_per_sec: sysfs::text(&port.join("rate")).and_then(|rate| rate.split(' ').next()?.parse().ok()),
+        driver,
+        pci_address: pci_address(&place),
+        numa_node: sysfs::number(&place.join("device/numa_node")),
+        name,
+    }
+}
+
+/// `4: ACTIVE` is up, for people who do not know InfiniBand's words.
+fn port_state(text: &str) -> String {
+    let word = text.split_once(": ").map_or(text, |(_, word)| word).to_lowercase();
+    if word == "active" { "up".to_owned() } else { word }
+}
+
+/// The PCI function that the device of an interface lies under.
+fn pci_address(place: &Path) -> Option<String> {
+    sysfs::way(&place.join("device")).into_iter().rev().find(|name| sysfs::is_pci_address(name))
+}
+
+impl NetworkInterface {
+    /// Whether data can go over it now.
+    pub(crate) fn is_up(&self) -> bool {
+        self.state == "up"
+    }
+
+    /// What people read of it.
+    fn line(&self) -> FactLine {
+        let speed = match self.gbits_per_sec {
+            Some(speed) => format!("{speed} Gb/s"),
+            None => "speed unknown".to_owned(),
+        };
+        let mut facts = vec![self.kind.name().to_owned(), self.state.clone(), speed];
+        facts.extend(self.driver.iter().map(|driver| format!("driver {driver}")));
+        facts.extend(self.pci_address.iter().map(|address| format!("PCI {address}")));
+        facts.extend(self.numa_node.iter().map(|node| format!("NUMA node {node}")));
+        line(format!("network {}", self.name), facts.join(", "))
+    }
+}
+
+/// What people read of all interfaces; those without a device, of which containers make dozens, share a line.
+pub(crate) fn lines(interfaces: &[NetworkInterface]) -> Vec<FactLine> {
+    let (without_device, devices): (Vec<_>, Vec<_>) =
+        interfaces.iter().partition(|interface| interface.kind == NetworkKind::Virtual);
+    let mut lines: Vec<FactLine> = devices.into_iter().map(NetworkInterface::line).collect();
+    if !without_device.is_empty() {
+        let names: Vec<&str> = without_device.iter().map(|interface| interface.name.as_str()).collect();
+        lines.push(line("network, no device", names.join(", ")));
+    }
+    if lines.is_empty() {
+        lines.push(line("network", "no interface but the loopback can be seen"));
+    }
+    lines
+}

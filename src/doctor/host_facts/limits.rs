@@ -1,0 +1,230 @@
+//! Limits that the system sets for this process, each with a judgement: what is enough, and how to raise it.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::sysfs;
+use crate::doctor::fact_lines::{FactLine, line};
+use crate::units;
+
+/// A limit and what to think of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct LimitFact {
+    name: &'static str,
+    /// As the system sets it now; none: unlimited.
+    value: Option<u64>,
+    /// Up to where this process may raise it; none: without limit, or there is no such thing.
+    hard: Option<u64>,
+    enough: bool,
+    /// What is enough, for what.
+    needed: String,
+    /// How to raise it, where it is not enough.
+    raise: Option<String>,
+    #[serde(skip)]
+    is_bytes: bool,
+}
+
+/// Files and sockets: shards of weights and data are open beside several sockets for each rank that one talks to.
+const OPEN_FILES: u64 = 8192;
+
+/// What NVIDIA advises containers to have for NCCL (`docker run --shm-size=1g`).
+const SHARED_MEMORY: u64 = 1 << 30;
+
+/// What else bears on the judgement.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct LimitNeeds {
+    /// There is a network card that moves data by RDMA.
+    pub(crate) has_rdma: bool,
+    /// Size of /dev/shm in bytes, where it is known.
+    pub(crate) shared_memory: Option<u64>,
+    /// Processors that this process may use.
+    pub(crate) cores: Option<u64>,
+    /// Processors of the machine.
+    pub(crate) cores_online: Option<u64>,
+    /// The memory that this process may hold, and that of the machine, in bytes.
+    pub(crate) memory: Option<(u64, u64)>,
+}
+
+/// The limits of this process as `root`'s proc(5) tells them, where it does.
+pub(crate) fn read(root: &Path, needs: &LimitNeeds) -> Vec<LimitFact> {
+    let said = sysfs::text(&root.join("proc/self/limits")).unwrap_or_default();
+    let locked = process_limit(&said, "Max locked memory").map(|limit| locked_memory(limit, needs.has_rdma));
+    let files = process_limit(&said, "Max open files").map(open_files);
+    let shared = needs.shared_memory.map(shared_memory);
+    let cores = needs.cores.zip(needs.cores_online).and_then(|(here, all)| cores(here, all));
+    let memory = needs.memory.and_then(|(here, all)| memory(here, all));
+    [locked, files, shared, cores, memory].into_iter().flatten().collect()
+}
+
+/// Soft and hard limit; none: unlimited.
+type SoftHard = (Option<u64>, Option<u64>);
+
+/// The line `Max open files   1024   524288   files`.
+fn process_limit(said: &str, name: &str) -> Option<SoftHard> {
+    let rest = said.lines().find_map(|line| line.strip_prefix(name))?;
+    let mut words = rest.split_whitespace();
+    let mut limit = || match words.next()? {
+        "unlimited" => Some(None),
+        number => number.parse().ok().map(Some),
+    };
+    Some((limit()?, limit()?))
+}
+
+fn locked_memory((value, hard): SoftHard, has_rdma: bool) -> LimitFact {
+    let enough = value.is_none() || !has_rdma;
+    let needed = if has_rdma {
+        "unlimited: RDMA locks every buffer that it sends from".to_owned()
+    } else {
+        "any, for there is no InfiniBand, RoCE or EFA device; unlimited with one".to_owned()
+    };
+    let raise = "`ulimit -l unlimited` after `* - memlock unlimited` in /etc/security/limits.conf; \
+                 `docker run --ulimit memlock=-1`; LimitMEMLOCK=infinity in a service";
+    LimitFact {
+        name: "locked memory",
+        value,
+        hard,
+        enough,
+        needed,
+        raise: said_unless(enough, raise),
+        is_bytes: true,
+    }
+}
+
+fn open_files((value, hard): SoftHard) -> LimitFact {
+    let enough = value.is_none_or(|files| files >= OPEN_FILES);
+    let raise = if hard.is_none_or(|hard| hard >= OPEN_FILES) {
+        "`ulimit -n 65536`, or up to the hard limit, in the shell or job that starts the ranks"
+    } else {
+        "`* - nofile 65536` in /etc/security/limits.conf; `docker run --ulimit nofile=65536`"
+    };
+    let needed = format!("{OPEN_FILES}: each rank that is talked to takes several sockets");
+    LimitFact {
+        name: "open files",
+        value,
+        hard,
+        enough,
+        needed,
+        raise: said_unless(enough, raise),
+        is_bytes: false,
+    }
+}
+
+fn shared_memory(bytes: u64) -> LimitFact {
+    let enough = bytes >= SHARED_MEMORY;
+    let raise = "`docker run --shm-size=1g` or more; in Kubernetes an emptyDir of `medium: Memory` at /dev/shm; \
+                 `mount -o remount,size=8G /dev/shm`";
+    LimitFact {
+        name: "/dev/shm",
+        value: Some(bytes),
+        hard: None,
+        enough,
+        needed: format!(
+            "{}: NCCL and MPI pass data between ranks of one host through it",
+            units::bytes(SHARED_MEMORY)
+        ),
+        raise: said_unless(enough, raise),
+        is_bytes: true,
+    }
+}
+
+/// None where this process may use all that there are.
+fn cores(here: u64, all: u64) -> Option<LimitFact> {
+    (here < all).then(|| LimitFact {
+        name: "cores",
+        value: Some(here),
+        hard: None,
+        enough: true,
+        needed: format!(
+            "the {all} of this machine at most: affinity (taskset, Slurm) or a control group's cpu.max \
+             (`docker run --cpus`) leaves fewer"
+        ),
+        raise: None,
+        is_bytes: false,
+    })
+}
+
+/// None where no control group sets a limit under the memory of the machine.
+fn memory(here: u64, all: u64) -> Option<LimitFact> {
+    (here < all).then(|| LimitFact {
+        name: "memory of the control group",
+        value: Some(here),
+        hard: None,
+        enough: true,
+        needed: format!(
+            "what `finetune --dry-run` plans; the machine has {} (`docker run --memory`, memory.max)",
+            units::bytes(all)
+        ),
+        raise: None,
+        is_bytes: true,
+    })
+}
+
+fn said_unless(enough: bool, raise: &str) -> Option<String> {
+    (!enough).then(|| raise.to_owned())
+}
+
+impl LimitFact {
+    /// What people read of it.
+    pub(crate) fn line(&self) -> FactLine {
+        let value = match self.value {
+            None => "unlimited".to_owned(),
+            Some(bytes) if self.is_bytes => units::bytes(bytes),
+            Some(number) => number.to_string(),
+        };
+        let judgement = match (&self.raise, self.value) {
+            (Some(raise), _) => format!(": TOO LOW; enough: {}; raise it: {raise}", self.needed),
+            (None, None) => " (enough)".to_owned(),
+            (None, Some(_)) => format!(" (enough: {})", self.needed),
+        };
+        line(format!("limit {}", self.name), value + &judgement)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn the_kernels_lines() {
+        let said = "Limit                     Soft Limit           Hard Limit           Units     \n\
+                    Max open files            1024                 524288               files     \n\
+                    Max locked memory         unlimited            unlimited            bytes     \n\
+                    Max nice priority         0                    x                             \n";
+        assert_eq!(process_limit(said, "Max open files"), Some((Some(1024), Some(524_288))));
+        assert_eq!(process_limit(said, "Max locked memory"), Some((None, None)));
+        assert_eq!(process_limit(said, "Max nice priority"), None);
+        assert_eq!(process_limit(said, "Max processes"), None);
+    }
+
+    #[test]
+    fn locked_memory_matters_to_rdma_alone() {
+        let limit = (Some(8 << 20), Some(8 << 20));
+        assert!(locked_memory(limit, false).enough && locked_memory((None, None), true).enough);
+        let low = locked_memory(limit, true);
+        assert!(!low.enough);
+        let (_, text) = low.line();
+        assert!(text.starts_with("8.00 MiB: TOO LOW; enough: unlimited"), "{text}");
+        assert!(text.contains("memlock=-1"), "{text}");
+    }
+
+    #[test]
+    fn how_to_raise_the_number_of_files() {
+        assert!(open_files((Some(OPEN_FILES), None)).enough);
+        let soft = open_files((Some(1024), Some(524_288)));
+        assert!(soft.raise.is_some_and(|raise| raise.starts_with("`ulimit -n")));
+        let hard = open_files((Some(1024), Some(4096)));
+        assert!(hard.raise.is_some_and(|raise| raise.contains("limits.conf")));
+    }
+
+    #[test]
+    fn what_containers_leave() {
+        assert!(!shared_memory(64 << 20).enough && shared_memory(GIB).enough);
+        assert!(cores(4, 4).is_none() && memory(8 * GIB, 8 * GIB).is_none());
+        assert_eq!(cores(4, 64).map(|fact| fact.value), Some(Some(4)));
+        let (_, text) = memory(8 * GIB, 64 * GIB).map(|fact| fact.line()).unwrap();
+        assert!(text.starts_with("8.00 GiB (enough: what") && text.contains("64.0 GiB"), "{text}");
+    }
+}

@@ -1,0 +1,52 @@
+//! NUMA nodes: processors and the memory that is near them.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::sysfs;
+use crate::doctor::fact_lines::{FactLine, line};
+use crate::units;
+
+/// A NUMA node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct NumaNode {
+    pub(crate) number: u32,
+    /// Its processors, as the kernel lists them: `0-31,64-95`.
+    pub(crate) cpus: String,
+    /// Its memory in bytes, where the kernel tells.
+    pub(crate) memory_bytes: Option<u64>,
+}
+
+/// The nodes below `root`, in order of their numbers; none where the kernel tells of none.
+pub(crate) fn read(root: &Path) -> Vec<NumaNode> {
+    let folder = root.join("sys/devices/system/node");
+    let node = |name: String| {
+        let number = name.strip_prefix("node")?.parse().ok()?;
+        let place = folder.join(&name);
+        Some(NumaNode {
+            number,
+            cpus: sysfs::text(&place.join("cpulist"))?,
+            memory_bytes: sysfs::text(&place.join("meminfo")).and_then(|text| total(&text)),
+        })
+    };
+    let mut nodes: Vec<NumaNode> = sysfs::names(&folder).into_iter().filter_map(node).collect();
+    nodes.sort_by_key(|node| node.number);
+    nodes
+}
+
+/// The line `Node 0 MemTotal:  11626700 kB`, in bytes.
+fn total(meminfo: &str) -> Option<u64> {
+    meminfo
+        .lines()
+        .find_map(|line| units::field_bytes(line.split_once("MemTotal").map(|(_, rest)| rest)?, ":"))
+}
+
+impl NumaNode {
+    /// What people read of it.
+    pub(crate) fn line(&self) -> FactLine {
+        let cpus = if self.cpus.is_empty() { "no CPUs".to_owned() } else { format!("CPUs {}", self.cpus) };
+        let memory = self.memory_bytes.map_or_else(|| "memory unknown".to_owned(), units::bytes);
+        line(format!("NUMA node {}", self.number), format!("{cpus}, {memory}"))
+    }
+}

@@ -1,0 +1,8 @@
+//! The ranks of this process and how they start, signals, and restarts after a crash.
+
+pub(crate) mod child;
+mod elastic;
+pub(crate) mod interrupt;
+pub(crate) mod ranks;
+pub(crate) mod restarts;
+pub(crate) mod signals;

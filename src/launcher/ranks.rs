@@ -1,0 +1,536 @@
+//! The ranks of this process: threads, one for each of its GPUs or shares of its cores; where a launcher started several
+//! processes, those of all of them together.
+//!
+//! Ranks on GPUs talk over NCCL, in one process or many; ranks on CPUs through memory inside one process, over MPI where
+//! there are several.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use candle_core::Device;
+
+use crate::cli::{Gpus, ProcessArgs, TrainArgs};
+use crate::collective;
+use crate::collective::in_process::InjectedFault;
+use crate::collective::launch::{Flags, Launch};
+use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary, UniqueId};
+use crate::collective::{
+    Collective, FaultInjector, FaultNotice, HangLimits, HangWatch, ProgressBoard, RankFailure,
+    TimedCollective, in_process,
+};
+use crate::error::{Error, ErrorContext as _, Result};
+use crate::planning::Plan;
+use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
+use crate::report::alerts::raise_hang;
+use crate::report::ui::restore_screen;
+use crate::report::{Terminal, Verbosity};
+use crate::runtime::clock;
+use crate::runtime::device;
+use crate::runtime::device::DeviceChoice;
+use crate::runtime::thread_pool;
+use crate::threads;
+
+/// The environment variable that plants a fault in a rank, as `1:backward:panic`, for tests of how runs end. Only builds
+/// with debug assertions, which tests run, read it.
+const FAULT: &str = "FINETUNE_FAULT";
+
+/// The environment variable that tests plant the clock with: `planted`.
+const CLOCK: &str = "FINETUNE_CLOCK";
+
+/// How long a process that noticed the loss of a peer waits to hear from the rendezvous which rank failed and why.
+const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Which ranks a command asks for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RankRequest<'a> {
+    /// A rank on each of these.
+    pub(crate) gpus: Option<&'a Gpus>,
+    /// So many on the CPU.
+    pub(crate) ranks: Option<u16>,
+    pub(crate) processes: &'a ProcessArgs,
+    /// What they are for, as a verb: "train".
+    pub(crate) purpose: &'static str,
+}
+
+impl<'a> From<&'a TrainArgs> for RankRequest<'a> {
+    fn from(args: &'a TrainArgs) -> Self {
+        let (gpus, ranks) = (args.gpus.as_ref(), args.ranks);
+        RankRequest { gpus, ranks, processes: &args.processes, purpose: "train" }
+    }
+}
+
+/// What the processes of a run must have alike, by names for people, and how long a rank may be silent where that is not
+/// learned.
+struct RunTerms<'a> {
+    alike: &'a (dyn Fn() -> Result<BTreeMap<String, String>> + Sync),
+    timeout: Option<Duration>,
+}
+
+/// Who the ranks are, by flags and environment.
+///
+/// # Errors
+/// They contradict each other; several processes are there that this binary has no way to connect.
+pub(crate) fn launch<'a>(request: impl Into<RankRequest<'a>>) -> Result<Launch> {
+    let RankRequest { gpus, ranks, processes, purpose } = request.into();
+    let flags = Flags {
+        ranks_here: ranks.map(usize::from).or(gpus.map(|gpus| gpus.0.len())),
+        world_size: processes.world_size,
+        rank: processes.rank,
+        master_addr: processes.master_addr.clone(),
+        master_port: processes.master_port,
+    };
+    let launch = Launch::detect(&flags, &|name| std::env::var_os(name))?;
+    if launch.master.is_none() || on_gpus(RankRequest { gpus, ranks, processes, purpose })? {
+        return Ok(launch);
+    }
+    if collective::CONNECTS_PROCESSES {
+        return Ok(launch);
+    }
+    let (all, source) = (launch.world_size, launch.source.name());
+    Err(Error::user(format!("cannot {purpose} over several processes"))
+        .because(format!("there are {all} ranks, by {source}"))
+        .because("this binary was built without MPI, which carries what ranks say between processes on CPUs")
+        .hint(
+            "on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build \
+             --release --features mpi`) under `mpirun`, which torchrun does not replace",
+        ))
+}
+
+/// Whether the ranks are on GPUs: those that are named, else whatever this build and machine have unless `--ranks` asks
+/// for the CPU.
+pub(crate) fn on_gpus<'a>(request: impl Into<RankRequest<'a>>) -> Result<bool> {
+    let RankRequest { gpus, ranks, .. } = request.into();
+    Ok(match (gpus, ranks) {
+        (Some(_), _) => true,
+        (None, Some(_)) => false,
+        (None, None) => device::preferred()? != DeviceChoice::Cpu,
+    })
+}
+
+/// The ranks of this process with what they compute on.
+pub(crate) struct RankSetup {
+    /// Who they are.
+    pub(crate) launch: Launch,
+    /// A GPU for each of them, or the CPU for all.
+    devices: Vec<Device>,
+    /// What connects GPUs; none where there is nothing to connect, or CPUs.
+    nccl: Option<Arc<NcclLibrary>>,
+}
+
+impl RankSetup {
+    /// Opens the devices, and NCCL where several GPUs need it.
+    ///
+    /// # Errors
+    /// A GPU that is named is not there or cannot be opened; NCCL is missing or too old.
+    pub(crate) fn open<'a>(launch: Launch, request: impl Into<RankRequest<'a>>) -> Result<Self> {
+        let request = request.into();
+        if !on_gpus(request)? {
+            return Ok(RankSetup { launch, devices: vec![Device::Cpu], nccl: None });
+        }
+        let devices = match request.gpus {
+            Some(gpus) => device::open_gpus(&gpus.0)?,
+            // One process for each GPU: its own is the one with its number on the host. Where the launcher shows each
+            // process its GPU alone, that is number 0; two on one GPU are refused by NCCL.
+            None => device::open_gpus(&[launch.local_rank % device::gpus()?.len().max(1)])?,
+        };
+        let nccl = (launch.world_size > 1).then(NcclLibrary::open).transpose()?;
+        Ok(RankSetup { launch, devices, nccl })
+    }
+
+    /// What to plan for.
+    pub(crate) fn device(&self) -> Device {
+        device::tightest(&self.devices)
+    }
+
+    /// Whether other processes train along.
+    pub(crate) fn among_others(&self) -> bool {
+        self.launch.master.is_some()
+    }
+
+    /// Gives what `make` makes in the process of rank 0 to all processes, before they have a plan to compare.
+    ///
+    /// # Errors
+    /// What `make` returns; the processes do not meet.
+    pub(crate) fn agree(&self, what: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+        if !self.among_others() {
+            return make();
+        }
+        agree(&self.launch, &rendezvous_options(&self.launch)?, what, make)
+    }
+
+    /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
+    /// `begin` runs before them, once all processes have met and are about to run the same. A rank that hangs ends the
+    /// run: where its thread does not come back, the process ends here.
+    ///
+    /// # Errors
+    /// What `begin` or a rank returns; the processes do not meet; another process has failed; a rank hangs.
+    pub(crate) fn run(
+        &self,
+        plan: &Plan,
+        begin: impl FnOnce() -> Result<()>,
+        rank: impl Fn(TimedCollective, &Device) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let timeout = plan.recipe.parallel.timeout_secs.map(Duration::from_secs);
+        self.run_on(&RunTerms { alike: &|| plan_digests(plan), timeout }, begin, rank)
+    }
+
+    /// Runs `rank` as [`RankSetup::run`] does, for what needs no plan: all processes must be about to do `what`. Returns
+    /// what rank 0 returns, in the process that holds it.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn measure<T: Send>(
+        &self,
+        what: &str,
+        rank: impl Fn(&TimedCollective, &Device) -> Result<T> + Sync,
+    ) -> Result<Option<T>> {
+        let result = Mutex::new(None);
+        let alike = || Ok(BTreeMap::from([("measurement".to_owned(), hash(what))]));
+        let terms = RunTerms { alike: &alike, timeout: None };
+        self.run_on(
+            &terms,
+            || Ok(()),
+            |world, device| {
+                let measured = rank(&world, device)?;
+                if world.rank() == 0 {
+                    *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(measured);
+                }
+                Ok(())
+            },
+        )?;
+        Ok(result.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn run_on(
+        &self,
+        terms: &RunTerms<'_>,
+        begin: impl FnOnce() -> Result<()>,
+        rank: impl Fn(TimedCollective, &Device) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let fault = planted_fault()?;
+        let board = Arc::new(ProgressBoard::default());
+        let rank = |place: usize, world: Arc<dyn Collective>| {
+            let device = self.devices.get(place).unwrap_or(&Device::Cpu);
+            let world = TimedCollective::watched(with_fault(world, fault), &board);
+            let _works = world.work_guard();
+            rank(world, device)
+        };
+        let limits = HangLimits {
+            floor: HangLimits::FLOOR,
+            timeout: terms.timeout,
+            on_host: self.devices.iter().all(Device::is_cpu),
+            holds_all: !self.among_others(),
+        };
+        let watch = HangWatch::start(&board, limits, end_process)?;
+        let done = match (&self.launch.master, &self.nccl) {
+            (None, None) => begin().and_then(|()| {
+                let ranks = self.launch.world_size;
+                let each = (thread_pool::num_threads() / ranks).max(1);
+                // The watch knows better than any fixed time whether a rank that is waited for still comes.
+                let world = in_process::InProcessWorld::new(ranks).with_timeout(Duration::MAX);
+                run_threads(world, each, |world| rank(0, world)).map(drop)
+            }),
+            (None, Some(library)) => begin().and_then(|()| {
+                let id = library.unique_id()?;
+                self.on_gpus(library, id, &AbortFlag::new(), &rank).map_err(|failed| failed.error)
+            }),
+            (Some(_), library) => {
+                let place = Watched { watch: &watch, board: &board, terms };
+                self.among_processes(library.as_ref(), &place, begin, &rank)
+            }
+        };
+        match watch.stop() {
+            Some(hang) => Err(hang.error),
+            None => done,
+        }
+    }
+
+    fn on_gpus(
+        &self,
+        library: &Arc<NcclLibrary>,
+        id: UniqueId,
+        abort_flag: &Arc<AbortFlag>,
+        rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
+    ) -> Result<(), RankFailure> {
+        let Launch { rank: first, world_size: size, .. } = self.launch;
+        let group_info = GroupInfo { id, first, size, deadline: nccl::DEADLINE };
+        let each = (thread_pool::num_threads() / self.devices.len()).max(1);
+        run_on_gpus(library, &group_info, &self.devices, abort_flag, each, rank).map(drop)
+    }
+
+    /// Joins the other processes, which must be about to run the same, then trains among them.
+    fn among_processes(
+        &self,
+        library: Option<&Arc<NcclLibrary>>,
+        watched: &Watched<'_>,
+        begin: impl FnOnce() -> Result<()>,
+        rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
+    ) -> Result<()> {
+        let request = join_request(&self.launch, digests((watched.terms.alike)()?, library)?);
+        let mut options = rendezvous_options(&self.launch)?;
+        options.silence_limit = watched.terms.timeout.unwrap_or(options.silence_limit);
+        let session = Session::join(request, &options)?;
+        watched.connect(&session);
+        begin().inspect_err(|error| session.fail(self.launch.rank, error.what()))?;
+        let done = match library {
+            Some(library) => {
+                let id = session.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
+                let id = <[u8; 128]>::try_from(id.as_slice())
+                    .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
+                let abort_flag = AbortFlag::new();
+                let stop = Arc::clone(&abort_flag);
+                session.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
+                self.on_gpus(library, UniqueId(id), &abort_flag, rank)
+            }
+            None => {
+                let armed = |stop: Box<dyn Fn(Error) + Send>| {
+                    session.on_failure(move |failure| stop(failure.clone().into()));
+                };
+                let each = (thread_pool::num_threads() / self.launch.ranks_here).max(1);
+                collective::run_among_processes(&self.launch, armed, |place, world| {
+                    thread_pool::in_own_pool(each, || rank(place, world))
+                })
+            }
+        };
+        match done {
+            Ok(()) => session.leave(),
+            Err(failed) => {
+                let here = if failed.own.is_some() { Vec::new() } else { watched.board.lines() };
+                Err(here.into_iter().fold(self.ended(&session, failed), Error::because))
+            }
+        }
+    }
+
+    /// Tells the other processes of a failure of this one's, or hears from them what it was.
+    fn ended(&self, session: &Session, failed: RankFailure) -> Error {
+        if let Some((rank, why)) = &failed.own {
+            session.fail(*rank, why);
+            return failed.error;
+        }
+        let begin = Instant::now();
+        while begin.elapsed() < PEER_FAILURE_TIMEOUT {
+            if let Some(failure) = session.failure() {
+                return failure.into();
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        session.fail(self.launch.rank, failed.error.what());
+        failed.error
+    }
+}
+
+/// What watches over the ranks of this process.
+struct Watched<'a> {
+    watch: &'a HangWatch,
+    board: &'a Arc<ProgressBoard>,
+    terms: &'a RunTerms<'a>,
+}
+
+impl Watched<'_> {
+    /// Lets the other processes know where the ranks of this one are, and when one of them hangs.
+    fn connect(&self, session: &Session) {
+        let board = Arc::clone(self.board);
+        session.report_status(move || board.lines().join("; "));
+        let messenger = session.messenger();
+        self.watch.on_hang(move |hang| messenger.fail(hang.rank, &hang.why));
+    }
+}
+
+/// How long the last words may take.
+const LAST_WORDS: Duration = Duration::from_secs(3);
+
+/// Ends the process for ranks that do not end by themselves: one that hangs cannot be waited for, and what the system has
+/// registered to be done at the end may wait for it too.
+fn end_process(error: &Error) {
+    restore_screen();
+    // The rank may hang in a write to this very stderr, whose lock it holds then.
+    let (said, last) = std::sync::mpsc::channel::<()>();
+    let words = error.clone();
+    let say = move || {
+        Terminal::stderr(Verbosity::Normal).last_words(&words);
+        raise_hang(&words);
+        // The channel closes with this.
+        let _said = said;
+    };
+    if threads::start("last words", say).is_ok() {
+        let _said = last.recv_timeout(LAST_WORDS);
+    }
+    // SAFETY: ends the process at once; what it has saved is on the disk under its name or under none.
+    unsafe { libc::_exit(i32::from(error.kind().exit_code())) }
+}
+
+/// The fault that [`FAULT`] asks for; none in a build for users. [`CLOCK`] plants the clock for it, or has it count the
+/// time of processors.
+fn planted_fault() -> Result<Option<InjectedFault>> {
+    if cfg!(debug_assertions) {
+        match std::env::var(CLOCK).as_deref() {
+            Ok("planted") => clock::plant(),
+            Ok("processor") => clock::count_processor_time(),
+            _ => {}
+        }
+    }
+    match std::env::var(FAULT) {
+        Ok(text) if cfg!(debug_assertions) => text.parse().map(Some).during(|| format!("cannot use {FAULT}")),
+        _ => Ok(None),
+    }
+}
+
+/// How the processes of `launch` find each other, by the environment.
+pub(crate) fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
+    let lookup = |name: &str| std::env::var_os(name);
+    let mut options = RendezvousOptions::from_environment(launch.master.clone(), &lookup)?;
+    options.run.clone_from(&launch.run);
+    options.has_several_hosts = launch.host.is_some_and(|host| host.count > 1);
+    options.log = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
+    Ok(options)
+}
+
+/// What this process says of itself when it joins the others.
+pub(crate) fn join_request(launch: &Launch, digests: BTreeMap<String, String>) -> JoinRequest {
+    let peer = Peer { rank: launch.rank, ranks_here: launch.ranks_here, host: rendezvous::host_name() };
+    JoinRequest { peer, world_size: launch.world_size, digests }
+}
+
+/// A rendezvous of its own, which ends when all processes have what rank 0's made.
+fn agree(
+    launch: &Launch,
+    options: &RendezvousOptions,
+    what: &str,
+    make: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<Vec<u8>> {
+    let session = Session::join(join_request(launch, BTreeMap::new()), options)?;
+    let made = session.broadcast(what, make)?;
+    session.leave()?;
+    Ok(made)
+}
+
+/// `world` as it is, or with the fault that was planted.
+fn with_fault(world: Arc<dyn Collective>, fault: Option<InjectedFault>) -> Arc<dyn Collective> {
+    let Some(fault) = fault else { return world };
+    let notice: FaultNotice =
+        Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(format!("{text} strikes")));
+    Arc::new(FaultInjector::new(world, fault, &notice))
+}
+
+/// Runs `rank` as threads of this process on the CPU, each in a pool of `threads` threads, and returns what they return in
+/// order of ranks.
+///
+/// # Errors
+/// The failure that came first.
+pub(crate) fn run_on_cpu<T: Send>(
+    ranks: usize,
+    threads: usize,
+    rank: impl Fn(Arc<dyn Collective>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    run_threads(in_process::InProcessWorld::new(ranks), threads, rank)
+}
+
+fn run_threads<T: Send>(
+    world: in_process::InProcessWorld,
+    threads: usize,
+    rank: impl Fn(Arc<dyn Collective>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    in_process::run_ranks(world.communicators(), |end| {
+        thread_pool::in_own_pool(threads, || rank(Arc::new(end)))
+    })
+}
+
+/// Runs `rank` on each of `devices`, as threads of this process that NCCL connects, each in a pool of `threads` threads.
+///
+/// # Errors
+/// The failure that came first.
+pub(crate) fn run_on_gpus<T: Send>(
+    library: &Arc<NcclLibrary>,
+    group_info: &GroupInfo,
+    devices: &[Device],
+    abort_flag: &Arc<AbortFlag>,
+    threads: usize,
+    rank: impl Fn(usize, Arc<dyn Collective>) -> Result<T> + Sync,
+) -> Result<Vec<T>, RankFailure> {
+    let work = |place, world| thread_pool::in_own_pool(threads, || rank(place, world));
+    nccl::run_on_gpus(library, group_info, devices, abort_flag, work)
+}
+
+/// What all processes that train by `plan` must have alike.
+fn plan_digests(plan: &Plan) -> Result<BTreeMap<String, String>> {
+    let mut digests = BTreeMap::from([
+        ("plan".to_owned(), hash(&plan.run_text())),
+        ("data".to_owned(), plan.train.0.digest().to_hex().to_string()),
+    ]);
+    // Of a resumed full run these are the weights of the checkpoint.
+    if let Some(digest) = plan.base.identity(plan.recipe.train.seed)?.digest() {
+        digests.insert("model".to_owned(), digest.to_owned());
+    }
+    Ok(digests)
+}
+
+/// What all processes must have alike, beside `alike`: the program and its libraries.
+fn digests(
+    mut alike: BTreeMap<String, String>,
+    library: Option<&Arc<NcclLibrary>>,
+) -> Result<BTreeMap<String, String>> {
+    let binary = std::env::current_exe()
+        .map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))?;
+    let mut hasher = blake3::Hasher::new();
+    let mut file = std::fs::File::open(&binary).map_err(|e| Error::io("read", &binary, &e))?;
+    std::io::copy(&mut file, &mut hasher).map_err(|e| Error::io("read", &binary, &e))?;
+    alike.insert("binary".to_owned(), hasher.finalize().to_hex().to_string());
+    if let Some(library) = library {
+        alike.insert("NCCL".to_owned(), hash(&library.version().to_string()));
+    }
+    Ok(alike)
+}
+
+fn hash(text: &str) -> String {
+    blake3::hash(text.as_bytes()).to_hex().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::launch::LaunchSource;
+    use crate::rendezvous::{Master, Secret};
+
+    /// Processes that each looked at their clock go on with what rank 0 saw, and can meet again at the same place.
+    #[test]
+    fn processes_agree_before_they_have_a_plan() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = listener.local_addr().expect("an address").port();
+        drop(listener);
+        let process = |rank: usize| {
+            let address = "127.0.0.1".to_owned();
+            let launch = Launch {
+                source: LaunchSource::Flags,
+                rank,
+                ranks_here: 1,
+                local_rank: rank,
+                local_world_size: None,
+                world_size: 3,
+                host: None,
+                master: Some(Master { address, port, ports: 1 }),
+                run: "test run".to_owned(),
+            };
+            let secret = Secret::shared(b"canary-secret-0123456789").expect("a secret");
+            let patience = Duration::from_secs(60);
+            let options = RendezvousOptions {
+                run: launch.run.clone(),
+                join_timeout: patience,
+                rejection_timeout: patience,
+                call_timeout: patience,
+                ..RendezvousOptions::new(launch.master.clone(), secret)
+            };
+            ["first", "second"].map(|time| {
+                agree(&launch, &options, "the date", || Ok(format!("{time} of {rank}").into_bytes()))
+                    .expect("agreed")
+            })
+        };
+        std::thread::scope(|scope| {
+            let processes: Vec<_> = (0..3).map(|rank| scope.spawn(move || process(rank))).collect();
+            for process in processes {
+                let agreed = process.join().expect("no panic");
+                assert_eq!(agreed, [b"first of 0".to_vec(), b"second of 0".to_vec()]);
+            }
+        });
+    }
+}

@@ -1,0 +1,118 @@
+//! Signals that ask a run to save and stop.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use libc::c_int;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGXCPU};
+use signal_hook::{SigId, flag, low_level};
+
+use crate::error::{Error, ErrorCategory, Result};
+use crate::report::ui::restore_screen;
+
+/// Sent by a person or by whoever ends the process for good: the second of these does not wait for a save.
+const ENDING: [c_int; 2] = [SIGINT, SIGTERM];
+
+/// Sent ahead of the end by batch systems (Slurm's `--signal`, SGE's notifications, a limit on CPU time, which signals
+/// once a second) and closing terminals: however often, they ask for a save.
+const WARNING: [c_int; 4] = [SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU];
+
+/// Milliseconds after a first ending signal in which a second one is the same: whoever ends a job may signal the process
+/// and its group, or a launcher pass the signal on beside the system.
+const ONE_REQUEST_MS: u64 = 500;
+
+/// A flag that is set by the first signal which asks for a save. A later SIGINT or SIGTERM ends the program at once, unless
+/// it comes so soon that it is the first one again.
+///
+/// # Errors
+/// The system refuses a handler.
+pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
+    let first = FirstSignal::none_yet();
+    for signal in ENDING {
+        stop_or_end(signal, &stop, &first).map_err(failed)?;
+    }
+    for signal in WARNING {
+        // As under `nohup`: whoever started the process wants it to go on.
+        if !is_ignored(signal) {
+            flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
+        }
+    }
+    Ok(stop)
+}
+
+/// When the first of some ending signals came: milliseconds after `began`, from 1 on; 0 while there was none.
+#[derive(Clone)]
+pub(crate) struct FirstSignal {
+    began: Instant,
+    ms: Arc<AtomicU64>,
+}
+
+impl FirstSignal {
+    pub(crate) fn none_yet() -> Self {
+        FirstSignal { began: Instant::now(), ms: Arc::default() }
+    }
+}
+
+/// Has `signal` set `stop`. One after the `first` ends the program at once, unless it comes so soon that it is the first
+/// one again.
+pub(crate) fn stop_or_end(
+    signal: c_int,
+    stop: &Arc<AtomicBool>,
+    first: &FirstSignal,
+) -> std::io::Result<SigId> {
+    let (stop, first) = (Arc::clone(stop), first.clone());
+    let again = move || {
+        let now = first.began.elapsed().as_millis() as u64 + 1;
+        stop.store(true, Ordering::SeqCst);
+        match first.ms.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
+            Err(first) if now > first + ONE_REQUEST_MS => {
+                restore_screen();
+                low_level::exit(i32::from(ErrorCategory::Stopped.exit_code()))
+            }
+            _ => {}
+        }
+    };
+    // SAFETY: the handler reads the clock, changes atomics, and may give the screen back by calls that handlers may make
+    // and end the process by `_exit`: it neither allocates nor locks.
+    unsafe { low_level::register(signal, again) }
+}
+
+/// Whether the process was started with `signal` ignored.
+pub(crate) fn is_ignored(signal: c_int) -> bool {
+    // SAFETY: zeroes are a valid `sigaction`, which the call fills in; without a new action it changes nothing.
+    unsafe {
+        let mut current: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &raw mut current) == 0
+            && current.sa_sigaction == libc::SIG_IGN
+    }
+}
+
+/// A signal that a parent passes on to the process in which the run is, and whether it has come.
+pub(crate) struct SeenSignal {
+    pub(crate) signal: c_int,
+    pub(crate) flag: Arc<AtomicBool>,
+}
+
+/// The signals that [`watch`] knows, and that of Ctrl-Z, for a parent; those that the process ignores are left out.
+///
+/// # Errors
+/// The system refuses a handler.
+pub(crate) fn seen_by_parent() -> Result<Vec<SeenSignal>> {
+    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
+    let all = ENDING.into_iter().chain(WARNING).chain([SIGTSTP]);
+    let seen = all.filter(|signal| !is_ignored(*signal)).map(|signal| {
+        let flag = Arc::new(AtomicBool::new(false));
+        flag::register(signal, Arc::clone(&flag)).map_err(failed)?;
+        Ok(SeenSignal { signal, flag })
+    });
+    seen.collect()
+}
+
+/// Stops this process until it is told to go on, as Ctrl-Z does.
+pub(crate) fn stop_here() {
+    // SAFETY: a system call that takes a signal's number.
+    unsafe { libc::raise(libc::SIGSTOP) };
+}

@@ -1,0 +1,238 @@
+//! What of a model trains beside or instead of all its weights: the recipe's `[adapter]`, a saved PEFT adapter, or
+//! both (go on training a saved one, which `saved_adapter` makes).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use super::new_tokens::{refuse_lora_beside_rows, tables_with_rows};
+use super::pissa::PissaStart;
+use crate::adapter::{
+    self, AdapterConfig, InitLoraWeights, ModulePattern, NamePattern, SavedAdapter, Target, TargetSpec,
+    TensorKind,
+};
+use crate::error::{Error, Result};
+use crate::model::{self, ModelConfig, ModuleKind};
+use crate::parallel::{Adapters, LoraSpec};
+use crate::recipe::{self, AdapterInit, AdapterKind};
+use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
+
+/// An adapter on a model: which modules, how, and from which values it starts.
+#[derive(Debug)]
+pub struct AdapterSetup {
+    /// The modules with LoRA.
+    pub targets: Vec<Target>,
+    /// The modules that train whole (`modules_to_save`).
+    pub saved: BTreeSet<String>,
+    /// Probability that an input of A is dropped in training.
+    pub dropout: f32,
+    /// Tokens whose rows train, by table.
+    pub rows: BTreeMap<String, Vec<u32>>,
+    /// What adapter_config.json will say.
+    pub config: AdapterConfig,
+    /// Where its values come from.
+    pub(crate) start: AdapterStart,
+}
+
+/// Where an adapter's first values come from.
+#[derive(Debug)]
+pub(crate) enum AdapterStart {
+    /// It is new.
+    Fresh(AdapterInit),
+    /// From a saved one.
+    Saved(SavedAdapter),
+    /// From a checkpoint of a run that began with PiSSA.
+    Pissa(PissaStart),
+}
+
+impl AdapterStart {
+    /// The adapter whose whole modules are read.
+    pub(crate) fn saved(&self) -> Option<&SavedAdapter> {
+        match self {
+            AdapterStart::Fresh(_) => None,
+            AdapterStart::Saved(saved) | AdapterStart::Pissa(PissaStart(saved)) => Some(saved),
+        }
+    }
+}
+
+impl AdapterSetup {
+    /// The recipe's `[adapter]` on the model `base` (its name in adapter_config.json, its shape), with the rows of new
+    /// `tokens`.
+    ///
+    /// # Errors
+    /// An adapter kind or start that this program does not have yet; a target that does not exist or cannot carry
+    /// LoRA.
+    pub fn from_recipe(
+        recipe: &recipe::AdapterSection,
+        (base, model): (&str, &ModelConfig),
+        tokens: &[u32],
+    ) -> Result<Self> {
+        let modules = model::modules(model);
+        let mut spec = spec_of(recipe);
+        let targets = adapter::resolve(&spec, &modules)?;
+        refuse_dora_on_tables(&spec, &targets)?;
+        let saved = adapter::resolve_saved(&spec, &modules)?;
+        if !tokens.is_empty() {
+            let tables = tables_with_rows(model, &saved);
+            refuse_lora_beside_rows(&tables, &targets)?;
+            spec.trainable_token_indices =
+                tables.into_iter().map(|table| (table.to_owned(), tokens.to_vec())).collect();
+        }
+        let rows = adapter::resolve_rows(&spec, &modules)?;
+        // Written as the module names that were meant: PEFT versions differ in what "all-linear" covers.
+        spec.target_modules =
+            ModulePattern::Named(NamePattern::List(adapter::target_names(&targets, &modules)));
+        spec.exclude_modules = NamePattern::NONE;
+        let config = AdapterConfig {
+            base_model_name_or_path: Some(base.to_owned()),
+            revision: None,
+            spec,
+            lora_dropout: recipe.lora_dropout,
+            inference_mode: true,
+            // What PiSSA and LoftQ leave is an ordinary adapter.
+            init_lora_weights: match recipe.init {
+                AdapterInit::Gaussian => InitLoraWeights::Gaussian,
+                _ => InitLoraWeights::Default,
+            },
+            ensure_weight_tying: false,
+        };
+        Ok(AdapterSetup {
+            targets,
+            saved: saved.into_iter().collect(),
+            dropout: recipe.lora_dropout as f32,
+            rows,
+            start: AdapterStart::Fresh(recipe.init),
+            config,
+        })
+    }
+
+    /// The adapter in `folder`, as it was saved.
+    ///
+    /// # Errors
+    /// It cannot be read, or was made for another model.
+    pub fn saved_in(folder: &Path, model: &ModelConfig) -> Result<Self> {
+        let adapter = SavedAdapter::read(folder)?;
+        let modules = model::modules(model);
+        adapter.check_fits(&modules)?;
+        refuse_dora_on_tables(&adapter.config().spec, adapter.targets())?;
+        let mut rows = adapter.rows().clone();
+        // PEFT saves the embedding's rows under the name of a head that is tied to it too.
+        let own =
+            adapter.config().spec.trainable_token_indices.keys().any(|end| end.ends_with(LM_HEAD_MODULE));
+        if model.tie_word_embeddings && rows.contains_key(EMBED_TOKENS_MODULE) && !own {
+            rows.remove(LM_HEAD_MODULE);
+        }
+        Ok(AdapterSetup {
+            targets: adapter.targets().to_vec(),
+            saved: adapter.saved().map(str::to_owned).collect(),
+            dropout: adapter.config().lora_dropout as f32,
+            rows,
+            config: adapter.config().clone(),
+            start: AdapterStart::Saved(adapter),
+        })
+    }
+
+    /// Whether the module trains whole.
+    pub fn saves(&self, module: &str) -> bool {
+        self.saved.contains(module)
+    }
+
+    /// Whether a tied head gets parameters of its own, because it or the embedding trains.
+    pub fn unties(&self) -> bool {
+        let apart = self.saves(LM_HEAD_MODULE) || self.saves(EMBED_TOKENS_MODULE);
+        self.rows.contains_key(LM_HEAD_MODULE) || (apart && !self.config.ensure_weight_tying)
+    }
+
+    /// What the strategy needs to know of it.
+    pub fn adapters(&self) -> Adapters {
+        let spec = |target: &Target| LoraSpec { scale: target.scale, dropout: self.dropout };
+        let loras = self.targets.iter().map(|target| (target.name.clone(), spec(target))).collect();
+        Adapters { loras, rows: self.rows.clone(), base_change: self.base_change() }
+    }
+
+    /// What makes the frozen weights differ from the base's own.
+    fn base_change(&self) -> Option<&'static str> {
+        let tables = [EMBED_TOKENS_MODULE, LM_HEAD_MODULE];
+        let stored = |saved: &SavedAdapter| {
+            tables.iter().any(|table| saved.info(table, TensorKind::BaseWeight).is_some())
+        };
+        if self.is_pissa() {
+            Some("PiSSA took the adapter's first values out of the weights")
+        } else if self.start.saved().is_some_and(stored) {
+            Some("the adapter's files bring a token table of their own")
+        } else {
+            None
+        }
+    }
+
+    /// Goes on from the adapter of a checkpoint of the same run.
+    pub(crate) fn resume(&mut self, saved: SavedAdapter) {
+        self.start = self.start_from(saved);
+    }
+
+    /// The same adapter with the values of a checkpoint of the same run.
+    pub(crate) fn resumed(&self, saved: SavedAdapter) -> Self {
+        AdapterSetup {
+            targets: self.targets.clone(),
+            saved: self.saved.clone(),
+            dropout: self.dropout,
+            rows: self.rows.clone(),
+            config: self.config.clone(),
+            start: self.start_from(saved),
+        }
+    }
+
+    fn start_from(&self, saved: SavedAdapter) -> AdapterStart {
+        if self.is_pissa() { AdapterStart::Pissa(PissaStart(saved)) } else { AdapterStart::Saved(saved) }
+    }
+
+    /// Whether the base lacks what the adapter started from.
+    pub(crate) fn is_pissa(&self) -> bool {
+        matches!(self.start, AdapterStart::Fresh(AdapterInit::Pissa) | AdapterStart::Pissa(_))
+    }
+
+    /// Whether it starts from weights that quantizing would have changed.
+    pub(crate) fn needs_exact_weights(&self) -> bool {
+        self.is_pissa() || matches!(self.start, AdapterStart::Fresh(AdapterInit::Loftq))
+    }
+
+    /// Whether first values depend on the base's.
+    pub(crate) fn derives_from_weights(&self) -> bool {
+        match &self.start {
+            AdapterStart::Fresh(AdapterInit::Pissa | AdapterInit::Loftq) | AdapterStart::Pissa(_) => true,
+            AdapterStart::Fresh(_) => self.config.spec.use_dora,
+            AdapterStart::Saved(_) => false,
+        }
+    }
+}
+
+pub(crate) fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
+    TargetSpec {
+        target_modules: match &recipe.target_modules {
+            recipe::TargetModules::AllLinear => ModulePattern::AllLinear,
+            recipe::TargetModules::Named(names) => ModulePattern::Named(NamePattern::List(names.clone())),
+            recipe::TargetModules::Pattern(pattern) => {
+                ModulePattern::Named(NamePattern::Regex(pattern.clone()))
+            }
+        },
+        exclude_modules: NamePattern::List(recipe.exclude_modules.clone()),
+        modules_to_save: recipe.modules_to_save.clone(),
+        r: recipe.r,
+        lora_alpha: recipe.lora_alpha,
+        use_rslora: recipe.use_rslora,
+        use_dora: recipe.kind == AdapterKind::Dora,
+        rank_pattern: recipe.rank_pattern.0.clone(),
+        alpha_pattern: recipe.alpha_pattern.0.clone(),
+        ..TargetSpec::default()
+    }
+}
+
+/// DoRA on a token table is not computed by the engine.
+fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target]) -> Result<()> {
+    let table = |target: &&Target| spec.use_dora && target.kind != ModuleKind::Linear;
+    match targets.iter().find(table) {
+        None => Ok(()),
+        Some(target) => Err(Error::user(format!("`{}` cannot carry DoRA", target.name))
+            .because("`adapter.kind` is \"dora\"; accepted with it: the linear layers of the blocks")
+            .hint("write `kind = \"lora\"`, or train the table whole: name it in `adapter.modules_to_save`")),
+    }
+}

@@ -1,0 +1,443 @@
+//! A model found and understood, and the engine made of it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device};
+
+use super::adapter_setup::AdapterSetup;
+use super::assets;
+use super::base_check::BaseComparison;
+use super::initial_values::InitialValues;
+use super::param_layout::{Keeping, Trains, descs};
+use super::resolver::{ResolvedSource, Resolver};
+use crate::adapter::LowRankFactors;
+use crate::engine::Engine;
+use crate::error::input_file;
+use crate::error::{Error, Result};
+use crate::export::bitsandbytes::LinearLayers;
+use crate::model::{self, ModelConfig, RotaryTables};
+use crate::ops::attention::KERNEL_HEAD_DIMS;
+use crate::ops::has_kernels;
+use crate::parallel;
+use crate::parallel::{DeviceMesh, GradReduceOptions, OffloadTarget, ParamDesc, ParamStore};
+use crate::quant::{CodeKind, QuantFormat};
+use crate::recipe::enums::Attention;
+use crate::recipe::enums::MasterWeights;
+use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
+use crate::report::Terminal;
+use crate::runtime::device;
+use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
+
+/// A model before its weights are read.
+#[derive(Debug)]
+pub struct BaseModel {
+    /// Where it is.
+    pub found: ResolvedSource,
+    /// Its shape and arithmetic.
+    pub config: ModelConfig,
+    /// Its weights on disk; none when they start random.
+    pub files: Option<ModelFiles>,
+    /// The format that the frozen linear layers are quantized to, or were before.
+    pub format: Option<QuantFormat>,
+    /// The linear layers that are not.
+    pub skipped: Vec<String>,
+    /// The folder of the tokenizer: the model's, or that of an adapter with a tokenizer of its own.
+    pub(crate) tokenizer: PathBuf,
+    /// The number of tokens by config.json; the model in use may have more.
+    pub(crate) stored_tokens: usize,
+    /// What config.json says of the model's arithmetic.
+    semantics: BTreeMap<String, String>,
+    /// Whether its weights are files of this machine.
+    has_weights: bool,
+    /// True if the head is another table than the embedding, though config.json ties the two.
+    pub(crate) head_apart: bool,
+}
+
+/// What of a device decides how a run is laid out on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceTraits {
+    /// It is the CPU.
+    pub is_cpu: bool,
+    /// Operations are kernels on it.
+    pub has_kernels: bool,
+}
+
+impl DeviceTraits {
+    /// A GPU that the kernels are made for.
+    pub const GPU: DeviceTraits = DeviceTraits { is_cpu: false, has_kernels: true };
+    /// Those of a processor.
+    pub const CPU: DeviceTraits = DeviceTraits { is_cpu: true, has_kernels: false };
+
+    /// Those of a device of this machine.
+    pub fn of(device: &Device) -> Self {
+        DeviceTraits { is_cpu: device.is_cpu(), has_kernels: has_kernels(device) }
+    }
+
+    /// Whether what is computed with lies in the memory of the host.
+    pub fn on_host(self) -> bool {
+        self.is_cpu && !self.has_kernels
+    }
+}
+
+/// How an engine computes.
+#[derive(Debug, Clone)]
+pub struct EngineOptions {
+    /// Where it computes.
+    pub device: Device,
+    /// What that is; of the planned device where a run is planned for another machine.
+    pub traits: DeviceTraits,
+    /// In which dtype.
+    pub dtype: DType,
+    /// With which attention.
+    pub attention: Attention,
+    /// Seeds random initial values.
+    pub seed: u64,
+    /// With whom weights are shared.
+    pub ranks: DeviceMesh,
+    /// How gradients are summed.
+    pub reducing: GradReduceOptions,
+    /// What is kept away from the device.
+    pub offload: OffloadTarget,
+    /// Quantized weights are kept in bf16 too.
+    pub bf16_copy: bool,
+    /// What the optimizer updates of weights that train in bf16.
+    pub master: MasterWeights,
+}
+
+impl EngineOptions {
+    /// What `[model]` says on this device.
+    ///
+    /// # Errors
+    /// The device does not compute in that dtype.
+    pub fn new(model: &ModelSection, device: Device, seed: u64) -> Result<Self> {
+        let dtype = match model.dtype {
+            ComputeDtype::Auto => device::default_dtype(&device),
+            ComputeDtype::F32 => DType::F32,
+            ComputeDtype::Bf16 => DType::BF16,
+        };
+        device::check_dtype(&device, dtype)?;
+        Ok(EngineOptions::alone(device, dtype, model.attention, seed))
+    }
+
+    /// What of a model a GPU computes without a kernel, and so slowly, where that is not what was asked for; none on the
+    /// CPU.
+    pub fn without_kernels(&self, config: &ModelConfig) -> Option<String> {
+        if !has_kernels(&self.device) {
+            let old = "no operation has a kernel for this GPU: they need compute capability 8.0";
+            return (!self.device.is_cpu())
+                .then(|| format!("{old}; all computes by reference forms, slowly"));
+        }
+        let dim = config.heads.head_dim;
+        if self.attention == Attention::Eager
+            || (self.dtype == DType::BF16 && KERNEL_HEAD_DIMS.contains(&dim))
+        {
+            return None;
+        }
+        let dims = KERNEL_HEAD_DIMS.map(|dim| dim.to_string()).join(", ");
+        Some(format!(
+            "attention has kernels for bf16 and heads of {dims}; {} and heads of {dim} compute by its reference form, slowly",
+            self.dtype.as_str()
+        ))
+    }
+
+    /// On one rank, one micro-batch a step.
+    pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
+        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
+        let (ranks, offload, master) = (DeviceMesh::alone(), OffloadTarget::default(), MasterWeights::F32);
+        let traits = DeviceTraits::of(&device);
+        EngineOptions {
+            device,
+            traits,
+            dtype,
+            attention,
+            seed,
+            ranks,
+            reducing,
+            offload,
+            bf16_copy: false,
+            master,
+        }
+    }
+}
+
+impl BaseModel {
+    /// Finds the model of `[model]`, reads its config.json and, unless it starts random, opens its weights.
+    /// `[quantization]`, if given, says how its frozen linear layers are kept.
+    ///
+    /// # Errors
+    /// The model cannot be found or understood; it is quantized already, otherwise than `[quantization]` says.
+    pub fn open(
+        model: &ModelSection,
+        quantization: Option<&QuantizationSection>,
+        finder: &Resolver<'_>,
+    ) -> Result<Self> {
+        let source = model.id.as_ref().ok_or_else(|| {
+            Error::user("no model is given").hint("give one with `--model`, or as `model.id` in the recipe")
+        })?;
+        let (found, weights) = match model.init {
+            ModelInit::Pretrained => {
+                let (found, weights) = finder.model_and_weights(source, &model.revision)?;
+                (found, Some(weights))
+            }
+            ModelInit::Random => (finder.model_headers(source, &model.revision)?, None),
+        };
+        let path = found.folder.join("config.json");
+        let text = input_file::read_text("read", &path)?;
+        let mut config = ModelConfig::from_json(&text, &path.display().to_string())?;
+        let mut files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
+        if let Some(files) = &mut files {
+            model::settle(&mut config, files)?;
+            files.notes().for_each(|note| finder.warn(note));
+        }
+        let stored = files.as_ref().and_then(stored_format);
+        let skipped = skipped_layers(&found.folder, &config, files.as_ref(), quantization)?;
+        Ok(BaseModel {
+            tokenizer: found.folder.clone(),
+            stored_tokens: config.vocab_size,
+            semantics: config.semantics(),
+            head_apart: files.as_ref().is_some_and(ModelFiles::head_is_apart),
+            has_weights: files.as_ref().is_some_and(|files| !files.is_header_only()),
+            found,
+            config,
+            files,
+            format: stored.or(quantization.map(format)),
+            skipped,
+        })
+    }
+
+    /// Refuses a `[quantization]` that [`BaseModel::open`] would refuse for this model.
+    ///
+    /// # Errors
+    /// The files are quantized already, otherwise than it says; it names layers that are not there.
+    pub(crate) fn check_quantization(&self, quantization: &QuantizationSection) -> Result<()> {
+        skipped_layers(&self.found.folder, &self.config, self.files.as_ref(), Some(quantization)).map(drop)
+    }
+
+    /// Which model it is, by names, headers, config.json and a sample of its weights; `seed` is that of its weights where
+    /// they start random.
+    ///
+    /// # Errors
+    /// The user's: what a quantized checkpoint says of its original is malformed.
+    pub fn identity(&self, seed: u64) -> Result<ModelIdentity> {
+        let named = self.found.identity().with_config(self.semantics.clone());
+        match &self.files {
+            Some(files) => named.of_files(files),
+            None => {
+                let parameters = model::parameters(&self.config);
+                Ok(named.drawn(seed, parameters.iter().map(|p| (p.name.as_str(), p.shape.as_slice()))))
+            }
+        }
+    }
+
+    /// Begins to digest every byte of its weights; none where they start random or are not on this machine.
+    ///
+    /// # Errors
+    /// As [`DigestTask::start`].
+    pub fn start_digest(&self) -> Result<Option<DigestTask>> {
+        let kept = assets::cache()?.join("digests");
+        self.has_weights.then(|| DigestTask::start(&self.found.folder, kept)).transpose()
+    }
+
+    /// As [`BaseModel::identity`], with the digest of every byte; reads them all.
+    ///
+    /// # Errors
+    /// As there, and as [`DigestTask::wait`].
+    pub fn whole_identity(&self, seed: u64) -> Result<ModelIdentity> {
+        let task = self.start_digest()?;
+        let identity = self.identity(seed)?;
+        Ok(match task {
+            Some(task) => identity.with_digest(&task.wait()?),
+            None => identity,
+        })
+    }
+
+    /// Compares it with the model that the adapter in `folder` was trained on, and says on the terminal what is not sure;
+    /// `force_base` takes another one too. What comes back goes on to compare every byte.
+    ///
+    /// # Errors
+    /// The user's: they are different models; the adapter cannot be read.
+    pub fn check_adapter(
+        &self,
+        folder: &Path,
+        seed: u64,
+        force_base: bool,
+        terminal: &Terminal,
+    ) -> Result<BaseComparison> {
+        BaseComparison::begin(folder, self.identity(seed)?, force_base, terminal, || self.start_digest())
+    }
+
+    /// How its parameters are kept in a run; without `options`, which there are.
+    pub(crate) fn descs(
+        &self,
+        trains: Trains<'_>,
+        options: Option<&EngineOptions>,
+    ) -> Result<Vec<ParamDesc>> {
+        self.slots_in((self.format, &self.skipped), trains, options)
+    }
+
+    /// As [`BaseModel::descs`], were the frozen linear layers kept in `format` but for those that are `skipped`.
+    pub(crate) fn slots_in(
+        &self,
+        (format, skipped): (Option<QuantFormat>, &[String]),
+        trains: Trains<'_>,
+        options: Option<&EngineOptions>,
+    ) -> Result<Vec<ParamDesc>> {
+        let skipped = skipped.iter().map(String::as_str).collect();
+        let keeping = Keeping {
+            format,
+            skipped: &skipped,
+            files: self.files.as_ref(),
+            // PiSSA changes the weights.
+            narrow: trains.adapter().is_some_and(|a| !a.is_pissa())
+                && options.is_some_and(|o| o.dtype == DType::F32 && o.device.is_cpu()),
+            adapters_in_bf16: options.is_some_and(|o| o.dtype == DType::BF16 && o.traits.has_kernels),
+        };
+        descs(&self.config, trains, keeping)
+    }
+
+    /// Whether the files hold every tensor in the shape that config.json says, and no other: by their headers alone.
+    ///
+    /// # Errors
+    /// A tensor is missing, has another shape, or has no place in the model; all weights of a quantized one shall train.
+    pub fn check(&self, trains: Trains<'_>) -> Result<()> {
+        if let (Some(format), Trains::All) = (&self.format, trains) {
+            return Err(Error::user("cannot train all weights of a quantized model")
+                .because(format!(
+                    "its linear layers are kept in {}, which takes no updates; there is no `[adapter]`",
+                    describe(format)
+                ))
+                .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
+        }
+        let adapter_setup = trains.adapter();
+        let stored = self.files.as_ref().and_then(stored_format);
+        if let (Some(format), true) = (stored, adapter_setup.is_some_and(AdapterSetup::needs_exact_weights)) {
+            return Err(Error::user("cannot start the adapter from this model's weights")
+                .because(format!(
+                    "`adapter.init` is \"pissa\" or \"loftq\", which factor the weights before they are quantized; the model is stored in {}",
+                    describe(&format)
+                ))
+                .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
+        }
+        let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, 0);
+        values.check(&self.descs(trains, None)?, self.stored_tokens)
+    }
+
+    /// The dtype of each tensor of its files; what config.json says for one that starts random.
+    pub(crate) fn stored_dtypes(&self) -> BTreeMap<String, StoredDtype> {
+        let named = self.config.dtype.as_deref().and_then(|name| match name {
+            "float32" => Some(StoredDtype::F32),
+            "bfloat16" => Some(StoredDtype::BF16),
+            "float16" => Some(StoredDtype::F16),
+            _ => None,
+        });
+        let of = |name: &str| {
+            let info = self.files.as_ref().and_then(|files| files.info(name));
+            info.map(|info| info.dtype).filter(|dtype| dtype.is_float()).or(named).unwrap_or(StoredDtype::F32)
+        };
+        let specs = model::parameters(&self.config).into_iter();
+        specs.map(|spec| (spec.name.clone(), of(&spec.name))).collect()
+    }
+
+    /// Loads the weights: an engine in which `trains` trains.
+    ///
+    /// # Errors
+    /// A tensor is missing, has another shape than config.json says, or has no place in the model.
+    pub fn engine(&self, trains: Trains<'_>, options: &EngineOptions) -> Result<Engine> {
+        Ok(self.load(trains, options)?.0)
+    }
+
+    /// As [`BaseModel::engine`], and what PiSSA took from the weights.
+    pub(crate) fn load(
+        &self,
+        trains: Trains<'_>,
+        options: &EngineOptions,
+    ) -> Result<(Engine, BTreeMap<String, LowRankFactors>)> {
+        self.check(trains)?;
+        let adapter_setup = trains.adapter();
+        let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, options.seed);
+        let descs = self.descs(trains, Some(options))?;
+        let adapters = adapter_setup.map(AdapterSetup::adapters).unwrap_or_default();
+        let fill_all = adapter_setup.is_some_and(AdapterSetup::derives_from_weights);
+        let store = parallel::StoreOptions {
+            dtype: options.dtype,
+            device: options.device.clone(),
+            mesh: options.ranks.clone(),
+            reducing: options.reducing,
+            offload: options.offload.clone(),
+            fill_all,
+            bf16_copy: options.bf16_copy,
+            master: options.master,
+        };
+        let store =
+            ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;
+        self.files.as_ref().map_or(Ok(()), ModelFiles::check_lengths)?;
+        let (config, device) = (self.config.clone(), options.device.clone());
+        let tables = RotaryTables::new(&config.ropes, &device);
+        let engine = Engine { config, store, attention: options.attention, device, tables };
+        Ok((engine, values.into_initial()))
+    }
+}
+
+/// What `[quantization]` says.
+pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
+    QuantFormat {
+        kind: CodeKind::Blockwise(quantization.kind),
+        block_size: quantization.block_size,
+        double_quant: quantization.double_quant,
+    }
+}
+
+/// The format of the quantized tensors in `files`, if there are any.
+fn stored_format(files: &ModelFiles) -> Option<QuantFormat> {
+    files.names().find_map(|name| files.quantized_format(name))
+}
+
+/// The linear layers that stay as they are: those that `quantization` skips, or that a quantized checkpoint holds unquantized.
+fn skipped_layers(
+    folder: &Path,
+    config: &ModelConfig,
+    files: Option<&ModelFiles>,
+    quantization: Option<&QuantizationSection>,
+) -> Result<Vec<String>> {
+    let refused = || Error::user(format!("cannot quantize {}", folder.display()));
+    let (wanted, stored) = (quantization.map(format), files.and_then(stored_format));
+    if let (Some(wanted), Some(stored)) = (wanted, stored)
+        && wanted != stored
+    {
+        return Err(refused()
+            .because(format!(
+                "it is quantized already, to {}; `[quantization]` asks for {}",
+                describe(&stored),
+                describe(&wanted)
+            ))
+            .hint("remove `[quantization]` to use the checkpoint as it is, or give the unquantized model"));
+    }
+    let skip = quantization.map_or(&[][..], |quantization| &quantization.skip_modules);
+    let skipped = LinearLayers::new(config, skip)?.skipped;
+    let Some(files) = files.filter(|_| stored.is_some()) else { return Ok(skipped) };
+    let own = unquantized(config, files)?;
+    if !skip.is_empty() && own != skipped {
+        return Err(refused()
+            .because("it is quantized already, and other layers are skipped than `skip_modules` says")
+            .hint("remove `[quantization]` to use the checkpoint as it is"));
+    }
+    Ok(own)
+}
+
+/// The linear layers of a quantized checkpoint that it holds unquantized.
+fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> {
+    let mut kept = Vec::new();
+    for layer in LinearLayers::new(config, &[])?.quantized {
+        if files.quantized_format(&format!("{layer}.weight")).is_none() {
+            kept.push(layer);
+        }
+    }
+    Ok(kept)
+}
+
+/// A format in words.
+pub(crate) fn describe(format: &QuantFormat) -> String {
+    let scales = if format.double_quant { "double-quantized scales" } else { "f32 scales" };
+    format!("{} in blocks of {} with {scales}", format.kind.name(), format.block_size)
+}

@@ -1,0 +1,362 @@
+//! First values: the model's own from files or a seed, the adapter's from a saved one, fresh, or derived from the base
+//! weight it sits on (PiSSA, LoftQ, DoRA's magnitudes).
+//!
+//! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and the
+//! pages of one tensor as it is stored; where an adapter is derived from a weight, of that weight in f32.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use candle_core::{Device, Tensor};
+
+use super::adapter_setup::{AdapterSetup, AdapterStart};
+use super::param_layout::saved_as;
+use crate::adapter::{LowRankFactors, Target, TensorKind};
+use crate::error::{Error, Result};
+use crate::model::{self, ModelConfig, Module, ParamSpec, StoredModel, initial_lora, initial_value};
+use crate::ops::dora::weight_norm;
+use crate::ops::matmul_quantized::Weight;
+use crate::parallel::{LoadTarget, ParamDesc, TOKEN_ROWS};
+use crate::quant::{BlocksMut, first_not_finite};
+use crate::recipe::AdapterInit;
+use crate::runtime::rng::RngStream;
+use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, ResizedEmbedding, StoredElement};
+
+/// Values read at once: 16 MiB of f32.
+const PIECE: usize = 1 << 22;
+
+/// Where first values come from.
+pub(crate) struct InitialValues<'a> {
+    config: &'a ModelConfig,
+    files: Option<&'a ModelFiles>,
+    adapter_setup: Option<&'a AdapterSetup>,
+    seed: u64,
+    /// What base weights gave for the adapters on them, until those are filled.
+    derived: Mutex<BTreeMap<String, DerivedFactors>>,
+    /// What is drawn where there are no files, by name.
+    drawn: HashMap<String, ParamSpec>,
+    /// The modules that get adapters, by name.
+    modules: HashMap<String, Module>,
+    /// The modules with LoRA, by name.
+    targets: HashMap<&'a str, &'a Target>,
+    /// Embedding and head as they are stored, with rows for new tokens.
+    tables: [Option<ResizedEmbedding<'a>>; 2],
+}
+
+/// An adapter's first values, from the weight it sits on.
+#[derive(Default)]
+struct DerivedFactors {
+    factors: Option<LowRankFactors>,
+    magnitude: Vec<f32>,
+}
+
+impl<'a> InitialValues<'a> {
+    pub(crate) fn new(
+        config: &'a ModelConfig,
+        files: Option<&'a ModelFiles>,
+        adapter_setup: Option<&'a AdapterSetup>,
+        seed: u64,
+    ) -> Self {
+        let table = |name| files.map(|files| ResizedEmbedding::new(files, name));
+        let tables = [EMBED_TOKENS, LM_HEAD].map(table);
+        let drawn = if files.is_none() { model::parameters(config) } else { Vec::new() };
+        let drawn = drawn.into_iter().map(|spec| (spec.name.clone(), spec)).collect();
+        let modules = if adapter_setup.is_some() { model::modules(config) } else { Vec::new() };
+        let modules = modules.into_iter().map(|module| (module.name.clone(), module)).collect();
+        let targets = adapter_setup.map_or(&[][..], |adapter_setup| &adapter_setup.targets).iter();
+        let targets = targets.map(|target| (target.name.as_str(), target)).collect();
+        InitialValues {
+            config,
+            files,
+            adapter_setup,
+            seed,
+            derived: Mutex::default(),
+            drawn,
+            modules,
+            targets,
+            tables,
+        }
+    }
+
+    /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read. Embedding
+    /// and head may have rows for the `stored_tokens` that config.json says, when the model in use has more.
+    pub(crate) fn check(&self, descs: &[ParamDesc], stored_tokens: usize) -> Result<()> {
+        let Some(files) = self.files else { return Ok(()) };
+        let own = descs.iter().filter(|desc| !desc.kind.is_adapter());
+        StoredModel { config: self.config, files, stored_tokens }
+            .check("load", own.map(|desc| (desc.name.as_str(), desc.shape.as_slice())))
+    }
+
+    /// The name that a parameter has in the files.
+    fn stored_name<'n>(&self, files: &ModelFiles, name: &'n str) -> &'n str {
+        model::stored_name(self.config, files, name)
+    }
+
+    /// Writes the first value of `desc` to its place.
+    pub(crate) fn fill(&self, desc: &ParamDesc, to: LoadTarget<'_>) -> Result<()> {
+        let (module, last) = desc.name.rsplit_once('.').unwrap_or((&desc.name, ""));
+        let target = self.targets.get(module).copied();
+        if let Some((adapter_setup, target)) = self.adapter_setup.zip(target)
+            && last == "weight"
+            && !desc.kind.is_adapter()
+            && adapter_setup.derives_from_weights()
+        {
+            return self.fill_and_derive(desc, adapter_setup, target, to);
+        }
+        match to {
+            LoadTarget::F32(out) => self.fill_as(desc, out),
+            LoadTarget::Bf16(out) => self.fill_as(desc, out),
+            LoadTarget::Blocks(blocks) => self.fill_blocks(desc, blocks),
+        }
+    }
+
+    fn fill_as<T: StoredElement>(&self, desc: &ParamDesc, out: &mut [T]) -> Result<()> {
+        if desc.kind.is_adapter() {
+            return self.fill_adapter(desc, out);
+        }
+        let (module, last) = desc.name.rsplit_once('.').unwrap_or((&desc.name, ""));
+        let saved = self.adapter_setup.and_then(|a| a.start.saved().zip(saved_as(self.config, a, module)));
+        if let Some((adapter, name)) = saved {
+            let kind = if last == "bias" { TensorKind::SavedBias } else { TensorKind::SavedWeight };
+            return adapter.read_into(name, kind, out);
+        }
+        // PEFT saves a copy of a table under its adapter; that is what the adapter was trained on.
+        let base = self.adapter_setup.and_then(|a| a.start.saved());
+        if let Some(adapter) =
+            base.filter(|a| last == "weight" && a.info(module, TensorKind::BaseWeight).is_some())
+        {
+            return adapter.read_into(module, TensorKind::BaseWeight, out);
+        }
+        // Piece by piece, so that the pages of a file that were read can go before the next come.
+        let mut start = 0;
+        for piece in out.chunks_mut(PIECE) {
+            self.read_base(&desc.name, start, piece)?;
+            self.let_go(&desc.name);
+            start += piece.len();
+        }
+        Ok(())
+    }
+
+    /// Lets go of the pages of a base weight that were read.
+    fn let_go(&self, name: &str) {
+        if let Some(files) = self.files {
+            files.discard(self.stored_name(files, name));
+        }
+    }
+
+    fn derived(&self) -> MutexGuard<'_, BTreeMap<String, DerivedFactors>> {
+        // After a panic nobody asks.
+        self.derived.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Elements of a base weight from `start` on.
+    fn read_base<T: StoredElement>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
+        match self.files {
+            Some(files) => {
+                let name = self.stored_name(files, name);
+                match (name, &self.tables) {
+                    (EMBED_TOKENS, [Some(table), _]) | (LM_HEAD, [_, Some(table)]) => {
+                        table.read_part(start, out)?;
+                    }
+                    _ => files.read_part(name, start, out)?,
+                }
+            }
+            None => {
+                // A head that was untied starts as the embedding it was tied to.
+                let tied = self.config.tie_word_embeddings && name == LM_HEAD;
+                let name = if tied { EMBED_TOKENS } else { name };
+                let spec = self.drawn.get(name);
+                let spec = spec.ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
+                T::round(&initial_value(self.config, spec, self.seed, start, out.len()), out);
+            }
+        }
+        Ok(())
+    }
+
+    /// Quantizes a base weight piece by piece, or takes the codes of a checkpoint that is quantized already.
+    fn fill_blocks(&self, desc: &ParamDesc, mut to: BlocksMut<'_>) -> Result<()> {
+        if let Some(stored) = self.files.map(|files| files.quantized(&desc.name)).transpose()?.flatten() {
+            stored.copy_to(&mut to);
+            return Ok(());
+        }
+        to.fill(desc.elements(), |start, values| {
+            self.read_base(&desc.name, start, values)?;
+            check_finite(&desc.name, values)
+        })?;
+        self.let_go(&desc.name);
+        Ok(())
+    }
+
+    /// Fills the weight of an adapter's module, and works out what the adapter starts from.
+    fn fill_and_derive(
+        &self,
+        desc: &ParamDesc,
+        adapter_setup: &AdapterSetup,
+        target: &Target,
+        to: LoadTarget<'_>,
+    ) -> Result<()> {
+        let (out, inputs) = (desc.shape[0], desc.shape[1]);
+        let mut weight = vec![0f32; out * inputs];
+        self.read_base(&desc.name, 0, &mut weight)?;
+        self.let_go(&desc.name);
+        check_finite(&desc.name, &weight)?;
+        let stream = RngStream::new(self.seed).named(&target.name);
+        let best = |weight: &[f32]| {
+            LowRankFactors::principal(weight, (out, inputs), target.r, stream)
+                .map(|factors| scaled(factors, target.scale))
+        };
+        let mut factors = match &adapter_setup.start {
+            AdapterStart::Fresh(AdapterInit::Pissa) => Some(best(&weight)?),
+            AdapterStart::Pissa(saved) => Some(saved.initial(&target.name)?),
+            _ => None,
+        };
+        if let Some(factors) = &factors {
+            // What the adapter takes over is taken from the base.
+            factors.subtract_from(&mut weight, inputs, target.scale as f32);
+        }
+        let wanted =
+            matches!(adapter_setup.start, AdapterStart::Fresh(AdapterInit::Loftq)).then(|| weight.clone());
+        match to {
+            LoadTarget::F32(to) => to.copy_from_slice(&weight),
+            LoadTarget::Bf16(to) => {
+                StoredElement::round(&weight, to);
+                weight.iter_mut().zip(to).for_each(|(w, kept)| *w = kept.to_f32());
+            }
+            LoadTarget::Blocks(mut blocks) => {
+                blocks.fill(weight.len(), |start, values| {
+                    values.copy_from_slice(&weight[start..start + values.len()]);
+                    Ok::<(), Error>(())
+                })?;
+                blocks.blocks().dequantize(0, &mut weight);
+            }
+        }
+        if let Some(mut lost) = wanted {
+            lost.iter_mut().zip(&weight).for_each(|(w, kept)| *w -= kept);
+            factors = Some(best(&lost)?);
+        }
+        let magnitude = if adapter_setup.config.spec.use_dora {
+            norms(weight, (out, inputs), factors.as_ref(), target)?
+        } else {
+            Vec::new()
+        };
+        self.derived().insert(target.name.clone(), DerivedFactors { factors, magnitude });
+        Ok(())
+    }
+
+    /// What PiSSA took from each base weight.
+    pub(crate) fn into_initial(self) -> BTreeMap<String, LowRankFactors> {
+        let pissa = self.adapter_setup.is_some_and(AdapterSetup::is_pissa);
+        let derived = std::mem::take(&mut *self.derived()).into_iter().filter(|_| pissa);
+        derived.filter_map(|(module, derived)| Some((module, derived.factors?))).collect()
+    }
+
+    fn fill_adapter<T: StoredElement>(&self, desc: &ParamDesc, out: &mut [T]) -> Result<()> {
+        let adapter_setup =
+            self.adapter_setup.ok_or_else(|| Error::internal("an adapter slot without an adapter"))?;
+        let part = AdapterPart::of(&desc.name)?;
+        match &adapter_setup.start {
+            AdapterStart::Saved(saved) => return saved.read_into(part.module, part.kind, out),
+            AdapterStart::Pissa(saved) => return saved.read_trained(part.module, part.kind, out),
+            _ => {}
+        }
+        let derived = self.derived();
+        let derived = derived.get(part.module);
+        let factors = derived.and_then(|derived| derived.factors.as_ref());
+        match (part.kind, factors) {
+            (TensorKind::LoraA, Some(factors)) => T::round(&factors.a, out),
+            (TensorKind::LoraB, Some(factors)) => T::round(&factors.b, out),
+            (TensorKind::LoraMagnitude, _) => {
+                let derived = derived
+                    .ok_or_else(|| Error::internal(format!("no weight of {} was read yet", part.module)))?;
+                T::round(&derived.magnitude, out);
+            }
+            (TensorKind::TokensDelta, _) => self.fill_rows(part.module, adapter_setup, out)?,
+            (TensorKind::LoraA | TensorKind::LoraEmbeddingB, None) => {
+                let gaussian = matches!(adapter_setup.start, AdapterStart::Fresh(AdapterInit::Gaussian));
+                let found = self.modules.get(part.module);
+                let found =
+                    found.ok_or_else(|| Error::internal(format!("no module is called {}", part.module)))?;
+                T::round(&initial_lora(found, &desc.shape, gaussian, self.seed), out);
+            }
+            // B, and an embedding's A, start as zero.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Rows that train start as the table has them.
+    fn fill_rows<T: StoredElement>(
+        &self,
+        module: &str,
+        adapter_setup: &AdapterSetup,
+        out: &mut [T],
+    ) -> Result<()> {
+        let width = self.config.hidden_size;
+        let ids = adapter_setup.rows.get(module).map_or(&[][..], Vec::as_slice);
+        for (row, &id) in out.chunks_exact_mut(width).zip(ids) {
+            self.read_base(&format!("{module}.weight"), id as usize * width, row)?;
+        }
+        self.let_go(&format!("{module}.weight"));
+        Ok(())
+    }
+}
+
+/// A slot's name, taken apart.
+pub(crate) struct AdapterPart<'a> {
+    pub(crate) module: &'a str,
+    pub(crate) kind: TensorKind,
+}
+
+impl<'a> AdapterPart<'a> {
+    const ENDS: [(&'static str, TensorKind); 8] = [
+        (".lora_A.weight", TensorKind::LoraA),
+        (".lora_B.weight", TensorKind::LoraB),
+        (".lora_embedding_A", TensorKind::LoraEmbeddingA),
+        (".lora_embedding_B", TensorKind::LoraEmbeddingB),
+        (".lora_magnitude_vector", TensorKind::LoraMagnitude),
+        (TOKEN_ROWS, TensorKind::TokensDelta),
+        (".weight", TensorKind::SavedWeight),
+        (".bias", TensorKind::SavedBias),
+    ];
+
+    /// Of a slot that an adapter trains.
+    pub(crate) fn of(name: &'a str) -> Result<Self> {
+        let split = Self::ENDS.iter().find_map(|(end, kind)| Some((name.strip_suffix(end)?, *kind)));
+        let (module, kind) = split.ok_or_else(|| Error::internal(format!("no module for {name}")))?;
+        Ok(AdapterPart { module, kind })
+    }
+}
+
+/// Factors of a product that LoRA multiplies by `scale`.
+fn scaled(mut factors: LowRankFactors, scale: f64) -> LowRankFactors {
+    let root = (1.0 / scale).sqrt() as f32;
+    factors.a.iter_mut().chain(&mut factors.b).for_each(|value| *value *= root);
+    factors
+}
+
+/// DoRA's first magnitudes: the norms of the rows that the layer computes with.
+fn norms(
+    weight: Vec<f32>,
+    (out, inputs): (usize, usize),
+    factors: Option<&LowRankFactors>,
+    target: &Target,
+) -> Result<Vec<f32>> {
+    let host = &Device::Cpu;
+    let weight = Tensor::from_vec(weight, (out, inputs), host)?;
+    let (a, b) = match factors {
+        Some(LowRankFactors { a, b }) => (a.clone(), b.clone()),
+        None => (vec![0.0; target.r * inputs], vec![0.0; out * target.r]),
+    };
+    let a = Tensor::from_vec(a, (target.r, inputs), host)?;
+    let b = Tensor::from_vec(b, (out, target.r), host)?;
+    Ok(weight_norm(Weight::Dense(&weight), &a, &b, target.scale)?.to_vec1()?)
+}
+
+fn check_finite(name: &str, values: &[f32]) -> Result<()> {
+    match first_not_finite(values).map(|at| values[at]) {
+        None => Ok(()),
+        Some(value) => Err(Error::user(format!("cannot load {name}"))
+            .because(format!("it holds {value}; accepted: finite numbers"))
+            .hint("download the model again, or give another")),
+    }
+}

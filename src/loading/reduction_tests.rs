@@ -1,0 +1,157 @@
+//! Whole steps whose reductions are as late as they may be: that the engine computes beside them what it may, and no more.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+
+use super::{AdapterSetup, BaseModel, EngineOptions, Resolver, Trains};
+use crate::collective::Collective;
+use crate::collective::in_process::{InProcessWorld, run_ranks};
+use crate::collective::late_reductions::{LateCall, LateReductions};
+use crate::data::{Batch, IGNORE, PackedSample, Step};
+use crate::engine::{SaveAssignment, Trainer, TrainerOptions};
+use crate::error::Result;
+use crate::optim::{OptimizerOptions, Schedule};
+use crate::parallel::{DeviceMesh, GradReduceOptions, ShardingStrategy};
+use crate::recipe::enums::{Attention, ModelInit, Offload, Recompute, SchedulerKind};
+use crate::recipe::{AdapterSection, DataSource, ModelSection, OptimizerSection};
+use crate::rendezvous::locked;
+use crate::report::{Terminal, Verbosity};
+use crate::runtime::thread_pool;
+
+const RANKS: usize = 2;
+
+/// A model of five blocks with random weights.
+fn base(tied: bool) -> BaseModel {
+    let folder = tempfile::tempdir().unwrap();
+    let config = format!(
+        r#"{{"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "tie_word_embeddings": {tied}}}"#
+    );
+    std::fs::write(folder.path().join("config.json"), config).unwrap();
+    let terminal = Terminal::stderr(Verbosity::Quiet);
+    let finder = Resolver::new(true, &terminal).unwrap();
+    let id = Some(DataSource::Path(folder.path().into()));
+    let model = ModelSection { id, init: ModelInit::Random, ..ModelSection::default() };
+    BaseModel::open(&model, None, &finder).unwrap()
+}
+
+fn trainer_options(recompute: Recompute) -> TrainerOptions {
+    TrainerOptions {
+        optimizer: OptimizerOptions::from(&OptimizerSection::default()),
+        lora_plus_ratio: 1.0,
+        schedule: Schedule {
+            kind: SchedulerKind::Constant,
+            learning_rate: 1e-3,
+            warmup_steps: 0,
+            total_steps: 10,
+            min_lr_ratio: 0.0,
+            num_cycles: 1.0,
+            power: 1.0,
+            num_decay_steps: 0,
+        },
+        max_grad_norm: Some(1.0),
+        seed: 0,
+        recompute,
+        save_assignment: SaveAssignment::RoundRobin,
+    }
+}
+
+/// One sample of 12 tokens, another one for each `salt`.
+fn batch(salt: u32) -> Batch {
+    let ids: Vec<u32> = (0..12).map(|i| (i * 31 + salt * 17) % 290 + 3).collect();
+    let mut targets: Vec<u32> = ids[1..].to_vec();
+    targets.push(IGNORE);
+    let segments = vec![PackedSample { start: 0, len: 12 }];
+    Batch { ids, targets, segments, first_token: u64::from(salt) * 12, rows: 1 }
+}
+
+struct Case {
+    strategy: ShardingStrategy,
+    reduce_dtype: DType,
+    offload: Offload,
+    adapter: bool,
+    tied: bool,
+    recompute: Recompute,
+    micro_batches: u32,
+}
+
+impl Case {
+    /// Losses and norms of two steps in bits, and a hash of the values after them; reductions that went on.
+    fn train(&self, world: Arc<dyn Collective>) -> Result<Vec<u64>> {
+        let base = base(self.tied);
+        let section = AdapterSection { r: 4, ..AdapterSection::default() };
+        let adapter_setup = AdapterSetup::from_recipe(&section, ("base", &base.config), &[])?;
+        let options = EngineOptions {
+            ranks: DeviceMesh::new(self.strategy, world)?,
+            reducing: GradReduceOptions {
+                accumulates: self.micro_batches as usize > RANKS,
+                dtype: self.reduce_dtype,
+                kept: DType::F32,
+            },
+            offload: self.offload.into(),
+            ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
+        };
+        let trains = if self.adapter { Trains::adapter_or_all(Some(&adapter_setup)) } else { Trains::All };
+        let mut trainer = Trainer::new(base.engine(trains, &options)?, trainer_options(self.recompute))?;
+        let mut bits = Vec::new();
+        for step in 0..2 {
+            let micro_batches = (0..self.micro_batches).map(|i| batch(10 * step + i)).collect();
+            let done = trainer.step(&Step::new(micro_batches, 1.0))?;
+            bits.extend([done.loss.to_bits(), done.grad_norm.to_bits()]);
+        }
+        for tensor in trainer.snapshot(false)? {
+            bits.extend(tensor.values.to_f32().iter().map(|value| u64::from(value.to_bits())));
+        }
+        Ok(bits)
+    }
+}
+
+#[test]
+fn late_reductions_train_to_the_same_bits() {
+    use ShardingStrategy::{Ddp, Fsdp, Hsdp, Zero1, Zero2};
+    let case = |strategy| Case {
+        strategy,
+        reduce_dtype: DType::F32,
+        offload: Offload::None,
+        adapter: false,
+        tied: false,
+        recompute: Recompute::None,
+        micro_batches: 4,
+    };
+    let cases = [
+        Case { micro_batches: 2, ..case(Ddp) },
+        case(Ddp),
+        case(Zero1),
+        Case { recompute: Recompute::Block, ..case(Zero2) },
+        Case { recompute: Recompute::Block, tied: true, ..case(Fsdp) },
+        Case { reduce_dtype: DType::BF16, ..case(Fsdp) },
+        Case { offload: Offload::Params, ..case(Hsdp(1)) },
+        Case { adapter: true, ..case(Fsdp) },
+        Case { adapter: true, tied: true, reduce_dtype: DType::BF16, ..case(Zero2) },
+    ];
+    for case in cases {
+        let run = |late: bool| {
+            let ends = InProcessWorld::new(RANKS).communicators();
+            let rank = |end: Arc<dyn Collective>| {
+                if !late {
+                    return case.train(end);
+                }
+                let late = LateReductions::new(end);
+                let calls = late.calls();
+                let trained = case.train(Arc::new(late));
+                let step = |call: &LateCall| if matches!(call, LateCall::Started(..)) { 1 } else { -1 };
+                let calls = locked(&calls);
+                let now = calls.iter().map(step).scan(0, |now, step| {
+                    *now += step;
+                    Some(*now)
+                });
+                assert_eq!(now.max(), Some(2), "a segment's and the next one's");
+                trained
+            };
+            run_ranks(ends, |end| thread_pool::in_own_pool(1, || rank(Arc::new(end)))).unwrap()
+        };
+        assert!(run(true) == run(false), "{:?}, tied {}", case.strategy, case.tied);
+    }
+}

@@ -1,0 +1,267 @@
+//! What a run could do otherwise to need less memory, in order of what it costs: suggested where no strategy fits, and where
+//! a device runs out of memory after all.
+
+use candle_core::DType;
+
+use super::parallel::WorldSize;
+use crate::collective::Phase;
+use crate::loading::base_model::{BaseModel, EngineOptions};
+use crate::recipe::{
+    self, AutoOr, MOST_ACCUMULATION, MasterWeights, Offload, QuantKind, QuantizationSection, Recipe,
+    Recompute, StateDtype,
+};
+
+/// Fewest tokens of a row that shorter rows are suggested with.
+const SHORTEST_ROW: usize = 128;
+/// The change that an adapter takes back.
+pub(super) const WITHOUT_MASTERS: &str = "--set optimizer.master=none";
+/// Most times that the number of ranks is doubled in a suggestion.
+const DOUBLINGS: u32 = 6;
+
+/// What a recipe does not say of the model.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ModelSettings {
+    /// Whether it is computed on GPUs.
+    pub(super) on_gpu: bool,
+    /// Whether its files are quantized already.
+    pub(super) quantized: bool,
+    /// Whether it is computed in bf16.
+    pub(super) in_bf16: bool,
+}
+
+impl ModelSettings {
+    /// Those of the model `base` that `engine` computes.
+    pub(super) fn of(base: &BaseModel, engine: &EngineOptions) -> Self {
+        let (on_gpu, in_bf16) = (!engine.traits.is_cpu, engine.dtype == DType::BF16);
+        ModelSettings { on_gpu, quantized: base.format.is_some(), in_bf16 }
+    }
+}
+
+/// A change and its adjustments, each further than the one before.
+pub(super) struct Change {
+    pub(super) adjustments: Vec<Adjustment>,
+    relief: Relief,
+}
+
+type Apply = Box<dyn Fn(&mut Recipe, &mut WorldSize)>;
+
+/// A value of a change.
+pub(super) struct Adjustment {
+    /// As it is typed.
+    pub(super) typed: String,
+    pub(super) apply: Apply,
+}
+
+/// Which memory a change makes smaller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Relief {
+    /// What lies on the device for all of the run: weights, gradients, states.
+    Kept,
+    /// What a step keeps of its forward.
+    Steps,
+    /// What is computed of rows, in steps and in evaluations.
+    Rows,
+    /// The host's alone.
+    Host,
+}
+
+impl Relief {
+    /// Whether the memory is what a device has too little of in `phase`.
+    fn helps_in(self, phase: Phase) -> bool {
+        let steps = !matches!(
+            phase,
+            Phase::Meet | Phase::Load | Phase::Evaluate | Phase::Report | Phase::Save | Phase::Output
+        );
+        match self {
+            Relief::Kept => true,
+            Relief::Steps => steps,
+            Relief::Rows => steps || phase == Phase::Evaluate,
+            Relief::Host => false,
+        }
+    }
+}
+
+/// What may make a run of `recipe` smaller, on as many ranks, in order of what it costs. What the recipe does already is
+/// not among it.
+pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
+    let mut all: Vec<Change> = Vec::new();
+    let mut push = |useful: bool, relief: Relief, typed: String, apply: Apply| {
+        if useful {
+            all.push(Change { adjustments: vec![Adjustment { typed, apply }], relief });
+        }
+    };
+    let (train, parallel) = (&recipe.train, &recipe.parallel);
+    let blocks = train.recompute == AutoOr::Fixed(Recompute::None);
+    push(blocks, Relief::Steps, set("train.recompute=block"), Box::new(recompute_blocks));
+    let floats = recipe.optimizer.state == StateDtype::F32;
+    let to_int8: Apply = Box::new(|r, _| r.optimizer.state = StateDtype::Int8);
+    push(floats, Relief::Kept, set("optimizer.state=int8"), to_int8);
+    let adapter = recipe.adapter.is_some();
+    let has_masters = recipe.optimizer.master == MasterWeights::F32;
+    let masters = model.in_bf16 && !adapter && has_masters;
+    let to_none: Apply = Box::new(|r, _| r.optimizer.master = MasterWeights::None);
+    push(masters, Relief::Kept, WITHOUT_MASTERS.into(), to_none);
+    let micro_batches = train.accumulation().saturating_mul(train.micro_batch_rows());
+    let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
+    push(
+        train.micro_batch_rows() > 1 && micro_batches <= MOST_ACCUMULATION,
+        Relief::Rows,
+        format!("{} {}", set("train.micro_batch_size=1"), set(&accumulated)),
+        Box::new(move |r, _| {
+            r.train.micro_batch_size = AutoOr::Fixed(1);
+            r.train.gradient_accumulation_steps = AutoOr::Fixed(micro_batches);
+        }),
+    );
+    let here = parallel.offload == Offload::None && model.on_gpu;
+    push(here, Relief::Kept, set("parallel.offload=optimizer"), Box::new(offload_optimizer));
+    let kept = parallel.offload != Offload::Params && model.on_gpu;
+    push(kept, Relief::Kept, set("parallel.offload=params"), Box::new(offload_params));
+    let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
+    push(parallel.offload_folder.is_none(), Relief::Host, to_file, Box::new(offload_to_file));
+    let dense = recipe.quantization.is_none() && !model.quantized;
+    push(adapter && dense, Relief::Kept, set("quantization.kind=nf4"), Box::new(quantize));
+    // An adapter's masters stay.
+    let mut lora = set("adapter.kind=lora");
+    if !has_masters {
+        lora = format!("{lora} {}", set("optimizer.master=f32"));
+    }
+    let both = format!("{lora} {}", set("quantization.kind=nf4"));
+    push(!adapter, Relief::Kept, lora, Box::new(add_adapter));
+    push(!adapter && dense, Relief::Kept, both, Box::new(add_adapter_and_quantize));
+    all.push(shorter_rows(recipe.data.longest_row()));
+    all
+}
+
+/// The first adjustment of each of the changes with which a device has more memory in `phase`.
+pub(super) fn first_for(phase: Phase, changes: &[Change]) -> impl Iterator<Item = &Adjustment> {
+    let helping = changes.iter().filter(move |change| change.relief.helps_in(phase));
+    helping.filter_map(|change| change.adjustments.first())
+}
+
+fn set(assignment: &str) -> String {
+    format!("--set {assignment}")
+}
+
+fn recompute_blocks(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.train.recompute = AutoOr::Fixed(Recompute::Block);
+}
+
+fn offload_optimizer(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.parallel.offload = Offload::Optimizer;
+}
+
+fn offload_params(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.parallel.offload = Offload::Params;
+}
+
+fn offload_to_file(recipe: &mut Recipe, world: &mut WorldSize) {
+    offload_params(recipe, world);
+    recipe.parallel.offload_folder = Some(recipe::Folder("FOLDER".into()));
+}
+
+fn quantize(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.quantization =
+        Some(QuantizationSection { kind: QuantKind::Nf4, ..QuantizationSection::default() });
+}
+
+fn add_adapter(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.adapter = Some(recipe::AdapterSection::default());
+    recipe.optimizer.master = MasterWeights::F32;
+}
+
+fn add_adapter_and_quantize(recipe: &mut Recipe, world: &mut WorldSize) {
+    add_adapter(recipe, world);
+    quantize(recipe, world);
+}
+
+fn shorter_rows(max_seq_len: usize) -> Change {
+    let halves = std::iter::successors(Some(max_seq_len / 2), |length| Some(length / 2));
+    let shorter = |length: usize| Adjustment {
+        typed: set(&format!("data.max_seq_len={length}")),
+        apply: Box::new(move |recipe, _| recipe.data.max_seq_len = AutoOr::Fixed(length)),
+    };
+    let adjustments = halves.take_while(|length| *length >= SHORTEST_ROW).map(shorter).collect();
+    Change { adjustments, relief: Relief::Rows }
+}
+
+/// More ranks, over which a strategy spreads what is kept.
+pub(super) fn more_ranks(world: WorldSize) -> Change {
+    let more = |doubling: u32| {
+        let all = world.all.saturating_mul(1 << doubling);
+        let is_one_host = world.local == Some(world.all);
+        let typed = if is_one_host { format!("--ranks {all}") } else { format!("{all} ranks in all") };
+        Adjustment { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
+    };
+    Change { adjustments: (1..=DOUBLINGS).map(more).collect(), relief: Relief::Kept }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn advised(recipe: &Recipe, on_gpu: bool, phase: Phase) -> Vec<String> {
+        let changes = changes(recipe, ModelSettings { on_gpu, quantized: false, in_bf16: false });
+        first_for(phase, &changes).map(|first| first.typed.clone()).collect()
+    }
+
+    fn recipe() -> Recipe {
+        let mut recipe = Recipe::default();
+        recipe.adapter = Some(recipe::AdapterSection::default());
+        recipe.train.recompute = AutoOr::Fixed(Recompute::None);
+        recipe.train.micro_batch_size = AutoOr::Fixed(4);
+        recipe.train.gradient_accumulation_steps = AutoOr::Fixed(2);
+        recipe.data.max_seq_len = AutoOr::Fixed(512);
+        recipe
+    }
+
+    #[test]
+    fn what_helps_depends_on_the_phase() {
+        let backward = advised(&recipe(), true, Phase::Backward);
+        assert_eq!(
+            backward,
+            [
+                "--set train.recompute=block",
+                "--set optimizer.state=int8",
+                "--set train.micro_batch_size=1 --set train.gradient_accumulation_steps=8",
+                "--set parallel.offload=optimizer",
+                "--set parallel.offload=params",
+                "--set quantization.kind=nf4",
+                "--set data.max_seq_len=256",
+            ]
+        );
+        let evaluate = advised(&recipe(), true, Phase::Evaluate);
+        assert!(!evaluate.contains(&backward[0]) && evaluate.contains(&backward[2]), "{evaluate:?}");
+        let load = advised(&recipe(), true, Phase::Load);
+        assert_eq!(load, [1, 3, 4, 5].map(|at: usize| backward[at].clone()));
+    }
+
+    /// The recipe refuses more micro-batches a step than that.
+    #[test]
+    fn nothing_is_advised_that_the_recipe_refuses() {
+        let mut recipe = recipe();
+        recipe.train.gradient_accumulation_steps = AutoOr::Fixed(MOST_ACCUMULATION / 4);
+        let wanted = format!("train.gradient_accumulation_steps={MOST_ACCUMULATION}");
+        let has = |recipe: &Recipe, part: &str| {
+            advised(recipe, true, Phase::Backward).iter().any(|typed| typed.contains(part))
+        };
+        assert!(has(&recipe, &wanted));
+        recipe.train.gradient_accumulation_steps = AutoOr::Fixed(MOST_ACCUMULATION / 4 + 1);
+        assert!(!has(&recipe, "gradient_accumulation_steps"));
+        recipe.data.max_seq_len = AutoOr::Fixed(3);
+        assert!(!has(&recipe, "max_seq_len"));
+    }
+
+    #[test]
+    fn what_a_run_does_already_is_not_advised() {
+        let mut recipe = recipe();
+        recipe.train.recompute = AutoOr::Fixed(Recompute::Block);
+        recipe.optimizer.state = StateDtype::Int8;
+        recipe.train.micro_batch_size = AutoOr::Fixed(1);
+        recipe.parallel.offload = Offload::Params;
+        recipe.quantization = Some(QuantizationSection::default());
+        recipe.data.max_seq_len = AutoOr::Fixed(200);
+        assert_eq!(advised(&recipe, true, Phase::Backward), [""; 0]);
+        recipe.train.recompute = AutoOr::Fixed(Recompute::None);
+        assert_eq!(advised(&recipe, false, Phase::Backward), ["--set train.recompute=block"]);
+    }
+}

@@ -1,0 +1,341 @@
+//! Whether a step fits the memory of its ranks: the strategy and the recomputing with which it does, and where none
+//! does, the changes of the run with which it would. All figures come from [`MemoryPlan::of_step`].
+
+use std::sync::Arc;
+
+use super::bf16_copy;
+use super::changes::{Change, ModelSettings, WITHOUT_MASTERS, changes, more_ranks};
+use super::memory::{MemoryOptions, MemoryPlan, MicroBatchTensors, Saving, available};
+use super::memory_parts::MemoryParts;
+use super::parallel;
+use super::parallel::{WorldSize, named_strategy, pick_strategy};
+use super::run_params::{ParamCache, RunParams};
+use super::traffic;
+use crate::data::Dataset;
+use crate::error::{Error, Result};
+use crate::export::bitsandbytes::LinearLayers;
+use crate::loading::adapter_setup::AdapterSetup;
+use crate::loading::base_model::{BaseModel, EngineOptions, format};
+use crate::loading::param_layout::Trains;
+use crate::optim::OptimizerOptions;
+use crate::parallel::{ParamDesc, SentBytes, ShardingStrategy};
+use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
+use crate::report::memory::current_bytes;
+use crate::units;
+
+/// Bytes of the program and of its threads' stacks that come into memory with the first step: 3.6 MiB of code in a release
+/// build and 4.6 in one for debugging were measured over the quickstart, the rest for stacks.
+const STARTED: u64 = 5 << 20;
+
+/// Bytes that this process will hold beside what its ranks load, asked before they do: the program, tokenizer and data.
+pub(crate) fn process_bytes() -> u64 {
+    current_bytes().unwrap_or(0) + STARTED
+}
+
+/// What the memory of a step depends on, beside the recipe's own keys.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StepInputs<'a> {
+    pub(crate) base: &'a BaseModel,
+    pub(crate) adapter_setup: Option<&'a AdapterSetup>,
+    pub(crate) rows: Rows<'a>,
+    /// Ids of `model.new_tokens`.
+    pub(crate) new_tokens: &'a [u32],
+    pub(crate) engine: &'a EngineOptions,
+    pub(crate) room: Room,
+    /// Parameters that were listed already.
+    pub(crate) params: &'a ParamCache,
+}
+
+/// The rows that steps take.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Rows<'a> {
+    /// Those of a data set.
+    Of(&'a Dataset),
+    /// As long as `data.max_seq_len` allows, each of them.
+    Full,
+}
+
+/// The memory that a run is planned for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Room {
+    /// That of this machine, less what is in use.
+    Here,
+    /// That of a device which need not be here.
+    Planned {
+        /// Bytes that a rank can have.
+        free: u64,
+        /// Bytes that driver and communication hold besides.
+        process: u64,
+    },
+}
+
+/// How a step is run, and the memory that it needs on each rank.
+#[derive(Debug)]
+pub(crate) struct Fit {
+    pub(crate) kind: ShardingStrategy,
+    /// Why the strategy was picked, where the recipe left it open.
+    pub(crate) why: Option<String>,
+    pub(crate) recompute: Recompute,
+    pub(crate) memory: MemoryPlan,
+}
+
+/// A step as it is laid out over the ranks.
+#[derive(Debug)]
+pub(crate) struct PlannedStep {
+    pub(crate) fit: Fit,
+    /// Every parameter of the run.
+    pub(crate) descs: Arc<[ParamDesc]>,
+    /// What a rank sends.
+    pub(crate) sent: SentBytes,
+    /// Bytes that are copied from the host for one use of all of them.
+    pub(crate) brought: u64,
+}
+
+impl StepInputs<'_> {
+    /// The strategy and the recomputing of `recipe`, decided where it leaves them open; what it names is taken whether it
+    /// fits or not.
+    ///
+    /// # Errors
+    /// Keys of `[parallel]` that contradict the number of ranks; a bf16 copy that nothing would read; `strategy = "auto"`, and no strategy fits.
+    pub(crate) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<Fit> {
+        match self.fit(recipe, world)? {
+            Some(fit) => {
+                bf16_copy::check(recipe, self.engine, fit.kind)?;
+                Ok(fit)
+            }
+            None => Err(self.refusal(recipe, world)?),
+        }
+    }
+
+    /// Bytes of a rank's process beside what it computes with, where it is known.
+    fn process(&self, world: WorldSize) -> u64 {
+        match self.room {
+            Room::Planned { process, .. } => process,
+            Room::Here if world.all == 1 && self.engine.traits.on_host() => process_bytes(),
+            Room::Here => 0,
+        }
+    }
+
+    /// As [`StepInputs::decide`]; none where the strategy is left open and none fits.
+    pub(super) fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<Fit>> {
+        Ok(self.planned(recipe, world)?.map(|step| step.fit))
+    }
+
+    /// As [`StepInputs::decide`], with what the step is made of; none where the strategy is left open and none fits.
+    pub(crate) fn planned(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<PlannedStep>> {
+        let params = self.run_params(recipe)?;
+        let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
+        let descs = Arc::clone(&params.descs);
+        let tokens = widest_micro_batch(recipe, self.rows);
+        let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
+        let any = how(recipe, &engine, ShardingStrategy::Single, world.all);
+        let tensors = MicroBatchTensors::new(&self.base.config, &descs, adapter_setup, tokens, &any);
+        let needed = |kind, recompute| {
+            let how = how(recipe, &engine, kind, world.all);
+            MemoryPlan::of_tensors(&tensors, &descs, adapter_setup.is_some(), recompute, &how)
+        };
+        let budget = self.budget(world.all);
+        let picked = match named_strategy(recipe, world)? {
+            Some(kind) => Some((kind, None)),
+            None => pick_strategy(world.all, budget, |kind| needed(kind, least(recipe))),
+        };
+        let Some((kind, why)) = picked else { return Ok(None) };
+        let recompute = decide_recompute(recipe.train.recompute, budget, |r| needed(kind, r));
+        let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute) };
+        let fit = Fit { kind, why, recompute, memory };
+        let options = how(recipe, &engine, kind, world.all);
+        let turns = recipe.train.accumulation() as u64;
+        let sent = traffic::sent(&descs, &options, parallel::reduce_dtype(&recipe.parallel), turns)?;
+        let brought = traffic::brought(&descs, &options);
+        Ok(Some(PlannedStep { fit, descs, sent, brought }))
+    }
+
+    /// What makes up the memory of weights, gradients, states and activations of a step of `recipe`.
+    ///
+    /// # Errors
+    /// As [`StepInputs::decide`].
+    pub(crate) fn parts(&self, recipe: &Recipe, step: &PlannedStep, world: WorldSize) -> Result<MemoryParts> {
+        let params = self.run_params(recipe)?;
+        let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
+        let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
+        let options = how(recipe, &engine, step.fit.kind, world.all);
+        let tokens = widest_micro_batch(recipe, self.rows);
+        Ok(MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options))
+    }
+
+    /// The parameters of `recipe`.
+    ///
+    /// # Errors
+    /// Its adapter fits nothing of the model, or names what is not there; modules that it leaves unquantized are none.
+    fn run_params(&self, recipe: &Recipe) -> Result<Arc<RunParams>> {
+        self.params.get((recipe.adapter.clone(), recipe.quantization.clone()), || {
+            let own_adapter = self.adapter_of(recipe)?;
+            let descs = self.descs(recipe, self.adapter_setup.or(own_adapter.as_ref()))?;
+            Ok(RunParams { own_adapter, descs: descs.into() })
+        })
+    }
+
+    /// The adapter of a recipe that has one where the run has none.
+    pub(crate) fn adapter_of(&self, recipe: &Recipe) -> Result<Option<AdapterSetup>> {
+        let wanted = recipe.adapter.as_ref().filter(|_| self.adapter_setup.is_none());
+        let named = (self.base.found.id.as_str(), &self.base.config);
+        wanted.map(|adapter| AdapterSetup::from_recipe(adapter, named, self.new_tokens)).transpose()
+    }
+
+    fn descs(&self, recipe: &Recipe, adapter_setup: Option<&AdapterSetup>) -> Result<Vec<ParamDesc>> {
+        let (base, trains) = (self.base, Trains::adapter_or_all(adapter_setup));
+        match recipe.quantization.as_ref().filter(|_| base.format.is_none()) {
+            None => base.descs(trains, Some(self.engine)),
+            Some(wanted) => {
+                let skipped = LinearLayers::new(&base.config, &wanted.skip_modules)?.skipped;
+                base.slots_in((Some(format(wanted)), &skipped), trains, Some(self.engine))
+            }
+        }
+    }
+
+    /// Bytes that each of `ranks` ranks may plan with; none where nothing tells. Ranks on the CPU share one memory, and
+    /// a tenth is left for what the estimate does not know.
+    pub(crate) fn budget(&self, ranks: usize) -> Option<u64> {
+        if let Room::Planned { free, .. } = self.room {
+            return Some(free / 10 * 9);
+        }
+        let sharing = if self.engine.device.is_cpu() { ranks as u64 } else { 1 };
+        available(&self.engine.device).map(|bytes| bytes / sharing / 10 * 9)
+    }
+
+    fn settings(&self) -> ModelSettings {
+        ModelSettings::of(self.base, self.engine)
+    }
+
+    /// The error where no strategy fits, with the changes that would make one fit.
+    fn refusal(&self, recipe: &Recipe, world: WorldSize) -> Result<Error> {
+        let mut smallest = recipe.clone();
+        smallest.parallel.strategy = recipe::Strategy::Fsdp;
+        let needed = self.fit(&smallest, world)?.map(|fit| fit.memory).unwrap_or_default();
+        let have = self.budget(world.all).unwrap_or_default();
+        let error =
+            Error::user(format!("cannot train on {} ranks: no strategy fits their memory", world.all))
+                .because(format!(
+                    "fsdp, which needs least, needs {} a rank ({}); {} are there",
+                    units::bytes(needed.total()),
+                    needed.by_cause(),
+                    units::bytes(have)
+                ));
+        let mut all = changes(recipe, self.settings());
+        all.push(more_ranks(world));
+        let mut fitting = Vec::new();
+        for change in &all {
+            if let Some(found) = self.first_that_fits(change, recipe, world)? {
+                fitting.push(found);
+            }
+        }
+        if fitting.is_empty() {
+            fitting.extend(self.together(&all, recipe, world)?);
+        }
+        Ok(if fitting.is_empty() {
+            error.hint("give a smaller model, or more or larger devices")
+        } else {
+            error.hint(format!("one of these fits: {}", fitting.join(", ")))
+        })
+    }
+
+    /// The first adjustment of a change with which the run fits, as it is typed, and what it needs then.
+    fn first_that_fits(&self, change: &Change, recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
+        for adjustment in &change.adjustments {
+            let (mut recipe, mut world) = (recipe.clone(), world);
+            (adjustment.apply)(&mut recipe, &mut world);
+            if let Some(fit) = self.fit(&recipe, world)? {
+                return Ok(Some(said(&adjustment.typed, &fit)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Changes one after another until the run fits.
+    fn together(&self, all: &[Change], recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
+        let (mut recipe, mut world, mut typed) = (recipe.clone(), world, Vec::new());
+        for change in all {
+            for (i, adjustment) in change.adjustments.iter().enumerate() {
+                (adjustment.apply)(&mut recipe, &mut world);
+                // A further adjustment of a change takes the place of the one before.
+                typed.truncate(typed.len() - usize::from(i > 0));
+                if recipe.adapter.is_some() {
+                    typed.retain(|text| *text != WITHOUT_MASTERS);
+                }
+                typed.push(adjustment.typed.as_str());
+                if let Some(fit) = self.fit(&recipe, world)? {
+                    return Ok(Some(said(&typed.join(" "), &fit)));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn said(typed: &str, fit: &Fit) -> String {
+    let strategy = parallel::named(fit.kind);
+    format!("`{typed}` ({} a rank with {strategy})", units::bytes(fit.memory.total()))
+}
+
+/// The recomputing that needs least: where it is left open it may make room for a strategy that sends less.
+fn least(recipe: &Recipe) -> Recompute {
+    match recipe.train.recompute {
+        AutoOr::Auto => Recompute::Block,
+        AutoOr::Fixed(chosen) => chosen,
+    }
+}
+
+fn decide_recompute(
+    wanted: AutoOr<Recompute>,
+    budget: Option<u64>,
+    needed: impl Fn(Recompute) -> MemoryPlan,
+) -> Recompute {
+    match wanted {
+        AutoOr::Fixed(chosen) => chosen,
+        AutoOr::Auto => match budget {
+            Some(bytes) if needed(Recompute::None).total() > bytes => Recompute::Block,
+            _ => Recompute::None,
+        },
+    }
+}
+
+/// How parameters are kept under a strategy.
+fn how<'a>(
+    recipe: &Recipe,
+    engine: &'a EngineOptions,
+    kind: ShardingStrategy,
+    ranks: usize,
+) -> MemoryOptions<'a> {
+    MemoryOptions {
+        dtype: engine.dtype,
+        optimizer_state: OptimizerOptions::from(&recipe.optimizer).state_layout(),
+        kind,
+        ranks,
+        saving: match (recipe.checkpoint.save_steps, recipe.checkpoint.async_save) {
+            (StepInterval::Never, _) => Saving::Outputs,
+            (_, false) => Saving::BetweenSteps,
+            (_, true) => Saving::InBackground,
+        },
+        sharded_over: kind.shard_size(ranks),
+        accumulates: parallel::accumulates(recipe, engine.traits),
+        master: recipe.optimizer.master,
+        kept_gradients: parallel::kept_gradients(recipe),
+        overlaps_reductions: ranks > 1 && !engine.traits.is_cpu,
+        offload: &engine.offload,
+        on_host: engine.traits.on_host(),
+        bf16_copy: engine.bf16_copy,
+    }
+}
+
+/// Tokens of the largest micro-batch that can come.
+pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
+    let (size, longest) = (recipe.train.micro_batch_rows(), recipe.data.longest_row());
+    let Rows::Of(data) = rows else { return size.saturating_mul(longest) };
+    let mut lengths: Vec<usize> =
+        data.examples().iter().map(|example| example.ids.len().min(longest)).collect();
+    if recipe.data.packing {
+        return size.saturating_mul(longest).min(lengths.iter().sum());
+    }
+    lengths.sort_unstable_by(|a, b| b.cmp(a));
+    lengths.iter().take(size).sum()
+}

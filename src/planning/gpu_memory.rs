@@ -1,0 +1,159 @@
+//! What a step holds on a GPU for a moment, whose memory goes round: what is let go of serves what comes next, so only
+//! what lies side by side at one time counts.
+
+use std::collections::HashSet;
+
+use crate::loading::adapter_setup::AdapterSetup;
+use crate::model::{BlockLayout, BlockModule, LinearGroup, ModelConfig, WeightShape};
+use crate::ops::GEMM_WORKSPACE;
+use crate::ops::cross_entropy::logits_bytes;
+
+/// Bytes of an f32 value.
+const F32: usize = 4;
+
+/// A micro-batch through the blocks of a model.
+pub(super) struct GpuStep<'a> {
+    config: &'a ModelConfig,
+    tokens: usize,
+    /// Bytes of an activation.
+    size: usize,
+    /// The linear layers of a block.
+    layers: Vec<LinearLayer>,
+    has_dora: bool,
+    has_dropout: bool,
+}
+
+/// A linear layer, as it is in any of the blocks.
+struct LinearLayer {
+    group: LinearGroup,
+    out: usize,
+    inputs: usize,
+    is_quantized: bool,
+    has_adapter: bool,
+}
+
+impl<'a> GpuStep<'a> {
+    /// A micro-batch of this many tokens and bytes of an activation; `dequantized` are the matrices that are made into
+    /// panels.
+    pub(super) fn new(
+        config: &'a ModelConfig,
+        dequantized: &HashSet<&str>,
+        adapter_setup: Option<&AdapterSetup>,
+        [tokens, size]: [usize; 2],
+    ) -> Self {
+        let targets = adapter_setup.map_or(&[][..], |setup| &setup.targets);
+        let targets: HashSet<&str> = targets.iter().map(|target| target.name.as_str()).collect();
+        let layer = |module: &BlockModule| {
+            let WeightShape::Matrix { out, inputs } = module.weight else { return None };
+            let names = || (0..config.num_layers()).map(|block| module.name_in(block));
+            Some(LinearLayer {
+                group: module.part.group()?,
+                out,
+                inputs,
+                is_quantized: names().any(|name| dequantized.contains(format!("{name}.weight").as_str())),
+                has_adapter: names().any(|name| targets.contains(name.as_str())),
+            })
+        };
+        GpuStep {
+            config,
+            tokens,
+            size,
+            layers: BlockLayout::new(config).modules().iter().filter_map(layer).collect(),
+            has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
+            has_dropout: adapter_setup.is_some_and(|setup| setup.dropout > 0.0),
+        }
+    }
+
+    /// Bytes beside what is kept of activations, which is `at_loss` while the loss is computed and `at_backward` at most:
+    /// what the loss lets go of serves the backward of the last block, so the larger counts.
+    pub(super) fn workspace(&self, [at_loss, at_backward]: [u64; 2]) -> u64 {
+        // Beside logits lie the last hidden states, the same normed, and the gradients of both.
+        let hidden = self.rows(4 * self.config.hidden_size);
+        let loss = at_loss + hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
+        GEMM_WORKSPACE as u64 + loss.max(at_backward + self.temporaries()) - at_backward
+    }
+
+    /// Activations of this width.
+    fn rows(&self, width: usize) -> u64 {
+        (self.tokens * width * self.size) as u64
+    }
+
+    /// What lies side by side at the stages of a block's backward, as `model::backward` takes them, and of its forward
+    /// under recompute.
+    fn temporaries(&self) -> u64 {
+        let (d, f, heads) = (self.config.hidden_size, self.config.intermediate_size, self.config.heads);
+        let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
+        let through = |group| self.product_backward(group);
+        let stages = [
+            // The product of gate and up, and its gradient through the down projection.
+            self.rows(2 * f + d) + through(LinearGroup::Down),
+            // The gradients of that product and of gate and up.
+            self.rows(3 * f + d),
+            // Through gate and up to their input, then through its norm.
+            self.rows(2 * f + 3 * d) + through(LinearGroup::GateUp),
+            self.rows(2 * f + 4 * d),
+            // Through attention's output projection; attention's output and its inputs; then through q, k and v to
+            // theirs, and through its norm.
+            self.rows(2 * d + q) + through(LinearGroup::O),
+            self.rows(2 * d + q + qk + qkv),
+            self.rows(4 * d + qkv) + through(LinearGroup::Qkv),
+            self.rows(5 * d + qkv),
+            // Forward: the gradient of the block's output, and the layer's input; of the last, its output.
+            self.rows(2 * d) + self.product_forward(LinearGroup::Qkv),
+            self.rows(d + q) + self.product_forward(LinearGroup::O),
+            self.rows(2 * d) + self.product_forward(LinearGroup::GateUp),
+            self.rows(2 * d + f) + self.product_forward(LinearGroup::Down),
+        ];
+        stages.into_iter().max().unwrap_or(0)
+    }
+
+    fn group(&self, group: LinearGroup) -> impl Iterator<Item = &LinearLayer> {
+        self.layers.iter().filter(move |layer| layer.group == group)
+    }
+
+    /// Whether the layers of a group carry DoRA, or dropout in their adapters.
+    fn has(&self, group: LinearGroup, what: bool) -> bool {
+        what && self.group(group).any(|layer| layer.has_adapter)
+    }
+
+    /// Bytes of quantized matrices as a product reads them: one at a time under DoRA and where others are dense.
+    fn panel(&self, group: LinearGroup) -> u64 {
+        let bytes = |layer: &LinearLayer| (layer.out * layer.inputs * self.size) as u64;
+        let quantized = self.group(group).filter(|layer| layer.is_quantized).map(bytes);
+        let in_one = self.group(group).all(|layer| layer.is_quantized) && !self.has(group, self.has_dora);
+        if in_one { quantized.sum() } else { quantized.max().unwrap_or(0) }
+    }
+
+    /// The widest input and output of a layer with an adapter.
+    fn adapted_widths(&self, group: LinearGroup) -> (usize, usize) {
+        let widths =
+            self.group(group).filter(|layer| layer.has_adapter).map(|layer| (layer.inputs, layer.out));
+        widths.fold((0, 0), |(inputs, out), (x, y)| (inputs.max(x), out.max(y)))
+    }
+
+    /// Bytes beside input and output in the forward of a group.
+    fn product_forward(&self, group: LinearGroup) -> u64 {
+        let (inputs, _) = self.adapted_widths(group);
+        let dropped = if self.has_dropout { self.rows(inputs) } else { 0 };
+        if !self.has(group, self.has_dora) {
+            return self.panel(group).max(dropped);
+        }
+        // The adapted weight in f32 while its rows are measured.
+        let adapted = self.group(group).filter(|layer| layer.has_adapter);
+        let measured = adapted.map(|layer| (layer.out * layer.inputs * F32) as u64).max().unwrap_or(0);
+        measured.max(self.panel(group) + dropped)
+    }
+
+    /// Bytes beside the gradients of input and output in the backward of a group.
+    fn product_backward(&self, group: LinearGroup) -> u64 {
+        let (inputs, out) = self.adapted_widths(group);
+        // What comes through a branch with dropout, in f32, and the same with values dropped.
+        let through_branch = (self.tokens * inputs * F32) as u64;
+        let dropped = if self.has_dropout { 2 * through_branch } else { 0 };
+        if !self.has(group, self.has_dora) {
+            return self.panel(group).max(dropped);
+        }
+        let beside_panel = if self.has_dropout { through_branch } else { 0 };
+        self.rows(out) + (self.panel(group) + beside_panel).max(dropped)
+    }
+}

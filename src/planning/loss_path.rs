@@ -1,0 +1,44 @@
+//! How the loss goes through the output layer, by what of that trains and whether its logits have a soft-cap.
+
+use serde::Serialize;
+
+use crate::model::ModelConfig;
+use crate::parallel::{ParamDesc, TOKEN_ROWS};
+use crate::weights::{EMBED_TOKENS, EMBED_TOKENS_MODULE, LM_HEAD, LM_HEAD_MODULE};
+
+/// How the loss goes through the output layer, on which its memory and its speed depend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossPath {
+    /// The layer is frozen: a part of the vocabulary at a time (on the CPU).
+    Frozen,
+    /// Its weight is frozen, but an adapter on it or single rows of it train, or its logits have a soft-cap: all logits of a chunk of rows
+    /// at a time.
+    Chunked,
+    /// Its weight trains: the same, and its gradient is a third product.
+    Trained,
+}
+
+impl LossPath {
+    /// That of a model with the parameters `descs`.
+    pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
+        let has_own = descs.iter().any(|desc| desc.name == LM_HEAD);
+        let tied = config.tie_word_embeddings && !has_own;
+        let (weight, module) =
+            if tied { (EMBED_TOKENS, EMBED_TOKENS_MODULE) } else { (LM_HEAD, LM_HEAD_MODULE) };
+        let trains = |is_meant: &dyn Fn(&str) -> bool| {
+            descs.iter().any(|desc| desc.kind.trains() && is_meant(&desc.name))
+        };
+        let has_rows = trains(&|name| name.strip_prefix(module) == Some(TOKEN_ROWS));
+        // An adapter on the embedding is not on a head that is tied to it.
+        let has_adapter = trains(&|name| {
+            let slot = name.strip_prefix(LM_HEAD_MODULE).and_then(|slot| slot.strip_prefix('.'));
+            slot.is_some_and(|slot| slot.starts_with("lora_"))
+        });
+        match () {
+            () if trains(&|name| name == weight) => LossPath::Trained,
+            () if has_rows || has_adapter || config.logit_softcap.is_some() => LossPath::Chunked,
+            () => LossPath::Frozen,
+        }
+    }
+}

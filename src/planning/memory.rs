@@ -1,0 +1,559 @@
+//! How much memory a step will need, from shapes alone, and whether it fits: the ground for `recompute = "auto"`.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use candle_core::{DType, Device};
+
+use super::gpu_memory::GpuStep;
+use super::loss_path::LossPath;
+use crate::collective::Phase;
+use crate::loading::adapter_setup::AdapterSetup;
+use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
+use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
+use crate::optim::StateLayout;
+use crate::parallel::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
+use crate::quant::QuantRun;
+use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
+use crate::runtime::param_storage::STAGING_ELEMENTS;
+use crate::units;
+
+/// What a process holds before anything is loaded, as a cause.
+pub(crate) const PROCESS: &str = "the process itself";
+
+/// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryPlan {
+    /// Weights as they are kept, and f32 masters.
+    pub weights: u64,
+    /// Gradients as they are kept.
+    pub gradients: u64,
+    /// The optimizer's state, in 32 or 8 bits.
+    pub optimizer: u64,
+    /// What forward keeps for backward.
+    pub activations: u64,
+    /// What lives for a moment: one block's temporaries, the logits of a chunk.
+    pub workspace: u64,
+    /// Of it what is gathered or brought for a moment, and gradients before they are added up or on their way.
+    pub in_flight: u64,
+    /// Bytes of a chunk's logits, which lie in the workspace while the loss is computed.
+    pub logits: u64,
+    /// Trained tensors as they were at a step, until they are written to files.
+    pub saving: u64,
+    /// What the process held before anything was loaded: the program, tokenizer and data.
+    pub process: u64,
+    /// Beside the device: what is offloaded to host memory.
+    pub host: u64,
+    /// Beside both: parameters in a file.
+    pub file: u64,
+}
+
+impl MemoryPlan {
+    /// The sum on the device.
+    pub fn total(&self) -> u64 {
+        let step = self.weights + self.gradients + self.optimizer + self.activations + self.workspace;
+        step + self.saving + self.process
+    }
+
+    /// The most of [`MemoryPlan::total`] that `phase` is to hold. On the host what a step took stays with the process for the
+    /// next one, in whatever phase.
+    pub(crate) fn in_phase(&self, phase: Phase, on_host: bool) -> u64 {
+        let kept = self.weights + self.gradients + self.optimizer + self.process;
+        match phase {
+            Phase::Meet => self.process,
+            Phase::Load => kept,
+            _ if on_host => self.total(),
+            Phase::Forward | Phase::Loss | Phase::Backward | Phase::Evaluate => self.total(),
+            _ => kept + self.saving,
+        }
+    }
+
+    /// The cause whose memory is taken in `phase`, with its bytes.
+    pub(crate) fn grows_in(&self, phase: Phase) -> (&'static str, u64) {
+        match phase {
+            Phase::Meet | Phase::Load => (
+                "weights, gradients and the optimizer's state",
+                self.weights + self.gradients + self.optimizer,
+            ),
+            Phase::Forward => ("activations", self.activations),
+            Phase::Save | Phase::Output => ("what is saved", self.saving + self.host),
+            _ => ("workspace", self.workspace),
+        }
+    }
+
+    /// The parts of [`MemoryPlan::total`]: cause and bytes. Those that not every run has are left out where they are 0.
+    pub(crate) fn causes(&self) -> Vec<(&'static str, u64)> {
+        let causes = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("activations", self.activations),
+            ("workspace", self.workspace),
+        ];
+        let at_times = [("saving", self.saving), (PROCESS, self.process)];
+        let at_times = at_times.into_iter().filter(|(_, bytes)| *bytes > 0);
+        causes.into_iter().chain(at_times).collect()
+    }
+
+    /// The parts of [`MemoryPlan::total`] in words.
+    pub(super) fn by_cause(&self) -> String {
+        let said = |(cause, bytes): (&str, u64)| format!("{cause} {}", units::bytes(bytes));
+        self.causes().into_iter().map(said).collect::<Vec<_>>().join(" + ")
+    }
+
+    /// Of a step of one rank, over micro-batches of `tokens` tokens.
+    pub fn of_step(
+        config: &ModelConfig,
+        descs: &[ParamDesc],
+        adapter_setup: Option<&AdapterSetup>,
+        tokens: usize,
+        recompute: Recompute,
+        options: &MemoryOptions<'_>,
+    ) -> Self {
+        let tensors = MicroBatchTensors::new(config, descs, adapter_setup, tokens, options);
+        Self::of_tensors(&tensors, descs, adapter_setup.is_some(), recompute, options)
+    }
+
+    /// The same of a micro-batch that keeps and takes `tensors`, of a run that trains an adapter (`has_adapter`) or all weights.
+    pub(super) fn of_tensors(
+        tensors: &MicroBatchTensors<'_>,
+        descs: &[ParamDesc],
+        has_adapter: bool,
+        recompute: Recompute,
+        options: &MemoryOptions<'_>,
+    ) -> Self {
+        let MicroBatchTensors { config, tokens, saved, on_gpu } = tensors;
+        let size = options.dtype.size_in_bytes();
+        // What is gathered for one use, and gradients before they are added up: by segment.
+        let mut moment: BTreeMap<Segment, MomentBytes> = BTreeMap::new();
+        let (mut memory, mut longest) = (MemoryPlan::default(), 0);
+        for desc in descs {
+            let n = desc.elements() as u64;
+            let spec = options.kind.sharding_spec(desc.kind.role());
+            let share = |placement: Placement| options.share_of(placement);
+            let (value, master) = weight_bytes(desc, options);
+            let away = options.offload.has_values(desc.kind.role());
+            let of_segment = moment.entry(desc.segment).or_default();
+            if spec.values.is_sharded() || away {
+                of_segment.gathered += value;
+            }
+            match options.offload.folder() {
+                Some(_) if away => memory.file += value / share(spec.values),
+                _ => memory.add(away && !options.on_host, |m| &mut m.weights, value / share(spec.values)),
+            }
+            let state_away = options.offload.has_state() && !options.on_host;
+            memory.add(state_away, |m| &mut m.weights, master / share(spec.update));
+            if desc.kind.trains() {
+                let kept = kept_gradients(desc, options);
+                let bytes = n * kept.size_in_bytes() as u64 / share(spec.gradients);
+                memory.add(away && !options.on_host, |m| &mut m.gradients, bytes);
+                let state = options.optimizer_state.bytes(desc.elements()) as u64 / share(spec.update);
+                memory.add(state_away, |m| &mut m.optimizer, state);
+                let is_part = spec.gradients.is_sharded() || away;
+                of_segment.add_gradients(4 * n, is_part || rounds_from_f32(kept, options), options);
+                longest = longest.max(n / share(spec.update));
+            }
+        }
+        if options.offload.has_state() {
+            // A run of values, gradients and each tensor of the state.
+            let staged = 2 + options.optimizer_state.tensors.len() as u64;
+            memory.in_flight += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
+        }
+        memory.activations = kept_bytes(saved, recompute) as u64;
+        let temporaries = temporary_bytes(config, *tokens, size);
+        memory.in_flight += for_a_moment(&moment);
+        memory.logits = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some()) as u64;
+        memory.workspace = memory.in_flight;
+        memory.workspace += match on_gpu {
+            None => temporaries + memory.logits,
+            Some(step) => step.workspace([bytes_at_loss(saved, recompute) as u64, memory.activations]),
+        };
+        // Logits, gathered values and fresh gradients keep their memory from step to step.
+        let snapshot = snapshot_bytes(descs, has_adapter, options);
+        memory.add_saving(snapshot, memory.activations + temporaries, options);
+        memory
+    }
+
+    /// Counts a `snapshot` of what is saved, copies in host memory; between steps there is room where `let_go` bytes were.
+    fn add_saving(&mut self, snapshot: u64, let_go: u64, options: &MemoryOptions<'_>) {
+        match options.saving {
+            _ if !options.on_host => self.host += snapshot,
+            Saving::InBackground => self.saving = snapshot,
+            Saving::BetweenSteps | Saving::Outputs => self.saving = snapshot.saturating_sub(let_go),
+        }
+    }
+
+    /// Counts `bytes` to the host, or to a cause.
+    fn add(&mut self, to_host: bool, cause: impl Fn(&mut Self) -> &mut u64, bytes: u64) {
+        *(if to_host { &mut self.host } else { cause(self) }) += bytes;
+    }
+}
+
+/// What a micro-batch keeps for its backward and takes for a moment, whoever keeps the parameters.
+pub(super) struct MicroBatchTensors<'a> {
+    config: &'a ModelConfig,
+    tokens: usize,
+    /// What each block keeps.
+    saved: Vec<SavedBytes>,
+    /// None where the device is the host.
+    on_gpu: Option<GpuStep<'a>>,
+}
+
+impl<'a> MicroBatchTensors<'a> {
+    /// Those of `tokens` tokens.
+    pub(super) fn new(
+        config: &'a ModelConfig,
+        descs: &[ParamDesc],
+        adapter_setup: Option<&AdapterSetup>,
+        tokens: usize,
+        options: &MemoryOptions<'_>,
+    ) -> Self {
+        let widths = [tokens, options.dtype.size_in_bytes()];
+        let gpu_step = || GpuStep::new(config, &dequantized(descs, options), adapter_setup, widths);
+        MicroBatchTensors {
+            config,
+            tokens,
+            saved: saved_bytes(config, descs, adapter_setup, tokens, options),
+            on_gpu: (!options.on_host).then(gpu_step),
+        }
+    }
+}
+
+/// What a run saves, and when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Saving {
+    /// The trained weights, after the last step.
+    Outputs,
+    /// Checkpoints: weights and the optimizer's state, while the ranks wait.
+    BetweenSteps,
+    /// Checkpoints, written while the next steps run.
+    InBackground,
+}
+
+/// How parameters are kept and computed with.
+#[derive(Debug, Clone, Copy)]
+pub struct MemoryOptions<'a> {
+    /// The dtype that is computed with.
+    pub dtype: DType,
+    /// What the optimizer keeps beside each parameter.
+    pub optimizer_state: StateLayout,
+    /// Who keeps what.
+    pub kind: ShardingStrategy,
+    /// The number of all ranks.
+    pub ranks: usize,
+    /// Ranks that share one copy of what is sharded.
+    pub sharded_over: usize,
+    /// What is saved, and when.
+    pub saving: Saving,
+    /// More than one micro-batch a step adds up on a rank, each computed by itself first.
+    pub accumulates: bool,
+    /// What the optimizer updates of weights that train in bf16.
+    pub master: MasterWeights,
+    /// The dtype in which gradients of blocks without masters are kept.
+    pub kept_gradients: DType,
+    /// Gradients are reduced beside computation: those of a block while the next one's are computed.
+    pub overlaps_reductions: bool,
+    /// What is kept away from the device.
+    pub offload: &'a OffloadTarget,
+    /// The device is the host.
+    pub on_host: bool,
+    /// Quantized weights are kept in bf16 too.
+    pub bf16_copy: bool,
+}
+
+impl MemoryOptions<'_> {
+    /// How many ranks share one copy of what is placed like this.
+    pub(super) fn share_of(&self, placement: Placement) -> u64 {
+        if placement.is_sharded() { self.sharded_over as u64 } else { 1 }
+    }
+}
+
+/// Bytes of the tensors that one rank copies to save them, at most, or in the mean on the host: all of an adapter's run,
+/// the segments in turn of others.
+fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOptions<'_>) -> u64 {
+    let state_bytes = |desc: &ParamDesc| match options.saving {
+        Saving::Outputs => 0,
+        _ => options.optimizer_state.bytes(desc.elements()) as u64,
+    };
+    // Of a segment: its values and the optimizer's state, and what is gathered of them for the moment.
+    let mut segments: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
+    for desc in descs.iter().filter(|desc| desc.kind.trains()) {
+        let n = desc.elements() as u64;
+        let [saved, gathered] = segments.entry(desc.segment).or_default();
+        let updated = if is_updated_itself(desc.kind, options) { options.dtype } else { DType::F32 };
+        *saved += updated.size_in_bytes() as u64 * n + state_bytes(desc);
+        if options.kind.sharding_spec(desc.kind.role()).update.is_sharded() && options.sharded_over > 1 {
+            *gathered += 8 * n + state_bytes(desc);
+        }
+    }
+    let savers = if first_saves_all { 1 } else { options.ranks };
+    let mut shares = vec![0; savers];
+    for (i, [saved, _]) in segments.values().enumerate() {
+        shares[i % savers] += saved;
+    }
+    let gathered = segments.values().map(|[_, gathered]| *gathered).max().unwrap_or(0);
+    // What ranks copy to the memory of one host adds up there, whoever copies it.
+    let share = if options.on_host {
+        shares.iter().sum::<u64>() / savers as u64
+    } else {
+        shares.into_iter().max().unwrap_or(0)
+    };
+    share + gathered
+}
+
+/// The matrices that a product on a GPU dequantizes.
+fn dequantized<'a>(descs: &'a [ParamDesc], options: &MemoryOptions<'_>) -> HashSet<&'a str> {
+    let quantized = descs.iter().filter(|desc| matches!(desc.kind, ParamKind::Quantized(_)));
+    quantized.filter(|_| !options.bf16_copy).map(|desc| desc.name.as_str()).collect()
+}
+
+/// Bytes of a segment that live for a moment.
+#[derive(Debug, Clone, Copy, Default)]
+struct MomentBytes {
+    /// Values that are gathered or brought for one use.
+    gathered: u64,
+    /// Gradients before they are added up.
+    fresh: u64,
+    /// Gradients that are reduced while the next block's are computed.
+    reduced: u64,
+}
+
+impl MomentBytes {
+    /// Counts gradients of `bytes` bytes; `elsewhere`: what is kept of them is not all, or not on the device.
+    fn add_gradients(&mut self, bytes: u64, elsewhere: bool, options: &MemoryOptions<'_>) {
+        if elsewhere || options.accumulates {
+            self.fresh += bytes;
+        }
+        if elsewhere && options.overlaps_reductions {
+            self.reduced += bytes;
+        }
+    }
+}
+
+/// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh, and a block's on their way.
+fn for_a_moment(segments: &BTreeMap<Segment, MomentBytes>) -> u64 {
+    let largest = |bytes: fn(&MomentBytes) -> u64, ends: bool| {
+        let of_kind = segments.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_)) != ends);
+        of_kind.map(|(_, of_segment)| bytes(of_segment)).max().unwrap_or(0)
+    };
+    let gathered = 2 * largest(|bytes| bytes.gathered, false) + largest(|bytes| bytes.gathered, true);
+    let fresh = largest(|bytes| bytes.fresh, false) + largest(|bytes| bytes.fresh, true);
+    gathered + fresh + largest(|bytes| bytes.reduced, false)
+}
+
+/// Bytes that a parameter's value takes, its copy in bf16 with it, and the master of a trainable one.
+pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u64, u64) {
+    let (n, size) = (desc.elements(), options.dtype.size_in_bytes());
+    let copy = if options.bf16_copy { n * DType::BF16.size_in_bytes() } else { 0 };
+    let bytes = match desc.kind {
+        ParamKind::Frozen { dtype } => n * dtype.map_or(size, |dtype| dtype.size_in_bytes()),
+        ParamKind::Quantized(format) => copy + format.layout(n).iter().map(QuantRun::bytes).sum::<usize>(),
+        ParamKind::Trainable(_) => n * size,
+        ParamKind::Adapter(_) => 4 * n,
+        ParamKind::AdapterInBf16(_) => 2 * n,
+    };
+    let has_master = match desc.kind {
+        kind @ ParamKind::Trainable(_) => !is_updated_itself(kind, options),
+        kind => matches!(kind, ParamKind::AdapterInBf16(_)),
+    };
+    let master = if has_master { 4 * n } else { 0 };
+    (bytes as u64, master as u64)
+}
+
+/// Whether the optimizer updates the values of this kind that are computed with.
+fn is_updated_itself(kind: ParamKind, options: &MemoryOptions<'_>) -> bool {
+    let weight = matches!(kind, ParamKind::Trainable(_));
+    weight && (options.dtype == DType::F32 || options.master == MasterWeights::None)
+}
+
+/// The dtype in which the gradients of a parameter are kept.
+pub(super) fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> DType {
+    let of_block = matches!(desc.segment, Segment::Block(_));
+    let in_bf16 = of_block && options.dtype != DType::F32 && is_updated_itself(desc.kind, options);
+    if in_bf16 { options.kept_gradients } else { DType::F32 }
+}
+
+/// Whether gradients are added up in f32 before they are kept in `kept`: one rank on the host writes bf16 at once.
+fn rounds_from_f32(kept: DType, options: &MemoryOptions<'_>) -> bool {
+    kept == DType::BF16 && !(options.ranks == 1 && options.on_host)
+}
+
+/// What the branches of adapters are computed in.
+pub(super) fn branch_dtype(descs: &[ParamDesc]) -> DType {
+    let in_bf16 = descs.iter().any(|desc| matches!(desc.kind, ParamKind::AdapterInBf16(_)));
+    if in_bf16 { DType::BF16 } else { DType::F32 }
+}
+
+/// What `each` says of every block, given the adapters on it, whose branches are computed in `branch_dtype`.
+pub(super) fn by_block<T>(
+    config: &ModelConfig,
+    adapter_setup: Option<&AdapterSetup>,
+    branch_dtype: DType,
+    has_kernels: bool,
+    each: impl Fn(&dyn Fn(&BlockModule) -> Option<LoraShape>) -> T,
+) -> Vec<T> {
+    let kind = match adapter_setup {
+        Some(adapter_setup) if adapter_setup.config.spec.use_dora => AdapterKind::Dora,
+        _ => AdapterKind::Lora,
+    };
+    let targets = adapter_setup.map_or(&[][..], |adapter_setup| &adapter_setup.targets);
+    let ranks: HashMap<&str, usize> = targets.iter().map(|target| (target.name.as_str(), target.r)).collect();
+    let shape = |layer: usize, module: &BlockModule| {
+        let r = ranks.get(module.name_in(layer).as_str())?;
+        Some(LoraShape { kind, r: *r, dtype: branch_dtype, has_kernels })
+    };
+    let of_layer = |layer| each(&|module: &BlockModule| shape(layer, module));
+    (0..config.num_layers()).map(of_layer).collect()
+}
+
+/// What each block keeps of `tokens` tokens for its backward.
+fn saved_bytes(
+    config: &ModelConfig,
+    descs: &[ParamDesc],
+    adapter_setup: Option<&AdapterSetup>,
+    tokens: usize,
+    options: &MemoryOptions<'_>,
+) -> Vec<SavedBytes> {
+    let of_block = |adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {
+        BlockSaved::bytes(config, tokens, options.dtype, adapter)
+    };
+    by_block(config, adapter_setup, branch_dtype(descs), !options.on_host, of_block)
+}
+
+/// Bytes of `blocks` that are kept at once, at most.
+fn kept_bytes(blocks: &[SavedBytes], recompute: Recompute) -> usize {
+    let inputs: usize = blocks.iter().map(|block| block.input).sum();
+    let rest = blocks.iter().map(|block| block.rest);
+    match recompute {
+        Recompute::None => inputs + rest.sum::<usize>(),
+        // Blocks are computed again one at a time.
+        Recompute::Block => inputs + rest.max().unwrap_or(0),
+    }
+}
+
+/// Bytes of the gradients of a block's widest tensors, which backward holds beside what it recomputes.
+fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
+    let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
+    (2 * widest * size * tokens) as u64
+}
+
+/// Bytes of the logits of `tokens` tokens of type `dtype` that are held at once.
+fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, dtype: DType, on_gpu: bool) -> usize {
+    let (vocab, width) = (config.vocab_size, config.hidden_size);
+    match LossPath::of(config, descs) {
+        _ if on_gpu => logits_bytes(vocab, tokens),
+        LossPath::Frozen => frozen_loss_bytes(vocab, width, tokens),
+        _ => chunked_loss_bytes(vocab, width, tokens, dtype, config.logit_softcap.is_some()),
+    }
+}
+
+/// Bytes of `blocks` that are kept while the loss is computed.
+fn bytes_at_loss(blocks: &[SavedBytes], recompute: Recompute) -> usize {
+    match recompute {
+        Recompute::None => kept_bytes(blocks, recompute),
+        Recompute::Block => blocks.iter().map(|block| block.input).sum(),
+    }
+}
+
+/// Bytes that can still be had on the device; none when nothing tells.
+pub(super) fn available(device: &Device) -> Option<u64> {
+    if !device.is_cpu() {
+        return crate::runtime::device::free_bytes(device);
+    }
+    crate::runtime::machine::host_memory().map(|memory| memory.available)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Result;
+    use crate::parallel::{LrGroup, UpdateRule};
+    use crate::recipe::enums::StateDtype;
+    use crate::recipe::{AdapterSection, Offload, TargetModules};
+
+    /// Layers differ: an adapter need not be on each.
+    #[test]
+    fn activations_are_the_sum_over_the_blocks() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let named = vec!["model.layers.1.mlp.down_proj".to_owned(), "lm_head".to_owned()];
+        let target_modules = TargetModules::Named(named);
+        let section = AdapterSection { target_modules, r: 5, ..AdapterSection::default() };
+        let adapter_setup = AdapterSetup::from_recipe(&section, ("base", &config), &[])?;
+        let options = MemoryOptions {
+            dtype: DType::BF16,
+            optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
+            kind: ShardingStrategy::Single,
+            ranks: 1,
+            sharded_over: 1,
+            saving: Saving::Outputs,
+            accumulates: false,
+            master: MasterWeights::F32,
+            kept_gradients: DType::F32,
+            overlaps_reductions: false,
+            offload: &OffloadTarget::default(),
+            on_host: true,
+            bf16_copy: false,
+        };
+        let activations = |adapter_setup: Option<&AdapterSetup>, recompute| {
+            MemoryPlan::of_step(&config, &[], adapter_setup, 7, recompute, &options).activations
+        };
+        // Of a token: qkv, attention's output, h, gate and up in bf16, log-sum-exps in f32.
+        let (input, rest, branch) = (7 * 2 * 16, 7 * (2 * (32 + 16 + 16 + 48) + 4 * 4), 7 * 4 * 5);
+        assert_eq!(activations(None, Recompute::None), 3 * (input + rest));
+        assert_eq!(activations(None, Recompute::Block), 3 * input + rest);
+        assert_eq!(activations(Some(&adapter_setup), Recompute::None), 3 * (input + rest) + branch);
+        assert_eq!(activations(Some(&adapter_setup), Recompute::Block), 3 * input + rest + branch);
+        Ok(())
+    }
+
+    #[test]
+    fn a_second_buffer_is_counted_where_gradients_are_reduced_beside_computation() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let rule = UpdateRule { decay: false, lr_group: LrGroup::Base };
+        let desc = |segment, elements| {
+            let (name, shape) = (format!("{segment:?}"), vec![elements]);
+            ParamDesc { name, shape, segment, kind: ParamKind::Trainable(rule) }
+        };
+        let descs = [(Segment::Embed, 5000), (Segment::Block(0), 700), (Segment::Block(1), 900)]
+            .map(|(segment, elements)| desc(segment, elements));
+        let away = OffloadTarget::from(Offload::Params);
+        let total = |kind: ShardingStrategy, offload: &OffloadTarget, overlaps_reductions| {
+            let options = MemoryOptions {
+                dtype: DType::F32,
+                optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
+                kind,
+                ranks: 4,
+                sharded_over: kind.shard_size(4),
+                saving: Saving::Outputs,
+                accumulates: true,
+                master: MasterWeights::F32,
+                kept_gradients: DType::F32,
+                overlaps_reductions,
+                offload,
+                bf16_copy: false,
+                on_host: false,
+            };
+            MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options).total()
+        };
+        use ShardingStrategy::{Ddp, Fsdp, Hsdp, Zero1, Zero2};
+        // The gradients of the largest block; embedding and head take their memory from a pool, one after the other.
+        for kind in [Zero2, Fsdp, Hsdp(2)] {
+            assert_eq!(
+                total(kind, &OffloadTarget::default(), true),
+                total(kind, &OffloadTarget::default(), false) + 4 * 900
+            );
+        }
+        // What is summed there are the kept gradients.
+        for kind in [Ddp, Zero1] {
+            assert_eq!(
+                total(kind, &OffloadTarget::default(), true),
+                total(kind, &OffloadTarget::default(), false)
+            );
+            assert_eq!(total(kind, &away, true), total(kind, &away, false) + 4 * 900);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,51 @@
+//! The training method in words: what the plan, the model card and the report call it.
+
+use std::fmt;
+
+use crate::loading::adapter_setup::AdapterSetup;
+use crate::loading::base_model::describe;
+use crate::quant::QuantFormat;
+use crate::units;
+
+/// How a run trains the model: `LoRA, r 16, on 21 modules`, `all weights (full fine-tuning)`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Method {
+    tag: &'static str,
+    text: String,
+}
+
+impl Method {
+    /// The method of a run that trains `adapter_setup` over a base quantized to `format`; without an adapter, all weights.
+    pub(crate) fn new(adapter_setup: Option<&AdapterSetup>, format: Option<QuantFormat>) -> Self {
+        let Some(adapter_setup) = adapter_setup else {
+            return Method { tag: "full", text: "all weights (full fine-tuning)".into() };
+        };
+        let in_4_bits = format.is_some_and(|format| format.kind.bits() == 4);
+        let (tag, name) = match (adapter_setup.config.spec.use_dora, in_4_bits) {
+            (false, false) => ("lora", "LoRA"),
+            (false, true) => ("qlora", "QLoRA"),
+            (true, false) => ("dora", "DoRA"),
+            (true, true) => ("qdora", "QDoRA"),
+        };
+        let ranks = adapter_setup.targets.iter().map(|target| target.r);
+        let rank = match (ranks.clone().min(), ranks.max()) {
+            (Some(least), Some(most)) if least < most => format!("{least} to {most}"),
+            (_, most) => most.unwrap_or(adapter_setup.config.spec.r).to_string(),
+        };
+        let base = format.map_or_else(String::new, |format| format!(" over {}", describe(&format)));
+        let modules = units::exact(adapter_setup.targets.len(), "module");
+        let text = format!("{name}, r {rank}, on {modules}{base}");
+        Method { tag, text }
+    }
+
+    /// The tag that model cards on the hub carry: `lora`, `qlora`, `dora`, `qdora` or `full`.
+    pub fn tag(&self) -> &'static str {
+        self.tag
+    }
+}
+
+impl fmt::Display for Method {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}

@@ -1,0 +1,237 @@
+//! The strategy that `[parallel]` and the number of ranks come to, and how gradients are summed.
+
+use candle_core::DType;
+
+use super::memory::MemoryPlan;
+use crate::error::{Error, Result};
+use crate::loading::base_model::DeviceTraits;
+use crate::parallel::{GradReduceOptions, OffloadTarget, ShardingStrategy};
+use crate::recipe::{self, MasterWeights, Recipe, ReduceDtype, Strategy};
+use crate::units;
+
+/// How many ranks a run is planned for (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorldSize {
+    /// The ranks of all hosts.
+    pub all: usize,
+    /// The ranks of this host, where that is known.
+    pub local: Option<usize>,
+}
+
+impl WorldSize {
+    /// The world of `ranks` ranks on one host.
+    pub fn on_one_host(ranks: usize) -> Self {
+        WorldSize { all: ranks, local: Some(ranks) }
+    }
+}
+
+/// Whether the gradients of each micro-batch are computed by themselves before they are added to the others, so that the sum
+/// is the same to the bit on however many ranks. On a GPU products add to what is kept in passing: NCCL adds up ranks in an
+/// order of its own anyway.
+pub(super) fn accumulates(recipe: &Recipe, device: DeviceTraits) -> bool {
+    recipe.train.accumulation() > 1 && !device.has_kernels
+}
+
+/// What `optimizer.master` says, for weights in `dtype`.
+///
+/// # Errors
+/// It leaves masters out, of weights in f32.
+pub(super) fn master_weights(recipe: &Recipe, dtype: DType) -> Result<MasterWeights> {
+    let master = recipe.optimizer.master;
+    if master == MasterWeights::None && dtype != DType::BF16 {
+        return Err(Error::user("cannot train without f32 master weights")
+            .because(format!(
+                "`optimizer.master` is \"none\", which rounds the weights to bf16, and this run computes in {}",
+                dtype.as_str()
+            ))
+            .hint("write `dtype = \"bf16\"` under `[model]`, or remove `optimizer.master`"));
+    }
+    Ok(master)
+}
+
+/// The dtype in which gradients of blocks without f32 masters are kept: bf16 where nothing is added to them.
+pub(super) fn kept_gradients(recipe: &Recipe) -> DType {
+    let one = recipe.optimizer.master == MasterWeights::None && recipe.train.accumulation() == 1;
+    if one { DType::BF16 } else { DType::F32 }
+}
+
+/// How gradients are summed on `device`.
+pub(super) fn reducing(recipe: &Recipe, device: DeviceTraits) -> GradReduceOptions {
+    let dtype = reduce_dtype(&recipe.parallel);
+    GradReduceOptions { accumulates: accumulates(recipe, device), dtype, kept: kept_gradients(recipe) }
+}
+
+/// The strategy that `[parallel]` names for this many ranks; none where it is left open.
+///
+/// # Errors
+/// The number of ranks contradicts the strategy, or the groups of "hsdp" do not divide it.
+pub(super) fn named_strategy(recipe: &Recipe, world: WorldSize) -> Result<Option<ShardingStrategy>> {
+    let parallel = &recipe.parallel;
+    let refuse = |why: String, hint: &str| {
+        let asked = format!("cannot use `parallel.strategy = \"{}\"`", parallel.strategy);
+        Err(Error::user(asked).because(why).hint(hint))
+    };
+    match (parallel.strategy, world.all) {
+        (Strategy::Single, ranks) if ranks > 1 => {
+            return refuse(
+                format!(
+                    "there are {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"
+                ),
+                "leave the strategy out, or take one rank",
+            );
+        }
+        (Strategy::Auto | Strategy::Single, _) => {}
+        (_, 1) => {
+            return refuse(
+                "there is one rank; accepted with one: auto, single".into(),
+                "give more ranks, or leave the strategy out",
+            );
+        }
+        _ => {}
+    }
+    Ok(Some(match parallel.strategy {
+        Strategy::Auto => return Ok(None),
+        Strategy::Single => ShardingStrategy::Single,
+        Strategy::Ddp => ShardingStrategy::Ddp,
+        Strategy::Zero1 => ShardingStrategy::Zero1,
+        Strategy::Zero2 => ShardingStrategy::Zero2,
+        Strategy::Fsdp => ShardingStrategy::Fsdp,
+        Strategy::Hsdp => ShardingStrategy::Hsdp(shard_size(parallel, world)?),
+    }))
+}
+
+/// The ranks of a group of "hsdp": those that the recipe says, else those of one host.
+fn shard_size(parallel: &recipe::ParallelSection, world: WorldSize) -> Result<usize> {
+    let ranks = world.all;
+    let divisors = || {
+        let sizes = (1..=ranks).filter(|size| ranks.is_multiple_of(*size));
+        sizes.map(|size| size.to_string()).collect::<Vec<_>>().join(", ")
+    };
+    let refused = |why: String| {
+        Error::user("cannot divide the ranks into groups for `parallel.strategy = \"hsdp\"`")
+            .because(why)
+            .because(format!("accepted for {ranks} ranks: {}", divisors()))
+    };
+    match (parallel.shard_size, world.local) {
+        (Some(size), _) if ranks.is_multiple_of(size) => Ok(size),
+        (Some(size), _) => Err(refused(format!("`parallel.shard_size` is {size}"))
+            .hint("give a divisor of the number of ranks as `parallel.shard_size`")),
+        (None, Some(local)) if ranks.is_multiple_of(local) => Ok(local),
+        (None, Some(local)) => {
+            let local = units::exact(local, "rank");
+            Err(refused(format!("`parallel.shard_size` is not set, and this host has {local}"))
+                .hint("add `--set parallel.shard_size=SIZE`"))
+        }
+        (None, None) => Err(refused(
+            "`parallel.shard_size` is not set, and whoever started the processes does not say how many ranks a host has"
+                .into(),
+        )
+        .hint("set LOCAL_RANK and LOCAL_WORLD_SIZE, or add `--set parallel.shard_size=SIZE`")),
+    }
+}
+
+/// The first that fits `budget` bytes a rank of the strategies, in order of what they send, and why it was picked; none
+/// when none fits. Without a budget it is the one that sends least.
+pub(super) fn pick_strategy(
+    ranks: usize,
+    budget: Option<u64>,
+    needed: impl Fn(ShardingStrategy) -> MemoryPlan,
+) -> Option<(ShardingStrategy, Option<String>)> {
+    if ranks == 1 {
+        return Some((ShardingStrategy::Single, None));
+    }
+    let Some(budget) = budget else {
+        return Some((ShardingStrategy::Ddp, Some("ddp: it sends least".into())));
+    };
+    let strategies = [
+        (ShardingStrategy::Ddp, "ddp, which sends least, fits"),
+        (ShardingStrategy::Zero1, "zero1 is the first to fit"),
+        (ShardingStrategy::Zero2, "zero2 is the first to fit"),
+        (ShardingStrategy::Fsdp, "fsdp, which needs least, fits"),
+    ];
+    strategies.into_iter().find_map(|(kind, why)| {
+        let needed = needed(kind).total();
+        let [need, have] = [needed, budget].map(units::bytes);
+        (needed <= budget).then(|| (kind, Some(format!("{why}: {need} a rank, {have} are available"))))
+    })
+}
+
+/// A strategy by its name in a recipe.
+pub(super) fn named(kind: ShardingStrategy) -> Strategy {
+    match kind {
+        ShardingStrategy::Single => Strategy::Single,
+        ShardingStrategy::Ddp => Strategy::Ddp,
+        ShardingStrategy::Zero1 => Strategy::Zero1,
+        ShardingStrategy::Zero2 => Strategy::Zero2,
+        ShardingStrategy::Fsdp => Strategy::Fsdp,
+        ShardingStrategy::Hsdp(_) => Strategy::Hsdp,
+    }
+}
+
+/// The dtype in which gradients are sent.
+pub(super) fn reduce_dtype(recipe: &recipe::ParallelSection) -> DType {
+    match recipe.reduce_dtype {
+        ReduceDtype::F32 => DType::F32,
+        ReduceDtype::Bf16 => DType::BF16,
+    }
+}
+
+/// What is kept away from the device, and where.
+pub(super) fn offload(parallel: &recipe::ParallelSection) -> OffloadTarget {
+    let folder = parallel.offload_folder.as_ref().map(|folder| folder.0.clone());
+    OffloadTarget { what: parallel.offload, folder }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn group_of(shard_size: Option<usize>, world: WorldSize) -> Result<Option<ShardingStrategy>> {
+        let mut recipe = Recipe::default();
+        (recipe.parallel.strategy, recipe.parallel.shard_size) = (Strategy::Hsdp, shard_size);
+        named_strategy(&recipe, world)
+    }
+
+    #[test]
+    fn groups_are_the_ranks_of_a_host() {
+        let two_hosts = WorldSize { all: 16, local: Some(8) };
+        assert_eq!(group_of(None, two_hosts).ok(), Some(Some(ShardingStrategy::Hsdp(8))));
+        assert_eq!(group_of(Some(4), two_hosts).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
+        assert_eq!(group_of(None, WorldSize::on_one_host(4)).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
+        for (size, world, why) in [
+            (None, WorldSize { all: 16, local: None }, "does not say how many ranks a host has"),
+            (None, WorldSize { all: 4, local: Some(3) }, "this host has 3 ranks"),
+            (Some(3), WorldSize::on_one_host(4), "accepted for 4 ranks: 1, 2, 4"),
+        ] {
+            let error = group_of(size, world).expect_err(why).to_string();
+            assert!(error.contains(why), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_strategy_that_sends_least_and_fits() {
+        let needed = |kind| MemoryPlan {
+            weights: match kind {
+                ShardingStrategy::Ddp => 100,
+                ShardingStrategy::Zero1 => 80,
+                ShardingStrategy::Zero2 => 60,
+                _ => 40,
+            },
+            ..MemoryPlan::default()
+        };
+        let picked = |budget| pick_strategy(2, budget, needed).map(|(kind, _)| kind);
+        assert_eq!(picked(None), Some(ShardingStrategy::Ddp));
+        assert_eq!(
+            [100, 99, 79, 59, 40].map(|budget| picked(Some(budget))),
+            [
+                ShardingStrategy::Ddp,
+                ShardingStrategy::Zero1,
+                ShardingStrategy::Zero2,
+                ShardingStrategy::Fsdp,
+                ShardingStrategy::Fsdp
+            ]
+            .map(Some)
+        );
+        assert_eq!(picked(Some(39)), None);
+    }
+}

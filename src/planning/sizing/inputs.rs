@@ -1,0 +1,173 @@
+//! What `finetune plan` finds before it sizes a run: the model by its headers, rows where there are some, the hardware.
+
+use std::path::Path;
+
+use candle_core::{DType, Device};
+
+use crate::data::Dataset;
+use crate::error::{Error, Result};
+use crate::loading::{AdapterSetup, BaseModel, DeviceTraits, EngineOptions, Resolver};
+use crate::planning::sizing::hardware::Hardware;
+use crate::planning::sizing::rates::{Calibration, ComputeRates};
+use crate::planning::{Room, WorldSize};
+use crate::recipe::{ComputeDtype, DataSource, ModelInit, Recipe};
+use crate::report::Terminal;
+use crate::runtime::device;
+use crate::runtime::machine::host_memory;
+
+/// Bytes that a driver and its libraries hold on a GPU (an assumption for CUDA 12 with cuBLAS).
+const DRIVER: u64 = 600_000_000;
+/// Bytes of the program with tokenizer and data, where they are in the memory that is planned (an assumption: a plan of a
+/// 70B folder takes 17 MB of them).
+const PROGRAM: u64 = 32_000_000;
+/// Bytes that communication holds besides (an assumption for NCCL's buffers).
+const COMMUNICATION: u64 = 400_000_000;
+
+/// The model of a recipe, its rows and its adapter, found and understood.
+pub(crate) struct SizedModel {
+    pub(crate) base: BaseModel,
+    /// An adapter that the run starts from.
+    pub(crate) adapter_setup: Option<AdapterSetup>,
+    pub(crate) train: Option<Dataset>,
+    pub(crate) held_out: Option<Dataset>,
+    pub(crate) new_tokens: Vec<u32>,
+}
+
+impl SizedModel {
+    /// Finds what `recipe` names; of weights headers alone. A folder that has none is planned by its config.json.
+    ///
+    /// # Errors
+    /// Whatever of it cannot be found or understood.
+    pub(crate) fn find(recipe: &mut Recipe, finder: &Resolver<'_>, terminal: &Terminal) -> Result<Self> {
+        start_without_weights(recipe, terminal);
+        let mut base = BaseModel::open(&recipe.model, None, finder)?;
+        recipe.data.fit_positions(base.config.max_position_embeddings);
+        // Ways without quantization are sized, too: the base stays as stored.
+        recipe.quantization.as_ref().map_or(Ok(()), |quantization| base.check_quantization(quantization))?;
+        let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
+        let saved = source.map(|source| finder.adapter(source)).transpose()?;
+        let (mut train, mut held_out, mut new_tokens) = (None, None, Vec::new());
+        if !recipe.data.train.is_empty() || !recipe.model.new_tokens.is_empty() {
+            saved.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
+            let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
+            let rows = base.dataset_loader(tokenizer, &recipe.data)?;
+            if !recipe.data.train.is_empty() {
+                let (rows, others) = rows.load_run(&recipe.data, recipe.train.seed, finder)?;
+                (train, held_out) = (Some(rows.0), others.map(|(data, _)| data));
+            }
+            new_tokens = tokens;
+        }
+        let named = (base.found.id.as_str(), &base.config);
+        let from_saved = |found: crate::loading::ResolvedSource| {
+            AdapterSetup::from_saved(recipe, &found.folder, named, &new_tokens)
+        };
+        let adapter_setup = saved.map(from_saved).transpose()?;
+        Ok(SizedModel { base, adapter_setup, train, held_out, new_tokens })
+    }
+}
+
+/// Random values have the sizes of those that a folder lacks.
+fn start_without_weights(recipe: &mut Recipe, terminal: &Terminal) {
+    let Some(DataSource::Path(folder)) = &recipe.model.id else { return };
+    if recipe.model.init == ModelInit::Pretrained
+        && folder.join("config.json").is_file()
+        && !has_weights(folder)
+    {
+        terminal.line(format!("{} has no weights: planned by its config.json", folder.display()));
+        recipe.model.init = ModelInit::Random;
+    }
+}
+
+fn has_weights(folder: &Path) -> bool {
+    let Ok(entries) = folder.read_dir() else { return true };
+    entries
+        .flatten()
+        .any(|entry| entry.path().extension().is_some_and(|extension| extension == "safetensors"))
+}
+
+/// How the run would compute: on `hardware`, or on the devices of this machine.
+///
+/// # Errors
+/// The device does not compute in the recipe's dtype, or is not there.
+pub(crate) fn engine_on(
+    hardware: Option<&Hardware>,
+    gpus: Option<&[usize]>,
+    ranks: Option<usize>,
+    recipe: &Recipe,
+) -> Result<EngineOptions> {
+    let Some(hardware) = hardware else {
+        let device = match gpus {
+            Some(gpus) => device::open_gpus(gpus)?.swap_remove(0),
+            None if ranks.is_some() => Device::Cpu,
+            None => device::open(device::preferred()?)?,
+        };
+        return EngineOptions::new(&recipe.model, device, recipe.train.seed);
+    };
+    let mut model = recipe.model.clone();
+    let has_bf16 = hardware.device.bf16_tflops > 0.0;
+    if model.dtype == ComputeDtype::Auto {
+        // As a run decides it, but for GPUs without bf16, which no run takes.
+        let in_bf16 = has_bf16 && !hardware.device.processor;
+        model.dtype = if in_bf16 { ComputeDtype::Bf16 } else { ComputeDtype::F32 };
+    }
+    if model.dtype == ComputeDtype::Bf16 && !has_bf16 {
+        return Err(Error::user(format!("cannot compute in bf16 on {}", hardware.device.name))
+            .because("`model.dtype` is \"bf16\", which that device has not; accepted for it: auto, f32")
+            .hint("write `dtype = \"f32\"` under `[model]`, or plan for another device"));
+    }
+    let mut engine = EngineOptions::new(&model, Device::Cpu, recipe.train.seed)?;
+    engine.traits = if hardware.device.processor { DeviceTraits::CPU } else { DeviceTraits::GPU };
+    Ok(engine)
+}
+
+/// What was measured where a plan computes.
+///
+/// # Errors
+/// The file cannot be read or understood, or says how fast something else is: another dtype, a processor instead of a GPU.
+pub(crate) fn measured_for(file: &Path, engine: &EngineOptions) -> Result<Calibration> {
+    let measured = Calibration::read(file)?;
+    measured.check(file, engine.dtype, engine.traits.is_cpu)?;
+    Ok(measured)
+}
+
+/// The hardware that a plan's time is for, and how fast it computes: as was measured, or as the table says. None of this machine
+/// without a measurement.
+pub(crate) fn timed_on(
+    hardware: Option<&Hardware>,
+    measured: Option<ComputeRates>,
+    engine: &EngineOptions,
+    ranks: usize,
+) -> Option<(Hardware, ComputeRates)> {
+    let of_table = |on: &Hardware| ComputeRates::of_sheet(&on.device, engine.dtype == DType::BF16);
+    match (hardware, measured) {
+        (Some(on), measured) => Some((on.clone(), measured.unwrap_or_else(|| of_table(on)))),
+        (None, Some(rates)) if engine.traits.is_cpu => {
+            let memory = host_memory().map_or(0, |memory| memory.limit);
+            let rates = rates.shared_by(ranks);
+            Some((Hardware::here(ranks, rates.copy / 1e9, memory, true), rates))
+        }
+        (None, Some(rates)) => Some((Hardware::here(ranks, rates.copy / 1e9, 0, false), rates)),
+        (None, None) => None,
+    }
+}
+
+/// The ranks of a plan.
+pub(crate) fn world_of(
+    hardware: Option<&Hardware>,
+    gpus: Option<&[usize]>,
+    ranks: Option<usize>,
+) -> WorldSize {
+    match (hardware, gpus, ranks) {
+        (Some(hardware), ..) => WorldSize { all: hardware.devices(), local: Some(hardware.per_host) },
+        (_, Some(gpus), _) => WorldSize::on_one_host(gpus.len()),
+        (_, _, ranks) => WorldSize::on_one_host(ranks.unwrap_or(1)),
+    }
+}
+
+/// The memory of a plan.
+pub(crate) fn room_of(hardware: Option<&Hardware>) -> Room {
+    let Some(hardware) = hardware else { return Room::Here };
+    let communication = if hardware.devices() > 1 { COMMUNICATION } else { 0 };
+    let process = if hardware.device.processor { PROGRAM } else { DRIVER + communication };
+    Room::Planned { free: ((hardware.device.memory_gb * 1e9) as u64).saturating_sub(process), process }
+}

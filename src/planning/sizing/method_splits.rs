@@ -1,0 +1,76 @@
+//! The splits of a run's own method: what its step keeps and computes on one device, given to [`splits`].
+
+use super::flops::{TokenFlops, TrainedWeights};
+use super::splits::{self, ParallelSplit, RefusedSplit, SplitWork, splits};
+use super::step_time::{dequantized_bytes, dequantizing_passes, launches, token_secs, update};
+use super::{SizingRequest, kept_bytes};
+use crate::error::Result;
+use crate::planning::{KeptGroup, MASTERS, MemoryParts, PlannedStep, widest_micro_batch};
+use crate::recipe::Strategy;
+
+impl SizingRequest<'_> {
+    /// Every split of the hardware's devices, and the refused numbers; none where there is one device, or no time.
+    pub(super) fn splits(
+        &self,
+        step: &PlannedStep,
+        parts: &MemoryParts,
+        budget: Option<u64>,
+    ) -> Result<(Vec<ParallelSplit>, Vec<RefusedSplit>)> {
+        let Some((hardware, rates)) = self.timed else { return Ok(Default::default()) };
+        if hardware.devices() == 1 {
+            return Ok(Default::default());
+        }
+        let load = self.workload(self.recipe);
+        let config = &self.inputs.base.config;
+        let trained = TrainedWeights::of(config, &step.descs);
+        let flops = TokenFlops::new(config, trained, load.row, step.fit.recompute);
+        let is_master = |group: &&KeptGroup| group.what.starts_with(MASTERS);
+        let masters: u64 = parts.weights.iter().filter(is_master).map(|group| group.bytes).sum();
+        let gradients: u64 = parts.gradients.iter().map(|group| group.bytes).sum();
+        let optimizer: u64 = parts.optimizer.iter().map(|group| group.bytes).sum();
+        let (updating, update_copies) = update(self.recipe, step, (hardware, rates), 1.0);
+        let updated = launches(config, step, (hardware, 0.0));
+        let work = SplitWork {
+            config,
+            values: (kept_bytes(parts) - masters - gradients - optimizer) as f64,
+            gradients: gradients as f64,
+            states: (masters + optimizer) as f64,
+            token_secs: token_secs(config, &flops, rates),
+            attention_secs: flops.attention / rates.attention,
+            dequantize_secs: dequantizing_passes(step) * dequantized_bytes(&step.descs) / rates.update,
+            launch_secs: launches(config, step, (hardware, 1.0)) - updated,
+            update_secs: updating + update_copies,
+            row: load.row,
+            tokens: load.tokens * load.micro_batches as f64 * self.world.all as f64,
+            activation_bytes: step.fit.memory.activations as f64
+                / widest_micro_batch(self.recipe, self.inputs.rows) as f64,
+            budget: budget.unwrap_or(u64::MAX),
+        };
+        let (mut all, refused) = splits(&work, hardware);
+        for split in &mut all {
+            if split.runs {
+                self.plan_split(split)?;
+            } else {
+                // As in the plan of a split that the engine runs; what fits was found without it.
+                split.bytes += step.fit.memory.process;
+            }
+        }
+        splits::sort(&mut all);
+        Ok((all, refused))
+    }
+
+    /// Gives a split that the engine runs the memory and the time that the plan of such a run has.
+    fn plan_split(&self, split: &mut ParallelSplit) -> Result<()> {
+        let mut recipe = self.recipe.clone();
+        (recipe.parallel.strategy, recipe.parallel.shard_size) = match split.shard {
+            1 => (Strategy::Ddp, None),
+            all if all == self.world.all => (Strategy::Fsdp, None),
+            group => (Strategy::Hsdp, Some(group)),
+        };
+        let step = self.step_of_named(&recipe)?;
+        split.bytes = step.fit.memory.total();
+        split.fits = self.has_room(&step.fit.memory);
+        split.step_secs = self.time(&recipe, &step).map_or(split.step_secs, |time| time.total);
+        Ok(())
+    }
+}

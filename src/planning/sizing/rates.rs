@@ -1,0 +1,367 @@
+//! How fast a device computes: from the table of devices, or from what `finetune bench ops --json` measured on it.
+
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use serde::{Deserialize, Serialize};
+
+use super::figure_range::FigureRange;
+use super::flops::{ATTENTION, TokenFlops};
+use super::hardware::DeviceSheet;
+use crate::error::input_file;
+use crate::error::{Error, Result};
+use crate::ops::bench::{BenchShapes, DeviceRates, OpTiming, OpWork};
+use crate::planning::LossPath;
+
+/// Part of the memory's speed that kernels reach.
+const OF_MEMORY: f64 = 0.8;
+
+/// Operations and bytes a second that training reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ComputeRates {
+    /// Operations a second of the blocks' products.
+    pub linear: f64,
+    /// Of the output layer with its loss.
+    pub head: HeadRates,
+    /// Of attention, forward and backward.
+    pub attention: f64,
+    /// Bytes a second of what only reads and writes; none where `linear` has it in it already.
+    pub elementwise: Option<f64>,
+    /// Bytes a second of the optimizer's update.
+    pub update: f64,
+    /// The same with states in 8 bits, whose codes take their time on a processor.
+    pub update_int8: f64,
+    /// Bytes a second that a copy reads and writes.
+    pub copy: f64,
+    /// Operations a second of a product alone, at best: what MFU is a part of.
+    pub peak: f64,
+}
+
+/// The operations that rates are made of.
+const MEASURED: [&str; 7] = ["matmul", LOSS, "attention", "attention_backward", "glu", "adamw", "adamw_int8"];
+
+/// The output layer with its loss.
+const LOSS: &str = "linear_cross_entropy";
+
+/// How the shape of the loss ends in what `bench ops` measures for this path. That is not all of it: a chunk is measured with a soft-cap,
+/// without an adapter or rows that train; a weight that trains is measured without a soft-cap.
+fn measured_as(path: LossPath) -> &'static str {
+    match path {
+        LossPath::Frozen => ", frozen",
+        LossPath::Chunked => ", soft-cap",
+        LossPath::Trained => ", trained",
+    }
+}
+
+/// Operations a second of the output layer with its loss, by the path that it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct HeadRates {
+    frozen: f64,
+    chunked: f64,
+    trained: f64,
+}
+
+impl HeadRates {
+    /// The rate of each path.
+    fn of(rate: impl Fn(LossPath) -> f64) -> Self {
+        let [frozen, chunked, trained] = [LossPath::Frozen, LossPath::Chunked, LossPath::Trained].map(rate);
+        HeadRates { frozen, chunked, trained }
+    }
+
+    /// That of `path`.
+    pub fn by(self, path: LossPath) -> f64 {
+        match path {
+            LossPath::Frozen => self.frozen,
+            LossPath::Chunked => self.chunked,
+            LossPath::Trained => self.trained,
+        }
+    }
+}
+
+/// What `finetune bench ops --json` measured, and of what.
+#[derive(Debug)]
+pub struct Calibration {
+    /// How fast it computes.
+    pub rates: ComputeRates,
+    of: MeasuredDevice,
+}
+
+/// What `finetune bench ops --json` prints, as far as it is used.
+#[derive(Deserialize)]
+struct CalibrationFile {
+    #[serde(flatten)]
+    of: MeasuredDevice,
+    #[serde(flatten)]
+    figures: MeasuredFigures,
+}
+
+#[derive(Debug, Deserialize)]
+struct MeasuredDevice {
+    device: String,
+    /// It is a processor, and no GPU.
+    processor: bool,
+    tokens: usize,
+    dtype: String,
+}
+
+#[derive(Deserialize)]
+struct MeasuredFigures {
+    copy_gbps: f64,
+    gemm_tflops: f64,
+    ops: Vec<CalibrationOp>,
+}
+
+#[derive(Deserialize)]
+struct CalibrationOp {
+    op: String,
+    shape: String,
+    tflops: Option<f64>,
+    gbps: Option<f64>,
+}
+
+impl Calibration {
+    /// Those in a file that `finetune bench ops --json` wrote.
+    ///
+    /// # Errors
+    /// The user's: it cannot be read, or is something else; operations are missing.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = input_file::read_text("read", path)?;
+        let refused = |why: String| {
+            Self::refusal(path)
+                .because(why)
+                .hint("write one on the machine with `finetune bench ops --model MODEL --json > FILE`")
+        };
+        let CalibrationFile { of, figures } =
+            serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
+        figures.refusal().map_or(Ok(()), |why| Err(refused(why)))?;
+        Ok(Calibration { rates: figures.rates().map_err(refused)?, of })
+    }
+
+    /// Whether it says how fast a device, a processor or not, computes in `dtype`.
+    ///
+    /// # Errors
+    /// The user's: it does not.
+    pub fn check(&self, path: &Path, dtype: DType, processor: bool) -> Result<()> {
+        let called = |processor: bool| if processor { "a processor" } else { "a GPU" };
+        let MeasuredDevice { device, dtype: measured, .. } = &self.of;
+        if self.of.processor != processor {
+            let (of, planned) = (called(self.of.processor), called(processor));
+            return Err(Self::refusal(path)
+                .because(format!("it was measured on {of}, {device}, and the plan is for {planned}"))
+                .hint("measure on the machine that the plan is for"));
+        }
+        if *measured != dtype.as_str() {
+            let dtype = dtype.as_str();
+            return Err(Self::refusal(path)
+                .because(format!("it was measured in {measured}, and the plan computes in {dtype}"))
+                .hint(format!(
+                    "measure with `finetune bench ops --dtype {dtype}`, or plan with `--set model.dtype={measured}`"
+                )));
+        }
+        Ok(())
+    }
+
+    /// Such as `AMD EPYC 9R14, f32, 4096 tokens`.
+    pub fn source(&self) -> String {
+        let MeasuredDevice { device, dtype, tokens, .. } = &self.of;
+        let device: String = device.chars().filter(|c| !c.is_control()).collect();
+        format!("{device}, {dtype}, {tokens} tokens")
+    }
+
+    fn refusal(path: &Path) -> Error {
+        Error::user(format!("cannot use the calibration {} (`--calibration`)", path.display()))
+    }
+}
+
+impl ComputeRates {
+    /// Those of the table: all of a step at the part of the peak that good trainers reach.
+    pub fn of_sheet(device: &DeviceSheet, bf16: bool) -> Self {
+        let peak = device.tflops(bf16) * 1e12;
+        let reached = peak * device.efficiency;
+        let copy = device.memory_gbps * 1e9;
+        let update = copy * OF_MEMORY;
+        ComputeRates {
+            linear: reached,
+            head: HeadRates::of(|_| reached),
+            attention: reached,
+            elementwise: None,
+            update,
+            update_int8: update,
+            copy,
+            peak,
+        }
+    }
+
+    /// Those that `device` reaches now, at the shapes of a run, whose loss goes through the output layer by `path`.
+    ///
+    /// # Errors
+    /// An operation cannot be measured, for want of memory or because it fails.
+    pub fn measure(shapes: &BenchShapes, device: &Device, path: LossPath) -> Result<Self> {
+        let DeviceRates { copy_bytes, gemm_flops, .. } = shapes.device_rates(device)?;
+        // The gradient of an output layer's weight may be larger than all that a run with adapters holds.
+        let wanted = |op: &str, shape: &str| {
+            MEASURED.contains(&op) && (op != LOSS || shape.ends_with(measured_as(path)))
+        };
+        let ops = shapes.timings(device, wanted);
+        let ops = ops.map(|timing| timing.map(CalibrationOp::from)).collect::<Result<Vec<_>>>()?;
+        let measured = MeasuredFigures { copy_gbps: copy_bytes / 1e9, gemm_tflops: gemm_flops / 1e12, ops };
+        measured.rates().map_err(|why| Error::internal("cannot tell how fast this device is").because(why))
+    }
+
+    /// Those of each of `ranks` ranks that share what was measured.
+    #[must_use]
+    pub fn shared_by(self, ranks: usize) -> Self {
+        let part = |rate: f64| rate / ranks as f64;
+        ComputeRates {
+            linear: part(self.linear),
+            head: HeadRates::of(|path| part(self.head.by(path))),
+            attention: part(self.attention),
+            elementwise: self.elementwise.map(part),
+            update: part(self.update),
+            update_int8: part(self.update_int8),
+            copy: part(self.copy),
+            peak: part(self.peak),
+        }
+    }
+
+    /// Seconds of a token's products and attention.
+    pub fn seconds(&self, flops: &TokenFlops) -> f64 {
+        let linear = (flops.linear + flops.recomputed) / self.linear;
+        linear + flops.head / self.head.by(flops.loss_path) + flops.attention / self.attention
+    }
+}
+
+impl From<OpTiming> for CalibrationOp {
+    fn from(timing: OpTiming) -> Self {
+        let rate = timing.per_sec();
+        let (gbps, tflops) = match timing.work {
+            OpWork::Bytes(_) => (Some(rate / 1e9), None),
+            OpWork::Flops(_) => (None, Some(rate / 1e12)),
+        };
+        CalibrationOp { op: timing.op.to_owned(), shape: timing.shape, tflops, gbps }
+    }
+}
+
+/// Speeds that may have been measured, in 10^9 bytes or 10^12 operations a second.
+const MEASURABLE: FigureRange = FigureRange::new(1e-9, 1e9);
+
+impl MeasuredFigures {
+    /// The reason for which a figure that training is made of cannot have been measured; none where each can.
+    fn refusal(&self) -> Option<String> {
+        let whole = [("copy_gbps", self.copy_gbps), ("gemm_tflops", self.gemm_tflops)];
+        let whole = whole.map(|(name, value)| (name.to_owned(), value));
+        let ops = self.ops.iter().filter(|op| MEASURED.contains(&&*op.op)).flat_map(|op| {
+            let figures = [("tflops", op.tflops), ("gbps", op.gbps)];
+            figures.into_iter().filter_map(|(key, value)| Some((format!("{key} of {}", op.op), value?)))
+        });
+        whole.into_iter().chain(ops).find_map(|(name, value)| MEASURABLE.refusal(&name, value))
+    }
+
+    /// What training reaches by these figures; what is missing where one is.
+    fn rates(&self) -> Result<ComputeRates, String> {
+        let rate = |op: &str, end: &str| {
+            let rates: Vec<f64> = self.matching(op, end).filter_map(|op| op.tflops).collect();
+            harmonic_mean(&rates).map(|rate| rate * 1e12)
+        };
+        let bandwidth = |op: &str| {
+            let rates: Vec<f64> = self.matching(op, "").filter_map(|op| op.gbps).collect();
+            harmonic_mean(&rates).map(|rate| rate * 1e9)
+        };
+        // Measured over the values of one layer, which a cache may hold; those of all layers it does not.
+        let update = |op: &str| bandwidth(op).unwrap_or(f64::INFINITY).min(self.copy_gbps * 1e9);
+        let missing = |op: &str| format!("it has no figure of {op}");
+        let forward = rate("attention", "").ok_or_else(|| missing("attention"))?;
+        let backward = rate("attention_backward", "").ok_or_else(|| missing("attention_backward"))?;
+        let any_head = rate(LOSS, "").ok_or_else(|| missing(LOSS))?;
+        Ok(ComputeRates {
+            linear: rate("matmul", "").ok_or_else(|| missing("matmul"))?,
+            // A run measures its own path alone, and earlier versions measured fewer than all.
+            head: HeadRates::of(|path| rate(LOSS, measured_as(path)).unwrap_or(any_head)),
+            attention: ATTENTION / (1.0 / forward + (ATTENTION - 1.0) / backward),
+            elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
+            update: update("adamw"),
+            update_int8: update("adamw_int8"),
+            copy: self.copy_gbps * 1e9,
+            peak: self.gemm_tflops * 1e12,
+        })
+    }
+
+    fn matching<'a>(&'a self, op: &'a str, end: &'a str) -> impl Iterator<Item = &'a CalibrationOp> {
+        self.ops.iter().filter(move |measured| measured.op == op && measured.shape.ends_with(end))
+    }
+}
+
+/// The rate of doing as much at each of these rates; none of none.
+fn harmonic_mean(rates: &[f64]) -> Option<f64> {
+    let secs: f64 = rates.iter().map(|rate| 1.0 / rate).sum();
+    (secs.is_finite() && secs > 0.0).then(|| rates.len() as f64 / secs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::ModelConfig;
+    use crate::ops::attention::Heads;
+    use crate::ops::bench::ModelWidths;
+    use crate::planning::sizing::flops::TrainedWeights;
+    use crate::recipe::Recompute;
+
+    /// Figures as `bench ops --json` prints them, with the losses in these ways at these rates.
+    fn figures(losses: &[(&str, f64)]) -> MeasuredFigures {
+        let op = |op: &str, shape: String, tflops: Option<f64>, gbps: Option<f64>| CalibrationOp {
+            op: op.into(),
+            shape,
+            tflops,
+            gbps,
+        };
+        let mut ops: Vec<CalibrationOp> = ["matmul", "attention", "attention_backward"]
+            .map(|name| op(name, "8x16 to 24, gate_proj".into(), Some(0.4), None))
+            .into();
+        ops.push(op("glu", "8x48, silu".into(), None, Some(20.0)));
+        ops.extend(
+            losses.iter().map(|(way, rate)| op(LOSS, format!("8x16 to 32, {way}"), Some(*rate), None)),
+        );
+        MeasuredFigures { copy_gbps: 20.0, gemm_tflops: 0.5, ops }
+    }
+
+    #[test]
+    fn the_output_layer_has_the_speed_of_its_path() -> crate::error::Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let flops = |loss_path| {
+            let trained = TrainedWeights { branches: Some(0), loss_path };
+            TokenFlops::new(&config, trained, 8.0, Recompute::None)
+        };
+        let (frozen, capped, trained) = ("frozen", "soft-cap", "trained");
+        let rates = figures(&[(frozen, 0.4), (capped, 0.2), (trained, 0.3)]).rates().unwrap();
+        let (n, h) = (flops(LossPath::Frozen), 32.0 * 16.0);
+        let others = rates.seconds(&n) - 4.0 * h / 0.4e12;
+        for (path, secs) in [
+            (LossPath::Frozen, 4.0 * h / 0.4e12),
+            (LossPath::Chunked, 4.0 * h / 0.2e12),
+            (LossPath::Trained, 6.0 * h / 0.3e12),
+        ] {
+            let taken = rates.seconds(&flops(path)) - others;
+            assert!((taken / secs - 1.0).abs() < 1e-6, "{path:?}: {taken:e}, not {secs:e}");
+        }
+        // Earlier versions measured fewer.
+        let earlier = figures(&[(frozen, 0.4)]).rates().unwrap();
+        assert_eq!(earlier.head, HeadRates { frozen: 0.4e12, chunked: 0.4e12, trained: 0.4e12 });
+        assert_eq!(figures(&[]).rates().unwrap_err(), "it has no figure of linear_cross_entropy");
+        Ok(())
+    }
+
+    /// What `bench ops` measures has the names that are read here.
+    #[test]
+    fn every_path_is_measured() -> crate::error::Result<()> {
+        let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let widths = ModelWidths { hidden_size: 16, intermediate_size: 24, heads, vocab_size: 40 };
+        let shapes =
+            BenchShapes { widths, tokens: 8, max_seq_len: 4, dtype: DType::F32, secs: 0.0, memory: u64::MAX };
+        for path in [LossPath::Frozen, LossPath::Chunked, LossPath::Trained] {
+            assert!(ComputeRates::measure(&shapes, &Device::Cpu, path)?.head.by(path) > 0.0);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,440 @@
+//! The ways to split a training over ranks: along data, shard, tensor, pipeline and context, ranked by modelled time.
+//!
+//! Axes have the order of [`MeshAxis`](crate::parallel::MeshAxis): what communicates most is fastest, so that tensor and context parallelism stay inside
+//! of a host and pipeline stages lie across hosts. The engine runs data and shard; the others are modelled, and say so. They are
+//! modelled as trainers run them that have them (Megatron-LM):
+//!
+//! - Beside tensor and pipeline parallelism all copies of a weight share out the optimizer's states and the update.
+//! - In a pipeline the weights of a stage are gathered once a step, so that data and shard are one axis there, written as data.
+//! - A ring's latency grows with its ranks ([`Hardware::ring_latency`]).
+//! - Keys and values go round the parts of a sequence beside attention alone; parts of short rows are refused.
+
+use std::collections::BTreeSet;
+
+use serde::Serialize;
+
+use super::hardware::Hardware;
+use super::step_time::{ENDS, OVERLAP};
+use crate::model::ModelConfig;
+
+/// Bytes of an activation or a gradient that is sent.
+const BF16: f64 = 2.0;
+/// Tokens of a row from which on parts of it are worth their communication: NeMo's and Megatron's recipes split none below 8k.
+const LONG_ROW: usize = 8192;
+
+/// Ranks along each axis, and what the step is modelled to take.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ParallelSplit {
+    /// Copies of the model, or of its shards.
+    pub data: usize,
+    /// Ranks that share out one copy (FSDP).
+    pub shard: usize,
+    /// Ranks that share out each product.
+    pub tensor: usize,
+    /// Stages of layers.
+    pub pipeline: usize,
+    /// Parts of a sequence.
+    pub context: usize,
+    /// Modelled seconds of a step of the same global batch.
+    pub step_secs: f64,
+    /// Modelled bytes a rank.
+    pub bytes: u64,
+    /// Whether those fit the device.
+    pub fits: bool,
+    /// Whether the engine can run it.
+    pub runs: bool,
+}
+
+/// A number of ranks along an axis that cannot be, and why.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RefusedSplit {
+    /// What cannot be, such as `tensor = 16`.
+    pub what: String,
+    /// Why it cannot be.
+    pub why: String,
+}
+
+/// The work to split: bytes and seconds of one copy of the model on one device.
+#[derive(Debug, Clone, Copy)]
+pub struct SplitWork<'a> {
+    /// The model's shape.
+    pub config: &'a ModelConfig,
+    /// Bytes of all weights as products read them.
+    pub values: f64,
+    /// Bytes of the gradients of what trains.
+    pub gradients: f64,
+    /// Bytes of masters and moments.
+    pub states: f64,
+    /// Seconds of a token, forward and backward.
+    pub token_secs: f64,
+    /// Of them those of attention.
+    pub attention_secs: f64,
+    /// Seconds of a micro-batch in which values are made from codes.
+    pub dequantize_secs: f64,
+    /// Seconds in which the host starts the kernels of a micro-batch.
+    pub launch_secs: f64,
+    /// Seconds of the update of all that trains.
+    pub update_secs: f64,
+    /// Tokens of a row.
+    pub row: f64,
+    /// Tokens of the step of all ranks.
+    pub tokens: f64,
+    /// Bytes of a token's activations on all layers, as the recipe keeps them.
+    pub activation_bytes: f64,
+    /// Bytes that fit.
+    pub budget: u64,
+}
+
+/// Every split of all devices of `hardware` in the order of [`sort`], and the refused numbers.
+pub fn splits(work: &SplitWork<'_>, hardware: &Hardware) -> (Vec<ParallelSplit>, Vec<RefusedSplit>) {
+    let ranks = hardware.devices();
+    let (mut all, mut refused) = (Vec::new(), Vec::new());
+    let mut allowed = |name: &'static str, check: &dyn Fn(usize) -> Option<String>| -> Vec<usize> {
+        let mut fine = Vec::new();
+        for size in divisors(ranks) {
+            match check(size) {
+                None => fine.push(size),
+                Some(why) => refused.push(RefusedSplit { what: format!("{name} = {size}"), why }),
+            }
+        }
+        fine
+    };
+    let tensor = allowed("tensor", &|size| tensor_refusal(work.config, hardware, size));
+    let pipeline = allowed("pipeline", &|size| pipeline_refusal(work.config, size));
+    let context = allowed("context", &|size| context_refusal(work.row, size));
+    for (&t, &p) in tensor.iter().flat_map(|t| pipeline.iter().map(move |p| (t, p))) {
+        for &c in &context {
+            if !ranks.is_multiple_of(t * p * c) {
+                continue;
+            }
+            let rest = ranks / (t * p * c);
+            let shards = divisors(rest).filter(|shard| p == 1 || *shard == 1);
+            all.extend(shards.map(|shard| modelled(work, hardware, [rest / shard, shard, t, p, c])));
+        }
+    }
+    sort(&mut all);
+    (all, refused)
+}
+
+/// Sorts them: those that fit before the others, and of both the fastest first. Of those that differ in data and shard alone the
+/// fastest stands for all; the rest follow after it.
+pub(super) fn sort(all: &mut Vec<ParallelSplit>) {
+    let by_time = |a: &ParallelSplit, b: &ParallelSplit| {
+        (!a.fits).cmp(&!b.fits).then(a.step_secs.total_cmp(&b.step_secs))
+    };
+    all.sort_by(by_time);
+    let mut seen = BTreeSet::new();
+    let ranked =
+        all.drain(..).map(|split| (!seen.insert((split.tensor, split.pipeline, split.context)), split));
+    let mut ranked: Vec<(bool, ParallelSplit)> = ranked.collect();
+    ranked.sort_by_key(|(is_rest, split)| (!split.fits, *is_rest));
+    all.extend(ranked.into_iter().map(|(_, split)| split));
+}
+
+fn divisors(n: usize) -> impl Iterator<Item = usize> {
+    (1..=n).filter(move |size| n.is_multiple_of(*size))
+}
+
+fn tensor_refusal(config: &ModelConfig, hardware: &Hardware, size: usize) -> Option<String> {
+    let heads = config.heads;
+    if size > hardware.per_host {
+        return Some(format!(
+            "it would cross hosts of {} devices: every layer waits for four sums",
+            hardware.per_host
+        ));
+    }
+    let width = config.intermediate_size;
+    match () {
+        () if !heads.num_heads.is_multiple_of(size) => {
+            Some(format!("it does not divide {} heads", heads.num_heads))
+        }
+        () if !heads.num_kv_heads.is_multiple_of(size) => {
+            Some(format!("it does not divide {} key-value heads", heads.num_kv_heads))
+        }
+        () if !width.is_multiple_of(size) => Some(format!("it does not divide the MLP's {width} columns")),
+        () => None,
+    }
+}
+
+fn pipeline_refusal(config: &ModelConfig, size: usize) -> Option<String> {
+    let layers = config.num_layers();
+    (!layers.is_multiple_of(size)).then(|| format!("it does not divide {layers} layers"))
+}
+
+fn context_refusal(row: f64, size: usize) -> Option<String> {
+    // Each rank takes a piece from the front and one from the back, so that all see as many keys.
+    let pieces = 2 * size;
+    let row = row as usize;
+    match () {
+        () if size == 1 => None,
+        () if row < LONG_ROW => {
+            Some(format!("parts of rows are worth it from {LONG_ROW} tokens on, and these have {row}"))
+        }
+        () if !row.is_multiple_of(pieces) || row / pieces < 128 => {
+            Some(format!("rows of {row} tokens have no {pieces} equal pieces of 128 tokens or more"))
+        }
+        () => None,
+    }
+}
+
+/// What a split is modelled to take.
+fn modelled(
+    work: &SplitWork<'_>,
+    hardware: &Hardware,
+    [data, shard, tensor, pipeline, context]: [usize; 5],
+) -> ParallelSplit {
+    let stage = SplitShare::new(work, [data, shard, tensor, pipeline, context]);
+    let [d, s, t, p] = [data, shard, tensor, pipeline].map(|n| n as f64);
+    let of_stage = 1.0 / (t * p);
+    let turns = stage.micro_batches;
+    let compute = (stage.own_tokens * work.token_secs + turns * work.dequantize_secs * of_stage)
+        .max(turns * work.launch_secs / p);
+    let bubble = (p - 1.0) / (turns + p - 1.0);
+    let sent = stage.data_secs(hardware) + stage.pipeline_secs(work, hardware);
+    let hidden = (sent - OVERLAP * compute).max(sent.min(ENDS * compute));
+    let exposed = hidden + stage.tensor_secs(work, hardware) + stage.context_secs(work, hardware);
+    // Copies that share out the states, and the update.
+    let sharers = if stage.runs { s } else { d * s };
+    let step_secs = compute / (1.0 - bubble) + exposed + work.update_secs * of_stage / sharers;
+    // A stage keeps as many micro-batches as there are stages.
+    let activations = work.activation_bytes * stage.micro_tokens * of_stage * p.min(turns);
+    // Of a sharded model a block is whole, and the next one is gathered.
+    let blocks = if shard > 1 { 2.0 * stage.values } else { 0.0 };
+    let kept = (stage.values + stage.gradients) * stage.layers / s + work.states * of_stage / sharers;
+    let bytes = (kept + activations + blocks) as u64;
+    ParallelSplit {
+        data,
+        shard,
+        tensor,
+        pipeline,
+        context,
+        step_secs,
+        bytes,
+        fits: bytes <= work.budget,
+        runs: stage.runs,
+    }
+}
+
+/// The part of a step that one rank of a split has.
+struct SplitShare {
+    data: usize,
+    shard: usize,
+    tensor: usize,
+    pipeline: usize,
+    context: usize,
+    /// True if the engine can run it.
+    runs: bool,
+    /// Micro-batches of a replica, of a row each.
+    micro_batches: f64,
+    /// Tokens of a row that the rank has.
+    micro_tokens: f64,
+    /// Tokens of the step, counted as if the rank had all of the model.
+    own_tokens: f64,
+    /// Layers of the rank.
+    layers: f64,
+    /// Bytes of a layer's weights, and of its gradients, where nothing shards them.
+    values: f64,
+    gradients: f64,
+}
+
+impl SplitShare {
+    fn new(work: &SplitWork<'_>, [data, shard, tensor, pipeline, context]: [usize; 5]) -> Self {
+        let of_model = 1.0 / (tensor * pipeline) as f64;
+        let micro_batches = (work.tokens / work.row / (data * shard) as f64).max(1.0);
+        let micro_tokens = work.row / context as f64;
+        let layers = work.config.num_layers() as f64 / pipeline as f64;
+        let runs = tensor * pipeline * context == 1;
+        let own_tokens = micro_batches * micro_tokens * of_model;
+        let [values, gradients] = [work.values, work.gradients].map(|bytes| bytes * of_model / layers);
+        SplitShare {
+            data,
+            shard,
+            tensor,
+            pipeline,
+            context,
+            runs,
+            micro_batches,
+            micro_tokens,
+            own_tokens,
+            layers,
+            values,
+            gradients,
+        }
+    }
+
+    /// Bytes of a micro-batch's hidden states.
+    fn hidden(&self, work: &SplitWork<'_>) -> f64 {
+        self.micro_tokens * work.config.hidden_size as f64 * BF16
+    }
+
+    /// Seconds of four sums of hidden states a layer and micro-batch, which nothing hides.
+    fn tensor_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
+        let sums = 4.0 * self.micro_batches * self.layers;
+        sums * sum_secs(hardware, self.hidden(work), [1, self.tensor])
+    }
+
+    /// Seconds in which keys and values go round in forward and, with their gradients, in backward, longer than attention.
+    fn context_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
+        let width = work.config.heads.kv_width() as f64 / self.tensor as f64;
+        let of_row = 2.0 * work.row * width * BF16;
+        let rounds = 3.0 * self.micro_batches * self.layers;
+        let around = rounds * gather_secs(hardware, of_row, [self.tensor, self.context]);
+        (around - self.own_tokens * work.attention_secs).max(0.0)
+    }
+
+    /// Seconds in which hidden states go to the next stage and their gradients back, of each micro-batch.
+    fn pipeline_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
+        let sent = if self.pipeline > 1 { 2.0 * self.hidden(work) * self.micro_batches } else { 0.0 };
+        hardware.ring_secs(sent, self.tensor * self.context * self.shard * self.data, self.pipeline)
+    }
+
+    /// Seconds in which weights are gathered, and gradients summed over all copies of the weights: those of data, and of the
+    /// parts of a sequence.
+    fn data_secs(&self, hardware: &Hardware) -> f64 {
+        let of_shards = [self.tensor * self.context, self.shard];
+        let of_copies = [self.tensor * self.context * self.shard, self.data];
+        let s = self.shard as f64;
+        // Weights twice and gradients once, for each micro-batch.
+        let sharded = 2.0 * gather_secs(hardware, self.values, of_shards)
+            + gather_secs(hardware, self.gradients, of_shards);
+        let mut summed = sum_secs(hardware, self.gradients / s, [self.tensor, self.context]);
+        let mut updated = 0.0;
+        // The engine sums over data; copies that share out the update reduce gradients and gather weights.
+        if self.runs {
+            summed += sum_secs(hardware, self.gradients / s, of_copies);
+        } else {
+            summed += gather_secs(hardware, self.gradients / s, of_copies);
+            updated += gather_secs(hardware, self.values / s, of_copies);
+        }
+        let sums = if self.shard > 1 { self.micro_batches } else { 1.0 };
+        self.layers * (self.micro_batches * sharded + sums * summed + updated)
+    }
+}
+
+/// Seconds of a gather or reduction of `bytes` in a ring of `size` ranks that are `stride` apart: once round.
+fn gather_secs(hardware: &Hardware, bytes: f64, [stride, size]: [usize; 2]) -> f64 {
+    let passed = bytes * (size as f64 - 1.0) / size as f64;
+    hardware.ring_secs(passed, stride, size) + hardware.ring_latency(stride, size)
+}
+
+/// Seconds of a sum of `bytes`: twice round.
+fn sum_secs(hardware: &Hardware, bytes: f64, ring: [usize; 2]) -> f64 {
+    2.0 * gather_secs(hardware, bytes, ring)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::error::Result;
+    use crate::planning::sizing::flops::linear_weights;
+
+    /// Work of bf16 weights with f32 gradients, masters and moments, of which computing takes `token_secs` a token.
+    fn work(config: &ModelConfig, parameters: f64, rows: f64, token_secs: f64) -> SplitWork<'_> {
+        SplitWork {
+            config,
+            values: 2.0 * parameters,
+            gradients: 4.0 * parameters,
+            states: 12.0 * parameters,
+            token_secs,
+            attention_secs: 0.0,
+            dequantize_secs: 0.0,
+            launch_secs: 0.0,
+            update_secs: 0.0,
+            row: 2048.0,
+            tokens: rows * 2048.0,
+            activation_bytes: 1e6,
+            budget: 72_000_000_000,
+        }
+    }
+
+    /// Asserts that a split of tensor × pipeline × data is in the list of a model; returns its place.
+    fn place(shape: [usize; 3], on: &str, wanted: [usize; 3]) -> Result<usize> {
+        let [hidden, layers, heads] = shape;
+        let text = format!(
+            r#"{{"model_type": "llama", "vocab_size": 51200, "hidden_size": {hidden}, "intermediate_size": {},
+            "num_hidden_layers": {layers}, "num_attention_heads": {heads}, "num_key_value_heads": {heads}}}"#,
+            4 * hidden
+        );
+        let config = ModelConfig::from_json(&text, "config.json")?;
+        let hardware = Hardware::parse(on, Path::new("."))?;
+        let parameters = linear_weights(&config) as f64;
+        let token_secs = 8.0 * parameters / (312e12 * 0.45);
+        let (all, refused) = splits(&work(&config, parameters, 1536.0, token_secs), &hardware);
+        assert!(all.iter().all(|split| {
+            let ParallelSplit { data, shard, tensor, pipeline, context, .. } = *split;
+            data * shard * tensor * pipeline * context == hardware.devices()
+        }));
+        assert!(refused.iter().any(|refused| refused.what == "tensor = 16"
+            || refused.what == "tensor = 20"
+            || refused.what == "tensor = 32"));
+        assert!(
+            refused.iter().any(|refused| refused.what.starts_with("context") && refused.why.contains("8192"))
+        );
+        let of = |split: &ParallelSplit| [split.tensor, split.pipeline, split.data];
+        Ok(all.iter().position(|split| split.shard == 1 && of(split) == wanted).unwrap() + 1)
+    }
+
+    /// Four hosts of eight cards, 15 GB/s among them, 1.25 GB/s between hosts: what leaves a host at once shares its network.
+    #[test]
+    fn a_split_takes_what_its_rings_take() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let hardware = Hardware::parse("8x4090*4", Path::new("."))?;
+        assert_eq!([hardware.device.link_gbps, hardware.device.network_gbps], [15.0, 1.25]);
+        let p = 6_738_415_616.0;
+        // Computing that takes nothing leaves communication alone.
+        let work = work(&config, p, 64.0, 0.0);
+        let near = |wanted, by_hand: f64| {
+            let secs = modelled(&work, &hardware, wanted).step_secs;
+            assert!((secs / by_hand - 1.0).abs() < 1e-6, "{wanted:?}: {secs}, not {by_hand}");
+        };
+        let hidden = 2048.0 * 4096.0 * 2.0;
+        // A call takes 8.4 µs, a hop in a host 5.7 µs and one between hosts 14 µs.
+        let in_host = |n: f64| 8.4e-6 + (n - 1.0) * 5.7e-6;
+        let between = |n: f64| 8.4e-6 + (n - 1.0) * 14e-6;
+        let (link, network) = (15e9, 1.25e9);
+        // Gradients of an eighth go to four owners and their weights come back, by eight cards of a host at once; each of 16
+        // micro-batches sums hidden states four times in each of 32 layers, twice 7/8 of them.
+        let tensor = 16.0 * 32.0 * 4.0 * 2.0 * (7.0 / 8.0 * hidden / link + in_host(8.0));
+        let shared = |n: f64, part: f64| (n - 1.0) / n * 6.0 * p * part;
+        let update = shared(4.0, 1.0 / 8.0) * 8.0 / network + 2.0 * 32.0 * between(4.0);
+        near([4, 1, 8, 1, 1], update + tensor);
+        // Four stages of eight layers on eight ranks each: 64 / 8 micro-batches go over a border and back, from eight cards of
+        // a host at once; gradients and weights of a quarter go round inside of a host.
+        let borders = 2.0 * hidden * 8.0 * 8.0 / network;
+        near([8, 1, 1, 4, 1], borders + shared(8.0, 0.25) / link + 2.0 * 8.0 * in_host(8.0));
+        // Two parts of each sequence by four of each product in a host: as many sums of half the hidden states, keys and values
+        // of a quarter of the heads once round three times, and a quarter of the gradients summed over both parts.
+        let half = hidden / 2.0;
+        let tensor = 16.0 * 32.0 * 4.0 * 2.0 * (3.0 / 4.0 * half / link + in_host(4.0));
+        let keys = 16.0 * 32.0 * 3.0 * (2.0 * half / 4.0 / link + in_host(2.0));
+        let parts = 2.0 * 0.5 * p / 4.0 * 4.0 / link + 2.0 * 32.0 * in_host(2.0);
+        let update = shared(4.0, 0.25) * 8.0 / network + 2.0 * 32.0 * between(4.0);
+        near([4, 1, 4, 1, 2], update + tensor + keys + parts);
+        // Attention that takes longer hides them.
+        let hides = SplitWork { attention_secs: 1.0, ..work };
+        let secs = modelled(&hides, &hardware, [4, 1, 4, 1, 2]).step_secs;
+        assert!((secs / (update + tensor + parts) - 1.0).abs() < 1e-6, "{secs}");
+        // Two groups of 16, which gather over two hosts in one ring, 14 hops in a host and one between: weights twice and
+        // gradients once, twice (64 / 32 micro-batches); a sixteenth of the gradients is summed with the other group, by eight
+        // cards of a host at once.
+        let gathers =
+            2.0 * 15.0 / 16.0 * p * 8.0 / network + 2.0 * 3.0 * 32.0 * (8.4e-6 + 14.0 * 5.7e-6 + 14e-6);
+        let sums = 2.0 * 2.0 * (0.5 * p / 16.0 * 4.0 * 8.0 / network + 32.0 * between(2.0));
+        near([2, 16, 1, 1, 1], gathers + sums);
+        Ok(())
+    }
+
+    /// Splits that are published: tensor × pipeline × data.
+    #[test]
+    fn published_splits_are_in_the_lists() -> Result<()> {
+        let gpt3 = [12288, 96, 96];
+        assert!(place(gpt3, "8xA100-80GB*100", [8, 4, 25])? <= 10);
+        assert!(place(gpt3, "8xA100-80GB*384", [8, 12, 32])? <= 10);
+        place([8192, 80, 64], "8xA100-80GB*8", [8, 2, 4])?;
+        Ok(())
+    }
+}

@@ -1,0 +1,327 @@
+//! How long a step takes, by cause, and what bounds it.
+//!
+//! ```text
+//! T = max(T_compute, T_launch) + max(T_communication − w · T_compute, T_ends) + T_update + T_offload
+//! ```
+//!
+//! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`], each part over the bandwidth of
+//! its ring ([`Hardware::ring_gbps`]), and for each call the latency of that ring ([`Hardware::ring_latency`]). w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
+//! are reduced while the next block's are computed; on a processor w = 0, for what copies there is what computes. The first
+//! gather and the last reduction are never hidden: T_ends is all of T_communication, but a fiftieth of T_compute at most.
+
+use serde::Serialize;
+
+use super::flops::{TokenFlops, TrainedWeights};
+use super::hardware::Hardware;
+use super::rates::ComputeRates;
+use crate::model::ModelConfig;
+use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes, ShardingStrategy};
+use crate::planning::PlannedStep;
+use crate::recipe::{Offload, Recipe, Recompute, StateDtype};
+
+/// Part of the computation that communication can run beside.
+pub(super) const OVERLAP: f64 = 0.8;
+/// Communication before the first and after the last computation, as a part of all computation.
+pub(super) const ENDS: f64 = 0.02;
+/// Bytes that the update of a weight reads and writes: its value, the bf16 copy, its gradient, and two moments.
+pub(super) const UPDATED: f64 = 8.0 + 2.0 + 4.0 + 16.0;
+/// Those of the moments in 8 bits less.
+const INT8_LESS: f64 = 12.0;
+/// Bytes a second of host memory that the update of offloaded states reads and writes, for all devices of a host.
+const HOST_UPDATE: f64 = 100e9;
+/// Bytes of a weight that an update on the host takes over the bus: its f32 gradient there, its bf16 value back.
+const OFFLOADED: f64 = 4.0 + 2.0;
+/// Seconds that the host takes to start a kernel (estimated, 6 to 8 µs; not yet measured on a GPU).
+const LAUNCH: f64 = 7e-6;
+/// Kernels of a block, forward and backward: the bars of tests/counter.rs, which counts them.
+const BLOCK_KERNELS: [f64; 2] = [40.0, 60.0];
+/// Part of a step from which on a cause bounds it.
+const BOUND: f64 = 0.3;
+/// Exposed communication, of a step, from which on more ranks are hopeless.
+const HOPELESS: f64 = 0.5;
+
+/// What a step is given.
+#[derive(Debug, Clone, Copy)]
+pub struct Workload {
+    /// Tokens of a rank's micro-batch, in the mean.
+    pub tokens: f64,
+    /// Tokens of a row, in the mean.
+    pub row: f64,
+    /// Micro-batches of a rank in a step.
+    pub micro_batches: u64,
+}
+
+/// Seconds of a step by cause, and what follows.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct StepTime {
+    /// Forward and backward.
+    pub compute: f64,
+    /// As much as a forward alone is of it.
+    pub forward: f64,
+    /// Of it what is computed a second time.
+    pub recompute: f64,
+    /// Of it the making of bf16 values from codes.
+    pub dequantize: f64,
+    /// The device's wait for the host to start its kernels.
+    pub launch: f64,
+    /// The optimizer's update.
+    pub update: f64,
+    /// Copies between host and device that computation waits for.
+    pub offload: f64,
+    /// All that is sent, whether hidden or not.
+    pub communication: f64,
+    /// What of it computation waits for.
+    pub exposed: f64,
+    /// The whole step.
+    pub total: f64,
+    /// Bytes that a rank sends.
+    pub sent_bytes: u64,
+    /// Tokens a second of all ranks.
+    pub tokens_per_sec: f64,
+    /// Model FLOP utilisation: operations of the model over what the devices could do at their peak.
+    pub mfu: f64,
+    /// The same with what is computed a second time.
+    pub hfu: f64,
+    /// What bounds it.
+    pub bound: Bound,
+}
+
+/// What takes the part of a step that is worth changing first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Bound {
+    /// Arithmetic of the model.
+    Compute,
+    /// The host's time of starting kernels, which are too short to hide it.
+    Launch,
+    /// The optimizer's update.
+    Update,
+    /// Copies between host and device.
+    Offload,
+    /// Communication that nothing hides.
+    Communication,
+    /// Communication that takes longer than all else: such ranks are better not connected so.
+    Hopeless,
+}
+
+impl Bound {
+    /// The cause in words.
+    pub fn text(self) -> &'static str {
+        match self {
+            Bound::Compute => "computation",
+            Bound::Launch => "the start of kernels: more tokens in a micro-batch take hardly longer",
+            Bound::Update => "the optimizer's update",
+            Bound::Offload => "copies between host and device",
+            Bound::Communication => "communication",
+            Bound::Hopeless => "communication: hopeless over this network",
+        }
+    }
+}
+
+impl StepTime {
+    /// Of a step of `recipe` as it is laid out, on `hardware` at `rates`.
+    pub(crate) fn new(
+        config: &ModelConfig,
+        recipe: &Recipe,
+        step: &PlannedStep,
+        (hardware, rates): (&Hardware, &ComputeRates),
+        load: Workload,
+    ) -> Self {
+        let flops =
+            TokenFlops::new(config, TrainedWeights::of(config, &step.descs), load.row, step.fit.recompute);
+        let turns = load.micro_batches as f64;
+        let tokens = load.tokens * turns;
+        let recompute = tokens * flops.recomputed / rates.linear;
+        let one_pass = turns * dequantized_bytes(&step.descs) / rates.update;
+        let dequantize = dequantizing_passes(step) * one_pass;
+        let products = tokens * token_secs(config, &flops, rates);
+        let compute = products + dequantize;
+        let forward = products * flops.forward / flops.hardware() + one_pass;
+        let shards = step.fit.kind.shard_size(hardware.devices()) as f64;
+        let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
+        let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
+        // The ranks of a processor copy with the threads that they compute with.
+        let hidden = if hardware.device.processor { 0.0 } else { OVERLAP * compute };
+        // Values are fetched a block ahead.
+        let offload = update_copies + (brought - hidden).max(0.0);
+        let communication = communication(&step.sent, step.fit.kind, hardware);
+        let exposed = (communication - hidden).max(communication.min(ENDS * compute));
+        let launch = (launches(config, step, (hardware, turns)) - compute).max(0.0);
+        let total = compute + launch + update + offload + exposed;
+        let ranks = hardware.devices() as f64;
+        let mfu = |per_token: f64| tokens * per_token / (total * rates.peak);
+        StepTime {
+            compute,
+            forward,
+            recompute,
+            dequantize,
+            launch,
+            update,
+            offload,
+            communication,
+            exposed,
+            total,
+            sent_bytes: step.sent.total(),
+            tokens_per_sec: tokens * ranks / total,
+            mfu: mfu(flops.model()),
+            hfu: mfu(flops.hardware()),
+            bound: bound([exposed, offload, launch, update].map(|secs| secs / total)),
+        }
+    }
+}
+
+/// Seconds in which the host starts the kernels of `turns` micro-batches, and one for each tensor that the optimizer updates. A
+/// processor starts none.
+pub(super) fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turns): (&Hardware, f64)) -> f64 {
+    if hardware.device.processor {
+        return 0.0;
+    }
+    let [forward, backward] = BLOCK_KERNELS;
+    let again = if step.fit.recompute == Recompute::Block { forward } else { 0.0 };
+    let updated = step.descs.iter().filter(|desc| desc.kind.trains()).count() as f64;
+    LAUNCH * (turns * config.num_layers() as f64 * (forward + again + backward) + updated)
+}
+
+/// The cause that bounds a step with these parts of exposed communication, offload, the start of kernels and update.
+fn bound([exposed, offload, launch, update]: [f64; 4]) -> Bound {
+    match () {
+        () if exposed >= HOPELESS => Bound::Hopeless,
+        () if exposed >= BOUND && exposed >= offload => Bound::Communication,
+        () if offload >= BOUND => Bound::Offload,
+        () if launch >= BOUND => Bound::Launch,
+        () if update >= BOUND => Bound::Update,
+        () => Bound::Compute,
+    }
+}
+
+/// Seconds of a token's products and elementwise operations, forward and backward.
+pub(super) fn token_secs(config: &ModelConfig, flops: &TokenFlops, rates: &ComputeRates) -> f64 {
+    rates.seconds(flops) + elementwise(config, rates)
+}
+
+/// Passes of a micro-batch that make values from codes: forward, backward, and forward again where blocks are computed again.
+pub(super) fn dequantizing_passes(step: &PlannedStep) -> f64 {
+    if step.fit.recompute == Recompute::Block { 3.0 } else { 2.0 }
+}
+
+/// Bytes that are read and written to make bf16 values from all codes once.
+pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
+    let bytes = |desc: &ParamDesc| match desc.kind {
+        ParamKind::Quantized(format) => desc.elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0),
+        _ => 0.0,
+    };
+    descs.iter().map(bytes).sum()
+}
+
+/// Seconds of a token's norms, rotations, gates and sums, where they are measured apart: what each reads and writes, forward
+/// and backward, in bf16.
+fn elementwise(config: &ModelConfig, rates: &ComputeRates) -> f64 {
+    let Some(rate) = rates.elementwise else { return 0.0 };
+    let (d, f, qkv) = (config.hidden_size, config.intermediate_size, config.heads.qkv_width());
+    // Two norms and a residual: 2 · (2 + 4) d; the rotation 4 qkv; the gate 3 + 5 f.
+    let values = 12 * d + 4 * qkv + 8 * f;
+    (2 * values * config.num_layers()) as f64 / rate
+}
+
+/// Seconds of the update, and of the copies that it waits for where states are in host memory.
+pub(super) fn update(
+    recipe: &Recipe,
+    step: &PlannedStep,
+    (hardware, rates): (&Hardware, &ComputeRates),
+    shards: f64,
+) -> (f64, f64) {
+    let trained: u64 =
+        step.descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.elements() as u64).sum();
+    let sharded = if step.fit.kind == ShardingStrategy::Ddp { 1.0 } else { shards.max(1.0) };
+    let mine = trained as f64 / sharded;
+    let (less, rate) = match recipe.optimizer.state {
+        StateDtype::Int8 => (INT8_LESS, rates.update_int8),
+        StateDtype::F32 => (0.0, rates.update),
+    };
+    let bytes = mine * (UPDATED - less);
+    if recipe.parallel.offload == Offload::None {
+        return (bytes / rate, 0.0);
+    }
+    let copies = mine * OFFLOADED / (hardware.device.host_gbps * 1e9);
+    (bytes * hardware.per_host as f64 / HOST_UPDATE, copies)
+}
+
+/// Seconds of all that a rank sends.
+fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) -> f64 {
+    let ranks = hardware.devices();
+    if ranks == 1 {
+        return 0.0;
+    }
+    let mesh = kind.mesh_shape(ranks).unwrap_or(MeshShape::ONE.with(MeshAxis::Shard, ranks));
+    let (shards, copies) = (mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
+    // A gather goes round the shards once, a sum over all ranks twice.
+    let of_call =
+        if shards > 1 { hardware.ring_latency(1, shards) } else { 2.0 * hardware.ring_latency(1, ranks) };
+    let latency = of_call * sent.calls as f64;
+    let by_all = sent.whole + sent.scalars;
+    // What is sent, in a ring of how many, how far from one another.
+    let rings = [
+        (sent.total() - by_all - sent.between, shards, 1),
+        (by_all, ranks, 1),
+        (sent.between, copies, mesh.stride(MeshAxis::Data)),
+    ];
+    let secs = rings.into_iter().filter(|(bytes, ..)| *bytes > 0).map(|(bytes, size, stride)| {
+        // A rank of a processor copies its own part, too, into what it gathers.
+        let in_memory = hardware.device.processor && stride * size <= hardware.per_host;
+        let own = if in_memory { size as f64 / (size - 1) as f64 } else { 1.0 };
+        hardware.ring_secs(bytes as f64 * own, stride, size)
+    });
+    secs.sum::<f64>() + latency
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::error::Result;
+
+    /// Four hosts of eight cards, 15 GB/s among them and 1.25 GB/s between hosts: every strategy by its formula for 10^9
+    /// parameters, bf16 weights and f32 gradients.
+    #[test]
+    fn communication_is_bytes_over_the_rings_that_they_take() -> Result<()> {
+        let hosts = Hardware::parse("8x4090*4", Path::new("."))?;
+        let (link, network) = (15e9, 1.25e9);
+        assert_eq!([hosts.device.link_gbps, hosts.device.network_gbps], [15.0, 1.25]);
+        let p = 1e9;
+        // In a host of eight: seven hops of 5.7 µs. Over four hosts: 31 hops, three of them of 14 µs. 8.4 µs a call.
+        let (in_host, over_hosts) = (8.4e-6 + 7.0 * 5.7e-6, 8.4e-6 + 28.0 * 5.7e-6 + 3.0 * 14e-6);
+        let take = |kind, sent: SentBytes| {
+            let secs = communication(&sent, kind, &hosts);
+            let of_call = match kind {
+                ShardingStrategy::Ddp => 2.0 * over_hosts,
+                ShardingStrategy::Hsdp(_) => in_host,
+                _ => over_hosts,
+            };
+            secs - of_call * sent.calls as f64
+        };
+        let near = |secs: f64, by_hand: f64| (secs / by_hand - 1.0).abs() < 1e-6;
+        // 31/32 of the gradients twice.
+        let all = (2.0 * 31.0 / 32.0 * 4.0 * p) as u64;
+        let ddp = SentBytes { gradients: all, whole: all, calls: 3, ..SentBytes::default() };
+        assert!(near(take(ShardingStrategy::Ddp, ddp), 2.0 * 31.0 / 32.0 * 4.0 * p / network));
+        // 31/32 of the weights twice and of the gradients once.
+        let gathers = (31.0 / 32.0 * 2.0 * 2.0 * p) as u64;
+        let fsdp = SentBytes {
+            gathers,
+            gradients: (31.0 / 32.0 * 4.0 * p) as u64,
+            calls: 9,
+            ..SentBytes::default()
+        };
+        assert!(near(take(ShardingStrategy::Fsdp, fsdp), 31.0 / 32.0 * 8.0 * p / network));
+        // Groups of eight: 7/8 of that inside of a host, then 3/4 of an eighth of the gradients twice between hosts, from all
+        // eight cards of a host at once.
+        let between = (2.0 * 3.0 / 4.0 * 4.0 * p / 8.0) as u64;
+        let gradients = (7.0 / 8.0 * 4.0 * p) as u64 + between;
+        let gathers = (7.0 / 8.0 * 4.0 * p) as u64;
+        let hsdp = SentBytes { gathers, gradients, between, calls: 9, ..SentBytes::default() };
+        let by_hand = 7.0 / 8.0 * 8.0 * p / link + 8.0 * 2.0 * 3.0 / 4.0 * 4.0 * p / 8.0 / network;
+        assert!(near(take(ShardingStrategy::Hsdp(8), hsdp), by_hand));
+        Ok(())
+    }
+}

@@ -1,0 +1,45 @@
+//! What a step of a plan sends between ranks, and what it brings from the host.
+
+use std::collections::BTreeMap;
+
+use candle_core::DType;
+
+use super::memory::{MemoryOptions, weight_bytes};
+use crate::error::Result;
+use crate::model::Segment;
+use crate::parallel::{ParamDesc, SentBytes, TrainedRun};
+
+/// What a rank sends in a step of `turns` micro-batches, with gradients in `dtype`. Padding of buckets is not counted.
+///
+/// # Errors
+/// The groups of hsdp do not divide the ranks.
+pub(super) fn sent(
+    descs: &[ParamDesc],
+    options: &MemoryOptions<'_>,
+    dtype: DType,
+    turns: u64,
+) -> Result<SentBytes> {
+    let mesh = options.kind.mesh_shape(options.ranks)?;
+    let mut gathered: BTreeMap<Segment, usize> = BTreeMap::new();
+    // What trains of a segment is one bucket.
+    let mut trained: BTreeMap<(Segment, usize), TrainedRun> = BTreeMap::new();
+    for desc in descs {
+        let spec = options.kind.sharding_spec(desc.kind.role());
+        let (value, _) = weight_bytes(desc, options);
+        if spec.values.is_sharded() {
+            *gathered.entry(desc.segment).or_default() += value as usize;
+        }
+        if desc.kind.trains() {
+            let value_bytes = value as usize / desc.elements().max(1);
+            let run = trained.entry((desc.segment, value_bytes));
+            run.or_insert(TrainedRun { spec, elements: 0, value_bytes }).elements += desc.elements();
+        }
+    }
+    Ok(SentBytes::of_step(mesh, turns, gathered.into_iter(), trained.into_values(), dtype))
+}
+
+/// Bytes of values that are kept in host memory or in a file, all of them once.
+pub(super) fn brought(descs: &[ParamDesc], options: &MemoryOptions<'_>) -> u64 {
+    let away = descs.iter().filter(|desc| options.offload.has_values(desc.kind.role()));
+    away.map(|desc| weight_bytes(desc, options).0).sum()
+}

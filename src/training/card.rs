@@ -1,0 +1,66 @@
+//! The model card of a run.
+
+use std::path::Path;
+
+use crate::engine::RunSummary;
+use crate::loading::ResolvedSource;
+use crate::planning::Plan;
+use crate::recipe::{DataSource, quoted_for_shell};
+use crate::report::card::{Artifact, Card, CardBase, CardData};
+
+/// The model card of the run of `plan`.
+pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
+    let sets = |found: &[ResolvedSource], rows: usize| -> Vec<CardData> {
+        let data = |found: &ResolvedSource| CardData {
+            name: if found.on_hub { found.id.clone() } else { last_name(&found.id) },
+            on_hub: found.on_hub,
+            rows: rows as u64,
+        };
+        found.iter().map(data).collect()
+    };
+    let found = &plan.base.found;
+    Card {
+        title,
+        artifact: if plan.adapter_setup.is_some() { Artifact::Adapter } else { Artifact::Model },
+        base: match (&plan.base.files, found.on_hub) {
+            (None, _) => CardBase::Scratch,
+            _ if is_builtin(plan) => CardBase::Builtin { id: found.id.clone() },
+            (_, true) => CardBase::Hub { id: found.id.clone(), commit: found.commit.clone() },
+            (_, false) => CardBase::Folder {
+                name: last_name(&found.id),
+                word: quoted_for_shell(&found.id),
+                path: found.id.clone(),
+            },
+        },
+        tag: plan.method().tag().into(),
+        method: plan.method().to_string(),
+        train_data: sets(&plan.train.1, plan.train.0.report().rows),
+        eval_data: plan.held_out.as_ref().map(|(d, found)| sets(found, d.report().rows)).unwrap_or_default(),
+        recipe: plan.portable_recipe().to_toml(),
+        steps: summary.steps,
+        tokens: summary.tokens,
+        trainable_params: plan.parameters().0,
+        final_train_loss: summary.last_loss,
+        before: summary.before.clone(),
+        after: summary.after.clone(),
+        last: summary.last.clone(),
+        chat: is_chat(plan),
+    }
+}
+
+/// Returns whether the rows were rendered by a chat template, so that the model is to be asked through it.
+pub(crate) fn is_chat(plan: &Plan) -> bool {
+    const CHATS: [&str; 5] = ["messages: ", "sharegpt: ", "preference: ", "alpaca: ", "instruction: "];
+    let why = &plan.train.0.report().why;
+    plan.rows.template.is_some() && CHATS.iter().any(|format| why.contains(format))
+}
+
+/// Whether the base model is one inside the binary.
+fn is_builtin(plan: &Plan) -> bool {
+    matches!(plan.recipe.model.id, Some(DataSource::Builtin(_)))
+}
+
+/// The last name of a path, by which title, front matter and tables of a card name files and folders of this machine.
+fn last_name(id: &str) -> String {
+    Path::new(id).file_name().map_or_else(|| id.to_owned(), |name| name.to_string_lossy().into_owned())
+}

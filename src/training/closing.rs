@@ -1,0 +1,216 @@
+//! The last lines of a run: time and tokens, what the held-out rows say, where everything is, and the commands to go on with.
+
+use std::path::Path;
+
+use super::card::is_chat;
+use super::output_folder::{RECIPE, REPORT};
+use super::train::TrainRun;
+use crate::data::{Example, Tokenizer};
+use crate::engine::RunSummary;
+use crate::error::{Error, ErrorCategory};
+use crate::planning::Plan;
+use crate::recipe::quoted_for_shell;
+use crate::report::memory::MemoryComparison;
+use crate::units;
+
+/// Losses that differ by less than this share are called equal.
+const SAME: f64 = 0.001;
+/// Characters of a prompt in a command, at most.
+const PROMPT: usize = 60;
+
+impl TrainRun<'_> {
+    /// The end of a run that was asked to stop, which is no failure: where it is saved, and the command to go on with.
+    pub(crate) fn stopped(&self, summary: &RunSummary) -> Error {
+        let (args, output) = (self.args, self.args.output());
+        let folder = output.join(format!("checkpoint-{}", summary.steps));
+        let mut command =
+            format!("finetune --resume --output {}", quoted_for_shell(&output.display().to_string()));
+        args.ranks.iter().for_each(|ranks| command += &format!(" --ranks {ranks}"));
+        if let Some(gpus) = &args.gpus {
+            let gpus: Vec<String> = gpus.0.iter().map(usize::to_string).collect();
+            command += &format!(" --gpus {}", gpus.join(","));
+        }
+        let in_this_process =
+            args.ranks.map_or(1, usize::from).max(args.gpus.as_ref().map_or(1, |gpus| gpus.0.len()));
+        let how = if self.plan.ranks > in_this_process {
+            "the same command and `--resume`".to_owned()
+        } else {
+            format!("`{command}`")
+        };
+        let (step, folder) = (summary.steps, folder.display());
+        let text = format!("stopped after step {step} as asked, saved in {folder}; go on with {how}");
+        Error::new(ErrorCategory::SavedAndStopped, text)
+    }
+
+    /// Prints the closing lines of a run whose result is in `place` and that took `secs` seconds in all.
+    pub(crate) fn close(&self, summary: &RunSummary, place: &Path, secs: f64, memory: &MemoryComparison) {
+        let (plan, terminal) = (self.plan, self.terminal);
+        let steps =
+            if summary.steps == 1 { "one step".to_owned() } else { format!("{} steps", summary.steps) };
+        let (time, tokens) = (units::duration(secs), units::count(summary.tokens));
+        terminal.heading(format!("done in {time}: {steps}, {tokens} tokens"));
+        terminal.line(verdict(plan, summary));
+        best_and_last(summary).iter().for_each(|text| terminal.line(text));
+        terminal.line(memory.to_string());
+        let report = self.args.output().join(REPORT);
+        if report.is_file() {
+            terminal.line(format!("the run as a page: {}", report.display()));
+        }
+        let next = next_commands(plan, place);
+        if !next.is_empty() {
+            terminal.line("next:");
+            next.iter().for_each(|command| terminal.line(format!("  {command}")));
+        }
+    }
+}
+
+/// The sentence on the best weights and the last ones of a run that keeps the best.
+fn best_and_last(summary: &RunSummary) -> Option<String> {
+    let (kept, last) = (summary.after.as_ref()?, summary.last.as_ref()?);
+    if let Some(lost) = &summary.lost_best {
+        return Some(format!(
+            "last: step {}, held-out loss {:.4}: these weights are saved; the best, of step {}, {:.4}, are lost",
+            last.step, last.eval_loss, lost.step, lost.eval_loss
+        ));
+    }
+    if kept.step == last.step {
+        return Some(format!(
+            "best: step {}, the last, held-out loss {:.4}: these weights are saved",
+            kept.step, kept.eval_loss
+        ));
+    }
+    Some(format!(
+        "best: step {}, held-out loss {:.4}: these weights are saved; last: step {}, {:.4}, in checkpoint-{}",
+        kept.step, kept.eval_loss, last.step, last.eval_loss, last.step
+    ))
+}
+
+/// The sentence on the held-out rows before and after, with the cause where one is plain.
+fn verdict(plan: &Plan, summary: &RunSummary) -> String {
+    let (before, after) = match (&summary.before, &summary.after) {
+        (Some(before), Some(after)) => (before.eval_loss, after.eval_loss),
+        (None, Some(after)) => return format!("held-out loss: {:.4}", after.eval_loss),
+        (_, None) if plan.held_out.is_some() => return "held-out loss: not measured at the end".to_owned(),
+        (_, None) => {
+            return "held-out loss: no rows were held out (`--eval-dataset`), so nothing is known about unseen text"
+                .to_owned();
+        }
+    };
+    let losses = format!("{before:.2} -> {after:.2}");
+    if (after - before).abs() <= SAME * before {
+        return format!("held-out loss: as before training, {before:.4} -> {after:.4}");
+    }
+    if after < before {
+        return format!("held-out loss: better, {losses}");
+    }
+    let cause = cause(plan, summary, after).map_or_else(String::new, |cause| format!("; {cause}"));
+    format!("held-out loss: worse than before training, {losses}{cause}")
+}
+
+/// The plain cause of a loss that grew to `after`, if there is one.
+fn cause(plan: &Plan, summary: &RunSummary, after: f64) -> Option<String> {
+    if let Some((rate, times, usual)) = plan.unusual_rate() {
+        return Some(format!(
+            "the learning rate of {rate} is {times:.0} times the usual {usual:e}: try `--lr {usual:e}`"
+        ));
+    }
+    let last = summary.last_loss.filter(|last| *last < after / 2.0)?;
+    Some(format!(
+        "the training loss is {last:.2}: the training rows were learned by heart, try fewer epochs or more rows"
+    ))
+}
+
+/// Commands that work as they stand, in this order, on the result in `place`.
+fn next_commands(plan: &Plan, place: &Path) -> Vec<String> {
+    let is_adapter = plan.adapter_setup.is_some();
+    if is_adapter && plan.base.files.is_none() {
+        // Random weights are in no file that a verb could read.
+        return Vec::new();
+    }
+    let flag = if is_adapter { "--adapter" } else { "--model" };
+    let result = quoted_for_shell(&place.display().to_string());
+    let beside = |end: &str| quoted_for_shell(&free_name(place, end));
+    let recipe = quoted_for_shell(&place.join(RECIPE).display().to_string());
+    let input = if is_chat(plan) { "--chat".to_owned() } else { format!("--prompt {}", prompt(plan)) };
+    let mut commands = vec![format!("finetune generate {flag} {result} {input}")];
+    let mut model = result.clone();
+    if is_adapter {
+        model = beside("-merged");
+        commands.push(format!("finetune merge --adapter {result} --output {model}"));
+    } else if let Some(rows) = plan.recipe.data.eval.first() {
+        let rows = quoted_for_shell(&rows.to_string());
+        commands.push(format!("finetune eval --model {result} --recipe {recipe} --dataset {rows}"));
+    }
+    commands.push(format!("finetune export --model {model} --format gguf --output {}", beside(".gguf")));
+    commands
+}
+
+/// The name of the folder `place` with `end`, and a number where something has that name.
+fn free_name(place: &Path, end: &str) -> String {
+    let stem = match place.file_name() {
+        Some(_) => place.display().to_string(),
+        // Such as `.`: beside it, not in it.
+        None => "model".to_owned(),
+    };
+    let stem = stem.trim_end_matches('/');
+    let names = std::iter::once(format!("{stem}{end}"));
+    let (start, extension) = end.split_once('.').map_or((end, String::new()), |(s, e)| (s, format!(".{e}")));
+    let mut names = names.chain((2..1000).map(|n| format!("{stem}{start}-{n}{extension}")));
+    names.find(|name| Path::new(name).symlink_metadata().is_err()).unwrap_or_else(|| format!("{stem}{end}"))
+}
+
+/// The beginning of the first row, as a shell takes it: what is asked there, where something is.
+fn prompt(plan: &Plan) -> String {
+    let first = plan.train.0.examples().first();
+    let text = first.and_then(|example| asked(example, &plan.rows.tokenizer));
+    let text = text.filter(|text| !text.trim().is_empty());
+    text.map_or_else(|| "'Once upon a time'".to_owned(), |text| quoted_on_one_line(&cut(&text)))
+}
+
+/// The text before the first trained token of a row; of a row of text its first words.
+fn asked(example: &Example, tokenizer: &Tokenizer) -> Option<String> {
+    // The first token of a row is never predicted.
+    let start = example.trained.iter().skip(1).position(|trained| *trained)? + 1;
+    let is_text = start <= 1;
+    let ids = if is_text { example.ids.get(..example.ids.len().min(8))? } else { &example.ids[..start] };
+    tokenizer.decode(ids, true).ok()
+}
+
+/// The beginning of a long prompt, up to the end of a word.
+fn cut(text: &str) -> String {
+    let Some((end, _)) = text.char_indices().nth(PROMPT) else { return text.to_owned() };
+    let start = &text[..end];
+    start.rsplit_once(' ').map_or(start, |(words, _)| words).to_owned()
+}
+
+/// A word of a command in bash and zsh, on one line whatever is in it.
+fn quoted_on_one_line(text: &str) -> String {
+    if !text.contains(['\n', '\r', '\t']) {
+        return quoted_for_shell(text);
+    }
+    let mut quoted = String::from("$'");
+    for c in text.chars() {
+        match c {
+            '\n' => quoted.push_str("\\n"),
+            '\r' => quoted.push_str("\\r"),
+            '\t' => quoted.push_str("\\t"),
+            '\'' | '\\' => quoted.extend(['\\', c]),
+            _ => quoted.push(c),
+        }
+    }
+    quoted + "'"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_stand_on_one_line() {
+        assert_eq!(quoted_on_one_line("plain"), "plain");
+        assert_eq!(quoted_on_one_line("it's"), r"'it'\''s'");
+        assert_eq!(quoted_on_one_line("it's\n"), r"$'it\'s\n'");
+        assert_eq!(cut("short"), "short");
+        assert!(cut(&"word ".repeat(40)).len() <= PROMPT);
+    }
+}

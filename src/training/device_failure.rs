@@ -1,0 +1,90 @@
+//! What a run says when its device fails: in which step and phase, and what would help.
+
+use crate::collective::Phase;
+use crate::error::{DeviceFault, Error};
+use crate::planning::Plan;
+use crate::units;
+
+/// Most settings that are named; the first ones cost least.
+const ADVICE: usize = 4;
+
+/// `error` with what the run of `plan` was doing, where it comes from the device; others as they are.
+pub(crate) fn explained(error: Error, plan: &Plan, phase: Phase) -> Error {
+    let Some(fault) = error.device_fault() else { return error };
+    let step = error.step();
+    let error = match doing(phase, step) {
+        Some(doing) => error.during(doing),
+        None => error,
+    };
+    let error = match fault {
+        DeviceFault::OutOfMemory => {
+            let planned = units::bytes(plan.memory.total());
+            let (cause, bytes) = plan.memory.grows_in(phase);
+            let advice = hint(&plan.memory_advice(phase));
+            error
+                .because(format!(
+                    "the plan counted {planned} for a step; what grows in this phase is {cause}, planned as {}",
+                    units::bytes(bytes)
+                ))
+                .hint(advice)
+        }
+        _ => error,
+    };
+    error.because("what was saved before is untouched")
+}
+
+/// What failed; none where the error says it by itself, as that of an evaluation does.
+fn doing(phase: Phase, step: Option<u64>) -> Option<String> {
+    let part = match (phase, step) {
+        (Phase::Meet | Phase::Load, _) => return Some("cannot load the model".into()),
+        (Phase::Save, _) => return Some("cannot save a checkpoint".into()),
+        (Phase::Output, _) => return Some("cannot write the result".into()),
+        (Phase::Evaluate, _) => return None,
+        (Phase::Data, _) => "beginning",
+        (Phase::Report, _) => "report",
+        (Phase::Forward, _) => "forward",
+        (Phase::Loss, _) => "loss",
+        (Phase::Backward, _) => "backward",
+        (Phase::Norm, _) => "gradient norm",
+        (Phase::Update, _) => "optimizer's update",
+        (Phase::Spread, _) => "exchange of new weights",
+    };
+    Some(match step {
+        Some(step) => format!("step {step} failed in its {part}"),
+        None => format!("a step failed in its {part}"),
+    })
+}
+
+/// How to need less memory; `settings` as they are typed, with what each would come to.
+fn hint(settings: &[String]) -> String {
+    if settings.is_empty() {
+        return "take a smaller model or a larger GPU; `nvidia-smi` shows what other processes hold".into();
+    }
+    format!(
+        "these lower it, what costs least first: {}; with `--resume` a run goes on under another `train.recompute`, \
+         `parallel.offload` or split into micro-batches, the others begin a new one",
+        settings[..settings.len().min(ADVICE)].join(", ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_phase_is_named() {
+        for phase in Phase::ALL {
+            let said = doing(phase, Some(12));
+            assert_eq!(said.is_none(), phase == Phase::Evaluate, "{phase:?}: {said:?}");
+        }
+        assert_eq!(doing(Phase::Update, Some(12)).unwrap(), "step 12 failed in its optimizer's update");
+    }
+
+    #[test]
+    fn the_settings_that_cost_least_are_named() {
+        let settings = ["a", "b", "c", "d", "e"].map(|key| format!("`--set {key}=1`"));
+        let text = hint(&settings);
+        assert!(text.contains("`--set a=1`, `--set b=1`, `--set c=1`, `--set d=1`;"), "{text}");
+        assert!(hint(&[]).contains("larger GPU"));
+    }
+}

@@ -1,0 +1,316 @@
+//! What each rank of a training run does, from loading the weights to the files that it leaves.
+
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+use candle_core::Device;
+
+use super::alarms::{self, ALERTS};
+use super::device_failure::explained;
+use super::earlier::EarlierRun;
+use super::monitoring;
+use super::output_folder::{METRICS, OutputFolder, RECIPE, date_text, lies_in};
+use super::report_page::PlannedProcess;
+use super::rollback::roll_back;
+use super::showcase::{self, Showcase};
+use super::smaller_micro_batch::TooLarge;
+use super::space;
+use super::trainer::trainer;
+use super::weights_writer::weights_writer;
+use crate::checkpoint::{
+    self, BestEvaluation, KillPoint, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions,
+    TrainingState,
+};
+use crate::cli::TrainArgs;
+use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
+use crate::data::{self, Batch};
+use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
+use crate::error::{Error, Result};
+use crate::loading::BaseCheck;
+use crate::planning::Plan;
+use crate::profile::{Profiler, TraceSchedule};
+use crate::report::ui::{RunView, restore_screen};
+use crate::report::{MetricsEndpoint, MetricsLog, Terminal};
+use crate::runtime::fault_signals::before_exit;
+use crate::units;
+use crate::weights::DigestTask;
+
+/// What all ranks share.
+pub(crate) struct TrainRun<'a> {
+    pub(crate) args: &'a TrainArgs,
+    pub(crate) plan: &'a Plan,
+    pub(crate) showcase: Showcase,
+    pub(crate) planned: PlannedProcess,
+    pub(crate) resumed: Option<&'a SavedCheckpoint>,
+    /// What came of comparing the base with that of the checkpoint or adapter before its weights were read.
+    pub(crate) base_check: Option<BaseCheck>,
+    /// The output folder, and what it says of the run; the process of the first rank has them once all processes have met.
+    pub(crate) folder: &'a OnceLock<(RunFolder, RunRecord)>,
+    /// Where it serves its figures, likewise, if it does.
+    pub(crate) metrics: Mutex<Option<MetricsEndpoint>>,
+    pub(crate) stop: &'a AtomicBool,
+    pub(crate) writers: &'a SaveThreads,
+    pub(crate) terminal: &'a Terminal,
+    pub(crate) started: Instant,
+    /// The figures that the run measured before it was resumed.
+    pub(crate) earlier: EarlierRun,
+    /// Whether a smaller micro-batch is worth a try.
+    pub(crate) too_large: TooLarge,
+}
+
+impl TrainRun<'_> {
+    /// Makes the folder that was `found` this run's, in the process of the first rank and once all processes have met: a
+    /// run that is refused before leaves nothing in it.
+    ///
+    /// # Errors
+    /// As [`OutputFolder::claim`]; its figures cannot be served where the recipe says.
+    pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
+        let offline = self.args.common.offline;
+        let endpoint = monitoring::listen(self.plan, self.args.output(), offline, self.terminal)?;
+        *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = endpoint;
+        let claimed = found.claim(self.args, self.plan, self.resumed)?;
+        self.folder.get_or_init(|| claimed);
+        Ok(())
+    }
+
+    /// What one rank does; the first one speaks and writes for all.
+    ///
+    /// # Errors
+    /// Whatever ends its work; what the device fails at with the phase and what would help.
+    pub(crate) fn rank(&self, timed: TimedCollective, device: &Device) -> Result<()> {
+        let (clock, phases) = (timed.clock(), timed.phases());
+        let done = self.timed_rank(Arc::new(timed), clock, device);
+        done.map_err(|error| {
+            self.too_large.note(&error, phases.read());
+            explained(error, self.plan, phases.read())
+        })
+    }
+
+    fn timed_rank(&self, world: Arc<dyn Collective>, clock: CollectiveTimer, device: &Device) -> Result<()> {
+        let (plan, terminal) = (self.plan, self.terminal);
+        let first = world.rank() == 0;
+        if first {
+            clock.watch_memory(device);
+        }
+        world.enter(Phase::Meet)?;
+        world.barrier(Call { what: "the start", index: 0 })?;
+        world.enter(Phase::Load)?;
+        let mut trainer = self.load(Arc::clone(&world), device)?;
+        if let (Some((folder, record)), true) = (self.folder.get(), first) {
+            folder.begin(record.clone(), &[METRICS, ALERTS])?;
+            folder.write_text(RECIPE, &plan.recipe_text())?;
+        }
+        let tokenizer = &plan.rows.tokenizer;
+        let before = showcase::answers_beside_evaluations(&self.showcase, &trainer.engine, tokenizer)?;
+        if first {
+            let took = units::duration(self.started.elapsed().as_secs_f64());
+            terminal.detail(format!("ready to train after {took}"));
+        }
+        // A run that goes on began with what it had learned: that is no answer of the base.
+        let before = self.resumed.is_none().then_some(&before[..]);
+        let place = OnceLock::new();
+        let publish = |trainer: &Trainer, summary: &RunSummary| {
+            let published = self.publish(trainer, &*world, device, (&self.whole(summary.clone()), before))?;
+            published.map_or(Ok(()), |published| place.set(published).map_err(|_| twice()))
+        };
+        let summary = self.whole(self.train(&mut trainer, &*world, clock, &publish)?);
+        if summary.stopped {
+            drop(trainer);
+            if let (Some((folder, _)), true) = (self.folder.get(), first) {
+                self.report_stop(folder, device, (&summary, before));
+            }
+            return Err(self.stopped(&summary));
+        }
+        KillPoint::Evaluated.reach();
+        world.enter(Phase::Output)?;
+        let after = showcase::answers_beside_evaluations(&self.showcase, &trainer.engine, tokenizer)?;
+        drop(trainer);
+        if let (Some((folder, _)), Some(place)) = (self.folder.get(), place.get()) {
+            let questions = showcase::answered(&self.showcase, &summary, [before, Some(&after)]);
+            let memory = self.complete(folder, place, device, (&summary, &questions))?;
+            showcase::show(&self.showcase, &questions, &summary, terminal);
+            self.close(&summary, place, self.secs(), &memory);
+        }
+        Ok(())
+    }
+
+    /// The summary with what the run measured before it was resumed.
+    fn whole(&self, mut summary: RunSummary) -> RunSummary {
+        summary.before = summary.before.or_else(|| self.earlier.before.clone());
+        summary
+    }
+
+    /// Seconds of the whole run, those before it was resumed included.
+    pub(crate) fn secs(&self) -> f64 {
+        self.earlier.secs + self.started.elapsed().as_secs_f64()
+    }
+
+    fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
+        let first = world.rank() == 0;
+        let loading = Instant::now();
+        // What is saved says of what model it is: the first rank saves that.
+        let digest = if first { self.plan.base.start_digest()? } else { None };
+        let trainer = trainer(self.plan, self.resumed, world, device)?;
+        if let (Some(bytes), true) = (self.plan.bytes_read(), first) {
+            let secs = loading.elapsed().as_secs_f64();
+            let rate = units::bytes((bytes as f64 / secs.max(1e-9)) as u64);
+            let said =
+                |done: &str| format!("weights: {} {done} in {secs:.2} s, {rate}/s", units::bytes(bytes));
+            match self.plan.base.format {
+                Some(_) => self.terminal.line(said("read and quantized")),
+                None => self.terminal.detail(said("read")),
+            }
+        }
+        digest.map_or(Ok(()), |digest| self.finish_digest(digest))?;
+        Ok(trainer)
+    }
+
+    /// Compares the base once more, by every byte.
+    fn finish_digest(&self, digest: DigestTask) -> Result<()> {
+        let waiting = Instant::now();
+        self.plan.finish_digest(digest)?;
+        let waited = units::duration(waiting.elapsed().as_secs_f64());
+        self.terminal.detail(format!("the digest of the weights was ready {waited} after them"));
+        let check = self.plan.check_base(self.resumed, self.args.force_base)?;
+        // What was not sure before is said already.
+        check
+            .filter(|_| self.base_check == Some(BaseCheck::Same))
+            .iter()
+            .for_each(|check| check.say(self.terminal));
+        Ok(())
+    }
+
+    fn train(
+        &self,
+        trainer: &mut Trainer,
+        world: &dyn Collective,
+        clock: CollectiveTimer,
+        publish: &dyn Fn(&Trainer, &RunSummary) -> Result<()>,
+    ) -> Result<RunSummary> {
+        let (plan, output) = (self.plan, self.args.output());
+        let first = world.rank() == 0;
+        let saver = self.saver(trainer, first)?;
+        let mut sampler = plan.sampler()?;
+        let state = self.resumed.map(|saved| &saved.state);
+        if let Some(state) = state {
+            sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
+        }
+        let (fingerprint, base) = (plan.fingerprint(), plan.identity()?);
+        TrainLoop {
+            trainer,
+            sampler: &mut sampler,
+            held_out: held_out_batches(plan),
+            best: self.best_so_far(output, first),
+            reporter: if first { Some(self.reporter(state)?) } else { None },
+            saver,
+            state: &|moment| TrainingState {
+                schema: checkpoint::SCHEMA,
+                step: moment.step,
+                epoch: moment.cursor.epoch,
+                index: moment.cursor.index,
+                tokens: moment.tokens,
+                ranks: world.size(),
+                base: Some(base.clone()),
+                micro_batches: Some(plan.micro_batches()),
+                best: moment.best,
+                chat_template_date: plan.rows.date().map(date_text),
+                fingerprint: fingerprint.clone(),
+            },
+            roll_back: &|trainer, steps| roll_back(plan, output, trainer, steps),
+            publish,
+            samples: &|engine| showcase::samples(&self.showcase, engine, &plan.rows.tokenizer),
+            stop: self.stop,
+            clock,
+            profiler: TraceSchedule::of(&plan.recipe.profile)
+                .map(|schedule| Profiler::new(schedule, output, world.rank(), world.size())),
+            options: RunOptions {
+                save: plan.recipe.checkpoint.save_steps,
+                evaluate: plan.recipe.eval.interval(),
+                eval_at_end: plan.recipe.eval.at_end,
+                keep_best: plan.recipe.eval.keeps_best(),
+                patience: plan.recipe.eval.patience,
+                every_steps: plan.recipe.log.every_steps,
+                nan: NanPolicy { on_nan: plan.recipe.train.on_nan, limit: plan.recipe.train.nan_limit },
+                peak: monitoring::peak(plan)?,
+            },
+        }
+        .run(state.map_or(0, |state| state.tokens))
+    }
+
+    /// The best evaluation before this run was resumed, where it keeps the best and their checkpoint is in its folder `output`.
+    /// The checkpoint of a last step comes before its evaluation, which is counted here where the run goes on after all.
+    fn best_so_far(&self, output: &Path, first: bool) -> Option<BestEvaluation> {
+        let saved = self.resumed.filter(|_| self.plan.recipe.eval.keeps_best())?;
+        let is_there = |best: &&BestEvaluation| {
+            lies_in(saved, output) && checkpoint::place(output, best.report.step).is_dir()
+        };
+        let mut best = saved.state.best.as_ref().filter(is_there).cloned();
+        if let (Some(lost), None, true) = (&saved.state.best, &best, first) {
+            self.terminal.warn(format!(
+                "the best weights so far, of step {} (held-out loss {:.4}), are in no checkpoint in {}: the best is sought from \
+                 here on",
+                lost.report.step,
+                lost.report.eval_loss,
+                output.display()
+            ));
+        }
+        if let Some(report) = &self.earlier.at_checkpoint {
+            BestEvaluation::count(&mut best, report);
+        }
+        best
+    }
+
+    /// The saver of a rank's part of checkpoints.
+    fn saver(&self, trainer: &Trainer, first: bool) -> Result<Saver<'_>> {
+        let (plan, output) = (self.plan, self.args.output());
+        let settings = &plan.recipe.checkpoint;
+        let options = SaverOptions {
+            output: output.to_owned(),
+            keep_last: settings.keep_last,
+            in_background: settings.async_save,
+            bytes: space::checkpoint_bytes(plan)?,
+            write_weights: weights_writer(plan, true, trainer)?,
+        };
+        let mut saver = Saver::new(options, first, self.writers);
+        if let Some(saved) = self.resumed.filter(|saved| first && lies_in(saved, output)) {
+            saver.catch_up(&saved.state);
+        }
+        Ok(saver)
+    }
+
+    fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
+        let output = self.args.output();
+        let path = output.join(METRICS);
+        let metrics = match state {
+            Some(state) => MetricsLog::resume(&path, state.step)?,
+            None => MetricsLog::create(&path)?,
+        };
+        if let Some(text) = metrics.note() {
+            self.terminal.warn(text);
+        }
+        let endpoint = self.metrics.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let resumed = state.map(|state| state.step);
+        let mut listeners = monitoring::listeners(self.plan, output, resumed, endpoint, self.terminal);
+        if self.args.ui {
+            before_exit(restore_screen);
+            listeners.extend(RunView::open(self.terminal, &self.title()));
+        }
+        match alarms::start(self.plan, output, &self.title(), self.terminal) {
+            Ok(alerts) => listeners.extend(alerts),
+            Err(error) => self.terminal.warn(format!("no alarms: {}", error.in_one_line())),
+        }
+        Ok(Reporter { terminal: self.terminal, metrics, listeners })
+    }
+}
+
+fn twice() -> Error {
+    Error::internal("the result was published twice")
+}
+
+fn held_out_batches(plan: &Plan) -> Vec<Batch> {
+    let Some((held_out, _)) = &plan.held_out else { return Vec::new() };
+    let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.data.longest_row();
+    data::batch::in_order(held_out.examples(), tokens).collect()
+}

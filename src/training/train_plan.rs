@@ -1,0 +1,60 @@
+//! The plan of a training run: made by each process for itself, and the same in all.
+
+use chrono::{DateTime, FixedOffset};
+
+use super::output_folder::{OutputFolder, date_text, parse_date};
+use crate::cli::TrainArgs;
+use crate::clock;
+use crate::collective::launch::Launch;
+use crate::error::Result;
+use crate::launcher::ranks::RankSetup;
+use crate::loading::Resolver;
+use crate::planning::{Plan, WorldSize};
+use crate::recipe::Recipe;
+use crate::report::Terminal;
+
+/// What a run of `recipe` does that writes to the folder that was `found`, if to any.
+///
+/// # Errors
+/// As [`Plan::resolve`]; the processes do not meet.
+pub(crate) fn plan_of(
+    recipe: Recipe,
+    args: &TrainArgs,
+    ranks: &RankSetup,
+    found: Option<&OutputFolder>,
+    terminal: &Terminal,
+) -> Result<Plan> {
+    let Launch { world_size: all, local_world_size: local, .. } = ranks.launch;
+    let finder = Resolver::new(args.common.offline, terminal)?;
+    let finder = if args.dry_run { finder.leaving_weights() } else { finder };
+    let recorded = found.map_or(Ok(None), OutputFolder::date)?;
+    let resolve = |recipe, now| {
+        let resumed = found.and_then(|found| found.resumed.as_ref());
+        Plan::resolve(recipe, &finder, ranks.device(), WorldSize { all, local }, resumed, now)
+    };
+    let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(clock::now))?;
+    if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.rows.date(), found) {
+        let agreed = agree_on_date(ranks, own)?;
+        if agreed != own {
+            plan = resolve(recipe, agreed)?;
+        }
+    }
+    Ok(plan)
+}
+
+/// Refuses a run that learns nothing. The first process looks for ends of answers that the run cannot learn, and warns.
+///
+/// # Errors
+/// As [`Plan::check_learns`] and [`Plan::unlearnable_ends`].
+pub(crate) fn check_learns(plan: &Plan, first: bool, terminal: &Terminal) -> Result<()> {
+    if first {
+        plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
+    }
+    plan.check_learns()
+}
+
+/// The moment that rank 0 took for the chat template, for all processes; `own` where there is one process.
+fn agree_on_date(ranks: &RankSetup, own: DateTime<FixedOffset>) -> Result<DateTime<FixedOffset>> {
+    let agreed = ranks.agree("the date of the chat template", || Ok(date_text(own).into_bytes()))?;
+    parse_date(&String::from_utf8_lossy(&agreed))
+}

@@ -1,0 +1,122 @@
+//! What writes trained weights in the form that a run leaves: a PEFT adapter or a Hugging Face model.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::adapter::{self, AdapterTensor, LowRankFactors};
+use crate::checkpoint::{SnapshotPart, SnapshotTensor, WriteWeights};
+use crate::engine::Trainer;
+use crate::error::{Error, Result};
+use crate::export::hf;
+use crate::loading::initial_values::AdapterPart;
+use crate::loading::param_layout::tied_module;
+use crate::loading::pissa::{saved_config, saved_matrix};
+use crate::parallel::ParamDesc;
+use crate::planning::{Plan, StoredAs};
+use crate::recipe::{Dtype, MasterWeights};
+use crate::weights::{ModelIdentity, StoredDtype, WriteEntry, Written};
+
+/// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
+/// ranks of `trainer` share. `exact`: as they are updated, which checkpoints need; else as `checkpoint.output_dtype` says.
+///
+/// # Errors
+/// As [`Plan::identity`].
+pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<WriteWeights> {
+    let given = match plan.engine.master {
+        _ if !exact => plan.recipe.checkpoint.output_dtype,
+        MasterWeights::F32 => Dtype::F32,
+        MasterWeights::None => Dtype::Bf16,
+    };
+    let tokenizer = plan.base.result_tokenizer(&plan.rows);
+    let Some(adapter_setup) = &plan.adapter_setup else {
+        let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone() };
+        let entry = |desc: ParamDesc| WriteEntry {
+            dtype: stored.dtype(&desc.name),
+            name: desc.name,
+            shape: desc.shape,
+        };
+        let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
+        let untied = plan.base.head_apart;
+        let source = plan.base.found.folder.clone();
+        let parts = hf::ExportParts::new(shares.collect(), source, Some(tokenizer), untied);
+        return Ok(Arc::new(
+            move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
+                SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
+                SnapshotPart::Rest => parts.write_rest(folder),
+            },
+        ));
+    };
+    let initial = plan.initial.get().cloned().unwrap_or_default();
+    let config = if adapter_setup.is_pissa() {
+        saved_config(&adapter_setup.config)
+    } else {
+        adapter_setup.config.clone()
+    };
+    let dtype = StoredAs { given, dtypes: BTreeMap::new() }.given_to_all().unwrap_or(StoredDtype::F32);
+    let tied = plan.base.config.tie_word_embeddings && !adapter_setup.unties();
+    let adapter = AdapterOutput { config, base: plan.identity()?.clone(), tied, initial, dtype };
+    Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
+        SnapshotPart::Tensors(0) => adapter.write(folder, tensors),
+        SnapshotPart::Tensors(_) => Ok(Vec::new()),
+        SnapshotPart::Rest => tokenizer.write(folder).map(|()| Vec::new()),
+    }))
+}
+
+/// An adapter as a run leaves it.
+struct AdapterOutput {
+    config: adapter::AdapterConfig,
+    base: ModelIdentity,
+    /// Embedding and head are one parameter.
+    tied: bool,
+    /// What PiSSA took from the weights, by module.
+    initial: Arc<BTreeMap<String, LowRankFactors>>,
+    dtype: StoredDtype,
+}
+
+impl AdapterOutput {
+    fn write(&self, folder: &Path, tensors: &[SnapshotTensor]) -> Result<Vec<Written>> {
+        let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
+        for tensor in tensors {
+            let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
+            let (shape, data) = match self.initial.get(module) {
+                None => (tensor.shape.clone(), tensor.values.to_f32()),
+                Some(factors) => {
+                    let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values.to_f32(), factors);
+                    (shape, Cow::Owned(data))
+                }
+            };
+            values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
+        }
+        // A tied pair trains as one parameter; PEFT reads it under both names.
+        let twins: Vec<_> = values
+            .iter()
+            .filter_map(|(tensor, values)| {
+                let module = tied_module(&tensor.module).filter(|_| self.tied && tensor.kind.is_saved())?;
+                Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
+            })
+            .collect();
+        values.extend(twins);
+        let list: Vec<AdapterTensor> = values.keys().cloned().collect();
+        adapter::write(folder, &self.config, &self.base, &list, self.dtype, |tensor, sink| {
+            match values.get(tensor) {
+                Some(values) => sink.write_values(values),
+                None => Err(Error::internal(format!("no values for {}", tensor.name()))),
+            }
+        })
+    }
+}
+
+fn write_tensors(
+    parts: &hf::ExportParts,
+    rank: usize,
+    folder: &Path,
+    tensors: &[SnapshotTensor],
+) -> Result<Vec<Written>> {
+    let by_name: BTreeMap<&str, &SnapshotTensor> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+    parts.write(rank, folder, |entry, sink| match by_name.get(entry.name.as_str()) {
+        Some(tensor) => tensor.values.write(sink),
+        None => Err(Error::internal(format!("no values for {}", entry.name))),
+    })
+}

@@ -1,0 +1,319 @@
+//! A run that is killed at a random instant and resumed, held against one that is not: both by this program, as processes
+//! of their own, and every byte that they leave.
+//!
+//! The instant is drawn from the time in which the killed process trains, saves and writes its result: one that has not
+//! taken a step since it started loses nothing.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use super::run_comparison::RunComparison;
+use crate::checkpoint::{RunFolder, RunRecord};
+use crate::error::{Error, Result};
+use crate::launcher::child;
+use crate::report::{MetricsEntry, Terminal, metrics};
+use crate::training::output_folder::{CARD, METRICS, REPORT};
+use crate::units;
+
+/// How often a process is looked at.
+const POLL: Duration = Duration::from_millis(1);
+/// How often the run to be killed is begun anew when it ended before it was killed.
+const ATTEMPTS: u32 = 5;
+/// Lines of what a process said that are repeated when it failed.
+const REPEATED_LINES: usize = 12;
+/// Differences that are named.
+const NAMED: usize = 20;
+
+/// What is tried.
+pub(crate) struct ResumeTrial<'a> {
+    /// The folder for both runs.
+    pub(crate) output: &'a Path,
+    /// The command line of a run into a folder.
+    pub(crate) words: &'a dyn Fn(&Path) -> Vec<OsString>,
+    /// Steps of each run.
+    pub(crate) steps: u64,
+    /// Times that the second one is killed.
+    pub(crate) kills: u32,
+    /// Whether both stay when they are equal.
+    pub(crate) keep: bool,
+    /// Told what goes on.
+    pub(crate) terminal: &'a Terminal,
+}
+
+/// That both left the same.
+pub(crate) struct ResumeProof {
+    steps: u64,
+    kills: Vec<Kill>,
+    files: usize,
+    bytes: u64,
+}
+
+/// The end of a process.
+#[derive(Clone, Copy)]
+struct Kill {
+    /// The last step that it said.
+    step: u64,
+    /// Since it had taken its first step.
+    after: Duration,
+}
+
+impl fmt::Display for ResumeProof {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kills: Vec<String> = self
+            .kills
+            .iter()
+            .map(|kill| {
+                format!("after step {}, {:.3} s after its first", kill.step, kill.after.as_secs_f64())
+            })
+            .collect();
+        write!(
+            f,
+            "the same bytes: {} steps straight, and {} steps killed {} ({}) and resumed\ncompared: {}, {}; not compared: times in {METRICS}, and {CARD}, {REPORT} and TensorBoard's files, which hold times",
+            self.steps,
+            self.steps,
+            if kills.len() == 1 { "once".to_owned() } else { format!("{} times", kills.len()) },
+            kills.join("; "),
+            units::exact(self.files, "file"),
+            units::bytes(self.bytes),
+        )
+    }
+}
+
+impl ResumeTrial<'_> {
+    /// Trains twice and compares.
+    ///
+    /// # Errors
+    /// A run fails, with the category of its failure; a fault of ours: they did not leave the same bytes.
+    pub(crate) fn run(&self) -> Result<ResumeProof> {
+        if !RunFolder::is_free(self.output)? {
+            return Err(Error::user(format!("cannot write to {}", self.output.display()))
+                .because("the folder is not empty")
+                .hint("give a new folder with `--output`"));
+        }
+        let made = !self.output.exists();
+        std::fs::create_dir_all(self.output).map_err(|e| Error::io("create", self.output, &e))?;
+        let straight = self.output.join("straight");
+        let trained = self.straight(&straight)?;
+        let (broken, kills) = self.broken(&straight, trained)?;
+        let found = RunComparison::new(&straight, &broken)?;
+        if !found.differences.is_empty() {
+            return Err(self.differ(&found));
+        }
+        if !self.keep {
+            let remove =
+                |folder: &Path| std::fs::remove_dir_all(folder).map_err(|e| Error::io("remove", folder, &e));
+            if made {
+                remove(self.output)?;
+            } else {
+                [&straight, &broken].into_iter().try_for_each(|folder| remove(folder))?;
+                self.remove_logs();
+            }
+        }
+        Ok(ResumeProof { steps: self.steps, kills, files: found.files, bytes: found.bytes })
+    }
+
+    /// Removes what the runs said; a text that cannot be removed stays.
+    fn remove_logs(&self) {
+        for entry in std::fs::read_dir(self.output).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let ours = ["straight.", "broken."].iter().any(|start| name.starts_with(start));
+            if ours && name.ends_with(".log") {
+                drop(std::fs::remove_file(entry.path()));
+            }
+        }
+    }
+
+    fn differ(&self, found: &RunComparison) -> Error {
+        let error = Error::internal("a run that was killed and resumed did not leave the same bytes");
+        let error = found.differences.iter().take(NAMED).cloned().fold(error, Error::because);
+        let more = found.differences.len().saturating_sub(NAMED);
+        let error = if more > 0 { error.because(format!("and {more} more files")) } else { error };
+        error.hint(format!("both runs are in {}; please report it with the recipe", self.output.display()))
+    }
+
+    /// Runs without a break; how long it trained and wrote its result.
+    fn straight(&self, folder: &Path) -> Result<Duration> {
+        let mut run = TrialProcess::start(&(self.words)(folder), folder, &[])?;
+        let first = run.until_it_trains()?;
+        run.until_the_end()?;
+        run.check("straight")?;
+        let trained = first.map_or(Duration::ZERO, |first| first.elapsed());
+        let took = units::duration(trained.as_secs_f64());
+        self.terminal.line(format!("{} steps straight, {took} from the first to the end", self.steps));
+        Ok(trained)
+    }
+
+    /// Runs with breaks; the folder and the breaks.
+    fn broken(&self, straight: &Path, trained: Duration) -> Result<(PathBuf, Vec<Kill>)> {
+        let folder = self.output.join("broken");
+        for attempt in 0..ATTEMPTS {
+            if attempt > 0 {
+                self.terminal.line("it ended before it could be killed: once more, with an earlier instant");
+                std::fs::remove_dir_all(&folder).map_err(|e| Error::io("remove", &folder, &e))?;
+            }
+            self.tell_date(straight, &folder)?;
+            let kills = self.kill_and_resume(&folder, trained / 2_u32.pow(attempt))?;
+            if !kills.is_empty() {
+                return Ok((folder, kills));
+            }
+        }
+        Err(Error::user("cannot verify the resume")
+            .because(format!("the run was over before it could be killed, {ATTEMPTS} times"))
+            .hint("give more steps with `--steps`"))
+    }
+
+    /// The chat template of both runs is told the same date.
+    fn tell_date(&self, straight: &Path, folder: &Path) -> Result<()> {
+        // A run that left no checkpoint yet begins anew as what its record says.
+        let dated = RunRecord::read(straight)?.filter(|record| record.chat_template_date.is_some());
+        dated.map_or(Ok(()), |record| record.begin_as(folder))
+    }
+
+    fn kill_and_resume(&self, folder: &Path, trained: Duration) -> Result<Vec<Kill>> {
+        let mut kills: Vec<Kill> = Vec::new();
+        let words = [(self.words)(folder), vec!["--resume".into()]].concat();
+        loop {
+            let mut run = TrialProcess::start(&words, folder, &kills)?;
+            if kills.len() < self.kills as usize
+                && let Some(first) = run.until_it_trains()?
+            {
+                let left = 1.0 - run.last_step() as f64 / self.steps as f64;
+                run.until(first + trained.mul_f64(left.max(0.0) * share()?))?;
+                if run.kill()? {
+                    let kill = Kill { step: run.last_step(), after: first.elapsed() };
+                    let after = kill.after.as_secs_f64();
+                    self.terminal
+                        .line(format!("killed after step {}, {after:.3} s after its first", kill.step));
+                    kills.push(kill);
+                    continue;
+                }
+            }
+            run.until_the_end()?;
+            run.check("resumed")?;
+            return Ok(kills);
+        }
+    }
+}
+
+/// A number from 0 to 1.
+fn share() -> Result<f64> {
+    let mut bytes = [0; 4];
+    getrandom::fill(&mut bytes)
+        .map_err(|e| Error::internal("cannot get random numbers").because(e.to_string()))?;
+    Ok(f64::from(u32::from_le_bytes(bytes)) / f64::from(u32::MAX))
+}
+
+/// A run as a process.
+struct TrialProcess {
+    child: Child,
+    ended: Option<ExitStatus>,
+    metrics: PathBuf,
+    /// metrics.jsonl when it started.
+    before: Option<(u64, SystemTime)>,
+    said: PathBuf,
+}
+
+impl TrialProcess {
+    /// Starts one in `folder`, in which so many were killed before; what it says goes to a file beside the folder.
+    fn start(words: &[OsString], folder: &Path, killed: &[Kill]) -> Result<Self> {
+        let program = child::binary()?;
+        let said = folder.with_extension(format!("{}.log", killed.len() + 1));
+        let log = File::create(&said).map_err(|e| Error::io("write", &said, &e))?;
+        let metrics = folder.join(METRICS);
+        let before = look(&metrics);
+        let mut command = Command::new(&program);
+        command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        child::ends_with_parent(&mut command);
+        let child = command.spawn().map_err(|e| Error::cannot_start(program.display(), &e))?;
+        Ok(TrialProcess { child, ended: None, metrics, before, said })
+    }
+
+    fn is_over(&mut self) -> Result<bool> {
+        if self.ended.is_none() {
+            let ended = self.child.try_wait();
+            self.ended =
+                ended.map_err(|e| Error::internal("cannot wait for a run").because(e.to_string()))?;
+        }
+        Ok(self.ended.is_some())
+    }
+
+    /// Waits until it trains, and tells the moment; none: it ended without.
+    fn until_it_trains(&mut self) -> Result<Option<Instant>> {
+        while !self.is_over()? {
+            // A resumed run removes what it is about to repeat when it has loaded all.
+            if look(&self.metrics) != self.before && self.last_step() > 0 {
+                return Ok(Some(Instant::now()));
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok(None)
+    }
+
+    /// Waits for its end, or until `moment`.
+    fn until(&mut self, moment: Instant) -> Result<()> {
+        while !self.is_over()? && Instant::now() < moment {
+            std::thread::sleep(POLL);
+        }
+        Ok(())
+    }
+
+    fn until_the_end(&mut self) -> Result<()> {
+        while !self.is_over()? {
+            std::thread::sleep(POLL);
+        }
+        Ok(())
+    }
+
+    /// Kills it as a power cut would; false: it had ended.
+    fn kill(&mut self) -> Result<bool> {
+        if self.is_over()? {
+            return Ok(false);
+        }
+        let killed = self.child.kill().and_then(|()| self.child.wait());
+        let ended = killed.map_err(|e| Error::internal("cannot kill a run").because(e.to_string()))?;
+        self.ended = Some(ended);
+        Ok(ended.code().is_none())
+    }
+
+    /// The last step in its metrics.jsonl.
+    fn last_step(&self) -> u64 {
+        let entries = metrics::read(&self.metrics).unwrap_or_default();
+        entries.last().map_or(0, MetricsEntry::step)
+    }
+
+    /// Whether it ended well.
+    fn check(&self, which: &str) -> Result<()> {
+        if self.ended.is_some_and(|ended| ended.success()) {
+            return Ok(());
+        }
+        let Some(ended) = self.ended else { return Err(Error::internal("a run has not ended")) };
+        let end =
+            ended.code().map_or_else(|| "by a signal".to_owned(), |code| format!("with exit code {code}"));
+        let error =
+            Error::new(child::category(ended), format!("the {which} run ended {end}: nothing is verified"));
+        let text = std::fs::read_to_string(&self.said).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        let last = lines.iter().skip(lines.len().saturating_sub(REPEATED_LINES));
+        let error = last.fold(error, |error, line| error.because(line.trim()));
+        Err(error.hint(format!("all that it said is in {}", self.said.display())))
+    }
+}
+
+impl Drop for TrialProcess {
+    fn drop(&mut self) {
+        // After an error of ours it would train on for nobody.
+        if self.ended.is_none() {
+            drop(self.child.kill().and_then(|()| self.child.wait()));
+        }
+    }
+}
+
+/// Size and time of a file.
+fn look(path: &Path) -> Option<(u64, SystemTime)> {
+    let data = path.metadata().ok()?;
+    Some((data.len(), data.modified().ok()?))
+}
