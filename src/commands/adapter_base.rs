@@ -17,7 +17,7 @@ pub(super) fn model_or_base(
     model: Option<&str>,
     adapter: Option<&str>,
     folder: &Path,
-    finder: &Resolver<'_>,
+    resolver: &Resolver<'_>,
     terminal: &Terminal,
 ) -> Result<String> {
     if let Some(model) = model {
@@ -26,7 +26,7 @@ pub(super) fn model_or_base(
     let Some(adapter) = adapter else {
         return Err(Error::user("no model is named").hint("add `--model MODEL`"));
     };
-    let found = finder.adapter(&DataSource::from_argument("--adapter", adapter, folder)?)?.folder;
+    let found = resolver.adapter(&DataSource::from_argument("--adapter", adapter, folder)?)?.folder;
     let base = named_in(&found).map_err(|error| {
         error
             .during(format!("cannot find the model of adapter {adapter}"))

@@ -35,7 +35,7 @@ fn collectives(args: &CommunicationArgs) -> Result<()> {
 fn scaling(args: &ScalingArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?;
     let most = args.ranks.iter().copied().max().map_or(1, usize::from);
     let devices = ScalingDevices::open(args.gpus.as_ref().map(|gpus| gpus.0.as_slice()), most)?;
     let threads = args.threads.map_or_else(|| (thread_pool::num_threads() / most).max(1), usize::from);
@@ -48,7 +48,7 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         }
         let now = clock::now();
         let world = WorldSize::on_one_host(ranks);
-        let plan = Plan::resolve(recipe, &finder, devices.device(), world, None, now)?;
+        let plan = Plan::resolve(recipe, &resolver, devices.device(), world, None, now)?;
         terminal.line(plan.describe());
         results.push(ScalingResult::measure(&plan, &devices, ranks, threads, results.first())?);
     }
@@ -95,8 +95,8 @@ fn widths(args: &OpsArgs) -> Result<ModelWidths> {
     let Some(model) = &args.model else { return Ok(ModelWidths::QWEN3_8B) };
     let terminal = terminal(&args.common);
     let source = DataSource::from_argument("--model", model, &super::working_folder()?)?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
-    let config = config_of(&finder.model_headers(&source, "main")?)?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?;
+    let config = config_of(&resolver.model_headers(&source, "main")?)?;
     Ok(ModelWidths {
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,

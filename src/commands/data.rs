@@ -20,9 +20,9 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let mut recipe = Recipe::load(&args.reading.layers(&args.model, &args.dataset, &working_folder()?)?)?;
     // Every bad row is to be seen, not only the first.
     recipe.data.on_bad_row = OnBadRow::Skip;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?;
     let source = recipe.model.id.as_ref().ok_or_else(|| Error::internal("`--model` was not taken over"))?;
-    let folder = finder.model_headers(source, &recipe.model.revision)?.folder;
+    let folder = resolver.model_headers(source, &recipe.model.revision)?.folder;
     let config = folder.join("config.json");
     let vocab_size = if config.exists() {
         let config = ModelConfig::from_json(&input_file::read_text("read", &config)?, "config.json")?;
@@ -36,7 +36,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
     let rows = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
     rows.warnings().iter().for_each(|text| terminal.warn(text));
-    let ((train, _), held_out) = rows.load_run(&recipe.data, recipe.train.seed, &finder)?;
+    let ((train, _), held_out) = rows.load_run(&recipe.data, recipe.train.seed, &resolver)?;
     let held_out = held_out.map(|(held_out, _)| held_out);
     decide_rows(&mut recipe, 1, None)?;
     decide_accumulation(&mut recipe, Some(&train), 1)?;

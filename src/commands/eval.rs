@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::{Opened, model_or_base, open_device, say_without_kernels, terminal, working_folder};
+use super::{LoadedModel, model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
@@ -13,13 +13,13 @@ use crate::recipe::Recipe;
 pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?;
     let adapter = args.adapter.as_deref();
-    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &resolver, &terminal)?;
     let recipe = Recipe::load(&args.rows.layers(&model, &args.dataset, &folder)?)?;
-    let Opened { base, adapter_setup, rows, comparison } =
-        Opened::find(&recipe, adapter, &folder, &finder, (&terminal, args.force_base))?;
-    let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
+    let LoadedModel { base, adapter_setup, rows, comparison } =
+        LoadedModel::find(&recipe, adapter, &folder, &resolver, (&terminal, args.force_base))?;
+    let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &resolver)?;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
     say_without_kernels(&terminal, &options, &base.config);

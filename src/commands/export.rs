@@ -23,19 +23,19 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let dtype = check(args)?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?;
     let adapter = args.adapter.as_deref();
     if let Some(adapter) = adapter.filter(|_| args.merge) {
         let source = DataSource::from_argument("--adapter", adapter, &folder)?;
-        return export_merged(args, adapter, &name_of(&finder.adapter(&source)?), &folder, &terminal);
+        return export_merged(args, adapter, &name_of(&resolver.adapter(&source)?), &folder, &terminal);
     }
-    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, &terminal)?;
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &resolver, &terminal)?;
     let source = DataSource::from_argument("--model", &model, &folder)?;
     if let Some(adapter) = &args.adapter {
         // Of the base only config.json is needed; of weights that are there besides, a sample is compared.
-        let found = finder.model_headers(&source, &args.revision)?;
+        let found = resolver.model_headers(&source, &args.revision)?;
         let config = config_of(&found)?;
-        let adapter = finder.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
+        let adapter = resolver.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
         BaseCheck::of_headers(&adapter.folder, &found, &config, args.force_base)?.say(&terminal);
         let kind = args.r#type.unwrap_or(GgufType::F32);
         let exported = removing_on_signals(&args.output, &terminal, || {
@@ -44,7 +44,7 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
         say(&terminal, &exported, &args.output);
         return Ok(());
     }
-    let found = finder.model(&source, &args.revision)?;
+    let found = resolver.model(&source, &args.revision)?;
     let mut config = config_of(&found)?;
     let mut files = ModelFiles::open(&found.folder)?;
     model::settle(&mut config, &mut files)?;

@@ -1,6 +1,6 @@
 //! `finetune generate`: continue a prompt, chat, or answer a file of prompts.
 
-use super::{Opened, model_or_base, open_device, say_without_kernels, terminal, working_folder};
+use super::{LoadedModel, model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::PromptEncoder;
 use crate::error::Result;
@@ -21,8 +21,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
 
 fn generate(args: &GenerateArgs, terminal: &Terminal) -> Result<()> {
     let folder = working_folder()?;
-    let (finder, adapter) = (Resolver::new(args.common.offline, terminal)?, args.adapter.as_deref());
-    let model = model_or_base(args.model.as_deref(), adapter, &folder, &finder, terminal)?;
+    let (resolver, adapter) = (Resolver::new(args.common.offline, terminal)?, args.adapter.as_deref());
+    let model = model_or_base(args.model.as_deref(), adapter, &folder, &resolver, terminal)?;
     let recipe = Recipe::load(&RecipeLayers {
         recipe: args.recipe.as_deref().map(|name| RecipeText::find(name, &folder)).transpose()?,
         model: Some(model),
@@ -30,8 +30,8 @@ fn generate(args: &GenerateArgs, terminal: &Terminal) -> Result<()> {
         purpose: Purpose::Other,
         ..RecipeLayers::default()
     })?;
-    let Opened { base, adapter_setup, rows, comparison } =
-        Opened::find(&recipe, adapter, &folder, &finder, (terminal, args.force_base))?;
+    let LoadedModel { base, adapter_setup, rows, comparison } =
+        LoadedModel::find(&recipe, adapter, &folder, &resolver, (terminal, args.force_base))?;
     let encoder = PromptEncoder {
         tokenizer: &rows.tokenizer,
         template: rows.template.as_ref(),

@@ -28,8 +28,8 @@ pub(super) fn run(args: &InspectArgs) -> Result<()> {
         }
         return terminal.data(of_model(&ModelFiles::open(path)?)?);
     }
-    let finder = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
-    let (found, weights) = finder.model_and_weights(&source, "main")?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
+    let (found, weights) = resolver.model_and_weights(&source, "main")?;
     terminal.data(of_model(&weights.open(&found.folder)?)?)
 }
 

@@ -16,14 +16,14 @@ use crate::verify::{MergeBase, MergeCheck};
 pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
-    let model = model_or_base(args.model.as_deref(), Some(&args.adapter), &folder, &finder, &terminal)?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?;
+    let model = model_or_base(args.model.as_deref(), Some(&args.adapter), &folder, &resolver, &terminal)?;
     let model = ModelSection {
         id: Some(DataSource::from_argument("--model", &model, &folder)?),
         ..ModelSection::default()
     };
-    let mut base = BaseModel::open(&model, None, &finder)?;
-    let adapter = finder.adapter(&DataSource::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
+    let mut base = BaseModel::open(&model, None, &resolver)?;
+    let adapter = resolver.adapter(&DataSource::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
     base.adopt(&adapter)?;
     let comparison = RefCell::new(Some(base.check_adapter(&adapter, 0, args.force_base, &terminal)?));
     let decided = MergeBase::decide(args.base, &base, &adapter)?;
@@ -37,8 +37,8 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let verify = |merged: &std::path::Path| {
         comparison.take().map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
         let Some(dataset) = &dataset else { return Ok(None) };
-        let (base, adapter, options, finder) = (&base, adapter.as_path(), &options, &finder);
-        let certificate = MergeCheck { base, adapter, dataset, max_kl, options, finder }.certify(merged)?;
+        let (base, adapter, options, resolver) = (&base, adapter.as_path(), &options, &resolver);
+        let certificate = MergeCheck { base, adapter, dataset, max_kl, options, resolver }.certify(merged)?;
         terminal.line(format!(
             "verified on {}: KL divergence {:.6} nats a token (up to {max_kl} accepted), same likeliest token at {:.2} %",
             units::exact(certificate.found.rows, "row"),

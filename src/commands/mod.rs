@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 
 use self::adapter_base::model_or_base;
-use self::opened::Opened;
+use self::opened::LoadedModel;
 use self::output::{print, print_json};
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;

@@ -8,7 +8,7 @@ use crate::recipe::{DataSource, Recipe};
 use crate::report::Terminal;
 
 /// A model with its adapter, found and understood, not yet loaded.
-pub(super) struct Opened {
+pub(super) struct LoadedModel {
     pub(super) base: BaseModel,
     pub(super) adapter_setup: Option<AdapterSetup>,
     pub(super) rows: DatasetLoader,
@@ -16,7 +16,7 @@ pub(super) struct Opened {
     pub(super) comparison: Option<BaseComparison>,
 }
 
-impl Opened {
+impl LoadedModel {
     /// Finds the model of `recipe` and `adapter`, as it stands on the command line, relative to `folder`; `force_base`
     /// takes a model that the adapter was not trained on, which the terminal is told.
     ///
@@ -26,15 +26,15 @@ impl Opened {
         recipe: &Recipe,
         adapter: Option<&str>,
         folder: &Path,
-        finder: &Resolver<'_>,
+        resolver: &Resolver<'_>,
         (terminal, force_base): (&Terminal, bool),
     ) -> Result<Self> {
-        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), resolver)?;
         let adapter =
             adapter.map(|adapter| DataSource::from_argument("--adapter", adapter, folder)).transpose()?;
         let (adapter_setup, comparison) = match adapter {
             Some(source) => {
-                let folder = finder.adapter(&source)?.folder;
+                let folder = resolver.adapter(&source)?.folder;
                 base.adopt(&folder)?;
                 let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
                 let comparison = base.check_adapter(&folder, recipe.train.seed, force_base, terminal)?;
@@ -47,6 +47,6 @@ impl Opened {
         data.fit_positions(base.config.max_position_embeddings);
         let rows = base.dataset_loader(tokenizer, &data)?;
         rows.warnings().iter().for_each(|text| terminal.warn(text));
-        Ok(Opened { base, adapter_setup, rows, comparison })
+        Ok(LoadedModel { base, adapter_setup, rows, comparison })
     }
 }

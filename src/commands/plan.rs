@@ -31,8 +31,8 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
     let hardware = args.on.as_deref().map(|on| Hardware::parse(on, &folder)).transpose()?;
     hardware.as_ref().and_then(Hardware::unusual).into_iter().for_each(|text| terminal.warn(text));
     let prices = prices(args)?;
-    let finder = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
-    let found = SizedModel::find(&mut recipe, &finder, &terminal)?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
+    let found = SizedModel::find(&mut recipe, &resolver, &terminal)?;
     let gpus = args.gpus.as_ref().map(|gpus| gpus.0.as_slice());
     let ranks = args.ranks.map(usize::from);
     let engine = engine_on(hardware.as_ref(), gpus, ranks, &recipe)?;

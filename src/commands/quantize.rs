@@ -17,8 +17,8 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let scheme = scheme(args)?;
     let id = Some(DataSource::from_argument("--model", &args.model, &working_folder()?)?);
-    let finder = Resolver::new(args.common.offline, &terminal)?;
-    let base = BaseModel::open(&ModelSection { id, ..ModelSection::default() }, None, &finder)?;
+    let resolver = Resolver::new(args.common.offline, &terminal)?;
+    let base = BaseModel::open(&ModelSection { id, ..ModelSection::default() }, None, &resolver)?;
     // A tensor of another shape would be quantized without a word, and fail when it is loaded.
     base.check(Trains::Nothing)?;
     let files =

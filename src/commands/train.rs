@@ -14,11 +14,11 @@ use crate::planning::Plan;
 use crate::recipe::{AutoOr, Recipe};
 use crate::report::{Terminal, Verbosity};
 use crate::training::EarlierRun;
-use crate::training::alarms;
+use crate::training::alerts;
 use crate::training::output_folder::OutputFolder;
 use crate::training::report_page::PlannedProcess;
 use crate::training::showcase::Showcase;
-use crate::training::smaller_micro_batch::TooLarge;
+use crate::training::smaller_micro_batch::OomRetry;
 use crate::training::train::TrainRun;
 use crate::training::train_plan::{check_learns, plan_of};
 use crate::units;
@@ -49,7 +49,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     };
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
     let is_free = is_smaller || recipe.train.micro_batch_size == AutoOr::Auto;
-    alarms::check(&recipe.alerts, args.common.offline)?;
+    alerts::check(&recipe.alerts, args.common.offline)?;
     recipe.written.overruled().iter().for_each(|text| terminal.line(text));
     let ranks = RankSetup::open(launch, args)?;
     let first = ranks.launch.rank == 0;
@@ -88,7 +88,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
         terminal: &terminal,
         started,
         earlier: EarlierRun::read(resumed.as_ref(), args.output()),
-        too_large: TooLarge::default(),
+        too_large: OomRetry::default(),
     };
     let claim = || if first { run.claim(found) } else { Ok(()) };
     let Err(error) = ranks.run(&plan, claim, |world, device| run.rank(world, device)) else {

@@ -17,7 +17,7 @@ use crate::launcher::{child, signals};
 use crate::private_file::{without_address, without_user};
 use crate::recipe::Recipe;
 use crate::report::{Terminal, finish};
-use crate::training::alarms;
+use crate::training::alerts;
 
 /// Most runs of one sweep.
 const MOST_RUNS: usize = 64;
@@ -165,7 +165,7 @@ fn check(args: &TrainArgs, runs: &[SweepRun], folder: &Path) -> Result<()> {
         one.resume = None;
         one.set.extend(run.set.iter().cloned());
         let loaded = one.layers(folder).and_then(|layers| Recipe::load(&layers));
-        let checked = loaded.and_then(|recipe| alarms::check(&recipe.alerts, args.common.offline));
+        let checked = loaded.and_then(|recipe| alerts::check(&recipe.alerts, args.common.offline));
         checked.map_err(|error| {
             error.during(format!(
                 "cannot start the sweep: run {} of {}, {}",

@@ -62,7 +62,7 @@ impl<'a> From<&'a TrainArgs> for RankRequest<'a> {
 
 /// What the processes of a run must have alike, by names for people, and how long a rank may be silent where that is not
 /// learned.
-struct RunTerms<'a> {
+struct RunFingerprint<'a> {
     alike: &'a (dyn Fn() -> Result<BTreeMap<String, String>> + Sync),
     timeout: Option<Duration>,
 }
@@ -172,7 +172,7 @@ impl RankSetup {
         rank: impl Fn(TimedCollective, &Device) -> Result<()> + Sync,
     ) -> Result<()> {
         let timeout = plan.recipe.parallel.timeout_secs.map(Duration::from_secs);
-        self.run_on(&RunTerms { alike: &|| plan_digests(plan), timeout }, begin, rank)
+        self.run_on(&RunFingerprint { alike: &|| plan_digests(plan), timeout }, begin, rank)
     }
 
     /// Runs `rank` as [`RankSetup::run`] does, for what needs no plan: all processes must be about to do `what`. Returns
@@ -187,7 +187,7 @@ impl RankSetup {
     ) -> Result<Option<T>> {
         let result = Mutex::new(None);
         let alike = || Ok(BTreeMap::from([("measurement".to_owned(), hash(what))]));
-        let terms = RunTerms { alike: &alike, timeout: None };
+        let terms = RunFingerprint { alike: &alike, timeout: None };
         self.run_on(
             &terms,
             || Ok(()),
@@ -204,7 +204,7 @@ impl RankSetup {
 
     fn run_on(
         &self,
-        terms: &RunTerms<'_>,
+        terms: &RunFingerprint<'_>,
         begin: impl FnOnce() -> Result<()>,
         rank: impl Fn(TimedCollective, &Device) -> Result<()> + Sync,
     ) -> Result<()> {
@@ -324,7 +324,7 @@ impl RankSetup {
 struct Watched<'a> {
     watch: &'a HangWatch,
     board: &'a Arc<ProgressBoard>,
-    terms: &'a RunTerms<'a>,
+    terms: &'a RunFingerprint<'a>,
 }
 
 impl Watched<'_> {

@@ -9,7 +9,7 @@ use super::adapter_setup::AdapterSetup;
 use super::assets;
 use super::base_check::BaseComparison;
 use super::initial_values::InitialValues;
-use super::param_layout::{Keeping, Trains, descs};
+use super::param_layout::{StoragePolicy, Trains, descs};
 use super::resolver::{ResolvedSource, Resolver};
 use crate::adapter::LowRankFactors;
 use crate::engine::Engine;
@@ -170,17 +170,17 @@ impl BaseModel {
     pub fn open(
         model: &ModelSection,
         quantization: Option<&QuantizationSection>,
-        finder: &Resolver<'_>,
+        resolver: &Resolver<'_>,
     ) -> Result<Self> {
         let source = model.id.as_ref().ok_or_else(|| {
             Error::user("no model is given").hint("give one with `--model`, or as `model.id` in the recipe")
         })?;
         let (found, weights) = match model.init {
             ModelInit::Pretrained => {
-                let (found, weights) = finder.model_and_weights(source, &model.revision)?;
+                let (found, weights) = resolver.model_and_weights(source, &model.revision)?;
                 (found, Some(weights))
             }
-            ModelInit::Random => (finder.model_headers(source, &model.revision)?, None),
+            ModelInit::Random => (resolver.model_headers(source, &model.revision)?, None),
         };
         let path = found.folder.join("config.json");
         let text = input_file::read_text("read", &path)?;
@@ -188,7 +188,7 @@ impl BaseModel {
         let mut files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
         if let Some(files) = &mut files {
             model::settle(&mut config, files)?;
-            files.notes().for_each(|note| finder.warn(note));
+            files.notes().for_each(|note| resolver.warn(note));
         }
         let stored = files.as_ref().and_then(stored_format);
         let skipped = skipped_layers(&found.folder, &config, files.as_ref(), quantization)?;
@@ -273,18 +273,18 @@ impl BaseModel {
         trains: Trains<'_>,
         options: Option<&EngineOptions>,
     ) -> Result<Vec<ParamDesc>> {
-        self.slots_in((self.format, &self.skipped), trains, options)
+        self.param_descs_as((self.format, &self.skipped), trains, options)
     }
 
     /// As [`BaseModel::descs`], were the frozen linear layers kept in `format` but for those that are `skipped`.
-    pub(crate) fn slots_in(
+    pub(crate) fn param_descs_as(
         &self,
         (format, skipped): (Option<QuantFormat>, &[String]),
         trains: Trains<'_>,
         options: Option<&EngineOptions>,
     ) -> Result<Vec<ParamDesc>> {
         let skipped = skipped.iter().map(String::as_str).collect();
-        let keeping = Keeping {
+        let keeping = StoragePolicy {
             format,
             skipped: &skipped,
             files: self.files.as_ref(),

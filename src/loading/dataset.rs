@@ -71,9 +71,9 @@ impl DatasetLoader {
         &self,
         sources: &[RowSource],
         split: Split,
-        finder: &Resolver<'_>,
+        resolver: &Resolver<'_>,
     ) -> Result<Option<LoadedSources>> {
-        (!sources.is_empty()).then(|| self.load(sources, split, finder)).transpose()
+        (!sources.is_empty()).then(|| self.load(sources, split, resolver)).transpose()
     }
 
     /// Finds and encodes the data sets of `sources`; also says where each was found.
@@ -81,8 +81,13 @@ impl DatasetLoader {
     /// # Errors
     /// The user's: a data set cannot be found or read, its rows have no known format, or a row is refused by the rules of
     /// `[data]`. A transient fault: the hub does not answer.
-    pub fn load(&self, sources: &[RowSource], split: Split, finder: &Resolver<'_>) -> Result<LoadedSources> {
-        let (read, found) = read_all(sources, split, finder)?;
+    pub fn load(
+        &self,
+        sources: &[RowSource],
+        split: Split,
+        resolver: &Resolver<'_>,
+    ) -> Result<LoadedSources> {
+        let (read, found) = read_all(sources, split, resolver)?;
         Ok((self.encode(sources, weighted_rows(sources, read), split)?, found))
     }
 
@@ -94,13 +99,13 @@ impl DatasetLoader {
         &self,
         data: &recipe::DataSection,
         seed: u64,
-        finder: &Resolver<'_>,
+        resolver: &Resolver<'_>,
     ) -> Result<(LoadedSources, Option<LoadedSources>)> {
         let Some(size) = data.eval_split else {
-            let train = self.load(&data.train, Split::Train, finder)?;
-            return Ok((train, self.load_if_any(&data.eval, Split::Eval, finder)?));
+            let train = self.load(&data.train, Split::Train, resolver)?;
+            return Ok((train, self.load_if_any(&data.eval, Split::Eval, resolver)?));
         };
-        let (mut read, found) = read_all(&data.train, Split::Train, finder)?;
+        let (mut read, found) = read_all(&data.train, Split::Train, resolver)?;
         let held_out = data::hold_out(&mut read, size, seed)?;
         let train = self.encode(&data.train, weighted_rows(&data.train, read), Split::Train)?;
         let held_out = self.encode(&data.train, held_out, Split::Eval)?;
@@ -119,11 +124,11 @@ impl DatasetLoader {
 fn read_all(
     sources: &[RowSource],
     split: Split,
-    finder: &Resolver<'_>,
+    resolver: &Resolver<'_>,
 ) -> Result<(Vec<DataFile>, Vec<ResolvedSource>)> {
     let (mut read, mut found) = (Vec::new(), Vec::new());
     for source in sources {
-        let place = finder.dataset(&of_split(source), split)?;
+        let place = resolver.dataset(&of_split(source), split)?;
         // The files of a data set on the hub are those of its split.
         let of_files = |mut split: SplitSlice| {
             split.name = split.name.filter(|_| !place.on_hub);

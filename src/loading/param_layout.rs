@@ -74,7 +74,7 @@ impl<'a> Trains<'a> {
 
 /// How the frozen part of a model is kept in memory.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Keeping<'a> {
+pub(crate) struct StoragePolicy<'a> {
     /// The format of the linear layers, when the run quantizes them.
     pub(crate) format: Option<QuantFormat>,
     /// Linear layers that are not.
@@ -88,7 +88,7 @@ pub(crate) struct Keeping<'a> {
     pub(crate) adapters_in_bf16: bool,
 }
 
-impl Keeping<'_> {
+impl StoragePolicy<'_> {
     /// The format of a frozen parameter; none for what is never quantized.
     fn format_of(&self, spec: &ParamSpec) -> Option<QuantFormat> {
         if !matches!((spec.role, spec.segment()), (Role::Weight, Segment::Block(_))) {
@@ -125,7 +125,7 @@ impl Keeping<'_> {
 pub(crate) fn descs(
     config: &ModelConfig,
     trains: Trains<'_>,
-    keeping: Keeping<'_>,
+    keeping: StoragePolicy<'_>,
 ) -> Result<Vec<ParamDesc>> {
     let adapter_setup = trains.adapter();
     // PEFT saves a copy of a table under its adapter, in a dtype of its own.
@@ -212,8 +212,13 @@ mod tests {
 
     fn path(config: &ModelConfig, trains: Trains<'_>) -> Result<LossPath> {
         let skipped = HashSet::new();
-        let keeping =
-            Keeping { format: None, skipped: &skipped, files: None, narrow: false, adapters_in_bf16: false };
+        let keeping = StoragePolicy {
+            format: None,
+            skipped: &skipped,
+            files: None,
+            narrow: false,
+            adapters_in_bf16: false,
+        };
         Ok(LossPath::of(config, &descs(config, trains, keeping)?))
     }
 

@@ -8,7 +8,7 @@ use super::{AdapterSetup, BaseModel, EngineOptions, Resolver, Trains};
 use crate::collective::Collective;
 use crate::collective::in_process::{InProcessWorld, run_ranks};
 use crate::collective::late_reductions::{LateCall, LateReductions};
-use crate::data::{Batch, IGNORE, PackedSample, Step};
+use crate::data::{Batch, IGNORE, Sample, Step};
 use crate::engine::{SaveAssignment, Trainer, TrainerOptions};
 use crate::error::Result;
 use crate::optim::{OptimizerOptions, Schedule};
@@ -31,10 +31,10 @@ fn base(tied: bool) -> BaseModel {
     );
     std::fs::write(folder.path().join("config.json"), config).unwrap();
     let terminal = Terminal::stderr(Verbosity::Quiet);
-    let finder = Resolver::new(true, &terminal).unwrap();
+    let resolver = Resolver::new(true, &terminal).unwrap();
     let id = Some(DataSource::Path(folder.path().into()));
     let model = ModelSection { id, init: ModelInit::Random, ..ModelSection::default() };
-    BaseModel::open(&model, None, &finder).unwrap()
+    BaseModel::open(&model, None, &resolver).unwrap()
 }
 
 fn trainer_options(recompute: Recompute) -> TrainerOptions {
@@ -63,7 +63,7 @@ fn batch(salt: u32) -> Batch {
     let ids: Vec<u32> = (0..12).map(|i| (i * 31 + salt * 17) % 290 + 3).collect();
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
-    let segments = vec![PackedSample { start: 0, len: 12 }];
+    let segments = vec![Sample { start: 0, len: 12 }];
     Batch { ids, targets, segments, first_token: u64::from(salt) * 12, rows: 1 }
 }
 

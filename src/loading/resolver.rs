@@ -29,7 +29,7 @@ pub struct Resolver<'a> {
 /// The weights of a model that was found, not yet opened.
 pub struct FoundWeights<'f> {
     remote: Option<RemoteWeights<'f>>,
-    finder: &'f Resolver<'f>,
+    resolver: &'f Resolver<'f>,
 }
 
 /// A model or adapter that was found.
@@ -103,7 +103,7 @@ impl<'a> Resolver<'a> {
             remote = model.remote;
             Ok(model.located)
         })?;
-        Ok((found, FoundWeights { remote, finder: self }))
+        Ok((found, FoundWeights { remote, resolver: self }))
     }
 
     /// A model with its weights.
@@ -236,7 +236,7 @@ impl FoundWeights<'_> {
     pub fn open(&self, folder: &Path) -> Result<ModelFiles> {
         let Some(remote) = &self.remote else { return ModelFiles::open(folder) };
         let files = crate::units::exact(remote.files().len(), "weights file");
-        self.finder.terminal.line(format!("reading the headers of {files} on the hub"));
+        self.resolver.terminal.line(format!("reading the headers of {files} on the hub"));
         ModelFiles::open_in_place(folder, self)
     }
 }
@@ -251,7 +251,7 @@ impl RangeReader for FoundWeights<'_> {
             return Err(Error::internal(format!("`{file}` is not on the hub")));
         };
         let hub::FileRange { bytes, file_bytes } =
-            remote.read(file, range, &mut |event| self.finder.show(event))?;
+            remote.read(file, range, &mut |event| self.resolver.show(event))?;
         Ok(RemoteRange { bytes, file_bytes })
     }
 }

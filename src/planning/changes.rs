@@ -39,14 +39,14 @@ impl ModelSettings {
 
 /// A change and its adjustments, each further than the one before.
 pub(super) struct Change {
-    pub(super) adjustments: Vec<Adjustment>,
-    relief: Relief,
+    pub(super) adjustments: Vec<Suggestion>,
+    relief: MemoryTarget,
 }
 
 type Apply = Box<dyn Fn(&mut Recipe, &mut WorldSize)>;
 
 /// A value of a change.
-pub(super) struct Adjustment {
+pub(super) struct Suggestion {
     /// As it is typed.
     pub(super) typed: String,
     pub(super) apply: Apply,
@@ -54,7 +54,7 @@ pub(super) struct Adjustment {
 
 /// Which memory a change makes smaller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Relief {
+enum MemoryTarget {
     /// What lies on the device for all of the run: weights, gradients, states.
     Kept,
     /// What a step keeps of its forward.
@@ -65,7 +65,7 @@ enum Relief {
     Host,
 }
 
-impl Relief {
+impl MemoryTarget {
     /// Whether the memory is what a device has too little of in `phase`.
     fn helps_in(self, phase: Phase) -> bool {
         let steps = !matches!(
@@ -73,10 +73,10 @@ impl Relief {
             Phase::Meet | Phase::Load | Phase::Evaluate | Phase::Report | Phase::Save | Phase::Output
         );
         match self {
-            Relief::Kept => true,
-            Relief::Steps => steps,
-            Relief::Rows => steps || phase == Phase::Evaluate,
-            Relief::Host => false,
+            MemoryTarget::Kept => true,
+            MemoryTarget::Steps => steps,
+            MemoryTarget::Rows => steps || phase == Phase::Evaluate,
+            MemoryTarget::Host => false,
         }
     }
 }
@@ -85,27 +85,27 @@ impl Relief {
 /// not among it.
 pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let mut all: Vec<Change> = Vec::new();
-    let mut push = |useful: bool, relief: Relief, typed: String, apply: Apply| {
+    let mut push = |useful: bool, relief: MemoryTarget, typed: String, apply: Apply| {
         if useful {
-            all.push(Change { adjustments: vec![Adjustment { typed, apply }], relief });
+            all.push(Change { adjustments: vec![Suggestion { typed, apply }], relief });
         }
     };
     let (train, parallel) = (&recipe.train, &recipe.parallel);
     let blocks = train.recompute == AutoOr::Fixed(Recompute::None);
-    push(blocks, Relief::Steps, set("train.recompute=block"), Box::new(recompute_blocks));
+    push(blocks, MemoryTarget::Steps, set("train.recompute=block"), Box::new(recompute_blocks));
     let floats = recipe.optimizer.state == StateDtype::F32;
     let to_int8: Apply = Box::new(|r, _| r.optimizer.state = StateDtype::Int8);
-    push(floats, Relief::Kept, set("optimizer.state=int8"), to_int8);
+    push(floats, MemoryTarget::Kept, set("optimizer.state=int8"), to_int8);
     let adapter = recipe.adapter.is_some();
     let has_masters = recipe.optimizer.master == MasterWeights::F32;
     let masters = model.in_bf16 && !adapter && has_masters;
     let to_none: Apply = Box::new(|r, _| r.optimizer.master = MasterWeights::None);
-    push(masters, Relief::Kept, WITHOUT_MASTERS.into(), to_none);
+    push(masters, MemoryTarget::Kept, WITHOUT_MASTERS.into(), to_none);
     let micro_batches = train.accumulation().saturating_mul(train.micro_batch_rows());
     let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
     push(
         train.micro_batch_rows() > 1 && micro_batches <= MOST_ACCUMULATION,
-        Relief::Rows,
+        MemoryTarget::Rows,
         format!("{} {}", set("train.micro_batch_size=1"), set(&accumulated)),
         Box::new(move |r, _| {
             r.train.micro_batch_size = AutoOr::Fixed(1);
@@ -113,27 +113,27 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
         }),
     );
     let here = parallel.offload == Offload::None && model.on_gpu;
-    push(here, Relief::Kept, set("parallel.offload=optimizer"), Box::new(offload_optimizer));
+    push(here, MemoryTarget::Kept, set("parallel.offload=optimizer"), Box::new(offload_optimizer));
     let kept = parallel.offload != Offload::Params && model.on_gpu;
-    push(kept, Relief::Kept, set("parallel.offload=params"), Box::new(offload_params));
+    push(kept, MemoryTarget::Kept, set("parallel.offload=params"), Box::new(offload_params));
     let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
-    push(parallel.offload_folder.is_none(), Relief::Host, to_file, Box::new(offload_to_file));
+    push(parallel.offload_folder.is_none(), MemoryTarget::Host, to_file, Box::new(offload_to_file));
     let dense = recipe.quantization.is_none() && !model.quantized;
-    push(adapter && dense, Relief::Kept, set("quantization.kind=nf4"), Box::new(quantize));
+    push(adapter && dense, MemoryTarget::Kept, set("quantization.kind=nf4"), Box::new(quantize));
     // An adapter's masters stay.
     let mut lora = set("adapter.kind=lora");
     if !has_masters {
         lora = format!("{lora} {}", set("optimizer.master=f32"));
     }
     let both = format!("{lora} {}", set("quantization.kind=nf4"));
-    push(!adapter, Relief::Kept, lora, Box::new(add_adapter));
-    push(!adapter && dense, Relief::Kept, both, Box::new(add_adapter_and_quantize));
+    push(!adapter, MemoryTarget::Kept, lora, Box::new(add_adapter));
+    push(!adapter && dense, MemoryTarget::Kept, both, Box::new(add_adapter_and_quantize));
     all.push(shorter_rows(recipe.data.longest_row()));
     all
 }
 
 /// The first adjustment of each of the changes with which a device has more memory in `phase`.
-pub(super) fn first_for(phase: Phase, changes: &[Change]) -> impl Iterator<Item = &Adjustment> {
+pub(super) fn first_for(phase: Phase, changes: &[Change]) -> impl Iterator<Item = &Suggestion> {
     let helping = changes.iter().filter(move |change| change.relief.helps_in(phase));
     helping.filter_map(|change| change.adjustments.first())
 }
@@ -176,12 +176,12 @@ fn add_adapter_and_quantize(recipe: &mut Recipe, world: &mut WorldSize) {
 
 fn shorter_rows(max_seq_len: usize) -> Change {
     let halves = std::iter::successors(Some(max_seq_len / 2), |length| Some(length / 2));
-    let shorter = |length: usize| Adjustment {
+    let shorter = |length: usize| Suggestion {
         typed: set(&format!("data.max_seq_len={length}")),
         apply: Box::new(move |recipe, _| recipe.data.max_seq_len = AutoOr::Fixed(length)),
     };
     let adjustments = halves.take_while(|length| *length >= SHORTEST_ROW).map(shorter).collect();
-    Change { adjustments, relief: Relief::Rows }
+    Change { adjustments, relief: MemoryTarget::Rows }
 }
 
 /// More ranks, over which a strategy spreads what is kept.
@@ -190,9 +190,9 @@ pub(super) fn more_ranks(world: WorldSize) -> Change {
         let all = world.all.saturating_mul(1 << doubling);
         let is_one_host = world.local == Some(world.all);
         let typed = if is_one_host { format!("--ranks {all}") } else { format!("{all} ranks in all") };
-        Adjustment { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
+        Suggestion { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
     };
-    Change { adjustments: (1..=DOUBLINGS).map(more).collect(), relief: Relief::Kept }
+    Change { adjustments: (1..=DOUBLINGS).map(more).collect(), relief: MemoryTarget::Kept }
 }
 
 #[cfg(test)]

@@ -41,7 +41,7 @@ pub(crate) struct StepInputs<'a> {
     /// Ids of `model.new_tokens`.
     pub(crate) new_tokens: &'a [u32],
     pub(crate) engine: &'a EngineOptions,
-    pub(crate) room: Room,
+    pub(crate) room: MemoryBudget,
     /// Parameters that were listed already.
     pub(crate) params: &'a ParamCache,
 }
@@ -57,11 +57,11 @@ pub(crate) enum Rows<'a> {
 
 /// The memory that a run is planned for.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Room {
+pub(crate) enum MemoryBudget {
     /// That of this machine, less what is in use.
-    Here,
+    Local,
     /// That of a device which need not be here.
-    Planned {
+    Given {
         /// Bytes that a rank can have.
         free: u64,
         /// Bytes that driver and communication hold besides.
@@ -71,8 +71,8 @@ pub(crate) enum Room {
 
 /// How a step is run, and the memory that it needs on each rank.
 #[derive(Debug)]
-pub(crate) struct Fit {
-    pub(crate) kind: ShardingStrategy,
+pub(crate) struct ParallelDecision {
+    pub(crate) strategy: ShardingStrategy,
     /// Why the strategy was picked, where the recipe left it open.
     pub(crate) why: Option<String>,
     pub(crate) recompute: Recompute,
@@ -82,7 +82,7 @@ pub(crate) struct Fit {
 /// A step as it is laid out over the ranks.
 #[derive(Debug)]
 pub(crate) struct PlannedStep {
-    pub(crate) fit: Fit,
+    pub(crate) fit: ParallelDecision,
     /// Every parameter of the run.
     pub(crate) descs: Arc<[ParamDesc]>,
     /// What a rank sends.
@@ -97,10 +97,10 @@ impl StepInputs<'_> {
     ///
     /// # Errors
     /// Keys of `[parallel]` that contradict the number of ranks; a bf16 copy that nothing would read; `strategy = "auto"`, and no strategy fits.
-    pub(crate) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<Fit> {
+    pub(crate) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<ParallelDecision> {
         match self.fit(recipe, world)? {
             Some(fit) => {
-                bf16_copy::check(recipe, self.engine, fit.kind)?;
+                bf16_copy::check(recipe, self.engine, fit.strategy)?;
                 Ok(fit)
             }
             None => Err(self.refusal(recipe, world)?),
@@ -110,14 +110,14 @@ impl StepInputs<'_> {
     /// Bytes of a rank's process beside what it computes with, where it is known.
     fn process(&self, world: WorldSize) -> u64 {
         match self.room {
-            Room::Planned { process, .. } => process,
-            Room::Here if world.all == 1 && self.engine.traits.on_host() => process_bytes(),
-            Room::Here => 0,
+            MemoryBudget::Given { process, .. } => process,
+            MemoryBudget::Local if world.all == 1 && self.engine.traits.on_host() => process_bytes(),
+            MemoryBudget::Local => 0,
         }
     }
 
     /// As [`StepInputs::decide`]; none where the strategy is left open and none fits.
-    pub(super) fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<Fit>> {
+    pub(super) fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<ParallelDecision>> {
         Ok(self.planned(recipe, world)?.map(|step| step.fit))
     }
 
@@ -142,7 +142,7 @@ impl StepInputs<'_> {
         let Some((kind, why)) = picked else { return Ok(None) };
         let recompute = decide_recompute(recipe.train.recompute, budget, |r| needed(kind, r));
         let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute) };
-        let fit = Fit { kind, why, recompute, memory };
+        let fit = ParallelDecision { strategy: kind, why, recompute, memory };
         let options = how(recipe, &engine, kind, world.all);
         let turns = recipe.train.accumulation() as u64;
         let sent = traffic::sent(&descs, &options, parallel::reduce_dtype(&recipe.parallel), turns)?;
@@ -158,7 +158,7 @@ impl StepInputs<'_> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
         let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
-        let options = how(recipe, &engine, step.fit.kind, world.all);
+        let options = how(recipe, &engine, step.fit.strategy, world.all);
         let tokens = widest_micro_batch(recipe, self.rows);
         Ok(MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options))
     }
@@ -188,7 +188,7 @@ impl StepInputs<'_> {
             None => base.descs(trains, Some(self.engine)),
             Some(wanted) => {
                 let skipped = LinearLayers::new(&base.config, &wanted.skip_modules)?.skipped;
-                base.slots_in((Some(format(wanted)), &skipped), trains, Some(self.engine))
+                base.param_descs_as((Some(format(wanted)), &skipped), trains, Some(self.engine))
             }
         }
     }
@@ -196,7 +196,7 @@ impl StepInputs<'_> {
     /// Bytes that each of `ranks` ranks may plan with; none where nothing tells. Ranks on the CPU share one memory, and
     /// a tenth is left for what the estimate does not know.
     pub(crate) fn budget(&self, ranks: usize) -> Option<u64> {
-        if let Room::Planned { free, .. } = self.room {
+        if let MemoryBudget::Given { free, .. } = self.room {
             return Some(free / 10 * 9);
         }
         let sharing = if self.engine.device.is_cpu() { ranks as u64 } else { 1 };
@@ -272,8 +272,8 @@ impl StepInputs<'_> {
     }
 }
 
-fn said(typed: &str, fit: &Fit) -> String {
-    let strategy = parallel::named(fit.kind);
+fn said(typed: &str, fit: &ParallelDecision) -> String {
+    let strategy = parallel::named(fit.strategy);
     format!("`{typed}` ({} a rank with {strategy})", units::bytes(fit.memory.total()))
 }
 

@@ -5,7 +5,7 @@
 //! micro-batch whose step fits, without computing more a second time than single rows would, and no larger than makes a
 //! difference: beyond [`USEFUL_TOKENS`] products are as fast as they become.
 
-use super::fit::{Fit, StepInputs, widest_micro_batch};
+use super::fit::{ParallelDecision, StepInputs, widest_micro_batch};
 use super::parallel::WorldSize;
 use crate::error::Result;
 use crate::recipe::{AutoOr, Recipe};
@@ -34,7 +34,9 @@ impl StepInputs<'_> {
         let useful = USEFUL_TOKENS[usize::from(!self.engine.traits.is_cpu)];
         let single = self.fit(&of(1), world)?;
         let budget = self.budget(world.all);
-        let fits = |fit: &Fit| budget.is_none_or(|bytes| fit.memory.total() - fit.memory.process <= bytes);
+        let fits = |fit: &ParallelDecision| {
+            budget.is_none_or(|bytes| fit.memory.total() - fit.memory.process <= bytes)
+        };
         let mut best = of(1);
         for size in (2..=rows).filter(|size| rows.is_multiple_of(*size)) {
             let split = of(size);
@@ -42,8 +44,9 @@ impl StepInputs<'_> {
                 break;
             }
             let Some(fit) = self.fit(&split, world)? else { break };
-            let same =
-                single.as_ref().is_some_and(|one| (one.kind, one.recompute) == (fit.kind, fit.recompute));
+            let same = single
+                .as_ref()
+                .is_some_and(|one| (one.strategy, one.recompute) == (fit.strategy, fit.recompute));
             if !same || !fits(&fit) {
                 break;
             }

@@ -31,7 +31,7 @@ mod warnings;
 mod written_bytes;
 
 pub(crate) use fingerprint::RECIPE;
-pub(crate) use fit::{PlannedStep, Room, Rows, StepInputs, process_bytes, widest_micro_batch};
+pub(crate) use fit::{MemoryBudget, PlannedStep, Rows, StepInputs, process_bytes, widest_micro_batch};
 pub(crate) use global_batch::{decide_accumulation, decide_rows, sampler_options};
 pub use loss_path::LossPath;
 pub(crate) use memory::PROCESS;

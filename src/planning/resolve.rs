@@ -8,8 +8,8 @@ use candle_core::{DType, Device};
 use chrono::{DateTime, FixedOffset};
 
 use super::bf16_copy;
-use super::changes::{Adjustment, ModelSettings, changes, first_for};
-use super::fit::{Fit, Room, Rows, StepInputs};
+use super::changes::{ModelSettings, Suggestion, changes, first_for};
+use super::fit::{MemoryBudget, ParallelDecision, Rows, StepInputs};
 use super::global_batch::{decide_accumulation, decide_rows, sampler_options};
 use super::memory::MemoryPlan;
 use super::method::Method;
@@ -63,7 +63,7 @@ pub struct Plan {
     /// Ranks that train together.
     pub ranks: usize,
     /// Who keeps what.
-    pub kind: ShardingStrategy,
+    pub strategy: ShardingStrategy,
     /// Why it was picked, when the recipe left it open.
     pub(crate) why: Option<String>,
     identities: BaseIdentities,
@@ -82,24 +82,24 @@ impl Plan {
     /// `resumed` is the checkpoint that the run goes on from, `now` the moment that the chat template is told.
     pub fn resolve(
         mut recipe: Recipe,
-        finder: &Resolver<'_>,
+        resolver: &Resolver<'_>,
         device: Device,
         world: WorldSize,
         resumed: Option<&SavedCheckpoint>,
         now: DateTime<FixedOffset>,
     ) -> Result<Self> {
         let global_batch = decide_rows(&mut recipe, world.all, resumed)?;
-        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), resolver)?;
         recipe.data.fit_positions(base.config.max_position_embeddings);
         let mut engine = engine_options(&recipe, device)?;
-        let adapter_found = find_adapter(&recipe, finder, &mut base)?;
+        let adapter_found = find_adapter(&recipe, resolver, &mut base)?;
         let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
         let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let rows = base.dataset_loader(tokenizer, &recipe.data)?.at(now);
-        let (train, held_out) = rows.load_run(&recipe.data, recipe.train.seed, finder)?;
+        let (train, held_out) = rows.load_run(&recipe.data, recipe.train.seed, resolver)?;
         decide_accumulation(&mut recipe, Some(&train.0), world.all)?;
         let inputs = StepInputs {
             base: &base,
@@ -107,15 +107,15 @@ impl Plan {
             rows: Rows::Of(&train.0),
             new_tokens: &tokens,
             engine: &engine,
-            room: Room::Here,
+            room: MemoryBudget::Local,
             params: &ParamCache::default(),
         };
         inputs.split_rows(&mut recipe, world)?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
-        let Fit { kind, why, recompute, memory } = inputs.decide(&recipe, world)?;
+        let ParallelDecision { strategy, why, recompute, memory } = inputs.decide(&recipe, world)?;
         engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
-        decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
+        decided(&mut recipe, recompute, engine.dtype, strategy, base.found.commit.as_deref());
         engine.reducing = parallel::reducing(&recipe, engine.traits);
         Ok(Plan {
             recipe,
@@ -132,7 +132,7 @@ impl Plan {
             total_steps,
             global_batch,
             ranks: world.all,
-            kind,
+            strategy,
             why,
             identities: BaseIdentities::default(),
             // Others than those of the decision, where the engine has since learned what it keeps elsewhere.
@@ -143,7 +143,7 @@ impl Plan {
 
     /// The strategy of the run, as a recipe names it.
     pub fn strategy(&self) -> Strategy {
-        parallel::named(self.kind)
+        parallel::named(self.strategy)
     }
 
     /// The recipe with the strategy of this run's ranks.
@@ -299,7 +299,7 @@ impl Plan {
             rows: Rows::Of(&self.train.0),
             new_tokens: &[],
             engine: &self.engine,
-            room: Room::Here,
+            room: MemoryBudget::Local,
             params: &self.params,
         }
     }
@@ -309,7 +309,7 @@ impl Plan {
     pub fn memory_advice(&self, phase: Phase) -> Vec<String> {
         let (inputs, world) = (self.inputs(), WorldSize::on_one_host(self.ranks));
         let settings = ModelSettings::of(&self.base, &self.engine);
-        let advised = |adjustment: &Adjustment| {
+        let advised = |adjustment: &Suggestion| {
             let (mut recipe, mut world) = (self.recipe_of_ranks(), world);
             (adjustment.apply)(&mut recipe, &mut world);
             let needed = inputs.fit(&recipe, world).ok().flatten();
@@ -350,11 +350,11 @@ fn engine_options(recipe: &Recipe, device: Device) -> Result<EngineOptions> {
 /// The adapter that the run starts from, whose tokenizer goes before the model's.
 fn find_adapter(
     recipe: &Recipe,
-    finder: &Resolver<'_>,
+    resolver: &Resolver<'_>,
     base: &mut BaseModel,
 ) -> Result<Option<ResolvedSource>> {
     let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
-    let found = source.map(|source| finder.adapter(source)).transpose()?;
+    let found = source.map(|source| resolver.adapter(source)).transpose()?;
     found.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
     Ok(found)
 }
@@ -373,12 +373,12 @@ fn decided(
     recipe: &mut Recipe,
     recompute: Recompute,
     dtype: DType,
-    kind: ShardingStrategy,
+    strategy: ShardingStrategy,
     commit: Option<&str>,
 ) {
     recipe.train.recompute = AutoOr::Fixed(recompute);
     recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
-    if let (Strategy::Hsdp, ShardingStrategy::Hsdp(size)) = (recipe.parallel.strategy, kind) {
+    if let (Strategy::Hsdp, ShardingStrategy::Hsdp(size)) = (recipe.parallel.strategy, strategy) {
         recipe.parallel.shard_size = Some(size);
     }
     if let Some(commit) = commit {

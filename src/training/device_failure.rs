@@ -47,7 +47,7 @@ fn doing(phase: Phase, step: Option<u64>) -> Option<String> {
         (Phase::Backward, _) => "backward",
         (Phase::Norm, _) => "gradient norm",
         (Phase::Update, _) => "optimizer's update",
-        (Phase::Spread, _) => "exchange of new weights",
+        (Phase::AllGatherParams, _) => "exchange of new weights",
     };
     Some(match step {
         Some(step) => format!("step {step} failed in its {part}"),

@@ -1,6 +1,6 @@
 //! A run of training: the plan brought to life, its output folder, reports and closing lines.
 
-pub(crate) mod alarms;
+pub(crate) mod alerts;
 mod bottlenecks;
 mod card;
 mod closing;

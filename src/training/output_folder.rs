@@ -9,7 +9,7 @@ use std::path::Path;
 
 use chrono::{DateTime, FixedOffset};
 
-use super::alarms::ALERTS;
+use super::alerts::ALERTS;
 use super::space;
 use crate::checkpoint::{self, RunFolder, RunRecord, SavedCheckpoint};
 use crate::cli::TrainArgs;

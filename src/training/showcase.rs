@@ -95,7 +95,7 @@ impl Showcase {
 
 /// Tokens of an answer for which the weights may be read; 0 where they are too few, or gathered from other ranks each time.
 fn affordable_tokens(plan: &Plan) -> usize {
-    let sharded = matches!(plan.kind, ShardingStrategy::Fsdp | ShardingStrategy::Hsdp(_));
+    let sharded = matches!(plan.strategy, ShardingStrategy::Fsdp | ShardingStrategy::Hsdp(_));
     if sharded || plan.recipe.parallel.offload == Offload::Params {
         return 0;
     }

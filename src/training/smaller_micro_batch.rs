@@ -16,9 +16,9 @@ const GROWING: [Phase; 3] = [Phase::Forward, Phase::Loss, Phase::Backward];
 
 /// Whether a rank of this process ran out of memory where a smaller micro-batch needs less.
 #[derive(Debug, Default)]
-pub(crate) struct TooLarge(AtomicBool);
+pub(crate) struct OomRetry(AtomicBool);
 
-impl TooLarge {
+impl OomRetry {
     /// Notes how a rank ended in `phase`.
     pub(crate) fn note(&self, error: &Error, phase: Phase) {
         if error.device_fault() == Some(DeviceFault::OutOfMemory) && GROWING.contains(&phase) {

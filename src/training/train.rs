@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use candle_core::Device;
 
-use super::alarms::{self, ALERTS};
+use super::alerts::{self, ALERTS};
 use super::device_failure::explained;
 use super::earlier::EarlierRun;
 use super::monitoring;
@@ -15,7 +15,7 @@ use super::output_folder::{METRICS, OutputFolder, RECIPE, date_text, lies_in};
 use super::report_page::PlannedProcess;
 use super::rollback::roll_back;
 use super::showcase::{self, Showcase};
-use super::smaller_micro_batch::TooLarge;
+use super::smaller_micro_batch::OomRetry;
 use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
@@ -57,7 +57,7 @@ pub(crate) struct TrainRun<'a> {
     /// The figures that the run measured before it was resumed.
     pub(crate) earlier: EarlierRun,
     /// Whether a smaller micro-batch is worth a try.
-    pub(crate) too_large: TooLarge,
+    pub(crate) too_large: OomRetry,
 }
 
 impl TrainRun<'_> {
@@ -297,7 +297,7 @@ impl TrainRun<'_> {
             before_exit(restore_screen);
             listeners.extend(RunView::open(self.terminal, &self.title()));
         }
-        match alarms::start(self.plan, output, &self.title(), self.terminal) {
+        match alerts::start(self.plan, output, &self.title(), self.terminal) {
             Ok(alerts) => listeners.extend(alerts),
             Err(error) => self.terminal.warn(format!("no alarms: {}", error.in_one_line())),
         }

@@ -26,7 +26,7 @@ pub fn trainer(
     world: Arc<dyn Collective>,
     device: &Device,
 ) -> Result<Trainer> {
-    let (ranks, device) = (DeviceMesh::new(plan.kind, world)?, device.clone());
+    let (ranks, device) = (DeviceMesh::new(plan.strategy, world)?, device.clone());
     let engine = EngineOptions { ranks, device, ..plan.engine.clone() };
     let (engine, initial) = run_in_pool(&Device::Cpu, || {
         plan.base.load(Trains::adapter_or_all(plan.adapter_setup.as_ref()), &engine)

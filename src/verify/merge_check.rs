@@ -145,7 +145,7 @@ pub struct MergeCheck<'a> {
     /// Where and in which dtype both models compute.
     pub options: &'a EngineOptions,
     /// Finds the rows.
-    pub finder: &'a Resolver<'a>,
+    pub resolver: &'a Resolver<'a>,
 }
 
 /// What was found.
@@ -179,11 +179,11 @@ impl MergeCheck<'_> {
     pub fn certify(&self, merged: &Path) -> Result<Certificate> {
         let recipe = Recipe::default();
         let rows = self.base.dataset_loader(self.base.tokenizer()?, &recipe.data)?;
-        let (dataset, _) = rows.load(&[self.dataset.clone().into()], Split::Eval, self.finder)?;
+        let (dataset, _) = rows.load(&[self.dataset.clone().into()], Split::Eval, self.resolver)?;
         let examples = &dataset.examples()[..dataset.len().min(ROWS)];
         let adapter_setup = AdapterSetup::saved_in(self.adapter, &self.base.config)?;
         let trained = self.base.engine(Trains::Adapter(&adapter_setup), self.options)?;
-        let merged = open_merged(merged, self.finder)?.engine(Trains::Nothing, self.options)?;
+        let merged = open_merged(merged, self.resolver)?.engine(Trains::Nothing, self.options)?;
         let found = compare(&trained, &merged, examples, recipe.data.longest_row())?;
         let certificate = Certificate { found, max_kl: self.max_kl };
         if found.mean_kl() > self.max_kl {
@@ -204,13 +204,13 @@ impl MergeCheck<'_> {
     }
 }
 
-fn open_merged(folder: &Path, finder: &Resolver<'_>) -> Result<BaseModel> {
+fn open_merged(folder: &Path, resolver: &Resolver<'_>) -> Result<BaseModel> {
     let model = ModelSection {
         id: Some(DataSource::Path(folder.to_owned())),
         init: ModelInit::Pretrained,
         ..ModelSection::default()
     };
-    BaseModel::open(&model, None, finder)
+    BaseModel::open(&model, None, resolver)
 }
 
 fn compare(first: &Engine, second: &Engine, examples: &[data::Example], tokens: usize) -> Result<Comparison> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::logits;
 use crate::skipped::skipped;
 use candle_core::{DType, Device};
-use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
+use finetune::data::{Batch, IGNORE, Sample, Tokenizer};
 use finetune::engine::{Engine, LogitsProcessor, Sampling};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
@@ -80,7 +80,7 @@ fn batch(ids: Vec<u32>) -> Batch {
     let len = ids.len();
     Batch {
         targets: ids[1..].iter().copied().chain([IGNORE]).collect(),
-        segments: vec![PackedSample { start: 0, len }],
+        segments: vec![Sample { start: 0, len }],
         rows: 1,
         ids,
         ..Batch::default()

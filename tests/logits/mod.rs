@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::data::{Batch, IGNORE, Sample};
 use finetune::loading::{BaseModel, EngineOptions, Resolver, Trains};
 use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
@@ -42,7 +42,7 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
     for (ids, mask) in ids.chunks(length).zip(mask.chunks(length)) {
         let valid: Vec<u32> =
             ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect();
-        batch.segments.push(PackedSample { start: batch.ids.len(), len: valid.len() });
+        batch.segments.push(Sample { start: batch.ids.len(), len: valid.len() });
         batch.targets.extend(vec![IGNORE; valid.len()]);
         batch.ids.extend(valid);
         batch.rows += 1;

@@ -722,7 +722,7 @@ fn step(end: &InProcess, shard: &InProcess, replicas: &InProcess) -> Result<()> 
                     _ => {}
                 }
             }
-            Phase::Spread => end.all_reduce(call(5), &grads)?,
+            Phase::AllGatherParams => end.all_reduce(call(5), &grads)?,
         }
     }
     end.barrier(call(6))

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::logits;
 use candle_core::{DType, Device, Tensor};
-use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{CrossEntropy, Engine, LogitsProcessor, MicroStep, Sampling};
 use finetune::error::Result;
 use finetune::loading::{BaseModel, EngineOptions, Trains};
@@ -83,7 +83,7 @@ impl Forward {
 fn packed(sequences: &[Vec<u32>]) -> Batch {
     let mut batch = Batch::default();
     for ids in sequences {
-        batch.segments.push(PackedSample { start: batch.ids.len(), len: ids.len() });
+        batch.segments.push(Sample { start: batch.ids.len(), len: ids.len() });
         batch.ids.extend(ids);
         batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
         batch.rows += 1;

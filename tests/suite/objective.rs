@@ -9,7 +9,7 @@ use crate::logits;
 use crate::training;
 use candle_core::{DType, Device, Tensor};
 use finetune::collective::{Collective, in_process};
-use finetune::data::{Batch, IGNORE, PackedSample, Step};
+use finetune::data::{Batch, IGNORE, Sample, Step};
 use finetune::engine::{
     CrossEntropy, Engine, MetricSum, MicroStep, Objective, ObjectiveInput, ObjectiveOutput, StepResult,
     Trainer, TrainerOptions,
@@ -32,7 +32,7 @@ fn batch(salt: u32) -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     targets[8] = IGNORE;
-    let segments = vec![PackedSample { start: 0, len: 9 }, PackedSample { start: 9, len: 15 }];
+    let segments = vec![Sample { start: 0, len: 9 }, Sample { start: 9, len: 15 }];
     Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 2 }
 }
 

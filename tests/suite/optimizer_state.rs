@@ -11,7 +11,7 @@ use finetune::checkpoint::{
     WriteWeights,
 };
 use finetune::collective::{Collective, in_process};
-use finetune::data::{Batch, IGNORE, PackedSample, Step};
+use finetune::data::{Batch, IGNORE, Sample, Step};
 use finetune::engine::{SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
@@ -109,7 +109,7 @@ fn step(micro_batches: u32) -> Step {
         let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
         let mut targets: Vec<u32> = ids[1..].to_vec();
         targets.push(IGNORE);
-        let segments = vec![PackedSample { start: 0, len: ids.len() }];
+        let segments = vec![Sample { start: 0, len: ids.len() }];
         Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
     };
     Step::new((0..micro_batches).map(batch).collect(), 1.0)

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3};
-use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::data::{Batch, IGNORE, Sample};
 use finetune::loading::{EngineOptions, Trains};
 use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
@@ -145,7 +145,7 @@ fn engine_logits(folder: &Path, config: &Map<String, Value>, ids: &[u32]) -> Vec
     let batch = Batch {
         ids: ids.to_vec(),
         targets: vec![IGNORE; ids.len()],
-        segments: vec![PackedSample { start: 0, len: ids.len() }],
+        segments: vec![Sample { start: 0, len: ids.len() }],
         first_token: 0,
         rows: 1,
     };

@@ -1,6 +1,6 @@
 //! What the modules train with: the constants of a run, and a micro-batch.
 
-use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{SaveAssignment, TrainerOptions};
 use finetune::optim::{OptimizerOptions, Schedule};
 use finetune::recipe::OptimizerSection;
@@ -33,6 +33,6 @@ pub(crate) fn batch(salt: u32) -> Batch {
     let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
-    let segments = vec![PackedSample { start: 0, len: ids.len() }];
+    let segments = vec![Sample { start: 0, len: ids.len() }];
     Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
 }

@@ -11,7 +11,7 @@ use crate::IGNORE;
 
 /// One sample inside a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PackedSample {
+pub struct Sample {
     /// Index of its first token.
     pub start: usize,
     /// How many tokens it has.
@@ -26,7 +26,7 @@ pub struct Batch {
     /// The token to predict at each position, `[T]`, or [`IGNORE`]; always that at the end of a segment.
     pub targets: Vec<u32>,
     /// The samples, in order; together they cover the T tokens.
-    pub segments: Vec<PackedSample>,
+    pub segments: Vec<Sample>,
     /// Index of the first token in the step's global batch: dropout is keyed by it, so that it does not depend on
     /// how the batch is split.
     pub first_token: u64,
@@ -40,7 +40,7 @@ impl Batch {
         let mut batch = Batch { first_token, ..Batch::default() };
         for example in examples {
             let len = example.ids.len();
-            batch.segments.push(PackedSample { start: batch.ids.len(), len });
+            batch.segments.push(Sample { start: batch.ids.len(), len });
             batch.ids.extend_from_slice(&example.ids);
             let next = example.ids.iter().zip(&example.trained).skip(1);
             batch.targets.extend(next.map(|(id, trained)| if *trained { *id } else { IGNORE }));

@@ -87,7 +87,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-pub use batch::{Batch, PackedSample, Step};
+pub use batch::{Batch, Sample, Step};
 pub use dataset::Dataset;
 pub use encode::Example;
 pub use figures::{ExampleFigures, Percentiles, TrainedEnd};

@@ -52,7 +52,7 @@ pub(super) fn unpack(path: &Path, file: File, packing: Packing, bounds: &Expansi
     let cannot = || Error::user(format!("cannot read the data file {}", path.display()));
     match outcome {
         Ok(()) => Ok(out),
-        Err(UnpackFault::TooLarge(why)) => Err(cannot().because(why)),
+        Err(UnpackFault::OomRetry(why)) => Err(cannot().because(why)),
         Err(UnpackFault::Io(error)) if error.raw_os_error().is_some() => {
             Err(Error::io("read the data file", path, &error))
         }
@@ -68,7 +68,7 @@ pub(super) fn unpack(path: &Path, file: File, packing: Packing, bounds: &Expansi
 
 enum UnpackFault {
     Io(io::Error),
-    TooLarge(String),
+    OomRetry(String),
 }
 
 impl From<io::Error> for UnpackFault {
@@ -105,7 +105,7 @@ fn append(mut stream: impl Read, bounds: &ExpansionBounds, out: &mut Vec<u8>) ->
         match stream.read(&mut piece) {
             Ok(0) => return Ok(()),
             Ok(read) => {
-                bounds.check_bytes((out.len() + read) as u64).map_err(UnpackFault::TooLarge)?;
+                bounds.check_bytes((out.len() + read) as u64).map_err(UnpackFault::OomRetry)?;
                 out.extend(&piece[..read]);
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use super::fetch::Download;
 use super::names::{self, Reference};
-use super::select::{self, Lack, has};
-use super::{DownloadProgress, HubOptions, Located, RepoSource, Subject, list_folder};
+use super::select::{self, ModelMismatch, has};
+use super::{DownloadProgress, HubOptions, Located, RepoRef, RepoSource, list_folder};
 use crate::error::{Error, Result};
 
 /// The configuration, without which there is no adapter.
@@ -36,7 +36,7 @@ pub fn locate_adapter(
         Reference::Hub(id) => id,
     };
     names::check_revision(revision)?;
-    let adapter = RepoSource { subject: Subject::Adapter, id, revision: revision.to_owned(), options };
+    let adapter = RepoSource { subject: RepoRef::Adapter, id, revision: revision.to_owned(), options };
     if options.offline { adapter.cached_adapter(progress) } else { adapter.fetched_adapter(progress) }
 }
 
@@ -52,8 +52,8 @@ fn local_adapter(given: &str, folder: PathBuf) -> Result<Located> {
         Err(unfit) => {
             let error = unfit.error(&format!("folder `{}`", folder.display()));
             Err(match unfit {
-                Unfit::Pickle => error.hint(conversion(&folder)),
-                Unfit::Config if names::check_repo_id(given).is_ok() => {
+                AdapterMismatch::Pickle => error.hint(conversion(&folder)),
+                AdapterMismatch::Config if names::check_repo_id(given).is_ok() => {
                     error.hint(format!("write `hf://{given}` to take the adapter of this name from the hub"))
                 }
                 _ => error,
@@ -69,7 +69,7 @@ impl RepoSource<'_> {
         check(&description.files).map_err(|unfit| {
             let error = unfit.error(client.subject());
             match unfit {
-                Unfit::Pickle => error.hint(self.conversion()),
+                AdapterMismatch::Pickle => error.hint(self.conversion()),
                 _ => error,
             }
         })?;
@@ -95,7 +95,7 @@ impl RepoSource<'_> {
             Some(missing) => {
                 let error = self.incomplete(&folder, missing);
                 Err(match check(&files) {
-                    Err(Unfit::Model) => error.because("what the cache holds of it is a model"),
+                    Err(AdapterMismatch::Model) => error.because("what the cache holds of it is a model"),
                     _ => error,
                 })
             }
@@ -128,7 +128,7 @@ fn conversion(folder: &Path) -> String {
 
 /// Why a repository or folder cannot be used as an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Unfit {
+enum AdapterMismatch {
     /// A model, which an adapter is trained on top of.
     Model,
     /// The weights are pickled.
@@ -140,22 +140,25 @@ enum Unfit {
 }
 
 /// Whether the names make up an adapter.
-fn check(names: &[String]) -> Result<(), Unfit> {
+fn check(names: &[String]) -> Result<(), AdapterMismatch> {
     let foreign = |name: &&String| {
         [".safetensors", ".bin", ".pt", ".pth", ".gguf"].iter().any(|end| name.ends_with(end))
     };
     match (has(names, CONFIG), has(names, WEIGHTS)) {
         (true, true) => Ok(()),
-        (true, false) if has(names, PICKLE) => Err(Unfit::Pickle),
-        (true, false) => Err(Unfit::Weights(names.iter().find(foreign).cloned())),
-        (false, false) if !has(names, PICKLE) && is_model(names) => Err(Unfit::Model),
-        (false, _) => Err(Unfit::Config),
+        (true, false) if has(names, PICKLE) => Err(AdapterMismatch::Pickle),
+        (true, false) => Err(AdapterMismatch::Weights(names.iter().find(foreign).cloned())),
+        (false, false) if !has(names, PICKLE) && is_model(names) => Err(AdapterMismatch::Model),
+        (false, _) => Err(AdapterMismatch::Config),
     }
 }
 
 fn is_model(names: &[String]) -> bool {
     has(names, select::CONFIG)
-        || matches!(select::weights(names), Ok(_) | Err(Lack::Consolidated(_) | Lack::Gguf(_)))
+        || matches!(
+            select::weights(names),
+            Ok(_) | Err(ModelMismatch::Consolidated(_) | ModelMismatch::Gguf(_))
+        )
 }
 
 /// The files of an adapter, given the names of all files.
@@ -164,25 +167,27 @@ fn wanted(names: &[String]) -> Vec<&str> {
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
 }
 
-impl Unfit {
+impl AdapterMismatch {
     /// The error for `subject`, such as "adapter `a/b`".
     fn error(&self, subject: &str) -> Error {
         let accepted = format!("a PEFT adapter is {CONFIG} and {WEIGHTS}");
         match self {
-            Unfit::Model => Error::user(format!("{subject} is a model and not a PEFT adapter"))
+            AdapterMismatch::Model => Error::user(format!("{subject} is a model and not a PEFT adapter"))
                 .because(format!("it has no {CONFIG}"))
                 .hint("give it with `--model` or `model.id`, and leave the adapter out or give another"),
-            Unfit::Pickle => Error::user(format!("{subject} holds only pickled weights ({PICKLE})"))
-                .because("a pickle can run code when it is opened, so it is neither downloaded nor read")
-                .because(accepted),
-            Unfit::Weights(foreign) => {
+            AdapterMismatch::Pickle => {
+                Error::user(format!("{subject} holds only pickled weights ({PICKLE})"))
+                    .because("a pickle can run code when it is opened, so it is neither downloaded nor read")
+                    .because(accepted)
+            }
+            AdapterMismatch::Weights(foreign) => {
                 let error = Error::user(format!("{subject} has no {WEIGHTS}"));
                 match foreign {
                     Some(file) => error.because(format!("it holds {file}")).because(accepted),
                     None => error.because(accepted),
                 }
             }
-            Unfit::Config => Error::user(format!("{subject} has no {CONFIG}"))
+            AdapterMismatch::Config => Error::user(format!("{subject} has no {CONFIG}"))
                 .because(accepted)
                 .hint(format!("give a folder that holds {CONFIG}, or a hub id such as `owner/name`")),
         }
@@ -232,17 +237,17 @@ mod tests {
     #[test]
     fn what_is_no_adapter() {
         let unfit = |list: &[&str]| check(&names(list)).unwrap_err();
-        assert_eq!(unfit(&["adapter_config.json", "adapter_model.bin"]), Unfit::Pickle);
-        assert_eq!(unfit(&["adapter_config.json"]), Unfit::Weights(None));
-        let foreign = Unfit::Weights(Some("pytorch_adapter.bin".to_owned()));
+        assert_eq!(unfit(&["adapter_config.json", "adapter_model.bin"]), AdapterMismatch::Pickle);
+        assert_eq!(unfit(&["adapter_config.json"]), AdapterMismatch::Weights(None));
+        let foreign = AdapterMismatch::Weights(Some("pytorch_adapter.bin".to_owned()));
         assert_eq!(unfit(&["adapter_config.json", "pytorch_adapter.bin"]), foreign);
-        assert_eq!(unfit(&["config.json", "pytorch_model.bin"]), Unfit::Model);
-        assert_eq!(unfit(&["model.safetensors"]), Unfit::Model);
-        assert_eq!(unfit(&["m.Q4_K.gguf"]), Unfit::Model);
-        assert_eq!(unfit(&["consolidated.00.pth"]), Unfit::Model);
-        assert_eq!(unfit(&["README.md"]), Unfit::Config);
-        assert_eq!(unfit(&["adapter_model.safetensors"]), Unfit::Config);
-        assert_eq!(unfit(&["adapter_model.bin", "config.json"]), Unfit::Config);
-        assert_eq!(unfit(&["checkpoint-5/adapter_config.json"]), Unfit::Config);
+        assert_eq!(unfit(&["config.json", "pytorch_model.bin"]), AdapterMismatch::Model);
+        assert_eq!(unfit(&["model.safetensors"]), AdapterMismatch::Model);
+        assert_eq!(unfit(&["m.Q4_K.gguf"]), AdapterMismatch::Model);
+        assert_eq!(unfit(&["consolidated.00.pth"]), AdapterMismatch::Model);
+        assert_eq!(unfit(&["README.md"]), AdapterMismatch::Config);
+        assert_eq!(unfit(&["adapter_model.safetensors"]), AdapterMismatch::Config);
+        assert_eq!(unfit(&["adapter_model.bin", "config.json"]), AdapterMismatch::Config);
+        assert_eq!(unfit(&["checkpoint-5/adapter_config.json"]), AdapterMismatch::Config);
     }
 }

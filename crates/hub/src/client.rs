@@ -15,8 +15,8 @@ use ureq::{Agent, Body, BodyReader};
 
 use super::digest::Digest;
 use super::options::{HubOptions, Retry};
-use super::redirect::Hop;
-use super::refusal::{Asked, ErrorResponse};
+use super::redirect::Redirect;
+use super::refusal::{ErrorResponse, Request};
 use super::speed::{SpeedWatch, TooSlow};
 use super::{DownloadEvent, DownloadProgress};
 use crate::address;
@@ -65,9 +65,9 @@ pub struct FileRange {
 }
 
 /// An answer that is no redirect, and where it came from.
-struct Answered {
+struct FinalResponse {
     response: Response<Body>,
-    hop: Hop,
+    hop: Redirect,
 }
 
 #[derive(Clone, Copy)]
@@ -183,7 +183,7 @@ impl<'a> Client<'a> {
                 if status == 200 {
                     size = size.or_else(|| number(headers, "content-length"));
                 } else if !status.is_redirection() {
-                    return Err(self.refused(&Answered { response, hop }, Some(file), gated));
+                    return Err(self.refused(&FinalResponse { response, hop }, Some(file), gated));
                 }
                 let next = hop.next(&response).map_err(|why| self.not_a_hub(&why))?;
                 match (next, etag.clone(), size) {
@@ -282,20 +282,25 @@ impl<'a> Client<'a> {
     }
 
     /// A GET and the redirects that it is answered with; `range` and `deadline` as in [`Client::send`].
-    fn get(&self, url: &str, range: Option<&str>, deadline: Option<Instant>) -> Result<Answered, HttpFault> {
+    fn get(
+        &self,
+        url: &str,
+        range: Option<&str>,
+        deadline: Option<Instant>,
+    ) -> Result<FinalResponse, HttpFault> {
         let mut hop = self.first_hop(url)?;
         for _ in 0..=MAX_REDIRECTS {
             let response = self.send(HttpMethod::Get, &hop, range, deadline)?;
             match hop.next(&response).map_err(|why| self.not_a_hub(&why))? {
                 Some(next) => hop = next,
-                None => return Ok(Answered { response, hop }),
+                None => return Ok(FinalResponse { response, hop }),
             }
         }
         Err(self.not_a_hub(&format!("it redirects more than {MAX_REDIRECTS} times")))
     }
 
-    fn first_hop(&self, url: &str) -> Result<Hop, HttpFault> {
-        Hop::first(url, self.options.endpoint()).map_err(|why| self.not_a_hub(&why))
+    fn first_hop(&self, url: &str) -> Result<Redirect, HttpFault> {
+        Redirect::first(url, self.options.endpoint()).map_err(|why| self.not_a_hub(&why))
     }
 
     /// One request. `range`, given for files and perhaps empty, is the value of the header `Range`; after `deadline` the
@@ -303,7 +308,7 @@ impl<'a> Client<'a> {
     fn send(
         &self,
         method: HttpMethod,
-        hop: &Hop,
+        hop: &Redirect,
         range: Option<&str>,
         deadline: Option<Instant>,
     ) -> Result<Response<Body>, HttpFault> {
@@ -419,8 +424,8 @@ impl<'a> Client<'a> {
     }
 
     /// An answer other than success.
-    fn refused(&self, answered: &Answered, file: Option<&str>, gated: bool) -> HttpFault {
-        let Answered { response, hop } = answered;
+    fn refused(&self, answered: &FinalResponse, file: Option<&str>, gated: bool) -> HttpFault {
+        let FinalResponse { response, hop } = answered;
         let headers = response.headers();
         let shown = |name| text(headers, name).map(|value| self.shown(value));
         let answer = ErrorResponse {
@@ -432,7 +437,7 @@ impl<'a> Client<'a> {
             let wait = number(headers, "retry-after").map(Duration::from_secs);
             return HttpFault::Passing { reason: answer.to_string(), wait };
         }
-        let error = answer.error(&Asked {
+        let error = answer.error(&Request {
             subject: &self.subject,
             revision: self.repo.revision(),
             page: &self.page,

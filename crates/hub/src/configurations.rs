@@ -247,7 +247,7 @@ pub(super) fn choose(
     subject: &str,
     id: &str,
 ) -> Result<Chosen> {
-    let Meant { config, split } = meant(all, wanted).ok_or_else(|| {
+    let ResolvedSplit { config, split } = meant(all, wanted).ok_or_else(|| {
         let shown = wanted.unwrap_or_default();
         let error = Error::user(format!("{subject} has no configuration `{shown}`")).because(overview(all));
         match all {
@@ -294,27 +294,27 @@ pub(super) fn choose(
 }
 
 /// What `wanted` names; a part that is left open is none, as is a configuration where none is the default.
-struct Meant<'a> {
+struct ResolvedSplit<'a> {
     config: Option<&'a Configuration>,
     split: Option<&'a str>,
 }
 
 /// None if there is no configuration of the name.
-fn meant<'a>(all: &'a [Configuration], wanted: Option<&'a str>) -> Option<Meant<'a>> {
+fn meant<'a>(all: &'a [Configuration], wanted: Option<&'a str>) -> Option<ResolvedSplit<'a>> {
     let find = |name: &str| all.iter().find(|config| config.name == name);
     let default = || match all {
         [only] => Some(only),
         _ => all.iter().find(|config| config.is_default).or_else(|| find(DEFAULT)),
     };
-    let Some(wanted) = wanted else { return Some(Meant { config: default(), split: None }) };
+    let Some(wanted) = wanted else { return Some(ResolvedSplit { config: default(), split: None }) };
     if let Some(split) = wanted.strip_prefix('/') {
-        return Some(Meant { config: default(), split: Some(split) });
+        return Some(ResolvedSplit { config: default(), split: Some(split) });
     }
     if let Some(config) = find(wanted) {
-        return Some(Meant { config: Some(config), split: None });
+        return Some(ResolvedSplit { config: Some(config), split: None });
     }
     let (config, split) = wanted.rsplit_once('/')?;
-    Some(Meant { config: Some(find(config)?), split: Some(split) })
+    Some(ResolvedSplit { config: Some(find(config)?), split: Some(split) })
 }
 
 /// What there is, for an error.

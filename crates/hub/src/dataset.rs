@@ -7,7 +7,7 @@ use super::configurations::{self, Chosen, Configuration, RowsFor};
 use super::fetch::Download;
 use super::names::{self, Reference};
 use super::select;
-use super::{DownloadProgress, HubOptions, Located, RepoSource, Subject};
+use super::{DownloadProgress, HubOptions, Located, RepoRef, RepoSource};
 use crate::error::{Error, Result};
 
 const README: &str = "README.md";
@@ -74,7 +74,7 @@ pub fn locate_dataset(
     };
     let revision = revision.unwrap_or("main");
     names::check_revision(revision)?;
-    let data = RepoSource { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
+    let data = RepoSource { subject: RepoRef::Dataset, id, revision: revision.to_owned(), options };
     if options.offline {
         data.cached_rows(wanted, rows_for, progress)
     } else {

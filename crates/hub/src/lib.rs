@@ -47,7 +47,7 @@ use fetch::Download;
 use names::Reference;
 pub use options::{HubOptions, LeastSpeed, Retry, Token};
 pub use remote::{LocatedModel, RemoteWeights};
-use select::{Lack, Scope, Weights};
+use select::{ModelMismatch, Scope, Weights};
 use verified::VerifiedFiles;
 
 /// What happens during a download.
@@ -175,7 +175,7 @@ fn locate<'a>(
         Reference::Hub(id) => id,
     };
     names::check_revision(revision)?;
-    let model = RepoSource { subject: Subject::Model, id, revision: revision.to_owned(), options };
+    let model = RepoSource { subject: RepoRef::Model, id, revision: revision.to_owned(), options };
     if options.offline {
         model.cached_model(scope, progress).map(whole)
     } else {
@@ -195,7 +195,7 @@ fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
         Err(lack) => {
             let error = lack.error(&format!("folder `{}`", folder.display()));
             Err(match names::check_repo_id(given) {
-                Ok(()) if lack == Lack::Config => {
+                Ok(()) if lack == ModelMismatch::Config => {
                     error.hint(format!("write `hf://{given}` to take the model of this name from the hub"))
                 }
                 _ => error,
@@ -217,7 +217,7 @@ fn list_folder(folder: &Path) -> Result<Vec<String>> {
 
 /// What a repository is taken for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Subject {
+enum RepoRef {
     Model,
     Adapter,
     Dataset,
@@ -225,7 +225,7 @@ enum Subject {
 
 /// A repository at a revision, not yet looked for.
 struct RepoSource<'a> {
-    subject: Subject,
+    subject: RepoRef,
     id: String,
     revision: String,
     options: &'a HubOptions,
@@ -234,8 +234,8 @@ struct RepoSource<'a> {
 impl<'a> RepoSource<'a> {
     fn repo(&self) -> Repo {
         let kind = match self.subject {
-            Subject::Model | Subject::Adapter => RepoType::Model,
-            Subject::Dataset => RepoType::Dataset,
+            RepoRef::Model | RepoRef::Adapter => RepoType::Model,
+            RepoRef::Dataset => RepoType::Dataset,
         };
         Repo::with_revision(self.id.clone(), kind, self.revision.clone())
     }
@@ -255,16 +255,16 @@ impl<'a> RepoSource<'a> {
 
     fn subject(&self) -> String {
         let noun = match self.subject {
-            Subject::Model => "model",
-            Subject::Adapter => "adapter",
-            Subject::Dataset => "data set",
+            RepoRef::Model => "model",
+            RepoRef::Adapter => "adapter",
+            RepoRef::Dataset => "data set",
         };
         format!("{noun} `{}`", self.id)
     }
 
     /// The same model as converted for transformers, by Meta's naming.
     fn sibling(&self) -> Option<Self> {
-        let is_model = self.subject == Subject::Model && !self.id.ends_with("-hf");
+        let is_model = self.subject == RepoRef::Model && !self.id.ends_with("-hf");
         is_model.then(|| RepoSource {
             subject: self.subject,
             id: format!("{}-hf", self.id),
@@ -290,14 +290,16 @@ impl<'a> RepoSource<'a> {
         let description = client.describe(progress)?;
         match select::check_model(&description.files, scope) {
             Ok(()) => self.fetch_model(client, &description, scope, None, progress),
-            Err(Lack::Consolidated(file)) => self.fetch_sibling(Lack::Consolidated(file), scope, progress),
+            Err(ModelMismatch::Consolidated(file)) => {
+                self.fetch_sibling(ModelMismatch::Consolidated(file), scope, progress)
+            }
             Err(lack) => Err(lack.error(client.subject())),
         }
     }
 
     fn fetch_sibling(
         &self,
-        lack: Lack,
+        lack: ModelMismatch,
         scope: Scope,
         progress: &mut DownloadProgress<'_>,
     ) -> Result<LocatedModel<'a>> {

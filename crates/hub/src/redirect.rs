@@ -10,19 +10,19 @@ use crate::address;
 
 /// Where a request goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Hop {
+pub(super) struct Redirect {
     /// The address to ask.
     pub(super) uri: Uri,
     /// Whether this and every hop before it are of the endpoint's origin, so that the token may go there.
     pub(super) is_trusted: bool,
 }
 
-impl Hop {
+impl Redirect {
     /// The first hop of a request to `url`, an address below `endpoint`.
     pub(super) fn first(url: &str, endpoint: &str) -> Result<Self, String> {
         let uri = parse(url)?;
         let is_trusted = is_same_origin(&uri, &parse(endpoint)?);
-        Ok(Hop { uri, is_trusted })
+        Ok(Redirect { uri, is_trusted })
     }
 
     /// Where `response` redirects to; none if it is no redirect.
@@ -40,7 +40,7 @@ impl Hop {
             return Err("it redirects from https to http, where anybody on the way could answer".into());
         }
         let is_trusted = self.is_trusted && is_same_origin(&self.uri, &uri);
-        Ok(Hop { uri, is_trusted })
+        Ok(Redirect { uri, is_trusted })
     }
 
     /// A `Location` as an absolute address (RFC 3986, section 5.2).
@@ -83,8 +83,8 @@ fn is_same_origin(a: &Uri, b: &Uri) -> bool {
 mod tests {
     use super::*;
 
-    fn hop(url: &str) -> Hop {
-        Hop::first(url, url).unwrap()
+    fn hop(url: &str) -> Redirect {
+        Redirect::first(url, url).unwrap()
     }
 
     #[test]
@@ -104,7 +104,7 @@ mod tests {
         ] {
             assert_eq!(hub.follow(location).unwrap().is_trusted, is_trusted, "{location}");
         }
-        assert!(!Hop::first("https://evil/x", "https://hub.example").unwrap().is_trusted);
+        assert!(!Redirect::first("https://evil/x", "https://hub.example").unwrap().is_trusted);
     }
 
     /// Every scheme, user, host and port that an address is put together from, from every endpoint: what is followed, and

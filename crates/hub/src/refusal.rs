@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorCategory};
 const TOKENS: &str = "https://huggingface.co/settings/tokens";
 
 /// What was asked of the hub, and as whom.
-pub(super) struct Asked<'a> {
+pub(super) struct Request<'a> {
     /// Such as "model `a/b`".
     pub(super) subject: &'a str,
     pub(super) revision: &'a str,
@@ -30,7 +30,7 @@ pub(super) struct ErrorResponse {
 
 impl ErrorResponse {
     /// The error for an answer that another attempt would not change.
-    pub(super) fn error(&self, asked: &Asked<'_>) -> Error {
+    pub(super) fn error(&self, asked: &Request<'_>) -> Error {
         let subject = asked.subject;
         let code = self.code.as_deref();
         let gated = code == Some("GatedRepo") || asked.gated;
@@ -71,7 +71,7 @@ impl ErrorResponse {
         error.because(self.to_string())
     }
 
-    fn not_found(&self, asked: &Asked<'_>) -> Error {
+    fn not_found(&self, asked: &Request<'_>) -> Error {
         let error = Error::user(format!("the hub has no {} that can be read", asked.subject));
         if asked.has_token {
             error
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     fn text(status: u16, code: Option<&str>, has_token: bool, gated: bool, file: Option<&str>) -> String {
-        let asked = Asked {
+        let asked = Request {
             subject: "model `a/b`",
             revision: "v9",
             page: "https://huggingface.co/a/b",

@@ -39,7 +39,7 @@ pub(super) enum Weights {
 
 /// Why a repository cannot be used as a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Lack {
+pub(super) enum ModelMismatch {
     /// Meta's original checkpoint, `consolidated.*.pth`.
     Consolidated(String),
     /// Weights in the layout of transformers, but pickled.
@@ -68,7 +68,7 @@ pub(super) fn is_tokenizer(name: &str) -> bool {
 }
 
 /// How the weights are held, given the names of all files.
-pub(super) fn weights(names: &[String]) -> Result<Weights, Lack> {
+pub(super) fn weights(names: &[String]) -> Result<Weights, ModelMismatch> {
     // transformers looks for the single file first.
     if has(names, SINGLE) {
         return Ok(Weights::Single);
@@ -78,31 +78,33 @@ pub(super) fn weights(names: &[String]) -> Result<Weights, Lack> {
     }
     let first = |test: &dyn Fn(&str) -> bool| names.iter().find(|name| test(name)).cloned();
     Err(if has(names, "adapter_config.json") {
-        Lack::Adapter
+        ModelMismatch::Adapter
     } else if let Some(name) = first(&|name| name.starts_with("pytorch_model") && name.ends_with(".bin")) {
-        Lack::Pickle(name)
+        ModelMismatch::Pickle(name)
     } else if let Some(name) = first(&|name| name.starts_with("consolidated.") && name.ends_with(".pth")) {
-        Lack::Consolidated(name)
+        ModelMismatch::Consolidated(name)
     } else if let Some(name) = first(&|name| name.ends_with(".gguf")) {
-        Lack::Gguf(name)
+        ModelMismatch::Gguf(name)
     } else if let Some(name) = first(&|name| name.ends_with(".safetensors")) {
-        Lack::OtherSafetensors(name)
+        ModelMismatch::OtherSafetensors(name)
     } else if let Some(name) =
         first(&|name| [".bin", ".pt", ".pth", ".ckpt", ".pkl"].iter().any(|end| name.ends_with(end)))
     {
-        Lack::Pickle(name)
+        ModelMismatch::Pickle(name)
     } else {
-        Lack::Weights
+        ModelMismatch::Weights
     })
 }
 
 /// Whether the names make up a model, as far as `scope` asks.
-pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), Lack> {
+pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), ModelMismatch> {
     let weights = weights(names);
     match (has(names, CONFIG), weights, scope) {
         (true, Ok(_), _) | (true, Err(_), Scope::Headers) => Ok(()),
         (true, Err(lack), Scope::InPlace | Scope::Weights) => Err(lack),
-        (false, Ok(_) | Err(Lack::Weights | Lack::OtherSafetensors(_)), _) => Err(Lack::Config),
+        (false, Ok(_) | Err(ModelMismatch::Weights | ModelMismatch::OtherSafetensors(_)), _) => {
+            Err(ModelMismatch::Config)
+        }
         (false, Err(lack), _) => Err(lack),
     }
 }
@@ -112,12 +114,12 @@ pub(super) fn has(names: &[String], name: &str) -> bool {
     names.iter().any(|known| known == name)
 }
 
-impl Lack {
+impl ModelMismatch {
     /// The error for `subject`, such as "model `a/b`".
     pub(super) fn error(&self, subject: &str) -> Error {
         let accepted = "accepted: model.safetensors, or model.safetensors.index.json with its shards";
         match self {
-            Lack::Consolidated(file) => {
+            ModelMismatch::Consolidated(file) => {
                 Error::user(format!("{subject} holds only Meta's original checkpoint ({file})"))
                     .because("it is a pickle, which can run code when it is opened, and not in the layout of transformers")
                     .because(accepted)
@@ -126,7 +128,7 @@ impl Lack {
                          `python -m transformers.models.llama.convert_llama_weights_to_hf --input_dir DIR --output_dir OUT`",
                     )
             }
-            Lack::Pickle(file) => Error::user(format!("{subject} holds only pickled weights ({file})"))
+            ModelMismatch::Pickle(file) => Error::user(format!("{subject} holds only pickled weights ({file})"))
                 .because("a pickle can run code when it is opened, so it is neither downloaded nor read")
                 .because(accepted)
                 .hint(
@@ -135,23 +137,23 @@ impl Lack {
                      M.from_pretrained('MODEL').save_pretrained('OUT', safe_serialization=True)\"`, \
                      and copy its tokenizer files into OUT",
                 ),
-            Lack::Gguf(file) => Error::user(format!("{subject} holds only GGUF files ({file})"))
+            ModelMismatch::Gguf(file) => Error::user(format!("{subject} holds only GGUF files ({file})"))
                 .because("GGUF is written for inference and is not trained here")
                 .because(accepted)
                 .hint("give the repository that the GGUF was made from; its card calls it the base model"),
-            Lack::Adapter => Error::user(format!("{subject} is a PEFT adapter and not a model"))
+            ModelMismatch::Adapter => Error::user(format!("{subject} is a PEFT adapter and not a model"))
                 .because("it holds adapter_config.json and no model weights")
                 .hint(
                     "give its base (`base_model_name_or_path` in adapter_config.json) as the model, \
                      and the adapter with `--adapter` or `adapter.path`",
                 ),
-            Lack::OtherSafetensors(file) => {
+            ModelMismatch::OtherSafetensors(file) => {
                 Error::user(format!("{subject} has no weights in the layout of transformers"))
                     .because(format!("it holds {file}"))
                     .because(accepted)
             }
-            Lack::Weights => Error::user(format!("{subject} has no weights")).because(accepted),
-            Lack::Config => Error::user(format!("{subject} has no {CONFIG}"))
+            ModelMismatch::Weights => Error::user(format!("{subject} has no weights")).because(accepted),
+            ModelMismatch::Config => Error::user(format!("{subject} has no {CONFIG}"))
                 .because("a model is a config.json, a tokenizer.json and safetensors")
                 .hint("give a folder that holds config.json, or a hub id such as `owner/name`"),
         }
@@ -298,18 +300,24 @@ mod tests {
         let lack = |list: &[&str]| check_model(&names(list), Scope::Weights).unwrap_err();
         assert_eq!(
             lack(&["consolidated.00.pth", "params.json"]),
-            Lack::Consolidated("consolidated.00.pth".into())
+            ModelMismatch::Consolidated("consolidated.00.pth".into())
         );
-        assert_eq!(lack(&["config.json", "pytorch_model.bin"]), Lack::Pickle("pytorch_model.bin".into()));
-        assert_eq!(lack(&["config.json", "model.pt"]), Lack::Pickle("model.pt".into()));
-        assert_eq!(lack(&["m.Q4_K.gguf"]), Lack::Gguf("m.Q4_K.gguf".into()));
-        assert_eq!(lack(&["adapter_config.json", "adapter_model.safetensors"]), Lack::Adapter);
-        assert_eq!(lack(&["config.json", "w.safetensors"]), Lack::OtherSafetensors("w.safetensors".into()));
-        assert_eq!(lack(&["config.json"]), Lack::Weights);
-        assert_eq!(lack(&["model.safetensors"]), Lack::Config);
-        assert_eq!(lack(&["README.md"]), Lack::Config);
+        assert_eq!(
+            lack(&["config.json", "pytorch_model.bin"]),
+            ModelMismatch::Pickle("pytorch_model.bin".into())
+        );
+        assert_eq!(lack(&["config.json", "model.pt"]), ModelMismatch::Pickle("model.pt".into()));
+        assert_eq!(lack(&["m.Q4_K.gguf"]), ModelMismatch::Gguf("m.Q4_K.gguf".into()));
+        assert_eq!(lack(&["adapter_config.json", "adapter_model.safetensors"]), ModelMismatch::Adapter);
+        assert_eq!(
+            lack(&["config.json", "w.safetensors"]),
+            ModelMismatch::OtherSafetensors("w.safetensors".into())
+        );
+        assert_eq!(lack(&["config.json"]), ModelMismatch::Weights);
+        assert_eq!(lack(&["model.safetensors"]), ModelMismatch::Config);
+        assert_eq!(lack(&["README.md"]), ModelMismatch::Config);
         assert_eq!(check_model(&names(&["config.json"]), Scope::Headers), Ok(()));
-        assert_eq!(check_model(&names(&["params.json"]), Scope::Headers), Err(Lack::Config));
+        assert_eq!(check_model(&names(&["params.json"]), Scope::Headers), Err(ModelMismatch::Config));
     }
 
     #[test]

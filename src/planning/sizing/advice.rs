@@ -14,7 +14,7 @@ const DOUBLINGS: u32 = 5;
 
 /// A way to train, with what it needs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Leaf {
+pub struct RecipeChange {
     /// The way in words.
     pub what: &'static str,
     /// As it is typed beside the command at hand.
@@ -51,7 +51,7 @@ pub struct Improvement {
 }
 
 /// A way in words, and what it does to a recipe that trains all weights.
-struct Way {
+struct TrainingOption {
     what: &'static str,
     /// Through an adapter.
     adapts: bool,
@@ -59,17 +59,17 @@ struct Way {
 }
 
 /// A way that trains all weights.
-const fn full(what: &'static str, apply: fn(&mut Recipe)) -> Way {
-    Way { what, adapts: false, apply }
+const fn full(what: &'static str, apply: fn(&mut Recipe)) -> TrainingOption {
+    TrainingOption { what, adapts: false, apply }
 }
 
 /// A way that trains an adapter.
-const fn lora(what: &'static str, apply: fn(&mut Recipe)) -> Way {
-    Way { what, adapts: true, apply }
+const fn lora(what: &'static str, apply: fn(&mut Recipe)) -> TrainingOption {
+    TrainingOption { what, adapts: true, apply }
 }
 
 /// The ways, from the one that changes most of the model to the smallest.
-const WAYS: [Way; 11] = [
+const WAYS: [TrainingOption; 11] = [
     full("all weights", |_| {}),
     full("all weights, recompute", recompute),
     full("all weights, recompute, 8-bit states", |r| {
@@ -128,7 +128,7 @@ fn without_conflicts(recipe: &mut Recipe) {
 
 impl SizingRequest<'_> {
     /// What each way needs, over the best strategy for it.
-    pub(super) fn leaves(&self) -> Result<Vec<Leaf>> {
+    pub(super) fn leaves(&self) -> Result<Vec<RecipeChange>> {
         let mut plain = self.recipe.clone();
         plain.quantization = None;
         plain.parallel.strategy = Strategy::Auto;
@@ -142,8 +142,8 @@ impl SizingRequest<'_> {
         let in_bf16 = self.inputs.engine.dtype == candle_core::DType::BF16;
         let adapter = plain.adapter.take().unwrap_or_default();
         let quantization = (!stored).then(|| self.recipe.quantization.clone().unwrap_or_default());
-        let (mut leaves, mut seen): (Vec<Leaf>, Vec<Recipe>) = Default::default();
-        for Way { what, adapts, apply } in WAYS {
+        let (mut leaves, mut seen): (Vec<RecipeChange>, Vec<Recipe>) = Default::default();
+        for TrainingOption { what, adapts, apply } in WAYS {
             let mut recipe = plain.clone();
             if adapts {
                 (recipe.adapter, recipe.quantization) = (Some(adapter.clone()), quantization.clone());
@@ -164,7 +164,7 @@ impl SizingRequest<'_> {
         Ok(leaves)
     }
 
-    fn leaf(&self, what: &'static str, recipe: &Recipe) -> Result<Leaf> {
+    fn leaf(&self, what: &'static str, recipe: &Recipe) -> Result<RecipeChange> {
         let mut leaf = self.leaf_over(what, recipe)?;
         // What is picked by itself sends least; another strategy may be faster where each rank updates its part alone.
         let others = if self.world.all > 1 { &[Strategy::Zero1, Strategy::Fsdp][..] } else { &[] };
@@ -181,16 +181,16 @@ impl SizingRequest<'_> {
         Ok(leaf)
     }
 
-    fn leaf_over(&self, what: &'static str, recipe: &Recipe) -> Result<Leaf> {
+    fn leaf_over(&self, what: &'static str, recipe: &Recipe) -> Result<RecipeChange> {
         let step = self.step(recipe)?;
         let memory = step.fit.memory;
         let time = self.time(recipe, &step);
         let difference = self.typed.difference(recipe);
-        Ok(Leaf {
+        Ok(RecipeChange {
             what,
             typed: difference.to_string(),
             left_out: difference.left_out,
-            strategy: named(step.fit.kind),
+            strategy: named(step.fit.strategy),
             recompute: step.fit.recompute.to_string(),
             bytes: memory.total(),
             host_bytes: memory.host,

@@ -7,7 +7,7 @@ use crate::parallel::ShardingStrategy;
 
 /// A rule of so many bytes a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Convention {
+pub struct RuleOfThumb {
     /// How it is quoted.
     pub rule: &'static str,
     /// Bytes a parameter.
@@ -46,7 +46,7 @@ const RULES: [(&str, [u64; 3], &str); 4] = [
 ];
 
 /// Every rule for a model of `parameters` on `ranks` of a strategy.
-pub fn conventions(parameters: u64, kind: ShardingStrategy, ranks: u64) -> Vec<Convention> {
+pub fn conventions(parameters: u64, kind: ShardingStrategy, ranks: u64) -> Vec<RuleOfThumb> {
     let of_rule = |(rule, [weights, gradients, states], assumes): (_, [u64; 3], _)| {
         let whole = weights + gradients + states;
         let on_rank = |copied: u64| copied * parameters + (whole - copied) * parameters / ranks;
@@ -63,7 +63,7 @@ pub fn conventions(parameters: u64, kind: ShardingStrategy, ranks: u64) -> Vec<C
             ShardingStrategy::Fsdp => by_strategy.fsdp,
             ShardingStrategy::Hsdp(group) => whole * parameters / group as u64,
         };
-        Convention { rule, bytes_per_parameter: whole, assumes, bytes, by_strategy }
+        RuleOfThumb { rule, bytes_per_parameter: whole, assumes, bytes, by_strategy }
     };
     RULES.into_iter().map(of_rule).collect()
 }

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::loading::{AdapterSetup, BaseModel, DeviceTraits, EngineOptions, Resolver};
 use crate::planning::sizing::hardware::Hardware;
 use crate::planning::sizing::rates::{Calibration, ComputeRates};
-use crate::planning::{Room, WorldSize};
+use crate::planning::{MemoryBudget, WorldSize};
 use crate::recipe::{ComputeDtype, DataSource, ModelInit, Recipe};
 use crate::report::Terminal;
 use crate::runtime::device;
@@ -38,21 +38,21 @@ impl SizedModel {
     ///
     /// # Errors
     /// Whatever of it cannot be found or understood.
-    pub(crate) fn find(recipe: &mut Recipe, finder: &Resolver<'_>, terminal: &Terminal) -> Result<Self> {
+    pub(crate) fn find(recipe: &mut Recipe, resolver: &Resolver<'_>, terminal: &Terminal) -> Result<Self> {
         start_without_weights(recipe, terminal);
-        let mut base = BaseModel::open(&recipe.model, None, finder)?;
+        let mut base = BaseModel::open(&recipe.model, None, resolver)?;
         recipe.data.fit_positions(base.config.max_position_embeddings);
         // Ways without quantization are sized, too: the base stays as stored.
         recipe.quantization.as_ref().map_or(Ok(()), |quantization| base.check_quantization(quantization))?;
         let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
-        let saved = source.map(|source| finder.adapter(source)).transpose()?;
+        let saved = source.map(|source| resolver.adapter(source)).transpose()?;
         let (mut train, mut held_out, mut new_tokens) = (None, None, Vec::new());
         if !recipe.data.train.is_empty() || !recipe.model.new_tokens.is_empty() {
             saved.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
             let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
             let rows = base.dataset_loader(tokenizer, &recipe.data)?;
             if !recipe.data.train.is_empty() {
-                let (rows, others) = rows.load_run(&recipe.data, recipe.train.seed, finder)?;
+                let (rows, others) = rows.load_run(&recipe.data, recipe.train.seed, resolver)?;
                 (train, held_out) = (Some(rows.0), others.map(|(data, _)| data));
             }
             new_tokens = tokens;
@@ -165,9 +165,9 @@ pub(crate) fn world_of(
 }
 
 /// The memory of a plan.
-pub(crate) fn room_of(hardware: Option<&Hardware>) -> Room {
-    let Some(hardware) = hardware else { return Room::Here };
+pub(crate) fn room_of(hardware: Option<&Hardware>) -> MemoryBudget {
+    let Some(hardware) = hardware else { return MemoryBudget::Local };
     let communication = if hardware.devices() > 1 { COMMUNICATION } else { 0 };
     let process = if hardware.device.processor { PROGRAM } else { DRIVER + communication };
-    Room::Planned { free: ((hardware.device.memory_gb * 1e9) as u64).saturating_sub(process), process }
+    MemoryBudget::Given { free: ((hardware.device.memory_gb * 1e9) as u64).saturating_sub(process), process }
 }

@@ -30,8 +30,8 @@ use crate::planning::{
     KeptGroup, MemoryParts, MemoryPlan, Method, PlannedStep, Rows, StepInputs, WorldSize, widest_micro_batch,
 };
 use crate::recipe::{Recipe, Recompute, Strategy};
-use advice::{Improvement, Leaf};
-use conventions::{Convention, conventions};
+use advice::{Improvement, RecipeChange};
+use conventions::{RuleOfThumb, conventions};
 use hardware::Hardware;
 use price::Price;
 use rates::ComputeRates;
@@ -129,7 +129,7 @@ pub struct Sizing {
     /// Activations under each policy of recomputing.
     pub activations: Vec<RecomputePolicy>,
     /// What rules of thumb say.
-    pub conventions: Vec<Convention>,
+    pub conventions: Vec<RuleOfThumb>,
     /// Bytes a parameter of weights, gradients and states of all ranks, here.
     pub bytes_per_parameter: f64,
     /// What the speeds were measured on; none: the table says them.
@@ -141,7 +141,7 @@ pub struct Sizing {
     /// The cost of the run, or of a billion tokens where its length is open.
     pub cost: Option<f64>,
     /// Ways to train the model, from the one that changes most of it to the smallest.
-    pub leaves: Vec<Leaf>,
+    pub leaves: Vec<RecipeChange>,
     /// Changes of the recipe that make it faster.
     pub better: Vec<Improvement>,
     /// Ways to split it, the best first.
@@ -157,7 +157,7 @@ impl SizingRequest<'_> {
     /// Keys of the recipe that contradict one another or the ranks.
     pub fn answer(&self) -> Result<Sizing> {
         let step = self.step(self.recipe)?;
-        let (memory, kind) = (step.fit.memory, step.fit.kind);
+        let (memory, kind) = (step.fit.memory, step.fit.strategy);
         let count = |trains: bool| -> u64 {
             let counted = step.descs.iter().filter(|desc| desc.kind.trains() || !trains);
             counted.map(|desc| desc.elements() as u64).sum()

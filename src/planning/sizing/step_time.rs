@@ -137,14 +137,14 @@ impl StepTime {
         let products = tokens * token_secs(config, &flops, rates);
         let compute = products + dequantize;
         let forward = products * flops.forward / flops.hardware() + one_pass;
-        let shards = step.fit.kind.shard_size(hardware.devices()) as f64;
+        let shards = step.fit.strategy.shard_size(hardware.devices()) as f64;
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
         let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
         // The ranks of a processor copy with the threads that they compute with.
         let hidden = if hardware.device.processor { 0.0 } else { OVERLAP * compute };
         // Values are fetched a block ahead.
         let offload = update_copies + (brought - hidden).max(0.0);
-        let communication = communication(&step.sent, step.fit.kind, hardware);
+        let communication = communication(&step.sent, step.fit.strategy, hardware);
         let exposed = (communication - hidden).max(communication.min(ENDS * compute));
         let launch = (launches(config, step, (hardware, turns)) - compute).max(0.0);
         let total = compute + launch + update + offload + exposed;
@@ -232,7 +232,7 @@ pub(super) fn update(
 ) -> (f64, f64) {
     let trained: u64 =
         step.descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.elements() as u64).sum();
-    let sharded = if step.fit.kind == ShardingStrategy::Ddp { 1.0 } else { shards.max(1.0) };
+    let sharded = if step.fit.strategy == ShardingStrategy::Ddp { 1.0 } else { shards.max(1.0) };
     let mine = trained as f64 / sharded;
     let (less, rate) = match recipe.optimizer.state {
         StateDtype::Int8 => (INT8_LESS, rates.update_int8),

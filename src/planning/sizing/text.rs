@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::advice::Leaf;
+use super::advice::RecipeChange;
 use super::conventions::StrategyBytes;
 use super::run_time::RunTime;
 use super::{MemoryTerm, RecomputePolicy, Sizing};
@@ -236,7 +236,7 @@ fn write_run(text: &mut String, run: &RunTime) {
 }
 
 /// The changes that make the command at hand the one of `leaf`.
-fn changes_to(leaf: &Leaf) -> String {
+fn changes_to(leaf: &RecipeChange) -> String {
     let flags = leaf.typed.split_once(", without ").map_or(leaf.typed.as_str(), |(flags, _)| flags);
     let removed = (!leaf.left_out.is_empty()).then(|| format!("remove {}", leaf.left_out.join(" and ")));
     let added = (!["", "the same"].contains(&flags)).then(|| format!("add `{flags}`"));
@@ -302,7 +302,7 @@ mod tests {
     #[test]
     fn the_line_with_the_mark_is_chosen_by_flags_and_by_removing_tables() {
         let changes = |typed: &str, left_out: &[&str]| {
-            changes_to(&Leaf {
+            changes_to(&RecipeChange {
                 what: "LoRA",
                 typed: typed.into(),
                 left_out: left_out.iter().map(ToString::to_string).collect(),

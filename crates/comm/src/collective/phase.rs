@@ -20,7 +20,7 @@ pub enum Phase {
     /// The optimizer's update.
     Update,
     /// New values go to the ranks that compute with them.
-    Spread,
+    AllGatherParams,
     /// Evaluation on held-out rows.
     Evaluate,
     /// What a step or an evaluation came to is shown and logged.
@@ -42,7 +42,7 @@ impl Phase {
         Phase::Backward,
         Phase::Norm,
         Phase::Update,
-        Phase::Spread,
+        Phase::AllGatherParams,
         Phase::Evaluate,
         Phase::Report,
         Phase::Save,
@@ -60,7 +60,7 @@ impl Phase {
             Phase::Backward => "backward",
             Phase::Norm => "norm",
             Phase::Update => "update",
-            Phase::Spread => "spread",
+            Phase::AllGatherParams => "spread",
             Phase::Evaluate => "evaluate",
             Phase::Report => "report",
             Phase::Save => "save",

@@ -49,7 +49,7 @@ impl Phase {
             Phase::Data => StepPart::Data,
             Phase::Forward | Phase::Loss => StepPart::Forward,
             Phase::Backward => StepPart::Backward,
-            Phase::Norm | Phase::Update | Phase::Spread => StepPart::Update,
+            Phase::Norm | Phase::Update | Phase::AllGatherParams => StepPart::Update,
             Phase::Save => StepPart::Save,
             Phase::Evaluate => StepPart::Evaluation,
             Phase::Meet | Phase::Load | Phase::Report | Phase::Output => StepPart::Other,

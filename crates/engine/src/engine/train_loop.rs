@@ -180,7 +180,7 @@ impl TrainLoop<'_> {
                     self.warn(watch.after_step(&report, &self.trainer.engine.store));
                     watch.check_alive(&report)?;
                 }
-                Err(error) => self.pass_over(done.steps, &error, &mut diverged)?,
+                Err(error) => self.handle_divergence(done.steps, &error, &mut diverged)?,
             }
             // The end of a run has its own order.
             let goes_on = done.steps < total;
@@ -235,7 +235,7 @@ impl TrainLoop<'_> {
     /// Waits for the save that is under way.
     pub(super) fn finish_saving(&mut self) -> Result<()> {
         if self.saver.is_saving() {
-            self.step_aside();
+            self.pause_step_timer();
             // What is waited for now is storage.
             self.enter(Phase::Save)?;
         }
@@ -245,7 +245,7 @@ impl TrainLoop<'_> {
     /// Publishes the result of all steps.
     pub(super) fn publish(&mut self, done: &mut RunSummary) -> Result<()> {
         KillPoint::LastStep.reach();
-        self.step_aside();
+        self.pause_step_timer();
         done.memory = self.clock.memory_by_phase();
         (self.publish)(self.trainer, done)
     }
@@ -282,9 +282,9 @@ impl TrainLoop<'_> {
     }
 
     /// Goes on after step `step`, which ended in `error` and updated nothing, as the recipe says.
-    fn pass_over(&mut self, step: u64, error: &Error, diverged: &mut DivergedSteps) -> Result<()> {
+    fn handle_divergence(&mut self, step: u64, error: &Error, diverged: &mut DivergedSteps) -> Result<()> {
         let counted = diverged.count(error)?;
-        self.step_aside();
+        self.pause_step_timer();
         let back_to = if self.options.nan.on_nan == OnNan::Rollback {
             // What is waited for from here on is storage.
             self.enter(Phase::Load)?;
@@ -324,7 +324,7 @@ impl TrainLoop<'_> {
     }
 
     /// What comes now is no step.
-    fn step_aside(&mut self) {
+    fn pause_step_timer(&mut self) {
         if let Some(reporter) = &mut self.reporter {
             reporter.listeners.aside();
         }
@@ -333,7 +333,7 @@ impl TrainLoop<'_> {
     pub(super) fn save(&mut self, done: &RunSummary) -> Result<()> {
         let (step, tokens, best) = (done.steps, done.tokens, self.best.clone());
         let moment = Progress { step, cursor: self.sampler.cursor(), tokens, best };
-        self.step_aside();
+        self.pause_step_timer();
         self.enter(Phase::Save)?;
         let world = self.trainer.engine.store.mesh().world();
         // Before the next snapshot: one at a time is in memory.
@@ -467,7 +467,7 @@ impl TrainLoop<'_> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
-        self.step_aside();
+        self.pause_step_timer();
         self.enter(Phase::Evaluate)?;
         let engine = &self.trainer.engine;
         let evaluation = engine

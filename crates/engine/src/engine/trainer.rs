@@ -171,7 +171,7 @@ impl Trainer {
         let clip = self.options.max_grad_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
         let learning_rate = self.options.schedule.at(number - 1);
         self.optimizer.update(learning_rate, clip)?;
-        store.after_update()?;
+        store.all_gather_params()?;
         Ok(StepResult { loss, grad_norm, learning_rate, metrics })
     }
 

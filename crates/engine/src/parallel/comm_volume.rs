@@ -81,7 +81,7 @@ impl SentBytes {
             (sent.whole, sent.between) = (sent.whole + whole, sent.between + between);
             sent.calls += if spec.gradients.is_sharded() { turns } else { 1 };
             sharded |= spec.update.is_sharded();
-            if spec.spread_axis().is_some() {
+            if spec.param_gather_axis().is_some() {
                 sent.updates += round(elements * value_bytes, shards);
                 sent.calls += 1;
             }

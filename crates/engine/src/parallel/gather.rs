@@ -202,7 +202,7 @@ impl GatherQueue {
             run.part.prefetch();
             if run.sharded {
                 let whole = &gathered[&run.buffer_id];
-                let part = self.within_reach(mesh, run, whole)?;
+                let part = self.with_device_buffer(mesh, run, whole)?;
                 tickets.push(mesh.group(MeshAxis::Shard).start_all_gather(call, &part, &memory(whole)?)?);
             }
         }
@@ -210,7 +210,7 @@ impl GatherQueue {
     }
 
     /// This rank's part where collectives find it: at home on the host, else at its place in the whole.
-    fn within_reach(&self, mesh: &DeviceMesh, run: &ShardRun, whole: &TensorMut) -> Result<Buffer> {
+    fn with_device_buffer(&self, mesh: &DeviceMesh, run: &ShardRun, whole: &TensorMut) -> Result<Buffer> {
         match &run.part {
             ParamStorage::Memory(part) if part.device().same_device(&self.device) => memory(part),
             part if self.device.is_cpu() => part.memory(),

@@ -191,7 +191,7 @@ impl GradBuffers {
 
     /// Adds what the backward of a micro-batch left for bucket `index` to what the rank keeps, over the ranks where
     /// that is due: at each micro-batch for shards, else at the `last` one. What goes on beside backward is added when it
-    /// is [taken in](GradBuffers::take_in).
+    /// is [taken in](GradBuffers::wait_for_reductions).
     pub(super) fn reduce(
         &self,
         mesh: &DeviceMesh,
@@ -242,7 +242,7 @@ impl GradBuffers {
 
     /// Takes in the reductions that go on, in their order, so that the backward of `segment` may write its gradients; all
     /// for none. A GPU's computation waits for them, the host does not.
-    pub(super) fn take_in(
+    pub(super) fn wait_for_reductions(
         &self,
         mesh: &DeviceMesh,
         buckets: &[Bucket],

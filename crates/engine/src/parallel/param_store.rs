@@ -133,7 +133,7 @@ impl ParamStore {
         if bf16_copy {
             store.blocks.iter_mut().try_for_each(BlockWeights::keep_in_bf16)?;
         }
-        store.place_rows(None)?;
+        store.scatter_trained_rows(None)?;
         Ok(store)
     }
 
@@ -155,7 +155,7 @@ impl ParamStore {
         }
         for bucket in self.trainable().filter(|bucket| bucket.spec.values == Placement::Replicated) {
             let first = call!("first values of", bucket.segment);
-            self.within_reach(&bucket.value, |values| {
+            self.with_device_buffer(&bucket.value, |values| {
                 self.mesh.world().broadcast(first, 0, &values.memory()?)
             })?;
         }
@@ -163,7 +163,7 @@ impl ParamStore {
     }
 
     /// Lets a collective work on values: where they are on the host, else on the device.
-    fn within_reach(
+    fn with_device_buffer(
         &self,
         values: &ParamStorage,
         work: impl FnOnce(&ParamStorage) -> Result<()>,
@@ -203,7 +203,7 @@ impl ParamStore {
     /// A parameter is missing, a fault of ours; a peer failed.
     pub fn embed(&self) -> Result<GatherGuard<'_, EmbedWeights>> {
         let (gathered, whole) = self.gathers.hold(&self.mesh, Segment::Embed, None)?;
-        self.place_rows(Some(&gathered))?;
+        self.scatter_trained_rows(Some(&gathered))?;
         Ok(GatherGuard { weights: model::assemble::embed(&self.values(&gathered))?, _whole: whole })
     }
 
@@ -246,7 +246,7 @@ impl ParamStore {
 
     fn hold_head(&self, next: Option<usize>, gradients: bool) -> Result<GatherGuard<'_, HeadWeights>> {
         let (gathered, whole) = self.gathers.hold(&self.mesh, Segment::Head, next.map(Segment::Block))?;
-        self.place_rows(Some(&gathered))?;
+        self.scatter_trained_rows(Some(&gathered))?;
         let views = if gradients { self.views(&gathered) } else { self.values(&gathered) };
         Ok(GatherGuard { weights: model::assemble::head(&self.config, &views)?, _whole: whole })
     }
@@ -286,7 +286,7 @@ impl ParamStore {
     /// # Errors
     /// A tensor operation failed; a peer failed.
     pub fn prepare_backward(&self, segment: Segment) -> Result<()> {
-        self.grad_buffers.take_in(&self.mesh, &self.buckets, Some(segment))
+        self.grad_buffers.wait_for_reductions(&self.mesh, &self.buckets, Some(segment))
     }
 
     /// From now on looks, before gradients are summed over ranks, whether this rank's are finite; or ends that. Whether some
@@ -300,32 +300,32 @@ impl ParamStore {
     /// # Errors
     /// A tensor operation failed; a peer failed.
     pub fn finish_reductions(&self) -> Result<()> {
-        self.grad_buffers.take_in(&self.mesh, &self.buckets, None)
+        self.grad_buffers.wait_for_reductions(&self.mesh, &self.buckets, None)
     }
 
     /// Brings what is computed with in line with what the optimizer updated. All ranks call it.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
-    pub fn after_update(&self) -> Result<()> {
-        self.mesh.world().enter(Phase::Spread)?;
+    pub fn all_gather_params(&self) -> Result<()> {
+        self.mesh.world().enter(Phase::AllGatherParams)?;
         for bucket in self.trainable() {
             bucket.refresh(&self.offload)?;
-            if let Some(axis) = bucket.spec.spread_axis() {
+            if let Some(axis) = bucket.spec.param_gather_axis() {
                 let (updated, shards) = (call!("updated values of", bucket.segment), self.mesh.group(axis));
-                self.within_reach(&bucket.value, |whole| {
+                self.with_device_buffer(&bucket.value, |whole| {
                     let own = whole.narrow(bucket.own.start, bucket.own.len())?;
                     shards.finish(shards.start_all_gather(updated, &own.memory()?, &whole.memory()?)?)
                 })?;
             }
             bucket.value.evict();
         }
-        self.place_rows(None)
+        self.scatter_trained_rows(None)
     }
 
     /// Puts the trainable rows of a frozen table to their places in it: in the tables that are kept whole, or in
     /// those among the runs just gathered.
-    fn place_rows(&self, gathered: Option<&Gathered>) -> Result<()> {
+    fn scatter_trained_rows(&self, gathered: Option<&Gathered>) -> Result<()> {
         for (module, ids) in &self.adapters.rows {
             let find = |name: &str| self.index.get(name).map(|&(b, e)| (b, &self.buckets[b].entries[e]));
             let (Some((table, at)), Some((rows, rows_at))) =

@@ -80,7 +80,7 @@ pub struct ShardingSpec {
 impl ShardingSpec {
     /// The axis along which new values are gathered after an update, where each rank computes with all of them and
     /// updates its part.
-    pub(super) fn spread_axis(self) -> Option<MeshAxis> {
+    pub(super) fn param_gather_axis(self) -> Option<MeshAxis> {
         match self.values {
             Placement::Replicated => self.update.axis(),
             Placement::Sharded { .. } => None,

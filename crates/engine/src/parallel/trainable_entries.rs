@@ -74,6 +74,6 @@ impl ParamStore {
             }
             bucket.copy_master()?;
         }
-        self.after_update()
+        self.all_gather_params()
     }
 }

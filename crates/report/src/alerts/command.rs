@@ -5,8 +5,8 @@ use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use super::alarm::OutgoingAlarm;
-use super::delivery::AlarmChannel;
+use super::alert::OutgoingAlert;
+use super::delivery::AlertChannel;
 use super::guard;
 use crate::program;
 
@@ -15,17 +15,17 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A program and its arguments. It gets the alarm as a line of JSON on its input and in its environment; what it prints
 /// goes nowhere. A [`guard`] starts it, and ends it.
-pub(super) struct AlarmCommand {
+pub(super) struct AlertCommand {
     words: Vec<String>,
 }
 
-impl AlarmCommand {
+impl AlertCommand {
     /// `words` are the program and its arguments; there is one at least.
     pub(super) fn new(words: Vec<String>) -> Self {
-        AlarmCommand { words }
+        AlertCommand { words }
     }
 
-    fn start(&self, alarm: &OutgoingAlarm) -> std::io::Result<Child> {
+    fn start(&self, alarm: &OutgoingAlert) -> std::io::Result<Child> {
         let mut command = Command::new(program::own()?);
         command.arg(guard::ARGUMENT).arg(std::process::id().to_string()).arg(TIMEOUT.as_millis().to_string());
         command.args(&self.words);
@@ -38,12 +38,12 @@ impl AlarmCommand {
     }
 }
 
-impl AlarmChannel for AlarmCommand {
+impl AlertChannel for AlertCommand {
     fn name(&self) -> String {
         format!("the program `{}`", self.words.first().map_or("", String::as_str))
     }
 
-    fn send(&self, alarm: &OutgoingAlarm) -> Result<(), String> {
+    fn send(&self, alarm: &OutgoingAlert) -> Result<(), String> {
         let mut guard = self.start(alarm).map_err(|error| error.to_string())?;
         if let Some(mut input) = guard.stdin.take() {
             // A program need not read; what it is told fits into the pipe.

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
-use super::alarm::OutgoingAlarm;
+use super::alert::OutgoingAlert;
 use crate::terminal::Terminal;
 use crate::threads;
 
@@ -11,28 +11,28 @@ use crate::threads;
 const WAITING: usize = 16;
 
 /// Where alarms go.
-pub(super) trait AlarmChannel: Send + 'static {
+pub(super) trait AlertChannel: Send + 'static {
     /// As it stands in messages.
     fn name(&self) -> String;
 
     /// Delivers one alarm, and takes its time; an error says why it did not arrive.
-    fn send(&self, alarm: &OutgoingAlarm) -> Result<(), String>;
+    fn send(&self, alarm: &OutgoingAlert) -> Result<(), String>;
 }
 
 /// The thread of a channel.
-pub(super) struct Courier {
+pub(super) struct DeliveryThread {
     name: String,
-    queue: SyncSender<OutgoingAlarm>,
+    queue: SyncSender<OutgoingAlert>,
     /// Closed when the thread has ended.
     ended: Receiver<()>,
     terminal: Terminal,
     was_full: bool,
 }
 
-impl Courier {
+impl DeliveryThread {
     /// Starts the thread; none where the system has no more of them, which is said.
-    pub(super) fn start(channel: impl AlarmChannel, terminal: &Terminal) -> Option<Self> {
-        let (queue, alarms) = sync_channel::<OutgoingAlarm>(WAITING);
+    pub(super) fn start(channel: impl AlertChannel, terminal: &Terminal) -> Option<Self> {
+        let (queue, alarms) = sync_channel::<OutgoingAlert>(WAITING);
         let (alive, ended) = sync_channel::<()>(0);
         let (name, told) = (channel.name(), terminal.clone());
         let work = move || {
@@ -51,7 +51,7 @@ impl Courier {
             }
         };
         match threads::start("alarms", work) {
-            Ok(_) => Some(Courier { name, queue, ended, terminal: terminal.clone(), was_full: false }),
+            Ok(_) => Some(DeliveryThread { name, queue, ended, terminal: terminal.clone(), was_full: false }),
             Err(error) => {
                 terminal.warn(format!("no alarms to {name}: {}", error.in_one_line()));
                 None
@@ -60,7 +60,7 @@ impl Courier {
     }
 
     /// Hands over an alarm, and does not wait.
-    pub(super) fn hand_over(&mut self, alarm: OutgoingAlarm) {
+    pub(super) fn hand_over(&mut self, alarm: OutgoingAlert) {
         if let Err(TrySendError::Full(_)) = self.queue.try_send(alarm)
             && !std::mem::replace(&mut self.was_full, true)
         {
@@ -70,7 +70,7 @@ impl Courier {
 
     /// Waits for what is under way, until `until` at most.
     pub(super) fn finish(self, until: Instant) {
-        let Courier { name, queue, ended, terminal, .. } = self;
+        let DeliveryThread { name, queue, ended, terminal, .. } = self;
         drop(queue);
         let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if ended.recv_timeout(left) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {

@@ -4,7 +4,7 @@
 //! a line in alerts.jsonl, goes to a program and to a server where the user named them, and to the terminal where the run
 //! does not say the same by itself. Nothing of this slows or ends a run.
 
-mod alarm;
+mod alert;
 mod command;
 mod delivery;
 pub mod guard;
@@ -20,11 +20,11 @@ use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use alarm::{Alarm, OutgoingAlarm};
-use command::AlarmCommand;
-use delivery::Courier;
+use alert::{Alert, OutgoingAlert};
+use command::AlertCommand;
+use delivery::DeliveryThread;
 use rules::{Finding, LossSpikes, OutputRoom, ShortDisk, StallWatch, StillGradients, WaitingDevice};
-use webhook::AlarmWebhook;
+use webhook::AlertWebhook;
 
 use super::listener::RunListener;
 use super::metrics::{EvalReport, SkippedStep, StepReport};
@@ -50,7 +50,7 @@ const SHORT_WAIT: Duration = Duration::from_secs(2);
 /// # Errors
 /// The user's: `address` is none; the proxy of the environment is none.
 pub fn check_webhook(address: &str) -> Result<()> {
-    AlarmWebhook::new(address).map(drop)
+    AlertWebhook::new(address).map(drop)
 }
 
 /// What a run watches for, and whom it tells.
@@ -78,7 +78,7 @@ const SKIPS_APART: u64 = 20;
 
 /// Raises alarms about a run.
 pub struct Alerts {
-    desk: Arc<Mutex<AlarmDesk>>,
+    desk: Arc<Mutex<AlertManager>>,
     spikes: LossSpikes,
     still: StillGradients,
     waiting: WaitingDevice,
@@ -93,12 +93,12 @@ pub struct Alerts {
 }
 
 /// Where the listener and the thread with the clock bring their alarms.
-struct AlarmDesk {
+struct AlertManager {
     rules: HashSet<AlertRule>,
     file: PathBuf,
     run: String,
     host: String,
-    couriers: Vec<Courier>,
+    couriers: Vec<DeliveryThread>,
     terminal: Terminal,
     cannot_write: bool,
     /// The step that ended last.
@@ -106,7 +106,7 @@ struct AlarmDesk {
 }
 
 /// The desk of the run of this process, for an alarm that no listener can raise any more.
-static DESK: Mutex<Weak<Mutex<AlarmDesk>>> = Mutex::new(Weak::new());
+static DESK: Mutex<Weak<Mutex<AlertManager>>> = Mutex::new(Weak::new());
 
 /// Raises the alarm that the run hangs, from the thread that is about to end the process for it, and gives it a moment to
 /// arrive. Nothing where nobody watches for it; it waits for no lock, which who hangs may hold.
@@ -118,7 +118,7 @@ pub fn raise_hang(error: &Error) {
     desk.finish(SHORT_WAIT);
 }
 
-impl AlarmDesk {
+impl AlertManager {
     /// Raises the alarm `finding` of `rule`, where that is watched for; `is_said` already or not.
     fn raise(&mut self, rule: AlertRule, step: u64, finding: Finding, is_said: bool) {
         if !self.rules.contains(&rule) {
@@ -130,9 +130,9 @@ impl AlarmDesk {
         let Finding { value, message } = finding;
         let time = clock::now_as_text();
         let value = value.filter(|value| value.is_finite());
-        let alarm = Alarm { rule: rule.as_str(), step, value, message, time };
+        let alarm = Alert { rule: rule.as_str(), step, value, message, time };
         self.write(&alarm);
-        let outgoing = OutgoingAlarm::new(alarm, &self.run, &self.host);
+        let outgoing = OutgoingAlert::new(alarm, &self.run, &self.host);
         self.couriers.iter_mut().for_each(|courier| courier.hand_over(outgoing.clone()));
     }
 
@@ -143,7 +143,7 @@ impl AlarmDesk {
     }
 
     /// Adds a line to the file, which is made with the first.
-    fn write(&mut self, alarm: &Alarm) {
+    fn write(&mut self, alarm: &Alert) {
         let line = serde_json::to_string(alarm).unwrap_or_default();
         // Whoever opens a pipe for writing waits for its reader, and a link may have come while the run was at work.
         let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
@@ -165,12 +165,12 @@ impl Alerts {
     pub fn start(options: AlertOptions, terminal: &Terminal) -> Result<Self> {
         let AlertOptions { rules, file, run, host, command, webhook, next_bytes, room } = options;
         let mut couriers = Vec::new();
-        couriers.extend(command.and_then(|words| Courier::start(AlarmCommand::new(words), terminal)));
+        couriers.extend(command.and_then(|words| DeliveryThread::start(AlertCommand::new(words), terminal)));
         if let Some(address) = webhook {
-            couriers.extend(Courier::start(AlarmWebhook::new(&address)?, terminal));
+            couriers.extend(DeliveryThread::start(AlertWebhook::new(&address)?, terminal));
         }
         let rules: HashSet<AlertRule> = rules.into_iter().collect();
-        let desk = AlarmDesk {
+        let desk = AlertManager {
             rules,
             file,
             run,

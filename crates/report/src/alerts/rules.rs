@@ -45,15 +45,15 @@ pub struct Finding {
 
 /// Says an incident once, until it was over for a while.
 #[derive(Debug)]
-struct Latch {
+struct Cooldown {
     over_after: usize,
     quiet: usize,
     is_open: bool,
 }
 
-impl Latch {
+impl Cooldown {
     fn new(over_after: usize) -> Self {
-        Latch { over_after, quiet: 0, is_open: false }
+        Cooldown { over_after, quiet: 0, is_open: false }
     }
 
     /// Whether this look is the first that sees the trouble.
@@ -72,12 +72,12 @@ impl Latch {
 #[derive(Debug)]
 pub struct LossSpikes {
     losses: VecDeque<f64>,
-    latch: Latch,
+    latch: Cooldown,
 }
 
 impl Default for LossSpikes {
     fn default() -> Self {
-        LossSpikes { losses: VecDeque::new(), latch: Latch::new(COMPARED.0) }
+        LossSpikes { losses: VecDeque::new(), latch: Cooldown::new(COMPARED.0) }
     }
 }
 
@@ -110,12 +110,12 @@ impl LossSpikes {
 #[derive(Debug)]
 pub struct StillGradients {
     in_a_row: u64,
-    latch: Latch,
+    latch: Cooldown,
 }
 
 impl Default for StillGradients {
     fn default() -> Self {
-        StillGradients { in_a_row: 0, latch: Latch::new(WINDOW) }
+        StillGradients { in_a_row: 0, latch: Cooldown::new(WINDOW) }
     }
 }
 
@@ -138,12 +138,12 @@ impl StillGradients {
 #[derive(Debug)]
 pub(super) struct WaitingDevice {
     steps: VecDeque<StepReport>,
-    latch: Latch,
+    latch: Cooldown,
 }
 
 impl Default for WaitingDevice {
     fn default() -> Self {
-        WaitingDevice { steps: VecDeque::new(), latch: Latch::new(WINDOW) }
+        WaitingDevice { steps: VecDeque::new(), latch: Cooldown::new(WINDOW) }
     }
 }
 
@@ -192,13 +192,13 @@ pub struct OutputRoom {
 #[derive(Debug)]
 pub(super) struct ShortDisk {
     next_bytes: u64,
-    latch: Latch,
+    latch: Cooldown,
 }
 
 impl ShortDisk {
     /// Where the next checkpoint has `next_bytes` bytes.
     pub(super) fn new(next_bytes: u64) -> Self {
-        ShortDisk { next_bytes, latch: Latch::new(WINDOW) }
+        ShortDisk { next_bytes, latch: Cooldown::new(WINDOW) }
     }
 
     /// What there is to say of the room at `step`.
@@ -226,13 +226,13 @@ pub(super) struct StallWatch {
     secs: VecDeque<f64>,
     waited: Duration,
     is_aside: bool,
-    latch: Latch,
+    latch: Cooldown,
 }
 
 impl StallWatch {
     /// Nothing shorter than `least` is a stall.
     pub(super) fn new(least: Duration) -> Self {
-        let (secs, latch) = (VecDeque::new(), Latch::new(WINDOW));
+        let (secs, latch) = (VecDeque::new(), Cooldown::new(WINDOW));
         StallWatch { least, step: 0, secs, waited: Duration::ZERO, is_aside: false, latch }
     }
 

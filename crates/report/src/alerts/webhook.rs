@@ -9,8 +9,8 @@ use std::time::Duration;
 use ureq::Agent;
 use ureq::http::Uri;
 
-use super::alarm::OutgoingAlarm;
-use super::delivery::AlarmChannel;
+use super::alert::OutgoingAlert;
+use super::delivery::AlertChannel;
 use crate::address;
 use crate::error::{Error, Result};
 
@@ -22,7 +22,7 @@ const TRIES: u32 = 3;
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
 /// The address of a server.
-pub(super) struct AlarmWebhook {
+pub(super) struct AlertWebhook {
     address: Uri,
     agent: Agent,
     timeout: Duration,
@@ -36,7 +36,7 @@ struct FailedPost {
     passes: bool,
 }
 
-impl AlarmWebhook {
+impl AlertWebhook {
     /// A server at `address`.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl AlarmWebhook {
         let address = address::http(address).map_err(refused)?;
         // An alarm is not posted to where an answer points either: whoever it is about chose this server.
         let config = address::agent_for(&address)?.timeout_global(Some(timeout));
-        Ok(AlarmWebhook { agent: config.build().into(), address, timeout, first_pause })
+        Ok(AlertWebhook { agent: config.build().into(), address, timeout, first_pause })
     }
 
     fn post(&self, json: &str) -> Result<(), FailedPost> {
@@ -81,12 +81,12 @@ impl AlarmWebhook {
     }
 }
 
-impl AlarmChannel for AlarmWebhook {
+impl AlertChannel for AlertWebhook {
     fn name(&self) -> String {
         format!("the webhook at {}", self.address.host().unwrap_or_default())
     }
 
-    fn send(&self, alarm: &OutgoingAlarm) -> Result<(), String> {
+    fn send(&self, alarm: &OutgoingAlert) -> Result<(), String> {
         let json = alarm.to_json();
         let mut pause = self.first_pause;
         for attempt in 1.. {
@@ -107,7 +107,7 @@ pub(super) mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::sync::{Arc, Mutex};
 
-    use super::super::alarm::Alarm;
+    use super::super::alert::Alert;
     use super::*;
 
     /// A server that gives these answers in turn, the last one from then on; nothing is an answer that never comes.
@@ -145,15 +145,15 @@ pub(super) mod tests {
         }
 
         fn told_within(&self, timeout: Duration) -> (Result<(), String>, usize) {
-            let webhook = AlarmWebhook::patient(&self.address, timeout, Duration::from_millis(1)).unwrap();
-            let alarm = Alarm {
+            let webhook = AlertWebhook::patient(&self.address, timeout, Duration::from_millis(1)).unwrap();
+            let alarm = Alert {
                 rule: "stall",
                 step: 7,
                 value: Some(61.0),
                 message: "no step".into(),
                 time: "now".into(),
             };
-            let sent = webhook.send(&OutgoingAlarm::new(alarm, "out", "node7"));
+            let sent = webhook.send(&OutgoingAlert::new(alarm, "out", "node7"));
             let posted = self.posted.lock().unwrap();
             assert!(posted.iter().all(|body| body.contains(r#""step":7"#)), "{posted:?}");
             (sent, posted.len())
@@ -184,7 +184,7 @@ pub(super) mod tests {
     /// As docs/alerts.md has it: 10 seconds to answer, three tries, after 1 and 2 seconds.
     #[test]
     fn a_server_has_as_long_as_the_page_says() {
-        let webhook = AlarmWebhook::new("https://hooks.example/services").unwrap();
+        let webhook = AlertWebhook::new("https://hooks.example/services").unwrap();
         assert_eq!((webhook.timeout.as_secs(), webhook.first_pause.as_secs(), TRIES), (10, 1, 3));
         let page = include_str!("../../../../docs/alerts.md");
         assert!(page.contains(
@@ -225,7 +225,7 @@ pub(super) mod tests {
             }
         });
         let webhook =
-            AlarmWebhook::patient(&address, Duration::from_millis(300), Duration::from_millis(1)).unwrap();
+            AlertWebhook::patient(&address, Duration::from_millis(300), Duration::from_millis(1)).unwrap();
         assert_eq!(webhook.post("{}").map_err(|failed| failed.why), Err("it did not answer in 0.3 s".into()));
     }
 

@@ -8,7 +8,7 @@
 
 use super::InProcess;
 use super::partition::{addresses, check_parts, check_sum, copy, part};
-use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage};
+use super::pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload};
 use super::shared::ReadGuard;
 use crate::collective::{Call, Op};
 use crate::error::{Error, Result};
@@ -62,8 +62,8 @@ impl InProcess {
             rank_sum::ascending(shard.element(), &pieces, own.len(), shard.address() + at)?;
         }
         drop(reading);
-        replicas.reach(outer, Stage::Summed);
-        let reading = ReadGuard::start(replicas.shared(), replicas.all(outer, Stage::Summed)?)?;
+        replicas.reach(outer, CallState::Summed);
+        let reading = ReadGuard::start(replicas.shared(), replicas.all(outer, CallState::Summed)?)?;
         for peer in replicas.others() {
             let theirs = part(shard.elements(), bytes, replicas.size, peer);
             let at = theirs.start * bytes;
@@ -73,23 +73,23 @@ impl InProcess {
             }
         }
         drop(reading);
-        replicas.reach(outer, Stage::Copied);
-        replicas.all(outer, Stage::Copied)?.leave(outer);
-        self.reach(inner, Stage::Summed);
-        self.all(inner, Stage::Summed)?.leave(inner);
+        replicas.reach(outer, CallState::Copied);
+        replicas.all(outer, CallState::Copied)?.leave(outer);
+        self.reach(inner, CallState::Summed);
+        self.all(inner, CallState::Summed)?.leave(inner);
         Ok(())
     }
 
     /// The memory that each member has posted, beside its rank in the world.
     fn posted(&self, call_id: CallId) -> Result<Vec<(usize, Buffer)>> {
-        let mut state = self.all(call_id, Stage::Posted)?;
+        let mut state = self.all(call_id, CallState::Posted)?;
         let memories = state.entry(call_id).memories();
         Ok(state.groups[self.group].ranks.iter().copied().zip(memories).collect())
     }
 
     /// What the replicas have posted; none of it changes while the second value lives.
     fn known(&self, call_id: CallId) -> Result<(KnownBuffers, ReadGuard<'_>)> {
-        let mut state = self.all(call_id, Stage::Posted)?;
+        let mut state = self.all(call_id, CallState::Posted)?;
         let (mut fulls, mut shards) = (Vec::new(), Vec::new());
         for payload in &state.entry(call_id).payloads {
             if let Payload::Across(theirs, shard) = payload {

@@ -4,7 +4,7 @@
 
 use super::InProcess;
 use super::partition::{check_aligned, copy};
-use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage, WaitCondition};
+use super::pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload, WaitCondition};
 use super::shared::ReadGuard;
 use crate::collective::buffer_checks::check_peer;
 use crate::collective::{Call, Op};
@@ -20,8 +20,8 @@ impl InProcess {
     pub(super) fn send_to(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
         let posted = Payload::Memory(buffer.clone());
         let call_id = self.post_message(Op::Send, call, to, buffer, posted)?;
-        self.shared().reach(call_id, SENDER, Stage::Copied);
-        self.all(call_id, Stage::Copied)?.leave(call_id);
+        self.shared().reach(call_id, SENDER, CallState::Copied);
+        self.all(call_id, CallState::Copied)?.leave(call_id);
         Ok(())
     }
 
@@ -36,7 +36,7 @@ impl InProcess {
         // SAFETY: as long as the sender's, which stays until this rank has come to Copied.
         unsafe { copy(theirs.address(), buffer.address(), buffer.bytes()) };
         drop(reading);
-        self.shared().reach(call_id, RECEIVER, Stage::Copied);
+        self.shared().reach(call_id, RECEIVER, CallState::Copied);
         self.shared().lock().leave(call_id);
         Ok(())
     }

@@ -42,7 +42,7 @@ use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 use crate::runtime::rank_sum;
 use partition::{addresses, check_aligned, check_parts, check_sum, copy, part, private};
-use pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage, WaitCondition};
+use pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload, WaitCondition};
 use shared::{RankHandle, ReadGuard, SharedWorld};
 use state::{WORLD, WorldState};
 
@@ -137,7 +137,7 @@ impl InProcess {
         let call = Call { what: "ranks", index: 0 };
         let print = CallFingerprint { action: CallAction::Split, call, data: None, root: None };
         let call_id = self.post(None, print, Payload::Color(color))?;
-        let mut state = self.all(call_id, Stage::Posted)?;
+        let mut state = self.all(call_id, CallState::Posted)?;
         let (group, member) = state.entry(call_id).places[self.member];
         let size = state.groups[group].ranks.len();
         state.leave(call_id);
@@ -182,18 +182,18 @@ impl InProcess {
         self.shared().wait(self.rank_handle.rank, call_id, condition)
     }
 
-    fn all(&self, call_id: CallId, stage: Stage) -> Result<MutexGuard<'_, WorldState>> {
+    fn all(&self, call_id: CallId, stage: CallState) -> Result<MutexGuard<'_, WorldState>> {
         self.wait(call_id, WaitCondition::All(stage))
     }
 
     /// All members have come to `stage`, and none leaves it while the returned value lives.
-    fn read_all(&self, call_id: CallId, stage: Stage) -> Result<(Vec<Buffer>, ReadGuard<'_>)> {
+    fn read_all(&self, call_id: CallId, stage: CallState) -> Result<(Vec<Buffer>, ReadGuard<'_>)> {
         let mut state = self.all(call_id, stage)?;
         let memories = state.entry(call_id).memories();
         Ok((memories, ReadGuard::start(self.shared(), state)?))
     }
 
-    fn reach(&self, call_id: CallId, stage: Stage) {
+    fn reach(&self, call_id: CallId, stage: CallState) {
         self.shared().reach(call_id, self.member, stage);
     }
 
@@ -242,7 +242,7 @@ impl InProcess {
     fn all_reduce_small(&self, call: Call, buffer: &Buffer) -> Result<()> {
         let call_id =
             self.post_op(Op::AllReduce, call, Some(buffer), None, Payload::Memory(private(buffer)))?;
-        let mut state = self.all(call_id, Stage::Posted)?;
+        let mut state = self.all(call_id, CallState::Posted)?;
         let pieces = state.entry(call_id).memories();
         state.leave(call_id);
         drop(state);
@@ -273,7 +273,7 @@ impl Collective for InProcess {
         }
         let call_id =
             self.post_op(Op::AllReduce, call, Some(buffer), None, Payload::Memory(buffer.clone()))?;
-        let (pieces, reading) = self.read_all(call_id, Stage::Posted)?;
+        let (pieces, reading) = self.read_all(call_id, CallState::Posted)?;
         let bytes = buffer.element().bytes();
         let own = part(buffer.elements(), bytes, self.size, self.member);
         let at = own.start * bytes;
@@ -282,8 +282,8 @@ impl Collective for InProcess {
             rank_sum::ascending(buffer.element(), &addresses(&pieces, at), own.len(), buffer.address() + at)?;
         }
         drop(reading);
-        self.reach(call_id, Stage::Summed);
-        let (_, reading) = self.read_all(call_id, Stage::Summed)?;
+        self.reach(call_id, CallState::Summed);
+        let (_, reading) = self.read_all(call_id, CallState::Summed)?;
         for peer in self.others() {
             let theirs = part(buffer.elements(), bytes, self.size, peer);
             let at = theirs.start * bytes;
@@ -291,8 +291,8 @@ impl Collective for InProcess {
             unsafe { copy(pieces[peer].address() + at, buffer.address() + at, theirs.len() * bytes) };
         }
         drop(reading);
-        self.reach(call_id, Stage::Copied);
-        self.all(call_id, Stage::Copied)?.leave(call_id);
+        self.reach(call_id, CallState::Copied);
+        self.all(call_id, CallState::Copied)?.leave(call_id);
         Ok(())
     }
 
@@ -308,14 +308,14 @@ impl Collective for InProcess {
         }
         let call_id =
             self.post_op(Op::ReduceScatter, call, Some(full), None, Payload::Memory(full.clone()))?;
-        let (pieces, reading) = self.read_all(call_id, Stage::Posted)?;
+        let (pieces, reading) = self.read_all(call_id, CallState::Posted)?;
         // SAFETY: all are as long as `full`; `shard` is this rank's, and where it lies in `full` only this rank reads.
         unsafe {
             rank_sum::ascending(shard.element(), &addresses(&pieces, at), shard.elements(), shard.address())?;
         }
         drop(reading);
-        self.reach(call_id, Stage::Summed);
-        self.all(call_id, Stage::Summed)?.leave(call_id);
+        self.reach(call_id, CallState::Summed);
+        self.all(call_id, CallState::Summed)?.leave(call_id);
         Ok(())
     }
 
@@ -379,9 +379,9 @@ impl Collective for InProcess {
                 drop(reading);
             }
         }
-        self.reach(call_id, Stage::Copied);
+        self.reach(call_id, CallState::Copied);
         let mut state = if root == self.member && !is_small {
-            self.all(call_id, Stage::Copied)?
+            self.all(call_id, CallState::Copied)?
         } else {
             self.shared().lock()
         };
@@ -403,7 +403,7 @@ impl Collective for InProcess {
         }
         self.fill_all()?;
         let call_id = self.post_op(Op::Barrier, call, None, None, Payload::Nothing)?;
-        self.all(call_id, Stage::Posted)?.leave(call_id);
+        self.all(call_id, CallState::Posted)?.leave(call_id);
         Ok(())
     }
 

@@ -84,7 +84,7 @@ pub(super) struct CallId {
 
 /// How far a rank has come in a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Stage {
+pub(super) enum CallState {
     Absent,
     /// Its post can be read; what the post names does not change.
     Posted,
@@ -98,7 +98,7 @@ pub(super) enum Stage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WaitCondition {
     /// All members have come at least so far.
-    All(Stage),
+    All(CallState),
     /// This member has posted.
     Post(usize),
 }
@@ -121,7 +121,7 @@ pub(super) struct PendingCall {
     /// The first poster's member and fingerprint, which all others' must equal.
     pub(super) first: (usize, CallFingerprint),
     pub(super) payloads: Vec<Payload>,
-    pub(super) reached: Vec<Stage>,
+    pub(super) reached: Vec<CallState>,
     /// When each member came there, on a planted clock.
     moments: Vec<Duration>,
     /// Members that need it no more.
@@ -135,7 +135,7 @@ impl PendingCall {
         PendingCall {
             first: (member, print),
             payloads: vec![Payload::Nothing; size],
-            reached: vec![Stage::Absent; size],
+            reached: vec![CallState::Absent; size],
             moments: vec![Duration::ZERO; size],
             leavers: 0,
             places: Vec::new(),
@@ -143,7 +143,7 @@ impl PendingCall {
     }
 
     /// Notes that `member`, whose thread calls this, has come to `stage`.
-    pub(super) fn reach(&mut self, member: usize, stage: Stage) {
+    pub(super) fn reach(&mut self, member: usize, stage: CallState) {
         self.reached[member] = stage;
         self.moments[member] = clock::planted_time();
     }
@@ -162,7 +162,7 @@ impl PendingCall {
         self.reached.iter().enumerate().filter_map(move |(member, reached)| {
             let late = match condition {
                 WaitCondition::All(stage) => *reached < stage,
-                WaitCondition::Post(one) => one == member && *reached < Stage::Posted,
+                WaitCondition::Post(one) => one == member && *reached < CallState::Posted,
             };
             late.then_some(member)
         })

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::injected_fault::{InjectedFault, InjectedFaultKind};
-use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage, WaitCondition};
+use super::pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload, WaitCondition};
 use super::state::{WaitingRank, WorldFailure, WorldState};
 use crate::collective::{Op, Phase};
 use crate::error::{Error, ErrorCategory, Result};
@@ -114,7 +114,7 @@ impl SharedWorld {
     }
 
     /// `member` has come to `stage` of the call.
-    pub(super) fn reach(&self, call_id: CallId, member: usize, stage: Stage) {
+    pub(super) fn reach(&self, call_id: CallId, member: usize, stage: CallState) {
         let mut state = self.lock();
         state.entry(call_id).reach(member, stage);
         self.changed(&state, call_id);

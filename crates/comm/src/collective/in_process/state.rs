@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, PendingCall, Stage, WaitCondition};
+use super::pending_calls::{
+    CallAction, CallFingerprint, CallId, CallState, Payload, PendingCall, WaitCondition,
+};
 use crate::collective::{Op, Phase, Traffic};
 use crate::error::{Error, ErrorCategory};
 use crate::units;
@@ -149,9 +151,9 @@ impl WorldState {
             return Err(self.mismatch(call_id, (rank, print), (first, theirs)));
         }
         entry.payloads[member] = payload;
-        entry.reach(member, Stage::Posted);
+        entry.reach(member, CallState::Posted);
         let is_split = print.action == CallAction::Split;
-        if is_split && self.entry(call_id).missing(WaitCondition::All(Stage::Posted)).next().is_none() {
+        if is_split && self.entry(call_id).missing(WaitCondition::All(CallState::Posted)).next().is_none() {
             self.part(call_id);
         }
         Ok(call_id)

@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use self::tags::MessageKind;
-use self::transfer::{Route, Transfer};
+use self::transfer::{Transfer, TransferPath};
 use self::transport::MpiTransport;
 use super::call_record::{CallKind, CallRecord, MessageCounts, RECORD_BYTES, RankStatus};
 use super::{Call, Collective, Op, Phase, Ticket, Traffic};
@@ -111,7 +111,7 @@ impl MpiCommunicator {
 
     /// Messages in this group, none yet.
     fn transfer(&self, load: MessageKind, memory: Vec<Buffer>, scratch: Vec<u64>) -> Transfer {
-        let route = Route { group: self.group, ranks: Arc::clone(&self.ranks), rank: self.rank, load };
+        let route = TransferPath { group: self.group, ranks: Arc::clone(&self.ranks), rank: self.rank, load };
         Transfer::new(&self.member.wire, route, memory, scratch)
     }
 

@@ -13,7 +13,7 @@ const MESSAGE_BYTES: usize = 1 << 30;
 
 /// Between whom messages go, and as what.
 #[derive(Clone)]
-pub(super) struct Route {
+pub(super) struct TransferPath {
     /// The group's number.
     pub(super) group: u64,
     /// The ranks of the group by their rank in the world.
@@ -27,7 +27,7 @@ pub(super) struct Route {
 /// never were is leaked: MPI may still write it.
 pub(super) struct Transfer {
     wire: Arc<MpiTransport>,
-    route: Route,
+    route: TransferPath,
     requests: Vec<Request>,
     /// The peer of each request, ranks of the group, and whether it is a receive.
     peers: Vec<(usize, bool)>,
@@ -39,7 +39,7 @@ impl Transfer {
     /// Nothing started yet; `memory` and `scratch` are what the messages will read and write.
     pub(super) fn new(
         wire: &Arc<MpiTransport>,
-        route: Route,
+        route: TransferPath,
         memory: Vec<Buffer>,
         scratch: Vec<u64>,
     ) -> Self {
@@ -62,7 +62,7 @@ impl Transfer {
     }
 
     fn start(&mut self, address: usize, bytes: usize, peer: usize, receive: bool) -> Result<()> {
-        let Route { group, load, .. } = self.route;
+        let TransferPath { group, load, .. } = self.route;
         let (own, other) = (self.route.ranks[self.route.rank], self.route.ranks[peer]);
         let (wire, process) = (&self.wire, self.wire.tags.process(other));
         for at in (0..bytes).step_by(MESSAGE_BYTES) {

@@ -11,7 +11,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError, PinnedHostSlice, result,
 };
 
-use super::device::{GpuStreams, Lane};
+use super::device::{CommStream, GpuStreams};
 use super::library::RawStream;
 use crate::error::{DeviceFault, Error, ErrorCategory, Result};
 
@@ -37,11 +37,11 @@ impl Cuda {
         Ok(Cuda { context, compute, gather, reduce })
     }
 
-    fn lane(&self, lane: Lane) -> &Arc<CudaStream> {
+    fn lane(&self, lane: CommStream) -> &Arc<CudaStream> {
         match lane {
-            Lane::Compute => &self.compute,
-            Lane::Gather => &self.gather,
-            Lane::Reduce => &self.reduce,
+            CommStream::Compute => &self.compute,
+            CommStream::Gather => &self.gather,
+            CommStream::Reduce => &self.reduce,
         }
     }
 }
@@ -69,16 +69,16 @@ impl GpuStreams for Cuda {
         self.context.bind_to_thread().map_err(|error| failed("cannot select a thread's device", &error))
     }
 
-    fn stream(&self, lane: Lane) -> RawStream {
+    fn stream(&self, lane: CommStream) -> RawStream {
         self.lane(lane).cu_stream().cast()
     }
 
-    fn mark(&self, lane: Lane) -> Result<Self::Mark> {
+    fn mark(&self, lane: CommStream) -> Result<Self::Mark> {
         let event = self.lane(lane).record_event(None);
         event.map(Arc::new).map_err(|error| failed("cannot mark a stream", &error))
     }
 
-    fn follow(&self, lane: Lane, mark: &Self::Mark) -> Result<()> {
+    fn follow(&self, lane: CommStream, mark: &Self::Mark) -> Result<()> {
         self.lane(lane).wait(mark).map_err(|error| failed("cannot order streams", &error))
     }
 

@@ -9,7 +9,7 @@ use crate::error::Result;
 
 /// Which of a rank's streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lane {
+pub enum CommStream {
     /// All computation, and the calls that are done for what is computed after them.
     Compute,
     /// Gathers, beside the computation.
@@ -18,7 +18,7 @@ pub enum Lane {
     Reduce,
 }
 
-impl Lane {
+impl CommStream {
     /// How many there are.
     pub(super) const COUNT: usize = 3;
 }
@@ -37,19 +37,19 @@ pub trait GpuStreams: Send + Sync + 'static {
     fn bind(&self) -> Result<()>;
 
     /// The CUDA stream of a lane.
-    fn stream(&self, lane: Lane) -> RawStream;
+    fn stream(&self, lane: CommStream) -> RawStream;
 
     /// Marks the end of all that is on the stream now.
     ///
     /// # Errors
     /// When the driver refuses or has met an earlier error.
-    fn mark(&self, lane: Lane) -> Result<Self::Mark>;
+    fn mark(&self, lane: CommStream) -> Result<Self::Mark>;
 
     /// Lets what comes next on the stream wait for the mark; the host goes on.
     ///
     /// # Errors
     /// When the driver refuses or has met an earlier error.
-    fn follow(&self, lane: Lane, mark: &Self::Mark) -> Result<()>;
+    fn follow(&self, lane: CommStream, mark: &Self::Mark) -> Result<()>;
 
     /// Whether the work before the mark is done; one question, no waiting.
     ///

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 
-use super::device::{GpuStreams, Lane};
+use super::device::{CommStream, GpuStreams};
 use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, RawStream, UniqueId};
 use crate::error::Result;
 
@@ -40,9 +40,9 @@ impl FakeGroup {
 #[derive(Clone)]
 pub(super) enum FakeEvent {
     /// A call on a communicator, whose ranks share one group.
-    Call { op: &'static str, lane: Lane, group: Arc<FakeGroup> },
+    Call { op: &'static str, lane: CommStream, group: Arc<FakeGroup> },
     /// A stream waits for another, as far as it had come.
-    Follow { lane: Lane, mark: FakeMark },
+    Follow { lane: CommStream, mark: FakeMark },
     /// What a test computes, on the compute stream.
     Compute(String),
 }
@@ -50,7 +50,7 @@ pub(super) enum FakeEvent {
 /// A point on a stream: after so many calls there.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FakeMark {
-    pub(super) lane: Lane,
+    pub(super) lane: CommStream,
     pub(super) calls: usize,
     /// It is never reached.
     stuck: bool,
@@ -58,7 +58,7 @@ pub(super) struct FakeMark {
 
 /// What a raw stream points to.
 struct FakeStream {
-    lane: Lane,
+    lane: CommStream,
     log: Arc<Mutex<Vec<FakeEvent>>>,
 }
 
@@ -394,14 +394,14 @@ pub(super) struct Host {
     pub(super) stuck: Arc<AtomicBool>,
     log: Arc<Mutex<Vec<FakeEvent>>>,
     /// By lane.
-    streams: [Box<FakeStream>; Lane::COUNT],
+    streams: [Box<FakeStream>; CommStream::COUNT],
 }
 
 impl Default for Host {
     fn default() -> Self {
         let log: Arc<Mutex<Vec<FakeEvent>>> = Arc::default();
         let stream = |lane| Box::new(FakeStream { lane, log: Arc::clone(&log) });
-        let streams = [Lane::Compute, Lane::Gather, Lane::Reduce].map(stream);
+        let streams = [CommStream::Compute, CommStream::Gather, CommStream::Reduce].map(stream);
         Host { stuck: Arc::default(), log, streams }
     }
 }
@@ -437,22 +437,22 @@ impl GpuStreams for Host {
         Ok(())
     }
 
-    fn stream(&self, lane: Lane) -> RawStream {
+    fn stream(&self, lane: CommStream) -> RawStream {
         std::ptr::from_ref(&*self.streams[lane as usize]).cast_mut().cast()
     }
 
-    fn mark(&self, lane: Lane) -> Result<FakeMark> {
+    fn mark(&self, lane: CommStream) -> Result<FakeMark> {
         let log = self.log.lock().unwrap();
         let on_lane = |event: &&FakeEvent| match event {
             FakeEvent::Call { lane: of, .. } => *of == lane,
-            FakeEvent::Compute(_) => lane == Lane::Compute,
+            FakeEvent::Compute(_) => lane == CommStream::Compute,
             FakeEvent::Follow { .. } => false,
         };
         let stuck = self.stuck.load(Ordering::SeqCst);
         Ok(FakeMark { lane, calls: log.iter().filter(on_lane).count(), stuck })
     }
 
-    fn follow(&self, lane: Lane, mark: &FakeMark) -> Result<()> {
+    fn follow(&self, lane: CommStream, mark: &FakeMark) -> Result<()> {
         assert_ne!(lane, mark.lane, "a stream needs no mark of its own");
         self.log.lock().unwrap().push(FakeEvent::Follow { lane, mark: *mark });
         Ok(())

@@ -6,9 +6,9 @@
 
 use std::ffi::c_void;
 
-use super::device::{GpuStreams, Lane};
+use super::device::{CommStream, GpuStreams};
 use super::library::data_type;
-use super::staged::{Pass, pieces, read, write};
+use super::staged::{StagingPlan, pieces, read, write};
 use super::{Nccl, locked};
 use crate::collective::buffer_checks::check_peer;
 use crate::collective::call_record::{CallKind, CallRecord, RECORD_BYTES};
@@ -31,7 +31,7 @@ impl<D: GpuStreams> Nccl<D> {
             return self.message_staged(op, peer, &record, buffer);
         }
         let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
-        self.enqueue(Lane::Compute, &record, |table, comm, stream| {
+        self.enqueue(CommStream::Compute, &record, |table, comm, stream| {
             // SAFETY: the memory is valid on the device by `Buffer`'s contract, freed on the compute stream at the
             // earliest; the peer is a rank of this group.
             unsafe {
@@ -94,7 +94,7 @@ impl<D: GpuStreams> Nccl<D> {
         if op == Op::Send {
             return self.pass(
                 record,
-                Pass { put: 0..len, fetch: len..len },
+                StagingPlan { put: 0..len, fetch: len..len },
                 |host| fill(&mut host[..len]),
                 |table, comm, stream, at| {
                     // SAFETY: the scratch holds the bytes, and lives until the pass is over.
@@ -105,7 +105,7 @@ impl<D: GpuStreams> Nccl<D> {
         }
         self.pass(
             record,
-            Pass { put: 0..0, fetch: 0..len },
+            StagingPlan { put: 0..0, fetch: 0..len },
             |_| {},
             |table, comm, stream, at| {
                 // SAFETY: as above.

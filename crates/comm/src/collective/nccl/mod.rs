@@ -33,7 +33,7 @@ mod watchdog;
 pub use communicator::AbortFlag;
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
-pub use device::{GpuStreams, Lane};
+pub use device::{CommStream, GpuStreams};
 pub use environment::one_gpu_environment;
 pub use library::{
     LIBRARY_VARIABLE, NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, NcclVersion, RawComm, RawStream,
@@ -184,7 +184,7 @@ impl<D: GpuStreams> Nccl<D> {
     /// Puts a call on a stream. What fails here fails for good: the first cause is kept for all later calls.
     fn enqueue(
         &self,
-        lane: Lane,
+        lane: CommStream,
         record: &CallRecord,
         call: impl FnOnce(&NcclFunctions, RawComm, RawStream) -> NcclStatus,
     ) -> Result<D::Mark> {
@@ -231,11 +231,11 @@ impl<D: GpuStreams> Nccl<D> {
     }
 
     /// The ticket of a call that was started on `lane`, or is done when there is no mark to wait for.
-    fn started(&self, lane: Lane, mark: Option<D::Mark>, memory: [&Buffer; 2]) -> Ticket {
+    fn started(&self, lane: CommStream, mark: Option<D::Mark>, memory: [&Buffer; 2]) -> Ticket {
         let mut state = locked(&self.state);
         state.tickets += 1;
         let ticket = state.tickets;
-        let queue = if lane == Lane::Reduce { &mut state.reductions } else { &mut state.gathers };
+        let queue = if lane == CommStream::Reduce { &mut state.reductions } else { &mut state.gathers };
         queue.push_back(StartedCall { ticket, mark, _memory: memory.map(Buffer::clone) });
         Ticket(ticket)
     }
@@ -255,11 +255,11 @@ impl<D: GpuStreams> Collective for Nccl<D> {
     }
 
     fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
-        self.all_reduce_on(Lane::Compute, call, buffer).map(drop)
+        self.all_reduce_on(CommStream::Compute, call, buffer).map(drop)
     }
 
     fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
-        self.reduce_scatter_on(Lane::Compute, call, full, shard).map(drop)
+        self.reduce_scatter_on(CommStream::Compute, call, full, shard).map(drop)
     }
 
     fn open_reduction_lane(&self) -> Result<bool> {
@@ -278,18 +278,18 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         self.count(Op::AllGather, full.bytes(), false);
         if full.place() == MemoryKind::Host {
             self.all_gather_staged(&record, shard, full)?;
-            return Ok(self.started(Lane::Gather, None, [shard, full]));
+            return Ok(self.started(CommStream::Gather, None, [shard, full]));
         }
         // The shard was written, and the room for the full data last read, by computation.
         let device = &*self.member.device;
-        device.follow(Lane::Gather, &device.mark(Lane::Compute)?)?;
+        device.follow(CommStream::Gather, &device.mark(CommStream::Compute)?)?;
         let (from, to) = (shard.address() as *const c_void, full.address() as *mut c_void);
-        let mark = self.enqueue(Lane::Gather, &record, |table, comm, stream| {
+        let mark = self.enqueue(CommStream::Gather, &record, |table, comm, stream| {
             let element = data_type(full.element());
             // SAFETY: as for all_reduce; the memory is kept with the gather until `finish`.
             unsafe { (table.all_gather)(from, to, shard.elements(), element, comm, stream) }
         })?;
-        Ok(self.started(Lane::Gather, Some(mark), [shard, full]))
+        Ok(self.started(CommStream::Gather, Some(mark), [shard, full]))
     }
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
@@ -302,7 +302,7 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         };
         drop(state);
         match &started.mark {
-            Some(mark) => self.member.device.follow(Lane::Compute, mark),
+            Some(mark) => self.member.device.follow(CommStream::Compute, mark),
             None => Ok(()),
         }
     }
@@ -319,7 +319,7 @@ impl<D: GpuStreams> Collective for Nccl<D> {
             return self.broadcast_staged(&record, root, buffer);
         }
         let at = buffer.address() as *mut c_void;
-        self.enqueue(Lane::Compute, &record, |table, comm, stream| {
+        self.enqueue(CommStream::Compute, &record, |table, comm, stream| {
             let element = data_type(buffer.element());
             // SAFETY: as for all_reduce; the root is a rank of this group.
             unsafe { (table.broadcast)(at, at, buffer.elements(), element, root as i32, comm, stream) }

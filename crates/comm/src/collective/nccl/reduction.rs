@@ -11,7 +11,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use super::communicator::Communicator;
-use super::device::{GpuStreams, Lane};
+use super::device::{CommStream, GpuStreams};
 use super::library::{SUM, data_type};
 use super::{Nccl, check_places, locked};
 use crate::collective::buffer_checks::{check_shard, check_sum};
@@ -22,10 +22,10 @@ use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
 
 impl<D: GpuStreams> Nccl<D> {
     /// The communicator whose calls go on `lane`.
-    pub(super) fn communicator(&self, lane: Lane) -> Result<&Communicator> {
+    pub(super) fn communicator(&self, lane: CommStream) -> Result<&Communicator> {
         match lane {
-            Lane::Compute | Lane::Gather => Ok(&*self.communicator),
-            Lane::Reduce => {
+            CommStream::Compute | CommStream::Gather => Ok(&*self.communicator),
+            CommStream::Reduce => {
                 let opened = self.reductions.get();
                 Ok(&**opened
                     .ok_or_else(|| Error::internal("a reduction is started before its lane is open"))?)
@@ -65,22 +65,27 @@ impl<D: GpuStreams> Nccl<D> {
         }
         // What is summed was written by computation.
         let device = &*self.member.device;
-        device.follow(Lane::Reduce, &device.mark(Lane::Compute)?)?;
+        device.follow(CommStream::Reduce, &device.mark(CommStream::Compute)?)?;
         let mark = match reduction {
-            Reduction::AllReduce(buffer) => self.all_reduce_on(Lane::Reduce, call, buffer)?,
+            Reduction::AllReduce(buffer) => self.all_reduce_on(CommStream::Reduce, call, buffer)?,
             Reduction::ReduceScatter { full, shard, .. } => {
-                let mark = self.reduce_scatter_on(Lane::Reduce, call, full, shard)?;
+                let mark = self.reduce_scatter_on(CommStream::Reduce, call, full, shard)?;
                 match replicas {
-                    Some(replicas) => replicas.all_reduce_on(Lane::Reduce, call, shard)?,
+                    Some(replicas) => replicas.all_reduce_on(CommStream::Reduce, call, shard)?,
                     None => mark,
                 }
             }
         };
-        Ok(Some(self.started(Lane::Reduce, mark, [reduction.full(), reduction.sum()])))
+        Ok(Some(self.started(CommStream::Reduce, mark, [reduction.full(), reduction.sum()])))
     }
 
     /// Puts an all-reduce on `lane`; memory of the host is summed on return, and there is no mark.
-    pub(super) fn all_reduce_on(&self, lane: Lane, call: Call, buffer: &Buffer) -> Result<Option<D::Mark>> {
+    pub(super) fn all_reduce_on(
+        &self,
+        lane: CommStream,
+        call: Call,
+        buffer: &Buffer,
+    ) -> Result<Option<D::Mark>> {
         check_sum(call, buffer)?;
         let record =
             self.record(CallKind::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
@@ -104,7 +109,7 @@ impl<D: GpuStreams> Nccl<D> {
     /// Puts a reduce-scatter on `lane`, as [`Nccl::all_reduce_on`].
     pub(super) fn reduce_scatter_on(
         &self,
-        lane: Lane,
+        lane: CommStream,
         call: Call,
         full: &Buffer,
         shard: &Buffer,

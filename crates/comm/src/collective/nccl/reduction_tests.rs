@@ -12,11 +12,11 @@ fn values(values: Vec<f32>) -> Values<f32> {
     Values::new(ElementType::F32, values)
 }
 
-fn name(lane: Lane) -> &'static str {
+fn name(lane: CommStream) -> &'static str {
     match lane {
-        Lane::Compute => "compute",
-        Lane::Gather => "gather",
-        Lane::Reduce => "reduce",
+        CommStream::Compute => "compute",
+        CommStream::Gather => "gather",
+        CommStream::Reduce => "reduce",
     }
 }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
-use super::device::{GpuStreams, Lane};
+use super::device::{CommStream, GpuStreams};
 use super::library::{NcclFunctions, NcclStatus, RawComm, RawStream, SUM, data_type};
 use super::{Nccl, locked};
 use crate::collective::call_record::CallRecord;
@@ -20,7 +20,7 @@ use crate::runtime::buffer::{Buffer, ElementType};
 const PIECE_BYTES: usize = 4 << 20;
 
 /// What of the scratch is brought to the GPU before a call and back after it.
-pub(super) struct Pass {
+pub(super) struct StagingPlan {
     pub(super) put: Range<usize>,
     pub(super) fetch: Range<usize>,
 }
@@ -30,7 +30,7 @@ impl<D: GpuStreams> Nccl<D> {
     pub(super) fn pass(
         &self,
         record: &CallRecord,
-        pass: Pass,
+        pass: StagingPlan,
         fill: impl FnOnce(&mut [u8]),
         call: impl FnOnce(&NcclFunctions, RawComm, RawStream, usize) -> NcclStatus,
         take: impl FnOnce(&[u8]),
@@ -46,9 +46,9 @@ impl<D: GpuStreams> Nccl<D> {
         let run = || {
             fill(&mut device.host(&mut scratch)?[..need]);
             device.put(&mut scratch, pass.put)?;
-            self.enqueue(Lane::Compute, record, |table, comm, stream| call(table, comm, stream, at))?;
+            self.enqueue(CommStream::Compute, record, |table, comm, stream| call(table, comm, stream, at))?;
             device.fetch(&mut scratch, pass.fetch)?;
-            self.wait(&device.mark(Lane::Compute)?)?;
+            self.wait(&device.mark(CommStream::Compute)?)?;
             take(&device.host(&mut scratch)?[..need]);
             Ok(())
         };
@@ -67,7 +67,7 @@ impl<D: GpuStreams> Nccl<D> {
         let mut all = Vec::new();
         self.pass(
             record,
-            Pass { put: 0..len, fetch: len..len * (ranks + 1) },
+            StagingPlan { put: 0..len, fetch: len..len * (ranks + 1) },
             |host| host[..len].copy_from_slice(own),
             |table, comm, stream, at| {
                 let (from, to) = (at as *const c_void, (at + len) as *mut c_void);
@@ -84,7 +84,7 @@ impl<D: GpuStreams> Nccl<D> {
             let (len, width) = (range.len(), buffer.element().bytes());
             self.pass(
                 record,
-                Pass { put: 0..len, fetch: 0..len },
+                StagingPlan { put: 0..len, fetch: 0..len },
                 |host| read(buffer, range.start, &mut host[..len]),
                 |table, comm, stream, at| {
                     let (at, element) = (at as *mut c_void, data_type(buffer.element()));
@@ -109,7 +109,7 @@ impl<D: GpuStreams> Nccl<D> {
             let own = self.rank * len..(self.rank + 1) * len;
             self.pass(
                 record,
-                Pass { put: 0..len * ranks, fetch: own.clone() },
+                StagingPlan { put: 0..len * ranks, fetch: own.clone() },
                 |host| {
                     for (rank, part) in host[..len * ranks].chunks_exact_mut(len).enumerate() {
                         read(full, rank * shard.bytes() + range.start, part);
@@ -134,7 +134,7 @@ impl<D: GpuStreams> Nccl<D> {
             let own = self.rank * len..(self.rank + 1) * len;
             self.pass(
                 record,
-                Pass { put: own.clone(), fetch: 0..len * ranks },
+                StagingPlan { put: own.clone(), fetch: 0..len * ranks },
                 |host| read(shard, range.start, &mut host[own.clone()]),
                 |table, comm, stream, at| {
                     let (from, to) = ((at + own.start) as *const c_void, at as *mut c_void);
@@ -159,7 +159,7 @@ impl<D: GpuStreams> Nccl<D> {
             let (put, fetch) = if is_root { (0..len, len..len) } else { (0..0, 0..len) };
             self.pass(
                 record,
-                Pass { put, fetch },
+                StagingPlan { put, fetch },
                 |host| {
                     if is_root {
                         read(buffer, range.start, &mut host[..len]);

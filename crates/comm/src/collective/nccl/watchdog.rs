@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::communicator::AbortFlag;
-use super::device::{GpuStreams, Lane};
+use super::device::{CommStream, GpuStreams};
 use crate::collective::call_record::CallRecord;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::locked;
@@ -35,8 +35,8 @@ struct WatchdogState<D: GpuStreams> {
     abort_flag: Arc<AbortFlag>,
     rank: usize,
     deadline: Duration,
-    /// Of each stream, by its [`Lane`].
-    queues: Mutex<[WatchQueue<D::Mark>; Lane::COUNT]>,
+    /// Of each stream, by its [`CommStream`].
+    queues: Mutex<[WatchQueue<D::Mark>; CommStream::COUNT]>,
     stop: Mutex<bool>,
     stopped: Condvar,
 }
@@ -61,7 +61,7 @@ impl<D: GpuStreams> Watch<D> {
             abort_flag: Arc::clone(abort_flag),
             rank,
             deadline,
-            queues: Mutex::new([(); Lane::COUNT].map(|()| queue())),
+            queues: Mutex::new([(); CommStream::COUNT].map(|()| queue())),
             stop: Mutex::new(false),
             stopped: Condvar::new(),
         });
@@ -71,7 +71,7 @@ impl<D: GpuStreams> Watch<D> {
     }
 
     /// Watches a call that was put on a stream, to be at its end at `mark`.
-    pub(super) fn add(&self, lane: Lane, mark: D::Mark, record: CallRecord) {
+    pub(super) fn add(&self, lane: CommStream, mark: D::Mark, record: CallRecord) {
         let mut queues = locked(&self.shared.queues);
         let queue = &mut queues[lane as usize];
         if queue.calls.is_empty() {

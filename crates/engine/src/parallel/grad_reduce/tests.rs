@@ -73,7 +73,7 @@ impl Case {
         let grads = GradBuffers::new(&buckets, self.reducing, &Device::Cpu, &mesh)?;
         for micro_batch in 0..micro_batches {
             for (index, bucket) in buckets.iter().enumerate().rev() {
-                grads.take_in(&mesh, &buckets, Some(bucket.segment))?;
+                grads.wait_for_reductions(&mesh, &buckets, Some(bucket.segment))?;
                 // Sums of these depend on their order.
                 let one = |i: usize| ((i * 37 + rank * 11 + micro_batch * 5 + index) % 101) as f32 * 0.1;
                 let gradient =
@@ -83,7 +83,7 @@ impl Case {
                 grads.reduce(&mesh, &buckets, index, micro_batch + 1 == micro_batches)?;
             }
         }
-        grads.take_in(&mesh, &buckets, None)?;
+        grads.wait_for_reductions(&mesh, &buckets, None)?;
         let bits = |bucket: &Bucket| -> Result<Vec<u32>> {
             let own = bucket.gradient()?.ok_or_else(|| Error::internal("frozen"))?;
             Ok(to_host_vec::<f32>(&own.to_dtype(DType::F32)?)?.into_iter().map(f32::to_bits).collect())

@@ -2,7 +2,7 @@
 //!
 //! Launches run at once, so nothing is ever waited for. Each thread has its own state (`kernels/emu/emu.cpp`).
 //!
-//! Tests of this crate run pieces of work on it, and whole processes compute so ([`super::stand_in`]).
+//! Tests of this crate run pieces of work on it, and whole processes compute so ([`super::host_driver`]).
 
 #[cfg(test)]
 mod library;
@@ -131,7 +131,7 @@ impl Emulator {
     pub(crate) fn run<R>(schedule: EmulatorSchedule, work: impl FnOnce() -> R) -> (R, Counters) {
         LAUNCHED.take();
         let before = (SCHEDULE.replace(schedule), COUNTERS.replace(Counters::default()));
-        let result = super::with_stand_in(&Emulator, work);
+        let result = super::with_host_driver(&Emulator, work);
         SCHEDULE.set(before.0);
         (result, COUNTERS.replace(before.1))
     }

@@ -11,8 +11,6 @@
 
 mod args;
 mod constant;
-#[cfg(feature = "kernel-emu")]
-mod counter;
 #[cfg(feature = "cuda")]
 mod cublas;
 #[cfg(feature = "cuda")]
@@ -20,12 +18,14 @@ mod cuda_driver;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod emulator;
 mod gemm;
-#[cfg(all(test, feature = "kernel-emu"))]
-mod no_elements;
-pub(crate) mod probe;
 #[cfg(feature = "kernel-emu")]
-pub(crate) mod stand_in;
+pub(crate) mod host_driver;
+#[cfg(all(test, feature = "kernel-emu"))]
+mod null_driver;
+pub(crate) mod probe;
 mod transfer;
+#[cfg(feature = "kernel-emu")]
+mod work_counter;
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -33,12 +33,12 @@ use half::bf16;
 use self::args::KernelValue;
 pub(crate) use self::args::{Arg, In, InOut, KernelElement, Out};
 pub(crate) use self::constant::constant;
-#[cfg(feature = "kernel-emu")]
-pub use self::counter::{GpuWork, asked};
 pub(crate) use self::gemm::Gemm;
 #[cfg(feature = "kernel-emu")]
-pub use self::stand_in::count_process;
+pub use self::host_driver::count_process;
 pub(crate) use self::transfer::{read, upload};
+#[cfg(feature = "kernel-emu")]
+pub use self::work_counter::{GpuWork, requested_work};
 use crate::error::{Error, Result};
 
 /// Bytes that a product on a GPU may use beside its operands: what NVIDIA recommends for Hopper.
@@ -143,7 +143,7 @@ pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
 /// The driver whose kernels compute on `device`; none where the CPU forms do.
 pub(crate) fn driver_on(device: &Device) -> Option<&'static dyn Driver> {
     match device {
-        Device::Cpu => stand_in(),
+        Device::Cpu => host_driver(),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => cuda_driver::driver_on(device),
         _ => None,
@@ -156,13 +156,13 @@ pub fn has_kernels(device: &Device) -> bool {
 }
 
 /// What computes in the place of a GPU: on this thread, for tests of single operations, else in this process.
-fn stand_in() -> Option<&'static dyn Driver> {
+fn host_driver() -> Option<&'static dyn Driver> {
     #[cfg(all(test, feature = "kernel-emu"))]
     if let Some(driver) = STAND_IN.get() {
         return Some(driver);
     }
     #[cfg(feature = "kernel-emu")]
-    return stand_in::of_process();
+    return host_driver::of_process();
     #[cfg(not(feature = "kernel-emu"))]
     None
 }
@@ -175,7 +175,7 @@ thread_local! {
 
 /// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.
 #[cfg(all(test, feature = "kernel-emu"))]
-pub(crate) fn with_stand_in<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R) -> R {
+pub(crate) fn with_host_driver<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R) -> R {
     /// Puts back what was there before, also when `work` panics.
     struct Restore(Option<&'static dyn Driver>);
     impl Drop for Restore {

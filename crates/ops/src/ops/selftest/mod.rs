@@ -55,7 +55,7 @@ pub fn run(device: &Device) -> impl Iterator<Item = CaseOutcome> {
 /// The user's: the build has no emulator. An internal one: something was computed before.
 pub fn emulate() -> Result<()> {
     #[cfg(feature = "kernel-emu")]
-    return super::gpu::stand_in::emulate_process();
+    return super::gpu::host_driver::emulate_process();
     #[cfg(not(feature = "kernel-emu"))]
     Err(Error::user("cannot run the self-test emulated")
         .because("this binary was built without the feature `kernel-emu`")

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 /// An alarm about trouble in a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(super) struct Alarm {
+pub(super) struct Alert {
     /// The name of the rule, as in the recipe.
     pub(super) rule: &'static str,
     /// The step at which it was raised; for a stall the last that ended.
@@ -19,19 +19,19 @@ pub(super) struct Alarm {
 
 /// What goes out: the alarm, and which run on which host it is about.
 #[derive(Debug, Clone, Serialize)]
-pub(super) struct OutgoingAlarm {
+pub(super) struct OutgoingAlert {
     /// One line with all of it, which chat servers show.
     text: String,
     #[serde(flatten)]
-    pub(super) alarm: Alarm,
+    pub(super) alarm: Alert,
     run: String,
     host: String,
 }
 
-impl OutgoingAlarm {
-    pub(super) fn new(alarm: Alarm, run: &str, host: &str) -> Self {
+impl OutgoingAlert {
+    pub(super) fn new(alarm: Alert, run: &str, host: &str) -> Self {
         let text = format!("{run} on {host}: {}: {}", alarm.rule, alarm.message);
-        OutgoingAlarm { text, alarm, run: run.to_owned(), host: host.to_owned() }
+        OutgoingAlert { text, alarm, run: run.to_owned(), host: host.to_owned() }
     }
 
     /// As JSON in one line.

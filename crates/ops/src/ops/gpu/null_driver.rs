@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, with_stand_in};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
 use crate::error::{Error, Result};
 use crate::ops::attention::{AttentionKind, Qkv, attention, attention_backward};
 use crate::ops::cross_entropy::{
@@ -21,9 +21,9 @@ use crate::runtime::rng::RngStream;
 
 /// Refuses whatever it is asked to do.
 #[derive(Debug)]
-struct Refusing;
+struct NullDriver;
 
-impl Driver for Refusing {
+impl Driver for NullDriver {
     fn launch(&self, kernel: &Kernel, shape: LaunchShape, _: &[Arg]) -> Result<()> {
         if shape.is_empty() {
             return Ok(());
@@ -123,12 +123,12 @@ fn nothing_is_launched_for_no_elements() {
         ("elements, f32", || elements(DType::F32)),
     ];
     let failed = cases.map(|(name, case)| {
-        let done = with_stand_in(&Refusing, case);
+        let done = with_host_driver(&NullDriver, case);
         done.err().map(|error| format!("{name}: {}", error.in_one_line()))
     });
     let failed: Vec<String> = failed.into_iter().flatten().collect();
     assert!(failed.is_empty(), "{}", failed.join("\n"));
     // It does refuse.
     let x = Tensor::zeros((1, 32), DType::F32, &Device::Cpu).unwrap();
-    assert!(with_stand_in(&Refusing, || glu(&x, Activation::Silu)).is_err());
+    assert!(with_host_driver(&NullDriver, || glu(&x, Activation::Silu)).is_err());
 }

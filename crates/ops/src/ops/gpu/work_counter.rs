@@ -74,11 +74,11 @@ const NOTHING: GpuWork = GpuWork {
 };
 
 /// What has been asked of the GPU since the process began.
-pub fn asked() -> GpuWork {
-    with_asked(|asked| asked.work)
+pub fn requested_work() -> GpuWork {
+    with_requested(|asked| asked.work)
 }
 
-fn with_asked<R>(change: impl FnOnce(&mut WorkCounter) -> R) -> R {
+fn with_requested<R>(change: impl FnOnce(&mut WorkCounter) -> R) -> R {
     change(&mut ASKED.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
@@ -91,7 +91,7 @@ impl Driver for LaunchCounter {
         if shape.is_empty() {
             return Ok(());
         }
-        with_asked(|asked| {
+        with_requested(|asked| {
             asked.busy = true;
             asked.work.launches += 1;
             asked.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
@@ -105,7 +105,7 @@ impl Driver for LaunchCounter {
             (matrix.rows * matrix.cols * element.bytes()) as u64
         };
         let result = bytes(&gemm.d, gemm.result) * if gemm.beta == 0.0 { 1 } else { 2 };
-        with_asked(|asked| {
+        with_requested(|asked| {
             asked.busy = true;
             asked.work.gemms += 1;
             asked.work.gemm_flops += 2.0 * m as f64 * n as f64 * k as f64;
@@ -116,14 +116,14 @@ impl Driver for LaunchCounter {
 
     fn note_attention(&self, flops: &dyn Fn() -> f64) {
         let flops = flops();
-        with_asked(|asked| asked.work.attention_flops += flops);
+        with_requested(|asked| asked.work.attention_flops += flops);
     }
 
     fn note_upload(&self, bytes: usize) {
-        with_asked(|asked| asked.work.uploaded_bytes += bytes as u64);
+        with_requested(|asked| asked.work.uploaded_bytes += bytes as u64);
     }
 
     fn note_read(&self) {
-        with_asked(|asked| asked.work.waits += u64::from(std::mem::take(&mut asked.busy)));
+        with_requested(|asked| asked.work.waits += u64::from(std::mem::take(&mut asked.busy)));
     }
 }

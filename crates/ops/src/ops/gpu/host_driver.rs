@@ -4,8 +4,8 @@
 use std::sync::OnceLock;
 
 use super::Driver;
-use super::counter::LaunchCounter;
 use super::emulator::{self, Emulator, EmulatorSchedule, Order};
+use super::work_counter::LaunchCounter;
 use crate::error::{Error, Result};
 
 /// Makes a process of a build with feature `kernel-emu` compute by emulated kernels: `forward`, `reverse`, or a number, the
@@ -14,7 +14,7 @@ const VARIABLE: &str = "FINETUNE_EMULATE";
 
 /// A driver that needs no GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum StandIn {
+enum HostDriver {
     /// Runs the kernels compiled for the host.
     Emulator(EmulatorSchedule),
     /// Runs nothing and counts.
@@ -22,7 +22,7 @@ enum StandIn {
 }
 
 /// What the whole process computes by; none where it is the CPU forms.
-static PROCESS: OnceLock<Option<StandIn>> = OnceLock::new();
+static PROCESS: OnceLock<Option<HostDriver>> = OnceLock::new();
 
 /// Makes the whole process compute on the emulator, as [`VARIABLE`] says, else in order.
 ///
@@ -30,7 +30,7 @@ static PROCESS: OnceLock<Option<StandIn>> = OnceLock::new();
 /// It has begun to compute another way.
 pub(crate) fn emulate_process() -> Result<()> {
     let found = PROCESS.get_or_init(|| Some(of_environment().unwrap_or(in_order())));
-    began_so(matches!(found, Some(StandIn::Emulator(_))))
+    began_so(matches!(found, Some(HostDriver::Emulator(_))))
 }
 
 /// Makes the whole process count what a GPU would do, and do nothing: results are whatever the memory held.
@@ -38,7 +38,7 @@ pub(crate) fn emulate_process() -> Result<()> {
 /// # Errors
 /// It has begun to compute another way.
 pub fn count_process() -> Result<()> {
-    began_so(*PROCESS.get_or_init(|| Some(StandIn::Counter)) == Some(StandIn::Counter))
+    began_so(*PROCESS.get_or_init(|| Some(HostDriver::Counter)) == Some(HostDriver::Counter))
 }
 
 fn began_so(yes: bool) -> Result<()> {
@@ -46,11 +46,11 @@ fn began_so(yes: bool) -> Result<()> {
     yes.then_some(()).ok_or_else(refused)
 }
 
-fn in_order() -> StandIn {
-    StandIn::Emulator(EmulatorSchedule::default())
+fn in_order() -> HostDriver {
+    HostDriver::Emulator(EmulatorSchedule::default())
 }
 
-fn of_environment() -> Option<StandIn> {
+fn of_environment() -> Option<HostDriver> {
     let value = std::env::var(VARIABLE).ok()?;
     let order = match value.as_str() {
         "forward" => Order::Forward,
@@ -62,17 +62,21 @@ fn of_environment() -> Option<StandIn> {
             }
         },
     };
-    Some(StandIn::Emulator(EmulatorSchedule { order, late_copies: order != Order::Forward, counts: false }))
+    Some(HostDriver::Emulator(EmulatorSchedule {
+        order,
+        late_copies: order != Order::Forward,
+        counts: false,
+    }))
 }
 
 /// The driver of this process.
 pub(super) fn of_process() -> Option<&'static dyn Driver> {
     let found = PROCESS.get_or_init(of_environment).as_ref()?;
     Some(match found {
-        StandIn::Emulator(schedule) => {
+        HostDriver::Emulator(schedule) => {
             emulator::run_all_by(*schedule);
             &Emulator
         }
-        StandIn::Counter => &LaunchCounter,
+        HostDriver::Counter => &LaunchCounter,
     })
 }
