@@ -37,6 +37,7 @@ mod report;
 mod report_page;
 mod saving;
 mod second_oracle;
+mod stages;
 mod traffic;
 mod training;
 mod weights;

@@ -17,6 +17,7 @@ mod objective;
 mod run_watch;
 mod sampling;
 mod save_schedule;
+mod stage;
 mod state;
 mod stop_text;
 mod train_loop;
@@ -31,27 +32,21 @@ pub use evaluate::Evaluation;
 pub use nan_policy::NanPolicy;
 pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
 pub use sampling::{LogitsProcessor, NextToken, Sampling, SamplingOptions, TokenSampler};
+pub use stage::{ForwardState, Stage, StageOutput};
 pub use stop_text::StopSearch;
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
 pub use trainer::{SaveAssignment, StepResult, Trainer, TrainerOptions};
 pub use utilization::PeakFlops;
 
-use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::model::{
-    self, AdapterSwitch, BlockContext, BlockSaved, BlockWeights, DropoutContext, ModelConfig, RotaryTables,
-    Segment,
-};
+use crate::model::{self, AdapterSwitch, BlockContext, DropoutContext, ModelConfig, RotaryTables};
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
 use crate::ops::rotary::RotaryTable;
 use crate::parallel::ParamStore;
-use crate::profile::op_table::RECOMPUTE;
 use crate::recipe::enums::{Attention, Recompute};
-use crate::report::memory;
-use crate::runtime::device;
-use crate::runtime::trace::{self, ReleaseSpan, SpanInfo, SpanKind, span};
+use crate::runtime::trace::{SpanInfo, SpanKind};
 
 /// A model whose weights are somewhere, ready to compute.
 #[derive(Debug)]
@@ -83,13 +78,8 @@ pub struct MicroStep<'a> {
     pub last: bool,
 }
 
-/// What a block leaves for its backward.
-enum Checkpointed {
-    Saved(Box<BlockSaved>),
-    Input(Tensor),
-}
-
 /// The sequences of a micro-batch and their rotary tables.
+#[derive(Debug)]
 struct BatchLayout {
     spans: Vec<Span>,
     tables: Vec<RotaryTable>,
@@ -174,94 +164,16 @@ impl Engine {
     /// # Errors
     /// A tensor operation failed; a peer failed.
     pub fn micro_step(&self, batch: &Batch, step: MicroStep<'_>) -> Result<LossSums> {
-        let sums = self.forward_and_backward(batch, step)?;
+        let stage = Stage::whole(&self.config);
+        let (output, state) = self.forward(&stage, batch, None, step)?;
+        let StageOutput::Loss(sums) = output else {
+            return Err(Error::internal("a whole model computed no loss"));
+        };
+        self.backward(&stage, batch, state, None, step)?;
         if step.last {
             self.store.finish_reductions()?;
         }
         Ok(sums)
-    }
-
-    fn forward_and_backward(&self, batch: &Batch, step: MicroStep<'_>) -> Result<LossSums> {
-        let (config, store) = (&self.config, &self.store);
-        let MicroStep { scale, recompute, dropout, last, .. } = step;
-        let world = store.mesh().world();
-        let layout = self.layout(batch)?;
-        let context = self.context(&layout, dropout);
-        world.enter(Phase::Forward)?;
-        let mut x = {
-            let _span = span(|| segment("forward", "embedding", 0));
-            store.embed()?.forward(config, &batch.ids, context.adapter)?
-        };
-        let mut checkpointed = Vec::with_capacity(config.num_layers());
-        for layer in 0..config.num_layers() {
-            let _span = span(|| segment("forward", "block", layer));
-            let mut release = ReleaseSpan::default();
-            let weights = store.block(layer, self.after(layer))?;
-            let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
-            self.note_memory();
-            checkpointed.push(match recompute {
-                Recompute::None => Checkpointed::Saved(Box::new(saved)),
-                Recompute::Block => Checkpointed::Input(x),
-            });
-            x = y;
-            release.begin();
-        }
-        world.enter(Phase::Loss)?;
-        let source = context.source(config.num_layers());
-        let head = store.head_and_gradients(config.num_layers().checked_sub(1))?;
-        let input = ObjectiveInput { config, hidden: &x, batch, scale, dropout: source };
-        let ObjectiveOutput { loss, mut dx, metrics } = step.objective.loss_and_grad(&head, input)?;
-        let sums = LossSums { loss, metrics };
-        trace::release((x, head));
-        store.reduce(Segment::Head, last)?;
-        world.enter(Phase::Backward)?;
-        for layer in (0..config.num_layers()).rev() {
-            let _span = span(|| segment("backward", "block", layer));
-            let mut release = ReleaseSpan::default();
-            let weights = store.block(layer, layer.checked_sub(1))?;
-            let Some(kept) = checkpointed.pop() else { break };
-            let saved = self.saved(layer, kept, &weights, &context)?;
-            store.prepare_backward(Segment::Block(layer))?;
-            let need_dx = layer > 0 || store.embedding_trains();
-            let gradient = model::backward(config, layer, &weights, &saved, &dx, &context, need_dx)?;
-            drop(weights);
-            self.note_memory();
-            store.reduce(Segment::Block(layer), last)?;
-            release.begin();
-            match gradient {
-                Some(gradient) => dx = gradient,
-                None => return Ok(sums),
-            }
-        }
-        let _span = span(|| segment("backward", "embedding", 0));
-        store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
-        store.reduce(Segment::Embed, last)?;
-        Ok(sums)
-    }
-
-    /// What a block's backward needs, made again where only the block's input was kept.
-    fn saved(
-        &self,
-        layer: usize,
-        kept: Checkpointed,
-        weights: &BlockWeights,
-        context: &BlockContext<'_>,
-    ) -> Result<Box<BlockSaved>> {
-        match kept {
-            Checkpointed::Saved(saved) => Ok(saved),
-            Checkpointed::Input(x) => {
-                let _span = span(|| segment(RECOMPUTE, "block", layer));
-                Ok(Box::new(model::forward(&self.config, layer, weights, &x, context, None)?.1))
-            }
-        }
-    }
-
-    /// Notes in a trace what is held now: by the device, or by the process on a CPU.
-    fn note_memory(&self) {
-        match device::used_bytes(&self.device) {
-            Some(bytes) => trace::value("device memory", || Some(bytes)),
-            None => trace::value("process memory", memory::current_bytes),
-        }
     }
 
     /// The first layer whose output for `batch` is not finite on this rank. It goes through all layers, because the

@@ -1,0 +1,212 @@
+//! Forward and backward of a stage: a run of blocks, with or without the embedding before and the
+//! head behind them.
+//!
+//! A whole model is one stage, and a micro-step is its forward and its backward. A pipeline gives
+//! each rank another stage: hidden states go on to the next one, and their gradient comes back.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+
+use super::{BatchLayout, Engine, LossSums, MicroStep, ObjectiveInput, ObjectiveOutput, segment};
+use crate::collective::Phase;
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::model::{self, BlockContext, BlockSaved, BlockWeights, ModelConfig, Segment};
+use crate::profile::op_table::RECOMPUTE;
+use crate::recipe::enums::Recompute;
+use crate::report::memory;
+use crate::runtime::device;
+use crate::runtime::rng::RngStream;
+use crate::runtime::trace::{self, ReleaseSpan, span};
+
+/// A run of a model's segments that one rank computes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stage {
+    /// Layers of the blocks.
+    pub blocks: Range<usize>,
+    /// True if the stage begins with the embedding; else it takes hidden states.
+    pub has_embedding: bool,
+    /// True if the stage ends with the head and the loss; else it returns hidden states.
+    pub has_head: bool,
+}
+
+impl Stage {
+    /// All segments of a model.
+    pub fn whole(config: &ModelConfig) -> Self {
+        Stage { blocks: 0..config.num_layers(), has_embedding: true, has_head: true }
+    }
+
+    /// The block that forward computes after `layer`.
+    fn after(&self, layer: usize) -> Option<usize> {
+        Some(layer + 1).filter(|next| self.blocks.contains(next))
+    }
+
+    /// The block that backward computes after `layer`.
+    fn before(&self, layer: usize) -> Option<usize> {
+        layer.checked_sub(1).filter(|next| self.blocks.contains(next))
+    }
+}
+
+/// The result of a stage's forward.
+#[derive(Debug)]
+pub enum StageOutput {
+    /// Hidden states after the last block, `[N, D]`, for the next stage.
+    Hidden(Tensor),
+    /// The loss of a stage with the head.
+    Loss(LossSums),
+}
+
+/// Everything that a stage's forward keeps for its backward.
+#[derive(Debug)]
+pub struct ForwardState {
+    layout: BatchLayout,
+    blocks: Vec<Checkpointed>,
+    /// The gradient of the last hidden states, `[N, D]`, where the stage has the head: a head
+    /// computes its backward with its forward.
+    dx: Option<Tensor>,
+}
+
+/// The part of a block that its backward starts from.
+#[derive(Debug)]
+enum Checkpointed {
+    Saved(Box<BlockSaved>),
+    Input(Tensor),
+}
+
+impl Engine {
+    /// Computes a stage of a micro-batch. `hidden` is the output of the stage before, `[N, D]`; none
+    /// for a stage with the embedding.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed; `hidden` is missing.
+    pub fn forward(
+        &self,
+        stage: &Stage,
+        batch: &Batch,
+        hidden: Option<Tensor>,
+        step: MicroStep<'_>,
+    ) -> Result<(StageOutput, ForwardState)> {
+        let (config, store) = (&self.config, &self.store);
+        let world = store.mesh().world();
+        let layout = self.layout(batch)?;
+        let context = self.context(&layout, step.dropout);
+        world.enter(Phase::Forward)?;
+        let mut x = if stage.has_embedding {
+            let _span = span(|| segment("forward", "embedding", 0));
+            store.embed()?.forward(config, &batch.ids, context.adapter)?
+        } else {
+            hidden.ok_or_else(|| Error::internal("a stage without embedding got no hidden states"))?
+        };
+        let mut blocks = Vec::with_capacity(stage.blocks.len());
+        for layer in stage.blocks.clone() {
+            let _span = span(|| segment("forward", "block", layer));
+            let mut release = ReleaseSpan::default();
+            let weights = store.block(layer, stage.after(layer))?;
+            let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
+            self.note_memory();
+            blocks.push(match step.recompute {
+                Recompute::None => Checkpointed::Saved(Box::new(saved)),
+                Recompute::Block => Checkpointed::Input(x),
+            });
+            x = y;
+            release.begin();
+        }
+        if !stage.has_head {
+            return Ok((StageOutput::Hidden(x), ForwardState { layout, blocks, dx: None }));
+        }
+        let source = context.source(config.num_layers());
+        let (sums, dx) = self.loss(stage, batch, x, source, step)?;
+        Ok((StageOutput::Loss(sums), ForwardState { layout, blocks, dx: Some(dx) }))
+    }
+
+    /// The loss of the last hidden states and their gradient, `[N, D]`; the head's own gradients are reduced.
+    fn loss(
+        &self,
+        stage: &Stage,
+        batch: &Batch,
+        x: Tensor,
+        dropout: Option<(RngStream, u64)>,
+        step: MicroStep<'_>,
+    ) -> Result<(LossSums, Tensor)> {
+        let (config, store) = (&self.config, &self.store);
+        store.mesh().world().enter(Phase::Loss)?;
+        let head = store.head_and_gradients(stage.blocks.clone().next_back())?;
+        let input = ObjectiveInput { config, hidden: &x, batch, scale: step.scale, dropout };
+        let ObjectiveOutput { loss, dx, metrics } = step.objective.loss_and_grad(&head, input)?;
+        trace::release((x, head));
+        store.reduce(Segment::Head, step.last)?;
+        Ok((LossSums { loss, metrics }, dx))
+    }
+
+    /// Computes the gradients of a stage and hands them to the store. `dx` is the gradient of the
+    /// stage's output, `[N, D]`, from the stage behind; none for a stage with the head. Returns the
+    /// gradient of the stage's input, where the stage before needs it.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed; `dx` is missing.
+    pub fn backward(
+        &self,
+        stage: &Stage,
+        batch: &Batch,
+        mut state: ForwardState,
+        dx: Option<Tensor>,
+        step: MicroStep<'_>,
+    ) -> Result<Option<Tensor>> {
+        let (config, store) = (&self.config, &self.store);
+        let context = self.context(&state.layout, step.dropout);
+        let dx = state.dx.take().or(dx);
+        let mut dx = dx.ok_or_else(|| Error::internal("a stage without head got no gradient"))?;
+        store.mesh().world().enter(Phase::Backward)?;
+        for layer in stage.blocks.clone().rev() {
+            let _span = span(|| segment("backward", "block", layer));
+            let mut release = ReleaseSpan::default();
+            let weights = store.block(layer, stage.before(layer))?;
+            let Some(kept) = state.blocks.pop() else { break };
+            let saved = self.saved(layer, kept, &weights, &context)?;
+            store.prepare_backward(Segment::Block(layer))?;
+            let need_dx = layer > 0 || store.embedding_trains();
+            let gradient = model::backward(config, layer, &weights, &saved, &dx, &context, need_dx)?;
+            drop(weights);
+            self.note_memory();
+            store.reduce(Segment::Block(layer), step.last)?;
+            release.begin();
+            match gradient {
+                Some(gradient) => dx = gradient,
+                None => return Ok(None),
+            }
+        }
+        if !stage.has_embedding {
+            return Ok(Some(dx));
+        }
+        let _span = span(|| segment("backward", "embedding", 0));
+        store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
+        store.reduce(Segment::Embed, step.last)?;
+        Ok(None)
+    }
+
+    /// The tensors that a block's backward needs, computed again where only the block's input was kept.
+    fn saved(
+        &self,
+        layer: usize,
+        kept: Checkpointed,
+        weights: &BlockWeights,
+        context: &BlockContext<'_>,
+    ) -> Result<Box<BlockSaved>> {
+        match kept {
+            Checkpointed::Saved(saved) => Ok(saved),
+            Checkpointed::Input(x) => {
+                let _span = span(|| segment(RECOMPUTE, "block", layer));
+                Ok(Box::new(model::forward(&self.config, layer, weights, &x, context, None)?.1))
+            }
+        }
+    }
+
+    /// Records in a trace the memory that is in use: of the device, or of the process on a CPU.
+    fn note_memory(&self) {
+        match device::used_bytes(&self.device) {
+            Some(bytes) => trace::value("device memory", || Some(bytes)),
+            None => trace::value("process memory", memory::current_bytes),
+        }
+    }
+}

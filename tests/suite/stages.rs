@@ -1,0 +1,83 @@
+//! A model that is cut into stages computes the loss and the gradients of the whole, to the bit.
+
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use finetune::data::{Batch, IGNORE, Sample};
+use finetune::engine::{CrossEntropy, Engine, MicroStep, Stage, StageOutput};
+use finetune::error::Result;
+use finetune::loading::{EngineOptions, Trains};
+use finetune::recipe::enums::{Attention, Recompute};
+
+use crate::logits;
+
+/// Two samples of 5 and 7 tokens.
+fn batch() -> Batch {
+    let ids: Vec<u32> = (0..12).map(|i| i * 31 % 300 + 3).collect();
+    let mut targets: Vec<u32> = ids[1..].to_vec();
+    targets.push(IGNORE);
+    targets[4] = IGNORE;
+    let segments = vec![Sample { start: 0, len: 5 }, Sample { start: 5, len: 7 }];
+    Batch { ids, targets, segments, first_token: 0, rows: 2 }
+}
+
+fn micro_step(recompute: Recompute) -> MicroStep<'static> {
+    MicroStep { objective: &CrossEntropy, scale: 0.1, recompute, dropout: None, last: true }
+}
+
+/// The loss and the norm of the gradients, by stages that are cut before these layers.
+fn by_stages(engine: &Engine, cuts: &[usize], recompute: Recompute) -> Result<(f64, f64)> {
+    let layers = engine.config.num_layers();
+    let starts: Vec<usize> = [0].iter().chain(cuts).copied().collect();
+    let ends = cuts.iter().copied().chain([layers]);
+    let stages = starts.iter().zip(ends).map(|(&start, end)| Stage {
+        blocks: start..end,
+        has_embedding: start == 0,
+        has_head: end == layers,
+    });
+    let (batch, step) = (batch(), micro_step(recompute));
+    engine.store.zero_gradients()?;
+    let (mut hidden, mut loss, mut kept) = (None, None, Vec::new());
+    for stage in stages {
+        let (output, state) = engine.forward(&stage, &batch, hidden.take(), step)?;
+        match output {
+            StageOutput::Hidden(states) => hidden = Some(states),
+            StageOutput::Loss(sums) => loss = Some(sums.loss.read()?),
+        }
+        kept.push((stage, state));
+    }
+    let mut dx = None;
+    for (stage, state) in kept.into_iter().rev() {
+        dx = engine.backward(&stage, &batch, state, dx, step)?;
+    }
+    engine.store.finish_reductions()?;
+    Ok((loss.unwrap(), engine.store.gradient_norm()?))
+}
+
+#[test]
+fn stages_compute_what_the_whole_model_does() -> Result<()> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
+    let engine = logits::base(&folder).engine(Trains::All, &options)?;
+    assert!(engine.config.num_layers() >= 2, "a model to cut");
+    for recompute in [Recompute::None, Recompute::Block] {
+        engine.store.zero_gradients()?;
+        let sums = engine.micro_step(&batch(), micro_step(recompute))?;
+        let whole = (sums.loss.read()?, engine.store.gradient_norm()?);
+        assert!(whole.0 > 0.0 && whole.1 > 0.0, "{whole:?}");
+        assert_eq!(by_stages(&engine, &[], recompute)?, whole);
+        assert_eq!(by_stages(&engine, &[1], recompute)?, whole);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_stage_without_its_input_is_an_internal_error() -> Result<()> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
+    let engine = logits::base(&folder).engine(Trains::All, &options)?;
+    let last = Stage { blocks: 1..engine.config.num_layers(), has_embedding: false, has_head: true };
+    let error = engine.forward(&last, &batch(), None, micro_step(Recompute::None)).unwrap_err();
+    assert!(error.to_string().contains("no hidden states"), "{error}");
+    Ok(())
+}
