@@ -19,7 +19,7 @@ pub use finetune_comm::{collective, rendezvous};
 use finetune_core::{address, clock, private_file, program};
 pub use finetune_core::{contained, error, median, threads, units};
 pub use finetune_data as data;
-pub use finetune_engine::{checkpoint, engine, parallel, profile};
+pub use finetune_engine::{checkpoint, engine, objectives, parallel, profile};
 pub use finetune_hub as hub;
 pub use finetune_model::{adapter, export, model, optim, weights};
 pub use finetune_ops::ops;

@@ -19,6 +19,7 @@ use crate::collective::{
     Collective, FaultInjector, FaultNotice, HangLimits, HangWatch, ProgressBoard, RankFailure,
     TimedCollective, in_process,
 };
+use crate::data::ExampleSource as _;
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::planning::Plan;
 use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::loading::resolver::ResolvedSource;
 use crate::model::{self, ModelConfig};
 use crate::report::Terminal;
-use crate::weights::{DigestTask, ModelFiles, ModelIdentity};
+use crate::weights::{ConfigDifference, DigestTask, ModelFiles, ModelIdentity};
 
 /// What was found when the model at hand was compared with the one trained on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,8 +49,8 @@ impl BaseCheck {
                 let error = Error::user(format!("cannot use {what} with this model"))
                     .because(format!("it was trained on {then}; the model is {now}"));
                 let differences = trained_on.config_differences(model).into_iter();
-                let differences = differences.map(|(key, then, now)| {
-                    format!("config.json says otherwise: {key} was {then} in training, and is {now}")
+                let differences = differences.map(|ConfigDifference { key, here, there }| {
+                    format!("config.json says otherwise: {key} was {here} in training, and is {there}")
                 });
                 Err(differences.fold(error, Error::because).hint(
                     "give the model it was trained on as `--model`, or add `--force-base` to use it on this one",

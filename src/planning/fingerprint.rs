@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::Plan;
 use crate::checkpoint::SavedCheckpoint;
+use crate::data::ExampleSource as _;
 use crate::error::input_file;
 use crate::recipe;
 use crate::recipe::Recipe;

@@ -17,6 +17,7 @@ use crate::export::bitsandbytes::LinearLayers;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;
+use crate::objectives;
 use crate::optim::OptimizerOptions;
 use crate::parallel::{ParamDesc, SentBytes, ShardingStrategy};
 use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
@@ -324,6 +325,7 @@ fn how<'a>(
         offload: &engine.offload,
         on_host: engine.traits.on_host(),
         bf16_copy: engine.bf16_copy,
+        objective: objectives::objective(&recipe.objective).cost(),
     }
 }
 

@@ -9,6 +9,7 @@ use super::loss_path::LossPath;
 use crate::collective::Phase;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
+use crate::objectives::ObjectiveCost;
 use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
 use crate::optim::StateLayout;
 use crate::parallel::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
@@ -161,7 +162,9 @@ impl MemoryPlan {
         memory.activations = kept_bytes(saved, recompute) as u64;
         let temporaries = temporary_bytes(config, *tokens, size);
         memory.in_flight += for_a_moment(&moment);
-        memory.logits = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some()) as u64;
+        let of_objective = options.objective.bytes_per_token * *tokens;
+        let of_head = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some());
+        memory.logits = (of_head + of_objective) as u64;
         memory.workspace = memory.in_flight;
         memory.workspace += match on_gpu {
             None => temporaries + memory.logits,
@@ -258,6 +261,8 @@ pub struct MemoryOptions<'a> {
     pub on_host: bool,
     /// Quantized weights are kept in bf16 too.
     pub bf16_copy: bool,
+    /// The objective's own work and memory.
+    pub objective: ObjectiveCost,
 }
 
 impl MemoryOptions<'_> {
@@ -494,6 +499,7 @@ mod tests {
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,
+            objective: ObjectiveCost::default(),
         };
         let activations = |adapter_setup: Option<&AdapterSetup>, recompute| {
             MemoryPlan::of_step(&config, &[], adapter_setup, 7, recompute, &options).activations
@@ -535,6 +541,7 @@ mod tests {
                 offload,
                 bf16_copy: false,
                 on_host: false,
+                objective: ObjectiveCost::default(),
             };
             MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options).total()
         };

@@ -10,6 +10,7 @@ use crate::address;
 use crate::engine::PeakFlops;
 use crate::error::{Error, Result};
 use crate::loading::{EngineOptions, Trains};
+use crate::objectives;
 use crate::planning::Plan;
 use crate::planning::sizing::flops::{TokenFlops, TrainedWeights};
 use crate::planning::sizing::hardware::called_by_driver;
@@ -131,7 +132,8 @@ pub(crate) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), Some(&plan.engine))?;
     let (_, seen) = mean_lengths(&plan.train.0, plan.recipe.data.longest_row() as f64);
     let trained = TrainedWeights::of(&plan.base.config, &descs);
-    let flops = TokenFlops::new(&plan.base.config, trained, seen, plan.recompute);
+    let flops = TokenFlops::new(&plan.base.config, trained, seen, plan.recompute)
+        .with_objective(objectives::objective(&plan.recipe.objective).cost());
     let peak = tflops * 1e12 * plan.ranks as f64;
     Ok(Some(PeakFlops { model: flops.model(), hardware: flops.hardware(), peak }))
 }

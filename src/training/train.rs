@@ -200,7 +200,7 @@ impl TrainRun<'_> {
         let (fingerprint, base) = (plan.fingerprint(), plan.identity()?);
         TrainLoop {
             trainer,
-            sampler: &mut sampler,
+            steps: &mut sampler,
             held_out: held_out_batches(plan),
             best: self.best_so_far(output, first),
             reporter: if first { Some(self.reporter(state)?) } else { None },

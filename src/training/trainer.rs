@@ -10,6 +10,7 @@ use crate::engine::{SaveAssignment, Trainer, TrainerOptions};
 use crate::error::Result;
 use crate::loading::EngineOptions;
 use crate::loading::param_layout::Trains;
+use crate::objectives;
 use crate::optim::OptimizerOptions;
 use crate::parallel::DeviceMesh;
 use crate::planning::Plan;
@@ -45,7 +46,8 @@ pub fn trainer(
             SaveAssignment::RoundRobin
         },
     };
-    let mut trainer = Trainer::new(engine, options)?;
+    let objective = objectives::objective(&plan.recipe.objective);
+    let mut trainer = Trainer::new(engine, options)?.with_objective(objective);
     if let Some(saved) = resumed {
         trainer.restore(saved)?;
     }

@@ -711,7 +711,7 @@ fn a_row_without_what_its_format_needs() {
       caused by: 1 of 2 rows have the keys of prompt_completion
       caused by: [DIR]/rows.jsonl:2 has the keys prompt
       caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text); tokens (input_ids)
-    hint: rename the keys of the rows, or name them in a `[[data.train]]` table, such as `columns = { prompt = "KEY", completion = "KEY" }`, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text, tokens
+    hint: rename the keys of the rows, or name them in a `[[data.train]]` table, such as `columns = { prompt = "KEY", completion = "KEY" }`, or write `data.format`, one of auto, messages, sharegpt, preference, preference_chosen, alpaca, instruction, prompt_completion, question_answer, text, tokens
     "#);
     assert_snapshot!(no_run_on("{\"messages\": [{\"role\": \"robot\", \"content\": \"beep\"}]}\n"), @r#"
     exit 1
@@ -758,7 +758,7 @@ fn rows_of_no_known_format() {
       caused by: cannot tell the format of the data set
       caused by: [DIR]/rows.jsonl:1 has the keys frage, antwort
       caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text); tokens (input_ids)
-    hint: rename the keys of the rows, or name them in a `[[data.train]]` table, such as `columns = { prompt = "KEY", completion = "KEY" }`, or write `data.format`, one of auto, messages, sharegpt, preference, alpaca, instruction, prompt_completion, question_answer, text, tokens
+    hint: rename the keys of the rows, or name them in a `[[data.train]]` table, such as `columns = { prompt = "KEY", completion = "KEY" }`, or write `data.format`, one of auto, messages, sharegpt, preference, preference_chosen, alpaca, instruction, prompt_completion, question_answer, text, tokens
     "#);
 }
 

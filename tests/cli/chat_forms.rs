@@ -115,6 +115,29 @@ fn the_first_calls_have_all_their_forms() {
     assert!(beside.contains(r#"{"name": "g", "arguments": {}}"#), "{beside}");
 }
 
+/// Trains the chosen answers of pairs.
+const CHOSEN: [&str; 1] = ["data.format=preference_chosen"];
+
+/// Cross-entropy trains one answer a row: pairs are refused until the recipe names the side.
+#[test]
+fn pairs_of_answers_are_refused_until_a_side_is_named() {
+    let row = r#"{"prompt": "Hi", "chosen": " Ahoy.", "rejected": " No."}"#;
+    let place = Place::with_model("tiny-qwen3");
+    place.write("pairs.jsonl", row);
+    let args = ["data", "--model", "model", "--dataset", "pairs.jsonl"];
+    let refused = place.refused(&args);
+    assert!(refused.contains("cannot train on the preference rows of"), "{refused}");
+    assert!(refused.contains("pairs.jsonl"), "{refused}");
+    assert!(refused.contains("`objective.kind` is \"cross_entropy\""), "{refused}");
+    assert!(refused.contains("write `data.format = \"preference_chosen\"`"), "{refused}");
+    for named in ["data.format=preference", "data.format=auto"] {
+        let refused = place.refused(&[&args[..], &["--set", named]].concat());
+        assert!(refused.contains("preference rows"), "{named}: {refused}");
+    }
+    let said = shown("tiny-qwen3", row, &CHOSEN);
+    assert!(said.contains("Ahoy.") && !said.contains("No."), "{said}");
+}
+
 /// UltraFeedback's form: `chosen` holds the prompt and the answer, beside `prompt`.
 #[test]
 fn a_chosen_side_that_repeats_its_prompt_is_one_chat() {
@@ -128,7 +151,7 @@ fn a_chosen_side_that_repeats_its_prompt_is_one_chat() {
             answer("No.")
         );
         for model in ["tiny-qwen3", "tiny-gemma2"] {
-            let said = shown(model, &row, &[]);
+            let said = shown(model, &row, &CHOSEN);
             assert_eq!(said.matches("Hi").count(), 1, "{model}: {said}");
             assert!(said.contains("Ahoy.<"), "{said}");
         }
@@ -146,13 +169,13 @@ fn a_turn_that_comes_again_is_no_repeated_prompt() {
         turn("assistant", "SECOND"),
     ];
     let row = json!({ "prompt": again[..1], "chosen": again, "rejected": again[..2] }).to_string();
-    let said = shown("tiny-qwen3", &row, &[]);
+    let said = shown("tiny-qwen3", &row, &CHOSEN);
     assert!(said.contains("FIRST<|im_end|>⟧") && said.contains("SECOND<|im_end|>⟧"), "{said}");
     assert_eq!(said.matches("go on").count(), 2, "{said}");
     let chosen = [turn("assistant", "HELLO"), turn("user", "yes"), turn("assistant", "BYE")];
     let row =
         json!({ "prompt": [turn("user", "yes")], "chosen": chosen, "rejected": chosen[..1] }).to_string();
-    let said = shown("tiny-qwen3", &row, &[]);
+    let said = shown("tiny-qwen3", &row, &CHOSEN);
     assert_eq!(said.matches("yes").count(), 2, "{said}");
     assert!(said.contains("HELLO<|im_end|>⟧") && said.contains("BYE<|im_end|>⟧"), "{said}");
 }
@@ -183,7 +206,8 @@ fn keys_without_a_place_are_named() {
             "`messages.functions` (1 row), `messages.tools` (1 row)",
         ),
     ] {
-        let said = shown("tiny-qwen3", row, &[]);
+        let is_pair = row.contains("rejected");
+        let said = shown("tiny-qwen3", row, if is_pair { &CHOSEN } else { &[] });
         assert!(said.contains(&format!("not used: {names}\n")), "{said}");
     }
 }

@@ -733,7 +733,7 @@ fn recipes_listed_and_shown() {
     # Accepted: a number above 0.
     # eval_split =
     # What a row looks like; auto: recognised, and said.
-    # Accepted: "auto", "messages", "sharegpt", "preference", "alpaca", "instruction", "prompt_completion", "question_answer", "text", "tokens".
+    # Accepted: "auto", "messages", "sharegpt", "preference", "preference_chosen", "alpaca", "instruction", "prompt_completion", "question_answer", "text", "tokens".
     format = "auto"
     # Tokens of a row at most; auto: the positions that the model has, 2,048 at most.
     # Accepted: "auto", a whole number from 2 to 16777216.
@@ -992,7 +992,7 @@ fn one_section_of_the_reference() {
     assert_snapshot!(told(&["recipes", "show", "reference", "dta"]), @"
     exit 1
     error: there is no section `dta` in the reference
-      caused by: sections: model, quantization, adapter, data, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
+      caused by: sections: model, quantization, adapter, data, objective, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
     hint: write `data`
     ");
     assert_snapshot!(told(&["recipes", "show", "lora", "data"]), @"

@@ -10,13 +10,11 @@ use crate::training;
 use candle_core::{DType, Device, Tensor};
 use finetune::collective::{Collective, in_process};
 use finetune::data::{Batch, IGNORE, Sample, Step};
-use finetune::engine::{
-    CrossEntropy, Engine, MetricSum, MicroStep, Objective, ObjectiveInput, ObjectiveOutput, StepResult,
-    Trainer, TrainerOptions,
-};
+use finetune::engine::{Engine, MicroStep, StepResult, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
 use finetune::model::HeadWeights;
+use finetune::objectives::{CrossEntropy, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
 use finetune::ops::cross_entropy::LossTargets;
 use finetune::parallel::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 use finetune::recipe::enums::{Attention, Recompute};

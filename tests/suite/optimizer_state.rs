@@ -15,6 +15,7 @@ use finetune::data::{Batch, IGNORE, Sample, Step};
 use finetune::engine::{SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
+use finetune::objectives::ObjectiveCost;
 use finetune::optim::{
     AdamW, OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdatePiece,
 };
@@ -284,6 +285,7 @@ fn the_memory_plan_counts_each_tensor() {
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,
+            objective: ObjectiveCost::default(),
         };
         let elements: usize = descs.iter().map(|desc| desc.elements()).sum();
         let plan = MemoryPlan::of_step(&trainer.engine.config, &descs, None, 24, Recompute::Block, &options);

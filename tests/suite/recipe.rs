@@ -281,7 +281,7 @@ fn unknown_names() {
     ");
     assert_snapshot!(fault("[trian]\nepochs = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:7:2: unknown section [trian]; nearest: [train]; accepted: model, quantization, adapter, data, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
+      caused by: my.toml:7:2: unknown section [trian]; nearest: [train]; accepted: model, quantization, adapter, data, objective, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
     hint: write `[train]`
     ");
     assert_snapshot!(fault("[[train]]\nepochs = 3\n"), @"
@@ -545,7 +545,7 @@ fn mistyped_assignments() {
     ");
     assert_snapshot!(set_fault(&["trian.epochs=3"]), @"
     error: cannot use these settings
-      caused by: --set trian.epochs=3: unknown section [trian]; nearest: [train]; accepted: model, quantization, adapter, data, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
+      caused by: --set trian.epochs=3: unknown section [trian]; nearest: [train]; accepted: model, quantization, adapter, data, objective, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
     hint: write `[train]`
     ");
     assert_snapshot!(set_fault(&["epochs=3"]), @"
@@ -592,7 +592,7 @@ fn all_faults_at_once() {
       caused by: my.toml:6:1: unknown key `adapter.rank`; nearest: `adapter.r`; [adapter] has: kind, r, lora_alpha, lora_dropout, target_modules, exclude_modules, modules_to_save, rank_pattern, alpha_pattern, use_rslora, init, path
       caused by: my.toml:7:5: `adapter.r` is 0; accepted: a whole number from 1 to 65536
       caused by: my.toml:10:17: `optimizer.learning_rate` is "1e-4"; accepted: a number above 0
-      caused by: my.toml:16:2: unknown section [lgo]; nearest: [log]; accepted: model, quantization, adapter, data, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
+      caused by: my.toml:16:2: unknown section [lgo]; nearest: [log]; accepted: model, quantization, adapter, data, objective, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
       caused by: --eval-dataset: there is no /nowhere/held-out.jsonl
       caused by: --set train.epochs=0: `train.epochs` is 0; accepted: a number above 0
       caused by: my.toml:14:14: `scheduler.num_cycles` has no effect with `kind = "cosine"`

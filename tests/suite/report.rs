@@ -1,5 +1,6 @@
 //! What a run leaves to be read: metrics, event files, terminal lines, model card.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
@@ -31,7 +32,21 @@ fn step(step: u64) -> StepReport {
         rank_secs: Vec::new(),
         mfu: None,
         hfu: None,
+        objective: BTreeMap::new(),
     }
+}
+
+/// Metrics of an objective are a table of their own in the line, and are read back.
+#[test]
+fn metrics_of_the_objective_are_in_the_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("metrics.jsonl");
+    let objective = BTreeMap::from([("accuracy".to_owned(), 0.75), ("margin".to_owned(), 0.5)]);
+    let report = StepReport { objective, ..step(4) };
+    MetricsLog::create(&path).unwrap().append(&report.clone().into()).unwrap();
+    let line = fs::read_to_string(&path).unwrap();
+    assert!(line.contains("\"objective\":{\"accuracy\":0.75,\"margin\":0.5}"), "{line}");
+    assert_eq!(metrics::read(&path).unwrap(), [MetricsEntry::Step(report)]);
 }
 
 #[test]

@@ -4,9 +4,10 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, Sample};
-use finetune::engine::{CrossEntropy, Engine, MicroStep, Stage, StageOutput};
+use finetune::engine::{Engine, MicroStep, Stage, StageOutput};
 use finetune::error::Result;
 use finetune::loading::{EngineOptions, Trains};
+use finetune::objectives::CrossEntropy;
 use finetune::recipe::enums::{Attention, Recompute};
 
 use crate::logits;

@@ -4,7 +4,7 @@
 //! sample sees another and no token is spent on padding. A target is the next token of the same segment, where that
 //! token is trained. Pure functions of the examples; which rows meet is the sampler's business.
 
-use std::borrow::Cow;
+use std::borrow::{Borrow, Cow};
 
 use super::encode::Example;
 use crate::IGNORE;
@@ -36,9 +36,10 @@ pub struct Batch {
 
 impl Batch {
     /// The micro-batch of `examples`, which begins at token `first_token` of its step.
-    pub fn new<'a>(examples: impl IntoIterator<Item = &'a Example>, first_token: u64) -> Self {
+    pub fn new<E: Borrow<Example>>(examples: impl IntoIterator<Item = E>, first_token: u64) -> Self {
         let mut batch = Batch { first_token, ..Batch::default() };
         for example in examples {
+            let example = example.borrow();
             let len = example.ids.len();
             batch.segments.push(Sample { start: batch.ids.len(), len });
             batch.ids.extend_from_slice(&example.ids);
@@ -140,6 +141,7 @@ mod tests {
             ids: ids.to_vec(),
             trained: trained.iter().map(|t| *t == 1).collect(),
             origin: Origin { file: Arc::from(Path::new("x")), place: RowOrigin::Line(1) },
+            group: None,
         }
     }
 

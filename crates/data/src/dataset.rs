@@ -4,12 +4,14 @@
 //! uses have tens of millions of tokens at most. All faults are collected before the first is an error, so that a
 //! data set is mended in one round.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::path::PathBuf;
 
 use rayon::prelude::*;
 
 use super::encode::{Encoder, Example};
+use super::example_source::ExampleSource;
 use super::file_formats::{FileFormats, OtherFormat};
 use super::raw_rows::{DataFile, RawRow};
 use super::source::read;
@@ -151,9 +153,26 @@ impl Dataset {
     pub fn report(&self) -> &DataReport {
         &self.report
     }
+}
 
-    /// BLAKE3 over ids and masks of all examples in order: equal digests train alike.
-    pub fn digest(&self) -> blake3::Hash {
+impl ExampleSource for Dataset {
+    fn len(&self) -> usize {
+        self.examples.len()
+    }
+
+    fn length(&self, index: usize) -> usize {
+        self.examples[index].ids.len()
+    }
+
+    fn group(&self, index: usize) -> Option<u32> {
+        self.examples[index].group
+    }
+
+    fn example(&self, index: usize) -> Cow<'_, Example> {
+        Cow::Borrowed(&self.examples[index])
+    }
+
+    fn digest(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
         for example in &self.examples {
             hasher.update(&(example.ids.len() as u64).to_le_bytes());
@@ -161,6 +180,10 @@ impl Dataset {
             hasher.update(&ids);
             let trained: Vec<u8> = example.trained.iter().map(|trained| u8::from(*trained)).collect();
             hasher.update(&trained);
+            // Data without groups keep the digest that older checkpoints recorded.
+            if let Some(group) = example.group {
+                hasher.update(&group.to_le_bytes());
+            }
         }
         hasher.finalize()
     }

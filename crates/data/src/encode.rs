@@ -36,6 +36,8 @@ pub struct Example {
     pub trained: Vec<bool>,
     /// Where the row stood.
     pub origin: Origin,
+    /// The [group](super::example_source::ExampleSource::group) that it belongs to.
+    pub group: Option<u32>,
 }
 
 impl Example {
@@ -200,7 +202,8 @@ impl<'a> Encoder<'a> {
     }
 
     fn example(&self, tokens: Tokens, origin: &Origin) -> Result<Example, RowFault> {
-        let example = Example { ids: tokens.ids, trained: tokens.trained, origin: origin.clone() };
+        let example =
+            Example { ids: tokens.ids, trained: tokens.trained, origin: origin.clone(), group: None };
         if example.num_trained() == 0 {
             let why = match (example.ids.len(), &self.options.train_on) {
                 (0 | 1, _) => "it is empty",

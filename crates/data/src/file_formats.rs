@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::DataOptions;
-use super::format::{convert, detect};
+use super::format::{RowFormat as _, convert, detect};
 use super::raw_rows::{DataFile, RawRow};
 use crate::error::{Error, Result};
 use crate::recipe::enums::DataFormat;
@@ -56,14 +56,27 @@ impl FileFormats {
             );
         }
         let one = |otherwise, why| FileFormats { files: HashMap::new(), otherwise, why };
-        match options.format {
+        let formats = match options.format {
             // Nothing to look at: the faults of the rows say more than a failed guess.
             DataFormat::Auto if source.rows.is_empty() => {
                 Ok(one(DataFormat::Auto, "no row is readable".to_owned()))
             }
             DataFormat::Auto => Self::detect(&source.rows),
             format => Ok(one(format, format!("{format}: as `data.format` says"))),
-        }
+        }?;
+        formats.refuse_pairs(&source.rows)?;
+        Ok(formats)
+    }
+
+    /// Refuses pairs of answers, which cross-entropy cannot compare.
+    fn refuse_pairs(&self, rows: &[RawRow]) -> Result<()> {
+        let Some(row) = rows.iter().find(|row| self.of(row) == DataFormat::Preference) else { return Ok(()) };
+        Err(Error::user(format!("cannot train on the preference rows of {}", row.origin.file.display()))
+            .because(
+                "`objective.kind` is \"cross_entropy\", which trains one answer a row; these rows have two, \
+                 `chosen` and `rejected`",
+            )
+            .hint("write `data.format = \"preference_chosen\"` to train the chosen answers alone"))
     }
 
     fn detect(rows: &[RawRow]) -> Result<Self> {
@@ -110,7 +123,8 @@ impl FileFormats {
             let (format, count) = counts.into_iter().max_by_key(|(_, count)| *count)?;
             let file = &of_file[0].origin.file;
             let all = rows.iter().filter(|row| row.origin.file == *file).count();
-            (count * 2 > of_file.len() && format != self.of(of_file[0])).then(|| OtherFormat {
+            let is_other = format.keys() != self.of(of_file[0]).keys();
+            (count * 2 > of_file.len() && is_other).then(|| OtherFormat {
                 file: Arc::clone(file),
                 format,
                 is_of_most_rows: count * 2 > all,

@@ -28,7 +28,7 @@ const FORMATS: [DataFormat; 9] = [
 ];
 
 /// How rows of a format look.
-trait RowFormat {
+pub(super) trait RowFormat {
     /// The keys a row of this format has, for people.
     fn keys(self) -> &'static str;
     /// Whether a row has the keys of this format.
@@ -41,7 +41,7 @@ impl RowFormat for DataFormat {
             DataFormat::Auto => "any",
             DataFormat::Messages => "messages",
             DataFormat::Sharegpt => "conversations",
-            DataFormat::Preference => "chosen, rejected",
+            DataFormat::Preference | DataFormat::PreferenceChosen => "chosen, rejected",
             DataFormat::Alpaca => "instruction, output",
             DataFormat::Instruction => "instruction, response",
             DataFormat::PromptCompletion => "prompt, completion",
@@ -57,7 +57,7 @@ impl RowFormat for DataFormat {
             DataFormat::Auto => true,
             DataFormat::Messages => has("messages"),
             DataFormat::Sharegpt => has("conversations") || has("conversation"),
-            DataFormat::Preference => has("chosen") && has("rejected"),
+            DataFormat::Preference | DataFormat::PreferenceChosen => has("chosen") && has("rejected"),
             DataFormat::Alpaca => has("instruction") && has("output"),
             DataFormat::Instruction => has("instruction") && has("response"),
             DataFormat::PromptCompletion => has("prompt") && (has("completion") || has("canonical_solution")),
@@ -112,9 +112,6 @@ pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
         format!("{count} of {} rows have", rows.len())
     };
     let mut why = format!("{format}: {share} {}", keys_found(format, rows));
-    if format == DataFormat::Preference {
-        why.push_str("; only the chosen side is trained");
-    }
     if format == DataFormat::Messages && rows.iter().any(|row| row.value.contains_key("label")) {
         why.push_str("; of the labelled rows those with a true label are trained");
     }
@@ -129,7 +126,9 @@ fn keys_found(format: DataFormat, rows: &[RawRow]) -> String {
         DataFormat::Alpaca => vec!["instruction", "input", "output"],
         DataFormat::Instruction => vec!["instruction", "context", "response"],
         DataFormat::Messages => vec!["messages", "tools", "label"],
-        DataFormat::Preference => vec!["prompt", "messages", "conversations", "chosen", "rejected"],
+        DataFormat::Preference | DataFormat::PreferenceChosen => {
+            vec!["prompt", "messages", "conversations", "chosen", "rejected"]
+        }
         DataFormat::Tokens => token_rows::KEYS.to_vec(),
         _ => format.keys().split(", ").collect(),
     };
@@ -160,7 +159,9 @@ fn used_keys_of_texts(row: &Map<String, Value>, format: DataFormat) -> Option<Ve
         DataFormat::PromptCompletion if is_text("prompt") => {
             Some(vec!["prompt", "completion", "canonical_solution"])
         }
-        DataFormat::Preference if is_text("chosen") => Some(vec!["prompt", "chosen", "rejected"]),
+        DataFormat::Preference | DataFormat::PreferenceChosen if is_text("chosen") => {
+            Some(vec!["prompt", "chosen", "rejected"])
+        }
         _ => None,
     }
 }
@@ -178,7 +179,7 @@ fn used_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<&'static str> 
         DataFormat::Auto => Vec::new(),
         DataFormat::Messages => [&["messages", "label"], &chat[..]].concat(),
         DataFormat::Sharegpt => [&["conversations", "conversation"], &chat[..]].concat(),
-        DataFormat::Preference => {
+        DataFormat::Preference | DataFormat::PreferenceChosen => {
             [&["prompt", "messages", "conversations", "chosen", "rejected"], &chat[..]].concat()
         }
         DataFormat::Alpaca => [&["input", "output", "history"], &task[..]].concat(),
@@ -232,7 +233,7 @@ pub fn convert(row: &Map<String, Value>, format: DataFormat) -> Result<Option<Pa
             let key = if row.contains_key("conversations") { "conversations" } else { "conversation" };
             Conversation::read(row, key)?.with_system(row)?.into_record(tools_of(row)?)
         }
-        DataFormat::Preference => preference(row)?,
+        DataFormat::Preference | DataFormat::PreferenceChosen => preference(row)?,
         DataFormat::Alpaca => alpaca(row)?,
         DataFormat::Instruction => task(row, "instruction", "context", "response")?,
         DataFormat::QuestionAnswer => task(row, "question", "context", "answer")?,

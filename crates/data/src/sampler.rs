@@ -3,7 +3,8 @@
 //! The order is a pure function of (seed, epoch, index): a run resumes by a [`Cursor`] of two numbers, and only
 //! the product of micro-batch size and accumulation decides which rows meet, not how it is split.
 //!
-//! A *unit* is a row, or with packing a bin of rows, packed once in a shuffled order; epochs shuffle the units.
+//! A *unit* is a row or a [group](ExampleSource::group) of rows, or with packing a bin of them, packed once in a shuffled
+//! order; epochs shuffle the units.
 //! Shuffled units are sorted by length inside windows of 64 global batches before they are cut into batches, and the
 //! batches are shuffled, then each in itself: units of like length share a step, so that its micro-batches and ranks
 //! take equal time (there is no padding to save). `shuffle = false` takes rows as they stand in the files.
@@ -13,7 +14,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::batch::{Batch, Step};
-use super::dataset::Dataset;
+use super::example_source::ExampleSource;
 use super::pack::{best_fit, next_fit};
 use crate::error::{Error, Result};
 use crate::runtime::rng::{GOLDEN_GAMMA, splitmix64};
@@ -54,7 +55,7 @@ pub struct Cursor {
 /// Hands out the steps of a run.
 #[derive(Debug)]
 pub struct Sampler<'a> {
-    dataset: &'a Dataset,
+    examples: &'a dyn ExampleSource,
     options: SamplerOptions,
     units: Vec<Vec<u32>>,
     lengths: Vec<usize>,
@@ -69,7 +70,7 @@ impl<'a> Sampler<'a> {
     ///
     /// # Errors
     /// When an option is zero or not a number, or a row does not fit into a bin.
-    pub fn new(dataset: &'a Dataset, options: SamplerOptions) -> Result<Self> {
+    pub fn new(examples: &'a dyn ExampleSource, options: SamplerOptions) -> Result<Self> {
         let zero = |key: &str| Err(Error::user(format!("`{key}` is 0")).because("accepted: 1 and more"));
         if options.micro_batch_size == 0 {
             return zero("train.micro_batch_size");
@@ -84,26 +85,18 @@ impl<'a> Sampler<'a> {
             return Err(Error::user(format!("`train.epochs` is {}", options.epochs))
                 .because("accepted: a number above 0, perhaps with a fraction"));
         }
-        let rows: Vec<usize> = dataset.examples().iter().map(|example| example.ids.len()).collect();
-        let count = u32::try_from(rows.len()).map_err(|_| {
-            Error::user(format!("the data set has {} rows", rows.len())).because("accepted: up to 2^32")
+        let count = u32::try_from(examples.len()).map_err(|_| {
+            Error::user(format!("the data set has {} rows", examples.len())).because("accepted: up to 2^32")
         })?;
+        let rows: Vec<usize> = (0..examples.len()).map(|row| examples.length(row)).collect();
         if let Some(long) = rows.iter().find(|len| options.packing && **len > options.max_seq_len) {
             let why = format!("a row has {long} tokens, a bin {}", options.max_seq_len);
             return Err(Error::internal("cannot pack the rows").because(why));
         }
-        let units = match (options.packing, options.shuffle) {
-            (false, _) => (0..count).map(|row| vec![row]).collect(),
-            (true, false) => next_fit(&rows, options.max_seq_len),
-            (true, true) => {
-                let mut order: Vec<u32> = (0..count).collect();
-                Random::new(options.seed, Random::PACKING).shuffle(&mut order);
-                best_fit(&order, &rows, options.max_seq_len)
-            }
-        };
+        let units = units(&groups(examples, count), &rows, &options);
         let lengths = units.iter().map(|unit| unit.iter().map(|row| rows[*row as usize]).sum()).collect();
         let cursor = Cursor::default();
-        Ok(Sampler { dataset, options, units, lengths, cursor, order: Vec::new(), ordered_epoch: None })
+        Ok(Sampler { examples, options, units, lengths, cursor, order: Vec::new(), ordered_epoch: None })
     }
 
     /// Units of an epoch: rows, or bins of rows.
@@ -199,7 +192,7 @@ impl<'a> Sampler<'a> {
 
     fn batch<'b>(&self, units: impl Iterator<Item = &'b Vec<u32>>, first_token: u64) -> Batch {
         let rows = units.flatten();
-        Batch::new(rows.map(|row| &self.dataset.examples()[*row as usize]), first_token)
+        Batch::new(rows.map(|row| self.examples.example(*row as usize)), first_token)
     }
 
     fn global_batch(&self) -> usize {
@@ -235,6 +228,40 @@ impl<'a> Sampler<'a> {
         order.extend(batches.iter().flat_map(|index| &sorted[*index as usize * batch..][..batch]));
         order.extend(rest);
     }
+}
+
+/// Rows that stay together: neighbours of one group, or a row by itself.
+fn groups(examples: &dyn ExampleSource, count: u32) -> Vec<Vec<u32>> {
+    let mut groups: Vec<Vec<u32>> = Vec::with_capacity(count as usize);
+    let mut last = None;
+    for row in 0..count {
+        let group = examples.group(row as usize);
+        match groups.last_mut() {
+            Some(members) if group.is_some() && group == last => members.push(row),
+            _ => groups.push(vec![row]),
+        }
+        last = group;
+    }
+    groups
+}
+
+/// The rows of each unit: a group, or with packing a bin of groups. A group with more tokens than a bin has a bin of its own.
+fn units(groups: &[Vec<u32>], rows: &[usize], options: &SamplerOptions) -> Vec<Vec<u32>> {
+    if !options.packing {
+        return groups.to_vec();
+    }
+    let lengths: Vec<usize> =
+        groups.iter().map(|group| group.iter().map(|row| rows[*row as usize]).sum()).collect();
+    let bins = if options.shuffle {
+        let mut order: Vec<u32> = (0u32..).take(groups.len()).collect();
+        Random::new(options.seed, Random::PACKING).shuffle(&mut order);
+        best_fit(&order, &lengths, options.max_seq_len)
+    } else {
+        next_fit(&lengths, options.max_seq_len)
+    };
+    let rows_of =
+        |bin: Vec<u32>| bin.into_iter().flat_map(|group| groups[group as usize].iter().copied()).collect();
+    bins.into_iter().map(rows_of).collect()
 }
 
 /// The SplitMix64 generator, one stream for each (seed, use). Our own, so

@@ -3,6 +3,7 @@
 
 pub mod checkpoint;
 pub mod engine;
+pub mod objectives;
 pub mod parallel;
 pub mod profile;
 

@@ -34,16 +34,16 @@ pub use difference::RecipeDifference;
 pub use finetune_core::recipe::enums;
 pub use finetune_core::recipe::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
-    ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
-    SchedulerKind, StateDtype, Strategy,
+    ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
+    ReduceDtype, SchedulerKind, StateDtype, Strategy,
 };
 use finetune_core::{address, error, private_file, program};
 pub use layers::{FlagAssignment, Purpose, RecipeLayers};
 pub use row_source::RowSource;
 pub use sections::{
     AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LEAST_SEQ_LEN, LogSection,
-    MOST_ACCUMULATION, ModelSection, OptimizerSection, ParallelSection, ProfileSection, QuantizationSection,
-    SchedulerSection, TrainSection,
+    MOST_ACCUMULATION, ModelSection, ObjectiveSection, OptimizerSection, ParallelSection, ProfileSection,
+    QuantizationSection, SchedulerSection, TrainSection,
 };
 pub use shell::quoted_for_shell;
 pub use source::{DataSource, Folder, Template};
@@ -73,6 +73,8 @@ pub struct Recipe {
     pub adapter: Option<AdapterSection>,
     /// What the model learns from.
     pub data: DataSection,
+    /// The loss that is minimized.
+    pub objective: ObjectiveSection,
     /// How long and in which portions.
     pub train: TrainSection,
     /// What turns gradients into updates.
@@ -291,8 +293,9 @@ impl Recipe {
             self.adapter.as_ref().map(|section| section as &dyn Section),
         ];
         let first: [&dyn Section; 1] = [&self.model];
-        let rest: [&dyn Section; 10] = [
+        let rest: [&dyn Section; 11] = [
             &self.data,
+            &self.objective,
             &self.train,
             &self.optimizer,
             &self.scheduler,
@@ -318,6 +321,7 @@ impl Recipe {
             "quantization" => self.quantization.get_or_insert_default(),
             "adapter" => self.adapter.get_or_insert_default(),
             "data" => &mut self.data,
+            "objective" => &mut self.objective,
             "train" => &mut self.train,
             "optimizer" => &mut self.optimizer,
             "scheduler" => &mut self.scheduler,

@@ -5,8 +5,8 @@
 use super::addresses::{ListenAddress, ServerUrl};
 use super::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
-    ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
-    SchedulerKind, StateDtype, Strategy,
+    ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
+    ReduceDtype, SchedulerKind, StateDtype, Strategy,
 };
 use super::row_source::RowSource;
 use super::schema::section;
@@ -123,6 +123,14 @@ section! {
         on_long_row: OnLongRow = OnLongRow::Truncate;
         /// Encode special tokens that stand in the texts of a chat as text, as transformers' option of this name does.
         sanitize_control_tokens: bool = false;
+    }
+}
+
+section! {
+    /// The objective of the training.
+    pub struct ObjectiveSection "objective" {
+        /// The loss that is minimized: cross_entropy of the tokens that `data.train_on` selects.
+        kind: ObjectiveKind = ObjectiveKind::CrossEntropy;
     }
 }
 

@@ -10,8 +10,8 @@ use toml::Value;
 
 use super::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
-    ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
-    SchedulerKind, StateDtype, Strategy,
+    ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
+    ReduceDtype, SchedulerKind, StateDtype, Strategy,
 };
 
 /// Why a value was not taken.
@@ -443,6 +443,7 @@ choices_are_settings!(
     DataFormat,
     OnBadRow,
     OnLongRow,
+    ObjectiveKind,
     OnNan,
     Recompute,
     OptimizerKind,

@@ -48,7 +48,7 @@ const fn counter(name: &'static str, help: &'static str) -> FamilySpec {
 }
 
 /// Everything that is served.
-pub const FAMILIES: [FamilySpec; 27] = [
+pub const FAMILIES: [FamilySpec; 28] = [
     gauge(
         "finetune_run_info",
         &["run", "model", "version"],
@@ -79,6 +79,11 @@ pub const FAMILIES: [FamilySpec; 27] = [
     gauge("finetune_peak_memory_bytes", &[], "`peak_bytes`"),
     gauge("finetune_mfu_ratio", &[], "`mfu`, where the peak of the devices is known"),
     gauge("finetune_hfu_ratio", &[], "`hfu`, likewise"),
+    gauge(
+        "finetune_objective",
+        &["metric"],
+        "`objective`, by `metric`; of objectives with metrics of their own",
+    ),
     counter("finetune_steps_total", "steps that this process took"),
     counter("finetune_skipped_steps_total", "lines with `skipped`: steps that diverged and updated nothing"),
     gauge("finetune_rolled_back_to_step", &[], "`back_to` of the last such line"),
@@ -210,6 +215,7 @@ impl RunFigures {
             rank_secs,
             mfu,
             hfu,
+            objective,
         } = report;
         let parts = [
             ("data", data_secs),
@@ -225,6 +231,9 @@ impl RunFigures {
         }
         for (rank, secs) in rank_secs.iter().enumerate() {
             self.set_of("finetune_rank_seconds", &[&rank.to_string()], *secs)?;
+        }
+        for (name, value) in objective {
+            self.set_of("finetune_objective", &[name], *value)?;
         }
         self.set("finetune_epochs", *epoch)?;
         self.set("finetune_loss_nats", *loss)?;
@@ -373,6 +382,7 @@ mod tests {
             rank_secs: vec![0.25, 1.0 / 3.0],
             mfu: Some(0.4),
             hfu: Some(0.5),
+            objective: BTreeMap::from([("accuracy".to_owned(), 0.75)]),
             ..StepReport::default()
         };
         (3..=5).for_each(|number| figures.step(&step(number)).unwrap());

@@ -10,6 +10,7 @@
 //! so does a last line that was cut short. A log never stops a run: of a file with lines that cannot be read, as a power
 //! cut leaves them, the others go on in a new one, and the file as it was is kept beside it.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -75,6 +76,9 @@ pub struct StepReport {
     /// The same with the operations that are computed a second time.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub hfu: Option<f64>,
+    /// Metrics of the objective by name, each divided by what the loss is divided by; cross-entropy has none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub objective: BTreeMap<String, f64>,
 }
 
 /// A figure that its line does not have.

@@ -97,12 +97,15 @@ impl RunListener for EventWriter {
         if report.step != self.total_steps && !report.step.is_multiple_of(self.every_steps) {
             return Ok(());
         }
-        let values = [
+        let own: Vec<(String, f64)> =
+            report.objective.iter().map(|(name, value)| (format!("train/{name}"), *value)).collect();
+        let mut values = vec![
             ("train/loss", report.loss),
             ("train/learning_rate", report.learning_rate),
             ("train/grad_norm", report.grad_norm),
             ("train/tokens_per_sec", report.tokens_per_sec),
         ];
+        values.extend(own.iter().map(|(name, value)| (name.as_str(), *value)));
         self.scalars(report.step, &values)
     }
 

@@ -12,6 +12,7 @@
 use serde::Serialize;
 
 use crate::model::{BlockLayout, ModelConfig, WeightShape};
+use crate::objectives::ObjectiveCost;
 use crate::parallel::{ParamDesc, ParamKind};
 use crate::planning::LossPath;
 use crate::recipe::Recompute;
@@ -38,8 +39,16 @@ pub struct TokenFlops {
     pub attention: f64,
     /// Of what is computed a second time.
     pub recomputed: f64,
-    /// Of it all what a forward without a backward takes.
+    /// Operations of a forward without a backward.
     pub forward: f64,
+    /// Operations of the objective's further forwards.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub objective: f64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+fn is_zero(figure: &f64) -> bool {
+    *figure == 0.0
 }
 
 /// Which weights of a model train.
@@ -87,7 +96,14 @@ impl TokenFlops {
             attention: ATTENTION * attention,
             recomputed,
             forward: of_blocks_forward + PRODUCT * head,
+            objective: 0.0,
         }
+    }
+
+    /// The same with the further forwards of an objective.
+    #[must_use]
+    pub fn with_objective(self, cost: ObjectiveCost) -> Self {
+        TokenFlops { objective: cost.extra_forwards as f64 * self.forward, ..self }
     }
 
     /// Of the model: what model FLOP utilisation (MFU) counts.
@@ -97,7 +113,7 @@ impl TokenFlops {
 
     /// Of the hardware, with what is computed again: what HFU counts.
     pub fn hardware(&self) -> f64 {
-        self.model() + self.recomputed
+        self.model() + self.recomputed + self.objective
     }
 }
 

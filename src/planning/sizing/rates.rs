@@ -226,7 +226,7 @@ impl ComputeRates {
 
     /// Seconds of a token's products and attention.
     pub fn seconds(&self, flops: &TokenFlops) -> f64 {
-        let linear = (flops.linear + flops.recomputed) / self.linear;
+        let linear = (flops.linear + flops.recomputed + flops.objective) / self.linear;
         linear + flops.head / self.head.by(flops.loss_path) + flops.attention / self.attention
     }
 }

@@ -15,6 +15,7 @@ use super::flops::{TokenFlops, TrainedWeights};
 use super::hardware::Hardware;
 use super::rates::ComputeRates;
 use crate::model::ModelConfig;
+use crate::objectives;
 use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes, ShardingStrategy};
 use crate::planning::PlannedStep;
 use crate::recipe::{Offload, Recipe, Recompute, StateDtype};
@@ -127,8 +128,9 @@ impl StepTime {
         (hardware, rates): (&Hardware, &ComputeRates),
         load: Workload,
     ) -> Self {
-        let flops =
-            TokenFlops::new(config, TrainedWeights::of(config, &step.descs), load.row, step.fit.recompute);
+        let trained = TrainedWeights::of(config, &step.descs);
+        let flops = TokenFlops::new(config, trained, load.row, step.fit.recompute)
+            .with_objective(objectives::objective(&recipe.objective).cost());
         let turns = load.micro_batches as f64;
         let tokens = load.tokens * turns;
         let recompute = tokens * flops.recomputed / rates.linear;

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use finetune::data::ExampleSource as _;
 use finetune::data::{ChatTemplate, DataOptions, Dataset, Example, Tokenizer};
 use finetune::recipe::enums::{DataFormat, OnBadRow, OnLongRow};
 use finetune::recipe::{Template, TrainOn};
@@ -280,7 +281,10 @@ fn only_the_turns_that_count_are_trained() {
             "<|im_end|>"
         };
         for row in rows {
-            let data = load(&tokenizer, "a.jsonl", row, &DataOptions::default()).unwrap();
+            let is_pair = row.contains("rejected");
+            let format = if is_pair { DataFormat::PreferenceChosen } else { DataFormat::Auto };
+            let options = DataOptions { format, ..DataOptions::default() };
+            let data = load(&tokenizer, "a.jsonl", row, &options).unwrap();
             assert_eq!(trained(&tokenizer, &data.examples()[0]), format!("d{end}"), "{model}: {row}");
         }
     }

@@ -1,11 +1,14 @@
 //! Order, packing and resuming, on made-up rows.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
 use finetune::data::source::{DataFile, RawRow};
-use finetune::data::{Cursor, DataOptions, Dataset, Origin, RowOrigin, Sampler, SamplerOptions, Step};
+use finetune::data::{
+    Cursor, DataOptions, Dataset, Example, ExampleSource, Origin, RowOrigin, Sampler, SamplerOptions, Step,
+};
 
 use super::tokenizer;
 
@@ -253,4 +256,73 @@ fn no_micro_batch_is_longer_than_the_longest() {
         assert_eq!(again, all);
         assert_eq!(sampler.widest_of_next_step(), None);
     }
+}
+
+/// Examples of so many tokens, with the group of each.
+#[derive(Debug)]
+struct Grouped(Vec<Example>);
+
+impl Grouped {
+    fn new(rows: &[(usize, Option<u32>)]) -> Self {
+        let example = |(index, &(len, group)): (usize, &(usize, Option<u32>))| Example {
+            ids: vec![index as u32; len],
+            trained: vec![true; len],
+            origin: Origin { file: std::path::Path::new("x").into(), place: RowOrigin::Line(index as u64) },
+            group,
+        };
+        Grouped(rows.iter().enumerate().map(example).collect())
+    }
+}
+
+impl ExampleSource for Grouped {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn length(&self, index: usize) -> usize {
+        self.0[index].ids.len()
+    }
+
+    fn group(&self, index: usize) -> Option<u32> {
+        self.0[index].group
+    }
+
+    fn example(&self, index: usize) -> Cow<'_, Example> {
+        // As a source that reads its rows from a file.
+        Cow::Owned(self.0[index].clone())
+    }
+
+    fn digest(&self) -> blake3::Hash {
+        blake3::hash(&[])
+    }
+}
+
+/// Pairs share a micro-batch, in their order, whatever is shuffled or packed; a row without a group goes where it likes.
+#[test]
+fn a_group_stays_in_one_micro_batch() {
+    let rows: Vec<(usize, Option<u32>)> =
+        (0..30).map(|row| (3 + row % 5, if row < 20 { Some(row as u32 / 2) } else { None })).collect();
+    let source = Grouped::new(&rows);
+    for (shuffle, packing) in [(false, false), (true, false), (false, true), (true, true)] {
+        let options = SamplerOptions { shuffle, packing, max_seq_len: 16, epochs: 2.0, ..options() };
+        let mut sampler = Sampler::new(&source, options).unwrap();
+        let mut seen = [0; 30];
+        while let Some(step) = sampler.next_step() {
+            for batch in &step.micro_batches {
+                let found: Vec<usize> =
+                    batch.segments.iter().map(|sample| batch.ids[sample.start] as usize).collect();
+                for (at, &row) in found.iter().enumerate() {
+                    seen[row] += 1;
+                    if row < 20 && row % 2 == 0 {
+                        assert_eq!(found.get(at + 1), Some(&(row + 1)), "{shuffle} {packing}: {found:?}");
+                    }
+                }
+            }
+        }
+        assert_eq!(seen, [2; 30], "shuffle {shuffle}, packing {packing}");
+    }
+    // A group that no bin holds has one of its own.
+    let wide = Grouped::new(&[(10, Some(0)), (10, Some(0)), (4, None)]);
+    let options = SamplerOptions { packing: true, max_seq_len: 16, ..options() };
+    assert_eq!(Sampler::new(&wide, options).unwrap().num_units(), 2);
 }

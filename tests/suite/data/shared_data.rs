@@ -32,8 +32,8 @@ const FILES: [(&str, usize, DataFormat, usize); 19] = [
     ("messages_sgd.jsonl", 450, DataFormat::Messages, 0),
     ("messages_parts_tools.jsonl", 25, DataFormat::Messages, 0),
     ("kto_messages.jsonl", 120, DataFormat::Messages, 65),
-    ("dpo_hh_clean.jsonl", 277, DataFormat::Preference, 0),
-    ("dpo_sharegpt.jsonl", 110, DataFormat::Preference, 0),
+    ("dpo_hh_clean.jsonl", 277, DataFormat::PreferenceChosen, 0),
+    ("dpo_sharegpt.jsonl", 110, DataFormat::PreferenceChosen, 0),
     ("humaneval.jsonl", 110, DataFormat::PromptCompletion, 0),
     ("prompt_completion.jsonl", 500, DataFormat::PromptCompletion, 0),
     ("text_wikisql_train.jsonl", 1000, DataFormat::Text, 0),
@@ -43,8 +43,13 @@ const FILES: [(&str, usize, DataFormat, usize); 19] = [
 ];
 
 fn load(path: PathBuf, tokenizer: &Tokenizer, template: &ChatTemplate) -> Dataset {
-    let options =
-        DataOptions { max_seq_len: 1 << 20, vocab_size: tokenizer.vocab_size(), ..DataOptions::default() };
+    let is_pairs = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("dpo_"));
+    let options = DataOptions {
+        format: if is_pairs { DataFormat::PreferenceChosen } else { DataFormat::Auto },
+        max_seq_len: 1 << 20,
+        vocab_size: tokenizer.vocab_size(),
+        ..DataOptions::default()
+    };
     Dataset::load(&[path], &options, tokenizer, Some(template)).unwrap_or_else(|error| panic!("{error}"))
 }
 

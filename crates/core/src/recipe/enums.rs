@@ -138,8 +138,10 @@ choices! {
         Messages = "messages",
         /// `conversations` of `from` and `value`.
         Sharegpt = "sharegpt",
-        /// `chosen` and `rejected`; the chosen side is trained.
+        /// `chosen` and `rejected`: pairs of answers, for objectives that compare them.
         Preference = "preference",
+        /// The same rows, of which the chosen answer alone is trained.
+        PreferenceChosen = "preference_chosen",
         /// `instruction`, `output`, perhaps `input`.
         Alpaca = "alpaca",
         /// `instruction` and `response`, perhaps `context`.
@@ -152,6 +154,14 @@ choices! {
         Text = "text",
         /// `input_ids`, perhaps `labels` and `attention_mask`: rows that are tokens already.
         Tokens = "tokens",
+    }
+}
+
+choices! {
+    /// The objective that a run minimizes.
+    pub enum ObjectiveKind {
+        /// The cross-entropy of the trained tokens.
+        CrossEntropy = "cross_entropy",
     }
 }
 

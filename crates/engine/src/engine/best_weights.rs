@@ -74,7 +74,7 @@ impl TrainLoop<'_> {
 
     /// Prints that the run has ended early, where it has.
     fn say_end_of_patience(&self, steps: u64) {
-        let total = self.sampler.total_steps();
+        let total = self.steps.total_steps();
         let Some(best) = self.best.as_ref().filter(|_| self.is_out_of_patience() && steps < total) else {
             return;
         };

@@ -8,11 +8,12 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 
-use super::{BatchLayout, Engine, LossSums, MicroStep, ObjectiveInput, ObjectiveOutput, segment};
+use super::{BatchLayout, Engine, MicroStep, segment};
 use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::model::{self, BlockContext, BlockSaved, BlockWeights, ModelConfig, Segment};
+use crate::objectives::{LossSums, ObjectiveInput, ObjectiveOutput};
 use crate::profile::op_table::RECOMPUTE;
 use crate::recipe::enums::Recompute;
 use crate::report::memory;

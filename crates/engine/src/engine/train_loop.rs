@@ -9,7 +9,7 @@ use super::save_schedule::SaveSchedule;
 use super::{Engine, Evaluation, PeakFlops, Trainer};
 use crate::checkpoint::{BestEvaluation, KillPoint, Saver, TrainingState};
 use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
-use crate::data::{Batch, Cursor, Sampler, Step};
+use crate::data::{Batch, Cursor, Step, StepSource};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::profile::Profiler;
 use crate::profile::bottlenecks::RunFacts;
@@ -110,7 +110,7 @@ pub struct TrainLoop<'a> {
     /// The model that learns.
     pub trainer: &'a mut Trainer,
     /// The steps of the run, in order.
-    pub sampler: &'a mut Sampler<'a>,
+    pub steps: &'a mut dyn StepSource,
     /// The held-out micro-batches.
     pub held_out: Vec<Batch>,
     /// The best evaluation before this run was resumed, and then of all.
@@ -153,8 +153,8 @@ impl TrainLoop<'_> {
     }
 
     fn run_steps(&mut self, tokens: u64) -> Result<RunSummary> {
-        let total = self.sampler.total_steps();
-        let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
+        let total = self.steps.total_steps();
+        let mut done = RunSummary { steps: self.steps.steps_done(), tokens, ..RunSummary::default() };
         self.begin(&mut done, total)?;
         let mut watch = RunWatch::new(self.trainer.engine.store.trainable_entries());
         let mut diverged = DivergedSteps::new(self.options.nan);
@@ -184,7 +184,7 @@ impl TrainLoop<'_> {
             }
             // The end of a run has its own order.
             let goes_on = done.steps < total;
-            let ends_epoch = self.sampler.cursor().index == 0 && goes_on;
+            let ends_epoch = self.steps.cursor().index == 0 && goes_on;
             let is_best = goes_on && self.evaluate_on_the_way(&mut done, ends_epoch, &mut watch)?;
             let stop = agreed.asked_to_stop && goes_on;
             if saves.is_due(done.steps, ends_epoch) || agreed.is_save_late && goes_on || stop || is_best {
@@ -271,8 +271,8 @@ impl TrainLoop<'_> {
     /// Computes the longest micro-batch of the run once where the first step has shorter ones, so that what will not fit fails
     /// at once and not hours later. Steps come in the order that they would have come in anyway.
     fn rehearse(&mut self) -> Result<()> {
-        let Some(next) = self.sampler.widest_of_next_step() else { return Ok(()) };
-        let longest = self.sampler.longest_micro_batch();
+        let Some(next) = self.steps.widest_of_next_step() else { return Ok(()) };
+        let Some(longest) = self.steps.longest_micro_batch() else { return Ok(()) };
         if longest.len() <= next {
             return Ok(());
         }
@@ -332,7 +332,7 @@ impl TrainLoop<'_> {
 
     pub(super) fn save(&mut self, done: &RunSummary) -> Result<()> {
         let (step, tokens, best) = (done.steps, done.tokens, self.best.clone());
-        let moment = Progress { step, cursor: self.sampler.cursor(), tokens, best };
+        let moment = Progress { step, cursor: self.steps.cursor(), tokens, best };
         self.pause_step_timer();
         self.enter(Phase::Save)?;
         let world = self.trainer.engine.store.mesh().world();
@@ -366,6 +366,11 @@ impl TrainLoop<'_> {
             loss: result.loss,
             learning_rate: result.learning_rate,
             grad_norm: result.grad_norm,
+            objective: result
+                .metrics
+                .iter()
+                .map(|metric| (metric.name.to_owned(), metric.sum / result.divisor))
+                .collect(),
             tokens: step.tokens,
             step_secs: secs,
             tokens_per_sec,
@@ -438,7 +443,7 @@ impl TrainLoop<'_> {
 
     /// The next step of `total`, if there is one: from here on all time is its.
     fn next_step(&mut self, total: u64) -> Result<Option<Step>> {
-        let done = self.sampler.steps_done();
+        let done = self.steps.steps_done();
         if let Some(profiler) = &mut self.profiler
             && done < total
         {
@@ -447,7 +452,7 @@ impl TrainLoop<'_> {
             self.warn(begun.err().map(|error| error.in_one_line()));
         }
         self.enter(Phase::Data)?;
-        let step = self.sampler.next_step();
+        let step = self.steps.next_step()?;
         // The trainer begins with gradients of zero.
         self.clock.count_as(StepPart::Update);
         trace::enter_phase("zero gradients");

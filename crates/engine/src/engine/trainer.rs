@@ -4,11 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::divergence::DivergedStep;
-use super::{CrossEntropy, Engine, LossSums, MetricSum, MicroStep, Objective};
+use super::{Engine, MicroStep};
 use crate::collective::Phase;
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::DropoutContext;
+use crate::objectives::{CrossEntropy, LossSums, MetricSum, Objective};
 use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use crate::parallel::{Bucket, BucketEntry, LrGroup, OffloadTarget};
@@ -55,6 +56,8 @@ pub struct StepResult {
     pub learning_rate: f64,
     /// The objective's own numbers, summed over the step; cross-entropy has none.
     pub metrics: Vec<MetricSum>,
+    /// Divisor of the summed loss and of the metrics: the number of targets, unless the objective counts otherwise.
+    pub divisor: f64,
 }
 
 /// An engine that learns.
@@ -149,7 +152,8 @@ impl Trainer {
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
         let store = &self.engine.store;
         store.zero_gradients()?;
-        let scale = 1.0 / self.objective.denominator(step);
+        let divisor = self.objective.denominator(step);
+        let scale = 1.0 / divisor;
         let sums = self.gradients(step, number, scale)?;
         store.mesh().world().enter(Phase::Norm)?;
         // Started before the loss is read: a GPU is waited for once.
@@ -172,7 +176,7 @@ impl Trainer {
         let learning_rate = self.options.schedule.at(number - 1);
         self.optimizer.update(learning_rate, clip)?;
         store.all_gather_params()?;
-        Ok(StepResult { loss, grad_norm, learning_rate, metrics })
+        Ok(StepResult { loss, grad_norm, learning_rate, metrics, divisor })
     }
 
     /// The ranks whose gradients are not finite though all losses are, found by computing them again; none where losses tell

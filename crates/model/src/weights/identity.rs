@@ -54,6 +54,17 @@ pub struct ModelIdentity {
     quantized_from: Option<Box<ModelIdentity>>,
 }
 
+/// A key of config.json with another value in another model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigDifference {
+    /// The key.
+    pub key: String,
+    /// Its value in this model.
+    pub here: String,
+    /// Its value in the other model.
+    pub there: String,
+}
+
 impl ModelIdentity {
     /// The identity of the model called `id`, whose weights have not been looked at.
     pub fn named(id: &str, commit: Option<&str>) -> Self {
@@ -152,12 +163,16 @@ impl ModelIdentity {
         known
     }
 
-    /// What config.json says otherwise there than here: key, value here, value of `other`. Keys that one of both does not
-    /// know, because it was made by an older version of the program, are no difference.
-    pub fn config_differences(&self, other: &Self) -> Vec<(String, String, String)> {
+    /// The keys of config.json whose values differ. A key that one of both does not know, because an
+    /// older version of the program wrote it, is no difference.
+    pub fn config_differences(&self, other: &Self) -> Vec<ConfigDifference> {
         let both = self.config.iter().filter_map(|(key, value)| Some((key, value, other.config.get(key)?)));
-        both.filter(|(_, one, another)| one != another)
-            .map(|(key, one, another)| (key.clone(), one.clone(), another.clone()))
+        both.filter(|(_, here, there)| here != there)
+            .map(|(key, here, there)| ConfigDifference {
+                key: key.clone(),
+                here: here.clone(),
+                there: there.clone(),
+            })
             .collect()
     }
 

@@ -35,7 +35,7 @@ pub use crate::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
 pub use digest::DigestTask;
 pub use files::ModelFiles;
-pub use identity::{ModelIdentity, QUANTIZED_FROM};
+pub use identity::{ConfigDifference, ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};
 pub use output_file::{OutputFile, OutputKind};
 pub use quantized::QuantizedTensor;

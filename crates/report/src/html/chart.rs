@@ -51,7 +51,7 @@ pub(super) struct Series {
 #[derive(Debug, Clone)]
 pub(super) struct Chart {
     /// What stands above it, and names it: letters and spaces.
-    pub(super) title: &'static str,
+    pub(super) title: Cow<'static, str>,
     /// The unit of its values, where they have one.
     pub(super) unit: &'static str,
     /// Whether the axis of values begins at 0.
@@ -71,7 +71,7 @@ impl Chart {
     pub(super) fn figure(&self) -> String {
         let all: Vec<&Series> = self.series.iter().filter(|series| !series.points.is_empty()).collect();
         let Some(axes) = self.axes(&all) else { return String::new() };
-        let id = self.title.to_lowercase().replace(' ', "-");
+        let id = self.title.to_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "-");
         let (width, height) = (MARGIN.0 + PLOT.0 + 10.0, MARGIN.1 + PLOT.1 + 38.0);
         let heading = self.heading();
         let said: Vec<String> = all.iter().map(|series| series.in_words(self.unit)).collect();
@@ -89,7 +89,7 @@ impl Chart {
     }
 
     fn heading(&self) -> String {
-        if self.unit.is_empty() { self.title.to_owned() } else { format!("{} ({})", self.title, self.unit) }
+        if self.unit.is_empty() { self.title.to_string() } else { format!("{} ({})", self.title, self.unit) }
     }
 
     fn axes(&self, all: &[&Series]) -> Option<Axes> {

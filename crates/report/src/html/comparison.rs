@@ -70,7 +70,7 @@ impl ComparisonPage<'_> {
             Series::line(run.name.to_owned(), class, points(run.entries))
         };
         let series = self.runs.iter().zip(CLASSES.into_iter().cycle()).map(line).collect();
-        Chart { title, unit: "nats per token", from_zero: false, series }.figure()
+        Chart { title: title.into(), unit: "nats per token", from_zero: false, series }.figure()
     }
 }
 

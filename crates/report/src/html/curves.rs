@@ -1,6 +1,9 @@
 //! What metrics.jsonl tells of a run, as sections: results, loss and learning rate, speed, memory, where the time of a step
 //! went, ranks, evaluations, and steps that were passed over.
 
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+
 use super::chart::{Chart, Mark, Series, stacked};
 use super::markup::{percent, section, short, table};
 use crate::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
@@ -70,13 +73,18 @@ impl<'a> Curves<'a> {
         trained.min_by(|a, b| a.eval_loss.total_cmp(&b.eval_loss))
     }
 
-    fn line(&self, name: &'static str, value: impl Fn(&StepReport) -> f64) -> Series {
+    fn line(&self, name: impl Into<Cow<'static, str>>, value: impl Fn(&StepReport) -> f64) -> Series {
         let points = self.steps.iter().map(|r| (r.step as f64, value(r)));
         Series::line(name, "a", points.filter(|(_, value)| value.is_finite()).collect())
     }
 
-    fn chart(title: &'static str, unit: &'static str, from_zero: bool, series: Vec<Series>) -> String {
-        Chart { title, unit, from_zero, series }.figure()
+    fn chart(
+        title: impl Into<Cow<'static, str>>,
+        unit: &'static str,
+        from_zero: bool,
+        series: Vec<Series>,
+    ) -> String {
+        Chart { title: title.into(), unit, from_zero, series }.figure()
     }
 
     /// Loss, learning rate and gradient norm, with the evaluations.
@@ -98,8 +106,19 @@ impl<'a> Curves<'a> {
             ),
         ];
         let [losses, rate, norm] = figures;
-        let all = [losses, rate, norm, self.eval_table(), self.skipped_steps()];
+        let mut all = vec![losses, rate, norm];
+        all.extend(self.objective_metrics());
+        all.extend([self.eval_table(), self.skipped_steps()]);
         section("Loss and learning rate", &charts(&all))
+    }
+
+    /// A chart for each metric of the objective.
+    fn objective_metrics(&self) -> impl Iterator<Item = String> + '_ {
+        let names: BTreeSet<&String> = self.steps.iter().flat_map(|report| report.objective.keys()).collect();
+        names.into_iter().map(|name| {
+            let value = |report: &StepReport| report.objective.get(name).copied().unwrap_or(f64::NAN);
+            Self::chart(format!("Objective: {name}"), "", false, vec![self.line(name.clone(), value)])
+        })
     }
 
     /// Tokens a second, and the most memory held so far beside the `predicted` bytes, by step.

@@ -1,14 +1,21 @@
-//! What a step minimizes, as an argument of the step: from the hidden states after the last block to a loss and its
-//! gradient. Cross-entropy is the one that the recipes offer.
+//! Objectives, one a file: each makes a loss and its gradient of the hidden states after the last
+//! block. `objective.kind` of the recipe chooses one.
+
+mod cross_entropy;
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use candle_core::Tensor;
+
+pub use cross_entropy::CrossEntropy;
 
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::{HeadWeights, ModelConfig};
-use crate::ops::cross_entropy::{LossSum, LossTargets};
+use crate::ops::cross_entropy::LossSum;
+use crate::recipe::ObjectiveSection;
+use crate::recipe::enums::ObjectiveKind;
 use crate::runtime::rng::RngStream;
 
 /// A loss over the hidden states of a micro-batch.
@@ -17,9 +24,15 @@ use crate::runtime::rng::RngStream;
 /// summed over the micro-batches and ranks of a step. A rank without a micro-batch of its own runs one
 /// [without targets](Batch::without_targets), whose loss, gradient and metrics must be zero.
 pub trait Objective: Debug + Send + Sync {
-    /// What the summed loss of a step is divided by: the number of targets, unless the objective counts otherwise.
+    /// Divisor of the summed loss of a step: the number of targets, unless the objective counts otherwise.
     fn denominator(&self, step: &Step) -> f64 {
         step.valid as f64
+    }
+
+    /// Work and memory of a micro-batch beside the forward and backward of the model and its head.
+    /// The planner counts them.
+    fn cost(&self) -> ObjectiveCost {
+        ObjectiveCost::default()
     }
 
     /// The loss of a micro-batch and the gradient of its hidden states. Gradients of the head's own parameters are
@@ -30,7 +43,16 @@ pub trait Objective: Debug + Send + Sync {
     fn loss_and_grad(&self, head: &HeadWeights, input: ObjectiveInput<'_>) -> Result<ObjectiveOutput>;
 }
 
-/// What an objective sees of a micro-batch.
+/// Work and memory that an objective adds to those of cross-entropy.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ObjectiveCost {
+    /// Forward passes over the model without a backward, such as one of a reference model.
+    pub extra_forwards: usize,
+    /// Bytes that a micro-batch holds for each of its tokens.
+    pub bytes_per_token: usize,
+}
+
+/// A micro-batch as an objective sees it.
 #[derive(Debug, Clone, Copy)]
 pub struct ObjectiveInput<'a> {
     /// The model's shape.
@@ -41,11 +63,11 @@ pub struct ObjectiveInput<'a> {
     pub batch: &'a Batch,
     /// Gradients are those of the loss times this: one over the step's [denominator](Objective::denominator).
     pub scale: f64,
-    /// Where dropout on the head's adapter draws from, and the micro-batch's first token; none: nothing is dropped.
+    /// Random numbers for dropout on the head's adapter, and the micro-batch's first token; none: nothing is dropped.
     pub dropout: Option<(RngStream, u64)>,
 }
 
-/// What an objective makes of a micro-batch.
+/// The loss of a micro-batch, its gradient and metrics.
 #[derive(Debug)]
 pub struct ObjectiveOutput {
     /// The summed loss, not yet scaled.
@@ -74,12 +96,19 @@ pub struct LossSums {
     pub metrics: Vec<MetricSum>,
 }
 
+/// The objective that a recipe asks for.
+pub fn objective(section: &ObjectiveSection) -> Arc<dyn Objective> {
+    match section.kind {
+        ObjectiveKind::CrossEntropy => Arc::new(CrossEntropy),
+    }
+}
+
 impl LossSums {
     /// Adds those of another micro-batch of the same objective.
     ///
     /// # Errors
-    /// Its metrics have other names: a fault of the objective.
-    pub(super) fn add(&mut self, other: LossSums) -> Result<()> {
+    /// Its metrics have other names: an internal error.
+    pub(crate) fn add(&mut self, other: LossSums) -> Result<()> {
         self.loss.add(other.loss);
         if self.metrics.is_empty() {
             self.metrics = other.metrics;
@@ -95,26 +124,13 @@ impl LossSums {
         Ok(())
     }
 
-    /// The loss, once the device has computed it, and the metrics, of what `sum` makes of all sums, the loss first.
-    pub(super) fn reduce(self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<(f64, Vec<MetricSum>)> {
+    /// The loss, read from the device, and the metrics, after `sum` has added those of all ranks; the loss comes first.
+    pub(crate) fn reduce(self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<(f64, Vec<MetricSum>)> {
         let mut metrics = self.metrics;
         let mut values = vec![self.loss.read()?];
         values.extend(metrics.iter().map(|metric| metric.sum));
         sum(&mut values)?;
         metrics.iter_mut().zip(&values[1..]).for_each(|(metric, value)| metric.sum = *value);
         Ok((values[0], metrics))
-    }
-}
-
-/// `−log p(target)`, summed over the positions with a target; no metrics of its own.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct CrossEntropy;
-
-impl Objective for CrossEntropy {
-    fn loss_and_grad(&self, head: &HeadWeights, input: ObjectiveInput<'_>) -> Result<ObjectiveOutput> {
-        let ObjectiveInput { config, hidden, batch, scale, dropout } = input;
-        let targets = LossTargets::unweighted(&batch.targets);
-        let (loss, dx) = head.loss_and_grad(config, hidden, targets, scale, dropout)?;
-        Ok(ObjectiveOutput { loss, dx, metrics: Vec::new() })
     }
 }
