@@ -1,9 +1,10 @@
 // AdamW (arXiv 1711.05101) over all pieces of parameters in one launch, with moments in f32 (src/ops/adamw.rs) or in 8
 // bits (src/ops/adamw_int8.rs, arXiv 2110.02861): the operations in the same order, so the bits are the CPU's.
 //
-// A piece is a row of WORDS numbers in device memory: addresses of its values, gradients and moments, its length, the
-// group whose rates it takes. Blocks are dealt out to pieces by `first_block`: piece i has blocks first_block[i] to
-// first_block[i + 1], each CHUNK of its values (BLOCKS_OF_STATE blocks of 256 with 8 bits). Blocks have 256 threads.
+// A piece is a row of WORDS numbers in device memory: the addresses of its values, gradients and
+// moments, its length, and the group of its rates. `first_block` assigns blocks to pieces: piece i
+// has blocks first_block[i] to first_block[i + 1], each CHUNK of its values (BLOCKS_OF_STATE blocks
+// of 256 with 8 bits). Blocks have 256 threads.
 #include "compat.cuh"
 
 namespace {
@@ -13,10 +14,10 @@ constexpr int CHUNK = 4096;
 constexpr int STATE_BLOCK = 256;
 constexpr int BLOCKS_OF_STATE = 64;
 
-// The columns of a piece's row. PARAM is the address of f32 values and VALUE of the bf16 ones beside them; one of the two
-// may be 0. GRADIENT is of f32 values, or HALF_GRADIENT of bf16 ones. MEAN and SQUARE are of f32 moments, or of their
-// codes with one f32 scale for each 256 at MEAN_SCALE and SQUARE_SCALE. STREAM and FIRST say where the random bits of
-// the first value come from.
+// The columns of a piece's row. PARAM is the address of the f32 values and VALUE that of the bf16
+// copies; one of them may be 0. GRADIENT addresses f32 gradients, HALF_GRADIENT bf16 ones. MEAN and
+// SQUARE address f32 moments, or their codes with one f32 scale for each 256 at MEAN_SCALE and
+// SQUARE_SCALE. STREAM and FIRST determine the random bits of the first value.
 enum {
     PARAM, GRADIENT, MEAN, SQUARE, VALUE, LENGTH, GROUP, MEAN_SCALE, SQUARE_SCALE, HALF_GRADIENT, STREAM, FIRST, WORDS
 };
@@ -36,7 +37,8 @@ struct Rates {
     }
 };
 
-// A value, or four from a multiple of four on: of the f32 ones, where there are none of the bf16 ones.
+// Loads a value, or four from a multiple of four on: from the f32 array, or from the bf16 array if
+// the former is null.
 template <class W, class H> DEVICE inline float load_of(W wide, H half, int64_t at) {
     return wide.is_null() ? widen(half.load(at)) : wide.load(at);
 }
@@ -47,18 +49,18 @@ template <class W, class H> DEVICE inline void load4_of(float (&x)[4], W wide, H
         load_values<float, 4>(x, wide, at);
 }
 
-// Parameters: f32 values, with bf16 ones beside them or not, or bf16 ones alone, which are rounded at random as in
-// src/ops/stochastic_rounding.rs.
+// Parameters: f32 values with or without bf16 copies, or bf16 values only, which are rounded at
+// random as in src/ops/stochastic_rounding.rs.
 struct Parameter {
-    // Null where there are none.
+    // Null if absent.
     InOut<float> wide;
     InOut<bf16> half;
-    // The piece's, which has STREAM and FIRST: read where they are needed, they take no registers before.
+    // The piece's row, with STREAM and FIRST: reading them late saves registers.
     In<int64_t> row;
 
     DEVICE bool is_aligned() const { return wide.is_aligned(16) && half.is_aligned(8); }
     DEVICE float load(int64_t at) const { return load_of(wide, half, at); }
-    // Four values from a multiple of four on.
+    // Loads four values from a multiple of four on.
     DEVICE void load4(float (&x)[4], int64_t at) const {
         load4_of(x, wide, half, at);
     }
@@ -80,11 +82,12 @@ struct Parameter {
         half.store8(at, Bytes8{{rounded(x[0], noise) | rounded(x[1], noise >> 16) << 16,
                                 rounded(x[2], noise >> 32) | rounded(x[3], noise >> 48) << 16}});
     }
-    // The random bits of the four values that value `at` is one of, 16 each; FIRST is a multiple of four.
+    // Returns the random bits of the group of four values that contains value `at`, 16 bits each;
+    // FIRST is a multiple of four.
     DEVICE uint64_t noise_of_four(int64_t at) const {
         return random_bits(uint64_t(row.load(STREAM)), (uint64_t(row.load(FIRST)) + uint64_t(at)) / 4);
     }
-    // The bits of the bf16 number that x becomes with the low 16 bits of `noise`.
+    // Returns the bits of x rounded to bf16 with the low 16 bits of `noise`.
     DEVICE static uint32_t rounded(float x, uint64_t noise) {
         uint32_t bits = float_to_bits(x);
         if ((bits & 0x7f800000u) == 0x7f800000u) return nearest<bf16>(x).bits;
@@ -92,7 +95,7 @@ struct Parameter {
     }
 };
 
-// Gradients: f32 values or bf16 ones, the others null.
+// Gradients: f32 or bf16 values; the other pointer is null.
 struct Gradient {
     In<float> wide;
     In<bf16> half;
@@ -124,7 +127,7 @@ struct Piece {
     }
 };
 
-// The piece of this block, and the number of the block among those of the piece.
+// Returns the piece of this block, and in `chunk` the number of the block within the piece.
 DEVICE inline Piece piece_of_block(In<int64_t> pieces, In<uint32_t> first_block, int count, int64_t &chunk) {
     SHARED(uint32_t, found, 1);
     for (int i = int(threadIdx.x); i < count; i += THREADS)
@@ -136,7 +139,7 @@ DEVICE inline Piece piece_of_block(In<int64_t> pieces, In<uint32_t> first_block,
     return Piece{row, row.load(LENGTH)};
 }
 
-// Four values of a piece from value `at` on.
+// Updates four values of a piece from value `at` on.
 DEVICE inline void four_values(Parameter param, Gradient gradient, InOut<float> mean, InOut<float> square, int64_t at,
                                const Rates &rates) {
     float p[4], g[4], m[4], v[4];
@@ -159,18 +162,20 @@ DEVICE inline void one_value(Parameter param, Gradient gradient, InOut<float> me
     square.store(at, v);
 }
 
-// A dynamic map with the index that finds nearest codes (DynamicMap of src/quant/codes.rs), in shared memory.
+// A dynamic map with its index for the nearest code (DynamicMap of src/quant/codes.rs), in shared
+// memory.
 struct DynamicMap {
     // 256 values, then 256 limits.
     Shared<float> map;
-    // One byte for each leading bits of a magnitude, four in a word; first of numbers that are not negative.
+    // One byte per prefix of a magnitude's bits, four in a word: first for non-negative numbers,
+    // then for negative ones.
     Shared<uint32_t> starts;
     static constexpr uint32_t LEAST = (127 - 22) << 7;
     static constexpr uint32_t BUCKETS = (22 << 7) + 1;
     static constexpr int WORDS_OF_STARTS = (2 * int(BUCKETS) + 3) / 4;
 
     DEVICE float value(uint32_t code) const { return map.load(int(code)); }
-    // The code nearest to x; halfway between two, the even one.
+    // Returns the code nearest to x; ties go to the even code.
     DEVICE uint32_t nearest_code(float x) const {
         uint32_t bits = float_to_bits(x), leading = (bits & 0x7fffffffu) >> 16;
         uint32_t bucket = leading > LEAST ? leading - LEAST : 0;
@@ -200,7 +205,8 @@ struct Moment {
             }
         }
     }
-    // Codes and scale again. Magnitudes are compared by their bits, so that one that is no number is the largest.
+    // Converts the values back to codes and a scale. Magnitudes are compared by their bits, so that
+    // NaN is the largest.
     DEVICE void quantize(const float (&x)[2][4], int64_t at, int there, bool whole, const DynamicMap &map) const {
         uint32_t largest = 0;
         UNROLL for (int k = 0; k < 2; k++)
@@ -228,7 +234,8 @@ struct Moment {
     }
 };
 
-// Four values from `place` of the block of state that begins at `at` and has `there` values.
+// Updates four values, from `place` in the block of state that begins at `at` and has `there`
+// values.
 template <class M>
 DEVICE inline void read_four(float (&x)[4], M from, int64_t at, int place, int there, bool whole) {
     if (whole) {
@@ -249,8 +256,8 @@ DEVICE inline void write_four(const float (&x)[4], Parameter param, int64_t at, 
 
 } // namespace
 
-// Moments in f32. `pieces` has `count` rows; `rates` a row for each group; `grad_scale` is the factor on gradients
-// (clipping), and where it is no number nothing is updated.
+// Updates with moments in f32. `pieces` has `count` rows, `rates` a row per group. `grad_scale` is
+// the factor on gradients (clipping); if it is NaN nothing is updated.
 KERNEL BOUNDS(256, 4) adamw_f32(In<int64_t> pieces, In<uint32_t> first_block, uint32_t count, In<float> rates,
     In<float> grad_scale) {
     float scale = grad_scale.load(0);
@@ -270,8 +277,9 @@ KERNEL BOUNDS(256, 4) adamw_f32(In<int64_t> pieces, In<uint32_t> first_block, ui
         one_value(param, gradient, mean, square, at, constants);
 }
 
-// Moments in 8 bits, otherwise as adamw_f32; a block takes 64 blocks of state, each warp one at a time. A map is its
-// 256 values and then its 256 limits; `starts` are its index's bytes, padded to a multiple of 4.
+// Updates with moments in 8 bits, otherwise like adamw_f32. A block processes 64 blocks of state,
+// each warp one at a time. A map has 256 values, then 256 limits; `starts` has its index's bytes,
+// padded to a multiple of 4.
 KERNEL BOUNDS(256, 3) adamw_int8(In<int64_t> pieces, In<uint32_t> first_block, uint32_t count, In<float> rates,
     In<float> grad_scale, In<float> signed_map, In<uint8_t> signed_starts, In<float> unsigned_map,
     In<uint8_t> unsigned_starts) {
@@ -299,7 +307,7 @@ KERNEL BOUNDS(256, 3) adamw_int8(In<int64_t> pieces, In<uint32_t> first_block, u
         float m[2][4], v[2][4];
         mean.widen(m, at, there, whole, of_mean);
         square.widen(v, at, there, whole, of_square);
-        // Half of the block at a time: all of it would not fit the registers.
+        // Half of the block at a time, since all of it would not fit the registers.
         UNROLL for (int k = 0; k < 2; k++) {
             int place = 128 * k + 4 * int(threadIdx.x % 32);
             float p[4], g[4];

@@ -1,17 +1,19 @@
-// What the attention kernels share: tiles of rows in shared memory, products of them on the tensor cores, and which
-// query sees which key. FlashAttention-2 (arXiv 2307.08691) names the parts: S = Q K^T, P = softmax(S), O = P V.
+// Shared parts of the attention kernels: tiles of rows in shared memory, their products on the
+// tensor cores, and the mask. FlashAttention-2 (arXiv 2307.08691) names the parts: S = Q K^T, P =
+// softmax(S), O = P V.
 //
-// A warp owns 16 MT rows of a score tile and all its columns, so sums over a row stay within four lanes. A score tile is
-// an array [MT][N][4] of mma's accumulators: element (m, n, v) of a lane stands at row 16 m + lane / 4 + 8 (v / 2) and at
-// column 8 n + 2 (lane % 4) + v % 2. Rounded to bf16 it is the left operand of the next product as it lies (arXiv
-// 2307.08691, 3.3), so that neither P nor its gradient passes through shared memory.
+// A warp owns 16 MT rows of a score tile and all its columns, so sums over a row stay within four
+// lanes. A score tile is an array [MT][N][4] of mma's accumulators: element (m, n, v) of a lane is
+// at row 16 m + lane / 4 + 8 (v / 2) and at column 8 n + 2 (lane % 4) + v % 2. Rounded to bf16 it
+// already has the layout of a left operand of the next product (arXiv 2307.08691, 3.3), so neither
+// P nor its gradient passes through shared memory.
 #pragma once
 #include "compat.cuh"
 
 namespace attention {
 
 constexpr float LOG2_E = 1.4426950408889634f;
-// What stands for minus infinity among scores.
+// The value of masked scores.
 DEVICE inline float nothing() { return bits_to_float(0xff800000u); }
 
 DEVICE inline int lane_id() { return int(threadIdx.x % 32u); }
@@ -32,31 +34,33 @@ DEVICE inline Tile tile_of(In<uint32_t> tiles, uint32_t number) {
 
 // ---- rows in shared memory -----------------------------------------------------------------------------------------
 
-// Rows of D bf16 values, one behind the other, as chunks of 16 bytes, of which eight neighbours fill the banks. Groups of
-// GROUP chunks, as many as divide a row evenly, change places with the row, so that two kinds of access never meet in a
-// bank: eight rows' chunks of one number (ldmatrix; without the exchange each 8 / GROUP rows would begin in one bank), and
-// eight chunks in a line, also from one row into the next (copies, and results on their way out): they are whole groups.
+// Contiguous rows of D bf16 values, as 16-byte chunks; eight adjacent chunks fill the banks. Chunks
+// are swizzled by row in groups of GROUP, the largest number that divides a row evenly, so that two
+// kinds of access have no bank conflicts. The first is eight rows' chunks of one number (ldmatrix;
+// without swizzling each 8 / GROUP rows would begin in one bank). The second is eight chunks in a
+// line, also across rows (copies, and results on their way out): these are whole groups.
 template <int D> struct Rows {
     static constexpr int CHUNKS = D / 8;
     static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
-    // The first value of a chunk.
+    // Returns the index of a chunk's first value.
     DEVICE static int at(int row, int chunk) {
         return (row * CHUNKS + (chunk ^ int(uint32_t(row) / (8 / GROUP) % GROUP))) * 8;
     }
-    // The first value of the chunk that stands `chunks`, an even number, behind chunk 0 or 1, whose first value is
-    // `from`.
+    // Returns the first value of the chunk that follows chunk 0 or 1, whose first value is `from`,
+    // by an even number `chunks`.
     DEVICE static int behind(int from, int chunks) { return (from ^ (chunks % GROUP * 8)) + chunks / GROUP * GROUP * 8; }
 };
 
-// How THREADS threads copy rows of D values: a thread keeps to its chunk, of each STEP-th row.
+// Assigns copies of rows of D values to THREADS threads: a thread keeps its chunk number, in each
+// STEP-th row.
 template <int D, int THREADS> struct CopyRows {
     static constexpr int CHUNKS = Rows<D>::CHUNKS, STEP = THREADS / CHUNKS;
-    // From the tile's first value to the thread's.
+    // Returns the offset from the tile's first value to the thread's.
     DEVICE static int64_t start(uint32_t stride) {
         return int64_t(threadIdx.x / CHUNKS) * stride + threadIdx.x % CHUNKS * 8;
     }
-    // Starts to copy ROWS rows, `stride` values apart, to shared memory; rows from `there` on become zeros. `from` is
-    // where the thread starts.
+    // Starts to copy ROWS rows, `stride` values apart, to shared memory; rows from `there` on
+    // become zeros. `from` is the thread's start.
     template <int ROWS> DEVICE static void copy(Shared<bf16> to, In<bf16> from, uint32_t stride, int there) {
         constexpr bool EVEN = THREADS % CHUNKS == 0 && ROWS % STEP == 0;
         int row = int(threadIdx.x) / CHUNKS, chunk = int(threadIdx.x) % CHUNKS;
@@ -68,7 +72,7 @@ template <int D, int THREADS> struct CopyRows {
 
 // ---- products --------------------------------------------------------------------------------------------------------
 
-// A score tile: s = A B^T of 16 MT rows of `a` from row `first` on and 8 N rows of `b`.
+// Computes a score tile: s = A B^T of 16 MT rows of `a` from row `first` on and 8 N rows of `b`.
 template <int D, int MT, int N>
 DEVICE inline void scores(float (&s)[MT][N][4], Shared<bf16> a, int first, Shared<bf16> b) {
     int lane = lane_id();
@@ -89,7 +93,7 @@ DEVICE inline void scores(float (&s)[MT][N][4], Shared<bf16> a, int first, Share
     }
 }
 
-// A score tile as left operand: `left[m][k]` holds its columns 16 k to 16 k + 15.
+// Rounds a score tile to a left operand: `left[m][k]` holds its columns 16 k to 16 k + 15.
 template <int MT, int N> DEVICE inline void round_tile(uint32_t (&left)[MT][N / 2][4], const float (&s)[MT][N][4]) {
     UNROLL for (int m = 0; m < MT; m++)
         UNROLL for (int k = 0; k < N / 2; k++)
@@ -99,7 +103,8 @@ template <int MT, int N> DEVICE inline void round_tile(uint32_t (&left)[MT][N / 
             }
 }
 
-// sums += left B, for 16 K rows of `b` and 8 W of its columns from `chunk`, a multiple of 8, on.
+// Computes sums += left B, for 16 K rows of `b` and 8 W of its columns from `chunk`, a multiple of
+// 8, on.
 template <int D, int MT, int K, int W>
 DEVICE inline void add_product(float (&sums)[MT][W][4], const uint32_t (&left)[MT][K][4], Shared<bf16> b, int chunk) {
     int from = Rows<D>::at(lane_id() % 16, lane_id() / 16);
@@ -123,8 +128,9 @@ template <int MT, int N, class F> DEVICE inline void for_scores(float (&s)[MT][N
             UNROLL for (int v = 0; v < 4; v++) f(s[m][n][v], m, n, v);
 }
 
-// Minus infinity where a query does not see a key: it sees itself and the window - 1 keys before it. Rows are queries and
-// columns keys, or the other way round. `ahead` is how far the tile's first query stands behind its first key.
+// Sets masked scores to minus infinity: a query sees itself and the window - 1 keys before it. Rows
+// are queries and columns keys, or the other way round. `ahead` is the distance from the tile's
+// first key to its first query.
 template <bool ROWS_ARE_QUERIES, int MT, int N>
 DEVICE inline void hide_unseen(float (&s)[MT][N][4], int ahead, int window) {
     constexpr int QUERIES = ROWS_ARE_QUERIES ? 16 * MT : 8 * N, KEYS = ROWS_ARE_QUERIES ? 8 * N : 16 * MT;
@@ -142,15 +148,17 @@ template <int MT, class F> DEVICE inline void for_row_halves(F f) {
         UNROLL for (int half = 0; half < 2; half++) f(m, half, 16 * m + lane_id() / 4 + 8 * half);
 }
 
-// The exponent of 2 of a product x of q and k is factor x, with factor = scale log2(e); under a soft-cap it is
-// factor tanh(scale x / cap), with factor = cap log2(e), and tanh(y) = 1 - 2 / (1 + e^2y) where e^2y = 2^(bend x), with
-// bend = 2 scale log2(e) / cap. bend is 0 without a cap.
+// Applies the soft-cap. The exponent of 2 of a product x of q and k is factor x, with factor =
+// scale log2(e); under a soft-cap it is factor tanh(scale x / cap), with factor = cap log2(e), and
+// tanh(y) = 1 - 2 / (1 + e^2y) with e^2y = 2^(bend x), bend = 2 scale log2(e) / cap. bend is 0
+// without a cap.
 DEVICE inline float bent(float x, float bend) { return fmaf(-2.0f, fast_reciprocal(1.0f + fast_exp2(x * bend)), 1.0f); }
 
 // ---- results ---------------------------------------------------------------------------------------------------------
 
-// Writes 16 MT rows of W chunks, sums[m] times factor(m, half of the 16 rows), rounded; rows from `there` on are not
-// written. The warp's own `staging` rows turn four bytes a lane into sixteen; none of its lanes may still read them.
+// Writes 16 MT rows of W chunks, sums[m] times factor(m, half of the 16 rows), rounded; rows from
+// `there` on are not written. The warp's own `staging` rows combine four bytes per lane into
+// sixteen; its lanes must have finished reading them.
 template <int D, int MT, int W, class F>
 DEVICE inline void store_rows(const float (&sums)[MT][W][4], F factor, Shared<bf16> staging, int first_row, Out<bf16> out,
                               int64_t first, int64_t stride, int there) {
@@ -172,7 +180,7 @@ DEVICE inline void store_rows(const float (&sums)[MT][W][4], F factor, Shared<bf
     }
 }
 
-// Zeros in rows that belong to no span; there are at most ROWS of them.
+// Writes zeros to rows outside every span; there are at most ROWS of them.
 template <int W, int ROWS, int THREADS>
 DEVICE inline void store_zeros(Out<bf16> out, int64_t first, int64_t stride, int there) {
     for (int i = int(threadIdx.x); i < smaller(ROWS, there) * W; i += THREADS)

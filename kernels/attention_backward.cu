@@ -5,9 +5,10 @@
 //   dS = P (dP - delta), times 1 - tanh^2 under a soft-cap
 //   dV = P^T dO       dK = scale dS^T Q       dQ = scale dS K
 //
-// The first kernel takes tiles of keys and computes the transposed scores K Q^T, whose rows are keys, so that P^T and
-// dS^T are left operands as they lie; it loops over the query heads of the group and the queries that see the keys. The
-// second one takes tiles of queries. Spans are whole sequences: q_len = k_len, or one of them 0 where rows belong to no
+// The first kernel processes tiles of keys and computes the transposed scores K Q^T, whose rows are
+// keys, so that P^T and dS^T already have the layout of left operands. It loops over the query
+// heads of the group and the queries that see the keys. The second kernel processes tiles of
+// queries. Spans are whole sequences: q_len = k_len, or one of them is 0 for rows outside every
 // span. Rows of all matrices are 16-byte aligned.
 #include "attention.cuh"
 
@@ -22,8 +23,9 @@ struct Backward {
     uint32_t window;
 };
 
-// Scores s and gradients dp of probabilities become P and dS; the log-sum-exp and delta of the query of element (m, n, v)
-// are lse(m, n, v), in powers of 2, and delta(m, n, v). `ahead` as in hide_unseen.
+// Turns scores s and gradients dp of probabilities into P and dS. The log-sum-exp and delta of the
+// query of element (m, n, v) are lse(m, n, v), in powers of 2, and delta(m, n, v). `ahead` is as in
+// hide_unseen.
 template <bool ROWS_ARE_QUERIES, int MT, int N, class L, class D>
 DEVICE inline void score_gradient(float (&s)[MT][N][4], float (&dp)[MT][N][4], const Backward &x, L lse, D delta,
                                   int ahead) {
@@ -40,8 +42,8 @@ DEVICE inline void score_gradient(float (&s)[MT][N][4], float (&dp)[MT][N][4], c
     });
 }
 
-// WARPS warps of 16 MT keys each against QUERIES queries at a time, heads of D values; the block's PARTS-th part of the
-// columns of dK and dV is what it sums.
+// WARPS warps of 16 MT keys each against QUERIES queries at a time, heads of D values; the block
+// sums the PARTS-th part of the columns of dK and dV.
 template <int D_, int MT_, int WARPS, int QUERIES_, int PARTS_> struct KeysShape {
     static constexpr int D = D_, MT = MT_, QUERIES = QUERIES_, PARTS = PARTS_;
     static constexpr int KEYS = 16 * MT * WARPS, THREADS = 32 * WARPS;
@@ -50,7 +52,8 @@ template <int D_, int MT_, int WARPS, int QUERIES_, int PARTS_> struct KeysShape
     static constexpr int STAGE = 2 * QUERIES * D;
 };
 
-// Starts to copy the log-sum-exp of QUERIES queries from `row` on, and behind them their delta; zeros from `there` on.
+// Starts to copy the log-sum-exp of QUERIES queries from `row` on, followed by their delta; zeros
+// from `there` on.
 template <class S> DEVICE inline void copy_sums(const Backward &x, int head, int64_t row, int there, Shared<float> sums) {
     int i = int(threadIdx.x);
     if (i >= S::QUERIES) return;
@@ -59,7 +62,7 @@ template <class S> DEVICE inline void copy_sums(const Backward &x, int head, int
     copy_async4(sums.offset(S::QUERIES + i), x.delta, from, i < there);
 }
 
-// A tile of queries of one head on its way to shared memory.
+// A tile of queries of one head to copy to shared memory.
 struct Queries {
     int head, first;
 };
@@ -79,7 +82,8 @@ DEVICE inline void copy_queries(const Backward &x, const Tile &t, Queries at, in
     copy_sums<S>(x, at.head, row, end - at.first, sums);
 }
 
-// Adds to dK and dV what the queries of one stage give, the first of which stands `ahead` behind the block's first key.
+// Adds the contribution of one stage's queries to dK and dV; the first query is `ahead` after the
+// block's first key.
 template <class S>
 DEVICE inline void add_queries(float (&dk)[S::MT][S::CHUNKS][4], float (&dv)[S::MT][S::CHUNKS][4], const Backward &x,
                                Shared<bf16> k_rows, Shared<bf16> v_rows, Shared<bf16> stage, Shared<float> sums,
@@ -99,7 +103,7 @@ DEVICE inline void add_queries(float (&dk)[S::MT][S::CHUNKS][4], float (&dv)[S::
     add_product<D>(dk, left, stage, chunk);
 }
 
-// Where a block's dK and dV begin in their rows, and how many rows the span has from there on.
+// The start of a block's dK and dV in their rows, and the number of remaining rows of the span.
 template <class S> struct KeysPlace {
     Tile t;
     int kv_head, row, there, chunk;
@@ -154,7 +158,7 @@ template <class S> DEVICE inline void backward_keys(const Backward &x, Out<bf16>
         add_queries<S>(dk, dv, x, k_rows, v_rows, rows, row_sums, ahead, S::PARTS == 1 ? 0 : at.chunk);
     }
     sync_warp();
-    // Read again, which is cheaper than to keep it.
+    // Reading it again is cheaper than keeping it in registers.
     KeysPlace<S> out(x);
     int first = warp_id() * 16 * MT;
     int64_t out_at = out.out_at(x.d_stride) + first * int64_t(x.d_stride);
@@ -187,7 +191,8 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
     uint32_t dout_stride = x.heads * D;
     int64_t q_at = row * x.q_stride + head * D + Copy::start(x.q_stride);
     int64_t dout_at = row * dout_stride + head * D + Copy::start(dout_stride);
-    // Where k and v are is computed for each tile, which takes fewer registers than to keep both.
+    // The addresses of k and v are computed for each tile, which takes fewer registers than keeping
+    // both.
     int end = t.k_start + to, column = head / int(x.group) * D;
     auto copy_keys = [&](Shared<bf16> stage, int there) {
         int64_t k_at = int64_t(end - there) * x.k_stride + column + Copy::start(x.k_stride);
@@ -223,7 +228,7 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
         add_product<D>(dq, d_scores, k_rows, 0);
     }
     sync_warp();
-    // Read again, which is cheaper than to keep it.
+    // Reading it again is cheaper than keeping it in registers.
     t = tile_of(x.tiles, blockIdx.x / x.heads);
     store_rows<D>(dq, [&](int, int) { return x.scale; }, q_rows, first, dq_out,
                   int64_t(t.q_start + t.first + first) * x.d_stride + head * D, x.d_stride, t.q_len - t.first - first);
@@ -265,42 +270,43 @@ KERNEL attention_delta(In<bf16> out, In<bf16> dout, Out<float> delta, uint32_t h
 KERNEL BOUNDS(128, 2) attention_backward_keys_64(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<64, 2, 4, 32, 1>>(ARGUMENTS, dk, dv);
 }
-// As attention_backward_keys_64, heads of 80 values.
+// Like attention_backward_keys_64, heads of 80 values.
 KERNEL BOUNDS(256, 1) attention_backward_keys_80(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<80, 1, 8, 32, 1>>(ARGUMENTS, dk, dv);
 }
-// As attention_backward_keys_64, heads of 96 values.
+// Like attention_backward_keys_64, heads of 96 values.
 KERNEL BOUNDS(256, 1) attention_backward_keys_96(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<96, 1, 8, 32, 1>>(ARGUMENTS, dk, dv);
 }
-// As attention_backward_keys_64, heads of 128 values.
+// Like attention_backward_keys_64, heads of 128 values.
 KERNEL BOUNDS(256, 1) attention_backward_keys_128(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<128, 1, 8, 32, 1>>(ARGUMENTS, dk, dv);
 }
-// As attention_backward_keys_64, heads of 256 values; tiles of 64 keys, and two blocks for each tile and key head, one
+// Like attention_backward_keys_64, heads of 256 values; tiles of 64 keys, and two blocks for each tile and key head, one
 // for either half of the columns.
 KERNEL BOUNDS(128, 2) attention_backward_keys_256(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<256, 1, 4, 16, 2>>(ARGUMENTS, dk, dv);
 }
 
-// dq: [rows, heads D], rows d_stride values apart; the rest as attention_backward_keys_64. tiles: as those of the
-// forward; one block for each tile and head, heads fastest. Heads of 64 values, tiles of 128 queries.
+// dq: [rows, heads D], rows d_stride values apart; the rest is like attention_backward_keys_64.
+// tiles: those of the forward; one block per tile and head, heads fastest. Heads of 64 values,
+// tiles of 128 queries.
 KERNEL BOUNDS(128, 2) attention_backward_queries_64(QUERIES_PARAMETERS) {
     attention::backward_queries<attention::QueriesShape<64, 2, 4, 32>>(ARGUMENTS, dq);
 }
-// As attention_backward_queries_64, heads of 80 values.
+// Like attention_backward_queries_64, heads of 80 values.
 KERNEL BOUNDS(128, 2) attention_backward_queries_80(QUERIES_PARAMETERS) {
     attention::backward_queries<attention::QueriesShape<80, 2, 4, 32>>(ARGUMENTS, dq);
 }
-// As attention_backward_queries_64, heads of 96 values.
+// Like attention_backward_queries_64, heads of 96 values.
 KERNEL BOUNDS(128, 2) attention_backward_queries_96(QUERIES_PARAMETERS) {
     attention::backward_queries<attention::QueriesShape<96, 2, 4, 32>>(ARGUMENTS, dq);
 }
-// As attention_backward_queries_64, heads of 128 values.
+// Like attention_backward_queries_64, heads of 128 values.
 KERNEL BOUNDS(128, 2) attention_backward_queries_128(QUERIES_PARAMETERS) {
     attention::backward_queries<attention::QueriesShape<128, 2, 4, 32>>(ARGUMENTS, dq);
 }
-// As attention_backward_queries_64, heads of 256 values, tiles of 64 queries.
+// Like attention_backward_queries_64, heads of 256 values, tiles of 64 queries.
 KERNEL BOUNDS(128, 2) attention_backward_queries_256(QUERIES_PARAMETERS) {
     attention::backward_queries<attention::QueriesShape<256, 1, 4, 16>>(ARGUMENTS, dq);
 }

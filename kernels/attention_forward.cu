@@ -1,9 +1,11 @@
-// Attention, forward: O = softmax(S) V and each row's log-sum-exp, S = scale Q K^T (capped where there is a soft-cap),
-// over packed sequences. FlashAttention-2, arXiv 2307.08691, algorithm 1: keys and values pass by in tiles, the
-// maximum and the sum of a row are kept up to date, nothing of size S x S exists. src/ops/attention has the definition.
+// Attention, forward: O = softmax(S) V and each row's log-sum-exp, S = scale Q K^T (capped if a
+// soft-cap is set), over packed sequences. FlashAttention-2, arXiv 2307.08691, algorithm 1: it
+// loops over tiles of keys and values, updates the maximum and the sum of each row, and stores
+// nothing of size S x S. src/ops/attention has the definition.
 //
-// A block computes one tile of queries of one head. K of a tile arrives while the products with the last V run, V while
-// those with K run. Rows are 16-byte aligned: starts and strides of q, k and v are multiples of 8 values.
+// A block computes one tile of queries of one head. The next tile of K loads during the products
+// with V, and the next V during those with K. Rows are 16-byte aligned: starts and strides of q, k
+// and v are multiples of 8 values.
 #include "attention.cuh"
 
 namespace attention {
@@ -23,12 +25,12 @@ template <int D_, int MT_, int WARPS, int KEYS_> struct ForwardShape {
     static constexpr int D = D_, MT = MT_, KEYS = KEYS_, QUERIES = 16 * MT * WARPS, THREADS = 32 * WARPS;
 };
 
-// The running maximum and sum of each row of a warp: two rows of each 16 a lane.
+// The running maximum and sum of each row of a warp: a lane holds two rows of each 16.
 template <int MT> struct RowSums {
     float max[MT][2], sum[MT][2];
 };
 
-// Scores become 2^(factor s - the row's new maximum); what was summed before shrinks to it.
+// Turns scores into 2^(factor s - the row's new maximum), and rescales earlier sums to it.
 template <int MT, int N, int W>
 DEVICE inline void online_softmax(float (&s)[MT][N][4], RowSums<MT> &rows, float (&o)[MT][W][4], float factor) {
     UNROLL for (int m = 0; m < MT; m++)
@@ -38,7 +40,7 @@ DEVICE inline void online_softmax(float (&s)[MT][N][4], RowSums<MT> &rows, float
             max = fmaxf(max, shuffle_xor(max, 1));
             max = fmaxf(max, shuffle_xor(max, 2));
             rows.max[m][half] = max;
-            // A row that has seen no key yet: every power is 0.
+            // A row without visible keys so far: every power is 0.
             float shift = max == nothing() ? 0.0f : max * factor;
             float shrink = fast_exp2(fmaf(before, factor, -shift)), sum = 0.0f;
             UNROLL for (int n = 0; n < N; n++)
@@ -52,11 +54,11 @@ DEVICE inline void online_softmax(float (&s)[MT][N][4], RowSums<MT> &rows, float
         }
 }
 
-// Ends the sums of the warp's rows, and writes them and their log-sum-exp.
+// Completes the sums of the warp's rows, and writes them and their log-sum-exp.
 template <class S>
 DEVICE inline void finish(const Forward &x, RowSums<S::MT> &rows, float (&o)[S::MT][S::D / 8][4], Shared<bf16> staging) {
     constexpr int D = S::D, MT = S::MT;
-    // Read again, which is cheaper than to keep it.
+    // Reading it again is cheaper than keeping it in registers.
     Tile t = tile_of(x.tiles, blockIdx.x / x.heads);
     int head = int(blockIdx.x % x.heads), first = warp_id() * 16 * MT;
     int row = t.q_start + t.first + first, there = t.q_len - t.first - first;
@@ -85,10 +87,10 @@ template <class S> DEVICE inline void forward(const Forward &x) {
         for (int i = int(threadIdx.x); i < there; i += S::THREADS) x.lse.store(int64_t(head) * x.rows + row + i, 0.0f);
         return;
     }
-    // The first key that a query of the tile sees, and how many of the rest any of them sees.
+    // The first visible key of any query of the tile, and the number of keys visible from there on.
     int from = larger(0, past + 1 - window), left = past + there - from;
     int key = t.k_start + from, column = head / int(x.group) * D;
-    // That of v is computed for each tile, which takes fewer registers than to keep both.
+    // v's address is computed for each tile, which takes fewer registers than keeping both.
     int64_t k_at = int64_t(key) * x.k_stride + column + Copy::start(x.k_stride);
     int64_t q_at = int64_t(row) * x.q_stride + head * D + Copy::start(x.q_stride);
     Copy::template copy<S::QUERIES>(q_rows, x.q.offset(q_at), x.q_stride, there);
@@ -96,7 +98,7 @@ template <class S> DEVICE inline void forward(const Forward &x) {
     copy_async_commit();
 
     int first = warp_id() * 16 * MT;
-    // How far the warp's first query stands behind the first key that is left.
+    // The distance from the first remaining key to the warp's first query.
     int ahead = left - there + first;
     float o[MT][D / 8][4] = {}, s[MT][KEYS / 8][4];
     RowSums<MT> rows;
@@ -131,27 +133,28 @@ template <class S> DEVICE inline void forward(const Forward &x) {
         float bend, uint32_t window
 #define ARGUMENTS {q, k, v, out, lse, tiles, heads, group, rows, q_stride, k_stride, v_stride, factor, bend, window}
 
-// out: [rows, heads D] and lse: [heads, rows] of queries q: [rows, heads D], keys k and values v: [any, heads / group D],
-// whose rows are q_stride, k_stride and v_stride values apart. tiles: [., 5] has q_start, q_len, k_start, k_len of a span and the
-// tile's first query in it; one block for each tile and head, heads fastest. Spans without keys get zeros.
-// factor > 0 and bend say how scores become exponents (attention.cuh); window: at most 2^30, which is none. Heads of 64
-// values, tiles of 128 queries.
+// out: [rows, heads D] and lse: [heads, rows] of queries q: [rows, heads D], keys k and values v:
+// [any, heads / group D], whose rows are q_stride, k_stride and v_stride values apart. tiles: [.,
+// 5] has q_start, q_len, k_start, k_len of a span and the tile's first query in it; one block per
+// tile and head, heads fastest. Spans without keys get zeros. factor > 0 and bend convert scores to
+// exponents (attention.cuh); window: at most 2^30, which means none. Heads of 64 values, tiles of
+// 128 queries.
 KERNEL BOUNDS(128, 2) attention_forward_64(PARAMETERS) {
     attention::forward<attention::ForwardShape<64, 2, 4, 64>>(ARGUMENTS);
 }
-// As attention_forward_64, heads of 80 values.
+// Like attention_forward_64, heads of 80 values.
 KERNEL BOUNDS(128, 2) attention_forward_80(PARAMETERS) {
     attention::forward<attention::ForwardShape<80, 2, 4, 64>>(ARGUMENTS);
 }
-// As attention_forward_64, heads of 96 values.
+// Like attention_forward_64, heads of 96 values.
 KERNEL BOUNDS(128, 2) attention_forward_96(PARAMETERS) {
     attention::forward<attention::ForwardShape<96, 2, 4, 64>>(ARGUMENTS);
 }
-// As attention_forward_64, heads of 128 values.
+// Like attention_forward_64, heads of 128 values.
 KERNEL BOUNDS(128, 2) attention_forward_128(PARAMETERS) {
     attention::forward<attention::ForwardShape<128, 2, 4, 48>>(ARGUMENTS);
 }
-// As attention_forward_64, heads of 256 values; tiles of 64 queries.
+// Like attention_forward_64, heads of 256 values; tiles of 64 queries.
 KERNEL BOUNDS(128, 2) attention_forward_256(PARAMETERS) {
     attention::forward<attention::ForwardShape<256, 1, 4, 64>>(ARGUMENTS);
 }

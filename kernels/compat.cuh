@@ -1,21 +1,23 @@
-// The one header of the kernels: everything that a kernel may use of the device.
+// The one header of the kernels: all device features that a kernel may use.
 //
-// It has two bodies. Under nvcc each name is the CUDA type or instruction itself; with KERNEL_EMU defined the same
-// names run on the host (emu/emu.h), where every access to memory is checked. So kernels never touch a raw pointer:
-// global memory is reached through In, Out and InOut, shared memory through Shared, and the type of a parameter
-// tells the host code what the kernel does with it.
+// It has two implementations. Under nvcc each name is the CUDA type or instruction itself; with
+// KERNEL_EMU defined the same names run on the host (emu/emu.h), where every memory access is
+// checked. So kernels never use a raw pointer: they access global memory through In, Out and InOut,
+// and shared memory through Shared. The type of a parameter tells the host code how the kernel
+// accesses it.
 //
 //   In<T>      read only                    Out<T>    every element is written exactly once, and not read
 //   InOut<T>   read and written in place    Shared<T> memory of the thread block
 //
-// in_at and in_out_at make the same of addresses that lie in a table in global memory.
+// in_at and in_out_at convert addresses in a table in global memory to the same types.
 //
-// Sums are made in f32 and in a fixed order; there are no atomic operations on floats. Products and sums are
-// contracted to fused operations only where fmaf is written: nvcc is told -fmad=false, as the host compiler is.
+// Sums are computed in f32 and in a fixed order, without atomic operations on floats. Products and
+// sums are fused only by an explicit fmaf: nvcc gets -fmad=false, and the host compiler the
+// equivalent.
 #pragma once
 #include <cstdint>
 
-// A bf16 value by its bits: a storage format, widened before anything is computed with it.
+// A bf16 value by its bits: a storage format, widened before any computation.
 struct bf16 {
     uint16_t bits;
 };
@@ -34,12 +36,13 @@ struct alignas(8) Bytes8 {
 #include "device.cuh"
 #endif
 
-// ---- what both bodies share ----------------------------------------------------------------------------------
+// ---- shared by both implementations -------------------------------------------------------------------------
 
 DEVICE inline float widen(float x) { return x; }
 DEVICE inline float widen(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
 
-// The value of type T nearest to x; ties go to the even one. Every NaN becomes the same one in bf16.
+// Returns the value of type T nearest to x; ties go to the even one. In bf16 every NaN becomes the
+// canonical one.
 template <class T> DEVICE inline T nearest(float x);
 template <> DEVICE inline float nearest<float>(float x) { return x; }
 template <> DEVICE inline bf16 nearest<bf16>(float x) { return bf16{uint16_t(round_to_bf16(x, 0.0f))}; }
@@ -49,7 +52,7 @@ DEVICE inline uint32_t pack(float low, float high) { return round_to_bf16(low, h
 DEVICE inline float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
 DEVICE inline float high_half(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
 
-// How many values of T one 16-byte access moves.
+// Number of values of T in one 16-byte access.
 template <class T> constexpr int PER16 = int(16 / sizeof(T));
 
 // The i-th value of sixteen bytes.
@@ -60,7 +63,7 @@ template <> DEVICE inline float value_of<bf16>(const Bytes16 &b, int i) {
     return i % 2 == 0 ? low_half(pair) : high_half(pair);
 }
 
-// Sixteen bytes from the values that `f(i)` gives, each rounded once.
+// Returns sixteen bytes of the values of `f(i)`, each rounded once.
 template <class T, class F> DEVICE inline Bytes16 bytes_of(F f);
 template <class T> struct Packer;
 template <> struct Packer<float> {
@@ -79,8 +82,8 @@ template <> struct Packer<bf16> {
 };
 template <class T, class F> DEVICE inline Bytes16 bytes_of(F f) { return Packer<T>::of(f); }
 
-// Widens the `count` values of T from index `at` on into the first of `to`; count is 1 or PER16<T>, and then `at` is
-// a multiple of 16 bytes.
+// Loads and widens the `count` values of T from index `at` on into the first of `to`. count is 1 or
+// PER16<T>; for PER16<T> `at` is a multiple of 16 bytes.
 template <class T, class M> DEVICE inline void load_some(float (&to)[PER16<T>], M from, int64_t at, int count) {
     if (count == 1) {
         to[0] = widen(from.load(at));
@@ -89,7 +92,7 @@ template <class T, class M> DEVICE inline void load_some(float (&to)[PER16<T>], 
     Bytes16 bytes = from.load16(at);
     UNROLL for (int i = 0; i < PER16<T>; i++) to[i] = value_of<T>(bytes, i);
 }
-// Rounds and stores what load_some loads.
+// Rounds and stores values in the layout of load_some.
 template <class T, class M> DEVICE inline void store_some(M to, int64_t at, const float (&values)[PER16<T>], int count) {
     if (count == 1)
         to.store(at, nearest<T>(values[0]));
@@ -97,7 +100,7 @@ template <class T, class M> DEVICE inline void store_some(M to, int64_t at, cons
         to.store16(at, bytes_of<T>([&](int i) { return values[i]; }));
 }
 
-// The sum over the lanes of a warp, in every lane, by a fixed tree.
+// Returns the sum over the lanes of a warp, in every lane, by a fixed tree.
 DEVICE inline float warp_sum(float x) {
     for (int distance = 16; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
     return x;
@@ -110,8 +113,8 @@ DEVICE inline float warp_max(float x) {
     return x;
 }
 
-// The sum over a block of at most 32 warps, in every thread, by a fixed tree. `scratch` holds 32 values; the block
-// may reuse it after the next barrier.
+// Returns the sum over a block of at most 32 warps, in every thread, by a fixed tree. `scratch`
+// holds 32 values; the block may reuse it after the next barrier.
 DEVICE inline float block_sum(float x, Shared<float> scratch) {
     int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
     x = warp_sum(x);
@@ -121,7 +124,7 @@ DEVICE inline float block_sum(float x, Shared<float> scratch) {
     return warp_sum(x);
 }
 
-// V neighbouring values from element i on, in accesses of 16 bytes (8 for four of bf16).
+// Loads V neighbouring values from element i on, in accesses of 16 bytes (8 for four of bf16).
 template <class T, int V, class M> DEVICE inline void load_values(float (&x)[V], M from, int64_t i) {
     if constexpr (sizeof(T) * V == 8) {
         Bytes8 b = from.load8(i);
@@ -145,7 +148,7 @@ template <class T, int V, class M> DEVICE inline void store_values(M to, int64_t
 
 // ---- random numbers ------------------------------------------------------------------------------------------
 
-// The hash of src/runtime/rng.rs, to the bit.
+// The hash of src/runtime/rng.rs, bit-identical.
 constexpr uint64_t GOLDEN_GAMMA = 0x9e3779b97f4a7c15ull;
 
 // SplitMix64's finalizer (doi:10.1145/2660193.2660195) with a third round.
@@ -156,5 +159,5 @@ DEVICE inline uint64_t mix(uint64_t z) {
     return z ^ (z >> 32);
 }
 
-// The 64 bits at `index` of the stream with this state.
+// Returns the 64 bits at `index` of the stream with this state.
 DEVICE inline uint64_t random_bits(uint64_t stream, uint64_t index) { return mix(stream ^ (index * GOLDEN_GAMMA)); }

@@ -2,10 +2,11 @@
 // factor * (softmax - onehot), as in Liger and Cut Cross Entropy (arXiv 2411.09009); src/ops/cross_entropy.rs has the
 // definition. With a cap the logits are cap * tanh(logit / cap) first. Logits and sums are f32.
 //
-// One block of 512 threads a row, which reads the row twice: for the largest logit and the sum of exponentials (each
-// thread keeps both as it goes, arXiv 1805.02867), then for the gradient. A bf16 gradient is written into the front
-// half of its row: value c over the bytes of logit c / 2, which is read before. Rows of any length are right; 16 bytes
-// are read at once where rows start at multiples of 16 bytes (a pitch that is a multiple of 4).
+// One block of 512 threads per row, which reads the row twice: for the largest logit and the sum of
+// exponentials (each thread updates both in one pass, arXiv 1805.02867), then for the gradient. A
+// bf16 gradient is written to the front half of its row: value c over the bytes of logit c / 2,
+// which was read before. Rows may have any length. If rows start at multiples of 16 bytes (a pitch
+// that is a multiple of 4), 16 bytes are read at once.
 #include "compat.cuh"
 
 namespace {
@@ -17,7 +18,7 @@ constexpr int GROUPS = 2;
 constexpr int TILE = THREADS * GROUPS * 4;
 constexpr float LOG2_E = 1.44269504f;
 
-// Less than any logit that counts, and finite: minus infinity less itself would be no number.
+// Below every valid logit, and finite: minus infinity minus itself would be NaN.
 constexpr float LOWEST = -3.0e38f;
 
 // cap * tanh(logit / cap), or with CAPPED false the logit itself.
@@ -30,7 +31,8 @@ template <bool CAPPED> struct SoftCap {
     DEVICE float of(float logit) const { return CAPPED ? cap * tanh_of(logit) : logit; }
 };
 
-// Four logits from column c on, capped; behind the end of the row minus infinity, which adds nothing.
+// Loads four logits from column c on, capped; minus infinity past the end of the row, which adds
+// nothing.
 template <class M, bool CAPPED>
 DEVICE inline void read_group(float (&x)[4], M row, int c, int vocab, bool whole, SoftCap<CAPPED> cap) {
     if (whole && c + 4 <= vocab) {
@@ -42,14 +44,14 @@ DEVICE inline void read_group(float (&x)[4], M row, int c, int vocab, bool whole
     }
 }
 
-// What softmax and score need of a row.
+// The sums of a row for softmax and score.
 struct RowSums {
     float max, sum, at_target;
-    // Another logit comes before the target: it is larger, or as large at a lower id, or no number.
+    // True if another logit precedes the target: it is larger, or equal at a lower id, or NaN.
     bool beaten;
 };
 
-// Whether one of four logits comes before the target's; `largest` is the largest of them.
+// Returns true if one of four logits precedes the target's; `largest` is the largest of them.
 DEVICE inline bool beats(const float (&x)[4], float largest, int c, uint32_t target, float at_target) {
     if (uint32_t(c + 3) < target) return largest >= at_target;
     if (uint32_t(c) >= target) return largest > at_target;
@@ -59,7 +61,7 @@ DEVICE inline bool beats(const float (&x)[4], float largest, int c, uint32_t tar
     return beaten;
 }
 
-// The largest of x over the block, in every thread; `scratch` as in block_sum.
+// Returns the largest of x over the block, in every thread; `scratch` as in block_sum.
 DEVICE inline float block_max(float x, Shared<float> scratch) {
     int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
     x = warp_max(x);
@@ -97,14 +99,15 @@ DEVICE inline RowSums row_sums(M row, int vocab, uint32_t target, bool whole, So
     return out;
 }
 
-// The loss of a row that has a target, and whether the target is its first largest logit; zeros for other rows.
+// Writes the loss of a row that has a target, and 1 if the target is its first largest logit; zeros
+// for other rows.
 DEVICE inline void write_score(RowSums sums, int64_t row, bool counted, Out<float> losses, Out<uint32_t> hits) {
     if (threadIdx.x != 0) return;
     losses.store(row, counted ? (sums.max - sums.at_target) + logf(sums.sum) : 0.0f);
     hits.store(row, counted && !sums.beaten ? 1u : 0u);
 }
 
-// factor * (softmax - onehot), times the slope of the cap (1 - tanh^2), of four logits.
+// Returns factor * (softmax - onehot), times the slope of the cap (1 - tanh^2), of four logits.
 template <bool CAPPED>
 DEVICE inline void gradient_of(float (&x)[4], int c, uint32_t target, RowSums sums, float factor, SoftCap<CAPPED> cap) {
     float inverse_sum = 1.0f / sums.sum;
@@ -155,7 +158,8 @@ DEVICE inline void loss_and_gradient(InOut<float> logits, In<uint32_t> targets, 
         float x[GROUPS][4];
         UNROLL for (int g = 0; g < GROUPS; g++)
             read_group(x[g], row, first + (g * THREADS + int(threadIdx.x)) * 4, vocab, whole, cap);
-        // bf16 values go over logits of this tile and of those before it: all threads have read them now.
+        // bf16 values overwrite logits of this tile and of earlier ones: wait until all threads
+        // have read them.
         if (sizeof(T) == 2) sync_block();
         UNROLL for (int g = 0; g < GROUPS; g++) {
             int c = first + (g * THREADS + int(threadIdx.x)) * 4;
@@ -177,14 +181,15 @@ DEVICE inline void score(In<float> logits, In<uint32_t> targets, Out<float> loss
 
 } // namespace
 
-// `logits` has a row of `vocab` f32 values every `pitch`; a row's target is an id, or `vocab` or more where the row
-// does not count: its gradient and its loss are zero. `factors` has the factor on the gradient of each row; without it
-// `factor` is that of all. `cap` is 0 for none. `losses` and `hits` get one value a row. One block a row.
+// `logits` has a row of `vocab` f32 values every `pitch`. A row's target is an id, or at least
+// `vocab` for a row without target: its gradient and its loss are zero. `factors` has the factor on
+// the gradient of each row; if it is null, `factor` is used for all. `cap` is 0 for none. `losses`
+// and `hits` get one value per row. One block per row.
 #define LOSS \
     InOut<float> logits, In<uint32_t> targets, In<float> factors, Out<float> losses, Out<uint32_t> hits, \
     uint32_t vocab, int64_t pitch, float factor, float cap
 
-// Turns logits into their gradient in bf16: row n's lies from byte 4 * n * pitch on.
+// Turns logits into their gradient in bf16: that of row n starts at byte 4 * n * pitch.
 KERNEL BOUNDS(512, 4) cross_entropy_bf16(LOSS) {
     if (cap > 0.0f)
         loss_and_gradient<bf16>(logits, targets, factors, losses, hits, int(vocab), pitch, factor,
@@ -204,7 +209,7 @@ KERNEL BOUNDS(512, 4) cross_entropy_f32(LOSS) {
                                 SoftCap<false>(cap));
 }
 
-// Losses and hits alone, for evaluation.
+// Computes only losses and hits, for evaluation.
 KERNEL BOUNDS(512, 4) score_rows(In<float> logits, In<uint32_t> targets, Out<float> losses, Out<uint32_t> hits,
     uint32_t vocab, int64_t pitch, float cap) {
     if (cap > 0.0f)

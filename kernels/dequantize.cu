@@ -2,17 +2,18 @@
 // nibble), blockwise int8, the rows of LLM.int8(); src/quant has the formats. A value is the product of its code's
 // value and its block's scale in f32, rounded once, so the bits are those of src/quant/dequantize.rs.
 //
-// Codes of 4 bits are looked up in a table that lies over the lanes of a warp, one shuffle a value (bitsandbytes,
-// pull request 1747). All kernels take values `start..start + count` of the flattened matrix, a range of rows, and
-// want blocks of 256 threads, one for each 8192 values (bf16) or 4096 (f32). Sixteen bytes are written at once where
-// `start` and `block_size` are multiples of 8 and the addresses allow it; else each thread goes value by value.
+// 4-bit codes are looked up in a table spread over the lanes of a warp, one shuffle per value
+// (bitsandbytes, pull request 1747). All kernels process values `start..start + count` of the
+// flattened matrix, a range of rows, with blocks of 256 threads, one per 8192 values (bf16) or 4096
+// (f32). Sixteen bytes are written at once if `start` and `block_size` are multiples of 8 and the
+// addresses allow it; otherwise each thread writes single values.
 #include "compat.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
 
-// 16-byte stores that a thread makes.
+// Number of 16-byte stores of a thread.
 constexpr int STORES = 4;
 
 // Scales that share an outer scale (NESTED_BLOCK of src/quant).
@@ -20,7 +21,8 @@ constexpr int NESTED_BLOCK = 256;
 
 enum Codes { FOUR_BITS, EIGHT_BITS, ROWS };
 
-// The scale of each block, or with `nested` its code in `map`: map[code] * scales[block / 256] + offset.
+// The scale of each block, or if `nested` is set its code in `map`: map[code] * scales[block / 256]
+// + offset.
 struct BlockScales {
     In<float> scales;
     In<uint8_t> nested;
@@ -32,7 +34,7 @@ struct BlockScales {
     }
 };
 
-// Values of a block, with what makes the division by their number fast.
+// The number of values of a block, with constants for a fast division by it.
 struct BlockSize {
     uint32_t size;
     int32_t shift;
@@ -43,7 +45,8 @@ struct BlockSize {
     }
 };
 
-// The value of one code before its block's scale; all lanes of a warp come here together for codes of 4 bits.
+// Returns the value of one code without its block's scale; for 4-bit codes all lanes of a warp must
+// call it together.
 template <Codes C> DEVICE inline float look_up(uint32_t code, float lane_value, Shared<float> table) {
     if (C == FOUR_BITS) return shuffle(lane_value, int(code));
     if (C == EIGHT_BITS) return table.load(int(code));
@@ -55,7 +58,8 @@ template <Codes C> DEVICE inline float scaled(float value, float scale) {
     return C == ROWS ? value * scale * (1.0f / 127.0f) : value * scale;
 }
 
-// The codes of V values from value `at` on, the first `there` of which exist, in the order of memory.
+// Returns the codes of V values from value `at` on, the first `there` of which exist, in memory
+// order.
 template <Codes C, int V> DEVICE inline Bytes8 codes_at(In<uint8_t> codes, int64_t at, int there) {
     constexpr int BYTES = C == FOUR_BITS ? V / 2 : V;
     Bytes8 packed{{0, 0}};
@@ -75,7 +79,7 @@ template <Codes C> DEVICE inline uint32_t code_of(const Bytes8 &packed, int i) {
     return (packed.word[i / 4] >> (8 * (i % 4))) & 255u;
 }
 
-// Sixteen bytes a store: groups of V values, neighbours in neighbouring lanes.
+// Writes sixteen bytes per store: groups of V values, neighbours in neighbouring lanes.
 template <class T, Codes C>
 DEVICE inline void whole_groups(In<uint8_t> codes, BlockScales scales, BlockSize size, Out<T> panel, int64_t start,
                                 int64_t count, int64_t first, float lane_value, Shared<float> table) {
@@ -102,7 +106,7 @@ DEVICE inline void whole_groups(In<uint8_t> codes, BlockScales scales, BlockSize
     }
 }
 
-// Value by value, whatever the alignment.
+// Writes single values, for any alignment.
 template <class T, Codes C>
 DEVICE inline void single_values(In<uint8_t> codes, BlockScales scales, BlockSize size, Out<T> panel, int64_t start,
                                  int64_t count, int64_t first, float lane_value, Shared<float> table) {
@@ -137,10 +141,11 @@ DEVICE inline void dequantize(In<uint8_t> codes, In<float> values, BlockScales s
 
 } // namespace
 
-// What all kernels of this file take. `values` is the table of 16 or 256 values that codes stand for; it is not read
-// for rows, where codes are whole numbers. `scales` has one scale a block, or with `nested` one for each 256 blocks;
-// then `nested` has the codes of the scales, `map` the 256 values of those and `offset` their mean. `block_shift` is
-// the logarithm of `block_size`, or -1 where that is no power of two.
+// The parameters of all kernels of this file. `values` is the table of the 16 or 256 values of the
+// codes; it is not read for rows, whose codes are integers. `scales` has one scale per block, or if
+// `nested` is set one per 256 blocks; then `nested` has the codes of the scales, `map` their 256
+// values and `offset` their mean. `block_shift` is the logarithm of `block_size`, or -1 if that is
+// not a power of two.
 #define PANEL_BF16 \
     In<uint8_t> codes, In<float> values, In<float> scales, In<uint8_t> nested, In<float> map, float offset, \
     uint32_t block_size, int32_t block_shift, Out<bf16> panel, int64_t start, int64_t count
@@ -149,37 +154,39 @@ DEVICE inline void dequantize(In<uint8_t> codes, In<float> values, BlockScales s
     In<uint8_t> codes, In<float> values, In<float> scales, In<uint8_t> nested, In<float> map, float offset, \
     uint32_t block_size, int32_t block_shift, Out<float> panel, int64_t start, int64_t count
 
-// NF4 or FP4, by `values`, to bf16.
+// Dequantizes NF4 or FP4, by `values`, to bf16.
 KERNEL BOUNDS(256, 4) dequantize_4bit_bf16(PANEL_BF16) {
     dequantize<bf16, FOUR_BITS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
                                 count);
 }
 
-// NF4 or FP4, by `values`, to f32.
+// Dequantizes NF4 or FP4, by `values`, to f32.
 KERNEL BOUNDS(256, 4) dequantize_4bit_f32(PANEL_F32) {
     dequantize<float, FOUR_BITS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
                                  count);
 }
 
-// Blockwise int8, to bf16.
+// Dequantizes blockwise int8 to bf16.
 KERNEL BOUNDS(256, 4) dequantize_int8_bf16(PANEL_BF16) {
     dequantize<bf16, EIGHT_BITS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
                                  count);
 }
 
-// Blockwise int8, to f32.
+// Dequantizes blockwise int8 to f32.
 KERNEL BOUNDS(256, 4) dequantize_int8_f32(PANEL_F32) {
     dequantize<float, EIGHT_BITS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
                                   count);
 }
 
-// LLM.int8(): `block_size` is the length of a row, whose scale belongs to 127, to bf16.
+// Dequantizes LLM.int8() to bf16: `block_size` is the length of a row, whose scale corresponds to
+// code 127.
 KERNEL BOUNDS(256, 4) dequantize_int8_rows_bf16(PANEL_BF16) {
     dequantize<bf16, ROWS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
                            count);
 }
 
-// LLM.int8(): `block_size` is the length of a row, whose scale belongs to 127, to f32.
+// Dequantizes LLM.int8() to f32: `block_size` is the length of a row, whose scale corresponds to
+// code 127.
 KERNEL BOUNDS(256, 4) dequantize_int8_rows_f32(PANEL_F32) {
     dequantize<float, ROWS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
                             count);

@@ -1,27 +1,29 @@
-// The body of compat.cuh for nvcc: the device's own types and instructions, from compute capability 8.0 on.
+// The implementation of compat.cuh for nvcc: the device's own types and instructions, from compute
+// capability 8.0 on.
 #pragma once
 
-// Functions are written `DEVICE inline`.
+// Functions are declared `DEVICE inline`.
 #define DEVICE __device__ __attribute__((always_inline))
 #define KERNEL extern "C" __global__ void
 // At most this many threads a block, and at least this many blocks on a multiprocessor at a time.
 #define BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
-// Before a loop whose body is to be written out for each turn.
+// Before a loop to unroll completely.
 #define UNROLL _Pragma("unroll")
-// Before a loop that is to stay one, because its turns written out would take too many registers.
+// Before a loop that must not be unrolled, because that would take too many registers.
 #define KEEP_LOOP _Pragma("unroll 1")
 
 DEVICE inline float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 DEVICE inline uint32_t float_to_bits(float x) { return __float_as_uint(x); }
 
-// Two values rounded to the nearest bf16, ties to even, the first in the low half; a NaN becomes 0x7fff.
+// Rounds two values to the nearest bf16, ties to even, the first in the low half; a NaN becomes
+// 0x7fff.
 DEVICE inline uint32_t round_to_bf16(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
-// 2^x, log2(x), 1/sqrt(x), 1/x as the special function unit gives them: within 2 units in the last place.
+// 2^x, log2(x), 1/sqrt(x), 1/x by the special function unit: within 2 units in the last place.
 DEVICE inline float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -36,7 +38,7 @@ DEVICE inline float fast_reciprocal(float x) {
 // ---- global memory -------------------------------------------------------------------------------------------
 // Indices count elements of T; an access of 16, 8 or 4 bytes starts at a multiple of as many bytes.
 
-// Written as instructions, which the compiler does not take apart into smaller stores.
+// Inline instructions, which the compiler does not split into smaller stores.
 DEVICE inline void store_global8(void *at, const Bytes8 &v) {
     asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(__cvta_generic_to_global(at)), "r"(v.word[0]), "r"(v.word[1])
                  : "memory");
@@ -97,12 +99,12 @@ template <class T> struct InOut {
     DEVICE void store4(int64_t i, uint32_t v) const { *reinterpret_cast<uint32_t *>(at + i) = v; }
     DEVICE InOut offset(int64_t i) const { return InOut{at + i}; }
     DEVICE bool is_aligned(int bytes) const { return reinterpret_cast<uint64_t>(at) % uint64_t(bytes) == 0; }
-    // The same memory as values of another type.
+    // Returns the same memory as values of another type.
     template <class U> DEVICE InOut<U> as() const { return InOut<U>{reinterpret_cast<U *>(at)}; }
     DEVICE bool is_null() const { return at == nullptr; }
 };
 
-// Memory by an address that lies in a table; `count` elements of T are there.
+// Returns memory by its address in a table; it has `count` elements of T.
 template <class T> DEVICE inline In<T> in_at(uint64_t address, int64_t count) {
     return In<T>{static_cast<const T *>(__cvta_global_to_generic(address))};
 }
@@ -128,17 +130,17 @@ template <class T> struct Shared {
     DEVICE uint32_t address() const { return uint32_t(__cvta_generic_to_shared(at)); }
 };
 
-// `name`: `count` values of T in shared memory, of a size known when the kernel is compiled.
+// Declares `name`: `count` values of T in shared memory, a compile-time constant.
 #define SHARED(T, name, count)                                                                                         \
     __shared__ alignas(16) T name##_memory[count];                                                                     \
     Shared<T> name{name##_memory}
 
-// `name`: the shared memory whose size the launch gives.
+// Declares `name`: the shared memory whose size the launch sets.
 #define DYNAMIC_SHARED(T, name)                                                                                        \
     extern __shared__ __align__(128) unsigned char dynamic_shared_memory[];                                            \
     Shared<T> name{reinterpret_cast<T *>(dynamic_shared_memory)}
 
-// ---- threads together ----------------------------------------------------------------------------------------
+// ---- thread synchronization ----------------------------------------------------------------------------------
 
 DEVICE inline void sync_block() { __syncthreads(); }
 DEVICE inline void sync_warp() { __syncwarp(); }
@@ -157,7 +159,7 @@ DEVICE inline void mma_16816(float (&d)[4], const uint32_t (&a)[4], const uint32
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// As mma_16816, d = a · b.
+// Like mma_16816, d = a · b.
 DEVICE inline void mma_16816_first(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
                  "{%10,%10,%10,%10};"
@@ -172,7 +174,7 @@ DEVICE inline void ldmatrix_x4(uint32_t (&r)[4], Shared<bf16> row) {
                  : "r"(row.address())
                  : "memory");
 }
-// As ldmatrix_x4, each matrix transposed.
+// Like ldmatrix_x4, each matrix transposed.
 DEVICE inline void ldmatrix_x4_transposed(uint32_t (&r)[4], Shared<bf16> row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -180,18 +182,19 @@ DEVICE inline void ldmatrix_x4_transposed(uint32_t (&r)[4], Shared<bf16> row) {
                  : "memory");
 }
 
-// Starts to copy 16 bytes from element i of global memory; zeros arrive when `there` is false, and nothing is read.
+// Starts to copy 16 bytes from element i of global memory; if `there` is false zeros are written
+// and nothing is read.
 template <class T> DEVICE inline void copy_async16(Shared<T> to, In<T> from, int64_t i, bool there) {
     int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to.address()), "l"(from.at + i), "r"(bytes)
                  : "memory");
 }
-// As copy_async16, 4 bytes.
+// Like copy_async16, 4 bytes.
 template <class T> DEVICE inline void copy_async4(Shared<T> to, In<T> from, int64_t i, bool there) {
     int bytes = there ? 4 : 0;
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to.address()), "l"(from.at + i), "r"(bytes) : "memory");
 }
 // Ends a group of copies.
 DEVICE inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `groups` of this thread's groups are on their way.
+// Waits until at most `groups` of this thread's groups are pending.
 template <int groups> DEVICE inline void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }

@@ -1,15 +1,16 @@
-// Dropout whose mask is a function of (stream, token, column): y = x * keep / (1 - p). The mask is that of
-// src/ops/dropout.rs to the bit; the backward is the same kernel on the gradient.
+// Dropout with a mask computed from (stream, token, column): y = x * keep / (1 - p). The mask
+// equals that of src/ops/dropout.rs bit for bit; the backward is the same kernel on the gradient.
 #include "compat.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
 
-// What the values of one token are multiplied by.
+// The factors on the values of one token.
 struct Mask {
     uint64_t token;
-    // The uniform number is k / 2^24 for the hash's leading 24 bits k: it is below p where k is below p * 2^24.
+    // The uniform number is k / 2^24 for the hash's leading 24 bits k: it is below p if k is below
+    // p * 2^24.
     uint32_t limit;
     float scale;
     DEVICE float keep(uint64_t column) const {
@@ -50,7 +51,7 @@ KERNEL BOUNDS(256, 5) dropout_bf16(In<bf16> x, Out<bf16> y, uint32_t width, uint
     float p) {
     dropout(x, y, int(width), stream, first_token, p);
 }
-// As dropout_bf16.
+// Like dropout_bf16.
 KERNEL BOUNDS(256, 6) dropout_f32(In<float> x, Out<float> y, uint32_t width, uint64_t stream, uint64_t first_token,
     float p) {
     dropout(x, y, int(width), stream, first_token, p);

@@ -1,7 +1,9 @@
-// Work over single elements: casts, sums of two tensors, biases, DoRA's factors of columns, rows by their numbers.
-// f32 inside, each result rounded once, so the bits are those of src/ops/elementwise.rs, matmul.rs and dora.rs.
+// Elementwise operations: casts, sums of two tensors, biases, DoRA's factors of columns, gathered
+// rows. f32 inside, each result rounded once, so the results are bit-identical to
+// src/ops/elementwise.rs, matmul.rs and dora.rs.
 //
-// Blocks have 256 threads. Accesses are of 16 bytes (8 for bf16 beside f32) where addresses and pitches allow them.
+// Blocks have 256 threads. Accesses are 16 bytes (8 for bf16 beside f32) if addresses and pitches
+// allow them.
 #include "compat.cuh"
 
 namespace {
@@ -11,11 +13,12 @@ constexpr int THREADS = 256;
 // Groups of values that a thread takes in one launch over a whole tensor.
 constexpr int GROUPS = 4;
 
-// Values that move together: 16 bytes of the wider type, or of bf16 when both are that.
+// Values per access: 16 bytes of the wider type, or of bf16 if both are bf16.
 template <class A, class B> constexpr int TOGETHER = sizeof(A) == 2 && sizeof(B) == 2 ? 8 : 4;
 
-// For groups of V elements of this block's share of `count`, `compute(x, at)` and then a store of x to `y`, all loads
-// before the first store; `single(at)` for what does not fill a group, or for all where addresses are not aligned.
+// For groups of V elements of this block's share of `count`, calls `compute(x, at)` and then stores
+// x to `y`, with all loads before the first store. Calls `single(at)` for elements outside a whole
+// group, or for all if addresses are not aligned.
 template <class T, int V, class M, class C, class S>
 DEVICE inline void over_tensor(M y, int64_t count, bool aligned, C compute, S single) {
     int64_t share = int64_t(blockIdx.x) * (THREADS * GROUPS * V);
@@ -64,7 +67,8 @@ template <class T> DEVICE inline void add(In<T> a, In<T> b, Out<T> y, int64_t co
         [&](int64_t at) { y.store(at, nearest<T>(widen(a.load(at)) + widen(b.load(at)))); });
 }
 
-// The columns of one row, a block's work: `whole(c)` for V of them from c on, `single(c)` for one.
+// Processes the columns of one row, a block's work: `whole(c)` for V of them from c on, `single(c)`
+// for one.
 template <int V, class W, class S> DEVICE inline void over_row(int width, bool aligned, W whole, S single) {
     for (int c = int(threadIdx.x) * V; c < width; c += THREADS * V) {
         if (aligned && c + V <= width) {
@@ -134,13 +138,13 @@ DEVICE inline void gather(In<T> x, In<uint32_t> rows, Out<T> y, int width, int64
 // y = x in f32. One block for each 4096 values.
 KERNEL BOUNDS(256, 6) cast_bf16_f32(In<bf16> x, Out<float> y, int64_t count) { cast<bf16, float>(x, y, count); }
 
-// dst += x. One block for each 8192 values where both are bf16, else for each 4096.
+// dst += x. One block per 8192 values if both are bf16, else per 4096.
 KERNEL BOUNDS(256, 4) add_into_bf16_bf16(InOut<bf16> dst, In<bf16> x, int64_t count) { add_into(dst, x, count); }
-// As add_into_bf16_bf16.
+// Like add_into_bf16_bf16.
 KERNEL BOUNDS(256, 4) add_into_bf16_f32(InOut<bf16> dst, In<float> x, int64_t count) { add_into(dst, x, count); }
-// As add_into_bf16_bf16.
+// Like add_into_bf16_bf16.
 KERNEL BOUNDS(256, 4) add_into_f32_bf16(InOut<float> dst, In<bf16> x, int64_t count) { add_into(dst, x, count); }
-// As add_into_bf16_bf16.
+// Like add_into_bf16_bf16.
 KERNEL BOUNDS(256, 4) add_into_f32_f32(InOut<float> dst, In<float> x, int64_t count) { add_into(dst, x, count); }
 
 // y = a + b. One block for each 8192 values.
@@ -149,22 +153,23 @@ KERNEL BOUNDS(256, 4) add_bf16(In<bf16> a, In<bf16> b, Out<bf16> y, int64_t coun
 // y = a + b. One block for each 4096 values.
 KERNEL BOUNDS(256, 4) add_f32(In<float> a, In<float> b, Out<float> y, int64_t count) { add(a, b, y, count); }
 
-// `dst[n, j] = factors[j] * x[n, j]`, with `accumulate` not 0 `dst[n, j]` plus that. One block a row.
+// `dst[n, j] = factors[j] * x[n, j]`, or if `accumulate` is not 0 `dst[n, j] +=` that. One block
+// per row.
 KERNEL BOUNDS(256, 6) scale_columns_bf16_bf16(InOut<bf16> dst, In<bf16> x, In<float> factors, uint32_t width,
     int64_t pitch, int64_t x_pitch, uint32_t accumulate) {
     scale_columns(dst, x, factors, int(width), pitch, x_pitch, accumulate != 0);
 }
-// As scale_columns_bf16_bf16.
+// Like scale_columns_bf16_bf16.
 KERNEL BOUNDS(256, 6) scale_columns_bf16_f32(InOut<bf16> dst, In<float> x, In<float> factors, uint32_t width,
     int64_t pitch, int64_t x_pitch, uint32_t accumulate) {
     scale_columns(dst, x, factors, int(width), pitch, x_pitch, accumulate != 0);
 }
-// As scale_columns_bf16_bf16.
+// Like scale_columns_bf16_bf16.
 KERNEL BOUNDS(256, 6) scale_columns_f32_bf16(InOut<float> dst, In<bf16> x, In<float> factors, uint32_t width,
     int64_t pitch, int64_t x_pitch, uint32_t accumulate) {
     scale_columns(dst, x, factors, int(width), pitch, x_pitch, accumulate != 0);
 }
-// As scale_columns_bf16_bf16.
+// Like scale_columns_bf16_bf16.
 KERNEL BOUNDS(256, 6) scale_columns_f32_f32(InOut<float> dst, In<float> x, In<float> factors, uint32_t width,
     int64_t pitch, int64_t x_pitch, uint32_t accumulate) {
     scale_columns(dst, x, factors, int(width), pitch, x_pitch, accumulate != 0);
@@ -174,26 +179,26 @@ KERNEL BOUNDS(256, 6) scale_columns_f32_f32(InOut<float> dst, In<float> x, In<fl
 KERNEL BOUNDS(256, 6) add_bias_bf16_bf16(InOut<bf16> dst, In<bf16> bias, uint32_t width, int64_t pitch) {
     add_bias(dst, bias, int(width), pitch);
 }
-// As add_bias_bf16_bf16.
+// Like add_bias_bf16_bf16.
 KERNEL BOUNDS(256, 6) add_bias_bf16_f32(InOut<bf16> dst, In<float> bias, uint32_t width, int64_t pitch) {
     add_bias(dst, bias, int(width), pitch);
 }
-// As add_bias_bf16_bf16.
+// Like add_bias_bf16_bf16.
 KERNEL BOUNDS(256, 6) add_bias_f32_bf16(InOut<float> dst, In<bf16> bias, uint32_t width, int64_t pitch) {
     add_bias(dst, bias, int(width), pitch);
 }
-// As add_bias_bf16_bf16.
+// Like add_bias_bf16_bf16.
 KERNEL BOUNDS(256, 6) add_bias_f32_f32(InOut<float> dst, In<float> bias, uint32_t width, int64_t pitch) {
     add_bias(dst, bias, int(width), pitch);
 }
 
-// `y[i] = x[rows[i]]`, and zeros where `rows[i]` is the largest number: rows picked out, or with the list of where
-// each row of y comes from, rows put in their places. One block a row of y.
+// `y[i] = x[rows[i]]`, or zeros if `rows[i]` is the largest u32: gathers rows, or scatters them if
+// `rows` lists the source of each row of y. One block per row of y.
 KERNEL BOUNDS(256, 6) gather_rows_bf16(In<bf16> x, In<uint32_t> rows, Out<bf16> y, uint32_t width, int64_t x_pitch,
     int64_t pitch) {
     gather(x, rows, y, int(width), x_pitch, pitch);
 }
-// As gather_rows_bf16.
+// Like gather_rows_bf16.
 KERNEL BOUNDS(256, 6) gather_rows_f32(In<float> x, In<uint32_t> rows, Out<float> y, uint32_t width, int64_t x_pitch,
     int64_t pitch) {
     gather(x, rows, y, int(width), x_pitch, pitch);

@@ -1,16 +1,17 @@
-// Token embedding: rows of the table times a factor, the table's gradient, and columns of A for LoRA on it. The order
-// of sums is that of src/ops/embedding.rs, token by token, so the bits are the CPU's.
+// Token embedding: rows of the table times a factor, the table's gradient, and columns of A for
+// LoRA on it. Sums have the order of src/ops/embedding.rs, token by token, so the results are
+// bit-identical to the CPU's.
 //
-// For gradients the host sorts the places of tokens by id, equal ids in the order of the batch: `places` lists them,
-// `ids` the different ids, and id i has places[starts[i]] to places[starts[i + 1]]. Tokens that are skipped are not
-// listed, or have the id `skip`.
+// For gradients the host sorts the positions of tokens by id, equal ids in the order of the batch:
+// `places` lists them, `ids` the distinct ids, and id i has places[starts[i]] to places[starts[i +
+// 1]]. Skipped tokens are not listed, or have the id `skip`.
 #include "compat.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
 
-// y[n] = table[ids[n]] * factor for one row n, a block's work.
+// Computes y[n] = table[ids[n]] * factor for one row n, a block's work.
 template <class T, class Y>
 DEVICE inline void embed(In<T> table, In<uint32_t> ids, Out<Y> y, int width, float factor) {
     constexpr int V = sizeof(T) == 2 && sizeof(Y) == 2 ? 8 : 4;
@@ -30,7 +31,7 @@ DEVICE inline void embed(In<T> table, In<uint32_t> ids, Out<Y> y, int width, flo
     }
 }
 
-// Tokens whose rows a thread reads before it adds them.
+// Number of tokens whose rows a thread reads before it adds them.
 constexpr int AT_ONCE = 4;
 
 // Columns of a block: four for each thread.
@@ -103,15 +104,15 @@ DEVICE inline void columns_of_backward(InOut<float> grad, In<uint32_t> ids, In<u
 KERNEL BOUNDS(256, 6) embed_bf16_bf16(In<bf16> table, In<uint32_t> ids, Out<bf16> y, uint32_t width, float factor) {
     embed(table, ids, y, int(width), factor);
 }
-// As embed_bf16_bf16.
+// Like embed_bf16_bf16.
 KERNEL BOUNDS(256, 6) embed_bf16_f32(In<bf16> table, In<uint32_t> ids, Out<float> y, uint32_t width, float factor) {
     embed(table, ids, y, int(width), factor);
 }
-// As embed_bf16_bf16.
+// Like embed_bf16_bf16.
 KERNEL BOUNDS(256, 6) embed_f32_bf16(In<float> table, In<uint32_t> ids, Out<bf16> y, uint32_t width, float factor) {
     embed(table, ids, y, int(width), factor);
 }
-// As embed_bf16_bf16.
+// Like embed_bf16_bf16.
 KERNEL BOUNDS(256, 6) embed_f32_f32(In<float> table, In<uint32_t> ids, Out<float> y, uint32_t width, float factor) {
     embed(table, ids, y, int(width), factor);
 }
@@ -122,7 +123,7 @@ KERNEL BOUNDS(256, 4) embed_backward_bf16(InOut<float> grad, In<uint32_t> ids, I
     In<bf16> dy, uint32_t width, float factor, uint32_t skip) {
     embed_backward(grad, ids, starts, places, dy, int(width), factor, skip);
 }
-// As embed_backward_bf16.
+// Like embed_backward_bf16.
 KERNEL BOUNDS(256, 4) embed_backward_f32(InOut<float> grad, In<uint32_t> ids, In<uint32_t> starts, In<uint32_t> places,
     In<float> dy, uint32_t width, float factor, uint32_t skip) {
     embed_backward(grad, ids, starts, places, dy, int(width), factor, skip);

@@ -1,6 +1,7 @@
-// Gated activations: h = act(gate) * up, where a row of gate_up holds F gates and then F ups; and their gradient:
-// dup = dh * act(gate), dgate = dh * up * act'(gate). src/ops/glu holds the definition. One thread takes 16 bytes of h
-// where F is a multiple of what 16 bytes hold, else one value.
+// Gated activations: h = act(gate) * up for rows of gate_up that hold F gates, then F ups; and
+// their gradient: dup = dh * act(gate), dgate = dh * up * act'(gate). src/ops/glu holds the
+// definition. One thread processes 16 bytes of h if F is a multiple of the values in 16 bytes, else
+// one value.
 #include "compat.cuh"
 
 namespace {
@@ -27,13 +28,13 @@ struct GeluTanh {
     }
 };
 
-// Calls f(row, column, count) for the values of rows of `half` that this thread takes: those of 16 bytes at once where all
-// memory is `aligned` to as many, else one by one.
+// Calls f(row, column, count) for this thread's values of rows of `half`: 16 bytes at once if all
+// memory is `aligned` to 16 bytes, else one by one.
 template <class T, class F> DEVICE inline void for_each_run(uint32_t half, int64_t values, bool aligned, F f) {
     int step = half % PER16<T> == 0 ? PER16<T> : 1;
     int64_t at = (int64_t(blockIdx.x) * int(blockDim.x) + int(threadIdx.x)) * step;
     if (at >= values) return;
-    // A division of 32 bits is several times as fast.
+    // A 32-bit division is several times as fast.
     int64_t row = at >> 32 == 0 ? int64_t(uint32_t(at) / half) : at / half;
     if (aligned) {
         f(row, at - row * half, step);
@@ -74,11 +75,11 @@ template <class A, class T> DEVICE inline void backward(In<T> gate_up, In<T> dh,
 
 // h: [rows, half] = silu(gate) * up of gate_up: [rows, 2 half].
 KERNEL glu_silu_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t half) { forward<Silu>(gate_up, h, rows, half); }
-// As glu_silu_bf16, in f32.
+// Like glu_silu_bf16, in f32.
 KERNEL glu_silu_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { forward<Silu>(gate_up, h, rows, half); }
 // h: [rows, half] = gelu_tanh(gate) * up of gate_up: [rows, 2 half].
 KERNEL glu_gelu_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t half) { forward<GeluTanh>(gate_up, h, rows, half); }
-// As glu_gelu_bf16, in f32.
+// Like glu_gelu_bf16, in f32.
 KERNEL glu_gelu_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { forward<GeluTanh>(gate_up, h, rows, half); }
 
 #define BACKWARD_BF16 In<bf16> gate_up, In<bf16> dh, Out<bf16> d, uint32_t rows, uint32_t half
@@ -86,9 +87,9 @@ KERNEL glu_gelu_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t hal
 
 // d: [rows, 2 half], the gradient of gate_up from dh: [rows, half].
 KERNEL glu_silu_backward_bf16(BACKWARD_BF16) { backward<Silu>(gate_up, dh, d, rows, half); }
-// As glu_silu_backward_bf16, in f32.
+// Like glu_silu_backward_bf16, in f32.
 KERNEL glu_silu_backward_f32(BACKWARD_F32) { backward<Silu>(gate_up, dh, d, rows, half); }
-// As glu_silu_backward_bf16, with gelu_tanh.
+// Like glu_silu_backward_bf16, with gelu_tanh.
 KERNEL glu_gelu_backward_bf16(BACKWARD_BF16) { backward<GeluTanh>(gate_up, dh, d, rows, half); }
-// As glu_gelu_backward_bf16, in f32.
+// Like glu_gelu_backward_bf16, in f32.
 KERNEL glu_gelu_backward_f32(BACKWARD_F32) { backward<GeluTanh>(gate_up, dh, d, rows, half); }

@@ -1,7 +1,8 @@
-// Every instruction that compat.cuh wraps, and the arithmetic that kernels lean on, once each, on inputs that the host
-// codes (src/ops/gpu/probe). What the registers of each lane hold afterwards goes to `out`: a section an instruction,
-// in it the registers of lane 0, then those of lane 1, and so on. The emulator's dump is held against one recorded on a
-// GPU. All inputs come from memory, so that no compiler computes a result itself.
+// Every instruction that compat.cuh wraps, and the arithmetic that kernels rely on, once each, on
+// inputs that the host codes (src/ops/gpu/probe). The resulting registers of each lane go to `out`:
+// one section per instruction, with the registers of lane 0, then those of lane 1, and so on. Tests
+// compare the emulator's dump with one recorded on a GPU. All inputs come from memory, so that no
+// compiler computes a result itself.
 #include "compat.cuh"
 
 namespace {
@@ -11,7 +12,7 @@ struct Dump {
     Out<uint32_t> out;
     int64_t end;
 
-    // The first of N words of this lane in a new section.
+    // Returns the index of the first of N words of this lane in a new section.
     DEVICE int64_t place(int N) {
         int64_t at = end + int64_t(threadIdx.x) * N;
         end += int64_t(blockDim.x) * N;
@@ -38,7 +39,7 @@ struct Dump {
     }
 };
 
-// The i-th word of an input that has one for each thread.
+// Returns the i-th word of an input that has one per thread.
 DEVICE inline uint32_t word_of(In<uint32_t> words, int i) {
     return words.load(int64_t(blockDim.x) * i + int64_t(threadIdx.x));
 }
@@ -46,7 +47,7 @@ DEVICE inline float float_of(In<uint32_t> words, int i) { return bits_to_float(w
 
 } // namespace
 
-// A block a case: `words` holds for each lane 4 registers of a, 2 of b and 4 of d.
+// One block per case: `words` holds for each lane 4 registers of a, 2 of b and 4 of d.
 KERNEL probe_mma(In<uint32_t> words, Out<uint32_t> out) {
     In<uint32_t> mine = words.offset((int64_t(blockIdx.x) * 32 + int64_t(threadIdx.x)) * 10);
     uint32_t a[4], b[2];
@@ -76,7 +77,8 @@ KERNEL probe_ldmatrix(In<uint32_t> words, Out<uint32_t> out) {
     dump.put(r);
 }
 
-// `words`: 128 to copy, then for each lane which of them, and 0 where there is nothing to copy.
+// `words`: 128 to copy, then for each lane the index of its source, and 0 for a lane with nothing
+// to copy.
 KERNEL probe_copies(In<uint32_t> words, Out<uint32_t> out) {
     SHARED(uint32_t, wide, 128);
     SHARED(uint32_t, narrow, 32);
@@ -95,8 +97,8 @@ KERNEL probe_copies(In<uint32_t> words, Out<uint32_t> out) {
     dump.put(narrow.load(lane ^ 1));
 }
 
-// `words`: 128 to load, then for each lane its place among them; `address` is that of `words`. `halves`: 256 of 16 bits.
-// `scratch`: 256 words, `listed` the address of 32 more.
+// `words`: 128 to load, then for each lane its index among them; `address` is that of `words`.
+// `halves`: 256 of 16 bits. `scratch`: 256 words, `listed` the address of 32 more.
 KERNEL probe_memory(In<uint32_t> words, In<bf16> halves, InOut<uint32_t> scratch, uint64_t address, uint64_t listed,
     Out<uint32_t> out) {
     SHARED(uint32_t, shared, 32);
@@ -115,7 +117,7 @@ KERNEL probe_memory(In<uint32_t> words, In<bf16> halves, InOut<uint32_t> scratch
     out.store16(dump.place(4), words.load16(4 * p));
     out.store8(dump.place(2), words.load8(2 * p));
     out.store4(dump.place(1), words.load4(p));
-    // What lanes write to each other's places.
+    // Words that lanes write for each other.
     InOut<uint32_t> table = in_out_at<uint32_t>(listed, 32);
     table.store(p, table.load(p) + uint32_t(lane));
     scratch.store16(4 * p, words.load16(4 * lane));
@@ -194,7 +196,7 @@ KERNEL probe_arithmetic(In<uint32_t> words, Out<uint32_t> out) {
     dump.put(sqrt(x));
 }
 
-// `words`: for each lane an f32 number for every function in turn.
+// `words`: for each lane an f32 number per function in turn.
 KERNEL probe_functions(In<uint32_t> words, Out<uint32_t> out) {
     Dump dump{out, 0};
     dump.put(fast_exp2(float_of(words, 0)));

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// The sum over a block of 256 threads of one f64 value each, in thread 0, by a fixed tree.
+// Returns the sum over a block of 256 threads of one f64 value each, in thread 0, by a fixed tree.
 DEVICE inline double block_sum_f64(double x, Shared<double> scratch) {
     int thread = int(threadIdx.x);
     scratch.store(thread, x);
@@ -17,12 +17,14 @@ DEVICE inline double block_sum_f64(double x, Shared<double> scratch) {
     return thread == 0 ? scratch.load(0) : 0.0;
 }
 
-// Columns of a block, and the rows that it adds up: 8 warps, warp w takes rows w, w + 8, ... of the block's.
+// Columns of a block, and the rows that it sums: 8 warps, warp w takes rows w, w + 8, ... of the
+// block's.
 constexpr int COLUMNS = 128;
 constexpr int ROWS = 64;
 constexpr int WARPS = THREADS / 32;
 
-// Four values of a row from column c on as products a * b, or as a alone; zeros behind the row's end.
+// Loads four values of a row from column c on, as products a * b or as a alone; zeros past the
+// row's end.
 template <class T, class X, bool PRODUCT>
 DEVICE inline void four_products(float (&x)[4], In<T> a, In<X> b, int c, int width, bool whole) {
     float y[4];
@@ -64,7 +66,7 @@ DEVICE inline void column_sums(In<T> a, In<X> b, Out<float> partials, int rows, 
     partials.store(int64_t(blockIdx.y) * width + column, all);
 }
 
-// The root of the sum of squares of a row; one block a row.
+// Computes the root of the sum of squares of a row; one block per row.
 template <class T> DEVICE inline void row_norm(In<T> x, Out<float> norms, int width, int64_t pitch) {
     SHARED(float, scratch, 32);
     constexpr int V = PER16<T>;
@@ -111,20 +113,21 @@ DEVICE inline void sum_of_squares(In<T> x, int64_t count, Out<double> partials, 
 
 } // namespace
 
-// `partials[b]` = the sum of squares of values 16384 b to 16384 (b + 1) of x, in f64; one block each. Several tensors,
-// one launch each, write to parts of one list. The shares do not depend on the GPU, so neither do the bits.
+// `partials[b]` = the sum of squares of values 16384 b to 16384 (b + 1) of x, in f64; one block
+// each. Several tensors, one launch each, write to parts of one list. The partition does not depend
+// on the GPU, so neither do the bits.
 KERNEL BOUNDS(256, 4) sum_of_squares_f32(In<float> x, int64_t count, Out<double> partials) {
     SHARED(double, scratch, THREADS);
     sum_of_squares(x, count, partials, scratch);
 }
-// As sum_of_squares_f32.
+// Like sum_of_squares_f32.
 KERNEL BOUNDS(256, 4) sum_of_squares_bf16(In<bf16> x, int64_t count, Out<double> partials) {
     SHARED(double, scratch, THREADS);
     sum_of_squares(x, count, partials, scratch);
 }
 
-// The second stage: `sum[0]` = the sum of `count` partial sums. One block. Squares of f32 numbers cannot overflow f64,
-// so the sum is finite exactly when all values are.
+// The second stage: `sum[0]` = the sum of `count` partial sums. One block. Squares of f32 numbers
+// cannot overflow f64, so the sum is finite if and only if all values are.
 KERNEL BOUNDS(256, 1) sum_partials(In<double> partials, uint32_t count, Out<double> sum) {
     SHARED(double, scratch, THREADS);
     double mine = 0.0;
@@ -138,33 +141,33 @@ KERNEL BOUNDS(256, 1) sum_partials(In<double> partials, uint32_t count, Out<doub
 KERNEL BOUNDS(256, 4) column_sums_bf16(In<bf16> dy, Out<float> partials, uint32_t rows, uint32_t width, int64_t pitch) {
     column_sums<bf16, bf16, false>(dy, dy, partials, int(rows), int(width), pitch, 0);
 }
-// As column_sums_bf16.
+// Like column_sums_bf16.
 KERNEL BOUNDS(256, 4) column_sums_f32(In<float> dy, Out<float> partials, uint32_t rows, uint32_t width, int64_t pitch) {
     column_sums<float, float, false>(dy, dy, partials, int(rows), int(width), pitch, 0);
 }
-// As column_sums_bf16, of the products `dy[n, j] * x[n, j]`: the gradient of DoRA's magnitudes.
+// Like column_sums_bf16, of the products `dy[n, j] * x[n, j]`: the gradient of DoRA's magnitudes.
 KERNEL BOUNDS(256, 4) column_products_bf16_bf16(In<bf16> dy, In<bf16> x, Out<float> partials, uint32_t rows,
     uint32_t width, int64_t pitch, int64_t x_pitch) {
     column_sums<bf16, bf16, true>(dy, x, partials, int(rows), int(width), pitch, x_pitch);
 }
-// As column_products_bf16_bf16.
+// Like column_products_bf16_bf16.
 KERNEL BOUNDS(256, 4) column_products_bf16_f32(In<bf16> dy, In<float> x, Out<float> partials, uint32_t rows,
     uint32_t width, int64_t pitch, int64_t x_pitch) {
     column_sums<bf16, float, true>(dy, x, partials, int(rows), int(width), pitch, x_pitch);
 }
-// As column_products_bf16_bf16.
+// Like column_products_bf16_bf16.
 KERNEL BOUNDS(256, 4) column_products_f32_bf16(In<float> dy, In<bf16> x, Out<float> partials, uint32_t rows,
     uint32_t width, int64_t pitch, int64_t x_pitch) {
     column_sums<float, bf16, true>(dy, x, partials, int(rows), int(width), pitch, x_pitch);
 }
-// As column_products_bf16_bf16.
+// Like column_products_bf16_bf16.
 KERNEL BOUNDS(256, 4) column_products_f32_f32(In<float> dy, In<float> x, Out<float> partials, uint32_t rows,
     uint32_t width, int64_t pitch, int64_t x_pitch) {
     column_sums<float, float, true>(dy, x, partials, int(rows), int(width), pitch, x_pitch);
 }
 
-// The second stage: `grad[j]` += the sum over p of `partials[p, j]`, divided by `norm[j]` where there is a norm. A
-// thread a column, 256 a block.
+// The second stage: `grad[j]` += the sum over p of `partials[p, j]`, divided by `norm[j]` unless
+// `norm` is null. One thread per column, 256 per block.
 KERNEL BOUNDS(256, 4) add_column_sums(In<float> partials, In<float> norm, InOut<float> grad, uint32_t parts,
     uint32_t width) {
     int64_t column = int64_t(blockIdx.x) * THREADS + threadIdx.x;

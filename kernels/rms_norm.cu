@@ -1,19 +1,21 @@
-// RMSNorm (arXiv 1910.07467): y = x / rms(x) * gain, rms(x) = sqrt(mean(x^2) + eps), where the gain is weight + offset
-// (offset 1 in the Gemma families). Backward, with h = x / rms and q = dy * gain: dx = (q - h * mean(q * h)) / rms, plus
-// the gradient that flows around the norm. src/ops/rms_norm holds the definition.
+// RMSNorm (arXiv 1910.07467): y = x / rms(x) * gain, rms(x) = sqrt(mean(x^2) + eps), with gain =
+// weight + offset (offset 1 in the Gemma families). Backward, with h = x / rms and q = dy * gain:
+// dx = (q - h * mean(q * h)) / rms, plus the gradient that bypasses the norm. src/ops/rms_norm
+// holds the definition.
 //
-// One block a row: x, dy and y are [rows, width] and contiguous. Rows that are a multiple of 16 bytes long and aligned to
-// them move 16 bytes a thread at a time, others one value.
+// One block per row: x, dy and y are [rows, width] and contiguous. Rows whose length is a multiple
+// of 16 bytes, aligned to 16 bytes, move 16 bytes per thread at a time, others one value.
 #include "compat.cuh"
 
 namespace {
 
-// How many columns of T a thread takes at a time: those of 16 bytes where all rows are `aligned` to as many.
+// Returns the columns of T that a thread processes at a time: those of 16 bytes if all rows are
+// `aligned` to 16 bytes.
 template <class T> DEVICE inline int columns_at_once(int width, bool aligned) {
     return aligned && width % PER16<T> == 0 ? PER16<T> : 1;
 }
 
-// Calls f(column, count) for the columns of a row that this thread takes, `step` of them at a time.
+// Calls f(column, count) for this thread's columns of a row, `step` of them at a time.
 template <class T, class F> DEVICE inline void columns_of_thread(int width, int step, F f) {
     for (int column = int(threadIdx.x) * step; column < width; column += int(blockDim.x) * step) f(column, step);
 }
@@ -52,7 +54,8 @@ DEVICE inline void forward(In<T> x, In<W> weight, Out<T> y, int width, float off
     });
 }
 
-// dx of one row; `inverses` gets 1 / rms of each row for the gradient of the gain, unless it is null.
+// Computes dx of one row; `inverses` gets 1 / rms of each row for the gradient of the gain, unless
+// it is null.
 template <class T, class W>
 DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<T> residual, Out<T> dx, Out<float> inverses, int width,
                             float offset, float eps) {
@@ -86,9 +89,10 @@ DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<T> residual, Out
     if (threadIdx.x == 0 && !inverses.is_null()) inverses.store(blockIdx.x, inverse);
 }
 
-// The first stage of the gain's gradient: partial[i][column], [gridDim.x, width], = the sum of dy * x / rms over rows i,
-// i + gridDim.x, ... in order, so the result depends on the grid alone. A thread takes the columns of V values and rows
-// AT_ONCE at a time, whose bytes are on their way together; blocks along y share the columns.
+// The first stage of the gain's gradient: partial[i][column], [gridDim.x, width], = the sum of dy *
+// x / rms over rows i, i + gridDim.x, ... in order, so the result depends only on the grid. A
+// thread processes the columns of V values and AT_ONCE rows at a time, whose loads overlap; blocks
+// along y share the columns.
 template <int V, class T>
 DEVICE inline void gain_partial(In<T> x, In<T> dy, In<float> inverses, Out<float> partial, int rows, int width) {
     constexpr int AT_ONCE = 4;
@@ -137,11 +141,11 @@ DEVICE inline void gain_partial(In<T> x, In<T> dy, In<float> inverses, Out<float
 KERNEL rms_norm_bf16(In<bf16> x, In<bf16> weight, Out<bf16> y, uint32_t width, float offset, float eps) {
     forward(x, weight, y, int(width), offset, eps);
 }
-// As rms_norm_bf16, with an f32 weight.
+// Like rms_norm_bf16, with an f32 weight.
 KERNEL rms_norm_bf16_f32(In<bf16> x, In<float> weight, Out<bf16> y, uint32_t width, float offset, float eps) {
     forward(x, weight, y, int(width), offset, eps);
 }
-// As rms_norm_bf16, all in f32.
+// Like rms_norm_bf16, all in f32.
 KERNEL rms_norm_f32(In<float> x, In<float> weight, Out<float> y, uint32_t width, float offset, float eps) {
     forward(x, weight, y, int(width), offset, eps);
 }
@@ -160,11 +164,11 @@ KERNEL rms_norm_f32(In<float> x, In<float> weight, Out<float> y, uint32_t width,
 KERNEL rms_norm_backward_bf16(BACKWARD_BF16) {
     backward(x, weight, dy, residual, dx, inverses, int(width), offset, eps);
 }
-// As rms_norm_backward_bf16, with an f32 weight.
+// Like rms_norm_backward_bf16, with an f32 weight.
 KERNEL rms_norm_backward_bf16_f32(BACKWARD_BF16_F32) {
     backward(x, weight, dy, residual, dx, inverses, int(width), offset, eps);
 }
-// As rms_norm_backward_bf16, all in f32.
+// Like rms_norm_backward_bf16, all in f32.
 KERNEL rms_norm_backward_f32(BACKWARD_F32) {
     backward(x, weight, dy, residual, dx, inverses, int(width), offset, eps);
 }
@@ -173,13 +177,13 @@ KERNEL rms_norm_backward_f32(BACKWARD_F32) {
 KERNEL BOUNDS(128, 4) rms_norm_gain_partial_bf16(In<bf16> x, In<bf16> dy, In<float> inverses, Out<float> partial, uint32_t rows, uint32_t width) {
     gain_partial(x, dy, inverses, partial, int(rows), int(width));
 }
-// As rms_norm_gain_partial_bf16, in f32.
+// Like rms_norm_gain_partial_bf16, in f32.
 KERNEL BOUNDS(128, 4) rms_norm_gain_partial_f32(In<float> x, In<float> dy, In<float> inverses, Out<float> partial, uint32_t rows, uint32_t width) {
     gain_partial(x, dy, inverses, partial, int(rows), int(width));
 }
 
-// dweight[column] += the sum of partial: [parts, width] over its rows, in order; a thread a column. So many rows are read
-// before the first is added, for each is a way to memory.
+// dweight[column] += the sum of partial: [parts, width] over its rows, in order; one thread per
+// column. Several rows are read before the first is added, to overlap memory latency.
 KERNEL add_partials(In<float> partial, InOut<float> dweight, uint32_t parts, uint32_t width) {
     constexpr int AT_ONCE = 8;
     int column = int(blockIdx.x) * int(blockDim.x) + int(threadIdx.x);

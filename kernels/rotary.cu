@@ -1,18 +1,20 @@
-// Rotary positions (arXiv 2104.09864, half-split) on the q and k columns of a projection, after the RMSNorm of each head
-// that some families have; and their gradient. y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin for the pairs (i, i + half) of
-// the first 2 half values of a head; the others stay. src/ops/rotary holds the definition.
+// Rotary positions (arXiv 2104.09864, half-split) on the q and k columns of a projection, after the
+// per-head RMSNorm of some families; and their gradient. y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin
+// for the pairs (i, i + half) of the first 2 half values of a head; the others stay. src/ops/rotary
+// holds the definition.
 //
-// Rows of qkv are `width` values long: H heads of q, K of k, K of v, each `dim` wide, an even number of at most 256. cos
-// and sin are [tokens, half]. One block of 128 threads a token; as many lanes as a head has pairs of 16 bytes share it, so
-// that a warp takes several heads at a time. Heads that 16 bytes do not divide, and memory that is not aligned to them,
-// go value by value.
+// Rows of qkv are `width` values long: H heads of q, K of k, K of v, each `dim` wide, an even
+// number of at most 256. cos and sin are [tokens, half]. One block of 128 threads per token. As
+// many lanes as a head has pairs of 16 bytes share it, so that a warp processes several heads at a
+// time. Heads not divisible into 16 bytes, and memory not aligned to them, are processed value by
+// value.
 #include "compat.cuh"
 
 namespace {
 
 constexpr int THREADS = 128;
 
-// The heads of a projection, and what is done to them.
+// The heads of a projection, and the operation on them.
 template <class T, class W> struct Rotation {
     In<float> cosine, sine;
     // Weights of the norms, [dim]; both null without norms.
@@ -22,7 +24,8 @@ template <class T, class W> struct Rotation {
 
     DEVICE bool normed() const { return !q_weight.is_null(); }
     DEVICE In<W> weight(int head) const { return head < num_heads ? q_weight : k_weight; }
-    // Whether 16 bytes divide the two halves of what turns and what stays, and all this is aligned to them.
+    // Returns true if 16 bytes divide both halves of the rotated part and the rest, and all of this
+    // is aligned to 16 bytes.
     DEVICE bool is_whole() const {
         constexpr int V = PER16<T>;
         return dim % (2 * V) == 0 && half % V == 0 && cosine.is_aligned(16) && sine.is_aligned(16) &&
@@ -30,7 +33,7 @@ template <class T, class W> struct Rotation {
     }
 };
 
-// V neighbouring values; sixteen bytes or one value of T.
+// Loads V neighbouring values; sixteen bytes or one value of T.
 template <class T, int V, class M> DEVICE inline void load_run(float (&x)[V], M from, int64_t at) {
     if constexpr (V == 1)
         x[0] = widen(from.load(at));
@@ -44,32 +47,32 @@ template <class T, int V, class M> DEVICE inline void store_run(M to, int64_t at
         store_values<T, V>(to, at, x);
 }
 
-// How lanes share a head: a unit is two runs of V values, which turn together or stay, and `count` lanes, a power of two,
-// have UNITS units each. Units that are not there hold zeros.
+// The assignment of a head to lanes: a unit is two runs of V values, which rotate together or stay,
+// and `count` lanes, a power of two, have UNITS units each. Units past the end hold zeros.
 template <int V> struct Lanes {
     static constexpr int UNITS = V == 1 ? 4 : 1;
     int dim, half, count;
     DEVICE Lanes(int dim, int half) : dim(dim), half(half), count(32) {
         while (count > 1 && count * V >= dim) count /= 2;
     }
-    // How many heads a block takes at a time, and which of them the lane shares.
+    // Returns the number of heads that a block processes at a time.
     DEVICE int heads() const { return THREADS / count; }
     DEVICE int head() const { return int(threadIdx.x) / count; }
-    // Calls f(unit, pair, first, second) for the lane's units: their runs begin at columns `first` and `second`, and where
-    // they turn `pair` is the number of their first pair, below half.
+    // Calls f(unit, pair, first, second) for the lane's units: their runs begin at columns `first`
+    // and `second`; for rotated units `pair` is the number of their first pair, below half.
     template <class F> DEVICE void for_units(F f) const {
         UNROLL for (int n = 0; n < UNITS; n++) {
             int pair = (int(threadIdx.x) % count + n * count) * V;
             if (2 * pair < dim) f(n, pair, pair < half ? pair : 2 * pair, pair < half ? pair + half : 2 * pair + V);
         }
     }
-    // Calls f(unit, run, i) for all that a lane holds.
+    // Calls f(unit, run, i) for all values of a lane.
     template <class F> DEVICE void for_values(F f) const {
         UNROLL for (int n = 0; n < UNITS; n++)
             UNROLL for (int k = 0; k < 2; k++)
                 UNROLL for (int i = 0; i < V; i++) f(n, k, i);
     }
-    // The sum over the lanes of a head, in each of them, by a fixed tree.
+    // Returns the sum over the lanes of a head, in each of them, by a fixed tree.
     DEVICE float sum(float x) const {
         for (int distance = count / 2; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
         return x;
@@ -91,7 +94,8 @@ template <int V> struct Lanes {
         for_values([&](int n, int k, int i) { squares = fmaf(x[n][k][i], x[n][k][i], squares); });
         return 1.0f / sqrtf(sum(squares) / float(dim) + eps);
     }
-    // Turns by the angles of `token`, forward (direction 1) or back (-1); each value is rounded once.
+    // Rotates by the angles of `token`, forward (direction 1) or back (-1); each value is rounded
+    // once.
     template <class T, class W>
     DEVICE void turn(float (&x)[UNITS][2][V], const Rotation<T, W> &r, int64_t token, float direction) const {
         for_units([&](int n, int pair, int, int) {
@@ -123,7 +127,7 @@ DEVICE inline void forward(In<T> qkv, Out<T> out, const Rotation<T, W> &r, int w
     Lanes<V> lanes(r.dim, r.half);
     int heads = r.num_heads + r.num_kv_heads;
     int64_t token = blockIdx.x;
-    // Lanes without a head stay for the sums.
+    // Lanes without a head still take part in the sums.
     for (int from = 0; from < heads; from += lanes.heads()) {
         int head = from + lanes.head();
         bool there = head < heads;
@@ -140,7 +144,8 @@ DEVICE inline void forward(In<T> qkv, Out<T> out, const Rotation<T, W> &r, int w
     }
 }
 
-// Turns the gradient in the q and k columns of dqkv back and takes it through the norms, in place.
+// Rotates the gradient in the q and k columns of dqkv back and takes it through the norms, in
+// place.
 template <int V, class T, class W>
 DEVICE inline void backward(In<T> qkv, InOut<T> dqkv, const Rotation<T, W> &r, int width) {
     Lanes<V> lanes(r.dim, r.half);
@@ -170,10 +175,11 @@ DEVICE inline void backward(In<T> qkv, InOut<T> dqkv, const Rotation<T, W> &r, i
     }
 }
 
-// Of the heads `first_head` to `first_head + heads`: partial[part][column] = the sum of dy * x / rms, where dy is the
-// gradient turned back; partial: [gridDim.x, dim]. (token, head) are numbered token by token; a group of lanes that share a
-// head adds up every so-manieth number in order, and the groups of a block are added in order, so the result depends on
-// the grid alone. `sums` holds 256 V values, at least 1024. Runs before `backward`, which overwrites the gradient.
+// For the heads `first_head` to `first_head + heads`: partial[part][column] = the sum of dy * x /
+// rms, with dy the gradient rotated back; partial: [gridDim.x, dim]. (token, head) are numbered
+// token by token. A group of lanes that share a head sums numbers at a fixed stride in order, and
+// the groups of a block are added in order, so the result depends only on the grid. `sums` holds
+// 256 V values, at least 1024. Runs before `backward`, which overwrites the gradient.
 template <int V, class T>
 DEVICE inline void gain_partial(In<T> qkv, In<T> dqkv, const Rotation<T, T> &r, Out<float> partial, Shared<float> sums,
                                 int tokens, int width, int first_head, int heads) {
@@ -182,7 +188,7 @@ DEVICE inline void gain_partial(In<T> qkv, In<T> dqkv, const Rotation<T, T> &r, 
     float sum[UNITS][2][V] = {};
     int step = int(gridDim.x) * lanes.heads(), number = int(blockIdx.x) * lanes.heads() + lanes.head();
     int token = number / heads, head = number % heads, tokens_on = step / heads, heads_on = step % heads;
-    // As often for all lanes of a warp, which sum squares together.
+    // All lanes of a warp loop equally often, because they sum squares together.
     for (int64_t first = int64_t(blockIdx.x) * lanes.heads(); first < int64_t(tokens) * heads; first += step) {
         bool there = token < tokens;
         int64_t at = int64_t(token) * width + (first_head + head) * r.dim;
@@ -241,11 +247,12 @@ DEVICE inline void gain_partial(In<T> qkv, In<T> dqkv, const Rotation<T, T> &r, 
 
 } // namespace
 
-// out: [tokens, (H + K) dim] = the q and k of qkv: [tokens, (H + 2 K) dim], normed unless the weights are null, turned.
+// out: [tokens, (H + K) dim] = the q and k of qkv: [tokens, (H + 2 K) dim], normed unless the
+// weights are null, then rotated.
 KERNEL BOUNDS(128, 8) rotary_bf16(FORWARD_BF16) { FORWARD(bf16, bf16); }
-// As rotary_bf16, with f32 weights of the norms.
+// Like rotary_bf16, with f32 weights of the norms.
 KERNEL BOUNDS(128, 8) rotary_bf16_f32(FORWARD_BF16_F32) { FORWARD(bf16, float); }
-// As rotary_bf16, all in f32.
+// Like rotary_bf16, all in f32.
 KERNEL BOUNDS(128, 8) rotary_f32(FORWARD_F32) { FORWARD(float, float); }
 
 #define BACKWARD_BF16                                                                                                  \
@@ -258,11 +265,12 @@ KERNEL BOUNDS(128, 8) rotary_f32(FORWARD_F32) { FORWARD(float, float); }
     In<float> qkv, InOut<float> dqkv, In<float> cosine, In<float> sine, In<float> q_weight, In<float> k_weight,         \
         uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
 
-// The gradient of qkv's q and k columns from that of what rotary_bf16 gave, in place; v's columns stay.
+// The gradient of qkv's q and k columns from the gradient of rotary_bf16's result, in place; v's
+// columns stay.
 KERNEL BOUNDS(128, 5) rotary_backward_bf16(BACKWARD_BF16) { BACKWARD(bf16, bf16); }
-// As rotary_backward_bf16, with f32 weights of the norms.
+// Like rotary_backward_bf16, with f32 weights of the norms.
 KERNEL BOUNDS(128, 5) rotary_backward_bf16_f32(BACKWARD_BF16_F32) { BACKWARD(bf16, float); }
-// As rotary_backward_bf16, all in f32.
+// Like rotary_backward_bf16, all in f32.
 KERNEL BOUNDS(128, 5) rotary_backward_f32(BACKWARD_F32) { BACKWARD(float, float); }
 
 #define GAIN_BF16                                                                                                      \
@@ -282,5 +290,5 @@ KERNEL BOUNDS(128, 5) rotary_backward_f32(BACKWARD_F32) { BACKWARD(float, float)
 
 // Partial sums of the gradient of q's norm, or of k's; before rotary_backward.
 KERNEL BOUNDS(128, 4) rotary_gain_partial_bf16(GAIN_BF16) { GAIN(bf16); }
-// As rotary_gain_partial_bf16, in f32.
+// Like rotary_gain_partial_bf16, in f32.
 KERNEL BOUNDS(128, 4) rotary_gain_partial_f32(GAIN_F32) { GAIN(float); }

@@ -1,4 +1,4 @@
-//! The command line, as types: what may be typed, and the help. What it means is for `commands`.
+//! Types of the command line with their help texts. `commands` carries them out.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -44,7 +44,8 @@ Examples:
   finetune --recipe my.toml --output out --sweep adapter.r=4,8,16
   finetune --resume --output out
 
-`finetune train ...` is the same. `finetune recipes` lists the built-in recipes, `finetune recipes show reference` every key.";
+`finetune train ...` is the same. `finetune recipes` lists the built-in recipes, `finetune recipes show reference` every key.
+`--resume` without --recipe, --model and --dataset uses the recipe.toml of the run.";
 
 /// Fine-tunes Hugging Face language models: LoRA and full training in one binary.
 #[derive(Debug, Parser)]
@@ -58,10 +59,10 @@ Examples:
     max_term_width = 100
 )]
 pub struct Cli {
-    /// Without a verb: train.
+    /// Arguments of training, used without a verb.
     #[command(flatten)]
     pub train: TrainArgs,
-    /// Verb, if one was typed.
+    /// Verb; `None` trains.
     #[command(subcommand)]
     pub verb: Option<Verb>,
 }
@@ -69,16 +70,16 @@ pub struct Cli {
 /// Verbs of the command line; without one `finetune` trains.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// Train: the same as `finetune` without a verb
+    /// Train a model, the same as `finetune` without a verb
     #[command(arg_required_else_help = true, after_help = TRAIN_EXAMPLES)]
     Train(Box<TrainArgs>),
-    /// Say what a run would need, here or on other hardware: memory, time, cost
+    /// Estimate memory, time and cost of a run, here or on other hardware
     Plan(Box<PlanArgs>),
-    /// Merge an adapter into its model: a Hugging Face folder
+    /// Merge an adapter into its model and write a Hugging Face folder
     Merge(MergeArgs),
-    /// Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+    /// Write a 4-bit or 8-bit checkpoint of a model in the bitsandbytes format
     Quantize(QuantizeArgs),
-    /// Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+    /// Export a model as a GGUF file or Hugging Face folder, or an adapter as GGUF
     Export(ExportArgs),
     /// Continue a prompt, chat, or answer a file of prompts
     Generate(GenerateArgs),
@@ -86,46 +87,46 @@ pub enum Verb {
     Eval(EvalArgs),
     /// Compare runs by their output folders: recipe, losses, time and memory
     Compare(CompareArgs),
-    /// Say what a model or adapter is, from its headers alone
+    /// Describe a model or adapter from its file headers
     Inspect(InspectArgs),
-    /// Show how rows become tokens and masks, and what is wrong with them
+    /// Show how rows become tokens and loss masks, and report faulty rows
     Data(DataArgs),
     /// List, show or write the built-in recipes
     Recipes(RecipesArgs),
-    /// Measure speed: of every operation, between ranks, or by number of ranks
+    /// Measure the speed of operations, of communication, and of training by rank count
     Bench(BenchArgs),
-    /// Say what this machine and its network offer; check every operation on it
+    /// Describe this machine and its network, or check every operation on it
     Doctor(DoctorArgs),
-    /// Prove on a recipe that a run which is killed and resumed leaves the same bytes
+    /// Check that a killed and resumed run is bit-identical to an uninterrupted one
     VerifyResume(VerifyResumeArgs),
-    /// Print a completion script for a shell, or a manual page
+    /// Print a shell completion script or a manual page
     Completions(CompletionsArgs),
 }
 
-/// How much is said, and whether the network may be used.
+/// Verbosity and network access of a command.
 #[derive(Debug, Clone, Default, Args)]
 pub struct CommonArgs {
-    /// Use only what is on this machine
+    /// Use only local files, without network access
     #[arg(long)]
     pub offline: bool,
-    /// Say only what went wrong
+    /// Print errors only
     #[arg(short, long, conflicts_with = "verbose")]
     pub quiet: bool,
-    /// Say more about what happens
+    /// Print more details
     #[arg(short, long)]
     pub verbose: bool,
 }
 
-/// What is trained, on what, by which recipe.
+/// Model, training data and recipe of a run.
 #[derive(Debug, Clone, Default, Args)]
 pub struct RunArgs {
-    /// A folder in Hugging Face layout, or a hub id
+    /// Model: a Hugging Face folder or a hub id
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
-    /// A recipe file, or the name of a built-in recipe
+    /// Recipe: a TOML file or the name of a built-in recipe
     #[arg(long, value_name = "RECIPE")]
     pub recipe: Option<String>,
-    /// A file, a folder or a hub data set to train on; may be repeated
+    /// Training data: a file, a folder or a hub data set; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub dataset: Vec<String>,
 }
@@ -140,28 +141,28 @@ fn find_recipe(name: Option<&str>, folder: &Path) -> Result<Option<RecipeText>> 
 Example:
   finetune merge --adapter out --output merged")]
 pub struct MergeArgs {
-    /// The model the adapter was trained on: a folder or a hub id [default: the one that the adapter names]
+    /// Base model: a folder or a hub id [default: the one that the adapter names]
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
-    /// The adapter's folder, or a hub id
+    /// Adapter: a folder or a hub id
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: String,
-    /// The folder to write; must be new or empty
+    /// Folder to write; must be new or empty
     #[arg(long, value_name = "DIR")]
     pub output: PathBuf,
-    /// Type of the merged weights; auto: the model's
+    /// Dtype of the merged weights; auto: the dtype of the model
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = dtype())]
     pub dtype: Dtype,
-    /// Merge into these weights [default: those that the adapter was trained on]
+    /// Weights to merge into [default: those that the adapter was trained on]
     #[arg(long, value_name = "BASE")]
     pub base: Option<BaseChoice>,
-    /// Compare base and adapter with the merged model on the first 64 rows of this data set before anything is written
+    /// Compare with base and adapter on 64 rows of this data set, before writing
     #[arg(long, value_name = "DATASET")]
     pub verify_on: Option<String>,
-    /// The mean KL divergence, in nats a token, above which the merge is refused
+    /// Mean KL divergence to accept, in nats per token [default: 0.005; other base: 0.1]
     #[arg(long, value_name = "NATS", requires = "verify_on", value_parser = nats)]
     pub max_kl: Option<f64>,
-    /// Use the adapter on this model though it was trained on another
+    /// Use the adapter on a model other than the one it was trained on
     #[arg(long)]
     pub force_base: bool,
     /// Network and verbosity.
@@ -176,22 +177,22 @@ Examples:
   finetune quantize --model Qwen/Qwen2.5-0.5B --kind nf4 --output qwen-nf4
   finetune quantize --model merged --kind int8 --skip down_proj --output merged-int8")]
 pub struct QuantizeArgs {
-    /// The model: a folder or a hub id
+    /// Model: a folder or a hub id
     #[arg(long, value_name = "MODEL")]
     pub model: String,
-    /// The codes of the linear layers; all else stays as it is stored
+    /// Format of the linear layers; all other weights stay as they are stored
     #[arg(long, value_name = "KIND", value_parser = quant_kind())]
     pub kind: QuantKind,
-    /// The folder to write; must be new or empty
+    /// Folder to write; must be new or empty
     #[arg(long, value_name = "DIR")]
     pub output: PathBuf,
-    /// Weights that share one scale: a power of two from 32 to 4096 [default: 64; not with int8]
+    /// Weights per scale, a power of two from 32 to 4096; not with int8 [default: 64]
     #[arg(long, value_name = "N", value_parser = block_size)]
     pub block_size: Option<usize>,
-    /// Keep the scales in f32 (not with int8, which always does)
+    /// Keep the scales in f32; not with int8, whose scales always are
     #[arg(long)]
     pub no_double_quant: bool,
-    /// Layers to leave as they are, such as down_proj or layers.0; may be repeated
+    /// Layers to leave unquantized, such as down_proj or layers.0; may be repeated
     #[arg(long, value_name = "NAME")]
     pub skip: Vec<String>,
     /// Network and verbosity.
@@ -208,28 +209,28 @@ Examples:
   finetune export --adapter out --merge --format gguf --output merged.gguf
   finetune export --model out --format hf --type f16 --output half")]
 pub struct ExportArgs {
-    /// A folder in Hugging Face layout, or a hub id [default: the one that the adapter names]
+    /// Model: a Hugging Face folder or a hub id [default: the one the adapter names]
     #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
     pub model: Option<String>,
-    /// An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for this model
+    /// Adapter, a folder or a hub id: exported as a LoRA GGUF unless merged
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<String>,
-    /// Merge the adapter into its model first, and write the whole model
+    /// Merge the adapter into its model first, and export the whole model
     #[arg(long, requires = "adapter", conflicts_with = "revision")]
     pub merge: bool,
-    /// The file (gguf) or folder (hf) to write; must not exist
+    /// File (gguf) or folder (hf) to write; must not exist
     #[arg(long, value_name = "PATH")]
     pub output: PathBuf,
-    /// hf: a folder that transformers opens; gguf: a file that llama.cpp runs
+    /// Format: hf, a folder for transformers, or gguf, a file for llama.cpp
     #[arg(long, value_name = "FORMAT", value_parser = export_format())]
     pub format: ExportFormat,
-    /// How weights are stored: hf takes f32, f16, bf16, an adapter f32, f16 [default: as they are]
+    /// Type of the weights; hf: f32, f16, bf16; adapter: f32, f16 [default: as stored]
     #[arg(long, value_name = "TYPE", value_parser = gguf_type())]
     pub r#type: Option<GgufType>,
-    /// The model's branch, tag or commit on the hub
+    /// Branch, tag or commit of the model on the hub
     #[arg(long, value_name = "REVISION", default_value = "main")]
     pub revision: String,
-    /// Use the adapter on this model though it was trained on another
+    /// Use the adapter on a model other than the one it was trained on
     #[arg(long, requires = "adapter")]
     pub force_base: bool,
     /// Network and verbosity.
@@ -237,7 +238,7 @@ pub struct ExportArgs {
     pub common: CommonArgs,
 }
 
-/// The layouts of `finetune export`.
+/// Output formats of `finetune export`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportFormat {
     /// A folder that transformers opens.
@@ -252,22 +253,22 @@ pub enum ExportFormat {
 Example:
   finetune eval --adapter out --dataset test.jsonl --json")]
 pub struct EvalArgs {
-    /// A folder in Hugging Face layout, or a hub id [default: the one that the adapter names]
+    /// Model: a Hugging Face folder or a hub id [default: the one the adapter names]
     #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
     pub model: Option<String>,
-    /// An adapter's folder, or a hub id
+    /// Adapter: a folder or a hub id
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<String>,
-    /// A file, a folder or a hub data set; may be repeated
+    /// Data set: a file, a folder or a hub data set; may be repeated
     #[arg(long, value_name = "DATASET", required = true)]
     pub dataset: Vec<String>,
-    /// How rows are read.
+    /// Options for reading rows.
     #[command(flatten)]
     pub rows: RowArgs,
-    /// Use the adapter on this model though it was trained on another
+    /// Use the adapter on a model other than the one it was trained on
     #[arg(long, requires = "adapter")]
     pub force_base: bool,
-    /// Print the figures as JSON
+    /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
     /// Network and verbosity.
@@ -275,22 +276,22 @@ pub struct EvalArgs {
     pub common: CommonArgs,
 }
 
-/// What decides how rows are read, apart from the model.
+/// Options that decide, beside the model, how rows are read.
 #[derive(Debug, Clone, Default, Args)]
 pub struct RowArgs {
-    /// A recipe whose [data] and [model] tables count
+    /// Recipe to read [data] and [model] from
     #[arg(long, value_name = "RECIPE")]
     pub recipe: Option<String>,
-    /// Set one key of the recipe, such as data.max_seq_len=512; may be repeated
+    /// Set a recipe key, such as data.max_seq_len=512; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
 }
 
 impl RowArgs {
-    /// The layers of a recipe for `model` and `dataset`, both as given to their flags.
+    /// Returns the layers of a recipe for `model` and `dataset`, the values of their flags.
     ///
     /// # Errors
-    /// When the recipe cannot be found or read.
+    /// The recipe cannot be found or read.
     pub fn layers(&self, model: &str, dataset: &[String], folder: &Path) -> Result<RecipeLayers> {
         Ok(RecipeLayers {
             recipe: find_recipe(self.recipe.as_deref(), folder)?,
@@ -311,7 +312,7 @@ Examples:
   finetune inspect out
   finetune inspect meta-llama/Llama-2-7b-hf")]
 pub struct InspectArgs {
-    /// A model or adapter: a folder, a safetensors file or a hub id
+    /// Model or adapter: a folder, a safetensors file or a hub id
     #[arg(value_name = "PATH_OR_ID")]
     pub source: String,
     /// Network and verbosity.
@@ -326,25 +327,25 @@ Examples:
   finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl
   finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --rows 20 --set data.train_on=all")]
 pub struct DataArgs {
-    /// The model whose tokenizer and chat template count: a folder or a hub id
+    /// Model that gives tokenizer and chat template: a folder or a hub id
     #[arg(long, value_name = "MODEL")]
     pub model: String,
-    /// A file, a folder or a hub data set; may be repeated
+    /// Data set: a file, a folder or a hub data set; may be repeated
     #[arg(long, value_name = "DATASET", required = true)]
     pub dataset: Vec<String>,
-    /// Rows to show; all are checked
+    /// Number of rows to show; all rows are checked
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub rows: usize,
-    /// Show each token on a line: its place, id, whether it is trained, its text
+    /// Show a line per token: position, id, whether it is trained, text
     #[arg(long, conflicts_with = "json")]
     pub tokens: bool,
-    /// Print rows and figures as JSON, with `labels` of -100 where nothing is trained
+    /// Print rows and statistics as JSON; untrained tokens have the label -100
     #[arg(long)]
     pub json: bool,
-    /// Also write the rows as a page to this file
+    /// Also write the rows as an HTML page to this file
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
-    /// How rows are read.
+    /// Options for reading rows.
     #[command(flatten)]
     pub reading: RowArgs,
     /// Network and verbosity.
@@ -364,36 +365,36 @@ Examples:
   finetune recipes show reference data"
 )]
 pub struct RecipesArgs {
-    /// Without a word: list.
+    /// Action; `None` lists the recipes.
     #[command(subcommand)]
     pub action: Option<RecipesAction>,
 }
 
-/// What to do with the built-in recipes.
+/// Actions on the built-in recipes.
 #[derive(Debug, Clone, Subcommand)]
 pub enum RecipesAction {
-    /// Say what each is for
+    /// List the built-in recipes with their purpose
     List,
-    /// Print one recipe, or the reference of all keys
+    /// Print a recipe, or the reference of all keys
     Show {
-        /// Its name, or `reference` for every key
+        /// Name of a recipe, or `reference` for every key
         name: String,
-        /// With `reference`: the section to print, such as data [default: all sections]
+        /// Section of the reference to print, such as data [default: all sections]
         section: Option<String>,
     },
-    /// Write one to NAME.toml in the working folder; an existing file is not replaced
+    /// Write a recipe to NAME.toml in the working folder; never replaces a file
     Write {
-        /// Its name, or `reference` for every key
+        /// Name of a recipe, or `reference` for every key
         name: String,
     },
 }
 
-/// The weights that an adapter is merged onto (`finetune merge --base`).
+/// Weights that an adapter is merged into (`finetune merge --base`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum BaseChoice {
     /// The unquantized weights in the model's files
     Original,
-    /// The weights that quantizing left of them
+    /// The same weights, quantized and dequantized
     Quantized,
 }
 
@@ -405,10 +406,10 @@ Examples:
   finetune completions man > ~/.local/share/man/man1/finetune.1
   finetune completions man plan > ~/.local/share/man/man1/finetune-plan.1")]
 pub struct CompletionsArgs {
-    /// A shell, or `man` for a manual page
+    /// Shell, or `man` for a manual page
     #[arg(value_name = "KIND")]
     pub kind: CompletionKind,
-    /// The verb that the manual page is about [default: finetune as a whole]
+    /// Verb to print the manual page of [default: finetune as a whole]
     #[arg(value_name = "VERB")]
     pub verb: Option<String>,
 }
@@ -457,7 +458,7 @@ impl FromStr for Gpus {
             }
             for gpu in first..=last {
                 if gpus.contains(&gpu) {
-                    return Err(format!("{gpu} stands there twice"));
+                    return Err(format!("GPU {gpu} is listed twice; accepted: each GPU once"));
                 }
                 gpus.push(gpu);
             }
@@ -466,7 +467,8 @@ impl FromStr for Gpus {
     }
 }
 
-/// No host has more devices; keeps a slip such as `0-30000000000` from filling the memory.
+/// More devices than any host has. The limit keeps a typo such as `0-30000000000` from filling the
+/// memory.
 const MOST_GPUS: usize = 1024;
 
 fn dtype() -> impl TypedValueParser<Value = Dtype> {

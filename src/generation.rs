@@ -1,4 +1,4 @@
-//! Answers of a model to prompts: one prompt, a dialogue, or a file of prompts.
+//! Generates a model's answers to one prompt, a dialogue, or a file of prompts.
 
 use std::cell::Cell;
 use std::io::BufRead;
@@ -17,31 +17,33 @@ use crate::report::Terminal;
 use crate::units;
 use crate::weights::{OutputFile, OutputKind};
 
-/// The file that `--output` names.
+/// Output file of `--output`.
 pub(crate) const ANSWERS: OutputKind =
     OutputKind { what: "a file of answers", option: "--output", example: "answers.jsonl", replaces: None };
 
-/// The key of the answers in a row of [`ANSWERS`], which rows of `--input` must not have.
+/// Returns the key of the answers in a row of [`ANSWERS`]. Rows of `--input` must not have this
+/// key.
 fn answer_key(args: &GenerateArgs) -> &'static str {
     if args.samples == 1 { "answer" } else { "answers" }
 }
 
-/// The prompts of a command.
+/// Prompts of a command.
 #[derive(Debug)]
 pub(crate) enum PromptSource {
     /// One prompt of the command line.
     One(Box<Prompt>),
-    /// Each line of the standard input is a turn, after the system message if there is one.
+    /// Each line of the standard input is a turn. The system message, if any, comes first.
     Dialogue(Option<Value>),
     /// The rows of a file.
     File(Vec<Prompt>),
 }
 
 impl PromptSource {
-    /// Reads the prompts that `args` name, and warns of what the chat template leaves out of them.
+    /// Reads the prompts of `args`, and warns about message parts that the chat template omits.
     ///
     /// # Errors
-    /// The user's: a prompt cannot be used with this model. Transient: the system starts no process to render chats.
+    /// The user's: a prompt cannot be used with this model. Transient: the system starts no process
+    /// to render chats.
     pub(crate) fn of(args: &GenerateArgs, encoder: &PromptEncoder<'_>, terminal: &Terminal) -> Result<Self> {
         let one = |text: &str, ids, is_chat| {
             let row = Map::from_iter([("prompt".to_owned(), Value::from(text))]);
@@ -71,7 +73,7 @@ impl PromptSource {
         Ok(one(text, encoder.chat(&messages)?, true))
     }
 
-    /// The size in bytes, roughly, of a file of the prompts with their answers.
+    /// Estimates the size in bytes of a file of the prompts with their answers.
     pub(crate) fn written_bytes(&self, args: &GenerateArgs) -> u64 {
         const TOKEN_BYTES: usize = 4;
         let PromptSource::File(prompts) = self else { return 0 };
@@ -82,22 +84,22 @@ impl PromptSource {
     }
 }
 
-/// The reason why an answer ended.
+/// Reason for the end of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum FinishReason {
-    /// A text of `--stop` came.
+    /// The model wrote a text of `--stop`.
     Stop,
-    /// The model chose a token that ends its text, or its turn.
+    /// The model chose a token that ends its text or turn.
     Eos,
-    /// It has `--max-new-tokens` tokens.
+    /// The answer has `--max-new-tokens` tokens.
     Length,
 }
 
 /// One answer to a prompt.
 struct GeneratedAnswer {
     text: String,
-    /// Its tokens, those of a stop text included, without the token that ends it.
+    /// Number of tokens, with those of a stop text, without the token that ends the answer.
     tokens: usize,
     finish_reason: FinishReason,
 }
@@ -109,14 +111,14 @@ pub(crate) struct Generator<'a> {
     args: &'a GenerateArgs,
     terminal: &'a Terminal,
     ends: AnswerEnds,
-    /// The number of prompts that passed the model's positions, with their first answers.
+    /// Number of prompts that, with their first answers, exceed the model's positions.
     beyond_positions: Cell<usize>,
 }
 
-/// Refuses options that do not go together.
+/// Refuses options that contradict each other.
 ///
 /// # Errors
-/// The user's: one of them would have no effect, or be without meaning.
+/// The user's: an option would have no effect or no meaning.
 pub(crate) fn check_options(args: &GenerateArgs) -> Result<()> {
     let SamplingOptions { top_k, top_p, min_p, .. } = sampling_options(args);
     let greedy = sampling_options(args).is_greedy();
@@ -146,7 +148,7 @@ pub(crate) fn check_options(args: &GenerateArgs) -> Result<()> {
     if greedy && min_p > 0.0 { useless(&format!("--min-p {min_p}")) } else { Ok(()) }
 }
 
-/// The options of the choice of tokens.
+/// Returns the sampling options of `args`.
 fn sampling_options(args: &GenerateArgs) -> SamplingOptions {
     SamplingOptions {
         temperature: args.temperature,
@@ -157,13 +159,13 @@ fn sampling_options(args: &GenerateArgs) -> SamplingOptions {
     }
 }
 
-/// The tokens and texts that end answers.
+/// Tokens and texts that end answers.
 pub(crate) struct AnswerEnds {
     /// Special tokens of `--stop`.
     stop_tokens: Vec<u32>,
     /// Texts of `--stop`.
     stop_texts: Vec<String>,
-    /// Tokens that end a text, and those that end a turn of a chat as well.
+    /// Tokens that end a text; then these and the tokens that end a turn of a chat.
     ends: [Vec<u32>; 2],
 }
 
@@ -171,7 +173,8 @@ impl AnswerEnds {
     /// Finds the tokens and texts that end answers.
     ///
     /// # Errors
-    /// The user's: a text of `--stop` can never come. Transient: the system starts no process to render the template.
+    /// The user's: the model can never write a text of `--stop`. Transient: the system starts no
+    /// process to render the template.
     pub(crate) fn of(args: &GenerateArgs, encoder: &PromptEncoder<'_>) -> Result<Self> {
         let (mut stop_tokens, mut stop_texts) = (Vec::new(), Vec::new());
         for text in &args.stop {
@@ -191,7 +194,7 @@ impl AnswerEnds {
 }
 
 impl<'a> Generator<'a> {
-    /// A generator of the answers that `args` ask for.
+    /// Creates a generator of the answers that `args` request.
     pub(crate) fn new(
         engine: Engine,
         encoder: PromptEncoder<'a>,
@@ -201,10 +204,11 @@ impl<'a> Generator<'a> {
         Generator { engine, encoder, args, terminal, ends, beyond_positions: Cell::new(0) }
     }
 
-    /// Answers all prompts; those of a file into `output` if there is one.
+    /// Answers all prompts; writes the answers to a file of prompts to `output` if given.
     ///
     /// # Errors
-    /// The model's logits are not numbers, there is no memory for the keys and values, or an output cannot be written.
+    /// The model's logits are not finite, the memory does not suffice for the keys and values, or
+    /// an output cannot be written.
     pub(crate) fn run(&self, prompts: PromptSource, output: Option<OutputFile>) -> Result<()> {
         match prompts {
             PromptSource::One(prompt) if self.args.json => self.as_json(&prompt).map(drop),
@@ -214,7 +218,8 @@ impl<'a> Generator<'a> {
         }
     }
 
-    /// Prints the answers to a prompt as they are made, after the prompt where it is a text to be continued.
+    /// Prints the answers to a prompt while they are generated. A prompt that is no chat is printed
+    /// first.
     fn print(&self, prompt: &Prompt) -> Result<()> {
         for sample in 0..self.args.samples {
             if self.args.samples > 1 {
@@ -232,7 +237,7 @@ impl<'a> Generator<'a> {
         Ok(())
     }
 
-    /// Prints the answers to a prompt as one JSON object on a line; returns them.
+    /// Prints the answers to a prompt as one line of JSON; returns them.
     fn as_json(&self, prompt: &Prompt) -> Result<Vec<GeneratedAnswer>> {
         let answers = self.answers(prompt)?;
         let mut object = Map::new();
@@ -254,12 +259,13 @@ impl<'a> Generator<'a> {
         object.insert(answer_key(self.args).to_owned(), self.one_or_all(texts));
     }
 
-    /// One value where one answer is asked for, else a list of the values of all answers.
+    /// Returns the value itself with `--samples 1`, else a list of the values of all answers.
     fn one_or_all(&self, mut values: impl Iterator<Item = Value>) -> Value {
         if self.args.samples == 1 { values.next().unwrap_or_default() } else { values.collect() }
     }
 
-    /// Answers each line of the standard input, the user's turn; an empty line or the end of the input ends the dialogue.
+    /// Answers each line of the standard input, the user's turn; an empty line or the end of the
+    /// input ends the dialogue.
     fn dialogue(&self, system: Option<Value>) -> Result<()> {
         let described = self.encoder.template()?.described();
         self.terminal.line(format!("chat template: {described}; an empty line ends the chat"));
@@ -285,7 +291,8 @@ impl<'a> Generator<'a> {
         Ok(())
     }
 
-    /// Answers the prompts of a file: rows with their answers into `output`, JSON objects to the standard output.
+    /// Answers the prompts of a file: rows with their answers into `output`, JSON objects to the
+    /// standard output.
     fn file(&self, prompts: &[Prompt], mut output: Option<OutputFile>) -> Result<()> {
         let (total, mut tokens) = (prompts.len(), 0);
         for (before, prompt) in prompts.iter().enumerate() {
@@ -305,7 +312,7 @@ impl<'a> Generator<'a> {
         }
         if self.beyond_positions.get() > 1 {
             let (beyond, all) = (self.beyond_positions.get(), units::counted(total, "prompt"));
-            self.terminal.warn(format!("{beyond} of {all} pass the positions that the model was made for"));
+            self.terminal.warn(format!("{beyond} of {all} exceed the positions that the model was made for"));
         }
         if let (Some(output), Some(path)) = (output, &self.args.output) {
             output.commit()?;
@@ -315,13 +322,13 @@ impl<'a> Generator<'a> {
         Ok(())
     }
 
-    /// All answers to a prompt.
+    /// Generates all answers to a prompt.
     fn answers(&self, prompt: &Prompt) -> Result<Vec<GeneratedAnswer>> {
         (0..self.args.samples).map(|sample| self.answer(prompt, sample, &mut |_| Ok(()))).collect()
     }
 
-    /// Generates answer number `sample` of a prompt, which depends on no other prompt and answer; hands its text to `show`
-    /// as it is made.
+    /// Generates answer number `sample` of a prompt and passes its text to `show` while it grows.
+    /// The answer depends on no other prompt or answer.
     fn answer(
         &self,
         prompt: &Prompt,
@@ -336,7 +343,8 @@ impl<'a> Generator<'a> {
             whole.push_str(ready);
             show(ready)
         };
-        // Decoders drop the space before the first word: what is printed is what the new tokens add to the prompt.
+        // Decoders drop the space before the first word, so the prompt is decoded too and only the
+        // text after it is printed.
         ids.iter().try_for_each(|id| text.push(*id).map(drop))?;
         let mut search = StopSearch::new(&self.ends.stop_texts);
         let (mut stopped, most) = (false, self.args.max_new_tokens);
@@ -367,13 +375,13 @@ impl<'a> Generator<'a> {
         };
         if !warned {
             let tokens = ids.len() + made.len();
-            self.warn_beyond_positions(prompt, "the prompt and what follows it have", tokens, sample);
+            self.warn_beyond_positions(prompt, "the prompt and its answer have", tokens, sample);
         }
         Ok(GeneratedAnswer { text: whole, tokens: made.len() - usize::from(by_token), finish_reason })
     }
 
-    /// Warns, at the first answer of the first such prompt, if `tokens` are more than the model has positions; returns
-    /// whether they are.
+    /// Returns whether `tokens` exceed the model's positions. Warns at the first answer of the
+    /// first such prompt.
     fn warn_beyond_positions(&self, prompt: &Prompt, sequence: &str, tokens: usize, sample: usize) -> bool {
         let origin = prompt.origin.as_ref();
         let sequence = origin.map_or(sequence.to_owned(), |origin| format!("{origin}: {sequence}"));

@@ -1,7 +1,7 @@
 //! `finetune` fine-tunes Hugging Face language models without Python.
 //!
-//! The library is a stack of crates, each of which sees only what lies below it; this one shows their modules as its own. The page
-//! docs/design.md has the table of the crates and of the modules in them.
+//! The library is a stack of crates: each sees only the crates below it. This crate re-exports
+//! their modules. The page docs/design.md has the table of crates and modules.
 
 mod bench;
 pub mod cli;

@@ -1,4 +1,4 @@
-//! The `finetune` binary: arguments to a command, a command to an exit code.
+//! The `finetune` binary: parses arguments into a command, and turns its result into an exit code.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::panic::{PanicHookInfo, catch_unwind, set_hook};
@@ -33,8 +33,8 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// A panic is a bug of this program, whichever thread it stops; but a reader of our output who has gone, as in `| head`,
-/// is nobody's fault.
+/// Reports a panic, which is a bug of this program on whichever thread it happens. If the reader of
+/// stdout is gone, as after `| head`, exits with code 0 instead.
 fn say_panic(panic: &PanicHookInfo<'_>) {
     if contained::is_contained() {
         return;

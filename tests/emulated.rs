@@ -109,7 +109,7 @@ fn a_kernel_at_fault_is_named() {
         r"it was the kernel \w+ of kernels/\w+\.cu, \d+ x \d+ x 1 blocks of \d+ x 1 x 1 threads, \d+ B of shared memory, over .*\[\d+ x \d+ B\]",
     );
     assert!(launch.unwrap().is_match(&said), "{said}");
-    assert!(said.contains("what was saved before is untouched"), "{said}");
+    assert!(said.contains("everything saved before is intact"), "{said}");
     assert!(out.join("checkpoint-1/manifest.json").exists() && !out.join("checkpoint-2").exists(), "{said}");
 }
 

@@ -258,7 +258,7 @@ fn a_rank_that_hangs_in_another_process_is_named() {
             "it has made no progress for ",
             "rank 1 is in phase backward; its last call was ",
         ),
-        ("1:backward:2:stop", "nothing was heard of it for ", "rank 0 ended in phase "),
+        ("1:backward:2:stop", "it has sent no message for ", "rank 0 ended in phase "),
     ] {
         let Some(mpirun) = mpirun() else { return };
         let place = tempfile::tempdir().unwrap();

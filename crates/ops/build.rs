@@ -1,6 +1,7 @@
-//! Writes what Rust knows of the kernels of `kernels/`: `kernels.rs`, one function a kernel, whose parameters have the
-//! types of the kernel's own. Builds them for a GPU with feature `cuda` (nvcc) and for the host with feature `kernel-emu`
-//! (a C++ compiler); without these features neither compiler is needed.
+//! Generates the Rust interface of the kernels in `kernels/`: `kernels.rs` has one function per
+//! kernel, whose parameters have the types of the kernel's own. Compiles the kernels for GPUs with
+//! feature `cuda` (nvcc) and for the host with feature `kernel-emu` (a C++ compiler). Without these
+//! features neither compiler is required.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use std::{env, fs};
 fn main() -> Result<()> {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=../../kernels");
-    // Every path below is one of the repository.
+    // The paths below are relative to the repository.
     env::set_current_dir("../..").map_err(|error| format!("cannot enter the repository: {error}"))?;
     let cuda = env::var_os("CARGO_FEATURE_CUDA").is_some();
     let emulator = env::var_os("CARGO_FEATURE_KERNEL_EMU").is_some();
@@ -55,7 +56,7 @@ struct Kernel {
     name: String,
     /// The file's name without `.cu`.
     module: String,
-    /// What the comment above it says.
+    /// The comment lines above the kernel.
     doc: Vec<String>,
     parameters: Vec<Parameter>,
 }
@@ -67,7 +68,7 @@ struct Parameter {
 }
 
 impl Parameter {
-    /// `("In", "bf16")` of a pointer, `("", "float")` of a value.
+    /// Splits the type: `("In", "bf16")` for a pointer, `("", "float")` for a value.
     fn parts(&self) -> (&str, &str) {
         match self.cpp.split_once('<') {
             Some((mode, element)) => (mode.trim(), element.trim_end_matches('>').trim()),
@@ -104,8 +105,8 @@ impl Parameter {
     }
 }
 
-/// Every `KERNEL name(parameters) {` of a file. A name that stands alone where parameters are, and that the file
-/// defines as a macro, is what the macro says.
+/// Parses every `KERNEL name(parameters) {` of a file. A single name in place of the parameters is
+/// expanded if the file defines it as a macro.
 fn signatures(text: &str, file: &Path) -> Result<Vec<Kernel>> {
     let module = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default().to_owned();
     let joined = text.replace("\\\n", " ");
@@ -145,7 +146,7 @@ fn signatures(text: &str, file: &Path) -> Result<Vec<Kernel>> {
     Ok(kernels)
 }
 
-/// One function a kernel, and the table of their names.
+/// Generates one function per kernel, and the table of their names.
 fn rust(kernels: &[Kernel]) -> String {
     let mut text = String::from("// Written by build.rs from the signatures in kernels/.\n");
     for kernel in kernels {
@@ -185,14 +186,14 @@ fn emulate(out: &Path, files: &[PathBuf], kernels: &[Kernel]) -> Result<()> {
     write(&table, &table_of(kernels))?;
     let mut cpp = cc::Build::new();
     cpp.cpp(true).std("c++17").opt_level(2).debug(false).warnings(true).extra_warnings(true);
-    // A jump to another fiber's stack is what a checked longjmp refuses.
+    // A checked longjmp refuses to jump to another fiber's stack.
     cpp.define("KERNEL_EMU", None).include("kernels").flag("-U_FORTIFY_SOURCE").flag("-fno-strict-aliasing");
     cpp.flag("-ffp-contract=off").flag("-xc++").warnings_into_errors(true);
     cpp.file("kernels/emu/emu.cpp").file(&table).files(files);
     cpp.try_compile("finetune_kernels").map_err(|error| error.to_string())
 }
 
-/// The table through which the emulator calls kernels by name.
+/// Generates the table by which the emulator calls kernels by name.
 #[cfg(feature = "kernel-emu")]
 fn table_of(kernels: &[Kernel]) -> String {
     let mut text = String::from(
@@ -233,7 +234,7 @@ fn table_of(kernels: &[Kernel]) -> String {
     text
 }
 
-/// Machine code and intermediate code of each file for the architectures of `kernels/nvcc.options`.
+/// Compiles each file to machine code and PTX for the architectures of `kernels/nvcc.options`.
 fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
     println!("cargo:rerun-if-env-changed=NVCC");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
@@ -246,8 +247,8 @@ fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
         let mut command = std::process::Command::new(&nvcc);
         command.args(["--options-file", "kernels/nvcc.options"]);
         let output = command.arg(file).arg("-o").arg(&code).output();
-        let output =
-            output.map_err(|error| format!("{}: {error}; scripts/cuda-env.sh gets one", nvcc.display()))?;
+        let output = output
+            .map_err(|error| format!("{}: {error}; scripts/cuda-env.sh installs nvcc", nvcc.display()))?;
         if !output.status.success() {
             return Err(format!("{}: {}", file.display(), String::from_utf8_lossy(&output.stderr)));
         }

@@ -1,4 +1,4 @@
-//! How fast every operation is on one device, as people and programs read it.
+//! Table and JSON of the speed of every operation on one device.
 
 use serde::Serialize;
 
@@ -8,21 +8,22 @@ use crate::runtime::device::{self, DeviceChoice};
 use crate::runtime::machine;
 use crate::units;
 
-/// The figures of a device; those of operations are added one by one.
+/// Speeds of a device; those of operations are added one by one.
 #[derive(Debug, Serialize)]
 pub(crate) struct OpSpeeds {
-    /// Its model, such as "NVIDIA H200".
+    /// Model of the device, such as "NVIDIA H200".
     device: String,
-    /// It is the processor, and no GPU.
+    /// True on a CPU, false on a GPU.
     processor: bool,
     tokens: usize,
     max_seq_len: usize,
-    /// Of activations and weights, and of the product that gives `gemm_tflops`.
+    /// Dtype of activations and weights, and of the product that gives `gemm_tflops`.
     dtype: &'static str,
-    /// 10^9 bytes a second that a copy reads and writes.
+    /// 10^9 bytes per second that a copy reads and writes.
     copy_gbps: f64,
     gemm_tflops: f64,
-    /// 10^12 operations a second that the instructions of products reach in registers alone; none on a GPU.
+    /// 10^12 operations per second that the instructions of products reach in registers alone; none
+    /// on a GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     peak_tflops: Option<f64>,
     ops: Vec<OpSpeed>,
@@ -30,7 +31,7 @@ pub(crate) struct OpSpeeds {
     rates: DeviceRates,
 }
 
-/// What one operation reached: bytes or products, whichever it is measured by.
+/// Speed of one operation, in bytes or in floating-point operations.
 #[derive(Debug, Serialize)]
 struct OpSpeed {
     op: &'static str,
@@ -41,15 +42,15 @@ struct OpSpeed {
     gbps: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tflops: Option<f64>,
-    /// Of `copy_gbps` or `peak_tflops`; of `gemm_tflops` where there is no peak.
+    /// Fraction of `copy_gbps` or `peak_tflops`; of `gemm_tflops` without a peak.
     share: f64,
-    /// The most bytes that a run takes on a GPU beside its inputs.
+    /// Peak bytes of a run on a GPU beside its inputs.
     #[serde(skip_serializing_if = "Option::is_none")]
     extra_bytes: Option<u64>,
 }
 
 impl OpSpeeds {
-    /// Nothing measured yet but the rates of the device itself.
+    /// Creates the table with the rates of the device, without operations.
     ///
     /// # Errors
     /// The driver does not name its GPUs.
@@ -72,7 +73,7 @@ impl OpSpeeds {
         })
     }
 
-    /// What stands above the lines of a table.
+    /// Returns the head of the table.
     pub(crate) fn head(&self) -> String {
         let OpSpeeds { device, tokens, max_seq_len, dtype, copy_gbps, gemm_tflops, .. } = self;
         let peak = self.peak_tflops.map(|tflops| format!(", in registers alone {tflops:.3}"));
@@ -85,7 +86,7 @@ impl OpSpeeds {
         )
     }
 
-    /// Takes what was measured of one operation; returns its line of the table.
+    /// Adds the timing of one operation; returns its line of the table.
     pub(crate) fn add(&mut self, timing: OpTiming) -> String {
         let (rate, share) = (timing.per_sec(), self.rates.share(&timing));
         let OpTiming { op, shape, dtype, work, secs, extra_bytes } = timing;

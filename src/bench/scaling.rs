@@ -1,9 +1,10 @@
-//! How speed grows with ranks: a plan trained for some steps, measured.
+//! Training speed by number of ranks: trains a plan for some steps and measures them.
 //!
-//! Every rank takes its own micro-batches (weak scaling). Efficiency is the speed of N ranks over N times that of the first
-//! number measured, by rank. Bytes are counted where they are sent and shown beside what the placement of parameters says
-//! they must be; exposed time is what the first rank spent inside collectives: on GPUs, where calls return before their
-//! work, only where the host itself waits.
+//! Every rank has its own micro-batches (weak scaling). Efficiency is the speed of N ranks over N
+//! times the speed per rank of the first measured number. The bytes sent are counted, and compared
+//! with the bytes that follow from the placement of parameters. Exposed time is the time of the
+//! first rank inside collectives. On GPUs calls return before their work ends, so it counts only
+//! the waits of the host.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,10 +21,10 @@ use crate::runtime::device;
 use crate::training::trainer;
 use crate::units;
 
-/// Steps before the first that is measured.
+/// Number of steps before the first measured one.
 pub(crate) const WARM_UP: u64 = 2;
 
-/// What one number of ranks gave.
+/// Result for one number of ranks.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ScalingResult {
     ranks: usize,
@@ -33,17 +34,18 @@ pub(crate) struct ScalingResult {
     step_secs: f64,
     tokens_per_sec: f64,
     efficiency: f64,
-    /// By one rank, as all figures below.
+    /// Of one rank, like all fields below.
     bytes_sent_per_step: u64,
     bytes_by_formula: u64,
     exposed_secs_per_step: f64,
 }
 
 impl ScalingResult {
-    /// Trains `plan` on `ranks` ranks of `devices`; `first` is the result that efficiency is measured by, none: this one.
+    /// Trains `plan` on `ranks` ranks of `devices`. `first` is the base of the efficiency; none:
+    /// this result.
     ///
     /// # Errors
-    /// The failure of a rank that came first.
+    /// The first failure of a rank.
     pub(crate) fn measure(
         plan: &Plan,
         devices: &ScalingDevices,
@@ -82,7 +84,7 @@ impl ScalingResult {
         }
     }
 
-    /// A line for each of `results`, under a head.
+    /// Formats `results` as a table.
     pub(crate) fn table(results: &[ScalingResult]) -> String {
         let mut text = String::from(
             "ranks  threads  strategy  tokens/s  efficiency  sent a step  by formula  waiting a step\n",
@@ -104,19 +106,19 @@ impl ScalingResult {
     }
 }
 
-/// What the ranks of a measurement compute on.
+/// Devices of the ranks of a measurement.
 pub(crate) enum ScalingDevices {
-    /// All of them on the CPU.
+    /// All ranks on the CPU.
     Cpu,
-    /// A rank on each of the first ones; NCCL where there is more than one rank.
+    /// A rank on each of the first GPUs; NCCL for several ranks.
     Gpus(Vec<Device>, Option<Arc<NcclLibrary>>),
 }
 
 impl ScalingDevices {
-    /// The GPUs with these `numbers`, none: the CPU, for up to `most_ranks` ranks.
+    /// Opens the GPUs with these `numbers`, or the CPU if none, for up to `most_ranks` ranks.
     ///
     /// # Errors
-    /// There are more ranks than GPUs; a GPU cannot be opened; NCCL is missing or too old.
+    /// The GPUs are fewer than the ranks; a GPU cannot be opened; NCCL is missing or too old.
     pub(crate) fn open(numbers: Option<&[usize]>, most_ranks: usize) -> Result<Self> {
         let Some(numbers) = numbers else { return Ok(ScalingDevices::Cpu) };
         let count = numbers.len();
@@ -129,7 +131,7 @@ impl ScalingDevices {
         Ok(ScalingDevices::Gpus(device::open_gpus(&numbers[..most_ranks])?, nccl))
     }
 
-    /// What to plan for.
+    /// Returns the device to plan for: the one with the least free memory.
     pub(crate) fn device(&self) -> Device {
         match self {
             ScalingDevices::Gpus(gpus, _) => device::tightest(gpus),
@@ -156,19 +158,19 @@ impl ScalingDevices {
     }
 }
 
-/// What a rank saw of the measured steps.
+/// Measurements of a rank over the measured steps.
 struct MeasuredSteps {
     secs: Vec<f64>,
     tokens: u64,
-    /// Bytes that it sent.
+    /// Bytes that the rank sent.
     sent: u64,
-    /// Bytes that it must have sent.
+    /// Bytes by the formula of the placement.
     formula: u64,
-    /// The time inside collectives.
+    /// Time inside collectives.
     exposed: Duration,
 }
 
-/// Trains all steps of `plan` on one rank.
+/// Trains all steps of `plan` on one rank and measures those after the warm-up.
 fn train(plan: &Plan, world: Arc<dyn Collective>, device: &Device) -> Result<MeasuredSteps> {
     let timed = TimedCollective::new(world);
     let (clock, size) = (timed.clock(), timed.size());

@@ -1,4 +1,4 @@
-//! The arguments of `finetune bench`.
+//! Arguments of `finetune bench`.
 
 use std::path::Path;
 
@@ -9,23 +9,23 @@ use super::{CommonArgs, CommunicationArgs, Gpus, RunArgs, find_recipe};
 use crate::error::Result;
 use crate::recipe::{ComputeDtype, RecipeLayers};
 
-/// What to measure.
+/// Arguments of `finetune bench`.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
-    /// What is measured.
+    /// Measurement to make.
     #[command(subcommand)]
     pub what: BenchVerb,
 }
 
-/// What can be measured.
+/// Measurements of `finetune bench`.
 #[derive(Debug, Clone, Subcommand)]
 pub enum BenchVerb {
-    /// Time of every operation, and its share of what the device reaches at copying or multiplying
+    /// Time every operation, as a share of the device's copy or matmul speed
     Ops(OpsArgs),
-    /// Bandwidth of all-reduce, all-gather and reduce-scatter between ranks, by size
+    /// Measure all-reduce, all-gather and reduce-scatter bandwidth by data size
     #[command(after_help = COLLECTIVES_EXAMPLES)]
     Collectives(CommunicationArgs),
-    /// Tokens a second by ranks, bytes sent beside the formula, time lost to communication
+    /// Measure tokens/s, bytes sent and time lost to communication, by rank count
     Scaling(ScalingArgs),
 }
 
@@ -35,7 +35,7 @@ Examples:
   finetune bench collectives --gpus 0-7 --sizes 1M,64M,1G
   mpirun -n 8 finetune bench collectives --json";
 
-/// `finetune bench ops`.
+/// Arguments of `finetune bench ops`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
@@ -43,28 +43,28 @@ Examples:
   finetune bench ops --tokens 8192 --max-seq-len 8192 --only attention
   finetune bench ops --model Qwen/Qwen2.5-0.5B --tokens 512 --dtype f32")]
 pub struct OpsArgs {
-    /// The model whose widths count, a folder or a hub id; only its config.json is read [default: the widths of Qwen3-8B]
+    /// Model that gives the widths; only its config.json is read [default: Qwen3-8B]
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
-    /// Tokens of a micro-batch; on a CPU some hundred are enough
+    /// Tokens per micro-batch; on a CPU a few hundred are enough
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     pub tokens: u32,
-    /// Tokens of a row at most; attention stays within a row
+    /// Largest number of tokens in a row; attention stays within a row
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
     pub max_seq_len: u32,
-    /// Type of activations and weights
+    /// Dtype of activations and weights
     #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = activations_dtype())]
     pub dtype: ComputeDtype,
-    /// Measure only operations with NAME in their names; may be repeated
+    /// Measure only operations whose name contains NAME; may be repeated
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
-    /// Measure each operation for so long, three runs at least; one that takes over two seconds runs once
+    /// Measure each operation this long: 3 runs or more, but 1 if over 2 seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0.3, value_parser = seconds)]
     pub secs: f64,
-    /// Measure on this GPU [default: the first GPU, else the CPU]
+    /// GPU to measure [default: the first GPU, else the CPU]
     #[arg(long, value_name = "N", value_parser = one_gpu)]
     pub gpus: Option<usize>,
-    /// Print the figures as JSON
+    /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
     /// Network and verbosity.
@@ -88,28 +88,28 @@ fn one_gpu(text: &str) -> Result<usize, String> {
     }
 }
 
-/// `finetune bench scaling`.
+/// Arguments of `finetune bench scaling`.
 #[derive(Debug, Clone, Args)]
 pub struct ScalingArgs {
-    /// The model, rows and recipe of the run.
+    /// Model, training data and recipe of the run.
     #[command(flatten)]
     pub run: RunArgs,
-    /// Set one key of the recipe; wins over flags and recipe; may be repeated
+    /// Set a recipe key; overrides flags and recipe; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
-    /// Measure on these GPUs, a rank on each, instead of the CPU: the first ones of the list for fewer ranks
+    /// GPUs with a rank each; fewer ranks use the first of them [default: the CPU]
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
-    /// The numbers of ranks to measure
+    /// Numbers of ranks to measure
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1, 2], value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Vec<u16>,
-    /// Threads of each rank [default: those there are, over the most ranks]
+    /// Threads of each rank [default: all threads over the largest number of ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub threads: Option<u16>,
-    /// Steps measured, after two that are not
+    /// Steps to measure, after two warm-up steps
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub steps: u32,
-    /// Print the figures as JSON
+    /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
     /// Network and verbosity.
@@ -118,10 +118,10 @@ pub struct ScalingArgs {
 }
 
 impl ScalingArgs {
-    /// As [`TrainArgs::layers`].
+    /// Returns the layers of the recipe, like [`super::TrainArgs::layers`].
     ///
     /// # Errors
-    /// As there.
+    /// The recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
         let (model, train, set) = (self.run.model.clone(), self.run.dataset.clone(), self.set.clone());
         let recipe = find_recipe(self.run.recipe.as_deref(), folder)?;

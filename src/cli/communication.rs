@@ -1,30 +1,30 @@
-//! The arguments of `finetune bench collectives` and `finetune doctor net`: between which ranks communication is measured.
+//! Arguments of `finetune bench collectives` and `finetune doctor net`.
 
 use clap::Args;
 
 use super::{Gpus, ProcessArgs};
 
-/// Ranks, and how much they send.
+/// Ranks to measure and sizes of the data that they send.
 #[derive(Debug, Clone, Args)]
 pub struct CommunicationArgs {
-    /// Ranks on the CPU, threads of each process [default: 1 in each process of a launcher, else 2]
+    /// Ranks on the CPU, as threads of each process [default: 2; 1 under a launcher]
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
-    /// A rank on each of these GPUs, such as 0 or 0,2 or 0-3 [default: all, where there are several]
+    /// GPUs with a rank each, such as 0 or 0,2 or 0-3 [default: all if several]
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
-    /// Sizes of the data in bytes, such as 4096 or 1K,64K,16M [default: those from 1K to 64M by fours]
+    /// Data sizes in bytes, such as 4096 or 1K,64K,16M [default: 1K,4K,16K,...,64M]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = size)]
     pub sizes: Vec<u64>,
-    /// Print the figures as JSON
+    /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
-    /// Where there are several processes and no launcher says how.
+    /// Position of this process among several without a launcher.
     #[command(flatten)]
     pub processes: ProcessArgs,
 }
 
-/// The largest size; four times that is what a rank may hold of it.
+/// Largest size in bytes; a rank may hold four times as much.
 const MOST_BYTES: u64 = 4 << 30;
 
 /// Reads `4096`, `64K`, `64KiB`, `16M` or `1G`, in powers of 1024.

@@ -1,4 +1,4 @@
-//! The arguments of `finetune doctor`.
+//! Command line of `finetune doctor`.
 
 use std::path::PathBuf;
 
@@ -19,30 +19,30 @@ Examples:
   finetune doctor net --ranks 4"
 )]
 pub struct DoctorArgs {
-    /// Without a word: what this machine offers.
+    /// Part to examine; `None` describes this machine.
     #[command(subcommand)]
     pub what: Option<DoctorVerb>,
     /// Compare every operation, forward and backward, with its reference
     #[arg(long, conflicts_with = "json")]
     pub selftest: bool,
-    /// Compute by the GPU's kernels, run on the processor (builds with the feature `kernel-emu`)
+    /// Run the GPU kernels on the CPU (needs a build with the feature `kernel-emu`)
     #[arg(long, requires = "selftest")]
     pub emulated: bool,
-    /// Write what each instruction of the kernels left in registers, to be kept in crates/ops/tests/golden
+    /// Write the register results of kernel instructions, for crates/ops/tests/golden
     #[arg(long, requires = "selftest", value_name = "FILE", hide = true)]
     pub probe: Option<PathBuf>,
-    /// Measure the disks of the hub's cache and of DIR [default: the working folder]; takes some seconds
+    /// Measure the disks of hub cache and DIR (some seconds) [default: working folder]
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     pub disk: Option<Option<PathBuf>>,
-    /// Print what is found as JSON
+    /// Print the report as JSON
     #[arg(long)]
     pub json: bool,
 }
 
-/// What else is looked into.
+/// Other parts that `finetune doctor` examines.
 #[derive(Debug, Clone, Subcommand)]
 pub enum DoctorVerb {
-    /// Bandwidth of collectives and of every pair of ranks, slow pairs by name, and how far clocks are apart
+    /// Measure collectives, every pair of ranks and clock skew, and name slow pairs
     #[command(after_help = NET_EXAMPLES)]
     Net(CommunicationArgs),
 }

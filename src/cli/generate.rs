@@ -19,61 +19,61 @@ Examples:
   finetune generate --adapter out --input prompts.jsonl --output answers.jsonl"
 )]
 pub struct GenerateArgs {
-    /// A folder in Hugging Face layout, or a hub id [default: the one that the adapter names]
+    /// Model: a Hugging Face folder or a hub id [default: the one the adapter names]
     #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
     pub model: Option<String>,
-    /// An adapter's folder, or a hub id
+    /// Adapter: a folder or a hub id
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<String>,
-    /// Take chat template and model settings from this recipe, such as out/recipe.toml
+    /// Recipe with chat template and model settings, such as out/recipe.toml
     #[arg(long, value_name = "RECIPE")]
     pub recipe: Option<String>,
-    /// The text to continue
+    /// Text to continue
     #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,
-    /// Chat: answer this turn; without a text, each line of the standard input is a turn
+    /// Answer this turn of a chat; without TEXT, each line of standard input is a turn
     #[arg(long, value_name = "TEXT")]
     pub chat: Option<Option<String>>,
     /// Answer each row of this .jsonl file: {"prompt": "..."} or {"messages": [...]}
     #[arg(long, value_name = "FILE", requires = "answers")]
     pub input: Option<PathBuf>,
-    /// The file to write: the rows of --input with their answers; must not exist
+    /// File to write the rows of --input to, with their answers; must not exist
     #[arg(long, value_name = "FILE", requires = "input", conflicts_with_all = ["prompt", "chat"])]
     pub output: Option<PathBuf>,
-    /// The system message of the chat
+    /// System message of the chat
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["prompt", "input"])]
     pub system: Option<String>,
-    /// Tokens to generate at most
+    /// Largest number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
     pub max_new_tokens: usize,
     /// End an answer before this text; may be repeated
     #[arg(long, value_name = "TEXT", value_parser = stop)]
     pub stop: Vec<String>,
-    /// Answers to each prompt
+    /// Number of answers to each prompt
     #[arg(short = 'n', long, value_name = "N", default_value_t = 1, value_parser = positive)]
     pub samples: usize,
-    /// 0: always the likeliest token
+    /// Sampling temperature; 0 always chooses the likeliest token
     #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
     pub temperature: f64,
     /// Sample among the N likeliest tokens
     #[arg(long, value_name = "N", value_parser = positive)]
     pub top_k: Option<usize>,
-    /// Sample among the likeliest tokens that together have this probability
+    /// Sample among the likeliest tokens that together have the probability P
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = probability)]
     pub top_p: f64,
-    /// Sample among tokens of at least this share of the likeliest one's probability
+    /// Sample among tokens with at least P times the highest probability
     #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = share)]
     pub min_p: f64,
-    /// Make tokens of the prompt and the answer less likely (above 1), or more (below 1)
+    /// Make tokens of prompt and answer less likely (above 1) or more likely (below 1)
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = penalty)]
     pub repetition_penalty: f64,
     /// Seed of the sampling
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub seed: u64,
-    /// Print a JSON object for each prompt: answer, tokens, and why it ended
+    /// Print a JSON object per prompt: answer, number of tokens, finish reason
     #[arg(long)]
     pub json: bool,
-    /// Use the adapter on this model though it was trained on another
+    /// Use the adapter on a model other than the one it was trained on
     #[arg(long, requires = "adapter")]
     pub force_base: bool,
     /// Network and verbosity.
@@ -96,7 +96,7 @@ fn share(text: &str) -> Result<f64, String> {
     number.ok_or_else(|| "accepted: a number from 0 to 1".into())
 }
 
-/// A factor of logits, which are f32.
+/// Reads a factor of logits, which are f32.
 fn penalty(text: &str) -> Result<f64, String> {
     let in_f32 = |x: &f64| (*x as f32).is_finite() && *x as f32 > 0.0;
     text.parse().ok().filter(in_f32).ok_or_else(|| "accepted: a number above 0, such as 1.1".into())

@@ -1,4 +1,4 @@
-//! Arguments to a [`Cli`], or what was shown instead of running: help, the version, what is wrong with the arguments.
+//! Parses the arguments into a [`Cli`], or prints help, the version or a usage error.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
@@ -8,17 +8,17 @@ use clap::Parser;
 use super::{Cli, peer_flags};
 use crate::error::{Error, ErrorCategory, Result};
 
-/// What the arguments come to.
+/// Result of parsing the arguments.
 #[derive(Debug)]
 pub enum ParsedArgs {
     /// A command to run.
     Run(Box<Cli>),
-    /// A text was shown; the exit code that goes with it.
+    /// A text was printed; the exit code of the process.
     Shown(u8),
 }
 
 impl ParsedArgs {
-    /// Has `run` do what the arguments say; the exit code where that is no error.
+    /// Passes the command to `run`, if the arguments hold one, and returns the exit code.
     ///
     /// # Errors
     /// Those of `run`.
@@ -30,10 +30,11 @@ impl ParsedArgs {
     }
 }
 
-/// Reads the arguments of the process; shows what is to be shown.
+/// Parses the arguments of the process. Prints help, the version or a usage error.
 ///
 /// # Errors
-/// Usage: a word is not UTF-8. Storage: help or version cannot be written, such as to a full disk. A reader who has gone wanted no more of it.
+/// Usage: an argument is not UTF-8. Storage: help or version cannot be written, for example because
+/// the disk is full. A closed pipe is no error.
 pub fn parse() -> Result<ParsedArgs> {
     check_encoding(std::env::args_os().skip(1))?;
     let mut error = match Cli::try_parse() {
@@ -46,7 +47,7 @@ pub fn parse() -> Result<ParsedArgs> {
     }
     let code = u8::try_from(error.exit_code()).unwrap_or(ErrorCategory::Usage.exit_code());
     match error.print().and_then(|()| std::io::stdout().flush()) {
-        // Where nobody listens to a complaint there is nobody to tell.
+        // A usage error that cannot be printed has no other place to go.
         Err(why) if !error.use_stderr() && why.kind() != ErrorKind::BrokenPipe => {
             Err(Error::new(ErrorCategory::Storage, "cannot write the output").because(why.to_string()))
         }
@@ -54,13 +55,13 @@ pub fn parse() -> Result<ParsedArgs> {
     }
 }
 
-/// Refuses a word that is not UTF-8, of whatever argument: recipes and the records of a run, which are UTF-8, could not name
-/// such a path again.
+/// Refuses any argument that is not UTF-8: recipes and run records are UTF-8 and could not name
+/// such a path.
 fn check_encoding(words: impl Iterator<Item = OsString>) -> Result<()> {
     let mut before = None;
     for word in words {
         let Some(text) = word.to_str() else {
-            // Lossy only in the part before `=`, which clap would not know.
+            // Replaces bytes only in the part before `=`, where clap knows no such flag.
             let lossy = word.to_string_lossy();
             let flag = lossy.split_once('=').map(|(flag, _)| flag.to_owned()).or(before);
             let flag = flag.filter(|flag| flag.starts_with("--"));

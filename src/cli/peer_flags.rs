@@ -1,4 +1,5 @@
-//! Hints for flags of other trainers, such as `--learning_rate`, and for keys of a recipe that are typed as flags.
+//! Hints for flags of other trainers, such as `--learning_rate`, and for recipe keys typed as
+//! flags.
 
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -6,7 +7,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use super::settings::SETTINGS;
 use crate::recipe::key_of_peers;
 
-/// Flags of other trainers that have a flag of another name here.
+/// Flags of other trainers and the flags of finetune for the same purpose.
 const FLAGS: [(&str, &str); 12] = [
     ("output_dir", "--output DIR"),
     ("out_dir", "--output DIR"),
@@ -27,7 +28,7 @@ pub(super) fn is_for_training(first: &str) -> bool {
     first.starts_with('-') || ["train", "plan"].contains(&first)
 }
 
-/// Adds our word for an unknown argument to clap's error, in place of clap's own guess.
+/// Replaces clap's suggestion for an unknown argument by finetune's own flag, if one exists.
 pub(super) fn explain(error: &mut clap::Error) {
     if error.kind() != ErrorKind::UnknownArgument {
         return;
@@ -41,7 +42,7 @@ pub(super) fn explain(error: &mut clap::Error) {
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
 }
 
-/// Our words for the argument `typed`, as they are typed.
+/// Returns finetune's flags for the argument `typed`, as the user types them.
 fn ours(typed: &str) -> Option<String> {
     let typed = typed.strip_prefix("--")?;
     let typed = typed.split_once('=').map_or(typed, |(name, _)| name);

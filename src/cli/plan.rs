@@ -8,7 +8,7 @@ use super::{CommonArgs, Gpus, RunArgs, SettingArgs, find_recipe};
 use crate::error::Result;
 use crate::recipe::{Purpose, RecipeLayers};
 
-/// What `finetune plan` takes.
+/// Command line of `finetune plan`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
@@ -17,44 +17,44 @@ Examples:
   finetune plan --model Qwen/Qwen3-8B --recipe full --on 4xA100-40GB*16 --price 32.77/h*16 --json
   finetune plan --recipe my.toml --on hardware.toml --html plan.html
 
-DEVICE of `--on` is a name of the table (a wrong one lists all), or a TOML file with one table
+DEVICE of `--on` is a name of the table (a wrong name lists all), or a TOML file with one table
 [device]: name, memory_gb, bf16_tflops, f32_tflops, memory_gbps, link, link_gbps,
 host_gbps, network_gbps, host_memory_gb, disk_gbps, devices_per_host, efficiency, source.")]
 pub struct PlanArgs {
-    /// What would be trained; without a data set rows are as long as `data.max_seq_len`.
+    /// Model, training data and recipe. Without data, all rows have `data.max_seq_len` tokens.
     #[command(flatten)]
     pub run: RunArgs,
-    /// The same, held out for evaluation; may be repeated
+    /// Held-out data for evaluation, given like --dataset; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub eval_dataset: Vec<String>,
     /// Common settings as flags.
     #[command(flatten)]
     pub settings: SettingArgs,
-    /// Set one key of the recipe; wins over flags and recipe; may be repeated
+    /// Set a recipe key; overrides flags and recipe; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
-    /// Hardware that need not be here, a rank on each device: [COUNTx]DEVICE[*HOSTS], such as 8xH100-80GB*2
+    /// Hardware, with a rank per device: [COUNTx]DEVICE[*HOSTS], such as 8xH100-80GB*2
     #[arg(long, value_name = "HARDWARE", allow_hyphen_values = true, conflicts_with_all = ["gpus", "ranks"])]
     pub on: Option<String>,
-    /// Devices of this machine, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
+    /// GPUs of this machine, such as 0,2 or 0-3 [default: the first GPU, else the CPU]
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
-    /// Ranks on the CPU of this machine
+    /// Number of ranks on the CPU of this machine
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
-    /// What the hardware costs, AMOUNT/h[*COUNT], or storage, AMOUNT/GB-month[*GB]; may be repeated
+    /// Price: AMOUNT/h[*COUNT], or AMOUNT/GB-month[*GB] of storage; may be repeated
     #[arg(long, value_name = "PRICE", allow_hyphen_values = true)]
     pub price: Vec<String>,
-    /// Speeds that `finetune bench ops --json` measured there, instead of the table's
+    /// Speeds measured by `finetune bench ops --json`, instead of those of the table
     #[arg(long, value_name = "FILE")]
     pub calibration: Option<PathBuf>,
-    /// Write a page that explores sizes and settings, for a browser without a network
+    /// Write an HTML page to explore sizes and settings; it works offline
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
-    /// Print all tables: memory by cause, rules of thumb, parts of the time, ways to train, splits
+    /// Print all tables: memory by cause, rules of thumb, time, ways to train, splits
     #[arg(long)]
     pub full: bool,
-    /// Print all figures as JSON
+    /// Print all results as JSON
     #[arg(long)]
     pub json: bool,
     /// Network and verbosity.
@@ -63,10 +63,11 @@ pub struct PlanArgs {
 }
 
 impl PlanArgs {
-    /// The layers of the recipe; relative paths in flags start at `folder`. Nothing need be known but the model.
+    /// Returns the layers of the recipe; relative paths in flags start at `folder`. Only the model
+    /// is required.
     ///
     /// # Errors
-    /// When the recipe cannot be found or read.
+    /// The recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
         Ok(RecipeLayers {
             recipe: find_recipe(self.run.recipe.as_deref(), folder)?,

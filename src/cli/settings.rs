@@ -1,12 +1,13 @@
-//! Common settings of training as flags of their own. Each sets one key of the recipe.
+//! Flags for common settings of training. Each sets one key of the recipe.
 
 use clap::Args;
 
 use crate::recipe::FlagAssignment;
 
-/// Flags for the keys that people change most. They win over the recipe, and `--set` wins over them.
+/// Flags for the recipe keys that users change most. They override the recipe, and `--set`
+/// overrides them.
 #[derive(Debug, Clone, Default, Args)]
-#[command(next_help_heading = "Common settings (each sets the key in brackets; --set wins over them)")]
+#[command(next_help_heading = "Common settings (each sets the key in brackets; --set overrides them)")]
 pub struct SettingArgs {
     /// Learning rate after the warm-up [optimizer.learning_rate]
     #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
@@ -17,16 +18,16 @@ pub struct SettingArgs {
     /// Optimizer steps of the whole run [train.max_steps]
     #[arg(id = "max_steps", long = "steps", value_name = "N", allow_hyphen_values = true)]
     pub steps: Option<String>,
-    /// Rows that go through the model at once, or auto [train.micro_batch_size]
+    /// Rows of a micro-batch on each rank, or auto [train.micro_batch_size]
     #[arg(long, value_name = "ROWS", allow_hyphen_values = true)]
     pub batch: Option<String>,
-    /// Tokens of a row at most [data.max_seq_len]
+    /// Largest number of tokens in a row [data.max_seq_len]
     #[arg(long, value_name = "TOKENS", allow_hyphen_values = true)]
     pub seq_len: Option<String>,
     /// Rank of the adapter [adapter.r]
     #[arg(long, value_name = "R", allow_hyphen_values = true)]
     pub lora_r: Option<String>,
-    /// Seed of everything random [train.seed]
+    /// Seed of all random numbers [train.seed]
     #[arg(long, value_name = "S", allow_hyphen_values = true)]
     pub seed: Option<String>,
 }
@@ -43,7 +44,7 @@ pub(super) const SETTINGS: [(&str, &str, &str); 7] = [
 ];
 
 impl SettingArgs {
-    /// The flags that were given, as assignments to keys.
+    /// Returns the flags on the command line as assignments to keys.
     pub fn assignments(&self) -> Vec<FlagAssignment> {
         let Self { lr, epochs, steps, batch, seq_len, lora_r, seed } = self;
         let given = [lr, epochs, steps, batch, seq_len, lora_r, seed];

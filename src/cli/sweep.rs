@@ -1,20 +1,20 @@
-//! `--sweep KEY=V1,V2`: one axis of a sweep.
+//! Parser of `--sweep KEY=V1,V2`, one axis of a sweep.
 
 use std::str::FromStr;
 
 use crate::private_file::{without_address, without_user};
 
-/// Most characters of a value in the name of a folder.
+/// Largest number of characters of a value in the name of a folder.
 const NAMED_CHARS: usize = 60;
-/// Hexadecimal digits of the digest that ends a name which was cut.
+/// Hexadecimal digits of the digest at the end of a shortened name.
 const DIGEST_CHARS: usize = 8;
 
 /// A key of the recipe and the values that a sweep gives it, in the order of the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SweepAxis {
-    /// The key as `--set` takes it: `adapter.r`.
+    /// Key as `--set` takes it: `adapter.r`.
     pub key: String,
-    /// The values as `--set` takes them: TOML, or a text without quotes.
+    /// Values as `--set` takes them: TOML, or a text without quotes.
     pub values: Vec<String>,
 }
 
@@ -38,8 +38,9 @@ impl FromStr for SweepAxis {
 }
 
 impl SweepAxis {
-    /// The part of a folder's name that tells `value`: the last part of the key and the value. Characters that a file
-    /// name should not have become `_`; a long value is cut and gets a digest of the whole.
+    /// Returns the part of a folder's name for `value`: the last part of the key, then the value.
+    /// Characters that are unsafe in file names become `_`. A long value is shortened and ends with
+    /// a digest of the whole value.
     pub fn name_of(&self, value: &str) -> String {
         let key = self.key.rsplit('.').next().unwrap_or(&self.key);
         let named = without_address(&without_user(&format!("{}={value}", self.key)));
@@ -58,7 +59,8 @@ impl SweepAxis {
     }
 }
 
-/// The values between the commas that are outside of quotes and brackets. A value that begins as TOML must be TOML.
+/// Splits `text` at the commas outside of quotes and brackets. A value that begins like TOML must
+/// be TOML.
 fn split_values(text: &str) -> Result<Vec<String>, String> {
     let (mut values, mut value) = (Vec::new(), String::new());
     let (mut depth, mut quote, mut escaped) = (0_u32, None, false);
@@ -68,7 +70,7 @@ fn split_values(text: &str) -> Result<Vec<String>, String> {
                 values.push(std::mem::take(&mut value));
                 continue;
             }
-            // A quote inside of a plain text is a character like others.
+            // A quote inside a plain text is an ordinary character.
             ('"' | '\'', None) if depth > 0 || value.trim().is_empty() => quote = Some(c),
             ('[' | '{', None) => depth += 1,
             (']' | '}', None) => depth = depth.saturating_sub(1),

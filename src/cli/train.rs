@@ -1,4 +1,4 @@
-//! The arguments of training.
+//! Arguments of training.
 
 use std::path::{Path, PathBuf};
 
@@ -11,86 +11,86 @@ use crate::error::{Error, Result};
 use crate::planning::RECIPE;
 use crate::recipe::{Purpose, RecipeLayers, RecipeText};
 
-/// The output folder where none is given.
+/// Output folder if `--output` is absent.
 const OUTPUT: &str = "out";
 
 /// Arguments of `finetune` without a verb, and of `finetune train`.
 #[derive(Debug, Clone, Args)]
 pub struct TrainArgs {
-    /// The model, rows and recipe of the run.
+    /// Model, training data and recipe of the run.
     #[command(flatten)]
     pub run: RunArgs,
-    /// The same, held out for evaluation; may be repeated
+    /// Held-out data for evaluation, given like --dataset; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub eval_dataset: Vec<String>,
     /// Common settings as flags.
     #[command(flatten)]
     pub settings: SettingArgs,
-    /// The folder for everything the run leaves [default: out]
+    /// Folder for checkpoints, logs and the result [default: out]
     #[arg(long = "output", value_name = "DIR")]
     pub output_folder: Option<PathBuf>,
-    /// Set one key of the recipe; wins over flags and recipe; may be repeated
+    /// Set a recipe key; overrides flags and recipe; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
-    /// Train once for each value of this key, into a folder each below --output; repeated: for each combination
+    /// Train once per value, each in a folder of --output; repeated: per combination
     #[arg(long, value_name = "KEY=V1,V2", conflicts_with_all = ["ui", "dry_run"])]
     pub sweep: Vec<SweepAxis>,
-    /// Go on from the newest checkpoint in the output folder, or from DIR; without --recipe, --model and --dataset
-    /// by the recipe.toml that the run left there
+    /// Resume from the newest checkpoint in the output folder, or from DIR
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     pub resume: Option<Option<PathBuf>>,
-    /// Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
+    /// GPUs, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
-    /// Train on the CPU with this many ranks, threads of this process
+    /// Train on the CPU with this many ranks, as threads of this process
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
-    /// Restart from the newest checkpoint up to N times after a crash, a kill or a hang
+    /// Restart from the newest checkpoint up to N times after a crash, kill or hang
     #[arg(long, value_name = "N")]
     pub max_restarts: Option<u16>,
-    /// Let a resumed run change this key (learning rate or schedule); may be repeated
+    /// Let this learning-rate or scheduler key differ on resume; may be repeated
     #[arg(long, value_name = "KEY", requires = "resume", hide_possible_values = true, value_parser = PossibleValuesParser::new(CHANGES_ON_REQUEST))]
     pub allow_change: Vec<String>,
     /// Accept a checkpoint or adapter of another base model
     #[arg(long)]
     pub force_base: bool,
-    /// Show the run on a whole screen: curves, speed, memory, where the time goes; `q` saves and stops
+    /// Show the run full-screen: curves, speed, memory, time; `q` saves and stops
     #[arg(long, conflicts_with_all = ["quiet", "dry_run"])]
     pub ui: bool,
-    /// Print the resolved recipe and what the run would do; train nothing
+    /// Print the resolved recipe and the plan of the run, without training
     #[arg(long)]
     pub dry_run: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
-    /// Where the run is spread over several processes and no launcher says how.
+    /// Position of this process among several without a launcher.
     #[command(flatten)]
     pub processes: ProcessArgs,
 }
 
-/// The place of this process among several; torchrun, mpirun, Slurm and Kubernetes say it in the environment.
+/// Position of this process among several. torchrun, mpirun, Slurm and Kubernetes set it in the
+/// environment.
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Several processes without a launcher")]
 pub struct ProcessArgs {
-    /// Ranks in all processes
+    /// Number of ranks in all processes
     #[arg(long, value_name = "N", requires = "rank")]
     pub world_size: Option<usize>,
-    /// The first rank of this process
+    /// First rank of this process
     #[arg(long, value_name = "R", requires = "world_size")]
     pub rank: Option<usize>,
-    /// The address at which rank 0 listens
+    /// Address at which rank 0 listens
     #[arg(long, value_name = "HOST")]
     pub master_addr: Option<String>,
-    /// The port on which rank 0 listens
+    /// Port on which rank 0 listens
     #[arg(long, value_name = "PORT")]
     pub master_port: Option<u16>,
 }
 
 impl TrainArgs {
-    /// The layers of the recipe; relative paths in flags start at `folder`.
+    /// Returns the layers of the recipe; relative paths in flags start at `folder`.
     ///
     /// # Errors
-    /// When the recipe cannot be found or read.
+    /// The recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
         let own = self.goes_on_alone().then(|| self.left_recipe(folder)).transpose()?;
         Ok(RecipeLayers {
@@ -107,19 +107,20 @@ impl TrainArgs {
         })
     }
 
-    /// The output folder: the one that is given, else that of the run which `--resume DIR` alone goes on with, else `out`.
+    /// Returns the output folder: that of `--output`, else that of the run that `--resume DIR`
+    /// alone resumes, else `out`.
     pub fn output(&self) -> &Path {
         let own = self.resumed_folder().filter(|_| self.goes_on_alone());
         self.output_folder.as_deref().or(own).unwrap_or(Path::new(OUTPUT))
     }
 
-    /// Returns whether `--resume` is to find recipe, model and data by itself.
+    /// Returns whether `--resume` stands alone and takes recipe, model and data from the run.
     fn goes_on_alone(&self) -> bool {
         let RunArgs { model, recipe, dataset } = &self.run;
         self.resume.is_some() && model.is_none() && recipe.is_none() && dataset.is_empty()
     }
 
-    /// The folder of the run that `--resume DIR` names, where DIR may be one of its checkpoints.
+    /// Returns the folder of the run that `--resume DIR` names; DIR may be one of its checkpoints.
     fn resumed_folder(&self) -> Option<&Path> {
         let named = self.resume.as_ref()?.as_deref()?;
         let run = named.parent().filter(|_| checkpoint::is_one(named));
@@ -127,13 +128,13 @@ impl TrainArgs {
         Some(run.map_or(named, |run| if run.as_os_str().is_empty() { Path::new(".") } else { run }))
     }
 
-    /// The recipe that the run to go on with left in its folder.
+    /// Reads the recipe.toml in the folder of the run to resume.
     fn left_recipe(&self, folder: &Path) -> Result<RecipeText> {
         let run = self.resumed_folder().unwrap_or(self.output());
         let file = run.join(RECIPE);
         if !folder.join(&file).is_file() {
             return Err(Error::user(format!("cannot resume in {}", run.display()))
-                .because(format!("there is no {}, which every run leaves", file.display()))
+                .because(format!("{} is missing, which every run writes", file.display()))
                 .hint("name the run's folder with `--output`, or give `--recipe`, `--model` and `--dataset` as before"));
         }
         RecipeText::find(&file.to_string_lossy(), folder)

@@ -1,4 +1,4 @@
-//! The arguments of `finetune verify-resume`.
+//! Command line of `finetune verify-resume`.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -12,39 +12,39 @@ use crate::recipe::{Purpose, RecipeLayers};
 /// Arguments of `finetune verify-resume`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
-Trains the first steps of the recipe twice, once straight and once killed at a random instant and resumed. Compares \
-every byte that both runs leave. Times are not compared: neither those in metrics.jsonl, nor README.md, report.html \
-and TensorBoard's files, which hold times.
+Trains the first steps of the recipe twice, once uninterrupted and once killed at a random instant and resumed. Compares \
+every file of both runs byte by byte, except the times in metrics.jsonl and the files that hold times: README.md, \
+report.html and TensorBoard's files.
 
 Examples:
   finetune verify-resume --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl
   finetune verify-resume --recipe my.toml --gpus 0-3 --steps 20 --kills 5")]
 pub struct VerifyResumeArgs {
-    /// The model, rows and recipe of the run.
+    /// Model, training data and recipe of the run.
     #[command(flatten)]
     pub run: RunArgs,
-    /// The same, held out for evaluation; may be repeated
+    /// Held-out data for evaluation, given like --dataset; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub eval_dataset: Vec<String>,
-    /// Set one key of the recipe; wins over flags and recipe; may be repeated
+    /// Set a recipe key; overrides flags and recipe; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
-    /// Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
+    /// GPUs, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
-    /// Train on the CPU with this many ranks, threads of one process
+    /// Train on the CPU with this many ranks, as threads of one process
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
-    /// Steps that are trained, twice
+    /// Steps of each of the two runs
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..=1_000_000))]
     pub steps: u64,
-    /// Times that the second run is killed
+    /// Number of times to kill the second run
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub kills: u32,
-    /// The folder for both runs; must be new or empty
+    /// Folder for both runs; must be new or empty
     #[arg(long, value_name = "DIR", default_value = "verify-resume")]
     pub output: PathBuf,
-    /// Leave both runs there; else what was equal is removed
+    /// Keep the folders of both runs; otherwise equal runs are removed
     #[arg(long)]
     pub keep: bool,
     /// Accept an adapter of another base model
@@ -56,10 +56,10 @@ pub struct VerifyResumeArgs {
 }
 
 impl VerifyResumeArgs {
-    /// As [`super::TrainArgs::layers`].
+    /// Returns the layers of the recipe, like [`super::TrainArgs::layers`].
     ///
     /// # Errors
-    /// As there.
+    /// The recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
         Ok(RecipeLayers {
             recipe: find_recipe(self.run.recipe.as_deref(), folder)?,
@@ -73,7 +73,8 @@ impl VerifyResumeArgs {
         })
     }
 
-    /// The command line of training the same into `output`; the keys of `set` win over those that were given, as later ones do.
+    /// Returns the command line that trains the same recipe into `output`. The keys of `set`
+    /// override those of `--set`, because they come later.
     pub fn train_words(&self, output: &Path, set: &[String]) -> Vec<OsString> {
         let mut words: Vec<OsString> = Vec::new();
         let mut push = |flag: &str, value: &str| words.extend([OsString::from(flag), OsString::from(value)]);

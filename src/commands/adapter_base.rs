@@ -1,4 +1,4 @@
-//! The base model of an adapter, for verbs where `--model` is left out.
+//! Base model of an adapter, for verbs without `--model`.
 
 use std::path::Path;
 
@@ -8,8 +8,8 @@ use crate::loading::Resolver;
 use crate::recipe::DataSource;
 use crate::report::Terminal;
 
-/// The model of a verb as its flag would name it: that of `--model`, else the base that the adapter's
-/// adapter_config.json names, which the terminal is told. Relative paths start at `folder`.
+/// Returns the model of a verb in the form of its flag: that of `--model`, else the base that the
+/// adapter's adapter_config.json names, which is printed. Relative paths start at `folder`.
 ///
 /// # Errors
 /// The user's: neither is given; the adapter names no base, or one that cannot be found.
@@ -36,7 +36,8 @@ pub(super) fn model_or_base(
     Ok(base)
 }
 
-/// The base that adapter_config.json in `adapter` names, found on this machine or to be found on the hub.
+/// Returns the base that adapter_config.json in `adapter` names: a folder on this machine or a hub
+/// id.
 fn named_in(adapter: &Path) -> Result<String> {
     let config = AdapterConfig::read(adapter)?;
     let name = adapter::CONFIG_FILE;
@@ -44,7 +45,8 @@ fn named_in(adapter: &Path) -> Result<String> {
     let Some(base) = base else {
         return Err(Error::user(format!("{name} has no `base_model_name_or_path`")));
     };
-    // A relative path of another program: from the adapter on, where nothing of that name is here.
+    // Other programs write paths relative to the adapter: tried if the working folder has no such
+    // path.
     let beside = adapter.join(&base);
     let here =
         if !Path::new(&base).exists() && beside.is_dir() { beside.display().to_string() } else { base };

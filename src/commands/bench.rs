@@ -1,5 +1,5 @@
-//! `finetune bench`: how fast every operation is, how fast ranks talk, and how speed grows with ranks, of which each number trains the same
-//! recipe for some steps.
+//! `finetune bench`: measures operations, communication between ranks, and training speed by number
+//! of ranks. For the last, each number of ranks trains the same recipe for some steps.
 
 use candle_core::DType;
 
@@ -17,7 +17,7 @@ use crate::recipe::{ComputeDtype, DataSource, Recipe, Strategy};
 use crate::runtime::device::{self, DeviceChoice};
 use crate::runtime::thread_pool;
 
-/// Measures what is asked for.
+/// Runs the requested measurement.
 pub(super) fn run(args: &BenchArgs) -> Result<()> {
     match &args.what {
         BenchVerb::Ops(args) => ops(args),
@@ -27,7 +27,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<()> {
 }
 
 fn collectives(args: &CommunicationArgs) -> Result<()> {
-    // The process of rank 0 speaks for all.
+    // Only the process of rank 0 prints.
     let Some(speeds) = CollectiveSpeeds::measure(args)? else { return Ok(()) };
     if args.json { print_json(&speeds) } else { print(&speeds.table()) }
 }
@@ -70,7 +70,7 @@ fn ops(args: &OpsArgs) -> Result<()> {
     let choice = args.gpus.map_or_else(device::preferred, |gpu| Ok(DeviceChoice::Gpu(gpu)))?;
     let device = device::open(choice)?;
     let mut speeds = OpSpeeds::new(choice, &shapes, shapes.device_rates(&device)?)?;
-    // Lines as they come: on a CPU the largest shapes take minutes.
+    // Prints each line at once, because the largest shapes take minutes on a CPU.
     let say = |text: String| if args.json { Ok(()) } else { print(&text) };
     say(speeds.head())?;
     for timing in shapes.timings(&device, wanted) {
@@ -79,7 +79,7 @@ fn ops(args: &OpsArgs) -> Result<()> {
     if args.json { print_json(&speeds) } else { Ok(()) }
 }
 
-/// Refuses a name that is part of no operation's.
+/// Refuses a value of `--only` that no operation's name contains.
 fn check_names(asked: &[String], ops: &[&str]) -> Result<()> {
     let unknown = asked.iter().find(|part| !ops.iter().any(|op| op.contains(part.as_str())));
     unknown.map_or(Ok(()), |part| {
@@ -90,7 +90,7 @@ fn check_names(asked: &[String], ops: &[&str]) -> Result<()> {
     })
 }
 
-/// The widths of the model that was named; without one those of an 8B model.
+/// Returns the widths of the model of `--model`, else those of Qwen3-8B.
 fn widths(args: &OpsArgs) -> Result<ModelWidths> {
     let Some(model) = &args.model else { return Ok(ModelWidths::QWEN3_8B) };
     let terminal = terminal(&args.common);

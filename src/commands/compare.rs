@@ -1,4 +1,4 @@
-//! `finetune compare`: runs beside each other, from what their folders hold.
+//! `finetune compare`: compares runs by their output folders.
 
 use super::{print_json, working_folder};
 use crate::cli::CompareArgs;
@@ -6,7 +6,7 @@ use crate::comparison::comparison_table::ComparisonTable;
 use crate::error::Result;
 use crate::report::{Terminal, Verbosity};
 
-/// Prints the table, and writes the page where one is wanted.
+/// Prints the table and writes the HTML page of `--html`.
 pub(super) fn run(args: &CompareArgs) -> Result<()> {
     let terminal = Terminal::stderr(Verbosity::Normal);
     let table = ComparisonTable::read(&args.runs)?;

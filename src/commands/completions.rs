@@ -1,4 +1,4 @@
-//! `finetune completions`: the script that lets a shell complete verbs and flags, and manual pages.
+//! `finetune completions`: prints shell completion scripts and manual pages.
 
 use clap::{Command, CommandFactory};
 
@@ -27,7 +27,7 @@ pub(super) fn run(args: &CompletionsArgs) -> Result<()> {
     print(&String::from_utf8_lossy(&text))
 }
 
-/// The command that a page is about.
+/// Returns the command that a manual page describes.
 fn command_of(verb: Option<&str>) -> Result<Command> {
     let mut all = Cli::command();
     all.build();

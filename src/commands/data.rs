@@ -1,4 +1,4 @@
-//! `finetune data`: how rows become tokens, masks and batches, and what is wrong with them.
+//! `finetune data`: shows how rows become tokens, masks and batches, and lists bad rows.
 
 use std::fmt::Write;
 
@@ -18,10 +18,14 @@ use crate::units;
 pub(super) fn run(args: &DataArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let mut recipe = Recipe::load(&args.reading.layers(&args.model, &args.dataset, &working_folder()?)?)?;
-    // Every bad row is to be seen, not only the first.
+    // The command lists every bad row, not only the first.
     recipe.data.on_bad_row = OnBadRow::Skip;
     let resolver = Resolver::new(args.common.offline, &terminal)?;
-    let source = recipe.model.id.as_ref().ok_or_else(|| Error::internal("`--model` was not taken over"))?;
+    let source = recipe
+        .model
+        .id
+        .as_ref()
+        .ok_or_else(|| Error::internal("the recipe has no model in spite of `--model`"))?;
     let folder = resolver.model_headers(source, &recipe.model.revision)?.folder;
     let config = folder.join("config.json");
     let vocab_size = if config.exists() {
@@ -94,7 +98,7 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
     Ok(text)
 }
 
-/// A number with a comma between thousands: 1,568.
+/// Formats a number with a comma between thousands: 1,568.
 fn with_commas(number: usize) -> String {
     match (number / 1000, number % 1000) {
         (0, rest) => rest.to_string(),

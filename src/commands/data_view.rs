@@ -1,4 +1,5 @@
-//! The forms in which `finetune data` prints rows: text with the trained parts marked, tokens in a table, JSON, a page.
+//! Output formats of `finetune data`: text with the trained parts marked, tables of tokens, JSON,
+//! an HTML page.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -13,13 +14,13 @@ use crate::training::masked_row::masked_row;
 use crate::units;
 use crate::weights::OutputKind;
 
-/// The beginning of a page of rows, which a new one may replace.
+/// First bytes of a page of rows. A new page replaces only files that begin with them.
 const BEGINNING: &str = "<!doctype html>\n<!-- rows, by `finetune data` -->\n";
 
-/// The label of a token that is not trained, in JSON: `ignore_index` of PyTorch's cross-entropy.
+/// Label of an untrained token in JSON: `ignore_index` of PyTorch's cross-entropy.
 const NOT_TRAINED: i64 = -100;
 
-/// The file of `--html`.
+/// Output file of `--html`.
 const OUTPUT: OutputKind = OutputKind {
     what: "a page of `finetune data`",
     option: "--html",
@@ -27,18 +28,18 @@ const OUTPUT: OutputKind = OutputKind {
     replaces: Some(BEGINNING),
 };
 
-/// A data set and what is held out of it or beside it.
+/// A data set with its held-out rows.
 pub(super) struct DataView<'a> {
     pub(super) tokenizer: &'a Tokenizer,
     pub(super) train: &'a Dataset,
     pub(super) held_out: Option<&'a Dataset>,
-    /// Rows to show.
+    /// Number of rows to show.
     pub(super) rows: usize,
-    /// The figures of the rows to train on.
+    /// Statistics of the training rows.
     pub(super) figures: ExampleFigures,
-    /// The sentences on batches.
+    /// Sentences on steps, micro-batches and packing.
     pub(super) batches: String,
-    /// The report on held-out rows, with its warning.
+    /// Report on held-out rows, with its warning.
     pub(super) held_out_report: Option<String>,
 }
 
@@ -51,7 +52,7 @@ impl DataView<'_> {
         self.shown().map(|(_, example)| masked_row(example, self.tokenizer, 0..usize::MAX)).collect()
     }
 
-    /// Prints rows as text, then what all of them are like.
+    /// Prints rows as text, then a summary of all rows.
     pub(super) fn print_text(&self, terminal: &Terminal) -> Result<()> {
         for (number, row) in self.masked()?.into_iter().enumerate() {
             let (tokens, trained) = (units::exact(row.tokens, "token"), row.trained_tokens);
@@ -65,7 +66,7 @@ impl DataView<'_> {
         terminal.data(self.summary())
     }
 
-    /// Prints rows as tables: position, id, whether it is trained, token, its text.
+    /// Prints each row as a table: position, id, whether the token is trained, token, its text.
     pub(super) fn print_tokens(&self, terminal: &Terminal) -> Result<()> {
         for (number, example) in self.shown() {
             terminal.data(self.table(number, example)?)?;
@@ -86,14 +87,14 @@ impl DataView<'_> {
         Ok(text)
     }
 
-    /// The sentences on all rows.
+    /// Returns the sentences on all rows.
     fn summary(&self) -> String {
         let held_out = self.held_out_report.as_ref().map(|text| format!("held out: {text}\n"));
         let (report, figures, batches) = (self.train.report(), &self.figures, &self.batches);
         format!("{report}\n{figures}\n{batches}{}", held_out.unwrap_or_default())
     }
 
-    /// Prints all of it as one JSON object.
+    /// Prints rows and summary as one JSON object.
     pub(super) fn print_json(&self, terminal: &Terminal) -> Result<()> {
         let rows = self.shown().zip(self.masked()?).map(|((number, example), row)| {
             let label = |(at, id): (usize, &u32)| {
@@ -134,10 +135,10 @@ impl DataView<'_> {
         terminal.data(format!("{text}\n"))
     }
 
-    /// Writes a page of rows with their masks to `path`.
+    /// Writes an HTML page of rows with their masks to `path`.
     ///
     /// # Errors
-    /// The user's: something other than such a page is at `path`. Storage: the file cannot be written.
+    /// The user's: a file at `path` is no such page. Storage: the file cannot be written.
     pub(super) fn write_page(&self, path: &Path) -> Result<()> {
         let report = HtmlReport {
             title: "Rows as the model sees them",

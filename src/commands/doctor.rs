@@ -1,5 +1,5 @@
-//! `finetune doctor`: what this build and this machine offer, and whether every operation computes here what its
-//! definition says.
+//! `finetune doctor`: describes this build and this machine, and checks every operation against its
+//! reference.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ use crate::runtime::device;
 use crate::units;
 use crate::weights::OutputKind;
 
-/// Prints what there is; with `--selftest`, then a line an op.
+/// Prints the facts; with `--selftest`, then a line for each operation.
 pub(super) fn run(args: &DoctorArgs) -> Result<()> {
     if let Some(DoctorVerb::Net(args)) = &args.what {
         return net(args);
@@ -33,17 +33,17 @@ pub(super) fn run(args: &DoctorArgs) -> Result<()> {
 }
 
 fn net(args: &CommunicationArgs) -> Result<()> {
-    // The process of rank 0 speaks for all.
+    // Only the process of rank 0 prints.
     let Some(report) = NetworkReport::measure(args)? else { return Ok(()) };
     if args.json { print_json(&report) } else { print(&report.text()) }
 }
 
-/// All that is told, as programs read it.
+/// Facts in the form of `--json`.
 #[derive(Serialize)]
 struct MachineFacts {
     program: ProgramFacts,
     host: HostFacts,
-    /// Those that were asked for.
+    /// Disks of `--disk`; empty without it.
     disks: Vec<DiskSpeed>,
 }
 
@@ -68,7 +68,8 @@ impl MachineFacts {
     }
 }
 
-/// Runs the self-test on the first GPU, where this build and machine have one, else on the CPU; or on the emulator.
+/// Runs the self-test on the first GPU if this build and machine have one, else on the CPU; with
+/// `--emulated` on the emulator.
 fn check(args: &DoctorArgs) -> Result<()> {
     let (device, name) = if args.emulated {
         selftest::emulate()?;
@@ -78,7 +79,7 @@ fn check(args: &DoctorArgs) -> Result<()> {
         (device::open(choice)?, choice.to_string())
     };
     let probe_failure = probe(&device, &name, args.probe.as_deref())?;
-    print(&format!("\nself-test on {name}: largest error as a part of what is tolerated\n"))?;
+    print(&format!("\nself-test on {name}: largest error as a fraction of the tolerance\n"))?;
     print(&SelftestSummary::header())?;
     let summary: SelftestSummary = selftest::run(&device).collect();
     print(&summary.table())?;
@@ -92,7 +93,7 @@ fn check(args: &DoctorArgs) -> Result<()> {
     }
 }
 
-/// A dump of the probe, which takes the place of an older one.
+/// Output file of `--probe`. It replaces an older dump.
 const DUMP: OutputKind = OutputKind {
     what: "a dump of the probe",
     option: "--probe",
@@ -100,8 +101,9 @@ const DUMP: OutputKind = OutputKind {
     replaces: Some(ProbeReport::HEAD),
 };
 
-/// Holds the instructions of `device`, where kernels compute there, against the recorded ones; writes what they left to
-/// `file`. What failed is for the end of the self-test.
+/// Compares the kernel instructions of `device` with the recorded results, if kernels run there,
+/// and writes their results to `file`. Returns a mismatch, which the caller reports after the
+/// self-test.
 fn probe(device: &Device, name: &str, file: Option<&Path>) -> Result<Option<Error>> {
     let report = ProbeReport::of(device)?;
     match (&report, file) {
@@ -109,7 +111,9 @@ fn probe(device: &Device, name: &str, file: Option<&Path>) -> Result<Option<Erro
         (None, Some(file)) => {
             return Err(Error::user(format!("cannot write the probe's dump to {}", file.display()))
                 .because(format!("no kernels ran: the self-test computes on {name}"))
-                .hint("on a machine with an NVIDIA GPU, a build with `--features cuda`; or `--emulated`"));
+                .hint(
+                    "use a build with `--features cuda` on a machine with an NVIDIA GPU, or add `--emulated`",
+                ));
         }
         (_, None) => {}
     }

@@ -1,4 +1,4 @@
-//! `finetune eval`: held-out loss, perplexity, token accuracy, exact match.
+//! `finetune eval`: measures held-out loss, perplexity, token accuracy and exact match.
 
 use serde_json::json;
 

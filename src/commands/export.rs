@@ -1,6 +1,7 @@
 //! `finetune export`: a model as a GGUF file or a Hugging Face folder, an adapter as a GGUF file.
 //!
-//! With `--merge` an adapter is merged first, as `finetune merge` does it, into a temporary folder beside the output.
+//! With `--merge`, `finetune merge` first merges the adapter into a temporary folder beside the
+//! output.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +33,8 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let model = model_or_base(args.model.as_deref(), adapter, &folder, &resolver, &terminal)?;
     let source = DataSource::from_argument("--model", &model, &folder)?;
     if let Some(adapter) = &args.adapter {
-        // Of the base only config.json is needed; of weights that are there besides, a sample is compared.
+        // Only config.json of the base is required. A sample of its weights is compared if they are
+        // present.
         let found = resolver.model_headers(&source, &args.revision)?;
         let config = config_of(&found)?;
         let adapter = resolver.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
@@ -68,8 +70,8 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     Ok(())
 }
 
-/// Merges the adapter into a temporary folder beside the output, by the adapter's `name`, and exports the model there.
-/// Relative paths start at `folder`.
+/// Merges the adapter into a temporary folder called `name` beside the output, and exports that
+/// model. Relative paths start at `folder`.
 fn export_merged(
     args: &ExportArgs,
     adapter: &str,
@@ -78,7 +80,7 @@ fn export_merged(
     terminal: &Terminal,
 ) -> Result<()> {
     if args.format == ExportFormat::Hf {
-        // An output that is taken is refused before the work, and not after it.
+        // Refuses an existing output before the work, not after it.
         drop(AtomicDir::create(&args.output)?);
     }
     let mut place = folder.join(&args.output).components().collect::<PathBuf>().into_os_string();
@@ -103,7 +105,8 @@ fn export_merged(
     })
 }
 
-/// Refuses what does not go together, before anything is looked for; the type of a Hugging Face folder.
+/// Refuses arguments that do not match before any file is opened. Returns the dtype of a Hugging
+/// Face folder.
 fn check(args: &ExportArgs) -> Result<Dtype> {
     if args.format == ExportFormat::Gguf {
         gguf::OUTPUT.refuse_taken(&args.output)?;
@@ -125,7 +128,7 @@ fn check(args: &ExportArgs) -> Result<Dtype> {
     }
 }
 
-/// The name of a hub repository, or of the folder.
+/// Returns the name of a hub repository without its owner, or of a folder.
 fn name_of(found: &ResolvedSource) -> String {
     let name = found.name();
     name.rsplit('/').next().unwrap_or(&name).to_owned()

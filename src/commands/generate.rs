@@ -1,4 +1,4 @@
-//! `finetune generate`: continue a prompt, chat, or answer a file of prompts.
+//! `finetune generate`: continues a prompt, chats, or answers a file of prompts.
 
 use super::{LoadedModel, model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::GenerateArgs;

@@ -1,4 +1,4 @@
-//! `finetune inspect`: what a model or adapter is, from headers alone.
+//! `finetune inspect`: describes a model or adapter from its file headers.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -13,7 +13,7 @@ use crate::units;
 use crate::weights::sidecar_files::CONFIG_FILE;
 use crate::weights::{self, ModelFiles, Tally};
 
-/// Inspects files by their headers.
+/// Prints the description of a model, an adapter or a file.
 pub(super) fn run(args: &InspectArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let source = DataSource::from_argument("", &args.source, &working_folder()?)?;

@@ -1,4 +1,4 @@
-//! `finetune merge`: base + adapter → a Hugging Face folder, with a certificate if asked for.
+//! `finetune merge`: base + adapter → a Hugging Face folder, with a certificate on request.
 
 use std::cell::RefCell;
 
@@ -63,8 +63,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         args.output.display()
     ));
     if report.untied {
-        terminal
-            .line("the adapter trained embedding or head apart: config.json now says that they are not tied");
+        terminal.line("the adapter trained embedding or head separately: config.json no longer ties them");
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
-//! One file a verb: each takes its part of the command line, builds what it needs from the floors below, and
-//! returns an error instead of printing one.
+//! Verbs of the command line, one file each. A verb takes its arguments, calls the modules below,
+//! and returns an error instead of printing it.
 //!
-//! What was asked for goes to the standard output through [`print`], what is said of it to the standard error.
+//! Results go to the standard output through [`print`], messages to the standard error.
 
 mod adapter_base;
 mod bench;
@@ -40,10 +40,10 @@ use crate::recipe::RecipeText;
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::{device, thread_pool};
 
-/// Does what the command line says.
+/// Runs the command.
 ///
 /// # Errors
-/// Whatever the verb could not do; its kind is the exit code.
+/// The error of the verb; its category decides the exit code.
 pub fn run(cli: Cli) -> Result<()> {
     thread_pool::check_environment(&|name| std::env::var_os(name))?;
     instruction_set::check_environment(&|name| std::env::var_os(name))?;
@@ -70,7 +70,8 @@ pub fn run(cli: Cli) -> Result<()> {
     }
 }
 
-/// Returns whether this process computes, for which it needs threads: not where it shows texts, reads headers or starts others.
+/// Returns whether this process computes and so needs threads. Verbs that only print texts, read
+/// headers or start other processes do not.
 fn computes(cli: &Cli) -> bool {
     match &cli.verb {
         None => computes_when_training(&cli.train),
@@ -81,7 +82,7 @@ fn computes(cli: &Cli) -> bool {
     }
 }
 
-/// Returns whether the process of this training command trains itself, or plans.
+/// Returns whether this training command trains or plans in its own process.
 fn computes_when_training(args: &TrainArgs) -> bool {
     args.dry_run || (args.max_restarts.is_none() && args.sweep.is_empty())
 }
@@ -98,24 +99,24 @@ fn working_folder() -> Result<PathBuf> {
     std::env::current_dir().map_err(|e| Error::io("find", Path::new("the working folder"), &e))
 }
 
-/// The first GPU, where this build and machine have one, else the CPU.
+/// Opens the first GPU if this build and machine have one, else the CPU.
 fn open_device() -> Result<Device> {
     device::open(device::preferred()?)
 }
 
-/// Warns of what a GPU computes slowly for want of a kernel.
+/// Warns about operations that are slow on a GPU because a kernel is missing.
 fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
     options.without_kernels(config).iter().for_each(|text| terminal.warn(text));
 }
 
-/// What the config.json of a model says.
+/// Reads the config.json of a model.
 fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
     let path = found.folder.join("config.json");
     let text = input_file::read_text("read", &path)?;
     ModelConfig::from_json(&text, &path.display().to_string())
 }
 
-/// Whether a training command runs the built-in recipe of this name.
+/// Returns whether a training command uses the built-in recipe `name`.
 fn train_recipe_is(args: &TrainArgs, name: &str) -> bool {
     let found = args.run.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
     matches!(found, Some(Ok(recipe)) if recipe.is_built_in(name))

@@ -1,4 +1,4 @@
-//! A model with its adapter, for verbs that compute with both.
+//! Model with its adapter, for verbs that compute with both.
 
 use std::path::Path;
 
@@ -7,21 +7,22 @@ use crate::loading::{AdapterSetup, BaseComparison, BaseModel, DatasetLoader, Res
 use crate::recipe::{DataSource, Recipe};
 use crate::report::Terminal;
 
-/// A model with its adapter, found and understood, not yet loaded.
+/// A model with its adapter, found and checked; the weights are not loaded.
 pub(super) struct LoadedModel {
     pub(super) base: BaseModel,
     pub(super) adapter_setup: Option<AdapterSetup>,
     pub(super) rows: DatasetLoader,
-    /// The comparison with the model that the adapter was trained on, to be finished when the weights are loaded.
+    /// Comparison with the model that the adapter was trained on. The caller finishes it after the
+    /// weights are loaded.
     pub(super) comparison: Option<BaseComparison>,
 }
 
 impl LoadedModel {
-    /// Finds the model of `recipe` and `adapter`, as it stands on the command line, relative to `folder`; `force_base`
-    /// takes a model that the adapter was not trained on, which the terminal is told.
+    /// Finds the model of `recipe` and `adapter`, a value of the command line relative to `folder`.
+    /// With `force_base` a model that the adapter was not trained on is only a warning.
     ///
     /// # Errors
-    /// The user's: one of them cannot be found or used, or they do not go together.
+    /// The user's: model or adapter cannot be found or used, or they do not match.
     pub(super) fn find(
         recipe: &Recipe,
         adapter: Option<&str>,

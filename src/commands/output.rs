@@ -1,4 +1,4 @@
-//! The standard output: what a person or a program asked for.
+//! Writes results of commands to the standard output.
 
 use std::io::{ErrorKind, Write};
 
@@ -6,11 +6,11 @@ use serde::Serialize;
 
 use crate::error::{Error, ErrorCategory, Result};
 
-/// Writes data that was asked for to the standard output. A reader who has gone, as in `| head`, wanted no more
-/// of it: no error.
+/// Writes `text` to the standard output and flushes it. A pipe that the reader has closed, as in `|
+/// head`, is no error.
 ///
 /// # Errors
-/// When the output cannot be written, such as to a full disk.
+/// The output cannot be written, for example because the disk is full.
 pub(super) fn print(text: &str) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -21,10 +21,10 @@ pub(super) fn print(text: &str) -> Result<()> {
     }
 }
 
-/// Writes figures or facts that were asked for as JSON, as [`print`] does.
+/// Writes `value` to the standard output as indented JSON, like [`print`].
 ///
 /// # Errors
-/// As there.
+/// The value cannot be serialized; else those of [`print`].
 pub(super) fn print_json(value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Error::internal(e.to_string()))?;
     print(&format!("{text}\n"))

@@ -1,4 +1,4 @@
-//! `finetune plan`: what a run would need, without loading weights.
+//! `finetune plan`: estimates memory, time and cost of a run without loading weights.
 
 use super::{print, print_json, terminal, working_folder};
 use crate::cli::PlanArgs;
@@ -13,11 +13,11 @@ use crate::planning::sizing::{Sizing, SizingRequest, explorer};
 use crate::planning::{ParamCache, Rows, StepInputs, decide_accumulation, decide_rows, sampler_options};
 use crate::recipe::Recipe;
 
-/// What `--price` says, which is of a time.
+/// Parses `--price`. A price is per time, so the speed of the hardware must be known.
 fn prices(args: &PlanArgs) -> Result<Vec<Price>> {
     if let (Some(price), None, None) = (args.price.first(), &args.on, &args.calibration) {
         return Err(Error::user(format!("cannot use the price {price:?} (`--price`)"))
-            .because("a price is of a time, and nothing says how fast this machine is")
+            .because("a price is per time, and the speed of this machine is unknown")
             .hint("give the hardware with `--on`, or a `--calibration` of this machine"));
     }
     args.price.iter().map(|price| Price::parse(price)).collect()
@@ -84,7 +84,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
     fits_or_error(&sizing)
 }
 
-/// The error of a plan that does not fit, so that a script sees it by the exit code.
+/// Returns an error if the plan does not fit, so that scripts see it in the exit code.
 fn fits_or_error(sizing: &Sizing) -> Result<()> {
     if sizing.fits != Some(false) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! `finetune quantize`: a model → its 4-bit or 8-bit checkpoint, as bitsandbytes saves it.
+//! `finetune quantize`: a model → its 4-bit or 8-bit checkpoint in the bitsandbytes format.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     let id = Some(DataSource::from_argument("--model", &args.model, &working_folder()?)?);
     let resolver = Resolver::new(args.common.offline, &terminal)?;
     let base = BaseModel::open(&ModelSection { id, ..ModelSection::default() }, None, &resolver)?;
-    // A tensor of another shape would be quantized without a word, and fail when it is loaded.
+    // Without this check, a tensor of a wrong shape would fail only when the result is loaded.
     base.check(Trains::Nothing)?;
     let files =
         base.files.as_ref().ok_or_else(|| Error::internal("the model was opened without its weights"))?;

@@ -1,4 +1,4 @@
-//! `finetune recipes`: what is built in, to read or to start one's own from.
+//! `finetune recipes`: lists, prints or writes the built-in recipes.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -9,10 +9,10 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::{BUILT_IN, BuiltIn, Recipe};
 use crate::weights::OutputKind;
 
-/// The name under which every key is shown.
+/// Name of the reference of all keys.
 const REFERENCE: &str = "reference";
 
-/// Lists, shows or writes.
+/// Lists, prints or writes recipes.
 pub(super) fn run(args: RecipesArgs) -> Result<()> {
     match args.action.unwrap_or(RecipesAction::List) {
         RecipesAction::List => print(&list()),
@@ -36,7 +36,7 @@ fn text(name: &str) -> Result<Cow<'static, str>> {
     Ok(BuiltIn::find(name)?.text.into())
 }
 
-/// The part of the reference about one section, whose name may stand in brackets.
+/// Returns one section of the reference. `section` may have brackets.
 fn section_text(name: &str, section: &str) -> Result<String> {
     if name != REFERENCE {
         let what = format!("cannot show a part of the recipe `{name}`");
@@ -47,7 +47,7 @@ fn section_text(name: &str, section: &str) -> Result<String> {
     Recipe::reference_of(section.trim_matches(['[', ']']))
 }
 
-/// Writes `NAME.toml` here, never over a file.
+/// Writes `NAME.toml` to the working folder; refuses to replace a file.
 fn write(name: &str) -> Result<()> {
     let text = text(name)?;
     let path = PathBuf::from(format!("{}.toml", name.strip_suffix(".toml").unwrap_or(name)));

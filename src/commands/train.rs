@@ -1,4 +1,4 @@
-//! `finetune` without a verb: from the recipe to a trained model on disk.
+//! `finetune` without a verb and `finetune train`: from the recipe to a trained model on disk.
 
 use std::sync::{Mutex, OnceLock};
 use std::time::Instant;
@@ -38,8 +38,9 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     Ok(())
 }
 
-/// Trains once; `is_smaller`: with a smaller micro-batch than the last time. What to go on with where the plan was free to choose
-/// the micro-batch and the device ran out of memory.
+/// Trains once; `is_smaller` is true if a previous call ran out of memory. Returns the arguments
+/// for a smaller micro-batch if the device ran out of memory and the plan may choose the
+/// micro-batch.
 fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let started = Instant::now();
     let launch = ranks::launch(args)?;
@@ -62,7 +63,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     check_learns(&plan, first, &terminal)?;
     let fits = plan.check_memory(ranks.launch.ranks_here);
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
-    // The first process answers for all: it has claimed the folder, which the others may not even see.
+    // Only the first process answers: it holds the folder, which other hosts may not see.
     let has_ended = || Ok(vec![u8::from(found.has_ended(&plan, args.output())?)]);
     if args.resume.is_some() && ranks.agree("whether the run has ended", has_ended)? == [1] {
         say_ended(&plan, args, found.resumed.is_some(), &terminal);
@@ -83,7 +84,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
         folder: &folder,
         metrics: Mutex::default(),
         stop: &stop,
-        // Dropped when all ranks have ended.
+        // Dropped after all ranks have ended.
         writers: &SaveThreads::default(),
         terminal: &terminal,
         started,
@@ -99,12 +100,11 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     (is_free && is_alone).then(smaller).flatten().map(Some).ok_or(error)
 }
 
-/// Says that the run of `plan` has left its result, and how to get what it may lack: a run that was killed during its last
-/// evaluation has no figures of the end.
+/// Prints that the run of `plan` is complete and how to train longer.
 fn say_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal) {
     let output = args.output().display();
     terminal.line(format!(
-        "nothing is left to do: the run in {output} has done its {}, and its result is there",
+        "nothing is left to do: the run in {output} has done its {} and saved its result",
         units::exact(plan.total_steps, "step")
     ));
     let train = &plan.recipe.train;
@@ -117,13 +117,14 @@ fn say_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal
     });
 }
 
-/// Says what would run, which may be planned here for another machine.
+/// Prints the resolved recipe. Insufficient memory is only a warning, because the plan may be for
+/// another machine.
 fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()> {
     fits.err().iter().for_each(|error| terminal.warn(error.in_one_line()));
     terminal.data(plan.portable_recipe().to_toml())
 }
 
-/// Says what is otherwise than in the checkpoint that the run goes on from.
+/// Prints the recipe keys that differ from the checkpoint that the run resumes from.
 fn go_on(
     plan: &mut Plan,
     saved: Option<&SavedCheckpoint>,
@@ -131,11 +132,11 @@ fn go_on(
     terminal: &Terminal,
 ) -> Result<()> {
     let changes = saved.map_or(Ok(Vec::new()), |saved| plan.resume(saved, allowed))?;
-    changes.iter().for_each(|change| terminal.line(format!("going on with a change: {change}")));
+    changes.iter().for_each(|change| terminal.line(format!("resuming with a change: {change}")));
     Ok(())
 }
 
-/// Everything a person should know before the first step.
+/// Prints the plan and its warnings before the first step.
 fn say(plan: &Plan, terminal: &Terminal) {
     let commit = plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
     terminal.line(format!("model {}{commit}", plan.base.found.id));

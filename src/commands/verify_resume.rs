@@ -1,5 +1,5 @@
-//! `finetune verify-resume`: a run that is killed and resumed leaves the same bytes as one that is not, on the user's own
-//! recipe.
+//! `finetune verify-resume`: checks on the user's own recipe that a killed and resumed run leaves
+//! the same bytes as an uninterrupted one.
 
 use super::{print, terminal, working_folder};
 use crate::cli::VerifyResumeArgs;
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::recipe::{Recipe, StepInterval};
 use crate::verify::verify_resume::ResumeTrial;
 
-/// Trains twice and compares.
+/// Trains twice and compares the output folders.
 pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let flags = Flags { ranks_here: args.ranks.map(usize::from), ..Flags::default() };
@@ -17,13 +17,13 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
         let (all, source) = (launch.world_size, launch.source.name());
         return Err(Error::user("cannot verify the resume over several processes")
             .because(format!(
-                "there are {all} ranks, by {source}; the runs are processes that this one starts and kills"
+                "the world size is {all}, from {source}; this command starts and kills the processes itself"
             ))
             .hint("run it outside of the launcher, with `--gpus` or `--ranks`"));
     }
-    // What is wrong with the recipe is said once, here.
+    // Errors in the recipe are reported once, here.
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
-    // Where the recipe saves too seldom for a kill to leave anything, after every step.
+    // Saves after every step if the recipe saves too rarely for a kill to leave a checkpoint.
     let save_steps = match recipe.checkpoint.save_steps {
         StepInterval::Every(steps) if steps < args.steps => steps,
         _ => 1,
@@ -32,7 +32,7 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
         format!("train.max_steps={}", args.steps),
         format!("checkpoint.save_steps={save_steps}"),
         "log.tensorboard=false".to_owned(),
-        // One address is for one run, and nobody follows these.
+        // Two runs cannot share one address, and nobody follows these.
         "log.metrics_address=\"\"".to_owned(),
         "log.mlflow=\"\"".to_owned(),
         "log.mlflow_experiment=\"\"".to_owned(),

@@ -1,4 +1,4 @@
-//! One run of a comparison: what its output folder says of it.
+//! One run of a comparison, read from its output folder.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,17 +9,18 @@ use crate::recipe::Recipe;
 use crate::report::metrics::{self, EvalReport, MetricsEntry, StepReport};
 use crate::training::output_folder::{METRICS, RECIPE};
 
-/// A run with the figures of its metrics.jsonl.
+/// A run with the entries of its metrics.jsonl.
 pub(crate) struct ComparedRun {
-    /// The name in tables: the last part of the folder's path where no other run has it.
+    /// Name in tables: the last part of the folder's path if it is unique, else the path.
     pub(crate) name: String,
-    /// The output folder as the user names it.
+    /// Output folder as the user typed it.
     pub(crate) folder: PathBuf,
-    /// The values of recipe.toml with the defaults of absent keys, by `section.key`.
+    /// Values of recipe.toml with the defaults of absent keys, by `section.key`.
     pub(crate) recipe: BTreeMap<String, String>,
-    /// The lines of metrics.jsonl.
+    /// Lines of metrics.jsonl.
     pub(crate) entries: Vec<MetricsEntry>,
-    /// The run has ended by itself (all its steps, or `eval.patience`) and left its whole result.
+    /// True if the run has ended by itself (all its steps, or `eval.patience`) and its result is
+    /// whole.
     pub(crate) is_complete: bool,
 }
 
@@ -27,14 +28,14 @@ impl ComparedRun {
     /// Reads the run in `folder`.
     ///
     /// # Errors
-    /// The user's: `folder` is no output folder of a run, or its recipe.toml is no recipe. Storage: a file cannot be
-    /// read.
+    /// The user's: `folder` is no output folder of a run, or its recipe.toml is no recipe. Storage:
+    /// a file cannot be read.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let log = folder.join(METRICS);
         let record = RunRecord::read(folder)?;
         let has_log = log.is_file();
         let entries = if has_log { metrics::read(&log)? } else { Vec::new() };
-        // A folder without a record is a run's by its log.
+        // A folder without a record belongs to a run if it has a log.
         if record.is_none() && (entries.is_empty() || !folder.join(RECIPE).is_file()) {
             return Err(no_run(folder, has_log));
         }
@@ -60,40 +61,41 @@ impl ComparedRun {
         })
     }
 
-    /// Optimizer steps that the run has done.
+    /// Returns the number of completed optimizer steps.
     pub(crate) fn steps_done(&self) -> u64 {
         self.steps().next_back().map_or(0, |report| report.step)
     }
 
-    /// The loss of the last step, in nats per token.
+    /// Returns the loss of the last step, in nats per token.
     pub(crate) fn training_loss(&self) -> Option<f64> {
         self.steps().next_back().map(|report| report.loss)
     }
 
-    /// The evaluation before the first step.
+    /// Returns the evaluation before the first step.
     pub(crate) fn before(&self) -> Option<&EvalReport> {
         self.evals().find(|report| report.step == 0)
     }
 
-    /// The evaluation with the lowest loss after the first step; the first of equal ones.
+    /// Returns the evaluation with the lowest loss after the first step; the first of equal ones.
     pub(crate) fn best(&self) -> Option<&EvalReport> {
         let after = self.evals().filter(|report| report.step > 0);
         after.min_by(|one, other| one.eval_loss.total_cmp(&other.eval_loss))
     }
 
-    /// The last evaluation after the first step.
+    /// Returns the last evaluation after the first step.
     pub(crate) fn last(&self) -> Option<&EvalReport> {
         self.evals().rfind(|report| report.step > 0)
     }
 
-    /// The share of held-out rows that the last evaluation with this figure answered exactly, 0 to 1.
+    /// Returns the fraction of held-out rows, 0 to 1, with an exact answer in the last evaluation
+    /// that has this figure.
     pub(crate) fn exact_match(&self) -> Option<f64> {
         self.evals().rev().find_map(|report| report.eval_exact_match)
     }
 
-    /// Seconds of all steps with their saves, without loading and evaluations.
+    /// Returns the seconds of all steps with their saves, without loading and evaluations.
     pub(crate) fn secs(&self) -> f64 {
-        // Logs of older versions tell no parts of a step.
+        // Logs of older versions have no parts of a step.
         let secs = self.steps().map(|report| match report.all_parts() {
             parts if parts > 0.0 => parts,
             _ => report.step_secs,
@@ -101,7 +103,7 @@ impl ComparedRun {
         secs.filter(|secs| secs.is_finite()).sum()
     }
 
-    /// The most memory that the run held, in bytes.
+    /// Returns the peak memory of the run in bytes.
     pub(crate) fn peak_bytes(&self) -> u64 {
         self.steps().map(|report| report.peak_bytes).max().unwrap_or(0)
     }
@@ -111,7 +113,8 @@ impl ComparedRun {
         self.recipe.keys().any(|key| key.split_once('.').is_some_and(|(section, _)| section == name))
     }
 
-    /// The evaluation of the weights that the run leaves: the best one if the recipe keeps these, else the last.
+    /// Returns the evaluation of the resulting weights: the best one if the recipe keeps the best
+    /// weights, else the last.
     pub(crate) fn kept(&self) -> Option<&EvalReport> {
         let keys = ["eval.keep_best", "eval.patience"];
         let keeps_best = keys.iter().any(|key| self.recipe.get(*key).is_some_and(|value| value != "false"));
@@ -119,7 +122,7 @@ impl ComparedRun {
     }
 }
 
-/// The values of a run's recipe.toml; none of a run that has not written it yet.
+/// Returns the values of a run's recipe.toml; none if the run has not written it yet.
 fn read_recipe(path: &Path) -> Result<BTreeMap<String, String>> {
     if !path.is_file() {
         return Ok(BTreeMap::new());

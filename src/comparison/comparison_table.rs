@@ -1,4 +1,4 @@
-//! Runs beside each other: a table for people, the same as JSON, and a page with the curves of all runs.
+//! Comparison of runs: a table, the same as JSON, and an HTML page with the curves of all runs.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,22 +12,22 @@ use crate::report::html::{ComparisonPage, RunCurves};
 use crate::units;
 use crate::weights::OutputKind;
 
-/// Sections that change none of the figures in the table.
+/// Recipe sections that change no figure in the table.
 const HARMLESS: [&str; 4] = ["log", "profile", "alerts", "checkpoint"];
-/// Keys of other sections that do not, either.
+/// Keys of other sections that change no figure either.
 const HARMLESS_KEYS: [&str; 2] = ["parallel.offload_folder", "parallel.timeout_secs"];
-/// The key of a harmless section that changes what a run leaves.
+/// Key of a harmless section that changes the result of a run.
 const OUTPUT_DTYPE: &str = "checkpoint.output_dtype";
-/// Keys that decide which rows are held out; the last two where `data.eval_split` draws them.
+/// Keys that decide the held-out rows; the last two only if `data.eval_split` draws them.
 const HELD_OUT: [&str; 4] = ["data.eval", "data.eval_split", "data.train", "train.seed"];
-/// Most characters of a recipe's value in a table.
+/// Largest number of characters of a recipe's value in a table.
 const VALUE_CHARS: usize = 40;
-/// A figure that a run does not have.
+/// Cell of a missing figure.
 const NONE: &str = "–";
-/// Behind the lowest held-out loss.
+/// Mark behind the lowest held-out loss.
 const MARK: &str = " *";
 
-/// The file of `--html`.
+/// Output file of `--html`.
 const PAGE: OutputKind = OutputKind {
     what: "a page of `finetune compare`",
     option: "--html",
@@ -35,10 +35,10 @@ const PAGE: OutputKind = OutputKind {
     replaces: Some(ComparisonPage::BEGINNING),
 };
 
-/// Runs and the recipe keys in which they differ.
+/// Runs and the recipe keys that differ between them.
 pub(crate) struct ComparisonTable {
     runs: Vec<ComparedRun>,
-    /// `section.key`, or `[section]` where a run has no such table.
+    /// Differing keys as `section.key`, or `[section]` if a run has no such table.
     keys: Vec<String>,
 }
 
@@ -46,7 +46,7 @@ impl ComparisonTable {
     /// Reads the runs in `folders`.
     ///
     /// # Errors
-    /// The user's: a folder is no run's, or stands there twice. Storage: a file cannot be read.
+    /// The user's: a folder belongs to no run, or is listed twice. Storage: a file cannot be read.
     pub(crate) fn read(folders: &[PathBuf]) -> Result<Self> {
         let mut runs = folders.iter().map(|folder| ComparedRun::read(folder)).collect::<Result<Vec<_>>>()?;
         let mut seen = BTreeSet::new();
@@ -68,17 +68,17 @@ impl ComparisonTable {
         Ok(ComparisonTable { runs, keys })
     }
 
-    /// Reads those of `folders` that a run has begun in; none where no run has.
+    /// Reads those of `folders` in which a run has begun; returns none if no run has.
     ///
     /// # Errors
-    /// As [`ComparisonTable::read`].
+    /// Those of [`ComparisonTable::read`].
     pub(crate) fn of_begun(folders: &[PathBuf]) -> Result<Option<Self>> {
         let begun: Vec<PathBuf> =
             folders.iter().filter(|folder| ComparedRun::read(folder).is_ok()).cloned().collect();
         (!begun.is_empty()).then(|| Self::read(&begun)).transpose()
     }
 
-    /// The sentence that a reader must know before comparing the figures, if there is one.
+    /// Returns a warning if the held-out losses of the runs are not comparable.
     pub(crate) fn warnings(&self) -> Option<String> {
         let evaluated: Vec<&ComparedRun> = self.runs.iter().filter(|run| run.last().is_some()).collect();
         let first = *evaluated.first()?;
@@ -95,19 +95,20 @@ impl ComparisonTable {
         let counts: BTreeSet<Option<u64>> = evaluated.iter().map(|run| tokens(run)).collect();
         (counts.len() > 1).then(|| {
             let counts: Vec<String> = counts.into_iter().flatten().map(|count| count.to_string()).collect();
-            format!("the held-out losses are not of the same tokens: {} of them", counts.join(", "))
+            format!("the held-out losses are of different numbers of tokens: {}", counts.join(", "))
         })
     }
 
-    /// The place of the run with the lowest held-out loss after its first step; the first of equal ones.
+    /// Returns the index of the run with the lowest held-out loss after its first step; the first
+    /// of equal ones.
     fn best(&self) -> Option<usize> {
         let losses = self.runs.iter().enumerate();
         let losses = losses.filter_map(|(place, run)| Some((place, run.best()?.eval_loss)));
         losses.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(place, _)| place)
     }
 
-    /// The sentences on the complete run whose weights are the best, with its folder and by which loss; none where no
-    /// run is complete.
+    /// Returns sentences that name the complete run with the best weights, its folder and the loss
+    /// that decides; none if no run is complete.
     pub(crate) fn verdict(&self) -> Vec<String> {
         let complete = || self.runs.iter().filter(|run| run.is_complete);
         let kept = complete().filter_map(|run| Some((run, run.kept()?)));
@@ -139,11 +140,12 @@ impl ComparisonTable {
         best.map(line).into_iter().collect()
     }
 
-    /// The table for a terminal: the names of the columns, a line for each run, and what the mark means.
+    /// Formats the table for a terminal: the names of the columns, a line for each run, and the
+    /// meaning of the mark.
     pub(crate) fn text(&self) -> String {
         let mut rows = self.rows();
         for column in 0..rows[0].len() {
-            // The mark stands behind its column, so that digits stay below each other.
+            // The mark is behind its column, so that digits stay aligned.
             if rows.iter().any(|row| row[column].ends_with(MARK)) {
                 let unmarked =
                     rows.iter_mut().map(|row| &mut row[column]).filter(|cell| !cell.ends_with(MARK));
@@ -165,7 +167,7 @@ impl ComparisonTable {
         text
     }
 
-    /// The names of the columns, then a row of cells for each run.
+    /// Returns the names of the columns, then a row of cells for each run.
     fn rows(&self) -> Vec<Vec<String>> {
         let has = |figure: fn(&ComparedRun) -> bool| self.runs.iter().any(figure);
         let (is_evaluated, has_match) =
@@ -203,7 +205,7 @@ impl ComparisonTable {
         std::iter::once(head).chain(self.runs.iter().enumerate().map(row)).collect()
     }
 
-    /// Sentences below the table.
+    /// Returns the sentences below the table.
     fn notes(&self) -> Vec<String> {
         let mark = self.best().map(|_| "* the lowest held-out loss after the first step".to_owned());
         let none =
@@ -211,7 +213,7 @@ impl ComparisonTable {
         vec![mark.unwrap_or_else(none)]
     }
 
-    /// The table as programs read it: figures in nats, seconds and bytes.
+    /// Returns the table as JSON: figures in nats, seconds and bytes.
     pub(crate) fn json(&self) -> Value {
         let best = self.best();
         let run = |(place, run): (usize, &ComparedRun)| {
@@ -239,10 +241,10 @@ impl ComparisonTable {
         json!({ "runs": runs, "warnings": self.warnings().into_iter().collect::<Vec<_>>() })
     }
 
-    /// Writes the page to `path`.
+    /// Writes the HTML page to `path`.
     ///
     /// # Errors
-    /// The user's: something other than such a page is at `path`. Storage: the file cannot be written.
+    /// The user's: a file at `path` is no such page. Storage: the file cannot be written.
     pub(crate) fn write_page(&self, path: &Path) -> Result<()> {
         let rows = self.rows();
         let curves = self.runs.iter().map(|run| RunCurves { name: &run.name, entries: &run.entries });
@@ -257,10 +259,10 @@ impl ComparisonTable {
     }
 }
 
-/// The keys that are not alike in all runs. Of a table that some runs lack, `[section]` stands for all its keys, and
-/// those runs are not asked for them.
+/// Returns the keys with different values between runs. If some runs have no table `[section]`,
+/// that name is listed, and its keys are compared only among the runs that have it.
 fn differing_keys(runs: &[ComparedRun]) -> Vec<String> {
-    // A run that has written no recipe yet differs in nothing.
+    // A run without a recipe yet is not compared.
     let runs: Vec<&ComparedRun> = runs.iter().filter(|run| !run.recipe.is_empty()).collect();
     let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.recipe.keys()).collect();
     let mut found: Vec<String> = Vec::new();
@@ -284,7 +286,8 @@ fn differing_keys(runs: &[ComparedRun]) -> Vec<String> {
     found
 }
 
-/// The value of `key` in the recipe of `run` as TOML; of `[section]`, whether the table is there.
+/// Returns the value of `key` in the recipe of `run` as TOML. For `[section]` it returns whether
+/// the table exists.
 fn value_of(run: &ComparedRun, key: &str) -> Option<String> {
     match key.strip_prefix('[').and_then(|key| key.strip_suffix(']')) {
         Some(section) if run.recipe.is_empty() || section.is_empty() => None,
@@ -293,7 +296,7 @@ fn value_of(run: &ComparedRun, key: &str) -> Option<String> {
     }
 }
 
-/// A value as a table shows it: a text without quotes; of a long one its end.
+/// Formats a value for the table: strings without quotes, long values by their end.
 fn shown(value: Option<&str>) -> String {
     let Some(value) = value else { return NONE.to_owned() };
     let text = match parsed(value) {

@@ -1,4 +1,4 @@
-//! Finished runs side by side, and sweeps over recipes.
+//! Comparison of runs, and sweeps over recipe keys.
 
 mod compared_run;
 pub(crate) mod comparison_table;

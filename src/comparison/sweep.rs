@@ -1,7 +1,8 @@
-//! `--sweep`: one run for each value of some recipe keys, one after another, and the table of all.
+//! `--sweep`: trains one run for each value of some recipe keys, one after another, and prints a
+//! table of all.
 //!
-//! Each run is a child process of this binary with the flags of the sweep, its own values (`--set`) and its own folder.
-//! This process computes nothing; it passes signals on.
+//! Each run is a child process of this binary with the flags of the sweep, its own values (`--set`)
+//! and its own folder. This process computes nothing and passes signals on.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -19,26 +20,26 @@ use crate::recipe::Recipe;
 use crate::report::{Terminal, finish};
 use crate::training::alerts;
 
-/// Most runs of one sweep.
+/// Largest number of runs in a sweep.
 const MOST_RUNS: usize = 64;
 
 /// One run of a sweep.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct SweepRun {
-    /// Its values, each as `--set` takes it.
+    /// Values of the run, each as `--set` takes it.
     set: Vec<String>,
-    /// Its output folder.
+    /// Output folder of the run.
     folder: PathBuf,
 }
 
 impl SweepRun {
-    /// Its values for people, without the addresses in them.
+    /// Returns the values for messages, without addresses.
     fn label(&self) -> String {
         let shown: Vec<String> = self.set.iter().map(|set| without_address(&without_user(set))).collect();
         shown.join(" ")
     }
 
-    /// The arguments of its process: those of the sweep and its own.
+    /// Returns the arguments of the run's process: those of the sweep and its own.
     fn words(&self, common: &[OsString], resume: bool) -> Vec<OsString> {
         let mut words = common.to_vec();
         self.set.iter().for_each(|set| words.extend(["--set".into(), set.into()]));
@@ -48,11 +49,12 @@ impl SweepRun {
     }
 }
 
-/// Trains once for each combination of values, and prints the table of the runs. `folder` is the working folder.
+/// Trains once for each combination of values, and prints the table of the runs. `folder` is the
+/// working folder.
 ///
 /// # Errors
-/// Before the first run: a setting or a folder is not accepted, or a launcher started several processes. Afterwards: a
-/// run failed, with the category of the first failure; a signal asked the sweep to stop.
+/// Before the first run: a setting or a folder is refused, or a launcher started several processes.
+/// Afterwards: a run failed, with the category of the first failure; a signal stopped the sweep.
 pub(crate) fn run(args: &TrainArgs, folder: &Path, terminal: &Terminal) -> Result<()> {
     let runs = planned_runs(args)?;
     refuse_several_processes(args)?;
@@ -88,7 +90,7 @@ pub(crate) fn run(args: &TrainArgs, folder: &Path, terminal: &Terminal) -> Resul
     failed.first().map_or(Ok(()), |(_, first)| Err(failure(&runs, &failed, *first)))
 }
 
-/// Every combination of the values, the last axis fastest.
+/// Returns a run for every combination of the values, the last axis fastest.
 fn planned_runs(args: &TrainArgs) -> Result<Vec<SweepRun>> {
     let refused = |why: String| Error::user("cannot start the sweep").because(why);
     let mut keys = BTreeSet::new();
@@ -128,7 +130,7 @@ fn planned_runs(args: &TrainArgs) -> Result<Vec<SweepRun>> {
     Ok(runs)
 }
 
-/// Values and name of a run with the value of one more axis.
+/// Adds the value of one more axis to the values and the name of a run.
 fn extended((set, name): &(Vec<String>, String), axis: &SweepAxis, value: &str) -> (Vec<String>, String) {
     let set = set.iter().cloned().chain([format!("{}={value}", axis.key)]).collect();
     let own = axis.name_of(value);
@@ -150,14 +152,14 @@ fn refuse_several_processes(args: &TrainArgs) -> Result<()> {
     }
     let (all, source) = (launch.world_size, launch.source.name());
     Err(Error::user("cannot sweep over several processes")
-        .because(format!("there are {all} ranks, by {source}; the runs are processes that this one starts"))
+        .because(format!("the world size is {all}, from {source}; a sweep starts its processes itself"))
         .hint(
             "start the sweep outside of the launcher, with `--gpus` or `--ranks`; \
              or start each run by itself with `--set`",
         ))
 }
 
-/// Refuses the sweep where a run of it has a setting or a folder that is not accepted.
+/// Refuses the sweep if one of its runs has an invalid setting or a folder that is not free.
 fn check(args: &TrainArgs, runs: &[SweepRun], folder: &Path) -> Result<()> {
     for (place, run) in runs.iter().enumerate() {
         let mut one = args.clone();
@@ -186,7 +188,8 @@ fn check(args: &TrainArgs, runs: &[SweepRun], folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The arguments that all runs have: those of this process without `--sweep`, `--output` and `--resume`.
+/// Returns the arguments of all runs: those of this process without `--sweep`, `--output` and
+/// `--resume`.
 fn common_words(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut kept = Vec::new();
     let mut words = words.peekable();
@@ -196,14 +199,14 @@ fn common_words(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
         if !["--sweep", "--output", "--resume"].contains(&flag) {
             kept.push(word);
         } else if flag == &*text && flag != "--resume" {
-            // Its value is a word of its own.
+            // The value is the next word.
             words.next();
         }
     }
     kept
 }
 
-/// Prints the table of the runs that left something, and the best of them.
+/// Prints the table of the runs that have begun, and the best of them.
 fn conclude(folders: &[PathBuf], terminal: &Terminal) -> Result<()> {
     let Some(table) = ComparisonTable::of_begun(folders)? else { return Ok(()) };
     table.warnings().iter().for_each(|text| terminal.warn(text));
@@ -211,7 +214,8 @@ fn conclude(folders: &[PathBuf], terminal: &Terminal) -> Result<()> {
     terminal.data(table.text() + &verdict)
 }
 
-/// The end of a sweep that a signal asked to stop; of a run that was done before it could stop, nothing is lost either.
+/// Returns the end of a sweep that a signal stopped. A run that completed before it could stop has
+/// saved its result too.
 fn stopped(status: ExitStatus, number: &str, is_last: bool) -> Error {
     let category = match status.code() {
         Some(0) => ErrorCategory::SavedAndStopped,

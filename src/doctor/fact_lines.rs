@@ -1,14 +1,14 @@
-//! Facts as `finetune doctor` shows them: a name and what is known of it, a line each.
+//! Lines of `finetune doctor`, each with a name and a value.
 
-/// A name and what is known of it.
+/// Name and value of a fact.
 pub(crate) type FactLine = (String, String);
 
-/// One fact, as a line.
+/// Creates the line of a fact.
 pub(crate) fn line(name: impl Into<String>, value: impl Into<String>) -> FactLine {
     (name.into(), value.into())
 }
 
-/// The lines under each other, values in one column.
+/// Formats the lines with all values in one column.
 pub(crate) fn table(lines: &[FactLine]) -> String {
     let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     lines.iter().map(|(name, value)| format!("{name:width$}  {value}\n")).collect()

@@ -1,5 +1,6 @@
-//! Which of NVIDIA's libraries the loader finds on this machine. The build with feature `cuda` is linked to all but NCCL and
-//! does not start without them; the build for the CPU says beforehand whether that one would start.
+//! NVIDIA's libraries that the loader finds on this machine. The build with feature `cuda` is
+//! linked to all but NCCL and does not start without them. The CPU build shows beforehand whether
+//! the CUDA build would start.
 
 use std::path::{Path, PathBuf};
 
@@ -8,8 +9,9 @@ use serde::Serialize;
 use crate::collective::nccl::NcclLibrary;
 use crate::runtime::device;
 
-/// The driver's library, and those of CUDA's release `release`, by the names that a binary asks the loader for. cuRAND kept
-/// its number (CUDA Toolkit release notes, "CUDA Component Versions").
+/// Returns the names of the driver's library and those of CUDA's release `release`, as a binary
+/// requests them from the loader. cuRAND kept its number (CUDA Toolkit release notes, "CUDA
+/// Component Versions").
 fn linked(release: u32) -> [String; 5] {
     let of_release = |name: &str| format!("lib{name}.so.{release}");
     [
@@ -21,23 +23,23 @@ fn linked(release: u32) -> [String; 5] {
     ]
 }
 
-/// A library and where it was found.
+/// A library and its path, if found.
 struct Library {
     name: String,
     found: Option<String>,
 }
 
-/// NVIDIA's libraries that the loader finds on this machine, and those that it does not.
+/// NVIDIA's libraries that the loader finds on this machine, and those that are missing.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct GpuLibraries {
-    /// Where they are.
+    /// Paths of the libraries.
     found: Vec<String>,
-    /// By their names.
+    /// Names of the libraries.
     missing: Vec<String>,
 }
 
 impl GpuLibraries {
-    /// Asks the loader for all of them.
+    /// Looks for all libraries with the loader.
     pub(crate) fn look() -> Self {
         let mut libraries: Vec<Library> = linked(device::cuda_release()).into_iter().map(look_for).collect();
         libraries.push(Library {
@@ -58,7 +60,7 @@ impl GpuLibraries {
         GpuLibraries { found, missing }
     }
 
-    /// What is found and what is missing, in a line.
+    /// Formats the found and the missing libraries in one line.
     pub(crate) fn text(&self) -> String {
         let parts = [("found", &self.found), ("missing", &self.missing)];
         let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
@@ -70,21 +72,21 @@ fn look_for(name: String) -> Library {
     // SAFETY: NVIDIA's libraries only read the environment as they are loaded.
     let found = unsafe { libloading::Library::new(&name) }.ok().map(|library| {
         let place = loaded_from(&name).unwrap_or_else(|| PathBuf::from(&name));
-        // A driver's library that has begun to work must not be taken away.
+        // A driver's library must not be unloaded after it has started.
         std::mem::forget(library);
         place.display().to_string()
     });
     Library { name, found }
 }
 
-/// The file of a library that this process has loaded.
+/// Returns the file of a library that this process has loaded.
 fn loaded_from(name: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     mapped(&maps, name)
 }
 
-/// The path in `maps` (proc(5)) of the file `name`, or of what a link of that name leads to: `libcuda.so.580.82` for
-/// `libcuda.so.1`.
+/// Returns the path in `maps` (proc(5)) of the file `name` or of its link target:
+/// `libcuda.so.580.82` for `libcuda.so.1`.
 fn mapped(maps: &str, name: &str) -> Option<PathBuf> {
     let stem = name.split(".so").next()?;
     let paths = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
@@ -125,7 +127,7 @@ mod tests {
             GpuLibraries::of(vec![there, away]).text(),
             "found: /lib/liba.so.1.2; missing: libnothing-of-this-name.so.7"
         );
-        // The C library is there on every machine that runs this.
+        // Every machine that runs this test has the C library.
         assert!(look_for("libc.so.6".to_owned()).found.is_some_and(|place| place.contains("/libc.so")));
     }
 }

@@ -1,4 +1,4 @@
-//! What this build of the program finds to compute on, and where it gets models from.
+//! Facts about this build of the program, its devices and its hub.
 
 use std::path::PathBuf;
 
@@ -13,30 +13,30 @@ use crate::runtime::device::{self, GPU_BUILD};
 use crate::runtime::machine;
 use crate::units;
 
-/// What this build finds.
+/// Facts about the program and its devices.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ProgramFacts {
     version: &'static str,
-    /// Whether this build can use GPUs.
+    /// True if this build can use GPUs.
     gpu_build: bool,
     os: &'static str,
     arch: &'static str,
     processor: Option<String>,
-    /// Processors that this process may use.
+    /// Number of processors that this process may use.
     cores: Option<usize>,
-    /// The instructions that ops on the CPU use, and those that could be chosen.
+    /// Instruction set of ops on the CPU, then the available ones.
     instructions: &'static str,
     instruction_choices: String,
     memory: Option<MemoryFacts>,
     threads: usize,
     gpus: Vec<GpuFacts>,
-    /// Why there is no GPU to use.
+    /// Reason for having no usable GPU.
     no_gpu: Option<String>,
-    /// The newest CUDA that the driver speaks.
+    /// Newest CUDA version that the driver supports.
     driver_cuda: Option<String>,
     driver_failure: Option<String>,
     gpu_libraries: GpuLibraries,
-    /// Where models and data sets come from.
+    /// Source of models and data sets.
     hub: Option<HubFacts>,
     hub_failure: Option<String>,
 }
@@ -58,18 +58,18 @@ struct GpuFacts {
     compute_capability: String,
 }
 
-/// Where models and data sets come from.
+/// Source of models and data sets.
 #[derive(Debug, Clone, Serialize)]
 struct HubFacts {
     endpoint: String,
     offline: bool,
     cache: PathBuf,
-    /// Of the token nothing is told but whether it is there.
+    /// Only whether a token is set, never the token.
     token: String,
 }
 
 impl ProgramFacts {
-    /// Asks the system, the driver and the environment.
+    /// Reads the facts from the system, the driver and the environment.
     pub(crate) fn read() -> Self {
         let (gpus, no_gpu) = gpus();
         let (driver_cuda, driver_failure) = match device::driver_version().map_err(|e| e.in_one_line()) {
@@ -105,20 +105,20 @@ impl ProgramFacts {
         }
     }
 
-    /// The folder that downloads are kept in; none where the environment names none that can be.
+    /// Returns the folder of downloads; none if the environment names no valid one.
     pub(crate) fn hub_cache(&self) -> Option<PathBuf> {
         self.hub.as_ref().map(|hub| hub.cache.clone())
     }
 
-    /// What people read of the program and what it computes on.
+    /// Formats the facts about the program and its devices.
     pub(crate) fn lines(&self) -> Vec<FactLine> {
         let build = if self.gpu_build { "CPU and CUDA" } else { "CPU alone (no feature `cuda`)" };
         let memory = self.memory.as_ref().map_or_else(
-            || "this system does not say".to_owned(),
+            || "unknown on this system".to_owned(),
             |memory| format!("{}, {} available", units::bytes(memory.total), units::bytes(memory.available)),
         );
         let processor = self.processor.clone().unwrap_or_else(|| "name unknown".to_owned());
-        let cores = self.cores.map_or_else(String::new, |cores| format!(", {cores} cores to use"));
+        let cores = self.cores.map_or_else(String::new, |cores| format!(", {cores} cores available"));
         let (in_use, names) = (self.instructions, &self.instruction_choices);
         let mut lines = vec![
             line("finetune", self.version),
@@ -143,7 +143,7 @@ impl ProgramFacts {
         if self.gpu_build {
             let driver = match (&self.driver_failure, &self.driver_cuda) {
                 (Some(failure), _) => failure.clone(),
-                (None, version) => format!("speaks CUDA up to {}", version.as_deref().unwrap_or("none")),
+                (None, version) => format!("supports CUDA up to {}", version.as_deref().unwrap_or("none")),
             };
             lines.push(line("GPU driver", driver));
         }
@@ -152,7 +152,7 @@ impl ProgramFacts {
     }
 }
 
-/// The GPUs to use, or why there is none.
+/// Returns the usable GPUs, or the reason for having none.
 fn gpus() -> (Vec<GpuFacts>, Option<String>) {
     if !GPU_BUILD {
         let other = "not used by this build; `cargo build --release --features cuda` makes one that does";

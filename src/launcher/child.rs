@@ -1,7 +1,7 @@
-//! A run as a child process of this binary: how it starts, how signals reach it, and how its end is named.
+//! Runs in a child process of this binary: start, signals, and description of the end.
 //!
-//! The child is in a process group of its own, so that a terminal's signals reach it through its parent alone. If the
-//! parent is killed, the system asks the child to save and stop (Linux).
+//! The child is in a process group of its own, so that only its parent passes it a terminal's
+//! signals. If the parent is killed, the system signals the child to save and stop (Linux).
 
 use std::ffi::OsString;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -17,31 +17,33 @@ use super::signals::{self, SeenSignal};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::report::finish;
 
-/// Time between two looks at the child and at the signals that have come.
+/// Interval of polling the child and the signals.
 pub(crate) const POLL: Duration = Duration::from_millis(50);
 
-/// The time that a child may be stopped (`SIGSTOP`) while its parent is not.
+/// Longest time that a child may be stopped (`SIGSTOP`) while its parent is not.
 const STOPPED: Duration = Duration::from_secs(15);
 
-/// Starts this binary with the arguments `words` and the variables `environment` beside those of this process.
+/// Starts this binary with the arguments `words` and the variables `environment` beside those of
+/// this process.
 pub(crate) fn start(
     words: &[OsString],
     environment: impl Iterator<Item = (&'static str, String)>,
 ) -> Result<Child> {
     let binary = binary()?;
     let mut command = Command::new(&binary);
-    // In a group of its own: what a terminal sends comes to the child through its parent alone, and not twice.
+    // In a group of its own, the child gets a terminal's signals only from its parent, and not
+    // twice.
     command.args(words).process_group(0).envs(environment);
     ends_with_parent(&mut command);
     command.spawn().map_err(|error| Error::cannot_start(binary.display(), &error))
 }
 
-/// The path of this binary.
+/// Returns the path of this binary.
 pub(crate) fn binary() -> Result<std::path::PathBuf> {
     std::env::current_exe().map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))
 }
 
-/// Has the system ask the child to save and stop when this process has gone (Linux).
+/// Makes the system signal the child to save and stop when this process ends (Linux).
 pub(crate) fn ends_with_parent(command: &mut Command) {
     let parent = std::process::id();
     // SAFETY: both are system calls that may be made between fork and exec.
@@ -51,7 +53,7 @@ pub(crate) fn ends_with_parent(command: &mut Command) {
             if libc::prctl(libc::PR_SET_PDEATHSIG, SIGTERM) != 0 {
                 return Err(std::io::Error::last_os_error());
             }
-            // The parent may have gone before.
+            // The parent may have ended before.
             if libc::getppid().unsigned_abs() == parent {
                 Ok(())
             } else {
@@ -61,7 +63,8 @@ pub(crate) fn ends_with_parent(command: &mut Command) {
     }
 }
 
-/// Waits for the child to end, and passes on what signals come; whether one of them asked it to stop.
+/// Waits for the child to end and passes signals on. Returns its status, and whether a signal asked
+/// it to stop.
 pub(crate) fn wait(child: &mut Child, signals: &[SeenSignal]) -> Result<(ExitStatus, bool)> {
     let mut asked_to_stop = false;
     let mut stopped_since = None;
@@ -101,19 +104,19 @@ fn send(child: &Child, signal: c_int) {
     }
 }
 
-/// Returns whether a process is stopped, where Linux tells.
+/// Returns whether a process is stopped; false on systems without `/proc`.
 fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
     // proc(5): the state follows the name, which is in parentheses and may hold any character.
     stat.is_ok_and(|stat| stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T')))
 }
 
-/// Returns whether a signal has come that asks to stop, which no child has heard yet.
+/// Returns whether a signal asks to stop that no child has received yet.
 pub(crate) fn asked_to_stop(signals: &[SeenSignal]) -> bool {
     signals.iter().any(|seen| seen.signal != SIGTSTP && seen.flag.load(Ordering::SeqCst))
 }
 
-/// Ends this process, in which there is nothing to save.
+/// Ends this process, which has nothing to save.
 pub(crate) fn stop_now() -> ! {
     end_with(i32::from(ErrorCategory::Stopped.exit_code()))
 }
@@ -124,7 +127,7 @@ pub(crate) fn end_with(code: i32) -> ! {
     std::process::exit(code)
 }
 
-/// The end of a run, in words for people.
+/// Describes the end of a run for messages.
 pub(crate) fn how_it_ended(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("ended with exit code {code}"),
@@ -133,7 +136,8 @@ pub(crate) fn how_it_ended(status: ExitStatus) -> String {
     }
 }
 
-/// The category of an error whose exit code is that of the child; one that was killed may succeed when it runs again.
+/// Returns the error category with the exit code of the child. A killed child is transient, because
+/// another try may succeed.
 pub(crate) fn category(status: ExitStatus) -> ErrorCategory {
     let Some(code) = status.code() else { return ErrorCategory::Transient };
     let all = [

@@ -1,6 +1,7 @@
-//! How the processes of a run over several hosts go on after a failure: those that come again within the time that a
-//! rendezvous has (`FINETUNE_RDZV_TIMEOUT`) share the run's ranks out anew. The global batch stays: each of fewer ranks takes
-//! more micro-batches of it. The host of rank 0, where all meet, must be among them.
+//! Continues a run on several hosts after a failure. The processes that join again within the
+//! rendezvous timeout (`FINETUNE_RDZV_TIMEOUT`) get new ranks. The global batch does not change:
+//! fewer ranks take more micro-batches each. The host of rank 0 must be among them, because all
+//! processes join there.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -12,50 +13,52 @@ use crate::error::Result;
 use crate::rendezvous::{Master, Peer, Session};
 use crate::report::Terminal;
 
-/// The place of a process among those that are left.
+/// Position of a process among the remaining ones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ElasticPlace {
-    /// Ranks of all that are left.
+    /// Ranks of all remaining processes.
     world_size: usize,
-    /// The first rank of this process.
+    /// First rank of this process.
     rank: usize,
-    /// Where rank 0 listens.
+    /// Address of rank 0.
     master: Master,
     local_rank: usize,
     local_world_size: Option<usize>,
 }
 
-/// How far apart processes of a run begin to meet.
+/// Longest time between the first and the last process that starts to join.
 const SKEW: Duration = Duration::from_secs(60);
 
-/// Meets the other processes of `launch` again; the place to go on at if some are missing, else none: the old one.
+/// Joins the other processes of `launch` again. Returns the new position if some are missing, or
+/// none to keep the old one.
 ///
 /// # Errors
 /// Rank 0 does not answer.
 pub(crate) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<ElasticPlace>> {
     let mut options = rendezvous_options(launch)?;
     options.elastic = true;
-    // Others' children may have waited as long themselves for one that failed before it had joined them.
+    // Other processes' children may have waited as long for one that failed before it joined.
     options.join_timeout = 2 * options.join_timeout + SKEW;
-    // Who comes too late finds those who went on without it, and must not be taken for one of them.
+    // A late process finds the others continuing without it, and must not join their run.
     options.run += ", between two tries";
     let session = Session::join(join_request(launch, BTreeMap::new()), &options)?;
     let place = ElasticPlace::among(session.peers(), session.process_index(), launch);
     session.leave()?;
     if let (Some(place), 0) = (&place, launch.rank) {
         terminal.warn(format!(
-            "{} of {} ranks came again: the run goes on with them, and the same global batch",
+            "{} of {} ranks joined again: the run continues with them and the same global batch",
             place.world_size, launch.world_size
         ));
     }
     Ok(place)
 }
 
-/// Flags that say the place of a process, each with a value.
+/// Flags for the position of a process, each with a value.
 const FLAGS: [&str; 4] = ["--world-size", "--rank", "--master-addr", "--master-port"];
 
 impl ElasticPlace {
-    /// The place of the process with index `own` among `peers`; none if all are there.
+    /// Returns the position of the process with index `own` among `peers`; none if no process is
+    /// missing.
     fn among(peers: &[Peer], own: usize, launch: &Launch) -> Option<Self> {
         let ranks = |peers: &[Peer]| peers.iter().map(|peer| peer.ranks_here).sum::<usize>();
         let world_size = ranks(peers);
@@ -64,7 +67,7 @@ impl ElasticPlace {
         Some(ElasticPlace { world_size, rank: ranks(&peers[..own]), master, local_rank, local_world_size })
     }
 
-    /// The words of a command line with this place instead of the one that they name.
+    /// Returns a command line with this position instead of the one in `words`.
     pub(crate) fn in_words(&self, words: Vec<OsString>) -> Vec<OsString> {
         let mut kept = Vec::new();
         let mut words = words.into_iter();
@@ -79,7 +82,7 @@ impl ElasticPlace {
                 kept.push(word);
             }
         }
-        // The first of several ports may be a launcher's own.
+        // A launcher may listen on the first of several ports.
         let port = if self.master.ports > 1 { self.master.port.saturating_add(1) } else { self.master.port };
         let values = [
             self.world_size.to_string(),
@@ -91,7 +94,7 @@ impl ElasticPlace {
         kept
     }
 
-    /// What a launcher would say of this host.
+    /// Returns the variables that a launcher would set on this host.
     pub(crate) fn environment(&self) -> Vec<(&'static str, String)> {
         let mut variables = vec![("LOCAL_RANK", self.local_rank.to_string())];
         variables.extend(self.local_world_size.map(|size| ("LOCAL_WORLD_SIZE", size.to_string())));

@@ -1,7 +1,7 @@
-//! Signals that end a command which writes one thing: what it has begun goes first.
+//! Signals that end a command with one output: the unfinished output is removed first.
 //!
-//! A signal sets a flag; a thread that looks for it removes what was begun and ends the process, which works on until
-//! then: no call is broken off in the middle, and nothing is removed from within a handler.
+//! A signal sets a flag. A thread that polls it removes the unfinished output and ends the process.
+//! The process works on until then, so no call is interrupted and no handler removes files.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,14 +21,15 @@ use crate::weights::discard_unfinished;
 
 const SIGNALS: [c_int; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// How long a signal may wait.
+/// Interval of polling the flag.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Does `work`, which writes `output` and has it appear at its end. A signal before that removes what was begun and ends
-/// the process with exit code 130; a second one after half a second ends it at once.
+/// Does `work`, which publishes `output` at its end. A signal before that removes the unfinished
+/// output and ends the process with exit code 130. A second one after half a second ends it at
+/// once.
 ///
 /// # Errors
-/// That of `work`; a fault of ours: the system refuses a handler.
+/// Those of `work`; internal: the system refuses a signal handler.
 pub(crate) fn removing_on_signals<T>(
     output: &Path,
     terminal: &Terminal,
@@ -47,7 +48,7 @@ pub(crate) fn removing_on_signals<T>(
             while !done.load(Ordering::SeqCst) {
                 if stop.load(Ordering::SeqCst) {
                     let begun = discard_unfinished();
-                    let left = format!("; nothing is left of {}", output.display());
+                    let left = format!("; removed the unfinished {}", output.display());
                     terminal.warn(format!("stopped by a signal{}", if begun { left.as_str() } else { "" }));
                     finish();
                     std::process::exit(code);
@@ -55,7 +56,7 @@ pub(crate) fn removing_on_signals<T>(
                 thread::park_timeout(PAUSE);
             }
         })?;
-        // Also when `work` panics, or the scope would wait for the watcher for ever.
+        // Dropped also when `work` panics; otherwise the scope would wait for the watcher forever.
         let end = EndWatch { done: &done, watcher: watcher.thread() };
         let result = work();
         drop(end);

@@ -1,4 +1,4 @@
-//! The ranks of this process and how they start, signals, and restarts after a crash.
+//! Start of the ranks of this process, signals, and restarts after a crash.
 
 pub(crate) mod child;
 mod elastic;

@@ -1,8 +1,8 @@
-//! The ranks of this process: threads, one for each of its GPUs or shares of its cores; where a launcher started several
-//! processes, those of all of them together.
+//! Ranks of this process: threads, one for each of its GPUs or shares of its cores. If a launcher
+//! started several processes, their ranks form one world.
 //!
-//! Ranks on GPUs talk over NCCL, in one process or many; ranks on CPUs through memory inside one process, over MPI where
-//! there are several.
+//! Ranks on GPUs communicate over NCCL, in one process or many. Ranks on CPUs use memory within one
+//! process and MPI between several.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -32,25 +32,26 @@ use crate::runtime::device::DeviceChoice;
 use crate::runtime::thread_pool;
 use crate::threads;
 
-/// The environment variable that plants a fault in a rank, as `1:backward:panic`, for tests of how runs end. Only builds
-/// with debug assertions, which tests run, read it.
+/// Environment variable that injects a fault into a rank, such as `1:backward:panic`, for tests.
+/// Only builds with debug assertions, which tests use, read it.
 const FAULT: &str = "FINETUNE_FAULT";
 
-/// The environment variable that tests plant the clock with: `planted`.
+/// Environment variable by which tests replace the clock: `planted` or `processor`.
 const CLOCK: &str = "FINETUNE_CLOCK";
 
-/// How long a process that noticed the loss of a peer waits to hear from the rendezvous which rank failed and why.
+/// Longest time that a process which lost a peer waits for the rendezvous to name the failed rank
+/// and the reason.
 const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Which ranks a command asks for.
+/// Ranks that a command requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RankRequest<'a> {
-    /// A rank on each of these.
+    /// GPUs with a rank each.
     pub(crate) gpus: Option<&'a Gpus>,
-    /// So many on the CPU.
+    /// Number of ranks on the CPU.
     pub(crate) ranks: Option<u16>,
     pub(crate) processes: &'a ProcessArgs,
-    /// What they are for, as a verb: "train".
+    /// Purpose of the ranks for messages, as a verb: "train".
     pub(crate) purpose: &'static str,
 }
 
@@ -61,17 +62,17 @@ impl<'a> From<&'a TrainArgs> for RankRequest<'a> {
     }
 }
 
-/// What the processes of a run must have alike, by names for people, and how long a rank may be silent where that is not
-/// learned.
+/// Values that must be equal in all processes of a run, by names for messages. Also the time that a
+/// rank may be silent; none: learned from the run.
 struct RunFingerprint<'a> {
     alike: &'a (dyn Fn() -> Result<BTreeMap<String, String>> + Sync),
     timeout: Option<Duration>,
 }
 
-/// Who the ranks are, by flags and environment.
+/// Detects the ranks of the run from flags and environment.
 ///
 /// # Errors
-/// They contradict each other; several processes are there that this binary has no way to connect.
+/// Flags and environment contradict each other; this binary cannot connect several processes.
 pub(crate) fn launch<'a>(request: impl Into<RankRequest<'a>>) -> Result<Launch> {
     let RankRequest { gpus, ranks, processes, purpose } = request.into();
     let flags = Flags {
@@ -90,16 +91,16 @@ pub(crate) fn launch<'a>(request: impl Into<RankRequest<'a>>) -> Result<Launch> 
     }
     let (all, source) = (launch.world_size, launch.source.name());
     Err(Error::user(format!("cannot {purpose} over several processes"))
-        .because(format!("there are {all} ranks, by {source}"))
-        .because("this binary was built without MPI, which carries what ranks say between processes on CPUs")
+        .because(format!("the world size is {all}, from {source}"))
+        .because("this binary was built without MPI, which CPU ranks in several processes need")
         .hint(
             "on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build \
-             --release --features mpi`) under `mpirun`, which torchrun does not replace",
+             --release --features mpi`) under `mpirun`; torchrun cannot replace mpirun",
         ))
 }
 
-/// Whether the ranks are on GPUs: those that are named, else whatever this build and machine have unless `--ranks` asks
-/// for the CPU.
+/// Returns whether the ranks are on GPUs: with `--gpus` yes, with `--ranks` no, else if this build
+/// and machine have GPUs.
 pub(crate) fn on_gpus<'a>(request: impl Into<RankRequest<'a>>) -> Result<bool> {
     let RankRequest { gpus, ranks, .. } = request.into();
     Ok(match (gpus, ranks) {
@@ -109,13 +110,13 @@ pub(crate) fn on_gpus<'a>(request: impl Into<RankRequest<'a>>) -> Result<bool> {
     })
 }
 
-/// The ranks of this process with what they compute on.
+/// Ranks of this process with their devices.
 pub(crate) struct RankSetup {
-    /// Who they are.
+    /// Their ranks and the world size.
     pub(crate) launch: Launch,
-    /// A GPU for each of them, or the CPU for all.
+    /// A GPU for each rank, or the CPU for all.
     devices: Vec<Device>,
-    /// What connects GPUs; none where there is nothing to connect, or CPUs.
+    /// NCCL for several ranks on GPUs, else none.
     nccl: Option<Arc<NcclLibrary>>,
 }
 
@@ -123,7 +124,7 @@ impl RankSetup {
     /// Opens the devices, and NCCL where several GPUs need it.
     ///
     /// # Errors
-    /// A GPU that is named is not there or cannot be opened; NCCL is missing or too old.
+    /// A requested GPU is missing or cannot be opened; NCCL is missing or too old.
     pub(crate) fn open<'a>(launch: Launch, request: impl Into<RankRequest<'a>>) -> Result<Self> {
         let request = request.into();
         if !on_gpus(request)? {
@@ -131,28 +132,29 @@ impl RankSetup {
         }
         let devices = match request.gpus {
             Some(gpus) => device::open_gpus(&gpus.0)?,
-            // One process for each GPU: its own is the one with its number on the host. Where the launcher shows each
-            // process its GPU alone, that is number 0; two on one GPU are refused by NCCL.
+            // With a process for each GPU, the GPU number is the local rank, or 0 if the launcher
+            // hides the other GPUs. NCCL refuses two ranks on one GPU.
             None => device::open_gpus(&[launch.local_rank % device::gpus()?.len().max(1)])?,
         };
         let nccl = (launch.world_size > 1).then(NcclLibrary::open).transpose()?;
         Ok(RankSetup { launch, devices, nccl })
     }
 
-    /// What to plan for.
+    /// Returns the device to plan for: the one with the least free memory.
     pub(crate) fn device(&self) -> Device {
         device::tightest(&self.devices)
     }
 
-    /// Whether other processes train along.
+    /// Returns whether the run has other processes.
     pub(crate) fn among_others(&self) -> bool {
         self.launch.master.is_some()
     }
 
-    /// Gives what `make` makes in the process of rank 0 to all processes, before they have a plan to compare.
+    /// Broadcasts the result of `make` in the process of rank 0 to all processes, before they have
+    /// a plan to compare.
     ///
     /// # Errors
-    /// What `make` returns; the processes do not meet.
+    /// Those of `make`; the processes do not all join.
     pub(crate) fn agree(&self, what: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
         if !self.among_others() {
             return make();
@@ -160,12 +162,13 @@ impl RankSetup {
         agree(&self.launch, &rendezvous_options(&self.launch)?, what, make)
     }
 
-    /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
-    /// `begin` runs before them, once all processes have met and are about to run the same. A rank that hangs ends the
-    /// run: where its thread does not come back, the process ends here.
+    /// Runs `rank` on every rank of this process, with its communicator and its device, and returns
+    /// the first failure. `begin` runs before them, after all processes have joined with the same
+    /// plan. A rank that hangs ends the run: if its thread does not return, the process ends here.
     ///
     /// # Errors
-    /// What `begin` or a rank returns; the processes do not meet; another process has failed; a rank hangs.
+    /// Those of `begin` or of a rank; the processes do not all join; another process has failed; a
+    /// rank hangs.
     pub(crate) fn run(
         &self,
         plan: &Plan,
@@ -176,11 +179,11 @@ impl RankSetup {
         self.run_on(&RunFingerprint { alike: &|| plan_digests(plan), timeout }, begin, rank)
     }
 
-    /// Runs `rank` as [`RankSetup::run`] does, for what needs no plan: all processes must be about to do `what`. Returns
-    /// what rank 0 returns, in the process that holds it.
+    /// Runs `rank` like [`RankSetup::run`], without a plan: all processes must pass the same
+    /// `what`. Returns the result of rank 0 in its process, none in others.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`RankSetup::run`].
     pub(crate) fn measure<T: Send>(
         &self,
         what: &str,
@@ -228,7 +231,7 @@ impl RankSetup {
             (None, None) => begin().and_then(|()| {
                 let ranks = self.launch.world_size;
                 let each = (thread_pool::num_threads() / ranks).max(1);
-                // The watch knows better than any fixed time whether a rank that is waited for still comes.
+                // The watch detects hung ranks better than a fixed timeout.
                 let world = in_process::InProcessWorld::new(ranks).with_timeout(Duration::MAX);
                 run_threads(world, each, |world| rank(0, world)).map(drop)
             }),
@@ -260,7 +263,7 @@ impl RankSetup {
         run_on_gpus(library, &group_info, &self.devices, abort_flag, each, rank).map(drop)
     }
 
-    /// Joins the other processes, which must be about to run the same, then trains among them.
+    /// Joins the other processes, which must have the same fingerprint, then runs the ranks.
     fn among_processes(
         &self,
         library: Option<&Arc<NcclLibrary>>,
@@ -303,7 +306,7 @@ impl RankSetup {
         }
     }
 
-    /// Tells the other processes of a failure of this one's, or hears from them what it was.
+    /// Reports a failure of this process to the others, or waits for their report of the failure.
     fn ended(&self, session: &Session, failed: RankFailure) -> Error {
         if let Some((rank, why)) = &failed.own {
             session.fail(*rank, why);
@@ -321,7 +324,7 @@ impl RankSetup {
     }
 }
 
-/// What watches over the ranks of this process.
+/// Hang detection of the ranks of this process.
 struct Watched<'a> {
     watch: &'a HangWatch,
     board: &'a Arc<ProgressBoard>,
@@ -329,7 +332,7 @@ struct Watched<'a> {
 }
 
 impl Watched<'_> {
-    /// Lets the other processes know where the ranks of this one are, and when one of them hangs.
+    /// Reports the progress of this process's ranks, and hangs, to the other processes.
     fn connect(&self, session: &Session) {
         let board = Arc::clone(self.board);
         session.report_status(move || board.lines().join("; "));
@@ -338,31 +341,32 @@ impl Watched<'_> {
     }
 }
 
-/// How long the last words may take.
+/// Longest time for the last message before the process ends.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// Ends the process for ranks that do not end by themselves: one that hangs cannot be waited for, and what the system has
-/// registered to be done at the end may wait for it too.
+/// Ends the process at once, because a hung rank never ends and exit handlers of the system may
+/// wait for it too.
 fn end_process(error: &Error) {
     restore_screen();
-    // The rank may hang in a write to this very stderr, whose lock it holds then.
+    // The rank may hang in a write to stderr and hold its lock.
     let (said, last) = std::sync::mpsc::channel::<()>();
     let words = error.clone();
     let say = move || {
         Terminal::stderr(Verbosity::Normal).last_words(&words);
         raise_hang(&words);
-        // The channel closes with this.
+        // Dropping this closes the channel.
         let _said = said;
     };
     if threads::start("last words", say).is_ok() {
         let _said = last.recv_timeout(LAST_WORDS);
     }
-    // SAFETY: ends the process at once; what it has saved is on the disk under its name or under none.
+    // SAFETY: ends the process at once; what it has saved is on the disk under its name or under
+    // none.
     unsafe { libc::_exit(i32::from(error.kind().exit_code())) }
 }
 
-/// The fault that [`FAULT`] asks for; none in a build for users. [`CLOCK`] plants the clock for it, or has it count the
-/// time of processors.
+/// Returns the fault of [`FAULT`]; none in a release build. [`CLOCK`] replaces the clock, or makes
+/// it count CPU time.
 fn planted_fault() -> Result<Option<InjectedFault>> {
     if cfg!(debug_assertions) {
         match std::env::var(CLOCK).as_deref() {
@@ -377,7 +381,7 @@ fn planted_fault() -> Result<Option<InjectedFault>> {
     }
 }
 
-/// How the processes of `launch` find each other, by the environment.
+/// Returns the options by which the processes of `launch` find each other, from the environment.
 pub(crate) fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
     let lookup = |name: &str| std::env::var_os(name);
     let mut options = RendezvousOptions::from_environment(launch.master.clone(), &lookup)?;
@@ -387,13 +391,14 @@ pub(crate) fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
     Ok(options)
 }
 
-/// What this process says of itself when it joins the others.
+/// Returns the request with which this process joins the others.
 pub(crate) fn join_request(launch: &Launch, digests: BTreeMap<String, String>) -> JoinRequest {
     let peer = Peer { rank: launch.rank, ranks_here: launch.ranks_here, host: rendezvous::host_name() };
     JoinRequest { peer, world_size: launch.world_size, digests }
 }
 
-/// A rendezvous of its own, which ends when all processes have what rank 0's made.
+/// Broadcasts the result of `make` in a separate rendezvous, which ends after all processes have
+/// it.
 fn agree(
     launch: &Launch,
     options: &RendezvousOptions,
@@ -406,7 +411,7 @@ fn agree(
     Ok(made)
 }
 
-/// `world` as it is, or with the fault that was planted.
+/// Returns `world`, with the injected `fault` if any.
 fn with_fault(world: Arc<dyn Collective>, fault: Option<InjectedFault>) -> Arc<dyn Collective> {
     let Some(fault) = fault else { return world };
     let notice: FaultNotice =
@@ -414,11 +419,11 @@ fn with_fault(world: Arc<dyn Collective>, fault: Option<InjectedFault>) -> Arc<d
     Arc::new(FaultInjector::new(world, fault, &notice))
 }
 
-/// Runs `rank` as threads of this process on the CPU, each in a pool of `threads` threads, and returns what they return in
-/// order of ranks.
+/// Runs `rank` as threads of this process on the CPU, each in a pool of `threads` threads, and
+/// returns their results in order of ranks.
 ///
 /// # Errors
-/// The failure that came first.
+/// The first failure of a rank.
 pub(crate) fn run_on_cpu<T: Send>(
     ranks: usize,
     threads: usize,
@@ -437,10 +442,11 @@ fn run_threads<T: Send>(
     })
 }
 
-/// Runs `rank` on each of `devices`, as threads of this process that NCCL connects, each in a pool of `threads` threads.
+/// Runs `rank` on each of `devices`, as threads of this process that NCCL connects, each in a pool
+/// of `threads` threads.
 ///
 /// # Errors
-/// The failure that came first.
+/// The first failure of a rank.
 pub(crate) fn run_on_gpus<T: Send>(
     library: &Arc<NcclLibrary>,
     group_info: &GroupInfo,
@@ -453,20 +459,20 @@ pub(crate) fn run_on_gpus<T: Send>(
     nccl::run_on_gpus(library, group_info, devices, abort_flag, work)
 }
 
-/// What all processes that train by `plan` must have alike.
+/// Returns the digests that must be equal in all processes that train `plan`.
 fn plan_digests(plan: &Plan) -> Result<BTreeMap<String, String>> {
     let mut digests = BTreeMap::from([
         ("plan".to_owned(), hash(&plan.run_text())),
         ("data".to_owned(), plan.train.0.digest().to_hex().to_string()),
     ]);
-    // Of a resumed full run these are the weights of the checkpoint.
+    // In a resumed full run the base is the weights of the checkpoint.
     if let Some(digest) = plan.base.identity(plan.recipe.train.seed)?.digest() {
         digests.insert("model".to_owned(), digest.to_owned());
     }
     Ok(digests)
 }
 
-/// What all processes must have alike, beside `alike`: the program and its libraries.
+/// Adds the digests of the program and its libraries to `alike`. All processes must have the same.
 fn digests(
     mut alike: BTreeMap<String, String>,
     library: Option<&Arc<NcclLibrary>>,
@@ -493,7 +499,7 @@ mod tests {
     use crate::collective::launch::LaunchSource;
     use crate::rendezvous::{Master, Secret};
 
-    /// Processes that each looked at their clock go on with what rank 0 saw, and can meet again at the same place.
+    /// All processes get the date of rank 0, and can join again at the same address.
     #[test]
     fn processes_agree_before_they_have_a_plan() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");

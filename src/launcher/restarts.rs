@@ -1,13 +1,13 @@
-//! `--max-restarts`: the run in a process of its own, which is started again from its newest checkpoint when it crashed,
-//! was killed, or gave up for a reason that may be gone the next time.
+//! `--max-restarts`: runs the training in a child process, and restarts it from its newest
+//! checkpoint after a crash, a kill, or an error that may not happen again.
 //!
-//! A thread that hangs, memory that the system takes back by killing, and a device that is broken until its process ends
-//! are all undone by the end of a process alone, so that is what a restart is. The parent computes nothing, holds no device
-//! and passes signals on; a run that a signal has ended is not started again. Should the parent be killed, the system
-//! asks the child to save and stop (Linux).
+//! A restart is a new process, because only the end of a process undoes a hung thread, an
+//! out-of-memory kill, or a device that is broken until its process ends. The parent computes
+//! nothing, holds no device and passes signals on. It does not restart a run that a signal has
+//! ended. If the parent is killed, the system signals the child to save and stop (Linux).
 //!
-//! Over several hosts each process has such a parent. A failure ends the children of all; then the parents meet
-//! (`elastic`), and those that do meet go on, as fewer ranks if a host is gone.
+//! On several hosts each process has such a parent. A failure ends all children. Then the parents
+//! join again (`elastic`) and continue, with fewer ranks if a host is missing.
 
 use std::ffi::{OsStr, OsString};
 use std::process::ExitStatus;
@@ -24,23 +24,25 @@ use crate::report::{Terminal, Verbosity};
 use crate::threads;
 use crate::units;
 
-/// Before a restart: other processes of the run end meanwhile, and their ports are free again.
+/// Pause before a restart, in which other processes of the run end and free their ports.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Runs what `args` ask for in a child process, up to `restarts` times again. Ends this process with the child's exit code.
+/// Runs the training of `args` in a child process and restarts it up to `restarts` times. Ends this
+/// process with the child's exit code.
 ///
 /// # Errors
-/// The child cannot be started; it was killed and no restart is left; the run's processes are those of an MPI job.
+/// The child cannot be started; it was killed after the last restart; the run's processes belong to
+/// an MPI job.
 pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
     let launch = ranks::launch(args)?;
     if launch.master.is_some() && !ranks::on_gpus(args)? {
         return Err(Error::user("cannot restart one process of an MPI job")
-            .because("MPI ends all processes of a job when one has ended, and takes no new ones in")
+            .because("MPI ends all processes of a job when one ends, and accepts no new ones")
             .hint("restart the job: as long as `mpirun` ends with 75, start it again with `--resume`"));
     }
     let mut words: Vec<OsString> = std::env::args_os().skip(1).collect();
     if args.output_folder.is_none() && args.resume.is_some() {
-        // A restart forgets the folder that `--resume` names, which may stand for the output folder too.
+        // A restart drops the folder of `--resume`, which may also name the output folder.
         words.extend([OsString::from("--output"), args.output().into()]);
     }
     let signals = signals::seen_by_parent()?;
@@ -55,7 +57,7 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
         match (again, status.code()) {
             (true, _) => {}
             (false, Some(code)) => child::end_with(code),
-            // It was asked before it could save.
+            // A signal came before the child could save.
             (false, None) if asked_to_stop => child::stop_now(),
             (false, None) => return Err(killed(status, restarts)),
         }
@@ -72,7 +74,8 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
     Ok(())
 }
 
-/// Does `work`, unless a signal asks to stop meanwhile: no child is there to hear it.
+/// Does `work`. Ends the process if a signal asks to stop meanwhile, because no child can receive
+/// it.
 fn unless_stopped<T: Send>(signals: &[SeenSignal], work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let work = threads::start_in(scope, "between tries", None, work)?;
@@ -86,16 +89,17 @@ fn unless_stopped<T: Send>(signals: &[SeenSignal], work: impl FnOnce() -> Result
     })
 }
 
-/// What a run that is started again goes on from.
+/// Start of a restarted run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ResumeWith {
     /// The newest checkpoint in the output folder.
     Newest,
-    /// It has saved nothing yet: what the user named, if anything.
+    /// The checkpoint that the user named, if any, because the run has saved none.
     AsTyped,
 }
 
-/// The words of the command line for a child, which supervises nothing itself and may have another place than at first.
+/// Returns the command line of a child: without `--max-restarts`, and with its new `place` among
+/// the processes, if any.
 fn child_words(
     words: &[OsString],
     resume: Option<ResumeWith>,
@@ -109,7 +113,7 @@ fn child_words(
         if word == "--max-restarts" {
             words.next();
         } else if word == "--resume" && resume == Some(ResumeWith::Newest) {
-            // With the folder that it names, if it does.
+            // The folder of `--resume` is dropped too.
             words.next_if(|next| !starts_with(next, "-"));
         } else if starts_with(word, "--max-restarts=")
             || resume == Some(ResumeWith::Newest) && starts_with(word, "--resume=")
@@ -128,8 +132,8 @@ fn child_words(
     }
 }
 
-/// Whether a run that ended so may go on when it is started again: it was killed, a peer, the network or a device failed, or
-/// a fault of this program ended it, which need not come a second time.
+/// Returns whether a restart may succeed: the run was killed, a peer, the network or a device
+/// failed, or an internal error ended it, which may not happen again.
 fn may_succeed(status: ExitStatus) -> bool {
     let codes = [ErrorCategory::Transient, ErrorCategory::Internal].map(|kind| i32::from(kind.exit_code()));
     status.code().is_none_or(|code| codes.contains(&code))
@@ -137,7 +141,7 @@ fn may_succeed(status: ExitStatus) -> bool {
 
 fn killed(status: ExitStatus, restarts: u16) -> Error {
     Error::new(ErrorCategory::Transient, format!("the run {}", child::how_it_ended(status)))
-        .because(format!("it was started again {}", units::exact(restarts, "time")))
+        .because(format!("finetune restarted it {}", units::exact(restarts, "time")))
         .hint("the same command with `--resume` goes on from the newest checkpoint")
 }
 

@@ -11,22 +11,24 @@ use signal_hook::{SigId, flag, low_level};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::report::ui::restore_screen;
 
-/// Sent by a person or by whoever ends the process for good: the second of these does not wait for a save.
+/// Signals of a user or a batch system that end the process. The second one does not wait for a
+/// save.
 const ENDING: [c_int; 2] = [SIGINT, SIGTERM];
 
-/// Sent ahead of the end by batch systems (Slurm's `--signal`, SGE's notifications, a limit on CPU time, which signals
-/// once a second) and closing terminals: however often, they ask for a save.
+/// Signals that batch systems (Slurm's `--signal`, SGE's notifications, a limit on CPU time, which
+/// signals once a second) and closing terminals send ahead of the end. Any number of them requests
+/// one save.
 const WARNING: [c_int; 4] = [SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU];
 
-/// Milliseconds after a first ending signal in which a second one is the same: whoever ends a job may signal the process
-/// and its group, or a launcher pass the signal on beside the system.
+/// Milliseconds after a first ending signal in which a second one counts as the same. A job may
+/// signal the process and its group, or a launcher may pass the system's signal on.
 const ONE_REQUEST_MS: u64 = 500;
 
-/// A flag that is set by the first signal which asks for a save. A later SIGINT or SIGTERM ends the program at once, unless
-/// it comes so soon that it is the first one again.
+/// Returns a flag that the first signal sets, to request a save. A later SIGINT or SIGTERM ends the
+/// program at once, unless it comes within half a second of the first.
 ///
 /// # Errors
-/// The system refuses a handler.
+/// The system refuses a signal handler.
 pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
@@ -35,7 +37,7 @@ pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
         stop_or_end(signal, &stop, &first).map_err(failed)?;
     }
     for signal in WARNING {
-        // As under `nohup`: whoever started the process wants it to go on.
+        // A parent such as `nohup` ignores the signal so that the process continues.
         if !is_ignored(signal) {
             flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
         }
@@ -43,7 +45,7 @@ pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// When the first of some ending signals came: milliseconds after `began`, from 1 on; 0 while there was none.
+/// Time of the first ending signal: milliseconds after `began`, at least 1; 0 before any signal.
 #[derive(Clone)]
 pub(crate) struct FirstSignal {
     began: Instant,
@@ -56,8 +58,8 @@ impl FirstSignal {
     }
 }
 
-/// Has `signal` set `stop`. One after the `first` ends the program at once, unless it comes so soon that it is the first
-/// one again.
+/// Registers a handler by which `signal` sets `stop`. A signal after the `first` ends the program
+/// at once, unless it comes within half a second.
 pub(crate) fn stop_or_end(
     signal: c_int,
     stop: &Arc<AtomicBool>,
@@ -75,14 +77,15 @@ pub(crate) fn stop_or_end(
             _ => {}
         }
     };
-    // SAFETY: the handler reads the clock, changes atomics, and may give the screen back by calls that handlers may make
-    // and end the process by `_exit`: it neither allocates nor locks.
+    // SAFETY: the handler reads the clock, changes atomics, and may give the screen back by calls
+    // that handlers may make and end the process by `_exit`: it neither allocates nor locks.
     unsafe { low_level::register(signal, again) }
 }
 
-/// Whether the process was started with `signal` ignored.
+/// Returns whether the process was started with `signal` ignored.
 pub(crate) fn is_ignored(signal: c_int) -> bool {
-    // SAFETY: zeroes are a valid `sigaction`, which the call fills in; without a new action it changes nothing.
+    // SAFETY: zeroes are a valid `sigaction`, which the call fills in; without a new action it
+    // changes nothing.
     unsafe {
         let mut current: libc::sigaction = std::mem::zeroed();
         libc::sigaction(signal, std::ptr::null(), &raw mut current) == 0
@@ -90,16 +93,17 @@ pub(crate) fn is_ignored(signal: c_int) -> bool {
     }
 }
 
-/// A signal that a parent passes on to the process in which the run is, and whether it has come.
+/// A signal that a parent passes on to the child with the run, and its flag.
 pub(crate) struct SeenSignal {
     pub(crate) signal: c_int,
     pub(crate) flag: Arc<AtomicBool>,
 }
 
-/// The signals that [`watch`] knows, and that of Ctrl-Z, for a parent; those that the process ignores are left out.
+/// Registers flags for the signals of [`watch`] and of Ctrl-Z, for a parent process. Signals that
+/// the process ignores are left out.
 ///
 /// # Errors
-/// The system refuses a handler.
+/// The system refuses a signal handler.
 pub(crate) fn seen_by_parent() -> Result<Vec<SeenSignal>> {
     let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
     let all = ENDING.into_iter().chain(WARNING).chain([SIGTSTP]);
@@ -111,7 +115,7 @@ pub(crate) fn seen_by_parent() -> Result<Vec<SeenSignal>> {
     seen.collect()
 }
 
-/// Stops this process until it is told to go on, as Ctrl-Z does.
+/// Stops this process until a SIGCONT, as Ctrl-Z does.
 pub(crate) fn stop_here() {
     // SAFETY: a system call that takes a signal's number.
     unsafe { libc::raise(libc::SIGSTOP) };

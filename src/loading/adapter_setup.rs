@@ -1,5 +1,5 @@
-//! What of a model trains beside or instead of all its weights: the recipe's `[adapter]`, a saved PEFT adapter, or
-//! both (go on training a saved one, which `saved_adapter` makes).
+//! The adapter that trains on a model: from the recipe's `[adapter]`, from a saved PEFT adapter, or
+//! both (further training of a saved one, see `saved_adapter`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,36 +16,36 @@ use crate::parallel::{Adapters, LoraSpec};
 use crate::recipe::{self, AdapterInit, AdapterKind};
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
-/// An adapter on a model: which modules, how, and from which values it starts.
+/// An adapter on a model: its modules, settings and first values.
 #[derive(Debug)]
 pub struct AdapterSetup {
     /// The modules with LoRA.
     pub targets: Vec<Target>,
     /// The modules that train whole (`modules_to_save`).
     pub saved: BTreeSet<String>,
-    /// Probability that an input of A is dropped in training.
+    /// Probability of dropping an input of A in training.
     pub dropout: f32,
     /// Tokens whose rows train, by table.
     pub rows: BTreeMap<String, Vec<u32>>,
-    /// What adapter_config.json will say.
+    /// The contents of adapter_config.json.
     pub config: AdapterConfig,
-    /// Where its values come from.
+    /// The source of its values.
     pub(crate) start: AdapterStart,
 }
 
-/// Where an adapter's first values come from.
+/// The source of an adapter's first values.
 #[derive(Debug)]
 pub(crate) enum AdapterStart {
-    /// It is new.
+    /// A new adapter.
     Fresh(AdapterInit),
-    /// From a saved one.
+    /// A saved adapter.
     Saved(SavedAdapter),
-    /// From a checkpoint of a run that began with PiSSA.
+    /// A checkpoint of a run that began with PiSSA.
     Pissa(PissaStart),
 }
 
 impl AdapterStart {
-    /// The adapter whose whole modules are read.
+    /// Returns the saved adapter, which also holds the whole modules.
     pub(crate) fn saved(&self) -> Option<&SavedAdapter> {
         match self {
             AdapterStart::Fresh(_) => None,
@@ -55,12 +55,11 @@ impl AdapterStart {
 }
 
 impl AdapterSetup {
-    /// The recipe's `[adapter]` on the model `base` (its name in adapter_config.json, its shape), with the rows of new
-    /// `tokens`.
+    /// Builds the adapter of the recipe's `[adapter]` on the model `base` (its name in
+    /// adapter_config.json, its shape), with rows for new `tokens`.
     ///
     /// # Errors
-    /// An adapter kind or start that this program does not have yet; a target that does not exist or cannot carry
-    /// LoRA.
+    /// The adapter kind or start is not supported; a target does not exist or cannot have LoRA.
     pub fn from_recipe(
         recipe: &recipe::AdapterSection,
         (base, model): (&str, &ModelConfig),
@@ -78,7 +77,7 @@ impl AdapterSetup {
                 tables.into_iter().map(|table| (table.to_owned(), tokens.to_vec())).collect();
         }
         let rows = adapter::resolve_rows(&spec, &modules)?;
-        // Written as the module names that were meant: PEFT versions differ in what "all-linear" covers.
+        // Written as resolved module names: PEFT versions differ in the modules of "all-linear".
         spec.target_modules =
             ModulePattern::Named(NamePattern::List(adapter::target_names(&targets, &modules)));
         spec.exclude_modules = NamePattern::NONE;
@@ -88,7 +87,7 @@ impl AdapterSetup {
             spec,
             lora_dropout: recipe.lora_dropout,
             inference_mode: true,
-            // What PiSSA and LoftQ leave is an ordinary adapter.
+            // PiSSA and LoftQ write an ordinary adapter.
             init_lora_weights: match recipe.init {
                 AdapterInit::Gaussian => InitLoraWeights::Gaussian,
                 _ => InitLoraWeights::Default,
@@ -105,10 +104,10 @@ impl AdapterSetup {
         })
     }
 
-    /// The adapter in `folder`, as it was saved.
+    /// Loads the saved adapter in `folder`.
     ///
     /// # Errors
-    /// It cannot be read, or was made for another model.
+    /// It cannot be read, or belongs to another model.
     pub fn saved_in(folder: &Path, model: &ModelConfig) -> Result<Self> {
         let adapter = SavedAdapter::read(folder)?;
         let modules = model::modules(model);
@@ -131,25 +130,26 @@ impl AdapterSetup {
         })
     }
 
-    /// Whether the module trains whole.
+    /// True if the module trains whole.
     pub fn saves(&self, module: &str) -> bool {
         self.saved.contains(module)
     }
 
-    /// Whether a tied head gets parameters of its own, because it or the embedding trains.
+    /// True if a tied head gets its own parameters, because it or the embedding trains.
     pub fn unties(&self) -> bool {
         let apart = self.saves(LM_HEAD_MODULE) || self.saves(EMBED_TOKENS_MODULE);
         self.rows.contains_key(LM_HEAD_MODULE) || (apart && !self.config.ensure_weight_tying)
     }
 
-    /// What the strategy needs to know of it.
+    /// Returns the parts of the adapter that the parameter store needs.
     pub fn adapters(&self) -> Adapters {
         let spec = |target: &Target| LoraSpec { scale: target.scale, dropout: self.dropout };
         let loras = self.targets.iter().map(|target| (target.name.clone(), spec(target))).collect();
         Adapters { loras, rows: self.rows.clone(), base_change: self.base_change() }
     }
 
-    /// What makes the frozen weights differ from the base's own.
+    /// Returns the reason for which the frozen weights differ from the base's; none if they are
+    /// equal.
     fn base_change(&self) -> Option<&'static str> {
         let tables = [EMBED_TOKENS_MODULE, LM_HEAD_MODULE];
         let stored = |saved: &SavedAdapter| {
@@ -164,12 +164,12 @@ impl AdapterSetup {
         }
     }
 
-    /// Goes on from the adapter of a checkpoint of the same run.
+    /// Continues from the adapter in a checkpoint of the same run.
     pub(crate) fn resume(&mut self, saved: SavedAdapter) {
         self.start = self.start_from(saved);
     }
 
-    /// The same adapter with the values of a checkpoint of the same run.
+    /// Returns the same adapter with the values of a checkpoint of the same run.
     pub(crate) fn resumed(&self, saved: SavedAdapter) -> Self {
         AdapterSetup {
             targets: self.targets.clone(),
@@ -185,17 +185,17 @@ impl AdapterSetup {
         if self.is_pissa() { AdapterStart::Pissa(PissaStart(saved)) } else { AdapterStart::Saved(saved) }
     }
 
-    /// Whether the base lacks what the adapter started from.
+    /// True if the base is without the part that the adapter started from.
     pub(crate) fn is_pissa(&self) -> bool {
         matches!(self.start, AdapterStart::Fresh(AdapterInit::Pissa) | AdapterStart::Pissa(_))
     }
 
-    /// Whether it starts from weights that quantizing would have changed.
+    /// True if its first values need the unquantized weights.
     pub(crate) fn needs_exact_weights(&self) -> bool {
         self.is_pissa() || matches!(self.start, AdapterStart::Fresh(AdapterInit::Loftq))
     }
 
-    /// Whether first values depend on the base's.
+    /// True if first values depend on the base's.
     pub(crate) fn derives_from_weights(&self) -> bool {
         match &self.start {
             AdapterStart::Fresh(AdapterInit::Pissa | AdapterInit::Loftq) | AdapterStart::Pissa(_) => true,
@@ -226,7 +226,7 @@ pub(crate) fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
     }
 }
 
-/// DoRA on a token table is not computed by the engine.
+/// Refuses DoRA on a token table, which the engine does not support.
 fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target]) -> Result<()> {
     let table = |target: &&Target| spec.use_dora && target.kind != ModuleKind::Linear;
     match targets.iter().find(table) {

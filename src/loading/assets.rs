@@ -1,5 +1,5 @@
-//! Files inside the binary: what `builtin:NAME` stands for. They are unpacked once into the user's cache, where
-//! everything that takes a folder can read them.
+//! Files inside the binary, for sources `builtin:NAME`. They are unpacked once into the user's
+//! cache, so that all code that reads folders can use them.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ type Asset = (&'static str, &'static str, &'static [u8]);
 
 macro_rules! assets {
     ($($name:literal: $from:literal [$($file:literal),*]),* $(,)?) => {
-        /// Every file that is embedded.
+        /// All embedded files.
         const ASSETS: &[Asset] = &[$($(($name, $file, include_bytes!(concat!("../../", $from, "/", $file)))),*),*];
     };
 }
@@ -25,7 +25,7 @@ assets! {
     "questions-heldout.jsonl": "datasets" ["questions-heldout.jsonl"],
 }
 
-/// Unpacks `builtin:name`: the folder of a model, or the file of a data set.
+/// Unpacks `builtin:name`; returns the folder of a model, or the file of a data set.
 ///
 /// # Errors
 /// No such asset; the cache cannot be written.
@@ -34,7 +34,7 @@ pub(crate) fn unpack(name: &str) -> Result<PathBuf> {
     let [first, ..] = files.as_slice() else {
         let mut names: Vec<&str> = ASSETS.iter().map(|asset| asset.0).collect();
         names.dedup();
-        return Err(Error::user(format!("nothing inside this program is called \"{name}\""))
+        return Err(Error::user(format!("this program contains no asset \"{name}\""))
             .because(format!("accepted: {}", names.join(", "))));
     };
     let folder = cache()?.join(digest());
@@ -46,7 +46,8 @@ pub(crate) fn unpack(name: &str) -> Result<PathBuf> {
     Ok(if first.1 == name { folder.join(name) } else { target })
 }
 
-/// Writes a file unless it is there with the right size (its folder's name is the digest of all contents).
+/// Writes a file unless it exists with the right size (the name of its folder is the digest of all
+/// contents).
 fn write_once(path: &Path, contents: &[u8]) -> Result<()> {
     if path.metadata().is_ok_and(|found| found.len() == contents.len() as u64) {
         return Ok(());
@@ -61,7 +62,7 @@ fn write_once(path: &Path, contents: &[u8]) -> Result<()> {
     }
 }
 
-/// Where this program keeps what it can make again.
+/// Returns the folder for files that this program can create again.
 pub(crate) fn cache() -> Result<PathBuf> {
     let base = std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)

@@ -1,4 +1,4 @@
-//! Whether an adapter, or a checkpoint, is used on the model that it was trained on.
+//! Checks that an adapter or a checkpoint is used on the model that it was trained on.
 
 use std::path::Path;
 
@@ -9,22 +9,23 @@ use crate::model::{self, ModelConfig};
 use crate::report::Terminal;
 use crate::weights::{ConfigDifference, DigestTask, ModelFiles, ModelIdentity};
 
-/// What was found when the model at hand was compared with the one trained on.
+/// The result of comparing the current model with the one trained on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BaseCheck {
-    /// It is that model, or both were quantized from one.
+    /// The models are the same, or both were quantized from the same one.
     Same,
-    /// It cannot be told, for the reason given.
+    /// The check is impossible, for the given reason.
     Unchecked(String),
-    /// It is another model, and is used as asked; in words.
+    /// The models differ, and the user forced the use; with a warning.
     Forced(String),
 }
 
 impl BaseCheck {
-    /// Compares the base of `what`, such as "adapter out", with `model`; `force_base` takes another one too.
+    /// Compares the base of `what`, such as "adapter out", with `model`; `force_base` accepts
+    /// another model.
     ///
     /// # Errors
-    /// The user's: they are different models.
+    /// The user's: the models differ.
     pub(crate) fn new(
         what: &str,
         trained_on: Option<&ModelIdentity>,
@@ -33,24 +34,24 @@ impl BaseCheck {
     ) -> Result<Self> {
         let Some(trained_on) = trained_on else {
             return Ok(BaseCheck::Unchecked(format!(
-                "{what} does not say which model it was trained on: whether it was {model} is not checked"
+                "{what} does not record the model it was trained on: the check against {model} is skipped"
             )));
         };
         let (then, now) = (trained_on.told_from(model), model.told_from(trained_on));
         match trained_on.is_same(model) {
             Some(true) => Ok(BaseCheck::Same),
             None => Ok(BaseCheck::Unchecked(format!(
-                "{what} was trained on {then}; whether {now} is the same cannot be told"
+                "{what} was trained on {then}; finetune cannot verify that {now} is the same model"
             ))),
             Some(false) if force_base => Ok(BaseCheck::Forced(format!(
-                "{what} was trained on {then}, and is used on {now} as `--force-base` says"
+                "{what} was trained on {then}; `--force-base` uses it on {now}"
             ))),
             Some(false) => {
                 let error = Error::user(format!("cannot use {what} with this model"))
                     .because(format!("it was trained on {then}; the model is {now}"));
                 let differences = trained_on.config_differences(model).into_iter();
                 let differences = differences.map(|ConfigDifference { key, here, there }| {
-                    format!("config.json says otherwise: {key} was {here} in training, and is {there}")
+                    format!("config.json differs: {key} was {here} in training, and is {there}")
                 });
                 Err(differences.fold(error, Error::because).hint(
                     "give the model it was trained on as `--model`, or add `--force-base` to use it on this one",
@@ -59,7 +60,7 @@ impl BaseCheck {
         }
     }
 
-    /// Says what was found where that is not the same model for sure.
+    /// Prints the result, unless the models are the same for sure.
     pub fn say(&self, terminal: &Terminal) {
         match self {
             BaseCheck::Same => {}
@@ -68,27 +69,28 @@ impl BaseCheck {
         }
     }
 
-    /// As [`BaseCheck::new`] for the adapter in `folder`.
+    /// Works like [`BaseCheck::new`], for the adapter in `folder`.
     ///
     /// # Errors
-    /// As [`BaseCheck::new`]; the adapter cannot be read.
+    /// Those of [`BaseCheck::new`]; the adapter cannot be read.
     pub(crate) fn of_adapter(folder: &Path, model: &ModelIdentity, force_base: bool) -> Result<Self> {
         let trained_on = SavedAdapter::read(folder)?.base_model()?;
         Self::new(&format!("adapter {}", folder.display()), trained_on.as_ref(), model, force_base)
     }
 
-    /// For the adapter in `folder` and the model `found` of shape `config`, of which perhaps only config.json is on this
-    /// machine: by a sample of the weights where they are, else by commits.
+    /// Compares the base of the adapter in `folder` with the model `found` of shape `config`, of
+    /// which only config.json may be on this machine. Uses a sample of the weights if they are
+    /// present, else commits.
     ///
     /// # Errors
-    /// The user's: they are different models.
+    /// The user's: the models differ.
     pub fn of_headers(
         folder: &Path,
         found: &ResolvedSource,
         config: &ModelConfig,
         force_base: bool,
     ) -> Result<Self> {
-        // Who uses the adapter reads it too, and says better what is wrong with it.
+        // The code that loads the adapter reports a better error.
         if SavedAdapter::read(folder).is_err() {
             return Ok(BaseCheck::Same);
         }
@@ -99,7 +101,7 @@ impl BaseCheck {
                 named.with_config(config.semantics()).of_files(&files)?
             }
             Err(_) => {
-                // Whether a tied model has a head of its own, its weights alone can tell.
+                // Only the weights show that a tied model has a separate head.
                 let mut semantics = config.semantics();
                 if config.tie_word_embeddings {
                     semantics.remove("tie_word_embeddings");
@@ -111,8 +113,8 @@ impl BaseCheck {
     }
 }
 
-/// The comparison of an adapter's base with the model at hand: at once by names, config.json, headers and a sample, then by
-/// every byte, which are digested while the weights are loaded.
+/// A comparison of an adapter's base with the current model. It first compares names, config.json,
+/// headers and a sample; then every byte, digested while the weights load.
 #[derive(Debug)]
 pub struct BaseComparison {
     what: String,
@@ -124,10 +126,11 @@ pub struct BaseComparison {
 }
 
 impl BaseComparison {
-    /// Begins to compare the base of the adapter in `folder` with `model`, of whose bytes `digest` begins a digest.
+    /// Starts to compare the base of the adapter in `folder` with `model`; `digest` starts the
+    /// digest of its bytes.
     ///
     /// # Errors
-    /// The user's: they are different models already; the adapter cannot be read.
+    /// The user's: the models already differ, or the adapter cannot be read.
     pub(crate) fn begin(
         folder: &Path,
         model: ModelIdentity,
@@ -144,10 +147,11 @@ impl BaseComparison {
         Ok(BaseComparison { what, trained_on, model, force_base, first, task })
     }
 
-    /// Waits for the digest of every byte and compares it, once the weights are loaded and before anything is made of them.
+    /// Waits for the digest of every byte and compares it. Call it after loading the weights and
+    /// before using them.
     ///
     /// # Errors
-    /// The user's: the models differ after all; the files cannot be read.
+    /// The user's: the bytes differ, or the files cannot be read.
     pub fn finish(self, terminal: &Terminal) -> Result<()> {
         let Some(task) = self.task else { return Ok(()) };
         let model = self.model.with_digest(&task.wait()?);

@@ -1,4 +1,4 @@
-//! A model found and understood, and the engine made of it.
+//! Opens a base model and builds the engine from it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -32,84 +32,84 @@ use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
 /// A model before its weights are read.
 #[derive(Debug)]
 pub struct BaseModel {
-    /// Where it is.
+    /// The source of the model, with its folder.
     pub found: ResolvedSource,
-    /// Its shape and arithmetic.
+    /// The shape and arithmetic of the model.
     pub config: ModelConfig,
-    /// Its weights on disk; none when they start random.
+    /// The weights on disk; none if they start random.
     pub files: Option<ModelFiles>,
-    /// The format that the frozen linear layers are quantized to, or were before.
+    /// The format of the frozen linear layers, quantized by the run or stored so.
     pub format: Option<QuantFormat>,
-    /// The linear layers that are not.
+    /// The linear layers that are not quantized.
     pub skipped: Vec<String>,
     /// The folder of the tokenizer: the model's, or that of an adapter with a tokenizer of its own.
     pub(crate) tokenizer: PathBuf,
-    /// The number of tokens by config.json; the model in use may have more.
+    /// The number of tokens in config.json; the model in use may have more.
     pub(crate) stored_tokens: usize,
-    /// What config.json says of the model's arithmetic.
+    /// The arithmetic settings of config.json.
     semantics: BTreeMap<String, String>,
-    /// Whether its weights are files of this machine.
+    /// True if its weights are files on this machine.
     has_weights: bool,
-    /// True if the head is another table than the embedding, though config.json ties the two.
+    /// True if the head is a separate table, although config.json ties it to the embedding.
     pub(crate) head_apart: bool,
 }
 
-/// What of a device decides how a run is laid out on it.
+/// The properties of a device that determine the layout of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceTraits {
-    /// It is the CPU.
+    /// True if it is the CPU.
     pub is_cpu: bool,
-    /// Operations are kernels on it.
+    /// True if it has kernels for the operations.
     pub has_kernels: bool,
 }
 
 impl DeviceTraits {
-    /// A GPU that the kernels are made for.
+    /// A GPU with kernels.
     pub const GPU: DeviceTraits = DeviceTraits { is_cpu: false, has_kernels: true };
-    /// Those of a processor.
+    /// A processor, without kernels.
     pub const CPU: DeviceTraits = DeviceTraits { is_cpu: true, has_kernels: false };
 
-    /// Those of a device of this machine.
+    /// Returns the properties of a device of this machine.
     pub fn of(device: &Device) -> Self {
         DeviceTraits { is_cpu: device.is_cpu(), has_kernels: has_kernels(device) }
     }
 
-    /// Whether what is computed with lies in the memory of the host.
+    /// True if the computation uses the memory of the host.
     pub fn on_host(self) -> bool {
         self.is_cpu && !self.has_kernels
     }
 }
 
-/// How an engine computes.
+/// The compute options of an engine.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
-    /// Where it computes.
+    /// The device of the computation.
     pub device: Device,
-    /// What that is; of the planned device where a run is planned for another machine.
+    /// The properties of the device; for a run on another machine, those of the planned device.
     pub traits: DeviceTraits,
-    /// In which dtype.
+    /// The dtype of the computation.
     pub dtype: DType,
-    /// With which attention.
+    /// The attention implementation.
     pub attention: Attention,
-    /// Seeds random initial values.
+    /// The seed of random initial values.
     pub seed: u64,
-    /// With whom weights are shared.
+    /// The mesh of ranks that share the weights.
     pub ranks: DeviceMesh,
-    /// How gradients are summed.
+    /// The options for summing gradients.
     pub reducing: GradReduceOptions,
-    /// What is kept away from the device.
+    /// The tensors that are stored outside the device.
     pub offload: OffloadTarget,
-    /// Quantized weights are kept in bf16 too.
+    /// True if quantized weights are also kept in bf16.
     pub bf16_copy: bool,
-    /// What the optimizer updates of weights that train in bf16.
+    /// Selects f32 masters, or bf16 weights that the optimizer updates directly.
     pub master: MasterWeights,
 }
 
 impl EngineOptions {
-    /// What `[model]` says on this device.
+    /// Returns the options of `[model]` on this device.
     ///
     /// # Errors
-    /// The device does not compute in that dtype.
+    /// The device does not support that dtype.
     pub fn new(model: &ModelSection, device: Device, seed: u64) -> Result<Self> {
         let dtype = match model.dtype {
             ComputeDtype::Auto => device::default_dtype(&device),
@@ -120,13 +120,13 @@ impl EngineOptions {
         Ok(EngineOptions::alone(device, dtype, model.attention, seed))
     }
 
-    /// What of a model a GPU computes without a kernel, and so slowly, where that is not what was asked for; none on the
-    /// CPU.
+    /// Returns a warning if a GPU computes operations of the model without kernels, and so slowly.
+    /// Returns none on the CPU, and for attention "eager", which is slow by choice.
     pub fn without_kernels(&self, config: &ModelConfig) -> Option<String> {
         if !has_kernels(&self.device) {
             let old = "no operation has a kernel for this GPU: they need compute capability 8.0";
             return (!self.device.is_cpu())
-                .then(|| format!("{old}; all computes by reference forms, slowly"));
+                .then(|| format!("{old}; every operation uses its slow reference form"));
         }
         let dim = config.heads.head_dim;
         if self.attention == Attention::Eager
@@ -136,12 +136,12 @@ impl EngineOptions {
         }
         let dims = KERNEL_HEAD_DIMS.map(|dim| dim.to_string()).join(", ");
         Some(format!(
-            "attention has kernels for bf16 and heads of {dims}; {} and heads of {dim} compute by its reference form, slowly",
+            "attention has kernels for bf16 and heads of {dims}; {} and heads of {dim} use its slow reference form",
             self.dtype.as_str()
         ))
     }
 
-    /// On one rank, one micro-batch a step.
+    /// Returns the options for one rank and one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
         let (ranks, offload, master) = (DeviceMesh::alone(), OffloadTarget::default(), MasterWeights::F32);
@@ -162,11 +162,12 @@ impl EngineOptions {
 }
 
 impl BaseModel {
-    /// Finds the model of `[model]`, reads its config.json and, unless it starts random, opens its weights.
-    /// `[quantization]`, if given, says how its frozen linear layers are kept.
+    /// Finds the model of `[model]`, reads its config.json and opens its weights, unless it starts
+    /// random. `[quantization]`, if given, sets the format of its frozen linear layers.
     ///
     /// # Errors
-    /// The model cannot be found or understood; it is quantized already, otherwise than `[quantization]` says.
+    /// The model cannot be found or read, or is already quantized in another format than that of
+    /// `[quantization]`.
     pub fn open(
         model: &ModelSection,
         quantization: Option<&QuantizationSection>,
@@ -209,16 +210,16 @@ impl BaseModel {
     /// Refuses a `[quantization]` that [`BaseModel::open`] would refuse for this model.
     ///
     /// # Errors
-    /// The files are quantized already, otherwise than it says; it names layers that are not there.
+    /// The files are already quantized in another format; the section names missing layers.
     pub(crate) fn check_quantization(&self, quantization: &QuantizationSection) -> Result<()> {
         skipped_layers(&self.found.folder, &self.config, self.files.as_ref(), Some(quantization)).map(drop)
     }
 
-    /// Which model it is, by names, headers, config.json and a sample of its weights; `seed` is that of its weights where
-    /// they start random.
+    /// Returns the identity of the model by names, headers, config.json and a sample of its
+    /// weights. `seed` is the seed of its weights if they start random.
     ///
     /// # Errors
-    /// The user's: what a quantized checkpoint says of its original is malformed.
+    /// The user's: the record of the original in a quantized checkpoint is malformed.
     pub fn identity(&self, seed: u64) -> Result<ModelIdentity> {
         let named = self.found.identity().with_config(self.semantics.clone());
         match &self.files {
@@ -230,19 +231,20 @@ impl BaseModel {
         }
     }
 
-    /// Begins to digest every byte of its weights; none where they start random or are not on this machine.
+    /// Starts a digest of every byte of the weights; none if they start random or are not on this
+    /// machine.
     ///
     /// # Errors
-    /// As [`DigestTask::start`].
+    /// Those of [`DigestTask::start`].
     pub fn start_digest(&self) -> Result<Option<DigestTask>> {
         let kept = assets::cache()?.join("digests");
         self.has_weights.then(|| DigestTask::start(&self.found.folder, kept)).transpose()
     }
 
-    /// As [`BaseModel::identity`], with the digest of every byte; reads them all.
+    /// Returns [`BaseModel::identity`] with the digest of every byte; reads them all.
     ///
     /// # Errors
-    /// As there, and as [`DigestTask::wait`].
+    /// Those of [`BaseModel::identity`] and [`DigestTask::wait`].
     pub fn whole_identity(&self, seed: u64) -> Result<ModelIdentity> {
         let task = self.start_digest()?;
         let identity = self.identity(seed)?;
@@ -252,11 +254,12 @@ impl BaseModel {
         })
     }
 
-    /// Compares it with the model that the adapter in `folder` was trained on, and says on the terminal what is not sure;
-    /// `force_base` takes another one too. What comes back goes on to compare every byte.
+    /// Compares the model with the base of the adapter in `folder`, and prints a doubtful result on
+    /// the terminal. `force_base` accepts another model. The returned comparison goes on to compare
+    /// every byte.
     ///
     /// # Errors
-    /// The user's: they are different models; the adapter cannot be read.
+    /// The user's: the models differ, or the adapter cannot be read.
     pub fn check_adapter(
         &self,
         folder: &Path,
@@ -267,7 +270,7 @@ impl BaseModel {
         BaseComparison::begin(folder, self.identity(seed)?, force_base, terminal, || self.start_digest())
     }
 
-    /// How its parameters are kept in a run; without `options`, which there are.
+    /// Returns all parameters; with `options`, also their dtype and placement.
     pub(crate) fn descs(
         &self,
         trains: Trains<'_>,
@@ -276,7 +279,8 @@ impl BaseModel {
         self.param_descs_as((self.format, &self.skipped), trains, options)
     }
 
-    /// As [`BaseModel::descs`], were the frozen linear layers kept in `format` but for those that are `skipped`.
+    /// Works like [`BaseModel::descs`] with the frozen linear layers in `format`, except those in
+    /// `skipped`.
     pub(crate) fn param_descs_as(
         &self,
         (format, skipped): (Option<QuantFormat>, &[String]),
@@ -288,7 +292,7 @@ impl BaseModel {
             format,
             skipped: &skipped,
             files: self.files.as_ref(),
-            // PiSSA changes the weights.
+            // PiSSA changes the weights, so they need f32.
             narrow: trains.adapter().is_some_and(|a| !a.is_pissa())
                 && options.is_some_and(|o| o.dtype == DType::F32 && o.device.is_cpu()),
             adapters_in_bf16: options.is_some_and(|o| o.dtype == DType::BF16 && o.traits.has_kernels),
@@ -296,15 +300,16 @@ impl BaseModel {
         descs(&self.config, trains, keeping)
     }
 
-    /// Whether the files hold every tensor in the shape that config.json says, and no other: by their headers alone.
+    /// Checks by headers that the files hold exactly the tensors of config.json, in its shapes.
     ///
     /// # Errors
-    /// A tensor is missing, has another shape, or has no place in the model; all weights of a quantized one shall train.
+    /// A tensor is missing, has another shape, or does not belong to the model; all weights of a
+    /// quantized model would train.
     pub fn check(&self, trains: Trains<'_>) -> Result<()> {
         if let (Some(format), Trains::All) = (&self.format, trains) {
             return Err(Error::user("cannot train all weights of a quantized model")
                 .because(format!(
-                    "its linear layers are kept in {}, which takes no updates; there is no `[adapter]`",
+                    "its linear layers are kept in {}, which takes no updates; the recipe has no `[adapter]`",
                     describe(format)
                 ))
                 .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
@@ -323,7 +328,7 @@ impl BaseModel {
         values.check(&self.descs(trains, None)?, self.stored_tokens)
     }
 
-    /// The dtype of each tensor of its files; what config.json says for one that starts random.
+    /// Returns the dtype of each tensor in the files; for random weights, that of config.json.
     pub(crate) fn stored_dtypes(&self) -> BTreeMap<String, StoredDtype> {
         let named = self.config.dtype.as_deref().and_then(|name| match name {
             "float32" => Some(StoredDtype::F32),
@@ -339,15 +344,15 @@ impl BaseModel {
         specs.map(|spec| (spec.name.clone(), of(&spec.name))).collect()
     }
 
-    /// Loads the weights: an engine in which `trains` trains.
+    /// Loads the weights and returns an engine that trains `trains`.
     ///
     /// # Errors
-    /// A tensor is missing, has another shape than config.json says, or has no place in the model.
+    /// A tensor is missing, has another shape than in config.json, or does not belong to the model.
     pub fn engine(&self, trains: Trains<'_>, options: &EngineOptions) -> Result<Engine> {
         Ok(self.load(trains, options)?.0)
     }
 
-    /// As [`BaseModel::engine`], and what PiSSA took from the weights.
+    /// Loads like [`BaseModel::engine`]; also returns the factors that PiSSA took from the weights.
     pub(crate) fn load(
         &self,
         trains: Trains<'_>,
@@ -379,7 +384,7 @@ impl BaseModel {
     }
 }
 
-/// What `[quantization]` says.
+/// Returns the format that `[quantization]` sets.
 pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
     QuantFormat {
         kind: CodeKind::Blockwise(quantization.kind),
@@ -388,12 +393,13 @@ pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
     }
 }
 
-/// The format of the quantized tensors in `files`, if there are any.
+/// Returns the format of the quantized tensors in `files`; none without such tensors.
 fn stored_format(files: &ModelFiles) -> Option<QuantFormat> {
     files.names().find_map(|name| files.quantized_format(name))
 }
 
-/// The linear layers that stay as they are: those that `quantization` skips, or that a quantized checkpoint holds unquantized.
+/// Returns the linear layers that stay unquantized: those that `quantization` skips, or those
+/// unquantized in the checkpoint.
 fn skipped_layers(
     folder: &Path,
     config: &ModelConfig,
@@ -419,13 +425,13 @@ fn skipped_layers(
     let own = unquantized(config, files)?;
     if !skip.is_empty() && own != skipped {
         return Err(refused()
-            .because("it is quantized already, and other layers are skipped than `skip_modules` says")
+            .because("it is quantized already, and its unquantized layers differ from `skip_modules`")
             .hint("remove `[quantization]` to use the checkpoint as it is"));
     }
     Ok(own)
 }
 
-/// The linear layers of a quantized checkpoint that it holds unquantized.
+/// Returns the linear layers that a quantized checkpoint holds unquantized.
 fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> {
     let mut kept = Vec::new();
     for layer in LinearLayers::new(config, &[])?.quantized {
@@ -436,7 +442,7 @@ fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> 
     Ok(kept)
 }
 
-/// A format in words.
+/// Returns a format in words.
 pub(crate) fn describe(format: &QuantFormat) -> String {
     let scales = if format.double_quant { "double-quantized scales" } else { "f32 scales" };
     format!("{} in blocks of {} with {scales}", format.kind.name(), format.block_size)

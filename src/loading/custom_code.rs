@@ -1,5 +1,6 @@
-//! Code that comes with a model: transformers runs what `auto_map` names where it is told to trust it. Nothing here ever
-//! reads or runs such code; this says so, since a model that needs it is computed otherwise than its author meant.
+//! Warns of code that comes with a model. transformers runs the code named by `auto_map` if the
+//! user trusts it. finetune never reads or runs it, so a model that needs it may compute
+//! differently than its author intended.
 
 use std::path::Path;
 
@@ -9,10 +10,11 @@ use crate::error::input_file;
 
 /// The files that may name code.
 const FILES: [&str; 3] = ["config.json", "tokenizer_config.json", "generation_config.json"];
-/// Names of code that are told.
+/// Most names of code in a warning.
 const TOLD: usize = 4;
 
-/// What to tell of the code that the files of a model in `folder` name; none: they name none.
+/// Returns a warning about the code that the files of a model in `folder` name; none if they name
+/// no code.
 pub(super) fn named_in(folder: &Path) -> Option<String> {
     let told = FILES.iter().filter_map(|file| {
         let text = input_file::read("read", &folder.join(file)).ok()?;
@@ -28,13 +30,13 @@ pub(super) fn named_in(folder: &Path) -> Option<String> {
     let told: Vec<String> = told.collect();
     (!told.is_empty()).then(|| {
         format!(
-            "{}: code that comes with a model is never read nor run; `model_type` and tokenizer.json alone say what is computed",
+            "{}: finetune never reads or runs code that comes with a model; it uses only `model_type` and tokenizer.json",
             told.join("; ")
         )
     })
 }
 
-/// The texts inside of a value, each cut to what a name has.
+/// Collects the strings inside a value, each cut to 100 characters.
 fn texts(value: &Value, found: &mut Vec<String>) {
     match value {
         Value::String(text) => found.push(text.chars().take(100).collect()),

@@ -1,4 +1,4 @@
-//! From `[data]` to examples: data sets found, tokenizer and template loaded, rows encoded.
+//! Turns `[data]` into examples: finds data sets, loads tokenizer and template, encodes rows.
 
 use chrono::{DateTime, FixedOffset};
 
@@ -7,21 +7,22 @@ use crate::data::{self, ChatTemplate, DataFile, DataOptions, Dataset, Split, Tok
 use crate::error::{ErrorContext, Result};
 use crate::recipe::{self, DataSource, RowSource, SplitSlice};
 
-/// Rows as examples, and where each of their sources was found.
+/// Rows as examples, with the location of each of their sources.
 pub(crate) type LoadedSources = (Dataset, Vec<ResolvedSource>);
 
-/// What turns rows into tokens for one model.
+/// Converts rows into tokens for one model.
 #[derive(Debug)]
 pub struct DatasetLoader {
     /// The model's tokenizer.
     pub tokenizer: Tokenizer,
-    /// The chat template, where there is one.
+    /// The chat template, if one exists.
     pub template: Option<ChatTemplate>,
     options: DataOptions,
 }
 
 impl DatasetLoader {
-    /// The tokenizer and the rules of `[data]`; ids from `vocab_size` on are refused.
+    /// Combines the tokenizer and the rules of `[data]`; rows with ids from `vocab_size` on are
+    /// refused.
     ///
     /// # Errors
     /// The user's: the chat template cannot be read or is no valid template.
@@ -40,13 +41,13 @@ impl DatasetLoader {
         Ok(DatasetLoader { tokenizer, template, options })
     }
 
-    /// The same rules with `now` as the moment that the chat template is told.
+    /// Returns the same rules with `now` as the time that the chat template sees.
     #[must_use]
     pub fn at(self, now: DateTime<FixedOffset>) -> Self {
         DatasetLoader { template: self.template.map(|template| template.at(now)), ..self }
     }
 
-    /// Sentences that a person should know of tokenizer and template before they are used.
+    /// Returns warnings about tokenizer and template, each in a sentence.
     pub fn warnings(&self) -> Vec<String> {
         let replaced = self.template.as_ref().and_then(|template| {
             let difference = template.difference_from_own(&self.tokenizer)?;
@@ -58,15 +59,15 @@ impl DatasetLoader {
         self.tokenizer.left_out().into_iter().chain(replaced).collect()
     }
 
-    /// The moment that the chat template is told, if it asks for it.
+    /// Returns the time that the chat template sees, if it asks for one.
     pub fn date(&self) -> Option<DateTime<FixedOffset>> {
         self.template.as_ref().filter(|template| template.asks_for_date()).map(ChatTemplate::now)
     }
 
-    /// As [`DatasetLoader::load`]; none where there are no sources.
+    /// Works like [`DatasetLoader::load`]; returns none without sources.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`DatasetLoader::load`].
     pub fn load_if_any(
         &self,
         sources: &[RowSource],
@@ -76,11 +77,11 @@ impl DatasetLoader {
         (!sources.is_empty()).then(|| self.load(sources, split, resolver)).transpose()
     }
 
-    /// Finds and encodes the data sets of `sources`; also says where each was found.
+    /// Finds and encodes the data sets of `sources`, and returns the location of each.
     ///
     /// # Errors
-    /// The user's: a data set cannot be found or read, its rows have no known format, or a row is refused by the rules of
-    /// `[data]`. A transient fault: the hub does not answer.
+    /// The user's: a data set cannot be found or read, its rows have no known format, or the rules
+    /// of `[data]` refuse a row. Transient: the hub does not answer.
     pub fn load(
         &self,
         sources: &[RowSource],
@@ -91,10 +92,11 @@ impl DatasetLoader {
         Ok((self.encode(sources, weighted_rows(sources, read), split)?, found))
     }
 
-    /// The rows to train on of `data`, and those held out: of `data.eval`, or `data.eval_split` of the training rows by `seed`.
+    /// Returns the training rows of `data`, and the held-out rows: from `data.eval`, or by
+    /// `data.eval_split` of the training rows with `seed`.
     ///
     /// # Errors
-    /// As [`DatasetLoader::load`]; no row would be left to train on.
+    /// Those of [`DatasetLoader::load`]; no training row would remain.
     pub fn load_run(
         &self,
         data: &recipe::DataSection,
@@ -129,7 +131,7 @@ fn read_all(
     let (mut read, mut found) = (Vec::new(), Vec::new());
     for source in sources {
         let place = resolver.dataset(&of_split(source), split)?;
-        // The files of a data set on the hub are those of its split.
+        // On the hub, the files already belong to the split.
         let of_files = |mut split: SplitSlice| {
             split.name = split.name.filter(|_| !place.on_hub);
             split
@@ -142,7 +144,7 @@ fn read_all(
     Ok((read, found))
 }
 
-/// The place of a source, with its split where that is on the hub.
+/// Returns the location of a source, with its split if it is on the hub.
 fn of_split(source: &RowSource) -> DataSource {
     match (&source.path, source.split.as_ref().and_then(|split| split.name.as_ref())) {
         (DataSource::Hub(id), Some(split)) if !id.trim_start_matches("hf://").contains(':') => {
@@ -152,7 +154,7 @@ fn of_split(source: &RowSource) -> DataSource {
     }
 }
 
-/// The rows of all sources in one, each as often as its weight says.
+/// Combines the rows of all sources, each repeated by its weight.
 fn weighted_rows(sources: &[RowSource], read: Vec<DataFile>) -> DataFile {
     let mut all = DataFile::default();
     for (source, mut one) in sources.iter().zip(read) {

@@ -1,8 +1,10 @@
-//! First values: the model's own from files or a seed, the adapter's from a saved one, fresh, or derived from the base
-//! weight it sits on (PiSSA, LoftQ, DoRA's magnitudes).
+//! First values of parameters. The model's come from files or a seed. The adapter's come from a
+//! saved adapter, are new, or derive from the base weight under it (PiSSA, LoftQ, DoRA's
+//! magnitudes).
 //!
-//! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and the
-//! pages of one tensor as it is stored; where an adapter is derived from a weight, of that weight in f32.
+//! Files are read and quantized in pieces. So loading a quantized base needs the memory of the
+//! quantized model and the pages of one stored tensor. If an adapter derives from a weight, it also
+//! needs that weight in f32.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -22,28 +24,28 @@ use crate::recipe::AdapterInit;
 use crate::runtime::rng::RngStream;
 use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, ResizedEmbedding, StoredElement};
 
-/// Values read at once: 16 MiB of f32.
+/// Number of values read at once: 16 MiB of f32.
 const PIECE: usize = 1 << 22;
 
-/// Where first values come from.
+/// The sources of first values.
 pub(crate) struct InitialValues<'a> {
     config: &'a ModelConfig,
     files: Option<&'a ModelFiles>,
     adapter_setup: Option<&'a AdapterSetup>,
     seed: u64,
-    /// What base weights gave for the adapters on them, until those are filled.
+    /// The values derived from base weights for their adapters, until those are filled.
     derived: Mutex<BTreeMap<String, DerivedFactors>>,
-    /// What is drawn where there are no files, by name.
+    /// The parameters to draw if the model has no files, by name.
     drawn: HashMap<String, ParamSpec>,
     /// The modules that get adapters, by name.
     modules: HashMap<String, Module>,
     /// The modules with LoRA, by name.
     targets: HashMap<&'a str, &'a Target>,
-    /// Embedding and head as they are stored, with rows for new tokens.
+    /// Embedding and head as stored, with rows for new tokens.
     tables: [Option<ResizedEmbedding<'a>>; 2],
 }
 
-/// An adapter's first values, from the weight it sits on.
+/// An adapter's first values, derived from its base weight.
 #[derive(Default)]
 struct DerivedFactors {
     factors: Option<LowRankFactors>,
@@ -78,8 +80,9 @@ impl<'a> InitialValues<'a> {
         }
     }
 
-    /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read. Embedding
-    /// and head may have rows for the `stored_tokens` that config.json says, when the model in use has more.
+    /// Checks names and shapes of the whole checkpoint against the model before any weight is read.
+    /// If the model in use has more tokens, embedding and head may have rows only for the
+    /// `stored_tokens` of config.json.
     pub(crate) fn check(&self, descs: &[ParamDesc], stored_tokens: usize) -> Result<()> {
         let Some(files) = self.files else { return Ok(()) };
         let own = descs.iter().filter(|desc| !desc.kind.is_adapter());
@@ -87,12 +90,12 @@ impl<'a> InitialValues<'a> {
             .check("load", own.map(|desc| (desc.name.as_str(), desc.shape.as_slice())))
     }
 
-    /// The name that a parameter has in the files.
+    /// Returns the name of a parameter in the files.
     fn stored_name<'n>(&self, files: &ModelFiles, name: &'n str) -> &'n str {
         model::stored_name(self.config, files, name)
     }
 
-    /// Writes the first value of `desc` to its place.
+    /// Writes the first value of `desc` to `to`.
     pub(crate) fn fill(&self, desc: &ParamDesc, to: LoadTarget<'_>) -> Result<()> {
         let (module, last) = desc.name.rsplit_once('.').unwrap_or((&desc.name, ""));
         let target = self.targets.get(module).copied();
@@ -120,14 +123,14 @@ impl<'a> InitialValues<'a> {
             let kind = if last == "bias" { TensorKind::SavedBias } else { TensorKind::SavedWeight };
             return adapter.read_into(name, kind, out);
         }
-        // PEFT saves a copy of a table under its adapter; that is what the adapter was trained on.
+        // PEFT saves a copy of a table under its adapter; the adapter was trained on that copy.
         let base = self.adapter_setup.and_then(|a| a.start.saved());
         if let Some(adapter) =
             base.filter(|a| last == "weight" && a.info(module, TensorKind::BaseWeight).is_some())
         {
             return adapter.read_into(module, TensorKind::BaseWeight, out);
         }
-        // Piece by piece, so that the pages of a file that were read can go before the next come.
+        // Piece by piece, so that the pages of a file can be released before the next are read.
         let mut start = 0;
         for piece in out.chunks_mut(PIECE) {
             self.read_base(&desc.name, start, piece)?;
@@ -137,7 +140,7 @@ impl<'a> InitialValues<'a> {
         Ok(())
     }
 
-    /// Lets go of the pages of a base weight that were read.
+    /// Releases the pages of a base weight after reading.
     fn let_go(&self, name: &str) {
         if let Some(files) = self.files {
             files.discard(self.stored_name(files, name));
@@ -145,11 +148,11 @@ impl<'a> InitialValues<'a> {
     }
 
     fn derived(&self) -> MutexGuard<'_, BTreeMap<String, DerivedFactors>> {
-        // After a panic nobody asks.
+        // After a panic, no code reads the values.
         self.derived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Elements of a base weight from `start` on.
+    /// Reads elements of a base weight from `start` on.
     fn read_base<T: StoredElement>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
         match self.files {
             Some(files) => {
@@ -162,7 +165,7 @@ impl<'a> InitialValues<'a> {
                 }
             }
             None => {
-                // A head that was untied starts as the embedding it was tied to.
+                // An untied head starts as the embedding.
                 let tied = self.config.tie_word_embeddings && name == LM_HEAD;
                 let name = if tied { EMBED_TOKENS } else { name };
                 let spec = self.drawn.get(name);
@@ -173,7 +176,7 @@ impl<'a> InitialValues<'a> {
         Ok(())
     }
 
-    /// Quantizes a base weight piece by piece, or takes the codes of a checkpoint that is quantized already.
+    /// Quantizes a base weight piece by piece, or copies the codes of a quantized checkpoint.
     fn fill_blocks(&self, desc: &ParamDesc, mut to: BlocksMut<'_>) -> Result<()> {
         if let Some(stored) = self.files.map(|files| files.quantized(&desc.name)).transpose()?.flatten() {
             stored.copy_to(&mut to);
@@ -187,7 +190,7 @@ impl<'a> InitialValues<'a> {
         Ok(())
     }
 
-    /// Fills the weight of an adapter's module, and works out what the adapter starts from.
+    /// Fills the weight of an adapter's module, and derives the adapter's first values.
     fn fill_and_derive(
         &self,
         desc: &ParamDesc,
@@ -211,7 +214,7 @@ impl<'a> InitialValues<'a> {
             _ => None,
         };
         if let Some(factors) = &factors {
-            // What the adapter takes over is taken from the base.
+            // The adapter's part is removed from the base.
             factors.subtract_from(&mut weight, inputs, target.scale as f32);
         }
         let wanted =
@@ -243,7 +246,7 @@ impl<'a> InitialValues<'a> {
         Ok(())
     }
 
-    /// What PiSSA took from each base weight.
+    /// Returns the factors that PiSSA took from each base weight.
     pub(crate) fn into_initial(self) -> BTreeMap<String, LowRankFactors> {
         let pissa = self.adapter_setup.is_some_and(AdapterSetup::is_pissa);
         let derived = std::mem::take(&mut *self.derived()).into_iter().filter(|_| pissa);
@@ -284,7 +287,7 @@ impl<'a> InitialValues<'a> {
         Ok(())
     }
 
-    /// Rows that train start as the table has them.
+    /// Fills trained rows with their values in the table.
     fn fill_rows<T: StoredElement>(
         &self,
         module: &str,
@@ -301,7 +304,7 @@ impl<'a> InitialValues<'a> {
     }
 }
 
-/// A slot's name, taken apart.
+/// The parts of a slot's name.
 pub(crate) struct AdapterPart<'a> {
     pub(crate) module: &'a str,
     pub(crate) kind: TensorKind,
@@ -319,7 +322,7 @@ impl<'a> AdapterPart<'a> {
         (".bias", TensorKind::SavedBias),
     ];
 
-    /// Of a slot that an adapter trains.
+    /// Splits the name of a slot that an adapter trains.
     pub(crate) fn of(name: &'a str) -> Result<Self> {
         let split = Self::ENDS.iter().find_map(|(end, kind)| Some((name.strip_suffix(end)?, *kind)));
         let (module, kind) = split.ok_or_else(|| Error::internal(format!("no module for {name}")))?;
@@ -327,14 +330,14 @@ impl<'a> AdapterPart<'a> {
     }
 }
 
-/// Factors of a product that LoRA multiplies by `scale`.
+/// Scales factors so that their product times `scale` is unchanged.
 fn scaled(mut factors: LowRankFactors, scale: f64) -> LowRankFactors {
     let root = (1.0 / scale).sqrt() as f32;
     factors.a.iter_mut().chain(&mut factors.b).for_each(|value| *value *= root);
     factors
 }
 
-/// DoRA's first magnitudes: the norms of the rows that the layer computes with.
+/// Returns DoRA's first magnitudes: the norms of the rows that the layer computes with.
 fn norms(
     weight: Vec<f32>,
     (out, inputs): (usize, usize),

@@ -1,5 +1,5 @@
-//! What a plan needs to come alive: the model found and understood, the adapter on it, the layout of all parameters,
-//! their first values, and the data set.
+//! Loads the parts of a plan: the base model, its adapter, the layout and first values of all
+//! parameters, and the data set.
 
 pub(crate) mod adapter_setup;
 pub(crate) mod assets;

@@ -1,12 +1,14 @@
-//! The rows of new tokens that train beside an adapter: of which tables, and what cannot be together with them.
+//! Rows of new tokens that train beside an adapter: their tables, and the settings that exclude
+//! them.
 
 use crate::adapter::Target;
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
-/// The tables of which the rows of new tokens train beside an adapter that saves the modules `saved` whole. A head
-/// that is tied follows the embedding. They are named as PEFT's `trainable_token_indices` names them.
+/// Returns the tables whose rows for new tokens train beside an adapter that saves the modules
+/// `saved` whole. A tied head follows the embedding. Names are those of PEFT's
+/// `trainable_token_indices`.
 pub(super) fn tables_with_rows(config: &ModelConfig, saved: &[String]) -> Vec<&'static str> {
     let whole = |module: &str| saved.iter().any(|saved| saved == module);
     let (embed, head) = (whole(EMBED_TOKENS_MODULE), whole(LM_HEAD_MODULE));
@@ -17,14 +19,14 @@ pub(super) fn tables_with_rows(config: &ModelConfig, saved: &[String]) -> Vec<&'
         .collect()
 }
 
-/// PEFT trains either LoRA on a table or single rows of it.
+/// Refuses LoRA on a table with trained rows: PEFT trains only one of the two.
 pub(super) fn refuse_lora_beside_rows(tables: &[&str], targets: &[Target]) -> Result<()> {
     let on = |table: &&&str| targets.iter().any(|target| target.name.ends_with(**table));
     match tables.iter().find(on) {
         None => Ok(()),
         Some(table) => Err(Error::user("cannot train new tokens")
             .because(format!(
-                "`{table}`, of which their rows train, has LoRA: `adapter.target_modules` names it"
+                "`{table}` has LoRA (`adapter.target_modules` names it), and the rows of the new tokens would train in it too"
             ))
             .hint(format!(
                 "remove it from `target_modules`, or train it whole: `modules_to_save = [{table:?}]`"

@@ -1,4 +1,4 @@
-//! Every parameter of a run with its place: which segment uses it, whether it trains, how it is kept.
+//! Lists every parameter of a run with its segment, its storage, and if it trains.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,7 +12,7 @@ use crate::parallel::{LrGroup, ParamDesc, ParamKind, TOKEN_ROWS, UpdateRule};
 use crate::quant::QuantFormat;
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD, LM_HEAD_MODULE, ModelFiles, StoredDtype};
 
-/// The module that a tied model computes with the same weight.
+/// Returns the other module that uses the same weight in a tied model.
 pub(crate) fn tied_module(module: &str) -> Option<&'static str> {
     match module {
         EMBED_TOKENS_MODULE => Some(LM_HEAD_MODULE),
@@ -21,7 +21,8 @@ pub(crate) fn tied_module(module: &str) -> Option<&'static str> {
     }
 }
 
-/// The name under which the adapter trains and saves `module` whole: its own, or that of the one it is tied to.
+/// Returns the name under which the adapter trains and saves `module` whole: its own, or that of
+/// the module it is tied to.
 pub(crate) fn saved_as<'a>(
     config: &ModelConfig,
     adapter_setup: &'a AdapterSetup,
@@ -32,10 +33,10 @@ pub(crate) fn saved_as<'a>(
     names.into_iter().flatten().find_map(|name| adapter_setup.saved.get(name)).map(String::as_str)
 }
 
-/// What of a model trains.
+/// The parameters that train.
 #[derive(Debug, Clone, Copy)]
 pub enum Trains<'a> {
-    /// Nothing: the model is only used.
+    /// Nothing trains: the model is only used.
     Nothing,
     /// An adapter, with the modules that it trains whole.
     Adapter(&'a AdapterSetup),
@@ -44,17 +45,17 @@ pub enum Trains<'a> {
 }
 
 impl<'a> Trains<'a> {
-    /// The adapter, or all weights where there is none.
+    /// Returns the adapter, or all weights without one.
     pub fn adapter_or_all(adapter_setup: Option<&'a AdapterSetup>) -> Self {
         adapter_setup.map_or(Trains::All, Trains::Adapter)
     }
 
-    /// The adapter, or nothing where there is none.
+    /// Returns the adapter, or nothing without one.
     pub fn adapter_or_nothing(adapter_setup: Option<&'a AdapterSetup>) -> Self {
         adapter_setup.map_or(Trains::Nothing, Trains::Adapter)
     }
 
-    /// The adapter, if one trains.
+    /// Returns the adapter, if one trains.
     pub fn adapter(self) -> Option<&'a AdapterSetup> {
         match self {
             Trains::Adapter(adapter_setup) => Some(adapter_setup),
@@ -62,7 +63,7 @@ impl<'a> Trains<'a> {
         }
     }
 
-    /// Whether the weights of `module` in a model of shape `config` train.
+    /// True if the weights of `module` train, in a model of shape `config`.
     pub(crate) fn has(self, config: &ModelConfig, module: &str) -> bool {
         match self {
             Trains::Nothing => false,
@@ -72,24 +73,25 @@ impl<'a> Trains<'a> {
     }
 }
 
-/// How the frozen part of a model is kept in memory.
+/// The storage of a model's frozen part.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StoragePolicy<'a> {
-    /// The format of the linear layers, when the run quantizes them.
+    /// The format of the linear layers, if the run quantizes them.
     pub(crate) format: Option<QuantFormat>,
-    /// Linear layers that are not.
+    /// Linear layers that are not quantized.
     pub(crate) skipped: &'a HashSet<&'a str>,
-    /// The files, which may hold quantized layers already.
+    /// The files, which may already hold quantized layers.
     pub(crate) files: Option<&'a ModelFiles>,
-    /// Matrices may stay in the 16 bits they are stored in: they are computed with in f32, on the CPU, where products
-    /// widen what they read.
+    /// True if matrices may keep their stored 16 bits. They compute in f32 on the CPU, where
+    /// products widen what they read.
     pub(crate) narrow: bool,
-    /// The matrices of adapters on linear layers of blocks are computed with in bf16: a GPU computes in bf16.
+    /// True if the matrices of adapters on linear layers of blocks compute in bf16, as on a GPU in
+    /// bf16.
     pub(crate) adapters_in_bf16: bool,
 }
 
 impl StoragePolicy<'_> {
-    /// The format of a frozen parameter; none for what is never quantized.
+    /// Returns the format of a frozen parameter; none if it is not quantized.
     fn format_of(&self, spec: &ParamSpec) -> Option<QuantFormat> {
         if !matches!((spec.role, spec.segment()), (Role::Weight, Segment::Block(_))) {
             return None;
@@ -99,7 +101,7 @@ impl StoragePolicy<'_> {
         stored.or(own)
     }
 
-    /// How a frozen parameter is kept; `as_stored` allows the dtype of the files.
+    /// Returns the kind of a frozen parameter; `as_stored` allows the dtype of the files.
     fn frozen(&self, spec: &ParamSpec, as_stored: bool) -> ParamKind {
         match self.format_of(spec) {
             Some(format) => ParamKind::Quantized(format),
@@ -107,8 +109,9 @@ impl StoragePolicy<'_> {
         }
     }
 
-    /// What a frozen matrix is kept in other than the dtype that is computed with: bf16, if that is how it is stored.
-    /// Beside a quantized base tables are always, for widening them would cost more memory than quantizing saves.
+    /// Returns the dtype of a frozen matrix if it differs from the compute dtype: bf16 if stored
+    /// so. Beside a quantized base, tables always keep it: widening them would cost more memory
+    /// than quantizing saves.
     fn kept_as(&self, spec: &ParamSpec) -> Option<DType> {
         let matrix = matches!(spec.role, Role::Weight | Role::Embedding);
         let table = matrix && !matches!(spec.segment(), Segment::Block(_));
@@ -120,15 +123,15 @@ impl StoragePolicy<'_> {
     }
 }
 
-/// Every parameter of the run. A tied head gets one of its own only when it or the embedding is trained apart
-/// (PEFT's `modules_to_save` unties them).
+/// Returns every parameter of the run. A tied head gets its own parameter only if it or the
+/// embedding trains separately (PEFT's `modules_to_save` unties them).
 pub(crate) fn descs(
     config: &ModelConfig,
     trains: Trains<'_>,
     keeping: StoragePolicy<'_>,
 ) -> Result<Vec<ParamDesc>> {
     let adapter_setup = trains.adapter();
-    // PEFT saves a copy of a table under its adapter, in a dtype of its own.
+    // PEFT saves a copy of a table under its adapter, in a separate dtype.
     let has_copy = |module: &str| {
         let saved = adapter_setup.and_then(|a| a.start.saved());
         saved.is_some_and(|saved| saved.info(module, TensorKind::BaseWeight).is_some())
@@ -162,7 +165,8 @@ pub(crate) fn descs(
     Ok(descs)
 }
 
-/// The matrices, magnitudes and token rows of an adapter; those of linear layers of blocks may be `in_bf16`.
+/// Adds the matrices, magnitudes and token rows of an adapter. Those of linear layers of blocks may
+/// be `in_bf16`.
 fn adapter_slots(
     config: &ModelConfig,
     adapter_setup: &AdapterSetup,
@@ -177,7 +181,7 @@ fn adapter_slots(
     let mut push = |module: &Module, name: &str, shape: Vec<usize>, lr_group: LrGroup| {
         let rule = UpdateRule { decay: true, lr_group };
         let segment = segments.get(&module.name).copied().unwrap_or(Segment::Head);
-        // Vectors are factors on whole columns, and tables are read by kernels that take f32.
+        // Vectors scale whole columns, and the kernels that read tables take f32.
         let is_product = shape.len() == 2 && matches!(segment, Segment::Block(_));
         let kind = if in_bf16 && is_product { ParamKind::AdapterInBf16 } else { ParamKind::Adapter };
         let kind = kind(rule);
@@ -222,7 +226,8 @@ mod tests {
         Ok(LossPath::of(config, &descs(config, trains, keeping)?))
     }
 
-    /// That of an adapter that has these targets, saves these modules and adds these tokens.
+    /// Returns the path with an adapter that has these targets, saves these modules and adds these
+    /// tokens.
     fn path_under(
         config: &ModelConfig,
         targets: &[&str],
@@ -252,7 +257,8 @@ mod tests {
             assert_eq!(path(&config, Trains::All)?, Trained);
             assert_eq!(path(&config, Trains::Nothing)?, Frozen);
             assert_eq!(path_under(&config, &["q_proj"], &[], &[])?, Frozen);
-            // PEFT's adapter on an embedding is not on a head that is tied to it, and a saved copy unties the two.
+            // PEFT's adapter on an embedding does not apply to a tied head, and a saved copy unties
+            // the two.
             assert_eq!(path_under(&config, &["q_proj", "embed_tokens"], &[], &[])?, Frozen);
             assert_eq!(path_under(&config, &["q_proj"], &["embed_tokens"], &[])?, Frozen);
             assert_eq!(path_under(&config, &["q_proj"], &["lm_head"], &[])?, Trained);

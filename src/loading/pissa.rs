@@ -1,21 +1,22 @@
-//! A PiSSA adapter on disk (arXiv 2404.02948). Training starts from the base's principal part, B₀ A₀, and keeps that out
-//! of the base; what is saved must fit the base as everybody has it. So the files hold an ordinary LoRA of twice the
-//! rank, `B A − B₀ A₀ = [B, −B₀] [A; A₀]`, as PEFT converts one (`path_initial_model_for_weight_conversion`). A resumed
-//! run takes both halves from there.
+//! A PiSSA adapter on disk (arXiv 2404.02948). Training starts from the base's principal part, B₀
+//! A₀, which is removed from the base. The saved adapter must fit the original base. So the files
+//! hold an ordinary LoRA of twice the rank, `B A − B₀ A₀ = [B, −B₀] [A; A₀]`, in the form of PEFT's
+//! conversion (`path_initial_model_for_weight_conversion`). A resumed run reads both halves from
+//! there.
 
 use crate::adapter::{AdapterConfig, LowRankFactors, SavedAdapter, TensorKind};
 use crate::error::{Error, Result};
 use crate::weights::StoredElement;
 
-/// A saved adapter whose second half is where it started.
+/// A saved adapter whose second half is its initial value.
 #[derive(Debug)]
 pub(crate) struct PissaStart(pub(crate) SavedAdapter);
 
 impl PissaStart {
-    /// The two halves of a matrix: rows of A, columns of B.
+    /// Returns the two halves of a matrix: rows of A, columns of B.
     fn halves(&self, module: &str, kind: TensorKind) -> Result<[Vec<f32>; 2]> {
         let info = self.0.info(module, kind).ok_or_else(|| {
-            Error::user("cannot resume the PiSSA adapter").because(format!("it has nothing for `{module}`"))
+            Error::user("cannot resume the PiSSA adapter").because(format!("it has no tensor for `{module}`"))
         })?;
         let width = info.shape.get(1).copied().unwrap_or(1);
         let mut values = vec![0f32; info.elements()];
@@ -35,14 +36,14 @@ impl PissaStart {
         })
     }
 
-    /// A₀ and B₀.
+    /// Returns A₀ and B₀.
     pub(crate) fn initial(&self, module: &str) -> Result<LowRankFactors> {
         let [_, a] = self.halves(module, TensorKind::LoraA)?;
         let [_, b] = self.halves(module, TensorKind::LoraB)?;
         Ok(LowRankFactors { a, b })
     }
 
-    /// A tensor as it was when it was saved.
+    /// Reads a tensor with its value at the time of saving.
     pub(crate) fn read_trained<T: StoredElement>(
         &self,
         module: &str,
@@ -60,7 +61,7 @@ impl PissaStart {
     }
 }
 
-/// The configuration of the saved form: twice the rank at the same scale.
+/// Returns the configuration of the saved form: twice the rank at the same scale.
 pub(crate) fn saved_config(config: &AdapterConfig) -> AdapterConfig {
     let mut saved = config.clone();
     // The scale is alpha / r, with rsLoRA alpha / √r.
@@ -72,7 +73,7 @@ pub(crate) fn saved_config(config: &AdapterConfig) -> AdapterConfig {
     saved
 }
 
-/// A matrix of the saved form, and its shape: `[A; A₀]` or `[B, −B₀]`.
+/// Returns a matrix of the saved form and its shape: `[A; A₀]` or `[B, −B₀]`.
 pub(crate) fn saved_matrix(
     kind: TensorKind,
     shape: &[usize],

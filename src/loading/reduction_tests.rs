@@ -1,4 +1,5 @@
-//! Whole steps whose reductions are as late as they may be: that the engine computes beside them what it may, and no more.
+//! Tests whole steps with reductions delayed as long as allowed: the engine may compute meanwhile,
+//! but no more than that.
 
 use std::sync::Arc;
 
@@ -58,7 +59,7 @@ fn trainer_options(recompute: Recompute) -> TrainerOptions {
     }
 }
 
-/// One sample of 12 tokens, another one for each `salt`.
+/// Returns one sample of 12 tokens, different for each `salt`.
 fn batch(salt: u32) -> Batch {
     let ids: Vec<u32> = (0..12).map(|i| (i * 31 + salt * 17) % 290 + 3).collect();
     let mut targets: Vec<u32> = ids[1..].to_vec();
@@ -78,7 +79,7 @@ struct Case {
 }
 
 impl Case {
-    /// Losses and norms of two steps in bits, and a hash of the values after them; reductions that went on.
+    /// Returns losses and norms of two steps in bits, then the bits of all values after them.
     fn train(&self, world: Arc<dyn Collective>) -> Result<Vec<u64>> {
         let base = base(self.tied);
         let section = AdapterSection { r: 4, ..AdapterSection::default() };

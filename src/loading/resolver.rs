@@ -1,5 +1,5 @@
-//! Finds what a recipe or a flag names: a folder, an asset inside the binary, or the hub (with progress on the
-//! terminal).
+//! Finds the source that a recipe or a flag names: a folder, an asset inside the binary, or a
+//! repository on the hub (with progress on the terminal).
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::recipe::DataSource;
 use crate::report::Terminal;
 use crate::weights::{ModelFiles, ModelIdentity, RangeReader, RemoteRange};
 
-/// A file that takes longer than a moment to hash is told, in bytes.
+/// Size in bytes from which a file takes long enough to hash that a line is printed.
 const LONG_TO_HASH: u64 = 1 << 30;
 
 /// The most keys of an adapter's configuration that a warning names.
@@ -26,69 +26,71 @@ pub struct Resolver<'a> {
     leaves_weights: bool,
 }
 
-/// The weights of a model that was found, not yet opened.
+/// The weights of a model, found but not yet opened.
 pub struct FoundWeights<'f> {
     remote: Option<RemoteWeights<'f>>,
     resolver: &'f Resolver<'f>,
 }
 
-/// A model or adapter that was found.
+/// A model, adapter or data set with its location.
 #[derive(Debug, Clone)]
 pub struct ResolvedSource {
-    /// As the user wrote it (or the sibling that was taken).
+    /// The name as the user wrote it, or the sibling repository used instead.
     pub id: String,
-    /// Where its files are.
+    /// The folder of its files.
     pub folder: PathBuf,
-    /// The commit, for one from the hub.
+    /// The commit, for a source from the hub.
     pub commit: Option<String>,
-    /// It came from the hub.
+    /// True if it came from the hub.
     pub on_hub: bool,
     /// The files with the rows of a data set from the hub; empty for all else.
     pub rows: Vec<PathBuf>,
 }
 
 impl ResolvedSource {
-    /// Where the rows of a data set are: its files, or the file or folder itself.
+    /// Returns the paths of the rows of a data set: its files, or the file or folder itself.
     pub fn row_paths(&self) -> &[PathBuf] {
         if self.rows.is_empty() { std::slice::from_ref(&self.folder) } else { &self.rows }
     }
 }
 
 impl ResolvedSource {
-    /// What it is called: its hub id, or the name of its folder without the way to it, which is this machine's alone.
+    /// Returns the hub id, or the last part of the folder's path, which does not depend on this
+    /// machine.
     pub fn name(&self) -> String {
-        // `.` is no name: that of its whole path is.
+        // `.` is no name, so the whole path is resolved.
         let whole = self.folder.canonicalize().ok().filter(|_| !self.on_hub);
         let last = whole.as_deref().and_then(Path::file_name);
         last.map_or_else(|| self.id.clone(), |name| name.to_string_lossy().into_owned())
     }
 
-    /// Which model it is by name alone.
+    /// Returns the identity of the model by name only.
     pub(crate) fn identity(&self) -> ModelIdentity {
         ModelIdentity::named(&self.name(), self.commit.as_deref())
     }
 }
 
 impl<'a> Resolver<'a> {
-    /// A finder that obeys the hub's environment variables.
+    /// Creates a resolver with the hub's environment variables.
     ///
     /// # Errors
-    /// The user's: one of them is malformed.
+    /// The user's: one of the variables is malformed.
     pub fn new(offline: bool, terminal: &'a Terminal) -> Result<Self> {
         Ok(Resolver { options: HubOptions::from_env(offline)?, terminal, leaves_weights: false })
     }
 
-    /// A finder for what is planned or described and not run: of weights that are on the hub alone, only the headers
-    /// are read.
+    /// Returns a resolver for plans and descriptions: it reads only the headers of weights on the
+    /// hub.
     #[must_use]
     pub fn leaving_weights(self) -> Self {
         Resolver { leaves_weights: true, ..self }
     }
 
-    /// A model, and its weights: downloaded, or left on the hub by a finder [`Resolver::leaving_weights`].
+    /// Finds a model and its weights: downloads them, or leaves them on the hub after
+    /// [`Resolver::leaving_weights`].
     ///
     /// # Errors
-    /// As [`hub::locate_model`].
+    /// Those of [`hub::locate_model`].
     pub fn model_and_weights<'f>(
         &'f self,
         source: &DataSource,
@@ -106,26 +108,26 @@ impl<'a> Resolver<'a> {
         Ok((found, FoundWeights { remote, resolver: self }))
     }
 
-    /// A model with its weights.
+    /// Finds a model with its weights.
     ///
     /// # Errors
-    /// As [`hub::locate_model`].
+    /// Those of [`hub::locate_model`].
     pub fn model(&self, source: &DataSource, revision: &str) -> Result<ResolvedSource> {
         self.find(source, |id, options, progress| hub::locate_model(id, revision, options, progress))
     }
 
-    /// A model without its weights: config, tokenizer, index.
+    /// Finds a model without its weights: config, tokenizer, index.
     ///
     /// # Errors
-    /// As [`hub::locate_model_headers`].
+    /// Those of [`hub::locate_model_headers`].
     pub fn model_headers(&self, source: &DataSource, revision: &str) -> Result<ResolvedSource> {
         self.find(source, |id, options, progress| hub::locate_model_headers(id, revision, options, progress))
     }
 
-    /// A data set: a file or a folder, or the files of `split` in a hub repository.
+    /// Finds a data set: a file or a folder, or the files of `split` in a hub repository.
     ///
     /// # Errors
-    /// As [`hub::locate_dataset`]; an asset of the binary cannot be written to disk.
+    /// Those of [`hub::locate_dataset`]; an asset of the binary cannot be written to disk.
     pub fn dataset(&self, source: &DataSource, split: Split) -> Result<ResolvedSource> {
         let rows_for = match split {
             Split::Train => RowsFor::Training,
@@ -138,11 +140,11 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// An adapter: a folder, the one adapter in a folder below it, or the files of a hub repository. Warns of keys of its
-    /// configuration that are not known.
+    /// Finds an adapter: a folder, the one adapter in a folder below it, or the files of a hub
+    /// repository. Warns of unknown keys in its configuration.
     ///
     /// # Errors
-    /// As [`hub::locate_adapter`]; there is more than one adapter below the folder.
+    /// Those of [`hub::locate_adapter`]; several adapters are below the folder.
     pub fn adapter(&self, source: &DataSource) -> Result<ResolvedSource> {
         let found = match source {
             DataSource::Path(path) => {
@@ -163,7 +165,7 @@ impl<'a> Resolver<'a> {
             unknown.truncate(MOST_KEYS);
             let more = if more == 0 { String::new() } else { format!(" and {more} more") };
             self.terminal.warn(format!(
-                "{} of {} has keys that neither finetune nor PEFT 0.21 knows, and which are not used: {}{more}",
+                "{} of {} has keys that finetune and PEFT 0.21 do not know; finetune ignores them: {}{more}",
                 adapter::CONFIG_FILE,
                 found.folder.display(),
                 unknown.join(", ")
@@ -229,10 +231,10 @@ impl<'a> Resolver<'a> {
 }
 
 impl FoundWeights<'_> {
-    /// Opens them; `folder` is that of the model.
+    /// Opens the weights; `folder` is that of the model.
     ///
     /// # Errors
-    /// As [`ModelFiles::open`]; what stayed on the hub cannot be read there.
+    /// Those of [`ModelFiles::open`]; weights on the hub cannot be read.
     pub fn open(&self, folder: &Path) -> Result<ModelFiles> {
         let Some(remote) = &self.remote else { return ModelFiles::open(folder) };
         let files = crate::units::exact(remote.files().len(), "weights file");

@@ -1,9 +1,9 @@
-//! `[adapter]` beside the saved adapter of `adapter.path`: what is written must agree with it, what is not is taken from
-//! it.
+//! Combines `[adapter]` with the saved adapter of `adapter.path`. Keys in the recipe must agree
+//! with the adapter; the others take its values.
 //!
-//! Modules, ranks and alphas are compared by what they mean on the model: a list in another order, or `all-linear`
-//! for the names of all linear layers, says the same. `lora_dropout` does not contradict a saved adapter: it is how
-//! training goes on, so a value that is written counts.
+//! Modules, ranks and alphas are compared by their effect on the model. A list in another order, or
+//! `all-linear` for the names of all linear layers, is equal. `lora_dropout` cannot contradict a
+//! saved adapter: it applies to further training, so the recipe's value is used.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// The recipe's section.
 const SECTION: &str = "adapter";
-/// The keys that say what a saved adapter is.
+/// The keys that describe a saved adapter.
 const KEYS: [&str; 9] = [
     "kind",
     "r",
@@ -31,12 +31,12 @@ const KEYS: [&str; 9] = [
 ];
 
 impl AdapterSetup {
-    /// The saved adapter in `folder`, the recipe's `adapter.path`, to go on with on the model `base` (its name in
-    /// adapter_config.json, its shape), with the rows of new `tokens`. The recipe's `[adapter]` takes over what it does
-    /// not say.
+    /// Loads the saved adapter in `folder`, the recipe's `adapter.path`, for further training.
+    /// `base` is the model's name in adapter_config.json, `model` its shape, `tokens` the new
+    /// tokens. Copies the adapter's settings into the recipe's `[adapter]` where that has none.
     ///
     /// # Errors
-    /// The adapter cannot be read, was made for another model, or has no rows for `tokens`; keys that are written in
+    /// The adapter cannot be read, belongs to another model, or has no rows for `tokens`; keys in
     /// `[adapter]` contradict it.
     pub fn from_saved(
         recipe: &mut Recipe,
@@ -54,7 +54,7 @@ impl AdapterSetup {
         Ok(adapter_setup)
     }
 
-    /// Tokens that a saved adapter does not train cannot be trained beside it.
+    /// Refuses tokens that the saved adapter does not train.
     fn check_trains(&self, tokens: &[u32]) -> Result<()> {
         let whole = self.saves(EMBED_TOKENS_MODULE) || self.saves(LM_HEAD_MODULE);
         let trained: BTreeSet<&u32> = self.rows.values().flatten().collect();
@@ -67,10 +67,10 @@ impl AdapterSetup {
     }
 }
 
-/// The recipe's `[adapter]` as it is used with the adapter `saved` in `folder`, on a model of `modules`.
+/// Returns the effective `[adapter]` for the adapter `saved` in `folder`, on a model of `modules`.
 ///
 /// # Errors
-/// The user's: keys that are written contradict the adapter, or name what the model does not have.
+/// The user's: keys in the recipe contradict the adapter, or name missing modules.
 fn settings(
     recipe: &Recipe,
     saved: &AdapterSetup,
@@ -110,8 +110,8 @@ fn settings(
     Ok(used)
 }
 
-/// The saved adapter as `[adapter]` would say it. Modules are named as they are found in it, which is what its
-/// `all-linear`, regular expressions and layer numbers came to.
+/// Returns the saved adapter in the form of `[adapter]`. Modules have the names that the adapter's
+/// `all-linear`, regular expressions and layer numbers resolved to.
 fn in_words_of_the_recipe(
     said: &recipe::AdapterSection,
     saved: &AdapterSetup,
@@ -132,7 +132,7 @@ fn in_words_of_the_recipe(
     }
 }
 
-/// What the recipe says, beside what was found in the adapter.
+/// The recipe's section and the settings of the saved adapter.
 struct Compared<'a> {
     said: &'a recipe::AdapterSection,
     found: &'a recipe::AdapterSection,
@@ -142,7 +142,7 @@ struct Compared<'a> {
 }
 
 impl Compared<'_> {
-    /// Whether the value of `key` means what the adapter is.
+    /// True if the value of `key` has the same effect as the saved adapter's.
     fn agree(&self, key: &str) -> Result<bool> {
         let (said, found) = (self.said, self.found);
         Ok(match key {
@@ -170,13 +170,14 @@ impl Compared<'_> {
         })
     }
 
-    /// The adapter's modules, each by its whole name.
+    /// Returns the adapter's modules, each by its full name.
     fn own_targets(&self) -> ModulePattern {
         let names = self.saved.targets.iter().map(|target| target.name.clone());
         ModulePattern::Named(NamePattern::List(names.collect()))
     }
 
-    /// Whether `target_modules`, less what the recipe excludes and what is saved whole, are the adapter's modules.
+    /// True if `target_modules`, without excluded modules and those saved whole, are the adapter's
+    /// modules.
     fn names_the_targets(&self, target_modules: ModulePattern) -> Result<bool> {
         let of = |key: &str| if (self.is_written)(key) { self.said } else { self.found };
         let spec = TargetSpec {
@@ -189,7 +190,7 @@ impl Compared<'_> {
         Ok(by_name(&named, |_| ()) == by_name(&self.saved.targets, |_| ()))
     }
 
-    /// The modules that `adapter` saves whole.
+    /// Returns the modules that `adapter` saves whole.
     fn saved_by(&self, adapter: &recipe::AdapterSection) -> Result<Vec<String>> {
         adapter::resolve_saved(&spec_of(adapter), self.modules)
     }
@@ -199,7 +200,7 @@ fn by_name<T>(targets: &[Target], value: impl Fn(&Target) -> T) -> BTreeMap<&str
     targets.iter().map(|target| (target.name.as_str(), value(target))).collect()
 }
 
-/// The error for the keys `contradictions`.
+/// Returns the error for the keys `contradictions`.
 fn refusal(
     recipe: &Recipe,
     said: &recipe::AdapterSection,
@@ -211,17 +212,17 @@ fn refusal(
     let mut error = Error::user(format!("cannot go on with the adapter in {}", folder.display()));
     for key in contradictions {
         let place = recipe.written.place(SECTION, key).unwrap_or_default();
-        // What a saved adapter was kept from is not in it: only where it is.
+        // A saved adapter does not record its excluded modules, only its own.
         let is = match *key {
-            "exclude_modules" => format!("the saved adapter is on {}", value(found, "target_modules")),
-            key => format!("of the saved adapter it is {}", value(found, key)),
+            "exclude_modules" => format!("the saved adapter covers {}", value(found, "target_modules")),
+            key => format!("in the saved adapter it is {}", value(found, key)),
         };
         error = error.because(format!("{place}: `adapter.{key}` is {}; {is}", value(said, key)));
     }
     let set = |key: &&str| format!("`--set 'adapter.{key}={}'`", value(found, key));
     let sets: Vec<String> = contradictions.iter().map(set).collect();
     error.hint(format!(
-        "write the saved adapter's values ({}), or remove these keys, which takes its values; without `adapter.path` a new adapter starts",
+        "write the saved adapter's values ({}), or remove these keys to use its values; without `adapter.path` a new adapter starts",
         sets.join(", ")
     ))
 }

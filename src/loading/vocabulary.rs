@@ -1,7 +1,8 @@
-//! The tokens of a model in use: its own, those of `model.new_tokens`, and those that an adapter was trained with.
+//! The tokens of a model in use: its own, those of `model.new_tokens`, and those of an adapter.
 //!
-//! An adapter is of use only with the tokenizer and the chat template that it was trained with, which therefore lie in its
-//! folder and take the place of the model's. Embedding and head of the model grow by the rows that its files lack.
+//! An adapter works only with the tokenizer and the chat template of its training. Its folder
+//! therefore contains them, and they replace the model's. Embedding and head of the model grow by
+//! the rows that its files do not have.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,7 +18,7 @@ use crate::recipe::DataSection;
 use crate::weights::sidecar_files::{TEMPLATE_FILE, TOKENIZER_CONFIG, TokenizerFiles};
 
 impl BaseModel {
-    /// Takes over what comes with the adapter in `folder`: its tokenizer, if there is one, and the number of tokens.
+    /// Adopts the tokenizer of the adapter in `folder`, if it has one, and its number of tokens.
     ///
     /// # Errors
     /// The adapter cannot be read.
@@ -31,7 +32,7 @@ impl BaseModel {
         Ok(())
     }
 
-    /// The tokenizer in use.
+    /// Loads the tokenizer in use.
     ///
     /// # Errors
     /// It cannot be read.
@@ -39,7 +40,8 @@ impl BaseModel {
         Tokenizer::load_for(&self.tokenizer, &self.found.folder)
     }
 
-    /// The tokenizer with `texts` as tokens, for which the model gets rows; and their ids.
+    /// Loads the tokenizer, adds `texts` as tokens and returns their ids. The model gets rows for
+    /// them.
     ///
     /// # Errors
     /// It cannot be read, or has no ids for them.
@@ -51,11 +53,10 @@ impl BaseModel {
         Ok((tokenizer, ids))
     }
 
-    /// The rules of `data` for rows of this model, with `tokenizer`.
+    /// Returns the rules of `data` for rows of this model, with `tokenizer`.
     ///
     /// # Errors
-    /// The user's: the chat template cannot be read or is no valid template, or differs from the one that came with the
-    /// adapter.
+    /// The user's: the chat template cannot be read, is invalid, or differs from the adapter's.
     pub fn dataset_loader(&self, tokenizer: Tokenizer, data: &DataSection) -> Result<DatasetLoader> {
         let rows = DatasetLoader::new(tokenizer, data, self.config.vocab_size)?;
         let of_adapter = self.tokenizer != self.found.folder;
@@ -71,14 +72,15 @@ impl BaseModel {
         }
     }
 
-    /// The tokenizer that a run with `rows` leaves beside its weights. A template that the recipe gives is the only one there.
+    /// Returns the tokenizer files that a run with `rows` writes beside its weights. A template of
+    /// the recipe replaces all others.
     pub(crate) fn result_tokenizer(&self, rows: &DatasetLoader) -> TokenizerFiles {
         let mut changed: BTreeMap<String, String> = rows.tokenizer.changed_files().iter().cloned().collect();
         let given = rows.template.as_ref().and_then(ChatTemplate::given);
         if let Some(template) = given {
             let written = changed.get(TOKENIZER_CONFIG).and_then(|text| serde_json::from_str(text).ok());
             let mut config: Map<String, Value> = written.unwrap_or_else(|| rows.tokenizer.config().clone());
-            // Not `remove`, which would move the last key to this one's place.
+            // `remove` would move the last key to this position.
             if config.shift_remove("chat_template").is_some() {
                 changed.insert(TOKENIZER_CONFIG.to_owned(), format!("{:#}\n", Value::Object(config)));
             }

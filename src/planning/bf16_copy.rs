@@ -1,4 +1,4 @@
-//! Whether a run can keep its quantized weights in bf16 too (`quantization.bf16_copy`).
+//! Checks if a run can also keep its quantized weights in bf16 (`quantization.bf16_copy`).
 
 use candle_core::DType;
 
@@ -8,15 +8,16 @@ use crate::parallel::{ParamRole, ShardingStrategy};
 use crate::recipe::Recipe;
 use crate::recipe::enums::{AdapterKind, Offload};
 
-/// Whether the recipe asks for it.
+/// True if the recipe sets `quantization.bf16_copy`.
 pub(super) fn is_wanted(recipe: &Recipe) -> bool {
     recipe.quantization.as_ref().is_some_and(|quantization| quantization.bf16_copy)
 }
 
-/// Refuses it where nothing would read the copy.
+/// Refuses the copy if no operation would read it.
 ///
 /// # Errors
-/// The recipe asks for a copy, and the run computes on the CPU, in f32, or with DoRA, or does not keep all codes on the GPU.
+/// The recipe sets the key, but the run computes on the CPU, in f32 or with DoRA, or does not keep
+/// all codes on the GPU.
 pub(super) fn check(recipe: &Recipe, engine: &EngineOptions, kind: ShardingStrategy) -> Result<()> {
     if !is_wanted(recipe) {
         return Ok(());
@@ -27,7 +28,7 @@ pub(super) fn check(recipe: &Recipe, engine: &EngineOptions, kind: ShardingStrat
         .hint("leave the key out: the same numbers are computed without the copy"))
 }
 
-/// Why nothing would read the copy.
+/// Returns the reason for which no operation would read the copy; none if one does.
 fn why_not(recipe: &Recipe, dtype: DType, kind: ShardingStrategy, has_kernels: bool) -> Option<String> {
     let is_dora = recipe.adapter.as_ref().is_some_and(|adapter| adapter.kind == AdapterKind::Dora);
     let is_split = kind.sharding_spec(ParamRole::Frozen).values.is_sharded();

@@ -1,5 +1,5 @@
-//! What a run could do otherwise to need less memory, in order of what it costs: suggested where no strategy fits, and where
-//! a device runs out of memory after all.
+//! Changes of a recipe that need less memory, in order of their cost. finetune suggests them if no
+//! strategy fits, and if a device runs out of memory.
 
 use candle_core::DType;
 
@@ -11,33 +11,33 @@ use crate::recipe::{
     Recompute, StateDtype,
 };
 
-/// Fewest tokens of a row that shorter rows are suggested with.
+/// Fewest tokens of a row in a suggestion of shorter rows.
 const SHORTEST_ROW: usize = 128;
-/// The change that an adapter takes back.
+/// The change that conflicts with adding an adapter.
 pub(super) const WITHOUT_MASTERS: &str = "--set optimizer.master=none";
-/// Most times that the number of ranks is doubled in a suggestion.
+/// Most doublings of the number of ranks in a suggestion.
 const DOUBLINGS: u32 = 6;
 
-/// What a recipe does not say of the model.
+/// Properties of the model that the recipe does not contain.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelSettings {
-    /// Whether it is computed on GPUs.
+    /// True if the model runs on GPUs.
     pub(super) on_gpu: bool,
-    /// Whether its files are quantized already.
+    /// True if its files are already quantized.
     pub(super) quantized: bool,
-    /// Whether it is computed in bf16.
+    /// True if it computes in bf16.
     pub(super) in_bf16: bool,
 }
 
 impl ModelSettings {
-    /// Those of the model `base` that `engine` computes.
+    /// Returns the settings of the model `base` computed with the options `engine`.
     pub(super) fn of(base: &BaseModel, engine: &EngineOptions) -> Self {
         let (on_gpu, in_bf16) = (!engine.traits.is_cpu, engine.dtype == DType::BF16);
         ModelSettings { on_gpu, quantized: base.format.is_some(), in_bf16 }
     }
 }
 
-/// A change and its adjustments, each further than the one before.
+/// A change and its adjustments, each stronger than the one before.
 pub(super) struct Change {
     pub(super) adjustments: Vec<Suggestion>,
     relief: MemoryTarget,
@@ -45,28 +45,28 @@ pub(super) struct Change {
 
 type Apply = Box<dyn Fn(&mut Recipe, &mut WorldSize)>;
 
-/// A value of a change.
+/// One value of a change.
 pub(super) struct Suggestion {
-    /// As it is typed.
+    /// The flags as a user types them.
     pub(super) typed: String,
     pub(super) apply: Apply,
 }
 
-/// Which memory a change makes smaller.
+/// The memory that a change reduces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum MemoryTarget {
-    /// What lies on the device for all of the run: weights, gradients, states.
+    /// Memory held on the device during the whole run: weights, gradients, states.
     Kept,
-    /// What a step keeps of its forward.
+    /// Memory that a step keeps of its forward.
     Steps,
-    /// What is computed of rows, in steps and in evaluations.
+    /// Memory that grows with the rows of a batch, in steps and in evaluations.
     Rows,
-    /// The host's alone.
+    /// Memory of the host only.
     Host,
 }
 
 impl MemoryTarget {
-    /// Whether the memory is what a device has too little of in `phase`.
+    /// True if the change frees memory that a device needs in `phase`.
     fn helps_in(self, phase: Phase) -> bool {
         let steps = !matches!(
             phase,
@@ -81,8 +81,8 @@ impl MemoryTarget {
     }
 }
 
-/// What may make a run of `recipe` smaller, on as many ranks, in order of what it costs. What the recipe does already is
-/// not among it.
+/// Returns the changes that shrink a run of `recipe` on the same number of ranks, in order of their
+/// cost. Skips changes that the recipe already has.
 pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let mut all: Vec<Change> = Vec::new();
     let mut push = |useful: bool, relief: MemoryTarget, typed: String, apply: Apply| {
@@ -120,7 +120,7 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     push(parallel.offload_folder.is_none(), MemoryTarget::Host, to_file, Box::new(offload_to_file));
     let dense = recipe.quantization.is_none() && !model.quantized;
     push(adapter && dense, MemoryTarget::Kept, set("quantization.kind=nf4"), Box::new(quantize));
-    // An adapter's masters stay.
+    // An adapter needs f32 masters.
     let mut lora = set("adapter.kind=lora");
     if !has_masters {
         lora = format!("{lora} {}", set("optimizer.master=f32"));
@@ -132,7 +132,7 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     all
 }
 
-/// The first adjustment of each of the changes with which a device has more memory in `phase`.
+/// Yields the first adjustment of each change that frees device memory in `phase`.
 pub(super) fn first_for(phase: Phase, changes: &[Change]) -> impl Iterator<Item = &Suggestion> {
     let helping = changes.iter().filter(move |change| change.relief.helps_in(phase));
     helping.filter_map(|change| change.adjustments.first())
@@ -184,7 +184,7 @@ fn shorter_rows(max_seq_len: usize) -> Change {
     Change { adjustments, relief: MemoryTarget::Rows }
 }
 
-/// More ranks, over which a strategy spreads what is kept.
+/// Returns suggestions of more ranks, over which a strategy shards weights, gradients and states.
 pub(super) fn more_ranks(world: WorldSize) -> Change {
     let more = |doubling: u32| {
         let all = world.all.saturating_mul(1 << doubling);
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(load, [1, 3, 4, 5].map(|at: usize| backward[at].clone()));
     }
 
-    /// The recipe refuses more micro-batches a step than that.
+    /// A recipe above the largest accepted accumulation would be refused.
     #[test]
     fn nothing_is_advised_that_the_recipe_refuses() {
         let mut recipe = recipe();

@@ -6,7 +6,7 @@ use crate::recipe::Offload;
 use crate::units;
 
 impl Plan {
-    /// The plan in a few lines.
+    /// Returns the plan in a few lines.
     pub fn describe(&self) -> String {
         let (trainable, all) = self.parameters();
         let method = self.method();
@@ -16,7 +16,7 @@ impl Plan {
             (1, _) => String::new(),
             (n, why) => {
                 let why = why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
-                format!("\n{n} ranks, strategy {}{why}; below, what each of them needs", self.strategy())
+                format!("\n{n} ranks, strategy {}{why}; the memory below is per rank", self.strategy())
             }
         };
         format!(
@@ -30,7 +30,7 @@ impl Plan {
         )
     }
 
-    /// What is kept away from the device, in lines of its own.
+    /// Returns lines about the tensors stored outside the device.
     fn describe_offload(&self) -> String {
         let MemoryPlan { host, file, .. } = self.memory;
         let mut text = String::new();

@@ -1,5 +1,6 @@
-//! Whether a step fits the memory of its ranks: the strategy and the recomputing with which it does, and where none
-//! does, the changes of the run with which it would. All figures come from [`MemoryPlan::of_step`].
+//! Decides the strategy and the recomputing with which a step fits the memory of its ranks. If no
+//! strategy fits, suggests changes of the run with which one does. All figures come from
+//! [`MemoryPlan::of_step`].
 
 use std::sync::Arc;
 
@@ -24,16 +25,17 @@ use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
 use crate::report::memory::current_bytes;
 use crate::units;
 
-/// Bytes of the program and of its threads' stacks that come into memory with the first step: 3.6 MiB of code in a release
-/// build and 4.6 in one for debugging were measured over the quickstart, the rest for stacks.
+/// Bytes of code and thread stacks that enter memory with the first step. The quickstart measured
+/// 3.6 MiB of code in a release build and 4.6 MiB in a debug build; the rest is for stacks.
 const STARTED: u64 = 5 << 20;
 
-/// Bytes that this process will hold beside what its ranks load, asked before they do: the program, tokenizer and data.
+/// Returns the bytes that this process holds before its ranks load: the program, tokenizer and
+/// data.
 pub(crate) fn process_bytes() -> u64 {
     current_bytes().unwrap_or(0) + STARTED
 }
 
-/// What the memory of a step depends on, beside the recipe's own keys.
+/// Inputs of the memory estimate of a step, apart from the recipe's own keys.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepInputs<'a> {
     pub(crate) base: &'a BaseModel,
@@ -43,61 +45,62 @@ pub(crate) struct StepInputs<'a> {
     pub(crate) new_tokens: &'a [u32],
     pub(crate) engine: &'a EngineOptions,
     pub(crate) room: MemoryBudget,
-    /// Parameters that were listed already.
+    /// Cache of the parameters listed so far.
     pub(crate) params: &'a ParamCache,
 }
 
-/// The rows that steps take.
+/// The rows of the steps.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Rows<'a> {
-    /// Those of a data set.
+    /// The rows of a data set.
     Of(&'a Dataset),
-    /// As long as `data.max_seq_len` allows, each of them.
+    /// Rows that are all as long as `data.max_seq_len` allows.
     Full,
 }
 
-/// The memory that a run is planned for.
+/// The memory available to a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum MemoryBudget {
-    /// That of this machine, less what is in use.
+    /// The memory of this machine, less what is in use.
     Local,
-    /// That of a device which need not be here.
+    /// The memory of a device that may be on another machine.
     Given {
-        /// Bytes that a rank can have.
+        /// Bytes available to a rank.
         free: u64,
-        /// Bytes that driver and communication hold besides.
+        /// Bytes that the driver and communication hold in addition.
         process: u64,
     },
 }
 
-/// How a step is run, and the memory that it needs on each rank.
+/// The decided strategy and recomputing of a step, and its memory on each rank.
 #[derive(Debug)]
 pub(crate) struct ParallelDecision {
     pub(crate) strategy: ShardingStrategy,
-    /// Why the strategy was picked, where the recipe left it open.
+    /// The reason for the strategy, if the recipe leaves it open.
     pub(crate) why: Option<String>,
     pub(crate) recompute: Recompute,
     pub(crate) memory: MemoryPlan,
 }
 
-/// A step as it is laid out over the ranks.
+/// A step with its layout over the ranks.
 #[derive(Debug)]
 pub(crate) struct PlannedStep {
     pub(crate) fit: ParallelDecision,
     /// Every parameter of the run.
     pub(crate) descs: Arc<[ParamDesc]>,
-    /// What a rank sends.
+    /// Bytes that a rank sends.
     pub(crate) sent: SentBytes,
-    /// Bytes that are copied from the host for one use of all of them.
+    /// Bytes copied from the host to use every offloaded value once.
     pub(crate) brought: u64,
 }
 
 impl StepInputs<'_> {
-    /// The strategy and the recomputing of `recipe`, decided where it leaves them open; what it names is taken whether it
-    /// fits or not.
+    /// Decides the strategy and the recomputing of `recipe` where it leaves them open. Values that
+    /// the recipe names are used even if they do not fit.
     ///
     /// # Errors
-    /// Keys of `[parallel]` that contradict the number of ranks; a bf16 copy that nothing would read; `strategy = "auto"`, and no strategy fits.
+    /// Keys of `[parallel]` contradict the number of ranks; no operation would read the bf16 copy;
+    /// `strategy = "auto"` and no strategy fits.
     pub(crate) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<ParallelDecision> {
         match self.fit(recipe, world)? {
             Some(fit) => {
@@ -108,7 +111,7 @@ impl StepInputs<'_> {
         }
     }
 
-    /// Bytes of a rank's process beside what it computes with, where it is known.
+    /// Returns the bytes of a rank's process beside its tensors, if they are known; else 0.
     fn process(&self, world: WorldSize) -> u64 {
         match self.room {
             MemoryBudget::Given { process, .. } => process,
@@ -117,12 +120,13 @@ impl StepInputs<'_> {
         }
     }
 
-    /// As [`StepInputs::decide`]; none where the strategy is left open and none fits.
+    /// Decides like [`StepInputs::decide`]; returns none if the strategy is open and none fits.
     pub(super) fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<ParallelDecision>> {
         Ok(self.planned(recipe, world)?.map(|step| step.fit))
     }
 
-    /// As [`StepInputs::decide`], with what the step is made of; none where the strategy is left open and none fits.
+    /// Decides like [`StepInputs::decide`] and adds the details of the step. Returns none if the
+    /// strategy is open and none fits.
     pub(crate) fn planned(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<PlannedStep>> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
@@ -151,10 +155,11 @@ impl StepInputs<'_> {
         Ok(Some(PlannedStep { fit, descs, sent, brought }))
     }
 
-    /// What makes up the memory of weights, gradients, states and activations of a step of `recipe`.
+    /// Returns the parts of the memory of a step of `recipe`: weights, gradients, states and
+    /// activations.
     ///
     /// # Errors
-    /// As [`StepInputs::decide`].
+    /// Those of [`StepInputs::decide`].
     pub(crate) fn parts(&self, recipe: &Recipe, step: &PlannedStep, world: WorldSize) -> Result<MemoryParts> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
@@ -164,10 +169,11 @@ impl StepInputs<'_> {
         Ok(MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options))
     }
 
-    /// The parameters of `recipe`.
+    /// Returns the parameters of `recipe`.
     ///
     /// # Errors
-    /// Its adapter fits nothing of the model, or names what is not there; modules that it leaves unquantized are none.
+    /// The adapter fits no module of the model or names a missing one; `skip_modules` names a
+    /// module that does not exist.
     fn run_params(&self, recipe: &Recipe) -> Result<Arc<RunParams>> {
         self.params.get((recipe.adapter.clone(), recipe.quantization.clone()), || {
             let own_adapter = self.adapter_of(recipe)?;
@@ -176,7 +182,7 @@ impl StepInputs<'_> {
         })
     }
 
-    /// The adapter of a recipe that has one where the run has none.
+    /// Returns the adapter of the recipe, if the run itself has none.
     pub(crate) fn adapter_of(&self, recipe: &Recipe) -> Result<Option<AdapterSetup>> {
         let wanted = recipe.adapter.as_ref().filter(|_| self.adapter_setup.is_none());
         let named = (self.base.found.id.as_str(), &self.base.config);
@@ -194,8 +200,8 @@ impl StepInputs<'_> {
         }
     }
 
-    /// Bytes that each of `ranks` ranks may plan with; none where nothing tells. Ranks on the CPU share one memory, and
-    /// a tenth is left for what the estimate does not know.
+    /// Returns the bytes available to each of `ranks` ranks; none if they are unknown. Ranks on the
+    /// CPU share one memory. A tenth stays in reserve for what the estimate does not count.
     pub(crate) fn budget(&self, ranks: usize) -> Option<u64> {
         if let MemoryBudget::Given { free, .. } = self.room {
             return Some(free / 10 * 9);
@@ -208,7 +214,7 @@ impl StepInputs<'_> {
         ModelSettings::of(self.base, self.engine)
     }
 
-    /// The error where no strategy fits, with the changes that would make one fit.
+    /// Returns the error if no strategy fits, with the changes that make one fit.
     fn refusal(&self, recipe: &Recipe, world: WorldSize) -> Result<Error> {
         let mut smallest = recipe.clone();
         smallest.parallel.strategy = recipe::Strategy::Fsdp;
@@ -217,7 +223,7 @@ impl StepInputs<'_> {
         let error =
             Error::user(format!("cannot train on {} ranks: no strategy fits their memory", world.all))
                 .because(format!(
-                    "fsdp, which needs least, needs {} a rank ({}); {} are there",
+                    "fsdp, which needs least, needs {} a rank ({}); {} available",
                     units::bytes(needed.total()),
                     needed.by_cause(),
                     units::bytes(have)
@@ -240,7 +246,8 @@ impl StepInputs<'_> {
         })
     }
 
-    /// The first adjustment of a change with which the run fits, as it is typed, and what it needs then.
+    /// Returns the first adjustment of a change with which the run fits, as typed, and the memory
+    /// it needs.
     fn first_that_fits(&self, change: &Change, recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
         for adjustment in &change.adjustments {
             let (mut recipe, mut world) = (recipe.clone(), world);
@@ -252,13 +259,13 @@ impl StepInputs<'_> {
         Ok(None)
     }
 
-    /// Changes one after another until the run fits.
+    /// Combines changes one after another until the run fits.
     fn together(&self, all: &[Change], recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
         let (mut recipe, mut world, mut typed) = (recipe.clone(), world, Vec::new());
         for change in all {
             for (i, adjustment) in change.adjustments.iter().enumerate() {
                 (adjustment.apply)(&mut recipe, &mut world);
-                // A further adjustment of a change takes the place of the one before.
+                // A stronger adjustment of a change replaces the one before.
                 typed.truncate(typed.len() - usize::from(i > 0));
                 if recipe.adapter.is_some() {
                     typed.retain(|text| *text != WITHOUT_MASTERS);
@@ -278,7 +285,8 @@ fn said(typed: &str, fit: &ParallelDecision) -> String {
     format!("`{typed}` ({} a rank with {strategy})", units::bytes(fit.memory.total()))
 }
 
-/// The recomputing that needs least: where it is left open it may make room for a strategy that sends less.
+/// Returns the recomputing that needs least memory: if it is open, it may allow a strategy that
+/// sends less.
 fn least(recipe: &Recipe) -> Recompute {
     match recipe.train.recompute {
         AutoOr::Auto => Recompute::Block,
@@ -300,7 +308,7 @@ fn decide_recompute(
     }
 }
 
-/// How parameters are kept under a strategy.
+/// Returns the storage of parameters under a strategy.
 fn how<'a>(
     recipe: &Recipe,
     engine: &'a EngineOptions,
@@ -329,7 +337,7 @@ fn how<'a>(
     }
 }
 
-/// Tokens of the largest micro-batch that can come.
+/// Returns the tokens of the largest possible micro-batch.
 pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
     let (size, longest) = (recipe.train.micro_batch_rows(), recipe.data.longest_row());
     let Rows::Of(data) = rows else { return size.saturating_mul(longest) };

@@ -1,4 +1,4 @@
-//! The rows of an optimizer step over all ranks, and the micro-batches that each rank makes of them.
+//! Splits the rows of an optimizer step, which all ranks share, into micro-batches of each rank.
 
 use crate::checkpoint::SavedCheckpoint;
 use crate::data::{Dataset, Sampler, SamplerOptions};
@@ -6,15 +6,15 @@ use crate::error::{Error, Result};
 use crate::recipe::{AutoOr, Recipe};
 use crate::units;
 
-/// Steps that "auto" leaves in an epoch at least, where the rows allow that.
+/// Fewest steps that "auto" leaves in an epoch, if the rows allow it.
 const LEAST_STEPS: usize = 30;
-/// Rows of a step over all ranks that "auto" takes at most.
+/// Most rows of a step over all ranks that "auto" chooses.
 const MOST_ROWS: usize = 8;
 
-/// Decides the accumulation of a run over `ranks` ranks as far as its rows need not be known: from
-/// `train.global_batch_size`, or from the checkpoint that the run goes on from, whose steps stay the same on other ranks.
-/// "auto" also takes the checkpoint's accumulation and length of rows. Returns `train.global_batch_size`, which the decision
-/// takes out of the recipe.
+/// Decides the accumulation over `ranks` ranks as far as it does not depend on the rows. The
+/// sources are `train.global_batch_size` or the checkpoint to resume, whose steps stay the same on
+/// other ranks. "auto" also takes accumulation and row length from the checkpoint. Removes
+/// `train.global_batch_size` from the recipe and returns it.
 ///
 /// # Errors
 /// The ranks do not divide the rows of a step.
@@ -40,11 +40,11 @@ pub(crate) fn decide_rows(
     }
 }
 
-/// Decides `train.gradient_accumulation_steps = "auto"` for the rows of `data`; without data for so many rows that no
-/// epoch is short.
+/// Decides `train.gradient_accumulation_steps = "auto"` for the rows of `data`. Without data,
+/// assumes enough rows for an epoch of many steps.
 ///
 /// # Errors
-/// As [`Sampler::new`].
+/// Those of [`Sampler::new`].
 pub(crate) fn decide_accumulation(recipe: &mut Recipe, data: Option<&Dataset>, ranks: usize) -> Result<()> {
     if recipe.train.gradient_accumulation_steps == AutoOr::Auto {
         let options = sampler_options(recipe, ranks);
@@ -55,7 +55,7 @@ pub(crate) fn decide_accumulation(recipe: &mut Recipe, data: Option<&Dataset>, r
     Ok(())
 }
 
-/// The steps of all ranks together.
+/// Returns the options of a sampler over the steps of all ranks.
 pub(crate) fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
     SamplerOptions {
         seed: recipe.train.seed,
@@ -69,18 +69,20 @@ pub(crate) fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
     }
 }
 
-/// The largest accumulation that leaves [`LEAST_STEPS`] steps in an epoch of `rows` rows and takes [`MOST_ROWS`] rows a step
-/// at most, where one micro-batch of each rank has `micro_batches` rows together; else 1.
+/// Returns the largest accumulation with at most [`MOST_ROWS`] rows a step that leaves
+/// [`LEAST_STEPS`] steps in an epoch of `rows` rows; else 1. One micro-batch of every rank has
+/// `micro_batches` rows in total.
 fn accumulation(rows: Option<usize>, micro_batches: usize) -> usize {
     let most = (MOST_ROWS / micro_batches.max(1)).max(1);
     let is_short = |times: usize| rows.is_some_and(|rows| rows.div_ceil(times * micro_batches) < LEAST_STEPS);
     (1..=most).rev().find(|times| !is_short(*times)).unwrap_or(1)
 }
 
-/// The micro-batches of `size` rows that each of `ranks` ranks takes of a step of `rows` rows.
+/// Returns the number of micro-batches of `size` rows for each of `ranks` ranks in a step of `rows`
+/// rows.
 ///
 /// # Errors
-/// The user's: they do not share the rows evenly.
+/// The user's: the ranks cannot share the rows evenly.
 fn share_of_rank(rows: usize, size: usize, ranks: usize) -> Result<usize> {
     let unit = size.saturating_mul(ranks);
     if rows.is_multiple_of(unit) {
@@ -99,8 +101,8 @@ fn share_of_rank(rows: usize, size: usize, ranks: usize) -> Result<usize> {
         .hint(format!("write one of the nearest ({nearest}), or another `train.micro_batch_size`")))
 }
 
-/// Splits the steps of the run that left the checkpoint `saved` over `ranks` ranks: accumulation adapts, so that the run goes
-/// on with the same steps.
+/// Splits the steps of the checkpoint `saved` over `ranks` ranks. The accumulation changes so that
+/// the resumed run makes the same steps.
 ///
 /// # Errors
 /// The ranks do not divide the micro-batches of a step.
@@ -108,7 +110,7 @@ fn split_saved_steps(recipe: &mut Recipe, ranks: usize, saved: &SavedCheckpoint)
     let Some(steps) = saved.state.micro_batches() else {
         return Err(Error::user(format!("cannot resume {}", saved.folder.display()))
             .because(format!(
-                "it does not say how many micro-batches a step had, and was made by {}",
+                "it does not record the number of micro-batches per step, and its run had {}",
                 units::exact(saved.state.ranks, "rank")
             ))
             .hint(format!("resume with `--ranks {}`", saved.state.ranks)));

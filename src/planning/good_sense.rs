@@ -1,22 +1,22 @@
-//! Settings that are allowed and seldom meant: what a plan warns of, and the one that it refuses.
+//! Checks for unusual settings: a plan warns of most, and refuses a run that learns nothing.
 
 use super::Plan;
 use crate::error::{Error, Result};
 use crate::model;
 use crate::recipe::{DataSource, ModelInit, StepInterval};
 
-/// The usual learning rate of an adapter, and of all weights.
+/// The usual learning rates: of an adapter, and of all weights.
 const USUAL_RATES: [f64; 2] = [2e-4, 2e-5];
-/// A learning rate is worth a warning from so many times the usual one on.
+/// Multiple of the usual learning rate from which a plan warns.
 const UNUSUAL_TIMES: f64 = 10.0;
-/// Steps of a run that are few.
+/// Number of steps up to which a plan warns of too few steps.
 const FEW_STEPS: u64 = 10;
 
 impl Plan {
     /// Refuses a run whose learning rate is 0 in each of its steps.
     ///
     /// # Errors
-    /// The user's: nothing would be learned.
+    /// The user's: the run would learn nothing.
     pub fn check_learns(&self) -> Result<()> {
         let schedule = self.schedule()?;
         if (0..self.total_steps).any(|step| schedule.at(step) > 0.0) {
@@ -44,15 +44,16 @@ impl Plan {
             .hint(format!("try `{typed}`")))
     }
 
-    /// Warnings of settings that are seldom meant, each in a sentence.
+    /// Returns a warning for each unusual setting, each in a sentence.
     pub(super) fn unusual_settings(&self) -> Vec<String> {
         let found =
             [self.high_learning_rate(), self.wide_adapter(), self.few_steps(), self.late_evaluation()];
         found.into_iter().flatten().chain(self.long_warm_up_ratio()).collect()
     }
 
-    /// The learning rate, how many times the usual one it is, and the usual one of the method, where it is far above that. A
-    /// model from random weights, or the small one of the quickstart, has another.
+    /// Returns the learning rate, its multiple of the usual one, and the usual one, if it is far
+    /// too high. Returns none for random weights and for the builtin model of the quickstart, which
+    /// need another rate.
     pub(crate) fn unusual_rate(&self) -> Option<(f64, f64, f64)> {
         let model = &self.recipe.model;
         if model.init == ModelInit::Random || matches!(model.id, Some(DataSource::Builtin(_))) {
@@ -73,7 +74,7 @@ impl Plan {
         ))
     }
 
-    /// A rank above the smaller side of a weight.
+    /// Warns of a rank above the smaller side of a weight.
     fn wide_adapter(&self) -> Option<String> {
         let modules = model::modules(&self.base.config);
         let targets = &self.adapter_setup.as_ref()?.targets;
@@ -96,7 +97,8 @@ impl Plan {
         ))
     }
 
-    /// A run of few steps that its rows come to; a user who writes `train.max_steps` knows it.
+    /// Warns of a run whose rows make only a few steps. A user who sets `train.max_steps` gets no
+    /// warning.
     fn few_steps(&self) -> Option<String> {
         let (steps, train) = (self.total_steps, &self.recipe.train);
         let steps_in_words = if steps == 1 { "one step".to_owned() } else { format!("{steps} steps") };
@@ -114,7 +116,7 @@ impl Plan {
         })
     }
 
-    /// Evaluations that no step reaches.
+    /// Warns if `eval.steps` is beyond the last step.
     fn late_evaluation(&self) -> Option<String> {
         let StepInterval::Every(steps) = self.recipe.eval.interval() else { return None };
         (steps > self.total_steps).then(|| format!(
@@ -124,7 +126,7 @@ impl Plan {
         ))
     }
 
-    /// A ratio of the warm-up that is cut to a tenth of the steps.
+    /// Warns of a warm-up ratio above 0.1, which finetune limits to a tenth of the steps.
     fn long_warm_up_ratio(&self) -> Option<String> {
         let ratio = self.recipe.scheduler.warmup_ratio.filter(|ratio| *ratio > 0.1)?;
         let steps = (ratio * self.total_steps as f64) as u64;
@@ -136,10 +138,11 @@ impl Plan {
     }
 }
 
-/// A learning rate with its multiple of the `usual` one, and that, where it is at least ten times as high.
+/// Returns the rate, its multiple of `usual`, and `usual`, if the rate is at least ten times as
+/// high.
 fn high_rate(rate: f64, usual: f64) -> Option<(f64, f64, f64)> {
     let times = rate / usual;
-    // A hair less, so that 2e-3 is ten times 2e-4.
+    // A small tolerance, so that 2e-3 counts as ten times 2e-4.
     (times > UNUSUAL_TIMES - 1e-9).then_some((rate, times, usual))
 }
 

@@ -1,5 +1,5 @@
-//! What a step holds on a GPU for a moment, whose memory goes round: what is let go of serves what comes next, so only
-//! what lies side by side at one time counts.
+//! Peak transient GPU memory of a step. Freed buffers are reused, so only tensors that live at the
+//! same time count.
 
 use std::collections::HashSet;
 
@@ -11,11 +11,11 @@ use crate::ops::cross_entropy::logits_bytes;
 /// Bytes of an f32 value.
 const F32: usize = 4;
 
-/// A micro-batch through the blocks of a model.
+/// One micro-batch on its way through the blocks of a model.
 pub(super) struct GpuStep<'a> {
     config: &'a ModelConfig,
     tokens: usize,
-    /// Bytes of an activation.
+    /// Bytes of one activation value.
     size: usize,
     /// The linear layers of a block.
     layers: Vec<LinearLayer>,
@@ -23,7 +23,7 @@ pub(super) struct GpuStep<'a> {
     has_dropout: bool,
 }
 
-/// A linear layer, as it is in any of the blocks.
+/// A linear layer, the same in every block.
 struct LinearLayer {
     group: LinearGroup,
     out: usize,
@@ -33,8 +33,8 @@ struct LinearLayer {
 }
 
 impl<'a> GpuStep<'a> {
-    /// A micro-batch of this many tokens and bytes of an activation; `dequantized` are the matrices that are made into
-    /// panels.
+    /// Describes a micro-batch of `tokens` tokens with activations of `size` bytes. `dequantized`
+    /// names the matrices that a product dequantizes into panels.
     pub(super) fn new(
         config: &'a ModelConfig,
         dequantized: &HashSet<&str>,
@@ -64,22 +64,23 @@ impl<'a> GpuStep<'a> {
         }
     }
 
-    /// Bytes beside what is kept of activations, which is `at_loss` while the loss is computed and `at_backward` at most:
-    /// what the loss lets go of serves the backward of the last block, so the larger counts.
+    /// Returns the peak bytes beside the kept activations. The inputs are the bytes of activations
+    /// kept during the loss and, at most, during backward. The backward of the last block reuses
+    /// the buffers of the loss, so only the larger of the two counts.
     pub(super) fn workspace(&self, [at_loss, at_backward]: [u64; 2]) -> u64 {
-        // Beside logits lie the last hidden states, the same normed, and the gradients of both.
+        // Beside the logits: the last hidden states, their normed copy, and the gradients of both.
         let hidden = self.rows(4 * self.config.hidden_size);
         let loss = at_loss + hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
         GEMM_WORKSPACE as u64 + loss.max(at_backward + self.temporaries()) - at_backward
     }
 
-    /// Activations of this width.
+    /// Bytes of activations of this width.
     fn rows(&self, width: usize) -> u64 {
         (self.tokens * width * self.size) as u64
     }
 
-    /// What lies side by side at the stages of a block's backward, as `model::backward` takes them, and of its forward
-    /// under recompute.
+    /// Returns the largest sum of tensors that live together at any stage of a block. Covers the
+    /// stages of its backward, as in `model::backward`, and of its forward under recompute.
     fn temporaries(&self) -> u64 {
         let (d, f, heads) = (self.config.hidden_size, self.config.intermediate_size, self.config.heads);
         let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
@@ -92,13 +93,14 @@ impl<'a> GpuStep<'a> {
             // Through gate and up to their input, then through its norm.
             self.rows(2 * f + 3 * d) + through(LinearGroup::GateUp),
             self.rows(2 * f + 4 * d),
-            // Through attention's output projection; attention's output and its inputs; then through q, k and v to
-            // theirs, and through its norm.
+            // Through attention's output projection; then attention's output and its inputs; then
+            // through q, k and v to their input, and through its norm.
             self.rows(2 * d + q) + through(LinearGroup::O),
             self.rows(2 * d + q + qk + qkv),
             self.rows(4 * d + qkv) + through(LinearGroup::Qkv),
             self.rows(5 * d + qkv),
-            // Forward: the gradient of the block's output, and the layer's input; of the last, its output.
+            // Forward: the gradient of the block's output, and the layer's input; for the last
+            // layer, its output.
             self.rows(2 * d) + self.product_forward(LinearGroup::Qkv),
             self.rows(d + q) + self.product_forward(LinearGroup::O),
             self.rows(2 * d) + self.product_forward(LinearGroup::GateUp),
@@ -111,12 +113,14 @@ impl<'a> GpuStep<'a> {
         self.layers.iter().filter(move |layer| layer.group == group)
     }
 
-    /// Whether the layers of a group carry DoRA, or dropout in their adapters.
+    /// True if `what` is on and a layer of the group has an adapter. `what` is DoRA or adapter
+    /// dropout.
     fn has(&self, group: LinearGroup, what: bool) -> bool {
         what && self.group(group).any(|layer| layer.has_adapter)
     }
 
-    /// Bytes of quantized matrices as a product reads them: one at a time under DoRA and where others are dense.
+    /// Returns the bytes of dequantized matrices that a product of the group holds. With DoRA, or
+    /// if some layers are dense, only one matrix is held at a time.
     fn panel(&self, group: LinearGroup) -> u64 {
         let bytes = |layer: &LinearLayer| (layer.out * layer.inputs * self.size) as u64;
         let quantized = self.group(group).filter(|layer| layer.is_quantized).map(bytes);
@@ -131,23 +135,23 @@ impl<'a> GpuStep<'a> {
         widths.fold((0, 0), |(inputs, out), (x, y)| (inputs.max(x), out.max(y)))
     }
 
-    /// Bytes beside input and output in the forward of a group.
+    /// Returns the bytes beside input and output during the forward of a group.
     fn product_forward(&self, group: LinearGroup) -> u64 {
         let (inputs, _) = self.adapted_widths(group);
         let dropped = if self.has_dropout { self.rows(inputs) } else { 0 };
         if !self.has(group, self.has_dora) {
             return self.panel(group).max(dropped);
         }
-        // The adapted weight in f32 while its rows are measured.
+        // DoRA measures the rows of the adapted weight in f32.
         let adapted = self.group(group).filter(|layer| layer.has_adapter);
         let measured = adapted.map(|layer| (layer.out * layer.inputs * F32) as u64).max().unwrap_or(0);
         measured.max(self.panel(group) + dropped)
     }
 
-    /// Bytes beside the gradients of input and output in the backward of a group.
+    /// Returns the bytes beside the gradients of input and output during the backward of a group.
     fn product_backward(&self, group: LinearGroup) -> u64 {
         let (inputs, out) = self.adapted_widths(group);
-        // What comes through a branch with dropout, in f32, and the same with values dropped.
+        // The gradient through a branch with dropout, in f32, and a copy of it with values dropped.
         let through_branch = (self.tokens * inputs * F32) as u64;
         let dropped = if self.has_dropout { 2 * through_branch } else { 0 };
         if !self.has(group, self.has_dora) {

@@ -1,4 +1,5 @@
-//! How the loss goes through the output layer, by what of that trains and whether its logits have a soft-cap.
+//! The path of the loss through the output layer. It depends on the trained parts of that layer and
+//! on a soft-cap of its logits.
 
 use serde::Serialize;
 
@@ -6,21 +7,21 @@ use crate::model::ModelConfig;
 use crate::parallel::{ParamDesc, TOKEN_ROWS};
 use crate::weights::{EMBED_TOKENS, EMBED_TOKENS_MODULE, LM_HEAD, LM_HEAD_MODULE};
 
-/// How the loss goes through the output layer, on which its memory and its speed depend.
+/// The path of the loss through the output layer, which determines its memory and speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossPath {
-    /// The layer is frozen: a part of the vocabulary at a time (on the CPU).
+    /// The layer is frozen: the loss processes a part of the vocabulary at a time (on the CPU).
     Frozen,
-    /// Its weight is frozen, but an adapter on it or single rows of it train, or its logits have a soft-cap: all logits of a chunk of rows
-    /// at a time.
+    /// The weight is frozen, but an adapter on it or some of its rows train, or its logits have a
+    /// soft-cap. The loss computes all logits of a chunk of rows at a time.
     Chunked,
-    /// Its weight trains: the same, and its gradient is a third product.
+    /// The weight trains: as `Chunked`, and its gradient is a third product.
     Trained,
 }
 
 impl LossPath {
-    /// That of a model with the parameters `descs`.
+    /// Returns the path of a model with the parameters `descs`.
     pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
         let has_own = descs.iter().any(|desc| desc.name == LM_HEAD);
         let tied = config.tie_word_embeddings && !has_own;

@@ -1,4 +1,4 @@
-//! How much memory a step will need, from shapes alone, and whether it fits: the ground for `recompute = "auto"`.
+//! Estimates the memory of a step from shapes alone, the basis of `recompute = "auto"`.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -18,45 +18,47 @@ use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::units;
 
-/// What a process holds before anything is loaded, as a cause.
+/// The cause of the memory that a process holds before it loads anything.
 pub(crate) const PROCESS: &str = "the process itself";
 
-/// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
+/// Bytes by cause. Tensors offloaded to host memory count under their cause if the device is the
+/// host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// Weights as they are kept, and f32 masters.
+    /// Weights in their stored format, and f32 masters.
     pub weights: u64,
-    /// Gradients as they are kept.
+    /// Gradients in the dtype that the run keeps.
     pub gradients: u64,
     /// The optimizer's state, in 32 or 8 bits.
     pub optimizer: u64,
-    /// What forward keeps for backward.
+    /// Activations that forward keeps for backward.
     pub activations: u64,
-    /// What lives for a moment: one block's temporaries, the logits of a chunk.
+    /// Transient tensors: one block's temporaries, the logits of a chunk.
     pub workspace: u64,
-    /// Of it what is gathered or brought for a moment, and gradients before they are added up or on their way.
+    /// Part of `workspace`: gathered or copied values, and gradients before accumulation or in
+    /// flight.
     pub in_flight: u64,
-    /// Bytes of a chunk's logits, which lie in the workspace while the loss is computed.
+    /// Bytes of a chunk's logits, which are in the workspace during the loss.
     pub logits: u64,
-    /// Trained tensors as they were at a step, until they are written to files.
+    /// Copies of trained tensors for a checkpoint, until the files are written.
     pub saving: u64,
-    /// What the process held before anything was loaded: the program, tokenizer and data.
+    /// Bytes of the process before it loads anything: the program, tokenizer and data.
     pub process: u64,
-    /// Beside the device: what is offloaded to host memory.
+    /// Bytes outside the device: tensors offloaded to host memory.
     pub host: u64,
-    /// Beside both: parameters in a file.
+    /// Bytes outside both: parameters in a file.
     pub file: u64,
 }
 
 impl MemoryPlan {
-    /// The sum on the device.
+    /// Returns the sum on the device.
     pub fn total(&self) -> u64 {
         let step = self.weights + self.gradients + self.optimizer + self.activations + self.workspace;
         step + self.saving + self.process
     }
 
-    /// The most of [`MemoryPlan::total`] that `phase` is to hold. On the host what a step took stays with the process for the
-    /// next one, in whatever phase.
+    /// Returns the peak of [`MemoryPlan::total`] in `phase`. On the host, the process keeps the
+    /// memory of a step for the next one, in any phase.
     pub(crate) fn in_phase(&self, phase: Phase, on_host: bool) -> u64 {
         let kept = self.weights + self.gradients + self.optimizer + self.process;
         match phase {
@@ -68,7 +70,7 @@ impl MemoryPlan {
         }
     }
 
-    /// The cause whose memory is taken in `phase`, with its bytes.
+    /// Returns the cause whose memory grows in `phase`, with its bytes.
     pub(crate) fn grows_in(&self, phase: Phase) -> (&'static str, u64) {
         match phase {
             Phase::Meet | Phase::Load => (
@@ -81,7 +83,8 @@ impl MemoryPlan {
         }
     }
 
-    /// The parts of [`MemoryPlan::total`]: cause and bytes. Those that not every run has are left out where they are 0.
+    /// Returns the parts of [`MemoryPlan::total`]: cause and bytes. Omits `saving` and the process
+    /// if they are 0.
     pub(crate) fn causes(&self) -> Vec<(&'static str, u64)> {
         let causes = [
             ("weights", self.weights),
@@ -95,13 +98,13 @@ impl MemoryPlan {
         causes.into_iter().chain(at_times).collect()
     }
 
-    /// The parts of [`MemoryPlan::total`] in words.
+    /// Returns the parts of [`MemoryPlan::total`] in words.
     pub(super) fn by_cause(&self) -> String {
         let said = |(cause, bytes): (&str, u64)| format!("{cause} {}", units::bytes(bytes));
         self.causes().into_iter().map(said).collect::<Vec<_>>().join(" + ")
     }
 
-    /// Of a step of one rank, over micro-batches of `tokens` tokens.
+    /// Estimates a step of one rank over micro-batches of `tokens` tokens.
     pub fn of_step(
         config: &ModelConfig,
         descs: &[ParamDesc],
@@ -114,7 +117,8 @@ impl MemoryPlan {
         Self::of_tensors(&tensors, descs, adapter_setup.is_some(), recompute, options)
     }
 
-    /// The same of a micro-batch that keeps and takes `tensors`, of a run that trains an adapter (`has_adapter`) or all weights.
+    /// Estimates a step from the `tensors` of its micro-batches. `has_adapter` is true if the run
+    /// trains an adapter instead of all weights.
     pub(super) fn of_tensors(
         tensors: &MicroBatchTensors<'_>,
         descs: &[ParamDesc],
@@ -124,7 +128,7 @@ impl MemoryPlan {
     ) -> Self {
         let MicroBatchTensors { config, tokens, saved, on_gpu } = tensors;
         let size = options.dtype.size_in_bytes();
-        // What is gathered for one use, and gradients before they are added up: by segment.
+        // Gathered values, and gradients before accumulation, by segment.
         let mut moment: BTreeMap<Segment, MomentBytes> = BTreeMap::new();
         let (mut memory, mut longest) = (MemoryPlan::default(), 0);
         for desc in descs {
@@ -155,7 +159,7 @@ impl MemoryPlan {
             }
         }
         if options.offload.has_state() {
-            // A run of values, gradients and each tensor of the state.
+            // Staged at once: a chunk of values, of gradients and of each tensor of the state.
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.in_flight += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
@@ -176,7 +180,8 @@ impl MemoryPlan {
         memory
     }
 
-    /// Counts a `snapshot` of what is saved, copies in host memory; between steps there is room where `let_go` bytes were.
+    /// Counts a `snapshot` of the saved tensors, copied to host memory. Between steps it reuses
+    /// `let_go` bytes.
     fn add_saving(&mut self, snapshot: u64, let_go: u64, options: &MemoryOptions<'_>) {
         match options.saving {
             _ if !options.on_host => self.host += snapshot,
@@ -185,24 +190,24 @@ impl MemoryPlan {
         }
     }
 
-    /// Counts `bytes` to the host, or to a cause.
+    /// Adds `bytes` to the host or to a cause.
     fn add(&mut self, to_host: bool, cause: impl Fn(&mut Self) -> &mut u64, bytes: u64) {
         *(if to_host { &mut self.host } else { cause(self) }) += bytes;
     }
 }
 
-/// What a micro-batch keeps for its backward and takes for a moment, whoever keeps the parameters.
+/// Tensors that a micro-batch keeps for its backward or holds temporarily, independent of sharding.
 pub(super) struct MicroBatchTensors<'a> {
     config: &'a ModelConfig,
     tokens: usize,
-    /// What each block keeps.
+    /// Bytes that each block keeps.
     saved: Vec<SavedBytes>,
-    /// None where the device is the host.
+    /// None if the device is the host.
     on_gpu: Option<GpuStep<'a>>,
 }
 
 impl<'a> MicroBatchTensors<'a> {
-    /// Those of `tokens` tokens.
+    /// Describes a micro-batch of `tokens` tokens.
     pub(super) fn new(
         config: &'a ModelConfig,
         descs: &[ParamDesc],
@@ -221,7 +226,7 @@ impl<'a> MicroBatchTensors<'a> {
     }
 }
 
-/// What a run saves, and when.
+/// The files that a run saves, and their time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Saving {
     /// The trained weights, after the last step.
@@ -232,54 +237,55 @@ pub enum Saving {
     InBackground,
 }
 
-/// How parameters are kept and computed with.
+/// Storage and compute settings of parameters.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryOptions<'a> {
-    /// The dtype that is computed with.
+    /// The dtype of the computation.
     pub dtype: DType,
-    /// What the optimizer keeps beside each parameter.
+    /// The tensors that the optimizer keeps beside each parameter.
     pub optimizer_state: StateLayout,
-    /// Who keeps what.
+    /// The sharding of parameters over the ranks.
     pub kind: ShardingStrategy,
     /// The number of all ranks.
     pub ranks: usize,
-    /// Ranks that share one copy of what is sharded.
+    /// Ranks that share one copy of a sharded tensor.
     pub sharded_over: usize,
-    /// What is saved, and when.
+    /// The files that the run saves, and their time.
     pub saving: Saving,
-    /// More than one micro-batch a step adds up on a rank, each computed by itself first.
+    /// True if a rank accumulates several micro-batches a step, each computed separately first.
     pub accumulates: bool,
-    /// What the optimizer updates of weights that train in bf16.
+    /// Selects f32 masters, or bf16 weights that the optimizer updates directly.
     pub master: MasterWeights,
-    /// The dtype in which gradients of blocks without masters are kept.
+    /// The dtype of the gradients of blocks without masters.
     pub kept_gradients: DType,
-    /// Gradients are reduced beside computation: those of a block while the next one's are computed.
+    /// True if the gradients of a block are reduced while those of the next block are computed.
     pub overlaps_reductions: bool,
-    /// What is kept away from the device.
+    /// The tensors that are stored outside the device.
     pub offload: &'a OffloadTarget,
-    /// The device is the host.
+    /// True if the device is the host.
     pub on_host: bool,
-    /// Quantized weights are kept in bf16 too.
+    /// True if quantized weights are also kept in bf16.
     pub bf16_copy: bool,
     /// The objective's own work and memory.
     pub objective: ObjectiveCost,
 }
 
 impl MemoryOptions<'_> {
-    /// How many ranks share one copy of what is placed like this.
+    /// Returns the number of ranks that share one copy of a tensor with this placement.
     pub(super) fn share_of(&self, placement: Placement) -> u64 {
         if placement.is_sharded() { self.sharded_over as u64 } else { 1 }
     }
 }
 
-/// Bytes of the tensors that one rank copies to save them, at most, or in the mean on the host: all of an adapter's run,
-/// the segments in turn of others.
+/// Returns the bytes of the tensors that one rank copies to save them: the maximum over ranks, on
+/// the host the mean. Rank 0 saves all of an adapter; otherwise the ranks save the segments in
+/// turn.
 fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOptions<'_>) -> u64 {
     let state_bytes = |desc: &ParamDesc| match options.saving {
         Saving::Outputs => 0,
         _ => options.optimizer_state.bytes(desc.elements()) as u64,
     };
-    // Of a segment: its values and the optimizer's state, and what is gathered of them for the moment.
+    // By segment: its values with the optimizer's state, and their temporary gathered copy.
     let mut segments: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
     for desc in descs.iter().filter(|desc| desc.kind.trains()) {
         let n = desc.elements() as u64;
@@ -296,7 +302,7 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
         shares[i % savers] += saved;
     }
     let gathered = segments.values().map(|[_, gathered]| *gathered).max().unwrap_or(0);
-    // What ranks copy to the memory of one host adds up there, whoever copies it.
+    // Copies of all ranks add up in the memory of one host, so the mean counts there.
     let share = if options.on_host {
         shares.iter().sum::<u64>() / savers as u64
     } else {
@@ -305,25 +311,26 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
     share + gathered
 }
 
-/// The matrices that a product on a GPU dequantizes.
+/// Returns the names of the matrices that a product on a GPU dequantizes.
 fn dequantized<'a>(descs: &'a [ParamDesc], options: &MemoryOptions<'_>) -> HashSet<&'a str> {
     let quantized = descs.iter().filter(|desc| matches!(desc.kind, ParamKind::Quantized(_)));
     quantized.filter(|_| !options.bf16_copy).map(|desc| desc.name.as_str()).collect()
 }
 
-/// Bytes of a segment that live for a moment.
+/// Transient bytes of a segment.
 #[derive(Debug, Clone, Copy, Default)]
 struct MomentBytes {
-    /// Values that are gathered or brought for one use.
+    /// Values gathered or copied for one use.
     gathered: u64,
-    /// Gradients before they are added up.
+    /// Gradients before accumulation.
     fresh: u64,
-    /// Gradients that are reduced while the next block's are computed.
+    /// Gradients in reduction while those of the next block are computed.
     reduced: u64,
 }
 
 impl MomentBytes {
-    /// Counts gradients of `bytes` bytes; `elsewhere`: what is kept of them is not all, or not on the device.
+    /// Counts gradients of `bytes` bytes. `elsewhere` is true if the device keeps only a shard of
+    /// them, or none.
     fn add_gradients(&mut self, bytes: u64, elsewhere: bool, options: &MemoryOptions<'_>) {
         if elsewhere || options.accumulates {
             self.fresh += bytes;
@@ -334,7 +341,8 @@ impl MomentBytes {
     }
 }
 
-/// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh, and a block's on their way.
+/// Sums the transient bytes: two blocks, or an end and a block, are gathered at once. One segment
+/// has fresh gradients, and one block has gradients in reduction.
 fn for_a_moment(segments: &BTreeMap<Segment, MomentBytes>) -> u64 {
     let largest = |bytes: fn(&MomentBytes) -> u64, ends: bool| {
         let of_kind = segments.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_)) != ends);
@@ -345,7 +353,7 @@ fn for_a_moment(segments: &BTreeMap<Segment, MomentBytes>) -> u64 {
     gathered + fresh + largest(|bytes| bytes.reduced, false)
 }
 
-/// Bytes that a parameter's value takes, its copy in bf16 with it, and the master of a trainable one.
+/// Returns the bytes of a parameter's value, including its bf16 copy, and of its f32 master.
 pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u64, u64) {
     let (n, size) = (desc.elements(), options.dtype.size_in_bytes());
     let copy = if options.bf16_copy { n * DType::BF16.size_in_bytes() } else { 0 };
@@ -364,31 +372,33 @@ pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u6
     (bytes as u64, master as u64)
 }
 
-/// Whether the optimizer updates the values of this kind that are computed with.
+/// True if the optimizer updates the values of this kind that the step computes with.
 fn is_updated_itself(kind: ParamKind, options: &MemoryOptions<'_>) -> bool {
     let weight = matches!(kind, ParamKind::Trainable(_));
     weight && (options.dtype == DType::F32 || options.master == MasterWeights::None)
 }
 
-/// The dtype in which the gradients of a parameter are kept.
+/// Returns the dtype in which the run keeps the gradients of a parameter.
 pub(super) fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> DType {
     let of_block = matches!(desc.segment, Segment::Block(_));
     let in_bf16 = of_block && options.dtype != DType::F32 && is_updated_itself(desc.kind, options);
     if in_bf16 { options.kept_gradients } else { DType::F32 }
 }
 
-/// Whether gradients are added up in f32 before they are kept in `kept`: one rank on the host writes bf16 at once.
+/// True if gradients accumulate in f32 before they are kept in `kept`. One rank on the host writes
+/// bf16 directly.
 fn rounds_from_f32(kept: DType, options: &MemoryOptions<'_>) -> bool {
     kept == DType::BF16 && !(options.ranks == 1 && options.on_host)
 }
 
-/// What the branches of adapters are computed in.
+/// Returns the compute dtype of the branches of adapters.
 pub(super) fn branch_dtype(descs: &[ParamDesc]) -> DType {
     let in_bf16 = descs.iter().any(|desc| matches!(desc.kind, ParamKind::AdapterInBf16(_)));
     if in_bf16 { DType::BF16 } else { DType::F32 }
 }
 
-/// What `each` says of every block, given the adapters on it, whose branches are computed in `branch_dtype`.
+/// Calls `each` for every block with the adapters on it, and returns the results. Branches compute
+/// in `branch_dtype`.
 pub(super) fn by_block<T>(
     config: &ModelConfig,
     adapter_setup: Option<&AdapterSetup>,
@@ -410,7 +420,7 @@ pub(super) fn by_block<T>(
     (0..config.num_layers()).map(of_layer).collect()
 }
 
-/// What each block keeps of `tokens` tokens for its backward.
+/// Returns the bytes that each block keeps of `tokens` tokens for its backward.
 fn saved_bytes(
     config: &ModelConfig,
     descs: &[ParamDesc],
@@ -424,24 +434,25 @@ fn saved_bytes(
     by_block(config, adapter_setup, branch_dtype(descs), !options.on_host, of_block)
 }
 
-/// Bytes of `blocks` that are kept at once, at most.
+/// Returns the most bytes of `blocks` that are kept at once.
 fn kept_bytes(blocks: &[SavedBytes], recompute: Recompute) -> usize {
     let inputs: usize = blocks.iter().map(|block| block.input).sum();
     let rest = blocks.iter().map(|block| block.rest);
     match recompute {
         Recompute::None => inputs + rest.sum::<usize>(),
-        // Blocks are computed again one at a time.
+        // Backward recomputes one block at a time.
         Recompute::Block => inputs + rest.max().unwrap_or(0),
     }
 }
 
-/// Bytes of the gradients of a block's widest tensors, which backward holds beside what it recomputes.
+/// Returns the bytes of the gradients of a block's widest tensors, which backward holds beside the
+/// recomputed ones.
 fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
     let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
     (2 * widest * size * tokens) as u64
 }
 
-/// Bytes of the logits of `tokens` tokens of type `dtype` that are held at once.
+/// Returns the bytes of logits held at once for `tokens` tokens of type `dtype`.
 fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, dtype: DType, on_gpu: bool) -> usize {
     let (vocab, width) = (config.vocab_size, config.hidden_size);
     match LossPath::of(config, descs) {
@@ -451,7 +462,7 @@ fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, dtype: D
     }
 }
 
-/// Bytes of `blocks` that are kept while the loss is computed.
+/// Returns the bytes of `blocks` that are kept during the loss.
 fn bytes_at_loss(blocks: &[SavedBytes], recompute: Recompute) -> usize {
     match recompute {
         Recompute::None => kept_bytes(blocks, recompute),
@@ -459,7 +470,7 @@ fn bytes_at_loss(blocks: &[SavedBytes], recompute: Recompute) -> usize {
     }
 }
 
-/// Bytes that can still be had on the device; none when nothing tells.
+/// Returns the free bytes of the device; none if they are unknown.
 pub(super) fn available(device: &Device) -> Option<u64> {
     if !device.is_cpu() {
         return crate::runtime::device::free_bytes(device);
@@ -475,7 +486,7 @@ mod tests {
     use crate::recipe::enums::StateDtype;
     use crate::recipe::{AdapterSection, Offload, TargetModules};
 
-    /// Layers differ: an adapter need not be on each.
+    /// Layers may differ: an adapter need not be on each.
     #[test]
     fn activations_are_the_sum_over_the_blocks() -> Result<()> {
         let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
@@ -546,14 +557,15 @@ mod tests {
             MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options).total()
         };
         use ShardingStrategy::{Ddp, Fsdp, Hsdp, Zero1, Zero2};
-        // The gradients of the largest block; embedding and head take their memory from a pool, one after the other.
+        // The gradients of the largest block; embedding and head use pooled memory, one after the
+        // other.
         for kind in [Zero2, Fsdp, Hsdp(2)] {
             assert_eq!(
                 total(kind, &OffloadTarget::default(), true),
                 total(kind, &OffloadTarget::default(), false) + 4 * 900
             );
         }
-        // What is summed there are the kept gradients.
+        // These strategies reduce the kept gradients in place.
         for kind in [Ddp, Zero1] {
             assert_eq!(
                 total(kind, &OffloadTarget::default(), true),

@@ -1,5 +1,5 @@
-//! Whether the memory of the machine can hold a step at all. What is refused here would end in an allocation that fails
-//! or in the system ending the process, neither of which says why.
+//! Refuses a step that exceeds the memory of the machine. Otherwise an allocation would fail, or
+//! the system would end the process, without a reason.
 
 use super::memory::MemoryPlan;
 use super::{Plan, process_bytes};
@@ -10,16 +10,17 @@ use crate::runtime::machine::{MemoryBound, host_memory};
 use crate::runtime::thread_pool;
 use crate::units;
 
-/// Most settings that are named.
+/// Most settings that a hint names.
 const ADVICE: usize = 4;
 /// Bytes of the stack of a rank's thread, and of each thread of its pool.
 const STACK_BYTES: u64 = 8 << 20;
 
 impl Plan {
-    /// Whether the memory there is can hold a step of the `ranks_here` ranks of this process.
+    /// Checks that the available memory can hold a step of the `ranks_here` ranks of this process.
     ///
     /// # Errors
-    /// The user's: it cannot, which part of a step is the largest, and the keys that decide it.
+    /// The user's: the memory is too small. The message names the largest part of a step and the
+    /// keys that set it.
     pub fn check_memory(&self, ranks_here: usize) -> Result<()> {
         let (memory, ranks) = (&self.memory, ranks_here as u64);
         let on_host = if self.engine.device.is_cpu() { memory.total() } else { 0 };
@@ -37,7 +38,7 @@ impl Plan {
             }
             (_, Some(free)) if memory.kept() > free => {
                 let kept = units::bytes(memory.kept());
-                format!("a rank keeps {kept} on its GPU, of which {} are free", units::bytes(free))
+                format!("a rank keeps {kept} on its GPU, which has {} free", units::bytes(free))
             }
             _ => return Ok(()),
         };
@@ -45,9 +46,9 @@ impl Plan {
         Err(refused(memory, &short, &advice))
     }
 
-    /// Bytes beside a step's memory that count to `bound`, of `ranks` ranks: the memory that this process has already where
-    /// the plan leaves it out, stacks of ranks and of the threads of their pools, and weights that are mapped once more for
-    /// their digest.
+    /// Returns the bytes beside a step's memory that count to `bound`, for `ranks` ranks. They are
+    /// the memory of this process, if the plan omits it; stacks of ranks and of the threads of
+    /// their pools; and weights mapped a second time for their digest.
     fn counted_too(&self, bound: MemoryBound, ranks: u64) -> u64 {
         let mapped: u64 = match (bound, &self.base.files) {
             (MemoryBound::Host | MemoryBound::Group, _) => return 0,
@@ -56,7 +57,7 @@ impl Plan {
         };
         let process = if self.memory.process == 0 { process_bytes() } else { 0 };
         let of_pools = ranks.max(thread_pool::num_threads() as u64);
-        // A single rank computes in the pool that has started already.
+        // A single rank computes in the pool that already runs.
         let stacks = if ranks > 1 { ranks.saturating_add(of_pools).saturating_mul(STACK_BYTES) } else { 0 };
         process.saturating_add(stacks).saturating_add(mapped)
     }
@@ -64,7 +65,7 @@ impl Plan {
 
 fn refused(memory: &MemoryPlan, short: &str, advice: &[String]) -> Error {
     let (part, bytes, keys) = memory.largest();
-    let error = Error::user("cannot train: a step does not fit the memory there is")
+    let error = Error::user("cannot train: a step does not fit the available memory")
         .because(short)
         .because(format!("a rank's {}", memory.by_cause()))
         .because(format!("the largest part is {part}, {}: it follows from {keys}", units::bytes(bytes)));
@@ -75,12 +76,12 @@ fn refused(memory: &MemoryPlan, short: &str, advice: &[String]) -> Error {
 }
 
 impl MemoryPlan {
-    /// What a rank keeps from step to step.
+    /// Returns the bytes that a rank keeps from step to step.
     fn kept(&self) -> u64 {
         self.weights.saturating_add(self.gradients).saturating_add(self.optimizer)
     }
 
-    /// The largest part, its bytes, and what decides them.
+    /// Returns the largest part, its bytes, and the settings that determine it.
     fn largest(&self) -> (&'static str, u64, &'static str) {
         let parts = [
             ("weights", self.weights, "the model, `quantization.kind`, `adapter.r`"),
@@ -99,7 +100,7 @@ impl MemoryPlan {
             ("saving", self.saving, "what trains, `checkpoint.save_steps` and `checkpoint.async_save`"),
             ("host memory", self.host, "what trains and `parallel.offload`"),
         ];
-        // Of equal ones the first.
+        // Reversed: `max_by_key` returns the last of equal parts, and the first is wanted.
         parts.into_iter().rev().max_by_key(|(_, bytes, _)| *bytes).unwrap_or((
             "process",
             self.process,

@@ -1,5 +1,5 @@
-//! What the causes of a [`MemoryPlan`](super::MemoryPlan) are made of: groups of parameters that are kept alike, and the tensors that
-//! blocks keep for backward.
+//! The parts behind the causes of a [`MemoryPlan`](super::MemoryPlan): groups of parameters stored
+//! alike, and the tensors that blocks keep for backward.
 
 use candle_core::DType;
 
@@ -8,34 +8,35 @@ use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig};
 use crate::parallel::{ParamDesc, ParamKind};
 
-/// The name of the group of f32 masters, before the place where they are.
+/// The name of the group of f32 masters, without the suffix for their location.
 pub(crate) const MASTERS: &str = "f32 masters";
 
-/// Parameters that are kept alike.
+/// Parameters that are stored alike.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct KeptGroup {
-    /// What they are, such as `f32 masters`.
+    /// Name of the group, such as `f32 masters`.
     pub(crate) what: String,
-    /// How many there are.
+    /// Number of parameters.
     pub(crate) elements: u64,
     /// Bytes of all of them.
     pub(crate) bytes: u64,
-    /// Ranks that share them out.
+    /// Number of ranks that share them.
     pub(crate) over: u64,
 }
 
-/// The parts of weights, gradients and states, on the device or in host memory, and of activations.
+/// The parts of weights, gradients and states, in device or host memory, and of activations.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MemoryParts {
     pub(crate) weights: Vec<KeptGroup>,
     pub(crate) gradients: Vec<KeptGroup>,
     pub(crate) optimizer: Vec<KeptGroup>,
-    /// Bytes that all blocks together keep where nothing is computed a second time, by tensor, the blocks' inputs first.
+    /// Bytes that all blocks keep without recomputing, by tensor; the inputs of the blocks come
+    /// first.
     pub(crate) saved: Vec<(&'static str, u64)>,
 }
 
 impl MemoryParts {
-    /// Those of a step over micro-batches of `tokens` tokens.
+    /// Counts the parts of a step over micro-batches of `tokens` tokens.
     pub(super) fn new(
         config: &ModelConfig,
         descs: &[ParamDesc],
@@ -98,7 +99,7 @@ fn add(groups: &mut Vec<KeptGroup>, group: KeptGroup) {
     }
 }
 
-/// What values are, and what they are kept in.
+/// Returns a description of the values and their stored format.
 fn kept_as(kind: ParamKind, options: &MemoryOptions<'_>) -> String {
     let own = options.dtype.as_str();
     match kind {

@@ -1,4 +1,4 @@
-//! The training method in words: what the plan, the model card and the report call it.
+//! The training method in words, for the plan, the model card and the report.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use crate::loading::base_model::describe;
 use crate::quant::QuantFormat;
 use crate::units;
 
-/// How a run trains the model: `LoRA, r 16, on 21 modules`, `all weights (full fine-tuning)`.
+/// The method of a run in words: `LoRA, r 16, on 21 modules`, `all weights (full fine-tuning)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Method {
     tag: &'static str,
@@ -15,7 +15,8 @@ pub struct Method {
 }
 
 impl Method {
-    /// The method of a run that trains `adapter_setup` over a base quantized to `format`; without an adapter, all weights.
+    /// Describes a run that trains `adapter_setup` over a base quantized to `format`; without an
+    /// adapter, all weights.
     pub(crate) fn new(adapter_setup: Option<&AdapterSetup>, format: Option<QuantFormat>) -> Self {
         let Some(adapter_setup) = adapter_setup else {
             return Method { tag: "full", text: "all weights (full fine-tuning)".into() };
@@ -38,7 +39,7 @@ impl Method {
         Method { tag, text }
     }
 
-    /// The tag that model cards on the hub carry: `lora`, `qlora`, `dora`, `qdora` or `full`.
+    /// Returns the tag of model cards on the hub: `lora`, `qlora`, `dora`, `qdora` or `full`.
     pub fn tag(&self) -> &'static str {
         self.tag
     }

@@ -1,25 +1,26 @@
-//! `train.micro_batch_size = "auto"`: in how many micro-batches the rows of a step go through the model.
+//! Decides `train.micro_batch_size = "auto"`: the number of micro-batches for the rows of a step.
 //!
-//! The rows of a step are given, `gradient_accumulation_steps` on each rank, and stay: however they are split, loss and
-//! gradients are the same, so what is trained does not depend on the memory that a machine has. Taken is the largest
-//! micro-batch whose step fits, without computing more a second time than single rows would, and no larger than makes a
-//! difference: beyond [`USEFUL_TOKENS`] products are as fast as they become.
+//! The rows of a step are fixed: `gradient_accumulation_steps` on each rank. Every split gives the
+//! same loss and gradients, so the memory of a machine does not affect the result. finetune picks
+//! the largest micro-batch whose step fits without more recomputing than single rows need. It does
+//! not exceed [`USEFUL_TOKENS`]: beyond them, products gain no speed.
 
 use super::fit::{ParallelDecision, StepInputs, widest_micro_batch};
 use super::parallel::WorldSize;
 use crate::error::Result;
 use crate::recipe::{AutoOr, Recipe};
 
-/// Tokens of a micro-batch after which a larger one is no faster, on a processor and on a GPU. A weight is read once for all
-/// of them: with 2,048 a processor multiplies 2,000 times for each value that it reads. A GPU of 132 multiprocessors has a
-/// tile of 128 rows for each of them at 16,384.
+/// Tokens of a micro-batch above which a larger one is no faster, on a processor and on a GPU. A
+/// product reads a weight once for all tokens: with 2,048, a processor does 2,000 multiplications
+/// for each value read. A GPU of 132 multiprocessors has a tile of 128 rows for each of them at
+/// 16,384.
 const USEFUL_TOKENS: [usize; 2] = [2048, 16_384];
 
 impl StepInputs<'_> {
-    /// Splits the rows of a step of `recipe`, where it leaves that open.
+    /// Splits the rows of a step of `recipe` into micro-batches, if the recipe leaves that open.
     ///
     /// # Errors
-    /// As [`StepInputs::decide`].
+    /// Those of [`StepInputs::decide`].
     pub(crate) fn split_rows(&self, recipe: &mut Recipe, world: WorldSize) -> Result<()> {
         if recipe.train.micro_batch_size != AutoOr::Auto {
             return Ok(());

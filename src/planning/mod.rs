@@ -1,10 +1,18 @@
 //! Decides and describes what will run; builds nothing and prints nothing.
 //!
-//! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]: `resolve` finds and decides, `parallel` and
-//! `fit` choose strategy and recomputing by the memory that `memory` works out, `loss_path` how the loss goes through the output layer, `micro_batch` the size of micro-batches, `run_params` lists parameters, `written_bytes` what a run writes, `method` and `describe` put it into words,
-//! `changes` lists what would make a run smaller, `memory_check` refuses what no memory holds, `warnings` and `unlearnable_ends` say what is no
-//! error, `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
-//! another or the machine. What brings a plan to life is in `training`. [`sizing`] estimates runs on hardware that need not be here.
+//! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]:
+//! - `resolve` finds files and decides open keys; `parallel` and `fit` choose strategy and
+//!   recomputing by the memory that `memory` estimates;
+//! - `loss_path` describes how the loss uses the output layer, `micro_batch` decides the size of
+//!   micro-batches;
+//! - `run_params` lists parameters, `written_bytes` counts the bytes that a run writes;
+//! - `method` and `describe` put the plan into words, `changes` lists changes that need less
+//!   memory;
+//! - `memory_check` refuses steps that exceed the memory, `warnings` and `unlearnable_ends` warn;
+//! - `fingerprint` lists the settings that two runs must share.
+//!
+//! The planner refuses keys that contradict one another or the machine before any weight is read.
+//! Module `training` runs a plan. [`sizing`] estimates runs on hardware other than this machine.
 
 mod bf16_copy;
 mod changes;

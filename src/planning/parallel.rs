@@ -1,4 +1,4 @@
-//! The strategy that `[parallel]` and the number of ranks come to, and how gradients are summed.
+//! Decides the strategy from `[parallel]` and the number of ranks, and the summation of gradients.
 
 use candle_core::DType;
 
@@ -9,33 +9,33 @@ use crate::parallel::{GradReduceOptions, OffloadTarget, ShardingStrategy};
 use crate::recipe::{self, MasterWeights, Recipe, ReduceDtype, Strategy};
 use crate::units;
 
-/// How many ranks a run is planned for (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
+/// The number of ranks of a run (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorldSize {
     /// The ranks of all hosts.
     pub all: usize,
-    /// The ranks of this host, where that is known.
+    /// The ranks of this host, if known.
     pub local: Option<usize>,
 }
 
 impl WorldSize {
-    /// The world of `ranks` ranks on one host.
+    /// Returns a world of `ranks` ranks on one host.
     pub fn on_one_host(ranks: usize) -> Self {
         WorldSize { all: ranks, local: Some(ranks) }
     }
 }
 
-/// Whether the gradients of each micro-batch are computed by themselves before they are added to the others, so that the sum
-/// is the same to the bit on however many ranks. On a GPU products add to what is kept in passing: NCCL adds up ranks in an
-/// order of its own anyway.
+/// True if each micro-batch computes its gradients separately before they are added, so that the
+/// sum has the same bits on any number of ranks. On a GPU, products accumulate directly: NCCL adds
+/// ranks in an order of its own anyway.
 pub(super) fn accumulates(recipe: &Recipe, device: DeviceTraits) -> bool {
     recipe.train.accumulation() > 1 && !device.has_kernels
 }
 
-/// What `optimizer.master` says, for weights in `dtype`.
+/// Returns `optimizer.master` for weights in `dtype`.
 ///
 /// # Errors
-/// It leaves masters out, of weights in f32.
+/// The key disables masters, but the weights are f32.
 pub(super) fn master_weights(recipe: &Recipe, dtype: DType) -> Result<MasterWeights> {
     let master = recipe.optimizer.master;
     if master == MasterWeights::None && dtype != DType::BF16 {
@@ -49,19 +49,19 @@ pub(super) fn master_weights(recipe: &Recipe, dtype: DType) -> Result<MasterWeig
     Ok(master)
 }
 
-/// The dtype in which gradients of blocks without f32 masters are kept: bf16 where nothing is added to them.
+/// Returns the dtype for gradients of blocks without f32 masters: bf16 if nothing is added to them.
 pub(super) fn kept_gradients(recipe: &Recipe) -> DType {
     let one = recipe.optimizer.master == MasterWeights::None && recipe.train.accumulation() == 1;
     if one { DType::BF16 } else { DType::F32 }
 }
 
-/// How gradients are summed on `device`.
+/// Returns the options for summing gradients on `device`.
 pub(super) fn reducing(recipe: &Recipe, device: DeviceTraits) -> GradReduceOptions {
     let dtype = reduce_dtype(&recipe.parallel);
     GradReduceOptions { accumulates: accumulates(recipe, device), dtype, kept: kept_gradients(recipe) }
 }
 
-/// The strategy that `[parallel]` names for this many ranks; none where it is left open.
+/// Returns the strategy that `[parallel]` names for this number of ranks; none if it is open.
 ///
 /// # Errors
 /// The number of ranks contradicts the strategy, or the groups of "hsdp" do not divide it.
@@ -75,15 +75,15 @@ pub(super) fn named_strategy(recipe: &Recipe, world: WorldSize) -> Result<Option
         (Strategy::Single, ranks) if ranks > 1 => {
             return refuse(
                 format!(
-                    "there are {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"
+                    "the run has {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"
                 ),
-                "leave the strategy out, or take one rank",
+                "leave the strategy out, or use one rank",
             );
         }
         (Strategy::Auto | Strategy::Single, _) => {}
         (_, 1) => {
             return refuse(
-                "there is one rank; accepted with one: auto, single".into(),
+                "the run has one rank; accepted with one: auto, single".into(),
                 "give more ranks, or leave the strategy out",
             );
         }
@@ -100,7 +100,7 @@ pub(super) fn named_strategy(recipe: &Recipe, world: WorldSize) -> Result<Option
     }))
 }
 
-/// The ranks of a group of "hsdp": those that the recipe says, else those of one host.
+/// Returns the ranks of a group of "hsdp": those of the recipe, else those of one host.
 fn shard_size(parallel: &recipe::ParallelSection, world: WorldSize) -> Result<usize> {
     let ranks = world.all;
     let divisors = || {
@@ -123,15 +123,15 @@ fn shard_size(parallel: &recipe::ParallelSection, world: WorldSize) -> Result<us
                 .hint("add `--set parallel.shard_size=SIZE`"))
         }
         (None, None) => Err(refused(
-            "`parallel.shard_size` is not set, and whoever started the processes does not say how many ranks a host has"
+            "`parallel.shard_size` is not set, and the launcher does not report how many ranks a host has"
                 .into(),
         )
         .hint("set LOCAL_RANK and LOCAL_WORLD_SIZE, or add `--set parallel.shard_size=SIZE`")),
     }
 }
 
-/// The first that fits `budget` bytes a rank of the strategies, in order of what they send, and why it was picked; none
-/// when none fits. Without a budget it is the one that sends least.
+/// Picks the first strategy that fits `budget` bytes a rank, in order of the bytes sent, with the
+/// reason. Returns none if none fits. Without a budget, picks the strategy that sends least.
 pub(super) fn pick_strategy(
     ranks: usize,
     budget: Option<u64>,
@@ -156,7 +156,7 @@ pub(super) fn pick_strategy(
     })
 }
 
-/// A strategy by its name in a recipe.
+/// Returns the name of a strategy in a recipe.
 pub(super) fn named(kind: ShardingStrategy) -> Strategy {
     match kind {
         ShardingStrategy::Single => Strategy::Single,
@@ -168,7 +168,7 @@ pub(super) fn named(kind: ShardingStrategy) -> Strategy {
     }
 }
 
-/// The dtype in which gradients are sent.
+/// Returns the dtype in which ranks send gradients.
 pub(super) fn reduce_dtype(recipe: &recipe::ParallelSection) -> DType {
     match recipe.reduce_dtype {
         ReduceDtype::F32 => DType::F32,
@@ -176,7 +176,7 @@ pub(super) fn reduce_dtype(recipe: &recipe::ParallelSection) -> DType {
     }
 }
 
-/// What is kept away from the device, and where.
+/// Returns the tensors to store outside the device, and their location.
 pub(super) fn offload(parallel: &recipe::ParallelSection) -> OffloadTarget {
     let folder = parallel.offload_folder.as_ref().map(|folder| folder.0.clone());
     OffloadTarget { what: parallel.offload, folder }
@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(group_of(Some(4), two_hosts).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
         assert_eq!(group_of(None, WorldSize::on_one_host(4)).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
         for (size, world, why) in [
-            (None, WorldSize { all: 16, local: None }, "does not say how many ranks a host has"),
+            (None, WorldSize { all: 16, local: None }, "does not report how many ranks a host has"),
             (None, WorldSize { all: 4, local: Some(3) }, "this host has 3 ranks"),
             (Some(3), WorldSize::on_one_host(4), "accepted for 4 ranks: 1, 2, 4"),
         ] {

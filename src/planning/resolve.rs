@@ -1,4 +1,5 @@
-//! From a recipe and facts (config.json, headers, devices, data) to a [`Plan`], in which nothing is optional any more.
+//! Turns a recipe and facts (config.json, headers, devices, data) into a [`Plan`], in which nothing
+//! is optional.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -33,53 +34,54 @@ use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute, Strategy};
 use crate::units;
 use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
 
-/// What will run.
+/// A run with every decision made.
 #[derive(Debug)]
 pub struct Plan {
-    /// The recipe with every "auto" decided but for `parallel.strategy`, which [`Plan::strategy`] tells.
+    /// The recipe with every "auto" decided except `parallel.strategy`; see [`Plan::strategy`].
     pub recipe: Recipe,
-    /// The base model, found and understood.
+    /// The base model: found, its config and headers read.
     pub base: BaseModel,
-    /// What trains; none: all weights.
+    /// The adapter that trains; none: all weights train.
     pub adapter_setup: Option<AdapterSetup>,
-    /// Where the adapter that it starts from was found.
+    /// The saved adapter that the run starts from, with its location.
     adapter_found: Option<ResolvedSource>,
-    /// Tokenizer and template.
+    /// The tokenizer, the chat template and the rules of `[data]`.
     pub rows: DatasetLoader,
-    /// The rows to learn from, and where they came from.
+    /// The training rows and their sources.
     pub train: (Dataset, Vec<ResolvedSource>),
     /// The held-out rows.
     pub held_out: Option<(Dataset, Vec<ResolvedSource>)>,
     /// Device, dtype, attention.
     pub engine: EngineOptions,
-    /// What forward keeps for backward (gradient checkpointing).
+    /// The activations that forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
-    /// What a step needs.
+    /// The memory of a step.
     pub memory: MemoryPlan,
     /// Optimizer steps of the run.
     pub total_steps: u64,
-    /// `train.global_batch_size`, where the rows of a step were given so; `recipe` has what it came to on these ranks.
+    /// `train.global_batch_size` if the recipe sets it. `recipe` then holds the accumulation on
+    /// these ranks.
     pub(crate) global_batch: Option<usize>,
-    /// Ranks that train together.
+    /// Number of ranks that train together.
     pub ranks: usize,
-    /// Who keeps what.
+    /// The sharding of parameters over the ranks.
     pub strategy: ShardingStrategy,
-    /// Why it was picked, when the recipe left it open.
+    /// The reason for the strategy, if the recipe leaves it open.
     pub(crate) why: Option<String>,
     identities: BaseIdentities,
     params: ParamCache,
-    /// The dtype of each tensor of the base, whatever a checkpoint keeps it in.
+    /// The dtype of each tensor of the base, independent of the dtypes of a checkpoint.
     pub(crate) stored_dtypes: BTreeMap<String, StoredDtype>,
-    /// What PiSSA took from the weights when they were loaded, by module.
+    /// The factors that PiSSA took from the weights while loading, by module.
     pub(crate) initial: OnceLock<Arc<BTreeMap<String, LowRankFactors>>>,
 }
 
 impl Plan {
-    /// Finds model and data and decides what the recipe left open.
+    /// Finds model and data, and decides everything that the recipe leaves open. `resumed` is the
+    /// checkpoint to resume from. `now` is the time that the chat template sees.
     ///
     /// # Errors
-    /// Whatever in recipe, model or data cannot be used; all of it before weights are read.
-    /// `resumed` is the checkpoint that the run goes on from, `now` the moment that the chat template is told.
+    /// Anything in recipe, model or data that cannot be used; reported before any weight is read.
     pub fn resolve(
         mut recipe: Recipe,
         resolver: &Resolver<'_>,
@@ -135,26 +137,27 @@ impl Plan {
             strategy,
             why,
             identities: BaseIdentities::default(),
-            // Others than those of the decision, where the engine has since learned what it keeps elsewhere.
+            // A new cache: the engine got its offload options after the decision, which can change
+            // the parameters.
             params: ParamCache::default(),
             initial: OnceLock::new(),
         })
     }
 
-    /// The strategy of the run, as a recipe names it.
+    /// Returns the strategy of the run by its name in a recipe.
     pub fn strategy(&self) -> Strategy {
         parallel::named(self.strategy)
     }
 
-    /// The recipe with the strategy of this run's ranks.
+    /// Returns the recipe with the strategy of this run's ranks.
     pub(crate) fn recipe_of_ranks(&self) -> Recipe {
         let mut recipe = self.recipe.clone();
         recipe.parallel.strategy = self.strategy();
         recipe
     }
 
-    /// The resolved recipe as people get it: with `train.global_batch_size` where that was given, so that it makes the same
-    /// steps on other ranks.
+    /// Returns the resolved recipe for other numbers of ranks. It contains
+    /// `train.global_batch_size` if the user set it, so that other ranks make the same steps.
     pub(crate) fn portable_recipe(&self) -> Recipe {
         let mut recipe = self.recipe.clone();
         if self.global_batch.is_some() {
@@ -164,13 +167,13 @@ impl Plan {
         recipe
     }
 
-    /// The resolved recipe that a run leaves in its folder. Of several ranks a comment tells how many, and the strategy; of
-    /// a global batch, its share of a rank.
+    /// Returns the resolved recipe that a run writes to its folder. With several ranks, a comment
+    /// states their number and strategy; with a global batch, also the accumulation of a rank.
     pub fn recipe_text(&self) -> String {
         let recipe = self.portable_recipe().to_toml();
         if self.global_batch.is_some() {
             return format!(
-                "# Trained by {} with strategy \"{}\"; on each, gradient_accumulation_steps came to {}.\n{recipe}",
+                "# Trained by {} with strategy \"{}\"; gradient_accumulation_steps was {} on each rank.\n{recipe}",
                 units::exact(self.ranks, "rank"),
                 self.strategy(),
                 self.recipe.train.accumulation()
@@ -180,13 +183,13 @@ impl Plan {
             return recipe;
         }
         format!(
-            "# Trained by {} ranks with strategy \"{}\". To repeat the run, give it as many ranks again.\n{recipe}",
+            "# Trained by {} ranks with strategy \"{}\". To repeat the run, use the same number of ranks.\n{recipe}",
             self.ranks,
             self.strategy()
         )
     }
 
-    /// Trainable and all parameters.
+    /// Returns the number of trainable parameters and of all parameters.
     pub fn parameters(&self) -> (u64, u64) {
         let all =
             self.base.descs(Trains::adapter_or_all(self.adapter_setup.as_ref()), None).unwrap_or_default();
@@ -199,13 +202,13 @@ impl Plan {
         (count(true), count(false))
     }
 
-    /// Bytes of the model's files that loading it reads; none when it starts random.
+    /// Returns the bytes of the model's files that loading reads; none if the model starts random.
     pub fn bytes_read(&self) -> Option<u64> {
         let files = self.base.files.as_ref()?;
         Some(files.files().filter_map(|(path, _)| Some(path.metadata().ok()?.len())).sum())
     }
 
-    /// The sampler at the beginning of the run.
+    /// Returns the sampler at the first step of the run.
     ///
     /// # Errors
     /// The data hold no row, or the sizes of a step are not usable.
@@ -213,10 +216,11 @@ impl Plan {
         Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
     }
 
-    /// Which model the run starts from, with the digest of every byte once [`Plan::finish_digest`] was called.
+    /// Returns the identity of the model that the run starts from. It has the digest of every byte
+    /// after [`Plan::finish_digest`].
     ///
     /// # Errors
-    /// As [`BaseModel::identity`].
+    /// Those of [`BaseModel::identity`].
     pub fn identity(&self) -> Result<&ModelIdentity> {
         if let Some(identity) = self.identities.whole.get().or_else(|| self.identities.sampled.get()) {
             return Ok(identity);
@@ -225,10 +229,11 @@ impl Plan {
         Ok(self.identities.sampled.get_or_init(|| identity))
     }
 
-    /// Takes over the digest of every byte of the base, which `task` makes; what the run saves says it.
+    /// Adds the digest of every byte of the base, computed by `task`, to the identity that the run
+    /// saves.
     ///
     /// # Errors
-    /// As [`DigestTask::wait`] and [`BaseModel::identity`].
+    /// Those of [`DigestTask::wait`] and [`BaseModel::identity`].
     pub fn finish_digest(&self, task: DigestTask) -> Result<()> {
         let digest = task.wait()?;
         let identity = self.identity()?.clone().with_digest(&digest);
@@ -236,11 +241,11 @@ impl Plan {
         Ok(())
     }
 
-    /// Compares the base with that of the checkpoint `resumed`, or of the adapter that the run starts from; none where
-    /// there is neither. `force_base` takes another one too.
+    /// Compares the base with that of the checkpoint `resumed` or of the adapter that the run
+    /// starts from. Returns none without either. `force_base` accepts another model.
     ///
     /// # Errors
-    /// The user's: they are different models; what the adapter says of its base is malformed.
+    /// The user's: the models differ, or the record of the base in the adapter is malformed.
     pub fn check_base(
         &self,
         resumed: Option<&SavedCheckpoint>,
@@ -255,13 +260,13 @@ impl Plan {
         BaseCheck::new(&what, trained_on.as_ref(), self.identity()?, force_base).map(Some)
     }
 
-    /// Takes the weights from a checkpoint instead of the base; returns what goes on otherwise than it was, in words.
-    /// The keys in `allowed` may be other than they were.
+    /// Takes the weights from the checkpoint `saved` instead of the base. Returns the changed keys
+    /// as text. The keys in `allowed` may differ from the checkpoint.
     ///
     /// # Errors
-    /// The checkpoint is of another run.
+    /// The checkpoint belongs to another run.
     pub fn resume(&mut self, saved: &SavedCheckpoint, allowed: &[String]) -> Result<Vec<String>> {
-        // While the files are still the base's.
+        // Computed first: afterwards the files are those of the checkpoint.
         self.identity()?;
         let mut changes = saved.check_same_run(&self.fingerprint(), allowed)?;
         changes.extend(self.harmless_changes(saved));
@@ -272,13 +277,13 @@ impl Plan {
         Ok(changes)
     }
 
-    /// The commits of what came from the hub, by what was asked for there.
+    /// Returns the commit of each hub repository in use, by its id in the recipe.
     pub fn commits(&self) -> BTreeMap<String, String> {
         let rows = self.held_out.iter().chain([&self.train]).flat_map(|(_, found)| found);
         let found = rows.chain(&self.adapter_found).chain([&self.base.found]);
         let mut commits = BTreeMap::new();
         for (id, commit) in found.filter_map(|found| Some((&found.id, found.commit.as_ref()?))) {
-            // The rows to train on and those held out may be of two commits.
+            // Training rows and held-out rows may come from two commits of a repository.
             let other = commits.get(id).is_some_and(|known| known != commit);
             let id = if other { format!("{id}@{commit}") } else { id.clone() };
             commits.insert(id, commit.clone());
@@ -286,12 +291,13 @@ impl Plan {
         commits
     }
 
-    /// Micro-batches of a step, those of all ranks together.
+    /// Returns the micro-batches of a step, summed over all ranks.
     pub fn micro_batches(&self) -> usize {
         self.recipe.train.accumulation().saturating_mul(self.ranks)
     }
 
-    /// What the memory and the time of a step depend on. New tokens are in the adapter, where there is one.
+    /// Returns the inputs of the memory and time estimates. New tokens are part of the adapter, if
+    /// it exists.
     pub(crate) fn inputs(&self) -> StepInputs<'_> {
         StepInputs {
             base: &self.base,
@@ -304,8 +310,8 @@ impl Plan {
         }
     }
 
-    /// Settings that this run does not use and with which a device has more memory in `phase`, as they are typed and with
-    /// what a rank would need, in order of what they cost.
+    /// Returns unused settings that free device memory in `phase`, as typed flags with the bytes a
+    /// rank would need. The order is that of their cost.
     pub fn memory_advice(&self, phase: Phase) -> Vec<String> {
         let (inputs, world) = (self.inputs(), WorldSize::on_one_host(self.ranks));
         let settings = ModelSettings::of(&self.base, &self.engine);
@@ -319,13 +325,14 @@ impl Plan {
         first_for(phase, &changes(&self.recipe, settings)).map(advised).collect()
     }
 
-    /// The training method, for the plan, the card and the report.
+    /// Returns the training method for the plan, the model card and the report.
     pub fn method(&self) -> Method {
         Method::new(self.adapter_setup.as_ref(), self.base.format)
     }
 }
 
-/// What trains of the model `named` beside its weights, from the folder `saved` of an adapter or as the recipe says.
+/// Returns the adapter for the model `named`: from the folder `saved`, else as the recipe describes
+/// it. None if the recipe has no adapter.
 fn adapter_setup(
     recipe: &mut Recipe,
     saved: Option<&Path>,
@@ -339,7 +346,7 @@ fn adapter_setup(
     }
 }
 
-/// How `device` computes what `recipe` asks for.
+/// Returns the options of the engine for `recipe` on `device`.
 fn engine_options(recipe: &Recipe, device: Device) -> Result<EngineOptions> {
     let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
     engine.bf16_copy = bf16_copy::is_wanted(recipe);
@@ -347,7 +354,7 @@ fn engine_options(recipe: &Recipe, device: Device) -> Result<EngineOptions> {
     Ok(engine)
 }
 
-/// The adapter that the run starts from, whose tokenizer goes before the model's.
+/// Finds the adapter that the run starts from. Its tokenizer replaces the model's.
 fn find_adapter(
     recipe: &Recipe,
     resolver: &Resolver<'_>,
@@ -359,16 +366,17 @@ fn find_adapter(
     Ok(found)
 }
 
-/// Which model a run starts from.
+/// The identity of the model that a run starts from.
 #[derive(Debug, Default)]
 struct BaseIdentities {
-    /// Once somebody asked.
+    /// The identity by a sample of the weights, after the first request.
     sampled: OnceLock<ModelIdentity>,
-    /// With the digest of every byte, once that is made.
+    /// The identity with the digest of every byte, once that is computed.
     whole: OnceLock<ModelIdentity>,
 }
 
-/// Writes what was left open into the recipe, but for the strategy: it depends on the ranks, which a recipe does not hold.
+/// Writes the decisions into the recipe, except the strategy: it depends on the number of ranks,
+/// which is not in a recipe.
 fn decided(
     recipe: &mut Recipe,
     recompute: Recompute,

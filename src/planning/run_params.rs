@@ -1,5 +1,5 @@
-//! The parameters that runs of one model would have, by what a recipe trains and quantizes. A plan compares dozens of
-//! variations of a recipe, of which most differ in other things; of a large model the list takes a millisecond or two to make.
+//! A cache of the parameter lists that runs of one model have. A plan compares dozens of variants
+//! of a recipe, and most share their parameters. Listing those of a large model takes 1 to 2 ms.
 
 use std::sync::{Arc, Mutex};
 
@@ -9,27 +9,27 @@ use crate::parallel::ParamDesc;
 use crate::recipe::{AdapterSection, QuantizationSection};
 use crate::rendezvous::locked;
 
-/// What a recipe says that decides them.
+/// The keys of a recipe that determine its parameters.
 pub(super) type DecidingKeys = (Option<AdapterSection>, Option<QuantizationSection>);
 
 /// The parameters of a run.
 #[derive(Debug)]
 pub(crate) struct RunParams {
-    /// The adapter of a recipe that has one where the run has none.
+    /// The adapter of the recipe, if the run itself has none.
     pub(crate) own_adapter: Option<AdapterSetup>,
     /// Every parameter of the run.
     pub(crate) descs: Arc<[ParamDesc]>,
 }
 
-/// Those that were made already.
+/// The parameter lists made so far.
 #[derive(Debug, Default)]
 pub(crate) struct ParamCache(Mutex<Vec<(DecidingKeys, Arc<RunParams>)>>);
 
 impl ParamCache {
-    /// The parameters of a recipe with these keys, which `make` lists where they are not known.
+    /// Returns the parameters for these keys; calls `make` if they are not in the cache.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// The errors of `make`.
     pub(super) fn get(
         &self,
         keys: DecidingKeys,

@@ -5,10 +5,10 @@ use crate::error::{Error, Result};
 use crate::optim::Schedule;
 
 impl Plan {
-    /// The learning rate of each step.
+    /// Returns the schedule of learning rates over the steps.
     ///
     /// # Errors
-    /// The recipe gives no learning rate.
+    /// The recipe sets no learning rate.
     pub fn schedule(&self) -> Result<Schedule> {
         let scheduler = &self.recipe.scheduler;
         let learning_rate = self.recipe.optimizer.learning_rate.ok_or_else(|| {
@@ -30,12 +30,12 @@ impl Plan {
     }
 }
 
-/// The longest warm-up that a ratio gives: one of so many steps.
+/// Divisor of the longest warm-up that a ratio gives: one step in so many.
 const LONGEST_SHARE: u64 = 10;
 
-/// The steps that are `ratio` of `total`, rounded down, and a tenth of them at most.
+/// Returns the steps that are `ratio` of `total`, rounded down and at most a tenth of them.
 pub(super) fn share_of_steps(ratio: f64, total: u64) -> u64 {
-    // A hair more, so that 0.29 x 100 is 29 and not 28.
+    // A small tolerance, so that 0.29 x 100 gives 29 and not 28.
     let steps = (ratio * total as f64 + 1e-9) as u64;
     steps.min(total / LONGEST_SHARE)
 }

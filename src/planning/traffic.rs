@@ -1,4 +1,4 @@
-//! What a step of a plan sends between ranks, and what it brings from the host.
+//! Bytes that a step sends between ranks and copies from the host.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,8 @@ use crate::error::Result;
 use crate::model::Segment;
 use crate::parallel::{ParamDesc, SentBytes, TrainedRun};
 
-/// What a rank sends in a step of `turns` micro-batches, with gradients in `dtype`. Padding of buckets is not counted.
+/// Returns the bytes that a rank sends in a step of `turns` micro-batches, with gradients in
+/// `dtype`. Padding of buckets is not counted.
 ///
 /// # Errors
 /// The groups of hsdp do not divide the ranks.
@@ -21,7 +22,7 @@ pub(super) fn sent(
 ) -> Result<SentBytes> {
     let mesh = options.kind.mesh_shape(options.ranks)?;
     let mut gathered: BTreeMap<Segment, usize> = BTreeMap::new();
-    // What trains of a segment is one bucket.
+    // The trained parameters of a segment form one bucket.
     let mut trained: BTreeMap<(Segment, usize), TrainedRun> = BTreeMap::new();
     for desc in descs {
         let spec = options.kind.sharding_spec(desc.kind.role());
@@ -38,7 +39,7 @@ pub(super) fn sent(
     Ok(SentBytes::of_step(mesh, turns, gathered.into_iter(), trained.into_values(), dtype))
 }
 
-/// Bytes of values that are kept in host memory or in a file, all of them once.
+/// Returns the bytes of all offloaded values, in host memory or in a file.
 pub(super) fn brought(descs: &[ParamDesc], options: &MemoryOptions<'_>) -> u64 {
     let away = descs.iter().filter(|desc| options.offload.has_values(desc.kind.role()));
     away.map(|desc| weight_bytes(desc, options).0).sum()

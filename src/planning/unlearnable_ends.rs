@@ -1,9 +1,10 @@
-//! Ends of answers that a run cannot learn: the output layer has the same row for them as for tokens that the base never saw.
+//! Finds ends of answers that a run cannot learn: their row of the output layer equals those of
+//! tokens that the base never saw.
 //!
-//! The logit of a token is the product of its row with the hidden state. No adapter before the output layer can make two
-//! tokens with the same row differ: the loss of such an end stays at the logarithm of their number, and a model that was
-//! trained for hours never stops. Base models have such rows for tokens that were reserved for a later training, and small
-//! ones for an EOS that no text ended in.
+//! The logit of a token is the product of its row with the hidden state. No adapter before the
+//! output layer can distinguish two tokens with the same row. The loss of such an end stays at the
+//! logarithm of their number, and the trained model never stops. Base models have such rows for
+//! reserved tokens, and small models for an EOS that ended no text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,18 +15,19 @@ use crate::data::Example;
 use crate::error::Result;
 use crate::weights::{EMBED_TOKENS, EMBED_TOKENS_MODULE, LM_HEAD, LM_HEAD_MODULE, ModelFiles};
 
-/// The distance of two rows, as a share of the length of one, below which they are the same for a product with a hidden
-/// state. Of stories3M and stories260K, 171 and 248 rows are as near to that of `</s>`, and none to that of a trained token.
+/// The distance of two rows, as a share of the length of one, below which a product with a hidden
+/// state cannot distinguish them. In stories3M and stories260K, 171 and 248 rows are that near to
+/// the row of `</s>`, and none is near to the row of a trained token.
 const SAME_ROW: f32 = 0.1;
-/// Tokens with the same row from which on an end is not learned: a few are synonyms.
+/// Number of tokens with the same row from which an end counts as unlearnable; a few are synonyms.
 const MANY: usize = 8;
-/// The share of the answers that an end ends from which on it is looked at, one in so many.
+/// Checks an end only if at least one answer in so many ends with it.
 const RARE: usize = 10;
 /// Elements of the output layer in memory at once.
 const BLOCK: usize = 1 << 20;
 
 impl Plan {
-    /// A warning for each token that ends answers and that the run cannot learn to predict.
+    /// Returns a warning for each token that ends answers and that the run cannot learn to predict.
     ///
     /// # Errors
     /// The output layer cannot be read.
@@ -50,7 +52,7 @@ impl Plan {
         Ok(warnings)
     }
 
-    /// The tokens that end answers often, whose rows of the output layer do not train.
+    /// Returns the tokens that often end answers and whose rows of the output layer do not train.
     fn frozen_ends(&self) -> BTreeSet<u32> {
         let Some(adapter) = &self.adapter_setup else { return BTreeSet::new() };
         let trains_all = [LM_HEAD_MODULE, EMBED_TOKENS_MODULE].iter().any(|module| {
@@ -71,13 +73,14 @@ impl Plan {
     }
 }
 
-/// The last token of each trained part of an example.
+/// Yields the last token of each trained part of an example.
 fn trained_ends(example: &Example) -> impl Iterator<Item = u32> {
     let is_last = |at: &usize| example.trained[*at] && example.trained.get(at + 1) != Some(&true);
     (1..example.ids.len()).filter(is_last).map(|at| example.ids[at])
 }
 
-/// For each of `tokens`, the number of other tokens with the same row in the matrix `head`, `[vocab, hidden]`.
+/// Returns, for each of `tokens`, the number of other tokens with the same row in the matrix
+/// `head`, `[vocab, hidden]`.
 fn tokens_with_the_same_row(
     files: &ModelFiles,
     head: &str,
@@ -103,11 +106,11 @@ fn tokens_with_the_same_row(
         }
     }
     files.discard(head);
-    // Each row is the same as itself.
+    // Each row equals itself.
     Ok(found.into_iter().map(|(token, _, same)| (token, same.saturating_sub(1))).collect())
 }
 
-/// Returns whether two rows are the same but for [`SAME_ROW`] of the length of the first.
+/// Returns true if two rows differ by at most [`SAME_ROW`] of the length of the first.
 fn are_same(row: &[f32], other: &[f32]) -> bool {
     let length: f32 = row.iter().map(|value| value * value).sum();
     let apart: f32 = row.iter().zip(other).map(|(a, b)| (a - b) * (a - b)).sum();

@@ -1,4 +1,4 @@
-//! What is said before a run although it is no error.
+//! Warnings before a run about settings and data that are not errors.
 
 use super::Plan;
 use crate::data::Dataset;
@@ -6,20 +6,21 @@ use crate::model::{ModelConfig, RopeKind};
 use crate::optim::Schedule;
 use crate::recipe::LEAST_SEQ_LEN;
 
-/// The report on the rows `held_out`. A loss on rows of `train` says how well they are remembered, so these are counted.
+/// Returns the report on the rows `held_out`. It counts those that equal rows of `train`: their
+/// loss measures memorization.
 pub(crate) fn held_out_report(held_out: &Dataset, train: &Dataset) -> String {
     let report = held_out.report();
     match held_out.count_alike(train) {
         (0, _) => report.to_string(),
         (alike, all) => format!(
-            "{report}\nwarning: {alike} of {all} held-out rows are training rows, too, but for case, spaces and \
-             punctuation: their loss says how well they are remembered, not what was learned"
+            "{report}\nwarning: {alike} of {all} held-out rows equal training rows, apart from case, spaces and \
+             punctuation: their loss shows how well the model remembers them, not what it learned"
         ),
     }
 }
 
 impl Plan {
-    /// What a person should know before the run, each in a sentence.
+    /// Returns the warnings before the run, each in a sentence.
     pub fn warnings(&self) -> Vec<String> {
         let held_out = self.held_out.as_ref().map(|(held_out, _)| held_out);
         let data = [Some(&self.train.0), held_out].into_iter().flatten();
@@ -27,27 +28,28 @@ impl Plan {
         data.filter_map(|data| self.long_rows(data)).chain(schedule).chain(self.unusual_settings()).collect()
     }
 
-    /// The report on the held-out rows, if there are any.
+    /// Returns the report on the held-out rows; none without such rows.
     pub fn held_out_report(&self) -> Option<String> {
         let (held_out, _) = self.held_out.as_ref()?;
         Some(held_out_report(held_out, &self.train.0))
     }
 
-    /// Rows with more tokens than the model has positions for.
+    /// Warns of rows with more tokens than the model has positions.
     fn long_rows(&self, data: &Dataset) -> Option<String> {
         let config = &self.base.config;
         let positions = config.max_position_embeddings;
         let lengths = data.examples().iter().map(|example| example.ids.len());
         let long: Vec<usize> = lengths.filter(|length| *length > positions).collect();
         let rows = if long.len() == 1 { "1 row has".to_owned() } else { format!("{} rows have", long.len()) };
-        // A row has two tokens at least.
+        // Shorter rows than this are not accepted.
         let shorter = (positions >= LEAST_SEQ_LEN).then(|| format!("write `data.max_seq_len = {positions}`"));
         beyond_positions(config, *long.iter().max()?, &rows, shorter.as_deref())
     }
 }
 
-/// A warning that `sequences` ("3 rows have"), the longest of `longest` tokens, have more than the model has positions for,
-/// with `shorter` as a way out; none, if they have not. A dynamic rope stretches for them.
+/// Warns that `sequences` ("3 rows have") exceed the positions of the model. The longest has
+/// `longest` tokens; `shorter` is a way out. Returns none if they fit, or if the rope is dynamic
+/// and stretches for them.
 fn beyond_positions(
     config: &ModelConfig,
     longest: usize,
@@ -65,14 +67,14 @@ fn beyond_positions(
     })
 }
 
-/// A warning that `sequence` ("the prompt has") of `tokens` tokens, which a model is to go on with, has more than the model
-/// has positions for; none, if it has not.
+/// Warns that a prompt, `sequence` ("the prompt has") of `tokens` tokens, exceeds the positions of
+/// the model; none if it fits.
 pub fn prompt_beyond_positions(config: &ModelConfig, sequence: &str, tokens: usize) -> Option<String> {
     let shorter = "give a shorter prompt or a smaller `--max-new-tokens`";
     beyond_positions(config, tokens, sequence, Some(shorter))
 }
 
-/// A warm-up that the run does not leave.
+/// Warns of a warm-up that is as long as the run or longer.
 fn short_warm_up(schedule: &Schedule) -> Option<String> {
     let Schedule { total_steps, warmup_steps, learning_rate, .. } = *schedule;
     if !schedule.kind.has_warmup() || warmup_steps < total_steps {
@@ -80,7 +82,7 @@ fn short_warm_up(schedule: &Schedule) -> Option<String> {
     }
     let highest = schedule.at(total_steps.saturating_sub(1));
     let of_run = format!("the {total_steps} steps");
-    // Where it is 0 the run is refused.
+    // A rate of 0 is refused elsewhere.
     (highest > 0.0).then(|| format!(
         "the warm-up of {warmup_steps} is not over in {of_run} of this run: the learning rate reaches {highest:.2e} of \
          {learning_rate:.2e}; write `scheduler.warmup_steps = 0`, or \

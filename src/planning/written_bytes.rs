@@ -1,4 +1,5 @@
-//! What a run writes, from shapes alone: tensors, beside which headers, tokenizers and logs are nothing.
+//! Bytes that a run writes, computed from shapes alone. Only tensors count: headers, tokenizers and
+//! logs are negligible.
 
 use std::collections::BTreeMap;
 
@@ -7,22 +8,22 @@ use crate::parallel::ParamDesc;
 use crate::recipe::{Dtype, MasterWeights, Recipe};
 use crate::weights::StoredDtype;
 
-/// How the trained tensors of a run are stored.
+/// The stored dtypes of a run's trained tensors.
 pub(crate) struct StoredAs {
-    /// What the recipe says of all of them.
+    /// The dtype that the recipe sets for all tensors.
     pub(crate) given: Dtype,
-    /// What each is stored as where it leaves that open; none: f32, as adapters are.
+    /// The dtype of each tensor if the recipe says "auto"; missing names: f32, as for adapters.
     pub(crate) dtypes: BTreeMap<String, StoredDtype>,
 }
 
 impl StoredAs {
-    /// The dtype of the tensor `name`.
+    /// Returns the stored dtype of the tensor `name`.
     pub(crate) fn dtype(&self, name: &str) -> StoredDtype {
         let own = || self.dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
         self.given_to_all().unwrap_or_else(own)
     }
 
-    /// What all are stored as, where the recipe says so.
+    /// Returns the dtype of all tensors if the recipe sets one.
     pub(crate) fn given_to_all(&self) -> Option<StoredDtype> {
         match self.given {
             Dtype::Auto => None,
@@ -33,17 +34,18 @@ impl StoredAs {
     }
 }
 
-/// Bytes that a run writes at a time, on all ranks together.
+/// Bytes of one write, summed over all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WrittenBytes {
-    /// A checkpoint: the trained tensors as they are updated, and the optimizer's state.
+    /// A checkpoint: the trained tensors in the dtype of their update, and the optimizer's state.
     pub(crate) checkpoint: u64,
-    /// The trained tensors as the run leaves them.
+    /// The trained tensors in the final output.
     pub(crate) result: u64,
 }
 
 impl WrittenBytes {
-    /// Of a run of `recipe` with these parameters, the trained ones of which it leaves `stored` so.
+    /// Counts the bytes of a run of `recipe` with these parameters; `stored` gives the dtypes of
+    /// its output.
     pub(crate) fn of<'a>(
         params: impl IntoIterator<Item = &'a ParamDesc>,
         recipe: &Recipe,

@@ -1,4 +1,4 @@
-//! Who watches a run for trouble, and whom the alarms go to, by what the recipe says.
+//! Alerts of a run: rules and receivers by the recipe.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,24 +15,24 @@ use crate::report::alerts::rules::OutputRoom;
 use crate::report::alerts::{AlertOptions, Alerts, check_webhook};
 use crate::runtime::disk_room::DiskRoom;
 
-/// A line for each alarm.
+/// Log of alerts, a line for each.
 pub(crate) const ALERTS: &str = "alerts.jsonl";
 
-/// Refuses alarms that could not be delivered: they are needed long after the start.
+/// Refuses receivers that cannot work before the run starts, because alerts come long after.
 ///
 /// # Errors
-/// A server is named for a run without the network; the program is not found or not executable; the
-/// environment variable of the webhook is not set or holds no address; the proxy of the environment is none.
+/// A webhook is set for an offline run; the program is missing or not executable; the environment
+/// variable of the webhook is not set or holds no address; the proxy of the environment is invalid.
 pub(crate) fn check(alerts: &AlertsSection, offline: bool) -> Result<()> {
     if offline && alerts.webhook.is_some() {
         return Err(Error::user("cannot use `alerts.webhook`")
-            .because("`--offline` leaves the network alone")
+            .because("`--offline` disables the network")
             .hint("add `--set alerts.webhook=`, or leave out `--offline`"));
     }
     if let Some(address) = webhook(alerts)? {
         check_webhook(&address)?;
     }
-    // A path was looked at when the recipe was read.
+    // Reading the recipe has already checked a path.
     let name = alerts.command.as_ref().and_then(|command| command.0.first());
     let Some(name) = name.filter(|name| !name.contains('/')) else { return Ok(()) };
     let folders = std::env::var_os("PATH").unwrap_or_default();
@@ -40,7 +40,7 @@ pub(crate) fn check(alerts: &AlertsSection, offline: bool) -> Result<()> {
     if places.iter().any(|place| program::check(place).is_ok()) {
         return Ok(());
     }
-    // One that is there says more than all that are not.
+    // An existing file that fails the check explains more than all missing ones.
     let found = places.iter().find(|place| place.is_file()).and_then(|place| program::check(place).err());
     let why = found.unwrap_or_else(|| format!("no folder of PATH has a program `{name}`"));
     Err(Error::user("cannot use `alerts.command`")
@@ -48,7 +48,7 @@ pub(crate) fn check(alerts: &AlertsSection, offline: bool) -> Result<()> {
         .hint("name a program in a folder of PATH, or write its path"))
 }
 
-/// The address that alarms are posted to.
+/// Returns the address that alerts are posted to.
 fn webhook(alerts: &AlertsSection) -> Result<Option<String>> {
     let name = match &alerts.webhook {
         None => return Ok(None),
@@ -65,10 +65,11 @@ fn webhook(alerts: &AlertsSection) -> Result<Option<String>> {
     WebhookSource::refusal(&address).map_or(Ok(Some(address)), |why| Err(refused(&why)))
 }
 
-/// Watches the run of `plan`, which writes to `output` and is called `run`; nobody where the recipe asks for nothing.
+/// Starts the alerts of the run of `plan`, which writes to `output` and is called `run`. None if
+/// the recipe sets no rule or receiver.
 ///
 /// # Errors
-/// As [`check`]; a thread cannot be started.
+/// Those of [`check`]; a thread cannot be started.
 pub(crate) fn start(plan: &Plan, output: &Path, run: &str, terminal: &Terminal) -> Result<Option<Alerts>> {
     let recipe = &plan.recipe.alerts;
     let is_heard = recipe.command.is_some() || recipe.webhook.is_some();

@@ -1,4 +1,4 @@
-//! What is said at the end of a run of where its time went: the table of a trace, and the bottlenecks that are clear.
+//! Time analysis at the end of a run: the table of a trace, and clear bottlenecks.
 
 use candle_core::{DType, Device};
 
@@ -16,24 +16,25 @@ use crate::runtime::device::free_bytes;
 use crate::runtime::machine::host_memory;
 use crate::units;
 
-/// Values of the tensor that is copied to see how fast that is: 64 MiB, more than most caches hold.
+/// Elements of the tensor that is copied to measure the copy rate: 64 MiB, more than most caches
+/// hold.
 const COPIED: usize = 16 << 20;
-/// Rows and columns of the matrices that are multiplied to see how fast that is.
+/// Rows and columns of the matrices that are multiplied to measure the product rate.
 const MULTIPLIED: usize = 768;
-/// How often each is done; the fastest counts.
+/// Repeats of each measurement; the fastest counts.
 const TIMES: usize = 4;
-/// Bytes that both take at most.
+/// Largest number of bytes that both measurements need.
 const MEASURED_BYTES: u64 = 4 * (2 * COPIED + 3 * MULTIPLIED * MULTIPLIED) as u64;
 
-/// Measures how fast `device` copies and multiplies if the steps of the run were traced and the `spare` bytes of its memory
-/// suffice for that.
+/// Measures the copy and product rates of `device` if the run traced steps and the `spare` bytes
+/// suffice.
 pub(crate) fn measure(summary: &RunSummary, device: &Device, spare: u64) -> Option<CopyAndProductRates> {
     summary.facts.trace.as_ref()?;
     (spare >= MEASURED_BYTES).then(|| rates(device).ok()).flatten()
 }
 
-/// Says where the time of a run went. In a run without a trace there is a word only where something is clear.
-/// Without `rates` the rules that need them are not asked.
+/// Prints the time analysis of a run. Without a trace it prints only clear bottlenecks. Without
+/// `rates` it skips the rules that need them.
 pub(crate) fn say(
     plan: &Plan,
     summary: &RunSummary,
@@ -54,40 +55,42 @@ pub(crate) fn say(
     terminal.line(format!("traced {steps}: {folder}/rank-*.json opens in ui.perfetto.dev"));
     if rates.is_none() {
         terminal.line(
-            "not checked: memory-bound operations; the speed of this device was not measured, for which the run's own memory is too small",
+            "not checked: memory-bound operations, because the run's memory is too small to measure the speed of this device",
         );
     }
     facts.rates = rates;
     let found = bottlenecks::find(&facts);
     if found.is_empty() {
-        terminal.line("no bottleneck: none of the rules of docs/profiling.md holds");
+        terminal.line("no bottleneck: no rule of docs/profiling.md applies");
     }
     found.into_iter().for_each(|found| terminal.warn(found.text));
 }
 
-/// Whether the memory there is would surely hold the activations of all blocks; none where they are kept.
+/// Returns whether the available memory surely holds the activations of all blocks; none if the run
+/// keeps them already.
 fn fits_without_recompute(plan: &Plan) -> Option<bool> {
     if plan.recompute == Recompute::None {
         return None;
     }
     let device = &plan.engine.device;
     let memory = if device.is_cpu() {
-        // All ranks of the plan, as if all were here.
+        // Assumes that all ranks of the plan are on this host.
         host_memory().map(|host| host.limit.min(host.available) / plan.ranks.max(1) as u64)
     } else {
         free_bytes(device)
     };
-    // What one block keeps for its backward is a part of the plan's activations; no other keeps more.
+    // The plan's activations contain those that one block keeps for its backward, and no block
+    // keeps more.
     let blocks = plan.base.config.num_layers() as u64;
     let more = plan.memory.activations.saturating_mul(blocks.saturating_sub(1));
     Some(memory.is_some_and(|memory| more < memory))
 }
 
-/// How fast `device` copies and multiplies in f32, as operations of the engine do it.
+/// Measures how fast the engine's operations copy and multiply in f32 on `device`.
 fn rates(device: &Device) -> Result<CopyAndProductRates> {
     let zeros = |shape: (usize, usize)| TensorMut::zeros(shape, DType::F32, device);
     let (from, to) = (zeros((1, COPIED))?, zeros((1, COPIED))?);
-    // Pages that were never written are not read from memory.
+    // The system does not read pages from memory that were never written.
     [&from, &to].into_iter().try_for_each(zero)?;
     let copy_secs = fastest(device, || copy_into(&to, &from))?;
     let side = (MULTIPLIED, MULTIPLIED);

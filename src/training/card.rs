@@ -1,4 +1,4 @@
-//! The model card of a run.
+//! Model card of a run.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::planning::Plan;
 use crate::recipe::{DataSource, quoted_for_shell};
 use crate::report::card::{Artifact, Card, CardBase, CardData};
 
-/// The model card of the run of `plan`.
+/// Returns the model card of the run of `plan`.
 pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     let sets = |found: &[ResolvedSource], rows: usize| -> Vec<CardData> {
         let data = |found: &ResolvedSource| CardData {
@@ -48,19 +48,20 @@ pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     }
 }
 
-/// Returns whether the rows were rendered by a chat template, so that the model is to be asked through it.
+/// Returns whether a chat template rendered the rows, so that prompts need the template too.
 pub(crate) fn is_chat(plan: &Plan) -> bool {
     const CHATS: [&str; 5] = ["messages: ", "sharegpt: ", "preference: ", "alpaca: ", "instruction: "];
     let why = &plan.train.0.report().why;
     plan.rows.template.is_some() && CHATS.iter().any(|format| why.contains(format))
 }
 
-/// Whether the base model is one inside the binary.
+/// Returns whether the base model is built into the binary.
 fn is_builtin(plan: &Plan) -> bool {
     matches!(plan.recipe.model.id, Some(DataSource::Builtin(_)))
 }
 
-/// The last name of a path, by which title, front matter and tables of a card name files and folders of this machine.
+/// Returns the last part of a path, which names files of this machine in title, front matter and
+/// tables of a card.
 fn last_name(id: &str) -> String {
     Path::new(id).file_name().map_or_else(|| id.to_owned(), |name| name.to_string_lossy().into_owned())
 }

@@ -1,4 +1,4 @@
-//! The last lines of a run: time and tokens, what the held-out rows say, where everything is, and the commands to go on with.
+//! Last lines of a run: time and tokens, held-out losses, paths, and commands to continue with.
 
 use std::path::Path;
 
@@ -13,13 +13,14 @@ use crate::recipe::quoted_for_shell;
 use crate::report::memory::MemoryComparison;
 use crate::units;
 
-/// Losses that differ by less than this share are called equal.
+/// Losses that differ by less than this fraction count as equal.
 const SAME: f64 = 0.001;
-/// Characters of a prompt in a command, at most.
+/// Largest number of characters of a prompt in a command.
 const PROMPT: usize = 60;
 
 impl TrainRun<'_> {
-    /// The end of a run that was asked to stop, which is no failure: where it is saved, and the command to go on with.
+    /// Returns the end of a run that stopped on request, which is no failure: the checkpoint and
+    /// the command to resume.
     pub(crate) fn stopped(&self, summary: &RunSummary) -> Error {
         let (args, output) = (self.args, self.args.output());
         let folder = output.join(format!("checkpoint-{}", summary.steps));
@@ -42,7 +43,7 @@ impl TrainRun<'_> {
         Error::new(ErrorCategory::SavedAndStopped, text)
     }
 
-    /// Prints the closing lines of a run whose result is in `place` and that took `secs` seconds in all.
+    /// Prints the closing lines of a run with its result in `place`, after `secs` seconds in total.
     pub(crate) fn close(&self, summary: &RunSummary, place: &Path, secs: f64, memory: &MemoryComparison) {
         let (plan, terminal) = (self.plan, self.terminal);
         let steps =
@@ -54,7 +55,7 @@ impl TrainRun<'_> {
         terminal.line(memory.to_string());
         let report = self.args.output().join(REPORT);
         if report.is_file() {
-            terminal.line(format!("the run as a page: {}", report.display()));
+            terminal.line(format!("report: {}", report.display()));
         }
         let next = next_commands(plan, place);
         if !next.is_empty() {
@@ -64,7 +65,7 @@ impl TrainRun<'_> {
     }
 }
 
-/// The sentence on the best weights and the last ones of a run that keeps the best.
+/// Returns the sentence on the best and the last weights of a run that keeps the best.
 fn best_and_last(summary: &RunSummary) -> Option<String> {
     let (kept, last) = (summary.after.as_ref()?, summary.last.as_ref()?);
     if let Some(lost) = &summary.lost_best {
@@ -85,7 +86,7 @@ fn best_and_last(summary: &RunSummary) -> Option<String> {
     ))
 }
 
-/// The sentence on the held-out rows before and after, with the cause where one is plain.
+/// Returns the sentence on the held-out loss before and after, with the cause if it is clear.
 fn verdict(plan: &Plan, summary: &RunSummary) -> String {
     let (before, after) = match (&summary.before, &summary.after) {
         (Some(before), Some(after)) => (before.eval_loss, after.eval_loss),
@@ -107,7 +108,7 @@ fn verdict(plan: &Plan, summary: &RunSummary) -> String {
     format!("held-out loss: worse than before training, {losses}{cause}")
 }
 
-/// The plain cause of a loss that grew to `after`, if there is one.
+/// Returns the clear cause, if any, of a loss that grew to `after`.
 fn cause(plan: &Plan, summary: &RunSummary, after: f64) -> Option<String> {
     if let Some((rate, times, usual)) = plan.unusual_rate() {
         return Some(format!(
@@ -116,15 +117,15 @@ fn cause(plan: &Plan, summary: &RunSummary, after: f64) -> Option<String> {
     }
     let last = summary.last_loss.filter(|last| *last < after / 2.0)?;
     Some(format!(
-        "the training loss is {last:.2}: the training rows were learned by heart, try fewer epochs or more rows"
+        "the training loss is {last:.2}: the run has overfitted the training rows, try fewer epochs or more rows"
     ))
 }
 
-/// Commands that work as they stand, in this order, on the result in `place`.
+/// Returns commands that work unchanged, in this order, on the result in `place`.
 fn next_commands(plan: &Plan, place: &Path) -> Vec<String> {
     let is_adapter = plan.adapter_setup.is_some();
     if is_adapter && plan.base.files.is_none() {
-        // Random weights are in no file that a verb could read.
+        // No verb can read a base of random weights, which is in no file.
         return Vec::new();
     }
     let flag = if is_adapter { "--adapter" } else { "--model" };
@@ -145,11 +146,11 @@ fn next_commands(plan: &Plan, place: &Path) -> Vec<String> {
     commands
 }
 
-/// The name of the folder `place` with `end`, and a number where something has that name.
+/// Returns the name of the folder `place` with `end`, and with a number if that name exists.
 fn free_name(place: &Path, end: &str) -> String {
     let stem = match place.file_name() {
         Some(_) => place.display().to_string(),
-        // Such as `.`: beside it, not in it.
+        // Names such as `.` have no last part.
         None => "model".to_owned(),
     };
     let stem = stem.trim_end_matches('/');
@@ -159,7 +160,7 @@ fn free_name(place: &Path, end: &str) -> String {
     names.find(|name| Path::new(name).symlink_metadata().is_err()).unwrap_or_else(|| format!("{stem}{end}"))
 }
 
-/// The beginning of the first row, as a shell takes it: what is asked there, where something is.
+/// Returns the beginning of the first row, quoted for a shell: its question, if it has one.
 fn prompt(plan: &Plan) -> String {
     let first = plan.train.0.examples().first();
     let text = first.and_then(|example| asked(example, &plan.rows.tokenizer));
@@ -167,7 +168,8 @@ fn prompt(plan: &Plan) -> String {
     text.map_or_else(|| "'Once upon a time'".to_owned(), |text| quoted_on_one_line(&cut(&text)))
 }
 
-/// The text before the first trained token of a row; of a row of text its first words.
+/// Returns the text before the first trained token of a row, or the first words of a row of plain
+/// text.
 fn asked(example: &Example, tokenizer: &Tokenizer) -> Option<String> {
     // The first token of a row is never predicted.
     let start = example.trained.iter().skip(1).position(|trained| *trained)? + 1;
@@ -176,14 +178,14 @@ fn asked(example: &Example, tokenizer: &Tokenizer) -> Option<String> {
     tokenizer.decode(ids, true).ok()
 }
 
-/// The beginning of a long prompt, up to the end of a word.
+/// Returns the beginning of a long prompt, up to the end of a word.
 fn cut(text: &str) -> String {
     let Some((end, _)) = text.char_indices().nth(PROMPT) else { return text.to_owned() };
     let start = &text[..end];
     start.rsplit_once(' ').map_or(start, |(words, _)| words).to_owned()
 }
 
-/// A word of a command in bash and zsh, on one line whatever is in it.
+/// Quotes a word for bash and zsh on one line, whatever characters it has.
 fn quoted_on_one_line(text: &str) -> String {
     if !text.contains(['\n', '\r', '\t']) {
         return quoted_for_shell(text);

@@ -1,14 +1,15 @@
-//! What a run says when its device fails: in which step and phase, and what would help.
+//! Errors of a failed device: step, phase and settings that may help.
 
 use crate::collective::Phase;
 use crate::error::{DeviceFault, Error};
 use crate::planning::Plan;
 use crate::units;
 
-/// Most settings that are named; the first ones cost least.
+/// Largest number of settings in a hint; the first ones cost least.
 const ADVICE: usize = 4;
 
-/// `error` with what the run of `plan` was doing, where it comes from the device; others as they are.
+/// Adds the step, the phase and a hint to `error` if it comes from the device; returns other errors
+/// unchanged.
 pub(crate) fn explained(error: Error, plan: &Plan, phase: Phase) -> Error {
     let Some(fault) = error.device_fault() else { return error };
     let step = error.step();
@@ -23,17 +24,17 @@ pub(crate) fn explained(error: Error, plan: &Plan, phase: Phase) -> Error {
             let advice = hint(&plan.memory_advice(phase));
             error
                 .because(format!(
-                    "the plan counted {planned} for a step; what grows in this phase is {cause}, planned as {}",
+                    "the plan estimated {planned} for a step; this phase needs memory for {cause}, planned as {}",
                     units::bytes(bytes)
                 ))
                 .hint(advice)
         }
         _ => error,
     };
-    error.because("what was saved before is untouched")
+    error.because("everything saved before is intact")
 }
 
-/// What failed; none where the error says it by itself, as that of an evaluation does.
+/// Names the failed part; none if the error does so itself, as that of an evaluation does.
 fn doing(phase: Phase, step: Option<u64>) -> Option<String> {
     let part = match (phase, step) {
         (Phase::Meet | Phase::Load, _) => return Some("cannot load the model".into()),
@@ -47,7 +48,7 @@ fn doing(phase: Phase, step: Option<u64>) -> Option<String> {
         (Phase::Backward, _) => "backward",
         (Phase::Norm, _) => "gradient norm",
         (Phase::Update, _) => "optimizer's update",
-        (Phase::AllGatherParams, _) => "exchange of new weights",
+        (Phase::AllGatherParams, _) => "all-gather of new weights",
     };
     Some(match step {
         Some(step) => format!("step {step} failed in its {part}"),
@@ -55,14 +56,16 @@ fn doing(phase: Phase, step: Option<u64>) -> Option<String> {
     })
 }
 
-/// How to need less memory; `settings` as they are typed, with what each would come to.
+/// Returns a hint on needing less memory. `settings` are command-line flags with the memory of
+/// each.
 fn hint(settings: &[String]) -> String {
     if settings.is_empty() {
-        return "take a smaller model or a larger GPU; `nvidia-smi` shows what other processes hold".into();
+        return "use a smaller model or a larger GPU; `nvidia-smi` shows the memory of other processes"
+            .into();
     }
     format!(
-        "these lower it, what costs least first: {}; with `--resume` a run goes on under another `train.recompute`, \
-         `parallel.offload` or split into micro-batches, the others begin a new one",
+        "these lower it, what costs least first: {}; `--resume` accepts another `train.recompute`, \
+         `parallel.offload` or split into micro-batches, other changes need a new run",
         settings[..settings.len().min(ADVICE)].join(", ")
     )
 }

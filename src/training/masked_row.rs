@@ -1,4 +1,4 @@
-//! A row as people read it: its text, with what is trained marked.
+//! Text of a row with its trained parts marked.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use crate::data::{Example, Tokenizer};
 use crate::error::Result;
 use crate::report::html::MaskedRow;
 
-/// The tokens `shown` of `example` as text.
+/// Returns the tokens `shown` of `example` as text with their mask.
 ///
 /// # Errors
 /// The tokenizer has no text for an id.

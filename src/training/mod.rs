@@ -1,4 +1,4 @@
-//! A run of training: the plan brought to life, its output folder, reports and closing lines.
+//! Training runs: plan, ranks' work, output folder, reports and closing lines.
 
 pub(crate) mod alerts;
 mod bottlenecks;

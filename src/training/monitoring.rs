@@ -1,5 +1,5 @@
-//! Who follows a run beside its own record: what the recipe asks for under `[log]`, and the peak that a run's speed is a
-//! share of.
+//! Metrics endpoint, TensorBoard and MLflow of a run by the recipe's `[log]`, and the peak speed
+//! for `mfu` and `hfu`.
 
 use std::path::Path;
 
@@ -21,11 +21,12 @@ use crate::report::{
 };
 use crate::runtime::device;
 
-/// Listens where `log.metrics_address` says, before anything is loaded: a run does not begin without what was asked for.
-/// With `offline` a server that it is to log to must be on this machine.
+/// Opens the metrics endpoint of `log.metrics_address`. It runs before loading, so that a run
+/// without its endpoint does not start. With `offline` the MLflow server must be on this machine.
 ///
 /// # Errors
-/// The user's: nothing can listen there; the server is elsewhere, or the proxy before it has no address.
+/// The user's: the address cannot be bound; the MLflow server is on another machine, or its proxy
+/// has no address.
 pub(crate) fn listen(
     plan: &Plan,
     output: &Path,
@@ -47,21 +48,22 @@ pub(crate) fn listen(
             "write another port, such as `--set log.metrics_address=127.0.0.1:9465`; port 0 takes a free one",
         )
     })?;
-    let whom = if server.is_open() { ", for whoever reaches this machine" } else { "" };
+    let whom = if server.is_open() { ", open to the network" } else { "" };
     let place = format!("metrics at {}{whom}", server.url());
     let labels = RunLabels { run: name_of(output), model: plan.base.found.name() };
     let endpoint = MetricsEndpoint::new(server, &labels)?;
-    // Whoever reads this finds a page.
+    // Printed last: the page is available from here on.
     terminal.line(place);
     Ok(Some(endpoint))
 }
 
-/// What a run is called: as its output folder.
+/// Returns the name of a run, the name of its output folder.
 fn name_of(output: &Path) -> String {
     output.file_name().map_or_else(|| "finetune".into(), |name| name.to_string_lossy().into_owned())
 }
 
-/// Everyone who follows the run in `output`, which goes on after `resumed` steps; who cannot is named in a warning.
+/// Returns the listeners of the run in `output`, which resumes after `resumed` steps. A listener
+/// that cannot start is left out with a warning.
 pub(crate) fn listeners(
     plan: &Plan,
     output: &Path,
@@ -107,7 +109,8 @@ fn mlflow_target(plan: &Plan, server: &str, run: String, resumed: Option<u64>) -
     })
 }
 
-/// Every key of a recipe as `section.key`, with its value: a text as it is, all else as in TOML.
+/// Returns every key of a recipe as `section.key` with its value: strings without quotes, other
+/// values in TOML.
 fn recipe_values(text: &str) -> Result<Vec<(String, String)>> {
     let sections: toml::Table = toml::from_str(text)
         .map_err(|e| Error::internal("the resolved recipe does not read back").because(e.to_string()))?;
@@ -121,8 +124,9 @@ fn recipe_values(text: &str) -> Result<Vec<(String, String)>> {
     Ok(values)
 }
 
-/// What a token costs and what the devices could do: `log.peak_tflops`, else what the table of devices has for the GPU.
-/// None where neither knows: of a processor no maker says what it does at the clock that it will have.
+/// Returns the operations per token and the peak of all devices: `log.peak_tflops`, else the value
+/// of the device table for the GPU. None if neither is known; the table has no CPUs, because their
+/// vendors give no peak at the actual clock.
 pub(crate) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
     let Some(tflops) =
         plan.recipe.log.peak_tflops.map_or_else(|| table_tflops(&plan.engine), |own| Ok(Some(own)))?
@@ -138,7 +142,7 @@ pub(crate) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
     Ok(Some(PeakFlops { model: flops.model(), hardware: flops.hardware(), peak }))
 }
 
-/// What the table of devices says of the first rank's GPU in the dtype that is computed in.
+/// Returns the peak in TFLOP/s of the first rank's GPU in the compute dtype, from the device table.
 fn table_tflops(engine: &EngineOptions) -> Result<Option<f64>> {
     let index = match engine.device.location() {
         candle_core::DeviceLocation::Cuda { gpu_id } => gpu_id,

@@ -1,9 +1,11 @@
-//! The output folder of a training run: what there is to go on from, whether the run may write there, and its lock.
+//! Output folder of a training run: the checkpoint to resume from, the right to write there, and
+//! the lock.
 //!
-//! A folder is a run's by its record (`.finetune/run.json`). One of a program that kept no record yet is recognised by a
-//! sound checkpoint in it: its manifest and digests. What else lies there is then taken for the run's by its contents:
-//! recipe.toml if it has every key that the checkpoint was made under, metrics.jsonl if it is empty or has a line of a run,
-//! README.md if it says that this program wrote it, and beside such a recipe.toml the files that the checkpoint has too.
+//! A folder belongs to a run by its record (`.finetune/run.json`). Folders of old versions, which
+//! wrote no record, are recognised by an intact checkpoint: its manifest and digests match. Their
+//! other files belong to the run by their contents: recipe.toml if it has every key of the
+//! checkpoint, metrics.jsonl if it is empty or has a line of a run, README.md if it names this
+//! program as its author, and beside such a recipe.toml the files that the checkpoint has too.
 
 use std::path::Path;
 
@@ -21,32 +23,33 @@ use crate::recipe::Recipe;
 use crate::report::Terminal;
 use crate::report::metrics::{self, MetricsEntry};
 
-/// Written by every run beside the weights.
+/// Files that every run writes beside the weights.
 const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
-/// A line for each step.
+/// Log of the run, a line for each step.
 pub(crate) const METRICS: &str = "metrics.jsonl";
-/// The model card.
+/// Model card of the result.
 pub(crate) const CARD: &str = "README.md";
-/// The folder of event files.
+/// Folder of TensorBoard's event files.
 pub(crate) const TENSORBOARD: &str = "tensorboard";
-/// The run at a glance.
+/// Report of the run, an HTML page.
 pub(crate) const REPORT: &str = "report.html";
 
-/// What was found in the output folder before the run is planned.
+/// State of the output folder before the run is planned.
 pub(crate) struct OutputFolder {
-    /// The checkpoint to go on from.
+    /// Checkpoint to resume from.
     pub(crate) resumed: Option<SavedCheckpoint>,
-    /// The record of the run whose folder it is.
+    /// Record of the run that the folder belongs to.
     record: Option<RunRecord>,
-    /// The folder, locked where there was something in it to go on with.
+    /// Lock of the folder, taken early if it holds a run to resume.
     claimed: Option<RunFolder>,
 }
 
 impl OutputFolder {
-    /// Looks at the output folder; the `first` process of the run answers for it.
+    /// Examines the output folder. Only the `first` process of the run locks it and refuses it.
     ///
     /// # Errors
-    /// There is no going on from what `--resume` names, or not in this folder; the folder is in use or not free.
+    /// The run cannot resume from the folder of `--resume`, or not in this output folder; the
+    /// folder is in use or not free.
     pub(crate) fn prepare(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Self> {
         let output = args.output();
         let Some(from) = &args.resume else {
@@ -55,7 +58,7 @@ impl OutputFolder {
             }
             return Ok(OutputFolder { resumed: None, record: None, claimed: None });
         };
-        // Locked before it is looked at: no checkpoint comes or goes any more.
+        // Locks first, so that no checkpoint appears or disappears afterwards.
         let is_run = RunRecord::read(output)?.is_some() || checkpoint::has_any(output)?;
         let claimed = (first && is_run).then(|| RunFolder::claim(output)).transpose()?;
         claimed.iter().flat_map(RunFolder::notes).for_each(|note| terminal.line(note));
@@ -71,11 +74,11 @@ impl OutputFolder {
         Ok(OutputFolder { resumed, record, claimed })
     }
 
-    /// Returns whether the run of `plan` has left its whole result here, and no checkpoint or one of its last step:
-    /// nothing is left to do.
+    /// Returns whether the run of `plan` is complete: its whole result is here, with no checkpoint
+    /// or one of its last step.
     ///
     /// # Errors
-    /// Another run has left its result here.
+    /// The folder holds the result of another run.
     pub(crate) fn has_ended(&self, plan: &Plan, output: &Path) -> Result<bool> {
         if let (Some(saved), Some(record)) = (&self.resumed, &self.record) {
             let same = record.plan == RunRecord::digest(&plan.fingerprint()) && lies_in(saved, output);
@@ -93,10 +96,11 @@ impl OutputFolder {
         }
     }
 
-    /// The moment that the run's chat template was told, where the run to go on with recorded it.
+    /// Returns the date that the run passed to its chat template, if the run to resume recorded
+    /// one.
     ///
     /// # Errors
-    /// What was recorded is no date.
+    /// The recorded text is no date.
     pub(crate) fn date(&self) -> Result<Option<DateTime<FixedOffset>>> {
         let recorded = match &self.resumed {
             Some(saved) => saved.state.chat_template_date.as_deref(),
@@ -105,11 +109,12 @@ impl OutputFolder {
         recorded.map(parse_date).transpose()
     }
 
-    /// Locks the folder for the run of `plan`, which goes on from `resumed`, and makes sure that nothing is in its way; the
-    /// record to begin with. Called when all processes of the run have met.
+    /// Locks the folder for the run of `plan`, which resumes from `resumed`, and checks that the
+    /// run may write there. Returns the lock and the first record. Called after all processes of
+    /// the run have joined.
     ///
     /// # Errors
-    /// The folder is in use, or holds what the run would overwrite.
+    /// The folder is in use, or holds files that the run would overwrite.
     pub(crate) fn claim(
         self,
         args: &TrainArgs,
@@ -121,7 +126,7 @@ impl OutputFolder {
             Some(folder) => folder,
             None => {
                 let folder = RunFolder::claim(output)?;
-                // Another run may have come and gone while this one was planned.
+                // Another run may have used the folder while this one was planned.
                 if RunFolder::is_free(output)? { folder } else { return Err(not_free(output)) }
             }
         };
@@ -131,7 +136,7 @@ impl OutputFolder {
         {
             return Err(Error::user(format!("cannot start over in {}", output.display()))
                 .because(format!(
-                    "it is of another run, started {}, which left no checkpoint",
+                    "the folder belongs to another run, started {}, which left no checkpoint",
                     record.started
                 ))
                 .hint("give a new folder with `--output`"));
@@ -158,31 +163,31 @@ impl OutputFolder {
     }
 }
 
-/// Returns whether the log in `output` has the evaluation after the last step of `plan`, `step`, if there is to be one.
+/// Returns whether the log in `output` has the evaluation after `step`, the last step of `plan`, if
+/// the plan has one.
 fn evaluated(plan: &Plan, output: &Path, step: u64) -> bool {
     let wanted = plan.held_out.is_some() && plan.recipe.eval.at_end;
     let is_last = |entry: &MetricsEntry| matches!(entry, MetricsEntry::Eval(_)) && entry.step() == step;
     !wanted || metrics::read(&output.join(METRICS)).is_ok_and(|entries| entries.iter().any(is_last))
 }
 
-/// How a date is written down.
+/// Formats a date for records: RFC 3339.
 pub(crate) fn date_text(date: DateTime<FixedOffset>) -> String {
     date.to_rfc3339()
 }
 
-/// Reads what [`date_text`] wrote.
+/// Parses a date in the format of [`date_text`].
 ///
 /// # Errors
 /// The text is no date.
 pub(crate) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
     DateTime::parse_from_rfc3339(text).map_err(|e| {
-        Error::user("cannot go on with the date of the chat template")
-            .because(format!("`{text}` was recorded: {e}; accepted: a date as 2026-01-31T12:00:00+00:00"))
+        Error::user("cannot resume with the recorded date of the chat template")
+            .because(format!("the date is `{text}`: {e}; accepted: a date such as 2026-01-31T12:00:00+00:00"))
     })
 }
 
-/// The checkpoint that `--resume` means, and a word on those that were passed over.
-///
+/// Returns the checkpoint that `--resume` names, and warns about checkpoints that it skips.
 fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
     let (saved, passed) = match from {
         Some(folder) if checkpoint::is_one(folder) => (Some(SavedCheckpoint::open(folder)?), Vec::new()),
@@ -191,7 +196,7 @@ fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Optio
     };
     match &saved {
         Some(saved) => {
-            passed.iter().for_each(|text| terminal.warn(format!("{text}; passed over")));
+            passed.iter().for_each(|text| terminal.warn(format!("{text}; skipped")));
             terminal.line(format!("resuming from {}", saved.folder.display()));
         }
         None if !passed.is_empty() => {
@@ -199,22 +204,22 @@ fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Optio
             return Err(passed
                 .into_iter()
                 .fold(error, Error::because)
-                .hint("start anew in another folder, with `--output`"));
+                .hint("start again in a new folder, with `--output`"));
         }
         None => {}
     }
     Ok(saved)
 }
 
-/// Says that `--resume` found no checkpoint to go on from.
+/// Prints that `--resume` found no checkpoint.
 fn say_from_the_beginning(from: Option<&Path>, output: &Path, terminal: &Terminal) {
     let place = from.unwrap_or(output).display();
     let text = format!("no checkpoint in {place}: starting from the beginning");
-    // A folder that was named was expected to hold one.
+    // The user expects a checkpoint in a folder that `--resume` names.
     if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
 }
 
-/// Refuses to go on in a folder that is not the run's own.
+/// Refuses to resume in a folder that does not belong to the run.
 fn refuse_other_runs(
     output: &Path,
     record: Option<&RunRecord>,
@@ -227,7 +232,7 @@ fn refuse_other_runs(
     let Some(saved) = resumed else {
         if record.is_none() {
             return Err(Error::user(format!("cannot resume in {shown}"))
-                .because("no run of this program left what is in it: there is neither .finetune/run.json nor a sound checkpoint")
+                .because("the folder belongs to no run of finetune: it has neither .finetune/run.json nor an intact checkpoint")
                 .hint("give a new folder with `--output`"));
         }
         return record
@@ -237,7 +242,7 @@ fn refuse_other_runs(
     if lies_in(saved, output) {
         return Ok(());
     }
-    // The run that went on from this checkpoint and was killed before it saved one of its own.
+    // This run resumed from the checkpoint and was killed before it saved its own.
     if let Some(from) = record.and_then(|record| record.resumed_from.as_ref())
         && *from == saved.digest()?
         && !checkpoint::has_any(output)?
@@ -249,12 +254,12 @@ fn refuse_other_runs(
         None => format!("{shown} is not empty"),
     };
     let own = saved.folder.parent().unwrap_or(Path::new(".")).display();
-    Err(Error::user(format!("cannot go on from {} in {shown}", saved.folder.display()))
-        .because(what)
-        .hint(format!("give a new folder with `--output`, or `--output {own}` to go on in the run's own")))
+    Err(Error::user(format!("cannot resume from {} in {shown}", saved.folder.display())).because(what).hint(
+        format!("give a new folder with `--output`, or `--output {own}` to resume in the run's own folder"),
+    ))
 }
 
-/// Whether a checkpoint lies in the folder `output` itself, or is a link there or to there.
+/// Returns whether a checkpoint is directly in the folder `output`, or is a link in it or into it.
 pub(crate) fn lies_in(saved: &SavedCheckpoint, output: &Path) -> bool {
     let Ok(output) = output.canonicalize() else { return false };
     let parent = |folder: &Path| folder.parent().map(Path::to_owned);
@@ -263,7 +268,7 @@ pub(crate) fn lies_in(saved: &SavedCheckpoint, output: &Path) -> bool {
     [there, named].into_iter().flatten().any(|folder| folder == output)
 }
 
-/// Refuses a folder that a new run cannot have; who is at work in it is named.
+/// Refuses a folder that a new run cannot use. If a run is active in it, the error names that run.
 fn refuse_occupied(output: &Path) -> Result<()> {
     if RunFolder::is_free(output)? {
         return Ok(());
@@ -274,17 +279,17 @@ fn refuse_occupied(output: &Path) -> Result<()> {
     Err(not_free(output))
 }
 
-/// The run whose folder it is has left its result, and no checkpoint to go on from.
+/// Returns the error for a run that has ended without a checkpoint to resume from.
 fn ended(output: &Path, record: &RunRecord) -> Error {
     let error = Error::user(format!("cannot resume in {}", output.display()))
-        .because("the run has ended, and left no checkpoint to go on from");
+        .because("the run has ended, and left no checkpoint to resume from");
     let missing = record.missing(output);
     if missing.is_empty() {
-        return error.hint("what it left is there; to train again, give a new folder with `--output`");
+        return error.hint("its result is complete; to train again, give a new folder with `--output`");
     }
-    let lost = format!("of what it left, {} is missing", missing.join(", "));
+    let lost = format!("its result is incomplete, without {}", missing.join(", "));
     error.because(lost).hint(
-        "put back what is missing, or train again into a new folder with `--output`; `checkpoint.save_steps` keeps checkpoints, from which `--resume` makes it anew",
+        "restore the missing files, or train again into a new folder with `--output`; with checkpoints (`checkpoint.save_steps`) `--resume` can write the result again",
     )
 }
 
@@ -294,7 +299,7 @@ fn not_free(output: &Path) -> Error {
         .hint("give a new folder with `--output`, or `--resume` to go on with the run in this one")
 }
 
-/// Refuses to overwrite what the run did not write.
+/// Refuses to overwrite files that the run did not write.
 fn refuse_foreign(
     folder: &RunFolder,
     record: &RunRecord,
@@ -308,12 +313,12 @@ fn refuse_foreign(
         return Ok(());
     }
     let error = Error::user(format!("cannot train in {}", output.display()));
-    let why = |name: String| format!("{name} would be overwritten, and is not as the run wrote it");
+    let why = |name: String| format!("{name} would be overwritten, and is not the file that the run wrote");
     let error = found.into_iter().map(why).fold(error, Error::because);
     Err(error.hint("move it to another folder, or give a new one with `--output`"))
 }
 
-/// A record for the folder of a run that kept none, whose checkpoint is `saved`.
+/// Creates a record for the folder of a run without one, whose checkpoint is `saved`.
 fn adopted(
     output: &Path,
     saved: &SavedCheckpoint,
@@ -340,7 +345,7 @@ fn adopted(
     Ok(record)
 }
 
-/// The files and folders below the output folder that a run adds to, whatever is there.
+/// Returns the names in the output folder that a run appends to, whatever they contain.
 fn added_to(recipe: &Recipe) -> Vec<&'static str> {
     let traces = TraceSchedule::of(&recipe.profile).is_some();
     let optional = [(profile::FOLDER, traces), (TENSORBOARD, recipe.log.tensorboard)];
@@ -348,7 +353,7 @@ fn added_to(recipe: &Recipe) -> Vec<&'static str> {
     std::iter::once(ALERTS).chain(asked).collect()
 }
 
-/// The text of a file; nothing of one that is not there or holds no text.
+/// Returns the text of a file, or an empty text if the file is missing or is no text.
 fn text_of(path: &Path) -> Result<String> {
     match input_file::read_text("read", path) {
         Err(error) if error.kind() == ErrorCategory::User => Ok(String::new()),
@@ -356,7 +361,7 @@ fn text_of(path: &Path) -> Result<String> {
     }
 }
 
-/// Returns whether a file is the log of a run, be it an empty one.
+/// Returns whether a file is the log of a run; an empty file is one.
 fn is_log(path: &Path) -> Result<bool> {
     if path.metadata().map_err(|error| Error::io("read", path, &error))?.len() == 0 {
         return Ok(true);

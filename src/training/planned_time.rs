@@ -1,8 +1,8 @@
-//! How long a step should have taken, beside how long it took: the model of `finetune plan` at the speeds that this machine
-//! reaches for the run's own shapes.
+//! Planned and measured time of a step. The plan is the time model of `finetune plan` with the
+//! speeds that this machine reaches for the run's own shapes.
 //!
-//! The speeds are measured when the result is in its place and the model has been dropped, within the memory that the run
-//! was planned to hold, and only after runs that were long enough for a second or two not to matter.
+//! The speeds are measured after the result is published and the model dropped, within the planned
+//! memory of the run, and only after runs for which a second or two does not matter.
 
 use std::path::Path;
 
@@ -18,15 +18,16 @@ use crate::planning::{LossPath, Plan, WorldSize};
 use crate::report::metrics::{self, MetricsEntry};
 use crate::report::timing::StepTiming;
 
-/// Seconds of steps from which on a run is compared.
+/// Least total seconds of steps for a comparison.
 const LEAST_SECS: f64 = 60.0;
-/// Steps that the median is taken of, at least; the first one, which is slower, is left out.
+/// Least number of steps for the median, without the slower first step.
 const LEAST_STEPS: usize = 4;
-/// Seconds that each operation is measured for.
+/// Seconds of measurement for each operation.
 const OP_SECS: f64 = 0.05;
 
-/// The time of a step by the model and by the clock; none where the run was too short to ask, or an operation cannot be
-/// measured now: its inputs may take half of the `spare` bytes, for results and workspaces need memory, too.
+/// Returns the planned and measured time of a step. None if the run was too short or an operation
+/// cannot be measured now: its inputs may use half of the `spare` bytes, because results and
+/// workspaces need memory too.
 pub(crate) fn compare(plan: &Plan, summary: &RunSummary, output: &Path, spare: u64) -> Option<StepTiming> {
     if summary.facts.step_secs < LEAST_SECS {
         return None;
@@ -44,7 +45,8 @@ pub(crate) fn compare(plan: &Plan, summary: &RunSummary, output: &Path, spare: u
     Some(StepTiming { predicted: predicted(plan, spare / 2).ok()??, measured, steps: secs.len() })
 }
 
-/// Seconds of a step as the plan counts it; the inputs of what is measured for that take `memory` bytes at most.
+/// Returns the planned seconds of a step. The inputs of the measured operations use at most
+/// `memory` bytes.
 fn predicted(plan: &Plan, memory: u64) -> Result<Option<f64>> {
     let (config, recipe) = (&plan.base.config, &plan.recipe_of_ranks());
     let widths = ModelWidths {
@@ -78,7 +80,7 @@ fn predicted(plan: &Plan, memory: u64) -> Result<Option<f64>> {
     };
     let step = request.step(recipe)?;
     let path = LossPath::of(config, &step.descs);
-    // By a rank and with its threads, the others being done.
+    // One rank measures with its own threads, after the others have ended.
     let rates = ComputeRates::measure(&shapes, &plan.engine.device, path)?;
     let hardware = Hardware::here(plan.ranks, rates.copy / 1e9, 0, plan.engine.device.is_cpu());
     let request = SizingRequest { timed: Some((&hardware, &rates)), ..request };

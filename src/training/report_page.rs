@@ -1,4 +1,5 @@
-//! What a run tells its report: the figures of the plan, of metrics.jsonl and of this process, and a few rows.
+//! Contents of a run's report: figures of the plan, of metrics.jsonl and of this process, and a few
+//! rows.
 
 use std::path::Path;
 
@@ -18,42 +19,44 @@ use crate::report::timing::StepTiming;
 use crate::runtime::device;
 use crate::units;
 
-/// Training rows that are shown.
+/// Number of training rows in the report.
 const SHOWN_ROWS: usize = 3;
-/// Tokens of a row that are shown.
+/// Largest number of tokens shown of a row.
 const SHOWN_TOKENS: usize = 320;
-/// Those of them that stand before the first one that is trained, where a row is too long to be shown whole.
+/// Tokens shown before the first trained token of a longer row.
 const LEAD_TOKENS: usize = 120;
 
-/// What a process was planned to hold, asked before its ranks load anything.
+/// Planned memory of a process, computed before its ranks load anything.
 pub(crate) struct PlannedProcess {
     /// Ranks of this process.
     ranks: usize,
-    /// Bytes beside what the plan of a rank counts.
+    /// Bytes of the process beside the plans of its ranks.
     shared: u64,
 }
 
 impl PlannedProcess {
-    /// Of a process of `ranks` ranks of `plan`. What such a process holds itself is in the plan of a single rank alone.
+    /// Plans a process of `ranks` ranks of `plan`. Only the plan of a single rank already counts
+    /// the process itself.
     pub(crate) fn of(plan: &Plan, ranks: usize) -> Self {
         let counted = plan.memory.causes().iter().any(|(cause, _)| *cause == PROCESS);
         let shared = if counted || !plan.engine.device.is_cpu() { 0 } else { process_bytes() };
         PlannedProcess { ranks, shared }
     }
 
-    /// Bytes of the planned memory that are free now, after the model was dropped: something else may take them without
-    /// raising the peak above the plan.
+    /// Returns the bytes of the planned memory that are free now, after the model was dropped.
+    /// Other work may use them without a peak above the plan.
     pub(crate) fn spare(&self, plan: &Plan, device: &Device) -> u64 {
         let planned = self.compare(plan, device, &[]).predicted();
         if device.is_cpu() {
             planned.saturating_sub(memory::current_bytes().unwrap_or(u64::MAX))
         } else {
-            // What the pool keeps serves the next request, and is not counted as free by the driver.
+            // The driver does not count the pool's memory as free, though the pool can use it
+            // again.
             device::free_bytes(device).map_or(0, |free| free.min(planned))
         }
     }
 
-    /// Beside the most that was held so far: on a GPU what its tensors took, on a CPU what the process did.
+    /// Compares the plan with the peak so far: of the tensors on a GPU, of the process on a CPU.
     pub(crate) fn compare(
         &self,
         plan: &Plan,
@@ -83,33 +86,33 @@ impl PlannedProcess {
     }
 }
 
-/// What the report of a run is made of.
+/// Inputs of the report of a run.
 pub(crate) struct ReportPage<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) summary: &'a RunSummary,
-    /// The output folder, where metrics.jsonl lies.
+    /// Output folder with metrics.jsonl.
     pub(crate) output: &'a Path,
     pub(crate) title: &'a str,
     /// Seconds of the whole run.
     pub(crate) secs: f64,
     pub(crate) questions: &'a [AnsweredQuestion],
     pub(crate) memory: MemoryComparison,
-    /// The time of a step by plan and by the clock, where both are known.
+    /// Planned and measured time of a step, if both are known.
     pub(crate) time: Option<StepTiming>,
 }
 
 impl ReportPage<'_> {
-    /// Hands the report, with what metrics.jsonl holds by now, to `take`.
+    /// Passes the report, with the current contents of metrics.jsonl, to `take`.
     ///
     /// # Errors
     /// Those of `take`.
     pub(crate) fn give<T>(&self, take: impl FnOnce(&HtmlReport<'_>) -> Result<T>) -> Result<T> {
         let plan = self.plan;
-        // Without a log there is a report without curves.
+        // Without a log the report has no curves.
         let entries = metrics::read(&self.output.join(METRICS)).unwrap_or_default();
         let tokenizer = &plan.rows.tokenizer;
         let shown = plan.train.0.examples().iter().take(SHOWN_ROWS);
-        // A row that cannot be shown was still trained on.
+        // A row that cannot be decoded is left out of the report only.
         let rows: Vec<MaskedRow> = shown.filter_map(|example| shown_row(example, tokenizer).ok()).collect();
         let mut data = vec![("Training", plan.train.0.report().to_string())];
         data.extend(plan.held_out.iter().map(|(set, _)| ("Held out", set.report().to_string())));
@@ -169,7 +172,8 @@ impl ReportPage<'_> {
     }
 }
 
-/// The part of `example` that is shown: all of a short row, of a long one what is around its first trained token.
+/// Returns the shown part of `example`: all of a short row, and the tokens around the first trained
+/// one of a long row.
 fn shown_row(example: &Example, tokenizer: &Tokenizer) -> Result<MaskedRow> {
     let first = example.trained.iter().skip(1).position(|trained| *trained).unwrap_or(0);
     let from = if example.ids.len() > SHOWN_TOKENS { first.saturating_sub(LEAD_TOKENS) } else { 0 };

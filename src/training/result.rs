@@ -1,7 +1,8 @@
-//! The result of a run: published as soon as the last step is done, and completed with the figures of the end afterwards.
+//! Result of a run: published right after the last step, and completed with the final figures
+//! afterwards.
 //!
-//! Nothing that takes long stands between the last step and the result. The report, the evaluation at the end, the answers to
-//! held-out questions and the measured speeds come later; card and report get their figures then.
+//! Nothing slow runs between the last step and the result. The final evaluation, the answers to
+//! held-out questions and the measured speeds come later, and card and report are then updated.
 
 use std::path::{Path, PathBuf};
 
@@ -26,11 +27,12 @@ use crate::report::timing::StepTiming;
 use crate::weights::write_text;
 
 impl TrainRun<'_> {
-    /// Writes the result and gives it its place: each rank writes its share of the weights, then the first rank what
-    /// stands beside them. Returns where the result is, on the first rank.
+    /// Writes and publishes the result: each rank writes its share of the weights, then the first
+    /// rank the other files. Returns the folder of the result on the first rank, none on others.
     ///
     /// # Errors
-    /// Storage; a peer failed. If the result is sealed by then, the next run in the folder publishes it.
+    /// Storage; a peer failed. If the result is sealed by then, the next run in the folder
+    /// publishes it.
     pub(crate) fn publish(
         &self,
         trainer: &Trainer,
@@ -48,7 +50,7 @@ impl TrainRun<'_> {
         let (Some((folder, _)), 0) = (self.folder.get(), world.rank()) else { return Ok(None) };
         KillPoint::Written.reach();
         write(&result, &[], SnapshotPart::Rest)?;
-        // The card is small. If it cannot be written, the weights are sealed all the same.
+        // The card is small. The weights are sealed even if the card cannot be written.
         let described = card(plan, summary, self.title()).write(&result.join(CARD));
         folder.seal(world.size())?;
         let elsewhere = folder.publish(&[REPORT])?;
@@ -57,7 +59,7 @@ impl TrainRun<'_> {
         if let Some((place, taken)) = &elsewhere {
             let (place, taken) = (place.display(), taken.join(", "));
             self.terminal.warn(format!(
-                "{taken} came while the run was at work and would be overwritten: the result is in {place}"
+                "{taken} appeared during the run and would be overwritten: the result is in {place}"
             ));
         }
         let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
@@ -70,25 +72,26 @@ impl TrainRun<'_> {
         Ok(Some(place))
     }
 
-    /// Writes the text `name` of the result in `place`. A file that has changed since the run wrote it stays, with a warning.
+    /// Writes the text `name` of the result in `place`. If the file has changed since the run wrote
+    /// it, it is kept with a warning.
     fn update(&self, (folder, place): (&RunFolder, &Path), name: &str, text: &str) -> Result<()> {
         if place != self.args.output() {
             return write_text(&place.join(name), text).map(drop);
         }
         if !folder.update_text(name, text)? {
             self.terminal.warn(format!(
-                "{name} in {} has changed since the run wrote it: it stays as it is, without the figures of the end",
+                "{name} in {} has changed since the run wrote it: it is kept, without the final figures",
                 place.display()
             ));
         }
         Ok(())
     }
 
-    /// Completes the card and the report of the result in `place` with the figures of the end; returns the memory. The model
-    /// has been dropped: the speeds of this machine are measured in its memory.
+    /// Completes card and report of the result in `place` with the final figures; returns the
+    /// memory comparison. The model has been dropped, and the speed measurements use its memory.
     ///
     /// # Errors
-    /// Storage: the card cannot be written; the one without the figures of the end stays.
+    /// Storage: the card cannot be written; the card without the final figures stays.
     pub(crate) fn complete(
         &self,
         folder: &RunFolder,
@@ -104,7 +107,7 @@ impl TrainRun<'_> {
         let time = planned_time::compare(plan, summary, output, spare);
         let rates = bottlenecks::measure(summary, device, spare);
         KillPoint::Measured.reach();
-        // With the memory that measuring took.
+        // Compares after measuring, to count the memory of the measurements too.
         let memory = self.planned.compare(plan, device, &summary.memory);
         time.iter().for_each(|time| terminal.line(format!("time: {time}")));
         let compared = (memory.clone(), time);
@@ -114,7 +117,8 @@ impl TrainRun<'_> {
         Ok(memory)
     }
 
-    /// Leaves the report of a run that a signal has stopped, and prints where its time went. The model has been dropped.
+    /// Writes the report of a run that a signal has stopped, and prints its time analysis. The
+    /// model has been dropped.
     pub(crate) fn report_stop(
         &self,
         folder: &RunFolder,
@@ -129,7 +133,7 @@ impl TrainRun<'_> {
         bottlenecks::say(plan, summary, rates, self.terminal);
     }
 
-    /// Makes the report of the run and hands it to `write`. An error of `write` is a warning and ends no run.
+    /// Makes the report of the run and passes it to `write`. An error of `write` is only a warning.
     fn report(
         &self,
         summary: &RunSummary,
@@ -145,7 +149,7 @@ impl TrainRun<'_> {
         }
     }
 
-    /// The title of card and report: the name of the output folder.
+    /// Returns the title of card and report: the name of the output folder.
     pub(crate) fn title(&self) -> String {
         let name = self.args.output().file_name();
         name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())

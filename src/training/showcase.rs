@@ -1,5 +1,6 @@
-//! The held-out questions that a run shows beside its figures, answered by the base and by what came of training. All runs
-//! have them in their report, the quickstart on the terminal too. With `eval.samples` each evaluation answers them.
+//! Held-out questions that a run shows, answered by the base and by the trained model. All runs
+//! show them in their report, the quickstart on the terminal too. With `eval.samples` each
+//! evaluation answers them.
 
 use crate::data::{Example, Tokenizer};
 use crate::engine::{Engine, LogitsProcessor, RunSummary, Sampling};
@@ -11,43 +12,44 @@ use crate::report::html::AnsweredQuestion;
 use crate::report::{EvalReport, HeldOutAnswer, Terminal};
 use crate::units;
 
-/// How many questions are shown.
+/// Number of questions without `eval.samples`.
 const SHOWN: usize = 2;
-/// Tokens that the quickstart's base may ramble on.
+/// Largest number of tokens of an answer in the quickstart.
 const QUICKSTART_TOKENS: usize = 24;
-/// Tokens of an answer elsewhere, at most, and those without which it tells nothing.
+/// Largest number of tokens of other answers, and the least number that is useful.
 const ANSWER_TOKENS: (usize, usize) = (64, 12);
-/// Bytes of weights that may be read for the answers, of which each token takes one reading: some ten seconds on a processor, one on
-/// a GPU.
+/// Bytes of weights that the answers may read, on a CPU and on a GPU. Each token reads all weights
+/// once. The limits are about ten seconds on a CPU and one on a GPU.
 const READ: [u64; 2] = [100_000_000_000, 1_000_000_000_000];
-/// The longest question, in tokens.
+/// Largest number of tokens of a question.
 const PROMPT_TOKENS: usize = 1024;
 
-/// A held-out row: what is asked, and the answer that its author gave.
+/// Prompt and reference answer of a held-out row.
 struct Question {
     prompt: Vec<u32>,
     text: String,
     reference: String,
 }
 
-/// The questions of a run.
+/// Questions of a run.
 #[derive(Default)]
 pub(crate) struct Showcase {
     questions: Vec<Question>,
-    /// Tokens of an answer, at most.
+    /// Largest number of tokens of an answer.
     tokens: usize,
-    /// Shown on the terminal, as the quickstart's are.
+    /// True if the terminal shows them, as in the quickstart.
     on_terminal: bool,
-    /// Each evaluation answers them, so that nothing else asks before and after.
+    /// True if each evaluation answers them, so that no separate answers are needed.
     at_evaluations: bool,
 }
 
 impl Showcase {
-    /// The questions to show, of the held-out rows of the plan: none where there are none, where rows are no answers to anything, and
-    /// where to answer would take long.
+    /// Chooses the questions from the held-out rows of the plan. None without held-out rows, if no
+    /// row has a prompt, or if answering would take long.
     ///
     /// # Errors
-    /// A row cannot be decoded. The user's: `eval.samples` asks for answers, and no held-out row asks anything.
+    /// A row cannot be decoded. The user's: `eval.samples` requests answers, and no held-out row
+    /// has a usable prompt.
     pub(crate) fn of(plan: &Plan, is_quickstart: bool) -> Result<Self> {
         let samples = plan.recipe.eval.samples;
         let tokens = match () {
@@ -78,7 +80,8 @@ impl Showcase {
         Ok(Showcase { questions, tokens, on_terminal: is_quickstart, at_evaluations: samples > 0 })
     }
 
-    /// The answers before or after the training, which the evaluations have where they answer.
+    /// Returns the answers before or after training: those of the evaluation `report` if
+    /// evaluations answer, else `asked`.
     fn answers_of(&self, report: Option<&EvalReport>, asked: Option<&[String]>) -> Option<Vec<String>> {
         if !self.at_evaluations {
             return asked.map(<[String]>::to_vec);
@@ -93,7 +96,8 @@ impl Showcase {
     }
 }
 
-/// Tokens of an answer for which the weights may be read; 0 where they are too few, or gathered from other ranks each time.
+/// Returns the affordable number of tokens of an answer. 0 if it is too small, or if each token
+/// would gather the weights from other ranks or the host.
 fn affordable_tokens(plan: &Plan) -> usize {
     let sharded = matches!(plan.strategy, ShardingStrategy::Fsdp | ShardingStrategy::Hsdp(_));
     if sharded || plan.recipe.parallel.offload == Offload::Params {
@@ -115,10 +119,10 @@ fn question(example: &Example, start: usize, tokenizer: &Tokenizer) -> Result<Qu
     })
 }
 
-/// The model's answers before or after the training, where no evaluation answers.
+/// Returns the model's answers before or after training, if evaluations do not answer.
 ///
 /// # Errors
-/// As [`answers`].
+/// Those of [`answers`].
 pub(crate) fn answers_beside_evaluations(
     showcase: &Showcase,
     engine: &Engine,
@@ -127,10 +131,10 @@ pub(crate) fn answers_beside_evaluations(
     if showcase.at_evaluations { Ok(Vec::new()) } else { answers(showcase, engine, tokenizer) }
 }
 
-/// The model's answers at an evaluation, where the recipe asks for them.
+/// Returns the model's answers at an evaluation, if the recipe requests them.
 ///
 /// # Errors
-/// As [`answers`].
+/// Those of [`answers`].
 pub(crate) fn samples(
     showcase: &Showcase,
     engine: &Engine,
@@ -147,10 +151,10 @@ pub(crate) fn samples(
     Ok(showcase.questions.iter().zip(answers(showcase, engine, tokenizer)?).map(answered).collect())
 }
 
-/// What the model answers, always the likeliest token: nothing where its numbers are none, which training will say.
+/// Returns the model's greedy answers. None if its logits are not finite, which training reports.
 ///
 /// # Errors
-/// The device failed, or a peer.
+/// The device or a peer failed.
 fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
     let answer = |question: &Question| {
         let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
@@ -164,7 +168,8 @@ fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenizer) -> Resul
     }
 }
 
-/// The questions with both answers, as the report shows them; `before` and `after` are none where nobody asked.
+/// Returns the questions with both answers for the report. `before` and `after` are none if the
+/// model did not answer then.
 pub(crate) fn answered(
     showcase: &Showcase,
     summary: &RunSummary,
@@ -182,7 +187,7 @@ pub(crate) fn answered(
     showcase.questions.iter().enumerate().map(one).collect()
 }
 
-/// Prints the figures before and after, and the questions with both answers.
+/// Prints losses and exact match before and after, and the questions with both answers.
 pub(crate) fn show(
     showcase: &Showcase,
     questions: &[AnsweredQuestion],

@@ -1,7 +1,9 @@
-//! `train.micro_batch_size = "auto"` where a device ran out of memory in spite of the plan: the run goes on in the same process with
-//! the next smaller micro-batch, from its newest checkpoint or anew. The rows of a step stay, and so does what is trained.
+//! Retry of `train.micro_batch_size = "auto"` after a device ran out of memory in spite of the
+//! plan. The run continues in the same process with the next smaller micro-batch, from its newest
+//! checkpoint or from the start. The rows of a step do not change, so the training does not either.
 //!
-//! Several processes do not: each would have to learn that another one failed for this reason, and all would begin again at once.
+//! Runs of several processes do not retry: each process would have to learn why another one failed,
+//! and all would have to restart together.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,21 +16,22 @@ use crate::report::Terminal;
 /// Phases whose memory grows with the rows of a micro-batch.
 const GROWING: [Phase; 3] = [Phase::Forward, Phase::Loss, Phase::Backward];
 
-/// Whether a rank of this process ran out of memory where a smaller micro-batch needs less.
+/// Set if a rank of this process ran out of memory in a phase where a smaller micro-batch needs
+/// less.
 #[derive(Debug, Default)]
 pub(crate) struct OomRetry(AtomicBool);
 
 impl OomRetry {
-    /// Notes how a rank ended in `phase`.
+    /// Records the error with which a rank ended in `phase`.
     pub(crate) fn note(&self, error: &Error, phase: Phase) {
         if error.device_fault() == Some(DeviceFault::OutOfMemory) && GROWING.contains(&phase) {
             self.0.store(true, Ordering::SeqCst);
         }
     }
 
-    /// What `args` asked for with the next smaller micro-batch than that of `plan`, going on from the newest checkpoint if there is one. None where
-    /// that would not help after `error`, where a micro-batch is a single row, and where the user named the checkpoint to
-    /// begin from.
+    /// Returns `args` with the next smaller micro-batch than that of `plan`, resuming from the
+    /// newest checkpoint if one exists. None if that would not help after `error`, if a micro-batch
+    /// is a single row, or if the user named the checkpoint to resume from.
     pub(crate) fn smaller(
         &self,
         args: &TrainArgs,
@@ -44,12 +47,12 @@ impl OomRetry {
             return None;
         }
         terminal.warn(format!(
-            "{}; micro-batches of {size} rows need too much: a smaller one is taken",
+            "{}; micro-batches of {size} rows need too much memory: retrying with {next}",
             error.in_one_line()
         ));
         let mut args = args.clone();
         args.set.push(format!("train.micro_batch_size={next}"));
-        // From a global batch it follows.
+        // With a global batch it is derived.
         if plan.global_batch.is_none() {
             args.set.push(format!("train.gradient_accumulation_steps={}", rows / next));
         }

@@ -1,6 +1,8 @@
-//! What a run will write, from shapes alone: the ground on which a disk without room is refused before training.
+//! Bytes that a run will write, by shapes alone. A disk with less free space is refused before
+//! training.
 //!
-//! Counted are tensors, so that nothing is refused that would have had room: headers, tokenizers and logs come on top.
+//! Only tensors count, so that no run with enough space is refused. Headers, tokenizers and logs
+//! need a little more.
 
 use std::path::Path;
 
@@ -9,13 +11,15 @@ use crate::error::Result;
 use crate::loading::Trains;
 use crate::planning::{Plan, StoredAs, WrittenBytes};
 
-/// Bytes of a checkpoint of the run of `plan`: the trained tensors as they are updated, and the optimizer's state.
+/// Returns the bytes of a checkpoint of the run of `plan`: the trained tensors in the dtype of the
+/// update, and the optimizer state.
 pub(crate) fn checkpoint_bytes(plan: &Plan) -> Result<u64> {
     Ok(saved(plan)?.checkpoint)
 }
 
-/// Bytes that the disk of `output` must have free for the run of `plan` from `resumed` on: its checkpoints beside those
-/// that are there, one more while the oldest is still to go, and the result beside an earlier one.
+/// Returns the bytes that must be free on the disk of `output` for the run of `plan` from `resumed`
+/// on: its checkpoints beside the existing ones, one more while the oldest is not yet removed, and
+/// the result beside an earlier one.
 pub(crate) fn needed(plan: &Plan, output: &Path, resumed: Option<&SavedCheckpoint>) -> Result<u64> {
     let done = resumed.map_or(0, |saved| saved.state.step);
     let epoch = plan.sampler()?.steps_per_epoch();
@@ -27,12 +31,13 @@ pub(crate) fn needed(plan: &Plan, output: &Path, resumed: Option<&SavedCheckpoin
     Ok(at_end.max(while_saving))
 }
 
-/// How many more checkpoints than the `there` ones lie in a folder at a time, where `saves` come and `most` may be there.
+/// Returns the largest number of checkpoints beside the `there` existing ones, after `saves` saves
+/// of which a folder keeps `most`.
 fn more_checkpoints(there: u64, saves: u64, most: u64) -> u64 {
     there.saturating_add(saves).min(most).saturating_sub(there)
 }
 
-/// What the run of `plan` writes at a time.
+/// Returns the bytes of a checkpoint and of the result.
 fn saved(plan: &Plan) -> Result<WrittenBytes> {
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), None)?;
     let dtypes = if plan.adapter_setup.is_some() { Default::default() } else { plan.stored_dtypes.clone() };

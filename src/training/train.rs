@@ -1,4 +1,4 @@
-//! What each rank of a training run does, from loading the weights to the files that it leaves.
+//! Work of each rank of a training run, from loading the weights to writing the result.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -37,35 +37,37 @@ use crate::runtime::fault_signals::before_exit;
 use crate::units;
 use crate::weights::DigestTask;
 
-/// What all ranks share.
+/// State that all ranks of a process share.
 pub(crate) struct TrainRun<'a> {
     pub(crate) args: &'a TrainArgs,
     pub(crate) plan: &'a Plan,
     pub(crate) showcase: Showcase,
     pub(crate) planned: PlannedProcess,
     pub(crate) resumed: Option<&'a SavedCheckpoint>,
-    /// What came of comparing the base with that of the checkpoint or adapter before its weights were read.
+    /// Result of comparing the base with that of the checkpoint or adapter, before the weights were
+    /// read.
     pub(crate) base_check: Option<BaseCheck>,
-    /// The output folder, and what it says of the run; the process of the first rank has them once all processes have met.
+    /// Output folder and its record. The process of the first rank sets them after all processes
+    /// have joined.
     pub(crate) folder: &'a OnceLock<(RunFolder, RunRecord)>,
-    /// Where it serves its figures, likewise, if it does.
+    /// Metrics endpoint, set in the same process, if the recipe has one.
     pub(crate) metrics: Mutex<Option<MetricsEndpoint>>,
     pub(crate) stop: &'a AtomicBool,
     pub(crate) writers: &'a SaveThreads,
     pub(crate) terminal: &'a Terminal,
     pub(crate) started: Instant,
-    /// The figures that the run measured before it was resumed.
+    /// Figures from before the run was resumed.
     pub(crate) earlier: EarlierRun,
-    /// Whether a smaller micro-batch is worth a try.
+    /// Set if a smaller micro-batch may help.
     pub(crate) too_large: OomRetry,
 }
 
 impl TrainRun<'_> {
-    /// Makes the folder that was `found` this run's, in the process of the first rank and once all processes have met: a
-    /// run that is refused before leaves nothing in it.
+    /// Claims the folder `found` for this run, in the process of the first rank and after all
+    /// processes have joined. A run that is refused before leaves nothing in it.
     ///
     /// # Errors
-    /// As [`OutputFolder::claim`]; its figures cannot be served where the recipe says.
+    /// Those of [`OutputFolder::claim`]; the metrics endpoint cannot be opened.
     pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
         let offline = self.args.common.offline;
         let endpoint = monitoring::listen(self.plan, self.args.output(), offline, self.terminal)?;
@@ -75,10 +77,10 @@ impl TrainRun<'_> {
         Ok(())
     }
 
-    /// What one rank does; the first one speaks and writes for all.
+    /// Runs one rank; the first rank prints and writes for all.
     ///
     /// # Errors
-    /// Whatever ends its work; what the device fails at with the phase and what would help.
+    /// The error that ended the rank; a device error names the phase and settings that may help.
     pub(crate) fn rank(&self, timed: TimedCollective, device: &Device) -> Result<()> {
         let (clock, phases) = (timed.clock(), timed.phases());
         let done = self.timed_rank(Arc::new(timed), clock, device);
@@ -108,7 +110,7 @@ impl TrainRun<'_> {
             let took = units::duration(self.started.elapsed().as_secs_f64());
             terminal.detail(format!("ready to train after {took}"));
         }
-        // A run that goes on began with what it had learned: that is no answer of the base.
+        // A resumed run starts from trained weights, so these are no answers of the base.
         let before = self.resumed.is_none().then_some(&before[..]);
         let place = OnceLock::new();
         let publish = |trainer: &Trainer, summary: &RunSummary| {
@@ -136,13 +138,13 @@ impl TrainRun<'_> {
         Ok(())
     }
 
-    /// The summary with what the run measured before it was resumed.
+    /// Adds the figures from before the run was resumed to the summary.
     fn whole(&self, mut summary: RunSummary) -> RunSummary {
         summary.before = summary.before.or_else(|| self.earlier.before.clone());
         summary
     }
 
-    /// Seconds of the whole run, those before it was resumed included.
+    /// Returns the seconds of the whole run, with those before it was resumed.
     pub(crate) fn secs(&self) -> f64 {
         self.earlier.secs + self.started.elapsed().as_secs_f64()
     }
@@ -150,7 +152,7 @@ impl TrainRun<'_> {
     fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
         let first = world.rank() == 0;
         let loading = Instant::now();
-        // What is saved says of what model it is: the first rank saves that.
+        // The first rank saves the identity of the base, for which it needs the digest.
         let digest = if first { self.plan.base.start_digest()? } else { None };
         let trainer = trainer(self.plan, self.resumed, world, device)?;
         if let (Some(bytes), true) = (self.plan.bytes_read(), first) {
@@ -167,14 +169,14 @@ impl TrainRun<'_> {
         Ok(trainer)
     }
 
-    /// Compares the base once more, by every byte.
+    /// Compares the base once more, by the digest of every byte.
     fn finish_digest(&self, digest: DigestTask) -> Result<()> {
         let waiting = Instant::now();
         self.plan.finish_digest(digest)?;
         let waited = units::duration(waiting.elapsed().as_secs_f64());
-        self.terminal.detail(format!("the digest of the weights was ready {waited} after them"));
+        self.terminal.detail(format!("the digest of the weights was ready {waited} after loading"));
         let check = self.plan.check_base(self.resumed, self.args.force_base)?;
-        // What was not sure before is said already.
+        // An uncertain result has already been printed.
         check
             .filter(|_| self.base_check == Some(BaseCheck::Same))
             .iter()
@@ -239,8 +241,9 @@ impl TrainRun<'_> {
         .run(state.map_or(0, |state| state.tokens))
     }
 
-    /// The best evaluation before this run was resumed, where it keeps the best and their checkpoint is in its folder `output`.
-    /// The checkpoint of a last step comes before its evaluation, which is counted here where the run goes on after all.
+    /// Returns the best evaluation before this run was resumed, if it keeps the best and their
+    /// checkpoint is in its folder `output`. The checkpoint of a last step comes before its
+    /// evaluation, which is counted here if the run continues after all.
     fn best_so_far(&self, output: &Path, first: bool) -> Option<BestEvaluation> {
         let saved = self.resumed.filter(|_| self.plan.recipe.eval.keeps_best())?;
         let is_there = |best: &&BestEvaluation| {
@@ -249,7 +252,7 @@ impl TrainRun<'_> {
         let mut best = saved.state.best.as_ref().filter(is_there).cloned();
         if let (Some(lost), None, true) = (&saved.state.best, &best, first) {
             self.terminal.warn(format!(
-                "the best weights so far, of step {} (held-out loss {:.4}), are in no checkpoint in {}: the best is sought from \
+                "the best weights so far, of step {} (held-out loss {:.4}), are in no checkpoint in {}: the best is chosen from \
                  here on",
                 lost.report.step,
                 lost.report.eval_loss,
@@ -262,7 +265,7 @@ impl TrainRun<'_> {
         best
     }
 
-    /// The saver of a rank's part of checkpoints.
+    /// Creates the saver of a rank's part of checkpoints.
     fn saver(&self, trainer: &Trainer, first: bool) -> Result<Saver<'_>> {
         let (plan, output) = (self.plan, self.args.output());
         let settings = &plan.recipe.checkpoint;

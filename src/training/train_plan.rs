@@ -1,4 +1,4 @@
-//! The plan of a training run: made by each process for itself, and the same in all.
+//! Plan of a training run. Each process makes it for itself, and all plans are the same.
 
 use chrono::{DateTime, FixedOffset};
 
@@ -13,10 +13,10 @@ use crate::planning::{Plan, WorldSize};
 use crate::recipe::Recipe;
 use crate::report::Terminal;
 
-/// What a run of `recipe` does that writes to the folder that was `found`, if to any.
+/// Plans the run of `recipe` that writes to the folder `found`, if any.
 ///
 /// # Errors
-/// As [`Plan::resolve`]; the processes do not meet.
+/// Those of [`Plan::resolve`]; the processes do not all join.
 pub(crate) fn plan_of(
     recipe: Recipe,
     args: &TrainArgs,
@@ -42,10 +42,11 @@ pub(crate) fn plan_of(
     Ok(plan)
 }
 
-/// Refuses a run that learns nothing. The first process looks for ends of answers that the run cannot learn, and warns.
+/// Refuses a run that learns nothing. The first process warns about ends of answers that the run
+/// cannot learn.
 ///
 /// # Errors
-/// As [`Plan::check_learns`] and [`Plan::unlearnable_ends`].
+/// Those of [`Plan::check_learns`] and [`Plan::unlearnable_ends`].
 pub(crate) fn check_learns(plan: &Plan, first: bool, terminal: &Terminal) -> Result<()> {
     if first {
         plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
@@ -53,7 +54,8 @@ pub(crate) fn check_learns(plan: &Plan, first: bool, terminal: &Terminal) -> Res
     plan.check_learns()
 }
 
-/// The moment that rank 0 took for the chat template, for all processes; `own` where there is one process.
+/// Returns the date of rank 0 for the chat template to all processes; `own` if only one process
+/// runs.
 fn agree_on_date(ranks: &RankSetup, own: DateTime<FixedOffset>) -> Result<DateTime<FixedOffset>> {
     let agreed = ranks.agree("the date of the chat template", || Ok(date_text(own).into_bytes()))?;
     parse_date(&String::from_utf8_lossy(&agreed))

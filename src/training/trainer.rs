@@ -1,4 +1,4 @@
-//! A plan becomes trainers, one a rank.
+//! Builds the trainers of a plan, one for each rank.
 
 use std::sync::Arc;
 
@@ -16,8 +16,8 @@ use crate::parallel::DeviceMesh;
 use crate::planning::Plan;
 use crate::runtime::thread_pool::run_in_pool;
 
-/// The trainer of a rank of `plan` on its `device`, with weights loaded; `resumed` is what [`Plan::resume`] was given.
-/// All ranks call it.
+/// Returns the trainer of a rank of `plan` on its `device`, with weights loaded. `resumed` is the
+/// checkpoint passed to [`Plan::resume`]. All ranks call it.
 ///
 /// # Errors
 /// Weights cannot be read or do not fit the model; a peer failed.

@@ -1,4 +1,4 @@
-//! What writes trained weights in the form that a run leaves: a PEFT adapter or a Hugging Face model.
+//! Writers of trained weights: a PEFT adapter or a Hugging Face model.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -18,11 +18,12 @@ use crate::planning::{Plan, StoredAs};
 use crate::recipe::{Dtype, MasterWeights};
 use crate::weights::{ModelIdentity, StoredDtype, WriteEntry, Written};
 
-/// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
-/// ranks of `trainer` share. `exact`: as they are updated, which checkpoints need; else as `checkpoint.output_dtype` says.
+/// Returns the writer of the trained weights of this run: a PEFT adapter, or a Hugging Face model
+/// whose tensors the ranks of `trainer` share. With `exact`, which checkpoints need, the dtype is
+/// that of the update, else `checkpoint.output_dtype`.
 ///
 /// # Errors
-/// As [`Plan::identity`].
+/// Those of [`Plan::identity`].
 pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<WriteWeights> {
     let given = match plan.engine.master {
         _ if !exact => plan.recipe.checkpoint.output_dtype,
@@ -64,13 +65,13 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     }))
 }
 
-/// An adapter as a run leaves it.
+/// Writer of an adapter.
 struct AdapterOutput {
     config: adapter::AdapterConfig,
     base: ModelIdentity,
-    /// Embedding and head are one parameter.
+    /// True if embedding and head are one parameter.
     tied: bool,
-    /// What PiSSA took from the weights, by module.
+    /// Factors that PiSSA took from the weights, by module.
     initial: Arc<BTreeMap<String, LowRankFactors>>,
     dtype: StoredDtype,
 }

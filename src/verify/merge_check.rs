@@ -1,4 +1,5 @@
-//! What a merge adds the adapter to, and the certificate that the merged model does what base and adapter did.
+//! Choice of the base weights of a merge, and certificate that the merged model matches base and
+//! adapter.
 
 use std::path::Path;
 
@@ -21,36 +22,37 @@ use crate::recipe::{
 use crate::units;
 use crate::weights::ModelIdentity;
 
-/// The file a run leaves beside its adapter.
+/// Recipe that a run writes beside its adapter.
 const RECIPE_FILE: &str = "recipe.toml";
-/// Rows of the data set that a certificate looks at, at most.
+/// Largest number of rows that a certificate compares.
 const ROWS: usize = 64;
-/// Mean divergence that rounding the merged weights may cost, in nats per token.
+/// Largest mean divergence from rounding the merged weights, in nats per token.
 const SAME_BASE: f64 = 0.005;
-/// The same where the merged model has other base weights than the adapter was trained on.
+/// Largest mean divergence if the base weights are not those that the adapter was trained on.
 const OTHER_BASE: f64 = 0.1;
 
-/// A merge's base, decided.
+/// Base weights of a merge.
 #[derive(Debug)]
 pub struct MergeBase {
-    /// The format that the adapter was trained over, if its base was quantized.
+    /// Format of the base that the adapter was trained on, if it was quantized.
     pub trained_over: Option<QuantFormat>,
-    /// The linear layers that were not quantized.
+    /// Linear layers that were not quantized.
     pub skipped: Vec<String>,
-    /// What it is added to.
+    /// Weights that the adapter is added to.
     pub values: BaseValues,
-    /// Whether it is what the adapter was trained on.
+    /// True if the adapter was trained on these weights.
     pub same: bool,
-    /// Why, for the user.
+    /// Reason of the choice, for the user.
     pub reason: String,
 }
 
 impl MergeBase {
-    /// Decides by the recipe that lies beside the adapter and by what the model's files hold; without a `choice` it is
-    /// what the adapter was trained on.
+    /// Decides by the recipe beside the adapter and by the format of the model's files. Without a
+    /// `choice` the base is the one that the adapter was trained on.
     ///
     /// # Errors
-    /// `quantized` was asked for, and nothing says how the base was quantized; the adapter cannot be read.
+    /// `choice` is `quantized`, and the quantization of the base is unknown; the adapter cannot be
+    /// read.
     pub fn decide(choice: Option<BaseChoice>, base: &BaseModel, adapter: &Path) -> Result<Self> {
         let stored = base.format;
         let (trained_over, skipped) = match (stored, recipe_quantization(adapter)?) {
@@ -79,7 +81,7 @@ impl MergeBase {
             (Some(BaseChoice::Quantized), None, None) => {
                 Err(Error::user(format!("cannot merge {} onto a quantized base", adapter.display()))
                     .because(format!(
-                        "nothing says how its base was quantized: the model is not, and the adapter's folder has no {RECIPE_FILE} with a `[quantization]` table"
+                        "the quantization of its base is unknown: the model is not quantized, and the adapter's folder has no {RECIPE_FILE} with a `[quantization]` table"
                     ))
                     .hint("give the quantized model as `--model` (`finetune quantize` writes one), or write `--base original`"))
             }
@@ -104,19 +106,20 @@ impl MergeBase {
         }
     }
 
-    /// The mean divergence above which a merge is refused, unless the user names another.
+    /// Returns the largest accepted mean divergence in nats per token, unless the user sets
+    /// `--max-kl`.
     pub fn threshold(&self) -> f64 {
         if self.same { SAME_BASE } else { OTHER_BASE }
     }
 }
 
-/// The quantized checkpoint that the adapter was trained over, if it says so.
+/// Returns the quantized checkpoint that the adapter was trained on, if the adapter records one.
 fn quantized_checkpoint(adapter: &Path) -> Result<Option<ModelIdentity>> {
     let base = SavedAdapter::read(adapter)?.base_model()?;
     Ok(base.filter(|base| base.quantized_from().is_some()))
 }
 
-/// `[quantization]` of the run that left the adapter.
+/// Returns `[quantization]` of the run that wrote the adapter.
 fn recipe_quantization(adapter: &Path) -> Result<Option<QuantizationSection>> {
     let path = adapter.join(RECIPE_FILE);
     if !path.exists() {
@@ -132,33 +135,33 @@ fn recipe_quantization(adapter: &Path) -> Result<Option<QuantizationSection>> {
     Ok(Recipe::load(&layers)?.quantization)
 }
 
-/// What a merge is checked with.
+/// Inputs of a check of a merge.
 pub struct MergeCheck<'a> {
-    /// The base in the form that the adapter was trained on.
+    /// Base in the form that the adapter was trained on.
     pub base: &'a BaseModel,
-    /// The adapter's folder.
+    /// Folder of the adapter.
     pub adapter: &'a Path,
-    /// Rows, of which the first are looked at.
+    /// Data set, of which the first rows are compared.
     pub dataset: &'a DataSource,
-    /// The most that the mean divergence may be, in nats per token.
+    /// Largest accepted mean divergence, in nats per token.
     pub max_kl: f64,
-    /// Where and in which dtype both models compute.
+    /// Device and dtype of both models.
     pub options: &'a EngineOptions,
-    /// Finds the rows.
+    /// Resolver of the data set.
     pub resolver: &'a Resolver<'a>,
 }
 
-/// What was found.
+/// Result of a check.
 #[derive(Debug, Clone, Copy)]
 pub struct Certificate {
-    /// How far the two models differ.
+    /// Differences between the two models.
     pub found: Comparison,
-    /// What was allowed.
+    /// Largest accepted mean divergence, in nats per token.
     pub max_kl: f64,
 }
 
 impl Certificate {
-    /// As merge.json holds it.
+    /// Returns the certificate as in merge.json.
     pub fn to_json(self) -> Value {
         json!({
             "rows": self.found.rows,
@@ -175,7 +178,8 @@ impl MergeCheck<'_> {
     /// Compares base and adapter with the merged model in `merged`.
     ///
     /// # Errors
-    /// The mean divergence exceeds the threshold: the user's choice of base or dtype does not keep what was trained.
+    /// The mean divergence exceeds the threshold: the chosen base or dtype changes the trained
+    /// model too much.
     pub fn certify(&self, merged: &Path) -> Result<Certificate> {
         let recipe = Recipe::default();
         let rows = self.base.dataset_loader(self.base.tokenizer()?, &recipe.data)?;
@@ -187,7 +191,7 @@ impl MergeCheck<'_> {
         let found = compare(&trained, &merged, examples, recipe.data.longest_row())?;
         let certificate = Certificate { found, max_kl: self.max_kl };
         if found.mean_kl() > self.max_kl {
-            return Err(Error::user("the merged model does not do what base and adapter do")
+            return Err(Error::user("the merged model differs too much from base and adapter")
                 .because(format!(
                     "KL divergence {:.4} nats a token on {} of {} (largest {:.3}, same likeliest token at {:.1} %); accepted: up to {}",
                     found.mean_kl(),

@@ -1,4 +1,4 @@
-//! Checks of a merge, and of a run that is killed and resumed.
+//! Checks of a merged model, and of a killed and resumed run.
 
 mod merge_check;
 mod run_comparison;

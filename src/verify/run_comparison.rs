@@ -1,4 +1,4 @@
-//! Two runs, held against each other by every byte that they leave but for what tells times.
+//! Comparison of two runs by every byte of their folders, except files and values that hold times.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -10,21 +10,21 @@ use crate::profile;
 use crate::report::{MetricsEntry, metrics};
 use crate::training::output_folder::{CARD, METRICS, REPORT};
 
-/// Folders and files in a run's folder that tell times.
+/// Folders and files of a run that hold times.
 const TIMED: [&str; 5] = [CARD, REPORT, "tensorboard", profile::FOLDER, ".finetune"];
 
-/// What the folders of two runs hold.
+/// Result of comparing the folders of two runs.
 pub(crate) struct RunComparison {
-    /// Files that one of them has, or both.
+    /// Number of files in one folder or both.
     pub(crate) files: usize,
-    /// Of the files that both have, in one of them.
+    /// Bytes of the common files in one folder.
     pub(crate) bytes: u64,
-    /// In words, by file.
+    /// Differences as sentences, by file.
     pub(crate) differences: Vec<String>,
 }
 
 impl RunComparison {
-    /// Compares the folder of a run with that of one that was killed and resumed.
+    /// Compares the folder of an uninterrupted run with that of a killed and resumed one.
     pub(crate) fn new(straight: &Path, broken: &Path) -> Result<Self> {
         let (ours, theirs) = (listing(straight)?, listing(broken)?);
         let mut found = RunComparison { files: 0, bytes: 0, differences: Vec::new() };
@@ -45,7 +45,7 @@ impl RunComparison {
     }
 }
 
-/// Every file below a run's folder but for those that tell times, by its name there.
+/// Returns every file below a run's folder by its relative name, without files that hold times.
 fn listing(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let (mut found, mut open) = (BTreeMap::new(), vec![folder.to_owned()]);
     while let Some(inner) = open.pop() {
@@ -77,7 +77,7 @@ fn bytes_differ(one: &Path, other: &Path) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// The first entry of two logs that differs but for its times.
+/// Describes the first entry of two logs that differs in more than its times.
 fn steps_differ(one: &Path, other: &Path) -> Result<Option<String>> {
     let read = |path| Ok::<_, Error>(metrics::read(path)?.into_iter().map(timeless).collect::<Vec<_>>());
     let (ours, theirs) = (read(one)?, read(other)?);
@@ -99,7 +99,7 @@ fn timeless(entry: MetricsEntry) -> MetricsEntry {
 mod tests {
     use super::*;
 
-    /// A byte, a file and a step that differ are named; times are not.
+    /// A differing byte, file and step are named; times are not.
     #[test]
     fn differences_are_named() {
         let folder = tempfile::tempdir().expect("a folder");

@@ -1,8 +1,8 @@
-//! A run that is killed at a random instant and resumed, held against one that is not: both by this program, as processes
-//! of their own, and every byte that they leave.
+//! Comparison of a run that is killed at a random instant and resumed with an uninterrupted run.
+//! Both run as child processes of this program, and every byte of their folders is compared.
 //!
-//! The instant is drawn from the time in which the killed process trains, saves and writes its result: one that has not
-//! taken a step since it started loses nothing.
+//! The instant is drawn from the time in which the killed process trains, saves and writes its
+//! result. A process that has not done a step yet would lose nothing.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -19,32 +19,32 @@ use crate::report::{MetricsEntry, Terminal, metrics};
 use crate::training::output_folder::{CARD, METRICS, REPORT};
 use crate::units;
 
-/// How often a process is looked at.
+/// Interval of polling a process.
 const POLL: Duration = Duration::from_millis(1);
-/// How often the run to be killed is begun anew when it ended before it was killed.
+/// Largest number of tries for a run that ends before it is killed.
 const ATTEMPTS: u32 = 5;
-/// Lines of what a process said that are repeated when it failed.
+/// Number of last log lines to show of a failed process.
 const REPEATED_LINES: usize = 12;
-/// Differences that are named.
+/// Largest number of differences in an error.
 const NAMED: usize = 20;
 
-/// What is tried.
+/// Settings of a trial.
 pub(crate) struct ResumeTrial<'a> {
-    /// The folder for both runs.
+    /// Folder for both runs.
     pub(crate) output: &'a Path,
-    /// The command line of a run into a folder.
+    /// Returns the command line of a run into a folder.
     pub(crate) words: &'a dyn Fn(&Path) -> Vec<OsString>,
     /// Steps of each run.
     pub(crate) steps: u64,
-    /// Times that the second one is killed.
+    /// Number of times to kill the second run.
     pub(crate) kills: u32,
-    /// Whether both stay when they are equal.
+    /// True to keep the folders of equal runs.
     pub(crate) keep: bool,
-    /// Told what goes on.
+    /// Terminal for progress.
     pub(crate) terminal: &'a Terminal,
 }
 
-/// That both left the same.
+/// Proof that both runs left the same bytes.
 pub(crate) struct ResumeProof {
     steps: u64,
     kills: Vec<Kill>,
@@ -52,12 +52,12 @@ pub(crate) struct ResumeProof {
     bytes: u64,
 }
 
-/// The end of a process.
+/// A kill of the second run.
 #[derive(Clone, Copy)]
 struct Kill {
-    /// The last step that it said.
+    /// Last step in its log.
     step: u64,
-    /// Since it had taken its first step.
+    /// Time since its first step.
     after: Duration,
 }
 
@@ -84,10 +84,11 @@ impl fmt::Display for ResumeProof {
 }
 
 impl ResumeTrial<'_> {
-    /// Trains twice and compares.
+    /// Trains twice and compares the folders.
     ///
     /// # Errors
-    /// A run fails, with the category of its failure; a fault of ours: they did not leave the same bytes.
+    /// A run fails, with the category of its failure; internal: the runs did not leave the same
+    /// bytes.
     pub(crate) fn run(&self) -> Result<ResumeProof> {
         if !RunFolder::is_free(self.output)? {
             return Err(Error::user(format!("cannot write to {}", self.output.display()))
@@ -116,7 +117,7 @@ impl ResumeTrial<'_> {
         Ok(ResumeProof { steps: self.steps, kills, files: found.files, bytes: found.bytes })
     }
 
-    /// Removes what the runs said; a text that cannot be removed stays.
+    /// Removes the logs of the runs. A log that cannot be removed is kept.
     fn remove_logs(&self) {
         for entry in std::fs::read_dir(self.output).into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
@@ -128,14 +129,14 @@ impl ResumeTrial<'_> {
     }
 
     fn differ(&self, found: &RunComparison) -> Error {
-        let error = Error::internal("a run that was killed and resumed did not leave the same bytes");
+        let error = Error::internal("a killed and resumed run did not leave the same bytes");
         let error = found.differences.iter().take(NAMED).cloned().fold(error, Error::because);
         let more = found.differences.len().saturating_sub(NAMED);
         let error = if more > 0 { error.because(format!("and {more} more files")) } else { error };
         error.hint(format!("both runs are in {}; please report it with the recipe", self.output.display()))
     }
 
-    /// Runs without a break; how long it trained and wrote its result.
+    /// Trains uninterrupted; returns the time of training and writing the result.
     fn straight(&self, folder: &Path) -> Result<Duration> {
         let mut run = TrialProcess::start(&(self.words)(folder), folder, &[])?;
         let first = run.until_it_trains()?;
@@ -147,12 +148,13 @@ impl ResumeTrial<'_> {
         Ok(trained)
     }
 
-    /// Runs with breaks; the folder and the breaks.
+    /// Trains with kills; returns the folder and the kills.
     fn broken(&self, straight: &Path, trained: Duration) -> Result<(PathBuf, Vec<Kill>)> {
         let folder = self.output.join("broken");
         for attempt in 0..ATTEMPTS {
             if attempt > 0 {
-                self.terminal.line("it ended before it could be killed: once more, with an earlier instant");
+                self.terminal
+                    .line("the run ended before it could be killed: trying again with an earlier instant");
                 std::fs::remove_dir_all(&folder).map_err(|e| Error::io("remove", &folder, &e))?;
             }
             self.tell_date(straight, &folder)?;
@@ -162,13 +164,13 @@ impl ResumeTrial<'_> {
             }
         }
         Err(Error::user("cannot verify the resume")
-            .because(format!("the run was over before it could be killed, {ATTEMPTS} times"))
+            .because(format!("the run ended before it could be killed, {ATTEMPTS} times"))
             .hint("give more steps with `--steps`"))
     }
 
-    /// The chat template of both runs is told the same date.
+    /// Gives the chat templates of both runs the same date.
     fn tell_date(&self, straight: &Path, folder: &Path) -> Result<()> {
-        // A run that left no checkpoint yet begins anew as what its record says.
+        // A run without a checkpoint yet starts again with the date in its record.
         let dated = RunRecord::read(straight)?.filter(|record| record.chat_template_date.is_some());
         dated.map_or(Ok(()), |record| record.begin_as(folder))
     }
@@ -199,7 +201,7 @@ impl ResumeTrial<'_> {
     }
 }
 
-/// A number from 0 to 1.
+/// Returns a random number from 0 to 1.
 fn share() -> Result<f64> {
     let mut bytes = [0; 4];
     getrandom::fill(&mut bytes)
@@ -207,18 +209,19 @@ fn share() -> Result<f64> {
     Ok(f64::from(u32::from_le_bytes(bytes)) / f64::from(u32::MAX))
 }
 
-/// A run as a process.
+/// A run in a child process.
 struct TrialProcess {
     child: Child,
     ended: Option<ExitStatus>,
     metrics: PathBuf,
-    /// metrics.jsonl when it started.
+    /// Size and time of metrics.jsonl at the start of the process.
     before: Option<(u64, SystemTime)>,
     said: PathBuf,
 }
 
 impl TrialProcess {
-    /// Starts one in `folder`, in which so many were killed before; what it says goes to a file beside the folder.
+    /// Starts a run in `folder`, in which `killed` runs were killed before. Its messages go to a
+    /// log beside the folder.
     fn start(words: &[OsString], folder: &Path, killed: &[Kill]) -> Result<Self> {
         let program = child::binary()?;
         let said = folder.with_extension(format!("{}.log", killed.len() + 1));
@@ -241,10 +244,10 @@ impl TrialProcess {
         Ok(self.ended.is_some())
     }
 
-    /// Waits until it trains, and tells the moment; none: it ended without.
+    /// Waits for the first step and returns its moment; none if the process ends before.
     fn until_it_trains(&mut self) -> Result<Option<Instant>> {
         while !self.is_over()? {
-            // A resumed run removes what it is about to repeat when it has loaded all.
+            // A resumed run, once loaded, removes the log lines of steps that it will repeat.
             if look(&self.metrics) != self.before && self.last_step() > 0 {
                 return Ok(Some(Instant::now()));
             }
@@ -253,7 +256,7 @@ impl TrialProcess {
         Ok(None)
     }
 
-    /// Waits for its end, or until `moment`.
+    /// Waits for the end of the process, or until `moment`.
     fn until(&mut self, moment: Instant) -> Result<()> {
         while !self.is_over()? && Instant::now() < moment {
             std::thread::sleep(POLL);
@@ -268,7 +271,7 @@ impl TrialProcess {
         Ok(())
     }
 
-    /// Kills it as a power cut would; false: it had ended.
+    /// Kills the process like a power cut; returns false if it had already ended.
     fn kill(&mut self) -> Result<bool> {
         if self.is_over()? {
             return Ok(false);
@@ -279,13 +282,13 @@ impl TrialProcess {
         Ok(ended.code().is_none())
     }
 
-    /// The last step in its metrics.jsonl.
+    /// Returns the last step in its metrics.jsonl.
     fn last_step(&self) -> u64 {
         let entries = metrics::read(&self.metrics).unwrap_or_default();
         entries.last().map_or(0, MetricsEntry::step)
     }
 
-    /// Whether it ended well.
+    /// Returns an error unless the process succeeded.
     fn check(&self, which: &str) -> Result<()> {
         if self.ended.is_some_and(|ended| ended.success()) {
             return Ok(());
@@ -299,20 +302,20 @@ impl TrialProcess {
         let lines: Vec<&str> = text.lines().collect();
         let last = lines.iter().skip(lines.len().saturating_sub(REPEATED_LINES));
         let error = last.fold(error, |error, line| error.because(line.trim()));
-        Err(error.hint(format!("all that it said is in {}", self.said.display())))
+        Err(error.hint(format!("its whole output is in {}", self.said.display())))
     }
 }
 
 impl Drop for TrialProcess {
     fn drop(&mut self) {
-        // After an error of ours it would train on for nobody.
+        // After an error in this process the child would continue in vain.
         if self.ended.is_none() {
             drop(self.child.kill().and_then(|()| self.child.wait()));
         }
     }
 }
 
-/// Size and time of a file.
+/// Returns size and modification time of a file.
 fn look(path: &Path) -> Option<(u64, SystemTime)> {
     let data = path.metadata().ok()?;
     Some((data.len(), data.modified().ok()?))

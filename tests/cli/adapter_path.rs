@@ -133,24 +133,24 @@ fn written_keys_that_contradict_are_refused() {
     let defaults = "kind = \"lora\"\nr = 16\nlora_alpha = 16\nuse_rslora = false\nrank_pattern = {}\nalpha_pattern = {}\nmodules_to_save = []\n";
     assert_snapshot!(refused(&place, defaults), @r#"
     error: cannot go on with the adapter in [DIR]/saved
-      caused by: go_on.toml:4:5: `adapter.r` is 16; of the saved adapter it is 4
-      caused by: go_on.toml:5:14: `adapter.lora_alpha` is 16.0; of the saved adapter it is 12.0
-      caused by: go_on.toml:9:19: `adapter.modules_to_save` is []; of the saved adapter it is ["lm_head"]
-      caused by: go_on.toml:7:16: `adapter.rank_pattern` is {}; of the saved adapter it is { "layers.1.self_attn.q_proj" = 2 }
-      caused by: go_on.toml:8:17: `adapter.alpha_pattern` is {}; of the saved adapter it is { "v_proj" = 6.0 }
-      caused by: go_on.toml:6:14: `adapter.use_rslora` is false; of the saved adapter it is true
-    hint: write the saved adapter's values (`--set 'adapter.r=4'`, `--set 'adapter.lora_alpha=12.0'`, `--set 'adapter.modules_to_save=["lm_head"]'`, `--set 'adapter.rank_pattern={ "layers.1.self_attn.q_proj" = 2 }'`, `--set 'adapter.alpha_pattern={ "v_proj" = 6.0 }'`, `--set 'adapter.use_rslora=true'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
+      caused by: go_on.toml:4:5: `adapter.r` is 16; in the saved adapter it is 4
+      caused by: go_on.toml:5:14: `adapter.lora_alpha` is 16.0; in the saved adapter it is 12.0
+      caused by: go_on.toml:9:19: `adapter.modules_to_save` is []; in the saved adapter it is ["lm_head"]
+      caused by: go_on.toml:7:16: `adapter.rank_pattern` is {}; in the saved adapter it is { "layers.1.self_attn.q_proj" = 2 }
+      caused by: go_on.toml:8:17: `adapter.alpha_pattern` is {}; in the saved adapter it is { "v_proj" = 6.0 }
+      caused by: go_on.toml:6:14: `adapter.use_rslora` is false; in the saved adapter it is true
+    hint: write the saved adapter's values (`--set 'adapter.r=4'`, `--set 'adapter.lora_alpha=12.0'`, `--set 'adapter.modules_to_save=["lm_head"]'`, `--set 'adapter.rank_pattern={ "layers.1.self_attn.q_proj" = 2 }'`, `--set 'adapter.alpha_pattern={ "v_proj" = 6.0 }'`, `--set 'adapter.use_rslora=true'`), or remove these keys to use its values; without `adapter.path` a new adapter starts
     "#);
     assert_snapshot!(refused(&place, "target_modules = [\"q_proj\", \"k_proj\"]\n"), @r#"
     error: cannot go on with the adapter in [DIR]/saved
-      caused by: go_on.toml:3:18: `adapter.target_modules` is ["q_proj", "k_proj"]; of the saved adapter it is ["down_proj", "q_proj", "v_proj"]
-    hint: write the saved adapter's values (`--set 'adapter.target_modules=["down_proj", "q_proj", "v_proj"]'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
+      caused by: go_on.toml:3:18: `adapter.target_modules` is ["q_proj", "k_proj"]; in the saved adapter it is ["down_proj", "q_proj", "v_proj"]
+    hint: write the saved adapter's values (`--set 'adapter.target_modules=["down_proj", "q_proj", "v_proj"]'`), or remove these keys to use its values; without `adapter.path` a new adapter starts
     "#);
     assert_snapshot!(refused(&place, "kind = \"dora\"\nexclude_modules = [\"v_proj\"]\n"), @r#"
     error: cannot go on with the adapter in [DIR]/saved
-      caused by: go_on.toml:3:8: `adapter.kind` is "dora"; of the saved adapter it is "lora"
-      caused by: go_on.toml:4:19: `adapter.exclude_modules` is ["v_proj"]; the saved adapter is on ["down_proj", "q_proj", "v_proj"]
-    hint: write the saved adapter's values (`--set 'adapter.kind="lora"'`, `--set 'adapter.exclude_modules=[]'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
+      caused by: go_on.toml:3:8: `adapter.kind` is "dora"; in the saved adapter it is "lora"
+      caused by: go_on.toml:4:19: `adapter.exclude_modules` is ["v_proj"]; the saved adapter covers ["down_proj", "q_proj", "v_proj"]
+    hint: write the saved adapter's values (`--set 'adapter.kind="lora"'`, `--set 'adapter.exclude_modules=[]'`), or remove these keys to use its values; without `adapter.path` a new adapter starts
     "#);
     assert_snapshot!(refused(&place, "init = \"gaussian\"\n"), @"
     error: cannot use recipe go_on.toml
@@ -166,9 +166,9 @@ fn written_keys_that_contradict_are_refused() {
     let output = place.command(&args).arg("--quiet").output().unwrap();
     assert_snapshot!(place.told(&output.stderr), @r#"
     error: cannot go on with the adapter in [DIR]/saved
-      caused by: lora (built in):12:5: `adapter.r` is 16; of the saved adapter it is 4
-      caused by: lora (built in):13:14: `adapter.lora_alpha` is 32.0; of the saved adapter it is 12.0
-      caused by: lora (built in):14:18: `adapter.target_modules` is "all-linear"; of the saved adapter it is ["down_proj", "q_proj", "v_proj"]
-    hint: write the saved adapter's values (`--set 'adapter.r=4'`, `--set 'adapter.lora_alpha=12.0'`, `--set 'adapter.target_modules=["down_proj", "q_proj", "v_proj"]'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
+      caused by: lora (built in):12:5: `adapter.r` is 16; in the saved adapter it is 4
+      caused by: lora (built in):13:14: `adapter.lora_alpha` is 32.0; in the saved adapter it is 12.0
+      caused by: lora (built in):14:18: `adapter.target_modules` is "all-linear"; in the saved adapter it is ["down_proj", "q_proj", "v_proj"]
+    hint: write the saved adapter's values (`--set 'adapter.r=4'`, `--set 'adapter.lora_alpha=12.0'`, `--set 'adapter.target_modules=["down_proj", "q_proj", "v_proj"]'`), or remove these keys to use its values; without `adapter.path` a new adapter starts
     "#);
 }

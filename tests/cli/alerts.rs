@@ -340,19 +340,19 @@ fn alarms_that_could_not_be_delivered_are_refused() {
     let hook = format!("alerts.webhook=https://hooks.example/{CANARY}");
     assert_snapshot!(refused(&["--set", &hook, "--offline"]), @"
     error: cannot use `alerts.webhook`
-      caused by: `--offline` leaves the network alone
+      caused by: `--offline` disables the network
     hint: add `--set alerts.webhook=`, or leave out `--offline`
     ");
     assert_snapshot!(refused(&["--set", &hook, "--set", "alerts.rules=[]"]), @"
     error: cannot use these settings
-      caused by: --set alerts.webhook=(hidden): `alerts.webhook` has no effect with `rules = []`, which watches for nothing
-    hint: remove `rules` for all of them, or remove `webhook`
+      caused by: --set alerts.webhook=(hidden): `alerts.webhook` has no effect with `rules = []`, which disables all alerts
+    hint: remove `rules` to watch for all of them, or remove `webhook`
     ");
     place.write("bare.toml", &format!("[alerts]\nwebhook = https://hooks.example/{CANARY}\n"));
     let done = place.command(&["--recipe", "bare.toml"]).output().unwrap();
     assert_snapshot!(ends(&place, &done, 1), @r#"
     error: cannot use recipe bare.toml
-      caused by: bare.toml:2:11: not TOML: https://(hidden) is no value
+      caused by: bare.toml:2:11: not TOML: https://(hidden) is not a value
     hint: write "https://(hidden)" for a text, true or false for a switch
     "#);
     // The command that lacks something is shown as it was typed, but for the address.

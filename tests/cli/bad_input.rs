@@ -115,18 +115,18 @@ fn a_recipe_that_is_not_there() {
     assert_snapshot!(refused(&place, &["--recipe", "lorra"]), @"
     exit 1
     error: cannot find recipe `lorra`
-      caused by: there is no such file
-      caused by: there is no built-in recipe `lorra`
+      caused by: no such file
+      caused by: unknown built-in recipe `lorra`
       caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `lora`
     ");
     assert_snapshot!(refused(&place, &["--recipe", "mine/my.toml"]), @"
     exit 1
     error: cannot find recipe `mine/my.toml`
-      caused by: there is no such file
-      caused by: there is no built-in recipe `mine/my`
+      caused by: no such file
+      caused by: unknown built-in recipe `mine/my`
       caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
-    hint: `finetune recipes` says what each built-in recipe is for
+    hint: `finetune recipes` lists the built-in recipes and their purposes
     ");
 }
 
@@ -183,8 +183,8 @@ fn ranks_and_strategies_that_do_not_fit() {
     assert_snapshot!(ranks("parallel.strategy=single"), @r#"
     exit 1
     error: cannot use `parallel.strategy = "single"`
-      caused by: there are 3 ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp
-    hint: leave the strategy out, or take one rank
+      caused by: the run has 3 ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp
+    hint: leave the strategy out, or use one rank
     "#);
     assert_snapshot!(ranks("parallel.shard_size=2"), @r#"
     exit 1
@@ -225,14 +225,14 @@ fn ranks_and_strategies_that_do_not_fit() {
     assert_snapshot!(no_run(&place, &["--world-size", "2", "--rank", "0", "--master-addr", "127.0.0.1"]), @"
     exit 1
     error: cannot train over several processes
-      caused by: there are 2 ranks, by --world-size and --rank
-      caused by: this binary was built without MPI, which carries what ranks say between processes on CPUs
-    hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`, which torchrun does not replace
+      caused by: the world size is 2, from --world-size and --rank
+      caused by: this binary was built without MPI, which CPU ranks in several processes need
+    hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`; torchrun cannot replace mpirun
     ");
     assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
     exit 1
     error: cannot use `parallel.strategy = "fsdp"`
-      caused by: there is one rank; accepted with one: auto, single
+      caused by: the run has one rank; accepted with one: auto, single
     hint: give more ranks, or leave the strategy out
     "#);
 }
@@ -247,7 +247,7 @@ fn quantized_bases() {
     assert_snapshot!(full(&["--set", "quantization.kind=nf4"]), @"
     exit 1
     error: cannot train all weights of a quantized model
-      caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; there is no `[adapter]`
+      caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; the recipe has no `[adapter]`
     hint: add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model
     ");
     assert_snapshot!(no_run(&place, &["--set", "quantization.block_size=48"]), @"
@@ -265,7 +265,7 @@ fn quantized_bases() {
     assert_snapshot!(full(&[]), @"
     exit 1
     error: cannot train all weights of a quantized model
-      caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; there is no `[adapter]`
+      caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; the recipe has no `[adapter]`
     hint: add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model
     ");
     assert_snapshot!(no_run(&place, &["--set", "quantization.kind=fp4"]), @"
@@ -295,8 +295,8 @@ fn adapters_that_cannot_be() {
     assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa", "--set", "adapter.r=100"]), @r#"
     exit 1
     warning: `adapter.r` is 100, above the smaller side of 14 of 14 layers that it adapts, such as model.layers.0.self_attn.k_proj (32): ranks above it add parameters and nothing that can be learned; write `adapter.r = 32` or less
-    error: cannot factor a weight for the adapter's start
-      caused by: r is 100; the weight is 64 x 64; accepted: r up to the smaller
+    error: cannot factor a weight to initialize the adapter
+      caused by: r is 100; the weight is 64 x 64; accepted: r up to the smaller dimension
     hint: lower `adapter.r`, or start with `init = "default"`
     "#);
     assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[\"norm\"]"]), @r#"
@@ -338,13 +338,13 @@ fn gpus_that_are_not_there() {
         assert_snapshot!(no_run(&place, &["--gpus", "0"]), @"
         exit 1
         error: cannot use GPU 0
-          caused by: this binary was built for the CPU alone
+          caused by: this binary was built for the CPU only
         hint: build it with `cargo build --release --features cuda`, or leave out `--gpus`
         ");
         assert_snapshot!(no_run(&place, &["--gpus", "2,3"]), @"
         exit 1
         error: cannot use GPU 2
-          caused by: this binary was built for the CPU alone
+          caused by: this binary was built for the CPU only
         hint: build it with `cargo build --release --features cuda`, or leave out `--gpus`
         ");
     }
@@ -358,7 +358,7 @@ fn a_model_folder_that_is_not_there() {
     assert_snapshot!(refused(&place, &["--model", "./modle", "--dataset", "rows.jsonl", "--recipe", "lora"]), @"
     exit 1
     error: cannot use these settings
-      caused by: --model: there is no [DIR]/modle
+      caused by: --model: no such file or folder: [DIR]/modle
     ");
 }
 
@@ -614,7 +614,7 @@ fn weights_in_other_formats() {
     assert_snapshot!(no_run(&place, &[]), @"
     exit 1
     error: folder `[DIR]/model` holds only GGUF files (model-q4_k_m.gguf)
-      caused by: GGUF is written for inference and is not trained here
+      caused by: GGUF is a format for inference, which finetune does not train
       caused by: accepted: model.safetensors, or model.safetensors.index.json with its shards
     hint: give the repository that the GGUF was made from; its card calls it the base model
     ");
@@ -685,7 +685,7 @@ fn a_data_file_that_is_not_there() {
     assert_snapshot!(no_run(&place, &[]), @"
     exit 1
     error: cannot use these settings
-      caused by: --dataset: there is no [DIR]/rows.jsonl
+      caused by: --dataset: no such file or folder: [DIR]/rows.jsonl
     ");
 }
 
@@ -707,7 +707,7 @@ fn a_row_without_what_its_format_needs() {
     assert_snapshot!(no_run_on(&format!("{good}\n{{\"prompt\": \"1 + 2 =\"}}\n")), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
-      caused by: cannot tell the format of the data set
+      caused by: cannot detect the format of the data set
       caused by: 1 of 2 rows have the keys of prompt_completion
       caused by: [DIR]/rows.jsonl:2 has the keys prompt
       caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text); tokens (input_ids)
@@ -745,7 +745,7 @@ fn a_row_with_nothing_to_learn() {
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use 1 of 1 row of the data set
-      caused by: [DIR]/rows.jsonl:1: there is no trained token
+      caused by: [DIR]/rows.jsonl:1: no token is trained
     hint: write `data.train_on = "all"` to train on every token
     "#);
 }
@@ -755,7 +755,7 @@ fn rows_of_no_known_format() {
     assert_snapshot!(no_run_on("{\"frage\": \"1 + 1?\", \"antwort\": \"2\"}\n"), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
-      caused by: cannot tell the format of the data set
+      caused by: cannot detect the format of the data set
       caused by: [DIR]/rows.jsonl:1 has the keys frage, antwort
       caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text); tokens (input_ids)
     hint: rename the keys of the rows, or name them in a `[[data.train]]` table, such as `columns = { prompt = "KEY", completion = "KEY" }`, or write `data.format`, one of auto, messages, sharegpt, preference, preference_chosen, alpaca, instruction, prompt_completion, question_answer, text, tokens
@@ -1050,7 +1050,7 @@ fn a_damaged_checkpoint() {
     let output = place.command(&lora(&["--resume", "--quiet"])).output().unwrap();
     assert!(output.status.success());
     assert_snapshot!(filtered(place.told(&output.stderr)), @"
-    warning: out/checkpoint-4 is damaged: optimizer.safetensors is not what was written: its digest differs; passed over
+    warning: out/checkpoint-4 is damaged: optimizer.safetensors is not what was written: its digest differs; skipped
     ");
 }
 
@@ -1064,7 +1064,7 @@ fn only_damaged_checkpoints() {
     error: cannot resume the run in out
       caused by: out/checkpoint-4 is damaged: adapter_model.safetensors is not what was written: its digest differs
       caused by: out/checkpoint-2 is damaged: trainer_state.json is missing
-    hint: start anew in another folder, with `--output`
+    hint: start again in a new folder, with `--output`
     ");
 }
 
@@ -1146,7 +1146,7 @@ fn nothing_to_inspect() {
     assert_snapshot!(refused(&place, &["inspect", "./nowhere"]), @"
     exit 1
     error: cannot use `./nowhere`
-      caused by: there is no [DIR]/nowhere
+      caused by: no such file or folder: [DIR]/nowhere
     ");
     assert_snapshot!(refused(&place, &["inspect", "rows.jsonl"]), @"
     exit 1

@@ -84,7 +84,7 @@ fn an_adapter_is_used_on_its_own_base() {
         let args = [&strs(&args)[..], &["--force-base"]].concat();
         assert_eq!(
             about_the_base(&succeed(&place, &args)),
-            "warning: adapter [DIR]/out was trained on `model` (digest [DIGEST]), and is used on `other` (digest [DIGEST]) as `--force-base` says"
+            "warning: adapter [DIR]/out was trained on `model` (digest [DIGEST]); `--force-base` uses it on `other` (digest [DIGEST])"
         );
     }
     std::fs::remove_dir_all(place.path("merged")).unwrap();
@@ -103,7 +103,7 @@ fn an_adapter_of_peft_cannot_be_checked() {
     for args in verbs("model", "adapter") {
         assert_eq!(
             about_the_base(&succeed(&place, &strs(&args))),
-            "adapter [DIR]/adapter does not say which model it was trained on: whether it was `model` (digest [DIGEST]) is not checked"
+            "adapter [DIR]/adapter does not record the model it was trained on: the check against `model` (digest [DIGEST]) is skipped"
         );
     }
 }
@@ -127,7 +127,7 @@ hint: give the model it was trained on as `--model`, or add `--force-base` to us
         );
         let said = succeed(&place, &[&resume[..], &["--force-base"]].concat());
         assert!(said.contains("resuming from out/checkpoint-2"), "{said}");
-        assert_eq!(about_the_base(&said).matches("as `--force-base` says").count(), 1, "{said}");
+        assert_eq!(about_the_base(&said).matches("; `--force-base` uses it on").count(), 1, "{said}");
     }
 }
 

@@ -189,7 +189,7 @@ fn communication_that_cannot_be_measured() {
     assert_snapshot!(said(&["bench", "collectives", "--ranks", "1"]), @"
     exit 1
     error: cannot measure collectives of a single rank
-      caused by: there is 1, by one process
+      caused by: the world size is 1, from one process
     hint: give `--ranks 2` or more, several `--gpus`, or start several processes with mpirun
     ");
     assert_snapshot!(said(&["doctor", "net", "--sizes", "1K,lots"]), @"
@@ -201,9 +201,9 @@ fn communication_that_cannot_be_measured() {
     assert_snapshot!(said(&["doctor", "net", "--ranks", "2", "--world-size", "4", "--rank", "0", "--master-addr", "h"]), @"
     exit 1
     error: cannot measure the network over several processes
-      caused by: there are 4 ranks, by --world-size and --rank
-      caused by: this binary was built without MPI, which carries what ranks say between processes on CPUs
-    hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`, which torchrun does not replace
+      caused by: the world size is 4, from --world-size and --rank
+      caused by: this binary was built without MPI, which CPU ranks in several processes need
+    hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`; torchrun cannot replace mpirun
     ");
     let too_much = said(&["bench", "collectives", "--ranks", "1024", "--sizes", "4G"]);
     assert!(

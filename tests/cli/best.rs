@@ -168,7 +168,7 @@ fn a_killed_run_goes_on_with_its_best() {
     std::fs::remove_dir_all(place.path("end").join(&checkpoints(&place, "end")[1])).unwrap();
     std::fs::remove_file(place.path("end/adapter_model.safetensors")).unwrap();
     let said = place.said(&words("end", &[&KEEP_BEST[..], &["--resume"]].concat()));
-    assert!(said.contains("are in no checkpoint in end: the best is sought from here on"), "{said}");
+    assert!(said.contains("are in no checkpoint in end: the best is chosen from here on"), "{said}");
     assert!(said.contains("best: step 24, the last, "), "{said}");
 }
 
@@ -201,13 +201,13 @@ fn what_keeping_the_best_needs_is_said() {
     assert!(none.contains("`eval.patience` needs held-out rows"), "{none}");
     let at_end = place.refused(&words("out", &["--set", "eval.patience=2", "--set", "eval.at_end=false"]));
     assert!(
-        at_end.contains("`eval.at_end` is false, and `patience` must know how the last weights do"),
+        at_end.contains("`eval.at_end` is false, but `patience` needs the evaluation of the last weights"),
         "{at_end}"
     );
     let never = ["--set", "checkpoint.save_steps=never"];
     let never = place.refused(&words("out", &[&KEEP_BEST[..], &never].concat()));
     assert!(
-        never.contains("`eval.keep_best` needs checkpoints, and `checkpoint.save_steps` is \"never\""),
+        never.contains("`eval.keep_best` needs checkpoints, but `checkpoint.save_steps` is \"never\""),
         "{never}"
     );
     let seldom = place.refused(&words("out", &[&KEEP_BEST[..], &["--set", "eval.steps=never"]].concat()));

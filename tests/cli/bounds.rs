@@ -58,7 +58,7 @@ fn a_plan_that_cannot_fit() {
     let place = resized(&[("hidden_size", 16384), ("intermediate_size", 65536), ("num_hidden_layers", 1024)]);
     let random = ["--set", "model.init=random"];
     let said = refused(&place, &lora(&random));
-    assert!(said.contains("error: cannot train: a step does not fit the memory there is\n"), "{said}");
+    assert!(said.contains("error: cannot train: a step does not fit the available memory\n"), "{said}");
     assert!(said.contains("swap included") && said.contains("caused by: a rank's weights "), "{said}");
     assert!(said.contains("the largest part is weights, "), "{said}");
     assert!(said.contains("hint: these lower it, what costs least first: `--set "), "{said}");
@@ -66,7 +66,7 @@ fn a_plan_that_cannot_fit() {
     let done = place.command(&lora(&[&random[..], &["--dry-run"]].concat())).output().unwrap();
     let told = place.told(&done.stderr);
     assert!(done.status.success(), "{told}");
-    assert!(told.contains("warning: cannot train: a step does not fit the memory there is"), "{told}");
+    assert!(told.contains("warning: cannot train: a step does not fit the available memory"), "{told}");
 }
 
 /// Weights that are nothing but a hole on the disk.

@@ -34,8 +34,8 @@ fn more_steps_are_those_of_a_longer_run() {
     succeed(&place, "long", 8, &CONSTANT);
     succeed(&place, "grown", 4, &CONSTANT);
     let said = succeed(&place, "grown", 8, &[&CONSTANT[..], &["--resume"]].concat());
-    assert!(said.contains("going on with a change: steps: 4 in the checkpoint, 8 now"), "{said}");
-    assert!(said.contains("going on with a change: train.max_steps: 4 in the checkpoint, 8 now"), "{said}");
+    assert!(said.contains("resuming with a change: steps: 4 in the checkpoint, 8 now"), "{said}");
+    assert!(said.contains("resuming with a change: train.max_steps: 4 in the checkpoint, 8 now"), "{said}");
     let adapter = |output: &str| std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap();
     assert!(adapter("grown") == adapter("long"), "other bytes than those of a run of 8 steps");
     assert_eq!(losses(&place, "grown"), losses(&place, "long"));
@@ -74,7 +74,7 @@ hint: `--allow-change optimizer.learning_rate` `--allow-change scheduler.min_lr_
     let both = [&changed[..], &one, &["--allow-change", "scheduler.min_lr_ratio"]].concat();
     let said = succeed(&place, "forked", 4, &both);
     assert!(
-        said.contains("going on with a change: optimizer.learning_rate: 0.0002 in the checkpoint, 0.001 now"),
+        said.contains("resuming with a change: optimizer.learning_rate: 0.0002 in the checkpoint, 0.001 now"),
         "{said}"
     );
     let rates: Vec<f64> =
@@ -109,7 +109,7 @@ fn a_step_is_split_otherwise() {
     let [rows, times] = by(2, 4);
     let said = succeed(&place, "split", 4, &["--resume", "--set", &rows, "--set", &times]);
     assert!(
-        said.contains("going on with a change: train.micro_batch_size: 1 in the checkpoint, 2 now"),
+        said.contains("resuming with a change: train.micro_batch_size: 1 in the checkpoint, 2 now"),
         "{said}"
     );
     near("split");
@@ -132,7 +132,7 @@ fn harmless_changes_are_listed() {
     let more = ["--resume", "--ranks", "2", "--set", "log.every_steps=2", "--set", "checkpoint.keep_last=1"];
     let said = succeed(&place, "out", 4, &more);
     let listed: Vec<&str> =
-        said.lines().filter_map(|line| line.strip_prefix("going on with a change: ")).collect();
+        said.lines().filter_map(|line| line.strip_prefix("resuming with a change: ")).collect();
     assert_eq!(
         listed,
         [

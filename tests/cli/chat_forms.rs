@@ -187,7 +187,7 @@ fn turns_that_cannot_be_told_apart_are_refused() {
     let template = "[{{ messages[-1].content | length }}]{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
     let (place, args) = with_template(row, template);
     let refused = place.refused(&args);
-    assert!(refused.contains("cannot tell what the assistant wrote in message 3"), "{refused}");
+    assert!(refused.contains("cannot locate the assistant's text in message 3"), "{refused}");
 }
 
 #[test]
@@ -249,7 +249,7 @@ fn special_tokens_are_looked_for_in_all_texts_of_a_chat() {
 fn roles_that_nobody_knows_are_named() {
     let row = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "Asistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#;
     let said = shown("tiny-qwen2", row, &["data.chat_template=chatml"]);
-    let warning = "warning: messages of the role \"asistant\" are not trained (1 in 1 row); roles that are known: system, developer, user, assistant, tool\n";
+    let warning = "warning: messages of the role \"asistant\" are not trained (1 in 1 row); known roles: system, developer, user, assistant, tool\n";
     assert!(said.contains(warning), "{said}");
     let place = Place::with_model("tiny-qwen3");
     place.write(

@@ -184,7 +184,7 @@ fn an_adapter_keeps_its_template_and_verbs_read_it() {
     let other = [&["eval", "--dataset", "rows.jsonl"], &adapter[..], &["--set", "data.chat_template=zephyr"]];
     assert_snapshot!(place.refused(&other.concat()), @r#"
     error: `data.chat_template` is not the chat template that the adapter in [DIR]/out was trained with
-      caused by: they differ in line 1: "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_t" there, "{%- for message in messages -%}" in `zephyr`
+      caused by: they differ in line 1: "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_t" in its own, "{%- for message in messages -%}" in `zephyr`
     hint: remove `data.chat_template`: the adapter's own is used then
     "#);
     // A merged model and its GGUF file have it, and give the same loss.
@@ -259,7 +259,7 @@ fn answers_that_lose_their_end_are_counted() {
     let data = ["data", "--model", "model", "--dataset", "chat.jsonl", "--rows", "0"];
     let told = place.said(&[&data[..], &["--set", "data.max_seq_len=58"]].concat());
     assert!(
-        told.contains("1 row cut to data.max_seq_len, within the answer, whose end it does not teach"),
+        told.contains("1 row cut to data.max_seq_len, within the answer, whose end is not trained"),
         "{told}"
     );
 }

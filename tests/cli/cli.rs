@@ -33,68 +33,65 @@ fn help_of_the_root() {
            finetune <COMMAND>
 
     Commands:
-      train          Train: the same as `finetune` without a verb
-      plan           Say what a run would need, here or on other hardware: memory, time, cost
-      merge          Merge an adapter into its model: a Hugging Face folder
-      quantize       Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
-      export         Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+      train          Train a model, the same as `finetune` without a verb
+      plan           Estimate memory, time and cost of a run, here or on other hardware
+      merge          Merge an adapter into its model and write a Hugging Face folder
+      quantize       Write a 4-bit or 8-bit checkpoint of a model in the bitsandbytes format
+      export         Export a model as a GGUF file or Hugging Face folder, or an adapter as GGUF
       generate       Continue a prompt, chat, or answer a file of prompts
       eval           Measure loss, perplexity and token accuracy on a data set
       compare        Compare runs by their output folders: recipe, losses, time and memory
-      inspect        Say what a model or adapter is, from its headers alone
-      data           Show how rows become tokens and masks, and what is wrong with them
+      inspect        Describe a model or adapter from its file headers
+      data           Show how rows become tokens and loss masks, and report faulty rows
       recipes        List, show or write the built-in recipes
-      bench          Measure speed: of every operation, between ranks, or by number of ranks
-      doctor         Say what this machine and its network offer; check every operation on it
-      verify-resume  Prove on a recipe that a run which is killed and resumed leaves the same bytes
-      completions    Print a completion script for a shell, or a manual page
+      bench          Measure the speed of operations, of communication, and of training by rank count
+      doctor         Describe this machine and its network, or check every operation on it
+      verify-resume  Check that a killed and resumed run is bit-identical to an uninterrupted one
+      completions    Print a shell completion script or a manual page
       help           Print this message or the help of the given subcommand(s)
 
     Options:
-          --model <MODEL>           A folder in Hugging Face layout, or a hub id
-          --recipe <RECIPE>         A recipe file, or the name of a built-in recipe
-          --dataset <DATASET>       A file, a folder or a hub data set to train on; may be repeated
-          --eval-dataset <DATASET>  The same, held out for evaluation; may be repeated
+          --model <MODEL>           Model: a Hugging Face folder or a hub id
+          --recipe <RECIPE>         Recipe: a TOML file or the name of a built-in recipe
+          --dataset <DATASET>       Training data: a file, a folder or a hub data set; may be repeated
+          --eval-dataset <DATASET>  Held-out data for evaluation, given like --dataset; may be repeated
       -h, --help                    Print help
       -V, --version                 Print version
 
-    Common settings (each sets the key in brackets; --set wins over them):
+    Common settings (each sets the key in brackets; --set overrides them):
           --lr <RATE>                Learning rate after the warm-up [optimizer.learning_rate]
           --epochs <N>               Passes over the data [train.epochs]
           --steps <N>                Optimizer steps of the whole run [train.max_steps]
-          --batch <ROWS>             Rows that go through the model at once, or auto
+          --batch <ROWS>             Rows of a micro-batch on each rank, or auto
                                      [train.micro_batch_size]
-          --seq-len <TOKENS>         Tokens of a row at most [data.max_seq_len]
+          --seq-len <TOKENS>         Largest number of tokens in a row [data.max_seq_len]
           --lora-r <R>               Rank of the adapter [adapter.r]
-          --seed <S>                 Seed of everything random [train.seed]
-          --output <DIR>             The folder for everything the run leaves [default: out]
-          --set <SECTION.KEY=VALUE>  Set one key of the recipe; wins over flags and recipe; may be
-                                     repeated
-          --sweep <KEY=V1,V2>        Train once for each value of this key, into a folder each below
-                                     --output; repeated: for each combination
-          --resume [<DIR>]           Go on from the newest checkpoint in the output folder, or from DIR;
-                                     without --recipe, --model and --dataset by the recipe.toml that the
-                                     run left there
-          --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
+          --seed <S>                 Seed of all random numbers [train.seed]
+          --output <DIR>             Folder for checkpoints, logs and the result [default: out]
+          --set <SECTION.KEY=VALUE>  Set a recipe key; overrides flags and recipe; may be repeated
+          --sweep <KEY=V1,V2>        Train once per value, each in a folder of --output; repeated: per
+                                     combination
+          --resume [<DIR>]           Resume from the newest checkpoint in the output folder, or from DIR
+          --gpus <LIST>              GPUs, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
-          --ranks <N>                Train on the CPU with this many ranks, threads of this process
-          --max-restarts <N>         Restart from the newest checkpoint up to N times after a crash, a
-                                     kill or a hang
-          --allow-change <KEY>       Let a resumed run change this key (learning rate or schedule); may
-                                     be repeated
+          --ranks <N>                Train on the CPU with this many ranks, as threads of this process
+          --max-restarts <N>         Restart from the newest checkpoint up to N times after a crash,
+                                     kill or hang
+          --allow-change <KEY>       Let this learning-rate or scheduler key differ on resume; may be
+                                     repeated
           --force-base               Accept a checkpoint or adapter of another base model
-          --ui                       Show the run on a whole screen: curves, speed, memory, where the
-                                     time goes; `q` saves and stops
-          --dry-run                  Print the resolved recipe and what the run would do; train nothing
-          --offline                  Use only what is on this machine
-      -q, --quiet                    Say only what went wrong
-      -v, --verbose                  Say more about what happens
+          --ui                       Show the run full-screen: curves, speed, memory, time; `q` saves
+                                     and stops
+          --dry-run                  Print the resolved recipe and the plan of the run, without training
+          --offline                  Use only local files, without network access
+      -q, --quiet                    Print errors only
+      -v, --verbose                  Print more details
 
     Several processes without a launcher:
-          --world-size <N>      Ranks in all processes
-          --rank <R>            The first rank of this process
-          --master-addr <HOST>  The address at which rank 0 listens
-          --master-port <PORT>  The port on which rank 0 listens
+          --world-size <N>      Number of ranks in all processes
+          --rank <R>            First rank of this process
+          --master-addr <HOST>  Address at which rank 0 listens
+          --master-port <PORT>  Port on which rank 0 listens
 
     Examples:
       finetune --recipe quickstart
@@ -105,6 +102,7 @@ fn help_of_the_root() {
 
     `finetune train ...` is the same. `finetune recipes` lists the built-in recipes, `finetune recipes
     show reference` every key.
+    `--resume` without --recipe, --model and --dataset uses the recipe.toml of the run.
     ");
     assert_eq!(told(&[]).replace("exit 2", "exit 0"), told(&["--help"]), "nothing asked: help");
 }
@@ -113,22 +111,22 @@ fn help_of_the_root() {
 fn help_of_every_verb() {
     assert_snapshot!(told(&["quantize", "--help"]), @"
     exit 0
-    Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+    Write a 4-bit or 8-bit checkpoint of a model in the bitsandbytes format
 
     Usage: finetune quantize [OPTIONS] --model <MODEL> --kind <KIND> --output <DIR>
 
     Options:
-          --model <MODEL>    The model: a folder or a hub id
-          --kind <KIND>      The codes of the linear layers; all else stays as it is stored [possible
-                             values: nf4, fp4, int8]
-          --output <DIR>     The folder to write; must be new or empty
-          --block-size <N>   Weights that share one scale: a power of two from 32 to 4096 [default: 64;
-                             not with int8]
-          --no-double-quant  Keep the scales in f32 (not with int8, which always does)
-          --skip <NAME>      Layers to leave as they are, such as down_proj or layers.0; may be repeated
-          --offline          Use only what is on this machine
-      -q, --quiet            Say only what went wrong
-      -v, --verbose          Say more about what happens
+          --model <MODEL>    Model: a folder or a hub id
+          --kind <KIND>      Format of the linear layers; all other weights stay as they are stored
+                             [possible values: nf4, fp4, int8]
+          --output <DIR>     Folder to write; must be new or empty
+          --block-size <N>   Weights per scale, a power of two from 32 to 4096; not with int8 [default:
+                             64]
+          --no-double-quant  Keep the scales in f32; not with int8, whose scales always are
+          --skip <NAME>      Layers to leave unquantized, such as down_proj or layers.0; may be repeated
+          --offline          Use only local files, without network access
+      -q, --quiet            Print errors only
+      -v, --verbose          Print more details
       -h, --help             Print help
 
     Examples:
@@ -137,52 +135,50 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["merge", "--help"]), @"
     exit 0
-    Merge an adapter into its model: a Hugging Face folder
+    Merge an adapter into its model and write a Hugging Face folder
 
     Usage: finetune merge [OPTIONS] --adapter <ADAPTER> --output <DIR>
 
     Options:
           --model <MODEL>
-              The model the adapter was trained on: a folder or a hub id [default: the one that the
-              adapter names]
+              Base model: a folder or a hub id [default: the one that the adapter names]
 
           --adapter <ADAPTER>
-              The adapter's folder, or a hub id
+              Adapter: a folder or a hub id
 
           --output <DIR>
-              The folder to write; must be new or empty
+              Folder to write; must be new or empty
 
           --dtype <DTYPE>
-              Type of the merged weights; auto: the model's
+              Dtype of the merged weights; auto: the dtype of the model
               
               [default: auto]
               [possible values: auto, f32, bf16, f16]
 
           --base <BASE>
-              Merge into these weights [default: those that the adapter was trained on]
+              Weights to merge into [default: those that the adapter was trained on]
 
               Possible values:
               - original:  The unquantized weights in the model's files
-              - quantized: The weights that quantizing left of them
+              - quantized: The same weights, quantized and dequantized
 
           --verify-on <DATASET>
-              Compare base and adapter with the merged model on the first 64 rows of this data set
-              before anything is written
+              Compare with base and adapter on 64 rows of this data set, before writing
 
           --max-kl <NATS>
-              The mean KL divergence, in nats a token, above which the merge is refused
+              Mean KL divergence to accept, in nats per token [default: 0.005; other base: 0.1]
 
           --force-base
-              Use the adapter on this model though it was trained on another
+              Use the adapter on a model other than the one it was trained on
 
           --offline
-              Use only what is on this machine
+              Use only local files, without network access
 
       -q, --quiet
-              Say only what went wrong
+              Print errors only
 
       -v, --verbose
-              Say more about what happens
+              Print more details
 
       -h, --help
               Print help (see a summary with '-h')
@@ -192,27 +188,26 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["export", "--help"]), @"
     exit 0
-    Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+    Export a model as a GGUF file or Hugging Face folder, or an adapter as GGUF
 
     Usage: finetune export [OPTIONS] --output <PATH> --format <FORMAT>
 
     Options:
-          --model <MODEL>        A folder in Hugging Face layout, or a hub id [default: the one that the
-                                 adapter names]
-          --adapter <ADAPTER>    An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for
-                                 this model
-          --merge                Merge the adapter into its model first, and write the whole model
-          --output <PATH>        The file (gguf) or folder (hf) to write; must not exist
-          --format <FORMAT>      hf: a folder that transformers opens; gguf: a file that llama.cpp runs
+          --model <MODEL>        Model: a Hugging Face folder or a hub id [default: the one the adapter
+                                 names]
+          --adapter <ADAPTER>    Adapter, a folder or a hub id: exported as a LoRA GGUF unless merged
+          --merge                Merge the adapter into its model first, and export the whole model
+          --output <PATH>        File (gguf) or folder (hf) to write; must not exist
+          --format <FORMAT>      Format: hf, a folder for transformers, or gguf, a file for llama.cpp
                                  [possible values: hf, gguf]
-          --type <TYPE>          How weights are stored: hf takes f32, f16, bf16, an adapter f32, f16
-                                 [default: as they are] [possible values: f32, f16, bf16, q8_0, q4_0,
-                                 q4_k_m, q5_k_m, q6_k]
-          --revision <REVISION>  The model's branch, tag or commit on the hub [default: main]
-          --force-base           Use the adapter on this model though it was trained on another
-          --offline              Use only what is on this machine
-      -q, --quiet                Say only what went wrong
-      -v, --verbose              Say more about what happens
+          --type <TYPE>          Type of the weights; hf: f32, f16, bf16; adapter: f32, f16 [default: as
+                                 stored] [possible values: f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m,
+                                 q6_k]
+          --revision <REVISION>  Branch, tag or commit of the model on the hub [default: main]
+          --force-base           Use the adapter on a model other than the one it was trained on
+          --offline              Use only local files, without network access
+      -q, --quiet                Print errors only
+      -v, --verbose              Print more details
       -h, --help                 Print help
 
     Examples:
@@ -228,37 +223,38 @@ fn help_of_every_verb() {
     Usage: finetune generate [OPTIONS] <--prompt <TEXT>|--chat [<TEXT>]|--input <FILE>>
 
     Options:
-          --model <MODEL>           A folder in Hugging Face layout, or a hub id [default: the one that
-                                    the adapter names]
-          --adapter <ADAPTER>       An adapter's folder, or a hub id
-          --recipe <RECIPE>         Take chat template and model settings from this recipe, such as
+          --model <MODEL>           Model: a Hugging Face folder or a hub id [default: the one the
+                                    adapter names]
+          --adapter <ADAPTER>       Adapter: a folder or a hub id
+          --recipe <RECIPE>         Recipe with chat template and model settings, such as
                                     out/recipe.toml
-          --prompt <TEXT>           The text to continue
-          --chat [<TEXT>]           Chat: answer this turn; without a text, each line of the standard
+          --prompt <TEXT>           Text to continue
+          --chat [<TEXT>]           Answer this turn of a chat; without TEXT, each line of standard
                                     input is a turn
           --input <FILE>            Answer each row of this .jsonl file: {"prompt": "..."} or
                                     {"messages": [...]}
-          --output <FILE>           The file to write: the rows of --input with their answers; must not
+          --output <FILE>           File to write the rows of --input to, with their answers; must not
                                     exist
-          --system <TEXT>           The system message of the chat
-          --max-new-tokens <N>      Tokens to generate at most [default: 256]
+          --system <TEXT>           System message of the chat
+          --max-new-tokens <N>      Largest number of tokens to generate [default: 256]
           --stop <TEXT>             End an answer before this text; may be repeated
-      -n, --samples <N>             Answers to each prompt [default: 1]
-          --temperature <T>         0: always the likeliest token [default: 0]
+      -n, --samples <N>             Number of answers to each prompt [default: 1]
+          --temperature <T>         Sampling temperature; 0 always chooses the likeliest token [default:
+                                    0]
           --top-k <N>               Sample among the N likeliest tokens
-          --top-p <P>               Sample among the likeliest tokens that together have this
-                                    probability [default: 1]
-          --min-p <P>               Sample among tokens of at least this share of the likeliest one's
-                                    probability [default: 0]
-          --repetition-penalty <X>  Make tokens of the prompt and the answer less likely (above 1), or
-                                    more (below 1) [default: 1]
+          --top-p <P>               Sample among the likeliest tokens that together have the probability
+                                    P [default: 1]
+          --min-p <P>               Sample among tokens with at least P times the highest probability
+                                    [default: 0]
+          --repetition-penalty <X>  Make tokens of prompt and answer less likely (above 1) or more
+                                    likely (below 1) [default: 1]
           --seed <S>                Seed of the sampling [default: 0]
-          --json                    Print a JSON object for each prompt: answer, tokens, and why it
-                                    ended
-          --force-base              Use the adapter on this model though it was trained on another
-          --offline                 Use only what is on this machine
-      -q, --quiet                   Say only what went wrong
-      -v, --verbose                 Say more about what happens
+          --json                    Print a JSON object per prompt: answer, number of tokens, finish
+                                    reason
+          --force-base              Use the adapter on a model other than the one it was trained on
+          --offline                 Use only local files, without network access
+      -q, --quiet                   Print errors only
+      -v, --verbose                 Print more details
       -h, --help                    Print help
 
     Examples:
@@ -274,18 +270,17 @@ fn help_of_every_verb() {
     Usage: finetune eval [OPTIONS] --dataset <DATASET>
 
     Options:
-          --model <MODEL>            A folder in Hugging Face layout, or a hub id [default: the one that
-                                     the adapter names]
-          --adapter <ADAPTER>        An adapter's folder, or a hub id
-          --dataset <DATASET>        A file, a folder or a hub data set; may be repeated
-          --recipe <RECIPE>          A recipe whose [data] and [model] tables count
-          --set <SECTION.KEY=VALUE>  Set one key of the recipe, such as data.max_seq_len=512; may be
-                                     repeated
-          --force-base               Use the adapter on this model though it was trained on another
-          --json                     Print the figures as JSON
-          --offline                  Use only what is on this machine
-      -q, --quiet                    Say only what went wrong
-      -v, --verbose                  Say more about what happens
+          --model <MODEL>            Model: a Hugging Face folder or a hub id [default: the one the
+                                     adapter names]
+          --adapter <ADAPTER>        Adapter: a folder or a hub id
+          --dataset <DATASET>        Data set: a file, a folder or a hub data set; may be repeated
+          --recipe <RECIPE>          Recipe to read [data] and [model] from
+          --set <SECTION.KEY=VALUE>  Set a recipe key, such as data.max_seq_len=512; may be repeated
+          --force-base               Use the adapter on a model other than the one it was trained on
+          --json                     Print the results as JSON
+          --offline                  Use only local files, without network access
+      -q, --quiet                    Print errors only
+      -v, --verbose                  Print more details
       -h, --help                     Print help
 
     Example:
@@ -293,17 +288,17 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["inspect", "--help"]), @"
     exit 0
-    Say what a model or adapter is, from its headers alone
+    Describe a model or adapter from its file headers
 
     Usage: finetune inspect [OPTIONS] <PATH_OR_ID>
 
     Arguments:
-      <PATH_OR_ID>  A model or adapter: a folder, a safetensors file or a hub id
+      <PATH_OR_ID>  Model or adapter: a folder, a safetensors file or a hub id
 
     Options:
-          --offline  Use only what is on this machine
-      -q, --quiet    Say only what went wrong
-      -v, --verbose  Say more about what happens
+          --offline  Use only local files, without network access
+      -q, --quiet    Print errors only
+      -v, --verbose  Print more details
       -h, --help     Print help
 
     Examples:
@@ -312,26 +307,23 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["data", "--help"]), @"
     exit 0
-    Show how rows become tokens and masks, and what is wrong with them
+    Show how rows become tokens and loss masks, and report faulty rows
 
     Usage: finetune data [OPTIONS] --model <MODEL> --dataset <DATASET>
 
     Options:
-          --model <MODEL>            The model whose tokenizer and chat template count: a folder or a
-                                     hub id
-          --dataset <DATASET>        A file, a folder or a hub data set; may be repeated
-          --rows <N>                 Rows to show; all are checked [default: 3]
-          --tokens                   Show each token on a line: its place, id, whether it is trained,
-                                     its text
-          --json                     Print rows and figures as JSON, with `labels` of -100 where nothing
-                                     is trained
-          --html <FILE>              Also write the rows as a page to this file
-          --recipe <RECIPE>          A recipe whose [data] and [model] tables count
-          --set <SECTION.KEY=VALUE>  Set one key of the recipe, such as data.max_seq_len=512; may be
-                                     repeated
-          --offline                  Use only what is on this machine
-      -q, --quiet                    Say only what went wrong
-      -v, --verbose                  Say more about what happens
+          --model <MODEL>            Model that gives tokenizer and chat template: a folder or a hub id
+          --dataset <DATASET>        Data set: a file, a folder or a hub data set; may be repeated
+          --rows <N>                 Number of rows to show; all rows are checked [default: 3]
+          --tokens                   Show a line per token: position, id, whether it is trained, text
+          --json                     Print rows and statistics as JSON; untrained tokens have the label
+                                     -100
+          --html <FILE>              Also write the rows as an HTML page to this file
+          --recipe <RECIPE>          Recipe to read [data] and [model] from
+          --set <SECTION.KEY=VALUE>  Set a recipe key, such as data.max_seq_len=512; may be repeated
+          --offline                  Use only local files, without network access
+      -q, --quiet                    Print errors only
+      -v, --verbose                  Print more details
       -h, --help                     Print help
 
     Examples:
@@ -345,9 +337,9 @@ fn help_of_every_verb() {
     Usage: finetune recipes [COMMAND]
 
     Commands:
-      list   Say what each is for
-      show   Print one recipe, or the reference of all keys
-      write  Write one to NAME.toml in the working folder; an existing file is not replaced
+      list   List the built-in recipes with their purpose
+      show   Print a recipe, or the reference of all keys
+      write  Write a recipe to NAME.toml in the working folder; never replaces a file
 
     Options:
       -h, --help  Print help
@@ -360,38 +352,39 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["recipes", "show", "--help"]), @"
     exit 0
-    Print one recipe, or the reference of all keys
+    Print a recipe, or the reference of all keys
 
     Usage: finetune recipes show <NAME> [SECTION]
 
     Arguments:
-      <NAME>     Its name, or `reference` for every key
-      [SECTION]  With `reference`: the section to print, such as data [default: all sections]
+      <NAME>     Name of a recipe, or `reference` for every key
+      [SECTION]  Section of the reference to print, such as data [default: all sections]
 
     Options:
       -h, --help  Print help
     ");
     assert_snapshot!(told(&["bench", "ops", "--help"]), @"
     exit 0
-    Time of every operation, and its share of what the device reaches at copying or multiplying
+    Time every operation, as a share of the device's copy or matmul speed
 
     Usage: finetune bench ops [OPTIONS]
 
     Options:
-          --model <MODEL>    The model whose widths count, a folder or a hub id; only its config.json is
-                             read [default: the widths of Qwen3-8B]
-          --tokens <N>       Tokens of a micro-batch; on a CPU some hundred are enough [default: 4096]
-          --max-seq-len <N>  Tokens of a row at most; attention stays within a row [default: 2048]
-          --dtype <DTYPE>    Type of activations and weights [default: bf16] [possible values: bf16,
+          --model <MODEL>    Model that gives the widths; only its config.json is read [default:
+                             Qwen3-8B]
+          --tokens <N>       Tokens per micro-batch; on a CPU a few hundred are enough [default: 4096]
+          --max-seq-len <N>  Largest number of tokens in a row; attention stays within a row [default:
+                             2048]
+          --dtype <DTYPE>    Dtype of activations and weights [default: bf16] [possible values: bf16,
                              f32]
-          --only <NAME>      Measure only operations with NAME in their names; may be repeated
-          --secs <SECONDS>   Measure each operation for so long, three runs at least; one that takes
-                             over two seconds runs once [default: 0.3]
-          --gpus <N>         Measure on this GPU [default: the first GPU, else the CPU]
-          --json             Print the figures as JSON
-          --offline          Use only what is on this machine
-      -q, --quiet            Say only what went wrong
-      -v, --verbose          Say more about what happens
+          --only <NAME>      Measure only operations whose name contains NAME; may be repeated
+          --secs <SECONDS>   Measure each operation this long: 3 runs or more, but 1 if over 2 seconds
+                             [default: 0.3]
+          --gpus <N>         GPU to measure [default: the first GPU, else the CPU]
+          --json             Print the results as JSON
+          --offline          Use only local files, without network access
+      -q, --quiet            Print errors only
+      -v, --verbose          Print more details
       -h, --help             Print help
 
     Examples:
@@ -401,22 +394,20 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["doctor", "--help"]), @"
     exit 0
-    Say what this machine and its network offer; check every operation on it
+    Describe this machine and its network, or check every operation on it
 
     Usage: finetune doctor [OPTIONS]
            finetune doctor <COMMAND>
 
     Commands:
-      net  Bandwidth of collectives and of every pair of ranks, slow pairs by name, and how far clocks
-           are apart
+      net  Measure collectives, every pair of ranks and clock skew, and name slow pairs
 
     Options:
           --selftest      Compare every operation, forward and backward, with its reference
-          --emulated      Compute by the GPU's kernels, run on the processor (builds with the feature
-                          `kernel-emu`)
-          --disk [<DIR>]  Measure the disks of the hub's cache and of DIR [default: the working folder];
-                          takes some seconds
-          --json          Print what is found as JSON
+          --emulated      Run the GPU kernels on the CPU (needs a build with the feature `kernel-emu`)
+          --disk [<DIR>]  Measure the disks of hub cache and DIR (some seconds) [default: working
+                          folder]
+          --json          Print the report as JSON
       -h, --help          Print help
 
     Examples:
@@ -427,26 +418,22 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["doctor", "net", "--help"]), @"
     exit 0
-    Bandwidth of collectives and of every pair of ranks, slow pairs by name, and how far clocks are
-    apart
+    Measure collectives, every pair of ranks and clock skew, and name slow pairs
 
     Usage: finetune doctor net [OPTIONS]
 
     Options:
-          --ranks <N>     Ranks on the CPU, threads of each process [default: 1 in each process of a
-                          launcher, else 2]
-          --gpus <LIST>   A rank on each of these GPUs, such as 0 or 0,2 or 0-3 [default: all, where
-                          there are several]
-          --sizes <LIST>  Sizes of the data in bytes, such as 4096 or 1K,64K,16M [default: those from 1K
-                          to 64M by fours]
-          --json          Print the figures as JSON
+          --ranks <N>     Ranks on the CPU, as threads of each process [default: 2; 1 under a launcher]
+          --gpus <LIST>   GPUs with a rank each, such as 0 or 0,2 or 0-3 [default: all if several]
+          --sizes <LIST>  Data sizes in bytes, such as 4096 or 1K,64K,16M [default: 1K,4K,16K,...,64M]
+          --json          Print the results as JSON
       -h, --help          Print help
 
     Several processes without a launcher:
-          --world-size <N>      Ranks in all processes
-          --rank <R>            The first rank of this process
-          --master-addr <HOST>  The address at which rank 0 listens
-          --master-port <PORT>  The port on which rank 0 listens
+          --world-size <N>      Number of ranks in all processes
+          --rank <R>            First rank of this process
+          --master-addr <HOST>  Address at which rank 0 listens
+          --master-port <PORT>  Port on which rank 0 listens
 
     Examples:
       finetune doctor net --ranks 4
@@ -455,25 +442,22 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["bench", "collectives", "--help"]), @"
     exit 0
-    Bandwidth of all-reduce, all-gather and reduce-scatter between ranks, by size
+    Measure all-reduce, all-gather and reduce-scatter bandwidth by data size
 
     Usage: finetune bench collectives [OPTIONS]
 
     Options:
-          --ranks <N>     Ranks on the CPU, threads of each process [default: 1 in each process of a
-                          launcher, else 2]
-          --gpus <LIST>   A rank on each of these GPUs, such as 0 or 0,2 or 0-3 [default: all, where
-                          there are several]
-          --sizes <LIST>  Sizes of the data in bytes, such as 4096 or 1K,64K,16M [default: those from 1K
-                          to 64M by fours]
-          --json          Print the figures as JSON
+          --ranks <N>     Ranks on the CPU, as threads of each process [default: 2; 1 under a launcher]
+          --gpus <LIST>   GPUs with a rank each, such as 0 or 0,2 or 0-3 [default: all if several]
+          --sizes <LIST>  Data sizes in bytes, such as 4096 or 1K,64K,16M [default: 1K,4K,16K,...,64M]
+          --json          Print the results as JSON
       -h, --help          Print help
 
     Several processes without a launcher:
-          --world-size <N>      Ranks in all processes
-          --rank <R>            The first rank of this process
-          --master-addr <HOST>  The address at which rank 0 listens
-          --master-port <PORT>  The port on which rank 0 listens
+          --world-size <N>      Number of ranks in all processes
+          --rank <R>            First rank of this process
+          --master-addr <HOST>  Address at which rank 0 listens
+          --master-port <PORT>  Port on which rank 0 listens
 
     Examples:
       finetune bench collectives --ranks 4
@@ -482,34 +466,32 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["verify-resume", "--help"]), @"
     exit 0
-    Prove on a recipe that a run which is killed and resumed leaves the same bytes
+    Check that a killed and resumed run is bit-identical to an uninterrupted one
 
     Usage: finetune verify-resume [OPTIONS]
 
     Options:
-          --model <MODEL>            A folder in Hugging Face layout, or a hub id
-          --recipe <RECIPE>          A recipe file, or the name of a built-in recipe
-          --dataset <DATASET>        A file, a folder or a hub data set to train on; may be repeated
-          --eval-dataset <DATASET>   The same, held out for evaluation; may be repeated
-          --set <SECTION.KEY=VALUE>  Set one key of the recipe; wins over flags and recipe; may be
-                                     repeated
-          --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
+          --model <MODEL>            Model: a Hugging Face folder or a hub id
+          --recipe <RECIPE>          Recipe: a TOML file or the name of a built-in recipe
+          --dataset <DATASET>        Training data: a file, a folder or a hub data set; may be repeated
+          --eval-dataset <DATASET>   Held-out data for evaluation, given like --dataset; may be repeated
+          --set <SECTION.KEY=VALUE>  Set a recipe key; overrides flags and recipe; may be repeated
+          --gpus <LIST>              GPUs, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
-          --ranks <N>                Train on the CPU with this many ranks, threads of one process
-          --steps <N>                Steps that are trained, twice [default: 8]
-          --kills <N>                Times that the second run is killed [default: 1]
-          --output <DIR>             The folder for both runs; must be new or empty [default:
-                                     verify-resume]
-          --keep                     Leave both runs there; else what was equal is removed
+          --ranks <N>                Train on the CPU with this many ranks, as threads of one process
+          --steps <N>                Steps of each of the two runs [default: 8]
+          --kills <N>                Number of times to kill the second run [default: 1]
+          --output <DIR>             Folder for both runs; must be new or empty [default: verify-resume]
+          --keep                     Keep the folders of both runs; otherwise equal runs are removed
           --force-base               Accept an adapter of another base model
-          --offline                  Use only what is on this machine
-      -q, --quiet                    Say only what went wrong
-      -v, --verbose                  Say more about what happens
+          --offline                  Use only local files, without network access
+      -q, --quiet                    Print errors only
+      -v, --verbose                  Print more details
       -h, --help                     Print help
 
-    Trains the first steps of the recipe twice, once straight and once killed at a random instant and
-    resumed. Compares every byte that both runs leave. Times are not compared: neither those in
-    metrics.jsonl, nor README.md, report.html and TensorBoard's files, which hold times.
+    Trains the first steps of the recipe twice, once uninterrupted and once killed at a random instant
+    and resumed. Compares every file of both runs byte by byte, except the times in metrics.jsonl and
+    the files that hold times: README.md, report.html and TensorBoard's files.
 
     Examples:
       finetune verify-resume --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl
@@ -517,14 +499,14 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["completions", "--help"]), @"
     exit 0
-    Print a completion script for a shell, or a manual page
+    Print a shell completion script or a manual page
 
     Usage: finetune completions <KIND> [VERB]
 
     Arguments:
-      <KIND>  A shell, or `man` for a manual page [possible values: bash, elvish, fish, powershell, zsh,
+      <KIND>  Shell, or `man` for a manual page [possible values: bash, elvish, fish, powershell, zsh,
               man]
-      [VERB]  The verb that the manual page is about [default: finetune as a whole]
+      [VERB]  Verb to print the manual page of [default: finetune as a whole]
 
     Options:
       -h, --help  Print help
@@ -643,45 +625,48 @@ fn recipes_listed_and_shown() {
 
     # The model to start from.
     [model]
-    # A folder in Hugging Face layout, or a hub id such as `Qwen/Qwen2.5-0.5B`. `--model` sets it.
+    # Folder in Hugging Face layout, or hub id such as `Qwen/Qwen2.5-0.5B`; see `--model`.
     # Accepted: a path, a hub id.
     # id =
     # Branch, tag or commit of a hub id.
     # Accepted: a string.
     revision = "main"
-    # Where the weights come from: the model's files, or seeded random numbers.
+    # Source of the weights: the model's files, or seeded random numbers.
     # Accepted: "pretrained", "random".
     init = "pretrained"
-    # Type of the weights and of the computation; auto: bf16 on a GPU, f32 on the CPU.
+    # Dtype of the weights and the computation; auto: bf16 on a GPU, f32 on the CPU.
     # Accepted: "auto", "f32", "bf16".
     dtype = "auto"
     # Tiled attention, or the plain formula as a reference.
     # Accepted: "flash", "eager".
     attention = "flash"
-    # Tokens to train, beside the adapter if there is one; those that the tokenizer does not have are added to it.
-    # Embedding and head grow by their rows, which start as the mean of the others, where they have none unused.
+    # Tokens to train, also beside an adapter. Tokens that the tokenizer lacks are added to
+    # it. If the embedding and head have no unused rows, they grow by new rows, which start as
+    # the mean of the others.
     # Accepted: a list of strings.
     new_tokens = []
 
-    # How the frozen base is stored. Without this table it is not quantized.
+    # Quantization of the frozen base. Without this table it is not quantized.
     # [quantization]
-    # The format of the codes.
+    # Format of the quantized weights.
     # Accepted: "nf4", "fp4", "int8".
     # kind = "nf4"
     # Weights that share one scale.
     # Accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096.
     # block_size = 64
-    # Whether the scales are quantized too.
+    # Quantize the scales too.
     # Accepted: true, false.
     # double_quant = true
-    # Linear layers that stay as they are stored, such as "down_proj" or "layers.0"; embedding and head always do.
+    # Linear layers that are not quantized, such as "down_proj" or "layers.0"; embedding and
+    # head never are.
     # Accepted: a list of strings.
     # skip_modules = []
-    # Whether a GPU keeps the weights in bf16 too, 2 bytes each, so that no step dequantizes them; LoRA in bf16 alone.
+    # Also keep the weights in bf16 on a GPU, 2 bytes each, so that no step dequantizes them;
+    # only for LoRA in bf16.
     # Accepted: true, false.
     # bf16_copy = false
 
-    # The adapter to train, in PEFT's words. Without this table all weights are trained.
+    # The adapter to train, with PEFT's names. Without this table all weights are trained.
     # [adapter]
     # The kind of adapter.
     # Accepted: "lora", "dora".
@@ -692,278 +677,294 @@ fn recipes_listed_and_shown() {
     # The update is scaled by `lora_alpha / r`.
     # Accepted: a number above 0.
     # lora_alpha = 32.0
-    # Share of the adapter's inputs set to zero in training.
+    # Fraction of the adapter's inputs set to zero in training.
     # Accepted: a number from 0 to below 1.
     # lora_dropout = 0.0
-    # Modules that get an adapter: every linear layer but the head, a list of names, or a pattern.
+    # Modules with an adapter: all linear layers except the head, a list of names, a pattern.
     # Accepted: "all-linear", a list of module names such as ["q_proj", "v_proj"], a regular expression for whole names such as ".*(q|v)_proj".
     # target_modules = "all-linear"
-    # Modules among them that get none.
+    # Modules among them without an adapter.
     # Accepted: a list of strings.
     # exclude_modules = []
     # Modules trained in full beside the adapter, such as "lm_head".
     # Accepted: a list of strings.
     # modules_to_save = []
-    # Other ranks by module-name pattern; the first that matches counts.
+    # Other ranks by module-name pattern; the first match counts.
     # Accepted: a table from module names to numbers, each a whole number from 1 to 65536.
     # rank_pattern = {}
-    # Other alphas by module-name pattern; the first that matches counts.
+    # Other alphas by module-name pattern; the first match counts.
     # Accepted: a table from module names to numbers, each a number above 0.
     # alpha_pattern = {}
     # Scale by `lora_alpha / sqrt(r)` instead (arXiv:2312.03732).
     # Accepted: true, false.
     # use_rslora = false
-    # How a new adapter starts.
+    # Initial values of a new adapter.
     # Accepted: "default", "gaussian", "pissa", "loftq".
     # init = "default"
     # A saved PEFT adapter to start from.
     # Accepted: a path, a hub id.
     # path =
 
-    # What the model learns from.
+    # Training and evaluation data.
     [data]
-    # Files, folders or hub data sets to train on, or tables (`[[data.train]]`) of `path` and, where they are needed,
-    # `format`, `columns`, `prompt_template`, `system`, `weight`, `limit`, `split`. `--dataset` sets it.
+    # Files, folders or hub data sets to train on, or tables (`[[data.train]]`) of `path` and,
+    # optionally, `format`, `columns`, `prompt_template`, `system`, `weight`, `limit`,
+    # `split`. `--dataset` sets it.
     # Accepted: a list of paths, hub ids and tables such as { path = "a.csv", columns = { prompt = "question" }, limit = 1000 }.
     train = []
-    # The same, held out for evaluation. `--eval-dataset` sets it.
+    # Data sets for evaluation, in the same form. `--eval-dataset` sets it.
     # Accepted: a list of paths, hub ids and tables such as { path = "a.csv", columns = { prompt = "question" }, limit = 1000 }.
     eval = []
-    # Training rows to hold out for evaluation instead: a share below 1, or a number of rows.
+    # Training rows to hold out for evaluation instead: a fraction below 1, or a row count.
     # Accepted: a number above 0.
     # eval_split =
-    # What a row looks like; auto: recognised, and said.
+    # Format of the rows; auto: detected from the rows and printed.
     # Accepted: "auto", "messages", "sharegpt", "preference", "preference_chosen", "alpaca", "instruction", "prompt_completion", "question_answer", "text", "tokens".
     format = "auto"
-    # Tokens of a row at most; auto: the positions that the model has, 2,048 at most.
+    # Maximum tokens of a row; auto: the model's number of positions, up to 2,048.
     # Accepted: "auto", a whole number from 2 to 16777216.
     max_seq_len = "auto"
     # Put several samples into one row, without attention between them.
     # Accepted: true, false.
     packing = true
-    # A new order each epoch, from the seed; else file order.
+    # Shuffle each epoch by the seed; false: file order.
     # Accepted: true, false.
     shuffle = true
-    # Tokens that count in the loss: the assistant's, all, those of its last turn, or those of some roles; `turns` ("all",
-    # "last") and `ends` ("turn", "all", "last", "none": the tokens that end messages) say more. Plain text has nothing
-    # to mask.
+    # Tokens that count in the loss: the assistant's, all, those of its last turn, or those of
+    # some roles. A table also sets `turns` ("all", "last") and `ends` ("turn", "all", "last",
+    # "none": the tokens that end messages). In plain text all tokens count.
     # Accepted: "assistant", "all", "last", a list of roles such as ["assistant", "tool"], a table such as { roles = ["assistant"], turns = "last", ends = "none" }.
     train_on = "assistant"
-    # A chat template, as Jinja text, its file or its name, such as "chatml"; default: the tokenizer's own.
+    # Chat template, as Jinja text, its file or its name, such as "chatml"; default: the
+    # tokenizer's own.
     # Accepted: Jinja text, a file that holds it, a name (chatml, llama3, gemma, mistral, phi, qwen, alpaca, vicuna, zephyr).
     # chat_template =
-    # What happens to a row that cannot be used.
+    # Action for an unusable row.
     # Accepted: "stop", "skip".
     on_bad_row = "stop"
-    # What happens to a row longer than `max_seq_len`.
+    # Action for a row longer than `max_seq_len`.
     # Accepted: "truncate", "drop", "stop".
     on_long_row = "truncate"
-    # Encode special tokens that stand in the texts of a chat as text, as transformers' option of this name does.
+    # Encode special tokens in chat texts as plain text, like this option of transformers.
     # Accepted: true, false.
     sanitize_control_tokens = false
 
-    # How long and in which portions.
+    # Length of the training and batch sizes.
     [train]
     # Passes over the data.
     # Accepted: a number above 0.
     epochs = 3.0
-    # Optimizer steps of the whole run; set, it decides instead of `epochs`.
+    # Optimizer steps of the whole run; if set, it overrides `epochs`.
     # Accepted: a whole number, at least 1.
     # max_steps =
-    # Rows that go through the model at once, on each rank; "auto": of the rows of a step, which are then
-    # `gradient_accumulation_steps` on each rank, as many as memory holds and speed gains by.
+    # Rows of a micro-batch on each rank; "auto": `gradient_accumulation_steps` then counts
+    # the rows of a step on each rank, and finetune splits them into micro-batches as large as
+    # memory allows and speed gains.
     # Accepted: "auto", a whole number from 1 to 65536.
     micro_batch_size = 1
-    # Micro-batches whose gradients make one optimizer step, on each rank; "auto": as many as leave thirty steps in an
-    # epoch, where the rows allow that, and 8 rows a step over all ranks at most.
+    # Micro-batches per optimizer step on each rank; "auto": as many as leave thirty steps in
+    # an epoch, if the rows allow that, and at most 8 rows a step over all ranks.
     # Accepted: "auto", a whole number from 1 to 1048576.
     gradient_accumulation_steps = 1
-    # Rows (with packing: packed rows) of one optimizer step over all ranks, a multiple of `micro_batch_size` times the
-    # ranks; excludes `gradient_accumulation_steps`, which then follows from it.
+    # Rows (with packing: packed rows) of one optimizer step over all ranks, a multiple of
+    # `micro_batch_size` times the ranks; excludes `gradient_accumulation_steps`, which then
+    # follows from it.
     # Accepted: a whole number from 1 to 1048576.
     # global_batch_size =
-    # Gradients are scaled down to this norm; 0: never.
+    # Maximum norm of the gradients, which are scaled down to it; 0: no limit.
     # Accepted: a number, at least 0.
     max_grad_norm = 1.0
-    # What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:
-    # the run stops; skips it; rolls back to the newest checkpoint and goes on with the rows after it.
+    # Action at a step whose loss or gradient norm is NaN or infinite, and which therefore
+    # updates nothing: stop the run, skip the step, or roll back to the newest checkpoint and
+    # continue with the rows after the step.
     # Accepted: "stop", "skip", "rollback".
     on_nan = "stop"
-    # Steps in a row that are skipped, or roll-backs to one checkpoint, before the run stops after all.
+    # Maximum skipped steps in a row, or rollbacks to one checkpoint; the next bad step stops
+    # the run.
     # Accepted: a whole number, at least 1.
     nan_limit = 3
-    # Seed of everything random.
+    # Seed of all random numbers.
     # Accepted: a whole number, at least 0.
     seed = 0
-    # Compute activations again in the backward pass to save memory.
+    # Recompute activations in the backward pass to save memory.
     # Accepted: "auto", "none", "block".
     recompute = "auto"
 
-    # What turns gradients into updates.
+    # The optimizer that applies gradients.
     [optimizer]
-    # The algorithm of the optimizer.
+    # Algorithm of the optimizer.
     # Accepted: "adamw".
     kind = "adamw"
     # Learning rate after the warm-up; about 2e-4 for an adapter, 2e-5 for all weights.
     # Accepted: a number above 0.
     # learning_rate =
-    # Decay of the two moments.
+    # Decay rates of the two moments.
     # Accepted: two numbers, each from 0 to below 1.
     betas = [0.9, 0.999]
     # Added to the denominator.
     # Accepted: a number above 0.
     eps = 1e-8
-    # Decoupled weight decay; biases and norms are spared.
+    # Decoupled weight decay; not applied to biases and norms.
     # Accepted: a number, at least 0.
     weight_decay = 0.0
-    # How the moments are stored.
+    # Storage format of the moments.
     # Accepted: "f32", "int8".
     state = "f32"
-    # What is updated where all weights train in bf16: an f32 copy of each, or the bf16 weights themselves, with
-    # stochastic rounding, which takes 4 to 6 bytes less a weight.
+    # Weights that the optimizer updates if all weights train in bf16: an f32 copy of each, or
+    # the bf16 weights themselves, with stochastic rounding, which saves 4 to 6 bytes per
+    # weight.
     # Accepted: "f32", "none".
     master = "f32"
-    # Learning rate of B over that of A (LoRA+, arXiv:2402.12354).
+    # Ratio of the learning rate of B to that of A (LoRA+, arXiv:2402.12354).
     # Accepted: a number above 0.
     lora_plus_ratio = 1.0
 
-    # The learning rate over the steps, in the schedules of transformers.
+    # Learning-rate schedule, as in transformers.
     [scheduler]
-    # How the learning rate falls after the warm-up.
+    # Shape of the learning rate after the warm-up.
     # Accepted: "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay".
     kind = "cosine"
     # Steps of the linear warm-up from 0; excludes `warmup_ratio`.
     # Accepted: a whole number, at least 0.
     # warmup_steps =
-    # The warm-up as a share of all steps, rounded down and a tenth of them at most; excludes `warmup_steps`.
+    # Warm-up as a fraction of all steps, rounded down, and at most a tenth of them; excludes
+    # `warmup_steps`.
     # Accepted: a number from 0 to 1.
     # warmup_ratio =
-    # Learning rate at the end, as a share of `learning_rate`.
+    # Learning rate at the end, as a fraction of `learning_rate`.
     # Accepted: a number from 0 to 1.
     min_lr_ratio = 0.0
-    # Restarts of "cosine_with_restarts".
+    # Number of cycles of "cosine_with_restarts".
     # Accepted: a whole number, at least 1.
     num_cycles = 1
     # Exponent of "polynomial".
     # Accepted: a number above 0.
     power = 1.0
-    # Steps of the fall at the end of "warmup_stable_decay", which needs it.
+    # Steps of the decay at the end of "warmup_stable_decay", which requires this key.
     # Accepted: a whole number, at least 1.
     # num_decay_steps =
 
-    # How the work is spread over devices.
+    # Distribution of the work over devices.
     [parallel]
-    # Where parameters, gradients and optimizer states live.
+    # Distribution of parameters, gradients and optimizer states over ranks.
     # Accepted: "auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp".
     strategy = "auto"
-    # Ranks in a group of "hsdp"; default: those of one host.
+    # Ranks in a group of "hsdp"; default: the ranks of one host.
     # Accepted: a whole number, at least 1.
     # shard_size =
-    # What is kept in host memory: the optimizer's state, or parameters and gradients too.
+    # State in host memory: the optimizer's, or also parameters and gradients.
     # Accepted: "none", "optimizer", "params".
     offload = "none"
-    # A folder on a fast disk; parameters are kept in a file there instead. With `offload = "params"`.
+    # Folder on a fast disk for a file that holds the parameters instead of host memory.
+    # Requires `offload = "params"`.
     # Accepted: a folder that exists.
     # offload_folder =
-    # Type in which gradients are summed over ranks.
+    # Dtype in which gradients are summed over ranks.
     # Accepted: "f32", "bf16".
     reduce_dtype = "f32"
-    # Seconds without progress after which a rank counts as hung and the run ends, loading and saving included;
-    # default: learned from the run, 15 at least.
+    # Seconds without progress, also while loading or saving, after which a rank counts as
+    # hung and the run ends; default: learned from the run, at least 15.
     # Accepted: a whole number from 1 to 31536000.
     # timeout_secs =
 
-    # What is saved on the way and at the end.
+    # Checkpoints and the result.
     [checkpoint]
-    # Steps between checkpoints; "epoch": one after each epoch and at the end; "auto": also after thirty minutes without
-    # one; "never": none.
+    # Steps between checkpoints; "epoch": after each epoch and at the end; "auto": also after
+    # thirty minutes without one; "never": none.
     # Accepted: "auto", "epoch", "never", a whole number, at least 1.
     save_steps = "auto"
-    # How many checkpoints are kept.
+    # Number of checkpoints to keep.
     # Accepted: a whole number, at least 1.
     keep_last = 2
-    # Write while training goes on: each rank its share of the tensors as they were.
+    # Write checkpoints while training continues; each rank writes its share of a snapshot of
+    # the tensors.
     # Accepted: true, false.
     async_save = true
-    # Type of the weights a run leaves; auto: the base's.
+    # Dtype of the weights in the result; auto: the base's.
     # Accepted: "auto", "f32", "bf16", "f16".
     output_dtype = "auto"
 
-    # Evaluation on `data.eval`. Where that is given, a run also evaluates before its first step, to compare with.
+    # Evaluation on `data.eval`. If that is set, a run also evaluates before its first step, for
+    # comparison.
     [eval]
-    # Steps between evaluations; "epoch": one after each epoch; "auto": "epoch" with `keep_best`, else "never"; "never":
-    # none between the first step and the last.
+    # Steps between evaluations; "epoch": after each epoch; "auto": "epoch" with `keep_best`,
+    # else "never"; "never": none between the first step and the last.
     # Accepted: "auto", "epoch", "never", a whole number, at least 1.
     steps = "auto"
-    # Evaluate after the last step; false leaves out this evaluation alone.
+    # Evaluate after the last step; false skips only this evaluation.
     # Accepted: true, false.
     at_end = true
-    # Leave the weights of the evaluation with the lowest loss instead of the last ones; each new best is saved as a
-    # checkpoint, which stays.
+    # Return the weights of the evaluation with the lowest loss instead of the last ones; each
+    # new best is saved as a checkpoint, which is kept.
     # Accepted: true, false.
     keep_best = false
-    # End the run early after so many evaluations in a row whose loss is not the lowest so far. With `keep_best`, also
-    # where that is not set.
+    # End the run early after this many evaluations in a row without a new lowest loss.
+    # Implies `keep_best`.
     # Accepted: a whole number, at least 1.
     # patience =
-    # Held-out rows that the model answers at each evaluation: terminal, metrics.jsonl and report.html show the answers.
-    # An answer has 64 tokens at most.
+    # Held-out rows that the model answers at each evaluation: terminal, metrics.jsonl and
+    # report.html show the answers. An answer has at most 64 tokens.
     # Accepted: a whole number from 0 to 64.
     samples = 0
 
-    # What a run reports.
+    # Logging of a run.
     [log]
-    # Steps between lines of progress.
+    # Steps between progress lines.
     # Accepted: a whole number, at least 1.
     every_steps = 1
     # Write TensorBoard event files.
     # Accepted: true, false.
     tensorboard = true
-    # Serve the figures of the last step at this address, under /metrics, for Prometheus; not set: nothing listens.
-    # Accepted: an IP address and a port, such as "127.0.0.1:9464", "[::1]:9464", or "0.0.0.0:9464" for whoever reaches this machine; port 0: a free one, which is said.
+    # Serve the metrics of the last step at this address, under /metrics, for Prometheus; not
+    # set: no port is opened.
+    # Accepted: an IP address and a port, such as "127.0.0.1:9464", "[::1]:9464", or "0.0.0.0:9464" for every host that can reach this machine; port 0: any free port, which finetune prints.
     # metrics_address =
-    # 10^12 operations a second that each rank's device could do at best, which `mfu` and `hfu` are shares of; default:
-    # what its maker says of a GPU that is known, and neither figure on another device.
+    # Peak speed of each rank's device in 10^12 operations per second, the base of `mfu` and
+    # `hfu`; default: the maker's value for a known GPU; on other devices neither metric
+    # exists.
     # Accepted: a number above 0.
     # peak_tflops =
     # Also log to the MLflow server at this address.
     # Accepted: an address such as "http://127.0.0.1:5000" or "https://mlflow.example.org/prefix".
     # mlflow =
-    # The experiment there that the run belongs to, which is made where there is none; default: "finetune".
+    # MLflow experiment of the run, created if it is missing; default: "finetune".
     # Accepted: a string.
     # mlflow_experiment =
 
-    # A trace of some steps, in the words of PyTorch's profiler schedule: `trace/rank-N.json` in the output folder.
+    # Trace of some steps, scheduled as in PyTorch's profiler: `trace/rank-N.json` in the output
+    # folder.
     [profile]
-    # Steps at the beginning of a cycle that are not traced.
+    # Untraced steps at the beginning of a cycle.
     # Accepted: a whole number, at least 0.
     wait = 1
-    # Steps after them that are traced and forgotten, while caches fill.
+    # Steps after them that are traced and discarded, while caches fill.
     # Accepted: a whole number, at least 0.
     warmup = 1
-    # Steps after these that are traced and kept; 0: nothing is traced.
+    # Steps after these whose trace is kept; 0: tracing is off.
     # Accepted: a whole number, at least 0.
     active = 0
-    # How many such cycles there are; 0: as many as the run has room for.
+    # Number of cycles; 0: until the run ends.
     # Accepted: a whole number, at least 0.
     repeat = 1
 
-    # Alarms about trouble in a run: on the terminal, in alerts.jsonl in the output folder, and to whoever is named here.
+    # Alerts about problems of a run: on the terminal, in alerts.jsonl in the output folder, and
+    # to the targets below.
     [alerts]
-    # What is watched for; not set: everything, once `command` or `webhook` is.
+    # Conditions to watch for; not set: all, if `command` or `webhook` is set.
     # Accepted: a list of "loss_spike", "stall", "non_finite", "no_progress", "idle_device", "low_disk".
     # rules =
-    # A program and its arguments, without a shell, to start for each alarm, which it gets as JSON on its input.
+    # Program and arguments to start, without a shell, for each alert, which it reads as JSON
+    # on its input.
     # Accepted: a list of strings such as ["notify-send", "finetune"].
     # command =
-    # An address to post each alarm to as JSON. Who knows it can post there: it is kept out of everything that a run
-    # leaves and says, and `env:NAME` keeps it out of the recipe too.
+    # URL to which each alert is posted as JSON. Anyone who knows it can post there, so
+    # finetune never prints or stores it; `env:NAME` also keeps it out of the recipe.
     # Accepted: an http or https address, env:NAME.
     # webhook =
     "#);
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1
-    error: there is no built-in recipe `flul`
+    error: unknown built-in recipe `flul`
       caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `full`
     ");
@@ -991,7 +992,7 @@ fn one_section_of_the_reference() {
     }
     assert_snapshot!(told(&["recipes", "show", "reference", "dta"]), @"
     exit 1
-    error: there is no section `dta` in the reference
+    error: unknown section `dta`
       caused by: sections: model, quantization, adapter, data, objective, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
     hint: write `data`
     ");

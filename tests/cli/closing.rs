@@ -42,7 +42,7 @@ fn the_commands_after_a_run_on_chats_work_as_printed() {
     let said = said(&place, &lora(&["--eval-dataset", "rows.jsonl"]));
     assert!(said.contains("\ndone in ") && said.contains(": 4 steps, "), "{said}");
     assert!(said.contains("\nheld-out loss: better, ") && said.contains("\npeak memory "), "{said}");
-    assert!(said.contains("\nthe run as a page: out/report.html\n"), "{said}");
+    assert!(said.contains("\nreport: out/report.html\n"), "{said}");
     let commands = next(&said);
     assert_eq!(
         commands,

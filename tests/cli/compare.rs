@@ -174,7 +174,7 @@ fn losses_of_other_rows_are_warned_of() {
     assert_eq!(warned(&["share", "seed"]), rows("train.seed"));
     assert_eq!(
         warned(&["file", "masked"]),
-        ["warning: the held-out losses are not of the same tokens: 90, 91 of them"]
+        ["warning: the held-out losses are of different numbers of tokens: 90, 91"]
     );
     assert_eq!(warned(&["file", "rate"]), [""; 0]);
     let json: Value = serde_json::from_slice(
@@ -376,7 +376,7 @@ fn a_sweep_is_checked_before_its_first_run() {
     assert_eq!(several.status.code(), Some(1));
     assert_snapshot!(place.told(&several.stderr), @"
     error: cannot sweep over several processes
-      caused by: there are 2 ranks, by RANK and WORLD_SIZE (torchrun); the runs are processes that this one starts
+      caused by: the world size is 2, from RANK and WORLD_SIZE (torchrun); a sweep starts its processes itself
     hint: start the sweep outside of the launcher, with `--gpus` or `--ranks`; or start each run by itself with `--set`
     ");
     assert!(!place.path("out/r4").exists(), "nothing is trained");

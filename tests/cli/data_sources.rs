@@ -164,7 +164,7 @@ fn held_out_rows_that_are_trained_are_counted() {
             .replace("\"CONTENT\"", "\"content\""),
     );
     let told = place.said(&lora(&["--eval-dataset", "held.jsonl", "--dry-run"]));
-    assert!(told.contains("3 of 3 held-out rows are training rows, too, but for case"), "{told}");
+    assert!(told.contains("3 of 3 held-out rows equal training rows, apart from case"), "{told}");
 }
 
 #[test]
@@ -225,5 +225,5 @@ fn a_part_of_a_split_is_taken() {
     let none = place.refused(&[&data[..], &[&format!("{named}=[3:]")]].concat());
     assert!(none.contains("its `split` leaves none of its 3 rows"), "{none}");
     let refused = place.refused(&[&data[..], &[&format!("{named}=train[5]")]].concat());
-    assert!(refused.contains("is no split; accepted: a name, or rows such as train[:1000]"), "{refused}");
+    assert!(refused.contains("is not a split; accepted: a name, or rows such as train[:1000]"), "{refused}");
 }

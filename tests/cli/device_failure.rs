@@ -26,7 +26,7 @@ fn failed(place: &Place, fault: &str, more: &[&str]) -> String {
     let done = train(place, Some(fault), more);
     let said = place.told(&done.stderr);
     assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
-    let figures = regex::Regex::new(r"(?m)[0-9.]+ [KMG]?i?B( were asked| for a step| a rank|$)").unwrap();
+    let figures = regex::Regex::new(r"(?m)[0-9.]+ [KMG]?i?B( for a step| a rank|$)").unwrap();
     let said = figures.replace_all(&said, "[BYTES]$1");
     format!("exit {}\n{said}", done.status.code().unwrap())
 }
@@ -39,10 +39,10 @@ fn memory_that_is_refused_in_a_step() {
     warning: planted fault 0:backward:4:out_of_memory strikes
     error: step 3 failed in its backward
       caused by: the device is out of memory, as a test planned
-      caused by: [BYTES] were asked for at once
-      caused by: the plan counted [BYTES] for a step; what grows in this phase is workspace, planned as [BYTES]
-      caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set train.recompute=block` ([BYTES] a rank), `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
+      caused by: the failed request was for [BYTES]
+      caused by: the plan estimated [BYTES] for a step; this phase needs memory for workspace, planned as [BYTES]
+      caused by: everything saved before is intact
+    hint: these lower it, what costs least first: `--set train.recompute=block` ([BYTES] a rank), `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
     // What is on already is not advised.
     let smaller = ["train.recompute=block", "train.micro_batch_size=1", "optimizer.state=int8"];
@@ -52,10 +52,10 @@ fn memory_that_is_refused_in_a_step() {
     warning: planted fault 0:forward:3:out_of_memory strikes
     error: step 2 failed in its forward
       caused by: the device is out of memory, as a test planned
-      caused by: [BYTES] were asked for at once
-      caused by: the plan counted [BYTES] for a step; what grows in this phase is activations, planned as [BYTES]
-      caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set quantization.kind=nf4` ([BYTES] a rank); with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
+      caused by: the failed request was for [BYTES]
+      caused by: the plan estimated [BYTES] for a step; this phase needs memory for activations, planned as [BYTES]
+      caused by: everything saved before is intact
+    hint: these lower it, what costs least first: `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
 }
 
@@ -67,20 +67,20 @@ fn memory_that_is_refused_beside_the_steps() {
     warning: planted fault 0:load:out_of_memory strikes
     error: cannot load the model
       caused by: the device is out of memory, as a test planned
-      caused by: [BYTES] were asked for at once
-      caused by: the plan counted [BYTES] for a step; what grows in this phase is weights, gradients and the optimizer's state, planned as [BYTES]
-      caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
+      caused by: the failed request was for [BYTES]
+      caused by: the plan estimated [BYTES] for a step; this phase needs memory for weights, gradients and the optimizer's state, planned as [BYTES]
+      caused by: everything saved before is intact
+    hint: these lower it, what costs least first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
     assert_snapshot!(failed(&Place::new(), "0:evaluate:2:out_of_memory", &[]), @"
     exit 1
     warning: planted fault 0:evaluate:2:out_of_memory strikes
     error: cannot evaluate after step 2
       caused by: the device is out of memory, as a test planned
-      caused by: [BYTES] were asked for at once
-      caused by: the plan counted [BYTES] for a step; what grows in this phase is workspace, planned as [BYTES]
-      caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
+      caused by: the failed request was for [BYTES]
+      caused by: the plan estimated [BYTES] for a step; this phase needs memory for workspace, planned as [BYTES]
+      caused by: everything saved before is intact
+    hint: these lower it, what costs least first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
 }
 
@@ -91,11 +91,11 @@ fn a_kernel_at_fault_that_is_noticed_late() {
     exit 3
     warning: planted fault 0:norm:3:late_fault strikes
     error: step 2 failed in its gradient norm
-      caused by: a kernel on the GPU is at fault
+      caused by: a kernel on the GPU failed
       caused by: DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")
       caused by: planted fault 0:norm:3:late_fault
-      caused by: what was saved before is untouched
-    hint: run it again with `FINETUNE_CUDA_SYNC=1`: it waits for each kernel, so that the error names the one at fault, and report what it says
+      caused by: everything saved before is intact
+    hint: run it again with `FINETUNE_CUDA_SYNC=1`, which waits for each kernel, so that the error names the failing one, and report that error
     "#);
 }
 
@@ -136,8 +136,11 @@ fn a_chosen_micro_batch_is_made_smaller() {
         let place = Place::new();
         let done = train(&place, Some(fault), &auto);
         let said = place.told(&done.stderr);
-        assert!(said.contains("out of memory") && said.contains("a smaller one is taken"), "{fault}: {said}");
-        assert_eq!(said.matches("a smaller one is taken").count(), sizes, "{fault}: {said}");
+        assert!(
+            said.contains("out of memory") && said.contains("need too much memory: retrying with "),
+            "{fault}: {said}"
+        );
+        assert_eq!(said.matches("need too much memory: retrying with ").count(), sizes, "{fault}: {said}");
         if sizes == 1 {
             assert!(done.status.success(), "{fault}: {said}");
             let recipe = std::fs::read_to_string(place.path("out/recipe.toml")).unwrap();
@@ -156,7 +159,7 @@ fn a_chosen_micro_batch_is_made_smaller() {
     let place = Place::new();
     let done = train(&place, Some("1:loss:1:out_of_memory"), &fixed);
     assert_eq!(done.status.code(), Some(1));
-    assert!(!place.told(&done.stderr).contains("a smaller one is taken"));
+    assert!(!place.told(&done.stderr).contains("need too much memory: retrying with "));
 }
 
 /// The losses of all steps of a run.
@@ -180,7 +183,7 @@ fn one_rank_of_several() {
         assert_eq!(done.status.code(), Some(code), "{fault}: {said}");
         assert!(said.contains(what) && said.contains("step 2 failed in its "), "{fault}: {said}");
         assert!(
-            said.contains("failed in phase ") && said.contains("what was saved before is untouched"),
+            said.contains("failed in phase ") && said.contains("everything saved before is intact"),
             "{said}"
         );
     }

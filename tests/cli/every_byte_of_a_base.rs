@@ -93,7 +93,7 @@ fn a_bit_that_no_sample_shows() {
     let forced = [&uses()[3][..], &["--force-base"]].concat();
     let (code, said) = told(&place, &forced);
     assert_eq!(code, Some(0), "{said}");
-    assert_eq!(said.matches("as `--force-base` says").count(), 1, "{said}");
+    assert_eq!(said.matches("; `--force-base` uses it on").count(), 1, "{said}");
 }
 
 #[test]

@@ -138,7 +138,7 @@ fn the_rows_of_a_file_are_answered_as_alone() {
     let said = place.said(&[&long[..], &file[..2]].concat());
     assert_eq!(said.matches("what follows it have more tokens than the 256 positions").count(), 1, "{said}");
     assert!(said.contains("warning: prompts.jsonl:1: the prompt and what follows it"), "{said}");
-    assert!(said.contains("3 of 3 prompts pass the positions that the model was made for"), "{said}");
+    assert!(said.contains("3 of 3 prompts exceed the positions that the model was made for"), "{said}");
     // JSON on stdout, beside a file or without one.
     let printed = lines(&place, &[&file[..2], &sampled, &["--json"]].concat());
     assert_eq!(printed.len(), 3);

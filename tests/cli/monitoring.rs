@@ -210,7 +210,7 @@ fn refused(sets: &[&str]) -> String {
 fn addresses_that_are_none_are_refused() {
     assert_snapshot!(refused(&["log.metrics_address=:9464"]), @r#"
     error: cannot use these settings
-      caused by: --set log.metrics_address=:9464: `log.metrics_address` is ":9464"; accepted: an IP address and a port, such as "127.0.0.1:9464", "[::1]:9464", or "0.0.0.0:9464" for whoever reaches this machine; port 0: a free one, which is said
+      caused by: --set log.metrics_address=:9464: `log.metrics_address` is ":9464"; accepted: an IP address and a port, such as "127.0.0.1:9464", "[::1]:9464", or "0.0.0.0:9464" for every host that can reach this machine; port 0: any free port, which finetune prints
     hint: `finetune recipes show reference` documents every key
     "#);
     for bad in ["9464", "localhost", "localhost:9464", "127.0.0.1", "127.0.0.1:99999"] {

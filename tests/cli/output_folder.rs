@@ -124,8 +124,8 @@ fn a_folder_that_is_no_run_is_not_touched() {
     let said = refused(&place, "project", &args("project", &["--resume"]));
     assert_eq!(
         said,
-        "error: cannot resume in project\n  caused by: no run of this program left what is in it: there is neither \
-         .finetune/run.json nor a sound checkpoint\nhint: give a new folder with `--output`\n"
+        "error: cannot resume in project\n  caused by: the folder belongs to no run of finetune: it has neither \
+         .finetune/run.json nor an intact checkpoint\nhint: give a new folder with `--output`\n"
     );
 }
 
@@ -138,12 +138,14 @@ fn no_run_goes_on_in_the_folder_of_another() {
     let said = refused(&place, "two", &args("two", &["--resume", "one/checkpoint-2"]));
     assert!(
         said.starts_with(
-            "error: cannot go on from one/checkpoint-2 in two\n  caused by: two holds another run, started "
+            "error: cannot resume from one/checkpoint-2 in two\n  caused by: two holds another run, started "
         ),
         "{said}"
     );
     assert!(
-        said.contains("hint: give a new folder with `--output`, or `--output one` to go on in the run's own"),
+        said.contains(
+            "hint: give a new folder with `--output`, or `--output one` to resume in the run's own folder"
+        ),
         "{said}"
     );
     // Nor in one that an older program left, without a record.
@@ -174,7 +176,7 @@ fn a_file_that_the_run_did_not_write_is_not_overwritten() {
         let text = std::fs::read_to_string(place.path("out").join(name)).unwrap();
         place.write(&format!("out/{name}"), &format!("{text}\n "));
         let said = refused(&place, "out", &again);
-        let why = format!("caused by: {name} would be overwritten, and is not as the run wrote it");
+        let why = format!("caused by: {name} would be overwritten, and is not the file that the run wrote");
         assert!(said.starts_with("error: cannot train in out\n") && said.contains(&why), "{said}");
         std::fs::remove_file(place.path("out").join(name)).unwrap();
         succeed(&place, &again);
@@ -235,7 +237,7 @@ fn a_file_that_comes_while_the_run_is_at_work_stays() {
     assert!(done.status.success(), "{said}");
     assert!(
         said.contains(
-            "README.md came while the run was at work and would be overwritten: the result is in out/result"
+            "README.md appeared during the run and would be overwritten: the result is in out/result"
         ),
         "{said}"
     );

@@ -270,7 +270,7 @@ fn figures_of_hardware_have_ranges() {
             assert_finite(&text);
         }
         let (code, _, errors) = plan(&[(key, "0")], needs, &[]);
-        let why = format!("`{key}` of own is 0, which connects nothing");
+        let why = format!("`{key}` of own is 0 (not connected)");
         assert!(code == Some(1) && errors.contains(&why) && errors.contains("hint: "), "{errors}");
     }
     let (code, _, errors) = plan(&[], "100000xown.toml*100000", &[]);

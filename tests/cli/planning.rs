@@ -115,7 +115,7 @@ fn a_run_that_fits_nowhere_is_refused_with_what_would_fit() {
         "{refused}"
     );
     let [need, have] =
-        [between(&refused, "needs least, needs ", " a rank"), between(&refused, "; ", " are there")];
+        [between(&refused, "needs least, needs ", " a rank"), between(&refused, "; ", " available")];
     assert!(bytes(need) > bytes(have), "{refused}");
     let hints = between(&refused, "hint: one of these fits: ", "\n");
     assert!(!hints.contains("optimizer.state=int8") && !hints.contains("--ranks"), "{hints}");
@@ -145,7 +145,7 @@ fn a_resolved_recipe_says_the_ranks_of_a_group() {
     if finetune::collective::CONNECTS_PROCESSES {
         assert_eq!(told.status.code(), Some(1));
         let told = place.told(&told.stderr);
-        assert!(told.contains("does not say how many ranks a host has"), "{told}");
+        assert!(told.contains("does not report how many ranks a host has"), "{told}");
     }
 }
 
@@ -190,8 +190,8 @@ fn a_million_faults_are_counted() {
     for (text, first) in [
         (format!("[train]\n{}", numbered(&|i| format!("epoch{i} = 1\n"))), "unknown key `train.epoch"),
         (numbered(&|i| format!("[trian{i}]\n")), "unknown section [trian"),
-        (numbered(&|i| format!("epoch{i} = 1\n")), "stands outside a section"),
-        (format!("[train]\n{}", "epochs = 1\n".repeat(1_000_001)), "`epochs` stands there twice"),
+        (numbered(&|i| format!("epoch{i} = 1\n")), "is outside of any section"),
+        (format!("[train]\n{}", "epochs = 1\n".repeat(1_000_001)), "`epochs` is set twice"),
     ] {
         place.write("recipe.toml", &text);
         let refused = failed(&place, &mut train(&place, "out", &[], &["--recipe", "recipe.toml"]));

@@ -30,7 +30,7 @@ fn a_run_that_exceeds_a_limit_on_memory_is_refused_and_others_end() {
             if code != Some(0) {
                 assert_eq!(code, Some(1), "-{letter} {kib}: {said}");
                 assert!(
-                    said.contains("error: cannot train: a step does not fit the memory there is\n"),
+                    said.contains("error: cannot train: a step does not fit the available memory\n"),
                     "{said}"
                 );
                 let limit = format!("the limit on the {name} of this process (`ulimit -{letter}`) leaves ");

@@ -110,7 +110,7 @@ fn a_global_batch_is_the_same_on_any_number_of_ranks() {
         let recipe = std::fs::read_to_string(place.path(output).join("recipe.toml")).unwrap();
         assert!(recipe.contains("\nglobal_batch_size = 8\n"), "{recipe}");
         let (first, _) = recipe.split_once('\n').unwrap();
-        let share = format!("gradient_accumulation_steps came to {accumulation}.");
+        let share = format!("gradient_accumulation_steps was {accumulation} on each rank.");
         assert!(first.starts_with('#') && first.ends_with(&share), "{recipe}");
         let losses: Vec<f64> =
             metrics(&place.path(output), "loss").iter().map(|step| number(step, "loss")).collect();
@@ -249,7 +249,7 @@ fn a_constant_learning_rate_works_with_built_in_recipes() {
     let place = place(8);
     let [said, recipe] = ends(&place, &words("lora", &["--set", "scheduler.kind=constant", "--dry-run"]), 0);
     let line = "lora (built in):29:16: `scheduler.warmup_ratio` has no effect with `kind = \"constant\"` \
-                (--set scheduler.kind=constant), and is left out";
+                (--set scheduler.kind=constant), and is ignored";
     assert_eq!(said.matches("warmup_ratio").count(), 1, "{said}");
     assert!(
         said.contains(line) && recipe.contains("kind = \"constant\"") && !recipe.contains("warmup_ratio"),
@@ -295,7 +295,7 @@ fn settings_that_are_seldom_meant_are_said() {
     let found = said("lora", &late);
     assert!(
         found.len() == 2
-            && found[0].starts_with("8 of 8 held-out rows are training rows")
+            && found[0].starts_with("8 of 8 held-out rows equal training rows")
             && found[1].starts_with("`eval.steps` is 1000, beyond the 24 steps"),
         "{found:?}"
     );

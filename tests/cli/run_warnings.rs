@@ -91,7 +91,7 @@ fn a_prompt_longer_than_the_models_positions_is_said() {
     let wanted = " more tokens than the 6 positions that the model was made for, up to ";
     for (prompt, tokens, whom) in [
         ("the quiet river follows the narrow bridge and the gentle market", "1", "the prompt has"),
-        ("the", "12", "the prompt and what follows it have"),
+        ("the", "12", "the prompt and its answer have"),
     ] {
         let told = run(prompt, tokens);
         let found = warnings(&told);
@@ -158,7 +158,7 @@ fn a_run_that_does_not_move_is_said() {
     let found = warnings(&told);
     assert_eq!(found.len(), 1, "{told}");
     assert!(
-        found[0].starts_with("step 3: the gradient norm has been 0 for 3 steps: nothing is learned"),
+        found[0].starts_with("step 3: the gradient norm has been 0 for 3 steps: the model no longer learns"),
         "{told}"
     );
 }

@@ -14,9 +14,10 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The page, its lines joined.
+/// The page, its words joined by single spaces.
 fn page() -> String {
-    fs::read_to_string(root().join("docs/sizing.md")).unwrap().replace('\n', " ")
+    let page = fs::read_to_string(root().join("docs/sizing.md")).unwrap();
+    page.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// The figures of the one sentence that a pattern finds.

@@ -324,11 +324,7 @@ fn wrong_tokens_are_named() {
     for (tokens, extra, wanted) in [
         (r#"["<a>", ""]"#, "train.seed=1", "one of its entries is empty"),
         (r#"["<a>", "<b>", "<a>"]"#, "train.seed=1", r#"has "<a>" twice"#),
-        (
-            r#"["<a>"]"#,
-            r#"adapter.target_modules=["q_proj", "embed_tokens"]"#,
-            "`embed_tokens`, of which their rows train",
-        ),
+        (r#"["<a>"]"#, r#"adapter.target_modules=["q_proj", "embed_tokens"]"#, "`embed_tokens` has LoRA"),
     ] {
         let error = place.refuse("tiny-llama", &[&format!("model.new_tokens={tokens}"), extra]);
         assert!(error.contains(wanted), "{error}");

@@ -122,7 +122,7 @@ fn other_values_are_refused() {
     let place = Place::new();
     let args = ["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl", "--set"];
     for (value, why) in [
-        (r#"["bot"]"#, r#""bot" is no role; accepted: system, developer, user, assistant, tool"#),
+        (r#"["bot"]"#, r#""bot" is not a role; accepted: system, developer, user, assistant, tool"#),
         (r#"{ ends = "eos" }"#, r#"its `ends` is "eos"; accepted: "turn", "all", "last", "none""#),
         ("completion", r#"accepted: "assistant", "all", "last", a list of roles"#),
     ] {

@@ -76,7 +76,7 @@ fn without_a_terminal_the_run_speaks_in_lines() {
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(0), "{said}");
     assert_eq!(
-        said.matches("`--ui` needs a terminal as stderr: the run speaks in lines instead\n").count(),
+        said.matches("`--ui` needs a terminal as stderr: printing lines instead\n").count(),
         1,
         "{said}"
     );

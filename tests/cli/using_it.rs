@@ -112,10 +112,7 @@ fn words_of_other_trainers_lead_to_ours_in_recipes() {
         ("[model]\nattention = \"sdpa\"\n", "write `attention = \"flash\"`"),
         ("[scheduler]\nkind = \"wsd\"\n", "write `kind = \"warmup_stable_decay\"`"),
         ("[optimizer]\nkind = \"adamw_8bit\"\n", "write `kind = \"adamw\"` and `state = \"int8\"`"),
-        (
-            "[data]\ntrain_on = \"completion\"\n",
-            "remove `train_on`: completions alone are trained by default",
-        ),
+        ("[data]\ntrain_on = \"completion\"\n", "remove `train_on`: only completions are trained by default"),
         ("[quantization]\nkind = \"int4\"\n", "write `kind = \"nf4\"` (or \"fp4\") for 4 bits"),
         ("[train]\nnum_train_epochs = 3\n", "write `epochs`"),
         ("[data]\nmax_samples = 1000\n", "hint: write `limit = 1000` in a `[[data.train]]` table"),
@@ -159,7 +156,7 @@ fn resume_alone_takes_everything_from_the_folder() {
     }
     let (code, _, err) = told(&place, &["--resume", "--output", "nothing"]);
     assert_eq!(code, 1);
-    assert!(err.contains("there is no nothing/recipe.toml, which every run leaves"), "{err}");
+    assert!(err.contains("nothing/recipe.toml is missing, which every run writes"), "{err}");
     // One sentence about a folder that is no run's.
     std::fs::create_dir(place.path("foreign")).unwrap();
     place.write("foreign/notes", "mine");
@@ -193,11 +190,11 @@ fn names_without_an_owner_are_paths() {
     };
     let eval = |data: &'static str| ["eval", "--model", "model", "--dataset", data];
     for (args, wanted) in [
-        (&["inspect", "nope"][..], "there is no file or folder [DIR]/nope"),
-        (&eval("nope"), "--dataset: there is no file or folder [DIR]/nope"),
-        (&eval("nope.jsonl"), "--dataset: there is no [DIR]/nope.jsonl"),
+        (&["inspect", "nope"][..], "no such file or folder: [DIR]/nope"),
+        (&eval("nope"), "--dataset: no such file or folder: [DIR]/nope"),
+        (&eval("nope.jsonl"), "--dataset: no such file or folder: [DIR]/nope.jsonl"),
         (&eval("data.xlsx"), "--dataset: there is no"),
-        (&["data", "--model", "nope", "--dataset", "rows.jsonl"], "--model: there is no file or folder"),
+        (&["data", "--model", "nope", "--dataset", "rows.jsonl"], "--model: no such file or folder:"),
     ] {
         let told = online(args);
         assert!(told.contains(wanted) && !told.contains("trying again"), "{args:?}\n{told}");

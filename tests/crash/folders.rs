@@ -278,15 +278,16 @@ fn a_finished_folder_that_lost_a_file() {
     let whole = finish(&mut run(&place, &out, &["--resume"]));
     assert!(whole.code == Some(0), "{whole:?}");
     let other = finish(&mut run(&place, &out, &["--resume", "--set", "train.seed=8"]));
-    let said = "the run has ended, and left no checkpoint to go on from\nhint: what it left is there; to train again, give a new folder with `--output`";
+    let said = "the run has ended, and left no checkpoint to resume from\nhint: its result is complete; to train again, give a new folder with `--output`";
     assert!(other.code == Some(1) && other.errors.contains(said), "{other:?}");
     for lost in ["README.md", "adapter_config.json"] {
         std::fs::rename(out.join(lost), place.path("kept")).unwrap();
         let before = tree(&out);
         let refused = finish(&mut run(&place, &out, &["--resume"]));
         assert_eq!(refused.code, Some(1), "{refused:?}");
-        let why =
-            format!("caused by: of what it left, {lost} is missing\nhint: put back what is missing, or");
+        let why = format!(
+            "caused by: its result is incomplete, without {lost}\nhint: restore the missing files, or"
+        );
         assert!(refused.errors.contains(&why), "{refused:?}");
         assert!(tree(&out) == before);
         std::fs::rename(place.path("kept"), out.join(lost)).unwrap();

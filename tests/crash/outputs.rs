@@ -134,7 +134,7 @@ fn a_signal_removes_what_was_begun() {
         let done = finish(&mut run);
         assert_eq!(done.code, Some(130), "{verb:?}: {done:?}");
         assert!(
-            done.errors.contains("warning: stopped by a signal; nothing is left of "),
+            done.errors.contains("warning: stopped by a signal; removed the unfinished "),
             "{verb:?}: {done:?}"
         );
         assert_eq!(names(&made), [""; 0], "{verb:?}");

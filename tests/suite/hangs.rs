@@ -50,8 +50,8 @@ fn a_process_that_is_stopped_is_noticed() {
     other.wait().unwrap();
     let failure = failure.unwrap();
     assert_eq!((failure.rank, failure.host.as_str()), (1, "host-1"));
-    assert!(failure.why.starts_with("nothing was heard of it for "), "{failure}");
-    assert!(failure.why.ends_with("it said last: rank 1 is in phase backward"), "{failure}");
+    assert!(failure.why.starts_with("it has sent no message for "), "{failure}");
+    assert!(failure.why.ends_with("its last status: rank 1 is in phase backward"), "{failure}");
 }
 
 /// Those that come again go on without one that does not, under their old ranks; a conflict is one all the same.

@@ -647,7 +647,7 @@ fn metas_original_is_answered_by_its_sibling() {
     let found = world.model("meta/Llama-2-7b").unwrap();
     assert_eq!(found.id, "meta/Llama-2-7b-hf");
     let note = found.note.clone().unwrap();
-    assert!(note.contains("`meta/Llama-2-7b-hf`") && note.contains("was taken"), "{note}");
+    assert!(note.contains("using `meta/Llama-2-7b-hf`"), "{note}");
     assert_eq!(world.hub.count("consolidated"), 0);
     let headers = locate_model_headers("meta/Llama-2-7b", "main", &world.options, &mut |_| {}).unwrap();
     assert_eq!(headers, found);
@@ -882,7 +882,7 @@ fn data_sets() {
     world.hub.forget();
     let offline = held_out(&world.offline()).unwrap();
     assert_eq!(offline.rows, found.rows);
-    assert!(offline.note.unwrap().contains("1 file(s)"));
+    assert!(offline.note.unwrap().contains("1 cached file(s)"));
     assert!(locate_dataset("ada/none", RowsFor::Training, &world.offline(), &mut |_| {}).is_err());
     assert_eq!(world.hub.requests().len(), 0);
 }
@@ -996,7 +996,7 @@ fn a_cached_model_is_no_adapter_offline_and_the_other_way_round() {
     let offline = world.offline();
     let text = locate_adapter("ada/both", "main", &offline, &mut |_| {}).unwrap_err().to_string();
     assert!(text.contains("adapter `ada/both` is not complete in the cache"), "{text}");
-    assert!(text.contains("what the cache holds of it is a model"), "{text}");
+    assert!(text.contains("the cached files of it are those of a model"), "{text}");
     let found = world.adapter("ada/both").unwrap();
     assert_eq!(locate_adapter("ada/both", "main", &offline, &mut |_| {}).unwrap(), found);
 

@@ -121,7 +121,7 @@ fn flags_come_first() {
         (Flags { world_size: Some(3), ..flags.clone() }, "--world-size 4 or more"),
         (Flags { world_size: Some(70_000), ..flags.clone() }, "1 to 65536"),
         (Flags { master_port: Some(0), ..flags.clone() }, "--master-port 0"),
-        (Flags { master_addr: Some("a:4000".to_owned()), ..flags.clone() }, "the port apart"),
+        (Flags { master_addr: Some("a:4000".to_owned()), ..flags.clone() }, "without a port"),
         (Flags { master_addr: Some("0.0.0.0".to_owned()), ..flags.clone() }, "the one address"),
         (Flags { master_addr: Some("::".to_owned()), ..flags.clone() }, "the one address"),
         (Flags { master_addr: Some("a b".to_owned()), ..flags.clone() }, "--master-addr is `a b`"),

@@ -254,8 +254,8 @@ fn a_folder_that_takes_no_file() {
     let said = String::from_utf8_lossy(&done.stderr);
     if Path::new("/proc/self").exists() {
         assert_eq!(done.status.code(), Some(1), "{said}");
-        assert!(said.contains("cannot make a file in /proc"), "{said}");
-        assert!(said.contains("hint: give another folder as `parallel.offload_folder`"), "{said}");
+        assert!(said.contains("cannot create a file in /proc"), "{said}");
+        assert!(said.contains("hint: set `parallel.offload_folder` to another folder"), "{said}");
     }
 }
 

@@ -219,17 +219,17 @@ fn unknown_recipes_name_the_nearest() {
     let find = |name: &str| RecipeText::find(name, Path::new("/nowhere")).unwrap_err();
     assert_snapshot!(find("loar.toml"), @"
     error: cannot find recipe `loar.toml`
-      caused by: there is no such file
-      caused by: there is no built-in recipe `loar`
+      caused by: no such file
+      caused by: unknown built-in recipe `loar`
       caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `lora`
     ");
     assert_snapshot!(find("mine/best.toml"), @"
     error: cannot find recipe `mine/best.toml`
-      caused by: there is no such file
-      caused by: there is no built-in recipe `mine/best`
+      caused by: no such file
+      caused by: unknown built-in recipe `mine/best`
       caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
-    hint: `finetune recipes` says what each built-in recipe is for
+    hint: `finetune recipes` lists the built-in recipes and their purposes
     ");
 }
 
@@ -291,7 +291,7 @@ fn unknown_names() {
     ");
     assert_snapshot!(Recipe::load(&layers(&format!("epochs = 3\n{BASE}"), &[])).unwrap_err(), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:1:1: `epochs` stands outside a section
+      caused by: my.toml:1:1: `epochs` is outside of any section
     hint: write `epochs` under `[train]`
     ");
 }
@@ -334,8 +334,8 @@ fn wrong_values() {
     ");
     assert_snapshot!(fault("[profile]\nwarmup = 3\nrepeat = 2\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:10: `profile.warmup` has no effect with `active = 0`, which traces nothing
-      caused by: my.toml:9:10: `profile.repeat` has no effect with `active = 0`, which traces nothing
+      caused by: my.toml:8:10: `profile.warmup` has no effect with `active = 0`, which disables tracing
+      caused by: my.toml:9:10: `profile.repeat` has no effect with `active = 0`, which disables tracing
     hint: write `active = 3` under `[profile]`, for example, or remove `warmup`; write `active = 3` under `[profile]`, for example, or remove `repeat`
     ");
     assert_snapshot!(fault("[model.revision]\nbranch = \"main\"\n"), @r#"
@@ -379,7 +379,7 @@ fn wrong_values() {
     ");
     assert_snapshot!(Recipe::load(&layers(&BASE.replace("\"org/d\"", "\"rows.jsonl\", \"\""), &[])).unwrap_err(), @r#"
     error: cannot use recipe my.toml
-      caused by: my.toml:4:9: `data.train` is ["rows.jsonl", ""]: there is no /nowhere/rows.jsonl
+      caused by: my.toml:4:9: `data.train` is ["rows.jsonl", ""]: no such file or folder: /nowhere/rows.jsonl
     "#);
     assert_snapshot!(fault(&format!("[adapter]\npath = [\"{}\"]\n", "x".repeat(100))), @r#"
     error: cannot use recipe my.toml
@@ -485,12 +485,12 @@ fn keys_without_effect() {
     ");
     assert_snapshot!(set_fault(&["optimizer.master=none", "adapter.r=4"]), @"
     error: cannot use these settings
-      caused by: --set optimizer.master=none: `optimizer.master` has no effect with [adapter]: what an adapter trains is small, and its masters stay
+      caused by: --set optimizer.master=none: `optimizer.master` has no effect with [adapter]: adapter weights always have f32 masters
     hint: remove `master`
     ");
     assert_snapshot!(set_fault(&["optimizer.master=none", "model.dtype=f32"]), @r#"
     error: cannot use these settings
-      caused by: --set optimizer.master=none: `optimizer.master` has no effect with `model.dtype = "f32"`: weights in f32 are their own masters
+      caused by: --set optimizer.master=none: `optimizer.master` has no effect with `model.dtype = "f32"`: f32 weights need no masters
     hint: write `dtype = "bf16"` under `[model]`, or remove `master`
     "#);
     assert_snapshot!(set_fault(&["parallel.strategy=ddp", "parallel.shard_size=4"]), @r#"
@@ -509,7 +509,7 @@ fn keys_without_effect() {
 fn broken_toml() {
     assert_snapshot!(fault("[train]\nepochs = 1\nepochs = 2\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:9:1: `epochs` stands there twice
+      caused by: my.toml:9:1: `epochs` is set twice
     hint: remove one of the two
     ");
     assert_snapshot!(fault("[train\nepochs = 1\n"), @"
@@ -518,11 +518,11 @@ fn broken_toml() {
     ");
     assert_snapshot!(fault("[train]\nepochs = \n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:10: not TOML: there is no value after `=`
+      caused by: my.toml:8:10: not TOML: no value after `=`
     ");
     assert_snapshot!(fault("[log]\ntensorboard = yes\n"), @r#"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:15: not TOML: yes is no value
+      caused by: my.toml:8:15: not TOML: yes is not a value
     hint: write "yes" for a text, true or false for a switch
     "#);
     assert_snapshot!(fault("[train]\nseed = \"abc\n"), @r#"
@@ -573,7 +573,7 @@ fn mistyped_assignments() {
     flags.model = Some(String::new());
     assert_snapshot!(Recipe::load(&flags).unwrap_err(), @"
     error: cannot use recipe my.toml
-      caused by: --dataset: there is no /nowhere/rows.jsonl
+      caused by: --dataset: no such file or folder: /nowhere/rows.jsonl
       caused by: `model.id` is not set
     hint: add what is missing: `finetune --model Qwen/Qwen2.5-0.5B`
     ");
@@ -587,13 +587,13 @@ fn all_faults_at_once() {
     layers.eval = vec!["held-out.jsonl".into()];
     assert_snapshot!(Recipe::load(&layers).unwrap_err(), @r#"
     error: cannot use recipe my.toml
-      caused by: my.toml:11:1: `learning_rate` stands there twice
+      caused by: my.toml:11:1: `learning_rate` is set twice
       caused by: my.toml:3:9: `model.dtype` is "bf61"; accepted: "auto", "f32", "bf16"
       caused by: my.toml:6:1: unknown key `adapter.rank`; nearest: `adapter.r`; [adapter] has: kind, r, lora_alpha, lora_dropout, target_modules, exclude_modules, modules_to_save, rank_pattern, alpha_pattern, use_rslora, init, path
       caused by: my.toml:7:5: `adapter.r` is 0; accepted: a whole number from 1 to 65536
       caused by: my.toml:10:17: `optimizer.learning_rate` is "1e-4"; accepted: a number above 0
       caused by: my.toml:16:2: unknown section [lgo]; nearest: [log]; accepted: model, quantization, adapter, data, objective, train, optimizer, scheduler, parallel, checkpoint, eval, log, profile, alerts
-      caused by: --eval-dataset: there is no /nowhere/held-out.jsonl
+      caused by: --eval-dataset: no such file or folder: /nowhere/held-out.jsonl
       caused by: --set train.epochs=0: `train.epochs` is 0; accepted: a number above 0
       caused by: my.toml:14:14: `scheduler.num_cycles` has no effect with `kind = "cosine"`
     hint: remove one of the two; write `dtype = "bf16"`; write `r`; write `[log]`; write `kind = "cosine_with_restarts"`; `finetune recipes show reference` documents every key
@@ -616,7 +616,7 @@ fn a_key_of_a_higher_layer_overrules_one_of_a_lower_layer() {
         let [line] = recipe.written.overruled() else { panic!("{:?}", recipe.written) };
         assert!(
             line.ends_with(
-                "`scheduler.warmup_ratio` has no effect with `kind = \"constant\"` (--set scheduler.kind=constant), and is left out"
+                "`scheduler.warmup_ratio` has no effect with `kind = \"constant\"` (--set scheduler.kind=constant), and is ignored"
             ),
             "{line}"
         );

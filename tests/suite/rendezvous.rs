@@ -170,7 +170,7 @@ fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
     for _ in 0..2 {
         let error = refusal(guest(request(1, 2), &wrong));
         assert_eq!(error.kind(), ErrorCategory::User);
-        assert!(error.to_string().contains("its secret is not the one of rank 0"), "{error}");
+        assert!(error.to_string().contains("its secret differs from that of rank 0"), "{error}");
         assert!(error.to_string().contains("FINETUNE_RDZV_SECRET"), "{error}");
     }
     let none = RendezvousOptions { secret: Secret::Waived, ..options(port) };
@@ -181,7 +181,7 @@ fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
     );
     all_join(vec![first, plain_guest(1, 2, port)]);
     let lines = lines.lock().unwrap();
-    assert_eq!(lines.iter().filter(|line| line.contains("its secret is not")).count(), 1, "{lines:?}");
+    assert_eq!(lines.iter().filter(|line| line.contains("its secret differs")).count(), 1, "{lines:?}");
     assert!(
         lines.last().unwrap().contains("3 connections") && !lines.concat().contains("canary"),
         "{lines:?}"
@@ -199,7 +199,7 @@ fn a_server_without_the_secret_is_refused() {
     write_frame(&mut stream, b"\"accepted\"");
     write_frame(&mut stream, &first_of_noise);
     let error = refusal(second);
-    assert!(error.to_string().contains("its secret is not the one"), "{error}");
+    assert!(error.to_string().contains("its secret differs from that"), "{error}");
 }
 
 #[test]
@@ -308,7 +308,7 @@ fn rank_0_is_found_behind_ports_of_others() {
 fn rank_0_listens_on_its_own_address_only() {
     let at = |address| RendezvousOptions { master: master(address, 0, 1), ..options(0) };
     let error = Listener::open(&at("0.0.0.0")).unwrap_err();
-    assert!(error.to_string().contains("stands for all addresses"), "{error}");
+    assert!(error.to_string().contains("means all addresses"), "{error}");
     let foreign = at("192.0.2.1");
     let error = Listener::open(&foreign).unwrap_err();
     assert_eq!(error.kind(), ErrorCategory::User);
@@ -369,10 +369,10 @@ fn a_changed_greeting_is_refused() {
         (
             "\"version\":3",
             "\"version\":4",
-            "rank 0 speaks version 3 of the rendezvous protocol, the other process version 4",
+            "rank 0 uses version 3 of the rendezvous protocol, the other process version 4",
         ),
         ("true", "false", "rank 0 was started with a secret, the other process without"),
-        ("{", "{ ", "its secret is not the one of rank 0"),
+        ("{", "{ ", "its secret differs from that of rank 0"),
     ] {
         let (error, lines) = changed(0, move |frame| {
             let text = String::from_utf8(frame).unwrap();
@@ -391,8 +391,8 @@ fn a_changed_handshake_is_refused() {
         frame[0] ^= 1;
         frame
     });
-    assert!(error.to_string().contains("its secret is not the one of rank 0"), "{error}");
-    assert!(lines.concat().contains("its secret is not the one of rank 0"), "{lines:?}");
+    assert!(error.to_string().contains("its secret differs from that of rank 0"), "{error}");
+    assert!(lines.concat().contains("its secret differs from that of rank 0"), "{lines:?}");
 }
 
 /// A later version may say more; this one reads the version and refuses, and both sides say which is which.
@@ -412,7 +412,7 @@ fn another_version_is_refused_by_both_ends() {
     let error = refusal(second);
     assert_eq!(error.kind(), ErrorCategory::User);
     let text = error.to_string();
-    assert!(text.contains("rank 0 speaks version 9 of the rendezvous protocol, the other process version 3"));
+    assert!(text.contains("rank 0 uses version 9 of the rendezvous protocol, the other process version 3"));
     assert!(text.contains("start all processes with the same binary"), "{text}");
 }
 
@@ -422,7 +422,7 @@ fn a_changed_join_request_is_refused() {
         frame[20] ^= 1;
         frame
     });
-    assert!(error.to_string().contains("rank 0 went away"), "{error}");
+    assert!(error.to_string().contains("rank 0 disconnected"), "{error}");
     assert!(lines.concat().contains("a message that does not authenticate"), "{lines:?}");
 }
 
@@ -596,7 +596,7 @@ fn whoever_does_not_come_is_named() {
     let absent = sessions.remove(2);
     for outcome in leave(sessions) {
         let error = outcome.unwrap_err().to_string();
-        assert_eq!(error, "error: rank 2 on host-2 failed\n  caused by: it did not come to the end");
+        assert_eq!(error, "error: rank 2 on host-2 failed\n  caused by: it did not finish in time");
     }
     drop(absent);
 }

@@ -205,7 +205,7 @@ fn a_log_that_cannot_be_read_stops_no_run() {
         fs::write(&path, &damaged).unwrap();
         let mut log = MetricsLog::resume(&path, 3).unwrap();
         let note = log.note().unwrap().to_owned();
-        assert!(note.contains("metrics.jsonl:2 is neither a step nor an evaluation: 1 such lines"), "{note}");
+        assert!(note.contains("metrics.jsonl:2 is neither a step nor an evaluation: dropped 1"), "{note}");
         log.append(&step(4).into()).unwrap();
         let steps: Vec<u64> = metrics::read(&path).unwrap().iter().map(MetricsEntry::step).collect();
         assert_eq!(steps, [1, 3, 4]);
@@ -218,7 +218,7 @@ fn a_log_that_cannot_be_read_stops_no_run() {
     fs::create_dir(&path).unwrap();
     assert!(metrics::read(&path).is_err());
     let log = MetricsLog::resume(&path, 3).unwrap();
-    assert!(log.note().unwrap().contains("is not continued: it is no file; it is kept as"), "{log:?}");
+    assert!(log.note().unwrap().contains(": it is not a regular file; the old file is kept as"), "{log:?}");
     assert_eq!(fs::read(&path).unwrap(), b"");
     // A log without a fault has no note.
     assert_eq!(MetricsLog::resume(&path, 3).unwrap().note(), None);

@@ -1,5 +1,5 @@
-//! Communication between ranks: how processes meet ([`rendezvous`]), and what they send each other ([`collective`]). The crate
-//! `finetune` shows these modules as its own.
+//! Communication between ranks: connecting processes ([`rendezvous`]), and data exchange
+//! ([`collective`]). The crate `finetune` re-exports these modules.
 
 pub mod collective;
 pub mod rendezvous;

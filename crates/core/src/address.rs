@@ -1,9 +1,9 @@
-//! The one parser of addresses that requests over HTTP go to, and the one way to set up what sends them.
+//! Parser of the addresses that HTTP requests go to, and the settings of the agent that sends them.
 //!
-//! `http::Uri`, which ureq sends a request to, takes a port that is no number for none: `http://host:8o/` would go to
-//! port 80. So an address passes here first, and what is returned is the `Uri` that is used. The crate `url` is no help:
-//! it repairs what it reads (tabs go, `\` becomes `/`, `0x7f.1` becomes 127.0.0.1), so that what it checks is another
-//! address than ureq's.
+//! `http::Uri`, which ureq uses, reads an invalid port as no port: `http://host:8o/` would go to
+//! port 80. So every address is parsed here first, and callers use the returned `Uri`. The crate
+//! `url` does not help: it repairs its input (drops tabs, turns `\` into `/` and `0x7f.1` into
+//! 127.0.0.1), so it would check another address than ureq's.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -15,26 +15,27 @@ use ureq::{Agent, Proxy};
 
 use crate::error::{Error, Result};
 
-/// Ports, for messages.
+/// The accepted ports, for messages.
 pub const PORTS: &str = "1 to 65535";
-/// A longer port is not repeated in a message: it may be a secret in the wrong place.
+/// Longest port that a message repeats: a longer one may be a secret in the wrong field.
 const MOST_REPEATED: usize = 6;
-/// The proxy's variables in the order in which ureq looks at them.
+/// Variables of the proxy, in the order in which ureq reads them.
 const PROXY_VARIABLES: [&str; 6] =
     ["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"];
-/// The schemes of a proxy.
+/// Accepted schemes of a proxy address.
 const PROXY_SCHEMES: [&str; 7] = ["http", "https", "socks", "socks4", "socks4a", "socks5", "socks5h"];
 
-/// The port that `text` names: digits alone, 1 to 65535.
+/// The port in `text`: digits only, 1 to 65535.
 pub fn port(text: &str) -> Option<u16> {
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|port| is_number && *port != 0)
 }
 
-/// The http or https address `text`.
+/// Parses the http or https address `text`.
 ///
 /// # Errors
-/// The reason of a refusal. Of the address it holds a short port at most: no path, no user and no password.
+/// The reason of the refusal. It quotes at most a short port of the address, no path, user or
+/// password.
 pub fn http(text: &str) -> Result<Uri, String> {
     if text.chars().any(|c| c.is_control() || c.is_whitespace()) {
         return Err("it holds a space or a control character".into());
@@ -48,15 +49,16 @@ pub fn http(text: &str) -> Result<Uri, String> {
     }
     let parts = Authority::parse(authority)?;
     let uri: Uri = text.parse().map_err(|_| "it holds characters that no address has")?;
-    // What was checked is what a request goes to.
+    // ureq's parser must find the same host and port as the check above.
     let same = uri.host() == Some(parts.host) && uri.port_u16() == parts.port;
     if same { Ok(uri) } else { Err("it can be read in two ways".into()) }
 }
 
-/// The http or https address `text` as one that paths are added to: without a query, and without a slash at its end.
+/// Parses `text` as a base address: http or https, without a query, and without its trailing
+/// slashes.
 ///
 /// # Errors
-/// As [`http`].
+/// Same as [`http`].
 pub fn base(text: &str) -> Result<String, String> {
     let address = text.trim_end_matches('/');
     http(address)?;
@@ -64,7 +66,7 @@ pub fn base(text: &str) -> Result<String, String> {
     if address.bytes().all(sound) {
         Ok(address.to_owned())
     } else {
-        Err("it holds characters that the address of a server has not".into())
+        Err("it holds characters that a server address cannot contain".into())
     }
 }
 
@@ -90,7 +92,7 @@ impl<'a> Authority<'a> {
         };
         if !is_host {
             return Err(
-                "its host is neither a name nor an IP address (an IPv6 address stands in brackets)".into()
+                "its host is neither a name nor an IP address (write an IPv6 address in brackets)".into()
             );
         }
         if rest.is_empty() {
@@ -111,18 +113,19 @@ fn bad_port(found: &str) -> String {
     format!("its port is {shown}; accepted: {PORTS}, or no colon and no port")
 }
 
-/// Returns whether `address` is this machine's own, where a proxy would only be in the way.
+/// Returns true if `address` is this machine (localhost or loopback): it needs no proxy.
 pub fn is_this_machine(address: &Uri) -> bool {
     let host = address.host().unwrap_or_default();
     let inner = host.trim_start_matches('[').trim_end_matches(']');
     host.eq_ignore_ascii_case("localhost") || inner.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-/// Settings of an agent for requests to `address`: it follows no redirect, takes no status for an error, and goes through
-/// the proxy of the environment, but not to this machine.
+/// Settings of an agent for requests to `address`. It follows no redirect, returns every status as
+/// a response, and uses the environment's proxy except for this machine.
 ///
 /// # Errors
-/// The user's: the variable of the proxy holds no address; the clock is one that no certificate can be checked by.
+/// User error: the proxy variable holds no valid address, or the clock is before 1970, so no
+/// certificate can be checked.
 pub fn agent_for(address: &Uri) -> Result<ConfigBuilder<AgentScope>> {
     check_clock(address)?;
     let config = Agent::config_builder()
@@ -133,24 +136,25 @@ pub fn agent_for(address: &Uri) -> Result<ConfigBuilder<AgentScope>> {
         return Ok(config.proxy(None));
     }
     check_proxy(&|name| std::env::var_os(name).map(|value| value.into_string().map_err(drop)))?;
-    // ureq takes the first variable that holds an address: the one that was checked.
+    // ureq uses the first variable that holds an address, which is the checked one.
     Ok(config)
 }
 
-/// Refuses https where the clock stands before 1970: rustls, which compares it with dates of certificates, would panic.
+/// Refuses https if the clock is before 1970, because rustls panics when it compares certificate
+/// dates.
 ///
 /// # Errors
-/// The user's.
+/// User error if `address` is https and the clock is before 1970.
 pub fn check_clock(address: &Uri) -> Result<()> {
     if address.scheme_str() != Some("https") || SystemTime::now() >= UNIX_EPOCH {
         return Ok(());
     }
     Err(Error::user(format!("cannot ask {} over https", address.host().unwrap_or_default()))
-        .because("the clock of this machine stands before 1970, so that no certificate is valid")
+        .because("the clock of this machine is before 1970, so no certificate is valid")
         .hint("set the clock: `date` shows it"))
 }
 
-/// Refuses the variable that ureq would take its proxy from, where that holds none.
+/// Refuses an invalid address in the variable that ureq reads its proxy from.
 fn check_proxy(lookup: &dyn Fn(&str) -> Option<Result<String, ()>>) -> Result<()> {
     let set = PROXY_VARIABLES.iter().find_map(|name| {
         let value = lookup(name).filter(|value| value.as_ref().map_or(true, |text| !text.is_empty()))?;
@@ -158,7 +162,7 @@ fn check_proxy(lookup: &dyn Fn(&str) -> Option<Result<String, ()>>) -> Result<()
     });
     let Some((name, value)) = set else { return Ok(()) };
     let refused = |why: String| {
-        // The value is not repeated: it may hold a password.
+        // The message omits the value, which may hold a password.
         Error::user(format!("cannot use the proxy that {name} names"))
             .because(why)
             .hint(format!("set {name} to an address such as http://proxy.example:3128, or unset it"))
@@ -173,7 +177,7 @@ fn proxy(text: &str) -> Result<Proxy, String> {
         return Err(format!("it begins with none of {}", PROXY_SCHEMES.join(", ")));
     }
     let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
-    // A name and a password may stand before the host.
+    // A user and password may precede the host.
     let (user, authority) = authority.rsplit_once('@').unwrap_or(("", authority));
     if user.contains('@') {
         return Err("it holds more than one @; write %40 for one in a name or password".into());
@@ -188,7 +192,7 @@ fn proxy(text: &str) -> Result<Proxy, String> {
 mod tests {
     use super::*;
 
-    /// Each of these was taken for no port.
+    /// Each of these reads as no port in `http::Uri`.
     const BAD_PORTS: [&str; 14] =
         ["8o", "99999", "65536", "-1", "+80", "0x50", "0", "00", "", "80:80", "8 0", "80\t", "٨٠", "1e3"];
 

@@ -1,23 +1,23 @@
-//! The wall clock, which may stand anywhere: no reading of it panics or ends a run.
+//! The wall clock, which may be far off: reading it never panics and never ends a run.
 //!
-//! `chrono::Local::now` panics before 1970 and after the year 262,143; a clock that has lost its battery, or a file
-//! system's from another planet, shows such times.
+//! `chrono::Local::now` panics before 1970 and after the year 262,143. A clock with an empty
+//! battery or a broken file system can show such times.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use chrono::{DateTime, FixedOffset, Local, SecondsFormat, TimeZone as _, Utc};
 
-/// The years that RFC 3339 can write begin here: 0001-01-02, so that a time zone leaves it in the year.
+/// First second that RFC 3339 can write in every time zone: 0001-01-02.
 const FIRST: i64 = -62_135_510_400;
-/// They end here: 9999-12-30.
+/// Last second that RFC 3339 can write in every time zone: 9999-12-30.
 const LAST: i64 = 253_402_128_000;
 
-/// The time that the clock of this machine shows, in its time zone; one beyond the years 1 to 9999 is the nearest of them.
+/// Current time in the local time zone, clamped to the years 1 to 9999.
 pub fn now() -> DateTime<FixedOffset> {
     moment(SystemTime::now())
 }
 
-/// The same as text (RFC 3339), to the second.
+/// Current time as RFC 3339 text, to the second.
 pub fn now_as_text() -> String {
     now().to_rfc3339_opts(SecondsFormat::Secs, false)
 }

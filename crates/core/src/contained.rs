@@ -1,6 +1,8 @@
-//! Panics of foreign code as errors: parsers of other crates that panic on some files must not end the program.
+//! Turns panics of foreign code into errors: a parser that panics on a file must not end the
+//! program.
 //!
-//! Only for code that is handed a file of unknown origin and leaves nothing half-changed behind that is used again.
+//! Use it only for code that reads a file of unknown origin and leaves no half-changed state
+//! behind.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -10,25 +12,25 @@ thread_local! {
     static CONTAINED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `run` returns, or the message of the panic that it ended in. A panic hook that asks [`is_contained`] keeps quiet
-/// about it.
+/// Runs `run` and returns its result, or the message of its panic. A panic hook that calls
+/// [`is_contained`] stays silent about this panic.
 ///
 /// # Errors
 /// The message of the panic.
 pub fn contain<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     let outer = CONTAINED.replace(true);
-    // What `run` changed is thrown away with its error; see above.
+    // The state that `run` changed is dropped with its error; see the module's doc.
     let outcome = catch_unwind(AssertUnwindSafe(run));
     CONTAINED.set(outer);
     outcome.map_err(|panic| message(panic.as_ref()).to_owned())
 }
 
-/// Whether this thread runs code whose panics become errors.
+/// Returns true if this thread runs code inside [`contain`].
 pub fn is_contained() -> bool {
     CONTAINED.get()
 }
 
-/// What a panic says.
+/// The message of a panic's payload.
 pub fn message(panic: &(dyn Any + Send)) -> &str {
     let owned = panic.downcast_ref::<String>().map(String::as_str);
     owned.or_else(|| panic.downcast_ref().copied()).unwrap_or("no message")

@@ -1,7 +1,7 @@
 //! The one error type of the project, and the exit codes of the binary.
 //!
-//! An [`Error`] says *what* was being done to which thing, *why* it failed (the chain of causes, with the value
-//! found and the values accepted) and, apart from both, a *hint*: a whole command or key to write. Modules return
+//! An [`Error`] holds *what* failed on which thing, *why* (the chain of causes, with the value
+//! found and the values accepted) and a *hint* (a whole command or key to write). Modules return
 //! it; only `main` prints it.
 
 mod device_fault;
@@ -18,14 +18,14 @@ pub use self::system_limit::SystemLimit;
 /// `Result` with the project's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Whose fault it was; decides the exit code (DESIGN: command line).
+/// Category of an error, which decides the exit code (DESIGN: command line).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorCategory {
-    /// What the user gave cannot be used: a recipe, a model, a data set. Exit code 1.
+    /// The user's input is unusable: a recipe, a model, a data set. Exit code 1.
     User,
     /// The command line does not parse. Exit code 2.
     Usage,
-    /// A fault of ours. Exit code 3.
+    /// Internal error. Exit code 3.
     Internal,
     /// The numbers diverged (NaN or infinity). Exit code 4.
     Diverged,
@@ -35,7 +35,7 @@ pub enum ErrorCategory {
     Transient,
     /// Stopped by a signal after saving. Exit code 85.
     SavedAndStopped,
-    /// Stopped at once. Exit code 130.
+    /// Stopped immediately. Exit code 130.
     Stopped,
 }
 
@@ -55,7 +55,7 @@ impl ErrorCategory {
     }
 }
 
-/// What failed, why, and what to do about it. Shown as
+/// The failure, its causes and a hint. Displayed as
 ///
 /// ```text
 /// error: cannot read model `m`
@@ -74,19 +74,19 @@ struct ErrorParts {
     device: Option<FaultOfStep>,
 }
 
-/// What failed on a GPU, and in which step of training.
+/// A GPU fault and the training step in which it occurred.
 #[derive(Debug, Clone, Copy)]
 struct FaultOfStep {
     fault: DeviceFault,
     step: Option<u64>,
 }
 
-/// What [`tell_memory_by`] was given.
+/// The function that [`tell_memory_by`] registers.
 static MEMORY: OnceLock<fn() -> Option<String>> = OnceLock::new();
 
-/// From now on errors of a GPU that is out of memory say what `teller` says in a line of the memory of its thread's GPU, at
-/// the moment in which they arise: what a failed operation held is freed before the error is shown. The first call
-/// decides.
+/// Registers a function that describes the memory of the current thread's GPU. Every later
+/// out-of-memory error of a GPU quotes it, because the failed operation frees its memory before the
+/// error is shown. Only the first call has an effect.
 pub fn tell_memory_by(teller: fn() -> Option<String>) {
     MEMORY.get_or_init(|| teller);
 }
@@ -102,13 +102,14 @@ impl Error {
         Self::new(ErrorCategory::User, what)
     }
 
-    /// A fault of ours: an invariant of the program does not hold.
+    /// Internal error: an invariant of the program does not hold.
     pub fn internal(what: impl Into<String>) -> Self {
         Self::new(ErrorCategory::Internal, what)
     }
 
-    /// An I/O failure while doing `what` to `path`. A missing file, and one whose contents are not what was read (text that is
-    /// no UTF-8), are the user's fault. A limit on open files or memory is transient, and named. The rest is storage's.
+    /// An I/O failure while doing `what` to `path`. A missing file, or invalid contents (no UTF-8),
+    /// is a user error. A limit on open files or memory is transient and named. Any other failure
+    /// is a storage error.
     pub fn io(what: &str, path: &Path, source: &std::io::Error) -> Self {
         let what = format!("cannot {what} {}", path.display());
         if let Some(limit) = SystemLimit::of(source) {
@@ -124,8 +125,8 @@ impl Error {
         Self::new(kind, what).because(source.to_string())
     }
 
-    /// The system did not start `what`, a thread or a process. A limit that it has met is transient, and named; anything
-    /// else is internal.
+    /// The system refused to start `what`, a thread or a process. A system limit is transient and
+    /// named; any other reason is internal.
     pub fn cannot_start(what: impl fmt::Display, source: &std::io::Error) -> Self {
         let what = format!("cannot start {what}");
         match SystemLimit::at_start(source) {
@@ -134,7 +135,8 @@ impl Error {
         }
     }
 
-    /// A failure while doing `what` that is the user's, unless the system has met a limit: that is transient, and named.
+    /// A user error while doing `what`, or a transient one that names the system limit behind
+    /// `source`.
     pub fn user_or_limit(what: impl Into<String>, source: &std::io::Error) -> Self {
         match SystemLimit::of(source) {
             Some(limit) => Self::of_limit(what.into(), limit, source),
@@ -146,7 +148,7 @@ impl Error {
         Self::new(ErrorCategory::Transient, what).because(source.to_string()).hint(limit.hint())
     }
 
-    /// A GPU failed, in the words of its libraries, while something was done.
+    /// A failure of a GPU while doing `what`; `reason` is the text of its library.
     pub fn of_device(what: impl Into<String>, reason: &str) -> Self {
         match DeviceFault::of(reason) {
             Some(fault) => Self::of_fault(fault, what).because(reason),
@@ -154,7 +156,7 @@ impl Error {
         }
     }
 
-    /// A GPU failed in a way that is known.
+    /// A failure of a GPU with a known fault.
     pub fn of_fault(fault: DeviceFault, what: impl Into<String>) -> Self {
         let mut error = Self::new(fault.category(), what).hint(fault.hint());
         error.0.device = Some(FaultOfStep { fault, step: None });
@@ -165,17 +167,17 @@ impl Error {
         }
     }
 
-    /// What failed on a GPU; none: this is no error of one, or one of a wrong call.
+    /// The fault of the GPU; none for errors without one, such as an invalid call.
     pub fn device_fault(&self) -> Option<DeviceFault> {
         self.0.device.map(|device| device.fault)
     }
 
-    /// The step of training in which a GPU failed, counted from 1.
+    /// Training step in which the GPU failed, counted from 1.
     pub fn step(&self) -> Option<u64> {
         self.0.device?.step
     }
 
-    /// Notes the step of training in which a GPU failed; of other errors nothing.
+    /// Records the training step in which a GPU failed; other errors stay unchanged.
     #[must_use]
     pub fn at_step(mut self, step: u64) -> Self {
         if let Some(device) = &mut self.0.device {
@@ -191,14 +193,14 @@ impl Error {
         self
     }
 
-    /// Sets the way out: a whole command or key to write.
+    /// Sets the hint: a whole command or key to write.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.0.hint = Some(hint.into());
         self
     }
 
-    /// Puts what was being done around this error, whose own text becomes the first cause.
+    /// Replaces the failure by `what`; the old text becomes the first cause.
     #[must_use]
     pub fn during(mut self, what: impl Into<String>) -> Self {
         let inner = std::mem::replace(&mut self.0.what, what.into());
@@ -211,19 +213,19 @@ impl Error {
         self.0.kind
     }
 
-    /// What was being done, without causes and hint.
+    /// The failure, without causes and hint.
     pub fn what(&self) -> &str {
         &self.0.what
     }
 
-    /// All of it in one line, for lists and logs.
+    /// The whole error in one line, for lists and logs.
     pub fn in_one_line(&self) -> String {
         let text = self.to_string();
         let text = text.strip_prefix("error: ").unwrap_or(&text);
         text.replace("\n  caused by: ", ": ").replace("\nhint: ", "; ")
     }
 
-    /// Why it failed, outermost first.
+    /// Causes of the failure, outermost first.
     pub fn causes(&self) -> &[String] {
         &self.0.causes
     }
@@ -231,7 +233,7 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // A stop that was asked for is none.
+        // A requested stop is no error.
         let label = if self.0.kind == ErrorCategory::SavedAndStopped { "" } else { "error: " };
         write!(f, "{label}{}", self.0.what)?;
         for cause in &self.0.causes {
@@ -247,8 +249,8 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 impl From<candle_core::Error> for Error {
-    /// The engine checks shapes and dtypes before it calls candle, so what candle refuses is our fault, but for what a
-    /// GPU reports of itself, such as that its memory is used up.
+    /// The engine checks shapes and dtypes before it calls candle, so candle's errors are internal
+    /// ones, except those with a GPU's code, such as out of memory.
     fn from(source: candle_core::Error) -> Self {
         let reason = source.to_string();
         Self::of_device(
@@ -258,9 +260,9 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// Puts what was being done around the error of a [`Result`].
+/// Adds the failed action to the error of a [`Result`].
 pub trait ErrorContext<T> {
-    /// See [`Error::during`]; the text is made only when there is an error.
+    /// See [`Error::during`]; builds the text only for an error.
     ///
     /// # Errors
     /// The error of `self`, as a cause of the new one.

@@ -1,6 +1,6 @@
-//! The lowest crate of `finetune`: the error type and units that every crate uses, the closed choices of the recipe, panics of
-//! foreign code, how threads start, files that hold secrets, addresses that requests go to, the wall clock, programs to
-//! start. The crates above show these modules as their own.
+//! The lowest crate of `finetune`: errors, units, recipe choices, contained panics, thread starts,
+//! secret files, HTTP addresses, the wall clock and child programs. Other crates re-export these
+//! modules.
 
 pub mod address;
 pub mod clock;
@@ -12,10 +12,10 @@ pub mod program;
 pub mod threads;
 pub mod units;
 
-/// The target of a position that carries no loss.
+/// Target of a position without a loss.
 pub const IGNORE: u32 = u32::MAX;
 
-/// The part of the recipe that every crate knows.
+/// The recipe types that every crate uses.
 pub mod recipe {
     pub mod enums;
 }

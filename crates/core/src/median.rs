@@ -1,6 +1,6 @@
-//! The median, for times: one slow run or step does not move it.
+//! The median, for times: one slow run or step does not change it.
 
-/// The middle value, of an even number the mean of both; none of none.
+/// The middle value, or the mean of the two middle values; none for an empty input.
 pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = values.into_iter().collect();
     sorted.sort_by(f64::total_cmp);

@@ -1,5 +1,6 @@
-//! Files that hold a secret: the token of the hub, the secret of a rendezvous. They are used only where no other user of
-//! the machine can read or change them. What holds a secret beside other things is shown without it.
+//! Files that hold a secret, such as the hub token or the rendezvous secret. A file is used only if
+//! no other user of the machine can read or change it. Texts that contain a secret are printed
+//! without it.
 
 use std::fs::{DirBuilder, File};
 use std::io::{self, ErrorKind, Read, Write};
@@ -9,20 +10,22 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::{Error, Result};
 
-/// The bits of a mode by which others than the owner may use a file.
+/// Mode bits that give other users access.
 const OTHERS: u32 = 0o077;
 
-/// Files that this process began to make, so that two of its threads do not take one name.
+/// Number of temporary files of this process, so that two threads never share a name.
 static BEGUN: AtomicU32 = AtomicU32::new(0);
 
-/// The bytes of the file at `path`, which holds `what`, such as "the hub token"; none if there is no such file.
+/// Reads the file at `path`, which holds `what`, such as "the hub token"; none if it does not
+/// exist.
 ///
 /// # Errors
-/// [`crate::error::ErrorCategory::User`] when it is no regular file, others than its owner may use it, or it has more than
-/// `most` bytes; [`crate::error::ErrorCategory::Storage`] when it cannot be read.
+/// [`crate::error::ErrorCategory::User`] if it is no regular file, other users have access, or it
+/// has more than `most` bytes; [`crate::error::ErrorCategory::Storage`] if it cannot be read.
 pub fn read(path: &Path, what: &str, most: u64) -> Result<Option<Vec<u8>>> {
     let fault = |source: io::Error| Error::io(&format!("read {what} in"), path, &source);
-    // Opened once, so that what is checked is what is read; without waiting for the writer of a pipe.
+    // Opened once, so that the checked file is the one that is read; `O_NONBLOCK` avoids waiting on
+    // a pipe.
     let file = match File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -36,7 +39,9 @@ pub fn read(path: &Path, what: &str, most: u64) -> Result<Option<Vec<u8>>> {
     let mode = facts.mode() & 0o777;
     if mode & OTHERS != 0 {
         let hint = format!("chmod 600 {} (a Kubernetes Secret: `defaultMode: 0400`)", path.display());
-        return Err(refused(format!("its mode is {mode:03o}: others than its owner may use it")).hint(hint));
+        return Err(
+            refused(format!("its mode is {mode:03o}: users other than its owner have access")).hint(hint)
+        );
     }
     let mut bytes = Vec::new();
     file.take(most + 1).read_to_end(&mut bytes).map_err(fault)?;
@@ -46,11 +51,12 @@ pub fn read(path: &Path, what: &str, most: u64) -> Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
-/// As [`read`], of a file in a folder that only this user may use. Folder and file are made where they are missing, the
-/// file with what `make` gives; of several processes that do so at once, all get what one of them made.
+/// Same as [`read`], in a folder that only this user can access. Creates a missing folder, and a
+/// missing file with the bytes from `make`. If several processes create it at once, all return the
+/// same bytes.
 ///
 /// # Errors
-/// As [`read`]; the folder or the file belongs to someone else, or cannot be made.
+/// Same as [`read`]; also if another user owns the folder, or the folder or file cannot be created.
 pub fn read_or_make(
     path: &Path,
     what: &str,
@@ -67,11 +73,11 @@ pub fn read_or_make(
     let bytes = make()?;
     let number = BEGUN.fetch_add(1, Ordering::Relaxed);
     let temporary = folder.join(format!(".{}-{number}", std::process::id()));
-    // What a process of this number left when it was killed.
+    // A killed process with the same number may have left this file.
     let _ = std::fs::remove_file(&temporary);
     let made = File::options().write(true).create_new(true).mode(0o600).open(&temporary);
     made.and_then(|mut file| file.write_all(&bytes).and_then(|()| file.sync_all())).map_err(fault)?;
-    // A link is made once, whoever else tries; a rename would take the place of what others have read already.
+    // Only one hard link can succeed; a rename would replace a file that others have already read.
     let linked = std::fs::hard_link(&temporary, path);
     std::fs::remove_file(&temporary).map_err(fault)?;
     match linked {
@@ -80,7 +86,7 @@ pub fn read_or_make(
     }
 }
 
-/// Refuses a folder, or a link to one, that another user has put there or may write to.
+/// Refuses a folder that is a link, belongs to another user or is accessible to others.
 fn check_folder(folder: &Path, what: &str) -> Result<()> {
     let facts = folder.symlink_metadata().map_err(|e| Error::io("look at", folder, &e))?;
     let why = if !facts.is_dir() {
@@ -88,14 +94,14 @@ fn check_folder(folder: &Path, what: &str) -> Result<()> {
     } else if facts.uid() != own_uid() {
         format!("it belongs to user {}, not to this one ({})", facts.uid(), own_uid())
     } else if facts.mode() & OTHERS != 0 {
-        format!("its mode is {:03o}: others than its owner may use it", facts.mode() & 0o777)
+        format!("its mode is {:03o}: users other than its owner have access", facts.mode() & 0o777)
     } else {
         return Ok(());
     };
     Err(Error::user(format!("cannot keep {what} in {}", folder.display())).because(why))
 }
 
-/// An address without the user name and password in it, which nobody but its server should see.
+/// Returns an address without its user name and password.
 pub fn without_user(given: &str) -> String {
     let parts = given.split_once("://").and_then(|(scheme, rest)| {
         let end = rest.find('/').unwrap_or(rest.len());
@@ -105,7 +111,8 @@ pub fn without_user(given: &str) -> String {
     parts.unwrap_or_else(|| given.to_owned())
 }
 
-/// A setting, such as `alerts.webhook=https://...`, without the address in it to which anybody can post who knows it.
+/// Returns a setting such as `alerts.webhook=https://...` without its address, because anyone who
+/// knows that address can post to it.
 pub fn without_address(given: &str) -> String {
     let start = ["alerts.webhook=", "https://", "http://"].into_iter().find_map(|start| {
         let end = given.find(start)? + start.len();
@@ -114,7 +121,7 @@ pub fn without_address(given: &str) -> String {
     start.map_or_else(|| given.to_owned(), |end| format!("{}(hidden)", &given[..end]))
 }
 
-/// The number of the user that this process acts as.
+/// Effective user id of this process.
 pub fn own_uid() -> u32 {
     // SAFETY: geteuid takes nothing and cannot fail.
     unsafe { libc::geteuid() }

@@ -1,24 +1,24 @@
-//! Programs that finetune starts: its own, and those that the user names.
+//! Programs that finetune starts: itself, and those in the recipe or on the command line.
 
 use std::ffi::CString;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-/// The program of this process, to be started again.
+/// Path of this process's program, for starting it again.
 ///
 /// # Errors
-/// The system does not tell.
+/// The system does not provide the path.
 pub fn own() -> io::Result<PathBuf> {
-    // The link names the file that runs, even where another has taken its name meanwhile.
+    // The link refers to the running file, even if another file replaced it on disk.
     let link = PathBuf::from("/proc/self/exe");
     if link.exists() { Ok(link) } else { std::env::current_exe() }
 }
 
-/// Refuses a path at which no program is that this process may start.
+/// Checks that `path` is a program that this process may start.
 ///
 /// # Errors
-/// The program cannot be started, with the path and the reason.
+/// The text names the path and the reason why it cannot be started.
 pub fn check(path: &Path) -> Result<(), String> {
     let shown = path.display();
     let found = path.metadata().map_err(|error| match error.kind() {

@@ -1,4 +1,4 @@
-//! Threads of this process: each is started here, so that one that the system refuses is the same error everywhere.
+//! Starts threads of this process, so that a refused start gives the same error everywhere.
 
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 /// Starts a thread named `name`.
 ///
 /// # Errors
-/// [`Error::cannot_start`].
+/// [`Error::cannot_start`] if the system refuses the thread.
 pub fn start<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -15,11 +15,11 @@ pub fn start<T: Send + 'static>(
     Builder::new().name(name.to_owned()).spawn(work).map_err(|error| refused(name, &error))
 }
 
-/// Starts a thread named `name` that ends before `scope` does; `stack_bytes`: the size of its stack where it is not the
-/// usual one.
+/// Starts a thread named `name` that ends before `scope` does. `stack_bytes` overrides the default
+/// stack size.
 ///
 /// # Errors
-/// As [`start`].
+/// Same as [`start`].
 pub fn start_in<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: &str,

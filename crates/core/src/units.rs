@@ -1,4 +1,4 @@
-//! Sizes, counts and times as people read them.
+//! Sizes, counts and times in readable form.
 
 use std::fmt::Display;
 
@@ -12,18 +12,18 @@ pub fn count(n: u64) -> String {
     scaled(n as f64, 1000.0, &["", "K", "M", "B", "T"])
 }
 
-/// A count with what is counted: `1 row`, `4.88M rows`.
+/// A count with its noun: `1 row`, `4.88M rows`.
 pub fn counted(n: usize, what: &str) -> String {
     format!("{} {what}{}", count(n as u64), if n == 1 { "" } else { "s" })
 }
 
-/// An exact count with what is counted: `1 row`, `3000 rows`.
+/// An exact count with its noun: `1 row`, `3000 rows`.
 pub fn exact<N: Display + From<u8> + PartialEq>(n: N, what: &str) -> String {
     let end = if n == N::from(1) { "" } else { "s" };
     format!("{n} {what}{end}")
 }
 
-/// A duration in the two largest units that matter: `0.8 s`, `41 s`, `3 min 20 s`, `2 h 05 min`.
+/// A duration in its two largest units: `0.8 s`, `41 s`, `3 min 20 s`, `2 h 05 min`.
 pub fn duration(secs: f64) -> String {
     let whole = secs.round() as u64;
     match whole {

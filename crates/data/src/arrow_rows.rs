@@ -1,4 +1,5 @@
-//! Rows of Arrow files and streams: what `Dataset.save_to_disk`, `pyarrow.feather` and `pyarrow.ipc` write.
+//! Rows of Arrow files and streams, as `Dataset.save_to_disk`, `pyarrow.feather` and `pyarrow.ipc`
+//! write them.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek};
@@ -11,15 +12,16 @@ use super::arrow_values::columns_at;
 use super::expansion::ExpansionBounds;
 use super::table_values::{ReadFailure, RowMaker, TableRow};
 
-/// Begins a file, which has a footer; a stream has none.
+/// First bytes of an Arrow file, which has a footer; a stream has none.
 const FILE_MAGIC: &[u8] = b"ARROW1";
-/// Begins each message of a stream.
+/// First bytes of each message of a stream.
 const STREAM_MAGIC: &[u8] = b"\xFF\xFF\xFF\xFF";
 
 impl From<ArrowError> for ReadFailure {
     fn from(error: ArrowError) -> Self {
         match error {
-            // An offset of the file itself that leads nowhere is an invalid input of a seek.
+            // A bad offset inside the file fails a seek with InvalidInput, which is no storage
+            // error.
             ArrowError::IoError(_, io)
                 if io.raw_os_error().is_some() && io.kind() != std::io::ErrorKind::InvalidInput =>
             {
@@ -30,10 +32,10 @@ impl From<ArrowError> for ReadFailure {
     }
 }
 
-/// Hands the rows of a file of `bytes` bytes to `emit`, until that refuses.
+/// Passes the rows of a file of `bytes` bytes to `emit` until it returns an error.
 ///
 /// # Errors
-/// Why the file cannot be read.
+/// Fails if the file cannot be read or `emit` refuses a row.
 pub(super) fn read_rows(
     mut file: File,
     bytes: u64,

@@ -15,10 +15,10 @@ use serde_json::{Map, Value};
 use super::table_values::{RowMaker, moment};
 use super::unusable::Unusable;
 
-/// The members at `index` of columns or of the fields of a struct; those that are null are left out.
+/// Returns the values at `index` of the columns, or of a struct's fields, without nulls.
 ///
 /// # Errors
-/// The column that holds what cannot be read, and why.
+/// Names the column if a key is outside its dictionary.
 pub(super) fn columns_at(
     maker: &mut RowMaker,
     fields: &Fields,
@@ -68,7 +68,7 @@ fn value_at(maker: &mut RowMaker, field: &Field, array: &dyn Array, index: usize
                     value_at(maker, field, dictionary.values(), key as usize)?
                 }
                 _ => {
-                    return Err(format!("the column {:?} has a key that its dictionary lacks", field.name()));
+                    return Err(format!("the column {:?} has a key outside its dictionary", field.name()));
                 }
             }
         }
@@ -79,7 +79,8 @@ fn value_at(maker: &mut RowMaker, field: &Field, array: &dyn Array, index: usize
     })
 }
 
-/// A text, which may be JSON by the type of its column, as the type `Json` of datasets is.
+/// Returns a text as a string; parses it if its column is of type `arrow.json`, the type `Json` of
+/// datasets.
 fn text(maker: &mut RowMaker, field: &Field, text: &str) -> Value {
     if field.extension_type_name() == Some("arrow.json") {
         return maker.json(text);
@@ -91,7 +92,8 @@ fn list(maker: &mut RowMaker, inner: &FieldRef, elements: &dyn Array) -> Result<
     (0..elements.len()).map(|index| value_at(maker, inner, elements, index)).collect()
 }
 
-/// An object of the entries of a map; a null among its values was put there by the writer of the row.
+/// Converts the entries of a map to an object. Null values stay: the writer of the row put them
+/// there.
 fn map(maker: &mut RowMaker, entries: &FieldRef, array: &dyn Array, index: usize) -> Result<Value, String> {
     let DataType::Struct(fields) = entries.data_type() else { return Ok(maker.unusable(Unusable::Type)) };
     let entries = array.as_map().value(index);
@@ -122,7 +124,7 @@ fn integer(array: &dyn Array, index: usize) -> Option<Value> {
     })
 }
 
-/// Decimals, dates and times as text: they are shown as those of Parquet are.
+/// Formats decimals, dates and times as the Parquet reader does.
 fn plain_text(array: &dyn Array, index: usize) -> Option<String> {
     let parts = |value: i64, per_second: i64| {
         (value.div_euclid(per_second), (value.rem_euclid(per_second) * (1_000_000_000 / per_second)) as u32)

@@ -1,8 +1,8 @@
-//! Examples as the engine takes them: micro-batches without padding.
+//! Micro-batches without padding, made of examples.
 //!
-//! A micro-batch is its rows' tokens one after the other; attention and positions restart at each segment, so no
-//! sample sees another and no token is spent on padding. A target is the next token of the same segment, where that
-//! token is trained. Pure functions of the examples; which rows meet is the sampler's business.
+//! A micro-batch concatenates the tokens of its rows. Attention and positions restart at each
+//! segment, so no sample sees another. A target is the next token of the same segment if that token
+//! is trained. All functions are pure; the sampler chooses the rows.
 
 use std::borrow::{Borrow, Cow};
 
@@ -14,7 +14,7 @@ use crate::IGNORE;
 pub struct Sample {
     /// Index of its first token.
     pub start: usize,
-    /// How many tokens it has.
+    /// Number of tokens.
     pub len: usize,
 }
 
@@ -23,19 +23,19 @@ pub struct Sample {
 pub struct Batch {
     /// Token ids, `[T]`.
     pub ids: Vec<u32>,
-    /// The token to predict at each position, `[T]`, or [`IGNORE`]; always that at the end of a segment.
+    /// Token to predict at each position, `[T]`, or [`IGNORE`], as always at the end of a segment.
     pub targets: Vec<u32>,
     /// The samples, in order; together they cover the T tokens.
     pub segments: Vec<Sample>,
-    /// Index of the first token in the step's global batch: dropout is keyed by it, so that it does not depend on
-    /// how the batch is split.
+    /// Index of the first token in the step's global batch. Dropout is keyed by it and so does not
+    /// depend on how the batch is split.
     pub first_token: u64,
     /// Number of samples.
     pub rows: usize,
 }
 
 impl Batch {
-    /// The micro-batch of `examples`, which begins at token `first_token` of its step.
+    /// Makes the micro-batch of `examples`, which begins at token `first_token` of its step.
     pub fn new<E: Borrow<Example>>(examples: impl IntoIterator<Item = E>, first_token: u64) -> Self {
         let mut batch = Batch { first_token, ..Batch::default() };
         for example in examples {
@@ -63,12 +63,12 @@ impl Batch {
         self.ids.len()
     }
 
-    /// Whether there is no token.
+    /// Returns true if the batch has no tokens.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
 
-    /// Positions that carry loss.
+    /// Number of positions that carry loss.
     pub fn valid(&self) -> u64 {
         self.targets.iter().filter(|target| **target != IGNORE).count() as u64
     }
@@ -77,13 +77,14 @@ impl Batch {
 /// The micro-batches of one optimizer step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Step {
-    /// In the order of their `first_token`.
+    /// The micro-batches, in the order of their `first_token`.
     pub micro_batches: Vec<Batch>,
-    /// Positions that carry loss, in all of them: the one denominator of the step's loss.
+    /// Number of positions that carry loss in all micro-batches: the denominator of the step's
+    /// loss.
     pub valid: u64,
-    /// Tokens in all of them.
+    /// Number of tokens in all micro-batches.
     pub tokens: u64,
-    /// Epochs done after this step.
+    /// Number of epochs completed after this step.
     pub epoch: f64,
 }
 
@@ -95,9 +96,9 @@ impl Step {
         Step { micro_batches, valid, tokens, epoch }
     }
 
-    /// The micro-batches of one rank of the `size` that get different rows: each `size`-th, so that the ranks' first
-    /// ones, in order, are followed by their second ones. Where a rank has none for its last turn, it gets one without
-    /// targets: all ranks take the same number of turns.
+    /// Returns the micro-batches of `rank` among the `size` ranks that get different rows: every
+    /// `size`-th one. A rank without one in the last round gets one without targets, so all ranks
+    /// have equally many.
     pub fn turns(&self, rank: usize, size: usize) -> Vec<Cow<'_, Batch>> {
         let idle = || self.micro_batches.first().map(|batch| Cow::Owned(batch.without_targets()));
         let turns = self.micro_batches.len().div_ceil(size);
@@ -106,8 +107,8 @@ impl Step {
     }
 }
 
-/// Micro-batches of at most `max_tokens` tokens, in the order of the examples, for evaluation. An example longer
-/// than that has one of its own.
+/// Micro-batches of at most `max_tokens` tokens, in the order of the examples, for evaluation. A
+/// longer example gets a micro-batch of its own.
 pub fn in_order(examples: &[Example], max_tokens: usize) -> impl Iterator<Item = Batch> {
     let (mut next, mut first_token) = (0, 0);
     std::iter::from_fn(move || {

@@ -1,14 +1,16 @@
-//! Child processes that answer requests of rows: what a row does to such a process, it does not do to the run.
+//! Child processes that answer requests for rows: a row that crashes a child does not crash the
+//! run.
 //!
-//! A child is set up once, then asked one thing after another; as many children work as threads ask at once. A child that
-//! ends instead of answering because it ran out of memory, of stack or of time is the fault of its row, and a new one takes
-//! its place; after a few such rows no more are answered. A child that something outside ends gets its request a second
-//! time, without a penalty; when that happens again, the run ends with the code for errors that pass (75).
+//! A child is set up once and then answers one request after another; as many children run as
+//! threads ask at once. If a child runs out of memory, stack or time, its row is at fault, and a
+//! new child replaces it. After [`MOST_ENDED`] such rows the pool refuses all requests. If
+//! something outside ends a child, the pool repeats the request once. If that happens again, the
+//! run ends with the exit code for transient errors (75).
 //!
-//! Where the system starts no process, a request waits for a child that is at work for another row. Where none is at work
-//! either, the whole run waits [`PATIENCE`], not each row, and then ends.
+//! If the system starts no process, a request waits for a child that is busy with another row. If
+//! no child is busy either, the whole run, not each row, waits [`PATIENCE`] and then ends.
 //!
-//! All that one row asks shares one [`RowBudget`] of processor time.
+//! All requests of one row share one [`RowBudget`] of processor time.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, Write};
@@ -24,26 +26,27 @@ use super::sandbox_limits::{SandboxLimits, time_taken};
 use super::wire;
 use crate::error::{Error, ErrorCategory, Result};
 
-/// The first byte of an answer, after the time that it took.
+/// The byte between an answer's processor time and a body that is the reason for a refusal.
 const REFUSED: u8 = 1;
 const ANSWERED: u8 = 0;
 
-/// Rows that may end their child or use up their time: each takes all of it first.
+/// Number of rows that may end their child or use up their time before the pool gives up.
 const MOST_ENDED: usize = 16;
-/// The time that a run waits in all while it has no child and the system starts none.
+/// Total time that a run waits while it has no child and the system starts none.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Between two tries to have a child.
+/// Interval between two attempts to get a child.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The part of [`PATIENCE`] that this process has used, over all pools. One thread waits at a time, so that it counts time
-/// and not threads.
+/// The part of [`PATIENCE`] that this process has used, over all pools. One thread waits at a time,
+/// so it counts time and not threads.
 static WAITED: Mutex<Duration> = Mutex::new(Duration::ZERO);
 
-/// Processor time that children may still take for one row, whatever they are asked for it.
+/// Processor time that children may still use for all requests of one row.
 #[derive(Debug)]
 pub(super) struct RowBudget {
     left: Cell<Duration>,
-    /// The reason for which the row ended a child: nothing more is answered for it, so that no later request hides the reason.
+    /// The reason why the row ended a child. The pool refuses its later requests, so that none
+    /// hides the reason.
     ended: RefCell<Option<String>>,
 }
 
@@ -54,7 +57,7 @@ impl Default for RowBudget {
 }
 
 impl RowBudget {
-    /// Adds the time for `bytes` more, at `bytes_per_second`; the time that is left.
+    /// Adds the time for `bytes` more bytes at `bytes_per_second`; returns the time left.
     fn with(&self, bytes: usize, bytes_per_second: u64) -> Duration {
         self.left.set(self.left.get().saturating_add(time_for_size(bytes as u64, bytes_per_second)));
         self.left.get()
@@ -65,15 +68,15 @@ impl RowBudget {
     }
 }
 
-/// Children that do one work, each set up alike.
+/// Children for one kind of work, all with the same setup.
 #[derive(Debug)]
 pub(super) struct ChildPool {
     work: SandboxedWork,
     setup: Vec<u8>,
-    /// Bytes of a request for which its row has a second more.
+    /// Request bytes that add one second to the row's budget.
     bytes_per_second: u64,
     children: Mutex<Children>,
-    /// Rows that ended their child.
+    /// Number of rows that ended their child.
     ended: AtomicUsize,
     given_back: Condvar,
 }
@@ -85,7 +88,7 @@ struct Children {
 }
 
 impl ChildPool {
-    /// Children for `work`, which `setup` is sent to first; none is started yet.
+    /// Makes a pool for `work` that sends `setup` to each child first; starts no child yet.
     pub(super) fn new(work: SandboxedWork, setup: Vec<u8>, bytes_per_second: u64) -> Self {
         ChildPool {
             work,
@@ -100,7 +103,7 @@ impl ChildPool {
     /// Starts a first child and sets it up.
     ///
     /// # Errors
-    /// It cannot be set up, with the reason.
+    /// Fails with the reason if the child cannot be set up.
     pub(super) fn check(&self) -> Result<(), ChildEnd> {
         let first = match self.start() {
             Err(ChildEnd::ByMachine(_)) => self.start(),
@@ -110,13 +113,13 @@ impl ChildPool {
         Ok(())
     }
 
-    /// The answer to `request`, within what is left of `budget`.
+    /// Returns the answer to `request`, within the time left in `budget`.
     ///
     /// # Errors
-    /// The child gave no answer, with the reason.
+    /// Fails with the reason if the child gives no answer.
     pub(super) fn ask(&self, request: &[u8], budget: &RowBudget) -> Result<Vec<u8>, ChildEnd> {
         if self.has_given_up() {
-            return Err(ChildEnd::ByInput(format!("{MOST_ENDED} rows before it ended its process")));
+            return Err(ChildEnd::ByInput(format!("{MOST_ENDED} earlier rows ended their process")));
         }
         if let Some(why) = &*budget.ended.borrow() {
             return Err(ChildEnd::ByInput(why.clone()));
@@ -127,7 +130,7 @@ impl ChildPool {
         }
         let request = framed(left, request);
         let asked = match self.ask_one(&request) {
-            // Something outside, for which the row may be innocent. It may have ended those too that have nothing to do.
+            // Something outside ended the child, and perhaps the idle ones too.
             Err(ChildEnd::ByMachine(_)) => {
                 self.end();
                 self.ask_one(&request)
@@ -145,7 +148,7 @@ impl ChildPool {
         }
     }
 
-    /// The answer of one child, which is given back, or is gone.
+    /// Asks one child, and returns it to the pool if it still runs.
     fn ask_one(&self, request: &[u8]) -> Result<Vec<u8>, ChildEnd> {
         let mut child = self.take()?;
         let answer = child.ask(request);
@@ -159,12 +162,12 @@ impl ChildPool {
         ChildEnd::ByInput(why)
     }
 
-    /// Returns whether so many rows ended their child that no more are answered.
+    /// Returns true if so many rows ended their child that the pool refuses all requests.
     pub(super) fn has_given_up(&self) -> bool {
         self.ended.load(Ordering::Relaxed) >= MOST_ENDED
     }
 
-    /// Ends the children that have nothing to do; the next request starts one again.
+    /// Ends the idle children; the next request starts a new one.
     pub(super) fn end(&self) {
         self.lock().idle.clear();
     }
@@ -173,7 +176,7 @@ impl ChildPool {
         self.children.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A child that has nothing to do, or a new one.
+    /// Takes an idle child, or starts a new one.
     fn take(&self) -> Result<SandboxedChild, ChildEnd> {
         loop {
             {
@@ -194,7 +197,7 @@ impl ChildPool {
         }
     }
 
-    /// Puts back a child that was taken; none, if it has ended.
+    /// Returns a child to the pool; `None` if it has ended.
     fn give_back(&self, child: Option<SandboxedChild>) {
         let mut children = self.lock();
         children.busy -= 1;
@@ -203,8 +206,8 @@ impl ChildPool {
         self.given_back.notify_one();
     }
 
-    /// Waits a moment after `error`: for a child at work, or where there is none for the system, as long as the patience of
-    /// the run lasts.
+    /// Waits up to [`POLL`] for a busy child. Without one, waits for the system, and returns
+    /// `error` after [`PATIENCE`] in all.
     fn wait_for_one(&self, error: Error) -> Result<(), ChildEnd> {
         let children = self.lock();
         if children.busy > 0 || !children.idle.is_empty() {
@@ -232,7 +235,7 @@ impl ChildPool {
     }
 }
 
-/// The error of a child that cannot be set up: no row is at fault.
+/// Makes a failed setup a transient error, because no row is at fault.
 fn not_set_up(end: ChildEnd) -> ChildEnd {
     match end {
         ChildEnd::ByInput(why) => {
@@ -243,12 +246,12 @@ fn not_set_up(end: ChildEnd) -> ChildEnd {
     }
 }
 
-/// A request with the time that it may take.
+/// Prefixes a request with its time limit, in microseconds.
 fn framed(time: Duration, request: &[u8]) -> Vec<u8> {
     [&(time.as_micros() as u64).to_le_bytes()[..], request].concat()
 }
 
-/// The time that an answer took, and the answer or the reason for none.
+/// Splits an answer into its processor time and its body, or the reason for a refusal.
 fn taken_apart(answer: &[u8]) -> Result<(Duration, Result<Vec<u8>, String>), ChildEnd> {
     let mut rest = answer;
     let head = wire::take_u64(&mut rest).zip(wire::take_byte(&mut rest));
@@ -258,13 +261,13 @@ fn taken_apart(answer: &[u8]) -> Result<(Duration, Result<Vec<u8>, String>), Chi
     Ok((Duration::from_micros(micros), body))
 }
 
-/// An answer of a child, or its reason for none; no request at all makes none.
+/// A child's answer, or its reason for a refusal; `None` for a malformed request.
 pub(super) type ChildAnswer<T> = Option<Result<T, String>>;
 
-/// The work of a child: is set up by the first request, then answers one after the other until nobody asks.
+/// Runs a child: the first request sets it up; it then answers requests until the pipe closes.
 ///
 /// # Errors
-/// Whoever asks has gone, or asks what cannot be read.
+/// Fails if a request is malformed, a limit cannot be set or an answer cannot be written.
 pub(super) fn serve<W>(
     limits: &SandboxLimits,
     set_up: impl FnOnce(&[u8]) -> ChildAnswer<W>,
@@ -283,7 +286,7 @@ pub(super) fn serve<W>(
         answers.flush()
     };
     let mut begin = || -> Option<io::Result<(Duration, Vec<u8>)>> {
-        // The end of the pipe is the end of the work.
+        // A closed pipe ends the child normally.
         let mut frame = read_frame(&mut requests).ok()?;
         let bytes = frame.len() as u64;
         let Some((time, _)) = frame.split_first_chunk::<8>() else { return Some(Err(unreadable())) };

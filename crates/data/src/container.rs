@@ -1,4 +1,5 @@
-//! The container of a data file, by its first bytes before its name, and the reader for it.
+//! Detects the container of a data file, by its first bytes before its name, and calls the reader
+//! for it.
 
 use std::fs::File;
 use std::io::{Read, Seek};
@@ -19,23 +20,23 @@ use super::{
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
-/// The kind of file that a name promises.
+/// Kind of a data file by its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FileKind {
-    /// Values one after the other.
+    /// JSON values one after the other.
     Lines,
-    /// One value; or lines after all.
+    /// One JSON value; the reader also accepts lines.
     Json,
-    /// A table in a format of its own.
+    /// A table in a binary format.
     Table(TableKind),
-    /// A table in text, with this delimiter.
+    /// A text table with this delimiter.
     Csv(u8),
     /// A text that is one document.
     Text,
 }
 
 impl FileKind {
-    /// The kind that the name of `path` promises; `.gz` and `.zst` stand for what is packed.
+    /// Returns the kind by the extension of `path`; for `.gz` and `.zst`, by the extension before.
     pub(super) fn of(path: &Path) -> Option<Self> {
         let extension = extension(path)?;
         match extension.as_str() {
@@ -65,7 +66,7 @@ fn extension(path: &Path) -> Option<String> {
 /// Reads the rows of one file into `source`.
 ///
 /// # Errors
-/// The file cannot be read, or is in no container that is.
+/// Fails if the file cannot be read or its container is not supported.
 pub(super) fn read_file(path: &Path, source: &mut DataFile) -> Result<()> {
     let Some(kind) = FileKind::of(path) else { return Err(other_files::refused_name(path)) };
     let file: Arc<Path> = Arc::from(path);
@@ -90,7 +91,7 @@ pub(super) fn read_file(path: &Path, source: &mut DataFile) -> Result<()> {
     if let FileKind::Table(table) = kind
         && !is_json(&head)
     {
-        // A stream of Arrow has no magic number, and a broken file is best described by its own reader.
+        // An Arrow stream has no magic number, and its own reader describes a broken file best.
         return table_rows::read(&file, opened, table, source);
     }
     if matches!(extension(path).as_deref(), Some("gz" | "zst")) && !head.is_empty() {
@@ -184,7 +185,7 @@ fn is_json(head: &[u8]) -> bool {
     text.first().is_some_and(|byte| b"[{".contains(byte)) && !text.contains(&0)
 }
 
-/// Returns whether the first line is an object of JSON.
+/// Returns whether the first line is a JSON object.
 fn begins_with_row(bytes: &[u8]) -> bool {
     let line =
         bytes.trim_ascii_start().split(|byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();

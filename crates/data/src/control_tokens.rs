@@ -1,10 +1,10 @@
-//! Control tokens in the texts of a chat, as text: `data.sanitize_control_tokens`, by the rules of transformers 5.24
-//! (`apply_chat_template(..., sanitize_control_tokens=True)`).
+//! Encodes control tokens in the texts of a chat as plain text: `data.sanitize_control_tokens`, by
+//! the rules of transformers 5.24 (`apply_chat_template(..., sanitize_control_tokens=True)`).
 //!
-//! Each control token in a string of the row is put between two private characters before the template renders it. In the
-//! rendered text those that still stand between them are encoded without the tokenizer's added tokens, and all else as
-//! always. A lone character is dropped, and still parts the text. Control tokens are the special tokens, and the other added
-//! tokens that the template names.
+//! Before the template renders a row, each control token in a string is wrapped in two private-use
+//! characters. In the rendered text, wrapped tokens are encoded without the tokenizer's added
+//! tokens, and the rest as usual. A lone private-use character is removed, but still splits the
+//! text. Control tokens are the special tokens, and the other added tokens that the template names.
 
 use regex::Regex;
 use serde_json::Value;
@@ -26,10 +26,10 @@ pub(super) struct ControlTokens {
 }
 
 impl ControlTokens {
-    /// Finds them; none where there are none.
+    /// Finds the control tokens; `None` if the tokenizer and template have none.
     ///
     /// # Errors
-    /// They are too many for a pattern.
+    /// Fails if they are too many for a regular expression.
     pub(super) fn new(tokenizer: &Tokenizer, template: &ChatTemplate) -> Result<Option<Self>> {
         let added = tokenizer.added_texts();
         let is_control = |(text, special): &(String, bool)| {
@@ -56,7 +56,7 @@ impl ControlTokens {
         }))
     }
 
-    /// A value of a row with its control tokens marked; the keys of objects stay.
+    /// Returns a row's value with its control tokens marked; object keys stay unchanged.
     pub(super) fn mark(&self, value: &Value) -> Value {
         match value {
             Value::String(text) => Value::String(self.marked_text(text)),
@@ -75,10 +75,10 @@ impl ControlTokens {
         self.tokens.replace_all(&text, format!("{before}${{0}}{after}")).into_owned()
     }
 
-    /// Ids of a rendered chat, with the bytes of its text that they cover.
+    /// Encodes a rendered chat: token ids, each with the bytes of the text that it covers.
     ///
     /// # Errors
-    /// As the tokenizer; a marked token is a token of the vocabulary by itself.
+    /// Fails like the tokenizer, or if a marked token still encodes to its own id.
     pub(super) fn encode(&self, tokenizer: &Tokenizer, text: &str, budget: &RowBudget) -> Result<Encoded> {
         let (mut encoded, mut at) = (Encoded::default(), 0);
         let as_always = |piece: &str| tokenizer.encode_within(piece, false, budget);
@@ -93,7 +93,7 @@ impl ControlTokens {
             let own = tokenizer.token_id(token.as_str());
             if encoded.ids[before..].iter().any(|id| Some(*id) == own) {
                 return Err(Error::user(format!("cannot encode {:?} as text", token.as_str()))
-                    .because("the tokenizer makes this token of the plain text, too")
+                    .because("the tokenizer encodes the plain text as this token, too")
                     .hint("change the row, or remove `data.sanitize_control_tokens`"));
             }
         }
@@ -102,8 +102,9 @@ impl ControlTokens {
     }
 }
 
-/// Appends a piece of a text that begins at its byte `at`. Only the first piece may get what a tokenizer puts before a text: the
-/// others are encoded after a line end, which is removed again.
+/// Appends the encoding of `piece`, which begins at byte `at` of a text. A tokenizer may put a
+/// prefix before a text, but only before the first piece: others are encoded after a line end,
+/// which is then removed.
 fn append(
     encoded: &mut Encoded,
     piece: &str,

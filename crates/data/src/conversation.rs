@@ -1,10 +1,10 @@
-//! Chat rows of every dialect to one regular form of messages.
+//! Converts chat rows of every dialect to one regular form of messages.
 //!
-//! A regular message has a `role` in lower case and, where it has them, `content` (text, or parts of text as the row
-//! has them), `reasoning_content`, `tool_calls` and `tool_call_id`; no value is null. Rows come with ShareGPT's `from`
-//! and `value`, with typed parts, with OpenAI's first `function_call`, with reasoning under three names, with calls as
-//! JSON text. A part that is no text (an image) is a fault, not an omission. The form that a chat template reads is
-//! another matter: see [`super::template_form`].
+//! A regular message has a `role` in lower case and optionally `content` (text, or the row's parts
+//! of text), `reasoning_content`, `tool_calls` and `tool_call_id`; no value is null. Accepted
+//! dialects: ShareGPT's `from` and `value`, typed parts, OpenAI's early `function_call`, reasoning
+//! under three names, and calls as JSON text. A part that is no text (an image) is a fault.
+//! [`super::template_form`] adapts the messages to a chat template.
 
 use serde_json::{Map, Value, json};
 
@@ -14,16 +14,16 @@ use super::{RowFault, RowFaultKind, jinja};
 
 /// Keys of a row that hold the system message of its chat.
 pub(super) const SYSTEM_KEYS: [&str; 2] = ["system", "system_prompt"];
-/// Keys of a row that hold the tools of its chat; the second is OpenAI's first name for them.
+/// Keys of a row that hold the tools of its chat; `functions` is OpenAI's earlier name.
 pub(super) const TOOLS_KEYS: [&str; 2] = ["tools", "functions"];
 /// The key of a row that holds variables for the chat template.
 pub(super) const OPTIONS_KEY: &str = "chat_template_kwargs";
-/// The names under which programs write the reasoning of a message.
+/// Keys of a message that hold its reasoning.
 pub(super) const REASONING_KEYS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
-/// Keys of a message that say whether it is trained: OpenAI's, axolotl's two, and ms-swift's.
+/// Keys of a message that switch its training on or off: OpenAI's, axolotl's two, and ms-swift's.
 const WEIGHT_KEYS: [&str; 4] = ["weight", "train", "training", "loss"];
 
-/// Messages in the regular form, and which of them are trained.
+/// Messages in the regular form, with a flag for each that is trained.
 #[derive(Debug, Default)]
 pub(super) struct Conversation {
     messages: Vec<Value>,
@@ -32,7 +32,7 @@ pub(super) struct Conversation {
 }
 
 impl Conversation {
-    /// The messages under `key` of a row; a single message may stand without a list.
+    /// Reads the messages under `key` of a row: a list, or a single message.
     pub(super) fn read(row: &Map<String, Value>, key: &str) -> Result<Self, RowFault> {
         let mut chat = Conversation::default();
         for (index, message) in messages_of(row, key)?.iter().enumerate() {
@@ -54,7 +54,8 @@ impl Conversation {
         self.counts.push(true);
     }
 
-    /// Puts the row's `system` (or `system_prompt`) text in front, unless the messages begin with one.
+    /// Inserts the row's `system` (or `system_prompt`) text first, unless the messages begin with
+    /// it. Another system message is a fault.
     pub(super) fn with_system(mut self, row: &Map<String, Value>) -> Result<Self, RowFault> {
         let fault = |why: String| Err(RowFault::new(RowFaultKind::Format, why));
         for key in SYSTEM_KEYS {
@@ -80,7 +81,7 @@ impl Conversation {
         Ok(self)
     }
 
-    /// This as a prompt that is not trained, and `answer` after it.
+    /// Makes these messages an untrained prompt and appends `answer`.
     pub(super) fn answered_by(self, answer: Conversation) -> Self {
         let shared = self.messages.len();
         let mut whole = self;
@@ -89,8 +90,8 @@ impl Conversation {
         whole.trained_from(shared)
     }
 
-    /// The number of messages with which this begins as `prompt` does, perhaps after a system message of its own; none where
-    /// it begins otherwise, or has nothing after them.
+    /// Returns the number of messages up to the end of `prompt` if these begin with it, perhaps
+    /// after a system message of their own. `None` if they begin otherwise, or end there.
     pub(super) fn len_with(&self, prompt: &Conversation) -> Option<usize> {
         let own_system = self.messages.first()? != prompt.messages.first()?
             && self.messages.first().is_some_and(|message| message["role"] == "system");
@@ -99,7 +100,7 @@ impl Conversation {
         (self.messages[from..].starts_with(&prompt.messages) && asked < self.messages.len()).then_some(asked)
     }
 
-    /// Nothing before the message `first` is trained.
+    /// Makes all messages before index `first` untrained.
     pub(super) fn trained_from(mut self, first: usize) -> Self {
         self.counts.iter_mut().take(first).for_each(|counts| *counts = false);
         self
@@ -123,7 +124,7 @@ pub(super) fn messages_of<'a>(row: &'a Map<String, Value>, key: &str) -> Result<
     }
 }
 
-/// The row's tools, from a list or its JSON text; `None` when there are none.
+/// The row's tools, from a list or its JSON text; `None` without tools.
 pub(super) fn tools_of(row: &Map<String, Value>) -> Result<Option<Value>, RowFault> {
     let fault = |why: String| RowFault::new(RowFaultKind::Format, why);
     let given = |key: &str| row.get(key).filter(|value| !value.is_null());
@@ -174,7 +175,7 @@ fn template_options(row: &Map<String, Value>) -> Result<Option<Value>, RowFault>
     }
 }
 
-/// The text of a message's content, whatever form that has.
+/// The text of a message's content, with its parts concatenated.
 pub(super) fn text_of(message: &Value) -> String {
     match &message["content"] {
         Value::String(text) => text.clone(),
@@ -193,7 +194,8 @@ pub(super) fn texts_of(message: &Value) -> Vec<String> {
     }
 }
 
-/// One message in the regular form, and whether it is trained; the error continues "`messages[3]` ...".
+/// Returns one message in the regular form, and true if it is trained. An error continues
+/// "`messages[3]` ...".
 fn regular(message: &Value) -> Result<(Value, bool), String> {
     let Value::Object(message) = message else {
         return Err(format!("is {}; an object is needed", json_type(message)));
@@ -250,8 +252,8 @@ fn regular(message: &Value) -> Result<(Value, bool), String> {
     Ok((Value::Object(in_order(kept)), counts))
 }
 
-/// The role by the name that chat templates know, and whether the content is a call that the assistant makes. A name that
-/// no program uses otherwise stays as it is, in lower case: a template may know it.
+/// Returns the role name that chat templates know, and true if the content is a call by the
+/// assistant. An unknown name stays, in lower case: a template may know it.
 fn regular_role(role: &str) -> Result<(String, bool), String> {
     let lower = role.to_lowercase();
     Ok(match lower.as_str() {
@@ -267,7 +269,7 @@ fn regular_role(role: &str) -> Result<(String, bool), String> {
     })
 }
 
-/// A message whose text is a call, as ShareGPT's `function_call`.
+/// Moves a call from `content`, as in ShareGPT's `function_call`, to `tool_calls`.
 fn call_of_content(message: &mut Map<String, Value>) -> Result<(), String> {
     let calls = match message.shift_remove("content") {
         Some(Value::String(text)) => parse_calls(&text)?,
@@ -280,7 +282,7 @@ fn call_of_content(message: &mut Map<String, Value>) -> Result<(), String> {
     Ok(())
 }
 
-/// Brings OpenAI's first key of a call under its later name. The key may be empty, or hold JSON text.
+/// Moves OpenAI's early `function_call` to `tool_calls`. It may be empty, or hold JSON text.
 fn call_of_key(message: &mut Map<String, Value>) -> Result<(), String> {
     let calls = match message.shift_remove("function_call") {
         None => return Ok(()),
@@ -295,7 +297,7 @@ fn call_of_key(message: &mut Map<String, Value>) -> Result<(), String> {
     Ok(())
 }
 
-/// Brings reasoning under its one name.
+/// Moves reasoning to the key `reasoning_content`.
 fn reasoning(message: &mut Map<String, Value>) -> Result<(), String> {
     let mut found = None;
     for key in REASONING_KEYS {
@@ -315,7 +317,7 @@ fn reasoning(message: &mut Map<String, Value>) -> Result<(), String> {
     Ok(())
 }
 
-/// `role` and `content` first, so that the same message always prints the same.
+/// Puts `role` and `content` first, so that equal messages print alike.
 fn in_order(mut message: Map<String, Value>) -> Map<String, Value> {
     let mut ordered = Map::new();
     for key in ["role", "content"] {
@@ -327,7 +329,7 @@ fn in_order(mut message: Map<String, Value>) -> Map<String, Value> {
     ordered
 }
 
-/// Returns whether a turn is trained, by the key of any program that says so.
+/// Removes the keys that switch training; returns true if the message is trained, the default.
 fn counts(message: &mut Map<String, Value>) -> Result<bool, String> {
     let mut said: Option<(&str, bool)> = None;
     for key in WEIGHT_KEYS {
@@ -348,7 +350,7 @@ fn counts(message: &mut Map<String, Value>) -> Result<bool, String> {
     Ok(said.is_none_or(|(_, counts)| counts))
 }
 
-/// A value that means true or false. CSV has no booleans.
+/// Reads a boolean, 0, 1 or their text; CSV has no booleans.
 pub(super) fn truth(value: &Value) -> Option<bool> {
     match value {
         Value::Bool(value) => Some(*value),
@@ -362,7 +364,8 @@ pub(super) fn truth(value: &Value) -> Option<bool> {
     }
 }
 
-/// Sorts typed parts: texts stay parts, reasoning and calls go where templates look for them.
+/// Sorts typed parts: texts stay in `content`; reasoning and calls go to the keys that templates
+/// read.
 fn sort_parts(parts: Vec<Value>, message: &mut Map<String, Value>) -> Result<(), String> {
     let (mut content, mut reasoning, mut calls) = (Vec::new(), String::new(), Vec::new());
     for part in parts {
@@ -397,7 +400,7 @@ fn sort_parts(parts: Vec<Value>, message: &mut Map<String, Value>) -> Result<(),
     Ok(())
 }
 
-/// Calls written as JSON text: one object or a list.
+/// Parses calls from JSON text: one object or a list.
 fn parse_calls(text: &str) -> Result<Vec<Value>, String> {
     match serde_json::from_str(text) {
         Ok(Value::Array(calls)) => Ok(calls),
@@ -417,7 +420,8 @@ fn tool_calls(calls: Value) -> Result<Vec<Value>, String> {
     }
 }
 
-/// A call as `{"type": "function", "function": {"name", "arguments"}}`, with the arguments as the row has them.
+/// A call as `{"type": "function", "function": {"name", "arguments"}}`, with the row's arguments
+/// unchanged.
 fn tool_call(call: Value) -> Result<Value, String> {
     let Value::Object(mut call) = call else {
         return Err(format!("has a tool call that is {}", json_type(&call)));

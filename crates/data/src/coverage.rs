@@ -1,9 +1,10 @@
 //! The parts of a chat that a template leaves out, and the keys of a row that nothing reads.
 //!
-//! A template passes over what it does not know: calls, results, reasoning, whole roles. Each part of a message is looked for
-//! in the rendered text: a part that [`TemplateForm`] found is never printed is missing; another is missing if none of its
-//! lines stands in the text. A trained turn of which nothing is printed would teach the model to say nothing, so it is a
-//! fault of its row; all else is counted, and printed before training.
+//! A template skips what it does not know: calls, results, reasoning, whole roles. A part of a
+//! message is missing if [`TemplateForm`] found that the template never prints it, or if a line of
+//! it is not in the rendered text. A trained turn that prints nothing would teach the model empty
+//! answers, so it is a fault of its row. Other missing parts are counted and printed before
+//! training.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -43,15 +44,15 @@ impl fmt::Display for DroppedPart {
 /// Notes on a row that became an example, for the user.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RowNotes {
-    /// Parts that the template does not print, and how many messages have them.
+    /// Parts that the template does not print, with the number of messages.
     pub dropped: BTreeMap<DroppedPart, usize>,
     /// Keys of the row, and of its messages, that nothing reads.
     pub unused_keys: Vec<String>,
     /// Special tokens that its messages hold as text.
     pub special_tokens: Vec<String>,
-    /// Trained turns without a text.
+    /// Number of trained turns without text.
     pub empty_answers: usize,
-    /// Roles that no program knows and that are not trained, and how many messages have them.
+    /// Unknown roles of untrained messages, with the number of messages.
     pub unknown_roles: BTreeMap<String, usize>,
 }
 
@@ -113,7 +114,7 @@ impl fmt::Display for NoteCounts {
         for (role, (messages, rows)) in &self.unknown_roles {
             write!(
                 f,
-                "\nwarning: messages of the role {role:?} are not trained ({} in {}); roles that are known: {}",
+                "\nwarning: messages of the role {role:?} are not trained ({} in {}); known roles: {}",
                 units::count(*messages as u64),
                 units::counted(*rows, "row"),
                 KNOWN_ROLES.join(", ")
@@ -147,18 +148,18 @@ fn dropped_part(says: &str, part: &DroppedPart, (messages, rows): (usize, usize)
     }
 }
 
-/// A part of a message: its texts.
+/// The texts of one part of a message.
 struct MessagePart {
     field: ChatField,
     texts: Vec<String>,
-    /// True if it stands within the content.
+    /// True if the part is inside `content`.
     in_content: bool,
 }
 
 /// The roles of messages that chat templates know.
 pub(super) const KNOWN_ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
-/// The roles among messages that are not known and not trained, with their messages.
+/// Unknown roles of untrained messages, with the number of messages.
 pub(super) fn unknown_roles(messages: &[Value], trained: &[bool]) -> BTreeMap<String, usize> {
     let mut found = BTreeMap::new();
     for (message, _) in messages.iter().zip(trained).filter(|(_, trained)| !**trained) {
@@ -173,7 +174,7 @@ pub(super) fn unknown_roles(messages: &[Value], trained: &[bool]) -> BTreeMap<St
 /// The parts that a message has.
 fn parts_of(message: &Value) -> Vec<MessagePart> {
     let whole = text_of(message);
-    // Reasoning may stand in the content, as models print it.
+    // Reasoning may be inside the content, in the form that models print.
     let (thought, content) = match whole.rsplit_once("</think>") {
         Some((thought, content)) => (thought.replace("<think>", ""), vec![content.to_owned()]),
         None => (String::new(), texts_of(message)),
@@ -195,8 +196,9 @@ fn parts_of(message: &Value) -> Vec<MessagePart> {
     parts.into_iter().filter(|part| !part.texts.is_empty()).collect()
 }
 
-/// Returns whether a text is in `printed`, as a whole or each of its lines by itself: templates trim, indent and escape. Lines are
-/// looked for from where the one before was found, so that a long text is read once.
+/// Returns whether `printed` contains a text, as a whole or each of its lines: templates trim,
+/// indent and escape. The search for a line begins at the line before, so that a long text is read
+/// once.
 fn stands(text: &str, printed: &str) -> bool {
     let mut at = 0;
     let mut follows = |line: &str| {
@@ -217,7 +219,7 @@ fn lines_of(text: &str) -> impl Iterator<Item = &str> {
     text.lines().map(str::trim).filter(|line| line.chars().any(char::is_alphanumeric))
 }
 
-/// The byte at which a text begins in `printed`, as it is or as JSON or HTML has it.
+/// The byte at which a text begins in `printed`, verbatim or escaped as in JSON or HTML.
 fn place_of(text: &str, printed: &str) -> Option<usize> {
     let as_json = || {
         let quoted = Value::from(text).to_string();
@@ -261,7 +263,7 @@ pub(super) fn empty_answers(messages: &[Value], chat: &TrainedChat) -> usize {
     chat.turns.iter().filter(|(turn, _)| parts_of(&messages[*turn]).is_empty()).count()
 }
 
-/// The reason why a trained turn of a chat cannot be trained: nothing of it is printed. None where there is no such turn.
+/// The reason of the first fault: a trained turn of which the template prints nothing.
 pub(super) fn empty_turn(messages: &[Value], chat: &TrainedChat) -> Option<String> {
     chat.turns.iter().find_map(|(turn, span)| {
         let parts = parts_of(&messages[*turn]);

@@ -1,8 +1,8 @@
-//! The delimiter of a table in text: the one its name promises, unless the header shows another.
+//! The delimiter of a text table: that of its file extension, unless the header shows another.
 
 /// Delimiters that programs write; Excel writes `;` where the comma is the decimal sign.
 const KNOWN: [u8; 4] = [b',', b';', b'\t', b'|'];
-/// Records that must agree with the header.
+/// Number of first records, the header included, that must have equally many fields.
 const LOOKED_AT: usize = 20;
 
 /// The beginning of a table.
@@ -10,16 +10,16 @@ pub(super) struct TableStart {
     pub(super) delimiter: u8,
     /// The first byte of the header.
     pub(super) start: usize,
-    /// Lines before it.
+    /// Number of lines before the header.
     pub(super) lines_before: u64,
-    /// The difference from the promise, for people, after the name of the file.
+    /// A note for the user if the delimiter is not `promised`; it continues the file name.
     pub(super) note: Option<String>,
 }
 
-/// The start of the table `bytes`, whose name promises `promised`.
+/// Finds the header and the delimiter of the table `bytes`; its file extension implies `promised`.
 pub(super) fn find(bytes: &[u8], promised: u8) -> TableStart {
     let plain = |delimiter| TableStart { delimiter, start: 0, lines_before: 0, note: None };
-    // Excel's own way to name the delimiter.
+    // Excel may name the delimiter in a line of its own.
     if let [b's', b'e', b'p', b'=', delimiter, rest @ ..] = bytes
         && KNOWN.contains(delimiter)
         && let Some(line_end) = [&b"\r\n"[..], b"\n"].into_iter().find(|end| rest.starts_with(end))
@@ -40,14 +40,14 @@ pub(super) fn find(bytes: &[u8], promised: u8) -> TableStart {
     }
 }
 
-/// The number of fields, of two or more, that all of the first records have.
+/// The number of fields if it is the same in all first records, and at least two.
 fn equal_fields(bytes: &[u8], delimiter: u8) -> Option<usize> {
     let counts = counts(bytes, delimiter);
     let first = *counts.first()?;
     (first > 1 && counts.iter().all(|count| *count == first)).then_some(first)
 }
 
-/// The fields of each of the first records.
+/// The number of fields of each of the first records.
 fn counts(bytes: &[u8], delimiter: u8) -> Vec<usize> {
     let mut reader =
         csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).has_headers(false).from_reader(bytes);

@@ -1,4 +1,4 @@
-//! Rows of CSV and TSV files with a header line. A column is text whatever it looks like.
+//! Rows of CSV and TSV files with a header line. Every column is text, even if it holds numbers.
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -11,10 +11,10 @@ use super::raw_rows::{DataFile, RawRow, TextFile};
 use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, csv_delimiters};
 use crate::error::{Error, Result};
 
-/// More columns than any table of rows to train on has; each costs every row a text.
+/// Maximum number of columns; each costs every row a string.
 const MAX_COLUMNS: usize = 4096;
 
-/// Reads a table with a header line, whose name promises `delimiter`.
+/// Reads a table with a header line, whose file extension implies `delimiter`.
 pub(super) fn csv(text: &TextFile<'_>, delimiter: u8, source: &mut DataFile) -> Result<()> {
     let file = &text.file;
     let table = csv_delimiters::find(&text.bytes, delimiter);
@@ -79,7 +79,7 @@ fn fields(names: &[String], record: &csv::ByteRecord) -> Result<Map<String, Valu
     Ok(value)
 }
 
-/// Counts lines up to records that come in order. The crate `csv` counts the line ends of CR LF one record late.
+/// Counts lines up to records in file order: the crate `csv` counts a CR LF one record late.
 struct LineCounter<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -97,8 +97,8 @@ impl LineCounter<'_> {
     }
 }
 
-/// Where in a table a byte stands, by the rules of the crate `csv`: a quote opens a field at its beginning alone, and
-/// stands for itself where it is doubled.
+/// State of the field that a byte is in, by the rules of the crate `csv`: a quote opens a field
+/// only at its beginning. A doubled quote is a literal one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FieldState {
     Begins,
@@ -108,15 +108,15 @@ enum FieldState {
     Closing,
 }
 
-/// Passes a table on and remembers whether a quoted field is open, which the crate `csv` takes for the end of a field
-/// where the file ends, without a word.
+/// Forwards the bytes of a table and tracks an open quoted field, which the crate `csv` silently
+/// ends with the file.
 struct QuoteWatch<R> {
     inner: R,
     delimiter: u8,
     state: FieldState,
     line: u64,
     opened_on: u64,
-    /// The byte before was a carriage return, which ends a line together with a line feed.
+    /// True after a carriage return, which ends a line together with a line feed.
     after_return: bool,
 }
 
@@ -125,7 +125,7 @@ impl<R: Read> QuoteWatch<R> {
         QuoteWatch { inner, delimiter, state: FieldState::Begins, line: 1, opened_on: 1, after_return: false }
     }
 
-    /// The line on which the quoted field begins that is open.
+    /// The line on which an open quoted field begins.
     fn unclosed(&self) -> Option<u64> {
         (self.state == FieldState::Quoted).then_some(self.opened_on)
     }

@@ -1,8 +1,8 @@
 //! All rows of a data set as examples, in the order of the files, with a report.
 //!
-//! Rows are encoded in parallel and kept in memory: ids take four bytes a token, and the sets that fine-tuning
-//! uses have tens of millions of tokens at most. All faults are collected before the first is an error, so that a
-//! data set is mended in one round.
+//! Rows are encoded in parallel and kept in memory: ids take four bytes a token, and the sets that
+//! fine-tuning uses have tens of millions of tokens at most. Loading collects all faults before it
+//! fails, so that the user fixes a data set in one round.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -23,10 +23,11 @@ use crate::error::{Error, Result};
 use crate::recipe::enums::OnBadRow;
 use crate::units;
 
-/// Bad rows that an error names.
+/// Number of bad rows that an error names.
 const NAMED_IN_ERROR: usize = 5;
 
-/// One bad row in so many may be left out; if more are bad, something else is wrong with the data set.
+/// A hint offers to skip bad rows if at most one row in this number is bad; more mean another error
+/// in the data set.
 const ROWS_TO_A_SKIPPED_ONE: usize = 100;
 
 /// Examples ready to be batched.
@@ -34,7 +35,7 @@ const ROWS_TO_A_SKIPPED_ONE: usize = 100;
 pub struct Dataset {
     examples: Vec<Example>,
     report: DataReport,
-    /// The likeness of each row that was read.
+    /// Likeness of each row; see [`likeness`].
     rows: Vec<[u8; 16]>,
 }
 
@@ -42,9 +43,9 @@ impl Dataset {
     /// Reads and encodes all rows of `paths`, files or folders, in this order.
     ///
     /// # Errors
-    /// When a file cannot be read, the format cannot be told, a row is bad and `on_bad_row` is `stop`, or no
-    /// example is left. Transient, whatever `on_bad_row` says: the system starts no process to render or encode a row, or
-    /// something else ends it.
+    /// Fails if a file cannot be read, its format cannot be detected, a row is bad and `on_bad_row`
+    /// is `stop`, or no example is left. With any `on_bad_row`, fails with a transient error if the
+    /// system starts no process to render or encode a row, or something outside ends it.
     pub fn load(
         paths: &[PathBuf],
         options: &DataOptions,
@@ -66,10 +67,10 @@ impl Dataset {
         Self::from_source(source, options, tokenizer, template)
     }
 
-    /// As [`Self::load`], of rows that are read already.
+    /// Encodes rows that are already read, like [`Self::load`].
     ///
     /// # Errors
-    /// As [`Self::load`].
+    /// Fails like [`Self::load`], except that it reads no file.
     pub fn from_source(
         source: DataFile,
         options: &DataOptions,
@@ -133,23 +134,24 @@ impl Dataset {
         &self.examples
     }
 
-    /// How many examples there are.
+    /// Number of examples.
     pub fn len(&self) -> usize {
         self.examples.len()
     }
 
-    /// Whether there is no example; a data set that was loaded has one.
+    /// Returns true without examples; a loaded data set has at least one.
     pub fn is_empty(&self) -> bool {
         self.examples.is_empty()
     }
 
-    /// The number of rows that are alike with a row of `other`, but for case, spaces and punctuation, and of all rows.
+    /// Returns the number of rows that equal a row of `other` except for case, spaces and
+    /// punctuation, and the number of all rows.
     pub fn count_alike(&self, other: &Dataset) -> (usize, usize) {
         let known: HashSet<&[u8; 16]> = other.rows.iter().collect();
         (self.rows.iter().filter(|row| known.contains(row)).count(), self.rows.len())
     }
 
-    /// What was found.
+    /// The report on the files, rows and faults.
     pub fn report(&self) -> &DataReport {
         &self.report
     }
@@ -199,8 +201,8 @@ fn nothing_left(report: &DataReport) -> Error {
     }
 }
 
-/// Refuses a chat template or a tokenizer whose processes ended too often. Which rows came after that depends on threads: none
-/// are left out for it.
+/// Refuses a chat template or a tokenizer whose processes ended too often. The rows after that
+/// depend on the timing of threads, so the run does not skip them.
 fn none_has_given_up(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Result<()> {
     if template.is_some_and(ChatTemplate::has_given_up) {
         return Err(Error::user("cannot use the chat template: too many chats end its process")
@@ -216,7 +218,7 @@ fn none_has_given_up(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> 
     Ok(())
 }
 
-/// What the rows of a format need of the tokenizer, before every row fails for the same reason.
+/// Refuses chats without a chat template, before every row fails for the same reason.
 fn needs_met(
     rows: &[RawRow],
     formats: &FileFormats,
@@ -240,7 +242,7 @@ fn needs_met(
     Ok(())
 }
 
-/// The warning that a tokenizer names no token that ends a row; none if it does.
+/// Returns a warning if the tokenizer names no EOS token.
 fn no_eos(tokenizer: &Tokenizer) -> Option<String> {
     let named = tokenizer.eos().is_some();
     (!named).then(|| format!(
@@ -250,7 +252,7 @@ fn no_eos(tokenizer: &Tokenizer) -> Option<String> {
     ))
 }
 
-/// Returns whether rows of any of the formats go through a chat template, where there is one.
+/// Returns whether rows of any format use a chat template if one is available.
 fn is_rendered(rows: &[RawRow], formats: &FileFormats) -> bool {
     formats.first_good_rows(rows).into_iter().any(|row| {
         let parsed = super::format::convert(&row.value, formats.of(row));
@@ -258,8 +260,8 @@ fn is_rendered(rows: &[RawRow], formats: &FileFormats) -> bool {
     })
 }
 
-/// Ends the run if rows cannot be used and are not to be left out. `other_format` finds a file whose bad rows mostly have the
-/// keys of another format.
+/// Fails if rows are bad and the options do not skip them. `other_format` finds a file whose bad
+/// rows mostly have the keys of another format.
 fn stop_on_faults(
     report: &DataReport,
     options: &DataOptions,
@@ -295,7 +297,7 @@ fn stop_on_faults(
     Err(error.hint(hint))
 }
 
-/// Returns the hint for bad rows. It offers to leave them out if they are seldom.
+/// Returns the hint for bad rows. It offers to skip them if they are rare.
 fn ways_out(all: &dyn Fn(RowFaultKind) -> bool, is_seldom: bool) -> String {
     let (mut ways, skip) = if all(RowFaultKind::Template) {
         (vec!["mend the rows or the chat template (`data.chat_template` replaces the tokenizer's)"], "")
@@ -318,7 +320,7 @@ fn ways_out(all: &dyn Fn(RowFaultKind) -> bool, is_seldom: bool) -> String {
 }
 
 impl From<RowFault> for Error {
-    /// A fault that concerns no row of a file.
+    /// Converts a fault that concerns no row of a file.
     fn from(fault: RowFault) -> Self {
         Error::user(fault.kind.to_string()).because(fault.why)
     }

@@ -1,10 +1,10 @@
-//! A [`ParsedRow`] to an [`Example`]: token ids, and which of them are trained.
+//! Encodes a [`ParsedRow`] as an [`Example`]: token ids, with a flag for each that is trained.
 //!
-//! The whole text is tokenized once and the trained characters are carried over by the tokens' offsets, so that
-//! what is trained is exactly what stands in a row. Chats are encoded without special tokens: the template writes
-//! its own. Other text is encoded as the tokenizer does it, BOS included where its post-processor adds one; text
-//! that would then begin with two is a fault. A row ends in EOS, which is trained, unless it already ends in a
-//! token that stops a generation. A row that leaves nothing to train is a fault, never a silent zero.
+//! The whole text is tokenized once, and token offsets map trained characters to tokens, so that
+//! exactly the row's text is trained. Chats are encoded without special tokens: the template writes
+//! its own. Other text gets BOS if the tokenizer's post-processor adds it; text that already begins
+//! with BOS is then a fault. A row ends in EOS, which is trained, unless it already ends in a token
+//! that stops generation. A row without trained tokens is a fault.
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -32,53 +32,53 @@ use crate::recipe::{TrainOn, TrainedEnds, TrainedTurns};
 pub struct Example {
     /// Token ids, at most `max_seq_len`.
     pub ids: Vec<u32>,
-    /// For each token, whether predicting it is trained. The first token is never predicted.
+    /// True for each token whose prediction is trained. The first token is never predicted.
     pub trained: Vec<bool>,
-    /// Where the row stood.
+    /// File and position of the row.
     pub origin: Origin,
     /// The [group](super::example_source::ExampleSource::group) that it belongs to.
     pub group: Option<u32>,
 }
 
 impl Example {
-    /// Tokens that are predicted and trained.
+    /// Number of tokens that are predicted and trained.
     pub fn num_trained(&self) -> usize {
         self.trained.iter().skip(1).filter(|trained| **trained).count()
     }
 }
 
-/// What became of a row.
+/// Result of encoding a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Encoding {
     /// Its examples: one, or the chunks of a document.
     Examples(Vec<Example>),
     /// One example, cut to `max_seq_len` from `was` tokens.
     Truncated {
-        /// What was kept.
+        /// The shortened example.
         example: Example,
-        /// Its length before.
+        /// Number of tokens before.
         was: usize,
         /// True if trained tokens were cut off: the end of an answer.
         lost_answer: bool,
     },
-    /// Left out for its length.
+    /// Skipped for its length.
     Dropped {
         /// The number of tokens that it had.
         was: usize,
     },
-    /// Left out because its answer begins after `max_seq_len` tokens.
+    /// Skipped because its answer begins after `max_seq_len` tokens.
     CutAway {
         /// The number of tokens that it had.
         was: usize,
     },
-    /// Left out because it is labelled as a bad answer.
+    /// Skipped because its label marks a bad answer.
     LeftOut,
 }
 
-/// A row's examples, and what a person should know of it.
+/// A row's examples, and notes on it for the user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodedRow {
-    /// The examples, or the reason why there are none.
+    /// The examples, or the reason for none.
     pub encoding: Encoding,
     /// Notes on the row, for the user.
     pub notes: RowNotes,
@@ -91,20 +91,20 @@ pub struct Encoder<'a> {
     template: Option<&'a ChatTemplate>,
     options: &'a DataOptions,
     special: Vec<&'a str>,
-    /// Any of `special`; none if there is none.
+    /// Matches any of `special`; `None` without special tokens.
     special_pattern: Option<Regex>,
-    /// Those that are encoded as text where a row holds them; found with the first chat.
+    /// Control tokens to encode as text; found with the first chat.
     control: OnceLock<Option<ControlTokens>>,
 }
 
-/// A whole row, before its length is looked at.
+/// Tokens of a whole row, of any length.
 struct Tokens {
     ids: Vec<u32>,
     trained: Vec<bool>,
 }
 
 impl<'a> Encoder<'a> {
-    /// An encoder; `template` is needed for rows of messages only.
+    /// Makes an encoder; only rows of messages require `template`.
     pub fn new(
         tokenizer: &'a Tokenizer,
         template: Option<&'a ChatTemplate>,
@@ -112,7 +112,8 @@ impl<'a> Encoder<'a> {
     ) -> Self {
         let special: Vec<&str> = tokenizer.special_texts().filter(|token| !token.is_empty()).collect();
         let any = special.iter().map(|token| regex::escape(token)).collect::<Vec<_>>().join("|");
-        // Escaped texts are a pattern, unless they are too large for one: then nothing is looked for.
+        // Escaped texts fail to compile only if they are too large; then no special token is
+        // reported.
         let special_pattern = (!special.is_empty()).then(|| Regex::new(&any).ok()).flatten();
         Encoder { tokenizer, template, options, special, special_pattern, control: OnceLock::new() }
     }
@@ -120,7 +121,7 @@ impl<'a> Encoder<'a> {
     /// Encodes a row that is of `format`.
     ///
     /// # Errors
-    /// Whatever makes the row unusable, and what ends the run.
+    /// Fails with the row's fault, or with an error that ends the run.
     pub fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<EncodedRow, RowError> {
         let Some(record) = super::format::convert(&row.value, format)? else {
             return Ok(EncodedRow { encoding: Encoding::LeftOut, notes: RowNotes::default() });
@@ -133,7 +134,7 @@ impl<'a> Encoder<'a> {
     /// Encodes a record; a `document` longer than `max_seq_len` becomes several examples.
     ///
     /// # Errors
-    /// Whatever makes the record unusable, and what ends the run.
+    /// Fails with the record's fault, or with an error that ends the run.
     pub fn encode(
         &self,
         record: &ParsedRow,
@@ -181,8 +182,9 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// Consecutive pieces of at most `max_seq_len` tokens. A last piece of a single token would have nothing to be
-    /// predicted from: the one before it gives up a token, if it has more than two.
+    /// Splits a document into consecutive pieces of at most `max_seq_len` tokens. Nothing predicts
+    /// a last piece of one token: it takes a token from the piece before, or is dropped if that has
+    /// only two.
     fn chunks(&self, tokens: &Tokens, origin: &Origin) -> Result<Encoding, RowFault> {
         let (size, mut len) = (self.options.max_seq_len, tokens.ids.len());
         let mut examples = Vec::with_capacity(len.div_ceil(size));
@@ -207,8 +209,8 @@ impl<'a> Encoder<'a> {
         if example.num_trained() == 0 {
             let why = match (example.ids.len(), &self.options.train_on) {
                 (0 | 1, _) => "it is empty",
-                (_, TrainOn::Messages { .. }) => "there is no trained token",
-                (_, TrainOn::All) => "there is nothing to predict",
+                (_, TrainOn::Messages { .. }) => "no token is trained",
+                (_, TrainOn::All) => "it has no token to predict",
             };
             return Err(RowFault::new(RowFaultKind::NothingTrained, why));
         }
@@ -303,7 +305,7 @@ impl<'a> Encoder<'a> {
         Ok(self.with_eos(&rendered.text, encoded, trained, ends_trained))
     }
 
-    /// The control tokens that are encoded as text, where the options ask for that.
+    /// The control tokens to encode as text; `None` unless the options request it.
     fn control(&self, template: &ChatTemplate) -> Result<Option<&ControlTokens>> {
         if !self.options.sanitize_control_tokens {
             return Ok(None);
@@ -331,7 +333,7 @@ impl<'a> Encoder<'a> {
         held.into_iter().collect()
     }
 
-    /// Text as it is; what comes after `prompt` is trained.
+    /// Encodes plain text; `train_on` selects `prompt`, `completion` or both as trained.
     fn text(&self, prompt: &str, completion: &str, budget: &RowBudget) -> Result<Tokens, RowError> {
         let text = format!("{prompt}{completion}");
         if let Some(bos) = self.tokenizer.bos()
@@ -349,7 +351,7 @@ impl<'a> Encoder<'a> {
         // A text without a prompt has nothing to mask.
         let whole = prompt.is_empty() || (train_on.trains("user") && train_on.trains("assistant"));
         if whole && train_on.ends() != TrainedEnds::None {
-            // It may be a whole book: what its tokens cover is several times as large as they are.
+            // The text may be a whole book, and offsets are several times as large as ids.
             let encoded = self.tokenizer.encode_with_last_offsets(&text, true, budget);
             let encoded = encoded.map_err(unreadable)?;
             let trained = vec![true; encoded.ids.len()];
@@ -371,8 +373,9 @@ impl<'a> Encoder<'a> {
         self.tokenizer.encode_within(text, add_special, budget).map_err(unreadable)
     }
 
-    /// Appends EOS, given what the last tokens at least cover, where the row does not end in a token that stops a generation. Whitespace between what is
-    /// trained and EOS is trained too: the model has to get across it.
+    /// Appends a trained EOS if `ends_trained` and the row does not end in a token that stops
+    /// generation. Reads only the offsets of the last tokens. Whitespace before EOS is trained too,
+    /// because the model must generate it.
     fn with_eos(&self, text: &str, encoded: Encoded, mut trained: Vec<bool>, ends_trained: bool) -> Tokens {
         let mut ids = encoded.ids;
         let is_space = |at: &std::ops::Range<usize>| {
@@ -391,8 +394,7 @@ impl<'a> Encoder<'a> {
     }
 }
 
-/// Returns for each message whether it is trained: those that `train_on` names and for which `counts` is set, or all if it
-/// is empty.
+/// Returns true for each trained message: `train_on` names it, and `counts` is set for it or empty.
 fn trained_messages(train_on: &TrainOn, messages: &[Value], counts: &[bool]) -> Vec<bool> {
     let counted = |index: usize| counts.get(index).copied().unwrap_or(true);
     let is_trained = |(index, message): (usize, &Value)| {
@@ -421,8 +423,8 @@ fn none_trained(messages: &[Value]) -> String {
     )
 }
 
-/// Keys of messages that neither this program nor the template reads, as `messages.KEY`. The tools of a chat are the row's: a
-/// template that names `tools` alone reads no key of a message.
+/// Keys of messages that neither this program nor the template reads, as `messages.KEY`. A template
+/// that names `tools` reads the row's tools, not a key of a message.
 fn unused_message_keys(template: &ChatTemplate, messages: &[Value]) -> Vec<String> {
     const READ: [&str; 5] = ["role", "content", "tool_calls", "tool_call_id", "name"];
     let keys = messages.iter().filter_map(Value::as_object).flat_map(|message| message.keys());
@@ -437,7 +439,7 @@ fn unused_message_keys(template: &ChatTemplate, messages: &[Value]) -> Vec<Strin
     unused.into_iter().map(|key| format!("messages.{key}")).collect()
 }
 
-/// A task for models without a chat template.
+/// The prompt of a task, for models without a chat template.
 fn task_prompt(system: Option<&str>, instruction: &str, input: &str) -> String {
     let mut prompt = String::new();
     for (heading, part) in
@@ -451,8 +453,8 @@ fn task_prompt(system: Option<&str>, instruction: &str, input: &str) -> String {
     prompt
 }
 
-/// Whether a token covers a part of a span. A token without width (a space its offsets leave out) belongs to what
-/// begins where it stands.
+/// Returns true if a token covers part of a span. A token without width (a space that offsets leave
+/// out) belongs to the span that contains its position.
 fn overlaps(token: &std::ops::Range<usize>, span: &std::ops::Range<usize>) -> bool {
     if token.is_empty() {
         return token.start != 0 && span.contains(&token.start);

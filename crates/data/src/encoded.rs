@@ -1,8 +1,8 @@
-//! What a tokenizer gives for a text.
+//! The result of tokenizing a text.
 
 use std::ops::Range;
 
-/// Ids of a text with the bytes each came from.
+/// Token ids of a text, each with the bytes that it covers.
 #[derive(Debug, Clone, Default)]
 pub struct Encoded {
     /// Token ids of the text, in order.

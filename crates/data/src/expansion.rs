@@ -1,19 +1,21 @@
-//! How much the rows of a data file may become in memory: some kilobytes can claim gigabytes.
+//! Limits for the memory that a data file's rows take: some kilobytes can expand to gigabytes.
 
 use serde_json::{Map, Value};
 
 use crate::runtime::machine::host_memory;
 
-/// Rows that any file may hold; a larger number needs a byte of the file each, which rows worth training on have.
+/// Number of rows that any file may hold; a larger number requires a byte of the file for each row.
 const FREE_ROWS: u64 = 100_000;
-/// Bytes of rows that any file may hold; beyond them at most [`MAX_EXPANSION`] times its own, and the free memory.
+/// Bytes of rows that any file may hold. Beyond them, the limit is [`MAX_EXPANSION`] times the
+/// file's size, and at most the free memory.
 const FREE_BYTES: u64 = 64 << 20;
-/// Repeated text is packed some hundredfold, text a person wrote tenfold.
+/// Maximum ratio of memory to file size. Repeated text compresses some hundredfold, written text
+/// tenfold.
 const MAX_EXPANSION: u64 = 500;
-/// About what an entry of a row needs beside its name and its value.
+/// Approximate bytes of an entry of a row, beside its name and its value.
 const ENTRY_BYTES: u64 = 48;
 
-/// Counts the rows of a file.
+/// Counts the rows of a file and refuses those beyond its limits.
 #[derive(Debug, Clone)]
 pub(super) struct ExpansionBounds {
     file_bytes: u64,
@@ -23,7 +25,7 @@ pub(super) struct ExpansionBounds {
 }
 
 impl ExpansionBounds {
-    /// For a file of `file_bytes` bytes.
+    /// Makes the limits for a file of `file_bytes` bytes.
     pub(super) fn of(file_bytes: u64) -> Self {
         let free = host_memory().map_or(u64::MAX, |memory| memory.available.min(memory.limit));
         let most_bytes = FREE_BYTES.max(file_bytes.saturating_mul(MAX_EXPANSION).min(free));
@@ -33,7 +35,7 @@ impl ExpansionBounds {
     /// Counts a row of `size` bytes of memory.
     ///
     /// # Errors
-    /// How much it is, and what is accepted.
+    /// Fails with the size found and the accepted one.
     pub(super) fn count(&mut self, size: u64) -> Result<(), String> {
         self.rows += 1;
         self.bytes = self.bytes.saturating_add(size);
@@ -41,10 +43,10 @@ impl ExpansionBounds {
         self.check(self.bytes, "rows")
     }
 
-    /// Refuses more unpacked text than the file may become.
+    /// Refuses more unpacked text than the limit of the file.
     ///
     /// # Errors
-    /// How much it is, and what is accepted.
+    /// Fails with the size found and the accepted one.
     pub(super) fn check_bytes(&self, bytes: u64) -> Result<(), String> {
         self.check(bytes, "text")
     }
@@ -52,7 +54,7 @@ impl ExpansionBounds {
     fn check(&self, bytes: u64, what: &str) -> Result<(), String> {
         if bytes > self.most_bytes {
             return Err(format!(
-                "its {} bytes become more than {} bytes of {what}; accepted: {MAX_EXPANSION} times its size, as far as there is free memory",
+                "its {} bytes become more than {} bytes of {what}; accepted: {MAX_EXPANSION} times its size, and at most the free memory",
                 self.file_bytes, self.most_bytes
             ));
         }
@@ -62,7 +64,7 @@ impl ExpansionBounds {
     /// Refuses more rows than the file can hold.
     ///
     /// # Errors
-    /// How many they are, and what is accepted.
+    /// Fails with the number found and the accepted one.
     pub(super) fn check_rows(&self, rows: u64) -> Result<(), String> {
         let most = FREE_ROWS.max(self.file_bytes);
         if rows > most {
@@ -75,13 +77,13 @@ impl ExpansionBounds {
     }
 }
 
-/// About the memory that a row takes, in bytes: a null that is one byte in a file is as large as any value here, and every
-/// row has names of its own.
+/// Estimates the memory of a row, in bytes. A null, one byte in a file, is as large here as any
+/// value, and every row holds its own names.
 pub(super) fn row_bytes(row: &Map<String, Value>) -> u64 {
     row.iter().map(|(name, value)| ENTRY_BYTES + name.len() as u64 + value_bytes(value)).sum()
 }
 
-/// At most about the memory that the value of this JSON text takes, in bytes.
+/// Estimates the maximum memory of the value of a JSON text, in bytes.
 pub(super) fn json_text_bytes(text: &[u8]) -> u64 {
     let entries = 1 + text.iter().filter(|byte| **byte == b',' || **byte == b'[').count() as u64;
     text.len() as u64 + entries * (ENTRY_BYTES + size_of::<Value>() as u64)

@@ -6,10 +6,10 @@ use std::fmt;
 use serde::Serialize;
 
 use super::{Dataset, Example, Tokenizer};
-/// Ends of answers that are named.
+/// Number of answer ends that the report names.
 const NAMED_ENDS: usize = 3;
 
-/// Lengths that a share of all examples keeps to, in tokens.
+/// Percentiles of the lengths of examples, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Percentiles {
     /// Half of the examples are as long or shorter.
@@ -18,12 +18,13 @@ pub struct Percentiles {
     pub p90: usize,
     /// 99 of 100 are as long or shorter.
     pub p99: usize,
-    /// The longest has so many.
+    /// Length of the longest example.
     pub max: usize,
 }
 
 impl Percentiles {
-    /// The nearest ranks of `lengths` (Hyndman and Fan, type 1): each is a length that there is; zero where there are none.
+    /// Nearest-rank percentiles of `lengths` (Hyndman and Fan, type 1): each is one of them; zero
+    /// without lengths.
     fn of(mut lengths: Vec<usize>) -> Self {
         lengths.sort_unstable();
         let rank = |percent: usize| (lengths.len() * percent).div_ceil(100).max(1) - 1;
@@ -51,18 +52,18 @@ pub struct TrainedEnd {
 /// The figures of a data set's examples.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ExampleFigures {
-    /// Tokens of an example.
+    /// Tokens per example.
     pub tokens: Percentiles,
-    /// Trained tokens of an example.
+    /// Trained tokens per example.
     pub trained_tokens: Percentiles,
-    /// Examples of the same tokens as an earlier one.
+    /// Number of examples with the same tokens as an earlier one.
     pub repeated: usize,
     /// The tokens that trained parts end with, the most frequent first.
     pub ends: Vec<TrainedEnd>,
 }
 
 impl ExampleFigures {
-    /// The figures of `dataset`, whose tokens are those of `tokenizer`.
+    /// Computes the figures of `dataset`, which `tokenizer` encoded.
     pub fn of(dataset: &Dataset, tokenizer: &Tokenizer) -> Self {
         let examples = dataset.examples();
         let lengths =

@@ -19,7 +19,7 @@ pub(super) struct FileFormats {
     why: String,
 }
 
-/// A file that has rows of another format than it was read by.
+/// A file with rows of another format than it was read as.
 #[derive(Debug)]
 pub(super) struct OtherFormat {
     file: Arc<Path>,
@@ -44,10 +44,10 @@ impl OtherFormat {
 }
 
 impl FileFormats {
-    /// The format that `options` names, or that of most rows of each file.
+    /// Chooses the format that `options` names, or that of most rows of each file.
     ///
     /// # Errors
-    /// There is no row, or the format of a file cannot be told.
+    /// Fails without rows, or if the format of a file cannot be detected.
     pub(super) fn choose(source: &DataFile, options: &DataOptions) -> Result<Self> {
         if source.rows.is_empty() && source.bad.is_empty() {
             let files: Vec<String> = source.files.iter().map(|file| file.display().to_string()).collect();
@@ -57,7 +57,7 @@ impl FileFormats {
         }
         let one = |otherwise, why| FileFormats { files: HashMap::new(), otherwise, why };
         let formats = match options.format {
-            // Nothing to look at: the faults of the rows say more than a failed guess.
+            // The faults of the rows explain more than a failed detection.
             DataFormat::Auto if source.rows.is_empty() => {
                 Ok(one(DataFormat::Auto, "no row is readable".to_owned()))
             }
@@ -81,7 +81,7 @@ impl FileFormats {
 
     fn detect(rows: &[RawRow]) -> Result<Self> {
         let mut found = Vec::new();
-        // The rows of a file stand together.
+        // The rows of a file are consecutive.
         for rows in rows.chunk_by(|a, b| a.origin.file == b.origin.file) {
             let detected = match rows[0].format {
                 None | Some(DataFormat::Auto) => detect(rows)?,
@@ -108,8 +108,8 @@ impl FileFormats {
         row.format.or_else(|| self.files.get(&row.origin.file).copied()).unwrap_or(self.otherwise)
     }
 
-    /// The first file most of whose unusable rows have the keys of one other format than the file was read by, whatever else
-    /// may be wrong with them. `bad` are those of `rows`, in their order.
+    /// Finds the first file of which most bad rows have the keys of one other format. `bad` are the
+    /// bad rows of `rows`, in their order.
     pub(super) fn other_format(&self, rows: &[RawRow], bad: &[&RawRow]) -> Option<OtherFormat> {
         bad.chunk_by(|a, b| a.origin.file == b.origin.file).find_map(|of_file| {
             let mut counts: Vec<(DataFormat, usize)> = Vec::new();
@@ -132,12 +132,12 @@ impl FileFormats {
         })
     }
 
-    /// The sentence that says which formats were found, and why.
+    /// A sentence with the chosen formats and the reason.
     pub(super) fn why(&self) -> String {
         self.why.clone()
     }
 
-    /// The first row of each format that is a row of it.
+    /// The first row of each format that converts without a fault.
     pub(super) fn first_good_rows<'a>(&self, rows: &'a [RawRow]) -> Vec<&'a RawRow> {
         let mut seen = Vec::new();
         let mut found = Vec::new();

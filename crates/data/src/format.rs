@@ -1,8 +1,8 @@
-//! What kind of row a row is, and what it becomes: a [`ParsedRow`].
+//! Detects the format of a row and converts the row to a [`ParsedRow`].
 //!
-//! Every row is classed by its keys alone; the format of a data set is the one most of its rows have, and the rows
-//! that are not of it are faults, never read by another rule. Literal `{{name}}` placeholders stay as they are:
-//! nothing in a row is a template.
+//! Only keys decide the format of a row. The format of a data set is that of most of its rows; the
+//! other rows are faults. Literal `{{name}}` placeholders stay unchanged: nothing in a row is a
+//! template.
 
 use serde_json::{Map, Value};
 
@@ -14,7 +14,7 @@ use super::{RowFault, RowFaultKind, token_rows};
 use crate::error::{Error, Result};
 use crate::recipe::enums::DataFormat;
 
-/// All formats a row can have, in the order in which its keys are looked at.
+/// All formats of rows, in the order of detection.
 const FORMATS: [DataFormat; 9] = [
     DataFormat::Preference,
     DataFormat::Messages,
@@ -27,11 +27,11 @@ const FORMATS: [DataFormat; 9] = [
     DataFormat::Tokens,
 ];
 
-/// How rows of a format look.
+/// Keys that identify a format.
 pub(super) trait RowFormat {
-    /// The keys a row of this format has, for people.
+    /// Returns the keys of this format, for messages.
     fn keys(self) -> &'static str;
-    /// Whether a row has the keys of this format.
+    /// Returns true if a row has the keys of this format.
     fn fits(self, row: &Map<String, Value>) -> bool;
 }
 
@@ -68,10 +68,10 @@ impl RowFormat for DataFormat {
     }
 }
 
-/// The format of most rows, and the sentence that says why.
+/// Returns the format of most rows, and a sentence with the reason.
 ///
 /// # Errors
-/// When no row, or less than half of them, has a known format.
+/// Fails unless more than half of the rows have the same known format.
 pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
     let mut counts = [0usize; FORMATS.len()];
     let mut unknown = None;
@@ -86,10 +86,10 @@ pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
         .enumerate()
         .rev()
         .max_by_key(|(_, count)| **count)
-        .ok_or_else(|| Error::internal("there is no data format"))?;
+        .ok_or_else(|| Error::internal("the list of data formats is empty"))?;
     let hint = "write `data.format`, one of ";
     if count * 2 <= rows.len() {
-        let mut error = Error::user("cannot tell the format of the data set");
+        let mut error = Error::user("cannot detect the format of the data set");
         for (format, count) in FORMATS.iter().zip(counts).filter(|(_, count)| *count > 0) {
             error = error.because(format!("{count} of {} rows have the keys of {format}", rows.len()));
         }
@@ -118,7 +118,7 @@ pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
     Ok((format, why))
 }
 
-/// The keys of the first row that has the format, as they stand there.
+/// The keys that the first row of the format has, for messages.
 fn keys_found(format: DataFormat, rows: &[RawRow]) -> String {
     let wanted: Vec<&str> = match format {
         DataFormat::Sharegpt => vec!["conversations", "conversation", "tools"],
@@ -152,7 +152,7 @@ pub(super) fn are_alike(a: &Map<String, Value>, b: &Map<String, Value>) -> bool 
     of(a).is_some() && of(a) == of(b)
 }
 
-/// Keys that are read of a row of texts without messages: a system message or tools have no place in it.
+/// Keys read of a row of plain texts, which uses no system message or tools; `None` for other rows.
 fn used_keys_of_texts(row: &Map<String, Value>, format: DataFormat) -> Option<Vec<&'static str>> {
     let is_text = |key: &str| row.get(key).is_some_and(Value::is_string);
     match format {
@@ -166,7 +166,7 @@ fn used_keys_of_texts(row: &Map<String, Value>, format: DataFormat) -> Option<Ve
     }
 }
 
-/// Keys of a row of `format` that are read.
+/// Keys of a row of `format` that this module reads.
 fn used_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<&'static str> {
     if let Some(keys) = used_keys_of_texts(row, format) {
         return keys;
@@ -191,7 +191,7 @@ fn used_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<&'static str> 
     }
 }
 
-/// Keys of a row that nothing reads though they hold something.
+/// Keys of a row that nothing reads, though their values are not empty.
 pub(super) fn unused_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<String> {
     let format = match format {
         DataFormat::Auto => FORMATS.into_iter().find(|format| format.fits(row)).unwrap_or(format),
@@ -209,10 +209,10 @@ pub(super) fn unused_keys(row: &Map<String, Value>, format: DataFormat) -> Vec<S
     unused.map(|(key, _)| key.chars().take(100).collect()).collect()
 }
 
-/// A row as a record of `format`; `None` when the row is meant to be left out (an answer labelled as bad).
+/// Converts a row of `format`; `None` if its label marks a bad answer, which is skipped.
 ///
 /// # Errors
-/// When the row is not of the format.
+/// Fails if the row is not of the format.
 pub fn convert(row: &Map<String, Value>, format: DataFormat) -> Result<Option<ParsedRow>, RowFault> {
     let record = match format {
         DataFormat::Auto => match FORMATS.iter().find(|format| format.fits(row)) {
@@ -252,7 +252,7 @@ fn no_format(row: &Map<String, Value>) -> RowFault {
     fault(format!("its keys are those of no format: {}", keys_of(row)))
 }
 
-/// The keys of a row, as many as a person reads.
+/// The first keys of a row, for messages.
 fn keys_of(row: &Map<String, Value>) -> String {
     const SHOWN: usize = 30;
     let clipped = |key: &String| key.chars().take(100).collect::<String>();
@@ -392,7 +392,7 @@ fn preference(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
     }
 }
 
-/// Where the last answer of a `\n\nHuman: ... \n\nAssistant: ...` transcript begins.
+/// The byte at which the last answer of a `\n\nHuman: ... \n\nAssistant: ...` transcript begins.
 fn transcript_answer(text: &str) -> Option<usize> {
     const MARK: &str = "\n\nAssistant:";
     (text.contains("\n\nHuman:")).then(|| text.rfind(MARK))?.map(|at| at + MARK.len())

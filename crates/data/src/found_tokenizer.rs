@@ -1,4 +1,5 @@
-//! A tokenizer.json as the crate `tokenizers` builds it, and calls of the crate, whose panics become errors here.
+//! Reads a tokenizer.json with the crate `tokenizers`, and wraps calls of the crate, whose panics
+//! become errors.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -19,15 +20,15 @@ pub(super) struct FoundTokenizer {
     pub(super) inner: tokenizers::Tokenizer,
     /// The largest id plus one.
     pub(super) vocab_size: usize,
-    /// The dropout that it asks for.
+    /// BPE dropout that the file requests, which is disabled.
     pub(super) dropout: Option<f32>,
 }
 
 impl FoundTokenizer {
-    /// The tokenizer that `bytes`, the contents of `path`, describe.
+    /// Reads the tokenizer that `bytes`, the contents of `path`, describe.
     ///
     /// # Errors
-    /// The user's: they describe none, or one that no model needs.
+    /// Fails with a user error if they describe no tokenizer, or one with too large ids.
     pub(super) fn read(bytes: &[u8], path: &Path) -> Result<Self> {
         let unreadable = |why: String| {
             Error::user(format!("cannot read the tokenizer {}", path.display()))
@@ -37,7 +38,7 @@ impl FoundTokenizer {
         tokenizer_outline::check(bytes).map_err(unreadable)?;
         let found = contained(|| {
             let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
-            // Files saved after use may carry these; they would cut or fill rows behind our back.
+            // Files saved after use may hold these; they would silently cut or pad rows.
             inner.with_truncation(None)?;
             inner.with_padding(None);
             let dropout = without_dropout(&mut inner);
@@ -64,11 +65,12 @@ pub(super) fn added_tokens(inner: &tokenizers::Tokenizer) -> BTreeMap<u32, Added
     inner.get_added_tokens_decoder().into_iter().collect()
 }
 
-/// Adds `tokens` by the rules of the crate: a text that has an id keeps it, another one gets the next id, and flags are
-/// those of the last token of a text. Returns the tokens that are new or have other flags, by id.
+/// Adds `tokens` by the rules of the crate: a known text keeps its id, a new one gets the next id,
+/// and the last token of a text sets its flags. Returns the tokens that are new or have other
+/// flags, by id.
 ///
 /// # Errors
-/// The crate takes none, with the reason.
+/// Fails with the crate's reason.
 pub(super) fn add_tokens(
     inner: &mut tokenizers::Tokenizer,
     tokens: Vec<AddedToken>,
@@ -83,10 +85,10 @@ pub(super) fn add_tokens(
     Ok(after.filter(|(id, token)| before.get(id) != Some(token)).collect())
 }
 
-/// Ids of `text` with the bytes they cover, by the crate.
+/// Encodes `text` with the crate: ids, each with the bytes that it covers.
 ///
 /// # Errors
-/// The crate gives none, with the reason.
+/// Fails with the crate's reason.
 pub(super) fn encode(
     inner: &tokenizers::Tokenizer,
     text: &str,
@@ -98,10 +100,10 @@ pub(super) fn encode(
     Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
 }
 
-/// Ids of `text` without the added tokens, with the bytes that they cover.
+/// Encodes `text` without the vocabulary's added tokens: ids, each with the bytes that it covers.
 ///
 /// # Errors
-/// The crate gives none, with the reason.
+/// Fails with the crate's reason.
 pub(super) fn encode_as_text(inner: &tokenizers::Tokenizer, text: &str) -> Result<Encoded, String> {
     contained(|| {
         let mut normalized = NormalizedString::from(text);
@@ -119,10 +121,10 @@ pub(super) fn encode_as_text(inner: &tokenizers::Tokenizer, text: &str) -> Resul
     })
 }
 
-/// Ids of `text`, by the crate, without the time that offsets take.
+/// Encodes `text` with the crate to ids alone, which is faster.
 ///
 /// # Errors
-/// The crate gives none, with the reason.
+/// Fails with the crate's reason.
 pub(super) fn encode_ids(
     inner: &tokenizers::Tokenizer,
     text: &str,
@@ -131,16 +133,16 @@ pub(super) fn encode_ids(
     Ok(contained(|| inner.encode_fast(text, add_special))?.get_ids().to_vec())
 }
 
-/// The text of `ids`, by the crate.
+/// Decodes `ids` with the crate.
 ///
 /// # Errors
-/// The crate gives none, with the reason.
+/// Fails with the crate's reason.
 pub(super) fn decode(inner: &tokenizers::Tokenizer, ids: &[u32]) -> Result<String, String> {
     contained(|| inner.decode(ids, false))
 }
 
-/// Switches the dropout of a BPE model off, whose random numbers have no seed: two runs would not see the same tokens. Its
-/// share, where there was one.
+/// Disables the dropout of a BPE model, whose random numbers have no seed: two runs would see other
+/// tokens. Returns its share, if above zero.
 fn without_dropout(inner: &mut tokenizers::Tokenizer) -> Option<f32> {
     let ModelWrapper::BPE(bpe) = inner.get_model() else { return None };
     let dropout = bpe.dropout.filter(|share| *share > 0.0)?;
@@ -150,7 +152,7 @@ fn without_dropout(inner: &mut tokenizers::Tokenizer) -> Option<f32> {
     Some(dropout)
 }
 
-/// Returns the value of `call` to the crate, or the reason of its failure, be it a panic.
+/// Returns the value of `call`, or the reason of its error or panic.
 fn contained<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match contain(call) {
         Ok(returned) => returned.map_err(|error| error.to_string()),

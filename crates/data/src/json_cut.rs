@@ -1,26 +1,27 @@
-//! The places of the top-level values of a JSON file, whatever line ends, white space or nothing is between them.
+//! Finds the top-level values of a JSON file, with line ends, white space or nothing between them.
 //!
-//! One object a line, objects over several lines, objects joined without anything between them, and arrays one after the
-//! other are all sequences of values. The cut counts brackets and strings only. A line that cannot be part of a value
-//! that goes on is a part by itself, so that one broken line names itself and the lines after it are read.
+//! One object a line, objects over several lines, objects joined without anything between them, and
+//! arrays one after the other are all sequences of values. The cut counts only brackets and
+//! strings. A line that cannot continue a value is a part by itself, so that one broken line gets
+//! its own error and later lines are read.
 
 use std::ops::Range;
 
 use super::python_json;
 
-/// A top-level value, or a line that holds none.
+/// A top-level value, or a line without one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct JsonPart {
-    /// The line on which it begins, counted from 1.
+    /// The line of its first byte, counted from 1.
     pub(super) line: u64,
-    /// Its bytes in the file.
+    /// Its byte range in the file.
     pub(super) range: Range<usize>,
 }
 
-/// The parts of `bytes` in their order.
+/// Cuts `bytes` into parts, in order.
 ///
 /// # Errors
-/// The file is one value, and that is broken: the reason.
+/// Fails with the reason if the file is one broken value.
 pub(super) fn cut(bytes: &[u8]) -> Result<Vec<JsonPart>, String> {
     let mut cutter = Cutter { bytes, at: 0, line: 1, parts: Vec::new(), in_vain: 0 };
     while cutter.skip_to_text() {
@@ -65,7 +66,7 @@ fn line_end(bytes: &[u8], at: usize) -> usize {
     end.map_or(bytes.len(), |end| at + end)
 }
 
-/// The bytes of the line end at `at`; none at the end of the file.
+/// The number of bytes of the line end at `at`; zero at the end of the file.
 fn line_end_bytes(bytes: &[u8], at: usize) -> usize {
     match bytes[at..] {
         [b'\r', b'\n', ..] => 2,
@@ -74,22 +75,23 @@ fn line_end_bytes(bytes: &[u8], at: usize) -> usize {
     }
 }
 
-/// Lines that belong together, as far as brackets tell.
+/// Lines that belong together by their brackets.
 struct Region {
     values: Vec<JsonPart>,
-    /// Text outside of values, which goes on to the end of the line.
+    /// Begin of text outside of values, which extends to the end of the line.
     stray: Option<usize>,
-    /// The value that does not end.
+    /// A value that does not end.
     open: Option<JsonPart>,
     /// The end of the last line.
     end: usize,
-    /// Line ends within.
+    /// Number of line ends in the region.
     line_ends: u64,
-    /// The last line ends within a string.
+    /// True if the last line ends within a string.
     in_string: bool,
 }
 
-/// Bytes that may be looked at in vain for each byte of a file; then values of several lines are no longer looked for.
+/// Maximum bytes scanned in vain for each byte of a file. Beyond them, the cut stops searching for
+/// values of several lines.
 const IN_VAIN_FOR_EACH: usize = 64;
 
 struct Cutter<'a> {
@@ -97,12 +99,12 @@ struct Cutter<'a> {
     at: usize,
     line: u64,
     parts: Vec<JsonPart>,
-    /// Bytes that were looked at beyond a line, for values that then were none.
+    /// Number of bytes scanned beyond a line for values that turned out broken.
     in_vain: usize,
 }
 
 impl Cutter<'_> {
-    /// Goes on to the next byte that is no white space, if there is one.
+    /// Skips white space; returns true if a byte follows.
     fn skip_to_text(&mut self) -> bool {
         while let Some(byte) = self.bytes.get(self.at) {
             match byte {
@@ -121,7 +123,7 @@ impl Cutter<'_> {
         let region = self.region();
         let text = trimmed(self.bytes, self.at..region.end);
         if region.line_ends == 0 {
-            // A line is taken as a whole or not at all.
+            // A line with stray text or an open value is one part.
             let whole = JsonPart { line: self.line, range: text };
             if region.stray.is_some() || region.open.is_some() {
                 if region.open.as_ref().is_some_and(|open| self.holds_all_rows(open)) {
@@ -163,7 +165,7 @@ impl Cutter<'_> {
         Ok(())
     }
 
-    /// The region that begins here: to the end of the line at which no value is open.
+    /// Scans the region that begins here, to the first end of a line without an open value.
     fn region(&self) -> Region {
         let one_line = self.in_vain > IN_VAIN_FOR_EACH * self.bytes.len() + (1 << 20);
         let mut region = Region {
@@ -220,8 +222,8 @@ impl Cutter<'_> {
         region
     }
 
-    /// Makes the broken value `part`, for which the bytes up to `scanned` were looked at, one part: up to the line at
-    /// which the next object begins, or to `end`.
+    /// Makes the broken value `part` one part, up to the line of the next object, or to `end`. The
+    /// scan for it reached `scanned`.
     fn pass_broken(&mut self, part: JsonPart, scanned: usize, end: usize) {
         let start = part.range.start;
         self.in_vain += scanned - start;
@@ -231,8 +233,8 @@ impl Cutter<'_> {
         self.at = next;
     }
 
-    /// The first line before `before`, after the one on which `part` begins, that begins with an object and stands no
-    /// deeper.
+    /// Finds the first line before `before`, after the first line of `part`, that begins with an
+    /// object and is indented no deeper.
     fn restart(&self, part: &JsonPart, before: usize) -> Option<usize> {
         let indent = self.indent(part.range.start);
         let mut at = line_end(self.bytes, part.range.start);
@@ -251,7 +253,7 @@ impl Cutter<'_> {
         None
     }
 
-    /// The white space at the beginning of the line that holds the byte `at`.
+    /// Number of spaces and tabs at the beginning of the line of the byte `at`.
     fn indent(&self, at: usize) -> usize {
         let start =
             self.bytes[..at].iter().rposition(|byte| matches!(byte, b'\n' | b'\r')).map_or(0, |end| end + 1);
@@ -267,7 +269,8 @@ impl Cutter<'_> {
         self.bytes[end..].iter().all(u8::is_ascii_whitespace)
     }
 
-    /// Returns whether `open` is an array with which the file begins, and not the first of lines that hold a row each.
+    /// Returns whether `open` is an array that begins the file, and not the first of lines with a
+    /// row each.
     fn holds_all_rows(&self, open: &JsonPart) -> bool {
         let begins = self.parts.is_empty() && self.bytes[open.range.start] == b'[';
         begins && self.restart(open, self.bytes.len()).is_none_or(|at| !self.is_row_line(at))

@@ -1,7 +1,9 @@
-//! Rows of JSON files: objects one after the other, an array of objects, or an object that holds one array of objects.
+//! Rows of JSON files: objects one after the other, an array of objects, or an object with one
+//! array of objects.
 //!
-//! The text is cut into its values by a scan that knows strings and brackets only (see [`super::json_cut`]), and each row
-//! is parsed by itself: that gives every row its line, lets one bad row stand alone, and parses in parallel.
+//! A scan of strings and brackets cuts the text into values (see [`super::json_cut`]), and each row
+//! is parsed by itself. So every row has its line, a bad row does not affect others, and rows parse
+//! in parallel.
 
 use std::path::Path;
 
@@ -17,21 +19,21 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// Keys that hold arrays inside a row: an object with one of them is a row, not a holder of rows, as one that has the keys of a
-/// format is.
+/// Keys of a row with arrays as values. An object with one of them, or with the keys of a format,
+/// is a row and not a holder of rows.
 const ROW_KEYS: [&str; 7] =
     ["messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected"];
 
 /// Reads the rows of a text of JSON.
 ///
 /// # Errors
-/// The text is one value that is broken, or rows of a packed file become larger than it may.
+/// Fails if the text is one broken value, or the rows of a packed file exceed its limits.
 pub(super) fn rows(text: &TextFile<'_>, source: &mut DataFile) -> Result<()> {
     let unreadable = |why: String| unreadable(&text.file, &why);
     let bytes = &text.bytes[..];
     let lines = json_cut::lines(bytes);
     within_bounds(text, &lines).map_err(unreadable)?;
-    // One object a line, as nearly every file is.
+    // Nearly every file has one object a line.
     if lines.len() > 1 {
         let parsed: Option<Vec<_>> = lines.par_iter().map(|part| parse_row(text, part).ok()).collect();
         if let Some(parsed) = parsed {
@@ -53,7 +55,7 @@ pub(super) fn rows(text: &TextFile<'_>, source: &mut DataFile) -> Result<()> {
     Ok(())
 }
 
-/// A value of several: an array of objects gives a row for each of these.
+/// Splits one of several values: an array of objects becomes a row for each.
 fn rows_of_value(bytes: &[u8], value: &JsonPart) -> Vec<JsonPart> {
     let is_object = |part: &JsonPart| bytes[part.range.clone()].first() == Some(&b'{');
     match whole_array(bytes, value) {
@@ -62,13 +64,13 @@ fn rows_of_value(bytes: &[u8], value: &JsonPart) -> Vec<JsonPart> {
     }
 }
 
-/// The elements of `value`, if it is an array and nothing follows that.
+/// The elements of `value`, if it is an array without text after it.
 fn whole_array(bytes: &[u8], value: &JsonPart) -> Option<Vec<JsonPart>> {
     let (rows, end) = elements(bytes, value)?;
     (end == value.range.end).then_some(rows)
 }
 
-/// The rows of a file that is one object: that object, or those of the one array of objects that it holds.
+/// The rows of a file of one object: the object itself, or those of the one array of objects in it.
 fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, String> {
     let bytes = &text.bytes[..];
     let Ok(parsed) = python_json::parse(&bytes[one.range.clone()]) else { return Ok(vec![one.clone()]) };
@@ -91,9 +93,9 @@ fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, Strin
         [] => Ok(vec![one.clone()]),
         [holder] => {
             let starts = member_starts(bytes, one.range.start);
-            // A key that stands twice moves the places of all after it.
+            // A repeated key shifts the members after it.
             let start = starts.get(holder).filter(|_| starts.len() == object.len());
-            let start = *start.ok_or("a key stands twice in the object that holds its rows")?;
+            let start = *start.ok_or("the object that holds its rows repeats a key")?;
             let line = one.line + line_ends(&bytes[one.range.start..start]);
             elements(bytes, &JsonPart { line, range: start..one.range.end })
                 .map(|(rows, _)| rows)
@@ -103,13 +105,13 @@ fn held_rows(text: &TextFile<'_>, one: &JsonPart) -> Result<Vec<JsonPart>, Strin
     }
 }
 
-/// Returns whether a value is a list of rows of the format that `row` has, too.
+/// Returns whether a value is a list of rows of the same format as `row`.
 fn holds_rows_of(row: &Map<String, Value>, value: &Value) -> bool {
     let is_alike = |value: &Value| value.as_object().is_some_and(|held| format::are_alike(row, held));
     value.as_array().is_some_and(|list| !list.is_empty() && list.iter().all(is_alike))
 }
 
-/// Refuses rows that outgrow the packed file that they come from.
+/// Refuses rows that exceed the limits of their packed file.
 fn within_bounds(text: &TextFile<'_>, parts: &[JsonPart]) -> Result<(), String> {
     let Some(mut bounds) = text.packed.clone() else { return Ok(()) };
     parts
@@ -126,7 +128,8 @@ fn take(parsed: Vec<Result<RawRow, BadRow>>, source: &mut DataFile) {
     }
 }
 
-/// The row of an object, or why it cannot be used; the error is that `part` is no object.
+/// Parses `part`: a row, or an object that cannot be used. The outer error means that it is no
+/// object.
 fn parse_row(text: &TextFile<'_>, part: &JsonPart) -> Result<Result<RawRow, BadRow>, BadRow> {
     let origin = Origin { file: text.file.clone(), place: RowOrigin::Line(part.line) };
     let bad =

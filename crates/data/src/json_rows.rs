@@ -1,4 +1,5 @@
-//! The places of the elements of an array and the members of an object in JSON text, and the names of JSON's types.
+//! Finds the elements of an array and the members of an object in JSON text, and names JSON's
+//! types.
 
 use std::ops::Range;
 
@@ -6,7 +7,7 @@ use serde_json::Value;
 
 use super::json_cut::{JsonPart, line_ends, trimmed};
 
-/// What a value is, for messages.
+/// Names the type of a value, for messages.
 pub(super) fn json_type(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -18,7 +19,8 @@ pub(super) fn json_type(value: &Value) -> &'static str {
     }
 }
 
-/// Walks over JSON text and reports every byte outside of strings with the depth it stands at.
+/// Visits every byte of JSON text outside of strings, with its index and depth, until `visit`
+/// returns true.
 fn walk(bytes: &[u8], start: usize, mut visit: impl FnMut(usize, u8, usize) -> bool) {
     let (mut depth, mut in_string, mut escaped) = (0usize, false, false);
     for (at, &byte) in bytes.iter().enumerate().skip(start) {
@@ -45,7 +47,8 @@ fn walk(bytes: &[u8], start: usize, mut visit: impl FnMut(usize, u8, usize) -> b
     }
 }
 
-/// The byte ranges of the elements of the array that begins at `start`, and the end of the array; `None` if it has none.
+/// The byte ranges of the elements of the array at `start`, and the end of the array; `None`
+/// without an end.
 fn element_ranges(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usize)> {
     let mut found = Vec::new();
     let mut from = start + 1;
@@ -54,7 +57,7 @@ fn element_ranges(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usiz
         let closes = byte == b']' && depth == 1;
         if depth == 1 && (byte == b',' || closes) {
             let range = trimmed(bytes, from..at);
-            // `[]` and a comma before the end leave nothing between them.
+            // `[]` and a comma before the end add no element.
             let is_end = range.is_empty() && closes;
             if !is_end {
                 found.push(range);
@@ -67,7 +70,7 @@ fn element_ranges(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usiz
     ended.then_some((found, from))
 }
 
-/// Where the value of each member of the object at `start` begins.
+/// The byte at which the value of each member of the object at `start` begins.
 pub(super) fn member_starts(bytes: &[u8], start: usize) -> Vec<usize> {
     let mut found = Vec::new();
     walk(bytes, start, |at, byte, depth| {
@@ -80,8 +83,8 @@ pub(super) fn member_starts(bytes: &[u8], start: usize) -> Vec<usize> {
     found
 }
 
-/// The elements of the array with which `part` begins, and the end of the array; none where `part` begins with none that
-/// ends in it.
+/// The elements of the array that begins `part`, and the end of the array. `None` if `part` begins
+/// with no array, or the array does not end in it.
 pub(super) fn elements(bytes: &[u8], part: &JsonPart) -> Option<(Vec<JsonPart>, usize)> {
     if bytes[part.range.start] != b'[' {
         return None;

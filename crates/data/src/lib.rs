@@ -1,11 +1,12 @@
-//! Rows of any format to tokens, loss masks and micro-batches.
+//! Turns rows of any format into tokens, loss masks and micro-batches.
 //!
-//! The way of a row: [`source`] reads it from a file and remembers where it stood; [`mod@format`] says what kind of row
-//! it is and turns it into a [`ParsedRow`]; [`template`] renders chats; [`tokenizer`] makes ids; [`encode`] puts these
-//! together into an [`Example`] (ids and which of them are trained); [`dataset`] does so for all rows, in parallel,
-//! and reports; [`pack`], [`sampler`] and [`batch`] decide which rows share a step.
+//! The pipeline: [`source`] reads a row and its position from a file. [`mod@format`] detects its
+//! format and turns it into a [`ParsedRow`]. [`template`] renders chats, and [`tokenizer`] makes
+//! ids; [`encode`] combines these into an [`Example`] (ids and their training mask). [`dataset`]
+//! does so for all rows, in parallel, and reports. [`pack`], [`sampler`] and [`batch`] decide which
+//! rows share a step.
 //!
-//! What a row becomes:
+//! Result of each format:
 //!
 //! | format | with a chat template | without one | trained (`train_on = "assistant"`) |
 //! |---|---|---|---|
@@ -15,10 +16,10 @@
 //! | prompt_completion of messages | the template's text | refused | the completion's assistant turns |
 //! | preference | its chosen side, as the rows above | the same | the chosen answer |
 //! | text | text + EOS | the same | everything |
-//! | tokens | the tokens as they are | the same | what its labels and masks say |
+//! | tokens | the tokens unchanged | the same | as its labels and masks mark them |
 //!
-//! A row that cannot be used is never dropped in silence: it is a [`BadRow`] with file, line and reason, and
-//! [`OnBadRow`] decides whether it ends the run.
+//! A row that cannot be used is never skipped silently: it is a [`BadRow`] with file, line and
+//! reason, and [`OnBadRow`] decides whether it ends the run.
 
 pub mod batch;
 pub mod coverage;
@@ -110,24 +111,24 @@ use crate::recipe::TrainOn;
 use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow};
 pub use finetune_core::IGNORE;
 
-/// How rows become examples; the keys of `[data]` that concern rows, and two facts about the model.
+/// Options for encoding rows: the keys of `[data]` about rows, and two properties of the model.
 #[derive(Debug, Clone)]
 pub struct DataOptions {
-    /// The row format; [`DataFormat::Auto`] looks at the rows.
+    /// The row format; [`DataFormat::Auto`] detects it from the rows.
     pub format: DataFormat,
-    /// The files of a folder to take.
+    /// The files of a folder to read.
     pub split: Split,
-    /// The longest row, in tokens.
+    /// Maximum length of a row, in tokens.
     pub max_seq_len: usize,
-    /// Which tokens carry loss.
+    /// Selects the tokens that carry loss.
     pub train_on: TrainOn,
-    /// What a row that cannot be used does.
+    /// Reaction to a row that cannot be used.
     pub on_bad_row: OnBadRow,
-    /// What a row that is too long does.
+    /// Reaction to a row that is too long.
     pub on_long_row: OnLongRow,
-    /// Encode control tokens in the texts of chats as text.
+    /// True to encode control tokens in the texts of chats as text.
     pub sanitize_control_tokens: bool,
-    /// Rows of the model's embedding: a larger token id is refused.
+    /// Number of rows of the model's embedding; token ids from it on are refused.
     pub vocab_size: usize,
 }
 
@@ -146,21 +147,21 @@ impl Default for DataOptions {
     }
 }
 
-/// Where in its file a row stood, counted from 1.
+/// Position of a row in its file, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RowOrigin {
     /// The line on which it begins.
     Line(u64),
-    /// Its number, in files without lines.
+    /// The number of the row, in files without lines.
     Row(u64),
 }
 
-/// Where a row came from; shown as `file:line`.
+/// File and position of a row; displayed as `file:line`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
-    /// The file as it was named.
+    /// The file's path as the user named it.
     pub file: Arc<Path>,
-    /// The place in it.
+    /// The position in the file.
     pub place: RowOrigin,
 }
 
@@ -180,15 +181,15 @@ pub enum RowFaultKind {
     Unreadable,
     /// Not a row of the data set's format.
     Format,
-    /// The chat template refuses it, or its assistant turns cannot be told apart.
+    /// The chat template refuses it, or its assistant turns cannot be located.
     Template,
-    /// It would begin with two BOS tokens.
+    /// It begins with the BOS token that the tokenizer adds.
     DoubleBos,
-    /// It holds a token the model does not have.
+    /// It contains a token that the model does not have.
     Vocabulary,
-    /// A turn that is trained comes out empty.
+    /// The template prints nothing of a trained turn.
     EmptyTurn,
-    /// Nothing in it is trained.
+    /// It has no trained token.
     NothingTrained,
     /// Longer than `max_seq_len`, with `on_long_row = "stop"`.
     TooLong,
@@ -209,7 +210,7 @@ impl fmt::Display for RowFaultKind {
     }
 }
 
-/// Why a row cannot be used.
+/// The reason why a row cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowFault {
     /// The kind, by which the report counts.
@@ -221,7 +222,7 @@ pub struct RowFault {
 impl RowFault {
     /// A fault of `kind` because of `why`.
     ///
-    /// A reason that quotes megabytes of a row is cut: nobody reads them.
+    /// A reason of more than 2000 characters is cut.
     pub fn new(kind: RowFaultKind, why: impl Into<String>) -> Self {
         const LONGEST: usize = 2000;
         let mut why: String = why.into();
@@ -233,18 +234,19 @@ impl RowFault {
     }
 }
 
-/// The error of a row that was not encoded.
+/// Error of encoding a row.
 #[derive(Debug, Clone)]
 pub enum RowError {
     /// The row cannot be used; [`OnBadRow`] decides whether that ends the run.
     Fault(RowFault),
-    /// Nothing that the row is to blame for, such as a process that does not start: it ends the run in any case.
+    /// An error that the row did not cause, such as a process that does not start: it always ends
+    /// the run.
     Run(Error),
 }
 
 impl RowError {
-    /// An error while something was done to a row, which is a fault of `kind` where it comes from what the user gave. An
-    /// error of any other category keeps it. All errors on the way of a row pass here.
+    /// Converts an error of processing a row: a user error becomes a fault of `kind`; other
+    /// categories end the run. All errors of encoding a row pass here.
     pub fn of(kind: RowFaultKind, error: Error) -> Self {
         match error.kind() {
             ErrorCategory::User => RowError::Fault(RowFault::new(kind, error.in_one_line())),
@@ -259,12 +261,12 @@ impl From<RowFault> for RowError {
     }
 }
 
-/// A row that cannot be used, where it is and why.
+/// A row that cannot be used, with its position and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BadRow {
-    /// Where it stands.
+    /// File and position of the row.
     pub origin: Origin,
-    /// What is wrong with it.
+    /// The fault of the row.
     pub fault: RowFault,
 }
 

@@ -1,16 +1,17 @@
-//! Tokenizers that take time in proportion to their text, told by their parts.
+//! Detects tokenizers that take time in proportion to their text, by their parts.
 //!
-//! The list is of parts that are known to: a part or a pattern that is not here may do as well, and works in a process of
-//! its own all the same (see [`super::tokenizer_child`]). What is looked at is what the crate built, not what the file
-//! says, which the crate takes in more than one form.
+//! The lists hold known linear parts. A tokenizer with another part or pattern may be linear too;
+//! it works in a child process all the same (see [`super::tokenizer_child`]). The check reads the
+//! tokenizer that the crate built, because the crate accepts more than one form of the file.
 
 use serde_json::Value;
 use tokenizers::models::ModelWrapper;
 
-/// Bytes of the longest token of a unigram model, which looks at so many bytes from each place of a text.
+/// Maximum bytes of a token of a unigram model, which reads that many bytes from each position of a
+/// text.
 const LONGEST_PIECE: usize = 256;
 
-/// Parts that look at each byte of a text a bounded number of times.
+/// Parts that read each byte of a text a bounded number of times.
 const LINEAR: &[&str] = &[
     // Normalizers.
     "BertNormalizer",
@@ -40,7 +41,7 @@ const LINEAR: &[&str] = &[
     "Fuse",
 ];
 
-/// The regular expressions of known families, in which no alternative looks far ahead of what a match takes.
+/// Regular expressions of known families, in which no alternative reads far beyond its match.
 const PATTERNS: &[&str] = &[
     // GPT-2.
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -75,7 +76,7 @@ fn is_linear_model(tokenizer: &tokenizers::Tokenizer) -> bool {
         ModelWrapper::Unigram(_) => {
             tokenizer.get_vocab(false).keys().all(|piece| piece.len() <= LONGEST_PIECE)
         }
-        // It tries all parts of a word, whose length the file says.
+        // It tries all parts of a word, whose maximum length is in the file.
         ModelWrapper::WordPiece(_) => false,
     }
 }
@@ -137,7 +138,7 @@ mod tests {
             r#""pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?>a+)+$"}, "behavior": "Isolated", "invert": false}"#,
             r#""pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": "a+$"}, "behavior": "Isolated", "invert": false}]}"#,
             r#""normalizer": {"type": "Replace", "pattern": {"Regex": "a+$"}, "content": ""}"#,
-            // The crate takes it without its name, too.
+            // The crate also accepts a part without its name.
             r#""normalizer": {"pattern": {"Regex": "a+$"}, "content": ""}"#,
             r#""decoder": {"type": "Replace", "pattern": {"Regex": "a+$"}, "content": ""}"#,
         ] {

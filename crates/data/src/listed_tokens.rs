@@ -1,10 +1,11 @@
-//! Tokens that tokenizer_config.json, special_tokens_map.json and added_tokens.json list beside those of tokenizer.json.
-//!
-//! transformers adds them when it loads a tokenizer, so they have ids there. The rules are those of transformers 5.24
-//! (`PreTrainedTokenizerBase._from_pretrained`, `TokenizersBackend.__init__`): the list `added_tokens_decoder` of
-//! tokenizer_config.json, else the two older files; then named tokens (`pad_token`, ...), then further special tokens. A
-//! token that has no id yet gets the next one, whatever number the list gives it. Flags of a list replace those of
+//! Tokens that tokenizer_config.json, special_tokens_map.json and added_tokens.json add to those of
 //! tokenizer.json.
+//!
+//! transformers adds them when it loads a tokenizer, so they have ids there. The rules are those of
+//! transformers 5.24 (`PreTrainedTokenizerBase._from_pretrained`, `TokenizersBackend.__init__`):
+//! the list `added_tokens_decoder` of tokenizer_config.json, else the two older files; then named
+//! tokens (`pad_token`, ...), then further special tokens. A token without an id gets the next one,
+//! not the number in the list. Flags of a list replace those of tokenizer.json.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -18,11 +19,11 @@ const DECODER: &str = "added_tokens_decoder";
 /// The list of special tokens without a name, and its name before transformers 5.
 const EXTRA: &str = "extra_special_tokens";
 const ADDITIONAL: &str = "additional_special_tokens";
-/// The names of transformers, in the order in which it adds them.
+/// Names of special tokens, in the order in which transformers adds them.
 const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// The files beside tokenizer.json that list tokens; empty where a file does not exist.
+/// The files beside tokenizer.json that list tokens; a missing file is empty.
 pub(super) struct TokenLists<'a> {
     /// The contents of tokenizer_config.json.
     pub(super) config: &'a Map<String, Value>,
@@ -33,7 +34,7 @@ pub(super) struct TokenLists<'a> {
 }
 
 impl TokenLists<'_> {
-    /// Returns whether the older files count.
+    /// Returns whether the older files apply.
     fn has_older(&self) -> bool {
         !self.config.get(DECODER).is_some_and(Value::is_object)
     }
@@ -44,13 +45,15 @@ impl TokenLists<'_> {
         older.or_else(|| self.config.get(key)).filter(|value| !value.is_null())
     }
 
-    /// The text of the token with this name. Where tokenizer_config.json is silent, special_tokens_map.json names it too.
+    /// The text of the token with this name, from tokenizer_config.json or else
+    /// special_tokens_map.json.
     pub(super) fn text(&self, name: &str) -> Option<String> {
         let found = self.value(name).or_else(|| self.map.get(name));
         found.and_then(|value| token(value, true)).map(|token| token.content)
     }
 
-    /// The names of tokens: those of transformers, then those of the model alone, such as `image_token`.
+    /// The names of tokens: those of transformers, then those of the model alone, such as
+    /// `image_token`.
     pub(super) fn names(&self) -> Vec<&str> {
         let own = self.config.keys().chain(self.map.keys()).map(String::as_str);
         let own = own.filter(|name| name.ends_with("_token") && !NAMES.contains(name));
@@ -64,7 +67,8 @@ impl TokenLists<'_> {
         let older = |key| list(self.map, key).filter(|_| self.has_older());
         let filled = |list: &Vec<Value>| !list.is_empty();
         let own = list(self.config, EXTRA).filter(filled).or_else(|| list(self.config, ADDITIONAL));
-        // A list in special_tokens_map.json continues that of tokenizer_config.json; the older key stands alone.
+        // A list in special_tokens_map.json continues that of tokenizer_config.json; its older key
+        // applies only alone.
         let all = match (own, older(EXTRA)) {
             (Some(own), Some(more)) => [own, more].concat(),
             (Some(one), None) | (None, Some(one)) => one,
@@ -82,7 +86,7 @@ impl TokenLists<'_> {
     /// All tokens in the order in which transformers adds them; `own` are those of tokenizer.json.
     ///
     /// # Errors
-    /// A list is longer than that of any tokenizer.
+    /// Fails if the lists hold more tokens than accepted.
     pub(super) fn tokens(&self, own: &BTreeMap<u32, AddedToken>) -> Result<Vec<AddedToken>, String> {
         let names = self.names();
         let named: Vec<AddedToken> = names
@@ -120,7 +124,7 @@ impl TokenLists<'_> {
     }
 }
 
-/// added_tokens.json: texts with their ids.
+/// Reads added_tokens.json: texts with their ids.
 fn older_list(list: &Map<String, Value>, special: &HashSet<&str>) -> BTreeMap<i64, AddedToken> {
     let entry = |(text, id): (&String, &Value)| {
         let is_special = special.contains(text.as_str());
@@ -129,13 +133,14 @@ fn older_list(list: &Map<String, Value>, special: &HashSet<&str>) -> BTreeMap<i6
     list.iter().filter_map(entry).collect()
 }
 
-/// The list of tokenizer_config.json: ids with texts and flags.
+/// Reads the list of tokenizer_config.json: ids with texts and flags.
 fn decoder(config: &Map<String, Value>) -> BTreeMap<i64, AddedToken> {
     let listed = config.get(DECODER).and_then(Value::as_object).into_iter().flatten();
     listed.filter_map(|(id, value)| Some((id.parse().ok()?, token(value, false)?))).collect()
 }
 
-/// A token as its text or as an object; `special` where an object does not say. None for another value.
+/// Reads a token from its text or an object; special if `special` or the object's flag is true.
+/// `None` for another value.
 fn token(value: &Value, special: bool) -> Option<AddedToken> {
     match value {
         Value::String(text) => Some(AddedToken::from(text.clone(), special)),
@@ -169,7 +174,7 @@ mod tests {
         tokens.into_iter().map(|token| (token.content, token.special, token.normalized)).collect()
     }
 
-    /// As transformers 5.24 orders them.
+    /// The order is that of transformers 5.24.
     #[test]
     fn the_newer_list_replaces_the_older_files() {
         let config = json!({

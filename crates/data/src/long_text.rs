@@ -1,32 +1,33 @@
-//! Ids of texts of any length in the memory of a piece of them.
+//! Encodes texts of any length in the memory of one piece.
 //!
-//! Encoding holds some 160 bytes for each byte of its text, so that one long line costs gigabytes. A long text is
-//! therefore encoded in overlapping pieces. How a tokenizer cuts a text depends on what stands near: where two pieces
-//! that begin thousands of bytes apart give the same tokens on both sides of a place, the tokens of the whole do not
-//! depend on where either began, and the pieces are joined there. Where they differ another place is tried; a text
-//! without any is refused, not guessed at.
+//! Encoding takes some 160 bytes for each byte of text, so one long line costs gigabytes. A long
+//! text is therefore encoded in overlapping pieces. A tokenizer's cuts depend only on nearby text:
+//! if two pieces that begin thousands of bytes apart give the same tokens on both sides of a
+//! position, the pieces are joined there. If they differ, another position is tried; a text without
+//! a common one is refused.
 
 use std::ops::Range;
 
 use super::encoded::Encoded;
 use crate::error::{Error, Result};
 
-/// Bytes of a piece. Texts of up to one and a half are encoded as a whole.
+/// Bytes of a piece. Texts of up to one and a half pieces are encoded as a whole.
 const PIECE_BYTES: usize = 256 << 10;
-/// What two pieces share on each side of the place at which they are joined; half of it must be the same tokens.
+/// Bytes that two pieces share on each side of a joint; the tokens of half of them must be equal.
 const CONTEXT_BYTES: usize = 4096;
-/// Places that are tried, of each kind.
+/// Number of positions of each kind to try.
 const TRIES: usize = 12;
 
-/// Whether a text is to be encoded in pieces.
+/// Returns true if a text must be encoded in pieces.
 pub(super) fn is_long(text: &str) -> bool {
     text.len() > PIECE_BYTES + PIECE_BYTES / 2
 }
 
-/// Ids of `text` with the bytes they cover, by `encode`, which encodes a part without special tokens.
+/// Encodes `text` to ids with the bytes that they cover; `encode` encodes a part without special
+/// tokens.
 ///
 /// # Errors
-/// Those of `encode`; the user's: there is no place at which the text can be cut.
+/// Fails like `encode`, or with a user error if no position can cut the text.
 pub(super) fn encode_in_pieces(text: &str, encode: impl Fn(&str) -> Result<Encoded>) -> Result<Encoded> {
     let mut whole = Encoded::default();
     for_each_piece(text, encode, |ids, offsets| {
@@ -36,11 +37,11 @@ pub(super) fn encode_in_pieces(text: &str, encode: impl Fn(&str) -> Result<Encod
     Ok(whole)
 }
 
-/// As [`encode_in_pieces`]; hands over each piece's share of the ids and of the bytes that they cover, so that whoever needs
-/// the ids alone does not hold the rest, which is four times as large.
+/// Like [`encode_in_pieces`], but passes each piece's ids and byte ranges to `take`. A caller that
+/// keeps only ids avoids the ranges, which are four times as large.
 ///
 /// # Errors
-/// As [`encode_in_pieces`].
+/// Fails like [`encode_in_pieces`].
 pub(super) fn for_each_piece(
     text: &str,
     encode: impl Fn(&str) -> Result<Encoded>,
@@ -73,7 +74,7 @@ pub(super) fn for_each_piece(
 
 fn no_place(text: &str) -> Error {
     Error::user(format!("cannot encode a text of {} bytes", text.len()))
-        .because("there is no place at which its tokens do not depend on what stands far away, so it cannot be cut")
+        .because("its tokens depend on distant text at every position, so it cannot be cut")
         .hint("divide it into rows")
 }
 
@@ -90,8 +91,8 @@ fn encode_part(text: &str, part: Range<usize>, encode: &impl Fn(&str) -> Result<
     Ok(encoded)
 }
 
-/// A place near the end of `piece`, which begins before `from`, at which the next may begin, and the number of tokens
-/// before it.
+/// Finds a position near the end of `piece`, which begins before `from`, at which the next piece
+/// may begin. Returns it and the number of tokens before it.
 fn find_cut(
     text: &str,
     from: usize,
@@ -108,7 +109,7 @@ fn find_cut(
     Ok(None)
 }
 
-/// Places of `range` in the order in which they are tried: beginnings of lines, ends of words, any characters.
+/// Positions in `range` in the order of trying: beginnings of lines, ends of words, any characters.
 fn places(text: &str, range: Range<usize>) -> Vec<usize> {
     let bytes = text.as_bytes();
     let word = |at: usize| bytes.get(at).is_some_and(u8::is_ascii_alphanumeric);
@@ -121,13 +122,14 @@ fn places(text: &str, range: Range<usize>) -> Vec<usize> {
     found
 }
 
-/// The number of tokens before `place`; none where one reaches over it.
+/// The number of tokens before `place`; `None` if a token spans it.
 fn cut(encoded: &Encoded, place: usize) -> Option<usize> {
     let before = encoded.offsets.iter().position(|token| token.end > place).unwrap_or(encoded.ids.len());
     encoded.offsets[before..].iter().all(|token| token.start >= place).then_some(before)
 }
 
-/// Whether two encodings of parts that both reach well beyond `place` have the same tokens around it, and a cut there.
+/// Returns true if two encodings that extend well beyond `place` have the same tokens around it,
+/// and a cut there.
 fn agree(a: &Encoded, b: &Encoded, place: usize) -> bool {
     let near = place - CONTEXT_BYTES / 2..place + CONTEXT_BYTES / 2;
     let tokens = |encoded: &Encoded| -> Vec<(u32, Range<usize>)> {

@@ -1,18 +1,18 @@
-//! Tokens that are added to a tokenizer, written into its files as transformers' `add_tokens` leaves them.
+//! Writes tokens that are added to a tokenizer into its files, like transformers' `add_tokens`.
 //!
-//! The files are edited, not made anew: what a tokenizer says otherwise stays as its author wrote it. The tokenizer
-//! itself is then read from the edited text, so what is used is what is saved.
+//! The files are edited, not made anew: the rest stays as its author wrote it. The tokenizer is
+//! then read from the edited text, so that the used and the saved one are equal.
 
 use std::collections::HashSet;
 
 use serde_json::{Map, Value, json};
 use tokenizers::AddedToken;
 
-/// Files that name tokens beside tokenizer.json: the settings, and the list that older tokenizers have.
+/// Files beside tokenizer.json that name tokens: the settings, and the list of older tokenizers.
 pub(super) const CONFIG: &str = "tokenizer_config.json";
 pub(super) const LIST: &str = "added_tokens.json";
 
-/// A token with the id it is to have.
+/// A token with its future id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct NewToken {
     pub(super) id: u32,
@@ -20,7 +20,7 @@ pub(super) struct NewToken {
 }
 
 impl NewToken {
-    /// A token that is added as a plain text: it is matched after normalization, anywhere.
+    /// A token of plain text, which matches anywhere after normalization.
     pub(super) fn plain(id: u32, text: &str) -> Self {
         NewToken { id, token: AddedToken::from(text, false) }
     }
@@ -30,7 +30,7 @@ impl NewToken {
         &self.token.content
     }
 
-    /// The token as transformers describes it.
+    /// The token's fields in transformers' files.
     fn properties(&self) -> Map<String, Value> {
         let token = &self.token;
         let mut map = Map::new();
@@ -48,7 +48,7 @@ impl NewToken {
     }
 }
 
-/// tokenizer.json with `tokens`, in place of those of the same ids.
+/// Returns tokenizer.json with `tokens`, which replace those of the same ids.
 pub(super) fn in_tokenizer(mut file: Map<String, Value>, tokens: &[NewToken]) -> Map<String, Value> {
     let entry = |token: &NewToken| {
         let mut entry = Map::new();
@@ -69,14 +69,14 @@ pub(super) fn in_tokenizer(mut file: Map<String, Value>, tokens: &[NewToken]) ->
     file
 }
 
-/// tokenizer_config.json with `tokens`, if it lists the added ones.
+/// Returns tokenizer_config.json with `tokens`, if it lists added tokens.
 pub(super) fn in_config(mut file: Map<String, Value>, tokens: &[NewToken]) -> Option<Map<String, Value>> {
     let listed = file.get_mut("added_tokens_decoder")?.as_object_mut()?;
     listed.extend(tokens.iter().map(|token| (token.id.to_string(), Value::Object(token.properties()))));
     Some(file)
 }
 
-/// added_tokens.json with `tokens`, if it is there at all.
+/// Returns added_tokens.json with `tokens`, if it is not empty.
 pub(super) fn in_list(mut file: Map<String, Value>, tokens: &[NewToken]) -> Option<Map<String, Value>> {
     if file.is_empty() {
         return None;

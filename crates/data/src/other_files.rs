@@ -1,27 +1,27 @@
-//! Files that hold rows in a form that is not read: their names, their first bytes, and the way to a form that is.
+//! File kinds that are not supported: their names, their first bytes, and how to convert them.
 
 use std::path::Path;
 
 use crate::error::Error;
 
-/// The containers that are read, for messages.
+/// Supported containers, for messages.
 pub(super) const ACCEPTED: &str = "accepted: .jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv, .txt, .md, \
      text files also as .gz or .zst, or a folder of these";
 
-/// A kind of file with the extensions and first bytes that tell it.
+/// A kind of file, with the extensions and first bytes that identify it.
 pub(super) struct OtherFile {
     /// The kind of file, after "it is".
     what: &'static str,
     extensions: &'static [&'static str],
-    /// The bytes by which it is known, each with its place.
+    /// The bytes that identify it, each with its offset.
     magic: &'static [(usize, &'static [u8])],
-    /// The way out, with FILE for the name of the file.
+    /// The hint, with FILE for the name of the file.
     hint: &'static str,
 }
 
 const PANDAS: &str = "convert it in Python: pandas.read_excel(\"FILE\").to_json(\"FILE.jsonl\", orient=\"records\", lines=True)";
 
-/// The first that fits is taken.
+/// Known kinds; the first match applies.
 const OTHERS: &[OtherFile] = &[
     OtherFile {
         what: "an archive of files",
@@ -140,7 +140,7 @@ const OTHERS: &[OtherFile] = &[
 ];
 
 impl OtherFile {
-    /// The kind of a file that begins as `head` does.
+    /// The kind of a file that begins with `head`.
     pub(super) fn of(head: &[u8]) -> Option<&'static Self> {
         if !is_binary(head) {
             return None;
@@ -161,13 +161,14 @@ impl OtherFile {
     }
 }
 
-/// Returns whether a file that begins as `head` is no text: a text may begin with the letters of any magic number.
+/// Returns whether a file that begins with `head` is no text: a text may begin with the letters of
+/// any magic number.
 pub(super) fn is_binary(head: &[u8]) -> bool {
     let is_cut = |error: std::str::Utf8Error| error.error_len().is_none();
     head.iter().any(|byte| *byte < 9) || !std::str::from_utf8(head).map_or_else(is_cut, |_| true)
 }
 
-/// The error of a file whose name promises no container that is read.
+/// The error of a file whose name implies no supported container.
 pub(super) fn refused_name(path: &Path) -> Error {
     let extension =
         path.extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();

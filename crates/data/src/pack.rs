@@ -1,20 +1,21 @@
-//! Rows into bins of at most `max_seq_len` tokens, so that a micro-batch is full whatever its rows are.
+//! Packs rows into bins of at most `max_seq_len` tokens, so that micro-batches are full.
 //!
-//! A row is never split. Shuffled data is packed by best fit over a bounded window of open bins: each row goes to
-//! the bin it fills best, and when the window is full the fullest bin is closed. That is within a few percent of
-//! full, keeps the rows of a bin near each other in the shuffled order, and takes O(n log window). In file order it
-//! is next fit: a bin holds consecutive rows.
+//! A row is never split. Shuffled data is packed by best fit over a bounded window of open bins:
+//! each row goes to the bin it fills best. If the window is full, the fullest bin is closed. Bins
+//! are full within a few percent, hold rows near each other in the shuffled order, and take O(n log
+//! window) time. In file order, next fit fills bins with consecutive rows.
 
 use std::collections::BTreeSet;
 
-/// Open bins looked at for each row.
+/// Maximum number of open bins.
 const WINDOW: usize = 512;
 
-/// Packs rows of the given `lengths`, taken in the order `order`, into bins of at most `capacity` tokens. The rows
-/// of a bin are in the order in which they came; a row longer than `capacity` has a bin of its own.
+/// Packs rows of the given `lengths`, in the order `order`, into bins of at most `capacity` tokens.
+/// A bin keeps this order; a row longer than `capacity` gets a bin of its own.
 pub fn best_fit(order: &[u32], lengths: &[usize], capacity: usize) -> Vec<Vec<u32>> {
     let mut bins: Vec<Vec<u32>> = Vec::new();
-    // Open bins by (free tokens, bin): the first that is large enough is the best fit, the oldest among equals.
+    // Open bins by (free tokens, bin): the first that is large enough is the best fit, the oldest
+    // among equals.
     let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
     for &row in order {
         let length = lengths[row as usize];
@@ -68,7 +69,7 @@ mod tests {
         tokens as f64 / (bins.len() * capacity) as f64
     }
 
-    /// Lengths as those of gsm8k: 344 tokens on average, most between 150 and 700.
+    /// Lengths like those of gsm8k: 344 tokens on average, most between 150 and 700.
     fn like_gsm8k(rows: u64) -> Vec<usize> {
         let mut random = super::super::sampler::Random::new(7, 0);
         let mut uniform = || random.below(1000) as usize;
@@ -87,7 +88,8 @@ mod tests {
 
     #[test]
     fn the_best_bin_is_taken() {
-        // 6 opens a bin (4 free), 7 another (3 free); 3 fits both and fills the second; 4 fills the first.
+        // 6 opens a bin (4 free), 7 another (3 free); 3 fits both and fills the second; 4 fills the
+        // first.
         assert_eq!(best_fit(&[0, 1, 2, 3], &[6, 7, 3, 4], 10), vec![vec![0, 3], vec![1, 2]]);
     }
 

@@ -1,6 +1,7 @@
 //! Rows of Parquet files.
 //!
-//! Parquet is read by records, not through Arrow: data sets for fine-tuning are small beside what reading costs.
+//! The reader goes record by record, not through Arrow: fine-tuning data sets are small, so speed
+//! does not matter.
 
 use std::fs::File;
 use std::io;
@@ -27,10 +28,10 @@ impl From<ParquetError> for ReadFailure {
     }
 }
 
-/// Hands the rows of a file of `bytes` bytes to `emit`, until that refuses.
+/// Passes the rows of a file of `bytes` bytes to `emit` until it returns an error.
 ///
 /// # Errors
-/// Why the file cannot be read.
+/// Fails if the file cannot be read or `emit` refuses a row.
 pub(super) fn read_rows(
     file: File,
     bytes: u64,
@@ -43,14 +44,14 @@ pub(super) fn read_rows(
     bounds.check_rows(u64::try_from(rows).map_err(|_| format!("it claims {rows} rows"))?)?;
     let schema = reader.metadata().file_metadata().schema();
     for record in reader.get_row_iter(None)? {
-        // A broken page breaks what follows too: the file, not the row, is at fault.
+        // A broken page also breaks later rows: the file, not the row, is at fault.
         let record = record?;
         emit(RowMaker::default().row(|maker| object(maker, &record, Some(schema))))?;
     }
     Ok(())
 }
 
-/// Refuses a codec that cannot be unpacked: LZO, which nothing writes any more.
+/// Refuses LZO, the only codec that the crate cannot unpack.
 fn readable_codecs(metadata: &ParquetMetaData) -> Result<(), String> {
     let mut columns = metadata.row_groups().iter().flat_map(|group| group.columns());
     match columns.find(|column| column.compression() == Compression::LZO) {
@@ -75,19 +76,20 @@ fn object(
     fields.map(|(name, field)| Ok((name.clone(), json(maker, field, member(name))?))).collect()
 }
 
-/// The type of the elements of a list, or of the values of a map, where it is nested as the format says.
+/// The type of the elements of a list, or of the values of a map, if it is nested by the format's
+/// rules.
 fn inner(schema: Option<&Type>, index: usize) -> Option<&Type> {
     let repeated = schema.filter(|schema| schema.is_group())?.get_fields().first()?;
     let fields = if repeated.is_group() { repeated.get_fields() } else { return Some(repeated) };
     if fields.len() == index + 1 { fields.get(index).map(|field| &**field) } else { Some(repeated) }
 }
 
-/// Returns whether texts of this type are JSON, as the type `Json` of datasets is stored.
+/// Returns whether texts of this type are JSON, such as the type `Json` of datasets.
 fn is_json(schema: &Type) -> bool {
     matches!(schema.get_basic_info().logical_type_ref(), Some(LogicalType::Json))
 }
 
-/// A value as JSON; `schema` is its type in the file, as far as that is known.
+/// Converts a value to JSON; `schema` is its type in the file, if known.
 fn json(maker: &mut RowMaker, field: &Field, schema: Option<&Type>) -> Result<Value, String> {
     Ok(match field {
         Field::Null => Value::Null,
@@ -123,7 +125,7 @@ fn json(maker: &mut RowMaker, field: &Field, schema: Option<&Type>) -> Result<Va
             }
             Value::Object(value)
         }
-        // The crate gives up the file over a date that no calendar has.
+        // The crate fails on a date outside the calendar.
         Field::Date(days) if moment(i64::from(*days) * 86_400, 0, "%Y").is_none() => Value::from(*days),
         Field::TimestampMillis(value) if moment(value.div_euclid(1000), 0, "%Y").is_none() => {
             Value::from(*value)
@@ -131,7 +133,7 @@ fn json(maker: &mut RowMaker, field: &Field, schema: Option<&Type>) -> Result<Va
         Field::TimestampMicros(value) if moment(value.div_euclid(1_000_000), 0, "%Y").is_none() => {
             Value::from(*value)
         }
-        // Times and decimals are no text to train on; they are shown as Parquet shows them.
+        // Times and decimals use the crate's display form.
         other => Value::String(other.to_string()),
     })
 }

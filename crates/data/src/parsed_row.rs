@@ -1,8 +1,8 @@
-//! A row after its format was understood.
+//! A row after its format is detected.
 
 use serde_json::Value;
 
-/// A row made regular: what encoding works on.
+/// A row in a regular form, the input of encoding.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ParsedRow {
     /// A chat, for the chat template.
@@ -11,36 +11,36 @@ pub enum ParsedRow {
         messages: Vec<Value>,
         /// Tool definitions, wrapped as `{"type": "function", "function": ...}`.
         tools: Option<Value>,
-        /// Whether each message counts where assistant turns are trained.
+        /// True for each message that its row lets train.
         counts: Vec<bool>,
         /// Variables for the chat template (`chat_template_kwargs`), an object.
         options: Option<Value>,
     },
-    /// A task and its answer: user and assistant messages where there is a chat template, else headings.
+    /// A task and its answer: user and assistant messages with a chat template, else headings.
     Task {
         /// The system message.
         system: Option<String>,
-        /// What is asked.
+        /// The task or question.
         instruction: String,
-        /// What it is asked about; empty when there is nothing.
+        /// The text that the task is about; may be empty.
         input: String,
-        /// What is to be answered.
+        /// The answer.
         output: String,
     },
-    /// Text of which only the second part is trained, put together as it is.
+    /// Two texts, joined without a separator; only the second is trained.
     Pair {
-        /// The part that is given.
+        /// The untrained part.
         prompt: String,
-        /// The part that is trained.
+        /// The trained part.
         completion: String,
     },
     /// Text, all of it trained.
     Text(String),
-    /// Tokens as they are.
+    /// A row of token ids.
     Tokens {
         /// The token ids, without padding.
         ids: Vec<u32>,
-        /// For each token, whether it is trained.
+        /// True for each trained token.
         trained: Vec<bool>,
     },
 }

@@ -16,13 +16,13 @@ use crate::error::{Error, Result};
 /// A prompt as tokens.
 #[derive(Debug, Clone)]
 pub struct Prompt {
-    /// The row of the prompt's file; of a prompt of the command line its `prompt` alone.
+    /// The row of the prompt's file; for a prompt of the command line, only its `prompt`.
     pub row: Map<String, Value>,
-    /// The place in the file; none for a prompt of the command line.
+    /// File and position; `None` for a prompt of the command line.
     pub origin: Option<Origin>,
-    /// The tokens, at least one of them.
+    /// Token ids, at least one.
     pub ids: Vec<u32>,
-    /// True if the tokens ask the assistant of a chat to write.
+    /// True if the tokens end where the assistant of a chat continues.
     pub is_chat: bool,
 }
 
@@ -40,9 +40,9 @@ pub struct PromptFile {
 pub struct PromptEncoder<'a> {
     /// The tokenizer of the model.
     pub tokenizer: &'a Tokenizer,
-    /// The chat template, which chats need.
+    /// The chat template, which chats require.
     pub template: Option<&'a ChatTemplate>,
-    /// Rows of the model's embedding: a larger token id is refused.
+    /// Number of rows of the model's embedding; token ids from it on are refused.
     pub vocab_size: usize,
 }
 
@@ -50,7 +50,7 @@ impl<'a> PromptEncoder<'a> {
     /// Encodes a text to be continued.
     ///
     /// # Errors
-    /// The user's: no token comes of it, or one that the model does not have.
+    /// Fails with a user error if the text gives no token, or one that the model does not have.
     pub fn text(&self, text: &str) -> Result<Vec<u32>> {
         let ids = self.tokenizer.encode(text, true)?;
         if ids.is_empty() {
@@ -62,11 +62,12 @@ impl<'a> PromptEncoder<'a> {
         Ok(ids)
     }
 
-    /// Encodes a chat that the assistant is to continue.
+    /// Encodes a chat that the assistant continues.
     ///
     /// # Errors
-    /// The user's: the model has no chat template, or the template refuses the messages, or a token is none that the model
-    /// has. Transient: the system starts no process to render it.
+    /// Fails with a user error if the model has no chat template, the template refuses the
+    /// messages, or the model does not have a token. Fails with a transient error if the system
+    /// starts no process to render it.
     pub fn chat(&self, messages: &[Value]) -> Result<Vec<u32>> {
         let inputs = TemplateInputs { add_generation_prompt: true, ..TemplateInputs::default() };
         self.rendered(&self.template()?.render_fitted(messages, &inputs)?.text)
@@ -81,7 +82,7 @@ impl<'a> PromptEncoder<'a> {
     /// The template of chats.
     ///
     /// # Errors
-    /// The user's: the tokenizer has none.
+    /// Fails with a user error if the tokenizer has none.
     pub fn template(&self) -> Result<&'a ChatTemplate> {
         self.template.ok_or_else(|| {
             Error::user("cannot chat with this model")
@@ -90,10 +91,10 @@ impl<'a> PromptEncoder<'a> {
         })
     }
 
-    /// Returns the system message of `text`, which `--system` gives.
+    /// Returns the system message of `text`, the value of `--system`.
     ///
     /// # Errors
-    /// The user's: the template does not print it, or the model has no template.
+    /// Fails with a user error if the template does not print it, or the model has no template.
     pub fn system_message(&self, text: &str) -> Result<Value> {
         let refused = |why: &str| {
             Error::user("cannot use `--system`").because(why).hint(
@@ -119,8 +120,9 @@ impl<'a> PromptEncoder<'a> {
     /// Reads the prompts of a file, whose rows must not have the key `reserved`.
     ///
     /// # Errors
-    /// The user's: the file cannot be read, holds no row, or a row is no prompt of this model; the first such row is named
-    /// with file and line. Transient: the system starts no process to render a chat.
+    /// Fails with a user error if the file cannot be read, has no row, or a row is no prompt of
+    /// this model. The error names the first such row with file and line. Fails with a transient
+    /// error if the system starts no process to render a chat.
     pub fn file(&self, path: &Path, reserved: Option<&str>) -> Result<PromptFile> {
         let about = std::fs::metadata(path).map_err(|e| Error::io("read the prompts", path, &e))?;
         let cannot = || Error::user(format!("cannot read the prompts {}", path.display()));
@@ -180,7 +182,7 @@ impl<'a> PromptEncoder<'a> {
         let chat = conversation::Conversation::read(row, "messages")?.with_system(row)?;
         let record = chat.into_record(conversation::tools_of(row)?);
         let ParsedRow::Messages { messages, tools, options, .. } = record else {
-            return Err(RowError::Run(Error::internal("a chat became no messages")));
+            return Err(RowError::Run(Error::internal("a chat has no messages")));
         };
         if let Some(last) = messages.last().filter(|last| last["role"] == "assistant") {
             let text: String = conversation::text_of(last).chars().take(40).collect();
@@ -206,10 +208,11 @@ impl<'a> PromptEncoder<'a> {
         Ok(EncodedPrompt { ids, is_chat: true, notes: RowNotes { dropped, ..RowNotes::default() } })
     }
 
-    /// Returns the special token that `text` is, by which an answer can end.
+    /// Returns the special token with the text `text`, if any, at which an answer can stop.
     ///
     /// # Errors
-    /// The user's: it holds a special token beside other text, which no answer shows.
+    /// Fails with a user error if `text` contains a special token beside other text, which no
+    /// answer shows.
     pub fn stop_token(&self, text: &str) -> Result<Option<u32>> {
         if let Some(id) = self.tokenizer.token_id(text).filter(|id| self.tokenizer.is_special(*id)) {
             return Ok(Some(id));
@@ -238,7 +241,7 @@ struct EncodedPrompt {
     notes: RowNotes,
 }
 
-/// The rows of a file of prompts, for hints.
+/// The accepted rows of a file of prompts, for hints.
 const ACCEPTED: &str = "write a row a line: {\"prompt\": \"...\"} or {\"messages\": [{\"role\": \"user\", \"content\": \"...\"}]}";
 
 fn unusable(bad: &BadRow) -> Error {

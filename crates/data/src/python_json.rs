@@ -1,15 +1,15 @@
-//! JSON as Python's `json` writes and reads it: NaN, Infinity, floats beyond the largest, and escapes of half a surrogate
-//! pair, which serde_json refuses.
+//! Parses JSON like Python's `json`, with values that serde_json refuses: NaN, Infinity, too large
+//! floats, and escapes of half a surrogate pair.
 //!
-//! Text that serde_json reads is read by it alone. Only what it refuses is written anew, with marks in the place of such
-//! values (see [`super::unusable`]).
+//! serde_json reads all text that it accepts. Other text is rewritten first, with marks in place of
+//! such values (see [`super::unusable`]).
 
 use serde_json::Value;
 use serde_json::error::Result as JsonResult;
 
 use super::unusable::{MARK, Unusable};
 
-/// A parsed value, and whether marks stand in it.
+/// A parsed value, and true if it contains marks.
 pub(super) struct ParsedJson {
     pub(super) value: Value,
     pub(super) has_marks: bool,
@@ -18,7 +18,7 @@ pub(super) struct ParsedJson {
 /// Parses `bytes` as one JSON value.
 ///
 /// # Errors
-/// The first thing that Python would refuse too, where it stands in `bytes`.
+/// Fails at the first position of `bytes` that Python refuses too.
 pub(super) fn parse(bytes: &[u8]) -> JsonResult<ParsedJson> {
     let error = match serde_json::from_slice(bytes) {
         Ok(value) => return Ok(ParsedJson { value, has_marks: false }),
@@ -27,7 +27,7 @@ pub(super) fn parse(bytes: &[u8]) -> JsonResult<ParsedJson> {
     let Some(marked) = rewrite(bytes, Rewriting::Marks) else { return Err(error) };
     match serde_json::from_slice(&marked) {
         Ok(value) => Ok(ParsedJson { value, has_marks: true }),
-        // With the places of the original.
+        // The error must have the positions of the original.
         Err(_) => {
             let blank = rewrite(bytes, Rewriting::SameLength);
             Err(blank.and_then(|blank| serde_json::from_slice::<Value>(&blank).err()).unwrap_or(error))
@@ -35,7 +35,7 @@ pub(super) fn parse(bytes: &[u8]) -> JsonResult<ParsedJson> {
     }
 }
 
-/// An error of [`parse`] in words, for a text that begins on the line `first` of its file.
+/// Describes an error of [`parse`], for a text that begins on the line `first` of its file.
 pub(super) fn placed(error: &serde_json::Error, first: u64) -> String {
     let text = error.to_string();
     let reason = text.rsplit_once(" at line ").map_or(&text[..], |(reason, _)| reason);
@@ -53,13 +53,13 @@ pub(super) fn is_json(bytes: &[u8]) -> bool {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Rewriting {
-    /// Marks stand in the place of what serde_json refuses.
+    /// Marks replace values that serde_json refuses.
     Marks,
-    /// Something of the same length stands there.
+    /// Text of the same length replaces them.
     SameLength,
 }
 
-/// `bytes` in a form that serde_json reads; none where nothing is to be changed, or where a mark would be ambiguous.
+/// Rewrites `bytes` for serde_json; `None` if nothing changes, or a mark would be ambiguous.
 fn rewrite(bytes: &[u8], how: Rewriting) -> Option<Vec<u8>> {
     let mut out = Vec::with_capacity(bytes.len() + 64);
     let (mut at, mut changed) = (0, false);
@@ -114,7 +114,8 @@ fn token(rest: &[u8]) -> (usize, JsonToken) {
     }
 }
 
-/// The length of the string at the beginning of `rest`, with both quotes; all of it where the string does not end.
+/// The length of the string at the beginning of `rest`, with both quotes; that of `rest` if the
+/// string does not end.
 fn string_length(rest: &[u8]) -> usize {
     let mut at = 1;
     while at < rest.len() {
@@ -127,7 +128,8 @@ fn string_length(rest: &[u8]) -> usize {
     rest.len()
 }
 
-/// Appends a string in quotes; whether it held half of a surrogate pair, or none where it holds a mark of its own.
+/// Appends a string in quotes. Returns true if it contains half of a surrogate pair, and `None` if
+/// it contains a mark of its own.
 fn string(text: &[u8], how: Rewriting, out: &mut Vec<u8>) -> Option<bool> {
     let mut mark = [0; 4];
     let mark = MARK.encode_utf8(&mut mark).as_bytes();

@@ -13,13 +13,13 @@ use crate::recipe::enums::DataFormat;
 /// One record of a data file.
 #[derive(Debug, Clone)]
 pub struct RawRow {
-    /// Its fields, in the order of the file.
+    /// The fields of the row, in the order of the file.
     pub value: Map<String, Value>,
-    /// Where it stood.
+    /// File and position of the row.
     pub origin: Origin,
-    /// Whether it is a whole text file, to be cut into chunks instead of shortened.
+    /// True for a whole text file, which is cut into chunks instead of shortened.
     pub document: bool,
-    /// The format that its source says it has.
+    /// The format that the recipe gives its source, if any.
     pub format: Option<DataFormat>,
 }
 
@@ -32,18 +32,18 @@ pub struct DataFile {
     pub rows: Vec<RawRow>,
     /// Records that could not be read.
     pub bad: Vec<BadRow>,
-    /// What a person should know about the choice of files.
+    /// Notes for the user on the files.
     pub notes: Vec<String>,
 }
 
 /// The text of a file, in UTF-8 as far as it is text, without a byte order mark.
 pub(super) struct TextFile<'a> {
-    /// The file as it was named.
+    /// The file's path as the user named it.
     pub(super) file: Arc<Path>,
     /// The text itself.
     pub(super) bytes: Cow<'a, [u8]>,
     /// The size of the file on disk, in bytes.
     pub(super) file_bytes: u64,
-    /// Bounds of its rows, if the file was packed.
+    /// Limits of the rows, if the file is packed.
     pub(super) packed: Option<ExpansionBounds>,
 }

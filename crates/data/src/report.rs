@@ -1,4 +1,4 @@
-//! What a data set turned out to be: the figures and faults a person should see before hours of training.
+//! Report on a data set: figures and faults for the user to see before hours of training.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,7 +8,7 @@ use super::encode::{EncodedRow, Encoding, Example};
 use super::{BadRow, Origin, RowFault, RowFaultKind};
 use crate::units;
 
-/// Bad rows of one kind that are named.
+/// Number of bad rows of each kind that the report names.
 const NAMED_ROWS: usize = 3;
 
 /// The figures of a data set.
@@ -16,42 +16,42 @@ const NAMED_ROWS: usize = 3;
 pub struct DataReport {
     /// Number of files read.
     pub files: usize,
-    /// Rows found, readable or not.
+    /// Number of rows, readable or not.
     pub rows: usize,
-    /// Examples made of them.
+    /// Number of examples made of the rows.
     pub examples: usize,
-    /// The format of the rows, and why they were taken to have it.
+    /// The format of the rows, and the reason for it.
     pub why: String,
-    /// What a person should know besides.
+    /// Further notes for the user.
     pub notes: Vec<String>,
-    /// Sentences on what tokenizer and chat template make of all rows.
+    /// Warnings on the tokenizer and the chat template, for all rows.
     pub warnings: Vec<String>,
-    /// Rows that cannot be used, by kind: how many, and the first of them.
+    /// Rows that cannot be used, by kind: their number, and the first of them.
     pub bad: BTreeMap<RowFaultKind, (usize, Vec<BadRow>)>,
-    /// Rows left out because they are labelled as bad answers.
+    /// Number of rows skipped because their label marks a bad answer.
     pub left_out: usize,
-    /// Rows cut to `max_seq_len`.
+    /// Number of rows cut to `max_seq_len`.
     pub truncated: usize,
-    /// Those of them whose answer lost its end.
+    /// Number of cut rows whose answer lost its end.
     pub cut_answers: usize,
-    /// Rows left out for their length.
+    /// Number of rows skipped for their length.
     pub dropped: usize,
-    /// Rows left out because their answer begins where they are cut.
+    /// Number of rows skipped because their answer begins after the cut.
     pub cut_away: usize,
-    /// Rows whose text was cut into several examples.
+    /// Number of rows whose text was cut into several examples.
     pub chunked: usize,
-    /// Tokens of the longest row before it was cut, and where it is.
+    /// Number of tokens of the longest row before any cut, and its position.
     pub longest: Option<(usize, Origin)>,
-    /// Tokens of all examples.
+    /// Number of tokens of all examples.
     pub tokens: u64,
-    /// Tokens that are trained.
+    /// Number of trained tokens.
     pub trained_tokens: u64,
     /// Parts that the template does not print, and keys that nothing reads.
     pub note_counts: NoteCounts,
 }
 
 impl DataReport {
-    /// Rows that cannot be used.
+    /// Number of rows that cannot be used.
     pub fn num_bad(&self) -> usize {
         self.bad.values().map(|(count, _)| count).sum()
     }
@@ -69,7 +69,7 @@ impl DataReport {
         }
     }
 
-    /// Counts what became of a row and hands back its examples.
+    /// Counts the result of a row and returns its examples.
     pub(super) fn add(&mut self, row: EncodedRow, origin: &Origin) -> Vec<Example> {
         self.note_counts.add(row.notes, origin);
         let (examples, was) = match row.encoding {
@@ -109,7 +109,7 @@ impl DataReport {
 }
 
 impl DataReport {
-    /// A line for each reason for which rows are left out or cut into several examples.
+    /// Writes a line for each reason for which rows are skipped or cut into several examples.
     fn write_left_out(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The words for one row, and for more.
         let counts = [
@@ -156,8 +156,8 @@ impl fmt::Display for DataReport {
         }
         match (self.cut_answers, self.truncated) {
             (0, _) => {}
-            (_, 1) => f.write_str(", within the answer, whose end it does not teach")?,
-            (cut, _) => write!(f, ", {cut} of them within the answer, whose end they do not teach")?,
+            (_, 1) => f.write_str(", within the answer, whose end is not trained")?,
+            (cut, _) => write!(f, ", {cut} of them within the answer, whose end is not trained")?,
         }
         self.write_left_out(f)?;
         for warning in &self.warnings {

@@ -1,15 +1,16 @@
-//! Which rows share a step, and in which order steps come.
+//! Decides which rows share a step, and the order of steps.
 //!
-//! The order is a pure function of (seed, epoch, index): a run resumes by a [`Cursor`] of two numbers, and only
-//! the product of micro-batch size and accumulation decides which rows meet, not how it is split.
+//! The order is a pure function of (seed, epoch, index): a run resumes from a [`Cursor`] of two
+//! numbers. Only the product of micro-batch size and accumulation steps decides which rows share a
+//! step.
 //!
-//! A *unit* is a row or a [group](ExampleSource::group) of rows, or with packing a bin of them, packed once in a shuffled
-//! order; epochs shuffle the units.
-//! Shuffled units are sorted by length inside windows of 64 global batches before they are cut into batches, and the
-//! batches are shuffled, then each in itself: units of like length share a step, so that its micro-batches and ranks
-//! take equal time (there is no padding to save). `shuffle = false` takes rows as they stand in the files.
-//! The last, smaller batch of an epoch is a step of its own and stays last. Fractional epochs and `max_steps` count
-//! steps as transformers does: `ceil(epochs x steps per epoch)`; `max_steps` alone decides where it is given.
+//! A *unit* is a row or a [group](ExampleSource::group) of rows, or with packing a bin of them,
+//! packed once in a shuffled order; epochs shuffle the units. Shuffled units are sorted by length
+//! inside windows of 64 global batches and cut into batches; then the batches are shuffled, and each
+//! in itself. So units of similar length share a step, and its micro-batches and ranks take equal
+//! time. `shuffle = false` keeps the order of the files. The last, smaller batch of an epoch is a
+//! step of its own and stays last. Steps are counted like in transformers:
+//! `ceil(epochs x steps per epoch)`; a given `max_steps` overrides that.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,40 +20,40 @@ use super::pack::{best_fit, next_fit};
 use crate::error::{Error, Result};
 use crate::runtime::rng::{GOLDEN_GAMMA, splitmix64};
 
-/// Global batches that are sorted by length together.
+/// Number of global batches that are sorted by length together.
 const WINDOW_BATCHES: usize = 64;
 
-/// How rows are drawn; the names are the recipe's.
+/// Options of the sampler, with the names of the recipe.
 #[derive(Debug, Clone)]
 pub struct SamplerOptions {
-    /// Seeds the order.
+    /// Seed of the order.
     pub seed: u64,
-    /// Whether rows are shuffled; else they come in file order.
+    /// True to shuffle rows; else they come in file order.
     pub shuffle: bool,
-    /// Whether rows are packed into bins of `max_seq_len` tokens.
+    /// True to pack rows into bins of `max_seq_len` tokens.
     pub packing: bool,
-    /// Tokens of a bin.
+    /// Maximum tokens of a bin.
     pub max_seq_len: usize,
-    /// Units in a micro-batch.
+    /// Number of units in a micro-batch.
     pub micro_batch_size: usize,
-    /// Micro-batches in a step.
+    /// Number of micro-batches in a step.
     pub gradient_accumulation_steps: usize,
-    /// Passes over the data, perhaps with a fraction.
+    /// Number of passes over the data, perhaps with a fraction.
     pub epochs: f64,
-    /// Optimizer steps; overrides `epochs`.
+    /// Number of optimizer steps; overrides `epochs`.
     pub max_steps: Option<u64>,
 }
 
-/// How far a run has come in its data.
+/// Position of a run in its data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Cursor {
     /// Number of completed epochs.
     pub epoch: u64,
-    /// Units of this epoch already used.
+    /// Number of units of this epoch already used.
     pub index: u64,
 }
 
-/// Hands out the steps of a run.
+/// Iterates over the steps of a run.
 #[derive(Debug)]
 pub struct Sampler<'a> {
     examples: &'a dyn ExampleSource,
@@ -66,10 +67,10 @@ pub struct Sampler<'a> {
 }
 
 impl<'a> Sampler<'a> {
-    /// A sampler at the beginning of the run.
+    /// Makes a sampler at the beginning of the run.
     ///
     /// # Errors
-    /// When an option is zero or not a number, or a row does not fit into a bin.
+    /// Fails if an option is zero or not a number, or a row does not fit into a bin.
     pub fn new(examples: &'a dyn ExampleSource, options: SamplerOptions) -> Result<Self> {
         let zero = |key: &str| Err(Error::user(format!("`{key}` is 0")).because("accepted: 1 and more"));
         if options.micro_batch_size == 0 {
@@ -99,17 +100,17 @@ impl<'a> Sampler<'a> {
         Ok(Sampler { examples, options, units, lengths, cursor, order: Vec::new(), ordered_epoch: None })
     }
 
-    /// Units of an epoch: rows, or bins of rows.
+    /// Number of units of an epoch: rows, or bins of rows.
     pub fn num_units(&self) -> usize {
         self.units.len()
     }
 
-    /// Optimizer steps of a whole epoch.
+    /// Number of optimizer steps of a whole epoch.
     pub fn steps_per_epoch(&self) -> u64 {
         self.units.len().div_ceil(self.global_batch()) as u64
     }
 
-    /// Optimizer steps of the whole run.
+    /// Number of optimizer steps of the whole run.
     pub fn total_steps(&self) -> u64 {
         match self.options.max_steps {
             Some(steps) => steps,
@@ -118,21 +119,21 @@ impl<'a> Sampler<'a> {
         }
     }
 
-    /// Steps already handed out.
+    /// Number of steps already returned.
     pub fn steps_done(&self) -> u64 {
         self.cursor.epoch * self.steps_per_epoch() + self.cursor.index.div_ceil(self.global_batch() as u64)
     }
 
-    /// The micro-batch of the longest units: none of any step has more tokens.
+    /// The micro-batch of the longest units; no micro-batch of any step has more tokens.
     pub fn longest_micro_batch(&self) -> Batch {
         let mut units: Vec<usize> = (0..self.units.len()).collect();
-        // Stable: of equal ones the first.
+        // Stable: the first of equal ones.
         units.sort_by_key(|unit| std::cmp::Reverse(self.lengths[*unit]));
         let longest = units.iter().take(self.options.micro_batch_size);
         self.batch(longest.map(|unit| &self.units[*unit]), 0)
     }
 
-    /// Tokens of the largest micro-batch of the next step; none at the end of the run.
+    /// Number of tokens of the largest micro-batch of the next step; `None` at the end of the run.
     pub fn widest_of_next_step(&mut self) -> Option<usize> {
         let cursor = self.cursor;
         let step = self.next_step();
@@ -140,7 +141,7 @@ impl<'a> Sampler<'a> {
         step?.micro_batches.iter().map(Batch::len).max()
     }
 
-    /// Where the next step begins.
+    /// The position of the next step.
     pub fn cursor(&self) -> Cursor {
         self.cursor
     }
@@ -148,11 +149,11 @@ impl<'a> Sampler<'a> {
     /// Continues at a cursor of the same data and options.
     ///
     /// # Errors
-    /// When the cursor does not stand at the beginning of a step of this data.
+    /// Fails if the cursor is not at the beginning of a step of this data.
     pub fn seek(&mut self, cursor: Cursor) -> Result<()> {
         let (batch, units) = (self.global_batch() as u64, self.units.len() as u64);
         if cursor.index >= units || !cursor.index.is_multiple_of(batch) {
-            return Err(Error::user("cannot continue at the saved place in the data")
+            return Err(Error::user("cannot continue at the saved position in the data")
                 .because(format!("it is row {} of epoch {}", cursor.index, cursor.epoch))
                 .because(format!(
                     "an epoch has {units} rows in steps of {batch}: data, batch size or packing differ"
@@ -221,7 +222,7 @@ impl<'a> Sampler<'a> {
         let mut random = Random::new(self.options.seed, epoch ^ Random::BATCHES);
         random.shuffle(&mut batches);
         for units in order.chunks_mut(batch) {
-            // Sorted, they would give the last rank the longest of every step.
+            // In sorted order, the last rank would get the longest units of every step.
             random.shuffle(units);
         }
         let sorted = std::mem::take(order);
@@ -264,15 +265,15 @@ fn units(groups: &[Vec<u32>], rows: &[usize], options: &SamplerOptions) -> Vec<V
     bins.into_iter().map(rows_of).collect()
 }
 
-/// The SplitMix64 generator, one stream for each (seed, use). Our own, so
-/// that no update of a crate changes the order of anyone's data.
+/// The SplitMix64 generator, one stream for each (seed, use). No crate, so that no update of one
+/// changes the order of data.
 #[derive(Debug, Clone)]
 pub(super) struct Random(u64);
 
 impl Random {
-    /// The stream that packs.
+    /// The stream for packing.
     const PACKING: u64 = 1 << 63;
-    /// Set in the streams that shuffle batches.
+    /// The bit of streams that shuffle batches.
     const BATCHES: u64 = 1 << 62;
 
     pub(super) fn new(seed: u64, stream: u64) -> Self {
@@ -286,12 +287,13 @@ impl Random {
         splitmix64(self.0)
     }
 
-    /// A number below `n`, without bias that matters for `n` far below 2^64 (Lemire's multiplication).
+    /// A number below `n`, without bias that matters for `n` far below 2^64 (Lemire's
+    /// multiplication).
     pub(super) fn below(&mut self, n: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
     }
 
-    /// Fisher and Yates.
+    /// Shuffles in place (Fisher and Yates).
     fn shuffle(&mut self, items: &mut [u32]) {
         for last in (1..items.len()).rev() {
             let other = self.below(last as u64 + 1) as usize;

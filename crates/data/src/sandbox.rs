@@ -1,19 +1,20 @@
-//! Work on files of unknown origin in a child process with limits of memory and time.
+//! Processes files of unknown origin in a child process with limits of memory and time.
 //!
-//! A chat template is a program, and the parsers of some formats believe what a file claims: a few bytes of either can
-//! ask for terabytes, nest until the stack ends, or never end, and none of the crates that read them has a bound for
-//! all of it. A process can have one. So the binary starts itself again as such a child (`sandboxed-parser`), without an
-//! environment and with nothing open but its pipes; whatever ends the child is an error of its file, and the work of
-//! this process goes on.
+//! A chat template is a program, and the parsers of some formats trust the sizes in a file. A few
+//! bytes of either can request terabytes, overflow the stack or never end, and no crate that reads
+//! them bounds all of this. The system can limit a process. So the binary starts itself again as a
+//! child (`sandboxed-parser`), without an environment and with only its pipes open. If the child
+//! ends, its file is in error, and this process continues.
 //!
-//! The child's limits are the system's: address space, processor time of what it is asked, no new files, no core dump. A
-//! program that is not this binary (a test that calls the library) has no such child: see [`is_available`]. The child's
-//! own side is [`super::sandboxed`].
+//! The system enforces the limits: address space, processor time of a request, no new files, no
+//! core dump. A program that is not this binary (a test that calls the library) has no such child:
+//! see [`is_available`]. [`super::sandboxed`] is the child's side.
 //!
-//! A child that runs into one of these limits is the fault of its input. A child that the system does not start, that
-//! something else kills, or to which the system refuses its limits, is none: see [`ChildEnd`]. The limits end a child by
-//! SIGPROF (processor time), by an allocation that fails (memory, SIGABRT) or by the end of its stack (SIGSEGV or SIGABRT),
-//! never by SIGKILL, which is the signal of the system when memory is short, and of a person.
+//! If a child exceeds one of these limits, its input is at fault. The input is not at fault if the
+//! system does not start the child or refuses its limits, or something else kills it: see
+//! [`ChildEnd`]. The limits end a child by SIGPROF (processor time), by a failed allocation
+//! (memory, SIGABRT) or by a stack overflow (SIGSEGV or SIGABRT). They never send SIGKILL: that
+//! comes from the system when memory is short, or from a person.
 
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -25,13 +26,13 @@ use std::time::Duration;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::program;
 
-/// The first argument of the binary as a child; the second says which work it is to do.
+/// The first argument of the binary as a child; the second names its work.
 pub(super) const ARGUMENT: &str = "sandboxed-parser";
 
-/// The binary to start; none in other programs.
+/// The binary to start; unset in other programs.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// What a child does.
+/// The work of a child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SandboxedWork {
     /// Renders a chat template.
@@ -54,7 +55,7 @@ impl SandboxedWork {
         }
     }
 
-    /// The work of this name.
+    /// The work with this name.
     pub(super) fn named(name: &str) -> Option<Self> {
         let tables = [SandboxedWork::Parquet, SandboxedWork::Arrow];
         let mut all = [SandboxedWork::ChatTemplate, SandboxedWork::Tokenizer].into_iter().chain(tables);
@@ -62,35 +63,37 @@ impl SandboxedWork {
     }
 }
 
-/// From now on work is done in child processes that run `program`, a `finetune` binary. The first call decides.
+/// Enables child processes, which run `program`, a `finetune` binary. Only the first call has an
+/// effect.
 pub fn run_in(program: PathBuf) {
     PROGRAM.get_or_init(|| program);
 }
 
-/// From now on work is done in child processes that run this process's own binary, which is `finetune`.
+/// Enables child processes that run this process's own binary, which must be `finetune`.
 pub fn run_in_this_program() {
     if let Ok(program) = program::own() {
         run_in(program);
     }
 }
 
-/// Whether there are child processes to do the work in.
+/// Returns true if child processes are enabled.
 pub(super) fn is_available() -> bool {
     PROGRAM.get().is_some()
 }
 
-/// The reason for which a child gave no answer.
+/// The reason why a child gave no answer.
 #[derive(Debug, Clone)]
 pub(super) enum ChildEnd {
-    /// The input, in words: it is refused, or it took all of the child's memory, stack or processor time.
+    /// The input is at fault: the child refuses it, or it exceeds the child's memory, stack or
+    /// processor time.
     ByInput(String),
-    /// The machine: a process that does not start, or that something other than its own limits ended. The input may be
-    /// innocent, so this is never a fault of a row or of a file.
+    /// The machine is at fault: the process does not start, or something other than its own limits
+    /// ended it. This is never a fault of a row or a file.
     ByMachine(Error),
 }
 
 impl ChildEnd {
-    /// The error of having failed at `what`; its category tells the two kinds apart.
+    /// Converts to an error with the message `what`: a user error for [`ChildEnd::ByInput`].
     pub(super) fn into_error(self, what: impl Into<String>) -> Error {
         match self {
             ChildEnd::ByInput(why) => Error::user(what).because(why),
@@ -99,7 +102,7 @@ impl ChildEnd {
     }
 }
 
-/// A child process at work.
+/// A running child process.
 #[derive(Debug)]
 pub(super) struct SandboxedChild {
     process: Child,
@@ -111,27 +114,29 @@ impl SandboxedChild {
     /// Starts a child for `work`, which reads requests, or `input` instead.
     ///
     /// # Errors
-    /// Transient: the system starts no process.
+    /// Fails with a transient error if the system starts no process.
     pub(super) fn start(work: SandboxedWork, input: Option<Stdio>) -> Result<Self> {
-        let program = PROGRAM.get().ok_or_else(|| Error::internal("no program to start was named"))?;
+        let program =
+            PROGRAM.get().ok_or_else(|| Error::internal("no program for child processes is set"))?;
         let mut command = Command::new(program);
         command.args([ARGUMENT, work.name()]).env_clear().current_dir("/");
-        // Where the binary's own libraries are looked for.
+        // The binary searches its own libraries there.
         command.envs(std::env::var_os("LD_LIBRARY_PATH").map(|path| ("LD_LIBRARY_PATH", path)));
         command.stdin(input.unwrap_or_else(Stdio::piped)).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut process = command.spawn().map_err(|error| not_started(program, &error))?;
-        let replies = process.stdout.take().ok_or_else(|| Error::internal("a child without a pipe"))?;
+        let replies =
+            process.stdout.take().ok_or_else(|| Error::internal("a child process has no output pipe"))?;
         let requests = process.stdin.take().map(BufWriter::new);
         Ok(SandboxedChild { process, requests, replies: BufReader::with_capacity(1 << 16, replies) })
     }
 
-    /// The answer to `request`.
+    /// Sends `request` and returns the answer.
     ///
     /// # Errors
-    /// Why the child ended instead of answering.
+    /// Fails with the reason why the child gave no answer.
     pub(super) fn ask(&mut self, request: &[u8]) -> Result<Vec<u8>, ChildEnd> {
         if let Some(requests) = &mut self.requests {
-            // A child that has ended cannot read; the reason is found below.
+            // If the child has ended, `next` finds the reason.
             let _ = write_frame(requests, request).and_then(|()| requests.flush());
         }
         self.next()
@@ -140,7 +145,7 @@ impl SandboxedChild {
     /// The next answer.
     ///
     /// # Errors
-    /// Why the child ended instead of answering.
+    /// Fails with the reason why the child gave no answer.
     pub(super) fn next(&mut self) -> Result<Vec<u8>, ChildEnd> {
         read_frame(&mut self.replies).map_err(|error| self.why_ended(&error))
     }
@@ -148,7 +153,7 @@ impl SandboxedChild {
     fn why_ended(&mut self, error: &io::Error) -> ChildEnd {
         self.requests = None;
         if error.kind() != io::ErrorKind::UnexpectedEof {
-            // The child has not ended by itself, and might wait for a reader of its answers.
+            // The child may still run and wait for a reader of its answers.
             let _ = self.process.kill();
             let _ = self.process.wait();
             return match error.kind() {
@@ -167,16 +172,14 @@ impl SandboxedChild {
     }
 }
 
-/// The reason where a child's answer makes no sense.
-pub(super) const UNREADABLE: &str = "its process gave no answer that can be read";
+/// The reason for an answer that cannot be parsed.
+pub(super) const UNREADABLE: &str = "the answer of its process cannot be read";
 
-/// The system does not start a process: the limit that stopped it.
+/// The error of a process that does not start, with the limit to raise.
 fn not_started(program: &Path, error: &io::Error) -> Error {
-    let cannot = Error::new(
-        ErrorCategory::Transient,
-        "cannot start a process of its own for a file of unknown origin",
-    )
-    .because(format!("{}: {error}", program.display()));
+    let cannot =
+        Error::new(ErrorCategory::Transient, "cannot start a child process for a file of unknown origin")
+            .because(format!("{}: {error}", program.display()));
     match error.raw_os_error() {
         Some(libc::EAGAIN) => cannot.hint(
             "raise the limit of processes and threads (`ulimit -u`, or `pids.max` of the container), or set \
@@ -188,21 +191,24 @@ fn not_started(program: &Path, error: &io::Error) -> Error {
     }
 }
 
-/// The way out where the machine takes a child's memory or process away.
+/// The hint if the machine limits a child's memory or kills it.
 const MORE_MEMORY: &str = "raise the memory of the job (`memory.max` of the container, `ulimit -v`), or set \
      `RAYON_NUM_THREADS` lower";
 
-/// A child that is gone, and not by its own limits.
+/// The error of a child that ended, but not by its own limits.
 fn lost(why: String) -> Error {
-    Error::new(ErrorCategory::Transient, "the process for a file of unknown origin was ended from outside")
-        .because(why)
+    Error::new(
+        ErrorCategory::Transient,
+        "something outside ended the child process for a file of unknown origin",
+    )
+    .because(why)
 }
 
-/// The end of a child that wrote `said` to its standard error.
+/// Classifies the end of a child that wrote `said` to its standard error.
 fn ended(status: ExitStatus, said: &str) -> ChildEnd {
     if said.contains("memory allocation") || said.contains("out of memory") {
         if said.contains(NOT_GRANTED) {
-            let why = "it needs more memory than the machine lets it have (`ulimit -v`, `ulimit -d`)";
+            let why = "it needs more memory than the machine allows (`ulimit -v`, `ulimit -d`)";
             return ChildEnd::ByMachine(lost(why.to_owned()).hint(MORE_MEMORY));
         }
         return ChildEnd::ByInput(format!("it needs more than {} MiB of memory", MEMORY_BYTES >> 20));
@@ -221,38 +227,38 @@ fn ended(status: ExitStatus, said: &str) -> ChildEnd {
             ChildEnd::ByMachine(lost(why.to_owned()).hint(MORE_MEMORY))
         }
         (Some(libc::SIGXCPU), _) => {
-            let why = "it reached the limit of processor time that this process was started with";
+            let why = "it reached the machine's limit of processor time";
             ChildEnd::ByMachine(lost(why.to_owned()).hint("raise `ulimit -t`"))
         }
         (Some(signal), _) => ChildEnd::ByMachine(lost(format!("it was ended by signal {signal}"))),
-        // The loader of programs ends with 127 when it lacks memory or files.
+        // The program loader exits with 127 if it gets no memory or files.
         (None, Some(code)) if code == i32::from(REFUSED_BY_SYSTEM) || code == 127 => {
-            ChildEnd::ByMachine(lost(format!("the system refused it something: {}", said.trim())))
+            ChildEnd::ByMachine(lost(format!("the system refused a resource: {}", said.trim())))
         }
         (None, _) => ChildEnd::ByInput(format!("its process ended with {status}")),
     }
 }
 
-/// The exit code of a child to which the system refuses a limit, or its pipes.
+/// Exit code of a child if the system refuses a limit, or its pipes.
 pub(super) const REFUSED_BY_SYSTEM: u8 = 75;
 
-/// A child's note that the machine's limits leave it less memory than its own would.
+/// A child's note that the machine's limits allow less memory than its own limit.
 pub(super) const NOT_GRANTED: &str = "less memory granted than asked for";
 
 impl Drop for SandboxedChild {
     fn drop(&mut self) {
-        // One that ended by itself is no fault.
+        // Fails if the child has ended already, which is fine.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Memory of a child beyond what its binary needs and what it was given, in bytes.
+/// Memory of a child in bytes, beyond that of its binary and its input.
 pub(super) const MEMORY_BYTES: u64 = 512 << 20;
 
 /// Processor time of a request, or of all requests of a row, beyond that for their size.
 pub(super) const REQUEST_TIME: Duration = Duration::from_millis(800);
-/// Bytes of a file to read for which there is a second more.
+/// Bytes of a file that add one second of processor time.
 pub(super) const BYTES_PER_SECOND: u64 = 8 << 20;
 
 /// The time for the size of a request of `bytes` bytes.
@@ -260,8 +266,8 @@ pub(super) fn time_for_size(bytes: u64, bytes_per_second: u64) -> Duration {
     Duration::from_micros(bytes.saturating_mul(1_000_000) / bytes_per_second)
 }
 
-/// The reason where a child, or all children of a row, used up their processor time.
-pub(super) const TOO_LONG: &str = "it takes more processor time than a row or file is given";
+/// The reason if a child, or all children of a row, used up their processor time.
+pub(super) const TOO_LONG: &str = "it takes more processor time than a row or file may use";
 
 /// The largest frame: a row is no larger.
 const MAX_FRAME_BYTES: u64 = 4 << 30;
@@ -289,7 +295,8 @@ pub(super) fn read_frame(from: &mut impl Read) -> std::io::Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    /// The limits of a child are faults of its input; all else is none, and says which limit to raise.
+    /// Exceeding a child's limits is a fault of its input; every other end names the limit to
+    /// raise.
     #[test]
     fn an_end_from_outside_is_no_fault_of_the_input() {
         let by_signal = |signal, said: &str| ended(ExitStatus::from_raw(signal), said);

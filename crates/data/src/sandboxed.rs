@@ -1,4 +1,4 @@
-//! The binary as a child of itself: see [`super::sandbox`].
+//! The child's side of [`super::sandbox`]: the binary started by itself.
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use super::sandbox_limits::confine;
 use super::table_rows::{self, TableKind};
 use super::{template_child, tokenizer_child};
 
-/// Does the work of a child, where this process was started as one; else returns at once.
+/// Does the work of a child if this process was started as one; else returns `None` at once.
 pub fn serve_if_asked() -> Option<ExitCode> {
     let mut arguments = std::env::args_os().skip(1);
     if arguments.next()? != ARGUMENT {
@@ -22,7 +22,8 @@ pub fn serve_if_asked() -> Option<ExitCode> {
         Some(SandboxedWork::Arrow) => table_rows::serve(&limits, TableKind::Arrow),
         None => Err(io::ErrorKind::InvalidInput.into()),
     });
-    // Whoever asked sees from the broken pipe that there is no answer, and from the code whether the request is at fault.
+    // A broken pipe shows the parent that the answer is missing, and the exit code whether the
+    // request is at fault.
     Some(match served {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput) => {

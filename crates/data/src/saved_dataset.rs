@@ -1,4 +1,5 @@
-//! Folders that `Dataset.save_to_disk` of Hugging Face datasets leaves: Arrow files, and state.json, which lists them.
+//! Folders that `Dataset.save_to_disk` of Hugging Face datasets writes: Arrow files, and
+//! state.json, which lists them.
 
 use std::path::{Path, PathBuf};
 
@@ -10,10 +11,10 @@ use crate::error::{Error, Result};
 /// The list of files in a folder of a saved data set.
 const STATE: &str = "state.json";
 
-/// The files of rows in `folder`, in their order, if a data set was saved in it.
+/// The files of rows in `folder`, in their order, if it holds a saved data set.
 ///
 /// # Errors
-/// The list cannot be read, or names what is no file of the folder.
+/// Fails if the list cannot be read, or names something that is no file of the folder.
 pub(super) fn files(folder: &Path) -> Result<Option<Vec<PathBuf>>> {
     let path = folder.join(STATE);
     if !path.is_file() {
@@ -52,7 +53,7 @@ pub(super) fn files(folder: &Path) -> Result<Option<Vec<PathBuf>>> {
     Ok(Some(found))
 }
 
-/// Returns whether a file of this name holds rows that datasets computed from others, to be found again.
+/// Returns whether a file of this name is a cache of datasets, with rows computed from others.
 pub(super) fn is_cached(name: &str) -> bool {
     name.starts_with("cache-") && name.ends_with(".arrow")
 }

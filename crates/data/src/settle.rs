@@ -1,5 +1,5 @@
-//! Rows that hold values which JSON cannot (see [`super::unusable`]): null stands there then. A row is refused only if the
-//! value changes what its format makes of the row; what no format needs is left alone.
+//! Replaces values that JSON cannot hold (see [`super::unusable`]) with null. A row is refused only
+//! if the value changes the record that its format makes of the row.
 
 use serde_json::{Map, Value};
 
@@ -7,7 +7,7 @@ use super::format::convert;
 use super::unusable::{MARK, Unusable};
 use crate::recipe::enums::DataFormat;
 
-/// Paths that are remembered below one key of a row.
+/// Maximum number of recorded paths below one key of a row.
 const MAX_PATHS: usize = 64;
 
 #[derive(Debug, Clone)]
@@ -16,7 +16,7 @@ enum PathStep {
     Index(usize),
 }
 
-/// A value that is marked, and the way to it.
+/// A marked value and its path.
 struct Found {
     path: Vec<PathStep>,
     kind: Unusable,
@@ -44,10 +44,10 @@ impl Found {
     }
 }
 
-/// The row with null in the place of every marked value.
+/// Returns the row with null in place of every marked value.
 ///
 /// # Errors
-/// The reason why the row cannot be used: its format needs one of these values.
+/// Fails with the reason if the row's format requires one of these values.
 pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, String> {
     let mut found = Vec::new();
     for (key, value) in &mut row {
@@ -67,7 +67,8 @@ pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, 
     for one in &found {
         let mut other = row.clone();
         put_text(one, &mut other);
-        // Directly in a row or a message null means that there is nothing; within a call or a schema it is a value.
+        // Directly in a row or a message null means a missing value; within a call or a schema it
+        // is a value.
         let is_missing = one.kind.can_be_missing() && without.is_ok() && one.path.len() <= 3;
         if !is_missing && convert(&other, DataFormat::Auto) != without {
             return Err(format!("`{}` {}", one.shown(), one.kind.words()));
@@ -76,7 +77,7 @@ pub(super) fn settle(mut row: Map<String, Value>) -> Result<Map<String, Value>, 
     Ok(row)
 }
 
-/// Puts a text where `found` stood: a row that becomes another one by it needs the value.
+/// Puts a text in place of `found`: if the record then changes, the row requires the value.
 fn put_text(found: &Found, row: &mut Map<String, Value>) {
     if let Some(place) = found.in_row(row) {
         *place = Value::String("\u{FFFD}".to_owned());
@@ -114,7 +115,7 @@ fn take_marks(value: &mut Value, path: &mut Vec<PathStep>, found: &mut Vec<Found
     }
 }
 
-/// The members of `map`; no format has a key with half of a surrogate pair.
+/// Removes members with marked keys; no format has a key with half of a surrogate pair.
 fn without_marked_keys(map: Map<String, Value>) -> Map<String, Value> {
     map.into_iter().filter(|(key, _)| !key.contains(MARK)).collect()
 }

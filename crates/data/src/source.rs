@@ -1,10 +1,11 @@
-//! Data files to rows, each with the place where it stood.
+//! Reads data files into rows, each with its position.
 //!
-//! A source is a file or a folder (a hub data set arrives as one). Lines of JSON, a JSON array or an object that
-//! holds one, CSV and TSV with a header, Parquet and Arrow give one row a record; a `.txt` or `.md` file is one row that
-//! holds the whole text, a *document*, which encoding later cuts into consecutive chunks instead of shortening it. The
-//! container is decided by the contents of a file before its name: see `container`.
-//! A record that cannot be read is kept as a [`BadRow`], so that one broken line names itself and hides nothing.
+//! A source is a file or a folder, such as a hub data set. Lines of JSON, a JSON array or an object
+//! that holds one, CSV and TSV with a header, Parquet and Arrow give one row a record. A `.txt` or
+//! `.md` file is one row with the whole text, a *document*, which encoding cuts into consecutive
+//! chunks instead of shortening it. The contents of a file decide its container before its name
+//! does: see `container`. A record that cannot be read becomes a [`BadRow`], so that one broken
+//! line hides no other row.
 
 use std::collections::{HashSet, VecDeque};
 use std::os::unix::fs::MetadataExt;
@@ -18,16 +19,16 @@ use crate::error::{Error, Result};
 use crate::runtime::machine::host_memory;
 use crate::units;
 
-/// Folders deeper than this are not searched: data sets of the hub nest two or three levels.
+/// Maximum depth of searched folders; data sets of the hub nest two or three levels.
 const MAX_FOLDER_DEPTH: usize = 6;
 
-/// Which files of a folder are meant.
+/// The files of a folder to read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Split {
-    /// Files named for training; all files when none is named for a split.
+    /// Files named for training; all files if none is named for a split.
     #[default]
     Train,
-    /// Files named for validation, else for test; all files when none is named for a split.
+    /// Files named for validation, else for test; all files if none is named for a split.
     Eval,
     /// Files named for validation.
     Validation,
@@ -36,10 +37,10 @@ pub enum Split {
 }
 
 impl Split {
-    /// The split of files that `name` means.
+    /// Returns the split with this name.
     ///
     /// # Errors
-    /// The user's: files have no such split.
+    /// Fails with a user error if files have no such split.
     pub fn named(name: &str) -> Result<Self> {
         match name {
             "train" => Ok(Split::Train),
@@ -55,8 +56,8 @@ impl Split {
 /// Reads a data file, or all data files of a folder in the order of their names.
 ///
 /// # Errors
-/// When the path does not exist, is no data file, holds no data file, or a file as a whole cannot be read. Single
-/// records that cannot be read are in [`DataFile::bad`].
+/// Fails if the path does not exist, is no data file, holds no data file, or a file as a whole
+/// cannot be read. Single records that cannot be read are in [`DataFile::bad`].
 pub fn read(path: &Path, split: Split) -> Result<DataFile> {
     let about = std::fs::metadata(path).map_err(|e| Error::io("read the data set", path, &e))?;
     let mut source = DataFile::default();
@@ -80,7 +81,7 @@ pub fn read(path: &Path, split: Split) -> Result<DataFile> {
     Ok(source)
 }
 
-/// Refuses files that are larger than what is free: their rows are kept in memory.
+/// Refuses files that are larger than the free memory, which must hold their rows.
 fn refuse_more_than_memory(path: &Path, files: &[PathBuf]) -> Result<()> {
     let bytes: u64 = files.iter().filter_map(|file| Some(file.metadata().ok()?.len())).sum();
     match host_memory() {
@@ -101,9 +102,10 @@ fn refuse_more_than_memory(path: &Path, files: &[PathBuf]) -> Result<()> {
 #[derive(Default)]
 struct FoundFiles {
     files: Vec<PathBuf>,
-    /// Device and number of each folder that was listed: links can lead to one by many ways, or to one above.
+    /// Device and inode number of each listed folder: several links may lead to one, or to one
+    /// above.
     listed: HashSet<(u64, u64)>,
-    /// Links to folders that are still to be listed, with their depths.
+    /// Links to folders not listed yet, with their depths.
     links: VecDeque<(PathBuf, usize)>,
     notes: Vec<String>,
 }
@@ -123,7 +125,7 @@ impl FoundFiles {
         }
         let entries = std::fs::read_dir(folder).map_err(cannot)?;
         let mut paths = entries.map(|entry| Ok(entry.map_err(cannot)?.path())).collect::<Result<Vec<_>>>()?;
-        // So that of two links to one folder the same one is always left out.
+        // Of two links to one folder, the same one must always be skipped.
         paths.sort();
         for path in paths {
             let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
@@ -150,7 +152,7 @@ impl FoundFiles {
     }
 }
 
-/// Files that stand beside the data and are not data.
+/// Returns whether a file beside the data is not data itself.
 fn describes_a_data_set(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     ["readme", "license", "licence", "notice", "changelog"].iter().any(|stem| name.starts_with(stem))
@@ -225,7 +227,8 @@ impl SplitName {
         }
     }
 
-    /// The split in a file's name (`train-00000-of-00001`, `gsm8k_test`), else in those of its folders.
+    /// The split in a file's name (`train-00000-of-00001`, `gsm8k_test`), else in those of its
+    /// folders.
     fn of(root: &Path, path: &Path) -> Option<Self> {
         let inside = path.strip_prefix(root).unwrap_or(path).with_extension("");
         inside.iter().rev().filter_map(|part| part.to_str()).find_map(|part| {

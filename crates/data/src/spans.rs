@@ -1,21 +1,22 @@
-//! The parts of a rendered chat that are trained: what the assistant wrote, or messages of other roles.
+//! Finds the trained parts of a rendered chat: the assistant's text, or messages of other roles.
 //!
-//! If the template marks what the assistant wrote with `{% generation %}`, those are the parts. Else each turn is found in the rendering
-//! of the *whole* chat, since templates render a turn by its place (Qwen3 and R1 drop earlier reasoning): what stands in the
-//! whole chat is what is trained.
+//! If the template marks the assistant's text with `{% generation %}`, these are the parts. Else
+//! each turn is located in the rendering of the *whole* chat, because templates render a turn by
+//! its position (Qwen3 and R1 drop earlier reasoning).
 //!
-//! The end of a turn: the chat is rendered again with a mark in place of each text of the turn. What follows the last mark
-//! is the end of the whole chat, too, so the turn's text ends where that begins. The turn's own end token follows: it is in
-//! what the whole chat and a chat that ends with this turn (for the last turn: one that goes on) print alike after the
-//! text. The end token is trained, the newline after it is not.
+//! The end of a turn: the chat is rendered again with a mark in place of each text of the turn. The
+//! rendering after the last mark is also the end of the whole chat, so the turn's text ends before
+//! it. The turn's end token follows. To find it, a chat that ends with this turn (for the last
+//! turn: one that continues) is rendered, too: the token is in the text that both print after the
+//! mark. The end token is trained, the newline after it is not.
 //!
-//! The beginning: the chat before the turn, rendered with the generation prompt, is how the whole chat begins. Where that
-//! differs (a prompt that opens a thought which the turn does not have), the longest beginning of the prompt that stands
-//! before the turn's text is its header. Of a message of another role the text is trained, without a header, and the special
-//! token right after it.
+//! The beginning: the whole chat begins with the chat before the turn, rendered with the generation
+//! prompt. If that differs (a prompt that opens a thought which the turn does not have), the
+//! longest beginning of the prompt that is before the turn's text is its header. Of a message of
+//! another role, the text and the special token right after it are trained, without a header.
 //!
-//! The end of a turn as [`TrainedEnds`] means it: the special token, or the text that ends each answer, with which its bytes
-//! end.
+//! In [`TrainedEnds`], the end of a turn is the special token, or the text that ends each answer,
+//! at the end of its bytes.
 
 use std::ops::Range;
 
@@ -30,8 +31,8 @@ use crate::recipe::TrainedEnds;
 const HINT: &str =
     "give a template with {% generation %} tags in `data.chat_template`, or write `data.train_on = \"all\"`";
 
-/// A chat in the form that its template reads, what its row gives the template besides, and the processor time that the
-/// row has left.
+/// A chat in the form that its template reads, the row's further inputs, and the row's remaining
+/// processor time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ChatOfRow<'a> {
     pub(super) messages: &'a [Value],
@@ -41,26 +42,26 @@ pub(super) struct ChatOfRow<'a> {
 }
 
 impl<'a> ChatOfRow<'a> {
-    /// The values that the template gets beside the messages.
+    /// The inputs of the template beside the messages.
     pub(super) fn inputs(&self, add_generation_prompt: bool) -> TemplateInputs<'a> {
         TemplateInputs { tools: self.tools, add_generation_prompt, options: self.options }
     }
 }
 
-/// A rendered chat, and where it is trained.
+/// A rendered chat and its trained parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TrainedChat {
     pub(super) text: String,
     /// The trained bytes, in order.
     pub(super) spans: Vec<Range<usize>>,
-    /// The messages that are trained, with their bytes; empty where the tags of a template do not tell.
+    /// The trained messages with their bytes; empty if the template's tags do not identify them.
     pub(super) turns: Vec<(usize, Range<usize>)>,
 }
 
-/// The messages of a chat that are trained, and what tells their places.
+/// The trained messages of a chat, with the data to locate them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TrainedMessages<'a> {
-    /// A value for each message.
+    /// True for each trained message.
     pub(super) trained: &'a [bool],
     pub(super) ends: TrainedEnds,
     /// The texts of the tokenizer's special tokens, none of them empty.
@@ -71,7 +72,7 @@ pub(super) struct TrainedMessages<'a> {
 /// Renders a chat and finds the text of the messages that are `trained`.
 ///
 /// # Errors
-/// When the template refuses the chat, or its turns cannot be told apart.
+/// Fails if the template refuses the chat, or its turns cannot be located.
 pub(super) fn render_trained(
     template: &ChatTemplate,
     chat: ChatOfRow<'_>,
@@ -108,7 +109,8 @@ pub(super) fn render_trained(
     Ok(found)
 }
 
-/// The number of bytes at the end of a turn's text that end it: a special token, or `end`, which ends each answer.
+/// The number of bytes at the end of a turn's text that end it: a special token, or `end`, which
+/// ends each answer.
 fn end_len(turn: &str, special: &[&str], end: &str) -> usize {
     let text = turn.trim_end();
     let ends =
@@ -116,7 +118,8 @@ fn end_len(turn: &str, special: &[&str], end: &str) -> usize {
     ends.map(|end| turn.len() - (text.len() - end.len())).max().unwrap_or(0)
 }
 
-/// The spans that tags mark, of the turns that are `trained` among `all` of the assistant.
+/// Selects from the spans that tags mark those of the `trained` turns among `all` turns of the
+/// assistant.
 fn marked(text: String, spans: Vec<Range<usize>>, all: &[usize], trained: &[usize]) -> Result<TrainedChat> {
     if spans.len() == all.len() {
         let turns = all.iter().copied().zip(spans).filter(|(turn, _)| trained.contains(turn));
@@ -125,7 +128,7 @@ fn marked(text: String, spans: Vec<Range<usize>>, all: &[usize], trained: &[usiz
         return Ok(TrainedChat { text, spans, turns });
     }
     if all.len() != trained.len() {
-        return Err(Error::user("cannot tell the trained turns from the others").because(format!(
+        return Err(Error::user("cannot locate the trained turns of the chat").because(format!(
             "the template marks {} turns of {}",
             spans.len(),
             all.len()
@@ -135,10 +138,10 @@ fn marked(text: String, spans: Vec<Range<usize>>, all: &[usize], trained: &[usiz
 }
 
 fn ambiguous(turn: usize, why: &str) -> Error {
-    Error::user(format!("cannot tell what the assistant wrote in message {turn}")).because(why).hint(HINT)
+    Error::user(format!("cannot locate the assistant's text in message {turn}")).because(why).hint(HINT)
 }
 
-/// The search for turns in the rendering of a whole chat.
+/// Searches for turns in the rendering of a whole chat.
 struct TurnSearch<'a> {
     template: &'a ChatTemplate,
     chat: ChatOfRow<'a>,
@@ -153,7 +156,7 @@ impl TurnSearch<'_> {
         Ok(self.template.render_within(messages, &inputs, self.chat.budget)?.text)
     }
 
-    /// As [`Self::render`]; none where the template refuses the messages.
+    /// Like [`Self::render`], but `None` if the template refuses the messages.
     fn try_render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<Option<String>> {
         match self.render(messages, add_generation_prompt) {
             Err(error) if error.kind() == ErrorCategory::User => Ok(None),
@@ -176,7 +179,8 @@ impl TurnSearch<'_> {
         Ok(found)
     }
 
-    /// The bytes of a message's text and of the special token right after it; none where the template prints no text of it.
+    /// The bytes of a message's text and of the special token right after it; `None` if the
+    /// template prints no text of it.
     fn text_span(&self, turn: usize) -> Result<Option<Range<usize>>> {
         let mark = self.mark();
         let mut messages = self.chat.messages.to_vec();
@@ -187,14 +191,14 @@ impl TurnSearch<'_> {
         };
         let after = &replaced[last + mark.len()..];
         if !self.whole.ends_with(after) {
-            return Err(ambiguous(turn, "what follows the turn depends on what the turn says"));
+            return Err(ambiguous(turn, "the text after the turn depends on the text of the turn"));
         }
         let end = self.whole.len() - after.len();
         let start = common_prefix(self.whole, &replaced[..first]).min(end);
         Ok(Some(start..end + self.leading_special(after).unwrap_or(0)))
     }
 
-    /// The bytes of `turn`, which the assistant wrote, none of which are before `least`.
+    /// The bytes of the assistant's turn `turn`, from `least` on.
     fn span(&self, turn: usize, least: usize) -> Result<Range<usize>> {
         let mark = self.mark();
         let with_marks = marked_message(&self.chat.messages[turn], &mark);
@@ -202,12 +206,12 @@ impl TurnSearch<'_> {
         messages[turn] = with_marks.clone();
         let replaced = self.render(&messages, false)?;
         let (Some(first), Some(last)) = (replaced.find(&mark), replaced.rfind(&mark)) else {
-            // What the template prints of the turn is judged by its caller: it has no text of its own.
+            // The turn has no text of its own; the caller checks the printed text.
             return self.silent_span(turn, least);
         };
         let after = &replaced[last + mark.len()..];
         if !self.whole.ends_with(after) {
-            return Err(ambiguous(turn, "what follows the turn depends on what the turn says"));
+            return Err(ambiguous(turn, "the text after the turn depends on the text of the turn"));
         }
         let text_end = self.whole.len() - after.len();
         let text_start = common_prefix(self.whole, &replaced[..first]).min(text_end);
@@ -228,7 +232,7 @@ impl TurnSearch<'_> {
         Ok(start..self.last_special(start, end).unwrap_or(end))
     }
 
-    /// A mark that the chat does not hold.
+    /// A mark that the chat does not contain.
     fn mark(&self) -> String {
         let mut mark = MARK.to_owned();
         while self.whole.contains(&mark) {
@@ -259,14 +263,15 @@ impl TurnSearch<'_> {
             return Ok(shared.len());
         }
         match (self.leading_special(here), self.leading_special(there)) {
-            // The last turn of a chat ends otherwise than the others.
+            // The last turn of a chat ends differently.
             (Some(end), Some(_)) => Ok(end),
             (Some(end), None) if there.trim().is_empty() || here[end..].trim().is_empty() => Ok(end),
             _ => Ok(shared.len()),
         }
     }
 
-    /// A text without the beginning of a special token at its end, or the token that opens a result.
+    /// Removes the beginning of a special token at the end of a text, or a token that opens a
+    /// result.
     fn whole_tokens<'t>(&self, text: &'t str) -> &'t str {
         let opened = self.special.iter().filter(|token| opens_result(token));
         let text = opened.filter_map(|token| text.strip_suffix(*token)).next().unwrap_or(text);
@@ -283,7 +288,7 @@ impl TurnSearch<'_> {
             && (least..=text_end).contains(&prompt.len())
             && self.whole.starts_with(&prompt)
         {
-            // Some templates ask for nothing after a tool's result, and then write a header all the same.
+            // Some templates print no prompt after a tool's result, but then a header all the same.
             let header = self.whole[prompt.len()..text_end].starts_with(self.prompt);
             return Ok(prompt.len() + if header { self.prompt.len() } else { 0 });
         }
@@ -291,7 +296,7 @@ impl TurnSearch<'_> {
             return Err(ambiguous(turn, "it overlaps the turn before"));
         };
         if self.prompt.is_empty() {
-            // Nothing asks the assistant to write: it goes on after what stands before its text.
+            // Without a generation prompt, the turn begins right after the text before it.
             return Ok(least + before.trim_end().len());
         }
         let header = self
@@ -299,18 +304,19 @@ impl TurnSearch<'_> {
             .into_iter()
             .find_map(|beginning| before.rfind(beginning).map(|at| least + at + beginning.len()));
         header.ok_or_else(|| {
-            ambiguous(turn, "neither the chat before it nor the generation prompt tells where it begins")
+            ambiguous(turn, "neither the chat before it nor the generation prompt marks its beginning")
         })
     }
 
-    /// The generation prompt and its beginnings that end in a special token or a line, the longest first.
+    /// The generation prompt and its beginnings that end in a special token or a line, the longest
+    /// first.
     fn beginnings_of_prompt(&self) -> Vec<&str> {
         let prompt = self.prompt;
         let mut ends: Vec<usize> = prompt.match_indices('\n').map(|(at, _)| at + 1).collect();
         for token in self.special.iter() {
             ends.extend(prompt.match_indices(token).map(|(at, _)| at + token.len()));
         }
-        // The token that opens a turn says nothing of who speaks: `<|im_start|>` alone is no header.
+        // The token that opens a turn names no role: `<|im_start|>` alone is no header.
         let opening = self.leading_special(prompt).filter(|end| !prompt[*end..].trim().is_empty());
         let names_role =
             |end: &usize| opening.is_none_or(|opening| *end > opening) || opens_by_name(prompt, *end);
@@ -321,7 +327,8 @@ impl TurnSearch<'_> {
         ends.into_iter().rev().map(|end| &prompt[..end]).collect()
     }
 
-    /// The end of the last special token in a range of the whole text, if nothing but space follows it there.
+    /// The end of the last special token in a range of the whole text, if only space follows it
+    /// there.
     fn last_special(&self, start: usize, end: usize) -> Option<usize> {
         let text = &self.whole[start..end];
         let tokens = self.special.iter();
@@ -332,13 +339,13 @@ impl TurnSearch<'_> {
             return self.last_special(start, last - token.len());
         }
         Some(last).filter(|last| {
-            // Two texts may part within the token that opens the next turn.
+            // Two texts may first differ within the token that opens the next turn.
             let rest = self.whole[*last..end].trim_start();
             rest.is_empty() || self.special.iter().any(|token| token.starts_with(rest))
         })
     }
 
-    /// The end of the special token that `text` begins with, after space.
+    /// The end of the special token at the beginning of `text`, after space.
     fn leading_special(&self, text: &str) -> Option<usize> {
         let trimmed = text.trim_start();
         let ends_here = |token: &&&str| trimmed.starts_with(**token) && !opens_result(token);
@@ -347,19 +354,21 @@ impl TurnSearch<'_> {
     }
 }
 
-/// Returns whether the special token that ends at `end` of a prompt names the assistant by itself (`<|assistant|>`).
+/// Returns whether the special token that ends at `end` of a prompt names the assistant by itself
+/// (`<|assistant|>`).
 fn opens_by_name(prompt: &str, end: usize) -> bool {
     let token = prompt[..end].to_lowercase();
     ["assistant", "model", "bot", "gpt", "response"].iter().any(|name| token.contains(name))
 }
 
-/// Returns whether a special token opens the result of a call: what follows is no longer the assistant's.
+/// Returns whether a special token opens the result of a call, which is no longer the assistant's
+/// text.
 fn opens_result(token: &str) -> bool {
     let closes = token.contains('/') || (!token.starts_with("<|") && token.ends_with("|>"));
     token.contains("tool_response") && !closes
 }
 
-/// A user's next message, in the form that the chat has.
+/// Content of a user's next message, in the form of the chat.
 fn other_user(messages: &[Value]) -> Value {
     if messages.iter().any(|message| message["content"].is_array()) {
         json!([{"type": "text", "text": "a"}])
@@ -368,10 +377,10 @@ fn other_user(messages: &[Value]) -> Value {
     }
 }
 
-/// A message with `mark` in the place of each of its texts.
+/// Returns a message with `mark` in place of each of its texts.
 fn marked_message(message: &Value, mark: &str) -> Value {
     let mut message = message.clone();
-    // A turn without texts has its place all the same.
+    // A turn without texts also needs a mark.
     let silent = ["tool_calls", "reasoning_content"].iter().all(|key| message.get(key).is_none());
     for key in super::conversation::REASONING_KEYS {
         if message.get(key).is_some() {
@@ -387,15 +396,16 @@ fn marked_message(message: &Value, mark: &str) -> Value {
         match call["function"].get_mut("arguments") {
             Some(Value::String(text)) if !text.trim().is_empty() => *text = marked_json(text, mark),
             Some(Value::Object(arguments)) if !arguments.is_empty() => mark_arguments(arguments, mark),
-            // A template may print the name again with the result of the call, so it is the last to be replaced.
+            // A template may print the name again with the call's result, so it is replaced only
+            // without arguments.
             _ => call["function"]["name"] = Value::from(mark),
         }
     }
     message
 }
 
-/// Puts `mark` in the place of each text among the arguments of a call, or of the last key where none is a text: what follows
-/// the mark is then printed as before, for a quote ends a text and no number.
+/// Puts `mark` in place of each text among the arguments of a call, or else of the last key. The
+/// text after the mark is then printed as before: a quote ends a text, but not a number.
 fn mark_arguments(arguments: &mut Map<String, Value>, mark: &str) {
     let mut texts = 0;
     for text in arguments.values_mut().filter(|value| value.is_string()) {
@@ -410,7 +420,7 @@ fn mark_arguments(arguments: &mut Map<String, Value>, mark: &str) {
     }
 }
 
-/// A JSON text with `mark` within its braces, so that it ends as before.
+/// Returns a JSON text with `mark` within its braces, so that its end is unchanged.
 fn marked_json(text: &str, mark: &str) -> String {
     let body = text.trim();
     let is_object = body.strip_prefix('{').is_some_and(|body| body.ends_with('}'));

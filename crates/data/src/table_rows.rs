@@ -1,10 +1,13 @@
-//! Rows of tables in formats of their own (Parquet, Arrow): a column keeps its type and may be nested (message lists are).
+//! Rows of tables in binary formats (Parquet, Arrow): a column keeps its type and may be nested,
+//! such as message lists.
 //!
-//! The crates that read these formats believe the sizes that a file claims, and some kilobytes can claim gigabytes. So the
-//! binary reads them in a process of its own (see [`super::sandbox`]) that hands the rows over one by one.
+//! The crates that read these formats trust the sizes in a file, and some kilobytes can claim
+//! gigabytes. So the binary reads them in a child process (see [`super::sandbox`]), which sends the
+//! rows one by one.
 //!
-//! A table has every column in every row. Where a field of an object is null, the object has no such field: the row is what
-//! it was before it became part of the table, as TRL's `remove_none_values` makes it. A null within a list stays.
+//! A table has every column in every row. Null fields of an object are removed, like with TRL's
+//! `remove_none_values`: the row is then as it was before it became part of the table. A null
+//! within a list stays.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -26,7 +29,7 @@ use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, arrow_rows, parqu
 use crate::contained::contain;
 use crate::error::{Error, ErrorCategory, Result};
 
-/// Rows for which the processor time of a child is counted together.
+/// Number of rows that share one limit of a child's processor time.
 const ROWS_PER_REQUEST: u64 = 64;
 
 /// A format of tables.
@@ -38,7 +41,7 @@ pub(super) enum TableKind {
 }
 
 impl TableKind {
-    /// The format of a file that begins as `head` does.
+    /// The format of a file that begins with `head`.
     pub(super) fn of(head: &[u8]) -> Option<Self> {
         match head {
             _ if !is_binary(head) => None,
@@ -141,10 +144,10 @@ fn ask_child(
     }
 }
 
-/// The work of a child: the rows of the file that is its standard input.
+/// Runs a child: sends the rows of the file that is its standard input.
 ///
 /// # Errors
-/// Whoever asks has gone.
+/// Fails if the answers cannot be written, or the system refuses a limit.
 pub(super) fn serve(limits: &SandboxLimits, kind: TableKind) -> io::Result<()> {
     let file = File::from(io::stdin().as_fd().try_clone_to_owned()?);
     let bytes = file.metadata()?.len();

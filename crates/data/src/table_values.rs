@@ -1,4 +1,4 @@
-//! The parts that readers of tables share: how a value of a column becomes one of a row, and how reading fails.
+//! Shared parts of the readers of tables: conversion of column values, and errors of reading.
 
 use serde_json::{Map, Number, Value};
 
@@ -7,32 +7,32 @@ use super::sandbox::ChildEnd;
 use super::settle::settle;
 use super::unusable::Unusable;
 
-/// A row, or what is wrong with it.
+/// A row, or its fault.
 pub(super) type TableRow = Result<Map<String, Value>, String>;
 
-/// The error of a file that was not read to its end.
+/// Error of a file that was not read to its end.
 pub(super) enum ReadFailure {
-    /// The disk does not give its bytes.
+    /// The disk fails to read its bytes.
     Storage(String),
     /// The file or the machine is at fault.
     Child(ChildEnd),
 }
 
 impl From<String> for ReadFailure {
-    /// The contents of the file are at fault.
+    /// Converts a fault of the file's contents.
     fn from(why: String) -> Self {
         ReadFailure::Child(ChildEnd::ByInput(why))
     }
 }
 
-/// Makes objects of the fields of a table, and counts the values that have no form in a row.
+/// Makes objects of the fields of a table, and records whether a value has no form in JSON.
 #[derive(Default)]
 pub(super) struct RowMaker {
     has_marks: bool,
 }
 
 impl RowMaker {
-    /// The row of the columns `fields`.
+    /// Makes a row with `make`, and settles its marked values.
     pub(super) fn row(
         mut self,
         make: impl FnOnce(&mut Self) -> Result<Map<String, Value>, String>,
@@ -41,13 +41,13 @@ impl RowMaker {
         if self.has_marks { settle(row) } else { Ok(row) }
     }
 
-    /// A value that JSON cannot hold.
+    /// Marks a value that JSON cannot hold.
     pub(super) fn unusable(&mut self, kind: Unusable) -> Value {
         self.has_marks = true;
         kind.value()
     }
 
-    /// A float, which may be none that JSON has.
+    /// Converts a float; marks it if it is not finite.
     pub(super) fn float(&mut self, value: f64) -> Value {
         match Number::from_f64(value) {
             Some(number) => Value::Number(number),
@@ -55,7 +55,7 @@ impl RowMaker {
         }
     }
 
-    /// A value that is stored as its JSON text.
+    /// Parses a value that is stored as JSON text; text that is not JSON stays a string.
     pub(super) fn json(&mut self, text: &str) -> Value {
         match python_json::parse(text.as_bytes()) {
             Ok(parsed) => {
@@ -66,7 +66,7 @@ impl RowMaker {
         }
     }
 
-    /// Bytes, which may be a text that was written without its type.
+    /// Converts bytes, which may be a text without its type; marks them if they are not UTF-8.
     pub(super) fn bytes(&mut self, bytes: &[u8]) -> Value {
         match std::str::from_utf8(bytes) {
             Ok(text) => Value::String(text.to_owned()),
@@ -75,7 +75,7 @@ impl RowMaker {
     }
 }
 
-/// A moment of `seconds` since 1970 in UTC in the form of `strftime`; none where there is no such date.
+/// Formats `seconds` since 1970 in UTC by `strftime`; `None` if the date does not exist.
 pub(super) fn moment(seconds: i64, nanos: u32, form: &str) -> Option<String> {
     Some(chrono::DateTime::from_timestamp(seconds, nanos)?.format(form).to_string())
 }

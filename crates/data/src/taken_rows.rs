@@ -1,5 +1,6 @@
-//! The rows of a source as its table in `data.train` or `data.eval` takes them: columns by other names, a prompt made of
-//! columns, a system message, the first rows alone, a weight; and the rows that are held out of a run.
+//! Applies the table of a source in `data.train` or `data.eval` to its rows: renamed columns, a
+//! prompt made of columns, a system message, a limit of rows, a weight. Also holds out rows for
+//! evaluation.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -18,10 +19,11 @@ use crate::units;
 /// The key of the prompt that a template makes.
 const PROMPT: &str = "prompt";
 
-/// Reads the files `paths` of `source`.
+/// Reads the files `paths` of `source` and applies its table.
 ///
 /// # Errors
-/// As [`read`]; `source` names a split that files do not have, or a template that is none.
+/// Fails like [`read`], or if `source` names a split that files do not have, or an invalid
+/// template.
 pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<DataFile> {
     let name = source.split.as_ref().and_then(|split| split.name.as_deref());
     let split = name.map_or(Ok(purpose), Split::named)?;
@@ -61,14 +63,14 @@ pub fn take(source: &RowSource, paths: &[PathBuf], purpose: Split) -> Result<Dat
     Ok(taken)
 }
 
-/// Keeps these of the rows, and the bad rows that stand among them.
+/// Keeps the rows at these indices, and the bad rows between them.
 fn keep(taken: &mut DataFile, rows: Range<usize>) {
     let place = |origin: &Origin| {
         let file = taken.files.iter().position(|file| **file == *origin.file);
         let (RowOrigin::Line(at) | RowOrigin::Row(at)) = origin.place;
         (file, at)
     };
-    // None where the part begins or ends with the file.
+    // `None` if the part begins or ends with the file.
     let bound =
         |is_bound: bool, at: usize| taken.rows.get(at).filter(|_| is_bound).map(|row| place(&row.origin));
     let first = bound(rows.start > 0, rows.start);
@@ -82,7 +84,7 @@ fn keep(taken: &mut DataFile, rows: Range<usize>) {
     taken.rows = taken.rows.drain(rows).collect();
 }
 
-/// Gives a row the keys that its source says.
+/// Gives a row the keys of its source's table.
 fn shaped(row: &mut RawRow, source: &RowSource, template: Option<&PromptTemplate>) -> Result<(), String> {
     row.format = source.format;
     let value = &mut row.value;
@@ -108,7 +110,7 @@ fn shaped(row: &mut RawRow, source: &RowSource, template: Option<&PromptTemplate
     Ok(())
 }
 
-/// A text with columns in it.
+/// A text with columns to fill in.
 struct PromptTemplate(Vec<TemplatePart>);
 
 enum TemplatePart {
@@ -117,7 +119,7 @@ enum TemplatePart {
 }
 
 impl PromptTemplate {
-    /// Reads `{column}` as a column, `{{` and `}}` as braces.
+    /// Parses `{column}` as a column, `{{` and `}}` as braces.
     fn parse(text: &str) -> Result<Self> {
         let refused = |why: &str| {
             Error::user(format!("cannot use the prompt template {text:?}"))
@@ -155,10 +157,10 @@ impl PromptTemplate {
         })
     }
 
-    /// The text for a row.
+    /// Returns the text for a row.
     ///
     /// # Errors
-    /// The first column that the row does not have.
+    /// Fails with the first column that the row does not have.
     fn fill(&self, row: &Map<String, Value>) -> Result<String, String> {
         let mut filled = String::new();
         for part in &self.0 {
@@ -175,7 +177,7 @@ impl PromptTemplate {
     }
 }
 
-/// The rows as an epoch sees them: each `weight` times, of a part of a time so many rows at equal distances.
+/// Repeats each row `weight` times; a fraction repeats that share of the rows, at equal distances.
 pub fn weighted(rows: Vec<RawRow>, weight: f64) -> Vec<RawRow> {
     if weight == 1.0 {
         return rows;
@@ -192,8 +194,8 @@ pub fn weighted(rows: Vec<RawRow>, weight: f64) -> Vec<RawRow> {
     seen
 }
 
-/// The letters and digits of all texts of a row, in lower case, as a digest: rows that differ in case, spaces and
-/// punctuation alone have the same.
+/// Digest of the letters and digits of all texts of a row, in lower case. It is equal for rows that
+/// differ only in case, spaces and punctuation.
 pub(super) fn likeness(row: &Map<String, Value>) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
     row.values().for_each(|value| add_letters(value, &mut hasher));
@@ -216,11 +218,11 @@ fn add_letters(value: &Value, hasher: &mut blake3::Hasher) {
     hasher.update(b"\0");
 }
 
-/// Moves rows of `sources` out of them: a share of their rows if `size` is below 1, else so many. Which rows these are
-/// depends on `seed` and the rows' own texts: rows that are alike stay together.
+/// Moves rows out of `sources`: a share of their rows if `size` is below 1, else `size` rows.
+/// `seed` and the rows' texts select them; rows that are alike stay together.
 ///
 /// # Errors
-/// The user's: no row would be left to train on.
+/// Fails with a user error if no row remains to train on.
 pub fn hold_out(sources: &mut [DataFile], size: f64, seed: u64) -> Result<DataFile> {
     let place = |row: &RawRow| {
         let mut hasher = blake3::Hasher::new();

@@ -1,14 +1,14 @@
-//! Chat templates: the tokenizer's own Jinja, rendered byte for byte as transformers does.
+//! Chat templates: the tokenizer's own Jinja, rendered byte for byte like in transformers.
 //!
-//! A template comes from `chat_template.jinja`, from `chat_template` in tokenizer_config.json (one text, or a list
-//! or object of named ones of which `tool_use` serves rows with tools), from `additional_chat_templates/`, or from the
-//! recipe. `{% generation %}` marks what the assistant wrote: its tags are rewritten so that they print two
-//! noncharacters, which are taken out of the text again and leave the spans. `strftime_now` answers with one moment, so
-//! that the rows of one run agree: the one the template was loaded at, or that of [`ChatTemplate::at`], which all ranks
-//! of a run and a run that goes on are given.
+//! A template comes from `chat_template.jinja`, from `chat_template` in tokenizer_config.json (one
+//! text, or a list or object of named ones of which `tool_use` serves rows with tools), from
+//! `additional_chat_templates/`, or from the recipe. `{% generation %}` marks the assistant's text:
+//! its tags are rewritten to print two noncharacters, which are then removed and give the spans.
+//! `strftime_now` returns one moment for all rows of a run: that of loading, or of
+//! [`ChatTemplate::at`], which all ranks of a run and a resumed run use.
 //!
-//! A template is a program from the internet: [`super::template_engine`] bounds what it does, and the binary parses and
-//! renders it in a process of its own (see [`super::template_child`]), which bounds the rest.
+//! A template is a program from the internet: [`super::template_engine`] bounds it, and the binary
+//! parses and renders it in a child process (see [`super::template_child`]), which bounds the rest.
 
 use std::ops::Range;
 use std::sync::{LazyLock, OnceLock};
@@ -33,20 +33,20 @@ use crate::recipe::Template;
 const OPEN: char = GENERATION_MARKS[0];
 const CLOSE: char = GENERATION_MARKS[1];
 
-/// A text that names a role or ends a turn, and should be one token.
+/// Matches texts that name a role or end a turn, and should be one token.
 static MARKER: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>").expect("a pattern"));
 
-/// Bytes of a template file.
+/// Maximum bytes of a template.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 
-/// The name of the template that serves all chats but those with tools.
+/// Name of the template for all chats, except those with tools if `tool_use` exists.
 const DEFAULT: &str = "default";
 
 /// A rendered chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
-    /// The text for the tokenizer, to be encoded without special tokens.
+    /// The text for the tokenizer, which must encode it without special tokens.
     pub text: String,
     /// Byte ranges inside `{% generation %}`, in order; empty for templates without it.
     pub spans: Vec<Range<usize>>,
@@ -58,18 +58,18 @@ pub struct ChatTemplate {
     renderer: TemplateRenderer,
     marks: bool,
     asks_for_date: bool,
-    /// The template of the recipe, if it is that one.
+    /// The template of the recipe, if this is it.
     given: Option<Template>,
-    /// The forms that the template for chats without tools reads, and those of the template for chats with tools.
+    /// Forms that the templates for chats without tools and with tools read.
     forms: [OnceLock<TemplateForm>; 2],
 }
 
-/// Where templates are rendered.
+/// Renders templates in children or in this process.
 #[derive(Debug)]
 enum TemplateRenderer {
-    /// In processes of their own.
+    /// In child processes.
     Children(RenderingChildren),
-    /// In this one, where it is not the binary that could start them.
+    /// In this process, if it is not the binary that can start children.
     Here(Box<TemplateEngine>, TemplateSource),
 }
 
@@ -95,10 +95,10 @@ impl TemplateRenderer {
 }
 
 impl ChatTemplate {
-    /// The template of the tokenizer's folder, or `given` instead; `None` when there is neither.
+    /// Loads the template of the tokenizer's folder, or `given` instead; `None` without both.
     ///
     /// # Errors
-    /// When a template cannot be read or does not parse.
+    /// Fails if a template cannot be read or does not parse.
     pub fn load(tokenizer: &Tokenizer, given: Option<&Template>) -> Result<Option<Self>> {
         let templates = match given {
             Some(given) => vec![(DEFAULT.to_owned(), given.text.clone())],
@@ -115,12 +115,12 @@ impl ChatTemplate {
         Ok(Some(ChatTemplate { given: given.cloned(), ..template }))
     }
 
-    /// The template of the recipe, if it is that one and not the tokenizer's own.
+    /// The template of the recipe, if this is it and not the tokenizer's own.
     pub fn given(&self) -> Option<&Template> {
         self.given.as_ref()
     }
 
-    /// The template in words: where it comes from.
+    /// Describes the origin of the template.
     pub fn described(&self) -> String {
         match &self.given {
             None => "the tokenizer's own".to_owned(),
@@ -129,25 +129,26 @@ impl ChatTemplate {
         }
     }
 
-    /// The difference between the template of the recipe and the one that the folder of `tokenizer` has for all chats; none
-    /// where they are the same, or one of them is not there.
+    /// Describes the first difference between the template of the recipe and the default one in the
+    /// folder of `tokenizer`. `None` if they are equal, or one of them is missing.
     pub fn difference_from_own(&self, tokenizer: &Tokenizer) -> Option<String> {
         let given = self.given.as_ref()?;
         let own = stored_templates(tokenizer).ok()?;
         let (_, own) = own.iter().find(|(name, _)| name == DEFAULT).or(own.first())?;
         let (line, [there, here]) = first_difference(own, &given.text)?;
-        Some(format!("they differ in line {line}: {there:?} there, {here:?} in {}", self.described()))
+        Some(format!("they differ in line {line}: {there:?} in its own, {here:?} in {}", self.described()))
     }
 
-    /// Whether so many chats ended the template's process that no more are rendered.
+    /// Returns true if so many chats ended the template's process that no more are rendered.
     pub fn has_given_up(&self) -> bool {
         matches!(&self.renderer, TemplateRenderer::Children(children) if children.has_given_up())
     }
 
-    /// A template from its text, with the special tokens it may name (`bos_token`, `eos_token`).
+    /// Makes a template from its text, with the special tokens it may name (`bos_token`,
+    /// `eos_token`).
     ///
     /// # Errors
-    /// When it does not parse.
+    /// Fails if it does not parse.
     pub fn from_text(text: &str, tokens: &[(&str, &str)]) -> Result<Self> {
         let tokens = tokens.iter().map(|(name, token)| ((*name).to_owned(), (*token).to_owned()));
         Self::new(vec![(DEFAULT.to_owned(), text.to_owned())], tokens, clock::now())
@@ -164,7 +165,7 @@ impl ChatTemplate {
             let cannot = || Error::user(format!("cannot use the chat template `{name}`"));
             if text.len() > MAX_TEMPLATE_BYTES {
                 return Err(cannot()
-                    .because(format!("it has {} bytes; {MAX_TEMPLATE_BYTES} are accepted", text.len())));
+                    .because(format!("it has {} bytes; accepted: up to {MAX_TEMPLATE_BYTES}", text.len())));
             }
             if text.contains([OPEN, CLOSE]) {
                 return Err(cannot().because("it holds U+FDD0 or U+FDD1, which are no characters"));
@@ -180,7 +181,7 @@ impl ChatTemplate {
         Ok(ChatTemplate { renderer, marks, asks_for_date, given: None, forms: Default::default() })
     }
 
-    /// The same template with another moment for `strftime_now`.
+    /// Returns the same template with another moment for `strftime_now`.
     #[must_use]
     pub fn at(self, now: DateTime<FixedOffset>) -> Self {
         let renderer = match self.renderer {
@@ -193,25 +194,26 @@ impl ChatTemplate {
         ChatTemplate { renderer, ..self }
     }
 
-    /// The moment that `strftime_now` tells.
+    /// The moment that `strftime_now` returns.
     pub fn now(&self) -> DateTime<FixedOffset> {
         self.renderer.source().now
     }
 
-    /// Whether what it prints may depend on that moment.
+    /// Returns true if its text may depend on that moment.
     pub fn asks_for_date(&self) -> bool {
         self.asks_for_date
     }
 
-    /// Whether it marks the assistant's text with `{% generation %}`.
+    /// Returns true if it marks the assistant's text with `{% generation %}`.
     pub fn marks_generation(&self) -> bool {
         self.marks
     }
 
-    /// Returns what the template for chats with `tools`, or without, reads.
+    /// Returns the form that the template for chats with `tools`, or without, reads.
     ///
     /// # Errors
-    /// Transient: the system starts no process to render it, or something else ends that.
+    /// Fails with a transient error if the system starts no process to render it, or something
+    /// outside ends it.
     pub(super) fn form(&self, tools: bool) -> Result<&TemplateForm> {
         let known = &self.forms[usize::from(tools)];
         if let Some(form) = known.get() {
@@ -228,20 +230,21 @@ impl ChatTemplate {
         Ok(known.get_or_init(|| form))
     }
 
-    /// Returns the token that ends the assistant's turn, where that is one special token.
+    /// Returns the token that ends the assistant's turn, if that is one special token.
     ///
     /// # Errors
-    /// As [`Self::form`].
+    /// Fails like [`Self::form`].
     pub fn turn_end(&self, tokenizer: &Tokenizer) -> Result<Option<u32>> {
         let end = self.form(false)?.end.trim_start();
         let tokens = tokenizer.special_texts().filter(|token| !token.is_empty() && end.starts_with(*token));
         Ok(tokens.max_by_key(|token| token.len()).and_then(|token| tokenizer.token_id(token)))
     }
 
-    /// Returns a warning if markers of turns, such as `<|im_start|>`, are several tokens of `tokenizer`.
+    /// Returns a warning if markers of turns, such as `<|im_start|>`, are several tokens of
+    /// `tokenizer`.
     ///
     /// # Errors
-    /// As [`Self::form`]. The user's: the tokenizer cannot encode them.
+    /// Fails like [`Self::form`], or with a user error if the tokenizer cannot encode them.
     pub(super) fn split_markers(&self, tokenizer: &Tokenizer) -> Result<Option<String>> {
         let form = self.form(false)?;
         let mut split: Vec<(&str, usize)> = Vec::new();
@@ -273,7 +276,7 @@ impl ChatTemplate {
     /// Renders messages of a row in the form that the template reads.
     ///
     /// # Errors
-    /// As [`Self::render`].
+    /// Fails like [`Self::render`].
     pub fn render_fitted(
         &self,
         messages: &[serde_json::Value],
@@ -285,16 +288,17 @@ impl ChatTemplate {
     /// Renders `messages`.
     ///
     /// # Errors
-    /// The user's: what the template raises itself, and when it uses something unknown or exceeds its limits. Transient: the
-    /// system starts no process to render it, or something else ends that.
+    /// Fails with a user error if the template raises one, uses something unknown or exceeds its
+    /// limits. Fails with a transient error if the system starts no process to render it, or
+    /// something outside ends it.
     pub fn render(&self, messages: &[serde_json::Value], inputs: &TemplateInputs<'_>) -> Result<Rendered> {
         self.render_within(messages, inputs, &RowBudget::default())
     }
 
-    /// As [`Self::render`], within what is left of the processor time of its row.
+    /// Like [`Self::render`], within the remaining processor time of its row.
     ///
     /// # Errors
-    /// As [`Self::render`].
+    /// Fails like [`Self::render`].
     pub(super) fn render_within(
         &self,
         messages: &[serde_json::Value],
@@ -323,7 +327,7 @@ impl ChatTemplate {
         unmark(text).during(|| "cannot render the chat template".to_owned())
     }
 
-    /// Gives back what only rendering needs, until something is rendered again.
+    /// Ends idle child processes; the next rendering starts them again.
     pub fn release(&self) {
         if let TemplateRenderer::Children(children) = &self.renderer {
             children.end();
@@ -339,13 +343,13 @@ impl ChatTemplate {
             (Some(name), _) => Ok(name),
             (None, [name]) => Ok(*name),
             (None, names) => Err(Error::user("cannot choose a chat template")
-                .because(format!("none is named `default`; there are {}", names.join(", ")))
+                .because(format!("none is named `default`; found: {}", names.join(", ")))
                 .hint("write `data.chat_template`, the path of the one to use")),
         }
     }
 }
 
-/// Takes the marks out of a rendered text.
+/// Removes the marks from a rendered text and returns their spans.
 fn unmark(marked: String) -> Result<Rendered> {
     if !marked.contains([OPEN, CLOSE]) {
         return Ok(Rendered { text: marked, spans: Vec::new() });

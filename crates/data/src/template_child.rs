@@ -1,5 +1,5 @@
-//! Chat templates rendered by child processes (see [`super::child_pool`]): what a template does to its process, it does not
-//! do to the run.
+//! Renders chat templates in child processes (see [`super::child_pool`]), so that a template that
+//! crashes one does not crash the run.
 
 use std::io;
 
@@ -12,8 +12,8 @@ use super::template_engine::{TemplateEngine, TemplateInputs, TemplateSource};
 use super::wire;
 use crate::error::{Error, Result};
 
-/// Bytes of chats to render for which their row has a second more: to find the assistant's turns a long chat is rendered some
-/// hundred times, each time a part of it.
+/// Bytes of chats that add one second to their row's budget. To find the assistant's turns, parts
+/// of a long chat are rendered some hundred times.
 const BYTES_PER_SECOND: u64 = 1 << 20;
 
 /// Children that render the templates of one source.
@@ -27,11 +27,12 @@ impl RenderingChildren {
     /// Parses the templates of `source` in a first child.
     ///
     /// # Errors
-    /// The user's: a template does not parse. Transient: the system starts no process.
+    /// Fails with a user error if a template does not parse, or with a transient error if the
+    /// system starts no process.
     pub(super) fn new(source: TemplateSource) -> Result<Self> {
         let children = Self::of(source);
         children.pool.check().map_err(|end| match end {
-            // Which one does not parse, and why.
+            // The answer has the name of the template and the reason.
             ChildEnd::ByInput(why) => match why.split_once('\0') {
                 Some((name, why)) => {
                     Error::user(format!("cannot use the chat template `{name}`")).because(why)
@@ -53,20 +54,20 @@ impl RenderingChildren {
         format!("cannot use the chat template `{}`", names.join(", "))
     }
 
-    /// The same templates with another moment for `strftime_now`.
+    /// Returns the same templates with another moment for `strftime_now`.
     pub(super) fn at(self, now: DateTime<FixedOffset>) -> Self {
         Self::of(TemplateSource { now, ..self.source })
     }
 
-    /// What they were made from.
+    /// The source of the templates.
     pub(super) fn source(&self) -> &TemplateSource {
         &self.source
     }
 
-    /// The text that the template `name` prints for `messages`, within what is left of `budget`.
+    /// Renders `messages` with the template `name`, within the time left in `budget`.
     ///
     /// # Errors
-    /// Why there is none.
+    /// Fails with the reason if the child prints no text.
     pub(super) fn render(
         &self,
         name: &str,
@@ -83,12 +84,12 @@ impl RenderingChildren {
         String::from_utf8(text).map_err(|error| ChildEnd::ByInput(format!("it printed no UTF-8: {error}")))
     }
 
-    /// Whether so many chats ended their child that no more are rendered.
+    /// Returns true if so many chats ended their child that no more are rendered.
     pub(super) fn has_given_up(&self) -> bool {
         self.pool.has_given_up()
     }
 
-    /// Ends the children that have nothing to do; the next chat starts one again.
+    /// Ends the idle children; the next chat starts a new one.
     pub(super) fn end(&self) {
         self.pool.end();
     }
@@ -121,7 +122,7 @@ fn read_setup(mut request: &[u8]) -> Option<TemplateSource> {
     Some(TemplateSource { templates, tokens, now })
 }
 
-/// A chat to be rendered.
+/// A chat to render.
 struct RenderRequest {
     name: String,
     add_generation_prompt: bool,
@@ -155,10 +156,10 @@ impl RenderRequest {
     }
 }
 
-/// The work of a child: renders what it is asked until nobody asks.
+/// Runs a child, which renders chats until the pipe closes.
 ///
 /// # Errors
-/// As [`child_pool::serve`].
+/// Fails like [`child_pool::serve`].
 pub(super) fn serve(limits: &SandboxLimits) -> io::Result<()> {
     let set_up = |request: &[u8]| {
         let engine = TemplateEngine::new(&read_setup(request)?);

@@ -1,8 +1,9 @@
-//! The engine of chat templates: minijinja with what transformers' Jinja has, within bounds.
+//! The engine of chat templates: minijinja with the features of transformers' Jinja, within bounds.
 //!
-//! Templates reach no file and no environment, and their steps, their recursion and the text they print are bounded
-//! here. What one may hold in memory, how deep its values nest and how long one filter takes is not: minijinja has no
-//! hook for that. A process with limits has, in which the binary runs this engine (see [`super::template_child`]).
+//! Templates reach no file and no environment. This module bounds their steps, recursion and
+//! printed text, but not their memory, the depth of values or the time of one filter: minijinja has
+//! no hook for these. The limits of the child process in which the binary runs this engine bound
+//! them (see [`super::template_child`]).
 
 use std::io::{self, Write};
 
@@ -14,37 +15,38 @@ use minijinja::{Environment, ErrorKind, Value};
 use super::jinja::{self, to_template};
 use crate::contained::contain;
 
-/// Steps a rendering may take: some hundred times what a long chat needs, a fraction of a second.
+/// Maximum steps of a rendering: some hundred times those of a long chat, a fraction of a second.
 const MAX_STEPS: u64 = 3_000_000;
 /// Bytes a rendering may print beside [`TEXT_BYTES_FOR_EACH`].
 const FREE_TEXT_BYTES: usize = 1 << 20;
 /// Bytes a rendering may print for each byte of its chat.
 const TEXT_BYTES_FOR_EACH: usize = 64;
-/// Calls within calls, as minijinja counts them: a macro's call takes several. Fits the stack of a worker thread.
+/// Maximum depth of calls, as minijinja counts them: a macro's call takes several. It fits the
+/// stack of a worker thread.
 const MAX_RECURSION: usize = 250;
 
-/// The function that tells a template the date.
+/// Name of the function that returns the date.
 pub(super) const CLOCK: &str = "strftime_now";
 
-/// What a template is given beside the messages.
+/// Inputs of a template beside the messages.
 #[derive(Debug, Clone, Default)]
 pub struct TemplateInputs<'a> {
     /// The tools that the model may call, as JSON definitions.
     pub tools: Option<&'a serde_json::Value>,
-    /// Whether the text ends where the assistant is to begin.
+    /// True if the text must end where the assistant's turn begins.
     pub add_generation_prompt: bool,
     /// Further variables (`chat_template_kwargs`), an object.
     pub options: Option<&'a serde_json::Value>,
 }
 
-/// What an engine is made from.
+/// Source of an engine.
 #[derive(Debug, Clone)]
 pub(super) struct TemplateSource {
     /// Names and texts of the templates.
     pub(super) templates: Vec<(String, String)>,
     /// Names and texts of the special tokens that they may use.
     pub(super) tokens: Vec<(String, String)>,
-    /// The moment that they are told.
+    /// The moment that `strftime_now` returns.
     pub(super) now: DateTime<FixedOffset>,
 }
 
@@ -59,7 +61,7 @@ impl TemplateEngine {
     /// Parses the templates of `source`.
     ///
     /// # Errors
-    /// A template does not parse: its name, and why.
+    /// Fails with the name of a template that does not parse, and the reason.
     pub(super) fn new(source: &TemplateSource) -> Result<Self, (String, String)> {
         let mut env = environment().map_err(|why| (String::new(), why))?;
         add_clock(&mut env, source.now);
@@ -73,16 +75,16 @@ impl TemplateEngine {
         Ok(TemplateEngine { env, tokens })
     }
 
-    /// Tells another moment from now on.
+    /// Sets the moment that `strftime_now` returns.
     pub(super) fn set_clock(&mut self, now: DateTime<FixedOffset>) {
         add_clock(&mut self.env, now);
     }
 
-    /// The text that the template `name` prints for `messages`, which have `bytes` bytes together with the tools (see
-    /// [`super::wire::put_chat`]).
+    /// Renders `messages` with the template `name`. Messages and tools together have `bytes` bytes
+    /// (see [`super::wire::put_chat`]).
     ///
     /// # Errors
-    /// What the template raises itself, and when it uses something unknown or exceeds its bounds.
+    /// Fails if the template raises an error, uses something unknown or exceeds its bounds.
     pub(super) fn render(
         &self,
         name: &str,
@@ -131,10 +133,10 @@ fn add_clock(env: &mut Environment<'static>, now: DateTime<FixedOffset>) {
     });
 }
 
-/// What went wrong, as the template's author would say it.
+/// The reason of an error, in the terms of a template's author.
 fn reason(error: &minijinja::Error) -> String {
     let mut error = error;
-    // An error inside an included template or a macro is wrapped in one that only says so.
+    // An error inside an included template or a macro has an outer error without information.
     while let Some(inner) =
         std::error::Error::source(error).and_then(|e| e.downcast_ref::<minijinja::Error>())
     {
@@ -161,7 +163,7 @@ fn reason(error: &minijinja::Error) -> String {
     }
 }
 
-/// Takes text up to its limit.
+/// A writer that refuses text beyond its limit.
 struct BoundedOutput {
     text: Vec<u8>,
     most: usize,

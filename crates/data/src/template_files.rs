@@ -1,4 +1,4 @@
-//! The chat templates in the folder of a tokenizer, and what two texts differ in.
+//! The chat templates in the folder of a tokenizer, and the difference between two.
 
 use std::io;
 use std::path::Path;
@@ -7,18 +7,20 @@ use super::tokenizer::Tokenizer;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
-/// The template of a folder, where it is a file of its own, and the folder of further ones.
+/// File of a folder's template, and the folder of further ones.
 const TEMPLATE_FILE: &str = "chat_template.jinja";
 const NAMED_TEMPLATES: &str = "additional_chat_templates";
 
-/// Characters of a line that are shown, and those of them before a difference.
+/// Maximum number of shown characters of a line, and of those before a difference.
 const LONGEST: usize = 60;
 const BEFORE: usize = 20;
 
-/// Names and texts of the templates in a tokenizer's folder; a file wins over tokenizer_config.json.
+/// Names and texts of the templates in a tokenizer's folder; a file wins over
+/// tokenizer_config.json.
 ///
 /// # Errors
-/// The user's: a template cannot be read, or tokenizer_config.json has something else in its place.
+/// Fails with a user error if a template cannot be read, or `chat_template` in
+/// tokenizer_config.json is no template.
 pub fn stored_templates(tokenizer: &Tokenizer) -> Result<Vec<(String, String)>> {
     let mut templates: Vec<(String, String)> = Vec::new();
     let file = tokenizer.folder().join(TEMPLATE_FILE);
@@ -70,12 +72,13 @@ pub fn stored_templates(tokenizer: &Tokenizer) -> Result<Vec<(String, String)>> 
     Ok(templates)
 }
 
-/// A template with the line ends that Jinja gives it before it reads it.
+/// Converts the line ends of a template like Jinja does before parsing.
 pub(super) fn with_line_feeds(text: String) -> String {
     if text.contains('\r') { text.replace("\r\n", "\n").replace('\r', "\n") } else { text }
 }
 
-/// The first line in which two templates differ, with what stands there in each; none: they are the same.
+/// The first line in which two templates differ, with the text of each there; `None` if they are
+/// equal.
 pub(super) fn first_difference(one: &str, other: &str) -> Option<(usize, [String; 2])> {
     let (one, other) = (with_line_feeds(one.to_owned()), with_line_feeds(other.to_owned()));
     if one == other {
@@ -84,7 +87,7 @@ pub(super) fn first_difference(one: &str, other: &str) -> Option<(usize, [String
     let line = (0..).find(|line| one.split('\n').nth(*line) != other.split('\n').nth(*line))?;
     let [one, other] = [&one, &other].map(|text| text.split('\n').nth(line).unwrap_or_default());
     let same = one.chars().zip(other.chars()).take_while(|(a, b)| a == b).count();
-    // A template may be one line: what is shown begins a little before the difference.
+    // A template may be one line, so the shown text begins shortly before the difference.
     let shown = |text: &str| text.chars().skip(same.saturating_sub(BEFORE)).take(LONGEST).collect();
     Some((line + 1, [shown(one), shown(other)]))
 }

@@ -1,12 +1,13 @@
-//! The form in which a chat template reads messages, and messages in that form.
+//! Detects the form in which a chat template reads messages, and converts messages to it.
 //!
-//! Templates differ in what they read: content as text or as a list of parts, the arguments of a call as an object or as
-//! JSON text, a developer's message or none. What a template does not read it passes over without a word. So each template
-//! is rendered a few times with marks in the place of texts: a form is read if the mark comes back. A row that has a form
-//! which the template reads keeps it, as transformers renders it; another form is converted.
+//! Templates read different forms: content as text or as a list of parts, the arguments of a call
+//! as an object or as JSON text, a developer's message or none. A template silently skips what it
+//! does not read. So each template is rendered a few times with marks in place of texts: it reads a
+//! form if it prints the mark. A row in a form that the template reads keeps it, as in
+//! transformers; other forms are converted.
 //!
-//! Reasoning has three names. transformers 5 fills `reasoning_content` and `thinking` from whichever is there
-//! (`_alias_reasoning_fields`); here `reasoning` is filled, too.
+//! Reasoning has three names. transformers 5 fills `reasoning_content` and `thinking` from each
+//! other (`_alias_reasoning_fields`); this module also fills `reasoning`.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +17,7 @@ use super::conversation::{REASONING_KEYS, text_of};
 use super::jinja;
 use crate::error::Result;
 
-/// A text that no template changes: letters alone.
+/// A text that no template changes, because it has only letters.
 pub(super) const MARK: &str = "xqMarkZvwk";
 
 /// A part of a chat that a template may print.
@@ -54,23 +55,25 @@ pub(super) struct TemplateForm {
     reasoning: bool,
     calls: bool,
     tools: bool,
-    /// The text with which the template asks the assistant to write, after a user's message.
+    /// The generation prompt after a user's message.
     pub(super) prompt: String,
     /// The text that follows the assistant's answer to a user's message.
     pub(super) end: String,
 }
 
-/// Renders messages with tools, with the generation prompt or without; none where the template refuses them.
+/// Renders messages with tools, with the generation prompt or without; `None` if the template
+/// refuses them.
 pub(super) type RenderProbe<'a> = dyn Fn(&[Value], Option<&Value>, bool) -> Result<Option<String>> + 'a;
 
 impl TemplateForm {
-    /// Finds the forms that a template reads.
+    /// Detects the forms that a template reads.
     ///
     /// # Errors
-    /// Those of `render`: the machine's.
+    /// Fails if `render` fails, which the machine causes.
     pub(super) fn probe(render: &RenderProbe<'_>) -> Result<Self> {
         let user = [json!({"role": "user", "content": "a"})];
-        // A template that fails at the simplest chat would fail at each probe, perhaps after all of its time.
+        // A template that fails at the simplest chat fails at each probe, perhaps after its full
+        // time.
         let Some(without) = render(&user, None, false)? else { return Ok(Self::unknown()) };
         let mut content = BTreeMap::new();
         for role in ["system", "developer", "user", "assistant", "tool"] {
@@ -82,7 +85,7 @@ impl TemplateForm {
         }
         let with = render(&user, None, true)?.unwrap_or_default();
         let prompt = with.strip_prefix(&without).unwrap_or_default().to_owned();
-        // Parts are what the template reads in every role, or its calls cannot be tried.
+        // Calls are tested in the content form that the template reads.
         let mut form = TemplateForm {
             content,
             arguments: ArgumentForms { object: false, text: false },
@@ -111,8 +114,8 @@ impl TemplateForm {
         Ok(form)
     }
 
-    /// Returns whether the template prints a part of messages of `role` at all. Of a role that is not common that is not
-    /// known: yes.
+    /// Returns whether the template prints a part of messages of `role` at all; true for uncommon
+    /// roles, which are not probed.
     pub(super) fn prints_field(&self, role: &str, field: ChatField) -> bool {
         match field {
             ChatField::Content => self.prints(role),
@@ -122,7 +125,7 @@ impl TemplateForm {
         }
     }
 
-    /// The form of a template that cannot be probed: what a row has is what it is given.
+    /// The form of a template that cannot be probed: messages stay unchanged.
     fn unknown() -> Self {
         TemplateForm {
             content: BTreeMap::new(),
@@ -135,8 +138,8 @@ impl TemplateForm {
         }
     }
 
-    /// Returns whether the arguments of a call come out as JSON: with both its texts, and not as Python writes an object, nor
-    /// as JSON text within JSON text.
+    /// Returns whether the template prints the arguments of a call as JSON: with both texts, and
+    /// neither in Python's form nor as JSON text within JSON text.
     fn prints_arguments(&self, render: &RenderProbe<'_>, arguments: Value) -> Result<bool> {
         let messages = self.fitted_content(&calling("a", arguments));
         let printed = render(&messages, None, false)?.unwrap_or_default();
@@ -150,7 +153,7 @@ impl TemplateForm {
         self.content.get(role).is_none_or(|forms| forms.text || forms.parts)
     }
 
-    /// Regular messages as the template reads them.
+    /// Converts regular messages to the form that the template reads.
     pub(super) fn fit(&self, messages: &[Value]) -> Vec<Value> {
         let mut messages = self.fitted_content(messages);
         for message in messages.iter_mut().filter_map(Value::as_object_mut) {
@@ -167,7 +170,7 @@ impl TemplateForm {
     fn fitted_content(&self, messages: &[Value]) -> Vec<Value> {
         let mut messages = messages.to_vec();
         for message in &mut messages {
-            // Both say what the assistant has to obey.
+            // Both roles instruct the assistant.
             if message["role"] == "developer" && !self.prints("developer") && self.prints("system") {
                 message["role"] = Value::from("system");
             }
@@ -211,8 +214,9 @@ fn prints_mark(render: &RenderProbe<'_>, messages: &[Value]) -> Result<bool> {
     Ok(render(messages, None, false)?.is_some_and(|printed| printed.contains(MARK)))
 }
 
-/// Returns whether a template prints the text of a message's content, and not the list of its parts as Python or JSON
-/// writes it. Before a tool's result stands a call, whose arguments have one form or the other.
+/// Returns whether a template prints the text of a message's content, and not the list of its parts
+/// in Python's or JSON's form. A tool's result follows a call, so both forms of its arguments are
+/// tried.
 fn prints_content(render: &RenderProbe<'_>, role: &str, content: &Value) -> Result<bool> {
     const WRITTEN: [&str; 3] = ["'text': '", "\"text\": \"", "\"text\":\""];
     let written = WRITTEN.map(|key| format!("{key}{MARK}"));
@@ -242,10 +246,10 @@ fn calling(name: &str, arguments: Value) -> [Value; 2] {
     ]
 }
 
-/// The shortest chat in which a message of `role` has its usual place, with `content`; a tool's message after a call with
-/// `arguments`.
+/// The shortest chat with a message of `role` and `content` at its usual position; a tool's message
+/// follows a call with `arguments`.
 fn chat_with(role: &str, content: Value, arguments: Value) -> Vec<Value> {
-    // Parts in one role go with parts in the others: a template that walks parts walks them everywhere.
+    // A template that reads parts in one role reads them in all roles.
     let other = match &content {
         Value::Array(_) => json!([{"type": "text", "text": "a"}]),
         _ => Value::from("a"),

@@ -1,20 +1,20 @@
-//! The bytes of a text file as UTF-8, whatever encoding its first bytes announce.
+//! Converts a text file to UTF-8, from the encoding that its byte order mark announces.
 //!
-//! A file in another encoding that does not say so is one error that names the likely encodings and the command that
-//! converts it. A file whose other lines are UTF-8 keeps its bad lines as they are: each of them is a bad row.
+//! A file in another encoding without a mark is one error, with the likely encodings and the
+//! command to convert it. If most lines are UTF-8, each other line is a bad row.
 
 use std::borrow::Cow;
 use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Of so many lines that are not ASCII one may be UTF-8 by chance, in a file that is not.
+/// One of this many non-ASCII lines may be UTF-8 by chance, in a file that is not.
 const BY_CHANCE: usize = 10;
 
-/// The text of `bytes` without its byte order mark, and the encoding if it is not UTF-8.
+/// Returns the text of `bytes` without its byte order mark, and the encoding if it is not UTF-8.
 ///
 /// # Errors
-/// `file` is in an encoding that is not read, or is no text.
+/// Fails if `file` is in an unsupported encoding or is no text.
 pub(super) fn utf8<'a>(file: &Path, bytes: &'a [u8]) -> Result<(Cow<'a, [u8]>, Option<&'static str>)> {
     let cannot =
         |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
@@ -61,7 +61,7 @@ pub(super) fn utf8<'a>(file: &Path, bytes: &'a [u8]) -> Result<(Cow<'a, [u8]>, O
     }
 }
 
-/// The text of UTF-16 code units, or the place of the byte at which there is none.
+/// Decodes UTF-16 code units; fails with the index of the first byte that begins no character.
 fn utf16(bytes: &[u8], little: bool) -> Result<String, usize> {
     let (pairs, rest) = bytes.as_chunks::<2>();
     let unit = |pair: &[u8; 2]| if little { u16::from_le_bytes(*pair) } else { u16::from_be_bytes(*pair) };
@@ -78,11 +78,11 @@ fn utf16(bytes: &[u8], little: bool) -> Result<String, usize> {
 /// The probable encoding of bytes that are not UTF-8.
 struct EncodingGuess {
     why: String,
-    /// As `iconv` names it.
+    /// Name of the encoding for `iconv`.
     convert_from: Option<&'static str>,
 }
 
-/// A guess for a file that is not UTF-8 as a whole; none for one that is, or of which only some lines are not.
+/// Guesses the encoding of a file that is not UTF-8; `None` if all or most of its lines are.
 fn guess(bytes: &[u8]) -> Option<EncodingGuess> {
     if let Some(guess) = guess_wide(bytes) {
         return Some(guess);
@@ -120,7 +120,8 @@ fn guess(bytes: &[u8]) -> Option<EncodingGuess> {
     })
 }
 
-/// UTF-16 or UTF-32 without a byte order mark has zeros in every ASCII character; other files with many zeros are no text.
+/// Guesses UTF-16 or UTF-32 without a byte order mark, which have zeros in ASCII characters; other
+/// files with many zeros are no text.
 fn guess_wide(bytes: &[u8]) -> Option<EncodingGuess> {
     let head = &bytes[..bytes.len().min(1 << 16)];
     let zeros =

@@ -1,8 +1,8 @@
-//! Rows that are tokens already: `input_ids` and what says which of them are padding or trained.
+//! Rows of tokens: `input_ids`, with masks for padding and training.
 //!
-//! Keys and meanings are those of transformers and TRL: `attention_mask` is 0 at padding, which is left out; `labels` are the
-//! ids where they are trained and -100 elsewhere; TRL's `completion_mask` and `assistant_masks` are 1 where they are trained.
-//! Nothing is added to such a row, neither BOS nor EOS.
+//! Keys and meanings are those of transformers and TRL: `attention_mask` is 0 at padding, which is
+//! removed; `labels` are the ids of trained tokens, and -100 elsewhere; TRL's `completion_mask` and
+//! `assistant_masks` are 1 at trained tokens. Such a row gets neither BOS nor EOS.
 
 use serde_json::{Map, Value};
 
@@ -14,17 +14,17 @@ use super::{RowFault, RowFaultKind};
 pub(super) const IDS: &str = "input_ids";
 const ATTENTION: &str = "attention_mask";
 const LABELS: &str = "labels";
-/// Keys of masks that are 1 where a token is trained.
+/// Keys of masks that are 1 at trained tokens.
 const MASKS: [&str; 2] = ["completion_mask", "assistant_masks"];
-/// The keys of a row that are read.
+/// The keys of a row that this module reads.
 pub(super) const KEYS: [&str; 5] = [IDS, ATTENTION, LABELS, MASKS[0], MASKS[1]];
-/// The label of a token that is not trained, of PyTorch's cross entropy.
+/// The label of an untrained token, as in PyTorch's cross entropy.
 const NOT_TRAINED: i64 = -100;
 
-/// The row as tokens.
+/// Reads a row of tokens.
 ///
 /// # Errors
-/// A list is missing, has another length than `input_ids`, or holds what is not its own.
+/// Fails if `input_ids` is missing, or a list has another length or invalid values.
 pub(super) fn read(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
     let ids = numbers(row, IDS)?.ok_or_else(|| fault(format!("it has no `{IDS}`")))?;
     let of_row = |key: &str| match numbers(row, key)? {
@@ -62,7 +62,7 @@ pub(super) fn read(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
     Ok(ParsedRow::Tokens { ids: tokens.0, trained: tokens.1 })
 }
 
-/// The whole numbers under `key`; none where the row has no such key.
+/// The whole numbers under `key`; `None` if the row has no such key.
 fn numbers(row: &Map<String, Value>, key: &str) -> Result<Option<Vec<i64>>, RowFault> {
     let list = match row.get(key) {
         None | Some(Value::Null) => return Ok(None),

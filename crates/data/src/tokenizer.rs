@@ -1,12 +1,13 @@
 //! The tokenizer of a model folder: ids, offsets, special tokens, decoding.
 //!
-//! `tokenizer.json` decides how text becomes ids, its post-processor whether BOS or EOS is added: `add_bos_token` and its
-//! like in `tokenizer_config.json` are records of how that file was made. The other files name the special tokens and
-//! the ids that end a generation, and may list tokens that `tokenizer.json` lacks ([`super::listed_tokens`]). `clean_up_tokenization_spaces` is not applied:
-//! what is decoded is what was encoded.
+//! `tokenizer.json` decides how text becomes ids, and its post-processor adds BOS or EOS:
+//! `add_bos_token` and similar keys of `tokenizer_config.json` only record how that file was made.
+//! The other files name the special tokens and the ids that end a generation, and may list tokens
+//! missing in `tokenizer.json` ([`super::listed_tokens`]). `clean_up_tokenization_spaces` is not
+//! applied: decoding returns the encoded text.
 //!
-//! A sentencepiece `tokenizer.model` alone is refused with the command that converts it: its rules live partly in
-//! Python classes, and a guess would give ids that are silently wrong.
+//! A sentencepiece `tokenizer.model` alone is refused with the command that converts it: part of
+//! its rules is in Python classes, and a guess would give silently wrong ids.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,7 +29,7 @@ use crate::error::{Error, Result};
 /// A special token by text and id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SpecialToken {
-    /// The text as templates write it.
+    /// The text, as in templates.
     pub text: String,
     /// Id of the token.
     pub id: u32,
@@ -38,7 +39,8 @@ pub struct SpecialToken {
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// Processes that encode and decode, where the time for that may outgrow the text; none: this one does.
+    /// Child processes for tokenizers that may take more than linear time; `None`: this process
+    /// encodes.
     children: Option<Arc<TokenizingChildren>>,
     folder: PathBuf,
     config: Map<String, Value>,
@@ -51,20 +53,20 @@ pub struct Tokenizer {
     adds_bos: bool,
     vocab_size: usize,
     digest: blake3::Hash,
-    /// tokenizer.json with the tokens that other files list and it lacks; none: it has them all.
+    /// tokenizer.json with tokens that only other files list; `None` if it has them all.
     completed: Option<String>,
-    /// The share of merges that tokenizer.json asks to leave out at random, which are all done.
+    /// BPE dropout of tokenizer.json, which is disabled.
     dropout: Option<f32>,
-    /// Files that say something else than those in `folder`: name and text.
+    /// Files that differ from those in `folder`: name and text.
     changed: Vec<(String, String)>,
 }
 
 impl Tokenizer {
-    /// Reads tokenizer.json, and the special tokens from tokenizer_config.json, special_tokens_map.json,
-    /// generation_config.json and config.json where they exist.
+    /// Reads tokenizer.json, and the special tokens from tokenizer_config.json,
+    /// special_tokens_map.json, generation_config.json and config.json if they exist.
     ///
     /// # Errors
-    /// Without a tokenizer.json, and when one of the files is not what it should be.
+    /// Fails without a tokenizer.json, or if one of the files is invalid.
     pub fn load(folder: &Path) -> Result<Self> {
         let path = folder.join("tokenizer.json");
         if !path.is_file() {
@@ -79,7 +81,7 @@ impl Tokenizer {
         let completed = complete(&mut found, &path, &lists)?;
         let FoundTokenizer { inner, vocab_size, dropout } = found;
         let bytes = completed.as_ref().map_or(bytes.as_slice(), String::as_bytes);
-        // A name without a token, such as an empty text, names nothing.
+        // A name without a token, such as an empty text, is ignored.
         let token = |name: &str| {
             let text = lists.text(name)?;
             let id = inner.token_to_id(&text)?;
@@ -117,21 +119,21 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// The tokenizer in `folder`, for the model in `model`: its files say which ids end a generation.
+    /// Loads the tokenizer in `folder`; the files in `model` name the ids that end a generation.
     ///
     /// # Errors
-    /// As [`Self::load`].
+    /// Fails like [`Self::load`].
     pub fn load_for(folder: &Path, model: &Path) -> Result<Self> {
         let mut tokenizer = Self::load(folder)?;
         tokenizer.eos_ids = eos_ids(model, tokenizer.eos.as_ref())?;
         Ok(tokenizer)
     }
 
-    /// Adds `texts` as tokens that are not special, with the ids after the last; a text that is one of the added
-    /// tokens already, or in the vocabulary, keeps its id. Returns the id of each.
+    /// Adds `texts` as tokens that are not special, with the ids after the last. A text that is an
+    /// added token already, or in the vocabulary, keeps its id. Returns the id of each.
     ///
     /// # Errors
-    /// tokenizer.json numbers its tokens otherwise than transformers does, so that a new one has no free id.
+    /// Fails if the ids of tokenizer.json have holes, so that a new token gets another id.
     pub fn add_tokens(&mut self, texts: &[String]) -> Result<Vec<u32>> {
         let known: BTreeMap<String, u32> = self
             .inner
@@ -156,7 +158,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// Goes on with the tokenizer that the changed files describe.
+    /// Replaces the tokenizer with the one that the changed files describe.
     fn rewrite(&mut self, new: &[NewToken]) -> Result<()> {
         let path = self.folder.join("tokenizer.json");
         let own = match &self.completed {
@@ -172,11 +174,11 @@ impl Tokenizer {
                 self.folder.display()
             ))
             .because(format!(
-                "its largest id is {}, but a new token gets id {}: its ids have holes; accepted: ids without",
+                "its largest id is {}, but a new token gets id {}: its ids have holes; accepted: ids without holes",
                 self.vocab_size.saturating_sub(1),
                 inner.token_to_id(token.text()).map_or_else(|| "none".into(), |id| id.to_string())
             ))
-            .hint("take tokens that the tokenizer has and nothing uses; tokenizer_config.json lists reserved ones"));
+            .hint("use reserved tokens of the tokenizer instead; tokenizer_config.json lists them"));
         }
         (self.vocab_size, self.digest) = (vocab_size, blake3::hash(tokenizer.as_bytes()));
         (self.children, self.inner) = (children(&inner, tokenizer.as_bytes()), inner);
@@ -191,10 +193,10 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The text of tokenizer.json as it is used: with the tokens that other files list.
+    /// The text of tokenizer.json with the tokens that other files list.
     ///
     /// # Errors
-    /// The user's: the file is too long or cannot be read.
+    /// Fails with a user error if the file is too long or cannot be read.
     pub fn json(&self) -> Result<Vec<u8>> {
         let path = self.folder.join("tokenizer.json");
         match &self.completed {
@@ -203,17 +205,17 @@ impl Tokenizer {
         }
     }
 
-    /// The files that describe this tokenizer otherwise than those in its folder, because tokens were added: names and
-    /// texts.
+    /// Names and texts of the files that added tokens change, compared to its folder.
     pub fn changed_files(&self) -> &[(String, String)] {
         &self.changed
     }
 
-    /// Ids of `text`; with `add_special`, with what the post-processor adds.
+    /// Encodes `text` to ids; with `add_special`, with the tokens of the post-processor.
     ///
     /// # Errors
-    /// The user's: the tokenizer's model has no token for a part of the text and no unknown token, or takes too long.
-    /// Transient: the system starts no process to encode it, or something else ends that.
+    /// Fails with a user error if the model has no token for a part of the text and no unknown
+    /// token, or takes too long. Fails with a transient error if the system starts no process to
+    /// encode it, or something outside ends it.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         if self.children.is_some() || long_text::is_long(text) {
             return Ok(self.encode_with_last_offsets(text, add_special, &RowBudget::default())?.ids);
@@ -222,11 +224,11 @@ impl Tokenizer {
         ids.map_err(|why| self.cannot(ENCODE, ChildEnd::ByInput(why)))
     }
 
-    /// Ids of `text`, and the bytes that the last of them cover: of a long text some ten thousand, of another all. Within
-    /// what is left of the processor time of its row.
+    /// Encodes `text` within the remaining processor time of its row. Returns all ids, and the byte
+    /// ranges of the last ones: some ten thousand for a long text, else all.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// Fails like [`Self::encode`].
     pub(super) fn encode_with_last_offsets(
         &self,
         text: &str,
@@ -248,18 +250,18 @@ impl Tokenizer {
         Ok(encoded)
     }
 
-    /// Ids of `text` with the bytes they cover.
+    /// Encodes `text` to ids with the bytes that they cover.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// Fails like [`Self::encode`].
     pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
         self.encode_within(text, add_special, &RowBudget::default())
     }
 
-    /// As [`Self::encode_with_offsets`], within what is left of the processor time of its row.
+    /// Like [`Self::encode_with_offsets`], within the remaining processor time of its row.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// Fails like [`Self::encode`].
     pub(super) fn encode_within(&self, text: &str, add_special: bool, budget: &RowBudget) -> Result<Encoded> {
         if long_text::is_long(text) {
             let whole = long_text::encode_in_pieces(text, |part| self.encode_within(part, false, budget))?;
@@ -272,26 +274,26 @@ impl Tokenizer {
         encoded.map_err(|end| self.cannot(ENCODE, end))
     }
 
-    /// Ids of a short text without the added tokens, whatever the text is: by the model after normalizer and pre-tokenizer.
+    /// Encodes a short text without added tokens: by normalizer, pre-tokenizer and model only.
     ///
     /// # Errors
-    /// As [`Self::encode`].
+    /// Fails like [`Self::encode`].
     pub(super) fn encode_as_text(&self, text: &str) -> Result<Encoded> {
         let encoded = found_tokenizer::encode_as_text(&self.inner, text).map_err(ChildEnd::ByInput);
         encoded.map_err(|end| self.cannot(ENCODE, end))
     }
 
-    /// Returns whether so many rows ended the tokenizer's process that no more are encoded.
+    /// Returns true if so many rows ended the tokenizer's process that no more are encoded.
     pub fn has_given_up(&self) -> bool {
         self.children.as_ref().is_some_and(|children| children.has_given_up())
     }
 
-    /// Gives back what only encoding needs, until something is encoded again.
+    /// Ends idle child processes; the next encoding starts them again.
     pub fn release(&self) {
         self.children.iter().for_each(|children| children.end());
     }
 
-    /// What the post-processor puts before and after a text.
+    /// Tokens that the post-processor puts before and after a text.
     fn special_around(&self) -> Result<(Vec<u32>, Vec<u32>)> {
         let (with, without) = (self.encode("a", true)?, self.encode("a", false)?);
         let own = with.windows(without.len().max(1)).position(|part| part == without).ok_or_else(|| {
@@ -301,7 +303,7 @@ impl Tokenizer {
         Ok((with[..own].to_vec(), with[own + without.len()..].to_vec()))
     }
 
-    /// Tokens of a text, and those that the post-processor puts before and after any.
+    /// Adds the tokens that the post-processor puts before and after a text.
     fn with_special(&self, text: Encoded) -> Result<Encoded> {
         let (before, after) = self.special_around()?;
         let none = |tokens: &[u32]| vec![0..0; tokens.len()];
@@ -311,10 +313,10 @@ impl Tokenizer {
         })
     }
 
-    /// The text of `ids`; `skip_special` leaves the special tokens out.
+    /// Decodes `ids`; `skip_special` skips the special tokens.
     ///
     /// # Errors
-    /// When the decoder of tokenizer.json fails.
+    /// Fails if the decoder of tokenizer.json fails.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         let shown: Vec<u32>;
         let ids = if skip_special {
@@ -330,7 +332,7 @@ impl Tokenizer {
         text.map_err(|end| self.cannot("decode tokens with", end))
     }
 
-    /// Decodes ids one by one as they are generated.
+    /// Returns a decoder for ids that arrive one by one.
     pub fn stream(&self, skip_special: bool) -> TextStream<'_> {
         TextStream { tokenizer: self, skip_special, ids: Vec::new(), shown: String::new() }
     }
@@ -345,32 +347,33 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// The begin-of-sequence token, if there is one.
+    /// The begin-of-sequence token, if any.
     pub fn bos(&self) -> Option<&SpecialToken> {
         self.bos.as_ref()
     }
 
-    /// The end-of-sequence token, if there is one: what is appended to a row.
+    /// The end-of-sequence token, if any, which ends a row.
     pub fn eos(&self) -> Option<&SpecialToken> {
         self.eos.as_ref()
     }
 
-    /// The padding token, if there is one.
+    /// The padding token, if any.
     pub fn pad(&self) -> Option<&SpecialToken> {
         self.pad.as_ref()
     }
 
-    /// Every id that ends a generation: the EOS token and those of generation_config.json (else config.json).
+    /// Every id that ends a generation: the EOS token and those of generation_config.json (else
+    /// config.json).
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids
     }
 
-    /// Whether `id` is a special token.
+    /// Returns true if `id` is a special token.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.contains_key(&id)
     }
 
-    /// The added tokens, each with whether it is special.
+    /// The added tokens, each with true if it is special.
     pub(super) fn added_texts(&self) -> impl Iterator<Item = (String, bool)> {
         self.inner.get_added_tokens_decoder().into_values().map(|token| (token.content, token.special))
     }
@@ -380,12 +383,12 @@ impl Tokenizer {
         self.special.values().map(String::as_str)
     }
 
-    /// The special tokens by the names templates use: `bos_token`, `eos_token`, `unk_token`, ...
+    /// The special tokens by their names in templates: `bos_token`, `eos_token`, `unk_token`, ...
     pub fn named_tokens(&self) -> impl Iterator<Item = (String, String)> {
         self.named.iter().map(|(name, token)| (name.clone(), token.clone()))
     }
 
-    /// Whether encoding with special tokens puts BOS in front.
+    /// Returns true if encoding with special tokens puts BOS first.
     pub fn adds_bos(&self) -> bool {
         self.adds_bos
     }
@@ -395,7 +398,7 @@ impl Tokenizer {
         self.vocab_size
     }
 
-    /// The folder it was read from.
+    /// The folder of the tokenizer's files.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -405,11 +408,11 @@ impl Tokenizer {
         &self.config
     }
 
-    /// What of tokenizer.json is not done, in words.
+    /// A note if the BPE dropout of tokenizer.json is disabled.
     pub fn left_out(&self) -> Option<String> {
         let share = self.dropout?;
         Some(format!(
-            "tokenizer.json of {} asks to leave out {share} of the merges at random (`model.dropout`): all are done, so that a text has the same tokens each time",
+            "tokenizer.json of {} has a BPE dropout of {share} (`model.dropout`): it is disabled, so that a text always has the same tokens",
             self.folder.display()
         ))
     }
@@ -430,7 +433,7 @@ impl Tokenizer {
     }
 }
 
-/// Turns ids into text as they come, holding back bytes of a character that is not complete yet.
+/// Decodes ids one by one, and holds back bytes of an incomplete character.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
@@ -440,10 +443,10 @@ pub struct TextStream<'a> {
 }
 
 impl TextStream<'_> {
-    /// The text that `id` adds; empty while a character is incomplete.
+    /// Returns the text that `id` adds; empty while a character is incomplete.
     ///
     /// # Errors
-    /// As [`Tokenizer::decode`].
+    /// Fails like [`Tokenizer::decode`].
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
@@ -455,8 +458,9 @@ impl TextStream<'_> {
         Ok(new)
     }
 
-    /// What of `text` has not been shown, which then counts as shown. A decoder may rewrite what it gave before
-    /// (bytes that turn out to be no character): what follows the common beginning is new.
+    /// Returns the part of `text` not shown yet, and marks it as shown. A decoder may rewrite
+    /// earlier text (bytes that are no character after all): text after the common beginning is
+    /// new.
     fn unseen<'t>(&mut self, text: &'t str) -> &'t str {
         let same = |((_, a), b): &((usize, char), char)| a == b;
         let common = text.char_indices().zip(self.shown.chars()).take_while(same).last();
@@ -465,17 +469,17 @@ impl TextStream<'_> {
         &text[from..]
     }
 
-    /// What is still held back at the end of a generation.
+    /// Returns the text still held back at the end of a generation.
     ///
     /// # Errors
-    /// As [`Tokenizer::decode`].
+    /// Fails like [`Tokenizer::decode`].
     pub fn finish(mut self) -> Result<String> {
         let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
         Ok(self.unseen(&text).to_owned())
     }
 
-    /// Keeps the cost of a long generation linear: only the last ids matter for the text of the next. A cut is made
-    /// where the remaining ids decode to the end of the whole text, so that no decoder rule is broken by it.
+    /// Drops old ids, so that the cost of a long generation is linear. It does so only if the last
+    /// ids decode to the end of the whole text, so that no decoder rule breaks.
     fn forget_old(&mut self, text: &str) -> Result<()> {
         const WINDOW: usize = 32;
         if self.ids.len() < 2 * WINDOW {
@@ -487,21 +491,21 @@ impl TextStream<'_> {
             self.shown = kept;
             self.ids = tail;
         } else {
-            // A decoder that drops a leading space still ends the same way.
+            // The decoder depends on earlier ids: keep them all.
             self.ids.extend(tail);
         }
         Ok(())
     }
 }
 
-/// The doing that an error of encoding names.
+/// The action that an error of encoding names.
 const ENCODE: &str = "encode a text with";
 
-/// Adds the tokens to `found`, read from `path`, that the other files list. Returns the text of tokenizer.json with them;
-/// none if it has them all.
+/// Adds the tokens that the other files list to `found`, read from `path`. Returns the text of
+/// tokenizer.json with them; `None` if it has them all.
 ///
 /// # Errors
-/// The user's: the lists are too long, or the tokens do not get the ids in the text that they have without it.
+/// Fails with a user error if the lists are too long, or the tokens get other ids in that text.
 fn complete(found: &mut FoundTokenizer, path: &Path, lists: &TokenLists<'_>) -> Result<Option<String>> {
     let failed = |why: String| {
         Error::user(format!("cannot add the tokens that files beside {} list", path.display())).because(why)
@@ -528,8 +532,8 @@ fn file_text(file: Map<String, Value>) -> String {
     format!("{:#}\n", Value::Object(file))
 }
 
-/// The processes that work with the tokenizer.json of these `bytes`, which `inner` was built from; none, where that takes
-/// time in proportion to the text, or where this program cannot start them.
+/// Makes child processes for the tokenizer.json in `bytes`, from which `inner` was built. `None` if
+/// it takes linear time, or this program cannot start them.
 fn children(inner: &tokenizers::Tokenizer, bytes: &[u8]) -> Option<Arc<TokenizingChildren>> {
     let apart = sandbox::is_available() && !linear_cost::is_linear(inner);
     apart.then(|| Arc::new(TokenizingChildren::new(bytes)))
@@ -553,7 +557,7 @@ fn missing_tokenizer(folder: &Path) -> Error {
     }
 }
 
-/// The object in a JSON file; empty when the file does not exist.
+/// Reads the object in a JSON file; empty if the file does not exist.
 fn read_object(path: &Path) -> Result<Map<String, Value>> {
     if !path.exists() {
         return Ok(Map::new());
@@ -574,7 +578,7 @@ fn parse_object(path: &Path, text: &str) -> Result<Map<String, Value>> {
 fn eos_ids(folder: &Path, eos: Option<&SpecialToken>) -> Result<Vec<u32>> {
     let mut ids: Vec<u32> = eos.iter().map(|eos| eos.id).collect();
     let mut add = |map: &Map<String, Value>| {
-        // A model for images has the ids with its text part.
+        // A model for images has the ids in its text part.
         let text = map.get("text_config").and_then(|text| text.get("eos_token_id"));
         let found = match map.get("eos_token_id").filter(|id| !id.is_null()).or(text) {
             Some(Value::Array(list)) => list.iter().filter_map(Value::as_u64).collect(),

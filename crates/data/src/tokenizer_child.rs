@@ -1,11 +1,11 @@
-//! Tokenizers of unknown cost in child processes (see [`super::child_pool`]).
+//! Runs tokenizers of unknown cost in child processes (see [`super::child_pool`]).
 //!
-//! Whoever writes a tokenizer.json chooses its patterns, and some take time with the square of the text, for which the
-//! crates have no bound; a thread that computes cannot be ended, a process can. To read a large tokenizer.json takes a
-//! second and 100 MB, which each child would need. So [`super::linear_cost`] looks at what a file describes. A tokenizer
-//! whose parts are all known to take time in proportion to the text works in the process of the run: those of the families
-//! that finetune trains, whose patterns are listed there. Any other works in children, as many as threads encode at once,
-//! within the processor time of its row.
+//! The author of a tokenizer.json chooses its patterns, and some take time with the square of the
+//! text. The crates have no bound for that, and only a process can be ended, not a thread. But each
+//! child must read tokenizer.json, which takes a second and 100 MB if it is large. So
+//! [`super::linear_cost`] checks the parts of a tokenizer. If all are known to take linear time, as
+//! in the families that finetune trains, it runs in the process of the run. Any other runs in
+//! children, as many as threads encode at once, within the processor time of its row.
 
 use std::io;
 use std::path::Path;
@@ -17,10 +17,10 @@ use super::sandbox::{ChildEnd, SandboxedWork, UNREADABLE};
 use super::sandbox_limits::SandboxLimits;
 use super::wire;
 
-/// Bytes of a text for which there is a second more: a hundredth of the usual speed.
+/// Bytes of a text that add one second to its row's budget: a hundredth of the usual speed.
 const BYTES_PER_SECOND: u64 = 32 << 10;
 
-/// The first byte of a request.
+/// First byte of a request.
 const ENCODE: u8 = 0;
 const ENCODE_WITH_SPECIAL: u8 = 1;
 const DECODE: u8 = 2;
@@ -30,15 +30,15 @@ const DECODE: u8 = 2;
 pub(super) struct TokenizingChildren(ChildPool);
 
 impl TokenizingChildren {
-    /// Children that work with the tokenizer.json of these bytes.
+    /// Makes children for the tokenizer.json in `bytes`.
     pub(super) fn new(bytes: &[u8]) -> Self {
         TokenizingChildren(ChildPool::new(SandboxedWork::Tokenizer, bytes.to_vec(), BYTES_PER_SECOND))
     }
 
-    /// Ids of `text` with the bytes they cover.
+    /// Encodes `text` to ids with the bytes that they cover.
     ///
     /// # Errors
-    /// The child gave none, with the reason.
+    /// Fails with the reason if the child gives no answer.
     pub(super) fn encode(
         &self,
         text: &str,
@@ -50,10 +50,10 @@ impl TokenizingChildren {
         read_encoded(&answer).ok_or_else(|| ChildEnd::ByInput(UNREADABLE.to_owned()))
     }
 
-    /// The text of `ids`.
+    /// Decodes `ids`.
     ///
     /// # Errors
-    /// The child gave none, with the reason.
+    /// Fails with the reason if the child gives no answer.
     pub(super) fn decode(&self, ids: &[u32]) -> Result<String, ChildEnd> {
         let mut request = vec![DECODE];
         request.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
@@ -61,18 +61,18 @@ impl TokenizingChildren {
         String::from_utf8(text).map_err(|_| ChildEnd::ByInput(UNREADABLE.to_owned()))
     }
 
-    /// Returns whether so many rows ended their child that no more are encoded.
+    /// Returns true if so many rows ended their child that no more are encoded.
     pub(super) fn has_given_up(&self) -> bool {
         self.0.has_given_up()
     }
 
-    /// Ends the children that have nothing to do; the next text starts one again.
+    /// Ends the idle children; the next text starts a new one.
     pub(super) fn end(&self) {
         self.0.end();
     }
 }
 
-/// Each token as its id and the bytes that it covers.
+/// Serializes each token as its id and the bytes that it covers.
 fn put_encoded(encoded: &Encoded) -> Vec<u8> {
     let tokens = encoded.ids.iter().zip(&encoded.offsets);
     let numbers = tokens.flat_map(|(id, at)| [u64::from(*id), at.start as u64, at.end as u64]);
@@ -89,10 +89,10 @@ fn read_encoded(mut answer: &[u8]) -> Option<Encoded> {
     Some(encoded)
 }
 
-/// The work of a child: encodes and decodes what it is asked until nobody asks.
+/// Runs a child, which encodes and decodes until the pipe closes.
 ///
 /// # Errors
-/// As [`child_pool::serve`].
+/// Fails like [`child_pool::serve`].
 pub(super) fn serve(limits: &SandboxLimits) -> io::Result<()> {
     let set_up = |bytes: &[u8]| {
         Some(FoundTokenizer::read(bytes, Path::new("tokenizer.json")).map_err(|error| error.in_one_line()))

@@ -1,8 +1,8 @@
-//! What a tokenizer.json asks for, looked at before the crate `tokenizers` builds it.
+//! Checks the sizes in a tokenizer.json before the crate `tokenizers` builds it.
 //!
-//! The crate takes any number that parses: an id of 2^32 - 1 with a table of so many, a chain of replacements of which
-//! each doubles the text, a pattern that matches nothing everywhere. Sizes are checked here; what panics in the crate
-//! becomes an error where it is called (see [`super::tokenizer`]).
+//! The crate accepts any number that parses: an id of 2^32 - 1 with a table of that length, a chain
+//! of replacements that each double the text, a pattern that matches empty text everywhere. This
+//! module checks sizes; panics of the crate become errors at its calls (see [`super::tokenizer`]).
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -10,27 +10,30 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::Value;
 
-/// Bytes of the largest tokenizer.json: four times that of the largest vocabulary in use.
+/// Maximum bytes of tokenizer.json: four times those of the largest vocabulary in use.
 pub(crate) const MAX_TOKENIZER_BYTES: u64 = 128 << 20;
-/// The largest id: sixteen times that of the largest vocabulary in use. Tables are as long as it.
+/// Exclusive limit of ids: sixteen times that of the largest vocabulary in use. It bounds the
+/// length of tables.
 pub(super) const MAX_ID: u32 = 1 << 24;
-/// Values in the parts beside the vocabulary: thousands of times what any has.
+/// Maximum number of values in a part beside the vocabulary: thousands of times that of any
+/// tokenizer.
 const MAX_VALUES: usize = 100_000;
-/// How many times its length a text may get by normalizing, and a token by decoding. Unicode's NFKC, whose longest
-/// replacement of 33 bytes is counted for a byte, and two of a space by three bytes make 297.
+/// Maximum growth of a text by normalizing, and of a token by decoding. Unicode's NFKC, counted as
+/// 33 bytes for one, and two replacements of a space by three bytes give 297.
 const MAX_GROWTH: f64 = 512.0;
-/// Values in all of the file: several times those of a vocabulary of a million tokens with its merges.
+/// Maximum number of values in the whole file: several times those of a vocabulary of a million
+/// tokens with its merges.
 const MAX_ALL_VALUES: usize = 1 << 23;
-/// Tokens that a post-processor may add to a text.
+/// Maximum number of tokens that a post-processor adds to a text.
 const MAX_TOKENS_ADDED_TO_TEXT: usize = 1024;
-/// Bytes that a part may put before or after each text or word.
+/// Maximum bytes that a part puts before or after each text or word.
 const MAX_ADDED_BYTES: usize = 4096;
-/// Bytes that a table of replacements may put in the place of a character: eight times what Unicode's NFKC does.
+/// Maximum bytes that a table puts in place of a character: eight times those of Unicode's NFKC.
 const MAX_REPLACEMENT_BYTES: usize = 256;
-/// Added tokens: ten times what any tokenizer has.
+/// Maximum number of added tokens: ten times that of any tokenizer.
 pub(super) const MAX_ADDED_TOKENS: usize = 200_000;
 
-/// The parts of a tokenizer.json that are small in every honest one.
+/// The parts of a tokenizer.json that are small in every genuine one.
 #[derive(Deserialize)]
 struct TokenizerOutline {
     #[serde(default)]
@@ -45,10 +48,10 @@ struct TokenizerOutline {
     decoder: Value,
 }
 
-/// Looks at the parts of a tokenizer.json that say what is done to each text.
+/// Checks the parts of a tokenizer.json that process each text.
 ///
 /// # Errors
-/// What is asked for that no tokenizer needs, and what is accepted.
+/// Fails with the size that is too large and the accepted one.
 pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
     if commas(bytes) > MAX_ALL_VALUES {
         return Err(format!("it holds more than {MAX_ALL_VALUES} values"));
@@ -77,7 +80,7 @@ pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Sizes of one part, added up over what is inside of it.
+/// Sizes of one part, summed over its nested parts.
 struct PartSizes {
     values: usize,
     growth: f64,
@@ -99,7 +102,8 @@ impl PartSizes {
         }
     }
 
-    /// One step of a part, by its keys: the crate takes most steps without their type too, or with another one.
+    /// Checks one step of a part by its keys: the crate accepts most steps also without their type,
+    /// or with another one.
     fn step(&mut self, step: &Value) -> Result<(), String> {
         let has = |key: &str| step.get(key).is_some();
         if has("pattern") && has("content") {
@@ -118,7 +122,7 @@ impl PartSizes {
             }
             self.growth *= longest.max(1) as f64;
         }
-        // Of each byte outside of ASCII it makes a character of two.
+        // Each byte outside of ASCII becomes a character of two bytes.
         if step["type"] == "ByteLevel" {
             self.growth *= 2.0;
         }
@@ -149,7 +153,7 @@ impl PartSizes {
     }
 }
 
-/// Refuses templates that repeat a text, or add more than a text needs.
+/// Refuses templates that repeat a text, or add too many tokens.
 fn refuse_repeated_texts(step: &Value) -> Result<(), String> {
     for key in ["single", "pair"] {
         let pieces = step[key].as_array().map_or(&[][..], Vec::as_slice);
@@ -168,7 +172,7 @@ fn refuse_repeated_texts(step: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Commas outside of texts: as many as there are values, but for the first of each list.
+/// Number of commas outside of texts: that of values, except for the first of each list.
 fn commas(json: &[u8]) -> usize {
     let (mut count, mut inside, mut escaped) = (0, false, false);
     for byte in json {
@@ -183,11 +187,12 @@ fn commas(json: &[u8]) -> usize {
     count
 }
 
-/// The longest text in a table of replacements as sentencepiece writes it (base64 of the length of a trie in four bytes,
-/// the trie, and texts that each end in a zero byte).
+/// Bytes of the longest text in a sentencepiece table of replacements (base64 of the length of a
+/// trie in four bytes, the trie, and texts that each end in a zero byte).
 ///
 /// # Errors
-/// The table is no base64, or claims a trie that is longer than the table, for which the crate would ask memory.
+/// Fails if the table is no base64, or claims a trie longer than itself, for which the crate would
+/// allocate memory.
 fn longest_replacement(base64: &str) -> Result<usize, String> {
     let bytes = BASE64_STANDARD.decode(base64).map_err(|error| format!("that is no base64: {error}"))?;
     let Some((length, rest)) = bytes.split_first_chunk::<4>() else { return Ok(0) };
@@ -219,7 +224,7 @@ mod tests {
         for claim in ["/////w==", "/P///wAAAAA=", "AAAAgAAAAAA=", "/////wAA"] {
             let part = format!(r#"{{"type": "Precompiled", "precompiled_charsmap": "{claim}"}}"#);
             assert!(refusal(&format!(r#""normalizer": {part}"#)).contains("claims a trie of"), "{claim}");
-            // The crate takes it within others, and without its name.
+            // The crate accepts it within others, and without its name.
             let bare = format!(r#"{{"precompiled_charsmap": "{claim}"}}"#);
             for part in [&part, &bare] {
                 let all = format!(r#""normalizer": {{"type": "Sequence", "normalizers": [{part}]}}"#);

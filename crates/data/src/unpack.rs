@@ -1,4 +1,4 @@
-//! Files that gzip or zstd packed, unpacked into memory within the bounds of [`ExpansionBounds`].
+//! Unpacks gzip and zstd files into memory, within the limits of [`ExpansionBounds`].
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -7,7 +7,7 @@ use std::path::Path;
 use super::expansion::ExpansionBounds;
 use crate::error::{Error, Result};
 
-/// A program that packs one file.
+/// A compression format for one file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Packing {
     Gzip,
@@ -15,9 +15,9 @@ pub(super) enum Packing {
 }
 
 impl Packing {
-    /// The packing whose files begin as `head` does.
+    /// The format of a file that begins with `head`.
     pub(super) fn of(head: &[u8]) -> Option<Self> {
-        // A skippable frame of zstd may stand first; pzstd writes one.
+        // A zstd file may begin with a skippable frame; pzstd writes one.
         let is_skippable = head.len() > 3 && head[0] & 0xF0 == 0x50 && head[1..4] == *b"\x2A\x4D\x18";
         match head {
             [0x1F, 0x8B, ..] => Some(Packing::Gzip),
@@ -36,10 +36,11 @@ impl Packing {
     }
 }
 
-/// The contents of `file`, whose name is `path`.
+/// Unpacks `file`, whose name is `path`.
 ///
 /// # Errors
-/// The stream is damaged or cut off, or becomes larger than `bounds` allow. Storage: the disk does not give its bytes.
+/// Fails with a user error if the stream is damaged, cut off or larger than `bounds` allow, or with
+/// a storage error if the disk fails.
 pub(super) fn unpack(path: &Path, file: File, packing: Packing, bounds: &ExpansionBounds) -> Result<Vec<u8>> {
     let mut out = Vec::new();
     let packed = BufReader::with_capacity(1 << 16, file);
@@ -52,7 +53,7 @@ pub(super) fn unpack(path: &Path, file: File, packing: Packing, bounds: &Expansi
     let cannot = || Error::user(format!("cannot read the data file {}", path.display()));
     match outcome {
         Ok(()) => Ok(out),
-        Err(UnpackFault::OomRetry(why)) => Err(cannot().because(why)),
+        Err(UnpackFault::TooLarge(why)) => Err(cannot().because(why)),
         Err(UnpackFault::Io(error)) if error.raw_os_error().is_some() => {
             Err(Error::io("read the data file", path, &error))
         }
@@ -68,7 +69,7 @@ pub(super) fn unpack(path: &Path, file: File, packing: Packing, bounds: &Expansi
 
 enum UnpackFault {
     Io(io::Error),
-    OomRetry(String),
+    TooLarge(String),
 }
 
 impl From<io::Error> for UnpackFault {
@@ -77,7 +78,7 @@ impl From<io::Error> for UnpackFault {
     }
 }
 
-/// All members of a gzip file, one after the other; zeros may fill it up, as tapes and Python's `gzip` allow.
+/// Unpacks all members of a gzip file; zeros may pad it, which tapes and Python's `gzip` allow.
 fn gunzip(mut packed: impl BufRead, bounds: &ExpansionBounds, out: &mut Vec<u8>) -> Result<(), UnpackFault> {
     loop {
         append(flate2::bufread::GzDecoder::new(&mut packed), bounds, out)?;
@@ -105,7 +106,7 @@ fn append(mut stream: impl Read, bounds: &ExpansionBounds, out: &mut Vec<u8>) ->
         match stream.read(&mut piece) {
             Ok(0) => return Ok(()),
             Ok(read) => {
-                bounds.check_bytes((out.len() + read) as u64).map_err(UnpackFault::OomRetry)?;
+                bounds.check_bytes((out.len() + read) as u64).map_err(UnpackFault::TooLarge)?;
                 out.extend(&piece[..read]);
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -1,13 +1,14 @@
-//! Values that a file can hold and JSON cannot: NaN, half of a surrogate pair, bytes that are no text.
+//! Values that a file can hold but JSON cannot: NaN, half of a surrogate pair, bytes that are no
+//! text.
 //!
-//! A reader puts a marked text in the place of such a value; [`super::settle`] takes the marks out again.
+//! A reader puts a marked text in place of such a value; [`super::settle`] removes the marks again.
 
 use serde_json::Value;
 
-/// Begins a mark. It is no character of any script (U+FDD0), so no text holds it.
+/// First character of a mark. It is a noncharacter (U+FDD0), so no text contains it.
 pub(super) const MARK: char = '\u{FDD0}';
 
-/// A kind of value for which JSON has no form.
+/// A kind of value without a form in JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unusable {
     /// Not a number.
@@ -20,7 +21,7 @@ pub(super) enum Unusable {
     HalfPair,
     /// Bytes that are not UTF-8.
     Bytes,
-    /// A column type for which rows have no form.
+    /// A column type without a form in a row.
     Type,
 }
 
@@ -43,28 +44,28 @@ impl Unusable {
         }
     }
 
-    /// The text that stands for a value of this kind until the row is settled.
+    /// The text in place of a value of this kind until the row is settled.
     pub(super) fn mark(self) -> String {
         [MARK, char::from(b'a' + self as u8)].iter().collect()
     }
 
-    /// A JSON value that stands for one of this kind until the row is settled.
+    /// The JSON value in place of one of this kind until the row is settled.
     pub(super) fn value(self) -> Value {
         Value::String(self.mark())
     }
 
-    /// The kind whose mark `text` holds.
+    /// The kind whose mark `text` contains.
     pub(super) fn in_text(text: &str) -> Option<Self> {
         let (_, after) = text.split_once(MARK)?;
         Self::ALL.into_iter().find(|kind| after.starts_with(char::from(b'a' + *kind as u8)))
     }
 
-    /// Returns whether a writer without the value would have put this: pandas writes NaN for a text that is missing.
+    /// Returns whether this may stand for a missing value: pandas writes NaN for a missing text.
     pub(super) fn can_be_missing(self) -> bool {
         matches!(self, Unusable::Nan | Unusable::Infinity | Unusable::MinusInfinity)
     }
 
-    /// Continues "the key".
+    /// Words that continue "the key".
     pub(super) fn words(self) -> &'static str {
         match self {
             Unusable::Nan => "is NaN",

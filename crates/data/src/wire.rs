@@ -1,9 +1,9 @@
-//! JSON values as bytes for a child process: the same value comes out, to the last bit of a float and in the order of
-//! the keys, and without the time that text takes.
+//! Serializes JSON values to bytes for a child process. The reader gets the same value, to the last
+//! bit of a float and in the order of keys, faster than through text.
 
 use serde_json::{Map, Number, Value};
 
-/// Values within values that are read; serde_json reads no more either.
+/// Maximum depth of values that are read; serde_json reads none deeper.
 const MAX_DEPTH: usize = 200;
 
 /// Appends `value` to `out`.
@@ -57,7 +57,7 @@ pub(super) fn put_text(text: &str, out: &mut Vec<u8>) {
     out.extend(text.as_bytes());
 }
 
-/// Takes a value from the front of `bytes`; none where there is no whole one.
+/// Takes a value from the front of `bytes`; `None` without a whole one.
 pub(super) fn take(bytes: &mut &[u8]) -> Option<Value> {
     take_within(bytes, MAX_DEPTH)
 }

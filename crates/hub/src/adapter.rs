@@ -1,9 +1,10 @@
 //! Finds a PEFT adapter: in a folder, in the cache, or on the hub.
 //!
-//! An adapter is `adapter_config.json` and `adapter_model.safetensors`, with the tokenizer and the chat template
-//! that it was trained with where the repository has them. The pickled `adapter_model.bin` of older versions of
-//! PEFT is never wanted. All that makes a download safe (names, digests, resumption, locks, the token) is that of
-//! models and data sets. The base model, which the configuration names, is the caller's to find.
+//! An adapter is `adapter_config.json` and `adapter_model.safetensors`, with the tokenizer and the
+//! chat template of its training if the repository has them. finetune never downloads the pickled
+//! `adapter_model.bin` of older versions of PEFT. A download has the same safeguards as that of a
+//! model or data set (names, digests, resumption, locks, the token). The configuration names the
+//! base model; the caller finds it.
 
 use std::path::{Path, PathBuf};
 
@@ -13,18 +14,19 @@ use super::select::{self, ModelMismatch, has};
 use super::{DownloadProgress, HubOptions, Located, RepoRef, RepoSource, list_folder};
 use crate::error::{Error, Result};
 
-/// The configuration, without which there is no adapter.
+/// The configuration, required for every adapter.
 const CONFIG: &str = "adapter_config.json";
 /// File with the adapter's weights.
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// The weights as older versions of PEFT wrote them.
 const PICKLE: &str = "adapter_model.bin";
 
-/// Finds a PEFT adapter; `id_or_path` is a folder, an id such as `owner/name`, or `hf://owner/name`.
+/// Finds a PEFT adapter; `id_or_path` is a folder, an id such as `owner/name`, or
+/// `hf://owner/name`.
 ///
 /// # Errors
-/// `User` when there is no such adapter, it holds only a pickle, it is a model, or it may not be read; `Transient`
-/// when hub or network fail, `Storage` when the cache cannot be written.
+/// `User` if the adapter does not exist, holds only a pickle, is a model, or may not be read;
+/// `Transient` if the hub or the network fails, `Storage` if the cache cannot be written.
 pub fn locate_adapter(
     id_or_path: &str,
     revision: &str,
@@ -40,7 +42,7 @@ pub fn locate_adapter(
     if options.offline { adapter.cached_adapter(progress) } else { adapter.fetched_adapter(progress) }
 }
 
-/// A local folder is used as it is, once its file names show that it holds an adapter.
+/// Returns a local folder as it is, if its file names show that it holds an adapter.
 fn local_adapter(given: &str, folder: PathBuf) -> Result<Located> {
     if !folder.is_dir() {
         return Err(Error::user(format!("adapter `{given}` is a file"))
@@ -86,7 +88,8 @@ impl RepoSource<'_> {
     fn cached_adapter(&self, progress: &mut DownloadProgress<'_>) -> Result<Located> {
         let (commit, files) = self.cached_files()?.ok_or_else(|| self.not_cached())?;
         let folder = self.store().snapshot(&commit);
-        // A file that is absent here may only not have been fetched, so nothing is said about the repository.
+        // A missing file may only not be in the cache yet, so no error is raised about the
+        // repository.
         match [CONFIG, WEIGHTS].into_iter().find(|name| !has(&files, name)) {
             None => {
                 self.verify(&commit, &wanted(&files), progress)?;
@@ -95,14 +98,16 @@ impl RepoSource<'_> {
             Some(missing) => {
                 let error = self.incomplete(&folder, missing);
                 Err(match check(&files) {
-                    Err(AdapterMismatch::Model) => error.because("what the cache holds of it is a model"),
+                    Err(AdapterMismatch::Model) => {
+                        error.because("the cached files of it are those of a model")
+                    }
                     _ => error,
                 })
             }
         }
     }
 
-    /// How to get from a pickled adapter on the hub to one that can be used.
+    /// Returns the hint to download a pickled adapter from the hub and convert it.
     fn conversion(&self) -> String {
         let name = self.id.rsplit('/').next().unwrap_or(&self.id);
         format!(
@@ -114,8 +119,8 @@ impl RepoSource<'_> {
     }
 }
 
-/// How to turn the pickle in a folder into safetensors. `weights_only` keeps torch from running what it holds;
-/// clones, since safetensors refuses tensors that share memory.
+/// Returns the hint to convert the pickle in a folder to safetensors. `weights_only` keeps torch
+/// from running code in it; clones are needed, since safetensors refuses tensors that share memory.
 fn conversion(folder: &Path) -> String {
     let folder = folder.display().to_string().replace('\'', r"'\''");
     format!(
@@ -126,20 +131,20 @@ fn conversion(folder: &Path) -> String {
     )
 }
 
-/// Why a repository or folder cannot be used as an adapter.
+/// The reason for which a repository or folder cannot be used as an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum AdapterMismatch {
-    /// A model, which an adapter is trained on top of.
+    /// A model, for which adapters are trained.
     Model,
-    /// The weights are pickled.
+    /// An adapter with pickled weights.
     Pickle,
-    /// A configuration without weights, but perhaps with this file, which other programs write.
+    /// A configuration without weights, but perhaps with this weights file of another program.
     Weights(Option<String>),
     /// A folder without adapter_config.json.
     Config,
 }
 
-/// Whether the names make up an adapter.
+/// Checks that the names make up an adapter.
 fn check(names: &[String]) -> Result<(), AdapterMismatch> {
     let foreign = |name: &&String| {
         [".safetensors", ".bin", ".pt", ".pth", ".gguf"].iter().any(|end| name.ends_with(end))
@@ -161,14 +166,14 @@ fn is_model(names: &[String]) -> bool {
         )
 }
 
-/// The files of an adapter, given the names of all files.
+/// Returns the files of an adapter, given the names of all files.
 fn wanted(names: &[String]) -> Vec<&str> {
     let wanted = |name: &str| name == CONFIG || name == WEIGHTS || select::is_tokenizer(name);
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
 }
 
 impl AdapterMismatch {
-    /// The error for `subject`, such as "adapter `a/b`".
+    /// Returns the error for `subject`, such as "adapter `a/b`".
     fn error(&self, subject: &str) -> Error {
         let accepted = format!("a PEFT adapter is {CONFIG} and {WEIGHTS}");
         match self {

@@ -1,10 +1,12 @@
 //! The cache folder, in the layout that `huggingface_hub` and the crate hf-hub share:
-//! `models--owner--name/{blobs/<digest>, snapshots/<commit>/<file> -> ../../blobs/<digest>, refs/<revision>}`.
+//! `models--owner--name/{blobs/<digest>, snapshots/<commit>/<file> -> ../../blobs/<digest>,
+//! refs/<revision>}`.
 //!
-//! A blob appears under its name only when it is whole and verified; a reference is written after the last file of
-//! its snapshot, so what a reference of ours names is complete. What other programs left there is verified before it is
-//! used (`verified`), and what other users planted is not written through (`planted`). Who may write to a cache can still
-//! put another model into it, whole and with digests of its own.
+//! A blob appears under its name only when it is whole and verified. finetune writes a reference
+//! after the last file of its snapshot, so the snapshot of its own reference is complete. finetune
+//! verifies files of other programs before it uses them (`verified`), and does not write through
+//! files that other users planted (`planted`). A user who may write to a cache can still put
+//! another model into it, whole and with digests of its own.
 
 use std::fs::{File, TryLockError};
 use std::io::{ErrorKind, Write};
@@ -19,7 +21,7 @@ use super::planted;
 use super::verified::VerifiedFiles;
 use crate::error::{Error, Result};
 
-/// More than the hash of a commit and white space around it.
+/// Longer than the hash of a commit with white space around it.
 const MAX_REF_BYTES: u64 = 256;
 
 /// The part of the cache that belongs to one repository.
@@ -30,7 +32,7 @@ pub(super) struct HubCache {
     verified: VerifiedFiles,
 }
 
-/// Keeps other processes off a blob until dropped.
+/// A lock that keeps other processes off a blob until dropped.
 pub(super) struct Lock {
     _file: Option<File>,
 }
@@ -46,13 +48,13 @@ impl HubCache {
         }
     }
 
-    /// The folder in which the files of a commit stand under their names.
+    /// Returns the folder that holds the files of a commit under their names.
     pub(super) fn snapshot(&self, commit: &str) -> PathBuf {
         self.layout.pointer_path(commit)
     }
 
-    /// Whether a file of a commit is here with the bytes of the digest that its link names; `hashing` is told their
-    /// number where they have to be read.
+    /// Returns whether the cache holds a file of a commit with the bytes of the digest that its
+    /// link names. Calls `hashing` with their number before it reads them.
     pub(super) fn holds(&self, commit: &str, file: &str, hashing: impl FnOnce(u64)) -> Result<bool> {
         let path = self.snapshot(commit).join(file);
         if !path.is_file() {
@@ -61,21 +63,21 @@ impl HubCache {
         match path.read_link() {
             Ok(target) => {
                 let name = target.file_name().and_then(|name| name.to_str());
-                // A link to elsewhere, as an administrator makes one, names no digest.
+                // A link to elsewhere, such as an administrator's, names no digest.
                 name.and_then(Digest::from_etag)
                     .map_or(Ok(true), |digest| self.is_right(&path, &digest, hashing))
             }
-            // Nor does a file in its place, on a file system without symbolic links.
+            // A plain file, as on a file system without symbolic links, names no digest either.
             Err(_) => Ok(true),
         }
     }
 
-    /// Whether a file holds the bytes of a digest; `hashing` as in [`HubCache::holds`].
+    /// Returns whether a file holds the bytes of a digest; `hashing` as in [`HubCache::holds`].
     pub(super) fn is_right(&self, path: &Path, digest: &Digest, hashing: impl FnOnce(u64)) -> Result<bool> {
         self.verified.is_right(path, digest, hashing).map_err(|e| Error::io("read", path, &e))
     }
 
-    /// Puts a part file, whole and verified, where the bytes with its digest are.
+    /// Moves a part file, whole and verified, to the blob of its digest.
     pub(super) fn put(&self, part: &Path, digest: &Digest) -> Result<()> {
         let blob = self.blob(digest.hex());
         std::fs::rename(part, &blob).map_err(|e| Error::io("write", &blob, &e))?;
@@ -83,12 +85,13 @@ impl HubCache {
         Ok(())
     }
 
-    /// Where the bytes with a digest are or will be.
+    /// Returns the path of the blob with a digest, present or not.
     pub(super) fn blob(&self, digest: &str) -> PathBuf {
         self.layout.blob_path(digest)
     }
 
-    /// The commit that the revision stood for when it was last downloaded, if its snapshot is still here.
+    /// Returns the commit of the revision at its last download, if its snapshot is still in the
+    /// cache.
     pub(super) fn known_commit(&self) -> Option<String> {
         let commit = if is_commit(&self.revision) {
             self.revision.clone()
@@ -98,7 +101,7 @@ impl HubCache {
         (is_commit(&commit) && self.snapshot(&commit).is_dir()).then_some(commit)
     }
 
-    /// Notes that the revision now stands for this commit.
+    /// Records the commit that the revision now stands for.
     pub(super) fn set_commit(&self, commit: &str) -> Result<()> {
         if is_commit(&self.revision) || self.known_commit().as_deref() == Some(commit) {
             return Ok(());
@@ -114,12 +117,12 @@ impl HubCache {
         written.and_then(|()| std::fs::rename(&temporary, &reference)).map_err(failed)
     }
 
-    /// The file that says which commit the revision stands for.
+    /// Returns the path of the file that holds the commit of the revision.
     fn reference(&self) -> PathBuf {
         self.folder.join("refs").join(&self.revision)
     }
 
-    /// The names of all files of a snapshot, as the hub would list them.
+    /// Returns the names of all files of a snapshot, sorted, as the hub lists them.
     pub(super) fn files(&self, commit: &str) -> Result<Vec<String>> {
         let root = self.snapshot(commit);
         let mut names = Vec::new();
@@ -128,7 +131,7 @@ impl HubCache {
         Ok(names)
     }
 
-    /// Makes a blob appear in a snapshot under the name of a file.
+    /// Links a blob into a snapshot under the name of a file.
     pub(super) fn link(&self, commit: &str, file: &str, digest: &str) -> Result<()> {
         let pointer = self.snapshot(commit).join(file);
         let failed = |e: std::io::Error| Error::io("put a file at", &pointer, &e);
@@ -141,18 +144,20 @@ impl HubCache {
         replaceable(&temporary).map_err(failed)?;
         match symlink(Path::new(&format!("{up}blobs/{digest}")), &temporary) {
             Ok(()) => std::fs::rename(&temporary, &pointer).map_err(failed),
-            // A file system without symbolic links: the file itself takes the place, as in Python's cache.
+            // On a file system without symbolic links the file itself moves there, as in Python's
+            // cache.
             Err(_) => std::fs::rename(self.blob(digest), &pointer).map_err(failed),
         }
     }
 
-    /// Waits until no other process downloads this blob; `waiting` is called once if that takes a while.
+    /// Waits until no other process downloads this blob; `waiting` is called once if that takes a
+    /// while.
     pub(super) fn lock(&self, digest: &str, mut waiting: impl FnMut()) -> Result<Lock> {
         let blob = self.blob(digest);
         if let Some(folder) = blob.parent() {
             planted::make_folder(&self.folder, folder)?;
         }
-        // The name and the kind of lock that hf-hub takes, so that it waits for us as well.
+        // The name and the kind of lock that hf-hub uses, so that it waits for finetune too.
         let path = blob.with_extension("lock");
         let file = planted::open_lock(&path).map_err(|e| Error::io("create", &path, &e))?;
         let mut told = false;
@@ -175,7 +180,7 @@ impl HubCache {
     }
 }
 
-/// Takes away what stands at the name of a temporary file, such as what a killed process left.
+/// Removes a file at the name of a temporary file, such as one that a killed process left.
 fn replaceable(path: &Path) -> std::io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
@@ -183,7 +188,7 @@ fn replaceable(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// The names of the files below a folder, links followed, with `/` between their parts.
+/// Collects the names of the files below a folder, links followed, with `/` between their parts.
 fn list(folder: &Path, prefix: &str, names: &mut Vec<String>) -> std::io::Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let entry = entry?;

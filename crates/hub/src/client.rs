@@ -1,9 +1,10 @@
 //! Requests to a hub: the description of a repository, the facts of a file, the bytes of a file.
 //!
-//! The crate hf-hub 0.5 gives the layout of the cache and of the addresses; the requests themselves go through
-//! ureq, which it uses too. Its own download cannot be guarded from outside: it drops the headers of a refusal
-//! (`X-Error-Code`, `Retry-After`), sends the token to the host of a redirect, takes the server's ETag as a file
-//! name unchecked, has no timeout, and moves a file into place before anybody could verify it.
+//! The crate hf-hub 0.5 gives the layout of the cache and of the addresses; the requests go through
+//! ureq, which hf-hub uses too. A caller cannot guard hf-hub's own download. It drops the headers
+//! of a refusal (`X-Error-Code`, `Retry-After`), sends the token to the host of a redirect, and
+//! uses the server's ETag as a file name unchecked. It has no timeout, and moves a file into the
+//! cache before a caller can verify it.
 
 use std::io::Read;
 use std::ops::Range;
@@ -23,32 +24,33 @@ use crate::address;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
-/// More than the description of the largest repositories, less than what would hurt.
+/// More than the largest descriptions, small enough for memory.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
 const MAX_REDIRECTS: usize = 5;
-/// What a server without ranges may make us read before a range. A header starts within it, most tensors do not.
+/// Bytes before a range to read from a server without ranges. Enough for a header, not for most
+/// tensors.
 const MAX_SKIPPED_BYTES: u64 = 1 << 20;
-/// A server that asks for a longer pause is reported and not waited for.
+/// The longest pause that a server may ask for; a longer one is an error.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(300);
 
-/// Why an attempt failed.
+/// The failure of an attempt.
 pub(super) enum HttpFault {
-    /// Another attempt may succeed; the server may have said when.
+    /// Another attempt may succeed, after `wait` if the server gave one.
     Passing { reason: String, wait: Option<Duration> },
-    /// It will not.
+    /// Another attempt would fail too.
     Final(Error),
 }
 
-/// What the hub says about a repository.
+/// The hub's description of a repository.
 pub(super) struct RepoDescription {
-    /// The commit that the revision stands for, as the hub wrote it.
+    /// The commit of the revision, as the hub wrote it.
     pub(super) commit: String,
     pub(super) gated: bool,
     /// The names of all files, not checked.
     pub(super) files: Vec<String>,
 }
 
-/// What the hub says about a file.
+/// Digest and size of a file, as the hub announces them.
 #[derive(Debug, Clone)]
 pub(super) struct Facts {
     pub(super) digest: Digest,
@@ -58,13 +60,13 @@ pub(super) struct Facts {
 /// Some bytes of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRange {
-    /// The bytes that were asked for; fewer where the file ends before.
+    /// The requested bytes; fewer if the file ends before.
     pub bytes: Vec<u8>,
     /// The size of the whole file.
     pub file_bytes: u64,
 }
 
-/// An answer that is no redirect, and where it came from.
+/// An answer that is no redirect, and its source.
 struct FinalResponse {
     response: Response<Body>,
     hop: Redirect,
@@ -97,7 +99,7 @@ impl<'a> Client<'a> {
     /// `subject` names the repository in messages, such as "model `a/b`".
     ///
     /// # Errors
-    /// The user's: the proxy of the environment, or the clock, is one that no request can be made with.
+    /// `User` if the proxy of the environment or the clock allows no request.
     pub(super) fn new(options: &'a HubOptions, repo: Repo, subject: String) -> Result<Self> {
         let endpoint = address::http(options.endpoint()).map_err(Error::internal)?;
         let config = address::agent_for(&endpoint)?
@@ -116,7 +118,7 @@ impl<'a> Client<'a> {
         &self.subject
     }
 
-    /// Asks what the repository holds under its revision.
+    /// Requests the description of the repository at its revision.
     pub(super) fn describe(&self, progress: &mut DownloadProgress<'_>) -> Result<RepoDescription> {
         let url = format!("{}/api/{}", self.options.endpoint(), self.repo.api_url());
         self.patiently(progress, || {
@@ -140,7 +142,7 @@ impl<'a> Client<'a> {
         struct Sibling {
             rfilename: String,
         }
-        // ureq's own limit counts the bytes on the wire, of which gzip makes a thousand times as many.
+        // ureq's own limit counts bytes on the wire, which gzip can expand a thousandfold.
         let mut bytes = Vec::new();
         let mut body = response.into_body().into_reader().take(MAX_DESCRIPTION_BYTES + 1);
         body.read_to_end(&mut bytes).map_err(|e| self.transport(&e.into()))?;
@@ -160,8 +162,8 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// Asks for size and digest of a file. The facts stand on the hub's own answer, so a redirect to elsewhere is not
-    /// followed once they are known.
+    /// Requests size and digest of a file. The hub's own answer has them, so the client follows a
+    /// redirect to another origin only while one is missing.
     pub(super) fn facts(
         &self,
         commit: &str,
@@ -187,7 +189,7 @@ impl<'a> Client<'a> {
                 }
                 let next = hop.next(&response).map_err(|why| self.not_a_hub(&why))?;
                 match (next, etag.clone(), size) {
-                    // The hub also moves within itself; there it may know more.
+                    // A redirect inside the hub may lead to more figures.
                     (Some(next), digest, size) if next.is_trusted || digest.is_none() || size.is_none() => {
                         hop = next;
                     }
@@ -203,7 +205,7 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// Asks for the bytes of a file from an offset on.
+    /// Requests the bytes of a file from an offset on.
     pub(super) fn bytes(&self, commit: &str, file: &str, from: u64, gated: bool) -> Result<Bytes, HttpFault> {
         let range = if from > 0 { format!("bytes={from}-") } else { String::new() };
         let answered = self.get(&self.file_url(commit, file), Some(&range), None)?;
@@ -216,7 +218,7 @@ impl<'a> Client<'a> {
                         Ok(Bytes::From(start, answered.response.into_body().into_reader()))
                     }
                     _ => Err(HttpFault::Passing {
-                        reason: format!("asked for the bytes from {from} on, the server sent others"),
+                        reason: format!("the server did not send the requested bytes from {from} on"),
                         wait: None,
                     }),
                 }
@@ -226,7 +228,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Reads a range of a file, and no more: what a server without ranges sends beyond it is not waited for.
+    /// Reads a range of a file, and stops there if a server without ranges sends more.
     pub(super) fn range(
         &self,
         commit: &str,
@@ -250,7 +252,7 @@ impl<'a> Client<'a> {
                     return Ok(FileRange { bytes: Vec::new(), file_bytes });
                 }
                 (206 | 416, _) => {
-                    let reason = format!("asked for the bytes {wanted}, the server sent others");
+                    let reason = format!("the server did not send the requested {wanted}");
                     return Err(HttpFault::Passing { reason, wait: None });
                 }
                 _ => return Err(self.refused(&answered, Some(file), gated)),
@@ -259,7 +261,7 @@ impl<'a> Client<'a> {
                 .ok_or_else(|| self.not_a_hub(&format!("it announces no size for a range of `{file}`")))?;
             if skipped > MAX_SKIPPED_BYTES {
                 return Err(self.not_a_hub(&format!(
-                    "it sends the whole of `{file}` ({file_bytes} bytes) where a range of it was asked for"
+                    "it sends all {file_bytes} bytes of `{file}` instead of the requested range"
                 )));
             }
             let length = range.end.min(file_bytes).saturating_sub(range.start);
@@ -276,12 +278,12 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// When a description that is asked for now must be there.
+    /// Returns the time limit for a description requested now.
     fn deadline(&self) -> Instant {
         Instant::now() + self.retry().description
     }
 
-    /// A GET and the redirects that it is answered with; `range` and `deadline` as in [`Client::send`].
+    /// Sends a GET and follows redirects; `range` and `deadline` as in [`Client::send`].
     fn get(
         &self,
         url: &str,
@@ -303,8 +305,8 @@ impl<'a> Client<'a> {
         Redirect::first(url, self.options.endpoint()).map_err(|why| self.not_a_hub(&why))
     }
 
-    /// One request. `range`, given for files and perhaps empty, is the value of the header `Range`; after `deadline` the
-    /// answer, its body included, is broken off.
+    /// Sends one request. `range`, given for files and perhaps empty, is the header `Range`. After
+    /// `deadline` the client breaks off the answer, body included.
     fn send(
         &self,
         method: HttpMethod,
@@ -339,7 +341,8 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// Returns whether the system found no address for the host that was asked. Behind a proxy that may be the proxy's.
+    /// Returns whether the system found no address for the requested host. Behind a proxy that may
+    /// be the proxy's.
     fn finds_no_host(&self, error: &ureq::Error) -> bool {
         self.agent.config().proxy().is_none() && is_unknown_host(error)
     }
@@ -348,7 +351,7 @@ impl<'a> Client<'a> {
         format!("{}/resolve/{commit}/{}", self.page, super::names::percent_encoded(file))
     }
 
-    /// Repeats `attempt` while it fails for now.
+    /// Repeats `attempt` while its failures may pass.
     fn patiently<T>(
         &self,
         progress: &mut DownloadProgress<'_>,
@@ -369,7 +372,7 @@ impl<'a> Client<'a> {
     /// Waits before another attempt.
     ///
     /// # Errors
-    /// When there have been enough.
+    /// `Transient` after the last attempt.
     pub(super) fn pause(
         &self,
         patience: &mut Patience<'_>,
@@ -389,7 +392,7 @@ impl<'a> Client<'a> {
         Ok(())
     }
 
-    /// A failure below HTTP: the network's, unless TLS says that this is the wrong server.
+    /// Classifies a failure below HTTP: the network's, unless TLS shows a wrong server.
     fn transport(&self, error: &ureq::Error) -> HttpFault {
         let reason = self.shown(&error.to_string());
         let is_tls = matches!(error, ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData);
@@ -412,18 +415,18 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// A description that was not there in time: a hub that sends a byte now and then would be waited for without end.
+    /// Returns the error for a late description, as from a hub that sends a byte now and then.
     fn too_late(&self) -> HttpFault {
         let what = format!("cannot get {} from {}", self.subject, self.options.endpoint());
         let limit = self.retry().description.as_secs_f64();
         HttpFault::Final(
             Error::new(ErrorCategory::Transient, what)
-                .because(format!("its description was not complete {limit} s after the request, which is the limit"))
+                .because(format!("its description was not complete {limit} s after the request, the time limit"))
                 .hint("try again later, or set HF_ENDPOINT to a mirror; `--offline` uses a copy that the cache holds"),
         )
     }
 
-    /// An answer other than success.
+    /// Returns the failure for an answer other than success.
     fn refused(&self, answered: &FinalResponse, file: Option<&str>, gated: bool) -> HttpFault {
         let FinalResponse { response, hop } = answered;
         let headers = response.headers();
@@ -449,7 +452,7 @@ impl<'a> Client<'a> {
             error
         } else {
             error.because(format!(
-                "this was answered by {}; the token goes to {} alone (HF_ENDPOINT)",
+                "the answer came from {}; the token goes to {} alone (HF_ENDPOINT)",
                 self.shown(&hop.origin()),
                 self.options.endpoint()
             ))
@@ -459,12 +462,12 @@ impl<'a> Client<'a> {
     fn not_a_hub(&self, why: &str) -> HttpFault {
         HttpFault::Final(
             Error::user(format!("{} does not answer as a hub does", self.options.endpoint()))
-                .because(format!("asked for {}: {}", self.subject, self.shown(why)))
-                .hint("check HF_ENDPOINT; a network that asks for a login page answers so, too"),
+                .because(format!("requested {}: {}", self.subject, self.shown(why)))
+                .hint("check HF_ENDPOINT; a network with a login page causes this error too"),
         )
     }
 
-    /// Text of a server as it may be printed: one line, not long, without the token.
+    /// Returns a server's text in printable form: one line, not long, without the token.
     fn shown(&self, text: &str) -> String {
         let line: String = self.options.redact(text).chars().filter(|c| !c.is_control()).collect();
         match line.char_indices().nth(300) {
@@ -474,7 +477,7 @@ impl<'a> Client<'a> {
     }
 }
 
-/// Counts failures in a row and says how long to wait after each.
+/// Counts failures in a row, and returns the wait after each.
 pub(super) struct Patience<'a> {
     retry: &'a Retry,
     failures: u32,
@@ -485,7 +488,7 @@ impl<'a> Patience<'a> {
         Patience { retry, failures: 0 }
     }
 
-    /// There was progress: what failed before no longer counts.
+    /// Resets the count of failures after progress.
     pub(super) fn renew(&mut self) {
         self.failures = 0;
     }
@@ -499,7 +502,7 @@ impl<'a> Patience<'a> {
     }
 }
 
-/// Whether access to a repository is granted one by one: `false` or null if not, else `true` or the way.
+/// True if the repository is gated: the hub sends `false` or null if not, else `true` or a way.
 #[derive(Default)]
 struct Gated(bool);
 
@@ -537,7 +540,7 @@ fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
     text(headers, name).and_then(|value| value.trim().parse().ok())
 }
 
-/// A header `Content-Range`: `bytes 0-7/100`, or `bytes */100` where there is no such range.
+/// A header `Content-Range`: `bytes 0-7/100`, or `bytes */100` without such a range.
 struct ContentRange {
     start: Option<u64>,
     file_bytes: Option<u64>,
@@ -551,7 +554,7 @@ impl ContentRange {
     }
 }
 
-/// A body that broke off, or was broken off.
+/// Returns the failure for a body that broke off, or that the client broke off.
 pub(super) fn broken(error: std::io::Error) -> HttpFault {
     let reason = match error.get_ref().filter(|inner| inner.is::<TooSlow>()) {
         Some(slow) => slow.to_string(),
@@ -560,7 +563,7 @@ pub(super) fn broken(error: std::io::Error) -> HttpFault {
     HttpFault::Passing { reason, wait: None }
 }
 
-/// Returns whether a name could not be resolved, of which the standard library's error has a text alone.
+/// Returns whether a name did not resolve; the standard library gives only a text.
 fn is_unknown_host(error: &ureq::Error) -> bool {
     match error {
         ureq::Error::HostNotFound => true,

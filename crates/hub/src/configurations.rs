@@ -1,9 +1,11 @@
 //! Configurations and splits of a data set: which of its files belong together.
 //!
-//! As the library `datasets` has it, a repository holds configurations (subsets), and each of these splits. README.md
-//! lists them (`configs`, with `data_files` by pattern), or the names of files tell: `main/train-00000-of-00001.parquet`,
-//! `main/train/0000.parquet` as the hub converts to, `data/test.jsonl`. Unlike there, folders that repeat the same
-//! splits are configurations even if no README.md says so: their rows are never mixed unasked.
+//! Like in the library `datasets`, a repository holds configurations (subsets), and each of these
+//! holds splits. README.md lists them (`configs`, with `data_files` by pattern), or finetune infers
+//! them from file names: `main/train-00000-of-00001.parquet`, `main/train/0000.parquet` as the hub
+//! converts to, `data/test.jsonl`. Unlike `datasets`, finetune reads folders with the same splits
+//! as configurations even without a README.md. It never mixes their rows unless the user asks for
+//! it.
 
 use std::collections::BTreeMap;
 
@@ -13,15 +15,16 @@ use super::front_matter::{self, Node};
 use super::select;
 use crate::error::{Error, Result};
 
-/// The name of a configuration that has none, and of one that is taken unasked.
+/// The name of a configuration without one, and of the preferred configuration if the user names
+/// none.
 const DEFAULT: &str = "default";
 const TRAIN: &str = "train";
-/// Splits to evaluate on, the first that is there.
+/// Splits to evaluate on, in order of preference.
 const HELD_OUT: [&str; 5] = ["validation", "valid", "val", "dev", "test"];
-/// More names than fit an error are counted.
+/// Configurations that an error names; it counts the others.
 const MAX_SHOWN: usize = 12;
 
-/// What rows are wanted for: it decides which split is taken when none is named.
+/// The use of the rows, which decides the split if the user names none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowsFor {
     /// The split `train`.
@@ -30,14 +33,14 @@ pub enum RowsFor {
     Evaluation,
 }
 
-/// A part of a data set that is made to be used alone.
+/// A part of a data set that its authors made for use alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Configuration {
     name: String,
     is_default: bool,
     /// Files by the name of their split, in the order of the repository.
     splits: BTreeMap<String, Vec<String>>,
-    /// No file is named for a split: `train` stands for all of them.
+    /// True if no file name contains a split: `train` then holds all files.
     is_unnamed: bool,
 }
 
@@ -45,14 +48,14 @@ pub(super) struct Configuration {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Chosen {
     pub(super) files: Vec<String>,
-    /// What was taken unasked although there is something else.
+    /// A note for the user if finetune chose among several configurations.
     pub(super) note: Option<String>,
 }
 
-/// The configurations of a repository with these files and this README.md.
+/// Returns the configurations of a repository with these file names and this README.md.
 ///
 /// # Errors
-/// README.md lists configurations in a way that is not understood.
+/// README.md lists configurations in a form that finetune does not read.
 pub(super) fn configurations(names: &[String], readme: Option<&str>) -> Result<Vec<Configuration>, String> {
     let listed = readme.map(front_matter::configs).transpose()?.flatten();
     match listed {
@@ -65,7 +68,7 @@ pub(super) fn configurations(names: &[String], readme: Option<&str>) -> Result<V
                 None => Ok(all),
             }
         }
-        Some(Node::Map(_)) => Err("its `configs` is no list".into()),
+        Some(Node::Map(_)) => Err("its `configs` is not a list".into()),
         _ => Ok(inferred(names)),
     }
 }
@@ -95,10 +98,11 @@ fn listed_configuration(entry: &Node, names: &[String]) -> Result<Configuration,
     Ok(Configuration { name, is_default, splits, is_unnamed: false })
 }
 
-/// `data_files` as patterns by split: a pattern, a list of patterns, a list of `split` and `path`, or a mapping.
+/// Returns the patterns of `data_files` by split. Accepted: a pattern, a list of patterns, a list
+/// of `split` and `path`, or a mapping.
 fn split_patterns(data_files: &Node) -> Result<Vec<(String, Vec<String>)>, String> {
     let texts = |node: &Node| -> Result<Vec<String>, String> {
-        let text = |node: &Node| node.text().map(ToOwned::to_owned).ok_or("a path is no text".to_owned());
+        let text = |node: &Node| node.text().map(ToOwned::to_owned).ok_or("a path is not text".to_owned());
         match node {
             Node::List(items) => items.iter().map(text).collect(),
             other => text(other).map(|text| vec![text]),
@@ -118,7 +122,8 @@ fn split_patterns(data_files: &Node) -> Result<Vec<(String, Vec<String>)>, Strin
     }
 }
 
-/// A pattern of file names as `datasets` reads it: `*` and `?` stay inside a folder, `**` does not.
+/// Translates a pattern of file names to a regex, as `datasets` reads it: `*` and `?` stay inside a
+/// folder, `**` does not.
 fn pattern_regex(pattern: &str) -> Result<Regex, String> {
     if pattern.contains("://") {
         return Err("leads out of the repository".into());
@@ -150,10 +155,10 @@ fn pattern_regex(pattern: &str) -> Result<Regex, String> {
         rest = &rest[c.len_utf8()..];
     }
     regex.push('$');
-    Regex::new(&regex).map_err(|_| "is not understood".to_owned())
+    Regex::new(&regex).map_err(|_| "is not a valid pattern".to_owned())
 }
 
-/// What the names of files alone tell.
+/// Returns the configurations that the file names alone show.
 fn inferred(names: &[String]) -> Vec<Configuration> {
     let rows = select::rows(names);
     let mut folders: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
@@ -181,7 +186,7 @@ struct BySplit {
     is_unnamed: bool,
 }
 
-/// Files by split; those that are named for none count only if all are.
+/// Groups files by split. Files whose name contains no split count only if no name contains one.
 fn by_split(files: &[&str]) -> BySplit {
     let is_unnamed = files.iter().all(|file| split_of(file).is_none());
     let mut splits: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -195,18 +200,19 @@ fn by_split(files: &[&str]) -> BySplit {
     BySplit { splits, is_unnamed }
 }
 
-/// The first folder of a file, unless its name is one for rows of any kind or for a split.
+/// Returns the first folder of a file, skipping `data/`; none if the folder's name is that of a
+/// split.
 fn folder_of(file: &str) -> Option<&str> {
     let (folder, _) = file.strip_prefix("data/").unwrap_or(file).split_once('/')?;
     (split_in_word(folder).is_none()).then_some(folder)
 }
 
-/// The split in a file's name, else in those of its folders.
+/// Returns the split in a file's name, else in the names of its folders.
 fn split_of(file: &str) -> Option<String> {
     let parts: Vec<&str> = file.split('/').collect();
     let (name, folders) = parts.split_last()?;
     let stem = name.split('.').next().unwrap_or(name);
-    // `main/train/0000.parquet`: the branch refs/convert/parquet. What it cut short is called partial.
+    // The form of the branch refs/convert/parquet, which marks truncated splits with `partial-`.
     if let ([_, split], true) =
         (folders, stem.bytes().all(|b| b.is_ascii_digit()) && name.ends_with(".parquet"))
     {
@@ -224,7 +230,7 @@ fn split_of(file: &str) -> Option<String> {
     std::iter::once(&stem).chain(folders.iter().rev()).find_map(|part| split_in_word(part))
 }
 
-/// The split that a word of a name stands for.
+/// Returns the first split that a word of `name` stands for.
 fn split_in_word(name: &str) -> Option<String> {
     let split = |word: &str| match word.to_ascii_lowercase().as_str() {
         "train" | "training" => Some(TRAIN),
@@ -235,11 +241,12 @@ fn split_in_word(name: &str) -> Option<String> {
     name.split(|c: char| !c.is_ascii_alphabetic()).find_map(split).map(ToOwned::to_owned)
 }
 
-/// Takes the configuration and the split that `wanted` names (`config`, `config/split`, `/split`), or else those that
-/// `datasets` would take; `subject` and `id` name the data set in messages.
+/// Chooses the configuration and the split that `wanted` names (`config`, `config/split`,
+/// `/split`), or else those that `datasets` would choose. `subject` and `id` name the data set in
+/// messages.
 ///
 /// # Errors
-/// There is no such configuration or split, or none is the obvious one.
+/// The data set has no such configuration or split, or none is the default.
 pub(super) fn choose(
     all: &[Configuration],
     wanted: Option<&str>,
@@ -283,23 +290,24 @@ pub(super) fn choose(
             "split `{split}` of configuration `{}` of {subject} has no file of rows",
             config.name
         ))
-        .because("README.md gives patterns for it that match no file that can be read")
+        .because("the patterns of README.md for it match no file that finetune can read")
         .because(select::accepted_rows()));
     }
     let is_unasked = all.len() > 1 && wanted.is_none_or(|wanted| wanted.starts_with('/'));
     let note = is_unasked.then(|| {
-        format!("of {subject} the default configuration `{}` is taken; {}", config.name, overview(all))
+        format!("using the default configuration `{}` of {subject}; {}", config.name, overview(all))
     });
     Ok(Chosen { files: files.clone(), note })
 }
 
-/// What `wanted` names; a part that is left open is none, as is a configuration where none is the default.
+/// The configuration and the split that `wanted` names. The configuration is none if no name was
+/// given and none is the default; the split is none if no name was given.
 struct ResolvedSplit<'a> {
     config: Option<&'a Configuration>,
     split: Option<&'a str>,
 }
 
-/// None if there is no configuration of the name.
+/// Resolves `wanted`; none if no configuration has the name.
 fn meant<'a>(all: &'a [Configuration], wanted: Option<&'a str>) -> Option<ResolvedSplit<'a>> {
     let find = |name: &str| all.iter().find(|config| config.name == name);
     let default = || match all {
@@ -317,7 +325,7 @@ fn meant<'a>(all: &'a [Configuration], wanted: Option<&'a str>) -> Option<Resolv
     Some(ResolvedSplit { config: Some(find(config)?), split: Some(split) })
 }
 
-/// What there is, for an error.
+/// Lists the configurations and their splits, for an error.
 fn overview(all: &[Configuration]) -> String {
     let splits = |config: &Configuration| config.splits.keys().cloned().collect::<Vec<_>>().join(", ");
     let shown = all.iter().take(MAX_SHOWN).map(|config| format!("{} ({})", config.name, splits(config)));

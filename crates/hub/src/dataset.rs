@@ -1,4 +1,5 @@
-//! Finds a data set: a file or folder on this machine, or one split of one configuration on the hub.
+//! Finds a data set: a file or folder on this machine, or one split of one configuration on the
+//! hub.
 
 use std::path::{Path, PathBuf};
 
@@ -11,10 +12,11 @@ use super::{DownloadProgress, HubOptions, Located, RepoRef, RepoSource};
 use crate::error::{Error, Result};
 
 const README: &str = "README.md";
-/// Larger than the longest card of a data set; the list of configurations stands at its start.
+/// Larger than the longest card of a data set; the list of configurations is at its start.
 const MAX_README_BYTES: u64 = 16 << 20;
 
-/// A data set as it is written: `id`, `id@revision`, `id:config`, `id:config/split`, `id:/split`.
+/// A data set as the user writes it: `id`, `id@revision`, `id:config`, `id:config/split`,
+/// `id:/split`.
 #[derive(Debug, PartialEq, Eq)]
 struct DatasetSpec<'a> {
     name: &'a str,
@@ -37,21 +39,22 @@ impl<'a> DatasetSpec<'a> {
             Some((name, revision)) => (name, Some(revision)),
             None => (name, None),
         };
-        // `https://...` and `C:\...` are neither.
+        // `https://...` and `C:\...` name no configuration.
         let is_part = !wanted.is_some_and(|wanted| wanted.starts_with("//") || wanted.starts_with('\\'));
         let is_id = is_part && names::check_repo_id(&name[start..]).is_ok();
         if is_id { DatasetSpec { name, revision, wanted } } else { whole }
     }
 }
 
-/// Finds a data set; `id_or_path` is a file, a folder, or an id such as `owner/name`, with `@revision` where that is
-/// not `main`, with `:config`, `:config/split` or `:/split` where the configuration is not the only or the default
-/// one, or the split not the one that `rows_for` says.
+/// Finds a data set; `id_or_path` is a file, a folder, or an id such as `owner/name`. `@revision`
+/// follows the id if it is not `main`. `:config`, `:config/split` or `:/split` follows if the
+/// configuration is neither the only nor the default one, or the split not that of `rows_for`.
 ///
-/// From the hub come the files of one split of one configuration; [`Located::rows`] names them.
+/// From the hub come the files of one split of one configuration, in [`Located::rows`].
 ///
 /// # Errors
-/// As for [`super::locate_model`]; `User` also when a configuration or a split must be named, or is not there.
+/// Those of [`super::locate_model`]; `User` also if a configuration or a split must be named, or
+/// does not exist.
 pub fn locate_dataset(
     id_or_path: &str,
     rows_for: RowsFor,
@@ -67,7 +70,7 @@ pub fn locate_dataset(
         Reference::Local(_) => {
             return Err(Error::user(format!("there is no file or folder `{id_or_path}`"))
                 .because(format!(
-                    "`{name}` is one, but only what is on the hub has revisions (`@...`) and configurations (`:...`)"
+                    "`{name}` exists, but only data sets on the hub have revisions (`@...`) and configurations (`:...`)"
                 ))
                 .hint(format!("write `hf://{id_or_path}` to take it from the hub")));
         }
@@ -130,13 +133,10 @@ impl RepoSource<'_> {
         let all = self.configurations(&files, &folder)?;
         let chosen = configurations::choose(&all, wanted, rows_for, &self.subject(), &self.spec_start());
         let files = chosen
-            .map_err(|error| {
-                error.because("this run is offline, and only files that the cache holds were looked at")
-            })?
+            .map_err(|error| error.because("this run is offline and sees only the files in the cache"))?
             .files;
         self.verify(&commit, &files.iter().map(String::as_str).collect::<Vec<_>>(), progress)?;
-        let note =
-            format!("offline: {} is the {} file(s) that the cache holds of it", self.subject(), files.len());
+        let note = format!("offline: using the {1} cached file(s) of {0}", self.subject(), files.len());
         let rows: Vec<PathBuf> = files.iter().map(|file| folder.join(file)).collect();
         Ok(Located { rows, ..self.located(folder, commit, Some(note)) })
     }
@@ -157,7 +157,7 @@ impl RepoSource<'_> {
             Err(_) => None,
         };
         configurations::configurations(files, readme.as_deref()).map_err(|why| {
-            Error::user(format!("cannot tell the configurations of {} apart", self.subject()))
+            Error::user(format!("cannot read the configurations of {}", self.subject()))
                 .because(format!("its {README}: {why}"))
                 .hint(format!(
                     "download it with `hf download {} --repo-type dataset --local-dir DIR`, and give its files",
@@ -166,7 +166,7 @@ impl RepoSource<'_> {
         })
     }
 
-    /// The beginning of what names a part of this data set.
+    /// Returns the start of a name for a part of this data set.
     fn spec_start(&self) -> String {
         if self.revision == "main" { self.id.clone() } else { format!("{}@{}", self.id, self.revision) }
     }

@@ -1,13 +1,14 @@
 //! The digest that the hub announces for a file, and the sum that checks it.
 //!
-//! The ETag of a large file is the sha256 of its bytes, that of a small one is the hash git gives the blob:
-//! sha1 over `blob <size>\0` and the bytes. Both name the file in the cache, too, so an ETag of another form is
-//! refused: it could neither be checked nor be trusted as a file name.
+//! The ETag of a large file is the sha256 of its bytes. That of a small one is git's hash of the
+//! blob: sha1 over `blob <size>\0` and the bytes. Both also name the file in the cache, so the
+//! client refuses an ETag of another form: it could neither be checked nor be trusted as a file
+//! name.
 
 use sha1::Sha1;
 use sha2::{Digest as _, Sha256};
 
-/// What the bytes of a file must hash to.
+/// The hash that the bytes of a file must have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Digest {
     /// 64 hex digits: sha256 of the bytes.
@@ -30,14 +31,14 @@ impl Digest {
         }
     }
 
-    /// The hex digits: the name of the blob in the cache.
+    /// Returns the hex digits, which name the blob in the cache.
     pub(super) fn hex(&self) -> &str {
         match self {
             Digest::Sha256(hex) | Digest::GitBlob(hex) => hex,
         }
     }
 
-    /// A fresh sum for a file of `size` bytes.
+    /// Returns an empty sum for a file of `size` bytes.
     pub(super) fn sum(&self, size: u64) -> Sum {
         match self {
             Digest::Sha256(_) => Sum::Sha256(Sha256::new()),
@@ -61,7 +62,7 @@ impl Sum {
         }
     }
 
-    /// The hex digits of all bytes so far.
+    /// Returns the hex digits of the sum of all bytes so far.
     pub(super) fn hex(&self) -> String {
         match self {
             Sum::Sha256(sum) => format!("{:x}", sum.clone().finalize()),
@@ -76,7 +77,8 @@ mod tests {
 
     #[test]
     fn known_sums() {
-        // `printf abc | sha256sum` (FIPS 180-2, appendix B.1) and `printf 'hello\n' | git hash-object --stdin`.
+        // `printf abc | sha256sum` (FIPS 180-2, appendix B.1) and `printf 'hello\n' | git
+        // hash-object --stdin`.
         let sha = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         let digest = Digest::from_etag(&format!("\"{sha}\"")).unwrap();
         let mut sum = digest.sum(3);

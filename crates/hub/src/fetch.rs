@@ -1,9 +1,10 @@
-//! Brings the files of one commit into the cache.
+//! Downloads the files of one commit into the cache.
 //!
-//! Sizes and digests are asked for first, so that a refusal comes before the first byte and the total is known.
-//! Bytes go to `blobs/<digest>.part`, which a later run continues; only when size and digest are right is the file
-//! flushed and renamed to its place. A file that turns out damaged is deleted and fetched once more from the start.
-//! Files that the cache holds already are not asked for; they are read once, to see that they are what they should be.
+//! It requests sizes and digests first, so that a refusal comes before the first byte and the total
+//! is known. Bytes go to `blobs/<digest>.part`, which a later run continues. Once size and digest
+//! are right, it flushes the file and renames it to the blob. It deletes a damaged file and
+//! downloads it once more from the start. It does not request files that the cache holds, but
+//! verifies them once.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -25,7 +26,7 @@ pub(super) struct Download<'a> {
 }
 
 impl Download<'_> {
-    /// Makes sure that the snapshot holds these files; their names have been checked.
+    /// Downloads the files that the snapshot does not hold; the caller has checked their names.
     pub(super) fn fetch(&self, files: &[&str], progress: &mut DownloadProgress<'_>) -> Result<()> {
         let mut wanted = Vec::new();
         for &file in files {
@@ -49,7 +50,7 @@ impl Download<'_> {
     fn fetch_one(&self, file: &str, facts: &Facts, progress: &mut DownloadProgress<'_>) -> Result<()> {
         let digest = facts.digest.hex();
         let _lock = self.store.lock(digest, || progress(DownloadEvent::Waiting { file }))?;
-        // Another revision, another file or another process may have brought it.
+        // Another revision, file or process may have downloaded it.
         let blob = self.store.blob(digest);
         let has_size =
             blob.symlink_metadata().is_ok_and(|found| found.is_file() && found.len() == facts.size);
@@ -61,7 +62,7 @@ impl Download<'_> {
         self.store.link(self.commit, file, digest)
     }
 
-    /// The path of a part file that is whole and verified.
+    /// Downloads a part file until it is whole and verified, and returns its path.
     fn complete(&self, file: &str, facts: &Facts, progress: &mut DownloadProgress<'_>) -> Result<PathBuf> {
         let mut part = DownloadPart::open(self.store.blob(facts.digest.hex()).with_extension("part"), facts)?;
         progress(DownloadEvent::Start { file, bytes: facts.size, present: part.len });
@@ -101,7 +102,8 @@ impl Download<'_> {
         }
     }
 
-    /// One attempt at the rest of the file. Ends well when the announced size is there, or more than it.
+    /// Makes one attempt at the rest of the file. Succeeds if the file has the announced size or
+    /// more.
     fn receive(
         &self,
         file: &str,
@@ -151,13 +153,13 @@ impl Download<'_> {
 }
 
 fn damaged(facts: &Facts, found: &str) -> Error {
-    Error::new(ErrorCategory::Transient, "the bytes are damaged, twice")
+    Error::new(ErrorCategory::Transient, "the downloaded bytes are damaged, twice in a row")
         .because(format!("their digest is {found}, the hub announced {}", facts.digest.hex()))
-        .because("nothing of it was kept")
-        .hint("try again; if it stays so, a mirror (HF_ENDPOINT) or a proxy on the way changes files")
+        .because("finetune has deleted them")
+        .hint("try again; if the error stays, a mirror (HF_ENDPOINT) or a proxy changes files")
 }
 
-/// A file on its way, with the sum of what is there.
+/// A partial download, with the sum of its bytes.
 struct DownloadPart {
     path: PathBuf,
     file: File,
@@ -166,7 +168,7 @@ struct DownloadPart {
 }
 
 impl DownloadPart {
-    /// Opens what an earlier run left, or an empty file.
+    /// Opens the file of an earlier run, or an empty one, and sums its bytes.
     fn open(path: PathBuf, facts: &Facts) -> Result<Self> {
         let failed = |e: std::io::Error| Error::io("write", &path, &e);
         let file = planted::open_part(&path).map_err(failed)?;

@@ -1,8 +1,9 @@
-//! The `configs` of a data set's README.md: the part of YAML that its front matter is written in.
+//! Reads the `configs` of a data set's README.md, whose front matter is YAML.
 //!
-//! The hub's own tools write block mappings and sequences of plain or quoted scalars there; people also write flow
-//! sequences (`[a, b]`). That much is read. All else (anchors, flow mappings, block scalars) is refused with its line,
-//! for half an understanding would mix rows that do not belong together.
+//! The hub's own tools write block mappings and sequences of plain or quoted scalars; people also
+//! write flow sequences (`[a, b]`). The parser reads these forms. It refuses all others (anchors,
+//! flow mappings, block scalars) with their line, since a partial reading could mix rows that do
+//! not belong together.
 
 /// A value of the front matter.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,7 +14,7 @@ pub(super) enum Node {
 }
 
 impl Node {
-    /// The value of a key of a mapping.
+    /// Returns the value of a key of a mapping.
     pub(super) fn get(&self, key: &str) -> Option<&Node> {
         match self {
             Node::Map(pairs) => pairs.iter().find(|(known, _)| known == key).map(|(_, value)| value),
@@ -29,7 +30,8 @@ impl Node {
     }
 }
 
-/// The value of the top-level key `configs` of a README.md; none if it has no front matter or no such key.
+/// Returns the value of the top-level key `configs` of a README.md; none without front matter or
+/// such a key.
 pub(super) fn configs(readme: &str) -> Result<Option<Node>, String> {
     let mut lines = readme.trim_start_matches('\u{feff}').lines().enumerate();
     if lines.next().is_none_or(|(_, first)| first.trim_end() != "---") {
@@ -59,7 +61,7 @@ pub(super) fn configs(readme: &str) -> Result<Option<Node>, String> {
     Ok(pairs.into_iter().next().map(|(_, value)| value))
 }
 
-/// A line up to a comment, which starts after white space and outside of quotes.
+/// Returns a line without its comment, which starts after white space and outside of quotes.
 fn without_comment(line: &str) -> &str {
     let (mut quote, mut before) = (None, ' ');
     for (at, c) in line.char_indices() {
@@ -104,15 +106,17 @@ impl Parser {
             .is_some_and(|line| line.indent == indent && (line.text == "-" || line.text.starts_with("- ")))
     }
 
-    /// The mapping whose keys stand at `indent`.
+    /// Parses the mapping whose keys have the indentation `indent`.
     fn mapping(&mut self, indent: usize) -> Result<Node, String> {
         let mut pairs: Vec<(String, Node)> = Vec::new();
         while self.lines.get(self.at).is_some_and(|line| line.indent == indent) && !self.is_item(indent) {
             let text = self.lines[self.at].text.clone();
-            let Some((key, value)) = key_and_value(&text) else { return self.fault("it is no `key: value`") };
+            let Some((key, value)) = key_and_value(&text) else {
+                return self.fault("it is not `key: value`");
+            };
             let key = self.scalar(key)?;
             if pairs.iter().any(|(known, _)| *known == key) {
-                return self.fault(&format!("the key `{key}` is there twice"));
+                return self.fault(&format!("the key `{key}` occurs twice"));
             }
             let value = if value.is_empty() {
                 self.at += 1;
@@ -130,7 +134,8 @@ impl Parser {
         Ok(Node::Map(pairs))
     }
 
-    /// What belongs to a key at `indent` that has nothing on its line. A sequence need not be indented.
+    /// Parses the value of a key at `indent` whose line holds only the key. A sequence need not be
+    /// indented.
     fn below(&mut self, indent: usize) -> Result<Node, String> {
         self.depth += 1;
         if self.depth > MAX_DEPTH {
@@ -169,7 +174,7 @@ impl Parser {
         Ok(Node::List(items))
     }
 
-    /// A scalar, or a flow sequence of scalars.
+    /// Parses a scalar, or a flow sequence of scalars.
     fn inline(&self, text: &str) -> Result<Node, String> {
         let Some(inside) = text.strip_prefix('[') else { return self.scalar(text).map(Node::Text) };
         let Some(inside) = inside.strip_suffix(']') else {
@@ -184,7 +189,7 @@ impl Parser {
             if let Some(inside) = text.strip_prefix(quote) {
                 return match inside.strip_suffix(quote) {
                     Some(inside) if !inside.contains(['\\', quote]) => Ok(inside.to_owned()),
-                    _ => self.fault("its quotes are not understood"),
+                    _ => self.fault("its quotes are not supported"),
                 };
             }
         }
@@ -192,14 +197,14 @@ impl Parser {
         {
             // A pattern may begin with a star; an alias is a star and a name.
             if !text.starts_with("*.") && !text.starts_with("**/") && !text.starts_with("*/") {
-                return self.fault(&format!("`{text}` is YAML that is not understood"));
+                return self.fault(&format!("the YAML `{text}` is not supported"));
             }
         }
         Ok(text.to_owned())
     }
 }
 
-/// `key: value`, `key:`; none for what is no pair.
+/// Splits `key: value` or `key:`; none for any other text.
 fn key_and_value(text: &str) -> Option<(&str, &str)> {
     if let Some(key) = text.strip_suffix(':') {
         return (!key.contains(": ")).then_some((key.trim_end(), ""));

@@ -1,16 +1,19 @@
 //! Finds a model, an adapter or a data set: in a folder, in the cache, or on the Hugging Face hub.
 //!
-//! [`locate_model`], [`locate_adapter`] and [`locate_dataset`] answer with a folder that holds the files; a path that exists wins over
-//! the hub. What is downloaded is chosen by name (never pickles, never code), pinned to one commit, verified against
-//! the digest that the hub announces, and put into the cache that Python's `huggingface_hub` uses, too. With
-//! everything in the cache one request is made (what does the revision stand for?), offline none.
+//! [`locate_model`], [`locate_adapter`] and [`locate_dataset`] return a folder that holds the
+//! files; an existing path has precedence over the hub. A download is chosen by name (never
+//! pickles, never code), pinned to one commit, and verified against the digest that the hub
+//! announces. It goes to the cache of Python's `huggingface_hub`. If the cache holds everything,
+//! the client makes one request (for the commit of the revision), offline none.
 //!
-//! What is only planned or described needs no weights: [`locate_model_in_place`] leaves them on the hub, to be read by
-//! ranges ([`RemoteWeights`]). Of a data set one split of one configuration is taken.
+//! To plan or describe a model needs no weights: [`locate_model_in_place`] leaves them on the hub,
+//! to be read by ranges ([`RemoteWeights`]). Of a data set it selects one split of one
+//! configuration.
 //!
-//! This module opens the only sockets of a run on one machine. It does not read what it brings: weights, data and
-//! recipe do, with the care that a stranger's file needs. It prints nothing; what happens is told through
-//! [`DownloadEvent`]s, and what a person must know through [`Located::note`].
+//! This module opens the only sockets of a run on one machine. It does not parse the files that it
+//! fetches: weights, data and recipe do, with the care that a stranger's file needs. It prints
+//! nothing; it reports progress through [`DownloadEvent`]s, and notes for the user through
+//! [`Located::note`].
 
 mod adapter;
 mod cache;
@@ -50,35 +53,35 @@ pub use remote::{LocatedModel, RemoteWeights};
 use select::{ModelMismatch, Scope, Weights};
 use verified::VerifiedFiles;
 
-/// What happens during a download.
+/// An event of a download.
 #[derive(Debug, Clone, Copy)]
 pub enum DownloadEvent<'a> {
-    /// So much is about to be fetched; comes once for the small files of a model and once for its shards.
+    /// The files to fetch; comes once for the small files of a model and once for its shards.
     Plan {
         /// Number of files.
         files: usize,
         /// Their size together.
         bytes: u64,
     },
-    /// A file that the cache holds is read to see that it is what it should be.
+    /// A cached file is read to verify it.
     Check {
         /// Its name in the repository.
         file: &'a str,
         /// Its size in bytes.
         bytes: u64,
     },
-    /// A file begins, or begins again from `present`.
+    /// A file begins, or continues from `present`.
     Start {
         /// Its name in the repository.
         file: &'a str,
         /// Size of the whole file.
         bytes: u64,
-        /// How much of it an earlier attempt left.
+        /// Bytes of it that an earlier attempt left.
         present: u64,
     },
-    /// More bytes of the file have come.
+    /// More bytes of the file have arrived.
     Advance {
-        /// How many bytes have come.
+        /// Number of bytes that arrived.
         bytes: u64,
     },
     /// The file is whole and verified.
@@ -86,47 +89,48 @@ pub enum DownloadEvent<'a> {
         /// Its name in the repository.
         file: &'a str,
     },
-    /// Another process downloads this file; it is waited for.
+    /// Another process downloads this file, and this one waits for it.
     Waiting {
         /// Its name in the repository.
         file: &'a str,
     },
-    /// Something failed for now and is tried again after `wait`.
+    /// An attempt failed and is repeated after `wait`.
     Retry {
-        /// What has failed, for people.
+        /// The failure, for people.
         reason: &'a str,
         /// The pause before the next attempt.
         wait: Duration,
     },
 }
 
-/// Told what happens, on the thread that downloads.
+/// The callback for events, on the thread that downloads.
 pub type DownloadProgress<'p> = dyn FnMut(DownloadEvent<'_>) + 'p;
 
 /// A model, adapter or data set that is on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Located {
-    /// What was found: the id on the hub (that of the `-hf` sibling, if it was taken), or the path as given.
+    /// The id on the hub (that of the `-hf` sibling, if finetune uses it), or the path as given.
     pub id: String,
-    /// The folder with its files. From the hub it holds symbolic links into the cache. For a local data set this
-    /// is the path as given, which may be a file.
+    /// The folder with its files. From the hub it holds symbolic links into the cache. For a local
+    /// data set this is the path as given, which may be a file.
     pub folder: PathBuf,
-    /// The commit, when it came from the hub.
+    /// The commit, if it came from the hub.
     pub commit: Option<String>,
-    /// What the user must be told.
+    /// A note for the user.
     pub note: Option<String>,
-    /// The files with the rows of a data set from the hub; empty for all else.
+    /// The files with the rows of a data set from the hub; otherwise empty.
     pub rows: Vec<PathBuf>,
 }
 
-/// Finds a model with its weights; `id_or_path` is a folder, an id such as `owner/name`, or `hf://owner/name`.
+/// Finds a model with its weights; `id_or_path` is a folder, an id such as `owner/name`, or
+/// `hf://owner/name`.
 ///
-/// A repository that holds only Meta's original checkpoint is answered by its `-hf` sibling, and
+/// For a repository that holds only Meta's original checkpoint it finds the `-hf` sibling;
 /// [`Located::note`] says so.
 ///
 /// # Errors
-/// `User` when there is no such model or it may not be read, `Transient` when hub or network fail,
-/// `Storage` when the cache cannot be written.
+/// `User` if the model does not exist or may not be read, `Transient` if the hub or the network
+/// fails, `Storage` if the cache cannot be written.
 pub fn locate_model(
     id_or_path: &str,
     revision: &str,
@@ -136,10 +140,11 @@ pub fn locate_model(
     Ok(locate(id_or_path, revision, Scope::Weights, options, progress)?.located)
 }
 
-/// As [`locate_model`], but weights that the cache does not hold stay on the hub, to be read by ranges.
+/// Finds a model like [`locate_model`]. Weights that the cache does not hold stay on the hub, to be
+/// read by ranges.
 ///
 /// # Errors
-/// As there.
+/// Those of [`locate_model`].
 pub fn locate_model_in_place<'a>(
     id_or_path: &str,
     revision: &str,
@@ -149,10 +154,11 @@ pub fn locate_model_in_place<'a>(
     locate(id_or_path, revision, Scope::InPlace, options, progress)
 }
 
-/// As [`locate_model`], but only configuration, tokenizer and the list of shards, without weights.
+/// Finds a model like [`locate_model`], but only configuration, tokenizer and the list of shards,
+/// without weights.
 ///
 /// # Errors
-/// As there.
+/// Those of [`locate_model`].
 pub fn locate_model_headers(
     id_or_path: &str,
     revision: &str,
@@ -183,7 +189,7 @@ fn locate<'a>(
     }
 }
 
-/// A local folder is used as it is, once its file names show that it holds a model.
+/// Returns a local folder as it is, if its file names show that it holds a model.
 fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
     if !folder.is_dir() {
         return Err(Error::user(format!("model `{given}` is a file"))
@@ -204,7 +210,7 @@ fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
     }
 }
 
-/// The names in a folder, sorted, without those that are no text.
+/// Returns the names in a folder, sorted, without those that are not UTF-8.
 fn list_folder(folder: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(|e| Error::io("list", folder, &e))? {
@@ -215,7 +221,7 @@ fn list_folder(folder: &Path) -> Result<Vec<String>> {
     Ok(files)
 }
 
-/// What a repository is taken for.
+/// The kind of a repository, as the caller expects it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RepoRef {
     Model,
@@ -223,7 +229,7 @@ enum RepoRef {
     Dataset,
 }
 
-/// A repository at a revision, not yet looked for.
+/// A repository at a revision, before the search for it.
 struct RepoSource<'a> {
     subject: RepoRef,
     id: String,
@@ -245,7 +251,8 @@ impl<'a> RepoSource<'a> {
         HubCache::new(&self.options.cache_dir, &self.repo(), verified)
     }
 
-    /// What asks the hub, which a token that may not be used forbids: without it the hub would answer as to a stranger.
+    /// Returns the client of the hub, or the error of an unusable token: without one the hub would
+    /// answer as to a stranger.
     fn client(&self) -> Result<Client<'a>> {
         match self.options.refused_token() {
             Some(refused) => Err(refused.clone()),
@@ -262,7 +269,7 @@ impl<'a> RepoSource<'a> {
         format!("{noun} `{}`", self.id)
     }
 
-    /// The same model as converted for transformers, by Meta's naming.
+    /// Returns the same model converted for transformers, by Meta's naming.
     fn sibling(&self) -> Option<Self> {
         let is_model = self.subject == RepoRef::Model && !self.id.ends_with("-hf");
         is_model.then(|| RepoSource {
@@ -306,7 +313,8 @@ impl<'a> RepoSource<'a> {
         let Some(sibling) = self.sibling() else { return Err(lack.error(&self.subject())) };
         let client = sibling.client()?;
         let description = client.describe(progress).map_err(|error| {
-            lack.error(&self.subject()).because(format!("its sibling was asked for: {}", error.what()))
+            lack.error(&self.subject())
+                .because(format!("its `-hf` sibling is not available: {}", error.what()))
         })?;
         select::check_model(&description.files, scope)
             .map_err(|other| other.error(&sibling.subject()))
@@ -316,7 +324,7 @@ impl<'a> RepoSource<'a> {
 
     fn sibling_note(&self, sibling: &RepoSource<'_>) -> String {
         format!(
-            "`{}` holds only Meta's original checkpoint; `{}`, the same model as safetensors, was taken",
+            "`{}` holds only Meta's original checkpoint; using `{}`, the same model as safetensors",
             self.id, sibling.id
         )
     }
@@ -367,7 +375,8 @@ impl<'a> RepoSource<'a> {
         }
         source.verify(&commit, &select::texts(&files), progress)?;
         let weights = match select::weights(&files) {
-            // Against the names in the index itself: what is not in the folder is missing, not refused.
+            // The names in the index itself: a file that is not in the folder is missing, not
+            // refused.
             Ok(Weights::Sharded) if scope != Scope::Headers => select::named_shards(&read_index(&folder)?)?,
             _ => vec![select::SINGLE.to_owned()],
         };
@@ -385,7 +394,8 @@ impl<'a> RepoSource<'a> {
         Ok(source.located(folder, commit, note))
     }
 
-    /// Refuses files of the cache that are not what they were downloaded as; there is no hub to ask for them again.
+    /// Refuses cached files whose bytes do not match their digest; offline, the client cannot fetch
+    /// them again.
     fn verify(&self, commit: &str, files: &[&str], progress: &mut DownloadProgress<'_>) -> Result<()> {
         let store = self.store();
         for &file in files {
@@ -395,14 +405,14 @@ impl<'a> RepoSource<'a> {
                     "{} is damaged in the cache, and this run is offline",
                     self.subject()
                 ))
-                .because(format!("{} does not hold the bytes that its digest names", path.display()))
+                .because(format!("the bytes of {} do not match its digest", path.display()))
                 .hint("run once without `--offline` and HF_HUB_OFFLINE to fetch the file again"));
             }
         }
         Ok(())
     }
 
-    /// The commit and the files that the cache holds of this revision.
+    /// Returns the commit and the cached files of this revision.
     fn cached_files(&self) -> Result<Option<(String, Vec<String>)>> {
         let store = self.store();
         let Some(commit) = store.known_commit() else { return Ok(None) };

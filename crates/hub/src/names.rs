@@ -1,8 +1,8 @@
-//! What a name may be: a path or a hub id, a revision, a file inside a repository.
+//! Checks names: a path or a hub id, a revision, a file inside a repository.
 //!
-//! File names come from a server and end up under the cache folder, so they must be plain relative paths under the
-//! rules of POSIX *and* Windows, whatever the machine: a name is refused everywhere or nowhere. Ids and revisions
-//! also become parts of a URL and of a path; what they may hold needs no escaping in either.
+//! File names come from a server and end up under the cache folder. So they must be plain relative
+//! paths under the rules of POSIX *and* Windows, whatever the machine. Ids and revisions also
+//! become parts of a URL and of a path; their characters need no escaping in either.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use super::options::expand_home;
 use crate::error::{Error, Result};
 use crate::private_file::without_user;
 
-/// What the user meant by a model or data set.
+/// The model or data set that the user's text refers to.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Reference {
     /// Something that exists on this machine.
@@ -19,7 +19,7 @@ pub(super) enum Reference {
     Hub(String),
 }
 
-/// Endings that say "file", so that a mistyped path is not looked up on the hub.
+/// Endings of files, so that finetune does not look up a mistyped path on the hub.
 const FILE_ENDINGS: [&str; 14] = [
     ".jsonl",
     ".json",
@@ -37,7 +37,8 @@ const FILE_ENDINGS: [&str; 14] = [
     ".toml",
 ];
 
-/// Decides between a path and a hub id. What exists wins; `hf://` in front asks for the hub in any case.
+/// Decides between a path and a hub id. An existing path has precedence; the prefix `hf://` always
+/// means the hub.
 pub(super) fn place(given: &str, home: Option<&Path>) -> Result<Reference> {
     if let Some(id) = given.strip_prefix("hf://") {
         check_repo_id(id).map_err(|why| bad_id(given, why))?;
@@ -65,7 +66,7 @@ fn bad_id(given: &str, why: &str) -> Error {
         .hint("give a folder, or an id such as `owner/name`")
 }
 
-/// Why a text that names nothing on this machine was nevertheless meant as a path.
+/// Returns the reason to read a text that names nothing on this machine as a path.
 fn reads_as_path(given: &str) -> Option<&'static str> {
     let is_url = given.contains("://");
     let drive = given.as_bytes().get(1) == Some(&b':');
@@ -79,17 +80,17 @@ fn reads_as_path(given: &str) -> Option<&'static str> {
         return Some("it has more than one slash, so it is a path and not `owner/name`");
     }
     if FILE_ENDINGS.iter().any(|ending| given.to_ascii_lowercase().ends_with(ending)) {
-        return Some("it ends like a file");
+        return Some("it has the ending of a file");
     }
     match given.split_once('/') {
         Some((parent, _)) if Path::new(parent).is_dir() => {
-            Some("the folder before the slash exists here, so it was read as a path")
+            Some("the folder before the slash exists here, so finetune reads it as a path")
         }
         _ => None,
     }
 }
 
-/// The rules of the hub for ids (huggingface_hub, `validate_repo_id`).
+/// Checks the rules of the hub for ids (huggingface_hub, `validate_repo_id`).
 pub(super) fn check_repo_id(id: &str) -> Result<(), &'static str> {
     if id.matches('/').count() > 1 {
         return Err("an id has one slash at most");
@@ -114,7 +115,7 @@ pub(super) fn check_repo_id(id: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// A branch, tag, commit hash or `refs/pr/1`.
+/// Checks a revision: a branch, tag, commit hash or `refs/pr/1`.
 pub(super) fn check_revision(revision: &str) -> Result<()> {
     let plain = revision.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.+/".contains(&b));
     let parts_fit = revision.split('/').all(|part| {
@@ -128,26 +129,26 @@ pub(super) fn check_revision(revision: &str) -> Result<()> {
         .hint("leave it out, or write `main`"))
 }
 
-/// Whether this is the hash of a commit, which never moves.
+/// Returns whether this is the hash of a commit, which never moves.
 pub(super) fn is_commit(text: &str) -> bool {
     text.len() == 40 && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
 
-/// Refuses a set of file names of which one could leave the folder it is put in, or two could meet in one place.
+/// Refuses a set of file names if one could leave its folder, or two could mean the same file.
 pub(super) fn check_files<'a>(names: impl IntoIterator<Item = &'a str>) -> Result<()> {
     // Case-folded, since some file systems hold only one of `a` and `A`.
     let mut seen = std::collections::BTreeSet::new();
     for name in names {
         check_file(name).map_err(|why| refused(name, why))?;
         if !seen.insert(name.to_lowercase()) {
-            return Err(refused(name, "another file has this name but for upper and lower case"));
+            return Err(refused(name, "another file name differs only in upper and lower case"));
         }
     }
     for name in &seen {
         let mut folder = name.as_str();
         while let Some((parent, _)) = folder.rsplit_once('/') {
             if seen.contains(parent) {
-                return Err(refused(name, "it is inside of what is also a file"));
+                return Err(refused(name, "one of its folders is also the name of a file"));
             }
             folder = parent;
         }
@@ -182,7 +183,7 @@ fn check_file(name: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// `CON`, `nul.txt`, `com1`: names that Windows opens as devices.
+/// Returns whether Windows opens the name as a device, such as `CON`, `nul.txt` or `com1`.
 fn is_device(part: &str) -> bool {
     let stem = part.split('.').next().unwrap_or(part).trim_end().to_ascii_uppercase();
     let numbered = |prefix| {
@@ -192,7 +193,8 @@ fn is_device(part: &str) -> bool {
     matches!(stem.as_str(), "CON" | "PRN" | "AUX" | "NUL") || numbered("COM") || numbered("LPT")
 }
 
-/// A file name as a part of an address: all but the slashes and the unreserved characters escaped (RFC 3986).
+/// Returns a file name as a part of an address: all but slashes and unreserved characters escaped
+/// (RFC 3986).
 pub(super) fn percent_encoded(name: &str) -> String {
     let mut encoded = String::with_capacity(name.len());
     for byte in name.bytes() {

@@ -1,9 +1,10 @@
-//! What a download needs to know beforehand: the hub's address, the cache folder, the token, offline or not.
+//! The settings of a download: the hub's address, the cache folder, the token, offline or not.
 //!
-//! The names and their precedence are those of Python's `huggingface_hub`, so that a cache and a login made there
-//! serve here: `HF_ENDPOINT`, `HF_HUB_CACHE` (or `HUGGINGFACE_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`), `HF_TOKEN`
-//! (or `HF_TOKEN_PATH`, `$HF_HOME/token`), `HF_HUB_OFFLINE`. The environment is read in one function that takes a
-//! lookup, because it is global to a process and tests run in one.
+//! The names and their precedence are those of Python's `huggingface_hub`, so that finetune uses
+//! its cache and login: `HF_ENDPOINT`, `HF_HUB_CACHE` (or `HUGGINGFACE_HUB_CACHE`, `HF_HOME`,
+//! `XDG_CACHE_HOME`), `HF_TOKEN` (or `HF_TOKEN_PATH`, `$HF_HOME/token`), `HF_HUB_OFFLINE`. One
+//! function reads the environment through a lookup, because it is global to a process and tests run
+//! in one.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -24,10 +25,11 @@ const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
 pub struct Token(String);
 
 impl Token {
-    /// Takes a token as written in a file or a variable; white space around it does not count.
+    /// Reads a token from the text of a file or a variable; white space around it does not count.
     ///
     /// # Errors
-    /// When it holds anything but visible ASCII, which no token does and no HTTP header can carry.
+    /// It is empty or holds anything but visible ASCII, which no token does and no HTTP header can
+    /// carry.
     pub fn new(text: &str) -> Result<Self> {
         let token = text.trim();
         if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
@@ -49,32 +51,34 @@ impl fmt::Debug for Token {
     }
 }
 
-/// How long to go on when the hub or the network fails for now.
+/// The limits for attempts while the hub or the network fails.
 #[derive(Debug, Clone)]
 pub struct Retry {
-    /// Attempts in a row without any progress before giving up; at least one is made.
+    /// Attempts in a row without any progress before giving up; the client makes at least one.
     pub attempts: u32,
-    /// Wait before the second attempt; doubles each time, up to a minute. `Retry-After` wins over it.
+    /// Wait before the second attempt; it doubles each time, up to a minute. `Retry-After` has
+    /// precedence.
     pub first_wait: Duration,
-    /// A connection that gives no byte for so long is broken off and counts as an attempt.
+    /// Time without a byte after which the client breaks off a connection; it counts as an attempt.
     pub stall: Duration,
-    /// From a request for a description to the last byte of the answer; later the hub is given up.
+    /// Time from a request for a description to the last byte of the answer, before the client
+    /// gives up.
     pub description: Duration,
-    /// The least speed of a file.
+    /// The minimum speed of a file.
     pub least_speed: LeastSpeed,
 }
 
-/// The least speed at which the hub must send a file, as a mean over a while.
+/// The minimum speed at which the hub must send a file, as a mean over some time.
 #[derive(Debug, Clone, Copy)]
 pub struct LeastSpeed {
     /// Bytes per second.
     pub bytes_per_sec: u64,
-    /// The time that the mean is over; only time spent waiting for the hub counts.
+    /// The time of the mean; only time spent waiting for the hub counts.
     pub over: Duration,
 }
 
 impl LeastSpeed {
-    /// The bytes that must arrive in that time.
+    /// Returns the bytes that must arrive in that time.
     pub(super) fn bytes(&self) -> u64 {
         (self.bytes_per_sec as f64 * self.over.as_secs_f64()) as u64
     }
@@ -92,7 +96,7 @@ impl Default for Retry {
     }
 }
 
-/// Where the hub and its cache are, and who asks.
+/// The addresses of the hub and its cache, and the token.
 #[derive(Debug, Clone)]
 pub struct HubOptions {
     endpoint: String,
@@ -100,14 +104,14 @@ pub struct HubOptions {
     pub cache_dir: PathBuf,
     /// Sent as `Authorization: Bearer` to the endpoint's origin (scheme, host and port) alone.
     pub token: Option<Token>,
-    /// Open no socket at all; only what the cache holds is used.
+    /// True to open no socket and use only the cache.
     pub offline: bool,
-    /// What `~/` stands for.
+    /// The folder that `~/` stands for.
     pub home: Option<PathBuf>,
-    /// When to try again.
+    /// The limits for repeated attempts.
     pub retry: Retry,
-    /// The folder of this user's own in which it is noted which files of the cache were verified; without one they are
-    /// verified each time.
+    /// This user's folder with records of verified cache files; without it, files are verified each
+    /// time.
     pub verified_dir: Option<PathBuf>,
     pub(super) token_note: Option<String>,
     refused_token: Option<Error>,
@@ -117,7 +121,7 @@ impl HubOptions {
     /// Options for one hub and one cache: no token, online.
     ///
     /// # Errors
-    /// When `endpoint` is not a plain `http://` or `https://` address.
+    /// `endpoint` is not a plain `http://` or `https://` address.
     pub fn new(endpoint: &str, cache_dir: impl Into<PathBuf>) -> Result<Self> {
         Ok(HubOptions {
             endpoint: checked_endpoint(endpoint)?,
@@ -132,18 +136,20 @@ impl HubOptions {
         })
     }
 
-    /// The options that the environment asks for; `offline` (the flag) and `HF_HUB_OFFLINE` each suffice.
+    /// Reads the options from the environment; `offline` (the flag) and `HF_HUB_OFFLINE` each
+    /// suffice.
     ///
     /// # Errors
-    /// When a variable holds what cannot be used.
+    /// A variable holds an unusable value.
     pub fn from_env(offline: bool) -> Result<Self> {
         Self::from_lookup(offline, std::env::home_dir(), &|name| std::env::var_os(name))
     }
 
-    /// [`HubOptions::from_env`] with the home folder and the environment given: `lookup` answers for a variable.
+    /// Reads the options like [`HubOptions::from_env`], with the given home folder and `lookup` for
+    /// variables.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`HubOptions::from_env`].
     pub fn from_lookup(
         offline: bool,
         home: Option<PathBuf>,
@@ -157,8 +163,8 @@ impl HubOptions {
             .or_else(|| env.path("HUGGINGFACE_HUB_CACHE"))
             .or_else(|| hf_home.as_ref().map(|folder| folder.join("hub")))
             .ok_or_else(|| {
-                Error::user("there is no folder for downloads")
-                    .because("HF_HOME is not set and the home folder is not known")
+                Error::user("cannot find a folder for downloads")
+                    .because("HF_HOME is not set and the home folder is unknown")
                     .hint("set HF_HOME to a folder that can hold models")
             })?;
         let mut options = Self::new(endpoint.as_deref().unwrap_or(DEFAULT_ENDPOINT), cache_dir)?;
@@ -174,18 +180,18 @@ impl HubOptions {
         Ok(options)
     }
 
-    /// The hub's address, without a slash at its end.
+    /// Returns the hub's address, without a slash at its end.
     pub fn endpoint(&self) -> &str {
         &self.endpoint
     }
 
-    /// Why the token file is not used, where others than its owner may use it, or it holds no token. It is no reason to
-    /// fail a run that asks no hub.
+    /// Returns the reason for which the token file is not used: users other than its owner may use
+    /// it, or it holds no token. This does not fail a run that needs no hub.
     pub fn refused_token(&self) -> Option<&Error> {
         self.refused_token.as_ref()
     }
 
-    /// `text` without the token, should a server have echoed it.
+    /// Returns `text` without the token, in case a server has echoed it.
     pub(super) fn redact(&self, text: &str) -> String {
         match &self.token {
             Some(token) => text.replace(token.secret(), "(token)"),
@@ -195,7 +201,7 @@ impl HubOptions {
 }
 
 fn checked_endpoint(given: &str) -> Result<String> {
-    // The text is not repeated: it may hold a password.
+    // The message does not repeat the text: it may hold a password.
     address::base(given.trim()).map_err(|fault| {
         Error::user("the address of the hub (HF_ENDPOINT) cannot be used")
             .because(fault)
@@ -203,13 +209,13 @@ fn checked_endpoint(given: &str) -> Result<String> {
     })
 }
 
-/// The token that the environment names, if it can be used.
+/// The token that the environment names, if it is usable.
 enum FoundToken {
     None,
     Usable(Token),
-    /// Its file cannot be read, as this says: no reason to fail a run that may not need it.
+    /// Its file cannot be read, for this reason; a run that may not need it goes on.
     Unread(String),
-    /// Its file may not be used; the hub is not asked.
+    /// Its file may not be used; the client sends no request.
     Refused(Error),
 }
 
@@ -219,7 +225,7 @@ struct HubEnvironment<'a> {
 }
 
 impl HubEnvironment<'_> {
-    /// A variable; an empty one counts as not set.
+    /// Returns a variable; an empty one counts as not set.
     fn raw(&self, name: &str) -> Option<OsString> {
         (self.lookup)(name).filter(|value| !value.is_empty())
     }
@@ -243,7 +249,7 @@ impl HubEnvironment<'_> {
         self.path("HF_HOME").or_else(|| self.own_cache().map(|folder| folder.join("huggingface")))
     }
 
-    /// The folder for what programs keep of this user.
+    /// Returns the folder for this user's caches.
     fn own_cache(&self) -> Option<PathBuf> {
         self.path("XDG_CACHE_HOME").or_else(|| self.home.as_ref().map(|home| home.join(".cache")))
     }
@@ -265,7 +271,7 @@ impl FoundToken {
         let bytes = match private_file::read(path, "the hub token", MAX_TOKEN_FILE_BYTES) {
             Ok(bytes) => bytes.unwrap_or_default(),
             Err(error) if error.kind() == ErrorCategory::Storage => {
-                return FoundToken::Unread(format!("the token file was not used: {}", error.in_one_line()));
+                return FoundToken::Unread(format!("ignoring the token file: {}", error.in_one_line()));
             }
             Err(error) => return FoundToken::Refused(error),
         };
@@ -275,12 +281,12 @@ impl FoundToken {
         }
         match Token::new(&text) {
             Ok(token) => FoundToken::Usable(token),
-            Err(error) => FoundToken::Refused(error.because(format!("it was read from {}", path.display()))),
+            Err(error) => FoundToken::Refused(error.because(format!("it comes from {}", path.display()))),
         }
     }
 }
 
-/// `~` and `~/x` with the home folder in place; other paths as they are.
+/// Replaces the `~` of `~` and `~/x` by the home folder; returns other paths as they are.
 pub(super) fn expand_home(path: &Path, home: Option<&Path>) -> PathBuf {
     match (path.strip_prefix("~"), home) {
         (Ok(rest), Some(home)) => home.join(rest),
@@ -396,7 +402,8 @@ mod tests {
             assert_eq!(told.contains(&format!("chmod 600 {}", file.display())), refused, "{mode:o}: {told}");
             assert!(!told.contains("hf_file"), "{told}");
         }
-        // It is not looked at where the token comes from elsewhere, or none is wanted.
+        // finetune does not read the file if the token comes from elsewhere, or if no token is
+        // wanted.
         for other in [("HF_TOKEN", "hf_env"), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")] {
             let options = from(&[("HF_HOME", folder.path().to_str().unwrap()), other]).unwrap();
             assert!(options.refused_token().is_none(), "{other:?}");

@@ -1,5 +1,5 @@
-//! Opens what lies in a cache that other users may write to, too: nothing is written, and nothing waited for, through what
-//! they put there in the place of a file.
+//! Opens files in a cache that other users may write to. It neither writes to nor waits for a link,
+//! pipe or other thing that they planted in place of a file.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -9,11 +9,12 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::private_file::own_uid;
 
-/// Not the target of a link, and without waiting for the other end of a pipe.
+/// Flags that refuse the target of a link, and do not wait for the other end of a pipe.
 const AS_IT_IS: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
 
-/// A file to continue, or an empty one. What stands there and is not a file of this user's with this one name (a link, a
-/// pipe, a file that its owner could still change) loses the name to a new file; what it leads to stays as it is.
+/// Opens a file to continue, or an empty one. A new file replaces anything but this user's regular
+/// file with a single name, such as a link, a pipe, or a file that its owner could still change.
+/// The target of a link stays as it is.
 pub(super) fn open_part(path: &Path) -> io::Result<File> {
     match File::options().read(true).write(true).custom_flags(AS_IT_IS).open(path) {
         Ok(file) if is_own(&file)? => Ok(file),
@@ -30,12 +31,12 @@ fn is_own(file: &File) -> io::Result<bool> {
     Ok(facts.is_file() && facts.nlink() <= 1 && facts.uid() == own_uid())
 }
 
-/// A file that was not there before.
+/// Creates a file; fails if the name exists.
 pub(super) fn create(path: &Path) -> io::Result<File> {
     File::options().read(true).write(true).create_new(true).open(path)
 }
 
-/// A file that is locked and never written; it may be another user's.
+/// Opens a file for locking, never for writing; it may be another user's.
 pub(super) fn open_lock(path: &Path) -> io::Result<File> {
     let mut options = File::options();
     options.read(true).write(true).create(true).truncate(false).custom_flags(AS_IT_IS);
@@ -53,34 +54,38 @@ pub(super) fn open_lock(path: &Path) -> io::Result<File> {
     }
 }
 
-/// A regular file for reading, wherever a link leads to it; none if it is something else, which could be without end.
+/// Opens a regular file for reading, links followed; none if it is something else, which could be
+/// endless.
 pub(super) fn open_file(path: &Path) -> io::Result<Option<File>> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     Ok(file.metadata()?.is_file().then_some(file))
 }
 
-/// The text of a file of `most` bytes at most; none if it is longer, no text, or no file.
+/// Returns the text of a file of at most `most` bytes; none if it is longer, not text, or not a
+/// file.
 pub(super) fn short_text(path: &Path, most: u64) -> Option<String> {
     let mut bytes = Vec::new();
     open_file(path).ok()??.take(most + 1).read_to_end(&mut bytes).ok()?;
     String::from_utf8(bytes).ok().filter(|text| text.len() as u64 <= most)
 }
 
-/// Makes a folder at or below `root`. A link on the way is followed where this user or the administrator made it, as to a
-/// larger disk; another user's could lead into any folder of this one's.
+/// Creates a folder at or below `root`. It follows a link on the way if this user or the
+/// administrator made it, as to a larger disk; another user's link could lead into any folder of
+/// this user.
 ///
 /// # Errors
-/// There is a link of another user; the folder cannot be made.
+/// A link on the way is another user's, or the folder cannot be created.
 pub(super) fn make_folder(root: &Path, folder: &Path) -> Result<()> {
     if let Some((link, owner)) = foreign_link(root, folder, own_uid()) {
         return Err(Error::user(format!("cannot use the cache folder {}", folder.display()))
-            .because(format!("{} is a link that user {owner} made", link.display()))
-            .hint("remove it, or take a cache of your own: `HF_HUB_CACHE=DIR`"));
+            .because(format!("{} is a link made by user {owner}", link.display()))
+            .hint("remove it, or use your own cache: `HF_HUB_CACHE=DIR`"));
     }
     std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, &e))
 }
 
-/// The first link from `root` to `folder` that neither the user `own` nor the administrator made, and who did.
+/// Returns the first link from `root` to `folder` that neither the user `own` nor the administrator
+/// made, and its owner.
 fn foreign_link(root: &Path, folder: &Path, own: u32) -> Option<(PathBuf, u32)> {
     let mut steps: Vec<&Path> = folder.ancestors().take_while(|step| step.starts_with(root)).collect();
     steps.reverse();
@@ -163,7 +168,7 @@ mod tests {
         assert_eq!(foreign_link(&root, &target, own_uid()), None);
         make_folder(&root, &target).unwrap();
         assert!(elsewhere.join("b").is_dir());
-        // As another user sees it; the administrator's own links are everybody's.
+        // The view of another user; links of the administrator are trusted.
         let seen = foreign_link(&root, &target, own_uid() + 1).map(|(link, _)| link);
         assert_eq!(seen, (own_uid() != 0).then(|| root.join("a/link")));
     }

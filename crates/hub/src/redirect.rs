@@ -1,19 +1,22 @@
-//! Redirects, followed by hand: where an answer sends a request next, and whether the token goes with it.
+//! Redirects, followed by hand: finds the next address of a request, and decides if the token goes
+//! with it.
 //!
-//! The token is for one origin (scheme, host and port, RFC 6454): that of the configured endpoint. ureq compares host
-//! names alone, so whoever listens on another port of the hub's host would be given it. A chain of redirects that has
-//! left the origin once is not trusted to come back: the token stays off from there on.
+//! The token is for one origin (scheme, host and port, RFC 6454): that of the configured endpoint.
+//! ureq compares host names alone, so it would send the token to any server on another port of the
+//! hub's host. A chain of redirects that has left the origin once stays untrusted even if it comes
+//! back.
 
 use ureq::http::{Response, Uri};
 
 use crate::address;
 
-/// Where a request goes.
+/// The target of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Redirect {
     /// The address to ask.
     pub(super) uri: Uri,
-    /// Whether this and every hop before it are of the endpoint's origin, so that the token may go there.
+    /// True if this and every hop before it have the endpoint's origin, so that the token may go
+    /// there.
     pub(super) is_trusted: bool,
 }
 
@@ -25,7 +28,7 @@ impl Redirect {
         Ok(Redirect { uri, is_trusted })
     }
 
-    /// Where `response` redirects to; none if it is no redirect.
+    /// Returns the target that `response` redirects to; none if it is no redirect.
     pub(super) fn next<B>(&self, response: &Response<B>) -> Result<Option<Self>, String> {
         if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
             return Ok(None);
@@ -43,7 +46,7 @@ impl Redirect {
         Ok(Redirect { uri, is_trusted })
     }
 
-    /// A `Location` as an absolute address (RFC 3986, section 5.2).
+    /// Resolves a `Location` to an absolute address (RFC 3986, section 5.2).
     fn resolve(&self, location: &str) -> Result<Uri, String> {
         if location.split(['/', '?', '#']).next().is_some_and(|start| start.contains(':')) {
             return parse(location);
@@ -72,7 +75,7 @@ fn parse(address: &str) -> Result<Uri, String> {
     address::http(address).map_err(|why| format!("it names an address that cannot be used: {why}"))
 }
 
-/// Whether two addresses are of one scheme, host and port.
+/// Returns whether two addresses have the same scheme, host and port.
 fn is_same_origin(a: &Uri, b: &Uri) -> bool {
     let port = |uri: &Uri| uri.port_u16().unwrap_or(if uri.scheme_str() == Some("https") { 443 } else { 80 });
     let host = |uri: &Uri| uri.host().map(str::to_ascii_lowercase);
@@ -107,8 +110,8 @@ mod tests {
         assert!(!Redirect::first("https://evil/x", "https://hub.example").unwrap().is_trusted);
     }
 
-    /// Every scheme, user, host and port that an address is put together from, from every endpoint: what is followed, and
-    /// with the token, is what RFC 6454 says of the parts.
+    /// Tries every scheme, user, host and port from every endpoint: the client follows them, with
+    /// the token or without, as RFC 6454 demands.
     #[test]
     fn the_whole_matrix_of_addresses() {
         let ports = |scheme: &str| if scheme == "https" { 443 } else { 80 };
@@ -163,7 +166,8 @@ mod tests {
         assert!(followed > 400 && trusted > 20, "{followed} followed, {trusted} with the token");
     }
 
-    /// What parsers are known to read in different ways leads nowhere, or not to the token.
+    /// Addresses that parsers are known to read in different ways lead nowhere, or not to the
+    /// token.
     #[test]
     fn addresses_that_parsers_disagree_about() {
         let hub = hop("https://hub.example/a/b");

@@ -1,27 +1,28 @@
-//! What it means when the hub answers "no", and what to do about it.
+//! Explains a refusal of the hub, and what the user can do about it.
 //!
-//! The status alone is ambiguous: the hub answers 401 to an anonymous reader of a repository that is missing,
-//! private or gated. `X-Error-Code` tells them apart where it is sent; where it is not, the message says both.
+//! The status alone is ambiguous: the hub answers 401 to an anonymous reader of a repository that
+//! is missing, private or gated. `X-Error-Code` tells them apart; without it the message names both
+//! causes.
 
 use crate::error::{Error, ErrorCategory};
 
 const TOKENS: &str = "https://huggingface.co/settings/tokens";
 
-/// What was asked of the hub, and as whom.
+/// The request that the hub refused, and its sender's rights.
 pub(super) struct Request<'a> {
-    /// Such as "model `a/b`".
+    /// The repository, such as "model `a/b`".
     pub(super) subject: &'a str,
     pub(super) revision: &'a str,
     /// The page of the repository, for people.
     pub(super) page: &'a str,
-    /// The file, or `None` when it was the description of the repository.
+    /// The file, or `None` for the description of the repository.
     pub(super) file: Option<&'a str>,
     pub(super) has_token: bool,
-    /// The description says that access is granted one by one.
+    /// True if the description says that its authors grant access one by one.
     pub(super) gated: bool,
 }
 
-/// The hub's answer: its status and, where sent, `X-Error-Code` and `X-Error-Message`.
+/// The hub's answer: its status and, if present, `X-Error-Code` and `X-Error-Message`.
 pub(super) struct ErrorResponse {
     pub(super) status: u16,
     pub(super) code: Option<String>,
@@ -29,25 +30,25 @@ pub(super) struct ErrorResponse {
 }
 
 impl ErrorResponse {
-    /// The error for an answer that another attempt would not change.
+    /// Returns the error for an answer that another attempt would not change.
     pub(super) fn error(&self, asked: &Request<'_>) -> Error {
         let subject = asked.subject;
         let code = self.code.as_deref();
         let gated = code == Some("GatedRepo") || asked.gated;
         let error = match (self.status, code) {
             (401, _) if gated && !asked.has_token => Error::user(format!("{subject} is gated"))
-                .because("its authors ask readers to accept their terms, and no token was sent")
+                .because("its authors ask readers to accept their terms, and finetune sent no token")
                 .hint(format!("accept the terms at {}, then set HF_TOKEN to a token from {TOKENS}", asked.page)),
             (401, Some("RepoNotFound")) => self.not_found(asked),
             (401, _) if asked.has_token => Error::user("the hub does not accept the token")
-                .because(format!("it was sent to read {subject}; it is wrong, expired or revoked"))
+                .because(format!("finetune sent it to read {subject}; it is wrong, expired or revoked"))
                 .hint(format!("set HF_TOKEN to a token from {TOKENS}, or unset it to read without one")),
             (401, _) => self.not_found(asked),
             (403, _) if gated => Error::user(format!("the token has no access to {subject}, which is gated"))
                 .because("its authors have not (yet) granted access to this account, or the token does not cover gated repositories")
                 .hint(format!("ask for access at {}; a fine-grained token also needs the right to read gated repositories", asked.page)),
             (403, _) => Error::user(format!("the hub refuses access to {subject}")).hint(format!(
-                "look at {} in a browser; for a private repository set HF_TOKEN to a token that may read it",
+                "open {} in a browser; for a private repository set HF_TOKEN to a token that may read it",
                 asked.page
             )),
             (404, Some("RevisionNotFound")) => {
@@ -65,7 +66,7 @@ impl ErrorResponse {
                 .hint("try again later; check HF_ENDPOINT and any proxy"),
         };
         let error = match asked.file {
-            Some(file) if self.status != 404 => error.because(format!("asked for its file `{file}`")),
+            Some(file) if self.status != 404 => error.because(format!("requested its file `{file}`")),
             _ => error,
         };
         error.because(self.to_string())

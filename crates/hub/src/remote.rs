@@ -1,9 +1,9 @@
-//! The weights of a model that stay on the hub: byte ranges of their files, read and not stored.
+//! Weights that stay on the hub: reads byte ranges of their files without storing them.
 //!
-//! What a model is stands in the headers of its safetensors files, some hundred kilobytes of many gigabytes. They are
-//! asked for with `Range` at the commit that the other files come from. Nothing of them enters the cache, where a
-//! piece of a file could be taken for the file. A piece has no digest to be verified against; what is computed from
-//! weights therefore never comes from here.
+//! The headers of a model's safetensors files describe it, in some hundred kilobytes of many
+//! gigabytes. The client requests them with `Range` at the commit of the other files. They never
+//! enter the cache, where a piece of a file could be mistaken for the file. A piece has no digest
+//! to verify it, so no result of a computation on weights ever comes from here.
 
 use std::ops::Range;
 use std::path::Path;
@@ -12,15 +12,15 @@ use super::client::{Client, FileRange};
 use super::{DownloadProgress, Located};
 use crate::error::Result;
 
-/// A model of which the cache need not hold the weights.
+/// A model whose weights need not be in the cache.
 pub struct LocatedModel<'a> {
-    /// The folder with its small files, and with those weights files that the cache holds.
+    /// The folder with its small files, and with the weights files that the cache holds.
     pub located: Located,
     /// The weights files that stay on the hub; none for a model in a folder or in the cache.
     pub remote: Option<RemoteWeights<'a>>,
 }
 
-/// Weights files of one commit that lie on the hub alone.
+/// Weights files of one commit that only the hub has.
 pub struct RemoteWeights<'a> {
     client: Client<'a>,
     commit: String,
@@ -29,7 +29,7 @@ pub struct RemoteWeights<'a> {
 }
 
 impl<'a> RemoteWeights<'a> {
-    /// Those of `files` that are not in `folder`; none if all are.
+    /// Selects the `files` that are not in `folder`; none if all are.
     pub(super) fn new(
         client: Client<'a>,
         commit: &str,
@@ -49,7 +49,8 @@ impl<'a> RemoteWeights<'a> {
     /// Reads a range of one of the files.
     ///
     /// # Errors
-    /// `User` when the file may not be read, `Transient` when hub or network fail or the server has no ranges.
+    /// `User` if the file may not be read; `Transient` if the hub or the network fails or the
+    /// server has no ranges.
     pub fn read(
         &self,
         file: &str,

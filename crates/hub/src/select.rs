@@ -1,14 +1,15 @@
-//! Which files of a repository or folder are wanted, decided from their names alone.
+//! Selects the files of a repository or folder that finetune uses, from their names alone.
 //!
-//! A model is its configuration, its tokenizer and its safetensors; a data set is its rows in one format. Pickle
-//! files (`.bin`, `.pt`, `.pth`) and Python code are never wanted: opening either can run what a stranger wrote.
-//! What a repository lacks is told as precisely as its file names allow.
+//! A model is its configuration, its tokenizer and its safetensors; a data set is its rows in one
+//! format. finetune never selects pickle files (`.bin`, `.pt`, `.pth`) and Python code: opening
+//! either can run a stranger's code. Errors name what a repository does not have as precisely as
+//! its file names allow.
 
 use std::collections::BTreeSet;
 
 use crate::error::{Error, Result};
 
-/// The configuration, without which there is no model.
+/// The configuration, required for every model.
 pub(super) const CONFIG: &str = "config.json";
 /// The weights of a model in one file.
 pub(super) const SINGLE: &str = "model.safetensors";
@@ -19,25 +20,25 @@ const TEXTS: [&str; 3] = [CONFIG, "generation_config.json", INDEX];
 const TOKENIZER: [&str; 4] =
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
 
-/// How much of a model is wanted.
+/// The files of a model that the caller needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scope {
     /// Configuration, tokenizer and the list of shards.
     Headers,
-    /// These, of a repository that has weights, which stay where they are.
+    /// The same files of a repository that has weights; the weights stay on the hub.
     InPlace,
-    /// These and the weights.
+    /// The same files and the weights.
     Weights,
 }
 
-/// How a repository holds its weights.
+/// The form of a repository's weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Weights {
     Single,
     Sharded,
 }
 
-/// Why a repository cannot be used as a model.
+/// The reason for which a repository cannot be used as a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ModelMismatch {
     /// Meta's original checkpoint, `consolidated.*.pth`.
@@ -56,18 +57,18 @@ pub(super) enum ModelMismatch {
     Config,
 }
 
-/// The small files of a model: everything but the weights.
+/// Returns the small files of a model: all but the weights.
 pub(super) fn texts(names: &[String]) -> Vec<&str> {
     let wanted = |name: &str| TEXTS.contains(&name) || is_tokenizer(name);
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
 }
 
-/// Whether this is a file of the tokenizer or a chat template.
+/// Returns whether this is a file of the tokenizer or a chat template.
 pub(super) fn is_tokenizer(name: &str) -> bool {
     TOKENIZER.contains(&name) || (name.starts_with("additional_chat_templates/") && name.ends_with(".jinja"))
 }
 
-/// How the weights are held, given the names of all files.
+/// Returns the form of the weights, given the names of all files.
 pub(super) fn weights(names: &[String]) -> Result<Weights, ModelMismatch> {
     // transformers looks for the single file first.
     if has(names, SINGLE) {
@@ -96,7 +97,7 @@ pub(super) fn weights(names: &[String]) -> Result<Weights, ModelMismatch> {
     })
 }
 
-/// Whether the names make up a model, as far as `scope` asks.
+/// Checks that the names make up a model, as far as `scope` requires.
 pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), ModelMismatch> {
     let weights = weights(names);
     match (has(names, CONFIG), weights, scope) {
@@ -109,13 +110,13 @@ pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), ModelMis
     }
 }
 
-/// Whether a name is among the names.
+/// Returns whether a name is among the names.
 pub(super) fn has(names: &[String], name: &str) -> bool {
     names.iter().any(|known| known == name)
 }
 
 impl ModelMismatch {
-    /// The error for `subject`, such as "model `a/b`".
+    /// Returns the error for `subject`, such as "model `a/b`".
     pub(super) fn error(&self, subject: &str) -> Error {
         let accepted = "accepted: model.safetensors, or model.safetensors.index.json with its shards";
         match self {
@@ -138,7 +139,7 @@ impl ModelMismatch {
                      and copy its tokenizer files into OUT",
                 ),
             ModelMismatch::Gguf(file) => Error::user(format!("{subject} holds only GGUF files ({file})"))
-                .because("GGUF is written for inference and is not trained here")
+                .because("GGUF is a format for inference, which finetune does not train")
                 .because(accepted)
                 .hint("give the repository that the GGUF was made from; its card calls it the base model"),
             ModelMismatch::Adapter => Error::user(format!("{subject} is a PEFT adapter and not a model"))
@@ -160,10 +161,11 @@ impl ModelMismatch {
     }
 }
 
-/// The shards that the text of an index file names, each once.
+/// Returns the shards that the text of an index file names, each once.
 ///
 /// # Errors
-/// When the text is no index, or names what is not a safetensors file of this repository (`names`).
+/// The text is no index, or it names a shard that is not a safetensors file of this repository
+/// (`names`).
 pub(super) fn shards(index: &[u8], names: &[String]) -> Result<Vec<String>> {
     let shards = named_shards(index)?;
     match shards.iter().find(|shard| !has(names, shard)) {
@@ -174,10 +176,10 @@ pub(super) fn shards(index: &[u8], names: &[String]) -> Result<Vec<String>> {
     }
 }
 
-/// The shards that the text of an index file names, each once, in the repository or not.
+/// Returns the shards that the text of an index file names, each once, in the repository or not.
 ///
 /// # Errors
-/// When the text is no index, or names what is not a safetensors file inside the repository.
+/// The text is no index, or it names a shard that is not a safetensors file inside the repository.
 pub(super) fn named_shards(index: &[u8]) -> Result<Vec<String>> {
     #[derive(serde::Deserialize)]
     struct ShardIndex {
@@ -198,7 +200,8 @@ pub(super) fn named_shards(index: &[u8]) -> Result<Vec<String>> {
     Ok(shards.into_iter().collect())
 }
 
-/// Formats of data sets, best first. A repository that holds its rows twice is read in one of them.
+/// Formats of data sets, best first. If a repository holds its rows in several formats, finetune
+/// reads one of them.
 const ROW_ENDINGS: [&str; 13] = [
     ".parquet",
     ".jsonl",
@@ -225,19 +228,19 @@ const NOT_ROWS: [&str; 7] = [
     "license.txt",
 ];
 
-/// Whether a file of this name may hold rows.
+/// Returns whether a file of this name may hold rows.
 pub(super) fn is_rows(name: &str) -> bool {
     let base = name.rsplit('/').next().unwrap_or(name);
     let is_listed = ROW_ENDINGS.iter().any(|ending| base.ends_with(ending));
     is_listed && !base.starts_with('.') && !NOT_ROWS.contains(&base.to_ascii_lowercase().as_str())
 }
 
-/// The endings of files of rows, for an error.
+/// Returns the accepted endings of files with rows, for an error.
 pub(super) fn accepted_rows() -> String {
     format!("accepted: {}", ROW_ENDINGS.join(", "))
 }
 
-/// The files of a data set that hold rows: all that are in the best format present.
+/// Returns the files with rows of a data set: all that have the best format present.
 pub(super) fn rows(names: &[String]) -> Vec<&str> {
     ROW_ENDINGS
         .iter()
@@ -248,13 +251,13 @@ pub(super) fn rows(names: &[String]) -> Vec<&str> {
         .unwrap_or_default()
 }
 
-/// The error for a data set without rows that can be read.
+/// Returns the error for a data set without readable rows.
 pub(super) fn no_rows(subject: &str, names: &[String]) -> Error {
     let error = Error::user(format!("{subject} has no file of rows")).because(accepted_rows());
     if names.iter().any(|name| name.ends_with(".py")) {
         error
-            .because("it is made by a Python script, which is never run")
-            .hint("add `@refs/convert/parquet` to the id: the hub keeps converted data there")
+            .because("a Python script makes its rows, and finetune never runs such a script")
+            .hint("add `@refs/convert/parquet` to the id: this branch of the hub holds converted data")
     } else {
         error.hint("download it by hand, write its rows as JSONL and give that file")
     }

@@ -1,4 +1,5 @@
-//! The least speed of a download: a hub that sends a byte now and then never stalls, and never ends.
+//! The minimum speed of a download. A hub that sends a byte now and then never stalls, and never
+//! ends.
 
 use std::fmt;
 use std::io::{self, Read};
@@ -6,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use super::options::LeastSpeed;
 
-/// Bytes that arrived, and the time spent waiting for them, since the speed was last judged.
+/// Bytes that arrived, and the time spent waiting for them, since the last check of the speed.
 pub(super) struct SpeedWatch {
     least: LeastSpeed,
     bytes: u64,
     waited: Duration,
 }
 
-/// A body that arrives more slowly than it must.
+/// The error of a body that arrives more slowly than the minimum speed.
 #[derive(Debug)]
 pub(super) struct TooSlow {
     bytes: u64,
@@ -27,7 +28,7 @@ impl fmt::Display for TooSlow {
         let secs = waited.as_secs_f64();
         write!(
             f,
-            "the hub sent {bytes} bytes in {secs:.1} s ({:.1} bytes/s); the least is {} bytes/s over {} s",
+            "the hub sent {bytes} bytes in {secs:.1} s ({:.1} bytes/s); the minimum is {} bytes/s over {} s",
             *bytes as f64 / secs,
             least.bytes_per_sec,
             least.over.as_secs_f64()
@@ -42,12 +43,13 @@ impl SpeedWatch {
         SpeedWatch { least, bytes: 0, waited: Duration::ZERO }
     }
 
-    /// `body` with its speed watched. The watch goes on where it stood, so that many short bodies are judged as one.
+    /// Returns `body` with its speed watched. The watch keeps its state, so that many short bodies
+    /// are judged as one.
     pub(super) fn over<R: Read>(&mut self, body: R) -> WatchedBody<'_, R> {
         WatchedBody { body, watch: self, slow: None }
     }
 
-    /// Counts bytes that took so long to arrive; what was too slow, if that is now clear.
+    /// Counts bytes that took `waited` to arrive; returns the error once they prove too slow.
     fn count(&mut self, bytes: u64, waited: Duration) -> Option<TooSlow> {
         self.bytes += bytes;
         self.waited += waited;
@@ -60,11 +62,11 @@ impl SpeedWatch {
     }
 }
 
-/// A body whose reading fails with [`TooSlow`] when it is.
+/// A body whose `read` fails with [`TooSlow`] if it is too slow.
 pub(super) struct WatchedBody<'w, R> {
     body: R,
     watch: &'w mut SpeedWatch,
-    /// The bytes of a read are handed over before its verdict.
+    /// The error for the next read: the bytes of this one go to the caller first.
     slow: Option<TooSlow>,
 }
 
@@ -104,7 +106,7 @@ mod tests {
         assert_eq!(told.len(), 4, "once a minute of 240 s");
         assert_eq!(
             told[0].to_string(),
-            "the hub sent 30 bytes in 60.0 s (0.5 bytes/s); the least is 1024 bytes/s over 60 s"
+            "the hub sent 30 bytes in 60.0 s (0.5 bytes/s); the minimum is 1024 bytes/s over 60 s"
         );
     }
 

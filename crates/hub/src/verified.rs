@@ -1,8 +1,9 @@
-//! Whether the bytes of a file in the cache are those that its digest names.
+//! Verifies that the bytes of a cached file match the digest in its name.
 //!
-//! Downloads are verified as they come; what lies in a cache may have been brought by other programs, been cut short or
-//! been changed since. So it is hashed before it is used, once: that a file was right is noted in a folder of this user's
-//! own, with what changes when the file does. Of 16 GB that saves some twenty seconds at each start.
+//! Downloads are verified as they arrive. A cached file may also come from another program, be cut
+//! short or have changed since. So finetune hashes it once before its use, and records the result
+//! in a folder of this user, with a stamp that changes with the file. For 16 GB this saves some
+//! twenty seconds at each start.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
@@ -12,21 +13,22 @@ use std::path::{Path, PathBuf};
 use super::digest::Digest;
 use super::planted;
 
-/// Which files of the cache were found right; see the module.
+/// The records of verified files; see the module.
 pub(super) struct VerifiedFiles {
     folder: Option<PathBuf>,
 }
 
 impl VerifiedFiles {
-    /// The notes in this folder; without one every file is hashed each time.
+    /// Opens the records in this folder; without one every file is hashed each time.
     pub(super) fn new(folder: Option<PathBuf>) -> Self {
         VerifiedFiles { folder }
     }
 
-    /// Whether the bytes of a file are those of `digest`; `hashing` is told its size where it has to be read.
+    /// Returns whether the bytes of a file have `digest`. Calls `hashing` with its size before it
+    /// reads them.
     ///
     /// # Errors
-    /// It is not there or cannot be read.
+    /// The file does not exist or cannot be read.
     pub(super) fn is_right(
         &self,
         path: &Path,
@@ -46,7 +48,7 @@ impl VerifiedFiles {
         Ok(is_right)
     }
 
-    /// Notes that a file, which was verified as it came, is right.
+    /// Records that a file, verified as it arrived, is right.
     pub(super) fn came(&self, path: &Path, digest: &Digest) {
         if let Ok(facts) = path.metadata() {
             self.note(digest, &facts);
@@ -60,7 +62,7 @@ impl VerifiedFiles {
         })
     }
 
-    /// Without the note the file is hashed again next time, so that it cannot be written is no error.
+    /// Writes the record. Without it the file is hashed again next time, so a failure is no error.
     fn note(&self, digest: &Digest, facts: &Metadata) {
         let Some(note) = self.at(digest) else { return };
         let temporary = note.with_extension(format!("tmp-{}", std::process::id()));
@@ -74,9 +76,10 @@ impl VerifiedFiles {
     }
 }
 
-/// What changes when a file is replaced or written; `ctime` cannot be set back by a program.
+/// Returns a stamp that changes if a file is replaced or written; a program cannot set `ctime`
+/// back.
 fn stamp(facts: &Metadata) -> String {
-    // Not the device: its number is another one on each node of a cluster, and after each start.
+    // Without the device: its number differs on each node of a cluster and after each start.
     let (inode, size) = (facts.ino(), facts.len());
     let (changed, nanos) = (facts.ctime(), facts.ctime_nsec());
     format!("{inode} {size} {}.{:09} {changed}.{nanos:09}", facts.mtime(), facts.mtime_nsec())
@@ -113,7 +116,7 @@ mod tests {
         };
         std::fs::write(&path, "abc").unwrap();
         assert_eq!([look(), look()], [(true, 3), (true, 0)]);
-        // Another file in its place, of the same size, and with the time set back.
+        // Another file of the same name and size, with the time set back.
         let before = path.metadata().unwrap().modified().unwrap();
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "abd").unwrap();

@@ -1,5 +1,5 @@
-//! The tensor operations of `finetune` with their backward passes, on CPUs and GPUs. The crate `finetune` shows the module as its
-//! own.
+//! The tensor operations of `finetune` with their backward passes, on CPUs and GPUs. The crate
+//! `finetune` re-exports the module `ops`.
 
 pub mod ops;
 

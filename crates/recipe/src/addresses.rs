@@ -1,4 +1,4 @@
-//! Where a run answers and whom it tells: an address to listen at, the address of a server.
+//! Addresses in a recipe: one to listen at, and the URL of a server.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -8,13 +8,14 @@ use toml::Value;
 use super::value::{Setting, ValueRefusal};
 use crate::address;
 
-/// An IP address and a port that a run listens at. Names are not looked up: which address is opened stands in the recipe.
+/// IP address and port at which a run listens. Host names are refused, so the recipe shows which
+/// address is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListenAddress(pub SocketAddr);
 
 impl Setting for ListenAddress {
     fn accepted() -> String {
-        "an IP address and a port, such as \"127.0.0.1:9464\", \"[::1]:9464\", or \"0.0.0.0:9464\" for whoever reaches this machine; port 0: a free one, which is said"
+        "an IP address and a port, such as \"127.0.0.1:9464\", \"[::1]:9464\", or \"0.0.0.0:9464\" for every host that can reach this machine; port 0: any free port, which finetune prints"
             .into()
     }
 
@@ -30,7 +31,8 @@ impl Setting for ListenAddress {
     }
 }
 
-/// The address of a server over HTTP, without a slash at its end. It holds no password: recipes are shown and kept.
+/// URL of an HTTP server, without trailing slashes. It holds no password, because recipes are shown
+/// and stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerUrl(pub String);
 
@@ -46,7 +48,7 @@ impl Setting for ServerUrl {
         }
         if text.contains('@') {
             return Err(ValueRefusal::Unusable(
-                "a name and a password do not belong into a recipe; they are read from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                "a recipe must not hold a user name or password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
                     .into(),
             ));
         }

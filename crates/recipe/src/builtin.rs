@@ -1,4 +1,4 @@
-//! The recipes inside the binary, and how `--recipe` finds one.
+//! Recipes inside the binary, and the search that `--recipe` makes.
 
 use std::path::{Path, PathBuf};
 
@@ -9,31 +9,31 @@ use crate::error::{Error, Result};
 /// A recipe that ships with the binary.
 #[derive(Debug)]
 pub struct BuiltIn {
-    /// What `--recipe` calls it.
+    /// Name for `--recipe`.
     pub name: &'static str,
-    /// Its text: the file of that name in `recipes/`.
+    /// Text of the file of that name in `recipes/`.
     pub text: &'static str,
 }
 
 impl BuiltIn {
-    /// The recipe of that name, with or without `.toml`.
+    /// Returns the built-in recipe `name`, with or without `.toml`.
     ///
     /// # Errors
-    /// When there is none; the nearest is named.
+    /// Unknown name; the error names the nearest one.
     pub fn find(name: &str) -> Result<&'static BuiltIn> {
         let stem = name.strip_suffix(".toml").unwrap_or(name);
         BUILT_IN.iter().find(|recipe| recipe.name == stem).ok_or_else(|| {
             let names: Vec<&str> = BUILT_IN.iter().map(|recipe| recipe.name).collect();
-            let error = Error::user(format!("there is no built-in recipe `{stem}`"))
+            let error = Error::user(format!("unknown built-in recipe `{stem}`"))
                 .because(format!("built in: {}", names.join(", ")));
             match nearest(stem, names) {
                 Some(near) => error.hint(format!("write `{near}`")),
-                None => error.hint("`finetune recipes` says what each built-in recipe is for"),
+                None => error.hint("`finetune recipes` lists the built-in recipes and their purposes"),
             }
         })
     }
 
-    /// What it is for: the first line of its opening comment.
+    /// Purpose of the recipe: the first line of its opening comment.
     pub fn about(&self) -> &'static str {
         self.text.lines().next().unwrap_or_default().trim_start_matches(['#', ' '])
     }
@@ -60,31 +60,32 @@ pub const BUILT_IN: &[BuiltIn] = built_in![
     "hsdp-full",
 ];
 
-/// The text of a recipe and where it came from.
+/// Text of a recipe and its origin.
 #[derive(Debug, Clone)]
 pub struct RecipeText {
-    /// What messages call it: the path as given, or `NAME (built in)`.
+    /// Name in messages: the path as given, or `NAME (built in)`.
     pub name: String,
     /// Text of the recipe, in TOML.
     pub text: String,
-    /// Where its relative paths start.
+    /// Folder of its relative paths.
     pub folder: PathBuf,
 }
 
 impl RecipeText {
-    /// Whether it is the built-in recipe of that name, not a file.
+    /// True if this is the built-in recipe `name` and not a file.
     pub fn is_built_in(&self, name: &str) -> bool {
         self.name == built_in_name(name)
     }
 
-    /// The recipe that `--recipe name` means: the file `name` or `name.toml` in `folder`, or else a built-in.
+    /// Finds the recipe for `--recipe name`: the file `name` or `name.toml` in `folder`, else a
+    /// built-in one.
     ///
     /// # Errors
-    /// When there is neither, or the file cannot be read.
+    /// Neither exists, or the file cannot be read.
     pub fn find(name: &str, folder: &Path) -> Result<RecipeText> {
         for file in [name.to_owned(), format!("{name}.toml")] {
             let path = folder.join(&file);
-            // A FIFO or a device too: the error then says what it is.
+            // A FIFO or a device counts too; the error of reading names its kind.
             if path.exists() && !path.is_dir() {
                 let text = input_file::read_text("read recipe", &path)?;
                 let folder = path.parent().unwrap_or(folder).to_owned();
@@ -92,11 +93,7 @@ impl RecipeText {
             }
         }
         let recipe = BuiltIn::find(name).map_err(|error| {
-            let file = if folder.join(name).is_dir() {
-                "what has that name here is a folder"
-            } else {
-                "there is no such file"
-            };
+            let file = if folder.join(name).is_dir() { "it is a folder" } else { "no such file" };
             error.during(file).during(format!("cannot find recipe `{name}`"))
         })?;
         Ok(RecipeText {

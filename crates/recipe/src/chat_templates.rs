@@ -1,7 +1,7 @@
-//! Chat templates inside the binary, by the names that the field knows them by.
+//! Chat templates inside the binary, by their common names.
 //!
-//! Each prints the turns of the models that made its name known, in text alone. All but "qwen" leave out the calls of tools;
-//! a warning counts the rows that have some.
+//! Each renders the text turns of the models of that name. All except "qwen" omit tool calls; a
+//! warning counts the rows that have some.
 
 /// Names and texts: the files in `chat_templates/`.
 const NAMED: [(&str, &str); 9] = [
@@ -16,12 +16,12 @@ const NAMED: [(&str, &str); 9] = [
     ("zephyr", include_str!("../../../chat_templates/zephyr.jinja")),
 ];
 
-/// The names, in the order in which they are listed.
+/// Names in listing order.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     NAMED.iter().map(|(name, _)| *name)
 }
 
-/// The Jinja text of the template called `name`, if there is one.
+/// Jinja text of the template `name`; none if unknown.
 pub(super) fn named(name: &str) -> Option<&'static str> {
     NAMED.iter().find(|(known, _)| *known == name).map(|(_, text)| *text)
 }

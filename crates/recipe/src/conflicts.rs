@@ -1,7 +1,8 @@
-//! Keys that would have no effect, or lack what they need, given the other keys. An error and not a warning: who
-//! wrote such a key expects something of it.
+//! Keys that have no effect, or miss a required key, given the other keys. Such a key is an error,
+//! because its author expects an effect.
 //!
-//! A key at its default never counts, so that a resolved recipe, which spells every default out, reads back.
+//! A key with its default value never conflicts, so that a resolved recipe, which contains every
+//! default, can be read again.
 
 use std::collections::HashSet;
 
@@ -11,19 +12,19 @@ use super::sections::{ProfileSection, TrainSection};
 use super::source::DataSource;
 use super::step_interval::StepInterval;
 
-/// A key at odds with another.
+/// A key that conflicts with another.
 pub(super) struct KeyConflict {
     pub(super) section: &'static str,
     pub(super) key: &'static str,
-    /// What is wrong, after the key's name.
+    /// The problem, written after the key's name.
     pub(super) text: String,
-    /// What to write.
+    /// The fix to write.
     pub(super) hint: String,
-    /// The key, with its section, that leaves this one without an effect, where it is one key.
+    /// Section and name of the single key that leaves this one without effect, if there is one.
     pub(super) overruled_by: Option<(&'static str, &'static str)>,
 }
 
-/// Every conflict in `recipe`.
+/// Returns every conflict in `recipe`.
 pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     let mut found = Vec::new();
     schedule(recipe, &mut found);
@@ -43,7 +44,7 @@ fn schedule(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let kind = scheduler.kind;
     let mut add = |wrong: bool, key: &'static str, text: String, hint: &str| {
         if wrong {
-            // A key that is missing, or stands beside its rival, is nobody's to put back.
+            // A missing key, or one that excludes another, cannot be reset to its default.
             let overruled_by = text.starts_with("has no effect").then_some(("scheduler", "kind"));
             found.push(KeyConflict { section: "scheduler", key, text, hint: hint.to_owned(), overruled_by });
         }
@@ -134,13 +135,10 @@ fn masters(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         return;
     }
     let (text, hint) = if recipe.adapter.is_some() {
-        (
-            "has no effect with [adapter]: what an adapter trains is small, and its masters stay",
-            "remove `master`",
-        )
+        ("has no effect with [adapter]: adapter weights always have f32 masters", "remove `master`")
     } else if recipe.model.dtype == ComputeDtype::F32 {
         (
-            "has no effect with `model.dtype = \"f32\"`: weights in f32 are their own masters",
+            "has no effect with `model.dtype = \"f32\"`: f32 weights need no masters",
             "write `dtype = \"bf16\"` under `[model]`, or remove `master`",
         )
     } else {
@@ -190,7 +188,7 @@ fn evaluation(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             add("steps", "has no effect without `data.eval` or `data.eval_split`", rows);
         } else if eval.keeps_best() || eval.samples > 0 {
             let key = if eval.keeps_best() { keeps } else { "samples" };
-            add(key, "needs held-out rows, and neither `data.eval` nor `data.eval_split` is given", rows);
+            add(key, "needs held-out rows, but neither `data.eval` nor `data.eval_split` is set", rows);
         }
         return;
     }
@@ -202,11 +200,11 @@ fn evaluation(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         add(keeps, "has no effect with `steps = \"never\"`", &hint);
     }
     if !eval.at_end {
-        let text = format!("is false, and `{keeps}` must know how the last weights do");
+        let text = format!("is false, but `{keeps}` needs the evaluation of the last weights");
         add("at_end", &text, &format!("remove `at_end`, or `{keeps}`"));
     }
     if recipe.checkpoint.save_steps == StepInterval::Never {
-        let text = "needs checkpoints, and `checkpoint.save_steps` is \"never\"";
+        let text = "needs checkpoints, but `checkpoint.save_steps` is \"never\"";
         add(keeps, text, "write `save_steps = \"epoch\"` under `[checkpoint]`");
     }
 }
@@ -225,7 +223,7 @@ fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         found.push(KeyConflict {
             section: "profile",
             key,
-            text: "has no effect with `active = 0`, which traces nothing".into(),
+            text: "has no effect with `active = 0`, which disables tracing".into(),
             hint: format!("write `active = 3` under `[profile]`, for example, or remove `{key}`"),
             overruled_by: Some(("profile", "active")),
         });
@@ -255,8 +253,8 @@ fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         found.push(KeyConflict {
             section: "alerts",
             key,
-            text: "has no effect with `rules = []`, which watches for nothing".into(),
-            hint: format!("remove `rules` for all of them, or remove `{key}`"),
+            text: "has no effect with `rules = []`, which disables all alerts".into(),
+            hint: format!("remove `rules` to watch for all of them, or remove `{key}`"),
             overruled_by: Some(("alerts", "rules")),
         });
     }
@@ -271,7 +269,7 @@ fn held_out(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         conflict("has no effect beside `data.eval`".into(), "remove one of the two".into());
     }
     if size >= 1.0 && size.fract() != 0.0 {
-        let text = format!("is {size}; accepted: a share below 1, a whole number of rows");
+        let text = format!("is {size}; accepted: a fraction below 1, or a whole number of rows");
         conflict(text, format!("write `eval_split = {}`", size.round()));
     }
 }

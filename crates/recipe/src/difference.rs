@@ -1,21 +1,21 @@
-//! What must be typed beside a command so that its recipe becomes another one.
+//! Options to add to a command so that its recipe becomes another one.
 
 use std::fmt;
 
 use super::schema::Section;
 use super::{Recipe, render};
 
-/// Keys to set, and what a command line cannot take back.
+/// Keys to set, and tables or keys that a command line cannot remove.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RecipeDifference {
-    /// Each `section.key=value`, as `--set` takes it.
+    /// One `section.key=value` each, for `--set`.
     pub set: Vec<String>,
-    /// What must not be there: `[section]`, or `section.key`.
+    /// Tables and keys to remove: `[section]`, or `section.key`.
     pub left_out: Vec<String>,
 }
 
 impl Recipe {
-    /// What must be typed beside the command of `self` so that it is the one of `other`.
+    /// The change from the recipe `self` to the recipe `other`.
     pub fn difference(&self, other: &Recipe) -> RecipeDifference {
         let mut found = RecipeDifference::default();
         for default in Recipe::complete().sections() {
@@ -32,7 +32,8 @@ impl Recipe {
 }
 
 impl RecipeDifference {
-    /// The keys of a table that differ; a new table is there by its first key, whatever that says.
+    /// Adds the keys of a table that differ. A new table is set through its first key, even at its
+    /// default.
     fn add_keys(&mut self, own: &dyn Section, other: &dyn Section, is_new: bool) {
         let values = own.values().into_iter().zip(other.values());
         for (i, (key, (before, after))) in other.keys().iter().zip(values).enumerate() {
@@ -48,13 +49,13 @@ impl RecipeDifference {
     }
 }
 
-/// A value behind `=`: a text without quotes.
+/// A value as typed after `=`: text has no quotes.
 fn typed(value: &toml::Value) -> String {
     value.as_str().map_or_else(|| render::inline(value), str::to_owned)
 }
 
 impl fmt::Display for RecipeDifference {
-    /// As people type it: `--set a.b=1 --set c.d=2, without [quantization]`.
+    /// Command-line form: `--set a.b=1 --set c.d=2, without [quantization]`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let set: Vec<String> = self.set.iter().map(|set| format!("--set {set}")).collect();
         f.write_str(&set.join(" "))?;

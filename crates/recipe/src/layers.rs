@@ -1,8 +1,9 @@
-//! Layers of settings put over each other: the recipe's text, the flags, `--set`.
+//! Layers of settings, from lowest to highest: the recipe's text, the flags, `--set`.
 //!
-//! Each layer is checked on its own, so that a fault has a place (`file:line:column`, or the flag), and every fault of
-//! every layer ends in one error. Of two keys that exclude each other a higher layer's replaces a lower one's. A key that
-//! a key of a higher layer leaves without an effect is left out with a note.
+//! Each layer is checked alone, so that a fault has a location (`file:line:column`, or the flag).
+//! One error lists the faults of all layers. If two keys exclude each other, the one in the higher
+//! layer replaces the other. A key that a higher layer leaves without effect is ignored with a
+//! note.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -23,89 +24,89 @@ use super::{Recipe, WrittenKeys};
 use crate::error::{Error, Result};
 use crate::private_file::{without_address, without_user};
 
-/// What a recipe is loaded for.
+/// Purpose for which a recipe is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Purpose {
-    /// Training: model, data and learning rate must be known.
+    /// Training: model, data and learning rate are required.
     #[default]
     Train,
-    /// Anything else, which uses what is there.
+    /// Any other purpose, which requires no key.
     Other,
 }
 
-/// Everything that says something about a run, lowest layer first.
+/// All sources of settings of a run, lowest layer first.
 #[derive(Debug, Clone, Default)]
 pub struct RecipeLayers {
-    /// The recipe that `--recipe` names.
+    /// The recipe of `--recipe`.
     pub recipe: Option<RecipeText>,
-    /// The model that `--model` names; it sets `model.id`.
+    /// The model of `--model`, which sets `model.id`.
     pub model: Option<String>,
-    /// `--dataset`, repeated: `data.train`.
+    /// Values of `--dataset`, for `data.train`.
     pub train: Vec<String>,
-    /// `--eval-dataset`, repeated: `data.eval`.
+    /// Values of `--eval-dataset`, for `data.eval`.
     pub eval: Vec<String>,
     /// Flags that each set one key, such as `--lr`.
     pub settings: Vec<FlagAssignment>,
-    /// `--set section.key=value`, repeated; of two for one key the last counts.
+    /// Values of `--set section.key=value`; the last one of a key counts.
     pub set: Vec<String>,
-    /// The arguments as they were typed, for an error that shows the command with what it lacks.
+    /// The typed arguments, for an error that shows the completed command.
     pub typed: Vec<String>,
-    /// Where relative paths in flags start: the working folder.
+    /// Base of relative paths in flags: the working folder.
     pub folder: PathBuf,
-    /// What must be known in the end.
+    /// Decides the required keys.
     pub purpose: Purpose,
 }
 
 /// A flag that sets one key of a recipe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FlagAssignment {
-    /// The flag as it is typed: `--lr`.
+    /// The flag, such as `--lr`.
     pub flag: &'static str,
     /// Section of the key.
     pub section: &'static str,
     /// Name of the key.
     pub key: &'static str,
-    /// Value as it was typed.
+    /// The typed value.
     pub value: String,
 }
 
-/// Keys of which at most one counts: each of a pair, in its section.
+/// Pairs of keys, by section, of which at most one counts.
 const EXCLUSIVE: [(&str, [&str; 2]); 2] = [
     ("scheduler", ["warmup_steps", "warmup_ratio"]),
     ("train", ["global_batch_size", "gradient_accumulation_steps"]),
 ];
 
-/// What the TOML parser says of a key written twice; all else in such a text is sound. It has no codes for its errors:
-/// a test below holds these texts against the parser.
+/// The TOML parser's message for a duplicate key; the rest of such a text is valid. The parser has
+/// no error codes, so a test below compares these texts with the parser.
 const DUPLICATE: &str = "duplicate key";
 
-/// How the parser's message about a word that is no value, or about a missing value, begins.
+/// Start of the parser's message about an invalid or missing value.
 const NO_VALUE: &str = "string values must be quoted";
 
-/// Flags that name a model or data.
+/// Flags for a model or data.
 const SOURCE_FLAGS: [&str; 3] = ["--model", "--dataset", "--eval-dataset"];
 
-/// The flag that training most often lacks.
+/// Flag that training commands miss most often.
 const EXAMPLE_DATASET: &str = "--dataset rows.jsonl";
 
-/// A line of such a file.
+/// Example line of such a file.
 const EXAMPLE_ROW: &str =
     r#"{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}"#;
 
-/// The way out of a fault that suggests nothing better.
+/// Hint of a fault without a better one.
 const REFERENCE: &str = "`finetune recipes show reference` documents every key";
 
-/// The way out for a recipe in another language.
-const AS_TOML: &str = "write `key = value` under `[section]`; docs/recipes.md has the names of other trainers with ours, \
-    and `finetune recipes write lora` a file to start from";
+/// Hint for a recipe in another language.
+const AS_TOML: &str = "write `key = value` under `[section]`; docs/recipes.md maps the names of other trainers to these, \
+    and `finetune recipes write lora` writes a file to start from";
 
 /// Longest name or value quoted in a message, in characters.
 const QUOTED_CHARS: usize = 60;
 
-/// Faults that are told one by one; of further ones their number.
+/// Maximum number of faults in a message; further ones are only counted.
 const MAX_FAULTS: usize = 20;
 
-/// Puts the layers together.
+/// Merges the layers into a recipe.
 pub(super) fn load(layers: &RecipeLayers) -> Result<Recipe> {
     let mut reader = Reader::default();
     if let Some(text) = &layers.recipe {
@@ -137,7 +138,7 @@ enum Layer {
 }
 
 struct RecipeFault {
-    /// `file:line:column` or the flag; empty for what is missing.
+    /// `file:line:column` or the flag; empty for a missing key.
     place: String,
     text: String,
     hint: Option<String>,
@@ -148,13 +149,13 @@ struct Reader {
     recipe: Recipe,
     layer: Layer,
     faults: Vec<RecipeFault>,
-    /// Faults that are counted alone.
+    /// Number of faults that the message omits.
     untold: usize,
-    /// Where each key was set last.
+    /// Layer and location that set each key last.
     places: BTreeMap<(String, String), (Layer, String)>,
-    /// A line for each key that a key of a higher layer leaves without an effect.
+    /// One line per key that a higher layer leaves without effect.
     overruled: Vec<String>,
-    /// Sections with a fault: what else seems wrong there may only follow from it.
+    /// Sections with a fault: further problems there may be consequences.
     faulty: BTreeSet<String>,
 }
 
@@ -170,15 +171,15 @@ impl Reader {
         }
     }
 
-    /// Whether enough faults are told: then the one at hand is counted, and its place and the nearest name need not be
-    /// looked for.
+    /// Returns true if the message is full; counts the fault, so that its location and nearest name
+    /// need no search.
     fn counts_alone(&mut self) -> bool {
         let enough = self.faults.len() >= MAX_FAULTS;
         self.untold += usize::from(enough);
         enough
     }
 
-    /// The text of a recipe: tables of keys.
+    /// Reads the text of a recipe: tables of keys.
     fn read_text(&mut self, text: &RecipeText) {
         let lines = Lines::of(text);
         let (table, mut errors) = DeTable::parse_recoverable(&text.text);
@@ -201,7 +202,7 @@ impl Reader {
             let (message, hint) = not_toml(error.message(), text.text.get(span.clone()).unwrap_or_default());
             self.fault("", &lines.place(span.start), message, hint);
         }
-        // What the parser could save of a broken text would only confuse.
+        // The recovered part of an invalid text would cause misleading faults.
         if !errors.iter().all(|error| error.message() == DUPLICATE) {
             self.faulty.extend(Recipe::complete().sections().iter().map(|section| section.name().to_owned()));
             return;
@@ -234,7 +235,7 @@ impl Reader {
             let key = key.into_inner();
             match Value::deserialize(ValueDeserializer::from(value)) {
                 Ok(value) => self.set(section, &key, &value, &text.folder, (&key_place, &value_place)),
-                // A whole number that no integer type holds.
+                // An integer outside of every integer type.
                 Err(_) => {
                     let written = text.text.get(written).unwrap_or_default();
                     let message = format!("`{section}.{key}` is {written}; accepted: numbers below 2^63");
@@ -244,7 +245,7 @@ impl Reader {
         }
     }
 
-    /// A value at the top, outside all tables.
+    /// Reports a value outside all tables.
     fn stray(&mut self, place: &str, name: &str) {
         if Recipe::has_section(name) {
             let text = format!("`{name}` is not a table; accepted: one table of keys");
@@ -255,7 +256,7 @@ impl Reader {
             near.map(|(section, key)| format!("write {} under `[{section}]`", as_written(key, name)))
         };
         let hint = key_of_a_source(name).or_else(ours);
-        self.fault("", place, format!("`{}` stands outside a section", clip(name)), hint);
+        self.fault("", place, format!("`{}` is outside of any section", clip(name)), hint);
     }
 
     fn unknown_section(&mut self, place: &str, section: &str) {
@@ -285,7 +286,7 @@ impl Reader {
         }
     }
 
-    /// `section.key=value`: the value is TOML, or else a text.
+    /// Reads `section.key=value`: the value is TOML, else text.
     fn read_assignment(&mut self, assignment: &str, folder: &Path) {
         let place = format!("--set {}", without_address(&without_user(assignment)));
         let parts = assignment.split_once('=').and_then(|(name, value)| {
@@ -302,11 +303,12 @@ impl Reader {
         self.set_typed((section, key), raw, folder, &place);
     }
 
-    /// Sets a key to a value that was typed on the command line: TOML, or else a text.
+    /// Sets a key to a value from the command line: TOML, else text.
     fn set_typed(&mut self, (section, key): (&str, &str), raw: &str, folder: &Path, place: &str) {
         let text = Value::String(raw.to_owned());
         let value = ValueDeserializer::parse(raw).ok().and_then(|value| Value::deserialize(value).ok());
-        // `--set model.revision=7` means the text "7": what only a text can be is one.
+        // `--set model.revision=7` must give the text "7": a key that accepts only text reads the
+        // value as text.
         let value = value.filter(|value| {
             let mut trial = self.recipe.clone();
             let mut accepts =
@@ -334,7 +336,7 @@ impl Reader {
                         self.places.remove(&at);
                     }
                 }
-                // Steps of a lower layer would decide, and a length in epochs above them would have no effect.
+                // Otherwise a lower layer's `max_steps` would override this `epochs`.
                 if (section, key) == ("train", "epochs") {
                     let at = ("train".to_owned(), "max_steps".to_owned());
                     if self.places.get(&at).is_some_and(|(layer, _)| *layer < self.layer) {
@@ -348,7 +350,7 @@ impl Reader {
             Err(refusal) => {
                 let (text, hint) = refused(section, known, value, &refusal);
                 let text = match refusal {
-                    // The flag says what the value is of.
+                    // The flag already names the value.
                     ValueRefusal::Unusable(why) if SOURCE_FLAGS.contains(&places.1) => why,
                     _ => text,
                 };
@@ -357,15 +359,15 @@ impl Reader {
         }
     }
 
-    /// The layer that wrote a key last.
+    /// Layer that set a key last.
     fn layer_of(&self, section: &str, key: &str) -> Option<Layer> {
         self.places.get(&(section.to_owned(), key.to_owned())).map(|(layer, _)| *layer)
     }
 
-    /// Puts back keys that a key of a higher layer leaves without an effect, each with a note. Of two keys of one layer
-    /// neither is put back.
+    /// Resets keys that a key of a higher layer leaves without effect, each with a note.
+    /// Conflicting keys of the same layer stay.
     fn drop_overruled(&mut self) {
-        // Each round puts back one key of those that were set.
+        // Each round resets one of the keys that are set.
         for _ in 0..self.places.len() {
             let found = conflicts(&self.recipe).into_iter().find_map(|conflict| {
                 let (section, key) = conflict.overruled_by?;
@@ -381,11 +383,11 @@ impl Reader {
             if let Some(table) = self.recipe.section_mut(section) {
                 table.reset(key);
             }
-            self.overruled.push(format!("{place}: `{section}.{key}` {text} ({cause}), and is left out"));
+            self.overruled.push(format!("{place}: `{section}.{key}` {text} ({cause}), and is ignored"));
         }
     }
 
-    /// The conflict of the two keys that give the rows of a step, where both were written.
+    /// The conflict of `global_batch_size` and `gradient_accumulation_steps`, if both are set.
     fn two_batches(&self) -> Option<KeyConflict> {
         let (section, [global, accumulation]) = EXCLUSIVE[1];
         let is_number = self.recipe.train.gradient_accumulation_steps != AutoOr::Auto;
@@ -411,7 +413,7 @@ impl Reader {
         }
     }
 
-    /// What training cannot do without.
+    /// Checks the keys that training requires.
     fn check_complete(&mut self, layers: &RecipeLayers) {
         let rate = match layers.recipe {
             Some(_) => "--set optimizer.learning_rate=2e-4",
@@ -441,7 +443,7 @@ impl Reader {
             let written = WrittenKeys { places: places.collect(), overruled: self.overruled };
             return Ok(Recipe { written, ..self.recipe });
         }
-        // Where only flags are at fault, the recipe is not what cannot be used.
+        // If all faults are in flags, the recipe itself is not the problem.
         let in_flags = self.faults.iter().all(|fault| fault.place.starts_with("--"));
         let mut error = Error::user(if in_flags { "cannot use these settings".to_owned() } else { what });
         let mut hints: Vec<String> = Vec::new();
@@ -461,15 +463,15 @@ impl Reader {
     }
 }
 
-/// The parser's message about `written`, in our words where its own mislead.
+/// Rewords the parser's message about `written` if it would mislead.
 fn not_toml(message: &str, written: &str) -> (String, Option<String>) {
     let written = &*without_address(written);
     match message {
-        DUPLICATE => (format!("`{written}` stands there twice"), Some("remove one of the two".into())),
+        DUPLICATE => (format!("`{written}` is set twice"), Some("remove one of the two".into())),
         _ if !message.starts_with(NO_VALUE) => (format!("not TOML: {message}"), None),
-        _ if written.trim().is_empty() => ("not TOML: there is no value after `=`".into(), None),
+        _ if written.trim().is_empty() => ("not TOML: no value after `=`".into(), None),
         _ => (
-            format!("not TOML: {written} is no value"),
+            format!("not TOML: {written} is not a value"),
             Some(format!("write \"{written}\" for a text, true or false for a switch")),
         ),
     }
@@ -489,14 +491,14 @@ fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<Strin
     (text, Some(hint))
 }
 
-/// Our key `ours` as it is written in the place of `theirs`, which may come to one value of it.
+/// Key `ours` as a replacement of `theirs`, with a value if `theirs` implies one.
 fn as_written(ours: &str, theirs: &str) -> String {
     value_of_key(theirs).map_or_else(|| format!("`{ours}`"), |value| format!("`{ours} = {value}`"))
 }
 
 fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (String, Option<String>) {
     let name = key.name;
-    // A mistyped one is a secret all the same.
+    // A mistyped webhook is a secret too.
     let is_secret = (section, name) == ("alerts", "webhook");
     let found = if is_secret { "(hidden)".to_owned() } else { clip(&inline(value)) };
     let text = match refusal {
@@ -515,7 +517,7 @@ fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (
     (text, hint)
 }
 
-/// A name or value made fit for a message.
+/// Shortens a name or value for a message and hides its password.
 fn clip(text: &str) -> String {
     let text = &without_user(text);
     match text.char_indices().nth(QUOTED_CHARS) {
@@ -524,10 +526,10 @@ fn clip(text: &str) -> String {
     }
 }
 
-/// The lines of a recipe's text.
+/// Lines of a recipe's text.
 struct Lines<'a> {
     recipe: &'a RecipeText,
-    /// The byte after the end of each line but the last.
+    /// Start of each line after the first, in bytes.
     ends: Vec<usize>,
 }
 
@@ -537,7 +539,7 @@ impl<'a> Lines<'a> {
         Lines { recipe, ends }
     }
 
-    /// `name:line:column` of a byte, both from 1, the column in characters.
+    /// Location `name:line:column` of a byte, both from 1, the column in characters.
     fn place(&self, byte: usize) -> String {
         let line = self.ends.partition_point(|end| *end <= byte);
         let start = line.checked_sub(1).map_or(0, |before| self.ends[before]);
@@ -546,7 +548,7 @@ impl<'a> Lines<'a> {
     }
 }
 
-/// The command as it was typed, with the flags that it lacks.
+/// The typed command plus its missing flags.
 fn completed(typed: &[String], flags: &[&str]) -> String {
     let shown = |word: &String| if word.contains('=') { without_address(word) } else { word.clone() };
     let words =
@@ -564,7 +566,7 @@ fn completed(typed: &[String], flags: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    /// Another version of the parser may word its errors otherwise: then ours would mislead.
+    /// A parser version with other messages would make ours misleading.
     #[test]
     fn the_parser_words_its_errors_as_this_module_expects() {
         for (text, begin, span) in [

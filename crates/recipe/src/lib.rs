@@ -1,12 +1,12 @@
-//! What the TOML may say: every key of a recipe, its default and unit documented where it is declared
+//! The recipe in TOML: every key with its default and unit, documented at its declaration
 //! (`sections`), read from layers (`layers`) and written back (`render`).
 //!
-//! A recipe is pure data. It is checked as far as that goes without a model, a device or a data set: unknown
-//! keys, wrong kinds, ranges, paths that do not exist, keys without effect. All faults are reported at once, each
-//! with its line or flag. What a recipe means for a model and a machine is for `plan` to say.
+//! A recipe is pure data. It is checked without a model, a device or a data set: unknown keys,
+//! wrong types, ranges, missing paths, keys without effect. One error reports all faults, each with
+//! its line or flag. `plan` decides what a recipe means for a model and a machine.
 //!
-//! The sections are not deserialized with serde: it stops at the first fault, cannot tell where a merged value
-//! came from, and would need every key's documentation and range a second time.
+//! The sections do not use serde: it stops at the first fault, loses the origin of a merged value,
+//! and would need every key's documentation and range a second time.
 
 mod addresses;
 mod builtin;
@@ -60,60 +60,62 @@ use schema::Section;
 
 use crate::error::{Error, Result};
 
-/// What the user asks for, with every default filled in.
+/// Settings of the user, with every default filled in.
 ///
-/// Only `model.id`, `data.train` and `optimizer.learning_rate` have none; [`Purpose::Train`] demands them.
+/// Only `model.id`, `data.train` and `optimizer.learning_rate` have no default; [`Purpose::Train`]
+/// requires them.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Recipe {
     /// The model to start from.
     pub model: ModelSection,
-    /// How the frozen base is stored; `None`: as it is.
+    /// Quantization of the frozen base; `None`: not quantized.
     pub quantization: Option<QuantizationSection>,
     /// The adapter to train; `None`: all weights are trained.
     pub adapter: Option<AdapterSection>,
-    /// What the model learns from.
+    /// Training and evaluation data.
     pub data: DataSection,
-    /// The loss that is minimized.
+    /// Loss that is minimized.
     pub objective: ObjectiveSection,
-    /// How long and in which portions.
+    /// Length of the training and batch sizes.
     pub train: TrainSection,
-    /// What turns gradients into updates.
+    /// The optimizer that applies gradients.
     pub optimizer: OptimizerSection,
-    /// The learning rate over the steps.
+    /// The learning-rate schedule.
     pub scheduler: SchedulerSection,
-    /// How the work is spread over devices.
+    /// Distribution over devices.
     pub parallel: ParallelSection,
-    /// What is saved on the way and at the end.
+    /// Checkpoints and the result.
     pub checkpoint: CheckpointSection,
     /// Evaluation on held-out data.
     pub eval: EvalSection,
-    /// What a run reports.
+    /// Logging of a run.
     pub log: LogSection,
     /// A trace of some steps.
     pub profile: ProfileSection,
-    /// Alarms about trouble in a run.
+    /// Alerts about problems of a run.
     pub alerts: AlertsSection,
-    /// The keys that somebody wrote.
+    /// Keys that the user set.
     pub written: WrittenKeys,
 }
 
-/// The keys that a recipe, a flag or `--set` gave a value, default or not.
+/// Keys that a recipe, a flag or `--set` assigned, even to the default.
 ///
-/// Any two are equal, so that recipes are compared by their values alone.
+/// All values compare equal, so that recipes are compared only by their values.
 #[derive(Debug, Clone, Default)]
 pub struct WrittenKeys {
-    /// The place of each key.
+    /// Location of each key.
     places: BTreeMap<(String, String), String>,
     overruled: Vec<String>,
 }
 
 impl WrittenKeys {
-    /// Where `key` of `section` was written last: `recipe.toml:3:5`, or the flag; none if it has its default.
+    /// Location that set `key` of `section` last: `recipe.toml:3:5`, or the flag; none for a
+    /// default.
     pub fn place(&self, section: &str, key: &str) -> Option<&str> {
         self.places.get(&(section.to_owned(), key.to_owned())).map(String::as_str)
     }
 
-    /// A line for each key that was left out, because a key of a higher layer leaves it without an effect.
+    /// One line per ignored key that a key of a higher layer leaves without effect.
     pub fn overruled(&self) -> &[String] {
         &self.overruled
     }
@@ -126,7 +128,7 @@ impl PartialEq for WrittenKeys {
 }
 
 impl AdapterSection {
-    /// The value of `key` as TOML; none if it is not set.
+    /// Value of `key` as TOML; none if it is not set.
     pub fn value(&self, key: &str) -> Option<String> {
         let at = self.keys().iter().position(|known| known.name == key)?;
         self.values().swap_remove(at).map(|value| render::inline(&value))
@@ -134,7 +136,7 @@ impl AdapterSection {
 }
 
 impl TrainSection {
-    /// Rows that go through the model at once; one where that is not decided yet.
+    /// Rows of a micro-batch; 1 while that is undecided.
     pub fn micro_batch_rows(&self) -> usize {
         match self.micro_batch_size {
             AutoOr::Auto => 1,
@@ -142,7 +144,7 @@ impl TrainSection {
         }
     }
 
-    /// Micro-batches of a step on each rank; one where that is not decided yet.
+    /// Micro-batches of a step on each rank; 1 while that is undecided.
     pub fn accumulation(&self) -> usize {
         match self.gradient_accumulation_steps {
             AutoOr::Auto => 1,
@@ -152,8 +154,9 @@ impl TrainSection {
 }
 
 impl Recipe {
-    /// The checkpoints that a run of `total` steps, `epoch` of them an epoch, saves at most after its first `done` steps, and how
-    /// many stay. Where the best is kept, each evaluation may save one, the last step is saved, and one stays beside the last.
+    /// Number of checkpoints that a run of `total` steps, with `epoch` steps per epoch, saves at
+    /// most after its first `done` steps, and the number it keeps. With `keep_best`, each
+    /// evaluation may save one, the last step is saved, and the best one is kept beside the last.
     pub fn checkpoints(&self, [done, total]: [u64; 2], epoch: u64) -> (u64, u64) {
         let saves = self.checkpoint.save_steps.count([done, total], epoch);
         let keep = self.checkpoint.keep_last as u64;
@@ -166,12 +169,12 @@ impl Recipe {
 }
 
 impl EvalSection {
-    /// Returns whether the run leaves the weights of its best evaluation.
+    /// Returns true if the run keeps the weights of its best evaluation.
     pub fn keeps_best(&self) -> bool {
         self.keep_best || self.patience.is_some()
     }
 
-    /// When the run evaluates between its first step and its last.
+    /// Interval of the evaluations between the first and the last step.
     pub fn interval(&self) -> StepInterval {
         match self.steps {
             StepInterval::Auto if self.keeps_best() => StepInterval::Epoch,
@@ -182,10 +185,10 @@ impl EvalSection {
 }
 
 impl DataSection {
-    /// The most tokens of a row where neither the user nor the model sets a smaller limit.
+    /// Maximum tokens of a row if neither the user nor the model sets a smaller limit.
     pub const MOST_AUTO_SEQ_LEN: usize = 2048;
 
-    /// The most tokens of a row; [`DataSection::MOST_AUTO_SEQ_LEN`] where that is not decided yet.
+    /// Maximum tokens of a row; [`DataSection::MOST_AUTO_SEQ_LEN`] while that is undecided.
     pub fn longest_row(&self) -> usize {
         match self.max_seq_len {
             AutoOr::Auto => Self::MOST_AUTO_SEQ_LEN,
@@ -193,7 +196,7 @@ impl DataSection {
         }
     }
 
-    /// Decides `max_seq_len = "auto"` for a model of so many `positions`.
+    /// Resolves `max_seq_len = "auto"` for a model of `positions` positions.
     pub fn fit_positions(&mut self, positions: usize) {
         if self.max_seq_len == AutoOr::Auto {
             let tokens = positions.clamp(LEAST_SEQ_LEN, Self::MOST_AUTO_SEQ_LEN);
@@ -203,26 +206,27 @@ impl DataSection {
 }
 
 impl Recipe {
-    /// Puts the layers over each other: `--set` over flags over the recipe over defaults.
+    /// Merges the layers: `--set` over flags over the recipe over defaults.
     ///
     /// # Errors
-    /// One error that lists every fault of every layer, each with its place.
+    /// One error that lists every fault of every layer, each with its location.
     pub fn load(layers: &RecipeLayers) -> Result<Recipe> {
         layers::load(layers)
     }
 
-    /// Every value that is set, as a recipe that reads back to this one. Paths are absolute, a chat template is
-    /// its text.
+    /// Every set value, as a recipe that reads back to this one. Paths are absolute, and a chat
+    /// template is its text.
     pub fn to_toml(&self) -> String {
         render::plain(self)
     }
 
-    /// The value of every key that is set, as TOML, by `section.key`.
+    /// The TOML value of every set key, by `section.key`.
     pub fn values(&self) -> BTreeMap<String, String> {
         render::values(self)
     }
 
-    /// The values that the text of a recipe says, in the form of [`Recipe::values`]; none if it is no TOML of sections.
+    /// Values in the text of a recipe, in the form of [`Recipe::values`]; none if it is no TOML of
+    /// sections.
     pub fn values_of(text: &str) -> Option<BTreeMap<String, String>> {
         let mut values = BTreeMap::new();
         for (section, keys) in text.parse::<toml::Table>().ok()? {
@@ -233,8 +237,9 @@ impl Recipe {
         Some(values)
     }
 
-    /// Adds to `values`, which [`Recipe::values`] gave, perhaps of an older version of the program, the defaults of keys that
-    /// their sections lack: a recipe from before a key was there means its default.
+    /// Adds the defaults of keys that are missing in the sections of `values`, which an older
+    /// version's [`Recipe::values`] may have returned. A recipe from before a key existed means
+    /// that key's default.
     pub fn add_defaults(values: &mut BTreeMap<String, String>) {
         let section = |key: &str| key.split_once('.').map(|(section, _)| section.to_owned());
         let present: BTreeSet<String> = values.keys().filter_map(|key| section(key)).collect();
@@ -246,7 +251,8 @@ impl Recipe {
         }
     }
 
-    /// The values that are other than their defaults, and the name of each section that has values, with an empty one.
+    /// The values that differ from their defaults, and an empty entry for each section that has
+    /// values.
     pub fn without_defaults(values: &BTreeMap<String, String>) -> BTreeMap<String, String> {
         let defaults = Recipe::complete().values();
         let sections =
@@ -255,7 +261,7 @@ impl Recipe {
         sections.chain(values.map(|(key, value)| (key.clone(), value.clone()))).collect()
     }
 
-    /// Every section and key with its documentation, what it accepts and its default, as a recipe.
+    /// Every section and key with its documentation, accepted values and default, as a recipe.
     pub fn reference() -> String {
         render::reference()
     }
@@ -263,12 +269,12 @@ impl Recipe {
     /// The part of [`Recipe::reference`] about the section `name`.
     ///
     /// # Errors
-    /// The user's: a recipe has no such section; the error lists the sections.
+    /// User error for an unknown section; the error lists the sections.
     pub fn reference_of(name: &str) -> Result<String> {
         render::reference_of(name).ok_or_else(|| {
             let recipe = Recipe::complete();
             let names: Vec<&str> = recipe.sections().iter().map(|section| section.name()).collect();
-            let error = Error::user(format!("there is no section `{name}` in the reference"))
+            let error = Error::user(format!("unknown section `{name}`"))
                 .because(format!("sections: {}", names.join(", ")));
             match nearest(name, names) {
                 Some(near) => error.hint(format!("write `{near}`")),
@@ -277,7 +283,7 @@ impl Recipe {
         })
     }
 
-    /// A recipe in which every table is present.
+    /// A recipe with every table.
     fn complete() -> Recipe {
         Recipe {
             quantization: Some(QuantizationSection::default()),
@@ -286,7 +292,7 @@ impl Recipe {
         }
     }
 
-    /// The tables present, in the order of the reference.
+    /// The present tables, in the order of the reference.
     fn sections(&self) -> Vec<&dyn Section> {
         let optional = [
             self.quantization.as_ref().map(|section| section as &dyn Section),
@@ -309,12 +315,12 @@ impl Recipe {
         first.into_iter().chain(optional.into_iter().flatten()).chain(rest).collect()
     }
 
-    /// Whether there is a table of that name.
+    /// True if a recipe can have the table `name`.
     fn has_section(name: &str) -> bool {
         Recipe::default().section_mut(name).is_some()
     }
 
-    /// The table of that name, added with its defaults if it was absent.
+    /// The table `name`, added with its defaults if it is absent.
     fn section_mut(&mut self, name: &str) -> Option<&mut dyn Section> {
         Some(match name {
             "model" => &mut self.model,

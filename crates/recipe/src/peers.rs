@@ -1,7 +1,8 @@
-//! Names of keys and values in other trainers (transformers, PEFT, TRL, axolotl, torchtune, LLaMA-Factory, Unsloth,
-//! mlx-lm), with ours. Hints of errors use them, and docs/recipes.md shows them.
+//! Names of keys and values of other trainers (transformers, PEFT, TRL, axolotl, torchtune,
+//! LLaMA-Factory, Unsloth, mlx-lm), with their equivalents here. Error hints use them, and
+//! docs/recipes.md lists them.
 
-/// Keys of other trainers, each with our section and key.
+/// Keys of other trainers, each with the equivalent section and key.
 pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("base_model", "model", "id"),
     ("model_name_or_path", "model", "id"),
@@ -92,15 +93,15 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("early_stopping_rounds", "eval", "patience"),
 ];
 
-/// Keys among [`KEYS`] that come to one value of our key, in TOML.
+/// Keys in [`KEYS`] that correspond to one value of the equivalent key, in TOML.
 const KEYS_OF_ONE_VALUE: &[(&str, &str)] =
     &[("saves_per_epoch", "\"epoch\""), ("evals_per_epoch", "\"epoch\"")];
 
-/// Keys of other trainers, each with the text to write into a table of `data.train`.
+/// Keys of other trainers, each with the entry for a table of `data.train`.
 const KEYS_OF_A_SOURCE: &[(&str, &str)] =
     &[("max_samples", "limit = 1000"), ("dataset_text_field", "columns = { text = \"COLUMN\" }")];
 
-/// Sections of other trainers, each with ours.
+/// Sections of other trainers, each with the equivalent one.
 const SECTIONS: &[(&str, &str)] = &[
     ("lora", "adapter"),
     ("lora_config", "adapter"),
@@ -120,7 +121,7 @@ const SECTIONS: &[(&str, &str)] = &[
     ("evaluation", "eval"),
 ];
 
-/// Values of other trainers: section and key, their value in lower case, what to write here.
+/// Values of other trainers: section and key, their value in lower case, the hint.
 const VALUES: &[(&str, &str, &str)] = &[
     ("model.dtype", "bfloat16", "write `dtype = \"bf16\"`"),
     ("model.dtype", "torch.bfloat16", "write `dtype = \"bf16\"`"),
@@ -175,7 +176,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("scheduler.kind", "warmup_cosine", "write `kind = \"cosine\"`"),
     ("scheduler.kind", "cosine_decay", "write `kind = \"cosine\"`"),
     ("scheduler.kind", "linear_decay", "write `kind = \"linear\"`"),
-    ("scheduler.kind", "rex", "accepted is nothing like it: \"cosine\" is next"),
+    ("scheduler.kind", "rex", "not available; \"cosine\" is the nearest"),
     (
         "parallel.strategy",
         "deepspeed",
@@ -191,32 +192,32 @@ const VALUES: &[(&str, &str, &str)] = &[
 const F16: &str = "write `dtype = \"bf16\"`: computing in f16 is not available";
 const FOUR_BITS: &str = "write `kind = \"nf4\"` (or \"fp4\") for 4 bits";
 const EIGHT_BIT_STATE: &str = "write `kind = \"adamw\"` and `state = \"int8\"`";
-const COMPLETIONS: &str = "remove `train_on`: completions alone are trained by default (\"assistant\" means the answers of any format)";
+const COMPLETIONS: &str = "remove `train_on`: only completions are trained by default (\"assistant\" means the answers of any format)";
 
-/// The value, in TOML, that our key takes in the place of the key `theirs` of another trainer; none if `theirs` has a value of
-/// its own.
+/// The TOML value of the equivalent key that the key `theirs` of another trainer implies; none if
+/// `theirs` has its own value.
 pub(super) fn value_of_key(theirs: &str) -> Option<&'static str> {
     KEYS_OF_ONE_VALUE.iter().find(|(key, _)| *key == theirs).map(|(_, value)| *value)
 }
 
-/// The hint for a key of another trainer that has its place in a table of `data.train`.
+/// Hint for a key of another trainer that belongs into a table of `data.train`.
 pub(super) fn key_of_a_source(theirs: &str) -> Option<String> {
     let found = KEYS_OF_A_SOURCE.iter().find(|(key, _)| *key == theirs);
     found.map(|(_, ours)| format!("write `{ours}` in a `[[data.train]]` table"))
 }
 
-/// Our section for a section of another trainer.
+/// The equivalent section for a section of another trainer.
 pub(super) fn section_of_peers(section: &str) -> Option<&'static str> {
     SECTIONS.iter().find(|(theirs, _)| *theirs == section).map(|(_, ours)| *ours)
 }
 
-/// The hint for a value of another trainer.
+/// Hint for a value of another trainer.
 pub(super) fn value_of_peers(section: &str, key: &str, value: &str) -> Option<&'static str> {
     let (name, value) = (format!("{section}.{key}"), value.to_lowercase());
     VALUES.iter().find(|(at, theirs, _)| *at == name && *theirs == value).map(|(.., hint)| *hint)
 }
 
-/// The language of a recipe that is YAML or JSON by its first line with something on it.
+/// Language of a recipe whose first non-empty line is YAML or JSON.
 pub(super) fn other_language(text: &str) -> Option<&'static str> {
     let mut lines = text.lines().map(str::trim_end);
     let first = lines.find(|line| !line.is_empty() && !line.trim_start().starts_with('#'))?;

@@ -1,4 +1,4 @@
-//! A recipe as text: the resolved one that a run leaves, and the reference of every key.
+//! A recipe as text: the resolved one in a run's output folder, and the reference of every key.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -8,7 +8,7 @@ use toml::Value;
 use super::Recipe;
 use super::schema::{Key, Section};
 
-/// Every value that is set, one line each.
+/// Every set value, one line each.
 pub(super) fn plain(recipe: &Recipe) -> String {
     let mut text = String::new();
     for section in recipe.sections() {
@@ -20,7 +20,7 @@ pub(super) fn plain(recipe: &Recipe) -> String {
     text
 }
 
-/// Every value that is set, by `section.key`.
+/// Every set value, by `section.key`.
 pub(super) fn values(recipe: &Recipe) -> BTreeMap<String, String> {
     let of = |section: &dyn Section| {
         let set = section.keys().iter().zip(section.values());
@@ -31,7 +31,7 @@ pub(super) fn values(recipe: &Recipe) -> BTreeMap<String, String> {
     recipe.sections().into_iter().flat_map(of).collect()
 }
 
-/// Every key with its documentation; what is not set by default stands in a comment.
+/// Every key with its documentation; a key without a default is commented out.
 pub(super) fn reference() -> String {
     let mut text = String::from(
         "# Every section and key of a recipe, with its default. A key in a comment is not set by default.\n",
@@ -42,13 +42,14 @@ pub(super) fn reference() -> String {
     text
 }
 
-/// The part of the reference about the section `name`; none if there is no such section.
+/// The part of the reference about the section `name`; none for an unknown section.
 pub(super) fn reference_of(name: &str) -> Option<String> {
     let recipe = Recipe::complete();
     recipe.sections().into_iter().find(|section| section.name() == name).map(documented_section)
 }
 
-/// A section and its keys with their documentation. The head of a section that a recipe has only on request is a comment.
+/// A section and its keys with their documentation. The header of an optional section is commented
+/// out.
 fn documented_section(section: &dyn Section) -> String {
     let is_present = Recipe::default().sections().iter().any(|present| present.name() == section.name());
     let comment = if is_present { "" } else { "# " };
@@ -69,7 +70,7 @@ fn documented(key: &Key, value: Option<&Value>, comment: &str) -> String {
     format!("{doc}# Accepted: {}.\n{line}\n", (key.accepted)())
 }
 
-/// A value on one line. Floats are written as Rust does, which keeps `1e-8` short and reads back to the bit.
+/// A value on one line. Floats use Rust's format, which keeps `1e-8` short and reads back exactly.
 pub(super) fn inline(value: &Value) -> String {
     match value {
         Value::Float(number) => format!("{number:?}"),
@@ -88,7 +89,7 @@ pub(super) fn inline(value: &Value) -> String {
     }
 }
 
-/// A basic TOML string: always on one line, whatever the text holds.
+/// A basic TOML string, always on one line.
 fn quoted(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {
@@ -121,7 +122,7 @@ mod tests {
         assert_eq!(format!("v = {line}").parse::<toml::Table>().unwrap()["v"], value);
     }
 
-    /// The form in which checkpoints hold a recipe.
+    /// Checkpoints hold a recipe in this form.
     #[test]
     fn values_by_key_are_those_of_the_text() {
         let mut recipe = Recipe::complete();

@@ -1,7 +1,8 @@
-//! A data set to read, and how its rows are taken: an entry of `data.train` or `data.eval`.
+//! A data set and the selection of its rows: an entry of `data.train` or `data.eval`.
 //!
-//! An entry is a text (a path or a hub id, perhaps with `?key=value&...` after it) or a table. A key of the short form that is
-//! none of the table's names a column: `odd.csv?prompt=question` takes `prompt` from the column `question`.
+//! An entry is a text (a path or a hub id, with an optional `?key=value&...`) or a table. In a
+//! text, a key that no table has names a column: `odd.csv?prompt=question` reads `prompt` from the
+//! column `question`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,28 +15,28 @@ use super::source::DataSource;
 use super::split_slice::SplitSlice;
 use super::value::{Setting, ValueRefusal, read_list};
 
-/// The keys of a table, in the order in which they are written.
+/// Keys of a table, in writing order.
 pub(super) const KEYS: [&str; 8] =
     ["path", "format", "columns", "prompt_template", "system", "weight", "limit", "split"];
 
-/// A data set, and how its rows are taken.
+/// A data set and the selection of its rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowSource {
-    /// Where the data set is.
+    /// Location of the data set.
     pub path: DataSource,
-    /// The format of its rows; `None`: `data.format`.
+    /// Format of its rows; `None`: `data.format`.
     pub format: Option<DataFormat>,
-    /// Columns of the file by the key that a row of the format has in their place.
+    /// Column names of the file, by the key of the format that each replaces.
     pub columns: BTreeMap<String, String>,
-    /// The prompt, with `{column}` in the place of values.
+    /// Template of the prompt, with `{column}` for values.
     pub prompt_template: Option<String>,
-    /// The system message of rows that have none.
+    /// System message of rows without one.
     pub system: Option<String>,
-    /// The number of times that each row is seen in an epoch; 0.5: every other row is seen.
+    /// Times that an epoch uses each row; 0.5 uses every other row.
     pub weight: f64,
-    /// The number of rows that are read, from the first on.
+    /// Maximum number of rows to read, from the first.
     pub limit: Option<usize>,
-    /// The split that is read, such as "validation", or a part of it, such as "train[:5%]".
+    /// Split to read, such as "validation", or a part of it, such as "train[:5%]".
     pub split: Option<SplitSlice>,
 }
 
@@ -61,7 +62,7 @@ impl fmt::Display for RowSource {
 }
 
 impl RowSource {
-    /// The table of a text: what follows `?` are its keys.
+    /// The table for a text: its keys follow `?`.
     fn parse(text: &str, folder: &Path) -> Result<Self, ValueRefusal> {
         let whole_is_there = folder.join(text).exists();
         let Some((path, keys)) = text.split_once('?').filter(|_| !whole_is_there) else {
@@ -71,7 +72,7 @@ impl RowSource {
         table.insert(KEYS[0].into(), path.into());
         for pair in keys.split('&') {
             let Some((key, value)) = pair.split_once('=') else {
-                let why = format!("`{pair}` after its `?` is no `key=value`");
+                let why = format!("`{pair}` after `?` is not `key=value`");
                 return Err(ValueRefusal::Unusable(why));
             };
             let number = value.parse::<i64>().map(Value::Integer).or(value.parse::<f64>().map(Value::Float));
@@ -93,7 +94,7 @@ impl RowSource {
 
     fn read_table(table: &Table, folder: &Path) -> Result<Self, ValueRefusal> {
         if let Some(unknown) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
-            return Err(unusable(format!("its key `{unknown}` is not known; accepted: {}", KEYS.join(", "))));
+            return Err(unusable(format!("unknown key `{unknown}`; accepted: {}", KEYS.join(", "))));
         }
         let path = table.get("path").ok_or_else(|| unusable("it has no `path`".into()))?;
         let path = key("path", DataSource::read(path, folder), DataSource::accepted())?;
@@ -138,7 +139,7 @@ fn unusable(why: String) -> ValueRefusal {
     ValueRefusal::Unusable(why)
 }
 
-/// The value of the key `name`, or a refusal that names it.
+/// Value of the key `name`, or a refusal that names the key.
 fn key<T>(name: &str, read: Result<T, ValueRefusal>, accepted: String) -> Result<T, ValueRefusal> {
     read.map_err(|refusal| match refusal {
         ValueRefusal::Unusable(why) => unusable(format!("its `{name}`: {why}")),
@@ -146,9 +147,10 @@ fn key<T>(name: &str, read: Result<T, ValueRefusal>, accepted: String) -> Result
     })
 }
 
-/// The table of columns: names of columns by key.
+/// Reads the table of column names by key.
 fn columns(value: Option<&Value>) -> Result<BTreeMap<String, String>, ValueRefusal> {
-    let refused = || unusable("its `columns` is no table of names, such as { prompt = \"question\" }".into());
+    let refused =
+        || unusable("its `columns` is not a table of names, such as { prompt = \"question\" }".into());
     let Some(value) = value else { return Ok(BTreeMap::new()) };
     let table = value.as_table().ok_or_else(refused)?;
     let column = |(key, value): (&String, &Value)| Some((key.clone(), value.as_str()?.to_owned()));
@@ -193,7 +195,8 @@ impl Setting for Vec<RowSource> {
         "a list of paths, hub ids and tables such as { path = \"a.csv\", columns = { prompt = \"question\" }, limit = 1000 }".into()
     }
 
-    /// One text or table stands for a list of one, so that `--set data.train=rows.jsonl` works.
+    /// Reads a list, or one text or table as a list of one, so that `--set data.train=rows.jsonl`
+    /// works.
     fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
         match value {
             Value::Array(list) => read_list(list, folder),
@@ -241,17 +244,15 @@ mod tests {
             Err(ValueRefusal::Unusable(why)) => why,
             read => panic!("{read:?}"),
         };
-        assert!(
-            why(r#"{ path = "a.csv", rows = 3 }"#).starts_with("its key `rows` is not known; accepted: path")
-        );
+        assert!(why(r#"{ path = "a.csv", rows = 3 }"#).starts_with("unknown key `rows`; accepted: path"));
         assert_eq!(why(r#"{ limit = 3 }"#), "it has no `path`");
         assert!(why(r#""a.csv?limit=0""#).contains("a whole number from 1"));
-        assert!(why(r#""a.csv?limit""#).contains("is no `key=value`"));
+        assert!(why(r#""a.csv?limit""#).contains("is not `key=value`"));
         assert!(
             why(r#"{ path = "a.csv", format = "csv" }"#)
                 .starts_with("its `format` is not accepted; accepted: \"auto\"")
         );
-        assert!(why(r#"{ path = "b.csv" }"#).starts_with("its `path`: there is no "));
-        assert!(why(r#"{ path = "a.csv", columns = ["a"] }"#).contains("no table of names"));
+        assert!(why(r#"{ path = "b.csv" }"#).starts_with("its `path`: no such file or folder: "));
+        assert!(why(r#"{ path = "a.csv", columns = ["a"] }"#).contains("not a table of names"));
     }
 }

@@ -1,8 +1,8 @@
-//! One declaration per key: the macros that turn a list of documented keys into a struct with its defaults, its
-//! reader, its writer and the table that help and error messages are made from.
+//! One declaration per key: macros that turn a list of documented keys into a struct with its
+//! defaults, reader, writer and the table for help and error messages.
 //!
-//! A key is declared once, as `/// doc`, name, type, default and, for numbers, range; nothing about it is said
-//! anywhere else. `recipe::enums` does the same for closed lists of texts.
+//! A key is declared once, as `/// doc`, name, type, default and, for numbers, range.
+//! `recipe::enums` does the same for closed lists of texts.
 
 use std::path::Path;
 
@@ -10,41 +10,41 @@ use toml::Value;
 
 use super::value::{Bounds, Setting, ValueRefusal};
 
-/// What the reference and the error messages say about one key.
+/// Facts about one key for the reference and error messages.
 #[derive(Debug)]
 pub(super) struct Key {
-    /// The name inside its section.
+    /// Name inside its section.
     pub(super) name: &'static str,
-    /// Its documentation, as declared.
+    /// Documentation from its declaration.
     pub(super) doc: &'static str,
-    /// What may be written, in words.
+    /// Accepted values in words.
     pub(super) accepted: fn() -> String,
-    /// The closed list of texts, if the key has one.
+    /// The closed list of texts of the key, or an empty list.
     pub(super) choices: fn() -> Vec<&'static str>,
 }
 
-/// One table of the recipe, with its keys open to reading and writing by name.
+/// One table of the recipe, whose keys are read and written by name.
 pub(super) trait Section {
-    /// The table's name.
+    /// Name of the table.
     fn name(&self) -> &'static str;
 
-    /// The table's documentation.
+    /// Documentation of the table.
     fn doc(&self) -> &'static str;
 
-    /// Its keys, in the order declared.
+    /// Its keys, in declaration order.
     fn keys(&self) -> &'static [Key];
 
-    /// Reads `value` into the key `name`; relative paths start at `folder`. An unknown name changes nothing:
-    /// the caller has looked it up in [`Section::keys`].
+    /// Reads `value` into the key `name`; relative paths start at `folder`. An unknown name changes
+    /// nothing: callers check [`Section::keys`] first.
     ///
     /// # Errors
-    /// When the value is not accepted.
+    /// The value is not accepted.
     fn set(&mut self, name: &str, value: &Value, folder: &Path) -> Result<(), ValueRefusal>;
 
-    /// The value of each key, in the order declared; `None` where nothing is set.
+    /// Value of each key, in declaration order; `None` if it is not set.
     fn values(&self) -> Vec<Option<Value>>;
 
-    /// Puts the key `name` back to its default.
+    /// Resets the key `name` to its default.
     fn reset(&mut self, name: &str);
 }
 
@@ -58,7 +58,7 @@ pub(super) fn read<T: Setting>(value: &Value, range: Bounds, folder: &Path) -> R
     }
 }
 
-/// Declares a section: see the module documentation.
+/// Declares a section; see the module's documentation.
 macro_rules! section {
     (
         $(#[doc = $doc:literal])+
@@ -129,7 +129,7 @@ macro_rules! section {
     };
 }
 
-/// The range of a key, every number when it declares none.
+/// Range of a key; without one, every number.
 macro_rules! range {
     () => {
         $crate::value::Bounds::Any

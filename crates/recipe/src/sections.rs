@@ -1,6 +1,6 @@
 //! Every key of a recipe, declared once: documentation, name, type, default, range.
 //!
-//! Names and meanings follow transformers and PEFT where they have the key.
+//! Names and meanings follow transformers and PEFT if they have the key.
 
 use super::addresses::{ListenAddress, ServerUrl};
 use super::enums::{
@@ -17,54 +17,57 @@ use super::value::Bounds::{Above, AtLeast, Between, FromToBelow, OneOf};
 use super::value::{AutoOr, Patterns, TargetModules};
 use super::webhook::{AlertProgram, WebhookSource};
 
-/// The highest rank of an adapter: wider than any matrix that is adapted, and low enough that its parameters can be
-/// counted.
+/// Highest rank of an adapter: above the width of any adapted matrix, and low enough to count its
+/// parameters.
 const MOST_RANK: f64 = 65_536.0;
 
-/// The shortest row: a token to predict another from.
+/// Shortest row in tokens: one token and the next one to predict.
 pub const LEAST_SEQ_LEN: usize = 2;
-/// The most micro-batches of a step.
+/// Maximum number of micro-batches of a step on a rank.
 pub const MOST_ACCUMULATION: usize = 1 << 20;
-/// The most rows of a step over all ranks.
+/// Maximum number of rows of a step over all ranks.
 const MOST_GLOBAL_BATCH: usize = 1 << 20;
 
 section! {
     /// The model to start from.
     pub struct ModelSection "model" {
-        /// A folder in Hugging Face layout, or a hub id such as `Qwen/Qwen2.5-0.5B`. `--model` sets it.
+        /// Folder in Hugging Face layout, or hub id such as `Qwen/Qwen2.5-0.5B`; see `--model`.
         id: Option<DataSource> = None;
         /// Branch, tag or commit of a hub id.
         revision: String = "main".into();
-        /// Where the weights come from: the model's files, or seeded random numbers.
+        /// Source of the weights: the model's files, or seeded random numbers.
         init: ModelInit = ModelInit::Pretrained;
-        /// Type of the weights and of the computation; auto: bf16 on a GPU, f32 on the CPU.
+        /// Dtype of the weights and the computation; auto: bf16 on a GPU, f32 on the CPU.
         dtype: ComputeDtype = ComputeDtype::Auto;
         /// Tiled attention, or the plain formula as a reference.
         attention: Attention = Attention::Flash;
-        /// Tokens to train, beside the adapter if there is one; those that the tokenizer does not have are added to it.
-        /// Embedding and head grow by their rows, which start as the mean of the others, where they have none unused.
+        /// Tokens to train, also beside an adapter. Tokens that the tokenizer lacks are added to
+        /// it. If the embedding and head have no unused rows, they grow by new rows, which start as
+        /// the mean of the others.
         new_tokens: Vec<String> = Vec::new();
     }
 }
 
 section! {
-    /// How the frozen base is stored. Without this table it is not quantized.
+    /// Quantization of the frozen base. Without this table it is not quantized.
     pub struct QuantizationSection "quantization" {
-        /// The format of the codes.
+        /// Format of the quantized weights.
         kind: QuantKind = QuantKind::Nf4;
         /// Weights that share one scale.
         block_size: usize = 64, OneOf(&[32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0]);
-        /// Whether the scales are quantized too.
+        /// Quantize the scales too.
         double_quant: bool = true;
-        /// Linear layers that stay as they are stored, such as "down_proj" or "layers.0"; embedding and head always do.
+        /// Linear layers that are not quantized, such as "down_proj" or "layers.0"; embedding and
+        /// head never are.
         skip_modules: Vec<String> = Vec::new();
-        /// Whether a GPU keeps the weights in bf16 too, 2 bytes each, so that no step dequantizes them; LoRA in bf16 alone.
+        /// Also keep the weights in bf16 on a GPU, 2 bytes each, so that no step dequantizes them;
+        /// only for LoRA in bf16.
         bf16_copy: bool = false;
     }
 }
 
 section! {
-    /// The adapter to train, in PEFT's words. Without this table all weights are trained.
+    /// The adapter to train, with PEFT's names. Without this table all weights are trained.
     pub struct AdapterSection "adapter" {
         /// The kind of adapter.
         kind: AdapterKind = AdapterKind::Lora;
@@ -72,21 +75,21 @@ section! {
         r: usize = 16, Between(1.0, MOST_RANK);
         /// The update is scaled by `lora_alpha / r`.
         lora_alpha: f64 = 32.0, Above(0.0);
-        /// Share of the adapter's inputs set to zero in training.
+        /// Fraction of the adapter's inputs set to zero in training.
         lora_dropout: f64 = 0.0, FromToBelow(0.0, 1.0);
-        /// Modules that get an adapter: every linear layer but the head, a list of names, or a pattern.
+        /// Modules with an adapter: all linear layers except the head, a list of names, a pattern.
         target_modules: TargetModules = TargetModules::AllLinear;
-        /// Modules among them that get none.
+        /// Modules among them without an adapter.
         exclude_modules: Vec<String> = Vec::new();
         /// Modules trained in full beside the adapter, such as "lm_head".
         modules_to_save: Vec<String> = Vec::new();
-        /// Other ranks by module-name pattern; the first that matches counts.
+        /// Other ranks by module-name pattern; the first match counts.
         rank_pattern: Patterns<usize> = Patterns::default(), Between(1.0, MOST_RANK);
-        /// Other alphas by module-name pattern; the first that matches counts.
+        /// Other alphas by module-name pattern; the first match counts.
         alpha_pattern: Patterns<f64> = Patterns::default(), Above(0.0);
         /// Scale by `lora_alpha / sqrt(r)` instead (arXiv:2312.03732).
         use_rslora: bool = false;
-        /// How a new adapter starts.
+        /// Initial values of a new adapter.
         init: AdapterInit = AdapterInit::Default;
         /// A saved PEFT adapter to start from.
         path: Option<DataSource> = None;
@@ -94,215 +97,231 @@ section! {
 }
 
 section! {
-    /// What the model learns from.
+    /// Training and evaluation data.
     pub struct DataSection "data" {
-        /// Files, folders or hub data sets to train on, or tables (`[[data.train]]`) of `path` and, where they are needed,
-        /// `format`, `columns`, `prompt_template`, `system`, `weight`, `limit`, `split`. `--dataset` sets it.
+        /// Files, folders or hub data sets to train on, or tables (`[[data.train]]`) of `path` and,
+        /// optionally, `format`, `columns`, `prompt_template`, `system`, `weight`, `limit`,
+        /// `split`. `--dataset` sets it.
         train: Vec<RowSource> = Vec::new();
-        /// The same, held out for evaluation. `--eval-dataset` sets it.
+        /// Data sets for evaluation, in the same form. `--eval-dataset` sets it.
         eval: Vec<RowSource> = Vec::new();
-        /// Training rows to hold out for evaluation instead: a share below 1, or a number of rows.
+        /// Training rows to hold out for evaluation instead: a fraction below 1, or a row count.
         eval_split: Option<f64> = None, Above(0.0);
-        /// What a row looks like; auto: recognised, and said.
+        /// Format of the rows; auto: detected from the rows and printed.
         format: DataFormat = DataFormat::Auto;
-        /// Tokens of a row at most; auto: the positions that the model has, 2,048 at most.
+        /// Maximum tokens of a row; auto: the model's number of positions, up to 2,048.
         max_seq_len: AutoOr<usize> = AutoOr::Auto, Between(LEAST_SEQ_LEN as f64, 16_777_216.0);
         /// Put several samples into one row, without attention between them.
         packing: bool = true;
-        /// A new order each epoch, from the seed; else file order.
+        /// Shuffle each epoch by the seed; false: file order.
         shuffle: bool = true;
-        /// Tokens that count in the loss: the assistant's, all, those of its last turn, or those of some roles; `turns` ("all",
-        /// "last") and `ends` ("turn", "all", "last", "none": the tokens that end messages) say more. Plain text has nothing
-        /// to mask.
+        /// Tokens that count in the loss: the assistant's, all, those of its last turn, or those of
+        /// some roles. A table also sets `turns` ("all", "last") and `ends` ("turn", "all", "last",
+        /// "none": the tokens that end messages). In plain text all tokens count.
         train_on: TrainOn = TrainOn::default();
-        /// A chat template, as Jinja text, its file or its name, such as "chatml"; default: the tokenizer's own.
+        /// Chat template, as Jinja text, its file or its name, such as "chatml"; default: the
+        /// tokenizer's own.
         chat_template: Option<Template> = None;
-        /// What happens to a row that cannot be used.
+        /// Action for an unusable row.
         on_bad_row: OnBadRow = OnBadRow::Stop;
-        /// What happens to a row longer than `max_seq_len`.
+        /// Action for a row longer than `max_seq_len`.
         on_long_row: OnLongRow = OnLongRow::Truncate;
-        /// Encode special tokens that stand in the texts of a chat as text, as transformers' option of this name does.
+        /// Encode special tokens in chat texts as plain text, like this option of transformers.
         sanitize_control_tokens: bool = false;
     }
 }
 
 section! {
-    /// The objective of the training.
+    /// Objective of the training.
     pub struct ObjectiveSection "objective" {
-        /// The loss that is minimized: cross_entropy of the tokens that `data.train_on` selects.
+        /// Loss that is minimized; cross_entropy: that of the tokens that `data.train_on` selects.
         kind: ObjectiveKind = ObjectiveKind::CrossEntropy;
     }
 }
 
 section! {
-    /// How long and in which portions.
+    /// Length of the training and batch sizes.
     pub struct TrainSection "train" {
         /// Passes over the data.
         epochs: f64 = 3.0, Above(0.0);
-        /// Optimizer steps of the whole run; set, it decides instead of `epochs`.
+        /// Optimizer steps of the whole run; if set, it overrides `epochs`.
         max_steps: Option<u64> = None, AtLeast(1.0);
-        /// Rows that go through the model at once, on each rank; "auto": of the rows of a step, which are then
-        /// `gradient_accumulation_steps` on each rank, as many as memory holds and speed gains by.
+        /// Rows of a micro-batch on each rank; "auto": `gradient_accumulation_steps` then counts
+        /// the rows of a step on each rank, and finetune splits them into micro-batches as large as
+        /// memory allows and speed gains.
         micro_batch_size: AutoOr<usize> = AutoOr::Fixed(1), Between(1.0, 65_536.0);
-        /// Micro-batches whose gradients make one optimizer step, on each rank; "auto": as many as leave thirty steps in an
-        /// epoch, where the rows allow that, and 8 rows a step over all ranks at most.
+        /// Micro-batches per optimizer step on each rank; "auto": as many as leave thirty steps in
+        /// an epoch, if the rows allow that, and at most 8 rows a step over all ranks.
         gradient_accumulation_steps: AutoOr<usize> = AutoOr::Fixed(1), Between(1.0, MOST_ACCUMULATION as f64);
-        /// Rows (with packing: packed rows) of one optimizer step over all ranks, a multiple of `micro_batch_size` times the
-        /// ranks; excludes `gradient_accumulation_steps`, which then follows from it.
+        /// Rows (with packing: packed rows) of one optimizer step over all ranks, a multiple of
+        /// `micro_batch_size` times the ranks; excludes `gradient_accumulation_steps`, which then
+        /// follows from it.
         global_batch_size: Option<usize> = None, Between(1.0, MOST_GLOBAL_BATCH as f64);
-        /// Gradients are scaled down to this norm; 0: never.
+        /// Maximum norm of the gradients, which are scaled down to it; 0: no limit.
         max_grad_norm: f64 = 1.0, AtLeast(0.0);
-        /// What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:
-        /// the run stops; skips it; rolls back to the newest checkpoint and goes on with the rows after it.
+        /// Action at a step whose loss or gradient norm is NaN or infinite, and which therefore
+        /// updates nothing: stop the run, skip the step, or roll back to the newest checkpoint and
+        /// continue with the rows after the step.
         on_nan: OnNan = OnNan::Stop;
-        /// Steps in a row that are skipped, or roll-backs to one checkpoint, before the run stops after all.
+        /// Maximum skipped steps in a row, or rollbacks to one checkpoint; the next bad step stops
+        /// the run.
         nan_limit: u64 = 3, AtLeast(1.0);
-        /// Seed of everything random.
+        /// Seed of all random numbers.
         seed: u64 = 0, AtLeast(0.0);
-        /// Compute activations again in the backward pass to save memory.
+        /// Recompute activations in the backward pass to save memory.
         recompute: AutoOr<Recompute> = AutoOr::Auto;
     }
 }
 
 section! {
-    /// What turns gradients into updates.
+    /// The optimizer that applies gradients.
     pub struct OptimizerSection "optimizer" {
-        /// The algorithm of the optimizer.
+        /// Algorithm of the optimizer.
         kind: OptimizerKind = OptimizerKind::Adamw;
         /// Learning rate after the warm-up; about 2e-4 for an adapter, 2e-5 for all weights.
         learning_rate: Option<f64> = None, Above(0.0);
-        /// Decay of the two moments.
+        /// Decay rates of the two moments.
         betas: [f64; 2] = [0.9, 0.999], FromToBelow(0.0, 1.0);
         /// Added to the denominator.
         eps: f64 = 1e-8, Above(0.0);
-        /// Decoupled weight decay; biases and norms are spared.
+        /// Decoupled weight decay; not applied to biases and norms.
         weight_decay: f64 = 0.0, AtLeast(0.0);
-        /// How the moments are stored.
+        /// Storage format of the moments.
         state: StateDtype = StateDtype::F32;
-        /// What is updated where all weights train in bf16: an f32 copy of each, or the bf16 weights themselves, with
-        /// stochastic rounding, which takes 4 to 6 bytes less a weight.
+        /// Weights that the optimizer updates if all weights train in bf16: an f32 copy of each, or
+        /// the bf16 weights themselves, with stochastic rounding, which saves 4 to 6 bytes per
+        /// weight.
         master: MasterWeights = MasterWeights::F32;
-        /// Learning rate of B over that of A (LoRA+, arXiv:2402.12354).
+        /// Ratio of the learning rate of B to that of A (LoRA+, arXiv:2402.12354).
         lora_plus_ratio: f64 = 1.0, Above(0.0);
     }
 }
 
 section! {
-    /// The learning rate over the steps, in the schedules of transformers.
+    /// Learning-rate schedule, as in transformers.
     pub struct SchedulerSection "scheduler" {
-        /// How the learning rate falls after the warm-up.
+        /// Shape of the learning rate after the warm-up.
         kind: SchedulerKind = SchedulerKind::Cosine;
         /// Steps of the linear warm-up from 0; excludes `warmup_ratio`.
         warmup_steps: Option<u64> = None, AtLeast(0.0);
-        /// The warm-up as a share of all steps, rounded down and a tenth of them at most; excludes `warmup_steps`.
+        /// Warm-up as a fraction of all steps, rounded down, and at most a tenth of them; excludes
+        /// `warmup_steps`.
         warmup_ratio: Option<f64> = None, Between(0.0, 1.0);
-        /// Learning rate at the end, as a share of `learning_rate`.
+        /// Learning rate at the end, as a fraction of `learning_rate`.
         min_lr_ratio: f64 = 0.0, Between(0.0, 1.0);
-        /// Restarts of "cosine_with_restarts".
+        /// Number of cycles of "cosine_with_restarts".
         num_cycles: usize = 1, AtLeast(1.0);
         /// Exponent of "polynomial".
         power: f64 = 1.0, Above(0.0);
-        /// Steps of the fall at the end of "warmup_stable_decay", which needs it.
+        /// Steps of the decay at the end of "warmup_stable_decay", which requires this key.
         num_decay_steps: Option<u64> = None, AtLeast(1.0);
     }
 }
 
 section! {
-    /// How the work is spread over devices.
+    /// Distribution of the work over devices.
     pub struct ParallelSection "parallel" {
-        /// Where parameters, gradients and optimizer states live.
+        /// Distribution of parameters, gradients and optimizer states over ranks.
         strategy: Strategy = Strategy::Auto;
-        /// Ranks in a group of "hsdp"; default: those of one host.
+        /// Ranks in a group of "hsdp"; default: the ranks of one host.
         shard_size: Option<usize> = None, AtLeast(1.0);
-        /// What is kept in host memory: the optimizer's state, or parameters and gradients too.
+        /// State in host memory: the optimizer's, or also parameters and gradients.
         offload: Offload = Offload::None;
-        /// A folder on a fast disk; parameters are kept in a file there instead. With `offload = "params"`.
+        /// Folder on a fast disk for a file that holds the parameters instead of host memory.
+        /// Requires `offload = "params"`.
         offload_folder: Option<Folder> = None;
-        /// Type in which gradients are summed over ranks.
+        /// Dtype in which gradients are summed over ranks.
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
-        /// Seconds without progress after which a rank counts as hung and the run ends, loading and saving included;
-        /// default: learned from the run, 15 at least.
+        /// Seconds without progress, also while loading or saving, after which a rank counts as
+        /// hung and the run ends; default: learned from the run, at least 15.
         timeout_secs: Option<u64> = None, Between(1.0, 31_536_000.0);
     }
 }
 
 section! {
-    /// What is saved on the way and at the end.
+    /// Checkpoints and the result.
     pub struct CheckpointSection "checkpoint" {
-        /// Steps between checkpoints; "epoch": one after each epoch and at the end; "auto": also after thirty minutes without
-        /// one; "never": none.
+        /// Steps between checkpoints; "epoch": after each epoch and at the end; "auto": also after
+        /// thirty minutes without one; "never": none.
         save_steps: StepInterval = StepInterval::Auto, AtLeast(1.0);
-        /// How many checkpoints are kept.
+        /// Number of checkpoints to keep.
         keep_last: usize = 2, AtLeast(1.0);
-        /// Write while training goes on: each rank its share of the tensors as they were.
+        /// Write checkpoints while training continues; each rank writes its share of a snapshot of
+        /// the tensors.
         async_save: bool = true;
-        /// Type of the weights a run leaves; auto: the base's.
+        /// Dtype of the weights in the result; auto: the base's.
         output_dtype: Dtype = Dtype::Auto;
     }
 }
 
 section! {
-    /// Evaluation on `data.eval`. Where that is given, a run also evaluates before its first step, to compare with.
+    /// Evaluation on `data.eval`. If that is set, a run also evaluates before its first step, for
+    /// comparison.
     pub struct EvalSection "eval" {
-        /// Steps between evaluations; "epoch": one after each epoch; "auto": "epoch" with `keep_best`, else "never"; "never":
-        /// none between the first step and the last.
+        /// Steps between evaluations; "epoch": after each epoch; "auto": "epoch" with `keep_best`,
+        /// else "never"; "never": none between the first step and the last.
         steps: StepInterval = StepInterval::Auto, AtLeast(1.0);
-        /// Evaluate after the last step; false leaves out this evaluation alone.
+        /// Evaluate after the last step; false skips only this evaluation.
         at_end: bool = true;
-        /// Leave the weights of the evaluation with the lowest loss instead of the last ones; each new best is saved as a
-        /// checkpoint, which stays.
+        /// Return the weights of the evaluation with the lowest loss instead of the last ones; each
+        /// new best is saved as a checkpoint, which is kept.
         keep_best: bool = false;
-        /// End the run early after so many evaluations in a row whose loss is not the lowest so far. With `keep_best`, also
-        /// where that is not set.
+        /// End the run early after this many evaluations in a row without a new lowest loss.
+        /// Implies `keep_best`.
         patience: Option<u64> = None, AtLeast(1.0);
-        /// Held-out rows that the model answers at each evaluation: terminal, metrics.jsonl and report.html show the answers.
-        /// An answer has 64 tokens at most.
+        /// Held-out rows that the model answers at each evaluation: terminal, metrics.jsonl and
+        /// report.html show the answers. An answer has at most 64 tokens.
         samples: usize = 0, Between(0.0, 64.0);
     }
 }
 
 section! {
-    /// What a run reports.
+    /// Logging of a run.
     pub struct LogSection "log" {
-        /// Steps between lines of progress.
+        /// Steps between progress lines.
         every_steps: u64 = 1, AtLeast(1.0);
         /// Write TensorBoard event files.
         tensorboard: bool = true;
-        /// Serve the figures of the last step at this address, under /metrics, for Prometheus; not set: nothing listens.
+        /// Serve the metrics of the last step at this address, under /metrics, for Prometheus; not
+        /// set: no port is opened.
         metrics_address: Option<ListenAddress> = None;
-        /// 10^12 operations a second that each rank's device could do at best, which `mfu` and `hfu` are shares of; default:
-        /// what its maker says of a GPU that is known, and neither figure on another device.
+        /// Peak speed of each rank's device in 10^12 operations per second, the base of `mfu` and
+        /// `hfu`; default: the maker's value for a known GPU; on other devices neither metric
+        /// exists.
         peak_tflops: Option<f64> = None, Above(0.0);
         /// Also log to the MLflow server at this address.
         mlflow: Option<ServerUrl> = None;
-        /// The experiment there that the run belongs to, which is made where there is none; default: "finetune".
+        /// MLflow experiment of the run, created if it is missing; default: "finetune".
         mlflow_experiment: Option<String> = None;
     }
 }
 
 section! {
-    /// A trace of some steps, in the words of PyTorch's profiler schedule: `trace/rank-N.json` in the output folder.
+    /// Trace of some steps, scheduled as in PyTorch's profiler: `trace/rank-N.json` in the output
+    /// folder.
     pub struct ProfileSection "profile" {
-        /// Steps at the beginning of a cycle that are not traced.
+        /// Untraced steps at the beginning of a cycle.
         wait: u64 = 1, AtLeast(0.0);
-        /// Steps after them that are traced and forgotten, while caches fill.
+        /// Steps after them that are traced and discarded, while caches fill.
         warmup: u64 = 1, AtLeast(0.0);
-        /// Steps after these that are traced and kept; 0: nothing is traced.
+        /// Steps after these whose trace is kept; 0: tracing is off.
         active: u64 = 0, AtLeast(0.0);
-        /// How many such cycles there are; 0: as many as the run has room for.
+        /// Number of cycles; 0: until the run ends.
         repeat: u64 = 1, AtLeast(0.0);
     }
 }
 
 section! {
-    /// Alarms about trouble in a run: on the terminal, in alerts.jsonl in the output folder, and to whoever is named here.
+    /// Alerts about problems of a run: on the terminal, in alerts.jsonl in the output folder, and
+    /// to the targets below.
     pub struct AlertsSection "alerts" {
-        /// What is watched for; not set: everything, once `command` or `webhook` is.
+        /// Conditions to watch for; not set: all, if `command` or `webhook` is set.
         rules: Option<Vec<AlertRule>> = None;
-        /// A program and its arguments, without a shell, to start for each alarm, which it gets as JSON on its input.
+        /// Program and arguments to start, without a shell, for each alert, which it reads as JSON
+        /// on its input.
         command: Option<AlertProgram> = None;
-        /// An address to post each alarm to as JSON. Who knows it can post there: it is kept out of everything that a run
-        /// leaves and says, and `env:NAME` keeps it out of the recipe too.
+        /// URL to which each alert is posted as JSON. Anyone who knows it can post there, so
+        /// finetune never prints or stores it; `env:NAME` also keeps it out of the recipe.
         webhook: Option<WebhookSource> = None;
     }
 }

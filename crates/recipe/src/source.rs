@@ -1,11 +1,12 @@
-//! What a recipe can point at: models, data sets and adapters (a path, a hub id or an asset inside the binary),
-//! and chat templates.
+//! Things that a recipe can refer to: models, data sets and adapters (a path, a hub id or an asset
+//! inside the binary), and chat templates.
 //!
-//! A text is a path when something of that name exists relative to the recipe's folder, when it starts with `/`,
-//! `./`, `../` or `~`, or when it cannot be a hub id (`name` or `owner/name`, of letters, digits, `.`, `_`, `-`) or
-//! ends as data files do. An id may be followed by `@revision`, and that of a data set by `:configuration/split`;
-//! `hf://` before it says that it is one. A path must exist: a typing error is found here, with its line, and not after a
-//! download. The rest is left to the hub.
+//! A text is a path if such a file exists relative to the recipe's folder, if it starts with `/`,
+//! `./`, `../` or `~`, if it cannot be a hub id (`name` or `owner/name`, of letters, digits, `.`,
+//! `_`, `-`), or if it has a data file's extension. `@revision` may follow an id, and
+//! `:configuration/split` the id of a data set; the prefix `hf://` forces an id. A path must exist,
+//! so that a typing error is found here, with its line, and not after a download. The hub checks
+//! the rest.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -18,16 +19,16 @@ use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::private_file::without_user;
 
-/// What an id that starts so names: an asset inside the binary.
+/// Prefix of the id of an asset inside the binary.
 const BUILTIN: &str = "builtin:";
 
-/// What an id that starts so is: on the hub, whatever is on this machine.
+/// Prefix that forces a hub id, even if such a path exists.
 const HUB: &str = "hf://";
 
-/// Endings that no model or data set on the hub has.
+/// Extensions that no model or data set on the hub has.
 const DATA_EXTENSIONS: [&str; 7] = ["jsonl", "json", "parquet", "csv", "tsv", "txt", "md"];
 
-/// Ids on the hub without an owner, which redirect to one that has it: models that continue text, and data sets.
+/// Hub ids without an owner, which redirect to one with an owner: base models and data sets.
 const WITHOUT_OWNER: [&str; 16] = [
     "gpt2",
     "gpt2-medium",
@@ -47,10 +48,10 @@ const WITHOUT_OWNER: [&str; 16] = [
     "xsum",
 ];
 
-/// Where a model, a data set or an adapter is.
+/// Location of a model, a data set or an adapter.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DataSource {
-    /// An absolute path that exists, or did when the recipe was read.
+    /// An absolute path that existed when the recipe was read.
     Path(PathBuf),
     /// An id on the hub.
     Hub(String),
@@ -59,10 +60,11 @@ pub enum DataSource {
 }
 
 impl DataSource {
-    /// What the argument of a flag (or, with an empty `flag`, a bare argument) names, by the rules of a recipe value; relative paths start at `folder`.
+    /// Reads the argument of `flag` (or, if `flag` is empty, a bare argument) by the rules of a
+    /// recipe value; relative paths start at `folder`.
     ///
     /// # Errors
-    /// When it is empty, or a path that does not exist.
+    /// It is empty, or a path that does not exist.
     pub fn from_argument(flag: &str, text: &str, folder: &Path) -> Result<DataSource> {
         DataSource::parse(text, folder).map_err(|refusal| {
             let shown = format!("{flag} {}", without_user(text));
@@ -76,10 +78,10 @@ impl DataSource {
         })
     }
 
-    /// Reads `text` as a recipe value would be; relative paths start at `folder`.
+    /// Reads `text` as a recipe value; relative paths start at `folder`.
     ///
     /// # Errors
-    /// When it is empty, or a path that does not exist.
+    /// It is empty, or a path that does not exist.
     pub(super) fn parse(text: &str, folder: &Path) -> Result<DataSource, ValueRefusal> {
         if text.is_empty() {
             return Err(ValueRefusal::Empty);
@@ -94,10 +96,10 @@ impl DataSource {
         match path.try_exists() {
             Ok(true) => Ok(DataSource::Path(path)),
             Ok(false) if means_path(text) => {
-                Err(ValueRefusal::Unusable(format!("there is no {}", path.display())))
+                Err(ValueRefusal::Unusable(format!("no such file or folder: {}", path.display())))
             }
             Ok(false) if !is_asked_at_hub(text) => Err(ValueRefusal::Unusable(format!(
-                "there is no file or folder {}, and an id on the hub looks like `owner/name`",
+                "no such file or folder: {}; a hub id looks like `owner/name`",
                 path.display()
             ))),
             Ok(false) => Ok(DataSource::Hub(text.to_owned())),
@@ -130,7 +132,7 @@ impl Setting for DataSource {
     }
 }
 
-/// A folder that exists; absolute.
+/// An existing folder; absolute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Folder(pub PathBuf);
 
@@ -162,7 +164,7 @@ impl Setting for Folder {
 pub struct Template {
     /// The Jinja text.
     pub text: String,
-    /// The name of the template inside the binary, if it is one.
+    /// Name of the template inside the binary, if it is one.
     pub name: Option<String>,
 }
 
@@ -209,8 +211,8 @@ fn is_jinja(text: &str) -> bool {
     text.contains("{{") || text.contains("{%")
 }
 
-/// Returns whether a text that could be a hub id is asked for there: one with an owner, one that says `hf://`, and the few
-/// that are older than owners.
+/// Returns true if a possible hub id is requested from the hub: one with an owner, one with
+/// `hf://`, or one of the few without an owner.
 fn is_asked_at_hub(text: &str) -> bool {
     let id = text.split(['@', ':']).next().unwrap_or(text);
     text.starts_with(HUB) || id.contains('/') || WITHOUT_OWNER.contains(&id)
@@ -218,7 +220,7 @@ fn is_asked_at_hub(text: &str) -> bool {
 
 fn means_path(text: &str) -> bool {
     let is_part = |rest: &str| !rest.starts_with("//") && !rest.starts_with('\\');
-    // What follows an id: `@revision`, and of a data set `:configuration/split`.
+    // The suffix of an id: `@revision`, or `:configuration/split` of a data set.
     let text = text.strip_prefix(HUB).unwrap_or(text);
     let text = match text.split_once(['@', ':']) {
         Some((id, rest)) if is_part(rest) => id,
@@ -234,12 +236,12 @@ fn means_path(text: &str) -> bool {
     rooted || dots || data_file || !hub_id
 }
 
-/// `text` from `folder` on, with `~` as the home folder.
+/// Absolute path of `text`, relative to `folder`, with `~` as the home folder.
 pub(super) fn absolute(text: &str, folder: &Path) -> Result<PathBuf, ValueRefusal> {
     let path = match text.strip_prefix('~') {
         Some(rest) if rest.is_empty() || rest.starts_with('/') => {
             let home = std::env::home_dir()
-                .ok_or_else(|| ValueRefusal::Unusable("the home folder `~` is not known".into()))?;
+                .ok_or_else(|| ValueRefusal::Unusable("the home folder `~` is unknown".into()))?;
             home.join(rest.trim_start_matches('/'))
         }
         _ => folder.join(text),

@@ -1,35 +1,37 @@
-//! A split of a data set and the part of its rows that is taken, in the notation of Hugging Face datasets: `train[:1000]`,
-//! `train[10%:20%]`, `[-5%:]`.
+//! A split of a data set and the range of its rows to read, in the notation of Hugging Face
+//! datasets: `train[:1000]`, `train[10%:20%]`, `[-5%:]`.
 
 use std::fmt;
 use std::ops::Range;
 
-/// A split by its name, or a part of its rows.
+/// The name of a split, a range of its rows, or both.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SplitSlice {
-    /// The name of the split; none: the one that the rows are for.
+    /// Name of the split; none: the default one for the purpose.
     pub name: Option<String>,
-    /// The rows that are taken; none: all.
+    /// Range of rows; none: all.
     rows: Option<[Option<RowBound>; 2]>,
 }
 
-/// A place among the rows.
+/// A bound of a range of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RowBound {
-    /// So many rows from the first, or below 0 from the last.
+    /// Number of rows from the first, or from the last if negative.
     Rows(i64),
-    /// So many hundredths of all rows, likewise.
+    /// Percentage of all rows, with the same sign rule.
     Percent(i64),
 }
 
 impl SplitSlice {
-    /// Reads a name, a part in brackets, or both.
+    /// Reads a name, a range in brackets, or both.
     ///
     /// # Errors
-    /// The reason why the text is neither.
+    /// The reason why the text is invalid.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let why = || {
-            format!("`{text}` is no split; accepted: a name, or rows such as train[:1000] and train[10%:20%]")
+            format!(
+                "`{text}` is not a split; accepted: a name, or rows such as train[:1000] and train[10%:20%]"
+            )
         };
         let Some((name, rest)) = text.split_once('[') else {
             return if text.is_empty() {
@@ -44,7 +46,7 @@ impl SplitSlice {
         Ok(SplitSlice { name, rows: Some([bound(from)?, bound(to)?]) })
     }
 
-    /// The rows that are taken of `all`; none: all of them.
+    /// Range of the rows to read out of `all` rows; none: all of them.
     pub fn rows(&self, all: usize) -> Option<Range<usize>> {
         let [from, to] = self.rows?.map(|bound| bound.map(|bound| bound.place(all)));
         let from = from.unwrap_or(0);
@@ -66,7 +68,7 @@ impl fmt::Display for SplitSlice {
 }
 
 impl RowBound {
-    /// The bound that a text means: none for no text. `None` for what is no bound.
+    /// Parses a bound: `Some(None)` for an empty text, `None` for an invalid one.
     fn parse(text: &str) -> Option<Option<Self>> {
         let text = text.trim();
         match text.strip_suffix('%') {
@@ -79,7 +81,8 @@ impl RowBound {
         }
     }
 
-    /// The number of rows before this place; of a share the nearest, and of two equally near the even one, as `datasets` rounds.
+    /// Row index of this bound out of `all` rows; a percentage rounds half to even, as in
+    /// `datasets`.
     fn place(self, all: usize) -> usize {
         let rows = match self {
             RowBound::Rows(rows) => rows as f64,
@@ -94,7 +97,7 @@ impl RowBound {
 mod tests {
     use super::*;
 
-    /// The rows of 1,005 by the rules of `datasets.ReadInstruction.from_spec`.
+    /// Ranges of 1,005 rows by the rules of `datasets.ReadInstruction.from_spec`.
     #[test]
     fn rows_are_those_of_datasets() {
         let rows = |text: &str| SplitSlice::parse(text).unwrap().rows(1005);
@@ -116,7 +119,7 @@ mod tests {
             assert_eq!(SplitSlice::parse(text).unwrap().to_string(), text);
         }
         for text in ["", "train[", "train[5]", "train[a:]", "train[:101%]", "train[:5%] x"] {
-            assert!(SplitSlice::parse(text).unwrap_err().contains("is no split"), "{text}");
+            assert!(SplitSlice::parse(text).unwrap_err().contains("is not a split"), "{text}");
         }
     }
 }

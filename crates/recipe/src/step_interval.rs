@@ -1,4 +1,4 @@
-//! When a run saves checkpoints, and when it evaluates held-out rows.
+//! Intervals of checkpoints and evaluations.
 
 use std::path::Path;
 
@@ -6,19 +6,19 @@ use toml::Value;
 
 use super::value::{Setting, ValueRefusal};
 
-/// After which steps a run does something: the value of `checkpoint.save_steps` and of `eval.steps`. The evaluation at the
-/// end is `eval.at_end`'s alone.
+/// Interval in steps: the value of `checkpoint.save_steps` and of `eval.steps`. `eval.at_end` alone
+/// decides the evaluation at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum StepInterval {
-    /// Checkpoints: after each epoch or [`StepInterval::SECS`] seconds, whichever comes first, and at the end. Evaluations: as
-    /// [`EvalSection::interval`](super::EvalSection::interval) says.
+    /// Checkpoints: after each epoch or [`StepInterval::SECS`] seconds, whichever is first, and at
+    /// the end. Evaluations: see [`EvalSection::interval`](super::EvalSection::interval).
     #[default]
     Auto,
-    /// After each epoch; a checkpoint at the end, too.
+    /// After each epoch; also a checkpoint at the end.
     Epoch,
-    /// Not once; no checkpoint even at the end.
+    /// Never, not even a checkpoint at the end.
     Never,
-    /// After each so many optimizer steps.
+    /// After this many optimizer steps.
     Every(u64),
 }
 
@@ -26,7 +26,8 @@ impl StepInterval {
     /// Seconds without a checkpoint after which [`StepInterval::Auto`] saves one.
     pub const SECS: u64 = 30 * 60;
 
-    /// Returns whether it is due after step `step`, which is the last of its epoch or not.
+    /// Returns true if it is due after step `step`; `ends_epoch`: the step is the last of its
+    /// epoch.
     pub fn is_due(self, step: u64, ends_epoch: bool) -> bool {
         match self {
             StepInterval::Auto | StepInterval::Epoch => ends_epoch,
@@ -35,13 +36,13 @@ impl StepInterval {
         }
     }
 
-    /// Returns whether a checkpoint is due at the end of a run, whatever its last step.
+    /// Returns true if a checkpoint is due at the end of a run, independent of its last step.
     pub fn is_due_at_end(self) -> bool {
         matches!(self, StepInterval::Auto | StepInterval::Epoch)
     }
 
-    /// The number of times that it is due in a run of `total` steps, `epoch` of them an epoch, after its first `done` steps and before its
-    /// last one. A slow run saves more checkpoints with [`StepInterval::Auto`].
+    /// Number of times that it is due after the first `done` and before the last of `total` steps,
+    /// with `epoch` steps per epoch. A slow run saves more checkpoints with [`StepInterval::Auto`].
     pub fn count_between(self, [done, total]: [u64; 2], epoch: u64) -> u64 {
         let every = match self {
             StepInterval::Never => return 0,
@@ -51,7 +52,7 @@ impl StepInterval {
         (total.saturating_sub(1) / every).saturating_sub(done / every)
     }
 
-    /// The checkpoints that such a run saves, that of the end included.
+    /// Number of checkpoints of such a run, including the one at the end.
     pub fn count(self, [done, total]: [u64; 2], epoch: u64) -> u64 {
         let is_due_last =
             self.is_due_at_end() || matches!(self, StepInterval::Every(_)) && self.is_due(total, false);

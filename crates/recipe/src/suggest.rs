@@ -1,19 +1,19 @@
-//! Which key a person probably meant.
+//! Suggests the key that a user probably meant.
 
 use super::Recipe;
 use super::peers::KEYS;
 
-/// Longest name that is compared, in bytes: no key or choice comes near it.
+/// Maximum length of a compared name, in bytes; no key or choice is that long.
 const LONGEST: usize = 64;
 
-/// The entry of `names` most like `name`, if any is alike at all.
+/// Returns the entry of `names` that is most similar to `name`; none below a minimum.
 pub fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     if name.len() > LONGEST {
         return None;
     }
     let name = name.to_lowercase();
     let alike = |other: &'a str| match strsim::damerau_levenshtein(&name, other) {
-        // One slip of the finger, which weighs too much in a short name.
+        // One typing error; Jaro-Winkler would punish it too much in a short name.
         1 => (1.0, other),
         _ => (strsim::jaro_winkler(&name, other), other),
     };
@@ -21,8 +21,8 @@ pub fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Opti
     best.filter(|(likeness, _)| *likeness > 0.75).map(|(_, other)| other)
 }
 
-/// The section and key that `section.key` probably means: the same name elsewhere, another trainer's name for it,
-/// or a like name in the section.
+/// The section and key that `section.key` probably means: the same name elsewhere, another
+/// trainer's name, or a similar name in the section.
 pub(super) fn nearest_key(section: &str, key: &str) -> Option<(&'static str, &'static str)> {
     let recipe = Recipe::complete();
     let sections = recipe.sections();
@@ -38,7 +38,7 @@ pub(super) fn nearest_key(section: &str, key: &str) -> Option<(&'static str, &'s
     elsewhere.or(translated).or_else(here)
 }
 
-/// The section and key of the name `name`, ours or that of another trainer; none of a name that is only like one.
+/// The section and key of the exact name `name`, of this program or another trainer.
 pub fn key_of_peers(name: &str) -> Option<(&'static str, &'static str)> {
     nearest_key("", name)
 }

@@ -1,4 +1,4 @@
-//! The tokens of a row that count in the loss: `data.train_on`.
+//! Tokens of a row that count in the loss: `data.train_on`.
 
 use std::path::Path;
 
@@ -6,28 +6,28 @@ use toml::{Table, Value};
 
 use super::value::{Setting, ValueRefusal};
 
-/// The roles that messages have.
+/// Roles of messages.
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
-/// The keys of the long form.
+/// Keys of the table form.
 const KEYS: [&str; 3] = ["roles", "turns", "ends"];
 
-/// The trained messages among those of the trained roles.
+/// Selection among the messages of the trained roles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TrainedTurns {
     /// All of them.
     All,
-    /// The last of a chat.
+    /// Only the last of a chat.
     Last,
 }
 
-/// The tokens that end a message (EOS, `<|im_end|>`) which are trained.
+/// Selection of trained end tokens of messages (EOS, `<|im_end|>`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TrainedEnds {
-    /// Those of the trained messages.
+    /// End tokens of the trained messages.
     Turn,
-    /// Those of all messages.
+    /// End tokens of all messages.
     All,
-    /// That of a chat's last trained message.
+    /// End token of a chat's last trained message.
     Last,
     /// None of them: the model does not learn to stop.
     None,
@@ -42,24 +42,24 @@ const ENDS: [(&str, TrainedEnds); 4] = [
     ("none", TrainedEnds::None),
 ];
 
-/// The tokens of a row that count in the loss.
+/// Tokens of a row that count in the loss.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TrainOn {
     /// Every token of a row.
     All,
-    /// Messages of some roles; of a prompt and its completion, the completion is the assistant's.
+    /// Messages of some roles; a completion counts as the assistant's message.
     Messages {
-        /// The roles that are trained.
+        /// Roles that are trained.
         roles: Vec<String>,
-        /// The messages of these roles that are trained.
+        /// Trained messages of these roles.
         turns: TrainedTurns,
-        /// The ends of messages that are trained.
+        /// Trained end tokens of messages.
         ends: TrainedEnds,
     },
 }
 
 impl Default for TrainOn {
-    /// The assistant's turns of a chat, the completion of a prompt.
+    /// The assistant's turns of a chat, or the completion of a prompt.
     fn default() -> Self {
         TrainOn::Messages { roles: vec![ASSISTANT.into()], turns: TrainedTurns::All, ends: TrainedEnds::Turn }
     }
@@ -68,7 +68,7 @@ impl Default for TrainOn {
 const ASSISTANT: &str = "assistant";
 
 impl TrainOn {
-    /// Returns whether messages of `role` are trained.
+    /// Returns true if messages of `role` are trained.
     pub fn trains(&self, role: &str) -> bool {
         match self {
             TrainOn::All => true,
@@ -76,7 +76,7 @@ impl TrainOn {
         }
     }
 
-    /// The ends of messages that are trained.
+    /// Trained end tokens of messages.
     pub fn ends(&self) -> TrainedEnds {
         match self {
             TrainOn::All => TrainedEnds::All,
@@ -88,10 +88,10 @@ impl TrainOn {
         TrainOn::Messages { roles, turns: TrainedTurns::All, ends: TrainedEnds::Turn }
     }
 
-    /// The long form.
+    /// Reads the table form.
     fn table(table: &Table, folder: &Path) -> Result<Self, ValueRefusal> {
         if let Some(unknown) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
-            let why = format!("its key `{unknown}` is not known; accepted: {}", KEYS.join(", "));
+            let why = format!("unknown key `{unknown}`; accepted: {}", KEYS.join(", "));
             return Err(ValueRefusal::Unusable(why));
         }
         let roles = match table.get("roles") {
@@ -105,13 +105,13 @@ impl TrainOn {
     }
 }
 
-/// The roles of a list.
+/// Reads a list of roles.
 fn read_roles(value: &Value, folder: &Path) -> Result<Vec<String>, ValueRefusal> {
     let roles = Vec::<String>::read(value, folder)?;
     let unknown = roles.iter().find(|role| !ROLES.contains(&role.as_str()));
     match (unknown, roles.is_empty()) {
         (Some(role), _) => {
-            let why = format!("\"{role}\" is no role; accepted: {}", ROLES.join(", "));
+            let why = format!("\"{role}\" is not a role; accepted: {}", ROLES.join(", "));
             Err(ValueRefusal::Unusable(why))
         }
         (None, true) => Err(ValueRefusal::Unusable("an empty list of roles trains nothing".into())),
@@ -119,7 +119,7 @@ fn read_roles(value: &Value, folder: &Path) -> Result<Vec<String>, ValueRefusal>
     }
 }
 
-/// The value that `key` names among `values`.
+/// Value with the name `value` in `values`; `key` is for the error.
 fn named<T: Copy>(key: &str, values: &[(&str, T)], value: &Value) -> Result<T, ValueRefusal> {
     let found = values.iter().find(|(name, _)| value.as_str() == Some(name));
     found.map(|(_, found)| *found).ok_or_else(|| {
@@ -128,7 +128,7 @@ fn named<T: Copy>(key: &str, values: &[(&str, T)], value: &Value) -> Result<T, V
     })
 }
 
-/// The name of `value` among `values`.
+/// Name of `value` in `values`.
 fn name<T: Copy + PartialEq>(values: &[(&str, T)], value: T) -> Value {
     let found = values.iter().find(|(_, known)| *known == value);
     Value::String(found.map(|(name, _)| (*name).to_owned()).unwrap_or_default())
@@ -214,7 +214,7 @@ mod tests {
             r#""bot" is no role; accepted: system, developer, user, assistant, tool"#
         );
         assert_eq!(why("[]"), "an empty list of roles trains nothing");
-        assert_eq!(why(r#"{ end = "none" }"#), "its key `end` is not known; accepted: roles, turns, ends");
+        assert_eq!(why(r#"{ end = "none" }"#), "unknown key `end`; accepted: roles, turns, ends");
         assert_eq!(
             why(r#"{ ends = "eos" }"#),
             r#"its `ends` is "eos"; accepted: "turn", "all", "last", "none""#

@@ -1,8 +1,8 @@
-//! The kinds of value a key can have: how each is read from TOML, described to a person, and written back.
+//! Types of the values of keys: reading from TOML, description for users, and writing.
 //!
-//! A key's Rust type decides what it accepts, its [`Bounds`] narrows numbers further; both speak plain English,
-//! because their text goes straight into error messages and into the reference that `recipes show reference`
-//! prints. serde is not used here: it stops at the first fault and knows neither ranges nor files.
+//! The Rust type of a key decides its accepted values, and [`Bounds`] narrows numbers. Both
+//! describe themselves in plain English, for error messages and for `recipes show reference`. They
+//! do not use serde, which stops at the first fault and has no ranges or files.
 
 use std::path::Path;
 
@@ -14,61 +14,61 @@ use super::enums::{
     ReduceDtype, SchedulerKind, StateDtype, Strategy,
 };
 
-/// Why a value was not taken.
+/// Reason for refusing a value.
 #[derive(Debug)]
 pub(super) enum ValueRefusal {
-    /// Not a value of this kind; the message lists what is accepted.
+    /// The value has the wrong type; the message lists the accepted values.
     Shape,
-    /// The right kind, but unusable for the stated reason.
+    /// The type is right, but the value is unusable for the stated reason.
     Unusable(String),
-    /// Stands for "not set", as `path = ""` does.
+    /// The value means "not set", such as `path = ""`.
     Empty,
 }
 
-/// A type that a recipe key can have.
+/// Type of a recipe key.
 pub(super) trait Setting: Sized {
-    /// What a person may write, such as `true | false`.
+    /// Accepted values in words, such as `true | false`.
     fn accepted() -> String;
 
     /// Reads a TOML value; relative paths start at `folder`.
     ///
     /// # Errors
-    /// [`ValueRefusal`], without the key's name, which the caller knows.
+    /// [`ValueRefusal`], without the key's name, which the caller adds.
     fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal>;
 
-    /// The TOML value that [`Setting::read`] takes back; `None` when not set.
+    /// TOML value that [`Setting::read`] reads back; `None` if not set.
     fn write(&self) -> Option<Value>;
 
-    /// The numbers inside, for the range check.
+    /// Numbers in the value, for the range check.
     fn numbers(&self) -> Vec<f64> {
         Vec::new()
     }
 
-    /// The closed list of texts, for the nearest one.
+    /// The closed list of texts, for suggesting the nearest one.
     fn choices() -> Vec<&'static str> {
         Vec::new()
     }
 }
 
-/// The numbers a key accepts.
+/// Range of a key's numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Bounds {
-    /// Every finite number.
+    /// Any finite number.
     Any,
-    /// This number or more.
+    /// At least this number.
     AtLeast(f64),
     /// More than this number.
     Above(f64),
-    /// From the first to the second, both included.
+    /// From the first to the second, both inclusive.
     Between(f64, f64),
-    /// From the first, included, to the second, excluded.
+    /// From the first, inclusive, to the second, exclusive.
     FromToBelow(f64, f64),
-    /// One of these.
+    /// One of these numbers.
     OneOf(&'static [f64]),
 }
 
 impl Bounds {
-    /// Whether `number` lies inside; a number that is not finite never does.
+    /// Returns true if the finite `number` is inside; false for any other.
     pub(super) fn holds(self, number: f64) -> bool {
         number.is_finite()
             && match self {
@@ -81,7 +81,7 @@ impl Bounds {
             }
     }
 
-    /// The words after `a number`: `, at least 1`.
+    /// Text after `a number`, such as `, at least 1`.
     pub(super) fn describe(self) -> String {
         match self {
             Bounds::Any => String::new(),
@@ -189,7 +189,7 @@ impl Setting for Vec<String> {
     }
 }
 
-/// Every entry of a list; an empty string is never a useful entry.
+/// Reads every entry of a list and refuses empty ones.
 pub(super) fn read_list<T: Setting>(list: &[Value], folder: &Path) -> Result<Vec<T>, ValueRefusal> {
     list.iter()
         .map(|entry| match T::read(entry, folder) {
@@ -246,13 +246,13 @@ impl<T: Setting> Setting for Option<T> {
     }
 }
 
-/// A choice that a recipe may leave to the program by writing `"auto"`.
+/// A setting that `"auto"` leaves to finetune.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AutoOr<T> {
-    /// The program decides; the key's own documentation says how.
+    /// finetune decides; see the documentation of the key.
     #[default]
     Auto,
-    /// What was chosen.
+    /// The user's value.
     Fixed(T),
 }
 
@@ -291,7 +291,7 @@ impl<T: Setting> Setting for AutoOr<T> {
     }
 }
 
-/// Values by module-name pattern, in the order written: PEFT takes the first pattern that matches.
+/// Values by module-name pattern, in writing order: PEFT uses the first match.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Patterns<T>(pub Vec<(String, T)>);
 
@@ -322,14 +322,14 @@ impl<T: Setting> Setting for Patterns<T> {
     }
 }
 
-/// Which modules get an adapter.
+/// Modules that get an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TargetModules {
-    /// Every linear layer but the output head (PEFT's `all-linear`).
+    /// Every linear layer except the output head (PEFT's `all-linear`).
     AllLinear,
-    /// Modules whose name is, or ends with a dot and, one of these.
+    /// Modules whose name equals one of these, or ends with a dot and one of them.
     Named(Vec<String>),
-    /// Modules whose whole name matches this regular expression.
+    /// Modules whose full name matches this regular expression.
     Pattern(String),
 }
 
@@ -342,8 +342,8 @@ impl Setting for TargetModules {
         match value {
             Value::String(text) if text == "all-linear" => Ok(TargetModules::AllLinear),
             Value::String(text) if text.is_empty() => Err(ValueRefusal::Empty),
-            // A word without a sign of a pattern is a name, which as a pattern would match no whole name.
-            // Such a text is a list that `--set` could not read.
+            // A word without pattern characters is a name: as a pattern it would match no full
+            // name. A text like a list is one that `--set` could not parse.
             Value::String(text) if !is_list(text) && text.chars().any(is_pattern_sign) => {
                 Ok(TargetModules::Pattern(text.clone()))
             }
@@ -368,12 +368,12 @@ impl Setting for TargetModules {
     }
 }
 
-/// Returns whether a text is written as a list.
+/// Returns true if a text has the form of a list.
 fn is_list(text: &str) -> bool {
     text.starts_with('[') && text.ends_with(']')
 }
 
-/// Returns whether a character gives a text another meaning as a regular expression than as a name.
+/// Returns true if a character has a special meaning in a regular expression.
 fn is_pattern_sign(character: char) -> bool {
     r".\*+?()[]{}|^$".contains(character)
 }
@@ -384,7 +384,7 @@ impl Setting for Vec<AlertRule> {
         format!("a list of {}", quoted.join(", "))
     }
 
-    /// One text stands for a list of one, so that `--set alerts.rules=stall` works.
+    /// Accepts one text as a list of one, so that `--set alerts.rules=stall` works.
     fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
         let list = match value {
             Value::Array(list) => list.as_slice(),
@@ -405,7 +405,7 @@ impl Setting for Vec<AlertRule> {
     }
 }
 
-/// The closed lists of texts are settings.
+/// Implements [`Setting`] for the closed lists of texts.
 macro_rules! choices_are_settings {
     ($($type:ident),* $(,)?) => {$(
         impl Setting for $type {

@@ -1,4 +1,4 @@
-//! Whom alarms go to: a program, and an address, which is a secret.
+//! Targets of alerts: a program, and a URL, which is a secret.
 
 use std::fmt;
 use std::path::Path;
@@ -9,10 +9,10 @@ use super::source::absolute;
 use super::value::{Setting, ValueRefusal};
 use crate::{address, program};
 
-/// What names an environment variable.
+/// Prefix of the name of an environment variable.
 const VARIABLE: &str = "env:";
 
-/// Where alarms are posted to.
+/// URL to which alerts are posted.
 #[derive(Clone, PartialEq, Eq)]
 pub enum WebhookSource {
     /// An http or https address.
@@ -21,7 +21,7 @@ pub enum WebhookSource {
     Variable(String),
 }
 
-/// The address is a secret: it must not end in a log.
+/// Hides the URL, because it is a secret and must not reach a log.
 impl fmt::Debug for WebhookSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -32,7 +32,8 @@ impl fmt::Debug for WebhookSource {
 }
 
 impl WebhookSource {
-    /// Why `address` is none that alarms could be posted to; nothing if it is one. The address is not in the answer.
+    /// The reason why alerts cannot be posted to `address`; none if they can. It does not quote the
+    /// address.
     pub fn refusal(address: &str) -> Option<String> {
         address::http(address).err()
     }
@@ -59,7 +60,7 @@ impl Setting for WebhookSource {
         }
     }
 
-    /// An address is not written down again: what a run leaves is shown around.
+    /// Omits a URL, because users share the files of a run.
     fn write(&self) -> Option<Value> {
         match self {
             WebhookSource::Address(_) => None,
@@ -77,7 +78,8 @@ impl Setting for AlertProgram {
         r#"a list of strings such as ["notify-send", "finetune"]"#.into()
     }
 
-    /// A program with a slash in its name is a path, from the recipe's folder on, and must be there and executable.
+    /// A program name with a slash is a path relative to the recipe's folder, which must exist and
+    /// be executable.
     fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
         let list = value.as_array().ok_or(ValueRefusal::Shape)?;
         let words = list.iter().map(|word| word.as_str().map(str::to_owned));

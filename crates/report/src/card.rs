@@ -1,8 +1,8 @@
 //! The model card: `README.md` of an adapter or a model, as the Hugging Face hub reads it.
 //!
-//! YAML front matter for the hub, then what a person wants to know: what it was made from, with which data and
-//! settings, how well it does, how to use it. Everything comes from a plain [`Card`]; nothing is looked up, and
-//! nothing is claimed that was not measured.
+//! YAML front matter for the hub, then text for people: base model, data and settings, measured
+//! quality, usage. Everything comes from a plain [`Card`], and the card claims nothing that was not
+//! measured.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use super::printable::printable;
 use crate::error::{Error, Result};
 use crate::units;
 
-/// Where the base model came from.
+/// The source of the base model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CardBase {
     /// A model of the hub; `commit` is the one that its files were taken from.
@@ -34,14 +34,14 @@ pub enum CardBase {
     },
     /// A model inside the binary, which no other program has.
     Builtin {
-        /// What this program calls it, `builtin:NAME`.
+        /// Its id in this program, `builtin:NAME`.
         id: String,
     },
     /// Random weights: trained from nothing but a configuration.
     Scratch,
 }
 
-/// What lies beside the card.
+/// The result beside the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Artifact {
     /// A PEFT adapter to put on the base.
@@ -55,20 +55,20 @@ pub enum Artifact {
 pub struct CardData {
     /// A file's name, or `org/name` of a data set of the hub.
     pub name: String,
-    /// Whether it is a data set of the hub.
+    /// True if it is a data set of the hub.
     pub on_hub: bool,
     /// Rows that were used.
     pub rows: u64,
 }
 
-/// Everything a card says.
+/// The contents of a card.
 #[derive(Debug, Clone)]
 pub struct Card {
     /// The title: the name of the output folder.
     pub title: String,
-    /// What lies beside the card.
+    /// The result beside the card.
     pub artifact: Artifact,
-    /// What it was made from.
+    /// The base model.
     pub base: CardBase,
     /// The method as a tag of the hub: `lora`, `qlora`, `full`.
     pub tag: String,
@@ -92,7 +92,7 @@ pub struct Card {
     pub before: Option<EvalReport>,
     /// The held-out figures after training.
     pub after: Option<EvalReport>,
-    /// Those of the last step, where the best weights of the run are kept.
+    /// The held-out figures of the last step, if the card describes the best weights of the run.
     pub last: Option<EvalReport>,
     /// True if the rows were chats, which decides the examples.
     pub chat: bool,
@@ -102,12 +102,12 @@ impl Card {
     /// Writes the card to `path`.
     ///
     /// # Errors
-    /// The disk refuses it.
+    /// The file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         fs::write(path, self.render()).map_err(|e| Error::io("write", path, &e))
     }
 
-    /// The whole text of the card.
+    /// Returns the whole text of the card.
     pub fn render(&self) -> String {
         let sections =
             [self.front_matter(), self.opening(), self.results(), self.data(), self.usage(), self.how()];
@@ -223,7 +223,7 @@ impl Card {
         };
         let revision = commit.map(|c| format!(", revision={}", quoted(c))).unwrap_or_default();
         let (command, python, load) = match (self.artifact, &self.base) {
-            // No other program can load this base: it has to become a folder first.
+            // No other program can load this base: it must become a folder first.
             (Artifact::Adapter, CardBase::Builtin { .. }) => (
                 self.generate_with(base),
                 format!(
@@ -261,12 +261,14 @@ impl Card {
         )
     }
 
-    /// The command that answers with the adapter of this folder on the base that `word` names in a shell.
+    /// Returns the command that answers with the adapter of this folder on the base that `word`
+    /// names in a shell.
     fn generate_with(&self, word: &str) -> String {
         format!("finetune generate --model {word} --adapter . {}", self.input())
     }
 
-    /// The input of `finetune generate`, as the rows were: a chat, or a text to continue.
+    /// Returns the input of `finetune generate` in the form of the rows: a chat, or a text to
+    /// continue.
     fn input(&self) -> &'static str {
         if self.chat { "--chat" } else { "--prompt \"...\"" }
     }
@@ -276,7 +278,7 @@ impl Card {
     }
 }
 
-/// The lines of Python that load the whole model in `folder`.
+/// Returns the lines of Python that load the whole model in `folder`.
 fn load_model(folder: &str) -> String {
     let folder = quoted(folder);
     format!(
@@ -286,12 +288,12 @@ fn load_model(folder: &str) -> String {
     )
 }
 
-/// Returns whether `path` stands on one line of a card without an escape.
+/// Returns whether `path` fits on one line of a card without an escape.
 fn is_printed_as_it_is(path: &str) -> bool {
     printable(path) == path && !path.contains(['\n', '\t'])
 }
 
-/// A YAML, and Python, string: JSON's quoting is both.
+/// Returns a YAML and Python string: JSON's quoting is valid in both.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }

@@ -1,8 +1,9 @@
 //! The figures of a run for Prometheus, under `/metrics`.
 //!
-//! They are those of `metrics.jsonl`: the page is written anew, whole, at each of its lines, so that all figures of a page
-//! are of the same moment. What has not happened yet is not there. [`FAMILIES`] is the one table of names, which
-//! docs/monitoring.md repeats; units are those of Prometheus (seconds, bytes, ratios from 0 to 1).
+//! They are those of `metrics.jsonl`. Each of its lines renews the whole page, so that all figures
+//! of a page are of the same moment. A figure without a value yet is absent. [`FAMILIES`] is the
+//! one table of names, which docs/monitoring.md repeats; units are those of Prometheus (seconds,
+//! bytes, ratios from 0 to 1).
 
 use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -14,13 +15,13 @@ use super::metrics::{EvalReport, SkippedStep, StepReport};
 use super::page_server::PageServer;
 use crate::error::{Error, Result};
 
-/// Where the page is.
+/// The path of the page.
 pub const PATH: &str = "/metrics";
 
-/// Whether a figure can fall.
+/// The kind of a figure: one that can fall, or one that only grows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FamilyKind {
-    /// It is what it is now.
+    /// The present value, which can fall.
     Gauge,
     /// It only grows, from 0 at the start of the process.
     Counter,
@@ -29,13 +30,13 @@ pub enum FamilyKind {
 /// Figures of one name.
 #[derive(Debug)]
 pub struct FamilySpec {
-    /// As Prometheus knows it.
+    /// The name in Prometheus.
     pub name: &'static str,
-    /// Whether it can fall.
+    /// The kind: gauge or counter.
     pub kind: FamilyKind,
-    /// What tells its figures apart.
+    /// The names of its labels.
     pub labels: &'static [&'static str],
-    /// What it says.
+    /// The description on the page.
     pub help: &'static str,
 }
 
@@ -47,7 +48,7 @@ const fn counter(name: &'static str, help: &'static str) -> FamilySpec {
     FamilySpec { name, kind: FamilyKind::Counter, labels: &[], help }
 }
 
-/// Everything that is served.
+/// All figures of the page.
 pub const FAMILIES: [FamilySpec; 28] = [
     gauge(
         "finetune_run_info",
@@ -56,11 +57,11 @@ pub const FAMILIES: [FamilySpec; 28] = [
     ),
     gauge("finetune_planned_steps", &[], "steps of the whole run"),
     gauge("finetune_step", &[], "`step` of the last line"),
-    gauge("finetune_last_step_timestamp_seconds", &[], "when it was written, in seconds since 1970"),
+    gauge("finetune_last_step_timestamp_seconds", &[], "time of the last line, in seconds since 1970"),
     gauge(
         "finetune_eta_seconds",
         &[],
-        "steps that are left times the mean time of a step since the start of the process, evaluations and saves included",
+        "remaining steps times the mean time of a step since the start of the process, evaluations and saves included",
     ),
     gauge("finetune_epochs", &[], "`epoch`"),
     gauge("finetune_loss_nats", &[], "`loss`"),
@@ -75,7 +76,7 @@ pub const FAMILIES: [FamilySpec; 28] = [
         &["part"],
         "`data_secs`, `forward_secs`, `backward_secs`, `exposed_secs`, `update_secs`, `save_secs`, `other_secs`, by `part`",
     ),
-    gauge("finetune_rank_seconds", &["rank"], "`rank_secs`, by `rank`; of several ranks alone"),
+    gauge("finetune_rank_seconds", &["rank"], "`rank_secs`, by `rank`; only with several ranks"),
     gauge("finetune_peak_memory_bytes", &[], "`peak_bytes`"),
     gauge("finetune_mfu_ratio", &[], "`mfu`, where the peak of the devices is known"),
     gauge("finetune_hfu_ratio", &[], "`hfu`, likewise"),
@@ -86,7 +87,7 @@ pub const FAMILIES: [FamilySpec; 28] = [
     ),
     counter("finetune_steps_total", "steps that this process took"),
     counter("finetune_skipped_steps_total", "lines with `skipped`: steps that diverged and updated nothing"),
-    gauge("finetune_rolled_back_to_step", &[], "`back_to` of the last such line"),
+    gauge("finetune_rolled_back_to_step", &[], "`back_to` of the last line with `skipped`"),
     gauge("finetune_eval_step", &[], "`step` of the last evaluation"),
     gauge("finetune_eval_loss_nats", &[], "`eval_loss`"),
     gauge("finetune_eval_perplexity", &[], "`eval_perplexity`"),
@@ -95,7 +96,7 @@ pub const FAMILIES: [FamilySpec; 28] = [
     gauge("finetune_eval_exact_match_ratio", &[], "`eval_exact_match`"),
 ];
 
-/// What tells a run from others.
+/// The labels that identify a run.
 #[derive(Debug, Clone, Default)]
 pub struct RunLabels {
     /// The name of its output folder.
@@ -116,12 +117,12 @@ struct RunFigures {
     gauges: BTreeMap<&'static str, GaugeVec>,
     counters: BTreeMap<&'static str, CounterVec>,
     total: u64,
-    /// The steps behind when the process began, and when that was.
+    /// The steps done when the process began, and the time of its start.
     begun: (u64, Instant),
 }
 
 impl MetricsEndpoint {
-    /// Shows the figures of a run on `server` from now on, of which there is none yet.
+    /// Serves the figures of a run on `server`, at first only those of `labels`.
     ///
     /// # Errors
     /// An internal error: the table of names is malformed.
@@ -168,7 +169,7 @@ impl RunFigures {
         let (registry, mut gauges, mut counters) = (Registry::new(), BTreeMap::new(), BTreeMap::new());
         for FamilySpec { name, kind, labels, help } in &FAMILIES {
             let options = Opts::new(*name, *help);
-            // Those without labels, too, are there only once they have a value.
+            // A vector even without labels: it is absent from the page until it has a value.
             match kind {
                 FamilyKind::Gauge => {
                     let family = GaugeVec::new(options, labels).map_err(malformed)?;
@@ -275,7 +276,7 @@ impl RunFigures {
         self.done(step.step)
     }
 
-    /// What follows from the number of the last step.
+    /// Sets the figures that follow from the number of the last step.
     fn done(&mut self, step: u64) -> Result<()> {
         let (first, since) = self.begun;
         let each = since.elapsed().as_secs_f64() / step.saturating_sub(first).max(1) as f64;
@@ -296,7 +297,8 @@ impl RunFigures {
     fn set_of(&self, name: &str, labels: &[&str], value: f64) -> Result<()> {
         let family = self.gauges.get(name).ok_or_else(|| malformed(name))?;
         if !value.is_finite() {
-            // The figure of an earlier step would pass for this one's; it is an error that there may be none.
+            // An old figure could be mistaken for this step's; removing an absent one fails, which
+            // is fine.
             let _ = family.remove_label_values(labels);
             return Ok(());
         }
@@ -310,7 +312,7 @@ impl RunFigures {
         Ok(())
     }
 
-    /// All figures as text.
+    /// Returns all figures as text.
     fn page(&self) -> Result<String> {
         TextEncoder::new().encode_to_string(&self.registry.gather()).map_err(malformed)
     }
@@ -361,7 +363,7 @@ mod tests {
         let served = |figures: &RunFigures| value(&figures.page().unwrap(), "finetune_tokens_per_second");
         figures.step(&step(3.5)).unwrap();
         assert_eq!(served(&figures), Some(3.5));
-        // That of the step before would pass for this one's.
+        // The figure of the step before could be mistaken for this one's.
         figures.step(&step(f64::INFINITY)).unwrap();
         assert_eq!(served(&figures), None);
         figures.step(&step(2.5)).unwrap();

@@ -1,19 +1,20 @@
-//! Everything a run prints or leaves for people to read.
+//! Prints a run and writes its reports for people.
 //!
 //! - [`metrics`]: `metrics.jsonl`, the record that the other reports are made from.
-//! - [`listener`]: whoever follows a run beside it.
-//! - [`alerts`]: alarms about trouble in a run, and who is told.
+//! - [`listener`]: the receivers of a run's events.
+//! - [`alerts`]: alarms about trouble in a run, and their delivery.
 //! - [`tensorboard`]: the same figures as TensorBoard event files.
 //! - [`endpoint`] and [`page_server`]: the same for Prometheus, over HTTP.
 //! - [`mlflow`]: the same for a server of MLflow.
 //! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
 //! - [`ui`]: the run on a whole screen, for `--ui`.
-//! - [`printable`](mod@printable): what stands between any text and a terminal.
-//! - [`memory`] and [`timing`]: what a run holds and how long its steps take, beside what was planned.
-//! - [`card`] and [`html`]: the model card and the run at a glance. `markdown`: names of any origin in the card.
+//! - [`printable`](mod@printable): escapes control characters in text for a terminal.
+//! - [`memory`] and [`timing`]: measured memory and step times, beside the plan.
+//! - [`card`] and [`html`]: the model card and the run at a glance. `markdown`: names of any origin
+//!   in the card.
 //!
-//! This is floor 1: it knows numbers and texts, nothing of recipes, models or data. The caller hands over plain
-//! structs. Besides `main`, this is the only module that prints.
+//! This is floor 1: it knows numbers and texts, nothing of recipes, models or data. The caller
+//! gives plain structs. Besides `main`, this is the only module that prints.
 
 pub mod alerts;
 pub mod card;
@@ -42,8 +43,8 @@ pub use printable::printable;
 pub use tensorboard::EventWriter;
 pub use terminal::{Terminal, Verbosity, say};
 
-/// Waits until the terminal has all that was said, or has taken nothing for two seconds, and gives the screen back. To be
-/// called before the process ends.
+/// Waits until the terminal has accepted all output, or none for two seconds, and gives the screen
+/// back. Call it before the process ends.
 pub fn finish() {
     terminal::flush_all();
     ui::restore_screen();

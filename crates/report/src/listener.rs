@@ -1,61 +1,62 @@
-//! Whoever follows a run beside its own record: TensorBoard, a metrics endpoint, alarms.
+//! Listeners of a run: TensorBoard, a metrics endpoint, alarms and more.
 //!
-//! A listener gets every entry of `metrics.jsonl` in the moment that it is written, so that all of them tell the same
-//! numbers. None of them can end a run: one that fails is named in one warning and hears no more.
+//! A listener gets every entry of `metrics.jsonl` when it is written, so that all of them have the
+//! same numbers. No listener can end a run: one that fails causes one warning and gets no more
+//! events.
 
 use super::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
 use crate::error::{Error, Result};
 
-/// Follows a training run.
+/// Receives the events of a training run.
 pub trait RunListener {
-    /// What is lost when it fails, as in "no TensorBoard events".
+    /// Names the output that a failure loses, such as "TensorBoard events".
     fn what(&self) -> &'static str;
 
-    /// `done` steps of `total` are behind; the next is about to begin.
+    /// Called before the next step, after `done` steps of `total`.
     ///
     /// # Errors
-    /// It cannot go on.
+    /// The listener cannot go on.
     fn begin(&mut self, _done: u64, _total: u64) -> Result<()> {
         Ok(())
     }
 
-    /// A step was taken.
+    /// Called after a step.
     ///
     /// # Errors
-    /// It cannot go on.
+    /// The listener cannot go on.
     fn step(&mut self, report: &StepReport) -> Result<()>;
 
-    /// The model was evaluated on held-out rows.
+    /// Called after an evaluation on held-out rows.
     ///
     /// # Errors
-    /// It cannot go on.
+    /// The listener cannot go on.
     fn eval(&mut self, _report: &EvalReport) -> Result<()> {
         Ok(())
     }
 
-    /// A step diverged and updated nothing.
+    /// Called after a step that diverged and updated nothing.
     ///
     /// # Errors
-    /// It cannot go on.
+    /// The listener cannot go on.
     fn skipped(&mut self, _step: &SkippedStep) -> Result<()> {
         Ok(())
     }
 
-    /// Something other than a step begins, which may take its time: an evaluation, a checkpoint, a roll-back.
+    /// Called before other work that may take long: an evaluation, a checkpoint, a roll-back.
     fn aside(&mut self) {}
 
-    /// The run has ended in `error`.
+    /// Called after the run has failed with `error`.
     ///
     /// # Errors
-    /// What it had to finish was not finished.
+    /// The listener could not finish its work.
     fn failed(&mut self, _error: &Error) -> Result<()> {
         Ok(())
     }
 
-    /// The steps are over, or a signal ended them.
+    /// Called after the last step, or after a signal ended the run.
     ///
     /// # Errors
-    /// What it had to finish was not finished.
+    /// The listener could not finish its work.
     fn end(&mut self) -> Result<()> {
         Ok(())
     }
@@ -71,17 +72,17 @@ impl RunListeners {
         self.0.push(Box::new(listener));
     }
 
-    /// Adds those that there are.
+    /// Adds the given listeners.
     pub fn extend(&mut self, listeners: impl IntoIterator<Item = impl RunListener + 'static>) {
         listeners.into_iter().for_each(|listener| self.add(listener));
     }
 
-    /// Tells all of them that the next step begins; a warning for each that failed.
+    /// Calls `begin` on all listeners; returns a warning for each that failed.
     pub fn begin(&mut self, done: u64, total: u64) -> Vec<String> {
         self.each(|listener| listener.begin(done, total))
     }
 
-    /// Hands `entry` to all of them; a warning for each that failed.
+    /// Passes `entry` to all listeners; returns a warning for each that failed.
     pub fn hear(&mut self, entry: &MetricsEntry) -> Vec<String> {
         self.each(|listener| match entry {
             MetricsEntry::Step(report) => listener.step(report),
@@ -90,17 +91,17 @@ impl RunListeners {
         })
     }
 
-    /// Tells all of them that something other than a step begins.
+    /// Calls `aside` on all listeners.
     pub fn aside(&mut self) {
         self.0.iter_mut().for_each(|listener| listener.aside());
     }
 
-    /// Tells all of them that the run has ended in `error`; a warning for each that failed.
+    /// Calls `failed` on all listeners; returns a warning for each that failed.
     pub fn failed(&mut self, error: &Error) -> Vec<String> {
         self.each(|listener| listener.failed(error))
     }
 
-    /// Tells all of them that the steps are over; a warning for each that failed.
+    /// Calls `end` on all listeners; returns a warning for each that failed.
     pub fn end(&mut self) -> Vec<String> {
         self.each(|listener| listener.end())
     }

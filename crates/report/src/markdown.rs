@@ -1,34 +1,35 @@
-//! Text of any origin in Markdown: shown as it is, on one line, whatever HTML, links, emphasis or controls stand in it.
+//! Renders text of any origin in Markdown on one line, without effect of HTML, links, emphasis or
+//! controls in it.
 
 use super::printable::printable;
 
-/// `text` as it is where Markdown gives it no meaning, else as code.
+/// Returns `text` unchanged if Markdown gives it no meaning, else as code.
 pub(super) fn name(text: &str) -> String {
     if is_plain(text) { text.to_owned() } else { code(text) }
 }
 
-/// `text` as code.
+/// Returns `text` as code.
 pub(super) fn code(text: &str) -> String {
     let text = printable(text).replace('\n', "\\n").replace('\t', "\\t");
-    // Code ends at as many backticks as it begins with; a space at each side does not count.
+    // Code ends at as many backticks as it begins with; Markdown strips one space at each side.
     let fence = "`".repeat(longest_run(&text) + 1);
     let space = if text.starts_with(['`', ' ']) || text.ends_with(['`', ' ']) { " " } else { "" };
     format!("{fence}{space}{text}{space}{fence}")
 }
 
-/// `text` as code in a cell of a table.
+/// Returns `text` as code in a cell of a table.
 pub(super) fn cell(text: &str) -> String {
     code(text).replace('|', "\\|")
 }
 
-/// Lines of `text` as a block of code in a language.
+/// Returns the lines of `text` as a block of code in `language`.
 pub(super) fn block(language: &str, text: &str) -> String {
     let text = printable(text);
     let fence = "`".repeat(longest_run(&text).max(2) + 1);
     format!("{fence}{language}\n{}\n{fence}\n", text.trim_end())
 }
 
-/// Returns whether Markdown takes `text` for a plain word or words.
+/// Returns whether `text` is a plain word or words in Markdown.
 fn is_plain(text: &str) -> bool {
     let may_stand = |c: char| c.is_alphanumeric() || "-_. ".contains(c);
     let outside = |c: Option<char>| c.is_some_and(char::is_alphanumeric);

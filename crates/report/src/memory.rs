@@ -1,7 +1,7 @@
-//! What this process holds in memory, as the kernel counts it, and how a plan compares with it.
+//! The memory of this process, as the kernel counts it, beside the plan.
 //!
-//! Linux tells both figures in `/proc/self/status`. Elsewhere `getrusage` knows the peak, and nobody the present.
-//! Memory of a GPU is not in here; the device's own module counts that.
+//! Linux gives both figures in `/proc/self/status`. Elsewhere `getrusage` gives the peak, and no
+//! call the present figure. Memory of a GPU is not included; the device's own module counts it.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -9,49 +9,49 @@ use std::os::unix::fs::FileExt as _;
 
 use crate::units::{self, field_bytes};
 
-/// Where Linux tells what a process holds, and in which lines.
+/// The file with the memory of a process on Linux, and the keys of its lines.
 const STATUS: &str = "/proc/self/status";
 const HIGH_WATER: &str = "VmHWM:";
 const RESIDENT: &str = "VmRSS:";
 
-/// What a run was planned to hold at most, beside what it held; all in bytes.
+/// The planned and the measured peak memory of a run, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MemoryComparison {
-    /// What a rank was planned to hold, by cause.
+    /// Planned memory of a rank, by cause.
     pub causes: Vec<(&'static str, u64)>,
-    /// Ranks whose memory was measured together: those of the process on a CPU, one on a GPU.
+    /// Number of ranks measured together: those of the process on a CPU, one on a GPU.
     pub ranks: u64,
-    /// What the process was to hold beside its ranks, where `causes` does not say it.
+    /// Planned memory of the process beside its ranks, if `causes` does not include it.
     pub shared: u64,
-    /// What was planned in host memory beside a GPU, which is not in the measured figure.
+    /// Planned host memory beside a GPU, which the measured figure does not include.
     pub host: u64,
-    /// The most that was held; none where nothing measures it.
+    /// The measured peak; none without a measurement.
     pub peak: Option<u64>,
-    /// The same by phase, in the order of a run.
+    /// Planned and measured peak by phase, in the order of a run.
     pub phases: Vec<PhaseMemory>,
 }
 
 /// The memory of a phase, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PhaseMemory {
-    /// Such as `backward`.
+    /// Name of the phase, such as `backward`.
     pub name: &'static str,
-    /// What was planned at most of the memory that [`MemoryComparison::peak`] measures.
+    /// Planned peak of the memory that [`MemoryComparison::peak`] measures.
     pub planned: u64,
-    /// The most that the process is known to have held of host memory in it, 0 where nothing measures it.
+    /// Known peak of the process's host memory in it, 0 without a measurement.
     pub host: u64,
-    /// The same of a GPU by tensors.
+    /// Known peak of the GPU memory of tensors in it, 0 without a measurement.
     pub device: u64,
 }
 
 impl MemoryComparison {
-    /// The bytes planned for all that was measured.
+    /// Returns the planned bytes of all measured memory.
     pub fn predicted(&self) -> u64 {
         let a_rank = self.causes.iter().map(|(_, bytes)| bytes).sum::<u64>();
         a_rank.saturating_mul(self.ranks).saturating_add(self.shared)
     }
 
-    /// The first phase that came to the peak; none where phases are not measured.
+    /// Returns the first phase that reached the peak; none if phases are not measured.
     pub fn peak_phase(&self) -> Option<&'static str> {
         let peak = self.peak?;
         let on_device = self.phases.iter().any(|phase| phase.device > 0);
@@ -59,7 +59,8 @@ impl MemoryComparison {
         self.phases.iter().find(|phase| held(phase) >= peak).map(|phase| phase.name)
     }
 
-    /// By how much of the plan the peak is above it (below 0: under it); none without a measurement or a plan.
+    /// Returns the difference of the peak from the plan as a share of the plan, below 0 if under
+    /// it; none without a measurement or a plan.
     pub fn difference(&self) -> Option<f64> {
         let predicted = Some(self.predicted()).filter(|bytes| *bytes > 0)?;
         self.peak.map(|peak| (peak as f64 - predicted as f64) / predicted as f64)
@@ -80,22 +81,23 @@ impl fmt::Display for MemoryComparison {
     }
 }
 
-/// The most memory the process has ever held (resident set), in bytes.
+/// Returns the largest resident set that the process has ever had, in bytes.
 pub fn peak_bytes() -> u64 {
     status_bytes(HIGH_WATER).unwrap_or_else(rusage_peak_bytes)
 }
 
-/// The resident set of this process, for whoever asks often: the file of the kernel's figures stays open.
+/// The resident set of this process for frequent reads: the kernel's file stays open.
 #[derive(Debug)]
 pub struct ResidentSet(Option<File>);
 
 impl ResidentSet {
-    /// Ready to be asked.
+    /// Opens the file of the kernel's figures.
     pub fn open() -> Self {
         ResidentSet(File::open(STATUS).ok())
     }
 
-    /// Bytes that are held now, 0 where the system does not tell, and the most that ever were.
+    /// Returns the present resident set, 0 if the system does not give it, and its peak; both in
+    /// bytes.
     pub fn read(&self) -> (u64, u64) {
         let mut text = [0; 4096];
         let read = self.0.as_ref().and_then(|file| file.read_at(&mut text, 0).ok()).unwrap_or(0);
@@ -105,7 +107,7 @@ impl ResidentSet {
     }
 }
 
-/// The memory the process holds now (resident set), in bytes; `None` where the system does not tell.
+/// Returns the resident set of the process, in bytes; `None` if the system does not give it.
 pub fn current_bytes() -> Option<u64> {
     status_bytes(RESIDENT)
 }

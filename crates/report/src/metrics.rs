@@ -1,14 +1,15 @@
-//! `metrics.jsonl`: one JSON object a line for each optimizer step and each evaluation. A step that diverged and was passed
-//! over has a line that says why.
+//! `metrics.jsonl`: one JSON object a line for each optimizer step and each evaluation. A step that
+//! diverged and was skipped has a line with the reason.
 //!
-//! The names of the fields are a contract (DESIGN, files a run leaves). Every line is handed to the system as soon
-//! as it is made, so a killed run keeps its record. Numbers are written with as many digits as they need to be read
-//! back unchanged. JSON has no word for NaN and infinity: a figure that is one, as the speed of a step that took no time by
-//! the clock, is left out of its line. A loss or a gradient norm is never one here, because such a step diverged.
+//! The names of the fields are a contract (DESIGN, files a run leaves). The log passes every line
+//! to the system at once, so a killed run keeps its record. Numbers have as many digits as an exact
+//! round trip needs. JSON has no form for NaN and infinity: the line omits such a figure, as the
+//! speed of a step that took no time by the clock. A loss or a gradient norm is always finite here,
+//! because a step without one diverged.
 //!
-//! A resumed run continues its own file: entries after the resumed step, which the run is about to repeat, go, and
-//! so does a last line that was cut short. A log never stops a run: of a file with lines that cannot be read, as a power
-//! cut leaves them, the others go on in a new one, and the file as it was is kept beside it.
+//! A resumed run continues its own file: it drops entries after the resumed step, which it is about
+//! to repeat, and a truncated last line. A log never stops a run: if a file has unreadable lines,
+//! as after a power cut, the log copies the others to a new file and keeps the original beside it.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -23,12 +24,12 @@ use crate::error::{Error, ErrorCategory, Result};
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepReport {
-    /// The step just done; the first is 1.
+    /// The step, counted from 1.
     pub step: u64,
     /// Epochs done so far, a fraction inside an epoch.
     #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub epoch: f64,
-    /// Mean cross-entropy, in nats, over the labels of the step that count.
+    /// Mean cross-entropy, in nats, over the trained labels of the step.
     pub loss: f64,
     /// The learning rate used in this update.
     #[serde(default = "absent", skip_serializing_if = "is_absent")]
@@ -45,19 +46,21 @@ pub struct StepReport {
     pub tokens_per_sec: f64,
     /// Most memory the run has held so far, in bytes: of the device, or of the process on a CPU.
     pub peak_bytes: u64,
-    /// Seconds that the first rank took rows for this step.
+    /// Seconds that rank 0 spent on getting the rows of this step.
     #[serde(default, skip_serializing_if = "is_absent")]
     pub data_secs: f64,
-    /// Its seconds of forward, the loss and the head's gradient included.
+    /// Seconds of the forward pass on rank 0, the loss and the head's gradient included.
     #[serde(default, skip_serializing_if = "is_absent")]
     pub forward_secs: f64,
-    /// Its seconds of backward, recomputed forwards included.
+    /// Seconds of the backward pass on rank 0, recomputed forwards included.
     #[serde(default, skip_serializing_if = "is_absent")]
     pub backward_secs: f64,
-    /// Its seconds inside collectives in these parts and the update: communication that computing did not hide.
+    /// Seconds of rank 0 inside collectives in these parts and the update: communication not hidden
+    /// by computing.
     #[serde(default, skip_serializing_if = "is_absent")]
     pub exposed_secs: f64,
-    /// Its seconds of clearing and clipping gradients, of the optimizer and of spreading new values.
+    /// Seconds of rank 0 for clearing and clipping gradients, the optimizer, and all-gathering
+    /// updated parameters.
     #[serde(default, skip_serializing_if = "is_absent")]
     pub update_secs: f64,
     /// Seconds that training waited for checkpoints since the step before.
@@ -66,14 +69,15 @@ pub struct StepReport {
     /// All other seconds since the step before, but for evaluation.
     #[serde(default, skip_serializing_if = "is_absent")]
     pub other_secs: f64,
-    /// Seconds that each rank computed in this step, not counting its waits for others; nothing for a single rank.
+    /// Seconds that each rank computed in this step, without its waits for others; empty for a
+    /// single rank.
     #[serde(default, skip_serializing_if = "are_absent")]
     pub rank_secs: Vec<f64>,
-    /// Model FLOP utilisation, 0 to 1: the operations of the model over what the devices could do at their peak in the
-    /// time of the step; none where the peak is not known.
+    /// Model FLOP utilisation, 0 to 1: the operations of the model over those of the devices at
+    /// their peak in the time of the step; none if the peak is not known.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub mfu: Option<f64>,
-    /// The same with the operations that are computed a second time.
+    /// The same including recomputed operations.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub hfu: Option<f64>,
     /// Metrics of the objective by name, each divided by what the loss is divided by; cross-entropy has none.
@@ -81,7 +85,7 @@ pub struct StepReport {
     pub objective: BTreeMap<String, f64>,
 }
 
-/// A figure that its line does not have.
+/// The value of a figure that its line omits.
 fn absent() -> f64 {
     f64::NAN
 }
@@ -99,18 +103,20 @@ fn is_none_or_absent(figure: &Option<f64>) -> bool {
 }
 
 impl StepReport {
-    /// Tokens per second; none for a step that took no time by the clock.
+    /// Returns tokens per second; none for a step that took no time by the clock.
     pub fn speed(&self) -> Option<f64> {
         Some(self.tokens_per_sec).filter(|speed| speed.is_finite())
     }
 
-    /// The seconds of all parts together: the time since the step before, but for evaluation.
+    /// Returns the seconds of all parts together: the time since the step before, without
+    /// evaluation.
     pub fn all_parts(&self) -> f64 {
         let computing = self.forward_secs + self.backward_secs + self.update_secs;
         self.data_secs + computing + self.exposed_secs + self.save_secs + self.other_secs
     }
 
-    /// The same without what a clock or the system decides: equal in two runs that are the same.
+    /// Returns the report without figures that depend on a clock or the system: equal in two
+    /// identical runs.
     #[must_use]
     pub fn without_times(self) -> Self {
         StepReport {
@@ -129,22 +135,22 @@ impl StepReport {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EvalReport {
-    /// Optimizer steps done before it; 0 is the model as it was given.
+    /// Optimizer steps done before the evaluation; 0 is the model before training.
     pub step: u64,
-    /// Mean cross-entropy, in nats, over the labels that count.
+    /// Mean cross-entropy, in nats, over the trained labels.
     pub eval_loss: f64,
     /// Perplexity of the held-out rows: `exp(eval_loss)`.
     #[serde(default = "absent", skip_serializing_if = "is_absent")]
     pub eval_perplexity: f64,
-    /// Number of labels that count.
+    /// Number of trained labels.
     pub eval_tokens: u64,
-    /// Share of these labels that were the model's first choice, 0 to 1.
+    /// Share of these labels that the model ranked first, 0 to 1.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub eval_token_accuracy: Option<f64>,
     /// Share of rows whose greedy answer equals the expected one, 0 to 1.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub eval_exact_match: Option<f64>,
-    /// The model's answers to held-out rows, where the recipe's `eval.samples` asks for them.
+    /// The model's answers to held-out rows, if the recipe sets `eval.samples`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub eval_samples: Vec<HeldOutAnswer>,
 }
@@ -162,8 +168,8 @@ pub struct HeldOutAnswer {
 }
 
 impl EvalReport {
-    /// A report of the mean loss `eval_loss` (nats) over `eval_tokens` labels. The perplexity of a loss past 709,
-    /// which no `f64` holds, is the largest `f64`.
+    /// Creates a report of the mean loss `eval_loss` (nats) over `eval_tokens` labels. The
+    /// perplexity of a loss past 709, which no `f64` holds, is the largest `f64`.
     pub fn new(step: u64, eval_loss: f64, eval_tokens: u64) -> Self {
         EvalReport {
             step,
@@ -181,11 +187,11 @@ impl EvalReport {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SkippedStep {
-    /// The step that was not taken; the first is 1.
+    /// The skipped step, counted from 1.
     pub step: u64,
-    /// What was NaN or infinite in it.
+    /// The values that were NaN or infinite.
     pub skipped: String,
-    /// The step of the checkpoint that the run went back to, where it did.
+    /// The step of the checkpoint that the run went back to, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub back_to: Option<u64>,
 }
@@ -221,7 +227,7 @@ impl From<SkippedStep> for MetricsEntry {
 }
 
 impl MetricsEntry {
-    /// The optimizer step that the entry belongs to.
+    /// Returns the optimizer step of the entry.
     pub fn step(&self) -> u64 {
         match self {
             MetricsEntry::Step(report) => report.step,
@@ -230,7 +236,7 @@ impl MetricsEntry {
         }
     }
 
-    /// The first number without which the line would say nothing, where it is not finite.
+    /// Returns the first required number that is not finite, with its field.
     fn non_finite(&self) -> Option<(&'static str, f64)> {
         let fields = match self {
             MetricsEntry::Step(r) => vec![("loss", r.loss), ("grad_norm", r.grad_norm)],
@@ -250,7 +256,7 @@ pub struct MetricsLog {
 }
 
 impl MetricsLog {
-    /// Starts an empty log at `path`; what was there goes.
+    /// Creates an empty log at `path`, in place of an older file.
     ///
     /// # Errors
     /// The file cannot be made.
@@ -259,29 +265,30 @@ impl MetricsLog {
         Ok(MetricsLog { path: path.to_owned(), file, note: None })
     }
 
-    /// What was wrong with the log that this one continues, and where it is kept.
+    /// Returns the reason for which an older log was kept aside, and its new name.
     pub fn note(&self) -> Option<&str> {
         self.note.as_deref()
     }
 
-    /// Continues the log at `path` after optimizer step `step`: later entries and a last line that was cut short
-    /// are dropped, the rest stays as it is. Without a file there is nothing to keep, and an empty one is made. What
-    /// cannot be read is set aside ([`MetricsLog::note`]).
+    /// Continues the log at `path` after optimizer step `step`: drops later entries and a truncated
+    /// last line, and keeps the rest as it is. Creates an empty log if the file does not exist.
+    /// Moves an unreadable file aside ([`MetricsLog::note`]).
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn resume(path: &Path, step: u64) -> Result<Self> {
         let found = match path.metadata() {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Self::create(path),
-            // Whoever opens a pipe waits.
-            Ok(found) if !found.is_file() => Err("it is no file".to_owned()),
+            // Opening a pipe would wait.
+            Ok(found) if !found.is_file() => Err("it is not a regular file".to_owned()),
             _ => fs::read(path).map_err(|error| error.to_string()),
         };
         let text = match found {
             Ok(text) => text,
             Err(why) => {
                 let aside = set_aside(path)?;
-                let note = format!("{} is not continued: {why}; it is kept as {aside}", path.display());
+                let note =
+                    format!("cannot continue {}: {why}; the old file is kept as {aside}", path.display());
                 return Ok(MetricsLog { note: Some(note), ..Self::create(path)? });
             }
         };
@@ -293,7 +300,7 @@ impl MetricsLog {
         }
         let mut note = None;
         if kept != text {
-            // Beside its place first: a crash in the middle must not cost the record.
+            // Into another file first: a crash in between must not cost the record.
             let beside = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
             let write = |file: &mut File| file.write_all(&kept).and_then(|()| file.sync_all());
             let written = File::create(&beside).and_then(|mut file| write(&mut file));
@@ -301,7 +308,7 @@ impl MetricsLog {
             if let Some(first) = bad.first() {
                 let (count, aside) = (bad.len(), set_aside(path)?);
                 note = Some(format!(
-                    "{}:{first} is neither a step nor an evaluation: {count} such lines are left out; the file as it was is kept as {aside}",
+                    "{}:{first} is neither a step nor an evaluation: dropped {count} such lines; the original file is kept as {aside}",
                     path.display()
                 ));
             }
@@ -314,7 +321,7 @@ impl MetricsLog {
     /// Appends `entry`.
     ///
     /// # Errors
-    /// The disk refuses the line, or its loss or gradient norm is not finite.
+    /// The line cannot be written, or its loss or gradient norm is not finite.
     pub fn append(&mut self, entry: &MetricsEntry) -> Result<()> {
         if let Some((field, value)) = entry.non_finite() {
             return Err(Error::internal(format!(
@@ -332,20 +339,23 @@ impl MetricsLog {
     }
 }
 
-/// All entries of the log at `path`, in file order. What is none, such as a last line that was cut short, is left out.
+/// Returns all entries of the log at `path`, in file order. Skips lines that are not entries, such
+/// as a truncated last one.
 ///
 /// # Errors
 /// The file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<MetricsEntry>> {
     if path.metadata().is_ok_and(|found| !found.is_file()) {
-        return Err(Error::user(format!("cannot read {}", path.display())).because("it is no file"));
+        return Err(
+            Error::user(format!("cannot read {}", path.display())).because("it is not a regular file")
+        );
     }
     let text = fs::read(path).map_err(|e| Error::io("read", path, &e))?;
     Ok(parse(&text).0.into_iter().map(|(_, entry)| entry).collect())
 }
 
-/// The lines of `text` with their entries, and the numbers of the lines that are none. A line without its line end was
-/// cut short, and is left out of both.
+/// Returns the lines of `text` with their entries, and the numbers of the other lines. A line
+/// without its line end was truncated, and is in neither.
 fn parse(text: &[u8]) -> (Vec<(&[u8], MetricsEntry)>, Vec<usize>) {
     let (mut entries, mut bad) = (Vec::new(), Vec::new());
     for (index, line) in text.split_inclusive(|byte| *byte == b'\n').enumerate() {
@@ -358,7 +368,7 @@ fn parse(text: &[u8]) -> (Vec<(&[u8], MetricsEntry)>, Vec<usize>) {
     (entries, bad)
 }
 
-/// Moves what is at `path` to a free name beside it; that name.
+/// Moves the file at `path` to a free name beside it; returns that name.
 fn set_aside(path: &Path) -> Result<String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut free = (1_u32..).map(|n| format!("{name}.aside-{n}"));

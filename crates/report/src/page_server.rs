@@ -1,9 +1,9 @@
-//! One page of text over HTTP, read-only: what Prometheus fetches from a run.
+//! Serves one page of text over HTTP, read-only, for Prometheus.
 //!
-//! The run hands over a whole page and goes on; who asks gets the last one. One thread accepts, and each connection has a
-//! thread of its own for five seconds at most, so that a client that is slow, or says nothing, holds up neither the run
-//! nor other clients. Heads of requests are parsed by the crate `httparse`, which ureq uses too; the small servers among
-//! the crates (tiny_http) bound neither the head of a request nor the time for it.
+//! The run hands over a whole page and goes on; a client gets the last one. One thread accepts.
+//! Each connection has its own thread for at most five seconds, so that a slow or silent client
+//! blocks neither the run nor other clients. The crate `httparse` parses request heads, as in ureq;
+//! small server crates (tiny_http) bound neither the head of a request nor the time for it.
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -15,18 +15,18 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::threads;
 
-/// How long a client has to ask and to take the answer.
+/// Time limit for a request and its answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Bytes of a request's head at most, and of what is read behind it.
+/// Most bytes of a request's head, and most that the server reads behind it.
 const MOST_BYTES: usize = 16 << 10;
-/// Headers of a request at most.
+/// Most headers of a request.
 const MOST_HEADERS: usize = 64;
-/// Connections at a time; more are closed at once.
+/// Most connections at a time; more are closed at once.
 const MOST_CLIENTS: usize = 16;
-/// How long nothing is accepted after that failed, as where the process has no files left.
+/// Pause after a failed accept, as when the process has no file descriptors left.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// What the text is (Prometheus text exposition).
+/// The content type (Prometheus text exposition).
 const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Serves a page until it is dropped.
@@ -38,7 +38,7 @@ pub struct PageServer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the run and the threads of the server have in common.
+/// The state that the run and the threads of the server share.
 #[derive(Debug, Default)]
 struct SharedPage {
     text: Mutex<Arc<str>>,
@@ -57,7 +57,7 @@ impl PageServer {
     /// Listens at `address` and serves an empty page at `path`.
     ///
     /// # Errors
-    /// The user's: something else listens there, or the address is not this machine's.
+    /// `User` if the port is in use or the address is not this machine's.
     pub fn bind(address: SocketAddr, path: &'static str) -> Result<Self> {
         let refused = |e: io::Error| Error::user_or_limit(format!("cannot listen at {address}"), &e);
         let listener = TcpListener::bind(address).map_err(refused)?;
@@ -68,17 +68,17 @@ impl PageServer {
         Ok(PageServer { address, path, shared, thread: Some(thread) })
     }
 
-    /// Where the page is.
+    /// Returns the address of the page.
     pub fn url(&self) -> String {
         format!("http://{}{}", self.address, self.path)
     }
 
-    /// Whether other machines may reach it.
+    /// Returns whether other machines may reach it.
     pub fn is_open(&self) -> bool {
         !self.address.ip().is_loopback()
     }
 
-    /// From now on the page is `text`.
+    /// Replaces the page by `text`.
     pub fn show(&self, text: String) {
         *self.shared.text.lock().unwrap_or_else(PoisonError::into_inner) = text.into();
     }
@@ -87,7 +87,7 @@ impl PageServer {
 impl Drop for PageServer {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        // A connection ends the wait for one.
+        // A connection wakes the accepting thread.
         let mut own = self.address;
         if own.ip().is_unspecified() {
             own.set_ip(match own {
@@ -97,7 +97,7 @@ impl Drop for PageServer {
         }
         let woken = TcpStream::connect_timeout(&own, Duration::from_secs(1)).is_ok();
         if let Some(thread) = self.thread.take().filter(|_| woken) {
-            // It has nothing to tell.
+            // The thread returns nothing.
             let _ = thread.join();
         }
     }
@@ -120,11 +120,11 @@ fn accept(listener: &TcpListener, path: &'static str, shared: &Arc<SharedPage>) 
         }
         let (page, client) = (Arc::clone(shared), Arc::clone(&clients));
         let answer = move || {
-            // Who went away gets no answer.
+            // A client that went away gets no answer.
             let _ = serve(&stream, path, &page);
             drop(client);
         };
-        // Without a thread for it the client is turned away, as where there are too many.
+        // Without a thread the connection is closed, as for too many clients.
         drop(threads::start("metrics client", answer));
     }
 }
@@ -155,7 +155,7 @@ fn serve(mut stream: &TcpStream, path: &str, shared: &SharedPage) -> io::Result<
     }
     stream.write_all(bytes.as_bytes())?;
     stream.shutdown(Shutdown::Write)?;
-    // What is not read when a connection is closed takes the answer with it.
+    // Closing with unread bytes would discard the answer.
     let mut rest = 0;
     while rest < MOST_BYTES {
         match read_until(stream, &mut piece, deadline)? {
@@ -176,7 +176,7 @@ fn left(deadline: Instant) -> io::Result<Duration> {
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// The answer to the request that begins with `head`; none while more of it is to come.
+/// Returns the answer to the request that begins with `head`; none while the head is incomplete.
 fn answer(head: &[u8], path: &str, page: impl FnOnce() -> Arc<str>) -> Option<PageAnswer> {
     let told = |status, text: &str| {
         Some(PageAnswer { status, headers: "", text: format!("{text}\n").into(), with_body: true })
@@ -189,11 +189,11 @@ fn answer(head: &[u8], path: &str, page: impl FnOnce() -> Arc<str>) -> Option<Pa
         Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders) => {
             return told("431 Request Header Fields Too Large", "the request is too long");
         }
-        Err(_) => return told("400 Bad Request", "this is no HTTP request"),
+        Err(_) => return told("400 Bad Request", "this is not an HTTP request"),
     }
     let (method, target) = (request.method.unwrap_or_default(), request.path.unwrap_or_default());
     if target.split('?').next() != Some(path) {
-        let mut answer = told("404 Not Found", &format!("there is {path} alone"))?;
+        let mut answer = told("404 Not Found", &format!("only {path} is available"))?;
         answer.with_body = method != "HEAD";
         return Some(answer);
     }

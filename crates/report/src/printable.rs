@@ -1,13 +1,14 @@
-//! Text of any origin made fit for a terminal.
+//! Makes text of any origin safe for a terminal.
 //!
-//! Names, messages and values come from files and servers, and a terminal obeys what it is shown: an escape sequence
-//! can retitle the window, rewrite lines above, or put text into the clipboard, and a change of direction shows a path
-//! backwards. Such characters are shown as their escapes; line ends and tabs stay.
+//! Names, messages and values come from files and servers, and a terminal obeys control characters:
+//! an escape sequence can retitle the window, rewrite lines above, or fill the clipboard; a change
+//! of direction shows a path backwards. Escapes replace them; line ends and tabs stay.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// `text` with everything that a terminal would obey, instead of showing it, as `\u{1b}` and the like.
+/// Returns `text` with everything that a terminal would obey instead of showing, as `\u{1b}` and
+/// the like.
 pub fn printable(text: &str) -> Cow<'_, str> {
     if !text.chars().any(is_obeyed) {
         return text.into();
@@ -24,8 +25,9 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     shown.into()
 }
 
-/// Controls (C0, DEL, C1) but for `\n` and `\t`, and the marks that change the direction of what follows (Unicode's
-/// Bidi_Control, and the separators that some terminals take for line ends).
+/// Returns whether a terminal obeys the character: controls (C0, DEL, C1) but for `\n` and `\t`,
+/// and marks that change the direction of the text (Unicode's Bidi_Control, and the separators that
+/// some terminals read as line ends).
 fn is_obeyed(character: char) -> bool {
     match character {
         '\n' | '\t' => false,

@@ -1,8 +1,8 @@
-//! The thread that writes to a terminal: no other thread waits for one that takes nothing, as after Ctrl-S or over a
-//! connection that stalls.
+//! The thread that writes to a terminal, so that no other thread waits for one that accepts no
+//! output, as after Ctrl-S or over a connection that stalls.
 //!
-//! Lines and drawings wait in a bounded queue. Where the queue is full, lines are dropped and counted, and the count
-//! is written when the terminal takes output again.
+//! Lines and drawings wait in a bounded queue. If the queue is full, the printer drops and counts
+//! lines, and writes the count when the terminal accepts output again.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use crate::threads;
 
-/// Jobs that may wait before progress is dropped; lines are dropped at twice as many.
+/// Jobs in the queue before progress is dropped; lines are dropped at twice as many.
 const WAITING: usize = 512;
 
-/// The time that the end of a process waits for a terminal that takes nothing.
+/// Time that the end of a process waits for a terminal that accepts no output.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Changes what the printing thread owns, and may write.
+/// Changes the state of the printing thread, and may write.
 type PrintJob<S> = Box<dyn FnOnce(&mut S) + Send>;
 
 /// The effect of a full queue on a job.
@@ -49,8 +49,8 @@ struct SharedQueue<S> {
 pub(super) struct Printer<S>(Arc<SharedQueue<S>>);
 
 impl<S: 'static> Printer<S> {
-    /// Starts the thread, which owns what `make` returns and writes by `tell_dropped` how many lines were dropped. None:
-    /// the system starts no thread.
+    /// Starts the thread, which owns the value of `make` and reports dropped lines by
+    /// `tell_dropped`. Returns none if the system starts no thread.
     pub(super) fn start(
         make: impl FnOnce() -> S + Send + 'static,
         tell_dropped: fn(&mut S, u64),
@@ -62,7 +62,7 @@ impl<S: 'static> Printer<S> {
         Some(Printer(shared))
     }
 
-    /// Has the thread do `job` after those that wait; does not wait.
+    /// Queues `job` for the thread and returns at once.
     pub(super) fn hand_over(&self, kind: JobKind, job: impl FnOnce(&mut S) + Send + 'static) {
         let mut queue = self.0.lock();
         match kind {
@@ -74,7 +74,8 @@ impl<S: 'static> Printer<S> {
         self.0.changed.notify_all();
     }
 
-    /// Waits until all is written, or until nothing has been for as long as `patience`; whether all is.
+    /// Waits until the queue is written, or until no job ended for `patience`; returns whether all
+    /// is written.
     pub(super) fn flush(&self, patience: Duration) -> bool {
         let mut queue = self.0.lock();
         while queue.is_writing || !queue.jobs.is_empty() {
@@ -98,14 +99,14 @@ impl<S> SharedQueue<S> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does jobs as they come, as long as the process lives.
+    /// Runs jobs as they come, as long as the process lives.
     fn write(&self, mut state: S, tell_dropped: fn(&mut S, u64)) {
         let mut queue = self.lock();
         loop {
             let waits = |queue: &mut PrintQueue<S>| queue.jobs.is_empty() && queue.dropped == 0;
             queue = self.changed.wait_while(queue, waits).unwrap_or_else(PoisonError::into_inner);
             let job = queue.jobs.pop_front();
-            // After the lines that were kept, which are older.
+            // After the lines in the queue, which are older.
             let dropped = if queue.jobs.is_empty() { std::mem::take(&mut queue.dropped) } else { 0 };
             queue.is_writing = true;
             drop(queue);
@@ -131,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// A printer whose terminal takes nothing until the sender is dropped.
+    /// Returns a printer whose terminal accepts nothing until the sender is dropped.
     fn stalled() -> (Printer<Vec<String>>, Sender<()>) {
         let tell = |lines: &mut Vec<String>, dropped: u64| lines.push(format!("{dropped} dropped"));
         let printer = Printer::start(Vec::new, tell).unwrap();
@@ -145,7 +146,7 @@ mod tests {
         (printer, go_on)
     }
 
-    /// All that is written when the terminal takes output again.
+    /// Returns all that the printer writes once the terminal accepts output again.
     fn said(printer: &Printer<Vec<String>>, go_on: Sender<()>) -> Vec<String> {
         drop(go_on);
         assert!(printer.flush(Duration::from_secs(60)));

@@ -1,12 +1,12 @@
-//! TensorBoard event files, written by hand.
+//! Writes TensorBoard event files.
 //!
-//! A file is a row of TFRecords (length, masked CRC-32C of the length, bytes, masked CRC-32C of the bytes), each
-//! record one `tensorflow.Event` protobuf of which five fields are needed. Formats:
+//! A file is a row of TFRecords (length, masked CRC-32C of the length, bytes, masked CRC-32C of the
+//! bytes), each record one `tensorflow.Event` protobuf of which five fields are needed. Formats:
 //! <https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/lib/io/record_writer.h>,
 //! <https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/util/event.proto>.
 //!
-//! A resumed run adds a file that starts with a session mark; TensorBoard then forgets what earlier files say of
-//! steps that the run repeats.
+//! A resumed run adds a file that starts with a session mark; TensorBoard then drops points of
+//! repeated steps in earlier files.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write as _;
@@ -27,8 +27,9 @@ pub struct EventWriter {
 }
 
 impl EventWriter {
-    /// A new event file in `folder`, which is made if it is not there, with a point for every `every_steps`-th step and
-    /// the last. With `resumed_step`, points of later steps in older files of the folder no longer count.
+    /// Creates an event file in `folder`, and the folder if needed, with a point for every
+    /// `every_steps`-th step and the last. With `resumed_step`, points of later steps in older
+    /// files of the folder no longer count.
     ///
     /// # Errors
     /// The folder or the file cannot be made.
@@ -69,7 +70,8 @@ impl EventWriter {
         self.event(step, &ProtoMessage::default().bytes(5, &summary.0))
     }
 
-    /// One record: an `Event` of this moment and `step` with `content` as its further fields.
+    /// Writes one record: an `Event` of this moment and `step` with `content` as its further
+    /// fields.
     fn event(&mut self, step: u64, content: &ProtoMessage) -> Result<()> {
         let mut event = ProtoMessage::default().double(1, now().as_secs_f64()).varint(2, step);
         event.0.extend_from_slice(&content.0);
@@ -121,13 +123,14 @@ fn now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The rotated checksum of a TFRecord (tensorflow/core/lib/hash/crc32c.h, `Mask`).
+/// Returns the rotated checksum of a TFRecord (tensorflow/core/lib/hash/crc32c.h, `Mask`).
 fn masked_crc(bytes: &[u8]) -> u32 {
     const MASK_DELTA: u32 = 0xa282_ead8;
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(MASK_DELTA)
 }
 
-/// The bytes of a protobuf message (<https://protobuf.dev/programming-guides/encoding/>), field by field.
+/// The bytes of a protobuf message (<https://protobuf.dev/programming-guides/encoding/>), field by
+/// field.
 #[derive(Default)]
 struct ProtoMessage(Vec<u8>);
 

@@ -1,16 +1,15 @@
-//! What a person sees while the binary works, and the data a program asked for.
+//! Prints for people while the binary works, and writes requested data.
 //!
-//! Everything for people goes to stderr: lines, warnings and one progress bar at a time. Where stderr is not a
-//! terminal (a log file, a pipe), the bar becomes plain lines, some thirty for a whole run. Data asked for goes to
-//! stdout alone, and a reader that closes the pipe early is no error.
+//! Everything for people goes to stderr: lines, warnings and one progress bar at a time. In a log
+//! file or a pipe, the bar becomes about thirty plain lines. Requested data go to stdout alone, and
+//! a reader may close that pipe early.
 //!
-//! Where stderr is a terminal, one thread of the process writes to it, and who says something does not wait for it (see
-//! [`super::printer`]). A log file or a pipe is written at once, whole and in order.
+//! If stderr is a terminal, one thread writes to it, and callers do not wait (see
+//! [`super::printer`]). A log file or a pipe gets each line at once, whole and in order.
 //!
-//! All methods take `&self`, so that one [`Terminal`] serves the training loop and a download's callback alike.
-//! `NO_COLOR` is honoured, and colour never says what the words do not. Whatever text is handed in, its control
-//! characters are shown, never sent (see [`printable`](mod@super::printable)); on stdout too where that is a terminal, while a file
-//! or a pipe gets the data as they are.
+//! All methods take `&self`, so that threads can share a [`Terminal`]. It honours `NO_COLOR`, and
+//! colour never replaces words. It escapes control characters in text (see
+//! [`printable`](mod@super::printable)), on stdout only for a terminal.
 
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -27,23 +26,23 @@ use super::printer::{JobKind, PATIENCE, Printer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
-/// Characters of a held-out question that an evaluation shows, from its end.
+/// Most characters of a held-out question that an evaluation shows, from its end.
 const SHOWN_PROMPT: usize = 120;
-/// Plain lines of a run when there is no terminal to draw a bar on, about.
+/// Approximate number of plain lines of a run without a terminal.
 const PLAIN_LINES: u64 = 30;
 
-/// How much a person wants to read.
+/// The amount of output for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
     /// Warnings and nothing else.
     Quiet,
-    /// What is done, and how far it is.
+    /// Actions and progress.
     Normal,
-    /// Also why, and with which settings.
+    /// Also reasons and settings.
     Verbose,
 }
 
-/// Where progress is shown.
+/// The output for progress.
 enum Screen {
     /// Bars and, if wanted, colours.
     Terminal { colour: bool },
@@ -51,18 +50,18 @@ enum Screen {
     Log(Box<dyn Write + Send>),
 }
 
-/// What is under way and shown as a bar or as plain lines.
+/// The current work, shown as a bar or as plain lines.
 enum CurrentWork {
     Steps { first: u64, total: u64, started: Instant },
     Download { file: String, bytes: u64, told_quarters: u64 },
 }
 
-/// The lines that a full-screen view shows instead of the screen, while there is one.
+/// The lines that a full-screen view shows in place of the screen.
 pub(super) type ViewLines = Arc<Mutex<Vec<String>>>;
 
 struct TerminalState {
     screen: Screen,
-    /// Where lines go while a view has the screen.
+    /// The receiver of lines while a view has the screen.
     view: Option<ViewLines>,
     /// The last step while a view or a bar shows the steps, as a line.
     last_step: Option<String>,
@@ -73,13 +72,13 @@ struct TerminalState {
 /// The writer of lines.
 #[derive(Clone)]
 enum Voice {
-    /// The thread that writes to the terminal that stderr is.
+    /// The thread that writes to stderr.
     Printer(&'static Printer<TerminalState>),
-    /// Whoever says it.
+    /// The calling thread.
     Caller(Arc<Mutex<TerminalState>>),
 }
 
-/// The one voice of the binary; a clone is the same voice, for another thread.
+/// The only output of the binary; a clone shares it, for another thread.
 #[derive(Clone)]
 pub struct Terminal {
     verbosity: Verbosity,
@@ -90,24 +89,24 @@ pub struct Terminal {
     arrived: Arc<AtomicU64>,
 }
 
-/// Writes the last words of a command, or of a thread that panics, to stderr: after all that was said, and with nothing in
-/// them that a terminal obeys. Where nobody listens there is nobody to tell.
+/// Writes the last message of a command or of a panicking thread to stderr, after all earlier
+/// output, with control characters escaped.
 pub fn say(text: &dyn Display) {
     Terminal::stderr(Verbosity::Quiet).say_last(&text.to_string());
 }
 
-/// Waits until the terminal has all that was said, or has taken nothing for two seconds.
+/// Waits until the terminal has accepted all output, or none for two seconds.
 pub(super) fn flush_all() {
     if let Some(Some(printer)) = PRINTER.get() {
         printer.flush(PATIENCE);
     }
 }
 
-/// The thread that writes to the terminal; none: it could not be started.
+/// The thread that writes to the terminal; none if it could not start.
 static PRINTER: OnceLock<Option<Printer<TerminalState>>> = OnceLock::new();
 
 impl Terminal {
-    /// Speaks on stderr: with bars if it is a terminal, in plain lines if not.
+    /// Writes to stderr: with bars if it is a terminal, else in plain lines.
     pub fn stderr(verbosity: Verbosity) -> Self {
         if !io::stderr().is_terminal() {
             return Self::plain(verbosity, io::stderr());
@@ -121,7 +120,7 @@ impl Terminal {
         Self::by(voice, verbosity, true)
     }
 
-    /// Speaks in plain lines to `log` instead of stderr.
+    /// Writes plain lines to `log` instead of stderr.
     pub fn plain(verbosity: Verbosity, log: impl Write + Send + 'static) -> Self {
         let state = TerminalState::on(Screen::Log(Box::new(log)));
         let voice = Voice::Caller(Arc::new(Mutex::new(state)));
@@ -133,7 +132,7 @@ impl Terminal {
         Terminal { verbosity, voice, is_terminal, reader_gone, arrived }
     }
 
-    /// Has the writer do `job`; waits for it only where that is this thread.
+    /// Passes `job` to the writer; waits for it only if that is this thread.
     fn hand_over(&self, kind: JobKind, job: impl FnOnce(&mut TerminalState) + Send + 'static) {
         match &self.voice {
             Voice::Printer(printer) => printer.hand_over(kind, job),
@@ -142,7 +141,8 @@ impl Terminal {
         }
     }
 
-    /// Waits until the terminal has what was said, or has taken nothing for two seconds; whether it has.
+    /// Waits until the terminal has accepted all output, or none for two seconds; returns whether
+    /// it has.
     pub(super) fn flush(&self) -> bool {
         match &self.voice {
             Voice::Printer(printer) => printer.flush(PATIENCE),
@@ -150,17 +150,17 @@ impl Terminal {
         }
     }
 
-    /// How much is said.
+    /// Returns the amount of output.
     pub fn verbosity(&self) -> Verbosity {
         self.verbosity
     }
 
-    /// Whether it is a terminal that a view could have.
+    /// Returns whether a view can use the terminal.
     pub(super) fn is_screen(&self) -> bool {
         self.is_terminal && obeys_escapes()
     }
 
-    /// Gives the screen to a view: lines go into what is returned, and steps are left to it.
+    /// Gives the screen to a view: lines go to the returned buffer, and the view shows the steps.
     pub(super) fn open_view(&self) -> ViewLines {
         let lines = ViewLines::default();
         let theirs = Arc::clone(&lines);
@@ -171,12 +171,12 @@ impl Terminal {
         lines
     }
 
-    /// The view has given the screen back: says all that was said meanwhile, and the last step.
+    /// Ends the view: prints the lines of the meantime, and the last step.
     pub(super) fn close_view(&self) {
         self.hand_over(JobKind::Kept, TerminalState::close_view);
     }
 
-    /// A line that opens a part of the work; bold where there are colours.
+    /// Prints a heading; bold in colour.
     pub fn heading(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Normal {
             let text = printable(text.as_ref()).into_owned();
@@ -187,21 +187,21 @@ impl Terminal {
         }
     }
 
-    /// A line for everyone but those who asked for quiet.
+    /// Prints a line unless quiet.
     pub fn line(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Normal {
             self.emit(text.as_ref());
         }
     }
 
-    /// A line for those who asked for more.
+    /// Prints a line if verbose.
     pub fn detail(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Verbose {
             self.emit(text.as_ref());
         }
     }
 
-    /// A warning; shown even when quiet.
+    /// Prints a warning, even if quiet.
     pub fn warn(&self, text: impl AsRef<str>) {
         let text = printable(text.as_ref()).into_owned();
         self.hand_over(JobKind::Line, move |state| state.warn(&text));
@@ -225,26 +225,27 @@ impl Terminal {
         });
     }
 
-    /// Writes the error that ends the process, where nobody else is left to; shown even when quiet. Waits until it is
-    /// written, or until the terminal has taken nothing for two seconds.
+    /// Writes the error that ends the process, even if quiet. Waits until it is written, at most
+    /// until the terminal has accepted no output for two seconds.
     pub fn last_words(&self, error: &Error) {
         self.say_last(&error.to_string());
         self.flush();
     }
 
-    /// Writes data that was asked for to stdout at once, and as it is unless that is a terminal. Once the reader has closed
-    /// the pipe, nothing more is written; [`Terminal::reader_gone`] tells a caller that could stop early.
+    /// Writes requested data to stdout at once, unchanged unless that is a terminal. Writes nothing
+    /// once the reader has closed the pipe ([`Terminal::reader_gone`]).
     ///
     /// # Errors
-    /// stdout refuses the data for another reason, a full disk for one.
+    /// stdout refuses the data for another reason, such as a full disk.
     pub fn data(&self, text: impl AsRef<str>) -> Result<()> {
         self.marked_data(&[(text.as_ref(), false)])
     }
 
-    /// As [`Terminal::data`], of a text in pieces. Those that are marked stand between ⟦ and ⟧, green where there are colours.
+    /// Writes data like [`Terminal::data`], in pieces. Marked pieces get ⟦ and ⟧ around them, green
+    /// in colour.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Terminal::data`].
     pub fn marked_data(&self, pieces: &[(impl AsRef<str>, bool)]) -> Result<()> {
         if self.reader_gone() {
             return Ok(());
@@ -277,29 +278,30 @@ impl Terminal {
         }
     }
 
-    /// Whether the reader of stdout has closed the pipe.
+    /// Returns whether the reader of stdout has closed the pipe.
     pub fn reader_gone(&self) -> bool {
         self.reader_gone.load(Ordering::Acquire)
     }
 
-    /// Training begins: `done` steps of `total` are done already (more than 0 when a run is resumed).
+    /// Begins training after `done` steps of `total` (above 0 for a resumed run).
     pub fn train_start(&self, done: u64, total: u64) {
         if self.verbosity == Verbosity::Quiet {
             return;
         }
-        // Clearing a bar that is wider than the terminal leaves rows behind, so its message is cut.
+        // Clearing a bar wider than the terminal leaves rows behind, so its message is cut.
         let template = "{bar:24} {pos}/{len}  {wide_msg}";
         let work = CurrentWork::Steps { first: done, total, started: Instant::now() };
         self.hand_over(JobKind::Kept, move |state| state.begin(work, total, done, template));
     }
 
-    /// A step is done: moves the bar, or writes a plain line for the first step, the last, and some in between.
+    /// Shows a step: moves the bar, or prints a plain line for the first step, the last, and some
+    /// in between.
     pub fn train_step(&self, report: &StepReport) {
         let (step, figures, now) = (report.step, step_figures(report), Instant::now());
         self.hand_over(JobKind::Progress, move |state| state.step(step, &figures, now));
     }
 
-    /// An evaluation is done: its figures, and the answers to held-out rows where it has them.
+    /// Prints an evaluation: its figures, and answers to held-out rows if available.
     pub fn eval(&self, report: &EvalReport) {
         self.line(eval_figures(report));
         for HeldOutAnswer { prompt, expected, answer } in &report.eval_samples {
@@ -315,12 +317,12 @@ impl Terminal {
         }
     }
 
-    /// Training is over, whether or not it reached the last step.
+    /// Ends training, whether or not it reached the last step.
     pub fn train_finish(&self) {
         self.hand_over(JobKind::Kept, |state| drop(state.end()));
     }
 
-    /// A download of `bytes` bytes begins.
+    /// Begins a download of `bytes` bytes.
     pub fn download_start(&self, file: &str, bytes: u64) {
         if self.verbosity == Verbosity::Quiet {
             return;
@@ -339,13 +341,13 @@ impl Terminal {
         });
     }
 
-    /// `bytes` more of the download have arrived, or were there from an earlier try.
+    /// Adds `bytes` to the download, new or from an earlier attempt.
     pub fn download_advance(&self, bytes: u64) {
         let done = self.arrived.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.hand_over(JobKind::Progress, move |state| state.download(done));
     }
 
-    /// The download is over; it says so if all of it has arrived.
+    /// Ends the download; prints a line if all of it has arrived.
     pub fn download_finish(&self) {
         let done = self.arrived.load(Ordering::Relaxed);
         self.hand_over(JobKind::Kept, move |state| {
@@ -363,7 +365,7 @@ impl TerminalState {
         TerminalState { screen, view: None, last_step: None, work: None, bar: None }
     }
 
-    /// The terminal that stderr is.
+    /// Creates the state for a terminal as stderr.
     fn on_screen() -> Self {
         Self::on(Screen::Terminal { colour: has_colours() })
     }
@@ -422,7 +424,7 @@ impl TerminalState {
             return;
         };
         let quarters = (done * 4).checked_div(*total).unwrap_or(4).min(4);
-        // The last quarter is told when the download is finished.
+        // `download_finish` prints the last quarter.
         if quarters > *told_quarters && quarters < 4 {
             *told_quarters = quarters;
             let text = format!("{file}: {} of {}", units::bytes(done), units::bytes(*total));
@@ -432,17 +434,17 @@ impl TerminalState {
         }
     }
 
-    /// Writes a whole line, above the bar if there is one.
+    /// Writes a whole line, above any bar.
     fn emit(&mut self, text: &str) {
         if let Some(lines) = &self.view {
             lines.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
             return;
         }
-        // Nobody is left to tell when stderr itself fails.
+        // No output is left if stderr itself fails.
         match &mut self.screen {
             Screen::Log(log) => drop(writeln!(log, "{text}").and_then(|()| log.flush())),
             Screen::Terminal { .. } => {
-                // A process that was killed may have left its bar in this row.
+                // A killed process may have left its bar in this row.
                 let clear = if obeys_escapes() { "\x1b[K" } else { "" };
                 let write = || drop(writeln!(io::stderr(), "{clear}{text}"));
                 match &self.bar {
@@ -454,7 +456,7 @@ impl TerminalState {
         }
     }
 
-    /// `text` in the ANSI style `code`, where there are colours.
+    /// Returns `text` in the ANSI style `code` if colours are on.
     fn paint<'a>(&self, code: &str, text: &'a str) -> Cow<'a, str> {
         match self.screen {
             Screen::Terminal { colour: true } if self.view.is_none() => {
@@ -478,8 +480,8 @@ impl TerminalState {
         self.work = Some(work);
     }
 
-    /// Moves the cursor to the first column of the bar, which indicatif leaves after the last one: there, a `^C` that the
-    /// terminal echoes goes to the next row, and the bar is cleared in that row instead of its own.
+    /// Moves the cursor to the first column of the bar. indicatif leaves it after the last one,
+    /// where an echoed `^C` moves to the next row and spoils the clearing of the bar.
     fn park(&self) {
         if self.bar.is_some() {
             let mut stderr = io::stderr();
@@ -487,7 +489,7 @@ impl TerminalState {
         }
     }
 
-    /// Takes the bar off the screen; further progress becomes plain lines.
+    /// Removes the bar; further progress becomes plain lines.
     fn clear_bar(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
@@ -495,7 +497,7 @@ impl TerminalState {
         }
     }
 
-    /// Ends the work under way: a line of the last step replaces the bar of a run that has not reached its last step.
+    /// Ends the current work: a line of the last step replaces the bar of an unfinished run.
     fn end(&mut self) -> Option<CurrentWork> {
         if self.bar.is_some() {
             let last = self.last_step.take();
@@ -511,18 +513,17 @@ fn obeys_escapes() -> bool {
     std::env::var_os("TERM").is_none_or(|t| t != "dumb")
 }
 
-/// Returns whether the environment lets colours be (<https://no-color.org>: set and not empty).
+/// Returns whether the environment allows colours (<https://no-color.org>: set and not empty).
 fn has_colours() -> bool {
     std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()) && obeys_escapes()
 }
 
-/// Whether a run from `first` to `total` writes a plain line for `step`: the first, the last, and each step whose
-/// number is a multiple of a round stride.
+/// Returns whether a run from `first` to `total` prints a plain line for `step`.
 fn is_told(step: u64, first: u64, total: u64) -> bool {
     step == first + 1 || step >= total || step.is_multiple_of(stride(total.saturating_sub(first)))
 }
 
-/// The smallest of 1, 2, 5, 10, 20, 50, ... that makes at most [`PLAIN_LINES`] lines of `steps` steps.
+/// Returns the smallest of 1, 2, 5, 10, ... that makes at most [`PLAIN_LINES`] lines of `steps`.
 fn stride(steps: u64) -> u64 {
     let mut decade = 1_u64;
     loop {
@@ -544,7 +545,7 @@ fn step_figures(report: &StepReport) -> String {
 
 fn eval_figures(report: &EvalReport) -> String {
     let mut text = format!("eval at step {}: loss {:.4}", report.step, report.eval_loss);
-    // Past this, a perplexity says no more than the loss.
+    // Above this, a perplexity adds nothing to the loss.
     if report.eval_perplexity < 1e6 {
         text += &format!(", perplexity {:.2}", report.eval_perplexity);
     }

@@ -1,15 +1,15 @@
-//! How long a step took, beside how long it should have taken.
+//! The measured time of a step, beside the predicted one.
 
 use std::fmt;
 
 /// The time of a step, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepTiming {
-    /// By a model of the step, at speeds that were measured on this machine.
+    /// Predicted by a model of the step, at speeds measured on this machine.
     pub predicted: f64,
-    /// By the clock: the median over [`StepTiming::steps`].
+    /// Measured by the clock: the median over [`StepTiming::steps`].
     pub measured: f64,
-    /// Steps that were measured.
+    /// Number of measured steps.
     pub steps: usize,
 }
 

@@ -1,31 +1,31 @@
-//! The vector instructions that the CPU forms of ops are made of: the best that the processor has, or what `FINETUNE_CPU`
-//! names, for tests and comparisons.
+//! Vector instructions for the CPU implementations of ops: the best that the processor has, or the
+//! set in `FINETUNE_CPU`, for tests and comparisons.
 
 use std::ffi::OsString;
 use std::sync::OnceLock;
 
 use crate::error::{Error, Result};
 
-/// The variable that chooses among the sets that the processor has.
+/// Environment variable that chooses one of the processor's instruction sets.
 pub const VARIABLE: &str = "FINETUNE_CPU";
 
-/// Sets of instructions, each with all of those before it.
+/// Instruction sets, each of which includes all before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum InstructionSet {
-    /// What every processor of the architecture has: SSE2 on x86-64, NEON on aarch64.
+    /// Required by the architecture: SSE2 on x86-64, NEON on aarch64.
     Baseline,
     /// AVX2 and FMA.
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
-    /// AVX-512 that multiplies bf16, two at a time (`VDPBF16PS`).
+    /// AVX-512 with bf16 products, two at a time (`VDPBF16PS`).
     Avx512Bf16,
     /// The matrix unit of newer Intel processors: tiles of bf16 (`TDPBF16PS`).
     Amx,
 }
 
 impl InstructionSet {
-    /// All of them, the least first.
+    /// All sets in ascending order.
     pub const ALL: [InstructionSet; 5] = [
         InstructionSet::Baseline,
         InstructionSet::Avx2,
@@ -34,7 +34,7 @@ impl InstructionSet {
         InstructionSet::Amx,
     ];
 
-    /// As `FINETUNE_CPU` says it.
+    /// Name of the set in `FINETUNE_CPU`.
     pub fn name(self) -> &'static str {
         match self {
             InstructionSet::Baseline => "baseline",
@@ -45,14 +45,14 @@ impl InstructionSet {
         }
     }
 
-    /// The best that this processor has and this process may use.
+    /// The best set that this processor has and the system permits.
     pub fn detected() -> Self {
         static DETECTED: OnceLock<InstructionSet> = OnceLock::new();
         *DETECTED.get_or_init(detect)
     }
 
-    /// What ops use: [`InstructionSet::detected`], or less if `FINETUNE_CPU` says so. A value that
-    /// [`check_environment`] refuses changes nothing.
+    /// The set that ops use: [`InstructionSet::detected`], or a smaller one from `FINETUNE_CPU`. A
+    /// value that [`check_environment`] refuses is ignored.
     pub fn in_use() -> Self {
         static IN_USE: OnceLock<InstructionSet> = OnceLock::new();
         *IN_USE.get_or_init(|| {
@@ -61,7 +61,7 @@ impl InstructionSet {
         })
     }
 
-    /// The names of those that this processor has, the least first.
+    /// Names of this processor's sets, in ascending order.
     pub fn names_here() -> String {
         let here = InstructionSet::ALL.into_iter().filter(|set| *set <= InstructionSet::detected());
         here.map(InstructionSet::name).collect::<Vec<_>>().join(", ")
@@ -72,10 +72,11 @@ impl InstructionSet {
     }
 }
 
-/// Refuses a value of `FINETUNE_CPU` that names no set of instructions, or one that this processor lacks.
+/// Refuses a value of `FINETUNE_CPU` that names no instruction set, or one that this processor
+/// lacks.
 ///
 /// # Errors
-/// [`crate::error::ErrorCategory::User`] with the value and those that are accepted here.
+/// [`crate::error::ErrorCategory::User`] with the value and the accepted ones.
 pub fn check_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<()> {
     let Some(value) = lookup(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(()) };
     let detected = InstructionSet::detected();
@@ -86,7 +87,7 @@ pub fn check_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<()
     let accepted = InstructionSet::names_here();
     Err(Error::user(format!("cannot use {VARIABLE}"))
         .because(format!("it is `{}`; accepted on this processor: {accepted}", shown.escape_debug()))
-        .hint(format!("unset {VARIABLE}: then the best is used, {}", detected.name())))
+        .hint(format!("unset {VARIABLE} to use the best one, {}", detected.name())))
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -117,32 +118,33 @@ fn detect() -> InstructionSet {
 fn has_matrix_unit() -> bool {
     // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE.
     let both = (1 << 22) | (1 << 24);
-    // Safe to call from some version of Rust on.
+    // Newer versions of Rust declare this call safe.
     #[allow(unused_unsafe)]
     // SAFETY: every processor of the architecture has the instruction.
     let leaf = unsafe { std::arch::x86_64::__cpuid_count(7, 0) };
     leaf.edx & both == both
 }
 
-/// Asks the kernel for the state of the matrix unit's registers, for all threads of this process.
+/// Requests the register state of the matrix unit from the kernel, for all threads of this process.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn is_permitted() -> bool {
     /// `ARCH_REQ_XCOMP_PERM` of asm/prctl.h.
     const ASK: libc::c_long = 0x1023;
-    /// The number of the tile registers' state, `XFEATURE_XTILEDATA`.
+    /// Number of the tile registers' state, `XFEATURE_XTILEDATA`.
     const TILE_DATA: libc::c_long = 18;
-    // SAFETY: the call takes two numbers and touches no memory of ours; an old kernel answers with an error.
+    // SAFETY: the call takes two numbers and touches no memory of this process; an old kernel
+    // answers with an error.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ASK, TILE_DATA) == 0 }
 }
 
-/// How other systems hand the unit out is not known here.
+/// Other systems: the way to request the unit is unknown.
 #[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
 fn is_permitted() -> bool {
     false
 }
 
-/// Compiles a function of plain loops for AVX-512, for AVX2 and for what every processor has; a call runs the one of
-/// [`InstructionSet::in_use`]. All give the same bits, as long as the loops' own order of operations is one.
+/// Compiles a function of plain loops for AVX-512, AVX2 and the baseline; a call runs the one for
+/// [`InstructionSet::in_use`]. All give the same bits if the loops fix their order of operations.
 #[macro_export]
 macro_rules! vectorized {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($generic:ident: $bound:path),+>)? (

@@ -1,5 +1,6 @@
-//! What operations and collectives stand on: devices, memory, threads, random numbers and spans of time ([`runtime`]), formats of
-//! quantized numbers ([`quant`]), and the processor's instructions. The crate `finetune` shows these modules as its own.
+//! The base of operations and collectives: devices, memory, threads, random numbers and trace spans
+//! ([`runtime`]), quantized formats ([`quant`]), and the processor's instruction sets. The crate
+//! `finetune` re-exports these modules.
 
 pub mod instruction_set;
 pub mod quant;

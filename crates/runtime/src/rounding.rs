@@ -1,4 +1,4 @@
-//! From f32 to the types in which weights and activations are kept.
+//! Rounding from f32 to the dtypes of weights and activations.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -7,8 +7,8 @@ use half::bf16;
 
 /// A type to which f32 numbers are rounded.
 pub trait Rounded: Copy {
-    /// The number of this type that is nearest to `value`, ties to even. Not `round`: where the type is written out, that
-    /// name would be `f32`'s own, to an integer.
+    /// The number of this type nearest to `value`, ties to even. The name is not `round`, because
+    /// on a concrete type that would call `f32::round`.
     fn nearest(value: f32) -> Self;
 }
 
@@ -20,7 +20,7 @@ impl Rounded for f32 {
 }
 
 impl Rounded for bf16 {
-    /// Branch-free, so that loops over it vectorize; NaN stays NaN.
+    /// Branch-free, so that loops vectorize; NaN stays NaN.
     #[inline(always)]
     fn nearest(value: f32) -> Self {
         let bits = value.to_bits();
@@ -30,7 +30,7 @@ impl Rounded for bf16 {
     }
 }
 
-/// Each of 16 values rounded as [`Rounded::nearest`] does to bf16, as the f32 number that it is.
+/// Rounds 16 values to bf16 like [`Rounded::nearest`] and returns them as f32 numbers.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -47,7 +47,8 @@ pub fn nearest_avx512(x: __m512) -> __m512 {
 mod tests {
     use super::*;
 
-    /// Numbers of every sign, exponent and upper fraction: representable, just above, at and beside the middle between two.
+    /// Numbers of every sign, exponent and upper fraction: representable, just above, at and near
+    /// the middle between two.
     fn all_kinds() -> Vec<f32> {
         let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff_u32];
         (0..=u32::from(u16::MAX)).flat_map(|high| lows.map(|low| f32::from_bits(high << 16 | low))).collect()

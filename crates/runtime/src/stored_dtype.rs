@@ -1,7 +1,7 @@
-//! The element types a safetensors file may hold, and the conversions between them and the engine's.
+//! Element types of safetensors files, and their conversions to and from the engine's types.
 //!
-//! Conversions go through f32, but for equal types, whose bits are copied: a frozen weight that is read and
-//! written again keeps its bytes. Large tensors are converted by all threads.
+//! Conversions use f32, except between equal types, whose bits are copied: a frozen weight that is
+//! read and written again keeps its bytes. All threads convert large tensors.
 
 use std::fmt;
 
@@ -10,10 +10,10 @@ use rayon::prelude::*;
 
 use crate::recipe::enums::Dtype;
 
-/// Elements that one task converts; below four of these the threads cost more than they save.
+/// Elements per conversion task; below four tasks the threads cost more than they save.
 const CHUNK: usize = 1 << 16;
 
-/// An element type as the header of a safetensors file names it. Types of less than a byte are not supported.
+/// Element type in the header of a safetensors file. Types of less than a byte are unsupported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "each name says its width and kind")]
 pub enum StoredDtype {
@@ -56,7 +56,7 @@ impl StoredDtype {
         Self::Bool,
     ];
 
-    /// The name in a safetensors header: `F32`, `BF16`, `F8_E4M3`.
+    /// Name in a safetensors header: `F32`, `BF16`, `F8_E4M3`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Bool => "BOOL",
@@ -78,12 +78,12 @@ impl StoredDtype {
         }
     }
 
-    /// The type a safetensors header calls `name`.
+    /// Type with the name `name` in a safetensors header.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 
-    /// The name in config.json (`torch_dtype` or `dtype`); none for types no model is computed in.
+    /// Name in config.json (`torch_dtype` or `dtype`); none for types without models.
     pub fn config_name(self) -> Option<&'static str> {
         match self {
             Self::F16 => Some("float16"),
@@ -94,7 +94,7 @@ impl StoredDtype {
         }
     }
 
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub fn size_bytes(self) -> usize {
         match self {
             Self::Bool | Self::U8 | Self::I8 | Self::F8E5M2 | Self::F8E4M3 | Self::F8E8M0 => 1,
@@ -104,14 +104,15 @@ impl StoredDtype {
         }
     }
 
-    /// Whether [`StoredElement::decode`] can convert it: F32, F16, BF16, F64.
+    /// Returns true if [`StoredElement::decode`] can convert it: F32, F16, BF16, F64.
     pub fn is_float(self) -> bool {
         self.config_name().is_some()
     }
 }
 
 impl StoredDtype {
-    /// The type in which new weights are stored as `dtype` of what is stored as this; what is no float is never converted.
+    /// Type for storing new weights as `dtype` in place of this type; non-floats are never
+    /// converted.
     pub fn stored_as(self, dtype: Dtype) -> Self {
         match dtype {
             _ if !self.is_float() => self,
@@ -136,21 +137,22 @@ mod sealed {
     impl Sealed for half::f16 {}
 }
 
-/// An element type the engine computes in: f32, bf16 or f16. Its loops are functions of this crate, not generic ones that
-/// a caller would compile, unoptimized, in the dev profile.
+/// Element type of the engine: f32, bf16 or f16. Its loops are functions of this crate and not
+/// generic, because callers would compile them unoptimized in the dev profile.
 pub trait StoredElement: Copy + Default + Send + Sync + sealed::Sealed {
     /// The same type on disk.
     const DTYPE: StoredDtype;
     /// Rounds to nearest, ties to even.
     fn from_f32(value: f32) -> Self;
-    /// The value as f32, exactly.
+    /// Exact value as f32.
     fn to_f32(self) -> f32;
-    /// Rounds `values` into `out`, of equal count, as [`StoredElement::from_f32`].
+    /// Rounds `values` into `out`, of equal count, like [`StoredElement::from_f32`].
     fn round(values: &[f32], out: &mut [Self]);
-    /// Converts the stored elements of `bytes` into `out`, of equal count. False if `dtype` is not a float.
+    /// Converts the stored elements of `bytes` into `out`, of equal count. False if `dtype` is no
+    /// float.
     #[must_use]
     fn decode(bytes: &[u8], dtype: StoredDtype, out: &mut [Self]) -> bool;
-    /// Appends `values` as elements of `dtype` to `bytes`. False if `dtype` is not a float.
+    /// Appends `values` as elements of `dtype` to `bytes`. False if `dtype` is no float.
     #[must_use]
     fn encode(values: &[Self], dtype: StoredDtype, bytes: &mut Vec<u8>) -> bool;
 }
@@ -180,8 +182,8 @@ macro_rules! stored_element {
                     StoredDtype::F16 => {
                         map_elements(bytes, out, |b| $from_f32(f16::from_le_bytes(b).to_f32()))
                     }
-                    // The bits of a bf16 are the upper half of an f32's. `half` also quiets NaNs, which keeps it from
-                    // becoming vector code.
+                    // The bits of a bf16 are the upper half of an f32's. `half` also quiets NaNs,
+                    // which prevents vectorization.
                     StoredDtype::BF16 => map_elements(bytes, out, |b| {
                         $from_f32(f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16))
                     }),
@@ -244,9 +246,9 @@ fn append_elements<const N: usize, T: Copy>(
     elements.iter_mut().zip(values).for_each(|(element, value)| *element = convert(*value));
 }
 
-/// Fills `out` by parts: `values_at` gives the values from a place on.
+/// Fills `out` in parts; `values_at` writes the values from an index.
 pub fn fill<T: StoredElement>(out: &mut [T], values_at: impl Fn(usize, &mut [f32]) + Sync) {
-    /// Values between the two passes, few enough to stay in the cache.
+    /// Values between the two passes, few enough for the cache.
     const PART: usize = 1 << 12;
     let fill_chunk = |start: usize, out: &mut [T]| {
         let mut values = [0f32; PART];
@@ -277,7 +279,7 @@ mod tests {
 
     #[test]
     fn equal_types_keep_their_bits_nan_included() {
-        // A signalling NaN, which a trip through f32 would quiet.
+        // A signalling NaN, which conversion through f32 would quiet.
         let bits: [u16; 3] = [0x7f81, 0x3f80, 0x8000];
         let bytes: Vec<u8> = bits.iter().flat_map(|b| b.to_le_bytes()).collect();
         let mut values = [bf16::ZERO; 3];
@@ -289,7 +291,7 @@ mod tests {
 
     #[test]
     fn conversions_round_to_nearest_even() {
-        // 1 + 2^-8 lies midway between two bf16 neighbours, 1 and 1 + 2^-7: the even one is 1.
+        // 1 + 2^-8 is midway between two bf16 neighbours, 1 and 1 + 2^-7: the even one is 1.
         let mut out = [bf16::ZERO; 2];
         let bytes: Vec<u8> =
             [1.0f32 + 1.0 / 256.0, 1.0 + 3.0 / 256.0].iter().flat_map(|v| v.to_le_bytes()).collect();

@@ -1,5 +1,6 @@
-//! How far the clocks of the ranks' hosts are apart: rank 0 asks each rank for its time and takes the middle of the round
-//! trip for the moment of the answer, as NTP does; of several round trips the shortest counts.
+//! Clock differences between the ranks' hosts. Rank 0 requests the time of each rank and assumes
+//! that the answer was made in the middle of the round trip, as NTP does. The shortest of several
+//! round trips counts.
 
 use std::time::{Duration, Instant};
 
@@ -9,23 +10,24 @@ use super::rank_buffer::RankBuffer;
 use crate::collective::{Call, Collective};
 use crate::error::{Error, Result};
 
-/// A difference above which logs of hosts cannot be laid side by side, and tokens and certificates begin to fail.
+/// Largest accepted difference in seconds. Above it logs of hosts cannot be compared, and tokens
+/// and certificates begin to fail.
 const MOST_SECS: f64 = 1.0;
 
 const ROUND_TRIPS: usize = 8;
 
-/// The clock of a rank beside that of rank 0.
+/// Clock of a rank relative to that of rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct ClockSkew {
     pub(crate) rank: usize,
-    /// Seconds that its clock is ahead.
+    /// Seconds that the clock is ahead of rank 0.
     pub(crate) ahead_secs: f64,
-    /// The difference is known to half of that.
+    /// Seconds of the round trip; the error of the difference is at most half of it.
     pub(crate) round_trip_secs: f64,
 }
 
 impl ClockSkew {
-    /// What people are warned of, where there is something; `host` is the rank's.
+    /// Returns a warning if the difference is too large; `host` is the rank's host.
     pub(crate) fn warning(&self, host: &str) -> Option<String> {
         let ClockSkew { rank, ahead_secs, .. } = self;
         let far = ahead_secs.abs();
@@ -38,8 +40,8 @@ impl ClockSkew {
     }
 }
 
-/// Measures the clock of every rank, which `clock` reads as the time since 1970. Rank 0 gets one result for each of the
-/// others, the others none.
+/// Measures the clock of every rank. `clock` reads the time since 1970. Returns one result for each
+/// other rank on rank 0, and none on others.
 pub(crate) fn measure(world: &dyn Collective, clock: &dyn Fn() -> Duration) -> Result<Vec<ClockSkew>> {
     let call = Call::single("times of clocks");
     let nanos = || u64::try_from(clock().as_nanos()).unwrap_or(u64::MAX).to_le_bytes().to_vec();
@@ -58,7 +60,7 @@ pub(crate) fn measure(world: &dyn Collective, clock: &dyn Fn() -> Duration) -> R
     Ok(skews)
 }
 
-/// Rank 0's side.
+/// Measures the clock of `rank` on rank 0.
 fn ask(world: &dyn Collective, rank: usize, clock: &dyn Fn() -> Duration) -> Result<ClockSkew> {
     let call = Call::single("times of clocks");
     let mut best: Option<ClockSkew> = None;
@@ -91,7 +93,7 @@ mod tests {
     use super::*;
     use crate::launcher::ranks::run_on_cpu;
 
-    /// One clock is an hour ahead, one behind.
+    /// One clock is an hour ahead, one an hour behind.
     #[test]
     fn clocks_that_differ_are_found() {
         let skews = run_on_cpu(4, 1, |world| {

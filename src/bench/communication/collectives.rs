@@ -1,6 +1,7 @@
-//! Bandwidth of all-reduce, all-gather and reduce-scatter by size, as NCCL's own tests (nccl-tests) define it: algorithm
-//! bandwidth is the bytes of the full data over the time; bus bandwidth counts what a ring sends over each link, so that it
-//! can be held against the link whatever the number of ranks is.
+//! Bandwidth of all-reduce, all-gather and reduce-scatter by size, as defined by NCCL's own tests
+//! (nccl-tests). Algorithm bandwidth is the bytes of the full data over the time. Bus bandwidth
+//! counts the bytes that a ring sends over each link, so that it compares with the link's rate for
+//! any number of ranks.
 
 use std::time::Instant;
 
@@ -14,21 +15,21 @@ use crate::collective::{Call, Collective};
 use crate::error::{Error, Result};
 use crate::units;
 
-/// What is measured, in the words of nccl-tests.
+/// Measured collective, with the names of nccl-tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum MeasuredOp {
-    /// Replaces data by its sum.
+    /// Replaces the data of each rank by the sum.
     AllReduce,
-    /// Puts parts side by side.
+    /// Concatenates the parts of all ranks.
     AllGather,
-    /// Sums, and leaves each rank its part.
+    /// Sums the data and leaves each rank its part.
     ReduceScatter,
 }
 
 const OPS: [MeasuredOp; 3] = [MeasuredOp::AllReduce, MeasuredOp::AllGather, MeasuredOp::ReduceScatter];
 
-/// Calls are repeated until so much has been moved, between these numbers of times.
+/// Calls are repeated until this many bytes have moved, within the two limits below.
 const MOVED_BYTES: u64 = 256 << 20;
 const LEAST_CALLS: u64 = 3;
 const MOST_CALLS: u64 = 30;
@@ -42,24 +43,24 @@ impl MeasuredOp {
         }
     }
 
-    /// Bytes that a ring sends over each link for each byte of the full data.
+    /// Returns the bytes that a ring sends over each link for each byte of the full data.
     fn sent_per_byte(self, ranks: usize) -> f64 {
         let part = (ranks as f64 - 1.0) / ranks as f64;
         if self == MeasuredOp::AllReduce { 2.0 * part } else { part }
     }
 }
 
-/// The time of one operation at one size.
+/// Time of one operation at one size.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct CollectiveTiming {
     op: MeasuredOp,
-    /// Of the full data: the requested size, rounded up so that it divides by the ranks.
+    /// Bytes of the full data: the requested size, rounded up to a multiple of the ranks.
     bytes: u64,
-    /// Calls measured, after one that was checked.
+    /// Number of measured calls, after one checked call.
     calls: u64,
-    /// Of a call, as the mean over calls and ranks.
+    /// Seconds of a call, as the mean over calls and ranks.
     secs: f64,
-    /// 10^9 bytes a second.
+    /// Rates in 10^9 bytes per second.
     algbw_gbps: f64,
     busbw_gbps: f64,
 }
@@ -72,17 +73,17 @@ impl CollectiveTiming {
     }
 }
 
-/// The bandwidth of collectives between some ranks.
+/// Bandwidth of collectives between some ranks.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct CollectiveSpeeds {
     ranks: usize,
-    /// What connects them.
+    /// Backend that connects the ranks.
     backend: &'static str,
     timings: Vec<CollectiveTiming>,
 }
 
 impl CollectiveSpeeds {
-    /// Starts ranks and measures. None in a process that does not hold rank 0.
+    /// Starts ranks and measures. Returns none in a process without rank 0.
     ///
     /// # Errors
     /// The ranks do not start, one fails, or a result is wrong.
@@ -90,7 +91,7 @@ impl CollectiveSpeeds {
         on_ranks(args, "measure collectives", Self::on_rank)
     }
 
-    /// Measures on this rank, as all others do; every result is checked before it is timed.
+    /// Measures on this rank; all ranks call it. Every result is checked before timing.
     pub(crate) fn on_rank(ranks: &MeasuredRanks, world: &dyn Collective, device: &Device) -> Result<Self> {
         let mut timings = Vec::new();
         for op in OPS {
@@ -101,7 +102,7 @@ impl CollectiveSpeeds {
         Ok(CollectiveSpeeds { ranks: world.size(), backend: ranks.backend, timings })
     }
 
-    /// What people read of it.
+    /// Formats the timings as a table.
     pub(crate) fn table(&self) -> String {
         let CollectiveSpeeds { ranks, backend, timings } = self;
         let mut text = format!(
@@ -125,22 +126,22 @@ impl CollectiveSpeeds {
     }
 }
 
-/// Numbers that whole sums of f32 hold exactly, whatever their order, for up to a thousand ranks.
+/// Returns small whole numbers, whose f32 sums are exact in any order for up to a thousand ranks.
 fn pattern(place: usize) -> f32 {
     (place % 13 + 1) as f32
 }
 
-/// The data of `op`: what a rank puts in, and where the result comes to.
+/// Input and output buffers of `op` on a rank.
 struct OpData {
     op: MeasuredOp,
     input: RankBuffer,
-    /// None where the result replaces the input.
+    /// None if the result replaces the input.
     output: Option<RankBuffer>,
 }
 
 impl OpData {
-    /// Of `part` elements a rank; `value` is what this rank gives at each place of the full data, of which its own part
-    /// begins at `start`.
+    /// Creates buffers of `part` elements per rank. `value` is this rank's input at each index of
+    /// the full data.
     fn new(
         op: MeasuredOp,
         world: &dyn Collective,
@@ -180,7 +181,8 @@ impl OpData {
     }
 }
 
-/// What `op` must leave at `place` of a rank's result, where rank r gives `r + 1` times the pattern.
+/// Returns the correct value of `op` at `place` of a rank's result, if rank r passes `r + 1` times
+/// the pattern.
 fn expected(op: MeasuredOp, (rank, ranks): (usize, usize), part: usize, place: usize) -> f32 {
     let sum = (ranks * (ranks + 1) / 2) as f32;
     match op {
@@ -190,7 +192,7 @@ fn expected(op: MeasuredOp, (rank, ranks): (usize, usize), part: usize, place: u
     }
 }
 
-/// Refuses a result that is not what it must be.
+/// Refuses a wrong result.
 fn check(op: MeasuredOp, place: (usize, usize), part: usize, values: &[f32]) -> Result<()> {
     let wrong = |(at, value): (usize, &f32)| {
         let right = expected(op, place, part, at);
@@ -205,7 +207,7 @@ fn check(op: MeasuredOp, place: (usize, usize), part: usize, values: &[f32]) -> 
         ))
 }
 
-/// Checks a call of `op` on about `bytes` bytes, then measures.
+/// Checks a call of `op` on about `bytes` bytes, then measures it.
 fn time(op: MeasuredOp, bytes: u64, world: &dyn Collective, device: &Device) -> Result<CollectiveTiming> {
     let (rank, ranks) = (world.rank(), world.size());
     let part = (bytes as usize / size_of::<f32>()).div_ceil(ranks).max(1);
@@ -213,7 +215,7 @@ fn time(op: MeasuredOp, bytes: u64, world: &dyn Collective, device: &Device) -> 
     data.call(world)?;
     check(op, (rank, ranks), part, &data.result().values::<f32>()?)?;
     drop(data);
-    // Zeroes, for sums of sums grow without end.
+    // Repeated sums would overflow, so the timed data is zero.
     let data = OpData::new(op, world, part, device, |_| 0.0)?;
     let bytes = (part * ranks * size_of::<f32>()) as u64;
     let calls = (MOVED_BYTES / bytes).clamp(LEAST_CALLS, MOST_CALLS);
@@ -235,7 +237,7 @@ mod tests {
     use super::*;
     use crate::launcher::ranks::run_on_cpu;
 
-    /// The worked figures of nccl-tests' PERFORMANCE.md: S/t, times 2(n-1)/n or (n-1)/n.
+    /// Formulas of nccl-tests' PERFORMANCE.md: S/t, times 2(n-1)/n or (n-1)/n.
     #[test]
     fn bandwidths_are_those_of_nccl_tests() {
         for (op, bus) in
@@ -253,7 +255,7 @@ mod tests {
         let bytes: Vec<u64> = all[0].timings.iter().map(|timing| timing.bytes).collect();
         assert_eq!(bytes, [[12, 1032, 100_008]; 3].concat());
         assert!(all[0].timings.iter().all(|timing| timing.secs > 0.0 && timing.calls == 30));
-        // Every rank comes to the same means.
+        // Every rank gets the same means.
         assert_eq!(all[0].timings, all[2].timings);
         assert_eq!(all[0].table().lines().count(), 3 + 9);
     }
@@ -270,7 +272,7 @@ mod tests {
             assert!(error.what().ends_with("over 3 ranks gave a wrong result"), "{error}");
             assert!(error.causes()[0].starts_with("on rank 1 element 4 of"), "{error}");
         }
-        // Written out: ranks give 1, 2 and 3 times the pattern 1, 2, 3, ...
+        // Computed by hand: ranks pass 1, 2 and 3 times the pattern 1, 2, 3, ...
         assert_eq!(expected(MeasuredOp::AllReduce, (0, 3), 2, 3), 24.0);
         assert_eq!(expected(MeasuredOp::AllGather, (0, 3), 2, 3), 8.0);
         assert_eq!(expected(MeasuredOp::ReduceScatter, (1, 3), 2, 1), 24.0);

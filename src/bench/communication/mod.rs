@@ -1,5 +1,5 @@
-//! How fast ranks talk: all of them together (`bench collectives`), and beside that every pair and the clocks of their hosts
-//! (`doctor net`), over whatever connects them: the memory of one process, MPI or NCCL.
+//! Communication between ranks: collectives (`bench collectives`), and also every pair and the
+//! clocks of the hosts (`doctor net`), over the memory of one process, MPI or NCCL.
 
 mod clocks;
 mod collectives;
@@ -21,23 +21,23 @@ use crate::runtime::device;
 use crate::runtime::machine;
 use crate::units;
 
-/// Bytes of the data where none are given: from 1 KiB to 64 MiB.
+/// Default data sizes in bytes: from 1 KiB to 64 MiB.
 const SIZES: [u64; 9] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26];
 
-/// What connects the ranks, and how much they send.
+/// Backend of the ranks, and sizes of the data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MeasuredRanks {
-    /// As people read it.
+    /// Name of the backend for messages.
     backend: &'static str,
-    /// Bytes of the data of each measurement.
+    /// Data size of each measurement in bytes.
     sizes: Vec<u64>,
 }
 
-/// Starts the ranks that `args` and a launcher's environment name and runs `measure` on each. Returns what rank 0 has
-/// measured, in the process that holds it.
+/// Starts the ranks of `args` and of a launcher's environment and runs `measure` on each. Returns
+/// the result of rank 0 in its process, none in others.
 ///
 /// # Errors
-/// There is a single rank, the memory does not suffice, or a rank fails.
+/// The run has a single rank, the memory does not suffice, or a rank fails.
 fn on_ranks<T: Send>(
     args: &CommunicationArgs,
     what: &'static str,
@@ -59,7 +59,7 @@ fn on_ranks<T: Send>(
     }
     if launch.world_size < 2 {
         return Err(Error::user(format!("cannot {what} of a single rank"))
-            .because(format!("there is 1, by {}", launch.source.name()))
+            .because(format!("the world size is 1, from {}", launch.source.name()))
             .hint("give `--ranks 2` or more, several `--gpus`, or start several processes with mpirun"));
     }
     let on_gpus = ranks::on_gpus(request)?;
@@ -79,8 +79,8 @@ fn on_ranks<T: Send>(
     })
 }
 
-/// Refuses sizes for which the ranks of this process together need more memory than there is: each holds the data, a
-/// part of it, and a copy to look at.
+/// Refuses sizes for which the ranks of this process together need more than the available memory:
+/// each holds the data, a part of it, and a copy to check.
 fn check_memory(what: &str, sizes: &[u64], ranks_here: usize) -> Result<()> {
     let Some(memory) = machine::host_memory() else { return Ok(()) };
     let largest = sizes.iter().max().copied().unwrap_or_default();
@@ -90,6 +90,6 @@ fn check_memory(what: &str, sizes: &[u64], ranks_here: usize) -> Result<()> {
     }
     let (needed, available) = (units::bytes(needed), units::bytes(memory.available));
     Err(Error::user(format!("cannot {what} of {ranks_here} ranks with {} of data", units::bytes(largest)))
-        .because(format!("they need {needed} of memory, {available} are available"))
+        .because(format!("they need {needed} of memory, {available} available"))
         .hint("give smaller `--sizes` or fewer `--ranks`"))
 }

@@ -1,4 +1,5 @@
-//! `finetune doctor net`: collectives, every pair of ranks, and clocks, with what is wrong said in words.
+//! `finetune doctor net`: measures collectives, every pair of ranks, and clocks, and warns about
+//! problems.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -16,25 +17,26 @@ use crate::collective::Collective;
 use crate::doctor::host_facts::HostFacts;
 use crate::error::Result;
 
-/// The most ranks whose pairs are shown as a table; of more the slowest are listed.
+/// Largest number of ranks for a table of all pairs. With more ranks only the slowest pairs are
+/// listed.
 const TABLE_RANKS: usize = 16;
 const SLOWEST_SHOWN: usize = 10;
 
-/// What the network between some ranks does.
+/// Measurements of the network between some ranks.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct NetworkReport {
     collectives: CollectiveSpeeds,
-    /// That of each rank.
+    /// Host of each rank.
     hosts: Vec<String>,
-    /// Every rank to every other, slowest first.
+    /// Speed from every rank to every other, slowest first.
     pairs: Vec<PairSpeed>,
     clocks: Vec<ClockSkew>,
-    /// What is wrong, in words.
+    /// Problems, as sentences.
     warnings: Vec<String>,
 }
 
 impl NetworkReport {
-    /// Starts ranks and measures. None in a process that does not hold rank 0.
+    /// Starts ranks and measures. Returns none in a process without rank 0.
     ///
     /// # Errors
     /// The ranks do not start, one fails, or a collective gives a wrong result.
@@ -74,23 +76,26 @@ impl NetworkReport {
         NetworkReport { collectives, hosts, pairs, clocks, warnings }
     }
 
-    /// What people read of it.
+    /// Formats the report for a terminal.
     pub(crate) fn text(&self) -> String {
         let mut text = self.collectives.table() + "\n";
         text += &self.pair_table();
         pairs::kinds(&self.pairs).iter().for_each(|kind| text += &format!("{kind}\n"));
         let most = |secs: fn(&ClockSkew) -> f64| self.clocks.iter().map(secs).fold(0.0, f64::max);
         let (apart, unsure) = (most(|skew| skew.ahead_secs.abs()), most(|skew| skew.round_trip_secs / 2.0));
-        text +=
-            &format!("clocks: {:.3} ms apart at most, give or take {:.3} ms\n", 1e3 * apart, 1e3 * unsure);
+        text += &format!(
+            "clocks: {:.3} ms apart at most, with an error of {:.3} ms\n",
+            1e3 * apart,
+            1e3 * unsure
+        );
         if self.warnings.is_empty() {
-            text += "no pair carries less than half of what is usual, and no clock is a second off\n";
+            text += "no pair is slower than half of its kind's median, and no clock is off by a second\n";
         }
         self.warnings.iter().for_each(|warning| text += &format!("{warning}\n"));
         text
     }
 
-    /// GB/s of every pair, or of the slowest.
+    /// Formats the GB/s of every pair, or of the slowest.
     fn pair_table(&self) -> String {
         let ranks = self.hosts.len();
         if ranks > TABLE_RANKS {
@@ -115,8 +120,8 @@ impl NetworkReport {
     }
 }
 
-/// What a copy in the memory of this host does on one thread, in 10^9 bytes a second: what a message between ranks there
-/// is held against.
+/// Measures a copy in this host's memory on one thread, in 10^9 bytes per second. Messages between
+/// ranks of one host are compared with it.
 fn copy_rate() -> f64 {
     const BYTES: usize = 4 << 20;
     let (from, mut to) = (vec![1_u8; BYTES], vec![0_u8; BYTES]);

@@ -1,4 +1,4 @@
-//! Messages from every rank to every other, one pair at a time, and which of them are slow.
+//! Messages from every rank to every other, one pair at a time, and the slow pairs among them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,39 +11,41 @@ use crate::collective::{Call, Collective};
 use crate::error::Result;
 use crate::runtime::clock;
 
-/// Bytes of a message: on GPUs as many as fill NVLink.
+/// Bytes of a message; on GPUs enough to saturate NVLink.
 const CPU_BYTES: usize = 4 << 20;
 const GPU_BYTES: usize = 64 << 20;
 
-/// Messages of a pair that are measured, after one that is not; the fastest counts.
+/// Measured messages of a pair, after one warm-up message; the fastest counts.
 const MESSAGES: usize = 5;
 
-/// Times that pairs are measured again that seem slow.
+/// Largest number of repeats for pairs that seem slow.
 const SECOND_LOOKS: usize = 2;
 
-/// A pair is slow that carries less than this part of the median of the pairs of its kind.
+/// A pair is slow if its rate is below this fraction of the median of its kind.
 const SLOW: f64 = 0.5;
 
-/// What one rank sends another.
+/// Speed from one rank to another.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PairSpeed {
     pub(crate) from: usize,
     pub(crate) to: usize,
-    /// 10^9 bytes a second in messages of some megabytes.
+    /// 10^9 bytes per second in messages of some megabytes.
     pub(crate) gbps: f64,
     /// Half the time of the shortest message and its answer.
     pub(crate) latency_us: f64,
-    /// The kind of way.
+    /// Kind of link.
     kind: &'static str,
-    /// What the way is by what the hosts say, and what that should carry in 10^9 bytes a second; none: not known.
+    /// Name of the link reported by the hosts, then its expected rate in 10^9 bytes per second;
+    /// none: unknown.
     expected: Option<String>,
     expected_gbps: Option<f64>,
-    /// Of the pairs of the same kind, in 10^9 bytes a second.
+    /// Median of the pairs of the same kind, in 10^9 bytes per second.
     median_gbps: f64,
     slow: bool,
 }
 
-/// Seconds of a large message and of the shortest, by sending and receiving rank: `[from * ranks + to]`.
+/// Seconds of a large and of the shortest message, by sending and receiving rank: `[from * ranks +
+/// to]`.
 pub(crate) struct PairTimes {
     ranks: usize,
     bytes: usize,
@@ -52,8 +54,8 @@ pub(crate) struct PairTimes {
 }
 
 impl PairTimes {
-    /// Measures all pairs, and again those that seem slow, for a busy machine or network may hold up a pair once; all ranks
-    /// call it and get the same.
+    /// Measures all pairs, then again those that seem slow, because a busy machine or network may
+    /// delay a pair once. All ranks call it and get the same times.
     pub(crate) fn measure(world: &dyn Collective, device: &Device, places: &[RankPlace]) -> Result<Self> {
         let ranks = world.size();
         let all = (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to)));
@@ -69,13 +71,13 @@ impl PairTimes {
         Ok(times)
     }
 
-    /// The pairs that carry too little; the same on every rank, whose times are the same.
+    /// Returns the slow pairs, which are the same on every rank.
     fn slow(&self, places: &[RankPlace]) -> BTreeSet<(usize, usize)> {
         let judged = self.judged(places, 1.0);
         judged.iter().filter(|pair| pair.slow).map(|pair| (pair.from, pair.to)).collect()
     }
 
-    /// Takes the times of `again` where they are less; those of pairs that it has not measured are 0.
+    /// Keeps the smaller of the times here and in `again`. Its times of unmeasured pairs are 0.
     fn keep_faster(&mut self, again: &PairTimes) {
         let times = self.large.iter_mut().chain(&mut self.short);
         for (time, again) in times.zip(again.large.iter().chain(&again.short)) {
@@ -85,7 +87,7 @@ impl PairTimes {
         }
     }
 
-    /// Measures `pairs` of sender and receiver, one at a time; all ranks call it.
+    /// Measures `pairs` of sender and receiver, one at a time. All ranks call it.
     fn measure_pairs(
         world: &dyn Collective,
         device: &Device,
@@ -107,10 +109,10 @@ impl PairTimes {
                     answer(world, from, &short, &short)?;
                 }
             }
-            // Else the next rank would begin while the last pairs of this one are at it.
+            // Otherwise the next rank would begin during the last pairs of this one.
             world.barrier(Call::single("messages of a rank"))?;
         }
-        // Each time is of one rank; the others have zeroes there.
+        // Each time comes from one rank; the others have zeroes there.
         let all = RankBuffer::numbers(secs)?;
         world.all_reduce(Call::single("times of messages"), all.memory())?;
         let mut large = all.values::<f64>()?;
@@ -118,8 +120,8 @@ impl PairTimes {
         Ok(PairTimes { ranks, bytes, large, short })
     }
 
-    /// The pairs with what is to be thought of them, slowest first; `copy` is what a copy in memory does, in 10^9 bytes a
-    /// second.
+    /// Returns the pairs with their judgement, slowest first. `copy` is the rate of a copy in
+    /// memory, in 10^9 bytes per second.
     pub(crate) fn judged(&self, places: &[RankPlace], copy: f64) -> Vec<PairSpeed> {
         let pairs = (0..self.ranks).flat_map(|from| (0..self.ranks).map(move |to| (from, to)));
         let mut speeds: Vec<PairSpeed> = pairs
@@ -152,7 +154,8 @@ impl PairTimes {
     }
 }
 
-/// Sends `message` to rank `to` and waits for its answer; the seconds of the fastest time.
+/// Sends `message` to rank `to` and waits for its answer; returns the seconds of the fastest round
+/// trip.
 fn send(
     world: &dyn Collective,
     to: usize,
@@ -174,7 +177,7 @@ fn send(
     Ok(fastest)
 }
 
-/// The other side of [`send`].
+/// Receives and answers the messages of [`send`].
 fn answer(world: &dyn Collective, from: usize, message: &RankBuffer, answer: &RankBuffer) -> Result<()> {
     let call = Call::single("message of a measurement");
     for _ in 0..=MESSAGES {
@@ -184,8 +187,8 @@ fn answer(world: &dyn Collective, from: usize, message: &RankBuffer, answer: &Ra
     Ok(())
 }
 
-/// What people are told of slow pairs, each pair once, and of networks that carry less than half of what they should.
-/// `pairs` are all, slowest first.
+/// Returns the warnings about slow pairs, each pair once, and about networks with less than half of
+/// their expected rate. `pairs` are all, slowest first.
 pub(crate) fn warnings(pairs: &[PairSpeed], places: &[RankPlace]) -> Vec<String> {
     let mut told: BTreeSet<[usize; 2]> = BTreeSet::new();
     let slow = pairs.iter().filter(|pair| pair.slow);
@@ -196,7 +199,8 @@ pub(crate) fn warnings(pairs: &[PairSpeed], places: &[RankPlace]) -> Vec<String>
     warnings
 }
 
-/// The median of each kind of pairs beside what should be, for people, in the order in which kinds come first.
+/// Returns a line for each kind of pairs with its median and expected rate, in order of first
+/// appearance.
 pub(crate) fn kinds(pairs: &[PairSpeed]) -> Vec<String> {
     let mut told: BTreeSet<&str> = BTreeSet::new();
     pairs.iter().filter(|pair| told.insert(pair.kind)).map(PairSpeed::kind_text).collect()
@@ -217,7 +221,7 @@ impl PairSpeed {
         )
     }
 
-    /// Of the median of networks, which this pair knows.
+    /// Returns the warning about the median of network pairs, which this pair holds.
     fn network_warning(&self) -> Option<String> {
         let (median, expected) = (self.median_gbps, self.expected_gbps?);
         let name = self.expected.as_ref()?;
@@ -236,7 +240,7 @@ impl PairSpeed {
             (Some(name), Some(expected)) => {
                 format!("{:.0} % of {name} ({expected:.3} GB/s)", 100.0 * median / expected)
             }
-            _ => "what the link should carry is not known: its driver tells no speed".to_owned(),
+            _ => "the expected rate is unknown: the driver reports no link speed".to_owned(),
         };
         format!("{}: the median pair carries {median:.3} GB/s, {beside}", self.kind)
     }
@@ -247,7 +251,8 @@ mod tests {
     use super::*;
     use crate::doctor::host_facts::LinkClass;
 
-    /// Four ranks on two hosts with a 10 Gb/s network, where `secs` are the times of messages of 1 GB.
+    /// Judges four ranks on two hosts with a 10 Gb/s network; `secs` are the times of messages of 1
+    /// GB.
     fn judged(secs: impl Fn(usize, usize) -> f64) -> (Vec<PairSpeed>, Vec<RankPlace>) {
         let link = LinkClass { name: "10 Gb/s ethernet".to_owned(), gbytes_per_sec: 1.25 };
         let hosts = ["a", "a", "b", "b"];
@@ -257,7 +262,7 @@ mod tests {
         (times.judged(&places, 20.0), places)
     }
 
-    /// A network is slower than memory, which is no fault of its pairs.
+    /// Network pairs are not slow only because memory is faster.
     #[test]
     fn pairs_are_compared_with_their_kind() {
         let (pairs, places) = judged(|from, to| if from / 2 == to / 2 { 0.1 } else { 1.0 });
@@ -290,7 +295,7 @@ mod tests {
         assert_eq!((pairs[0].kind, pairs[0].slow), (NETWORK, false));
     }
 
-    /// Held up once is not slow; slow each time is.
+    /// A pair is slow only if every measurement is.
     #[test]
     fn the_faster_time_counts() {
         let place = RankPlace::of_host("a", None);

@@ -1,4 +1,4 @@
-//! Memory that a rank sends from and receives in, on the device that it is on.
+//! Memory of a rank's device for sending and receiving.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -6,31 +6,31 @@ use crate::error::Result;
 use crate::runtime::buffer::Buffer;
 use crate::runtime::cpu_tensor;
 
-/// A run of numbers with the memory behind it.
+/// A vector of numbers and its memory.
 pub(crate) struct RankBuffer {
     tensor: Tensor,
     memory: Buffer,
 }
 
 impl RankBuffer {
-    /// `elements` zeroes in f32 on `device`.
+    /// Creates `elements` f32 zeroes on `device`.
     pub(crate) fn zeros(elements: usize, device: &Device) -> Result<Self> {
         Self::of(Tensor::zeros(elements, DType::F32, device)?)
     }
 
-    /// `elements` numbers in f32 on `device`, each by its place.
+    /// Creates `elements` f32 numbers on `device`, each from its index.
     pub(crate) fn filled(elements: usize, device: &Device, value: impl Fn(usize) -> f32) -> Result<Self> {
         let values: Vec<f32> = (0..elements).map(value).collect();
         Self::of(Tensor::from_vec(values, elements, device)?)
     }
 
-    /// These bytes in the host's memory.
+    /// Copies bytes to the host's memory.
     pub(crate) fn bytes(bytes: Vec<u8>) -> Result<Self> {
         let len = bytes.len();
         Self::of(Tensor::from_vec(bytes, len, &Device::Cpu)?)
     }
 
-    /// These numbers in the host's memory, for sums over ranks.
+    /// Copies f64 numbers to the host's memory, for sums over ranks.
     pub(crate) fn numbers(numbers: Vec<f64>) -> Result<Self> {
         let len = numbers.len();
         Self::of(Tensor::from_vec(numbers, len, &Device::Cpu)?)
@@ -41,12 +41,12 @@ impl RankBuffer {
         Ok(RankBuffer { tensor, memory })
     }
 
-    /// What collectives take.
+    /// Returns the memory for collectives.
     pub(crate) fn memory(&self) -> &Buffer {
         &self.memory
     }
 
-    /// What it holds now, as the type that it was made of.
+    /// Returns the current contents in the original type.
     pub(crate) fn values<T: candle_core::WithDType>(&self) -> Result<Vec<T>> {
         Ok(self.tensor.to_vec1()?)
     }

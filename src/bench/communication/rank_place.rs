@@ -1,4 +1,4 @@
-//! Where each rank is, and what its host says the ways from there should carry.
+//! Location of each rank, and the expected rates of its links by what its host reports.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,25 +8,25 @@ use crate::doctor::host_facts::{HostFacts, LinkClass};
 use crate::error::{Error, Result};
 use crate::rendezvous;
 
-/// Bytes of what a rank says of itself, as JSON with blanks behind it.
+/// Bytes of a rank's location as JSON, padded with blanks.
 const SAID_BYTES: usize = 1024;
 
-/// The kind of ways between hosts.
+/// Kind of links between hosts.
 pub(crate) const NETWORK: &str = "network";
 
-/// Where a rank is.
+/// Location of a rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RankPlace {
     pub(crate) host: String,
-    /// The fastest network of the host that tells its speed.
+    /// Fastest network of the host among those that report a speed.
     network: Option<LinkClass>,
-    /// Between the GPUs of the host, where the ranks are on GPUs.
+    /// Link between the GPUs of the host, if the ranks are on GPUs.
     between_gpus: Option<LinkClass>,
     on_gpu: bool,
 }
 
 impl RankPlace {
-    /// Of a rank of this process.
+    /// Returns the location of a rank of this process.
     pub(crate) fn here(facts: &HostFacts, on_gpu: bool) -> Self {
         RankPlace {
             host: rendezvous::host_name(),
@@ -36,20 +36,21 @@ impl RankPlace {
         }
     }
 
-    /// Of a rank on a CPU.
+    /// Returns the location of a rank on a CPU.
     #[cfg(test)]
     pub(crate) fn of_host(host: &str, network: Option<LinkClass>) -> Self {
         RankPlace { host: host.to_owned(), network, between_gpus: None, on_gpu: false }
     }
 
-    /// Tells all ranks where this one is; returns the places of all, by rank.
+    /// Shares this location with all ranks; returns the locations of all, by rank.
     pub(crate) fn share(&self, world: &dyn Collective) -> Result<Vec<RankPlace>> {
-        let fault =
-            |error: serde_json::Error| Error::internal(format!("cannot tell places of ranks: {error}"));
+        let fault = |error: serde_json::Error| {
+            Error::internal(format!("cannot share the locations of ranks: {error}"))
+        };
         let mut said = serde_json::to_vec(self).map_err(fault)?;
         if said.len() > SAID_BYTES {
             let cause = format!("it takes {} bytes, {SAID_BYTES} at most", said.len());
-            return Err(Error::internal("cannot tell the place of a rank").because(cause));
+            return Err(Error::internal("cannot share the location of a rank").because(cause));
         }
         said.resize(SAID_BYTES, b' ');
         let (own, all) = (RankBuffer::bytes(said)?, RankBuffer::bytes(vec![0; SAID_BYTES * world.size()])?);
@@ -60,8 +61,8 @@ impl RankPlace {
         all.chunks(SAID_BYTES).map(|said| serde_json::from_slice(said).map_err(fault)).collect()
     }
 
-    /// The kind of way to `other`, and what it should carry where that is known; `copy` is what a copy in memory does,
-    /// in 10^9 bytes a second.
+    /// Returns the kind of link to `other` and its expected rate, if known. `copy` is the rate of a
+    /// copy in memory, in 10^9 bytes per second.
     pub(crate) fn way_to(&self, other: &RankPlace, copy: f64) -> PairWay {
         let slower = |mine: &Option<LinkClass>, theirs: &Option<LinkClass>| {
             let (mine, theirs) = (mine.as_ref()?, theirs.as_ref()?);
@@ -79,10 +80,10 @@ impl RankPlace {
     }
 }
 
-/// The way between two ranks.
+/// Link between two ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct PairWay {
-    /// Pairs of one kind are compared with each other.
+    /// Kind of link; pairs of one kind are compared with each other.
     pub(crate) kind: &'static str,
     pub(crate) link: Option<LinkClass>,
 }

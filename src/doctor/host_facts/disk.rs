@@ -1,4 +1,5 @@
-//! How fast a disk writes and reads, by a file of bounded size that has no name, so that nothing is left of it.
+//! Write and read speed of a disk, measured with a file of bounded size. The file has no name, so
+//! that it never remains.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -13,40 +14,41 @@ use crate::doctor::fact_lines::{FactLine, line};
 use crate::runtime::disk_room::DiskRoom;
 use crate::units;
 
-/// Bytes that are written and read, at most.
+/// Largest number of bytes to write and read.
 const FILE_BYTES: u64 = 64 << 20;
 /// Bytes of a single write or read.
 const BLOCK_BYTES: usize = 4 << 20;
-/// How long writing, and reading, may take; what has been done by then is what counts.
+/// Time limit of writing, and of reading. The speed counts the bytes done by then.
 const LIMIT: Duration = Duration::from_secs(1);
 
-/// What a folder's disk does.
+/// Measured speed of a folder's disk.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct DiskSpeed {
-    /// What the folder is for.
+    /// Purpose of the folder.
     name: &'static str,
     folder: PathBuf,
     free_bytes: Option<u64>,
     total_bytes: Option<u64>,
     rates: Option<DiskRates>,
-    /// Why nothing was measured.
+    /// Reason for a missing measurement.
     failure: Option<String>,
 }
 
-/// The rates of a disk, in 10^6 bytes a second.
+/// Rates of a disk, in 10^6 bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 struct DiskRates {
-    /// Until the system says that the data is on the disk.
+    /// Rate of writing, with the time of `fsync`.
     write_mb_per_sec: f64,
     read_mb_per_sec: f64,
-    /// Bytes written, and read again.
+    /// Bytes written and read again.
     bytes: u64,
-    /// Whether the page cache was passed by; else reading may have been from memory.
+    /// True if the page cache was bypassed; else reading may have been from memory.
     direct: bool,
 }
 
 impl DiskSpeed {
-    /// Measures the disk of `folder`, or of the nearest folder above it that exists, which `name` is used for.
+    /// Measures the disk of `folder`, or of its nearest existing parent. `name` is the purpose of
+    /// the folder.
     pub(crate) fn measure(name: &'static str, folder: &Path) -> Self {
         let absolute = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
         let there = absolute.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("/"));
@@ -61,7 +63,7 @@ impl DiskSpeed {
         };
         match room {
             Some(room) if room.free < 2 * FILE_BYTES => {
-                speed(None, Some(format!("not measured: {} are free", units::bytes(room.free))))
+                speed(None, Some(format!("not measured: only {} free", units::bytes(room.free))))
             }
             _ => match rates(there) {
                 Ok(rates) => speed(Some(rates), None),
@@ -70,14 +72,14 @@ impl DiskSpeed {
         }
     }
 
-    /// What people read of it.
+    /// Formats the speed as a line.
     pub(crate) fn line(&self) -> FactLine {
         let rates = match (&self.rates, &self.failure) {
             (Some(rates), _) => rates.text(),
             (None, failure) => failure.clone().unwrap_or_default(),
         };
         let room = self.free_bytes.zip(self.total_bytes).map_or_else(String::new, |(free, total)| {
-            format!(", {} of {} are free", units::bytes(free), units::bytes(total))
+            format!(", {} of {} free", units::bytes(free), units::bytes(total))
         });
         line(format!("disk of the {}", self.name), format!("{}: {rates}{room}", self.folder.display()))
     }
@@ -86,7 +88,7 @@ impl DiskSpeed {
 impl DiskRates {
     fn text(&self) -> String {
         let DiskRates { write_mb_per_sec, read_mb_per_sec, bytes, direct } = self;
-        let cached = if *direct { "" } else { ", perhaps from memory" };
+        let cached = if *direct { "" } else { ", possibly from memory" };
         format!(
             "writes {write_mb_per_sec:.0} MB/s, reads {read_mb_per_sec:.0} MB/s{cached} ({} tried)",
             units::bytes(*bytes)
@@ -94,12 +96,12 @@ impl DiskRates {
     }
 }
 
-/// Writes a file in `folder`, brings it to the disk and reads it again.
+/// Writes a file in `folder`, syncs it to the disk and reads it again.
 fn rates(folder: &Path) -> io::Result<DiskRates> {
     let (file, direct) = nameless(folder)?;
-    // Whole pages, as direct access needs them.
+    // Direct access needs whole pages.
     let mut block = MmapMut::map_anon(BLOCK_BYTES)?;
-    // Random bytes, because some disks and file systems store nothing for zeroes.
+    // Some disks and file systems store nothing for zeroes, so the bytes are random.
     getrandom::fill(&mut block).map_err(|error| io::Error::other(error.to_string()))?;
     let started = Instant::now();
     let written = blocks(FILE_BYTES, |at| file.write_all_at(&block, at))?;
@@ -116,7 +118,8 @@ fn rates(folder: &Path) -> io::Result<DiskRates> {
     Ok(DiskRates { write_mb_per_sec, read_mb_per_sec, bytes: written, direct })
 }
 
-/// Calls `block` for one place after another until `bytes` are done or the time is up, which it looks at after each.
+/// Calls `block` for one offset after another until `bytes` are done or the time limit has passed.
+/// It checks the time after each block.
 fn blocks(bytes: u64, mut block: impl FnMut(u64) -> io::Result<()>) -> io::Result<u64> {
     let (started, mut done) = (Instant::now(), 0);
     while done < bytes && (done == 0 || started.elapsed() < LIMIT) {
@@ -126,7 +129,8 @@ fn blocks(bytes: u64, mut block: impl FnMut(u64) -> io::Result<()>) -> io::Resul
     Ok(done)
 }
 
-/// A new file in `folder` that has lost its name, opened so that it passes by the page cache where the file system can.
+/// Creates a file without a name in `folder`. It bypasses the page cache if the file system can;
+/// the flag is true then.
 fn nameless(folder: &Path) -> io::Result<(File, bool)> {
     let path = folder.join(format!(".finetune-disk-speed-{}", std::process::id()));
     let open = |flags| {
@@ -150,7 +154,7 @@ fn nameless(folder: &Path) -> io::Result<(File, bool)> {
     Ok((file, is_direct))
 }
 
-/// Asks the system to forget what it holds of the file in memory.
+/// Advises the system to drop the file's pages from memory.
 #[cfg(target_os = "linux")]
 fn drop_cached(file: &File) {
     use std::os::fd::AsRawFd;
@@ -158,7 +162,7 @@ fn drop_cached(file: &File) {
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
 }
 
-/// Other systems have no such call.
+/// Does nothing, because other systems have no such call.
 #[cfg(not(target_os = "linux"))]
 fn drop_cached(_file: &File) {}
 

@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::sysfs;
 use crate::doctor::fact_lines::{FactLine, line};
 
-/// What kind of network an interface is on.
+/// Kind of network of an interface.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum NetworkKind {
@@ -21,12 +21,12 @@ pub(crate) enum NetworkKind {
     Roce,
     /// Amazon's Elastic Fabric Adapter.
     Efa,
-    /// No device: bridges, tunnels and what containers have.
+    /// No device: bridges, tunnels and interfaces of containers.
     Virtual,
 }
 
 impl NetworkKind {
-    /// As people read it.
+    /// Returns the name for messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             NetworkKind::Ethernet => "ethernet",
@@ -38,7 +38,7 @@ impl NetworkKind {
         }
     }
 
-    /// Whether it moves data by RDMA, which registers (locks) memory.
+    /// Returns whether the network uses RDMA, which registers (locks) memory.
     pub(crate) fn is_rdma(self) -> bool {
         matches!(self, NetworkKind::Infiniband | NetworkKind::Roce | NetworkKind::Efa)
     }
@@ -49,17 +49,17 @@ impl NetworkKind {
 pub(crate) struct NetworkInterface {
     pub(crate) name: String,
     pub(crate) kind: NetworkKind,
-    /// `up`, `down` or what else the kernel says.
+    /// State: `up`, `down` or another word of the kernel.
     pub(crate) state: String,
-    /// In 10^9 bits a second, where the driver tells.
+    /// Speed in 10^9 bits per second, if the driver reports it.
     pub(crate) gbits_per_sec: Option<f64>,
     pub(crate) driver: Option<String>,
-    /// The PCI function that it belongs to.
+    /// PCI function of the interface.
     pub(crate) pci_address: Option<String>,
     pub(crate) numa_node: Option<u64>,
 }
 
-/// The interfaces below `root` but for the loopback, RDMA devices last.
+/// Returns the interfaces below `root` without the loopback, RDMA devices last.
 pub(crate) fn read(root: &Path) -> Vec<NetworkInterface> {
     let (net, rdma) = (root.join("sys/class/net"), root.join("sys/class/infiniband"));
     let interfaces = sysfs::names(&net).into_iter().filter_map(|name| interface(&net, name));
@@ -74,7 +74,7 @@ const ARP_LOOPBACK: u64 = 772;
 fn interface(folder: &Path, name: String) -> Option<NetworkInterface> {
     let place = folder.join(&name);
     let hardware = sysfs::number(&place.join("type"));
-    // A file that stands among the interfaces, as bonding's.
+    // The folder may also hold files, such as that of bonding.
     if hardware == Some(ARP_LOOPBACK) || !place.is_dir() {
         return None;
     }
@@ -100,7 +100,7 @@ fn interface(folder: &Path, name: String) -> Option<NetworkInterface> {
     })
 }
 
-/// A device of `/sys/class/infiniband`, by its first port.
+/// Reads a device of `/sys/class/infiniband`, by its first port.
 fn rdma_device(folder: &Path, name: String) -> NetworkInterface {
     let place = folder.join(&name);
     let driver = sysfs::link_name(&place.join("device/driver"));
@@ -124,24 +124,24 @@ fn rdma_device(folder: &Path, name: String) -> NetworkInterface {
     }
 }
 
-/// `4: ACTIVE` is up, for people who do not know InfiniBand's words.
+/// Translates `4: ACTIVE` to `up`, the word of network interfaces.
 fn port_state(text: &str) -> String {
     let word = text.split_once(": ").map_or(text, |(_, word)| word).to_lowercase();
     if word == "active" { "up".to_owned() } else { word }
 }
 
-/// The PCI function that the device of an interface lies under.
+/// Returns the PCI function of an interface's device.
 fn pci_address(place: &Path) -> Option<String> {
     sysfs::way(&place.join("device")).into_iter().rev().find(|name| sysfs::is_pci_address(name))
 }
 
 impl NetworkInterface {
-    /// Whether data can go over it now.
+    /// Returns whether the interface is up.
     pub(crate) fn is_up(&self) -> bool {
         self.state == "up"
     }
 
-    /// What people read of it.
+    /// Formats the interface as a line.
     fn line(&self) -> FactLine {
         let speed = match self.gbits_per_sec {
             Some(speed) => format!("{speed} Gb/s"),
@@ -155,7 +155,7 @@ impl NetworkInterface {
     }
 }
 
-/// What people read of all interfaces; those without a device, of which containers make dozens, share a line.
+/// Formats all interfaces. Those without a device, of which containers create dozens, share a line.
 pub(crate) fn lines(interfaces: &[NetworkInterface]) -> Vec<FactLine> {
     let (without_device, devices): (Vec<_>, Vec<_>) =
         interfaces.iter().partition(|interface| interface.kind == NetworkKind::Virtual);
@@ -165,7 +165,7 @@ pub(crate) fn lines(interfaces: &[NetworkInterface]) -> Vec<FactLine> {
         lines.push(line("network, no device", names.join(", ")));
     }
     if lines.is_empty() {
-        lines.push(line("network", "no interface but the loopback can be seen"));
+        lines.push(line("network", "no interface except the loopback"));
     }
     lines
 }

@@ -1,4 +1,5 @@
-//! Limits that the system sets for this process, each with a judgement: what is enough, and how to raise it.
+//! Limits that the system sets for this process, each with the value that is enough and a way to
+//! raise it.
 
 use std::path::Path;
 
@@ -8,45 +9,46 @@ use super::sysfs;
 use crate::doctor::fact_lines::{FactLine, line};
 use crate::units;
 
-/// A limit and what to think of it.
+/// A limit and its judgement.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct LimitFact {
     name: &'static str,
-    /// As the system sets it now; none: unlimited.
+    /// Current value; none: unlimited.
     value: Option<u64>,
-    /// Up to where this process may raise it; none: without limit, or there is no such thing.
+    /// Largest value that this process may set; none: unlimited, or the limit has no such value.
     hard: Option<u64>,
     enough: bool,
-    /// What is enough, for what.
+    /// Value that is enough, with the reason.
     needed: String,
-    /// How to raise it, where it is not enough.
+    /// Ways to raise the limit, if it is too low.
     raise: Option<String>,
     #[serde(skip)]
     is_bytes: bool,
 }
 
-/// Files and sockets: shards of weights and data are open beside several sockets for each rank that one talks to.
+/// Number of open files and sockets that is enough: shards of weights and data, and several sockets
+/// for each peer rank.
 const OPEN_FILES: u64 = 8192;
 
-/// What NVIDIA advises containers to have for NCCL (`docker run --shm-size=1g`).
+/// Bytes that NVIDIA recommends for NCCL in containers (`docker run --shm-size=1g`).
 const SHARED_MEMORY: u64 = 1 << 30;
 
-/// What else bears on the judgement.
+/// Facts that the judgement depends on.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct LimitNeeds {
-    /// There is a network card that moves data by RDMA.
+    /// True if a network card uses RDMA.
     pub(crate) has_rdma: bool,
-    /// Size of /dev/shm in bytes, where it is known.
+    /// Size of /dev/shm in bytes, if known.
     pub(crate) shared_memory: Option<u64>,
-    /// Processors that this process may use.
+    /// Number of processors that this process may use.
     pub(crate) cores: Option<u64>,
-    /// Processors of the machine.
+    /// Number of processors of the machine.
     pub(crate) cores_online: Option<u64>,
-    /// The memory that this process may hold, and that of the machine, in bytes.
+    /// Memory limit of this process, and memory of the machine, in bytes.
     pub(crate) memory: Option<(u64, u64)>,
 }
 
-/// The limits of this process as `root`'s proc(5) tells them, where it does.
+/// Reads the limits of this process from proc(5) below `root`. Unknown limits are left out.
 pub(crate) fn read(root: &Path, needs: &LimitNeeds) -> Vec<LimitFact> {
     let said = sysfs::text(&root.join("proc/self/limits")).unwrap_or_default();
     let locked = process_limit(&said, "Max locked memory").map(|limit| locked_memory(limit, needs.has_rdma));
@@ -60,7 +62,7 @@ pub(crate) fn read(root: &Path, needs: &LimitNeeds) -> Vec<LimitFact> {
 /// Soft and hard limit; none: unlimited.
 type SoftHard = (Option<u64>, Option<u64>);
 
-/// The line `Max open files   1024   524288   files`.
+/// Parses a line such as `Max open files   1024   524288   files`.
 fn process_limit(said: &str, name: &str) -> Option<SoftHard> {
     let rest = said.lines().find_map(|line| line.strip_prefix(name))?;
     let mut words = rest.split_whitespace();
@@ -76,7 +78,7 @@ fn locked_memory((value, hard): SoftHard, has_rdma: bool) -> LimitFact {
     let needed = if has_rdma {
         "unlimited: RDMA locks every buffer that it sends from".to_owned()
     } else {
-        "any, for there is no InfiniBand, RoCE or EFA device; unlimited with one".to_owned()
+        "any value without InfiniBand, RoCE or EFA devices; unlimited with one".to_owned()
     };
     let raise = "`ulimit -l unlimited` after `* - memlock unlimited` in /etc/security/limits.conf; \
                  `docker run --ulimit memlock=-1`; LimitMEMLOCK=infinity in a service";
@@ -98,7 +100,7 @@ fn open_files((value, hard): SoftHard) -> LimitFact {
     } else {
         "`* - nofile 65536` in /etc/security/limits.conf; `docker run --ulimit nofile=65536`"
     };
-    let needed = format!("{OPEN_FILES}: each rank that is talked to takes several sockets");
+    let needed = format!("{OPEN_FILES}: each peer rank needs several sockets");
     LimitFact {
         name: "open files",
         value,
@@ -128,7 +130,7 @@ fn shared_memory(bytes: u64) -> LimitFact {
     }
 }
 
-/// None where this process may use all that there are.
+/// Returns none if this process may use all processors.
 fn cores(here: u64, all: u64) -> Option<LimitFact> {
     (here < all).then(|| LimitFact {
         name: "cores",
@@ -136,7 +138,7 @@ fn cores(here: u64, all: u64) -> Option<LimitFact> {
         hard: None,
         enough: true,
         needed: format!(
-            "the {all} of this machine at most: affinity (taskset, Slurm) or a control group's cpu.max \
+            "at most the {all} of this machine: affinity (taskset, Slurm) or a control group's cpu.max \
              (`docker run --cpus`) leaves fewer"
         ),
         raise: None,
@@ -144,7 +146,7 @@ fn cores(here: u64, all: u64) -> Option<LimitFact> {
     })
 }
 
-/// None where no control group sets a limit under the memory of the machine.
+/// Returns none if no control group sets a limit below the memory of the machine.
 fn memory(here: u64, all: u64) -> Option<LimitFact> {
     (here < all).then(|| LimitFact {
         name: "memory of the control group",
@@ -165,7 +167,7 @@ fn said_unless(enough: bool, raise: &str) -> Option<String> {
 }
 
 impl LimitFact {
-    /// What people read of it.
+    /// Formats the limit as a line.
     pub(crate) fn line(&self) -> FactLine {
         let value = match self.value {
             None => "unlimited".to_owned(),

@@ -1,8 +1,8 @@
-//! What the machine is made of as far as ranks, networks and disks are concerned: network interfaces, NUMA nodes, the PCI
-//! Express topology of GPUs and network cards, NVLink, NCCL's network plugins, limits, and on request the speed of disks.
+//! Facts about the machine: network interfaces, NUMA nodes, the PCI Express topology of GPUs and
+//! network cards, NVLink, NCCL's network plugins, limits, and on request the speed of disks.
 //!
-//! Every reader takes the root folder below which the kernel's files lie (`/`), so that tests show it other machines. A
-//! file that is missing or strange leaves a fact unknown and is never an error.
+//! Every reader takes the root folder of the kernel's files (`/`), so that tests can show it other
+//! machines. A missing or malformed file leaves a fact unknown and is never an error.
 
 pub(crate) mod disk;
 mod interfaces;
@@ -31,15 +31,15 @@ use super::fact_lines::{FactLine, line};
 use crate::runtime::disk_room::DiskRoom;
 use crate::runtime::machine;
 
-/// What the machine is made of.
+/// Facts about the machine.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct HostFacts {
     interfaces: Vec<NetworkInterface>,
     numa_nodes: Vec<NumaNode>,
     pci: Vec<PciDevice>,
-    /// For each GPU the network cards that are nearest.
+    /// Nearest network cards of each GPU, by the GPU's address.
     nearest_nics: BTreeMap<String, NearestNics>,
-    /// By the GPU's address; none where NVIDIA's library does not tell.
+    /// Links by the GPU's address; none if NVIDIA's library does not answer.
     nvlinks: Option<BTreeMap<String, NvLinks>>,
     network_plugins: NetworkPlugins,
     limits: Vec<LimitFact>,
@@ -49,21 +49,21 @@ pub(crate) struct HostFacts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct NearestNics {
     distance: PciDistance,
-    /// Their PCI addresses.
+    /// PCI addresses of the cards.
     nics: Vec<String>,
 }
 
-/// A path between two ranks, and what it should carry in one direction.
+/// Kind of a link between two ranks, and its expected rate in one direction.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct LinkClass {
-    /// Such as `NVLink` or `100 Gb/s EFA`.
+    /// Name, such as `NVLink` or `100 Gb/s EFA`.
     pub(crate) name: String,
-    /// 10^9 bytes a second.
+    /// Rate in 10^9 bytes per second.
     pub(crate) gbytes_per_sec: f64,
 }
 
 impl HostFacts {
-    /// Of this machine.
+    /// Reads the facts of this machine.
     pub(crate) fn of_this_machine() -> Self {
         let root = Path::new("/");
         let variable = |name| std::env::var(name).ok();
@@ -72,7 +72,8 @@ impl HostFacts {
         Self::read(root, plugins, nvlink::read)
     }
 
-    /// Of the machine whose files lie below `root`; `nvlinks` tells the links of the NVIDIA GPUs at these addresses.
+    /// Reads the facts of the machine with its files below `root`. `nvlinks` returns the links of
+    /// the NVIDIA GPUs at the given addresses.
     fn read(
         root: &Path,
         network_plugins: NetworkPlugins,
@@ -107,7 +108,7 @@ impl HostFacts {
         }
     }
 
-    /// What people read of all of it.
+    /// Formats all facts as lines.
     pub(crate) fn lines(&self) -> Vec<FactLine> {
         let mut lines: Vec<FactLine> = self.numa_nodes.iter().map(NumaNode::line).collect();
         lines.extend(interfaces::lines(&self.interfaces));
@@ -125,7 +126,7 @@ impl HostFacts {
         lines
     }
 
-    /// What a GPU is next to.
+    /// Describes the links and the nearest network cards of a GPU.
     fn near_gpu(&self, gpu: &PciDevice) -> Vec<String> {
         let links = match &self.nvlinks {
             Some(links) => links.get(&gpu.address).map(NvLinks::text),
@@ -137,7 +138,7 @@ impl HostFacts {
         links.into_iter().chain(near).collect()
     }
 
-    /// The interfaces that a network card has.
+    /// Describes the interfaces of a network card.
     fn interfaces_of(&self, card: &PciDevice) -> Vec<String> {
         let of_card = |interface: &&NetworkInterface| interface.pci_address.as_deref() == Some(&card.address);
         let names: Vec<&str> =
@@ -151,7 +152,7 @@ impl HostFacts {
         }
     }
 
-    /// The fastest network interface that is up and tells its speed.
+    /// Returns the fastest network interface that is up and reports its speed.
     pub(crate) fn network(&self) -> Option<LinkClass> {
         let is_used = |interface: &&NetworkInterface| interface.is_up();
         let fastest = self.interfaces.iter().filter(is_used).filter_map(|interface| {
@@ -162,8 +163,8 @@ impl HostFacts {
         Some(LinkClass { name, gbytes_per_sec: gbits / 8.0 })
     }
 
-    /// The slowest way between the GPUs of this machine: NVLink where all have links, else PCI Express; none without
-    /// GPUs.
+    /// Returns the slowest link between the GPUs of this machine: NVLink if all GPUs have it, else
+    /// PCI Express; none without GPUs.
     pub(crate) fn between_gpus(&self) -> Option<LinkClass> {
         let gpus = || self.pci.iter().filter(|device| device.role == PciRole::Gpu && device.is_nvidia());
         let rate = |gpu: &PciDevice| self.nvlinks.as_ref()?.get(&gpu.address)?.gbytes_per_sec();
@@ -181,7 +182,7 @@ impl HostFacts {
     }
 }
 
-/// For each GPU the network cards at the least distance.
+/// Returns for each GPU the network cards at the least distance.
 fn nearest_nics(pci: &[PciDevice]) -> BTreeMap<String, NearestNics> {
     let of_gpu = |gpu: &PciDevice| {
         let cards = pci.iter().filter(|device| device.role == PciRole::Nic);

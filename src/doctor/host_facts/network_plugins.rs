@@ -1,4 +1,4 @@
-//! Plugins by which NCCL uses networks that it does not know itself, such as Amazon's EFA.
+//! Plugins by which NCCL uses networks without built-in support, such as Amazon's EFA.
 
 use std::path::{Path, PathBuf};
 
@@ -6,10 +6,10 @@ use serde::Serialize;
 
 use super::sysfs;
 
-/// Where the plugin for EFA comes from.
+/// Source of the plugin for EFA.
 const EFA_PLUGIN: &str = "https://github.com/aws/aws-ofi-nccl";
 
-/// Where Amazon's installers put the plugin, which the loader does not search.
+/// Folders in which Amazon's installers put the plugin. The loader does not search them.
 const OUTSIDE: [&str; 4] = [
     "opt/amazon/ofi-nccl/lib",
     "opt/amazon/ofi-nccl/lib/x86_64-linux-gnu",
@@ -17,7 +17,7 @@ const OUTSIDE: [&str; 4] = [
     "opt/aws-ofi-nccl/lib",
 ];
 
-/// Where the loader looks when nobody says otherwise.
+/// Folders that the loader searches by default.
 const DEFAULT_FOLDERS: [&str; 7] = [
     "lib",
     "lib64",
@@ -35,13 +35,13 @@ pub(crate) struct NetworkPlugins {
     found: Vec<PathBuf>,
     /// Files in folders that the loader does not search.
     outside: Vec<PathBuf>,
-    /// What `NCCL_NET_PLUGIN` asks for.
+    /// Value of `NCCL_NET_PLUGIN`.
     asked: Option<String>,
 }
 
 impl NetworkPlugins {
-    /// Looks below `root`, in the folders of `library_path` (the variable `LD_LIBRARY_PATH`) first; `asked` is what the
-    /// variable `NCCL_NET_PLUGIN` says.
+    /// Searches below `root`, in the folders of `library_path` (the variable `LD_LIBRARY_PATH`)
+    /// first. `asked` is the value of the variable `NCCL_NET_PLUGIN`.
     pub(crate) fn read(root: &Path, library_path: &str, asked: Option<String>) -> Self {
         let folders = loader_folders(root, library_path);
         let outside =
@@ -52,7 +52,7 @@ impl NetworkPlugins {
         NetworkPlugins { found, outside, asked }
     }
 
-    /// What people read of it, where this machine has EFA devices or has not.
+    /// Describes the plugins. `has_efa`: this machine has EFA devices.
     pub(crate) fn text(&self, has_efa: bool) -> String {
         let list = |files: &[PathBuf]| {
             files.iter().map(|file| file.display().to_string()).collect::<Vec<_>>().join(", ")
@@ -77,7 +77,8 @@ impl NetworkPlugins {
     }
 }
 
-/// The folders that the loader searches: those of the variable, of `ld.so.conf`, and its own.
+/// Returns the folders that the loader searches: those of the variable, of `ld.so.conf`, and its
+/// own.
 fn loader_folders(root: &Path, library_path: &str) -> Vec<PathBuf> {
     let conf = root.join("etc/ld.so.conf.d");
     let files = std::iter::once(root.join("etc/ld.so.conf"));
@@ -93,7 +94,7 @@ fn loader_folders(root: &Path, library_path: &str) -> Vec<PathBuf> {
     folders
 }
 
-/// The plugins that lie in a folder.
+/// Returns the plugins in a folder.
 fn plugins_in(folder: &Path) -> Vec<PathBuf> {
     let is_plugin = |name: &String| name.starts_with("libnccl-net") && name.ends_with(".so");
     sysfs::names(folder).into_iter().filter(is_plugin).map(|name| folder.join(name)).collect()

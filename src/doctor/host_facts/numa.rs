@@ -12,13 +12,13 @@ use crate::units;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct NumaNode {
     pub(crate) number: u32,
-    /// Its processors, as the kernel lists them: `0-31,64-95`.
+    /// Processors of the node in the kernel's format: `0-31,64-95`.
     pub(crate) cpus: String,
-    /// Its memory in bytes, where the kernel tells.
+    /// Memory of the node in bytes, if the kernel reports it.
     pub(crate) memory_bytes: Option<u64>,
 }
 
-/// The nodes below `root`, in order of their numbers; none where the kernel tells of none.
+/// Returns the nodes below `root`, in order of their numbers; none if the kernel reports none.
 pub(crate) fn read(root: &Path) -> Vec<NumaNode> {
     let folder = root.join("sys/devices/system/node");
     let node = |name: String| {
@@ -35,7 +35,7 @@ pub(crate) fn read(root: &Path) -> Vec<NumaNode> {
     nodes
 }
 
-/// The line `Node 0 MemTotal:  11626700 kB`, in bytes.
+/// Returns the bytes of the line `Node 0 MemTotal:  11626700 kB`.
 fn total(meminfo: &str) -> Option<u64> {
     meminfo
         .lines()
@@ -43,7 +43,7 @@ fn total(meminfo: &str) -> Option<u64> {
 }
 
 impl NumaNode {
-    /// What people read of it.
+    /// Formats the node as a line.
     pub(crate) fn line(&self) -> FactLine {
         let cpus = if self.cpus.is_empty() { "no CPUs".to_owned() } else { format!("CPUs {}", self.cpus) };
         let memory = self.memory_bytes.map_or_else(|| "memory unknown".to_owned(), units::bytes);

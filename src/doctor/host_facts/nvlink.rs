@@ -1,8 +1,9 @@
-//! NVLink: which links of each GPU are active and where they lead, by NVIDIA's management library (NVML), which comes with
-//! the driver and is found at run time.
+//! Active NVLinks of each GPU and their remote ends, from NVIDIA's management library (NVML). The
+//! library comes with the driver and is loaded at run time.
 //!
-//! The table is ours because six functions are needed of some four hundred, and a crate for them would bring a second
-//! version of the loader's crate. Names, layouts and values are those of `nvml.h`, in which they stay the same.
+//! finetune binds the functions itself: it needs six of some four hundred, and a crate for them
+//! would bring a second version of `libloading`. Names, layouts and values are those of `nvml.h`,
+//! which keeps them stable.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
@@ -14,14 +15,16 @@ use serde::Serialize;
 pub(crate) struct NvLinks {
     /// Number of active links.
     pub(crate) active: usize,
-    /// The generation, as a value of `nvmlNvlinkVersion_t`: 1 is 1.0, 2 and 3 are 2.x, 4 and 5 are 3.x, 6 is 4.0, 7 is 5.0.
+    /// Generation as a value of `nvmlNvlinkVersion_t`: 1 is 1.0, 2 and 3 are 2.x, 4 and 5 are 3.x,
+    /// 6 is 4.0, 7 is 5.0.
     pub(crate) version: Option<u32>,
-    /// The PCI addresses that they lead to (GPUs or NVSwitches), with the number of links to each.
+    /// PCI addresses of the remote ends (GPUs or NVSwitches), with the number of links to each.
     pub(crate) remotes: BTreeMap<String, usize>,
 }
 
 impl NvLinks {
-    /// 10^9 bytes a second in one direction over all links (NVIDIA's data sheets: 20, 25 or 50 GB/s each).
+    /// Returns 10^9 bytes per second in one direction over all links (NVIDIA's data sheets: 20, 25
+    /// or 50 GB/s each).
     pub(crate) fn gbytes_per_sec(&self) -> Option<f64> {
         let each = match self.version? {
             1 => 20.0,
@@ -32,7 +35,7 @@ impl NvLinks {
         Some(each * self.active as f64)
     }
 
-    /// What people read of it.
+    /// Describes the links.
     pub(crate) fn text(&self) -> String {
         if self.active == 0 {
             return "no active NVLink".to_owned();
@@ -70,15 +73,17 @@ type HandleByAddress = unsafe extern "C" fn(*const c_char, *mut RawDevice) -> c_
 type LinkState = unsafe extern "C" fn(RawDevice, c_uint, *mut c_uint) -> c_int;
 type RemoteAddress = unsafe extern "C" fn(RawDevice, c_uint, *mut PciInfo) -> c_int;
 
-/// The links of the GPUs at `addresses`, by address; none where the library is missing or does not start.
+/// Returns the links of the GPUs at `addresses`, by address; none if the library is missing or does
+/// not start.
 pub(crate) fn read(addresses: &[String]) -> Option<BTreeMap<String, NvLinks>> {
     if addresses.is_empty() {
         return None;
     }
     // SAFETY: NVIDIA's library only reads the environment as it is loaded.
     let library = unsafe { libloading::Library::new("libnvidia-ml.so.1") }.ok()?;
-    // SAFETY: the signatures are those of nvml.h; the functions are called while `library` lives, after `init` has said
-    // that they may be, with a device that the library gave and memory of the sizes that it writes.
+    // SAFETY: the signatures are those of nvml.h; the functions are called while `library` lives,
+    // after `init` has succeeded, with a device from the library and memory of the sizes that it
+    // writes.
     unsafe {
         let init: unsafe extern "C" fn() -> c_int = *library.get(b"nvmlInit_v2").ok()?;
         let shutdown: unsafe extern "C" fn() -> c_int = *library.get(b"nvmlShutdown").ok()?;
@@ -101,10 +106,10 @@ pub(crate) fn read(addresses: &[String]) -> Option<BTreeMap<String, NvLinks>> {
     }
 }
 
-/// The active links of a device.
+/// Returns the active links of a device.
 ///
 /// # Safety
-/// The functions are those of a library that is initialized, and `device` is one that it gave.
+/// The functions come from an initialized library, and `device` comes from it too.
 unsafe fn links_of(
     device: RawDevice,
     state: LinkState,
@@ -138,7 +143,8 @@ unsafe fn links_of(
     links
 }
 
-/// NVML writes the domain with eight digits, and letters large; the kernel with four, and small.
+/// Converts an address of NVML, with eight digits of domain and capital letters, to the kernel's
+/// form, with four digits and small letters.
 fn short_address(address: &str) -> String {
     let address = address.to_lowercase();
     address.strip_prefix("0000").filter(|rest| rest.find(':') == Some(4)).unwrap_or(&address).to_owned()
@@ -148,7 +154,7 @@ fn short_address(address: &str) -> String {
 mod tests {
     use super::*;
 
-    /// All links together, one direction, as the data sheets have it (P100, V100, A100, H100, B200).
+    /// Rates of all links in one direction by the data sheets (P100, V100, A100, H100, B200).
     #[test]
     fn rates_of_generations() {
         for (version, active, rate) in

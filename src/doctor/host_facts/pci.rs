@@ -1,5 +1,5 @@
-//! GPUs and network cards on the PCI Express bus: where they are, how fast their link is, and which card is next to which
-//! GPU.
+//! GPUs and network cards on the PCI Express bus: address, speed of the link, and distance between
+//! devices.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::sysfs;
 
-/// What a PCI function does, of those that matter here.
+/// Role of a PCI function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum PciRole {
@@ -17,18 +17,19 @@ pub(crate) enum PciRole {
     Nic,
 }
 
-/// The link between a device and what is above it.
+/// Link between a device and its upstream port.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct PcieLink {
-    /// Of each lane, in 10^9 transfers a second.
+    /// Rate of each lane, in 10^9 transfers per second.
     pub(crate) gt_per_sec: f64,
     /// Number of lanes.
     pub(crate) lanes: u64,
 }
 
 impl PcieLink {
-    /// 10^9 bytes a second in one direction, without the headers of packets: 8 of 10 bits carry data up to 5 GT/s, 128 of
-    /// 130 up to 32 GT/s, 242 of 256 bytes from 64 GT/s on (PCI Express base specification 6.0).
+    /// Returns 10^9 bytes per second in one direction, without the headers of packets: 8 of 10 bits
+    /// carry data up to 5 GT/s, 128 of 130 up to 32 GT/s, 242 of 256 bytes from 64 GT/s on (PCI
+    /// Express base specification 6.0).
     pub(crate) fn gbytes_per_sec(self) -> f64 {
         let coded = match self.gt_per_sec {
             rate if rate <= 5.0 => 8.0 / 10.0,
@@ -42,31 +43,31 @@ impl PcieLink {
 /// A GPU or a network card.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PciDevice {
-    /// Such as `0000:3b:00.0`.
+    /// Address, such as `0000:3b:00.0`.
     pub(crate) address: String,
     pub(crate) role: PciRole,
     pub(crate) vendor: u32,
     pub(crate) device: u32,
-    /// The model, where a driver tells.
+    /// Model, if a driver reports it.
     pub(crate) name: Option<String>,
     pub(crate) driver: Option<String>,
     pub(crate) numa_node: Option<u64>,
-    /// The fastest that device and slot can; an idle GPU slows its link down.
+    /// Fastest link of device and slot; an idle GPU slows its link down.
     pub(crate) link: Option<PcieLink>,
-    /// As it runs now.
+    /// Current link.
     pub(crate) link_now: Option<PcieLink>,
-    /// The host bridge and the ports above it, from the processor on.
+    /// Host bridge and ports above the device, from the processor on.
     #[serde(skip)]
     pub(crate) above: Vec<String>,
 }
 
-/// NVIDIA's number as a vendor of PCI devices.
+/// PCI vendor number of NVIDIA.
 const NVIDIA: u32 = 0x10de;
-/// Amazon's, and what its numbers of EFA devices have in common.
+/// PCI vendor number of Amazon, and the range of its EFA device numbers.
 const AMAZON: u32 = 0x1d0f;
 const EFA_DEVICES: std::ops::RangeInclusive<u32> = 0xefa0..=0xefaf;
 
-/// The GPUs and network cards below `root`, in order of their addresses.
+/// Returns the GPUs and network cards below `root`, in order of their addresses.
 pub(crate) fn read(root: &Path) -> Vec<PciDevice> {
     let folder = root.join("sys/bus/pci/devices");
     let mut addresses = sysfs::names(&folder);
@@ -97,7 +98,8 @@ fn device(root: &Path, place: &Path, address: String) -> Option<PciDevice> {
     })
 }
 
-/// `16.0 GT/s PCIe` and `16`; a link that is off has 0 lanes, one that is not known 255.
+/// Reads a link from texts such as `16.0 GT/s PCIe` and `16`. A link that is off has 0 lanes, an
+/// unknown one 255.
 fn link(place: &Path, which: &str) -> Option<PcieLink> {
     let rate = sysfs::text(&place.join(format!("{which}_link_speed")))?;
     let gt_per_sec =
@@ -106,17 +108,17 @@ fn link(place: &Path, which: &str) -> Option<PcieLink> {
     (1..=32).contains(&lanes).then_some(PcieLink { gt_per_sec, lanes })
 }
 
-/// What NVIDIA's driver calls the GPU at this address.
+/// Returns the model name of the GPU at this address, from NVIDIA's driver.
 fn nvidia_model(root: &Path, address: &str) -> Option<String> {
     let said = sysfs::text(&root.join("proc/driver/nvidia/gpus").join(address).join("information"))?;
     said.lines().find_map(|line| line.strip_prefix("Model:")).map(|name| name.trim().to_owned())
 }
 
-/// How far two devices are from each other, in the words and the order of `nvidia-smi topo`.
+/// Distance of two devices, in the terms and the order of `nvidia-smi topo`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub(crate) enum PciDistance {
-    /// One switch lies between them.
+    /// One switch between them.
     Pix,
     /// Several switches, no host bridge.
     Pxb,
@@ -129,7 +131,7 @@ pub(crate) enum PciDistance {
 }
 
 impl PciDistance {
-    /// As people read it.
+    /// Describes the distance for messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             PciDistance::Pix => "behind the same PCIe switch (PIX)",
@@ -146,16 +148,16 @@ impl PciDevice {
         self.vendor == NVIDIA
     }
 
-    /// Whether this is an EFA device, also where its driver is missing.
+    /// Returns whether this is an EFA device, even without its driver.
     pub(crate) fn is_efa(&self) -> bool {
         self.vendor == AMAZON && EFA_DEVICES.contains(&self.device)
     }
 
-    /// How far `other` is; none where neither bus nor NUMA nodes are known.
+    /// Returns the distance to `other`; none if neither bus nor NUMA nodes are known.
     pub(crate) fn distance(&self, other: &PciDevice) -> Option<PciDistance> {
         let shared = self.above.iter().zip(&other.above).take_while(|(mine, theirs)| mine == theirs).count();
-        // Above a device is the downstream port of its switch, above that the upstream port, then the root port: two
-        // that share the upstream port meet in one switch.
+        // Above a device are the downstream port of its switch, the upstream port, and the root
+        // port. Two devices that share the upstream port are on one switch.
         let below = self.above.len().max(other.above.len()).saturating_sub(shared);
         match shared {
             0 => match (self.numa_node, other.numa_node) {
@@ -169,7 +171,7 @@ impl PciDevice {
         }
     }
 
-    /// What people read of it, without its name.
+    /// Describes the device without its address.
     pub(crate) fn text(&self) -> String {
         let vendor = match self.vendor {
             NVIDIA => "NVIDIA",

@@ -1,4 +1,5 @@
-//! Other machines, as trees of files: a host of eight GPUs, a laptop, a container that shows nothing, and nonsense.
+//! Tests on other machines as trees of files: a host of eight GPUs, a laptop, an empty container,
+//! and malformed files.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -6,7 +7,7 @@ use std::path::Path;
 
 use super::*;
 
-/// The files of a machine in a temporary folder.
+/// Files of a machine in a temporary folder.
 struct FakeMachine(tempfile::TempDir);
 
 impl FakeMachine {
@@ -37,7 +38,7 @@ impl FakeMachine {
         self.write(&format!("{folder}/meminfo"), &meminfo);
     }
 
-    /// A PCI function at the end of `way`, of which the last name is its address.
+    /// Adds a PCI function at the end of `way`; the last name is its address.
     fn pci(&self, way: &str, numbers: (&str, &str, &str), numa: i32, driver: Option<&str>) {
         let (folder, address) = (format!("sys/devices/{way}"), way.rsplit('/').next().unwrap());
         let (class, vendor, device) = numbers;
@@ -82,7 +83,8 @@ fn value<'a>(text: &'a str, name: &str) -> &'a str {
     line.unwrap_or_else(|| panic!("no {name} in {text}"))[name.len()..].trim()
 }
 
-/// The way to a GPU (`card` 0) or network card (1 and on) behind switch `switch` of eight, four at each processor.
+/// Returns the path to a GPU (`card` 0) or network card (1 and on) behind switch `switch` of eight,
+/// four at each processor.
 fn way(switch: usize, card: usize) -> String {
     let bus = 0x10 + 0x10 * switch;
     format!(
@@ -96,7 +98,8 @@ fn way(switch: usize, card: usize) -> String {
 const EFA: (&str, &str, &str) = ("0x020000", "0x1d0f", "0xefa2");
 const H100: (&str, &str, &str) = ("0x030200", "0x10de", "0x2330");
 
-/// A host as those of Amazon's with eight H100 are: a switch for each GPU, with an EFA device beside it.
+/// Builds a host like Amazon's with eight H100: a switch for each GPU, with an EFA device beside
+/// it.
 fn eight_gpus() -> FakeMachine {
     let machine = FakeMachine::new();
     machine.node(0, "0-47,96-143", 1_056_000_000);
@@ -165,7 +168,7 @@ fn a_host_of_eight_gpus() {
     assert_eq!(json["interfaces"][0]["kind"], "virtual");
 }
 
-/// A plugin that lies where the loader does not look is found and said so; one that the loader finds is enough.
+/// A plugin outside of the loader's folders is reported; one inside them is enough.
 #[test]
 fn a_plugin_for_efa() {
     let machine = eight_gpus();
@@ -250,12 +253,12 @@ fn a_container_that_shows_nothing() {
     let facts = machine.facts();
     assert!(facts.interfaces.is_empty() && facts.pci.is_empty() && facts.numa_nodes.is_empty());
     let text = machine.text(&facts);
-    assert_eq!(value(&text, "network"), "no interface but the loopback can be seen");
+    assert_eq!(value(&text, "network"), "no interface except the loopback");
     assert!(!text.contains("limit open files"), "{text}");
     assert!(serde_json::to_string(&facts).unwrap().contains("\"nvlinks\":null"));
 }
 
-/// Files where folders should be, folders where files should be, links to nowhere, numbers that are none.
+/// Files in place of folders, folders in place of files, broken links, and invalid numbers.
 #[test]
 fn nonsense_is_left_out() {
     let machine = FakeMachine::new();
@@ -287,7 +290,7 @@ fn nonsense_is_left_out() {
     assert_eq!(facts.numa_nodes.len(), 1);
 }
 
-/// What this machine has can be read, whatever it is.
+/// The facts of this machine can be read.
 #[test]
 fn this_machine() {
     let facts = HostFacts::of_this_machine();

@@ -1,4 +1,5 @@
-//! Ways to train a model on some hardware, in the order of how much of it changes, and what would make a recipe faster.
+//! Suggests ways to train a model on given hardware, from the most thorough to the smallest, and
+//! changes that make a recipe faster.
 
 use serde::Serialize;
 
@@ -7,53 +8,54 @@ use super::{SizingRequest, named};
 use crate::error::Result;
 use crate::recipe::{AdapterInit, AutoOr, MasterWeights, Offload, Recipe, Recompute, StateDtype, Strategy};
 
-/// The part of a step's time that a change must save to be told.
+/// The smallest speedup that finetune reports, as a part of the current speed.
 const WORTH: f64 = 0.1;
-/// Most doublings of a micro-batch that are tried.
+/// Most doublings of a micro-batch to try.
 const DOUBLINGS: u32 = 5;
 
-/// A way to train, with what it needs.
+/// One way to train, with its needs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RecipeChange {
     /// The way in words.
     pub what: &'static str,
-    /// As it is typed beside the command at hand.
+    /// The flags to add to the current command.
     pub typed: String,
-    /// What that command must lose, which no flag takes back: `[section]`, or `section.key`.
+    /// Parts of the current command to remove, since no flag undoes them: `[section]`, or
+    /// `section.key`.
     pub left_out: Vec<String>,
     /// The strategy over the ranks.
     pub strategy: String,
-    /// What is computed a second time.
+    /// The value of `train.recompute`.
     pub recompute: String,
     /// Bytes that a rank needs.
     pub bytes: u64,
-    /// Of host memory.
+    /// Bytes of host memory that a rank needs.
     pub host_bytes: u64,
-    /// Whether the devices have them.
+    /// True if device and host memory suffice.
     pub fits: bool,
-    /// Whether it is the first that fits.
+    /// True if it is the first way that fits.
     pub first: bool,
-    /// Tokens a second of all ranks.
+    /// Tokens a second over all ranks.
     pub tokens_per_sec: Option<f64>,
     /// The cost of a billion tokens.
     pub cost_per_billion: Option<f64>,
 }
 
-/// A change of the recipe that makes it faster.
+/// A change that makes the recipe faster.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Improvement {
-    /// As it is typed beside the command at hand.
+    /// The flags to add to the current command.
     pub typed: String,
-    /// How many times as fast.
+    /// The speedup as a factor.
     pub speedup: f64,
-    /// Bytes that a rank needs then.
+    /// Bytes that a rank needs with the change.
     pub bytes: u64,
 }
 
-/// A way in words, and what it does to a recipe that trains all weights.
+/// A way in words, and its change to a recipe that trains all weights.
 struct TrainingOption {
     what: &'static str,
-    /// Through an adapter.
+    /// True if it trains an adapter.
     adapts: bool,
     apply: fn(&mut Recipe),
 }
@@ -103,7 +105,7 @@ fn recompute(recipe: &mut Recipe) {
     recipe.train.recompute = AutoOr::Fixed(Recompute::Block);
 }
 
-/// With recomputing, over as many rows a step.
+/// Enables recomputing with one row a micro-batch, and keeps the rows of a step.
 fn one_row(recipe: &mut Recipe) {
     recompute(recipe);
     let rows = recipe.train.accumulation().saturating_mul(recipe.train.micro_batch_rows());
@@ -111,7 +113,7 @@ fn one_row(recipe: &mut Recipe) {
     recipe.train.micro_batch_size = AutoOr::Fixed(1);
 }
 
-/// Puts keys back that have no effect on this way, and would be refused.
+/// Resets keys that have no effect on this way and would be refused.
 fn without_conflicts(recipe: &mut Recipe) {
     recipe.parallel.shard_size = None;
     if recipe.parallel.offload != Offload::Params {
@@ -127,7 +129,7 @@ fn without_conflicts(recipe: &mut Recipe) {
 }
 
 impl SizingRequest<'_> {
-    /// What each way needs, over the best strategy for it.
+    /// Returns the needs of each way, with its best strategy.
     pub(super) fn leaves(&self) -> Result<Vec<RecipeChange>> {
         let mut plain = self.recipe.clone();
         plain.quantization = None;
@@ -135,7 +137,8 @@ impl SizingRequest<'_> {
         plain.parallel.offload = Offload::None;
         plain.train.recompute = AutoOr::Fixed(Recompute::None);
         (plain.optimizer.state, plain.optimizer.master) = (StateDtype::F32, MasterWeights::F32);
-        // Weights that are stored in 4 or 8 bits train through adapters alone; f32 has no smaller weights to train.
+        // Weights stored in 4 or 8 bits train through adapters only; in f32 the option without
+        // masters saves nothing.
         let stored = self.inputs.base.files.is_some()
             && self.inputs.base.format.is_some()
             && self.recipe.quantization.is_none();
@@ -166,7 +169,8 @@ impl SizingRequest<'_> {
 
     fn leaf(&self, what: &'static str, recipe: &Recipe) -> Result<RecipeChange> {
         let mut leaf = self.leaf_over(what, recipe)?;
-        // What is picked by itself sends least; another strategy may be faster where each rank updates its part alone.
+        // The automatic choice sends least. Another strategy may be faster if each rank updates
+        // only its part.
         let others = if self.world.all > 1 { &[Strategy::Zero1, Strategy::Fsdp][..] } else { &[] };
         for &strategy in others {
             let mut recipe = recipe.clone();
@@ -201,7 +205,8 @@ impl SizingRequest<'_> {
         })
     }
 
-    /// Changes of the recipe that keep what it trains and make it faster by a tenth or more, the best first.
+    /// Returns changes that keep the trained parameters and raise the speed by a tenth or more, the
+    /// best first.
     pub(super) fn better(&self, now: Option<&StepTime>) -> Result<Vec<Improvement>> {
         let Some(now) = now else { return Ok(Vec::new()) };
         let mut found = Vec::new();
@@ -220,7 +225,7 @@ impl SizingRequest<'_> {
         Ok(found)
     }
 
-    /// The recipe with one thing changed.
+    /// Returns variants of the recipe with one thing changed.
     fn variations(&self) -> Vec<Recipe> {
         let mut all = Vec::new();
         let mut push = |change: &dyn Fn(&mut Recipe)| {

@@ -1,4 +1,4 @@
-//! A [`Sizing`] in a few lines, the answer first.
+//! Formats a [`Sizing`] in a few lines, the answer first.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use super::text::gigabytes;
 use crate::units;
 
 impl Sizing {
-    /// The plan in a few lines: whether it fits, time, cost and the best alternative.
+    /// Returns the plan in a few lines: if it fits, time, cost and the best alternative.
     pub fn answer_first(&self) -> String {
         let mut text = String::new();
         let on = self.hardware.as_ref().map_or_else(|| "this machine".to_owned(), super::Hardware::text);
@@ -44,7 +44,7 @@ impl Sizing {
         text
     }
 
-    /// Bytes that a rank needs beside those that it may plan with.
+    /// Returns the memory that a rank needs and the memory it may use, as text.
     pub fn memory_in_short(&self) -> String {
         let needed = gigabytes(self.bytes);
         let mut text = match self.budget {
@@ -58,7 +58,7 @@ impl Sizing {
         text
     }
 
-    /// The way to train this model that fits and changes least, as it is typed.
+    /// Returns the way to train this model that fits and changes least, with its flags.
     pub fn alternative(&self) -> Option<String> {
         let leaf = self.leaves.iter().find(|leaf| leaf.first)?;
         let typed = match leaf.typed.split_once(", without ") {

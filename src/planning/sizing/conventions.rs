@@ -1,39 +1,39 @@
-//! Rules of thumb for the memory of full training that people quote, each with the dtypes that it assumes: none of them
-//! counts activations.
+//! Common rules of thumb for the memory of full training, each with the dtypes that it assumes.
+//! None of them counts activations.
 
 use serde::Serialize;
 
 use crate::parallel::ShardingStrategy;
 
-/// A rule of so many bytes a parameter.
+/// A rule of thumb with its bytes per parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RuleOfThumb {
-    /// How it is quoted.
+    /// The formula as people quote it.
     pub rule: &'static str,
     /// Bytes a parameter.
     pub bytes_per_parameter: u64,
-    /// What it assumes.
+    /// The dtypes that it assumes.
     pub assumes: &'static str,
-    /// Bytes of the model at hand on each rank, by the strategy at hand.
+    /// Bytes of this model on each rank, with the current strategy.
     pub bytes: u64,
-    /// The same by each strategy over all ranks.
+    /// Bytes of this model on each rank, for each strategy over all ranks.
     pub by_strategy: StrategyBytes,
 }
 
-/// Bytes on each rank where all of it, all but the states, the weights, or nothing has a copy on every rank.
+/// Bytes on each rank, by the tensors that the strategy shards.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct StrategyBytes {
-    /// Everything on every rank.
+    /// Every rank holds everything.
     pub ddp: u64,
-    /// States are shared out.
+    /// States are sharded.
     pub zero1: u64,
-    /// States and gradients are shared out.
+    /// States and gradients are sharded.
     pub zero2: u64,
-    /// Everything is shared out.
+    /// Everything is sharded.
     pub fsdp: u64,
 }
 
-/// Rules: their bytes of weights, gradients and states (moments, masters), and what they assume.
+/// The rules: bytes of weights, gradients and states (moments, masters), and their assumptions.
 const RULES: [(&str, [u64; 3], &str); 4] = [
     ("2N + 2N + 8N", [2, 2, 8], "16-bit weights and gradients, two f32 moments, no f32 masters"),
     (
@@ -45,7 +45,7 @@ const RULES: [(&str, [u64; 3], &str); 4] = [
     ("24 bytes", [4, 12, 8], "f32 weights and gradients, two f32 moments, f32 copies for a reduction"),
 ];
 
-/// Every rule for a model of `parameters` on `ranks` of a strategy.
+/// Applies every rule to a model of `parameters` on `ranks` ranks of a strategy.
 pub fn conventions(parameters: u64, kind: ShardingStrategy, ranks: u64) -> Vec<RuleOfThumb> {
     let of_rule = |(rule, [weights, gradients, states], assumes): (_, [u64; 3], _)| {
         let whole = weights + gradients + states;
@@ -72,7 +72,7 @@ pub fn conventions(parameters: u64, kind: ShardingStrategy, ranks: u64) -> Vec<R
 mod tests {
     use super::*;
 
-    /// Sizes that are told of 7B and 13B models, of four devices, and of 70B's states.
+    /// Published sizes of 7B and 13B models, of four devices, and of the states of 70B.
     #[test]
     fn quoted_sizes_follow_from_a_rule() {
         let bytes = |parameters: u64, ranks: u64, rule: usize| {
@@ -84,7 +84,8 @@ mod tests {
         assert_eq!(bytes(70_000_000_000, 1, 0), 840_000_000_000);
     }
 
-    /// Figure 1 of ZeRO (Rajbhandari et al., arXiv 1910.02054): 7.5 billion parameters on 64 devices, 16 bytes each.
+    /// Figure 1 of ZeRO (Rajbhandari et al., arXiv 1910.02054): 7.5 billion parameters on 64
+    /// devices, 16 bytes each.
     #[test]
     fn strategies_are_those_of_zero() {
         let rule = conventions(7_500_000_000, ShardingStrategy::Zero1, 64)[1];

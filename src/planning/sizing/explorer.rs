@@ -1,5 +1,5 @@
-//! The page of `finetune plan --html`: the plan at hand, and a calculator over model sizes, ranks and settings by the same
-//! formulas. One file, without a network.
+//! The page of `finetune plan --html`: the current plan, and a calculator over model sizes, ranks
+//! and settings with the same formulas. It is one file and needs no network.
 
 use std::path::Path;
 
@@ -9,13 +9,13 @@ use crate::error::Result;
 use crate::report::html::content_policy;
 use crate::weights::OutputKind;
 
-/// The page; its data and its policy stand in place of [`DATA`] and [`POLICY`].
+/// The page; its data and its policy replace [`DATA`] and [`POLICY`].
 const PAGE: &str = include_str!("explorer.html");
 /// The text that the data replace.
 const DATA: &str = "/*DATA*/null";
 /// The text that the policy replaces.
 const POLICY: &str = "<!--POLICY-->";
-/// The beginning of every such page, which a new one may replace.
+/// The beginning of every such page. A new page may replace a file that begins so.
 const BEGINNING: &str = "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
                          content=\"width=device-width, initial-scale=1\">\n<title>finetune plan</title>\n";
 
@@ -27,21 +27,22 @@ const OUTPUT: OutputKind = OutputKind {
     replaces: Some(BEGINNING),
 };
 
-/// Writes the page about a sizing.
+/// Writes the page of a sizing to `path`.
 ///
 /// # Errors
-/// The user's: something other than such a page is at `path`. Storage: the file cannot be written.
+/// The user's: `path` exists and is no such page. Storage: the file cannot be written.
 pub fn write(sizing: &Sizing, path: &Path) -> Result<()> {
     OUTPUT.write(path, &page(sizing)?)
 }
 
-/// The page about a sizing. Its data are in its one script, as JSON without the characters that HTML obeys there.
+/// Returns the page of a sizing. Its one script contains the data as JSON without characters
+/// special to HTML.
 ///
 /// # Errors
 /// An internal error: the table of devices is malformed.
 pub fn page(sizing: &Sizing) -> Result<String> {
     let mut devices = devices()?;
-    // One from a file of the user's is chosen like those of the table.
+    // A device from a user's file can be selected like those of the table.
     if let Some(own) = sizing.hardware.as_ref().map(|hardware| &hardware.device)
         && !devices.iter().any(|known| known.name == own.name)
     {
@@ -49,7 +50,7 @@ pub fn page(sizing: &Sizing) -> Result<String> {
     }
     let plan = Sizing { splits: Vec::new(), refused: Vec::new(), ..sizing.clone() };
     let data = serde_json::json!({ "plan": plan, "text": sizing.text(), "devices": devices });
-    // What ends a script ends it within a text, too.
+    // The end tag of a script ends it even inside a string.
     let data = data.to_string().replace('<', "\\u003c");
     let page = PAGE.replacen(DATA, &data, 1);
     Ok(page.replacen(POLICY, &content_policy(&page), 1))

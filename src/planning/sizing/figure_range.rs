@@ -1,11 +1,11 @@
-//! The range of a figure that a user writes: what lies within makes finite times and costs.
+//! The range of a number that a user enters. Values within it make finite times and costs.
 
-/// The numbers that a figure may be, both ends among them.
+/// The accepted numbers, both ends included.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FigureRange {
     least: f64,
     most: f64,
-    /// 0 is accepted, too, and stands for something that does not exist.
+    /// True if 0 is also accepted, for something that does not exist.
     or_none: bool,
 }
 
@@ -14,12 +14,12 @@ impl FigureRange {
         FigureRange { least, most, or_none: false }
     }
 
-    /// The same, or 0 for what is not there.
+    /// Returns the same range, with 0 also accepted for something that does not exist.
     pub(super) const fn or_none(self) -> Self {
         FigureRange { or_none: true, ..self }
     }
 
-    /// The reason for which `value` is refused as the figure `name`; none where it is within the range.
+    /// Returns the reason to refuse `value` as the number `name`; none if it is within the range.
     pub(super) fn refusal(self, name: &str, value: f64) -> Option<String> {
         let FigureRange { least, most, or_none } = self;
         let none = if or_none { "0 for none, or " } else { "" };

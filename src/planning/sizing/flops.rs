@@ -1,13 +1,14 @@
-//! What a token costs: floating-point operations of forward and backward, from shapes alone.
+//! Floating-point operations of a token, forward and backward, from shapes alone.
 //!
 //! ```text
 //! full    6 (N + H) + 3.5 A      LoRA    4 (N + H) + 6 L + 3.5 A      recompute of blocks    + 2 N + 2 L + A
 //! ```
 //!
-//! N are the weights of the blocks' linear layers, H those of the output layer (6 H where an adapter's run trains its weight), L those of adapters, A
-//! attention's forward.
-//! A product of a weight is 2 operations; its backward is one product for the input and one for the weight, where that trains
-//! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5 times forward (Dao, arXiv 2307.08691).
+//! N are the weights of the blocks' linear layers, H those of the output layer (6 H if an adapter's
+//! run trains its weight), L those of adapters, A attention's forward. A product of a weight is 2
+//! operations. Its backward is one product for the input, and one for the weight if that trains
+//! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5
+//! times forward (Dao, arXiv 2307.08691).
 
 use serde::Serialize;
 
@@ -17,29 +18,29 @@ use crate::parallel::{ParamDesc, ParamKind};
 use crate::planning::LossPath;
 use crate::recipe::Recompute;
 
-/// Operations of a weight and token: a product and a sum.
+/// Operations of a product per weight and token: a multiplication and an addition.
 const PRODUCT: f64 = 2.0;
-/// Operations of a weight and token where it trains: a product forward, and two backward.
+/// Operations per trained weight and token: a product forward, and two backward.
 pub(super) const TRAINED: f64 = 6.0;
-/// Where it is frozen: its input alone has a gradient.
+/// Operations per frozen weight and token: only its input has a gradient.
 pub(super) const FROZEN: f64 = 4.0;
-/// Attention forward and backward, over its forward.
+/// Ratio of attention's forward and backward to its forward.
 pub(super) const ATTENTION: f64 = 3.5;
 
 /// Floating-point operations of one token, forward and backward.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct TokenFlops {
-    /// Of the blocks' linear layers and adapters.
+    /// Operations of the blocks' linear layers and adapters.
     pub linear: f64,
-    /// Of the output layer.
+    /// Operations of the output layer.
     pub head: f64,
-    /// How the loss goes through that layer.
+    /// The path of the loss through the output layer.
     pub loss_path: LossPath,
-    /// Of attention in all layers.
+    /// Operations of attention in all layers.
     pub attention: f64,
-    /// Of what is computed a second time.
+    /// Operations of recomputing.
     pub recomputed: f64,
-    /// Operations of a forward without a backward.
+    /// Operations of a forward without a backward; a part of the above.
     pub forward: f64,
     /// Operations of the objective's further forwards.
     #[serde(skip_serializing_if = "is_zero")]
@@ -51,20 +52,20 @@ fn is_zero(figure: &f64) -> bool {
     *figure == 0.0
 }
 
-/// Which weights of a model train.
+/// The trained weights of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainedWeights {
-    /// Weights of adapters; none where all weights train.
+    /// Number of weights of adapters; none if all weights train.
     pub branches: Option<u64>,
-    /// How the loss goes through the output layer.
+    /// The path of the loss through the output layer.
     pub loss_path: LossPath,
 }
 
 impl TrainedWeights {
-    /// All of them.
+    /// All weights train.
     pub const ALL: TrainedWeights = TrainedWeights { branches: None, loss_path: LossPath::Trained };
 
-    /// Those of the parameters `descs`.
+    /// Describes the trained weights among the parameters `descs`.
     pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
         let of_adapter =
             |desc: &&ParamDesc| matches!(desc.kind, ParamKind::Adapter(_) | ParamKind::AdapterInBf16(_));
@@ -75,7 +76,8 @@ impl TrainedWeights {
 }
 
 impl TokenFlops {
-    /// Of a token in a row of `row` tokens, which sees half of them, or its window. `trained` is what trains.
+    /// Counts the operations of a token in a row of `row` tokens. A token sees half of the row, or
+    /// its window.
     pub fn new(config: &ModelConfig, trained: TrainedWeights, row: f64, recompute: Recompute) -> Self {
         let linear = linear_weights(config) as f64;
         let head = (config.vocab_size * config.hidden_size) as f64;
@@ -106,18 +108,18 @@ impl TokenFlops {
         TokenFlops { objective: cost.extra_forwards as f64 * self.forward, ..self }
     }
 
-    /// Of the model: what model FLOP utilisation (MFU) counts.
+    /// Returns the operations of the model, as model FLOP utilisation (MFU) counts them.
     pub fn model(&self) -> f64 {
         self.linear + self.head + self.attention
     }
 
-    /// Of the hardware, with what is computed again: what HFU counts.
+    /// Returns the operations of the hardware including recomputing, as HFU counts them.
     pub fn hardware(&self) -> f64 {
         self.model() + self.recomputed + self.objective
     }
 }
 
-/// Weights of the blocks' linear layers.
+/// Returns the number of weights in the blocks' linear layers.
 pub fn linear_weights(config: &ModelConfig) -> usize {
     let layout = BlockLayout::new(config);
     let of_block: usize = layout
@@ -130,7 +132,7 @@ pub fn linear_weights(config: &ModelConfig) -> usize {
     of_block * config.num_layers()
 }
 
-/// Of a token, over all layers.
+/// Returns the operations of attention's forward for a token, over all layers.
 fn attention_forward(config: &ModelConfig, row: f64) -> f64 {
     let width = config.heads.q_width() as f64;
     let layers = (0..config.num_layers()).map(|layer| {

@@ -1,4 +1,5 @@
-//! Hardware that need not be here: what `--on 8xH100-80GB*4` names, from a table of devices or a file.
+//! Hardware that may be elsewhere, as `--on 8xH100-80GB*4` names it: from a table of devices or a
+//! file.
 
 use std::path::Path;
 
@@ -9,57 +10,57 @@ use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::recipe::nearest;
 
-/// The table of devices that people train on, with the source of each row.
+/// The table of common training devices, with the source of each row.
 const DEVICES: &str = include_str!("devices.toml");
 
-/// What a device can do: a GPU, or a computer whose memory is one.
+/// The figures of a device: a GPU, or a computer with one memory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceSheet {
-    /// As it is typed.
+    /// The name in `--on`.
     pub name: String,
     /// Other names for it.
     #[serde(default)]
     pub aliases: Vec<String>,
     /// 10^9 bytes of memory.
     pub memory_gb: f64,
-    /// 10^12 products and sums a second of bf16 with sums in f32; 0 where there are none.
+    /// 10^12 bf16 operations a second with sums in f32; 0 if the device has no bf16.
     pub bf16_tflops: f64,
-    /// The same of f32.
+    /// 10^12 f32 operations a second.
     pub f32_tflops: f64,
     /// 10^9 bytes a second between the device and its memory.
     pub memory_gbps: f64,
-    /// Runs compute on the processor: there is no GPU that this engine has kernels for.
+    /// True if runs compute on the processor: the computer has no GPU with kernels in finetune.
     #[serde(default)]
     pub processor: bool,
-    /// How devices of a host reach each other; "none" of a computer with one.
+    /// The connection between devices of a host; "none" for a computer with one device.
     pub link: String,
-    /// 10^9 bytes a second of a device in a ring over that; 0 where devices do not reach each other.
+    /// 10^9 bytes a second of a device in a ring over the link; 0 if devices are not connected.
     pub link_gbps: f64,
     /// 10^9 bytes a second between device and host memory, one way.
     pub host_gbps: f64,
-    /// 10^9 bytes a second between hosts, for all devices of one; 0 where hosts do not reach each other.
+    /// 10^9 bytes a second between hosts, for all devices of a host; 0 if hosts are not connected.
     pub network_gbps: f64,
     /// 10^9 bytes of the host's memory.
     pub host_memory_gb: f64,
     /// 10^9 bytes a second that the host reads from its disk.
     pub disk_gbps: f64,
-    /// Devices of a host, usually: link, network, memory and disk are those of such a host.
+    /// The usual number of devices of a host: link, network, memory and disk belong to such a host.
     pub devices_per_host: usize,
-    /// The part of its peak that training reaches.
+    /// The part of its peak speed that training reaches.
     pub efficiency: f64,
-    /// Where the figures are from.
+    /// The source of the figures.
     pub source: String,
 }
 
-/// Hosts with devices.
+/// A number of hosts with devices.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Hardware {
-    /// Each of the devices.
+    /// The device type.
     pub device: DeviceSheet,
     /// Devices of a host.
     pub per_host: usize,
-    /// How many hosts.
+    /// Number of hosts.
     pub hosts: usize,
 }
 
@@ -68,7 +69,7 @@ struct Sheets {
     device: Vec<DeviceSheet>,
 }
 
-/// A file that describes hardware of one's own.
+/// A user's file that describes one device.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct OwnHardware {
@@ -76,12 +77,12 @@ struct OwnHardware {
 }
 
 impl DeviceSheet {
-    /// 10^12 products and sums a second in this dtype.
+    /// Returns 10^12 operations a second in this dtype.
     pub fn tflops(&self, bf16: bool) -> f64 {
         if bf16 { self.bf16_tflops } else { self.f32_tflops }
     }
 
-    /// It is a computer with one device, or none beside its processor.
+    /// True if the sheet is a computer with one device, or only its processor.
     fn is_whole_computer(&self) -> bool {
         self.link == "none"
     }
@@ -91,8 +92,8 @@ impl DeviceSheet {
         names.into_iter().any(|known| known.eq_ignore_ascii_case(name))
     }
 
-    /// Words of a GPU's name, as its driver says it, that this sheet says too: all of one of its names, and the rest says
-    /// nothing of how fast it computes.
+    /// Returns the number of words that the driver's name of a GPU shares with this sheet. Requires
+    /// all words of one of its names; the other words must not affect speed.
     fn words_of(&self, driver: &[String]) -> Option<usize> {
         let names = std::iter::once(&self.name).chain(&self.aliases);
         let covered = names.filter_map(|name| {
@@ -107,7 +108,7 @@ impl DeviceSheet {
         covered.max()
     }
 
-    /// Every figure is a number that hardware can have.
+    /// Checks that every figure is possible for hardware.
     fn check(&self, name: &str) -> Result<()> {
         let figures = [
             ("memory_gb", self.memory_gb, SIZE),
@@ -141,7 +142,7 @@ const MOST_DEVICES: usize = 100_000;
 /// Most devices of all hosts.
 const MOST_RANKS: usize = 1_000_000;
 
-/// Every device of the table.
+/// Returns every device of the table.
 ///
 /// # Errors
 /// An internal error: the table is malformed.
@@ -151,8 +152,9 @@ pub fn devices() -> Result<Vec<DeviceSheet>> {
     Ok(sheets.device)
 }
 
-/// The device that a driver calls `name`, such as "NVIDIA H100 80GB HBM3"; none where the table does not have exactly that
-/// form of it: cards of one name for another slot, or for laptops, are slower.
+/// Returns the device that a driver calls `name`, such as "NVIDIA H100 80GB HBM3". Returns none if
+/// the table lacks that exact form: cards of the same name for another slot, or for laptops, are
+/// slower.
 ///
 /// # Errors
 /// An internal error: the table is malformed.
@@ -167,7 +169,7 @@ fn words(name: &str) -> Vec<String> {
     name.split([' ', '-']).filter(|word| !word.is_empty()).map(str::to_uppercase).collect()
 }
 
-/// A word beside the name that every card of it has.
+/// True for a word that says nothing about the speed of a card.
 fn is_vendor_word(word: &str) -> bool {
     let plain = ["NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GENERATION", "HBM2", "HBM3", "HBM3E"];
     plain.contains(&word) || matches!(word, "SXM2" | "SXM3" | "SXM4" | "SXM5")
@@ -178,11 +180,11 @@ fn is_memory_size(word: &str) -> bool {
 }
 
 impl Hardware {
-    /// What `text` names: `[COUNTx]DEVICE[*HOSTS]`, or with a file of one device in place of its name. Without a count it is a
-    /// host with one device.
+    /// Parses `[COUNTx]DEVICE[*HOSTS]`; the path of a file may replace DEVICE. Without a count, it
+    /// is a host with one device.
     ///
     /// # Errors
-    /// The user's: no such device, counts that are none, a file that cannot be read or understood.
+    /// The user's: unknown device, invalid counts, or a file that cannot be read or parsed.
     pub fn parse(text: &str, folder: &Path) -> Result<Self> {
         let refused = |why: String| {
             Error::user(format!("cannot plan for hardware {text:?} (`--on`)"))
@@ -211,13 +213,13 @@ impl Hardware {
         let per_host = per_host.unwrap_or(1);
         if device.is_whole_computer() && per_host > 1 {
             return Err(refused(format!(
-                "{} is a whole computer; several are written {}*{per_host}",
+                "{} is a whole computer; write several as {}*{per_host}",
                 device.name, device.name
             )));
         }
         if per_host * hosts > MOST_RANKS {
             return Err(refused(format!(
-                "these are {} devices; accepted: 1 to {MOST_RANKS}",
+                "this hardware has {} devices; accepted: 1 to {MOST_RANKS}",
                 per_host * hosts
             )));
         }
@@ -228,14 +230,20 @@ impl Hardware {
         if let Some((key, _, many, what)) =
             connected.into_iter().find(|(_, speed, many, _)| *many > 1 && *speed == 0.0)
         {
-            return Err(refused(format!("`{key}` of {} is 0, which connects nothing, and {many} {what} would have to reach each other", device.name))
-                .hint(format!("write the speed of what connects them as `{key}` in 10^9 bytes a second, or plan for 1x{name}")));
+            return Err(refused(format!(
+                "`{key}` of {} is 0 (not connected), but {many} {what} must exchange data",
+                device.name
+            ))
+            .hint(format!(
+                "set `{key}` to the speed of their connection in 10^9 bytes a second, or plan for 1x{name}"
+            )));
         }
         Ok(Hardware { device, per_host, hosts })
     }
 
-    /// The device of each of `ranks` ranks on this machine, the processor or a GPU: for a rank it copies `copy_gbps` 10^9 bytes a
-    /// second, and its memory has `memory` bytes. What else a sheet says of it is not used, or taken from that.
+    /// Describes this machine as one device per rank, the processor or a GPU. Each rank copies
+    /// `copy_gbps` 10^9 bytes a second, and its memory has `memory` bytes. Other figures are
+    /// unused, or derived from these.
     pub fn here(ranks: usize, copy_gbps: f64, memory: u64, is_cpu: bool) -> Self {
         let gigabytes = memory as f64 / 1e9;
         let device = DeviceSheet {
@@ -247,7 +255,7 @@ impl Hardware {
             memory_gbps: copy_gbps,
             processor: is_cpu,
             link: if is_cpu { "none" } else { "unknown" }.into(),
-            // A rank reads what another wrote.
+            // A transfer is a read and a write, and `copy_gbps` counts both.
             link_gbps: copy_gbps / 2.0,
             host_gbps: copy_gbps / 2.0,
             network_gbps: 0.0,
@@ -260,32 +268,34 @@ impl Hardware {
         Hardware { device, per_host: ranks, hosts: 1 }
     }
 
-    /// What of it is taken to be like a host of the usual size, which it is not; none of the usual size or less.
+    /// Returns a warning if a host has more devices than usual, since link, network, memory and
+    /// disk are those of the usual size.
     pub fn unusual(&self) -> Option<String> {
         let DeviceSheet { name, link, devices_per_host: usual, .. } = &self.device;
         let hosts = self.devices().div_ceil(*usual);
         (self.per_host > *usual).then(|| {
             format!(
-                "{} devices in a host: {name} is described in hosts of {usual}, and {} are planned with the link ({link}), the \
-                 network, the memory and the disk of such a host; hosts of {usual} are written {usual}x{name}*{hosts}",
+                "{} devices in a host: the table describes {name} in hosts of {usual}; finetune plans {} with the link ({link}), the \
+                 network, the memory and the disk of such a host; write hosts of {usual} as {usual}x{name}*{hosts}",
                 self.per_host, self.per_host
             )
         })
     }
 
-    /// The number of all devices.
+    /// Returns the number of all devices.
     pub fn devices(&self) -> usize {
         self.per_host * self.hosts
     }
 
-    /// As it is written.
+    /// Returns the hardware in the form of `--on`.
     pub fn text(&self) -> String {
         let hosts = if self.hosts > 1 { format!("*{}", self.hosts) } else { String::new() };
         format!("{}x{}{hosts}", self.per_host, self.device.name)
     }
 
-    /// 10^9 bytes a second that a rank sends in a ring of `size` ranks, each of which is `stride` from the next, while the
-    /// rings beside it send, too: what leaves a host at once shares the host's network.
+    /// Returns 10^9 bytes a second that a rank sends in a ring of `size` ranks, each `stride` from
+    /// the next. Parallel rings send at the same time, so all data that leaves a host shares the
+    /// host's network.
     pub fn ring_gbps(&self, stride: usize, size: usize) -> f64 {
         let DeviceSheet { link_gbps, network_gbps, .. } = self.device;
         match () {
@@ -296,8 +306,9 @@ impl Hardware {
         }
     }
 
-    /// Seconds until a value went once round such a ring, however little is sent: they grow with the ranks. The figures are those
-    /// of NCCL's own model of its "simple" protocol in a ring (src/graph/tuning.cc).
+    /// Returns the seconds of one trip around such a ring, for any number of bytes. They grow with
+    /// the ranks. The figures are those of NCCL's own model of its "simple" protocol in a ring
+    /// (src/graph/tuning.cc).
     pub fn ring_latency(&self, stride: usize, size: usize) -> f64 {
         let hops = size.saturating_sub(1);
         let between_hosts = match () {
@@ -310,19 +321,19 @@ impl Hardware {
         call + (hops - between_hosts) as f64 * link + between_hosts as f64 * 14e-6
     }
 
-    /// Seconds that a rank takes to send `bytes` in such a ring; nothing takes none, whatever the ring.
+    /// Returns the seconds that a rank takes to send `bytes` in such a ring; 0 for no bytes.
     pub fn ring_secs(&self, bytes: f64, stride: usize, size: usize) -> f64 {
         if bytes > 0.0 { bytes / (self.ring_gbps(stride, size) * 1e9) } else { 0.0 }
     }
 }
 
-/// A number of devices or hosts.
+/// Parses a number of devices or hosts.
 fn count(text: &str) -> Result<usize, String> {
     let number = text.parse::<usize>().ok().filter(|n| (1..=MOST_DEVICES).contains(n));
     number.ok_or_else(|| format!("{text:?} is no number of devices or hosts; accepted: 1 to {MOST_DEVICES}"))
 }
 
-/// Why no device of the table has this name.
+/// Returns the message that no device of the table has this name.
 fn unknown(name: &str, all: &[DeviceSheet]) -> String {
     let known: Vec<&str> = all.iter().map(|device| device.name.as_str()).collect();
     let names = all.iter().flat_map(|device| std::iter::once(&device.name).chain(&device.aliases));
@@ -408,13 +419,13 @@ mod tests {
         assert_eq!(unusual("8xH100-80GB*4")?, None);
         assert_eq!(unusual("4090*2")?, None);
         let told = unusual("16xH100-80GB")?.unwrap_or_default();
-        assert!(told.contains("hosts of 8 are written 8xH100-80GB*2"), "{told}");
+        assert!(told.contains("write hosts of 8 as 8xH100-80GB*2"), "{told}");
         let told = unusual("8x4090*4")?.unwrap_or_default();
         assert!(told.contains("in hosts of 2") && told.contains("2x4090*16"), "{told}");
         Ok(())
     }
 
-    /// A GPU is one, though its computer has no other.
+    /// A computer with a GPU is no processor, even without another device.
     #[test]
     fn processors_are_computers_without_a_gpu_of_ours() -> Result<()> {
         let on_processor = devices()?.into_iter().filter(|device| device.processor);
@@ -432,7 +443,8 @@ mod tests {
         for (stride, size, gbps) in [
             (1, 8, link),
             (4, 2, link),
-            // One ring over all ranks; two and four that each have some ranks of every host; one from each device.
+            // One ring over all ranks; two and four that each have some ranks of every host; one
+            // from each device.
             (1, 32, 1.25),
             (2, 16, 1.25 / 2.0),
             (4, 8, 1.25 / 4.0),

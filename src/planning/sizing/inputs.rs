@@ -1,4 +1,4 @@
-//! What `finetune plan` finds before it sizes a run: the model by its headers, rows where there are some, the hardware.
+//! The inputs of `finetune plan`: the model by its headers, the rows if any, and the hardware.
 
 use std::path::Path;
 
@@ -15,15 +15,15 @@ use crate::report::Terminal;
 use crate::runtime::device;
 use crate::runtime::machine::host_memory;
 
-/// Bytes that a driver and its libraries hold on a GPU (an assumption for CUDA 12 with cuBLAS).
+/// Bytes that a driver and its libraries hold on a GPU (assumed for CUDA 12 with cuBLAS).
 const DRIVER: u64 = 600_000_000;
-/// Bytes of the program with tokenizer and data, where they are in the memory that is planned (an assumption: a plan of a
-/// 70B folder takes 17 MB of them).
+/// Bytes of the program with tokenizer and data, if they share the planned memory (an assumption: a
+/// plan of a 70B folder takes 17 MB).
 const PROGRAM: u64 = 32_000_000;
-/// Bytes that communication holds besides (an assumption for NCCL's buffers).
+/// Bytes that communication holds in addition (assumed for NCCL's buffers).
 const COMMUNICATION: u64 = 400_000_000;
 
-/// The model of a recipe, its rows and its adapter, found and understood.
+/// The model of a recipe, its rows and its adapter, as far as the planner reads them.
 pub(crate) struct SizedModel {
     pub(crate) base: BaseModel,
     /// An adapter that the run starts from.
@@ -34,15 +34,16 @@ pub(crate) struct SizedModel {
 }
 
 impl SizedModel {
-    /// Finds what `recipe` names; of weights headers alone. A folder that has none is planned by its config.json.
+    /// Finds the sources of `recipe`; reads only the headers of weights. A folder without weights
+    /// is planned from its config.json.
     ///
     /// # Errors
-    /// Whatever of it cannot be found or understood.
+    /// A source cannot be found or read.
     pub(crate) fn find(recipe: &mut Recipe, resolver: &Resolver<'_>, terminal: &Terminal) -> Result<Self> {
         start_without_weights(recipe, terminal);
         let mut base = BaseModel::open(&recipe.model, None, resolver)?;
         recipe.data.fit_positions(base.config.max_position_embeddings);
-        // Ways without quantization are sized, too: the base stays as stored.
+        // The planner also sizes options without quantization, so the base stays as stored.
         recipe.quantization.as_ref().map_or(Ok(()), |quantization| base.check_quantization(quantization))?;
         let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = source.map(|source| resolver.adapter(source)).transpose()?;
@@ -66,14 +67,14 @@ impl SizedModel {
     }
 }
 
-/// Random values have the sizes of those that a folder lacks.
+/// Switches a folder without weights to random initialization, which has the same sizes.
 fn start_without_weights(recipe: &mut Recipe, terminal: &Terminal) {
     let Some(DataSource::Path(folder)) = &recipe.model.id else { return };
     if recipe.model.init == ModelInit::Pretrained
         && folder.join("config.json").is_file()
         && !has_weights(folder)
     {
-        terminal.line(format!("{} has no weights: planned by its config.json", folder.display()));
+        terminal.line(format!("{} has no weights: planning from its config.json", folder.display()));
         recipe.model.init = ModelInit::Random;
     }
 }
@@ -85,10 +86,10 @@ fn has_weights(folder: &Path) -> bool {
         .any(|entry| entry.path().extension().is_some_and(|extension| extension == "safetensors"))
 }
 
-/// How the run would compute: on `hardware`, or on the devices of this machine.
+/// Returns the options of the engine on `hardware`, or on the devices of this machine.
 ///
 /// # Errors
-/// The device does not compute in the recipe's dtype, or is not there.
+/// The device does not support the recipe's dtype, or does not exist.
 pub(crate) fn engine_on(
     hardware: Option<&Hardware>,
     gpus: Option<&[usize]>,
@@ -106,13 +107,13 @@ pub(crate) fn engine_on(
     let mut model = recipe.model.clone();
     let has_bf16 = hardware.device.bf16_tflops > 0.0;
     if model.dtype == ComputeDtype::Auto {
-        // As a run decides it, but for GPUs without bf16, which no run takes.
+        // The rule of a run, except for GPUs without bf16, which no run accepts.
         let in_bf16 = has_bf16 && !hardware.device.processor;
         model.dtype = if in_bf16 { ComputeDtype::Bf16 } else { ComputeDtype::F32 };
     }
     if model.dtype == ComputeDtype::Bf16 && !has_bf16 {
         return Err(Error::user(format!("cannot compute in bf16 on {}", hardware.device.name))
-            .because("`model.dtype` is \"bf16\", which that device has not; accepted for it: auto, f32")
+            .because("`model.dtype` is \"bf16\", not supported by this device; accepted: auto, f32")
             .hint("write `dtype = \"f32\"` under `[model]`, or plan for another device"));
     }
     let mut engine = EngineOptions::new(&model, Device::Cpu, recipe.train.seed)?;
@@ -120,18 +121,18 @@ pub(crate) fn engine_on(
     Ok(engine)
 }
 
-/// What was measured where a plan computes.
+/// Reads the measurements of `file` for a plan with the options `engine`.
 ///
 /// # Errors
-/// The file cannot be read or understood, or says how fast something else is: another dtype, a processor instead of a GPU.
+/// The file cannot be read or parsed, or measured another dtype or another kind of device.
 pub(crate) fn measured_for(file: &Path, engine: &EngineOptions) -> Result<Calibration> {
     let measured = Calibration::read(file)?;
     measured.check(file, engine.dtype, engine.traits.is_cpu)?;
     Ok(measured)
 }
 
-/// The hardware that a plan's time is for, and how fast it computes: as was measured, or as the table says. None of this machine
-/// without a measurement.
+/// Returns the hardware for the plan's time, and its speed from the measurement or the table.
+/// Returns none for this machine without a measurement.
 pub(crate) fn timed_on(
     hardware: Option<&Hardware>,
     measured: Option<ComputeRates>,
@@ -151,7 +152,7 @@ pub(crate) fn timed_on(
     }
 }
 
-/// The ranks of a plan.
+/// Returns the ranks of a plan.
 pub(crate) fn world_of(
     hardware: Option<&Hardware>,
     gpus: Option<&[usize]>,
@@ -164,7 +165,7 @@ pub(crate) fn world_of(
     }
 }
 
-/// The memory of a plan.
+/// Returns the memory available to a plan.
 pub(crate) fn room_of(hardware: Option<&Hardware>) -> MemoryBudget {
     let Some(hardware) = hardware else { return MemoryBudget::Local };
     let communication = if hardware.devices() > 1 { COMMUNICATION } else { 0 };

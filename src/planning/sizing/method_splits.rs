@@ -1,4 +1,5 @@
-//! The splits of a run's own method: what its step keeps and computes on one device, given to [`splits`].
+//! The splits of a run's own method: passes the memory and compute of its step on one device to
+//! [`splits`].
 
 use super::flops::{TokenFlops, TrainedWeights};
 use super::splits::{self, ParallelSplit, RefusedSplit, SplitWork, splits};
@@ -10,7 +11,8 @@ use crate::planning::{KeptGroup, MASTERS, MemoryParts, PlannedStep, widest_micro
 use crate::recipe::Strategy;
 
 impl SizingRequest<'_> {
-    /// Every split of the hardware's devices, and the refused numbers; none where there is one device, or no time.
+    /// Returns every split of the hardware's devices, and the refused numbers; empty for one device
+    /// or without times.
     pub(super) fn splits(
         &self,
         step: &PlannedStep,
@@ -53,7 +55,8 @@ impl SizingRequest<'_> {
             if split.runs {
                 self.plan_split(split)?;
             } else {
-                // As in the plan of a split that the engine runs; what fits was found without it.
+                // Splits that the engine runs include the process in their plan; `fits` was
+                // computed without it.
                 split.bytes += step.fit.memory.process;
             }
         }
@@ -61,7 +64,7 @@ impl SizingRequest<'_> {
         Ok((all, refused))
     }
 
-    /// Gives a split that the engine runs the memory and the time that the plan of such a run has.
+    /// Sets memory and time of a split that the engine runs to those of its plan.
     fn plan_split(&self, split: &mut ParallelSplit) -> Result<()> {
         let mut recipe = self.recipe.clone();
         (recipe.parallel.strategy, recipe.parallel.shard_size) = match split.shard {

@@ -1,8 +1,8 @@
-//! What a run needs on hardware that need not be here: memory by cause, time, cost, what would be better, and the ways to
-//! split it over ranks. All of it from headers and shapes; nothing is loaded and nothing printed.
+//! Estimates a run on hardware that may be elsewhere: memory by cause, time, cost, better settings,
+//! and the ways to split it over ranks. Uses only headers and shapes; loads and prints nothing.
 //!
-//! Memory is [`crate::planning`]'s, the very figures that a run is held to. Time is a model (see [`step_time`]) at rates that a
-//! table assumes or a calibration measured ([`rates`]).
+//! The memory figures are those of [`crate::planning`], which real runs use too. Time is a model
+//! (see [`step_time`]) with rates that a table assumes or a calibration measured ([`rates`]).
 
 pub mod advice;
 mod answer;
@@ -39,55 +39,55 @@ use run_time::RunTime;
 use splits::{ParallelSplit, RefusedSplit};
 use step_time::{StepTime, Workload};
 
-/// What a run is sized for.
+/// The inputs of a sizing.
 pub struct SizingRequest<'a> {
-    /// The recipe as a command line gave it; what that leaves open is decided in `recipe`.
+    /// The recipe from the command line, without the decisions in `recipe`.
     pub(crate) typed: &'a Recipe,
-    /// The recipe, and what was found for it.
+    /// The recipe with open keys decided.
     pub(crate) recipe: &'a Recipe,
     pub(crate) inputs: StepInputs<'a>,
     /// Ranks of all hosts.
     pub(crate) world: WorldSize,
-    /// Where it is to run, and how fast that computes; none: here, without a time.
+    /// The target hardware and its speed; none: this machine, without times.
     pub(crate) timed: Option<(&'a Hardware, &'a ComputeRates)>,
-    /// What its speeds were measured on; none: the table says them.
+    /// The device that the speeds were measured on; none: they are from the table.
     pub(crate) speeds: Option<&'a str>,
-    /// What it costs.
+    /// The prices of the run.
     pub(crate) prices: &'a [Price],
-    /// Optimizer steps, where they are known.
+    /// Optimizer steps, if known.
     pub(crate) steps: Option<u64>,
-    /// Those of an epoch, where the rows are known.
+    /// Optimizer steps of an epoch, if the rows are known.
     pub(crate) steps_of_epoch: Option<u64>,
     /// Tokens of the held-out rows.
     pub(crate) held_out_tokens: u64,
 }
 
-/// A cause of memory, its bytes on a rank, and what they are made of.
+/// A cause of memory, its bytes on a rank, and their formula.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryTerm {
-    /// Such as `weights`.
+    /// Name of the cause, such as `weights`.
     pub cause: &'static str,
-    /// On each rank.
+    /// Bytes on each rank.
     pub bytes: u64,
-    /// How they come about.
+    /// The formula of the bytes.
     pub formula: String,
 }
 
-/// What is kept of a forward, and what is computed again for it.
+/// The kept activations of a forward, and the share that backward recomputes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RecomputePolicy {
-    /// The value of `train.recompute`, or what is computed again: projections of attention with attention itself, or those
-    /// into the MLP.
+    /// The value of `train.recompute`, or the recomputed part: projections of attention with
+    /// attention itself, or those into the MLP.
     pub policy: String,
-    /// Bytes that are kept, on each rank.
+    /// Bytes kept on each rank.
     pub bytes: u64,
-    /// The part of a block's projections that is computed again, 0 to 1.
+    /// The part of a block's projections that backward recomputes, 0 to 1.
     pub again: f64,
-    /// Whether this engine runs it.
+    /// True if the engine supports it.
     pub runs: bool,
 }
 
-/// Everything that is known of a run before it begins.
+/// The result of a sizing.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sizing {
     /// The model's id, or the name of its folder.
@@ -96,9 +96,9 @@ pub struct Sizing {
     pub parameters: u64,
     /// Parameters that train.
     pub trainable: u64,
-    /// How it is trained, in words.
+    /// The training method in words.
     pub method: String,
-    /// The dtype that is computed with.
+    /// The dtype of the computation.
     pub dtype: &'static str,
     /// The hardware; none: this machine.
     pub hardware: Option<Hardware>,
@@ -106,7 +106,7 @@ pub struct Sizing {
     pub ranks: usize,
     /// The value of `parallel.strategy`.
     pub strategy: String,
-    /// Why it was picked.
+    /// The reason for the strategy.
     pub why: Option<String>,
     /// The value of `train.recompute`.
     pub recompute: String,
@@ -116,37 +116,37 @@ pub struct Sizing {
     pub micro_batches: u64,
     /// Bytes that a rank needs.
     pub bytes: u64,
-    /// Bytes that it may plan with; none where nothing tells.
+    /// Bytes available to a rank; none if unknown.
     pub budget: Option<u64>,
-    /// Bytes that it needs of its host's memory beside them.
+    /// Bytes that a rank needs of its host's memory in addition.
     pub host_bytes: u64,
-    /// Its share of the host's memory; none where nothing tells.
+    /// Its share of the host's memory; none if unknown.
     pub host_budget: Option<u64>,
-    /// Whether both are enough.
+    /// True if both are enough; none if both budgets are unknown.
     pub fits: Option<bool>,
-    /// The same by cause.
+    /// The memory by cause.
     pub memory: Vec<MemoryTerm>,
     /// Activations under each policy of recomputing.
     pub activations: Vec<RecomputePolicy>,
-    /// What rules of thumb say.
+    /// The estimates of rules of thumb.
     pub conventions: Vec<RuleOfThumb>,
-    /// Bytes a parameter of weights, gradients and states of all ranks, here.
+    /// Bytes per parameter of this plan: weights, gradients and states of all ranks.
     pub bytes_per_parameter: f64,
-    /// What the speeds were measured on; none: the table says them.
+    /// The device that the speeds were measured on; none: they are from the table.
     pub speeds: Option<String>,
-    /// Of a step.
+    /// The time of a step.
     pub time: Option<StepTime>,
-    /// Of the run.
+    /// The time of the run.
     pub run: Option<RunTime>,
-    /// The cost of the run, or of a billion tokens where its length is open.
+    /// The cost of the run, or of a billion tokens if its length is open.
     pub cost: Option<f64>,
     /// Ways to train the model, from the one that changes most of it to the smallest.
     pub leaves: Vec<RecipeChange>,
-    /// Changes of the recipe that make it faster.
+    /// Changes that make the recipe faster.
     pub better: Vec<Improvement>,
-    /// Ways to split it, the best first.
+    /// Splits over the ranks, the best first.
     pub splits: Vec<ParallelSplit>,
-    /// Ways that cannot be.
+    /// Splits that are impossible.
     pub refused: Vec<RefusedSplit>,
 }
 
@@ -154,7 +154,7 @@ impl SizingRequest<'_> {
     /// Sizes the run.
     ///
     /// # Errors
-    /// Keys of the recipe that contradict one another or the ranks.
+    /// Keys of the recipe contradict one another or the number of ranks.
     pub fn answer(&self) -> Result<Sizing> {
         let step = self.step(self.recipe)?;
         let (memory, kind) = (step.fit.memory, step.fit.strategy);
@@ -203,7 +203,8 @@ impl SizingRequest<'_> {
         })
     }
 
-    /// The step of a recipe; where it leaves the strategy open and none fits, that of FSDP, which needs least.
+    /// Returns the step of a recipe. If the strategy is open and none fits, uses FSDP, which needs
+    /// least.
     pub(crate) fn step(&self, recipe: &Recipe) -> Result<PlannedStep> {
         if let Some(step) = self.inputs.planned(recipe, self.world)? {
             return Ok(step);
@@ -215,19 +216,19 @@ impl SizingRequest<'_> {
         Ok(step)
     }
 
-    /// A step of a recipe that names its strategy, whether it fits or not.
+    /// Returns the step of a recipe that names its strategy, even if it does not fit.
     fn step_of_named(&self, recipe: &Recipe) -> Result<PlannedStep> {
         let step = self.inputs.planned(recipe, self.world)?;
         step.ok_or_else(|| Error::internal("a named strategy was not planned"))
     }
 
-    /// What a rank may take of its host's memory: nine tenths of it are shared by all ranks there.
+    /// Returns the bytes of host memory for a rank: all ranks of a host share nine tenths of it.
     fn host_budget(&self) -> Option<u64> {
         let (hardware, _) = self.timed.filter(|(hardware, _)| hardware.device.host_memory_gb > 0.0)?;
         Some((hardware.device.host_memory_gb * 1e9 * 0.9 / hardware.per_host as f64) as u64)
     }
 
-    /// Whether a rank finds what it needs, on its device and its host.
+    /// True if device and host have the memory that a rank needs.
     fn has_room(&self, memory: &MemoryPlan) -> bool {
         let needed = memory.total() - memory.process;
         self.inputs.budget(self.world.all).is_none_or(|budget| needed <= budget)
@@ -241,7 +242,7 @@ impl SizingRequest<'_> {
         Ok(Method::new(adapter, format).to_string())
     }
 
-    /// What a step is given, in the mean.
+    /// Returns the mean work of a step.
     pub(crate) fn workload(&self, recipe: &Recipe) -> Workload {
         let longest = recipe.data.longest_row() as f64;
         let rows = recipe.train.micro_batch_rows() as f64;
@@ -259,7 +260,8 @@ impl SizingRequest<'_> {
         Some(StepTime::new(&self.inputs.base.config, recipe, step, self.timed?, load))
     }
 
-    /// The cost of the run at all prices; of a billion tokens where the number of steps is open.
+    /// Returns the cost of the run at all prices, or of a billion tokens if the number of steps is
+    /// open.
     pub(crate) fn cost(
         &self,
         time: Option<&StepTime>,
@@ -275,7 +277,7 @@ impl SizingRequest<'_> {
         (!self.prices.is_empty()).then(|| self.prices.iter().map(of_price).sum())
     }
 
-    /// What `train.recompute` can be, and what is between its two ends.
+    /// Returns the values of `train.recompute` and the policies between them.
     fn activations(&self, parts: &MemoryParts) -> Result<Vec<RecomputePolicy>> {
         let kept = |policy: Recompute| {
             let mut recipe = self.recipe.clone();
@@ -292,7 +294,7 @@ impl SizingRequest<'_> {
             again,
             runs,
         };
-        // Of all blocks but the one that is at work.
+        // All blocks except the current one.
         let others = |bytes: u64| bytes - bytes / config.num_layers().max(1) as u64;
         let without = |names: &[&str]| {
             let gone = parts.saved.iter().filter(|(what, _)| names.contains(what)).map(|(_, bytes)| *bytes);
@@ -308,7 +310,7 @@ impl SizingRequest<'_> {
     }
 }
 
-/// The mean length of rows, cut to `longest`, and the mean length of the row that a token stands in.
+/// Returns the mean length of rows, cut to `longest`, and the mean length of the row of a token.
 pub(crate) fn mean_lengths(data: &Dataset, longest: f64) -> (f64, f64) {
     let lengths = data.examples().iter().map(|example| (example.ids.len() as f64).min(longest));
     let (count, sum, squares) =
@@ -316,7 +318,7 @@ pub(crate) fn mean_lengths(data: &Dataset, longest: f64) -> (f64, f64) {
     if sum > 0.0 { (sum / count, squares / sum) } else { (longest, longest) }
 }
 
-/// The name of a strategy in recipes.
+/// Returns the name of a strategy in recipes.
 pub(crate) fn named(kind: ShardingStrategy) -> String {
     match kind {
         ShardingStrategy::Hsdp(size) => format!("hsdp over groups of {size}"),
@@ -324,12 +326,12 @@ pub(crate) fn named(kind: ShardingStrategy) -> String {
     }
 }
 
-/// Bytes of one copy of all that is kept: weights, gradients, states.
+/// Returns the bytes of one copy of weights, gradients and states.
 fn kept_bytes(parts: &MemoryParts) -> u64 {
     [&parts.weights, &parts.gradients, &parts.optimizer].into_iter().flatten().map(|group| group.bytes).sum()
 }
 
-/// Every cause of the plan's total, with what it is made of.
+/// Returns every cause of the plan's total, with its formula.
 fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<MemoryTerm> {
     let saved = |(what, bytes): &(&str, u64)| format!("{what} {}", text::gigabytes(*bytes));
     let activations: Vec<String> = parts.saved.iter().filter(|(_, bytes)| *bytes > 0).map(saved).collect();
@@ -345,16 +347,17 @@ fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<
         ("optimizer", memory.optimizer, groups(&parts.optimizer)),
         ("activations", memory.activations, kept),
         ("workspace", memory.workspace, workspace(memory)),
-        ("saving", memory.saving, "copies of what is saved, until it is written".into()),
+        ("saving", memory.saving, "copies of the saved tensors, until they are written".into()),
         ("process", memory.process, "the program; driver and communication on a GPU".into()),
-        ("host memory", memory.host, "offloaded values and states, and copies of what is saved".into()),
+        ("host memory", memory.host, "offloaded values and states, and copies of the saved tensors".into()),
         ("file", memory.file, "offloaded values in `parallel.offload_folder`".into()),
     ];
     let term = |(cause, bytes, formula)| MemoryTerm { cause, bytes, formula };
     all.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(term).collect()
 }
 
-/// Such as `a chunk of logits (0.13 GB) and a block's widest tensors: 1.02 GB + gathered blocks 2.43 GB`.
+/// Formats the parts of the workspace:
+/// `a chunk of logits (0.13 GB) and a block's widest tensors: 1.02 GB + gathered blocks 2.43 GB`.
 fn workspace(memory: &MemoryPlan) -> String {
     let of_block = text::gigabytes(memory.workspace - memory.in_flight);
     let logits = text::gigabytes(memory.logits);
@@ -365,7 +368,7 @@ fn workspace(memory: &MemoryPlan) -> String {
     format!("a chunk of logits ({logits}) and a block's widest tensors: {of_block}{in_flight}")
 }
 
-/// Such as `trained, bf16: 2 B x 6.74B / 8`.
+/// Formats as `trained, bf16: 2 B x 6.74B / 8`.
 fn groups(groups: &[KeptGroup]) -> String {
     let said = |group: &KeptGroup| {
         let each = group.bytes as f64 / group.elements.max(1) as f64;

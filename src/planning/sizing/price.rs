@@ -1,4 +1,4 @@
-//! What a run costs: `--price 32.77/h*8`, `--price 0.14/GB-month*1200`.
+//! The cost of a run: `--price 32.77/h*8`, `--price 0.14/GB-month*1200`.
 
 use serde::Serialize;
 
@@ -12,31 +12,31 @@ const TIMES: FigureRange = FigureRange::new(1e-6, 1e9);
 /// Hours of a month, as clouds bill storage: 365 days over twelve.
 const MONTH_HOURS: f64 = 730.0;
 
-/// Money for a time, or for storage over a time.
+/// Money per time, or for storage over a time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Price {
-    /// An hour of so many machines, each at this price.
+    /// The hourly price of machines.
     Hour {
-        /// The price of one.
+        /// The price of one machine.
         amount: f64,
-        /// How many there are.
+        /// Number of machines.
         count: f64,
     },
-    /// So many 10^9 bytes kept for a month, each at this price; none: what the run leaves.
+    /// The monthly price of storage, per 10^9 bytes.
     Storage {
-        /// Of 10^9 bytes in a month.
+        /// The price of 10^9 bytes in a month.
         amount: f64,
-        /// How many there are.
+        /// The number of 10^9 bytes; none: the files that the run leaves.
         gigabytes: Option<f64>,
     },
 }
 
 impl Price {
-    /// What is typed: `AMOUNT/h[*COUNT]` or `AMOUNT/GB-month[*GB]`.
+    /// Parses `AMOUNT/h[*COUNT]` or `AMOUNT/GB-month[*GB]`.
     ///
     /// # Errors
-    /// The user's: it is neither, or an amount is negative or no number.
+    /// The user's: the text is neither, or an amount is negative or not a number.
     pub fn parse(text: &str) -> Result<Self> {
         let refused = |why: String| {
             Error::user(format!("cannot use the price {text:?} (`--price`)"))
@@ -65,7 +65,7 @@ impl Price {
         }
     }
 
-    /// The cost of `hours` in which storage is kept, or `left` bytes where the price does not say how much.
+    /// Returns the cost of `hours`. Storage without a size in the price counts `left` bytes.
     pub fn of(self, hours: f64, left: u64) -> f64 {
         match self {
             Price::Hour { amount, count } => amount * count * hours,
@@ -80,13 +80,13 @@ impl Price {
 mod tests {
     use super::*;
 
-    /// Cases that are told with other sums.
+    /// Published cases, whose quoted sums differ a little.
     #[test]
     fn published_costs_are_computed_again() -> Result<()> {
         let week = 7.0 * 24.0;
-        // Eight hosts for a week: often told as 44,054.
+        // Eight hosts for a week: often quoted as 44,054.
         assert_eq!(Price::parse("32.77/h*8")?.of(week, 0).round(), 44_043.0);
-        // 10 TB of a parallel file system for the same week: often told as 98.
+        // 10 TB of a parallel file system for the same week: often quoted as 98.
         assert_eq!(Price::parse("0.14/GB-month*10240")?.of(week, 0).round(), 330.0);
         assert_eq!(Price::parse("$2/GB-month")?.of(MONTH_HOURS, 3_000_000_000), 6.0);
         Ok(())

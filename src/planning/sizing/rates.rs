@@ -1,4 +1,4 @@
-//! How fast a device computes: from the table of devices, or from what `finetune bench ops --json` measured on it.
+//! The compute speed of a device, from the table of devices or from `finetune bench ops --json`.
 
 use std::path::Path;
 
@@ -16,35 +16,36 @@ use crate::planning::LossPath;
 /// Part of the memory's speed that kernels reach.
 const OF_MEMORY: f64 = 0.8;
 
-/// Operations and bytes a second that training reaches.
+/// The operations and bytes a second that training reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ComputeRates {
     /// Operations a second of the blocks' products.
     pub linear: f64,
-    /// Of the output layer with its loss.
+    /// Operations a second of the output layer with its loss.
     pub head: HeadRates,
-    /// Of attention, forward and backward.
+    /// Operations a second of attention, forward and backward.
     pub attention: f64,
-    /// Bytes a second of what only reads and writes; none where `linear` has it in it already.
+    /// Bytes a second of elementwise operations; none if `linear` already includes them.
     pub elementwise: Option<f64>,
     /// Bytes a second of the optimizer's update.
     pub update: f64,
-    /// The same with states in 8 bits, whose codes take their time on a processor.
+    /// The same with 8-bit states, whose codes cost time on a processor.
     pub update_int8: f64,
     /// Bytes a second that a copy reads and writes.
     pub copy: f64,
-    /// Operations a second of a product alone, at best: what MFU is a part of.
+    /// Operations a second of a product alone, at best: the denominator of MFU.
     pub peak: f64,
 }
 
-/// The operations that rates are made of.
+/// The operations that the rates are computed from.
 const MEASURED: [&str; 7] = ["matmul", LOSS, "attention", "attention_backward", "glu", "adamw", "adamw_int8"];
 
 /// The output layer with its loss.
 const LOSS: &str = "linear_cross_entropy";
 
-/// How the shape of the loss ends in what `bench ops` measures for this path. That is not all of it: a chunk is measured with a soft-cap,
-/// without an adapter or rows that train; a weight that trains is measured without a soft-cap.
+/// Returns the suffix of the loss's shape that `bench ops` measures for this path. The match is
+/// partial: `bench ops` measures a chunk with a soft-cap, but without an adapter or trained rows.
+/// It measures a trained weight without a soft-cap.
 fn measured_as(path: LossPath) -> &'static str {
     match path {
         LossPath::Frozen => ", frozen",
@@ -53,7 +54,7 @@ fn measured_as(path: LossPath) -> &'static str {
     }
 }
 
-/// Operations a second of the output layer with its loss, by the path that it takes.
+/// Operations a second of the output layer with its loss, by path.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct HeadRates {
     frozen: f64,
@@ -62,13 +63,13 @@ pub struct HeadRates {
 }
 
 impl HeadRates {
-    /// The rate of each path.
+    /// Builds the rates from the rate of each path.
     fn of(rate: impl Fn(LossPath) -> f64) -> Self {
         let [frozen, chunked, trained] = [LossPath::Frozen, LossPath::Chunked, LossPath::Trained].map(rate);
         HeadRates { frozen, chunked, trained }
     }
 
-    /// That of `path`.
+    /// Returns the rate of `path`.
     pub fn by(self, path: LossPath) -> f64 {
         match path {
             LossPath::Frozen => self.frozen,
@@ -78,15 +79,15 @@ impl HeadRates {
     }
 }
 
-/// What `finetune bench ops --json` measured, and of what.
+/// The measurements of `finetune bench ops --json`, and their device.
 #[derive(Debug)]
 pub struct Calibration {
-    /// How fast it computes.
+    /// The measured speeds.
     pub rates: ComputeRates,
     of: MeasuredDevice,
 }
 
-/// What `finetune bench ops --json` prints, as far as it is used.
+/// The part of the output of `finetune bench ops --json` that the planner uses.
 #[derive(Deserialize)]
 struct CalibrationFile {
     #[serde(flatten)]
@@ -98,7 +99,7 @@ struct CalibrationFile {
 #[derive(Debug, Deserialize)]
 struct MeasuredDevice {
     device: String,
-    /// It is a processor, and no GPU.
+    /// True for a processor, false for a GPU.
     processor: bool,
     tokens: usize,
     dtype: String,
@@ -120,10 +121,10 @@ struct CalibrationOp {
 }
 
 impl Calibration {
-    /// Those in a file that `finetune bench ops --json` wrote.
+    /// Reads a file that `finetune bench ops --json` wrote.
     ///
     /// # Errors
-    /// The user's: it cannot be read, or is something else; operations are missing.
+    /// The user's: the file cannot be read, has another format, or misses operations.
     pub fn read(path: &Path) -> Result<Self> {
         let text = input_file::read_text("read", path)?;
         let refused = |why: String| {
@@ -137,10 +138,11 @@ impl Calibration {
         Ok(Calibration { rates: figures.rates().map_err(refused)?, of })
     }
 
-    /// Whether it says how fast a device, a processor or not, computes in `dtype`.
+    /// Checks that the measurements are for `dtype` and for a processor or a GPU, as `processor`
+    /// says.
     ///
     /// # Errors
-    /// The user's: it does not.
+    /// The user's: they are for another dtype or kind of device.
     pub fn check(&self, path: &Path, dtype: DType, processor: bool) -> Result<()> {
         let called = |processor: bool| if processor { "a processor" } else { "a GPU" };
         let MeasuredDevice { device, dtype: measured, .. } = &self.of;
@@ -161,7 +163,7 @@ impl Calibration {
         Ok(())
     }
 
-    /// Such as `AMD EPYC 9R14, f32, 4096 tokens`.
+    /// Returns the source, such as `AMD EPYC 9R14, f32, 4096 tokens`.
     pub fn source(&self) -> String {
         let MeasuredDevice { device, dtype, tokens, .. } = &self.of;
         let device: String = device.chars().filter(|c| !c.is_control()).collect();
@@ -174,7 +176,8 @@ impl Calibration {
 }
 
 impl ComputeRates {
-    /// Those of the table: all of a step at the part of the peak that good trainers reach.
+    /// Returns the rates of the table: all of a step runs at the part of the peak that good
+    /// trainers reach.
     pub fn of_sheet(device: &DeviceSheet, bf16: bool) -> Self {
         let peak = device.tflops(bf16) * 1e12;
         let reached = peak * device.efficiency;
@@ -192,23 +195,26 @@ impl ComputeRates {
         }
     }
 
-    /// Those that `device` reaches now, at the shapes of a run, whose loss goes through the output layer by `path`.
+    /// Measures `device` at the shapes of a run, whose loss takes `path` through the output layer.
     ///
     /// # Errors
-    /// An operation cannot be measured, for want of memory or because it fails.
+    /// An operation fails, or needs more memory than available.
     pub fn measure(shapes: &BenchShapes, device: &Device, path: LossPath) -> Result<Self> {
         let DeviceRates { copy_bytes, gemm_flops, .. } = shapes.device_rates(device)?;
-        // The gradient of an output layer's weight may be larger than all that a run with adapters holds.
+        // Only this path: the gradient of an output layer's weight may exceed the memory of a run
+        // with adapters.
         let wanted = |op: &str, shape: &str| {
             MEASURED.contains(&op) && (op != LOSS || shape.ends_with(measured_as(path)))
         };
         let ops = shapes.timings(device, wanted);
         let ops = ops.map(|timing| timing.map(CalibrationOp::from)).collect::<Result<Vec<_>>>()?;
         let measured = MeasuredFigures { copy_gbps: copy_bytes / 1e9, gemm_tflops: gemm_flops / 1e12, ops };
-        measured.rates().map_err(|why| Error::internal("cannot tell how fast this device is").because(why))
+        measured
+            .rates()
+            .map_err(|why| Error::internal("cannot measure the speed of this device").because(why))
     }
 
-    /// Those of each of `ranks` ranks that share what was measured.
+    /// Returns the rates of each of `ranks` ranks that share the measured device.
     #[must_use]
     pub fn shared_by(self, ranks: usize) -> Self {
         let part = |rate: f64| rate / ranks as f64;
@@ -224,7 +230,7 @@ impl ComputeRates {
         }
     }
 
-    /// Seconds of a token's products and attention.
+    /// Returns the seconds of a token's products and attention.
     pub fn seconds(&self, flops: &TokenFlops) -> f64 {
         let linear = (flops.linear + flops.recomputed + flops.objective) / self.linear;
         linear + flops.head / self.head.by(flops.loss_path) + flops.attention / self.attention
@@ -242,11 +248,11 @@ impl From<OpTiming> for CalibrationOp {
     }
 }
 
-/// Speeds that may have been measured, in 10^9 bytes or 10^12 operations a second.
+/// The possible measured speeds, in 10^9 bytes or 10^12 operations a second.
 const MEASURABLE: FigureRange = FigureRange::new(1e-9, 1e9);
 
 impl MeasuredFigures {
-    /// The reason for which a figure that training is made of cannot have been measured; none where each can.
+    /// Returns the reason for which a required figure is impossible; none if all are possible.
     fn refusal(&self) -> Option<String> {
         let whole = [("copy_gbps", self.copy_gbps), ("gemm_tflops", self.gemm_tflops)];
         let whole = whole.map(|(name, value)| (name.to_owned(), value));
@@ -257,7 +263,7 @@ impl MeasuredFigures {
         whole.into_iter().chain(ops).find_map(|(name, value)| MEASURABLE.refusal(&name, value))
     }
 
-    /// What training reaches by these figures; what is missing where one is.
+    /// Returns the rates by these figures; else the missing operation.
     fn rates(&self) -> Result<ComputeRates, String> {
         let rate = |op: &str, end: &str| {
             let rates: Vec<f64> = self.matching(op, end).filter_map(|op| op.tflops).collect();
@@ -267,7 +273,7 @@ impl MeasuredFigures {
             let rates: Vec<f64> = self.matching(op, "").filter_map(|op| op.gbps).collect();
             harmonic_mean(&rates).map(|rate| rate * 1e9)
         };
-        // Measured over the values of one layer, which a cache may hold; those of all layers it does not.
+        // Measured over one layer, which may fit a cache; the values of all layers do not.
         let update = |op: &str| bandwidth(op).unwrap_or(f64::INFINITY).min(self.copy_gbps * 1e9);
         let missing = |op: &str| format!("it has no figure of {op}");
         let forward = rate("attention", "").ok_or_else(|| missing("attention"))?;
@@ -275,7 +281,7 @@ impl MeasuredFigures {
         let any_head = rate(LOSS, "").ok_or_else(|| missing(LOSS))?;
         Ok(ComputeRates {
             linear: rate("matmul", "").ok_or_else(|| missing("matmul"))?,
-            // A run measures its own path alone, and earlier versions measured fewer than all.
+            // A run measures only its own path, and earlier versions measured fewer paths.
             head: HeadRates::of(|path| rate(LOSS, measured_as(path)).unwrap_or(any_head)),
             attention: ATTENTION / (1.0 / forward + (ATTENTION - 1.0) / backward),
             elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
@@ -291,7 +297,7 @@ impl MeasuredFigures {
     }
 }
 
-/// The rate of doing as much at each of these rates; none of none.
+/// Returns the rate of equal amounts of work at each of these rates; none for an empty list.
 fn harmonic_mean(rates: &[f64]) -> Option<f64> {
     let secs: f64 = rates.iter().map(|rate| 1.0 / rate).sum();
     (secs.is_finite() && secs > 0.0).then(|| rates.len() as f64 / secs)
@@ -306,7 +312,7 @@ mod tests {
     use crate::planning::sizing::flops::TrainedWeights;
     use crate::recipe::Recompute;
 
-    /// Figures as `bench ops --json` prints them, with the losses in these ways at these rates.
+    /// Figures in the form of `bench ops --json`, with these rates of the loss.
     fn figures(losses: &[(&str, f64)]) -> MeasuredFigures {
         let op = |op: &str, shape: String, tflops: Option<f64>, gbps: Option<f64>| CalibrationOp {
             op: op.into(),
@@ -345,14 +351,14 @@ mod tests {
             let taken = rates.seconds(&flops(path)) - others;
             assert!((taken / secs - 1.0).abs() < 1e-6, "{path:?}: {taken:e}, not {secs:e}");
         }
-        // Earlier versions measured fewer.
+        // Files of earlier versions have fewer paths.
         let earlier = figures(&[(frozen, 0.4)]).rates().unwrap();
         assert_eq!(earlier.head, HeadRates { frozen: 0.4e12, chunked: 0.4e12, trained: 0.4e12 });
         assert_eq!(figures(&[]).rates().unwrap_err(), "it has no figure of linear_cross_entropy");
         Ok(())
     }
 
-    /// What `bench ops` measures has the names that are read here.
+    /// `bench ops` uses the names that this file reads.
     #[test]
     fn every_path_is_measured() -> crate::error::Result<()> {
         let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 8 };

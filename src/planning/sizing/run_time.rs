@@ -1,4 +1,4 @@
-//! How long a whole run takes beside its steps, and what it keeps of what it writes.
+//! The time of a whole run beside its steps, and the files that it keeps.
 
 use serde::Serialize;
 
@@ -7,7 +7,7 @@ use super::step_time::{StepTime, Workload};
 use crate::planning::{PlannedStep, StoredAs, WrittenBytes};
 use crate::recipe::{Recipe, StepInterval};
 
-/// A disk writes so much of what it reads in the same time (an assumption).
+/// Write speed of a disk as a part of its read speed (an assumption).
 const WRITES: f64 = 0.5;
 
 /// The time of a whole run, in seconds.
@@ -17,20 +17,21 @@ pub struct RunTime {
     pub steps: u64,
     /// Tokens of all steps.
     pub tokens: f64,
-    /// Of all steps.
+    /// Time of all steps.
     pub stepping: f64,
-    /// Reading and sharing out the weights.
+    /// Reading and distributing the weights.
     pub loading: f64,
     /// Evaluating held-out rows.
     pub evaluating: f64,
-    /// Saving checkpoints, as far as steps wait for it, and the result.
+    /// Saving checkpoints, as far as steps wait for it, and the final output.
     pub saving: f64,
-    /// All of it.
+    /// The sum of these times.
     pub total: f64,
 }
 
 impl SizingRequest<'_> {
-    /// The time of all steps and of what is beside them; none where nothing tells how fast or how many they are.
+    /// Returns the time of all steps and of the other parts of a run; none if the speed or the
+    /// number of steps is unknown.
     pub(super) fn run_time(&self, time: &StepTime, step: &PlannedStep, load: Workload) -> Option<RunTime> {
         let ((hardware, _), steps) = (self.timed?, self.steps?);
         let stepping = time.total * steps as f64;
@@ -48,7 +49,7 @@ impl SizingRequest<'_> {
         Some(RunTime { steps, tokens, stepping, loading, evaluating, saving, total })
     }
 
-    /// Bytes of the base as it is stored; of one that has a config alone as that says.
+    /// Returns the bytes of the base as stored. If only a config exists, uses its dtype.
     fn stored_bytes(&self) -> u64 {
         let base = self.inputs.base;
         match &base.files {
@@ -66,14 +67,15 @@ impl SizingRequest<'_> {
         }
     }
 
-    /// What a run of `recipe` writes.
+    /// Returns the bytes that a run of `recipe` writes.
     fn saved_bytes(&self, recipe: &Recipe, step: &PlannedStep) -> WrittenBytes {
         let has_adapter = recipe.adapter.is_some() || self.inputs.adapter_setup.is_some();
         let dtypes = if has_adapter { Default::default() } else { self.inputs.base.stored_dtypes() };
         WrittenBytes::of(&*step.descs, recipe, &StoredAs { given: recipe.checkpoint.output_dtype, dtypes })
     }
 
-    /// Bytes that are there when the run of `recipe` is over: its newest checkpoints, as many as it keeps, and the result.
+    /// Returns the bytes on disk after the run of `recipe`: its newest checkpoints, as many as it
+    /// keeps, and the final output.
     pub(super) fn kept_on_disk(&self, recipe: &Recipe, step: &PlannedStep) -> u64 {
         let saved = self.saved_bytes(recipe, step);
         let epoch = self.steps_of_epoch.unwrap_or(u64::MAX);
@@ -82,8 +84,9 @@ impl SizingRequest<'_> {
         checkpoints.saturating_mul(saved.checkpoint).saturating_add(saved.result)
     }
 
-    /// Seconds that `steps` steps of `step` seconds wait for checkpoints, each of which takes `secs` to write: all of it, or
-    /// what is left when the next is due or the run is over. The one at the end is waited for.
+    /// Returns the seconds that `steps` steps of `step` seconds wait for checkpoints, each of which
+    /// takes `secs` to write. Asynchronous saves count only the rest when the next save is due or
+    /// the run ends. The run waits for the last one.
     fn waits(&self, [steps, step]: [f64; 2], secs: f64) -> f64 {
         let settings = &self.recipe.checkpoint;
         let epoch = self.steps_of_epoch.map_or(steps, |epoch| epoch as f64);
@@ -103,7 +106,8 @@ impl SizingRequest<'_> {
         (on_the_way - 1.0) * left(every) + left(steps - on_the_way * every) + last
     }
 
-    /// The number of evaluations of held-out rows: before the first step, every so many, and after the last.
+    /// Returns the number of evaluations: before the first step, at each interval, and after the
+    /// last.
     fn evaluations(&self, steps: u64) -> u64 {
         let epoch = self.steps_of_epoch.unwrap_or(u64::MAX);
         let between = self.recipe.eval.interval().count_between([0, steps], epoch);

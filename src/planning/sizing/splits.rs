@@ -1,13 +1,18 @@
-//! The ways to split a training over ranks: along data, shard, tensor, pipeline and context, ranked by modelled time.
+//! The ways to split a training run over ranks along data, shard, tensor, pipeline and context,
+//! ranked by modelled time.
 //!
-//! Axes have the order of [`MeshAxis`](crate::parallel::MeshAxis): what communicates most is fastest, so that tensor and context parallelism stay inside
-//! of a host and pipeline stages lie across hosts. The engine runs data and shard; the others are modelled, and say so. They are
-//! modelled as trainers run them that have them (Megatron-LM):
+//! Axes have the order of [`MeshAxis`](crate::parallel::MeshAxis), the one with the most
+//! communication fastest. So tensor and context parallelism stay within a host, and pipeline stages
+//! span hosts. The engine runs data and shard; the output marks the others as modelled only. The
+//! model follows trainers that have them (Megatron-LM):
 //!
-//! - Beside tensor and pipeline parallelism all copies of a weight share out the optimizer's states and the update.
-//! - In a pipeline the weights of a stage are gathered once a step, so that data and shard are one axis there, written as data.
+//! - With tensor or pipeline parallelism, all copies of a weight share the optimizer's states and
+//!   the update.
+//! - In a pipeline, a stage gathers its weights once a step, so data and shard are one axis,
+//!   written as data.
 //! - A ring's latency grows with its ranks ([`Hardware::ring_latency`]).
-//! - Keys and values go round the parts of a sequence beside attention alone; parts of short rows are refused.
+//! - Keys and values circulate between the parts of a sequence and overlap only with attention.
+//!   Parts of short rows are refused.
 
 use std::collections::BTreeSet;
 
@@ -19,17 +24,18 @@ use crate::model::ModelConfig;
 
 /// Bytes of an activation or a gradient that is sent.
 const BF16: f64 = 2.0;
-/// Tokens of a row from which on parts of it are worth their communication: NeMo's and Megatron's recipes split none below 8k.
+/// Fewest tokens of a row that are worth splitting: NeMo's and Megatron's recipes split none below
+/// 8k.
 const LONG_ROW: usize = 8192;
 
-/// Ranks along each axis, and what the step is modelled to take.
+/// The ranks along each axis, and the modelled cost of the step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ParallelSplit {
     /// Copies of the model, or of its shards.
     pub data: usize,
-    /// Ranks that share out one copy (FSDP).
+    /// Ranks that share one copy (FSDP).
     pub shard: usize,
-    /// Ranks that share out each product.
+    /// Ranks that share each product.
     pub tensor: usize,
     /// Stages of layers.
     pub pipeline: usize,
@@ -39,18 +45,18 @@ pub struct ParallelSplit {
     pub step_secs: f64,
     /// Modelled bytes a rank.
     pub bytes: u64,
-    /// Whether those fit the device.
+    /// True if the bytes fit the device.
     pub fits: bool,
-    /// Whether the engine can run it.
+    /// True if the engine supports the split.
     pub runs: bool,
 }
 
-/// A number of ranks along an axis that cannot be, and why.
+/// An impossible number of ranks along an axis, and the reason.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RefusedSplit {
-    /// What cannot be, such as `tensor = 16`.
+    /// The split, such as `tensor = 16`.
     pub what: String,
-    /// Why it cannot be.
+    /// The reason for refusing it.
     pub why: String,
 }
 
@@ -61,31 +67,32 @@ pub struct SplitWork<'a> {
     pub config: &'a ModelConfig,
     /// Bytes of all weights as products read them.
     pub values: f64,
-    /// Bytes of the gradients of what trains.
+    /// Bytes of the gradients of trained parameters.
     pub gradients: f64,
     /// Bytes of masters and moments.
     pub states: f64,
     /// Seconds of a token, forward and backward.
     pub token_secs: f64,
-    /// Of them those of attention.
+    /// Seconds of attention among them.
     pub attention_secs: f64,
-    /// Seconds of a micro-batch in which values are made from codes.
+    /// Seconds of a micro-batch for dequantizing.
     pub dequantize_secs: f64,
-    /// Seconds in which the host starts the kernels of a micro-batch.
+    /// Seconds in which the host launches the kernels of a micro-batch.
     pub launch_secs: f64,
-    /// Seconds of the update of all that trains.
+    /// Seconds of the update of all trained parameters.
     pub update_secs: f64,
     /// Tokens of a row.
     pub row: f64,
-    /// Tokens of the step of all ranks.
+    /// Tokens of a step over all ranks.
     pub tokens: f64,
     /// Bytes of a token's activations on all layers, as the recipe keeps them.
     pub activation_bytes: f64,
-    /// Bytes that fit.
+    /// Bytes available to a rank.
     pub budget: u64,
 }
 
-/// Every split of all devices of `hardware` in the order of [`sort`], and the refused numbers.
+/// Returns every split of all devices of `hardware` in the order of [`sort`], and the refused
+/// numbers.
 pub fn splits(work: &SplitWork<'_>, hardware: &Hardware) -> (Vec<ParallelSplit>, Vec<RefusedSplit>) {
     let ranks = hardware.devices();
     let (mut all, mut refused) = (Vec::new(), Vec::new());
@@ -116,8 +123,8 @@ pub fn splits(work: &SplitWork<'_>, hardware: &Hardware) -> (Vec<ParallelSplit>,
     (all, refused)
 }
 
-/// Sorts them: those that fit before the others, and of both the fastest first. Of those that differ in data and shard alone the
-/// fastest stands for all; the rest follow after it.
+/// Sorts splits: fitting ones first, each group by time. Of splits that differ only in data and
+/// shard, the fastest comes first; the rest follow at the end of the group.
 pub(super) fn sort(all: &mut Vec<ParallelSplit>) {
     let by_time = |a: &ParallelSplit, b: &ParallelSplit| {
         (!a.fits).cmp(&!b.fits).then(a.step_secs.total_cmp(&b.step_secs))
@@ -162,22 +169,23 @@ fn pipeline_refusal(config: &ModelConfig, size: usize) -> Option<String> {
 }
 
 fn context_refusal(row: f64, size: usize) -> Option<String> {
-    // Each rank takes a piece from the front and one from the back, so that all see as many keys.
+    // Each rank takes a piece from the front and one from the back, so that all see equally many
+    // keys.
     let pieces = 2 * size;
     let row = row as usize;
     match () {
         () if size == 1 => None,
         () if row < LONG_ROW => {
-            Some(format!("parts of rows are worth it from {LONG_ROW} tokens on, and these have {row}"))
+            Some(format!("context parallelism pays from rows of {LONG_ROW} tokens, and these have {row}"))
         }
-        () if !row.is_multiple_of(pieces) || row / pieces < 128 => {
-            Some(format!("rows of {row} tokens have no {pieces} equal pieces of 128 tokens or more"))
-        }
+        () if !row.is_multiple_of(pieces) || row / pieces < 128 => Some(format!(
+            "rows of {row} tokens do not split into {pieces} equal pieces of 128 tokens or more"
+        )),
         () => None,
     }
 }
 
-/// What a split is modelled to take.
+/// Models the time and memory of a split.
 fn modelled(
     work: &SplitWork<'_>,
     hardware: &Hardware,
@@ -193,12 +201,12 @@ fn modelled(
     let sent = stage.data_secs(hardware) + stage.pipeline_secs(work, hardware);
     let hidden = (sent - OVERLAP * compute).max(sent.min(ENDS * compute));
     let exposed = hidden + stage.tensor_secs(work, hardware) + stage.context_secs(work, hardware);
-    // Copies that share out the states, and the update.
+    // Copies that share the states and the update.
     let sharers = if stage.runs { s } else { d * s };
     let step_secs = compute / (1.0 - bubble) + exposed + work.update_secs * of_stage / sharers;
-    // A stage keeps as many micro-batches as there are stages.
+    // A stage keeps up to as many micro-batches as the pipeline has stages.
     let activations = work.activation_bytes * stage.micro_tokens * of_stage * p.min(turns);
-    // Of a sharded model a block is whole, and the next one is gathered.
+    // A sharded model holds one whole block while it gathers the next.
     let blocks = if shard > 1 { 2.0 * stage.values } else { 0.0 };
     let kept = (stage.values + stage.gradients) * stage.layers / s + work.states * of_stage / sharers;
     let bytes = (kept + activations + blocks) as u64;
@@ -215,24 +223,24 @@ fn modelled(
     }
 }
 
-/// The part of a step that one rank of a split has.
+/// The part of a step that one rank of a split computes.
 struct SplitShare {
     data: usize,
     shard: usize,
     tensor: usize,
     pipeline: usize,
     context: usize,
-    /// True if the engine can run it.
+    /// True if the engine supports the split.
     runs: bool,
     /// Micro-batches of a replica, of a row each.
     micro_batches: f64,
-    /// Tokens of a row that the rank has.
+    /// Tokens of a row on this rank.
     micro_tokens: f64,
-    /// Tokens of the step, counted as if the rank had all of the model.
+    /// Tokens of the step, scaled by the part of the model on this rank.
     own_tokens: f64,
     /// Layers of the rank.
     layers: f64,
-    /// Bytes of a layer's weights, and of its gradients, where nothing shards them.
+    /// Bytes of a layer's weights, and of its gradients, without sharding.
     values: f64,
     gradients: f64,
 }
@@ -262,18 +270,20 @@ impl SplitShare {
         }
     }
 
-    /// Bytes of a micro-batch's hidden states.
+    /// Returns the bytes of a micro-batch's hidden states.
     fn hidden(&self, work: &SplitWork<'_>) -> f64 {
         self.micro_tokens * work.config.hidden_size as f64 * BF16
     }
 
-    /// Seconds of four sums of hidden states a layer and micro-batch, which nothing hides.
+    /// Returns the seconds of four sums of hidden states per layer and micro-batch, which nothing
+    /// overlaps.
     fn tensor_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
         let sums = 4.0 * self.micro_batches * self.layers;
         sums * sum_secs(hardware, self.hidden(work), [1, self.tensor])
     }
 
-    /// Seconds in which keys and values go round in forward and, with their gradients, in backward, longer than attention.
+    /// Returns the seconds by which the circulation of keys and values exceeds attention. Backward
+    /// circulates their gradients too.
     fn context_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
         let width = work.config.heads.kv_width() as f64 / self.tensor as f64;
         let of_row = 2.0 * work.row * width * BF16;
@@ -282,14 +292,15 @@ impl SplitShare {
         (around - self.own_tokens * work.attention_secs).max(0.0)
     }
 
-    /// Seconds in which hidden states go to the next stage and their gradients back, of each micro-batch.
+    /// Returns the seconds to send the hidden states of each micro-batch to the next stage, and
+    /// their gradients back.
     fn pipeline_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
         let sent = if self.pipeline > 1 { 2.0 * self.hidden(work) * self.micro_batches } else { 0.0 };
         hardware.ring_secs(sent, self.tensor * self.context * self.shard * self.data, self.pipeline)
     }
 
-    /// Seconds in which weights are gathered, and gradients summed over all copies of the weights: those of data, and of the
-    /// parts of a sequence.
+    /// Returns the seconds to gather weights and to sum gradients over all copies of the weights:
+    /// those of data, and of the parts of a sequence.
     fn data_secs(&self, hardware: &Hardware) -> f64 {
         let of_shards = [self.tensor * self.context, self.shard];
         let of_copies = [self.tensor * self.context * self.shard, self.data];
@@ -299,7 +310,8 @@ impl SplitShare {
             + gather_secs(hardware, self.gradients, of_shards);
         let mut summed = sum_secs(hardware, self.gradients / s, [self.tensor, self.context]);
         let mut updated = 0.0;
-        // The engine sums over data; copies that share out the update reduce gradients and gather weights.
+        // The engine sums over data; copies that share the update reduce gradients and gather
+        // weights.
         if self.runs {
             summed += sum_secs(hardware, self.gradients / s, of_copies);
         } else {
@@ -311,13 +323,14 @@ impl SplitShare {
     }
 }
 
-/// Seconds of a gather or reduction of `bytes` in a ring of `size` ranks that are `stride` apart: once round.
+/// Returns the seconds of a gather or reduction of `bytes`, one trip around a ring of `size` ranks
+/// that are `stride` apart.
 fn gather_secs(hardware: &Hardware, bytes: f64, [stride, size]: [usize; 2]) -> f64 {
     let passed = bytes * (size as f64 - 1.0) / size as f64;
     hardware.ring_secs(passed, stride, size) + hardware.ring_latency(stride, size)
 }
 
-/// Seconds of a sum of `bytes`: twice round.
+/// Returns the seconds of a sum of `bytes`: two trips around the ring.
 fn sum_secs(hardware: &Hardware, bytes: f64, ring: [usize; 2]) -> f64 {
     2.0 * gather_secs(hardware, bytes, ring)
 }
@@ -330,7 +343,8 @@ mod tests {
     use crate::error::Result;
     use crate::planning::sizing::flops::linear_weights;
 
-    /// Work of bf16 weights with f32 gradients, masters and moments, of which computing takes `token_secs` a token.
+    /// Work of bf16 weights with f32 gradients, masters and moments; a token takes `token_secs` of
+    /// compute.
     fn work(config: &ModelConfig, parameters: f64, rows: f64, token_secs: f64) -> SplitWork<'_> {
         SplitWork {
             config,
@@ -349,7 +363,8 @@ mod tests {
         }
     }
 
-    /// Asserts that a split of tensor × pipeline × data is in the list of a model; returns its place.
+    /// Asserts that the list of a model has a split of tensor × pipeline × data; returns its
+    /// position.
     fn place(shape: [usize; 3], on: &str, wanted: [usize; 3]) -> Result<usize> {
         let [hidden, layers, heads] = shape;
         let text = format!(
@@ -376,7 +391,8 @@ mod tests {
         Ok(all.iter().position(|split| split.shard == 1 && of(split) == wanted).unwrap() + 1)
     }
 
-    /// Four hosts of eight cards, 15 GB/s among them, 1.25 GB/s between hosts: what leaves a host at once shares its network.
+    /// Four hosts of eight cards, 15 GB/s among them, 1.25 GB/s between hosts. All data that leaves
+    /// a host shares its network.
     #[test]
     fn a_split_takes_what_its_rings_take() -> Result<()> {
         let text = r#"{"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
@@ -385,7 +401,7 @@ mod tests {
         let hardware = Hardware::parse("8x4090*4", Path::new("."))?;
         assert_eq!([hardware.device.link_gbps, hardware.device.network_gbps], [15.0, 1.25]);
         let p = 6_738_415_616.0;
-        // Computing that takes nothing leaves communication alone.
+        // Compute time of 0 leaves only communication.
         let work = work(&config, p, 64.0, 0.0);
         let near = |wanted, by_hand: f64| {
             let secs = modelled(&work, &hardware, wanted).step_secs;
@@ -396,31 +412,34 @@ mod tests {
         let in_host = |n: f64| 8.4e-6 + (n - 1.0) * 5.7e-6;
         let between = |n: f64| 8.4e-6 + (n - 1.0) * 14e-6;
         let (link, network) = (15e9, 1.25e9);
-        // Gradients of an eighth go to four owners and their weights come back, by eight cards of a host at once; each of 16
-        // micro-batches sums hidden states four times in each of 32 layers, twice 7/8 of them.
+        // Gradients of an eighth go to four owners and their weights come back, from eight cards of
+        // a host at once. Each of 16 micro-batches sums hidden states four times in each of 32
+        // layers, twice 7/8 of them.
         let tensor = 16.0 * 32.0 * 4.0 * 2.0 * (7.0 / 8.0 * hidden / link + in_host(8.0));
         let shared = |n: f64, part: f64| (n - 1.0) / n * 6.0 * p * part;
         let update = shared(4.0, 1.0 / 8.0) * 8.0 / network + 2.0 * 32.0 * between(4.0);
         near([4, 1, 8, 1, 1], update + tensor);
-        // Four stages of eight layers on eight ranks each: 64 / 8 micro-batches go over a border and back, from eight cards of
-        // a host at once; gradients and weights of a quarter go round inside of a host.
+        // Four stages of eight layers on eight ranks each: 64 / 8 micro-batches cross a border and
+        // back, from eight cards of a host at once. Gradients and weights of a quarter circulate
+        // within a host.
         let borders = 2.0 * hidden * 8.0 * 8.0 / network;
         near([8, 1, 1, 4, 1], borders + shared(8.0, 0.25) / link + 2.0 * 8.0 * in_host(8.0));
-        // Two parts of each sequence by four of each product in a host: as many sums of half the hidden states, keys and values
-        // of a quarter of the heads once round three times, and a quarter of the gradients summed over both parts.
+        // Two parts of each sequence by four of each product in a host: as many sums of half the
+        // hidden states, keys and values of a quarter of the heads around the ring three times, and
+        // a quarter of the gradients summed over both parts.
         let half = hidden / 2.0;
         let tensor = 16.0 * 32.0 * 4.0 * 2.0 * (3.0 / 4.0 * half / link + in_host(4.0));
         let keys = 16.0 * 32.0 * 3.0 * (2.0 * half / 4.0 / link + in_host(2.0));
         let parts = 2.0 * 0.5 * p / 4.0 * 4.0 / link + 2.0 * 32.0 * in_host(2.0);
         let update = shared(4.0, 0.25) * 8.0 / network + 2.0 * 32.0 * between(4.0);
         near([4, 1, 4, 1, 2], update + tensor + keys + parts);
-        // Attention that takes longer hides them.
+        // Longer attention hides them.
         let hides = SplitWork { attention_secs: 1.0, ..work };
         let secs = modelled(&hides, &hardware, [4, 1, 4, 1, 2]).step_secs;
         assert!((secs / (update + tensor + parts) - 1.0).abs() < 1e-6, "{secs}");
-        // Two groups of 16, which gather over two hosts in one ring, 14 hops in a host and one between: weights twice and
-        // gradients once, twice (64 / 32 micro-batches); a sixteenth of the gradients is summed with the other group, by eight
-        // cards of a host at once.
+        // Two groups of 16, which gather over two hosts in one ring, 14 hops in a host and one
+        // between: weights twice and gradients once, twice (64 / 32 micro-batches). A sixteenth of
+        // the gradients is summed with the other group, from eight cards of a host at once.
         let gathers =
             2.0 * 15.0 / 16.0 * p * 8.0 / network + 2.0 * 3.0 * 32.0 * (8.4e-6 + 14.0 * 5.7e-6 + 14e-6);
         let sums = 2.0 * 2.0 * (0.5 * p / 16.0 * 4.0 * 8.0 / network + 32.0 * between(2.0));
@@ -428,7 +447,7 @@ mod tests {
         Ok(())
     }
 
-    /// Splits that are published: tensor × pipeline × data.
+    /// Published splits: tensor × pipeline × data.
     #[test]
     fn published_splits_are_in_the_lists() -> Result<()> {
         let gpt3 = [12288, 96, 96];

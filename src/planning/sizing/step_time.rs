@@ -1,13 +1,16 @@
-//! How long a step takes, by cause, and what bounds it.
+//! The time of a step by cause, and its bottleneck.
 //!
 //! ```text
 //! T = max(T_compute, T_launch) + max(T_communication − w · T_compute, T_ends) + T_update + T_offload
 //! ```
 //!
-//! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`], each part over the bandwidth of
-//! its ring ([`Hardware::ring_gbps`]), and for each call the latency of that ring ([`Hardware::ring_latency`]). w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
-//! are reduced while the next block's are computed; on a processor w = 0, for what copies there is what computes. The first
-//! gather and the last reduction are never hidden: T_ends is all of T_communication, but a fiftieth of T_compute at most.
+//! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]. T_communication are the
+//! bytes of [`SentBytes`], each part over the bandwidth of its ring ([`Hardware::ring_gbps`]), plus
+//! the latency of that ring for each call ([`Hardware::ring_latency`]). w = 0.8 of the computation
+//! can hide communication: gathers run ahead by a block, and gradients are reduced while the next
+//! block's are computed. On a processor w = 0: the same threads copy and compute. Nothing hides the
+//! first gather and the last reduction: T_ends is all of T_communication, but at most a fiftieth of
+//! T_compute.
 
 use serde::Serialize;
 
@@ -20,80 +23,83 @@ use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes, Shar
 use crate::planning::PlannedStep;
 use crate::recipe::{Offload, Recipe, Recompute, StateDtype};
 
-/// Part of the computation that communication can run beside.
+/// Part of the computation that can overlap with communication.
 pub(super) const OVERLAP: f64 = 0.8;
-/// Communication before the first and after the last computation, as a part of all computation.
+/// Communication before the first and after the last computation, as a part of the computation.
 pub(super) const ENDS: f64 = 0.02;
-/// Bytes that the update of a weight reads and writes: its value, the bf16 copy, its gradient, and two moments.
+/// Bytes that the update of a weight reads and writes: its value, the bf16 copy, its gradient, and
+/// two moments.
 pub(super) const UPDATED: f64 = 8.0 + 2.0 + 4.0 + 16.0;
-/// Those of the moments in 8 bits less.
+/// Bytes that moments in 8 bits save.
 const INT8_LESS: f64 = 12.0;
-/// Bytes a second of host memory that the update of offloaded states reads and writes, for all devices of a host.
+/// Bytes a second of host memory for the update of offloaded states, for all devices of a host.
 const HOST_UPDATE: f64 = 100e9;
-/// Bytes of a weight that an update on the host takes over the bus: its f32 gradient there, its bf16 value back.
+/// Bytes per weight that an update on the host moves over the bus: its f32 gradient to the host,
+/// its bf16 value back.
 const OFFLOADED: f64 = 4.0 + 2.0;
-/// Seconds that the host takes to start a kernel (estimated, 6 to 8 µs; not yet measured on a GPU).
+/// Seconds that the host takes to launch a kernel (estimated, 6 to 8 µs; not yet measured on a
+/// GPU).
 const LAUNCH: f64 = 7e-6;
-/// Kernels of a block, forward and backward: the bars of tests/counter.rs, which counts them.
+/// Kernels of a block, forward and backward: the limits of tests/counter.rs, which counts them.
 const BLOCK_KERNELS: [f64; 2] = [40.0, 60.0];
-/// Part of a step from which on a cause bounds it.
+/// Smallest part of a step that makes a cause its bottleneck.
 const BOUND: f64 = 0.3;
-/// Exposed communication, of a step, from which on more ranks are hopeless.
+/// Part of exposed communication in a step from which more ranks do not help.
 const HOPELESS: f64 = 0.5;
 
-/// What a step is given.
+/// The work of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Workload {
-    /// Tokens of a rank's micro-batch, in the mean.
+    /// Mean tokens of a rank's micro-batch.
     pub tokens: f64,
-    /// Tokens of a row, in the mean.
+    /// Mean tokens of a row.
     pub row: f64,
     /// Micro-batches of a rank in a step.
     pub micro_batches: u64,
 }
 
-/// Seconds of a step by cause, and what follows.
+/// Seconds of a step by cause, and derived figures.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct StepTime {
     /// Forward and backward.
     pub compute: f64,
-    /// As much as a forward alone is of it.
+    /// The part of `compute` that one forward takes.
     pub forward: f64,
-    /// Of it what is computed a second time.
+    /// The part of `compute` for recomputing.
     pub recompute: f64,
-    /// Of it the making of bf16 values from codes.
+    /// The part of `compute` for dequantizing to bf16.
     pub dequantize: f64,
-    /// The device's wait for the host to start its kernels.
+    /// Time that the device waits for the host to launch kernels.
     pub launch: f64,
     /// The optimizer's update.
     pub update: f64,
     /// Copies between host and device that computation waits for.
     pub offload: f64,
-    /// All that is sent, whether hidden or not.
+    /// All communication, hidden or not.
     pub communication: f64,
-    /// What of it computation waits for.
+    /// The part of communication that computation waits for.
     pub exposed: f64,
     /// The whole step.
     pub total: f64,
     /// Bytes that a rank sends.
     pub sent_bytes: u64,
-    /// Tokens a second of all ranks.
+    /// Tokens a second over all ranks.
     pub tokens_per_sec: f64,
-    /// Model FLOP utilisation: operations of the model over what the devices could do at their peak.
+    /// Model FLOP utilisation: operations of the model over those of the devices at their peak.
     pub mfu: f64,
-    /// The same with what is computed a second time.
+    /// Hardware FLOP utilisation: as MFU, including recomputing.
     pub hfu: f64,
-    /// What bounds it.
+    /// The bottleneck of the step.
     pub bound: Bound,
 }
 
-/// What takes the part of a step that is worth changing first.
+/// The part of a step that is worth changing first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Bound {
     /// Arithmetic of the model.
     Compute,
-    /// The host's time of starting kernels, which are too short to hide it.
+    /// Kernel launches on the host; the kernels are too short to hide them.
     Launch,
     /// The optimizer's update.
     Update,
@@ -101,16 +107,17 @@ pub enum Bound {
     Offload,
     /// Communication that nothing hides.
     Communication,
-    /// Communication that takes longer than all else: such ranks are better not connected so.
+    /// Communication that takes at least half of a step: these ranks should not be connected this
+    /// way.
     Hopeless,
 }
 
 impl Bound {
-    /// The cause in words.
+    /// Returns the bottleneck in words.
     pub fn text(self) -> &'static str {
         match self {
             Bound::Compute => "computation",
-            Bound::Launch => "the start of kernels: more tokens in a micro-batch take hardly longer",
+            Bound::Launch => "kernel launches: a larger micro-batch takes hardly longer",
             Bound::Update => "the optimizer's update",
             Bound::Offload => "copies between host and device",
             Bound::Communication => "communication",
@@ -120,7 +127,7 @@ impl Bound {
 }
 
 impl StepTime {
-    /// Of a step of `recipe` as it is laid out, on `hardware` at `rates`.
+    /// Estimates a step of `recipe` with the layout `step` on `hardware` at `rates`.
     pub(crate) fn new(
         config: &ModelConfig,
         recipe: &Recipe,
@@ -142,9 +149,9 @@ impl StepTime {
         let shards = step.fit.strategy.shard_size(hardware.devices()) as f64;
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
         let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
-        // The ranks of a processor copy with the threads that they compute with.
+        // The ranks of a processor copy with their compute threads.
         let hidden = if hardware.device.processor { 0.0 } else { OVERLAP * compute };
-        // Values are fetched a block ahead.
+        // The engine fetches values a block ahead.
         let offload = update_copies + (brought - hidden).max(0.0);
         let communication = communication(&step.sent, step.fit.strategy, hardware);
         let exposed = (communication - hidden).max(communication.min(ENDS * compute));
@@ -172,8 +179,8 @@ impl StepTime {
     }
 }
 
-/// Seconds in which the host starts the kernels of `turns` micro-batches, and one for each tensor that the optimizer updates. A
-/// processor starts none.
+/// Returns the seconds in which the host launches the kernels of `turns` micro-batches, and one
+/// kernel for each updated tensor. A processor launches none.
 pub(super) fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turns): (&Hardware, f64)) -> f64 {
     if hardware.device.processor {
         return 0.0;
@@ -184,7 +191,8 @@ pub(super) fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turn
     LAUNCH * (turns * config.num_layers() as f64 * (forward + again + backward) + updated)
 }
 
-/// The cause that bounds a step with these parts of exposed communication, offload, the start of kernels and update.
+/// Returns the bottleneck of a step with these parts of exposed communication, offload, kernel
+/// launches and update.
 fn bound([exposed, offload, launch, update]: [f64; 4]) -> Bound {
     match () {
         () if exposed >= HOPELESS => Bound::Hopeless,
@@ -196,17 +204,18 @@ fn bound([exposed, offload, launch, update]: [f64; 4]) -> Bound {
     }
 }
 
-/// Seconds of a token's products and elementwise operations, forward and backward.
+/// Returns the seconds of a token's products and elementwise operations, forward and backward.
 pub(super) fn token_secs(config: &ModelConfig, flops: &TokenFlops, rates: &ComputeRates) -> f64 {
     rates.seconds(flops) + elementwise(config, rates)
 }
 
-/// Passes of a micro-batch that make values from codes: forward, backward, and forward again where blocks are computed again.
+/// Returns the passes of a micro-batch that dequantize: forward, backward, and forward again under
+/// block recompute.
 pub(super) fn dequantizing_passes(step: &PlannedStep) -> f64 {
     if step.fit.recompute == Recompute::Block { 3.0 } else { 2.0 }
 }
 
-/// Bytes that are read and written to make bf16 values from all codes once.
+/// Returns the bytes read and written to dequantize all codes to bf16 once.
 pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
     let bytes = |desc: &ParamDesc| match desc.kind {
         ParamKind::Quantized(format) => desc.elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0),
@@ -215,8 +224,8 @@ pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
     descs.iter().map(bytes).sum()
 }
 
-/// Seconds of a token's norms, rotations, gates and sums, where they are measured apart: what each reads and writes, forward
-/// and backward, in bf16.
+/// Returns the seconds of a token's norms, rotations, gates and sums, if they are measured
+/// separately: bytes that each reads and writes, forward and backward, in bf16.
 fn elementwise(config: &ModelConfig, rates: &ComputeRates) -> f64 {
     let Some(rate) = rates.elementwise else { return 0.0 };
     let (d, f, qkv) = (config.hidden_size, config.intermediate_size, config.heads.qkv_width());
@@ -225,7 +234,8 @@ fn elementwise(config: &ModelConfig, rates: &ComputeRates) -> f64 {
     (2 * values * config.num_layers()) as f64 / rate
 }
 
-/// Seconds of the update, and of the copies that it waits for where states are in host memory.
+/// Returns the seconds of the update, and of the copies that it waits for if states are in host
+/// memory.
 pub(super) fn update(
     recipe: &Recipe,
     step: &PlannedStep,
@@ -248,7 +258,7 @@ pub(super) fn update(
     (bytes * hardware.per_host as f64 / HOST_UPDATE, copies)
 }
 
-/// Seconds of all that a rank sends.
+/// Returns the seconds of everything that a rank sends.
 fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) -> f64 {
     let ranks = hardware.devices();
     if ranks == 1 {
@@ -256,19 +266,19 @@ fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) 
     }
     let mesh = kind.mesh_shape(ranks).unwrap_or(MeshShape::ONE.with(MeshAxis::Shard, ranks));
     let (shards, copies) = (mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
-    // A gather goes round the shards once, a sum over all ranks twice.
+    // A gather circulates once around the shards, a sum twice around all ranks.
     let of_call =
         if shards > 1 { hardware.ring_latency(1, shards) } else { 2.0 * hardware.ring_latency(1, ranks) };
     let latency = of_call * sent.calls as f64;
     let by_all = sent.whole + sent.scalars;
-    // What is sent, in a ring of how many, how far from one another.
+    // Bytes, ranks of their ring, and stride between these.
     let rings = [
         (sent.total() - by_all - sent.between, shards, 1),
         (by_all, ranks, 1),
         (sent.between, copies, mesh.stride(MeshAxis::Data)),
     ];
     let secs = rings.into_iter().filter(|(bytes, ..)| *bytes > 0).map(|(bytes, size, stride)| {
-        // A rank of a processor copies its own part, too, into what it gathers.
+        // A rank of a processor also copies its own part into the gathered values.
         let in_memory = hardware.device.processor && stride * size <= hardware.per_host;
         let own = if in_memory { size as f64 / (size - 1) as f64 } else { 1.0 };
         hardware.ring_secs(bytes as f64 * own, stride, size)
@@ -283,15 +293,16 @@ mod tests {
     use super::*;
     use crate::error::Result;
 
-    /// Four hosts of eight cards, 15 GB/s among them and 1.25 GB/s between hosts: every strategy by its formula for 10^9
-    /// parameters, bf16 weights and f32 gradients.
+    /// Four hosts of eight cards, 15 GB/s among them and 1.25 GB/s between hosts. Checks every
+    /// strategy by its formula for 10^9 parameters, bf16 weights and f32 gradients.
     #[test]
     fn communication_is_bytes_over_the_rings_that_they_take() -> Result<()> {
         let hosts = Hardware::parse("8x4090*4", Path::new("."))?;
         let (link, network) = (15e9, 1.25e9);
         assert_eq!([hosts.device.link_gbps, hosts.device.network_gbps], [15.0, 1.25]);
         let p = 1e9;
-        // In a host of eight: seven hops of 5.7 µs. Over four hosts: 31 hops, three of them of 14 µs. 8.4 µs a call.
+        // In a host of eight: seven hops of 5.7 µs. Over four hosts: 31 hops, three of them of 14
+        // µs. 8.4 µs a call.
         let (in_host, over_hosts) = (8.4e-6 + 7.0 * 5.7e-6, 8.4e-6 + 28.0 * 5.7e-6 + 3.0 * 14e-6);
         let take = |kind, sent: SentBytes| {
             let secs = communication(&sent, kind, &hosts);
@@ -316,8 +327,8 @@ mod tests {
             ..SentBytes::default()
         };
         assert!(near(take(ShardingStrategy::Fsdp, fsdp), 31.0 / 32.0 * 8.0 * p / network));
-        // Groups of eight: 7/8 of that inside of a host, then 3/4 of an eighth of the gradients twice between hosts, from all
-        // eight cards of a host at once.
+        // Groups of eight: 7/8 of that within a host, then 3/4 of an eighth of the gradients twice
+        // between hosts, from all eight cards of a host at once.
         let between = (2.0 * 3.0 / 4.0 * 4.0 * p / 8.0) as u64;
         let gradients = (7.0 / 8.0 * 4.0 * p) as u64 + between;
         let gathers = (7.0 / 8.0 * 4.0 * p) as u64;

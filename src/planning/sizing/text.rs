@@ -1,4 +1,4 @@
-//! A [`Sizing`] as people read it in a terminal.
+//! Formats a [`Sizing`] for a terminal.
 
 use std::fmt::Write;
 
@@ -12,10 +12,10 @@ use crate::units;
 const COLUMNS: usize = 60;
 /// Columns before the sizes of a rule of thumb.
 const RULE: usize = 33;
-/// Splits that are shown.
+/// Number of splits to print.
 const SHOWN: usize = 8;
 
-/// 10^9 bytes, as hardware is sold by.
+/// Formats bytes in units of 10^9, as vendors specify hardware.
 pub fn gigabytes(bytes: u64) -> String {
     let gb = bytes as f64 / 1e9;
     match gb {
@@ -27,7 +27,7 @@ pub fn gigabytes(bytes: u64) -> String {
 }
 
 impl Sizing {
-    /// All of it.
+    /// Returns the whole sizing as text.
     pub fn text(&self) -> String {
         let mut text = String::new();
         self.write_head(&mut text);
@@ -60,21 +60,17 @@ impl Sizing {
 
     fn write_memory(&self, text: &mut String) {
         let room = match (self.budget, self.budget.map(|budget| self.bytes <= budget)) {
-            (Some(budget), Some(true)) => {
-                format!(", which fits the {} that may be planned with", gigabytes(budget))
-            }
-            (Some(budget), _) => {
-                format!(", which does NOT fit the {} that may be planned with", gigabytes(budget))
-            }
+            (Some(budget), Some(true)) => format!(", which fits the budget of {}", gigabytes(budget)),
+            (Some(budget), _) => format!(", which does NOT fit the budget of {}", gigabytes(budget)),
             _ => String::new(),
         };
         let _ = writeln!(text, "\nmemory of a rank: {}{room}", gigabytes(self.bytes));
         if let Some(budget) = self.host_budget.filter(|budget| self.host_bytes > *budget) {
             let _ = writeln!(
                 text,
-                "  its host has {} for each rank, and {} are needed there: that does NOT fit",
-                gigabytes(budget),
-                gigabytes(self.host_bytes)
+                "  host memory of a rank: {}, which does NOT fit the budget of {}",
+                gigabytes(self.host_bytes),
+                gigabytes(budget)
             );
         }
         let whole = self.budget.unwrap_or(0).max(self.bytes).max(1);
@@ -135,7 +131,7 @@ impl Sizing {
             ("of it recomputing", time.recompute),
             ("of it dequantizing", time.dequantize),
             ("update", time.update),
-            ("the start of kernels", time.launch),
+            ("kernel launches", time.launch),
             ("copies to and from the host", time.offload),
             ("communication", time.communication),
             ("of it not hidden", time.exposed),
@@ -160,7 +156,7 @@ impl Sizing {
     }
 
     fn write_advice(&self, text: &mut String) {
-        let _ = writeln!(text, "\nways to train this model there, * the first that fits:");
+        let _ = writeln!(text, "\nways to train this model on that hardware, * the first that fits:");
         for leaf in &self.leaves {
             let mark = match (leaf.first, leaf.fits) {
                 (true, _) => "*",
@@ -235,7 +231,7 @@ fn write_run(text: &mut String, run: &RunTime) {
     );
 }
 
-/// The changes that make the command at hand the one of `leaf`.
+/// Returns the changes that turn the current command into that of `leaf`.
 fn changes_to(leaf: &RecipeChange) -> String {
     let flags = leaf.typed.split_once(", without ").map_or(leaf.typed.as_str(), |(flags, _)| flags);
     let removed = (!leaf.left_out.is_empty()).then(|| format!("remove {}", leaf.left_out.join(" and ")));
@@ -243,12 +239,12 @@ fn changes_to(leaf: &RecipeChange) -> String {
     removed.into_iter().chain(added).collect::<Vec<_>>().join(", ")
 }
 
-/// Tokens a second: 119766, and 11.2M from a million on.
+/// Formats tokens a second: 119766, and 11.2M from a million on.
 fn speed(rate: f64) -> String {
     if rate < 1e6 { format!("{rate:.0}") } else { units::count(rate as u64) }
 }
 
-/// The letter of a cause in a bar.
+/// Returns the letter of a cause in a bar.
 fn letter(cause: &str) -> char {
     match cause {
         "weights" => 'W',
@@ -262,7 +258,8 @@ fn letter(cause: &str) -> char {
     }
 }
 
-/// The causes on a device as letters, so many of `COLUMNS` as they are of `whole`.
+/// Returns the causes on a device as letters, each with its share of `COLUMNS` by bytes over
+/// `whole`.
 fn bar(terms: &[MemoryTerm], whole: u64) -> String {
     let on_device = terms.iter().filter(|term| letter(term.cause) != ' ');
     let (mut bytes, mut text) = (0u64, String::new());
@@ -274,7 +271,7 @@ fn bar(terms: &[MemoryTerm], whole: u64) -> String {
     format!("{text:<COLUMNS$}")
 }
 
-/// A time between microseconds and days.
+/// Formats a time between microseconds and days.
 fn secs(secs: f64) -> String {
     match secs {
         _ if secs >= 60.0 => units::duration(secs),
@@ -283,7 +280,7 @@ fn secs(secs: f64) -> String {
     }
 }
 
-/// What of `all` is not shown.
+/// Writes the number of omitted entries, if `all` exceeds [`SHOWN`].
 fn write_more(text: &mut String, all: usize) {
     if all > SHOWN {
         let _ = writeln!(text, "  and {} more, which `--json` lists", all - SHOWN);

@@ -140,7 +140,7 @@ fn keys_that_nobody_knows_are_told_or_refused() {
     set(&place, "saved_by", json!("trainer 9"));
     let (found, warnings) = loss(&place);
     assert_near(found, ADAPTED);
-    insta::assert_snapshot!(warnings, @"warning: adapter_config.json of [DIR]/adapter has keys that neither finetune nor PEFT 0.21 knows, and which are not used: notes, saved_by");
+    insta::assert_snapshot!(warnings, @"warning: adapter_config.json of [DIR]/adapter has keys that finetune and PEFT 0.21 do not know; finetune ignores them: notes, saved_by");
     set(&place, "use_tomorrow", json!(true));
     let said =
         refused(&place, &["eval", "--model", "model", "--adapter", "adapter", "--dataset", "rows.jsonl"]);

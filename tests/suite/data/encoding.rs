@@ -152,7 +152,7 @@ fn rows_with_nothing_to_train_are_faults() {
     let llama = tokenizer("tiny-llama");
     let user_only = r#"{"messages": [{"role": "user", "content": "hi"}]}"#;
     let why = load(&llama, "a.jsonl", user_only, &DataOptions::default()).unwrap_err();
-    assert!(why.contains("a.jsonl:1: there is no trained token"), "{why}");
+    assert!(why.contains("a.jsonl:1: no token is trained"), "{why}");
     let long = r#"{"messages": [{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "x"}]}"#;
     let cut = DataOptions { max_seq_len: 20, ..DataOptions::default() };
     let why = load(&llama, "a.jsonl", long, &cut).unwrap_err();

@@ -44,7 +44,7 @@ fn a_file_that_drips_is_broken_off_and_its_part_is_kept() {
     world.hub.fault(Fault::new(&of, 9, Spoil::DripBody(DRIP)));
     let told = transient(world.model("ada/tiny"));
     assert!(told.contains("cannot download `model.safetensors`"), "{told}");
-    assert!(told.contains(" bytes/s); the least is 100000 bytes/s over 0.3 s"), "{told}");
+    assert!(told.contains(" bytes/s); the minimum is 100000 bytes/s over 0.3 s"), "{told}");
     assert!(told.contains("2 attempts without progress"), "{told}");
     let part = |path: &PathBuf| path.extension().is_some_and(|end| end == "part");
     let part = world.blobs().into_iter().find(part).unwrap().metadata().unwrap().len();
@@ -77,5 +77,5 @@ fn a_header_that_drips_is_broken_off() {
     let found = finetune::hub::locate_model_in_place("ada/tiny", "main", &world.options, &mut quiet).unwrap();
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 9, Spoil::DripBody(DRIP)));
     let told = found.remote.unwrap().read("model.safetensors", 0..4000, &mut quiet).unwrap_err().to_string();
-    assert!(told.contains("the least is 100000 bytes/s over 0.3 s"), "{told}");
+    assert!(told.contains("the minimum is 100000 bytes/s over 0.3 s"), "{told}");
 }

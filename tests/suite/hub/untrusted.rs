@@ -47,7 +47,7 @@ fn a_file_that_unpacks_to_more_than_its_size_ends() {
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 2, Spoil::Gzip(bomb)));
     let error = world.model("ada/tiny").unwrap_err();
     assert_eq!(error.kind(), ErrorCategory::Transient);
-    assert!(error.to_string().contains("the bytes are damaged, twice"), "{error}");
+    assert!(error.to_string().contains("the downloaded bytes are damaged, twice"), "{error}");
     assert_eq!(
         world.files().iter().filter(|path| path.extension().is_some_and(|end| end == "part")).count(),
         0

@@ -1,4 +1,4 @@
-//! Refusals of what a collective cannot work on.
+//! Checks of the arguments of collectives.
 
 use super::Call;
 use crate::error::{Error, Result};
@@ -15,16 +15,16 @@ pub(super) fn check_shard(call: Call, shard: &Buffer, full: &Buffer, ranks: usiz
     Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {ranks} ranks")))
 }
 
-/// Refuses memory of a GPU, for backends that read and write it with the processor.
+/// Refuses memory of a GPU, for backends that access memory with the processor.
 pub(super) fn check_host(call: Call, memory: &Buffer) -> Result<()> {
     match memory.place() {
         MemoryKind::Host => Ok(()),
         MemoryKind::Gpu => Err(Error::internal(format!("cannot move {call}"))
-            .because(format!("it is {memory:?}, and these ranks meet in the host's memory"))),
+            .because(format!("it is {memory:?}, and these ranks communicate through host memory"))),
     }
 }
 
-/// Refuses a message with this rank itself, or with a rank that the group of `size` ranks does not have.
+/// Refuses a message to this rank itself, or to a rank outside the group of `size` ranks.
 pub(super) fn check_peer(call: Call, peer: usize, rank: usize, size: usize) -> Result<()> {
     if peer < size && peer != rank {
         return Ok(());
@@ -33,7 +33,7 @@ pub(super) fn check_peer(call: Call, peer: usize, rank: usize, size: usize) -> R
         .because(format!("a message is between two of the {size} ranks of the group")))
 }
 
-/// Refuses to add up bytes.
+/// Refuses sums of bytes.
 pub(super) fn check_sum(call: Call, memory: &Buffer) -> Result<()> {
     match memory.element() {
         ElementType::U8 => {

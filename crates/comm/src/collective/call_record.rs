@@ -1,7 +1,9 @@
-//! One call as 64 bytes that ranks compare: the same call on every rank gives the same bytes but for the phase.
+//! One call as 64 bytes that ranks compare: the same call on every rank gives the same bytes except
+//! for the phase.
 //!
-//! MPI's ranks send a record before each call; NCCL's ranks gather their last one, with a hash over all before it, at
-//! barriers and sums of scalars. A record names the call in errors, so it holds the words and not their hash.
+//! MPI's ranks send a record before each call. NCCL's ranks gather their last one, with a hash of
+//! all earlier ones, at barriers and sums of scalars. A record contains the call's words, not their
+//! hash, because errors name the call.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,15 +12,15 @@ use super::{Call, Op, Phase};
 use crate::error::{Error, ErrorCategory};
 use crate::runtime::buffer::ElementType;
 
-/// Bytes of a record.
+/// Size of a record in bytes.
 pub(super) const RECORD_BYTES: usize = 64;
 
-/// Bytes of [`Call::what`] that a record has room for; its full length is compared as well.
+/// Maximum bytes of [`Call::what`] in a record; its full length is compared as well.
 const WHAT_BYTES: usize = 32;
 
 const ELEMENTS: [ElementType; 4] = [ElementType::U8, ElementType::Bf16, ElementType::F32, ElementType::F64];
 
-/// What a rank calls.
+/// Kind of a rank's call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CallKind {
     /// One of the counted calls.
@@ -41,16 +43,18 @@ const ACTIONS: [(CallKind, &str); 8] = [
 /// A call that a rank makes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct CallRecord {
-    /// Calls before it in this group; of a message, those before it from the one rank to the other.
+    /// Number of earlier calls in this group; for a message, of earlier messages in the same
+    /// direction.
     pub(super) sequence: u64,
     pub(super) action: CallKind,
-    /// What the memory holds, if there is any.
+    /// Element type of the memory, if the call has any.
     pub(super) element: Option<ElementType>,
-    /// Elements of the full (not sharded) data; of a split over MPI, the least number that the rank has free for a group.
+    /// Elements of the full (not sharded) data; for a split over MPI, the lowest group number that
+    /// is free on the rank.
     pub(super) elements: u64,
-    /// The root of a broadcast, the color of a split, the other rank of a message.
+    /// Root of a broadcast, color of a split, or peer of a message.
     pub(super) number: u32,
-    /// The beginning of [`Call::what`].
+    /// Beginning of [`Call::what`].
     what: String,
     what_bytes: u8,
     index: u64,
@@ -73,7 +77,7 @@ impl CallRecord {
         }
     }
 
-    /// With the data that it moves: `elements` of the full data.
+    /// Adds the data that it moves: `elements` of the full data.
     pub(super) fn moving(mut self, element: ElementType, elements: usize) -> Self {
         self.element = Some(element);
         self.elements = elements as u64;
@@ -85,8 +89,8 @@ impl CallRecord {
         self
     }
 
-    /// The bytes that are the same on every rank: phases are for people, the numbers of a split differ, and a message has
-    /// two sides.
+    /// Bytes that are equal on every rank: without the phase, which is informative, the numbers of
+    /// a split, and the side of a message.
     pub(super) fn key(&self) -> [u8; RECORD_BYTES] {
         let (action, number, elements) = match self.action {
             CallKind::Split => (self.action, 0, 0),
@@ -96,7 +100,7 @@ impl CallRecord {
         CallRecord { phase: None, action, number, elements, ..self.clone() }.encode()
     }
 
-    /// Whether `other` is the other side of this call of a message.
+    /// True if `other` is the other side of this call of a message.
     pub(super) fn is_answered_by(&self, other: &CallRecord) -> bool {
         self.action != other.action && self.key() == other.key()
     }
@@ -116,7 +120,8 @@ impl CallRecord {
         bytes
     }
 
-    /// The record that [`CallRecord::encode`] wrote; `None` for bytes that no rank of this program sends.
+    /// Decodes a record of [`CallRecord::encode`]; `None` for bytes that no rank of this program
+    /// sends.
     pub(super) fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Self> {
         let long = |at: usize| bytes[at..].first_chunk().map(|word| u64::from_le_bytes(*word));
         let what = &bytes[32..];
@@ -135,7 +140,7 @@ impl CallRecord {
     }
 }
 
-/// How many messages a rank has exchanged with each other rank of a group.
+/// Number of messages that a rank has exchanged with each other rank of a group.
 #[derive(Debug, Default)]
 pub(super) struct MessageCounts {
     sends: BTreeMap<usize, u64>,
@@ -143,7 +148,8 @@ pub(super) struct MessageCounts {
 }
 
 impl MessageCounts {
-    /// Counts a message, `op` of which this rank calls; how many there were before it in its direction.
+    /// Counts a message, for which this rank calls `op`; returns the number of earlier ones in its
+    /// direction.
     pub(super) fn next(&mut self, op: Op, peer: usize) -> u64 {
         let counts = if op == Op::Send { &mut self.sends } else { &mut self.receives };
         let count = counts.entry(peer).or_default();
@@ -153,7 +159,8 @@ impl MessageCounts {
 }
 
 impl fmt::Display for CallRecord {
-    /// `call 17: all-gather of weights of block 3 (4096 x F32), in phase backward`
+    /// Text of the call: `call 17: all-gather of weights of block 3 (4096 x F32), in phase
+    /// backward`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = ACTIONS.iter().find(|(action, _)| *action == self.action).map_or("", |(_, name)| name);
         write!(f, "call {}: {name} of ", self.sequence)?;
@@ -175,16 +182,16 @@ impl fmt::Display for CallRecord {
     }
 }
 
-/// Where a rank was when it failed: what its peers and its own process say of it.
+/// Phase and last call of a rank at its failure, for the errors of its peers and its own process.
 #[derive(Debug, Clone, Default)]
 pub(super) struct RankStatus {
     pub(super) phase: Option<Phase>,
-    /// Over all its groups.
+    /// Last call over all its groups.
     pub(super) last: Option<CallRecord>,
 }
 
 impl RankStatus {
-    /// `rank 2 failed in phase save`
+    /// Text of the failure: `rank 2 failed in phase save`
     fn what(&self, rank: usize) -> String {
         let phase = self.phase.map_or(String::new(), |phase| format!(" in phase {}", phase.name()));
         format!("rank {rank} failed{phase}")
@@ -197,12 +204,12 @@ impl RankStatus {
         }
     }
 
-    /// What the peers of `rank` get.
+    /// Error for the peers of `rank`.
     pub(super) fn news(&self, rank: usize, why: &str) -> Error {
         Error::new(ErrorCategory::Transient, self.what(rank)).because(why).because(self.last_call(rank))
     }
 
-    /// The rank's own error, of its own kind, with its place around it.
+    /// The rank's own error, of its category, with its phase and last call.
     pub(super) fn around(&self, rank: usize, error: Error) -> Error {
         error.during(self.what(rank)).because(self.last_call(rank))
     }

@@ -1,4 +1,4 @@
-//! Faults planted in the ranks of a real run, whatever connects them: for tests of how runs end.
+//! Planted faults in the ranks of a real run, over any backend, for tests of the end of runs.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -11,21 +11,21 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::Buffer;
 use crate::runtime::clock;
 
-/// What is called at the moment a fault strikes, with what is known of it: who watches a run counts from there.
+/// Callback with a description at the moment of a fault, from which tests measure time.
 pub type FaultNotice = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// Another end, which a fault strikes as it enters a phase.
+/// A communicator with a fault that strikes when it enters a phase.
 pub struct FaultInjector {
     inner: Arc<dyn Collective>,
     fault: InjectedFault,
     notice: FaultNotice,
     entered: AtomicU64,
-    /// Nanoseconds that each call takes longer.
+    /// Extra nanoseconds of each call.
     link_delay: AtomicU64,
 }
 
 impl FaultInjector {
-    /// `inner` with `fault`, if that is this rank's.
+    /// Wraps `inner` with `fault`, which must be a fault of this rank.
     pub fn new(inner: Arc<dyn Collective>, fault: InjectedFault, notice: &FaultNotice) -> Self {
         FaultInjector {
             inner,
@@ -36,7 +36,7 @@ impl FaultInjector {
         }
     }
 
-    /// The rank's end, once a slow link has let the call through.
+    /// The inner communicator, after the delay of a slow link.
     fn link(&self) -> &dyn Collective {
         let delay = self.link_delay.load(Ordering::Relaxed);
         if delay > 0 {
@@ -53,7 +53,7 @@ impl FaultInjector {
         match self.fault.kind {
             InjectedFaultKind::Error => Err(Error::new(ErrorCategory::Transient, text)),
             InjectedFaultKind::Panic => panic!("{text}"),
-            // Without a word: as if the process had been killed.
+            // Silent, as if the process had been killed.
             InjectedFaultKind::Exit => std::process::exit(i32::from(ErrorCategory::Internal.exit_code())),
             InjectedFaultKind::Device(failure) => {
                 failure.plan();

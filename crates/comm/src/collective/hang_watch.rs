@@ -1,19 +1,20 @@
-//! The watch over the ranks of this process: a rank that gives no sign of life for too long hangs, and the run ends with who
-//! it is, where it is and who waits for it, instead of waiting for ever.
+//! Hang detection for the ranks of this process. If a rank shows no progress for too long, the run
+//! ends with an error that names the rank, its phase and the ranks that wait for it.
 //!
-//! A rank's signs of life are its phases, its calls and its heartbeats between them (`progress`). How long it may be
-//! silent is learned: three times its longest silence in an earlier pass through the same phase, and 15 s at least; for a
-//! micro-batch of more tokens than any before in proportion to their square, which is what attention costs. A rank that
-//! is slow is slow in every pass, so it is not taken for one that hangs. In its first pass through a phase, which nothing
-//! can be compared with, a rank that computes has half an hour, and one whose process neither computes nor reads nor writes
-//! 15 s. Meeting, loading, reporting and writing wait for storage, terminals and other programs: there a process must have
-//! done nothing for ten minutes. `parallel.timeout_secs` replaces all of this.
+//! A rank shows progress by its phases, its calls and its heartbeats between them (`progress`). Its
+//! limit is learned: three times its longest silence in an earlier pass through the same phase, and
+//! at least 15 s. For a micro-batch larger than all before, the limit grows with the square of its
+//! tokens, which is the cost of attention. A slow rank is slow in every pass, so it does not count
+//! as hung. In the first pass through a phase, a rank that computes has half an hour, and one whose
+//! process neither computes nor does I/O has 15 s. Meeting, loading, reporting and writing wait for
+//! storage, terminals and other programs: there a process must be idle for ten minutes.
+//! `parallel.timeout_secs` replaces all of this.
 //!
-//! A rank inside of a call waits for its peers, so that the call takes long is held against those that have not come. In
-//! a process that holds all ranks, all of them inside of calls for too long are an error as well.
+//! A rank inside a call waits for its peers, so a long call counts against the missing ranks. In a
+//! process that holds all ranks, it is also an error if all of them are inside calls for too long.
 //!
-//! Time is counted by the watch's own looks, each of which counts little: a process that was stopped (`SIGSTOP`, a closed
-//! lid) and goes on finds its ranks no later than they were.
+//! Each look of the watch advances its time only a little: a process that was stopped (`SIGSTOP`, a
+//! closed lid) finds its ranks no later than before.
 
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -28,61 +29,61 @@ use crate::runtime::machine::{WorkDone, work_done};
 use crate::threads;
 use crate::units;
 
-/// A silence that many times as long as the longest so far counts as a hang.
+/// A silence longer than this many times the longest one so far counts as a hang.
 const FACTOR: u32 = 3;
 
-/// The silence of a rank that works on what nothing can be compared with.
+/// Limit for a computing rank in a phase without an earlier pass.
 const UNSEEN: Duration = Duration::from_secs(1800);
 
-/// How long a process may do nothing while it waits for storage.
+/// Maximum idle time of a process that waits for storage.
 const STORAGE: Duration = Duration::from_secs(600);
 
-/// Share of a core that a process uses at least which computes, also at the lowest priority beside others.
+/// Minimum share of a core that a computing process uses, even at the lowest priority.
 const BUSY: f64 = 0.01;
 
-/// Between two looks, at most.
+/// Maximum time between two looks.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// How long the other ranks, and what they save, have to end after a hang; the rank that hangs is not waited for.
+/// Time for the other ranks and their saves to end after a hang. The hung rank is not waited for.
 const LAST_WORDS: Duration = Duration::from_secs(4);
 
-/// How long a rank may be silent.
+/// Limits on the silence of a rank.
 #[derive(Debug, Clone, Copy)]
 pub struct HangLimits {
-    /// The least silence that counts as a hang where the limit is learned: [`HangLimits::FLOOR`] but for tests.
+    /// Minimum of the learned limit: [`HangLimits::FLOOR`] except in tests.
     pub floor: Duration,
-    /// What the user says; else it is learned.
+    /// Limit of the user; none: learned.
     pub timeout: Option<Duration>,
-    /// Ranks compute on this host's cores, so that an idle process is one whose ranks do nothing.
+    /// True if ranks compute on this host's cores, so that an idle process has idle ranks.
     pub on_host: bool,
-    /// All ranks are in this process.
+    /// True if all ranks are in this process.
     pub holds_all: bool,
 }
 
-/// What a rank's earlier passes through a phase were.
+/// Longest silence and largest micro-batch of a rank's earlier passes through a phase.
 #[derive(Debug, Clone, Copy, Default)]
 struct EarlierPasses {
     longest: Duration,
-    /// Of the largest micro-batch.
+    /// Tokens of the largest micro-batch.
     tokens: u64,
 }
 
-/// What a rank does and for how long there has been no sign of it.
+/// Phase of a rank, and the time since its last progress.
 #[derive(Debug, Clone, Copy)]
 struct Silence {
     phase: Phase,
-    /// Of its micro-batch.
+    /// Tokens of its micro-batch.
     tokens: u64,
     silent: Duration,
-    /// For so long its process has done nothing.
+    /// Time for which its process has been idle.
     idle: Duration,
 }
 
 impl HangLimits {
-    /// The least silence that counts as a hang, unless the user says otherwise.
+    /// Minimum silence that counts as a hang, unless the user sets a limit.
     pub const FLOOR: Duration = Duration::from_secs(15);
 
-    /// The limit that a silence has passed.
+    /// The limit that a silence exceeds.
     fn passed(&self, silence: &Silence, earlier: Option<EarlierPasses>) -> Option<Duration> {
         let Silence { phase, tokens, silent, idle } = *silence;
         let over = |silent: Duration, limit: Duration| Some(limit).filter(|limit| silent > *limit);
@@ -90,7 +91,7 @@ impl HangLimits {
             return over(silent, timeout);
         }
         let learned = earlier.map(|earlier| {
-            // Before the first micro-batch there is nothing to compare with, nor anything to compute.
+            // Before the first micro-batch, no comparison or computation is possible.
             let growth =
                 if earlier.tokens == 0 { 1.0 } else { tokens as f64 / earlier.tokens as f64 }.max(1.0);
             let longest = earlier.longest.max(self.period()).mul_f64((growth * growth).min(1e6));
@@ -111,18 +112,18 @@ impl HangLimits {
     }
 }
 
-/// A rank that was found to hang.
+/// A hung rank.
 #[derive(Debug, Clone)]
 pub struct HangReport {
     /// The rank in the world.
     pub rank: usize,
-    /// Why it is taken for one that hangs, in a line, for its peers.
+    /// The reason in one line, for its peers.
     pub why: String,
-    /// What this process reports: rank, phase and last call, and where its other ranks are.
+    /// Error of this process: rank, phase and last call, and the state of its other ranks.
     pub error: Error,
 }
 
-/// Hears of a hang, to tell other processes.
+/// Callback for a hang, which informs other processes.
 type HangHook = Box<dyn FnOnce(&HangReport) + Send>;
 
 struct WatchShared {
@@ -134,18 +135,18 @@ struct WatchShared {
     ended: Condvar,
 }
 
-/// The watch, while it lives.
+/// The watch, until it is dropped.
 pub struct HangWatch {
     shared: Arc<WatchShared>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl HangWatch {
-    /// Watches over the ranks of `board`. When one hangs, its peers' calls fail; `end` gets the report where the ranks do
-    /// not end by that, and must end the process.
+    /// Starts a watch over the ranks of `board`. If one hangs, its peers' calls fail. If the ranks
+    /// do not end then, `end` gets the error and must end the process.
     ///
     /// # Errors
-    /// The system starts no thread.
+    /// The system refuses to start a thread.
     pub fn start(
         board: &Arc<ProgressBoard>,
         limits: HangLimits,
@@ -164,12 +165,12 @@ impl HangWatch {
         Ok(HangWatch { shared, thread: Some(thread) })
     }
 
-    /// Calls `hook` with the first hang that is found.
+    /// Calls `hook` with the first hang.
     pub fn on_hang(&self, hook: impl FnOnce(&HangReport) + Send + 'static) {
         locked(&self.shared.hooks).push(Box::new(hook));
     }
 
-    /// Ends the watch over ranks that have ended; the hang, if there was one.
+    /// Ends the watch after the ranks have ended; returns the hang, if there was one.
     pub fn stop(self) -> Option<HangReport> {
         let shared = Arc::clone(&self.shared);
         drop(self);
@@ -182,22 +183,22 @@ impl Drop for HangWatch {
         *locked(&self.shared.over) = true;
         self.shared.ended.notify_all();
         if let Some(thread) = self.thread.take() {
-            // A watch that panicked has nothing more to say.
+            // A panicked watch has nothing more to report.
             drop(thread.join());
         }
     }
 }
 
-/// A rank as the watch has seen it.
+/// State of a rank, as the watch has observed it.
 struct WatchedRank {
     progress: Arc<RankProgress>,
     beats: u64,
     activity: RankActivity,
-    /// Since its last sign of life.
+    /// Time since its last progress.
     silent: Duration,
-    /// Its longest silence in this pass through the phase, and its largest micro-batch.
+    /// Longest silence in this pass through the phase, and its largest micro-batch.
     now: EarlierPasses,
-    /// What earlier passes were, by phase.
+    /// Earlier passes, by phase.
     earlier: [Option<EarlierPasses>; Phase::ALL.len()],
 }
 
@@ -208,7 +209,7 @@ impl WatchedRank {
         WatchedRank { progress, beats, activity, silent, now, earlier: [None; Phase::ALL.len()] }
     }
 
-    /// Looks again, `later` than before.
+    /// Looks at the rank again, `later` after the last look.
     fn look(&mut self, later: Duration) {
         let (beats, activity) = (self.progress.beats(), self.progress.activity());
         if beats == self.beats {
@@ -219,7 +220,7 @@ impl WatchedRank {
             self.now.longest = self.now.longest.max(self.silent);
         }
         self.now.tokens = self.now.tokens.max(self.activity.tokens);
-        // Also where it has come to the same phase again between two looks.
+        // Also if the rank has returned to the same phase between two looks.
         if activity.phase != self.activity.phase || activity.has_passed(activity.phase) {
             let now = std::mem::take(&mut self.now);
             let earlier = self.earlier[self.activity.phase as usize].get_or_insert_default();
@@ -227,14 +228,14 @@ impl WatchedRank {
             earlier.tokens = earlier.tokens.max(now.tokens);
         }
         for phase in Phase::ALL.into_iter().filter(|phase| activity.has_passed(*phase)) {
-            // A pass shorter than the time between two looks.
+            // A pass that was shorter than the time between two looks.
             let tokens = activity.tokens_passed;
             self.earlier[phase as usize].get_or_insert(EarlierPasses { longest: Duration::ZERO, tokens });
         }
         (self.beats, self.activity, self.silent) = (beats, activity, Duration::ZERO);
     }
 
-    /// The limit that its silence has passed, in a process that has done nothing for `idle`.
+    /// The limit that its silence exceeds, in a process that has been idle for `idle`.
     fn passed(&self, limits: &HangLimits, idle: Duration) -> Option<Duration> {
         let RankActivity { phase, tokens, waits, .. } = self.activity;
         let silence = Silence { phase, tokens, silent: self.silent, idle };
@@ -246,7 +247,7 @@ impl WatchedRank {
     }
 }
 
-/// For how long the process has done nothing.
+/// Idle time of the process.
 #[derive(Default)]
 struct IdleTime {
     idle: Duration,
@@ -254,7 +255,7 @@ struct IdleTime {
 }
 
 impl IdleTime {
-    /// Looks again, `later` than before.
+    /// Looks at the process again, `later` after the last look.
     fn look(&mut self, later: Duration) {
         let now = work_done();
         let idle = match (self.work, now) {
@@ -269,8 +270,8 @@ impl IdleTime {
     }
 }
 
-/// Returns whether time passes for the watch over `ranks`. On a planted clock it does once a rank is held up for ever and
-/// all others wait, so that a rank is never silent because the machine is busy.
+/// Returns true if time passes for the watch over `ranks`. On a planted clock it passes only after
+/// a rank is held up forever and all others wait, so that a busy machine never makes a rank silent.
 fn does_time_pass(ranks: &[WatchedRank]) -> bool {
     let computes = |rank: &&WatchedRank| rank.works() && !rank.activity.waits;
     !clock::is_planted() || clock::is_held_up() && ranks.iter().filter(computes).count() <= 1
@@ -282,7 +283,7 @@ impl WatchShared {
         let (mut ranks, mut process) = (Vec::<WatchedRank>::new(), IdleTime::default());
         let mut last = Instant::now();
         while !self.is_over(period) {
-            // A process that was stopped for long has not been looked at for long.
+            // A long stop of this process must not count as silence of its ranks.
             let later = last.elapsed().min(2 * period);
             last = Instant::now();
             let later = if does_time_pass(&ranks) { later } else { Duration::ZERO };
@@ -292,7 +293,7 @@ impl WatchShared {
         }
     }
 
-    /// Looks at all ranks, `later` than before, and returns what is found.
+    /// Looks at all ranks, `later` after the last look, and returns a hang.
     fn look(
         &self,
         ranks: &mut Vec<WatchedRank>,
@@ -307,7 +308,7 @@ impl WatchShared {
         self.find(ranks, process.idle)
     }
 
-    /// Waits for `time`; true when the ranks have ended.
+    /// Waits for `time`; true if the ranks have ended.
     fn is_over(&self, time: Duration) -> bool {
         let over = locked(&self.over);
         *self.ended.wait_timeout_while(over, time, |over| !*over).unwrap_or_else(PoisonError::into_inner).0
@@ -337,9 +338,9 @@ impl WatchShared {
             (Some(_), _) => format!("`parallel.timeout_secs` allows {limit}"),
             (None, Some(earlier)) => {
                 let longest = units::duration(earlier.longest.as_secs_f64());
-                format!("its longest silence in this phase was {longest}, {limit} are allowed")
+                format!("its longest silence in this phase was {longest}, and the limit is {limit}")
             }
-            (None, None) => format!("{limit} are allowed"),
+            (None, None) => format!("the limit is {limit}"),
         };
         let silent = units::duration(worst.silent.as_secs_f64());
         let position = worst.progress.to_string();
@@ -359,28 +360,29 @@ impl WatchShared {
         HangReport { rank, why, error: self.placed(error, Some(rank)).hint(hint) }
     }
 
-    /// `error` with where the ranks are, but for `rank`.
+    /// Adds the state of all ranks except `rank` to `error`.
     fn placed(&self, error: Error, rank: Option<usize>) -> Error {
         let others = self.board.ranks();
         let others = others.iter().filter(|other| Some(other.rank()) != rank);
         others.fold(error, |error, other| error.because(other.to_string()))
     }
 
-    /// Ends the other ranks' waits and tells who wants to know; then the process, unless the ranks end by themselves.
+    /// Ends the other ranks' waits and calls the hooks; then ends the process, unless the ranks end
+    /// by themselves.
     fn conclude(&self, report: HangReport, ranks: &[WatchedRank], end: impl FnOnce(&Error)) {
         let hooks = std::mem::take(&mut *locked(&self.hooks));
         let hung = ranks.iter().find(|rank| rank.progress.rank() == report.rank);
         let hung = hung.map(|rank| Arc::clone(&rank.progress));
         let theirs = report.clone();
         drop(self.report.set(report.clone()));
-        // In a thread of its own: the rank may hang inside of what this asks, with a lock held.
+        // In a separate thread, because the hung rank may hold a lock that this needs.
         let tell = move || {
             hooks.into_iter().for_each(|hook| hook(&theirs));
             if let Some(world) = hung.and_then(|rank| rank.end()) {
                 world.abort(&theirs.why);
             }
         };
-        // Nobody can be told then; the process ends all the same.
+        // Without the thread nobody is informed, but the process still ends.
         drop(threads::start("hang report", tell));
         if !self.is_over(LAST_WORDS) {
             end(&report.error);
@@ -405,7 +407,8 @@ mod tests {
         Duration::from_secs(secs)
     }
 
-    /// Silent for `silent` seconds with `tokens` tokens, in a process that did nothing for `idle` seconds.
+    /// A silence of `silent` seconds with `tokens` tokens, in a process that was idle for `idle`
+    /// seconds.
     fn silence(phase: Phase, silent: u64, tokens: u64, idle: u64) -> Silence {
         Silence { phase, tokens, silent: secs(silent), idle: secs(idle) }
     }
@@ -440,7 +443,7 @@ mod tests {
         assert_eq!(gpu.passed(&silence(Phase::Forward, 1801, 100, 0), None), Some(UNSEEN));
     }
 
-    /// A save that writes is no hang, however long it takes.
+    /// A long save that writes is no hang.
     #[test]
     fn storage_may_be_slow() {
         let learned = limits(None);
@@ -449,7 +452,7 @@ mod tests {
         assert_eq!(learned.passed(&silence(Phase::Load, 9000, 0, 601), None), Some(STORAGE));
     }
 
-    /// A slow rank's own passes are what it is compared with; what it waits for does not count.
+    /// A rank is compared with its own passes, without its waits for others.
     #[test]
     fn a_pass_through_a_phase_counts_when_it_is_over() {
         let world: Arc<dyn super::super::Collective> = Arc::new(super::super::SingleRank);
@@ -472,7 +475,7 @@ mod tests {
         rank.look(SECOND);
         let earlier = rank.earlier[Phase::Forward as usize].unwrap();
         assert_eq!((earlier.longest, earlier.tokens), (20 * SECOND, 100));
-        // Ten times slower than anybody: 60 s are allowed now.
+        // Ten times slower than all before: the limit is now 60 s.
         progress.enter(Phase::Forward);
         rank.look(SECOND);
         assert_eq!(rank.silent, Duration::ZERO);

@@ -1,7 +1,8 @@
-//! A group whose started reductions are done as late as they may be, for tests of who computes beside them.
+//! A group whose started reductions run as late as possible, for tests of the computation beside
+//! them.
 //!
-//! What is handed over is filled with NaN until the reduction is finished: who reads it before finds NaN, and who writes
-//! it is found out.
+//! The memory of a reduction holds NaN until the reduction is finished, so an early read gives NaN,
+//! and an early write is detected.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -16,7 +17,7 @@ use crate::runtime::buffer::Buffer;
 /// All bits of a byte: a NaN in every float type.
 const NAN: u8 = 0xff;
 
-/// Another end, whose reductions are late. Groups split from it share the calls.
+/// A communicator with late reductions. Groups split from it share the list of calls.
 #[derive(Debug)]
 pub struct LateReductions {
     inner: Arc<dyn Collective>,
@@ -24,12 +25,12 @@ pub struct LateReductions {
     calls: Arc<Mutex<Vec<LateCall>>>,
 }
 
-/// What was started, or finished.
+/// Start or end of a reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LateCall {
-    /// A reduction of memory at an address.
+    /// A reduction of memory at an address has started.
     Started(Call, usize),
-    /// The same.
+    /// The reduction has finished.
     Finished(Call, usize),
 }
 
@@ -38,17 +39,17 @@ struct LateReduction {
     call: Call,
     full: Buffer,
     sum: Buffer,
-    /// What they hold once it is done.
+    /// Contents of both after the reduction.
     done: [Vec<u8>; 2],
 }
 
 impl LateReductions {
-    /// A group whose reductions end when they are asked for.
+    /// Wraps `inner`; reductions run when they are finished.
     pub fn new(inner: Arc<dyn Collective>) -> Self {
         LateReductions { inner, late: Mutex::default(), calls: Arc::default() }
     }
 
-    /// What was started and finished in this end and those split from it.
+    /// Started and finished reductions of this communicator and those split from it.
     pub fn calls(&self) -> Arc<Mutex<Vec<LateCall>>> {
         Arc::clone(&self.calls)
     }
@@ -56,7 +57,8 @@ impl LateReductions {
 
 #[allow(clippy::mut_from_ref, reason = "a buffer is memory that others write")]
 fn bytes(buffer: &Buffer) -> &mut [u8] {
-    // SAFETY: memory of the host, as long as its bytes, which the test's only thread of this rank does not use now.
+    // SAFETY: host memory of that length, which the test's only thread of this rank does not use
+    // now.
     unsafe {
         from_raw_parts_mut(std::ptr::with_exposed_provenance_mut::<u8>(buffer.address()), buffer.bytes())
     }

@@ -1,9 +1,9 @@
-//! How much memory a rank's phases came to hold: read where one phase ends and the next begins, so that an estimate by phase
-//! can stand beside a measurement.
+//! Memory use by phase of a rank, read at the borders between phases, so that a measurement can be
+//! compared with an estimate.
 //!
-//! The system keeps one high-water mark, which only rises. A phase in which it rose held as much as the mark then said; of
-//! any other phase it is known that it held no more, and of a GPU what was held at its two ends. Nothing is set back: what
-//! others measure of this process stays true.
+//! The system keeps one high-water mark, which only rises. A phase in which it rose used as much
+//! memory as the mark. For any other phase only an upper bound is known, and for a GPU the use at
+//! both ends. The marks are never reset, so other measurements of this process stay valid.
 
 use std::sync::{Mutex, OnceLock};
 
@@ -15,12 +15,12 @@ use crate::report::memory::ResidentSet;
 use crate::runtime::device;
 use crate::runtime::trace::{SpanInfo, span};
 
-/// Bytes that were held, each 0 where nothing measures it.
+/// Memory in use in bytes; 0 if it is not measured.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct HeldBytes {
-    /// Of host memory, by the whole process.
+    /// Host memory of the whole process.
     pub host: u64,
-    /// Of a GPU, by this process's tensors.
+    /// GPU memory of this process's tensors.
     pub device: u64,
 }
 
@@ -29,21 +29,21 @@ impl HeldBytes {
         HeldBytes { host: self.host.max(other.host), device: self.device.max(other.device) }
     }
 
-    /// Where one is above the other, that one; else nothing.
+    /// The own values that exceed those of `other`; others are 0.
     fn above(self, other: Self) -> Self {
         let risen = |own: u64, other: u64| if own > other { own } else { 0 };
         HeldBytes { host: risen(self.host, other.host), device: risen(self.device, other.device) }
     }
 }
 
-/// The marks of a rank; nothing is read before somebody asks for them.
+/// Memory marks of a rank; nothing is read before [`MemoryMarks::watch`].
 #[derive(Debug, Default)]
 pub(super) struct MemoryMarks {
     meter: OnceLock<Meter>,
     state: Mutex<Marks>,
 }
 
-/// What is held now and at most.
+/// Readers of the memory in use and of its peak.
 #[derive(Debug)]
 struct Meter {
     resident: ResidentSet,
@@ -53,27 +53,27 @@ struct Meter {
 #[derive(Debug, Default)]
 struct Marks {
     phase: Option<Phase>,
-    /// What was held when the phase began.
+    /// Memory in use when the phase began.
     began: HeldBytes,
-    /// The most that was held before it.
+    /// Peak before the phase.
     high: HeldBytes,
     by_phase: [HeldBytes; Phase::ALL.len()],
 }
 
 impl MemoryMarks {
-    /// From now on phases are measured, those of a rank that computes on `device`.
+    /// Starts to measure phases of a rank that computes on `device`.
     pub(super) fn watch(&self, device: &Device) {
         self.meter.get_or_init(|| Meter { resident: ResidentSet::open(), device: device.clone() });
     }
 
-    /// The phase before ends, and `phase` begins.
+    /// Ends the current phase and begins `phase`.
     pub(super) fn enter(&self, phase: Phase) {
         let Some(meter) = self.meter.get() else { return };
         let (now, high) = meter.read();
         locked(&self.state).turn(Some(phase), now, high);
     }
 
-    /// The phases that were entered, with the most that is known of each; the present one counts as far as it has come.
+    /// Entered phases with the known memory use of each; the current one counts up to now.
     pub(super) fn read(&self) -> Vec<(Phase, HeldBytes)> {
         let mut state = locked(&self.state);
         if let Some(meter) = self.meter.get() {
@@ -99,7 +99,7 @@ impl Meter {
 impl Marks {
     fn turn(&mut self, to: Option<Phase>, now: HeldBytes, high: HeldBytes) {
         if let Some(phase) = self.phase {
-            // What a process has of the host it keeps: only a rise says what a phase took.
+            // A process keeps its host memory: only a rise shows a phase's use.
             let ends = HeldBytes { host: 0, ..self.began.max(now) };
             let held = &mut self.by_phase[phase as usize];
             *held = held.max(ends).max(high.above(self.high));
@@ -121,9 +121,9 @@ mod tests {
         let mut marks = Marks::default();
         marks.turn(Some(Phase::Load), held(5), held(9));
         marks.turn(Some(Phase::Forward), held(20), held(20));
-        // It held 50 for a moment.
+        // It used 50 for a moment.
         marks.turn(Some(Phase::Backward), held(40), held(50));
-        // Never more than before.
+        // It never used more than before.
         marks.turn(Some(Phase::Forward), held(30), held(50));
         marks.turn(None, held(10), held(50));
         let of = |phase: Phase| marks.by_phase[phase as usize];

@@ -1,20 +1,22 @@
-//! What ranks say to one another: sums, gathers, broadcasts, and messages between two, over memory that each rank holds.
+//! Communication between ranks: sums, gathers, broadcasts, and messages between two ranks, over
+//! memory of each rank.
 //!
-//! A [`Collective`] is one rank's end of a group. Every rank of the group makes the same calls in the same order, but
-//! for messages, which two ranks make alone; a call that does not match its peers' is an error that names both, never a
-//! wait without end. Backends: `local`
-//! (ranks are threads of this process; sums in ascending order of ranks, so exact), `nccl` (GPUs) and `mpi` (CPU
-//! clusters, feature `mpi`). Bytes are counted as a ring would send them, which is what the formulas of the plan say.
+//! A [`Collective`] is one rank's communicator of a group. Every rank of the group makes the same
+//! calls in the same order, except messages, which only two ranks make. A call that does not match
+//! its peers' is an error that names both, never an endless wait. Backends: `in_process` (ranks are
+//! threads of this process; sums in ascending order of ranks, so exact), `nccl` (GPUs) and `mpi`
+//! (CPU clusters, feature `mpi`). Traffic is counted as a ring would send it, as in the formulas of
+//! the plan.
 //!
-//! What is gathered and when is the strategies' business; who the ranks are is `launch`'s, how their processes
-//! find each other [`crate::rendezvous`]'s.
+//! The strategies decide the schedule of gathers; `launch` determines the ranks, and
+//! [`crate::rendezvous`] connects their processes.
 
 mod buffer_checks;
 mod call_record;
 mod fault_injection;
 mod hang_watch;
 pub mod in_process;
-// Tests of the crates above use it, too; a release build does without.
+// Tests of other crates use it too; a release build omits it.
 #[cfg(debug_assertions)]
 pub mod late_reductions;
 pub mod launch;
@@ -51,15 +53,16 @@ use self::launch::Launch;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 
-/// Whether this build can connect the ranks of several processes on CPUs. GPUs are connected by NCCL in every build that
-/// can use them.
+/// True if this build can connect the ranks of several processes on CPUs. NCCL connects GPUs in
+/// every build that can use them.
 pub const CONNECTS_PROCESSES: bool = cfg!(feature = "mpi");
 
-/// Runs `work` for each rank that `launch` gives this process among those that a launcher started, on CPUs, with its place
-/// in the process. `armed` gets what ends the ranks' waits with a failure that was heard of elsewhere.
+/// Runs `work` on CPUs for each rank of this process among those of a launcher, with the rank's
+/// index in the process. `armed` gets a function that ends the ranks' waits with a failure from
+/// elsewhere.
 ///
 /// # Errors
-/// The failure that came first; this build has no MPI.
+/// The first failure, or that this build has no MPI.
 pub fn run_among_processes(
     launch: &Launch,
     armed: impl FnOnce(Box<dyn Fn(Error) + Send>),
@@ -81,17 +84,18 @@ pub fn run_among_processes(
     }
 }
 
-/// Names a call for people and for the check that all ranks make the same one: `("gradients of block", 3)`.
+/// Name of a call, for messages and for the check that all ranks make the same one: `("gradients of
+/// block", 3)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Call {
-    /// What is communicated.
+    /// Kind of the data.
     pub what: &'static str,
-    /// Which one of them.
+    /// Index among several of this kind.
     pub index: usize,
 }
 
 impl Call {
-    /// Of something that there is one of.
+    /// A call for data of which only one exists.
     pub const fn single(what: &'static str) -> Self {
         Call { what, index: usize::MAX }
     }
@@ -103,7 +107,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// `gradients of block 3`, `squares of gradients`
+/// Text of a call: `gradients of block 3`, `squares of gradients`
 fn named(f: &mut fmt::Formatter<'_>, what: &str, index: usize) -> fmt::Result {
     f.write_str(what)?;
     if index == usize::MAX { Ok(()) } else { write!(f, " {index}") }
@@ -114,38 +118,42 @@ fn named(f: &mut fmt::Formatter<'_>, what: &str, index: usize) -> fmt::Result {
 #[must_use = "the memory is filled only by `finish`"]
 pub struct Ticket(pub(in crate::collective) u64);
 
-/// One rank's end of a group of ranks.
+/// One rank's communicator of a group of ranks.
 ///
-/// All methods take `&self`: the memory they write is behind [`Buffer`], as tensors' is everywhere in this program.
+/// All methods take `&self`: they write memory behind [`Buffer`], as for all tensors of this
+/// program.
 ///
 /// # Errors
-/// [`crate::error::ErrorCategory::Transient`] when a peer failed or called something else: the error names the rank, its phase and its last call.
+/// [`crate::error::ErrorCategory::Transient`] if a peer failed or made another call: the error
+/// names the rank, its phase and its last call.
 pub trait Collective: Send + Sync + std::fmt::Debug {
-    /// This rank in the group.
+    /// This rank's index in the group.
     fn rank(&self) -> usize;
 
-    /// Ranks in the group.
+    /// Number of ranks in the group.
     fn size(&self) -> usize;
 
     /// Replaces `buffer` by its sum over the ranks (f32, bf16, f64).
     ///
     /// # Errors
-    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
+    /// A rank has failed, or the ranks' calls differ in kind, length or element.
     fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()>;
 
-    /// Sums `full` over the ranks and leaves this rank's `1/size` of the sum in `shard` (f32, bf16).
+    /// Sums `full` over the ranks and leaves this rank's `1/size` of the sum in `shard` (f32,
+    /// bf16).
     ///
     /// # Errors
-    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
+    /// A rank has failed, or the ranks' calls differ in kind, length or element.
     fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()>;
 
-    /// As [`Collective::reduce_scatter`] in this group and then a sum of the shards over the ranks of `replicas`,
-    /// which hold the same shard of other groups. In-process and over MPI the additions are in ascending order of all ranks,
-    /// as one rank would make them; NCCL sums inside the groups first, `(x0 + x1) + (x2 + x3)`, and picks the order in each,
-    /// so there hsdp differs from one rank by the rounding of f32 sums.
+    /// Reduce-scatters in this group, and then sums the shards over the ranks of `replicas`, which
+    /// have the same shard in other groups. In-process and over MPI the order of additions is
+    /// ascending over all ranks, as for one rank. NCCL sums inside the groups first, `(x0 + x1) +
+    /// (x2 + x3)`, and chooses the order in each, so there hsdp differs from one rank by the
+    /// rounding of f32 sums.
     ///
     /// # Errors
-    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
+    /// A rank has failed, or the ranks' calls differ in kind, length or element.
     fn reduce_scatter_across(
         &self,
         call: Call,
@@ -157,98 +165,101 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
         replicas.all_reduce(call, shard)
     }
 
-    /// Makes ready for reductions that go on beside computation, where the backend has them; says whether it does. All
-    /// ranks call it, while nothing is started and not finished. Later calls change nothing.
+    /// Prepares reductions in parallel with computation, if the backend supports them; returns true
+    /// if it does. All ranks call it while no call is pending. Later calls change nothing.
     ///
     /// # Errors
-    /// When a rank has failed, or another call is made instead.
+    /// A rank has failed, or another call is made instead.
     fn open_reduction_lane(&self) -> Result<bool> {
         Ok(false)
     }
 
-    /// Starts a reduction, beside computation after [`Collective::open_reduction_lane`] said so, of what was computed before;
-    /// none when it is done on return. Of a started one the caller touches no memory before [`Collective::finish`].
+    /// Starts a reduction of computed values, in parallel with computation after
+    /// [`Collective::open_reduction_lane`] returned true; none if it has finished on return. The
+    /// caller does not access the memory of a started one before [`Collective::finish`].
     ///
     /// # Errors
-    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
+    /// A rank has failed, or the ranks' calls differ in kind, length or element.
     fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
         reduction.make(self, call).map(|()| None)
     }
 
-    /// Starts to put the ranks' `shard`s side by side into `full` (any element). Neither memory is touched by the
-    /// caller before [`Collective::finish`]; `shard` is not written before a later all-reduce or barrier of the same
-    /// group has returned, because slower peers may still read it.
+    /// Starts to gather the ranks' `shard`s in order into `full` (any element). The caller accesses
+    /// neither before [`Collective::finish`], and does not write `shard` before a later all-reduce
+    /// or barrier of the same group has returned, because slower peers may still read it.
     ///
     /// # Errors
-    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
+    /// A rank has failed, or the ranks' calls differ in kind, length or element.
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket>;
 
-    /// Waits for a started gather or reduction. Gathers are finished in the order in which they were started, and so are
-    /// reductions.
+    /// Waits for a started gather or reduction. Gathers must finish in the order of their starts,
+    /// and so must reductions.
     ///
     /// # Errors
-    /// When a rank has failed, or an older one is not finished.
+    /// A rank has failed, or an older call is not finished.
     fn finish(&self, ticket: Ticket) -> Result<()>;
 
     /// Copies `buffer` of rank `root` to all others (any element).
     ///
     /// # Errors
-    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
+    /// A rank has failed, or the ranks' calls differ in kind, length or element.
     fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()>;
 
-    /// Sends `buffer` to rank `to` of this group, whose next [`Collective::recv`] from this rank takes it (any element).
-    /// Waits until that has been called; the memory may be written again on return, a GPU's in the order of its compute
-    /// stream. `call`, element and length are the same on both sides, and either both memories are the host's or both a
-    /// GPU's. The other ranks of the group take no part, and messages are no part of the order of its other calls, but
-    /// for the two: they make all calls that they share in the same order. Two ranks that both send first wait for each
-    /// other, which is an error.
+    /// Sends `buffer` to rank `to` of this group, whose next [`Collective::recv`] from this rank
+    /// receives it (any element). Waits for that call; the memory may be written again on return,
+    /// for a GPU in the order of its compute stream. `call`, element and length are equal on both
+    /// sides, and both memories are the host's or both a GPU's. The group's other ranks take no
+    /// part. The two ranks make all calls that they share in the same order. Two ranks that both
+    /// send first wait for each other, which is an error.
     ///
     /// # Errors
-    /// When a rank has failed, the other side does not agree in name, length or element, or `to` is this rank or none
-    /// of the group.
+    /// A rank has failed, the other side differs in name, length or element, or `to` is this rank
+    /// or outside the group.
     fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()>;
 
-    /// Waits for what rank `from` of this group sends, in the order in which it sends it, and leaves it in `buffer`. As
-    /// [`Collective::send`], whose other side it is.
+    /// Waits for the next message of rank `from` of this group and stores it in `buffer`. It is the
+    /// other side of [`Collective::send`], with the same rules.
     ///
     /// # Errors
-    /// As [`Collective::send`].
+    /// Same as [`Collective::send`].
     fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()>;
 
-    /// Returns when all ranks have called it.
+    /// Returns after all ranks have called it.
     ///
     /// # Errors
-    /// When a rank has failed, or another call is made instead.
+    /// A rank has failed, or another call is made instead.
     fn barrier(&self, call: Call) -> Result<()>;
 
-    /// The group of the ranks that give the same `color`, in ascending order of their rank here. All ranks call it.
+    /// Creates the group of the ranks with the same `color`, in ascending order of their rank here.
+    /// All ranks call it.
     ///
     /// # Errors
-    /// When a rank has failed, or another call is made instead.
+    /// A rank has failed, or another call is made instead.
     fn split(&self, color: usize) -> Result<Box<dyn Collective>>;
 
-    /// This end as its backend's own type, for backends that sum across groups in a way of their own.
+    /// This communicator as its backend's type, for backends with their own sums across groups.
     fn as_backend(&self) -> Option<&dyn Any> {
         None
     }
 
-    /// Bytes sent and calls made by this end so far.
+    /// Bytes sent and calls made by this communicator so far.
     fn traffic(&self) -> Traffic;
 
-    /// Says what this rank is doing now, for its peers' messages; the place where planted faults strike.
+    /// Sets the current phase of this rank, for its peers' messages; planted faults strike here.
     ///
     /// # Errors
-    /// When a fault is planted here, or a peer has failed.
+    /// A fault is planted here, or a peer has failed.
     fn enter(&self, phase: Phase) -> Result<()>;
 
-    /// A sign of life between calls: this rank computes. What watches over ranks takes one that gives none for too long
-    /// for one that hangs; where nothing watches it does nothing.
+    /// Shows between calls that this rank computes. The hang watch treats a rank without progress
+    /// for too long as hung; without a watch this does nothing.
     fn heartbeat(&self) {}
 
-    /// What this rank computes from now on is a micro-batch of so many tokens: how long it may be silent depends on them.
+    /// Announces a micro-batch of this many tokens, which decides the limit on this rank's silence.
     fn expect_tokens(&self, _tokens: usize) {}
 
-    /// Tells all peers that this rank has failed with `why`: their waits and next calls return an error. Called once;
-    /// later calls change nothing. Groups made by [`Collective::split`] fail together.
+    /// Informs all peers that this rank has failed with `why`: their waits and next calls return an
+    /// error. Only the first call has an effect. Groups made by [`Collective::split`] fail
+    /// together.
     fn abort(&self, why: &str);
 }

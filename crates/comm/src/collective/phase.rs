@@ -1,13 +1,13 @@
-//! What a rank is doing, as its peers' messages name it.
+//! Phases of a rank, which its peers' messages name.
 
 /// The parts of a run in which a rank can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Ranks meet and compare what they are about to run.
+    /// Ranks connect and compare their runs.
     Meet,
-    /// Weights are read.
+    /// Read the weights.
     Load,
-    /// A step begins: its rows are taken.
+    /// Begin a step and read its rows.
     Data,
     /// Forward through the blocks.
     Forward,
@@ -19,20 +19,20 @@ pub enum Phase {
     Norm,
     /// The optimizer's update.
     Update,
-    /// New values go to the ranks that compute with them.
+    /// All-gather the updated parameters.
     AllGatherParams,
     /// Evaluation on held-out rows.
     Evaluate,
-    /// What a step or an evaluation came to is shown and logged.
+    /// Print and log the results of a step or an evaluation.
     Report,
-    /// A checkpoint is written.
+    /// Write a checkpoint.
     Save,
-    /// The result is gathered and written.
+    /// Gather and write the result.
     Output,
 }
 
 impl Phase {
-    /// All of them.
+    /// All phases in order.
     pub const ALL: [Phase; 13] = [
         Phase::Meet,
         Phase::Load,
@@ -49,7 +49,7 @@ impl Phase {
         Phase::Output,
     ];
 
-    /// As people read it.
+    /// Name of the phase, for messages.
     pub fn name(self) -> &'static str {
         match self {
             Phase::Meet => "meet",

@@ -1,5 +1,5 @@
-//! What each rank of this process is doing, as it says at every phase, every call and every heartbeat between: what tells a
-//! rank that works from one that hangs, and what an error says of where the others are.
+//! Progress of each rank of this process, updated at every phase, call and heartbeat. It
+//! distinguishes working ranks from hung ones, and tells errors the state of the others.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,17 +8,17 @@ use std::sync::{Arc, Mutex, Weak};
 use super::{Call, Collective, Phase};
 use crate::rendezvous::locked;
 
-/// The ranks of this process that are watched.
+/// The watched ranks of this process.
 #[derive(Debug, Default)]
 pub struct ProgressBoard(Mutex<Vec<Arc<RankProgress>>>);
 
 impl ProgressBoard {
-    /// What each rank does, a line for each.
+    /// State of each rank, one line each.
     pub fn lines(&self) -> Vec<String> {
         self.ranks().iter().map(|rank| rank.to_string()).collect()
     }
 
-    /// The ranks that have joined so far.
+    /// Ranks that have joined so far.
     pub(super) fn ranks(&self) -> Vec<Arc<RankProgress>> {
         locked(&self.0).clone()
     }
@@ -28,36 +28,37 @@ impl ProgressBoard {
     }
 }
 
-/// What a rank did last.
+/// Last activity of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RankActivity {
     pub(super) phase: Phase,
     /// Its last call, if it has made one.
     pub(super) call: Option<(&'static str, Call)>,
-    /// It is inside of that call: what it waits for are its peers.
+    /// True inside that call, while it waits for its peers.
     pub(super) waits: bool,
-    /// Tokens of the micro-batch that it computes.
+    /// Tokens of its current micro-batch.
     pub(super) tokens: u64,
-    /// Those of the largest micro-batch so far that it is done with.
+    /// Tokens of the largest micro-batch that it has finished.
     pub(super) tokens_passed: u64,
-    /// The phases that it has been through, a bit each: many are over sooner than anybody looks.
+    /// Completed phases, a bit each: many end between two looks.
     passed: u16,
 }
 
 impl RankActivity {
-    /// Whether the rank has been through `phase` before.
+    /// Returns true if the rank has completed `phase` before.
     pub(super) fn has_passed(&self, phase: Phase) -> bool {
         self.passed & 1 << phase as u16 != 0
     }
 }
 
-/// One rank's place on the board.
+/// Progress of one rank on the board.
 #[derive(Debug)]
 pub(super) struct RankProgress {
     rank: usize,
-    /// Its end, for whoever ends its peers' waits. Not kept alive: a rank whose ends are gone has left.
+    /// Its communicator, for ending its peers' waits. Not kept alive: a rank without communicators
+    /// has left.
     end: Weak<dyn Collective>,
-    /// Counts signs of life.
+    /// Number of updates.
     beats: AtomicU64,
     ended: AtomicBool,
     activity: Mutex<RankActivity>,
@@ -85,7 +86,7 @@ impl RankProgress {
         self.rank
     }
 
-    /// The rank's end, unless it has left.
+    /// The rank's communicator, unless it has left.
     pub(super) fn end(&self) -> Option<Arc<dyn Collective>> {
         self.end.upgrade()
     }
@@ -94,12 +95,12 @@ impl RankProgress {
         *locked(&self.activity)
     }
 
-    /// Signs of life so far.
+    /// Number of updates so far.
     pub(super) fn beats(&self) -> u64 {
         self.beats.load(Ordering::Acquire)
     }
 
-    /// A sign of life.
+    /// Counts an update.
     pub(super) fn beat(&self) {
         self.beats.fetch_add(1, Ordering::Release);
     }
@@ -112,7 +113,7 @@ impl RankProgress {
         self.beat();
     }
 
-    /// It computes a micro-batch of so many tokens from now on.
+    /// Starts a micro-batch of this many tokens.
     pub(super) fn expect_tokens(&self, tokens: usize) {
         let mut activity = locked(&self.activity);
         activity.tokens_passed = activity.tokens_passed.max(activity.tokens);
@@ -121,7 +122,7 @@ impl RankProgress {
         self.beat();
     }
 
-    /// It calls; without a name it is the rest of the call before.
+    /// Begins a call; without a name it continues the previous one.
     pub(super) fn begin_call(&self, call: Option<(&'static str, Call)>) {
         let mut activity = locked(&self.activity);
         activity.call = call.or(activity.call);
@@ -135,7 +136,7 @@ impl RankProgress {
         self.beat();
     }
 
-    /// Its work is done, or has failed.
+    /// Records that its work has finished or failed.
     pub(super) fn end_work(&self) {
         self.ended.store(true, Ordering::Release);
     }
@@ -146,7 +147,7 @@ impl RankProgress {
 }
 
 impl fmt::Display for RankProgress {
-    /// `rank 0 waits in phase backward: all-reduce of gradients of block 3`
+    /// Text of the state: `rank 0 waits in phase backward: all-reduce of gradients of block 3`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let RankActivity { phase, call, waits, .. } = self.activity();
         let rank = self.rank;

@@ -1,41 +1,42 @@
-//! A sum over ranks as a value: what [`Collective::start_reduction`] starts.
+//! A sum over ranks as a value, for [`Collective::start_reduction`].
 
 use super::{Call, Collective};
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
 
-/// A sum over ranks that may go on beside computation.
+/// A sum over ranks that may run in parallel with computation.
 #[derive(Debug, Clone, Copy)]
 pub enum Reduction<'a> {
-    /// What [`Collective::all_reduce`] sums, to all ranks.
+    /// Sum of [`Collective::all_reduce`], for all ranks.
     AllReduce(&'a Buffer),
-    /// What [`Collective::reduce_scatter`] sums, and with replicas [`Collective::reduce_scatter_across`].
+    /// Sum of [`Collective::reduce_scatter`], or with replicas of
+    /// [`Collective::reduce_scatter_across`].
     ReduceScatter {
-        /// What is summed.
+        /// Data to sum.
         full: &'a Buffer,
-        /// Where this rank's part of the sum appears; it may lie at its place in `full`.
+        /// Destination of this rank's part of the sum; it may be inside `full`.
         shard: &'a Buffer,
-        /// The ranks that hold the same shard of other groups.
+        /// Ranks with the same shard in other groups.
         replicas: Option<&'a dyn Collective>,
     },
 }
 
 impl<'a> Reduction<'a> {
-    /// The memory that is summed.
+    /// Memory to sum.
     pub(super) fn full(self) -> &'a Buffer {
         match self {
             Reduction::AllReduce(buffer) | Reduction::ReduceScatter { full: buffer, .. } => buffer,
         }
     }
 
-    /// The memory in which the sum appears.
+    /// Memory of the sum.
     pub(super) fn sum(self) -> &'a Buffer {
         match self {
             Reduction::AllReduce(buffer) | Reduction::ReduceScatter { shard: buffer, .. } => buffer,
         }
     }
 
-    /// Makes the call that is done on return.
+    /// Makes the call, which has finished on return.
     pub(super) fn make<C: Collective + ?Sized>(self, end: &C, call: Call) -> Result<()> {
         match self {
             Reduction::AllReduce(buffer) => end.all_reduce(call, buffer),

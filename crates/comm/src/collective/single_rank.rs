@@ -1,4 +1,4 @@
-//! The group of one rank: what is asked for is there already.
+//! The group of one rank, whose collectives need no communication.
 
 use super::{Call, Collective, Phase, Ticket, Traffic};
 use crate::error::{Error, Result};
@@ -8,9 +8,9 @@ use crate::runtime::buffer::Buffer;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SingleRank;
 
-/// The error of a message to or from another rank.
+/// Error of a message to or from another rank.
 fn nobody(what: String) -> Result<()> {
-    Err(Error::internal(format!("cannot {what}")).because("there is one rank"))
+    Err(Error::internal(format!("cannot {what}")).because("the group has only one rank"))
 }
 
 impl Collective for SingleRank {

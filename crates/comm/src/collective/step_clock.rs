@@ -1,8 +1,8 @@
-//! Where a rank's time goes: the seconds of each part of a step, by the phases that the rank enters, and the time inside
-//! collectives among them. Every instant belongs to one part, so the parts add up to the wall time.
+//! Time of a rank by part of a step, from the phases that it enters, and the time inside
+//! collectives. Every instant belongs to one part, so the parts sum to the wall time.
 //!
-//! What is measured is the time of the rank's thread. A GPU computes beside it: there a part is the time of starting its
-//! kernels, and the wait for them shows where the host reads a result, which is the update.
+//! It measures the rank's thread. A GPU runs in parallel: there a part is the time to launch its
+//! kernels, and the wait for them counts in the part that reads a result, which is the update.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,38 +12,38 @@ use super::Phase;
 use crate::rendezvous::locked;
 use crate::runtime::clock;
 
-/// What the time of a run goes into.
+/// Part of a run's time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepPart {
-    /// Rows are taken.
+    /// Reading of rows.
     Data,
-    /// Forward through embedding and blocks; the head's loss with its gradient, which are computed together.
+    /// Forward through embedding and blocks; the head's loss with its gradient, in one computation.
     Forward,
-    /// Backward through blocks and embedding, recomputed forwards included.
+    /// Backward through blocks and embedding, including recomputed forwards.
     Backward,
-    /// Gradients are set to zero, measured and clipped, and the optimizer updates.
+    /// Zeroing, norm and clipping of gradients, and the optimizer's update.
     Update,
-    /// Checkpoints, as far as training waits for them.
+    /// Checkpoints, while training waits for them.
     Save,
-    /// Evaluation on held-out rows, which is no part of a step.
+    /// Evaluation on held-out rows, outside of steps.
     Evaluation,
-    /// All that is none of these.
+    /// All other time.
     Other,
 }
 
-/// How many parts there are.
+/// Number of parts.
 const PARTS: usize = 7;
 
 impl StepPart {
-    /// Whether time inside collectives is told apart from the rest of this part. A rank that waits for its peers' saving
-    /// waits for storage, not for a link.
+    /// True if time inside collectives is counted separately in this part. A rank that waits for
+    /// its peers' saves waits for storage, not for a link.
     fn has_exposed(self) -> bool {
         !matches!(self, StepPart::Save | StepPart::Evaluation | StepPart::Other)
     }
 }
 
 impl Phase {
-    /// What the time of this phase counts as.
+    /// Part that the time of this phase counts in.
     pub fn part(self) -> StepPart {
         match self {
             Phase::Data => StepPart::Data,
@@ -61,18 +61,18 @@ impl Phase {
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepSecs {
     parts: [f64; PARTS],
-    /// Inside collectives while rows were taken, forward, backward and in the update: communication that nothing hid.
+    /// Seconds inside collectives during data, forward, backward and update: exposed communication.
     pub exposed: f64,
 }
 
 impl StepSecs {
-    /// Seconds of `part`, without those inside collectives where these are told apart.
+    /// Seconds of `part`, without collectives if they are counted separately.
     pub fn of(&self, part: StepPart) -> f64 {
         self.parts[part as usize]
     }
 }
 
-/// The clock of a rank.
+/// Clock of a rank.
 #[derive(Debug)]
 pub(super) struct StepClock {
     /// Nanoseconds inside calls so far.
@@ -83,9 +83,9 @@ pub(super) struct StepClock {
 #[derive(Debug)]
 struct Lap {
     part: StepPart,
-    /// When the part began, or was read last.
+    /// Begin of the part, or time of the last reading.
     since: Duration,
-    /// Nanoseconds inside calls at that moment.
+    /// Nanoseconds inside calls at that time.
     in_calls: u64,
     secs: StepSecs,
 }
@@ -120,14 +120,14 @@ impl StepClock {
         Duration::from_nanos(self.in_calls.load(Ordering::Relaxed))
     }
 
-    /// From now on time counts as `part`'s.
+    /// Counts the time from now on in `part`.
     pub(super) fn enter(&self, part: StepPart) {
         let mut lap = locked(&self.lap);
         lap.count(self.in_calls.load(Ordering::Relaxed));
         lap.part = part;
     }
 
-    /// The seconds since the last call of this, or the start.
+    /// Seconds since the last call of this, or since the start.
     pub(super) fn lap(&self) -> StepSecs {
         let mut lap = locked(&self.lap);
         lap.count(self.in_calls.load(Ordering::Relaxed));
@@ -139,7 +139,7 @@ impl StepClock {
 mod tests {
     use super::*;
 
-    /// The parts add up to the wall time, and what is inside calls is told apart but where storage is waited for.
+    /// Parts sum to the wall time, and time in calls is separate except in waits for storage.
     #[test]
     fn parts_add_up() {
         let clock = StepClock::start();

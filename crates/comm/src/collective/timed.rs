@@ -1,5 +1,5 @@
-//! An end whose waiting is measured: the time that communication takes from computing. It also remembers what its rank is
-//! doing, which whoever ends the rank's work can say of an error, and by which a rank that hangs is found.
+//! A communicator that measures the time of communication. It also records its rank's progress, for
+//! errors and hang detection.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -18,11 +18,11 @@ use crate::runtime::clock;
 use crate::runtime::trace::{self, SpanInfo, SpanKind};
 
 thread_local! {
-    /// This thread is inside of a call: a call that a backend makes for it is a part of that one.
+    /// True if this thread is inside a call: a nested call of the backend is part of it.
     static IN_CALL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Another end, with a clock and the rank's progress. Groups split from it share both.
+/// A communicator with a clock and the rank's progress. Groups split from it share both.
 #[derive(Debug)]
 pub struct TimedCollective {
     clock: Arc<StepClock>,
@@ -32,7 +32,7 @@ pub struct TimedCollective {
 }
 
 impl TimedCollective {
-    /// `inner` with a clock at 0.
+    /// Wraps `inner` with a clock at 0.
     pub fn new(inner: Arc<dyn Collective>) -> Self {
         TimedCollective {
             clock: Arc::new(StepClock::start()),
@@ -42,34 +42,35 @@ impl TimedCollective {
         }
     }
 
-    /// The same, of a rank of the world whose progress stands on `board`.
+    /// Wraps a rank of the world, whose progress is shown on `board`.
     pub fn watched(inner: Arc<dyn Collective>, board: &ProgressBoard) -> Self {
         let timed = TimedCollective::new(inner);
         board.add(&timed.progress);
         timed
     }
 
-    /// The clock: the time inside calls, that is sending, summing and waiting for peers, and that of each part of a step.
+    /// Reader of the clock: the time inside calls (sending, summing, waiting for peers) and of each
+    /// part of a step.
     pub fn clock(&self) -> CollectiveTimer {
         CollectiveTimer { clock: Arc::clone(&self.clock), memory: Arc::clone(&self.memory) }
     }
 
-    /// Tells what the rank is doing.
+    /// Reader of the rank's phase.
     pub fn phases(&self) -> PhaseReader {
         PhaseReader(Arc::clone(&self.progress))
     }
 
-    /// What ends the rank's place on the board.
+    /// Guard whose drop ends the rank's work on the board.
     pub fn work_guard(&self) -> WorkGuard {
         WorkGuard(Arc::clone(&self.progress))
     }
 
-    /// Makes a call; without a name it is the rest of the one before.
+    /// Makes a call; without a name it continues the previous one.
     fn timed<R>(&self, named: Option<(&'static str, Call)>, call: impl FnOnce(&dyn Collective) -> R) -> R {
         self.timed_across(named, None, call)
     }
 
-    /// Makes a call that may send in the group `other`, too.
+    /// Makes a call that may also send in the group `other`.
     fn timed_across<R>(
         &self,
         named: Option<(&'static str, Call)>,
@@ -91,13 +92,13 @@ impl TimedCollective {
     }
 }
 
-/// Held while this thread is inside of a call.
+/// Guard of a thread that is inside a call.
 struct InCall;
 
 impl InCall {
-    /// None where it is inside of one already.
+    /// None if the thread is inside a call already.
     fn enter() -> Option<Self> {
-        // One that is made and dropped at once would end the outer call.
+        // A second guard would end the outer call when it is dropped.
         if IN_CALL.replace(true) { None } else { Some(InCall) }
     }
 }
@@ -108,14 +109,14 @@ impl Drop for InCall {
     }
 }
 
-/// A call as a trace shows it.
+/// Description of a call for a trace.
 fn call_info(named: Option<(&'static str, Call)>) -> SpanInfo {
     let Some((action, call)) = named else { return SpanInfo::new(SpanKind::Collective, "wait for a call") };
     let info = SpanInfo::new(SpanKind::Collective, action).detail(call.what);
     if call == Call::single(call.what) { info } else { info.index(call.index) }
 }
 
-/// Reads the clock of a [`TimedCollective`] end.
+/// Reader of the clock of a [`TimedCollective`].
 #[derive(Debug, Clone)]
 pub struct CollectiveTimer {
     clock: Arc<StepClock>,
@@ -128,39 +129,39 @@ impl CollectiveTimer {
         self.clock.in_calls()
     }
 
-    /// The seconds of each part since the last call of this.
+    /// Seconds of each part since the last call of this.
     pub fn lap(&self) -> StepSecs {
         self.clock.lap()
     }
 
-    /// From now on, until the next phase is entered, time counts as `part`'s.
+    /// Counts the time until the next phase in `part`.
     pub fn count_as(&self, part: StepPart) {
         self.clock.enter(part);
     }
 
-    /// From now on the memory of each phase is measured, on `device` and of the host.
+    /// Starts to measure the memory of each phase, on `device` and the host.
     pub fn watch_memory(&self, device: &Device) {
         self.memory.watch(device);
     }
 
-    /// The phases since then, with the most that is known to have been held in each.
+    /// The phases since then, with the known memory use of each.
     pub fn memory_by_phase(&self) -> Vec<(Phase, HeldBytes)> {
         self.memory.read()
     }
 }
 
-/// Reads the phase of a [`TimedCollective`] end.
+/// Reader of the phase of a [`TimedCollective`].
 #[derive(Debug, Clone)]
 pub struct PhaseReader(Arc<RankProgress>);
 
 impl PhaseReader {
-    /// The phase that was entered last; that of meeting before there was one.
+    /// The phase that was entered last; `Meet` before the first.
     pub fn read(&self) -> Phase {
         self.0.activity().phase
     }
 }
 
-/// Held while a rank works: when it is dropped, the rank is watched no more.
+/// Held while a rank works: its drop ends the watch over the rank.
 #[derive(Debug)]
 pub struct WorkGuard(Arc<RankProgress>);
 
@@ -278,7 +279,7 @@ mod tests {
     use super::*;
     use crate::collective::SingleRank;
 
-    /// Once, the second of three calls within a call was counted by itself, and so twice.
+    /// Regression: the second of three nested calls was counted by itself, and so twice.
     #[test]
     fn a_call_within_a_call_ends_no_other() {
         let timed = TimedCollective::new(Arc::new(SingleRank));

@@ -1,28 +1,28 @@
-//! Counting what is sent.
+//! Counts of calls and sent bytes.
 
 /// The kinds of collective calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// Sum, to all.
+    /// Sum, to all ranks.
     AllReduce,
-    /// Sum, a part to each.
+    /// Sum, a part to each rank.
     ReduceScatter,
-    /// Parts of all, to all.
+    /// Parts of all ranks, to all ranks.
     AllGather,
-    /// One rank's, to all.
+    /// Data of one rank, to all ranks.
     Broadcast,
     /// A meeting without data.
     Barrier,
-    /// One rank's, to one other: its side.
+    /// Message to one other rank: the sender's side.
     Send,
-    /// One rank's, to one other: the other's side.
+    /// Message to one other rank: the receiver's side.
     Recv,
 }
 
-/// How many kinds of calls there are.
+/// Number of kinds of calls.
 const OPS: usize = 7;
 
-/// Bytes that one rank sent and calls that it made, by kind.
+/// Bytes that one rank has sent and calls that it has made, by kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     bytes: [u64; OPS],
@@ -30,9 +30,10 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Counts a call on `bytes` bytes of full (not sharded) data among `size` ranks, as a ring sends it: a reduce or a gather
-    /// passes on `(size-1)/size` of the data, an all-reduce does both, a broadcast passes the data on once except at the
-    /// last rank of the chain (counted at its root), a message once (counted where it is sent).
+    /// Counts a call on `bytes` bytes of full (not sharded) data among `size` ranks, as a ring
+    /// sends it. A reduce or a gather sends `(size-1)/size` of the data, an all-reduce does both. A
+    /// broadcast sends the data once from each rank except the last of the chain (counted at its
+    /// root), a message once (counted at its sender).
     pub fn count(&mut self, op: Op, bytes: usize, size: usize, is_root: bool) {
         let part = (bytes / size.max(1)) as u64 * (size as u64 - 1);
         let sent = match op {
@@ -46,7 +47,7 @@ impl Traffic {
         self.calls[op as usize] += 1;
     }
 
-    /// Adds what another end of the same rank counted.
+    /// Adds the counts of another communicator of the same rank.
     pub fn add(&mut self, other: &Traffic) {
         for (sum, n) in self.bytes.iter_mut().zip(other.bytes) {
             *sum += n;
@@ -56,7 +57,7 @@ impl Traffic {
         }
     }
 
-    /// What was counted after `before`.
+    /// Counts since `before`.
     pub fn since(&self, before: &Traffic) -> Traffic {
         let mut rest = *self;
         rest.bytes.iter_mut().zip(before.bytes).for_each(|(n, then)| *n -= then);
@@ -69,12 +70,12 @@ impl Traffic {
         self.bytes[op as usize]
     }
 
-    /// Calls of this kind that were made.
+    /// Number of calls of this kind.
     pub fn calls(&self, op: Op) -> u64 {
         self.calls[op as usize]
     }
 
-    /// Bytes sent in all.
+    /// Total number of sent bytes.
     pub fn total_bytes(&self) -> u64 {
         self.bytes.iter().sum()
     }

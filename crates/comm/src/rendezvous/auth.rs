@@ -1,12 +1,13 @@
 //! The secret that the processes of a run share.
 //!
-//! `FINETUNE_RDZV_SECRET`, or a file that its owner alone can read, named by `FINETUNE_RDZV_SECRET_FILE`. Never on the
-//! command line, which every user of a host can see. Whoever can reach the port and knows the secret is a rank, and every
-//! user of a host can reach its loopback address. There processes that were given no secret take one of the user's own: a
-//! file of mode 0600 in the user's cache folder, made by the first process that needs it. No launcher has to hand it on,
-//! for every process of the user finds it. Other addresses need a secret that is given, unless
-//! `FINETUNE_RDZV_WITHOUT_SECRET=1` says that network and hosts are the user's alone. The secret leaves this module as a
-//! derived key alone: `Debug` and errors do not show it.
+//! It is in `FINETUNE_RDZV_SECRET`, or in a file that only its owner can read, named by
+//! `FINETUNE_RDZV_SECRET_FILE`; never on the command line, which every user of a host can see. A
+//! process that can reach the port and has the secret is a rank, and every user of a host can reach
+//! its loopback address. There, processes without a secret use one of the user: a file of mode 0600
+//! in the user's cache folder, created by the first process that needs it. Every process of the
+//! user finds it, so no launcher has to pass it on. Other addresses need an explicit secret, unless
+//! `FINETUNE_RDZV_WITHOUT_SECRET=1` declares network and hosts private. The secret leaves this
+//! module only as a derived key: `Debug` and errors do not show it.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -20,29 +21,30 @@ use crate::private_file::{self, own_uid};
 const SECRET: &str = "FINETUNE_RDZV_SECRET";
 const SECRET_FILE: &str = "FINETUNE_RDZV_SECRET_FILE";
 const WITHOUT_SECRET: &str = "FINETUNE_RDZV_WITHOUT_SECRET";
-/// Keeps the key apart from whatever else a user derives from the same secret.
+/// Separates the key from other uses of the same secret.
 const KEY_CONTEXT: &str = "finetune 2026-11-21 pre-shared key of the rendezvous";
 
-/// Fewer bytes could be guessed offline from one recorded handshake.
+/// Minimum length: fewer bytes could be guessed offline from one recorded handshake.
 const MIN_BYTES: usize = 16;
 const MAX_BYTES: usize = 4096;
-/// Random bytes of the user's own secret, which is kept as hexadecimal digits.
+/// Random bytes of the user's own secret, which is stored as hexadecimal digits.
 const OWN_BYTES: usize = 32;
-/// What the file of a secret holds, for errors.
+/// Name of the secret in errors.
 const WHAT: &str = "the secret";
 const HINT: &str =
     "make one and give it to every process: `export FINETUNE_RDZV_SECRET=$(openssl rand -hex 32)`";
 
-/// The secret by which a process proves that it belongs to the run.
+/// Secret with which a process proves that it belongs to the run.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Secret {
-    /// There is none; no address may be used.
+    /// No secret, and no address may be used.
     Absent,
-    /// There is none; the user allows any address.
+    /// No secret, and the user allows any address.
     Waived,
-    /// The bytes that all processes of this user on this host can read; only the loopback address may be used.
+    /// Bytes that all processes of this user on this host can read; only the loopback address may
+    /// be used.
     OfUser(Arc<[u8]>),
-    /// The bytes that all processes were given.
+    /// Bytes that all processes have received.
     Shared(Arc<[u8]>),
 }
 
@@ -58,10 +60,10 @@ impl std::fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// A secret of these bytes; white space around them does not count.
+    /// Creates a secret of these bytes, without surrounding white space.
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::User`] when it is shorter than 16 bytes or longer than 4096.
+    /// [`crate::error::ErrorCategory::User`] if it is shorter than 16 bytes or longer than 4096.
     pub fn shared(bytes: &[u8]) -> Result<Secret> {
         let bytes = bytes.trim_ascii();
         if !(MIN_BYTES..=MAX_BYTES).contains(&bytes.len()) {
@@ -72,10 +74,11 @@ impl Secret {
         Ok(Secret::Shared(bytes.into()))
     }
 
-    /// The secret that the environment names.
+    /// Reads the secret from the environment.
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::User`] when both variables are set, or the file can be read by others than its owner.
+    /// [`crate::error::ErrorCategory::User`] if both variables are set, or users other than its
+    /// owner can read the file.
     pub fn from_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Secret> {
         let set = |name: &str| lookup(name).filter(|value| !value.is_empty());
         match (set(SECRET), set(SECRET_FILE)) {
@@ -92,17 +95,18 @@ impl Secret {
     }
 
     fn from_file(path: &Path) -> Result<Secret> {
-        // Longer than it may be, so that its length can be named.
+        // Reads more than the maximum, so that the error names the length.
         let bytes = private_file::read(path, WHAT, 2 * MAX_BYTES as u64)?;
         let absent = || Error::io(&format!("read {WHAT} in"), path, &ErrorKind::NotFound.into());
         Secret::shared(&bytes.ok_or_else(absent)?)
     }
 
-    /// The secret of this user on this host, which is made if there is none: in `$XDG_CACHE_HOME/finetune/rendezvous` or
-    /// `~/.cache/finetune/rendezvous`; where that cannot be, in the folder for temporary files.
+    /// Returns the secret of this user on this host, which is created if missing: in
+    /// `$XDG_CACHE_HOME/finetune/rendezvous` or `~/.cache/finetune/rendezvous`, else in the folder
+    /// for temporary files.
     ///
     /// # Errors
-    /// It can be kept in none of these folders.
+    /// None of these folders can hold it.
     pub(super) fn of_user(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Secret> {
         let absolute = |name: &str| lookup(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
@@ -119,7 +123,7 @@ impl Secret {
                 Ok(bytes) if bytes.len() == 2 * OWN_BYTES => return Ok(Secret::OfUser(bytes.into())),
                 Ok(_) => {
                     return Err(Error::user(format!("cannot use {WHAT} in {}", path.display()))
-                        .because("it is not as it was made")
+                        .because("its length has changed")
                         .hint(format!("rm {}", path.display())));
                 }
                 Err(error) => failed = failed.because(error.in_one_line()),
@@ -128,7 +132,7 @@ impl Secret {
         Err(failed.hint(HINT))
     }
 
-    /// The key that both ends of a handshake need; without a secret one that anybody can derive.
+    /// Key for both ends of a handshake; without a secret, a key that anyone can derive.
     pub(super) fn pre_shared_key(&self) -> [u8; 32] {
         let secret: &[u8] = match self {
             Secret::Shared(bytes) | Secret::OfUser(bytes) => bytes,
@@ -137,12 +141,13 @@ impl Secret {
         blake3::derive_key(KEY_CONTEXT, secret)
     }
 
-    /// Whether the processes were given it.
+    /// Returns true if the processes received it explicitly.
     pub(super) fn is_shared(&self) -> bool {
         matches!(self, Secret::Shared(_))
     }
 
-    /// Refuses to talk over `address` without a secret, or with one that the processes there cannot know.
+    /// Refuses to connect to `address` without a secret, or with one that the processes there
+    /// cannot have.
     pub(super) fn suffices(&self, address: &SocketAddr) -> Result<()> {
         let is_here = address.ip().is_loopback();
         match self {
@@ -153,7 +158,7 @@ impl Secret {
         let what = if is_here { "the other processes of this host" } else { "processes on other hosts" };
         Err(Error::user(format!("cannot connect to {what} without a secret"))
             .because(format!("rank 0 is at {address}, and neither {SECRET} nor {SECRET_FILE} is set"))
-            .hint(format!("{HINT}, or, on a network that is yours alone, set {WITHOUT_SECRET}=1")))
+            .hint(format!("{HINT}, or, on a private network, set {WITHOUT_SECRET}=1")))
     }
 }
 
@@ -274,7 +279,7 @@ mod tests {
         assert!(matches!(Secret::of_user(&lookup), Ok(Secret::OfUser(_))));
         let own = temporary.join(format!("finetune-{}", own_uid()));
         assert!(own.join("secret").is_file());
-        // Somebody else was there first.
+        // Another user created it first.
         std::fs::set_permissions(&own, PermissionsExt::from_mode(0o777)).unwrap();
         let error = Secret::of_user(&lookup).unwrap_err().to_string();
         assert!(error.contains("its mode is 777") && error.contains("openssl rand"), "{error}");

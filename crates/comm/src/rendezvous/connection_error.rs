@@ -1,17 +1,17 @@
-//! Why a connection ends: the other end is gone, what it sent is not of this protocol, or rank 0 refuses it.
+//! End of a connection: the other end is gone, violates the protocol, or is refused by rank 0.
 
 use std::io;
 
 use serde::{Deserialize, Serialize};
 
-/// Why nothing more comes from a connection.
+/// Reason for the end of a connection.
 #[derive(Debug)]
 pub(super) enum ConnectionError {
-    /// The other end closed it, or is gone.
+    /// The other end closed it or is gone.
     Closed,
     /// The deadline passed.
     TimedOut,
-    /// What the other end sent is not of this protocol, or does not authenticate.
+    /// The other end sent invalid data, or data that does not authenticate.
     Malformed(&'static str),
     /// Rank 0 refuses it.
     Refused(Refusal),
@@ -23,7 +23,7 @@ impl std::fmt::Display for ConnectionError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             ConnectionError::Closed => write!(f, "the connection was closed"),
-            ConnectionError::TimedOut => write!(f, "nothing came in time"),
+            ConnectionError::TimedOut => write!(f, "it timed out"),
             ConnectionError::Malformed(what) => write!(f, "it sent {what}"),
             ConnectionError::Refused(refusal) => write!(f, "{refusal}"),
             ConnectionError::Io(error) => write!(f, "{error}"),
@@ -44,17 +44,17 @@ impl From<io::Error> for ConnectionError {
     }
 }
 
-/// Why rank 0 refuses a connection.
+/// Reason of rank 0 for refusing a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Refusal {
-    /// The two ends speak different versions.
+    /// The two ends use different versions.
     Version { rank_0: u32, other: u32 },
     /// The process belongs to another run.
     Run,
-    /// The process has no secret, rank 0 has one.
+    /// The process has no secret, but rank 0 has one.
     NoSecret,
-    /// The process has a secret, rank 0 has none.
+    /// The process has a secret, but rank 0 has none.
     NoSecretAtRank0,
     /// The secrets differ.
     Secret,
@@ -65,14 +65,14 @@ impl std::fmt::Display for Refusal {
         match self {
             Refusal::Version { rank_0, other } => write!(
                 f,
-                "rank 0 speaks version {rank_0} of the rendezvous protocol, the other process version {other}"
+                "rank 0 uses version {rank_0} of the rendezvous protocol, the other process version {other}"
             ),
             Refusal::Run => write!(f, "it belongs to another run"),
             Refusal::NoSecret => write!(f, "rank 0 was started with a secret, the other process without"),
             Refusal::NoSecretAtRank0 => {
                 write!(f, "rank 0 was started without a secret, the other process with one")
             }
-            Refusal::Secret => write!(f, "its secret is not the one of rank 0"),
+            Refusal::Secret => write!(f, "its secret differs from that of rank 0"),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! What happens between processes that have joined: broadcasts of rank 0, leaving, and the first failure.
+//! Communication between joined processes: broadcasts of rank 0, leaving, and the first failure.
 //!
-//! All connections end at rank 0. One thread per connection reads; it never waits for a lock that is held during a
-//! write, so news of a failure always gets in.
+//! All connections end at rank 0. One thread per connection reads. It never waits for a lock that
+//! is held during a write, so a failure message is always read.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,17 +19,17 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::threads;
 use crate::units;
 
-/// Broadcasts that rank 0 can be ahead of another process.
+/// Maximum number of broadcasts by which rank 0 is ahead of another process.
 const MAX_AHEAD: usize = 16;
 
 /// The first failure of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The rank that failed.
+    /// Rank that failed.
     pub rank: usize,
-    /// The name of its host.
+    /// Name of its host.
     pub host: String,
-    /// What the rank said, or how its failure was noticed.
+    /// The rank's own reason, or the way its failure was detected.
     pub why: String,
 }
 
@@ -48,25 +48,25 @@ impl From<Failure> for Error {
 
 pub(super) type Hook = Box<dyn FnOnce(&Failure) + Send>;
 
-/// One process's connections to the others.
+/// Connections of one process to the others.
 pub(super) struct Connections {
     pub(super) own: usize,
     pub(super) peers: Vec<Peer>,
-    /// By process; elsewhere than at rank 0 the first alone has one.
+    /// Senders by process; a process other than rank 0 has only the first.
     senders: Vec<Option<Mutex<Sender>>>,
     state: Mutex<State>,
     changed: Condvar,
-    /// Held while the news of a failure goes out: nobody closes the connections before.
+    /// Held while a failure is sent: the connections are not closed before.
     telling: Mutex<()>,
-    /// Whether something was heard of a process since the last look, and what it last said of its ranks, by process.
+    /// Messages received from each process since the last check, and its last status.
     heard: Vec<Heard>,
     status: Mutex<Option<StatusLine>>,
 }
 
-/// Says in a line what the ranks of this process do.
+/// Returns the status of this process's ranks in one line.
 pub(super) type StatusLine = Box<dyn Fn() -> String + Send + Sync>;
 
-/// What was heard of a process.
+/// Messages received from a process.
 #[derive(Default)]
 struct Heard {
     lately: AtomicBool,
@@ -77,11 +77,11 @@ struct Heard {
 struct State {
     failure: Option<Failure>,
     hooks: Vec<Hook>,
-    /// Broadcasts that have come: name and bytes.
+    /// Received broadcasts: name and bytes.
     broadcasts: VecDeque<(String, Vec<u8>)>,
-    /// Whether a process has left, by process.
+    /// True for each process that has left.
     left: Vec<bool>,
-    /// This end is closing: lost connections mean nothing any more.
+    /// True while this end is closing: lost connections are no failure then.
     closing: bool,
 }
 
@@ -139,7 +139,8 @@ impl Connections {
         }
     }
 
-    /// Records `failure` unless there is one already, wakes everybody here and tells the other processes but `from`.
+    /// Records `failure` if it is the first, wakes all waits here and informs the other processes
+    /// except `from`.
     pub(super) fn fail(&self, failure: Failure, from: Option<usize>) {
         if self.failure().is_some() {
             return;
@@ -157,7 +158,7 @@ impl Connections {
         let hear = self.senders.iter().enumerate().filter(|(process, _)| Some(*process) != from);
         let hear: Vec<&Mutex<Sender>> = hear.filter_map(|(_, sender)| sender.as_ref()).collect();
         std::thread::scope(|scope| {
-            // Each on its own: one that takes nothing in must not keep the news from the others.
+            // Separate threads: a process that reads nothing must not delay the others.
             for sender in hear {
                 let news = &news;
                 let tell = move || drop(locked(sender).send(news));
@@ -184,7 +185,8 @@ impl Connections {
         }
     }
 
-    /// A connection has ended, or is not to be believed any more: a failure, unless the process had left.
+    /// Handles the end of a connection, or invalid data on it: a failure, unless the process has
+    /// left.
     fn lose(&self, from: usize, why: &ConnectionError) {
         let closed = matches!(why, ConnectionError::Closed);
         if closed && locked(&self.state).left[from] {
@@ -193,7 +195,7 @@ impl Connections {
         let peer = &self.peers[from];
         let text = format!("the connection to it was lost ({why})");
         let failure = Failure { rank: peer.rank, host: peer.host.clone(), why: text };
-        // Who sent nonsense is still there, and hears why before it is cut off.
+        // A sender of invalid data still exists, and gets the reason before it is disconnected.
         self.fail(failure, closed.then_some(from));
         if let Some(sender) = &self.senders[from] {
             locked(sender).close();
@@ -210,7 +212,7 @@ impl Connections {
                 drop(state);
                 let holds = |peer: &Peer| (peer.rank..peer.rank + peer.ranks_here).contains(&rank);
                 let process = self.peers.iter().position(holds);
-                // Rank 0 passes on what any process says; the others speak of themselves, or of rank 0.
+                // Rank 0 forwards failures of any process; others report their own or rank 0's.
                 let process = process.filter(|process| self.own != 0 || [0, from].contains(process));
                 let peer = process.map(|process| &self.peers[process]);
                 let peer = peer.ok_or(ConnectionError::Malformed("news of a rank that is not its own"))?;
@@ -222,14 +224,14 @@ impl Connections {
                 *locked(&self.heard[from].status) = status;
                 return Ok(());
             }
-            _ => return Err(ConnectionError::Malformed("a message out of place")),
+            _ => return Err(ConnectionError::Malformed("an unexpected message")),
         }
         drop(state);
         self.changed.notify_all();
         Ok(())
     }
 
-    /// At rank 0: sends `bytes` to all others.
+    /// Sends `bytes` from rank 0 to all others.
     pub(super) fn broadcast(&self, name: &str, bytes: &[u8]) -> Result<()> {
         if let Some(failure) = self.failure() {
             return Err(failure.into());
@@ -239,7 +241,7 @@ impl Connections {
         Ok(())
     }
 
-    /// Elsewhere: waits for what rank 0 broadcasts as `name`.
+    /// Waits in another process for the broadcast `name` of rank 0.
     pub(super) fn receive_broadcast(&self, name: &str, until: Instant) -> Result<Vec<u8>> {
         let late = |_: &State| (0, format!("it did not broadcast `{name}`"));
         let mut state = self.wait(until, |state| !state.broadcasts.is_empty(), late)?;
@@ -252,15 +254,15 @@ impl Connections {
         Err(self.blame(0, format!("it broadcast `{theirs}`, {own} waits for `{name}`")))
     }
 
-    /// Leaves when all others do.
+    /// Leaves the session after all others do.
     pub(super) fn leave(&self, until: Instant) -> Result<()> {
-        // Rank 0 waits for all others, each of them for rank 0.
+        // Rank 0 waits for all others, and each of them for rank 0.
         let awaited = if self.own == 0 { 1..self.peers.len() } else { 0..1 };
         if self.own != 0 {
             self.send(0, &Message::Leave);
         }
         let missing = |state: &State| awaited.clone().find(|process| !state.left[*process]);
-        let late = |state: &State| (missing(state).unwrap_or(0), "it did not come to the end".to_owned());
+        let late = |state: &State| (missing(state).unwrap_or(0), "it did not finish in time".to_owned());
         drop(self.wait(until, |state| missing(state).is_none(), late)?);
         if self.own == 0 {
             (1..self.peers.len()).for_each(|process| self.send(process, &Message::Leave));
@@ -268,7 +270,7 @@ impl Connections {
         Ok(())
     }
 
-    /// Closes all connections; the readers end.
+    /// Closes all connections, which ends the readers.
     pub(super) fn close(&self) {
         drop(locked(&self.telling));
         locked(&self.state).closing = true;
@@ -278,7 +280,7 @@ impl Connections {
         self.changed.notify_all();
     }
 
-    /// Sends to a process; a lost connection is noticed by its reader.
+    /// Sends to a process; its reader detects a lost connection.
     fn send(&self, process: usize, message: &Message) {
         if let Some(sender) = &self.senders[process] {
             let _ = locked(sender).send(message);
@@ -289,15 +291,15 @@ impl Connections {
         *locked(&self.status) = Some(status);
     }
 
-    /// Tells the processes that this one has a connection to that it is alive.
+    /// Sends a heartbeat to every connected process.
     pub(super) fn beat(&self) {
         let status = locked(&self.status).as_ref().map_or_else(String::new, |status| status());
         let beat = Message::Heartbeat { status: printable(&status, MAX_TEXT) };
         (0..self.peers.len()).for_each(|process| self.send(process, &beat));
     }
 
-    /// Whether something was heard of each process since the last time; of one without a connection, or one that has
-    /// left, nothing need be heard.
+    /// Returns true for each process from which a message arrived since the last call. Processes
+    /// without a connection, or that have left, need not send.
     pub(super) fn heard(&self) -> Vec<bool> {
         let left = locked(&self.state).left.clone();
         let heard = self.heard.iter().zip(&self.senders).zip(left);
@@ -308,17 +310,17 @@ impl Connections {
             .collect()
     }
 
-    /// Nothing was heard of `process` for `silence`.
+    /// Handles `process`, from which no message arrived for `silence`.
     pub(super) fn is_silent(&self, process: usize, silence: Duration) {
         let silence = units::duration(silence.as_secs_f64());
         let said = locked(&self.heard[process].status).clone();
         let why =
-            format!("nothing was heard of it for {silence}: its process is stopped, or its host is gone");
-        let why = if said.is_empty() { why } else { format!("{why}; it said last: {said}") };
+            format!("it has sent no message for {silence}: its process is stopped, or its host is gone");
+        let why = if said.is_empty() { why } else { format!("{why}; its last status: {said}") };
         self.blame(process, printable(&why, MAX_TEXT));
     }
 
-    /// Waits for `time`; true when the session closes, or has failed.
+    /// Waits for `time`; true if the session closes or has failed.
     pub(super) fn closes_within(&self, time: Duration) -> bool {
         let over = |state: &mut State| !state.closing && state.failure.is_none();
         let waited = self.changed.wait_timeout_while(locked(&self.state), time, over);
@@ -326,7 +328,7 @@ impl Connections {
         state.closing || state.failure.is_some()
     }
 
-    /// Makes `process` the first failure, unless there is one, and returns what counts.
+    /// Makes `process` the first failure, unless one exists, and returns the first failure.
     fn blame(&self, process: usize, why: String) -> Error {
         let peer = &self.peers[process];
         self.fail(Failure { rank: peer.rank, host: peer.host.clone(), why: why.clone() }, None);
@@ -336,7 +338,8 @@ impl Connections {
         }
     }
 
-    /// Waits until `done`, or a failure. At `until` the process that `late` names fails, with its reason.
+    /// Waits until `done`, or a failure. At `until`, the process and reason of `late` become the
+    /// failure.
     fn wait(
         &self,
         until: Instant,

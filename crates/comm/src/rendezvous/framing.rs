@@ -1,10 +1,10 @@
 //! Frames on a TCP connection and the encrypted messages inside them.
 //!
-//! A frame is a length (u16, big endian) and so many bytes, as section 13 of the Noise specification proposes, so no
-//! frame is longer than a Noise message may be. A reader names the largest frame it accepts, and memory grows only with
-//! bytes that have arrived. Once the handshake is done, each frame is one Noise message that holds one [`Message`] as
-//! JSON; its number in the sequence is the nonce, so that a frame that was changed, left out, or sent again does not
-//! authenticate.
+//! A frame is a length (u16, big endian) and that many bytes, as section 13 of the Noise
+//! specification proposes, so no frame exceeds the size of a Noise message. A reader sets the
+//! largest frame that it accepts, and memory grows only with received bytes. After the handshake,
+//! each frame is one Noise message that holds one [`Message`] as JSON. Its sequence number is the
+//! nonce, so that a frame that was changed, dropped or sent again does not authenticate.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -17,16 +17,16 @@ use socket2::{SockRef, TcpKeepalive};
 use super::connection_error::ConnectionError;
 use super::message::Message;
 
-/// Bytes of the largest frame: those of the largest Noise message.
+/// Size of the largest frame in bytes: that of the largest Noise message.
 pub(super) const MAX_FRAME: usize = 65_535;
 
 /// Bytes that authenticate a Noise message.
 const TAG_BYTES: usize = 16;
 
-/// How long one write to a peer may take before the peer counts as lost.
+/// Maximum time of one write before the peer counts as lost.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The reading half of a connection; with a deadline no sequence of slow bytes outlasts it.
+/// The reading half of a connection; its deadline also bounds a sequence of slow bytes.
 pub(super) struct DeadlineReader<'a> {
     pub(super) stream: &'a TcpStream,
     pub(super) until: Option<Instant>,
@@ -44,12 +44,12 @@ impl Read for DeadlineReader<'_> {
     }
 }
 
-/// How the system looks whether the other host is still there while nothing is sent: after the first time, then so often
-/// and so many times; 14 s in all.
+/// Keep-alive probes of an idle connection: time before the first, interval, and number; 14 s in
+/// all.
 const KEEP_ALIVE: (Duration, Duration, u32) = (Duration::from_secs(5), Duration::from_secs(3), 3);
 
-/// Prepares a connection: small frames leave at once, a peer that takes none in is noticed, and so is one whose host went
-/// away without a word, also where nothing is sent, as while processes join.
+/// Prepares a connection: small frames are sent at once, and a peer that reads nothing, or whose
+/// host has disappeared, is detected, also while no data is sent, such as while processes join.
 pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     let (time, interval, retries) = KEEP_ALIVE;
     let keep_alive = TcpKeepalive::new().with_time(time).with_interval(interval).with_retries(retries);
@@ -72,14 +72,14 @@ pub(super) fn read_frame(stream: &mut impl Read, max: usize) -> Result<Vec<u8>, 
     if read == length { Ok(body) } else { Err(ConnectionError::Closed) }
 }
 
-/// Writes `body`, at most [`MAX_FRAME`] bytes, as one frame.
+/// Writes `body`, of at most [`MAX_FRAME`] bytes, as one frame.
 pub(super) fn write_frame(mut stream: &TcpStream, body: &[u8]) -> io::Result<()> {
     let length = u16::try_from(body.len())
         .map_err(|_| io::Error::other(format!("{} bytes do not fit a frame", body.len())))?;
     stream.write_all(&[length.to_be_bytes().as_slice(), body].concat())
 }
 
-/// A connection whose two ends have authenticated each other.
+/// A connection with two authenticated ends.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) sender: Sender,
@@ -87,7 +87,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// The connection over `stream` with the keys of the finished `handshake`.
+    /// Creates the connection over `stream` with the keys of the finished `handshake`.
     pub(super) fn new(stream: TcpStream, handshake: HandshakeState) -> Result<Self, ConnectionError> {
         let noise = handshake.into_stateless_transport_mode().map_err(noise_error)?;
         let noise = Arc::new(noise);
@@ -96,7 +96,7 @@ impl Connection {
     }
 }
 
-/// An error of `snow` that no peer can cause.
+/// Converts an error of `snow` that no peer can cause.
 pub(super) fn noise_error(error: snow::Error) -> ConnectionError {
     ConnectionError::Io(io::Error::other(error.to_string()))
 }
@@ -110,7 +110,7 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    /// Sends `message`; after an error the connection is of no more use.
+    /// Sends `message`; after an error the connection is closed.
     pub(super) fn send(&mut self, message: &Message) -> Result<(), ConnectionError> {
         let sent = self.seal(message).and_then(|frame| Ok(write_frame(&self.stream, &frame)?));
         sent.inspect_err(|_| self.close())
@@ -144,7 +144,7 @@ pub(super) struct Receiver {
 }
 
 impl Receiver {
-    /// Waits for the next message until `until`, or without end.
+    /// Waits for the next message until `until`, or forever.
     pub(super) fn receive(&mut self, until: Option<Instant>) -> Result<Message, ConnectionError> {
         let frame = read_frame(&mut DeadlineReader { stream: &self.stream, until }, MAX_FRAME)?;
         let mut json = vec![0; frame.len()];
@@ -155,7 +155,7 @@ impl Receiver {
         Message::parse(&json[..length])
     }
 
-    /// Whether the other end has closed the connection.
+    /// Returns true if the other end has closed the connection.
     pub(super) fn is_closed(&self) -> bool {
         let mut byte = [0];
         let peeked = self.stream.set_nonblocking(true).and_then(|()| self.stream.peek(&mut byte));

@@ -1,4 +1,4 @@
-//! How two processes authenticate each other before anything else is said: Noise with a pre-shared key.
+//! Mutual authentication of two processes, before any other message: Noise with a pre-shared key.
 //!
 //! ```text
 //! process -> rank 0   greeting: protocol, version, digest of the run's name, whether it has a secret (JSON)
@@ -7,11 +7,12 @@
 //! rank 0 -> process   Noise NNpsk0, second message
 //! ```
 //!
-//! The greeting is in the clear, so that a process of another version, of another run or without a secret learns why
-//! it is refused; it is the prologue of the Noise handshake, so nobody between the two ends can change it. The
-//! pre-shared key is derived from the run's secret. Both ends contribute a fresh Curve25519 key: a recorded handshake is
-//! worthless, and what was recorded stays closed even to who learns the secret later. A refusal itself is not
-//! authenticated: whoever can change the traffic can prevent a rendezvous, not join it.
+//! The greeting is plain text, so that a process of another version or run, or without a secret,
+//! gets the reason of its refusal. It is the prologue of the Noise handshake, so an attacker
+//! between the ends cannot change it. The pre-shared key is derived from the run's secret. Both
+//! ends contribute a fresh Curve25519 key: a recorded handshake is useless, and recorded data stays
+//! secret even if the secret leaks later. A refusal is not authenticated: an attacker who changes
+//! the traffic can prevent a rendezvous, but not join it.
 
 use std::io::{self, Read};
 use std::net::{Shutdown, TcpStream};
@@ -24,17 +25,17 @@ use super::auth::Secret;
 use super::connection_error::{ConnectionError, Refusal};
 use super::framing::{Connection, DeadlineReader, noise_error, read_frame, write_frame};
 
-/// Version of the protocol; another one is refused.
+/// Version of the protocol; other versions are refused.
 const VERSION: u32 = 3;
 const PROTOCOL: &str = "finetune rendezvous";
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 
-/// Bytes of a frame from a process that is not authenticated yet.
+/// Maximum bytes of a frame from an unauthenticated process.
 const MAX_GREETING: usize = 256;
 
 const OTHER_PROTOCOL: ConnectionError = ConnectionError::Malformed("something other than this protocol");
 
-/// The first frame. Its first two fields are in every version.
+/// The first frame. Every version has its first two fields.
 #[derive(Serialize, Deserialize)]
 struct Greeting {
     protocol: String,
@@ -45,7 +46,7 @@ struct Greeting {
     has_secret: bool,
 }
 
-/// What rank 0 answers in the clear.
+/// Plain-text answer of rank 0.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Answer {
@@ -53,7 +54,7 @@ enum Answer {
     Refused(Refusal),
 }
 
-/// What a Noise message that cannot be read says of its sender.
+/// Converts the error of an unreadable Noise message to a fault of its sender.
 fn from_peer(error: snow::Error) -> ConnectionError {
     if error == snow::Error::Decrypt { ConnectionError::Refused(Refusal::Secret) } else { OTHER_PROTOCOL }
 }
@@ -85,7 +86,8 @@ pub(super) fn connect(
     Connection::new(stream, noise)
 }
 
-/// Authenticates a process that has connected to rank 0. A refusal is returned, not yet sent: see [`refuse`].
+/// Authenticates a process that has connected to rank 0. The caller sends a refusal: see
+/// [`refuse`].
 pub(super) fn accept(
     stream: TcpStream,
     secret: &Secret,
@@ -120,9 +122,9 @@ pub(super) fn accept(
     Connection::new(stream, noise)
 }
 
-/// Says to a connection why it is refused.
+/// Sends the reason of a refusal to a connection.
 pub(super) fn refuse(mut stream: &TcpStream, refusal: Refusal) {
-    // Whoever does not listen need not hear it.
+    // A peer that is gone needs no reason.
     let _ = to_json(&Answer::Refused(refusal)).and_then(|answer| write_frame(stream, &answer));
     let _ = stream.shutdown(Shutdown::Write);
     // Unread bytes would turn the close into a reset, which can overtake the refusal.

@@ -1,9 +1,9 @@
-//! Signs of life between processes that have joined. A process that has died is noticed at once, because its host closes its
-//! connections; one that is stopped, or whose host or network is gone, only by its silence.
+//! Heartbeats between joined processes. A dead process is detected at once, because its host closes
+//! its connections; a stopped one, or one without host or network, only by its silence.
 //!
-//! Each process sends a heartbeat a few times in the time that may pass without one, from a thread of its own that nothing
-//! else holds up. Time is counted by this thread's own looks, each of which counts little: a process that was stopped
-//! itself does not take the others for silent when it goes on.
+//! Each process sends several heartbeats within the silence limit, from a separate thread that
+//! nothing else delays. Each look of this thread advances its time only a little, so a process that
+//! was itself stopped does not treat the others as silent when it continues.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -13,10 +13,10 @@ use super::connections::Connections;
 use crate::error::Result;
 use crate::threads;
 
-/// Heartbeats in the time that may pass without one.
+/// Number of heartbeats within the silence limit.
 const BEATS: u32 = 6;
 
-/// Sends heartbeats, and fails the process of which nothing is heard for `limit`, until the session closes.
+/// Sends heartbeats, and fails a process that is silent for `limit`, until the session closes.
 pub(super) fn start(connections: &Arc<Connections>, limit: Duration) -> Result<JoinHandle<()>> {
     let theirs = Arc::clone(connections);
     let thread = threads::start("rendezvous heartbeat", move || run(&theirs, limit));
@@ -34,7 +34,8 @@ fn run(connections: &Connections, limit: Duration) {
         for (silent, heard) in silent.iter_mut().zip(connections.heard()) {
             *silent = if heard { Duration::ZERO } else { *silent + later };
         }
-        // It was silent for up to a period before the first of these looks, and will be for another until the next.
+        // It was silent up to one period before the first look, and will be for one more until the
+        // next.
         if let Some(process) = silent.iter().position(|silent| *silent + 2 * period > limit) {
             connections.is_silent(process, silent[process]);
         }

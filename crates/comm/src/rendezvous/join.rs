@@ -1,4 +1,4 @@
-//! How the processes come together: rank 0 registers them, the others find its port.
+//! Joining of the processes: rank 0 registers them, the others find its port.
 
 use std::net::{SocketAddr, TcpStream};
 use std::thread::sleep;
@@ -15,18 +15,19 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Rank 0 answers a greeting at once, but for a wrong secret.
+/// Maximum time of a handshake. Rank 0 answers a greeting at once, except for a wrong secret.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// What rank 0 may need beyond its own deadline to tell the outcome.
+/// Time that rank 0 may need beyond its own deadline to send the outcome.
 const OUTCOME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The processes in ascending order of ranks, each with its connection (at rank 0; elsewhere rank 0 alone has one).
+/// Processes in ascending order of ranks, each with its connection (at rank 0; other processes have
+/// only rank 0's).
 pub(super) struct Joined {
     pub(super) peers: Vec<Peer>,
     pub(super) connections: Vec<Option<Connection>>,
 }
 
-/// At rank 0: waits for all, compares, and tells everyone the outcome.
+/// Waits at rank 0 for all, compares them, and sends the outcome to all.
 pub(super) fn register(listener: Listener, own: JoinRequest, options: &RendezvousOptions) -> Result<Joined> {
     let arrivals = listener.accept(options, own.world_size)?;
     let mut registration =
@@ -43,7 +44,7 @@ pub(super) fn register(listener: Listener, own: JoinRequest, options: &Rendezvou
     if let Some(rejection) = rejection {
         let message = Message::Rejected(rejection.clone());
         for connection in registered.iter_mut().map(|(_, connection)| connection).chain(&mut rejected) {
-            // Whoever is gone need not hear it.
+            // A process that is gone needs no message.
             let _ = connection.sender.send(&message);
         }
         return Err(rejection.into());
@@ -52,7 +53,7 @@ pub(super) fn register(listener: Listener, own: JoinRequest, options: &Rendezvou
     registered.sort_by_key(|(rank, _)| *rank);
     for (_, connection) in &mut registered {
         let all = std::iter::once(Message::Accepted { processes: peers.len() });
-        // A process that is gone by now is noticed by the connection's reader.
+        // The connection's reader detects a process that is gone by now.
         let _ = all
             .chain(peers.iter().cloned().map(Message::Peer))
             .try_for_each(|message| connection.sender.send(&message));
@@ -61,12 +62,12 @@ pub(super) fn register(listener: Listener, own: JoinRequest, options: &Rendezvou
     Ok(Joined { peers, connections: std::iter::once(None).chain(others).collect() })
 }
 
-/// The roster, and the connections of those who joined.
+/// The roster, and the connections of joined processes.
 struct Registration {
     roster: Roster,
-    /// First rank and connection of each process on the roster but the own, in its order.
+    /// First rank and connection of each process on the roster except the own, in its order.
     registered: Vec<(usize, Connection)>,
-    /// Connections of those without a place, who shall hear why.
+    /// Connections of processes without a rank, which get the reason.
     rejected: Vec<Connection>,
 }
 
@@ -83,7 +84,7 @@ impl Registration {
         }
     }
 
-    /// Whether all have joined and nobody has gone again.
+    /// Returns true if all have joined and none has gone again.
     fn is_complete(&mut self) -> bool {
         if self.roster.is_complete() {
             for at in (0..self.registered.len()).rev() {
@@ -96,11 +97,11 @@ impl Registration {
         self.roster.is_complete()
     }
 
-    /// Tells those who come when all places are taken.
+    /// Rejects processes that come after all ranks are taken.
     fn turn_away(&self, arrivals: &Arrivals) {
         while let Some(Arrival { request, mut connection }) = arrivals.next(Instant::now()) {
             let rejection = self.roster.too_late(&request);
-            // Whoever is gone need not hear it.
+            // A process that is gone needs no message.
             let _ = connection.sender.send(&Message::Rejected(rejection));
         }
     }
@@ -108,7 +109,7 @@ impl Registration {
     fn register(&mut self, Arrival { request, connection }: Arrival) {
         let rank = request.peer.rank;
         match self.roster.overlapping(&request.peer) {
-            // Started again after a crash: the first one is gone.
+            // The process was restarted after a crash; the first one is gone.
             Some(other) if other > 0 && self.registered[other - 1].1.receiver.is_closed() => {
                 self.roster.remove(other);
                 self.registered.remove(other - 1);
@@ -124,20 +125,17 @@ impl Registration {
     }
 }
 
-/// In another process: finds rank 0, says what it is, and hears the outcome.
+/// Finds rank 0 from another process, sends the join request, and waits for the outcome.
 pub(super) fn join(master: &Master, own: &JoinRequest, options: &RendezvousOptions) -> Result<Joined> {
     let mut connection = find(master, options)?;
     let until = Instant::now() + options.join_timeout + OUTCOME_TIMEOUT;
     let lost = |error: ConnectionError| {
-        Error::new(
-            ErrorCategory::Transient,
-            "rendezvous failed: rank 0 went away before all ranks had joined",
-        )
-        .because(error.to_string())
-        .hint("look at what rank 0 prints")
+        Error::new(ErrorCategory::Transient, "rendezvous failed: rank 0 disconnected before all ranks joined")
+            .because(error.to_string())
+            .hint("see the output of rank 0")
     };
     connection.sender.send(&Message::Join(own.clone())).map_err(lost)?;
-    let out_of_place = || lost(ConnectionError::Malformed("a message out of place"));
+    let out_of_place = || lost(ConnectionError::Malformed("an unexpected message"));
     let processes = match connection.receiver.receive(Some(until)).map_err(lost)? {
         Message::Accepted { processes } => processes,
         Message::Rejected(rejection) => return Err(rejection.into()),
@@ -162,15 +160,15 @@ pub(super) fn join(master: &Master, own: &JoinRequest, options: &RendezvousOptio
     Ok(Joined { peers, connections })
 }
 
-/// Why one attempt to reach rank 0 failed.
+/// Failure of one attempt to reach rank 0.
 enum Attempt {
-    /// Nobody of this run is there (yet).
+    /// No process of this run answers (yet).
     TryAgain(String),
-    /// Trying again changes nothing.
+    /// Another attempt cannot succeed.
     GiveUp(Error),
 }
 
-/// Tries the addresses and ports of rank 0 until one of them answers as rank 0 of this run.
+/// Tries the addresses and ports of rank 0 until rank 0 of this run answers.
 fn find(master: &Master, options: &RendezvousOptions) -> Result<Connection> {
     let until = Instant::now() + options.join_timeout;
     let mut pause = Duration::from_millis(50);
@@ -203,7 +201,7 @@ fn find(master: &Master, options: &RendezvousOptions) -> Result<Connection> {
                 format!("rendezvous failed: no answer from rank 0 at `{}` within {waited}", master.address);
             return Err(Error::new(ErrorCategory::Transient, what)
                 .because(last)
-                .hint("look at what rank 0 prints, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"));
+                .hint("see the output of rank 0, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"));
         }
         sleep(pause.min(left));
         pause = (2 * pause).min(Duration::from_secs(1));
@@ -228,7 +226,7 @@ fn attempt(
     };
     let error = Error::user(format!("rank 0 at {address} refused this process")).because(refusal.to_string());
     Err(match refusal {
-        // Another run may hold one of several ports.
+        // Another run may use one of several ports.
         Refusal::Run => Attempt::TryAgain(refusal.to_string()),
         Refusal::Version { .. } if master.ports > 1 => Attempt::TryAgain(refusal.to_string()),
         Refusal::Version { .. } => Attempt::GiveUp(error.hint("start all processes with the same binary")),

@@ -1,9 +1,10 @@
-//! The port of rank 0 while processes join: who is let in, and how little the rest can do.
+//! The port of rank 0 while processes join, with limits on unauthenticated connections.
 //!
-//! It listens on exactly the master address. Every connection has its own thread and one deadline for all of its
-//! handshake, so a slow one stalls nobody; the number of those that are not authenticated is bounded, and beyond it the
-//! oldest is closed, because an honest process needs milliseconds. A wrong secret is answered late. Each reason for a
-//! refusal is logged once, the rest is counted. When the rendezvous ends, the port is closed.
+//! It listens on exactly the master address. Every connection has its own thread and one deadline
+//! for its whole handshake, so a slow one delays no other. The number of unauthenticated
+//! connections is bounded; beyond it the oldest is closed, because an honest process needs
+//! milliseconds. A wrong secret is answered late. Each reason for a refusal is logged once, further
+//! ones are counted. When the rendezvous ends, the port is closed.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::io::ErrorKind;
@@ -23,11 +24,12 @@ use super::options::{LogLine, Master, RendezvousOptions};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::threads;
 
-/// For one connection from its first byte to its join request.
+/// Maximum time of a connection from its first byte to its join request.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Before a wrong secret is answered.
+/// Delay of the answer to a wrong secret.
 const PENALTY: Duration = Duration::from_millis(500);
-/// Connections that are not authenticated, beyond the processes that may all connect at once.
+/// Maximum number of unauthenticated connections, beyond the processes that may all connect at
+/// once.
 const MAX_UNAUTHENTICATED: usize = 64;
 const STACK_BYTES: usize = 256 << 10;
 const POLL: Duration = Duration::from_millis(10);
@@ -39,19 +41,20 @@ pub struct Listener {
     address: SocketAddr,
 }
 
-/// A process that is authenticated and has said what it is.
+/// An authenticated process and its join request.
 pub(super) struct Arrival {
     pub(super) request: JoinRequest,
     pub(super) connection: Connection,
 }
 
 impl Listener {
-    /// Listens on the master address of `options` (or on its `bind`), on the first of its ports that is free; port 0
-    /// takes any. A name that cannot be resolved yet is tried until the join timeout.
+    /// Listens on the master address of `options` (or on its `bind`), on the first of its ports
+    /// that is free; port 0 chooses any. Retries an unresolved name until the join timeout.
     ///
     /// # Errors
-    /// [`ErrorCategory::User`] when the address is not one of this host, stands for all addresses, or is open to other hosts and
-    /// there is no secret; [`ErrorCategory::Transient`] when no port is free or the name stays unknown.
+    /// [`ErrorCategory::User`] if the address is not one of this host, means all addresses, or is
+    /// open to other hosts without a secret; [`ErrorCategory::Transient`] if no port is free or the
+    /// name stays unknown.
     pub fn open(options: &RendezvousOptions) -> Result<Listener> {
         let Some(master) = &options.master else {
             return Err(Error::internal("a run of one process has no master address to listen on"));
@@ -59,9 +62,8 @@ impl Listener {
         let name = options.bind.as_ref().unwrap_or(&master.address);
         let ips = resolve_until(name, Instant::now() + options.join_timeout)?;
         if let Some(ip) = ips.iter().find(|ip| ip.is_unspecified()) {
-            return Err(Error::user(format!("cannot listen on {ip}")).because(
-                "it stands for all addresses of this host; accepted: the one that the other hosts use",
-            ));
+            return Err(Error::user(format!("cannot listen on {ip}"))
+                .because("it means all addresses of this host; accepted: the one that the other hosts use"));
         }
         if options.has_several_hosts && !master.is_loopback() && ips.iter().all(IpAddr::is_loopback) {
             return Err(Error::user(format!("cannot listen on `{name}` for other hosts"))
@@ -82,12 +84,12 @@ impl Listener {
         Err(cannot_listen(master, &failures))
     }
 
-    /// Where it listens.
+    /// Address on which it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Lets processes in until the returned value is dropped.
+    /// Accepts processes until the returned value is dropped.
     pub(super) fn accept(self, options: &RendezvousOptions, world_size: usize) -> Result<Arrivals> {
         let (sender, queue) = mpsc::channel();
         let acceptor = Arc::new(Acceptor {
@@ -126,7 +128,7 @@ fn cannot_listen(master: &Master, failures: &[(SocketAddr, std::io::Error)]) -> 
     }
 }
 
-/// The addresses that `name` stands for.
+/// Resolves `name` to its addresses.
 pub(super) fn resolve(name: &str) -> std::io::Result<Vec<IpAddr>> {
     let found = (name, 0).to_socket_addrs()?;
     let mut ips: Vec<IpAddr> = Vec::new();
@@ -138,7 +140,7 @@ pub(super) fn resolve(name: &str) -> std::io::Result<Vec<IpAddr>> {
     if ips.is_empty() { Err(ErrorKind::NotFound.into()) } else { Ok(ips) }
 }
 
-/// In a new cluster a name may take a while to be known.
+/// Resolves `name` with retries, because in a new cluster a name may be unknown for a while.
 fn resolve_until(name: &str, until: Instant) -> Result<Vec<IpAddr>> {
     loop {
         match resolve(name) {
@@ -155,7 +157,7 @@ fn resolve_until(name: &str, until: Instant) -> Result<Vec<IpAddr>> {
     }
 }
 
-/// The processes that join, one after another.
+/// The joining processes, one after another.
 pub(super) struct Arrivals {
     queue: mpsc::Receiver<Arrival>,
     acceptor: Arc<Acceptor>,
@@ -163,12 +165,12 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
-    /// The next to join before `until`.
+    /// Waits until `until` for the next process.
     pub(super) fn next(&self, until: Instant) -> Option<Arrival> {
         self.queue.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     }
 
-    /// How many connections were refused, and the last one's reason.
+    /// Number of refused connections with the last reason, as text.
     pub(super) fn refused(&self) -> Option<String> {
         let refused = locked(&self.acceptor.refused);
         match refused.total {
@@ -187,17 +189,17 @@ impl Drop for Arrivals {
             let _ = stream.shutdown(Shutdown::Both);
         }
         if let Some(thread) = self.thread.take() {
-            // A panic there has been reported by its own thread.
+            // The thread has reported its own panic.
             let _ = thread.join();
         }
         let total = locked(&self.acceptor.refused).total;
         if total > 1 {
-            (self.acceptor.log)(&format!("refused {total} connections to the rendezvous in all"));
+            (self.acceptor.log)(&format!("refused {total} connections to the rendezvous in total"));
         }
     }
 }
 
-/// What the threads that let processes in share.
+/// State of the threads that accept processes.
 struct Acceptor {
     secret: Secret,
     run: String,
@@ -208,7 +210,7 @@ struct Acceptor {
     closed: AtomicBool,
 }
 
-/// The connections that were refused.
+/// Counts of refused connections.
 #[derive(Default)]
 struct Refused {
     total: u64,
@@ -225,7 +227,7 @@ impl Acceptor {
                     number += 1;
                     self.start(number, stream, address, queue.clone());
                 }
-                // Nobody is there, or the system is short of something: neither ends the rendezvous.
+                // No connection, or a system limit: neither ends the rendezvous.
                 Err(_) => sleep(POLL),
             }
         }
@@ -259,7 +261,7 @@ impl Acceptor {
         }
     }
 
-    /// The connection is authenticated, or over.
+    /// Removes a connection that is authenticated or closed.
     fn forget(&self, number: u64) {
         locked(&self.unauthenticated).retain(|(other, _)| *other != number);
     }
@@ -269,15 +271,16 @@ impl Acceptor {
         let until = Instant::now() + HANDSHAKE_TIMEOUT;
         let Ok(own) = prepare(&stream).and_then(|()| stream.try_clone()) else { return };
         match accept(own, &self.secret, &self.run, until) {
-            // A recorded handshake comes as far as this, but cannot send what authenticates.
+            // A replayed handshake gets here, but cannot send authenticated messages.
             Ok(mut connection) => match connection.receiver.receive(Some(until)) {
                 Ok(Message::Join(request)) => {
-                    // Before it is passed on: the end of the rendezvous cuts off all that are not authenticated.
+                    // Before the request is passed on: the end of the rendezvous closes all
+                    // unauthenticated connections.
                     self.forget(number);
-                    // Nobody listens to the queue any more when the rendezvous has just ended.
+                    // The queue has no reader if the rendezvous has just ended.
                     drop(queue.send(Arrival { request, connection }));
                 }
-                Ok(_) => self.note(address, "it did not say what it is"),
+                Ok(_) => self.note(address, "it sent no join request"),
                 Err(error) => self.note(address, &error.to_string()),
             },
             Err(error) => {
@@ -292,7 +295,7 @@ impl Acceptor {
         }
     }
 
-    /// Counts a refusal, and logs the first of its reason.
+    /// Counts a refusal, and logs the first one of each reason.
     fn note(&self, address: SocketAddr, why: &str) {
         if self.closed.load(Ordering::Relaxed) {
             return;

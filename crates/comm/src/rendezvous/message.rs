@@ -1,4 +1,5 @@
-//! What authenticated processes say to each other: JSON by serde, checked and made printable when it comes.
+//! Messages between authenticated processes: JSON by serde, validated and made printable on
+//! arrival.
 
 use std::collections::BTreeMap;
 
@@ -8,25 +9,25 @@ use serde_json::Value;
 use super::connection_error::ConnectionError;
 use crate::error::{Error, ErrorCategory};
 
-/// Ranks that a run may have.
+/// Maximum number of ranks of a run.
 pub const MAX_WORLD: usize = 65_536;
 
-/// Bytes that [`super::Session::broadcast`] may send.
+/// Maximum bytes of [`super::Session::broadcast`].
 pub const MAX_PAYLOAD: usize = 8 << 10;
 
-/// Bytes of a text in a message.
+/// Maximum bytes of a text in a message.
 pub(super) const MAX_TEXT: usize = 4 << 10;
 
-/// What a process says of itself when it joins.
+/// Request of a joining process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct JoinRequest {
     /// Its ranks and its host.
     pub peer: Peer,
-    /// Ranks in all processes, as it was started.
+    /// Ranks in all processes, by its own settings.
     pub world_size: usize,
-    /// What it is about to run, as hex digests by name (`binary`, `plan`, `data`, `model`). All processes must have
-    /// the same.
+    /// Hex digests of its run, by name (`binary`, `plan`, `data`, `model`). They must be equal in
+    /// all processes.
     pub digests: BTreeMap<String, String>,
 }
 
@@ -34,11 +35,11 @@ pub struct JoinRequest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Peer {
-    /// Its first rank.
+    /// First rank of the process.
     pub rank: usize,
-    /// How many ranks it holds.
+    /// Number of ranks that it holds.
     pub ranks_here: usize,
-    /// The name of its host.
+    /// Name of its host.
     pub host: String,
 }
 
@@ -48,7 +49,7 @@ impl Peer {
     }
 }
 
-/// Why a rendezvous failed, as every process reports it.
+/// Reason of a failed rendezvous, which every process reports.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Rejection {
@@ -69,26 +70,26 @@ impl From<Rejection> for Error {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(super) enum Message {
-    /// To rank 0, first of all.
+    /// The first message to rank 0.
     Join(JoinRequest),
-    /// All have joined: so many [`Message::Peer`]s follow.
+    /// All have joined; `processes` messages [`Message::Peer`] follow.
     Accepted { processes: usize },
     /// One process, in ascending order of ranks.
     Peer(Peer),
     /// The rendezvous failed.
     Rejected(Rejection),
-    /// From rank 0: bytes for all.
+    /// Bytes from rank 0 for all.
     Broadcast { name: String, bytes: Vec<u8> },
-    /// `rank` has failed; rank 0 passes it on.
+    /// `rank` has failed; rank 0 forwards it.
     Failed { rank: usize, why: String },
-    /// The process is alive; what its ranks do.
+    /// The process is alive; `status` describes its ranks.
     Heartbeat { status: String },
-    /// Nothing more will come, and this is no failure.
+    /// The sender ends its messages without a failure.
     Leave,
 }
 
 impl Message {
-    /// The message that `json` holds.
+    /// Parses the message in `json`.
     pub(super) fn parse(json: &[u8]) -> Result<Message, ConnectionError> {
         let malformed = |_| ConnectionError::Malformed("something that is not a message");
         let mut value = serde_json::from_slice(json).map_err(malformed)?;
@@ -99,11 +100,11 @@ impl Message {
             Message::Peer(peer) => peer.is_valid(),
             _ => true,
         };
-        if valid { Ok(message) } else { Err(ConnectionError::Malformed("ranks that cannot be")) }
+        if valid { Ok(message) } else { Err(ConnectionError::Malformed("invalid ranks")) }
     }
 }
 
-/// Makes every text in `value` fit for a terminal, as [`printable`] does.
+/// Makes every text in `value` printable; see [`printable`].
 fn make_printable(value: &mut Value) {
     match value {
         Value::String(text) => *text = printable(text, MAX_TEXT),
@@ -119,7 +120,7 @@ fn make_printable(value: &mut Value) {
     }
 }
 
-/// `text` in one line: at most `max` bytes, with spaces for control characters.
+/// Returns `text` in one line of at most `max` bytes, with spaces for control characters.
 pub(super) fn printable(text: &str, max: usize) -> String {
     let mut line = String::new();
     for c in text.chars().map(|c| if c.is_control() { ' ' } else { c }) {

@@ -1,4 +1,4 @@
-//! Where, for how long, and with which secret the processes of a run look for each other.
+//! Addresses, timeouts and secret of a rendezvous.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -11,58 +11,61 @@ use crate::error::{Error, Result};
 const BIND: &str = "FINETUNE_RDZV_BIND";
 const TIMEOUT: &str = "FINETUNE_RDZV_TIMEOUT";
 
-/// Where the process of rank 0 listens.
+/// Address of the process of rank 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Master {
     /// Host name or IP address.
     pub address: String,
-    /// The first port that may be used.
+    /// First port that may be used.
     pub port: u16,
-    /// How many ports from there on may be used: 1, or more where the first may belong to someone else.
+    /// Number of ports that may be used from there: 1, or more if another program may use the
+    /// first.
     pub ports: u16,
 }
 
 impl Master {
-    /// Whether the address can be reached from this host alone, as far as its text tells.
+    /// Returns true if the text of the address shows that only this host can reach it.
     pub fn is_loopback(&self) -> bool {
         let ip = self.address.parse::<IpAddr>();
         ip.map_or_else(|_| self.address.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
     }
 
-    /// The ports that may be used, in the order in which they are tried.
+    /// Ports that may be used, in the order of attempts.
     pub(super) fn all_ports(&self) -> impl Iterator<Item = u16> {
         let first = self.port;
         (0..self.ports).map(move |offset| first.saturating_add(offset))
     }
 }
 
-/// Gets a line for the log: a refused connection, once for each reason.
+/// Receives a line for the log: a refused connection, once per reason.
 pub type LogLine = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// How the processes of a run find and authenticate each other.
+/// Options of a rendezvous.
 #[derive(Clone)]
 pub struct RendezvousOptions {
-    /// Where rank 0 listens; none when one process holds all ranks.
+    /// Address of rank 0; none if one process holds all ranks.
     pub master: Option<Master>,
-    /// Names the run, so that two runs on one host keep apart; may be empty.
+    /// Name of the run, which separates two runs on one host; may be empty.
     pub run: String,
-    /// Whether the launcher says that there are several hosts.
+    /// True if the launcher reports several hosts.
     pub has_several_hosts: bool,
-    /// The secret by which a process proves that it belongs to the run.
+    /// Secret with which a process proves that it belongs to the run.
     pub secret: Secret,
-    /// How long to wait until all have joined.
+    /// Maximum time until all have joined.
     pub join_timeout: Duration,
-    /// How long rank 0 waits for the rest once the rendezvous cannot succeed any more, so that they hear why.
+    /// Time that rank 0 waits for missing processes after the rendezvous has failed, so that they
+    /// get the reason.
     pub rejection_timeout: Duration,
-    /// How long a call waits for the other processes.
+    /// Maximum time that a call waits for the other processes.
     pub call_timeout: Duration,
-    /// Whether those that have joined by then go on without the ranks that have not.
+    /// True if the run starts without the ranks that are missing at the timeout.
     pub elastic: bool,
-    /// How long nothing may be heard of a process that has joined.
+    /// Maximum silence of a joined process.
     pub silence_limit: Duration,
-    /// The address of this host that rank 0 listens on, where the master address is not one (behind a NAT).
+    /// Address of this host on which rank 0 listens, if the master address belongs to another
+    /// device (behind a NAT).
     pub bind: Option<String>,
-    /// Gets what is to be logged.
+    /// Receives log lines.
     pub log: LogLine,
 }
 
@@ -76,7 +79,8 @@ impl std::fmt::Debug for RendezvousOptions {
 }
 
 impl RendezvousOptions {
-    /// The options with `master` and `secret` and the defaults: 300 s to join, 1800 s for a call, 15 s of silence.
+    /// The options with `master` and `secret` and the defaults: 300 s to join, 1800 s for a call,
+    /// 15 s of silence.
     pub fn new(master: Option<Master>, secret: Secret) -> Self {
         RendezvousOptions {
             master,
@@ -93,11 +97,13 @@ impl RendezvousOptions {
         }
     }
 
-    /// The options with `master` and what the environment names: the secret (without one that of the user, for the
-    /// loopback address), `FINETUNE_RDZV_TIMEOUT` (seconds to wait for all ranks) and `FINETUNE_RDZV_BIND`.
+    /// Creates options with `master` and the environment: the secret (by default the user's, for
+    /// the loopback address), `FINETUNE_RDZV_TIMEOUT` (seconds to wait for all ranks) and
+    /// `FINETUNE_RDZV_BIND`.
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::User`] when a variable cannot be used, or a secret cannot be kept.
+    /// [`crate::error::ErrorCategory::User`] if a variable is unusable, or a secret cannot be
+    /// stored.
     pub fn from_environment(
         master: Option<Master>,
         lookup: &dyn Fn(&str) -> Option<OsString>,
@@ -107,7 +113,8 @@ impl RendezvousOptions {
             match Secret::of_user(lookup) {
                 Ok(secret) => options.secret = secret,
                 Err(error) if master.is_loopback() => return Err(error),
-                // Without it an address of this host is refused once its name is resolved; others are in any case.
+                // Without it, the listener refuses an address of this host once its name is
+                // resolved, and other addresses anyway.
                 Err(_) => {}
             }
         }

@@ -1,19 +1,20 @@
-//! Who has joined rank 0: every rank once, one world size, one binary, plan, data and model.
+//! Processes that have joined rank 0: every rank once, with the same world size, binary, plan, data
+//! and model.
 
 use std::time::Duration;
 
 use super::message::{JoinRequest, Peer, Rejection, printable};
 use crate::units;
 
-/// Causes that one rejection lists, and bytes of each, so that it fits a message.
+/// Maximum number of causes of a rejection, and bytes of each, so that it fits a message.
 const MAX_CAUSES: usize = 16;
 const MAX_CAUSE: usize = 1 << 10;
-/// Ranges of ranks that one cause lists.
+/// Maximum number of ranges of ranks in one cause.
 const MAX_RANGES: usize = 16;
-/// Characters of a digest that are shown.
+/// Displayed characters of a digest.
 const DIGEST_CHARS: usize = 12;
 
-/// What waiting does not resolve, gravest first.
+/// A conflict that waiting cannot resolve, most severe first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Conflict {
     WorldSize,
@@ -22,13 +23,13 @@ enum Conflict {
     Digest,
 }
 
-/// The processes that have joined; the first is rank 0's own.
+/// The joined processes; the first is rank 0's own.
 pub(super) struct Roster {
     joined: Vec<JoinRequest>,
     conflicts: Vec<(Conflict, String)>,
 }
 
-/// `rank 3 on b`, or `ranks 8-15 on b`.
+/// Text of a process: `rank 3 on b`, or `ranks 8-15 on b`.
 pub(super) fn named(peer: &Peer) -> String {
     match peer.ranks_here {
         0 | 1 => format!("rank {} on {}", peer.rank, peer.host),
@@ -41,12 +42,12 @@ impl Roster {
         Roster { joined: vec![own], conflicts: Vec::new() }
     }
 
-    /// Whether there is something that waiting does not resolve.
+    /// Returns true if a conflict exists that waiting cannot resolve.
     pub(super) fn has_conflicts(&self) -> bool {
         !self.conflicts.is_empty()
     }
 
-    /// The process that has joined already with a rank that `peer` holds too.
+    /// Index of the joined process that shares a rank with `peer`.
     pub(super) fn overlapping(&self, peer: &Peer) -> Option<usize> {
         let end = |peer: &Peer| peer.rank + peer.ranks_here;
         self.joined.iter().position(|other| peer.rank < end(&other.peer) && other.peer.rank < end(peer))
@@ -57,7 +58,7 @@ impl Roster {
         self.joined.remove(index);
     }
 
-    /// Notes that `request` comes with a rank that process `other` of the roster holds.
+    /// Records that `request` has a rank of process `other` of the roster.
     pub(super) fn add_duplicate(&mut self, request: &JoinRequest, other: usize) {
         let first = &self.joined[other].peer;
         let rank = first.rank.max(request.peer.rank);
@@ -65,7 +66,8 @@ impl Roster {
         self.conflicts.push((Conflict::Duplicate, text));
     }
 
-    /// Adds a process; false if it has no place among the ranks. Whoever has a place counts as joined, in conflict or not.
+    /// Adds a process; false if its ranks are outside the world. A process inside counts as joined,
+    /// even in conflict.
     pub(super) fn add(&mut self, request: JoinRequest) -> bool {
         let own = &self.joined[0];
         let world = own.world_size;
@@ -105,25 +107,26 @@ impl Roster {
         true
     }
 
-    /// Whether every rank has joined.
+    /// Returns true if every rank has joined.
     pub(super) fn is_complete(&self) -> bool {
         let here: usize = self.joined.iter().map(|request| request.peer.ranks_here).sum();
         here == self.joined[0].world_size
     }
 
-    /// Whether nothing but ranks that have not joined keeps the run from beginning.
+    /// Returns true if missing ranks are the only reason that the run cannot start.
     pub(super) fn lacks_ranks_only(&self) -> bool {
         self.conflicts.is_empty() && !self.is_complete()
     }
 
-    /// The processes that have joined, ascending.
+    /// Joined processes in ascending order.
     pub(super) fn peers(&self) -> Vec<Peer> {
         let mut peers: Vec<Peer> = self.joined.iter().map(|request| request.peer.clone()).collect();
         peers.sort_by_key(|peer| peer.rank);
         peers
     }
 
-    /// Why the rendezvous fails, if it does: a conflict, or ranks that did not join within `timeout`.
+    /// The rejection, if the rendezvous fails: a conflict, or ranks that did not join within
+    /// `timeout`.
     pub(super) fn rejection(&self, timeout: Duration, refused: Option<String>) -> Option<Rejection> {
         if let Some((gravest, _)) = self.conflicts.iter().min_by_key(|(conflict, _)| *conflict) {
             let (what, hint) = match gravest {
@@ -136,7 +139,7 @@ impl Roster {
                 }
                 Conflict::Duplicate => ("a rank joined twice", "give every process its own --rank or RANK"),
                 Conflict::Digest => (
-                    "the processes are not about to run the same",
+                    "the processes start different runs",
                     "start all processes with the same binary, recipe, data and model",
                 ),
             };
@@ -162,12 +165,12 @@ impl Roster {
                 units::duration(timeout.as_secs_f64())
             ),
             causes: causes.iter().map(|text| printable(text, MAX_CAUSE)).collect(),
-            hint: "look at what the missing ranks print, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"
+            hint: "see the output of the missing ranks, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"
                 .to_owned(),
         })
     }
 
-    /// What a process hears that comes when all places are taken.
+    /// Rejection of a process that comes after all ranks are taken.
     pub(super) fn too_late(&self, request: &JoinRequest) -> Rejection {
         let holder = self
             .overlapping(&request.peer)
@@ -175,12 +178,12 @@ impl Roster {
         Rejection {
             users_fault: true,
             what: "rendezvous failed: the run has started without this process".to_owned(),
-            causes: vec![format!("{} came when its place was taken{holder}", named(&request.peer))],
+            causes: vec![format!("{} joined after its rank was taken{holder}", named(&request.peer))],
             hint: "give every process its own --rank or RANK".to_owned(),
         }
     }
 
-    /// `rank 1`, `ranks 1, 4-7`.
+    /// Text of the missing ranks: `rank 1`, `ranks 1, 4-7`.
     fn missing(&self) -> String {
         let mut next = 0;
         let mut gaps = Vec::new();

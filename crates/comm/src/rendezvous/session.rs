@@ -12,7 +12,8 @@ use super::message::{JoinRequest, MAX_PAYLOAD, MAX_TEXT, Peer, printable};
 use super::options::RendezvousOptions;
 use crate::error::{Error, Result};
 
-/// One process's end of the rendezvous. Dropping it without [`Session::leave`] counts as a failure for the others.
+/// One process's end of the rendezvous. Dropping it without [`Session::leave`] counts as a failure
+/// for the others.
 #[derive(Debug)]
 pub struct Session {
     connections: Arc<Connections>,
@@ -21,12 +22,13 @@ pub struct Session {
 }
 
 impl Session {
-    /// Joins the other processes of the run with `request`; returns when all are there and agree.
+    /// Joins the other processes of the run with `request`; returns when all have joined and agree.
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::User`] when secrets, world sizes, ranks or digests do not fit together, with both sides
-    /// named, the same in every process; [`crate::error::ErrorCategory::Transient`] when ranks are missing at the deadline or
-    /// rank 0 cannot be reached.
+    /// [`crate::error::ErrorCategory::User`] if secrets, world sizes, ranks or digests differ; the
+    /// error names both sides and is the same in every process.
+    /// [`crate::error::ErrorCategory::Transient`] if ranks are missing at the deadline or rank 0 is
+    /// unreachable.
     pub fn join(request: JoinRequest, options: &RendezvousOptions) -> Result<Session> {
         match &options.master {
             Some(_) if request.peer.rank == 0 => Self::join_at(Listener::open(options)?, request, options),
@@ -39,10 +41,10 @@ impl Session {
         }
     }
 
-    /// Joins as the process of rank 0, with a listener that is open already.
+    /// Joins as the process of rank 0, with a listener that is already open.
     ///
     /// # Errors
-    /// As [`Session::join`].
+    /// Same as [`Session::join`].
     pub fn join_at(listener: Listener, request: JoinRequest, options: &RendezvousOptions) -> Result<Session> {
         let rank = request.peer.rank;
         Self::start(rank, register(listener, request, options)?, options)
@@ -58,23 +60,23 @@ impl Session {
         Ok(Session { connections, readers, call_timeout: options.call_timeout })
     }
 
-    /// The processes of the run, ascending by rank, which leaves gaps where an elastic rendezvous went on without some.
+    /// Processes of the run in ascending order of ranks; an elastic rendezvous may leave gaps.
     pub fn peers(&self) -> &[Peer] {
         &self.connections.peers
     }
 
-    /// The index of this process among [`Session::peers`].
+    /// Index of this process in [`Session::peers`].
     pub fn process_index(&self) -> usize {
         self.connections.own
     }
 
-    /// Gives the bytes that `make` makes in the process of rank 0 (up to [`MAX_PAYLOAD`]) to all. `name` says what they
-    /// are, the same everywhere.
+    /// Sends the bytes (up to [`MAX_PAYLOAD`]) that `make` returns in the process of rank 0 to all.
+    /// `name` describes them and is equal in all processes.
     ///
     /// # Errors
-    /// What `make` returns (only there; the others wait until that process fails);
-    /// [`crate::error::ErrorCategory::Transient`] when a process has failed, rank 0 broadcasts something else, or nothing within
-    /// the options' `call_timeout`; the rank is named.
+    /// The error of `make` (only there; the others wait until that process fails).
+    /// [`crate::error::ErrorCategory::Transient`] if a process has failed, or rank 0 broadcasts
+    /// other data or none within the options' `call_timeout`; it names the rank.
     pub fn broadcast(&self, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
         if self.process_index() != 0 {
             return self.connections.receive_broadcast(name, Instant::now() + self.call_timeout);
@@ -88,50 +90,51 @@ impl Session {
         Ok(bytes)
     }
 
-    /// Tells all processes that `rank`, one of this process's, has failed. The first failure of a run counts; a later
-    /// one changes nothing.
+    /// Informs all processes that `rank`, one of this process's, has failed. Only the first failure
+    /// of a run has an effect.
     pub fn fail(&self, rank: usize, why: &str) {
         self.messenger().fail(rank, why);
     }
 
-    /// Tells the other processes of failures, from any thread; it keeps the session's connections, not the session.
+    /// Returns a sender of failures for any thread; it keeps the session's connections, not the
+    /// session.
     pub fn messenger(&self) -> Messenger {
         Messenger(Arc::clone(&self.connections))
     }
 
-    /// From now on the other processes hear what `status` says of the ranks of this one, in a line, every few seconds: what
-    /// they report should nothing more be heard.
+    /// Sends `status`, a line about the ranks of this process, to the other processes every few
+    /// seconds. They report it if this process becomes silent.
     pub fn report_status(&self, status: impl Fn() -> String + Send + Sync + 'static) {
         self.connections.report_status(Box::new(status));
     }
 
-    /// The first failure of the run, if there is one: this process's or another's.
+    /// The first failure of the run in any process, if there is one.
     pub fn failure(&self) -> Option<Failure> {
         self.connections.failure()
     }
 
-    /// Calls `hook` once with the first failure of the run, from the thread that learns of it, or at once if there is
-    /// one already: the place to abort what is waiting elsewhere. It must not drop this value.
+    /// Calls `hook` once with the first failure of the run, from the thread that receives it, or at
+    /// once if it already happened. `hook` may abort waits elsewhere, but must not drop this value.
     pub fn on_failure(&self, hook: impl FnOnce(&Failure) + Send + 'static) {
         self.connections.on_failure(Box::new(hook));
     }
 
-    /// Ends the session without anybody's failure, when all processes have called it.
+    /// Ends the session without a failure, after all processes have called it.
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::Transient`] when a process has failed, is gone, or does not call it within the options'
-    /// `call_timeout`; the rank is named.
+    /// [`crate::error::ErrorCategory::Transient`] if a process has failed, is gone, or does not
+    /// call it within the options' `call_timeout`; it names the rank.
     pub fn leave(self) -> Result<()> {
         self.connections.leave(Instant::now() + self.call_timeout)
     }
 }
 
-/// What [`Session::messenger`] gives out.
+/// Sender of failures, from [`Session::messenger`].
 #[derive(Debug, Clone)]
 pub struct Messenger(Arc<Connections>);
 
 impl Messenger {
-    /// Does what [`Session::fail`] does.
+    /// Same as [`Session::fail`].
     pub fn fail(&self, rank: usize, why: &str) {
         let host = self.0.peers[self.0.own].host.clone();
         self.0.fail(Failure { rank, host, why: printable(why, MAX_TEXT) }, None);
@@ -143,14 +146,14 @@ impl Drop for Session {
         self.connections.close();
         for reader in self.readers.drain(..) {
             if reader.thread().id() != std::thread::current().id() {
-                // A panic there has been reported by its own thread.
+                // The thread has reported its own panic.
                 let _ = reader.join();
             }
         }
     }
 }
 
-/// The name of this host, as it stands in messages.
+/// Name of this host, for messages.
 pub fn host_name() -> String {
     let mut name = [0_u8; 256];
     // SAFETY: the pointer and length are those of a buffer that outlives the call.

@@ -1,27 +1,27 @@
-//! What failed on a GPU, by the names that NVIDIA's libraries give their codes: `CUDA_ERROR_*` of the driver (CUDA Driver
-//! API, "CUresult"), `CUBLAS_STATUS_*` and `CURAND_STATUS_*`.
+//! Classifies GPU failures by the code names of NVIDIA's libraries: `CUDA_ERROR_*` of the driver
+//! (CUDA Driver API, "CUresult"), `CUBLAS_STATUS_*` and `CURAND_STATUS_*`.
 //!
-//! Errors of candle and cudarc hold these names in their text, however deep inside they arose, and cuBLAS' statuses are
-//! printed by theirs. So one table serves all of them, in every build.
+//! Errors of candle, cudarc and cuBLAS hold these names in their text at any depth. So one table
+//! serves all of them, in every build.
 
 use super::ErrorCategory;
 
-/// A failure that the run or its machine explains, other than a call of ours that is wrong.
+/// A failure of the GPU, its driver or the machine. Invalid calls of this program are not listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceFault {
-    /// The memory of the GPU does not hold what was asked for.
+    /// The GPU's memory is too small for the request.
     OutOfMemory,
-    /// A kernel is at fault. The GPU refuses everything that this process asks of it from then on.
+    /// A kernel failed. The GPU refuses all later calls of this process.
     Kernel,
     /// The GPU itself or its link failed.
     Hardware,
-    /// The driver has no code that runs on this GPU, or cannot read what it is given.
+    /// The driver has no code for this GPU, or cannot read the code it gets.
     NoCode,
-    /// The driver cannot be used, or not with this GPU.
+    /// The driver is unusable, or unusable with this GPU.
     Unusable,
 }
 
-/// Names by what they mean; the rest are calls that no right program makes.
+/// Code names of each fault; all other codes come from invalid calls.
 const NAMES: &[(DeviceFault, &[&str])] = &[
     (
         DeviceFault::OutOfMemory,
@@ -93,13 +93,14 @@ const NAMES: &[(DeviceFault, &[&str])] = &[
 ];
 
 impl DeviceFault {
-    /// What the text of an error reports; none where it names no code, or one that only a wrong call gets.
+    /// The fault in an error's text; none without a known code, or with the code of an invalid
+    /// call.
     pub fn of(text: &str) -> Option<Self> {
         let mut names = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
         names.find_map(|name| NAMES.iter().find(|(_, known)| known.contains(&name)).map(|(fault, _)| *fault))
     }
 
-    /// Whose fault it is.
+    /// Category of the error, by the cause of the fault.
     pub(super) fn category(self) -> ErrorCategory {
         match self {
             DeviceFault::OutOfMemory | DeviceFault::NoCode | DeviceFault::Unusable => ErrorCategory::User,
@@ -108,27 +109,27 @@ impl DeviceFault {
         }
     }
 
-    /// The failure in words.
+    /// Text of the failure.
     pub(super) fn what(self) -> &'static str {
         match self {
             DeviceFault::OutOfMemory => "the GPU is out of memory",
-            DeviceFault::Kernel => "a kernel on the GPU is at fault",
+            DeviceFault::Kernel => "a kernel on the GPU failed",
             DeviceFault::Hardware => "the GPU failed",
-            DeviceFault::NoCode => "this binary has no code that the GPU and its driver run",
+            DeviceFault::NoCode => "this binary has no code for this GPU and its driver",
             DeviceFault::Unusable => "the GPU cannot be used",
         }
     }
 
-    /// What to do when nothing more is known.
+    /// Default hint, for an error without a more specific one.
     pub(super) fn hint(self) -> &'static str {
         match self {
             DeviceFault::OutOfMemory => "`nvidia-smi` shows which other processes hold memory of the GPU",
             DeviceFault::Kernel => {
-                "run it again with `FINETUNE_CUDA_SYNC=1`: it waits for each kernel, so that the error names the one \
-                 at fault, and report what it says"
+                "run it again with `FINETUNE_CUDA_SYNC=1`, which waits for each kernel, so that the error names the \
+                 failing one, and report that error"
             }
             DeviceFault::Hardware => {
-                "`nvidia-smi -q` tells of errors of the GPU; run it again with `--resume`, on another GPU if it fails again"
+                "`nvidia-smi -q` shows the GPU's errors; run it again with `--resume`, on another GPU if it fails again"
             }
             DeviceFault::NoCode => {
                 "install driver release 580 or newer, or build the binary on this machine: `CUDA_COMPUTE_CAP=80 cargo \
@@ -146,7 +147,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// As cudarc prints a code of the driver.
+    /// Text in which cudarc prints a code of the driver.
     fn driver_error(name: &str) -> String {
         format!("DriverError({name}, \"what the driver says of it\")")
     }
@@ -166,8 +167,8 @@ mod tests {
         assert_eq!(count, 46);
     }
 
-    /// By the codes of CUDA 13.0's driver: 2 is memory; 214, 220, 226 and 911 are hardware; from 700 on are faults of
-    /// kernels, which no later call survives, but for those that refuse one launch.
+    /// Codes of CUDA 13.0's driver: 2 is memory; 214, 220, 226 and 911 are hardware; 700 and above
+    /// are kernel faults, which end every later call, except those that refuse one launch.
     #[test]
     fn codes_of_the_driver() {
         let of = |name: &str| DeviceFault::of(&driver_error(name));
@@ -182,11 +183,11 @@ mod tests {
         for name in ["NO_DEVICE", "STUB_LIBRARY", "SYSTEM_DRIVER_MISMATCH", "DEVICE_UNAVAILABLE"] {
             assert_eq!(of(&format!("CUDA_ERROR_{name}")), Some(DeviceFault::Unusable), "{name}");
         }
-        // A wrong call of ours: one launch is refused, the GPU goes on.
+        // An invalid call: the driver refuses one launch and continues.
         for name in ["INVALID_VALUE", "INVALID_HANDLE", "NOT_FOUND", "LAUNCH_OUT_OF_RESOURCES", "UNKNOWN"] {
             assert_eq!(of(&format!("CUDA_ERROR_{name}")), None, "{name}");
         }
-        // A name within another one is not it.
+        // A name inside another name does not match.
         assert_eq!(DeviceFault::of("CUDA_ERROR_OUT_OF_MEMORY_2, MY_CUDA_ERROR_ASSERT"), None);
         assert_eq!(DeviceFault::of("out of memory"), None);
     }
@@ -208,7 +209,7 @@ mod tests {
         assert_eq!(error.what(), "a tensor operation failed");
     }
 
-    /// Words around it leave what it is.
+    /// Added text does not change the fault.
     #[test]
     fn stays_what_it_is_as_it_goes_up() {
         let error = Error::of_device("cannot start cuBLAS", "CublasError(CUBLAS_STATUS_ALLOC_FAILED)");

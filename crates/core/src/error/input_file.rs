@@ -1,8 +1,8 @@
-//! Files that a person, a folder or a download gave: opened only where they are regular files, read only up to a bound.
+//! Opens input files of any origin: only regular files, and reads them only up to a bound.
 //!
-//! A FIFO would be waited for without end, `/dev/zero` read without end, and a link to either looks like any file; a
-//! sparse file of a terabyte costs its author nothing. So whatever reads an input opens it here, and the error says
-//! what the file is instead.
+//! A FIFO would block forever, `/dev/zero` never ends, a link hides both, and a sparse file of a
+//! terabyte costs nothing to make. So every reader of an input opens it here, and the error names
+//! the kind of file found.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read};
@@ -11,40 +11,41 @@ use std::path::Path;
 
 use super::{Error, Result};
 
-/// Bytes of the largest file that [`read`] takes in one piece: several times the largest tokenizer_config.json there is.
-/// As JSON values it may take some forty times as much memory.
+/// Default limit of [`read`] in bytes: several times the largest known tokenizer_config.json.
+/// Parsed as JSON, a file of this size may take about forty times as much memory.
 pub const MAX_BYTES: u64 = 16 << 20;
 
-/// Opens the file `path`, or the file that a link of this name leads to, for reading; `doing` is what for, as in "read
-/// weights".
+/// Opens the regular file `path`, or the target of a link, for reading. `doing` names the action in
+/// errors, such as "read weights".
 ///
 /// # Errors
-/// The user's: there is none, or it is a folder, a FIFO, a device or a socket. Storage: it cannot be opened.
+/// User error: `path` is missing, a folder, a FIFO, a device or a socket. Storage error: it cannot
+/// be opened.
 pub fn open(doing: &str, path: &Path) -> Result<File> {
     let failed = |error: io::Error| Error::io(doing, path, &error);
-    // Looked at before it is opened, for opening alone already waits (a FIFO) or does something (a tape).
+    // Checked before opening, because opening alone may block (a FIFO) or act (a tape).
     require_regular(doing, path, &std::fs::metadata(path).map_err(failed)?)?;
     let mut options = OpenOptions::new();
     options.read(true);
-    // Nothing changes for a regular file; what took its place meanwhile is not waited for.
+    // No effect on a regular file; a FIFO that replaced it meanwhile does not block.
     options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
     let file = options.open(path).map_err(failed)?;
     require_regular(doing, path, &file.metadata().map_err(failed)?)?;
     Ok(file)
 }
 
-/// The whole file `path`, of at most [`MAX_BYTES`].
+/// Reads the whole file `path`, of at most [`MAX_BYTES`].
 ///
 /// # Errors
-/// As [`open`]; the user's also: it is larger.
+/// Same as [`open`]; also a user error if the file is larger.
 pub fn read(doing: &str, path: &Path) -> Result<Vec<u8>> {
     read_up_to(doing, path, MAX_BYTES)
 }
 
-/// The whole file `path`, of at most `max` bytes.
+/// Reads the whole file `path`, of at most `max` bytes.
 ///
 /// # Errors
-/// As [`open`]; the user's also: it is larger.
+/// Same as [`open`]; also a user error if the file is larger.
 pub fn read_up_to(doing: &str, path: &Path, max: u64) -> Result<Vec<u8>> {
     let file = open(doing, path)?;
     let too_large = |bytes: u64| {
@@ -55,7 +56,7 @@ pub fn read_up_to(doing: &str, path: &Path, max: u64) -> Result<Vec<u8>> {
     if bytes > max {
         return too_large(bytes);
     }
-    // A file that grows meanwhile is no way around the bound.
+    // The bound also holds for a file that grows meanwhile.
     let mut contents = Vec::with_capacity(bytes as usize);
     file.take(max + 1).read_to_end(&mut contents).map_err(|error| Error::io(doing, path, &error))?;
     match contents.len() as u64 {
@@ -64,10 +65,10 @@ pub fn read_up_to(doing: &str, path: &Path, max: u64) -> Result<Vec<u8>> {
     }
 }
 
-/// The whole file `path`, of at most [`MAX_BYTES`], as text.
+/// Reads the whole file `path`, of at most [`MAX_BYTES`], as text.
 ///
 /// # Errors
-/// As [`read`]; the user's also: it is not UTF-8, with the line.
+/// Same as [`read`]; also a user error with the line if the file is not UTF-8.
 pub fn read_text(doing: &str, path: &Path) -> Result<String> {
     String::from_utf8(read(doing, path)?).map_err(|error| {
         let valid = error.utf8_error().valid_up_to();
@@ -87,7 +88,7 @@ fn require_regular(doing: &str, path: &Path, found: &Metadata) -> Result<()> {
     }
     Err(Error::user(format!("cannot {doing} {}", path.display()))
         .because(format!("it is {}; accepted: a regular file, or a link to one", kind(found)))
-        .hint("write what it gives into a file first"))
+        .hint("write its contents to a file first"))
 }
 
 fn kind(found: &Metadata) -> &'static str {
@@ -99,7 +100,7 @@ fn kind(found: &Metadata) -> &'static str {
     } else if found.is_socket() {
         "a socket"
     } else {
-        "no regular file"
+        "not a regular file"
     }
 }
 
@@ -120,7 +121,7 @@ mod tests {
         assert_eq!(error.kind().exit_code(), 1);
         assert_eq!(read("read", folder.path()).expect_err("a folder").kind().exit_code(), 1);
         assert_eq!(read("read", &folder.path().join("b")).expect_err("nothing").kind().exit_code(), 1);
-        // A sparse file: what it claims is refused before it is read.
+        // A sparse file is refused by its size, before any read.
         File::options()
             .write(true)
             .open(&path)

@@ -1,9 +1,8 @@
-//! Limits of the system that keep a process from getting a thread, a process, a file or memory: each named with the
-//! setting that raises it.
+//! System limits on threads, processes, files and memory, each with the setting that raises it.
 
 use std::io;
 
-/// A limit that the system has met.
+/// A limit of the system that a call has reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SystemLimit {
     /// Threads and processes of a user or of a container.
@@ -17,7 +16,7 @@ pub enum SystemLimit {
 }
 
 impl SystemLimit {
-    /// The limit behind an error of a call that starts a thread or a process.
+    /// The limit behind a failed start of a thread or a process.
     pub fn at_start(error: &io::Error) -> Option<Self> {
         match error.raw_os_error()? {
             libc::EAGAIN => Some(SystemLimit::Tasks),
@@ -25,7 +24,7 @@ impl SystemLimit {
         }
     }
 
-    /// The limit behind an error of any other call, for which EAGAIN means something else.
+    /// The limit behind a failure of any other call, for which EAGAIN has another meaning.
     pub fn of(error: &io::Error) -> Option<Self> {
         match error.raw_os_error()? {
             libc::EMFILE => Some(SystemLimit::Files),
@@ -35,7 +34,7 @@ impl SystemLimit {
         }
     }
 
-    /// The setting to raise.
+    /// Hint that names the setting to raise.
     pub fn hint(self) -> &'static str {
         match self {
             SystemLimit::Tasks => {

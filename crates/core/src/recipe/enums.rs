@@ -1,4 +1,4 @@
-//! The closed lists of texts that recipe keys choose from.
+//! Closed lists of texts that recipe keys accept.
 
 /// Declares a closed list of texts as an enum; the first is the default.
 macro_rules! choices {
@@ -17,12 +17,12 @@ macro_rules! choices {
         }
 
         impl $type {
-            /// Every choice, in the order declared.
+            /// Every choice, in declaration order.
             pub const ALL: &'static [$type] = &[$type::$first, $($type::$choice,)*];
             /// The text of every choice, in the same order.
             pub const NAMES: &'static [&'static str] = &[$first_text, $($text,)*];
 
-            /// The text that a recipe holds.
+            /// The text in a recipe.
             pub fn as_str(self) -> &'static str {
                 match self { $type::$first => $first_text, $($type::$choice => $text,)* }
             }
@@ -48,7 +48,7 @@ macro_rules! choices {
 }
 
 choices! {
-    /// Where the weights of the model come from.
+    /// Source of the model's weights.
     pub enum ModelInit {
         /// From the model's safetensors files.
         Pretrained = "pretrained",
@@ -58,7 +58,8 @@ choices! {
 }
 
 choices! {
-    /// The floating-point type that a model is computed in. Training in f16 would need loss scaling, so it is not one.
+    /// Floating-point type of the model's computation. f16 is missing because it would need loss
+    /// scaling.
     pub enum ComputeDtype {
         /// bf16 on a GPU, f32 on the CPU.
         Auto = "auto",
@@ -70,9 +71,9 @@ choices! {
 }
 
 choices! {
-    /// The floating-point type that weights are stored in.
+    /// Floating-point type in which weights are stored.
     pub enum Dtype {
-        /// The program chooses; the key's own documentation says how.
+        /// finetune chooses; see the documentation of the key.
         Auto = "auto",
         /// 32-bit floating point.
         F32 = "f32",
@@ -84,7 +85,7 @@ choices! {
 }
 
 choices! {
-    /// How attention is computed.
+    /// Implementation of attention.
     pub enum Attention {
         /// Tiled, memory linear in the sequence length.
         Flash = "flash",
@@ -94,7 +95,7 @@ choices! {
 }
 
 choices! {
-    /// How the frozen base is stored.
+    /// Storage format of the frozen base.
     pub enum QuantKind {
         /// 4-bit NormalFloat (QLoRA, arXiv:2305.14314).
         Nf4 = "nf4",
@@ -106,7 +107,7 @@ choices! {
 }
 
 choices! {
-    /// Which kind of adapter is trained.
+    /// Kind of the trained adapter.
     pub enum AdapterKind {
         /// Low-rank update (arXiv:2106.09685).
         Lora = "lora",
@@ -116,7 +117,7 @@ choices! {
 }
 
 choices! {
-    /// How a new adapter starts.
+    /// Initial values of a new adapter.
     pub enum AdapterInit {
         /// A uniform (Kaiming, as PEFT), B zero.
         Default = "default",
@@ -130,11 +131,11 @@ choices! {
 }
 
 choices! {
-    /// What a row of a data set looks like.
+    /// Format of a data set's rows.
     pub enum DataFormat {
-        /// Recognised from the first rows, and said.
+        /// Detected from the first rows and printed.
         Auto = "auto",
-        /// `messages` of `role` and `content`, as OpenAI has them.
+        /// `messages` of `role` and `content`, the format of OpenAI.
         Messages = "messages",
         /// `conversations` of `from` and `value`.
         Sharegpt = "sharegpt",
@@ -142,9 +143,9 @@ choices! {
         Preference = "preference",
         /// The same rows, of which the chosen answer alone is trained.
         PreferenceChosen = "preference_chosen",
-        /// `instruction`, `output`, perhaps `input`.
+        /// `instruction`, `output` and optional `input`.
         Alpaca = "alpaca",
-        /// `instruction` and `response`, perhaps `context`.
+        /// `instruction`, `response` and optional `context`.
         Instruction = "instruction",
         /// `prompt` and `completion`.
         PromptCompletion = "prompt_completion",
@@ -152,65 +153,66 @@ choices! {
         QuestionAnswer = "question_answer",
         /// Rows of plain text.
         Text = "text",
-        /// `input_ids`, perhaps `labels` and `attention_mask`: rows that are tokens already.
+        /// `input_ids` and optional `labels` and `attention_mask`: tokenized rows.
         Tokens = "tokens",
     }
 }
 
 choices! {
-    /// The objective that a run minimizes.
+    /// Objective that a run minimizes.
     pub enum ObjectiveKind {
-        /// The cross-entropy of the trained tokens.
+        /// Cross-entropy of the trained tokens.
         CrossEntropy = "cross_entropy",
     }
 }
 
 choices! {
-    /// What happens to a row that cannot be used.
+    /// Action for an unusable row.
     pub enum OnBadRow {
-        /// The run stops and names it.
+        /// The run stops and names the row.
         Stop = "stop",
-        /// It is left out, counted and said.
+        /// The row is skipped, counted and logged.
         Skip = "skip",
     }
 }
 
 choices! {
-    /// What happens to a row with more than `max_seq_len` tokens.
+    /// Action for a row with more than `max_seq_len` tokens.
     pub enum OnLongRow {
-        /// Its end is cut off.
+        /// Its end is cut.
         Truncate = "truncate",
-        /// It is left out.
+        /// The row is dropped.
         Drop = "drop",
-        /// The run stops and names it.
+        /// The run stops and names the row.
         Stop = "stop",
     }
 }
 
 choices! {
-    /// What happens when the loss or the gradient norm of a step is NaN or infinite; it updates nothing in any case.
+    /// Action when the loss or gradient norm of a step is NaN or infinite. No choice applies that
+    /// step's update.
     pub enum OnNan {
-        /// The run ends and names the first bad value.
+        /// The run stops and names the first bad value.
         Stop = "stop",
-        /// The run goes on with the next step.
+        /// The run continues with the next step.
         Skip = "skip",
-        /// The run goes back to its newest checkpoint and on with the rows after the step.
+        /// The run restores its newest checkpoint and continues with the rows after the bad step.
         Rollback = "rollback",
     }
 }
 
 choices! {
-    /// Whether activations are kept or computed again in the backward pass.
+    /// Activation recomputation in the backward pass.
     pub enum Recompute {
-        /// All are kept: fastest.
+        /// All activations are stored: fastest.
         None = "none",
-        /// Only each block's input is kept: least memory.
+        /// Only the input of each block is stored: least memory.
         Block = "block",
     }
 }
 
 choices! {
-    /// The algorithm that updates the parameters.
+    /// Algorithm that updates the parameters.
     pub enum OptimizerKind {
         /// Adam with decoupled weight decay (arXiv:1711.05101).
         Adamw = "adamw",
@@ -218,7 +220,7 @@ choices! {
 }
 
 choices! {
-    /// How the optimizer's two moments are stored.
+    /// Storage format of the optimizer's two moments.
     pub enum StateDtype {
         /// 32 bits each.
         F32 = "f32",
@@ -228,7 +230,7 @@ choices! {
 }
 
 choices! {
-    /// What the optimizer updates where weights train in bf16.
+    /// Weights that the optimizer updates when the model trains in bf16.
     pub enum MasterWeights {
         /// An f32 copy of each weight.
         F32 = "f32",
@@ -238,21 +240,21 @@ choices! {
 }
 
 choices! {
-    /// The learning rate over the steps, named as in transformers.
+    /// Learning-rate schedule, named as in transformers.
     pub enum SchedulerKind {
         /// Half a cosine down to `min_lr_ratio`.
         Cosine = "cosine",
         /// A straight line down to `min_lr_ratio`.
         Linear = "linear",
-        /// Always the same, without warm-up.
+        /// Constant, without warm-up.
         Constant = "constant",
-        /// Always the same after the warm-up.
+        /// Constant after the warm-up.
         ConstantWithWarmup = "constant_with_warmup",
         /// `num_cycles` half cosines, each from the top.
         CosineWithRestarts = "cosine_with_restarts",
-        /// Half a cosine down to `min_lr_ratio`, which must be given.
+        /// Half a cosine down to `min_lr_ratio`, which is required.
         CosineWithMinLr = "cosine_with_min_lr",
-        /// A power of the remaining share of the steps.
+        /// A power of the remaining fraction of the steps.
         Polynomial = "polynomial",
         /// Falls with the inverse square root of the step.
         InverseSqrt = "inverse_sqrt",
@@ -262,12 +264,12 @@ choices! {
 }
 
 impl SchedulerKind {
-    /// Whether the rate starts with a warm-up.
+    /// True if the rate starts with a warm-up.
     pub fn has_warmup(self) -> bool {
         self != SchedulerKind::Constant
     }
 
-    /// Whether the rate comes down to a floor at the last step, which `min_lr_ratio` sets.
+    /// True if the rate falls to the floor of `min_lr_ratio` at the last step.
     pub fn has_floor(self) -> bool {
         use SchedulerKind::{Constant, ConstantWithWarmup, InverseSqrt};
         !matches!(self, Constant | ConstantWithWarmup | InverseSqrt)
@@ -275,13 +277,13 @@ impl SchedulerKind {
 }
 
 choices! {
-    /// Where parameters, gradients and optimizer states live.
+    /// Distribution of parameters, gradients and optimizer states over ranks.
     pub enum Strategy {
-        /// The fastest that fits.
+        /// The fastest strategy that fits.
         Auto = "auto",
-        /// One device, without peers.
+        /// One device, without other ranks.
         Single = "single",
-        /// A whole copy on each rank.
+        /// A full copy on each rank.
         Ddp = "ddp",
         /// Optimizer states sharded.
         Zero1 = "zero1",
@@ -295,11 +297,11 @@ choices! {
 }
 
 choices! {
-    /// What is kept in host memory.
+    /// State that is kept in host memory.
     pub enum Offload {
-        /// Nothing leaves the device.
+        /// Everything stays on the device.
         None = "none",
-        /// The optimizer's states.
+        /// The optimizer states.
         Optimizer = "optimizer",
         /// Optimizer states and parameters.
         Params = "params",
@@ -307,29 +309,29 @@ choices! {
 }
 
 choices! {
-    /// The type in which gradients are summed over ranks.
+    /// Dtype in which gradients are summed over ranks.
     pub enum ReduceDtype {
         /// 32-bit floating point.
         F32 = "f32",
-        /// 16 bits: half of what is sent, sums rounded to 8 significant bits.
+        /// 16 bits: half the traffic, with sums rounded to 8 significant bits.
         Bf16 = "bf16",
     }
 }
 
 choices! {
-    /// A kind of trouble that a run raises an alarm about.
+    /// A condition that raises an alert during a run.
     pub enum AlertRule {
-        /// A loss far above those before it.
+        /// A loss far above the previous losses.
         LossSpike = "loss_spike",
-        /// No step for much longer than a step takes.
+        /// No step for much longer than a usual step.
         Stall = "stall",
         /// A loss or gradient norm that is NaN or infinite.
         NonFinite = "non_finite",
         /// A gradient that is zero step after step.
         NoProgress = "no_progress",
-        /// A device that waits for most of the time.
+        /// A device that is idle most of the time.
         IdleDevice = "idle_device",
-        /// A disk without room for the next checkpoint.
+        /// A disk with too little free space for the next checkpoint.
         LowDisk = "low_disk",
     }
 }

@@ -11,7 +11,7 @@ use super::values::{given, type_of};
 pub(super) fn attribute(value: &Value, name: &str) -> Result<Value, Error> {
     match method_named(type_of(value), name) {
         Some((name, true)) => Ok(Value::from_object(BoundMethod { value: value.clone(), name })),
-        // What Jinja's sandbox does not give out is undefined.
+        // A method that Jinja's sandbox hides is undefined.
         Some((_, false)) => Ok(Value::UNDEFINED),
         None => value.get_attr(name),
     }
@@ -26,7 +26,7 @@ pub(super) fn item(value: &Value, key: &Value) -> Result<Value, Error> {
     }
 }
 
-/// A path of attributes, as `"address.city"`.
+/// A path of attributes, such as `"address.city"`.
 #[derive(Default)]
 pub(super) struct AttributePath(Vec<Value>);
 
@@ -44,10 +44,10 @@ impl AttributePath {
         given(path).map_or_else(Self::default, Self::new)
     }
 
-    /// The value at the path of `of`; `default` for what is undefined on the way.
+    /// Returns the value at this path of `of`; `default` replaces undefined values on the way.
     ///
     /// # Errors
-    /// When a part of the path is looked up in an undefined value.
+    /// Fails if a part of the path is looked up in an undefined value.
     pub(super) fn get(&self, of: &Value, default: Option<&Value>) -> Result<Value, Error> {
         let mut value = of.clone();
         for part in &self.0 {

@@ -89,7 +89,7 @@ pub(super) fn is_cased(c: char) -> bool {
     c.is_lowercase() || c.is_uppercase() || is_title(c)
 }
 
-/// `c` as it begins a word in a title, at the end of `out`.
+/// Appends `c` to `out` in title case.
 pub(super) fn push_title(c: char, out: &mut String) {
     match c {
         'Ǆ' | 'ǅ' | 'ǆ' => out.push('ǅ'),

@@ -1,13 +1,13 @@
 //! Changes of a source, collected in any order and then applied.
 
-/// The classes of change at one place, in the order in which they are written.
+/// Classes of changes at one position, in the order of writing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum EditClass {
-    /// Text after what ends here, innermost first.
+    /// Text after an expression that ends here, innermost first.
     After,
-    /// Text before what begins here, outermost first.
+    /// Text before an expression that begins here, outermost first.
     Before,
-    /// Text instead of what stands here.
+    /// Text that replaces the text here.
     Instead,
 }
 
@@ -25,27 +25,27 @@ struct SourceEdit {
 pub(super) struct SourceEdits(Vec<SourceEdit>);
 
 impl SourceEdits {
-    /// The number of edits, to come back to with [`Self::take_from`].
+    /// The number of edits so far, for [`Self::take_from`].
     pub(super) fn mark(&self) -> usize {
         self.0.len()
     }
 
-    /// The changes since `mark`, which are taken out.
+    /// Removes and returns the changes since `mark`.
     pub(super) fn take_from(&mut self, mark: usize) -> Self {
         SourceEdits(self.0.split_off(mark))
     }
 
-    /// Writes `text` before what begins at `at`, apart from a name that ends there.
+    /// Inserts `text` before `at`, after a space that separates it from a name that ends there.
     pub(super) fn before(&mut self, at: usize, text: &str) {
         self.0.push(SourceEdit { at, class: EditClass::Before, removed: 0, text: format!(" {text}") });
     }
 
-    /// Writes `text` after what ends at `at`.
+    /// Inserts `text` after the expression that ends at `at`.
     pub(super) fn after(&mut self, at: usize, text: impl Into<String>) {
         self.0.push(SourceEdit { at, class: EditClass::After, removed: 0, text: text.into() });
     }
 
-    /// Writes `text` instead of `place`.
+    /// Replaces the range `place` with `text`.
     pub(super) fn instead(&mut self, place: std::ops::Range<usize>, text: impl Into<String>) {
         self.0.push(SourceEdit {
             at: place.start,
@@ -55,7 +55,7 @@ impl SourceEdits {
         });
     }
 
-    /// The part `place` of `source` with these changes.
+    /// Returns the range `place` of `source` with these changes.
     pub(super) fn apply(self, source: &str, place: std::ops::Range<usize>) -> String {
         let mut edits: Vec<(usize, SourceEdit)> = self.0.into_iter().enumerate().collect();
         edits.sort_by(|(a_order, a), (b_order, b)| {

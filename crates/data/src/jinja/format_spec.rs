@@ -1,11 +1,11 @@
-//! Numbers and texts in the forms that Python's format specifications name.
+//! Formats numbers and texts by Python's format specifications.
 
 use minijinja::Error;
 
 use super::print;
 use super::values::{check_text, fault};
 
-/// Digits after the point that a float is printed with.
+/// Maximum number of digits after the point of a float.
 const MAX_PRECISION: usize = 4096;
 
 /// A format specification: `[[fill]align][sign][#][0][width][grouping][.precision][type]`.
@@ -39,10 +39,10 @@ impl Default for FormatSpec {
 }
 
 impl FormatSpec {
-    /// The specification that `text` writes.
+    /// Parses `text`.
     ///
     /// # Errors
-    /// When Python does not know it.
+    /// Fails if Python does not know it.
     pub(super) fn parse(text: &str) -> Result<Self, Error> {
         let characters: Vec<char> = text.chars().collect();
         let mut spec = FormatSpec::default();
@@ -70,7 +70,7 @@ impl FormatSpec {
         if get(at) == Some('.') {
             let (precision, next) = number(&characters, at + 1)?;
             (spec.precision, at) =
-                (Some(precision.ok_or_else(|| fault("a format lacks its precision"))?), next);
+                (Some(precision.ok_or_else(|| fault("a format is missing its precision"))?), next);
         }
         if let Some(kind) = get(at) {
             (spec.kind, at) = (Some(kind), at + 1);
@@ -82,13 +82,13 @@ impl FormatSpec {
         }
     }
 
-    /// A text in this form.
+    /// Formats a text.
     ///
     /// # Errors
-    /// When the form is one of numbers, or too wide.
+    /// Fails if the specification is for numbers, or too wide.
     pub(super) fn text(&self, text: &str) -> Result<String, Error> {
         if !matches!(self.kind, None | Some('s')) || self.sign != '-' || self.align == Some('=') {
-            return Err(fault("a format of numbers was given a str"));
+            return Err(fault("a format of numbers got a str"));
         }
         let cut: String = match self.precision {
             Some(precision) => text.chars().take(precision).collect(),
@@ -97,10 +97,10 @@ impl FormatSpec {
         self.pad(&cut, if self.zero { '0' } else { self.fill }, '<')
     }
 
-    /// An int in this form.
+    /// Formats an int.
     ///
     /// # Errors
-    /// When the form is one of texts, or too wide.
+    /// Fails if the specification is for texts, or too wide.
     pub(super) fn int(&self, value: i128) -> Result<String, Error> {
         let size = value.unsigned_abs();
         let (prefix, digits) = match self.kind {
@@ -121,10 +121,10 @@ impl FormatSpec {
         self.signed(value < 0, prefix, &digits, "", group)
     }
 
-    /// A float in this form.
+    /// Formats a float.
     ///
     /// # Errors
-    /// When the form is none of floats, or too wide.
+    /// Fails if the specification is not for floats, or too wide.
     pub(super) fn float(&self, value: f64) -> Result<String, Error> {
         if self.precision.is_some_and(|precision| precision > MAX_PRECISION) {
             return Err(fault(format!("a precision is too large; accepted: up to {MAX_PRECISION}")));
@@ -150,7 +150,7 @@ impl FormatSpec {
         self.signed(negative, "", &digits[..whole], &digits[whole..], 3)
     }
 
-    /// A number with its sign, in groups of digits, padded.
+    /// Formats a number with its sign, groups of digits and padding.
     fn signed(
         &self,
         negative: bool,
@@ -169,7 +169,7 @@ impl FormatSpec {
         let zeros = (self.zero && self.align.is_none()) || (self.fill == '0' && self.align == Some('='));
         let mut digits = whole.to_owned();
         if zeros {
-            // As many zeros as are missing, with separators between the groups.
+            // The separators between groups of zeros count for the width, too.
             let room = self.width.saturating_sub(sign.len() + prefix.len() + rest.chars().count());
             let (mut missing, length) = (0, digits.len());
             while grouped_length(length + missing, self.grouping, group) < room {
@@ -202,7 +202,7 @@ impl FormatSpec {
     }
 }
 
-/// The number that begins at `at`, and the place after it.
+/// Parses the number that begins at `at`; returns it and the index after it.
 pub(super) fn number(characters: &[char], at: usize) -> Result<(Option<usize>, usize), Error> {
     let mut end = at;
     let mut number: Option<usize> = None;
@@ -237,7 +237,8 @@ fn exponent(size: f64, precision: usize) -> String {
     format!("{digits}e{sign}{power:0>2}")
 }
 
-/// `%g`; with `point`, as `format` prints a float of a given precision, which has a digit after its point.
+/// `%g`; with `point`, as `format` prints a float of a given precision, which has a digit after its
+/// point.
 fn general(size: f64, precision: usize, alternate: bool, point: bool) -> String {
     let precision = precision.max(1);
     let scientific = exponent(size, precision - 1);
@@ -257,7 +258,7 @@ fn trimmed(digits: &str) -> &str {
     if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
 }
 
-/// The place of the `close` that ends what an `open` before `characters` began.
+/// The index of the `close` that matches an `open` before `characters`.
 pub(super) fn closing(
     characters: impl Iterator<Item = (usize, char)>,
     open: char,

@@ -11,13 +11,13 @@ use super::methods::from_keys;
 use super::objects::{PythonRange, dict_pairs, opaque};
 use super::values::{PythonType, bind, fault, integer, items, split_arguments, type_of};
 
-/// Items of a range that Jinja's sandbox accepts.
+/// Maximum number of items of a range in Jinja's sandbox.
 const MAX_RANGE: usize = 100_000;
 
-/// The range of the arguments of a call.
+/// Python's `range`.
 ///
 /// # Errors
-/// When they are no integers or the range has more than 100,000 items.
+/// Fails if the arguments are no integers or the range has more than 100,000 items.
 pub(super) fn range(args: &[Value]) -> Result<Value, Error> {
     let (start, stop, step) = match args {
         [stop] => (0, integer(stop)?, 1),
@@ -53,7 +53,7 @@ impl ItemCycler {
     /// A cycler of the arguments.
     ///
     /// # Errors
-    /// When there are none.
+    /// Fails without arguments.
     pub(super) fn from_arguments(args: &[Value]) -> Result<Value, Error> {
         if args.is_empty() {
             return Err(fault("at least one item has to be provided"));
@@ -110,10 +110,10 @@ pub(super) struct ItemJoiner {
 }
 
 impl ItemJoiner {
-    /// A joiner with the separator of the arguments, `", "` if there is none.
+    /// A joiner with the separator of the arguments; `", "` by default.
     ///
     /// # Errors
-    /// When there are more arguments.
+    /// Fails if the call has more arguments.
     pub(super) fn from_arguments(args: &[Value]) -> Result<Value, Error> {
         let [separator] = bind("joiner", ["sep"], 0, args)?;
         let separator = separator.unwrap_or_else(|| Value::from(", "));
@@ -132,7 +132,7 @@ impl Object for ItemJoiner {
     }
 }
 
-/// Python's `dict` as a template calls it: `dict(…)` and `dict.fromkeys(…)`.
+/// Python's `dict` for templates: `dict(…)` and `dict.fromkeys(…)`.
 #[derive(Debug)]
 pub(super) struct DictClass;
 

@@ -12,7 +12,7 @@ use super::print::string;
 use super::tojson;
 use super::values::{PythonType, bind, check_text, fault, is_iterable, items, type_of};
 
-/// The filters by their names.
+/// Filters by name.
 pub(super) const FILTERS: [(&str, Builtin); 8] = [
     ("e", |_, args| escape_once(args)),
     ("escape", |_, args| escape_once(args)),
@@ -24,7 +24,7 @@ pub(super) const FILTERS: [(&str, Builtin); 8] = [
     ("tojson", |_, args| tojson::tojson(args)),
 ];
 
-/// An argument, or an undefined value where there is none.
+/// Returns an argument, or an undefined value if it is missing.
 trait OrUndefined<'a> {
     fn unwrap_or_default_ref(self) -> &'a Value;
 }
@@ -120,7 +120,7 @@ fn entity(name: &str) -> Option<char> {
     }
 }
 
-/// A text in the form of an address; in a query, spaces become `+`.
+/// Percent-encodes a text for an address; in a query, spaces become `+`.
 fn quoted(value: &Value, query: bool) -> Result<String, Error> {
     let mut out = String::new();
     for byte in string(value)?.bytes() {

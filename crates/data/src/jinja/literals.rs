@@ -1,7 +1,7 @@
 //! Texts in a template with escapes that minijinja does not know.
 
-/// `literal` with its quotes, its escapes resolved as Python resolves them; `None` if minijinja reads it the same, or
-/// Python would not read it.
+/// Returns `literal`, quotes included, with its escapes resolved as in Python. `None` if minijinja
+/// reads it alike, or Python refuses it.
 pub(super) fn resolve(literal: &str) -> Option<String> {
     let quote = literal.chars().next()?;
     let inner = literal.get(1..literal.len().checked_sub(1)?)?;

@@ -1,13 +1,13 @@
-//! The arguments that a template's macros read, which decide what their callers pass.
+//! Traits of a template's macros, which decide how callers pass arguments.
 
 use std::collections::BTreeMap;
 
 use super::tags::{TagKind, TemplateTag, TokenKind};
 
-/// The way in which callers pass arguments to a macro.
+/// Traits of a macro that decide how callers pass arguments.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct MacroTraits {
-    /// True if it has defaults.
+    /// True if the macro has defaults.
     defaults: bool,
     pub(super) varargs: bool,
     pub(super) kwargs: bool,
@@ -25,7 +25,7 @@ impl MacroTraits {
     }
 }
 
-/// The macros of a template by their names.
+/// Macros of a template by name.
 #[derive(Debug, Default)]
 pub(super) struct TemplateMacros(BTreeMap<String, MacroTraits>);
 

@@ -93,7 +93,8 @@ pub(super) fn is_dict_method(name: &str) -> bool {
     method_named(PythonType::Dict, name).is_some()
 }
 
-/// The method `name` of a type, and whether the sandbox gives it out: not where it would change the value.
+/// The method `name` of a type, and true if the sandbox allows it: methods that change the value
+/// are hidden.
 pub(super) fn method_named(kind: PythonType, name: &str) -> Option<(&'static str, bool)> {
     let methods: &[(&'static str, bool)] = match kind {
         PythonType::Dict => &DICT_METHODS,

@@ -11,7 +11,7 @@ use super::values::{PythonType, bind, fault, int, items, type_of, whole, window}
 /// Calls the method `name` of `value`.
 ///
 /// # Errors
-/// When the type has no such method, the sandbox does not give it out, or its arguments are wrong.
+/// Fails if the type has no such method, the sandbox hides it, or its arguments are wrong.
 pub(super) fn call_method(value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let kind = type_of(value);
     match method_named(kind, name) {
@@ -93,7 +93,7 @@ fn number_method(number: &Value, name: &str, args: &[Value]) -> Result<Value, Er
 /// Python's `dict.fromkeys`.
 ///
 /// # Errors
-/// When the keys cannot be iterated.
+/// Fails if the keys cannot be iterated.
 pub(super) fn from_keys(args: &[Value]) -> Result<Value, Error> {
     let [keys, value] = bind("fromkeys", ["iterable", "value"], 1, args)?;
     let value = value.unwrap_or_else(|| Value::from(()));

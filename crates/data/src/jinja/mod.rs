@@ -1,14 +1,16 @@
 //! Jinja as transformers runs it (Jinja2 3.1.6 in an immutable sandbox), on top of minijinja.
 //!
-//! minijinja runs the statements of a template. What its expressions do otherwise than Python's is replaced here, in
-//! three ways: filters, tests and globals of the same names; the methods of Python's types; and, where minijinja has
-//! no hook, calls that [`rewrite`] writes into the template before it is parsed.
+//! minijinja runs the statements of a template. Its expressions differ from Python's. This module
+//! replaces them in three ways: filters, tests and globals of the same names; the methods of
+//! Python's types; and, without a hook in minijinja, calls that [`rewrite`] writes into the
+//! template before parsing.
 //!
-//! The limits: ints have 128 bits, and an error is raised where Python's would have more. An undefined value that is
-//! given to a macro's parameter takes the default. `break` and `continue` within `with`, `set` and `filter` blocks of a
-//! loop are refused. Texts marked as `safe` escape nothing that is added to them. A chain of comparisons does not raise.
-//! Generators are computed at once. An empty namespace is false. Views and generators have indices. Generators and functions print no address. `urlize`, `random`, `lipsum`,
-//! `str.encode` and long values in `pprint` are refused.
+//! Limits: an int of more than 128 bits is an error. A macro parameter that gets an undefined value
+//! takes its default. `break` and `continue` within `with`, `set` and `filter` blocks of a loop are
+//! refused. Texts marked as `safe` do not escape text that is added to them. A chain of comparisons
+//! does not raise. Generators are computed at once. An empty namespace is false. Views and
+//! generators have indices. Generators and functions print no address. `urlize`, `random`,
+//! `lipsum`, `str.encode` and long values in `pprint` are refused.
 
 mod attributes;
 mod characters;
@@ -50,7 +52,7 @@ pub(super) use rewrite::rewrite;
 pub(super) use tojson::{json_text, to_template};
 use values::fault;
 
-/// A function of Jinja or Python: the arguments as minijinja passes them, keywords last.
+/// A function of Jinja or Python; it gets minijinja's arguments, keywords last.
 type Builtin = fn(&mut State<'_, '_>, &[Value]) -> Result<Value, Error>;
 
 /// A test of Jinja.
@@ -62,10 +64,10 @@ fn callable(
     move |state: &mut State<'_, '_>, args: Rest<ValueOrKwargs>| function(state, &args.into_values())
 }
 
-/// An environment with all that templates may use, beside what depends on the run.
+/// Makes an environment with all that templates may use, except for values that depend on the run.
 pub(super) fn environment() -> Environment<'static> {
     let mut env = Environment::new();
-    // What Jinja2 does not have.
+    // Jinja2 does not have these.
     for name in ["split", "lines", "bool", "chain", "zip"] {
         env.remove_filter(name);
     }

@@ -7,7 +7,7 @@ use super::Builtin;
 use super::characters::{is_decimal, is_space};
 use super::values::{PythonType, bind, fault, flag, int, integer, type_name, type_of, whole};
 
-/// The filters by their names.
+/// Filters by name.
 pub(super) const FILTERS: [(&str, Builtin); 5] = [
     ("abs", |_, args| absolute(args)),
     ("int", |_, args| to_int(args)),
@@ -59,7 +59,7 @@ fn from_float(float: f64) -> Result<i128, Error> {
     if float.abs() < 1e38 { Ok(float as i128) } else { Err(too_large()) }
 }
 
-/// Python's `int(text, base)`; `None` where it raises a `ValueError`.
+/// Python's `int(text, base)`; `None` if it raises a `ValueError`.
 fn parse_int(text: &str, base: i64) -> Result<Option<i128>, Error> {
     if base != 0 && !(2..=36).contains(&base) {
         return Ok(None);
@@ -110,7 +110,7 @@ fn digit(c: char) -> Option<u32> {
     Some((1..10).take_while(|distance| before(*distance)).count() as u32)
 }
 
-/// Python's `float(text)`; `None` where it raises a `ValueError`.
+/// Python's `float(text)`; `None` if it raises a `ValueError`.
 fn parse_float(text: &str) -> Option<f64> {
     let text = text.trim_matches(is_space);
     let around = |at: usize, step: isize| {
@@ -172,7 +172,7 @@ fn round_int(number: i128, precision: i64) -> Result<i128, Error> {
     (below + i128::from(up)).checked_mul(unit).ok_or_else(too_large)
 }
 
-/// Python's `round`: to the nearest, and to an even digit where two are as near.
+/// Python's `round`: to the nearest, ties to an even digit.
 fn round_float(number: f64, precision: i64) -> f64 {
     if !number.is_finite() || precision > 330 {
         return number;

@@ -1,4 +1,4 @@
-//! Objects of Python that templates meet: bound methods, views of a dict, ranges, generators.
+//! Python objects in templates: bound methods, views of a dict, ranges, generators.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use minijinja::value::{Enumerator, Object, ObjectRepr, Tuple, Value};
 use minijinja::{Error, State};
 
-/// A method of a value, as `'a'.upper` without a call.
+/// A method of a value without a call, such as `'a'.upper`.
 pub(super) struct BoundMethod {
     pub(super) value: Value,
     pub(super) name: &'static str,
@@ -29,7 +29,7 @@ impl Object for BoundMethod {
     }
 }
 
-/// The views that `dict.keys`, `dict.values` and `dict.items` give.
+/// The view that `dict.keys`, `dict.values` or `dict.items` returns.
 pub(super) struct DictView {
     pub(super) name: &'static str,
     pub(super) items: Vec<Value>,
@@ -64,13 +64,13 @@ pub(super) struct PythonRange {
 }
 
 impl PythonRange {
-    /// The item at `place`, which lies in the range.
+    /// The item at index `place`, which must be in the range.
     fn at(&self, place: usize) -> i64 {
         let item = i128::from(self.start) + i128::from(self.step) * i128::try_from(place).unwrap_or(0);
         i64::try_from(item).unwrap_or(self.stop)
     }
 
-    /// The part of the range that `places`, in steps of `step`, name.
+    /// The part of the range at the indices `places`, which are `step` apart.
     pub(super) fn part(&self, places: &[usize], step: i64) -> Value {
         let (start, length) = (places.first().map_or(self.stop, |place| self.at(*place)), places.len());
         let step = self.step.saturating_mul(step);
@@ -151,7 +151,7 @@ impl Object for PackedArguments {
     }
 }
 
-/// An undefined argument of a macro, where minijinja would take it for a missing one.
+/// Stands for an undefined argument of a macro, which minijinja would treat as missing.
 #[derive(Debug)]
 pub(super) struct HiddenUndefined;
 
@@ -171,7 +171,7 @@ pub(super) fn pair_tuples(dict: &Value) -> Vec<Value> {
     dict_pairs(dict).into_iter().map(|(key, value)| Tuple::from([key, value]).into()).collect()
 }
 
-/// A Python generator: it gives each of its items once, and has neither a length nor an index.
+/// A Python generator: it yields each item once, and has neither a length nor an index.
 pub(super) struct Generated(Mutex<VecDeque<Value>>);
 
 impl Generated {
@@ -180,7 +180,7 @@ impl Generated {
     }
 }
 
-/// The items that a generator has left.
+/// The remaining items of a generator.
 struct GeneratedItems(Arc<Generated>);
 
 impl Iterator for GeneratedItems {
@@ -224,7 +224,7 @@ impl Object for Generated {
     }
 }
 
-/// Objects that are not printed with what they hold, which may be themselves.
+/// Implements `Debug` without the contents, because an object may contain itself.
 macro_rules! opaque {
     ($($name:ident),*) => {$(
         impl fmt::Debug for $name {

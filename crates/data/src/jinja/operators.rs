@@ -1,4 +1,5 @@
-//! Operators of Python where minijinja's differ. [`super::rewrite`] writes calls to them into a template.
+//! Operators of Python for which minijinja's differ. [`super::rewrite`] writes calls to them into a
+//! template.
 
 use std::cmp::Ordering;
 
@@ -15,7 +16,7 @@ use super::values::{
     split_arguments, type_name, type_of, whole,
 };
 
-/// The functions that rewritten templates call, by the names that they have there.
+/// Functions that rewritten templates call, by name.
 const OPERATORS: [(&str, Builtin); 19] = [
     ("mod__", |_, args| two(args, modulo)),
     ("mul__", |_, args| two(args, multiply)),
@@ -59,7 +60,7 @@ fn one(args: &[Value], operator: impl Fn(&Value) -> Result<Value, Error>) -> Res
     }
 }
 
-/// A value converted by Python's `str`.
+/// Converts a value with Python's `str`.
 pub(super) fn text_of(value: &Value) -> Result<Value, Error> {
     match value.as_str() {
         Some(_) => Ok(value.clone()),
@@ -71,7 +72,7 @@ fn undefined(value: &Value) -> Result<(), Error> {
     if value.is_undefined() { Err(fault("an operand is undefined")) } else { Ok(()) }
 }
 
-/// The remainder of numbers, or the text that a format makes of its values.
+/// Python's `%`: the remainder of numbers, or a formatted text.
 fn modulo(left: &Value, right: &Value) -> Result<Value, Error> {
     undefined(left)?;
     if let Some(format) = left.as_str() {
@@ -119,7 +120,8 @@ fn real(operator: &str, value: &Value) -> Result<f64, Error> {
     number.ok_or_else(|| fault(format!("unsupported operand type for {operator}: '{}'", type_name(value))))
 }
 
-/// The product of numbers, or a text or list that is repeated; not at all if the number is negative.
+/// Python's `*`: the product of numbers, or a repeated text or list, which is empty for a negative
+/// number.
 fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
     let repeats = |value: &Value| matches!(type_of(value), PythonType::Int | PythonType::Bool);
     let (sequence, count) = match (repeats(left), repeats(right)) {
@@ -144,7 +146,7 @@ fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
     }
 }
 
-/// A number after a plus sign.
+/// Python's unary `+`.
 fn integer_or_float(value: &Value) -> Result<Value, Error> {
     match type_of(value) {
         PythonType::Int | PythonType::Float => Ok(value.clone()),
@@ -153,10 +155,10 @@ fn integer_or_float(value: &Value) -> Result<Value, Error> {
     }
 }
 
-/// The order of two values as Python compares them; `None` beside a NaN.
+/// Compares two values like Python; `None` if one is NaN.
 ///
 /// # Errors
-/// When Python does not compare their types.
+/// Fails if Python does not compare their types.
 pub(super) fn order(left: &Value, right: &Value, depth: usize) -> Result<Option<Ordering>, Error> {
     use PythonType as T;
     let is_number = |kind| matches!(kind, T::Int | T::Float | T::Bool);
@@ -191,7 +193,8 @@ pub(super) fn order(left: &Value, right: &Value, depth: usize) -> Result<Option<
 /// Python's `item in container`.
 ///
 /// # Errors
-/// When the container is none, a text is asked for something else, or a dict for an unhashable key.
+/// Fails if `container` is no container, a text is searched for another type, or a dict for an
+/// unhashable key.
 pub(super) fn contains(container: &Value, item: &Value) -> Result<bool, Error> {
     match type_of(container) {
         PythonType::Str => match item.as_str() {
@@ -214,7 +217,7 @@ pub(super) fn contains(container: &Value, item: &Value) -> Result<bool, Error> {
 /// The items that a loop runs over.
 fn iterable(value: &Value) -> Result<Value, Error> {
     if type_of(value) == PythonType::Str {
-        // As a list, of which a loop knows the length.
+        // A loop knows the length of a list.
         Ok(items(value)?.into())
     } else if is_iterable(value) {
         Ok(value.clone())
@@ -223,7 +226,7 @@ fn iterable(value: &Value) -> Result<Value, Error> {
     }
 }
 
-/// Python's `value[start:stop:step]`, undefined where the value has no slices.
+/// Python's `value[start:stop:step]`; undefined if the value has no slices.
 fn slice(args: &[Value]) -> Result<Value, Error> {
     let [value, start, stop, step] = bind("slice", ["value", "start", "stop", "step"], 1, args)?;
     let (value, bound) = (value.unwrap_or_default(), |part: Option<Value>| match part {
@@ -254,7 +257,7 @@ fn slice(args: &[Value]) -> Result<Value, Error> {
     }
 }
 
-/// The places that a slice of `length` items names.
+/// The indices of a slice of `length` items.
 fn places(length: usize, start: Option<i64>, stop: Option<i64>, step: i64) -> Result<Vec<usize>, Error> {
     if step == 0 {
         return Err(fault("slice step cannot be zero"));
@@ -281,8 +284,8 @@ fn pack(args: &[Value]) -> Value {
     Value::from_object(PackedArguments { positional: positional.to_vec(), keywords })
 }
 
-/// The arguments that a macro was called with. One that is called by another name than its own is given no packed
-/// ones.
+/// Returns the arguments of a macro call. A macro called by another name than its own gets them
+/// unpacked.
 fn unpack(packed: &Value) -> (Vec<Value>, Vec<(String, Value)>) {
     match packed.downcast_object_ref::<PackedArguments>() {
         Some(packed) => (packed.positional.clone(), packed.keywords.clone()),
@@ -291,18 +294,18 @@ fn unpack(packed: &Value) -> (Vec<Value>, Vec<(String, Value)>) {
     }
 }
 
-/// An argument of a macro, which hides that it is undefined.
+/// Hides that an argument of a macro is undefined.
 fn given(value: &Value) -> Result<Value, Error> {
     Ok(if value.is_undefined() { Value::from_object(HiddenUndefined) } else { value.clone() })
 }
 
-/// An argument of a macro as it was before [`given`].
+/// Reverses [`given`].
 fn taken(value: &Value) -> Result<Value, Error> {
     let hidden = value.downcast_object_ref::<HiddenUndefined>().is_some();
     Ok(if hidden { Value::UNDEFINED } else { value.clone() })
 }
 
-/// `bound__(packed, index, name)`: a list of the argument, or an empty one.
+/// `bound__(packed, index, name)`: a list of the argument; empty if it is missing.
 fn bound(args: &[Value]) -> Result<Value, Error> {
     let [packed, index, name] = bind("bound", ["packed", "index", "name"], 3, args)?;
     let (positional, keywords) = unpack(&packed.unwrap_or_default());

@@ -1,4 +1,4 @@
-//! Jinja's tests, as `value is even`.
+//! Jinja's tests, such as `value is even`.
 
 use std::cmp::Ordering;
 
@@ -11,7 +11,7 @@ use super::print::string;
 use super::str_methods;
 use super::values::{PythonType, fault, is_iterable, length, type_name, type_of, whole};
 
-/// The tests by their names, where minijinja's are not the same.
+/// Tests by name, for which minijinja's differ.
 pub(super) const TESTS: [(&str, Predicate); 37] = [
     ("odd", |_, args| Ok(remainder(args, 2)? == 1.0)),
     ("even", |_, args| Ok(remainder(args, 2)? == 0.0)),
@@ -55,7 +55,7 @@ pub(super) const TESTS: [(&str, Predicate); 37] = [
 fn one(args: &[Value]) -> Result<&Value, Error> {
     match args {
         [value] => Ok(value),
-        _ => Err(fault("a test without arguments was given some")),
+        _ => Err(fault("a test without arguments got some")),
     }
 }
 
@@ -74,7 +74,7 @@ fn ordered(args: &[Value], is: fn(Ordering) -> bool) -> Result<bool, Error> {
     two(args, |left, right| Ok(order(left, right, 0)?.is_some_and(is)))
 }
 
-/// The remainder of a number, not negative.
+/// The remainder of a number, never negative.
 fn remainder(args: &[Value], divisor: i128) -> Result<f64, Error> {
     let value = one(args)?;
     match whole(value) {
@@ -113,7 +113,8 @@ fn is_sequence(value: &Value) -> bool {
     }
 }
 
-/// Returns whether a value can be called: functions, macros, methods, and an undefined value, whose call raises.
+/// Returns whether a value can be called: functions, macros, methods, and an undefined value, whose
+/// call raises.
 fn is_callable(value: &Value) -> bool {
     match type_of(value) {
         PythonType::Undefined => true,
@@ -125,8 +126,8 @@ fn is_callable(value: &Value) -> bool {
     }
 }
 
-/// Returns whether two values are one object. Constants are; texts and numbers are when they are equal, as Python shares
-/// small ones.
+/// Returns whether two values are one object. Equal constants, texts and numbers are, because
+/// Python shares small ones.
 fn same(_: &mut State<'_, '_>, args: &[Value]) -> Result<bool, Error> {
     two(args, |left, right| {
         if type_of(left) != type_of(right) {

@@ -1,4 +1,4 @@
-//! Values as Python prints them: `str` and `repr`.
+//! Prints values like Python's `str` and `repr`.
 
 use std::sync::OnceLock;
 
@@ -12,7 +12,7 @@ use super::values::{MAX_DEPTH, PythonType, check_text, fault, type_of};
 /// Python's `str(value)`.
 ///
 /// # Errors
-/// When the text is too large or the value nests too deep.
+/// Fails if the text is too large or the value nests too deep.
 pub(super) fn string(value: &Value) -> Result<String, Error> {
     if let Some(text) = value.as_str() {
         return Ok(text.to_owned());
@@ -28,7 +28,7 @@ pub(super) fn string(value: &Value) -> Result<String, Error> {
 /// Python's `repr(value)`.
 ///
 /// # Errors
-/// As [`string`].
+/// Fails like [`string`].
 pub(super) fn repr(value: &Value) -> Result<String, Error> {
     let mut out = String::new();
     write(value, 0, &mut out)?;
@@ -77,7 +77,7 @@ fn write(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
     Ok(())
 }
 
-/// The items between brackets. `('(', '[')` stands for `([` and `])`, the brackets of a view.
+/// Prints items between brackets; `('(', '[')` means `([` and `])`, the brackets of a view.
 fn sequence(value: &Value, (open, close): (char, char), depth: usize, out: &mut String) -> Result<(), Error> {
     let view = (open, close) == ('(', '[');
     out.push_str(if view { "([" } else { "" });
@@ -108,7 +108,7 @@ fn mapping(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
     Ok(())
 }
 
-/// Python's `repr` of a float: Rust's shortest digits, with the exponent as Python writes it.
+/// Python's `repr` of a float: Rust's shortest digits, with Python's form of the exponent.
 pub(super) fn float(value: f64) -> String {
     if value.is_nan() {
         return "nan".to_owned();
@@ -149,7 +149,7 @@ fn quote(text: &str, out: &mut String) {
     out.push(mark);
 }
 
-/// Returns whether Python prints `c` as it is.
+/// Returns whether Python's `repr` prints `c` without an escape.
 pub(super) fn is_printable(c: char) -> bool {
     static HIDDEN: OnceLock<Option<Regex>> = OnceLock::new();
     if c.is_ascii() {

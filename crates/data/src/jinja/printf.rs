@@ -8,7 +8,7 @@ use super::objects::dict_pairs;
 use super::print::{repr, string};
 use super::values::{PythonType, check_text, fault, items, type_name, type_of, whole};
 
-/// The values that a format takes, one after the other or by their keys.
+/// The values for a format, in order or by key.
 struct FormatValues {
     list: std::vec::IntoIter<Value>,
     keyed: Option<Value>,
@@ -34,7 +34,9 @@ impl FormatValues {
         let dict = self.keyed.as_ref().filter(|keyed| type_of(keyed) == PythonType::Dict);
         let dict = dict.ok_or_else(|| fault("format requires a mapping"))?;
         let found = dict_pairs(dict).into_iter().find(|(name, _)| name.as_str() == Some(key));
-        found.map(|(_, value)| value).ok_or_else(|| fault(format!("there is no key '{key}' for a format")))
+        found
+            .map(|(_, value)| value)
+            .ok_or_else(|| fault(format!("the values of a format have no key '{key}'")))
     }
 
     fn next_size(&mut self) -> Result<i64, Error> {
@@ -45,7 +47,7 @@ impl FormatValues {
 /// Python's `format % values`.
 ///
 /// # Errors
-/// When there are more or fewer values than the format has places, or of other types.
+/// Fails if the values differ from the format's fields in number or type.
 pub(super) fn format(format: &str, values: &Value) -> Result<String, Error> {
     let characters: Vec<char> = format.chars().collect();
     let mut values = FormatValues::new(values)?;
@@ -65,7 +67,7 @@ pub(super) fn format(format: &str, values: &Value) -> Result<String, Error> {
     }
 }
 
-/// Prints what the place after a `%` at `at` stands for; returns where it ends.
+/// Prints the field after a `%` at `at`; returns the index of its end.
 fn place(
     characters: &[char],
     at: usize,
@@ -125,7 +127,7 @@ fn place(
     Ok(at + 1)
 }
 
-/// The `)` of the key that begins at `at`.
+/// The index of the `)` of the key that begins at `at`.
 fn key_end(characters: &[char], at: usize) -> Result<usize, Error> {
     let rest = characters.iter().copied().enumerate().skip(at);
     closing(rest, '(', ')').ok_or_else(|| fault("incomplete format key"))
@@ -181,7 +183,7 @@ fn integer(value: &Value, spec: FormatSpec) -> Result<String, Error> {
     digits(value, FormatSpec { kind: Some('d'), ..spec })
 }
 
-/// An int of at least as many digits as the precision.
+/// Formats an int with at least as many digits as the precision.
 fn digits(value: i128, spec: FormatSpec) -> Result<String, Error> {
     let Some(precision) = spec.precision else {
         return spec.int(value);

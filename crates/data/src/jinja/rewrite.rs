@@ -1,7 +1,8 @@
-//! Rewrites a template where minijinja has no hook for what Jinja2 does.
+//! Rewrites the parts of a template for which minijinja has no hook to act like Jinja2.
 //!
-//! Only expressions and a few tags change, and only their text: line ends, and the whitespace control of tags, stay.
-//! A tag that is not understood stays as it is, and minijinja says what is wrong with it.
+//! Only the text of expressions and a few tags changes: line ends, and the whitespace control of
+//! tags, stay. A tag that this module cannot parse stays unchanged, and minijinja reports its
+//! error.
 //!
 //! | template | rewritten |
 //! |---|---|
@@ -22,17 +23,17 @@ use super::rewrite_expression::ExpressionReader;
 use super::rewrite_macro;
 use super::tags::{TagKind, TagToken, TemplateTag, TokenKind, tags};
 
-/// Why a template may not set a name.
+/// Reason for refusing to set a name.
 const UNDERSCORE: &str = "a namespace stores no name that begins with an underscore";
-/// Why a template cannot include another one.
+/// Reason for refusing to include another template.
 const NO_OTHER: &str = "a chat template cannot use other templates";
 
-/// A template in the form that minijinja runs as Jinja2 runs `source`.
+/// Rewrites `source` so that minijinja runs it like Jinja2.
 pub(crate) fn rewrite(source: &str) -> String {
     let tags = tags(source);
     let macros = TemplateMacros::find(source, &tags);
     let mut edits = SourceEdits::default();
-    // For each open block that has a scope of its own, whether it was given one.
+    // True for each open block that got a scope; false if its tag was not parsed.
     let mut scopes = Vec::new();
     for tag in &tags {
         let mark = edits.mark();
@@ -45,14 +46,14 @@ pub(crate) fn rewrite(source: &str) -> String {
     edits.apply(source, 0..source.len())
 }
 
-/// Gives the block of a `set` or `filter` a scope, as Jinja's have.
+/// Gives the block of a `set` or `filter` a scope, as in Jinja.
 fn scope(source: &str, tag: &TemplateTag, understood: bool, scopes: &mut Vec<bool>, edits: &mut SourceEdits) {
     let text = |token: &TagToken| &source[token.place.clone()];
     let Some(name) = tag.tokens.first().filter(|_| tag.kind == TagKind::Block) else {
         return;
     };
     match text(name) {
-        // The arguments of a block's filters have signs of equality, too.
+        // The arguments of a block's filters contain `=`, too.
         "set" if tag.tokens.iter().map(text).take_while(|token| *token != "|").any(|token| token == "=") => {}
         "set" | "filter" => {
             scopes.push(understood);
@@ -68,7 +69,7 @@ fn scope(source: &str, tag: &TemplateTag, understood: bool, scopes: &mut Vec<boo
     }
 }
 
-/// Rewrites a tag; `None` if it is not understood.
+/// Rewrites a tag; `None` if it cannot be parsed.
 fn rewrite_tag(
     source: &str,
     tag: &TemplateTag,

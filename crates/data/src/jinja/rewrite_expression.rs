@@ -1,4 +1,4 @@
-//! Reads the expressions of a tag as Jinja2's parser does, and notes where they change.
+//! Reads the expressions of a tag like Jinja2's parser, and records their changes.
 
 use std::ops::Range;
 
@@ -8,13 +8,13 @@ use super::macro_traits::{MacroTraits, TemplateMacros};
 use super::method_names::{is_dict_method, is_method};
 use super::tags::{TagToken, TokenKind};
 
-/// Expressions within expressions. minijinja accepts as many.
+/// Maximum depth of nested expressions, the same as in minijinja.
 const MAX_NESTING: usize = 150;
 
-/// The places at which an expression begins and ends.
+/// The bytes at which an expression begins and ends.
 type Extent = (usize, usize);
 
-/// A reader of the tokens of one tag. Its functions return `None` where they meet something unknown.
+/// Reads the tokens of one tag. Its functions return `None` at an unknown token.
 pub(super) struct ExpressionReader<'a, 'e> {
     source: &'a str,
     tokens: &'a [TagToken],
@@ -39,12 +39,12 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         Some((&self.source[token.place.clone()], token.kind))
     }
 
-    /// The place of the token to come.
+    /// The byte range of the next token.
     pub(super) fn place(&self) -> Option<Range<usize>> {
         self.tokens.get(self.at).map(|token| token.place.clone())
     }
 
-    /// The end of the token before.
+    /// The end of the previous token.
     fn end(&self) -> usize {
         self.at.checked_sub(1).and_then(|at| self.tokens.get(at)).map_or(0, |token| token.place.end)
     }
@@ -69,21 +69,21 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         self.token(0) == Some((name, TokenKind::Name))
     }
 
-    /// Takes `operator`, if it comes; its place.
+    /// Consumes `operator` if it is next; returns its byte range.
     pub(super) fn operator(&mut self, operator: &str) -> Option<Range<usize>> {
         let place = self.place().filter(|_| self.peek_operator(operator))?;
         self.skip();
         Some(place)
     }
 
-    /// Takes `name`, if it comes; its place.
+    /// Consumes `name` if it is next; returns its byte range.
     pub(super) fn name(&mut self, name: &str) -> Option<Range<usize>> {
         let place = self.place().filter(|_| self.peek_name(name))?;
         self.skip();
         Some(place)
     }
 
-    /// Takes any name; its place.
+    /// Consumes any name; returns its byte range.
     pub(super) fn any_name(&mut self) -> Option<Range<usize>> {
         let place = self.place()?;
         let (_, kind) = self.token(0)?;
@@ -91,7 +91,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         (kind == TokenKind::Name).then_some(place)
     }
 
-    /// The number of changes that are noted.
+    /// The number of recorded changes.
     pub(super) fn mark(&self) -> usize {
         self.edits.mark()
     }
@@ -102,7 +102,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         self.edits.after(end, after);
     }
 
-    /// Writes text where the tag's end begins.
+    /// Inserts text at `at`, where the tag's end begins.
     pub(super) fn insert(&mut self, at: usize, text: &str) {
         self.edits.after(at, text);
     }
@@ -112,12 +112,13 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         &self.source[place]
     }
 
-    /// Writes text instead of a token.
+    /// Replaces a token with text.
     pub(super) fn replace(&mut self, place: Range<usize>, text: &str) {
         self.edits.instead(place, text);
     }
 
-    /// Reads what a loop or an assignment binds; returns the place of a namespace's name that begins with an underscore.
+    /// Reads the targets of a loop or an assignment. Returns the byte range of a namespace's name
+    /// that begins with an underscore.
     pub(super) fn target(&mut self) -> Option<Option<Range<usize>>> {
         let mut hidden = None;
         loop {
@@ -138,7 +139,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         }
     }
 
-    /// Passes over a bracket and what it holds.
+    /// Skips a bracket and its contents.
     pub(super) fn skip_brackets(&mut self) -> Option<()> {
         let mut depth = 0usize;
         loop {
@@ -154,17 +155,17 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         }
     }
 
-    /// An expression, or several with commas between them, which are a tuple.
+    /// Reads an expression, or a tuple of several with commas between them.
     pub(super) fn list(&mut self) -> Option<Extent> {
         self.tuple(Self::expression)
     }
 
-    /// As [`Self::list`], before the `if` of a loop.
+    /// Like [`Self::list`], before the `if` of a loop.
     pub(super) fn loop_list(&mut self) -> Option<Extent> {
         self.tuple(Self::alternatives)
     }
 
-    /// Jinja needs no brackets around a tuple in a tag; minijinja does.
+    /// Adds brackets around a tuple, which minijinja requires in a tag and Jinja does not.
     fn tuple(&mut self, item: impl Fn(&mut Self) -> Option<Extent>) -> Option<Extent> {
         let (start, mut end) = item(self)?;
         let mut is_tuple = false;
@@ -181,7 +182,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         Some((start, end))
     }
 
-    /// Filters one after the other, without a value before the first.
+    /// Reads a chain of filters, without a value before the first.
     pub(super) fn filters(&mut self) -> Option<()> {
         self.operator("|");
         loop {
@@ -291,7 +292,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         }
     }
 
-    /// Returns whether an expression is just a text, which needs no conversion.
+    /// Returns whether an expression is only a text, which requires no conversion.
     fn is_text(&self, first: Range<usize>, (start, end): Extent) -> bool {
         first == (start..end) && self.source[start..].starts_with(['"', '\''])
     }
@@ -411,7 +412,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         }
     }
 
-    /// The items of a bracket up to `close`; with `keys`, those of a dict.
+    /// Reads the items of a bracket up to `close`; with `keys`, those of a dict.
     fn items(&mut self, close: &str, keys: bool) -> Option<()> {
         while self.operator(close).is_none() {
             self.expression()?;
@@ -453,7 +454,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         }
     }
 
-    /// The name after a dot. A method that is not called becomes a value.
+    /// Reads the name after a dot. A method without a call becomes a value.
     fn attribute(&mut self, start: usize, dot: Range<usize>, is_loop: bool) -> Option<()> {
         let (name, kind) = self.token(0)?;
         let place = self.place()?;
@@ -465,7 +466,7 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         matches!(kind, TokenKind::Name | TokenKind::Number).then_some(())
     }
 
-    /// An index or a slice.
+    /// Reads an index or a slice.
     fn subscript(&mut self, start: usize) -> Option<()> {
         let open = self.operator("[")?;
         let literal = self.token(0).filter(|(_, kind)| *kind == TokenKind::Text).map(|(text, _)| text);
@@ -500,12 +501,12 @@ impl<'a, 'e> ExpressionReader<'a, 'e> {
         Some(())
     }
 
-    /// The arguments of a call, in their brackets.
+    /// Reads the arguments of a call, in their brackets.
     fn arguments(&mut self) -> Option<()> {
         self.arguments_for(false)
     }
 
-    /// The arguments of a call; with `hide`, of one to a macro that has defaults.
+    /// Reads the arguments of a call; with `hide`, of one to a macro with defaults.
     fn arguments_for(&mut self, hide: bool) -> Option<()> {
         self.operator("(")?;
         while self.operator(")").is_none() {

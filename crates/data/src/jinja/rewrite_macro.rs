@@ -1,13 +1,15 @@
-//! Macros with defaults, and those that read `varargs` or `kwargs`.
+//! Rewrites macros with defaults, and those that read `varargs` or `kwargs`.
 //!
-//! minijinja evaluates defaults before it binds the arguments, takes an undefined argument for a missing one, and knows
-//! neither `varargs` nor `kwargs`. So the tag of a macro sets its parameters itself:
+//! minijinja evaluates defaults before it binds the arguments, treats an undefined argument as
+//! missing, and does not know `varargs` and `kwargs`. So the tag of a macro sets its parameters
+//! itself:
 //!
-//! - A default that reads names is evaluated after the parameters before it. Callers pass arguments through `given__`,
-//!   which hides that one is undefined, and `taken__` shows it again.
-//! - A macro that reads `varargs` or `kwargs` takes a single argument, `packed__`, in which its callers pack theirs.
+//! - A default that reads names is evaluated after the parameters before it. Callers pass arguments
+//!   through `given__`, which hides that one is undefined; `taken__` reverses that.
+//! - A macro that reads `varargs` or `kwargs` takes a single argument, `packed__`; callers pack
+//!   theirs in it.
 //!
-//! A caller is known by the macro's name. One that calls the macro by another name passes at most one argument to a
+//! The macro's name identifies callers. A caller by another name passes at most one argument to a
 //! macro of the second kind.
 
 use std::ops::Range;
@@ -20,7 +22,7 @@ use super::tags::{TemplateTag, TokenKind};
 /// A parameter of a macro: its name, and its default in rewritten form.
 struct MacroParameter<'a> {
     name: &'a str,
-    /// From the `=` to the end of the default.
+    /// The byte range from the `=` to the end of the default.
     place: Range<usize>,
     default: Option<String>,
     /// True if the default reads names.
@@ -70,7 +72,7 @@ pub(super) fn rewrite(
     } else {
         return Some(());
     }
-    // The whitespace control of the tag's end moves to the end of what is added.
+    // The whitespace control of the tag's end moves to the end of the added text.
     let end = &source[tag.close.clone()];
     let lead = lead.strip_suffix("%}").unwrap_or(&lead);
     edits.instead(tag.close.clone(), format!(" %}}{lead}{end}"));
@@ -107,7 +109,7 @@ fn parameters<'a>(
         }
     }
     reader.at_end()?;
-    // From the last to the first, for each takes the changes after its mark.
+    // Reverse order, because each parameter takes the changes after its mark.
     let mut parameters = Vec::new();
     for (name, default, start) in found.into_iter().rev() {
         parameters.push(match default {

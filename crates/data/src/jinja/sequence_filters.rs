@@ -14,7 +14,7 @@ use super::values::{
     length, split_arguments, type_name, type_of, whole,
 };
 
-/// The filters by their names.
+/// Filters by name.
 pub(super) const FILTERS: [(&str, Builtin); 26] = [
     ("attr", |_, args| attr(args)),
     ("batch", |_, args| batch(args)),

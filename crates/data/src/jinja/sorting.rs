@@ -11,7 +11,7 @@ use super::objects::{Generated, GroupItem, dict_pairs, pair_tuples};
 use super::operators::order;
 use super::values::{MAX_DEPTH, PythonType, bind, fault, flag, given, items, type_name, type_of};
 
-/// A text without its case; another value as it is.
+/// Returns a text in lower case unless `sensitive`; another value unchanged.
 fn without_case(value: Value, sensitive: bool) -> Value {
     match value.as_str() {
         Some(text) if !sensitive => Value::from(text.to_lowercase()),
@@ -24,7 +24,7 @@ fn before(left: &Value, right: &Value) -> Result<bool, Error> {
     Ok(order(left, right, 0)? == Some(Ordering::Less))
 }
 
-/// Sorts by keys, as stable as Python does it.
+/// Sorts by keys, with Python's stability.
 fn sort_by_key(mut keyed: Vec<(Value, Value)>, reverse: bool) -> Result<Vec<Value>, Error> {
     if reverse {
         keyed.reverse();
@@ -36,7 +36,7 @@ fn sort_by_key(mut keyed: Vec<(Value, Value)>, reverse: bool) -> Result<Vec<Valu
     Ok(sorted.into_iter().map(|(_, value)| value).collect())
 }
 
-/// A merge sort, because the standard library's sorts take no comparison that fails.
+/// Merge sort, because comparisons in the standard library's sorts cannot fail.
 fn merge_sort(mut keyed: Vec<(Value, Value)>) -> Result<Vec<(Value, Value)>, Error> {
     if keyed.len() < 2 {
         return Ok(keyed);
@@ -156,7 +156,7 @@ pub(super) fn groupby(args: &[Value]) -> Result<Value, Error> {
     Ok(named.into())
 }
 
-/// A value whose dicts are in the order of their keys.
+/// Returns a value with its dicts sorted by key.
 pub(super) fn with_sorted_keys(value: &Value, depth: usize) -> Result<Value, Error> {
     if depth > MAX_DEPTH {
         return Err(fault(format!("a value has more than {MAX_DEPTH} values within values")));
@@ -182,7 +182,7 @@ pub(super) fn with_sorted_keys(value: &Value, depth: usize) -> Result<Value, Err
     }
 }
 
-/// The pairs of a dict in the order of its keys.
+/// Returns the pairs of a dict sorted by key.
 pub(super) fn sorted_pairs(dict: &Value) -> Result<Vec<(Value, Value)>, Error> {
     let keyed =
         dict_pairs(dict).into_iter().map(|(key, value)| (key.clone(), Tuple::from([key, value]).into()));

@@ -8,17 +8,17 @@ use super::format_spec::{FormatSpec, closing};
 use super::print::{repr, string};
 use super::values::{PythonType, check_text, fault, type_name, type_of, whole};
 
-/// Formats within formats: a field in the specification of a field.
+/// Maximum depth of formats: a field in the specification of a field.
 const MAX_NESTING: usize = 2;
 
 /// The arguments of a call to `str.format`.
 pub(super) struct FormatArguments<'a> {
     pub(super) positional: &'a [Value],
-    /// The value of a keyword, if it was given.
+    /// Returns the value of a keyword, if the call has it.
     pub(super) keyword: &'a dyn Fn(&str) -> Option<Value>,
 }
 
-/// Numbers the fields that have no name.
+/// Numbers the fields without a name.
 #[derive(Default)]
 struct FieldCount {
     automatic: usize,
@@ -29,7 +29,7 @@ impl FormatArguments<'_> {
     /// Python's `text.format(…)`.
     ///
     /// # Errors
-    /// When a field is unknown or its value has no such format.
+    /// Fails if a field is unknown or its value has no such format.
     pub(super) fn format(&self, text: &str) -> Result<String, Error> {
         self.fill(text, MAX_NESTING, &mut FieldCount::default())
     }
@@ -59,7 +59,7 @@ impl FormatArguments<'_> {
         Ok(out)
     }
 
-    /// A field without its braces: `name!conversion:specification`.
+    /// Formats a field without its braces: `name!conversion:specification`.
     fn field(&self, field: &str, nesting: usize, count: &mut FieldCount) -> Result<String, Error> {
         let bracket = field.find('[').unwrap_or(field.len());
         // A `:` or `!` within brackets belongs to the key.
@@ -106,7 +106,7 @@ impl FormatArguments<'_> {
                 self.at(index)?
             }
             Err(_) => {
-                (self.keyword)(first).ok_or_else(|| fault(format!("there is no argument '{first}'")))?
+                (self.keyword)(first).ok_or_else(|| fault(format!("the call has no argument '{first}'")))?
             }
         };
         while !path.is_empty() {
@@ -131,7 +131,7 @@ impl FormatArguments<'_> {
     }
 }
 
-/// The `}` of the field that begins `text`.
+/// The index of the `}` of the field that begins `text`.
 fn field_end(text: &str) -> Result<usize, Error> {
     closing(text.char_indices(), '{', '}').ok_or_else(|| fault("expected '}' before end of string"))
 }

@@ -15,7 +15,7 @@ use super::values::{
 /// Calls the method `name` of a text.
 ///
 /// # Errors
-/// As Python's method.
+/// Fails like Python's method.
 pub(super) fn call(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     match name {
         "split" | "rsplit" => split(s, name, args),
@@ -152,7 +152,7 @@ fn split(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     Ok(if from_end { parts.rev().collect() } else { parts.collect() })
 }
 
-/// The words of a text; from the last to the first if `from_end`.
+/// Splits a text at spaces; from the last word to the first if `from_end`.
 fn split_space(s: &str, most: usize, from_end: bool) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut rest =
@@ -206,8 +206,8 @@ fn strip(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     }))
 }
 
-/// The part of `s` between two places, counted in characters, and the first of them; `None` if it begins after it
-/// ends.
+/// The part of `s` between two character indices, and the first of them; `None` if it begins after
+/// its end.
 fn part<'a>(
     s: &'a str,
     start: Option<&Value>,
@@ -271,10 +271,10 @@ fn search(s: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     }
 }
 
-/// `str.replace`, of the first `count` if that is not negative.
+/// `str.replace`, of the first `count` matches if that is not negative.
 ///
 /// # Errors
-/// When the text grows too large.
+/// Fails if the text grows too large.
 pub(super) fn replace(s: &str, old: &str, new: &str, count: i64) -> Result<String, Error> {
     let most = usize::try_from(count).unwrap_or(usize::MAX);
     let found = if old.is_empty() { s.chars().count() + 1 } else { s.matches(old).count() };
@@ -328,7 +328,7 @@ fn expand_tabs(s: &str, size: i64) -> Result<String, Error> {
     Ok(out)
 }
 
-/// `str.join`, of texts alone.
+/// `str.join`; only for texts.
 fn join(separator: &str, parts: &[Value]) -> Result<String, Error> {
     let mut out = String::new();
     for (index, part) in parts.iter().enumerate() {

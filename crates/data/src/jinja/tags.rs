@@ -1,8 +1,8 @@
-//! The tags of a template and their tokens, as Jinja's lexer finds them.
+//! Finds the tags of a template and their tokens, like Jinja's lexer.
 
 use std::ops::Range;
 
-/// The kinds of tag that hold expressions.
+/// Kinds of tags with expressions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TagKind {
     /// A tag that prints: `{{ … }}`.
@@ -15,14 +15,14 @@ pub(crate) enum TagKind {
 #[derive(Debug, Clone)]
 pub(crate) struct TemplateTag {
     pub(crate) kind: TagKind,
-    /// The whole tag, with its delimiters and their whitespace control.
+    /// Byte range of the whole tag, with its delimiters and their whitespace control.
     pub(crate) place: Range<usize>,
     pub(crate) tokens: Vec<TagToken>,
-    /// The end delimiter.
+    /// Byte range of the end delimiter.
     pub(crate) close: Range<usize>,
 }
 
-/// The kinds of token in a tag.
+/// Kinds of tokens in a tag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TokenKind {
     Name,
@@ -39,7 +39,7 @@ pub(crate) struct TagToken {
 }
 
 impl TemplateTag {
-    /// The names that make up a tag of nothing else.
+    /// The name in a tag that contains nothing else.
     pub(crate) fn only_name<'a>(&self, source: &'a str) -> Option<&'a str> {
         match &self.tokens[..] {
             [token] if token.kind == TokenKind::Name => Some(&source[token.place.clone()]),
@@ -48,7 +48,8 @@ impl TemplateTag {
     }
 }
 
-/// The tags of `source` in order, without comments and raw text. They end where one is broken, which the parser reports.
+/// Finds the tags of `source` in order, without comments and raw text. The list ends at a broken
+/// tag, which the parser reports.
 pub(crate) fn tags(source: &str) -> Vec<TemplateTag> {
     let mut tags = Vec::new();
     let mut at = 0;
@@ -96,7 +97,7 @@ fn raw_end(source: &str, begin: usize) -> Option<usize> {
     }
 }
 
-/// The end of the tag at `start`, if it holds just `name`.
+/// The end of the tag at `start`, if it contains only `name`.
 fn raw_tag(source: &str, start: usize, name: &str) -> Option<usize> {
     let inner = source[start + 2..].trim_start_matches(['-', '+']).trim_start();
     let rest = inner.strip_prefix(name)?.trim_start();
@@ -104,7 +105,7 @@ fn raw_tag(source: &str, start: usize, name: &str) -> Option<usize> {
     Some(source.len() - end.len())
 }
 
-/// The tag that begins at `start`; `None` when it is broken.
+/// The tag that begins at `start`; `None` if it is broken.
 fn tag(source: &str, start: usize, kind: TagKind) -> Option<TemplateTag> {
     let end = match kind {
         TagKind::Print => "}}",

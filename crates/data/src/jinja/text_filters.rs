@@ -13,7 +13,7 @@ use super::values::{
 };
 use super::{Builtin, characters, printf, str_methods, wrapping};
 
-/// The filters by their names.
+/// Filters by name.
 pub(super) const FILTERS: [(&str, Builtin); 15] = [
     ("capitalize", |_, args| method(args, "capitalize")),
     ("upper", |_, args| method(args, "upper")),
@@ -37,7 +37,7 @@ fn subject(args: &[Value]) -> Result<String, Error> {
     string(args.first().unwrap_or(&Value::UNDEFINED))
 }
 
-/// A filter that is the method `name` of the value's text.
+/// Calls the method `name` of the value's text.
 fn method(args: &[Value], name: &str) -> Result<Value, Error> {
     str_methods::call(&subject(args)?, name, args.get(1..).unwrap_or_default())
 }
@@ -165,7 +165,7 @@ fn wordcount(args: &[Value]) -> Result<Value, Error> {
     Ok(Value::from(word.as_ref().map_or(0, |word| word.find_iter(&text).count())))
 }
 
-/// Python's `pprint.pformat` of what fits on a line.
+/// Python's `pprint.pformat`, for values that fit on a line.
 fn pprint(args: &[Value]) -> Result<Value, Error> {
     const LINE: usize = 80;
     let [value] = bind("pprint", ["value"], 1, args)?;

@@ -1,7 +1,7 @@
-//! JSON for templates, and the filter `tojson` as transformers has it.
+//! JSON for templates, and transformers' filter `tojson`.
 //!
-//! transformers replaces Jinja's `tojson` by a plain `json.dumps(ensure_ascii=False)`: no HTML escapes, `", "` and
-//! `": "` between items, keys in their order. minijinja's own escapes HTML.
+//! transformers replaces Jinja's `tojson` by a plain `json.dumps(ensure_ascii=False)`: no HTML
+//! escapes, `", "` and `": "` between items, keys in their order. minijinja's own escapes HTML.
 
 use minijinja::Error;
 use minijinja::value::Value;
@@ -14,10 +14,10 @@ use super::values::{
     type_name, type_of, whole,
 };
 
-/// More spaces than anybody indents by.
+/// Maximum length of an indentation.
 const MAX_INDENT: usize = 256;
 
-/// A JSON value for a template; objects keep the order of their keys.
+/// Converts a JSON value for a template; objects keep the order of their keys.
 pub(crate) fn to_template(value: &serde_json::Value) -> Value {
     match value {
         serde_json::Value::Null => Value::from(()),
@@ -38,7 +38,7 @@ pub(crate) fn to_template(value: &serde_json::Value) -> Value {
 /// The `tojson` filter of transformers.
 ///
 /// # Errors
-/// When JSON has no such value, or the text grows too large or too deep.
+/// Fails if JSON has no such value, or the text grows too large or too deep.
 pub(super) fn tojson(args: &[Value]) -> Result<Value, Error> {
     let parameters = ["value", "ensure_ascii", "indent", "separators", "sort_keys"];
     let [value, ensure_ascii, indent, separators, sort_keys] = bind("tojson", parameters, 1, args)?;
@@ -76,10 +76,10 @@ pub(super) fn tojson(args: &[Value]) -> Result<Value, Error> {
     Ok(Value::from(out))
 }
 
-/// A JSON value as Python's `json.dumps(value, ensure_ascii=False)` writes it.
+/// Writes a JSON value like Python's `json.dumps(value, ensure_ascii=False)`.
 pub(crate) fn json_text(value: &serde_json::Value) -> String {
     let dumped = tojson(&[to_template(value)]);
-    // Only a value that is too large or too deep is left to Rust's own way of writing it.
+    // Rust's own writer serves only values that are too large or too deep.
     dumped.ok().and_then(|text| text.as_str().map(str::to_owned)).unwrap_or_else(|| value.to_string())
 }
 
@@ -176,7 +176,7 @@ impl Dump {
     }
 }
 
-/// A key of a dict as JSON writes it.
+/// Converts a key of a dict to JSON's text.
 fn key_text(key: &Value) -> Result<String, Error> {
     match type_of(key) {
         PythonType::Str => Ok(key.as_str().unwrap_or_default().to_owned()),

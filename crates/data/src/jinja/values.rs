@@ -1,18 +1,19 @@
-//! Values of a template as Python sees them: their types, their items, and the arguments of a call.
+//! Python's view of template values: their types, their items, and the arguments of a call.
 
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
 use super::objects::{DictView, Generated, GroupItem, PythonRange};
 
-/// Bytes of a text that a filter, a method or an operator makes.
+/// Maximum bytes of a text that a filter, a method or an operator makes.
 pub(super) const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Items of a list that a filter, a method or an operator makes.
+/// Maximum items of a list that a filter, a method or an operator makes.
 pub(super) const MAX_ITEMS: usize = 1 << 22;
-/// Values within values that are printed or compared. A template can build a value that holds itself.
+/// Maximum depth of values that are printed or compared. A template can build a value that contains
+/// itself.
 pub(super) const MAX_DEPTH: usize = 150;
 
-/// The Python types that templates meet.
+/// Python types of template values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PythonType {
     Undefined,
@@ -47,7 +48,7 @@ pub(super) fn type_of(value: &Value) -> PythonType {
         ValueKind::Seq => PythonType::List,
         ValueKind::Iterable if value.downcast_object_ref::<Generated>().is_some() => PythonType::Generator,
         ValueKind::Iterable if value.downcast_object_ref::<DictView>().is_some() => PythonType::View,
-        // What minijinja makes lazily: sums and products of lists.
+        // minijinja computes sums and products of lists lazily.
         ValueKind::Iterable => PythonType::List,
         ValueKind::Map => match value.as_object().map(|object| object.type_name()) {
             Some(name) if name.ends_with("::Namespace") => PythonType::Namespace,
@@ -58,7 +59,7 @@ pub(super) fn type_of(value: &Value) -> PythonType {
     }
 }
 
-/// The name that Python's errors give the type of `value`.
+/// The name of the type of `value` in Python's errors.
 pub(super) fn type_name(value: &Value) -> &'static str {
     match type_of(value) {
         PythonType::Undefined => "Undefined",
@@ -106,10 +107,10 @@ pub(super) fn is_iterable(value: &Value) -> bool {
         || value.as_object().is_some_and(|object| object.type_name().ends_with("::Loop"))
 }
 
-/// The items that Python's `iter` gives: characters of a text, keys of a dict.
+/// The items that Python's `iter` yields: characters of a text, keys of a dict.
 ///
 /// # Errors
-/// When `value` cannot be iterated.
+/// Fails if `value` cannot be iterated.
 pub(super) fn items(value: &Value) -> Result<Vec<Value>, Error> {
     if !is_iterable(value) {
         return Err(fault(format!("'{}' object is not iterable", type_name(value))));
@@ -125,7 +126,7 @@ pub(super) fn items(value: &Value) -> Result<Vec<Value>, Error> {
 /// Python's `len`.
 ///
 /// # Errors
-/// When `value` has no length.
+/// Fails if `value` has no length.
 pub(super) fn length(value: &Value) -> Result<usize, Error> {
     use PythonType as T;
     match type_of(value) {
@@ -139,10 +140,10 @@ pub(super) fn length(value: &Value) -> Result<usize, Error> {
     }
 }
 
-/// An int, of Python's `int` or `bool`.
+/// Converts Python's `int` or `bool`.
 ///
 /// # Errors
-/// When `value` is none or does not fit.
+/// Fails if `value` is of another type or does not fit.
 pub(super) fn integer(value: &Value) -> Result<i64, Error> {
     match type_of(value) {
         PythonType::Bool => Ok(i64::from(value.is_true())),
@@ -154,15 +155,16 @@ pub(super) fn integer(value: &Value) -> Result<i64, Error> {
 /// The text of a `str`.
 ///
 /// # Errors
-/// When `value` is none.
+/// Fails if `value` is no `str`.
 pub(super) fn text(value: &Value) -> Result<&str, Error> {
     value.as_str().ok_or_else(|| fault(format!("a str is required, not '{}'", type_name(value))))
 }
 
-/// The arguments of a call to `name` in the order of `parameters`, of which the first `required` must be given.
+/// Returns the arguments of a call to `name` in the order of `parameters`; the first `required` are
+/// mandatory.
 ///
 /// # Errors
-/// When there are too many or too few, or one is unknown or given twice.
+/// Fails if arguments are missing, too many, unknown or given twice.
 pub(super) fn bind<const N: usize>(
     name: &str,
     parameters: [&str; N],
@@ -203,7 +205,7 @@ pub(super) fn split_arguments(args: &[Value]) -> (&[Value], Vec<(String, Value)>
     }
 }
 
-/// Arguments of a call in the form that [`split_arguments`] takes apart.
+/// Joins arguments of a call; reverses [`split_arguments`].
 pub(super) fn join_arguments(positional: Vec<Value>, keywords: Vec<(String, Value)>) -> Vec<Value> {
     let mut args = positional;
     if !keywords.is_empty() {
@@ -212,12 +214,12 @@ pub(super) fn join_arguments(positional: Vec<Value>, keywords: Vec<(String, Valu
     args
 }
 
-/// An argument that was given and is not None.
+/// Returns an argument unless it is missing or None.
 pub(super) fn given(argument: Option<&Value>) -> Option<&Value> {
     argument.filter(|value| !value.is_none())
 }
 
-/// Returns whether a flag was given and is true.
+/// Returns whether a flag is present and true.
 pub(super) fn flag(argument: Option<&Value>) -> bool {
     argument.is_some_and(Value::is_true)
 }
@@ -236,7 +238,7 @@ pub(super) fn int(value: i128) -> Value {
     i64::try_from(value).map_or_else(|_| Value::from(value), Value::from)
 }
 
-/// The places that `start` and `stop` name within `length` items, as slices count them.
+/// The indices of `start` and `stop` within `length` items, by the rules of slices.
 pub(super) fn window(
     length: usize,
     start: Option<&Value>,

@@ -11,7 +11,7 @@ use super::values::{bind, check_text, fault, given, integer, text};
 /// Wraps the lines of a text.
 ///
 /// # Errors
-/// When the width is not positive or the text grows too large.
+/// Fails if the width is not positive or the text grows too large.
 pub(super) fn wordwrap(args: &[Value]) -> Result<Value, Error> {
     let parameters = ["s", "width", "break_long_words", "wrapstring", "break_on_hyphens"];
     let [value, width, long, wrap, hyphens] = bind("wordwrap", parameters, 1, args)?;
@@ -50,7 +50,7 @@ fn is_blank(c: char) -> bool {
 }
 
 impl LineWrapper {
-    /// The lines of a paragraph, each in parts that are places of its characters.
+    /// Wraps a paragraph into lines, each a list of ranges of its characters.
     fn wrap(&self, text: &[char]) -> Vec<Vec<Range<usize>>> {
         let blank = |chunk: &Range<usize>| text[chunk.clone()].iter().all(|c| characters::is_space(*c));
         let mut chunks = self.chunks(text);
@@ -76,7 +76,7 @@ impl LineWrapper {
         lines
     }
 
-    /// Moves as much of a word as has space, or all of it to a line of its own.
+    /// Moves the part of a word that fits to `line`, or a whole word to a line of its own.
     fn break_word(
         &self,
         text: &[char],
@@ -104,7 +104,7 @@ impl LineWrapper {
         chunk.start += end;
     }
 
-    /// Words and the space between them; hyphenated words in parts.
+    /// Splits a text into words and the space between them; hyphenated words in parts.
     fn chunks(&self, text: &[char]) -> Vec<Range<usize>> {
         let mut chunks = Vec::new();
         let mut at = 0;

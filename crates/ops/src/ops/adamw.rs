@@ -1,6 +1,7 @@
-//! AdamW (arXiv 1711.05101), fused: one pass over parameter, gradient and both moments, in f32 and in torch's order of
-//! operations. The clip coefficient is folded into the read of the gradient. Parameters that are kept in bf16 alone are
-//! rounded by [`StochasticRounding`]; gradients may be bf16.
+//! AdamW (arXiv 1711.05101), fused: one pass over parameter, gradient and both moments, in f32 and
+//! in torch's order of operations. The clip coefficient is applied while the gradient is read.
+//! Parameters stored in bf16 without an f32 master are rounded by [`StochasticRounding`]; gradients
+//! may be bf16.
 
 pub(super) mod cases;
 pub(super) mod cuda;
@@ -19,14 +20,14 @@ use crate::runtime::copy::{copy_into, to_device};
 use crate::runtime::cpu_tensor::{FloatElement, read, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// One update's constants.
+/// The constants of one update.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWStep {
     /// Learning rate of this update.
     pub learning_rate: f64,
-    /// Decay of the first and second moment.
+    /// Decay rates of the first and second moment.
     pub betas: [f64; 2],
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
@@ -36,25 +37,26 @@ pub struct AdamWStep {
     pub grad_scale: f64,
 }
 
-/// A run of parameters to update.
+/// A contiguous range of parameters to update.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWPiece<'a, M> {
     /// The parameters, f32 or bf16.
     pub param: &'a TensorMut,
-    /// Where they are computed with in bf16: what becomes of `param` is rounded to it.
+    /// The bf16 copy used in forward and backward, if any: receives the rounded `param`.
     pub value: Option<&'a TensorMut>,
-    /// How a `param` in bf16 is rounded.
+    /// The rounding of a `param` in bf16.
     pub rounding: StochasticRounding,
     /// Their gradients, f32 or bf16.
     pub grad: &'a Tensor,
-    /// The mean of gradients, and of their squares.
+    /// Moving averages of the gradients and of their squares.
     pub moments: [&'a M; 2],
-    /// The constants of its update.
+    /// The constants of the update.
     pub step: AdamWStep,
 }
 
 impl<M> AdamWPiece<'_, M> {
-    /// Lets `update` work on a copy of the piece's parameters and gradients on the host.
+    /// Runs `update` on host copies of the parameters and gradients, then copies the parameters
+    /// back.
     pub(super) fn on_host(&self, update: impl FnOnce(&TensorMut, &Tensor) -> Result<()>) -> Result<()> {
         let (param, grad) = (to_device(self.param, &Device::Cpu)?, to_device(self.grad, &Device::Cpu)?);
         let param = TensorMut::new(param);
@@ -63,13 +65,13 @@ impl<M> AdamWPiece<'_, M> {
         self.round()
     }
 
-    /// Brings `value` in line with `param`.
+    /// Rounds `param` into `value`.
     pub(super) fn round(&self) -> Result<()> {
         self.value.map_or(Ok(()), |value| copy_into(value, self.param))
     }
 }
 
-/// The constants of the loop.
+/// The constants of the loop, in f32.
 #[derive(Clone, Copy)]
 pub(super) struct Rates {
     decay: f32,
@@ -100,11 +102,12 @@ impl AdamWStep {
 /// Elements per task.
 const CHUNK: usize = 1 << 15;
 
-/// Updates the parameters of all pieces and their moments in place. What a piece holds is contiguous `[elements]`, the
-/// moments f32, on one device, the same for all pieces, and shares no storage; `value` is bf16. On a GPU it is one launch.
+/// Updates the parameters of all pieces and their moments in place. The tensors of a piece are
+/// contiguous `[elements]`, on the one device of all pieces, and share no storage. Moments are f32,
+/// `value` is bf16. On a GPU this is one launch.
 ///
 /// # Errors
-/// When a tensor is not contiguous or of another type, or an operation of the device fails.
+/// Fails if a tensor is not contiguous or of another type, or an operation of the device fails.
 pub fn adamw(pieces: &[AdamWPiece<'_, TensorMut>]) -> Result<()> {
     let _span = span(|| update_info("adamw", pieces, 16));
     let Some(first) = pieces.first() else { return Ok(()) };
@@ -114,8 +117,8 @@ pub fn adamw(pieces: &[AdamWPiece<'_, TensorMut>]) -> Result<()> {
     pieces.iter().try_for_each(update_piece)
 }
 
-/// An update as a trace shows it: the parameters, and the bytes of all that is read and written, `moments` for each one's
-/// moments.
+/// Returns the trace info of an update: the number of parameters, and the bytes read and written,
+/// with `moments` bytes per parameter for its moments.
 pub(super) fn update_info<M>(name: &'static str, pieces: &[AdamWPiece<'_, M>], moments: usize) -> SpanInfo {
     let count: usize = pieces.iter().map(|piece| piece.param.elem_count()).sum();
     let info = SpanInfo::op(name).dims(&[count]).bytes(count * moments);
@@ -169,7 +172,8 @@ fn update_runs<P: Parameter, G: FloatElement>(
 ) {
     for start in (0..p.len()).step_by(RUN) {
         let (here, next) = (start..p.len().min(start + RUN), start + RUN..p.len().min(start + 2 * RUN));
-        // The arithmetic of a run, random bits before all, takes as long as the memory needs for the next one.
+        // The arithmetic of a run, including its random bits, takes as long as loading the next
+        // run.
         prefetch_all(m.get(next.clone()));
         prefetch_all(v.get(next.clone()));
         prefetch_all(p.get(next.clone()));
@@ -185,9 +189,9 @@ fn prefetch_all<T>(values: Option<&[T]>) {
     }
 }
 
-/// A type that parameters are kept in.
+/// A storage type of parameters.
 pub(super) trait Parameter: FloatElement {
-    /// Updates a run of at most [`RUN`] values with its moments.
+    /// Updates at most [`RUN`] values and their moments.
     fn update<G: FloatElement>(
         p: &mut [Self],
         m: &mut [f32],
@@ -222,7 +226,7 @@ impl Parameter for bf16 {
 }
 
 impl Rates {
-    /// What becomes of a parameter, and of its moments.
+    /// Returns the updated parameter, and updates its moments.
     #[inline(always)]
     fn update(&self, p: f32, m: &mut f32, v: &mut f32, g: f32) -> f32 {
         let g = g * self.grad_scale;

@@ -1,6 +1,7 @@
-//! AdamW with both moments in 8 bits (arXiv 2110.02861): codes of bitsandbytes' dynamic maps in blocks of
-//! [`STATE_BLOCK`], one f32 scale a block. A block is widened, updated and rounded again in one visit; the parameter
-//! is updated from the widened moments, as in bitsandbytes' AdamW8bit.
+//! AdamW with both moments in 8 bits (arXiv 2110.02861): codes of bitsandbytes' dynamic maps in
+//! blocks of [`STATE_BLOCK`], with one f32 scale per block. One visit dequantizes, updates and
+//! quantizes a block; the parameter is updated from the dequantized moments, as in bitsandbytes'
+//! AdamW8bit.
 
 pub(super) mod cases;
 mod cuda;
@@ -18,10 +19,10 @@ use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, read, update, with_elem};
 use crate::runtime::trace::span;
 
-/// Values that share a scale.
+/// Number of values that share a scale.
 pub const STATE_BLOCK: usize = 256;
 
-/// One tensor of an optimizer's state in 8 bits, of a run of parameters.
+/// One 8-bit moment of a range of parameters.
 #[derive(Debug, Clone)]
 pub struct Int8State {
     /// u8, one per parameter.
@@ -31,10 +32,10 @@ pub struct Int8State {
 }
 
 impl Int8State {
-    /// Zeros for `len` parameters.
+    /// Returns the state of `len` parameters, filled with zeros.
     ///
     /// # Errors
-    /// When the device has not enough memory.
+    /// Fails if the device has not enough memory.
     pub fn zeros(len: usize, device: &Device) -> Result<Self> {
         let zeros = |len, dtype| TensorMut::zeros(len, dtype, device);
         Ok(Int8State {
@@ -43,13 +44,13 @@ impl Int8State {
         })
     }
 
-    /// A copy on the host.
+    /// Returns a copy on the host.
     fn to_host(&self) -> Result<Self> {
         let copy = |tensor: &TensorMut| -> Result<_> { Ok(TensorMut::new(to_device(tensor, &Device::Cpu)?)) };
         Ok(Int8State { codes: copy(&self.codes)?, absmax: copy(&self.absmax)? })
     }
 
-    /// Takes the values of `from` over.
+    /// Copies the values of `from` into this state.
     fn store_from(&self, from: &Self) -> Result<()> {
         for (here, from) in [(&self.codes, &from.codes), (&self.absmax, &from.absmax)] {
             here.slice_set(&to_device(from, here.device())?, 0, 0)?;
@@ -58,11 +59,13 @@ impl Int8State {
     }
 }
 
-/// Updates the parameters of all pieces and their moments in place. Parameters and gradients of a piece are contiguous
-/// and of one shape; all is on one device. On a GPU it is one launch; one without kernels has it done on the host.
+/// Updates the parameters of all pieces and their moments in place. Parameters and gradients of a
+/// piece are contiguous and of one shape, and all tensors are on one device. On a GPU this is one
+/// launch; a device without kernels updates on the host.
 ///
 /// # Errors
-/// When a parameter or gradient is not contiguous f32 or bf16, or a copy to or from the device fails.
+/// Fails if a parameter or gradient is not contiguous f32 or bf16, or a copy to or from the device
+/// fails.
 pub fn adamw_int8(pieces: &[AdamWPiece<'_, Int8State>]) -> Result<()> {
     let _span = span(|| update_info("adamw_int8", pieces, 4));
     let Some(first) = pieces.first() else { return Ok(()) };

@@ -1,13 +1,14 @@
-//! A case of an op: one variant of it, as the engine would run it, beside what it should give.
+//! A case of an op: one variant of it, compared with its reference.
 //!
-//! A case runs an op as the engine would (its form for the device, in f32 or bf16) and its reference (candle's
-//! primitives on the CPU, in f32) on the same rounded inputs. The error of a result is its largest deviation over the
-//! largest value of the reference, in f64. Every op lists its own cases in a file `cases.rs` of its own;
-//! [`super::selftest`] runs them all.
+//! A case runs an op as the engine would (its form for the device, in f32 or bf16) and its
+//! reference (candle's primitives on the CPU, in f32) on the same rounded inputs. The error of a
+//! result is its largest deviation over the largest value of the reference, in f64. Every op lists
+//! its cases in its own file `cases.rs`; [`super::selftest`] runs them all.
 //!
-//! Tolerances follow FlashAttention's rule: in bf16 twice (forward) or three times (backward) what a plain bf16
-//! implementation loses, which is at least the one rounding of its result; in f32 what differs between two orders of
-//! summation. That the references are right is for the tests: candle's autograd and finite differences.
+//! Tolerances follow FlashAttention's rule. In bf16 they are twice (forward) or three times
+//! (backward) the error of a plain bf16 implementation, which is at least the one rounding of its
+//! result. In f32 they cover the difference between two orders of summation. Tests check the
+//! references themselves with candle's autograd and finite differences.
 
 use std::time::Instant;
 
@@ -17,31 +18,32 @@ use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
-/// Half the distance between neighbouring bf16 numbers, relative: the most that one rounding loses.
+/// Half the distance between neighbouring bf16 numbers, relative: the maximum error of one
+/// rounding.
 const BF16_ROUNDING: f64 = 1.0 / 256.0;
 
-/// What one case came to in one dtype.
+/// The outcome of one case in one dtype.
 #[derive(Debug, Clone)]
 pub struct CaseOutcome {
     /// The function in `ops`.
     pub op: &'static str,
-    /// Which variant, shape or option of it.
+    /// The variant, shape or option.
     pub what: String,
     /// The dtype of the activations.
     pub dtype: DType,
-    /// The largest deviation over the largest value of the reference; infinite for NaN or a refusal.
+    /// The largest deviation over the largest value of the reference; infinite for NaN or an error.
     pub error: f64,
-    /// The most that `error` may be.
+    /// The maximum permitted `error`.
     pub tolerance: f64,
-    /// Whether it is.
+    /// True if `error` is within `tolerance`.
     pub passed: bool,
-    /// Why there is nothing to compare, when the op or its reference refused.
+    /// The error of the op or its reference, if either failed.
     pub fault: Option<Error>,
-    /// Seconds for both.
+    /// Seconds that op and reference took together.
     pub secs: f64,
 }
 
-/// The most an error may be in each dtype; none where a case says nothing new in that dtype.
+/// The maximum error in each dtype; none if the case is redundant in that dtype.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tolerance {
     f32: Option<f64>,
@@ -49,19 +51,19 @@ pub(super) struct Tolerance {
 }
 
 impl Tolerance {
-    /// A result that is rounded once and summed over nothing.
+    /// Tolerance of a result that is rounded once and involves no sum.
     pub(super) const ROUNDED: Self = Tolerance { f32: Some(1e-6), bf16: Some(1.01 * BF16_ROUNDING) };
-    /// A result that is summed over something.
+    /// Tolerance of a result that involves a sum.
     pub(super) const FORWARD: Self = Tolerance { f32: Some(4e-6), bf16: Some(2.0 * BF16_ROUNDING) };
-    /// A gradient, summed over something.
+    /// Tolerance of a gradient that involves a sum.
     pub(super) const BACKWARD: Self = Tolerance { f32: Some(1e-5), bf16: Some(3.0 * BF16_ROUNDING) };
 
-    /// For what exists in f32 alone.
+    /// Returns the tolerance of a case that exists only in f32.
     pub(super) fn only_f32(self) -> Self {
         Tolerance { bf16: None, ..self }
     }
 
-    /// For mixtures of dtypes, which in f32 are no mixtures.
+    /// Returns the tolerance of a case that mixes dtypes, which f32 activations would not.
     pub(super) fn only_bf16(self) -> Self {
         Tolerance { f32: None, ..self }
     }
@@ -72,23 +74,23 @@ impl Tolerance {
     }
 }
 
-/// What a case computes, beside what it should be.
+/// Runs a case and returns its results with the expected ones.
 pub(super) type Compare = Box<dyn Fn(&CaseRunner<'_>) -> Result<Vec<TensorPair>>>;
 
 /// One op in one variant.
 pub(super) struct OpCase {
     /// The function in `ops`.
     pub(super) op: &'static str,
-    /// Which variant, shape or option of it.
+    /// The variant, shape or option.
     pub(super) what: String,
-    /// The most that its errors may be.
+    /// The maximum permitted error.
     pub(super) tolerance: Tolerance,
     /// Runs the op and its reference.
     pub(super) compare: Compare,
 }
 
 impl OpCase {
-    /// The variant `what` of the function `op`, which `compare` runs beside its reference.
+    /// Returns the variant `what` of the function `op`; `compare` runs it and its reference.
     pub(super) fn new(
         op: &'static str,
         what: impl Into<String>,
@@ -98,12 +100,13 @@ impl OpCase {
         OpCase { op, what: what.into(), tolerance, compare: Box::new(compare) }
     }
 
-    /// What it comes to on `device`, in one dtype after another.
+    /// Runs the case on `device`, in one dtype after another.
     pub(super) fn outcomes(self, device: &Device) -> impl Iterator<Item = CaseOutcome> {
         self.outcomes_from(device, 0)
     }
 
-    /// As [`Self::outcomes`], with inputs that begin `first` values behind the start of their memory.
+    /// Runs the case like [`Self::outcomes`], with inputs that begin `first` values after the start
+    /// of their memory.
     pub(super) fn outcomes_from(self, device: &Device, first: usize) -> impl Iterator<Item = CaseOutcome> {
         let dtypes = self.tolerance.dtypes();
         let runner = move |dtype| CaseRunner { device, dtype, first };
@@ -130,21 +133,21 @@ impl OpCase {
     }
 }
 
-/// Where a case runs; makes its inputs.
+/// The device and dtype of a case; creates its inputs.
 pub(super) struct CaseRunner<'a> {
     pub(super) device: &'a Device,
     pub(super) dtype: DType,
-    /// What stands before the values of a tensor in its memory, in values.
+    /// Number of values before those of a tensor in its memory.
     pub(super) first: usize,
 }
 
 impl CaseRunner<'_> {
-    /// Standard normal values in the dtype of the activations; `name` alone decides them.
+    /// Returns standard normal values in the dtype of the activations; only `name` determines them.
     pub(super) fn normal(&self, name: &str, shape: impl Into<Shape>) -> Result<OpPair> {
         self.normal_as(self.dtype, name, shape)
     }
 
-    /// The same in f32, as gradients and adapters are.
+    /// Returns the same in f32, the dtype of gradients and adapters.
     pub(super) fn normal_f32(&self, name: &str, shape: impl Into<Shape>) -> Result<OpPair> {
         self.normal_as(DType::F32, name, shape)
     }
@@ -157,13 +160,13 @@ impl CaseRunner<'_> {
 
     pub(super) fn twin(&self, dtype: DType, values: Vec<f32>, shape: impl Into<Shape>) -> Result<OpPair> {
         let rounded = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?;
-        // A copy: ops write in place.
+        // A copy, since ops write in place.
         let plain = rounded.to_dtype(DType::F32)?.copy()?;
         let here = self.behind(&rounded)?.to_device(self.device)?;
         Ok(OpPair { here: TensorMut::new(here), plain: TensorMut::new(plain) })
     }
 
-    /// The same values in memory that begins with `first` others, which are no numbers.
+    /// Returns the same values in memory that begins with `first` NaNs.
     fn behind(&self, values: &Tensor) -> Result<Tensor> {
         if self.first == 0 {
             return Ok(values.clone());
@@ -176,27 +179,27 @@ impl CaseRunner<'_> {
 
 /// The same values twice, for an op and for its reference.
 pub(super) struct OpPair {
-    /// On the case's device, in its dtype.
+    /// The values on the case's device, in its dtype.
     pub(super) here: TensorMut,
-    /// On the CPU, in f32.
+    /// The values on the CPU, in f32.
     pub(super) plain: TensorMut,
 }
 
 impl OpPair {
-    /// Times `factor`, still the same values.
+    /// Multiplies both by `factor`; they stay equal.
     pub(super) fn scaled(self, factor: f64) -> Result<Self> {
         let here = TensorMut::new((&*self.here * factor)?);
         let plain = TensorMut::new(here.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.copy()?);
         Ok(OpPair { here, plain })
     }
 
-    /// To be compared, after both were written to.
+    /// Returns both for comparison, after op and reference wrote to them.
     pub(super) fn pair(self) -> TensorPair {
         TensorPair { got: self.here.into_tensor(), want: self.plain.into_tensor() }
     }
 }
 
-/// A result and what it should be.
+/// A result and its expected value.
 pub(super) struct TensorPair {
     pub(super) got: Tensor,
     pub(super) want: Tensor,
@@ -211,7 +214,8 @@ impl TensorPair {
         Ok(TensorPair { got: Tensor::new(&[got], &Device::Cpu)?, want: Tensor::new(&[want], &Device::Cpu)? })
     }
 
-    /// The largest deviation over the largest value wanted; the deviation itself where only zeros are wanted.
+    /// Returns the largest deviation over the largest expected value, or the deviation itself if
+    /// only zeros are expected.
     pub(super) fn error(&self) -> Result<f64> {
         if self.got.dims() != self.want.dims() {
             return Err(Error::internal("a result has another shape than its reference").because(format!(
@@ -223,7 +227,7 @@ impl TensorPair {
         let (got, want) = (in_f64(&self.got)?, in_f64(&self.want)?);
         let largest = want.iter().fold(0f64, |largest, x| largest.max(x.abs()));
         let deviations = got.iter().zip(&want).map(|(got, want)| (got - want).abs());
-        // Not `f64::max`, which drops a NaN.
+        // `f64::max` would drop a NaN.
         let error = deviations.fold(0f64, |error, x| if x > error || x.is_nan() { x } else { error });
         Ok(match () {
             () if !error.is_finite() => f64::INFINITY,

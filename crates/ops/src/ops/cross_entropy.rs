@@ -1,12 +1,14 @@
-//! The output layer and its loss in one: `loss = Σ −log softmax(x · Wᵀ)[target]`, without ever holding all logits.
+//! The fused output layer and loss: `loss = Σ −log softmax(x · Wᵀ)[target]`, without storing all
+//! logits at once.
 //!
 //! With a coefficient per row the loss is `Σ cᵢ · −log softmax(xᵢ · Wᵀ)[targetᵢ]`.
 //!
-//! Only rows that have a target are multiplied. On a GPU they are taken in chunks of [`GPU_CHUNK_ROWS`], and a chunk's logits turn
-//! into their own gradient in place before the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). On the CPU
-//! the vocabulary is taken in parts: once under a layer that is frozen and has no soft-cap ([`vocabulary_parts`]), else twice for each
-//! chunk of rows ([`row_chunks`]). Logits and sums are f32 whatever the weights are; what
-//! two passes keep of logits has the type of the rows.
+//! Only rows that have a target are multiplied. A GPU processes chunks of [`GPU_CHUNK_ROWS`] rows,
+//! and turns a chunk's logits into their own gradient in place before the next chunk (as in Liger
+//! and Cut Cross Entropy, arXiv 2411.09009). The CPU processes the vocabulary in parts: once if the
+//! layer is frozen and has no soft-cap ([`vocabulary_parts`]), else twice for each chunk of rows
+//! ([`row_chunks`]). Logits and sums are f32 for all weight dtypes; the values that two passes
+//! store of logits have the dtype of the rows.
 
 pub(super) mod cases;
 mod cuda;
@@ -29,80 +31,82 @@ use crate::runtime::trace::{SpanInfo, span};
 
 pub use finetune_core::IGNORE;
 
-/// Rows whose logits are alive at once on a GPU, which fewer rows would not fill.
+/// Rows whose logits are alive at once on a GPU; fewer rows would not fill it.
 const GPU_CHUNK_ROWS: usize = 1024;
 
-/// Bytes of the f32 logits of a micro-batch of `rows` rows that are alive at once on a GPU.
+/// Returns the bytes of f32 logits alive at once on a GPU for a micro-batch of `rows` rows.
 pub fn logits_bytes(vocab: usize, rows: usize) -> usize {
     size_of::<f32>() * vocab * GPU_CHUNK_ROWS.min(rows)
 }
 
-/// Bytes that the loss of `rows` rows of `width` values holds at once on the CPU under an output layer that is frozen and has no soft-cap.
+/// Returns the peak bytes of the CPU loss of `rows` rows of `width` values under a frozen output
+/// layer without soft-cap.
 pub fn frozen_loss_bytes(vocab: usize, width: usize, rows: usize) -> usize {
     vocabulary_parts::held_bytes(vocab, width, rows)
 }
 
-/// As [`frozen_loss_bytes`] where a parameter of the layer trains or its logits have a soft-cap, for rows of type `dtype`.
+/// Returns the same as [`frozen_loss_bytes`] for a layer with a trained parameter or a soft-cap,
+/// and rows of type `dtype`.
 pub fn chunked_loss_bytes(vocab: usize, width: usize, rows: usize, dtype: DType, has_softcap: bool) -> usize {
     row_chunks::held_bytes(vocab, width, rows, dtype, has_softcap)
 }
 
 thread_local! {
-    /// The logits of the last loss on this thread, or their gradients in f32: the allocator gives pieces this large back to the system, and fresh
-    /// ones cost a page fault every 4 KiB.
+    /// The logits of the last loss on this thread, or their gradients in f32. The allocator returns
+    /// buffers of this size to the system, and fresh ones cost a page fault every 4 KiB.
     static LAST_LOGITS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// What each row of a loss has to predict, and how much it counts.
+/// The target and the weight of each row of a loss.
 #[derive(Debug, Clone, Copy)]
 pub struct LossTargets<'a> {
     /// The target of each row, `[N]`, or [`IGNORE`].
     pub ids: &'a [u32],
-    /// The factor on the loss and on the gradient of each row, `[N]`; none: all count once.
+    /// The factor on the loss and on the gradient of each row, `[N]`; none means 1.
     pub coefficients: Option<&'a [f32]>,
 }
 
 impl<'a> LossTargets<'a> {
-    /// Targets that all count once: the id of each row, `[N]`, or [`IGNORE`].
+    /// Returns targets with weight 1: the id of each row, `[N]`, or [`IGNORE`].
     pub fn unweighted(ids: &'a [u32]) -> Self {
         LossTargets { ids, coefficients: None }
     }
 
-    /// There is a coefficient for each row.
+    /// Checks that the coefficients, if any, match the rows in number.
     fn check(self) -> Result<()> {
         match self.coefficients {
             Some(coefficients) if coefficients.len() != self.ids.len() => {
                 let found = format!("{} for {} rows", coefficients.len(), self.ids.len());
-                Err(Error::internal("a loss needs a coefficient for each row").because(found))
+                Err(Error::internal("a loss requires a coefficient for each row").because(found))
             }
             _ => Ok(()),
         }
     }
 
-    /// The gradient's factor of row `n`.
+    /// Returns the gradient's factor of row `n`.
     fn scale(self, n: usize, scale: f64) -> f32 {
         self.coefficients.map_or(scale, |coefficients| f64::from(coefficients[n]) * scale) as f32
     }
 
-    /// The gradient of the logits of `rows`, `[rows, V]`, each row times its coefficient.
+    /// Multiplies each row of `d`, the gradient of the logits `[rows, V]`, by its coefficient.
     fn weighted_gradient(self, d: Tensor, rows: &[usize]) -> Result<Tensor> {
         let Some(coefficients) = self.coefficients_of(rows) else { return Ok(d) };
         Ok(d.broadcast_mul(&Tensor::from_vec(coefficients, (rows.len(), 1), d.device())?)?)
     }
 
-    /// The coefficients of `rows`; none: all count once.
+    /// Returns the coefficients of `rows`; none means 1.
     fn coefficients_of(self, rows: &[usize]) -> Option<Vec<f32>> {
         self.coefficients.map(|coefficients| rows.iter().map(|&n| coefficients[n]).collect())
     }
 
-    /// The loss of row `n` as it counts in the sum.
+    /// Returns the loss of row `n` times its coefficient.
     fn weighted(self, n: usize, loss: f32) -> f64 {
         let loss = f64::from(loss);
         self.coefficients.map_or(loss, |coefficients| f64::from(coefficients[n]) * loss)
     }
 }
 
-/// What the loss of a micro-batch is divided by, and what happens to logits.
+/// The scale of the loss gradients, and the soft-cap of the logits.
 #[derive(Debug, Clone, Copy)]
 pub struct LossKind {
     /// Gradients are those of `loss_sum · scale` (one over the step's number of targets).
@@ -111,12 +115,12 @@ pub struct LossKind {
     pub softcap: Option<f64>,
 }
 
-/// How well one row was predicted.
+/// The prediction result of one row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenScore {
     /// The loss of the row, −log p(target).
     pub loss: f32,
-    /// The target has the largest logit (the lowest id wins a tie).
+    /// True if the target has the largest logit (the lowest id wins a tie).
     pub correct: bool,
 }
 
@@ -125,7 +129,7 @@ pub struct TokenScore {
 pub struct Output<'a> {
     /// The matrix W, `[V, D]`.
     pub weight: &'a Tensor,
-    /// What an adapter adds.
+    /// The adapter's addition, if any.
     pub delta: Option<Delta<'a>>,
 }
 
@@ -140,40 +144,41 @@ pub struct Delta<'a> {
     pub scale: f64,
 }
 
-/// Where the gradients of the output layer's parameters are added, f32; none for frozen ones.
+/// Destinations to which the gradients of the output layer's parameters are added, f32; none for
+/// frozen parameters.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OutputGrads<'a> {
-    /// Of the weight, `[V, D]`.
+    /// The gradient of the weight, `[V, D]`.
     pub weight: Option<&'a TensorMut>,
-    /// Of single rows of the weight: their ids and `[ids, D]`.
+    /// The gradient of single rows of the weight: their ids and `[ids, D]`.
     pub rows: Option<(&'a [u32], &'a TensorMut)>,
-    /// Of the adapter's B, `[V, r]`.
+    /// The gradient of the adapter's B, `[V, r]`.
     pub b: Option<&'a TensorMut>,
 }
 
 impl OutputGrads<'_> {
-    /// The output layer is frozen.
+    /// Returns true if the output layer is frozen.
     fn are_none(&self) -> bool {
         self.weight.is_none() && self.rows.is_none() && self.b.is_none()
     }
 }
 
-/// A micro-batch's loss and what flows back from it.
+/// The loss of a micro-batch, and the gradients of its inputs.
 #[derive(Debug)]
 pub struct LossAndGrad {
     /// The sum of the losses of all rows with a target, each times its coefficient.
     pub loss: LossSum,
     /// The gradient of `x` for `scale` times that sum.
     pub dx: Tensor,
-    /// That of the adapter's `u`, f32.
+    /// The gradient of the adapter's `u`, f32.
     pub du: Option<Tensor>,
 }
 
-/// The loss of `x: [N, D]` under `output`, and the gradient of `x`, `[N, D]` in the dtype of `x`; adds the gradients of the
-/// output layer's parameters, f32, to `grads`.
+/// Returns the loss of `x: [N, D]` under `output`, and the gradient of `x`, `[N, D]` in the dtype
+/// of `x`. Adds the gradients of the output layer's parameters, f32, to `grads`.
 ///
 /// # Errors
-/// There are coefficients, but not one for each row; a tensor operation failed.
+/// Fails if the number of coefficients differs from that of the rows, or a tensor operation fails.
 pub fn linear_cross_entropy(
     x: &Tensor,
     output: Output<'_>,
@@ -195,8 +200,8 @@ pub fn linear_cross_entropy(
     on_cpu(x, output, targets, kind, grads)
 }
 
-/// As a trace shows it: the rows that count, the width and the vocabulary; `products` floating-point operations for each
-/// weight and row.
+/// Returns the trace info: the number of rows with a target, the width and the vocabulary, with
+/// `products` floating-point operations per weight and row.
 fn loss_info(
     name: &'static str,
     x: &Tensor,
@@ -225,11 +230,12 @@ fn on_cpu(
     row_chunks::loss(x, output, targets, kind, grads)
 }
 
-/// Loss and hit of the rows of `x: [N, D]` that have one of the N `targets`, in order; `x` and the weight are f32 or bf16,
-/// the logits f32.
+/// Returns the score of each row of `x: [N, D]` that has one of the N `targets`, in order. `x` and
+/// the weight are f32 or bf16, the logits f32.
 ///
 /// # Errors
-/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if a tensor is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn score_targets(
     x: &Tensor,
     output: Output<'_>,
@@ -262,10 +268,11 @@ pub fn score_targets(
     Ok(scores)
 }
 
-/// The logits of `x: [N, D]` with the soft-cap: `[N, V]` f32.
+/// Returns the logits of `x: [N, D]` after the soft-cap: `[N, V]` f32.
 ///
 /// # Errors
-/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if a tensor is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn logits(x: &Tensor, output: Output<'_>, softcap: Option<f64>) -> Result<Tensor> {
     let ((rows, _), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
     let out = super::empty(rows, vocab, DType::F32, x.device())?;
@@ -304,7 +311,7 @@ fn counted(targets: &[u32]) -> Vec<usize> {
     (0..targets.len()).filter(|&n| targets[n] != IGNORE).collect()
 }
 
-/// Puts the rows of `from` to their places in `to`.
+/// Copies the rows of `from` to the rows of `to` with these numbers.
 fn scatter<T: FloatElement>(to: &mut [T], from: &[T], rows: &[usize], width: usize) {
     for (row, &n) in from.chunks_exact(width).zip(rows) {
         to[n * width..(n + 1) * width].copy_from_slice(row);
@@ -380,7 +387,8 @@ pub(crate) fn reference(
     Ok(LossAndGrad { loss, dx: dx.to_dtype(x.dtype())?, du })
 }
 
-/// The logits' gradient of one chunk, and its rows' losses; both f32. candle's own cross-entropy gives the mean alone.
+/// Returns the gradient of one chunk's logits, and its rows' losses, both f32. candle's own
+/// cross-entropy gives only the mean.
 fn reference_chunk(
     x: &Tensor,
     output: Output<'_>,

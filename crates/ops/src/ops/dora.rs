@@ -1,5 +1,6 @@
-//! What DoRA adds to a linear layer (arXiv 2402.09353): `y = m / ‖W + s·B·A‖ ⊙ (W x + s·B·A x)`, the norm over each
-//! row of the weight. As in PEFT the norm counts as a constant in backward (section 4.3 of the paper).
+//! DoRA of a linear layer (arXiv 2402.09353): `y = m / ‖W + s·B·A‖ ⊙ (W x + s·B·A x)`, with the
+//! norm over each row of the weight. As in PEFT the backward treats the norm as a constant (section
+//! 4.3 of the paper).
 
 pub(super) mod cases;
 mod cuda;
@@ -20,10 +21,11 @@ use crate::runtime::trace::{SpanInfo, span};
 /// Rows of the weight whose update `s·B·A` is in memory at once, per thread.
 const ROWS: usize = 32;
 
-/// `‖W + scale · B·A‖` of each row: `[out]` f32. `a: [r, in]`, `b: [out, r]`, both f32.
+/// Returns `‖W + scale · B · A‖` of each row: `[out]` f32. `a: [r, in]`, `b: [out, r]`, both f32.
 ///
 /// # Errors
-/// When `a` is no contiguous f32 matrix, the weight's dtype is not known, or an operation of the device fails.
+/// Fails if `a` is not a contiguous f32 matrix, the weight's dtype is unknown, or an operation of
+/// the device fails.
 pub fn weight_norm(weight: Weight<'_>, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("dora_weight_norm").dims(a.dims()));
     if let Some(driver) = gpu::driver_of(a)
@@ -86,10 +88,11 @@ pub(crate) fn weight_norm_reference(
     Ok((dense + (b.matmul(a)? * scale)?)?.sqr()?.sum(1)?.sqrt()?)
 }
 
-/// `dst[n, j] = [dst +] factors[j] · x[n, j]`; `x: [N, len]`, `factors: [len]` f32.
+/// Computes `dst[n, j] = [dst +] factors[j] · x[n, j]`; `x: [N, len]`, `factors: [len]` f32.
 ///
 /// # Errors
-/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if a tensor is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn scale_columns(
     dst: ColumnViewMut<'_>,
     x: ColumnView<'_>,
@@ -139,11 +142,11 @@ pub(crate) fn scale_columns_reference(
     Ok(())
 }
 
-/// `grad[j] += Σ rows dy[n, j] · x[n, j] / norm[j]`: the gradient of DoRA's magnitudes. `x: [N, len]` is what they
-/// scale; `grad` and `norm` are `[len]` f32.
+/// Computes `grad[j] += Σ rows dy[n, j] · x[n, j] / norm[j]`: the gradient of DoRA's magnitudes.
+/// `x: [N, len]` is the tensor that they scale; `grad` and `norm` are `[len]` f32.
 ///
 /// # Errors
-/// When a tensor is not contiguous or of another dtype, or an operation of the device fails.
+/// Fails if a tensor is not contiguous or of another dtype, or an operation of the device fails.
 pub fn magnitude_backward(grad: &TensorMut, dy: ColumnView<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
     let _span = span(|| SpanInfo::op("dora_magnitude_backward").dims(x.dims()).moves(&[x]));
     if let Some(driver) = gpu::driver_of(grad)

@@ -1,5 +1,6 @@
-//! Dropout whose mask is a function of (stream, token, column): recompute, resume and any split of a batch replay it
-//! without anything saved. `y = x · keep / (1 − p)`; the backward is the same operation on the gradient.
+//! Dropout with a mask computed from (stream, token, column): recomputation, resume and any split
+//! of a batch reproduce it without a stored mask. `y = x · keep / (1 − p)`; the backward is the
+//! same operation on the gradient.
 
 pub(super) mod cases;
 mod cuda;
@@ -19,16 +20,18 @@ use crate::runtime::trace::{SpanInfo, span};
 pub struct Dropout {
     /// Probability that a value is zeroed, in [0, 1).
     pub p: f32,
-    /// Names (seed, step, layer, site).
+    /// Random stream, named by (seed, step, layer, site).
     pub stream: RngStream,
-    /// Index in the step's global batch of the first row's token.
+    /// Index of the first row's token in the step's global batch.
     pub first_token: u64,
 }
 
-/// Zeroes elements of `x: [N, D]` by the mask of `site` and scales the others up; `[N, D]` in the same dtype.
+/// Zeroes elements of `x: [N, D]` by the mask of `site` and scales the others up: returns `[N, D]`
+/// in the same dtype.
 ///
 /// # Errors
-/// When `x` is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if `x` is not a contiguous matrix of floating-point values, or an operation of the device
+/// fails.
 pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("dropout").dims(x.dims()).moves(&[x, x]));
     if let Some(driver) = gpu::driver_of(x)

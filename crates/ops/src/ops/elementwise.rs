@@ -1,4 +1,4 @@
-//! Reductions and small elementwise work over whole tensors: norms, finiteness, adding, casting into place.
+//! Reductions and elementwise operations over whole tensors: norms, addition, casts in place.
 
 pub(super) mod cases;
 mod cuda;
@@ -15,7 +15,8 @@ use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
+/// Elements per partial sum; partials are added in order, so the result does not depend on the
+/// number of threads.
 const CHUNK: usize = 1 << 14;
 
 /// Sums that a GPU may not have computed yet.
@@ -30,10 +31,10 @@ enum PendingSums {
 }
 
 impl SquareSums {
-    /// The sums, in the order of the tensors; waits for the device.
+    /// Returns the sums, in the order of the tensors; waits for the device.
     ///
     /// # Errors
-    /// An operation of the device failed.
+    /// Fails if an operation of the device failed.
     pub fn read(self) -> Result<Vec<f64>> {
         match self.0 {
             PendingSums::Known(sums) => Ok(sums),
@@ -42,11 +43,12 @@ impl SquareSums {
     }
 }
 
-/// Σ x² in f64, `[tensors]`, of contiguous f32 or bf16 tensors of any shapes, computed on `device`, to which one at a
-/// time is copied that lies elsewhere. Values that are alike in both types give the same bits.
+/// Returns Σ x² in f64, `[tensors]`, of contiguous f32 or bf16 tensors of any shapes. Computes on
+/// `device`; a tensor on another device is copied, one at a time. Values that are equal in both
+/// dtypes give the same bits.
 ///
 /// # Errors
-/// When a tensor is not contiguous or of another type, or an operation of the device fails.
+/// Fails if a tensor is not contiguous or of another type, or an operation of the device fails.
 pub fn sums_of_squares(tensors: &[&Tensor], device: &Device) -> Result<SquareSums> {
     let _span = span(|| SpanInfo::op("sums_of_squares").moves(tensors));
     if let Some(driver) = gpu::driver_on(device)
@@ -61,7 +63,7 @@ pub fn sums_of_squares(tensors: &[&Tensor], device: &Device) -> Result<SquareSum
     Ok(SquareSums(PendingSums::Known(tensors.iter().map(sum).collect::<Result<_>>()?)))
 }
 
-/// Rows of partial sums in f32, then f64 on the host.
+/// Sums rows in f32, then the partial sums in f64 on the host.
 fn squares_by_rows(x: &Tensor) -> Result<f64> {
     let flat = x.flatten_all()?;
     let (len, whole) = (flat.elem_count(), flat.elem_count() / CHUNK * CHUNK);
@@ -85,7 +87,8 @@ fn squares_on_cpu(x: &Tensor) -> Result<f64> {
 }
 
 vectorized! {
-    /// Σ x² of a chunk, in sixteen sums at a time: one alone would wait for each addition.
+    /// Returns Σ x² of a chunk, in sixteen interleaved sums: a single one would wait for each
+    /// addition.
     fn squares<T: FloatElement>(x: &[T]) -> f64 {
         let mut sums = [0f64; simd::LANES];
         let (parts, rest) = x.as_chunks::<{ simd::LANES }>();
@@ -100,10 +103,10 @@ vectorized! {
     }
 }
 
-/// `a + b`, same shape and dtype; f32 inside, rounded once.
+/// Returns `a + b`, same shape and dtype; f32 inside, rounded once.
 ///
 /// # Errors
-/// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
+/// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("add").dims(a.dims()).moves(&[a, b, a]));
     if let Some(driver) = gpu::driver_of(a)
@@ -127,10 +130,10 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// `dst += x` in place, both of the same shape; the dtypes may differ.
+/// Computes `dst += x` in place, both of the same shape; the dtypes may differ.
 ///
 /// # Errors
-/// When a tensor is not contiguous, or an operation of the device fails.
+/// Fails if a tensor is not contiguous, or an operation of the device fails.
 pub fn add_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
     let _span = span(|| SpanInfo::op("add_into").dims(dst.dims()).moves(&[dst, x, dst]));
     if let Some(driver) = gpu::driver_of(dst)
@@ -162,7 +165,7 @@ mod tests {
     use super::*;
     use crate::runtime::copy::copy_into;
 
-    /// `T::round` in the body of `with_elem!` once meant `f32::round`.
+    /// In the body of `with_elem!`, `T::round` could resolve to `f32::round`.
     #[test]
     fn fractions_survive_in_f32() -> Result<()> {
         let a = TensorMut::new(Tensor::new(&[0.25f32, -1.5, 3.125], &Device::Cpu)?);

@@ -1,5 +1,5 @@
-//! Token embedding: rows of the table times a factor (Gemma's √hidden), the table's gradient, and what LoRA on it
-//! needs: columns of A by token (PEFT's `lora_embedding_A`).
+//! Token embedding: rows of the table times a factor (Gemma's √hidden), the table's gradient, and
+//! for LoRA the columns of A by token (PEFT's `lora_embedding_A`).
 
 pub(super) mod cases;
 mod cuda;
@@ -14,11 +14,12 @@ use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// Looks up rows of `table: [V, D]` and multiplies them by `factor`: `[N, D]` in `dtype`, whatever dtype the table
-/// is kept in. The N ids are below V.
+/// Looks up rows of `table: [V, D]` and multiplies them by `factor`: returns `[N, D]` in `dtype`,
+/// for any dtype of the table. The N ids are below V.
 ///
 /// # Errors
-/// When `table` is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if `table` is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<Tensor> {
     let _span = span(|| {
         let values = ids.len() * table.dims().last().copied().unwrap_or_default();
@@ -47,25 +48,27 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<T
     }))
 }
 
-/// The rows `ids` of each of two tables, `[V, D]` f32 both: `[N, D]`. The ids are brought to a GPU once.
+/// Returns the rows `ids` of each of two tables, `[V, D]` f32 both: `[N, D]`. Uploads the ids to a
+/// GPU once.
 ///
 /// # Errors
-/// When a table is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if a table is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn rows_of(tables: [&Tensor; 2], ids: &[u32]) -> Result<[Tensor; 2]> {
     if let Some(driver) = gpu::driver_of(tables[0])
         && tables.iter().all(|table| cuda::is_supported([table.dtype(), DType::F32]))
     {
         return cuda::rows_of(driver, tables, ids);
     }
-    // A factor of one leaves the bits as they are.
+    // A factor of one keeps the bits.
     let [first, second] = tables.map(|table| embed(table, ids, 1.0, DType::F32));
     Ok([first?, second?])
 }
 
-/// `a: [r, V]` f32 → `[N, r]`: the column of each token.
+/// Returns the column of each token: `a: [r, V]` f32 → `[N, r]`.
 ///
 /// # Errors
-/// When `a` is no contiguous f32 matrix, or an operation of the device fails.
+/// Fails if `a` is not a contiguous f32 matrix, or an operation of the device fails.
 pub fn columns_of(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("columns_of").dims(a.dims()));
     if let Some(driver) = gpu::driver_of(a) {
@@ -85,10 +88,11 @@ pub(crate) fn columns_of_reference(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
     Ok(a.index_select(&indices(ids, a.device())?, 1)?.t()?.contiguous()?)
 }
 
-/// `grad[j, id] += du[n, j]` for every token n but those `skip`: the gradient of `a` in [`columns_of`]; all f32.
+/// Computes `grad[j, id] += du[n, j]` for every token n except those equal to `skip`: the gradient
+/// of `a` in [`columns_of`]; all f32.
 ///
 /// # Errors
-/// When a tensor is not contiguous f32, or an operation of the device fails.
+/// Fails if a tensor is not contiguous f32, or an operation of the device fails.
 pub fn columns_of_backward(grad: &TensorMut, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
     let _span = span(|| SpanInfo::op("columns_of_backward").dims(grad.dims()));
     if let Some(driver) = gpu::driver_of(grad) {
@@ -122,16 +126,17 @@ pub(crate) fn columns_of_backward_reference(
     Ok(grad.slice_set(&sum, 0, 0)?)
 }
 
-/// The places of all tokens but those `skip`, and the tokens themselves.
+/// Returns the positions of all tokens not equal to `skip`, and the tokens themselves.
 fn without(ids: &[u32], skip: Option<u32>) -> (Vec<u32>, Vec<u32>) {
     (0u32..).zip(ids).filter(|(_, id)| Some(**id) != skip).map(|(n, id)| (n, *id)).unzip()
 }
 
-/// `grad[id] += factor · dy[n]` for every token n, in order; `grad: [V, D]` f32. Tokens `skip` add nothing, as those
-/// of `padding_idx` in torch's embedding.
+/// Computes `grad[id] += factor · dy[n]` for every token n, in order; `grad: [V, D]` f32. Tokens
+/// equal to `skip` add nothing, as with `padding_idx` in torch's embedding.
 ///
 /// # Errors
-/// When `grad` is no contiguous f32 matrix, `dy` is not contiguous, or an operation of the device fails.
+/// Fails if `grad` is not a contiguous f32 matrix, `dy` is not contiguous, or an operation of the
+/// device fails.
 pub fn embed_backward(
     grad: &TensorMut,
     ids: &[u32],

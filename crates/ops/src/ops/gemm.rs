@@ -1,8 +1,9 @@
-//! Matrix products on CPU slices: `dst = [dst +] alpha · a · b` for any strides, summed in `f32` whatever the operands are.
+//! Matrix products on CPU slices: `dst = [dst +] alpha · a · b` for any strides, with `f32` sums
+//! for all operand dtypes.
 //!
-//! Large products are packed ([`super::packed_gemm`]), small ones are the `gemm` crate's. For the crate operands that are not
-//! `f32` are widened: `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision or a quantized
-//! weight never exists in full as `f32`.
+//! Large products are packed ([`super::packed_gemm`]); small ones use the `gemm` crate. For the
+//! crate, operands that are not `f32` are widened: `a` (activations) whole, `b` (often a weight)
+//! panel by panel, so that a half-precision or quantized weight never exists in full as `f32`.
 
 use std::cell::Cell;
 
@@ -14,15 +15,17 @@ use super::packed_gemm::{self, MicroKernel};
 use crate::instruction_set::InstructionSet;
 use crate::runtime::cpu_tensor::{FloatElement, unwritten};
 
-/// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
+/// Maximum `f32` values of a widened panel of `b`: 4 MiB, which stays in the L2 and L3 caches until
+/// it is multiplied.
 const PANEL: usize = 1 << 20;
 
 thread_local! {
-    /// The panel of the last product on this thread: fresh memory would cost a page fault every 4 KiB, more than widening does.
+    /// The panel of the last product on this thread: fresh memory would cost a page fault every 4
+    /// KiB, more than the widening itself.
     static LAST_PANEL: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any types.
+/// Computes `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any types.
 pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     dst: MatViewMut<'_, D>,
     a: MatView<'_, A>,
@@ -33,7 +36,8 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     matmul_as::<D, _, _, _>(dst, a, b, alpha, threads);
 }
 
-/// As [`matmul`], with the operands of a product whose result is of type `R`: taken as bf16 where that is.
+/// Computes the same as [`matmul`] for a result of type `R`: if `R` is bf16, operands may be
+/// rounded to bf16.
 pub(crate) fn matmul_as<R: FloatElement, D: FloatElement, A: FloatElement, B: GemmMatrix>(
     dst: MatViewMut<'_, D>,
     a: MatView<'_, A>,
@@ -60,7 +64,7 @@ pub(crate) fn matmul_as<R: FloatElement, D: FloatElement, A: FloatElement, B: Ge
         }
     };
     let dense = b.dense();
-    // A destination that is not f32 has a panel of its own.
+    // A destination that is not f32 needs a panel of its own.
     let deepest = if is_f32::<D>() { k } else { k.max(m) };
     let step = if dense.is_some() && is_f32::<D>() { n } else { panel_columns(n, deepest) };
     let mut widened = if dense.is_some() { Vec::new() } else { LAST_PANEL.take() };
@@ -91,13 +95,14 @@ pub(crate) fn matmul_as<R: FloatElement, D: FloatElement, A: FloatElement, B: Ge
     }
 }
 
-/// The kernel of a packed product, where packing pays for this one.
+/// Returns the kernel of a packed product, if packing is profitable for this one.
 fn packed_kernel<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix) -> Option<MicroKernel> {
     let kernel = MicroKernel::of(InstructionSet::in_use(), packed_gemm::has_bf16::<D>(a, b));
     packed_gemm::is_profitable(kernel, a.rows(), b.cols(), a.cols()).then_some(kernel)
 }
 
-/// `dst = [dst +] a · b + term`: in one pass over `dst` where the product is packed, else in two.
+/// Computes `dst = [dst +] a · b + term`: in one pass over `dst` if the product is packed, else in
+/// two.
 pub(crate) fn matmul_plus<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     dst: MatViewMut<'_, D>,
     a: MatView<'_, A>,
@@ -124,15 +129,15 @@ pub(crate) fn matmul_plus<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     matmul(MatViewMut { data, stride, accumulate: true }, term.u, term.factor, 1.0, threads);
 }
 
-/// The columns of one panel of `n`, each at most `deepest` elements deep. Panels of one width: a narrow last one would
-/// be slow.
+/// Returns the columns of one panel of `n`, each at most `deepest` elements deep. All panels have
+/// the same width, since a narrow last one would be slow.
 fn panel_columns(n: usize, deepest: usize) -> usize {
     let most = PANEL / deepest.max(1);
     let panels = n.div_ceil(most.max(64)).max(1);
     n.div_ceil(panels).next_multiple_of(64).min(n.max(16))
 }
 
-/// The one call of the `gemm` crate.
+/// Calls the `gemm` crate; this is the only call.
 #[allow(clippy::too_many_arguments)]
 fn raw(
     dst: &mut [f32],
@@ -150,8 +155,9 @@ fn raw(
         Threads::One => Parallelism::None,
         Threads::All => Parallelism::Rayon(0),
     };
-    // SAFETY: the assertions above keep every access of the strided operands and of the destination inside their
-    // slices; `dst` is borrowed mutably, so it overlaps neither operand, and its rows do not overlap each other.
+    // SAFETY: the assertions above keep every access of the strided operands and of the destination
+    // inside their slices; `dst` is borrowed mutably, so it overlaps neither operand, and its rows
+    // do not overlap each other.
     unsafe {
         gemm::gemm(
             m,

@@ -1,4 +1,5 @@
-//! Gated activations: `h = act(gate) · up`, where gate and up are the left and right half of one tensor.
+//! Gated activations: `h = act(gate) · up`, where gate and up are the left and right half of one
+//! tensor.
 //!
 //! Backward, from the saved halves alone: `dup = dh · act(gate)`, `dgate = dh · up · act'(gate)`.
 
@@ -27,7 +28,7 @@ const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
 impl Activation {
-    /// Value and derivative at `x`: `(act(x), act'(x))`.
+    /// Returns value and derivative at `x`: `(act(x), act'(x))`.
     #[inline(always)]
     fn value_and_slope(self, x: f32) -> (f32, f32) {
         match self {
@@ -44,11 +45,12 @@ impl Activation {
     }
 }
 
-/// The gated product `act(gate) · up` of `gate_up: [N, 2F]`, whose rows hold F gates and then F ups: `[N, F]` in the
-/// same dtype.
+/// Returns the gated product `act(gate) · up` of `gate_up: [N, 2F]`, whose rows hold F gates, then
+/// F ups: `[N, F]` in the same dtype.
 ///
 /// # Errors
-/// When `gate_up` is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if `gate_up` is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
     let _span = span(|| {
         SpanInfo::op("glu")
@@ -80,10 +82,11 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
     })
 }
 
-/// The gradient of [`glu`] with respect to `gate_up: [N, 2F]`, from `dh: [N, F]`: `[N, 2F]`, all in the same dtype.
+/// Returns the gradient of [`glu`] with respect to `gate_up: [N, 2F]`, from `dh: [N, F]`: `[N,
+/// 2F]`, all in the same dtype.
 ///
 /// # Errors
-/// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
+/// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("glu_backward").dims(gate_up.dims()).moves(&[gate_up, gate_up, dh]));
     if let Some(driver) = gpu::driver_of(gate_up)
@@ -111,7 +114,7 @@ pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Re
     })
 }
 
-/// One loop per activation, so that the choice is not made per element.
+/// Defines one loop per activation, to avoid a branch per element.
 macro_rules! row_loops {
     ($forward:ident, $backward:ident, $activation:expr) => {
         vectorized! {

@@ -1,9 +1,9 @@
-//! The best approximation of a matrix by two thin ones: what PiSSA (arXiv 2404.02948) and LoftQ (arXiv 2310.08659) start
-//! an adapter from.
+//! The best approximation of a matrix by two thin ones: PiSSA (arXiv 2404.02948) and LoftQ (arXiv
+//! 2310.08659) initialize an adapter with it.
 //!
-//! Small matrices get their full singular value decomposition. Of large ones only the leading subspace is found, by
-//! randomized iteration (Halko, Martinsson and Tropp, arXiv 0909.4061, algorithms 4.4 and 5.1); its start is a function
-//! of the seed and the module's name.
+//! Small matrices get their full singular value decomposition. For large ones only the leading
+//! subspace is computed, by randomized iteration (Halko, Martinsson and Tropp, arXiv 0909.4061,
+//! algorithms 4.4 and 5.1); its start is a function of the seed and the module's name.
 
 use super::gemm::{MatView, MatViewMut, Threads, matmul};
 use super::mat_view::GemmMatrix;
@@ -12,27 +12,29 @@ use crate::error::{Error, Result};
 use crate::quant::first_not_finite;
 use crate::runtime::rng::RngStream;
 
-/// Up to this smaller dimension the whole decomposition is cheap.
+/// Up to this smaller dimension, the full decomposition is cheap.
 const EXACT: usize = 384;
-/// Columns tried beyond the rank.
+/// Additional columns beyond the rank.
 const OVERSAMPLING: usize = 16;
-/// Rounds of power iteration; PEFT's documentation recommends 4 to 16 (`pissa_niter_<n>`).
+/// Power iterations; PEFT's documentation recommends 4 to 16 (`pissa_niter_<n>`).
 const ITERATIONS: usize = 8;
 
-/// `b · a` is the best approximation of rank r; the singular values are split evenly between the two.
+/// Factors whose product `b · a` is the best approximation of rank r; the singular values are split
+/// evenly between them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LowRankFactors {
-    /// `[r, in]`, row by row.
+    /// `[r, in]`, row-major.
     pub a: Vec<f32>,
-    /// `[out, r]`, row by row.
+    /// `[out, r]`, row-major.
     pub b: Vec<f32>,
 }
 
 impl LowRankFactors {
-    /// The factors of `weight: [out, inputs]`, row by row.
+    /// Returns the factors of `weight: [out, inputs]`, row-major.
     ///
     /// # Errors
-    /// The weight has values that are not finite, so that no decomposition is found; `r` exceeds its smaller dimension.
+    /// Fails if the weight has values that are not finite, so that no decomposition is found, or if
+    /// `r` exceeds its smaller dimension.
     pub fn principal(
         weight: &[f32],
         (out, inputs): (usize, usize),
@@ -40,10 +42,10 @@ impl LowRankFactors {
         stream: RngStream,
     ) -> Result<Self> {
         let failed =
-            |cause: String| Error::user("cannot factor a weight for the adapter's start").because(cause);
+            |cause: String| Error::user("cannot factor a weight to initialize the adapter").because(cause);
         if r > out.min(inputs) {
             return Err(failed(format!(
-                "r is {r}; the weight is {out} x {inputs}; accepted: r up to the smaller"
+                "r is {r}; the weight is {out} x {inputs}; accepted: r up to the smaller dimension"
             ))
             .hint("lower `adapter.r`, or start with `init = \"default\"`"));
         }
@@ -75,7 +77,7 @@ impl LowRankFactors {
         Ok(factors(&right[..r * out], &left[..r * inputs], &values[..r]))
     }
 
-    /// `weight −= scale · b · a`, for `weight: [out, in]`, row by row.
+    /// Computes `weight −= scale · b · a`, for `weight: [out, in]`, row-major.
     pub fn subtract_from(&self, weight: &mut [f32], inputs: usize, scale: f32) {
         let r = self.a.len() / inputs.max(1);
         for (row, b) in weight.chunks_exact_mut(inputs).zip(self.b.chunks_exact(r.max(1))) {
@@ -86,7 +88,8 @@ impl LowRankFactors {
     }
 }
 
-/// An orthonormal basis `Q: [columns, out]`, row by row, of the leading left singular vectors of `weight`, and `Q · W`.
+/// Returns an orthonormal basis `Q: [columns, out]`, row-major, of the leading left singular
+/// vectors of `weight`, and `Q · W`.
 fn leading_subspace(
     weight: &[f32],
     (out, inputs): (usize, usize),
@@ -115,7 +118,8 @@ fn product(dst: &mut [f32], a: MatView<'_, f32>, b: MatView<'_, f32>) {
     matmul(MatViewMut { data: dst, stride: columns, accumulate: false }, a, b, 1.0, Threads::All);
 }
 
-/// `left: [r, out]` and `right: [r, in]`, singular vectors row by row, each times the root of its singular value.
+/// Scales `left: [r, out]` and `right: [r, in]`, singular vectors row by row, by the roots of the
+/// singular values.
 fn factors(left: &[f64], right: &[f64], values: &[f64]) -> LowRankFactors {
     let r = values.len();
     let (out, inputs) = (left.len() / r.max(1), right.len() / r.max(1));
@@ -128,7 +132,7 @@ fn factors(left: &[f64], right: &[f64], values: &[f64]) -> LowRankFactors {
 mod tests {
     use super::*;
 
-    /// Singular values 1, 1/2, 1/3 … in random directions.
+    /// Returns a matrix with singular values 1, 1/2, 1/3 … in random directions.
     fn matrix(out: usize, inputs: usize) -> Vec<f32> {
         let stream = RngStream::new(3);
         let k = out.min(inputs).min(60);
@@ -154,7 +158,8 @@ mod tests {
         w.iter().enumerate().map(|(i, w)| f64::from(w - entry(i)).powi(2)).sum::<f64>().sqrt()
     }
 
-    /// No matrix of rank r is nearer than the root of the sum of squares of the other singular values.
+    /// The best distance of rank r is the root of the sum of squares of the remaining singular
+    /// values.
     #[test]
     fn both_ways_reach_the_best_distance() {
         for (out, inputs) in [(50, 70), (70, 50), (500, 450), (400, 900)] {

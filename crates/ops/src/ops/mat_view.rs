@@ -1,5 +1,5 @@
-//! Matrices on CPU slices, as operands and destinations of products: dense ones of any strides, quantized ones, and their
-//! transposes, all of which can become `f32` part by part.
+//! Matrices on CPU slices, as operands and destinations of products: dense ones of any strides,
+//! quantized ones, and their transposes. All of them can be converted to `f32` part by part.
 
 use half::bf16;
 use rayon::prelude::*;
@@ -8,22 +8,23 @@ use crate::instruction_set::vectorized;
 use crate::quant::Blocks;
 use crate::runtime::cpu_tensor::{FloatElement, PlainElement, first as first_of};
 
-/// An operand of a product: `f32` as it lies in memory, or something that becomes `f32` part by part.
+/// An operand of a product: `f32` in memory, or convertible to `f32` part by part.
 pub(crate) trait GemmMatrix: Copy + Sync {
     fn rows(&self) -> usize;
     fn cols(&self) -> usize;
-    /// The values and both strides, when they are `f32` already.
+    /// Returns the values and both strides, if they are `f32` in memory.
     fn dense(&self) -> Option<GemmOperand<'_, f32>>;
-    /// The values and both strides, when they are `bf16` in memory.
+    /// Returns the values and both strides, if they are `bf16` in memory.
     fn dense_bf16(&self) -> Option<GemmOperand<'_, bf16>>;
-    /// Its columns are contiguous in memory, instead of its rows.
+    /// Returns true if its columns are contiguous in memory, instead of its rows.
     fn is_transposed(&self) -> bool;
-    /// Every value is a bf16 number.
+    /// Returns true if every value is a bf16 number.
     fn is_bf16(&self) -> bool;
-    /// The values from `from` on of a line, each rounded to `T` once: of a row, or of a column of a transposed matrix.
+    /// Copies the values from `from` on of a line, each rounded to `T` once. A line is a row, or a
+    /// column of a transposed matrix.
     fn copy_line<T: FloatElement>(&self, line: usize, from: usize, out: &mut [T]);
 
-    /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
+    /// Converts columns `start..start + len` to `f32` in `panel`; returns its strides.
     fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
         let (lines, first, from, width) =
             if self.is_transposed() { (len, start, 0, self.rows()) } else { (self.rows(), 0, start, len) };
@@ -51,7 +52,7 @@ impl<'a> QuantMat<'a> {
         QuantMat { blocks, rows, cols, transposed: false }
     }
 
-    /// The transpose; no element moves.
+    /// Returns the transpose; no element moves.
     pub(crate) fn t(self) -> Self {
         QuantMat { transposed: !self.transposed, ..self }
     }
@@ -87,7 +88,8 @@ impl GemmMatrix for QuantMat<'_> {
     }
 }
 
-/// A matrix on a slice: element `(i, j)` is `data[i * stride + j]`, or `data[j * stride + i]` when it is transposed.
+/// A matrix on a slice: element `(i, j)` is `data[i * stride + j]`, or `data[j * stride + i]` when
+/// it is transposed.
 #[derive(Clone, Copy)]
 pub(crate) struct MatView<'a, T> {
     data: &'a [T],
@@ -98,7 +100,8 @@ pub(crate) struct MatView<'a, T> {
 }
 
 impl<'a, T: PlainElement> MatView<'a, T> {
-    /// A row-major matrix whose rows begin `stride` elements apart; `data` begins at element (0, 0).
+    /// Returns a row-major matrix whose rows begin `stride` elements apart; `data` begins at
+    /// element (0, 0).
     pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(
             stride >= cols && (rows == 0 || data.len() >= (rows - 1) * stride + cols),
@@ -107,12 +110,12 @@ impl<'a, T: PlainElement> MatView<'a, T> {
         MatView { data, rows, cols, stride, transposed: false }
     }
 
-    /// The transpose; no element moves.
+    /// Returns the transpose; no element moves.
     pub(crate) fn t(self) -> Self {
         MatView { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
     }
 
-    /// From a row to the next, and from a column to the next.
+    /// Returns the distances from a row to the next, and from a column to the next.
     fn strides(&self) -> (usize, usize) {
         if self.transposed { (1, self.stride) } else { (self.stride, 1) }
     }
@@ -157,7 +160,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Writes a row of results, or adds it to what is there.
+    /// Writes a row of results, or adds it to the destination.
     pub(super) fn store<T: FloatElement>(dst: &mut [T], src: &[f32], accumulate: bool) {
         for (dst, src) in dst.iter_mut().zip(src) {
             *dst = T::nearest(if accumulate { dst.widen() + src } else { *src });
@@ -165,15 +168,15 @@ vectorized! {
     }
 }
 
-/// Where a product goes: `rows × cols` at `data[i * stride + j]`.
+/// The destination of a product: `rows × cols` at `data[i * stride + j]`.
 pub(crate) struct MatViewMut<'a, T> {
     pub(crate) data: &'a mut [T],
     pub(crate) stride: usize,
-    /// Add to what is there instead of overwriting it.
+    /// True to add to the destination instead of overwriting it.
     pub(crate) accumulate: bool,
 }
 
-/// A matrix of low rank that is added to a product: `u · factor`, with `u: [m, r]` and `factor: [r, n]`.
+/// A low-rank matrix to add to a product: `u · factor`, with `u: [m, r]` and `factor: [r, n]`.
 #[derive(Clone, Copy)]
 pub(crate) struct LowRankTerm<'a> {
     pub(crate) u: MatView<'a, f32>,
@@ -181,29 +184,30 @@ pub(crate) struct LowRankTerm<'a> {
 }
 
 impl LowRankTerm<'_> {
-    /// Columns of `u`.
+    /// Returns the number of columns of `u`.
     pub(super) fn r(&self) -> usize {
         self.u.cols()
     }
 }
 
-/// Whether a product may use the other threads of the pool.
+/// The threads available to a product.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Threads {
-    /// Called from inside a parallel loop.
+    /// The calling thread only, inside a parallel loop.
     One,
     All,
 }
 
-/// The side of a product on which an operand stands. Its outer elements are the rows of a left operand and the columns of
-/// a right one, its inner elements those that the product sums over.
+/// The side of an operand in a product. Its outer elements are the rows of a left operand and the
+/// columns of a right one; the product sums over its inner elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OperandRole {
     Left,
     Right,
 }
 
-/// A matrix in memory: element `(i, j)` is `data[i * strides.0 + j * strides.1]`, one of which is 1.
+/// A matrix in memory: element `(i, j)` is `data[i * strides.0 + j * strides.1]`; one of the
+/// strides is 1.
 #[derive(Clone, Copy)]
 pub(crate) struct GemmOperand<'a, T> {
     pub(crate) data: &'a [T],
@@ -211,31 +215,32 @@ pub(crate) struct GemmOperand<'a, T> {
 }
 
 impl<T> GemmOperand<'_, T> {
-    /// Whether a matrix of this shape lies inside the slice.
+    /// Returns true if a matrix of this shape fits in the slice.
     pub(super) fn holds(&self, rows: usize, cols: usize) -> bool {
         (rows.max(1) - 1) * self.strides.0 + (cols.max(1) - 1) * self.strides.1 < self.data.len()
     }
 }
 
-/// Whether values of this type need no widening.
+/// Returns true if values of this type need no widening.
 pub(super) fn is_f32<T: FloatElement>() -> bool {
     T::DTYPE == candle_core::DType::F32
 }
 
 fn as_f32<T: FloatElement>(data: &[T]) -> &[f32] {
     assert!(is_f32::<T>());
-    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and the assertion says that T is f32.
+    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and the assertion says that T
+    // is f32.
     unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) }
 }
 
-/// The same values, where they are bf16.
+/// Returns the same values, if they are bf16.
 fn as_bf16<T: FloatElement>(data: &[T]) -> Option<&[bf16]> {
     // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and T is not f32.
     (!is_f32::<T>()).then(|| unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) })
 }
 
-/// The same values, where they are `f32`.
+/// Returns the same values, if they are `f32`.
 pub(super) fn as_f32_mut<T: FloatElement>(data: &mut [T]) -> Option<&mut [f32]> {
-    // SAFETY: as above; the mutable borrow is handed on.
+    // SAFETY: as above; the mutable borrow is passed on.
     is_f32::<T>().then(|| unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), data.len()) })
 }

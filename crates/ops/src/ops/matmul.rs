@@ -1,9 +1,9 @@
-//! Matrix products between column ranges of tensors, in place: the one primitive under every linear layer, its
-//! input gradient, its weight gradient and the LoRA branch.
+//! In-place matrix products between column ranges of tensors: the one primitive under every linear
+//! layer, its input gradient, its weight gradient and the LoRA branch.
 //!
-//! A fused projection (q, k and v in one buffer; gate and up in another) is several products into neighbouring
-//! column ranges, so that the block is written once for families that store these weights apart and together.
-//! On a GPU the product is cuBLAS's, with sums in f32.
+//! A fused projection (q, k and v in one buffer; gate and up in another) is several products into
+//! neighbouring column ranges, so that one block implementation serves families that store these
+//! weights separately or fused. On a GPU cuBLAS computes the product, with sums in f32.
 
 pub(super) mod cases;
 pub(super) mod cuda;
@@ -32,12 +32,12 @@ pub struct ColumnView<'a> {
     pub tensor: &'a Tensor,
     /// The first column.
     pub start: usize,
-    /// How many columns.
+    /// The number of columns.
     pub len: usize,
 }
 
 impl<'a> ColumnView<'a> {
-    /// All columns of `tensor: [rows, cols]` of any dtype.
+    /// Returns all columns of `tensor: [rows, cols]` of any dtype.
     pub fn all(tensor: &'a Tensor) -> Self {
         ColumnView { tensor, start: 0, len: tensor.dims().last().copied().unwrap_or(0) }
     }
@@ -50,56 +50,57 @@ impl<'a> ColumnView<'a> {
         self.rows() * self.len * self.tensor.dtype().size_in_bytes()
     }
 
-    /// The range as a tensor of its own (a view; not contiguous in general).
+    /// Returns the range as a separate tensor (a view; not contiguous in general).
     pub(crate) fn narrow(&self) -> Result<Tensor> {
         Ok(self.tensor.narrow(1, self.start, self.len)?)
     }
 }
 
-/// The columns `start..start + len` of a contiguous `[rows, width]` tensor that an operation writes.
+/// The columns `start..start + len` of a contiguous `[rows, width]` tensor that an operation
+/// writes.
 #[derive(Clone, Copy)]
 pub struct ColumnViewMut<'a> {
     /// The whole tensor.
     pub tensor: &'a TensorMut,
     /// The first column.
     pub start: usize,
-    /// How many columns.
+    /// The number of columns.
     pub len: usize,
 }
 
 impl<'a> ColumnViewMut<'a> {
-    /// All columns of `tensor: [rows, cols]` of any dtype.
+    /// Returns all columns of `tensor: [rows, cols]` of any dtype.
     pub fn all(tensor: &'a TensorMut) -> Self {
         ColumnViewMut { tensor, start: 0, len: tensor.dims().last().copied().unwrap_or(0) }
     }
 
-    /// The same columns, to be read.
+    /// Returns the same columns for reading.
     pub fn as_view(self) -> ColumnView<'a> {
         ColumnView { tensor: self.tensor, start: self.start, len: self.len }
     }
 }
 
-/// What a product is added to: C of BLAS's `D = alpha · A · B + beta · C`, with beta 1 where there is one.
+/// The addend of a product: C of BLAS's `D = alpha · A · B + beta · C`, with beta 1 if present.
 #[derive(Debug, Clone, Copy)]
 pub enum Addend<'a> {
     /// Nothing: the destination is overwritten.
     Nothing,
-    /// What the destination holds.
+    /// The present contents of the destination.
     Destination,
     /// A contiguous matrix of the destination's dtype and of the shape of its columns.
     Matrix(&'a Tensor),
 }
 
 impl Addend<'_> {
-    /// The destination if `accumulate`, else nothing.
+    /// Returns the destination if `accumulate`, else nothing.
     pub fn destination_if(accumulate: bool) -> Self {
         if accumulate { Addend::Destination } else { Addend::Nothing }
     }
 
-    /// Brings a matrix to its place in `dst`; whether the product is then to be added to what is there.
+    /// Copies a matrix to `dst`; returns true if the product must be added to `dst`.
     ///
     /// # Errors
-    /// The matrix is of another shape or dtype, or a copy fails.
+    /// Fails if the matrix is of another shape or dtype, or a copy fails.
     pub fn place_in(self, dst: ColumnViewMut<'_>) -> Result<bool> {
         match self {
             Addend::Nothing => return Ok(false),
@@ -111,7 +112,7 @@ impl Addend<'_> {
     }
 }
 
-/// A matrix of low rank that is added to a product: `scale · form(u, factor)`, by the form of the product.
+/// A low-rank matrix to add to a product: `scale · form(u, factor)`, by the form of the product.
 #[derive(Clone, Copy)]
 pub struct LowRank<'a> {
     /// `[N, r]` in the dtype of `factor`.
@@ -123,15 +124,15 @@ pub struct LowRank<'a> {
 }
 
 impl LowRank<'_> {
-    /// Adds it to `dst`, by a product of its own.
+    /// Adds it to `dst`, as a separate product.
     ///
     /// # Errors
-    /// As [`matmul`].
+    /// Fails like [`matmul`].
     pub(super) fn add_to(self, dst: ColumnViewMut<'_>, form: Transpose) -> Result<()> {
         matmul(dst, self.u, ColumnView::all(self.factor), form, self.scale, Addend::Destination)
     }
 
-    /// Hands it to `product` as a term, in f32 on the CPU.
+    /// Calls `product` with it as a term, in f32 on the CPU.
     pub(super) fn with_term<R>(
         self,
         form: Transpose,
@@ -154,13 +155,13 @@ impl LowRank<'_> {
 }
 
 impl<'a> ColumnView<'a> {
-    /// The columns of `rows` rows as a matrix.
+    /// Returns the columns of `rows` rows as a matrix.
     fn matrix<T: PlainElement>(self, data: &'a [T], (rows, width): (usize, usize)) -> MatView<'a, T> {
         MatView::new(data.get(self.start..).unwrap_or(&[]), rows, self.len, width)
     }
 }
 
-/// Which operand is transposed.
+/// The operand that is transposed, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transpose {
     /// `a · bᵀ`: a linear layer forward (`x: [N, in]`, `w: [out, in]`).
@@ -172,7 +173,7 @@ pub enum Transpose {
 }
 
 impl Transpose {
-    /// As a trace shows it.
+    /// Returns the name in a trace.
     pub(super) fn name(self) -> &'static str {
         match self {
             Transpose::Nt => "nt",
@@ -182,7 +183,7 @@ impl Transpose {
     }
 }
 
-/// A product as a trace shows it: rows and columns of the result, and the depth.
+/// Returns the trace info of a product: rows and columns of the result, and the depth.
 fn product_info(
     name: &'static str,
     dst: ColumnViewMut<'_>,
@@ -196,10 +197,11 @@ fn product_info(
     info.bytes(bytes).flops(2 * rows * dst.len * depth)
 }
 
-/// A tensor `[rows, cols]` of this dtype, whose contents the caller writes in full before they are read.
+/// Returns an uninitialized tensor `[rows, cols]` of this dtype; the caller must write all of it
+/// before it is read.
 ///
 /// # Errors
-/// When the dtype is not one that the ops know, or the device has not enough memory.
+/// Fails if the dtype is not supported by the ops, or the device has not enough memory.
 pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<TensorMut> {
     let made = || match device {
         Device::Cpu => {
@@ -214,10 +216,12 @@ pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<
     requested(rows * cols * dtype.size_in_bytes(), made)
 }
 
-/// `dst = [addend +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a`, `b` or a matrix to add to.
+/// Computes `dst = [addend +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with
+/// `a`, `b` or an addend.
 ///
 /// # Errors
-/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if a tensor is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn matmul(
     dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
@@ -252,10 +256,11 @@ pub fn matmul(
     })))
 }
 
-/// `dst = [dst +] form(a, b) + low_rank` on the CPU, in one pass over `dst` where that is faster.
+/// Computes `dst = [dst +] form(a, b) + low_rank` on the CPU, in one pass over `dst` if that is
+/// faster.
 ///
 /// # Errors
-/// As [`matmul`].
+/// Fails like [`matmul`].
 pub(super) fn matmul_plus_low_rank(
     dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
@@ -293,14 +298,14 @@ pub(crate) fn reference(
     addend: Addend<'_>,
 ) -> Result<()> {
     let accumulate = addend.place_in(dst)?;
-    // Widened unless all three are of one type: an f32 adapter beside bf16 activations, logits and weight gradients
-    // (f32 from bf16 operands) would otherwise be rounded to bf16 on the way.
+    // Widen unless all three have one type: otherwise an f32 adapter beside bf16 activations,
+    // logits and weight gradients (f32 from bf16 operands) would be rounded to bf16 on the way.
     let dtype = a.tensor.dtype();
     let dtype = if b.tensor.dtype() == dtype && dst.tensor.dtype() == dtype { dtype } else { DType::F32 };
     let load =
         |columns: &ColumnView<'_>| -> Result<Tensor> { Ok(columns.narrow()?.to_dtype(dtype)?.contiguous()?) };
     let (a, b) = (load(&a)?, load(&b)?);
-    // The transpose of dense rows is an operand as it is: cuBLAS transposes on the way in.
+    // No copy is needed for the transpose of dense rows: cuBLAS transposes while reading.
     let mut out = match form {
         Transpose::Nt => a.matmul(&b.t()?)?,
         Transpose::Nn => a.matmul(&b)?,
@@ -319,7 +324,7 @@ pub(crate) fn reference(
 /// Adds `bias: [len]` to every row of `dst: [N, len]`; the dtypes may differ.
 ///
 /// # Errors
-/// When a tensor is not contiguous, or an operation of the device fails.
+/// Fails if a tensor is not contiguous, or an operation of the device fails.
 pub fn add_bias(dst: ColumnViewMut<'_>, bias: &Tensor) -> Result<()> {
     let _span = span(|| SpanInfo::op("add_bias").dims(dst.tensor.dims()).moves(&[dst.tensor, dst.tensor]));
     if let Some(driver) = gpu::driver_of(dst.tensor)
@@ -351,11 +356,12 @@ pub(crate) fn add_bias_reference(dst: ColumnViewMut<'_>, bias: &Tensor) -> Resul
     Ok(())
 }
 
-/// `grad[j] += Σ rows dy[., j]` in f32: the gradient of a bias. `grad: [len]` f32, on the CPU also bf16, which is rounded
-/// once.
+/// Computes `grad[j] += Σ rows dy[., j]` in f32: the gradient of a bias. `grad: [len]` is f32, on
+/// the CPU also bf16, rounded once.
 ///
 /// # Errors
-/// When a tensor is not contiguous, `grad` is of another type, or an operation of the device fails.
+/// Fails if a tensor is not contiguous, `grad` is of another type, or an operation of the device
+/// fails.
 pub fn sum_rows(grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
     let _span = span(|| SpanInfo::op("sum_rows").dims(dy.tensor.dims()).moves(&[dy.tensor]));
     if let Some(driver) = gpu::driver_of(grad)

@@ -1,8 +1,9 @@
 //! The frozen or trainable matrix of a linear layer, dense or quantized, and the products with it.
 //!
-//! A quantized matrix is never dequantized whole: on the CPU the product widens panels of it on the way into the
-//! GEMM, forward (`x · Wᵀ`) and for the input's gradient (`dy · W`). A quantized weight has no gradient of its own.
-//! On a GPU it is dequantized for the length of one product, by a kernel, or by candle's primitives where there is none.
+//! A quantized matrix is never dequantized whole on the CPU: the product widens panels of it on the
+//! way into the GEMM, forward (`x · Wᵀ`) and for the input's gradient (`dy · W`). A quantized
+//! weight has no gradient. On a GPU it is dequantized for the duration of one product, by a kernel,
+//! or by candle's primitives without one.
 
 pub(super) mod cases;
 pub(super) mod cuda;
@@ -20,34 +21,35 @@ use rayon::prelude::*;
 /// Values that a thread dequantizes at once.
 const DEQUANTIZED: usize = 1 << 14;
 
-/// A matrix `[out, in]` as codes in blocks with a scale each (bitsandbytes' layout, see [`crate::quant`]).
+/// A matrix `[out, in]` as codes in blocks with one scale each (bitsandbytes' layout, see
+/// [`crate::quant`]).
 #[derive(Debug, Clone)]
 pub struct Quantized {
-    /// How it is quantized; its blocks are counted over the flattened matrix.
+    /// The quantization format; its blocks run over the flattened matrix.
     pub format: QuantFormat,
     /// Shape of the matrix, `[out, in]`.
     pub shape: (usize, usize),
-    /// As [`QuantFormat::layout`] lists them.
+    /// The stored parts, in the order of [`QuantFormat::layout`].
     pub runs: Vec<QuantizedRun>,
     /// The mean of double-quantized scales.
     pub offset: f32,
 }
 
-/// One run of a quantized matrix.
+/// One stored part of a quantized matrix.
 #[derive(Debug, Clone)]
 pub struct QuantizedRun {
-    /// What its elements are.
+    /// The meaning of its elements.
     pub meaning: RunMeaning,
-    /// One-dimensional, u8 or f32.
+    /// The elements, one-dimensional, u8 or f32.
     pub values: Tensor,
 }
 
 /// The weight of a linear layer, for one use.
 #[derive(Debug, Clone, Copy)]
 pub enum Weight<'a> {
-    /// `[out, in]` in the dtype it is kept in.
+    /// The matrix `[out, in]` in its stored dtype.
     Dense(&'a Tensor),
-    /// Codes in blocks with their scales.
+    /// A quantized matrix: codes in blocks with their scales.
     Quantized(&'a Quantized),
 }
 
@@ -57,7 +59,7 @@ impl Quantized {
         Ok(&run.ok_or_else(|| Error::internal(format!("a quantized weight without {meaning:?}")))?.values)
     }
 
-    /// Lets `use_blocks` see codes and scales as slices. CPU only.
+    /// Calls `use_blocks` with codes and scales as slices. CPU only.
     pub(crate) fn with_blocks<R>(&self, use_blocks: impl FnOnce(Blocks<'_>) -> R) -> Result<R> {
         let QuantFormat { kind, block_size, double_quant } = self.format;
         let codes = read::<u8>(self.run(RunMeaning::Codes)?)?;
@@ -76,10 +78,11 @@ impl Quantized {
         Ok(use_blocks(Blocks { kind, block_size, codes: &codes, scales }))
     }
 
-    /// The whole matrix, `[out, in]` in `dtype`, f32 or bf16, as a product on a GPU reads it.
+    /// Returns the whole matrix, `[out, in]` in `dtype`, f32 or bf16, as a product on a GPU reads
+    /// it.
     ///
     /// # Errors
-    /// When a run is missing, or the device has not enough memory.
+    /// Fails if a run is missing, or the device has not enough memory.
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
         let codes = self.run(RunMeaning::Codes)?;
         let _span = span(|| SpanInfo::op("dequantize").dims(&[self.shape.0, self.shape.1]).moves(&[codes]));
@@ -100,7 +103,7 @@ impl Quantized {
         })?)
     }
 
-    /// The whole matrix in f32, by candle's primitives.
+    /// Returns the whole matrix in f32, by candle's primitives.
     pub(crate) fn dequantize_reference(&self) -> Result<Tensor> {
         let QuantFormat { kind, block_size, double_quant } = self.format;
         let codes = self.run(RunMeaning::Codes)?;
@@ -125,25 +128,25 @@ impl Quantized {
             self.run(RunMeaning::Scales)?.clone()
         };
         let values = (values * repeat(&scales, block_size, n)?)?;
-        // LLM.int8() has whole numbers up to 127 for codes.
+        // The codes of LLM.int8() are integers up to 127.
         let values = if kind == CodeKind::Int8Rows { (values / 127.0)? } else { values };
         Ok(values.reshape(self.shape)?)
     }
 }
 
-/// `table[code]` of each code.
+/// Returns `table[code]` of each code.
 fn look_up(table: &[f32], codes: &Tensor, device: &Device) -> Result<Tensor> {
     Ok(Tensor::from_slice(table, table.len(), device)?.index_select(codes, 0)?)
 }
 
-/// Each of `values` `times` times in a row, `len` values in all.
+/// Repeats each of `values` `times` times in a row, `len` values in all.
 fn repeat(values: &Tensor, times: usize, len: usize) -> Result<Tensor> {
     let n = values.elem_count();
     Ok(values.reshape((n, 1))?.broadcast_as((n, times))?.contiguous()?.flatten_all()?.narrow(0, 0, len)?)
 }
 
 impl<'a> Weight<'a> {
-    /// The blocks of a quantized weight.
+    /// Returns the quantized weight, if it is one.
     fn quantized(&self) -> Option<&'a Quantized> {
         match self {
             Weight::Dense(_) => None,
@@ -151,10 +154,10 @@ impl<'a> Weight<'a> {
         }
     }
 
-    /// Rows and columns of the matrix: `(out, in)`.
+    /// Returns rows and columns of the matrix: `(out, in)`.
     ///
     /// # Errors
-    /// When a dense weight is no matrix.
+    /// Fails if a dense weight is not a matrix.
     pub fn dims(&self) -> Result<(usize, usize)> {
         match self {
             Weight::Dense(weight) => dims2(weight),
@@ -163,11 +166,12 @@ impl<'a> Weight<'a> {
     }
 }
 
-/// `dst = [addend +] form(a, weight)`; `form` is [`Transpose::Nt`] (forward) or [`Transpose::Nn`] (the input's gradient).
+/// Computes `dst = [addend +] form(a, weight)`; `form` is [`Transpose::Nt`] (forward) or
+/// [`Transpose::Nn`] (the input's gradient).
 ///
 /// # Errors
-/// When a tensor is no contiguous matrix of floating-point values, `form` is [`Transpose::Tn`] and the weight
-/// quantized, or an operation of the device fails.
+/// Fails if a tensor is not a contiguous matrix of floating-point values, if `form` is
+/// [`Transpose::Tn`] and the weight quantized, or if an operation of the device fails.
 pub fn matmul_weight(
     dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
@@ -182,7 +186,7 @@ pub fn matmul_weight(
     if let Some(driver) = gpu::driver_of(dst.tensor)
         && cuda::is_supported(a.tensor.dtype())
     {
-        // In the activations' dtype, as bitsandbytes dequantizes for its compute dtype.
+        // In the activations' dtype, since bitsandbytes dequantizes to its compute dtype.
         let panel = cuda::dequantize(driver, &[quantized], a.tensor.dtype())?;
         return matmul(dst, a, ColumnView::all(&panel), form, 1.0, addend);
     }
@@ -192,10 +196,11 @@ pub fn matmul_weight(
     quantized_on_cpu(dst, a, quantized, form, addend.place_in(dst)?, None)
 }
 
-/// As [`matmul_weight`], plus `low_rank`: on the CPU in one pass over `dst` where that is faster.
+/// Computes the product of [`matmul_weight`] plus `low_rank`: on the CPU in one pass over `dst` if
+/// that is faster.
 ///
 /// # Errors
-/// As [`matmul_weight`].
+/// Fails like [`matmul_weight`].
 pub fn matmul_weight_plus_low_rank(
     dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
@@ -260,11 +265,11 @@ fn quantized_on_cpu(
     }))
 }
 
-/// As [`matmul_weight`] with `weights` one under the other, `[Σ out, in]`: their outputs stand side by side. On a GPU it is
-/// one product where all are quantized, else one each.
+/// Computes the product of [`matmul_weight`] with `weights` stacked, `[Σ out, in]`: their outputs
+/// are adjacent columns. On a GPU this is one product if all are quantized, else one each.
 ///
 /// # Errors
-/// As [`matmul_weight`].
+/// Fails like [`matmul_weight`].
 pub fn matmul_weights(
     dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
@@ -306,7 +311,7 @@ pub(crate) fn quantized_reference(
     form: Transpose,
     addend: Addend<'_>,
 ) -> Result<()> {
-    // In the activations' dtype, as bitsandbytes dequantizes for its compute dtype.
+    // In the activations' dtype, since bitsandbytes dequantizes to its compute dtype.
     let dense = weight.dequantize_reference()?.to_dtype(a.tensor.dtype())?;
     super::matmul::reference(dst, a, ColumnView::all(&dense), form, 1.0, addend)
 }
@@ -317,7 +322,7 @@ mod tests {
     use super::*;
     use crate::ops::case::{CaseRunner, TensorPair};
 
-    /// More values than a thread takes at once, and rows that are no multiple of a block.
+    /// More values than a thread takes at once, and rows that are not a multiple of a block.
     #[test]
     fn all_of_a_matrix_is_dequantized() -> Result<()> {
         for (format, dtype) in

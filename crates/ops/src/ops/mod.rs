@@ -1,15 +1,17 @@
 //! Every tensor operation of the engine, forward beside backward.
 //!
-//! Legend of shape comments: N tokens of a micro-batch (sequences laid end to end, no padding), D `hidden_size`,
-//! H query heads, K key/value heads, F `intermediate_size`, V `vocab_size`, r the adapter's rank.
+//! Symbols in shape comments: N tokens of a micro-batch (packed sequences without padding), D
+//! `hidden_size`, H query heads, K key/value heads, F `intermediate_size`, V `vocab_size`, r the
+//! adapter's rank.
 //!
-//! An op is one function with up to three implementations behind it: the **reference** (candle's primitives, any
-//! device and dtype, plain enough to read as the definition), the **CPU** form (slices, rayon, loops that vectorize)
-//! and the launch code of its kernels for NVIDIA GPUs, `cuda.rs` beside it (`gpu`). Beside each op, in its `cases.rs`,
-//! lie its cases: inputs, and what of the op is held against what of its reference. `selftest` runs them all on the
-//! device at hand; `bench` measures every op at the shapes of a model.
-//! Reductions run in a fixed order: two runs of one plan agree to the bit. Nothing here knows candle's autograd; it is
-//! the oracle of the tests.
+//! An op is one function with up to three implementations: the **reference** (candle's primitives,
+//! any device and dtype, simple enough to serve as the definition), the **CPU** form (slices,
+//! rayon, loops that vectorize) and the launch code of its kernels for NVIDIA GPUs, in `cuda.rs`
+//! beside it (`gpu`). The file `cases.rs` beside each op lists its cases: inputs, and the
+//! comparison of the op with its reference. `selftest` runs them all on the present device; `bench`
+//! measures every op at the shapes of a model. Reductions run in a fixed order: two runs of one
+//! plan are bit-identical. The ops do not use candle's autograd; it serves as the oracle of the
+//! tests.
 
 pub mod adamw;
 pub mod adamw_int8;

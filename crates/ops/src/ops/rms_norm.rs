@@ -1,8 +1,9 @@
-//! RMSNorm (arXiv 1910.07467): `y = x / rms(x) · g`, `rms(x) = sqrt(mean(x²) + eps)`, where `g` is the weight, or
-//! `1 + weight` in the Gemma families. All in f32, rounded once.
+//! RMSNorm (arXiv 1910.07467): `y = x / rms(x) · g`, `rms(x) = sqrt(mean(x²) + eps)`; `g` is the
+//! weight, or `1 + weight` in the Gemma families. All in f32, rounded once.
 //!
-//! Backward, with `x̂ = x / rms` and `q = dy · g`: `dx = (q − x̂ · mean(q · x̂)) / rms`, `dg = Σ rows dy · x̂`.
-//! Nothing is saved but `x`: recomputing 1/rms is one pass that reads what backward reads anyway.
+//! Backward, with `x̂ = x / rms` and `q = dy · g`: `dx = (q − x̂ · mean(q · x̂)) / rms`, `dg = Σ
+//! rows dy · x̂`. Only `x` is saved: recomputing 1/rms is one pass over data that the backward
+//! reads anyway.
 
 pub(super) mod cases;
 pub(super) mod cuda;
@@ -17,12 +18,12 @@ use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update_in_f32, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// What a norm does besides its weight.
+/// The settings of a norm besides its weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NormKind {
     /// Added to the mean square.
     pub eps: f64,
-    /// The weight is stored minus one (Gemma).
+    /// True if the weight is stored minus one (Gemma).
     pub unit_offset: bool,
 }
 
@@ -32,10 +33,11 @@ impl NormKind {
     }
 }
 
-/// RMSNorm of `x: [N, D]` by `weight: [D]`: `[N, D]` in the dtype of `x`.
+/// Returns the RMSNorm of `x: [N, D]` by `weight: [D]`: `[N, D]` in the dtype of `x`.
 ///
 /// # Errors
-/// When a tensor is not contiguous or of floating-point values, or an operation of the device fails.
+/// Fails if a tensor is not contiguous or of floating-point values, or an operation of the device
+/// fails.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("rms_norm").dims(x.dims()).moves(&[x, x]));
     if let Some(driver) = gpu::driver_of(x)
@@ -58,11 +60,11 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
     })
 }
 
-/// The gradient of `x: [N, D]` in its dtype, plus `residual: [N, D]` when given (the gradient that flows around the norm).
-/// Adds the weight's gradient to `dweight: [D]` f32, on the CPU also bf16.
+/// Returns the gradient of `x: [N, D]` in its dtype, plus `residual: [N, D]` if given (the gradient
+/// that bypasses the norm). Adds the weight's gradient to `dweight: [D]` f32, on the CPU also bf16.
 ///
 /// # Errors
-/// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
+/// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn rms_norm_backward(
     x: &Tensor,
     weight: &Tensor,
@@ -152,10 +154,10 @@ vectorized! {
     }
 }
 
-/// Columns of a gain's gradient that are summed by a task.
+/// Columns of a weight gradient that a task sums.
 const COLUMNS: usize = 64;
 
-/// `dweight += Σ rows dy · x̂`, rows in order; f32, or bf16 that is rounded once.
+/// Computes `dweight += Σ rows dy · x̂`, rows in order; f32, or bf16 that is rounded once.
 pub(super) fn add_gain_gradient<T: FloatElement>(
     dweight: &TensorMut,
     x: &[T],
@@ -198,7 +200,8 @@ vectorized! {
     }
 }
 
-/// The definition, in candle's differentiable form: `[N, D]` in x's dtype. A gain of `1 + weight` is made before it.
+/// The definition, in candle's differentiable form: `[N, D]` in x's dtype. The gain `1 + weight` is
+/// computed first.
 pub(crate) fn reference(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
     let gain = (weight.to_dtype(DType::F32)? + f64::from(kind.offset()))?;
     let y = candle_nn::ops::rms_norm_slow(&x.to_dtype(DType::F32)?, &gain, kind.eps as f32)?;
@@ -230,7 +233,7 @@ pub(crate) fn reference_backward(
     Ok(dx.to_dtype(x.dtype())?)
 }
 
-/// `(x / rms, 1 / rms)` in f32.
+/// Returns `(x / rms, 1 / rms)` in f32.
 fn normalized(x: &Tensor, kind: NormKind) -> Result<(Tensor, Tensor)> {
     let x = x.to_dtype(DType::F32)?;
     let inverse = (x.sqr()?.mean_keepdim(1)? + kind.eps)?.sqrt()?.recip()?;

@@ -1,8 +1,9 @@
-//! Rotary positions (arXiv 2104.09864, half-split as in transformers) on the q and k columns of a fused projection,
-//! after the per-head RMSNorm of the families that have one (qwen3, gemma3).
+//! Rotary positions (arXiv 2104.09864, half-split as in transformers) on the q and k columns of a
+//! fused projection, after the per-head RMSNorm of the families that have one (qwen3, gemma3).
 //!
-//! `y1 = x1 cos − x2 sin`, `y2 = x2 cos + x1 sin` on the first `rotary_dim` values of a head. The backward is the
-//! rotation by the negative angle, then the norm's backward from the raw projection; nothing else is saved.
+//! `y1 = x1 cos − x2 sin`, `y2 = x2 cos + x1 sin` on the first `rotary_dim` values of a head. The
+//! backward rotates by the negative angle, then applies the norm's backward from the raw
+//! projection; nothing else is saved.
 
 pub(super) mod cases;
 mod cuda;
@@ -19,7 +20,8 @@ use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
-/// How the columns of a fused projection `[N, (H + 2 K) · D]` split into heads: H of q, K of k, K of v.
+/// The heads of a fused projection `[N, (H + 2 K) · D]`: its columns are H heads of q, K of k, K of
+/// v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
     /// H, the query heads.
@@ -31,19 +33,19 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Columns of q and k together.
+    /// Returns the number of columns of q and k together.
     pub fn qk_width(&self) -> usize {
         (self.num_heads + self.num_kv_heads) * self.head_dim
     }
-    /// Columns of q, k and v.
+    /// Returns the number of columns of q, k and v.
     pub fn qkv_width(&self) -> usize {
         self.qk_width() + self.kv_width()
     }
-    /// Columns of q.
+    /// Returns the number of columns of q.
     pub fn q_width(&self) -> usize {
         self.num_heads * self.head_dim
     }
-    /// Columns of k (or v).
+    /// Returns the number of columns of k (or v).
     pub fn kv_width(&self) -> usize {
         self.num_kv_heads * self.head_dim
     }
@@ -61,19 +63,21 @@ pub struct RotaryTable {
 /// The per-head norms of q and k: weights `[D]`.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'a> {
-    /// `q_norm.weight` and where its gradient goes.
+    /// `q_norm.weight` and the destination of its gradient.
     pub q: (&'a Tensor, Option<&'a TensorMut>),
-    /// `k_norm.weight` and where its gradient goes.
+    /// `k_norm.weight` and the destination of its gradient.
     pub k: (&'a Tensor, Option<&'a TensorMut>),
     /// Epsilon and offset.
     pub kind: NormKind,
 }
 
-/// The rotated, and before that normed, q and k columns of the raw projection `qkv: [N, (H + 2 K) · D]`:
-/// `[N, (H + K) · D]` in its dtype. The table has `[N, rotary_dim / 2]` f32 angles.
+/// Returns the rotated (and before that, if `norm` is given, normed) q and k columns of the raw
+/// projection `qkv: [N, (H + 2 K) · D]`: `[N, (H + K) · D]` in its dtype. The table has `[N,
+/// rotary_dim / 2]` f32 angles.
 ///
 /// # Errors
-/// When a tensor is not contiguous or of floating-point values, or an operation of the device fails.
+/// Fails if a tensor is not contiguous or of floating-point values, or an operation of the device
+/// fails.
 pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &RotaryTable) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("rotary").dims(qkv.dims()).moves(&[qkv, qkv]));
     if let Some(driver) = gpu::driver_of(qkv)
@@ -106,12 +110,12 @@ pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &Rota
     })
 }
 
-/// Turns the gradient of the rotated q and k into that of the raw projection, in the q and k columns of
-/// `dqkv: [N, (H + 2 K) · D]`, of the dtype of `qkv`, in place; v's columns stay.
-/// Adds the gradients of the norms' weights, `[D]` f32, on the CPU also bf16.
+/// Converts the gradient of the rotated q and k to that of the raw projection, in place. It is in
+/// the q and k columns of `dqkv: [N, (H + 2 K) · D]`, of the dtype of `qkv`; v's columns stay. Adds
+/// the gradients of the norms' weights, `[D]` f32, on the CPU also bf16.
 ///
 /// # Errors
-/// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
+/// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn rotary_backward(
     qkv: &Tensor,
     dqkv: &TensorMut,
@@ -190,7 +194,7 @@ impl Gains {
 }
 
 vectorized! {
-    /// Rotates one head in place; `direction` −1 turns back.
+    /// Rotates one head in place; `direction` −1 rotates back.
     fn rotate<T: FloatElement>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32) {
         let (left, right) = head.split_at_mut(cos.len());
         for (((a, b), cos), sin) in left.iter_mut().zip(right).zip(cos).zip(sin) {
@@ -252,12 +256,13 @@ pub(crate) fn reference_backward(
     Ok(())
 }
 
-/// `x: [N, heads, D]` rotated by the table's angles times `direction`, in f32, in candle's differentiable form.
+/// Rotates `x: [N, heads, D]` by the table's angles times `direction`, in f32, in candle's
+/// differentiable form.
 fn turn(x: &Tensor, table: &RotaryTable, direction: f64) -> Result<Tensor> {
     let x = x.to_dtype(DType::F32)?;
     let (_, _, dim) = x.dims3()?;
     let rotary_dim = 2 * table.cos.dim(1)?;
-    // candle wants `[batch, heads, N, D]`.
+    // candle expects `[batch, heads, N, D]`.
     let heads_first = x.narrow(2, 0, rotary_dim)?.transpose(0, 1)?.unsqueeze(0)?;
     let turned = rope_slow(&heads_first, &table.cos, &(&table.sin * direction)?)?;
     let turned = turned.squeeze(0)?.transpose(0, 1)?;

@@ -1,8 +1,10 @@
-//! Elementary functions that vectorize: branch-free bodies, inlined into loops that [`crate::instruction_set`] compiles for
-//! AVX-512, AVX2 and plain x86-64 (and once for other processors). No fused multiply-add is written out, so every
-//! version gives the same bits.
+//! Elementary functions that vectorize: branch-free bodies, inlined into loops that
+//! [`crate::instruction_set`] compiles for AVX-512, AVX2 and plain x86-64 (and once for other
+//! processors). No function uses an explicit fused multiply-add, so every version gives the same
+//! bits.
 
-/// e^x to 2 ulp (Cephes `expf` polynomial) from −87.3 to 88.7. 0 below that, infinity above; NaN stays NaN.
+/// Returns e^x to 2 ulp (Cephes `expf` polynomial) from −87.3 to 88.7; 0 below that, infinity
+/// above; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -20,45 +22,45 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p * r + 1.666_666_5e-1;
     p = p * r + 5e-1;
     let fraction = p * r * r + r + 1.0;
-    // Times 2^n, added to the exponent: from 88.38 on n is 128, of which there is no f32, while the result is one. Outside the
-    // range these bits mean nothing.
+    // Multiplies by 2^n through the exponent. From 88.38 on n is 128, and 2^128 is not an f32,
+    // although the result is. Outside the range these bits are unused.
     let value = f32::from_bits(fraction.to_bits().wrapping_add(shifted.to_bits() << 23));
     let value = if x < -87.3 { 0.0 } else { value };
     if x <= 88.7 { value } else { x + f32::INFINITY }
 }
 
-/// 1 / (1 + e^−x).
+/// Returns 1 / (1 + e^−x).
 #[inline(always)]
 pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// tanh, by e^2x; absolute error 1e-7.
+/// Returns tanh, by e^2x; absolute error 1e-7.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
     1.0 - 2.0 / (1.0 + exp(2.0 * x))
 }
 
-/// Elements that the functions here take at a time.
+/// Number of elements that these functions process at a time.
 pub(crate) const LANES: usize = 16;
 
-/// Each element becomes `f` of it.
+/// Replaces each element by `f` of it.
 ///
 /// # Panics
-/// The number of elements is no multiple of [`LANES`].
+/// Panics if the number of elements is not a multiple of [`LANES`].
 #[inline(always)]
 pub(crate) fn map_lanes(values: &mut [f32], f: impl Fn(f32) -> f32) {
     let (chunks, rest) = values.as_chunks_mut::<LANES>();
     assert!(rest.is_empty(), "{} elements are no whole vectors", rest.len());
     for chunk in chunks {
-        // Not `array::map`, which is a function of its own, without the instructions of the caller.
+        // `array::map` would be a separate function, without the caller's instruction set.
         for value in chunk {
             *value = f(*value);
         }
     }
 }
 
-/// As [`map_lanes`], of two slices of one length.
+/// Replaces pairs of elements of two slices of one length, like [`map_lanes`].
 #[inline(always)]
 pub(crate) fn map_lanes2(a: &mut [f32], b: &mut [f32], f: impl Fn(f32, f32) -> (f32, f32)) {
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks_mut::<LANES>(), b.as_chunks_mut::<LANES>());
@@ -70,10 +72,10 @@ pub(crate) fn map_lanes2(a: &mut [f32], b: &mut [f32], f: impl Fn(f32, f32) -> (
     }
 }
 
-/// The largest element, −∞ for none; a NaN anywhere gives NaN.
+/// Returns the largest element, −∞ for an empty slice; a NaN anywhere gives NaN.
 #[inline(always)]
 pub(crate) fn max(values: &[f32]) -> f32 {
-    // A comparison with NaN is false, so a maximum drops one; whether there was any is kept beside it.
+    // A comparison with NaN is false, so the maximum drops it; track NaN separately.
     let mut is_nan = false;
     for value in values {
         is_nan |= value.is_nan();
@@ -81,7 +83,7 @@ pub(crate) fn max(values: &[f32]) -> f32 {
     if is_nan { f32::NAN } else { largest(values) }
 }
 
-/// The largest element that is no NaN, −∞ for none.
+/// Returns the largest element that is not NaN, −∞ if none exists.
 #[inline(always)]
 pub(crate) fn largest(values: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
@@ -96,7 +98,7 @@ pub(crate) fn largest(values: &[f32]) -> f32 {
     larger(rest, fold_lanes(lanes, larger))
 }
 
-/// Σ f(a) in 16 lanes, so the order of additions is the same for every instruction set.
+/// Returns Σ f(a) in 16 lanes, so the order of additions is the same for every instruction set.
 #[inline(always)]
 pub(crate) fn sum_of<T: Copy>(a: &[T], f: impl Fn(T) -> f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -110,7 +112,7 @@ pub(crate) fn sum_of<T: Copy>(a: &[T], f: impl Fn(T) -> f32) -> f32 {
     fold_lanes(lanes, |a, b| a + b) + tail
 }
 
-/// Σ f(a, b) in 16 lanes.
+/// Returns Σ f(a, b) in 16 lanes.
 #[inline(always)]
 pub(crate) fn sum_of2<T: Copy, U: Copy>(a: &[T], b: &[U], f: impl Fn(T, U) -> f32) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -124,10 +126,10 @@ pub(crate) fn sum_of2<T: Copy, U: Copy>(a: &[T], b: &[U], f: impl Fn(T, U) -> f3
     fold_lanes(lanes, |a, b| a + b) + tail
 }
 
-/// All lanes in one, half of them at a time, for one after another each would wait for the one before.
+/// Combines all lanes in halves; sequentially, each step would wait for the previous one.
 #[inline(always)]
 fn fold_lanes(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
-    // Written out: a loop over the widths would go through memory.
+    // Unrolled by hand: a loop over the widths would go through memory.
     let mut eight = [0f32; 8];
     for i in 0..8 {
         eight[i] = f(lanes[i], lanes[i + 8]);
@@ -139,13 +141,13 @@ fn fold_lanes(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
     f(f(four[0], four[2]), f(four[1], four[3]))
 }
 
-/// Asks the memory for what is at an address, which need not be anybody's.
+/// Prefetches the cache line of an address, which may be invalid.
 #[inline(always)]
 pub(crate) fn prefetch<T>(_address: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // Safe to call from some version of Rust on.
+    // A later version of Rust makes this call safe.
     #[allow(unused_unsafe)]
-    // SAFETY: a prefetch reads nothing and faults nowhere.
+    // SAFETY: a prefetch has no effect on memory and never faults.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(_address.cast());
@@ -167,7 +169,7 @@ mod tests {
             check(x);
             x += 0.0137;
         }
-        // All numbers about the ends of the range, and where 2^n leaves that of f32.
+        // All numbers near the ends of the range, and where 2^n exceeds f32.
         for edge in [-87.3f32, -87.0, 88.0, 88.376, 88.7] {
             (edge.to_bits() - 5000..=edge.to_bits() + 5000)
                 .map(f32::from_bits)

@@ -1,9 +1,10 @@
-//! Parameters that are kept in bf16 alone: an update works on them in f32 and rounds what becomes of them at random, up
-//! or down with the probability that makes the expected value exact (arXiv 2010.06192). Rounded to the nearest number
-//! instead, every update smaller than half the distance between two bf16 numbers would be lost.
+//! Stochastic rounding of parameters that are stored only in bf16: an update computes in f32 and
+//! rounds the result at random, up or down with the probability that makes the expected value exact
+//! (arXiv 2010.06192). With rounding to nearest, every update smaller than half the distance
+//! between two bf16 numbers would be lost.
 //!
-//! The random bits are a hash of (stream, place of the value in its bucket), as those of dropout: the same for any split
-//! of the parameters over ranks and tasks.
+//! The random bits are a hash of (stream, index of the value in its bucket), as in dropout: the
+//! same for any partition of the parameters over ranks and tasks.
 
 use half::bf16;
 
@@ -16,29 +17,29 @@ pub(super) const RUN: usize = 256;
 /// Values that share one hash, 16 bits each.
 const PER_HASH: usize = 4;
 
-/// Where the random bits of a run of values come from.
+/// The source of the random bits of a range of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StochasticRounding {
-    /// Names (seed, step, bucket).
+    /// Random stream, named by (seed, step, bucket).
     pub stream: RngStream,
-    /// The place of the first value in its bucket, a multiple of 4.
+    /// The index of the first value in its bucket, a multiple of 4.
     pub first: u64,
 }
 
 impl StochasticRounding {
-    /// For the run of values that begins at place `first` of a bucket.
+    /// Returns the source for values that begin at index `first` of a bucket.
     pub fn new(stream: RngStream, first: u64) -> Self {
         debug_assert!(first.is_multiple_of(PER_HASH as u64), "random bits from place {first}");
         StochasticRounding { stream, first }
     }
 
-    /// That of the values from the `start`th of the run on; a multiple of 4.
+    /// Returns the source for the values from the `start`th on; `start` is a multiple of 4.
     #[must_use]
     pub fn offset(self, start: usize) -> Self {
         Self::new(self.stream, self.first + start as u64)
     }
 
-    /// The random bits of the first `len` values of a run, at most [`RUN`].
+    /// Returns the random bits of the first `len` values, at most [`RUN`].
     #[inline(always)]
     pub(super) fn noise(self, len: usize) -> Noise {
         let mut noise: Noise = [[0; PER_HASH]; RUN / PER_HASH];
@@ -53,8 +54,8 @@ impl StochasticRounding {
 /// Random bits for each value of a run.
 pub(super) type Noise = [[u16; PER_HASH]; RUN / PER_HASH];
 
-/// Rounds a value: the bits below bf16's are carried when they and the random ones add up to one of its units. What is not
-/// finite is rounded to the nearest.
+/// Rounds a value: the bits below bf16's carry if they and the random bits sum to one bf16 unit. A
+/// value that is not finite is rounded to nearest.
 #[inline(always)]
 pub(super) fn round(value: f32, noise: u16) -> bf16 {
     let bits = value.to_bits();
@@ -101,7 +102,7 @@ mod tests {
             assert_eq!(got, values);
         }
         assert!(rounded(&[f32::NAN], rounding(0))[0].is_nan());
-        // A NaN whose payload lies in the bits that are cut off.
+        // A NaN whose payload is in the truncated bits.
         assert!(rounded(&[f32::from_bits(0x7f80_0001)], rounding(0))[0].is_nan());
     }
 

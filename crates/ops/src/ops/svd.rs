@@ -1,14 +1,16 @@
-//! Orthogonal bases and singular values of a few long vectors: what [`super::low_rank`] is made of.
+//! Orthogonal bases and singular values of a few long vectors, for [`super::low_rank`].
 //!
-//! A matrix is here a list of `k` vectors of `n` elements, `k ≤ n`, one after the other in a slice. The decomposition is
-//! the one-sided Jacobi method of Hestenes, in f64: rotations of two vectors at a time until all are orthogonal. It is
-//! the most accurate of the known methods (Demmel and Veselić 1992, doi:10.1137/0613074) and the shortest, and what it
-//! costs, some ten times k²·n products, is little for the few hundred vectors at most that it is given. A crate of
-//! linear algebra was here before and took an eighth of a build's time.
+//! A matrix here is a list of `k` vectors of `n` elements, `k ≤ n`, one after the other in a slice.
+//! The decomposition is the one-sided Jacobi method of Hestenes, in f64: it rotates two vectors at
+//! a time until all are orthogonal. It is the most accurate of the known methods (Demmel and
+//! Veselić 1992, doi:10.1137/0613074) and the shortest. Its cost, about ten times k²·n products, is
+//! small for the few hundred vectors at most that it gets. A linear algebra crate instead took an
+//! eighth of the build time.
 
 use rayon::prelude::*;
 
-/// The decomposition of `k` vectors of `n` elements: `vectors[i] = Σ_j left[j, i] · values[j] · right[j]`.
+/// The decomposition of `k` vectors of `n` elements: `vectors[i] = Σ_j left[j, i] · values[j] ·
+/// right[j]`.
 pub(super) struct Svd {
     /// `[k, k]`: row j is the left singular vector of `values[j]`.
     pub(super) left: Vec<f64>,
@@ -18,12 +20,14 @@ pub(super) struct Svd {
     pub(super) right: Vec<f64>,
 }
 
-/// Vectors whose cosine is less count as orthogonal; a hundredth of the precision of the f32 that come out.
+/// Vectors with a smaller cosine count as orthogonal; a hundredth of the precision of the f32
+/// results.
 const ORTHOGONAL: f64 = 1e-10;
-/// Rounds over all pairs. Ten are usual: from some point on, each squares what is left.
+/// Maximum number of rounds over all pairs. Ten are usual: late rounds square the remaining error.
 const SWEEPS: usize = 60;
 
-/// Decomposes `vectors: [k, n]`, all finite; `n > 0`. None if they do not become orthogonal.
+/// Decomposes `vectors: [k, n]`, all finite; `n > 0`. Returns none if they do not become
+/// orthogonal.
 pub(super) fn decompose(vectors: &[f32], n: usize) -> Option<Svd> {
     let k = vectors.len() / n;
     let mut right: Vec<f64> = vectors.iter().map(|x| f64::from(*x)).collect();
@@ -47,7 +51,8 @@ pub(super) fn decompose(vectors: &[f32], n: usize) -> Option<Svd> {
     })
 }
 
-/// Turns every pair of `right: [k, n]`, and of `left: [k, k]` with it, until it is orthogonal; whether any was not.
+/// Rotates every pair of `right: [k, n]`, and of `left: [k, k]` with it, until it is orthogonal;
+/// returns true if any was not.
 fn sweep(right: &mut [f64], left: &mut [f64], n: usize, k: usize) -> bool {
     let mut turned = false;
     for i in 1..k {
@@ -58,7 +63,8 @@ fn sweep(right: &mut [f64], left: &mut [f64], n: usize, k: usize) -> bool {
                 continue;
             }
             turned = true;
-            // The smaller of the two angles after which the product is zero (Golub and Van Loan, section 8.6.3).
+            // The smaller of the two angles that make the product zero (Golub and Van Loan, section
+            // 8.6.3).
             let zeta = (yy - xx) / (2.0 * xy);
             let tangent = zeta.signum() / (zeta.abs() + zeta.hypot(1.0));
             let cosine = tangent.hypot(1.0).recip();
@@ -70,7 +76,7 @@ fn sweep(right: &mut [f64], left: &mut [f64], n: usize, k: usize) -> bool {
     turned
 }
 
-/// Rows `first` and `second`, which comes later.
+/// Returns rows `first` and `second`; `second` is the larger.
 fn two(rows: &mut [f64], width: usize, first: usize, second: usize) -> (&mut [f64], &mut [f64]) {
     let (before, from) = rows.split_at_mut(second * width);
     (&mut before[first * width..][..width], &mut from[..width])
@@ -91,8 +97,8 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
     lanes.iter().sum::<f64>() + x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>()
 }
 
-/// Makes `vectors: [k, n]` orthonormal, spanning what they span (modified Gram–Schmidt, twice: Giraud and others 2005,
-/// doi:10.1007/s00211-005-0615-4). A vector of which nothing is left becomes zero.
+/// Makes `vectors: [k, n]` orthonormal with the same span (modified Gram–Schmidt, twice: Giraud and
+/// others 2005, doi:10.1007/s00211-005-0615-4). A vector without remainder becomes zero.
 pub(super) fn orthonormalize(vectors: &mut [f32], n: usize) {
     for _ in 0..2 {
         let mut rest = &mut *vectors;

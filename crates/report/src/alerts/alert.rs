@@ -1,4 +1,4 @@
-//! One alarm, as it stands in alerts.jsonl and as it goes to a program or a server.
+//! One alarm, as in alerts.jsonl and as finetune sends it to a program or a server.
 
 use serde::Serialize;
 
@@ -11,13 +11,13 @@ pub(super) struct Alert {
     pub(super) step: u64,
     /// The number that is out of bounds.
     pub(super) value: Option<f64>,
-    /// What is wrong, for a person.
+    /// The description of the trouble, for people.
     pub(super) message: String,
-    /// When, as RFC 3339 has it.
+    /// The time of the alarm, in the format of RFC 3339.
     pub(super) time: String,
 }
 
-/// What goes out: the alarm, and which run on which host it is about.
+/// An alarm with its run and host, as sent.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct OutgoingAlert {
     /// One line with all of it, which chat servers show.
@@ -34,9 +34,9 @@ impl OutgoingAlert {
         OutgoingAlert { text, alarm, run: run.to_owned(), host: host.to_owned() }
     }
 
-    /// As JSON in one line.
+    /// Returns the alarm as JSON in one line.
     pub(super) fn to_json(&self) -> String {
-        // Texts and numbers have a form in JSON; of a value that has none the field is null.
+        // Texts and numbers always have a form in JSON; a non-finite value is null.
         serde_json::to_string(self).unwrap_or_default()
     }
 }

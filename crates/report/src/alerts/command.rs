@@ -1,4 +1,4 @@
-//! A program that is started for each alarm.
+//! A program that finetune starts for each alarm.
 
 use std::io::Write as _;
 use std::os::unix::process::CommandExt as _;
@@ -10,17 +10,17 @@ use super::delivery::AlertChannel;
 use super::guard;
 use crate::program;
 
-/// The time that a program has, with all that it has started.
+/// Time limit of a program, with all processes that it started.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A program and its arguments. It gets the alarm as a line of JSON on its input and in its environment; what it prints
-/// goes nowhere. A [`guard`] starts it, and ends it.
+/// A program and its arguments. It gets the alarm as a line of JSON on its input and in its
+/// environment; its output is discarded. A [`guard`] starts and ends it.
 pub(super) struct AlertCommand {
     words: Vec<String>,
 }
 
 impl AlertCommand {
-    /// `words` are the program and its arguments; there is one at least.
+    /// Creates the channel; `words` are the program and its arguments, at least one.
     pub(super) fn new(words: Vec<String>) -> Self {
         AlertCommand { words }
     }
@@ -46,7 +46,7 @@ impl AlertChannel for AlertCommand {
     fn send(&self, alarm: &OutgoingAlert) -> Result<(), String> {
         let mut guard = self.start(alarm).map_err(|error| error.to_string())?;
         if let Some(mut input) = guard.stdin.take() {
-            // A program need not read; what it is told fits into the pipe.
+            // A program need not read; the alarm fits into the pipe.
             drop(writeln!(input, "{}", alarm.to_json()));
         }
         let ended = guard.wait_with_output().map_err(|error| error.to_string())?;

@@ -1,4 +1,5 @@
-//! How alarms get to a program or a server: a thread and a short queue each, so that neither slows the run.
+//! Delivers alarms to a program or a server: a thread and a short queue each, so that neither slows
+//! the run.
 
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
@@ -7,15 +8,15 @@ use super::alert::OutgoingAlert;
 use crate::terminal::Terminal;
 use crate::threads;
 
-/// Alarms that wait for one that is under way; there is one an incident, so that this is a lot.
+/// Most alarms that wait for delivery; an incident has one, so this is enough.
 const WAITING: usize = 16;
 
-/// Where alarms go.
+/// A receiver of alarms.
 pub(super) trait AlertChannel: Send + 'static {
-    /// As it stands in messages.
+    /// Returns its name for messages.
     fn name(&self) -> String;
 
-    /// Delivers one alarm, and takes its time; an error says why it did not arrive.
+    /// Delivers one alarm, which may take long; an error gives the reason of a failure.
     fn send(&self, alarm: &OutgoingAlert) -> Result<(), String>;
 }
 
@@ -30,7 +31,7 @@ pub(super) struct DeliveryThread {
 }
 
 impl DeliveryThread {
-    /// Starts the thread; none where the system has no more of them, which is said.
+    /// Starts the thread; prints a warning and returns none if the system starts no thread.
     pub(super) fn start(channel: impl AlertChannel, terminal: &Terminal) -> Option<Self> {
         let (queue, alarms) = sync_channel::<OutgoingAlert>(WAITING);
         let (alive, ended) = sync_channel::<()>(0);
@@ -41,7 +42,7 @@ impl DeliveryThread {
             for alarm in alarms {
                 match channel.send(&alarm) {
                     Ok(()) => has_failed = false,
-                    // Once: alerts.jsonl has what did not arrive.
+                    // One warning per series of failures: alerts.jsonl holds every alarm.
                     Err(why) => {
                         if !std::mem::replace(&mut has_failed, true) {
                             told.warn(format!("an alarm did not reach {}: {why}", channel.name()));
@@ -53,22 +54,22 @@ impl DeliveryThread {
         match threads::start("alarms", work) {
             Ok(_) => Some(DeliveryThread { name, queue, ended, terminal: terminal.clone(), was_full: false }),
             Err(error) => {
-                terminal.warn(format!("no alarms to {name}: {}", error.in_one_line()));
+                terminal.warn(format!("cannot send alarms to {name}: {}", error.in_one_line()));
                 None
             }
         }
     }
 
-    /// Hands over an alarm, and does not wait.
+    /// Queues an alarm, and does not wait.
     pub(super) fn hand_over(&mut self, alarm: OutgoingAlert) {
         if let Err(TrySendError::Full(_)) = self.queue.try_send(alarm)
             && !std::mem::replace(&mut self.was_full, true)
         {
-            self.terminal.warn(format!("alarms are lost: {WAITING} of them wait for {}", self.name));
+            self.terminal.warn(format!("dropping alarms: {WAITING} already wait for {}", self.name));
         }
     }
 
-    /// Waits for what is under way, until `until` at most.
+    /// Waits for the delivery of queued alarms, at most until `until`.
     pub(super) fn finish(self, until: Instant) {
         let DeliveryThread { name, queue, ended, terminal, .. } = self;
         drop(queue);

@@ -1,9 +1,10 @@
-//! The process between a run and the program that it starts for an alarm, so that the program never outlives the run.
+//! The process between a run and its alarm program, so that the program never outlives the run.
 //!
-//! A run that is killed (`kill -9`) ends nobody. So finetune starts itself as a guard, which starts the program in a
-//! process group, and kills the group when the time is over or the run has gone, however that ended. The system's own
-//! signal at the end of a parent (`PR_SET_PDEATHSIG`) would not do: it reaches the program and not what the program has
-//! started, it comes when the thread that started it ends, and setting it takes a `fork` of the process that trains.
+//! A killed run (`kill -9`) cannot end its children. So finetune starts itself as a guard, which
+//! starts the program in a process group. The guard kills the group when the time is over or the
+//! run has ended. Linux's own signal at the end of a parent (`PR_SET_PDEATHSIG`) is not enough: it
+//! reaches the program and not its children. It also comes when the thread that started it ends,
+//! and setting it takes a `fork` of the process that trains.
 
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -16,16 +17,16 @@ use std::time::{Duration, Instant};
 use libc::pid_t;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-/// The first argument of finetune as a guard; then come the run's process, the milliseconds that the program has, and the
-/// program with its arguments.
+/// The first argument of finetune as a guard; then follow the run's process id, the time limit in
+/// milliseconds, and the program with its arguments.
 pub(super) const ARGUMENT: &str = "alarm-guard";
-/// Between two looks at the program and at the run.
+/// The pause between two checks of the program and the run.
 const PAUSE: Duration = Duration::from_millis(20);
-/// Looks for processes that are left after a kill.
+/// Most checks for remaining processes after a kill.
 const MOST_LOOKS: usize = 1000;
 
-/// Serves as a guard, where the arguments of this process say so. The standard output gets the reason for which the
-/// program did not do its work, and nothing if it did.
+/// Serves as a guard if the arguments of this process ask for it. Writes the reason to stdout if
+/// the program failed, else nothing.
 pub fn serve_if_asked() -> Option<ExitCode> {
     let mut words = std::env::args_os().skip(1);
     if words.next()? != ARGUMENT {
@@ -37,17 +38,17 @@ pub fn serve_if_asked() -> Option<ExitCode> {
     adopt_orphans();
     let run = pid_t::try_from(run).unwrap_or_default();
     let words: Vec<OsString> = words.collect();
-    // As the parent of all orphans it sees every process below it.
+    // The parent of all orphans sees every process below it.
     let scope = if cfg!(target_os = "linux") { KillScope::Descendants } else { KillScope::Group };
     if let Err(why) = watch(&words, Duration::from_millis(millis), run, scope) {
-        // Without a run nobody reads it.
+        // Without a run the pipe has no reader.
         drop(write!(std::io::stdout(), "{why}"));
     }
     Some(ExitCode::SUCCESS)
 }
 
-/// Signals to all processes of a job come to the program, too, which may pass over them: the guard stays to the end. Its
-/// handlers, other than ignored signals, are not handed down.
+/// Keeps the guard alive on signals to all processes of a job, which the program may ignore. The
+/// program does not inherit handlers, other than ignored signals.
 fn outlive_signals() {
     for signal in [SIGHUP, SIGINT, SIGQUIT, SIGTERM] {
         // Without the handler the guard ends at the signal.
@@ -55,7 +56,7 @@ fn outlive_signals() {
     }
 }
 
-/// From now on this process is the parent of those whose parent has ended below it (Linux), so that [`watch`] sees them.
+/// Makes this process the parent of orphans below it (Linux), so that [`watch`] sees them.
 fn adopt_orphans() {
     #[cfg(target_os = "linux")]
     // SAFETY: a system call that takes numbers.
@@ -64,20 +65,21 @@ fn adopt_orphans() {
     }
 }
 
-/// The processes that are ended with the program.
+/// The processes that the guard ends with the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum KillScope {
-    /// Those of its process group.
+    /// The processes of its group.
     Group,
-    /// All below this process, which has no other children: also those that have left the group.
+    /// All processes below this one, which has no other children: also those that have left the
+    /// group.
     Descendants,
 }
 
-/// Runs a program until it and the processes that it leaves in `scope` have ended, for `time` at most and while the
-/// process `run` is the parent of this one.
+/// Runs a program until it and its remaining processes in `scope` have ended. Kills them after
+/// `time`, or if the process `run` is no longer the parent of this one.
 ///
 /// # Errors
-/// The program did not do its work, with the reason.
+/// The reason for which the program failed.
 fn watch(words: &[OsString], time: Duration, run: pid_t, scope: KillScope) -> Result<(), String> {
     let (program, arguments) = words.split_first().ok_or("it has no name")?;
     let mut command = Command::new(program);
@@ -98,11 +100,12 @@ fn watch(words: &[OsString], time: Duration, run: pid_t, scope: KillScope) -> Re
     match ended {
         Some(status) if status.success() => Ok(()),
         Some(status) => Err(format!("it ended with {status}")),
-        None => Err(format!("it had not ended after {} s", time.as_secs_f64())),
+        None => Err(format!("it was still running after {} s", time.as_secs_f64())),
     }
 }
 
-/// Kills the processes of `scope`. Children of a killed process become this one's, so it looks until none is left.
+/// Kills the processes of `scope`. Children of a killed process become this one's, so it repeats
+/// until none is left.
 fn end(group: pid_t, scope: KillScope, leader: &mut Option<ExitStatus>) {
     // SAFETY: a system call that takes numbers. At worst the group is gone.
     unsafe { libc::kill(-group, libc::SIGKILL) };
@@ -121,20 +124,20 @@ fn end(group: pid_t, scope: KillScope, leader: &mut Option<ExitStatus>) {
     }
 }
 
-/// The children of this process (Linux).
+/// Returns the children of this process (Linux).
 fn children() -> Vec<pid_t> {
     let own = std::process::id();
     let list = std::fs::read_to_string(format!("/proc/self/task/{own}/children")).unwrap_or_default();
     list.split_whitespace().filter_map(|number| number.parse().ok()).collect()
 }
 
-/// Waits for those processes of `scope` that have ended; `leader` gets the status of the program. Returns whether any is
-/// left.
+/// Reaps the ended processes of `scope`; `leader` gets the status of the program. Returns whether
+/// any process is left.
 fn reap(group: pid_t, scope: KillScope, leader: &mut Option<ExitStatus>) -> bool {
     let whom = if scope == KillScope::Descendants { -1 } else { -group };
     loop {
         let mut status = 0;
-        // SAFETY: a system call that writes a number to where it is told.
+        // SAFETY: a system call that writes a number to the given pointer.
         match unsafe { libc::waitpid(whom, &raw mut status, libc::WNOHANG) } {
             0 => return true,
             -1 => return false,
@@ -160,7 +163,7 @@ mod tests {
         assert_eq!(shell("exit 0", long), Ok(()));
         assert_eq!(shell("exit 3", long), Err("it ended with exit status: 3".into()));
         let hung = shell("sleep 600 & wait", Duration::from_millis(100));
-        assert_eq!(hung, Err("it had not ended after 0.1 s".into()));
+        assert_eq!(hung, Err("it was still running after 0.1 s".into()));
         let missing = watch(&["no such program".into()], long, 0, KillScope::Group);
         assert!(missing.is_err_and(|why| why.contains("No such file")));
         assert!(watch(&[], long, 0, KillScope::Group).is_err());

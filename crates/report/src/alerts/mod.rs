@@ -1,8 +1,9 @@
-//! Alarms: what in a run is trouble, said once an incident to whoever can do something about it.
+//! Alarms: detects trouble in a run, and notifies the user once per incident.
 //!
-//! [`rules`] judge what the run reports; a thread with a clock of its own watches for steps that do not end. An alarm is
-//! a line in alerts.jsonl, goes to a program and to a server where the user named them, and to the terminal where the run
-//! does not say the same by itself. Nothing of this slows or ends a run.
+//! [`rules`] check the reports of the run; a thread with a clock watches for steps that do not end.
+//! An alarm is a line in alerts.jsonl. It also goes to a program and to a server if the user named
+//! them, and to the terminal unless the run prints the same itself. Alarms neither slow nor end a
+//! run.
 
 mod alert;
 mod command;
@@ -34,34 +35,34 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::enums::AlertRule;
 use crate::threads;
 
-/// Nothing shorter is a stall.
+/// The shortest stall.
 const LEAST_STALL: Duration = Duration::from_secs(60);
-/// How often the thread looks at the time.
+/// The interval of the thread with the clock.
 const TICK: Duration = Duration::from_secs(1);
-/// The pause between two looks at the disk.
+/// The pause between two checks of the disk.
 const DISK_PAUSE: Duration = Duration::from_secs(1);
-/// How long a run that is over waits for alarms under way.
+/// Time that an ended run waits for the delivery of alarms.
 const LAST_WAIT: Duration = Duration::from_secs(10);
-/// The same where the run failed, and others may wait for it to end.
+/// The same for a failed run, since other ranks may wait for its end.
 const SHORT_WAIT: Duration = Duration::from_secs(2);
 
-/// Refuses a server that no alarm could be posted to.
+/// Checks the address of a server for alarms.
 ///
 /// # Errors
-/// The user's: `address` is none; the proxy of the environment is none.
+/// `User` if `address` or the proxy of the environment is not a usable address.
 pub fn check_webhook(address: &str) -> Result<()> {
     AlertWebhook::new(address).map(drop)
 }
 
-/// What a run watches for, and whom it tells.
+/// The rules of a run's alarms, and their receivers.
 pub struct AlertOptions {
-    /// What is watched for.
+    /// The rules in use.
     pub rules: Vec<AlertRule>,
     /// The file that gets a line for each alarm.
     pub file: PathBuf,
-    /// What the run is called.
+    /// The name of the run.
     pub run: String,
-    /// The host that it is on.
+    /// The name of its host.
     pub host: String,
     /// A program and its arguments.
     pub command: Option<Vec<String>>,
@@ -69,11 +70,11 @@ pub struct AlertOptions {
     pub webhook: Option<String>,
     /// Bytes of the next checkpoint.
     pub next_bytes: u64,
-    /// Looks at the room where the run writes; none when the system does not tell.
+    /// Returns the space of the output's file system; none if the system does not give it.
     pub room: Box<dyn FnMut() -> Option<OutputRoom>>,
 }
 
-/// Updates in a row after which a step that is skipped is a new incident.
+/// Updates in a row after which a skipped step is a new incident.
 const SKIPS_APART: u64 = 20;
 
 /// Raises alarms about a run.
@@ -85,14 +86,14 @@ pub struct Alerts {
     disk: ShortDisk,
     room: Box<dyn FnMut() -> Option<OutputRoom>>,
     looked: Option<Instant>,
-    /// Updates since a step was skipped; none: none was, or long ago.
+    /// Updates since the last skipped step; none if no step was skipped recently.
     updates_since_skip: Option<u64>,
     stall: Arc<Mutex<StallWatch>>,
     /// Ends the thread that watches for stalls when it is dropped.
     clock: Option<SyncSender<()>>,
 }
 
-/// Where the listener and the thread with the clock bring their alarms.
+/// The receiver of alarms from the listener and from the thread with the clock.
 struct AlertManager {
     rules: HashSet<AlertRule>,
     file: PathBuf,
@@ -101,15 +102,16 @@ struct AlertManager {
     couriers: Vec<DeliveryThread>,
     terminal: Terminal,
     cannot_write: bool,
-    /// The step that ended last.
+    /// The last step that ended.
     step: u64,
 }
 
-/// The desk of the run of this process, for an alarm that no listener can raise any more.
+/// The manager of this process's run, for an alarm after its listener is blocked.
 static DESK: Mutex<Weak<Mutex<AlertManager>>> = Mutex::new(Weak::new());
 
-/// Raises the alarm that the run hangs, from the thread that is about to end the process for it, and gives it a moment to
-/// arrive. Nothing where nobody watches for it; it waits for no lock, which who hangs may hold.
+/// Raises the alarm for a hang, from the thread that is about to end the process, and waits shortly
+/// for its delivery. Does nothing without a running manager, and waits for no lock, since the
+/// hanging thread may hold it.
 pub fn raise_hang(error: &Error) {
     let desk = DESK.try_lock().ok().and_then(|desk| desk.upgrade());
     let Some(mut desk) = desk.as_ref().and_then(|desk| desk.try_lock().ok()) else { return };
@@ -119,7 +121,7 @@ pub fn raise_hang(error: &Error) {
 }
 
 impl AlertManager {
-    /// Raises the alarm `finding` of `rule`, where that is watched for; `is_said` already or not.
+    /// Raises the alarm `finding` of `rule` if that rule is in use; prints it unless `is_said`.
     fn raise(&mut self, rule: AlertRule, step: u64, finding: Finding, is_said: bool) {
         if !self.rules.contains(&rule) {
             return;
@@ -136,16 +138,17 @@ impl AlertManager {
         self.couriers.iter_mut().for_each(|courier| courier.hand_over(outgoing.clone()));
     }
 
-    /// Nothing is raised any more; what is under way has `wait` to arrive.
+    /// Ends the channels, and waits up to `wait` for alarms in delivery.
     fn finish(&mut self, wait: Duration) {
         let until = Instant::now() + wait;
         std::mem::take(&mut self.couriers).into_iter().for_each(|courier| courier.finish(until));
     }
 
-    /// Adds a line to the file, which is made with the first.
+    /// Appends a line to the file, which the first line creates.
     fn write(&mut self, alarm: &Alert) {
         let line = serde_json::to_string(alarm).unwrap_or_default();
-        // Whoever opens a pipe for writing waits for its reader, and a link may have come while the run was at work.
+        // Opening a pipe for writing would wait for its reader, and a link may have appeared during
+        // the run.
         let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
         let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(&self.file);
         let written = file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
@@ -158,10 +161,10 @@ impl AlertManager {
 }
 
 impl Alerts {
-    /// Watches for what `options` say and tells it to `terminal` too.
+    /// Starts the alarms of `options`, which also print to `terminal`.
     ///
     /// # Errors
-    /// The server cannot be asked at its address; the system has no thread for the clock.
+    /// The address of the server or the proxy is unusable.
     pub fn start(options: AlertOptions, terminal: &Terminal) -> Result<Self> {
         let AlertOptions { rules, file, run, host, command, webhook, next_bytes, room } = options;
         let mut couriers = Vec::new();
@@ -194,7 +197,7 @@ impl Alerts {
         })
     }
 
-    /// Looks at the disk, but not at every step of a fast run.
+    /// Checks the disk, at most once per [`DISK_PAUSE`].
     fn look_at_disk(&mut self, step: u64) {
         if self.looked.is_some_and(|looked| looked.elapsed() < DISK_PAUSE) {
             return;
@@ -205,7 +208,7 @@ impl Alerts {
         }
     }
 
-    /// Nothing is watched for any more; what is under way has a moment to arrive.
+    /// Stops the clock and the channels, and waits up to `wait` for alarms in delivery.
     fn close(&mut self, wait: Duration) {
         self.clock = None;
         lock(&self.desk).finish(wait);
@@ -223,7 +226,7 @@ impl RunListener for Alerts {
         *lock(&DESK) = Arc::downgrade(&self.desk);
         let (stall, desk) = (Arc::clone(&self.stall), Arc::clone(&self.desk));
         self.clock = Some(watch_time(TICK, move |passed| {
-            // Not while the desk is held: who raises an alarm holds the desk alone.
+            // The watch is released first: no thread may hold it together with the desk.
             let mut watch = lock(&stall);
             let (found, step) = (watch.tick(passed), watch.step());
             drop(watch);
@@ -240,7 +243,7 @@ impl RunListener for Alerts {
         self.updates_since_skip =
             self.updates_since_skip.map(|updates| updates + 1).filter(|updates| *updates < SKIPS_APART);
         lock(&self.desk).step = report.step;
-        // The run says by itself what its losses and norms show.
+        // The run itself warns about losses and norms.
         let found = [
             (AlertRule::LossSpike, self.spikes.after(report), true),
             (AlertRule::NoProgress, self.still.after(report), true),
@@ -276,7 +279,7 @@ impl RunListener for Alerts {
     }
 
     fn failed(&mut self, error: &Error) -> Result<()> {
-        // All ranks diverge at once: nobody waits for this one.
+        // All ranks diverge at once, so no rank waits for this one.
         let has_diverged = error.kind() == ErrorCategory::Diverged;
         if has_diverged {
             let step = lock(&self.stall).step() + 1;
@@ -293,8 +296,9 @@ impl RunListener for Alerts {
     }
 }
 
-/// Calls `tick` once a `pause` with the time that went by, in a thread that ends when what is returned is dropped. Of time
-/// in which the whole process stood still, as after Ctrl-Z, hardly anything is counted.
+/// Calls `tick` once per `pause` with the passed time, in a thread that ends when the returned
+/// sender is dropped. Of time in which the whole process was stopped, as after Ctrl-Z, it counts at
+/// most two pauses.
 fn watch_time(pause: Duration, mut tick: impl FnMut(Duration) + Send + 'static) -> Result<SyncSender<()>> {
     let (sender, ended) = sync_channel::<()>(0);
     let work = move || {

@@ -1,7 +1,8 @@
-//! What in the numbers of a run is trouble: one small judge a rule, each fed with what it looks at.
+//! The rules that detect trouble in the numbers of a run, one type per rule.
 //!
-//! They only look: no number of a run depends on them. Each says an incident once, and the next one only after the first
-//! was over for a while, so that a night of trouble is one message and not a thousand.
+//! They only observe: no number of a run depends on them. Each reports an incident once, and the
+//! next one only after the first was over for a while. So a night of trouble is one message and not
+//! a thousand.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -10,40 +11,40 @@ use crate::median::median;
 use crate::metrics::StepReport;
 use crate::units;
 
-/// Losses that one is compared with, at most and at least.
+/// Most and fewest losses that a new one is compared with.
 const COMPARED: (usize, usize) = (64, 16);
-/// A spike is so many standard deviations above the mean of the losses before it.
+/// Standard deviations of a spike above the mean of the losses before it.
 const DEVIATIONS: f64 = 6.0;
-/// A spike is at least so many nats above their mean: where losses hardly differ, deviations say nothing.
+/// Nats of a spike above their mean, at least: if losses hardly differ, deviations mean little.
 const LEAST_RISE: f64 = 0.5;
-/// Steps without a gradient before that is said.
+/// Steps without a gradient before an alarm.
 const STILL_STEPS: u64 = 3;
-/// Steps over which waiting is counted, and without trouble after which an incident is over.
+/// Steps over which waiting is counted, and steps without trouble that end an incident.
 const WINDOW: usize = 20;
-/// The share of the time that a device may wait.
+/// The share of the time that a device may wait without an alarm.
 const IDLE_SHARE: f64 = 0.5;
-/// Shorter windows say nothing: of steps of milliseconds, most is what surrounds them.
+/// The shortest meaningful window: overhead dominates steps of milliseconds.
 const LEAST_WINDOW_SECS: f64 = 1.0;
-/// The share of a file system that should be free, and the bytes that are enough of any.
+/// The share of a file system that must be free, and the bytes that suffice on any.
 const FREE_SHARE: f64 = 0.02;
 const FREE_ENOUGH: u64 = 5 << 30;
-/// A stall is so many times as long as the median step.
+/// The length of a stall in median steps.
 const STALL_STEPS: f64 = 10.0;
-/// Before the first steps, in an evaluation and while saving, the limit of a stall is so many times as long.
+/// The factor for the stall limit before the first steps, in an evaluation and while saving.
 const ASIDE: u32 = 10;
-/// Steps whose median is known well enough.
+/// Most and fewest steps for a median.
 const MEDIAN_OF: (usize, usize) = (64, 3);
 
-/// What a rule found.
+/// The finding of a rule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
-    /// The number that is out of bounds; none where there is none, as of NaN.
+    /// The number that is out of bounds; none without one, as for NaN.
     pub value: Option<f64>,
-    /// What is wrong, and what to do, for a person.
+    /// The trouble and the remedy, for people.
     pub message: String,
 }
 
-/// Says an incident once, until it was over for a while.
+/// Reports an incident once, until it was over for a while.
 #[derive(Debug)]
 struct Cooldown {
     over_after: usize,
@@ -56,7 +57,7 @@ impl Cooldown {
         Cooldown { over_after, quiet: 0, is_open: false }
     }
 
-    /// Whether this look is the first that sees the trouble.
+    /// Returns whether this check is the first that sees the trouble.
     fn is_news(&mut self, is_trouble: bool) -> bool {
         if is_trouble {
             self.quiet = 0;
@@ -68,7 +69,7 @@ impl Cooldown {
     }
 }
 
-/// Looks for a loss far above those before it.
+/// Detects a loss far above those before it.
 #[derive(Debug)]
 pub struct LossSpikes {
     losses: VecDeque<f64>,
@@ -82,7 +83,7 @@ impl Default for LossSpikes {
 }
 
 impl LossSpikes {
-    /// What there is to say of a step that updated something.
+    /// Returns a finding for a step if it begins an incident.
     pub fn after(&mut self, report: &StepReport) -> Option<Finding> {
         let (most, least) = COMPARED;
         let compared = self.losses.len();
@@ -106,7 +107,7 @@ impl LossSpikes {
     }
 }
 
-/// Looks for a gradient that is zero step after step.
+/// Detects a gradient that is zero step after step.
 #[derive(Debug)]
 pub struct StillGradients {
     in_a_row: u64,
@@ -120,13 +121,13 @@ impl Default for StillGradients {
 }
 
 impl StillGradients {
-    /// What there is to say of a step that updated something.
+    /// Returns a finding for a step if it begins an incident.
     pub fn after(&mut self, report: &StepReport) -> Option<Finding> {
         self.in_a_row = if report.grad_norm == 0.0 { self.in_a_row + 1 } else { 0 };
         self.latch.is_news(self.in_a_row >= STILL_STEPS).then(|| Finding {
             value: Some(report.grad_norm),
             message: format!(
-                "step {}: the gradient norm has been 0 for {STILL_STEPS} steps: nothing is learned any more; \
+                "step {}: the gradient norm has been 0 for {STILL_STEPS} steps: the model no longer learns; \
                  `finetune data` shows which tokens count in the loss",
                 report.step
             ),
@@ -134,7 +135,7 @@ impl StillGradients {
     }
 }
 
-/// Looks for a device that waits for rows, other ranks or storage for most of the time.
+/// Detects a device that waits for rows, other ranks or storage for most of the time.
 #[derive(Debug)]
 pub(super) struct WaitingDevice {
     steps: VecDeque<StepReport>,
@@ -148,7 +149,7 @@ impl Default for WaitingDevice {
 }
 
 impl WaitingDevice {
-    /// What there is to say of a step.
+    /// Returns a finding for a step if it begins an incident.
     pub(super) fn after(&mut self, report: &StepReport) -> Option<Finding> {
         self.steps.push_back(StepReport { rank_secs: Vec::new(), ..report.clone() });
         if self.steps.len() > WINDOW {
@@ -159,7 +160,7 @@ impl WaitingDevice {
             ("for rows", sum(|step| step.data_secs)),
             ("for other ranks", sum(|step| step.exposed_secs)),
             ("for checkpoints", sum(|step| step.save_secs)),
-            ("for what is between steps", sum(|step| step.other_secs)),
+            ("between steps", sum(|step| step.other_secs)),
         ];
         let (all, waited) = (sum(StepReport::all_parts), parts.iter().map(|(_, secs)| secs).sum::<f64>());
         let share = waited / all;
@@ -179,16 +180,16 @@ impl WaitingDevice {
     }
 }
 
-/// The room of the file system that a run writes to, in bytes.
+/// The space of the file system that a run writes to, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OutputRoom {
-    /// All that there is.
+    /// Total size in bytes.
     pub total: u64,
-    /// What can still be written.
+    /// Free space in bytes.
     pub free: u64,
 }
 
-/// Looks for a disk that is about to be full.
+/// Detects a disk that is about to be full.
 #[derive(Debug)]
 pub(super) struct ShortDisk {
     next_bytes: u64,
@@ -196,19 +197,19 @@ pub(super) struct ShortDisk {
 }
 
 impl ShortDisk {
-    /// Where the next checkpoint has `next_bytes` bytes.
+    /// Creates the rule for a next checkpoint of `next_bytes` bytes.
     pub(super) fn new(next_bytes: u64) -> Self {
         ShortDisk { next_bytes, latch: Cooldown::new(WINDOW) }
     }
 
-    /// What there is to say of the room at `step`.
+    /// Returns a finding for the space at `step` if it begins an incident.
     pub(super) fn look(&mut self, step: u64, room: OutputRoom) -> Option<Finding> {
         let reserve = ((room.total as f64 * FREE_SHARE) as u64).min(FREE_ENOUGH);
         let least = reserve.max(self.next_bytes);
         self.latch.is_news(room.free < least).then(|| Finding {
             value: Some(room.free as f64),
             message: format!(
-                "step {step}: {} are free where the run writes, of {}; the next checkpoint takes {}: make room, or the \
+                "step {step}: {} free of {} on the disk of the output; the next checkpoint takes {}: free some space, or the \
                  run ends when the disk is full",
                 units::bytes(room.free),
                 units::bytes(room.total),
@@ -218,7 +219,7 @@ impl ShortDisk {
     }
 }
 
-/// Looks for a step that does not end. It has no clock: whoever has one tells it how much time went by.
+/// Detects a step that does not end. It has no clock: the caller gives the passed time.
 #[derive(Debug)]
 pub(super) struct StallWatch {
     least: Duration,
@@ -230,13 +231,14 @@ pub(super) struct StallWatch {
 }
 
 impl StallWatch {
-    /// Nothing shorter than `least` is a stall.
+    /// Creates the rule; a stall is at least as long as `least`.
     pub(super) fn new(least: Duration) -> Self {
         let (secs, latch) = (VecDeque::new(), Cooldown::new(WINDOW));
         StallWatch { least, step: 0, secs, waited: Duration::ZERO, is_aside: false, latch }
     }
 
-    /// Step `step` is over, `secs` seconds after the one before; or no step, but something else that shows life.
+    /// Records that step `step` ended, `secs` seconds after the one before; without `secs`, other
+    /// activity.
     pub(super) fn moved(&mut self, step: u64, secs: Option<f64>) {
         (self.step, self.waited, self.is_aside) = (step, Duration::ZERO, false);
         if let Some(secs) = secs {
@@ -248,17 +250,17 @@ impl StallWatch {
         }
     }
 
-    /// Something other than a step begins, which may take its time.
+    /// Records the start of other work than a step, which may take long.
     pub(super) fn aside(&mut self) {
         (self.waited, self.is_aside) = (Duration::ZERO, true);
     }
 
-    /// The last step that ended.
+    /// Returns the last step that ended.
     pub(super) fn step(&self) -> u64 {
         self.step
     }
 
-    /// What there is to say when `passed` went by and nothing was heard.
+    /// Returns a finding if, after `passed` more time without activity, a stall begins.
     pub(super) fn tick(&mut self, passed: Duration) -> Option<Finding> {
         self.waited += passed;
         let (median, limit) = (self.median(), self.limit());
@@ -266,9 +268,8 @@ impl StallWatch {
             return None;
         }
         let waited = self.waited.as_secs_f64();
-        let usual = median.map_or_else(String::new, |secs| {
-            format!(", and a step takes {} as a rule", units::duration(secs))
-        });
+        let usual = median
+            .map_or_else(String::new, |secs| format!(", and a step usually takes {}", units::duration(secs)));
         let message = format!(
             "no step has ended for {} after step {}{usual}: a rank, a disk or a server may hang",
             units::duration(waited),
@@ -277,7 +278,7 @@ impl StallWatch {
         Some(Finding { value: Some(waited), message })
     }
 
-    /// The median of the last steps, in seconds; none before there are some.
+    /// Returns the median of the last steps, in seconds; none if too few have ended.
     fn median(&self) -> Option<f64> {
         (self.secs.len() >= MEDIAN_OF.1).then(|| median(self.secs.iter().copied())).flatten()
     }

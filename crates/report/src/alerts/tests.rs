@@ -1,4 +1,4 @@
-//! From what a run reports to a line in the file and a message on the terminal.
+//! Tests from the reports of a run to a line in the file and a message on the terminal.
 
 use super::webhook::tests::{ServerDouble, status};
 use super::*;

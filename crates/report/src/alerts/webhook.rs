@@ -1,7 +1,7 @@
-//! A server that each alarm is posted to.
+//! A server that gets each alarm by POST.
 //!
-//! Its address is a secret: whoever knows it can post there. It leaves this module as the address of a request and in no
-//! other way; messages name the host alone.
+//! Its address is a secret: anyone who knows it can post to it. It leaves this module only as the
+//! address of a request; messages name the host alone.
 
 use std::thread;
 use std::time::Duration;
@@ -14,11 +14,11 @@ use super::delivery::AlertChannel;
 use crate::address;
 use crate::error::{Error, Result};
 
-/// How long a server may take for an answer.
+/// Time limit for an answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// How often an alarm is posted before it is given up.
+/// Attempts to post an alarm.
 const TRIES: u32 = 3;
-/// The pause before the second try; the next one is twice as long.
+/// The pause before the second attempt; the next one is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
 /// The address of a server.
@@ -29,18 +29,18 @@ pub(super) struct AlertWebhook {
     first_pause: Duration,
 }
 
-/// Why a try failed.
+/// The failure of an attempt.
 struct FailedPost {
     why: String,
-    /// Another try may succeed.
+    /// True if another attempt may succeed.
     passes: bool,
 }
 
 impl AlertWebhook {
-    /// A server at `address`.
+    /// Creates the channel to the server at `address`.
     ///
     /// # Errors
-    /// The user's: that is no address; the proxy of the environment is none.
+    /// `User` if `address` or the proxy of the environment is not a usable address.
     pub(super) fn new(address: &str) -> Result<Self> {
         Self::patient(address, TIMEOUT, FIRST_PAUSE)
     }
@@ -48,7 +48,7 @@ impl AlertWebhook {
     fn patient(address: &str, timeout: Duration, first_pause: Duration) -> Result<Self> {
         let refused = |why: String| Error::user("cannot post alarms (`alerts.webhook`)").because(why);
         let address = address::http(address).map_err(refused)?;
-        // An alarm is not posted to where an answer points either: whoever it is about chose this server.
+        // Redirects are not followed: the user chose this server, and no other.
         let config = address::agent_for(&address)?.timeout_global(Some(timeout));
         Ok(AlertWebhook { agent: config.build().into(), address, timeout, first_pause })
     }
@@ -66,12 +66,12 @@ impl AlertWebhook {
         }
     }
 
-    /// What went wrong, in words that hold no address.
+    /// Describes an error without the address.
     fn say(&self, error: &ureq::Error) -> String {
         match error {
             ureq::Error::Timeout(_) => format!("it did not answer in {} s", self.timeout.as_secs_f64()),
-            ureq::Error::HostNotFound => "its name is not known".into(),
-            ureq::Error::ConnectionFailed => "there is no connection to it".into(),
+            ureq::Error::HostNotFound => "its host name is unknown".into(),
+            ureq::Error::ConnectionFailed => "it cannot be reached".into(),
             ureq::Error::Io(error) => format!("the connection failed: {}", error.kind()),
             ureq::Error::Tls(_) | ureq::Error::Rustls(_) => {
                 "TLS failed: its certificate may not be trusted".into()
@@ -110,7 +110,8 @@ pub(super) mod tests {
     use super::super::alert::Alert;
     use super::*;
 
-    /// A server that gives these answers in turn, the last one from then on; nothing is an answer that never comes.
+    /// A server that gives these answers in turn, and repeats the last one; `nothing` stands for
+    /// one that never comes.
     pub(in super::super) struct ServerDouble {
         pub(in super::super) address: String,
         pub(in super::super) posted: Arc<Mutex<Vec<String>>>,
@@ -139,7 +140,7 @@ pub(super) mod tests {
             ServerDouble { address, posted }
         }
 
-        /// What a webhook says of one alarm, and how often it posted that.
+        /// Returns the result of one alarm, and the number of posts.
         fn told(&self) -> (Result<(), String>, usize) {
             self.told_within(Duration::from_secs(30))
         }
@@ -181,14 +182,14 @@ pub(super) mod tests {
         format!("HTTP/1.1 {status} X\r\n{more}content-length: 0\r\nconnection: close\r\n\r\n")
     }
 
-    /// As docs/alerts.md has it: 10 seconds to answer, three tries, after 1 and 2 seconds.
+    /// The times of docs/alerts.md: 10 seconds to answer, three attempts, after 1 and 2 seconds.
     #[test]
     fn a_server_has_as_long_as_the_page_says() {
         let webhook = AlertWebhook::new("https://hooks.example/services").unwrap();
         assert_eq!((webhook.timeout.as_secs(), webhook.first_pause.as_secs(), TRIES), (10, 1, 3));
         let page = include_str!("../../../../docs/alerts.md");
         assert!(page.contains(
-            "A server has 10 seconds to answer. What fails is tried three times, after 1 and 2 seconds"
+            "A server has 10 seconds to answer. finetune tries three times, after pauses of 1 and 2 seconds."
         ));
     }
 
@@ -206,7 +207,7 @@ pub(super) mod tests {
         assert_eq!(late.told_within(Duration::from_secs(5)), (Ok(()), 3));
     }
 
-    /// The time is that of the whole answer, not of a byte.
+    /// The time limit is for the whole answer, not for a byte.
     #[test]
     fn a_server_whose_answer_drips_is_not_waited_for() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -1,30 +1,32 @@
-//! Charts over the steps of a run, as inline SVG: lines, single points, rings, levels and stacked areas.
+//! Charts over the steps of a run, as inline SVG: lines, single points, rings, levels and stacked
+//! areas.
 //!
-//! Charts of long runs are drawn from means over equal stretches, so the page stays small. Every chart says in words what
-//! it shows, for those who do not see it; a point tells its values where a pointer rests on it.
+//! Charts of long runs show means over equal stretches, so the page stays small. Every chart
+//! describes itself in words, for readers who do not see it; a point shows its values under the
+//! pointer.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
 use super::markup::{escape, short};
 
-/// Points of one line at most.
+/// Most points of one line.
 const MAX_POINTS: usize = 400;
-/// Lines of so few points show where the points are.
+/// Most points of a line that marks each of them.
 const FEW_POINTS: usize = 40;
-/// The plot's own size in SVG units, without the room for labels: small, so that labels can be read on a phone.
+/// Size of the plot in SVG units, without labels: small, so that a phone shows readable labels.
 const PLOT: (f64, f64) = (396.0, 170.0);
-/// Room left of the plot and above it, for labels.
+/// Margins left of the plot and above it, for labels.
 const MARGIN: (f64, f64) = (54.0, 10.0);
-/// Room above the largest value, as a share of the plot: what stands at the very edge is hard to see.
+/// Space above the largest value, as a share of the plot, so that no point touches the edge.
 const HEADROOM: f64 = 0.04;
 
-/// How the points of a series are drawn.
+/// The form of a series' points.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Mark {
     /// Joined by a line.
     Line,
-    /// Each by itself: nothing is known of what lies between.
+    /// Separate points, with nothing known between them.
     Points,
     /// A ring around each, which marks points of another series.
     Ring,
@@ -37,11 +39,11 @@ pub(super) enum Mark {
 /// One series of a chart.
 #[derive(Debug, Clone)]
 pub(super) struct Series {
-    /// What it is, for the legend.
+    /// The name in the legend.
     pub(super) name: Cow<'static, str>,
     /// The class that gives it its colour.
     pub(super) class: &'static str,
-    /// How it is drawn.
+    /// The form of its points.
     pub(super) mark: Mark,
     /// Step and value.
     pub(super) points: Vec<(f64, f64)>,
@@ -50,13 +52,13 @@ pub(super) struct Series {
 /// A chart over steps.
 #[derive(Debug, Clone)]
 pub(super) struct Chart {
-    /// What stands above it, and names it: letters and spaces.
+    /// The heading and name, of letters and spaces.
     pub(super) title: Cow<'static, str>,
-    /// The unit of its values, where they have one.
+    /// The unit of its values; may be empty.
     pub(super) unit: &'static str,
-    /// Whether the axis of values begins at 0.
+    /// True if the axis of values begins at 0.
     pub(super) from_zero: bool,
-    /// What it shows; what has no points is left out.
+    /// The series; the chart omits those without points.
     pub(super) series: Vec<Series>,
 }
 
@@ -67,7 +69,7 @@ struct Axes {
 }
 
 impl Chart {
-    /// The figure, or nothing if no series has a point.
+    /// Returns the figure; empty if no series has a point.
     pub(super) fn figure(&self) -> String {
         let all: Vec<&Series> = self.series.iter().filter(|series| !series.points.is_empty()).collect();
         let Some(axes) = self.axes(&all) else { return String::new() };
@@ -114,7 +116,7 @@ impl Axes {
         format!("{:.1},{:.1}", self.x(step), self.y(value))
     }
 
-    /// Lines across the plot and the numbers beside them.
+    /// Returns the grid lines of the plot and the numbers beside them.
     fn frame(&self) -> String {
         let mut svg = String::new();
         for value in ticks(self.values.0, self.values.1) {
@@ -139,7 +141,7 @@ impl Axes {
 }
 
 impl Series {
-    /// A line of `points`, at most [`MAX_POINTS`] of them.
+    /// Returns a line of `points`, thinned to at most [`MAX_POINTS`].
     pub(super) fn line(
         name: impl Into<Cow<'static, str>>,
         class: &'static str,
@@ -148,7 +150,7 @@ impl Series {
         Series { name: name.into(), class, mark: Mark::Line, points: thin(points) }
     }
 
-    /// The first and last value and the range, as a sentence.
+    /// Describes the first and last value, or the mean or level, as a sentence.
     fn in_words(&self, unit: &str) -> String {
         let (Some(first), Some(last)) = (self.points.first(), self.points.last()) else {
             return String::new();
@@ -157,7 +159,7 @@ impl Series {
         let said = |(step, value): &(f64, f64)| format!("{}{unit} at step {}", short(*value), short(*step));
         match &self.mark {
             Mark::Level => format!("{}: {}{unit}.", self.name, short(last.1)),
-            // Their edges stand on one another.
+            // Areas are stacked, so the value is the difference of the edges.
             Mark::Area(lower) => {
                 let own = |at: usize| self.points[at].1 - lower.get(at).copied().unwrap_or(0.0);
                 let mean = (0..self.points.len()).map(own).sum::<f64>() / self.points.len() as f64;
@@ -203,7 +205,7 @@ impl Series {
     }
 }
 
-/// Areas that stand on one another, the first at the bottom; `layers` have a value for each of `steps`.
+/// Stacks areas, the first at the bottom; `layers` have a value for each of `steps`.
 pub(super) fn stacked(steps: &[f64], layers: Vec<(&'static str, &'static str, Vec<f64>)>) -> Vec<Series> {
     let mut lower: Vec<(f64, f64)> = thin(steps.iter().map(|step| (*step, 0.0)).collect());
     let mut series = Vec::new();
@@ -218,7 +220,7 @@ pub(super) fn stacked(steps: &[f64], layers: Vec<(&'static str, &'static str, Ve
     series
 }
 
-/// At most [`MAX_POINTS`] points: means over equal stretches of the given ones.
+/// Returns at most [`MAX_POINTS`] points: means over equal stretches of the given ones.
 fn thin(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
     let stretch = points.len().div_ceil(MAX_POINTS).max(1);
     let mean = |part: &[(f64, f64)]| {
@@ -246,7 +248,8 @@ fn legend(all: &[&Series]) -> String {
     all.iter().map(entry).collect()
 }
 
-/// Smallest and largest finite value, moved apart if they are the same.
+/// Returns the smallest and largest finite value, moved apart if they are equal; none without a
+/// finite value.
 fn bounds(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     let finite = values.filter(|v| v.is_finite());
     let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(v), h.max(v)));
@@ -260,7 +263,7 @@ fn bounds(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     Some((low - room, high + room))
 }
 
-/// Three to seven round numbers between `low` and `high`.
+/// Returns three to seven round numbers between `low` and `high`.
 fn ticks(low: f64, high: f64) -> Vec<f64> {
     let rough = (high - low) / 5.0;
     let decade = 10_f64.powf(rough.log10().floor());

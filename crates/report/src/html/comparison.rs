@@ -42,11 +42,11 @@ pub struct ComparisonPage<'a> {
 }
 
 impl ComparisonPage<'_> {
-    /// The beginning of every such page, which a new one may replace.
+    /// The beginning of every such page, which identifies a page that a new one may replace.
     pub const BEGINNING: &'static str = "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
         <meta name=\"generator\" content=\"finetune compare\">";
 
-    /// The whole page.
+    /// Returns the whole page.
     pub fn render(&self) -> String {
         let mut page = beginning(Self::BEGINNING, "Runs compared", STYLE);
         let warnings = self.warnings.iter();
@@ -64,7 +64,7 @@ impl ComparisonPage<'_> {
         page + "</main>\n</body></html>\n"
     }
 
-    /// A chart with a line for each run.
+    /// Returns a chart with a line for each run.
     fn chart(&self, title: &'static str, points: fn(&[MetricsEntry]) -> Vec<(f64, f64)>) -> String {
         let line = |(run, class): (&RunCurves<'_>, &'static str)| {
             Series::line(run.name.to_owned(), class, points(run.entries))
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
     use crate::metrics::EvalReport;
 
-    /// Names are text, whatever they hold; one style sheet and no script may run.
+    /// Names are shown as text, and the page has one style sheet and no script.
     #[test]
     fn a_page_shows_its_texts_as_text() {
         let entries = [

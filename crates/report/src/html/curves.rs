@@ -1,5 +1,5 @@
-//! What metrics.jsonl tells of a run, as sections: results, loss and learning rate, speed, memory, where the time of a step
-//! went, ranks, evaluations, and steps that were passed over.
+//! Sections made of metrics.jsonl: results, loss and learning rate, speed, memory, time of a step,
+//! ranks, evaluations, and skipped steps.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use super::markup::{percent, section, short, table};
 use crate::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
 use crate::units;
 
-/// Ranks, evaluations and the like that a table names at most.
+/// Most ranks, evaluations and the like in a table.
 const MAX_ROWS: usize = 40;
 /// The parts of a step: name, class of colour, seconds.
 type StepPartOf = (&'static str, &'static str, fn(&StepReport) -> f64);
@@ -44,7 +44,7 @@ impl<'a> Curves<'a> {
         curves
     }
 
-    /// Name and value of what came of training.
+    /// Returns name and value of the results of training.
     pub(super) fn results(&self) -> Vec<(&'static str, String)> {
         let mut results = Vec::new();
         let mut add = |name, before: Option<String>, after: Option<String>| match (before, after) {
@@ -67,7 +67,7 @@ impl<'a> Curves<'a> {
         results
     }
 
-    /// The evaluation with the lowest loss after training began, the first of equal ones.
+    /// Returns the evaluation with the lowest loss after training began, the first of equal ones.
     fn best(&self) -> Option<&'a EvalReport> {
         let trained = self.evals.iter().copied().filter(|r| r.step > 0 && r.eval_loss.is_finite());
         trained.min_by(|a, b| a.eval_loss.total_cmp(&b.eval_loss))
@@ -87,7 +87,7 @@ impl<'a> Curves<'a> {
         Chart { title: title.into(), unit, from_zero, series }.figure()
     }
 
-    /// Loss, learning rate and gradient norm, with the evaluations.
+    /// Returns charts of loss, learning rate and gradient norm, with the evaluations.
     pub(super) fn loss(&self) -> String {
         let every = self.evals.len().div_ceil(10 * MAX_ROWS).max(1);
         let held_out = self.evals.iter().step_by(every).map(|r| (r.step as f64, r.eval_loss)).collect();
@@ -121,7 +121,7 @@ impl<'a> Curves<'a> {
         })
     }
 
-    /// Tokens a second, and the most memory held so far beside the `predicted` bytes, by step.
+    /// Returns charts of tokens a second and of peak memory beside the `predicted` bytes, by step.
     pub(super) fn throughput_and_memory(&self, predicted: u64) -> String {
         let speed = vec![self.line("tokens", |r| r.tokens_per_sec)];
         let figures = [Self::chart("Throughput", "tokens per second", true, speed), self.memory(predicted)];
@@ -143,7 +143,7 @@ impl<'a> Curves<'a> {
             return String::new();
         }
         let (unit, size) = byte_unit(most.max(predicted));
-        let mut series = vec![self.line("most held so far", |r| r.peak_bytes as f64 / size)];
+        let mut series = vec![self.line("peak so far", |r| r.peak_bytes as f64 / size)];
         if let (Some(first), Some(last)) = (self.steps.first(), self.steps.last())
             && predicted > 0
         {
@@ -154,7 +154,7 @@ impl<'a> Curves<'a> {
         Self::chart("Memory", unit, true, series)
     }
 
-    /// Where the time of a step went; nothing for a run whose metrics do not tell.
+    /// Returns the mean time of each part of a step; empty for a run whose metrics hold no parts.
     pub(super) fn breakdown(&self) -> String {
         let total = |r: &StepReport| PARTS.iter().map(|(_, _, part)| part(r)).sum::<f64>();
         let told: Vec<&StepReport> = self.steps.iter().copied().filter(|r| total(r) > 0.0).collect();
@@ -177,7 +177,7 @@ impl<'a> Curves<'a> {
         section("Where the time of a step went", &charts(&[figure, means]))
     }
 
-    /// How long each rank computed, the slowest first; nothing for a single rank.
+    /// Returns the computing time of each rank, the slowest first; empty for a single rank.
     pub(super) fn ranks(&self) -> String {
         let size = self.steps.iter().map(|r| r.rank_secs.len()).max().unwrap_or(0);
         let told = || self.steps.iter().filter(|r| r.rank_secs.len() == size);
@@ -216,7 +216,8 @@ impl<'a> Curves<'a> {
             ]
         };
         let header = ["step", "loss", "perplexity", "tokens", "token accuracy", "exact match"];
-        // All of a long run's would hide what comes below: the first, the best, and the newest.
+        // Keeps the first, the best and the newest: all evaluations of a long run would fill the
+        // page.
         let newest = self.evals.len().saturating_sub(MAX_ROWS).max(1);
         let mut shown = Vec::new();
         for (at, report) in self.evals.iter().copied().enumerate() {
@@ -237,23 +238,23 @@ impl<'a> Curves<'a> {
     }
 }
 
-/// Step and training loss of each step.
+/// Returns step and training loss of each step.
 pub(super) fn training_loss(entries: &[MetricsEntry]) -> Vec<(f64, f64)> {
     Curves::of(entries).steps.iter().map(|report| (report.step as f64, report.loss)).collect()
 }
 
-/// Step and held-out loss of each evaluation.
+/// Returns step and held-out loss of each evaluation.
 pub(super) fn held_out_loss(entries: &[MetricsEntry]) -> Vec<(f64, f64)> {
     Curves::of(entries).evals.iter().map(|report| (report.step as f64, report.eval_loss)).collect()
 }
 
-/// Figures side by side where there is room.
+/// Places figures side by side where the page is wide enough.
 pub(super) fn charts(figures: &[String]) -> String {
     let all = figures.concat();
     if all.is_empty() { all } else { format!("<div class=\"charts\">\n{all}</div>\n") }
 }
 
-/// The largest unit of which `bytes` are more than one, and its size.
+/// Returns the largest unit that `bytes` reach, and its size in bytes.
 fn byte_unit(bytes: u64) -> (&'static str, f64) {
     let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
     let fits = units.into_iter().find(|(_, power)| bytes >> power > 0);

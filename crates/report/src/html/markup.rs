@@ -1,6 +1,6 @@
-//! Text and numbers as a page shows them.
+//! Formats text and numbers for a page.
 
-/// `text` with everything that HTML would obey as a reference, so that it is shown as it is, in text and in quoted attributes.
+/// Escapes everything in `text` that HTML would obey, for text and for quoted attributes.
 pub(super) fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
@@ -9,7 +9,7 @@ pub(super) fn escape(text: &str) -> String {
         .replace('\'', "&#39;")
 }
 
-/// A number as an axis shows it: `0.25`, `1200`, `2e-4`.
+/// Formats a number for an axis: `0.25`, `1200`, `2e-4`.
 pub(super) fn short(value: f64) -> String {
     let size = value.abs();
     if size != 0.0 && !(1e-3..1e5).contains(&size) {
@@ -19,12 +19,12 @@ pub(super) fn short(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// A share of 1 in percent; its sign stays on the number's line.
+/// Formats a share of 1 in percent; its sign stays on the number's line.
 pub(super) fn percent(share: f64) -> String {
     format!("{:.1}\u{a0}%", 100.0 * share)
 }
 
-/// A section with its heading, or nothing where there is nothing to say.
+/// Returns a section with its heading; empty if `body` is empty.
 pub(super) fn section(heading: &str, body: &str) -> String {
     if body.is_empty() {
         return String::new();
@@ -32,8 +32,8 @@ pub(super) fn section(heading: &str, body: &str) -> String {
     format!("<section>\n<h2>{}</h2>\n{body}</section>\n", escape(heading))
 }
 
-/// A table that scrolls by itself where it is wider than the page: its header, and rows of cells that are text. The first
-/// cell of a row names it.
+/// Returns a table of text cells, empty without rows. It scrolls by itself if it is wider than the
+/// page, and the first cell of a row is its header.
 pub(super) fn table(caption: &str, header: &[&str], rows: &[Vec<String>]) -> String {
     if rows.is_empty() {
         return String::new();

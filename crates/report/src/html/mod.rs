@@ -1,13 +1,15 @@
 //! `report.html`: a run at a glance, in one file that needs no network.
 //!
-//! What people ask first comes first: what was trained on what and what came of it, answers before and after, rows with
-//! their masks; then curves, where the time went, data, memory by plan and by measurement, the recipe. No script runs in
-//! it and it names nothing outside itself; colours follow the reader's light or dark setting. The caller hands over plain
-//! figures and texts, all of which are shown as text whatever stands in them.
+//! The order is that of a reader's questions: model, data and results, answers before and after,
+//! rows with their masks; then curves, time of a step, data, memory by plan and by measurement, the
+//! recipe. The page runs no script and refers to nothing outside itself; its colours follow the
+//! reader's light or dark setting. The caller gives plain figures and texts, and the page shows all
+//! of them as text, never as HTML.
 //!
-//! - `curves`: sections made of metrics.jsonl. `sections`: what the run was given and planned.
-//! - `comparison`: a page of its own, with the curves of several runs.
-//! - `chart`: SVG. `markup`: text, numbers and tables. `style`: colours and layout. `policy`: nothing else may run.
+//! - `curves`: sections made of metrics.jsonl. `sections`: inputs and plan of the run.
+//! - `comparison`: a separate page with the curves of several runs.
+//! - `chart`: SVG. `markup`: text, numbers and tables. `style`: colours and layout. `policy`: the
+//!   content security policy.
 
 mod chart;
 mod comparison;
@@ -35,51 +37,51 @@ const BEGINNING: &str = "<!doctype html>\n<html lang=\"en\"><head><meta charset=
 /// A held-out question with its answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AnsweredQuestion {
-    /// What was asked.
+    /// The text of the question.
     pub question: String,
     /// The answer that the data set gives.
     pub expected: String,
-    /// What the model answered before it was trained, where it was asked.
+    /// The model's answer before training, if available.
     pub before: Option<String>,
-    /// What it answered afterwards, where it was asked.
+    /// The model's answer after training, if available.
     pub after: Option<String>,
 }
 
 /// A training row as the model sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MaskedRow {
-    /// Where the row stood.
+    /// The source of the row, such as file and line.
     pub origin: String,
-    /// Its text in order, and whether predicting it is trained.
+    /// Its text in order; true marks pieces that are trained.
     pub pieces: Vec<(String, bool)>,
     /// Tokens of the whole row.
     pub tokens: usize,
-    /// Those of them that are trained.
+    /// Trained tokens of the row.
     pub trained_tokens: usize,
-    /// Tokens before `pieces` that are not shown.
+    /// Tokens before `pieces` that the report omits.
     pub omitted_before: usize,
-    /// Tokens after `pieces` that are not shown.
+    /// Tokens after `pieces` that the report omits.
     pub omitted_after: usize,
 }
 
-/// What the report shows.
+/// The contents of the report.
 #[derive(Debug, Clone, Default)]
 pub struct HtmlReport<'a> {
     /// The heading: the name of the output folder.
     pub title: &'a str,
-    /// What was trained on what, in a sentence.
+    /// Model, method and data, in a sentence.
     pub summary: &'a str,
-    /// What a reader must know of how the run ended, where it did not end by itself.
+    /// A note for a run that did not end by itself.
     pub notice: Option<String>,
-    /// Name and value of what a reader wants to know first, beside the losses.
+    /// Name and value of the most important figures, beside the losses.
     pub headline: &'a [(&'a str, String)],
-    /// Name and value of what else tells the run.
+    /// Name and value of further figures of the run.
     pub figures: &'a [(&'a str, String)],
     /// Held-out questions, answered before and after.
     pub questions: &'a [AnsweredQuestion],
     /// A few training rows.
     pub rows: &'a [MaskedRow],
-    /// What was said of each data set, by its use.
+    /// The summary of each data set, by its use.
     pub data: &'a [(&'a str, String)],
     /// Planned and measured memory.
     pub memory: MemoryComparison,
@@ -90,10 +92,10 @@ pub struct HtmlReport<'a> {
 }
 
 impl HtmlReport<'_> {
-    /// Writes the report to `path`; nothing is left there if that fails.
+    /// Writes the report to `path`; after a failure no file is left.
     ///
     /// # Errors
-    /// The disk refuses it.
+    /// The file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         fs::write(path, self.render()).map_err(|e| {
             drop(fs::remove_file(path));
@@ -101,7 +103,7 @@ impl HtmlReport<'_> {
         })
     }
 
-    /// The whole page.
+    /// Returns the whole page.
     pub fn render(&self) -> String {
         let curves = Curves::of(self.entries);
         let mut page = beginning(BEGINNING, self.title, "");
@@ -123,7 +125,7 @@ impl HtmlReport<'_> {
         page + "</main>\n</body></html>\n"
     }
 
-    /// What was trained on what, and what came of it.
+    /// Returns the opening: notice, summary and results.
     fn opening(&self, curves: &Curves<'_>) -> String {
         let mut html = String::new();
         if let Some(notice) = &self.notice {
@@ -139,8 +141,8 @@ impl HtmlReport<'_> {
     }
 }
 
-/// The beginning of a page: `begin`, which may name its kind, then what every page has, up to the heading. The style sheet
-/// is the common one with `more` behind it.
+/// Returns the beginning of a page up to the heading: `begin`, which may name its kind, then the
+/// common head. `more` follows the common style sheet.
 fn beginning(begin: &str, title: &str, more: &str) -> String {
     let title = escape(title);
     let style = format!("<style>{STYLE}{more}</style>");
@@ -152,7 +154,7 @@ fn beginning(begin: &str, title: &str, more: &str) -> String {
     )
 }
 
-/// Names and values side by side.
+/// Returns names and values side by side.
 fn list(class: &str, figures: &[(&str, &String)]) -> String {
     if figures.is_empty() {
         return String::new();

@@ -1,11 +1,11 @@
-//! A page's content security policy: a browser runs its one script, applies its one style sheet, and nothing else.
+//! The content security policy of a page: only its one script and one style sheet apply.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use sha2::{Digest as _, Sha256};
 
-/// The `meta` element with the policy of a page, which stands before its style sheet and its script: both are allowed by
-/// the digest of their text, and whatever else a page could load, run or send is not.
+/// Returns the `meta` element with the policy of a page, to insert before its style sheet and
+/// script. It allows both by their digests, and nothing else to load, run or send.
 pub fn content_policy(page: &str) -> String {
     let digests = |element: &str| {
         let text = page.split_once(&format!("<{element}>"))?.1.split_once(&format!("</{element}>"))?.0;

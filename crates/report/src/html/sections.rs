@@ -1,5 +1,5 @@
-//! Sections of what a run was given and planned: answers before and after, rows with their masks, data, memory by plan
-//! and by measurement, the recipe.
+//! Sections for inputs and plan of a run: answers before and after, rows with their masks, data,
+//! memory by plan and by measurement, the recipe.
 
 use super::markup::{escape, percent, section, table};
 use super::{AnsweredQuestion, MaskedRow};
@@ -10,7 +10,7 @@ use crate::units;
 /// The bars of memory in SVG units: width, and height of one.
 const BARS: (f64, f64) = (460.0, 16.0);
 
-/// What the base and the result answered, beside what was expected.
+/// Returns the answers before and after training, beside the expected ones.
 pub(super) fn answers(questions: &[AnsweredQuestion]) -> String {
     if questions.is_empty() {
         return String::new();
@@ -38,7 +38,7 @@ pub(super) fn answers(questions: &[AnsweredQuestion]) -> String {
     section("Answers before and after", &(html + "</table>\n"))
 }
 
-/// The answers of each evaluation to the held-out questions, where the run wrote them into its metrics.
+/// Returns the answers of each evaluation to the held-out questions, if the metrics hold them.
 pub(super) fn samples(entries: &[MetricsEntry]) -> String {
     let asked = entries.iter().filter_map(|entry| match entry {
         MetricsEntry::Eval(report) if !report.eval_samples.is_empty() => Some(report),
@@ -72,13 +72,13 @@ pub(super) fn samples(entries: &[MetricsEntry]) -> String {
     section("Answers at each evaluation", &(html + "</table>\n"))
 }
 
-/// Rows as the model sees them, with what of them it learns.
+/// Returns rows as the model sees them, with the trained text marked.
 pub(super) fn rows(rows: &[MaskedRow]) -> String {
     if rows.is_empty() {
         return String::new();
     }
     let mut html = String::from(
-        "<p>What is <mark>marked and underlined</mark> is learned; the rest is only read. Tokens that the chat template \
+        "<p>The model learns the <mark>marked and underlined</mark> text and only reads the rest. Tokens that the chat template \
          adds are shown too.</p>\n<ol class=\"rows\">\n",
     );
     let omitted = |count: usize| match count {
@@ -102,7 +102,7 @@ pub(super) fn rows(rows: &[MaskedRow]) -> String {
     section("Training rows and their masks", &(html + "</ol>\n"))
 }
 
-/// What was said of each data set.
+/// Returns the summary of each data set.
 pub(super) fn data(sets: &[(&str, String)]) -> String {
     let set = |(name, text): &(&str, String)| {
         format!("<h3>{}</h3>\n<pre class=\"wrap\">{}</pre>\n", escape(name), escape(text.trim_end()))
@@ -110,7 +110,7 @@ pub(super) fn data(sets: &[(&str, String)]) -> String {
     section("Data", &sets.iter().map(set).collect::<String>())
 }
 
-/// Planned memory by cause and in all, beside the peak that was measured.
+/// Returns planned memory by cause and in total, beside the measured peak.
 pub(super) fn memory(memory: &MemoryComparison) -> String {
     if memory.causes.is_empty() {
         return String::new();
@@ -141,8 +141,8 @@ pub(super) fn memory(memory: &MemoryComparison) -> String {
         rows.push(row("in host memory, beside the device".into(), host, "not measured"));
     }
     let note = match memory.peak {
-        Some(_) => "Memory is measured as a whole; only the plan knows it by cause.",
-        None => "Nothing on this machine measures this memory: these figures are predicted only.",
+        Some(_) => "The measured memory is a total; only the plan splits it by cause.",
+        None => "This machine cannot measure this memory; all figures are predictions.",
     };
     let body = format!(
         "<p>{note}</p>\n{}{}{}",
@@ -153,7 +153,7 @@ pub(super) fn memory(memory: &MemoryComparison) -> String {
     section("Plan and actual", &body)
 }
 
-/// What each phase was planned to hold at most, and what it is known to have held.
+/// Returns the planned and the measured peak of each phase.
 fn phases(memory: &MemoryComparison) -> String {
     if memory.phases.is_empty() {
         return String::new();
@@ -163,20 +163,20 @@ fn phases(memory: &MemoryComparison) -> String {
     head.extend(has_device.then_some("GPU"));
     let row = |phase: &PhaseMemory| {
         let mut cells = vec![phase.name.to_owned()];
-        let measured = |bytes: u64| if bytes > 0 { units::bytes(bytes) } else { "no more".to_owned() };
+        let measured = |bytes: u64| if bytes > 0 { units::bytes(bytes) } else { "no higher".to_owned() };
         cells.extend([units::bytes(phase.planned), measured(phase.host)]);
         cells.extend(has_device.then(|| measured(phase.device)));
         cells
     };
     let rows: Vec<Vec<String>> = memory.phases.iter().map(row).collect();
     table(
-        "Most memory in each phase; what a process has of the host it keeps, so that only phases that took more than all before are told",
+        "Most memory in each phase; a process keeps its host memory, so only a phase above all earlier ones has a figure",
         &head,
         &rows,
     )
 }
 
-/// The plan by cause as one bar, and below it the peak on the same scale.
+/// Returns the plan by cause as one bar, and below it the peak on the same scale.
 fn bars(memory: &MemoryComparison) -> String {
     let (width, height) = BARS;
     let predicted = memory.predicted();
@@ -213,14 +213,14 @@ fn bars(memory: &MemoryComparison) -> String {
     format!("{svg}</svg><figcaption>{keys}</figcaption></figure>\n")
 }
 
-/// The resolved recipe, folded.
+/// Returns the resolved recipe, folded.
 pub(super) fn recipe(toml: &str) -> String {
     let toml = toml.trim_end();
     if toml.is_empty() {
         return String::new();
     }
     let folded = format!(
-        "<details><summary>Every key that the run had</summary>\n<pre>{}</pre></details>\n",
+        "<details><summary>All recipe keys of the run</summary>\n<pre>{}</pre></details>\n",
         escape(toml)
     );
     section("Recipe", &folded)

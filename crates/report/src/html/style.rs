@@ -1,6 +1,7 @@
 //! Colours and layout of the page: light, dark by the reader's setting, on a phone, on paper.
 
-/// The whole style sheet. Series have the colours of Okabe and Ito, which colour-blind readers tell apart too.
+/// The whole style sheet. Series have the colours of Okabe and Ito, which colour-blind readers can
+/// distinguish.
 pub(super) const STYLE: &str = "
 :root{color-scheme:light dark;--page:#fff;--text:#1b1f24;--dim:#59636e;--rule:#d1d9e0;--soft:#f3f5f7;--a:#1764ab;--b:#b3471b;--learned:#d7f0dc;--right:#116329;--peak:#3b434b}
 @media (prefers-color-scheme:dark){:root{--page:#14181d;--text:#e6e9ec;--dim:#9aa4ae;--rule:#343b43;--soft:#1d232a;--a:#6cb2f5;--b:#f59d6c;--learned:#1c4428;--right:#7ee295;--peak:#c3cbd3}}

@@ -1,4 +1,5 @@
-//! The five requests of MLflow's REST API 2.0 that a run needs (<https://mlflow.org/docs/latest/rest-api.html>).
+//! The five requests of MLflow's REST API 2.0 that a run needs
+//! (<https://mlflow.org/docs/latest/rest-api.html>).
 
 use std::io::Read as _;
 use std::time::Duration;
@@ -11,18 +12,18 @@ use super::{LoggedValue, MlflowCredentials, MlflowTarget};
 use crate::address;
 use crate::error::{Error, ErrorCategory, Result};
 
-/// How long a connection may take.
+/// Time limit for a connection.
 const CONNECT: Duration = Duration::from_secs(5);
-/// How long a request may take in all.
+/// Time limit for a whole request.
 const REQUEST: Duration = Duration::from_secs(30);
-/// Bytes of an answer that are read.
+/// Most bytes of an answer that the client reads.
 const MOST_BYTES: u64 = 1 << 20;
-/// Characters of a value of the recipe, which older servers limit so.
+/// Most characters of a recipe value, the limit of older servers.
 const MOST_VALUE: usize = 500;
-/// Characters of a server's message that are repeated.
+/// Most characters of a server's message that an error repeats.
 const MOST_SAID: usize = 300;
 
-/// A server of MLflow.
+/// The client of an MLflow server.
 pub(super) struct MlflowClient<'a> {
     server: &'a str,
     credentials: &'a MlflowCredentials,
@@ -47,7 +48,7 @@ impl<'a> MlflowClient<'a> {
         MlflowClient { server: &target.server, credentials: &target.credentials, agent }
     }
 
-    /// The id of the experiment called `name`, which is made where there is none.
+    /// Returns the id of the experiment `name`; creates it if it does not exist.
     pub(super) fn experiment(&self, name: &str) -> Result<String> {
         if let Some(id) = self.find_experiment(name)? {
             return Ok(id);
@@ -59,7 +60,7 @@ impl<'a> MlflowClient<'a> {
             // Another run was quicker.
             return Ok(id);
         }
-        self.text_of(made, "make the experiment", "/experiment_id")
+        self.text_of(made, "create the experiment", "/experiment_id")
     }
 
     fn find_experiment(&self, name: &str) -> Result<Option<String>> {
@@ -71,7 +72,7 @@ impl<'a> MlflowClient<'a> {
         self.text_of(found, "find the experiment", "/experiment/experiment_id").map(Some)
     }
 
-    /// Makes a run that began at `start`, in milliseconds since 1970; its id.
+    /// Creates a run that began at `start`, in milliseconds since 1970; returns its id.
     pub(super) fn create_run(&self, experiment: &str, target: &MlflowTarget, start: u64) -> Result<String> {
         let body = json!({
             "experiment_id": experiment,
@@ -80,10 +81,10 @@ impl<'a> MlflowClient<'a> {
             "tags": pairs(&target.tags),
         });
         let made = self.post("runs/create", &body)?;
-        self.text_of(made, "make the run", "/run/info/run_id")
+        self.text_of(made, "create the run", "/run/info/run_id")
     }
 
-    /// Adds figures and values of the recipe to a run.
+    /// Adds metrics and recipe values to a run.
     pub(super) fn log(&self, run: &str, values: &[LoggedValue], params: &[(String, String)]) -> Result<()> {
         let metrics: Vec<Value> = values
             .iter()
@@ -96,7 +97,7 @@ impl<'a> MlflowClient<'a> {
         self.accepted(&answer, "log to the run")
     }
 
-    /// Says how a run ended, and when.
+    /// Sends the status of an ended run and its end time, in milliseconds since 1970.
     pub(super) fn end_run(&self, run: &str, status: &str, end: u64) -> Result<()> {
         let body = json!({ "run_id": run, "status": status, "end_time": end });
         let answer = self.post("runs/update", &body)?;
@@ -133,11 +134,11 @@ impl<'a> MlflowClient<'a> {
         let mut text = Vec::new();
         let mut body = answer.into_body().into_reader().take(MOST_BYTES);
         body.read_to_end(&mut text).map_err(|e| gone(e.to_string()))?;
-        // What is no JSON says nothing.
+        // A body that is not JSON counts as null.
         Ok(ApiAnswer { status, body: serde_json::from_slice(&text).unwrap_or_default() })
     }
 
-    /// Whether the server did what it was asked.
+    /// Returns an error that names `what` unless the server answered with status 200.
     fn accepted(&self, answer: &ApiAnswer, what: &str) -> Result<()> {
         let ApiAnswer { status, body } = answer;
         if *status == 200 {
@@ -159,13 +160,13 @@ impl<'a> MlflowClient<'a> {
         Err(error)
     }
 
-    /// The text at `pointer` of an answer.
+    /// Returns the text at `pointer` of an answer.
     fn text_of(&self, answer: ApiAnswer, what: &str, pointer: &str) -> Result<String> {
         self.accepted(&answer, what)?;
         let text = answer.body.pointer(pointer).and_then(Value::as_str).map(str::to_owned);
         text.ok_or_else(|| {
             Error::user(format!("cannot {what} at {}", self.server))
-                .because(format!("its answer has no {pointer}: it is no MLflow server"))
+                .because(format!("its answer has no {pointer}: it is not an MLflow server"))
         })
     }
 }
@@ -175,17 +176,18 @@ fn pairs(given: &[(String, String)]) -> Vec<KeyValue<'_>> {
     given.iter().map(|(key, value)| KeyValue { key, value: cut(value) }).collect()
 }
 
-/// A client for the server at `address`. It follows no redirect, which would take the credentials elsewhere.
+/// Returns a client for the server at `address`. It follows no redirect, which could send the
+/// credentials elsewhere.
 ///
 /// # Errors
-/// The user's: that is no address; the proxy of the environment is none.
+/// `User` if `address` or the proxy of the environment is not a usable address.
 pub fn agent(address: &str) -> Result<Agent> {
     let refused = |why: String| Error::user("cannot log to MLflow (`log.mlflow`)").because(why);
     let config = address::agent_for(&address::http(address).map_err(refused)?)?;
     Ok(config.timeout_connect(Some(CONNECT)).timeout_global(Some(REQUEST)).build().into())
 }
 
-/// A name as a part of an address (RFC 3986).
+/// Percent-encodes a name for an address (RFC 3986).
 fn percent_encoded(name: &str) -> String {
     let escaped = |byte: u8| match byte {
         b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),

@@ -1,4 +1,4 @@
-//! Who asks an MLflow server, as MLflow's own client reads it from the environment.
+//! The credentials for an MLflow server, from the variables of MLflow's own client.
 
 use std::fmt;
 
@@ -7,12 +7,12 @@ use base64::prelude::BASE64_STANDARD;
 
 use crate::error::{Error, Result};
 
-/// A name with its password, or a token; never shown.
+/// A name with its password, or a token; never printed.
 #[derive(Clone, Default)]
 pub struct MlflowCredentials {
     /// The value of the header `Authorization`.
     header: Option<String>,
-    /// What no message may repeat.
+    /// Texts that no message may repeat.
     secrets: Vec<String>,
 }
 
@@ -23,11 +23,11 @@ impl fmt::Debug for MlflowCredentials {
 }
 
 impl MlflowCredentials {
-    /// Those of MLFLOW_TRACKING_USERNAME with MLFLOW_TRACKING_PASSWORD, else of MLFLOW_TRACKING_TOKEN; `lookup` answers
-    /// for a variable.
+    /// Reads MLFLOW_TRACKING_USERNAME with MLFLOW_TRACKING_PASSWORD, else MLFLOW_TRACKING_TOKEN;
+    /// `lookup` returns a variable.
     ///
     /// # Errors
-    /// The user's: a token that no header can hold.
+    /// `User` if the token holds anything but visible ASCII, which no header can hold.
     pub fn from_lookup(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let given = |name: &str| lookup(name).filter(|value| !value.is_empty());
         let named = given("MLFLOW_TRACKING_USERNAME").zip(given("MLFLOW_TRACKING_PASSWORD"));
@@ -41,7 +41,7 @@ impl MlflowCredentials {
         let Some(token) = given("MLFLOW_TRACKING_TOKEN") else { return Ok(MlflowCredentials::default()) };
         if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(Error::user("MLFLOW_TRACKING_TOKEN cannot be used")
-                .because("it holds characters that no token has"));
+                .because("it holds characters other than visible ASCII"));
         }
         Ok(MlflowCredentials { header: Some(format!("Bearer {token}")), secrets: vec![token] })
     }
@@ -51,7 +51,7 @@ impl MlflowCredentials {
         self.header.as_deref()
     }
 
-    /// `text` without secrets, should a server have echoed one.
+    /// Returns `text` without secrets, in case a server has echoed one.
     pub(super) fn redact(&self, text: &str) -> String {
         self.secrets.iter().fold(text.to_owned(), |text, secret| text.replace(secret, "(secret)"))
     }

@@ -1,10 +1,12 @@
-//! A run as a run of MLflow: parameters, every figure of `metrics.jsonl` by its step, and how it ended.
+//! Logs a run to MLflow: parameters, every figure of `metrics.jsonl` by its step, and the final
+//! status.
 //!
-//! A thread of its own speaks to the server ([`client`]); the run leaves its figures in a queue of [`ROOM`] entries and
-//! goes on. A server that is gone, or slower than that, costs the run one warning and at most [`FLUSH`] at its end.
+//! A separate thread sends requests to the server ([`client`]); the run puts its figures into a
+//! queue of [`ROOM`] entries and goes on. If the server fails or is slower, the run prints one
+//! warning and waits at most [`FLUSH`] at its end.
 //!
-//! Each start of `finetune` is a run of its own there, also where it resumes; a tag names the step it goes on from. A
-//! process that is killed leaves its run as RUNNING, for nobody is left to say otherwise.
+//! Each start of `finetune` is a separate MLflow run, also if it resumes; a tag names the step it
+//! resumes from. A killed process leaves its run as RUNNING.
 
 mod client;
 mod credentials;
@@ -24,19 +26,19 @@ use super::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::threads;
 
-/// Entries that may wait for the server.
+/// Most entries that wait for the server.
 const ROOM: usize = 4096;
-/// How long a run waits at its end for what the server has not taken yet.
+/// Time that a run waits at its end for the server to accept the remaining figures.
 const FLUSH: Duration = Duration::from_secs(5);
-/// Figures in one request, MLflow's own limit.
+/// Most figures in one request, MLflow's own limit.
 const MOST_METRICS: usize = 1000;
-/// Parameters in one request, likewise.
+/// Most parameters in one request, MLflow's own limit.
 const MOST_PARAMS: usize = 100;
-/// Pauses between attempts while a server that answered before does not.
+/// Pauses between attempts while the server fails.
 const PAUSES: [Duration; 4] =
     [Duration::from_secs(1), Duration::from_secs(2), Duration::from_secs(5), Duration::from_secs(20)];
 
-/// Where a run is logged, and what is said of it once.
+/// The server and experiment that receive a run, and its constant values.
 #[derive(Debug, Clone)]
 pub struct MlflowTarget {
     /// The server's address, without a slash at its end.
@@ -45,11 +47,11 @@ pub struct MlflowTarget {
     pub experiment: String,
     /// The name of the run.
     pub run: String,
-    /// What it is known by besides.
+    /// Tags of the run: name and value.
     pub tags: Vec<(String, String)>,
     /// The values of its recipe.
     pub params: Vec<(String, String)>,
-    /// Who asks the server.
+    /// The credentials for the server.
     pub credentials: MlflowCredentials,
 }
 
@@ -63,7 +65,7 @@ struct LoggedValue {
     timestamp: u64,
 }
 
-/// How a run ended, in MLflow's words.
+/// The final status of a run, in MLflow's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EndStatus {
     Finished,
@@ -81,18 +83,18 @@ impl EndStatus {
     }
 }
 
-/// What the thread is given.
+/// An entry of the queue.
 enum LogItem {
     Values(Vec<LoggedValue>),
     End(EndStatus),
 }
 
-/// What the run and its thread have in common.
+/// The state that the run and its thread share.
 #[derive(Default)]
 struct LogState {
-    /// Why the thread gave up.
+    /// The error that ended the thread.
     fault: Mutex<Option<Error>>,
-    /// The run has ended: nothing is tried again.
+    /// True once the run has ended: the thread makes no further attempt.
     ending: AtomicBool,
 }
 
@@ -100,7 +102,7 @@ struct LogState {
 pub struct MlflowLog {
     server: String,
     queue: Option<SyncSender<LogItem>>,
-    /// Says when the thread is done, by being closed.
+    /// Closed when the thread has ended.
     done: Receiver<()>,
     state: Arc<LogState>,
     /// The last step and the number of all.
@@ -108,10 +110,10 @@ pub struct MlflowLog {
 }
 
 impl MlflowLog {
-    /// Starts the thread, which makes the run on the server.
+    /// Starts the thread, which creates the run on the server.
     ///
     /// # Errors
-    /// The system has no room for a thread; the server cannot be asked, as [`agent`] says.
+    /// The system has no thread left, or the address is unusable, as for [`agent`].
     pub fn start(target: MlflowTarget) -> Result<Self> {
         let server = target.server.clone();
         let agent = agent(&server)?;
@@ -123,7 +125,7 @@ impl MlflowLog {
             if let Err(error) = send_all(&target, agent, &items, &shared) {
                 *shared.fault.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             }
-            // In this order: who sees one of them closed finds the fault.
+            // In this order: after either end is closed, the error is available.
             drop((items, closing));
         };
         threads::start("mlflow", log)?;
@@ -135,7 +137,7 @@ impl MlflowLog {
         match queue.try_send(LogItem::Values(values(entry, now())?)) {
             Ok(()) => Ok(()),
             Err(TrySendError::Full(_)) => {
-                // Nothing of what waits is worth the end of a run.
+                // Waiting entries are not worth a delay at the end of a run.
                 self.queue = None;
                 self.state.ending.store(true, Ordering::Release);
                 Err(Error::user(format!("{} does not keep up", self.server))
@@ -148,7 +150,7 @@ impl MlflowLog {
         }
     }
 
-    /// Tells the server how the run ended, and waits for what it has not taken yet.
+    /// Sends the final status, and waits until the server has accepted the remaining figures.
     fn close(&mut self, status: EndStatus) -> Result<()> {
         let Some(queue) = self.queue.take() else { return Ok(()) };
         self.state.ending.store(true, Ordering::Release);
@@ -176,7 +178,7 @@ impl MlflowLog {
 
     fn fault(&self) -> Error {
         let fault = self.state.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
-        fault.unwrap_or_else(|| Error::internal("the thread for MLflow ended without a word"))
+        fault.unwrap_or_else(|| Error::internal("the thread for MLflow ended without an error"))
     }
 }
 
@@ -212,7 +214,7 @@ impl RunListener for MlflowLog {
 
 impl Drop for MlflowLog {
     fn drop(&mut self) {
-        // Whoever drops it before the end has an error to tell, which says more than this one.
+        // A drop before the end means an earlier error, which matters more than this one.
         let _ = self.close(EndStatus::Failed);
     }
 }
@@ -221,7 +223,8 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
-/// The figures of an entry by the names of their fields; those of ranks with the rank behind a slash.
+/// Returns the figures of an entry by the names of their fields; those of ranks are named
+/// `field/rank`.
 fn values(entry: &MetricsEntry, timestamp: u64) -> Result<Vec<LoggedValue>> {
     let step = entry.step();
     let fields = serde_json::to_value(entry)
@@ -242,7 +245,7 @@ fn values(entry: &MetricsEntry, timestamp: u64) -> Result<Vec<LoggedValue>> {
     Ok(values)
 }
 
-/// What the thread does: makes the run, sends what comes, says how it ended.
+/// Runs in the thread: creates the run, sends entries, ends with the final status.
 fn send_all(target: &MlflowTarget, agent: Agent, items: &Receiver<LogItem>, state: &LogState) -> Result<()> {
     let client = MlflowClient::new(target, agent);
     let experiment = client.experiment(&target.experiment)?;
@@ -250,7 +253,7 @@ fn send_all(target: &MlflowTarget, agent: Agent, items: &Receiver<LogItem>, stat
     for params in target.params.chunks(MOST_PARAMS) {
         client.log(&run, &[], params)?;
     }
-    // Where the run is gone without a word, it did not finish.
+    // If the queue closes without a status, the run did not finish.
     let mut end = None;
     while end.is_none() {
         let Ok(first) = items.recv() else { break };
@@ -274,7 +277,7 @@ fn send_all(target: &MlflowTarget, agent: Agent, items: &Receiver<LogItem>, stat
     patiently(state, || client.end_run(&run, status.as_str(), now()))
 }
 
-/// Repeats what fails for now, until the run ends.
+/// Repeats an attempt that fails with `Transient`, until the run ends.
 fn patiently(state: &LogState, attempt: impl Fn() -> Result<()>) -> Result<()> {
     let mut result = attempt();
     for pause in PAUSES {
@@ -287,7 +290,7 @@ fn patiently(state: &LogState, attempt: impl Fn() -> Result<()>) -> Result<()> {
     result
 }
 
-/// Waits for `pause`; false where the run ends before.
+/// Waits for `pause`; returns false if the run ends before.
 fn is_waited_for(state: &LogState, pause: Duration) -> bool {
     let until = Instant::now() + pause;
     while Instant::now() < until {

@@ -1,4 +1,5 @@
-//! How the view of a run lies on a screen of any size: what does not fit is left out, the last lines last of all.
+//! The layout of the view on a screen of any size: it omits boxes that do not fit, the last lines
+//! last of all.
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -11,16 +12,17 @@ use super::figures::{RECENT, ScreenFigures};
 use crate::metrics::StepReport;
 use crate::units;
 
-/// The least screen with boxes beside each other; a smaller one has one column.
+/// Columns and rows of the smallest screen with boxes beside each other; a smaller one has one
+/// column.
 const WIDE: (u16, u16) = (70, 22);
 /// Columns of the figures beside the curve.
 const SIDE_COLUMNS: u16 = 36;
-/// Rows of the boxes below the curve: a part of the time each, and the frame.
+/// Rows of the boxes below the curve: one for each part of the time, and the frame.
 const PARTS_ROWS: u16 = 9;
 /// The least height of a curve.
 const CURVE_ROWS: u16 = 6;
 
-/// Draws the run after `passed` seconds; `lines` are what it has said since it began.
+/// Draws the run after `passed` seconds; `lines` are those that it has printed.
 pub(super) fn draw(frame: &mut Frame<'_>, figures: &ScreenFigures, lines: &[String], passed: f64) {
     let area = frame.area();
     let [head, bar, body] =
@@ -35,7 +37,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, figures: &ScreenFigures, lines: &[Stri
 }
 
 fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &ScreenFigures, lines: &[String]) {
-    // The curve gets two thirds of what the boxes below it leave.
+    // The curve gets two thirds of the rows that the boxes below it leave.
     let said = (area.height.saturating_sub(PARTS_ROWS) / 3).clamp(3, 12);
     let rows = [Constraint::Min(CURVE_ROWS), Constraint::Length(PARTS_ROWS), Constraint::Length(said)];
     let [top, middle, bottom] = Layout::vertical(rows).areas(area);
@@ -90,7 +92,7 @@ fn progress(figures: &ScreenFigures, width: u16) -> Line<'static> {
     Line::from(vec![Span::styled("━".repeat(full), Color::Green), "─".repeat(rest).dim()])
 }
 
-/// `width` cells cut at `share` of them.
+/// Splits `width` cells at `share` of them.
 fn cells(share: f64, width: u16) -> (usize, usize) {
     let full = (share.clamp(0.0, 1.0) * f64::from(width)).round() as usize;
     (full, usize::from(width) - full)
@@ -124,7 +126,7 @@ fn draw_curve(frame: &mut Frame<'_>, area: Rect, figures: &ScreenFigures) {
     frame.render_widget(chart, area);
 }
 
-/// The figures of the last step.
+/// Returns the figures of the last step.
 fn figure_lines(figures: &ScreenFigures) -> Vec<Line<'static>> {
     let mut lines = Vec::new();
     let mut add = |name: &str, value: String| lines.push(Line::from(format!("{name:<14}{value}")));
@@ -144,7 +146,7 @@ fn figure_lines(figures: &ScreenFigures) -> Vec<Line<'static>> {
         add("gradient norm", format!("{:.3}", report.grad_norm));
         let (speed, secs) = (mean(|step| step.tokens_per_sec), mean(|step| step.step_secs));
         add("tokens/s", format!("{}, {} a step", units::count(speed as u64), step_time(secs)));
-        add("memory, most", units::bytes(report.peak_bytes));
+        add("peak memory", units::bytes(report.peak_bytes));
     } else {
         add("loss", "no step yet".into());
         if let Some((_, loss)) = figures.evals.last() {
@@ -154,12 +156,12 @@ fn figure_lines(figures: &ScreenFigures) -> Vec<Line<'static>> {
     lines
 }
 
-/// Most steps take less than a second.
+/// Formats the seconds of a step, in milliseconds below one second.
 fn step_time(secs: f64) -> String {
     if secs < 1.0 { format!("{:.0} ms", 1000.0 * secs) } else { units::duration(secs) }
 }
 
-/// A bar for each part of the time of the last steps.
+/// Returns a bar for each part of the time of the last steps.
 fn part_lines(figures: &ScreenFigures, width: u16) -> Vec<Line<'static>> {
     let sum = |of: fn(&StepReport) -> f64| figures.recent.iter().map(of).sum::<f64>();
     let all = sum(StepReport::all_parts);
@@ -179,7 +181,7 @@ fn part_lines(figures: &ScreenFigures, width: u16) -> Vec<Line<'static>> {
     parts.into_iter().map(line).collect()
 }
 
-/// A bar for each rank, as long as the seconds that it computed in the last step.
+/// Returns a bar for each rank, as long as its computing time in the last step.
 fn rank_lines(figures: &ScreenFigures, width: u16, rows: u16) -> Vec<Line<'static>> {
     let ranks = figures.last.as_ref().map_or(&[][..], |report| &report.rank_secs);
     if ranks.is_empty() {
@@ -207,7 +209,7 @@ fn bar_line(text: &str, share: f64, width: u16) -> Line<'static> {
     Line::from(vec![Span::from(text.to_owned()), Span::styled("█".repeat(full), Color::Blue)])
 }
 
-/// The last lines that the run has said.
+/// Returns the last lines that the run has printed.
 fn said_lines(lines: &[String], rows: usize) -> Vec<Line<'static>> {
     let last = &lines[lines.len().saturating_sub(rows)..];
     let line = |text: &String| {

@@ -1,4 +1,5 @@
-//! What the view of a run knows: a curve of bounded length, the last steps, the lines said.
+//! The data of the full-screen view: a curve of bounded length, the last steps, the best
+//! evaluation.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -6,18 +7,19 @@ use std::time::Instant;
 use crate::metrics::{EvalReport, StepReport};
 use crate::printable;
 
-/// Points of a curve at most: more than a screen has columns.
+/// Most points of a curve: more than a screen has columns.
 const POINTS: usize = 1024;
-/// Steps over which the parts of the time are summed.
+/// Steps over which the view sums the parts of the time.
 pub(super) const RECENT: usize = 20;
 
-/// A curve over all steps of a run, however many: neighbours become one point, their mean, when there are too many.
+/// A curve over all steps of a run. When it has too many points, it replaces neighbours by their
+/// mean.
 #[derive(Debug, Clone)]
 pub(super) struct LossCurve {
     points: Vec<(f64, f64)>,
     /// Steps in a point.
     stride: u64,
-    /// The sums of the steps that are not a point yet, and how many there are.
+    /// The sums of the steps that are not a point yet; `count` is their number.
     open: (f64, f64),
     count: u64,
 }
@@ -54,7 +56,7 @@ impl LossCurve {
     }
 }
 
-/// A run as far as it has come.
+/// The progress of a run.
 #[derive(Debug, Clone)]
 pub(super) struct ScreenFigures {
     pub(super) title: String,
@@ -114,12 +116,12 @@ impl ScreenFigures {
         }
     }
 
-    /// Steps that are done.
+    /// Returns the last step done.
     pub(super) fn done(&self) -> u64 {
         self.last.as_ref().map_or(self.first, |report| report.step)
     }
 
-    /// Seconds that are left, where so many have passed; none before there is a step.
+    /// Returns the seconds left after `passed` seconds; none before the first step.
     pub(super) fn secs_left(&self, passed: f64) -> Option<f64> {
         let (done, left) = (self.done() - self.first, self.total.saturating_sub(self.done()));
         (done > 0).then(|| passed / done as f64 * left as f64)

@@ -1,8 +1,8 @@
-//! A run on a whole screen: what it has learned, how fast it is, where its time goes, and what it says.
+//! Shows a run on the full screen: losses, speed, time of a step, and the printed lines.
 //!
-//! The run hands over each report and goes on. A thread of its own draws, ten times a second at most and only what has
-//! changed, and reads the keys. What the run says meanwhile stands below the curves, and on the terminal when the screen
-//! has been given back. A terminal that takes nothing keeps nobody but that thread.
+//! The run hands over each report and goes on. A separate thread draws changes, at most ten times a
+//! second, and reads the keys. Lines of the run appear below the curves, and on the terminal after
+//! the view ends. A terminal that accepts no output blocks only that thread.
 
 mod draw;
 mod figures;
@@ -25,15 +25,15 @@ use super::terminal::{Terminal, ViewLines};
 use crate::error::{Error, Result};
 use crate::threads;
 
-/// The least time between two frames.
+/// Time between two frames, at least.
 const FRAME: Duration = Duration::from_millis(100);
-/// Clocks on the screen go on although nothing has come.
+/// Time between two frames without news, for the clock on the screen.
 const CLOCK: Duration = Duration::from_secs(1);
 
-/// The lines that a screen can show; it has no more rows.
+/// Most lines that a screen can show; it has no more rows.
 const MOST_LINES: usize = 200;
 
-/// What the run and the thread that draws share.
+/// The state that the run and the drawing thread share.
 struct SharedView {
     figures: Mutex<ScreenFigures>,
     lines: ViewLines,
@@ -41,28 +41,29 @@ struct SharedView {
     is_over: AtomicBool,
 }
 
-/// Shows a run on the whole screen.
+/// The full-screen view of a run.
 pub struct RunView {
     shared: Arc<SharedView>,
-    /// Closed when the screen has been given back; none: that was waited for.
+    /// Closed when the screen has been given back; none after `close` has waited for it.
     closed: Option<Receiver<()>>,
 }
 
 impl RunView {
-    /// Takes the screen of `terminal` for the run `title`. Where that is none, it says so and the run speaks in lines.
+    /// Takes over the screen of `terminal` for the run `title`. If that fails, prints a note and
+    /// returns none: the run prints lines.
     pub fn open(terminal: &Terminal, title: &str) -> Option<Self> {
         if !terminal.is_screen() {
-            terminal.line("`--ui` needs a terminal as stderr: the run speaks in lines instead");
+            terminal.line("`--ui` needs a terminal as stderr: printing lines instead");
             return None;
         }
         let lines = terminal.open_view();
-        // What was said before is shown before.
+        // Earlier lines appear before the view.
         terminal.flush();
         let screen = match TakenScreen::take() {
             Ok(screen) => screen,
             Err(error) => {
                 terminal.close_view();
-                terminal.warn(format!("the run speaks in lines, there is no screen: {error}"));
+                terminal.warn(format!("cannot open the full-screen view, printing lines instead: {error}"));
                 return None;
             }
         };
@@ -79,11 +80,14 @@ impl RunView {
             shared: Arc::clone(&shared),
             _closing: closing,
         };
-        // Dropped with the closure where the system has no thread: then the screen is given back.
+        // Without a thread the closure is dropped, which gives the screen back.
         match threads::start("screen", move || drawn.show()) {
             Ok(_) => Some(RunView { shared, closed: Some(closed) }),
             Err(error) => {
-                terminal.warn(format!("the run speaks in lines: {}", error.in_one_line()));
+                terminal.warn(format!(
+                    "cannot open the full-screen view, printing lines instead: {}",
+                    error.in_one_line()
+                ));
                 None
             }
         }
@@ -94,8 +98,8 @@ impl RunView {
         self.shared.has_changed.store(true, Ordering::Release);
     }
 
-    /// Gives the screen back, and says what was said meanwhile. A terminal that takes nothing gets both when it takes
-    /// output again, should the process still be there.
+    /// Gives the screen back, and prints the lines of the meantime. A terminal that accepts no
+    /// output gets both once it accepts output again, if the process still runs.
     fn close(&mut self) {
         self.shared.is_over.store(true, Ordering::Release);
         if let Some(closed) = self.closed.take() {
@@ -152,7 +156,7 @@ impl Drop for RunView {
     }
 }
 
-/// What the thread that draws has.
+/// The state of the drawing thread.
 struct DrawnView {
     screen: Option<TakenScreen>,
     terminal: Terminal,
@@ -162,7 +166,7 @@ struct DrawnView {
 }
 
 impl DrawnView {
-    /// Draws until the run is over, the screen was given back, or it cannot be written any more.
+    /// Draws until the run is over, the screen was given back, or a write fails.
     fn show(mut self) {
         let Ok(mut terminal) = ratatui::Terminal::new(AnsiScreen::default()) else { return };
         let mut drawn: Option<Instant> = None;
@@ -185,13 +189,13 @@ impl DrawnView {
             let lines = self.shared.lines.lock().unwrap_or_else(PoisonError::into_inner);
             lines[lines.len().saturating_sub(MOST_LINES)..].to_vec()
         };
-        // The run changes the figures while they are written.
+        // A copy, so that the run can change the figures during the write.
         let figures = self.shared.lock().clone();
         let passed = figures.started.elapsed().as_secs_f64();
         terminal.draw(|frame| draw::draw(frame, &figures, &lines, passed)).map(drop)
     }
 
-    /// Takes the keys of the time until the next frame.
+    /// Handles keys until the next frame.
     fn read_keys(&mut self) {
         let until = Instant::now() + FRAME;
         while let Some(left) = until.checked_duration_since(Instant::now()) {
@@ -199,8 +203,8 @@ impl DrawnView {
             let asks = keys.is_some_and(|keys| keys.iter().any(|key| b"qQ".contains(key)));
             if asks && !std::mem::replace(&mut self.shared.lock().is_stopping, true) {
                 self.shared.has_changed.store(true, Ordering::Release);
-                // SAFETY: a system call that takes numbers. The signal goes to all of this program's group, as that of
-                // Ctrl-C does: whoever started this process may be one that waits for it too.
+                // SAFETY: a system call that takes numbers. The signal goes to the whole process
+                // group, as that of Ctrl-C does: a parent that waits for this process gets it too.
                 unsafe { libc::kill(0, libc::SIGINT) };
             }
         }

@@ -1,8 +1,9 @@
-//! The screen of a terminal, taken whole and given back whatever happens.
+//! Takes over the whole screen of a terminal, and gives it back on every exit.
 //!
-//! On the way out there may be no time: a second signal or a fault of storage ends the process within a handler.
-//! [`restore_screen`] does no more than a handler may, and does not wait for a terminal that takes nothing. Keys are read one by one without echo; Ctrl-C stays what it is, a
-//! signal, so that a run knows one way to stop.
+//! On exit time may be short: a second signal or a storage fault ends the process within a handler.
+//! [`restore_screen`] makes only calls allowed in a handler, and does not wait for a terminal that
+//! accepts no output. The view reads keys one by one without echo; Ctrl-C stays a signal, so that a
+//! run has one way to stop.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
@@ -20,29 +21,29 @@ use ratatui::layout::{Position, Size};
 use ratatui::style::{Color, Modifier};
 use ratatui::text::Span;
 
-/// The other buffer of the terminal, empty, without a cursor.
+/// Switches to the alternate buffer of the terminal, empty, without a cursor.
 const TAKE: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
-/// The first buffer as it was, with a cursor, in plain style.
+/// Switches back to the first buffer, with a cursor, in plain style.
 const GIVE_BACK: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
-/// The largest screen that is drawn, whatever the terminal says of itself.
+/// The largest screen that the view draws, whatever size the terminal reports.
 const MOST_COLUMNS: u16 = 500;
 const MOST_ROWS: u16 = 200;
 
-/// Whether this process has the screen.
+/// True while this process has the screen.
 static IS_TAKEN: AtomicBool = AtomicBool::new(false);
-/// How the terminal was before keys were read one by one.
+/// The terminal settings before the view read keys one by one.
 static BEFORE: OnceLock<libc::termios> = OnceLock::new();
-/// The descriptor whose settings were changed; -1: none.
+/// The descriptor with changed settings; -1 for none.
 static KEYS: AtomicI32 = AtomicI32::new(-1);
 
-/// Gives the screen back, where this process has it. Signal handlers may call it.
+/// Gives the screen back if this process has it. Signal handlers may call it.
 pub fn restore_screen() {
     if !IS_TAKEN.swap(false, Ordering::SeqCst) {
         return;
     }
     let keys = KEYS.swap(-1, Ordering::SeqCst);
-    // The keys first: the terminal may be waited for, and a further signal ends the process meanwhile.
-    // SAFETY: `tcsetattr` may be called in handlers; the settings live as long as the process.
+    // The keys first: the write may wait for the terminal, and a further signal ends the process
+    // meanwhile.
     unsafe {
         if let (0.., Some(before)) = (keys, BEFORE.get()) {
             libc::tcsetattr(keys, libc::TCSANOW, before);
@@ -51,15 +52,16 @@ pub fn restore_screen() {
     write_if_ready(GIVE_BACK);
 }
 
-/// Milliseconds for which a terminal that still shows earlier output is waited for. One that takes nothing, as after Ctrl-S,
-/// holds up the end of a run for no longer.
+/// Milliseconds to wait for a terminal that still shows earlier output, or that accepts none, as
+/// after Ctrl-S.
 const READY_WITHIN: c_int = 1000;
 
-/// Writes a few bytes to stderr unless it takes none, as after Ctrl-S; returns whether it took them. Signal handlers may
-/// call it.
+/// Writes a few bytes to stderr if it accepts output within [`READY_WITHIN`] milliseconds; returns
+/// whether it did. Signal handlers may call it.
 fn write_if_ready(bytes: &[u8]) -> bool {
     let mut poll = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: `poll` and `write` may be called in handlers; the pointers are to one valid `pollfd` and to the bytes.
+    // SAFETY: `poll` and `write` may be called in handlers; the pointers are to one valid `pollfd`
+    // and to the bytes.
     unsafe {
         libc::poll(&raw mut poll, 1, READY_WITHIN) == 1
             && poll.revents & libc::POLLOUT != 0
@@ -67,32 +69,32 @@ fn write_if_ready(bytes: &[u8]) -> bool {
     }
 }
 
-/// Whether nobody has given the screen back yet.
+/// Returns whether the process still has the screen.
 pub(super) fn is_taken() -> bool {
     IS_TAKEN.load(Ordering::SeqCst)
 }
 
-/// The screen, and the keys where they can be read.
+/// The screen, and the keys if they are readable.
 pub(super) struct TakenScreen {
     keys: Option<File>,
 }
 
 impl TakenScreen {
-    /// Takes the screen that stderr is.
+    /// Takes over the screen of stderr.
     ///
     /// # Errors
-    /// stderr takes no output.
+    /// stderr accepts no output.
     pub(super) fn take() -> io::Result<Self> {
         let keys = OpenOptions::new().read(true).write(true).open("/dev/tty").ok().filter(read_each_key);
         IS_TAKEN.store(true, Ordering::SeqCst);
         let taken = TakenScreen { keys };
         if !write_if_ready(TAKE) {
-            return Err(io::Error::new(io::ErrorKind::WouldBlock, "the terminal takes no output"));
+            return Err(io::Error::new(io::ErrorKind::WouldBlock, "the terminal accepts no output"));
         }
         Ok(taken)
     }
 
-    /// Waits for keys, `pause` at most, and returns those that came.
+    /// Waits for keys, at most for `pause`, and returns those that came.
     pub(super) fn keys(&mut self, pause: Duration) -> Vec<u8> {
         let Some(file) = &mut self.keys else {
             thread::sleep(pause);
@@ -123,12 +125,14 @@ impl Drop for TakenScreen {
     }
 }
 
-/// Has the terminal hand over each key as it comes and show none; false where it is another program's to ask.
+/// Sets the terminal to deliver each key at once without echo; returns false if another program is
+/// in the foreground or the settings cannot change.
 fn read_each_key(tty: &File) -> bool {
     let fd = tty.as_raw_fd();
     let mut settings = MaybeUninit::<libc::termios>::zeroed();
-    // SAFETY: the descriptor is open, and the pointers are to a whole `termios`, for which zeroes are a valid value. A
-    // process in the background would be stopped by `tcsetattr`, and is not asked to call it.
+    // SAFETY: the descriptor is open, and the pointers are to a whole `termios`, for which zeroes
+    // are a valid value. `tcsetattr` would stop a process in the background, so such a process does
+    // not call it.
     unsafe {
         if libc::tcgetpgrp(fd) != libc::getpgrp() || libc::tcgetattr(fd, settings.as_mut_ptr()) != 0 {
             return false;
@@ -136,7 +140,7 @@ fn read_each_key(tty: &File) -> bool {
         let mut settings = settings.assume_init();
         BEFORE.get_or_init(|| settings);
         settings.c_lflag &= !(libc::ICANON | libc::ECHO);
-        // Ctrl-Z and Ctrl-\ would leave a screen that is not given back.
+        // Ctrl-Z and Ctrl-\ would stop or end the process without restoring the screen.
         settings.c_cc[libc::VSUSP] = 0;
         settings.c_cc[libc::VQUIT] = 0;
         if libc::tcsetattr(fd, libc::TCSANOW, &raw const settings) != 0 {
@@ -147,7 +151,7 @@ fn read_each_key(tty: &File) -> bool {
     true
 }
 
-/// What is drawn, as the escape sequences that every terminal of today knows (ECMA-48), in one write a frame.
+/// The drawing as escape sequences that every terminal knows (ECMA-48), in one write per frame.
 #[derive(Default)]
 pub(super) struct AnsiScreen {
     frame: String,
@@ -195,7 +199,7 @@ impl Backend for AnsiScreen {
                 self.style(cell.fg, cell.modifier);
             }
             self.frame.push_str(cell.symbol());
-            // How wide others are is for the terminal to know.
+            // Only the terminal knows the width of other symbols.
             next = (Span::raw(cell.symbol()).width() == 1).then_some((x + 1, y));
         }
         Ok(())
@@ -235,7 +239,7 @@ impl Backend for AnsiScreen {
             let status = libc::ioctl(libc::STDERR_FILENO, libc::TIOCGWINSZ, found.as_mut_ptr());
             (status, found.assume_init())
         };
-        // A terminal that does not know its size is as those of old.
+        // Without a reported size, that of an old terminal.
         let known = status == 0 && found.ws_col > 0 && found.ws_row > 0;
         let drawn = || Size::new(found.ws_col.min(MOST_COLUMNS), found.ws_row.min(MOST_ROWS));
         Ok(if known { drawn() } else { Size::new(80, 24) })
@@ -247,7 +251,7 @@ impl Backend for AnsiScreen {
 
     fn flush(&mut self) -> io::Result<()> {
         let frame = std::mem::take(&mut self.frame);
-        // Somebody else may have given the screen back in the meantime.
+        // A signal handler may have given the screen back meanwhile.
         if frame.is_empty() || !is_taken() {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! The values that codes stand for.
+//! Values of quantization codes.
 
 use std::sync::LazyLock;
 
@@ -9,9 +9,9 @@ use crate::recipe::enums::QuantKind;
 /// A set of codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CodeKind {
-    /// One that a recipe may choose, with a scale for each block.
+    /// A set for recipes, with a scale for each block.
     Blockwise(QuantKind),
-    /// LLM.int8(): whole numbers from -127 to 127 with one scale a row, which is the block.
+    /// LLM.int8(): integers from -127 to 127 with one scale per row, which is the block.
     Int8Rows,
 }
 
@@ -24,7 +24,7 @@ impl CodeKind {
     pub const INT8: Self = CodeKind::Blockwise(QuantKind::Int8);
 }
 
-/// QLoRA's appendix E, in f32.
+/// Appendix E of QLoRA, in f32.
 static NF4: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -66,11 +66,11 @@ static FP4: [f32; 16] = [
 
 static SIGNED: LazyLock<DynamicMap> = LazyLock::new(|| DynamicMap::new(dynamic(true)));
 static UNSIGNED: LazyLock<DynamicMap> = LazyLock::new(|| DynamicMap::new(dynamic(false)));
-/// By byte, as two's complement.
+/// Values by byte, as two's complement.
 static ROWS: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|i| f32::from(i as u8 as i8)));
 
 impl CodeKind {
-    /// The name in recipes and checkpoints.
+    /// Name in recipes and checkpoints.
     pub fn name(self) -> &'static str {
         match self {
             CodeKind::Blockwise(kind) => kind.as_str(),
@@ -86,7 +86,7 @@ impl CodeKind {
         }
     }
 
-    /// What each code stands for, before its block's scale: 16 or 256 values.
+    /// Value of each code, before its block's scale: 16 or 256 values.
     pub fn table(self) -> &'static [f32] {
         match self {
             CodeKind::NF4 => &NF4,
@@ -97,17 +97,18 @@ impl CodeKind {
     }
 }
 
-/// bitsandbytes' map for numbers of either sign, ascending.
+/// bitsandbytes' map for signed numbers, ascending.
 pub fn dynamic_signed() -> &'static [f32; 256] {
     &SIGNED.values
 }
 
-/// bitsandbytes' map for numbers that are not negative, ascending.
+/// bitsandbytes' map for non-negative numbers, ascending.
 pub fn dynamic_unsigned() -> &'static [f32; 256] {
     &UNSIGNED.values
 }
 
-/// Seven decades with 1, 2, 4 … (unsigned: 2, 4, 8 …) linear steps each, zero and one (`create_dynamic_map`).
+/// Creates a map of seven decades with 1, 2, 4 … (unsigned: 2, 4, 8 …) linear steps each, zero and
+/// one (`create_dynamic_map`).
 fn dynamic(signed: bool) -> [f32; 256] {
     let mut values = vec![0.0f32, 1.0];
     for decade in 0..7 {
@@ -134,52 +135,53 @@ fn dynamic(signed: bool) -> [f32; 256] {
     values.try_into().unwrap_or([0.0; 256])
 }
 
-/// A dynamic map with an index that finds nearest codes at once, for optimizer states.
+/// A dynamic map with an index that finds the nearest code in constant time, for optimizer states.
 ///
-/// Halfway between two codes it takes the even one, as bitsandbytes' CUDA kernels do: their binary search ends at an even
-/// code and leaves it only past a midpoint. (Its CPU library goes through a table that turns zero into 1.5e-5, so that a
-/// parameter without gradient would drift; weights follow it nevertheless: `table`.)
+/// Halfway between two codes it uses the even one, as bitsandbytes' CUDA kernels do: their binary
+/// search ends at an even code and leaves it only past a midpoint. bitsandbytes' CPU library uses a
+/// table that turns zero into 1.5e-5, so a parameter without gradient would drift; weights still
+/// follow that library: `table`.
 ///
-/// A number's exponent and first mantissa bits choose a start; steps of the map are so wide that at most one midpoint
-/// lies among the numbers with the same bits, so one comparison gives the code.
+/// A number's exponent and first mantissa bits select a start. The steps of the map are wide enough
+/// that numbers with the same bits contain at most one midpoint, so one comparison gives the code.
 #[derive(Debug)]
 pub struct DynamicMap {
     values: [f32; 256],
-    /// The largest f32 whose code is not above each code; an infinity for the last.
+    /// Largest f32 of each code or a lower one; infinity for the last code.
     limits: [f32; 256],
-    /// By leading bits of the magnitude, from [`DynamicMap::LEAST`] on, first of numbers that are not negative.
-    /// Zeros after them, so that every masked place is within.
+    /// First code by leading bits of the magnitude, from [`DynamicMap::LEAST`], non-negative
+    /// numbers first. Zeros pad it, so that every masked index is in range.
     starts: [u8; DynamicMap::PLACES],
 }
 
 impl DynamicMap {
-    /// Bits of a f32 that do not count: all but sign, exponent and 7 of the mantissa.
+    /// Ignored bits of an f32: all except sign, exponent and 7 of the mantissa.
     const SHIFT: u32 = 16;
-    /// The leading bits of 2^-22; numbers nearer to zero have the code of zero.
+    /// Leading bits of 2^-22; numbers closer to zero have the code of zero.
     const LEAST: u32 = (127 - 22) << 7;
-    /// Up to 1, the largest number of a map.
+    /// Number of buckets up to 1, the largest number of a map.
     const BUCKETS: usize = (22 << 7) + 1;
-    /// A power of two that the buckets of both signs fit into.
+    /// Power of two that holds the buckets of both signs.
     const PLACES: usize = (2 * DynamicMap::BUCKETS).next_power_of_two();
-    /// Values that are brought to codes together.
+    /// Values that are converted to codes together.
     const RUN: usize = 256;
 
-    /// For numbers of either sign.
+    /// The map for signed numbers.
     pub fn signed() -> &'static Self {
         &SIGNED
     }
 
-    /// For numbers that are not negative.
+    /// The map for non-negative numbers.
     pub fn unsigned() -> &'static Self {
         &UNSIGNED
     }
 
-    /// For each code the largest number that has it or one below; an infinity for the last.
+    /// Largest number of each code or a lower one; infinity for the last code.
     pub fn limits(&self) -> &[f32] {
         &self.limits
     }
 
-    /// The first code to try of numbers with the same leading bits, as kernels look it up.
+    /// First code to try for numbers with the same leading bits, as kernels index it.
     pub fn starts(&self) -> &[u8] {
         &self.starts[..2 * Self::BUCKETS]
     }
@@ -197,25 +199,27 @@ impl DynamicMap {
                 _ if bucket >= 2 * Self::BUCKETS => 0,
                 None if bucket == 0 => below(0.0),
                 None => below(bits(bucket)),
-                // The farthest from zero of its numbers comes first, which is one step before the next bucket's.
+                // The bucket's number farthest from zero comes first, one step before the next
+                // bucket.
                 Some(bucket) => below(-bits(bucket + 1).next_down()),
             }
         });
         DynamicMap { values, limits, starts }
     }
 
-    /// The value of each code, ascending.
+    /// Value of each code, ascending.
     pub fn values(&self) -> &[f32; 256] {
         &self.values
     }
 
-    /// The code nearest to `x`; halfway between two, the even one. As [`nearest`] for numbers from -1 to 1.
+    /// Code nearest to `x`; halfway between two, the even one. Same as [`nearest`] for numbers from
+    /// -1 to 1.
     #[inline]
     pub fn nearest(&self, x: f32) -> u8 {
         self.code(x, Self::place(x))
     }
 
-    /// The place of `x` in the index.
+    /// Index of `x` in `starts`.
     #[inline(always)]
     fn place(x: f32) -> u16 {
         let leading = (x.abs().to_bits() >> Self::SHIFT).saturating_sub(Self::LEAST);
@@ -223,7 +227,7 @@ impl DynamicMap {
         (leading.min(Self::BUCKETS as u32 - 1) + side) as u16
     }
 
-    /// The code of `x`, whose place this is.
+    /// Code of `x`, whose index in `starts` is `place`.
     #[inline(always)]
     fn code(&self, x: f32, place: u16) -> u8 {
         let start = self.starts[usize::from(place) % Self::PLACES];
@@ -233,11 +237,12 @@ impl DynamicMap {
     /// Writes the codes of one block of `values` and returns its scale, the largest magnitude.
     pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let absmax = largest(values);
-        // Divided, not multiplied by the reciprocal as in 4 bits: so bitsandbytes' optimizer kernels have it.
+        // bitsandbytes' optimizer kernels divide here, and do not multiply by the reciprocal as for
+        // 4 bits.
         let unit = if absmax > 0.0 { absmax } else { 1.0 };
         let (mut scaled, mut places) = ([0f32; Self::RUN], [0u16; Self::RUN]);
         for (codes, values) in codes.chunks_mut(Self::RUN).zip(values.chunks(Self::RUN)) {
-            // Two loops: the first is vector code, look-ups are not.
+            // Two loops: only the first vectorizes, look-ups do not.
             scale(&mut scaled, &mut places, values, unit);
             for (code, (x, place)) in codes.iter_mut().zip(scaled.iter().zip(&places)) {
                 *code = self.code(*x, *place);
@@ -248,7 +253,7 @@ impl DynamicMap {
 }
 
 vectorized! {
-    /// `values` over `unit`, and their places in the index of a dynamic map.
+    /// Computes `values / unit`, and their indices in a dynamic map.
     fn scale(scaled: &mut [f32], places: &mut [u16], values: &[f32], unit: f32) {
         for ((scaled, place), value) in scaled.iter_mut().zip(places).zip(values) {
             *scaled = value / unit;
@@ -257,10 +262,10 @@ vectorized! {
     }
 }
 
-/// The code of `map` (ascending) nearest to `x`; halfway between two, the even one.
+/// Code of `map` (ascending) nearest to `x`; halfway between two, the even one.
 pub fn nearest(map: &[f32; 256], x: f32) -> u8 {
     let (mut low, mut high) = (0usize, 255usize);
-    // The invariant of the binary search: `low` is not above the code, `high` not below it.
+    // Binary search: `low` never exceeds the code, and `high` is never below it.
     while low < high {
         let middle = usize::midpoint(low, high);
         let midpoint = (map[middle] + map[middle + 1]) / 2.0;

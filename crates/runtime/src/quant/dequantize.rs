@@ -1,4 +1,4 @@
-//! From codes and scales to numbers.
+//! Converts codes and scales to numbers.
 
 use half::bf16;
 
@@ -8,18 +8,19 @@ use crate::instruction_set::InstructionSet;
 use crate::instruction_set::vectorized;
 use crate::rounding::Rounded;
 
-/// One scale for each block.
+/// Scales of the blocks, one each.
 #[derive(Debug, Clone, Copy)]
 pub enum Scales<'a> {
-    /// As they are.
+    /// Scales without quantization.
     Plain(&'a [f32]),
-    /// Quantized themselves: codes of the signed dynamic map, a scale for [`NESTED_BLOCK`] of them, their mean.
+    /// Quantized scales: codes of the signed dynamic map, a scale for each [`NESTED_BLOCK`] of
+    /// them, and their mean.
     Nested {
         /// One per block.
         codes: &'a [u8],
         /// One per [`NESTED_BLOCK`] blocks.
         absmax: &'a [f32],
-        /// Added to each.
+        /// Added to each scale.
         offset: f32,
     },
 }
@@ -27,19 +28,20 @@ pub enum Scales<'a> {
 /// A quantized tensor, flattened.
 #[derive(Debug, Clone, Copy)]
 pub struct Blocks<'a> {
-    /// What codes stand for.
+    /// Kind of the codes.
     pub kind: CodeKind,
     /// Values that share a scale.
     pub block_size: usize,
-    /// The codes of all blocks, one after the other.
+    /// Codes of all blocks, in order.
     pub codes: &'a [u8],
-    /// The scales of the blocks.
+    /// Scales of the blocks.
     pub scales: Scales<'a>,
 }
 
-/// What codes become: f32, or bf16 where a product takes that.
+/// Type of dequantized values: f32, or bf16 for products in bf16.
 pub trait DequantizedElement: Rounded {
-    /// Both values of each byte of `codes`, 4-bit codes of a block: each `table[code] * scale`, rounded to f32 and then to this type.
+    /// Writes both values of each byte of 4-bit `codes` of a block: `table[code] * scale`, rounded
+    /// to f32 and then to this type.
     fn look_up_pairs(table: &[f32], codes: &[u8], scale: f32, out: &mut [Self]);
 }
 
@@ -75,7 +77,7 @@ impl DequantizedElement for bf16 {
 }
 
 impl Blocks<'_> {
-    /// The factor of a block's codes.
+    /// Scale of the block `block`.
     pub fn scale(&self, block: usize) -> f32 {
         match self.scales {
             Scales::Plain(scales) => scales[block],
@@ -85,8 +87,8 @@ impl Blocks<'_> {
         }
     }
 
-    /// Elements `start..start + out.len()` of the tensor: each its code's value times its block's scale, rounded to f32, and
-    /// then to `T` where that is bf16.
+    /// Dequantizes elements `start..start + out.len()` of the tensor: each code's value times its
+    /// block's scale, rounded to f32, and then to `T` if that is bf16.
     pub fn dequantize<T: DequantizedElement>(&self, start: usize, out: &mut [T]) {
         let table = self.kind.table();
         let (mut block, within) = (start / self.block_size, start % self.block_size);
@@ -114,7 +116,8 @@ fn eight_bits<T: DequantizedElement>(table: &[f32], codes: &[u8], scale: f32, ou
 }
 
 vectorized! {
-    /// LLM.int8(): scales belong to 127. Two products in this order, as bitsandbytes' `int8_vectorwise_dequant`.
+    /// Dequantizes LLM.int8(), whose scales belong to 127. The order of the two products is that of
+    /// bitsandbytes' `int8_vectorwise_dequant`.
     fn rows<T: DequantizedElement>(codes: &[u8], scale: f32, out: &mut [T]) {
         for (value, &code) in out.iter_mut().zip(codes) {
             *value = T::nearest(f32::from(code as i8) * scale * (1.0 / 127.0));
@@ -122,9 +125,9 @@ vectorized! {
     }
 }
 
-/// Values `at..at + out.len()` of one block.
+/// Dequantizes values `at..at + out.len()` of one block.
 fn four_bits<T: DequantizedElement>(table: &[f32], codes: &[u8], at: usize, scale: f32, out: &mut [T]) {
-    // To whole bytes first.
+    // Up to a whole byte first.
     let (head, out) = out.split_at_mut((at % 2).min(out.len()));
     for value in head {
         *value = T::nearest(table[usize::from(codes[at / 2] & 15)] * scale);
@@ -145,7 +148,8 @@ fn plain_pairs<T: DequantizedElement>(table: &[f32], codes: &[u8], scale: f32, o
     }
 }
 
-/// The table in registers: a permutation looks 16 (8) codes up at once. The products are the plain loop's to the bit.
+/// Keeps the table in registers: a permutation looks up 16 (8) codes at once. The products equal
+/// the plain loop's exactly.
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;
@@ -154,48 +158,50 @@ mod x86 {
 
     use crate::rounding::nearest_avx512;
 
-    /// Eight bytes to sixteen values.
+    /// Converts eight bytes to sixteen values at a time.
     #[target_feature(enable = "avx512f")]
     pub(super) fn avx512(table: &[f32; 16], codes: &[u8], scale: f32, out: &mut [f32]) {
         // SAFETY: the table has 16 values.
         let table_register = unsafe { _mm512_loadu_ps(table.as_ptr()) };
-        // Scaling the table first gives the same products, once per block instead of once per value.
+        // The scaled table gives the same products with one multiplication per block instead of one
+        // per value.
         let scaled = _mm512_mul_ps(table_register, _mm512_set1_ps(scale));
-        // Each 32-bit lane takes its byte's nibble: even lanes the high one.
+        // Each 32-bit lane uses one nibble of its byte: even lanes the high one.
         let shifts = _mm512_set_epi32(0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4);
         let low = _mm512_set1_epi32(15);
         let mut outs = out.chunks_exact_mut(16);
         let mut bytes = codes.chunks_exact(8);
         for (out, bytes) in (&mut outs).zip(&mut bytes) {
-            // SAFETY: eight bytes are there.
+            // SAFETY: each chunk has eight bytes.
             let bytes = unsafe { _mm_loadl_epi64(bytes.as_ptr().cast()) };
             // Every byte twice, then widened to 32 bits.
             let twice = _mm_unpacklo_epi8(bytes, bytes);
             let nibbles = _mm512_and_si512(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(twice), shifts), low);
-            // SAFETY: sixteen values are there.
+            // SAFETY: each chunk has sixteen values.
             unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_permutexvar_ps(nibbles, scaled)) };
         }
         super::plain_pairs(table, bytes.remainder(), scale, outs.into_remainder());
     }
 
-    /// Sixteen bytes to 32 values: the table is rounded once a block.
+    /// Converts sixteen bytes to 32 values at a time; the table is rounded once per block.
     #[target_feature(enable = "avx512f,avx512bw")]
     pub(super) fn avx512_bf16(table: &[f32; 16], codes: &[u8], scale: f32, out: &mut [bf16]) {
         // SAFETY: the table has 16 values.
         let table_register = unsafe { _mm512_loadu_ps(table.as_ptr()) };
         let rounded = nearest_avx512(_mm512_mul_ps(table_register, _mm512_set1_ps(scale)));
         let upper_halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(_mm512_castps_si512(rounded)));
-        // A permutation reads five bits of each 16-bit lane. The fifth is one of the other code in the byte, or zero: with the
-        // table twice it does not matter.
+        // A permutation reads five bits of each 16-bit lane. The fifth belongs to the byte's other
+        // code, or is zero; a doubled table makes it irrelevant.
         let twice = _mm512_broadcast_i64x4(upper_halves);
         let mut outs = out.chunks_exact_mut(32);
         let mut bytes = codes.chunks_exact(16);
         for (out, bytes) in (&mut outs).zip(&mut bytes) {
-            // SAFETY: sixteen bytes are there.
+            // SAFETY: each chunk has sixteen bytes.
             let bytes = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) });
-            // The lower half of a 32-bit lane is the first value of a byte, whose code is the high nibble.
+            // The lower half of a 32-bit lane is a byte's first value, whose code is the high
+            // nibble.
             let nibbles = _mm512_or_si512(_mm512_srli_epi32::<4>(bytes), _mm512_slli_epi32::<16>(bytes));
-            // SAFETY: 32 values are there.
+            // SAFETY: each chunk has 32 values.
             unsafe {
                 _mm512_storeu_si512(out.as_mut_ptr().cast(), _mm512_permutexvar_epi16(nibbles, twice));
             }
@@ -203,7 +209,7 @@ mod x86 {
         super::plain_pairs(table, bytes.remainder(), scale, outs.into_remainder());
     }
 
-    /// Four bytes to eight values.
+    /// Converts four bytes to eight values at a time.
     #[target_feature(enable = "avx2")]
     pub(super) fn avx2(table: &[f32; 16], codes: &[u8], scale: f32, out: &mut [f32]) {
         let factor = _mm256_set1_ps(scale);
@@ -223,7 +229,7 @@ mod x86 {
             let half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(shifted));
             let low = _mm256_permutevar8x32_ps(first, shifted);
             let high = _mm256_permutevar8x32_ps(second, shifted);
-            // SAFETY: eight values are there.
+            // SAFETY: each chunk has eight values.
             unsafe { _mm256_storeu_ps(out.as_mut_ptr(), _mm256_blendv_ps(low, high, half)) };
         }
         super::plain_pairs(table, bytes.remainder(), scale, outs.into_remainder());
@@ -235,8 +241,8 @@ mod tests {
     use super::*;
     use crate::quant::quantize;
 
-    /// Every kind of code, blocks that are no multiple of a vector, parts that begin and end anywhere, scales that are not
-    /// finite, are below 2⁻¹²⁶ or make values that tie.
+    /// Covers every kind of code, blocks that are no multiple of a vector, parts with arbitrary
+    /// bounds, and scales that are not finite, are below 2⁻¹²⁶ or cause ties.
     #[test]
     fn bf16_is_f32_rounded() {
         let kinds = [CodeKind::NF4, CodeKind::FP4, CodeKind::INT8, CodeKind::Int8Rows];
@@ -257,7 +263,7 @@ mod tests {
         }
     }
 
-    /// The parts of a tensor are the tensor.
+    /// Parts of a tensor equal the whole.
     #[test]
     fn parts_are_those_of_the_whole() {
         let values: Vec<f32> = (0..640).map(|i| (i as f32 * 0.37).sin()).collect();

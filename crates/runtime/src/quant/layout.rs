@@ -1,21 +1,21 @@
-//! The runs of memory that a quantized tensor is, and what each means.
+//! Memory runs of a quantized tensor, and their contents.
 
 use super::{NESTED_BLOCK, QuantFormat};
 
-/// What the elements of a run are.
+/// Contents of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunMeaning {
-    /// The codes of the values: a byte holds two of 4 bits or one of 8.
+    /// Codes of the values: a byte holds two of 4 bits or one of 8.
     Codes,
-    /// The scales, one a block.
+    /// Scales, one per block.
     Scales,
-    /// With double quantization the codes of the scales, one a block.
+    /// Codes of the scales with double quantization, one per block.
     ScaleCodes,
-    /// With double quantization the scales of the scales, one for [`NESTED_BLOCK`] of their codes.
+    /// Scales of the scales with double quantization, one per [`NESTED_BLOCK`] codes.
     NestedScales,
 }
 
-/// The type of a run's elements. Runs of one type may share a buffer.
+/// Element type of a run. Runs of one type may share a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RunDtype {
     /// Bytes of codes.
@@ -25,7 +25,7 @@ pub enum RunDtype {
 }
 
 impl RunMeaning {
-    /// The type of such a run's elements.
+    /// Element type of such a run.
     pub fn dtype(self) -> RunDtype {
         match self {
             RunMeaning::Codes | RunMeaning::ScaleCodes => RunDtype::U8,
@@ -37,14 +37,14 @@ impl RunMeaning {
 /// One run of a quantized tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantRun {
-    /// What its elements are.
+    /// Contents of the run.
     pub meaning: RunMeaning,
-    /// How many there are.
+    /// Number of elements.
     pub elements: usize,
 }
 
 impl QuantRun {
-    /// Bytes of its elements.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         match self.meaning.dtype() {
             RunDtype::U8 => self.elements,
@@ -54,8 +54,8 @@ impl QuantRun {
 }
 
 impl QuantFormat {
-    /// The runs of a tensor of `n` values, its codes first. One number stands beside them: the mean of double-quantized
-    /// scales.
+    /// Runs of a tensor of `n` values, the codes first. The mean of double-quantized scales is
+    /// stored beside them.
     pub fn layout(&self, n: usize) -> Vec<QuantRun> {
         let run = |meaning, elements| QuantRun { meaning, elements };
         let (codes, blocks) = (run(RunMeaning::Codes, self.code_bytes(n)), self.blocks(n));

@@ -9,15 +9,15 @@ vectorized! {
     }
 }
 
-/// The bits of the largest magnitude. As whole numbers they are in the order of the magnitudes, infinities and then NaNs
-/// last, and their maximum is vector code.
+/// Bits of the largest magnitude. As integers, magnitudes keep their order, followed by infinities
+/// and then NaNs, and their maximum vectorizes.
 #[inline(always)]
 pub(super) fn largest_bits(values: &[f32]) -> u32 {
     values.iter().fold(0, |max, value| max.max(value.abs().to_bits()))
 }
 
 vectorized! {
-    /// Whether none of `values` is a NaN or an infinity.
+    /// Returns true if `values` contain no NaN and no infinity.
     pub(super) fn all_finite(values: &[f32]) -> bool {
         largest_bits(values) < f32::INFINITY.to_bits()
     }

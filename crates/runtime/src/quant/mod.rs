@@ -1,9 +1,11 @@
-//! Block-quantized numbers, bit-compatible with bitsandbytes: NF4 and FP4 (QLoRA, arXiv 2305.14314), blockwise int8
-//! (arXiv 2110.02861), the rows of LLM.int8() (arXiv 2208.07339), double quantization of scales.
+//! Block-quantized numbers, bit-compatible with bitsandbytes: NF4 and FP4 (QLoRA, arXiv
+//! 2305.14314), blockwise int8 (arXiv 2110.02861), the rows of LLM.int8() (arXiv 2208.07339),
+//! double quantization of scales.
 //!
-//! A tensor is flattened and cut into blocks; a block's scale is its largest magnitude, a value its nearest code times
-//! that scale. 4-bit codes lie two in a byte, the first in the high nibble. Here are slices and arithmetic alone: how
-//! files name the parts is `weights`', products with codes are `ops`'.
+//! A tensor is flattened and cut into blocks. A block's scale is its largest magnitude, and a value
+//! is its nearest code times that scale. A byte holds two 4-bit codes, the first in the high
+//! nibble. This module has only slices and arithmetic: `weights` defines the names in files, `ops`
+//! the products with codes.
 
 mod codes;
 mod dequantize;
@@ -22,19 +24,19 @@ pub use tensor::{BlocksMut, OwnedBlocks, RunBuffer, RunMut};
 /// Scales that share an outer scale in double quantization.
 pub const NESTED_BLOCK: usize = 256;
 
-/// How a tensor is quantized.
+/// Quantization format of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantFormat {
-    /// What a code stands for.
+    /// Kind of the codes.
     pub kind: CodeKind,
     /// Values that share a scale.
     pub block_size: usize,
-    /// Whether the scales are quantized too.
+    /// True if the scales are quantized too.
     pub double_quant: bool,
 }
 
 impl Default for QuantFormat {
-    /// The format of QLoRA's paper: nf4 in blocks of 64, the scales quantized too.
+    /// Format of QLoRA's paper: nf4 in blocks of 64, with quantized scales.
     fn default() -> Self {
         QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: true }
     }
@@ -46,7 +48,7 @@ impl QuantFormat {
         (n * self.kind.bits()).div_ceil(8)
     }
 
-    /// Scales of `n` values.
+    /// Number of scales of `n` values.
     pub fn blocks(&self, n: usize) -> usize {
         n.div_ceil(self.block_size)
     }

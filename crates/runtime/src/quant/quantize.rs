@@ -1,4 +1,4 @@
-//! From f32 to codes and scales, with bitsandbytes' rounding.
+//! Converts f32 to codes and scales, with bitsandbytes' rounding.
 
 use rayon::prelude::*;
 
@@ -6,18 +6,19 @@ use super::magnitude::{all_finite, largest, largest_bits};
 use super::{CodeKind, NESTED_BLOCK};
 use crate::instruction_set::vectorized;
 
-/// Values a thread takes at once.
+/// Values per thread task.
 const TASK: usize = 1 << 14;
 
-/// Quantizes `values`, a tensor or a run of whole blocks of one, into `codes` and one scale a block. Values are finite.
+/// Quantizes finite `values`, a tensor or whole blocks of one, into `codes` and one scale per
+/// block.
 ///
 /// # Panics
-/// `codes` or `absmax` do not have the lengths that [`super::QuantFormat`] gives for `values`.
+/// `codes` or `absmax` differ from the lengths that [`super::QuantFormat`] gives for `values`.
 pub fn quantize(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
     assert_eq!(absmax.len(), values.len().div_ceil(block_size), "one scale a block");
     assert_eq!(codes.len(), (values.len() * kind.bits()).div_ceil(8), "codes of all values");
     let blocks = (TASK / block_size).max(1);
-    // With an odd block size bytes would be shared between blocks, so that one thread does all.
+    // With an odd block size, blocks would share bytes, so one thread does all.
     let blocks = if kind.bits() == 4 && !(blocks * block_size).is_multiple_of(2) {
         absmax.len().max(1)
     } else {
@@ -38,7 +39,7 @@ pub fn quantize(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [
             CodeKind::Int8Rows => {
                 for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
                     *absmax = largest(values);
-                    // torch divides a number by a tensor in these two steps; ties depend on it.
+                    // torch divides a number by a tensor in these two steps, which decide ties.
                     let factor = if *absmax > 0.0 { 1.0 / *absmax * 127.0 } else { 0.0 };
                     round_all(values, factor, codes);
                 }
@@ -46,7 +47,7 @@ pub fn quantize(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [
         });
 }
 
-/// The place of the first value that cannot be quantized: a NaN or an infinity.
+/// Index of the first value that is a NaN or an infinity.
 pub fn first_not_finite(values: &[f32]) -> Option<usize> {
     let bad = |values: &[f32]| {
         if all_finite(values) { None } else { values.iter().position(|value| !value.is_finite()) }
@@ -64,7 +65,7 @@ fn blocks_of<'a>(
 }
 
 vectorized! {
-    /// Whole numbers, ties to even, as two's complement.
+    /// Rounds to integers, ties to even, as two's complement.
     fn round_all(values: &[f32], factor: f32, codes: &mut [u8]) {
         for (code, value) in codes.iter_mut().zip(values) {
             *code = (value * factor).round_ties_even() as i8 as u8;
@@ -73,15 +74,16 @@ vectorized! {
 }
 
 vectorized! {
-    /// One function for a run of blocks: calls for each block would cost as much as its work.
+    /// Quantizes a run of blocks in one function: a call per block would cost as much as its work.
     fn four_bits(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
         let ladder = CodeThresholds::new(kind);
-        // One code a byte first, then two: whole blocks may end in the middle of a byte.
+        // One code per byte first, then two: whole blocks may end in the middle of a byte.
         let mut wide = vec![0u8; values.len()];
         for ((values, wide), absmax) in blocks_of(block_size, values, &mut wide).zip(absmax) {
             *absmax = f32::from_bits(largest_bits(values));
-            // bitsandbytes multiplies by the reciprocal, which is not the quotient to the last bit, but divides the block
-            // at the end of a tensor that is not full; neither by less than this.
+            // bitsandbytes multiplies by the reciprocal, whose last bit may differ from the
+            // quotient's, but divides in the incomplete block at a tensor's end. The divisor is at
+            // least this.
             let divisor = absmax.max(1e-38);
             if values.len() == block_size {
                 let factor = 1.0 / divisor;
@@ -91,7 +93,7 @@ vectorized! {
             }
         }
         if kind != CodeKind::NF4 {
-            // NF4's codes are in the order of their values.
+            // NF4's codes ascend with their values.
             wide.iter_mut().for_each(|place| *place = ladder.by_place[usize::from(*place & 15)]);
         }
         pack(&wide, codes, ladder.zero);
@@ -109,11 +111,11 @@ fn pack(wide: &[u8], codes: &mut [u8], zero: u8) {
     }
 }
 
-/// The codes of a 4-bit kind in ascending order of their values, and the midpoints between them.
+/// Codes of a 4-bit kind in ascending order of their values, and the midpoints between them.
 struct CodeThresholds {
     midpoints: [f32; 15],
     by_place: [u8; 16],
-    /// The code of 0, which fills the last byte of an odd count.
+    /// Code of 0, which fills the last byte of an odd count.
     zero: u8,
 }
 
@@ -129,7 +131,7 @@ impl CodeThresholds {
     }
 }
 
-/// How many midpoints lie below each value: its code's place, the lower of two at a tie.
+/// Counts the midpoints below each value: its code's rank, the lower of two at a tie.
 #[inline(always)]
 fn places(values: impl Iterator<Item = f32>, midpoints: &[f32; 15], places: &mut [u8]) {
     for (place, scaled) in places.iter_mut().zip(values) {
@@ -141,10 +143,12 @@ fn places(values: impl Iterator<Item = f32>, midpoints: &[f32; 15], places: &mut
     }
 }
 
-/// Double quantization: the codes of `absmax` less their mean, their scales in `outer`; returns the mean.
+/// Double quantization: writes the codes of `absmax` minus their mean, and their scales in `outer`;
+/// returns the mean.
 ///
 /// # Panics
-/// `codes` is not as long as `absmax`, or `outer` does not have one value for [`NESTED_BLOCK`] of them.
+/// `codes` has another length than `absmax`, or `outer` has not one value per [`NESTED_BLOCK`] of
+/// them.
 pub fn nest(absmax: &[f32], codes: &mut [u8], outer: &mut [f32]) -> f32 {
     let mean = sum_as_torch(absmax) / absmax.len().max(1) as f32;
     let centred: Vec<f32> = absmax.iter().map(|x| x - mean).collect();
@@ -152,12 +156,13 @@ pub fn nest(absmax: &[f32], codes: &mut [u8], outer: &mut [f32]) -> f32 {
     mean
 }
 
-/// Lanes of a vector and vectors added side by side in torch's sum.
+/// Lanes of a vector, and vectors that torch's sum adds in parallel.
 const LANES: usize = 8;
 const VECTORS: usize = 4;
 
-/// The f32 sum of torch on a CPU (ATen's SumKernel.cpp: 4 vectors of 8 lanes side by side, each in a cascade of four
-/// levels), to the bit: the mean shifts every scale, so another order of summation would give other codes.
+/// The f32 sum of torch on a CPU, bit for bit (ATen's SumKernel.cpp: 4 vectors of 8 lanes in
+/// parallel, each in a cascade of four levels). The mean shifts every scale, so another order would
+/// give other codes.
 fn sum_as_torch(values: &[f32]) -> f32 {
     const LEVELS: usize = 4;
     const WIDTH: usize = LANES * VECTORS;
@@ -167,7 +172,7 @@ fn sum_as_torch(values: &[f32]) -> f32 {
     for (i, row) in values.chunks_exact(WIDTH).enumerate() {
         levels[0].iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
         let done = i + 1;
-        // A level is passed on to the next whenever it is full.
+        // A full level is added to the next one.
         let mut level = 1;
         while level < LEVELS && done.is_multiple_of(1 << (level * power)) {
             let (below, above) = levels.split_at_mut(level);

@@ -1,10 +1,12 @@
-//! Codes of the signed dynamic map for weights and scales: those of bitsandbytes' CPU library, to the bit.
+//! Codes of the signed dynamic map for weights and scales, equal to those of bitsandbytes' CPU
+//! library.
 //!
-//! The library finds a code not by comparing but in a table: a value is rounded to the nearest of 65536 numbers evenly
-//! spaced from -1 to 1, whose nearest code it takes. So a value within 1.5e-5 of the midpoint of two codes, or on it, may
-//! get either, and zero, which is none of those numbers, has the code of 1.5e-5. Midpoints are usual values of bf16
-//! weights, and their few distinct scales make one such value many codes. Optimizer states, where zero must stay zero,
-//! take the nearest code: [`super::DynamicMap`].
+//! The library looks codes up in a table: it rounds a value to the nearest of 65536 evenly spaced
+//! numbers from -1 to 1, and uses that number's nearest code. So a value within 1.5e-5 of the
+//! midpoint of two codes may get either, and zero, which is not in the table, has the code of
+//! 1.5e-5. Midpoints are common in bf16 weights, and few distinct scales turn one such value into
+//! many codes. Optimizer states, where zero must stay zero, use the nearest code:
+//! [`super::DynamicMap`].
 
 use std::sync::LazyLock;
 

@@ -1,14 +1,14 @@
-//! A whole tensor in codes and scales, quantized as its values stream by.
+//! A whole quantized tensor, which quantizes its values piece by piece.
 
 use rayon::prelude::*;
 
 use super::layout::{QuantRun, RunDtype, RunMeaning};
 use super::{Blocks, QuantFormat, Scales, nest, quantize};
 
-/// Values that a thread holds in f32: 64 KiB, which stay in its own cache from reading to the codes.
+/// Values that a thread holds in f32: 64 KiB, which stay in its cache from reading to the codes.
 const PIECE: usize = 1 << 14;
 
-/// Memory of one run of a quantized tensor, to be written.
+/// Writable memory of one run of a quantized tensor.
 #[derive(Debug)]
 pub enum RunMut<'a> {
     /// Bytes of codes.
@@ -17,7 +17,7 @@ pub enum RunMut<'a> {
     F32(&'a mut [f32]),
 }
 
-/// One run of a quantized tensor in memory of its own.
+/// One run of a quantized tensor that owns its memory.
 #[derive(Debug)]
 pub enum RunBuffer {
     /// Bytes of codes.
@@ -27,7 +27,7 @@ pub enum RunBuffer {
 }
 
 impl RunBuffer {
-    /// Zeros for the elements of `run`.
+    /// Allocates zeros for the elements of `run`.
     pub fn zeros(run: &QuantRun) -> Self {
         match run.meaning.dtype() {
             RunDtype::U8 => RunBuffer::U8(vec![0; run.elements]),
@@ -35,7 +35,7 @@ impl RunBuffer {
         }
     }
 
-    /// The same memory, to be written.
+    /// The same memory for writing.
     pub fn as_mut(&mut self) -> RunMut<'_> {
         match self {
             RunBuffer::U8(values) => RunMut::U8(values),
@@ -44,22 +44,22 @@ impl RunBuffer {
     }
 }
 
-/// Memory that the runs of a quantized tensor go to.
+/// Destination of the runs of a quantized tensor.
 #[derive(Debug)]
 pub struct BlocksMut<'a> {
     format: QuantFormat,
     codes: &'a mut [u8],
     /// Empty without double quantization.
     scale_codes: &'a mut [u8],
-    /// The scales, or with double quantization theirs.
+    /// The scales, or the scales of the scales with double quantization.
     scales: &'a mut [f32],
-    /// The mean of the scales, with double quantization.
+    /// Mean of the scales with double quantization.
     offset: &'a mut f32,
 }
 
 impl<'a> BlocksMut<'a> {
-    /// Puts together the memory of each run of [`QuantFormat::layout`]; `offset` takes the mean of double-quantized
-    /// scales. Memory of another type than its meaning has is not taken.
+    /// Combines the memory of each run of [`QuantFormat::layout`]; `offset` receives the mean of
+    /// double-quantized scales. Memory of the wrong type is ignored.
     pub fn new(
         format: QuantFormat,
         runs: impl IntoIterator<Item = (RunMeaning, RunMut<'a>)>,
@@ -78,7 +78,7 @@ impl<'a> BlocksMut<'a> {
         BlocksMut { format, codes, scale_codes, scales, offset }
     }
 
-    /// The memory of a run.
+    /// Memory of a run.
     pub fn run(&mut self, meaning: RunMeaning) -> RunMut<'_> {
         match meaning {
             RunMeaning::Codes => RunMut::U8(self.codes),
@@ -92,10 +92,12 @@ impl<'a> BlocksMut<'a> {
         *self.offset = offset;
     }
 
-    /// Quantizes `n` values; `read` writes those from an index on into the slice it is given, piece by piece on all threads.
+    /// Quantizes `n` values; `read` writes the values from an index into the given slice, piece by
+    /// piece on all threads.
     ///
     /// # Errors
-    /// Those of `read`, which also answers for the values being finite: that of the first piece that has one.
+    /// The error of `read` for the first piece that has one; `read` also checks that values are
+    /// finite.
     pub fn fill<E: Send>(
         &mut self,
         n: usize,
@@ -104,7 +106,7 @@ impl<'a> BlocksMut<'a> {
         let format = self.format;
         let mut own = vec![0f32; if format.double_quant { format.blocks(n) } else { 0 }];
         let absmax: &mut [f32] = if format.double_quant { &mut own } else { self.scales };
-        // Whole blocks, and whole bytes of two codes.
+        // Whole blocks, and whole bytes of two codes each.
         let piece = (PIECE / format.block_size).max(2) / 2 * 2 * format.block_size;
         let codes = self.codes[..format.code_bytes(n)].par_chunks_mut(format.code_bytes(piece));
         let absmax = absmax[..format.blocks(n)].par_chunks_mut(format.blocks(piece));
@@ -127,26 +129,26 @@ impl<'a> BlocksMut<'a> {
         Ok(())
     }
 
-    /// The tensor as it is now.
+    /// The tensor in its present state.
     pub fn blocks(&self) -> Blocks<'_> {
         together(self.format, self.codes, self.scale_codes, self.scales, *self.offset)
     }
 }
 
-/// A quantized tensor with memory of its own.
+/// A quantized tensor that owns its memory.
 #[derive(Debug)]
 pub struct OwnedBlocks {
     format: QuantFormat,
-    /// As [`QuantFormat::layout`] lists them.
+    /// Runs in the order of [`QuantFormat::layout`].
     runs: Vec<(RunMeaning, RunBuffer)>,
     offset: f32,
 }
 
 impl OwnedBlocks {
-    /// Quantizes `n` values, as [`BlocksMut::fill`].
+    /// Quantizes `n` values; see [`BlocksMut::fill`].
     ///
     /// # Errors
-    /// Those of `read`.
+    /// The errors of `read`.
     pub fn new<E: Send>(
         format: QuantFormat,
         n: usize,
@@ -159,7 +161,7 @@ impl OwnedBlocks {
         Ok(tensor)
     }
 
-    /// What products and dequantizing take.
+    /// View for products and dequantization.
     pub fn blocks(&self) -> Blocks<'_> {
         let (mut codes, mut scale_codes, mut scales): (&[u8], &[u8], &[f32]) = (&[], &[], &[]);
         for (meaning, run) in &self.runs {

@@ -1,14 +1,15 @@
-//! The process's allocator.
+//! Settings of the process's allocator.
 
-/// Lets all threads allocate from one heap: glibc gives each thread its own, and what one has freed the others cannot
-/// use (1.2 GB instead of 0.85 for the benchmark's 135M model). Allocations are few and large here; those of a step keep
-/// their memory for the next one instead of handing it back and faulting it in again. Nothing happens elsewhere.
+/// Lets all threads allocate from one heap. By default glibc gives each thread a heap, whose freed
+/// memory other threads cannot use (1.2 GB instead of 0.85 for the benchmark's 135M model). Freed
+/// memory stays with the process, so that the next step does not fault it in again. No effect
+/// without glibc.
 pub fn use_one_heap() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: mallopt sets numbers inside the allocator; it is called before other threads start.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
-        // The most that glibc takes; without it the threshold depends on what was freed before.
+        // The maximum of glibc; otherwise the threshold depends on earlier frees.
         libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
         libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
     }

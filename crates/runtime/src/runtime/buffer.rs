@@ -1,9 +1,9 @@
-//! The memory that collectives read and write.
+//! Memory that collectives read and write.
 
 use std::any::Any;
 use std::sync::Arc;
 
-/// What the memory holds.
+/// Element type of the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ElementType {
     /// Bytes: codes of quantized weights.
@@ -12,12 +12,12 @@ pub enum ElementType {
     Bf16,
     /// Parameters and gradients in f32.
     F32,
-    /// Sums of losses and squares.
+    /// Sums of losses and of squares.
     F64,
 }
 
 impl ElementType {
-    /// Bytes of one.
+    /// Size of one element in bytes.
     pub fn bytes(self) -> usize {
         match self {
             ElementType::U8 => 1,
@@ -28,32 +28,32 @@ impl ElementType {
     }
 }
 
-/// Whose memory it is.
+/// Owner of the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MemoryKind {
-    /// The processor's: what every backend takes.
+    /// Host memory, which every backend accepts.
     Host,
-    /// A GPU's, read and written on its streams: NCCL's alone.
+    /// GPU memory, used on the GPU's streams; only NCCL accepts it.
     Gpu,
 }
 
-/// A run of elements in host or device memory that stays where it is for as long as this value lives.
+/// A run of elements in host or device memory that stays valid and in place while this value lives.
 #[derive(Clone)]
 pub struct Buffer {
     address: usize,
     elements: usize,
     element: ElementType,
     place: MemoryKind,
-    /// Keeps the allocation (a tensor's storage).
+    /// Keeps the allocation, such as a tensor's storage, alive.
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
 impl Buffer {
-    /// Wraps `elements` elements at `address` in memory of the host.
+    /// Wraps `elements` elements at `address` in host memory.
     ///
     /// # Safety
-    /// `owner` keeps the memory valid and in place, aligned for `element`; nothing else reads or writes it while a
-    /// collective that was given it runs.
+    /// `owner` keeps the memory valid, in place and aligned for `element`; nothing else reads or
+    /// writes it during a collective on it.
     pub unsafe fn new(
         address: usize,
         elements: usize,
@@ -63,11 +63,11 @@ impl Buffer {
         Buffer { address, elements, element, place: MemoryKind::Host, _owner: owner }
     }
 
-    /// Wraps `elements` elements at `address` in memory of a GPU.
+    /// Wraps `elements` elements at `address` in GPU memory.
     ///
     /// # Safety
-    /// As [`Buffer::new`], in the order of the GPU's compute stream: what is put there before a collective is done
-    /// before it, and the memory is freed there.
+    /// Same as [`Buffer::new`], ordered by the GPU's compute stream: work queued there before a
+    /// collective finishes before it, and the memory is freed there.
     pub unsafe fn on_gpu(
         address: usize,
         elements: usize,
@@ -77,12 +77,12 @@ impl Buffer {
         Buffer { address, elements, element, place: MemoryKind::Gpu, _owner: owner }
     }
 
-    /// Whose memory it is.
+    /// Owner of the memory.
     pub fn place(&self) -> MemoryKind {
         self.place
     }
 
-    /// Where it begins.
+    /// Address of the first element.
     pub fn address(&self) -> usize {
         self.address
     }
@@ -92,12 +92,12 @@ impl Buffer {
         self.elements
     }
 
-    /// What it holds.
+    /// Type of the elements.
     pub fn element(&self) -> ElementType {
         self.element
     }
 
-    /// Its size in bytes.
+    /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.elements * self.element.bytes()
     }

@@ -1,7 +1,7 @@
-//! The clock that steps, calls and spans of a trace are measured by. A test may plant it: then a thread's time passes by
-//! [`TICK`] a reading and by what is planted with [`pass`], whatever else the machine does, and a rank that waits for
-//! another goes on to that rank's time. A test may also ask for a thread's processor time, in which it has no time while
-//! others have its core. Only builds with debug assertions can do either.
+//! The clock for steps, calls and trace spans. A test may plant it: then a thread's time advances
+//! by [`TICK`] per reading and by [`pass`], whatever else the machine does, and a rank that waits
+//! for another advances to that rank's time. A test may also select a thread's processor time,
+//! which stops while others use its core. Both need debug assertions.
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;
@@ -9,21 +9,21 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Time between two readings of a planted clock: the work between them, however long it takes.
+/// Time between two readings of a planted clock, for the work between them.
 pub const TICK: Duration = Duration::from_micros(10);
 
 static PLANTED: AtomicBool = AtomicBool::new(false);
-/// A thread's time is its processor's.
+/// True if a thread's time is its processor time.
 static PROCESSOR_TIME: AtomicBool = AtomicBool::new(false);
-/// A thread was held up for ever.
+/// True if a thread is held up forever.
 static HELD_UP: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// This thread's planted time.
+    /// Planted time of this thread.
     static PASSED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
-/// The moment that [`now`] counts from, one for the process, and the same in nanoseconds since 1970.
+/// Zero of [`now`], one for the process, and the same in nanoseconds since 1970.
 fn start() -> (Instant, u64) {
     static START: OnceLock<(Instant, u64)> = OnceLock::new();
     *START.get_or_init(|| {
@@ -32,22 +32,22 @@ fn start() -> (Instant, u64) {
     })
 }
 
-/// Nanoseconds from 1970 to the moment that [`now`] counts from.
+/// Nanoseconds from 1970 to the zero of [`now`].
 pub fn start_nanos() -> u64 {
     start().1
 }
 
-/// Makes the clock of each thread of this process a planted one.
+/// Plants the clock of each thread of this process.
 pub fn plant() {
     PLANTED.store(true, Ordering::Relaxed);
 }
 
-/// Returns whether the clock is planted.
+/// Returns true if the clock is planted.
 pub fn is_planted() -> bool {
     cfg!(debug_assertions) && PLANTED.load(Ordering::Relaxed)
 }
 
-/// Makes the clock of each thread of this process the time that it has had a processor.
+/// Makes each thread's clock count its processor time.
 pub fn count_processor_time() {
     PROCESSOR_TIME.store(true, Ordering::Relaxed);
 }
@@ -63,10 +63,10 @@ pub fn now() -> Duration {
     }
 }
 
-/// The time that this thread has had a processor; zero where the system does not tell.
+/// Processor time of this thread; zero if the system does not report it.
 fn processor_time() -> Duration {
     let mut time = MaybeUninit::<libc::timespec>::zeroed();
-    // SAFETY: the call fills `time`, which is zero and so valid before, too.
+    // SAFETY: the call fills `time`, which is zeroed and so valid in any case.
     let time = unsafe {
         libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, time.as_mut_ptr());
         time.assume_init()
@@ -80,7 +80,7 @@ pub fn since(then: Duration) -> Duration {
     now().saturating_sub(then)
 }
 
-/// Lets `time` pass: sleeps, or moves a planted clock on.
+/// Lets `time` pass: sleeps, or advances a planted clock.
 pub fn pass(time: Duration) {
     if is_planted() {
         advance(time);
@@ -94,24 +94,24 @@ fn advance(time: Duration) -> Duration {
     PASSED.get()
 }
 
-/// Returns this thread's time on a planted clock, without a tick; zero on a real one.
+/// Returns this thread's planted time, without a tick; zero on a real clock.
 pub fn planted_time() -> Duration {
     PASSED.get()
 }
 
-/// Moves a planted clock on to `moment`, which another thread has come to; a real one needs nothing.
+/// Advances a planted clock to `moment`, the time of another thread; no effect on a real one.
 pub fn wait_until(moment: Duration) {
     if is_planted() {
         PASSED.set(PASSED.get().max(moment));
     }
 }
 
-/// Notes that this thread is held up for ever.
+/// Records that this thread is held up forever.
 pub fn hold_up() {
     HELD_UP.store(true, Ordering::Release);
 }
 
-/// Returns whether a thread of this process is held up for ever.
+/// Returns true if a thread of this process is held up forever.
 pub fn is_held_up() -> bool {
     HELD_UP.load(Ordering::Acquire)
 }

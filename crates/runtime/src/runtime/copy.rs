@@ -13,10 +13,10 @@ use crate::rounding::Rounded;
 /// Elements per task.
 const CHUNK: usize = 1 << 14;
 
-/// `dst = x`, rounded to dst's dtype, in place.
+/// Copies `x` to `dst` in place, rounded to dst's dtype.
 ///
 /// # Errors
-/// When a tensor is not contiguous, or an operation of the device fails.
+/// A tensor is not contiguous, or an operation of the device fails.
 pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
     let _span = span(|| {
         let name = if dst.dtype() == x.dtype() { "copy" } else { "cast" };
@@ -38,11 +38,12 @@ pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
     }))
 }
 
-/// `x` on `device`: itself where it lies there. Of a view only what it shows is brought over, where candle's `to_device`
-/// brings all memory behind it. Large ones go through page-locked memory.
+/// Copies `x` to `device`, or returns it if it is there already. Of a view it copies only the
+/// visible elements, whereas candle's `to_device` copies the whole storage. Large tensors use
+/// page-locked memory.
 ///
 /// # Errors
-/// When the device has not enough memory, or a copy fails.
+/// The device has too little memory, or a copy fails.
 pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
     if x.device().same_device(device) {
         return Ok(x.clone());
@@ -61,11 +62,11 @@ pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
     })
 }
 
-/// The elements of a tensor of any shape and device, in row-major order. Of a view only what it shows is brought to the
-/// host, where candle's `to_vec1` brings all memory behind it.
+/// Elements of a tensor of any shape and device, in row-major order. Of a view it copies only the
+/// visible elements, whereas candle's `to_vec1` copies the whole storage.
 ///
 /// # Errors
-/// When the tensor is of another type, or a copy fails.
+/// The tensor has another dtype, or a copy fails.
 pub fn to_host_vec<T: WithDType>(x: &Tensor) -> Result<Vec<T>> {
     Ok(to_device(x, &Device::Cpu)?.flatten_all()?.to_vec1()?)
 }
@@ -73,7 +74,7 @@ pub fn to_host_vec<T: WithDType>(x: &Tensor) -> Result<Vec<T>> {
 /// Sets every element of `x` to zero, in place.
 ///
 /// # Errors
-/// When `x` is not contiguous, or an operation of the device fails.
+/// `x` is not contiguous, or an operation of the device fails.
 pub fn zero(x: &TensorMut) -> Result<()> {
     let _span = span(|| SpanInfo::op("zero").dims(x.dims()).moves(&[x]));
     if !x.device().is_cpu() {

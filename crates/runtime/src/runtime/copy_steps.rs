@@ -1,18 +1,19 @@
-//! How a copy between host and GPU goes through two page-locked buffers: its pieces, and in which order the host and the
-//! GPU's copy stream do what with each.
+//! Schedule of a copy between host and GPU through two page-locked buffers: its pieces, and the
+//! order of actions of the host and the GPU's copy stream.
 //!
-//! While the GPU copies one piece between its memory and one buffer, the host copies another between the other buffer and
-//! the memory that callers know. A buffer is written again only after a wait for the copy that read it, and read only after
-//! a wait for the copy that wrote it.
+//! While the GPU copies one piece between its memory and one buffer, the host copies another
+//! between the other buffer and the caller's memory. A buffer is written again only after a wait
+//! for the copy that read it, and read only after a wait for the copy that wrote it.
 
 #![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only copies to and from GPUs go this way"))]
 
 use std::ops::Range;
 
-/// Buffers that pieces take in turn.
+/// Number of buffers, which pieces use in turn.
 pub(super) const BUFFERS: usize = 2;
 
-/// Fewest bytes of a piece that is not the last: below it, starting a copy costs more than going on side by side saves.
+/// Minimum bytes of a piece except the last: below it, the start of a copy costs more than overlap
+/// saves.
 const LEAST_PIECE: usize = 4 << 20;
 
 /// Pieces have whole pages of the host.
@@ -21,28 +22,28 @@ const PAGE: usize = 4096;
 /// A part of a copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Its bytes of the whole.
+    /// Range of its bytes in the whole.
     pub(super) range: Range<usize>,
-    /// The buffer that it goes through, from the buffer's start on.
+    /// Buffer that it uses, from the buffer's start.
     pub(super) buffer: usize,
 }
 
-/// What the host does for a piece.
+/// Action of the host for a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CopyAction {
-    /// It waits for the last copy of the GPU's that was started on the piece's buffer, if there was one.
+    /// Waits for the GPU's last copy on the piece's buffer, if there was one.
     Wait,
-    /// It copies the piece itself, between its buffer and the host's memory.
+    /// Copies the piece between its buffer and the host's memory.
     CopyOnHost,
-    /// It starts the GPU's copy of the piece, after all that were started before.
+    /// Starts the GPU's copy of the piece, after all earlier ones.
     StartOnGpu,
 }
 
 /// An action on a piece.
 pub(super) type CopyStep = (CopyAction, Piece);
 
-/// The steps that bring `bytes` bytes from the host to a GPU through buffers of `buffer_bytes`, `first` the first. On return
-/// of the last one the GPU's copies may be under way.
+/// Steps that copy `bytes` bytes from the host to a GPU through buffers of `buffer_bytes`,
+/// beginning with buffer `first`. The GPU's copies may still run after the last step.
 pub(super) fn steps_to_gpu(bytes: usize, buffer_bytes: usize, first: usize) -> Vec<CopyStep> {
     let of_piece = |piece: Piece| {
         [CopyAction::Wait, CopyAction::CopyOnHost, CopyAction::StartOnGpu]
@@ -51,7 +52,8 @@ pub(super) fn steps_to_gpu(bytes: usize, buffer_bytes: usize, first: usize) -> V
     pieces(bytes, buffer_bytes, first).flat_map(of_piece).collect()
 }
 
-/// The steps that bring `bytes` bytes from a GPU to the host, as [`steps_to_gpu`]. After the last one all is done.
+/// Steps that copy `bytes` bytes from a GPU to the host, like [`steps_to_gpu`]. All copies are
+/// finished after the last step.
 pub(super) fn steps_to_host(bytes: usize, buffer_bytes: usize, first: usize) -> Vec<CopyStep> {
     let pieces: Vec<Piece> = pieces(bytes, buffer_bytes, first).collect();
     let mut steps = Vec::with_capacity(3 * pieces.len());
@@ -62,7 +64,8 @@ pub(super) fn steps_to_host(bytes: usize, buffer_bytes: usize, first: usize) -> 
         if let Some(before) = i.checked_sub(BUFFERS) {
             take(&mut steps, &pieces[before]);
         }
-        // An earlier copy to the GPU may still read the buffer; the copy stream does one after the other.
+        // An earlier copy to the GPU may still read the buffer; the copy stream runs one after the
+        // other.
         steps.push((CopyAction::StartOnGpu, piece.clone()));
     }
     for piece in &pieces[pieces.len().saturating_sub(BUFFERS)..] {
@@ -71,7 +74,8 @@ pub(super) fn steps_to_host(bytes: usize, buffer_bytes: usize, first: usize) -> 
     steps
 }
 
-/// The pieces of `bytes` bytes: some four, so that host and GPU work side by side, where the buffers are large enough.
+/// Pieces of `bytes` bytes: about four, so that host and GPU overlap, if the buffers are large
+/// enough.
 fn pieces(bytes: usize, buffer_bytes: usize, first: usize) -> impl Iterator<Item = Piece> {
     let least = LEAST_PIECE.min(buffer_bytes);
     let each = bytes.div_ceil(2 * BUFFERS).next_multiple_of(PAGE).clamp(least, buffer_bytes);
@@ -88,7 +92,7 @@ mod tests {
 
     const BUFFER: usize = 10_000;
 
-    /// Two buffers, and copies of the GPU's that are under way: done as late as the waits allow, or at once.
+    /// Two buffers, and pending copies of the GPU: run as late as the waits allow, or at once.
     struct Lane {
         buffers: [Vec<u8>; BUFFERS],
         under_way: Vec<Piece>,
@@ -100,15 +104,15 @@ mod tests {
             Lane { buffers: [(); BUFFERS].map(|()| vec![0; BUFFER]), under_way: Vec::new(), late }
         }
 
-        /// The GPU's copies that are done when the last one on `buffer` is, in order.
+        /// Pending copies that finish with the last one on `buffer`, in order.
         fn due(&mut self, buffer: Option<usize>) -> Vec<Piece> {
             let on = |piece: &Piece| buffer.is_none_or(|buffer| piece.buffer == buffer);
             let last = self.under_way.iter().rposition(on).map_or(0, |last| last + 1);
             self.under_way.drain(..last).collect()
         }
 
-        /// Takes the steps; both copies are between a buffer and the range of a piece. What is left under way is its
-        /// pieces.
+        /// Runs the steps; both copies are between a buffer and the range of a piece. Pending
+        /// copies are pieces.
         fn go(
             &mut self,
             steps: Vec<CopyStep>,
@@ -199,7 +203,7 @@ mod tests {
                 assert_eq!([count(CopyAction::CopyOnHost), count(CopyAction::StartOnGpu)], [pieces; 2]);
             }
         }
-        // Both buffers are under way before the host waits for the first.
+        // Both buffers are in use before the host waits for the first.
         let order: Vec<CopyAction> =
             steps_to_host(BUFFER * 4, BUFFER, 0).iter().map(|(action, _)| *action).collect();
         assert_eq!(order[..3], [CopyAction::StartOnGpu, CopyAction::StartOnGpu, CopyAction::Wait]);

@@ -1,8 +1,10 @@
-//! The memory behind a CPU tensor: read it as a slice, write it in place, wrap a `Vec` as a tensor without a copy.
+//! Memory of a CPU tensor: read it as a slice, write it in place, wrap a `Vec` as a tensor without
+//! a copy.
 //!
-//! The fast CPU form of every op works on plain slices; this module is the only place that takes candle's storage
-//! apart. Activations are `f32` or `bf16` ([`FloatElement`]); `bf16` is a storage format on the CPU, but for products where
-//! its instructions multiply it: every other op widens what it reads; all sum in `f32` and round once (candle's own `bf16` sums add up in `bf16`).
+//! The CPU implementation of every op works on plain slices, and only this module accesses candle's
+//! storage. Activations are `f32` or `bf16` ([`FloatElement`]). On the CPU `bf16` is a storage
+//! format, except for products on processors with bf16 instructions: other ops widen their inputs,
+//! sum in `f32` and round once (candle's own `bf16` ops sum in `bf16`).
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -21,15 +23,15 @@ use crate::runtime::buffer::{Buffer, ElementType};
 
 /// A type whose values can be read and written in place.
 pub trait PlainElement: candle_core::WithDType + Default + Send + Sync {
-    /// Zeros that are not written yet: the threads that fill them touch the pages.
+    /// Allocates zeros without touching them, so that the threads that fill them touch the pages.
     fn zeros(len: usize) -> Vec<Self>;
-    /// All elements of a storage of this type; none of another one.
+    /// Elements of a storage of this type; none for another type.
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
-    /// As [`PlainElement::slice`], to write to.
+    /// Same as [`PlainElement::slice`], for writing.
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
-/// An element type of activations and weights that the CPU forms know.
+/// An element type of activations and weights that the CPU ops support.
 pub trait FloatElement: PlainElement + DequantizedElement {
     /// The value as f32, which is exact.
     fn widen(self) -> f32;
@@ -93,18 +95,18 @@ macro_rules! with_elem {
 }
 pub use with_elem;
 
-/// The error of an op that met elements of another type than it knows.
+/// Error of an op for an unsupported element type.
 pub fn unsupported(dtype: DType) -> Error {
-    Error::internal(format!("an op met a tensor of dtype {dtype:?}"))
-        .because("the CPU forms know f32 and bf16")
+    Error::internal(format!("an op received a tensor of dtype {dtype:?}"))
+        .because("the CPU ops support f32 and bf16")
 }
 
 thread_local! {
-    /// The addresses of the storages that this thread reads now; kept in debug builds only.
+    /// Addresses of the storages that this thread reads; only in debug builds.
     static READING: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Notes while it lives that this thread reads a storage, for the assertion in [`update`].
+/// Marks that this thread reads a storage, for the assertion in [`update`].
 struct ReadMark(usize);
 
 impl ReadMark {
@@ -116,7 +118,7 @@ impl ReadMark {
         ReadMark(address)
     }
 
-    /// Whether this thread reads the storage of `tensor`, in a debug build.
+    /// Returns true if this thread reads the storage of `tensor`, in a debug build.
     fn covers(tensor: &Tensor) -> bool {
         let (guard, _) = tensor.storage_and_layout();
         let address = std::ptr::from_ref::<Storage>(&guard).addr();
@@ -152,15 +154,15 @@ impl<G: Deref<Target = Storage>, T: PlainElement> Deref for Elements<G, T> {
             Storage::Cpu(storage) => T::slice(storage),
             _ => None,
         };
-        // `read` checked device and dtype; an empty slice would only be reached if candle swapped the storage.
+        // `read` checked device and dtype; only a swapped storage would give an empty slice.
         values.map_or(&[], |values| &values[self.start..self.start + self.len])
     }
 }
 
-/// The elements of `tensor`, which must be contiguous, on the CPU and of type `T`.
+/// Elements of `tensor`, which must be contiguous, on the CPU and of type `T`.
 ///
 /// # Errors
-/// It is not.
+/// Internal error if it is not.
 pub fn read<T: PlainElement>(tensor: &Tensor) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
     let (guard, layout) = tensor.storage_and_layout();
     let (start, end) = contiguous(layout)?;
@@ -172,14 +174,13 @@ pub fn read<T: PlainElement>(tensor: &Tensor) -> Result<Elements<impl Deref<Targ
     Ok(Elements { guard, _mark: mark, start, len: end - start, elem: PhantomData })
 }
 
-/// Lets `write` change the elements of the contiguous CPU tensor `tensor` in place.
-/// The other tensors that `write` reads must not share its storage: it would wait for itself, which debug builds
-/// assert.
+/// Lets `write` change the elements of the contiguous CPU tensor `tensor` in place. Other tensors
+/// that `write` reads must not share its storage: that would deadlock, which debug builds assert.
 ///
 /// # Errors
 /// The tensor is not contiguous, on another device or of another type.
 pub fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
-    /// The closure before the call, its result after.
+    /// The closure before the call, and its result afterwards.
     struct Write<T, F, R>(Mutex<(Option<F>, Option<R>)>, PhantomData<fn(T)>);
     impl<T: PlainElement, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for Write<T, F, R> {
         fn name(&self) -> &'static str {
@@ -202,10 +203,11 @@ pub fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(&mut [T
     result.ok_or_else(|| Error::internal("a tensor was not written"))
 }
 
-/// As [`update`], in f32 whatever `tensor` is: a copy of a bf16 one, which is rounded once. For few elements.
+/// Same as [`update`], in f32 for any dtype of `tensor`: a bf16 tensor is copied and rounded once.
+/// For few elements.
 ///
 /// # Errors
-/// As [`update`].
+/// Same as [`update`].
 pub fn update_in_f32<R>(tensor: &TensorMut, write: impl FnOnce(&mut [f32]) -> R) -> Result<R> {
     if tensor.dtype() != DType::BF16 {
         return update(tensor, write);
@@ -218,7 +220,7 @@ pub fn update_in_f32<R>(tensor: &TensorMut, write: impl FnOnce(&mut [f32]) -> R)
     })
 }
 
-/// `values` as a CPU tensor, without a copy.
+/// Wraps `values` as a CPU tensor, without a copy.
 ///
 /// # Errors
 /// The shape has another number of elements.
@@ -227,11 +229,12 @@ pub fn tensor<T: PlainElement, S: Into<Shape>>(values: Vec<T>, shape: S) -> Resu
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
 
-/// A `Vec` of `len` elements whose contents the caller writes in full before it reads any.
+/// Allocates a `Vec` of `len` elements that the caller writes in full before reading.
 pub fn unwritten<T: FloatElement>(len: usize) -> Vec<T> {
     let mut values = Vec::with_capacity(len);
-    // SAFETY: `f32` and `bf16` have no invalid bit patterns and no destructor, and every op that calls this writes
-    // each element (a product with `accumulate = false`, a row loop over the whole output) before reading it.
+    // SAFETY: `f32` and `bf16` have no invalid bit patterns and no destructor, and every op that
+    // calls this writes each element (a product with `accumulate = false`, a row loop over the
+    // whole output) before reading it.
     #[allow(clippy::uninit_vec)]
     unsafe {
         values.set_len(len);
@@ -239,11 +242,11 @@ pub fn unwritten<T: FloatElement>(len: usize) -> Vec<T> {
     values
 }
 
-/// The memory of a contiguous tensor, for collectives. It stays valid while the result lives; what is written there,
-/// the tensor shows.
+/// Memory of a contiguous tensor, for collectives. It stays valid while the result lives; writes to
+/// it change the tensor.
 ///
 /// # Errors
-/// The tensor is not contiguous, or has a dtype that is not sent.
+/// The tensor is not contiguous, or its dtype cannot be sent.
 pub fn memory(tensor: &Tensor) -> Result<Buffer> {
     let (guard, layout) = tensor.storage_and_layout();
     let (start, end) = contiguous(layout)?;
@@ -257,12 +260,12 @@ pub fn memory(tensor: &Tensor) -> Result<Buffer> {
         _ => return Err(mismatch(tensor, DType::F32)),
     };
     let address = base + start * element.bytes();
-    // SAFETY: the clone keeps the storage alive, whose memory does not move; `start..end` lies inside it. That nothing
-    // else touches it during a collective is the strategies' schedule.
+    // SAFETY: the clone keeps the storage alive, whose memory does not move; `start..end` is inside
+    // it. The strategies' schedule keeps others off it during a collective.
     Ok(unsafe { Buffer::new(address, end - start, element, Arc::new(tensor.clone())) })
 }
 
-/// As [`memory`], of a tensor on a GPU.
+/// Same as [`memory`], for a tensor on a GPU.
 #[cfg(feature = "cuda")]
 fn gpu_memory(
     tensor: &Tensor,
@@ -281,12 +284,12 @@ fn gpu_memory(
         _ => return Err(mismatch(tensor, DType::F32)),
     };
     let address = base as usize + range.start * element.bytes();
-    // SAFETY: the clone keeps the storage alive, which candle works on and frees on its one stream of the device; the
-    // range lies inside it.
+    // SAFETY: the clone keeps the storage alive, which candle uses and frees on its one stream of
+    // the device; the range is inside it.
     Ok(unsafe { Buffer::on_gpu(address, range.len(), element, Arc::new(tensor.clone())) })
 }
 
-/// The first `len` values of `held`, which grows to hold them; what they are is for the caller to write.
+/// First `len` values of `held`, which grows if needed; the caller must write them before reading.
 pub fn first<T: FloatElement>(held: &mut Vec<T>, len: usize) -> &mut [T] {
     if held.len() < len {
         *held = unwritten(len);
@@ -296,12 +299,13 @@ pub fn first<T: FloatElement>(held: &mut Vec<T>, len: usize) -> &mut [T] {
 
 fn contiguous(layout: &Layout) -> Result<(usize, usize)> {
     layout.contiguous_offsets().ok_or_else(|| {
-        Error::internal("an op met a tensor that is not contiguous").because(format!("layout {layout:?}"))
+        Error::internal("an op received a tensor that is not contiguous")
+            .because(format!("layout {layout:?}"))
     })
 }
 
 fn mismatch(tensor: &Tensor, wanted: DType) -> Error {
-    Error::internal(format!("an op wanted a {wanted:?} tensor on the CPU")).because(format!(
+    Error::internal(format!("an op requires a {wanted:?} tensor on the CPU")).because(format!(
         "found {:?} of shape {:?} on {:?}",
         tensor.dtype(),
         tensor.dims(),

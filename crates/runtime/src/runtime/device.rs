@@ -1,4 +1,4 @@
-//! Which device a run computes on, and what it has.
+//! Device of a run: choice, memory and capabilities.
 
 use std::fmt;
 
@@ -20,7 +20,7 @@ use crate::error::{DeviceFault, Error, Result};
 /// The device of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
-    /// The processor, all threads of the pool.
+    /// The processor, with all threads of the pool.
     #[default]
     Cpu,
     /// The GPU with this index.
@@ -36,13 +36,13 @@ impl fmt::Display for DeviceChoice {
     }
 }
 
-/// True in the build that can use a GPU.
+/// True if this build can use a GPU.
 pub const GPU_BUILD: bool = cfg!(feature = "cuda");
 
-/// The GPUs of this machine in the driver's order; none in a build that cannot use them.
+/// GPUs of this machine in the driver's order; none in a CPU-only build.
 ///
 /// # Errors
-/// The driver is there and does not work, such as one too old for this build.
+/// The driver does not work, such as one too old for this build.
 pub fn gpus() -> Result<Vec<Gpu>> {
     #[cfg(feature = "cuda")]
     {
@@ -61,10 +61,10 @@ pub fn gpus() -> Result<Vec<Gpu>> {
     Ok(Vec::new())
 }
 
-/// The device of a run that names none: the first GPU, else the CPU.
+/// Default device of a run: the first GPU, else the CPU.
 ///
 /// # Errors
-/// As [`gpus`]: a broken driver does not turn into a slow run.
+/// Same as [`gpus`]: a broken driver is an error, not a slow run.
 pub fn preferred() -> Result<DeviceChoice> {
     Ok(if gpus()?.is_empty() { DeviceChoice::Cpu } else { DeviceChoice::Gpu(0) })
 }
@@ -72,12 +72,12 @@ pub fn preferred() -> Result<DeviceChoice> {
 /// Opens the device.
 ///
 /// # Errors
-/// A GPU was asked for and this build has no GPU support, or the machine has no such GPU, or it cannot be opened.
+/// The build has no GPU support, the machine has no such GPU, or the GPU cannot be opened.
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     let DeviceChoice::Gpu(index) = choice else { return Ok(Device::Cpu) };
     let refuse = |cause: String| Error::user(format!("cannot use {choice}")).because(cause);
     if !GPU_BUILD {
-        return Err(refuse("this binary was built for the CPU alone".into())
+        return Err(refuse("this binary was built for the CPU only".into())
             .hint("build it with `cargo build --release --features cuda`, or leave out `--gpus`"));
     }
     let found = gpus()?;
@@ -88,9 +88,8 @@ pub fn open(choice: DeviceChoice) -> Result<Device> {
             1 => "this machine has one GPU, number 0".into(),
             _ => format!("this machine has {count} GPUs, numbers 0 to {}", count - 1),
         };
-        return Err(
-            refuse(found).hint("leave out `--gpus` to run on what is there; `finetune doctor` shows it")
-        );
+        return Err(refuse(found)
+            .hint("leave out `--gpus` to run on the available device; `finetune doctor` shows it"));
     };
     #[cfg(feature = "cuda")]
     gpu_support::check_code(gpu, candle_core::cuda_backend::kernels::UNARY.ptx())?;
@@ -100,7 +99,7 @@ pub fn open(choice: DeviceChoice) -> Result<Device> {
     })
 }
 
-/// The GPUs of these numbers, in their order.
+/// Opens the GPUs with these numbers, in their order.
 ///
 /// # Errors
 /// One of them cannot be opened.
@@ -108,7 +107,7 @@ pub fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
     numbers.iter().map(|number| open(DeviceChoice::Gpu(*number))).collect()
 }
 
-/// What the NVIDIA driver says of itself: the newest CUDA that it speaks, such as "13.0"; none in a build that asks none.
+/// Newest CUDA version that the NVIDIA driver supports, such as "13.0"; none in a CPU-only build.
 ///
 /// # Errors
 /// The driver does not answer.
@@ -121,19 +120,19 @@ pub fn driver_version() -> Result<Option<String>> {
     Ok(None)
 }
 
-/// The first number of the CUDA release whose libraries the build with feature `cuda` needs.
+/// Major CUDA version of the libraries that a build with feature `cuda` needs.
 pub fn cuda_release() -> u32 {
     #[cfg(feature = "cuda")]
     return sys::CUDA_VERSION / 1000;
-    // As `scripts/cuda-env.sh` has it.
+    // The version of `scripts/cuda-env.sh`.
     #[cfg(not(feature = "cuda"))]
     13
 }
 
-/// Whether the device of a run computes in `dtype`.
+/// Checks that the device can compute in `dtype`.
 ///
 /// # Errors
-/// bf16 on a GPU that is too old for it.
+/// bf16 on a GPU that does not support it.
 pub fn check_dtype(device: &Device, dtype: DType) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let candle_core::DeviceLocation::Cuda { gpu_id } = device.location()
@@ -145,7 +144,7 @@ pub fn check_dtype(device: &Device, dtype: DType) -> Result<()> {
     Ok(())
 }
 
-/// Whether the driver is there and has a GPU.
+/// Returns true if the driver finds a GPU.
 #[cfg(feature = "cuda")]
 fn has_gpus() -> Result<bool, DriverError> {
     match result::init() {
@@ -192,9 +191,10 @@ fn driver_gpus() -> Result<Vec<Gpu>, DriverError> {
 #[cfg(feature = "cuda")]
 fn open_gpu(index: usize) -> candle_core::Result<Device> {
     tell_memory_by(|| memory_of_this_thread().map(|memory| memory.to_string()));
-    // A stream of our own: the default is one per host thread, unordered against each other.
+    // A separate stream: the default streams are one per host thread, unordered among each other.
     let device = CudaDevice::new_with_stream(index)?;
-    // SAFETY: before the first allocation, and all work of this process is ordered on the one stream above.
+    // SAFETY: before the first allocation, and all work of this process is ordered on the one
+    // stream above.
     unsafe { device.disable_event_tracking() };
     keep_freed_memory(&device).map_err(candle_core::Error::wrap)?;
     Ok(Device::Cuda(device))
@@ -205,7 +205,7 @@ fn open_gpu(index: usize) -> candle_core::Result<Device> {
     Device::new_cuda(index)
 }
 
-/// What the memory of the GPU is used for that this thread has asked last.
+/// Memory use of the GPU that this thread used last.
 #[cfg(feature = "cuda")]
 fn memory_of_this_thread() -> Option<GpuMemory> {
     use sys::CUmemPool_attribute::{CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, CU_MEMPOOL_ATTR_USED_MEM_CURRENT};
@@ -222,22 +222,23 @@ fn memory_of_this_thread() -> Option<GpuMemory> {
     Some(GpuMemory { index: device as usize, total: total as u64, free: free as u64, pool })
 }
 
-/// An attribute of a pool that is a number of bytes; none when the driver does not say.
+/// Value of a pool's attribute in bytes; none if the driver does not report it.
 #[cfg(feature = "cuda")]
 fn pool_bytes(pool: sys::CUmemoryPool, attribute: sys::CUmemPool_attribute) -> Option<u64> {
     let mut bytes = 0u64;
-    // SAFETY: the pool is a device's own, and the attributes that are asked for are a u64.
+    // SAFETY: the pool belongs to a device, and the requested attributes are a u64.
     unsafe { result::mem_pool::get_attribute(pool, attribute, (&raw mut bytes).cast()) }.ok()?;
     Some(bytes)
 }
 
-/// Lets the driver's pool keep what is freed for the next allocation. By default it hands all of it back to the system
-/// whenever the device is synchronized, which is every step, and the next step waits for it anew.
+/// Lets the driver's pool keep freed memory for the next allocation. By default it returns the
+/// memory to the system at every synchronization, which happens each step, and the next step waits
+/// for new memory.
 #[cfg(feature = "cuda")]
 fn keep_freed_memory(device: &CudaDevice) -> Result<(), DriverError> {
     let Some(pool) = pool(device)? else { return Ok(()) };
     let mut threshold = u64::MAX;
-    // SAFETY: the pool is the device's own, and this attribute is a u64.
+    // SAFETY: the pool belongs to the device, and this attribute is a u64.
     unsafe {
         result::mem_pool::set_attribute(
             pool,
@@ -247,7 +248,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<(), DriverError> {
     }
 }
 
-/// The pool that allocations on `device` come from; none where the driver has no pools.
+/// Pool of the allocations on `device`; none if the driver has no pools.
 #[cfg(feature = "cuda")]
 fn pool(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>, DriverError> {
     let stream = device.cuda_stream();
@@ -259,11 +260,12 @@ fn pool(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>, DriverError> {
     unsafe { result::device::get_mem_pool(context.cu_device()) }.map(Some)
 }
 
-/// Lets each GPU of `devices` read and write what tensors on the others take, where it reaches them. The memory of a pool is
-/// its own GPU's alone until then, and between ranks of one process NCCL may read and write it where it lies.
+/// Lets each GPU of `devices` access tensors in the pools of the others, if it can reach them. By
+/// default a pool is private to its GPU, and between ranks of one process NCCL may access its
+/// memory directly.
 ///
 /// # Errors
-/// The driver refuses it.
+/// The driver refuses the access.
 #[cfg(feature = "cuda")]
 pub fn share_pools(devices: &[Device]) -> Result<()> {
     let failed = |error: DriverError| {
@@ -279,55 +281,58 @@ pub fn share_pools(devices: &[Device]) -> Result<()> {
         let Some(pool) = pool else { continue };
         for (peer, _) in pools.iter().filter(|(peer, _)| peer != owner) {
             let mut reaches = 0;
-            // SAFETY: both are devices of the driver's.
+            // SAFETY: both devices are from the driver.
             unsafe { sys::cuDeviceCanAccessPeer(&raw mut reaches, *peer, *owner) }
                 .result()
                 .map_err(failed)?;
             if reaches == 0 {
                 continue;
             }
-            // A CUmemAccessDesc: a device (1), its number, to be read and written (3). As numbers, because newer toolkits
-            // declare the same bytes as another type.
+            // A CUmemAccessDesc: a device (1), its number, read and write access (3). As numbers,
+            // because newer toolkits declare the same bytes as another type.
             let grant = [1_i32, *peer, 3];
-            // SAFETY: the pool is the owner's, and there is one description.
+            // SAFETY: the pool belongs to the owner, and this is one description.
             unsafe { sys::cuMemPoolSetAccess(*pool, grant.as_ptr().cast(), 1) }.result().map_err(failed)?;
         }
     }
     Ok(())
 }
 
-/// The bytes that tensors take on the GPU `device` now; none on a CPU or when the driver does not say.
+/// Bytes that tensors use on the GPU `device`; none on a CPU or if the driver does not report it.
 #[cfg(feature = "cuda")]
 pub fn used_bytes(device: &Device) -> Option<u64> {
     let Device::Cuda(device) = device else { return None };
     pool_bytes(pool(device).ok()??, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
 }
 
-/// The bytes that tensors take on a GPU: none in a build without GPU support.
+/// Bytes that tensors use on a GPU: none in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub fn used_bytes(_device: &Device) -> Option<u64> {
     None
 }
 
-/// The most bytes that tensors on the GPU `device` have taken at once; none on a CPU or when the driver does not say.
+/// Peak bytes that tensors used on the GPU `device`; none on a CPU or if the driver does not report
+/// it.
 #[cfg(feature = "cuda")]
 pub fn peak_bytes(device: &Device) -> Option<u64> {
     let Device::Cuda(device) = device else { return None };
     pool_bytes(pool(device).ok()??, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
 }
 
-/// The most bytes that tensors take on the GPU `device` while `work` runs, beside those held before; none on a CPU, where
-/// `work` is not run, or when the driver does not say. [`peak_bytes`] counts from then on.
+/// Peak bytes that tensors use on the GPU `device` during `work`, above those held before. None on
+/// a CPU, where `work` does not run, or if the driver does not report it. Restarts the count of
+/// [`peak_bytes`].
 ///
 /// # Errors
-/// Those of `work`.
+/// The errors of `work`.
 #[cfg(feature = "cuda")]
 pub fn bytes_taken_by(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Option<u64>> {
     use sys::CUmemPool_attribute::{CU_MEMPOOL_ATTR_USED_MEM_CURRENT, CU_MEMPOOL_ATTR_USED_MEM_HIGH};
     let Device::Cuda(cuda) = device else { return Ok(None) };
     let Ok(Some(pool)) = pool(cuda) else { return Ok(None) };
     let (mut before, mut reset) = (0u64, 0u64);
-    // SAFETY: the pool is the device's own, and both attributes are u64; the high mark may only be set to 0.
+    // SAFETY: the pool belongs to the device, and both attributes are u64; the high mark may only
+    // be reset to 0.
     let read = unsafe {
         result::mem_pool::get_attribute(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, (&raw mut before).cast())
             .and_then(|()| {
@@ -339,7 +344,7 @@ pub fn bytes_taken_by(device: &Device, work: impl FnOnce() -> Result<()>) -> Res
     Ok(read.ok().and(peak_bytes(device)).map(|peak| peak.saturating_sub(before)))
 }
 
-/// The most bytes that `work` takes on a GPU: none in a build without GPU support, where it is not run.
+/// Peak bytes of `work` on a GPU: none in a build without GPU support, which does not run it.
 ///
 /// # Errors
 /// None.
@@ -348,39 +353,42 @@ pub fn bytes_taken_by(_device: &Device, _work: impl FnOnce() -> Result<()>) -> R
     Ok(None)
 }
 
-/// The most bytes that tensors on a GPU have taken at once: none in a build without GPU support.
+/// Peak bytes that tensors used on a GPU: none in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub fn peak_bytes(_device: &Device) -> Option<u64> {
     None
 }
 
-/// A tensor on a GPU whose contents the caller writes in full before they are read; not of no elements.
+/// Allocates a tensor of at least one element on a GPU, which the caller writes in full before
+/// reading.
 ///
 /// # Errors
-/// When the GPU has not enough memory.
+/// The GPU has too little memory.
 #[cfg(feature = "cuda")]
 pub fn unwritten_on_gpu<T>(device: &CudaDevice, shape: (usize, usize)) -> Result<candle_core::Tensor>
 where
     T: candle_core::cuda_backend::CudaDType + candle_core::cuda_backend::cudarc::driver::DeviceRepr,
 {
-    // SAFETY: any bits are a number of the types that tensors have, and the caller writes them first.
+    // SAFETY: any bits are a number of the types that tensors have, and the caller writes them
+    // first.
     let memory = unsafe { device.alloc::<T>(shape.0 * shape.1)? };
     let storage = candle_core::Storage::Cuda(T::wrap_cuda_slice(memory, device.clone()));
     Ok(candle_core::Tensor::from_storage(storage, shape, candle_core::op::BackpropOp::none(), false))
 }
 
-/// The dtype a run computes in when the recipe says "auto": bf16 on a GPU, f32 on the CPU.
+/// Dtype of the computation for "auto": bf16 on a GPU, f32 on the CPU.
 pub fn default_dtype(device: &Device) -> DType {
     if device.is_cpu() { DType::F32 } else { DType::BF16 }
 }
 
-/// The one of `devices` with the least free memory, for what fits there fits on all; the host when there are none.
+/// The device with the least free memory, so that anything that fits there fits on all; the host
+/// for an empty list.
 pub fn tightest(devices: &[Device]) -> Device {
     let tightest = devices.iter().min_by_key(|device| free_bytes(device).unwrap_or(u64::MAX));
     tightest.cloned().unwrap_or(Device::Cpu)
 }
 
-/// Bytes of GPU memory that are free; none when the driver does not say.
+/// Free bytes of GPU memory; none if the driver does not report it.
 #[cfg(feature = "cuda")]
 pub fn free_bytes(device: &Device) -> Option<u64> {
     let Device::Cuda(device) = device else { return None };
@@ -388,7 +396,7 @@ pub fn free_bytes(device: &Device) -> Option<u64> {
     result::mem_get_info().ok().map(|(free, _)| free as u64)
 }
 
-/// Bytes of GPU memory that are free: none in a build without GPU support.
+/// Free bytes of GPU memory: none in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub fn free_bytes(_device: &Device) -> Option<u64> {
     None

@@ -1,9 +1,9 @@
-//! Signals by which the system reports a fault of a file: each becomes an error that names the file.
+//! Signals for faults of a mapped file: each becomes an error that names the file.
 //!
-//! A file that is mapped and then cut short by another program, or whose disk fails, ends the process by SIGBUS at the
-//! next look at it. Reading such files instead of mapping them would cost a copy of every tensor, so who maps a file says
-//! so here ([`guard`]), and the process ends with the error that belongs to it and the exit code of storage. Nothing of the
-//! process goes on after it: it would compute with what is not there.
+//! If another program truncates a mapped file, or its disk fails, the next access ends the process
+//! by SIGBUS. Reading such files instead of mapping them would copy every tensor. So code that maps
+//! a file calls [`guard`], and the process ends with the file's error and the exit code of storage.
+//! It cannot continue without the data.
 
 use std::ops::Range;
 use std::ptr;
@@ -14,15 +14,15 @@ use libc::{c_int, c_void, sigaction, siginfo_t};
 
 use crate::error::ErrorCategory;
 
-/// Mapped files that can be told apart; of further ones the system's own message is all there is.
+/// Maximum number of guarded files; faults of further ones give only the system's message.
 const MOST_FILES: usize = 1024;
 
-/// A mapped file, as the handler of the signal reads it.
+/// A mapped file, in the form that the signal handler reads.
 struct MappedRange {
-    /// Its address; 0 while the place is free.
+    /// Its address; 0 for a free entry.
     start: AtomicUsize,
     bytes: AtomicUsize,
-    /// What is written for it, as long as the file is mapped.
+    /// Error text of the file, valid while the file is mapped.
     text: AtomicPtr<u8>,
     text_bytes: AtomicUsize,
 }
@@ -40,27 +40,27 @@ impl MappedRange {
 
 static FILES: [MappedRange; MOST_FILES] = [const { MappedRange::free() }; MOST_FILES];
 
-/// Held by whoever takes or gives back a place.
+/// Held while an entry is claimed or freed.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// What was done at SIGBUS before.
+/// Previous handler of SIGBUS.
 static BEFORE: OnceLock<sigaction> = OnceLock::new();
 
-/// A mapped file whose faults are told as errors until this is dropped, which must be before it is unmapped.
+/// Guard of a mapped file, which reports its faults as errors. Drop it before the file is unmapped.
 #[derive(Debug)]
 pub struct FaultGuard {
-    /// Its place among [`FILES`]; none where there was no free one.
+    /// Index in [`FILES`]; none if no entry was free.
     place: Option<usize>,
-    /// What the handler writes.
+    /// Text that the handler writes.
     _text: Box<str>,
 }
 
-/// Has a fault of the file mapped to `memory` end the process with an error: `what` says what it is read for, such as
-/// `cannot read weights model.safetensors`.
+/// Makes a fault of the file mapped to `memory` end the process with an error. `what` names the
+/// failed action, such as `cannot read weights model.safetensors`.
 pub fn guard(memory: &Range<usize>, what: &str) -> FaultGuard {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(install);
-    // What was being drawn on the line stays readable.
+    // The leading newline keeps a progress line readable.
     let text = format!(
         "\nerror: {what}\n  caused by: the file is shorter than it was when it was opened, or its disk fails (SIGBUS)\n\
          hint: put the whole file back, and let no other program change it meanwhile\n"
@@ -72,7 +72,7 @@ pub fn guard(memory: &Range<usize>, what: &str) -> FaultGuard {
         file.text.store(text.as_ptr().cast_mut(), Ordering::Release);
         file.text_bytes.store(text.len(), Ordering::Release);
         file.bytes.store(memory.len(), Ordering::Release);
-        // Last: from now on the handler looks at it.
+        // Last, because the handler uses the entry from here on.
         file.start.store(memory.start, Ordering::SeqCst);
     }
     drop(turn);
@@ -88,25 +88,24 @@ impl Drop for FaultGuard {
     }
 }
 
-/// Makes a write beyond the limit on the size of files (`ulimit -f`) an error of the write, instead of the end of the
-/// process.
+/// Makes a write beyond the file size limit (`ulimit -f`) an error, instead of ending the process.
 pub fn make_large_files_errors() {
-    // SAFETY: to ignore a signal runs no code of ours.
+    // SAFETY: an ignored signal runs no code of this process.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
-/// What is called before a fault ends the process.
+/// Function to call before a fault ends the process.
 static LAST: OnceLock<fn()> = OnceLock::new();
 
-/// Has `last` called before a fault ends the process: in a signal handler, so that it may do no more than one of them may.
-/// The first call counts.
+/// Calls `last` before a fault ends the process. It runs in a signal handler, so it may only make
+/// calls that are allowed there. Only the first registration counts.
 pub fn before_exit(last: fn()) {
     LAST.get_or_init(|| last);
 }
 
 fn install() {
-    // SAFETY: zeroes are a valid `sigaction`; the handler does nothing but what is allowed in one, see there; what was
-    // done before is kept.
+    // SAFETY: zeroes are a valid `sigaction`; the handler only makes calls allowed in one (see
+    // there); the previous action is stored.
     unsafe {
         let (mut new, mut before): (sigaction, sigaction) = (std::mem::zeroed(), std::mem::zeroed());
         new.sa_sigaction = on_bus_error as extern "C" fn(c_int, *mut siginfo_t, *mut c_void) as usize;
@@ -119,13 +118,15 @@ fn install() {
     }
 }
 
-/// Milliseconds for which the handler waits for a terminal that takes nothing, as after Ctrl-S.
+/// Milliseconds that the handler waits for a blocked terminal, as after Ctrl-S.
 const PATIENCE_MS: c_int = 2000;
 
-/// Returns whether stderr is no terminal, or one that takes output in time. It makes calls that handlers may make.
+/// Returns true if stderr is no terminal, or one that accepts output in time. It only makes calls
+/// that handlers may make.
 fn takes_output() -> bool {
     let mut poll = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: zeroes are a valid `termios`, which `tcgetattr` fills in for a terminal; the pointers are to one valid value.
+    // SAFETY: zeroes are a valid `termios`, which `tcgetattr` fills in for a terminal; the pointers
+    // are to one valid value.
     unsafe {
         let mut settings: libc::termios = std::mem::zeroed();
         libc::tcgetattr(libc::STDERR_FILENO, &raw mut settings) != 0
@@ -133,11 +134,12 @@ fn takes_output() -> bool {
     }
 }
 
-/// Writes the text of the file at fault and ends the process; what is no file's is left to what was done before. It only
-/// loads atomics and calls [`before_exit`]'s function, `tcgetattr`, `poll`, `write`, `sigaction` and `_exit`, which signal handlers may.
+/// Writes the text of the faulty file and ends the process; other faults go to the previous
+/// handler. It only loads atomics and calls [`before_exit`]'s function, `tcgetattr`, `poll`,
+/// `write`, `sigaction` and `_exit`, which signal handlers may.
 extern "C" fn on_bus_error(_: c_int, info: *mut siginfo_t, _: *mut c_void) {
-    // SAFETY: the system passes a valid `info` to a handler with SA_SIGINFO. A text is alive while its file has a start,
-    // and the thread at fault is still reading that file.
+    // SAFETY: the system passes a valid `info` to a handler with SA_SIGINFO. A text is alive while
+    // its file has a start, and the thread at fault is still reading that file.
     unsafe {
         let at = (*info).si_addr() as usize;
         for file in &FILES {
@@ -154,7 +156,7 @@ extern "C" fn on_bus_error(_: c_int, info: *mut siginfo_t, _: *mut c_void) {
                 libc::_exit(i32::from(ErrorCategory::Storage.exit_code()));
             }
         }
-        // The access is tried again, and faults again.
+        // The access is repeated and faults again.
         if let Some(before) = BEFORE.get() {
             libc::sigaction(libc::SIGBUS, before, ptr::null_mut());
         } else {

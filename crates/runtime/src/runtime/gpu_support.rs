@@ -1,4 +1,5 @@
-//! What a GPU and its driver must offer to this binary: the driver's age, code for the GPU's compute capability, bf16.
+//! Requirements of this binary on a GPU and its driver: driver version, code for the GPU's compute
+//! capability, bf16.
 
 #![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a build for the CPU meets no GPU"))]
 
@@ -9,51 +10,52 @@ use crate::error::{Error, Result};
 /// A GPU as its driver describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
-    /// The number `--gpus` takes.
+    /// Number of the GPU for `--gpus`.
     pub index: usize,
-    /// The model, such as "NVIDIA H200".
+    /// Model name, such as "NVIDIA H200".
     pub name: String,
-    /// Size of its memory.
+    /// Size of its memory in bytes.
     pub total_bytes: u64,
     /// Compute capability, major and minor: (9, 0) is Hopper.
     pub compute_capability: (i32, i32),
 }
 
-/// The oldest compute capability that computes in bf16, and that the kernels of this project are compiled for.
+/// Lowest compute capability that computes in bf16, for which this project's kernels are compiled.
 pub(super) const AMPERE: (i32, i32) = (8, 0);
 
-/// What the kernels of this project run on, as `build.rs` compiles them.
+/// GPUs that run this project's kernels, as `build.rs` compiles them.
 pub const KERNELS_RUN_ON: &str = "compute capability 8.0 and newer";
 
-/// A version as the driver and CUDA number them: 13000 is 13.0.
+/// A version in the numbering of the driver and CUDA: 13000 is 13.0.
 pub(super) fn version(number: i32) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
 }
 
-/// Refuses a driver that speaks an older CUDA than this binary was built with.
+/// Refuses a driver that supports only an older CUDA than this build.
 ///
 /// # Errors
-/// The user's, with both versions.
+/// User error with both versions.
 pub(super) fn check_driver(driver: i32, built_with: i32) -> Result<()> {
     if driver >= built_with {
         return Ok(());
     }
     let (driver, needed) = (version(driver), version(built_with));
     Err(Error::user("the NVIDIA driver is too old")
-        .because(format!("it speaks CUDA up to {driver}; this binary was built with CUDA {needed}"))
+        .because(format!("it supports CUDA up to {driver}; this binary needs CUDA {needed}"))
         .hint(
-            "install a newer driver (CUDA 13 needs release 580 or newer); `nvidia-smi` shows the one at work",
+            "install a newer driver (CUDA 13 needs release 580 or newer); `nvidia-smi` shows the installed one",
         ))
 }
 
-/// The target of PTX, as its `.target` line names it: `sm_80`.
+/// Target of PTX in its `.target` line: `sm_80`.
 fn ptx_target(ptx: &str) -> Option<&str> {
     let line = ptx.lines().find_map(|line| line.trim().strip_prefix(".target"))?;
     line.split(',').next().map(str::trim)
 }
 
-/// Whether PTX for `target` runs on this compute capability; none where the target is no `sm_` number. `sm_90` runs on
-/// 9.0 and newer, `sm_90a` on 9.0 alone, `sm_100f` on its family (CUDA C++ Programming Guide, "Feature Availability").
+/// Returns true if PTX for `target` runs on this compute capability; none if the target is no `sm_`
+/// number. `sm_90` runs on 9.0 and newer, `sm_90a` only on 9.0, `sm_100f` on its family (CUDA C++
+/// Programming Guide, "Feature Availability").
 fn runs_on(target: &str, (major, minor): (i32, i32)) -> Option<bool> {
     let number = target.strip_prefix("sm_")?;
     let digits = number.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -67,10 +69,10 @@ fn runs_on(target: &str, (major, minor): (i32, i32)) -> Option<bool> {
     }
 }
 
-/// Refuses a GPU on which the tensor operations, whose `ptx` is given, do not run.
+/// Refuses a GPU that cannot run the tensor operations in `ptx`.
 ///
 /// # Errors
-/// The user's, with the GPU's compute capability and those that there is code for.
+/// User error with the GPU's compute capability and those that the binary has code for.
 pub(super) fn check_code(gpu: &Gpu, ptx: &str) -> Result<()> {
     let Some(target) = ptx_target(ptx) else { return Ok(()) };
     if runs_on(target, gpu.compute_capability) != Some(false) {
@@ -85,10 +87,10 @@ pub(super) fn check_code(gpu: &Gpu, ptx: &str) -> Result<()> {
         )))
 }
 
-/// Refuses to compute in bf16 where the GPU cannot.
+/// Refuses bf16 on a GPU that does not support it.
 ///
 /// # Errors
-/// The user's, with the GPU's compute capability.
+/// User error with the GPU's compute capability.
 pub(super) fn check_bf16(gpu: &Gpu, dtype: DType) -> Result<()> {
     if dtype != DType::BF16 || gpu.compute_capability >= AMPERE {
         return Ok(());
@@ -112,10 +114,7 @@ mod tests {
         assert!(check_driver(13000, 13000).is_ok() && check_driver(13020, 13000).is_ok());
         let error = check_driver(12040, 13000).unwrap_err();
         assert_eq!(error.kind().exit_code(), 1);
-        assert!(
-            error.in_one_line().contains("CUDA up to 12.4; this binary was built with CUDA 13.0"),
-            "{error}"
-        );
+        assert!(error.in_one_line().contains("CUDA up to 12.4; this binary needs CUDA 13.0"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! The machine beside its GPUs: the processor, its vector instructions, and the memory that this process may
-//! have. Linux tells them in `/proc`; elsewhere some of it stays unknown.
+//! The machine without its GPUs: the processor, and the memory that this process may use. The
+//! values are from Linux's `/proc`; on other systems some are unknown.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -13,34 +13,35 @@ use libc::c_int as ResourceName;
 
 use crate::units::{self, field_bytes};
 
-/// Memory of the host that this process may have, in bytes.
+/// Host memory that this process may use, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostMemory {
-    /// All that the host has.
+    /// Total memory of the host.
     pub total: u64,
-    /// Bytes that this process can still get without swapping.
+    /// Bytes that this process can still allocate without swapping.
     pub available: u64,
-    /// Bytes that this process may hold at most, swapped out or not: the least of what `bound` can be.
+    /// Maximum bytes of this process, including swap: the lowest of the limits in [`MemoryBound`].
     pub limit: u64,
     /// The cause of `limit`.
     pub bound: MemoryBound,
 }
 
-/// The limits on the memory of a process.
+/// Limits on the memory of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryBound {
     /// Memory and swap of the host.
     Host,
-    /// A limit of a control group, as of a container.
+    /// Limit of a control group, such as a container's.
     Group,
-    /// The limit on the address space of a process (RLIMIT_AS), which threads' stacks and mapped files count to.
+    /// Limit on the address space of a process (RLIMIT_AS), which includes threads' stacks and
+    /// mapped files.
     AddressSpace,
-    /// The limit on the data of a process (RLIMIT_DATA), which threads' stacks count to.
+    /// Limit on the data of a process (RLIMIT_DATA), which includes threads' stacks.
     Data,
 }
 
 impl MemoryBound {
-    /// The limit in words, with the bytes that it leaves to this process.
+    /// Text of the limit, with the bytes that it leaves to this process.
     pub fn in_words(self, bytes: u64) -> String {
         let bytes = units::bytes(bytes);
         match self {
@@ -58,10 +59,10 @@ impl MemoryBound {
     }
 }
 
-/// Bytes below a limit of the process that are kept for stacks of threads that are still to start.
+/// Bytes below a limit of the process that are reserved for stacks of later threads.
 const KEPT_FOR_STACKS: u64 = 64 << 20;
 
-/// The memory of this host that this process may have; none where the system does not say.
+/// Host memory that this process may use; none if the system does not report it.
 pub fn host_memory() -> Option<HostMemory> {
     let info = fs::read_to_string("/proc/meminfo").ok()?;
     let bytes = |key| field_bytes(&info, key);
@@ -91,13 +92,13 @@ pub fn host_memory() -> Option<HostMemory> {
     Some(memory)
 }
 
-/// Of `free` bytes below a limit of the process those that a step may count on: a fifth is kept for holes between
-/// allocations and for what a plan does not foresee (of activations of 70 MiB, 13 MiB were measured).
+/// Bytes of `free` below a process limit that a step may use: a fifth is reserved for fragmentation
+/// and unplanned allocations (13 MiB were measured for activations of 70 MiB).
 fn usable(free: u64) -> u64 {
     free.saturating_sub(KEPT_FOR_STACKS) / 5 * 4
 }
 
-/// The limit of this process on a resource; none: it has none.
+/// Soft limit of this process on a resource; none if unlimited.
 fn soft_limit(resource: ResourceName) -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` outlives the call, which fills it in.
@@ -105,7 +106,7 @@ fn soft_limit(resource: ResourceName) -> Option<u64> {
     (status == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
-/// The address space of this process, in bytes.
+/// Address space of this process, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct AddressSpace {
     total: u64,
@@ -115,12 +116,12 @@ struct AddressSpace {
 
 impl AddressSpace {
     fn used() -> Option<Self> {
-        // SAFETY: asks the system for a number.
+        // SAFETY: the call only returns a number.
         let page = u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).ok()?;
         Self::of_statm(&fs::read_to_string("/proc/self/statm").ok()?, page)
     }
 
-    /// Reads proc(5)'s statm: pages in all, those in memory, shared ones, code, 0, data and stack.
+    /// Parses proc(5)'s statm: total pages, resident, shared, code, 0, data and stack.
     fn of_statm(text: &str, page: u64) -> Option<Self> {
         let fields: Vec<u64> = text.split_whitespace().map_while(|field| field.parse().ok()).collect();
         let bytes = |nth: usize| Some(fields.get(nth)? * page);
@@ -128,10 +129,10 @@ impl AddressSpace {
     }
 }
 
-/// The least that the control groups of a process allow it, swap included; `groups` is what the system says of its groups,
-/// `root` where they are, `swap` what there is of it.
+/// Lowest limit of the process's control groups, including swap; `groups` is `/proc/self/cgroup`,
+/// `root` the folder of the groups, `swap` the host's swap in bytes.
 fn group_limit(root: &Path, groups: &str, swap: u64) -> Option<u64> {
-    // "max" is no limit.
+    // "max" means no limit.
     let number = |folder: &Path, file: &str| -> Option<u64> {
         fs::read_to_string(folder.join(file)).ok()?.trim().parse().ok()
     };
@@ -139,7 +140,7 @@ fn group_limit(root: &Path, groups: &str, swap: u64) -> Option<u64> {
         let swapped = number(folder, "memory.swap.max").map_or(swap, |limit| limit.min(swap));
         Some(number(folder, "memory.max")?.saturating_add(swapped))
     };
-    // Of version 1, where a huge number is no limit.
+    // Version 1, in which a huge number means no limit.
     let first = |folder: &Path| {
         let memory = number(folder, "memory.limit_in_bytes")?.saturating_add(swap);
         Some(number(folder, "memory.memsw.limit_in_bytes").map_or(memory, |both| both.min(memory)))
@@ -152,7 +153,7 @@ fn group_limit(root: &Path, groups: &str, swap: u64) -> Option<u64> {
         match controllers {
             "" => least(root, own, &second),
             _ if controllers.split(',').any(|name| name == "memory") => {
-                // In a container the system may name the group by its path outside of it.
+                // A container may see its group under the path outside the container.
                 least(&root.join("memory"), own, &first)
             }
             _ => None,
@@ -161,16 +162,16 @@ fn group_limit(root: &Path, groups: &str, swap: u64) -> Option<u64> {
     groups.lines().filter_map(of_line).min()
 }
 
-/// What this process has done since it began.
+/// Resources that this process has used since its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkDone {
-    /// Time of its threads on processors.
+    /// Processor time of its threads.
     pub cpu: Duration,
-    /// Blocks that it has read from disks and written to them.
+    /// Blocks that it has read from and written to disks.
     pub blocks: i64,
 }
 
-/// What this process has done so far; none where the system does not say.
+/// Resources that this process has used; none if the system does not report them.
 pub fn work_done() -> Option<WorkDone> {
     let mut usage = MaybeUninit::<libc::rusage>::uninit();
     // SAFETY: the system fills the memory in where it returns 0, and only then is it read.
@@ -188,19 +189,19 @@ pub fn work_done() -> Option<WorkDone> {
     Some(WorkDone { cpu, blocks: usage.ru_inblock + usage.ru_oublock })
 }
 
-/// Processors that the machine has switched on, also those that this process may not use; none where the system does not
-/// say.
+/// Online processors of the machine, including those that this process may not use; none if the
+/// system does not report it.
 pub fn processors_online() -> Option<u64> {
-    // SAFETY: asks the system for a number.
+    // SAFETY: the call only returns a number.
     u64::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).ok().filter(|count| *count > 0)
 }
 
-/// The name of the first processor; none where the system does not say.
+/// Name of the first processor; none if the system does not report it.
 pub fn processor_name() -> Option<String> {
     model_name(&fs::read_to_string("/proc/cpuinfo").ok()?).map(str::to_owned)
 }
 
-/// The name of the first processor in Linux's `/proc/cpuinfo`.
+/// Name of the first processor in Linux's `/proc/cpuinfo`.
 fn model_name(info: &str) -> Option<&str> {
     let line = info.lines().find(|line| line.starts_with("model name"))?;
     line.split_once(':').map(|(_, name)| name.trim())

@@ -1,9 +1,10 @@
-//! A file as memory: flat runs of values in a mapped file, for parameters that memory has no room for.
+//! A mapped file with flat runs of values, for parameters that do not fit in memory.
 //!
-//! The file has no name: it is unlinked as soon as it is open, so that whatever ends the process also removes it. Its
-//! length is set aside at once: a full disk is an error of [`MappedFile::create`] and not a fault in the middle of a
-//! step. Values come and go by copies ([`super::param_storage`]); candle's tensors own their memory and cannot be views of it.
-//! Pages are given back to the system after each use, so that they count as cache of the disk.
+//! The file is unlinked right after it is opened, so that it disappears with the process in any
+//! case. Its length is allocated at once: a full disk is an error of [`MappedFile::create`], not a
+//! fault in the middle of a step. Values are copied in and out ([`super::param_storage`]), because
+//! candle's tensors own their memory and cannot be views of the file. Pages are released after each
+//! use, so that they count as disk cache.
 
 use std::fs::{File, OpenOptions, remove_file};
 use std::io::{self, ErrorKind};
@@ -21,47 +22,48 @@ use crate::runtime::disk_room::DiskRoom;
 use crate::runtime::fault_signals::{FaultGuard, guard};
 use crate::units;
 
-/// Runs start at multiples of this many bytes: at pages, so that advice on one does not touch its neighbour.
+/// Alignment of runs in bytes: pages, so that advice on one run does not affect its neighbour.
 const ALIGN: usize = 4096;
 
-/// A mapped file that is handed out in runs.
+/// A mapped file that is divided into runs.
 #[derive(Debug)]
 pub struct MappedFile {
     _guard: FaultGuard,
     map: MmapRaw,
     taken: AtomicUsize,
-    /// Readers and writers of all runs take turns.
+    /// Lock of readers and writers of all runs.
     turn: RwLock<()>,
 }
 
-/// Values in a mapped file. A clone is the same memory.
+/// Values in a mapped file. A clone shares the memory.
 #[derive(Debug, Clone)]
 pub struct MappedSlice {
     file: Arc<MappedFile>,
-    /// Where the values begin in the file, in bytes.
+    /// Offset of the values in the file, in bytes.
     start: usize,
     len: usize,
     dtype: DType,
 }
 
 impl MappedFile {
-    /// Bytes of a file that a run of `len` values takes up.
+    /// Bytes of the file that a run of `len` values uses.
     pub fn room(len: usize, dtype: DType) -> usize {
         (len * dtype.size_in_bytes()).next_multiple_of(ALIGN)
     }
 
-    /// Whether [`MappedFile::create`] would succeed now; nothing is set aside.
+    /// Checks that [`MappedFile::create`] would succeed now, without allocating.
     ///
     /// # Errors
-    /// As that.
+    /// Same as [`MappedFile::create`].
     pub fn check(folder: &Path, bytes: usize) -> Result<()> {
         open(folder, bytes).map(drop)
     }
 
-    /// A file of `bytes` bytes in `folder`, which no other process finds.
+    /// Creates a file of `bytes` bytes in `folder`, without a name.
     ///
     /// # Errors
-    /// The folder is missing or not writable ([`ErrorCategory::User`]); the disk has no room ([`ErrorCategory::Storage`]).
+    /// The folder is missing or not writable ([`ErrorCategory::User`]); the disk has too little
+    /// space ([`ErrorCategory::Storage`]).
     pub fn create(folder: &Path, bytes: usize) -> Result<Arc<Self>> {
         let bytes = bytes.max(ALIGN);
         let file = open(folder, bytes)?;
@@ -74,10 +76,10 @@ impl MappedFile {
         Ok(Arc::new(MappedFile { _guard: guarded, map, taken: AtomicUsize::new(0), turn: RwLock::new(()) }))
     }
 
-    /// The next `len` values, zero until they are written.
+    /// Next `len` values, initially zero.
     ///
     /// # Errors
-    /// The file is used up.
+    /// The file has too few bytes left.
     pub fn run(self: &Arc<Self>, len: usize, dtype: DType) -> Result<MappedSlice> {
         let room = Self::room(len, dtype);
         let start = self.taken.fetch_add(room, Ordering::Relaxed);
@@ -94,7 +96,7 @@ impl MappedSlice {
         self.len
     }
 
-    /// True for a run of nothing.
+    /// True if the run has no values.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -104,10 +106,10 @@ impl MappedSlice {
         self.dtype
     }
 
-    /// The `len` values from `start` on.
+    /// The `len` values from `start`.
     ///
     /// # Errors
-    /// They are not in this run.
+    /// The range exceeds this run.
     pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
         if start.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(Error::internal(format!("values {start} and {len} more of a run of {}", self.len)));
@@ -116,59 +118,60 @@ impl MappedSlice {
         Ok(MappedSlice { file: Arc::clone(&self.file), start, len, dtype: self.dtype })
     }
 
-    /// Lets `read` see the values. It must not write to a run of this file.
+    /// Passes the values to `read`, which must not write to a run of this file.
     ///
     /// # Errors
-    /// The file holds values of another type than `T`.
+    /// The values have another type than `T`.
     pub fn read<T: PlainElement, R>(&self, read: impl FnOnce(&[T]) -> R) -> Result<R> {
         let address = self.address::<T>()?;
         let turn = self.file.turn.read().map_err(|_| Error::internal("a panic in a mapped file"))?;
-        // SAFETY: the run lies in the map, which `self` keeps, starts at a multiple of the size of `T` and was zeroed
-        // or written as `T`, all of whose bit patterns are valid; writers wait for `turn`.
+        // SAFETY: the run is inside the map, which `self` keeps, starts at a multiple of the size
+        // of `T` and was zeroed or written as `T`, whose bit patterns are all valid; writers wait
+        // for `turn`.
         let result = read(unsafe { std::slice::from_raw_parts(address, self.len) });
         drop(turn);
         self.evict();
         Ok(result)
     }
 
-    /// Lets `write` change the values. It must not read a run of this file.
+    /// Passes the values to `write` for changes. It must not read a run of this file.
     ///
     /// # Errors
-    /// The file holds values of another type than `T`.
+    /// The values have another type than `T`.
     pub fn write<T: PlainElement, R>(&self, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
         let address = self.address::<T>()?;
         let turn = self.file.turn.write().map_err(|_| Error::internal("a panic in a mapped file"))?;
-        // SAFETY: as in `read`; nobody else reads or writes while this holds `turn`.
+        // SAFETY: as in `read`; `turn` excludes all other readers and writers.
         let result = write(unsafe { std::slice::from_raw_parts_mut(address, self.len) });
         drop(turn);
         self.evict();
         Ok(result)
     }
 
-    /// The memory of the run, for collectives. It stays valid while the result lives.
+    /// Memory of the run, for collectives. It stays valid while the result lives.
     ///
     /// # Errors
-    /// The file holds values of a type that is not sent.
+    /// The values' dtype cannot be sent.
     pub fn memory(&self) -> Result<Buffer> {
         let (element, address) = match self.dtype {
             DType::U8 => (ElementType::U8, self.address::<u8>()? as usize),
             DType::BF16 => (ElementType::Bf16, self.address::<half::bf16>()? as usize),
             _ => (ElementType::F32, self.address::<f32>()? as usize),
         };
-        // SAFETY: the clone of `file` keeps the map in place. That nothing else touches it during a collective is the
-        // strategies' schedule, as for tensors.
+        // SAFETY: the clone of `file` keeps the map in place. The strategies' schedule keeps others
+        // off it during a collective, as for tensors.
         Ok(unsafe { Buffer::new(address, self.len, element, Arc::clone(&self.file) as _) })
     }
 
-    /// Asks the system to read the run ahead.
+    /// Asks the system to read the run ahead of its use.
     pub fn prefetch(&self) {
-        // Advice that the system does not take costs time, never correctness.
+        // Ignored advice costs time, never correctness.
         drop(self.file.map.advise_range(Advice::WillNeed, self.start, self.bytes()));
     }
 
-    /// Takes the run's pages off this process; what they hold stays in the file.
+    /// Removes the run's pages from this process; the file keeps their contents.
     pub fn evict(&self) {
-        // SAFETY: pages of a shared map of a file are loaded from it again when they are next touched.
+        // SAFETY: pages of a shared file map are loaded again at the next access.
         let advised = unsafe {
             self.file.map.unchecked_advise_range(UncheckedAdvice::DontNeed, self.start, self.bytes())
         };
@@ -183,12 +186,12 @@ impl MappedSlice {
         if T::DTYPE != self.dtype {
             return Err(Error::internal(format!("{:?} wanted of a run of {:?}", T::DTYPE, self.dtype)));
         }
-        // SAFETY: `start` lies inside the map.
+        // SAFETY: `start` is inside the map.
         Ok(unsafe { self.file.map.as_mut_ptr().add(self.start) }.cast())
     }
 }
 
-/// A new file without a name in `folder`, where `bytes` are free.
+/// Opens a new file without a name in `folder`, if `bytes` are free.
 fn open(folder: &Path, bytes: usize) -> Result<File> {
     let file = nameless(folder).map_err(|error| {
         let kind = match error.kind() {
@@ -198,32 +201,32 @@ fn open(folder: &Path, bytes: usize) -> Result<File> {
             | ErrorKind::ReadOnlyFilesystem => ErrorCategory::User,
             _ => ErrorCategory::Storage,
         };
-        Error::new(kind, format!("cannot make a file in {}", folder.display()))
+        Error::new(kind, format!("cannot create a file in {}", folder.display()))
             .because(error.to_string())
-            .hint("give another folder as `parallel.offload_folder`")
+            .hint("set `parallel.offload_folder` to another folder")
     })?;
-    // Some file systems fill the disk to its end before they refuse.
+    // Some file systems fill the disk completely before they report an error.
     match DiskRoom::of(&file).filter(|room| room.free < bytes as u64) {
-        Some(room) => Err(no_room(folder, bytes, format!("{} are free there", units::bytes(room.free)))),
+        Some(room) => Err(no_room(folder, bytes, format!("{} available", units::bytes(room.free)))),
         None => Ok(file),
     }
 }
 
 fn no_room(folder: &Path, bytes: usize, why: String) -> Error {
     let size = units::bytes(bytes as u64);
-    Error::new(ErrorCategory::Storage, format!("cannot set {size} aside in {}", folder.display()))
+    Error::new(ErrorCategory::Storage, format!("cannot reserve {size} in {}", folder.display()))
         .because(why)
-        .hint("make room there, or give a folder on another disk as `parallel.offload_folder`")
+        .hint("free space there, or set `parallel.offload_folder` to a folder on another disk")
 }
 
-/// A new file in `folder` that has lost its name.
+/// Creates a file in `folder` and removes its name.
 fn nameless(folder: &Path) -> io::Result<File> {
     static MADE: AtomicU64 = AtomicU64::new(0);
     loop {
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let path = folder.join(format!(".finetune-offload-{}-{number}", std::process::id()));
         match OpenOptions::new().read(true).write(true).create_new(true).open(&path) {
-            // Of another process that had this number, in another container perhaps.
+            // Another process with this number, perhaps in another container, made it.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error),
             Ok(file) => return remove_file(&path).map(|()| file),
@@ -231,7 +234,7 @@ fn nameless(folder: &Path) -> io::Result<File> {
     }
 }
 
-/// Gives `file` its length and its place on the disk.
+/// Allocates `bytes` for `file` on the disk.
 #[cfg(target_os = "linux")]
 fn allocate(file: &File, bytes: usize) -> io::Result<()> {
     use std::os::fd::AsRawFd;
@@ -243,7 +246,7 @@ fn allocate(file: &File, bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Gives `file` its length and its place on the disk: by writing it, where the system has no call for it.
+/// Allocates `bytes` for `file` on the disk by writing zeros, for systems without a call for it.
 #[cfg(not(target_os = "linux"))]
 fn allocate(mut file: &File, bytes: usize) -> io::Result<()> {
     use io::Write;
@@ -271,7 +274,7 @@ mod tests {
         assert_eq!(a.narrow(1, 2)?.read(|values: &[f32]| values.to_vec())?, [2.0, 3.0]);
         assert_eq!(b.read(|values: &[u8]| values.to_vec())?, [9; 7]);
         assert!(a.narrow(2, 2).is_err() && a.read(|_: &[u8]| ()).is_err() && file.run(1, DType::U8).is_err());
-        // Nothing is left to find, whatever happens next.
+        // No file must remain, whatever happens next.
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         Ok(())
     }
@@ -281,8 +284,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let full = MappedFile::create(folder.path(), 1 << 60).unwrap_err();
         assert_eq!(full.kind(), ErrorCategory::Storage);
-        assert!(full.what().starts_with("cannot set 1048576 TiB aside in"), "{full}");
-        assert!(full.causes()[0].ends_with("are free there"), "{full}");
+        assert!(full.what().starts_with("cannot reserve 1048576 TiB in"), "{full}");
+        assert!(full.causes()[0].ends_with("available"), "{full}");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         let missing = MappedFile::create(&folder.path().join("none"), 1).unwrap_err();
         assert_eq!(missing.kind(), ErrorCategory::User);

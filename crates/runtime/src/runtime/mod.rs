@@ -1,6 +1,5 @@
-//! What every floor above computes with: the machine, devices, the thread pool and the allocator, tensors' memory on the CPU,
-//! parameter storage in memory, on the host or in a file, the room of disks, random numbers, and what a trace records. No
-//! mathematics: that is `ops`.
+//! Machine, devices, thread pool and allocator, CPU tensor memory, parameter storage (device, host
+//! or file), disk capacity, random numbers, and traces. It has no mathematics: that is in `ops`.
 
 pub mod allocator;
 pub mod buffer;

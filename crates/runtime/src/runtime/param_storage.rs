@@ -1,8 +1,8 @@
-//! Where flat runs of values are at rest: in a tensor of the device, in one of the host, or in a mapped file.
+//! Storage of flat runs of values: in a tensor on the device or the host, or in a mapped file.
 //!
-//! What is not on the device is brought there by copies before it is used and taken back after it was changed. Copies
-//! between devices go in runs of at most [`STAGING_ELEMENTS`] values, so that what is under way stays small, or through the
-//! two page-locked buffers of a GPU.
+//! Values outside of the device are copied there before use and copied back after a change. Copies
+//! between devices use runs of at most [`STAGING_ELEMENTS`] values, to bound the values in transit,
+//! or the two page-locked buffers of a GPU.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -16,18 +16,18 @@ use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 use crate::runtime::copy::{copy_into, to_device};
 
-/// Most values that are under way between host and device at a time.
+/// Maximum number of values in transit between host and device.
 pub const STAGING_ELEMENTS: usize = 1 << 20;
 
 /// Values per task of a copy.
 const CHUNK: usize = 1 << 18;
 
-/// A flat run of f32, bf16 or u8 values. A clone is the same memory.
+/// A flat run of f32, bf16 or u8 values. A clone shares the memory.
 #[derive(Debug, Clone)]
 pub enum ParamStorage {
-    /// One-dimensional and contiguous, on the device or on the host.
+    /// One-dimensional contiguous tensor, on the device or the host.
     Memory(TensorMut),
-    /// Pages of a file.
+    /// Values in a mapped file.
     File(MappedSlice),
 }
 
@@ -60,10 +60,10 @@ impl ParamStorage {
         }
     }
 
-    /// The `len` values from `start` on, in the same memory.
+    /// The `len` values from `start`, in the same memory.
     ///
     /// # Errors
-    /// When the range is not within the values.
+    /// The range exceeds the values.
     pub fn narrow(&self, start: usize, len: usize) -> Result<ParamStorage> {
         Ok(match self {
             ParamStorage::Memory(tensor) => ParamStorage::Memory(tensor.narrow(0, start, len)?),
@@ -71,10 +71,10 @@ impl ParamStorage {
         })
     }
 
-    /// The tensor that these values are, to be read and written in place.
+    /// Tensor of these values, for reading and writing in place.
     ///
     /// # Errors
-    /// They are in a file.
+    /// The values are in a file.
     pub fn tensor(&self) -> Result<&TensorMut> {
         match self {
             ParamStorage::Memory(tensor) => Ok(tensor),
@@ -82,10 +82,11 @@ impl ParamStorage {
         }
     }
 
-    /// The values as a tensor to read: themselves, or a copy on the host when they are in a file.
+    /// Values as a tensor for reading: the tensor itself, or a copy on the host if they are in a
+    /// file.
     ///
     /// # Errors
-    /// When the host has not enough memory for a copy.
+    /// The host has too little memory for a copy.
     pub fn to_read(&self) -> Result<Tensor> {
         match self {
             ParamStorage::Memory(tensor) => Ok(tensor.clone().into_tensor()),
@@ -97,10 +98,10 @@ impl ParamStorage {
         }
     }
 
-    /// Copies the values to `to`, wherever that is: as many, of the same type.
+    /// Copies the values to `to`, on any device, of the same length and dtype.
     ///
     /// # Errors
-    /// When number or dtype differ, or a copy between devices fails.
+    /// The lengths or dtypes differ, or a copy between devices fails.
     pub fn load_to(&self, to: &TensorMut) -> Result<()> {
         match self {
             ParamStorage::Memory(from) => copy_across(from, to),
@@ -115,10 +116,10 @@ impl ParamStorage {
         }
     }
 
-    /// Takes the values of `from` over: as many, of the same type, wherever they are.
+    /// Copies the values of `from`, on any device, of the same length and dtype, into this run.
     ///
     /// # Errors
-    /// When number or dtype differ, or a copy between devices fails.
+    /// The lengths or dtypes differ, or a copy between devices fails.
     pub fn store_from(&self, from: &Tensor) -> Result<()> {
         match self {
             ParamStorage::Memory(to) => copy_across(from, to),
@@ -134,10 +135,10 @@ impl ParamStorage {
         }
     }
 
-    /// Takes the values of `from` over, rounded to this run's type.
+    /// Copies the values of `from` into this run, rounded to its dtype.
     ///
     /// # Errors
-    /// When the number differs, or a copy between devices fails.
+    /// The lengths differ, or a copy between devices fails.
     pub fn store_cast(&self, from: &Tensor) -> Result<()> {
         match self {
             ParamStorage::Memory(to) if to.device().same_device(from.device()) => copy_into(to, from),
@@ -146,17 +147,17 @@ impl ParamStorage {
                     ParamStorage::Memory(to) => to.device(),
                     ParamStorage::File(_) => &Device::Cpu,
                 };
-                // Where the values are used, as without a copy.
+                // Cast on the device of use, as without a copy.
                 let from = to_device(&from.narrow(0, start, len)?, device)?.to_dtype(self.dtype())?;
                 self.narrow(start, len)?.store_from(&from)
             }),
         }
     }
 
-    /// The memory itself, for collectives on the host.
+    /// Memory of the values, for collectives on the host.
     ///
     /// # Errors
-    /// The values are of a type that is not sent.
+    /// The values' dtype cannot be sent.
     pub fn memory(&self) -> Result<Buffer> {
         match self {
             ParamStorage::Memory(tensor) => memory(tensor),
@@ -164,14 +165,14 @@ impl ParamStorage {
         }
     }
 
-    /// Asks for values that will be wanted soon.
+    /// Prefetches values that will be used soon.
     pub fn prefetch(&self) {
         if let ParamStorage::File(run) = self {
             run.prefetch();
         }
     }
 
-    /// Says that the values are not wanted for a while.
+    /// Releases the pages of values that will not be used for a while.
     pub fn evict(&self) {
         if let ParamStorage::File(run) = self {
             run.evict();
@@ -179,10 +180,10 @@ impl ParamStorage {
     }
 }
 
-/// Copies `from` to `to`, one-dimensional and of one type, on any two devices.
+/// Copies one-dimensional `from` to `to`, of the same dtype, between any two devices.
 ///
 /// # Errors
-/// The lengths or types differ, or a copy between the devices fails.
+/// The lengths or dtypes differ, or a copy between the devices fails.
 pub fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
     if from.device().is_cpu() && to.device().is_cpu() {
         return match to.dtype() {
@@ -232,18 +233,18 @@ fn write<T: PlainElement>(to: &TensorMut, from: &[T]) -> Result<()> {
 
 fn side_by_side<T: PlainElement>(to: &mut [T], from: &[T]) -> Result<()> {
     if to.len() != from.len() {
-        return Err(Error::internal(format!("{} values for a place of {}", from.len(), to.len())));
+        return Err(Error::internal(format!("{} values for a destination of {}", from.len(), to.len())));
     }
     to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
     Ok(())
 }
 
-/// Values that may go at once: all of them when both sides are on the host.
+/// Maximum values per copy: all of them if both sides are on the host.
 fn staged(from: &Tensor, to: &Tensor) -> usize {
     if from.device().is_cpu() && to.device().is_cpu() { usize::MAX } else { STAGING_ELEMENTS }
 }
 
-/// Calls `each` with starts and lengths, `most` at most, that cover `len` values.
+/// Calls `each` with starts and lengths, each at most `most`, that cover `len` values.
 fn in_runs(len: usize, most: usize, mut each: impl FnMut(usize, usize) -> Result<()>) -> Result<()> {
     (0..len).step_by(most).try_for_each(|start| each(start, most.min(len - start)))
 }

@@ -1,11 +1,12 @@
-//! Copies between host and GPU through page-locked memory, on a stream of their own. **Not yet run on a GPU.**
+//! Copies between host and GPU through page-locked memory, on a separate stream. **Not yet run on a
+//! GPU.**
 //!
-//! The driver copies pageable memory by way of a small buffer of its own and lets the host wait; from page-locked memory a
-//! copy runs at the full rate of the bus while the host fills or empties the other buffer. So each device has two page-locked buffers,
-//! made when they are first needed, and a stream for copies; what goes through them is one file further
-//! ([`super::copy_steps`]). The stream waits for what was computed before (who wrote what is read, who used the memory that
-//! is written), and computation waits for what was brought to the GPU: by events, no wait of the host. Where the system
-//! gives no page-locked memory, copies are made as without it.
+//! The driver copies pageable memory through a small buffer while the host waits. From page-locked
+//! memory a copy runs at the full rate of the bus, while the host fills or empties the other
+//! buffer. So each device has two page-locked buffers, created at first use, and a copy stream;
+//! [`super::copy_steps`] has the schedule. By events, without a wait of the host, the copy stream
+//! waits for earlier computation, and later computation waits for copies to the GPU. If the system
+//! gives no page-locked memory, copies do not use it.
 
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,25 +27,25 @@ use crate::error::{Error, Result};
 /// Bytes of a page-locked buffer.
 const BUFFER_BYTES: usize = 64 << 20;
 
-/// Copies of fewer bytes go without.
+/// Minimum bytes of a copy through page-locked memory.
 const LEAST_BYTES: usize = 1 << 20;
 
-/// Bytes that a thread of the host copies at a time.
+/// Bytes per copy task of a host thread.
 const CHUNK: usize = 1 << 20;
 
-/// The copies of one GPU.
+/// Copy stream and buffers of one GPU.
 struct CopyLane {
     /// candle's stream of the device.
     compute: Arc<CudaStream>,
     copies: Arc<CudaStream>,
     buffers: [PinnedBuffer; BUFFERS],
-    /// The buffer that comes next.
+    /// Index of the next buffer.
     next: usize,
 }
 
 struct PinnedBuffer {
     memory: PinnedHostSlice<u8>,
-    /// Of the last copy from it or to it.
+    /// Event of the last copy from or to it.
     done: CudaEvent,
 }
 
@@ -52,8 +53,8 @@ impl CopyLane {
     fn new(compute: Arc<CudaStream>) -> Result<Self, DriverError> {
         let context = compute.context();
         let buffer = || {
-            // Not write-combined: the host reads it too.
-            // SAFETY: each byte is written before it is read, by the host or by a copy that was waited for.
+            // Not write-combined: the host also reads it.
+            // SAFETY: the host or a copy that was waited for writes each byte before it is read.
             let memory = unsafe { context.alloc_pinned_with_flags::<u8>(BUFFER_BYTES, 0) }?;
             Ok(PinnedBuffer { memory, done: context.new_event(None)? })
         };
@@ -62,7 +63,7 @@ impl CopyLane {
         Ok(CopyLane { compute, copies, buffers, next: 0 })
     }
 
-    /// Starts to copy `from` to the GPU's memory at `to`; computation that comes later waits for it.
+    /// Starts to copy `from` to the GPU's memory at `to`; later computation waits for it.
     fn bring(&mut self, from: &[u8], to: usize) -> Result<(), DriverError> {
         self.compute.context().bind_to_thread()?;
         self.copies.join(&self.compute)?;
@@ -76,8 +77,9 @@ impl CopyLane {
                 }
                 CopyAction::StartOnGpu => {
                     let to = (to + piece.range.start) as u64;
-                    // SAFETY: the buffer is written again only after a wait for `done`; the GPU's memory is as long as
-                    // `from`, and is freed on the compute stream, which waits below.
+                    // SAFETY: the buffer is written again only after a wait for `done`; the GPU's
+                    // memory is as long as `from`, and is freed on the compute stream, which waits
+                    // below.
                     unsafe {
                         result::memcpy_htod_async(to, &memory.as_slice()?[..len], self.copies.cu_stream())?;
                     }
@@ -89,7 +91,7 @@ impl CopyLane {
         self.compute.join(&self.copies)
     }
 
-    /// Copies the GPU's memory at `from` to the host, once it is computed.
+    /// Copies the GPU's memory at `from` to the host, after the computation of its values.
     fn fetch(&mut self, from: usize, to: &mut [u8]) -> Result<(), DriverError> {
         self.compute.context().bind_to_thread()?;
         self.copies.join(&self.compute)?;
@@ -101,8 +103,8 @@ impl CopyLane {
                 CopyAction::CopyOnHost => copy_on_host(&memory.as_slice()?[..len], &mut to[piece.range]),
                 CopyAction::StartOnGpu => {
                     let from = (from + piece.range.start) as u64;
-                    // SAFETY: the buffer is read only after a wait for `done`; the GPU's memory is as long as `to` and
-                    // lives until this returns, when all copies are done.
+                    // SAFETY: the buffer is read only after a wait for `done`; the GPU's memory is
+                    // as long as `to` and lives until this returns, when all copies are done.
                     unsafe {
                         let to = &mut memory.as_mut_slice()?[..len];
                         result::memcpy_dtoh_async(to, from, self.copies.cu_stream())?;
@@ -120,17 +122,17 @@ fn copy_on_host(from: &[u8], to: &mut [u8]) {
     to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
 }
 
-/// After a panic of another thread every copy that it started is still waited for before its buffer is used.
+/// Locks a mutex, also after a panic: a copy is waited for before its buffer is used.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The copies of a GPU, for as long as the process lives; none where there is no page-locked memory.
+/// Copy stream and buffers of a GPU, for the life of the process; none without page-locked memory.
 type SharedLane = &'static Mutex<Option<CopyLane>>;
 
-/// The copies of `device`, made when they are first asked for.
+/// Copy stream and buffers of `device`, created at first use.
 fn lane_of(device: &CudaDevice) -> SharedLane {
-    /// By the address of candle's stream, which they keep for as long as the process lives.
+    /// Lanes by the address of candle's stream, which they keep alive for the life of the process.
     static LANES: Mutex<Vec<(usize, SharedLane)>> = Mutex::new(Vec::new());
     let stream = device.cuda_stream();
     let key = stream.cu_stream().addr();
@@ -143,7 +145,7 @@ fn lane_of(device: &CudaDevice) -> SharedLane {
     lane
 }
 
-/// Lets the lane of `device` copy; false where there is none.
+/// Copies through the lane of `device`; false if there is none.
 fn copied(
     device: &CudaDevice,
     what: impl FnOnce() -> String,
@@ -153,29 +155,30 @@ fn copied(
     let Some(lane) = &mut *lane else { return Ok(false) };
     let done = copy(lane);
     done.map(|()| true).map_err(|error| {
-        // What was started must not outlive the memory that it reads and writes.
+        // A started copy must not outlive the memory that it uses.
         let _ = lane.copies.synchronize();
         let place = lane.compute.context().ordinal();
         Error::internal(format!("cannot copy {} GPU {place}", what())).because(error.to_string())
     })
 }
 
-/// `x` on `device`, of which one is a GPU and the other the host; none where candle is to copy: few bytes, another type, no
-/// page-locked memory.
+/// Copies `x` to `device`, one being a GPU and the other the host. None if candle must copy: few
+/// bytes, an unsupported dtype, or no page-locked memory.
 ///
 /// # Errors
-/// The device has not enough memory, or a copy fails.
+/// The device has too little memory, or a copy fails.
 pub(super) fn to_device(x: &Tensor, device: &Device) -> Result<Option<Tensor>> {
     if !is_worth_it(x.dtype(), x.elem_count()) || x.device().is_cpu() == device.is_cpu() {
         return Ok(None);
     }
     let x = x.contiguous()?;
-    // SAFETY: it is written in full, or dropped.
+    // SAFETY: the tensor is written in full, or dropped.
     let there = TensorMut::new(unsafe { Tensor::empty(x.shape(), x.dtype(), device)? });
     Ok(copy(&x, &there)?.then(|| there.into_tensor()))
 }
 
-/// Copies `from` to `to`, of one type and length, between host and GPU; false where candle is to copy, as [`to_device`].
+/// Copies `from` to `to`, of one dtype and length, between host and GPU; false if candle must copy,
+/// as in [`to_device`].
 ///
 /// # Errors
 /// A tensor is not contiguous, or a copy fails.
@@ -197,7 +200,7 @@ fn copy_of<T: PlainElement>(from: &Tensor, to: &TensorMut) -> Result<bool> {
         (Device::Cuda(device), Device::Cpu) if is_worth_it(T::DTYPE, from.elem_count()) => {
             let from = memory(from)?;
             update(to, |to: &mut [T]| {
-                // SAFETY: as many bytes as the elements have, which any bytes are values of.
+                // SAFETY: the length in bytes is that of the elements, which accept any bytes.
                 let to = unsafe { from_raw_parts_mut(to.as_mut_ptr().cast::<u8>(), size_of_val(to)) };
                 fetch(device, &from, to)
             })?
@@ -206,10 +209,10 @@ fn copy_of<T: PlainElement>(from: &Tensor, to: &TensorMut) -> Result<bool> {
     }
 }
 
-/// As [`copy`], from memory of the host to a GPU.
+/// Same as [`copy`], from host memory to a GPU.
 ///
 /// # Errors
-/// As there.
+/// Same as [`copy`].
 pub(super) fn copy_slice<T: PlainElement>(from: &[T], to: &TensorMut) -> Result<bool> {
     let Device::Cuda(device) = to.device() else { return Ok(false) };
     if !is_worth_it(T::DTYPE, from.len()) || to.dtype() != T::DTYPE || to.elem_count() != from.len() {

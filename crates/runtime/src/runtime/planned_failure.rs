@@ -1,9 +1,9 @@
-//! Failures of a device that tests plan, on any machine: the next thing of a kind that is asked of the device fails as it
-//! does on a GPU, so that what a run then does and says can be tried from where it happens to the exit code.
+//! Device failures that tests plan, on any machine: the next request of a kind fails as on a GPU,
+//! so that a test covers the whole path to the exit code.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is to fail.
+/// Kind of the failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlannedFailure {
     /// The next request for memory of a device.
@@ -23,12 +23,13 @@ impl PlannedFailure {
         }
     }
 
-    /// The next one fails, whichever thread asks.
+    /// Makes the next request of this kind fail, on any thread.
     pub fn plan(self) {
         self.flag().store(true, Ordering::Relaxed);
     }
 
-    /// Whether this one fails; a plan is for one alone. Only builds with debug assertions hear of plans.
+    /// Returns true if this request must fail, once per plan. Always false without debug
+    /// assertions.
     pub fn strikes(self) -> bool {
         cfg!(debug_assertions)
             && self.flag().load(Ordering::Relaxed)

@@ -1,8 +1,9 @@
-//! Sums of the ranks' pieces in ascending order of ranks, `((x0 + x1) + x2) + …`, from raw addresses: to the bit what
-//! one rank gets that adds the pieces one after the other. bf16 is added up in f32 and rounded once.
+//! Sums of the ranks' pieces in ascending order of ranks, `((x0 + x1) + x2) + …`, from raw
+//! addresses. The result equals that of one rank that adds the pieces in order, bit for bit. bf16
+//! is summed in f32 and rounded once.
 //!
-//! A tile of sums stays in the first-level cache while the pieces stream by, so nothing of the size of the data is
-//! allocated and each piece is read once.
+//! A tile of sums stays in the first-level cache while the pieces stream through, so no large
+//! buffer is allocated and each piece is read once.
 
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::slice::{from_raw_parts, from_raw_parts_mut};
@@ -14,14 +15,15 @@ use crate::rounding::Rounded;
 use crate::runtime::buffer::ElementType;
 use crate::runtime::cpu_tensor::FloatElement;
 
-/// Replaces `out` by the sum of `pieces`, addresses of `elements` elements each; one of them may be `out` itself.
+/// Replaces `out` by the sum of `pieces`, addresses of `elements` elements each; one piece may be
+/// `out` itself.
 ///
 /// # Errors
-/// An internal error for bytes, which have no sum.
+/// Internal error for bytes, which have no sum.
 ///
 /// # Safety
-/// All addresses are aligned for `element`, valid for `elements` and, but for `out` among `pieces`, do not overlap
-/// `out`; nobody else writes them meanwhile, nor reads `out`.
+/// All addresses are aligned for `element`, valid for `elements` and, except for `out` among
+/// `pieces`, do not overlap `out`; no other thread writes them meanwhile, nor reads `out`.
 pub unsafe fn ascending(element: ElementType, pieces: &[usize], elements: usize, out: usize) -> Result<()> {
     // SAFETY: by this function's contract.
     unsafe {
@@ -35,13 +37,14 @@ pub unsafe fn ascending(element: ElementType, pieces: &[usize], elements: usize,
     Ok(())
 }
 
-/// Adds `pieces` in order to the sums at `sums`, f32 for f32 and bf16, f64 for f64; `fresh`: they begin with the first piece.
+/// Adds `pieces` in order to the sums at `sums`, f32 for f32 and bf16, f64 for f64; `fresh` starts
+/// from the first piece.
 ///
 /// # Errors
-/// As [`ascending`].
+/// Same as [`ascending`].
 ///
 /// # Safety
-/// As [`ascending`]; the sums overlap no piece.
+/// Same as [`ascending`]; the sums overlap no piece.
 pub unsafe fn go_on(
     element: ElementType,
     pieces: &[usize],
@@ -61,13 +64,13 @@ pub unsafe fn go_on(
     Ok(())
 }
 
-/// Rounds what [`go_on`] has added to elements at `out`.
+/// Rounds the sums of [`go_on`] to elements at `out`.
 ///
 /// # Errors
-/// As [`ascending`].
+/// Same as [`ascending`].
 ///
 /// # Safety
-/// As [`go_on`]; `out` does not overlap the sums.
+/// Same as [`go_on`]; `out` does not overlap the sums.
 pub unsafe fn rounded(element: ElementType, sums: usize, elements: usize, out: usize) -> Result<()> {
     // SAFETY: by this function's contract.
     unsafe {
@@ -82,7 +85,7 @@ pub unsafe fn rounded(element: ElementType, sums: usize, elements: usize, out: u
 }
 
 /// # Safety
-/// As [`rounded`], for sums of type `S` and elements of type `T`.
+/// Same as [`rounded`], for sums of type `S` and elements of type `T`.
 unsafe fn round_to<S: Copy, T>(sums: usize, elements: usize, out: usize, narrow: impl Fn(S) -> T) {
     // SAFETY: by this function's contract.
     let (sums, out) = unsafe {
@@ -95,7 +98,7 @@ unsafe fn round_to<S: Copy, T>(sums: usize, elements: usize, out: usize, narrow:
 }
 
 /// # Safety
-/// As [`go_on`], for elements of type `T` and sums of type `S`.
+/// Same as [`go_on`], for elements of type `T` and sums of type `S`.
 unsafe fn add_to<T: Copy, S: Copy + std::ops::AddAssign>(
     pieces: &[usize],
     elements: usize,
@@ -117,11 +120,11 @@ unsafe fn add_to<T: Copy, S: Copy + std::ops::AddAssign>(
     }
 }
 
-/// Elements that are added at a time: 16 KiB of f32.
+/// Elements per tile: 16 KiB of f32.
 const TILE: usize = 4096;
 
 /// # Safety
-/// As [`ascending`], for elements of type `T`.
+/// Same as [`ascending`], for elements of type `T`.
 unsafe fn add<T: Copy, S: Copy + Default + std::ops::AddAssign>(
     pieces: &[usize],
     elements: usize,
@@ -133,11 +136,12 @@ unsafe fn add<T: Copy, S: Copy + Default + std::ops::AddAssign>(
     for begin in (0..elements).step_by(TILE) {
         let sums = &mut sums[..TILE.min(elements - begin)];
         for (rank, piece) in pieces.iter().enumerate() {
-            // SAFETY: `begin + sums.len() <= elements`; `out`, which a piece may be, is written after this slice is gone.
+            // SAFETY: `begin + sums.len() <= elements`; `out`, possibly a piece, is written after
+            // this slice ends.
             let piece =
                 unsafe { from_raw_parts(with_exposed_provenance::<T>(*piece).add(begin), sums.len()) };
             let each = sums.iter_mut().zip(piece);
-            // The first is copied, not added to zero: -0.0 stays.
+            // The first piece is copied, not added to zero, so that -0.0 stays.
             if rank == 0 {
                 each.for_each(|(sum, x)| *sum = widen(*x));
             } else {

@@ -1,19 +1,20 @@
-//! Counter-based random numbers: every number is a hash of (key, index), so any part of a stream can be made
-//! anywhere, in any order, and again. Dropout, initial weights, sampling and shuffling all draw from here.
+//! Counter-based random numbers: each is a hash of (key, index), so any part of a stream can be
+//! generated anywhere, in any order, and again. Dropout, initial weights, sampling and shuffling
+//! use it.
 //!
-//! The hash is SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195) with a third round, which
-//! passes as a keyed mixer for these uses; it is no cipher.
+//! The hash is SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195) with
+//! a third round, which suffices as a keyed mixer for these uses; it is no cipher.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-/// A stream of random numbers, named by what it is for.
+/// A stream of random numbers for one purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RngStream(u64);
 
 impl RngStream {
-    /// The number that names the stream, for kernels that draw from it.
+    /// State of the stream, for kernels that draw from it.
     pub fn state(self) -> u64 {
         self.0
     }
@@ -29,10 +30,10 @@ impl RngStream {
         RngStream(mix(self.0.wrapping_add(mix(part.wrapping_add(GOLDEN_GAMMA)))))
     }
 
-    /// A sub-stream named by a text, such as a parameter's name.
+    /// A sub-stream with a text as its name, such as a parameter's name.
     #[must_use]
     pub fn named(self, name: &str) -> Self {
-        // FNV-1a: stable over versions and platforms, which std's hasher does not promise.
+        // FNV-1a is stable over versions and platforms; std's hasher is not.
         let hash = name
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
@@ -61,13 +62,13 @@ impl RngStream {
 }
 
 impl RngStream {
-    /// [`RngStream::normal`] at `indices`, each times `std`; computed by all threads.
+    /// [`RngStream::normal`] at `indices`, each times `std`, on all threads.
     pub fn normals(self, indices: Range<u64>, std: f32) -> Vec<f32> {
         indices.into_par_iter().map(|index| std * self.normal(index)).collect()
     }
 }
 
-/// SplitMix64's step of the state.
+/// Increment of SplitMix64's state.
 pub const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// SplitMix64's finalizer: the output for a state.
@@ -78,7 +79,7 @@ pub fn splitmix64(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The finalizer with a third round.
+/// SplitMix64's finalizer with a third round.
 #[inline(always)]
 fn mix(z: u64) -> u64 {
     let z = splitmix64(z).wrapping_mul(0xd6e8_feb8_6659_fd93);

@@ -1,10 +1,11 @@
-//! The threads that ops share.
+//! Threads that ops share.
 //!
-//! Ops divide their work over the rayon pool of the thread that calls them. A thread of the pool divides its own work;
-//! a thread outside hands it over and sleeps until it is done, which on two cores cost a training step 8 %
-//! (43,000 switches of threads a step against 3,400). So steps run inside, and the pool's other threads stay awake
-//! between two ops, some ten thousand times a step, where rayon would put them to sleep and wake them again. One that
-//! finds nothing to do for a while, as while its rank waits for others, sleeps in naps: the core is for whoever computes.
+//! Ops divide their work over the rayon pool of the calling thread. A pool thread divides its own
+//! work; a thread outside hands it over and sleeps until the end, which on two cores cost a
+//! training step 8 % (43,000 thread switches a step against 3,400). So steps run inside the pool,
+//! and its other threads stay awake between two ops, about ten thousand times a step, where rayon
+//! would let them sleep. A thread without work for a while, such as when its rank waits for others,
+//! sleeps in naps and leaves the core to others.
 
 use std::error::Error as _;
 use std::ffi::OsString;
@@ -18,22 +19,23 @@ use candle_core::Device;
 
 use crate::error::{Error, Result};
 
-/// How long threads that are at other work are waited for before a step goes on without them.
+/// Maximum wait for busy threads before a step starts without them.
 const PATIENCE: Duration = Duration::from_millis(1);
-/// The time that a thread without work stays awake: longer than what is between two ops.
+/// Time that a thread without work stays awake: longer than the gap between two ops.
 const AWAKE: Duration = Duration::from_millis(1);
-/// The longest nap of a thread without work.
+/// Maximum nap of a thread without work.
 const LONGEST_NAP: Duration = Duration::from_millis(10);
-/// Where rayon looks for the number of threads of its pool.
+/// Variables from which rayon reads the number of its pool's threads.
 const THREAD_COUNTS: [&str; 2] = ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"];
-/// As many threads as ranks may be, on a machine of any size; more only where there are cores for them.
+/// Accepted number of threads on any machine, the maximum number of ranks; more only with enough
+/// cores.
 const MAX_THREADS: usize = 1024;
-/// The state of a thread's stay, and the thread that came to stay awake.
+/// State of a thread's slot, and the thread that stays awake in it.
 #[derive(Default)]
 struct PoolSlot(AtomicU8, OnceLock<Thread>);
 
-/// The nap of a thread that has been without work for `idle`, short enough to lose a quarter of that time at most; none
-/// while it stays awake.
+/// Nap of a thread without work for `idle`, at most a quarter of that time; none while it stays
+/// awake.
 fn nap_after(idle: Duration) -> Option<Duration> {
     (idle >= AWAKE).then(|| LONGEST_NAP.min(idle / 4))
 }
@@ -43,8 +45,8 @@ impl PoolSlot {
     const TAKEN: u8 = 1;
     const CLOSED: u8 = 2;
 
-    /// Looks for work until `done`, unless it came too late: then it could be the step's own thread that came,
-    /// waiting for a part of the step.
+    /// Looks for work until `done`, unless the slot is closed: a late thread could be the step's
+    /// own, waiting for a part of the step.
     fn take(&self, done: &AtomicBool) {
         if self.0.compare_exchange(Self::FREE, Self::TAKEN, Ordering::AcqRel, Ordering::Acquire).is_err() {
             return;
@@ -57,7 +59,7 @@ impl PoolSlot {
                 continue;
             }
             match nap_after(idle_since.get_or_insert_with(Instant::now).elapsed()) {
-                // Costs little where nobody waits for the core, and leaves it to whoever does.
+                // Cheap on an idle core, and leaves a busy one to others.
                 None => std::thread::yield_now(),
                 Some(nap) => std::thread::park_timeout(nap),
             }
@@ -75,12 +77,12 @@ impl PoolSlot {
     }
 
     fn close(&self) {
-        // Where it is taken, it stays so.
+        // A taken slot stays taken.
         let _ = self.0.compare_exchange(Self::FREE, Self::CLOSED, Ordering::AcqRel, Ordering::Acquire);
     }
 }
 
-/// Tells the threads of the slots that the work is done when dropped, also by a panic.
+/// Signals the end of the work to the threads of the slots when dropped, also by a panic.
 struct DoneOnDrop<'a>(&'a AtomicBool, &'a [PoolSlot]);
 
 impl Drop for DoneOnDrop<'_> {
@@ -90,8 +92,8 @@ impl Drop for DoneOnDrop<'_> {
     }
 }
 
-/// Runs `work`, which computes on `device`, on a thread of the pool, whose other threads look for its parts until it is
-/// done, and sleep only where there are none for a while. What a GPU does keeps no threads awake.
+/// Runs `work`, which computes on `device`, on a pool thread. The other pool threads look for its
+/// parts until it ends, and sleep only after a while without work. For a GPU no threads stay awake.
 pub fn run_in_pool<R: Send>(device: &Device, work: impl FnOnce() -> R + Send) -> R {
     if !device.is_cpu() {
         return work();
@@ -112,66 +114,67 @@ pub fn run_in_pool<R: Send>(device: &Device, work: impl FnOnce() -> R + Send) ->
     })
 }
 
-/// Runs `work` in a pool of its own of `threads` threads: a rank. Ranks that share a pool would wait in collectives for
-/// one another's jobs; and on one thread throughout, the memory of last products is kept once.
+/// Runs `work`, a rank, in a separate pool of `threads` threads. Ranks in one pool would wait in
+/// collectives for one another's jobs, and with one thread the memory of recent products is held
+/// once.
 ///
 /// # Errors
-/// The threads cannot be started; what `work` returns.
+/// The threads cannot be started; the error of `work`.
 pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
-    // The stack of a main thread.
+    // Stack size of a main thread.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(8 << 20).build();
     pool.map_err(|error| refused(&error))?.install(work)
 }
 
-/// Starts the threads of the pool that all share. Without this call rayon starts them at their first use, and panics where
-/// the system refuses one. A pool that has been started stays.
+/// Starts the threads of the shared pool. Without this call rayon starts them at first use, and
+/// panics if the system refuses one. A started pool stays.
 ///
 /// # Errors
 /// [`Error::cannot_start`].
 pub fn start() -> Result<()> {
     match rayon::ThreadPoolBuilder::new().build_global() {
         Err(error) if error.source().is_some() => Err(refused(&error)),
-        // Only a pool that is there already is an error without a source.
+        // Only an existing pool gives an error without a source.
         _ => Ok(()),
     }
 }
 
 fn refused(error: &rayon::ThreadPoolBuildError) -> Error {
     match error.source().and_then(|source| source.downcast_ref()) {
-        Some(source) => Error::cannot_start("the threads that compute", source),
-        None => Error::internal("cannot start the threads that compute").because(error.to_string()),
+        Some(source) => Error::cannot_start("the compute threads", source),
+        None => Error::internal("cannot start the compute threads").because(error.to_string()),
     }
 }
 
-/// Refuses what the environment says of the number of threads where rayon would start so many that the machine breaks
-/// down, or would pass over what is no number.
+/// Refuses a thread count in the environment that would overload the machine, or that rayon would
+/// ignore as no number.
 ///
 /// # Errors
-/// [`crate::error::ErrorCategory::User`] with the variable, its value and what is accepted.
+/// [`crate::error::ErrorCategory::User`] with the variable, its value and the accepted values.
 pub fn check_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let most = MAX_THREADS.max(4 * cores);
     for name in THREAD_COUNTS {
         let Some(value) = lookup(name).filter(|value| !value.is_empty()) else { continue };
-        // 0 is rayon's word for one a core.
+        // rayon reads 0 as one thread per core.
         if value.to_str().and_then(|text| text.parse().ok()).is_some_and(|threads: usize| threads <= most) {
             continue;
         }
         let shown: String = value.to_string_lossy().chars().take(80).collect();
         return Err(Error::user(format!("cannot use {name}"))
             .because(format!("it is `{}`; accepted: 1 to {most} threads", shown.escape_debug()))
-            .hint(format!("unset {name}: then there is a thread for each of the {cores} cores")));
+            .hint(format!("unset {name} to start one thread for each of the {cores} cores")));
     }
     Ok(())
 }
 
-/// Threads of the pool that a caller is in.
+/// Number of threads of the caller's pool.
 pub fn num_threads() -> usize {
     rayon::current_num_threads()
 }
 
-/// Hands memory that was allocated and freed back to the system: before something large is allocated that does not fit
-/// the holes, which would then be held beside it. Nothing happens where the allocator is not glibc's.
+/// Returns freed memory to the system, before a large allocation that does not fit into the holes,
+/// which would stay allocated beside it. No effect without glibc's allocator.
 pub fn release_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: malloc_trim may be called at any time; it takes the allocator's own locks.
@@ -193,7 +196,7 @@ mod tests {
         assert_eq!(nap_after(1000 * AWAKE), Some(LONGEST_NAP));
     }
 
-    /// Switches of a thread that went to sleep by itself; giving the core away is none.
+    /// Number of times that a thread went to sleep; yielding the core does not count.
     #[cfg(target_os = "linux")]
     fn sleeps(thread: i32) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).unwrap();
@@ -201,7 +204,8 @@ mod tests {
         line.unwrap().trim().parse().unwrap()
     }
 
-    /// While the step's own thread waits, as for another rank, the pool's other thread does not keep a core busy.
+    /// While the step's own thread waits, such as for another rank, the pool's other thread does
+    /// not occupy a core.
     #[test]
     #[cfg(target_os = "linux")]
     fn a_thread_without_work_sleeps_and_comes_back() {
@@ -221,7 +225,7 @@ mod tests {
                 let before = sleeps(other);
                 let mut looks = (0..60_000).map(|_| std::thread::sleep(Duration::from_millis(1)));
                 assert!(looks.any(|()| sleeps(other) >= before + 5), "it never naps");
-                // It still takes its part of the work: this ends only with both threads in it.
+                // It still does its part of the work: this ends only with both threads in it.
                 let both = std::sync::Barrier::new(2);
                 rayon::join(|| both.wait(), || both.wait());
             });

@@ -1,11 +1,13 @@
-//! What a thread does when: spans with a begin and an end, and values over time, for a trace that people open.
+//! Activity of threads over time: spans with a begin and an end, and values at moments, for trace
+//! viewers.
 //!
-//! A [`TraceRecorder`] belongs to a rank. A thread that has joined it ([`TraceRecorder::join`]) records what it does while
-//! the recorder is on; all others record nothing. Where no recorder of the process is on, a span costs one relaxed load
-//! and its description is not even made. It only looks: no number depends on it.
+//! A [`TraceRecorder`] belongs to a rank. A thread that has joined it ([`TraceRecorder::join`])
+//! records its spans while the recorder is on; other threads record nothing. While no recorder of
+//! the process is on, a span costs one relaxed load, without its description. Tracing changes no
+//! result.
 //!
-//! Spans of a thread nest: one that is closed lies inside those that are still open. Phases and steps, which end where the
-//! next one begins, are opened between other spans.
+//! Spans of a thread nest: a closed span is inside those that are still open. Phases and steps,
+//! which end where the next one begins, are opened between other spans.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,27 +17,27 @@ use candle_core::Tensor;
 
 use super::{clock, trace_ranges};
 
-/// Events that a recorder keeps; later ones are counted. A viewer becomes slow before.
+/// Maximum events of a recorder, beyond which viewers become slow; later ones are only counted.
 pub const MOST_EVENTS: usize = 1 << 20;
-/// Nanoseconds between two values of a name.
+/// Minimum nanoseconds between two values of a name.
 const LEAST_GAP: u64 = 20_000_000;
-/// The name of spans of what is given back.
+/// Name of spans that release memory.
 const RELEASE: &str = "release";
-/// Sizes that a span can name.
+/// Maximum number of sizes of a span.
 pub const DIMS: usize = 4;
 
-/// Recorders of this process that are on.
+/// Number of this process's recorders that are on.
 static RECORDING: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// The recorder that this thread has joined, and as which of its threads.
+    /// Recorder that this thread has joined, and its thread number there.
     static JOINED: RefCell<Option<(Arc<TraceRecorder>, u32)>> = const { RefCell::new(None) };
 }
 
-/// What a span is: the category of a trace viewer.
+/// Kind of a span: the category in a trace viewer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SpanKind {
-    /// An optimizer step with all that follows until the next.
+    /// An optimizer step with everything until the next.
     Step,
     /// A phase of a step.
     Phase,
@@ -43,20 +45,20 @@ pub enum SpanKind {
     Segment,
     /// A tensor operation.
     Op,
-    /// A call that talks to other ranks.
+    /// A communication with other ranks.
     Collective,
-    /// The thread waits for the device.
+    /// A wait for the device.
     Wait,
-    /// A copy between the host's memory and a device's.
+    /// A copy between host and device memory.
     Copy,
-    /// Files are written.
+    /// Writing of files.
     Save,
-    /// Memory is given back, or it is read how much is held.
+    /// A release or a reading of memory.
     Memory,
 }
 
 impl SpanKind {
-    /// As the category is written.
+    /// Name of the category.
     pub fn name(self) -> &'static str {
         match self {
             SpanKind::Step => "step",
@@ -72,18 +74,18 @@ impl SpanKind {
     }
 }
 
-/// What is known of a span when it begins.
+/// Description of a span, known when it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SpanInfo {
-    /// Its category in a viewer.
+    /// Category in a viewer.
     pub kind: SpanKind,
-    /// What is done.
+    /// Name of the activity.
     pub name: &'static str,
-    /// What it is done to or how, where the name alone does not say.
+    /// Object or variant, if the name alone is ambiguous.
     pub detail: &'static str,
-    /// Which one of several.
+    /// Number among several.
     pub index: Option<u32>,
-    /// Sizes of what is computed, zeros behind the last.
+    /// Sizes of the computation, padded with zeros.
     pub dims: [u32; DIMS],
     /// Bytes that it reads and writes, or sends.
     pub bytes: u64,
@@ -92,34 +94,34 @@ pub struct SpanInfo {
 }
 
 impl SpanInfo {
-    /// Of a kind and a name, nothing else.
+    /// A span of a kind and a name.
     pub fn new(kind: SpanKind, name: &'static str) -> Self {
         SpanInfo { kind, name, detail: "", index: None, dims: [0; DIMS], bytes: 0, flops: 0 }
     }
 
-    /// Of an operation on tensors.
+    /// A span of an operation on tensors.
     pub fn op(name: &'static str) -> Self {
         SpanInfo::new(SpanKind::Op, name)
     }
 
-    /// Of memory that is given back or measured.
+    /// A span that releases or measures memory.
     pub fn memory(name: &'static str) -> Self {
         SpanInfo::new(SpanKind::Memory, name)
     }
 
-    /// With a word more.
+    /// Sets the detail.
     #[must_use]
     pub fn detail(self, detail: &'static str) -> Self {
         SpanInfo { detail, ..self }
     }
 
-    /// With its number among others.
+    /// Sets the number among several.
     #[must_use]
     pub fn index(self, index: usize) -> Self {
         SpanInfo { index: u32::try_from(index).ok(), ..self }
     }
 
-    /// With sizes, four at most.
+    /// Sets the sizes, at most four.
     #[must_use]
     pub fn dims(mut self, dims: &[usize]) -> Self {
         for (own, dim) in self.dims.iter_mut().zip(dims) {
@@ -128,25 +130,25 @@ impl SpanInfo {
         self
     }
 
-    /// With bytes that it reads, writes or sends.
+    /// Adds bytes that it reads, writes or sends.
     #[must_use]
     pub fn bytes(self, bytes: usize) -> Self {
         SpanInfo { bytes: self.bytes + bytes as u64, ..self }
     }
 
-    /// With the bytes of `tensors` of any shapes and dtypes, each read or written once.
+    /// Adds the bytes of `tensors` of any shapes and dtypes, each read or written once.
     #[must_use]
     pub fn moves(self, tensors: &[&Tensor]) -> Self {
         self.bytes(tensors.iter().map(|x| x.elem_count() * x.dtype().size_in_bytes()).sum())
     }
 
-    /// With the floating-point operations of its products.
+    /// Adds floating-point operations of its products.
     #[must_use]
     pub fn flops(self, flops: usize) -> Self {
         SpanInfo { flops: self.flops + flops as u64, ..self }
     }
 
-    /// `forward block 3`, `matmul 512x64x128 nt`
+    /// Title of the span: `forward block 3`, `matmul 512x64x128 nt`
     pub fn title(&self) -> String {
         let mut text = self.name.to_owned();
         let dims: Vec<String> = self.dims.iter().take_while(|dim| **dim > 0).map(u32::to_string).collect();
@@ -165,39 +167,39 @@ impl SpanInfo {
 /// A span that has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceSpan {
-    /// What it was.
+    /// Description of the span.
     pub info: SpanInfo,
-    /// The number of the thread, 0 for the rank's own.
+    /// Number of the thread, 0 for the rank's own.
     pub thread: u32,
-    /// Its begin, in nanoseconds since [`base_nanos`].
+    /// Begin, in nanoseconds since [`base_nanos`].
     pub start: u64,
-    /// Its length in nanoseconds.
+    /// Length in nanoseconds.
     pub nanos: u64,
 }
 
 /// A value at a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceValue {
-    /// What is counted.
+    /// Name of the value.
     pub name: &'static str,
-    /// In nanoseconds since [`base_nanos`].
+    /// Time in nanoseconds since [`base_nanos`].
     pub at: u64,
-    /// How much it was.
+    /// The value itself.
     pub value: u64,
 }
 
-/// What a recorder has seen.
+/// Events of a recording.
 #[derive(Debug, Clone, Default)]
 pub struct TraceEvents {
-    /// In the order in which they ended.
+    /// Spans in the order of their ends.
     pub spans: Vec<TraceSpan>,
-    /// In order of time.
+    /// Values in order of time.
     pub values: Vec<TraceValue>,
-    /// Events that found no room.
+    /// Number of events beyond the maximum.
     pub dropped: u64,
 }
 
-/// Records a rank.
+/// Recorder of a rank.
 #[derive(Debug, Default)]
 pub struct TraceRecorder {
     state: Mutex<RecorderState>,
@@ -206,13 +208,14 @@ pub struct TraceRecorder {
 #[derive(Debug, Default)]
 struct RecorderState {
     is_on: bool,
-    /// Counts how often it was switched on: a span that began before is none of this time's.
+    /// Number of times it was switched on: an earlier span does not belong to this recording.
     session: u64,
     events: TraceEvents,
-    /// The open step and phase of the rank's own thread, with their begins.
+    /// Open step and phase of the rank's own thread, with their begins.
     step: Option<(SpanInfo, u64)>,
     phase: Option<(SpanInfo, u64)>,
-    /// The open spans of other threads, which end here when the recording ends; their lengths are not known yet.
+    /// Open spans of other threads, which are cut when the recording ends; their lengths are still
+    /// unknown.
     open_elsewhere: Vec<TraceSpan>,
 }
 
@@ -244,7 +247,7 @@ impl RecorderState {
     }
 }
 
-/// The moment that times count from, in nanoseconds since 1970, by which traces of several processes are laid side by side.
+/// Zero of the times, in nanoseconds since 1970, for aligning the traces of several processes.
 pub fn base_nanos() -> u64 {
     clock::start_nanos()
 }
@@ -258,14 +261,14 @@ impl TraceRecorder {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on this thread records here, as thread number `thread`, 0 being the rank's own, until what is returned is
-    /// dropped.
+    /// Makes this thread record here as thread number `thread`, 0 being the rank's own, until the
+    /// returned value is dropped.
     pub fn join(self: &Arc<Self>, thread: u32) -> TraceMembership {
         let before = JOINED.with(|joined| joined.borrow_mut().replace((Arc::clone(self), thread)));
         TraceMembership(before)
     }
 
-    /// Begins to record; what was recorded and not taken stays.
+    /// Starts recording; earlier events that were not taken stay.
     pub fn switch_on(&self) {
         let mut state = self.state();
         if !state.is_on {
@@ -275,7 +278,7 @@ impl TraceRecorder {
         }
     }
 
-    /// Ends the open step and records no more.
+    /// Ends the open step and stops recording.
     pub fn switch_off(&self) {
         let now = now();
         let mut state = self.state();
@@ -289,17 +292,17 @@ impl TraceRecorder {
         }
     }
 
-    /// Forgets what was recorded.
+    /// Discards the recorded events.
     pub fn clear(&self) {
         self.state().events = TraceEvents::default();
     }
 
-    /// Takes what was recorded.
+    /// Takes the recorded events.
     pub fn take(&self) -> TraceEvents {
         std::mem::take(&mut self.state().events)
     }
 
-    /// Ends the open step, and begins the one of this number.
+    /// Ends the open step, and begins the step `number`.
     pub fn begin_step(&self, number: u64) {
         let now = now();
         let mut state = self.state();
@@ -329,12 +332,12 @@ impl Drop for TraceMembership {
     }
 }
 
-/// The recorder of this thread, to be joined by another that works for it.
+/// Recorder of this thread, for a helper thread to join.
 pub fn recorder() -> Option<Arc<TraceRecorder>> {
     JOINED.with(|joined| joined.borrow().as_ref().map(|(recorder, _)| Arc::clone(recorder)))
 }
 
-/// Whether this thread records now.
+/// Returns true if this thread records.
 pub fn is_on() -> bool {
     RECORDING.load(Ordering::Relaxed) > 0
         && JOINED.with(|joined| joined.borrow().as_ref().is_some_and(|(recorder, _)| recorder.state().is_on))
@@ -350,7 +353,7 @@ pub struct OpenSpan {
 }
 
 impl OpenSpan {
-    /// Adds bytes that became known while it was open.
+    /// Adds bytes that became known during the span.
     pub fn add_bytes(&mut self, bytes: u64) {
         self.info.bytes += bytes;
     }
@@ -373,25 +376,25 @@ impl Drop for OpenSpan {
     }
 }
 
-/// A span of what is given back at the end of a scope: what is declared after this is dropped before it.
+/// A span of the drops at the end of a scope: values declared after it are dropped before it.
 #[derive(Debug, Default)]
 #[must_use = "the span ends where this is dropped"]
 pub struct ReleaseSpan(Option<OpenSpan>);
 
 impl ReleaseSpan {
-    /// Begins it: what comes now is the end of the scope.
+    /// Begins the span, at the end of the scope.
     pub fn begin(&mut self) {
         self.0 = span(|| SpanInfo::memory(RELEASE));
     }
 }
 
-/// Drops what is done with, in a span of its own.
+/// Drops a finished value in a separate span.
 pub fn release<T>(done_with: T) {
     let _span = span(|| SpanInfo::memory(RELEASE));
     drop(done_with);
 }
 
-/// Begins a span where this thread records; `describe` is called there alone.
+/// Begins a span if this thread records; only then calls `describe`.
 #[inline]
 pub fn span(describe: impl FnOnce() -> SpanInfo) -> Option<OpenSpan> {
     if RECORDING.load(Ordering::Relaxed) == 0 { None } else { open(describe) }
@@ -415,7 +418,7 @@ fn open(describe: impl FnOnce() -> SpanInfo) -> Option<OpenSpan> {
     })
 }
 
-/// The rank's own thread enters a phase, which ends the one before.
+/// Enters a phase of the rank's own thread, which ends the previous one.
 pub fn enter_phase(name: &'static str) {
     with_own(|state| {
         let now = now();
@@ -426,7 +429,8 @@ pub fn enter_phase(name: &'static str) {
     });
 }
 
-/// Notes a value at this moment, unless that was done a moment ago: to read it takes longer than a small operation.
+/// Records a value, unless the last one of this name is recent, because reading it costs more than
+/// a small operation.
 pub fn value(name: &'static str, read: impl FnOnce() -> Option<u64>) {
     let mut due = None;
     with_own(|state| {
@@ -445,7 +449,7 @@ pub fn value(name: &'static str, read: impl FnOnce() -> Option<u64>) {
     }
 }
 
-/// Lets `change` work on the recorder of which this is the rank's own thread, where it is on.
+/// Lets `change` edit this rank's recorder, if it is on and this is the rank's own thread.
 fn with_own(change: impl FnOnce(&mut RecorderState)) {
     if RECORDING.load(Ordering::Relaxed) == 0 {
         return;
@@ -538,7 +542,7 @@ mod tests {
         .expect("no panic");
         let threads: Vec<u32> = recorder.take().spans.iter().map(|span| span.thread).collect();
         assert_eq!(threads, [1]);
-        // One of another thread that is still open ends with the recording.
+        // An open span of another thread ends with the recording.
         let helper = recorder.join(1);
         let open = span(named("open"));
         recorder.switch_off();
@@ -547,7 +551,7 @@ mod tests {
         let spans = recorder.take().spans;
         assert_eq!(spans.iter().map(|span| (span.info.name, span.thread)).collect::<Vec<_>>(), [("open", 1)]);
         recorder.switch_on();
-        // One that began while it was off, or before it was on again, is none of this time's.
+        // A span from before the recording, or before its restart, is dropped.
         let early = span(named("early"));
         recorder.switch_off();
         recorder.switch_on();

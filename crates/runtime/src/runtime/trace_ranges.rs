@@ -1,11 +1,11 @@
-//! NVTX ranges, by which NVIDIA's profilers show what the host was at beside the kernels of the GPU: every span of a trace is
-//! one. They go to libnvToolsExt where a build for GPUs finds it, and nowhere else.
+//! NVTX ranges, with which NVIDIA's profilers show the host's spans beside the GPU's kernels. They
+//! need a GPU build and libnvToolsExt; otherwise they do nothing.
 
-/// Begins a range on this thread; its title is made where there is a library alone.
+/// Begins a range on this thread; makes the title only if the library exists.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn push(_title: impl FnOnce() -> String) {}
 
-/// Ends the range of this thread that began last.
+/// Ends the last range of this thread.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn pop() {}
 
@@ -17,10 +17,10 @@ mod nvtx {
     use std::ffi::{CString, c_char, c_int};
     use std::sync::OnceLock;
 
-    /// Names of the library, that of a development package last.
+    /// Names of the library, the development package's last.
     const LIBRARIES: [&str; 2] = ["libnvToolsExt.so.1", "libnvToolsExt.so"];
 
-    /// The two functions that are called; the library stays loaded.
+    /// The two functions in use; the library stays loaded.
     struct RangeCalls {
         push: unsafe extern "C" fn(*const c_char) -> c_int,
         pop: unsafe extern "C" fn() -> c_int,
@@ -32,7 +32,7 @@ mod nvtx {
     }
 
     fn load() -> Option<RangeCalls> {
-        // SAFETY: NVIDIA's library runs no code on loading that concerns this process.
+        // SAFETY: NVIDIA's library runs no harmful code on loading.
         let library = LIBRARIES.iter().find_map(|name| unsafe { libloading::Library::new(*name) }.ok())?;
         // SAFETY: the signatures are those of nvToolsExt.h, version 2 and 3.
         let calls = unsafe {
@@ -49,7 +49,7 @@ mod nvtx {
     pub(in crate::runtime) fn push(title: impl FnOnce() -> String) {
         let Some(calls) = calls() else { return };
         let title = CString::new(title()).unwrap_or_default();
-        // SAFETY: a text with its end, which the library copies.
+        // SAFETY: a zero-terminated text, which the library copies.
         let _depth = unsafe { (calls.push)(title.as_ptr()) };
     }
 

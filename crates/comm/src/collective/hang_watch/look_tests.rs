@@ -1,4 +1,4 @@
-//! The watch with looks that the tests make, `later` as they say: no verdict depends on the machine's time.
+//! The watch with looks and times from the tests, so that no result depends on the machine's speed.
 
 use std::sync::mpsc::{Receiver, channel};
 
@@ -38,7 +38,7 @@ fn limits(timeout: Option<Duration>) -> HangLimits {
     HangLimits { floor: HangLimits::FLOOR, timeout, on_host: false, holds_all: true }
 }
 
-/// Waits for a line of `board` that begins so.
+/// Waits for a line of `board` that begins with `line`.
 fn wait_for(board: &ProgressBoard, line: &str) {
     while !board.lines().iter().any(|own| own.starts_with(line)) {
         std::thread::sleep(MOMENT);
@@ -54,9 +54,9 @@ fn a_silent_rank_is_named_and_its_peers_go_free() {
     let rank = |world: &TimedCollective| {
         world.enter(Phase::Backward)?;
         if world.rank() == 1 {
-            // The group knows the phase now, which the board knew before.
+            // The group now has the phase, which the board had before.
             enters.send(()).unwrap();
-            // Until the peer's call has ended.
+            // Sleeps until the peer's call has ended.
             let _woken = locked(&sleeping).recv();
         }
         let done = world.barrier(Call { what: "gradients of block", index: 3 });
@@ -91,7 +91,7 @@ fn a_silent_rank_is_named_and_its_peers_go_free() {
     assert_eq!(error.what(), "rank 1 failed in phase backward", "{error}");
 }
 
-/// Signs of life are phases, calls and heartbeats: only the time since the last one counts.
+/// Progress is a phase, a call or a heartbeat: only the time since the last one counts.
 #[test]
 fn a_rank_that_gives_signs_of_life_does_not_hang() {
     let board = Arc::new(ProgressBoard::default());
@@ -109,15 +109,15 @@ fn a_rank_that_gives_signs_of_life_does_not_hang() {
     assert_eq!(watch.look(MOMENT).map(|hang| hang.rank), Some(0));
 }
 
-/// A rank is compared with itself: passes of which each is longer than the floor are its way, one of over three times
-/// their length is a hang.
+/// A rank is compared with itself: passes longer than the floor are normal for it, and one of over
+/// three times their length is a hang.
 #[test]
 fn what_a_slow_rank_may_take_is_learned() {
     let floor = HangLimits::FLOOR;
     for (last, hangs) in [(2, false), (3, false), (8, true)] {
         let board = Arc::new(ProgressBoard::default());
         let world = TimedCollective::watched(Arc::new(SingleRank), &board);
-        // Not on this host's cores: what is idle there may be computing elsewhere.
+        // Ranks on other devices: an idle process may still compute.
         let mut watch = HandWatch::over(&board, limits(None));
         let mut pass = |times: u32| {
             world.enter(Phase::Forward).unwrap();

@@ -1,4 +1,4 @@
-//! Faults planted for tests: a rank that errors, panics, leaves or is late on entering a phase.
+//! Planted faults for tests: a rank fails, panics, leaves or is late when it enters a phase.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,36 +9,37 @@ use crate::error::{Error, Result};
 use crate::runtime::clock;
 use crate::runtime::planned_failure::PlannedFailure;
 
-/// What happens to the rank.
+/// Effect of a fault on the rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InjectedFaultKind {
     /// `enter` returns an error.
     Error,
-    /// A panic inside of `enter`.
+    /// `enter` panics.
     Panic,
-    /// The rank leaves without a word: its peers are told nothing, and what it says later is not heard.
+    /// The rank leaves silently: its peers get no message, and its later ones are ignored.
     Exit,
-    /// The rank sleeps first.
+    /// The rank sleeps once.
     Delay(Duration),
-    /// The rank sleeps first, this time and each time after: it is slow.
+    /// The rank sleeps at this and every later entry: it is slow.
     Slow(Duration),
-    /// Every call of the rank takes so much longer from then on, as over a slow link.
+    /// Every later call of the rank takes this much longer, as over a slow link.
     SlowLink(Duration),
-    /// From then on the rank sleeps before each message to this one: the link between the two is slow.
+    /// The rank sleeps before each later message to this rank: the link between the two is slow.
     SlowLinkTo(usize, Duration),
-    /// The rank's thread sleeps for ever.
+    /// The rank's thread sleeps forever.
     Hang,
-    /// The rank's thread computes for ever.
+    /// The rank's thread computes forever.
     Spin,
-    /// The whole process is stopped, as by SIGSTOP.
+    /// The whole process stops, as by SIGSTOP.
     Stop,
-    /// The next request for memory of the rank's device fails; or the next kernel launched, under the emulator.
+    /// The next memory request on the rank's device fails, or the next kernel launch under the
+    /// emulator.
     Device(PlannedFailure),
-    /// `enter` returns what a GPU tells of a kernel that was started before.
+    /// `enter` returns a GPU's error of an earlier kernel.
     LateKernelFault,
 }
 
-/// Kinds of faults by the words for them, but for those that have a number.
+/// Names of the kinds of faults without a number.
 const KINDS: [(&str, InjectedFaultKind); 9] = [
     ("error", InjectedFaultKind::Error),
     ("panic", InjectedFaultKind::Panic),
@@ -51,10 +52,10 @@ const KINDS: [(&str, InjectedFaultKind); 9] = [
     ("stop", InjectedFaultKind::Stop),
 ];
 
-/// A kind of fault with a number of milliseconds.
+/// Constructor of a fault with a number of milliseconds.
 type TimedKind = fn(Duration) -> InjectedFaultKind;
 
-/// Kinds of faults that have a number, by the words for them.
+/// Names of the kinds of faults with a number.
 const TIMED_KINDS: [(&str, TimedKind); 3] = [
     ("delay", InjectedFaultKind::Delay),
     ("slow", InjectedFaultKind::Slow),
@@ -62,7 +63,7 @@ const TIMED_KINDS: [(&str, TimedKind); 3] = [
 ];
 
 impl InjectedFaultKind {
-    /// What it does to the thread that it strikes, as far as that is a matter of time.
+    /// Delays, hangs or stops the calling thread, if the fault does so.
     pub(in crate::collective) fn hold_up(self) {
         match self {
             InjectedFaultKind::Delay(time) | InjectedFaultKind::Slow(time) => clock::pass(time),
@@ -79,7 +80,7 @@ impl InjectedFaultKind {
                 }
             }
             InjectedFaultKind::Stop => {
-                // SAFETY: stops this process until it is told to go on.
+                // SAFETY: stops this process until it gets SIGCONT.
                 unsafe { libc::raise(libc::SIGSTOP) };
             }
             _ => {}
@@ -87,23 +88,24 @@ impl InjectedFaultKind {
     }
 }
 
-/// A fault that strikes `rank` when it enters `phase` for the `occurrence`th time.
+/// A fault of `rank` when it enters `phase` for the `occurrence`th time.
 ///
-/// Written `RANK:PHASE[:OCCURRENCE]:KIND`: `1:backward:panic`, `0:save:2:error`, `2:data:exit`, `1:forward:delay=250ms`.
+/// Text form `RANK:PHASE[:OCCURRENCE]:KIND`: `1:backward:panic`, `0:save:2:error`, `2:data:exit`,
+/// `1:forward:delay=250ms`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InjectedFault {
     /// Rank in the world.
     pub rank: usize,
-    /// On entering it.
+    /// Phase at whose entry it strikes.
     pub phase: Phase,
-    /// Which time, from 1.
+    /// Number of the entry, from 1.
     pub occurrence: u64,
-    /// What then happens.
+    /// Effect on the rank.
     pub kind: InjectedFaultKind,
 }
 
 impl InjectedFault {
-    /// Whether it strikes the rank that enters its phase for this time.
+    /// True if it strikes the rank at the `time`th entry of its phase.
     pub(in crate::collective) fn strikes_at(&self, time: u64) -> bool {
         match self.kind {
             InjectedFaultKind::Slow(_) => time >= self.occurrence,
@@ -111,7 +113,7 @@ impl InjectedFault {
         }
     }
 
-    /// What a copy to the host returns after a kernel has left its memory.
+    /// Error of a copy to the host after a kernel's illegal memory access.
     pub(in crate::collective) fn late_kernel_fault(&self) -> Error {
         let reason = "DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"an illegal memory access was encountered\")";
         Error::from(candle_core::Error::Cuda(reason.into())).because(format!("planted fault {self}"))

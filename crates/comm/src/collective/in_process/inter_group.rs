@@ -1,10 +1,11 @@
-//! Sums over the ranks of several groups that share out the same data (HSDP): in ascending order of all ranks of the
-//! world, so 2 groups of 2 give the bits of one rank that adds 4 micro-batches.
+//! Sums over the ranks of several groups that share the same data (HSDP), in ascending order of all
+//! ranks of the world: 2 groups of 2 give the bits of one rank that adds 4 micro-batches.
 //!
-//! A rank posts its full data in its group; when all have, it posts what it found there to its replicas (the ranks
-//! with the same shard of other groups), so each knows the full data of every rank. Each replica sums its part of the
-//! shard and copies the others' parts. It returns when its replicas are done, which have read only its shard's place
-//! of every rank's data, and then its group, each of which has waited for its own replicas: then all have read.
+//! A rank posts its full data in its group. Then it posts all full data of its group to its
+//! replicas (the ranks with the same shard in other groups), so that each has the full data of
+//! every rank. Each replica sums its part of the shard and copies the others' parts. It returns
+//! after its replicas, which read only its shard's range in every rank's data, and then its group,
+//! each rank of which has waited for its own replicas: then all have finished reading.
 
 use super::InProcess;
 use super::partition::{addresses, check_parts, check_sum, copy, part};
@@ -15,11 +16,11 @@ use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 use crate::runtime::rank_sum;
 
-/// What the replicas know of one another.
+/// Buffers of the replicas.
 struct KnownBuffers {
-    /// The full data of all ranks, ascending.
+    /// Full data of all ranks, ascending.
     fulls: Vec<Buffer>,
-    /// The replicas' shards.
+    /// Shards of the replicas.
     shards: Vec<Buffer>,
 }
 
@@ -55,8 +56,9 @@ impl InProcess {
         let bytes = shard.element().bytes();
         let own = part(shard.elements(), bytes, replicas.size, replicas.member);
         let at = own.start * bytes;
-        // SAFETY: every rank's full data is as long as this one's (`known` has seen to it). Only this rank reads the part
-        // `own` of the shard's place in any of them, so it may lie in its own.
+        // SAFETY: every rank's full data is as long as this one's, which `known` has checked. Only
+        // this rank reads the part `own` of the shard's range in any of them, so its shard may be
+        // inside its own data.
         unsafe {
             let pieces = addresses(&known.fulls, place + at);
             rank_sum::ascending(shard.element(), &pieces, own.len(), shard.address() + at)?;
@@ -67,7 +69,8 @@ impl InProcess {
         for peer in replicas.others() {
             let theirs = part(shard.elements(), bytes, replicas.size, peer);
             let at = theirs.start * bytes;
-            // SAFETY: the replica has written this part for the last time; nobody reads this rank's any more.
+            // SAFETY: the replica has finished writing this part; no rank still reads this rank's
+            // part.
             unsafe {
                 copy(known.shards[peer].address() + at, shard.address() + at, theirs.len() * bytes);
             }
@@ -80,14 +83,15 @@ impl InProcess {
         Ok(())
     }
 
-    /// The memory that each member has posted, beside its rank in the world.
+    /// Returns the memory of each member, with its rank in the world.
     fn posted(&self, call_id: CallId) -> Result<Vec<(usize, Buffer)>> {
         let mut state = self.all(call_id, CallState::Posted)?;
         let memories = state.entry(call_id).memories();
         Ok(state.groups[self.group].ranks.iter().copied().zip(memories).collect())
     }
 
-    /// What the replicas have posted; none of it changes while the second value lives.
+    /// Returns the memory that the replicas have posted, which does not change while the second
+    /// value lives.
     fn known(&self, call_id: CallId) -> Result<(KnownBuffers, ReadGuard<'_>)> {
         let mut state = self.all(call_id, CallState::Posted)?;
         let (mut fulls, mut shards) = (Vec::new(), Vec::new());

@@ -1,6 +1,6 @@
-//! Messages between two ranks of a group. The messages from one rank to another are the calls of a group of those two,
-//! numbered by themselves: so they are matched, waited for and ended by failures as all calls are, and their order has
-//! nothing to do with that of the group's.
+//! Messages between two ranks of a group. The messages in one direction are the calls of a separate
+//! group of the two, with their own numbers. So they are matched, waited for and ended by failures
+//! like all calls, independent of the order of the group's calls.
 
 use super::InProcess;
 use super::partition::{check_aligned, copy};
@@ -11,12 +11,12 @@ use crate::collective::{Call, Op};
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 
-/// The places of sender and receiver in the group of the two.
+/// Members of the group of two.
 const SENDER: usize = 0;
 const RECEIVER: usize = 1;
 
 impl InProcess {
-    /// Lets member `to` read `buffer`, and returns when it has.
+    /// Lets member `to` read `buffer`, and returns afterwards.
     pub(super) fn send_to(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
         let posted = Payload::Memory(buffer.clone());
         let call_id = self.post_message(Op::Send, call, to, buffer, posted)?;
@@ -25,7 +25,7 @@ impl InProcess {
         Ok(())
     }
 
-    /// Copies what member `from` sends to `buffer`.
+    /// Copies the message of member `from` to `buffer`.
     pub(super) fn receive_from(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
         let call_id = self.post_message(Op::Recv, call, from, buffer, Payload::Nothing)?;
         let mut state = self.wait(call_id, WaitCondition::Post(SENDER))?;
@@ -33,7 +33,7 @@ impl InProcess {
             return Err(Error::internal(format!("{call} was sent without memory")));
         };
         let reading = ReadGuard::start(self.shared(), state)?;
-        // SAFETY: as long as the sender's, which stays until this rank has come to Copied.
+        // SAFETY: as long as the sender's memory, which stays until this rank has reached Copied.
         unsafe { copy(theirs.address(), buffer.address(), buffer.bytes()) };
         drop(reading);
         self.shared().reach(call_id, RECEIVER, CallState::Copied);

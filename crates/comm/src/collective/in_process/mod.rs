@@ -1,23 +1,28 @@
-//! Ranks as threads of this process: sums in ascending order of ranks, straight from the peers' memory.
+//! Ranks as threads of this process: sums in ascending order of ranks, directly from the peers'
+//! memory.
 //!
-//! Each group numbers its calls. A rank *posts* its call (fingerprint and addresses) under the world's one lock and
-//! waits until its peers have posted theirs; a fingerprint unlike the first poster's fails the world. Data then moves
-//! outside the lock, in stages; a rank enters a stage when all have left the one before, so the lock orders every
-//! write before the peers' reads of it:
+//! Each group numbers its calls. A rank *posts* its call (fingerprint and addresses) under the
+//! world's one lock and waits until its peers have posted theirs; a fingerprint that differs from
+//! the first one fails the world. Data then moves outside the lock, in stages. A rank enters a
+//! stage after all have left the one before, so the lock orders every write before the peers' reads
+//! of it:
 //!
-//! - *all_reduce*: each sums its own `1/size` of all buffers into its own buffer, where nobody else reads; *Summed*;
-//!   each copies the others' parts; *Copied*; return. Small ones post a private copy and need one meeting.
+//! - *all_reduce*: each sums its own `1/size` of all buffers into its own buffer, where no other
+//!   rank reads; *Summed*; each copies the others' parts; *Copied*; return. Small ones post a
+//!   private copy and need one meeting.
 //! - *reduce_scatter*: the same sum into the shard; *Summed*; return. Across groups: `across`.
-//! - *all_gather*: posts the shard and goes on; `finish` copies from each peer that has posted. All-reduce and barrier
-//!   first copy what is still in flight, so a shard is free to be written after either, as the trait says.
+//! - *all_gather*: posts the shard and continues; `finish` copies from each peer that has posted.
+//!   All-reduce and barrier first copy all pending gathers, so a shard may be written after either,
+//!   as the trait requires.
 //! - *broadcast*: peers copy; *Copied*; the root returns.
-//! - *send*, *recv*: the same between two ranks, in calls of their own: `message`.
+//! - *send*, *recv*: the same between two ranks, as calls of a separate group: `message`.
 //!
-//! Posts keep the memory allocated until all have left the call. After a failure no rank starts to read, and
-//! no call returns its error before those who read are done (`ReadGuard`): then a rank may write its memory again. What
-//! all have already agreed on still returns.
-//! Waiting is a short spin, none with more ranks than cores, then sleep. Ranks that all sleep without one that could
-//! wake another fail at once; one that is waited for too long fails with a record of what every rank did last.
+//! Posts keep the memory allocated until all have left the call. After a failure no rank starts to
+//! read, and no call returns its error before all readers have finished (`ReadGuard`): then a rank
+//! may write its memory again. A call on which all ranks had agreed still succeeds. A wait spins
+//! briefly (not at all with more ranks than cores) and then sleeps. Ranks that all sleep, without
+//! one that could wake another, fail at once. A rank that is waited for too long fails with a
+//! record of every rank's last action.
 
 mod injected_fault;
 mod inter_group;
@@ -46,13 +51,13 @@ use pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload, Wai
 use shared::{RankHandle, ReadGuard, SharedWorld};
 use state::{WORLD, WorldState};
 
-/// Buffers up to here are posted as private copies: one meeting of the ranks instead of three costs more than they do.
+/// Maximum size of private copies: for them, one meeting of the ranks is cheaper than three.
 const SMALL_BYTES: usize = 4096;
 
-/// How long a rank is waited for if nothing else is said, as NCCL's users do.
+/// Default time that a rank waits for a peer, as in NCCL's users.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Ranks about to start.
+/// Configuration of a world of ranks, before they start.
 #[derive(Debug)]
 pub struct InProcessWorld {
     size: usize,
@@ -66,22 +71,22 @@ impl InProcessWorld {
         InProcessWorld { size, timeout: TIMEOUT, faults: Vec::new() }
     }
 
-    /// Plants a fault; several may be.
+    /// Plants a fault; call it again for more.
     #[must_use]
     pub fn with_fault(mut self, fault: InjectedFault) -> Self {
         self.faults.push(fault);
         self
     }
 
-    /// How long a rank waits for a peer before the world fails; 600 s otherwise.
+    /// Sets the time that a rank waits for a peer before the world fails; default 600 s.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
-        // A sum with the present moment must not overflow: a year is for ever.
+        // Bounded to a year, so that the sum with the present time does not overflow.
         self.timeout = timeout.min(Duration::from_secs(365 * 86_400));
         self
     }
 
-    /// One end for each rank, in order.
+    /// Creates a communicator for each rank, in order.
     pub fn communicators(self) -> Vec<InProcess> {
         let shared = Arc::new(SharedWorld::new(self.size, self.timeout, self.faults));
         let end = |rank| InProcess {
@@ -103,7 +108,8 @@ struct StartedGather {
     filled: bool,
 }
 
-/// One rank's end of a group of threads. A rank has left when all its ends are dropped.
+/// One rank's communicator of a group of threads. A rank has left after all its communicators are
+/// dropped.
 pub struct InProcess {
     rank_handle: Arc<RankHandle>,
     group: usize,
@@ -119,7 +125,7 @@ impl fmt::Debug for InProcess {
 }
 
 impl InProcess {
-    /// This rank in the world, whatever the group.
+    /// This rank in the world, for any group.
     pub fn world_rank(&self) -> usize {
         self.rank_handle.rank
     }
@@ -129,10 +135,10 @@ impl InProcess {
         self.shared().lock().ranks[self.rank_handle.rank].traffic
     }
 
-    /// As [`Collective::split`], as what it is.
+    /// Same as [`Collective::split`], with the concrete type.
     ///
     /// # Errors
-    /// As [`Collective`].
+    /// Same as [`Collective`].
     pub fn subgroup(&self, color: usize) -> Result<InProcess> {
         let call = Call { what: "ranks", index: 0 };
         let print = CallFingerprint { action: CallAction::Split, call, data: None, root: None };
@@ -154,7 +160,7 @@ impl InProcess {
         &self.rank_handle.shared
     }
 
-    /// Posts a call, counted as `op` on its data.
+    /// Posts a call, which counts as `op` on its data.
     fn post(&self, op: Option<Op>, print: CallFingerprint, payload: Payload) -> Result<CallId> {
         let bytes = print.data.map_or(0, |(element, elements)| elements * element.bytes());
         self.shared().post((self.rank_handle.rank, self.group, self.member), (op, bytes), print, payload)
@@ -172,7 +178,7 @@ impl InProcess {
         self.post(Some(op), CallFingerprint { action: CallAction::Op(op), call, data, root }, payload)
     }
 
-    /// A call in a group of one: counted, and an error after a failure elsewhere.
+    /// A call in a group of one: counts it, and returns an earlier failure.
     fn alone(&self, op: Op, bytes: usize) -> Result<()> {
         self.shared().open(self.rank_handle.rank)?.count(self.group, self.member, op, bytes, true);
         Ok(())
@@ -186,7 +192,7 @@ impl InProcess {
         self.wait(call_id, WaitCondition::All(stage))
     }
 
-    /// All members have come to `stage`, and none leaves it while the returned value lives.
+    /// Waits until all members have reached `stage`; none leaves it while the returned value lives.
     fn read_all(&self, call_id: CallId, stage: CallState) -> Result<(Vec<Buffer>, ReadGuard<'_>)> {
         let mut state = self.all(call_id, stage)?;
         let memories = state.entry(call_id).memories();
@@ -197,7 +203,7 @@ impl InProcess {
         self.shared().reach(call_id, self.member, stage);
     }
 
-    /// The other members, beginning after this one, so that not all read from the same at once.
+    /// The other members, from the next one, so that not all read from the same at once.
     fn others(&self) -> impl Iterator<Item = usize> {
         (1..self.size).map(|step| (self.member + step) % self.size)
     }
@@ -206,7 +212,7 @@ impl InProcess {
         self.gathers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Copies all shards of a gather side by side.
+    /// Copies all shards of a gather into its full buffer.
     fn fill(&self, gather: &mut StartedGather) -> Result<()> {
         if gather.filled {
             return Ok(());
@@ -214,7 +220,8 @@ impl InProcess {
         let (shard, full) = (&gather.shard, &gather.full);
         let at = |member: usize| full.address() + member * shard.bytes();
         if shard.address() != at(self.member) {
-            // SAFETY: the shard lies outside `full`, which `check_parts` saw; both are this rank's.
+            // SAFETY: the shard is outside `full`, which `check_parts` checked; both belong to this
+            // rank.
             unsafe { copy(shard.address(), at(self.member), shard.bytes()) };
         }
         for peer in self.others() {
@@ -223,8 +230,8 @@ impl InProcess {
                 continue;
             };
             let reading = ReadGuard::start(self.shared(), state)?;
-            // SAFETY: posted, so not written before this rank has called an all-reduce or barrier later on, which it
-            // does only after this; `full` is this rank's.
+            // SAFETY: a posted shard is not written before this rank calls a later all-reduce or
+            // barrier, which happens only after this; `full` belongs to this rank.
             unsafe { copy(theirs.address(), at(peer), theirs.bytes()) };
             drop(reading);
         }
@@ -233,12 +240,12 @@ impl InProcess {
         Ok(())
     }
 
-    /// Fills what is in flight: peers may write their shards once they have returned from what this rank calls next.
+    /// Fills pending gathers: peers may write their shards after this rank's next call.
     fn fill_all(&self) -> Result<()> {
         self.gathers().iter_mut().try_for_each(|gather| self.fill(gather))
     }
 
-    /// The sum of buffers that are posted as private copies.
+    /// Sums buffers that are posted as private copies.
     fn all_reduce_small(&self, call: Call, buffer: &Buffer) -> Result<()> {
         let call_id =
             self.post_op(Op::AllReduce, call, Some(buffer), None, Payload::Memory(private(buffer)))?;
@@ -246,7 +253,7 @@ impl InProcess {
         let pieces = state.entry(call_id).memories();
         state.leave(call_id);
         drop(state);
-        // SAFETY: nobody writes the copies, which `pieces` keeps; `buffer` is this rank's.
+        // SAFETY: no rank writes the copies, which `pieces` keeps; `buffer` belongs to this rank.
         unsafe {
             rank_sum::ascending(buffer.element(), &addresses(&pieces, 0), buffer.elements(), buffer.address())
         }
@@ -277,7 +284,8 @@ impl Collective for InProcess {
         let bytes = buffer.element().bytes();
         let own = part(buffer.elements(), bytes, self.size, self.member);
         let at = own.start * bytes;
-        // SAFETY: all buffers have the same length; of all of them only this rank reads the part `own`, until Summed.
+        // SAFETY: all buffers have the same length; only this rank reads the part `own` of them,
+        // until Summed.
         unsafe {
             rank_sum::ascending(buffer.element(), &addresses(&pieces, at), own.len(), buffer.address() + at)?;
         }
@@ -287,7 +295,8 @@ impl Collective for InProcess {
         for peer in self.others() {
             let theirs = part(buffer.elements(), bytes, self.size, peer);
             let at = theirs.start * bytes;
-            // SAFETY: the peer has written its part for the last time; nobody reads this rank's copy of it any more.
+            // SAFETY: the peer has finished writing its part; no rank still reads this rank's copy
+            // of it.
             unsafe { copy(pieces[peer].address() + at, buffer.address() + at, theirs.len() * bytes) };
         }
         drop(reading);
@@ -301,7 +310,7 @@ impl Collective for InProcess {
         let at = check_parts(call, (self.member, self.size), shard, full)?;
         if self.size == 1 {
             if shard.address() != full.address() {
-                // SAFETY: both are this rank's and do not overlap, which `check_parts` saw.
+                // SAFETY: both belong to this rank and do not overlap, which `check_parts` checked.
                 unsafe { copy(full.address(), shard.address(), full.bytes()) };
             }
             return self.alone(Op::ReduceScatter, full.bytes());
@@ -309,7 +318,8 @@ impl Collective for InProcess {
         let call_id =
             self.post_op(Op::ReduceScatter, call, Some(full), None, Payload::Memory(full.clone()))?;
         let (pieces, reading) = self.read_all(call_id, CallState::Posted)?;
-        // SAFETY: all are as long as `full`; `shard` is this rank's, and where it lies in `full` only this rank reads.
+        // SAFETY: all are as long as `full`; `shard` belongs to this rank, which alone reads it
+        // inside `full`.
         unsafe {
             rank_sum::ascending(shard.element(), &addresses(&pieces, at), shard.elements(), shard.address())?;
         }
@@ -328,7 +338,7 @@ impl Collective for InProcess {
     ) -> Result<()> {
         match replicas.as_backend().and_then(|backend| backend.downcast_ref::<InProcess>()) {
             Some(local) if self.size > 1 && local.size > 1 => self.across(call, local, full, shard),
-            // One of the two sums is none: the order is that of the other.
+            // One of the two groups has one rank, so the other sum decides the order.
             _ => {
                 self.reduce_scatter(call, full, shard)?;
                 replicas.all_reduce(call, shard)
@@ -374,7 +384,7 @@ impl Collective for InProcess {
             let mut state = self.wait(call_id, WaitCondition::Post(root))?;
             if let Payload::Memory(theirs) = state.entry(call_id).payloads[root].clone() {
                 let reading = ReadGuard::start(self.shared(), state)?;
-                // SAFETY: as long as the root's, which stays until all have come to Copied.
+                // SAFETY: as long as the root's memory, which stays until all have reached Copied.
                 unsafe { copy(theirs.address(), buffer.address(), buffer.bytes()) };
                 drop(reading);
             }

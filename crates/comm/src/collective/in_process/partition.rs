@@ -1,4 +1,4 @@
-//! Memory as the calls take it: checked before a peer sees it, cut into parts, copied.
+//! Memory of calls: checked before a peer sees it, cut into parts, copied.
 
 use std::ops::Range;
 use std::ptr::{copy_nonoverlapping, with_exposed_provenance, with_exposed_provenance_mut};
@@ -9,11 +9,12 @@ use crate::collective::buffer_checks;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 
-/// Parts of a buffer that ranks write side by side begin at multiples of this, so no two write one cache line.
+/// Alignment of the parts that ranks write in parallel, so that no two write one cache line.
 const LINE_BYTES: usize = 64;
 
-/// Checks that `full` is the `shard`s of `size` members side by side, and returns where `member`'s begins in it, in
-/// bytes. The shard may be that very place; it may not overlap otherwise.
+/// Checks that `full` consists of the `shard`s of `size` members in order, and returns the offset
+/// of `member`'s shard in it, in bytes. The shard may be that range of `full`, but may not overlap
+/// otherwise.
 pub(super) fn check_parts(
     call: Call,
     (member, size): (usize, usize),
@@ -52,31 +53,32 @@ pub(super) fn check_sum(call: Call, memory: &Buffer) -> Result<()> {
     check_aligned(call, memory)
 }
 
-/// The `part`th of `parts` parts of `elements` elements of `bytes` bytes, in whole cache lines; the last may be short or
-/// empty.
+/// Range of the `part`th of `parts` parts of `elements` elements of `bytes` bytes, in whole cache
+/// lines; the last may be short or empty.
 pub(super) fn part(elements: usize, bytes: usize, parts: usize, part: usize) -> Range<usize> {
     let each = elements.div_ceil(parts).next_multiple_of(LINE_BYTES / bytes);
     (part * each).min(elements)..((part + 1) * each).min(elements)
 }
 
-/// Where the memories begin, `at` bytes in.
+/// Start addresses of the memories, plus `at` bytes.
 pub(super) fn addresses(memories: &[Buffer], at: usize) -> Vec<usize> {
     memories.iter().map(|memory| memory.address() + at).collect()
 }
 
-/// A copy that lives as long as it is posted.
+/// Copies memory to a new allocation, which the returned buffer keeps.
 pub(super) fn private(memory: &Buffer) -> Buffer {
     let mut words = vec![0_u64; memory.bytes().div_ceil(8)];
     let address = words.as_mut_ptr().expose_provenance();
-    // SAFETY: `words` has room; `memory` is the caller's.
+    // SAFETY: `words` is long enough; `memory` belongs to the caller.
     unsafe { copy(memory.address(), address, memory.bytes()) };
-    // SAFETY: a vector stays where it is inside its Arc; words are aligned for any element; nobody writes it again.
+    // SAFETY: a vector inside an Arc does not move; words are aligned for any element; no thread
+    // writes it again.
     unsafe { Buffer::new(address, memory.elements(), memory.element(), Arc::new(words)) }
 }
 
 /// # Safety
-/// `bytes` bytes are readable at `from` and writable at `to`; they do not overlap, and no other thread writes the
-/// first or touches the second meanwhile.
+/// `bytes` bytes are readable at `from` and writable at `to`; they do not overlap, and no other
+/// thread writes the first or touches the second meanwhile.
 pub(super) unsafe fn copy(from: usize, to: usize, bytes: usize) {
     // SAFETY: by this function's contract.
     unsafe {
@@ -105,7 +107,7 @@ mod tests {
         assert_eq!(part(100, 2, 4, 3), 96..100);
     }
 
-    /// Memory that nobody touches.
+    /// Memory that no test accesses.
     fn at(address: usize, elements: usize, element: ElementType) -> Buffer {
         // SAFETY: only its numbers are read.
         unsafe { Buffer::new(address, elements, element, Arc::new(())) }

@@ -1,4 +1,4 @@
-//! What ranks post for one another: the call and its fingerprint, how far each rank has come in it, its memory.
+//! Posts of ranks: the call and its fingerprint, each rank's progress in it, and its memory.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use crate::collective::{Call, Op};
 use crate::runtime::buffer::{Buffer, ElementType};
 use crate::runtime::clock;
 
-/// What a rank calls.
+/// Kind of a rank's call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CallAction {
     /// One of the counted calls.
@@ -18,19 +18,19 @@ pub(super) enum CallAction {
     Split,
 }
 
-/// What all ranks of a group must say alike in their call of one number.
+/// Properties of a call that must be equal on all ranks of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CallFingerprint {
     pub(super) action: CallAction,
     pub(super) call: Call,
-    /// What is moved, and how many of them in full (not sharded).
+    /// Element type and number of elements of the full (not sharded) data.
     pub(super) data: Option<(ElementType, usize)>,
-    /// The root of a broadcast; of a sum across groups, the place in the other group; of a message, the other rank.
+    /// Root of a broadcast, place in the other group of a sum across groups, or peer of a message.
     pub(super) root: Option<usize>,
 }
 
 impl CallFingerprint {
-    /// Whether a rank that says this and one that says `other` make the same call: alike, or the two sides of a message.
+    /// True if this call and `other` match: they are equal, or the two sides of a message.
     pub(super) fn matches(&self, other: &CallFingerprint) -> bool {
         match (self.action, other.action) {
             (CallAction::Op(Op::Send), CallAction::Op(Op::Recv))
@@ -43,7 +43,7 @@ impl CallFingerprint {
 }
 
 impl fmt::Display for CallFingerprint {
-    /// `all_reduce of gradients of block 3 (4096 f32)`
+    /// Text of the call: `all_reduce of gradients of block 3 (4096 f32)`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self.action {
             CallAction::Op(Op::AllReduce) => "all_reduce",
@@ -75,58 +75,59 @@ impl fmt::Display for CallFingerprint {
     }
 }
 
-/// Which call: of which group, and how many that group had before it.
+/// Identity of a call: its group, and the number of that group's earlier calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CallId {
     pub(super) group: usize,
     pub(super) number: u64,
 }
 
-/// How far a rank has come in a call.
+/// Progress of a rank in a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum CallState {
     Absent,
-    /// Its post can be read; what the post names does not change.
+    /// Its post can be read, and the posted memory does not change.
     Posted,
     /// It has read its peers' parts for its sum and written the sum.
     Summed,
-    /// It has read all that it will read.
+    /// It has finished reading.
     Copied,
 }
 
-/// What a rank waits for.
+/// Condition of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WaitCondition {
-    /// All members have come at least so far.
+    /// All members have reached at least this state.
     All(CallState),
     /// This member has posted.
     Post(usize),
 }
 
-/// What a post carries besides its fingerprint.
+/// Data of a post besides its fingerprint.
 #[derive(Debug, Clone)]
 pub(super) enum Payload {
     Nothing,
-    /// Memory of the rank that peers read; the post keeps it allocated.
+    /// Memory of the rank for its peers to read; the post keeps it allocated.
     Memory(Buffer),
-    /// `full` of each rank of the poster's group beside its rank in the world, and the poster's own shard.
+    /// `full` of each rank of the poster's group with its rank in the world, and the poster's own
+    /// shard.
     Across(Vec<(usize, Buffer)>, Buffer),
-    /// Of a split.
+    /// Color of a split.
     Color(usize),
 }
 
 /// A call that some members have posted and not all have left.
 #[derive(Debug)]
 pub(super) struct PendingCall {
-    /// The first poster's member and fingerprint, which all others' must equal.
+    /// Member and fingerprint of the first poster, which all others must equal.
     pub(super) first: (usize, CallFingerprint),
     pub(super) payloads: Vec<Payload>,
     pub(super) reached: Vec<CallState>,
-    /// When each member came there, on a planted clock.
+    /// Time at which each member reached its state, on a planted clock.
     moments: Vec<Duration>,
-    /// Members that need it no more.
+    /// Number of members that have left it.
     pub(super) leavers: usize,
-    /// Of a split: each member's new group and place there.
+    /// New group of each member of a split, and its place there.
     pub(super) places: Vec<(usize, usize)>,
 }
 
@@ -142,13 +143,14 @@ impl PendingCall {
         }
     }
 
-    /// Notes that `member`, whose thread calls this, has come to `stage`.
+    /// Records that `member`, the calling thread, has reached `stage`.
     pub(super) fn reach(&mut self, member: usize, stage: CallState) {
         self.reached[member] = stage;
         self.moments[member] = clock::planted_time();
     }
 
-    /// Moves the planted clock of a thread that has waited for `condition` on to when that was met.
+    /// Advances the planted clock of a thread that has waited for `condition` to the time at which
+    /// it was met.
     pub(super) fn end_wait(&self, condition: WaitCondition) {
         let latest = match condition {
             WaitCondition::All(_) => self.moments.iter().max(),
@@ -157,7 +159,7 @@ impl PendingCall {
         latest.copied().into_iter().for_each(clock::wait_until);
     }
 
-    /// Members that keep `condition` from being met.
+    /// Members that have not yet met `condition`.
     pub(super) fn missing(&self, condition: WaitCondition) -> impl Iterator<Item = usize> {
         self.reached.iter().enumerate().filter_map(move |(member, reached)| {
             let late = match condition {
@@ -168,7 +170,7 @@ impl PendingCall {
         })
     }
 
-    /// The memories that the members posted, in their order.
+    /// Posted memory of the members, in their order.
     pub(super) fn memories(&self) -> Vec<Buffer> {
         let memory = |payload: &Payload| match payload {
             Payload::Memory(memory) => Some(memory.clone()),

@@ -1,4 +1,4 @@
-//! Ranks as threads: started together, ended together, and of several errors the one that came first.
+//! Runs ranks as threads that start and end together, and returns the first of several errors.
 
 use std::sync::Arc;
 
@@ -7,12 +7,14 @@ use super::shared::SharedWorld;
 use crate::collective::rank_threads::{caught, in_a_line, join, start};
 use crate::error::{Error, Result};
 
-/// Runs `work` for each end in a thread of its own, `rank-0`, `rank-1`, …; a single one on this thread.
+/// Runs `work` for each communicator in a separate thread, `rank-0`, `rank-1`, …; a single one on
+/// this thread.
 ///
 /// # Errors
-/// When a rank returns an error or panics, its peers' calls fail and the error is that rank's, of its kind, with its
-/// rank, phase and last call; not the survivors', whose calls failed because of it. What all ranks say alike is said once.
-/// Every thread is waited for: one that neither calls nor returns keeps this from returning.
+/// If a rank returns an error or panics, its peers' calls fail. The result is that rank's error, of
+/// its category, with its rank, phase and last call; the peers' resulting errors are dropped. An
+/// error that all ranks share is returned once. The function waits for every thread, so a thread
+/// that neither calls nor returns blocks it.
 pub fn run_ranks<T: Send>(
     ends: Vec<InProcess>,
     work: impl Fn(InProcess) -> Result<T> + Sync,
@@ -37,7 +39,7 @@ pub fn run_ranks<T: Send>(
     Err(first_failure(&shared, &ranks, results))
 }
 
-/// One rank; its seat is held until its peers know how it ended.
+/// Runs one rank; keeps its handle until its peers have been informed of its end.
 fn run_rank<T>(end: InProcess, work: impl Fn(InProcess) -> Result<T>) -> Result<T> {
     let rank_handle = Arc::clone(&end.rank_handle);
     let result = caught(|| work(end));
@@ -47,7 +49,7 @@ fn run_rank<T>(end: InProcess, work: impl Fn(InProcess) -> Result<T>) -> Result<
     result
 }
 
-/// The error of the rank that failed first. `results` are those of `ranks`, at least one an error.
+/// Error of the rank that failed first. `results` belong to `ranks`; at least one is an error.
 fn first_failure<T>(shared: &SharedWorld, ranks: &[usize], results: Vec<Result<T>>) -> Error {
     let rank_errors = ranks.iter().zip(results).filter_map(|(rank, result)| Some((*rank, result.err()?)));
     let mut errors: Vec<(usize, Error)> = rank_errors.collect();

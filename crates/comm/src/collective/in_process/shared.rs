@@ -1,4 +1,4 @@
-//! The lock around the [`WorldState`], sleeping and waking, and how a failure ends everybody's waits.
+//! The lock around the [`WorldState`], sleeping and waking, and the end of all waits by a failure.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -10,18 +10,19 @@ use super::state::{WaitingRank, WorldFailure, WorldState};
 use crate::collective::{Op, Phase};
 use crate::error::{Error, ErrorCategory, Result};
 
-/// Looks at the version before a rank sleeps, some tens of microseconds: what a peer with a core of its own needs.
+/// Polls of the version before a rank sleeps, some tens of microseconds: enough for a peer with its
+/// own core.
 const SPINS: u32 = 1000;
 
-/// What the ranks of a world share.
+/// State that the ranks of a world share.
 #[derive(Debug)]
 pub(super) struct SharedWorld {
     state: Mutex<WorldState>,
-    /// Counts changes of the state, for ranks that spin.
+    /// Number of changes of the state, for spinning ranks.
     version: AtomicU64,
-    /// Where each rank sleeps.
+    /// Wakes each rank.
     wake: Vec<Condvar>,
-    /// Where ranks that return a failure wait for `readers` to be 0.
+    /// Wakes ranks that wait for `readers` to be 0 before they return a failure.
     unread: Condvar,
     timeout: Duration,
     faults: Vec<InjectedFault>,
@@ -46,10 +47,10 @@ impl SharedWorld {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The state, for a call of `rank`.
+    /// Locks the state for a call of `rank`.
     ///
     /// # Errors
-    /// The failure of the world; a call of a rank that has left.
+    /// The failure of the world, or a call of a rank that has left.
     pub(super) fn open(&self, rank: usize) -> Result<MutexGuard<'_, WorldState>> {
         let mut state = self.lock();
         state.driven(rank);
@@ -62,7 +63,7 @@ impl SharedWorld {
         Ok(state)
     }
 
-    /// Posts `member`'s next call of `group`, counted as `op` on `bytes` bytes of full data.
+    /// Posts `member`'s next call of `group`, which counts as `op` on `bytes` bytes of full data.
     pub(super) fn post(
         &self,
         (rank, group, member): (usize, usize, usize),
@@ -77,7 +78,7 @@ impl SharedWorld {
         self.put_down(state, (group, member), print, payload)
     }
 
-    /// Posts `rank`'s side of a message between two members of `group`, counted in that group.
+    /// Posts `rank`'s side of a message between two members of `group`, which counts in that group.
     pub(super) fn post_message(
         &self,
         (rank, group): (usize, usize),
@@ -113,14 +114,14 @@ impl SharedWorld {
         }
     }
 
-    /// `member` has come to `stage` of the call.
+    /// Records that `member` has reached `stage` of the call.
     pub(super) fn reach(&self, call_id: CallId, member: usize, stage: CallState) {
         let mut state = self.lock();
         state.entry(call_id).reach(member, stage);
         self.changed(&state, call_id);
     }
 
-    /// Wakes who can go on after a change of the call.
+    /// Wakes the ranks whose condition is met after a change of the call.
     fn changed(&self, state: &WorldState, call_id: CallId) {
         self.version.fetch_add(1, Ordering::Release);
         for waiting in state.waiting.iter().filter(|waiting| waiting.call_id == call_id) {
@@ -135,8 +136,8 @@ impl SharedWorld {
         self.wake.iter().for_each(Condvar::notify_all);
     }
 
-    /// Returns, with the lock, when `condition` is met, after a failure too: what all ranks have agreed on (that the norm is NaN)
-    /// is then known to all of them, and none reports only that a peer failed.
+    /// Returns with the lock when `condition` is met, even after a failure. So all ranks learn what
+    /// they have agreed on (such as a NaN norm), and none reports only a failed peer.
     pub(super) fn wait(
         &self,
         rank: usize,
@@ -170,7 +171,7 @@ impl SharedWorld {
         }
     }
 
-    /// Spins until the version is another one; returns the spins that are left.
+    /// Spins until the version changes; returns the remaining spins.
     fn spin(&self, version: u64, mut spins: u32) -> u32 {
         while spins > 0 && self.version.load(Ordering::Acquire) == version {
             std::hint::spin_loop();
@@ -179,7 +180,7 @@ impl SharedWorld {
         spins
     }
 
-    /// Sleeps until woken, or fails the world when that cannot be or takes too long.
+    /// Sleeps until woken; fails the world if no rank can wake it or the wait takes too long.
     fn sleep<'a>(
         &'a self,
         mut state: MutexGuard<'a, WorldState>,
@@ -204,13 +205,14 @@ impl SharedWorld {
         state
     }
 
-    /// Records the failure if it is the first, and wakes everybody.
+    /// Records the failure if it is the first, and wakes all ranks.
     pub(super) fn fail(&self, state: &mut WorldState, failure: WorldFailure) {
         state.failure.get_or_insert(failure);
         self.wake_all();
     }
 
-    /// The error of a failed world, once nobody reads this rank's memory any more: no call starts to after a failure.
+    /// Error of a failed world, after all reads of this rank's memory: no call starts one after a
+    /// failure.
     fn failed<'a>(&'a self, mut state: MutexGuard<'a, WorldState>) -> Error {
         while state.readers > 0 {
             state = self.unread.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -221,7 +223,7 @@ impl SharedWorld {
         }
     }
 
-    /// Does what [`crate::collective::Collective::abort`] says.
+    /// Implements [`crate::collective::Collective::abort`].
     pub(super) fn abort(&self, rank: usize, why: &str) {
         let mut state = self.lock();
         if state.failure.is_none() && !state.ranks[rank].gone {
@@ -230,7 +232,8 @@ impl SharedWorld {
         }
     }
 
-    /// `rank` makes no more calls: a failure if another waits for it, or for one that only it could wake.
+    /// Records that `rank` makes no more calls. It is a failure if another rank waits for it, or
+    /// for a rank that only it could wake.
     pub(super) fn leave(&self, rank: usize) {
         let mut state = self.lock();
         state.ranks[rank].gone = true;
@@ -241,14 +244,14 @@ impl SharedWorld {
         let failure = waiter.map(|waiter| state.left(rank, waiter)).or_else(|| state.stuck());
         match failure {
             Some(failure) => self.fail(&mut state, failure),
-            // Those who spin look again.
+            // Spinning ranks check again.
             None => {
                 self.version.fetch_add(1, Ordering::Release);
             }
         }
     }
 
-    /// Does what [`crate::collective::Collective::enter`] says.
+    /// Implements [`crate::collective::Collective::enter`].
     pub(super) fn enter(&self, rank: usize, phase: Phase) -> Result<()> {
         let occurrence = self.open(rank)?.enter(rank, phase);
         let strikes = |fault: &&InjectedFault| {
@@ -273,15 +276,15 @@ impl SharedWorld {
     }
 }
 
-/// Peers' memory is read for as long as this lives.
+/// Permission to read peers' memory, while it lives.
 #[derive(Debug)]
 pub(super) struct ReadGuard<'a>(&'a SharedWorld);
 
 impl<'a> ReadGuard<'a> {
-    /// Begins under the lock that showed the memory posted.
+    /// Begins under the lock that showed the posted memory.
     ///
     /// # Errors
-    /// The failure of the world: peers may have returned and write their memory.
+    /// The failure of the world, after which peers may have returned and write their memory.
     pub(super) fn start(shared: &'a SharedWorld, mut state: MutexGuard<'a, WorldState>) -> Result<Self> {
         if state.failure.is_some() {
             return Err(shared.failed(state));
@@ -301,7 +304,7 @@ impl Drop for ReadGuard<'_> {
     }
 }
 
-/// A rank's presence: all its ends hold it, and when the last is dropped the rank has left.
+/// Presence of a rank, which all its communicators share; after the last drop the rank has left.
 #[derive(Debug)]
 pub(super) struct RankHandle {
     pub(super) shared: Arc<SharedWorld>,

@@ -1,5 +1,5 @@
-//! All that the ranks of a world know of one another, behind one lock: groups and their open calls, what each rank
-//! does, who waits for what, and the first failure.
+//! State of a world of ranks, behind one lock: groups and their open calls, each rank's phase and
+//! last call, waits, and the first failure.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::thread::ThreadId;
@@ -15,18 +15,18 @@ use crate::units;
 /// The group of all ranks.
 pub(super) const WORLD: usize = 0;
 
-/// Ranks that call together.
+/// A group of ranks that call together.
 #[derive(Debug)]
 pub(super) struct GroupState {
     /// Their ranks in the world, ascending.
     pub(super) ranks: Vec<usize>,
-    /// Of each member: calls made, and what they sent.
+    /// Calls and traffic of each member.
     calls: Vec<u64>,
     pub(super) traffic: Vec<Traffic>,
-    /// Of each pair of members that has exchanged messages, sender and receiver: the group of those two, whose calls
+    /// Group of each pair of members that has exchanged messages, by sender and receiver; its calls
     /// are the messages.
     pairs: BTreeMap<(usize, usize), usize>,
-    /// It is such a pair.
+    /// True for the group of such a pair.
     is_pair: bool,
     /// Number of the first call in `entries`.
     first: u64,
@@ -48,21 +48,21 @@ impl GroupState {
     }
 }
 
-/// What the group knows of one rank.
+/// State of one rank.
 #[derive(Debug, Default)]
 pub(super) struct RankState {
     pub(super) phase: Option<Phase>,
     last: Option<(CallId, CallFingerprint)>,
-    /// Over all groups.
+    /// Traffic over all groups.
     pub(super) traffic: Traffic,
-    /// How often it entered each phase.
+    /// Number of entries into each phase.
     entered: [u64; Phase::ALL.len()],
-    /// It makes no more calls.
+    /// True if it makes no more calls.
     pub(super) gone: bool,
     thread: Option<ThreadId>,
 }
 
-/// A rank asleep.
+/// A sleeping rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct WaitingRank {
     pub(super) rank: usize,
@@ -70,14 +70,14 @@ pub(super) struct WaitingRank {
     pub(super) condition: WaitCondition,
 }
 
-/// The first failure; it ends all groups.
+/// The first failure, which ends all groups.
 #[derive(Debug, Clone)]
 pub(super) struct WorldFailure {
-    /// Whose it is.
+    /// Rank that failed.
     pub(super) rank: usize,
-    /// It said so itself, so there may be an error of its own that says more.
+    /// True if the rank reported it itself, so that it may return a more detailed error.
     pub(super) own: bool,
-    /// What all other ranks get.
+    /// Error for all other ranks.
     pub(super) error: Error,
 }
 
@@ -86,10 +86,11 @@ pub(super) struct WorldState {
     pub(super) groups: Vec<GroupState>,
     pub(super) ranks: Vec<RankState>,
     pub(super) waiting: Vec<WaitingRank>,
-    /// Ranks that read others' memory at this moment, outside the lock.
+    /// Number of ranks that read others' memory now, outside the lock.
     pub(super) readers: usize,
     pub(super) failure: Option<WorldFailure>,
-    /// Some rank calls from several threads: that one of them waits does not say that the rank does.
+    /// True if a rank calls from several threads: then a waiting thread does not mean that its rank
+    /// waits.
     threads_vary: bool,
 }
 
@@ -105,29 +106,30 @@ impl WorldState {
         }
     }
 
-    /// An open call; it stays until each member has left it, so a member that has not may index.
+    /// An open call, which stays until each member has left it. Only a member that has not left may
+    /// access it.
     pub(super) fn entry(&mut self, call_id: CallId) -> &mut PendingCall {
         let group = &mut self.groups[call_id.group];
         &mut group.entries[(call_id.number - group.first) as usize]
     }
 
-    /// Members that keep `condition` from being met, by their ranks in the world.
+    /// Ranks in the world that have not met `condition`.
     pub(super) fn missing(&self, call_id: CallId, condition: WaitCondition) -> impl Iterator<Item = usize> {
         let group = &self.groups[call_id.group];
         let entry = &group.entries[(call_id.number - group.first) as usize];
         entry.missing(condition).map(|member| group.ranks[member])
     }
 
-    /// Notes which thread makes `rank`'s calls.
+    /// Records the thread of `rank`'s calls.
     pub(super) fn driven(&mut self, rank: usize) {
         let here = std::thread::current().id();
         self.threads_vary |= *self.ranks[rank].thread.get_or_insert(here) != here;
     }
 
-    /// Puts down `member`'s next call of `group`.
+    /// Records `member`'s next call of `group`.
     ///
     /// # Errors
-    /// When a peer's call of the same number is another one.
+    /// A peer's call of the same number differs.
     pub(super) fn post(
         &mut self,
         group: usize,
@@ -159,7 +161,7 @@ impl WorldState {
         Ok(call_id)
     }
 
-    /// Makes the groups of a split that all members have posted.
+    /// Creates the groups of a split that all members have posted.
     fn part(&mut self, call_id: CallId) {
         let mut colors: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (member, payload) in self.entry(call_id).payloads.iter().enumerate() {
@@ -178,7 +180,7 @@ impl WorldState {
         self.entry(call_id).places = places;
     }
 
-    /// The group whose calls are the messages that member `from` of `group` sends to member `to`, in this order.
+    /// The group whose calls are the messages from member `from` of `group` to member `to`.
     pub(super) fn pair(&mut self, group: usize, from: usize, to: usize) -> usize {
         let (next, of) = (self.groups.len(), &mut self.groups[group]);
         let pair = *of.pairs.entry((from, to)).or_insert(next);
@@ -189,7 +191,7 @@ impl WorldState {
         pair
     }
 
-    /// A member needs the call no more; a call that all have left is forgotten.
+    /// Records that a member has left the call; a call that all have left is removed.
     pub(super) fn leave(&mut self, call_id: CallId) {
         self.entry(call_id).leavers += 1;
         let group = &mut self.groups[call_id.group];
@@ -206,7 +208,7 @@ impl WorldState {
         self.ranks[rank].traffic.count(op, bytes, size, is_root);
     }
 
-    /// `rank` enters `phase`, for the returned time.
+    /// Records that `rank` enters `phase`, and returns the number of its entries.
     pub(super) fn enter(&mut self, rank: usize, phase: Phase) -> u64 {
         let rank = &mut self.ranks[rank];
         rank.phase = Some(phase);
@@ -214,12 +216,13 @@ impl WorldState {
         rank.entered[phase as usize]
     }
 
-    /// ` in phase backward`, or nothing before the first phase.
+    /// Text of the phase: ` in phase backward`, or empty before the first phase.
     pub(super) fn in_phase(&self, rank: usize) -> String {
         self.ranks[rank].phase.map_or(String::new(), |phase| format!(" in phase {}", phase.name()))
     }
 
-    /// ` of the group of ranks 0, 2`, ` from rank 0 to rank 2` for messages, or nothing for the world.
+    /// Text of the group: ` of the group of ranks 0, 2`, ` from rank 0 to rank 2` for messages, or
+    /// empty for the world.
     fn of_group(&self, group: usize) -> String {
         if group == WORLD {
             return String::new();
@@ -245,7 +248,7 @@ impl WorldState {
         }
     }
 
-    /// `rank` says that it failed.
+    /// Failure that `rank` reports.
     pub(super) fn aborted(&self, rank: usize, why: &str) -> WorldFailure {
         let error =
             Error::new(ErrorCategory::Transient, format!("rank {rank} failed{}", self.in_phase(rank)))
@@ -254,13 +257,13 @@ impl WorldState {
         WorldFailure { rank, own: true, error }
     }
 
-    /// The own error of `rank`, which failed, with its place around it.
+    /// Own error of the failed `rank`, with its phase and last call.
     pub(super) fn around(&self, rank: usize, error: Error) -> Error {
         let what = format!("rank {rank} failed{}", self.in_phase(rank));
         error.during(what).because(format!("rank {rank}: {}", self.last_call(rank)))
     }
 
-    /// `rank` is gone while `waiter` waits for it.
+    /// Failure of `rank`, which left while `waiter` waits for it.
     pub(super) fn left(&self, rank: usize, waiter: usize) -> WorldFailure {
         let error = Error::new(ErrorCategory::Transient, format!("rank {rank} left{}", self.in_phase(rank)))
             .because(format!("rank {rank}: {}", self.last_call(rank)))
@@ -281,7 +284,7 @@ impl WorldState {
         WorldFailure { rank, own: false, error }
     }
 
-    /// `waiter` gives up on `rank`: the flight record.
+    /// Failure of `rank`, for which `waiter` has waited too long: a record of all ranks.
     pub(super) fn late(&self, rank: usize, waiter: usize, timeout: Duration) -> WorldFailure {
         let waited = units::duration(timeout.as_secs_f64());
         let what = format!("rank {waiter} waited {waited} for rank {rank}{}", self.in_phase(rank));
@@ -289,7 +292,8 @@ impl WorldState {
         WorldFailure { rank, own: false, error }
     }
 
-    /// Every rank sleeps or is gone, and none can wake another: their calls are of different groups.
+    /// Failure if every rank sleeps or has left, and none can wake another: their calls are of
+    /// different groups.
     pub(super) fn stuck(&self) -> Option<WorldFailure> {
         let sleeps = |rank: usize| {
             let mut own = self.waiting.iter().filter(|waiting| waiting.rank == rank);
@@ -302,7 +306,7 @@ impl WorldState {
         Some(WorldFailure { rank, own: false, error: self.record().fold(error, Error::because) })
     }
 
-    /// What each rank did last, and how much it sent.
+    /// Last action and traffic of each rank.
     fn record(&self) -> impl Iterator<Item = String> {
         self.ranks.iter().enumerate().map(|(rank, status)| {
             let sent = units::bytes(status.traffic.total_bytes());

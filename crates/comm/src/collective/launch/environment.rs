@@ -1,4 +1,4 @@
-//! Typed reading of environment variables through a lookup, so that tests need no environment of their own.
+//! Typed reading of environment variables through a lookup, so that tests need no real environment.
 
 use std::ffi::OsString;
 
@@ -6,12 +6,12 @@ use crate::address;
 use crate::error::{Error, Result};
 use crate::rendezvous::MAX_WORLD;
 
-/// The variables of a process. An empty one counts as unset, as launchers and shells mean it.
+/// Variables of a process. An empty one counts as unset, as launchers and shells do.
 pub(super) struct LaunchEnvironment<'a> {
     lookup: &'a dyn Fn(&str) -> Option<OsString>,
 }
 
-/// A variable and the value it had.
+/// A variable and its value.
 pub(super) struct Count {
     pub(super) name: &'static str,
     pub(super) value: usize,
@@ -22,7 +22,7 @@ impl<'a> LaunchEnvironment<'a> {
         LaunchEnvironment { lookup }
     }
 
-    /// The value of `name`.
+    /// Text of the variable `name`.
     pub(super) fn text(&self, name: &'static str) -> Result<Option<String>> {
         match (self.lookup)(name).filter(|value| !value.is_empty()) {
             None => Ok(None),
@@ -42,7 +42,7 @@ impl<'a> LaunchEnvironment<'a> {
         self.number(name, 1, MAX_WORLD as u64).map(|found| found.map(|n| Count { name, value: n as usize }))
     }
 
-    /// The first of `names` that is set, as [`LaunchEnvironment::count`].
+    /// The first of `names` that is set, as a count; see [`LaunchEnvironment::count`].
     pub(super) fn first_count(&self, names: &[&'static str]) -> Result<Option<Count>> {
         match names.iter().find(|name| self.is_set(name)) {
             Some(name) => self.count(name),
@@ -50,13 +50,13 @@ impl<'a> LaunchEnvironment<'a> {
         }
     }
 
-    /// A place among ranks, processes or hosts: from 0.
+    /// An index among ranks, processes or hosts: from 0.
     pub(super) fn index(&self, name: &'static str) -> Result<Option<Count>> {
         let found = self.number(name, 0, MAX_WORLD as u64 - 1)?;
         Ok(found.map(|n| Count { name, value: n as usize }))
     }
 
-    /// The first of `names` that is set, as [`LaunchEnvironment::index`].
+    /// The first of `names` that is set, as an index; see [`LaunchEnvironment::index`].
     pub(super) fn first_index(&self, names: &[&'static str]) -> Result<Option<Count>> {
         match names.iter().find(|name| self.is_set(name)) {
             Some(name) => self.index(name),
@@ -82,7 +82,7 @@ impl<'a> LaunchEnvironment<'a> {
 }
 
 impl Count {
-    /// Refuses a place that is not below a number of places.
+    /// Refuses an index that is not below `count`.
     pub(super) fn below(&self, count: &Count) -> Result<()> {
         if self.value < count.value {
             return Ok(());
@@ -92,15 +92,15 @@ impl Count {
     }
 }
 
-/// A variable whose value cannot be used.
+/// Error of a variable with an unusable value.
 pub(super) fn refused(name: &str, value: &str, accepted: &str) -> Error {
     let value: String = value.chars().take(80).map(|c| if c.is_control() { ' ' } else { c }).collect();
-    Error::user("cannot tell the place of this process among the ranks")
+    Error::user("cannot determine the rank of this process")
         .because(format!("{name} is `{value}`; accepted: {accepted}"))
 }
 
-/// A variable that others call for.
+/// Error of a missing variable that others require.
 pub(super) fn missing(name: &str, because: &str) -> Error {
-    Error::user("cannot tell the place of this process among the ranks")
+    Error::user("cannot determine the rank of this process")
         .because(format!("{name} is not set, although {because}"))
 }

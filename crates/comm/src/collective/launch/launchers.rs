@@ -1,8 +1,8 @@
-//! What each launcher but Slurm leaves in the environment.
+//! Environment variables of each launcher except Slurm.
 //!
-//! Sources: PyTorch's `torchrun` documentation ("Environment Variables"), Open MPI's "Environment variables set for
-//! MPI applications", MPICH's Hydra (`PMI_*`, `MPI_LOCAL*`), the PMIx standard, Kubernetes' "Indexed Job" and
-//! "Job with Pod-to-Pod Communication".
+//! Sources: PyTorch's `torchrun` documentation ("Environment Variables"), Open MPI's "Environment
+//! variables set for MPI applications", MPICH's Hydra (`PMI_*`, `MPI_LOCAL*`), the PMIx standard,
+//! Kubernetes' "Indexed Job" and "Job with Pod-to-Pod Communication".
 
 use super::environment::{Count, LaunchEnvironment, missing, refused};
 use super::master::{address, named_master, number_of, with_derived_port};
@@ -10,7 +10,7 @@ use super::{DetectedLaunch, Flags, LaunchSource, LocalRank, PORTS_TRIED, slurm};
 use crate::error::{Error, Result};
 use crate::rendezvous::Master;
 
-/// `RANK`, `WORLD_SIZE`: torchrun, PyTorchJob, and whoever sets them by hand.
+/// `RANK`, `WORLD_SIZE`: torchrun, PyTorchJob, or a user's script.
 pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(rank) = env.index("RANK")? else { return Ok(None) };
     let world = env.count("WORLD_SIZE")?.ok_or_else(|| missing("WORLD_SIZE", "RANK is"))?;
@@ -44,7 +44,7 @@ pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opt
     }))
 }
 
-/// The agents' own places, else what an even spread of the processes means.
+/// Host index of torchrun's agent, else the one of an even spread of the processes.
 fn torchrun_host(
     env: &LaunchEnvironment<'_>,
     rank: &Count,
@@ -61,7 +61,7 @@ fn torchrun_host(
         .map(|local| LocalRank { index: rank.value / local.value, count: world.value / local.value }))
 }
 
-/// torchrun's agent keeps its store on MASTER_PORT: then the ports behind it are used.
+/// torchrun's agent has its store on MASTER_PORT, so the next ports are used.
 fn torchrun_master(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Master> {
     let because = "WORLD_SIZE is above 1";
     let mut master = named_master(env, flags, because)?;
@@ -98,12 +98,12 @@ pub(super) fn open_mpi(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opt
     mpi(env, flags, LaunchSource::OpenMpi, MpiVariables { rank, size, local, local_size, run }).map(Some)
 }
 
-/// Launchers that speak PMI (Hydra, PALS) or PMIx.
+/// Launchers with PMI (Hydra, PALS) or PMIx.
 pub(super) fn pmi(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(rank) = env.first_index(&["PMI_RANK", "PMIX_RANK"])? else { return Ok(None) };
     let size = match rank.name {
         "PMI_RANK" => env.count("PMI_SIZE")?.ok_or_else(|| missing("PMI_SIZE", "PMI_RANK is"))?,
-        // PMIx tells the number of processes only to those who link its library.
+        // PMIx gives the number of processes only to programs that link its library.
         _ => env.first_count(&["PMIX_SIZE", "WORLD_SIZE"])?.ok_or_else(|| {
             missing("WORLD_SIZE", "PMIX_RANK is")
                 .hint("set the number of processes in every process: `WORLD_SIZE=16`")
@@ -120,7 +120,7 @@ pub(super) fn pmi(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<D
     mpi(env, flags, LaunchSource::Pmi, MpiVariables { rank, size, local, local_size, run }).map(Some)
 }
 
-/// What MPI launchers tell.
+/// Values of an MPI launcher's variables.
 struct MpiVariables {
     rank: Count,
     size: Count,
@@ -145,7 +145,8 @@ fn mpi(
         1 => None,
         _ => Some(mpi_master(env, flags, one_host, &run)?),
     };
-    // Which host of how many is not told but where there is one: hosts may hold different numbers of processes.
+    // The host index is known only for one host, because hosts may hold different numbers of
+    // processes.
     let host = one_host.then_some(LocalRank { index: 0, count: 1 });
     let process = LocalRank { index: rank.value, count: size.value };
     let local_index = local.map_or(0, |local| local.value);
@@ -153,8 +154,8 @@ fn mpi(
     Ok(DetectedLaunch { source, process, local_index, local_count, host, master, run })
 }
 
-/// MASTER_ADDR; else this host if it has all processes; else the first host of a surrounding Slurm job, on which
-/// `mpirun` puts process 0.
+/// MASTER_ADDR; else this host if it has all processes; else the first host of the enclosing Slurm
+/// job, where `mpirun` starts process 0.
 fn mpi_master(env: &LaunchEnvironment<'_>, flags: &Flags, one_host: bool, run: &str) -> Result<Master> {
     let address = match address(env, flags)? {
         Some(address) => address,
@@ -167,8 +168,8 @@ fn mpi_master(env: &LaunchEnvironment<'_>, flags: &Flags, one_host: bool, run: &
     with_derived_port(env, flags, address, number_of(run))
 }
 
-/// A Kubernetes Job with `completionMode: Indexed`. The index alone may as well number independent runs, so the pods
-/// are one run only when WORLD_SIZE or MASTER_ADDR says so.
+/// A Kubernetes Job with `completionMode: Indexed`. The index alone may also number independent
+/// runs, so the pods form one run only if WORLD_SIZE or MASTER_ADDR is set.
 pub(super) fn kubernetes(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(index) = env.index("JOB_COMPLETION_INDEX")? else { return Ok(None) };
     let world = env.count("WORLD_SIZE")?;
@@ -194,7 +195,7 @@ pub(super) fn kubernetes(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<O
     Ok(Some(DetectedLaunch { source, process, local_index: 0, local_count: Some(1), host, master, run }))
 }
 
-/// The address of pod 0: its host name is JOB-0, resolved through a headless service.
+/// Adds the address of pod 0: its host name is JOB-0, resolved through a headless service.
 fn kubernetes_hint(env: &LaunchEnvironment<'_>, error: Error) -> Error {
     let name = env.text("HOSTNAME").ok().flatten();
     let job = name.as_deref().and_then(|name| name.rsplit_once('-')).map_or("JOB", |(job, _)| job);

@@ -1,15 +1,15 @@
-//! Where rank 0 listens: the address and port that flags or the environment name, or a port that every process of the run
-//! derives alike.
+//! Address of rank 0: from flags or the environment, or with a port that every process of the run
+//! derives in the same way.
 
 use super::environment::{LaunchEnvironment, missing, refused};
 use super::{DEFAULT_PORT, Flags, PORTS_TRIED};
 use crate::error::{Error, Result};
 use crate::rendezvous::Master;
 
-/// Ports below the end of all that are derived from a run's name; above Linux's ephemeral ports (32768 to 60999).
+/// First port of those derived from a run's name; above Linux's ephemeral ports (32768 to 60999).
 const FIRST_DERIVED_PORT: u16 = 61_440;
 
-/// The master that flags or variables name, on one port.
+/// The master from flags or variables, on one port.
 pub(super) fn named_master(env: &LaunchEnvironment<'_>, flags: &Flags, because: &str) -> Result<Master> {
     let address = address(env, flags)?.ok_or_else(|| {
         missing("MASTER_ADDR", because)
@@ -19,7 +19,8 @@ pub(super) fn named_master(env: &LaunchEnvironment<'_>, flags: &Flags, because: 
     Ok(Master { address, port, ports: 1 })
 }
 
-/// The port that is named, else one of a block of ports that every process of the run derives from `number`.
+/// The port from flags or variables, else a block of ports that every process of the run derives
+/// from `number`.
 pub(super) fn with_derived_port(
     env: &LaunchEnvironment<'_>,
     flags: &Flags,
@@ -34,7 +35,7 @@ pub(super) fn with_derived_port(
     Ok(Master { address, port, ports: PORTS_TRIED })
 }
 
-/// A number for a run's name, the same on every host (FNV-1a).
+/// Hash of a run's name, the same on every host (FNV-1a).
 pub(super) fn number_of(run: &str) -> u64 {
     run.bytes()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
@@ -48,7 +49,7 @@ fn port(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<u16>> {
     }
 }
 
-/// The address that the flag or MASTER_ADDR names.
+/// The address from the flag or MASTER_ADDR.
 pub(super) fn address(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<String>> {
     let (name, text) = match (&flags.master_addr, env.text("MASTER_ADDR")?) {
         (Some(address), _) => ("--master-addr", address.clone()),
@@ -56,10 +57,10 @@ pub(super) fn address(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opti
         (None, None) => return Ok(None),
     };
     let inner = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text);
-    let accepted = "a host name or an IP address, the port apart";
+    let accepted = "a host name or an IP address, without a port";
     if let Ok(ip) = inner.parse::<std::net::IpAddr>() {
         return if ip.is_unspecified() {
-            Err(refused(name, &text, "the one address that the other hosts reach rank 0 by"))
+            Err(refused(name, &text, "the one address of rank 0 that other hosts can reach"))
         } else {
             Ok(Some(ip.to_string()))
         };

@@ -1,12 +1,12 @@
-//! Who the ranks are: the place of this process among all, from explicit flags or from what a launcher left in the
-//! environment.
+//! Ranks of this process and of the run, from explicit flags or a launcher's environment variables.
 //!
-//! One host needs nothing ([`LaunchSource::Alone`]). Several processes are started by torchrun, Open MPI, Slurm, another
-//! MPI launcher (PMI) or a Kubernetes indexed Job, each with its own variables; [`Launch::detect`] is a pure function
-//! of them. The most specific wins: flags, then what a user or torchrun names `RANK`, then `mpirun` before Slurm,
-//! because a process that `mpirun` started inside a Slurm job also sees the variables of the job, and they are not its
-//! own. Launchers count processes; each process may hold several ranks (threads), the same number in all of them.
-//! How processes then find and check one another is the business of [`crate::rendezvous`].
+//! One host needs none ([`LaunchSource::Alone`]). Several processes are started by torchrun, Open
+//! MPI, Slurm, another MPI launcher (PMI) or a Kubernetes indexed Job, each with its own variables;
+//! [`Launch::detect`] is a pure function of them. The most specific source wins: flags, then `RANK`
+//! of a user or torchrun, then `mpirun` before Slurm, because a process that `mpirun` started
+//! inside a Slurm job also has the job's variables, which are not its own. Launchers count
+//! processes; each process may hold several ranks (threads), the same number in all.
+//! [`crate::rendezvous`] connects and checks the processes.
 
 mod environment;
 mod launchers;
@@ -21,31 +21,31 @@ use crate::rendezvous::{MAX_WORLD, Master};
 use crate::units;
 use environment::LaunchEnvironment;
 
-/// The port of rank 0 unless the user or a launcher gives another (PyTorch's).
+/// Default port of rank 0 (PyTorch's).
 pub const DEFAULT_PORT: u16 = 29_500;
 
-/// Ports that are tried where the first may be taken.
+/// Number of ports to try if the first may be in use.
 pub const PORTS_TRIED: u16 = 16;
 
-/// What the command line says about ranks; the rest comes from the environment.
+/// Flags about ranks; the rest is from the environment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Flags {
-    /// Ranks that this process holds (`--ranks`, or the length of `--gpus`); 1 if unset.
+    /// Ranks in this process (`--ranks`, or the length of `--gpus`); 1 if unset.
     pub ranks_here: Option<usize>,
     /// Ranks in all processes (`--world-size`).
     pub world_size: Option<usize>,
-    /// The first rank of this process (`--rank`).
+    /// First rank of this process (`--rank`).
     pub rank: Option<usize>,
-    /// Where rank 0 listens (`--master-addr`).
+    /// Address of rank 0 (`--master-addr`).
     pub master_addr: Option<String>,
-    /// And on which port (`--master-port`).
+    /// Port of rank 0 (`--master-port`).
     pub master_port: Option<u16>,
 }
 
-/// Who started the processes.
+/// Source of the launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LaunchSource {
-    /// Nobody: this process holds all ranks.
+    /// No launcher: this process holds all ranks.
     Alone,
     /// `--world-size` and `--rank`.
     Flags,
@@ -55,14 +55,14 @@ pub enum LaunchSource {
     Slurm,
     /// Open MPI's `mpirun`.
     OpenMpi,
-    /// Another launcher that speaks PMI or PMIx (MPICH, Intel MPI, PALS).
+    /// Another launcher with PMI or PMIx (MPICH, Intel MPI, PALS).
     Pmi,
     /// An indexed Job of Kubernetes.
     KubernetesIndexedJob,
 }
 
 impl LaunchSource {
-    /// As people read it.
+    /// Name of the source, for messages.
     pub fn name(self) -> &'static str {
         match self {
             LaunchSource::Alone => "one process",
@@ -76,45 +76,45 @@ impl LaunchSource {
     }
 }
 
-/// A place among equals: `index < count`.
+/// An index among several: `index < count`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalRank {
-    /// Which one, from 0.
+    /// The index, from 0.
     pub index: usize,
-    /// Of how many.
+    /// The number of all.
     pub count: usize,
 }
 
-/// The place of this process among all.
+/// Ranks and host of this process among all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
-    /// Who said so.
+    /// Source of these values.
     pub source: LaunchSource,
-    /// The first rank of this process; it holds `rank..rank + ranks_here`.
+    /// First rank of this process; it holds `rank..rank + ranks_here`.
     pub rank: usize,
-    /// Ranks of this process, one a thread.
+    /// Ranks of this process, one per thread.
     pub ranks_here: usize,
-    /// The place of the first rank among the ranks of its host: its device, if none is named.
+    /// Index of the first rank among the ranks of its host: its device by default.
     pub local_rank: usize,
-    /// Ranks of all processes on this host, where the launcher tells.
+    /// Ranks of all processes on this host, if the launcher provides it.
     pub local_world_size: Option<usize>,
     /// Ranks of all processes.
     pub world_size: usize,
-    /// The host among the hosts, where the launcher tells.
+    /// Index of the host among the hosts, if the launcher provides it.
     pub host: Option<LocalRank>,
-    /// Where rank 0 listens; none when this process holds all ranks.
+    /// Address of rank 0; none if this process holds all ranks.
     pub master: Option<Master>,
-    /// Names the run where the launcher does, so that two runs on one host do not meet each other; may be empty.
+    /// Name of the run from the launcher, which separates two runs on one host; may be empty.
     pub run: String,
 }
 
-/// What a launcher says, in processes.
+/// Values of a launcher, counted in processes.
 struct DetectedLaunch {
     source: LaunchSource,
     process: LocalRank,
-    /// Place among the processes of the host.
+    /// Index among the processes of the host.
     local_index: usize,
-    /// Processes of the host, where the launcher tells.
+    /// Processes of the host, if the launcher provides it.
     local_count: Option<usize>,
     host: Option<LocalRank>,
     master: Option<Master>,
@@ -122,12 +122,12 @@ struct DetectedLaunch {
 }
 
 impl Launch {
-    /// Finds the place of this process from `flags` and the environment that `lookup` reads
+    /// Determines the ranks of this process from `flags` and the environment that `lookup` reads
     /// (`&|name| std::env::var_os(name)`).
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::User`] when variables are missing, malformed or contradict each other: the variable, its
-    /// value and what is accepted.
+    /// [`crate::error::ErrorCategory::User`] if variables are missing, malformed or contradict each
+    /// other, with the variable, its value and the accepted values.
     pub fn detect(flags: &Flags, lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Launch> {
         let env = LaunchEnvironment::new(lookup);
         let ranks_here = flags.ranks_here.unwrap_or(1);
@@ -161,7 +161,7 @@ impl Launch {
 }
 
 impl DetectedLaunch {
-    /// Turns places of processes into places of ranks.
+    /// Converts indices of processes to ranks.
     fn with_ranks(self, env: &LaunchEnvironment<'_>, ranks_here: usize) -> Result<Launch> {
         let LocalRank { index, count } = self.process;
         let world_size = count * ranks_here;
@@ -231,7 +231,8 @@ fn by_flags(
         local_rank: env.index("LOCAL_RANK")?.map_or(0, |local| local.value),
         local_world_size: match env.count("LOCAL_WORLD_SIZE")? {
             Some(local) => Some(local.value),
-            // A process of several ranks is its host's; how many processes of one rank a host has, nobody says.
+            // A process of several ranks is the only one of its host; for single ranks the number
+            // is unknown.
             None => Some(ranks_here).filter(|ranks| *ranks > 1 || world_size == 1),
         },
         world_size,
@@ -245,7 +246,7 @@ fn alone(flags: &Flags, env: &LaunchEnvironment<'_>, ranks_here: usize) -> Resul
     if flags.master_addr.is_some() || flags.master_port.is_some() {
         return Err(Error::user("cannot use --master-addr and --master-port for a run of one process")
             .because("no launcher started this process, and neither --world-size nor --rank is given")
-            .hint("give every process its place: `--world-size 16 --rank 8 --master-addr HOST`"));
+            .hint("give every process its rank: `--world-size 16 --rank 8 --master-addr HOST`"));
     }
     if let Some(world) = env.count("WORLD_SIZE")?
         && world.value > 1

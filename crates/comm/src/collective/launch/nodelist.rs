@@ -1,25 +1,26 @@
 //! Slurm's compressed lists: hosts (`node[001-003,007],login`) and tasks per node (`2(x3),1`).
 //!
-//! What `scontrol show hostnames` prints, without scontrol: containers seldom have it. As there, the width of a
-//! range's first number pads all of it, several bracket groups run in Slurm's own order, and order and duplicates are
-//! kept. Stricter than there: an empty item is an error. A text after the last bracket is accepted,
-//! as newer versions of Slurm do. The list comes from outside, so its size is known before anything is expanded.
+//! Expands lists like `scontrol show hostnames`, which is often missing in containers. As there,
+//! the width of a range's first number pads all of it, several bracket groups expand in Slurm's
+//! order, and order and duplicates stay. Unlike there, an empty item is an error. A text after the
+//! last bracket is accepted, as in newer versions of Slurm. The list is untrusted, so its size is
+//! computed before the expansion.
 
 use crate::error::{Error, Result};
 
-/// Hosts that one list may name.
+/// Maximum number of hosts in a list.
 pub const MAX_HOSTS: usize = 65_536;
 
-/// Bytes that one list may have; the longest real ones (thousands of single hosts) have some 100 kB.
+/// Maximum bytes of a list; the longest real ones (thousands of single hosts) have about 100 kB.
 const MAX_LIST_BYTES: usize = 1 << 20;
 
-/// Bytes of a host name (RFC 1035).
+/// Maximum bytes of a host name (RFC 1035).
 const MAX_NAME_BYTES: usize = 255;
 
-/// Bracket groups of one item; real clusters have up to five.
+/// Maximum number of bracket groups of an item; real clusters have up to five.
 const MAX_GROUPS: usize = 32;
 
-/// Digits of a number in brackets, so that it fits u64.
+/// Maximum digits of a number in brackets, so that it fits u64.
 const MAX_DIGITS: usize = 18;
 
 /// A part of a host's name: a text, or the numbers of a bracket group.
@@ -41,10 +42,11 @@ impl NodeRange {
     }
 }
 
-/// The hosts that `list` names, in its order.
+/// Returns the hosts in `list`, in its order.
 ///
 /// # Errors
-/// [`crate::error::ErrorCategory::User`] when the list is malformed or names more than [`MAX_HOSTS`] hosts; the fault is quoted.
+/// [`crate::error::ErrorCategory::User`] if the list is malformed or has more than [`MAX_HOSTS`]
+/// hosts; the message quotes the fault.
 pub fn expand(list: &str) -> Result<Vec<String>> {
     let fault =
         |why: String| Error::user(format!("cannot read the host list `{}`", excerpt(list))).because(why);
@@ -77,7 +79,8 @@ pub fn expand(list: &str) -> Result<Vec<String>> {
 /// Tasks of each node from `SLURM_TASKS_PER_NODE`: `2(x3),1` is 2, 2, 2, 1.
 ///
 /// # Errors
-/// [`crate::error::ErrorCategory::User`] when the text is malformed or stands for more than [`MAX_HOSTS`] nodes.
+/// [`crate::error::ErrorCategory::User`] if the text is malformed or covers more than [`MAX_HOSTS`]
+/// nodes.
 pub fn tasks_per_node(text: &str) -> Result<Vec<usize>> {
     let fault = |why: &str| {
         Error::user(format!("cannot read the tasks per node `{}`", excerpt(text)))
@@ -92,7 +95,7 @@ pub fn tasks_per_node(text: &str) -> Result<Vec<usize>> {
             Some((number, times)) => (number, times.strip_suffix(')').ok_or_else(|| fault("no `)`"))?),
             None => (item, "1"),
         };
-        let number = digits(number).ok_or_else(|| fault("no number where one belongs"))?;
+        let number = digits(number).ok_or_else(|| fault("a number is missing"))?;
         let times = digits(times).ok_or_else(|| fault("no number after `(x`"))?;
         if number > MAX_HOSTS as u64 || times.saturating_add(tasks.len() as u64) > MAX_HOSTS as u64 {
             return Err(fault("a number is too large"));
@@ -147,7 +150,7 @@ fn pieces(item: &str) -> Result<Vec<NodePart<'_>>, String> {
     Ok(pieces)
 }
 
-/// A text that may stand in a host's name.
+/// Checks that a text contains only characters of a host name.
 fn checked(text: &str) -> Result<&str, String> {
     let stranger = |c: &char| !(c.is_ascii_alphanumeric() || "-._".contains(*c));
     match text.chars().find(stranger) {
@@ -165,7 +168,7 @@ fn range(text: &str) -> Result<NodeRange, String> {
     let width = first.len();
     let (first, last) = (digits(first).ok_or_else(fault)?, digits(last).ok_or_else(fault)?);
     if first > last {
-        return Err(format!("`{text}` in brackets runs backwards"));
+        return Err(format!("the range `{text}` in brackets is descending"));
     }
     Ok(NodeRange { first, last, width })
 }
@@ -176,7 +179,7 @@ fn digits(text: &str) -> Option<u64> {
     plain.then(|| text.parse().ok()).flatten()
 }
 
-/// How many hosts the pieces of an item stand for.
+/// Number of hosts of an item.
 fn count(pieces: &[NodePart<'_>]) -> u64 {
     let of = |piece: &NodePart<'_>| match piece {
         NodePart::Text(_) => 1,
@@ -185,8 +188,9 @@ fn count(pieces: &[NodePart<'_>]) -> u64 {
     pieces.iter().fold(1_u64, |product, piece| product.saturating_mul(of(piece)))
 }
 
-/// All names of an item. The last group runs fastest, then the first, the second and so on, as in Slurm
-/// (`_push_range_list` of its src/common/hostlist.c): tasks are spread over the hosts in this order.
+/// All names of an item. The last group varies fastest, then the first, the second and so on, as in
+/// Slurm (`_push_range_list` of its src/common/hostlist.c): tasks are distributed over the hosts in
+/// this order.
 fn product(pieces: &[NodePart<'_>]) -> Vec<String> {
     let written = |piece: &NodePart<'_>| match piece {
         NodePart::Text(text) => vec![(*text).to_owned()],
@@ -210,7 +214,7 @@ fn product(pieces: &[NodePart<'_>]) -> Vec<String> {
     (0..count(pieces) as usize).map(name).collect()
 }
 
-/// The beginning of a text from outside, for a message.
+/// Beginning of an untrusted text, for a message.
 fn excerpt(text: &str) -> String {
     let shown: String = text.chars().take(60).map(|c| if c.is_control() { ' ' } else { c }).collect();
     if text.chars().nth(60).is_some() { shown + "..." } else { shown }
@@ -220,7 +224,8 @@ fn excerpt(text: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Lists as Slurm writes them and what `scontrol show hostnames` prints for them (checked with Slurm 22.05).
+    /// Slurm's lists and the output of `scontrol show hostnames` for them (checked with Slurm
+    /// 22.05).
     const LISTS: &[(&str, &str)] = &[
         ("localhost", "localhost"),
         ("n1", "n1"),
@@ -299,8 +304,8 @@ mod tests {
             ("n1-2]", "`]` without `[`"),
             ("n[1-2]]", "`]` without `[`"),
             ("n[1,[2-3]]", "inside brackets"),
-            ("n[3-1]", "runs backwards"),
-            ("udc-an[28-1,34-1]", "runs backwards"),
+            ("n[3-1]", "is descending"),
+            ("udc-an[28-1,34-1]", "is descending"),
             ("n[]", "`` in brackets"),
             ("n[1,,2]", "`` in brackets"),
             ("n[1-]", "`1-` in brackets"),

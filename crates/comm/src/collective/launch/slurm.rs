@@ -1,8 +1,9 @@
-//! What `srun` leaves in the environment of a task.
+//! Environment variables of a task of `srun`.
 //!
-//! The variables of the step (`SLURM_STEP_*`) are preferred: those of the job mean the whole allocation, of which a
-//! step may use a part. Only `srun` sets them (Slurm's src/common/env.c), so without them the process is the batch
-//! script's own: SLURM_PROCID is 0 there, and the other tasks were never started.
+//! The variables of the step (`SLURM_STEP_*`) take precedence: those of the job cover the whole
+//! allocation, of which a step may use a part. Only `srun` sets them (Slurm's src/common/env.c).
+//! Without them the process is the batch script's: its SLURM_PROCID is 0, and no other task was
+//! started.
 
 use super::environment::{Count, LaunchEnvironment, missing, refused};
 use super::master::{address, with_derived_port};
@@ -12,7 +13,7 @@ use crate::error::{Error, ErrorContext, Result};
 
 const NODELISTS: [&str; 3] = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
 
-/// The place of a task of a job step.
+/// Ranks of a task of a job step.
 pub(super) fn slurm(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(rank) = env.index("SLURM_PROCID")? else { return Ok(None) };
     if other_launcher(env, &rank)? {
@@ -66,7 +67,7 @@ pub(super) fn slurm(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option
     }))
 }
 
-/// The first host of the step or job: task 0 runs there, whatever the distribution (but `arbitrary`).
+/// First host of the step or job: it runs task 0 in every distribution except `arbitrary`.
 pub(super) fn first_host(env: &LaunchEnvironment<'_>) -> Result<Option<String>> {
     Ok(hosts(env)?.and_then(|hosts| hosts.into_iter().next()))
 }
@@ -80,8 +81,8 @@ fn hosts(env: &LaunchEnvironment<'_>) -> Result<Option<Vec<String>>> {
     Ok(None)
 }
 
-/// An MPI launcher inside a job: its processes inherit Slurm's variables, which then are another process's.
-/// `srun --mpi=pmi2` sets the same numbers in both.
+/// True for an MPI launcher inside a job: its processes inherit Slurm's variables of another
+/// process. `srun --mpi=pmi2` sets the same numbers in both.
 fn other_launcher(env: &LaunchEnvironment<'_>, rank: &Count) -> Result<bool> {
     match env.index("PMI_RANK")? {
         Some(pmi) => {
@@ -92,7 +93,7 @@ fn other_launcher(env: &LaunchEnvironment<'_>, rank: &Count) -> Result<bool> {
     }
 }
 
-/// A process that `srun` did not start: right on one node, where ranks are threads.
+/// Handles a process that `srun` did not start: valid on one node, where ranks are threads.
 fn batch_script(env: &LaunchEnvironment<'_>) -> Result<Option<DetectedLaunch>> {
     match env.first_count(&["SLURM_JOB_NUM_NODES", "SLURM_NNODES"])? {
         Some(nodes) if nodes.value > 1 => Err(Error::user("cannot use the other nodes of this Slurm job")
@@ -102,7 +103,7 @@ fn batch_script(env: &LaunchEnvironment<'_>) -> Result<Option<DetectedLaunch>> {
     }
 }
 
-/// Which node of the step this is.
+/// Index of this node in the step.
 fn host(env: &LaunchEnvironment<'_>) -> Result<Option<LocalRank>> {
     let Some(count) = env.first_count(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"])?
     else {
@@ -121,8 +122,8 @@ fn host(env: &LaunchEnvironment<'_>) -> Result<Option<LocalRank>> {
     Ok(Some(LocalRank { index: index.value, count: count.value }))
 }
 
-/// The tasks of this node, where it is told. The tasks per node add up to the tasks, and this task's place on its node
-/// exists.
+/// Number of tasks of this node, if known. Checks that the tasks per node add up to all tasks, and
+/// that this task's index on its node exists.
 fn check_spread(
     env: &LaunchEnvironment<'_>,
     tasks: &Count,

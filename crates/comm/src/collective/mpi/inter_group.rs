@@ -1,10 +1,12 @@
-//! Sums over the ranks of several groups that share out the same data (HSDP), in ascending order of all ranks, as the
-//! in-process backend adds: 2 groups of 2 give the bits of one rank that adds 4 micro-batches.
+//! Sums over the ranks of several groups that share the same data (HSDP), in ascending order of all
+//! ranks, as in the in-process backend: 2 groups of 2 give the bits of one rank that adds 4
+//! micro-batches.
 //!
-//! A rank collects its part of its group's data, as a reduce-scatter does. The sums then go from group to group: each
-//! replica (the rank with the same part in another group) adds its group's pieces to those it was sent and sends them on; the
-//! last one rounds them and sends them to all. What is sent is what a ring would send, but the groups add one after the
-//! other, piece by piece behind one another. Sums of bf16 travel in f32, in which they are added.
+//! A rank collects its part of its group's data, as in a reduce-scatter. The sums then pass from
+//! group to group: each replica (the rank with the same part in another group) adds its group's
+//! pieces to the received ones and sends them on; the last one rounds them and sends them to all.
+//! The traffic equals a ring's, but the groups add one after the other, in a pipeline of pieces.
+//! Sums of bf16 are sent in f32, in which they are added.
 
 use super::tags::MessageKind;
 use super::{MpiCommunicator, PIECE_BYTES};
@@ -52,7 +54,8 @@ impl MpiCommunicator {
         Ok(())
     }
 
-    /// One piece of the shard: elements `piece` of it, of this group's ranks added to those of the groups before.
+    /// Sums one piece of the shard, its elements `piece`: adds this group's ranks to the groups
+    /// before.
     fn across_piece(
         &self,
         record: &CallRecord,
@@ -63,7 +66,7 @@ impl MpiCommunicator {
     ) -> Result<()> {
         let (width, wide) = (full.element().bytes(), sum_bytes(full.element()));
         let (bytes, slot) = (piece.len() * width, (piece.len() * width).next_multiple_of(8));
-        // A slot for each rank of the group, then the sums.
+        // One slot per rank of the group, then the sums.
         let words = (self.size() * slot + piece.len() * wide).div_ceil(8);
         let memory = vec![full.clone(), shard.clone()];
         let mut transfer = self.transfer(MessageKind::Data, memory, vec![0_u64; words]);
@@ -91,11 +94,11 @@ impl MpiCommunicator {
         let place = |rank| if rank == self.rank { at(rank) } else { base + rank * slot };
         let pieces: Vec<usize> = (0..self.size()).map(place).collect();
         let sums = base + self.size() * slot;
-        // SAFETY: slots and sums lie side by side in the scratch, aligned to 8; nothing is in flight.
+        // SAFETY: slots and sums are disjoint in the scratch, aligned to 8; no message is pending.
         unsafe { rank_sum::go_on(full.element(), &pieces, piece.len(), sums, before.is_none())? };
         if after.is_none() {
             let to = shard.address() + piece.start * width;
-            // SAFETY: as above; the shard may be its place in `full`, whose piece was added.
+            // SAFETY: as above; the shard may be inside `full`, whose piece was added.
             unsafe { rank_sum::rounded(full.element(), sums, piece.len(), to)? };
             return Ok(());
         }
@@ -103,7 +106,7 @@ impl MpiCommunicator {
     }
 }
 
-/// Bytes of an element's sum.
+/// Size of the sum of an element in bytes.
 fn sum_bytes(element: ElementType) -> usize {
     match element {
         ElementType::Bf16 => 4,

@@ -1,5 +1,6 @@
-//! Messages between two ranks of a group: each tells the other its record, and then one sends the data. They take the
-//! way of the group's other calls, so a rank that makes one of those instead is found out like any other.
+//! Messages between two ranks of a group: they exchange their records, and then one sends the data.
+//! Records use the same path as those of other calls, so a rank that makes another call is
+//! detected.
 
 use std::iter::once;
 
@@ -12,7 +13,7 @@ use crate::error::Result;
 use crate::runtime::buffer::Buffer;
 
 impl MpiCommunicator {
-    /// This rank's side, `op`, of a message with `peer`.
+    /// Performs this rank's side, `op`, of a message with `peer`.
     pub(super) fn message(&self, op: Op, call: Call, peer: usize, buffer: &Buffer) -> Result<()> {
         check_host(call, buffer)?;
         check_peer(call, peer, self.rank, self.ranks.len())?;
@@ -21,7 +22,7 @@ impl MpiCommunicator {
         let record = CallRecord::new(sequence, CallKind::Op(op), call, phase).number(peer);
         let record = record.moving(buffer.element(), buffer.elements());
         let found = self.exchange(&record, || once(peer))?;
-        // Ranks that take no part find out nothing themselves.
+        // The ranks that take no part learn of the failure only from this rank.
         self.judged(&record, peer, &found[peer], |other| record.is_answered_by(other))
             .inspect_err(|error| self.wire().raise(error))?;
         let mut transfer = self.transfer(MessageKind::Data, vec![buffer.clone()], Vec::new());

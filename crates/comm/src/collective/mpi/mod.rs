@@ -1,17 +1,19 @@
-//! Ranks on CPUs in the processes of an MPI job (clusters, cargo feature `mpi`), over memory of the host.
+//! Ranks on CPUs in the processes of an MPI job (clusters, cargo feature `mpi`), over host memory.
 //!
-//! Before each call every rank sends every other its 64-byte record (op, name, size, sequence): a call that does not
-//! match, a rank that failed and a rank that does not come are errors that name it. Then only messages between
-//! pairs move data: an own exchange instead of `MPI_Allreduce`, whose order of additions depends on the library and on
-//! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`rank_sum`) and, for an
-//! all-reduce, sends the sum to all: the same bytes as a ring sends, the same bits as the in-process backend, also across
-//! the groups of hsdp (`across`). Between ranks of one process messages take the same way. `send` and `recv` (`message`) are
-//! calls of two ranks, which exchange their records alone.
+//! Before each call every rank sends every other its 64-byte record (op, name, size, sequence). So
+//! a call that does not match, a failed rank and a missing rank give an error that names it. Then
+//! only messages between pairs move data, instead of `MPI_Allreduce`, whose order of additions
+//! depends on the library and the size. Each rank receives the N pieces of its part, adds them in
+//! ascending order of ranks (`rank_sum`) and, for an all-reduce, sends the sum to all: a ring's
+//! traffic, and the bits of the in-process backend, also across the groups of hsdp (`across`).
+//! Ranks of one process also use messages. `send` and `recv` (`message`) are calls of two ranks,
+//! which only exchange their records.
 //!
-//! The ranks of a process are threads ([`run_ranks`]) that share MPI (`wire`). Messages find them by tags (`tags`), so a
-//! group is a number and a list of ranks. An [`MpiCommunicator`]'s calls come from one thread, `abort` from any. A process with a failed
-//! rank tells the others and exits without `MPI_Finalize`, which mpirun takes as the end of the job; `MPI_Abort` would add
-//! nothing but its own text. Gathers move while the library is inside any call (a property of MPI): they end at the
+//! The ranks of a process are threads ([`run_ranks`]) that share MPI (`wire`). Tags address
+//! messages to ranks (`tags`), so a group is a number and a list of ranks. An [`MpiCommunicator`]'s
+//! calls are from one thread, `abort` from any. A process with a failed rank informs the others and
+//! exits without `MPI_Finalize`, which mpirun treats as the end of the job; `MPI_Abort` would only
+//! add its own text. Gathers progress while any MPI call runs (a property of MPI), and end at the
 //! latest in `finish`.
 
 mod inter_group;
@@ -39,35 +41,36 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::Buffer;
 use crate::runtime::rank_sum;
 
-/// Bytes of a part that are exchanged and added at a time; bounds the scratch to one such piece per rank.
+/// Bytes of a part that are exchanged and added at once; bounds the scratch to one such piece per
+/// rank.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// How long a rank waits for its peers unless told otherwise; longer than any step, evaluation or save.
+/// Default time that a rank waits for its peers; longer than any step, evaluation or save.
 pub const DEADLINE: Duration = Duration::from_secs(1800);
 
-/// One rank's end of a group of ranks.
+/// One rank's communicator of a group of ranks.
 pub struct MpiCommunicator {
     member: Arc<MpiRank>,
-    /// The group's number: of the groups that two ranks share, each has another.
+    /// Number of the group; groups that share ranks have different numbers.
     group: u64,
     rank: usize,
-    /// The ranks of the group by their rank in the world.
+    /// Ranks of the group in the world, by rank in the group.
     ranks: Arc<[usize]>,
     state: Mutex<MpiState>,
 }
 
-/// What a rank's groups share.
+/// State that a rank's groups share.
 struct MpiRank {
     wire: Arc<MpiTransport>,
-    /// In the world.
+    /// Rank in the world.
     rank: usize,
     at: Mutex<MpiPosition>,
 }
 
-/// Where a rank is.
+/// Progress of a rank.
 struct MpiPosition {
     place: RankStatus,
-    /// The least number that none of its groups has.
+    /// The lowest number that none of its groups has.
     free_group: u64,
 }
 
@@ -96,7 +99,7 @@ struct MpiState {
 }
 
 impl MpiCommunicator {
-    /// A rank's end of the group of all `size` ranks.
+    /// A rank's communicator of the group of all `size` ranks.
     fn world(member: &Arc<MpiRank>, size: usize) -> MpiCommunicator {
         MpiCommunicator::new(member, 0, member.rank, (0..size).collect())
     }
@@ -109,7 +112,7 @@ impl MpiCommunicator {
         &self.member.wire
     }
 
-    /// Messages in this group, none yet.
+    /// A transfer in this group without messages yet.
     fn transfer(&self, load: MessageKind, memory: Vec<Buffer>, scratch: Vec<u64>) -> Transfer {
         let route = TransferPath { group: self.group, ranks: Arc::clone(&self.ranks), rank: self.rank, load };
         Transfer::new(&self.member.wire, route, memory, scratch)
@@ -119,7 +122,7 @@ impl MpiCommunicator {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The other ranks, beginning with the next: not all send to rank 0 first.
+    /// The other ranks, from the next one, so that not all send to rank 0 first.
     fn peers(&self) -> impl Iterator<Item = usize> {
         let (rank, size) = (self.rank, self.ranks.len());
         (1..size).map(move |step| (rank + step) % size)
@@ -132,7 +135,7 @@ impl MpiCommunicator {
         CallRecord::new(state.sequence - 1, action, call, phase)
     }
 
-    /// The records of all ranks, which name the same call.
+    /// Exchanges records with all ranks and checks that they name the same call.
     fn agree(&self, own: &CallRecord) -> Result<Vec<CallRecord>> {
         let found = self.exchange(own, || self.peers())?;
         let same = |(rank, other): (usize, &[u8; RECORD_BYTES])| {
@@ -141,7 +144,7 @@ impl MpiCommunicator {
         found.iter().enumerate().map(same).collect()
     }
 
-    /// The record of `rank`, which `fits` this rank's.
+    /// Decodes the record of `rank` and checks that it `fits` this rank's.
     fn judged(
         &self,
         own: &CallRecord,
@@ -157,7 +160,8 @@ impl MpiCommunicator {
         Err(self.wire().fail(self.mismatch(own, rank, &other)))
     }
 
-    /// Tells `peers` this rank's record and returns theirs, by rank; this rank's own, and nothing for the others.
+    /// Sends this rank's record to `peers` and returns theirs, by rank, with this rank's own;
+    /// others are zero.
     fn exchange<I: Iterator<Item = usize>>(
         &self,
         own: &CallRecord,
@@ -195,13 +199,13 @@ impl MpiCommunicator {
             .because(format!("waited {} s at {own}", waited.as_secs()))
     }
 
-    /// The range of elements of `part` when `elements` are shared among the ranks as evenly as they can be.
+    /// Range of elements of `part` if `elements` are divided among the ranks as evenly as possible.
     fn part(&self, elements: usize, part: usize) -> Range<usize> {
         let size = self.ranks.len();
         elements * part / size..elements * (part + 1) / size
     }
 
-    /// Leaves the sum of this rank's part of all `full` at `out`, which may be its place in `full`.
+    /// Writes the sum of this rank's part of all `full` to `out`, which may be inside `full`.
     fn sum_parts(&self, record: &CallRecord, full: &Buffer, out: &Buffer, out_address: usize) -> Result<()> {
         let width = full.element().bytes();
         let own = self.part(full.elements(), self.rank);
@@ -232,8 +236,8 @@ impl MpiCommunicator {
             };
             let pieces: Vec<usize> = (0..self.ranks.len()).map(place).collect();
             let to = out_address + (mine.start - own.start) * width;
-            // SAFETY: pieces are in `full` or in slots of the scratch, aligned to 8; `to` is in `out`, whose lengths were
-            // checked; nothing is in flight.
+            // SAFETY: pieces are in `full` or in slots of the scratch, aligned to 8; `to` is in
+            // `out`, whose length was checked; no message is pending.
             unsafe { rank_sum::ascending(full.element(), &pieces, mine.len(), to)? };
         }
         Ok(())
@@ -309,7 +313,7 @@ impl Collective for MpiCommunicator {
             Some(replicas) if self.size() > 1 && replicas.size() > 1 => {
                 self.across(call, replicas, full, shard)
             }
-            // One of the two sums is none: the order is that of the other.
+            // One of the two groups has one rank, so the other sum decides the order.
             _ => {
                 self.reduce_scatter(call, full, shard)?;
                 replicas.all_reduce(call, shard)
@@ -323,8 +327,8 @@ impl Collective for MpiCommunicator {
         let record = self.record(CallKind::Op(Op::AllGather), call).moving(full.element(), full.elements());
         self.agree(&record)?;
         let place = full.address() + self.rank * shard.bytes();
-        // SAFETY: `full` has room for every rank's shard, and nobody else uses either memory now. A shard that is
-        // its place in `full` is copied to itself.
+        // SAFETY: `full` has space for every rank's shard, and no other code uses either memory
+        // now. A shard inside `full` is copied to itself.
         unsafe { std::ptr::copy(shard.address() as *const u8, place as *mut u8, shard.bytes()) };
         let transfer = self.start_parts(full)?;
         self.count(Op::AllGather, full.bytes(), false);
@@ -338,7 +342,7 @@ impl Collective for MpiCommunicator {
     fn finish(&self, ticket: Ticket) -> Result<()> {
         let first = self.state().gathers.pop_front();
         let Some((_, transfer)) = first.filter(|(first, _)| *first == ticket.0) else {
-            return Err(Error::internal("a gather is finished out of turn"));
+            return Err(Error::internal("gathers must finish in the order of their starts"));
         };
         transfer.finish(|silent, waited| {
             let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
@@ -388,7 +392,8 @@ impl Collective for MpiCommunicator {
         let mut record = self.record(CallKind::Split, call).number(color);
         record.elements = self.member.at().free_group;
         let records = self.agree(&record)?;
-        // A number that is free at all ranks of this group. Groups of other colors may have it too: they share no ranks.
+        // A number that is free on all ranks of this group. Groups of other colors may have it too,
+        // because they share no ranks.
         let group = records.iter().map(|record| record.elements).max().unwrap_or(record.elements);
         self.member.at().free_group = group + 1;
         self.wire().tags.check(group).map_err(|error| self.wire().fail(error))?;

@@ -1,5 +1,5 @@
-//! The ranks of a process among those of an MPI job: threads that start, work and end together, from the start of MPI to
-//! its end or the first failure.
+//! Ranks of a process in an MPI job: threads that start, work and end together, from the start of
+//! MPI to its end or the first failure.
 
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -11,12 +11,13 @@ use crate::collective::rank_threads;
 use crate::collective::rank_threads::{RankFailure, caught, in_a_line, stems_from};
 use crate::error::{Error, Result};
 
-/// Ends the waits of this process's ranks for a failure that was heard of elsewhere. It keeps nothing alive.
+/// Ends the waits of this process's ranks after a failure elsewhere. It keeps no other value alive.
 #[derive(Clone)]
 pub struct Stop(Weak<MpiTransport>);
 
 impl Stop {
-    /// From now on the ranks' calls return `cause`, unless another failure came first. Other processes are not told.
+    /// Makes the ranks' calls return `cause`, unless another failure came first. It does not inform
+    /// other processes.
     pub fn raise(&self, cause: Error) {
         if let Some(wire) = self.0.upgrade() {
             wire.fail(cause);
@@ -24,14 +25,14 @@ impl Stop {
     }
 }
 
-/// Starts MPI and runs `work` for each rank that `launch` gives this process, in threads `rank-4`, `rank-5`, …, with its
-/// place among them; `armed` gets what stops them from outside. Once in a process; MPI ends on this thread, after all
-/// ranks, which waits for the other processes.
+/// Starts MPI and runs `work` for each rank of this process, in threads `rank-4`, `rank-5`, …, with
+/// its index in the process; `armed` gets the [`Stop`] of the ranks. Call it once per process. MPI
+/// ends on this thread, after all ranks, and waits for the other processes.
 ///
 /// # Errors
-/// MPI cannot be started, or sees other processes than `launch`; when `work` returns an error or panics, in this process
-/// or another, all ranks' calls fail: the first failure, of which the other processes have been told if it is of a
-/// rank here.
+/// MPI cannot start, or has other processes than `launch`. If `work` returns an error or panics in
+/// any process, all ranks' calls fail: the result is the first failure, which the other processes
+/// have received if a rank here failed.
 pub fn run_ranks<T: Send>(
     launch: &Launch,
     deadline: Duration,

@@ -1,28 +1,30 @@
-//! How a message reaches its rank: MPI delivers to processes, each of which holds as many ranks; the tag says the rest.
+//! Addresses of messages: MPI delivers to processes, each of which holds as many ranks, and the tag
+//! identifies the rank.
 //!
-//! A tag is a number made of the group, the sender's and the receiver's place in their processes, and whether the
-//! message is a record or data. So groups need no communicators of their own, which MPI would make in a call that
-//! blocks and for processes alone. MPI says how large tags may be; what does not fit is refused when a group is made.
+//! A tag encodes the group, the sender's and the receiver's index in their processes, and whether
+//! the message is a record or data. So groups need no MPI communicators, which MPI creates in a
+//! blocking call and only for processes. MPI limits the size of tags; a group that exceeds it is
+//! refused when it is created.
 
 use std::ffi::c_int;
 
 use crate::error::{Error, Result};
 
-/// What a message is.
+/// Kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MessageKind {
-    /// The call that a rank makes.
+    /// Record of a rank's call.
     Record,
-    /// What the call moves.
+    /// Data of the call.
     Data,
 }
 
-/// The ranks of the world by process: `process * ranks_here + place`.
+/// Ranks of the world by process: `process * ranks_here + index`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tags {
     /// Ranks in each process.
     pub(super) ranks_here: usize,
-    /// The largest tag that MPI takes.
+    /// Largest tag that MPI accepts.
     pub(super) largest: c_int,
 }
 
@@ -32,24 +34,24 @@ impl Tags {
         rank / self.ranks_here
     }
 
-    /// The tag of what rank `from` sends to rank `to` in `group`, which [`Tags::check`] accepted.
+    /// Tag of messages from rank `from` to rank `to` in `group`, which [`Tags::check`] accepted.
     pub(super) fn tag(self, group: u64, load: MessageKind, from: usize, to: usize) -> c_int {
         let here = self.ranks_here as u64;
         let [from, to] = [from, to].map(|rank| rank as u64 % here);
         (((group * here + from) * here + to) * 2 + u64::from(load == MessageKind::Data)) as c_int
     }
 
-    /// Refuses a group whose messages would need tags that MPI does not take.
+    /// Refuses a group whose messages need tags that MPI does not accept.
     ///
     /// # Errors
-    /// It is one group too many for so many ranks in each process.
+    /// Too many groups for so many ranks in each process.
     pub(super) fn check(self, group: u64) -> Result<()> {
         let here = self.ranks_here as u64;
         let needed = group.saturating_add(1).saturating_mul(here * here * 2) - 1;
         if needed <= u64::from(self.largest.unsigned_abs()) {
             return Ok(());
         }
-        Err(Error::user(format!("cannot tell apart the messages of {here} ranks in each process"))
+        Err(Error::user(format!("cannot give unique tags to the messages of {here} ranks in each process"))
             .because(format!(
                 "group {group} of the ranks needs tags up to {needed}; this MPI library accepts up to {}",
                 self.largest
@@ -64,7 +66,7 @@ mod tests {
 
     use super::*;
 
-    /// Between two processes, no two messages that are not for the same rank in the same call have one tag.
+    /// Between two processes, messages of different groups, kinds or ranks have different tags.
     #[test]
     fn tags_differ_by_group_load_sender_and_receiver_and_fit() {
         let tags = Tags { ranks_here: 3, largest: 5 * 3 * 3 * 2 - 1 };
@@ -88,7 +90,7 @@ mod tests {
         );
     }
 
-    /// The least that the standard grants has room for hsdp with 64 ranks in each process.
+    /// The standard's minimum suffices for hsdp with 64 ranks in each process.
     #[test]
     fn the_smallest_limit_has_room_for_many_ranks() {
         let tags = Tags { ranks_here: 64, largest: 32_767 };

@@ -1,4 +1,4 @@
-//! Messages that a rank has started together, until all are done.
+//! Messages that a rank has started together, until all have finished.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,35 +8,35 @@ use super::transport::{MpiTransport, Request};
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 
-/// Counts are C ints in MPI 3: longer messages go in pieces.
+/// Maximum size of a message: counts are C ints in MPI 3, so longer ones are split.
 const MESSAGE_BYTES: usize = 1 << 30;
 
-/// Between whom messages go, and as what.
+/// Group, sender and kind of messages.
 #[derive(Clone)]
 pub(super) struct TransferPath {
-    /// The group's number.
+    /// Number of the group.
     pub(super) group: u64,
-    /// The ranks of the group by their rank in the world.
+    /// Ranks of the group in the world, by rank in the group.
     pub(super) ranks: Arc<[usize]>,
     /// This rank in the group.
     pub(super) rank: usize,
     pub(super) load: MessageKind,
 }
 
-/// Messages that belong together, with the memory that MPI reads and writes until they are done. Memory of messages that
-/// never were is leaked: MPI may still write it.
+/// Messages of one transfer, with the memory that MPI accesses until they finish. The memory of
+/// unfinished messages is leaked, because MPI may still write it.
 pub(super) struct Transfer {
     wire: Arc<MpiTransport>,
     route: TransferPath,
     requests: Vec<Request>,
-    /// The peer of each request, ranks of the group, and whether it is a receive.
+    /// Peer of each request, as a rank of the group, and true for a receive.
     peers: Vec<(usize, bool)>,
     memory: Vec<Buffer>,
     scratch: Vec<u64>,
 }
 
 impl Transfer {
-    /// Nothing started yet; `memory` and `scratch` are what the messages will read and write.
+    /// Creates a transfer without messages; they will access `memory` and `scratch`.
     pub(super) fn new(
         wire: &Arc<MpiTransport>,
         route: TransferPath,
@@ -46,12 +46,12 @@ impl Transfer {
         Transfer { wire: Arc::clone(wire), route, requests: Vec::new(), peers: Vec::new(), memory, scratch }
     }
 
-    /// Where the scratch begins.
+    /// Start address of the scratch.
     pub(super) fn scratch(&mut self) -> usize {
         self.scratch.as_mut_ptr() as usize
     }
 
-    /// Starts to send what is at `address`, inside the memory of this transfer.
+    /// Starts to send from `address`, inside the memory of this transfer.
     pub(super) fn send(&mut self, address: usize, bytes: usize, peer: usize) -> Result<()> {
         self.start(address, bytes, peer, false)
     }
@@ -78,10 +78,10 @@ impl Transfer {
         Ok(())
     }
 
-    /// Waits for all messages and gives the scratch back.
+    /// Waits for all messages and returns the scratch.
     ///
     /// # Errors
-    /// A rank failed or did not answer in time: `late` makes the error from the silent peers.
+    /// A rank failed or did not answer in time: `late` creates the error from the silent peers.
     pub(super) fn finish(mut self, late: impl FnOnce(&[usize], Duration) -> Error) -> Result<Vec<u64>> {
         let begin = Instant::now();
         let mut rounds = 0_u32;
@@ -107,7 +107,7 @@ impl Transfer {
         }
     }
 
-    /// The peers whose messages have not come, or who have not taken theirs.
+    /// Peers whose messages have not arrived, or that have not received theirs.
     fn silent(&mut self) -> Vec<usize> {
         let mut silent = Vec::new();
         for (request, (peer, receive)) in self.requests.iter_mut().zip(&self.peers) {

@@ -1,10 +1,11 @@
-//! The MPI library of this process, which its ranks share, as far as the backend uses it: messages that are started,
-//! tested and never waited for inside MPI, and the word of a failed rank.
+//! The MPI library of this process, shared by its ranks: non-blocking messages that are started and
+//! tested, and the failure messages of ranks.
 //!
-//! Every call to MPI is made under one lock and returns at once. So thread level `Serialized` is enough for any number of
-//! ranks, another thread can raise the alarm while a rank's thread waits, and each wait looks for a failed peer and at
-//! its deadline. A failure is the process's: the first one ends the waits of all its ranks and is told to the other
-//! processes once. Errors come back as codes: MPI's own handler, which ends the process, is switched off.
+//! Every MPI call is made under one lock and returns at once. So thread level `Serialized` suffices
+//! for any number of ranks, another thread can report a failure while a rank's thread waits, and
+//! each wait checks for failed peers and its deadline. A failure belongs to the process: the first
+//! one ends the waits of all its ranks and is sent to the other processes once. Errors are returned
+//! as codes: MPI's own handler, which ends the process, is disabled.
 
 use std::ffi::{c_int, c_void};
 use std::mem::{ManuallyDrop, MaybeUninit};
@@ -21,24 +22,25 @@ use super::tags::Tags;
 use crate::collective::launch::Launch;
 use crate::error::{Error, ErrorCategory, Result};
 
-/// The one tag on the communicator of failures.
+/// Tag of the failure communicator.
 const TAG_FAILURE: c_int = 0;
 
-/// The largest tag that every MPI library takes (MPI 3.1, section 8.1.2).
+/// Largest tag that every MPI library accepts (MPI 3.1, section 8.1.2).
 const LEAST_LARGEST_TAG: c_int = 32_767;
 
-/// What a failed rank says is cut to this.
+/// Maximum length of a failed rank's reason in bytes.
 const REASON_BYTES: usize = 1024;
 
-/// How long a failed rank gives MPI to take its last words; small messages take it microseconds.
+/// Time that a failed rank gives MPI to send its reason; small messages need microseconds.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// A communicator's handle. It is freed when MPI ends: freeing is collective, and nothing that a failed rank drops
-/// may wait for its peers.
+/// Handle of a communicator. It is freed when MPI ends: freeing is collective, and drops of a
+/// failed rank must not wait for its peers.
 #[derive(Clone, Copy)]
 struct MpiComm(ffi::MPI_Comm);
 
-// SAFETY: a handle is an address or a number that MPI gave out for the whole process; it is used under `MpiTransport::calls`.
+// SAFETY: a handle is an address or a number that MPI created for the whole process;
+// `MpiTransport::calls` guards its use.
 unsafe impl Send for MpiComm {}
 // SAFETY: as above.
 unsafe impl Sync for MpiComm {}
@@ -48,7 +50,7 @@ pub(super) struct MpiTransport {
     universe: ManuallyDrop<Universe>,
     calls: Mutex<()>,
     world: MpiComm,
-    /// Carries failures only, so that no other messages are in their way.
+    /// Carries only failures, so that no other message delays them.
     control: MpiComm,
     process: usize,
     processes: usize,
@@ -56,16 +58,16 @@ pub(super) struct MpiTransport {
     pub(super) deadline: Duration,
     failure: OnceLock<Error>,
     raised: AtomicBool,
-    /// A message was left behind: MPI must not be asked to end in order.
+    /// True if a message was abandoned: then MPI must not be finalized.
     abandoned: AtomicBool,
 }
 
 impl MpiTransport {
-    /// Starts MPI in this process, on the thread that will drop this value (MPI ends then, which waits for all
-    /// processes).
+    /// Starts MPI in this process, on the thread that will drop this value. The drop ends MPI,
+    /// which waits for all processes.
     ///
     /// # Errors
-    /// MPI was started before, lacks threads, or sees other processes than `launch`.
+    /// MPI was started before, lacks thread support, or has other processes than `launch`.
     pub(super) fn start(launch: &Launch, deadline: Duration) -> Result<MpiTransport> {
         let cannot = || Error::user("cannot start MPI");
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Serialized) else {
@@ -73,13 +75,13 @@ impl MpiTransport {
         };
         if level < Threading::Serialized {
             return Err(cannot()
-                .because(format!("it supports thread level {level:?}, at least Serialized is needed"))
-                .hint("use an MPI library that was built with threads"));
+                .because(format!("it supports thread level {level:?}; required: at least Serialized"))
+                .hint("use an MPI library with thread support"));
         }
         let world = universe.world().as_raw();
         let mut control = MaybeUninit::uninit();
         let (mut process, mut processes) = (0, 0);
-        // SAFETY: MPI is initialized, the pointers are to locals of the types that MPI writes.
+        // SAFETY: MPI is initialized, and the pointers are to locals of the types that MPI writes.
         let code = unsafe {
             ffi::MPI_Comm_set_errhandler(world, ffi::RSMPI_ERRORS_RETURN);
             ffi::MPI_Comm_rank(world, &mut process);
@@ -101,12 +103,12 @@ impl MpiTransport {
             raised: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
         };
-        // Noted as the failure, so that ending MPI does not wait for processes that are in order.
+        // Recorded as the failure, so that ending MPI does not wait for the other processes.
         wire.check(launch).map_err(|error| wire.fail(error))?;
         Ok(wire)
     }
 
-    /// Refuses processes in another number or order than the ranks that they were told to be.
+    /// Checks that MPI's number and order of processes agree with `launch`.
     fn check(&self, launch: &Launch) -> Result<()> {
         let here = launch.ranks_here;
         let (first, size) = (self.process * here, self.processes * here);
@@ -132,7 +134,7 @@ impl MpiTransport {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The failure of a rank, of this process or another, if there is one.
+    /// Returns the failure of a rank, of this process or another, if there is one.
     pub(super) fn healthy(&self) -> Result<()> {
         match self.failure.get() {
             Some(failure) => Err(failure.clone()),
@@ -140,7 +142,7 @@ impl MpiTransport {
         }
     }
 
-    /// Remembers the first failure and gives it back.
+    /// Records the first failure and returns it.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.failure.get_or_init(|| error).clone()
     }
@@ -150,7 +152,7 @@ impl MpiTransport {
         let mut found = 0;
         let mut reason = vec![0_u8; REASON_BYTES];
         let lock = self.lock();
-        // SAFETY: as for every call here; a message that was probed is there, so receiving it does not wait.
+        // SAFETY: as for every call here; a probed message exists, so receiving it does not wait.
         let source = unsafe {
             let code = ffi::MPI_Iprobe(
                 ffi::RSMPI_ANY_SOURCE,
@@ -185,8 +187,8 @@ impl MpiTransport {
         Err(self.fail(lines.fold(Error::new(ErrorCategory::Transient, what), Error::because)))
     }
 
-    /// Ends the waits of this process's ranks with `news` and tells it to the other processes. Later calls change
-    /// nothing: one failure of a process is told.
+    /// Ends the waits of this process's ranks with `news` and sends it to the other processes. Only
+    /// the first call has an effect.
     pub(super) fn raise(&self, news: &Error) {
         if self.raised.swap(true, Ordering::SeqCst) {
             return;
@@ -213,12 +215,13 @@ impl MpiTransport {
         }
     }
 
-    /// Remembers that messages were left behind.
+    /// Records that messages were abandoned.
     pub(super) fn abandon(&self) {
         self.abandoned.store(true, Ordering::SeqCst);
     }
 
-    /// Starts to send `bytes` bytes at `address`, which the caller keeps in place until the request is done.
+    /// Starts to send `bytes` bytes at `address`, which the caller keeps in place until the request
+    /// finishes.
     pub(super) fn send(&self, address: usize, bytes: usize, process: usize, tag: c_int) -> Result<Request> {
         self.send_on(self.world, address, bytes, process, tag)
     }
@@ -233,7 +236,8 @@ impl MpiTransport {
     ) -> Result<Request> {
         let mut request = MaybeUninit::uninit();
         let _lock = self.lock();
-        // SAFETY: the caller keeps the bytes in place until the request is done (`Transfer`, or for ever).
+        // SAFETY: the caller keeps the bytes in place until the request finishes (`Transfer`, or
+        // forever).
         let code = unsafe {
             ffi::MPI_Isend(
                 address as *const c_void,
@@ -250,8 +254,8 @@ impl MpiTransport {
         Ok(Request(unsafe { request.assume_init() }))
     }
 
-    /// Starts to receive `bytes` bytes to `address`, which the caller keeps in place and to itself until the request is
-    /// done.
+    /// Starts to receive `bytes` bytes to `address`, which the caller keeps in place and does not
+    /// access until the request finishes.
     pub(super) fn receive(
         &self,
         address: usize,
@@ -261,7 +265,8 @@ impl MpiTransport {
     ) -> Result<Request> {
         let mut request = MaybeUninit::uninit();
         let _lock = self.lock();
-        // SAFETY: the caller keeps the bytes in place and to itself until the request is done (`Transfer`).
+        // SAFETY: the caller keeps the bytes in place and does not access them until the request
+        // finishes (`Transfer`).
         let code = unsafe {
             ffi::MPI_Irecv(
                 address as *mut c_void,
@@ -278,11 +283,11 @@ impl MpiTransport {
         Ok(Request(unsafe { request.assume_init() }))
     }
 
-    /// Whether all are done; those that are become null.
+    /// Returns true if all requests have finished; finished ones become null.
     pub(super) fn done(&self, requests: &mut [Request]) -> Result<bool> {
         let mut flag = 0;
         let _lock = self.lock();
-        // SAFETY: `Request` is its handle alone; the number is that of the slice.
+        // SAFETY: `Request` is only its handle; the count is the slice's length.
         let code = unsafe {
             ffi::MPI_Testall(
                 requests.len() as c_int,
@@ -297,8 +302,8 @@ impl MpiTransport {
 }
 
 impl Drop for MpiTransport {
-    /// Ends MPI in order, which waits for all ranks; after a failure it is left to the launcher, which takes the exit of a
-    /// rank that did not end MPI as the end of all.
+    /// Ends MPI, which waits for all ranks. After a failure it does not: the launcher treats the
+    /// exit of a rank that did not end MPI as the end of all.
     fn drop(&mut self) {
         let failed = self.failure.get().is_some() || self.abandoned.load(Ordering::SeqCst);
         if !failed && !std::thread::panicking() {
@@ -313,12 +318,12 @@ impl Drop for MpiTransport {
 #[repr(transparent)]
 pub(super) struct Request(ffi::MPI_Request);
 
-// SAFETY: as `MpiComm`.
+// SAFETY: same as `MpiComm`.
 unsafe impl Send for Request {}
 // SAFETY: as above.
 unsafe impl Sync for Request {}
 
-/// The largest tag that this MPI library takes.
+/// Largest tag that this MPI library accepts.
 fn largest_tag(world: ffi::MPI_Comm) -> c_int {
     let (mut value, mut found): (*const c_int, c_int) = (std::ptr::null(), 0);
     // SAFETY: MPI is initialized; the attribute's value is the address of an int that MPI keeps.
@@ -329,7 +334,7 @@ fn largest_tag(world: ffi::MPI_Comm) -> c_int {
     }
 }
 
-/// The error of an MPI call that did not succeed.
+/// Error of a failed MPI call.
 fn checked(code: c_int, function: &str) -> Result<()> {
     if code == 0 {
         return Ok(());
@@ -337,7 +342,7 @@ fn checked(code: c_int, function: &str) -> Result<()> {
     // MPI_MAX_ERROR_STRING is 256 in Open MPI, 512 in MPICH.
     let mut text = [0_u8; 1024];
     let mut length = 0;
-    // SAFETY: the buffer is longer than any text of MPI's.
+    // SAFETY: the buffer is longer than any text of MPI.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
     let text = String::from_utf8_lossy(&text[..usize::try_from(length).unwrap_or(0).min(1024)]).into_owned();
     Err(Error::new(ErrorCategory::Transient, format!("{function} failed")).because(text))

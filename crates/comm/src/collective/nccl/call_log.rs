@@ -1,17 +1,18 @@
-//! The calls that a rank has made: how many, a hash over all, and the latest ones by name. Ranks that made the same calls
-//! have the same hash; ranks that did not find in their tails where they parted.
+//! Log of a rank's calls: their number, a hash of all, and the names of the latest. Ranks with the
+//! same calls have the same hash; ranks with different calls find the first difference in their
+//! tails.
 
 use std::collections::VecDeque;
 
 use crate::collective::call_record::{CallRecord, RECORD_BYTES};
 
-/// Calls that are remembered by name: a step of a model of a hundred blocks.
+/// Number of calls that are stored by name: a step of a model of a hundred blocks.
 const TAIL: usize = 256;
 
-/// A hash and the record of the call after which it stood so.
+/// Size of an entry: the record of a call, and the hash after it.
 const ENTRY_BYTES: usize = 8 + RECORD_BYTES;
 
-/// See the module.
+/// Log of a rank's calls; see the module.
 #[derive(Default)]
 pub(super) struct CallLog {
     hash: u64,
@@ -20,13 +21,13 @@ pub(super) struct CallLog {
 }
 
 impl CallLog {
-    /// Calls so far.
+    /// Number of calls so far.
     pub(super) fn calls(&self) -> u64 {
         self.calls
     }
 
     pub(super) fn add(&mut self, record: &CallRecord) {
-        // FNV-1a (http://www.isthe.com/chongo/tech/comp/fnv): peers err, they do not attack.
+        // FNV-1a (http://www.isthe.com/chongo/tech/comp/fnv): it detects errors, not attacks.
         for byte in record.key() {
             self.hash = (self.hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         }
@@ -41,12 +42,12 @@ impl CallLog {
         self.tail.push_back(entry);
     }
 
-    /// The hash over all calls, with the last of them.
+    /// Hash of all calls, with the record of the last one.
     pub(super) fn digest(&self) -> [u8; ENTRY_BYTES] {
         self.tail.back().copied().unwrap_or([0; ENTRY_BYTES])
     }
 
-    /// The latest entries, in a fixed number of bytes: zeros where there are none.
+    /// Latest entries, in a fixed number of bytes, padded with zeros.
     pub(super) fn tail(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> = self.tail.iter().flatten().copied().collect();
         bytes.resize(TAIL * ENTRY_BYTES, 0);
@@ -58,14 +59,14 @@ fn record(entry: &[u8; ENTRY_BYTES]) -> Option<CallRecord> {
     entry.last_chunk().and_then(CallRecord::decode)
 }
 
-/// The records of all ranks' digests if all made the same calls as `own`.
+/// Records of all ranks' digests if all made the same calls as `own`.
 pub(super) fn agreeing(digests: &[u8], own: usize) -> Option<Vec<CallRecord>> {
     let digests = digests.as_chunks::<ENTRY_BYTES>().0;
     let same = digests.iter().all(|digest| digest[..8] == digests[own][..8]);
     if same { digests.iter().map(record).collect() } else { None }
 }
 
-/// The ranks with their calls where `own` and the first rank that differs from it parted.
+/// Calls of `own` and of the first rank that differs from it, at the first difference.
 pub(super) fn first_difference(tails: &[u8], ranks: usize, own: usize) -> Vec<(usize, String)> {
     let entries = |rank: usize| {
         let tail = &tails[rank * TAIL * ENTRY_BYTES..(rank + 1) * TAIL * ENTRY_BYTES];
@@ -86,7 +87,8 @@ pub(super) fn first_difference(tails: &[u8], ranks: usize, own: usize) -> Vec<(u
             return vec![(own, mine.to_string()), (other, theirs.to_string())];
         }
     }
-    // They parted before the tails begin, or one made more calls: then the last of each.
+    // The difference is before the tails, or one rank made more calls: report the last call of
+    // each.
     let latest =
         |rank: usize| entries(rank).next_back().and_then(record).map(|record| (rank, record.to_string()));
     [own, other].into_iter().filter_map(latest).collect()

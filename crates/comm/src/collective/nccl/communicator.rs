@@ -1,8 +1,8 @@
-//! A communicator of the library that cannot hang: every call returns at once, and what goes on behind it is polled
-//! until it is done, another rank fails or the deadline passes.
+//! A communicator of the library that cannot hang: every call returns at once, and its progress is
+//! polled until it finishes, another rank fails or the deadline passes.
 //!
-//! The handle is behind a lock that is held for one such call at a time. So the alarm can take it from another thread
-//! and abort it at any moment, and nobody uses it afterwards.
+//! A lock guards the handle, held for one such call at a time. So another thread can take the
+//! handle and abort it at any moment, and no thread uses it afterwards.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, UniqueId};
 use crate::error::{Error, ErrorCategory, Result};
 
-/// The time that the end of a communicator may take before it is cut short. Tests tell an end that waits for it from one
-/// that does not, however busy the machine is.
+/// Maximum time for the end of a communicator before it is aborted. In tests it is long enough to
+/// distinguish an end that waits for it on a busy machine.
 pub(super) const FAREWELL: Duration = Duration::from_secs(if cfg!(test) { 300 } else { 10 });
 
-/// Stops all communicators of this process at once, with the reason that later calls give. One for all ranks that are
-/// threads of the process; the rendezvous session raises it when it hears of a failure elsewhere.
+/// Stops all communicators of this process at once, with the reason that later calls return. All
+/// ranks that are threads of the process share one; the rendezvous session raises it after a
+/// failure elsewhere.
 #[derive(Debug, Default)]
 pub struct AbortFlag {
     cause: OnceLock<Error>,
@@ -26,12 +27,13 @@ pub struct AbortFlag {
 }
 
 impl AbortFlag {
-    /// A flag that is not raised.
+    /// Creates a flag that is not raised.
     pub fn new() -> Arc<AbortFlag> {
         Arc::default()
     }
 
-    /// Aborts all communicators, which ends kernels that wait for other ranks. The first cause stays; it is given back.
+    /// Aborts all communicators, which ends kernels that wait for other ranks. Returns the first
+    /// cause, which stays.
     pub fn raise(&self, cause: Error) -> Error {
         let cause = self.keep(cause);
         self.raised.store(true, Ordering::SeqCst);
@@ -39,13 +41,15 @@ impl AbortFlag {
         cause
     }
 
-    /// Keeps the cause of an alarm that will be raised soon, without stopping anything yet.
+    /// Stores the cause of a later [`AbortFlag::raise`], without stopping anything yet.
     pub(super) fn keep(&self, cause: Error) -> Error {
         self.cause.get_or_init(|| cause).clone()
     }
 
+    /// Returns an error if the flag is raised.
+    ///
     /// # Errors
-    /// The cause, if it was raised.
+    /// The cause, if the flag was raised.
     pub fn check(&self) -> Result<()> {
         match self.cause.get() {
             Some(cause) if self.raised.load(Ordering::SeqCst) => Err(cause.clone()),
@@ -53,8 +57,8 @@ impl AbortFlag {
         }
     }
 
-    /// Those that are not yet dropped. A caller holds one of them at a time: whoever holds the last reference ends the
-    /// communicator, and that waits until the others of its group are ended, too.
+    /// Communicators that are not yet dropped. A caller must hold only one of them at a time: the
+    /// last reference ends its communicator, which waits for the others of its group to end.
     pub(super) fn communicators(&self) -> Vec<Weak<Communicator>> {
         let mut all = self.communicators.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|communicator| communicator.strong_count() > 0);
@@ -62,13 +66,14 @@ impl AbortFlag {
     }
 }
 
-/// The handle: an address that only the library reads.
+/// Handle of a communicator: an address that only the library reads.
 struct Handle(RawComm);
 
-// SAFETY: NCCL takes calls on a communicator from any thread, one at a time: the lock around the handle sees to it.
+// SAFETY: NCCL accepts calls on a communicator from any thread, one at a time, which the lock
+// around the handle ensures.
 unsafe impl Send for Handle {}
 
-/// See the module.
+/// A communicator that cannot hang; see the module.
 pub(super) struct Communicator {
     nccl: Arc<NcclLibrary>,
     abort_flag: Arc<AbortFlag>,
@@ -78,7 +83,7 @@ pub(super) struct Communicator {
 }
 
 impl Communicator {
-    /// Meets `size` ranks under `id`. The GPU of this rank is current on this thread.
+    /// Connects `size` ranks under `id`. The GPU of this rank is current on this thread.
     pub(super) fn meet(
         library: &Arc<NcclLibrary>,
         abort_flag: &Arc<AbortFlag>,
@@ -88,10 +93,10 @@ impl Communicator {
     ) -> Result<Arc<Communicator>> {
         abort_flag.check()?;
         let (rank, size) = (int(rank)?, int(size)?);
-        // The library may write there later, also after an error here.
+        // The library may write it later, also after an error here.
         let place: &'static mut RawComm = Box::leak(Box::new(std::ptr::null_mut()));
         let mut config = NcclConfig::non_blocking();
-        // SAFETY: the place outlives the library's use of it, the configuration is read before the call returns.
+        // SAFETY: `place` is leaked, and the configuration is read before the call returns.
         let status = unsafe {
             (library.table.comm_init_rank_config)(&raw mut *place, size, *id, rank, &raw mut config)
         };
@@ -118,14 +123,14 @@ impl Communicator {
         let mut all = abort_flag.communicators.lock().unwrap_or_else(PoisonError::into_inner);
         all.push(Arc::downgrade(&made));
         drop(all);
-        // Raised while this one was made: it was not on the list.
+        // If the flag was raised meanwhile, this communicator was not on its list.
         if abort_flag.check().is_err() {
             made.abort();
         }
         made
     }
 
-    /// This new communicator when it is ready; one that never was is not ended in order.
+    /// Returns this new communicator when it is ready; aborts one that does not become ready.
     fn settled(self: Arc<Self>, what: &str) -> Result<Arc<Self>> {
         match self.settle(what) {
             Ok(()) => Ok(self),
@@ -136,7 +141,7 @@ impl Communicator {
         }
     }
 
-    /// The communicator of the ranks that give the same `color`, in the order of `rank`.
+    /// Creates the communicator of the ranks with the same `color`, in the order of `rank`.
     pub(super) fn split(self: &Arc<Self>, color: usize, rank: usize) -> Result<Arc<Communicator>> {
         let (color, rank) = (int(color)?, int(rank)?);
         // Filled when this communicator has settled (NCCL 2.23), or at once.
@@ -146,7 +151,7 @@ impl Communicator {
         self.call("the split", |table, comm| unsafe {
             (table.comm_split)(comm, color, rank, place, &raw mut config)
         })?;
-        // SAFETY: leaked above; the library has finished with it.
+        // SAFETY: leaked above; the library no longer writes it.
         let comm = unsafe { place.read_volatile() };
         if comm.is_null() {
             return Err(Error::internal("NCCL split a communicator and gave none"));
@@ -155,7 +160,7 @@ impl Communicator {
         made.settled("the split")
     }
 
-    /// Makes one call and waits until it is done or, for collectives, on its stream.
+    /// Makes one call and waits until it has finished or, for collectives, is on its stream.
     pub(super) fn call(
         &self,
         what: &str,
@@ -174,7 +179,7 @@ impl Communicator {
         }
     }
 
-    /// Whether the library reports a failure; one question, no waiting.
+    /// Asks the library for a failure once, without waiting.
     pub(super) fn poll(&self) -> Result<NcclStatus> {
         let handle = self.handle()?;
         let Some(comm) = handle.as_ref() else { return self.gone().map(|()| NcclStatus::SUCCESS) };
@@ -208,11 +213,12 @@ impl Communicator {
         Ok(())
     }
 
-    /// Ends it, whatever it waits for. Later calls give the alarm's cause.
+    /// Aborts the communicator, also during a wait. Later calls return the cause of the flag.
     pub(super) fn abort(&self) {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(handle) = handle {
-            // SAFETY: taken, so nobody uses it after this. The status does not matter: it is gone either way.
+            // SAFETY: the handle was taken, so no thread uses it after this. The status is
+            // irrelevant: the communicator is gone.
             unsafe { (self.nccl.table.comm_abort)(handle.0) };
         }
     }
@@ -238,7 +244,7 @@ impl Communicator {
         }
     }
 
-    /// Lets what is under way end on all ranks; for a short while.
+    /// Lets pending work finish on all ranks, for a bounded time.
     fn farewell(&self) -> Result<()> {
         // SAFETY: the handle is alive under the lock.
         self.call("the end", |table, comm| match unsafe { (table.comm_finalize)(comm) } {
@@ -265,7 +271,7 @@ impl Drop for Communicator {
         }
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(handle) = handle {
-            // SAFETY: finalized and taken.
+            // SAFETY: the communicator is finalized and its handle taken.
             unsafe { (self.nccl.table.comm_destroy)(handle.0) };
         }
     }

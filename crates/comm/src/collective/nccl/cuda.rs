@@ -1,7 +1,8 @@
-//! The streams and marks of an NVIDIA GPU, through the cudarc that candle uses. Not yet run on a GPU.
+//! Streams and marks of an NVIDIA GPU, through the cudarc that candle uses. Not yet run on a GPU.
 //!
-//! Compute is candle's own stream of the device. Memory that NCCL reads or writes there is freed by candle on that same
-//! stream, so after the work; what the streams of gathers and reductions use is kept until compute follows their marks.
+//! Compute is candle's stream of the device. candle frees memory that NCCL accesses there on the
+//! same stream, so after the work. Memory of gathers and reductions on other streams is kept until
+//! compute follows their marks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use super::device::{CommStream, GpuStreams};
 use super::library::RawStream;
 use crate::error::{DeviceFault, Error, ErrorCategory, Result};
 
-/// A GPU of this process. candle's event tracking is off for it (`disable_event_tracking`): order is by marks.
+/// A GPU of this process. candle's event tracking is off for it (`disable_event_tracking`): marks
+/// define the order.
 pub struct Cuda {
     context: Arc<CudaContext>,
     compute: Arc<CudaStream>,
@@ -24,11 +26,11 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// The backend's view of candle's `device`, made by `CudaDevice::new_with_stream`: the default per-thread stream would be
-    /// another stream on another thread.
+    /// Wraps candle's `device`, created by `CudaDevice::new_with_stream`: the default per-thread
+    /// stream would be a different one on each thread.
     ///
     /// # Errors
-    /// The driver gives no stream.
+    /// The driver refuses to create a stream.
     pub fn new(device: &CudaDevice) -> Result<Cuda> {
         let compute = device.cuda_stream();
         let context = Arc::clone(compute.context());
@@ -46,7 +48,7 @@ impl Cuda {
     }
 }
 
-/// Memory of the GPU with page-locked memory of the host.
+/// GPU memory with page-locked host memory.
 pub struct CudaScratch {
     address: usize,
     _device: CudaSlice<u8>,
@@ -89,8 +91,9 @@ impl GpuStreams for Cuda {
     fn scratch(&self, bytes: usize) -> Result<CudaScratch> {
         let make = || {
             let device = self.compute.alloc_zeros::<u8>(bytes)?;
-            // Read by the host: not write-combined.
-            // SAFETY: its bytes are written before they are read, by `put` or `fetch`; zeroed below all the same.
+            // Not write-combined, because the host reads it.
+            // SAFETY: `put` or `fetch` writes its bytes before they are read; it is zeroed below
+            // anyway.
             let mut host = unsafe { self.context.alloc_pinned_with_flags::<u8>(bytes, 0) }?;
             host.as_mut_slice()?.fill(0);
             let address = device.device_ptr(&self.compute).0 as usize;
@@ -111,7 +114,8 @@ impl GpuStreams for Cuda {
         let (to, stream) = (scratch.address + range.start, self.compute.cu_stream());
         let copy = || {
             self.context.bind_to_thread()?;
-            // SAFETY: both lie inside the scratch, which is not touched or freed before a mark after this is reached.
+            // SAFETY: both are inside the scratch, which is not accessed or freed before a later
+            // mark is reached.
             unsafe { result::memcpy_htod_async(to as u64, &scratch.host.as_slice()?[range], stream) }
         };
         copy().map_err(|error| failed("cannot copy to memory", &error))
@@ -121,7 +125,7 @@ impl GpuStreams for Cuda {
         let (from, stream) = (scratch.address + range.start, self.compute.cu_stream());
         let copy = || {
             self.context.bind_to_thread()?;
-            // SAFETY: as for `put`.
+            // SAFETY: same as for `put`.
             unsafe {
                 result::memcpy_dtoh_async(&mut scratch.host.as_mut_slice()?[range], from as u64, stream)
             }

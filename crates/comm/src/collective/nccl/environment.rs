@@ -1,5 +1,5 @@
-//! Several ranks on one GPU, for tests: `tests/nccl.rs` on its own, `benchmarks/two_ranks.py` with whole runs
-//! (`benchmarks/gpu.sh` has it as a step). Not yet run on a GPU.
+//! Several ranks on one GPU, for tests: `tests/nccl.rs` alone, `benchmarks/two_ranks.py` with whole
+//! runs (a step of `benchmarks/gpu.sh`). Not yet run on a GPU.
 //!
 //! By hand, once for each rank R of two, under the variables of [`one_gpu_environment`]:
 //!
@@ -7,13 +7,14 @@
 //! finetune … --gpus 0 --world-size 2 --rank R --master-addr 127.0.0.1
 //! ```
 
-/// Environment variables under which ranks that are *processes* share one GPU, over the loopback interface. The
-/// launcher sets them on each rank's process before that loads NCCL; within one process it cannot work, because NCCL
-/// reads `NCCL_HOSTID` once.
+/// Environment variables for ranks in separate *processes* that share one GPU, over the loopback
+/// interface. The launcher sets them on each rank's process before it loads NCCL. One process
+/// cannot hold such ranks, because NCCL reads `NCCL_HOSTID` once.
 ///
-/// NCCL refuses two ranks with the same host and GPU: each pretends to be a host of its own (`NCCL_HOSTID`), which leaves
-/// sockets as the way between them. Neither supported by NVIDIA nor fast; kernels take turns on the GPU, so
-/// every call needs a deadline. From 2.30 on there is `NCCL_MULTI_RANK_GPU_ENABLE`, for at most two ranks.
+/// NCCL refuses two ranks with the same host and GPU: each pretends to be a separate host
+/// (`NCCL_HOSTID`), so that they use sockets. NVIDIA does not support this, and it is slow; kernels
+/// take turns on the GPU, so every call needs a deadline. NCCL 2.30 and newer have
+/// `NCCL_MULTI_RANK_GPU_ENABLE`, for at most two ranks.
 pub fn one_gpu_environment(rank: usize) -> Vec<(&'static str, String)> {
     let fixed = [
         ("NCCL_P2P_DISABLE", "1"),

@@ -1,5 +1,6 @@
-//! NCCL and a GPU in host memory, for tests: ranks are threads, "kernels" run when the last rank has made its call. Like
-//! the real library it returns at once, goes on in progress, and hangs when ranks call different things.
+//! NCCL and a GPU in host memory, for tests: ranks are threads, and "kernels" run after the last
+//! rank's call. Like the real library it returns at once, reports progress, and hangs if the ranks'
+//! calls differ.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
@@ -11,7 +12,7 @@ use super::device::{CommStream, GpuStreams};
 use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, RawStream, UniqueId};
 use crate::error::Result;
 
-/// A call that waits for its peers: addresses as numbers.
+/// A call that waits for its peers, with addresses as numbers.
 #[derive(Clone, Copy, PartialEq)]
 enum FakePost {
     Meet,
@@ -36,41 +37,41 @@ impl FakeGroup {
     }
 }
 
-/// What was asked of a rank's streams, in order.
+/// An operation on a rank's streams, in order.
 #[derive(Clone)]
 pub(super) enum FakeEvent {
     /// A call on a communicator, whose ranks share one group.
     Call { op: &'static str, lane: CommStream, group: Arc<FakeGroup> },
-    /// A stream waits for another, as far as it had come.
+    /// A stream waits for another one up to its mark.
     Follow { lane: CommStream, mark: FakeMark },
-    /// What a test computes, on the compute stream.
+    /// Computation of a test, on the compute stream.
     Compute(String),
 }
 
-/// A point on a stream: after so many calls there.
+/// A point on a stream: after a number of calls.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FakeMark {
     pub(super) lane: CommStream,
     pub(super) calls: usize,
-    /// It is never reached.
+    /// True if it is never reached.
     stuck: bool,
 }
 
-/// What a raw stream points to.
+/// Target of a raw stream.
 struct FakeStream {
     lane: CommStream,
     log: Arc<Mutex<Vec<FakeEvent>>>,
 }
 
-/// Notes that a call is put on a stream.
+/// Records that a call is on a stream.
 fn put(stream: RawStream, op: &'static str, raw: RawComm) {
-    // SAFETY: one of the streams of a `Host`, which its rank's end keeps.
+    // SAFETY: one of the streams of a `Host`, which its rank's communicator keeps.
     let stream = unsafe { &*stream.cast_const().cast::<FakeStream>() };
     let group = Arc::clone(&comm(raw).group);
     stream.log.lock().unwrap().push(FakeEvent::Call { op, lane: stream.lane, group });
 }
 
-/// What a raw communicator points to.
+/// Target of a raw communicator.
 struct FakeComm {
     group: Arc<FakeGroup>,
     rank: usize,
@@ -80,7 +81,7 @@ static GROUPS: LazyLock<Mutex<HashMap<[u8; 128], Arc<FakeGroup>>>> = LazyLock::n
 static IDS: AtomicU8 = AtomicU8::new(1);
 
 fn comm(raw: RawComm) -> &'static FakeComm {
-    // SAFETY: made by `made` below and leaked.
+    // SAFETY: created by `made` below and leaked.
     unsafe { &*raw.cast::<FakeComm>() }
 }
 
@@ -88,7 +89,7 @@ fn made(group: &Arc<FakeGroup>, rank: usize) -> RawComm {
     std::ptr::from_mut(Box::leak(Box::new(FakeComm { group: Arc::clone(group), rank }))).cast()
 }
 
-/// Makes a call; the last rank to come does the work of all.
+/// Makes a call; the last rank does the work of all.
 fn post(raw: RawComm, post: FakePost) -> NcclStatus {
     let FakeComm { group, rank } = comm(raw);
     if group.aborted.load(Ordering::SeqCst) {
@@ -114,7 +115,8 @@ fn post(raw: RawComm, post: FakePost) -> NcclStatus {
     NcclStatus::IN_PROGRESS
 }
 
-/// Whether the calls of the two ranks are the sides of one message, from the first to the second; if so it is passed on.
+/// True if the calls of the two ranks are the sides of one message, from the first to the second;
+/// then copies it.
 fn pass_on(sides: [Option<FakePost>; 2], [sender, receiver]: [usize; 2]) -> bool {
     let [
         Some(FakePost::Send { from, bytes, peer: to_rank }),
@@ -125,13 +127,13 @@ fn pass_on(sides: [Option<FakePost>; 2], [sender, receiver]: [usize; 2]) -> bool
     };
     let fits = (bytes, to_rank, from_rank) == (room, receiver, sender);
     if fits {
-        // SAFETY: tests keep the memory until the call is done.
+        // SAFETY: tests keep the memory until the call finishes.
         unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
     }
     fits
 }
 
-/// Whether the calls fit one another; if so they are done.
+/// True if the calls match; then does their work.
 fn work(all: &[FakePost]) -> bool {
     let ranks = all.len();
     for (rank, post) in all.iter().enumerate() {
@@ -162,7 +164,7 @@ fn work(all: &[FakePost]) -> bool {
             let FakePost::Copy { at: from, .. } = all[root as usize] else { return false };
             for post in all {
                 let FakePost::Copy { at, .. } = post else { return false };
-                // SAFETY: tests keep the memory until the call is done.
+                // SAFETY: tests keep the memory until the call finishes.
                 unsafe { std::ptr::copy(from as *const u8, *at as *mut u8, bytes) };
             }
         }
@@ -176,7 +178,7 @@ fn split(all: &[FakePost]) {
         let FakePost::Split { color, place } = *post else { return };
         let (group, rank) = groups.entry(color).or_default();
         group.posts.lock().unwrap().push(None);
-        // SAFETY: the place is leaked by the caller.
+        // SAFETY: the caller leaks the place.
         unsafe { (place as *mut RawComm).write(made(group, *rank)) };
         *rank += 1;
     }
@@ -189,7 +191,7 @@ fn sum<T: Copy + std::iter::Sum<T>>(all: &[FakePost]) {
     });
     let calls: Vec<(usize, usize, usize, bool)> = calls.collect();
     let total = calls[0].2 * if calls[0].3 { all.len() } else { 1 };
-    // SAFETY: tests keep the memory until the call is done.
+    // SAFETY: tests keep the memory until the call finishes.
     let at = |from: usize, i: usize| unsafe { (from as *const T).add(i).read() };
     let sums: Vec<T> = (0..total).map(|i| calls.iter().map(|call| at(call.0, i)).sum()).collect();
     for (rank, (_, to, count, scatter)) in calls.iter().enumerate() {
@@ -205,14 +207,14 @@ fn gather(all: &[FakePost], bytes: usize) {
             let (FakePost::Gather { to, .. }, FakePost::Gather { from, .. }) = (target, source) else {
                 return;
             };
-            // SAFETY: as for sums.
+            // SAFETY: same as for sums.
             unsafe { std::ptr::copy(*from as *const u8, (*to + rank * bytes) as *mut u8, bytes) };
         }
     }
 }
 
 unsafe extern "C" fn get_version(version: *mut c_int) -> NcclStatus {
-    // SAFETY: the caller's local, as for all pointers here.
+    // SAFETY: a local of the caller, as for all pointers here.
     unsafe { version.write(22809) };
     NcclStatus::SUCCESS
 }
@@ -366,7 +368,7 @@ unsafe extern "C" fn recv(
     post(raw, FakePost::Recv { to: to as usize, bytes, peer: peer as usize })
 }
 
-/// The library.
+/// The fake library.
 pub(super) fn library() -> Arc<NcclLibrary> {
     let table = NcclFunctions {
         get_version,
@@ -389,11 +391,11 @@ pub(super) fn library() -> Arc<NcclLibrary> {
     Arc::new(NcclLibrary::of_table(table, "stand-in".into()).unwrap())
 }
 
-/// A device whose work is done as soon as it is called, until it is stuck.
+/// A device whose work finishes at once, until it is stuck.
 pub(super) struct Host {
     pub(super) stuck: Arc<AtomicBool>,
     log: Arc<Mutex<Vec<FakeEvent>>>,
-    /// By lane.
+    /// Streams by lane.
     streams: [Box<FakeStream>; CommStream::COUNT],
 }
 
@@ -412,12 +414,12 @@ impl Host {
         Host { stuck: Arc::clone(&self.stuck), log: Arc::clone(&self.log), ..Host::default() }
     }
 
-    /// Notes what a test computes.
+    /// Records a computation of a test.
     pub(super) fn compute(&self, what: String) {
         self.log.lock().unwrap().push(FakeEvent::Compute(what));
     }
 
-    /// What was asked of the streams since the last time.
+    /// Operations on the streams since the last call of this.
     pub(super) fn events(&self) -> Vec<FakeEvent> {
         std::mem::take(&mut *self.log.lock().unwrap())
     }

@@ -1,9 +1,10 @@
-//! NCCL's functions, found at run time: the program starts without the library and needs it for several GPUs only.
+//! NCCL's functions, loaded at run time: the program starts without the library and needs it only
+//! for several GPUs.
 //!
-//! Signatures, values and the layout of the configuration are those of `nccl.h` 2.18 to 2.32, in which they are the
-//! same; the header promises that the configuration only grows at its end. The table is ours and not cudarc's because
-//! that one never tries `libnccl.so.2`, the only name in NVIDIA's wheels, panics without the library, and hides what is
-//! needed to poll errors and to abort.
+//! Signatures, values and the layout of the configuration are those of `nccl.h` 2.18 to 2.32, which
+//! agree; the header promises that the configuration only grows at its end. cudarc's table is not
+//! used: it never tries `libnccl.so.2`, the only name in NVIDIA's wheels, panics without the
+//! library, and hides the functions for polling errors and aborting.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::fmt;
@@ -13,13 +14,13 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::ElementType;
 
-/// Names the library or a folder that holds it.
+/// Environment variable with the path of the library or of its folder.
 pub const LIBRARY_VARIABLE: &str = "FINETUNE_NCCL_LIB";
 
-/// `ncclCommSplit` and the layout of [`NcclConfig`] came with 2.18.
+/// 2.18 introduced `ncclCommSplit` and the layout of [`NcclConfig`].
 const OLDEST: NcclVersion = NcclVersion(21800);
 
-/// The name in distributions and wheels, then the one of developer packages.
+/// Name in distributions and wheels, then the one of developer packages.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// `ncclComm_t`: a communicator of the library.
@@ -28,17 +29,17 @@ pub type RawComm = *mut c_void;
 /// A `cudaStream_t` of the CUDA runtime.
 pub type RawStream = *mut c_void;
 
-/// The status that a call returns, `ncclResult_t`.
+/// Status of a call, `ncclResult_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct NcclStatus(pub c_int);
 
 impl NcclStatus {
-    /// The call went well: `ncclSuccess`.
+    /// The call succeeded: `ncclSuccess`.
     pub const SUCCESS: NcclStatus = NcclStatus(0);
     /// A peer has failed: `ncclRemoteError`.
     pub const REMOTE_ERROR: NcclStatus = NcclStatus(6);
-    /// `ncclInProgress`: a non-blocking call goes on behind the scenes.
+    /// A non-blocking call is still running: `ncclInProgress`.
     pub const IN_PROGRESS: NcclStatus = NcclStatus(7);
 }
 
@@ -55,12 +56,12 @@ pub fn data_type(element: ElementType) -> c_int {
 /// `ncclSum` of `ncclRedOp_t`.
 pub const SUM: c_int = 0;
 
-/// `ncclUniqueId`: rank 0 makes one, the rendezvous session takes it to the others.
+/// `ncclUniqueId`: rank 0 creates one, and the rendezvous session sends it to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct UniqueId(pub [u8; 128]);
 
-/// `ncclConfig_t` as of 2.18: what came later is left to the library, which tells by `version`.
+/// `ncclConfig_t` of 2.18: the library decides later members by `version`.
 #[derive(Debug)]
 #[repr(C)]
 pub struct NcclConfig {
@@ -73,12 +74,12 @@ pub struct NcclConfig {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
-    /// `trafficClass` since 2.22, padding before.
+    /// `trafficClass` since 2.22; padding before.
     unused: c_int,
 }
 
 impl NcclConfig {
-    /// All calls return at once and are polled; the rest is the library's choice.
+    /// All calls return at once and are polled; other settings are the library's choice.
     pub fn non_blocking() -> Self {
         /// Leaves a setting to NCCL: `NCCL_CONFIG_UNDEF_INT`.
         const UNSET: c_int = c_int::MIN;
@@ -97,10 +98,10 @@ impl NcclConfig {
     }
 }
 
-/// Declares the table and how it is filled, so that a name stands once.
+/// Declares the table and its loading, so that each name occurs once.
 macro_rules! table {
     ($($field:ident = $symbol:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// The functions that are used, under the names of `nccl.h`.
+        /// The functions in use, with the names of `nccl.h`.
         #[allow(missing_docs, reason = "each is documented by NVIDIA under the name that it is loaded by")]
         #[derive(Clone, Copy)]
         pub struct NcclFunctions {
@@ -108,6 +109,8 @@ macro_rules! table {
         }
 
         impl NcclFunctions {
+            /// Loads the functions from `library`.
+            ///
             /// # Safety
             /// The library is NCCL.
             unsafe fn load(library: &libloading::Library) -> Result<NcclFunctions, String> {
@@ -115,7 +118,7 @@ macro_rules! table {
                     $($field: {
                         // SAFETY: the signature is that of nccl.h.
                         let symbol = unsafe { library.get($symbol.as_bytes()) };
-                        *symbol.map_err(|_| format!("it lacks {}", $symbol))?
+                        *symbol.map_err(|_| format!("it does not export {}", $symbol))?
                     },)*
                 })
             }
@@ -145,7 +148,7 @@ table! {
     recv = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
 }
 
-/// A version as `ncclGetVersion` codes it since 2.9: 2.28.9 is 22809.
+/// A version in the code of `ncclGetVersion` since 2.9: 2.28.9 is 22809.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NcclVersion(pub c_int);
 
@@ -163,11 +166,12 @@ pub struct NcclLibrary {
 }
 
 impl NcclLibrary {
-    /// Loads NCCL: the file or folder in `FINETUNE_NCCL_LIB` if that is set, else by name where the loader looks
-    /// (`LD_LIBRARY_PATH`, the system's folders). It stays loaded until the process ends: NCCL has threads of its own.
+    /// Loads NCCL: the file or folder in `FINETUNE_NCCL_LIB` if it is set, else by name in the
+    /// loader's folders (`LD_LIBRARY_PATH`, the system's folders). It stays loaded until the
+    /// process ends, because NCCL has its own threads.
     ///
     /// # Errors
-    /// The library is not there or is older than 2.18; names what was tried.
+    /// The library is missing or older than 2.18; the error names the candidates.
     pub fn open() -> Result<Arc<NcclLibrary>> {
         let given = std::env::var_os(LIBRARY_VARIABLE);
         let searched = match std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty()) {
@@ -198,13 +202,13 @@ impl NcclLibrary {
     fn load(path: &Path) -> Result<NcclLibrary, String> {
         // SAFETY: NCCL's initializers only read the environment.
         let library = unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())?;
-        // SAFETY: a library under NCCL's name; its version is checked before anything else is called.
+        // SAFETY: a library with NCCL's name; its version is checked before any other call.
         let table = unsafe { NcclFunctions::load(&library) }?;
         let library = NcclLibrary::new(table, path.to_owned(), library)?;
         Ok(library)
     }
 
-    /// A library of these functions, which `keep` keeps loaded.
+    /// Creates a library of these functions, and keeps `keep` loaded.
     fn new(table: NcclFunctions, origin: PathBuf, keep: libloading::Library) -> Result<NcclLibrary, String> {
         std::mem::forget(keep);
         Self::of_table(table, origin)
@@ -217,23 +221,23 @@ impl NcclLibrary {
         let version = NcclVersion(version);
         match status {
             NcclStatus::SUCCESS if version >= OLDEST => Ok(NcclLibrary { table, version, origin }),
-            NcclStatus::SUCCESS => Err(format!("it is version {version}, at least {OLDEST} is needed")),
+            NcclStatus::SUCCESS => Err(format!("it is version {version}; required: at least {OLDEST}")),
             NcclStatus(code) => Err(format!("ncclGetVersion failed with code {code}")),
         }
     }
 
-    /// The version that was loaded.
+    /// Version of the loaded library.
     pub fn version(&self) -> NcclVersion {
         self.version
     }
 
-    /// The name or path that it was loaded by.
+    /// Name or path under which it was loaded.
     pub fn origin(&self) -> &Path {
         &self.origin
     }
 
-    /// A new id for [`super::Nccl::connect`]; rank 0 makes it. Opens a socket that the other ranks will meet at, on
-    /// the interface that `NCCL_SOCKET_IFNAME` names.
+    /// Creates an id for [`super::Nccl::connect`] on rank 0. Opens a socket for the other ranks, on
+    /// the interface in `NCCL_SOCKET_IFNAME`.
     ///
     /// # Errors
     /// The library finds no network interface.
@@ -249,16 +253,16 @@ impl NcclLibrary {
             .hint("name a network interface: `NCCL_SOCKET_IFNAME=eth0`, or `lo` on a single host"))
     }
 
-    /// What the library says about `status`, and about its latest error.
+    /// The library's text for `status`, and for its latest error.
     pub(super) fn text(&self, status: NcclStatus, comm: Option<RawComm>) -> String {
         let read = |text: *const c_char| {
-            // SAFETY: the library returns null or a string that lives on.
+            // SAFETY: the library returns null or a string that stays valid.
             let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) });
             text.map(|text| text.to_string_lossy().trim().to_owned()).unwrap_or_default()
         };
         // SAFETY: any status is accepted.
         let kind = read(unsafe { (self.table.get_error_string)(status) });
-        // SAFETY: null or a living communicator; the argument is unused up to 2.32.
+        // SAFETY: null or a valid communicator; the argument is unused up to 2.32.
         let last = read(unsafe { (self.table.get_last_error)(comm.unwrap_or(std::ptr::null_mut())) });
         let text = format!("{kind} (code {})", status.0);
         if last.is_empty() { text } else { format!("{text}: {last}") }
@@ -271,7 +275,8 @@ impl fmt::Debug for NcclLibrary {
     }
 }
 
-/// What to try for a value of `FINETUNE_NCCL_LIB`. A folder may be the library's, a wheel's or site-packages.
+/// Candidates for a value of `FINETUNE_NCCL_LIB`. A folder may be the library's, a wheel's or
+/// site-packages.
 fn candidates(given: Option<OsString>) -> Vec<PathBuf> {
     let Some(given) = given.filter(|given| !given.is_empty()).map(PathBuf::from) else {
         return NAMES.map(PathBuf::from).to_vec();
@@ -329,7 +334,7 @@ mod tests {
     #[test]
     fn another_library_is_refused() {
         let Err(error) = NcclLibrary::load(Path::new("libc.so.6")) else { panic!("libc is no NCCL") };
-        assert_eq!(error, "it lacks ncclGetVersion");
+        assert_eq!(error, "it does not export ncclGetVersion");
     }
 
     #[test]
@@ -348,7 +353,7 @@ mod tests {
         assert_eq!(candidates(None)[0], Path::new("libnccl.so.2"));
     }
 
-    /// Past the harness, which shows the output of failing tests alone.
+    /// Bypasses the harness, which shows only the output of failing tests.
     fn left_out(why: &str) {
         drop(std::io::Write::write_all(
             &mut std::io::stderr(),
@@ -356,7 +361,7 @@ mod tests {
         ));
     }
 
-    /// With the real library, if there is one: it needs no GPU for these.
+    /// With the real library, if it is installed: these calls need no GPU.
     #[test]
     fn the_real_library_gives_a_version_and_ids() {
         let Ok(library) = NcclLibrary::open() else {
@@ -369,7 +374,7 @@ mod tests {
         assert!(library.text(NcclStatus::REMOTE_ERROR, None).contains("(code 6)"));
     }
 
-    /// The real library refuses to meet without a driver: an error with its own words, at once.
+    /// Without a driver, the real library refuses to connect, at once and with its own error.
     #[test]
     fn the_real_library_says_why_it_cannot_meet() {
         use crate::collective::nccl::{AbortFlag, Nccl, NcclRankInfo, fake_nccl};

@@ -1,8 +1,9 @@
 //! Messages between two ranks of a group, on the compute stream.
 //!
-//! The other ranks do not know of them, so they cannot be in the hash that all compare, and NCCL itself waits without end
-//! for a message of another length. So the two tell each other their records first and compare them: a wait of the host
-//! for all that is on the stream, and a round trip. The sender speaks first, so no two calls have to go on at once.
+//! The other ranks do not take part, so these messages are not in the hash that all compare, and
+//! NCCL itself waits forever for a message of another length. So the two first exchange and compare
+//! their records: a wait of the host for all work on the stream, and a round trip. The sender is
+//! first, so no two calls must run at once.
 
 use std::ffi::c_void;
 
@@ -17,7 +18,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
 
 impl<D: GpuStreams> Nccl<D> {
-    /// This rank's side, `op`, of a message with `peer`.
+    /// Performs this rank's side, `op`, of a message with `peer`.
     pub(super) fn message(&self, op: Op, call: Call, peer: usize, buffer: &Buffer) -> Result<()> {
         check_peer(call, peer, self.rank, self.ranks.len())?;
         let phase = locked(&self.member.place).phase;
@@ -32,8 +33,8 @@ impl<D: GpuStreams> Nccl<D> {
         }
         let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
         self.enqueue(CommStream::Compute, &record, |table, comm, stream| {
-            // SAFETY: the memory is valid on the device by `Buffer`'s contract, freed on the compute stream at the
-            // earliest; the peer is a rank of this group.
+            // SAFETY: the memory is valid on the device by `Buffer`'s contract, and freed on the
+            // compute stream at the earliest; the peer is a rank of this group.
             unsafe {
                 if op == Op::Send {
                     (table.send)(at, buffer.elements(), element, peer as i32, comm, stream)
@@ -65,12 +66,12 @@ impl<D: GpuStreams> Nccl<D> {
             .because(format!("rank {} makes {record}", self.ranks[self.rank]))
             .because(format!("rank {} makes {other}", self.ranks[peer]));
         let error = self.member.abort_flag.keep(error);
-        // Stopping now would take the answer from a slower peer: it has it once it comes here too.
+        // An abort now would drop the answer to a slower peer, which has it after this exchange.
         let _ = self.pass_message(op, peer, record, 8, |host| host.fill(0), |_| {});
         Err(self.member.abort_flag.raise(error))
     }
 
-    /// A message of host memory, piece by piece through scratch on the GPU.
+    /// Sends host memory as a message, piece by piece through scratch on the GPU.
     fn message_staged(&self, op: Op, peer: usize, record: &CallRecord, buffer: &Buffer) -> Result<()> {
         for range in pieces(buffer) {
             let fill = |host: &mut [u8]| read(buffer, range.start, host);
@@ -80,7 +81,7 @@ impl<D: GpuStreams> Nccl<D> {
         Ok(())
     }
 
-    /// Passes `len` bytes on, which `fill` writes or `take` reads.
+    /// Sends or receives `len` bytes, which `fill` writes or `take` reads.
     fn pass_message(
         &self,
         op: Op,
@@ -97,7 +98,7 @@ impl<D: GpuStreams> Nccl<D> {
                 StagingPlan { put: 0..len, fetch: len..len },
                 |host| fill(&mut host[..len]),
                 |table, comm, stream, at| {
-                    // SAFETY: the scratch holds the bytes, and lives until the pass is over.
+                    // SAFETY: the scratch holds the bytes, and lives until the pass has ended.
                     unsafe { (table.send)(at as *const c_void, len, bytes, peer as i32, comm, stream) }
                 },
                 |_| {},

@@ -1,21 +1,25 @@
-//! Ranks on GPUs, over NCCL that is loaded at run time (`library`). **Not yet run on a GPU**: the logic runs in
-//! tests over a stand-in for the library and the device, the library's errors over the real one, the rest compiles.
+//! Ranks on GPUs, over NCCL that is loaded at run time (`library`). **Not yet run on a GPU**: tests
+//! run the logic over a fake library and device, and the library's errors over the real one; the
+//! rest compiles.
 //!
-//! Calls on a GPU's memory put work on the rank's streams and return: sums and broadcasts on the compute stream, which is
-//! candle's, so before and after them computation is in order; gathers on a stream of their own, and started reductions on
-//! a third one with communicators of their own (`reduction`), with marks for the order between the three. Memory of the
-//! host (sums of losses, saved moments) goes through the GPU by pieces and is there on return (`staged`). [`run_ranks`] runs
-//! the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
-//! ([`AbortFlag`]); other processes see NCCL's remote error, the deadline, or the news from the rendezvous session, which is
-//! the launcher's to pass on by [`AbortFlag::raise`].
+//! Calls on GPU memory put work on the rank's streams and return. Sums and broadcasts use the
+//! compute stream, which is candle's, so they are ordered with computation. Gathers use a second
+//! stream, and started reductions a third one with separate communicators (`reduction`); marks
+//! define the order between the three. Host memory (sums of losses, saved moments) passes through
+//! the GPU in pieces and is ready on return (`staged`). [`run_ranks`] runs the ranks of a process
+//! as threads, one per GPU. Communicators are non-blocking, so every wait polls (`communicator`),
+//! and a thread watches the streams (`watch`). Failures end all communicators of the process
+//! ([`AbortFlag`]). Other processes see NCCL's remote error, the deadline, or a message of the
+//! rendezvous session, which the launcher passes to [`AbortFlag::raise`].
 //!
-//! Comparing every call would cost a round trip each. Instead each rank hashes its calls as it makes them, and
-//! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step): there the first call that
-//! differs is named, with the ranks. A difference that stops NCCL before that ends at the deadline, with this rank's call.
-//! Messages between two ranks are no part of that: the two compare each of them first, at the cost of a round trip (`message`).
-//! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three groups and so up to six
-//! communicators a rank, whose kernels wait for peers on all streams: they need room on the GPU at once, which NCCL's channels
-//! leave. All ranks put their calls on the streams in the same order.
+//! Comparing every call would cost a round trip each. Instead each rank hashes its calls, and
+//! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step):
+//! then the error names the first different call and the ranks. A difference that blocks NCCL
+//! before that ends at the deadline, with this rank's call. Messages between two ranks are compared
+//! separately, at the cost of a round trip each (`message`). NCCL chooses the order of its sums;
+//! `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three groups and so up to six
+//! communicators a rank, whose kernels wait for peers on all streams: they must fit on the GPU at
+//! once, which NCCL's channels allow. All ranks put their calls on the streams in the same order.
 
 mod call_log;
 mod communicator;
@@ -57,10 +61,10 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::locked;
 use crate::runtime::buffer::{Buffer, MemoryKind};
 
-/// How long a rank waits for its peers unless told otherwise; longer than any evaluation or save.
+/// Default time that a rank waits for its peers; longer than any evaluation or save.
 pub const DEADLINE: Duration = Duration::from_secs(1800);
 
-/// Who meets, and how.
+/// Identity and deadline of a rank.
 #[derive(Debug, Clone, Copy)]
 pub struct NcclRankInfo {
     /// Rank 0's [`NcclLibrary::unique_id`].
@@ -69,33 +73,35 @@ pub struct NcclRankInfo {
     pub rank: usize,
     /// Number of all ranks.
     pub size: usize,
-    /// How long a call may wait for other ranks.
+    /// Maximum time that a call waits for other ranks.
     pub deadline: Duration,
 }
 
-/// One rank's end of a group of GPUs. Its calls come from one thread, that of the device's compute stream.
+/// One rank's communicator of a group of GPUs. Its calls are from one thread, that of the device's
+/// compute stream.
 pub struct Nccl<D: GpuStreams> {
-    // Dropped in this order: the communicator ends while it is watched.
+    // Dropped in this order: the communicator is watched while it ends.
     communicator: Arc<Communicator>,
-    /// That of started reductions, once it was opened.
+    /// Communicator of started reductions, once it is open.
     reductions: OnceLock<Arc<Communicator>>,
     member: Arc<NcclRank<D>>,
     rank: usize,
-    /// The ranks of the group by their rank in the world.
+    /// Ranks of the group in the world, by rank in the group.
     ranks: Vec<usize>,
     state: Mutex<NcclState<D>>,
 }
 
-/// What this rank's groups share.
+/// State that this rank's groups share.
 struct NcclRank<D: GpuStreams> {
-    /// Those of its smaller groups and of started reductions. They end with the last group, not before: a rank that fails
-    /// drops its groups on the way out, and ending one in order waits for peers that do not know yet.
+    /// Communicators of its smaller groups and of started reductions. They end with the last group:
+    /// a failed rank drops its groups early, and an orderly end would wait for peers that do not
+    /// know of the failure yet.
     groups: Mutex<Vec<Arc<Communicator>>>,
     watch: Watch<D>,
     device: Arc<D>,
     nccl: Arc<NcclLibrary>,
     abort_flag: Arc<AbortFlag>,
-    /// In the world.
+    /// Rank in the world.
     rank: usize,
     place: Mutex<RankStatus>,
 }
@@ -124,28 +130,30 @@ impl<D: GpuStreams> Default for NcclState<D> {
     }
 }
 
-/// A gather or a reduction on its stream, with the memory that must live until computation has been told to wait for it.
+/// A gather or a reduction on its stream, with the memory that must live until computation waits
+/// for it.
 struct StartedCall<D: GpuStreams> {
     ticket: u64,
-    /// None when it is done: over memory of the host.
+    /// None if it has finished: over host memory.
     mark: Option<D::Mark>,
     _memory: [Buffer; 2],
 }
 
-/// Refuses data of which a part is on the GPU.
+/// Refuses data that is only partly on the GPU.
 fn check_places(call: Call, shard: &Buffer, full: &Buffer) -> Result<()> {
     if shard.place() == full.place() {
         return Ok(());
     }
-    let what = format!("the shard of {call} is elsewhere than its data");
+    let what = format!("the shard of {call} and its data are in different memory");
     Err(Error::internal(what).because(format!("{shard:?}, {full:?}")))
 }
 
 impl<D: GpuStreams> Nccl<D> {
-    /// Meets the other ranks. `abort_flag` is shared by the ranks that are threads of this process.
+    /// Connects to the other ranks. The ranks that are threads of this process share `abort_flag`.
     ///
     /// # Errors
-    /// NCCL refuses (two ranks on one GPU, no driver, no network), or not all ranks come before the deadline.
+    /// NCCL refuses (two ranks on one GPU, no driver, no network), or ranks are missing at the
+    /// deadline.
     pub fn connect(
         library: &Arc<NcclLibrary>,
         rank_info: &NcclRankInfo,
@@ -175,13 +183,13 @@ impl<D: GpuStreams> Nccl<D> {
         CallRecord::new(locked(&self.state).call_log.calls(), action, call, phase)
     }
 
-    /// Remembers a call that is about to be made.
+    /// Records a call that is about to be made.
     fn note(&self, record: &CallRecord) {
         locked(&self.state).call_log.add(record);
         locked(&self.member.place).last = Some(record.clone());
     }
 
-    /// Puts a call on a stream. What fails here fails for good: the first cause is kept for all later calls.
+    /// Puts a call on a stream. A failure here is permanent: later calls return its cause.
     fn enqueue(
         &self,
         lane: CommStream,
@@ -200,37 +208,38 @@ impl<D: GpuStreams> Nccl<D> {
         Ok(mark)
     }
 
-    /// Waits until all that is before the mark is done.
+    /// Waits until the work before the mark has finished.
     fn wait(&self, mark: &D::Mark) -> Result<()> {
         let member = &*self.member;
         while !member.device.reached(mark).map_err(|error| member.abort_flag.raise(error))? {
             member.abort_flag.check()?;
             std::thread::sleep(Duration::from_micros(20));
         }
-        // An aborted kernel ends as well, with nothing in its memory.
+        // An aborted kernel also finishes, without a result.
         member.abort_flag.check()
     }
 
-    /// Compares all calls so far, of which `record` is the last, with the peers'. Returns the records of all.
+    /// Compares all calls so far, of which `record` is the last, with the peers'. Returns the
+    /// records of all.
     fn compare(&self, record: &CallRecord) -> Result<Vec<CallRecord>> {
         let own = locked(&self.state).call_log.digest();
         let all = self.exchange(record, &own)?;
         if let Some(records) = call_log::agreeing(&all, self.rank) {
             return Ok(records);
         }
-        // All ranks saw that: all tell what they called.
+        // All ranks have seen the difference, so all send their latest calls.
         let own = locked(&self.state).call_log.tail();
         let tails = self.exchange(record, &own)?;
         let error = Error::new(ErrorCategory::Transient, "ranks do not make the same calls");
         let lines = call_log::first_difference(&tails, self.ranks.len(), self.rank);
         let name = |(rank, call): (usize, String)| format!("rank {} makes {call}", self.ranks[rank]);
         let error = self.member.abort_flag.keep(lines.into_iter().map(name).fold(error, Error::because));
-        // Stopping now would take the answer from slower ranks: they have it once they come here too.
+        // An abort now would drop the answer to slower ranks, which have it after this exchange.
         let _ = self.exchange(record, &[0; 8]);
         Err(self.member.abort_flag.raise(error))
     }
 
-    /// The ticket of a call that was started on `lane`, or is done when there is no mark to wait for.
+    /// Ticket of a call on `lane`, which has finished if it has no mark.
     fn started(&self, lane: CommStream, mark: Option<D::Mark>, memory: [&Buffer; 2]) -> Ticket {
         let mut state = locked(&self.state);
         state.tickets += 1;
@@ -280,13 +289,13 @@ impl<D: GpuStreams> Collective for Nccl<D> {
             self.all_gather_staged(&record, shard, full)?;
             return Ok(self.started(CommStream::Gather, None, [shard, full]));
         }
-        // The shard was written, and the room for the full data last read, by computation.
+        // Computation wrote the shard and last read the memory of the full data.
         let device = &*self.member.device;
         device.follow(CommStream::Gather, &device.mark(CommStream::Compute)?)?;
         let (from, to) = (shard.address() as *const c_void, full.address() as *mut c_void);
         let mark = self.enqueue(CommStream::Gather, &record, |table, comm, stream| {
             let element = data_type(full.element());
-            // SAFETY: as for all_reduce; the memory is kept with the gather until `finish`.
+            // SAFETY: same as for all_reduce; the gather keeps the memory until `finish`.
             unsafe { (table.all_gather)(from, to, shard.elements(), element, comm, stream) }
         })?;
         Ok(self.started(CommStream::Gather, Some(mark), [shard, full]))
@@ -298,7 +307,7 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         let is_reduction = state.reductions.iter().any(|started| started.ticket == ticket.0);
         let queue = if is_reduction { &mut state.reductions } else { &mut state.gathers };
         let Some(started) = queue.pop_front().filter(|started| started.ticket == ticket.0) else {
-            return Err(Error::internal("a gather or a reduction is finished out of turn"));
+            return Err(Error::internal("gathers and reductions must finish in the order of their starts"));
         };
         drop(state);
         match &started.mark {
@@ -321,7 +330,7 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         let at = buffer.address() as *mut c_void;
         self.enqueue(CommStream::Compute, &record, |table, comm, stream| {
             let element = data_type(buffer.element());
-            // SAFETY: as for all_reduce; the root is a rank of this group.
+            // SAFETY: same as for all_reduce; the root is a rank of this group.
             unsafe { (table.broadcast)(at, at, buffer.elements(), element, root as i32, comm, stream) }
         })?;
         Ok(())

@@ -1,4 +1,4 @@
-//! The ranks of a process on its GPUs: threads that meet, work and end together.
+//! Ranks of a process on its GPUs: threads that connect, work and end together.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -12,26 +12,27 @@ use crate::collective::rank_threads;
 use crate::collective::rank_threads::RankFailure;
 use crate::error::{Error, Result};
 
-/// The ranks of one process among all.
+/// Ranks of one process among all.
 #[derive(Debug, Clone, Copy)]
 pub struct GroupInfo {
     /// Rank 0's [`NcclLibrary::unique_id`].
     pub id: UniqueId,
-    /// The first rank of this process; the others follow.
+    /// First rank of this process; the others follow.
     pub first: usize,
-    /// Ranks of all processes.
+    /// Number of ranks of all processes.
     pub size: usize,
-    /// How long a call may wait for other ranks.
+    /// Maximum time that a call waits for other ranks.
     pub deadline: Duration,
 }
 
-/// Runs `work` for a rank on each of `devices`, in threads `rank-0`, `rank-1`, …, which meet each other and those of
-/// other processes. `work` gets its place among `devices`.
+/// Runs `work` for a rank on each of `devices`, in threads `rank-0`, `rank-1`, …, connected with
+/// each other and those of other processes. `work` gets the index in `devices`.
 ///
 /// # Errors
-/// When a rank returns an error or panics, or `abort_flag` is raised from elsewhere, all communicators of the process are
-/// aborted, which ends its peers' waits; the error is that of the rank that failed first, or the alarm's cause. What all
-/// ranks of this process say alike is said once.
+/// If a rank returns an error or panics, or `abort_flag` is raised from elsewhere, all
+/// communicators of the process are aborted, which ends its peers' waits. The result is the error
+/// of the rank that failed first, or the flag's cause. An error that all ranks of this process
+/// share is returned once.
 pub fn run_ranks<D: GpuStreams, T: Send>(
     library: &Arc<NcclLibrary>,
     group_info: &GroupInfo,
@@ -63,7 +64,7 @@ pub fn run_ranks<D: GpuStreams, T: Send>(
             });
             abort_flag.raise(news);
         }
-        // Only now: communicators of a rank that failed were aborted, and do not wait for peers to end in order.
+        // Only now: communicators of a failed rank were aborted, and do not wait for peers.
         drop(end);
         done
     };
@@ -96,7 +97,7 @@ pub fn run_ranks<D: GpuStreams, T: Send>(
 /// [`run_ranks`] on candle's devices, all of them GPUs.
 ///
 /// # Errors
-/// As there; a device is not a GPU, the driver gives no stream.
+/// Same as [`run_ranks`]; also if a device is not a GPU or the driver refuses to create a stream.
 #[cfg(feature = "cuda")]
 pub fn run_on_gpus<T: Send>(
     library: &Arc<NcclLibrary>,
@@ -114,7 +115,7 @@ pub fn run_on_gpus<T: Send>(
     run_ranks(library, group_info, gpus, abort_flag, |place, end| work(place, end))
 }
 
-/// [`run_ranks`] on GPUs, which this build has none of.
+/// Stand-in of [`run_ranks`] for a build without GPU support.
 ///
 /// # Errors
 /// Always.

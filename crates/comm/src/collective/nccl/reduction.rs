@@ -1,11 +1,12 @@
-//! Sums over the ranks: on the compute stream, or beside the computation on a stream and a communicator of their own.
-//! **Not yet run on a GPU**.
+//! Sums over the ranks: on the compute stream, or in parallel with computation on a separate stream
+//! and communicator. **Not yet run on a GPU**.
 //!
-//! One communicator makes its calls one after the other, so a reduction on that of the gathers would wait for the next
-//! block's weights, and they for it. Each group that sums gradients has a second communicator for them, split from its
-//! first when the group is made ready; all reductions of a rank share one stream, so hsdp's two stages are in order. A
-//! reduction waits there for what computation has put on its stream so far, and computation waits for the reduction when
-//! it is finished: marks, no wait of the host.
+//! One communicator runs its calls one after the other, so a reduction on that of the gathers would
+//! wait for the next block's weights, and they for it. Each group that sums gradients has a second
+//! communicator for them, split from its first in `open_reduction_lane`; all reductions of a rank
+//! share one stream, so hsdp's two stages are in order. A reduction waits there for the earlier
+//! computation, and computation waits for the reduction in `finish`: by marks, without a wait of
+//! the host.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
 
 impl<D: GpuStreams> Nccl<D> {
-    /// The communicator whose calls go on `lane`.
+    /// The communicator for calls on `lane`.
     pub(super) fn communicator(&self, lane: CommStream) -> Result<&Communicator> {
         match lane {
             CommStream::Compute | CommStream::Gather => Ok(&*self.communicator),
@@ -33,7 +34,7 @@ impl<D: GpuStreams> Nccl<D> {
         }
     }
 
-    /// Makes the communicator of started reductions, unless it is there.
+    /// Creates the communicator of started reductions, unless it exists.
     pub(super) fn open_reductions(&self) -> Result<()> {
         if self.reductions.get().is_some() {
             return Ok(());
@@ -43,7 +44,7 @@ impl<D: GpuStreams> Nccl<D> {
         }
         let record = self.record(CallKind::Split, Call::single("reductions"));
         self.note(&record);
-        // After it nothing is under way on the communicator, which NCCL asks for before a split.
+        // After it no call is pending on the communicator, which NCCL requires before a split.
         self.compare(&record)?;
         let member = &self.member;
         let made = self.communicator.split(0, self.rank).map_err(|error| member.abort_flag.raise(error))?;
@@ -52,7 +53,8 @@ impl<D: GpuStreams> Nccl<D> {
         Ok(())
     }
 
-    /// As [`Collective::start_reduction`]; memory of the host goes through the compute stream and is done on return.
+    /// Implements [`Collective::start_reduction`]; host memory uses the compute stream and is ready
+    /// on return.
     pub(super) fn start_on_lane(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
         let replicas = match reduction {
             Reduction::ReduceScatter { replicas: Some(replicas), .. } => Some(same_backend(replicas)?),
@@ -63,7 +65,7 @@ impl<D: GpuStreams> Nccl<D> {
         if !all_open || reduction.full().place() == MemoryKind::Host {
             return reduction.make(self, call).map(|()| None);
         }
-        // What is summed was written by computation.
+        // Computation wrote the summed values.
         let device = &*self.member.device;
         device.follow(CommStream::Reduce, &device.mark(CommStream::Compute)?)?;
         let mark = match reduction {
@@ -79,7 +81,7 @@ impl<D: GpuStreams> Nccl<D> {
         Ok(Some(self.started(CommStream::Reduce, mark, [reduction.full(), reduction.sum()])))
     }
 
-    /// Puts an all-reduce on `lane`; memory of the host is summed on return, and there is no mark.
+    /// Puts an all-reduce on `lane`; host memory is summed on return, without a mark.
     pub(super) fn all_reduce_on(
         &self,
         lane: CommStream,
@@ -99,14 +101,14 @@ impl<D: GpuStreams> Nccl<D> {
         }
         let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
         let mark = self.enqueue(lane, &record, |table, comm, stream| {
-            // SAFETY: the memory is valid on the device by `Buffer`'s contract, freed on the compute stream at the
-            // earliest; what another stream reads or writes is kept until `finish`.
+            // SAFETY: the memory is valid on the device by `Buffer`'s contract, and freed on the
+            // compute stream at the earliest; memory of other streams is kept until `finish`.
             unsafe { (table.all_reduce)(at, at, buffer.elements(), element, SUM, comm, stream) }
         })?;
         Ok(Some(mark))
     }
 
-    /// Puts a reduce-scatter on `lane`, as [`Nccl::all_reduce_on`].
+    /// Puts a reduce-scatter on `lane`; see [`Nccl::all_reduce_on`].
     pub(super) fn reduce_scatter_on(
         &self,
         lane: CommStream,
@@ -127,14 +129,14 @@ impl<D: GpuStreams> Nccl<D> {
         let (from, to) = (full.address() as *const c_void, shard.address() as *mut c_void);
         let mark = self.enqueue(lane, &record, |table, comm, stream| {
             let element = data_type(full.element());
-            // SAFETY: as for all_reduce; the lengths were checked.
+            // SAFETY: same as for all_reduce; the lengths were checked.
             unsafe { (table.reduce_scatter)(from, to, shard.elements(), element, SUM, comm, stream) }
         })?;
         Ok(Some(mark))
     }
 }
 
-/// Another group of the same rank.
+/// Casts another group of the same rank to this backend's type.
 fn same_backend<D: GpuStreams>(group: &dyn Collective) -> Result<&Nccl<D>> {
     let backend = group.as_backend().and_then(|backend| backend.downcast_ref::<Nccl<D>>());
     backend.ok_or_else(|| Error::internal(format!("{group:?} is not a group over NCCL")))

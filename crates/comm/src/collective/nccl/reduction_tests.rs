@@ -1,4 +1,5 @@
-//! Reductions beside computation, over the stand-in: what goes on which stream and communicator, and how failures end.
+//! Reductions in parallel with computation, over the fake: their streams and communicators, and the
+//! end by failures.
 
 use std::sync::atomic::Ordering;
 
@@ -20,7 +21,7 @@ fn name(lane: CommStream) -> &'static str {
     }
 }
 
-/// What was asked of the streams in words, communicators by letters in the order in which they come.
+/// Operations on the streams in words, with a letter per communicator in the order of appearance.
 fn asked(device: &Host) -> Vec<String> {
     let mut groups: Vec<Arc<FakeGroup>> = Vec::new();
     let mut said = Vec::new();
@@ -89,7 +90,7 @@ fn a_block_is_reduced_beside_the_next_one_on_a_stream_and_a_communicator_of_its_
             "compute: backward of block 1",
             "reduce waits for compute 2",
             "reduce: reduce-scatter on B",
-            // The first buffer is free for block 0; the host has waited for nothing.
+            // The first buffer is free for block 0, without a wait of the host.
             "compute waits for reduce 1",
             "compute waits for gather 2",
             "gather waits for compute 2",
@@ -122,7 +123,7 @@ fn a_sum_for_what_is_computed_next_stays_on_the_compute_stream() {
 fn the_stages_of_hsdp_follow_each_other_on_the_communicators_of_two_groups() {
     run(4, PATIENT, true, |nccl, device| {
         let rank = nccl.rank();
-        // As a run has them, with a clock around.
+        // As in a run, inside a clock.
         let split = |color| TimedCollective::new(Arc::from(nccl.split(color).unwrap()));
         let (replicas, shards) = (split(rank % 2), split(rank / 2));
         let full = values((0..4).map(|i| (i + rank) as f32).collect());
@@ -130,7 +131,7 @@ fn the_stages_of_hsdp_follow_each_other_on_the_communicators_of_two_groups() {
         let reduction =
             Reduction::ReduceScatter { full: &full.1, shard: &shard.1, replicas: Some(&replicas) };
         let of_block = call("gradients of block", 1);
-        // Until both are open it is done on return.
+        // Until both are open, a reduction has finished on return.
         shards.open_reduction_lane().unwrap();
         device.events();
         assert!(shards.start_reduction(of_block, reduction).unwrap().is_none());
@@ -190,7 +191,7 @@ fn misuse_of_the_lane_is_refused() {
     });
 }
 
-/// All communicators that these events came by.
+/// Communicators of these events.
 fn groups(events: Vec<FakeEvent>) -> Vec<Arc<FakeGroup>> {
     let group = |event| match event {
         FakeEvent::Call { group, .. } => Some(group),

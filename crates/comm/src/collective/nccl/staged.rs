@@ -1,8 +1,9 @@
-//! Collectives over memory of the host: piece by piece through scratch on the GPU, done on return.
+//! Collectives over host memory: piece by piece through scratch on the GPU, ready on return.
 //!
-//! NCCL reads and writes a GPU's memory alone. What lies on the host is small (sums of losses and norms) or rare (moments that a
-//! checkpoint gathers), so a copy each way, and waiting for it, costs nothing that counts. All ranks have the same memory in
-//! the same place, so all cut it into the same pieces. Work that is on the compute stream already goes first.
+//! NCCL accesses only GPU memory. Data on the host is small (sums of losses and norms) or rare
+//! (moments that a checkpoint gathers), so a copy each way, and a wait for it, cost little. All
+//! ranks have data of the same size, so all cut it into the same pieces. Earlier work on the
+//! compute stream runs first.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -16,17 +17,18 @@ use crate::collective::call_record::CallRecord;
 use crate::error::Result;
 use crate::runtime::buffer::{Buffer, ElementType};
 
-/// Bytes that a rank contributes to one piece.
+/// Bytes per rank of one piece.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// What of the scratch is brought to the GPU before a call and back after it.
+/// Ranges of the scratch to copy to the GPU before a call, and back after it.
 pub(super) struct StagingPlan {
     pub(super) put: Range<usize>,
     pub(super) fetch: Range<usize>,
 }
 
 impl<D: GpuStreams> Nccl<D> {
-    /// One call over scratch: `fill` writes the host's side, `take` reads it. Returns when all is done.
+    /// Makes one call over scratch: `fill` writes the host's side, `take` reads it. Returns after
+    /// all has finished.
     pub(super) fn pass(
         &self,
         record: &CallRecord,
@@ -55,13 +57,13 @@ impl<D: GpuStreams> Nccl<D> {
         let done = run();
         match done {
             Ok(()) => locked(&self.state).scratch = Some((bytes, scratch)),
-            // A copy may still be under way there.
+            // A copy may still be running there.
             Err(_) => std::mem::forget(scratch),
         }
         done
     }
 
-    /// The `own` of all ranks, which are of one length, side by side.
+    /// Gathers the `own` of all ranks, which have the same length, in order.
     pub(super) fn exchange(&self, record: &CallRecord, own: &[u8]) -> Result<Vec<u8>> {
         let (len, ranks) = (own.len(), self.ranks.len());
         let mut all = Vec::new();
@@ -71,7 +73,7 @@ impl<D: GpuStreams> Nccl<D> {
             |host| host[..len].copy_from_slice(own),
             |table, comm, stream, at| {
                 let (from, to) = (at as *const c_void, (at + len) as *mut c_void);
-                // SAFETY: the scratch holds all parts, and lives until the pass is over.
+                // SAFETY: the scratch holds all parts, and lives until the pass has ended.
                 unsafe { (table.all_gather)(from, to, len, data_type(ElementType::U8), comm, stream) }
             },
             |host| all = host[len..].to_vec(),
@@ -88,7 +90,7 @@ impl<D: GpuStreams> Nccl<D> {
                 |host| read(buffer, range.start, &mut host[..len]),
                 |table, comm, stream, at| {
                     let (at, element) = (at as *mut c_void, data_type(buffer.element()));
-                    // SAFETY: as for `exchange`.
+                    // SAFETY: same as for `exchange`.
                     unsafe { (table.all_reduce)(at, at, len / width, element, SUM, comm, stream) }
                 },
                 |host| write(buffer, range.start, &host[..len]),
@@ -118,7 +120,7 @@ impl<D: GpuStreams> Nccl<D> {
                 |table, comm, stream, at| {
                     let (from, to) = (at as *const c_void, (at + own.start) as *mut c_void);
                     let element = data_type(shard.element());
-                    // SAFETY: as for `exchange`; in place, as NCCL has it.
+                    // SAFETY: same as for `exchange`; in place, as NCCL allows.
                     unsafe { (table.reduce_scatter)(from, to, len / width, element, SUM, comm, stream) }
                 },
                 |host| write(shard, range.start, &host[own.clone()]),
@@ -139,7 +141,7 @@ impl<D: GpuStreams> Nccl<D> {
                 |table, comm, stream, at| {
                     let (from, to) = ((at + own.start) as *const c_void, at as *mut c_void);
                     let element = data_type(shard.element());
-                    // SAFETY: as for `exchange`; in place, as NCCL has it.
+                    // SAFETY: same as for `exchange`; in place, as NCCL allows.
                     unsafe { (table.all_gather)(from, to, len / width, element, comm, stream) }
                 },
                 |host| {
@@ -167,7 +169,7 @@ impl<D: GpuStreams> Nccl<D> {
                 },
                 |table, comm, stream, at| {
                     let (at, element) = (at as *mut c_void, data_type(buffer.element()));
-                    // SAFETY: as for `exchange`; the root is a rank of this group.
+                    // SAFETY: same as for `exchange`; the root is a rank of this group.
                     unsafe { (table.broadcast)(at, at, len / width, element, root as i32, comm, stream) }
                 },
                 |host| {
@@ -181,25 +183,25 @@ impl<D: GpuStreams> Nccl<D> {
     }
 }
 
-/// The ranges of bytes in which memory is passed on.
+/// Byte ranges of the pieces of memory.
 pub(super) fn pieces(memory: &Buffer) -> impl Iterator<Item = Range<usize>> + use<> {
     let bytes = memory.bytes();
     (0..bytes).step_by(PIECE_BYTES).map(move |at| at..(at + PIECE_BYTES).min(bytes))
 }
 
-/// Copies from `memory`, from byte `at` on.
+/// Copies from `memory`, from byte `at`.
 pub(super) fn read(memory: &Buffer, at: usize, to: &mut [u8]) {
     debug_assert!(at + to.len() <= memory.bytes());
-    // SAFETY: memory of the host by its place, as long as its bytes, which nobody else writes during a collective.
+    // SAFETY: host memory of that length, which no other code writes during a collective.
     to.copy_from_slice(unsafe {
         from_raw_parts(with_exposed_provenance::<u8>(memory.address() + at), to.len())
     });
 }
 
-/// Copies to `memory`, from byte `at` on.
+/// Copies to `memory`, from byte `at`.
 pub(super) fn write(memory: &Buffer, at: usize, from: &[u8]) {
     debug_assert!(at + from.len() <= memory.bytes());
-    // SAFETY: as for `read`; nobody else reads it either.
+    // SAFETY: same as for `read`; no other code reads it either.
     unsafe {
         from_raw_parts_mut(with_exposed_provenance_mut::<u8>(memory.address() + at), from.len())
             .copy_from_slice(from);

@@ -1,4 +1,4 @@
-//! The backend over the stand-in: no GPU, no library.
+//! The backend over the fake: no GPU, no library.
 
 use std::any::Any;
 use std::sync::atomic::Ordering;
@@ -22,12 +22,13 @@ impl<T: Copy + Send + Sync + 'static> Values<T> {
     pub(super) fn new(element: ElementType, values: Vec<T>) -> Self {
         let values = Arc::new(values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
-        // SAFETY: kept by its owner, and not read while a collective runs; the stand-in's GPU is in the host's memory.
+        // SAFETY: its owner keeps it, and does not read it while a collective runs; the fake's GPU
+        // is in host memory.
         let memory = unsafe { Buffer::on_gpu(values.as_ptr() as usize, values.len(), element, owner) };
         Values(values, memory)
     }
 
-    /// In memory that the library cannot reach.
+    /// Allocates memory that the library cannot access.
     pub(super) fn on_host(element: ElementType, values: Vec<T>) -> Self {
         let Values(values, memory) = Values::new(element, values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
@@ -37,12 +38,12 @@ impl<T: Copy + Send + Sync + 'static> Values<T> {
     }
 
     pub(super) fn read(&self) -> Vec<T> {
-        // SAFETY: in bounds; written behind the compiler's back.
+        // SAFETY: in bounds; the compiler does not know of the writes.
         (0..self.0.len()).map(|i| unsafe { self.0.as_ptr().add(i).read_volatile() }).collect()
     }
 }
 
-/// Runs ranks as threads, each with its own alarm as if in its own process, or all with one.
+/// Runs ranks as threads, each with its own flag as in separate processes, or all with one.
 pub(super) fn run<T: Send>(
     size: usize,
     deadline: Duration,
@@ -100,7 +101,7 @@ fn every_operation_moves_its_data_and_counts_it() {
         nccl.broadcast(call("codes", 2), 2, &codes.1).unwrap();
         assert_eq!(codes.read(), [2; 4]);
 
-        // From 2 to 0 alone; the hash that all compare at the end knows nothing of it.
+        // Only from 2 to 0; the hash that all compare at the end does not contain it.
         for index in 0..3 {
             match rank {
                 0 => nccl.recv(call("message", index), 2, &buffer.1).unwrap(),
@@ -131,7 +132,7 @@ pub(super) fn numbers(rank: usize, len: usize) -> Vec<f32> {
 
 #[test]
 fn memory_of_the_host_goes_through_the_device_by_pieces() {
-    // More than one piece for each rank, and not whole ones.
+    // More than one piece for each rank, with a partial last one.
     let len = (4 << 20) / 4 + 1001;
     run(2, PATIENT, false, |nccl, _| {
         let rank = nccl.rank();
@@ -174,7 +175,7 @@ fn memory_of_the_host_goes_through_the_device_by_pieces() {
             Values::on_host(ElementType::F32, vec![0.0_f32; 1]),
         );
         let mixed = nccl.reduce_scatter(call("parts", 1), &there.1, &here.1);
-        assert!(mixed.unwrap_err().to_string().contains("is elsewhere than its data"));
+        assert!(mixed.unwrap_err().to_string().contains("are in different memory"));
         nccl.barrier(call("end", 0)).unwrap();
     });
 }
@@ -186,7 +187,7 @@ fn groups_are_of_one_color_and_apart() {
         let group = nccl.split(rank % 2).unwrap();
         assert_eq!((group.rank(), group.size()), if rank == 1 { (0, 1) } else { (rank / 2, 2) });
         let buffer = Values::new(ElementType::F32, vec![1.0_f32; 3]);
-        // Groups need not make the same number of calls.
+        // Groups may make different numbers of calls.
         for index in 0..=group.size() {
             group.all_reduce(call("group", index), &buffer.1).unwrap();
         }
@@ -279,7 +280,7 @@ fn calls_that_nccl_cannot_match_end_at_the_deadline() {
         let buffer = Values::new(ElementType::F32, vec![1.0_f32; 4 + nccl.rank()]);
         nccl.all_reduce(call("gradients", 7), &buffer.1)
     });
-    // The first one ends the wait of the other, which then speaks of its peer.
+    // The first one ends the wait of the other, which then reports its peer.
     let own = "call 0: all-reduce of gradients 7 (";
     let late = |text: &String| text.contains(own) && text.contains("did not begin on all ranks");
     let all = texts(results);
@@ -357,7 +358,7 @@ fn misuse_is_refused_before_anything_is_called() {
     });
 }
 
-/// One process with all ranks, which do what `work` says.
+/// One process with all ranks, which run `work`.
 fn group_info(
     size: usize,
     abort_flag: &Arc<AbortFlag>,
@@ -387,7 +388,7 @@ fn a_rank_that_fails_is_named_with_phase_and_last_call_and_ends_the_others() {
     for panics in [false, true] {
         let begin = std::time::Instant::now();
         let failed = group_info(3, &AbortFlag::new(), |end| {
-            // A group that is dropped on the way out: its end must not wait for the others.
+            // A group that is dropped after a failure: its end must not wait for the others.
             let group = end.split(0)?;
             group.barrier(call("group", 4))?;
             if end.rank() == 1 {
@@ -445,7 +446,7 @@ fn a_failure_heard_from_another_process_ends_the_ranks_of_this_one() {
     assert!(failed.own.is_none(), "{:?}", failed.own);
 }
 
-/// A rank that hangs ends its peers' calls over NCCL too, with its name.
+/// A hung rank ends its peers' calls over NCCL too, with its name.
 #[test]
 fn a_rank_that_hangs_is_named() {
     let board = Arc::new(ProgressBoard::default());

@@ -1,6 +1,6 @@
-//! The watch over what was put on the streams: a thread that polls and raises the alarm when the library reports a
-//! failure or when nothing ends for too long. A rank's own thread may then be inside CUDA, waiting for a result: the
-//! aborted communicator's kernels end, and the wait with them.
+//! Watch over the calls on the streams: a thread that polls and raises the flag if the library
+//! reports a failure or no call finishes for too long. A rank's own thread may then be inside CUDA,
+//! waiting for a result: the aborted communicator's kernels end, and so does the wait.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -14,19 +14,19 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::locked;
 use crate::threads;
 
-/// Between two looks; a failure is seen this late at most.
+/// Time between two looks, the maximum delay of a failure's detection.
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// A call whose kernel may not have ended.
+/// A call whose kernel may still run.
 struct WatchedCall<M> {
     mark: M,
     record: CallRecord,
 }
 
-/// The calls of one stream, which end in order.
+/// The calls of one stream, which finish in order.
 struct WatchQueue<M> {
     calls: VecDeque<WatchedCall<M>>,
-    /// When the first of them became the first.
+    /// Time at which the first of them became the first.
     since: Instant,
 }
 
@@ -35,20 +35,20 @@ struct WatchdogState<D: GpuStreams> {
     abort_flag: Arc<AbortFlag>,
     rank: usize,
     deadline: Duration,
-    /// Of each stream, by its [`CommStream`].
+    /// Queue of each stream, by its [`CommStream`].
     queues: Mutex<[WatchQueue<D::Mark>; CommStream::COUNT]>,
     stop: Mutex<bool>,
     stopped: Condvar,
 }
 
-/// See the module; ends its thread when dropped.
+/// Watch over a rank's calls; see the module. Its drop ends the thread.
 pub(super) struct Watch<D: GpuStreams> {
     shared: Arc<WatchdogState<D>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl<D: GpuStreams> Watch<D> {
-    /// Starts to watch for `rank` of the world.
+    /// Starts the watch for `rank` of the world.
     pub(super) fn start(
         device: &Arc<D>,
         abort_flag: &Arc<AbortFlag>,
@@ -70,7 +70,7 @@ impl<D: GpuStreams> Watch<D> {
         Ok(Watch { shared, thread: Some(thread) })
     }
 
-    /// Watches a call that was put on a stream, to be at its end at `mark`.
+    /// Watches a call on a stream, which finishes at `mark`.
     pub(super) fn add(&self, lane: CommStream, mark: D::Mark, record: CallRecord) {
         let mut queues = locked(&self.shared.queues);
         let queue = &mut queues[lane as usize];
@@ -114,7 +114,8 @@ impl<D: GpuStreams> WatchdogState<D> {
         }
     }
 
-    /// The call that has waited for longest, since when. The computation may wait for the other streams, so all count.
+    /// The call that has waited longest, and its start. Computation may wait for the other streams,
+    /// so all count.
     fn oldest(&self) -> Result<Option<(Instant, CallRecord)>> {
         let mut queues = locked(&self.queues);
         for queue in queues.iter_mut() {
@@ -142,7 +143,7 @@ impl<D: GpuStreams> Drop for Watch<D> {
         *locked(&self.shared.stop) = true;
         self.shared.stopped.notify_all();
         if let Some(thread) = self.thread.take() {
-            // A watch that panicked has nothing more to say.
+            // A panicked watch has nothing more to report.
             let _ = thread.join();
         }
     }

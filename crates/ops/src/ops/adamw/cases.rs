@@ -11,7 +11,8 @@ use crate::runtime::TensorMut;
 use crate::runtime::copy::to_host_vec;
 use crate::runtime::rng::RngStream;
 
-/// Pieces that are updated together: more elements than a task of AdamW, and no whole number of what a thread takes.
+/// Lengths of pieces updated together: more elements than a task of AdamW, and not a multiple of a
+/// thread's share.
 const PIECES: [usize; 3] = [40_000, 5, 4099];
 
 /// The cases of the update.
@@ -39,13 +40,13 @@ fn moment_in_f32(len: usize, device: &Device) -> Result<TensorMut> {
     TensorMut::zeros(len, DType::F32, device)
 }
 
-/// How a case rounds pieces whose first value is at `first`.
+/// Returns the rounding of a case for values that begin at `first`.
 pub(in crate::ops) fn rounding(first: u64) -> StochasticRounding {
     StochasticRounding::new(RngStream::new(0).named("rounding"), first)
 }
 
-/// Two updates of parameters that are kept in bf16 alone, with gradients in bf16 or in f32: those of the same values in
-/// f32, which the rounding then makes bf16 again, to the bit.
+/// Returns the case of two updates of bf16 parameters, with gradients in bf16 or f32. The results
+/// must equal, bit for bit, updates in f32 that are rounded to bf16 afterwards.
 pub(in crate::ops) fn bf16_case<M>(
     op: &'static str,
     pieces: &[usize],
@@ -65,7 +66,8 @@ where
     })
 }
 
-/// How many values of piece `i` two updates in bf16 alone make others than updates in f32 that are rounded after it.
+/// Counts the values of piece `i` that differ between updates in bf16 and updates in f32 with
+/// rounding afterwards.
 fn differing<M>(
     runner: &CaseRunner<'_>,
     (len, i): (usize, usize),
@@ -106,17 +108,17 @@ fn differing<M>(
     Ok(count)
 }
 
-/// One update of pieces of these lengths.
+/// Returns the case of one update of pieces of these lengths.
 pub(in crate::ops) fn shaped(what: &str, pieces: &[usize], options: AdamWStep) -> OpCase {
     let pieces = pieces.to_vec();
     OpCase::new("adamw", what, Tolerance::FORWARD.only_f32(), move |runner| update(runner, &pieces, &options))
 }
 
-/// A piece and what it holds.
+/// The tensors of one piece.
 struct Values {
     step: AdamWStep,
     param: OpPair,
-    /// What is computed with, where that is not `param`.
+    /// The bf16 copy used in forward and backward, if it differs from `param`.
     value: Option<TensorMut>,
     grad: OpPair,
     moments: [OpPair; 2],
@@ -127,7 +129,7 @@ impl Values {
         let stream = RngStream::new(0).named("second");
         let squares = (0..len as u64).map(|i| stream.uniform(i)).collect();
         let moments = [runner.normal("first", len)?.scaled(0.1)?, runner.twin(DType::F32, squares, len)?];
-        // Short pieces are updated in their place alone.
+        // Short pieces have no bf16 copy.
         let value = (len > 64).then(|| TensorMut::zeros(len, DType::BF16, runner.device)).transpose()?;
         Ok(Values {
             step,
@@ -139,7 +141,7 @@ impl Values {
     }
 }
 
-/// The pieces differ in their learning rates, as with LoRA+.
+/// Runs the update; the pieces differ in their learning rates, as with LoRA+.
 fn update(runner: &CaseRunner<'_>, pieces: &[usize], options: &AdamWStep) -> Result<Vec<TensorPair>> {
     let step = |times: usize| AdamWStep { learning_rate: options.learning_rate * times as f64, ..*options };
     let values = pieces.iter().zip(1..).map(|(&len, times)| Values::new(runner, len, step(times)));
@@ -162,7 +164,7 @@ fn update(runner: &CaseRunner<'_>, pieces: &[usize], options: &AdamWStep) -> Res
     let mut pairs = Vec::new();
     for Values { param, value, moments: [first, second], .. } in values {
         if let Some(value) = value {
-            // The rounded parameters to the bit.
+            // The rounded parameters must match bit for bit.
             let rounded = param.here.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
             pairs.push(TensorPair::new(value.to_dtype(DType::F32)?, rounded));
         }

@@ -8,38 +8,39 @@ use crate::error::{Error, Result};
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, kernels, number, upload};
 use crate::runtime::TensorMut;
 
-/// Values that a block updates.
+/// Values per block.
 const CHUNK: usize = 4096;
 
-/// The moments of a piece as kernels find them.
+/// Device addresses of a piece's moments.
 pub(in crate::ops) struct MomentAddresses {
-    /// Of the mean of gradients and of their squares.
+    /// Addresses of both moments, or of their codes.
     pub(in crate::ops) values: [u64; 2],
-    /// Of the scales of these, where they are codes; else 0.
+    /// Addresses of the codes' scales; 0 for f32 moments.
     pub(in crate::ops) scales: [u64; 2],
 }
 
-/// Pieces as kernels read them.
+/// The table of pieces that the kernels read.
 pub(in crate::ops) struct PieceTable {
-    /// `[pieces, 12]` i64: the columns of a row are named in the kernel's file.
+    /// `[pieces, 12]` i64; `kernels/adamw.cu` names the columns.
     pub(in crate::ops) rows: Tensor,
     /// `[pieces + 1]` u32: the first block of each piece, and the end.
     pub(in crate::ops) first_block: Tensor,
-    /// `[pieces, 6]` f32: each piece is a group of rates by itself.
+    /// `[pieces, 6]` f32: the update constants of each piece.
     pub(in crate::ops) rates: Tensor,
-    /// `[1]` f32: the factor on gradients.
+    /// `[1]` f32: the factor on the gradients.
     pub(in crate::ops) grad_scale: Tensor,
-    /// How many pieces.
+    /// Number of pieces.
     pub(in crate::ops) count: u32,
-    /// The blocks of all.
+    /// Number of blocks of all pieces.
     pub(in crate::ops) blocks: usize,
 }
 
 impl PieceTable {
-    /// The pieces that hold something, a block for each `chunk` values of one.
+    /// Uploads the pieces that are not empty, with one block per `chunk` values.
     ///
     /// # Errors
-    /// A tensor is not contiguous or of another type; the pieces differ in their factor on gradients.
+    /// Fails if a tensor is not contiguous or of another type, or the pieces differ in their
+    /// gradient factor.
     pub(in crate::ops) fn upload<M>(
         pieces: &[AdamWPiece<'_, M>],
         chunk: usize,
@@ -51,7 +52,7 @@ impl PieceTable {
         for piece in pieces.iter().filter(|piece| piece.param.elem_count() > 0) {
             let AdamWPiece { param, rounding, step, .. } = piece;
             if step.rates().grad_scale != grad_scale {
-                return Err(Error::internal("parts of an update clip their gradients differently"));
+                return Err(Error::internal("pieces of an update have different gradient factors"));
             }
             let MomentAddresses { values: [mean, square], scales: [mean_scales, square_scales] } =
                 moments(piece.moments)?;
@@ -79,7 +80,7 @@ impl PieceTable {
     }
 }
 
-/// The addresses of a piece's f32 parameters and of its bf16 values; 0 where there are none.
+/// Returns the addresses of a piece's f32 parameters and of its bf16 values, 0 if absent.
 fn param_addresses<M>(piece: &AdamWPiece<'_, M>) -> Result<[u64; 2]> {
     let AdamWPiece { param, value, .. } = piece;
     if param.dtype() == DType::BF16 {
@@ -89,7 +90,7 @@ fn param_addresses<M>(piece: &AdamWPiece<'_, M>) -> Result<[u64; 2]> {
     Ok([InOut::<f32>::all(param)?.arg().value, value.arg().value])
 }
 
-/// The addresses of a piece's gradients in f32 and in bf16; 0 where there are none.
+/// Returns the addresses of a piece's gradients in f32 and in bf16, 0 if absent.
 fn grad_addresses<M>(piece: &AdamWPiece<'_, M>) -> Result<[u64; 2]> {
     Ok(match piece.grad.dtype() {
         DType::BF16 => [0, In::<bf16>::all(piece.grad)?.arg().value],
@@ -97,7 +98,7 @@ fn grad_addresses<M>(piece: &AdamWPiece<'_, M>) -> Result<[u64; 2]> {
     })
 }
 
-/// The rates of a step in the kernel's order.
+/// Returns the constants of a step in the kernel's order.
 fn group_of(step: &AdamWStep) -> [f32; 6] {
     let rates = step.rates();
     [rates.decay, rates.step, rates.root, rates.beta1, rates.beta2, rates.eps]

@@ -9,20 +9,20 @@ use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
 use crate::quant;
 use crate::runtime::TensorMut;
 
-/// The cases of the update.
+/// Returns the cases of the update.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     const PIECES: [usize; 2] = [3 * STATE_BLOCK + 40, STATE_BLOCK];
     let in_bf16 = adamw::cases::bf16_case("adamw_int8", &PIECES, Int8State::zeros, adamw_int8);
     vec![shaped("two updates", &PIECES), in_bf16]
 }
 
-/// Updates of pieces of these lengths.
+/// Returns the case of pieces of these lengths.
 pub(in crate::ops) fn shaped(what: &str, pieces: &[usize]) -> OpCase {
     let pieces = pieces.to_vec();
     OpCase::new("adamw_int8", what, Tolerance::FORWARD.only_f32(), move |runner| update(runner, &pieces))
 }
 
-/// Two updates of pieces from zero moments. The reference is AdamW on the moments that the codes stand for.
+/// Runs two updates of pieces from zero moments. The reference is AdamW on the dequantized moments.
 fn update(runner: &CaseRunner<'_>, lengths: &[usize]) -> Result<Vec<TensorPair>> {
     let mut step = AdamWStep {
         learning_rate: 0.02,
@@ -59,7 +59,7 @@ fn update(runner: &CaseRunner<'_>, lengths: &[usize]) -> Result<Vec<TensorPair>>
     }
     let mut pairs = Vec::new();
     for (param, value) in params.into_iter().zip(values) {
-        // The rounded parameters to the bit.
+        // The rounded parameters must match bit for bit.
         let rounded = param.here.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
         pairs.extend([TensorPair::new(value.to_dtype(DType::F32)?, rounded), param.pair()]);
     }

@@ -1,5 +1,5 @@
-//! AdamW with moments in 8 bits by the kernel of `kernels/adamw.cu`: all pieces in one launch, a warp takes a block of
-//! state.
+//! AdamW with moments in 8 bits by the kernel of `kernels/adamw.cu`: all pieces in one launch, one
+//! warp per block of state.
 
 use std::sync::LazyLock;
 
@@ -9,14 +9,14 @@ use crate::ops::adamw::cuda::{MomentAddresses, PieceTable};
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, constant, kernels};
 use crate::quant::DynamicMap;
 
-/// Values that a block updates: 64 blocks of state.
+/// Values per block of threads: 64 blocks of state.
 const CHUNK: usize = 64 * STATE_BLOCK;
 
-/// A map as the kernel reads it.
+/// A dynamic map in the layout of the kernel.
 struct MapTable {
     /// Values, then limits.
     numbers: Vec<f32>,
-    /// The bytes of its index, whole words.
+    /// The bytes of the map's index, padded to whole words.
     starts: Vec<u8>,
 }
 
@@ -28,7 +28,7 @@ impl From<&DynamicMap> for MapTable {
     }
 }
 
-/// The maps of the mean of gradients and of their squares.
+/// The maps of the first and second moment.
 static MAPS: LazyLock<[MapTable; 2]> =
     LazyLock::new(|| [DynamicMap::signed().into(), DynamicMap::unsigned().into()]);
 

@@ -1,5 +1,5 @@
-//! Cases of attention: grouped heads, windows, soft-caps and packed spans whose lengths lie about the tile borders.
-//! The reference is the S × S form in f32.
+//! Cases of attention: grouped heads, windows, soft-caps, and packed spans with lengths near the
+//! tile borders. The reference is the S × S form in f32.
 
 use candle_core::Tensor;
 
@@ -8,14 +8,14 @@ use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
 use crate::recipe::enums::Attention;
 
-/// One layer's attention over one packed batch.
+/// The attention of one layer over one packed batch.
 #[derive(Debug, Clone)]
 struct PackedSpans {
     kind: AttentionKind,
     spans: Vec<Span>,
 }
 
-/// The cases of both algorithms.
+/// Returns the cases of both algorithms.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for algorithm in [Attention::Flash, Attention::Eager] {
@@ -48,7 +48,7 @@ fn kind(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionKind
     }
 }
 
-/// Whole sequences of these lengths, end to end.
+/// Returns whole sequences of these lengths, end to end.
 fn pack(lengths: &[usize]) -> Vec<Span> {
     let mut start = 0;
     let span = |&len: &usize| {
@@ -80,7 +80,8 @@ fn sequences() -> Vec<(&'static str, PackedSpans)> {
     ]
 }
 
-/// Queries at the end of longer keys, as generation has them; and a window of one.
+/// Returns cases with queries at the end of longer keys, as in generation, and one with a window of
+/// 1.
 fn forward_only() -> Vec<(&'static str, PackedSpans)> {
     let grouped = kind(4, 2, 16);
     let span = |q_len, k_len| vec![Span { q_start: 0, q_len, k_start: 0, k_len }];
@@ -89,7 +90,7 @@ fn forward_only() -> Vec<(&'static str, PackedSpans)> {
         Span { q_start: 3, q_len: 65, k_start: 70, k_len: 66 },
     ];
     let windowed = AttentionKind { window: Some(20), ..grouped };
-    // Backward has nothing to compare here: the gradients of q and k are zero but for rounding.
+    // A backward is not compared here: the gradients of q and k are zero except for rounding.
     let alone = AttentionKind { window: Some(1), ..grouped };
     vec![
         ("window 1", PackedSpans { kind: alone, spans: pack(&[63, 66]) }),
@@ -100,14 +101,14 @@ fn forward_only() -> Vec<(&'static str, PackedSpans)> {
     ]
 }
 
-/// q and k as columns of one tensor, v of another, as a block hands them over.
+/// q and k as columns of one tensor and v of another, as a transformer block passes them.
 struct AttentionInputs {
     q: OpPair,
     k: OpPair,
     v: OpPair,
 }
 
-/// Columns before the range of each input.
+/// Number of columns before the range of each input.
 const MARGIN: usize = 3;
 
 impl AttentionInputs {
@@ -147,7 +148,7 @@ impl PackedSpans {
         Ok(vec![TensorPair::new(got.out, want.out), TensorPair::new(got.lse, want.lse)])
     }
 
-    /// Each from its own forward, as in a step.
+    /// Compares the gradients, with op and reference each using its own forward, as in a step.
     fn backward(&self, runner: &CaseRunner<'_>, algorithm: Attention) -> Result<Vec<TensorPair>> {
         let (x, heads) = (self.inputs(runner)?, self.kind.heads);
         let dout = runner.normal("dout", (self.rows().0, heads.q_width()))?;

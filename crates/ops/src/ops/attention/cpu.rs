@@ -1,9 +1,10 @@
-//! Flash attention on the CPU: square tiles, online softmax, exact skipping of tiles nobody sees.
+//! Flash attention on the CPU: square tiles, online softmax, exact skipping of masked tiles.
 //!
-//! Queries, keys and values are laid out for products once, tile by tile. A task is one (span, head, block of query rows)
-//! forward and one (span, head, run of key tiles) backward. In bf16, where instructions multiply it, the probabilities and the gradients of
-//! the scores are rounded to bf16 for the products that follow, as FlashAttention does on GPUs. Results are summed in task order, so a
-//! run repeats to the bit for any number of threads.
+//! Queries, keys and values are packed for products once, tile by tile. A forward task is one
+//! (span, head, block of query rows), a backward task one (span, head, run of key tiles). If the
+//! instruction set multiplies bf16, probabilities and score gradients are rounded to bf16 for the
+//! products that follow, as FlashAttention does on GPUs. Results are summed in task order, so a run
+//! is bit-identical for any number of threads.
 
 mod backward;
 mod seen;
@@ -25,7 +26,8 @@ use crate::runtime::cpu_tensor::{FloatElement, PlainElement, dims2, read, tensor
 pub(super) use backward::backward;
 use seen::TilePair;
 
-/// Rows and columns of a score tile, of which squares that nobody sees are not multiplied; query rows of a forward task.
+/// Rows and columns of a score tile, and query rows of a forward task. Fully masked squares of a
+/// tile are not multiplied.
 const TILE: usize = 128;
 
 pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Result<AttentionOutput> {
@@ -53,7 +55,7 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
                 forward_rows(kernel, &q, h, keys, spans[s], from, kind)
             })
             .collect();
-        // Zeros, for rows of no span.
+        // Zeros for rows outside every span.
         let width = heads * dim;
         let mut out = T::zeros(rows * width);
         out.par_chunks_mut(TILE * width).enumerate().for_each(|(i, out)| {
@@ -73,32 +75,32 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
     })
 }
 
-/// What multiplies tiles: in bf16 operands are rounded to it where the kernel takes bf16.
+/// Returns the kernel that multiplies tiles: for bf16 inputs, one that may round operands to bf16.
 fn kernel<T: FloatElement>() -> MicroKernel {
     MicroKernel::of(InstructionSet::in_use(), !is_f32::<T>())
 }
 
-/// `dim` with room for whole squares.
+/// Returns `dim` rounded up to whole squares.
 fn padded(dim: usize) -> usize {
     dim.next_multiple_of(SQUARE)
 }
 
-/// The heads of some columns of a matrix.
+/// Column range of a matrix, split into heads.
 struct HeadRows<'a, T> {
     data: &'a [T],
-    /// Elements from a row to the next.
+    /// Elements from one row to the next.
     width: usize,
     dim: usize,
 }
 
 impl<'a, T: FloatElement> HeadRows<'a, T> {
-    /// `data` are the elements of the tensor of `columns`.
+    /// Returns the heads of `columns`; `data` holds the elements of its tensor.
     fn new(data: &'a [T], columns: ColumnView<'_>, dim: usize) -> Result<Self> {
         let (_, width) = dims2(columns.tensor)?;
         Ok(HeadRows { data: data.get(columns.start..).unwrap_or(&[]), width, dim })
     }
 
-    /// Some rows of a head, `[rows, D]`.
+    /// Returns some rows of a head, `[rows, D]`.
     fn rows(&self, head: usize, rows: Range<usize>) -> MatView<'a, T> {
         MatView::new(
             &self.data[rows.start * self.width + head * self.dim..],
@@ -113,15 +115,16 @@ impl<'a, T: FloatElement> HeadRows<'a, T> {
     }
 }
 
-/// What is made of each tile of each head of each span.
+/// One value per tile of each head of each span.
 struct TilesBySpan<X> {
     tiles: Vec<X>,
-    /// Where those of a span begin, and how many a head of it has.
+    /// The first tile of each span, and the tiles per head.
     spans: Vec<(usize, usize)>,
 }
 
 impl<X: Send> TilesBySpan<X> {
-    /// `len` says how many rows a span has; `make` is called with a span, a head and some of the rows.
+    /// Calls `make` with a span, a head and a range of rows, for every tile; `len` returns a span's
+    /// number of rows.
     fn of(
         spans: &[Span],
         heads: usize,
@@ -141,7 +144,7 @@ impl<X: Send> TilesBySpan<X> {
         TilesBySpan { tiles, spans: begins }
     }
 
-    /// The tiles of a head in order.
+    /// Returns the tiles of a head in order.
     fn of_head(&self, span: usize, head: usize) -> &[X] {
         let (begin, count) = self.spans[span];
         &self.tiles[begin + head * count..][..count]
@@ -154,8 +157,8 @@ struct KeyTile {
     v: TileOperand,
 }
 
-/// The rows of a head's part, the first of which is row `first` of the batch, that are among `rows`, with their numbers.
-/// A row of the part has `width` values.
+/// Iterates over the rows of `part` that are in `rows`, with their row numbers in the batch. `part`
+/// begins at row `first` of the batch and has `width` values per row.
 fn rows_in<'a>(
     rows: &Range<usize>,
     part: &'a [f32],
@@ -175,7 +178,8 @@ vectorized! {
     }
 }
 
-/// Query rows `from..from + TILE` of one head: output `[rows, padded D]` and log-sum-exp `[rows]`.
+/// Computes query rows `from..from + TILE` of one head: output `[rows, padded D]` and log-sum-exp
+/// `[rows]`.
 fn forward_rows<T: FloatElement>(
     kernel: MicroKernel,
     q: &HeadRows<'_, T>,
@@ -221,8 +225,9 @@ struct Running {
 }
 
 vectorized! {
-    /// Turns rows of [`TILE`] products of queries and keys into `exp(score − max)` with the running maximum of each row, makes
-    /// what is not seen zero, adds to the running sum, and scales the row of `out`, which is `width` wide, to the new maximum.
+    /// Turns rows of [`TILE`] scores into `exp(score − max)` with the running maximum of each row,
+    /// and sets masked entries to zero. Adds to the running sum, and rescales the row of `out`,
+    /// `width` values wide, to the new maximum.
     fn online_softmax(
         scores: &mut [f32],
         seen: &[(usize, usize)],
@@ -234,7 +239,8 @@ vectorized! {
         let (scale, softcap) = score;
         let rows = scores.chunks_exact_mut(TILE).zip(out.chunks_exact_mut(width));
         for (((row, out), &(from, to)), running) in rows.zip(seen).zip(running) {
-            // Whole vectors: what is not seen of the first and the last one counts as −∞, whose exponential is zero.
+            // Whole vectors: masked entries of the first and the last vector count as −∞, whose
+            // exponential is zero.
             let (start, end) = (from / LANES * LANES, to.next_multiple_of(LANES));
             row[..start].fill(0.0);
             row[end..].fill(0.0);
@@ -250,7 +256,7 @@ vectorized! {
                 }
             }
             unseen.into_iter().for_each(|unseen| row[unseen].fill(f32::NEG_INFINITY));
-            // A NaN is passed over here: its exponential is one, and so is the sum.
+            // The maximum ignores a NaN here; its exponential is NaN, and so is the sum.
             let new = simd::largest(row).max(running.max);
             simd::map_lanes(row, |s| simd::exp(s - new));
             let shrink = if running.max == f32::NEG_INFINITY { 1.0 } else { simd::exp(running.max - new) };
@@ -263,7 +269,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Each row of `out` by the sum of its row.
+    /// Divides each row of `out` by its running sum.
     fn divide_by_sums(out: &mut [f32], width: usize, rows: &[Running]) {
         for (out, row) in out.chunks_exact_mut(width).zip(rows) {
             let inverse = 1.0 / row.sum;

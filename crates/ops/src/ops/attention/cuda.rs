@@ -1,8 +1,9 @@
-//! Attention by the kernels of `kernels/attention_forward.cu` and `kernels/attention_backward.cu`, in bf16.
+//! Attention by the kernels of `kernels/attention_forward.cu` and `kernels/attention_backward.cu`,
+//! in bf16.
 //!
-//! A launch runs one block for each entry of a tile list and each head. The lists say which rows of which span a block
-//! takes, longest first, so that the last blocks to run are short ones; they are made once for the spans of a
-//! micro-batch and kept for all layers.
+//! A launch runs one block per entry of a tile list and head. The lists assign rows of spans to
+//! blocks, longest first, so that the last blocks to run are short. They are built once for the
+//! spans of a micro-batch and reused by all layers.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -17,17 +18,17 @@ use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number, upload};
 use crate::ops::matmul::{ColumnView, empty};
 use crate::ops::rotary::Heads;
 
-/// How the kernels of one head width divide the work; `kernels/*.cu` hold the same numbers.
+/// Partition of the work by the kernels of one head width; `kernels/*.cu` hold the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct HeadShape {
     head_dim: usize,
-    /// Queries, and in the first backward kernel keys, of a block.
+    /// Queries per block, and keys per block of the first backward kernel.
     tile: usize,
-    /// Keys that pass by at a time in the forward.
+    /// Keys that the forward loads at a time.
     forward_keys: usize,
-    /// Rows that pass by at a time in the backward.
+    /// Rows that the backward loads at a time.
     backward_rows: usize,
-    /// Threads of a block of the first backward kernel; all others have 128.
+    /// Threads per block of the first backward kernel; all others have 128.
     keys_threads: u32,
     /// Blocks that share the columns of a tile of keys.
     parts: usize,
@@ -47,7 +48,7 @@ impl HeadShape {
         }
     }
 
-    /// Bytes of a row in shared memory.
+    /// Returns the bytes of a row in shared memory.
     fn row_bytes(self) -> usize {
         size_of::<bf16>() * self.head_dim
     }
@@ -65,9 +66,9 @@ impl HeadShape {
     }
 }
 
-/// Whether the kernels compute this; the composed form takes the rest.
+/// Returns true if the kernels support this forward; the composed form computes the rest.
 pub(super) fn is_supported(qkv: &Qkv<'_>, kind: &AttentionKind) -> bool {
-    // A copy of 16 bytes starts at a multiple of 16.
+    // A 16-byte copy must start at a multiple of 16.
     let aligned = |view: &ColumnView<'_>| {
         view.tensor.dtype() == DType::BF16
             && In::<bf16>::columns(view)
@@ -80,7 +81,7 @@ pub(super) fn is_supported(qkv: &Qkv<'_>, kind: &AttentionKind) -> bool {
         && kind.window != Some(0)
 }
 
-/// As [`is_supported`], for the backward.
+/// Returns true if the kernels support this backward.
 pub(super) fn is_backward_supported(
     qkv: &Qkv<'_>,
     attended: &AttentionOutput,
@@ -133,7 +134,7 @@ pub(super) fn forward(
     Ok(AttentionOutput { out: out.into_tensor(), lse: lse.into_tensor() })
 }
 
-/// Operations of a forward's two products over the pairs of query and key that see each other.
+/// Returns the operations of a forward's two products over all visible pairs of query and key.
 fn products_of(spans: &[Span], kind: AttentionKind) -> f64 {
     let seen = |span: &Span| -> f64 {
         let keys = |query: usize| (span.k_len + query + 1).saturating_sub(span.q_len);
@@ -154,7 +155,7 @@ pub(super) fn backward(
     let launch = AttentionLaunch::of(&qkv, kind)?;
     let lists = tile_lists(spans, &qkv, shape.tile)?;
     let delta = delta(driver, attended, dout, &launch, shape)?;
-    // Scores once more, and the products of their gradient with k, q and dout.
+    // The backward recomputes the scores, and multiplies their gradient with k, q and dout.
     driver.note_attention(&|| 2.5 * products_of(spans, kind));
     let d = empty(launch.rows as usize, heads.qkv_width(), DType::BF16, dout.device())?;
     let step = BackwardStep { driver, qkv, lse: &attended.lse, dout, delta: &delta, shape, launch };
@@ -163,7 +164,7 @@ pub(super) fn backward(
     Ok(d.into_tensor())
 }
 
-/// What both kernels of the backward read.
+/// Inputs of both backward kernels.
 struct BackwardStep<'a> {
     driver: &'a dyn Driver,
     qkv: Qkv<'a>,
@@ -175,7 +176,7 @@ struct BackwardStep<'a> {
 }
 
 impl BackwardStep<'_> {
-    /// The gradients of k and v, into their columns of `d`, over tiles of keys.
+    /// Writes the gradients of k and v to their columns of `d`, over tiles of keys.
     fn keys(&self, tiles: &Tensor, heads: Heads, d: &Tensor) -> Result<()> {
         let (shape, launch, qkv) = (self.shape, self.launch, &self.qkv);
         let range = |start| ColumnView { tensor: d, start, len: heads.kv_width() };
@@ -213,7 +214,7 @@ impl BackwardStep<'_> {
         )
     }
 
-    /// The gradient of q, into its columns of `d`, over tiles of queries.
+    /// Writes the gradient of q to its columns of `d`, over tiles of queries.
     fn queries(&self, tiles: &Tensor, heads: Heads, d: &Tensor) -> Result<()> {
         let (shape, launch, qkv) = (self.shape, self.launch, &self.qkv);
         let kernel = match shape.head_dim {
@@ -249,7 +250,7 @@ impl BackwardStep<'_> {
     }
 }
 
-/// The sums of `out · dout` over each head's columns: `[H, N]`.
+/// Returns the sums of `out · dout` over each head's columns: `[H, N]`.
 fn delta(
     driver: &dyn Driver,
     attended: &AttentionOutput,
@@ -257,7 +258,7 @@ fn delta(
     launch: &AttentionLaunch,
     shape: HeadShape,
 ) -> Result<Tensor> {
-    /// Rows of a block.
+    /// Rows per block.
     const ROWS: usize = 32;
     let (heads, rows) = (launch.heads as usize, launch.rows as usize);
     let delta = empty(heads, rows, DType::F32, dout.device())?;
@@ -284,7 +285,7 @@ fn blocks(count: usize, threads: u32, shared_bytes: usize) -> LaunchShape {
     LaunchShape { shared_bytes: shared_bytes as u32, ..LaunchShape::line(count, threads) }
 }
 
-/// The numbers that the kernels are given.
+/// The scalar arguments of the kernels.
 #[derive(Debug, Clone, Copy)]
 struct AttentionLaunch {
     heads: u32,
@@ -293,9 +294,10 @@ struct AttentionLaunch {
     q_stride: u32,
     k_stride: u32,
     v_stride: u32,
-    /// What a score, or under a soft-cap its tanh, is multiplied with to be an exponent of 2.
+    /// Factor that turns a score, or its tanh under a soft-cap, into an exponent of 2.
     factor: f32,
-    /// With `t = 2^(bend · score)`, the tanh under a soft-cap is `1 − 2 / (1 + t)`; 0 without one.
+    /// With `t = 2^(bend · score)`, the tanh under a soft-cap is `1 − 2 / (1 + t)`; 0 without a
+    /// soft-cap.
     bend: f32,
     scale: f32,
     window: u32,
@@ -303,12 +305,12 @@ struct AttentionLaunch {
 
 impl AttentionLaunch {
     fn of(qkv: &Qkv<'_>, kind: AttentionKind) -> Result<Self> {
-        /// What the kernels take for no window: positions and this add up to less than 2^31.
+        /// The kernels' value for no window: positions plus this stay below 2^31.
         const NO_WINDOW: usize = 1 << 30;
         let ((rows, q_stride), (kv_rows, k_stride)) = (qkv.q.tensor.dims2()?, qkv.k.tensor.dims2()?);
         if rows.max(kv_rows) >= NO_WINDOW {
             return Err(Error::internal(format!(
-                "attention over {} rows; a kernel takes {NO_WINDOW}",
+                "attention over {} rows; a kernel supports fewer than {NO_WINDOW}",
                 rows.max(kv_rows)
             )));
         }
@@ -337,7 +339,7 @@ struct TileLists {
     keys: Tensor,
 }
 
-/// What tile lists are made of.
+/// Cache key of tile lists.
 #[derive(Debug, Clone, PartialEq)]
 struct ListsKey {
     spans: Vec<Span>,
@@ -348,7 +350,7 @@ struct ListsKey {
 }
 
 thread_local! {
-    /// The lists made last, which the layers of a micro-batch share.
+    /// The latest lists, shared by the layers of a micro-batch.
     static LISTS: RefCell<Option<(ListsKey, Rc<TileLists>)>> = const { RefCell::new(None) };
 }
 
@@ -374,7 +376,8 @@ fn upload_list(list: &[[u32; 5]], device: &Device) -> Result<Tensor> {
     upload(list.as_flattened(), (list.len(), 5), device)
 }
 
-/// Tiles of `tile` queries: the span and the first query of each, longest first. Rows of no span are spans without keys.
+/// Returns tiles of `tile` queries: the span and the first query of each, longest first. Rows
+/// outside every span become spans without keys.
 fn query_tiles(spans: &[Span], rows: usize, tile: usize) -> Vec<[u32; 5]> {
     let gaps = gaps(spans.iter().map(|s| (s.q_start, s.q_len)), rows);
     let gaps = gaps.into_iter().map(|(start, len)| Span { q_start: start, q_len: len, k_start: 0, k_len: 0 });
@@ -383,20 +386,20 @@ fn query_tiles(spans: &[Span], rows: usize, tile: usize) -> Vec<[u32; 5]> {
         tile,
         |s| s.q_len,
         |s, first| {
-            // The keys that the last query of the tile sees.
+            // Number of keys that the last query of the tile sees.
             (s.k_len + (first + tile).min(s.q_len)).saturating_sub(s.q_len)
         },
     )
 }
 
-/// Tiles of `tile` keys, likewise; rows of no span are spans without queries.
+/// Returns tiles of `tile` keys, likewise; rows outside every span become spans without queries.
 fn key_tiles(spans: &[Span], rows: usize, tile: usize) -> Vec<[u32; 5]> {
     let gaps = gaps(spans.iter().map(|s| (s.k_start, s.k_len)), rows);
     let gaps = gaps.into_iter().map(|(start, len)| Span { q_start: 0, q_len: 0, k_start: start, k_len: len });
     tiles(spans.iter().copied().chain(gaps), tile, |s| s.k_len, |s, first| s.q_len.saturating_sub(first))
 }
 
-/// One entry for each `tile` rows of each span, those with the most `work` first.
+/// Returns one entry per `tile` rows of each span, those with the most `work` first.
 fn tiles(
     spans: impl Iterator<Item = Span>,
     tile: usize,
@@ -414,7 +417,7 @@ fn tiles(
     list.into_iter().map(|(_, entry)| entry).collect()
 }
 
-/// What `ranges` (start, length) leave out of `0..rows`.
+/// Returns the ranges (start, length) of `0..rows` that `ranges` do not cover.
 fn gaps(ranges: impl Iterator<Item = (usize, usize)>, rows: usize) -> Vec<(usize, usize)> {
     let mut ranges: Vec<(usize, usize)> = ranges.collect();
     ranges.sort_unstable();

@@ -1,8 +1,10 @@
-//! Causal attention over packed sequences, with grouped key/value heads, sliding window and score soft-cap.
+//! Causal attention over packed sequences, with grouped key/value heads, sliding window and score
+//! soft-cap.
 //!
-//! Sequences lie end to end; a [`Span`] says where one begins, and no token sees another span: packing cannot leak.
-//! Forward returns the output and each row's log-sum-exp; backward recomputes the probabilities from it, so nothing
-//! of size S × S is kept (FlashAttention-2, arXiv 2307.08691).
+//! Sequences are packed end to end. A [`Span`] marks one sequence, and no token sees another span,
+//! so packing cannot leak. Forward returns the output and each row's log-sum-exp; backward
+//! recomputes the probabilities from it, so no S × S tensor is stored (FlashAttention-2, arXiv
+//! 2307.08691).
 //!
 //! | algorithm | on the CPU | where kernels run | elsewhere |
 //! |---|---|---|---|
@@ -23,8 +25,8 @@ mod cpu;
 mod cuda;
 mod reference;
 
-/// One sequence: queries `q_start..q_start + q_len` see keys `k_start..k_start + k_len` of the same sequence.
-/// The last query stands at the last key, so with a cache `k_len > q_len`.
+/// One sequence: queries `q_start..q_start + q_len` see keys `k_start..k_start + k_len` of the same
+/// sequence. The last query is aligned with the last key, so with a cache `k_len > q_len`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     /// First row of the queries.
@@ -33,24 +35,24 @@ pub struct Span {
     pub q_len: usize,
     /// First row of the keys and values.
     pub k_start: usize,
-    /// Number of keys, cached ones included.
+    /// Number of keys, including cached ones.
     pub k_len: usize,
 }
 
 impl Span {
-    /// A whole sequence of `len` tokens that begins at row `start`.
+    /// Returns a whole sequence of `len` tokens that begins at row `start`.
     pub fn sequence(start: usize, len: usize) -> Self {
         Span { q_start: start, q_len: len, k_start: start, k_len: len }
     }
 
-    /// The keys (relative to `k_start`) that query `i` sees: `from..to`.
+    /// Returns the keys (relative to `k_start`) that query `i` sees: `from..to`.
     fn visible(&self, i: usize, window: Option<usize>) -> (usize, usize) {
         let to = self.k_len - self.q_len + i + 1;
         (window.map_or(0, |window| to.saturating_sub(window)), to)
     }
 }
 
-/// What is fixed for a layer.
+/// The settings of attention that are fixed for a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionKind {
     /// Head counts and width.
@@ -63,7 +65,7 @@ pub struct AttentionKind {
     pub window: Option<usize>,
 }
 
-/// The result of attention, and what its backward needs.
+/// The result of attention, with the values that its backward needs.
 #[derive(Debug, Clone)]
 pub struct AttentionOutput {
     /// `[N, H · D]` in q's dtype.
@@ -72,7 +74,8 @@ pub struct AttentionOutput {
     pub lse: Tensor,
 }
 
-/// The inputs of attention, as column ranges of wider tensors: q `[N, H · D]`, k and v `[M, K · D]`.
+/// The inputs of attention, as column ranges of wider tensors: q `[N, H · D]`, k and v `[M, K ·
+/// D]`.
 #[derive(Clone, Copy)]
 pub struct Qkv<'a> {
     /// The rotated queries.
@@ -83,14 +86,14 @@ pub struct Qkv<'a> {
     pub v: ColumnView<'a>,
 }
 
-/// The head dims that attention's kernels take, in bf16; the composed form takes the others, and f32.
+/// The head dims of the bf16 attention kernels; the composed form computes other head dims and f32.
 pub const KERNEL_HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 
 /// Query rows per tile of the composed form.
 const COMPOSED_TILE: usize = 512;
 
-/// As a trace shows it: tokens, heads of queries, of keys, and their width; `products` floating-point operations for each
-/// value of a score and of a head.
+/// Returns the trace info: tokens, number of query heads and key heads, and their width, with
+/// `products` floating-point operations per score and head value.
 fn attention_info(
     name: &'static str,
     qkv: &Qkv<'_>,
@@ -108,10 +111,12 @@ fn attention_info(
     info.bytes(bytes).flops(products * scores * num_heads * head_dim)
 }
 
-/// Attention within every span: out `[N, H · D]` in the dtype of q, and each row's log-sum-exp.
+/// Computes attention within every span: returns out `[N, H · D]` in the dtype of q, and each row's
+/// log-sum-exp.
 ///
 /// # Errors
-/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if a tensor is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn attention(
     qkv: Qkv<'_>,
     spans: &[Span],
@@ -131,11 +136,12 @@ pub fn attention(
     }
 }
 
-/// The gradients of q, k and v side by side, `[N, (H + 2 K) · D]` in their dtype, from `dout: [N, H · D]`. Spans must be
-/// whole sequences.
+/// Returns the gradients of q, k and v side by side, `[N, (H + 2 K) · D]` in their dtype, from
+/// `dout: [N, H · D]`. Spans must be whole sequences.
 ///
 /// # Errors
-/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
+/// Fails if a tensor is not a contiguous matrix of floating-point values, or an operation of the
+/// device fails.
 pub fn attention_backward(
     qkv: Qkv<'_>,
     attended: &AttentionOutput,
@@ -164,7 +170,7 @@ mod tests {
     use super::*;
     use crate::runtime::rng::RngStream;
 
-    /// The form that other devices take tiles its queries; on the CPU nothing else runs it so.
+    /// Other devices use the composed form with tiles of queries; on the CPU only this test does.
     #[test]
     fn composed_in_tiles_is_composed_at_once() -> Result<()> {
         let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 8 };

@@ -1,5 +1,5 @@
-//! Attention in candle's primitives, any device: a tile of query rows against the keys it can see, in f32.
-//! With one tile per span this is the textbook form (`Eager`).
+//! Attention in candle's primitives, on any device: a tile of query rows against its visible keys,
+//! in f32. With one tile per span this is the textbook form (`Eager`).
 
 use candle_core::{DType, Device, Tensor};
 
@@ -8,7 +8,8 @@ use crate::error::Result;
 use crate::ops::matmul::ColumnView;
 use crate::runtime::TensorMut;
 
-/// Query rows `from..to` of a span and the keys `k_from..k_to` that any of them sees (all relative to the span).
+/// Query rows `from..to` of a span and the keys `k_from..k_to` visible to any of them (all relative
+/// to the span).
 struct ScoreTile {
     from: usize,
     to: usize,
@@ -42,7 +43,7 @@ pub(super) fn forward(
             let k = repeated(qkv.k, span, &t, kind)?;
             let v = repeated(qkv.v, span, &t, kind)?;
             let (scores, _) = scores(&q, &k, span, &t, kind)?;
-            // Not candle's softmax: the backward needs the sums, which it keeps to itself.
+            // candle's softmax does not return the sums, which the backward needs.
             let max = scores.max_keepdim(2)?;
             let exp = scores.broadcast_sub(&max)?.exp()?;
             let sum = exp.sum_keepdim(2)?;
@@ -95,14 +96,15 @@ pub(super) fn backward(
     Ok(d.to_dtype(dout.dtype())?)
 }
 
-/// Rows `start..start + len` of some columns as `[heads, len, D]` f32.
+/// Returns rows `start..start + len` of some columns as `[heads, len, D]` f32.
 fn heads_first(columns: ColumnView<'_>, start: usize, len: usize, heads: usize) -> Result<Tensor> {
     let dim = columns.len / heads;
     let rows = columns.narrow()?.narrow(0, start, len)?.contiguous()?;
     Ok(rows.reshape((len, heads, dim))?.transpose(0, 1)?.contiguous()?.to_dtype(DType::F32)?)
 }
 
-/// The tile's keys (or values), each key/value head repeated for the query heads of its group.
+/// Returns the tile's keys (or values), with each key/value head repeated for the query heads of
+/// its group.
 fn repeated(columns: ColumnView<'_>, span: Span, t: &ScoreTile, kind: AttentionKind) -> Result<Tensor> {
     let (kv, group) = (kind.heads.num_kv_heads, kind.heads.num_heads / kind.heads.num_kv_heads);
     let x = heads_first(columns, span.k_start + t.k_from, t.k_to - t.k_from, kv)?;
@@ -110,14 +112,14 @@ fn repeated(columns: ColumnView<'_>, span: Span, t: &ScoreTile, kind: AttentionK
     Ok(x.unsqueeze(1)?.broadcast_as((kv, group, len, dim))?.contiguous()?.reshape((kv * group, len, dim))?)
 }
 
-/// The sum over each group of query heads: `[H, len, D]` → `[K, len, D]`.
+/// Returns the sum over each group of query heads: `[H, len, D]` → `[K, len, D]`.
 fn grouped(x: &Tensor, kind: AttentionKind) -> Result<Tensor> {
     let (heads, len, dim) = x.dims3()?;
     let kv = kind.heads.num_kv_heads;
     Ok(x.reshape((kv, heads / kv, len, dim))?.sum(1)?)
 }
 
-/// Masked scores `[H, rows, keys]`, and the soft-cap's slope where there is one.
+/// Returns the masked scores `[H, rows, keys]`, and the slope of the soft-cap if any.
 fn scores(
     q: &Tensor,
     k: &Tensor,
@@ -135,7 +137,7 @@ fn scores(
     Ok((scores.broadcast_add(&mask(span, t, kind, q.device())?)?, slope))
 }
 
-/// 0 where a query sees a key, −∞ elsewhere: `[rows, keys]`.
+/// Returns the mask `[rows, keys]`: 0 for visible keys, −∞ elsewhere.
 fn mask(span: Span, t: &ScoreTile, kind: AttentionKind, device: &Device) -> Result<Tensor> {
     let keys = t.k_to - t.k_from;
     let mut mask = vec![f32::NEG_INFINITY; (t.to - t.from) * keys];
@@ -146,11 +148,11 @@ fn mask(span: Span, t: &ScoreTile, kind: AttentionKind, device: &Device) -> Resu
     Ok(Tensor::from_vec(mask, (t.to - t.from, keys), device)?)
 }
 
-/// `d[start.., column..] += x`, with `x: [heads, len, D]`.
+/// Computes `d[start.., column..] += x`, with `x: [heads, len, D]`.
 fn add(d: &TensorMut, x: &Tensor, start: usize, column: usize) -> Result<()> {
     let (heads, len, dim) = x.dims3()?;
     let x = x.transpose(0, 1)?.contiguous()?.reshape((len, heads * dim))?;
-    // The rows as a tensor of their own: candle sets a column range only over all rows of its destination.
+    // Copy the rows: candle sets a column range only over all rows of its destination.
     let rows = d.narrow(0, start, len)?.contiguous()?.copy()?;
     let sum = (rows.narrow(1, column, heads * dim)? + x)?;
     rows.slice_set(&sum.contiguous()?, 1, column)?;

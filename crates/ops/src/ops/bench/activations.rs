@@ -1,4 +1,5 @@
-//! What is measured by the activations that it reads and writes: norms, rotation, the gated product, dropout, sums.
+//! Ops measured by the activations that they read and write: norms, rotation, the gated product,
+//! dropout, sums.
 
 use candle_core::DType;
 
@@ -37,7 +38,7 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     ]
 }
 
-/// The shape of the activations between blocks as text, and the bytes of `times` of them.
+/// Returns the shape of the activations between blocks as text, and the bytes of `times` of them.
 fn hidden(shapes: &BenchShapes, times: usize) -> (String, usize) {
     let (n, d) = (shapes.tokens, shapes.widths.hidden_size);
     (format!("{n}x{d}"), times * shapes.bytes(n * d))
@@ -52,7 +53,7 @@ fn norm(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// With the residual's gradient added; the weight frozen or not.
+/// Times the backward with a residual gradient; the weight is trained or frozen.
 fn norm_backward(shapes: &BenchShapes, trained: bool) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 4));
     let bytes = bytes + shapes.bytes(d) + if trained { 2 * F32_BYTES * d } else { 0 };
@@ -70,11 +71,12 @@ fn norm_backward(shapes: &BenchShapes, trained: bool) -> TimedOp {
     })
 }
 
-/// Bytes of `times` the q and k columns, of the angles, and of both norms' weights when there are norms.
+/// Returns the bytes of the q and k columns, `times` times, of the angles, and of both norms'
+/// weights if `normed`.
 fn rotary_bytes(shapes: &BenchShapes, times: usize, normed: bool) -> usize {
     let (n, heads) = (shapes.tokens, shapes.widths.heads);
     let weights = if normed { shapes.bytes(2 * heads.head_dim) } else { 0 };
-    // cos and sin of half as many pairs as a head has values.
+    // cos and sin for half as many pairs as a head has values.
     times * shapes.bytes(n * heads.qk_width()) + F32_BYTES * n * heads.head_dim + weights
 }
 
@@ -84,7 +86,7 @@ fn rotary_shape(shapes: &BenchShapes, normed: bool) -> String {
     format!("{n}, {q}+{k} heads of {}{}", heads.head_dim, if normed { ", normed" } else { "" })
 }
 
-/// The weights of the norms of q and of k, frozen.
+/// Returns the frozen weights of the norms of q and of k.
 fn norms_of(weights: &Option<[TensorMut; 2]>) -> Option<QkNorm<'_>> {
     weights.as_ref().map(|[q, k]| QkNorm { q: (&**q, None), k: (&**k, None), kind: NORM })
 }
@@ -101,12 +103,12 @@ fn rotation(shapes: &BenchShapes, normed: bool) -> TimedOp {
     })
 }
 
-/// In place, so that a gradient is the result of the last run: a rotation and the backward of a norm by ones leave it
-/// about as large.
+/// Times the backward in place: a gradient is the result of the previous run. A rotation, and a
+/// norm's backward with unit values, keep its magnitude.
 fn rotation_backward(shapes: &BenchShapes, normed: bool) -> TimedOp {
     let (n, heads) = (shapes.tokens, shapes.widths.heads);
     let what = ("rotary_backward", rotary_shape(shapes, normed), shapes.dtype);
-    // The raw projection is read for the norms alone.
+    // Only the norms read the raw projection.
     let times = if normed { 3 } else { 2 };
     TimedOp::moving(rotary_bytes(shapes, times, normed), what, move |inputs| {
         let table = inputs.rotary_table(n, heads.head_dim / 2)?;
@@ -166,7 +168,7 @@ fn residual_sum(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// By zeros, since it is in place.
+/// Adds zeros, since the op is in place.
 fn bias(shapes: &BenchShapes) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
     TimedOp::moving(bytes + shapes.bytes(d), ("add_bias", shape, shapes.dtype), move |inputs| {
@@ -185,7 +187,7 @@ fn bias_gradient(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// DoRA's magnitudes on the columns of a layer's output.
+/// Times DoRA's magnitudes on the columns of a layer's output.
 fn magnitudes(shapes: &BenchShapes) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
     TimedOp::moving(bytes + F32_BYTES * d, ("scale_columns", shape, shapes.dtype), move |inputs| {

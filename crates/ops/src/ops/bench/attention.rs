@@ -11,19 +11,20 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     vec![attention_forward(shapes), attention_gradients(shapes)]
 }
 
-/// Rows of at most `max_seq_len` tokens, end to end.
+/// Returns rows of at most `max_seq_len` tokens, end to end.
 fn packed(shapes: &BenchShapes) -> Vec<Span> {
     let (n, row) = (shapes.tokens, shapes.max_seq_len);
     (0..n).step_by(row).map(|start| Span::sequence(start, row.min(n - start))).collect()
 }
 
-/// Floating-point operations of both products of attention's forward: of every query with the keys it sees.
+/// Returns the floating-point operations of both products of attention's forward, over all visible
+/// pairs of query and key.
 fn attention_flops(spans: &[Span], heads: Heads) -> u64 {
     let pairs: usize = spans.iter().map(|span| span.q_len * (span.q_len + 1) / 2).sum();
     (4 * pairs * heads.q_width()) as u64
 }
 
-/// q and k of a rotation's result, v of the projection, as a block hands them over.
+/// q and k from a rotation and v from the projection, as a transformer block passes them.
 struct PackedQkv {
     qk: TensorMut,
     projected: TensorMut,
@@ -65,7 +66,7 @@ fn attention_forward(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// Counted as two and a half forwards: five products instead of two.
+/// Times the backward, counted as two and a half forwards: five products instead of two.
 fn attention_gradients(shapes: &BenchShapes) -> TimedOp {
     let (spans, n, heads) = (packed(shapes), shapes.tokens, shapes.widths.heads);
     let what = ("attention_backward", attention_shape(shapes), shapes.dtype);
@@ -100,7 +101,7 @@ mod tests {
         };
         let spans = packed(&shapes);
         assert_eq!(spans, [Span::sequence(0, 4), Span::sequence(4, 4), Span::sequence(8, 2)]);
-        // 10 + 10 + 3 pairs, a product of 2 · 32 for the scores and one for the values.
+        // 10 + 10 + 3 pairs; the scores take a product of 2 · 32, the values another.
         assert_eq!(attention_flops(&spans, heads), 23 * 2 * 2 * 32);
         let backward = attention_gradients(&shapes);
         assert_eq!(backward.work, OpWork::Flops(23 * 5 * 2 * 32));

@@ -1,4 +1,4 @@
-//! The inputs of what is measured: numbers that are the same in every run, and as many sets of them as no cache holds.
+//! Inputs of the measured ops: the same numbers in every run, in enough sets to exceed every cache.
 
 use std::cell::Cell;
 
@@ -12,22 +12,23 @@ use crate::runtime::copy::zero;
 use crate::runtime::rng::RngStream;
 use crate::units;
 
-/// Different numbers of an input; a larger one repeats them. Drawing billions would take longer than any op.
+/// Number of distinct values of an input; a larger input repeats them. Drawing billions would take
+/// longer than any op.
 const DIFFERENT: usize = 1 << 20;
 
-/// Bytes that the sets of an op's inputs take in turn move together: more than the caches of processors and GPUs hold.
+/// Total bytes of an op's sets of inputs: more than the caches of processors and GPUs hold.
 const BEYOND_CACHES: u64 = 256 << 20;
 
-/// The most sets.
+/// Maximum number of sets.
 const MOST_SETS: u64 = 16;
 
 /// Makes the inputs of one op on a device.
 pub(super) struct BenchInputs<'a> {
     pub(super) device: &'a Device,
-    /// Of the activations and weights.
+    /// Dtype of the activations and weights.
     pub(super) dtype: DType,
     sets: usize,
-    /// Bytes that may still be taken.
+    /// Bytes still available.
     left: Cell<u64>,
 }
 
@@ -38,16 +39,16 @@ impl<'a> BenchInputs<'a> {
             OpWork::Bytes(bytes) => {
                 BEYOND_CACHES.div_ceil(bytes.max(1)).min(MOST_SETS).min((memory / bytes.max(1)).max(1))
             }
-            // A product reads what it reads many times.
+            // A product reads its operands many times, so caches do not distort its time.
             OpWork::Flops(_) => 1,
         };
         BenchInputs { device, dtype, sets: sets as usize, left: Cell::new(memory) }
     }
 
-    /// Counts the memory of `count` values.
+    /// Subtracts the memory of `count` values from the budget.
     ///
     /// # Errors
-    /// All inputs together take more than they may.
+    /// Fails if all inputs together exceed the budget.
     fn take(&self, count: usize, dtype: DType) -> Result<()> {
         let bytes = (count as u64).saturating_mul(dtype.size_in_bytes() as u64);
         let left = self.left.get().checked_sub(bytes).ok_or_else(|| too_large(bytes, self.left.get()))?;
@@ -55,23 +56,24 @@ impl<'a> BenchInputs<'a> {
         Ok(())
     }
 
-    /// One of `make` for each set, which is told its number.
+    /// Calls `make` with the number of each set, and returns the sets.
     pub(super) fn sets<T>(&self, make: impl Fn(usize) -> Result<T>) -> Result<Rotation<T>> {
         let items = (0..self.sets).map(make).collect::<Result<Vec<T>>>()?;
         Ok(Rotation { items, at: Cell::new(0) })
     }
 
-    /// Standard normal values times `std`, of the activations' dtype.
+    /// Returns standard normal values times `std`, in the dtype of the activations.
     pub(super) fn normal(&self, std: f32, shape: impl Into<Shape>) -> Result<TensorMut> {
         self.normal_as(self.dtype, std, shape)
     }
 
-    /// The same in another dtype.
+    /// Returns the same in another dtype.
     pub(super) fn normal_as(&self, dtype: DType, std: f32, shape: impl Into<Shape>) -> Result<TensorMut> {
         self.filled(dtype, shape.into(), |stream, count| stream.normals(0..count, std))
     }
 
-    /// Ones and minus ones: what a norm neither shrinks nor grows, however often its result is its input again.
+    /// Returns random ones and minus ones: a norm keeps their magnitude, however often its result
+    /// becomes its input.
     pub(super) fn signs(&self, shape: impl Into<Shape>) -> Result<TensorMut> {
         let sign = |bits: u64| if bits & 1 == 0 { 1.0 } else { -1.0 };
         self.filled(self.dtype, shape.into(), |stream, count| {
@@ -79,17 +81,18 @@ impl<'a> BenchInputs<'a> {
         })
     }
 
-    /// Zeros in f32, as gradients and state begin.
+    /// Returns zeros in f32, the initial gradients and optimizer state.
     pub(super) fn zeros(&self, shape: impl Into<Shape>) -> Result<TensorMut> {
         let shape = shape.into();
         self.take(shape.elem_count(), DType::F32)?;
         let zeros = TensorMut::zeros(shape, DType::F32, self.device)?;
-        // Written, as a run's gradients are: the first write makes the pages.
+        // Write them, as a run does with its gradients: the first write allocates the pages.
         zero(&zeros)?;
         Ok(zeros)
     }
 
-    /// Angles of `tokens` tokens, `pairs` each: any, for a rotation takes the same time by every one.
+    /// Returns random angles of `tokens` tokens, `pairs` each; the time of a rotation does not
+    /// depend on them.
     pub(super) fn rotary_table(&self, tokens: usize, pairs: usize) -> Result<RotaryTable> {
         let angles = RngStream::new(0).named("angles").normals(0..(tokens * pairs) as u64, 1.0);
         let table = |f: fn(f32) -> f32| {
@@ -99,7 +102,7 @@ impl<'a> BenchInputs<'a> {
         Ok(RotaryTable { cos: table(f32::cos)?, sin: table(f32::sin)? })
     }
 
-    /// The first of the values that `draw` gives, over and over.
+    /// Returns a tensor of the first values from `draw`, repeated.
     fn filled(
         &self,
         dtype: DType,
@@ -119,34 +122,34 @@ impl<'a> BenchInputs<'a> {
     }
 }
 
-/// The error of inputs of `bytes` bytes where `left` may be taken.
+/// Returns the error of inputs of `bytes` bytes if `left` bytes are available.
 pub(super) fn too_large(bytes: u64, left: u64) -> Error {
-    Error::user("cannot make the inputs of an operation").because(format!(
-        "they take {}, and {} may be taken",
+    Error::user("cannot allocate the inputs of an operation").because(format!(
+        "they need {}; {} available",
         units::bytes(bytes),
         units::bytes(left)
     ))
 }
 
-/// Sets of inputs, taken in turn.
+/// Sets of inputs, used in rotation.
 pub(super) struct Rotation<T> {
     items: Vec<T>,
     at: Cell<usize>,
 }
 
 impl<T> Rotation<T> {
-    /// The next set.
+    /// Returns the next set.
     ///
     /// # Errors
-    /// There is none at all.
+    /// Fails if no set exists.
     pub(super) fn next(&self) -> Result<&T> {
         let at = self.at.get();
         self.at.set((at + 1) % self.items.len().max(1));
-        self.items.get(at).ok_or_else(|| Error::internal("an op is measured on no inputs"))
+        self.items.get(at).ok_or_else(|| Error::internal("a measured op has no inputs"))
     }
 }
 
-/// `count` token ids below `vocab`, others for each `set`.
+/// Returns `count` token ids below `vocab`, different for each `set`.
 pub(super) fn token_ids(count: usize, vocab: usize, set: usize) -> Vec<u32> {
     let stream = RngStream::new(set as u64).named("ids");
     (0..count as u64).map(|i| (stream.bits(i) % vocab as u64) as u32).collect()
@@ -185,11 +188,11 @@ mod tests {
         inputs.normal(1.0, 100)?;
         inputs.zeros(40)?;
         let refused = inputs.signs(21).map(drop).expect_err("10 values of 4 bytes are left");
-        assert!(refused.to_string().contains("42 B, and 40 B may be taken"), "{refused}");
+        assert!(refused.to_string().contains("42 B; 40 B available"), "{refused}");
         inputs.zeros(10).map(drop)
     }
 
-    /// Of an input with more values than are drawn, all are written, the last ones too.
+    /// An input with more values than are drawn is filled to the end.
     #[test]
     fn a_large_input_repeats_its_values() -> Result<()> {
         let inputs = BenchInputs::new(&Device::Cpu, &shapes(u64::MAX), OpWork::Flops(1));

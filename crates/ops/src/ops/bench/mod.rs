@@ -1,10 +1,12 @@
-//! How fast every op is at the shapes of a model: the time of a run, what it must at least read and write or multiply, and
-//! how fast the same device copies and multiplies in the same process; of a CPU, how fast its instructions multiply at all.
+//! The speed of every op at the shapes of a model: the time of a run, and the bytes that it must
+//! read and write or the operations of its products. The reference is the device's own rate of
+//! copying and multiplying in the same process, on a CPU also the peak of its instructions.
 //!
-//! Ops run as the engine runs them: one call after another, a GPU waited for at the end of a batch of them (`timer`). Inputs
-//! that a cache could hold are there several times and taken in turn (`inputs`). Bytes are those that any implementation
-//! must move, each input read once and each result written once, so that a share of the copy rate says what is left to
-//! gain. What is measured at which shape stands in the other files.
+//! Ops run as the engine runs them: one call after another, with a wait for the GPU only after a
+//! batch of calls (`timer`). Inputs that could fit a cache exist in several sets, used in rotation
+//! (`inputs`). Bytes count each input read once and each result written once, the minimum of any
+//! implementation, so the share of the copy rate shows the remaining potential. The other files
+//! define the measured ops and their shapes.
 
 mod activations;
 mod attention;
@@ -35,7 +37,7 @@ pub struct ModelWidths {
 }
 
 impl ModelWidths {
-    /// Those of Qwen3-8B, which are Llama-3-8B's but for the MLP and the vocabulary.
+    /// The widths of Qwen3-8B; Llama-3-8B differs only in the MLP and the vocabulary.
     pub const QWEN3_8B: Self = ModelWidths {
         hidden_size: 4096,
         intermediate_size: 12_288,
@@ -44,24 +46,26 @@ impl ModelWidths {
     };
 }
 
-/// What ops are measured on.
+/// Settings of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BenchShapes {
-    /// The model's part of the shapes.
+    /// The widths of the model.
     pub widths: ModelWidths,
-    /// N, the tokens of a micro-batch.
+    /// N, the number of tokens of a micro-batch.
     pub tokens: usize,
-    /// The most tokens of a row; attention stays within a row.
+    /// Maximum number of tokens of a row; attention stays within a row.
     pub max_seq_len: usize,
-    /// The dtype of activations and weights: bf16 or f32. State of an optimizer and gradients of parameters are f32.
+    /// The dtype of activations and weights: bf16 or f32. Optimizer state and parameter gradients
+    /// are f32.
     pub dtype: DType,
-    /// Seconds that an op is measured for, three runs at least; one that takes over two seconds runs once.
+    /// Seconds to measure an op, with at least three runs; an op that takes over two seconds runs
+    /// once.
     pub secs: f64,
-    /// Bytes that the inputs of one op may take together; an op that needs more is an error.
+    /// Bytes available for the inputs of one op; an op that needs more fails.
     pub memory: u64,
 }
 
-/// What a run of an op is measured by.
+/// The minimum work of one run of an op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpWork {
     /// Bytes that must be read and written.
@@ -70,44 +74,47 @@ pub enum OpWork {
     Flops(u64),
 }
 
-/// What one op came to.
+/// The measurement of one op.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OpTiming {
     /// The function in `ops`.
     pub op: &'static str,
-    /// The shape of what it ran on, and its variant.
+    /// The shape and variant of the measured inputs.
     pub shape: String,
-    /// The dtype of what it reads.
+    /// The dtype of the inputs.
     pub dtype: DType,
-    /// What one run has to do.
+    /// The minimum work of one run.
     pub work: OpWork,
-    /// Seconds of one run, the median.
+    /// Median seconds of one run.
     pub secs: f64,
-    /// The most bytes that a run takes beside its inputs, its results among them; none on a CPU.
+    /// Peak bytes of a run beside its inputs, including its results; none on a CPU.
     pub extra_bytes: Option<u64>,
 }
 
 impl OpTiming {
-    /// Bytes or floating-point operations a second.
+    /// Returns bytes or floating-point operations per second.
     pub fn per_sec(&self) -> f64 {
         let (OpWork::Bytes(count) | OpWork::Flops(count)) = self.work;
         count as f64 / self.secs
     }
 }
 
-/// What the device reaches at copying and multiplying, by which ops are judged.
+/// The measured copy and multiply rates of a device, the reference for all ops.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DeviceRates {
-    /// Bytes a second that a copy reads and writes.
+    /// Bytes per second that a copy reads and writes.
     pub copy_bytes: f64,
-    /// Floating-point operations a second of the product of `gate_proj`, in the dtype of the activations.
+    /// Floating-point operations per second of the product of `gate_proj`, in the dtype of the
+    /// activations.
     pub gemm_flops: f64,
-    /// Those that the instructions of products in this dtype reach in registers alone; none on a GPU.
+    /// Peak floating-point operations per second of the multiply instructions for this dtype, in
+    /// registers alone; none on a GPU.
     pub peak_flops: Option<f64>,
 }
 
 impl DeviceRates {
-    /// The part of the rate for its kind of work that an op reaches; of multiplying that is the peak, where it is known.
+    /// Returns the part of the device's rate that an op reaches. The reference of products is the
+    /// peak if it is known.
     pub fn share(&self, timing: &OpTiming) -> f64 {
         let rate = match timing.work {
             OpWork::Bytes(_) => self.copy_bytes,
@@ -118,28 +125,29 @@ impl DeviceRates {
 }
 
 impl BenchShapes {
-    /// The names of all ops that are measured.
+    /// Returns the names of all measured ops.
     pub fn op_names(&self) -> Vec<&'static str> {
         let mut names: Vec<&str> = self.ops().map(|op| op.op).collect();
         names.dedup();
         names
     }
 
-    /// Measures how fast `device` copies and multiplies.
+    /// Measures the copy and multiply rates of `device`.
     ///
     /// # Errors
-    /// The device or [`BenchShapes::memory`] has not enough memory, or an operation of the device fails.
+    /// Fails if the device or [`BenchShapes::memory`] has not enough memory, or an operation of the
+    /// device fails.
     pub fn device_rates(&self, device: &Device) -> Result<DeviceRates> {
         let copy = parameters::copy(device, self.memory)?;
         let gemm = products::gate_proj(self);
-        // The product first: it brings the clocks up.
+        // The product runs first to raise the clock rates.
         let gemm_flops = gemm.measure(device, self)?.per_sec();
         let peak_flops = device.is_cpu().then(|| products::peak_flops(self.dtype));
         Ok(DeviceRates { gemm_flops, peak_flops, copy_bytes: copy.measure(device, self)?.per_sec() })
     }
 
-    /// Measures the ops that are `wanted` by their name and shape on `device`, one by one as the iterator is asked; the inputs of an op are freed before
-    /// those of the next are made.
+    /// Measures the `wanted` ops, selected by name and shape, on `device`, lazily one by one. The
+    /// inputs of an op are freed before those of the next are allocated.
     pub fn timings<'a>(
         &'a self,
         device: &'a Device,
@@ -153,13 +161,13 @@ impl BenchShapes {
         lists.map(|ops| ops(self)).into_iter().flatten()
     }
 
-    /// Bytes of `elements` activations.
+    /// Returns the bytes of `elements` activations.
     fn bytes(&self, elements: usize) -> usize {
         elements * self.dtype.size_in_bytes()
     }
 }
 
-/// Runs an op once, on inputs of its own.
+/// Runs an op once, on prepared inputs.
 type Repeat = Box<dyn Fn() -> Result<()>>;
 
 /// Makes the inputs of an op.
@@ -175,7 +183,7 @@ struct TimedOp {
 }
 
 impl TimedOp {
-    /// The function `op` on what `shape` says, which must move `bytes` bytes.
+    /// Returns the function `op` on inputs of this shape, which must move `bytes` bytes.
     fn moving(
         bytes: usize,
         (op, shape, dtype): (&'static str, String, DType),
@@ -184,7 +192,7 @@ impl TimedOp {
         TimedOp { op, shape, dtype, work: OpWork::Bytes(bytes as u64), prepare: Box::new(prepare) }
     }
 
-    /// The same for an op whose products take `flops` floating-point operations.
+    /// Returns an op whose products take `flops` floating-point operations.
     fn multiplying(
         flops: u64,
         (op, shape, dtype): (&'static str, String, DType),

@@ -1,4 +1,5 @@
-//! What is measured by the parameters that it reads and writes: quantized panels, embeddings, gradients, the optimizer.
+//! Ops measured by the parameters that they read and write: quantized panels, embeddings,
+//! gradients, the optimizer.
 
 use std::collections::BTreeSet;
 
@@ -21,16 +22,16 @@ use crate::runtime::rng::RngStream;
 
 const F32_BYTES: usize = 4;
 
-/// Values of the tensor whose copy is the measure of all that moves bytes: 256 MiB, more than caches hold.
+/// Values of the tensor whose copy gives the copy rate: 256 MiB, more than caches hold.
 const COPIED: usize = 64 << 20;
 
-/// The same where less memory may be taken: 64 MiB, more than most caches hold.
+/// Minimum if less memory is available: 64 MiB, more than most caches hold.
 const COPIED_AT_LEAST: usize = 16 << 20;
 
 /// The rank of adapters.
 const RANK: usize = 16;
 
-/// An update as a run makes it.
+/// The constants of a typical update.
 const STEP: AdamWStep = AdamWStep {
     learning_rate: 1e-4,
     betas: [0.9, 0.999],
@@ -58,11 +59,12 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     ]
 }
 
-/// A copy from memory to memory, f32: on a GPU the driver's own, on the CPU by all threads. A processor also reads what a
-/// copy is about to write, so that there an update in place may reach more than the copy.
+/// Times a copy from memory to memory, f32: by the driver on a GPU, by all threads on the CPU. A
+/// processor also reads the memory that a copy overwrites, so an update in place may exceed the
+/// copy rate.
 ///
 /// # Errors
-/// A copy that no cache holds takes more than `memory` bytes.
+/// Fails if a copy too large for caches takes more than `memory` bytes.
 pub(super) fn copy(device: &Device, memory: u64) -> Result<TimedOp> {
     let bytes = |values: usize| 2 * F32_BYTES * values;
     let copied = usize::try_from(memory).unwrap_or(usize::MAX).min(bytes(COPIED)) / bytes(1);
@@ -72,7 +74,7 @@ pub(super) fn copy(device: &Device, memory: u64) -> Result<TimedOp> {
     let (on_cpu, what) = (device.is_cpu(), ("copy", format!("{copied}"), DType::F32));
     Ok(TimedOp::moving(bytes(copied), what, move |inputs| {
         let x = inputs.normal_as(DType::F32, 1.0, copied)?;
-        // Not zeros, whose pages are made when they are first written.
+        // Zeros would be allocated lazily, at the first write.
         let y = if on_cpu { Some(inputs.normal_as(DType::F32, 1.0, copied)?) } else { None };
         Ok(Box::new(move || match &y {
             Some(y) => copy_into(y, &x),
@@ -81,7 +83,7 @@ pub(super) fn copy(device: &Device, memory: u64) -> Result<TimedOp> {
     }))
 }
 
-/// The shape of a block's widest weight as text, and its values.
+/// Returns the shape of a block's widest weight as text, and its number of values.
 fn widest(shapes: &BenchShapes) -> (String, usize) {
     let (d, f) = (shapes.widths.hidden_size, shapes.widths.intermediate_size);
     (format!("{f}x{d}"), f * d)
@@ -99,7 +101,7 @@ fn panel(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// DoRA's norms of a weight with an adapter on it.
+/// Times DoRA's norms of a weight with an adapter.
 fn row_norms(shapes: &BenchShapes) -> TimedOp {
     let (d, f) = (shapes.widths.hidden_size, shapes.widths.intermediate_size);
     let (shape, count) = widest(shapes);
@@ -112,7 +114,7 @@ fn row_norms(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// Bytes of the ids of tokens, and how many different ones there are.
+/// Returns the bytes of the token ids, and the number of distinct ids.
 fn ids(shapes: &BenchShapes) -> (usize, usize) {
     let ids = token_ids(shapes.tokens, shapes.widths.vocab_size, 0);
     (size_of_val(&ids[..]), ids.iter().collect::<BTreeSet<_>>().len())
@@ -168,7 +170,7 @@ fn adapter_lookup_backward(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// Rows of two tables in f32, as rotary angles are picked by position.
+/// Times the lookup of rows of two f32 tables, as rotary angles are picked by position.
 fn angles_of_positions(shapes: &BenchShapes) -> TimedOp {
     let (n, vocab, (id_bytes, different)) = (shapes.tokens, shapes.widths.vocab_size, ids(shapes));
     let what = ("rows_of", format!("{n} of 2 {vocab}x{RANK}"), DType::F32);
@@ -179,7 +181,7 @@ fn angles_of_positions(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// The value of a weight from its f32 master.
+/// Times the cast of a weight from its f32 master.
 fn cast(shapes: &BenchShapes) -> TimedOp {
     let ((shape, count), dtype) = (widest(shapes), shapes.dtype);
     let what = ("copy_into", format!("{shape} to {}", dtype.as_str()), DType::F32);
@@ -201,7 +203,7 @@ fn zeroed(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// A gradient of an earlier micro-batch takes another.
+/// Times the addition of a gradient to that of an earlier micro-batch.
 fn accumulated(shapes: &BenchShapes) -> TimedOp {
     let (shape, count) = widest(shapes);
     TimedOp::moving(3 * F32_BYTES * count, ("add_into", shape, DType::F32), move |inputs| {
@@ -239,7 +241,7 @@ fn update(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// With its state where the parameter is.
+/// Times the update with 8-bit state on the parameter's device.
 fn update_int8(shapes: &BenchShapes) -> TimedOp {
     let (shape, count) = widest(shapes);
     let state = 2 * (count + F32_BYTES * count.div_ceil(STATE_BLOCK));

@@ -1,5 +1,5 @@
-//! What is measured by its multiplications: products of a block's linear layers, dense and quantized, and the output layer
-//! with its loss.
+//! Ops measured by their multiplications: products of a block's linear layers, dense and quantized,
+//! and the output layer with its loss.
 
 use candle_core::DType;
 
@@ -20,7 +20,7 @@ use crate::ops::packed_gemm::{self, MicroKernel};
 use crate::quant::QuantFormat;
 use crate::runtime::TensorMut;
 
-/// Standard deviation of weights, as models are initialized.
+/// Standard deviation of weights, as in initialized models.
 const WEIGHTS: f32 = 0.02;
 
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
@@ -31,13 +31,14 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     ops
 }
 
-/// Forward through the widest linear layer of a block: what multiplying is judged by on a GPU.
+/// Times the forward of the widest linear layer of a block: the multiply rate of a GPU.
 pub(super) fn gate_proj(shapes: &BenchShapes) -> TimedOp {
     let widths = shapes.widths;
     LinearProduct::new("gate_proj", Transpose::Nt, widths.hidden_size, widths.intermediate_size).timed(shapes)
 }
 
-/// Operations a second that the processor can multiply at most, by the instructions of products in this dtype.
+/// Returns the peak operations per second of the processor, by the multiply instructions for this
+/// dtype.
 pub(super) fn peak_flops(dtype: DType) -> f64 {
     packed_gemm::peak_flops(MicroKernel::of(InstructionSet::in_use(), dtype == DType::BF16))
 }
@@ -76,7 +77,7 @@ impl LinearProduct {
     fn repeat(self, n: usize, inputs: &BenchInputs<'_>) -> Result<Repeat> {
         let (x, y) = (inputs.normal(1.0, (n, self.inputs))?, inputs.normal(1.0, (n, self.outputs))?);
         let (form, shape) = (self.form, (self.outputs, self.inputs));
-        // The gradient of a weight is added to, in f32.
+        // The gradient of a weight is accumulated in f32.
         let is_gradient = form == Transpose::Tn;
         let w = if is_gradient { inputs.zeros(shape)? } else { inputs.normal(WEIGHTS, shape)? };
         let [dst, a, b] = match form {
@@ -105,7 +106,7 @@ fn linear_layers(shapes: &BenchShapes) -> Vec<TimedOp> {
     products.map(|product| product.timed(shapes)).into()
 }
 
-/// `weight` in NF4 with nested scales, as QLoRA keeps it.
+/// Returns a `weight` in NF4 with nested scales, as in QLoRA.
 pub(super) fn nf4(inputs: &BenchInputs<'_>, shape: (usize, usize)) -> Result<Quantized> {
     let runner = CaseRunner { device: inputs.device, dtype: inputs.dtype, first: 0 };
     let [here, _] = quantized(&runner, QuantFormat::default(), shape)?;
@@ -126,7 +127,7 @@ fn quantized_linear(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// A dense weight with an adapter of rank 16 beside it.
+/// Times a dense weight with an adapter of rank 16.
 fn linear_with_adapter(shapes: &BenchShapes) -> TimedOp {
     let (n, d, f) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.intermediate_size);
     let product = LinearProduct::new("gate_proj", Transpose::Nt, d, f);
@@ -144,7 +145,7 @@ fn linear_with_adapter(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// q, k and v, whose weights are one product on a GPU.
+/// Times q, k and v, whose weights form one product on a GPU.
 fn quantized_group(shapes: &BenchShapes) -> TimedOp {
     let (n, d, heads) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.heads);
     let out = [heads.q_width(), heads.kv_width(), heads.kv_width()];
@@ -161,7 +162,7 @@ fn quantized_group(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// The output layer on the last hidden states.
+/// The output layer's inputs: the last hidden states and the weight.
 struct HeadInputs {
     x: TensorMut,
     weight: TensorMut,
@@ -182,8 +183,9 @@ impl HeadInputs {
     }
 }
 
-/// The loss through an output layer that is frozen, through one under a soft-cap (all logits of a chunk of rows are kept, as for an
-/// adapter or single rows that train), and through one whose weight trains. Counted as their products: the logits, the gradient of `x`, and that of the weight.
+/// Times the loss through three output layers: frozen; under a soft-cap (all logits of a chunk of
+/// rows are stored, as for an adapter or single rows that train); and with a trained weight. Counts
+/// the products of the logits, of the gradient of `x`, and of the weight's gradient if trained.
 fn losses(shapes: &BenchShapes) -> [TimedOp; 3] {
     let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
     let paths = [("frozen", 2, None), ("soft-cap", 2, Some(30.0)), ("trained", 3, None)];
@@ -211,7 +213,7 @@ fn scores(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// The logits of one token, as generation asks for them: what counts is reading the weight.
+/// Times the logits of one token, as in generation, dominated by reading the weight.
 fn next_token(shapes: &BenchShapes) -> TimedOp {
     let (d, vocab) = (shapes.widths.hidden_size, shapes.widths.vocab_size);
     let bytes = shapes.bytes((vocab + 1) * d) + DType::F32.size_in_bytes() * vocab;

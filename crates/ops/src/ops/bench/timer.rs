@@ -1,4 +1,4 @@
-//! How long a call takes: the median over batches of calls, after calls that do not count.
+//! Timing of a call: the median over batches of calls, after warm-up calls.
 
 use std::time::Instant;
 
@@ -7,23 +7,23 @@ use candle_core::Device;
 use crate::error::Result;
 use crate::median::median;
 
-/// Batches at least.
+/// Minimum number of batches.
 const BATCHES: usize = 3;
 
-/// Batches within the time that is asked for, about: where a call is short, the wait for the device behind a batch must be
-/// a small part of it.
+/// Target number of batches within the requested time: the wait for the device after a batch must
+/// be small compared with a batch of short calls.
 const BATCHES_ASKED: f64 = 30.0;
 
-/// The most calls in a batch: all are queued on a GPU, whose queue is not endless.
+/// Maximum number of calls in a batch: all are queued on a GPU, whose queue is finite.
 const MOST_CALLS: usize = 500;
 
-/// For how long a call is measured.
+/// The duration of a measurement.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MeasuringTime {
-    /// Seconds of all batches together at least.
+    /// Minimum seconds of all batches together.
     secs: f64,
-    /// A first call that takes longer is the result: to load code and touch memory takes no time beside it, and a product
-    /// of minutes is not to be done four times.
+    /// If the first call takes longer, its time is the result: loading code and touching memory is
+    /// negligible then, and a product of minutes should not run four times.
     long_secs: f64,
 }
 
@@ -32,10 +32,10 @@ impl MeasuringTime {
         MeasuringTime { secs, long_secs: 2.0 }
     }
 
-    /// Seconds of one call of `repeat`, with the work that it leaves on `device`.
+    /// Measures the seconds of one call of `repeat`, including the work that it queues on `device`.
     ///
     /// # Errors
-    /// Those of `repeat`; the device fails.
+    /// Returns the errors of `repeat`, and fails if the device fails.
     pub(super) fn secs_of_a_call(self, device: &Device, repeat: impl Fn() -> Result<()>) -> Result<f64> {
         let batch = |calls: usize| -> Result<f64> {
             device.synchronize()?;
@@ -46,7 +46,8 @@ impl MeasuringTime {
             device.synchronize()?;
             Ok(start.elapsed().as_secs_f64() / calls as f64)
         };
-        // The first call loads code, fills pools and touches memory; the second says how long one takes.
+        // The first call loads code, fills pools and touches memory; the second gives the time of
+        // one call.
         let first = batch(1)?;
         if first > self.long_secs {
             return Ok(first);
@@ -68,7 +69,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// How often a sleep is called.
+    /// Returns the number of calls of a sleep.
     fn calls_of(time: MeasuringTime, sleep: Duration) -> usize {
         let calls = Cell::new(0);
         let run = || {
@@ -85,7 +86,7 @@ mod tests {
     fn a_long_call_is_made_once_and_a_short_one_often() {
         let sleep = Duration::from_millis(5);
         assert_eq!(calls_of(MeasuringTime { secs: 1.0, long_secs: 0.004 }, sleep), 1);
-        // Two before, then three batches of one.
+        // Two warm-up calls, then three batches of one.
         assert_eq!(calls_of(MeasuringTime { secs: 0.001, long_secs: 1e3 }, sleep), 5);
         assert!(calls_of(MeasuringTime { secs: 2.0, long_secs: 1e3 }, Duration::from_micros(1)) > 5);
     }

@@ -1,4 +1,4 @@
-//! Cases of the loss over the head, of logits and of scores.
+//! Cases of the loss over the output layer, of logits and of scores.
 
 use candle_core::{D, Device, Tensor};
 
@@ -14,28 +14,29 @@ use crate::ops::embedding::cases::{VOCAB, tokens};
 #[derive(Debug, Clone, Copy)]
 pub(in crate::ops) struct LossCase {
     pub(in crate::ops) rows: usize,
-    /// More than the rows of the head that train.
+    /// More than the ids of the output layer's trained rows.
     pub(in crate::ops) vocab: usize,
     pub(in crate::ops) width: usize,
-    /// Logits are [`CONFIDENT`] times as large, and every second target is the likeliest token. Where its probability is above 0.95 the gradient
-    /// nearly cancels, and is compared by itself, too.
+    /// Logits are [`CONFIDENT`] times as large, and every second target is the likeliest token.
+    /// Rows with a probability above 0.95 are also compared separately, because their gradient
+    /// nearly cancels.
     pub(in crate::ops) confident: bool,
-    /// Every so many rows have no target; 1: none has.
+    /// Every `ignore_every`-th row has no target; 1 means that no row has one.
     pub(in crate::ops) ignore_every: usize,
     pub(in crate::ops) softcap: Option<f64>,
     pub(in crate::ops) dweight: bool,
-    /// An adapter on the head, and single rows of it that train.
+    /// An adapter on the output layer, and single trained rows of it.
     pub(in crate::ops) adapter: bool,
-    /// Each row counts by a factor of its own.
+    /// Each row has its own coefficient.
     pub(in crate::ops) weighted: bool,
 }
 
-/// Width of the cases that are not about it.
+/// Default width of the cases.
 pub(in crate::ops) const WIDTH: usize = 24;
 /// Standard deviation of confident logits.
 const CONFIDENT: f64 = 20.0;
 
-/// The cases of the fused loss, of logits and of scores.
+/// Returns the cases of the fused loss, of logits and of scores.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = losses();
     cases.extend(scores());
@@ -58,7 +59,8 @@ fn losses() -> Vec<OpCase> {
         (plain, "frozen head"),
         (LossCase { vocab: 4200, ignore_every: 4, ..plain }, "frozen head, parts of the vocabulary"),
         (
-            // Enough multiplications for the packed product in each whole part, of tests, too.
+            // Enough multiplications for the packed product in each whole part, even with the small
+            // parts of tests.
             LossCase { rows: 70, vocab: 2600, width: 1024, confident: true, ignore_every: 9, ..plain },
             "frozen head, packed parts of the vocabulary, confident",
         ),
@@ -91,14 +93,14 @@ impl LossCase {
         OpCase::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |runner| self.compare(runner))
     }
 
-    /// Spread over the vocabulary.
+    /// Returns targets spread over the vocabulary.
     fn targets(self) -> Vec<u32> {
         let last = self.vocab as u64 - 1;
         let spread = |id: u32| (u64::from(id) * last / (VOCAB as u64 - 1)) as u32;
         tokens(self.rows).into_iter().map(spread).collect()
     }
 
-    /// From −1 to 2, and zeros among them.
+    /// Returns coefficients from −1 to 2, including zeros.
     fn coefficients(self) -> Option<Vec<f32>> {
         self.weighted.then(|| (0..self.rows).map(|n| (n % 13) as f32 / 4.0 - 1.0).collect())
     }
@@ -111,7 +113,7 @@ impl LossCase {
         )?;
         let grad =
             self.dweight.then(|| runner.normal_f32("dweight", (self.vocab, self.width))).transpose()?;
-        // As large as what is there before, so that neither hides the other.
+        // As large as the existing gradients, so that neither hides the other.
         let kind = LossKind { scale: 0.3, softcap: self.softcap };
         let (mut ids, coefficients) = (self.targets(), self.coefficients());
         if self.confident {
@@ -152,7 +154,7 @@ impl LossCase {
     }
 }
 
-/// The rows whose target has a probability above 0.95.
+/// Returns the rows whose target has a probability above 0.95.
 fn sure_rows(logits: &Tensor, targets: &[u32]) -> Result<Tensor> {
     let log_p = candle_nn::ops::log_softmax(logits, D::Minus1)?.to_vec2::<f32>()?;
     let is_sure =
@@ -162,10 +164,10 @@ fn sure_rows(logits: &Tensor, targets: &[u32]) -> Result<Tensor> {
     Ok(Tensor::from_vec(rows.clone(), rows.len(), &Device::Cpu)?)
 }
 
-/// The rows that train.
+/// The ids of the trained rows.
 const ROWS: [u32; 3] = [1, 17, 60];
 
-/// The last hidden states, and the head's weight such that logits are about as large as `logits`.
+/// Returns the last hidden states, and a weight that gives logits of about the magnitude `logits`.
 fn head_inputs(
     runner: &CaseRunner<'_>,
     (rows, vocab, width): (usize, usize, usize),
@@ -189,7 +191,7 @@ fn scores() -> Vec<OpCase> {
     cases
 }
 
-/// Scores of so many rows over so many tokens, at least [`VOCAB`].
+/// Returns the case of scores of `rows` rows over `vocab` tokens, at least [`VOCAB`].
 pub(in crate::ops) fn score_case(what: &str, rows: usize, vocab: usize, softcap: Option<f64>) -> OpCase {
     OpCase::new("score_targets", what, Tolerance::FORWARD, move |runner| {
         let (x, w) = head_inputs(runner, (rows, vocab, WIDTH), 1.0)?;
@@ -210,7 +212,7 @@ fn plain_logits(x: &Tensor, weight: &Tensor, softcap: Option<f64>) -> Result<Ten
     })
 }
 
-/// Turns every so many targets into the likeliest token, so that there are hits to be found.
+/// Replaces every `every`-th target by the likeliest token, so that hits occur.
 fn aim(targets: &mut [u32], logits: &Tensor, every: usize) -> Result<()> {
     let best = logits.argmax(D::Minus1)?.to_vec1::<u32>()?;
     for (target, best) in targets.iter_mut().zip(best).step_by(every).filter(|(target, _)| **target != IGNORE)
@@ -220,7 +222,7 @@ fn aim(targets: &mut [u32], logits: &Tensor, every: usize) -> Result<()> {
     Ok(())
 }
 
-/// Losses, and hits where the best logit leads by more than a rounding.
+/// Compares losses, and hits if the best logit leads by more than a rounding.
 fn compare_scores(scores: &[TokenScore], targets: &[u32], logits: &Tensor) -> Result<Vec<TensorPair>> {
     let rows = logits.to_vec2::<f32>()?;
     let (mut losses, mut hits) = (Vec::new(), Vec::new());

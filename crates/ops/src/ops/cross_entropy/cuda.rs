@@ -1,5 +1,6 @@
-//! The output layer's loss by the kernels of `kernels/cross_entropy.cu`: the f32 logits of a chunk of rows turn into their
-//! own gradient in place, in bf16 where the weight is bf16 and nothing of f32 is multiplied by it.
+//! The output layer's loss by the kernels of `kernels/cross_entropy.cu`. The f32 logits of a chunk
+//! of rows become their own gradient in place. It is bf16 if the weight is bf16 and no product with
+//! an f32 operand follows.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -13,24 +14,24 @@ use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number
 use crate::ops::matmul::{Addend, empty};
 use crate::runtime::TensorMut;
 
-/// Threads of a block, which takes a row.
+/// Threads per block; a block processes one row.
 const THREADS: u32 = 512;
 
-/// Logits of a row begin a multiple of these apart, so that reads of 16 bytes are aligned in every row.
+/// Rows of logits are padded to a multiple of this, so that 16-byte reads are aligned in every row.
 const PITCH: usize = 8;
 
-/// Whether there are kernels and products for these.
+/// Returns true if kernels and products support these dtypes.
 pub(super) fn is_supported(x: &Tensor, output: Output<'_>) -> bool {
     matches!((x.dtype(), output.weight.dtype()), (DType::BF16, DType::BF16) | (DType::F32, DType::F32))
 }
 
 /// The rows that have a target, in order.
 struct Counted {
-    /// Their places among all rows.
+    /// Their row numbers among all rows.
     places: Vec<usize>,
-    /// `[count]`: the same, for kernels; none where all rows have one.
+    /// `[count]`: the row numbers on the device; none if all rows have a target.
     listed: Option<Tensor>,
-    /// `[count]`: their targets.
+    /// `[count]`: the targets on the device.
     targets: Tensor,
 }
 
@@ -48,12 +49,13 @@ impl Counted {
         self.places.len()
     }
 
-    /// Their rows of `x: [n, width]`, one after the other.
+    /// Returns these rows of `x: [n, width]`, packed.
     fn pack(&self, driver: &dyn Driver, x: &Tensor) -> Result<Tensor> {
         self.listed.as_ref().map_or_else(|| Ok(x.clone()), |listed| gather(driver, x, listed))
     }
 
-    /// The rows of `packed: [count, width]` in their places of `[n, width]`; zeros where no target is.
+    /// Returns the rows of `packed: [count, width]` at their row numbers of `[n, width]`, zeros
+    /// elsewhere.
     fn unpack(&self, driver: &dyn Driver, packed: TensorMut, n: usize) -> Result<Tensor> {
         if self.count() == n {
             return Ok(packed.into_tensor());
@@ -64,7 +66,8 @@ impl Counted {
     }
 }
 
-/// `x[rows[i]]` for each i, zeros where `rows[i]` is the largest number; `x: [N, width]`, `rows: [count]`.
+/// Returns `x[rows[i]]` for each i, or zeros if `rows[i]` is `u32::MAX`; `x: [N, width]`, `rows:
+/// [count]`.
 fn gather(driver: &dyn Driver, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let (count, width) = (rows.dim(0)?, x.dim(1)?);
     let y = empty(count, width, x.dtype(), x.device())?;
@@ -80,23 +83,23 @@ fn gather(driver: &dyn Driver, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     Ok(y.into_tensor())
 }
 
-/// The rows that count, packed, with what becomes of each.
+/// The rows with a target, packed, and their results.
 struct Packed {
     rows: Counted,
-    /// Their hidden states, `[count, D]`.
+    /// The hidden states, `[count, D]`.
     x: Tensor,
-    /// `[count, r]`: the adapter's.
+    /// The adapter's inner activations, `[count, r]`.
     u: Option<Tensor>,
-    /// Their losses, `[count]` f32.
+    /// The losses, `[count]` f32.
     losses: TensorMut,
     /// `[count]` u32: 1 where the target has the largest logit.
     hits: TensorMut,
-    /// The logits of a chunk, `[rows, V]` and some more in each row.
+    /// The buffer of a chunk's logits, `[rows, V]` with padding in each row.
     room: TensorMut,
     vocab: usize,
 }
 
-/// Some of them, with their logits.
+/// A chunk of packed rows, with their logits.
 struct PackedChunk {
     start: usize,
     len: usize,
@@ -124,13 +127,13 @@ impl Packed {
         })
     }
 
-    /// The chunks one after the other; the logits of each are where those of the last were.
+    /// Iterates over the chunks; each overwrites the logits of the previous one.
     fn chunks<'a>(&'a self, output: Output<'a>) -> impl Iterator<Item = Result<PackedChunk>> + 'a {
         let (count, step) = (self.rows.count(), self.room.dims()[0]);
         (0..count).step_by(step).map(move |start| self.chunk(start, step.min(count - start), output))
     }
 
-    /// `logits = x · Wᵀ + scale · u · Bᵀ` of rows from `start` on.
+    /// Computes `logits = x · Wᵀ + scale · u · Bᵀ` of `len` rows from `start`.
     fn chunk(&self, start: usize, len: usize, output: Output<'_>) -> Result<PackedChunk> {
         let part = |whole: &Tensor| whole.narrow(0, start, len);
         let chunk = PackedChunk {
@@ -163,7 +166,8 @@ impl PackedChunk {
         self.room.dims()[1] as i64
     }
 
-    /// Turns the logits into their gradient, in bf16 or f32, times `scales` of all rows or `kind.scale`.
+    /// Turns the logits into their gradient, in bf16 or f32, times the row's entry of `scales` or
+    /// `kind.scale`.
     fn differentiate(
         &self,
         driver: &dyn Driver,
@@ -234,7 +238,8 @@ pub(super) fn linear_cross_entropy(
     Ok(LossAndGrad { loss, dx: packed.rows.unpack(driver, dx, n)?, du })
 }
 
-/// `dx = d · W` and `dW += dᵀ · x`, where d lies in bf16 in the front halves of the rows of `logits`.
+/// Computes `dx = d · W` and `dW += dᵀ · x`; d is bf16, in the front halves of the rows of
+/// `logits`.
 fn backward_in_bf16(
     driver: &dyn Driver,
     logits: ColumnView<'_>,
@@ -262,7 +267,7 @@ fn backward_in_bf16(
     )?)
 }
 
-/// What flows back from `d`, f32: to x, the weight, single rows of it, and the adapter's `u` and B.
+/// Backpropagates `d`, f32, to x, the weight, single rows of it, and the adapter's `u` and B.
 fn backward(
     d: ColumnView<'_>,
     (x, dx): (&Tensor, &TensorMut),

@@ -1,11 +1,12 @@
-//! A sum of losses that a GPU may not have computed yet: reading it waits for the GPU, so that it is read once a step.
+//! A sum of losses that a GPU may not have computed yet. Reading it waits for the GPU, so the
+//! engine reads it once per step.
 
 use candle_core::Tensor;
 
 use crate::error::Result;
 use crate::ops::gpu;
 
-/// Losses to be added up, as numbers or where a device leaves them.
+/// Losses to sum, as numbers or as device tensors.
 #[derive(Debug, Default)]
 pub struct LossSum {
     parts: Vec<LossPart>,
@@ -17,7 +18,7 @@ enum LossPart {
     Pending {
         /// The losses of rows, `[rows]` f32.
         losses: Tensor,
-        /// The factor of each; none: all count once.
+        /// The coefficient of each row; none means 1.
         coefficients: Option<Vec<f32>>,
     },
 }
@@ -29,7 +30,7 @@ impl From<f64> for LossSum {
 }
 
 impl LossSum {
-    /// The sum of `losses: [rows]` f32, each times its coefficient.
+    /// Returns the sum of `losses: [rows]` f32, each times its coefficient.
     pub(super) fn pending(losses: Tensor, coefficients: Option<Vec<f32>>) -> Self {
         LossSum { parts: vec![LossPart::Pending { losses, coefficients }] }
     }
@@ -39,10 +40,10 @@ impl LossSum {
         self.parts.extend(other.parts);
     }
 
-    /// The sum, in the order in which it was made; waits for the device.
+    /// Returns the sum, added in a fixed order; waits for the device.
     ///
     /// # Errors
-    /// An operation of the device failed.
+    /// Fails if an operation of the device failed.
     pub fn read(&self) -> Result<f64> {
         self.parts.iter().map(LossPart::read).sum()
     }

@@ -1,14 +1,17 @@
-//! The loss on the CPU where a parameter of the output layer trains, or its logits have a soft-cap. The gradient of a row's logits
-//! needs the sum of all of them, so the vocabulary is taken in parts twice for each chunk of rows:
+//! The CPU loss if a parameter of the output layer trains or the logits have a soft-cap. The
+//! gradient of a row's logits requires the sum over all of them, so each chunk of rows processes
+//! the vocabulary twice, in parts:
 //!
 //! ```text
 //! for each part:  l = cap(x · W_partᵀ + u · B_partᵀ),  m' = max(m, max l),  s = e^(m − m') s + Σ e^(l − m'),  kept = e^(l − m')
 //! for each part:  d = scale (kept · e^(m' − m) / s − onehot),  dx += d · W_part,  dW_part += dᵀ · x
 //! ```
 //!
-//! What stands between the two is kept in the type of `x`, and `d` takes its place, rounded once, as autograd hands
-//! the gradient of logits to a layer of that type; the target's element is computed from its logit, since there two numbers cancel. A soft-cap's slope needs the logits themselves, which
-//! are kept in f32. So the logits of a part stay in a cache, the weights are read twice for a chunk, and their gradient goes through the memory once.
+//! Between the passes, `kept` is stored in the dtype of `x`. `d` overwrites it, rounded once, as
+//! autograd passes the gradient of logits to a layer of that dtype. The target's element is
+//! computed from its logit, since two numbers cancel there. A soft-cap's slope requires the logits
+//! themselves, which are stored in f32. So the logits of a part stay in a cache, the weights are
+//! read twice per chunk, and their gradient passes through memory once.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -30,21 +33,22 @@ use crate::ops::simd;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
 
-/// Bytes of what is kept of a chunk's logits, within the bounds of its rows.
+/// Bytes stored of a chunk's logits, within the limits on its rows.
 const KEPT_BYTES: usize = 48 << 20;
-/// Fewest rows of a chunk if kept in f32, and twice as many in bf16: for each chunk the weight is packed anew, and its gradient goes
-/// through the memory.
+/// Minimum rows of a chunk stored in f32; bf16 doubles it. Each chunk packs the weight anew, and
+/// passes its gradient through memory.
 const LEAST_CHUNK_ROWS: usize = 256;
-/// Most rows of a chunk, by the same rule.
+/// Maximum rows of a chunk, by the same rule.
 const MOST_CHUNK_ROWS: usize = 2048;
 
-/// Rows of a chunk of whose logits something of type `K` is kept.
+/// Returns the rows of a chunk whose logits are stored as type `K`.
 pub(super) fn chunk_rows<K: FloatElement>(vocab: usize) -> usize {
     let in_f32 = size_of::<f32>() / size_of::<K>();
     (KEPT_BYTES / (size_of::<f32>() * vocab.max(1))).clamp(LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS) * in_f32
 }
 
-/// Bytes that the loss of `rows` rows of `width` values of this type holds at once: what is kept, a part's logits, and the gradient of the rows.
+/// Returns the peak bytes of the loss of `rows` rows of `width` values of this dtype: stored
+/// values, a part's logits, and the rows' gradient.
 pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize, dtype: DType, has_softcap: bool) -> usize {
     let (chunk, kept) = if dtype == DType::BF16 && !has_softcap {
         (chunk_rows::<bf16>(vocab), size_of::<bf16>())
@@ -54,9 +58,10 @@ pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize, dtype: DType, 
     rows.min(chunk) * (kept * vocab + size_of::<f32>() * (vocab.min(PART) + 2 * width))
 }
 
-/// A type in which something of a chunk's logits is kept.
+/// A storage type for the values of a chunk's logits.
 trait Kept: FloatElement {
-    /// What the last loss on this thread kept: fresh memory would cost a page fault every 4 KiB.
+    /// The buffer of the last loss on this thread: fresh memory would cost a page fault every 4
+    /// KiB.
     fn last() -> &'static LocalKey<Cell<Vec<Self>>>;
 }
 
@@ -77,7 +82,7 @@ impl Kept for bf16 {
     }
 }
 
-/// The loss and its gradients, as [`super::linear_cross_entropy`] gives them.
+/// Returns the loss and its gradients, as specified by [`super::linear_cross_entropy`].
 pub(super) fn loss(
     x: &Tensor,
     output: Output<'_>,
@@ -92,7 +97,7 @@ pub(super) fn loss(
     })
 }
 
-/// The output layer with all that a loss needs but the rows.
+/// The output layer and all inputs of a loss except the rows.
 struct ChunkedLoss<'a> {
     output: Output<'a>,
     adapter: Option<&'a DeltaOnCpu>,
@@ -101,8 +106,8 @@ struct ChunkedLoss<'a> {
     grads: OutputGrads<'a>,
 }
 
-/// What the first pass over the vocabulary leaves of a chunk of rows, part by part: `[rows, part]` of `kept`, and `[rows]` of the
-/// maxima that its exponentials have.
+/// The result of the first pass over the vocabulary for a chunk of rows, part by part: `kept` as
+/// `[rows, part]`, and the `[rows]` maxima of its exponentials.
 struct FirstPass<'a, K> {
     kept: &'a mut [K],
     maxima: Vec<f32>,
@@ -137,7 +142,7 @@ impl ChunkedLoss<'_> {
         Ok(LossAndGrad { loss: loss.into(), dx: tensor(dx, (n, width))?, du })
     }
 
-    /// The sums of the rows of a chunk, whose numbers are `chunk`.
+    /// Computes the sums of the rows with the numbers `chunk`.
     fn first_pass<'k, T: FloatElement, K: Kept, W: FloatElement>(
         &self,
         x: MatView<'_, T>,
@@ -170,7 +175,8 @@ impl ChunkedLoss<'_> {
         FirstPass { kept, maxima, states }
     }
 
-    /// The gradients of a chunk's rows and of their inner activations of an adapter; adds those of the layer's parameters.
+    /// Returns the gradients of a chunk's rows and of the adapter's inner activations; adds the
+    /// gradients of the layer's parameters.
     fn second_pass<T: FloatElement, K: Kept, W: FloatElement>(
         &self,
         x: MatView<'_, T>,
@@ -210,7 +216,8 @@ impl ChunkedLoss<'_> {
         Ok((rounded, du))
     }
 
-    /// The gradient of the logits of a part of the vocabulary, `[rows, part]`, in the place of what was kept of them.
+    /// Overwrites the stored values of a part of the vocabulary with the gradient of its logits,
+    /// `[rows, part]`.
     fn gradient_of_part<'k, K: Kept>(
         &self,
         chunk: &[usize],
@@ -252,7 +259,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Logits that are capped become `scale · softmax · slope`.
+    /// Turns capped logits into `scale · softmax · slope`.
     fn capped_gradient<K: FloatElement>(logits: &mut [K], state: &RowState, cap: f32, scale: f32) {
         let (max, factor) = (state.max, scale / state.sum);
         for logit in logits {
@@ -262,14 +269,14 @@ vectorized! {
     }
 }
 
-/// The slope of `cap · tanh(l / cap)` where that is `logit`.
+/// Returns the slope of `cap · tanh(l / cap)` from its value `logit`.
 #[inline(always)]
 fn slope(logit: f32, cap: f32) -> f32 {
     let tanh = logit / cap;
     1.0 - tanh * tanh
 }
 
-/// `grad += dᵀ · x` for some rows of `grad`, f32.
+/// Computes `grad += dᵀ · x` for some rows of `grad`, f32.
 fn add_gradient<D: FloatElement, T: FloatElement>(
     grad: &TensorMut,
     rows: Range<usize>,
@@ -298,7 +305,7 @@ impl DeltaOnCpu {
         Ok(DeltaOnCpu { u, b, r, scale: delta.scale as f32 })
     }
 
-    /// The rows of B of a part of the vocabulary.
+    /// Returns the rows of B of a part of the vocabulary.
     fn b(&self, part: &Range<usize>) -> MatView<'_, f32> {
         MatView::new(&self.b[part.start * self.r..part.end * self.r], part.len(), self.r, self.r)
     }
@@ -310,7 +317,8 @@ impl DeltaOnCpu {
         matmul(dst, u, self.b(part).t(), self.scale, Threads::All);
     }
 
-    /// Adds what a part of the vocabulary gives to the chunk's rows of `du` and to the gradient of B, by products in f32.
+    /// Adds a part's contribution to the chunk's rows of `du` and to the gradient of B, by products
+    /// in f32.
     fn backward<D: FloatElement>(
         &self,
         d: MatView<'_, D>,
@@ -362,7 +370,7 @@ mod tests {
         assert_eq!(held(100, DType::F32, true), 100 * (4 * 128_256 + beside));
     }
 
-    /// One logit that is no number leaves nothing of its row a number, wherever it stands.
+    /// One NaN logit makes every result of its row NaN, at any position.
     #[test]
     fn a_nan_is_not_passed_over() -> Result<()> {
         let (vocab, width) = (2 * PART + 41, 8);

@@ -1,14 +1,15 @@
-//! The loss under an output layer that is frozen and has no soft-cap, and the scores of an evaluation without an adapter
-//! on it, on the CPU: a part of the vocabulary at a time, so
-//! that the logits of a part stay in a cache and its weights are read once for both products of them.
+//! The CPU loss under a frozen output layer without soft-cap, and the evaluation scores without an
+//! adapter on that layer. Both process the vocabulary in parts, so that the logits of a part stay
+//! in a cache and its weights are read once for both products.
 //!
 //! ```text
 //! for each part:  l = x · W_partᵀ,  m' = max(m, max l),  f = e^(m − m'),  s = f s + Σ e^(l − m'),  a = f a + e^(l − m') · W_part
 //! loss = m + ln s − l_target        dx = scale (a / s − W_target)
 //! ```
 //!
-//! That is the running softmax of attention (Milakov and Gimelshein, arXiv 1805.02867), whose values are the weights of the output layer. A
-//! weight that trains needs the softmax itself for its gradient, and so all logits of a row ([`super::row_chunks`]).
+//! This is the running softmax of attention (Milakov and Gimelshein, arXiv 1805.02867) with the
+//! weights of the output layer as values. The gradient of a trained weight requires the softmax
+//! itself, and so all logits of a row ([`super::row_chunks`]).
 
 use std::ops::Range;
 
@@ -23,24 +24,25 @@ use crate::ops::mat_view::GemmMatrix;
 use crate::ops::simd;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, with_elem};
 
-/// Words of a part; fewer in tests, so that small vocabularies have several.
+/// Tokens of a part; fewer in tests, so that small vocabularies have several parts.
 pub(super) const PART: usize = if cfg!(test) { 256 } else { 2048 };
-/// Rows that are taken together, whose logits of a part are 8 MiB; few in tests, too.
+/// Rows processed together, whose logits of a part are 8 MiB; fewer in tests.
 const ROWS: usize = if cfg!(test) { 32 } else { 1024 };
-/// Rows that a thread takes at a time.
+/// Minimum number of rows that a thread processes at a time.
 pub(super) const ROWS_OF_TASK: usize = 8;
 
-/// Bytes that the loss of `rows` rows of this width holds at once: logits of a part, sums, and the rows themselves side by side.
+/// Returns the peak bytes of the loss of `rows` rows of this width: logits of a part, sums, and the
+/// packed rows.
 pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize) -> usize {
     size_of::<f32>() * rows.min(ROWS) * (vocab.min(PART) + 2 * width)
 }
 
-/// What is known of a row after some parts.
+/// The running state of a row after some parts.
 #[derive(Clone, Copy)]
 pub(super) struct RowState {
     /// The largest logit.
     pub(super) max: f32,
-    /// The place of the first of that size.
+    /// The index of the first largest logit.
     best: usize,
     /// Σ e^(logit − max).
     pub(super) sum: f32,
@@ -61,8 +63,9 @@ impl RowState {
     }
 }
 
-/// The loss of the rows of `x` that have a target, and the gradient of `x` for `scale` times that loss. There is no soft-cap: the
-/// target's term would be multiplied by its slope, and the roundings of the two terms would no longer cancel.
+/// Returns the loss of the rows of `x` that have a target, and the gradient of `x` for `scale`
+/// times that loss. A soft-cap is not supported: the target's term would be multiplied by its
+/// slope, and the rounding errors of the two terms would no longer cancel.
 pub(super) fn loss(x: &Tensor, weight: &Tensor, targets: LossTargets<'_>, scale: f64) -> Result<LossAndGrad> {
     let rows = counted(targets.ids);
     let ((n, width), (vocab, _)) = (dims2(x)?, dims2(weight)?);
@@ -99,7 +102,7 @@ pub(super) fn loss(x: &Tensor, weight: &Tensor, targets: LossTargets<'_>, scale:
     }))
 }
 
-/// Loss and hit of the rows of `x` that have a target.
+/// Returns loss and hit of the rows of `x` that have a target.
 pub(super) fn scores(
     x: &Tensor,
     weight: &Tensor,
@@ -132,12 +135,13 @@ pub(super) fn scores(
     }))
 }
 
-/// The parts of the vocabulary.
+/// Iterates over the parts of the vocabulary.
 pub(super) fn parts(vocab: usize) -> impl Iterator<Item = Range<usize>> {
     (0..vocab).step_by(PART).map(move |start| start..(start + PART).min(vocab))
 }
 
-/// Calls `work` with the logits of each part of the vocabulary, `[rows, part]`, and what is known of the rows, which it returns in the end.
+/// Calls `work` with the logits of each part of the vocabulary, `[rows, part]`, and the running
+/// states of the rows, then returns these states.
 pub(super) fn each_part<T: FloatElement, W: FloatElement>(
     x: MatView<'_, T>,
     w: &[W],
@@ -165,15 +169,16 @@ pub(super) fn each_part<T: FloatElement, W: FloatElement>(
 }
 
 vectorized! {
-    /// `cap · tanh(logit / cap)`
+    /// Computes `cap · tanh(logit / cap)`.
     pub(super) fn cap_logits(row: &mut [f32], cap: f32) {
         row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
     }
 }
 
 vectorized! {
-    /// Takes a row's logits of the words from `start` on into account, turns them into e^(logit − max), and returns that maximum.
-    /// `sums`, what was summed with such factors before, follows a new maximum.
+    /// Updates a row's state with its logits from token `start` on, turns them into e^(logit −
+    /// max), and returns that maximum. Rescales `sums`, accumulated with earlier factors, to a new
+    /// maximum.
     pub(super) fn add_part(
         row: &mut [f32],
         sums: &mut [f32],
@@ -184,7 +189,7 @@ vectorized! {
         if (start..start + row.len()).contains(&target) {
             state.at_target = row[target - start];
         }
-        // A NaN is passed over here: its exponential is one, and so is the sum.
+        // The maximum ignores a NaN here; its exponential is NaN, and so is the sum.
         let largest = simd::largest(row);
         if largest > state.max {
             let factor = simd::exp(state.max - largest);
@@ -193,7 +198,7 @@ vectorized! {
             state.max = largest;
             state.best = start + row.iter().position(|l| *l == largest).unwrap_or(0);
         }
-        // Of logits that are all −∞ so far the exponentials are 0.
+        // If all logits so far are −∞, their exponentials are 0.
         let max = state.max.max(f32::MIN);
         row.iter_mut().for_each(|l| *l = simd::exp(*l - max));
         state.sum += simd::sum_of(row, |l| l);
@@ -202,7 +207,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// `dx = by_sum · sums − by_target · values`
+    /// Computes `dx = by_sum · sums − by_target · values`.
     fn gradient_of_row<T: FloatElement, W: FloatElement>(
         dx: &mut [T],
         sums: &[f32],
@@ -220,7 +225,8 @@ vectorized! {
 mod tests {
     use super::*;
 
-    /// A row in one part, and in several: the same but for roundings; a NaN in any of them leaves nothing a number.
+    /// A row in one part and in several: equal up to rounding; a NaN in any part makes every result
+    /// NaN.
     #[test]
     fn parts_are_the_whole() {
         let logits: Vec<f32> = (0..150).map(|i| ((i * 37) % 101) as f32 * 0.11 - 4.0).collect();

@@ -10,7 +10,7 @@ use crate::ops::matmul::{ColumnView, ColumnViewMut};
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::matmul_quantized::cases::{FORMATS, quantized};
 
-/// The cases of norms, magnitudes and their gradients.
+/// Returns the cases of norms, magnitudes and their gradients.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let norms = [(false, "dense 70x40"), (true, "nf4 70x40")];
     let mut cases: Vec<OpCase> =
@@ -27,7 +27,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// Norms of the rows of a weight of this shape with an adapter of this rank.
+/// Returns the case of the row norms of a weight of this shape with an adapter of this rank.
 pub(in crate::ops) fn norm_case(what: &str, quantize: bool, shape: (usize, usize), rank: usize) -> OpCase {
     OpCase::new("weight_norm", what, Tolerance::FORWARD, move |runner| {
         let (w, [here, plain]) = (runner.normal("w", shape)?, quantized(runner, FORMATS[0], shape)?);
@@ -42,7 +42,8 @@ pub(in crate::ops) fn norm_case(what: &str, quantize: bool, shape: (usize, usize
     })
 }
 
-/// Columns of a matrix times their factors into those of another; columns before them, of them, and behind them.
+/// Compares columns of a matrix, times their factors, written into columns of another, with
+/// `margin` columns on both sides.
 pub(in crate::ops) fn scaled(
     runner: &CaseRunner<'_>,
     rows: usize,
@@ -59,7 +60,7 @@ pub(in crate::ops) fn scaled(
     Ok(vec![dst.pair()])
 }
 
-/// The gradient of magnitudes from columns of dy, as [`scaled`].
+/// Compares the gradient of magnitudes from columns of dy, laid out as in [`scaled`].
 pub(in crate::ops) fn magnitudes(
     runner: &CaseRunner<'_>,
     rows: usize,

@@ -1,4 +1,5 @@
-//! DoRA's norms, magnitudes and their gradients by kernels of `kernels/reduce.cu` and `kernels/elementwise.cu`.
+//! DoRA's norms, magnitudes and their gradients by kernels of `kernels/reduce.cu` and
+//! `kernels/elementwise.cu`.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -10,17 +11,17 @@ use crate::ops::matmul::{Addend, Transpose, cuda as matmul_cuda, empty, matmul};
 use crate::ops::matmul_quantized::cuda::dequantize;
 use crate::runtime::TensorMut;
 
-/// Threads of a block.
+/// Threads per block.
 const THREADS: u32 = 256;
-/// Values that a block of a cast takes.
+/// Values per block of a cast.
 const CAST_SHARE: usize = 4096;
 
-/// Whether there are kernels for values of these types.
+/// Returns true if kernels support values of these dtypes.
 pub(super) fn are_supported(types: [DType; 2]) -> bool {
     types.into_iter().all(is_float)
 }
 
-/// Whether there are kernels for a weight of this type.
+/// Returns true if kernels support a weight of this dtype.
 pub(super) fn is_supported(weight: Weight<'_>) -> bool {
     match weight {
         Weight::Dense(weight) => are_supported([weight.dtype(); 2]),
@@ -28,7 +29,7 @@ pub(super) fn is_supported(weight: Weight<'_>) -> bool {
     }
 }
 
-/// The sum `W + scale · B · A` is in memory whole, in f32, while its rows are measured.
+/// Returns the row norms; the whole sum `W + scale · B · A` is in memory, in f32, meanwhile.
 pub(super) fn weight_norm(
     driver: &dyn Driver,
     weight: Weight<'_>,
@@ -50,7 +51,7 @@ pub(super) fn weight_norm(
     Ok(norms.into_tensor())
 }
 
-/// A copy in f32.
+/// Returns a copy in f32.
 fn widened(driver: &dyn Driver, weight: &Tensor) -> Result<TensorMut> {
     let (out, width) = weight.dims2()?;
     let copy = empty(out, width, DType::F32, weight.device())?;

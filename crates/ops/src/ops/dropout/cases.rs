@@ -7,12 +7,12 @@ use crate::error::Result;
 use crate::ops::case::{OpCase, TensorPair, Tolerance};
 use crate::runtime::rng::RngStream;
 
-/// The cases of dropout by its probability.
+/// Returns the cases of dropout by its probability.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     [0.0, 0.1, 0.5].into_iter().map(|p| shaped(format!("p = {p}"), p, (33, 20))).collect()
 }
 
-/// Dropout of a matrix of this shape.
+/// Returns the case of a matrix of this shape.
 pub(in crate::ops) fn shaped(what: String, p: f32, (rows, width): (usize, usize)) -> OpCase {
     OpCase::new("dropout", what, Tolerance::ROUNDED, move |runner| {
         let x = runner.normal("x", (rows, width))?;
@@ -23,7 +23,7 @@ pub(in crate::ops) fn shaped(what: String, p: f32, (rows, width): (usize, usize)
     })
 }
 
-/// The definition: `keep / (1 − p)` of (stream, token, column).
+/// The definition of the mask: `keep / (1 − p)` of (stream, token, column).
 fn mask(site: Dropout, rows: usize, width: usize) -> Result<Tensor> {
     let keep = |i: usize| {
         let (row, column) = ((i / width) as u64, (i % width) as u64);

@@ -1,4 +1,5 @@
-//! Dropout by the kernels of `kernels/dropout.cu`: one block a row, the masks those of the CPU form.
+//! Dropout by the kernels of `kernels/dropout.cu`: one block per row, with the same masks as the
+//! CPU form.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -8,7 +9,7 @@ use crate::error::Result;
 use crate::ops::gpu::{Driver, In, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::empty;
 
-/// Whether there are kernels for values of this type.
+/// Returns true if kernels support values of this dtype.
 pub(super) fn is_supported(x: &Tensor) -> bool {
     is_float(x.dtype())
 }

@@ -7,10 +7,10 @@ use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance, in_f64};
 use crate::runtime::copy;
 
-/// More elements than a chunk of `reduce`, and no multiple of one.
+/// A shape with more elements than a chunk of `reduce`, and not a multiple of one.
 const SQUARE: (usize, usize) = (131, 130);
 
-/// The cases of sums, and of the copies of `runtime` that stand beside them.
+/// Returns the cases of sums, and of the copies of `runtime`.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = vec![
         add_case("", SQUARE),
@@ -25,7 +25,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// A sum of two tensors of this shape.
+/// Returns the case of a sum of two tensors of this shape.
 pub(in crate::ops) fn add_case(what: &str, shape: (usize, usize)) -> OpCase {
     OpCase::new("add", what, Tolerance::ROUNDED, move |runner| {
         let (a, b) = (runner.normal("a", shape)?, runner.normal("b", shape)?);
@@ -33,7 +33,7 @@ pub(in crate::ops) fn add_case(what: &str, shape: (usize, usize)) -> OpCase {
     })
 }
 
-/// Sums of squares of tensors of these shapes.
+/// Returns the case of the sums of squares of tensors of these shapes.
 pub(in crate::ops) fn squares_case(what: &str, shapes: Vec<Shape>) -> OpCase {
     OpCase::new("sums_of_squares", what, Tolerance::FORWARD, move |runner| {
         let all = shapes.iter().map(|shape| runner.normal("x", shape)).collect::<Result<Vec<_>>>()?;
@@ -44,7 +44,8 @@ pub(in crate::ops) fn squares_case(what: &str, shapes: Vec<Shape>) -> OpCase {
     })
 }
 
-/// Sums and copies into tensors of this shape, of the same dtype and of another.
+/// Returns the cases of sums and copies into tensors of this shape, of the same dtype and of
+/// another.
 pub(in crate::ops) fn into_cases(more: &str, shape: (usize, usize)) -> Vec<OpCase> {
     let mut cases = Vec::new();
     for (kept, tolerance, what) in [

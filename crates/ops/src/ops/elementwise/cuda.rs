@@ -9,19 +9,20 @@ use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
 
-/// Whether there are kernels for values of these types.
+/// Returns true if kernels support values of these dtypes.
 pub(super) fn is_supported(a: &Tensor, b: &Tensor) -> bool {
     [a, b].iter().all(|x| is_float(x.dtype()))
 }
 
-/// A block takes 8192 values where all are bf16, else 4096.
+/// Returns the launch shape: a block processes 8192 values if all are bf16, else 4096.
 fn shape(count: usize, all_bf16: bool) -> LaunchShape {
     LaunchShape::line(count.div_ceil(if all_bf16 { 8192 } else { 4096 }), 256)
 }
 
-/// Σ x² of each tensor, `[tensors]` f64, in two stages whose shares do not depend on the device.
+/// Returns Σ x² of each tensor, `[tensors]` f64, in two stages whose partition does not depend on
+/// the device.
 pub(super) fn sums_of_squares(driver: &dyn Driver, tensors: &[&Tensor], device: &Device) -> Result<Tensor> {
-    /// Values of a block of the first stage.
+    /// Values per block of the first stage.
     const SHARE: usize = 16_384;
     let sums = Tensor::zeros(tensors.len(), DType::F64, device)?;
     for (at, x) in tensors.iter().enumerate().filter(|(_, x)| x.elem_count() > 0) {

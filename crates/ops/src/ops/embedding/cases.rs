@@ -9,16 +9,16 @@ use super::{
 use crate::ops::case::{OpCase, OpPair, TensorPair, Tolerance};
 use crate::runtime::rng::RngStream;
 
-/// Rows of the tables.
+/// Number of rows of the tables.
 pub(in crate::ops) const VOCAB: usize = 61;
 
-/// Ids below `VOCAB`, with repetitions.
+/// Returns ids below `VOCAB`, with repetitions.
 pub(in crate::ops) fn tokens(count: usize) -> Vec<u32> {
     let stream = RngStream::new(0).named("tokens");
     (0..count as u64).map(|i| (stream.bits(i) % VOCAB as u64) as u32).collect()
 }
 
-/// The cases of the table and of columns of an adapter.
+/// Returns the cases of the table and of columns of an adapter.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let factors = [(1.0, "factor 1"), (4.898_979, "factor 4.9")];
     let mut cases: Vec<OpCase> =
@@ -33,14 +33,15 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// Rows of a table of this width for so many tokens, and the gradient of the table.
+/// Returns the cases of a lookup of `count` tokens in a table of this width, and of the table's
+/// gradient.
 pub(in crate::ops) fn table_cases(what: &str, factor: f64, count: usize, width: usize) -> [OpCase; 2] {
     [
         OpCase::new("embed", what, Tolerance::ROUNDED, move |runner| {
             let table = runner.normal("table", (VOCAB, width))?;
             let got = embed(&table.here, &tokens(count), factor, runner.dtype)?;
             let want = reference(&table.plain, &tokens(count), factor, DType::F32)?;
-            // A table may be kept in fewer bits than activations have.
+            // A table may have a smaller dtype than the activations.
             let wide = embed(&table.here, &tokens(count), factor, DType::F32)?;
             Ok(vec![TensorPair::new(got, want.clone()), TensorPair::new(wide, want)])
         }),
@@ -54,7 +55,8 @@ pub(in crate::ops) fn table_cases(what: &str, factor: f64, count: usize, width: 
     ]
 }
 
-/// Columns of an adapter's A with `rank` rows for so many tokens, and the gradient of A.
+/// Returns the cases of the columns of an adapter's A with `rank` rows for `count` tokens, and of
+/// A's gradient.
 pub(in crate::ops) fn adapter_cases(what: &str, count: usize, rank: usize) -> [OpCase; 2] {
     [
         OpCase::new("columns_of", what, Tolerance::ROUNDED.only_f32(), move |runner| {

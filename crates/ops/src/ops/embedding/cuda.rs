@@ -1,4 +1,5 @@
-//! Embeddings by the kernels of `kernels/embedding.cu`. Gradients are added id by id, the tokens of each in order.
+//! Embeddings by the kernels of `kernels/embedding.cu`. Gradients are added id by id, over the
+//! tokens of each id in order.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -8,10 +9,10 @@ use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, nu
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
-/// The columns that a block of the gradient takes.
+/// Columns per block of the gradient.
 const COLUMNS: usize = 1024;
 
-/// Whether there are kernels for values of these types.
+/// Returns true if kernels support values of these dtypes.
 pub(super) fn is_supported(types: [DType; 2]) -> bool {
     types.into_iter().all(is_float)
 }
@@ -32,7 +33,7 @@ pub(super) fn rows_of(driver: &dyn Driver, tables: [&Tensor; 2], ids: &[u32]) ->
     Ok([first?, second?])
 }
 
-/// As [`embed`], for ids that are on the device.
+/// Embeds ids that are on the device, like [`embed`].
 fn embed_listed(
     driver: &dyn Driver,
     table: &Tensor,
@@ -79,7 +80,7 @@ pub(super) fn embed_backward(
     let shape = LaunchShape { grid, block: [256, 1, 1], shared_bytes: 0 };
     let touched = by_id.ids.len() * width;
     let (grad, width, factor) = (InOut::<f32>::all(grad)?.touching(touched), number(width)?, factor as f32);
-    // What is skipped is not listed.
+    // Skipped tokens are not listed.
     if dy.dtype() == DType::BF16 {
         let dy = In::<bf16>::all(dy)?;
         kernels::embed_backward_bf16(driver, shape, grad, ids, starts, places, dy, width, factor, u32::MAX)
@@ -132,7 +133,8 @@ pub(super) fn columns_of_backward(
     )
 }
 
-/// Tokens sorted by their id: the tokens of `ids[i]` are `places[starts[i]..starts[i + 1]]`, in order.
+/// Tokens sorted by their id: the tokens of `ids[i]` are `places[starts[i]..starts[i + 1]]`, in
+/// order.
 struct ById {
     ids: Vec<u32>,
     starts: Vec<u32>,

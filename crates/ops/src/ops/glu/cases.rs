@@ -6,7 +6,7 @@ use super::{Activation, glu, glu_backward, reference, reference_backward};
 use crate::error::Result;
 use crate::ops::case::{OpCase, TensorPair, Tolerance};
 
-/// The cases of both activations.
+/// Returns the cases of both activations.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for activation in [Activation::Silu, Activation::GeluTanh] {
@@ -17,7 +17,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// Forward and backward of gates of this shape, times `spread`.
+/// Returns forward and backward of gates of this shape, times `spread`.
 pub(in crate::ops) fn shaped(
     what: &str,
     activation: Activation,

@@ -8,15 +8,16 @@ use crate::error::Result;
 use crate::ops::gpu::{Driver, In, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::empty;
 
-/// Threads of a block.
+/// Threads per block.
 const THREADS: usize = 256;
 
-/// Whether there are kernels for values of this type.
+/// Returns true if kernels support values of this dtype.
 pub(super) fn is_supported(gate_up: &Tensor) -> bool {
     is_float(gate_up.dtype())
 }
 
-/// A thread takes as many values as 16 bytes hold, or one where rows are no multiple of that.
+/// Returns the launch shape: a thread processes the values of 16 bytes, or one value if rows are
+/// not a multiple of that.
 fn shape(gate_up: &Tensor, rows: usize, half: usize) -> LaunchShape {
     let many = 16 / gate_up.dtype().size_in_bytes();
     let step = if half.is_multiple_of(many) { many } else { 1 };

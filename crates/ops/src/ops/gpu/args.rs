@@ -1,7 +1,8 @@
-//! What a kernel is given: addresses of tensors with what may be done there, and numbers.
+//! Kernel arguments: addresses of tensors with their access mode, and numbers.
 //!
-//! The types are those of the kernels' own parameters (`kernels/compat.cuh`): the functions that `build.rs` makes from
-//! the signatures take them, so that an argument of another type does not compile.
+//! The types mirror the kernels' own parameters (`kernels/compat.cuh`): the functions that
+//! `build.rs` generates from the signatures take them, so that an argument of another type does not
+//! compile.
 
 use std::marker::PhantomData;
 
@@ -11,20 +12,20 @@ use half::bf16;
 use crate::error::{Error, Result};
 use crate::ops::ColumnView;
 
-/// An argument of a launch, as every driver takes it.
+/// An argument of a launch, common to all drivers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Arg {
     /// The address, or the bits of a number.
     pub(crate) value: u64,
-    /// How many runs of bytes the kernel may reach from the address on; 0 for a number.
+    /// Number of byte ranges that the kernel may access from the address on; 0 for a number.
     pub(crate) rows: u64,
-    /// Bytes of a run.
+    /// Bytes of a range.
     pub(crate) row_bytes: u64,
-    /// Bytes from the start of one run to that of the next.
+    /// Bytes from the start of one range to that of the next.
     pub(crate) pitch: u64,
     /// Bytes of the number, or of an address.
     pub(crate) size: usize,
-    /// Bytes that the launch reads and writes there.
+    /// Bytes that the launch reads and writes at the address.
     pub(crate) moved: u64,
 }
 
@@ -33,18 +34,18 @@ impl Arg {
     const NONE: Arg = Arg { value: 0, rows: 0, row_bytes: 0, pitch: 0, size: 8, moved: 0 };
 }
 
-/// A type that kernels know.
+/// An element type that kernels support.
 pub(crate) trait KernelElement: candle_core::WithDType {
-    /// The elements of a CPU tensor of this type.
+    /// Returns the elements of a CPU tensor of this type.
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
-    /// Where the elements of a tensor of this type begin in a GPU's memory.
+    /// Returns the GPU address of the elements of a tensor of this type.
     #[cfg(feature = "cuda")]
     fn gpu_address(storage: &candle_core::CudaStorage) -> Option<u64>;
 }
 
-/// A number given to a kernel by its value.
+/// A number passed to a kernel by value.
 pub(crate) trait KernelValue {
-    /// Its bits as an argument.
+    /// Returns the number's bits as an argument.
     fn arg(self) -> Arg;
 }
 
@@ -93,7 +94,7 @@ values!(
     i64: |x| x.cast_unsigned()
 );
 
-/// The elements of a tensor by their address, as long as the tensor lives.
+/// The address of a tensor's elements, valid as long as the tensor lives.
 #[derive(Debug, Clone, Copy)]
 struct ElementAddress<'a, T> {
     arg: Arg,
@@ -103,7 +104,7 @@ struct ElementAddress<'a, T> {
 impl<T: KernelElement> ElementAddress<'_, T> {
     const NONE: Self = ElementAddress { arg: Arg::NONE, of: PhantomData };
 
-    /// All of a contiguous tensor.
+    /// Returns all elements of a contiguous tensor.
     fn all(tensor: &Tensor) -> Result<Self> {
         let len = tensor.elem_count() as u64 * size_of::<T>() as u64;
         Ok(ElementAddress {
@@ -119,7 +120,7 @@ impl<T: KernelElement> ElementAddress<'_, T> {
         })
     }
 
-    /// Columns of a contiguous matrix.
+    /// Returns columns of a contiguous matrix.
     fn columns(view: &ColumnView<'_>) -> Result<Self> {
         let (rows, width) = view.tensor.dims2()?;
         let bytes = |elements: usize| elements as u64 * size_of::<T>() as u64;
@@ -132,11 +133,11 @@ impl<T: KernelElement> ElementAddress<'_, T> {
     }
 }
 
-/// Where a contiguous tensor of `T` begins, on whichever device.
+/// Returns the address of a contiguous tensor of `T`, on any device.
 fn address<T: KernelElement>(tensor: &Tensor) -> Result<u64> {
     let refuse = |why: &str| {
         let found = format!("found {:?} of shape {:?}, wanted {:?}", tensor.dtype(), tensor.dims(), T::DTYPE);
-        Error::internal(format!("a kernel was given a tensor that is {why}")).because(found)
+        Error::internal(format!("an argument of a kernel is {why}")).because(found)
     };
     let (storage, layout) = tensor.storage_and_layout();
     let (start, _) = layout.contiguous_offsets().ok_or_else(|| refuse("not contiguous"))?;
@@ -159,37 +160,37 @@ macro_rules! pointers {
 
         #[allow(dead_code, reason = "every kind of pointer is made in the same ways")]
         impl<'a, T: KernelElement> $name<'a, T> {
-            /// All elements of a contiguous tensor of any shape.
+            /// Returns all elements of a contiguous tensor of any shape.
             ///
             /// # Errors
-            /// The tensor is not contiguous or of another dtype.
+            /// Fails if the tensor is not contiguous or of another dtype.
             pub(crate) fn all(tensor: &'a Tensor) -> Result<Self> {
                 Ok($name(ElementAddress::all(tensor)?))
             }
 
-            /// Columns of a contiguous matrix `[rows, width]`.
+            /// Returns columns of a contiguous matrix `[rows, width]`.
             ///
             /// # Errors
-            /// The tensor is not a contiguous matrix or of another dtype.
+            /// Fails if the tensor is not a contiguous matrix or of another dtype.
             pub(crate) fn columns(view: &ColumnView<'a>) -> Result<Self> {
                 Ok($name(ElementAddress::columns(view)?))
             }
 
-            /// As [`Self::all`] of a tensor that there may not be; the kernel sees a null pointer.
+            /// Returns all elements like [`Self::all`], or a null pointer without a tensor.
             ///
             /// # Errors
-            /// The tensor is not contiguous or of another dtype.
+            /// Fails if the tensor is not contiguous or of another dtype.
             pub(crate) fn optional(tensor: Option<&'a Tensor>) -> Result<Self> {
                 tensor.map_or(Ok($name(ElementAddress::NONE)), Self::all)
             }
 
-            /// The same, of which the launch touches `elements` elements alone.
+            /// Returns the same argument for a launch that accesses only `elements` elements.
             pub(crate) fn touching(self, elements: usize) -> Self {
                 let arg = Arg { moved: (elements * size_of::<T>()) as u64, ..self.0.arg };
                 $name(ElementAddress { arg, ..self.0 })
             }
 
-            /// The argument of a launch.
+            /// Returns the argument of a launch.
             pub(crate) fn arg(self) -> Arg {
                 Arg { moved: $times * self.0.arg.moved, ..self.0.arg }
             }
@@ -197,10 +198,10 @@ macro_rules! pointers {
     )*};
 }
 pointers!(
-    /// What a kernel reads.
+    /// A tensor that a kernel reads.
     In: 1,
-    /// What a kernel writes, every element once, without reading it.
+    /// A tensor that a kernel writes, every element once, without reading it.
     Out: 1,
-    /// What a kernel reads and writes in place.
+    /// A tensor that a kernel reads and writes in place.
     InOut: 2
 );

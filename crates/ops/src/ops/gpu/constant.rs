@@ -1,4 +1,5 @@
-//! Tables that kernels read, on the device for as long as the thread lives: uploaded once, not at each launch.
+//! Constant tables of kernels, on the device for as long as the thread lives: uploaded once, not at
+//! each launch.
 
 use std::cell::RefCell;
 
@@ -7,21 +8,21 @@ use candle_core::{Device, Tensor};
 use super::{KernelElement, upload};
 use crate::error::Result;
 
-/// A table by its place in this program.
+/// A table, identified by its address in this program.
 struct DeviceTable {
     address: usize,
     there: Tensor,
 }
 
 thread_local! {
-    /// The tables of this thread's devices.
+    /// The uploaded tables of this thread.
     static UPLOADED: RefCell<Vec<DeviceTable>> = const { RefCell::new(Vec::new()) };
 }
 
-/// `table` as a one-dimensional tensor on `device`.
+/// Returns `table` as a one-dimensional tensor on `device`.
 ///
 /// # Errors
-/// The device has no memory for it.
+/// Fails if the device has not enough memory.
 pub(crate) fn constant<T: KernelElement>(table: &'static [T], device: &Device) -> Result<Tensor> {
     let address = table.as_ptr().addr();
     let is_same = |kept: &&DeviceTable| {

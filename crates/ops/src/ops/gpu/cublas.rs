@@ -1,5 +1,6 @@
-//! Products on NVIDIA GPUs by cublasLtMatmul. What cuBLAS chose for a shape is kept, so that it is asked once, and the
-//! same shape is computed in the same way with and without adding to what is there. Not yet run on a GPU.
+//! Products on NVIDIA GPUs by cublasLtMatmul. The plan of each shape is cached, so that cuBLAS
+//! selects an algorithm once, and a shape is computed the same way with and without accumulation.
+//! Not yet run on a GPU.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -14,20 +15,20 @@ use super::gemm::{DeviceMatrix, Gemm, GemmElement};
 use crate::error::{Error, Result};
 use crate::runtime::device_memory::requested;
 
-/// Shapes that are kept; a run of rows of all lengths meets more, and begins anew.
+/// Maximum number of cached plans; a run with more row counts clears the cache.
 const PLANS: usize = 4096;
 
-/// cuBLAS on one stream.
+/// A cuBLASLt handle for one stream.
 pub(super) struct Cublas {
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
     plans: HashMap<GemmPlanKey, GemmPlan>,
 }
 
-// SAFETY: handles of cuBLASLt may be used from any thread, by one at a time; a mutex is around this.
+// SAFETY: cuBLASLt handles may be used from any thread, one at a time; a mutex guards this one.
 unsafe impl Send for Cublas {}
 
-/// All that the choice of an algorithm depends on.
+/// The inputs of cuBLAS's choice of an algorithm.
 #[derive(PartialEq, Eq, Hash)]
 struct GemmPlanKey {
     size: (usize, usize, usize),
@@ -39,15 +40,15 @@ struct GemmPlanKey {
 
 struct GemmPlan {
     operation: sys::cublasLtMatmulDesc_t,
-    /// Of A, B, C and D.
+    /// Layouts of A, B, C and D.
     layouts: [sys::cublasLtMatrixLayout_t; 4],
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
 impl Drop for GemmPlan {
     fn drop(&mut self) {
-        // SAFETY: made by `GemmPlan::new`, destroyed here alone; cuBLAS holds what launched work still needs. That it
-        // fails leaks a few bytes.
+        // SAFETY: created by `GemmPlan::new` and destroyed only here; cuBLAS keeps the data of
+        // launched work. A failure leaks a few bytes.
         unsafe {
             for layout in self.layouts {
                 let _ = result::destroy_matrix_layout(layout);
@@ -57,7 +58,7 @@ impl Drop for GemmPlan {
     }
 }
 
-/// The largest power of two up to 256 that divides an address.
+/// Returns the largest power of two up to 256 that divides the matrix's address.
 fn alignment(matrix: &DeviceMatrix) -> u32 {
     1 << matrix.arg.value.trailing_zeros().min(8)
 }
@@ -93,7 +94,7 @@ impl GemmPlan {
             result::create_matrix_layout(cuda_type(element), rows, cols, matrix.leading as i64)
         };
         let elements = [gemm.operands, gemm.operands, gemm.result, gemm.result];
-        // Sums of f32 in full precision: TF32 would round the operands to ten bits.
+        // Sum in full f32 precision: TF32 would round the operands to ten bits.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let mut plan = GemmPlan {
             operation: result::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F)?,
@@ -107,9 +108,9 @@ impl GemmPlan {
         for (attribute, transposed) in
             [CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB].into_iter().zip(gemm.transposed)
         {
-            // cublasOperation_t: 0 as it is, 1 transposed.
+            // cublasOperation_t: 0 is not transposed, 1 is transposed.
             let operation = i32::from(transposed);
-            // SAFETY: the attribute is an i32 and the description was made above.
+            // SAFETY: the attribute is an i32 and the descriptor was created above.
             unsafe {
                 result::set_matmul_desc_attribute(
                     plan.operation,
@@ -124,7 +125,7 @@ impl GemmPlan {
     }
 }
 
-/// The algorithm that cuBLAS takes for the fastest.
+/// Returns the fastest algorithm by cuBLAS's heuristic.
 fn choose(
     handle: sys::cublasLtHandle_t,
     plan: &GemmPlan,
@@ -133,11 +134,12 @@ fn choose(
     use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
     let preference = result::create_matmul_pref()?;
     let set = |attribute, value: *const c_void, bytes| {
-        // SAFETY: each attribute is given below with a value of its type.
+        // SAFETY: the calls below pass each attribute with a value of its type.
         unsafe { result::set_matmul_pref_attribute(preference, attribute, value, bytes) }
     };
     let workspace = GEMM_WORKSPACE as u64;
-    // Sums of parts of a product only in f32 and beside the result: in place they would depend on what is there.
+    // Split-K sums only in f32 and outside the result: in place they would depend on its old
+    // values.
     let reductions = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
     let number = |value: &u32| (&raw const *value).cast::<c_void>();
     let [a, b, c, d] = key.alignments;
@@ -153,17 +155,17 @@ fn choose(
     .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, number(&d), 4))
     .and_then(|()| {
         let [a, b, c, d] = plan.layouts;
-        // SAFETY: all were made by `GemmPlan::new` and live.
+        // SAFETY: `GemmPlan::new` created all of them, and they are alive.
         unsafe { result::get_matmul_algo_heuristic(handle, plan.operation, a, b, c, d, preference) }
     });
-    // SAFETY: made above and not used any more.
+    // SAFETY: created above and not used afterwards.
     let _ = unsafe { result::destroy_matmul_pref(preference) };
     Ok(chosen?.algo)
 }
 
 impl Cublas {
     /// # Errors
-    /// cuBLAS does not start, or there is no memory for its workspace.
+    /// Fails if cuBLAS does not start, or no memory is available for its workspace.
     pub(super) fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let failed = |error: String| Error::of_device("cannot start cuBLAS", &error);
         // SAFETY: algorithms write the workspace before they read it.
@@ -174,10 +176,10 @@ impl Cublas {
         Ok(Cublas { handle, workspace, plans: HashMap::new() })
     }
 
-    /// Starts the product on `stream`.
+    /// Launches the product on `stream`.
     ///
     /// # Errors
-    /// cuBLAS has no algorithm for it, or does not start it.
+    /// Fails if cuBLAS has no algorithm for it, or does not launch it.
     pub(super) fn multiply(&mut self, stream: &Arc<CudaStream>, gemm: &Gemm) -> Result<()> {
         let failed = |error: CublasError| {
             let size = gemm.size();
@@ -194,8 +196,8 @@ impl Cublas {
         let plan = &self.plans[&key];
         let [a, b, c, d] = plan.layouts;
         let (workspace, _) = self.workspace.device_ptr(stream);
-        // SAFETY: `Gemm` was made of tensors that live until the work before them on this stream is done; the layouts
-        // are theirs; all work with the workspace is on this stream.
+        // SAFETY: the tensors behind `Gemm` live until the earlier work on this stream is done; the
+        // layouts describe them; all work with the workspace is on this stream.
         unsafe {
             result::matmul(
                 self.handle,

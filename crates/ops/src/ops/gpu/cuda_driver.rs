@@ -1,5 +1,5 @@
-//! NVIDIA GPUs as a driver: the code that `build.rs` has made of `kernels/`, loaded by the CUDA driver and run on the one
-//! stream of candle's device, in order with candle's own work there. Not yet run on a GPU.
+//! The driver of NVIDIA GPUs: it loads the code that `build.rs` compiles from `kernels/`, and runs
+//! it on the one stream of candle's device, in order with candle's own work. Not yet run on a GPU.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -14,25 +14,26 @@ use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::runtime::gpu_support::KERNELS_RUN_ON;
 
-/// Bytes at an address from which the driver may read wider numbers.
+/// Aligns bytes so that the driver may read wider numbers from them.
 #[repr(C, align(64))]
 struct Aligned<T>(T);
 
-/// The code of each file of `kernels/`.
+/// The compiled code of each file of `kernels/`.
 const CODE: &[(&str, &[u8])] = &include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 
-/// Bytes of dynamic shared memory that a kernel has without asking.
+/// Bytes of dynamic shared memory available to a kernel without an attribute.
 const SHARED_UNASKED: u32 = 48 << 10;
 
-/// Set to 1, each launch is waited for, so that a fault is told of the kernel that made it.
+/// Environment variable: 1 waits after each launch, so that an error names the kernel that caused
+/// it.
 const SYNC_VARIABLE: &str = "FINETUNE_CUDA_SYNC";
 
 /// One stream of one GPU.
 pub(super) struct CudaDriver {
     stream: Arc<CudaStream>,
-    /// Whether there is code for this GPU.
+    /// True if the binary has code for this GPU.
     runs_code: bool,
-    /// Whether each launch is waited for.
+    /// True if the host waits after each launch.
     waits: bool,
     loaded: Mutex<Loaded>,
     cublas: Mutex<Option<Cublas>>,
@@ -48,13 +49,13 @@ struct Loaded {
 #[derive(Clone, Copy)]
 struct DriverHandle<T>(*mut T);
 
-// SAFETY: handles of the CUDA driver may be used from any thread; it guards what is behind them.
+// SAFETY: CUDA driver handles may be used from any thread; the driver synchronizes access itself.
 unsafe impl<T> Send for DriverHandle<T> {}
 
 #[derive(Clone, Copy)]
 struct Function {
     handle: DriverHandle<sys::CUfunc_st>,
-    /// Bytes of dynamic shared memory that it may have.
+    /// Permitted bytes of dynamic shared memory.
     shared_bytes: u32,
 }
 
@@ -64,9 +65,10 @@ impl fmt::Debug for CudaDriver {
     }
 }
 
-/// The driver of the stream of `device`, made when it is first asked for; none for GPUs older than the code.
+/// Returns the driver of the stream of `device`, created at the first call; none for GPUs older
+/// than the code.
 pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
-    /// By the address of their stream, which they keep for as long as the process lives.
+    /// Keyed by the address of the stream, which is fixed for the life of the process.
     static DRIVERS: Mutex<Vec<(DriverHandle<sys::CUstream_st>, &'static CudaDriver)>> =
         Mutex::new(Vec::new());
     let stream = device.cuda_stream();
@@ -89,7 +91,7 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
     driver.runs_code.then_some(driver)
 }
 
-/// After a panic of another thread the tables are as whole as before.
+/// Locks a table; a panic of another thread leaves the tables consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -99,14 +101,15 @@ impl CudaDriver {
         let ordinal = self.stream.context().ordinal();
         let error = Error::of_device(format!("cannot {doing} on GPU {ordinal}"), &error.to_string());
         match (error.device_fault(), self.waits) {
-            (Some(DeviceFault::Kernel), true) => error.hint("please report what this says"),
-            (Some(DeviceFault::Kernel), false) => error
-                .because("a GPU tells of faults late: one of the kernels that were started before may be it"),
+            (Some(DeviceFault::Kernel), true) => error.hint("please report this message"),
+            (Some(DeviceFault::Kernel), false) => {
+                error.because("a GPU reports faults late: an earlier kernel may have caused this one")
+            }
             _ => error,
         }
     }
 
-    /// Waits for all that was started, where each launch is waited for.
+    /// Waits for all launched work if each launch is synchronous.
     fn wait_if_asked(&self, doing: impl FnOnce() -> String) -> Result<()> {
         if !self.waits {
             return Ok(());
@@ -114,7 +117,7 @@ impl CudaDriver {
         self.stream.synchronize().map_err(|error| self.failed(doing(), error))
     }
 
-    /// The function of `kernel`, which may have `shared_bytes` of dynamic shared memory.
+    /// Returns the function of `kernel`, permitted to use `shared_bytes` of dynamic shared memory.
     fn function(&self, kernel: &Kernel, shared_bytes: u32) -> Result<DriverHandle<sys::CUfunc_st>> {
         let mut loaded = lock(&self.loaded);
         let mut function = match loaded.functions.get(kernel.name) {
@@ -122,7 +125,7 @@ impl CudaDriver {
             None => {
                 let module = self.module(&mut loaded, kernel.module)?;
                 let name = CString::new(kernel.name)
-                    .map_err(|_| Error::internal(format!("{:?} is no name of a kernel", kernel.name)))?;
+                    .map_err(|_| Error::internal(format!("{:?} is not a kernel name", kernel.name)))?;
                 // SAFETY: modules are never unloaded.
                 let handle = unsafe { result::module::get_function(module.0, name) }
                     .map_err(|error| self.failed(format!("find the kernel {}", kernel.name), error))?;
@@ -131,7 +134,7 @@ impl CudaDriver {
         };
         if shared_bytes > function.shared_bytes {
             let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function is of a loaded module.
+            // SAFETY: the function belongs to a loaded module.
             unsafe {
                 result::function::set_function_attribute(function.handle.0, attribute, shared_bytes as i32)
             }
@@ -152,8 +155,8 @@ impl CudaDriver {
         let (_, code) = CODE
             .iter()
             .find(|(module, _)| *module == name)
-            .ok_or_else(|| Error::internal(format!("this binary holds no kernels of {name}")))?;
-        // SAFETY: the bytes are a fat binary of nvcc's, which says its own length.
+            .ok_or_else(|| Error::internal(format!("this binary has no kernels of {name}")))?;
+        // SAFETY: the bytes are a fat binary from nvcc, which records its own length.
         let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
         let module = DriverHandle(module.map_err(|error| self.cannot_load(name, error))?);
         loaded.modules.insert(name, module);
@@ -182,15 +185,15 @@ impl Driver for CudaDriver {
         let context = self.stream.context();
         context.bind_to_thread().map_err(|error| self.failed("compute".into(), error))?;
         let function = self.function(kernel, shape.shared_bytes)?;
-        // candle's own kernels do not wait: what they did is not to be put down to this one.
-        self.wait_if_asked(|| format!("end an operation of candle's before the kernel {}", kernel.name))?;
+        // candle does not wait for its own kernels: do not attribute their errors to this kernel.
+        self.wait_if_asked(|| format!("finish candle's operations before the kernel {}", kernel.name))?;
         let mut values: Vec<u64> = args.iter().map(|arg| arg.value).collect();
-        // CUDA reads as many bytes of each as the parameter has, from the low end.
+        // CUDA reads the parameter's size in bytes from each value, starting at the low end.
         let mut pointers: Vec<*mut c_void> =
             values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
         let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
-        // SAFETY: `build.rs` made the call from the kernel's own signature, so the arguments are of the types that it
-        // declares; the tensors behind them are freed on this stream, after the kernel.
+        // SAFETY: `build.rs` generated the call from the kernel's signature, so the arguments have
+        // the declared types. The tensors behind them are freed on this stream, after the kernel.
         let launched = unsafe {
             let stream = self.stream.cu_stream();
             result::launch_kernel(
@@ -215,7 +218,7 @@ impl Driver for CudaDriver {
             Some(cublas) => cublas,
             none => none.insert(Cublas::new(&self.stream)?),
         };
-        self.wait_if_asked(|| "end an operation of candle's before a product".to_owned())?;
+        self.wait_if_asked(|| "finish candle's operations before a product".to_owned())?;
         cublas.multiply(&self.stream, gemm)?;
         self.wait_if_asked(|| format!("multiply matrices, m, n, k of {:?}", gemm.size()))
     }

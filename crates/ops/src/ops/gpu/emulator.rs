@@ -1,8 +1,11 @@
-//! The emulator as a driver: kernels compiled for the host, their arguments the addresses of CPU tensors.
+//! The emulator as a driver: kernels compiled for the host, with addresses of CPU tensors as
+//! arguments.
 //!
-//! Launches run at once, so nothing is ever waited for. Each thread has its own state (`kernels/emu/emu.cpp`).
+//! Launches run synchronously, so nothing waits. Each thread has its own state
+//! (`kernels/emu/emu.cpp`).
 //!
-//! Tests of this crate run pieces of work on it, and whole processes compute so ([`super::host_driver`]).
+//! Tests of this crate run single pieces of work on it; [`super::host_driver`] selects it for a
+//! whole process.
 
 #[cfg(test)]
 mod library;
@@ -20,7 +23,7 @@ use crate::error::{DeviceFault, Error, Result};
 use crate::runtime::planned_failure::PlannedFailure;
 use half::bf16;
 
-/// In what order the emulator runs the threads of a block and the blocks of a grid.
+/// The order in which the emulator runs the threads of a block and the blocks of a grid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Order {
     /// Thread 0 first.
@@ -28,34 +31,34 @@ pub(crate) enum Order {
     Forward,
     /// Thread 0 last.
     Reverse,
-    /// As a generator with this seed says.
+    /// A pseudo-random order with this seed.
     Shuffled(u64),
 }
 
-/// How the emulator runs kernels: a right kernel gives the same bits in every way.
+/// The emulator's settings; a correct kernel gives the same bits under all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct EmulatorSchedule {
     /// The order of threads and blocks.
     pub(crate) order: Order,
-    /// Asynchronous copies deliver when they are waited for, not at once.
+    /// True if asynchronous copies deliver at their wait, not at once.
     pub(crate) late_copies: bool,
-    /// Accesses to memory are counted.
+    /// True if memory accesses are counted.
     pub(crate) counts: bool,
 }
 
-/// What the accesses of launches added up to: `emu::Counters` of `kernels/emu/launch.h`.
+/// Sums over the accesses of launches: `emu::Counters` of `kernels/emu/launch.h`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Counters {
     /// Accesses of a warp to global memory.
     pub(crate) global_requests: u64,
-    /// Sectors of 32 bytes that they touch.
+    /// Sectors of 32 bytes that these accesses touch.
     pub(crate) global_sectors: u64,
-    /// The fewest sectors that would hold the bytes moved.
+    /// Minimum number of sectors for the bytes moved.
     pub(crate) global_least_sectors: u64,
     /// Steps in which the banks of shared memory serve lanes.
     pub(crate) shared_phases: u64,
-    /// Further steps that were needed because lanes met in a bank.
+    /// Additional steps caused by bank conflicts.
     pub(crate) bank_conflicts: u64,
 }
 
@@ -75,7 +78,8 @@ struct RawOptions {
     seed: u64,
 }
 
-/// `finetune_emu_launch` of `kernels/emu/emu.cpp`: 0, or another number and why as text in `error`.
+/// Signature of `finetune_emu_launch` of `kernels/emu/emu.cpp`: returns 0, or another number with
+/// the reason as text in `error`.
 type LaunchFunction = unsafe extern "C" fn(
     name: *const c_char,
     grid: *const u32,
@@ -104,30 +108,30 @@ unsafe extern "C" {
     ) -> i32;
 }
 
-/// How threads run kernels that no test says it to.
+/// The process-wide schedule of threads outside [`Emulator::run`].
 static OF_PROCESS: OnceLock<EmulatorSchedule> = OnceLock::new();
 
-/// Makes all threads that have run no kernel yet run them by `schedule`; the first call decides.
+/// Sets the schedule of all threads that have not run a kernel yet; the first call wins.
 pub(super) fn run_all_by(schedule: EmulatorSchedule) {
     OF_PROCESS.get_or_init(|| schedule);
 }
 
 thread_local! {
     static SCHEDULE: Cell<EmulatorSchedule> = Cell::new(OF_PROCESS.get().copied().unwrap_or_default());
-    /// The kernels that were launched since the last [`Emulator::run`] began.
+    /// Names of the kernels launched since the last [`Emulator::run`] began.
     static LAUNCHED: RefCell<BTreeSet<&'static str>> = const { RefCell::new(BTreeSet::new()) };
     static COUNTERS: Cell<Counters> = const { Cell::new(Counters {
         global_requests: 0, global_sectors: 0, global_least_sectors: 0, shared_phases: 0, bank_conflicts: 0,
     }) };
 }
 
-/// The one emulator.
+/// The emulator; its state is per thread.
 #[derive(Debug)]
 pub(crate) struct Emulator;
 
 #[cfg(test)]
 impl Emulator {
-    /// Runs `work` with kernels emulated by `schedule`, and adds up what its launches accessed.
+    /// Runs `work` with kernels emulated by `schedule`, and returns the counters of its launches.
     pub(crate) fn run<R>(schedule: EmulatorSchedule, work: impl FnOnce() -> R) -> (R, Counters) {
         LAUNCHED.take();
         let before = (SCHEDULE.replace(schedule), COUNTERS.replace(Counters::default()));
@@ -136,7 +140,7 @@ impl Emulator {
         (result, COUNTERS.replace(before.1))
     }
 
-    /// The names of the kernels that the last run on this thread launched.
+    /// Returns the names of the kernels that the last run on this thread launched.
     pub(crate) fn launched() -> BTreeSet<&'static str> {
         LAUNCHED.with_borrow(Clone::clone)
     }
@@ -167,14 +171,15 @@ impl Driver for Emulator {
         };
         let raw_args: Vec<RawArg> = args.iter().map(raw).collect();
         let name =
-            CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name holds a zero byte"))?;
+            CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name contains a zero byte"))?;
         let (mut counters, mut error) = (Counters::default(), [0 as c_char; 800]);
         #[cfg(test)]
         let launch = library::launch_function();
         #[cfg(not(test))]
         let launch: LaunchFunction = finetune_emu_launch;
-        // SAFETY: the arrays live through the call and have the lengths given; the layouts are those of launch.h. The
-        // addresses in `args` are of tensors that the caller holds, and the emulator checks each access to them.
+        // SAFETY: the arrays outlive the call and have the given lengths; the layouts match
+        // launch.h. The addresses in `args` belong to tensors that the caller holds, and the
+        // emulator checks each access to them.
         let failed = unsafe {
             launch(
                 name.as_ptr(),
@@ -199,7 +204,7 @@ impl Driver for Emulator {
         if failed == 0 {
             return Ok(());
         }
-        // SAFETY: the call ended the text with a zero byte inside the array.
+        // SAFETY: the call terminated the text with a zero byte inside the array.
         let text = unsafe { CStr::from_ptr(error.as_ptr()) }.to_string_lossy().into_owned();
         Err(at_fault(kernel, shape, args, &text))
     }
@@ -211,7 +216,7 @@ impl Driver for Emulator {
             check_inside(matrix, element)?;
         }
         let (m, n, k) = gemm.size();
-        // Element `at` of a column and the distance from one element of a sum to the next.
+        // Offset of element `at`, and distance between consecutive elements of a sum.
         let steps = |matrix: &DeviceMatrix, transposed: bool| {
             if transposed { (matrix.leading, 1) } else { (1, matrix.leading) }
         };
@@ -225,7 +230,7 @@ impl Driver for Emulator {
                 };
                 let product = gemm.alpha * (0..k).map(term).sum::<f32>();
                 let at = row + col * gemm.d.leading;
-                // C is not read when it counts nothing: it may be NaN.
+                // With a zero beta C is not read: it may be NaN.
                 let c = |at| gemm.beta * read(&gemm.c, gemm.result, at);
                 let added = if gemm.beta == 0.0 { 0.0 } else { c(row + col * gemm.c.leading) };
                 write(&gemm.d, gemm.result, at, product + added);
@@ -238,14 +243,14 @@ impl Driver for Emulator {
 fn at_fault(kernel: &Kernel, shape: LaunchShape, args: &[Arg], why: &str) -> Error {
     Error::of_fault(
         DeviceFault::Kernel,
-        format!("kernel {} of kernels/{}.cu is at fault", kernel.name, kernel.module),
+        format!("kernel {} of kernels/{}.cu failed", kernel.name, kernel.module),
     )
     .because(why)
-    .because(format!("it was {}", launch_text(kernel, shape, args)))
-    .hint("please report what this says")
+    .because(format!("the launch: {}", launch_text(kernel, shape, args)))
+    .hint("please report this message")
 }
 
-/// Every element of `matrix` lies in the runs of bytes that its tensor gave out.
+/// Checks that every element of `matrix` is inside the byte ranges of its tensor.
 fn check_inside(matrix: &DeviceMatrix, element: GemmElement) -> Result<()> {
     let (bytes, arg) = (element.bytes() as u64, &matrix.arg);
     let inside = matrix.rows as u64 * bytes <= arg.row_bytes
@@ -259,7 +264,8 @@ fn check_inside(matrix: &DeviceMatrix, element: GemmElement) -> Result<()> {
 
 fn read(matrix: &DeviceMatrix, element: GemmElement, at: usize) -> f32 {
     let address = matrix.arg.value as usize + at * element.bytes();
-    // SAFETY: `check_inside` holds for the matrix, whose tensor lives; addresses of tensors are aligned.
+    // SAFETY: `check_inside` holds for the matrix, and its tensor is alive; addresses of tensors
+    // are aligned.
     unsafe {
         match element {
             GemmElement::F32 => *std::ptr::with_exposed_provenance::<f32>(address),
@@ -270,7 +276,7 @@ fn read(matrix: &DeviceMatrix, element: GemmElement, at: usize) -> f32 {
 
 fn write(matrix: &DeviceMatrix, element: GemmElement, at: usize, value: f32) {
     let address = matrix.arg.value as usize + at * element.bytes();
-    // SAFETY: as `read`; no other thread touches the result of a product under way.
+    // SAFETY: as in `read`; no other thread accesses the result of a running product.
     unsafe {
         match element {
             GemmElement::F32 => *std::ptr::with_exposed_provenance_mut::<f32>(address) = value,

@@ -1,7 +1,9 @@
-//! Products through a driver: what the engine says of row-major matrices, as cublasLtMatmul wants to hear it.
+//! Products through a driver: converts the engine's row-major products to the column-major form of
+//! cublasLtMatmul.
 //!
-//! cuBLAS knows column-major matrices alone. Row-major memory read so is the transpose, hence `d = a · b` becomes
-//! `dᵀ = bᵀ · aᵀ`: the operands change places, each keeps its leading dimension, and none is moved.
+//! cuBLAS supports only column-major matrices. Row-major memory read as column-major is the
+//! transpose, hence `d = a · b` becomes `dᵀ = bᵀ · aᵀ`: the operands are swapped, each keeps its
+//! leading dimension, and no data moves.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -18,7 +20,7 @@ pub(crate) enum GemmElement {
 }
 
 impl GemmElement {
-    /// That of `tensor`; none where products are not made of its type.
+    /// Returns the type of `tensor`; none if products do not support it.
     pub(crate) fn of(tensor: &Tensor) -> Option<Self> {
         match tensor.dtype() {
             DType::BF16 => Some(GemmElement::Bf16),
@@ -27,7 +29,7 @@ impl GemmElement {
         }
     }
 
-    /// Bytes of an element; only the emulator computes addresses itself.
+    /// Returns the bytes of an element; only the emulator computes addresses itself.
     #[cfg(feature = "kernel-emu")]
     pub(crate) fn bytes(self) -> usize {
         match self {
@@ -40,18 +42,18 @@ impl GemmElement {
 /// A column-major matrix in device memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeviceMatrix {
-    /// Where it begins and how far it may be reached.
+    /// The address and the accessible memory.
     pub(crate) arg: Arg,
-    /// Elements of a column.
+    /// Number of elements of a column.
     pub(crate) rows: usize,
-    /// How many columns.
+    /// Number of columns.
     pub(crate) cols: usize,
     /// Elements from one column to the next (`ld`).
     pub(crate) leading: usize,
 }
 
 impl DeviceMatrix {
-    /// Row-major columns of a tensor, read as the column-major transpose.
+    /// Returns row-major columns of a tensor, read as the column-major transpose.
     fn of(view: &ColumnView<'_>, element: GemmElement) -> Result<Self> {
         let (rows, leading) = view.tensor.dims2()?;
         let arg = match element {
@@ -62,35 +64,36 @@ impl DeviceMatrix {
     }
 }
 
-/// `d = alpha · op(a) · op(b) + beta · c`, column by column as cublasLtMatmul takes it; sums in f32.
+/// Computes `d = alpha · op(a) · op(b) + beta · c` on column-major matrices, as cublasLtMatmul
+/// does; sums in f32.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Gemm {
-    /// The first operand, as it lies in memory.
+    /// The first operand, as stored in memory.
     pub(crate) a: DeviceMatrix,
-    /// The second operand, as it lies in memory.
+    /// The second operand, as stored in memory.
     pub(crate) b: DeviceMatrix,
-    /// Whether `op` transposes the first and the second operand.
+    /// True if `op` transposes the first and the second operand, respectively.
     pub(crate) transposed: [bool; 2],
     /// The type of both operands.
     pub(crate) operands: GemmElement,
-    /// What is added: `d` itself where there is no other.
+    /// The addend: `d` itself if no other is given.
     pub(crate) c: DeviceMatrix,
-    /// What is written.
+    /// The destination matrix.
     pub(crate) d: DeviceMatrix,
     /// The type of `c` and `d`.
     pub(crate) result: GemmElement,
     /// The factor of the product.
     pub(crate) alpha: f32,
-    /// 1 to add `c`, 0 not to read it.
+    /// 1 to add `c`, 0 to skip reading it.
     pub(crate) beta: f32,
 }
 
 impl Gemm {
-    /// `dst = [addend +] alpha · form(a, b)`; none where the types go together in no product: operands of one type, and a
-    /// result of f32 or of the operands' type.
+    /// Returns `dst = [addend +] alpha · form(a, b)`, or none for an unsupported combination of
+    /// types. Supported are operands of one type with a result of f32 or of the operands' type.
     ///
     /// # Errors
-    /// A tensor is no contiguous matrix; the shapes do not fit.
+    /// Fails if a tensor is not a contiguous matrix, or the shapes do not fit.
     pub(crate) fn new(
         dst: &ColumnViewMut<'_>,
         a: &ColumnView<'_>,
@@ -109,10 +112,11 @@ impl Gemm {
         Self::of(inputs, operands, d, form, alpha, addend).map(Some)
     }
 
-    /// `dst = [addend +] form(a, b)`, where `a` is bf16 values in the front half of each row of f32 memory, and `b` is bf16.
+    /// Returns `dst = [addend +] form(a, b)`; `a` is bf16 values in the front half of each row of
+    /// f32 memory, and `b` is bf16.
     ///
     /// # Errors
-    /// As [`Gemm::new`]; `b` is not bf16, the result neither bf16 nor f32.
+    /// Fails like [`Gemm::new`], and if `b` is not bf16 or the result neither bf16 nor f32.
     pub(crate) fn of_front_halves(
         dst: &ColumnViewMut<'_>,
         a: &ColumnView<'_>,
@@ -120,8 +124,8 @@ impl Gemm {
         form: Transpose,
         addend: Addend<'_>,
     ) -> Result<Self> {
-        let result =
-            GemmElement::of(dst.tensor).ok_or_else(|| Error::internal("a product of another type"))?;
+        let result = GemmElement::of(dst.tensor)
+            .ok_or_else(|| Error::internal("the result of a product is neither f32 nor bf16"))?;
         let mut halves = DeviceMatrix::of(a, GemmElement::F32)?;
         (halves.arg.row_bytes, halves.leading) = (halves.arg.row_bytes / 2, 2 * halves.leading);
         let operands = [DeviceMatrix::of(b, GemmElement::Bf16)?, halves];
@@ -152,7 +156,7 @@ impl Gemm {
         Ok(gemm)
     }
 
-    /// `(m, n, k)`: rows and columns of the result, and elements of each sum.
+    /// Returns `(m, n, k)`: rows and columns of the result, and elements of each sum.
     pub(crate) fn size(&self) -> (usize, usize, usize) {
         let k = if self.transposed[0] { self.a.rows } else { self.a.cols };
         (self.d.rows, self.d.cols, k)
@@ -169,6 +173,6 @@ impl Gemm {
         }
         let c = shape(&self.c, false);
         let found = format!("column by column, {a:?} times {b:?} plus {c:?} gives no {:?}", (m, n));
-        Err(Error::internal("the shapes of a product do not fit").because(found))
+        Err(Error::internal("the shapes of a product do not match").because(found))
     }
 }

@@ -1,5 +1,5 @@
-//! What computes in the place of a GPU, on CPU tensors, in a whole process: all its ranks and whatever it does. It is the
-//! engine's way through the launch code without a GPU.
+//! Drivers that replace the GPU on CPU tensors, for all ranks and all work of a process. They run
+//! the engine through the launch code without a GPU.
 
 use std::sync::OnceLock;
 
@@ -8,41 +8,44 @@ use super::emulator::{self, Emulator, EmulatorSchedule, Order};
 use super::work_counter::LaunchCounter;
 use crate::error::{Error, Result};
 
-/// Makes a process of a build with feature `kernel-emu` compute by emulated kernels: `forward`, `reverse`, or a number, the
-/// seed of a shuffled order. Copies are late but in the first.
+/// Environment variable that makes a process built with feature `kernel-emu` compute by emulated
+/// kernels: `forward`, `reverse`, or a number, the seed of a shuffled order. Copies are late except
+/// with `forward`.
 const VARIABLE: &str = "FINETUNE_EMULATE";
 
-/// A driver that needs no GPU.
+/// A driver that requires no GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum HostDriver {
     /// Runs the kernels compiled for the host.
     Emulator(EmulatorSchedule),
-    /// Runs nothing and counts.
+    /// Runs nothing and counts the requested work.
     Counter,
 }
 
-/// What the whole process computes by; none where it is the CPU forms.
+/// The driver of the whole process; none if it uses the CPU forms.
 static PROCESS: OnceLock<Option<HostDriver>> = OnceLock::new();
 
-/// Makes the whole process compute on the emulator, as [`VARIABLE`] says, else in order.
+/// Makes the whole process compute on the emulator, with the schedule of [`VARIABLE`] or else in
+/// order.
 ///
 /// # Errors
-/// It has begun to compute another way.
+/// Fails if the process already computes another way.
 pub(crate) fn emulate_process() -> Result<()> {
     let found = PROCESS.get_or_init(|| Some(of_environment().unwrap_or(in_order())));
     began_so(matches!(found, Some(HostDriver::Emulator(_))))
 }
 
-/// Makes the whole process count what a GPU would do, and do nothing: results are whatever the memory held.
+/// Makes the whole process count the work of a GPU without doing it: results contain arbitrary
+/// values.
 ///
 /// # Errors
-/// It has begun to compute another way.
+/// Fails if the process already computes another way.
 pub fn count_process() -> Result<()> {
     began_so(*PROCESS.get_or_init(|| Some(HostDriver::Counter)) == Some(HostDriver::Counter))
 }
 
 fn began_so(yes: bool) -> Result<()> {
-    let refused = || Error::internal("the process has begun to compute another way");
+    let refused = || Error::internal("the process already computes with another driver");
     yes.then_some(()).ok_or_else(refused)
 }
 
@@ -58,7 +61,7 @@ fn of_environment() -> Option<HostDriver> {
         seed => match seed.parse() {
             Ok(seed) => Order::Shuffled(seed),
             Err(_) => {
-                panic!("{VARIABLE} is {value:?}; accepted: forward, reverse, or the number of a shuffle")
+                panic!("{VARIABLE} is {value:?}; accepted: forward, reverse, or a seed (an integer)")
             }
         },
     };
@@ -69,7 +72,7 @@ fn of_environment() -> Option<HostDriver> {
     }))
 }
 
-/// The driver of this process.
+/// Returns the driver of this process.
 pub(super) fn of_process() -> Option<&'static dyn Driver> {
     let found = PROCESS.get_or_init(of_environment).as_ref()?;
     Some(match found {

@@ -1,8 +1,9 @@
-//! The way from an op to its kernels, the same on every device that runs them.
+//! Dispatch from an op to its kernels, the same on every device that runs them.
 //!
-//! An op's launch code (`src/ops/<op>/cuda.rs`) speaks to a [`Driver`]: that of NVIDIA GPUs, or the emulator of feature
-//! `kernel-emu`, which runs the kernels compiled for the host and checks every access (`kernels/emu`). "Device memory" is
-//! the memory of CPU tensors there, so an engine that computes on the CPU goes through the launch code, on any machine.
+//! An op's launch code (`src/ops/<op>/cuda.rs`) calls a [`Driver`]: that of NVIDIA GPUs, or the
+//! emulator of feature `kernel-emu`, which runs the kernels compiled for the host and checks every
+//! access (`kernels/emu`). With the emulator, "device memory" is the memory of CPU tensors, so an
+//! engine on the CPU exercises the launch code on any machine.
 
 #![cfg_attr(
     not(any(feature = "cuda", feature = "kernel-emu")),
@@ -41,45 +42,45 @@ pub(crate) use self::transfer::{read, upload};
 pub use self::work_counter::{GpuWork, requested_work};
 use crate::error::{Error, Result};
 
-/// Bytes that a product on a GPU may use beside its operands: what NVIDIA recommends for Hopper.
+/// Bytes of workspace of a product on a GPU: NVIDIA's recommendation for Hopper.
 pub const GEMM_WORKSPACE: usize = 32 << 20;
 
-/// A kernel by its names: the file of `kernels/` that holds it, and its own.
+/// The identity of a kernel: its function and the file of `kernels/` that defines it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Kernel {
     /// The name of its function.
     pub(crate) name: &'static str,
-    /// The file without `.cu`.
+    /// The file name without `.cu`.
     pub(crate) module: &'static str,
 }
 
-/// How many threads run a kernel.
+/// The threads of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LaunchShape {
     /// Thread blocks along x, y and z.
     pub(crate) grid: [u32; 3],
     /// Threads of a block along x, y and z; together a multiple of 32, at most 1024.
     pub(crate) block: [u32; 3],
-    /// Bytes of shared memory beside what the kernel declares itself.
+    /// Bytes of dynamic shared memory.
     pub(crate) shared_bytes: u32,
 }
 
 impl LaunchShape {
-    /// `blocks` blocks of `threads` threads in a line.
+    /// Returns `blocks` blocks of `threads` threads in one dimension.
     pub(crate) fn line(blocks: usize, threads: u32) -> Self {
-        // More blocks than u32 holds cannot be launched; the driver refuses the largest number.
+        // A larger grid cannot be launched; the driver refuses the largest number.
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
         LaunchShape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 }
     }
 
-    /// True when there is nothing to run: a launch without blocks is an error to CUDA.
+    /// Returns true if no thread runs: CUDA refuses a launch without blocks.
     pub(crate) fn is_empty(&self) -> bool {
         self.grid.contains(&0)
     }
 }
 
-/// A launch in words: the kernel, its threads, what it was given. Of tensors the rows and bytes of a row that it may
-/// reach; numbers as their bits, for their types are not known here.
+/// Describes a launch: the kernel, its threads and arguments. A tensor is shown by its accessible
+/// rows and their bytes, a number by its bits, since its type is unknown here.
 #[cfg(any(feature = "cuda", feature = "kernel-emu"))]
 fn launch_text(kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> String {
     let LaunchShape { grid: [gx, gy, gz], block: [bx, by, bz], shared_bytes } = shape;
@@ -98,49 +99,52 @@ fn launch_text(kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> String {
     )
 }
 
-/// A number as kernels take it.
+/// Converts a number to a kernel argument.
 ///
 /// # Errors
-/// It is 2^32 or larger.
+/// Fails if the number is 2^32 or larger.
 pub(crate) fn number(value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| Error::internal(format!("{value} is too large for a kernel")))
 }
 
-/// Whether kernels take activations and weights of this type.
+/// Returns true if kernels support activations and weights of this type.
 pub(crate) fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F32)
 }
 
-/// What runs kernels and multiplies matrices.
+/// A backend that runs kernels and multiplies matrices.
 pub(crate) trait Driver: std::fmt::Debug {
-    /// Runs `kernel` over the threads of `shape`, after all that was launched before. An empty shape runs nothing.
+    /// Runs `kernel` over the threads of `shape`, after all earlier launches. An empty shape runs
+    /// nothing.
     ///
     /// # Errors
-    /// The driver refuses the launch; the emulator found a fault of the kernel or of an earlier launch.
+    /// Fails if the driver refuses the launch, or the emulator finds a fault of the kernel or of an
+    /// earlier launch.
     fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()>;
 
-    /// Multiplies matrices, after all that was launched before; none of the sizes is zero.
+    /// Multiplies matrices, after all earlier launches; none of the sizes is zero.
     ///
     /// # Errors
-    /// The driver refuses the product; the emulator found a matrix outside its tensor.
+    /// Fails if the driver refuses the product, or the emulator finds a matrix outside its tensor.
     fn gemm(&self, gemm: &Gemm) -> Result<()>;
 
-    /// The next launch is attention, whose products have so many operations.
+    /// Announces that the next launch is attention with this many floating-point operations.
     fn note_attention(&self, _flops: &dyn Fn() -> f64) {}
 
-    /// So many bytes are brought to the device.
+    /// Announces an upload of this many bytes to the device.
     fn note_upload(&self, _bytes: usize) {}
 
-    /// The host reads what the device has computed, and waits for it.
+    /// Announces that the host reads a result, and waits for the device.
     fn note_read(&self) {}
 }
 
-/// The driver whose kernels compute on the device of `tensor`; none where the CPU forms do.
+/// Returns the driver whose kernels compute on the device of `tensor`; none if the CPU forms
+/// compute there.
 pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
     driver_on(tensor.device())
 }
 
-/// The driver whose kernels compute on `device`; none where the CPU forms do.
+/// Returns the driver whose kernels compute on `device`; none if the CPU forms compute there.
 pub(crate) fn driver_on(device: &Device) -> Option<&'static dyn Driver> {
     match device {
         Device::Cpu => host_driver(),
@@ -150,12 +154,13 @@ pub(crate) fn driver_on(device: &Device) -> Option<&'static dyn Driver> {
     }
 }
 
-/// Whether kernels compute on `device`.
+/// Returns true if kernels compute on `device`.
 pub fn has_kernels(device: &Device) -> bool {
     driver_on(device).is_some()
 }
 
-/// What computes in the place of a GPU: on this thread, for tests of single operations, else in this process.
+/// Returns the driver that replaces a GPU: that of this thread in tests of single operations, else
+/// that of the process.
 fn host_driver() -> Option<&'static dyn Driver> {
     #[cfg(all(test, feature = "kernel-emu"))]
     if let Some(driver) = STAND_IN.get() {
@@ -169,14 +174,14 @@ fn host_driver() -> Option<&'static dyn Driver> {
 
 #[cfg(all(test, feature = "kernel-emu"))]
 thread_local! {
-    /// What stands in on this thread.
+    /// The driver that replaces a GPU on this thread.
     static STAND_IN: std::cell::Cell<Option<&'static dyn Driver>> = const { std::cell::Cell::new(None) };
 }
 
-/// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.
+/// Runs `work` with kernels on `driver` for all ops of this thread on CPU tensors.
 #[cfg(all(test, feature = "kernel-emu"))]
 pub(crate) fn with_host_driver<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R) -> R {
-    /// Puts back what was there before, also when `work` panics.
+    /// Restores the previous driver, even if `work` panics.
     struct Restore(Option<&'static dyn Driver>);
     impl Drop for Restore {
         fn drop(&mut self) {
@@ -187,7 +192,7 @@ pub(crate) fn with_host_driver<R>(driver: &'static dyn Driver, work: impl FnOnce
     work()
 }
 
-/// One function a kernel, with the types of its parameters.
+/// The generated functions, one per kernel, with the types of its parameters.
 #[allow(clippy::too_many_arguments)]
 #[cfg_attr(
     all(feature = "kernel-emu", not(test)),

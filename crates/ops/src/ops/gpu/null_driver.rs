@@ -1,5 +1,6 @@
-//! Operations on tensors without elements ask nothing of a GPU: a grid without blocks and a matrix without rows are errors
-//! to CUDA, and happen, as where a micro-batch holds none of the tokens that train.
+//! Operations on tensors without elements must not call the GPU: CUDA refuses a grid without blocks
+//! and a matrix without rows. Such tensors occur, for example if a micro-batch has no trained
+//! tokens.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -19,7 +20,7 @@ use crate::recipe::enums::Attention;
 use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
-/// Refuses whatever it is asked to do.
+/// A driver that refuses every call.
 #[derive(Debug)]
 struct NullDriver;
 
@@ -63,7 +64,7 @@ fn products(dtype: DType) -> Result<()> {
     let (all, out) = (ColumnView::all, ColumnViewMut::all);
     matmul(out(&wide), all(&none), all(&weight), Transpose::Nt, 1.0, Addend::Nothing)?;
     matmul(out(&none), all(&dy), all(&weight), Transpose::Nn, 1.0, Addend::Destination)?;
-    // The gradient of a weight, to which no row adds anything.
+    // The gradient of a weight, to which no row contributes.
     matmul(out(&grad), all(&dy), all(&none), Transpose::Tn, 1.0, Addend::Destination)
 }
 
@@ -128,7 +129,7 @@ fn nothing_is_launched_for_no_elements() {
     });
     let failed: Vec<String> = failed.into_iter().flatten().collect();
     assert!(failed.is_empty(), "{}", failed.join("\n"));
-    // It does refuse.
+    // Check that the driver does refuse.
     let x = Tensor::zeros((1, 32), DType::F32, &Device::Cpu).unwrap();
     assert!(with_host_driver(&NullDriver, || glu(&x, Activation::Silu)).is_err());
 }

@@ -1,4 +1,4 @@
-//! What launch code brings to the device and reads back.
+//! Transfers of the launch code to and from the device.
 
 use candle_core::{Device, Shape, Tensor};
 
@@ -9,10 +9,10 @@ use crate::runtime::copy::to_host_vec;
 use crate::runtime::device_memory::requested;
 use crate::runtime::trace::{self, SpanInfo, SpanKind};
 
-/// `values` as a tensor on `device`.
+/// Copies `values` to a tensor on `device`.
 ///
 /// # Errors
-/// The device has no memory for it; the shape has another number of elements.
+/// Fails if the device has not enough memory, or the shape has another number of elements.
 pub(crate) fn upload<T: KernelElement>(
     values: &[T],
     shape: impl Into<Shape>,
@@ -28,16 +28,16 @@ pub(crate) fn upload<T: KernelElement>(
     requested(size_of_val(values), || Tensor::from_slice(values, shape, device))
 }
 
-/// The values of a tensor, once the device has computed them.
+/// Returns the values of a tensor, after the device has computed them.
 ///
 /// # Errors
-/// An operation of the device failed.
+/// Fails if an operation of the device failed.
 pub(crate) fn read<T: KernelElement>(tensor: &Tensor) -> Result<Vec<T>> {
     if let Some(driver) = driver_on(tensor.device()) {
         driver.note_read();
     }
     if trace::is_on() {
-        // The copy alone would be shown as long as all that it waits for.
+        // A separate span, because the copy's own would include the wait.
         let _span = trace::span(|| SpanInfo::new(SpanKind::Wait, "wait for the device"));
         tensor.device().synchronize()?;
     }

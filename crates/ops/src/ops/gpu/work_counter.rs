@@ -1,6 +1,7 @@
-//! A driver that runs nothing and adds up what it is asked to run: launches, products, bytes that kernels read and write,
-//! what is uploaded and how often the GPU is waited for. What a step costs on a GPU is known so without one.
-//! Copies that candle does itself, such as that of a residual into a layer's output, are not among them.
+//! A driver that runs nothing and counts the requested work: launches, products, bytes that kernels
+//! read and write, uploads and waits for the GPU. It gives the cost of a step on a GPU without a
+//! GPU. Copies that candle does itself, such as that of a residual into a layer's output, are not
+//! counted.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -8,24 +9,24 @@ use super::gemm::{DeviceMatrix, GemmElement};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
 use crate::error::Result;
 
-/// What was asked of the GPU.
+/// The work requested of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct GpuWork {
-    /// Launches of kernels.
+    /// Number of kernel launches.
     pub launches: u64,
-    /// Products of matrices.
+    /// Number of matrix products.
     pub gemms: u64,
     /// Bytes that kernels read and write, each operand once.
     pub kernel_bytes: u64,
     /// Bytes that products read and write, each operand once.
     pub gemm_bytes: u64,
-    /// Operations of products, multiplications and additions apart.
+    /// Operations of products; a multiplication and an addition count as two.
     pub gemm_flops: f64,
-    /// Operations of attention's products, likewise.
+    /// Operations of attention's products, counted likewise.
     pub attention_flops: f64,
-    /// Bytes brought to the GPU.
+    /// Bytes copied to the GPU.
     pub uploaded_bytes: u64,
-    /// How often the host read what the GPU had to compute first.
+    /// Number of times the host waited to read a result.
     pub waits: u64,
 }
 
@@ -46,15 +47,16 @@ impl std::ops::Sub for GpuWork {
 }
 
 impl GpuWork {
-    /// The least seconds it takes a GPU that computes `flops` operations a second and moves `bytes` bytes a second:
-    /// products are bound by either, kernels but attention by memory, one after the other.
+    /// Returns the minimum seconds on a GPU with `flops` operations per second and `bytes` bytes
+    /// per second. Products are bound by the slower of the two, attention by operations, other
+    /// kernels by memory; their times add up.
     pub fn seconds(&self, flops: f64, bytes: f64) -> f64 {
         let products = (self.gemm_flops / flops).max(self.gemm_bytes as f64 / bytes);
         products + self.attention_flops / flops + self.kernel_bytes as f64 / bytes
     }
 }
 
-/// What has been asked since the process began, and whether the GPU has something to do.
+/// The work requested since the process began, and whether the GPU is busy.
 struct WorkCounter {
     work: GpuWork,
     busy: bool,
@@ -73,7 +75,7 @@ const NOTHING: GpuWork = GpuWork {
     waits: 0,
 };
 
-/// What has been asked of the GPU since the process began.
+/// Returns the work requested of the GPU since the process began.
 pub fn requested_work() -> GpuWork {
     with_requested(|asked| asked.work)
 }
@@ -82,7 +84,7 @@ fn with_requested<R>(change: impl FnOnce(&mut WorkCounter) -> R) -> R {
     change(&mut ASKED.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// The one counter.
+/// The driver that counts.
 #[derive(Debug)]
 pub(super) struct LaunchCounter;
 

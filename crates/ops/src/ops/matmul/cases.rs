@@ -1,4 +1,4 @@
-//! Cases of the matrix products and of what stands around them in a linear layer.
+//! Cases of the matrix products and of the biases of a linear layer.
 
 use candle_core::{DType, Tensor};
 
@@ -9,14 +9,14 @@ use super::{
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
 
-/// The cases of the products, then those of biases.
+/// Returns the cases of the products, then those of biases.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = products();
     cases.extend(biases());
     cases
 }
 
-/// Whether an operand follows the dtype of the activations or has one in any case.
+/// The dtype of an operand: that of the activations, or a fixed one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::ops) enum OperandDtype {
     Run,
@@ -34,7 +34,7 @@ impl OperandDtype {
     }
 }
 
-/// What the product is added to.
+/// The addend of the product.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::ops) enum Added {
     Nothing,
@@ -42,7 +42,7 @@ pub(in crate::ops) enum Added {
     Matrix,
 }
 
-/// One product; `margin` columns stand left and right of every range.
+/// One product, with `margin` extra columns on both sides of every range.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::ops) struct MatmulCase {
     pub(in crate::ops) form: Transpose,
@@ -52,13 +52,14 @@ pub(in crate::ops) struct MatmulCase {
     pub(in crate::ops) margin: usize,
     pub(in crate::ops) alpha: f64,
     pub(in crate::ops) added: Added,
-    /// dst, a and b.
+    /// The dtypes of dst, a and b.
     pub(in crate::ops) operands: [OperandDtype; 3],
 }
 
 pub(in crate::ops) const FORMS: [Transpose; 3] = [Transpose::Nt, Transpose::Nn, Transpose::Tn];
 
-/// The mixtures of a LoRA branch and of weight gradients under bf16 activations: dst, a and b.
+/// The dtype mixtures of a LoRA branch and of weight gradients under bf16 activations: dst, a and
+/// b.
 pub(in crate::ops) const MIXTURES: [[OperandDtype; 3]; 5] = [
     [OperandDtype::F32, OperandDtype::Run, OperandDtype::F32],
     [OperandDtype::F32, OperandDtype::F32, OperandDtype::Run],
@@ -104,7 +105,8 @@ fn products() -> Vec<OpCase> {
         operands: [OperandDtype::Run; 3],
     };
     cases.push(wide.case(Tolerance::FORWARD));
-    // A frozen weight in the bf16 that it was stored in: a run in f32 computes in f32 with it, whatever the processor multiplies.
+    // A frozen weight stored in bf16: a run in f32 computes in f32 with it, even if the processor
+    // multiplies bf16.
     for form in [Transpose::Nt, Transpose::Nn] {
         let operands = [OperandDtype::Run, OperandDtype::Run, OperandDtype::Bf16];
         let stored = MatmulCase { form, m: 96, n: 160, k: 416, operands, ..wide };
@@ -183,7 +185,8 @@ fn biases() -> Vec<OpCase> {
     cases
 }
 
-/// A bias and its gradient on `len` columns of `rows` rows; `margin` columns stand left and right of them.
+/// Returns the cases of a bias and its gradient on `len` columns of `rows` rows, with `margin`
+/// columns on both sides.
 pub(in crate::ops) fn bias_cases(what: &str, rows: usize, margin: usize, len: usize) -> [OpCase; 2] {
     let (start, shape) = (margin, (rows, len + 2 * margin));
     [

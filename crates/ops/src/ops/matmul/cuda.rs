@@ -1,4 +1,5 @@
-//! Products by cuBLAS; biases and their gradients by the kernels of `kernels/elementwise.cu` and `kernels/reduce.cu`.
+//! Products by cuBLAS; biases and their gradients by the kernels of `kernels/elementwise.cu` and
+//! `kernels/reduce.cu`.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -8,18 +9,19 @@ use crate::error::Result;
 use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::runtime::TensorMut;
 
-/// Columns and rows of a block of the first stage of a bias's gradient.
+/// Columns and rows per block of the first stage of a bias's gradient.
 const COLUMNS: usize = 128;
 const ROWS: usize = 64;
-/// Threads of a block; each takes a column in the second stage.
+/// Threads per block; each processes a column in the second stage.
 const THREADS: usize = 256;
 
-/// Whether there are kernels for values of this type.
+/// Returns true if kernels support values of this dtype.
 pub(super) fn is_supported(dtype: DType) -> bool {
     is_float(dtype)
 }
 
-/// The product where the three types go together in one; else, and for sums of nothing, its definition.
+/// Computes the product by cuBLAS if it supports the three dtypes; otherwise, and for empty sums,
+/// by its definition.
 pub(super) fn matmul(
     driver: &dyn Driver,
     dst: ColumnViewMut<'_>,
@@ -56,9 +58,9 @@ pub(super) fn add_bias(driver: &dyn Driver, dst: ColumnViewMut<'_>, bias: &Tenso
     }
 }
 
-/// The sums of columns in two stages: partial sums of [`ROWS`] rows each, then of those.
+/// The sums of columns in two stages: partial sums of [`ROWS`] rows each, then the sums of those.
 pub(in crate::ops) struct ColumnSums {
-    /// `[parts, width]`, what the first stage writes.
+    /// The result of the first stage, `[parts, width]`.
     pub(in crate::ops) partials: TensorMut,
 }
 
@@ -67,14 +69,14 @@ impl ColumnSums {
         Ok(ColumnSums { partials: empty(rows.div_ceil(ROWS), width, DType::F32, device)? })
     }
 
-    /// The threads of the first stage.
+    /// Returns the threads of the first stage.
     pub(in crate::ops) fn shape(&self) -> Result<LaunchShape> {
         let (parts, width) = self.partials.dims2()?;
         let grid = [number(width.div_ceil(COLUMNS))?, number(parts)?, 1];
         Ok(LaunchShape { grid, block: [THREADS as u32, 1, 1], shared_bytes: 0 })
     }
 
-    /// The second stage: `grad[j] += sum[j]`, divided by `norm[j]` where there is a norm.
+    /// Runs the second stage: `grad[j] += sum[j]`, divided by `norm[j]` if given.
     pub(in crate::ops) fn add_to(
         &self,
         driver: &dyn Driver,

@@ -12,7 +12,7 @@ use crate::ops::matmul::{self, Addend, ColumnView, ColumnViewMut, LowRank, Trans
 use crate::quant::{self, CodeKind, QuantFormat, RunMeaning};
 use crate::runtime::rng::RngStream;
 
-/// A quantized matrix of normal values on the device, and on the host.
+/// Returns a quantized matrix of normal values on the device, and on the host.
 pub(in crate::ops) fn quantized(
     runner: &CaseRunner<'_>,
     format: QuantFormat,
@@ -42,7 +42,7 @@ pub(in crate::ops) fn quantized(
     Ok([on(runner.device)?, on(&Device::Cpu)?])
 }
 
-/// What is quantized how; the first is the format of QLoRA's paper.
+/// The tested formats; the first is that of QLoRA's paper.
 pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
     QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: true },
     QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: false },
@@ -53,14 +53,14 @@ pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
     QuantFormat { kind: CodeKind::NF4, block_size: 4096, double_quant: false },
 ];
 
-/// The cases of products with a quantized weight.
+/// Returns the cases of products with a quantized weight.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for format in FORMATS {
         let QuantFormat { kind, block_size, double_quant } = format;
         let name = format!("{} {block_size}{}", kind.name(), if double_quant { " nested" } else { "" });
-        // Rows that are no multiple of a block; and where scales are nested or of rows, more columns than a panel, whose
-        // bounds are the same for all formats.
+        // Rows that are not a multiple of a block. Formats with nested or row scales also get more
+        // columns than a panel, whose bounds are the same for all formats.
         let mut shapes = vec![((53, 72), "53x72"), ((48, 41), "48x41")];
         if double_quant || kind == CodeKind::Int8Rows {
             shapes.push(((600, 2100), "600x2100"));
@@ -81,8 +81,8 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// A matrix of low rank added to products, small ones and such as a CPU packs; two parts of the inner
-/// elements in one of them.
+/// Returns the cases of a low-rank matrix added to products, small ones and ones that a CPU packs;
+/// one of them has two parts of inner elements.
 fn with_low_rank() -> Vec<OpCase> {
     let mut cases = Vec::new();
     let weights = [("dense", LowRankWeight::Run), ("nf4", LowRankWeight::Nf4), ("bf16", LowRankWeight::Bf16)];
@@ -102,18 +102,18 @@ fn with_low_rank() -> Vec<OpCase> {
     cases
 }
 
-/// The weight beside a matrix of low rank.
+/// The weight beside a low-rank matrix.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum LowRankWeight {
     /// Dense, in the dtype of the activations.
     Run,
-    /// Dense, as a frozen weight is stored: with f32 activations the product is one in f32.
+    /// Dense, as a frozen weight is stored: with f32 activations the product is computed in f32.
     Bf16,
     /// Quantized, in blocks.
     Nf4,
 }
 
-/// Added to a matrix, and of rank 12.
+/// Compares a product added to a matrix, with a low-rank term of rank 12.
 fn low_rank_case(
     runner: &CaseRunner<'_>,
     rows: usize,
@@ -155,7 +155,8 @@ fn low_rank_case(
     Ok(vec![TensorPair::new(dst.here.into_tensor(), wide.into_tensor())])
 }
 
-/// The product of `rows` rows with a weight of this shape; columns stand left and right of what is multiplied.
+/// Compares the product of `rows` rows with a weight of this shape, with extra columns on both
+/// sides of the operands.
 pub(in crate::ops) fn product(
     runner: &CaseRunner<'_>,
     format: QuantFormat,
@@ -175,7 +176,7 @@ pub(in crate::ops) fn product(
     Ok(vec![dst.pair()])
 }
 
-/// Weights one under the other: all quantized, and one of them dense.
+/// Returns the cases of stacked weights: all quantized, or one of them dense.
 fn side_by_side() -> Vec<OpCase> {
     let mut cases = Vec::new();
     let dense = [("quantized", false), ("one dense", true)];
@@ -190,7 +191,7 @@ fn side_by_side() -> Vec<OpCase> {
     cases
 }
 
-/// `(29 + 48) x 72`, added to a matrix.
+/// Compares a stack of `(29 + 48) x 72`, added to a matrix.
 fn side_by_side_case(runner: &CaseRunner<'_>, form: Transpose, has_dense: bool) -> Result<Vec<TensorPair>> {
     let [first, first_plain] = quantized(runner, FORMATS[0], (29, 72))?;
     let [second, second_plain] = quantized(runner, FORMATS[4], (48, 72))?;

@@ -1,4 +1,5 @@
-//! A quantized matrix as a panel for one product, by the kernels of `kernels/dequantize.cu`.
+//! Dequantization of a matrix into a panel for one product, by the kernels of
+//! `kernels/dequantize.cu`.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -9,18 +10,19 @@ use crate::ops::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels}
 use crate::ops::matmul::empty;
 use crate::quant::{CodeKind, RunMeaning, dynamic_signed};
 
-/// Whether there is a kernel that gives panels of this type.
+/// Returns true if a kernel writes panels of this dtype.
 pub(super) fn is_supported(dtype: DType) -> bool {
     is_float(dtype)
 }
 
-/// Whole matrices of one width, one under the other, `[Σ out, in]` in `dtype`; the bits of the CPU's values, rounded once.
+/// Returns stacked whole matrices of one width, `[Σ out, in]` in `dtype`, bit-identical to the
+/// CPU's values, rounded once.
 pub(in crate::ops) fn dequantize(
     driver: &dyn Driver,
     weights: &[&Quantized],
     dtype: DType,
 ) -> Result<Tensor> {
-    let Some(first) = weights.first() else { return Err(Error::internal("a panel of no matrix")) };
+    let Some(first) = weights.first() else { return Err(Error::internal("a panel without matrices")) };
     let rows = weights.iter().map(|weight| weight.shape.0).sum();
     let panel = empty(rows, first.shape.1, dtype, first.run(RunMeaning::Codes)?.device())?;
     let mut start = 0;

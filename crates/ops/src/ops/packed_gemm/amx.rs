@@ -1,7 +1,8 @@
-//! The matrix unit (AMX): eight registers of 16 rows of 64 bytes, and the loop that keeps it busy.
+//! The matrix unit (AMX): eight registers of 16 rows of 64 bytes, and a loop that saturates it.
 //!
-//! A call multiplies 32 rows by 32 columns: four registers sum, two hold tiles of the left operand and two of the right
-//! one, so that each pair of parts (left part i, right part j) is four instructions between two loads.
+//! A call multiplies 32 rows by 32 columns: four registers sum, two hold tiles of the left operand
+//! and two of the right one, so that each pair of parts (left part i, right part j) is four
+//! instructions between two loads.
 
 use std::arch::asm;
 use std::marker::PhantomData;
@@ -9,7 +10,7 @@ use std::marker::PhantomData;
 use super::register_sums::{RegisterSums, TWO_ONES};
 use super::tile::{LANES, PackedFormat, Strip, Tile};
 
-/// What `ldtilecfg` reads.
+/// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
 struct TileConfig {
     palette: u8,
@@ -21,12 +22,12 @@ struct TileConfig {
     last: [u8; 8],
 }
 
-/// The registers, set up on one thread until this is dropped.
+/// The configured registers of one thread; dropping this releases them.
 pub(super) struct TileRegisters(PhantomData<*const ()>);
 
 impl Drop for TileRegisters {
     fn drop(&mut self) {
-        // SAFETY: sets the registers back to unused.
+        // SAFETY: releases the registers only.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }
@@ -52,21 +53,21 @@ macro_rules! load {
     };
 }
 
-/// Two left tiles from part `$part`.
+/// Loads two left tiles from part `$part`.
 macro_rules! left {
     ($part:literal) => {
         load!("4", "5", "a", $part)
     };
 }
 
-/// Two right tiles from part `$part`.
+/// Loads two right tiles from part `$part`.
 macro_rules! right {
     ($part:literal) => {
         load!("6", "7", "b", $part)
     };
 }
 
-/// Asks for the 16 lines from `$from` on, and goes past them.
+/// Prefetches the 16 lines from `$from` on, and advances past them.
 macro_rules! fetch {
     ($from:literal) => {
         fetch!($from; "0", "64", "128", "192", "256", "320", "384", "448",
@@ -77,9 +78,10 @@ macro_rules! fetch {
     };
 }
 
-/// A loop of `$square.steps` steps, each of the given loads with four multiplications after each line. Tiles of the next step,
-/// which lie in the L2 cache, are asked for meanwhile: a kilobyte of each operand a line, all of them where both have
-/// three parts. The sums start from zero, or from what is at `$square.c` if `$square.keep`.
+/// Loops over `$square.steps` steps: each of the given loads, with four multiplications after each
+/// line. Meanwhile it prefetches tiles of the next step from the L2 cache, a kilobyte of each
+/// operand per line; with three parts on both sides that covers all tiles. The sums start from
+/// zero, or from the values at `$square.c` if `$square.keep`.
 macro_rules! square {
     ($square:expr, $a_parts:literal, $b_parts:literal, $($loads:expr),+) => {
         asm!(
@@ -116,7 +118,7 @@ macro_rules! square {
     };
 }
 
-/// Where the operands of 32 × 32 sums and the sums are.
+/// Addresses of the operands of 32 × 32 sums and of the sums.
 struct SquareProduct {
     a: *const Tile,
     b: *const Tile,
@@ -124,12 +126,13 @@ struct SquareProduct {
     /// Bytes from row to row of the sums.
     line: usize,
     steps: usize,
-    /// Add to what is there.
+    /// True to add to the present sums.
     keep: bool,
 }
 
 impl TileRegisters {
-    /// Sets the registers up on this thread; it has them ([`super::micro_kernel::MicroKernel::open`]).
+    /// Configures the registers of this thread, which must support AMX
+    /// ([`super::micro_kernel::MicroKernel::open`]).
     pub(super) fn configure() -> Self {
         let config = TileConfig {
             palette: 1,
@@ -140,12 +143,13 @@ impl TileRegisters {
             rows: [16; 8],
             last: [0; 8],
         };
-        // SAFETY: the unit is there; the configuration is palette 1's with eight registers of 16 rows of 64 bytes.
+        // SAFETY: the processor has AMX; the configuration is palette 1's with eight registers of
+        // 16 rows of 64 bytes.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
         TileRegisters(PhantomData)
     }
 
-    /// As [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
+    /// Implements [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
     pub(super) fn multiply(
         &self,
         left: &Strip<'_>,
@@ -157,8 +161,9 @@ impl TileRegisters {
         let (a, b, c) = (left.tiles.as_ptr(), right.tiles.as_ptr(), dst.as_mut_ptr());
         let line = stride * size_of::<f32>();
         let square = SquareProduct { a, b, c, line, steps: left.steps(), keep: accumulate };
-        // SAFETY: the registers are set up on this thread, which `self` cannot leave. Each step reads the tiles of a step
-        // of each format, and both strips have as many steps; `dst` holds what is read and written there.
+        // SAFETY: the registers are configured on this thread, which `self` cannot leave. Each step
+        // reads one step's tiles of each format, and both strips have the same number of steps; all
+        // accesses to `dst` are within it.
         unsafe {
             match (left.format, right.format) {
                 (PackedFormat::Bf16Parts, PackedFormat::Bf16Parts) => square!(
@@ -185,17 +190,19 @@ impl TileRegisters {
         }
     }
 
-    /// As [`super::micro_kernel::OpenKernel::multiply_ones`]: six registers sum, two hold ones.
+    /// Implements [`super::micro_kernel::OpenKernel::multiply_ones`]: six registers sum, two hold
+    /// ones.
     pub(super) fn multiply_ones(&self, rounds: u64) -> RegisterSums {
-        /// Registers that sum.
+        /// Number of summing registers.
         const SUMS: usize = 6;
-        /// Multiplications of an instruction: 16 rows by 16 columns, of 32 inner elements.
+        /// Multiplications per instruction: 16 rows by 16 columns, of 32 inner elements.
         const PRODUCTS: usize = LANES * LANES * 2 * LANES;
         assert!(rounds > 0, "a loop of no rounds");
         let mut ones = Tile::ZERO;
         (0..LANES).for_each(|line| ones.line_mut(line).fill(TWO_ONES.to_bits()));
         let mut sums = [Tile::ZERO; SUMS];
-        // SAFETY: the registers are set up on this thread, which `self` cannot leave; a tile is what a register holds.
+        // SAFETY: the registers are configured on this thread, which `self` cannot leave; a
+        // register holds one tile.
         unsafe {
             asm!(
                 "tileloadd tmm6, [{ones} + {line}]", "tileloadd tmm7, [{ones} + {line}]",

@@ -1,17 +1,18 @@
-//! Products of bf16 tiles, or of rows in memory and tiles, by `VDPBF16PS`, which multiplies 16 pairs and adds both products to 16 sums.
+//! Products of bf16 tiles, or of rows in memory and tiles, by `VDPBF16PS`, which multiplies 16
+//! pairs and adds both products to 16 sums.
 //!
-//! Eight rows of 32 sums stay in registers over all steps. In runs of steps that stay in the L1 cache, as the f32 kernels take
-//! them, loading and storing the sums costs more than reading tiles from the L2 cache: 6 % on Zen 4. Numbers below 2⁻¹²⁶
-//! count as zero, as on the matrix unit.
+//! Eight rows of 32 sums stay in registers over all steps. The f32 kernels use runs of steps that
+//! stay in the L1 cache; here, loading and storing the sums would cost more than reading tiles from
+//! the L2 cache: 6 % on Zen 4. Numbers below 2⁻¹²⁶ count as zero, as on the matrix unit.
 
 use std::arch::x86_64::*;
 
 use super::tile::{LANES, PackedFormat, RowsInMemory, SQUARE, STEP, Strip, Tile};
 
-/// Rows whose sums are in registers.
+/// Number of rows whose sums are in registers.
 const ROWS: usize = 8;
 
-/// As [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
+/// Implements [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(super) fn multiply(
     left: &Strip<'_>,
@@ -36,7 +37,8 @@ pub(super) fn multiply(
     }
 }
 
-/// Operands of `A` and `B` parts, `V` vectors of columns; `pairs` lists which parts are multiplied, in order.
+/// Multiplies operands of `A` and `B` parts, `V` vectors of columns; `pairs` lists the parts to
+/// multiply, in order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn multiply_parts<const A: usize, const B: usize, const V: usize>(
@@ -49,7 +51,7 @@ fn multiply_parts<const A: usize, const B: usize, const V: usize>(
 ) {
     for (first, dst) in (0..left.outer).step_by(ROWS).zip(dst.chunks_mut(ROWS * stride)) {
         let (half, first) = (first / LANES, first % LANES);
-        // Not returned by `load`: as a result they would be copied.
+        // Returning them from `load` would copy them.
         let mut sums = [[_mm512_setzero_ps(); V]; ROWS];
         if accumulate {
             load::<V>(&mut sums, dst, stride);
@@ -66,7 +68,7 @@ fn multiply_parts<const A: usize, const B: usize, const V: usize>(
     }
 }
 
-/// As [`multiply`], of rows in memory.
+/// Multiplies like [`multiply`], with rows in memory.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(super) fn multiply_rows(
     left: &RowsInMemory<'_>,
@@ -92,7 +94,7 @@ fn rows_by_columns<const V: usize>(
     accumulate: bool,
 ) {
     for (first, dst) in (0..left.outer).step_by(ROWS).zip(dst.chunks_mut(ROWS * stride)) {
-        // Rows past the end are the last one again: what becomes of them does not count.
+        // Rows past the end repeat the last one; their results are ignored.
         let rows: [_; ROWS] = std::array::from_fn(|i| left.row((first + i).min(left.outer - 1)).as_ptr());
         let mut sums = [[_mm512_setzero_ps(); V]; ROWS];
         if accumulate {
@@ -100,7 +102,7 @@ fn rows_by_columns<const V: usize>(
         }
         for (tiles, from) in right.tiles.chunks_exact(2).zip((0..left.inner).step_by(STEP)) {
             let tiles = std::array::from_fn(|v| &tiles[v]);
-            // SAFETY: an even number of elements lies in each row, `2 * count` from `from` on.
+            // SAFETY: each row has an even number of elements, at least `2 * count` from `from` on.
             let at = rows.map(|row| unsafe { row.add(from) });
             let count = ((left.inner - from) / 2).min(LANES);
             each_pair(count, |pair| {
@@ -113,7 +115,8 @@ fn rows_by_columns<const V: usize>(
     }
 }
 
-/// Adds the products of [`ROWS`] rows of a left tile, from `first` on, and some right tiles, of `count` pairs of inner elements.
+/// Adds the products of [`ROWS`] rows of a left tile, from `first` on, and some right tiles, of
+/// `count` pairs of inner elements.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn add_products<const V: usize>(
@@ -128,8 +131,8 @@ fn add_products<const V: usize>(
     });
 }
 
-/// Calls `add` with each pair of a step, of which there are `count`; four at a time where the step is whole, so that where the loop
-/// happens to lie in memory matters less.
+/// Calls `add` with each of the `count` pairs of a step. A whole step is unrolled by four, which
+/// makes the speed less sensitive to code alignment.
 #[inline(always)]
 fn each_pair(count: usize, mut add: impl FnMut(usize)) {
     if count == LANES {
@@ -141,7 +144,8 @@ fn each_pair(count: usize, mut add: impl FnMut(usize)) {
     }
 }
 
-/// Adds the products of one pair of inner elements of [`ROWS`] rows, `both` of each as one number, and of some right tiles.
+/// Adds the products of one pair of inner elements, for [`ROWS`] rows and some right tiles; `both`
+/// returns a row's pair as one number.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn add_pair<const V: usize>(

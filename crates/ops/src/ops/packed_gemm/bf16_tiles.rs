@@ -1,4 +1,4 @@
-//! Packing of operands as bf16, for kernels that multiply it: all of them run on processors with AVX-512.
+//! Packing of operands as bf16, for the kernels that multiply it; all of them require AVX-512.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -10,8 +10,8 @@ use crate::ops::mat_view::OperandRole;
 use crate::ops::simd::prefetch;
 use crate::rounding;
 
-/// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. f32 values are taken in
-/// three parts for [`PackedFormat::Bf16Parts`], else rounded.
+/// Fills `tiles` with up to 32 outer elements, step by step; a step has two tiles per part. f32
+/// values are split into three parts for [`PackedFormat::Bf16Parts`], else rounded.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) fn pack(
     tiles: &mut [Tile],
@@ -54,8 +54,8 @@ fn pack_f32<const PARTS: usize>(
     });
 }
 
-/// Whether tiles are transposed once they are filled: what goes line by line leaves a line for each outer element, what
-/// goes inner element by inner element one for each pair of those.
+/// Returns true if filled tiles must be transposed. Filling line by line gives one line per outer
+/// element, filling by inner element one line per pair of inner elements.
 fn is_turned(by_inner: bool, role: OperandRole) -> bool {
     by_inner == (role == OperandRole::Left)
 }
@@ -82,8 +82,9 @@ fn each_step(
     }
 }
 
-/// As [`rows`], of bf16 numbers, 32 of which are a line, for all steps. Memory is read row by row, as the processor expects it, and
-/// not a line of each row at a time: what comes from beyond the caches arrives before it is used.
+/// Fills tiles like [`rows`] from bf16 numbers, 32 per line, for all steps. Memory is read row by
+/// row, not one line of each row at a time: this suits the hardware prefetcher, so data from beyond
+/// the caches arrives in time.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn rows_bf16(
@@ -93,9 +94,10 @@ fn rows_bf16(
     inner: usize,
     is_turned: bool,
 ) {
-    /// Most steps that are filled at a time: their tiles stay in the L1 cache until they are transposed.
+    /// Maximum number of steps filled at a time: their tiles stay in the L1 cache until they are
+    /// transposed.
     const STEPS: usize = 18;
-    /// Rows that are asked for ahead of their use: they need not follow one another in memory.
+    /// Prefetch distance in rows, which need not be adjacent in memory.
     const AHEAD: usize = 4;
     let steps = tiles.len() / 2;
     let at_a_time = steps.div_ceil(steps.div_ceil(STEPS).max(1)).max(1);
@@ -123,13 +125,13 @@ fn rows_bf16(
     }
 }
 
-/// As [`pairs`], of bf16 numbers.
+/// Fills tiles like [`pairs`], from bf16 numbers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pairs_bf16<'a>(tiles: &mut [Tile], from: Strided<'a, bf16>, outer: Range<usize>, inner: Range<usize>) {
-    /// Rows whose elements are asked for ahead of their use.
+    /// Prefetch distance in rows.
     const AHEAD: usize = 64;
-    // Lanes 0 to 15 of two rows by turns; lanes 16 to 31.
+    // Interleaves lanes 0 to 15 of two rows; then lanes 16 to 31.
     let low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34,
         2, 33, 1, 32, 0,
@@ -141,7 +143,7 @@ fn pairs_bf16<'a>(tiles: &mut [Tile], from: Strided<'a, bf16>, outer: Range<usiz
     for (i, k) in inner.clone().take(STEP).step_by(2).enumerate() {
         for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
             prefetch(next.as_ptr());
-            // The next strip's, which come next from the same pages.
+            // Prefetch for the next strip, which reads the same pages next.
             prefetch(next.as_ptr().wrapping_add(2 * LANES));
         }
         let (even, odd) = (load_bf16(at(k)), load_bf16(at(k + 1)));
@@ -150,7 +152,7 @@ fn pairs_bf16<'a>(tiles: &mut [Tile], from: Strided<'a, bf16>, outer: Range<usiz
     }
 }
 
-/// Line i of a tile becomes the first inner elements of an outer element.
+/// Fills line i of a tile with the first inner elements of an outer element.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn rows<const PARTS: usize>(
@@ -159,9 +161,9 @@ fn rows<const PARTS: usize>(
     outer: Range<usize>,
     inner: Range<usize>,
 ) {
-    /// Elements that are asked for ahead of their use: each row of memory is another page.
+    /// Prefetch distance in elements: each row of memory is another page.
     const AHEAD: usize = 2 * STEP;
-    // The upper half of each of 32 lanes.
+    // Selects the upper half of each of 32 lanes.
     let upper = _mm512_set_epi16(
         63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15,
         13, 11, 9, 7, 5, 3, 1,
@@ -183,7 +185,7 @@ fn rows<const PARTS: usize>(
     }
 }
 
-/// Line i of a tile becomes inner elements 2i and 2i + 1 of each outer element.
+/// Fills line i of a tile with inner elements 2i and 2i + 1 of each outer element.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pairs<'a, const PARTS: usize>(
@@ -192,7 +194,7 @@ fn pairs<'a, const PARTS: usize>(
     outer: Range<usize>,
     inner: Range<usize>,
 ) {
-    /// Rows whose elements are asked for ahead of their use.
+    /// Prefetch distance in rows.
     const AHEAD: usize = 16;
     let at = |k: usize| {
         if k < inner.end { &from.data[k * from.inner + outer.start..][..outer.len()] } else { &[] }
@@ -226,33 +228,33 @@ fn put(tile: &mut Tile, line: usize, values: __m512i) {
     unsafe { _mm512_store_si512(tile.line_mut(line).as_mut_ptr().cast(), values) };
 }
 
-/// The first 16 values; zeros where there are fewer.
+/// Loads the first 16 values; zeros past the end.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load(values: &[f32]) -> __m512 {
     let there = ((1u32 << values.len().min(LANES)) - 1) as __mmask16;
-    // SAFETY: lanes that are not there are not read.
+    // SAFETY: masked lanes are not read.
     unsafe { _mm512_maskz_loadu_ps(there, values.as_ptr()) }
 }
 
-/// The first 32 values; zeros where there are fewer.
+/// Loads the first 32 values; zeros past the end.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn load_bf16(values: &[bf16]) -> __m512i {
     let there = ((1u64 << values.len().min(2 * LANES)) - 1) as __mmask32;
-    // SAFETY: lanes that are not there are not read.
+    // SAFETY: masked lanes are not read.
     unsafe { _mm512_maskz_loadu_epi16(there, values.as_ptr().cast()) }
 }
 
-/// What part number `part` of several is taken for `x`, from which the parts before are gone.
+/// Returns part number `part` of `x`, from which the earlier parts are subtracted.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn next_part<const PARTS: usize>(x: __m512, part: usize) -> __m512 {
     if PARTS == 1 { rounding::nearest_avx512(x) } else { top(x, part + 1 < PARTS) }
 }
 
-/// The bf16 number nearest to `x` (ties away from zero), or what `x` begins with: the last of three parts has no more bits
-/// than that.
+/// Returns the bf16 number nearest to `x` (ties away from zero), or a truncated `x`: the last of
+/// three parts has no more bits than bf16.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn top(x: __m512, round: bool) -> __m512 {
@@ -261,13 +263,13 @@ fn top(x: __m512, round: bool) -> __m512 {
     _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000u32 as i32)))
 }
 
-/// As [`Tile::transpose`], of several tiles.
+/// Transposes several tiles like [`Tile::transpose`].
 #[target_feature(enable = "avx512f")]
 pub(super) fn transpose_all(tiles: &mut [Tile]) {
     tiles.iter_mut().for_each(|tile| transpose(tile));
 }
 
-/// As [`Tile::transpose`], in registers.
+/// Transposes a tile like [`Tile::transpose`], in registers.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn transpose(tile: &mut Tile) {

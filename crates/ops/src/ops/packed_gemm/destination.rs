@@ -1,4 +1,5 @@
-//! Where the sums of a product go: they are scaled and stored, or added to what is there, block by block.
+//! The destination of a product's sums: scales and stores them, or adds them to the present values,
+//! block by block.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -35,11 +36,11 @@ pub(super) struct Destination<'a, D> {
     borrowed: PhantomData<&'a mut [D]>,
 }
 
-// SAFETY: tasks write blocks that do not overlap, as `add` asks of them.
+// SAFETY: tasks write blocks that do not overlap, as the contract of `add` requires.
 unsafe impl<D: Send> Sync for Destination<'_, D> {}
 
 impl<'a, D: FloatElement> Destination<'a, D> {
-    /// `dst = [dst +] alpha · sums` for a matrix of this shape.
+    /// Creates the destination of `dst = [dst +] alpha · sums` for a matrix of this shape.
     pub(super) fn new(dst: MatViewMut<'a, D>, shape: (usize, usize), alpha: f32) -> Self {
         let MatViewMut { data, stride, accumulate } = dst;
         let data = &mut data[..(shape.0 - 1) * stride + shape.1];
@@ -48,7 +49,7 @@ impl<'a, D: FloatElement> Destination<'a, D> {
         Destination { data, len, stride, shape, alpha, accumulate, borrowed: PhantomData }
     }
 
-    /// Asks the memory for the 32 × 32 block at this row and column, which is written soon.
+    /// Prefetches the 32 × 32 block at this row and column, which is about to be written.
     pub(super) fn prefetch(&self, (row, column): (usize, usize)) {
         for row in row..(row + SQUARE).min(self.shape.0) {
             let line = self.data.wrapping_add(row * self.stride + column);
@@ -58,15 +59,16 @@ impl<'a, D: FloatElement> Destination<'a, D> {
         }
     }
 
-    /// Scales and stores, or adds, the sums of the 32 × 32 block at this row and column, less what is outside the matrix, with these
-    /// instructions.
+    /// Scales and stores, or adds, the sums of the 32 × 32 block at this row and column, except
+    /// those outside the matrix, with the instructions of `set`.
     ///
     /// # Safety
-    /// No other thread is at this block meanwhile.
+    /// No other thread accesses this block meanwhile.
     pub(super) unsafe fn add(&self, set: InstructionSet, at: (usize, usize), sums: &Accumulator) {
         assert!(set <= InstructionSet::detected());
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the processor has the instructions, by the assertion; the block is this thread's, by the caller's word.
+        // SAFETY: the processor has the instructions, by the assertion; the block belongs to this
+        // thread, by this function's contract.
         unsafe {
             let is_whole = at.1 + SQUARE <= self.shape.1;
             match set {
@@ -86,10 +88,10 @@ impl<'a, D: FloatElement> Destination<'a, D> {
         }
     }
 
-    /// Calls `add` with each row of the block, its sums, the factor and whether they are added.
+    /// Calls `add` with each row of the block, its sums, the factor, and true if they are added.
     ///
     /// # Safety
-    /// As [`Destination::add`].
+    /// The contract of [`Destination::add`].
     #[inline(always)]
     unsafe fn each_row(
         &self,
@@ -102,55 +104,55 @@ impl<'a, D: FloatElement> Destination<'a, D> {
         let at = row * self.stride + column;
         assert!(at + (height - 1) * self.stride + width <= self.len);
         for (i, values) in sums.0.iter().take(height).enumerate() {
-            // SAFETY: inside the slice, by the assertion; the caller's word that it is not shared.
+            // SAFETY: inside the slice, by the assertion; not shared, by this function's contract.
             let dst = unsafe { std::slice::from_raw_parts_mut(self.data.add(at + i * self.stride), width) };
             add(dst, values, self.alpha, self.accumulate);
         }
     }
 
     /// # Safety
-    /// As [`Destination::add`].
+    /// The contract of [`Destination::add`].
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
     unsafe fn add_avx2(&self, at: (usize, usize), sums: &Accumulator) {
-        // SAFETY: the caller's word.
+        // SAFETY: by this function's contract.
         unsafe { self.each_row(at, sums, add_row) }
     }
 
     /// # Safety
-    /// As [`Destination::add`].
+    /// The contract of [`Destination::add`].
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     unsafe fn add_avx512(&self, at: (usize, usize), sums: &Accumulator) {
-        // SAFETY: the caller's word.
+        // SAFETY: by this function's contract.
         unsafe { self.each_row(at, sums, add_row) }
     }
 
-    /// Of f32, whole lines.
+    /// Writes whole lines of f32.
     ///
     /// # Safety
-    /// As [`Destination::add`].
+    /// The contract of [`Destination::add`].
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw")]
     unsafe fn add_f32_avx512(&self, at: (usize, usize), sums: &Accumulator) {
         let add = |dst: &mut [D], values: &[f32; SQUARE], alpha, accumulate| {
             add_line(as_f32_mut(dst).unwrap_or(&mut []), values, alpha, accumulate);
         };
-        // SAFETY: the caller's word.
+        // SAFETY: by this function's contract.
         unsafe { self.each_row(at, sums, add) }
     }
 
-    /// Of bf16, whole lines.
+    /// Writes whole lines of bf16.
     ///
     /// # Safety
-    /// As [`Destination::add`].
+    /// The contract of [`Destination::add`].
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
     unsafe fn add_bf16_avx512(&self, at: (usize, usize), sums: &Accumulator) {
         let add = |dst: &mut [D], values: &[f32; SQUARE], alpha, accumulate| {
             add_line_bf16(dst, values, alpha, accumulate);
         };
-        // SAFETY: the caller's word.
+        // SAFETY: by this function's contract.
         unsafe { self.each_row(at, sums, add) }
     }
 }
@@ -162,7 +164,7 @@ fn add_row<D: FloatElement>(dst: &mut [D], values: &[f32; SQUARE], alpha: f32, a
     }
 }
 
-/// As [`add_row`] for a whole line.
+/// Writes a whole line like [`add_row`].
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
@@ -178,7 +180,7 @@ fn add_line(dst: &mut [f32], values: &[f32; SQUARE], alpha: f32, accumulate: boo
     }
 }
 
-/// As [`add_row`] for a whole line of bf16; what is below 2⁻¹²⁶ becomes zero.
+/// Writes a whole line of bf16 like [`add_row`]; values below 2⁻¹²⁶ become zero.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
@@ -186,8 +188,8 @@ fn add_line_bf16<D: FloatElement>(dst: &mut [D], values: &[f32; SQUARE], alpha: 
     assert!(!is_f32::<D>());
     let dst = dst[..SQUARE].as_mut_ptr().cast::<__m512i>();
     let alpha = _mm512_set1_ps(alpha);
-    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and D is not f32: 32 of them are 64 bytes, as there are.
-    // 16 of the 32 values each.
+    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and D is not f32: 32 values are
+    // the 64 bytes of the vector. Each load reads 16 of the 32 sums.
     unsafe {
         let mut low = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr()));
         let mut high = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr().add(16)));

@@ -1,32 +1,35 @@
-//! Products of f32 tiles by fused multiply-adds, for processors that do not multiply bf16: one kernel, with the registers of
-//! AVX-512, of AVX2, and with arrays that the compiler vectorizes.
+//! Products of f32 tiles by fused multiply-adds, for processors that do not multiply bf16: one
+//! kernel, with the registers of AVX-512, of AVX2, and with arrays that the compiler vectorizes.
 //!
-//! Two vectors of columns of some rows stay in registers over a run of steps. Every kernel adds an element's products in
-//! the same order.
+//! Two vectors of columns of some rows stay in registers over a run of steps. Every kernel adds an
+//! element's products in the same order.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
 use super::tile::{LANES, PackedFormat, SQUARE, STEP, Strip, Tile};
 
-/// Tiles of an operand that are multiplied with all rows before the next ones are: they stay in the L1 cache.
+/// Tiles of an operand multiplied with all rows before the next tiles: they stay in the L1 cache.
 const RUN: usize = 16;
-/// Inner elements of those.
+/// Inner elements of these tiles.
 const RUN_INNER: usize = RUN / STEP_TILES * STEP;
-/// Tiles of a step.
+/// Number of tiles of a step.
 const STEP_TILES: usize = 4;
-/// Elements of a tile.
+/// Number of elements of a tile.
 const TILE_LEN: usize = LANES * LANES;
 
-/// From a row, and from an inner element, to the next in a left tile, as [`PackedFormat`] lays it out.
+/// Returns the distances from a row, and from an inner element, to the next in a left tile of
+/// [`PackedFormat`].
 const fn left_strides(by_rows: bool) -> (usize, usize) {
     if by_rows { (LANES, 1) } else { (1, LANES) }
 }
 
-/// The kernel `$name` for `$rows` rows at a time of two vectors of `$lanes` columns, or of one where there are no more columns.
+/// Defines the kernel `$name` for `$rows` rows at a time and two vectors of `$lanes` columns, or
+/// one if no more columns remain.
 macro_rules! kernel {
     ($(#[$meta:meta])* $name:ident, $rows:literal, $lanes:literal, $load:path, $splat:path, $madd:path, $store:path) => {
-        /// As [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
+        /// Implements [`super::micro_kernel::OpenKernel::multiply`], which has checked the
+        /// arguments.
         $(#[$meta])*
         pub(super) fn $name(
             left: &Strip<'_>,
@@ -35,7 +38,8 @@ macro_rules! kernel {
             stride: usize,
             accumulate: bool,
         ) {
-            /// Products of `inner` inner elements are added to `V` vectors of columns of some rows, from `row` and `column` on.
+            /// Adds products of `inner` inner elements to `V` vectors of columns of some rows, from
+            /// `row` and `column` on.
             #[inline]
             $(#[$meta])*
             fn add_run<const BY_ROWS: bool, const V: usize>(
@@ -47,13 +51,14 @@ macro_rules! kernel {
                 keep: bool,
             ) {
                 let (by_row, by_inner) = const { left_strides(BY_ROWS) };
-                // The second vector stands in the same lines as the first, or in the next tiles.
+                // The second vector is in the same lines as the first, or in the next tiles.
                 let at = |column: usize| column / LANES * 2 * TILE_LEN + column % LANES;
                 let columns_at: [usize; V] = std::array::from_fn(|v| at(column + v * $lanes));
                 assert!(row + $rows <= SQUARE && column + V * $lanes <= SQUARE);
                 assert!(dst.len() >= (row + $rows - 1) * stride + SQUARE);
                 let dst = dst[row * stride + column..].as_mut_ptr();
-                // SAFETY: the assertions keep the sums inside `dst`; an index of a step is below its STEP_TILES tiles.
+                // SAFETY: the assertions keep the sums inside `dst`; an index of a step is below
+                // its STEP_TILES tiles.
                 unsafe {
                     let mut sums = [[$splat(0.0); V]; $rows];
                     if keep {
@@ -65,7 +70,7 @@ macro_rules! kernel {
                     }
                     let steps = left.chunks_exact(STEP_TILES).zip(right.chunks_exact(STEP_TILES));
                     for ((left, right), first) in steps.zip((0..inner).step_by(STEP)) {
-                        // Rows of a block are in one half of the strip.
+                        // All rows of a block are in one half of the strip.
                         let left = left.as_ptr().cast::<f32>();
                         let left = left.add(row / LANES * 2 * TILE_LEN + row % LANES * by_row);
                         let right = right.as_ptr().cast::<f32>();
@@ -141,7 +146,7 @@ kernel!(multiply_baseline, 4, 8, array::load, array::splat, array::multiply_add,
 pub(super) mod array {
     type Vector = [f32; 8];
 
-    /// Whether the architecture multiplies and adds in one instruction.
+    /// True if the architecture multiplies and adds in one instruction.
     pub(in super::super) const FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
 
     #[inline(always)]
@@ -151,7 +156,8 @@ pub(super) mod array {
 
     #[inline(always)]
     pub(super) unsafe fn load(from: *const f32) -> Vector {
-        // SAFETY: the caller's: eight values are there. An array of f32 has no stricter alignment than one.
+        // SAFETY: the caller guarantees eight values. An array of f32 has no stricter alignment
+        // than one.
         unsafe { from.cast::<Vector>().read() }
     }
 
@@ -161,7 +167,7 @@ pub(super) mod array {
         unsafe { to.cast::<Vector>().write(values) }
     }
 
-    /// Rounded once if [`FUSED`], else twice.
+    /// Computes `x · y + sum`, rounded once if [`FUSED`], else twice.
     #[inline(always)]
     pub(super) fn multiply_add(x: Vector, y: Vector, sum: Vector) -> Vector {
         std::array::from_fn(|i| if FUSED { x[i].mul_add(y[i], sum[i]) } else { x[i] * y[i] + sum[i] })

@@ -1,4 +1,4 @@
-//! Packing of operands as f32, with every set of instructions.
+//! Packing of operands as f32, with every instruction set.
 
 use std::ops::Range;
 
@@ -7,13 +7,13 @@ use crate::instruction_set::InstructionSet;
 use crate::ops::simd::prefetch;
 use crate::runtime::cpu_tensor::FloatElement;
 
-/// Tiles of a step.
+/// Number of tiles of a step.
 const STEP_TILES: usize = 4;
-/// Lines of memory that are asked for ahead of their use: each lies in another page.
+/// Prefetch distance in lines of memory: each is in another page.
 const AHEAD: usize = 16;
 
-/// Fills a strip with up to 32 outer elements as [`super::tile::PackedFormat::F32Rows`] if `by_rows`, else as
-/// [`super::tile::PackedFormat::F32`].
+/// Fills a strip with up to 32 outer elements as [`super::tile::PackedFormat::F32Rows`] if
+/// `by_rows`, else as [`super::tile::PackedFormat::F32`].
 pub(super) fn pack<T: FloatElement>(
     set: InstructionSet,
     tiles: &mut [Tile],
@@ -59,7 +59,8 @@ pub(super) fn pack<T: FloatElement>(
     pack_steps(tiles, from, outer, inner, by_rows, |tiles| tiles.iter_mut().for_each(Tile::transpose));
 }
 
-/// Fills the tiles of each step line by line of memory, and transposes them where the format's lines are the other ones.
+/// Fills the tiles of each step line by line of memory, and transposes them if the format's lines
+/// run the other way.
 #[inline(always)]
 fn pack_steps<T: FloatElement>(
     tiles: &mut [Tile],

@@ -1,4 +1,5 @@
-//! What multiplies operands that are packed, or rows where they lie: one kernel for each set of instructions, chosen once for a product.
+//! Kernels that multiply packed operands, or rows in memory: one per instruction set, selected once
+//! per product.
 
 use super::f32_kernel;
 use super::register_sums::{self, RegisterSums};
@@ -10,20 +11,20 @@ use super::{amx, avx512_bf16};
 use crate::instruction_set::InstructionSet;
 use crate::ops::mat_view::{GemmMatrix, OperandRole};
 
-/// A kernel, with what it takes of operands.
+/// A kernel and its operand formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MicroKernel {
-    /// The matrix unit, of operands that are bf16 or rounded to it.
+    /// The matrix unit, for operands that are bf16 or rounded to it.
     #[cfg(target_arch = "x86_64")]
     AmxBf16,
-    /// The matrix unit, of f32 in three parts that are bf16 each.
+    /// The matrix unit, for f32 split into three bf16 parts.
     #[cfg(target_arch = "x86_64")]
     AmxF32,
     /// Pairs of bf16 at a time.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
-    /// What the matrix unit does with its operands, all of their padding included, by the instructions of
-    /// [`MicroKernel::Avx512Bf16`]: tests of packing for it where there is none.
+    /// Emulates the matrix unit, including all padding of its operands, by the instructions of
+    /// [`MicroKernel::Avx512Bf16`]: tests its packing on processors without one.
     #[cfg(all(test, target_arch = "x86_64"))]
     AmxByAvx512 { may_round: bool },
     /// Sixteen f32 numbers at a time.
@@ -37,7 +38,7 @@ pub(crate) enum MicroKernel {
 }
 
 impl MicroKernel {
-    /// The kernel for a product whose operands may be rounded to bf16, or for one whose may not.
+    /// Returns the kernel for a product whose operands may be rounded to bf16, or may not.
     pub(crate) fn of(set: InstructionSet, may_round: bool) -> Self {
         #[cfg(target_arch = "x86_64")]
         match (set, may_round) {
@@ -52,7 +53,7 @@ impl MicroKernel {
         MicroKernel::Baseline
     }
 
-    /// Whether operands are packed as f32.
+    /// Returns true if operands are packed as f32.
     pub(super) fn takes_f32(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -63,7 +64,8 @@ impl MicroKernel {
         }
     }
 
-    /// Whether products with fewer rows, columns or inner elements than a block are for it, too.
+    /// Returns true if the kernel also suits products with fewer rows, columns or inner elements
+    /// than a block.
     pub(super) fn takes_thin(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return !matches!(self, MicroKernel::AmxF32 | MicroKernel::Avx512);
@@ -71,7 +73,7 @@ impl MicroKernel {
         true
     }
 
-    /// How an operand is laid out for it.
+    /// Returns the packed format of an operand.
     pub(super) fn format(self, of: &impl GemmMatrix, role: OperandRole) -> PackedFormat {
         if self.takes_f32() {
             let by_rows = role == OperandRole::Left && !of.is_transposed();
@@ -80,7 +82,7 @@ impl MicroKernel {
         if self.splits_f32() && !of.is_bf16() { PackedFormat::Bf16Parts } else { PackedFormat::Bf16 }
     }
 
-    /// Whether it takes f32 in three parts that are bf16.
+    /// Returns true if it splits f32 into three bf16 parts.
     pub(super) fn splits_f32(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -91,7 +93,7 @@ impl MicroKernel {
         }
     }
 
-    /// Whether it multiplies rows of bf16 as they lie in memory.
+    /// Returns true if it multiplies rows of bf16 directly from memory.
     pub(super) fn takes_rows(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return self == MicroKernel::Avx512Bf16;
@@ -99,12 +101,12 @@ impl MicroKernel {
         false
     }
 
-    /// Products of parts that make a product.
+    /// Returns the number of products of parts per product.
     pub(super) fn passes(self) -> usize {
         if self.splits_f32() { 6 } else { 1 }
     }
 
-    /// The instructions of the kernel and of what stands around it.
+    /// Returns the instruction set of the kernel and of its surrounding code.
     pub(super) fn set(self) -> InstructionSet {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -121,13 +123,14 @@ impl MicroKernel {
         }
     }
 
-    /// Sets the kernel up on this thread until the result is dropped. One at a time on a thread.
+    /// Configures the kernel on this thread until the result is dropped, one at a time per thread.
     ///
     /// # Panics
-    /// The processor lacks the instructions; another kernel is set up on this thread.
+    /// Panics if the processor does not have the instructions, or another kernel is open on this
+    /// thread.
     pub(crate) fn open(self) -> OpenKernel {
         assert!(self.set() <= InstructionSet::detected(), "{self:?} on a processor without its instructions");
-        // The matrix unit's registers would be taken from the first when the second is dropped.
+        // Dropping the second kernel would release the matrix unit's registers of the first.
         assert!(!IS_OPEN.replace(true), "two kernels at a time on one thread");
         OpenKernel {
             kernel: self,
@@ -138,11 +141,11 @@ impl MicroKernel {
 }
 
 thread_local! {
-    /// Whether a kernel is set up on this thread.
+    /// True if a kernel is open on this thread.
     static IS_OPEN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A kernel that is set up on one thread.
+/// A kernel that is configured on one thread.
 pub(crate) struct OpenKernel {
     kernel: MicroKernel,
     #[cfg(target_arch = "x86_64")]
@@ -156,9 +159,10 @@ impl Drop for OpenKernel {
 }
 
 impl OpenKernel {
-    /// `dst = [dst +] left · right` for the rows of `left` and the columns of `right`, `stride` elements from row to row; other sums
-    /// of the 32 × 32 may change. The products of an element are added in the order of its inner elements; where operands are
-    /// in parts, the smallest products of a step first.
+    /// Computes `dst = [dst +] left · right` for the rows of `left` and the columns of `right`,
+    /// `stride` elements from row to row; other sums of the 32 × 32 may change. The products of an
+    /// element are added in the order of its inner elements; with operands in parts, the smallest
+    /// products of a step come first.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_unsafe))]
     pub(super) fn multiply(
         &self,
@@ -171,7 +175,7 @@ impl OpenKernel {
         assert!(left.steps() > 0 && left.steps() == right.steps() && left.inner == right.inner);
         assert!(left.inner.div_ceil(STEP) == left.steps() && left.outer.max(right.outer) <= SQUARE);
         assert!(stride >= SQUARE && dst.len() >= (SQUARE - 1) * stride + SQUARE);
-        // SAFETY: `open` asserted that the instructions are there.
+        // SAFETY: `open` asserted that the processor has the instructions.
         unsafe {
             match self.kernel {
                 #[cfg(target_arch = "x86_64")]
@@ -194,7 +198,7 @@ impl OpenKernel {
         }
     }
 
-    /// As [`OpenKernel::multiply`], of rows in memory, where the kernel takes those.
+    /// Multiplies like [`OpenKernel::multiply`], with rows in memory, if the kernel supports them.
     pub(super) fn multiply_rows(
         &self,
         left: &RowsInMemory<'_>,
@@ -210,7 +214,7 @@ impl OpenKernel {
         let _ = accumulate;
         match self.kernel {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: `open` asserted that the instructions are there.
+            // SAFETY: `open` asserted that the processor has the instructions.
             MicroKernel::Avx512Bf16 => unsafe {
                 avx512_bf16::multiply_rows(left, right, dst, stride, accumulate);
             },
@@ -218,10 +222,11 @@ impl OpenKernel {
         }
     }
 
-    /// Multiplies ones and adds them up in registers, `rounds` times for each sum, by the instructions of the kernel.
+    /// Multiplies ones and adds them up in registers, `rounds` times for each sum, by the
+    /// instructions of the kernel.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_unsafe))]
     pub(super) fn multiply_ones(&self, rounds: u64) -> RegisterSums {
-        // SAFETY: `open` asserted that the instructions are there.
+        // SAFETY: `open` asserted that the processor has the instructions.
         unsafe {
             match self.kernel {
                 #[cfg(target_arch = "x86_64")]

@@ -1,18 +1,22 @@
-//! Large products of matrices: operands are packed into tiles, and a kernel for the processor's instructions multiplies
-//! those (the scheme of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008). AVX-512 BF16 needs of a
-//! left operand pairs of neighbours of a row alone, so rows of bf16 that lie in memory are multiplied there, unpacked.
+//! Large matrix products: operands are packed into tiles, and a kernel for the processor's
+//! instructions multiplies them (the scheme of Goto and van de Geijn, "Anatomy of high-performance
+//! matrix multiplication", 2008). AVX-512 BF16 requires only pairs of neighbours in a row of the
+//! left operand, so it multiplies rows of bf16 in memory without packing.
 //!
-//! Where activations are bf16, all is taken as bf16 by kernels that multiply it (AMX, AVX-512 BF16): what is f32 beside
-//! it, an adapter's matrices and gradients, is rounded, as PyTorch's autocast does ([`has_bf16`]). Other kernels widen bf16 to f32.
+//! If activations are bf16, kernels that multiply bf16 (AMX, AVX-512 BF16) take all operands as
+//! bf16: f32 operands, such as an adapter's matrices and gradients, are rounded, as in PyTorch's
+//! autocast ([`has_bf16`]). Other kernels widen bf16 to f32.
 //!
-//! On the matrix unit (AMX) products of f32 have the precision of f32. An f32 number is exactly the sum of three bf16 numbers,
-//! so `a · b` is nine products of theirs; the three smallest, under 2⁻²⁴ of the result together, are left out, which leaves six and an
-//! error like that of an f32 product's own rounding (the scheme of Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial
-//! intelligence datatype for higher-precision computations", 2019). Six passes at sixteen times the rate of AVX-512 are faster. What is bf16 already
-//! is one number: three passes beside f32. Infinities, and numbers above 3.396e38, come out as NaN, and parts below 2⁻¹²⁶ as zero.
+//! On the matrix unit (AMX) products of f32 have the precision of f32. An f32 number is exactly the
+//! sum of three bf16 numbers, so `a · b` is nine products of those. The three smallest, together
+//! under 2⁻²⁴ of the result, are skipped. The remaining six have an error like that of an f32
+//! product's own rounding (the scheme of Henry, Tang and Heinecke, "Leveraging the bfloat16
+//! artificial intelligence datatype for higher-precision computations", 2019). Six passes at
+//! sixteen times the rate of AVX-512 are faster. A bf16 operand is one part: three passes beside
+//! f32. Infinities, and numbers above 3.396e38, become NaN, and parts below 2⁻¹²⁶ become zero.
 //!
-//! An element's products are added in one order, whatever the threads and the shape of their tasks are. Whatever packing
-//! does not pay for is the `gemm` crate's ([`super::gemm`]).
+//! An element's products are added in one order, for any threads and task shapes. The `gemm` crate
+//! ([`super::gemm`]) computes products too small for packing.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -48,28 +52,32 @@ use task::{SharedOperand, Side};
 pub(crate) use tile::{SQUARE, STEP};
 pub(super) use tile_operand::TileOperand;
 
-/// Most outer elements of the shared operand that are packed at a time; few in tests, so that small products have several parts.
+/// Maximum outer elements of the shared operand packed at a time; few in tests, so that small
+/// products have several parts.
 const SHARED: usize = if cfg!(test) { 96 } else { 2048 };
-/// Bytes of a strip with as many inner elements as are added up at a time.
+/// Bytes of a strip with the maximum number of inner elements per pass.
 const DEPTH: usize = 144 << 10;
-/// Bytes of sums that are held while inner elements are added up in several parts, or those of a strip for each thread.
+/// Bytes of sums held while inner elements are summed in several parts, or the sums of one strip
+/// per thread if those are more.
 const SUMS: usize = if cfg!(test) { 1 << 16 } else { 16 << 20 };
-/// Bytes of the strips of a task, which stay in the L2 cache: a task reads each strip of the shared operand, from beyond that cache,
-/// once for all its own strips.
+/// Bytes of the strips of a task, which stay in the L2 cache: a task reads each strip of the shared
+/// operand from beyond that cache once for all its own strips.
 const TASK: usize = 4 * DEPTH;
-/// Tasks for each thread, where there are strips enough: the last to end keeps the others waiting for an eighth of the time at most.
+/// Tasks per thread, if enough strips exist: the last task delays the others by at most an eighth
+/// of the time.
 const TASKS_PER_THREAD: usize = 8;
-/// Fewest multiplications that pay for packing.
+/// Minimum number of multiplications for which packing is profitable.
 const LEAST: usize = 1 << 22;
 
 thread_local! {
-    /// The sums of the last product on this thread that were held: fresh memory would cost page faults.
+    /// The held sums of the last product on this thread: fresh memory would cost page faults.
     static LAST_SUMS: Cell<Vec<Accumulator>> = const { Cell::new(Vec::new()) };
 }
 
-/// Whether a product of this shape is faster here than by the `gemm` crate. Thin ones, an adapter's, are with the kernels that
-/// skip padding, but for f32 with AVX-512, where the crate takes 6 % less time. It chooses its instructions by itself, and so
-/// is used as little as can be with fewer than the processor has (`FINETUNE_CPU`).
+/// Returns true if a product of this shape is faster here than by the `gemm` crate. That includes
+/// thin products, an adapter's, for kernels that skip padding, but not for f32 with AVX-512, where
+/// the crate takes 6 % less time. The crate selects its instructions itself, so it is used as
+/// little as possible with a restricted instruction set (`FINETUNE_CPU`).
 pub(super) fn is_profitable(kernel: MicroKernel, m: usize, n: usize, k: usize) -> bool {
     let sizes = [m, n, k];
     let (least, unit) = if kernel.takes_thin() { (SQUARE / 8, SQUARE) } else { (SQUARE, 1) };
@@ -77,14 +85,16 @@ pub(super) fn is_profitable(kernel: MicroKernel, m: usize, n: usize, k: usize) -
     sizes.iter().all(|size| *size >= least) && multiplications >= LEAST
 }
 
-/// Whether activations, or the result, are bf16: then all is taken as bf16. A bf16 weight beside f32 activations is no reason:
-/// a run in f32 keeps frozen weights as they are stored, and computes in f32. The left operand is activations; in the
-/// gradient of a weight, where it lies transposed, the right one is, too.
+/// Returns true if activations or the result are bf16, in which case all operands are taken as
+/// bf16. A bf16 weight beside f32 activations does not count: a run in f32 stores frozen weights in
+/// their original dtype, and computes in f32. Activations are the left operand, and also the right
+/// one in the gradient of a weight, whose left operand is transposed.
 pub(super) fn has_bf16<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix) -> bool {
     !is_f32::<D>() || a.is_bf16() || (a.is_transposed() && b.is_bf16())
 }
 
-/// `dst = [dst +] alpha · (a · b + term)`, with `a: [m, k]` and `b: [k, n]`, none of which is empty.
+/// Computes `dst = [dst +] alpha · (a · b + term)`, with `a: [m, k]` and `b: [k, n]`, none of which
+/// is empty.
 pub(super) fn product<D: FloatElement>(
     kernel: MicroKernel,
     dst: MatViewMut<'_, D>,
@@ -101,8 +111,9 @@ pub(super) fn product<D: FloatElement>(
     if m <= n { run(&dst, &left, &right, threads) } else { run(&dst, &right, &left, threads) }
 }
 
-/// One side is packed first, unless its rows are multiplied where they lie, for all tasks; each task packs some strips of the other one and multiplies them with all of it.
-/// Where there are more inner elements than are added up at a time, this is done for each part of them.
+/// Packs the shared side once for all tasks, unless its rows are multiplied in memory; each task
+/// packs some strips of the other side and multiplies them with the whole shared side. If the inner
+/// elements exceed one pass, this repeats for each part of them.
 fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
     dst: &Destination<'_, D>,
     shared: &Side<'_, S>,
@@ -111,10 +122,10 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
 ) {
     let k = own.inner();
     let most = DEPTH / own.step_bytes().max(shared.step_bytes()) * STEP;
-    // Parts of one size.
+    // Parts of equal size.
     let depth = k.div_ceil(k.div_ceil(most)).next_multiple_of(STEP);
     let threads_here = if threads == Threads::All { thread_pool::num_threads() } else { 1 };
-    // Strips whose sums are held at a time, and those of a task.
+    // Number of strips whose sums are held at a time, and of strips per task.
     let strips = own.outer().div_ceil(SQUARE);
     let height = shared.outer().min(SHARED).div_ceil(SQUARE);
     let held = SUMS / (height * size_of::<Accumulator>());
@@ -134,7 +145,8 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
         let strips = shared_outer.len().div_ceil(SQUARE);
         let packed = SharedOperand::pack(shared, shared_outer, 0..k, threads);
         let tasks = own.outer().div_ceil(task_len);
-        // Threads that would have none take a part of the shared strips, and pack the same strips of the other side.
+        // Otherwise idle threads take a part of the shared strips, and pack the same strips of the
+        // other side.
         let parts = threads_here.div_ceil(tasks).min(strips);
         each(threads, tasks * parts, |number| {
             let (task, part) = (number / parts, number % parts);
@@ -145,8 +157,8 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
     }
 }
 
-/// As [`run`] for some outer elements of the shared operand, `depth` inner elements at a time; sums are held for `group_len` outer
-/// elements of the tasks' operand, of which a task has `task_len`.
+/// Multiplies like [`run`] for some outer elements of the shared operand, `depth` inner elements at
+/// a time. Sums are held for `group_len` outer elements of the tasks' operand, `task_len` per task.
 fn in_parts<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
     dst: &Destination<'_, D>,
     shared: &Side<'_, S>,

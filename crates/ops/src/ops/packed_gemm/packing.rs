@@ -1,4 +1,4 @@
-//! Packing: a part of an operand, wherever and however it lies, becomes a strip of tiles.
+//! Packing: converts a part of an operand, of any layout, to a strip of tiles.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::instruction_set::InstructionSet;
 use crate::ops::mat_view::{GemmMatrix, GemmOperand, OperandRole};
 use crate::runtime::cpu_tensor::{FloatElement, first};
 
-/// Memory for the part of a quantized operand that is packed, in the type in which it is dequantized.
+/// Buffer for the dequantized part of a quantized operand, in its dequantized type.
 #[derive(Default)]
 pub(super) struct DequantizedPart {
     f32: Vec<f32>,
@@ -25,7 +25,8 @@ impl DequantizedPart {
 }
 
 impl<'a> PackSource<'a> {
-    /// A part of an operand: where it lies, or dequantized into `memory`. What is packed as bf16 is rounded there.
+    /// Returns a part of an operand: in place, or dequantized into `memory`. Values to pack as bf16
+    /// are rounded there.
     pub(super) fn of(
         from: &'a impl GemmMatrix,
         outer: Range<usize>,
@@ -49,7 +50,7 @@ impl<'a> PackSource<'a> {
 }
 
 impl<'a, T: FloatElement> Strided<'a, T> {
-    /// A part of an operand, line by line in `memory`.
+    /// Copies a part of an operand, line by line, into `memory`.
     fn copy_of(
         from: &impl GemmMatrix,
         outer: &Range<usize>,
@@ -57,7 +58,8 @@ impl<'a, T: FloatElement> Strided<'a, T> {
         role: OperandRole,
         memory: &'a mut Vec<T>,
     ) -> Self {
-        // Lines of the memory go along the inner elements of a left matrix, and of a right one that is transposed.
+        // Lines run along the inner elements for a left matrix, and for a right one that is
+        // transposed.
         let along = (role == OperandRole::Left) != from.is_transposed();
         let (lines, elements) = if along { (outer, inner) } else { (inner, outer) };
         let values = first(memory, lines.len() * elements.len());
@@ -70,7 +72,8 @@ impl<'a, T: FloatElement> Strided<'a, T> {
 }
 
 impl<'a, T> GemmOperand<'a, T> {
-    /// Some outer and inner elements: rows and columns of a left operand, columns and rows of a right one.
+    /// Returns a range of outer and inner elements: rows and columns of a left operand, columns and
+    /// rows of a right one.
     fn part(self, outer: &Range<usize>, inner: &Range<usize>, role: OperandRole) -> Strided<'a, T> {
         let (rows, columns) = self.strides;
         let (by_outer, by_inner) = if role == OperandRole::Left { (rows, columns) } else { (columns, rows) };
@@ -79,7 +82,7 @@ impl<'a, T> GemmOperand<'a, T> {
     }
 }
 
-/// Fills a strip with up to 32 outer elements; zeros where there is nothing.
+/// Fills a strip with up to 32 outer elements; zeros past the end.
 pub(super) fn pack(
     kernel: MicroKernel,
     tiles: &mut [Tile],
@@ -100,7 +103,8 @@ pub(super) fn pack(
         }
         #[cfg(target_arch = "x86_64")]
         (PackedFormat::Bf16 | PackedFormat::Bf16Parts, _) => {
-            // SAFETY: kernels that take bf16 run on processors with AVX-512 alone, and this is one by the assertion.
+            // SAFETY: kernels that take bf16 run only on processors with AVX-512, and the assertion
+            // checked the kernel.
             unsafe { bf16_tiles::pack(tiles, format, from, outer, inner, role) }
         }
         #[cfg(not(target_arch = "x86_64"))]

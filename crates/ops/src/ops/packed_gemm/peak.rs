@@ -1,29 +1,30 @@
-//! What the instructions of a kernel reach in registers alone ([`super::register_sums`]), on all threads: no product of the
-//! kernel is faster, whatever brings it its operands.
+//! The peak rate of a kernel's instructions in registers alone ([`super::register_sums`]), on all
+//! threads: an upper bound for every product of the kernel.
 
 use std::hint::black_box;
 use std::time::Instant;
 
 use super::micro_kernel::MicroKernel;
 
-/// Seconds of a run, beside which threads take no time to wake.
+/// Seconds of a run, long compared with the wake-up of threads.
 const RUN_SECS: f64 = 0.06;
-/// Runs, of which the fastest counts: others have the processor for a while, too.
+/// Number of runs; the fastest counts, since other processes interrupt some.
 const RUNS: usize = 4;
 
-/// Floating-point operations a second that products by `kernel` can reach at most, on all threads of the pool that the caller is in.
+/// Returns the peak floating-point operations per second of products by `kernel`, on all threads of
+/// the caller's pool.
 pub(in crate::ops) fn peak_flops(kernel: MicroKernel) -> f64 {
     let run = |rounds: u64| {
         let start = Instant::now();
         let flops = rayon::broadcast(|_| {
             let done = kernel.open().multiply_ones(rounds);
-            // What nobody looks at, the compiler need not compute.
+            // Prevents the compiler from removing the unused sums.
             black_box(&done.sums);
             done.flops
         });
         (flops.into_iter().sum::<u64>() as f64, start.elapsed().as_secs_f64())
     };
-    // Brings the clocks up, too.
+    // This loop also raises the clock rates.
     let mut rounds = 1 << 10;
     let secs = loop {
         let (_, secs) = run(rounds);

@@ -1,5 +1,6 @@
-//! Loops that multiply in registers alone: as many sums as keep the multipliers busy and registers hold, and neither loads nor
-//! stores. They multiply ones and add them up, so that the sums say how many there were.
+//! Loops that multiply in registers alone: enough sums to keep the multipliers busy, as far as
+//! registers allow, and no loads or stores. They multiply ones and add them up, so that the sums
+//! give the number of multiplications.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -7,25 +8,26 @@ use std::hint::black_box;
 
 use super::f32_kernel::array;
 
-/// What a loop has done in registers.
+/// The result of a loop in registers.
 pub(super) struct RegisterSums {
-    /// Its sums, lane by lane.
+    /// The sums, lane by lane.
     pub(super) sums: Vec<f32>,
-    /// Its multiplications and additions.
+    /// The number of multiplications and additions.
     pub(super) flops: u64,
 }
 
-/// The loop `$name` over `$sums` vectors of `$lanes` sums, each of which takes `$products` products of a lane that is `$one`.
+/// Defines the loop `$name` over `$sums` vectors of `$lanes` sums, each of which adds `$products`
+/// products per lane of `$one`.
 macro_rules! register_loop {
     (
         $(#[$meta:meta])*
         $name:ident, $sums:expr, $lanes:literal, $products:literal,
         $one:expr, $splat:path, $madd:path, $store:path
     ) => {
-        /// Ones that are multiplied and added up in registers, `rounds` times for each sum.
+        /// Multiplies ones and adds them up in registers, `rounds` times for each sum.
         $(#[$meta])*
         pub(super) fn $name(rounds: u64) -> RegisterSums {
-            // Not known to the compiler, which would leave multiplications by one out.
+            // Hidden from the compiler, which would remove multiplications by one.
             let one = $splat(black_box($one));
             let mut sums = [$splat(0.0); $sums];
             for _ in 0..rounds {
@@ -85,7 +87,8 @@ register_loop!(baseline, BASELINE_SUMS, 8, 1, 1.0, array::splat, multiply_add, a
 #[cfg(target_arch = "x86_64")]
 pub(super) const TWO_ONES: f32 = f32::from_bits(0x3f80_3f80);
 
-/// Vectors of eight sums: with SSE2's 16 registers of four lanes two are left, elsewhere there are 32.
+/// Vectors of eight sums: SSE2 has 16 registers of four lanes, two of which are reserved; other
+/// architectures have 32.
 const BASELINE_SUMS: usize = if cfg!(target_arch = "x86_64") { 7 } else { 12 };
 
 /// Adds the products of pairs of bf16 numbers, given as the bits of f32.
@@ -101,12 +104,12 @@ fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
     }
 }
 
-/// A multiplication and an addition for each lane, which come to the same where all that is multiplied are ones.
+/// Multiplies and adds in each lane; fused and separate forms are equal if all factors are ones.
 #[inline(always)]
 fn multiply_add(x: [f32; 8], y: [f32; 8], mut sum: [f32; 8]) -> [f32; 8] {
-    // Neither `array::from_fn` nor `zip`, which the dev profile does not inline.
+    // The dev profile does not inline `array::from_fn` and `zip`.
     for (i, sum) in sum.iter_mut().enumerate() {
-        // In two instructions, the product of what stays would be taken out of the loop.
+        // As two instructions, the compiler would move a loop-invariant product out of the loop.
         *sum = if array::FUSED { x[i].mul_add(y[i], *sum) } else { *sum * x[i] + y[i] };
     }
     sum

@@ -1,4 +1,5 @@
-//! The parts of a product: what is packed once for all tasks, and what a task does. Either side may be rows that are not packed.
+//! The parts of a product: the side packed once for all tasks, and the work of a task. Either side
+//! may be unpacked rows.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -18,12 +19,12 @@ thread_local! {
     static LAST_TASK: Cell<TaskMemory> = const { Cell::new(TaskMemory::EMPTY) };
 }
 
-/// What a task needs.
+/// The buffers of a task.
 #[derive(Default)]
 struct TaskMemory {
-    /// Its own strips.
+    /// The packed strips of the task's own side.
     own: Vec<Tile>,
-    /// The part of an operand that was dequantized last.
+    /// The last dequantized part of an operand.
     dequantized: DequantizedPart,
 }
 
@@ -31,11 +32,12 @@ impl TaskMemory {
     const EMPTY: TaskMemory = TaskMemory { own: Vec::new(), dequantized: DequantizedPart::EMPTY };
 }
 
-/// Strips that are packed from one dequantized part, which with them stays in the L2 cache. The 4-bit codes of so many columns fill
-/// a line of a cache: with two strips each line was read twice, and a step of QLoRA on the 1B shape took 6 % longer.
+/// Strips packed from one dequantized part, which stays in the L2 cache with them. The 4-bit codes
+/// of that many columns fill a cache line: with two strips each line was read twice, and a step of
+/// QLoRA on the 1B shape took 6 % longer.
 const STRIPS: usize = 4;
 
-/// Room for `len` tiles, which the caller writes before they are read.
+/// Returns a buffer of `len` tiles, which the caller writes before they are read.
 fn room(memory: &mut Vec<Tile>, len: usize) -> &mut [Tile] {
     if memory.len() < len {
         memory.resize(len, Tile::ZERO);
@@ -43,7 +45,7 @@ fn room(memory: &mut Vec<Tile>, len: usize) -> &mut [Tile] {
     &mut memory[..len]
 }
 
-/// An operand of a product, with its side of the term.
+/// An operand of a product, with its factor of the term.
 pub(super) struct Side<'a, M> {
     pub(super) kernel: MicroKernel,
     pub(super) role: OperandRole,
@@ -61,17 +63,17 @@ impl<M: GemmMatrix> Side<'_, M> {
         inner(&self.matrix, self.role)
     }
 
-    /// Bytes of a step of a packed strip.
+    /// Returns the bytes of one step of a packed strip.
     pub(super) fn step_bytes(&self) -> usize {
         self.kernel.format(&self.matrix, self.role).tiles_per_step() * size_of::<Tile>()
     }
 
-    /// The term is added with the last inner elements.
+    /// Returns the term if `part` includes the last inner elements, with which it is added.
     fn term_after(&self, part: &Range<usize>) -> Option<&MatView<'_, f32>> {
         self.term.as_ref().filter(|_| part.end == self.inner())
     }
 
-    /// How strips with these inner elements are laid out.
+    /// Returns the layout of strips with these inner elements.
     fn layout(&self, part: &Range<usize>) -> StripLayout {
         let format = self.kernel.format(&self.matrix, self.role);
         let term = self.term_after(part);
@@ -81,7 +83,8 @@ impl<M: GemmMatrix> Side<'_, M> {
         StripLayout { format, inner: part.len(), len, term }
     }
 
-    /// Some outer and inner elements where they lie, if the kernel takes them so.
+    /// Returns a range of outer and inner elements in place, if the kernel multiplies rows in
+    /// memory.
     fn rows(&self, outer: &Range<usize>, part: &Range<usize>) -> Option<RowsInMemory<'_>> {
         if self.role == OperandRole::Right || !self.kernel.takes_rows() {
             return None;
@@ -137,13 +140,13 @@ fn pack<M>(
     }
 }
 
-/// How a strip of a side lies in memory: its tiles, then those of its side of the term.
+/// The layout of a strip of a side: its tiles, then those of the term's factor.
 #[derive(Clone, Copy)]
 struct StripLayout {
     format: PackedFormat,
     inner: usize,
     len: usize,
-    /// Format and inner elements.
+    /// Format and inner elements of the term's factor.
     term: Option<(PackedFormat, usize)>,
 }
 
@@ -152,14 +155,14 @@ impl StripLayout {
         self.len + self.term.map_or(0, |(format, inner)| format.strip_len(inner))
     }
 
-    /// Strip number `number` of `all` outer elements, without the term's part.
+    /// Returns strip number `number` of `all` outer elements, without the term's part.
     fn strip(self, tiles: &[Tile], number: usize, all: usize) -> Strip<'_> {
         let outer = SQUARE.min(all - number * SQUARE);
         let tiles = &tiles[number * self.total()..][..self.len];
         Strip { tiles, format: self.format, outer, inner: self.inner }
     }
 
-    /// The term's part of strip number `number`.
+    /// Returns the term's part of strip number `number`.
     fn term_of(self, tiles: &[Tile], number: usize, all: usize) -> Option<Strip<'_>> {
         let (format, inner) = self.term?;
         let outer = SQUARE.min(all - number * SQUARE);
@@ -168,7 +171,7 @@ impl StripLayout {
     }
 }
 
-/// Some outer and inner elements of one side, packed for all tasks, or as they lie in memory.
+/// A range of outer and inner elements of one side, packed for all tasks, or as rows in memory.
 pub(super) struct SharedOperand<'a> {
     kernel: MicroKernel,
     role: OperandRole,
@@ -199,13 +202,13 @@ impl<'a> SharedOperand<'a> {
         SharedOperand { kernel: side.kernel, role: side.role, outer, inner, layout, tiles, rows }
     }
 
-    /// Its memory serves the next product.
+    /// Keeps the buffer for the next product.
     pub(super) fn keep_memory(self) {
         LAST_SHARED.with(|last| last.set(self.tiles));
     }
 
-    /// A task: the blocks of these outer elements of the other side and of some strips of this one, of which all inner elements
-    /// are there.
+    /// Runs a task: computes the blocks of these outer elements of the other side and of some
+    /// strips of this one, which must hold all inner elements.
     pub(super) fn multiply<D: FloatElement, M: GemmMatrix>(
         &self,
         dst: &Destination<'_, D>,
@@ -216,8 +219,9 @@ impl<'a> SharedOperand<'a> {
         self.add_part(dst, own, outer, strips, &mut []);
     }
 
-    /// A task: adds the products of the inner elements that are there to `sums`, the blocks of these outer elements of the
-    /// other side and of some strips of this one, if there are any, and with the last inner elements brings the blocks to `dst`.
+    /// Runs a task: adds the products of the packed inner elements to `sums`, the blocks of these
+    /// outer elements of the other side and of some strips of this one. An empty `sums` means a
+    /// temporary block. With the last inner elements, adds the term and writes the blocks to `dst`.
     pub(super) fn add_part<D: FloatElement, M: GemmMatrix>(
         &self,
         dst: &Destination<'_, D>,
@@ -261,7 +265,8 @@ impl<'a> SharedOperand<'a> {
             if let Some((shared, own)) = shared_term.zip(layout.term_of(tiles, j, outer.len())) {
                 self.multiply_strips(&kernel, square.values_mut(), &shared, &own, true);
             }
-            // SAFETY: no other task has these outer elements of its own side with these strips of the shared one.
+            // SAFETY: no other task has these outer elements of its own side with these strips of
+            // the shared one.
             unsafe { dst.add(self.kernel.set(), at, square) };
         }
         LAST_TASK.with(|last| last.set(memory));

@@ -1,4 +1,4 @@
-//! Every kernel that the processor has against f64, and against an f32 product's own error.
+//! Compares every kernel of the processor with f64, and with an f32 product's own error.
 
 use half::bf16;
 
@@ -7,7 +7,7 @@ use crate::instruction_set::{InstructionSet, VARIABLE};
 use crate::ops::gemm::{MatView, QuantMat};
 use crate::quant::{Blocks, CodeKind, Scales};
 
-/// Numbers in -1..1 with all bits in use.
+/// Returns numbers in -1..1 with all bits in use.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {
@@ -19,18 +19,18 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
 
 struct Case {
     shape: (usize, usize, usize),
-    /// The operands lie transposed in memory.
+    /// True for operands that are transposed in memory.
     turned: (bool, bool),
     accumulate: bool,
     threads: Threads,
 }
 
-/// `rows · cols` values, of which the transpose is meant if `turned`.
+/// Returns `rows · cols` values as a matrix, stored transposed if `turned`.
 fn matrix<T: FloatElement>(values: &[T], rows: usize, cols: usize, turned: bool) -> MatView<'_, T> {
     if turned { MatView::new(values, cols, rows, rows).t() } else { MatView::new(values, rows, cols, cols) }
 }
 
-/// What a product should be, element by element of its rows.
+/// The expected product, element by element of its rows.
 struct Expected {
     /// Σ ab and Σ |ab| in f64.
     exact: Vec<f64>,
@@ -39,7 +39,7 @@ struct Expected {
     single: f64,
 }
 
-/// As the definition says, of values that are rounded to bf16 first or are not.
+/// Computes the definition, with values rounded to bf16 first if `rounded`.
 fn expected<A: FloatElement, B: FloatElement>(case: &Case, rounded: bool) -> Expected {
     let (m, n, k) = case.shape;
     let taken = |value: f32| if rounded { bf16::from_f32(value).to_f32() } else { value };
@@ -69,7 +69,7 @@ fn expected<A: FloatElement, B: FloatElement>(case: &Case, rounded: bool) -> Exp
     all
 }
 
-/// The largest error of any element that a kernel makes, in units of 2⁻²⁴ · Σ|a||b|.
+/// Returns the largest error of any element by a kernel, in units of 2⁻²⁴ · Σ|a||b|.
 fn error<A: FloatElement, B: FloatElement>(kernel: MicroKernel, case: &Case, expected: &Expected) -> f64 {
     let (m, n, k) = case.shape;
     let a: Vec<A> = numbers(m * k, 1).into_iter().map(A::nearest).collect();
@@ -89,22 +89,22 @@ fn error<A: FloatElement, B: FloatElement>(kernel: MicroKernel, case: &Case, exp
             let error = (f64::from(out[i * stride + j]) - (start + 0.5 * exact)).abs() / unit;
             worst = if worst.is_nan() || error.is_nan() { f64::NAN } else { worst.max(error) };
         }
-        // What lies between rows is left alone.
+        // Memory between rows must not change.
         let between = i * stride + n..((i + 1) * stride).min(out.len());
         assert!(out[between.clone()].iter().zip(&before[between]).all(|(x, y)| x.to_bits() == y.to_bits()));
     }
     worst
 }
 
-/// The kernels of this processor for products whose operands may be rounded to bf16, or may not; that of one set alone where
-/// `FINETUNE_CPU` names it (`scripts/emulate_amx.sh`).
+/// Returns the kernels of this processor for products whose operands may be rounded to bf16, or may
+/// not; only that of one instruction set if `FINETUNE_CPU` names it (`scripts/emulate_amx.sh`).
 fn kernels(may_round: bool) -> Vec<MicroKernel> {
     if std::env::var_os(VARIABLE).is_some() {
         return vec![MicroKernel::of(InstructionSet::in_use(), may_round)];
     }
     let sets = InstructionSet::ALL.into_iter().filter(|set| *set <= InstructionSet::detected());
     let mut kernels: Vec<MicroKernel> = sets.map(|set| MicroKernel::of(set, may_round)).collect();
-    // What the matrix unit does, on processors without one.
+    // The emulated matrix unit, on processors without one.
     #[cfg(target_arch = "x86_64")]
     if InstructionSet::detected() >= InstructionSet::Avx512Bf16 {
         kernels.push(MicroKernel::AmxByAvx512 { may_round });
@@ -113,12 +113,12 @@ fn kernels(may_round: bool) -> Vec<MicroKernel> {
     kernels
 }
 
-/// Whether a kernel rounds operands to bf16.
+/// Returns true if a kernel rounds operands to bf16.
 fn rounds(kernel: MicroKernel) -> bool {
     !kernel.takes_f32() && !kernel.splits_f32()
 }
 
-/// A product in f32 of rows that lie one after another.
+/// Returns a product in f32 of contiguous rows.
 fn f32_product(
     kernel: MicroKernel,
     (m, n, k): (usize, usize, usize),
@@ -132,11 +132,12 @@ fn f32_product(
     out
 }
 
-/// The largest error of each kernel that takes operands of these types, and that of f32 sums.
+/// Returns the largest error of each kernel that takes operands of these types, and that of f32
+/// sums.
 fn errors_of_kernels<A: FloatElement, B: FloatElement>(case: &Case) -> Vec<(MicroKernel, f64, f64)> {
     let is_bf16 = [A::DTYPE, B::DTYPE].map(|dtype| dtype == candle_core::DType::BF16);
     let may_round = is_bf16[0] || (case.turned.0 && is_bf16[1]);
-    // Rounding changes nothing of what is bf16.
+    // Rounding does not change bf16 values.
     let exact = expected::<A, B>(case, false);
     let rounded = (may_round && is_bf16 != [true; 2]).then(|| expected::<A, B>(case, true));
     let found = kernels(may_round).into_iter().map(|kernel| {
@@ -164,11 +165,11 @@ fn a_product_is_as_exact_as_in_f32() {
             ];
             for (types, kernels) in found.into_iter().enumerate() {
                 for (kernel, error, single) in kernels {
-                    // Six products for each of f32, every one of which rounds the sum.
+                    // Split f32 takes six products, and each rounds the sum.
                     #[cfg(target_arch = "x86_64")]
                     let single = if kernel.splits_f32() { 3.0 * single } else { single };
-                    // One rounding of the result, one where it is added to, and some of the sum; f32 sums in a row lose more
-                    // with every term.
+                    // One rounding of the result, one if it is accumulated, and some of the sum;
+                    // sequential f32 sums lose more with every term.
                     assert!(
                         error <= single.max(2.0) + 1.0,
                         "{kernel:?} {shape:?} {turned:?} {types}: {error} beside {single} of f32"
@@ -261,12 +262,12 @@ fn narrower_result(kernel: MicroKernel) {
     );
     wide.iter_mut().zip(&sums).for_each(|(x, sum)| *x += f64::from(*sum));
     for (narrow, wide) in narrow.iter().zip(wide) {
-        // Half a unit in the last of eight bits, and the f32 sums' own error.
+        // Half a unit in the last of eight bits, plus the error of f32 sums.
         assert!((f64::from(narrow.to_f32()) - wide).abs() <= wide.abs() * 2f64.powi(-8) + 2e-4);
     }
 }
 
-/// Sums in one pass, with a row and a column of blocks that are not whole and inner elements in two parts.
+/// Sums in one pass, with partial blocks in rows and columns, and inner elements in two parts.
 #[test]
 fn a_term_of_low_rank_is_added_once() {
     for may_round in [true, false] {
@@ -309,7 +310,7 @@ fn low_rank_term(kernel: MicroKernel) {
     }
 }
 
-/// An element of a matrix.
+/// Returns an element of a matrix.
 fn element<T: FloatElement>(matrix: &MatView<'_, T>, row: usize, column: usize) -> f32 {
     let (line, at) = if matrix.is_transposed() { (column, row) } else { (row, column) };
     let mut value = [0.0];
@@ -317,7 +318,8 @@ fn element<T: FloatElement>(matrix: &MatView<'_, T>, row: usize, column: usize) 
     value[0]
 }
 
-/// A row with a value that is not finite becomes NaN or infinite, and no other does; also where it is rounded to bf16.
+/// A row with a value that is not finite becomes NaN or infinite, and no other row does, also if it
+/// is rounded to bf16.
 #[test]
 fn what_is_not_finite_stays_so() {
     for kernel in [kernels(false), kernels(true)].concat() {
@@ -332,14 +334,14 @@ fn what_is_not_finite_stays_so() {
     }
 }
 
-/// Squares that are not whole, in all formats, by the products of tiles within a task.
+/// Partial squares, in all formats, by the products of tiles within a task.
 #[test]
 fn tiles_multiply_as_matrices_do() {
     let (m, n, k) = (50, 70, 90);
     let (a, b) = (numbers(m * k, 16), numbers(k * n, 17));
     for kernel in [kernels(false), kernels(true)].concat() {
         let want = f32_product(kernel, (m, n, k), &a, &b, Threads::One);
-        // The same values, in the other order in memory.
+        // The same values in the transposed order in memory.
         let turned = |values: &[f32], rows: usize, cols: usize| -> Vec<f32> {
             (0..rows * cols).map(|at| values[at % rows * cols + at / rows]).collect()
         };
@@ -354,7 +356,7 @@ fn tiles_multiply_as_matrices_do() {
             let open = kernel.open();
             let steps = k.div_ceil(STEP);
             open.multiply_operands((&left, &right), &mut out, stride, false, |_, _| 0..steps);
-            // In parts, the last of which is no whole step; a square that is left out stays as it is.
+            // In parts, the last of which is a partial step; a skipped square must not change.
             open.multiply_operands((&left, &right), &mut out, stride, true, |_, _| 0..1);
             open.multiply_operands((&left, &right), &mut out, stride, true, |_, _| 1..steps);
             open.multiply_operands((&left, &right), &mut out, stride, false, |_, _| 0..0);
@@ -366,7 +368,7 @@ fn tiles_multiply_as_matrices_do() {
     }
 }
 
-/// What the loops for the peak are counted with is what they do: the sums of ones say how many were added.
+/// The operation count of the peak loops is correct: the sums of ones give the number of additions.
 #[test]
 fn the_peak_counts_what_is_multiplied() {
     for kernel in [kernels(false), kernels(true)].concat() {
@@ -380,8 +382,9 @@ fn the_peak_counts_what_is_multiplied() {
     }
 }
 
-/// The golden runs of wide-llama (tests/golden) are there to hold packed products against PyTorch's: its projections and its output
-/// layer, forward and backward, are large enough in the micro-batch with the fewest tokens, for every kernel.
+/// The golden runs of wide-llama (tests/golden) must compare packed products with PyTorch's. Its
+/// projections and its output layer, forward and backward, are large enough for every kernel, even
+/// in the micro-batch with the fewest tokens.
 #[test]
 fn the_products_of_a_golden_model_are_packed() {
     let golden =
@@ -396,7 +399,7 @@ fn the_products_of_a_golden_model_are_packed() {
 
     let batches = golden.join("train/batches/wide-llama-steps5-accum2-mb8-len96.safetensors");
     let batches = candle_core::safetensors::load(batches, &candle_core::Device::Cpu).unwrap();
-    // By step, micro-batch, row and place; the loss is of rows that have a target.
+    // Indexed by step, micro-batch, row and position; the loss counts rows that have a target.
     let fewest = |name: &str, counts: fn(i64) -> bool| {
         let (steps, turns, rows, len) = batches[name].dims4().unwrap();
         let values: Vec<i64> = batches[name].flatten_all().unwrap().to_vec1().unwrap();
@@ -420,8 +423,8 @@ fn the_products_of_a_golden_model_are_packed() {
     }
 }
 
-/// Rows that a kernel multiplies where they lie give the bits of packed ones, whatever stands beside them: as columns of a wider
-/// matrix of numbers that are none, from an odd column on.
+/// Rows multiplied in memory give the bits of packed ones, regardless of neighbouring values: as
+/// columns of a wider matrix of NaNs, from an odd column on.
 #[test]
 fn rows_in_memory_give_the_bits_of_packed_ones() {
     let to_bf16 = |values: Vec<f32>| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>();

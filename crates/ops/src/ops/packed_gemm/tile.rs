@@ -1,11 +1,12 @@
-//! How packed operands lie in memory: strips of 32 outer elements, step by step of 32 inner elements, in tiles of 16 lines
-//! of 64 bytes. Outer are the rows of a left operand and the columns of a right one.
+//! The memory layout of packed operands: strips of 32 outer elements, step by step of 32 inner
+//! elements, in tiles of 16 lines of 64 bytes. Outer elements are the rows of a left operand and
+//! the columns of a right one.
 
 use std::ops::Range;
 
 use half::bf16;
 
-/// Rows and columns of the sums that a call of a kernel makes: outer elements of a strip.
+/// Rows and columns of the sums of one kernel call; outer elements of a strip.
 pub(crate) const SQUARE: usize = 32;
 /// Inner elements of a step.
 pub(crate) const STEP: usize = 32;
@@ -29,7 +30,7 @@ impl Tile {
         &mut self.0[number]
     }
 
-    /// Lane j of line i becomes lane i of line j.
+    /// Moves lane j of line i to lane i of line j.
     #[inline(always)]
     pub(super) fn transpose(&mut self) {
         let lines = self.0;
@@ -41,14 +42,16 @@ impl Tile {
     }
 }
 
-/// What a step of a strip consists of.
+/// The contents of a step of a strip.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PackedFormat {
-    /// Two tiles of bf16 pairs. A left tile has a line for each of 16 outer elements, a right one for each pair of inner elements.
+    /// Two tiles of bf16 pairs. A left tile has a line for each of 16 outer elements, a right one
+    /// for each pair of inner elements.
     Bf16,
     /// The same for each of three parts whose sum is the f32 value.
     Bf16Parts,
-    /// Two tiles for each half of the outer elements, with a line of 16 outer elements for each inner element.
+    /// Two tiles for each half of the outer elements, with a line of 16 outer elements for each
+    /// inner element.
     F32,
     /// The same with a line of 16 inner elements for each outer element.
     F32Rows,
@@ -63,13 +66,14 @@ impl PackedFormat {
         }
     }
 
-    /// Tiles of a strip of so many inner elements.
+    /// Returns the number of tiles of a strip of `inner` inner elements.
     pub(super) const fn strip_len(self, inner: usize) -> usize {
         inner.div_ceil(STEP) * self.tiles_per_step()
     }
 }
 
-/// A part of an operand: element (outer, inner) is `data[outer * outer stride + inner * inner stride]`, one of which is 1.
+/// A part of an operand: element (outer, inner) is `data[outer * outer stride + inner * inner
+/// stride]`; one of the strides is 1.
 #[derive(Clone, Copy)]
 pub(super) struct Strided<'a, T> {
     pub(super) data: &'a [T],
@@ -79,7 +83,7 @@ pub(super) struct Strided<'a, T> {
     pub(super) inner: usize,
 }
 
-/// What is packed.
+/// The source of packing.
 #[derive(Clone, Copy)]
 pub(super) enum PackSource<'a> {
     F32(Strided<'a, f32>),
@@ -91,33 +95,35 @@ pub(super) enum PackSource<'a> {
 pub(super) struct Strip<'a> {
     pub(super) tiles: &'a [Tile],
     pub(super) format: PackedFormat,
-    /// Outer elements that count, up to [`SQUARE`]; all others are zeros, which need not be multiplied.
+    /// Number of valid outer elements, up to [`SQUARE`]; the rest are zeros, which a kernel may
+    /// skip.
     pub(super) outer: usize,
-    /// Inner elements that count.
+    /// Number of valid inner elements.
     pub(super) inner: usize,
 }
 
 impl Strip<'_> {
-    /// The same with its padding.
+    /// Returns the same strip with its padding counted as valid.
     #[cfg(all(test, target_arch = "x86_64"))]
     pub(super) fn whole(self) -> Self {
         Strip { outer: SQUARE, inner: self.steps() * STEP, ..self }
     }
 
-    /// Some of its steps alone.
+    /// Returns a range of its steps.
     pub(super) fn part(self, steps: Range<usize>) -> Self {
         let tiles_per_step = self.format.tiles_per_step();
         let inner = self.inner.min(steps.end * STEP) - steps.start * STEP;
         Strip { tiles: &self.tiles[steps.start * tiles_per_step..steps.end * tiles_per_step], inner, ..self }
     }
 
-    /// Steps of [`STEP`] inner elements.
+    /// Returns the number of steps of [`STEP`] inner elements.
     pub(super) fn steps(self) -> usize {
         self.tiles.len() / self.format.tiles_per_step()
     }
 }
 
-/// Rows of a left operand as they lie in memory, bf16 with an even number of inner elements: no kernel that reads them packs them.
+/// Rows of a left operand in memory, bf16 with an even number of inner elements: kernels that read
+/// them do not pack them.
 #[derive(Clone, Copy)]
 pub(super) struct RowsInMemory<'a> {
     data: &'a [bf16],
@@ -128,20 +134,21 @@ pub(super) struct RowsInMemory<'a> {
 }
 
 impl<'a> RowsInMemory<'a> {
-    /// `data` begins at the first element; none where the number of inner elements is odd, or zero.
+    /// Returns the rows of `data`, which begins at the first element; none if the number of inner
+    /// elements is odd or zero.
     pub(super) fn new(data: &'a [bf16], stride: usize, outer: usize, inner: usize) -> Option<Self> {
         let fits = outer > 0 && stride >= inner && data.len() >= (outer - 1) * stride + inner;
         (fits && inner > 0 && inner.is_multiple_of(2)).then_some(RowsInMemory { data, stride, outer, inner })
     }
 
-    /// The rows of strip number `number`.
+    /// Returns the rows of strip number `number`.
     pub(super) fn strip(self, number: usize) -> Self {
         let first = number * SQUARE;
         let data = &self.data[first * self.stride..];
         RowsInMemory { data, outer: SQUARE.min(self.outer - first), ..self }
     }
 
-    /// The elements of a row.
+    /// Returns the elements of a row.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn row(self, number: usize) -> &'a [bf16] {
         &self.data[number * self.stride..][..self.inner]

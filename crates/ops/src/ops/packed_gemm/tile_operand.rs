@@ -1,4 +1,5 @@
-//! Products of matrices of at most some hundred rows and columns, one after another within a task: the tiles of attention.
+//! Products of matrices of at most a few hundred rows and columns, one after another within a task:
+//! the tiles of attention.
 
 use std::ops::Range;
 
@@ -7,7 +8,7 @@ use super::packing::{self, DequantizedPart};
 use super::tile::{PackSource, PackedFormat, SQUARE, Strip, Tile};
 use crate::ops::mat_view::{GemmMatrix, OperandRole};
 
-/// A small matrix, laid out for products by one kernel.
+/// A small matrix, packed for products by one kernel.
 pub(in crate::ops) struct TileOperand {
     kernel: MicroKernel,
     role: OperandRole,
@@ -15,7 +16,7 @@ pub(in crate::ops) struct TileOperand {
     format: PackedFormat,
     outer: usize,
     inner: usize,
-    /// Tiles of a strip.
+    /// Number of tiles of a strip.
     strip_len: usize,
 }
 
@@ -32,14 +33,14 @@ impl TileOperand {
         }
     }
 
-    /// `matrix`, which is f32 or bf16 in memory, for one side of products.
+    /// Packs `matrix`, which is f32 or bf16 in memory, for one side of products.
     pub(in crate::ops) fn of(kernel: MicroKernel, matrix: &impl GemmMatrix, role: OperandRole) -> Self {
         let mut operand = TileOperand::new(kernel, role);
         operand.fill(matrix);
         operand
     }
 
-    /// Takes `matrix` instead.
+    /// Replaces the contents by `matrix`.
     pub(in crate::ops) fn fill(&mut self, matrix: &impl GemmMatrix) {
         let (rows, cols) = (matrix.rows(), matrix.cols());
         let (outer, inner) = if self.role == OperandRole::Left { (rows, cols) } else { (cols, rows) };
@@ -51,8 +52,8 @@ impl TileOperand {
         let len = self.strip_len * outer.div_ceil(SQUARE);
         self.tiles.clear();
         self.tiles.reserve(len);
-        // SAFETY: the room is reserved, and no tile is read before packing has written it: it writes all tiles of each strip, zeros where
-        // there is nothing.
+        // SAFETY: the capacity is reserved, and no tile is read before packing has written it:
+        // packing writes all tiles of each strip, with zeros as padding.
         #[allow(clippy::uninit_vec)]
         unsafe {
             self.tiles.set_len(len);
@@ -63,7 +64,7 @@ impl TileOperand {
         }
     }
 
-    /// The strips with their numbers.
+    /// Iterates over the strips with their numbers.
     fn strips(&self) -> impl Iterator<Item = (usize, Strip<'_>)> {
         let strips = self.tiles.chunks_exact(self.strip_len);
         strips.enumerate().map(|(number, tiles)| {
@@ -74,9 +75,10 @@ impl TileOperand {
 }
 
 impl OpenKernel {
-    /// `dst = [dst +] left · right`, with `stride` elements from row to row of `dst`, which has whole squares of 32 rows and
-    /// columns; what is outside the product may change. `steps` is called with the numbers of a strip of `left` and one of
-    /// `right` and says which steps of 32 inner elements are not zeros alone there; a square without any is left as it is.
+    /// Computes `dst = [dst +] left · right`, with `stride` elements from row to row of `dst`,
+    /// which has whole squares of 32 rows and columns; values outside the product may change.
+    /// `steps` maps the numbers of a strip of `left` and one of `right` to the steps of 32 inner
+    /// elements that are not all zeros; an empty range leaves the square unchanged.
     pub(in crate::ops) fn multiply_operands(
         &self,
         (left, right): (&TileOperand, &TileOperand),

@@ -1,20 +1,20 @@
-//! Cases of the root-mean-square norm.
+//! Cases of RMSNorm.
 
 use super::{NormKind, reference, reference_backward, rms_norm, rms_norm_backward};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
 
-/// Both kinds of weight, with another epsilon each.
+/// Both kinds of weight, each with a different epsilon.
 pub(in crate::ops) const KINDS: [(NormKind, &str); 2] = [
     (NormKind { eps: 1e-6, unit_offset: false }, "weight"),
     (NormKind { eps: 1e-5, unit_offset: true }, "1 + weight"),
 ];
 
-/// The cases of the norm and of its gradients.
+/// Returns the cases of the norm and of its gradients.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for (kind, name) in KINDS {
-        // 37: not a multiple of the lanes.
+        // 37 is not a multiple of the lanes.
         for width in [64, 37] {
             cases.push(forward_case(format!("{name}, {width} wide"), kind, (19, width)));
             for (residual, dweight, extra) in [
@@ -31,7 +31,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// The norm of a matrix of this shape.
+/// Returns the case of the norm of a matrix of this shape.
 pub(in crate::ops) fn forward_case(what: String, kind: NormKind, shape: (usize, usize)) -> OpCase {
     OpCase::new("rms_norm", what, Tolerance::FORWARD, move |runner| {
         let (x, w) = (runner.normal("x", shape)?, runner.normal("w", shape.1)?);
@@ -40,7 +40,8 @@ pub(in crate::ops) fn forward_case(what: String, kind: NormKind, shape: (usize, 
     })
 }
 
-/// Its gradients: with what flows around the norm, and with that of the weight.
+/// Returns the case of its gradients, with an optional residual gradient and an optional weight
+/// gradient.
 pub(in crate::ops) fn backward_case(
     what: String,
     kind: NormKind,

@@ -1,4 +1,4 @@
-//! RMSNorm by the kernels of `kernels/rms_norm.cu`: one block a row.
+//! RMSNorm by the kernels of `kernels/rms_norm.cu`: one block per row.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -9,16 +9,17 @@ use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
-/// Threads of a block.
+/// Threads per block.
 const THREADS: u32 = 256;
 
-/// Threads of a block that takes rows of a gain's gradient.
+/// Threads of a block that processes rows of a weight gradient.
 const GAIN_THREADS: u32 = 128;
 
-/// The most blocks that share out the rows of a gain's gradient; each leaves a row of partial sums.
+/// Maximum number of blocks that share the rows of a weight gradient; each writes a row of partial
+/// sums.
 const PARTS: usize = 64;
 
-/// Whether there are kernels for activations and weights of these types.
+/// Returns true if kernels support activations and weights of these dtypes.
 pub(super) fn is_supported(x: &Tensor, weight: &Tensor) -> bool {
     matches!((x.dtype(), weight.dtype()), (DType::BF16, DType::BF16 | DType::F32) | (DType::F32, DType::F32))
 }
@@ -87,7 +88,7 @@ pub(super) fn backward(
     Ok(dx.into_tensor())
 }
 
-/// `dweight += Σ rows dy · x / rms`, in two stages.
+/// Computes `dweight += Σ rows dy · x / rms`, in two stages.
 fn gain_gradient(
     driver: &dyn Driver,
     x: &Tensor,
@@ -98,7 +99,7 @@ fn gain_gradient(
     let (rows, width) = x.dims2()?;
     let parts = rows.clamp(1, PARTS);
     let partial = empty(parts, width, DType::F32, x.device())?;
-    // A thread takes the columns of 16 bytes.
+    // A thread processes the columns of 16 bytes.
     let columns = number((width * x.dtype().size_in_bytes()).div_ceil(16 * GAIN_THREADS as usize))?;
     let shape =
         LaunchShape { grid: [number(parts)?, columns, 1], block: [GAIN_THREADS, 1, 1], shared_bytes: 0 };
@@ -114,7 +115,7 @@ fn gain_gradient(
     add_partials(driver, &partial, dweight)
 }
 
-/// `dst: [width] += Σ partial: [parts, width]` over its rows, in order; all f32.
+/// Computes `dst: [width] += Σ partial: [parts, width]` over its rows, in order; all f32.
 pub(in crate::ops) fn add_partials(driver: &dyn Driver, partial: &Tensor, dst: &TensorMut) -> Result<()> {
     let (parts, width) = partial.dims2()?;
     let shape = LaunchShape::line(width.div_ceil(THREADS as usize), THREADS);
@@ -124,5 +125,5 @@ pub(in crate::ops) fn add_partials(driver: &dyn Driver, partial: &Tensor, dst: &
 
 fn refused(x: &Tensor, weight: &Tensor) -> Error {
     let found = format!("found {:?} with a weight of {:?}", x.dtype(), weight.dtype());
-    Error::internal("no kernel of RMSNorm takes these types").because(found)
+    Error::internal("no kernel of RMSNorm supports these types").because(found)
 }

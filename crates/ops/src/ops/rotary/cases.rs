@@ -16,11 +16,11 @@ pub(in crate::ops) struct RotaryCase {
     pub(in crate::ops) heads: Heads,
     pub(in crate::ops) half: usize,
     pub(in crate::ops) norm: Option<NormKind>,
-    /// The norms are trained.
+    /// True if the norms are trained.
     pub(in crate::ops) trained: bool,
 }
 
-/// The cases of rotation, with and without norms of the heads.
+/// Returns the cases of rotation, with and without norms of the heads.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 16 };
     let whole = RotaryCase { rows: 21, heads, half: 8, norm: None, trained: false };
@@ -34,7 +34,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     variants.into_iter().flat_map(|(turn, what)| turn.cases(what)).collect()
 }
 
-/// `[op, reference]` of everything rotary reads.
+/// The `[op, reference]` pairs of all inputs of rotary.
 struct RotaryInputs {
     qkv: OpPair,
     tables: [RotaryTable; 2],
@@ -43,7 +43,7 @@ struct RotaryInputs {
 }
 
 impl RotaryCase {
-    /// Forward and backward.
+    /// Returns the forward and the backward case.
     pub(in crate::ops) fn cases(self, what: &str) -> [OpCase; 2] {
         [
             OpCase::new("rotary", what, Tolerance::FORWARD, move |runner| self.forward(runner)),
@@ -96,7 +96,7 @@ impl RotaryCase {
         rotary_backward(&x.qkv.here, &d.here, self.heads, here, &x.tables[0])?;
         reference_backward(&x.qkv.plain, &d.plain, self.heads, plain, &x.tables[1])?;
         let mut pairs = vec![d.pair()];
-        // Where nothing is trained, both must be as they were.
+        // Untrained gradients must not change.
         pairs.extend(x.grads.map(OpPair::pair));
         Ok(pairs)
     }

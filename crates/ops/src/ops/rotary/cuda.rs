@@ -1,4 +1,5 @@
-//! Rotary positions by the kernels of `kernels/rotary.cu`: one block a token, which takes several heads at a time.
+//! Rotary positions by the kernels of `kernels/rotary.cu`: one block per token, which processes
+//! several heads at a time.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -10,17 +11,17 @@ use crate::ops::matmul::empty;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::runtime::TensorMut;
 
-/// Threads of a block, which the kernels take as given.
+/// Threads per block; the kernels assume this number.
 const THREADS: u32 = 128;
 
-/// The most blocks that share out the heads of a gain's gradient; each leaves a row of partial sums. Two of them on each
-/// multiprocessor of a large GPU.
+/// Maximum number of blocks that share the heads of a weight gradient; each writes a row of partial
+/// sums. This is two per multiprocessor of a large GPU.
 const PARTS: usize = 256;
 
-/// The widest head.
+/// Maximum width of a head.
 const MAX_HEAD_DIM: usize = 256;
 
-/// Whether there are kernels for these types, and heads of this width: an even number of values.
+/// Returns true if kernels support these dtypes and this head width, an even number of values.
 pub(super) fn is_supported(qkv: &Tensor, heads: Heads, norm: Option<&QkNorm<'_>>) -> bool {
     let weight = norm.map_or(qkv.dtype(), |norm| norm.q.0.dtype());
     let alike = norm.is_none_or(|norm| norm.k.0.dtype() == weight);
@@ -29,12 +30,12 @@ pub(super) fn is_supported(qkv: &Tensor, heads: Heads, norm: Option<&QkNorm<'_>>
     alike && types && heads.head_dim <= MAX_HEAD_DIM && heads.head_dim.is_multiple_of(2)
 }
 
-/// The numbers that the kernels are given.
+/// The scalar arguments of the kernels.
 struct Numbers {
     heads: u32,
     kv_heads: u32,
     dim: u32,
-    /// Pairs of a head that turn.
+    /// Number of rotated pairs of a head.
     half: u32,
     offset: f32,
     eps: f32,
@@ -54,7 +55,7 @@ impl Numbers {
     }
 }
 
-/// The weights of both norms; null pointers without norms.
+/// Returns the weights of both norms; null pointers without norms.
 fn weights<'a, W: KernelElement>(norm: Option<&QkNorm<'a>>) -> Result<[In<'a, W>; 2]> {
     Ok([In::optional(norm.map(|norm| norm.q.0))?, In::optional(norm.map(|norm| norm.k.0))?])
 }
@@ -123,7 +124,8 @@ pub(super) fn backward(
     }
 }
 
-/// Adds the gradient of the weight of q's norm or of k's, in two stages, before the gradient of qkv is overwritten.
+/// Adds the weight gradient of q's norm or of k's, in two stages, before the gradient of qkv is
+/// overwritten.
 fn gain_gradient(
     driver: &dyn Driver,
     [qkv, dqkv]: [&Tensor; 2],

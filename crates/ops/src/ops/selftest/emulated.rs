@@ -5,7 +5,7 @@ use candle_core::Device;
 use super::{CaseOutcome, run};
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 
-/// Every case on the emulator, run by `schedule`.
+/// Returns the outcomes of every case on the emulator, run by `schedule`.
 fn outcomes(schedule: EmulatorSchedule) -> Vec<CaseOutcome> {
     Emulator::run(schedule, || run(&Device::Cpu).collect()).0
 }
@@ -26,7 +26,7 @@ fn check(schedule: EmulatorSchedule) {
 #[test]
 fn every_op_passes() {
     check(EmulatorSchedule::default());
-    // So that a case which went another way is noticed.
+    // Detects a case that bypassed its kernels.
     let launched = Emulator::launched();
     for op in [
         "adamw_f32",

@@ -1,4 +1,5 @@
-//! Every op against its definition, on the device at hand: the list of the ops' own cases.
+//! The self-test compares every op with its definition, on the present device: it lists the ops'
+//! own cases.
 
 #[cfg(all(test, feature = "kernel-emu"))]
 mod emulated;
@@ -27,7 +28,7 @@ use super::{
 use crate::error::Error;
 use crate::error::Result;
 
-/// The cases of every op, in the order in which they are shown.
+/// The cases of every op, in display order.
 const CASES: [fn() -> Vec<OpCase>; 13] = [
     matmul::cases::cases,
     matmul_quantized::cases::cases,
@@ -44,7 +45,7 @@ const CASES: [fn() -> Vec<OpCase>; 13] = [
     adamw::cases::cases,
 ];
 
-/// Runs every case on `device`, one by one as the iterator is asked.
+/// Runs every case on `device`, lazily one by one.
 pub fn run(device: &Device) -> impl Iterator<Item = CaseOutcome> {
     cases().flat_map(move |case| case.outcomes(device))
 }
@@ -52,7 +53,8 @@ pub fn run(device: &Device) -> impl Iterator<Item = CaseOutcome> {
 /// Makes this process compute by emulated kernels from now on.
 ///
 /// # Errors
-/// The user's: the build has no emulator. An internal one: something was computed before.
+/// Fails with a user error if the build has no emulator, and with an internal error if the process
+/// already computed something.
 pub fn emulate() -> Result<()> {
     #[cfg(feature = "kernel-emu")]
     return super::gpu::host_driver::emulate_process();

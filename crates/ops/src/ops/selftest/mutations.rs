@@ -1,4 +1,5 @@
-//! That the self-test can fail: every case notices a wrong element, and wrong options of each op are told apart.
+//! The self-test can fail: every case detects a wrong element, and different options of each op
+//! give different results.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -59,7 +60,7 @@ fn another_shape_and_nothing_at_all_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// Fails unless what the op gives and what its reference gives under other options are told apart in both dtypes.
+/// Fails unless an op and its reference under other options differ beyond tolerance in both dtypes.
 fn told_apart(what: &str, compare: impl Fn(&CaseRunner<'_>) -> Result<Vec<TensorPair>>) -> Result<()> {
     for (dtype, tolerance) in Tolerance::BACKWARD.dtypes() {
         let error = largest_error(&compare(&CaseRunner { device: &Device::Cpu, dtype, first: 0 })?)?;
@@ -159,7 +160,7 @@ fn attention_options() -> Result<()> {
 
 type AttentionForm<'a> = (AttentionKind, &'a [Span]);
 
-/// The output and the gradient, as the op has them and as its reference has them under other options.
+/// Returns the output and the gradient of the op, and of its reference under other options.
 fn attended(
     runner: &CaseRunner<'_>,
     op: AttentionForm<'_>,

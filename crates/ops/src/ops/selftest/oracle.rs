@@ -1,6 +1,7 @@
-//! The backward of every reference against candle's tape over plain forms, candle-nn's where it has one and the
-//! reference is not made of it. The plain forms use no op that the tape does not follow (candle-nn's fused norm, rope
-//! and softmax cut it); a gradient that is missing, zero or not finite fails.
+//! Compares the backward of every reference with candle's tape over plain forms, or candle-nn's
+//! form if it exists and the reference does not use it. The plain forms use only ops that the tape
+//! follows (candle-nn's fused norm, rope and softmax cut it). A gradient that is missing, zero or
+//! not finite fails.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 
@@ -22,7 +23,7 @@ use crate::recipe::enums::Attention;
 use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
-/// Sends a given gradient back from where it is applied.
+/// An op that returns a given gradient to its input.
 struct Pull(Tensor);
 
 impl CustomOp1 for Pull {
@@ -37,7 +38,7 @@ impl CustomOp1 for Pull {
     }
 }
 
-/// The gradients of `vars` when that of `y` is `dy`.
+/// Returns the gradients of `vars` for the gradient `dy` of `y`.
 fn pulled<const N: usize>(y: &Tensor, dy: &Tensor, vars: [&Var; N]) -> Result<[Tensor; N]> {
     assert_eq!(y.dims(), dy.dims());
     let store = y.apply_op1(Pull(dy.clone()))?.backward()?;
@@ -187,7 +188,7 @@ fn gated_products() -> Result<()> {
     Ok(())
 }
 
-/// Attention of one head of one span, from its definition.
+/// Computes attention of one head of one span, from its definition.
 fn plain_head(q: &Tensor, k: &Tensor, v: &Tensor, kind: AttentionKind) -> Result<Tensor> {
     let len = q.dim(0)?;
     let mut scores = (q.matmul(&k.t()?)? * kind.scale)?;
@@ -255,7 +256,7 @@ fn cross_entropy_of_a_linear_layer() -> Result<()> {
     let weights: Vec<f32> = (0..12u8).map(|n| f32::from(n) / 5.0 - 0.7).collect();
     for (softcap, coefficients) in [(None, None), (Some(1.5), None), (Some(1.5), Some(&weights[..]))] {
         let (x, w) = (var("x", (12, 8))?, var("w", (19, 8))?);
-        // An adapter on the head, and rows of it that train beside all of them.
+        // An adapter on the output layer, and rows of it that train beside all of them.
         let (u, b) = (var("u", (12, 3))?, var("b", (19, 3))?);
         let rows = [4u32, 11];
         let targets: Vec<u32> = (0..12).map(|i| if i % 4 == 1 { IGNORE } else { i * 5 % 19 }).collect();
@@ -314,7 +315,8 @@ fn embedding_and_dropout() -> Result<()> {
     embedding::columns_of_backward_reference(&grad, &ids, &du, None)?;
     close("da", &grad, &want)?;
 
-    // The mask does not depend on the values: the op on ones is the mask, and the op on dy the gradient.
+    // The mask does not depend on the values: the op on ones gives the mask, and the op on dy the
+    // gradient.
     let site = Dropout { p: 0.4, stream: RngStream::new(5), first_token: 2 };
     let mask = dropout(&table.ones_like()?, site)?;
     let y = (table.as_tensor() * &mask)?;
@@ -324,7 +326,7 @@ fn embedding_and_dropout() -> Result<()> {
     close("dx of dropout", &dropout(&dy, site)?, &want)
 }
 
-/// DoRA's layer, its norm a constant: magnitudes, both matrices and the input.
+/// DoRA's layer with a constant norm: magnitudes, both matrices and the input.
 #[test]
 fn magnitudes_of_dora() -> Result<()> {
     let (x, w, m) = (var("x", (9, 6))?, normal("w", (5, 6))?, var("m", 5)?);

@@ -1,8 +1,8 @@
-//! Every op through its kernels, on shapes, places in memory and orders of threads drawn at random, against its reference
-//! and within the tolerances of the self-test. Attention's own tests draw theirs.
+//! Tests every op through its kernels, on random shapes, memory offsets and thread orders, against
+//! its reference and within the tolerances of the self-test. Attention's own tests draw theirs.
 //!
-//! What is drawn is the same in every run; `PROPTEST_CASES` and `PROPTEST_RNG_SEED` ask for more, or for others. A failure
-//! names the smallest case found that fails.
+//! The draws are the same in every run; `PROPTEST_CASES` and `PROPTEST_RNG_SEED` request more or
+//! different ones. A failure names the smallest failing case found.
 
 use candle_core::Device;
 use proptest::collection::vec;
@@ -26,7 +26,7 @@ use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, glu, rms_norm};
 use crate::quant::{CodeKind, QuantFormat};
 
-/// So many cases, the same in every run.
+/// Returns a configuration with this many cases, the same in every run.
 pub(in crate::ops) fn config(cases: u32) -> ProptestConfig {
     let asked = ProptestConfig::default();
     ProptestConfig {
@@ -38,7 +38,7 @@ pub(in crate::ops) fn config(cases: u32) -> ProptestConfig {
     }
 }
 
-/// In which order threads run, and when copies arrive.
+/// Returns random thread orders and arrival times of copies.
 pub(in crate::ops) fn schedules() -> impl Strategy<Value = EmulatorSchedule> {
     let order =
         prop_oneof![Just(Order::Forward), Just(Order::Reverse), any::<u64>().prop_map(Order::Shuffled)];
@@ -49,11 +49,11 @@ pub(in crate::ops) fn schedules() -> impl Strategy<Value = EmulatorSchedule> {
     })
 }
 
-/// Where and how a case runs.
+/// The schedule and the memory offset of a case.
 #[derive(Debug, Clone, Copy)]
 struct Run {
     schedule: EmulatorSchedule,
-    /// Values before those of each tensor in its memory: few are a multiple of 16 bytes.
+    /// Number of values before those of each tensor in its memory: few are a multiple of 16 bytes.
     first: usize,
 }
 
@@ -62,12 +62,13 @@ fn runs() -> impl Strategy<Value = Run> {
     (schedules(), first).prop_map(|(schedule, first)| Run { schedule, first })
 }
 
-/// Odd ones, and multiples of what 16 bytes hold.
+/// Returns odd widths, and multiples of the values in 16 bytes.
 fn widths(least: usize) -> impl Strategy<Value = usize> {
     prop_oneof![least..70, (least.div_ceil(8)..50).prop_map(|eights| 8 * eights)]
 }
 
-/// Runs the cases through kernels; one of those launched begins with `kernel`.
+/// Runs the cases through kernels, and checks that a kernel whose name begins with `kernel` was
+/// launched.
 fn check(cases: impl IntoIterator<Item = OpCase>, run: Run, kernel: &str) -> Result<(), TestCaseError> {
     for case in cases {
         let outcomes: Vec<CaseOutcome> =
@@ -179,7 +180,7 @@ proptest! {
         let operands = mixture.unwrap_or([OperandDtype::Run; 3]);
         let tolerance = if mixture.is_some() { Tolerance::BACKWARD.only_bf16() } else { Tolerance::BACKWARD };
         let case = MatmulCase { form, m, n, k, margin, alpha, added, operands }.case(tolerance);
-        // What is multiplied as it is launches no kernel beside the product.
+        // A weight that needs no dequantization launches no kernel besides the product.
         let outcomes: Vec<_> = Emulator::run(run.schedule, || case.outcomes_from(&Device::Cpu, run.first).collect()).0;
         for CaseOutcome { error, tolerance, passed, fault, .. } in outcomes {
             prop_assert!(passed, "error {error:.3e}, at most {tolerance:.3e}: {fault:?}");

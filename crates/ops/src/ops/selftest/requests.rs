@@ -1,5 +1,5 @@
-//! Kernels that do little but move memory do so 16 bytes a lane: a warp's request then brings 16 sectors of 32 bytes, and
-//! one of a bf16 value a lane brings 2.
+//! Kernels that mainly move memory do so with 16 bytes per lane: a warp's request then moves 16
+//! sectors of 32 bytes, compared with 2 for one bf16 value per lane.
 
 use candle_core::Device;
 
@@ -11,14 +11,15 @@ use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{glu, rms_norm};
 
-/// Sectors' worth of bytes in a request, on average over all launches of a case in both dtypes.
+/// Returns the sectors' worth of bytes per request, on average over all launches of a case in both
+/// dtypes.
 fn sectors_of_a_request(case: OpCase) -> f64 {
     let (op, what) = (case.op, case.what.clone());
     let schedule = EmulatorSchedule { counts: true, ..EmulatorSchedule::default() };
     let (passed, counters) =
         Emulator::run(schedule, || case.outcomes(&Device::Cpu).all(|outcome| outcome.passed));
     assert!(passed, "{op}, {what}");
-    // A quarter more where memory of the host starts in the middle of a sector.
+    // Up to a quarter more: a host allocation may start in the middle of a sector.
     let share = counters.global_sectors as f64 / counters.global_least_sectors as f64;
     assert!(share < 1.3, "{op}, {what}: {share} of the sectors that would hold what is moved");
     counters.global_least_sectors as f64 / counters.global_requests as f64
@@ -39,7 +40,7 @@ fn activations_move_16_bytes_a_lane() {
     }
 }
 
-/// The sums of their second stage go column by column, 4 bytes a lane.
+/// The sums of their second stage run column by column, 4 bytes per lane.
 #[test]
 fn gradients_of_gains_move_16_bytes_a_lane_in_their_first_stage() {
     let heads = Heads { num_heads: 8, num_kv_heads: 4, head_dim: 128 };

@@ -1,4 +1,4 @@
-//! What a self-test came to, as a table with a row for each op.
+//! The result of a self-test, as a table with a row for each op.
 
 use std::fmt::Write;
 
@@ -27,27 +27,28 @@ impl FromIterator<CaseOutcome> for SelftestSummary {
 }
 
 impl SelftestSummary {
-    /// The head of the table.
+    /// Returns the header line of the table.
     pub fn header() -> String {
         format!("{:<22} {:>5} {:>7} {:>7}\n", "operation", "cases", "f32", "bf16")
     }
 
-    /// A line for each op: its cases, and its largest error in f32 and bf16 as a part of what is tolerated.
+    /// Returns a line for each op: its cases, and its largest error in f32 and bf16 relative to the
+    /// tolerance.
     pub fn table(&self) -> String {
         self.rows.iter().map(OpSummary::line).collect()
     }
 
-    /// Number of cases that ran.
+    /// Returns the number of cases that ran.
     pub fn cases(&self) -> usize {
         self.rows.iter().map(|row| row.cases).sum()
     }
 
-    /// Seconds that the cases took.
+    /// Returns the seconds that the cases took.
     pub fn secs(&self) -> f64 {
         self.rows.iter().map(|row| row.secs).sum()
     }
 
-    /// What failed on `device`, case by case; none when all passed.
+    /// Returns an error that lists the failed cases on `device`; none if all passed.
     pub fn failure(&self, device: &str) -> Option<Error> {
         let failed: Vec<&CaseOutcome> = self.rows.iter().flat_map(|row| &row.failed).collect();
         if failed.is_empty() {

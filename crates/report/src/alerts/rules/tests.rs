@@ -12,7 +12,7 @@ fn spikes(losses: impl IntoIterator<Item = f64>) -> Vec<String> {
     said.map(|found| found.message).collect()
 }
 
-/// Between 2 and 2.3, falling.
+/// Returns a loss between 2 and 2.3, falling.
 fn quiet(count: usize) -> impl Iterator<Item = f64> {
     (0..count).map(|i| 2.0 + 0.2 / (1.0 + i as f64 / 50.0) + 0.1 * (i as f64 * 2.4).sin())
 }
@@ -47,7 +47,7 @@ fn a_gradient_of_zero_is_said_once() {
     assert!(said[0].starts_with("step 7: the gradient norm has been 0 for 3 steps"), "{said:?}");
 }
 
-/// A step whose seconds went where `data` and `save` say, and the rest into computing.
+/// Returns a step that spends `data` and `save` seconds, and the rest in computing.
 fn timed(step: u64, data: f64, save: f64) -> StepReport {
     StepReport { data_secs: data, save_secs: save, forward_secs: 1.0 - data - save, ..report(step, 2.0, 1.0) }
 }
@@ -79,14 +79,15 @@ fn a_disk_without_room_for_the_next_checkpoint_is_said_once() {
     let found = watch.look(2, room(39 << 30)).unwrap();
     assert!(found.message.starts_with("step 2: 39.0 GiB are free"), "{found:?}");
     assert!((3..90).all(|step| watch.look(step, room(1 << 30)).is_none()));
-    // Of a large disk a few GiB are enough, of a small one a fiftieth.
+    // A few GiB of a large disk are enough, and a fiftieth of a small one.
     let mut small = ShortDisk::new(0);
     assert_eq!(small.look(1, room(6 << 30)), None);
     assert_eq!(small.look(2, OutputRoom { total: 100 << 20, free: 3 << 20 }), None);
     assert!(small.look(3, OutputRoom { total: 100 << 20, free: 1 << 20 }).is_some());
 }
 
-/// Seconds until a stall is said after `steps` steps of `secs` each; none within a day.
+/// Returns the seconds until a stall is reported after `steps` steps of `secs` each; none within a
+/// day.
 fn stalled_after(watch: &mut StallWatch) -> Option<u64> {
     (1..86_400).find(|_| watch.tick(Duration::from_secs(1)).is_some())
 }
@@ -110,10 +111,10 @@ fn a_step_that_does_not_end_is_said_once() {
     watch.moved(20, None);
     (21..=50).for_each(|step| watch.moved(step, Some(1.0)));
     let again = (1..100).find_map(|_| watch.tick(Duration::from_secs(1))).unwrap();
-    assert!(again.message.contains("after step 50, and a step takes 1"), "{again:?}");
+    assert!(again.message.contains("after step 50, and a step usually takes 1"), "{again:?}");
 }
 
-/// Numbers between 0 and 1 that a seed decides (xorshift, Marsaglia 2003).
+/// Random numbers between 0 and 1 from a seed (xorshift, Marsaglia 2003).
 struct Noise(u64);
 
 impl Noise {
@@ -128,14 +129,14 @@ impl Noise {
         (self.0 >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Normally distributed, mean 0 and deviation 1, near enough: of twelve uniform ones.
+    /// Returns a nearly normal number, mean 0 and deviation 1, from twelve uniform ones.
     fn normal(&mut self) -> f64 {
         (0..12).map(|_| self.next()).sum::<f64>() - 6.0
     }
 }
 
-/// Step `step` of a run that has no trouble: a loss that falls from 3 with noise of `noise` nats, a few rows that are
-/// hard, gradients and times that vary, a checkpoint now and then.
+/// Returns step `step` of a run without trouble: a loss that falls from 3 with noise of `noise`
+/// nats, a few hard rows, gradients and times that vary, a checkpoint now and then.
 fn normal_step(step: u64, noise: f64, random: &mut Noise) -> StepReport {
     let hard = if random.next() < 0.002 { 2.0 * noise } else { 0.0 };
     let loss = 0.8 + 2.2 / (1.0 + step as f64 / 300.0) + noise * random.normal() + hard;
@@ -205,7 +206,7 @@ fn a_run_that_was_recorded_raises_nothing() {
 
 type Spoil = fn(StepReport) -> StepReport;
 
-/// Trouble at step 500 of a run that was normal before is said within 20 steps.
+/// A rule reports trouble at step 500 of a normal run within 20 steps.
 #[test]
 fn planted_trouble_is_said_within_twenty_steps() {
     let planted: [(&str, Spoil); 3] = [

@@ -62,7 +62,7 @@ fn a_screen_of_eighty_columns() {
     │     │      ⠉⠑⠒⠤⢤⣀⣀⡀                      ││learning rate 2.00e-4             │
     │1.286│             ⠈⠉⠉⠉⠒⠒⠒⠒⠒⠤⠤⠤⠤⠤⠤⠤⢤⣀⣀⣀⣀⣀•││gradient norm 0.750               │
     │     └────────────────────────────────────││tokens/s      8.19K, 500 ms a step│
-    │     0                                 120││memory, most  3.00 GiB            │
+    │     0                                 120││peak memory   3.00 GiB            │
     └──────────────────────────────────────────┘└──────────────────────────────────┘
     ┌ time of the last 20 steps ───────────────┐┌ seconds of each rank ────────────┐
     │data       2 % █                          ││  0   0.400 s ████████████████████│
@@ -96,7 +96,8 @@ fn a_screen_of_forty_columns() {
     "#);
 }
 
-/// The best evaluation after training began stays while later ones are worse or equal; that of the base does not count.
+/// The best evaluation after training began stays while later ones are worse or equal; that of the
+/// base does not count.
 #[test]
 fn the_best_evaluation_stays_on_the_screen() {
     let mut figures = ScreenFigures::new("run");
@@ -164,7 +165,7 @@ fn a_long_run_has_a_curve_of_bounded_length() {
     (0..5000).for_each(|step| figures.eval(&EvalReport::new(step, 1.0, 1)));
     assert!(figures.evals.len() < 1100);
     screen(80, 24, &figures, &[]);
-    // A loss that is the same at all steps, and one beyond all bounds.
+    // A loss that is equal at all steps, and one beyond all bounds.
     let mut flat = ScreenFigures::new("flat");
     flat.begin(0, 10);
     flat.step(&StepReport { step: 1, loss: 0.0, ..StepReport::default() });

@@ -1,4 +1,5 @@
-//! The backward: probabilities made again from the rows' log-sum-exp, five products a pair of tiles.
+//! The backward: recomputes probabilities from the rows' log-sum-exp, with five products per pair
+//! of tiles.
 
 use std::ops::Range;
 
@@ -16,13 +17,14 @@ use crate::ops::packed_gemm::{MicroKernel, OpenKernel, SQUARE, STEP, TileOperand
 use crate::ops::simd::{self, LANES};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 
-/// Most tasks of a head: each holds gradients of the queries that see its keys until all are summed.
+/// Maximum number of tasks per head: each holds query gradients until all are summed.
 const TASKS: usize = 4;
-/// Rows whose gradients are summed at a time, in a cache.
+/// Rows whose gradients are summed together, sized for a cache.
 const SUMMED_ROWS: usize = 32;
 
-/// The runs of keys of each task of a row of `len` tokens: one from the front and one as long from the back, for most queries see the
-/// first keys, and few the last ones. The second is empty where there are no tiles left.
+/// Returns the runs of keys of each task of a row of `len` tokens. A task takes one run from the
+/// front and an equal one from the back, since most queries see the first keys and few the last.
+/// The second run is empty if no tiles remain.
 fn task_runs(len: usize) -> impl Iterator<Item = [Range<usize>; 2]> {
     let tiles = len.div_ceil(TILE);
     let tasks = tiles.div_ceil(2).min(TASKS);
@@ -92,13 +94,13 @@ pub(in super::super) fn backward(
     })
 }
 
-/// Span, head and runs of keys of each part that is computed by itself.
+/// Returns span, head and runs of keys of each task.
 fn tasks(spans: &[Span], heads: usize) -> Vec<(usize, usize, [Range<usize>; 2])> {
     let of_head = |s: usize, h: usize| task_runs(spans[s].q_len).map(move |runs| (s, h, runs));
     (0..spans.len()).flat_map(|s| (0..heads).flat_map(move |h| of_head(s, h))).collect()
 }
 
-/// Rows of the batch.
+/// Converts rows of a span to rows of the batch.
 fn within(span: &Span, rows: &Range<usize>) -> Range<usize> {
     span.q_start + rows.start..span.q_start + rows.end
 }
@@ -120,7 +122,8 @@ impl TransposedKeyTile {
     }
 }
 
-/// Queries of a tile and the gradients of their outputs: left operands of `Q Kᵀ`, `dO Vᵀ`, `Qᵀ dS` and `dOᵀ P`.
+/// Queries of a tile and the gradients of their outputs: left operands of `Q Kᵀ`, `dO Vᵀ`, `Qᵀ dS`
+/// and `dOᵀ P`.
 struct QueryTile {
     q: TileOperand,
     q_transposed: TileOperand,
@@ -165,8 +168,9 @@ vectorized! {
     }
 }
 
-/// What a task adds to the gradients of one head, `[rows, padded D]` each: of queries from the first key of its runs to the
-/// last query that sees one of them, of the keys and values of each run.
+/// Gradients that a task adds for one head, `[rows, padded D]` each. `dq` covers the queries from
+/// the first key of the task's runs to the last query that sees one of them; `dk` and `dv` cover
+/// the keys of each run.
 struct HeadGradients {
     dq: Vec<f32>,
     dk: [Vec<f32>; 2],
@@ -180,13 +184,14 @@ struct HeadTiles<'a> {
     lse: &'a [f32],
 }
 
-/// The memory of a task.
+/// The scratch memory of a task.
 struct BackwardTiles {
     kernel: OpenKernel,
-    /// Probabilities and gradients of scores, of a pair of tiles.
+    /// Probabilities and score gradients of a pair of tiles.
     p: Vec<f32>,
     ds: Vec<f32>,
-    /// The same as right operands of `dOᵀ P` and `Qᵀ dS`, and as the left one of `dS K`.
+    /// `p` and `ds` packed as right operands of `dOᵀ P` and `Qᵀ dS`, and `ds` as left operand of
+    /// `dS K`.
     p_right: TileOperand,
     ds_right: TileOperand,
     ds_left: TileOperand,
@@ -196,9 +201,9 @@ struct BackwardTiles {
 }
 
 impl BackwardTiles {
-    /// For heads of `width` and tiles of at most `rows` queries.
+    /// Allocates for heads of `width` values and tiles of at most `rows` queries.
     fn new(kernel: MicroKernel, width: usize, rows: usize) -> Self {
-        // Products write what is seen, and the gradient of scores what is not.
+        // Products write the visible entries, and the score gradient writes the masked ones.
         let scores = || unwritten::<f32>(rows.min(TILE).next_multiple_of(SQUARE) * TILE);
         BackwardTiles {
             kernel: kernel.open(),
@@ -207,7 +212,7 @@ impl BackwardTiles {
             p_right: TileOperand::new(kernel, OperandRole::Right),
             ds_right: TileOperand::new(kernel, OperandRole::Right),
             ds_left: TileOperand::new(kernel, OperandRole::Left),
-            // Made zero for each tile of keys.
+            // Zeroed for each tile of keys.
             dk: unwritten(width * TILE),
             dv: unwritten(width * TILE),
         }
@@ -215,7 +220,7 @@ impl BackwardTiles {
 }
 
 impl HeadTiles<'_> {
-    /// The gradients that come of the keys of a task.
+    /// Returns the gradients contributed by the keys of a task.
     fn gradients(
         &self,
         kernel: MicroKernel,
@@ -225,7 +230,7 @@ impl HeadTiles<'_> {
     ) -> HeadGradients {
         let (len, width) = (span.q_len, padded(kind.heads.head_dim));
         let from = runs[0].start;
-        // A key is seen by no query past the window.
+        // No query past the window sees a key.
         let last_query = |keys_to: usize| kind.window.map_or(len, |window| (keys_to - 1 + window).min(len));
         let num_queries = last_query(runs[0].end.max(runs[1].end)) - from;
         let mut dq = vec![0f32; num_queries.next_multiple_of(TILE) * width];
@@ -252,7 +257,8 @@ impl HeadTiles<'_> {
         HeadGradients { dq, dk, dv }
     }
 
-    /// Adds what the tile of queries at `first` and that of keys at `key` give; `dq` begins with those queries.
+    /// Adds the gradients of the query tile at `first` and the key tile at `key`; `dq` begins with
+    /// those queries.
     fn add_pair(
         &self,
         tiles: &mut BackwardTiles,
@@ -282,14 +288,14 @@ impl HeadTiles<'_> {
     }
 }
 
-/// Of each query of a tile: the log-sum-exp of its scores, and `Σ o · do`.
+/// Per query of a tile: the log-sum-exp of its scores, and `Σ o · do`.
 #[derive(Clone, Copy)]
 struct QueryScalars<'a> {
     lse: &'a [f32],
     delta: &'a [f32],
 }
 
-/// Row j of `dst` becomes column j of `src: [.., TILE]`, times `scale`.
+/// Writes column j of `src: [.., TILE]`, times `scale`, to row j of `dst`.
 fn transpose(dst: &mut [f32], width: usize, src: &[f32], scale: f32) {
     for (j, row) in dst.chunks_exact_mut(width).enumerate() {
         for (x, from) in row.iter_mut().zip(src.chunks_exact(TILE)) {
@@ -299,8 +305,8 @@ fn transpose(dst: &mut [f32], width: usize, src: &[f32], scale: f32) {
 }
 
 vectorized! {
-    /// Rows of [`TILE`] products of queries and keys in `p` become probabilities, `dp` becomes the gradient of the (scaled,
-    /// uncapped) scores; what is not seen becomes zero in both.
+    /// Turns rows of [`TILE`] scores in `p` into probabilities, and `dp` into the gradient of the
+    /// (scaled, uncapped) scores. Masked entries become zero in both.
     fn score_gradient(
         p: &mut [f32],
         dp: &mut [f32],
@@ -312,7 +318,7 @@ vectorized! {
         let rows = p.chunks_exact_mut(TILE).zip(dp.chunks_exact_mut(TILE));
         let scalars = queries.lse.iter().zip(queries.delta);
         for (((p, dp), &(from, to)), (&lse, &delta)) in rows.zip(seen).zip(scalars) {
-            // Whole vectors, then zeros over what is not seen of the first and the last one.
+            // Compute whole vectors, then zero the masked entries of the first and the last one.
             let (start, end) = (from / LANES * LANES, to.next_multiple_of(LANES));
             let (p_seen, dp_seen) = (&mut p[start..end], &mut dp[start..end]);
             match softcap {
@@ -343,7 +349,8 @@ vectorized! {
 mod tests {
     use super::*;
 
-    /// Every key is in one run of one task, tasks begin where their first run does, and causal ones have as many pairs of tiles to compute.
+    /// Every key is in one run of one task, tasks begin at their first run, and causal tasks have
+    /// the same number of tile pairs.
     #[test]
     fn tasks_are_alike() {
         for len in [1, 127, 128, 129, 300, 512, 1024, 2000, 8192] {

@@ -1,14 +1,15 @@
-//! What queries of a tile see of the keys of another: columns of a row of scores, and squares of 32 × 32 that are multiplied.
+//! Visibility of keys for the queries of a tile: columns of a row of scores, and squares of 32 × 32
+//! to multiply.
 
 use std::ops::Range;
 
 use super::{AttentionKind, Span, TILE};
 use crate::ops::packed_gemm::SQUARE;
 
-/// Strips of a tile.
+/// Strips per tile.
 const STRIPS: usize = TILE / SQUARE;
 
-/// A pair of tiles: `n` queries from `first` on and `m` keys from `key` on, relative to their span.
+/// A pair of tiles: `n` queries from `first` and `m` keys from `key`, relative to their span.
 #[derive(Clone, Copy)]
 pub(super) struct TilePair {
     pub(super) span: Span,
@@ -20,14 +21,14 @@ pub(super) struct TilePair {
 }
 
 impl TilePair {
-    /// The pair of the tile of queries at `first` and that of keys at `key`.
+    /// Returns the pair of the query tile at `first` and the key tile at `key`.
     pub(super) fn new(span: Span, kind: AttentionKind, (first, key): (usize, usize)) -> Self {
         let (n, m) = (TILE.min(span.q_len - first), TILE.min(span.k_len - key));
         TilePair { span, window: kind.window, first, n, key, m }
     }
 
-    /// The columns of the tile that some of its queries, neighbours, see: from the first that the first of them sees to the last
-    /// that the last of them sees.
+    /// Returns the columns of the tile that some of these neighbouring queries see: from the first
+    /// column of the first query to the last column of the last query.
     fn columns(self, queries: Range<usize>) -> (usize, usize) {
         let (from, _) = self.span.visible(self.first + queries.start, self.window);
         let (_, to) = self.span.visible(self.first + queries.end - 1, self.window);
@@ -35,7 +36,7 @@ impl TilePair {
         (within(from), within(to).max(within(from)))
     }
 
-    /// The columns that each query sees, in order.
+    /// Returns the visible columns of each query, in order.
     pub(super) fn of_rows(self) -> [(usize, usize); TILE] {
         let mut seen = [(0, 0); TILE];
         for (i, seen) in seen.iter_mut().enumerate().take(self.n) {
@@ -56,18 +57,18 @@ impl TilePair {
     }
 }
 
-/// For each strip of queries of a pair of tiles the strips of keys that are seen by one of them.
+/// For each strip of queries of a pair of tiles, the strips of keys visible to any of them.
 pub(super) struct SeenStrips {
     keys: [Range<usize>; STRIPS],
 }
 
 impl SeenStrips {
-    /// The strips of keys that a strip of queries sees.
+    /// Returns the strips of keys that a strip of queries sees.
     pub(super) fn keys(&self, queries: usize) -> Range<usize> {
         self.keys[queries].clone()
     }
 
-    /// The strips of queries that see a strip of keys.
+    /// Returns the strips of queries that see a strip of keys.
     pub(super) fn queries(&self, keys: usize) -> Range<usize> {
         let sees = |seen: &Range<usize>| seen.contains(&keys);
         let from = self.keys.iter().position(sees);
@@ -75,7 +76,7 @@ impl SeenStrips {
         from.zip(last).map_or(0..0, |(from, last)| from..last + 1)
     }
 
-    /// `steps` where the strip of keys is seen by that of queries, else none.
+    /// Returns `0..steps` if the strip of queries sees the strip of keys, else an empty range.
     pub(super) fn all_or_none(&self, queries: usize, keys: usize, steps: usize) -> Range<usize> {
         if self.keys[queries].contains(&keys) { 0..steps } else { 0..0 }
     }
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
     use crate::ops::attention::Heads;
 
-    /// Rows and squares beside what each query sees, one by one.
+    /// Compares rows and squares with what each query sees, element by element.
     #[test]
     fn squares_that_are_left_out_are_seen_by_nobody() {
         for (q_len, k_len) in [(300, 300), (1, 200), (40, 300), (129, 129)] {

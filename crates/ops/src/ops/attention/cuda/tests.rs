@@ -10,7 +10,7 @@ use crate::ops::rotary::Heads;
 use crate::ops::selftest::random;
 use crate::runtime::rng::RngStream;
 
-/// Sequences, heads and masks whose edges fall everywhere in a tile.
+/// Sequences, heads and masks with edges at many positions of a tile.
 #[derive(Debug, Clone)]
 struct Case {
     /// Lengths of the sequences, end to end; a negative one is a gap.
@@ -43,7 +43,7 @@ impl Case {
         Case { window: Some(95), ..Case::new(&[290, -140, 1, 40], (2, 1)) }
     }
 
-    /// As long as a tile but for one.
+    /// A window one shorter than a tile.
     fn window_of_127() -> Self {
         Case { window: Some(127), ..Case::new(&[260], (2, 1)) }
     }
@@ -68,14 +68,14 @@ fn spans_of(lens: &[i64]) -> (Vec<Span>, usize) {
     (spans, at)
 }
 
-/// Normal values, rounded to bf16.
+/// Returns normal values, rounded to bf16.
 fn normal(seed: u64, rows: usize, width: usize, spread: f64) -> Result<Tensor> {
     let stream = RngStream::new(seed);
     let values: Vec<f32> = (0..(rows * width) as u64).map(|i| stream.normal(i) * spread as f32).collect();
     Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?.to_dtype(DType::BF16)?)
 }
 
-/// NaN in the rows of no span: nothing may come from there.
+/// Sets the rows outside every span to NaN: no result may depend on them.
 fn without_gaps(x: &Tensor, spans: &[Span]) -> Result<Tensor> {
     let mut factors = vec![f32::NAN; x.dim(0)?];
     for span in spans {
@@ -94,7 +94,7 @@ fn qkv_of(x: &Tensor, heads: Heads) -> Qkv<'_> {
     }
 }
 
-/// As an implementation without care computes it: bf16 after each op. One span and head at a time.
+/// A plain implementation that rounds to bf16 after each op, one span and head at a time.
 mod plain {
     use super::*;
 
@@ -109,7 +109,7 @@ mod plain {
             .to_dtype(DType::F32)?)
     }
 
-    /// The output `[N, H · D]` and the gradient of q, k and v, in f32.
+    /// Returns the output `[N, H · D]` and the gradients of q, k and v, in f32.
     pub(super) fn run(
         x: &Tensor,
         dout: &Tensor,
@@ -157,7 +157,7 @@ mod plain {
         Ok((out, d))
     }
 
-    /// `to[span, column..] += part`, rounded.
+    /// Computes `to[span, column..] += part`, rounded.
     fn add(to: &Tensor, part: &Tensor, span: Span, column: usize) -> Result<()> {
         let rows = to.narrow(0, span.q_start, span.q_len)?.contiguous()?.copy()?;
         let sum = rounded((rows.narrow(1, column, part.dim(1)?)? + rounded(part.clone())?)?)?;
@@ -166,7 +166,7 @@ mod plain {
     }
 }
 
-/// The largest distance and the root of the mean square.
+/// Returns the largest difference and the root mean square of the differences.
 fn apart(a: &Tensor, b: &Tensor) -> Result<(f32, f32)> {
     let distance = (a.to_dtype(DType::F32)? - b.to_dtype(DType::F32)?)?.flatten_all()?;
     Ok((distance.abs()?.max(0)?.to_scalar()?, distance.sqr()?.mean_all()?.sqrt()?.to_scalar()?))
@@ -177,7 +177,7 @@ fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
     Ok(values.into_iter().map(f32::to_bits).collect())
 }
 
-/// Every order of threads, and copies as early and as late as may be.
+/// Returns every order of threads, with asynchronous copies as early and as late as possible.
 fn schedules() -> [EmulatorSchedule; 3] {
     let ways = [(Order::Forward, false), (Order::Reverse, true), (Order::Shuffled(7), true)];
     ways.map(|(order, late_copies)| EmulatorSchedule { order, late_copies, counts: false })
@@ -190,7 +190,7 @@ fn run(
     spans: &[Span],
     kind: AttentionKind,
 ) -> Result<(AttentionOutput, Tensor)> {
-    // As in a block: q and k come rotated, v as it was projected, in wider rows.
+    // As in a transformer block: q and k are rotated, v comes from the projection, in wider rows.
     let rotated = x.narrow(1, 0, kind.heads.qk_width())?.contiguous()?;
     let (result, _) = Emulator::run(schedule, || {
         let qkv = Qkv { v: qkv_of(x, kind.heads).v, ..qkv_of(&rotated, kind.heads) };
@@ -207,8 +207,9 @@ fn kind_of(case: &Case, head_dim: usize) -> AttentionKind {
     AttentionKind { heads, scale: 1.0 / (head_dim as f64).sqrt(), softcap: case.softcap, window: case.window }
 }
 
-/// Error at most twice (forward) or three times (backward) that of a plain bf16 implementation, both held against the
-/// CPU form in f32, whose own error is a thousandth of it; and the same bits in every order.
+/// Checks that the error is at most twice (forward) or three times (backward) that of a plain bf16
+/// implementation. Both are compared with the CPU form in f32, whose own error is a thousandth of
+/// it. All orders must give the same bits.
 fn as_exact_as_bf16_allows(
     head_dim: usize,
     case: &Case,
@@ -245,7 +246,8 @@ fn as_exact_as_bf16_allows(
     Ok(())
 }
 
-/// One test a head width and case: they run beside each other, and `kernels/mutants.toml` names single ones.
+/// One test per head width and case: they run in parallel, and `kernels/mutants.toml` names single
+/// tests.
 macro_rules! exact_for {
     ($($width:ident: $head_dim:literal),*) => {$(
         mod $width {
@@ -289,7 +291,7 @@ proptest! {
     }
 }
 
-/// Operands of their own, k and v without the first 16 columns of theirs.
+/// Returns separate operands; k and v skip the first 16 columns of their tensors.
 fn cached<'a>(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor, width: usize) -> Qkv<'a> {
     let tail = |tensor| ColumnView { tensor, start: 16, len: width };
     Qkv { q: ColumnView::all(q), k: tail(k), v: tail(v) }
@@ -309,7 +311,7 @@ fn queries_after_cached_keys() -> Result<()> {
         let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim };
         let kind = AttentionKind { heads, scale: 1.0 / (head_dim as f64).sqrt(), softcap, window };
         let q = normal(1, 98, heads.q_width(), 1.0)?;
-        // Columns of wider rows, so that a wrong stride is seen.
+        // Columns of wider rows, to detect a wrong stride.
         let (k, v) =
             (normal(2, 400, heads.kv_width() + 16, 1.0)?, normal(3, 400, heads.kv_width() + 16, 1.0)?);
         let (k_wide, v_wide, q_wide) =
@@ -327,7 +329,8 @@ fn queries_after_cached_keys() -> Result<()> {
     Ok(())
 }
 
-/// Banks serve eight chunks of 16 bytes at once: rows of a matrix for the products, and what is copied in and out.
+/// Shared-memory banks serve eight 16-byte chunks at once: rows of a matrix for the products, and
+/// data copied in and out.
 #[test]
 fn no_bank_conflicts() -> Result<()> {
     for head_dim in HEAD_DIMS {
@@ -348,8 +351,8 @@ fn no_bank_conflicts() -> Result<()> {
     Ok(())
 }
 
-/// Sectors of 32 bytes that one sequence of `len` tokens takes to read and write when no tile is visited that nobody
-/// sees, f32 vectors aside.
+/// Returns the 32-byte sectors that one sequence of `len` tokens must read and write if no masked
+/// tile is visited, without the f32 vectors.
 fn least_sectors(len: usize, kind: AttentionKind, shape: HeadShape) -> usize {
     let (heads, kv_heads) = (kind.heads.num_heads, kind.heads.num_kv_heads);
     let window = kind.window.unwrap_or(len);
@@ -364,7 +367,7 @@ fn least_sectors(len: usize, kind: AttentionKind, shape: HeadShape) -> usize {
     rows_moved * kind.heads.head_dim * size_of::<bf16>() / 32
 }
 
-/// Tiles outside of the triangle or the window are neither read nor computed.
+/// Checks that tiles outside the triangle or the window are neither read nor computed.
 fn only_visible_tiles_are_visited(head_dim: usize) -> Result<()> {
     let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim };
     let (spans, rows) = spans_of(&[512]);
@@ -377,7 +380,7 @@ fn only_visible_tiles_are_visited(head_dim: usize) -> Result<()> {
                 backward(&Emulator, qkv_of(&x, heads), &attended, &dout, &spans, kind)
             });
         done?;
-        // A quarter more where memory of the host starts in the middle of a sector, as large pieces do.
+        // Up to a quarter more: a large host allocation may start in the middle of a sector.
         let share = counters.global_sectors as f64 / least_sectors(rows, kind, shape_of(kind)?) as f64;
         assert!((0.99..1.3).contains(&share), "window {window:?}: {share} of the least");
         Ok(counters.shared_phases)
@@ -401,7 +404,7 @@ fn heads_of_256_visit_only_visible_tiles() -> Result<()> {
 fn tiles_are_the_longest_first_and_cover_every_row() {
     let spans = [Span::sequence(0, 300), Span::sequence(304, 2), Span::sequence(306, 130)];
     let queries = query_tiles(&spans, 440, 128);
-    // 300 = 128 + 128 + 44 keys seen from the last row of each tile; then gaps, which see none.
+    // The last row of each tile sees 128, 256 and 300 keys; the gaps that follow see none.
     assert_eq!(
         queries,
         [
@@ -434,7 +437,8 @@ fn tiles_are_the_longest_first_and_cover_every_row() {
     assert!(query_tiles(&[], 0, 128).is_empty());
 }
 
-/// Every block's shared memory fits the smallest card that computes in bf16 (99 KB on compute capability 8.6).
+/// The shared memory of every block fits the smallest card that computes in bf16 (99 KB on compute
+/// capability 8.6).
 #[test]
 fn shared_memory_fits_every_card() {
     for dim in 0..=512 {

@@ -1,4 +1,5 @@
-//! The kernels of the loss alone: rows of any length and alignment, ties and rows that do not count, against f64.
+//! Tests of the loss kernels alone: rows of any length and alignment, ties and rows without target,
+//! against f64.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -9,17 +10,17 @@ use crate::ops::ColumnView;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::runtime::rng::RngStream;
 
-/// What becomes of logits.
+/// The form of the gradient that a kernel writes over the logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Gradient {
     Bf16,
     F32,
-    /// They stay: losses and hits alone.
+    /// No gradient: the logits stay, only losses and hits are written.
     None,
 }
 
 impl Gradient {
-    /// Value `c` of a row: one of bf16 lies over the bytes of logit `c / 2`.
+    /// Returns value `c` of a row; a bf16 value overlays the bytes of logit `c / 2`.
     fn read(self, row: &[f32], c: usize) -> f32 {
         match self {
             Gradient::Bf16 => bf16::from_bits((row[c / 2].to_bits() >> (16 * (c % 2))) as u16).to_f32(),
@@ -45,18 +46,18 @@ struct LossRows {
     cap: f32,
 }
 
-/// Of all rows without a factor of their own.
+/// The gradient's factor of rows without a factor of their own.
 const FACTOR: f32 = 0.3;
 
-/// More than any other logit of the rows.
+/// A value above all other logits of the rows.
 const LARGEST: f32 = 12.0;
 
 impl LossRows {
-    /// Targets at both ends and nowhere; targets that have the largest logit, alone or beside another of the same size,
-    /// in their group of four and outside; a logit that is no number.
+    /// Creates rows with targets at both ends and without target; targets with the largest logit,
+    /// alone or tied with another, in their group of four and outside; and a NaN logit.
     fn new(vocab: usize, pitch: usize, cap: f32, factors: bool) -> Self {
         let middle = vocab / 8 * 4;
-        // Targets, and where the largest logits are.
+        // Targets, and the positions of the largest logits.
         let rows: [(usize, &[usize]); 12] = [
             (0, &[]),
             (vocab - 1, &[]),
@@ -76,7 +77,7 @@ impl LossRows {
         for (row, (_, largest)) in logits.chunks_exact_mut(pitch).zip(rows) {
             largest.iter().filter(|&&c| c < vocab).for_each(|&c| row[c] = LARGEST);
         }
-        // No logit is larger than what a row without a target begins with.
+        // Keep all logits below the initial maximum of a row without a target.
         logits[2 * pitch..3 * pitch].iter_mut().for_each(|logit| *logit = -1.0 - logit.abs());
         if middle > 0 {
             logits[11 * pitch + middle] = f32::NAN;
@@ -100,7 +101,8 @@ impl LossRows {
         self.logits[n * self.pitch..][..self.vocab].iter().map(|&logit| f64::from(logit)).collect()
     }
 
-    /// The loss of row `n`, whether its target is the first largest logit, and the gradient.
+    /// Returns the loss of row `n`, true if its target is the first largest logit, and the
+    /// gradient.
     fn wanted(&self, n: usize) -> (f64, bool, Vec<f64>) {
         let target = self.targets[n] as usize;
         let (row, cap) = (self.row(n), f64::from(self.cap));
@@ -173,7 +175,8 @@ impl LossRows {
     }
 }
 
-/// Every gradient of rows of `vocab` logits, forward and backward, with and without a soft-cap.
+/// Checks every form of gradient of rows of `vocab` logits, forward and backward, with and without
+/// a soft-cap.
 fn check(vocab: usize, pitch: usize) -> Result<()> {
     let ways = [(Order::Forward, false), (Order::Reverse, true)];
     for (order, late_copies) in ways {

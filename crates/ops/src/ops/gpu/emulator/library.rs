@@ -1,7 +1,7 @@
-//! Kernels out of a shared library, in place of those that tests were built with.
+//! Kernels from a shared library, in place of those compiled into the tests.
 //!
-//! `scripts/mutate_kernels.py` runs tests on kernels with a fault each: such a library takes seconds to make, the tests
-//! anew a minute.
+//! `scripts/mutate_kernels.py` runs tests on kernels with one fault each: compiling such a library
+//! takes seconds, rebuilding the tests a minute.
 
 use std::ffi::OsStr;
 use std::sync::OnceLock;
@@ -10,10 +10,10 @@ use libloading::Library;
 
 use super::{LaunchFunction, finetune_emu_launch};
 
-/// Names the library.
+/// Environment variable with the path of the library.
 const VARIABLE: &str = "FINETUNE_EMU_LIBRARY";
 
-/// What launches kernels: the function of the library, where one is named.
+/// Returns the launch function of the library, or the built-in one if no library is set.
 pub(super) fn launch_function() -> LaunchFunction {
     static FUNCTION: OnceLock<LaunchFunction> = OnceLock::new();
     *FUNCTION.get_or_init(|| match std::env::var_os(VARIABLE) {
@@ -25,11 +25,11 @@ pub(super) fn launch_function() -> LaunchFunction {
 }
 
 fn function_of(path: &OsStr) -> Result<LaunchFunction, libloading::Error> {
-    // SAFETY: it holds the emulator and the kernels, which run nothing when they are loaded.
+    // SAFETY: the library contains the emulator and the kernels, and runs no code when loaded.
     let library = unsafe { Library::new(path) }?;
-    // SAFETY: the function is that of `kernels/emu/emu.cpp`, as the emulator that tests were built with.
+    // SAFETY: the function is that of `kernels/emu/emu.cpp`, like the built-in emulator.
     let function = *unsafe { library.get::<LaunchFunction>(b"finetune_emu_launch") }?;
-    // Loaded as long as the process runs: threads leave the state of their emulator behind.
+    // Keep it loaded until the process exits: threads leave their emulator state in it.
     std::mem::forget(library);
     Ok(function)
 }

@@ -1,4 +1,4 @@
-//! The emulator names what is wrong with a kernel, and finds nothing in a right one.
+//! The emulator names the fault of a kernel, and accepts a correct kernel.
 
 use candle_core::{Device, Tensor};
 
@@ -19,7 +19,7 @@ fn tensors() -> Result<[Tensor; 2]> {
     Ok([Tensor::from_vec(x, 64, &Device::Cpu)?, Tensor::zeros(64, candle_core::DType::F32, &Device::Cpu)?])
 }
 
-/// The text of the refusal of `fault`, in 64 threads of blocks of `threads`, under each schedule.
+/// Returns the error texts of `fault`, in 64 threads in blocks of `threads`, under each schedule.
 fn refusals(fault: Fault, threads: u32) -> Result<Vec<String>> {
     let shape = LaunchShape::line(64 / threads as usize, threads);
     SCHEDULES
@@ -79,7 +79,8 @@ fn what_another_block_writes_may_not_be_read() -> Result<()> {
     Ok(())
 }
 
-/// A grid without blocks is an error to CUDA, so nothing is launched; a block is warps of 32.
+/// A grid without blocks is an error in CUDA, so nothing is launched; a block consists of warps of
+/// 32.
 #[test]
 fn launches_of_nothing_and_of_half_a_warp() -> Result<()> {
     let [x, y] = tensors()?;
@@ -95,7 +96,8 @@ fn launches_of_nothing_and_of_half_a_warp() -> Result<()> {
     Ok(())
 }
 
-/// An argument of another type does not compile; a tensor of another type is refused before the launch.
+/// An argument of another type does not compile; a tensor of another type is refused before the
+/// launch.
 #[test]
 fn a_tensor_of_another_type_is_refused() -> Result<()> {
     let [x, _] = tensors()?;

@@ -1,38 +1,38 @@
-//! A dump of the probe: as text to be kept, and held against another one.
+//! A dump of the probe: its text form, and the comparison with another dump.
 
 use std::fmt::Write;
 
 use super::launches::{Agreement, ProbeInstruction, launches};
 use crate::error::{Error, Result};
 
-/// What stands at the head of a file with a dump.
+/// The first lines of a dump file.
 pub(crate) const HEAD: &str = "\
 # What each instruction of kernels/probe.cu leaves in the registers of the threads that run it:
 # a line a register, in it a word for each thread. `finetune doctor --selftest --probe FILE` writes such a file.
 ";
 
-/// The words that one instruction left.
+/// The words that one instruction left in its registers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DumpedInstruction {
-    /// Its name in `kernels/compat.cuh`, and on what it ran.
+    /// The name in `kernels/compat.cuh`, and the input.
     pub(crate) name: String,
-    /// Words of each thread.
+    /// Number of words of each thread.
     pub(crate) registers: usize,
     /// The registers of thread 0, those of thread 1, and so on.
     pub(crate) words: Vec<u32>,
 }
 
-/// What all instructions of the probe left.
+/// The results of all instructions of the probe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ProbeDump {
-    /// What ran it: the emulator, or a GPU by its name.
+    /// The device that ran it: the emulator, or a GPU by name.
     pub(crate) origin: String,
-    /// In the order in which they ran.
+    /// The instructions, in the order in which they ran.
     pub(crate) instructions: Vec<DumpedInstruction>,
 }
 
 impl ProbeDump {
-    /// The text of a file that keeps it.
+    /// Returns the text of a dump file.
     pub(crate) fn text(&self) -> String {
         let mut text = format!("{HEAD}origin: {}\n", self.origin);
         // Writing to a string cannot fail.
@@ -47,15 +47,16 @@ impl ProbeDump {
         text
     }
 
-    /// Reads what [`ProbeDump::text`] wrote.
+    /// Parses the text of [`ProbeDump::text`].
     ///
     /// # Errors
-    /// A line is none of a dump's, or registers of one instruction have different numbers of threads.
+    /// Fails if a line does not belong to a dump, or registers of one instruction have different
+    /// numbers of threads.
     pub(crate) fn parse(text: &str) -> Result<Self> {
         let refuse = |line: &str| Error::user("cannot read a dump of the probe").because(format!("{line:?}"));
         let mut dump = ProbeDump { origin: String::new(), instructions: Vec::new() };
         let mut lines: Vec<Vec<u32>> = Vec::new();
-        // By register in the file, by thread here.
+        // Lines of the file are registers; words here are ordered by thread.
         let close = |dump: &mut ProbeDump, lines: &mut Vec<Vec<u32>>| {
             let Some(one) = dump.instructions.last_mut() else { return };
             one.registers = lines.len();
@@ -85,7 +86,7 @@ impl ProbeDump {
         Ok(dump)
     }
 
-    /// What is not as in `recorded`, a line for each instruction; nothing where all agree.
+    /// Returns one line per instruction that differs from `recorded`; empty if all agree.
     pub(crate) fn differences(&self, recorded: &ProbeDump) -> Vec<String> {
         let known = launches().into_iter().flat_map(|launch| launch.instructions);
         known.filter_map(|one| self.difference(&one, recorded)).collect()
@@ -98,11 +99,11 @@ impl ProbeDump {
     fn difference(&self, one: &ProbeInstruction, recorded: &ProbeDump) -> Option<String> {
         let name = &one.name;
         let (Some(found), Some(wanted)) = (self.find(name), recorded.find(name)) else {
-            return Some(format!("{name} is not in both dumps: record the older one anew"));
+            return Some(format!("{name} is missing from one dump: record the older dump again"));
         };
         if (found.registers, found.words.len()) != (wanted.registers, wanted.words.len()) {
             return Some(format!(
-                "{name} has another number of registers or threads: record the older dump anew"
+                "{name} has another number of registers or threads: record the older dump again"
             ));
         }
         let pairs = || found.words.iter().zip(&wanted.words).map(|(&found, &wanted)| Word { found, wanted });
@@ -120,7 +121,7 @@ impl ProbeDump {
     }
 }
 
-/// A word, and what it was recorded as.
+/// A found word and the recorded one.
 #[derive(Debug, Clone, Copy)]
 struct Word {
     found: u32,
@@ -138,7 +139,8 @@ impl Word {
         }
     }
 
-    /// How many numbers lie between, one of them counted; none across zero, whose sign is specified.
+    /// Returns the distance in units in the last place; none across zero, since the sign is
+    /// specified.
     fn ulps_apart(self) -> Option<u32> {
         (self.found >> 31 == self.wanted >> 31).then(|| self.found.abs_diff(self.wanted))
     }
@@ -151,10 +153,10 @@ impl Word {
         };
         let apart = match (agreement, self.ulps_apart()) {
             (Agreement::Ulps(ulps), Some(apart)) => {
-                format!(", {apart} units in the last place away and at most {ulps} are specified")
+                format!(", {apart} units in the last place apart (specified: at most {ulps})")
             }
             _ => String::new(),
         };
-        format!("holds {} and was recorded as {}{apart}", text(found), text(wanted))
+        format!("holds {}, recorded: {}{apart}", text(found), text(wanted))
     }
 }

@@ -1,17 +1,18 @@
-//! What the manuals say that the probe's instructions leave, worked out without the emulator: fragments from the PTX ISA's
-//! formulas, sums in the order of the trees, arithmetic by this processor's, functions rounded once from f64.
+//! The results that the manuals specify for the probe's instructions, computed without the
+//! emulator: fragments from the PTX ISA's formulas, sums in tree order, arithmetic by this
+//! processor, functions rounded once from f64.
 
 use half::bf16;
 
 use super::DumpedInstruction;
 use super::inputs::{self, K, LANES, MMA_CASES, MmaCase};
 
-/// Words of every instruction, in the order of a dump.
+/// Returns the words of every instruction, in the order of a dump.
 pub(super) fn expected() -> Vec<DumpedInstruction> {
     [mma(), ldmatrix(), copies(), memory(), shuffles(), conversions(), arithmetic(), functions()].concat()
 }
 
-/// Registers that `of` gives for each thread.
+/// Returns an instruction whose registers `of` computes for each thread.
 fn threads<const R: usize>(name: &str, count: usize, of: impl Fn(usize) -> [u32; R]) -> DumpedInstruction {
     DumpedInstruction { name: name.to_owned(), registers: R, words: (0..count).flat_map(of).collect() }
 }
@@ -25,7 +26,8 @@ fn mma() -> Vec<DumpedInstruction> {
         (0..K).map(|k| f64::from((case.a)(row, k)) * f64::from((case.b)(k, n))).sum()
     };
     let of = |case: &'static MmaCase| {
-        // "row = groupID for c0 and c1, groupID + 8 for c2 and c3; col = threadID_in_group * 2 + (i & 0x1)".
+        // "row = groupID for c0 and c1, groupID + 8 for c2 and c3; col = threadID_in_group * 2 + (i
+        // & 0x1)".
         let place = |lane: usize, i: usize| ((lane >> 2) + 8 * (i >> 1), (lane & 3) * 2 + (i & 1));
         let word = move |lane: usize, i: usize, adds: bool| {
             let (row, n) = place(lane, i);
@@ -43,8 +45,8 @@ fn mma() -> Vec<DumpedInstruction> {
 }
 
 fn ldmatrix() -> Vec<DumpedInstruction> {
-    // Row r of matrix m stands where lane 8 m + r points. Register m of a thread holds two values of a row that follow each
-    // other: of row lane / 4 those in columns 2 (lane % 4) and the next; transposed, rows and columns change places.
+    // Lane 8 m + r points to row r of matrix m. Register m of a thread holds two adjacent values of
+    // row lane / 4, from column 2 (lane % 4) on; transposed, rows and columns are swapped.
     let value = |matrix: usize, row: usize, col: usize| {
         inputs::matrix_value(inputs::matrix_row(8 * matrix + row), col)
     };
@@ -70,7 +72,7 @@ fn copies() -> Vec<DumpedInstruction> {
     ]
 }
 
-/// The lane whose place is `at`.
+/// Returns the lane whose location is `at`.
 fn lane_at(at: usize) -> usize {
     (0..LANES).find(|&lane| inputs::memory_place(lane) == at).unwrap()
 }
@@ -82,7 +84,7 @@ fn memory() -> Vec<DumpedInstruction> {
         |i: usize| u32::from(inputs::half_value(2 * i)) | u32::from(inputs::half_value(2 * i + 1)) << 16;
     let two = |first: usize| [word(first), word(first + 1)];
     let four = |first: usize| [0, 1, 2, 3].map(|i| word(first + i));
-    // The 64 words that store8 wrote, two a lane, to the lane's place.
+    // The 64 words that store8 wrote, two per lane, at the lane's location.
     let stored = |i: usize| word(2 * lane_at(i / 2) + i % 2);
     vec![
         lanes("In.load", |lane| [word(place(lane))]),
@@ -108,7 +110,7 @@ fn memory() -> Vec<DumpedInstruction> {
     ]
 }
 
-/// The sum in every lane: neighbours 16 apart first, then 8, and so on.
+/// Returns the sum in every lane: neighbours 16 apart first, then 8, and so on.
 fn tree_sum(mut x: Vec<f32>) -> f32 {
     for distance in [16, 8, 4, 2, 1] {
         x = (0..LANES).map(|lane| x[lane] + x[lane ^ distance]).collect();
@@ -140,7 +142,7 @@ fn shuffles() -> Vec<DumpedInstruction> {
     ]
 }
 
-/// The bits of x in bf16; every NaN is the canonical one.
+/// Returns the bits of x in bf16; every NaN is the canonical one.
 fn rounded(x: f32) -> u32 {
     if x.is_nan() { 0x7fff } else { u32::from(bf16::from_f32(x).to_bits()) }
 }
@@ -195,7 +197,7 @@ fn arithmetic() -> Vec<DumpedInstruction> {
     ]
 }
 
-/// Zero in place of a number below the normal ones, which .ftz reads and leaves.
+/// Returns zero for a subnormal number, as .ftz flushes inputs and results.
 fn flushed(x: f32) -> f32 {
     if x.is_subnormal() { 0f32.copysign(x) } else { x }
 }

@@ -7,34 +7,34 @@ use super::inputs::{self, LANES};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels};
 
-/// When a word is as it was recorded.
+/// The agreement that a word must have with the recorded one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Agreement {
     /// The same bits.
     Bits,
-    /// The same f32 number, or no number where there was none: its bits are left open.
+    /// The same f32 number, or NaN with any bits for a recorded NaN.
     Number,
-    /// As `Number`, at most so many units in the last place away.
+    /// Like `Number`, with up to this many units in the last place of difference.
     Ulps(u32),
 }
 
 /// An instruction of the probe.
 #[derive(Debug, Clone)]
 pub(crate) struct ProbeInstruction {
-    /// Its name in `kernels/compat.cuh`, and on what it runs.
+    /// The name in `kernels/compat.cuh`, and the input.
     pub(crate) name: String,
-    /// Words that it leaves in each thread.
+    /// Number of words that it leaves in each thread.
     pub(crate) registers: usize,
-    /// Threads that run it.
+    /// Number of threads that run it.
     pub(crate) threads: usize,
-    /// When it has done as recorded.
+    /// The agreement required with the recorded words.
     pub(crate) agreement: Agreement,
 }
 
-/// Runs a kernel on u32 words, into u32 words.
+/// Launches a kernel that reads u32 words and writes u32 words.
 type RunKernel = fn(&dyn Driver, LaunchShape, &Tensor, &Tensor) -> Result<()>;
 
-/// A kernel of the probe and what it is given.
+/// A kernel of the probe and its inputs.
 pub(super) struct ProbeLaunch {
     run: RunKernel,
     shape: LaunchShape,
@@ -43,12 +43,13 @@ pub(super) struct ProbeLaunch {
 }
 
 impl ProbeLaunch {
-    /// A launch of one warp.
+    /// Creates a launch of one warp.
     fn new(run: RunKernel, words: Vec<u32>, instructions: Vec<ProbeInstruction>) -> Self {
         ProbeLaunch { run, shape: LaunchShape::line(1, LANES as u32), words, instructions }
     }
 
-    /// What its instructions leave, one after another, of each the registers of thread 0, of thread 1, and so on.
+    /// Returns the results of the instructions, one after another, each as the registers of thread
+    /// 0, of thread 1, and so on.
     pub(super) fn results(&self, driver: &dyn Driver, device: &candle_core::Device) -> Result<Vec<u32>> {
         let count: usize = self.instructions.iter().map(|one| one.registers * one.threads).sum();
         let words = Tensor::from_slice(&self.words, self.words.len(), device)?;
@@ -58,14 +59,14 @@ impl ProbeLaunch {
     }
 }
 
-/// All launches, in the order of a dump.
+/// Returns all launches, in the order of a dump.
 pub(super) fn launches() -> Vec<ProbeLaunch> {
     let mut all = vec![mma(), ldmatrix(), copies(), memory(), shuffles(), block_sum()];
     all.extend([conversions(), arithmetic(), functions()]);
     all
 }
 
-/// Instructions of one warp with the same agreement, by name and number of registers.
+/// Returns instructions of one warp with the same agreement, by name and number of registers.
 fn of_warp(agreement: Agreement, list: &[(&str, usize)]) -> Vec<ProbeInstruction> {
     let one = |&(name, registers): &(&str, usize)| ProbeInstruction {
         name: name.to_owned(),
@@ -203,9 +204,9 @@ fn arithmetic() -> ProbeLaunch {
     ProbeLaunch::new(run, inputs::arithmetic(), instructions)
 }
 
-/// What may be off is the "maximum ulp error" from the correctly rounded result, of ex2.approx.ftz.f32 and
-/// rcp.approx.ftz.f32 in the PTX ISA (9.7.3.21, 9.7.3.13), of the others in the CUDA C++ Programming Guide's table of
-/// single-precision functions (appendix "Mathematical Functions").
+/// Permits the "maximum ulp error" from the correctly rounded result: for ex2.approx.ftz.f32 and
+/// rcp.approx.ftz.f32 from the PTX ISA (9.7.3.21, 9.7.3.13), for the others from the CUDA C++
+/// Programming Guide's table of single-precision functions (appendix "Mathematical Functions").
 fn functions() -> ProbeLaunch {
     let run: RunKernel =
         |driver, shape, words, out| kernels::probe_functions(driver, shape, In::all(words)?, Out::all(out)?);

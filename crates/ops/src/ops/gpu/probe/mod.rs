@@ -1,9 +1,10 @@
-//! The probe: what every instruction that kernels use leaves in each lane's registers, on coded inputs.
+//! The probe: the registers that every instruction used by kernels leaves in each lane, on coded
+//! inputs.
 //!
-//! The emulator models these instructions, and all kernels are tested on it; so a GPU has to do what the emulator does.
-//! A recorded dump of the emulator is part of the binary, and a GPU's own is held against it; tests hold the emulator
-//! against every dump in `tests/golden`, and the recorded one against what the manuals say of the instructions. The kernels are
-//! `kernels/probe.cu`.
+//! The emulator models these instructions, and all kernels are tested on it, so a GPU must do what
+//! the emulator does. The binary contains a recorded dump of the emulator, and a GPU's dump is
+//! compared with it. Tests compare the emulator with every dump in `tests/golden`, and the recorded
+//! dump with the manuals' specification. The kernels are `kernels/probe.cu`.
 
 mod dump;
 #[cfg(test)]
@@ -20,14 +21,15 @@ use self::launches::launches;
 use super::driver_of;
 use crate::error::Result;
 
-/// The dump that others are held against.
+/// The reference dump.
 const RECORDED: &str = include_str!("../../../../tests/golden/probe.txt");
 
 impl ProbeDump {
-    /// Runs the probe where kernels compute on `device`; none where they do not. `origin` says what runs it.
+    /// Runs the probe if kernels compute on `device`; returns none otherwise. `origin` names the
+    /// device that runs it.
     ///
     /// # Errors
-    /// The driver refuses a launch; the emulator finds a fault.
+    /// Fails if the driver refuses a launch, or the emulator finds a fault.
     pub(crate) fn of(device: &Device, origin: &str) -> Result<Option<Self>> {
         let Some(driver) = driver_of(&Tensor::zeros(1, DType::U32, device)?) else { return Ok(None) };
         let mut instructions = Vec::new();
@@ -44,10 +46,10 @@ impl ProbeDump {
         Ok(Some(ProbeDump { origin: origin.to_owned(), instructions }))
     }
 
-    /// The dump that is part of this binary.
+    /// Returns the dump that is part of this binary.
     ///
     /// # Errors
-    /// An internal one: it cannot be read.
+    /// Fails with an internal error if it cannot be parsed.
     pub(crate) fn recorded() -> Result<Self> {
         Self::parse(RECORDED)
     }

@@ -1,11 +1,12 @@
-//! The recorded dump is what the manuals say, the emulator leaves what every dump holds, and a difference is named.
+//! The recorded dump matches the manuals, the emulator matches every dump, and a difference is
+//! named.
 
 use super::expected::expected;
 use super::launches::{Agreement, launches};
 use super::{DumpedInstruction, ProbeDump};
 use crate::error::Result;
 
-/// Of functions too, of which a GPU may leave something near.
+/// Includes the functions, for which a GPU may leave a nearby number.
 #[test]
 fn the_recorded_dump_is_what_the_manuals_say() -> Result<()> {
     let recorded = ProbeDump::recorded()?;
@@ -28,7 +29,8 @@ fn the_recorded_dump_is_what_the_manuals_say() -> Result<()> {
     Ok(())
 }
 
-/// Each word tells where it comes from: no two lanes of an instruction that moves data hold the same registers.
+/// Each word identifies its source: no two lanes of an instruction that moves data hold the same
+/// registers.
 #[test]
 fn inputs_tell_lanes_and_registers_apart() -> Result<()> {
     let recorded = ProbeDump::recorded()?;
@@ -63,7 +65,7 @@ fn text_is_read_back() -> Result<()> {
     Ok(())
 }
 
-/// The differences after word `at` of an instruction was changed.
+/// Returns the differences after `change` is applied to word `at` of an instruction.
 fn after(name: &str, at: usize, change: impl Fn(u32) -> u32) -> Result<Vec<String>> {
     let recorded = ProbeDump::recorded()?;
     let mut other = recorded.clone();
@@ -77,16 +79,12 @@ fn a_difference_is_named() -> Result<()> {
     assert_eq!(ProbeDump::recorded()?.differences(&ProbeDump::recorded()?), [""; 0]);
     assert_eq!(
         after("ldmatrix_x4", 4 * 5 + 2, |_| 0x0123_4567)?,
-        [
-            "ldmatrix_x4: lane 5, register 2 holds 0x01234567 and was recorded as 0x01c301c2 (1 of 128 words differ)"
-        ]
+        ["ldmatrix_x4: lane 5, register 2 holds 0x01234567, recorded: 0x01c301c2 (1 of 128 words differ)"]
     );
     assert_eq!(
         after("mma_16816, sums alone", 3, |_| 0x3f80_0000)?,
-        [
-            "mma_16816, sums alone: lane 0, register 3 holds 0x3f800000 (1e0) and was recorded as 0xc2850000 (-6.65e1) \
-          (1 of 128 words differ)"
-        ]
+        ["mma_16816, sums alone: lane 0, register 3 holds 0x3f800000 (1e0), recorded: 0xc2850000 (-6.65e1) \
+          (1 of 128 words differ)"]
     );
     assert!(
         after("block_sum", 69, |bits| bits + 1)?[0]
@@ -95,12 +93,13 @@ fn a_difference_is_named() -> Result<()> {
     Ok(())
 }
 
-/// As far as it is specified, and no farther; no number is any of those that are none, and a zero has its sign.
+/// Functions may differ up to the specified error and no farther; a NaN matches any NaN, and a zero
+/// has its sign.
 #[test]
 fn functions_may_be_off_by_what_is_specified() -> Result<()> {
     assert_eq!(after("fast_exp2", 31, |bits| bits + 2)?, [""; 0]);
     let told = after("fast_exp2", 31, |bits| bits - 3)?;
-    assert!(told[0].contains(", 3 units in the last place away and at most 2 are specified"), "{told:?}");
+    assert!(told[0].contains(", 3 units in the last place apart (specified: at most 2)"), "{told:?}");
     assert_eq!(after("fast_reciprocal", 31, |bits| bits + 2)?.len(), 1);
     assert_eq!(after("fast_exp2", 9, |_| 0x7f80_dead)?, [""; 0]);
     assert_eq!(after("fast_exp2", 9, |_| 0x7f80_0000)?.len(), 1);
@@ -117,7 +116,7 @@ fn dumps_of_other_instructions_are_told() -> Result<()> {
     older.instructions[1].words.pop();
     let told = recorded.differences(&older);
     assert_eq!(told.len(), 2);
-    assert!(told[0].ends_with("is not in both dumps: record the older one anew"), "{told:?}");
+    assert!(told[0].ends_with("is missing from one dump: record the older dump again"), "{told:?}");
     assert!(told[1].contains("has another number of registers or threads"), "{told:?}");
     Ok(())
 }
@@ -137,7 +136,7 @@ mod emulated {
         Ok(Emulator::run(schedule, || ProbeDump::of(&Device::Cpu, "emulator")).0?.unwrap())
     }
 
-    /// Every dump in `tests/golden`: the emulator's own, and those that GPUs left.
+    /// Covers every dump in `tests/golden`: the emulator's own, and those of GPUs.
     #[test]
     fn the_emulator_leaves_what_was_recorded() -> Result<()> {
         let dumps =

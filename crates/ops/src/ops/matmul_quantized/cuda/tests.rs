@@ -1,4 +1,5 @@
-//! The kernels that dequantize, on ranges of any start, length and alignment: the bits of the CPU's values.
+//! Tests of the dequantizing kernels on ranges of any start, length and alignment: bit-identical to
+//! the CPU's values.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -11,7 +12,8 @@ use crate::ops::case::CaseRunner;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::quant::{CodeKind, QuantFormat, RunMeaning};
 
-/// Some values of a matrix, and how many elements behind a multiple of 16 bytes the panel and the codes begin.
+/// A range of a matrix's values, and the offsets, in elements, of the panel and the codes from a
+/// multiple of 16 bytes.
 #[derive(Debug, Clone, Copy)]
 struct ValueRange {
     start: usize,
@@ -26,10 +28,10 @@ impl ValueRange {
     }
 }
 
-/// As long as several blocks of threads take, and no multiple of what one thread writes.
+/// Spans several blocks of threads, and is not a multiple of a thread's share.
 const SHAPE: (usize, usize) = (97, 106);
 
-/// The same values from memory that begins `shift` bytes later.
+/// Returns the same values in memory that begins `shift` bytes later.
 fn with_codes_shifted(weight: &Quantized, shift: usize) -> Result<Quantized> {
     let shifted = |run: &QuantizedRun| -> Result<QuantizedRun> {
         if run.meaning != RunMeaning::Codes {
@@ -43,7 +45,7 @@ fn with_codes_shifted(weight: &Quantized, shift: usize) -> Result<Quantized> {
     Ok(Quantized { runs, ..weight.clone() })
 }
 
-/// The range by a kernel, f32 bits, under two schedules.
+/// Returns the kernel's values of the range as f32 bits, equal under two schedules.
 fn found(weight: &Quantized, range: ValueRange, dtype: DType) -> Result<Vec<u32>> {
     let weight =
         if range.codes_shift > 0 { with_codes_shifted(weight, range.codes_shift)? } else { weight.clone() };
@@ -76,7 +78,8 @@ fn check(format: QuantFormat, range: ValueRange) -> Result<()> {
     Ok(())
 }
 
-/// The formats of the op's cases, and blocks that are no power of two and no multiple of what one thread writes.
+/// Returns the formats of the op's cases, and block sizes that are neither a power of two nor a
+/// multiple of a thread's share.
 fn formats() -> Vec<QuantFormat> {
     let plain = |kind, block_size| QuantFormat { kind, block_size, double_quant: false };
     let odd = [plain(CodeKind::NF4, 72), plain(CodeKind::NF4, 12), plain(CodeKind::INT8, 20)];
@@ -87,7 +90,7 @@ fn check_all(ranges: &[ValueRange]) -> Result<()> {
     formats().into_iter().try_for_each(|format| ranges.iter().try_for_each(|&range| check(format, range)))
 }
 
-/// Sixteen bytes at a time, but for the end.
+/// Sixteen bytes at a time, except at the end.
 #[test]
 fn whole_matrices_and_their_ends() -> Result<()> {
     let all = SHAPE.0 * SHAPE.1;
@@ -116,7 +119,7 @@ fn memory_that_is_not_aligned() -> Result<()> {
     Ok(())
 }
 
-/// Places of 33 bits: memory of zeros that the system does not make before it is touched.
+/// Indices of 33 bits, in zeroed memory that the system allocates only when touched.
 #[test]
 fn values_behind_the_first_2_to_the_32() -> Result<()> {
     let block_size = 3 << 20;
