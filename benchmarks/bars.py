@@ -1,10 +1,11 @@
-"""Holds what the parts of gpu.sh measured against bars.toml, and prints tables.
+"""Compares the figures of gpu.sh with bars.toml, and prints tables.
 
-    python3 bars.py                    the bars themselves
-    python3 bars.py gpu/kernels.json   what a part measured, beside them
+    python3 bars.py                    prints the bars
+    python3 bars.py gpu/kernels.json   prints the figures of a part beside them
 
-Standard library only (Python 3.11 or newer). The verdict on a figure is one of "target", "must" (reached that, and not the
-target), "MISSED", "below the target" (where nothing is a must), "no bar" (for this card), or why it was not measured.
+Standard library only (Python 3.11 or newer). The verdict on a figure is one of "target", "must"
+(reached that, and not the target), "MISSED", "below the target" (where nothing is a must), "no bar"
+(for this card), or the reason why it was not measured.
 """
 
 import argparse
@@ -17,13 +18,14 @@ BARS = Path(__file__).with_name("bars.toml")
 
 
 def bars_of(part=None):
-    """The bars of one part, or all."""
+    """Returns the bars of one part, or all."""
     bars = tomllib.loads(BARS.read_text())["bar"]
     return [bar for bar in bars if part in (None, bar["part"])]
 
 
 def at(tree, path):
-    """What stands in `tree` under the keys `path`, joined by dots; of several paths the first that leads to a number."""
+    """Returns the value in `tree` under the keys `path`, joined by dots; of several paths the first
+    that leads to a number."""
     for one in [path] if isinstance(path, str) else path:
         found = tree
         for key in one.split("."):
@@ -34,7 +36,7 @@ def at(tree, path):
 
 
 def for_card(bound, card):
-    """A bar's number; of those by card that of this one, if there is one."""
+    """Returns a bar's number, or the one for this card if the bar has one by card."""
     if not isinstance(bound, dict):
         return bound
     return next((value for name, value in bound.items() if name in (card or "")), None)
@@ -52,7 +54,7 @@ def verdict(value, must, target, at_most):
 
 
 def why_not(step):
-    """Why a step has no figure."""
+    """Returns the reason why a step has no figure."""
     if step is None:
         return "not run"
     if "why" in step:
@@ -61,7 +63,7 @@ def why_not(step):
 
 
 def figures(bar, step):
-    """The figures that a bar is about, each with what names it."""
+    """Returns the figures of a bar, each with its name."""
     result = (step or {}).get("result") or {}
     if "op" not in bar:
         return [(bar["name"], at(result, bar["figure"]))]
@@ -72,8 +74,8 @@ def figures(bar, step):
 
 
 def judged(part, steps, card, dry):
-    """A row for each figure that a bar of the part is about: name, value, unit, must, target, at_most, verdict; of a `dry` run,
-    which only tries the scripts out, no figure is judged.
+    """Returns a row for each figure of the part's bars: name, value, unit, must, target, at_most,
+    verdict. Figures of a `dry` run, which only tries the scripts, have no verdict.
     """
     rows = []
     for bar in bars_of(part):
@@ -100,7 +102,7 @@ def shown(value, unit, sign=""):
 
 
 def table(header, rows):
-    """A table in Markdown."""
+    """Returns a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in line) + " |" for line in lines)
 
@@ -115,7 +117,7 @@ def bars_table(rows):
 
 
 def ops_table(ops):
-    """The table of `finetune bench ops --json`, with the rates that its shares are of."""
+    """Returns the table of `finetune bench ops --json`, with the rates that its shares refer to."""
     def cells(row):
         rate = f"{row['gbps']:.0f} GB/s" if row.get("gbps") is not None else f"{row.get('tflops') or 0:.0f} TFLOP/s"
         share = f"{100 * row['share']:.0f} %" if row.get("share") is not None else "–"
@@ -126,7 +128,7 @@ def ops_table(ops):
 
 
 def sides_table(steps):
-    """Both sides of what was compared with PEFT, as far as either was measured."""
+    """Returns the table of comparisons with PEFT, as far as either side was measured."""
     def against(pair, unit):
         ratio = f" = {shown(pair['ratio'], 'x')}" if pair["ratio"] else ""
         return f"{shown(pair['ours'], unit)} : {shown(pair['peft'], unit)}{ratio}"
@@ -146,7 +148,7 @@ def steps_table(steps):
         if step["ok"]:
             return "skipped: " + step["why"] if "why" in step else "ok"
         lines = step.get("stderr", "").strip().splitlines()
-        # A program that names its error does so before the hints.
+        # A program prints its error before the hints.
         said = next((line for line in lines if re.search(r"\berror\b", line)), lines[-1] if lines else "")[-200:]
         return "FAILED: " + (step.get("why") or f"exit code {step['exit_code']}") + (f": {said}" if said else "")
 
@@ -155,12 +157,12 @@ def steps_table(steps):
 
 
 def notes(steps):
-    """What the steps say of their comparison."""
+    """Returns the notes of the steps on their comparison."""
     return [f"- {name}: {note}" for name, step in steps.items() for note in ((step.get("result") or {}).get("notes") or [])]
 
 
 def report(found):
-    """What a part found, as Markdown: its machine, bars, ops, notes and steps."""
+    """Returns the report of a part as Markdown: its machine, bars, ops, notes and steps."""
     cards = ", ".join(gpu["name"] for gpu in found["machine"]["gpus"]) or "no NVIDIA GPU"
     blocks = [f"# {found['part']}\n\n{found['date']}, commit {found['commit']}, {cards}, {found['machine']['cpu']}"]
     if found["dry_run"]:

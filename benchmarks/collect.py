@@ -3,10 +3,11 @@
     python3 collect.py --binary finetune --out cpu.json --parts parts
     python3 collect.py --binary finetune --out gpu/kernels.json --parts parts --bars kernels
 
-Standard library only. In the folder of parts, NAME.json is what a part printed, NAME.err what it said, NAME.secs how long it took
-and NAME.rc its exit code (124: stopped at its time limit), or "skipped" or "no time" when it was not started; NAME.err then says
-why. A part without usable JSON is kept as its exit code and the end of what it said. With `--bars` the figures are held against
-those of bars.toml, and a table of them is written beside the JSON.
+Standard library only. In the folder of parts, NAME.json is a part's stdout, NAME.err its stderr,
+NAME.secs its seconds and NAME.rc its exit code (124: stopped at its time limit). NAME.rc is
+"skipped" or "no time" if it was not started; NAME.err then holds the reason. A part without usable
+JSON is kept as its exit code and the end of its output. With `--bars` the figures are compared with
+bars.toml, and a table of them is written beside the JSON.
 """
 
 import argparse
@@ -26,7 +27,7 @@ GPU_FIELDS = ("name", "driver_version", "memory.total", "memory.used", "compute_
 
 
 def said(*line, env=None):
-    """The standard output of a short command, or nothing where it cannot be had."""
+    """Returns the stdout of a short command, or an empty text if it fails."""
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=30, cwd=REPOSITORY, env=env)
     except (OSError, subprocess.TimeoutExpired):
@@ -48,7 +49,7 @@ def gpus():
 
 
 def packages(python):
-    """Versions of the other side's packages, without importing them."""
+    """Returns the versions of PEFT's packages, without importing them."""
     code = (
         "import importlib.metadata as m, json\n"
         "v = {}\n"

@@ -1,9 +1,10 @@
-"""Runs the golden trajectories of the tests through a binary and compares every step with PyTorch's float64 run. Prints JSON.
+"""Runs the golden trajectories of the tests through a binary and compares every step with PyTorch's
+float64 run. Prints JSON.
 
     python3 golden.py --binary finetune --gpus 0 --dtype bf16
 
-Standard library only. What is compared: the loss (relative; 2e-5 in f32, 1e-2 in bf16), the gradient norm (ten times that), the
-learning rate (1e-9). Exit code 1 when a run fails or differs.
+Standard library only. Compares the loss (relative; 2e-5 in f32, 1e-2 in bf16), the gradient norm
+(ten times that) and the learning rate (1e-9). Exit code 1 if a run fails or differs.
 """
 
 import argparse
@@ -17,14 +18,14 @@ from pathlib import Path
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests/golden"
 RUNS = ("lora", "rslora", "full", "qlora", "dora", "lora_tokens", "lora_qwen2", "lora_phi3")
-# The largest relative difference of a loss, by the type that is computed in.
+# The largest relative difference of a loss, by computing dtype.
 LOSS = {"f32": 2e-5, "bf16": 1e-2}
 LEARNING_RATE = 1e-9
 FIGURES = ("loss", "learning_rate", "grad_norm")
 
 
 def command(args, name, run, output):
-    """The command line that repeats `run`, the hyper-parameters in trajectory.json."""
+    """Returns the command line that repeats `run`, the hyperparameters in trajectory.json."""
     settings = {
         "model.dtype": args.dtype,
         "data.max_seq_len": run["max_len"],
@@ -56,13 +57,13 @@ def command(args, name, run, output):
 
 
 def steps_of(metrics):
-    """The optimizer steps in metrics.jsonl."""
+    """Returns the optimizer steps in metrics.jsonl."""
     entries = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [entry for entry in entries if "loss" in entry]
 
 
 def compare(expected, found, tolerance_of_loss):
-    """The largest difference of each figure, and what is out of bounds."""
+    """Returns the largest difference of each figure, and those out of bounds."""
     worst = dict.fromkeys(FIGURES, 0.0)
     faults = []
     if len(expected) != len(found):
@@ -118,7 +119,7 @@ def main():
     args.until = time.monotonic() + args.limit
     results = [check(args, name) for name in args.runs]
     ok = all(result["ok"] for result in results)
-    # Of all runs, so not where one did not end.
+    # Over all runs, so omitted if one did not end.
     ended = all("worst" in result for result in results)
     worst = {figure: max(result["worst"][figure] for result in results) for figure in FIGURES} if ended else None
     print(json.dumps({"ok": ok, "dtype": args.dtype, "loss_tolerance": args.loss, "worst": worst, "runs": results}, indent=2))

@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# What a machine with an NVIDIA GPU is asked once it has the binary, in parts of under nine minutes each. Needs Python 3.11, no
-# Rust and no network.
+# Benchmarks the binary on a machine with an NVIDIA GPU, in parts of under nine minutes each. Needs
+# Python 3.11, no Rust and no network.
 #
 #     benchmarks/gpu.sh BINARY OUT check     doctor, every op against its reference, the same under compute-sanitizer
 #     benchmarks/gpu.sh BINARY OUT kernels   every op at the shapes of an 8B model; golden trajectories in f32 and bf16
 #     benchmarks/gpu.sh BINARY OUT train     QLoRA, LoRA and full training of 0.6B to 8B shapes, then beside PEFT
 #     benchmarks/gpu.sh BINARY OUT ranks     two ranks on the one GPU over NCCL beside one rank: values, no speed
-#     benchmarks/gpu.sh BINARY OUT train lora-8b lora-8b-peft      these steps of the part alone
+#     benchmarks/gpu.sh BINARY OUT train lora-8b lora-8b-peft      only these steps of the part
 #
-# OUT/PART.json gets the figures with the facts of the machine, OUT/PART.md tables of them beside the bars of bars.toml,
-# OUT/PART.tar.gz all that the steps said. A step that fails or runs over its time is recorded and the rest goes on; one for
-# which no time is left is recorded as such. The exit code is 1 when there was such a step; a missed bar does not change it.
-#   PYTHON=python3      the interpreter, with torch, transformers, safetensors and peft for train (and bitsandbytes, if there)
-#   MODELS=FOLDER       keeps the models of random weights (28 GB, 16 of them the 8B one) from call to call; default: in TMPDIR
-#   SECS=530            what the part may take
-#   FINETUNE_COMMIT=…   the commit of the binary, where there is no git
-#   GPU_SH_DRY=1        the same on the CPU with a tiny shape, to try the script out
+# OUT/PART.json gets the figures with the facts of the machine, OUT/PART.md their tables beside the
+# bars of bars.toml, OUT/PART.tar.gz all output of the steps. A step that fails, exceeds its time or
+# has no time left is recorded, and the rest continues. The exit code is 1 if there was such a step;
+# a missed bar does not change it.
+#   PYTHON=python3      the interpreter, with torch, transformers, safetensors and peft for train (and bitsandbytes, if available)
+#   MODELS=FOLDER       keeps the models of random weights (28 GB, 16 of them the 8B one) between calls; default: in TMPDIR
+#   SECS=530            time limit of the part
+#   FINETUNE_COMMIT=…   the commit of the binary, if git is missing
+#   GPU_SH_DRY=1        the same on the CPU with a tiny shape, to try the script
 set -uo pipefail
 
 usage() {
@@ -46,7 +47,7 @@ child=
 trap 'rm -rf "$scratch"' EXIT
 trap 'echo "gpu.sh: asked to stop" >&2; [ -z "$child" ] || kill "$child"; finish; exit 143' TERM INT
 
-# A toolkit's libraries may be there as the wheels that PyTorch brings, where the loader does not look.
+# A toolkit's libraries may exist only in PyTorch's wheels, where the loader does not look.
 if ldd "$binary" 2>/dev/null | grep -q 'not found'; then
     wheels=$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
     for folder in "$wheels"/*/lib /usr/local/cuda/lib64; do
@@ -59,7 +60,8 @@ is_wanted() {
     [ -z "${wanted// /}" ] || [[ $wanted == *" $1 "* ]]
 }
 
-# without NAME CODE WHY: records a step that was not started; CODE is "skipped", or "no time", which counts as a failure.
+# without NAME CODE WHY: records a step that was not started; CODE is "skipped", or "no time", which
+# counts as a failure.
 without() {
     is_wanted "$1" || return 0
     echo "gpu.sh: $1: $2, $3" >&2
@@ -67,7 +69,8 @@ without() {
     echo "$2" >"$said/$1.rc"
 }
 
-# step NAME SECONDS COMMAND...: runs it under the limit, or what is left of the part's time, and keeps what it says.
+# step NAME SECONDS COMMAND...: runs the command under the limit, or the rest of the part's time, and
+# keeps its output.
 step() {
     local name=$1 limit=$2 start=$SECONDS left code
     shift 2
@@ -79,14 +82,14 @@ step() {
     fi
     [ "$limit" -le "$left" ] || limit=$left
     echo "gpu.sh: $name (at most $limit s)" >&2
-    # In the background, so that a signal is heard while it runs.
+    # In the background, so that the shell handles signals while it runs.
     timeout --kill-after=5 "$limit" "$@" >"$said/$name.json" 2>"$said/$name.err" &
     child=$!
     wait "$child"
     code=$?
     child=
     echo $((SECONDS - start)) >"$said/$name.secs"
-    # A program that does not heed the limit's first signal is killed by the second.
+    # A program that ignores the limit's first signal is killed by the second.
     [ "$code" -ne 137 ] || [ $((SECONDS - start)) -lt "$limit" ] || code=124
     echo "$code" >"$said/$name.rc"
     [ "$code" -eq 0 ] || echo "gpu.sh: $name failed, exit code $code" >&2
@@ -96,7 +99,7 @@ check() {
     [ -n "$dry" ] || step facts 20 nvidia-smi
     step libraries 20 ldd "$binary"
     step doctor 30 "$binary" doctor
-    # What the instructions left in registers there, to be kept.
+    # Receives the register contents that the instructions left, as a file of the part.
     local probe=(--probe "$out/probe.txt") tool sanitizer
     [ -z "$dry" ] || probe=()
     step selftest 100 "$binary" doctor --selftest ${probe[@]+"${probe[@]}"}
@@ -119,21 +122,21 @@ kernels() {
         gpus=() shapes=(--offline --model "$here/../tests/golden/models/tiny-llama" --tokens 64 --secs 0.02) long=()
     fi
     step ops 180 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"}
-    # Attention over long rows, and the loss of as many.
+    # Attention over long rows, and the loss of equally many.
     step ops-8k 120 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"} ${long[@]+"${long[@]}"} \
         --only attention --only cross_entropy
-    # What passes is the bar that must be reached (bars.toml).
+    # The limits are the "must" bars (bars.toml).
     local golden=("$python" "$here/golden.py" --binary "$binary" --timeout 25 --limit 100 ${gpus[@]+"${gpus[@]}"})
     step golden-f32 110 "${golden[@]}" --dtype f32 --loss 1e-4
     step golden-bf16 110 "${golden[@]}" --dtype bf16 --loss 2e-2
 }
 
-# model SHAPE SECONDS: its folder with random weights.
+# model SHAPE SECONDS: makes its folder with random weights.
 model() {
     step "model-$1" "$2" "$python" "$here/random_weights.py" --shape "$1" --folder "$models/$1" --device cuda
 }
 
-# row NAME SECONDS FLAGS...: one configuration, once our side alone and, second, with PEFT's.
+# row NAME SECONDS FLAGS...: one configuration, first with finetune's side alone, then with PEFT's.
 row() {
     local name=$1 limit=$2 only=(--only ours)
     shift 2
@@ -144,7 +147,7 @@ row() {
         --results "$scratch/results" --timeout 150 --device cuda --dtype bf16 --seq 2048 --micro-batch 2 --accumulation 4
         --steps 8 --warmup 3 "$@" ${only[@]+"${only[@]}"})
     [ -z "$dry" ] || line+=(--device cpu --shape tiny --dtype f32 --seq 64 --micro-batch 2 --accumulation 1 --steps 4 --warmup 1)
-    # Ends by itself a little before it would be stopped: what has been measured by then is told.
+    # Ends by itself shortly before the limit, so that the measured figures are printed.
     local left=$((until - SECONDS))
     [ "$limit" -le "$left" ] || limit=$left
     step "$name" "$limit" "${line[@]}" --limit $((limit > 12 ? limit - 8 : 4))
@@ -159,7 +162,7 @@ train() {
     fi
     local turn big
     big=$(nvidia-smi --id=0 --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null)
-    # Ours first: they have the bars. A run of either side that several rows need is measured once.
+    # finetune's side first: the bars apply to it. A run that several rows need is measured once.
     for turn in first second; do
         row qlora-8b 180 --shape 8b --mode qlora
         row lora-8b 180 --shape 8b --mode lora
@@ -185,7 +188,7 @@ ranks() {
     step two-ranks 480 "$python" "$here/two_ranks.py" --binary "$binary" --timeout 55 ${gpu[@]+"${gpu[@]}"}
 }
 
-# Puts the figures together; the exit code is 1 when a step failed.
+# Collects the figures; the exit code is 1 if a step failed.
 finish() {
     if ! ls "$said"/*.rc >/dev/null 2>&1; then
         echo "gpu.sh: no step of $part was run; there is none of the name:$wanted" >&2

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Losses of full training in bf16 with f32 master weights and without, each with f32 and with 8-bit states, and all in f32.
+"""Losses of full training in bf16 with and without f32 master weights, each with f32 and with 8-bit
+states, and all in f32.
 
-    python3 benchmarks/master_weights.py --binary target/release/finetune --model FOLDER --dataset TRAIN --eval-dataset HELD_OUT
+    python3 benchmarks/master_weights.py --binary target/release/finetune --model FOLDER --dataset TRAIN \
+        --eval-dataset HELD_OUT
 
-Each trains the same rows for the same steps, from the same weights. Prints JSON: the mean loss of each 50 steps, the loss
-on the held-out rows after the last step, and the largest distance of both from the bf16 run with masters, in per cent.
+Each run trains the same rows for the same steps, from the same weights. Prints JSON: the mean loss
+of each 50 steps, the loss on the held-out rows after the last step, and the largest difference of
+both from the bf16 run with masters, in per cent.
 """
 
 import argparse
@@ -26,7 +29,7 @@ WINDOW = 50
 
 
 def train(args, keys, output):
-    """Losses of the steps, the last loss on the held-out rows, the most memory."""
+    """Returns the losses of the steps, the last loss on the held-out rows, and the peak memory."""
     settings = {
         "model.dtype": "bf16",
         "train.max_steps": args.steps,

@@ -1,7 +1,8 @@
-"""Runs a program and measures it from outside, in the same way whatever the program is.
+"""Runs a program and measures it from outside, in the same way for any program.
 
-Wall time from the start of the process to the end of its first step, peak resident memory and CPU time as the system counts
-them, and on a GPU the device memory that nvidia-smi sees above what was in use before. Standard library only.
+Measures wall time from the start of the process to the end of its first step, peak resident memory
+and CPU time as the system counts them. On a GPU it also measures the device memory that nvidia-smi
+reports above the use before. Standard library only.
 """
 
 import os
@@ -16,7 +17,7 @@ POLL_SECS = 0.02
 
 
 class DeviceMemory:
-    """The most memory in use on the first GPU while the block runs, above what was in use before it."""
+    """Peak memory of the first GPU while the block runs, above its use before."""
 
     QUERY = ("nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
 
@@ -49,7 +50,7 @@ class DeviceMemory:
 
 
 def steps_in(metrics):
-    """How many whole lines of optimizer steps the file has."""
+    """Returns the number of complete lines of optimizer steps in the file."""
     try:
         lines = metrics.read_bytes().split(b"\n")[:-1]
     except OSError:
@@ -58,10 +59,10 @@ def steps_in(metrics):
 
 
 def run(line, device, timeout, threads=0, metrics=None, end_after=None):
-    """What `line` said, and its figures; it is killed after `timeout` seconds.
+    """Returns the output of `line` and its figures; kills it after `timeout` seconds.
 
-    `metrics` is the file that gets a line a step. With `end_after` the program is killed once that many steps are in it: what
-    it would still save is not measured.
+    `metrics` is the file that gets a line a step. With `end_after` the program is killed once that
+    many steps are in it, so its final save is not measured.
     """
     line = [str(word) for word in line]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,10 +1,11 @@
-"""The other side of the benchmarks: the same training with PyTorch, transformers and PEFT. Prints one JSON line.
+"""The other side of the benchmarks: the same training with PyTorch, transformers and PEFT. Prints
+one JSON line.
 
     python peft_bench.py --shape 135m --mode lora --dtype f32 --seq 512 --steps 8
 
-A plain loop as a good user writes it: SDPA attention, fused AdamW on a GPU (with `--state int8` bitsandbytes' 8-bit AdamW), LoRA
-on all linear layers as PEFT makes it (adapters in f32), one optimizer step per `--micro-batch` x `--accumulation` rows of
-exactly `--seq` tokens.
+A plain loop in the style of an experienced user: SDPA attention, fused AdamW on a GPU (with
+`--state int8` bitsandbytes' 8-bit AdamW), LoRA on all linear layers as PEFT creates it (adapters in
+f32), one optimizer step per `--micro-batch` x `--accumulation` rows of exactly `--seq` tokens.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from pathlib import Path
 
 
 def since_start():
-    """Seconds since this process was started (10 ms steps): the imports below count."""
+    """Returns the seconds since this process started (in steps of 10 ms): the imports below
+    count."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
@@ -80,7 +82,7 @@ def build(args, torch):
 
 
 def optimizer_of(args, trainable, torch):
-    """AdamW and what it is called."""
+    """Returns AdamW and its name."""
     if args.state == "int8":
         from bitsandbytes.optim import AdamW8bit
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How long the program takes to start, and what it holds: its help, a recipe that it refuses, `finetune plan` of a folder of a 70B Llama.
-Wall and processor time, peak memory.
+"""Measures startup time and memory of the program: its help, a recipe that it refuses, and
+`finetune plan` for a folder of a 70B Llama. Wall and CPU time, peak memory.
 
     python3 benchmarks/plan_startup.py --binary target/release/finetune --out FILE
 
-Writes a folder with config.json, the index and the headers of 30 shards, whose tensors are holes in sparse files. Needs nothing but
-Python's library.
+Writes a folder with config.json, the index and the headers of 30 shards, whose tensors are sparse.
+Needs only Python's standard library.
 """
 
 import argparse
@@ -30,13 +30,13 @@ CONFIG = {
 }
 
 
-# Of ptrace(2).
+# Constants of ptrace(2).
 TRACE_ME, CONTINUE, SET_OPTIONS, TRACE_EXIT = 0, 7, 0x4200, 0x40
 AT_EXIT = 5 | 6 << 8
 
 
 def tensors():
-    """Names and shapes."""
+    """Yields the names and shapes of tensors."""
     yield "model.embed_tokens.weight", [VOCABULARY, HIDDEN]
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
@@ -72,8 +72,10 @@ def write_folder(folder):
 
 
 def most_held(line):
-    """Bytes of a command's high-water mark, read where it is about to exit. What wait4 says of it, or GNU time, counts the parent's memory,
-    too: at exec the kernel takes over the mark of the program that was there before, which is this Python's."""
+    """Returns the bytes of a command's high-water mark, read as it exits. wait4 and GNU time would
+    also count the parent's memory: at exec the kernel inherits the mark of the previous program,
+    which is this Python's.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     pid = os.fork()
@@ -97,7 +99,8 @@ def most_held(line):
 
 
 def measured(line, expected, runs):
-    """Wall and processor time in ms, medians, and the most bytes held of a command that ends with exit status `expected`."""
+    """Returns median wall and CPU time in ms, and the peak bytes of a command that must exit with
+    `expected`."""
     wall, processor = [], []
     silent = [(os.POSIX_SPAWN_OPEN, stream, "/dev/null", os.O_WRONLY, 0) for stream in (1, 2)]
     for _ in range(runs):

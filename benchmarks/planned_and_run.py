@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""What `finetune plan` says of thirteen runs on the CPU, beside what they take: memory and the time of a step.
+"""Compares `finetune plan` with actual runs, for thirteen runs on the CPU: memory and the time of a
+step.
 
     python3 benchmarks/planned_and_run.py --binary target/release/finetune --out FILE
 
-Writes models of random weights. In each round, before each run, it measures the processor by `finetune bench ops` for the run's shape and
-dtype, plans the run, trains it, and takes the median of its steps. Prints a table: predicted, actual and the difference of
-both, medians of the rounds, whose times it lists, too. Needs nothing but Python's library; about 25 minutes on two quiet cores.
+Writes models of random weights. In each round, before each run, it measures the processor with
+`finetune bench ops` for the run's shape and dtype, plans the run, trains it, and takes the median
+of its steps. Prints a table of medians over the rounds: predicted, actual and the difference of
+both. The table also lists the times of all rounds. Needs only Python's standard library; takes
+about 25 minutes on two quiet cores.
 """
 
 import argparse
@@ -28,7 +31,7 @@ SHAPES["60m"] = SHAPES["135m"] | {
 LORA = {"adapter.r": 16, "adapter.lora_alpha": 32, "adapter.target_modules": "all-linear"}
 QLORA = LORA | {"quantization.kind": "nf4", "quantization.double_quant": "true"}
 BLOCK = {"train.recompute": "block"}
-# What stands for a folder of the run's.
+# Placeholder for a folder of the run.
 FOLDER = "FOLDER"
 # Shape, tokens of a row, dtype, ranks, keys.
 RUNS = [
@@ -61,7 +64,7 @@ UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def memory_of(line, log):
-    """What a run says at its end that it was planned to hold, and the most that it has held: what it saves last is planned, too."""
+    """Returns the planned and the peak memory that a run prints at its end, final save included."""
     with open(log, "w") as said:
         to_log = [(os.POSIX_SPAWN_DUP2, said.fileno(), 2)]
         pid = os.posix_spawn(str(line[0]), [str(word) for word in line], os.environ, file_actions=to_log)
@@ -74,7 +77,7 @@ def memory_of(line, log):
 
 
 def one(binary, folder, run):
-    """What is planned of one run, and what it takes."""
+    """Returns the plan of one run, and its measured figures."""
     shape, seq, dtype, ranks, keys = run
     model = folder / f"{shape}-{seq}"
     if not model.exists():
@@ -105,7 +108,7 @@ def one(binary, folder, run):
 
 
 def median_of(run, rounds):
-    """The medians of the rounds of a run, with what it is."""
+    """Returns the medians of the rounds of a run, with its settings."""
     shape, seq, dtype, ranks, keys = run
     medians = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
     times = {f"{key}_by_round": [round(found[key], 4) for found in rounds] for key in ("planned_secs", "step_secs")}
@@ -113,7 +116,7 @@ def median_of(run, rounds):
 
 
 def row(last):
-    """A line of the table."""
+    """Returns a line of the table."""
     memory = last["peak_bytes"] / last["planned_bytes"] - 1
     time = last["step_secs"] / last["planned_secs"] - 1
     words = " ".join(f"{key.split('.')[1]}={value}" for key, value in last["keys"].items())

@@ -1,9 +1,11 @@
-"""Writes a bf16 checkpoint of random weights into a model folder: safetensors in shards of at most 4 GB, with their index.
+"""Writes a bf16 checkpoint of random weights into a model folder: safetensors in shards of at most
+4 GB, with their index.
 
     python3 random_weights.py --shape 8b --folder models/8b --device cuda
 
-Needs torch, transformers and safetensors. Matrices are drawn from N(0, initializer_range²) on the device, vectors (the gains
-of norms) are ones. A folder that has its weights is left as it is: the file that readers look for first is written last.
+Needs torch, transformers and safetensors. Matrices are drawn from N(0, initializer_range²) on the
+device; vectors (the gains of norms) are ones. A folder with complete weights is left as it is: the
+file that readers look for first is written last.
 """
 
 import argparse
@@ -20,12 +22,12 @@ SHARD_BYTES = 4_000_000_000
 
 
 def complete(folder):
-    """Whether the folder has all of its weights."""
+    """Returns true if the folder has all of its weights."""
     return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def tensors_of(folder):
-    """Names and shapes of a checkpoint's tensors, and how matrices are drawn."""
+    """Returns names and shapes of a checkpoint's tensors, and the deviation of its matrices."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,7 +40,8 @@ def tensors_of(folder):
 
 
 def in_shards(shapes):
-    """The names in order, cut so that no shard is larger than SHARD_BYTES unless it is one tensor; and the bytes of all."""
+    """Splits the names, in order, into shards of at most SHARD_BYTES, or of a single larger tensor;
+    also returns the total bytes."""
     shards, room, total = [[]], SHARD_BYTES, 0
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)

@@ -1,7 +1,8 @@
-"""Model folders of a given shape with no weights in them: config.json, a small tokenizer, rows of text.
+"""Model folders of a given shape without weights: config.json, a small tokenizer, rows of text.
 
-Both sides of a benchmark start from such a folder; random_weights.py puts a checkpoint into it. The tokenizer is that of a
-tiny model of the tests; its few hundred ids are valid in every shape, and speed does not depend on which ids occur.
+Both sides of a benchmark start from such a folder; random_weights.py adds a checkpoint. The
+tokenizer is that of a tiny model of the tests. Its few hundred ids are valid in every shape, and
+speed does not depend on which ids occur.
 """
 
 import json
@@ -29,7 +30,7 @@ def _shape(family, hidden, layers, heads, kv_heads, head_dim, ffn, vocab, tied=T
 
 
 SHAPES = {
-    # For trying the scripts out.
+    # To try the scripts.
     "tiny": _shape(_LLAMA, 64, 2, 4, 2, 16, 128, 512),
     # SmolLM-135M.
     "135m": _shape(_LLAMA, 576, 30, 9, 3, 64, 1536, 49152),
@@ -52,7 +53,8 @@ WORDS = (
 
 
 def write_model(folder, shape, seq, rows):
-    """Fills `folder`; each of the `rows` rows of text.jsonl has at least `seq` tokens, so that cut rows are all `seq` long."""
+    """Fills `folder`; each of the `rows` rows of text.jsonl has at least `seq` tokens, so that
+    truncated rows have exactly `seq`."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny = json.loads((TOKENIZER_FROM / "config.json").read_text())
     config = SHAPES[shape] | {
@@ -70,6 +72,6 @@ def write_model(folder, shape, seq, rows):
     dice = random.Random(0)
     with open(folder / "text.jsonl", "w") as file:
         for _ in range(rows):
-            # A word is a token at least.
+            # A word has at least one token.
             text = " ".join(dice.choice(WORDS) for _ in range(seq + 8))
             file.write(json.dumps({"text": text}) + "\n")

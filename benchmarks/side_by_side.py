@@ -1,15 +1,18 @@
-"""One training configuration, ours and PEFT's by turns on the same shape and tokens. Prints JSON.
+"""One training configuration, with finetune and PEFT alternately on the same shape and tokens.
+Prints JSON.
 
     python3 side_by_side.py --binary finetune --shape 135m --mode lora --dtype f32 --seq 512 --steps 8 --rounds 2
 
-Standard library only; `--python` names the interpreter that has torch, transformers and peft. Both sides start from the same
-bf16 checkpoint of random weights and are measured alike (measure.py). Tokens/s are the tokens of a step over its wall time as the
-program itself gives it, median of the steps after `--warmup`. `peak_bytes` is what each program says its tensors took at most,
-`peak_gpu_bytes` what nvidia-smi saw.
+Standard library only; `--python` names the interpreter that has torch, transformers and peft. Both
+sides start from the same bf16 checkpoint of random weights and are measured in the same way
+(measure.py). Tokens/s are the tokens of a step over the wall time that the program itself reports,
+as the median of the steps after `--warmup`. `peak_bytes` is the peak of tensors that each program
+reports, `peak_gpu_bytes` that of nvidia-smi.
 
-Where the other side cannot do the same, the nearest thing that it can is measured, and a note in the output says so: without
-bitsandbytes its LoRA over a bf16 base stands for QLoRA, and torch's AdamW for 8-bit AdamW; when a side runs out of memory without
---checkpointing, both are compared again with it (`summary_checkpointing`).
+If PEFT cannot run the same configuration, the nearest one is measured, and a note in the output
+names it: without bitsandbytes, LoRA over a bf16 base replaces QLoRA, and torch's AdamW replaces
+8-bit AdamW. If a side runs out of memory without --checkpointing, both are also compared with it
+(`summary_checkpointing`).
 """
 
 import argparse
@@ -30,14 +33,14 @@ from random_weights import complete
 from shapes import SHAPES, write_model
 
 HERE = Path(__file__).resolve().parent
-# What both command lines are made from, and what a kept result is known by.
+# Settings that form both command lines and identify a stored result.
 CONFIGURATION = ("shape", "mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "checkpointing", "state", "master",
                  "device", "threads")  # fmt: skip
 LEAST_SECS = 5
 
 
 def ours(args, folder, output):
-    """The command that trains with the binary."""
+    """Returns the command that trains with the binary."""
     settings = {
         "model.dtype": args.dtype,
         "data.format": "text",
@@ -67,7 +70,7 @@ def ours(args, folder, output):
 
 
 def theirs(args, folder):
-    """The command that trains with PEFT."""
+    """Returns the command that trains with PEFT."""
     line = [args.python, HERE / "peft_bench.py", "--folder", folder]
     for name in ("mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "state", "device", "threads"):
         line += ["--" + name.replace("_", "-"), getattr(args, name)]
@@ -75,7 +78,7 @@ def theirs(args, folder):
 
 
 def what_they_can(args):
-    """The configuration that the other side runs, and what differs from the one asked for."""
+    """Returns the configuration that PEFT can run, and its differences from the requested one."""
     if args.mode != "qlora" and args.state != "int8":
         return args, []
     line = [args.python, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('bitsandbytes') is None)"]
@@ -124,14 +127,15 @@ def run_theirs(args, folder, timeout):
 
 
 class Bench:
-    """One configuration's model folder, its results kept in `--results`, and the time that is left."""
+    """One configuration's model folder, its results stored in `--results`, and the remaining
+    time."""
 
     def __init__(self, args, folder):
         self.args, self.folder = args, folder
         self.until = time.monotonic() + args.limit if args.limit else None
 
     def side(self, measure, args, turn):
-        """A run of one side, or what an earlier call kept of the same run."""
+        """Runs one side, or returns the stored result of the same run."""
         key = [measure.__name__, turn] + [getattr(args, name) for name in CONFIGURATION]
         kept = None
         if self.args.results:
@@ -144,7 +148,7 @@ class Bench:
             return {"ok": False, "error": f"not run: the {self.args.limit:.0f} s were used up"}
         result = measure(args, self.folder, timeout)
         print(f"side_by_side: {measure.__name__}, {'ok' if result['ok'] else result['error']}", file=sys.stderr)
-        # A run that the time stopped may be tried again.
+        # A run stopped at the time limit may be retried.
         if kept and (result["ok"] or out_of_memory(result)):
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(result))
@@ -170,7 +174,7 @@ def best(runs, figure, choose):
 
 
 def ratios(mine, other):
-    """Ours over PEFT's: the fastest run of each, the least memory of each."""
+    """Returns finetune's figures over PEFT's: the fastest run of each, the least memory of each."""
     figures = {"tokens_per_sec": max} | dict.fromkeys(
         ("peak_bytes", "peak_rss_bytes", "peak_gpu_bytes", "first_step_secs", "cpu_secs"), min
     )
@@ -179,7 +183,7 @@ def ratios(mine, other):
 
 
 def compared(bench):
-    """All that was measured, what each figure is beside the other side's, and whether it went well."""
+    """Returns all measurements, the ratio of each figure, and true if all runs succeeded."""
     args = bench.args
     instead, notes = what_they_can(args) if args.only != "ours" else (args, [])
     mine, other = bench.sides(args, instead)
@@ -191,7 +195,7 @@ def compared(bench):
         again = [argparse.Namespace(**vars(side) | {"checkpointing": True}) for side in (args, instead)]
         mine, other = bench.sides(*again)
         found |= {"summary_checkpointing": ratios(mine, other), "ours_checkpointing": mine, "peft_checkpointing": other}
-        # What PEFT cannot do is a finding, not a failure of the benchmark.
+        # An unsupported configuration of PEFT is a result, not a failure of the benchmark.
         failed = [run for run in failed if not out_of_memory(run) or run in found["ours"]]
         failed += [run for run in mine + other if not run["ok"]]
     return found | {"ok": not failed}
@@ -229,7 +233,7 @@ def arguments():
 
 
 def prepared(args, scratch):
-    """The model folder, with its checkpoint and as many rows as the steps take."""
+    """Prepares the model folder, with its checkpoint and enough rows for the steps."""
     folder = (args.models or Path(scratch)).resolve() / args.shape
     write_model(folder, args.shape, args.seq, args.steps * args.micro_batch * args.accumulation)
     if not complete(folder):
@@ -241,7 +245,7 @@ def prepared(args, scratch):
 
 
 def main():
-    # Ends runs and removes folders when a time limit of a caller ends this.
+    # Ends runs and removes folders if a caller's time limit ends this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = arguments()
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,9 +1,10 @@
-"""Tries gpu.sh out with programs that only look like the real ones: no GPU, no model and no PyTorch are needed.
+"""Tests gpu.sh with fake programs: no GPU, no model and no PyTorch are needed.
 
     python3 benchmarks/test_gpu.py
 
-What is tried: that each part records every step, also those that fail, hang or are not reached; exit codes; that figures stand
-beside the right bars; what side_by_side.py makes of a PEFT that runs out of memory.
+Tests that each part records every step, also those that fail, hang or are not reached; exit codes;
+that figures are beside the right bars; and the result of side_by_side.py if PEFT runs out of
+memory.
 """
 
 import json
@@ -18,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
-# Says what finetune says; FAKE_HANG names a word of a command line that makes it hang.
+# Prints finetune's output; FAKE_HANG names a word of a command line that makes it hang.
 FINETUNE = """
 import json, os, pathlib, sys, time
 words = sys.argv[1:]
@@ -57,7 +58,8 @@ elif "--model" in words:
         time.sleep(100)  # as one that saves all weights does
 """
 
-# The interpreter: runs all of ours but what needs PyTorch; its PEFT has no room without checkpointing.
+# The interpreter: runs all project scripts except those that need PyTorch; its PEFT runs out of
+# memory without checkpointing.
 PYTHON = """
 import json, os, pathlib, sys
 script, words = pathlib.Path(sys.argv[1]).name, sys.argv[2:]
@@ -119,7 +121,7 @@ class Gpu(unittest.TestCase):
         return subprocess.Popen(line, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run_part(self, part, *steps, **variables):
-        """Exit code, what was recorded, and the table."""
+        """Returns exit code, record and table."""
         process = self.start(part, *steps, **variables)
         out, err = process.communicate()
         file = self.place / "out" / f"{part}.json"
@@ -191,7 +193,7 @@ class Gpu(unittest.TestCase):
         }
         self.assertEqual({name: verdicts.get(name) for name in expected}, expected)
         self.assertNotIn("share of the copy rate: weight_norm", table)
-        # The bars are a frozen layer's.
+        # The bars of a frozen layer apply.
         others = [name for name in verdicts if name.startswith("loss: ") and not name.endswith("frozen")]
         self.assertEqual(others, [])
         self.assertIn("| dequantize | 12288x4096, nf4 | bf16 | 1.500 | 3870 GB/s | 90 % |", table)

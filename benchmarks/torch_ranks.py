@@ -1,10 +1,11 @@
-"""The other side of the scaling benchmark: PyTorch DDP or FSDP over gloo, one process a rank. Prints one JSON line.
+"""The other side of the scaling benchmark: PyTorch DDP or FSDP over gloo, one process a rank.
+Prints one JSON line.
 
     python torch_ranks.py --strategy fsdp --ranks 2 --mode lora --shape 135m --seq 512 --steps 6
 
-Starts its own ranks on the loopback. The step is peft_bench.py's: SDPA attention, f32, AdamW, LoRA on all linear layers
-as PEFT makes it; FSDP shards by decoder layer (FSDP1's wrapper with use_orig_params, which takes frozen and trained parameters
-in one layer).
+Starts its own ranks on the loopback. The step is that of peft_bench.py: SDPA attention, f32, AdamW,
+LoRA on all linear layers as PEFT creates it. FSDP shards by decoder layer (FSDP1's wrapper with
+use_orig_params, which accepts frozen and trained parameters in one layer).
 """
 
 import argparse

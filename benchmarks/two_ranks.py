@@ -1,11 +1,12 @@
 """Trains on two ranks that share one GPU and compares every step with one rank. Prints JSON.
 
     python3 two_ranks.py --binary finetune --gpu 0
-    python3 two_ranks.py --binary finetune               the same on the CPU, with threads: to try the script out
+    python3 two_ranks.py --binary finetune               the same on the CPU with threads, to try the script
 
-Standard library only. Two processes over NCCL, each pretending to be a host of its own (NCCL_HOSTID), over the loopback: NVIDIA
-supports no such sharing and it is slow, so this says that values are right and nothing about speed. Losses may differ by 1e-5,
-gradient norms by 1e-4 (relative): NCCL picks the order of its sums. Exit code 1 when a run fails or differs.
+Standard library only. Two processes use NCCL over the loopback, each pretending to be its own host
+(NCCL_HOSTID). NVIDIA does not support such sharing and it is slow, so this checks values, not
+speed. Losses may differ by 1e-5, gradient norms by 1e-4 (relative): NCCL chooses the order of its
+sums. Exit code 1 if a run fails or differs.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from golden import GOLDEN, steps_of
 
 RECIPES = (("lora", "ddp"), ("full", "ddp"), ("full", "zero2"), ("full", "fsdp"))
 LOSS, GRAD_NORM = 1e-5, 1e-4
-# As crates/comm/src/collective/nccl/environment.rs, which says why.
+# As in crates/comm/src/collective/nccl/environment.rs, which explains the reason.
 SHARED = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -38,7 +39,7 @@ SHARED = {
 
 
 def library():
-    """NCCL where the loader looks, else that of PyTorch's wheels."""
+    """Returns the NCCL that the loader finds, else that of PyTorch's wheels."""
     if "FINETUNE_NCCL_LIB" in os.environ:
         return {}
     try:
@@ -72,7 +73,8 @@ def line(args, recipe, strategy, output, accumulation):
 
 
 def finished(processes, timeout):
-    """Exit codes and what was said; all are ended at the limit, or soon after one has failed."""
+    """Returns exit codes and outputs; ends all processes at the limit, or soon after one has
+    failed."""
     until = time.monotonic() + timeout
     while time.monotonic() < until and any(process.poll() is None for process in processes):
         if any(process.poll() not in (None, 0) for process in processes):

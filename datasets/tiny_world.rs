@@ -1,16 +1,18 @@
-//! Writes the tiny world: everything the quickstart model reads, from one seed.
+//! Generates the tiny world, all data that the quickstart model reads, from one seed.
 //!
 //! `cargo run --example tiny_world -- OUT_DIR` writes
-//! - `pretrain.jsonl`, `pretrain-heldout.jsonl`: short stories as `{"text"}` rows. Facts about people come first and
-//!   recur later in other words, so a model that continues stories learns to look facts up. No story holds a
-//!   question or a role marker.
-//! - `questions-train.jsonl`, `questions-heldout.jsonl`: a story, a question about it and its short answer as
-//!   `{"messages"}` rows. Answering is what the base cannot do.
-//! - `tokenizer.json`: a word of the world is one token; any other text falls back to letters and bytes.
+//! - `pretrain.jsonl`, `pretrain-heldout.jsonl`: short stories as `{"text"}` rows. Facts about
+//!   people come first and recur later in other words, so a model that continues stories learns to
+//!   look facts up. No story holds a question or a role marker.
+//! - `questions-train.jsonl`, `questions-heldout.jsonl`: a story, a question about it and its short
+//!   answer as `{"messages"}` rows. Answering is what the base cannot do.
+//! - `tokenizer.json`: a word of the world is one token; any other text falls back to letters and
+//!   bytes.
 //!
-//! A fact is a triple (who, what, value). One in ten is *held out*: held-out rows are made of such facts alone,
-//! and no other file mentions them, so their answers cannot have been learnt by heart. The program checks this,
-//! and that every word it wrote is in the vocabulary, before it says that it is done.
+//! A fact is a triple (who, what, value). One fact in ten is *held out*: the held-out rows are made
+//! of these facts alone, and no other file mentions them. The model therefore cannot have memorized
+//! their answers. The program checks this, and that the vocabulary covers every word, before it
+//! reports success.
 
 use std::collections::{BTreeSet, HashSet};
 use std::error::Error;
@@ -29,7 +31,7 @@ const HELDOUT_ROWS: usize = 150;
 
 const PEOPLE: [&str; 10] = ["Ana", "Ben", "Finn", "Ivo", "Lena", "Mara", "Nora", "Omar", "Ruth", "Tom"];
 
-/// One kind of fact and all the ways to tell it, recall it and ask for it.
+/// One kind of fact, with all its ways to state it, recall it and ask for it.
 struct Topic {
     whats: &'static [&'static str],
     values: &'static [&'static str],
@@ -137,10 +139,10 @@ const FILLERS: [&str; 8] = [
     "Then it was time to go home.",
 ];
 
-/// (topic, who, what, value), as places in the tables.
+/// (topic, who, what, value), as indices into the tables.
 type Fact = (usize, usize, usize, usize);
 
-/// One value in ten of every (who, what) pair is kept for the held-out rows.
+/// Returns true for one value in ten of every (who, what) pair: those of the held-out rows.
 fn is_held_out((topic, who, what, value): Fact) -> bool {
     (topic + 7 * who + 3 * what + value) % 10 == 0
 }
@@ -153,7 +155,7 @@ fn tell((topic, who, what, value): Fact, template: &str) -> String {
         .replace("{value}", topic.values[value])
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014): the same text on every machine.
+/// SplitMix64 (Steele, Lea, Flood 2014), which gives the same text on every machine.
 struct Random(u64);
 
 impl Random {
@@ -176,8 +178,9 @@ impl Random {
     }
 }
 
-/// The facts of one story, no person and no thing twice, so each question has one answer. In most stories no two
-/// facts are of a kind; in one of five all are, and only the person or the thing tells which value is meant.
+/// Draws the facts of one story. No person and no thing occurs twice, so each question has one
+/// answer. In four of five stories no two facts share a topic; in the others all do, and only the
+/// person or the thing tells which value is asked for.
 fn facts(random: &mut Random, held_out: bool) -> Vec<Fact> {
     let wanted = 2 + random.below(3);
     let only = (random.below(5) == 0).then(|| random.below(TOPICS.len()));
@@ -195,7 +198,7 @@ fn facts(random: &mut Random, held_out: bool) -> Vec<Fact> {
     facts
 }
 
-/// The facts of a story in words, sometimes after a sentence that says nothing.
+/// The facts of a story in words, sometimes after a filler sentence.
 fn opening(random: &mut Random, facts: &[Fact]) -> Vec<String> {
     let mut sentences = Vec::new();
     if random.below(8) == 0 {
@@ -207,7 +210,7 @@ fn opening(random: &mut Random, facts: &[Fact]) -> Vec<String> {
     sentences
 }
 
-/// A fact told once more: as at first, or in other words.
+/// Restates a fact, in its first wording or in another one.
 fn again(random: &mut Random, fact: Fact) -> String {
     let topic = &TOPICS[fact.0];
     let templates = if random.below(6) == 0 { topic.facts } else { topic.recalls };
@@ -226,7 +229,7 @@ fn story(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
     (json!({ "text": sentences.join(" ") }), facts)
 }
 
-/// A story, a question about one of its facts, and the answer.
+/// A story, a question about one of its facts, and its answer.
 fn question(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
     let facts = facts(random, held_out);
     let mut sentences = opening(random, &facts);
@@ -240,8 +243,8 @@ fn question(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
     (row, facts)
 }
 
-/// All words of the world, each as the tokenizer sees it: with the space before it as `▁`, or bare after an
-/// apostrophe, and punctuation on its own.
+/// All words of the world as the tokenizer sees them: with `▁` for the space before, or bare after
+/// an apostrophe. Punctuation stands alone.
 fn words() -> BTreeSet<String> {
     let mut sentences: Vec<String> = FILLERS.iter().map(|&s| s.to_owned()).collect();
     for topic in &TOPICS {
@@ -260,7 +263,8 @@ fn words() -> BTreeSet<String> {
     words
 }
 
-/// A BPE without merges: `ignore_merges` makes each word of the vocabulary one token, `byte_fallback` spells the rest.
+/// A BPE model without merges: `ignore_merges` makes each word of the vocabulary one token, and
+/// `byte_fallback` spells all other text.
 fn tokenizer() -> Value {
     let special = ["<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>"];
     let mut tokens: Vec<String> = special.map(str::to_owned).to_vec();
@@ -309,7 +313,8 @@ fn tokenizer() -> Value {
     })
 }
 
-/// Each text of a row must be words of the vocabulary alone, and come back from its tokens unchanged.
+/// Checks that each text of a row uses the vocabulary alone and that its tokens decode to the same
+/// text.
 fn check_text(tokenizer: &Tokenizer, row: &Value) -> Result<usize, Box<dyn Error + Send + Sync>> {
     let messages = row["messages"].as_array().map(Vec::as_slice).unwrap_or_default();
     let texts = row["text"].as_str().into_iter().chain(messages.iter().filter_map(|m| m["content"].as_str()));
@@ -328,7 +333,7 @@ fn check_text(tokenizer: &Tokenizer, row: &Value) -> Result<usize, Box<dyn Error
     Ok(tokens)
 }
 
-/// What the training rows mentioned and the held-out rows must not.
+/// Facts that the training rows mention, which the held-out rows must not contain.
 #[derive(Default)]
 struct Seen {
     facts: HashSet<Fact>,

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Runs the tests beside busy processes, three times in a row: no verdict may depend on how busy the machine is.
+"""Runs the tests beside busy processes, three times in a row: no result may depend on the load of
+the machine.
 
-    scripts/busy_suite.py                                     cargo test, beside two busy processes a core
-    scripts/busy_suite.py --times 1 -- --test cli hangs::     what follows `--` goes to cargo test
+    scripts/busy_suite.py                                  cargo test, beside two busy processes a core
+    scripts/busy_suite.py --times 1 -- --test cli hangs::  arguments after `--` go to cargo test
 
-Tests are built first, alone. The script starts its busy processes itself, and ends them by their ids. The exit status is
-the number of runs that failed.
+Tests are built first, alone. The script starts its busy processes itself, and ends them by their
+ids. The exit status is the number of failed runs.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Ends by itself once the script is gone.
+# Ends by itself when the script is gone.
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(1_000_000))\n"
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Check that `finetune merge` makes of PEFT's adapters what PEFT computes with them.
+"""Checks that `finetune merge` of PEFT's adapters gives the model that PEFT computes with them.
 
     python scripts/check_adapters.py --finetune target/release/finetune
 
-Needs torch, transformers, peft and the binary; no network, no GPU. Takes minutes. For each tiny family under
-tests/golden/models PEFT makes adapters of every kind with random values that are not zero and saves them; the merged
-folder loads in transformers without a missing or unexpected tensor and gives the logits of the saved adapter in PEFT,
-on the base in f32. Kinds that PEFT refuses for a family are shown as such. (What the binary itself trains is
-check_outputs.py's.)
+Needs torch, transformers, peft and the binary; no network, no GPU. Takes minutes. For each tiny
+family under tests/golden/models PEFT makes adapters of every kind with random nonzero values and
+saves them. The merged folder must load in transformers without a missing or unexpected tensor, and
+give the logits of the saved adapter in PEFT on the base in f32. Kinds that PEFT refuses for a
+family are shown as such. (check_outputs.py checks adapters that the binary trains.)
 
-Prints the largest difference of logits for each kind and family and exits 1 if one is above its limit.
+Prints the largest difference of logits for each kind and family; exits 1 if one is above its limit.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LIMIT = 1e-4
 
 
 def kinds(family, config):
-    """Settings of LoraConfig by name, and with `resize` the tokens added before."""
+    """Settings of LoraConfig by name; `resize` holds tokens to add before."""
     fused = family == "phi3"
     attention = ["qkv_proj", "o_proj"] if fused else ["q_proj", "v_proj"]
     gate = "gate_up_proj" if fused else "gate_proj"
@@ -84,7 +84,8 @@ def kinds(family, config):
     if config["tie_word_embeddings"]:
         tied = dict(ensure_weight_tying=True)
         all_kinds |= {
-            # PEFT saves no head of its own beside an embedding with LoRA: with two tables the new rows of one are lost.
+            # PEFT saves no head of its own beside an embedding with LoRA: with two tables the new
+            # rows of one are lost.
             "tied: new tokens": dict(**embedding, resize=table + 5),
             "tied: saved": dict(target_modules=attention, modules_to_save=["embed_tokens"], **tied),
             "tied: embedding": dict(**embedding, **tied),
@@ -95,7 +96,7 @@ def kinds(family, config):
 
 
 def load(folder):
-    """A model in f32, and a failure for each tensor that does not belong."""
+    """Returns a model in f32; fails for each tensor that does not belong to it."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -115,18 +116,18 @@ def base(family, resize):
 @torch.no_grad()
 def logits(model):
     ids = torch.arange(4 * 32).reshape(4, 32) * 37 % model.config.vocab_size
-    # Tokens whose rows change, and the last ones.
+    # The tokens whose rows change, and the last ones.
     ids[:, ::9] = torch.tensor([3, 0, 17, model.config.vocab_size - 1]).unsqueeze(1)
     return model(input_ids=ids).logits
 
 
 def refused(error):
-    """Whether PEFT says that it does not do this."""
+    """Returns true if PEFT reports that it does not support this."""
     return isinstance(error, (ValueError, TypeError, NotImplementedError))
 
 
 def make(family, folder, resize=0, **settings):
-    """Saves an adapter with random values; PEFT's logits with it, loaded again."""
+    """Saves an adapter with random values; returns PEFT's logits with it, loaded again."""
     torch.manual_seed(7)
     settings = {"init_lora_weights": False, **settings}
     model = peft.get_peft_model(
@@ -140,7 +141,8 @@ def make(family, folder, resize=0, **settings):
             if "lora_" in name and "magnitude" not in name:
                 parameter.copy_(0.1 * random)
             else:
-                # Around what it is: magnitudes and rows of tables have their scale from the base.
+                # Vary existing values: magnitudes and rows of tables have their scale from the
+                # base.
                 parameter.add_(0.1 * parameter.abs().mean() * random)
     model.save_pretrained(folder, save_embedding_layers=True if resize else "auto")
     plain = logits(base(family, resize))
@@ -151,7 +153,8 @@ def make(family, folder, resize=0, **settings):
 
 
 def check(binary, family, place, settings):
-    """The largest difference of logits of the merged model; the reason if PEFT has no such adapter."""
+    """Returns the largest difference of the merged model's logits, or the reason if PEFT has no
+    such adapter."""
     adapter, merged = place / "adapter", place / "merged"
     try:
         theirs = make(family, adapter, **settings)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How far a step in bf16 is from the same step in f64, ours beside PyTorch's.
+"""Compares the error of a step in bf16 with the same step in f64, for finetune and for PyTorch.
 
     python scripts/check_bf16.py --finetune target/release/finetune
     python scripts/check_bf16.py --finetune target/release/finetune --model FOLDER --rows 64
 
-Needs torch, transformers and the binary; no network, no GPU. Each row of a text data set is a step of full training whose
-learning rate is next to nothing, so that every step sees the weights as they are stored. Loss and gradient norm of each
-step are held against those that transformers computes in f64; the same is done with transformers in bf16. Prints, for
-each model, the root mean square of the relative errors of both, and exits 1 where ours is larger than PyTorch's by more
-than a tenth.
+Needs torch, transformers and the binary; no network, no GPU. Each row of a text data set is a step
+of full training with a learning rate near zero, so that every step uses the stored weights. Loss
+and gradient norm of each step are compared with those of transformers in f64; the same is done for
+transformers in bf16. Prints, for each model, the root mean square of both relative errors; exits 1
+if finetune's is more than a tenth larger than PyTorch's.
 """
 
 import argparse
@@ -23,12 +23,12 @@ import torch
 import transformers
 from check_outputs import FAMILIES, GOLDEN, MAX_SEQ_LEN, Rows
 
-# Both errors are of a few dozen steps: what one of them is more than the other by chance.
+# Both errors come from a few dozen steps, so one exceeds the other by chance.
 SLACK = 1.1
 
 
 def ours(binary, folder, rows, steps):
-    """Loss and gradient norm of each row, in bf16."""
+    """Returns loss and gradient norm of each row, in bf16."""
     settings = {
         "model.dtype": "bf16",
         "data.format": "text",
@@ -54,15 +54,15 @@ def ours(binary, folder, rows, steps):
 
 
 def theirs(folder, rows, steps, dtype):
-    """The same by transformers, with sums of losses and norms in f64."""
-    # The plain form is exact for every family; in bf16 its own choice, which is what people run.
+    """Returns the same from transformers, with sums of losses and norms in f64."""
+    # The plain form is exact for every family; bf16 uses the default, as users do.
     attention = {"attn_implementation": "eager"} if dtype == torch.float64 else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **attention)
     found = []
     for ids, counts in Rows(folder, rows).examples[:steps]:
         model.zero_grad()
         logits = model(torch.tensor([ids])).logits[0]
-        # As their losses: in f32 at least.
+        # Like transformers' own losses: in f32 at least.
         logits = logits.to(torch.promote_types(dtype, torch.float32))
         targets = torch.tensor([id if count else -100 for id, count in zip(ids, counts, strict=True)])
         loss = torch.nn.functional.cross_entropy(logits[:-1], targets[1:])
@@ -73,7 +73,7 @@ def theirs(folder, rows, steps, dtype):
 
 
 def error(found, exact, figure):
-    """The root mean square of the relative errors of a figure."""
+    """Returns the root mean square of the relative errors of a figure."""
     if len(found) != len(exact):
         sys.exit(f"check_bf16.py: {len(found)} steps beside {len(exact)}")
     squares = [(a[figure] / b[figure] - 1) ** 2 for a, b in zip(found, exact, strict=True)]

@@ -3,10 +3,11 @@
 
     scripts/check_chat_ids.py target/debug/finetune MODEL... -- ROWS.jsonl...
 
-The rows have `messages`, or `question` and `answer`, or `instruction` and `response`, which both sides take for a user's and an
-assistant's turn. Each row of each set goes through `finetune data --tokens` and through `apply_chat_template` of transformers
-with the tokenizer of each model. An EOS that finetune adds after a template without one is allowed. A row that a template
-refuses must be refused by both. Needs Python with transformers. The exit status is 1 if a row differs.
+The rows have `messages`, or `question` and `answer`, or `instruction` and `response`, which both
+sides take for a user's and an assistant's turn. Each row of each set goes through `finetune data
+--tokens` and through `apply_chat_template` of transformers with the tokenizer of each model. An EOS
+that finetune adds after a template without one is allowed. A row that a template refuses must be
+refused by both. Needs Python with transformers. The exit status is 1 if a row differs.
 """
 
 import json
@@ -31,7 +32,7 @@ def messages_of(row):
 
 
 def ids_of(binary, model, rows):
-    """Returns the ids of each row by its number, and the numbers of those that finetune refuses."""
+    """Returns the ids of each row by its number, and the numbers of rows that finetune refuses."""
     command = [binary, "data", "--offline", "--model", model, "--dataset", rows, "--tokens", "--rows", "1000000",
                "--set", "data.max_seq_len=100000", "--set", "data.on_bad_row=skip"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -62,7 +63,7 @@ def main():
             for at, chat in enumerate(chats):
                 try:
                     wanted = tokenizer.apply_chat_template(chat, return_dict=False)
-                except Exception:  # Whatever a template raises.
+                except Exception:  # Any error that a template raises.
                     wanted = None
                 ours = found.get(at)
                 if wanted is None and ours is None:

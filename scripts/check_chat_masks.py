@@ -3,10 +3,11 @@
 
     scripts/check_chat_masks.py target/debug/finetune
 
-TRL has copies of chat templates (`NAME_training.jinja`) in which `{% generation %}` marks what the assistant wrote. For each
-template that has such a copy, the chats below go through `finetune data` with the plain template, and through
-transformers with the tagged one. Where both print the same text, the trained text must be the same. Needs Python with
-transformers, trl and tokenizers. The exit status is the number of chats that differ.
+TRL has copies of chat templates (`NAME_training.jinja`) in which `{% generation %}` marks what the
+assistant wrote. For each template that has such a copy, the chats below go through `finetune data`
+with the plain template, and through transformers with the tagged one. Where both print the same
+text, the trained text must be the same. Needs Python with transformers, trl and tokenizers. The
+exit status is the number of chats that differ.
 """
 
 import importlib.util
@@ -22,14 +23,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests/golden/models/tiny-qwen2"
-# Found, not imported: the templates need no PyTorch.
+# Located, not imported: the templates need no PyTorch.
 TEMPLATES = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 
 TOOL = {"type": "function", "function": {"name": "get_temp", "description": "Temperature", "parameters": {
     "type": "object", "properties": {"city": {"type": "string", "description": "City"}}, "required": ["city"]}}}
 
 
-# It may end a chat after the end of its last turn.
+# This text may end a chat after the end of its last turn.
 EOS = "<|im_end|>"
 MARKERS = r"<\|[^|<>\s]+>|<[^|<>/\s]+\|>|<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|\[/?[A-Z_]{3,}\]|</?(?:start|end)_of_turn>|<turn\|>|<\|turn>|</s>"
 
@@ -70,7 +71,7 @@ CHATS = {
 
 
 def model_for(folder, texts):
-    """The golden tokenizer with the markers of a template as special tokens."""
+    """Writes the golden tokenizer with the markers of a template as special tokens."""
     markers = set()
     for text in texts:
         markers.update(re.findall(MARKERS, text))
@@ -84,13 +85,14 @@ def model_for(folder, texts):
 
 
 def write_eos(folder, eos):
-    """Names the token that ends the chats of a template."""
+    """Sets the token that ends the chats of a template."""
     config = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"eos_token": eos}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def trained_text(output):
-    """The text of a row with ⟦ and ⟧ around what is trained, from the table that `finetune data` prints."""
+    """Returns the text of a row, with ⟦ and ⟧ around trained text, from the table of `finetune
+    data`."""
     text, open_ = "", False
     for line in output.splitlines():
         found = re.match(r"\s+(\d+)\s+(\d+) {2}(train|     ) {2}.*? {2}(\".*\")$", line)
@@ -115,7 +117,8 @@ def expected_text(template, chat, tools, tokens):
 
 
 def covers(wide, narrow, text):
-    """Whether each trained part of `narrow` is one of `wide` without the header before it or the newline after it."""
+    """Returns true if each trained part of `narrow` is one of `wide`, without the header before it
+    or the newline after it."""
     def parts(text):
         found, at = [], 0
         for piece in re.split("([⟦⟧])", text):

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What the build with feature `cuda` does on a machine without a GPU. After `. scripts/cuda-env.sh`:
+# Checks the build with feature `cuda` on a machine without a GPU. After `. scripts/cuda-env.sh`:
 #
 #     scripts/check_cuda_binary.sh target/debug/finetune
 #
-# Without a driver the loader names the library that is missing. On the stub libraries of cuda-env.sh, which know no
-# device, the binary starts, `doctor` says so, a GPU is refused in one error, and a step is trained on the CPU.
+# Without a driver the loader names the missing library. With the stub libraries of cuda-env.sh,
+# which report no device, the binary starts, `doctor` shows the missing GPU, a run on a GPU is
+# refused with one error, and a step trains on the CPU.
 set -euo pipefail
 binary=$(realpath "$1")
 stubs="${CUDA_HOME:?source scripts/cuda-env.sh first}/lib64/stubs"
@@ -21,7 +22,7 @@ fail() {
     exit 1
 }
 
-# Runs the binary, whose exit code must be the first argument; what it says is kept.
+# Runs the binary; its exit code must be the first argument. Keeps the output for `says`.
 expect() {
     local wanted=$1 code=0
     shift

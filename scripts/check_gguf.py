@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that llama.cpp computes what `finetune` computes: the GGUF files of `finetune export`, run by llama-cpp-python.
+"""Checks that llama.cpp computes what `finetune` computes: the GGUF files of `finetune export`, run
+by llama-cpp-python.
 
     python scripts/check_gguf.py --binary target/release/finetune tests/golden/models/tiny-* \
         --adapter tests/golden/models/tiny-llama=tests/golden/train/lora/adapter_final
@@ -12,11 +13,12 @@ Needs llama-cpp-python, tokenizers, numpy and safetensors, and the binary. For e
 - the perplexity of q8_0 is within 0.5 % of f16's;
 - every other type loads and gives finite logits; its perplexity is shown.
 
-For each adapter: llama.cpp with base and adapter gives the logits that it gives for the model `finetune merge`
-writes, and PEFT's, where `final_logits.safetensors` lies beside the adapter's folder.
+For each adapter: llama.cpp with base and adapter gives the logits that it gives for the model
+`finetune merge` writes, and PEFT's, where `final_logits.safetensors` lies beside the adapter's
+folder.
 
-llama.cpp has no sliding windows for some families: there the check runs on a copy of the model without the window.
-Prints a table; the exit code is 1 when anything failed.
+llama.cpp has no sliding windows for some families: there the check runs on a copy of the model
+without the window. Prints a table; the exit code is 1 when anything failed.
 """
 
 import argparse
@@ -51,7 +53,8 @@ F32, NEW_TOKENS = 0, 40
 
 
 def plain_parameters(defaults=llama_cpp.llama_cpp.llama_model_default_params):
-    """Model parameters without repacking: what is checked is the file, not a kernel (AMX's crash on some hosts)."""
+    """Disables repacking of weights: the check is of the file, not of a kernel (AMX crashes on some
+    hosts)."""
     parameters = defaults()
     parameters.use_extra_bufts = False
     return parameters
@@ -96,7 +99,7 @@ class Finetune:
 
 
 def load(path, context, **more):
-    # The cache in f32 and no flash attention: what differs then is the order of sums.
+    # With the cache in f32 and no flash attention, only the order of sums differs.
     return llama_cpp.Llama(
         model_path=str(path), n_ctx=context, logits_all=True, verbose=False, n_threads=2, type_k=F32, type_v=F32,
         flash_attn=False, **more,
@@ -126,7 +129,7 @@ def perplexity(llama, ids, context):
 
 
 def greedy(llama, ids, ends):
-    """The new ids, and the logits that each was chosen from."""
+    """Returns the new ids, and the logits that each was chosen from."""
     new, rows = [], []
     llama.reset()
     llama.eval(ids)
@@ -142,8 +145,9 @@ def greedy(llama, ids, ends):
 
 
 def streamed(decode, ids, new):
-    """The text as `finetune generate` prints it, token by token: bytes that turn out to be no character later cannot
-    be taken back, and a character is held until it is whole."""
+    """Returns the text as `finetune generate` prints it, token by token. Printed bytes that turn
+    out to be no character cannot be taken back, and a character is held until it is complete.
+    """
     shown = decode(ids)
     printed = ""
     for end in range(1, len(new) + 1):
@@ -156,7 +160,8 @@ def streamed(decode, ids, new):
 
 
 def compare(decode, ids, new, rows, theirs, margin):
-    """Whether `theirs` is the text of `new`, or parts from it at a near-tie; and how that is to be said."""
+    """Returns true if `theirs` is the text of `new` or differs from a near-tie on, and a
+    description."""
     text = lambda tokens: streamed(decode, ids, tokens)
     if text(new) == theirs:
         return True, f"{len(new)} tokens"
@@ -179,7 +184,8 @@ def ends_of(folder):
 
 
 def without_window(folder, place):
-    """The folder, or a copy of it without the sliding window that llama.cpp does not compute."""
+    """Returns the folder, or a copy of it without the sliding window, which llama.cpp does not
+    support."""
     config = json.loads((folder / "config.json").read_text())
     used = config["model_type"] not in ("qwen2", "qwen3") or config.get("use_sliding_window")
     if config["model_type"] not in NO_WINDOW or not config.get("sliding_window") or not used:

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""What nvcc makes of kernels/*.cu, held against kernels/limits.toml. No GPU is needed.
+"""Checks the code that nvcc makes of kernels/*.cu against kernels/limits.toml. Needs no GPU.
 
-    source scripts/cuda-env.sh              # nvcc, where there is none
-    scripts/check_kernels.py                # exit code 1 where a kernel breaks a limit
-    scripts/check_kernels.py --table        # prints what each kernel takes, too
+    source scripts/cuda-env.sh              # provides nvcc if it is missing
+    scripts/check_kernels.py                # exit code 1 if a kernel breaks a limit
+    scripts/check_kernels.py --table        # also prints the resources of each kernel
 
-The files are compiled with the options that crates/ops/build.rs compiles them with, kernels/nvcc.options. ptxas
-then says what registers, stack, spills and shared memory each kernel takes for each architecture, and the PTX shows by
-which instructions it moves memory and computes. limits.toml says what is meant; what is asked of every kernel stands
-here: no access to local memory, no atomic sum of floats, nothing that nvcc warns of.
+The files are compiled with the options of crates/ops/build.rs, kernels/nvcc.options. ptxas then
+reports registers, stack, spills and shared memory of each kernel for each architecture. The PTX
+shows the instructions that move memory and compute. limits.toml holds the limits of each kernel;
+the rules for every kernel are here: no access to local memory, no atomic sum of floats, no warning
+of nvcc.
 
-`--kernels FOLDER` checks another folder instead, such as a copy in which a limit is lower, to see that it is noticed.
+`--kernels FOLDER` checks another folder instead, such as a copy with a lower limit, to show that a
+breach is detected.
 """
 
 from __future__ import annotations
@@ -29,22 +31,23 @@ from pathlib import Path
 try:
     import tomllib
 except ModuleNotFoundError:
-    # Python before 3.11; pip, by which scripts/cuda-env.sh fetches nvcc, brings the same parser along.
+    # Python before 3.11; pip, with which scripts/cuda-env.sh fetches nvcc, includes the same
+    # parser.
     from pip._vendor import tomli as tomllib
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 
-# Files that are compiled at a time.
+# Number of files compiled at a time.
 AT_ONCE = 2
 
-# Of a multiprocessor, for sm_80 and sm_90: 32-bit registers, and the threads and blocks that it holds.
+# Limits of a multiprocessor of sm_80 and sm_90: 32-bit registers, threads and blocks.
 REGISTERS = 65536
 RESIDENT_THREADS = 2048
 RESIDENT_BLOCKS = 32
-# The most that a thread can address.
+# The most registers that a thread can address.
 REGISTERS_OF_A_THREAD = 255
 
-# The names that `uses` takes, and what they stand for in PTX.
+# The names that `uses` accepts, and their PTX instructions.
 USES = {
     "mma.sync": "products on tensor cores",
     "ldmatrix": "matrices from shared memory to registers",
@@ -57,12 +60,13 @@ USES = {
 
 
 class Refused(Exception):
-    """What is asked for cannot be checked."""
+    """The check cannot be made."""
 
 
 @dataclass
 class Limit:
-    """What a kernel may take, and what it must use: a line of limits.toml, which explains the names."""
+    """The limits and required instructions of a kernel: a line of limits.toml, which explains the
+    names."""
 
     file: str
     threads: int
@@ -75,11 +79,12 @@ class Limit:
 
     @property
     def registers(self) -> int:
-        """The most registers of a thread with which the blocks fit; a warp gets multiples of 8 for each thread."""
+        """Returns the most registers of a thread with which the blocks fit; a warp gets multiples
+        of 8 for each thread."""
         return min(REGISTERS // (self.threads * self.blocks) // 8 * 8, REGISTERS_OF_A_THREAD)
 
     def faults(self):
-        """What is wrong with the line itself."""
+        """Yields the errors of the line itself."""
         if self.threads % 32 or not 32 <= self.threads <= 1024:
             yield f"`threads` is {self.threads}; accepted: multiples of 32 up to 1024"
         elif not self.threads <= self.blocks * self.threads <= RESIDENT_THREADS:
@@ -92,22 +97,22 @@ class Limit:
 
 @dataclass
 class Found:
-    """What a kernel takes and uses on one architecture."""
+    """Resources and instructions of a kernel on one architecture."""
 
     file: str
     registers: int = 0
     shared: int = 0
     stack: int = 0
     spills: int = 0
-    # Threads of BOUNDS, 0 without.
+    # Threads of BOUNDS, 0 if absent.
     bounds: int = 0
     uses: set = field(default_factory=set)
-    # Instructions that no kernel may have: why not, and the first line with it.
+    # Forbidden instructions: the reason, and the first line with it.
     forbidden: dict = field(default_factory=dict)
 
 
 def load_limits(path: Path):
-    """The architectures of limits.toml, and the limit of each kernel by its name."""
+    """Returns the architectures of limits.toml, and the limit of each kernel by its name."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
@@ -138,7 +143,8 @@ def load_limits(path: Path):
 
 
 def compile_file(nvcc: str, kernels: Path, source: Path, out: Path):
-    """What nvcc and ptxas say of a file, the PTX of each architecture, and the seconds it took."""
+    """Compiles a file; returns the output of nvcc and ptxas, the PTX of each architecture, and the
+    seconds."""
     out.mkdir()
     command = [nvcc, "--options-file", str(kernels / "nvcc.options"), str(source), "-o", str(out / "code.fatbin")]
     command += ["-Xptxas", "-v", "--keep", "--keep-dir", str(out)]
@@ -156,7 +162,8 @@ FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 
 
 def read_ptxas(text: str, found) -> list:
-    """Adds what `ptxas -v` says; `found(kernel, number of the architecture)`. Gives the lines that warn."""
+    """Records the output of `ptxas -v` through `found(kernel, number of the architecture)`. Returns
+    the lines with warnings."""
     now, warnings = None, []
     for line in text.splitlines():
         if entry := re.search(r"Compiling entry function '(\w+)' for 'sm_(\d+)\w*'", line):
@@ -164,7 +171,7 @@ def read_ptxas(text: str, found) -> list:
         elif "warning" in line:
             warnings.append(line.strip())
         elif now and (sizes := FRAME.search(line)):
-            # A function that is not inlined has a line of its own; it counts for the kernel.
+            # A function that is not inlined has its own line, which counts for the kernel.
             now.stack += int(sizes[1])
             now.spills += int(sizes[2]) + int(sizes[3])
         elif now and (used := re.search(r"Used (\d+) registers", line)):
@@ -175,7 +182,7 @@ def read_ptxas(text: str, found) -> list:
 
 
 def use_of(opcode: str, line: str):
-    """The name in USES of a PTX instruction, or None."""
+    """Returns the name in USES of a PTX instruction, or None."""
     for name in ("mma.sync", "ldmatrix"):
         if opcode.startswith(name + "."):
             return name
@@ -189,7 +196,7 @@ def use_of(opcode: str, line: str):
 
 
 def why_forbidden(opcode: str):
-    """Why no kernel may have a PTX instruction, or None."""
+    """Returns the reason why no kernel may have a PTX instruction, or None."""
     parts = opcode.split(".")
     if parts[0] in ("ld", "st") and "local" in parts:
         return "local memory: an array whose index is known only at run time, or an address of a variable"
@@ -205,7 +212,7 @@ OPCODE = re.compile(r"\s*(?:\{\s*)?(?:@!?%?\w+\s+)?([a-z]\w*(?:\.[\w:]+)+)")
 
 
 def read_ptx(text: str, found):
-    """Adds what the PTX of a file shows; `found` as for read_ptxas."""
+    """Records the instructions in the PTX of a file; `found` as for read_ptxas."""
     architecture, now = re.search(r"^\.target sm_(\d+)", text, re.MULTILINE)[1], None
     for line in text.splitlines():
         if entry := re.search(r"^(?:\.\w+ )*\.(?:entry|func)\b.*?(\w+)\s*\(", line):
@@ -220,7 +227,7 @@ def read_ptx(text: str, found):
 
 
 def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
-    """What a kernel takes that it may not, and lacks that it must have."""
+    """Yields the exceeded limits and the missing instructions of a kernel."""
     where = f"{kernel} ({found.file}) for sm_{architecture}"
     if found.registers > limit.registers:
         yield (
@@ -237,7 +244,7 @@ def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
     }
     for name, (what, remedy) in takes.items():
         value, most = getattr(found, name), getattr(limit, name)
-        # Spilled registers lie on the stack: one line says both.
+        # Spilled registers are on the stack: one line reports both.
         if value > most and not (name == "stack" and found.spills):
             yield f"{where}: {value} {what}, at most {most} are allowed; {remedy}"
     for use in limit.uses:
@@ -250,7 +257,7 @@ def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
 
 
 def check(architectures: list, limits: dict, found: dict):
-    """Every breach of limits.toml."""
+    """Yields every breach of limits.toml."""
     for (name, architecture), one in sorted(found.items(), key=lambda item: item[0]):
         for why, line in one.forbidden.items():
             yield f"{name} ({one.file}) for sm_{architecture}: `{line}`: {why}"
@@ -274,7 +281,8 @@ def check(architectures: list, limits: dict, found: dict):
 
 
 def print_table(architectures: list, limits: dict, found: dict):
-    """What each kernel takes beside what it may. `fit` is how many blocks registers and threads allow."""
+    """Prints the resources of each kernel beside its limits. `fit` is the number of blocks that
+    registers and threads allow."""
     titles = "".join(f"{'sm_' + name:>7}{'fit':>4}{'spills':>7}{'stack':>6}" for name in architectures)
     print(f"{'kernel':32}{'threads':>8}{'blocks':>7}{'limit':>6}{titles}{'shared':>7}  instructions")
     for name in (name for name in limits if (name, architectures[0]) in found):

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Scrapes a run of `finetune` and holds what it serves to its metrics.jsonl, and the dashboard to what is served.
+"""Scrapes a run of `finetune`, and compares its page with its metrics.jsonl, and the dashboard with
+the page.
 
-    scripts/check_metrics_endpoint.py                                 runs target/debug/finetune
-    scripts/check_metrics_endpoint.py --binary PATH                   or this one
+    scripts/check_metrics_endpoint.py                  runs target/debug/finetune
+    scripts/check_metrics_endpoint.py --binary PATH    or this one
     scripts/check_metrics_endpoint.py --prometheus /usr/bin/prometheus [--promtool PATH]
-                                                                      and lets a real Prometheus scrape the run
+                                                       lets a real Prometheus scrape the run
 
-The run is the quickstart on two ranks, with `--prometheus` a longer one: no network but the loopback, some seconds to a minute. Every page that was read must
-say, for its step, what the line of that step says, to the digit. With `--prometheus`, promtool (beside it) checks a page;
-Prometheus, on the loopback and in a temporary folder, scrapes the run each second; every value that it then holds must be
-that of a line; and each query of docs/grafana.json must have an answer. Exit code 1 says what is wrong.
+The run is the quickstart on two ranks, with `--prometheus` a longer one: no network but the
+loopback, some seconds to a minute. Every page must equal, to the digit, the metrics line of its
+step. With `--prometheus`, promtool (beside it) checks a page. Prometheus, on the loopback and in a
+temporary folder, scrapes the run each second; every stored value must be that of a line, and each
+query of docs/grafana.json must have an answer. Exit code 1 comes with the error.
 """
 
 import argparse
@@ -51,7 +53,7 @@ def fetch(url: str, timeout: float = 5) -> str:
 
 
 def samples(page: str) -> dict[str, float]:
-    """Values by name, with their labels as they stand there."""
+    """Returns the values by name, with their labels as written."""
     found = {}
     for line in page.splitlines():
         if line.startswith("#"):
@@ -64,7 +66,7 @@ def samples(page: str) -> dict[str, float]:
 
 
 def expected(step: dict, ranks: int) -> dict[str, float]:
-    """What a page says of the line of a step."""
+    """Returns the values that a page must have for the line of a step."""
     values = {name: step[field] for name, field in STEP.items()}
     values |= {f'finetune_step_part_seconds{{part="{part}"}}': step[f"{part}_secs"] for part in PARTS}
     values |= {f'finetune_rank_seconds{{rank="{rank}"}}': step["rank_secs"][rank] for rank in range(ranks)}
@@ -72,7 +74,7 @@ def expected(step: dict, ranks: int) -> dict[str, float]:
 
 
 def compare(pages: list[dict[str, float]], lines: list[dict], ranks: int) -> int:
-    """How many pages said what the lines say."""
+    """Returns the number of pages that equal their lines."""
     steps = {line["step"]: line for line in lines if "loss" in line}
     evals = {line["step"]: line for line in lines if "eval_loss" in line}
     compared = 0
@@ -105,7 +107,7 @@ def check_dashboard(names: set[str]) -> None:
 
 
 class Prometheus:
-    """A server of Prometheus that scrapes one address each second."""
+    """A Prometheus server that scrapes one address each second."""
 
     def __init__(self, binary: str, target: str, folder: Path):
         with socket.socket() as free:
@@ -150,7 +152,7 @@ def check_prometheus(prometheus: Prometheus, lines: list[dict], promtool: str | 
     answered = 0
     for query in queries():
         asked = query.replace("$run", ".*")
-        # The run may be over: as of when it was last there.
+        # The run may be over: query the time at which it last existed.
         result = prometheus.query(f"last_over_time(({asked})[30m:1s])")
         require(len(result) > 0, f"no answer to {asked}")
         answered += 1
@@ -189,7 +191,7 @@ def run(args: argparse.Namespace, folder: Path) -> str:
         lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
         compared = compare(pages, lines, 2)
         require(compared >= 3, f"only {compared} pages were read while the run had steps")
-        # What only a step that diverges brings.
+        # Only a step that diverges has these.
         declared = set(re.findall(r"^\| `(finetune_\w+)", (ROOT / "docs/monitoring.md").read_text(), re.M))
         served = {name.split("{")[0] for page in pages for name in page}
         require(declared - served == {"finetune_rolled_back_to_step"}, f"never served: {declared - served}")

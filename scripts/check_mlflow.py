@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Lets `finetune` log to a real MLflow server and compares what that has with metrics.jsonl.
+"""Lets `finetune` log to a real MLflow server, and compares the server's data with metrics.jsonl.
 
     python3 -m venv venv && venv/bin/pip install mlflow
     scripts/check_mlflow.py --mlflow venv/bin/mlflow [--binary PATH]
 
-Starts `mlflow server` on the loopback over a temporary SQLite file, trains the quickstart with `log.mlflow`, and reads
-experiment, run, parameters and the whole history of every metric back over REST: each value, step and parameter must be
-there once, to the digit, and the run be FINISHED. A second run, which a signal stops, must be KILLED. Exit code 1 says
-what is wrong.
+Starts `mlflow server` on the loopback over a temporary SQLite file, trains the quickstart with
+`log.mlflow`, and reads experiment, run, parameters and the whole history of every metric back over
+REST. Each value, step and parameter must exist once, to the digit, and the run must be FINISHED. A
+second run, stopped by a signal, must be KILLED. Exit code 1 comes with the error.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def start(binary: str, server: Server, output: Path, *sets: str) -> subprocess.P
 
 
 def figures(output: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every figure of metrics.jsonl by its key, with its steps."""
+    """Returns every figure of metrics.jsonl by its key, with its steps."""
     found: dict[str, list[tuple[int, float]]] = {}
     for line in (output / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -121,7 +121,7 @@ def check(server: Server, args: argparse.Namespace, folder: Path) -> str:
     require(set(params) == keys, f"parameters: {set(params) ^ keys}")
     rate = recipe["optimizer"]["learning_rate"]
     require(float(params["optimizer.learning_rate"]) == rate, params["optimizer.learning_rate"])
-    # One that is stopped.
+    # A run that a signal stops.
     stopped = start(args.binary, server, folder / "second", "train.max_steps=100000")
     while len(logged := server.runs("short stories & more")) < 2 or not logged[1]["data"].get("metrics"):
         require(stopped.poll() is None, "the second run ended before it was stopped")

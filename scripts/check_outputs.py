@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Check what `finetune` writes and reads against transformers and PEFT.
+"""Checks files that `finetune` writes and reads against transformers and PEFT.
 
     python scripts/check_outputs.py --finetune target/release/finetune
 
-Needs torch, transformers, peft and the binary; no network, no GPU. Takes minutes. For each tiny family under
-tests/golden/models:
+Needs torch, transformers, peft and the binary; no network, no GPU. Takes minutes. For each tiny
+family under tests/golden/models:
 
-  made by us     adapters of several kinds load in PEFT: same loss, same greedy continuation; `finetune merge` gives
+  finetune's     adapters of several kinds load in PEFT: same loss, same greedy continuation; `finetune merge` gives
                  the logits of PEFT's model, loads in transformers without a missing or unexpected tensor, and keeps
                  the tokenizer
   full           the folder of a full run loads in transformers: same loss, same continuation
   new tokens     the tokenizer beside an adapter or in a model has the ids that transformers gives them; the model
                  resized to it, and PEFT on it, have the same logits as the merged one and the same loss
-  made by PEFT   adapters with random values give `finetune eval` the loss PEFT has, and training can start from them
+  PEFT's         adapters with random values give `finetune eval` PEFT's loss, and training can start from them
 
-Losses are compared over a text and a prompt/completion data set that are tokenized here, from tokenizer.json alone.
-Prints the largest difference of each check and exits 1 if one is above its limit.
+Losses are compared over a text and a prompt/completion data set that are tokenized here, from
+tokenizer.json alone. Prints the largest difference of each check; exits 1 if one is above its
+limit.
 """
 
 import argparse
@@ -41,8 +42,8 @@ NEW_TOKENS = 24
 
 LOSS_LIMIT = 1e-5
 LOGITS_LIMIT = 1e-4
-# A merged weight rounded to 16 bits differs by half a unit in its last place; logits of these models then move by
-# some hundredths. A wrong merge moves them by ones.
+# A merged weight rounded to 16 bits differs by half a unit in its last place, which moves the
+# logits of these models by some hundredths. A wrong merge moves them by ones.
 ROUNDED_LIMITS = {torch.bfloat16: 0.25, torch.float16: 0.05, torch.float32: LOGITS_LIMIT}
 
 
@@ -62,7 +63,7 @@ class Family:
         self.gate = "gate_up_proj" if fused else "gate_proj"
 
     def load(self, folder=None, dtype=torch.float32):
-        """A model in f32, and a failure for each tensor that does not belong."""
+        """Returns a model in f32; fails for each tensor that does not belong to it."""
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder or self.folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
         )
@@ -72,15 +73,17 @@ class Family:
         return model.eval()
 
     def load_adapter(self, adapter, tokens=0):
-        """PEFT's model, of `tokens` at least; a tensor missing in the file, or one too many, is a failure."""
+        """Returns PEFT's model with at least `tokens` tokens; a missing or unexpected tensor in the
+        file is a failure."""
         base = self.load()
-        # Beside a resized base PEFT would by itself save a copy of its tables too.
+        # Beside a resized base PEFT would also save a copy of its tables.
         tables = False if tokens > base.config.vocab_size else "auto"
         if tokens > base.config.vocab_size:
             base.resize_token_embeddings(tokens)
         model = peft.PeftModel.from_pretrained(base, adapter).eval()
         stored = safetensors.torch.load_file(adapter / "adapter_model.safetensors").keys()
-        # PEFT writes a copy of a table beside the adapter on it and does without when it reads; we do not write one.
+        # PEFT writes a copy of a table beside the adapter on it, but does not need it for reading;
+        # finetune writes none.
         asked = peft.get_peft_model_state_dict(model, save_embedding_layers=tables).keys()
         wrong = {name for name in stored ^ asked if "base_layer" not in name}
         if wrong:
@@ -96,18 +99,18 @@ class Figures:
         self.failures = []
 
     def difference(self, family, check, value, limit, where):
-        """Notes a difference; above `limit`, or not a number, it is a failure."""
+        """Records a difference; above `limit`, or not a number, it is a failure."""
         key = (family, check)
         self.largest[key] = max(self.largest.get(key, 0.0), value)
         if not value <= limit:
             self.failures.append(f"{family} {where}: {check} {value:.3g}, limit {limit:g}")
 
     def equal(self, family, check, ours, theirs, where):
-        """Notes whether two things are equal."""
+        """Records whether two things are equal."""
         self.difference(family, check, 0.0 if ours == theirs else 1.0, 0.0, f"{where}: {ours!r} != {theirs!r}")
 
     def fault(self, family, where, error):
-        """Notes that a check could not be made."""
+        """Records that a check could not be made."""
         self.failures.append(f"{family} {where}: {type(error).__name__}: {error}")
 
     def print(self):
@@ -121,7 +124,7 @@ class Figures:
 
 
 class Rows:
-    """The tokens of a data set as its documentation says they are, and the loss of a model over them."""
+    """The tokens of a data set by its documentation, and the loss of a model over them."""
 
     def __init__(self, folder, file):
         self.file = file
@@ -135,7 +138,8 @@ class Rows:
     def example(tokenizer, row, eos):
         prompt, answer = row.get("prompt", ""), row.get("completion", row.get("text"))
         encoding = tokenizer.encode(prompt + answer)
-        # A token counts if it covers a part of the answer; one without width belongs to what begins there.
+        # A token counts if it covers part of the answer; a token of zero width belongs to the text
+        # that begins there.
         counts = [
             not prompt or end > len(prompt) or (start == end == len(prompt)) for start, end in encoding.offsets
         ]
@@ -159,7 +163,7 @@ class Rows:
 
 @torch.no_grad()
 def continuation(family, model):
-    """The greedy continuation as text: no cache, the whole sequence each time."""
+    """Returns the greedy continuation as text, without a cache: the whole sequence each time."""
     tokenizer = tokenizers.Tokenizer.from_file(str(family.folder / "tokenizer.json"))
     settings = json.loads((family.folder / "generation_config.json").read_text())
     stops = settings.get("eos_token_id", family.config.get("eos_token_id"))
@@ -219,7 +223,8 @@ class Program:
 
 
 def same_text(ours, theirs):
-    """Equal up to the first bytes that are no text, which a stream cannot show as the whole is decoded."""
+    """Compares texts up to the first bytes that are no text, which a stream cannot show like the
+    decoded whole."""
     readable, broken, _ = theirs.partition("\ufffd")
     return ours.startswith(readable) if broken else ours.rstrip("\ufffd") == theirs
 
@@ -238,7 +243,7 @@ class Checks:
         self.figures.equal(self.family.name, check, ours, theirs, where)
 
     def scores(self, check, where, model, folder, adapter=None):
-        """Losses and continuation of `model` against the binary's on the same files."""
+        """Compares losses and continuation of `model` with the binary's on the same files."""
         for rows in self.rows:
             ours, our_tokens = self.program.loss(folder, rows, adapter)
             theirs, tokens = rows.loss(model)
@@ -288,7 +293,7 @@ class Checks:
 
     def our_adapter(self, where, keys):
         out = self.place / where
-        # High enough that an adapter left out, or scaled wrongly, shows.
+        # High enough that a missing or wrongly scaled adapter shows.
         losses = self.program.train(self.family, "lora", out, optimizer__learning_rate=1e-2, **keys)
         model = self.family.load_adapter(out)
         self.note("moved by", 0.0 if abs(losses[1] - losses[0]) > 0.01 else 1.0, 0.0, f"{where}: {losses}")

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Check what `finetune quantize` writes, and reads, against transformers and bitsandbytes.
+"""Checks files that `finetune quantize` writes, and reads, against transformers and bitsandbytes.
 
     python scripts/check_quantized.py --finetune target/release/finetune [--models FOLDER ...]
 
-Needs torch, transformers, bitsandbytes, accelerate, peft and the binary; no network, no GPU. For each model (the tiny
-families under tests/golden/models, or the folders given) and each kind:
+Needs torch, transformers, bitsandbytes, accelerate, peft and the binary; no network, no GPU. For
+each model (the tiny families under tests/golden/models, or the folders given) and each kind:
 
   structure  it loads without a missing or unexpected tensor; exactly the linear layers but the head and the skipped
              ones are bitsandbytes' modules
   weights    the parts that bitsandbytes holds after loading stand for the weights that a formula gives from the file
-  logits     4 bits: the loaded model computes what a plain model with those weights computes. From a float32 copy of
-             the model, since transformers loads a quantized one in no other dtype than its own, and in training
-             mode, since bitsandbytes computes in bf16 elsewhere on processors that have it. Left out where a row is
-             no multiple of the block, since its CPU kernel is wrong there. 8 bits: near, for LLM.int8() rounds the
-             activations too
+  logits     4 bits: the loaded model equals a plain model with those weights. It is a float32 copy of the model,
+             because transformers loads a quantized one in its own dtype only. It is in training mode, because
+             bitsandbytes otherwise computes in bf16 on processors that support it. Skipped if a row is no multiple
+             of the block, where its CPU kernel is wrong. 8 bits: only close, for LLM.int8() rounds the activations,
+             too
   loss       `finetune eval` on the quantized folder gives the plain model's loss
 
-Prints the largest difference of each check and exits 1 if one is above its limit.
+Prints the largest difference of each check; exits 1 if one is above its limit.
 """
 
 import argparse
@@ -40,7 +40,7 @@ KINDS = {
     "int8": ["--kind", "int8"],
     "int8, skip": ["--kind", "int8", "--skip", "o_proj"],
 }
-# Of the largest logit: activations of 8 bits.
+# Relative to the largest logit: activations have 8 bits.
 INT8_LIMIT = 0.05
 
 
@@ -50,7 +50,7 @@ def is_skipped(module, kind):
 
 
 def four_bits(packed, absmax, code, block, shape, state2=None, offset=None):
-    """The definition, independent of bitsandbytes' kernels."""
+    """Dequantizes by the definition, independently of bitsandbytes' kernels."""
     if state2 is not None:
         absmax = state2.code[absmax.long()] * state2.absmax.repeat_interleave(256)[: absmax.numel()] + offset
     n = torch.Size(shape).numel()
@@ -60,7 +60,8 @@ def four_bits(packed, absmax, code, block, shape, state2=None, offset=None):
 
 
 def stored_weights(folder):
-    """Every quantized weight of the files, by the formula, with the block it must not straddle."""
+    """Returns every quantized weight of the files, by the formula, with the block that it must not
+    straddle."""
     tensors = {}
     for file in folder.glob("*.safetensors"):
         tensors |= safetensors.torch.load_file(file)
@@ -83,7 +84,7 @@ def stored_weights(folder):
 
 
 def loaded_weight(module):
-    """What bitsandbytes holds."""
+    """Returns the weight that bitsandbytes holds."""
     if isinstance(module, bnb.nn.Linear8bitLt):
         return bnb.functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB)
     state = module.weight.quant_state
@@ -113,7 +114,7 @@ class Checks:
         self.figures.difference(self.family.name, check, value, limit, where)
 
     def quantized(self, source, where, flags):
-        """Our folder, and the model that transformers loads from it."""
+        """Returns finetune's folder, and the model that transformers loads from it."""
         folder = self.place / f"{source.name} {where}"
         self.program.run("quantize", "--model", source, "--output", folder, *flags)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(

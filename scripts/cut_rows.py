@@ -3,8 +3,8 @@
 
   scripts/cut_rows.py SET > ROWS.jsonl
 
-A .txt file gives a row of `text` for each two lines, rows of `text` one for each sentence, and rows of `messages` one of `prompt`
-and `completion` for each turn, which answers the turn before it.
+A .txt file gives a row of `text` for each two lines, rows of `text` one for each sentence, and rows
+of `messages` one of `prompt` and `completion` for each turn, which answers the turn before it.
 """
 
 import json

@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# What the matrix unit (AMX) computes, on a machine that has none: Linux under Bochs, which emulates a whole PC with a
-# Sapphire Rapids processor, and in it tests of ours with FINETUNE_CPU=amx.
+# Tests the matrix unit (AMX) on a machine without one: Linux under Bochs, which emulates a whole PC
+# with a Sapphire Rapids processor, runs this project's tests with FINETUNE_CPU=amx.
 #
 #     scripts/emulate_amx.sh path/to/bochs path/to/vmlinuz [compute|cli FILTER]...
 #
 # Needs, beside Rust and a C++ compiler:
-# - Bochs of 2026-08-22 (commit 783b58fd6), built where its source is, so that its BIOS is beside it. scripts/bochs_amx.patch
-#   gives it what Linux asks of the unit (XFD), and mends how it keeps tiles and rounds to bf16. In its folder `bochs`:
+# - Bochs of 2026-08-22 (commit 783b58fd6), built in its source folder, so that its BIOS is beside
+#   it. scripts/bochs_amx.patch adds the part of the unit that Linux needs (XFD), and fixes how
+#   Bochs stores tiles and rounds to bf16. In its folder `bochs`:
 #       patch -p1 <.../scripts/bochs_amx.patch
 #       ./configure --enable-x86-64 --enable-avx --enable-evex --enable-amx --enable-all-optimizations --with-nogui \
 #           --disable-docbook && make
-# - A kernel for x86-64 from 5.16 on that needs no modules for it: Debian's linux-image-cloud-amd64 (6.1), unpacked.
-# - Debian's busybox-static, cpio, isolinux, syslinux-common and xorriso (BUSYBOX, ISOLINUX and SYSLINUX name other places).
-# One emulated core runs the tests, about a hundred times as long as here. `compute` and `cli` are test binaries, FILTER names
-# tests of theirs; without any it runs those listed below.
+# - A kernel for x86-64 from 5.16 on that needs no modules for it: Debian's
+#   linux-image-cloud-amd64 (6.1), unpacked.
+# - Debian's busybox-static, cpio, isolinux, syslinux-common and xorriso (BUSYBOX, ISOLINUX and
+#   SYSLINUX name other paths).
+# One emulated core runs the tests, about a hundred times slower than the host. `compute` and `cli`
+# are test binaries, FILTER selects their tests; without arguments the tests listed below run.
 set -euo pipefail
 [[ $# -ge 2 ]] || { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 bochs=$(realpath "$1") kernel=$(realpath "$2")
@@ -41,7 +44,7 @@ root=$scratch/root
 mkdir -p "$root"/{bin,dev,proc,sys,tmp} "$scratch/cd"
 cp "$busybox" "$root/bin/busybox"
 
-# A binary without its debug information and the libraries that it names, all where they are here.
+# Installs a binary without debug information, and its libraries, at their paths on the host.
 put() {
     local library
     install -D "$1" "$root$1"
@@ -51,7 +54,7 @@ put() {
     done < <(ldd "$1" | grep -o '/[^ ]*')
 }
 
-# The test binary that cargo builds with these arguments.
+# Prints the test binary that cargo builds with these arguments.
 built() {
     local said
     said=$(cargo test --locked --no-run "$@" 2>&1) || { echo "$said" >&2; exit 1; }
@@ -92,7 +95,8 @@ sleep 60
 END
 chmod +x "$root/init"
 
-# clearcpuid: Bochs has fast short copies (FSRM) without fast strings (ERMS), which breaks this kernel's memmove.
+# clearcpuid: Bochs has fast short copies (FSRM) without fast strings (ERMS), which breaks this
+# kernel's memmove.
 cp "$kernel" "$scratch/cd/vmlinuz"
 cp "$isolinux" "$ldlinux" "$scratch/cd/"
 (cd "$root" && find . | cpio --quiet -o -H newc) >"$scratch/cd/initrd"
@@ -124,7 +128,7 @@ error: action=ignore
 info: action=ignore
 clock: sync=none
 END
-# `script` for a terminal, to which Bochs writes what the guest's serial line says, as it is said.
+# `script` provides a terminal, to which Bochs writes the guest's serial output immediately.
 SECONDS=0
 script -qefc "$bochs -q -f $scratch/bochsrc" /dev/null </dev/null | while IFS= read -r line; do
     printf '%5d s  %s\n' "$SECONDS" "${line%$'\r'}"

@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
-"""Every barrier, wait, mask, bound and epilogue condition of the kernels is there for a reason that a test knows.
+"""Checks that a test fails without each barrier, wait, mask, bound and epilogue condition of the
+kernels.
 
-    scripts/mutate_kernels.py                 takes each away in turn; a test must fail
-    scripts/mutate_kernels.py --only FILE     those of one file of kernels
-    scripts/mutate_kernels.py --uncovered     only looks for conditions that the list leaves out
-    scripts/mutate_kernels.py --find          names the fastest test that fails, for entries of the list to come
+    scripts/mutate_kernels.py                 removes each in turn; a test must fail
+    scripts/mutate_kernels.py --only FILE     only those of one kernel file
+    scripts/mutate_kernels.py --uncovered     only looks for conditions that the list omits
+    scripts/mutate_kernels.py --find          prints the fastest failing test, for new entries of the list
 
-kernels/mutants.toml lists the mutants: a piece of a kernel's source, what stands there instead (nothing, where
-it does not say), and the test that fails. A mutant is compiled for the emulator like the kernels of a test build and
-linked with their other objects to a shared library, which FINETUNE_EMU_LIBRARY names to the tests. So the claim of each
-line is exact: this test passes on the kernels and fails on this mutant. A mutant that changes no result, a shortcut,
-says why in `survives`, and its test must pass.
+kernels/mutants.toml lists the mutants: a piece of a kernel's source, its replacement (empty by
+default), and the test that fails. A mutant is compiled for the emulator like the kernels of a test
+build and linked with their other objects to a shared library, which FINETUNE_EMU_LIBRARY names to
+the tests. Each line therefore claims exactly: this test passes on the kernels and fails on this
+mutant. A mutant that changes no result, a shortcut, gives the reason in `survives`, and its test
+must pass.
 
-A piece of text that is not in its file, or that is there more than once without `nth`, is an error, and so is a barrier
-or a condition that lies in no entry: the list follows the kernels. A mutant that survives, or an error, ends in exit
-code 1. Needs Python 3.11, cargo and g++.
+A piece of text that is missing in its file, or occurs more than once without `nth`, is an error. So
+is a barrier or a condition in no entry: the list follows the kernels. A surviving mutant, or an
+error, ends in exit code 1. Needs Python 3.11, cargo and g++.
 """
 
 import argparse
@@ -34,21 +36,22 @@ KERNELS = ROOT / "kernels"
 LIST = KERNELS / "mutants.toml"
 VARIABLE = "FINETUNE_EMU_LIBRARY"
 
-# What an entry calls the piece of source that it changes.
+# Kinds of source pieces that an entry changes.
 KINDS = ("barrier", "wait", "mask", "bound", "epilogue", "condition")
 
-# What the list may not leave out.
+# Kinds that the list must cover.
 REQUIRED = re.compile(
     r"\bsync_(?:block|warp)\(\)|\bcopy_async_(?:commit\(|wait<)|\bhide_unseen<"
     r"|\bif\b|&&|\|\||[^?]\?[^?]|\b(?:smaller|larger)\("
 )
 
-# As crates/ops/build.rs compiles kernels for the emulator, but for optimization, which changes no value.
+# Options of crates/ops/build.rs for the emulator, except optimization, which changes no value.
 COMPILE = (
     "g++ -std=c++17 -O0 -fPIC -w -DKERNEL_EMU -U_FORTIFY_SOURCE -fno-strict-aliasing -ffp-contract=off -c -xc++"
 ).split()
 
-# A test that takes longer has hung; only believed where the kernels as they are take a tenth of it.
+# Time limit after which a test counts as hung, only if it takes a tenth of it on the unchanged
+# kernels.
 LEAST_LIMIT_SECS = 20
 LIMIT_FACTOR = 10
 
@@ -58,7 +61,7 @@ class Bad(Exception):
 
 
 class Mutant:
-    """An entry of the list, with the place in its file."""
+    """An entry of the list, with its location in the file."""
 
     def __init__(self, table, entry):
         kinds = [kind for kind in KINDS if kind in entry]
@@ -84,7 +87,8 @@ class Mutant:
         self.source = source[: self.start] + self.by + source[self.end :]
 
     def filter(self):
-        """The name of its test, or with :: at the end that of a module whose tests are run."""
+        """Returns the name of its test, or with :: at the end that of a module whose tests all
+        run."""
         return f"{self.tests}::{self.test}" if self.test else f"{self.tests}::"
 
     def __str__(self):
@@ -99,12 +103,13 @@ def read_list():
 
 
 def without_comments(source):
-    """The same places, comments as spaces."""
+    """Returns the text with comments replaced by spaces."""
     return re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), source)
 
 
 def uncovered(tables, mutants):
-    """What of the listed files looks like a barrier or a condition, and lies in no entry."""
+    """Returns text of the listed files that looks like a barrier or a condition and is in no
+    entry."""
     found = []
     for file in {table["file"] for table in tables if table.get("complete", True)}:
         source = (KERNELS / file).read_text()
@@ -122,7 +127,7 @@ def uncovered(tables, mutants):
 
 
 def build(features):
-    """The library crate's tests, and the archive of the kernels that they were linked with."""
+    """Builds the library crate's tests; returns them and the archive of kernels that they link."""
     command = ["cargo", "test", "--locked", "--features", features, "--lib", "--no-run", "--message-format=json"]
     told = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if told.returncode:
@@ -140,24 +145,25 @@ def build(features):
 
 
 class Outcome:
-    """What a test did: "passed", "failed", "hung"; and why."""
+    """The result of a test: "passed", "failed" or "hung", and the reason."""
 
     def __init__(self, what, why, secs):
         self.what, self.why, self.secs = what, why, secs
 
 
 class Tests:
-    """The test binary, and libraries for it."""
+    """The test binary, and kernel libraries for it."""
 
     def __init__(self, binary, archive, scratch):
         self.binary, self.archive, self.scratch = binary, archive, scratch
         listed = subprocess.run([binary, "--list"], capture_output=True, text=True, check=True).stdout
         self.names = [line.removesuffix(": test") for line in listed.splitlines() if line.endswith(": test")]
-        # Seconds on the kernels as they are.
+        # Seconds on the unchanged kernels.
         self.usual = {}
 
     def link(self, name, into, changed):
-        """Compiles the file `into` with `changed` (a name and its source) and links it with the other kernels."""
+        """Compiles the file `into` with `changed` (a name and its source) and links it with the
+        other kernels."""
         place = self.scratch / name
         place.mkdir()
         sources = {into: (KERNELS / into).read_text(), **dict([changed])}
@@ -165,7 +171,8 @@ class Tests:
             (place / file).write_text(source)
         made, library = place / "kernels.o", place / "kernels.so"
         run([*COMPILE, f"-I{KERNELS}", place / into, "-o", made])
-        # The archive's own object of the file is not asked for: its functions are there already.
+        # The archive's own object of this file is not linked, for its functions are already
+        # defined.
         link = ["-Wl,-u,finetune_emu_launch", "-Wl,-Bsymbolic", "-Wl,-z,defs"]
         run(["g++", "-shared", *link, made, self.archive, "-o", library])
         made.unlink()
@@ -189,7 +196,7 @@ class Tests:
         return Outcome("passed" if done.returncode == 0 else "failed", reason(told, done.returncode), secs)
 
     def usual_secs(self, library, wanted):
-        """How long the test takes on the kernels as they are; it must pass."""
+        """Returns the seconds of the test on the unchanged kernels, where it must pass."""
         if wanted not in self.usual:
             if not any(name == wanted or (wanted.endswith("::") and name.startswith(wanted)) for name in self.names):
                 raise Bad(f"there is no test {wanted}")
@@ -200,7 +207,7 @@ class Tests:
         return self.usual[wanted]
 
     def judge(self, library, wanted):
-        """The outcome on a mutant."""
+        """Returns the result on a mutant."""
         return self.run(library, wanted, max(LEAST_LIMIT_SECS, LIMIT_FACTOR * self.usual[wanted]))
 
 
@@ -211,7 +218,7 @@ def run(command):
 
 
 def reason(told, code):
-    """The line of a failing test that says what is wrong."""
+    """Returns the line of a failing test that holds the reason."""
     fault = re.search(r"(kernel \w+, block [^\n]*?)(?:\\n|\"|\n|$)", told)
     if fault:
         return fault[1]
@@ -220,7 +227,8 @@ def reason(told, code):
 
 
 def find(tests, library, mutant, usual):
-    """The fastest test that fails on a mutant, all those of its module tried from the fastest on."""
+    """Returns the fastest test that fails on a mutant; tries those of its module from the fastest
+    on."""
     names = [name for name in tests.names if name.startswith(mutant.tests + "::")]
     for name in sorted(names, key=lambda name: tests.usual_secs(usual, name)):
         outcome = tests.judge(library, name)
@@ -230,7 +238,7 @@ def find(tests, library, mutant, usual):
 
 
 def try_one(tests, number, mutant, usual, arguments):
-    """One line about a mutant, and whether it did what it should."""
+    """Returns a line about a mutant, and true if the result is as listed."""
     start = time.monotonic()
     library = tests.link(str(number), mutant.into, (mutant.file, mutant.source))
     compiled = time.monotonic() - start

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Take docs/plan.png and docs/report.png anew, whole pages in full colour, by a headless Chromium.
+"""Takes docs/plan.png and docs/report.png anew, whole pages in full colour, with a headless
+Chromium.
 
     python3 scripts/page_pictures.py --binary target/release/finetune
     optipng -o5 docs/plan.png docs/report.png
 
-Plans the 7B of docs/sizing.md and runs the quickstart, in folders that are thrown away. Needs Python 3 and chromium. Look at both
-pictures before they are committed.
+Plans the 7B of docs/sizing.md and runs the quickstart, in temporary folders. Needs Python 3 and
+chromium. Look at both pictures before you commit them.
 """
 
 import argparse
@@ -22,7 +23,7 @@ LLAMA_7B = {
 }
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--hide-scrollbars"]  # fmt: skip
-# Where a script asks the page for its height, which it writes into the title.
+# A script asks the page for its height, and writes it into the title.
 ASK = "<script>document.title = Math.ceil(document.documentElement.getBoundingClientRect().height)</script></body>"
 
 
@@ -32,7 +33,7 @@ def browse(browser, place, page, width, height, *more):
 
 
 def picture(browser, place, page, width, to):
-    """A picture of the whole page, as high as it is at this width."""
+    """Takes a picture of the whole page, as high as it is at this width."""
     asking = place / "asking.html"
     asking.write_text(page.read_text().replace("</body>", ASK))
     height = int(re.search(r"<title>(\d+)</title>", browse(browser, place, asking, width, 1000, "--dump-dom"))[1])

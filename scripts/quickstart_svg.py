@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Draw docs/quickstart.svg: the loss of a run over its steps, and the planned memory of a step by cause.
+"""Draws docs/quickstart.svg: the loss of a run over its steps, and the planned memory of a step by
+cause.
 
     finetune --recipe quickstart --output out 2> out.log
     python3 scripts/quickstart_svg.py out/metrics.jsonl out.log > docs/quickstart.svg
 
-Reads the run's metrics and the line "memory of a step: 57.6 MiB = weights 2.27 MiB + …" that it printed. Needs Python 3 alone.
+Reads the run's metrics and its printed line "memory of a step: 57.6 MiB = weights 2.27 MiB + …".
+Needs only Python 3.
 """
 
 import json
@@ -25,7 +27,7 @@ text{font:12px system-ui,sans-serif;fill:#777}.title{font-weight:600;font-size:1
 
 
 def read(metrics):
-    """(step, loss) of training, and of the held-out rows."""
+    """Returns (step, loss) of training, and of the held-out rows."""
     entries = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
     train = [(e["step"], e["loss"]) for e in entries if "loss" in e]
     held = [(e["step"], e["eval_loss"]) for e in entries if "eval_loss" in e]
@@ -35,7 +37,7 @@ def read(metrics):
 
 
 def memory(log):
-    """The total of the plan's line as text, and its parts as (cause, text, bytes)."""
+    """Returns the total of the plan's line as text, and its parts as (cause, text, bytes)."""
     found = re.search(r"^memory of a step: (.+?) = (.+)$", Path(log).read_text(), re.M)
     if not found:
         sys.exit(f"{log} has no line `memory of a step: …`")

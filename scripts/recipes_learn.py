@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Trains each built-in recipe on 60, 1,000 and 8,000 rows of a data set and prints the held-out loss before and after.
+"""Trains each built-in recipe on 60, 1,000 and 8,000 rows of a data set and prints the held-out
+loss before and after.
 
-The exit status is 1 if the loss of a cell is not lower after training than before. The last rows of the file, 200 of them
-at most and a tenth of it at most, are held out. A file with fewer rows than a column asks for fills the column with all
-that it has.
+The exit status is 1 if the loss of a cell is not lower after training than before. The last rows of
+the file, 200 of them at most and a tenth of it at most, are held out. A file with fewer rows than a
+column asks for fills the column with all that it has.
 
   scripts/recipes_learn.py target/release/finetune MODEL ROWS.jsonl [--rows 60,1000] [--recipes lora,full] [--set KEY=VALUE]
 """
@@ -40,7 +41,8 @@ def held_out_losses(metrics):
 
 
 def train(args, recipe, folder, count):
-    """Trains `recipe` on `count` rows in `folder`; returns the loss before, the loss after and the number of steps."""
+    """Trains `recipe` on `count` rows in `folder`; returns the loss before, the loss after and the
+    number of steps."""
     output = folder / f"{recipe}-{count}"
     command = [
         str(args.binary), "--model", str(args.model), "--recipe", recipe, "--dataset", str(folder / f"{count}.jsonl"),
@@ -82,7 +84,7 @@ def main():
             (folder / f"{count}.jsonl").write_text("".join(rows[:count]), encoding="utf-8")
             for recipe in args.recipes.split(","):
                 before, after, steps = train(args, recipe, folder, count)
-                # A loss that is not a number is not better either.
+                # A loss of NaN is not better either.
                 is_better = after < before
                 worse += not is_better
                 verdict = "better" if is_better else "NOT BETTER"

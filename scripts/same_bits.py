@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""The gate of every change that may not move a number: two versions of the program, the same runs, the same bits.
+"""Checks that a change moves no number: two versions of the program, the same runs, the same bits.
 
     scripts/same_bits.py BASE HEAD            builds two commits and compares them
-    scripts/same_bits.py --binaries A B       compares two binaries that are there
+    scripts/same_bits.py --binaries A B       compares two existing binaries
 
-Each run of the matrix (methods, adapters, quantization, ranks and strategies, recompute, offload, precision, resuming
-in the middle, the verbs that write models, the quickstart) goes through both binaries on this machine. Compared byte
-for byte: every safetensors and GGUF file that it left, the optimizer's state in its checkpoints included, and every
-figure of metrics.jsonl but times and memory, digit for digit. A difference, or a run that fails, ends in exit code 1.
+Each run of the matrix (methods, adapters, quantization, ranks and strategies, recompute, offload,
+precision, resuming in the middle, the verbs that write models, the quickstart) goes through both
+binaries on this machine. Two things are compared: byte for byte every safetensors and GGUF file,
+including the optimizer's state in checkpoints; and digit for digit every figure of metrics.jsonl
+except times and memory. A difference, or a failed run, ends in exit code 1.
 
-Two commits are built in CARGO_TARGET_DIR where that is set, so a binary is built once; else in a temporary folder.
-`--only TEXT` takes the cases whose name contains it, `--list` names them all, `--plant KEY=VALUE` sets a recipe key
-for the second binary alone, to see that a difference is noticed.
+Two commits are built in CARGO_TARGET_DIR if it is set, so a binary is built once; else in a
+temporary folder. `--only TEXT` runs the cases whose name contains it, `--list` lists all. `--plant
+KEY=VALUE` sets a recipe key for the second binary only, to show that a difference is detected.
 """
 
 import argparse
@@ -28,19 +29,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 
-# What a clock or the system decides.
+# Figures that depend on a clock or the system.
 NOT_COMPARED = {"step_secs", "tokens_per_sec", "peak_bytes", "rank_secs"} | {
     f"{part}_secs" for part in ("data", "forward", "backward", "exposed", "update", "save", "other")
 }
 
-# A run of seconds that takes so long hangs.
+# Time limit of a run, which takes seconds.
 HANGS_SECS = 1200
 
 STEPS = 8
-# Where every run saves, and from where a resumed one goes on.
+# The step at which every run saves, and from which a resumed one continues.
 MIDDLE = 4
 
-# Of every training run; a case may set a key again.
+# Keys of every training run; a case may override them.
 COMMON = {
     "data.max_seq_len": 96,
     "data.packing": "false",
@@ -57,7 +58,7 @@ COMMON = {
 
 LORA = {"adapter.r": 4, "adapter.lora_alpha": 8, "adapter.lora_dropout": 0.1}
 NF4 = {"quantization.kind": "nf4"}
-# The base that a verb gets.
+# The base of the verbs.
 MODEL = ["--model", str(GOLDEN / "models" / "tiny-llama")]
 
 
@@ -89,7 +90,7 @@ class Case:
 
 
 class Quickstart:
-    """The README's first command, on data that is in the binary, with its evaluations."""
+    """The README's first command, on built-in data, with its evaluations."""
 
     name = "quickstart"
 
@@ -98,7 +99,8 @@ class Quickstart:
 
 
 class Verbs:
-    """What the other verbs write of a LoRA adapter: merged, quantized and exported models, and greedy text."""
+    """Files of the other verbs, from a LoRA adapter: merged, quantized and exported models, and
+    greedy text."""
 
     name = "verbs: merge, quantize, export, eval, generate"
 
@@ -121,7 +123,7 @@ class Verbs:
 
 
 def methods():
-    """Every kind of training on one rank."""
+    """Yields every training method on one rank."""
     yield Case("full", {}, resumed=True)
     yield Case("full int8 states", {"optimizer.state": "int8"}, resumed=True)
     yield Case("full recompute", {"train.recompute": "block"})
@@ -156,16 +158,16 @@ def methods():
 
 
 def families():
-    """Every family of models, with an adapter and in full."""
+    """Yields every family of models, with an adapter and in full."""
     for model in sorted(folder.name for folder in (GOLDEN / "models").iterdir() if folder.name != "tiny-llama"):
-        # The template of one of them takes no system message.
+        # One of their templates accepts no system message.
         keys = {"train.max_steps": 4, "data.on_bad_row": "skip"}
         yield Case(f"{model} lora", {**LORA, **keys}, model=model)
         yield Case(f"{model} full", {**keys, "train.recompute": "block"}, model=model)
 
 
 def splits():
-    """Every strategy, on 2 and 4 ranks."""
+    """Yields every strategy, on 2 and 4 ranks."""
     trained = {"full": {}, "lora": LORA}
     for name, keys in trained.items():
         for ranks in [2, 4]:
@@ -188,12 +190,12 @@ def splits():
 
 
 def matrix():
-    """All cases."""
+    """Returns all cases."""
     return [*methods(), *families(), *splits(), Verbs(), Quickstart()]
 
 
 class Failed(Exception):
-    """A run that did not end in exit code 0, with what it said."""
+    """A run that did not end in exit code 0, with its output."""
 
 
 def call(binary, arguments, place):
@@ -211,7 +213,7 @@ def call(binary, arguments, place):
 
 
 def resume(binary, command, output, place):
-    """Goes on from the checkpoint in the middle, in a copy of the run that does not have the later one."""
+    """Resumes from the checkpoint in the middle, in a copy of the run without the later one."""
     copy = place / "resumed"
     shutil.copytree(output, copy)
     shutil.rmtree(copy / f"checkpoint-{STEPS}")
@@ -221,7 +223,7 @@ def resume(binary, command, output, place):
 
 
 def tensors(path):
-    """The tensors of a safetensors file: dtype, shape and bytes by name."""
+    """Returns the tensors of a safetensors file: dtype, shape and bytes by name."""
     data = path.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])
@@ -234,7 +236,7 @@ def tensors(path):
 
 
 def compare_weights(base, head):
-    """What differs between two files of tensors; None: nothing."""
+    """Returns the differences between two files of tensors, or None."""
     if base.read_bytes() == head.read_bytes():
         return None
     if base.suffix != ".safetensors":
@@ -249,13 +251,14 @@ def compare_weights(base, head):
 
 
 def figures(path):
-    """The lines of a metrics.jsonl, numbers as they are written."""
+    """Returns the lines of a metrics.jsonl, with numbers as written."""
     lines = path.read_text().splitlines()
     return [json.loads(line, parse_float=str, parse_int=str) for line in lines]
 
 
 def compare_metrics(base, head):
-    """What differs between two metrics.jsonl; fields that only the second has do not count."""
+    """Returns the differences between two metrics.jsonl; fields that only the second one has do not
+    count."""
     base, head = figures(base), figures(head)
     if len(base) != len(head):
         return f"{len(base)} lines, {len(head)} lines"
@@ -267,7 +270,7 @@ def compare_metrics(base, head):
 
 
 def written(place):
-    """The files below `place` that are compared, by their path in it."""
+    """Returns the compared files below `place`, by their relative path."""
     kinds = {".safetensors", ".gguf"}
     named = {"metrics.jsonl", "told.txt"}
     files = (path for path in place.rglob("*") if path.suffix in kinds or path.name in named)
@@ -275,7 +278,7 @@ def written(place):
 
 
 def differences(base, head):
-    """The number of files compared, and what differs between two folders."""
+    """Returns the number of files compared, and the differences between two folders."""
     base, head = written(base), written(head)
     found = [f"{name}: only one left it" for name in sorted(base.keys() ^ head.keys())]
     for name in sorted(base.keys() & head.keys()):
@@ -287,7 +290,8 @@ def differences(base, head):
 
 
 def check(case, binaries, plant):
-    """Runs a case through both binaries: files compared, seconds of each, differences."""
+    """Runs a case through both binaries; returns files compared, seconds of each, and
+    differences."""
     with tempfile.TemporaryDirectory(prefix="same-bits-") as folder:
         places, seconds = [], []
         for side, binary in enumerate(binaries):
@@ -307,7 +311,7 @@ def check(case, binaries, plant):
 
 
 def build(revision, target, profile):
-    """The binary of a commit, built once for each commit and profile in `target`."""
+    """Returns the binary of a commit, built once for each commit and profile in `target`."""
     told = subprocess.run(
         ["git", "rev-parse", "--verify", f"{revision}^{{commit}}"], cwd=ROOT, capture_output=True, text=True)
     if told.returncode:
@@ -319,7 +323,7 @@ def build(revision, target, profile):
         print(f"building {revision} ({commit[:12]})", flush=True)
         place.mkdir(parents=True, exist_ok=True)
         archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
-        # Written now: cargo goes by times, and would take the other commit's library for this one's.
+        # Update the times: cargo compares them, and would reuse the other commit's library.
         subprocess.run(["tar", "-x", "-m", "-C", place], input=archive, check=True)
         command = ["cargo", "build", "--locked", "--profile", profile, "--bin", "finetune"]
         subprocess.run(command, cwd=place, check=True, env={**os.environ, "CARGO_TARGET_DIR": str(target)})
@@ -330,7 +334,7 @@ def build(revision, target, profile):
 
 
 def report(cases, binaries, plant):
-    """Checks every case and prints the table; the number of cases that differ."""
+    """Checks every case and prints the table; returns the number of cases that differ."""
     width = max(len(case.name) for case in cases)
     print(f"{'case':{width}}  files  first  second  verdict")
     different = 0

@@ -1,6 +1,6 @@
-//! What a step asks of a GPU, counted by a driver that runs nothing: launches, uploads, waits, the time that the fastest
-//! cards need at least, and memory, beside the memory plan. Weights are holes in files, so the models are as wide as
-//! real ones and have few layers.
+//! Work that a step requests from a GPU, counted by a driver that executes nothing: launches,
+//! uploads, waits, the minimum time on the fastest cards, and memory beside its plan. Weights are
+//! sparse files, so the models are as wide as real ones and have few layers.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::print_stdout, reason = "the figures, for who asks with --nocapture")]
@@ -23,13 +23,13 @@ use finetune::report::{Terminal, Verbosity};
 use finetune::training::trainer;
 use serde_json::{Map, Value, json};
 
-/// Adds up what is allocated: a GPU's memory would hold the same tensors.
+/// Adds up allocations: a GPU's memory would hold the same tensors.
 struct CountingAllocator;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: all is done by the system's allocator.
+// SAFETY: all calls go to the system's allocator.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
@@ -68,7 +68,7 @@ struct Shape {
     layers: usize,
 }
 
-/// As wide as Qwen3-8B.
+/// The widths of Qwen3-8B.
 const WIDE: Shape = Shape {
     name: "as wide as Qwen3-8B",
     family: "qwen3",
@@ -82,7 +82,7 @@ const WIDE: Shape = Shape {
 /// The layers of Qwen3-8B.
 const LAYERS: usize = 36;
 
-/// Shapes whose plans are compared: one that the loss decides, two that blocks decide.
+/// Shapes whose plans are compared: the loss sets the peak of the first, blocks that of the others.
 const PLANNED: [Shape; 3] = [
     Shape {
         name: "as wide as Qwen3-0.6B",
@@ -113,7 +113,7 @@ const PLANNED: [Shape; 3] = [
     },
 ];
 
-/// Writes a model of a shape whose weights are zeros: headers, and holes below them.
+/// Writes a model of a shape with zero weights: headers and sparse data.
 fn write_model(folder: &Path, shape: &Shape) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -151,38 +151,38 @@ fn write_model(folder: &Path, shape: &Shape) {
     std::fs::File::options().write(true).open(path).unwrap().set_len(start.len() as u64 + at).unwrap();
 }
 
-/// What trains.
+/// The method of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Mode {
     Qlora,
-    /// With the weights in bf16 beside their codes.
+    /// Keeps the weights in bf16 beside their codes.
     QloraCopy,
     Lora,
     Dora,
     Full,
 }
 
-/// How a run is loaded.
+/// The settings of a run.
 #[derive(Debug, Clone, Copy)]
 struct Run {
     mode: Mode,
     recompute: bool,
-    /// The probability that an adapter's input is dropped.
+    /// The dropout probability of an adapter's input.
     dropout: f64,
     accumulation: usize,
 }
 
-/// A run that is planned and loaded.
+/// A planned and loaded run.
 struct Loaded {
     plan: Plan,
     trainer: Trainer,
     steps: Vec<Step>,
-    /// Bytes that were allocated before it was loaded.
+    /// Bytes allocated before loading.
     before: usize,
     _folder: tempfile::TempDir,
 }
 
-/// Rows of 2,048 tokens, two at a time.
+/// Loads a run on rows of 2,048 tokens, two to a micro-batch.
 fn load(shape: &Shape, run: Run) -> Loaded {
     let Run { mode, recompute, dropout, accumulation } = run;
     let folder = tempfile::tempdir().unwrap();
@@ -227,7 +227,7 @@ fn load(shape: &Shape, run: Run) -> Loaded {
 }
 
 impl Loaded {
-    /// What the second step asks for, and the most bytes that it holds.
+    /// Returns the work that the second step requests, and its peak bytes.
     fn second_step(&mut self) -> (GpuWork, usize) {
         self.trainer.step(&self.steps[0]).unwrap();
         PEAK.store(LIVE.load(Relaxed), Relaxed);
@@ -236,7 +236,7 @@ impl Loaded {
         (asked() - before, PEAK.load(Relaxed) - self.before)
     }
 
-    /// What the blocks' forward of a micro-batch asks for.
+    /// Returns the work that the blocks' forward of a micro-batch requests.
     fn forward(&self) -> GpuWork {
         let before = asked();
         self.trainer.engine.hidden(&self.steps[0].micro_batches[0], AdapterSwitch::On).unwrap();
@@ -244,12 +244,12 @@ impl Loaded {
     }
 }
 
-/// `few` of 2 layers and `more` of 4: as many of [`LAYERS`].
+/// Extrapolates from `few` for 2 layers and `more` for 4 to [`LAYERS`].
 fn extended(few: f64, more: f64) -> f64 {
     few + (more - few) / 2.0 * (LAYERS - 2) as f64
 }
 
-/// The bars of QLoRA on 8 billion parameters, a micro-batch of 4,096 tokens.
+/// Checks the bars of QLoRA on 8 billion parameters with a micro-batch of 4,096 tokens.
 fn eight_billion(recompute: bool, most_seconds: f64, most_bytes: f64) {
     let of_layers = |layers| {
         let run = Run { mode: Mode::Qlora, recompute, dropout: 0.0, accumulation: 1 };
@@ -260,10 +260,10 @@ fn eight_billion(recompute: bool, most_seconds: f64, most_bytes: f64) {
     let ((two, forward_of_two, small), (four, forward_of_four, large)) = (of_layers(2), of_layers(4));
     let calls = |work: GpuWork| work.launches + work.gemms;
     let forward = (calls(forward_of_four) - calls(forward_of_two)) / 2;
-    // Backward computes the block again under recompute.
+    // With recompute, backward computes the block's forward again.
     let again = if recompute { forward } else { 0 };
     let backward = (calls(four) - calls(two)) / 2 - forward - again;
-    // Of the fastest card's products in bf16, and 85 % of its copies.
+    // Bf16 products of the fastest card, and 85 % of its copy bandwidth.
     let seconds = |work: GpuWork| work.seconds(680e12, 0.85 * 4.3e12);
     let (seconds, bytes) = (extended(seconds(two), seconds(four)), extended(small as f64, large as f64));
     let ids = 2 * 4 * 4096;
@@ -278,7 +278,7 @@ fn eight_billion(recompute: bool, most_seconds: f64, most_bytes: f64) {
     assert!(seconds <= most_seconds && bytes <= most_bytes, "{seconds} s, {bytes} bytes");
 }
 
-/// One test, since the counters are the process's.
+/// A single test, since the counters are global to the process.
 #[test]
 fn steps_ask_for_what_was_planned() {
     count_process().unwrap();
@@ -289,7 +289,7 @@ fn steps_ask_for_what_was_planned() {
     assert!(far.is_empty(), "{far:#?}");
 }
 
-/// Each shape in each mode; DoRA and dropout where their temporaries decide.
+/// Each shape in each mode; DoRA and dropout on the shape whose peak their temporaries set.
 fn planned_runs() -> Vec<(&'static Shape, Run)> {
     let modes = [Mode::Qlora, Mode::Lora, Mode::Full];
     let run =
@@ -307,7 +307,7 @@ fn planned_runs() -> Vec<(&'static Shape, Run)> {
     plain.chain(special).collect()
 }
 
-/// Runs two steps; what it is when the plan is more than 5 % from the most bytes held.
+/// Runs two steps; describes the run if its plan is more than 5 % off the peak.
 fn far_from_plan(shape: &Shape, run: Run) -> Option<String> {
     let mut loaded = load(shape, run);
     let (work, peak) = loaded.second_step();

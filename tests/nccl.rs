@@ -1,7 +1,9 @@
-//! The NCCL backend on a real GPU: two ranks as processes that share it, over the loopback interface. **Not yet run.**
+//! The NCCL backend on a real GPU: two ranks as processes that share it over the loopback
+//! interface. **Not yet run.**
 //!
-//! `cargo test --features cuda --test nccl`; skips loudly without a GPU or without the library (`FINETUNE_NCCL_LIB`).
-//! It shows that values are right and that failures end; NVIDIA does not support such sharing, and it is slow.
+//! `cargo test --features cuda --test nccl`; without a GPU or the library (`FINETUNE_NCCL_LIB`) it
+//! prints that it is skipped. It checks values and the end after failures. NVIDIA does not support
+//! such sharing, and it is slow.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 #![allow(clippy::print_stderr, reason = "a test without harness says what it does")]
@@ -29,7 +31,7 @@ const LIMIT: Duration = Duration::from_secs(180);
 
 type Scene = fn(&Nccl<Cuda>, &Arc<CudaStream>) -> Result<()>;
 
-/// What each rank does, and for each rank a part of the error that it gets.
+/// A scene's work for each rank, and part of the error that each rank gets.
 const SCENES: [(&str, Scene, [&str; RANKS]); 3] = [
     ("values", values, ["", ""]),
     (
@@ -83,7 +85,7 @@ fn launch(name: &str, errors: &[&str; RANKS]) -> std::result::Result<(), String>
         std::thread::sleep(Duration::from_millis(50));
     }
     for rank in &mut ranks {
-        // Nothing to end if it has ended.
+        // The process may have ended.
         let _ = rank.kill();
         let _ = rank.wait();
     }
@@ -103,7 +105,7 @@ fn rank(name: &str) {
     let rank: usize = std::env::var(RANK).unwrap().parse().unwrap();
     let library = NcclLibrary::open().unwrap();
     let device = CudaDevice::new_with_stream(0).unwrap();
-    // SAFETY: before the first allocation; the streams are ordered by marks.
+    // SAFETY: before the first allocation; events order the streams.
     unsafe { device.disable_event_tracking() };
     let id = if rank == 0 {
         let id = library.unique_id().unwrap();
@@ -141,7 +143,7 @@ impl<T: DeviceRepr + Clone + Default + Send + Sync + 'static> Values<T> {
         let slice = Arc::new(stream.clone_htod(values).unwrap());
         let address = slice.device_ptr(stream).0 as usize;
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&slice) as _;
-        // SAFETY: the slice is kept by its owner, and is read on the compute stream only.
+        // SAFETY: the owner keeps the slice, which is read on the compute stream only.
         let memory = unsafe { Buffer::on_gpu(address, values.len(), element, owner) };
         Values { slice, memory }
     }
@@ -173,7 +175,7 @@ fn values(nccl: &Nccl<Cuda>, stream: &Arc<CudaStream>) -> Result<()> {
     nccl.reduce_scatter(call("gradients", 1), &full.memory, &shard.memory)?;
     assert_eq!(shard.read(stream), [3.0 * own; 2]);
 
-    // Beside a gather, on a stream and a communicator of its own.
+    // Runs beside a gather, with its own stream and communicator.
     assert!(nccl.open_reduction_lane()?);
     let gradients = Values::new(stream, ElementType::F32, &vec![own; 200_006]);
     let summed = Values::new(stream, ElementType::F32, &vec![0.0_f32; 100_003]);

@@ -1,5 +1,5 @@
-//! One run in several processes under mpirun, through the binary: the bytes of the same run in one process; what does
-//! not fit is refused. Skips loudly where there is no mpirun.
+//! One run in several processes under mpirun, through the binary: the same bytes as in one process;
+//! inconsistent settings are refused. Without mpirun it prints that it is skipped.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -19,7 +19,7 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-/// The command line of a run, after the binary.
+/// The arguments of a run.
 fn line(output: &Path, more: &[&str]) -> Vec<String> {
     let (model, data) = (golden().join("models/tiny-llama"), golden().join("data/sft_messages.jsonl"));
     let mut line = vec!["--recipe".to_owned(), "fsdp-full".into()];
@@ -47,12 +47,12 @@ fn mpirun() -> Option<Command> {
     let mut command = Command::new("mpirun");
     command.args(["--oversubscribe", "--allow-run-as-root"]);
     command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "1").env("FINETUNE_RDZV_TIMEOUT", "20");
-    // Where processes that were given no secret keep one of their own.
+    // The folder where processes without a given secret keep their own.
     command.env("XDG_CACHE_HOME", CACHE);
     Some(command)
 }
 
-/// Runs one process for each of `apps`: its settings of the environment, and its line.
+/// Runs one process for each of `apps`, which are environment settings and arguments.
 fn run(mut mpirun: Command, apps: &[(&[&str], Vec<String>)]) -> Output {
     for (i, (environment, line)) in apps.iter().enumerate() {
         if i > 0 {
@@ -71,7 +71,8 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Compares what `processes` of `here` ranks each leave with what as many threads of one process leave.
+/// Compares the files of `processes` with `here` ranks each with those of as many threads in one
+/// process.
 fn same_bytes(processes: usize, here: usize, more: &[&str]) {
     let Some(mpirun) = mpirun() else { return };
     let place = tempfile::tempdir().unwrap();
@@ -95,7 +96,7 @@ fn same_bytes(processes: usize, here: usize, more: &[&str]) {
             }
         }
     }
-    // The tensors of the tiny model make four shares at most.
+    // The tensors of the tiny model make at most four shards.
     assert_eq!(compared, 3 * (processes * here).min(4));
     let secret = Path::new(CACHE).join("finetune/rendezvous/secret").metadata().unwrap();
     assert_eq!(secret.permissions().mode() & 0o777, 0o600);
@@ -106,8 +107,8 @@ fn processes_give_the_bytes_of_threads() {
     same_bytes(2, 1, &[]);
 }
 
-/// Several ranks in each process: groups of all ranks; groups inside the processes, whose sums cross them; three groups
-/// of two, of which one crosses.
+/// Several ranks in each process: groups of all ranks; groups inside processes, with sums across
+/// them; three groups of two, one of them across processes.
 #[test]
 fn processes_of_threads_give_the_bytes_of_threads() {
     same_bytes(2, 2, &[]);
@@ -117,7 +118,8 @@ fn processes_of_threads_give_the_bytes_of_threads() {
     same_bytes(2, 3, &sets);
 }
 
-/// Ranks of several processes measure what is between them, of which the process of rank 0 alone tells; a slow link is named.
+/// Ranks in several processes measure their links, and only the process of rank 0 prints them; a
+/// slow link is named.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn processes_measure_what_is_between_them() {
@@ -143,7 +145,7 @@ fn processes_measure_what_is_between_them() {
     assert!(report["warnings"][0].as_str().unwrap().starts_with("SLOW: rank "), "{report}");
 }
 
-/// Sums over several groups are in the order of all ranks here too, in f32 and in bf16.
+/// Sums over several groups follow the order of all ranks, in f32 and in bf16.
 #[test]
 fn groups_of_processes_give_the_bytes_of_threads() {
     for dtype in ["f32", "bf16"] {
@@ -154,7 +156,7 @@ fn groups_of_processes_give_the_bytes_of_threads() {
     }
 }
 
-/// Starts two processes with a planted fault, and looks at what they say in the end.
+/// Starts two processes with a planted fault, and checks their final messages.
 fn names_the_rank(fault: &str, more: &[&str], cause: &str) {
     let Some(mpirun) = mpirun() else { return };
     let place = tempfile::tempdir().unwrap();
@@ -171,14 +173,14 @@ fn names_the_rank(fault: &str, more: &[&str], cause: &str) {
     assert!(text.contains(&format!("rank {rank}: its last call was call ")), "{fault}: {text}");
 }
 
-/// A process that fails ends the others, and says itself who it is, where it was and what it called last.
+/// A failing process ends the others, and names its rank, its phase and its last call.
 #[test]
 fn a_process_that_fails_names_rank_phase_and_last_call() {
     names_the_rank("1:backward:2:error", &[], "planted fault");
     names_the_rank("0:save:panic", &[], "the thread panicked");
 }
 
-/// So does a rank that shares its process with another one, which it ends too.
+/// The same for a rank that shares its process with another one, which it ends, too.
 #[test]
 fn a_thread_that_fails_ends_its_process_and_the_others() {
     names_the_rank("2:backward:2:error", &["--ranks", "2"], "planted fault");
@@ -197,7 +199,7 @@ fn other_numbers_of_ranks_in_each_process_are_refused() {
     assert!(!output.exists(), "weights were loaded");
 }
 
-/// Flags that give the processes another order than MPI does.
+/// Flags whose process order differs from MPI's.
 #[test]
 fn another_order_than_that_of_mpi_is_refused() {
     let Some(mpirun) = mpirun() else { return };
@@ -248,10 +250,10 @@ fn a_wrong_secret_is_refused() {
     assert!(!output.exists(), "a process that was refused took the folder");
 }
 
-/// A rank of another process that hangs, and a process that is stopped: both are named by those who wait.
+/// A hanging rank in another process, and a stopped process: the waiting processes name both.
 #[test]
 fn a_rank_that_hangs_in_another_process_is_named() {
-    // What a stopped process did is known from its last heartbeat, which may be from before that.
+    // A stopped process is known by its last heartbeat, which may be older than the stop.
     for (fault, why, doing) in [
         (
             "1:backward:2:hang",
@@ -276,7 +278,7 @@ fn a_rank_that_hangs_in_another_process_is_named() {
     }
 }
 
-/// MPI takes no process into a job that runs.
+/// MPI accepts no new process into a running job.
 #[test]
 fn restarts_of_one_process_of_a_job_are_refused() {
     let Some(mpirun) = mpirun() else { return };

@@ -1,18 +1,18 @@
-// Runs kernels on the host, one thread block after another, and checks what a GPU would not.
+// Runs kernels on the host, one thread block after another, with checks that a GPU does not make.
 //
 // Each CUDA thread is a fiber. It runs until it waits at a barrier or a warp-wide instruction; then the next one
-// runs. Fibers are switched by _setjmp and _longjmp (makecontext only starts them: it makes system calls). A warp-wide
-// instruction is computed for all lanes by the last one that comes to it.
+// runs. _setjmp and _longjmp switch fibers (makecontext only starts them: it makes system calls). The last lane to reach
+// a warp-wide instruction computes it for all lanes.
 //
 // Checked, each with a message that names kernel, block and thread:
-//   - accesses to global memory lie in the window that the launch gave (for an address from a table: as long as the
-//     table says), are aligned, and are allowed there;
-//   - every byte of an Out is written exactly once, and no block reads or overwrites what another one wrote;
+//   - accesses to global memory are within the window of the launch (for an address from a table: of the table's
+//     length), are aligned, and are allowed there;
+//   - every byte of an Out is written exactly once, and no block reads or overwrites bytes of another one;
 //   - shared memory is not read before it is written; two threads that touch the same two bytes, one of them writing,
 //     have a barrier between them (for lanes of one warp sync_warp is enough);
-//   - all threads of a block come to each barrier, all lanes of a warp to the same warp-wide instruction;
+//   - all threads of a block reach each barrier, all lanes of a warp the same warp-wide instruction;
 //   - data of copy_async16 or copy_async4 is not read before its thread waited for it. It arrives at once
-//     or as late as may be, and threads and blocks run forward, backward or shuffled, as the launch asks: the results
+//     or as late as possible, and threads and blocks run forward, backward or shuffled, as the launch requests: the results
 //     must be the same bits.
 #include <array>
 #include <cstdarg>
@@ -40,18 +40,18 @@ namespace {
 
 constexpr int WARP = 32;
 constexpr size_t STACK = 64 << 10;
-// Of one block on compute capability 9.0.
+// Shared memory of one block on compute capability 9.0.
 constexpr size_t SHARED_BYTES = 227 << 10;
-// Between two arrays of shared memory, so that running out of one is seen.
+// Gap between two arrays of shared memory, so that an access beyond an array is detected.
 constexpr size_t RED_ZONE = 128;
-// Two bytes are watched as one: bf16 is the smallest type in shared memory.
+// Two bytes are tracked as one: bf16 is the smallest type in shared memory.
 constexpr size_t GRAIN = 2;
 
 enum class Status { Fresh, Ready, AtBarrier, InWarp, Done };
 enum class WarpOp { Sync, Shuffle, Mma, LoadMatrices };
 const char *const WARP_OP_NAMES[] = {"sync_warp", "shuffle", "mma_16816", "ldmatrix_x4"};
 
-// What a lane brings to a warp-wide instruction, and where its results go.
+// The operands of a lane in a warp-wide instruction, and the memory for its results.
 struct Deposit {
     const uint32_t *a, *b;
     float *d;
@@ -96,7 +96,7 @@ struct Fiber {
     Thread *thread = nullptr;
 };
 
-// Who touched two bytes of shared memory last, and when.
+// The last accesses to two bytes of shared memory.
 struct Touched {
     int writer = -1, reader = -1;
     uint32_t write_barrier = 0, write_warp_epoch = 0, read_barrier = 0, read_warp_epoch = 0;
@@ -109,8 +109,8 @@ struct Site {
     size_t start, bytes;
 };
 
-// An instruction of a warp: a place in the program with the argument that it reads or writes there, the barriers that
-// came before, and the how-manieth time since the last of them; a lane that skipped one is in step again behind the next.
+// An instruction of a warp: a position in the program with its argument, the number of barriers before it, and the
+// number of visits since the last of them. A lane that skipped a visit is in step again after the next barrier.
 struct Request {
     const void *place;
     const Window *window;
@@ -120,10 +120,10 @@ struct Request {
         return std::tie(place, window, barrier, visit) < std::tie(other.place, other.window, other.barrier, other.visit);
     }
 };
-// What each lane accesses in it; 0 for nothing.
+// The access of each lane in it; 0 for none.
 using Requests = std::map<Request, std::array<uint64_t, WARP>>;
 
-// Memory whose address a kernel read from a table.
+// Memory with an address that a kernel read from a table.
 struct Listed {
     Window window;
     std::vector<uint32_t> writer;
@@ -136,7 +136,7 @@ struct Machine {
     std::vector<Warp> warps;
     std::vector<Window> windows;
     std::vector<std::vector<uint32_t>> writers;
-    // By address: what kernels reach through tables.
+    // By address: memory that kernels access through tables.
     std::map<uint64_t, std::unique_ptr<Listed>> listed;
     std::vector<unsigned char> memory;
     unsigned char *shared = nullptr;
@@ -154,7 +154,7 @@ struct Machine {
     uint64_t random = 0;
     uint32_t block_number = 0;
     std::string error;
-    // By thread and instruction: how often it came there since the last barrier.
+    // By thread and instruction: number of visits since the last barrier.
     std::map<std::pair<int, Request>, int> visits;
     std::vector<Requests> global_requests, shared_requests;
 };
@@ -192,7 +192,7 @@ void say(Machine &m, const char *format, va_list arguments) {
     if (m.error.empty()) m.error = std::string(where) + text;
 }
 
-// Ends the launch: the fibers are left where they stand and started anew by the next launch.
+// Ends the launch: the fibers are abandoned, and the next launch starts them anew.
 [[noreturn]] void fail(const char *format, ...) {
     Machine &m = machine();
     va_list arguments;
@@ -291,7 +291,7 @@ void explain_standstill(Machine &m) {
 
 // ---- counting ----------------------------------------------------------------------------------------------------
 
-// The instruction that the thread is in, of which it is the thread's next visit.
+// Returns the thread's current instruction, counted as its next visit.
 Request next_request(Machine &m, const void *place, const Window *window) {
     Request request{place, window, m.barrier, 0};
     request.visit = m.visits[{m.now->number, request}]++;
@@ -342,7 +342,7 @@ void count_requests(Machine &m) {
 // ---- blocks ------------------------------------------------------------------------------------------------------
 
 void start_block(Machine &m) {
-    // What the last block used is poisoned again: NaN in f32 and bf16.
+    // The memory of the last block is poisoned again: NaN in f32 and bf16.
     memset(m.shared, 0xff, m.shared_end);
     for (size_t i = 0; i < m.shared_end / GRAIN; i++) m.touched[i] = Touched{};
     m.sites.clear();
@@ -396,7 +396,7 @@ Touched *touched_at(Machine &m, const void *at, size_t bytes, const char *what) 
     return &m.touched[offset / GRAIN];
 }
 
-// Whether what `thread` did then is before what the running thread does now.
+// Returns whether an earlier access of `thread` is ordered before the current one of the running thread.
 bool ordered(Machine &m, int thread, uint32_t barrier, uint32_t warp_epoch) {
     int warp = m.now->number / WARP;
     return thread == m.now->number || barrier < m.barrier ||
@@ -417,7 +417,7 @@ void watch_read(Machine &m, Touched &t) {
     else if (t.reader == MANY_WARPS || (t.reader >= 0 && t.reader / WARP != warp))
         t.reader = MANY_WARPS;
     else
-        // Lanes of one warp, kept as the number of the warp below zero.
+        // Several lanes of one warp are stored as a negative number of the warp.
         t.reader = t.reader >= 0 || t.reader == MANY_LANES - 2 - warp ? MANY_LANES - 2 - warp : MANY_WARPS;
     t.read_barrier = m.barrier;
     t.read_warp_epoch = epoch;
@@ -446,7 +446,7 @@ void shared_access(const void *at, size_t bytes, bool write) {
 
 // ---- global memory -----------------------------------------------------------------------------------------------
 
-// The place of an access in its window, counted in bytes that belong to it.
+// Returns the offset of an access in its window, counted in bytes of the window.
 size_t place_in(const Window *window, const void *at, size_t bytes, const char *what) {
     if (!window || !window->base) fail("%s through a pointer that the launch did not give", what);
     uintptr_t p = reinterpret_cast<uintptr_t>(at), base = reinterpret_cast<uintptr_t>(window->base);
@@ -461,7 +461,7 @@ size_t place_in(const Window *window, const void *at, size_t bytes, const char *
 
 uint32_t thread_number(Machine &m) { return m.block_number * uint32_t(m.threads.size()) + uint32_t(m.now->number) + 1; }
 
-// Zeros where the copy has no source.
+// Copies the data, or zeros if the copy has no source.
 void deliver(const AsyncCopy &copy) {
     if (copy.there)
         memcpy(copy.to, copy.from, copy.bytes);
@@ -714,8 +714,8 @@ void copy_async(void *to, const Window *window, const void *from, size_t bytes, 
     if (there) check_load(m, window, from, bytes);
     shared_access(to, bytes, true);
     if (m.options.count) {
-        // Not the place that it was called from: lanes that bring zeros may come from another one, and a GPU has one
-        // instruction for both.
+        // Without the position of the call: lanes with zeros may call from another one, and a GPU has one instruction
+        // for both.
         Request request = next_request(m, nullptr, window);
         count_access(m, m.shared_requests, request, to, bytes);
         if (there) count_access(m, m.global_requests, request, from, bytes);

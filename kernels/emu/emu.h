@@ -1,7 +1,7 @@
 // The body of compat.cuh for the host: the same names, each access to memory checked.
 //
-// A CUDA thread is a fiber of one host thread (emu.cpp): it runs until it waits for others. What is checked is listed
-// in emu.cpp beside the code that does it. The state is per host thread, so tests run beside each other.
+// A CUDA thread is a fiber of one host thread (emu.cpp): it runs until it waits for others. emu.cpp lists the checks
+// beside their code. The state is per host thread, so tests can run concurrently.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -20,14 +20,14 @@ struct Index {
     uint32_t x, y, z;
 };
 
-// What a launch allows a pointer to reach: `rows` runs of `row_bytes` bytes, `pitch` bytes apart.
+// The memory that a launch allows a pointer to access: `rows` runs of `row_bytes` bytes, `pitch` bytes apart.
 struct Window {
     unsigned char *base;
     uint64_t rows, row_bytes, pitch;
-    // For each byte 1 + the number of the thread (over the whole grid) that wrote it; none for what is only read.
+    // For each byte 1 + the number of the thread (over the whole grid) that wrote it; null for read-only memory.
     uint32_t *writer;
     bool may_write, may_read, once;
-    // Of the launch, or -1 for memory whose address lies in a table.
+    // Index of the argument in the launch, or -1 for memory with its address in a table.
     int argument;
 };
 
@@ -37,7 +37,7 @@ struct Running {
 };
 extern thread_local Running running;
 
-// The window of memory whose address lies in a table: as long as the table says, the same for all who ask for it.
+// The window of memory with its address in a table: of the table's length, the same for all threads.
 const Window *window_at(uint64_t address, size_t bytes, bool write);
 void on_load(const Window *window, const void *at, size_t bytes);
 void on_store(const Window *window, const void *at, size_t bytes);
@@ -84,7 +84,7 @@ inline uint32_t round_to_bf16(float low, float high) {
     };
     return round(low) | round(high) << 16;
 }
-// What instructions with .ftz read and leave in place of a number below the normal ones: zero of the same sign.
+// The value that instructions with .ftz use for a subnormal number: zero of the same sign.
 inline float flush(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }
 inline float fast_exp2(float x) { return flush(exp2f(flush(x))); }
 inline float fast_reciprocal(float x) { return flush(1.0f / flush(x)); }

@@ -1,4 +1,4 @@
-// What the host gives a launch, and the table of kernels, which build.rs writes from their signatures.
+// The arguments of a launch, and the table of kernels, which build.rs writes from their signatures.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,17 +24,17 @@ struct Kernel {
 constexpr uint32_t ORDER_FORWARD = 0, ORDER_REVERSE = 1, ORDER_SHUFFLED = 2;
 
 struct Options {
-    // In what order blocks and threads run.
+    // The order in which blocks and threads run.
     uint32_t order;
-    // copy_async16 delivers when it is waited for, not at once.
+    // True if copy_async16 delivers at the wait, not at once.
     uint32_t late;
-    // Accesses are counted, which takes time.
+    // True if accesses are counted, which takes time.
     uint32_t count;
     uint64_t seed;
 };
 
 struct Counters {
-    // Warp-wide accesses to global memory, the 32-byte sectors that they touch, and the fewest that would do.
+    // Warp-wide accesses to global memory, the 32-byte sectors that they touch, and the minimum for these bytes.
     uint64_t global_requests, global_sectors, global_least_sectors;
     // Steps in which the banks of shared memory serve lanes, and how many more steps conflicts took.
     uint64_t shared_phases, bank_conflicts;

@@ -21,6 +21,7 @@ use crate::collective::{
 };
 use crate::data::ExampleSource as _;
 use crate::error::{Error, ErrorContext as _, Result};
+use crate::locks::locked;
 use crate::planning::Plan;
 use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
 use crate::report::alerts::raise_hang;
@@ -198,7 +199,7 @@ impl RankSetup {
             |world, device| {
                 let measured = rank(&world, device)?;
                 if world.rank() == 0 {
-                    *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(measured);
+                    *locked(&result) = Some(measured);
                 }
                 Ok(())
             },
@@ -501,6 +502,7 @@ mod tests {
 
     /// All processes get the date of rank 0, and can join again at the same address.
     #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
     fn processes_agree_before_they_have_a_plan() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = listener.local_addr().expect("an address").port();

@@ -7,7 +7,7 @@
 //! needs that weight in f32.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use candle_core::{Device, Tensor};
 
@@ -15,6 +15,7 @@ use super::adapter_setup::{AdapterSetup, AdapterStart};
 use super::param_layout::saved_as;
 use crate::adapter::{LowRankFactors, Target, TensorKind};
 use crate::error::{Error, Result};
+use crate::locks::locked;
 use crate::model::{self, ModelConfig, Module, ParamSpec, StoredModel, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
 use crate::ops::matmul_quantized::Weight;
@@ -149,7 +150,7 @@ impl<'a> InitialValues<'a> {
 
     fn derived(&self) -> MutexGuard<'_, BTreeMap<String, DerivedFactors>> {
         // After a panic, no code reads the values.
-        self.derived.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.derived)
     }
 
     /// Reads elements of a base weight from `start` on.

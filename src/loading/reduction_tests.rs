@@ -12,11 +12,11 @@ use crate::collective::late_reductions::{LateCall, LateReductions};
 use crate::data::{Batch, IGNORE, Sample, Step};
 use crate::engine::{SaveAssignment, Trainer, TrainerOptions};
 use crate::error::Result;
+use crate::locks::locked;
 use crate::optim::{OptimizerOptions, Schedule};
 use crate::parallel::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 use crate::recipe::enums::{Attention, ModelInit, Offload, Recompute, SchedulerKind};
 use crate::recipe::{AdapterSection, DataSource, ModelSection, OptimizerSection};
-use crate::rendezvous::locked;
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::thread_pool;
 

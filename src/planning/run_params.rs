@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
+use crate::locks::locked;
 use crate::parallel::ParamDesc;
 use crate::recipe::{AdapterSection, QuantizationSection};
-use crate::rendezvous::locked;
 
 /// The keys of a recipe that determine its parameters.
 pub(super) type DecidingKeys = (Option<AdapterSection>, Option<QuantizationSection>);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use candle_core::Device;
@@ -29,6 +29,7 @@ use crate::data::{self, Batch};
 use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
 use crate::error::{Error, Result};
 use crate::loading::BaseCheck;
+use crate::locks::locked;
 use crate::planning::Plan;
 use crate::profile::{Profiler, TraceSchedule};
 use crate::report::ui::{RunView, restore_screen};
@@ -71,7 +72,7 @@ impl TrainRun<'_> {
     pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
         let offline = self.args.common.offline;
         let endpoint = monitoring::listen(self.plan, self.args.output(), offline, self.terminal)?;
-        *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = endpoint;
+        *locked(&self.metrics) = endpoint;
         let claimed = found.claim(self.args, self.plan, self.resumed)?;
         self.folder.get_or_init(|| claimed);
         Ok(())
@@ -293,7 +294,7 @@ impl TrainRun<'_> {
         if let Some(text) = metrics.note() {
             self.terminal.warn(text);
         }
-        let endpoint = self.metrics.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let endpoint = locked(&self.metrics).take();
         let resumed = state.map(|state| state.step);
         let mut listeners = monitoring::listeners(self.plan, output, resumed, endpoint, self.terminal);
         if self.args.ui {

@@ -1,5 +1,5 @@
-//! `adapter.path` through the binary: what of `[adapter]` agrees with the saved adapter, what is refused, and what the
-//! run's recipe.toml says.
+//! `adapter.path` through the binary: which keys of `[adapter]` agree with the saved adapter, which
+//! are refused, and which values the run's recipe.toml records.
 
 use crate::place::{Place, lora};
 #[allow(dead_code, reason = "each test binary uses its part")]
@@ -17,7 +17,8 @@ max_steps = 2
 learning_rate = 1e-2
 ";
 
-/// `saved`: an adapter of r 4 but for one module, with rsLoRA, dropout, and a head that trains whole.
+/// Trains `saved`: an adapter with r = 4 (2 in one module), rsLoRA, dropout and a fully trained
+/// head.
 fn saved_adapter() -> Place {
     let place = Place::new();
     let sets = [
@@ -42,7 +43,7 @@ fn succeed(place: &Place, args: &[&str]) {
     assert!(output.status.success(), "{args:?}\n{}", place.told(&output.stderr));
 }
 
-/// Trains with `keys` under `[adapter]` beside the path; the adapter that it leaves, as bytes.
+/// Trains with `keys` beside `path` under `[adapter]`; returns the bytes of the resulting adapter.
 fn train(place: &Place, output: &str, keys: &str) -> Vec<u8> {
     place.write("go_on.toml", &format!("[adapter]\npath = \"./saved\"\n{keys}{COMMON}"));
     let args = ["--recipe", "go_on.toml", "--model", "model", "--dataset", "rows.jsonl", "--output", output];
@@ -54,7 +55,7 @@ fn adapter(place: &Place, output: &str) -> Vec<u8> {
     std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap()
 }
 
-/// The error of a run with `keys`.
+/// Returns the error of a run with `keys`.
 fn refused(place: &Place, keys: &str) -> String {
     place.write("go_on.toml", &format!("[adapter]\npath = \"./saved\"\n{keys}{COMMON}"));
     let args = ["--recipe", "go_on.toml", "--model", "model", "--dataset", "rows.jsonl", "--quiet"];
@@ -65,7 +66,7 @@ fn refused(place: &Place, keys: &str) -> String {
     said
 }
 
-/// `[adapter]` of the recipe.toml in `output`.
+/// Returns `[adapter]` of the recipe.toml in `output`.
 fn recorded(place: &Place, output: &str) -> String {
     let text = std::fs::read_to_string(place.path(output).join("recipe.toml")).unwrap();
     let from = text.find("[adapter]").unwrap();
@@ -95,7 +96,7 @@ fn keys_not_written_are_the_saved_adapter_s() {
     let config: Value =
         serde_json::from_slice(&std::fs::read(place.path("on/adapter_config.json")).unwrap()).unwrap();
     assert_eq!((&config["r"], &config["lora_dropout"]), (&4.into(), &0.25.into()));
-    // What was used repeats the run.
+    // The recorded recipe repeats the run.
     succeed(&place, &["--recipe", "on/recipe.toml", "--output", "again"]);
     assert!(adapter(&place, "again") == trained);
     assert_eq!(recorded(&place, "again"), recorded(&place, "on"));
@@ -119,7 +120,7 @@ fn written_keys_that_mean_the_same_agree() {
     {
         assert!(train(&place, &format!("on-{case}"), keys) == trained, "{keys}");
     }
-    // How training goes on is the recipe's to say, the default too.
+    // Dropout may differ: it belongs to the new run, also where the recipe writes its default.
     assert!(train(&place, "plain", "lora_dropout = 0.0\n") != trained);
     assert!(recorded(&place, "plain").contains("lora_dropout = 0.0\n"));
     let config = std::fs::read_to_string(place.path("plain/adapter_config.json")).unwrap();
@@ -129,7 +130,7 @@ fn written_keys_that_mean_the_same_agree() {
 #[test]
 fn written_keys_that_contradict_are_refused() {
     let place = saved_adapter();
-    // Each at its default.
+    // Each key has its default value.
     let defaults = "kind = \"lora\"\nr = 16\nlora_alpha = 16\nuse_rslora = false\nrank_pattern = {}\nalpha_pattern = {}\nmodules_to_save = []\n";
     assert_snapshot!(refused(&place, defaults), @r#"
     error: cannot go on with the adapter in [DIR]/saved

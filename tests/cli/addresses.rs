@@ -1,5 +1,6 @@
-//! Addresses with a port that is none: refused before any request, in every place that an address is read from. Each of
-//! them was taken for port 80 or 443, and the token, the password and the secret path went there.
+//! Addresses with an invalid port: finetune refuses them before any request, wherever it reads an
+//! address. A parser that falls back to port 80 or 443 would send the token, the password or the
+//! secret path there.
 
 use std::net::TcpListener;
 use std::process::Command;
@@ -7,13 +8,13 @@ use std::process::Command;
 use crate::hub_double::{Fault, HubDouble, RepoDouble, Spoil};
 use crate::place::{Place, lora};
 
-/// Ports that are none, as they stand behind the colon.
+/// Invalid ports, as written after the colon.
 const BAD_PORTS: [&str; 9] = ["8o", "99999", "65536", "-1", "+80", "0x50", "0", "", "80:80"];
 const SECRET: &str = "canary0of0the0address";
 const PROXIES: [&str; 6] =
     ["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"];
 
-/// The binary without proxies of this machine's own, and online.
+/// The binary, online and without this machine's proxies.
 fn command(place: &Place, args: &[&str]) -> Command {
     let mut command = place.command(args);
     command.env_remove("HF_HUB_OFFLINE").env_remove("NO_PROXY").env_remove("no_proxy");
@@ -23,7 +24,7 @@ fn command(place: &Place, args: &[&str]) -> Command {
     command
 }
 
-/// The message of a refusal, which holds no secret.
+/// Returns the message of a refusal, after checking that it holds no secret.
 fn refused(place: &Place, mut command: Command) -> String {
     let done = command.output().unwrap();
     let said = place.told(&done.stderr);
@@ -33,7 +34,7 @@ fn refused(place: &Place, mut command: Command) -> String {
     said
 }
 
-/// The words of a message about a port.
+/// Returns the text of a message about `port`.
 fn of_port(port: &str) -> String {
     let shown = if port.is_empty() { "empty".to_owned() } else { format!("`{port}`") };
     format!("its port is {shown}; accepted: 1 to 65535, or no colon and no port")
@@ -110,7 +111,7 @@ fn proxies() {
         assert!(said.contains(&format!("cannot use the proxy that {name} names")), "{said}");
         assert!(said.contains(&of_port(port)), "{port}: {said}");
     }
-    // A proxy that ureq does not know would be left out, and the request go out without it.
+    // ureq ignores a proxy it does not know and would send the request without it.
     let mut inspect = command(&place, &["inspect", "a/b"]);
     inspect.env("HF_ENDPOINT", "http://hub.invalid").env("HTTPS_PROXY", "ftp://127.0.0.1:1");
     assert!(refused(&place, inspect).contains("it begins with none of http, https, socks"));
@@ -119,7 +120,7 @@ fn proxies() {
         run.env("http_proxy", hidden("8o"));
         assert!(refused(&place, run).contains("cannot use the proxy that http_proxy names"), "{set}");
     }
-    // To this machine no proxy is used, whatever it is.
+    // Requests to this machine use no proxy.
     let hub = HubDouble::start(vec![RepoDouble::model("a/b").file("config.json", "{}")]);
     let mut inspect = command(&place, &["inspect", "a/b"]);
     let said = inspect.env("HF_ENDPOINT", hub.url()).env("HTTP_PROXY", hidden("8o")).output().unwrap();
@@ -147,12 +148,12 @@ fn ports_that_processes_meet_at_or_that_figures_are_served_at() {
     }
 }
 
-/// The address that is checked is the one that is asked.
+/// The address that finetune checks is the address it requests.
 #[test]
 fn a_good_port_is_the_one_that_is_asked() {
     let place = Place::new();
     let hub = HubDouble::start(vec![RepoDouble::model("a/b").file("config.json", "{}")]);
-    // Nobody listens here.
+    // Nothing listens on this port.
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let to = format!("{}/api/models/a/b/revision/main", hub.url());
     hub.fault(Fault::new(&["/revision/"], 1, Spoil::Status(307, vec![("Location", to)])));

@@ -1,4 +1,5 @@
-//! Programs that alarms start: what they are given, which are refused, and that none of them outlives its run.
+//! Programs that alarms start: their input, which programs are refused, and that none outlives its
+//! run.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt as _;
@@ -10,10 +11,10 @@ use serde_json::{Value, json};
 
 use crate::place::{Place, lora};
 
-/// Far longer than a run takes to raise an alarm, and the system to end a process, on a machine that is busy.
+/// Upper bound for a run to raise an alarm, or the system to end a process, on a busy machine.
 const LONGEST: Duration = Duration::from_secs(120);
 
-/// A run that raises one alarm, at step 3, for its gradient norm is 0; `steps` is its length.
+/// A run of `steps` steps that raises one alarm, at step 3, because its gradient norm is 0.
 fn alarmed(place: &Place, command: &Value, steps: &str) -> Command {
     let (command, steps) = (format!("alerts.command={command}"), format!("train.max_steps={steps}"));
     let sets = [
@@ -31,8 +32,8 @@ fn alarmed(place: &Place, command: &Value, steps: &str) -> Command {
     place.command(&lora(&sets))
 }
 
-/// A program that writes its number, those of its child and of two grandchildren to the file `numbers`, and waits for ever.
-/// One of the grandchildren leaves its process group.
+/// A program that waits forever, after it writes its pid and those of its child and two
+/// grandchildren to the file `numbers`. One grandchild leaves its process group.
 fn family(place: &Place) -> Value {
     let file = place.path("numbers");
     let (file, begun) = (file.display(), place.path("numbers.begun").display().to_string());
@@ -43,7 +44,7 @@ fn family(place: &Place) -> Value {
     json!(["sh", "-c", script])
 }
 
-/// Waits until `is_so`, and fails with `what` where that does not come.
+/// Waits until `is_so`; fails with `what` on timeout.
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !is_so() {
@@ -52,22 +53,22 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Returns whether a process exists that has not ended.
+/// Returns true if the process exists and has not ended.
 fn lives(pid: &str) -> bool {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid).join("stat")).unwrap_or_default();
     stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// The end of a run whose alarm's program is under way.
+/// The end of a run while its alarm's program is running.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// By itself.
+    /// Finishes by itself.
     Done,
-    /// By the signal that asks it to save and stop.
+    /// SIGTERM, which asks it to save and stop.
     Term,
-    /// By two of them.
+    /// SIGTERM repeatedly.
     TermTwice,
-    /// By the signal that no process sees.
+    /// SIGKILL.
     Kill,
 }
 
@@ -81,7 +82,7 @@ fn no_program_of_an_alarm_outlives_its_run() {
         let place = Place::new();
         let steps = if end == End::Done { "6" } else { "100000" };
         let mut run = alarmed(&place, &family(&place), steps);
-        // A terminal's signals do not come to it, for the test may be run on one.
+        // The run must not receive the signals of the terminal that runs this test.
         let mut run = run.stdout(Stdio::null()).stderr(Stdio::null()).process_group(0).spawn().unwrap();
         let mut code = None;
         let mut has_ended = |run: &mut Child| {
@@ -98,13 +99,13 @@ fn no_program_of_an_alarm_outlives_its_run() {
         let (sent, most, codes): (i32, usize, &[Option<i32>]) = match end {
             End::Done => (0, 0, &[Some(0)]),
             End::Term => (libc::SIGTERM, 1, &[Some(85)]),
-            // One that comes late finds a run that has saved.
+            // A late second signal finds a run that has already saved.
             End::TermTwice => (libc::SIGTERM, 100, &[Some(130), Some(85)]),
             End::Kill => (libc::SIGKILL, 1, &[None]),
         };
         let (mut count, mut since) = (0, Instant::now());
         until(&format!("{end:?}: the run does not end"), || {
-            // Later than what counts as the same signal.
+            // Wait until the run counts the signal as a second one.
             if count < most && (count == 0 || since.elapsed() > Duration::from_secs(1)) {
                 // SAFETY: a system call that takes numbers; the process was not waited for.
                 unsafe { libc::kill(run.id().cast_signed(), sent) };

@@ -1,5 +1,5 @@
-//! Alarms of real runs: what was planted reaches a program and a server, once, and a server that fails or hangs ends no
-//! run. The address of the server is in nothing that a run leaves or says.
+//! Alarms of real runs: a planted fault reaches a program and a server once, and a server that
+//! fails or hangs ends no run. No output and no file of the run holds the server's address.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -14,17 +14,17 @@ use serde_json::{Value, json};
 use crate::failure::{TILDE, changed_model, set_column};
 use crate::place::{Place, lora};
 
-/// In the address of every server.
+/// Part of every server's address.
 const CANARY: &str = "canary0of0the0hook";
 
-/// What a server does with a request; the last of a list goes for all that follow.
+/// A server's answer to one request; the last of a list repeats.
 #[derive(Clone, Copy)]
 enum Answer {
     Status(u16),
     Hang,
 }
 
-/// A server on the loopback address, and the bodies that were posted to it.
+/// A loopback server that records the bodies posted to it.
 struct HookDouble {
     port: u16,
     bodies: Arc<Mutex<Vec<String>>>,
@@ -82,7 +82,8 @@ fn read_body(stream: &mut TcpStream) -> String {
     String::from_utf8(body).unwrap()
 }
 
-/// Eight rows, one a step; the model has no number for the token `~`, which those of the steps `bad` hold.
+/// Eight rows, one a step. The embedding of token `~` holds a NaN, and the rows of the steps `bad`
+/// hold that token.
 fn diverging(bad: &[usize]) -> Place {
     let place = Place::new();
     changed_model(&place.path("model"), |tensors| {
@@ -106,7 +107,7 @@ const ON_TEXT: [&str; 6] = [
     "train.max_steps=8",
 ];
 
-/// A program that adds the alarm to the file `told`.
+/// A program that appends the alarm to the file `told`.
 fn program(place: &Place) -> String {
     let script = format!("cat >> {}", place.path("told").display());
     format!("alerts.command={}", json!(["sh", "-c", script]))
@@ -124,7 +125,7 @@ fn ends(place: &Place, done: &Output, code: i32) -> String {
     said
 }
 
-/// Fails where the address of the server is in a file below `folder`.
+/// Fails if a file below `folder` holds the server's address.
 fn check_files(folder: &Path) {
     let mut files = 0;
     let mut open = vec![folder.to_owned()];
@@ -178,7 +179,7 @@ fn a_skipped_step_reaches_a_program_and_a_server_that_fails_at_first() {
     assert_eq!(keys, ["text", "rule", "step", "value", "message", "time", "run", "host"]);
     assert!(posted[0]["text"].as_str().unwrap().contains("non_finite: step 3 diverged and updated nothing"));
     check_files(&place.path("out"));
-    // On again from the checkpoint: the file goes on.
+    // A resumed run appends to the file.
     let resumed = place.command(&lora(&[&ON_TEXT[..], &sets, &["--resume"]].concat())).output().unwrap();
     ends(&place, &resumed, 0);
     assert_eq!(lines(&place.path("out/alerts.jsonl")).len(), 1);
@@ -225,7 +226,8 @@ fn a_server_that_hangs_ends_no_run() {
     check_files(&place.path("out"));
 }
 
-/// A server that is not there and one that refuses, an adapter that does not move, and a program that fails.
+/// An unreachable webhook, a program that fails, and an adapter that does not change: one warning
+/// each.
 #[test]
 fn who_cannot_be_reached_is_said_once() {
     let place = Place::new();
@@ -257,7 +259,7 @@ fn who_cannot_be_reached_is_said_once() {
     check_files(&place.path("out"));
 }
 
-/// A run that is ended because a rank hangs. Only builds with debug assertions plant faults.
+/// A run that ends because a rank hangs. Only builds with debug assertions plant faults.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_run_that_hangs_is_an_alarm() {
@@ -274,7 +276,7 @@ fn a_run_that_hangs_is_an_alarm() {
     assert_eq!(lines(&place.path("out/alerts.jsonl")).len(), 1);
 }
 
-/// The second rank is slow, so the first one waits for it in nearly all of each step.
+/// The second rank is slow, so the first one waits in nearly all of each step.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_device_that_waits_is_an_alarm() {
@@ -290,7 +292,7 @@ fn a_device_that_waits_is_an_alarm() {
     assert_eq!((&told[0]["rule"], &told[0]["step"]), (&json!("idle_device"), &json!(20)));
 }
 
-/// The model learns one row by heart, and then meets another.
+/// The model memorizes one row and then meets another.
 #[test]
 fn a_loss_far_above_those_before_is_an_alarm() {
     let place = Place::new();
@@ -309,7 +311,7 @@ fn a_loss_far_above_those_before_is_an_alarm() {
     assert_eq!((&told[0]["rule"], &told[0]["step"]), (&json!("loss_spike"), &json!(105)));
 }
 
-/// What cannot be used is refused before anything is loaded, and an address is not in the refusal.
+/// Unusable settings are refused before anything is loaded, without showing the address.
 #[test]
 fn alarms_that_could_not_be_delivered_are_refused() {
     let place = Place::new();
@@ -355,7 +357,7 @@ fn alarms_that_could_not_be_delivered_are_refused() {
       caused by: bare.toml:2:11: not TOML: https://(hidden) is not a value
     hint: write "https://(hidden)" for a text, true or false for a switch
     "#);
-    // The command that lacks something is shown as it was typed, but for the address.
+    // The message shows the command as typed, without the address.
     let done = place.command(&["--set", &hook]).output().unwrap();
     assert_snapshot!(ends(&place, &done, 1), @r#"
     error: cannot use these settings

@@ -1,14 +1,15 @@
-//! Runs that are met at work, however busy the machine is: they stop themselves, as by SIGSTOP, until a test lets them go on.
+//! Runs that a test observes in the middle of training: they stop themselves with SIGSTOP until the
+//! test resumes them.
 
 use std::process::{Child, Command};
 
-/// Has the run stop itself as it takes rows for the fifth time, with three steps or four behind it. Builds for users plant
-/// no fault: there the run is met at work if it is long enough.
+/// Makes the run stop itself as it reads rows for the fifth time, after three or four steps.
+/// Release builds plant no fault: there the run must be long enough to be observed.
 pub(crate) fn stops_at_work(command: &mut Command) -> &mut Command {
     command.env("FINETUNE_FAULT", "0:data:5:stop")
 }
 
-/// Waits until Linux says that the run has stopped itself.
+/// Waits until Linux reports that the run has stopped itself.
 pub(crate) fn has_stopped(run: &mut Child) {
     while cfg!(all(debug_assertions, target_os = "linux")) {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", run.id())).unwrap();
@@ -20,7 +21,7 @@ pub(crate) fn has_stopped(run: &mut Child) {
     }
 }
 
-/// Lets the run go on.
+/// Resumes the run.
 pub(crate) fn go_on(run: &Child) {
     // SAFETY: a signal to a process that the test has started and not waited for.
     unsafe { libc::kill(libc::pid_t::try_from(run.id()).unwrap(), libc::SIGCONT) };

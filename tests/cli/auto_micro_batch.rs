@@ -1,40 +1,44 @@
-//! `train.micro_batch_size = "auto"`: which micro-batch is taken of the rows of a step, and what it stops at. By `plan --json` on hardware
-//! that is not here; the expected values are computed by hand below, from what docs/recipes.md and docs/sizing.md say:
+//! `train.micro_batch_size = "auto"`: the micro-batch chosen for the rows of a step, and the limit
+//! that stops it from growing. Uses `plan --json` on GPUs that this machine need not have. The
+//! expected values are computed by hand from the rules of docs/recipes.md and docs/sizing.md:
 //!
-//! - taken is the largest that divides the rows, fits, computes no more a second time than single rows would, and has no more than 2,048
-//!   tokens on a processor and 16,384 on a GPU;
-//! - a 4090 has 24 GB, of which the driver holds 0.6: nine tenths of the rest, 21.06 GB, may be planned with, of an H100 71.46 GB;
-//! - of a token a block of 8B keeps its input, q, k and v, attention's output, the MLP's input, gate and up: 4,096 + 6,144 + 4,096 + 4,096 +
-//!   28,672 values of 2 bytes, 94 kB; 32 blocks keep 3.02 MB. With recomputing they keep inputs alone, 8 kB each, 0.26 MB, and one block
+//! - "auto" chooses the largest divisor of the rows that fits, recomputes no more than single rows
+//!   would, and has at most 2,048 tokens on a CPU or 16,384 on a GPU;
+//! - a 4090 has 24 GB, of which the driver holds 0.6 GB. A plan may use nine tenths of the rest,
+//!   21.06 GB; of an H100 71.46 GB;
+//! - for each token a block of 8B keeps its input, q, k and v, attention's output, and the MLP's
+//!   input, gate and up: 4,096 + 6,144 + 4,096 + 4,096 + 28,672 values of 2 bytes, 94 kB. 32 blocks
+//!   keep 3.02 MB. With recomputing they keep only their inputs, 8 kB each, 0.26 MB, and one block
 //!   the rest, 0.09 MB;
-//! - adapters of rank 16 on all seven matrices of 8B are 42M parameters of 2 + 4 bytes, gradients of 4 and moments of 8: 0.76 GB.
+//! - adapters of rank 16 on all seven matrices of 8B are 42M parameters of 2 + 4 bytes, with
+//!   gradients of 4 and moments of 8 bytes: 0.76 GB.
 
 use serde_json::Value;
 
 use crate::place::Place;
 use crate::sizing::{plan, shapes};
 
-/// What the next larger micro-batch would be too much for.
+/// The limit that the next larger micro-batch would exceed.
 #[derive(Debug, Clone, Copy)]
 enum Stop {
-    /// It would not fit.
+    /// The next size does not fit.
     Memory,
-    /// It would be computed a second time, or more of it.
+    /// The next size recomputes, or recomputes more.
     Recomputing,
-    /// It would have more tokens than make a difference.
+    /// The next size has more tokens than the limit.
     Tokens,
-    /// The same, and nothing else is against it.
+    /// The next size exceeds the token limit only.
     TokensAlone,
-    /// There is none: all rows are in one.
+    /// No next size: one micro-batch has all rows.
     Rows,
 }
 
-/// A run, and what is taken of its rows.
+/// A run, and the micro-batch expected for it.
 struct Case<'a> {
     /// Model, machine, recipe.
     run: [&'a str; 3],
     sets: &'a [&'a str],
-    /// Rows of a step and rank, rows of the micro-batch that is taken, tokens of a row.
+    /// Rows of a step and rank, rows of the expected micro-batch, tokens of a row.
     rows: [u64; 3],
     recompute: &'a str,
     stop: Stop,
@@ -67,7 +71,7 @@ impl Case<'_> {
         let auto = self.planned(place, "auto", rows);
         assert_eq!(of(&auto), (taken * row, rows / taken, self.recompute.to_owned()), "{what}");
         assert_eq!(auto["fits"], true, "{what}");
-        // It is the plan of that size, whoever chose it.
+        // The same size given explicitly has the same plan.
         let fixed = self.planned(place, &taken.to_string(), rows / taken);
         assert_eq!((&fixed["bytes"], of(&fixed)), (&auto["bytes"], of(&auto)), "{what}");
         let next = (taken + 1..=rows).find(|size| rows.is_multiple_of(*size));
@@ -93,22 +97,25 @@ fn auto_takes_what_fits_and_makes_a_difference() {
     let place = shapes();
     let case = |run, sets, rows, recompute, stop| Case { run, sets, rows, recompute, stop }.check(&place);
     let (qlora, lora) = (["8B", "4090", "qlora"], ["8B", "4090", "lora"]);
-    // 6.98 billion weights in 4 bits at 0.516 bytes and 2.1 GB of embedding and head are 5.70 GB, with the adapters 6.46. Two rows are
-    // 4,096 tokens, 12.4 GB: 18.9 GB, and with 0.7 of workspace 19.5. Four are 24.7 GB alone, but would fit if they were computed again
-    // (2.9 GB), which single rows are not.
+    // 6.98 billion weights in 4 bits at 0.516 bytes and 2.1 GB of embedding and head are 5.70 GB,
+    // with the adapters 6.46 GB. Two rows are 4,096 tokens, 12.4 GB: 18.9 GB, and with 0.7 GB of
+    // workspace 19.5 GB. Four rows take 24.7 GB, or 2.9 GB with recomputing, which single rows do
+    // not need.
     case(qlora, &[], [64, 2, 2048], "none", Stop::Recomputing);
-    // The same where computing again is not allowed.
+    // The same run with recomputing disabled.
     case(qlora, &["train.recompute=none"], [64, 2, 2048], "none", Stop::Memory);
-    // Where it is asked for, 16,384 tokens are 5.7 GB: that they are enough is what stops.
+    // With recomputing requested, 16,384 tokens take 5.7 GB: the token limit stops.
     case(qlora, &["train.recompute=block"], [64, 8, 2048], "block", Stop::Tokens);
-    // An H100 has room for 49.5 GB beside the 6.46.
+    // An H100 has 49.5 GB beside the 6.46 GB.
     case(["8B", "H100-80GB", "qlora"], &[], [64, 8, 2048], "none", Stop::Tokens);
-    // In bf16 the base is 16.06 GB, with the adapters 16.8: a single row of 6.2 GB does not fit and is computed again, so larger ones may be,
-    // too. Four rows are 2.9 GB, with 0.8 of workspace 20.5 GB; eight are 5.7 GB.
+    // In bf16 the base is 16.06 GB, with the adapters 16.8 GB. A single row of 6.2 GB does not fit
+    // and is recomputed, so larger micro-batches may be, too. Four rows are 2.9 GB, with 0.8 GB of
+    // workspace 20.5 GB; eight are 5.7 GB.
     case(lora, &[], [64, 4, 2048], "block", Stop::Memory);
 }
 
-/// 1B in bf16 is 2.5 GB, and 16,384 tokens of it are 13.5 GB (25,600 values of 2 bytes in each of 16 blocks): an H100 has room for many more.
+/// 1B in bf16 is 2.5 GB, and 16,384 tokens of it are 13.5 GB (25,600 values of 2 bytes in each of
+/// 16 blocks). An H100 could hold many more.
 #[test]
 fn auto_takes_no_more_tokens_than_make_a_difference() {
     let place = shapes();
@@ -116,16 +123,17 @@ fn auto_takes_no_more_tokens_than_make_a_difference() {
     let gpu = ["1B", "H100-80GB", "lora"];
     case(gpu, &[], [64, 8, 2048], Stop::TokensAlone);
     case(gpu, &[], [64, 32, 512], Stop::TokensAlone);
-    // Of twelve rows six are the most that divide them within 16,384 tokens, of eleven one; of seven all.
+    // Six is the largest divisor of twelve rows within 16,384 tokens, one that of eleven, seven
+    // that of seven.
     case(gpu, &[], [12, 6, 2048], Stop::TokensAlone);
     case(gpu, &[], [11, 1, 2048], Stop::TokensAlone);
     case(gpu, &[], [7, 7, 2048], Stop::Rows);
-    // A row is not split, however long it is. Two of 32,768 tokens would be 54 GB, and fit.
+    // A row is never split, however long it is. Two rows of 32,768 tokens would be 54 GB, and fit.
     case(gpu, &[], [4, 1, 32_768], Stop::TokensAlone);
-    // A processor is as fast as it becomes with 2,048 tokens.
+    // A CPU reaches its full speed with 2,048 tokens.
     let processor = ["1B", "cpu-64GB", "lora"];
     case(processor, &["model.dtype=f32"], [64, 4, 512], Stop::TokensAlone);
     case(processor, &["model.dtype=f32"], [64, 1, 2048], Stop::TokensAlone);
-    // The rows are a rank's: of eight each takes its own 64.
+    // Rows count per rank: each of eight ranks has its own 64.
     case(["1B", "8xH100-80GB", "full"], &[], [64, 8, 2048], Stop::TokensAlone);
 }

@@ -1,4 +1,5 @@
-//! Bad input through the binary: each kind ends in one clear error and the right exit code, and leaves nothing behind.
+//! Bad input through the binary: each kind ends in one clear error with the right exit code and
+//! leaves no file.
 
 use std::path::Path;
 
@@ -7,7 +8,7 @@ use insta::assert_snapshot;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
 
-/// Runs a command that must fail: its exit code and all it says.
+/// Runs a command that must fail; returns its exit code and all its output.
 fn refused(place: &Place, args: &[&str]) -> String {
     let output = place.command(args).arg("--quiet").output().unwrap();
     let said = place.told(&output.stderr);
@@ -19,14 +20,14 @@ fn refused(place: &Place, args: &[&str]) -> String {
     format!("exit {code}\n{said}")
 }
 
-/// A training run that must fail before it begins, and so leaves no output folder.
+/// A training run that must fail before its first step, and so leaves no output folder.
 fn no_run(place: &Place, more: &[&str]) -> String {
     let text = refused(place, &lora(more));
     assert!(!place.path("out").exists(), "an output folder after: {text}");
     text
 }
 
-/// The same over `rows`.
+/// Like [`no_run`], over `rows`.
 fn no_run_on(rows: &str) -> String {
     let place = Place::new();
     place.write("rows.jsonl", rows);
@@ -39,7 +40,7 @@ fn change_json(path: &Path, change: impl FnOnce(&mut Value)) {
     std::fs::write(path, value.to_string()).unwrap();
 }
 
-/// A run on tiny-llama whose config.json says something else.
+/// A run on tiny-llama with one changed key in config.json.
 fn no_run_with_config(key: &str, value: Value) -> String {
     let place = Place::new();
     change_json(&place.path("model/config.json"), |config| config[key] = value);
@@ -48,7 +49,7 @@ fn no_run_with_config(key: &str, value: Value) -> String {
 
 type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
 
-/// Writes a safetensors file anew with its tensors changed.
+/// Rewrites a safetensors file with changed tensors.
 fn change_tensors(path: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
     let bytes = std::fs::read(path).unwrap();
     let mut tensors: Vec<Tensor> = SafeTensors::deserialize(&bytes)
@@ -154,7 +155,7 @@ fn no_learning_rate_and_no_data() {
     "#);
 }
 
-/// The first command of many people, as it stands.
+/// A new user's first command, without `--dataset`.
 #[test]
 fn the_one_flag_that_is_missing_is_shown_in_the_command() {
     let place = Place::new();
@@ -165,7 +166,7 @@ fn the_one_flag_that_is_missing_is_shown_in_the_command() {
       caused by: `data.train` is not set
     hint: add what is missing: `finetune --model meta-llama/Llama-2-7b --recipe qlora.toml --output 'my run' --quiet --dataset rows.jsonl`; each line of rows.jsonl is a row, such as {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     "#);
-    // The example is a command that works, and the row one that is understood.
+    // The suggested command works, and its example row is valid.
     place.write(
         "rows.jsonl",
         r#"{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}"#,
@@ -256,7 +257,7 @@ fn quantized_bases() {
       caused by: --set quantization.block_size=48: `quantization.block_size` is 48; accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096
     hint: `finetune recipes show reference` documents every key
     ");
-    // A checkpoint that is quantized already.
+    // A checkpoint that is already quantized.
     for name in ["config.json", "model.safetensors"] {
         let from =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/quant/tiny-llama-bnb-nf4").join(name);
@@ -350,7 +351,7 @@ fn gpus_that_are_not_there() {
     }
 }
 
-// The model's folder.
+// The model folder.
 
 #[test]
 fn a_model_folder_that_is_not_there() {
@@ -541,7 +542,7 @@ fn a_tensor_too_many() {
     }), @"
     exit 1
     error: cannot load [DIR]/model/model.safetensors
-      caused by: model.layers.0.self_attn.q_proj.bias has no place in the model that config.json describes
+      caused by: model.layers.0.self_attn.q_proj.bias is not part of the model that config.json describes
     hint: give config.json and weights of one and the same model
     ");
 }
@@ -954,7 +955,7 @@ fn targets_that_name_nothing() {
     ");
 }
 
-// Output and resuming.
+// Output and resume.
 
 #[test]
 fn an_output_folder_that_is_not_empty() {
@@ -1008,23 +1009,23 @@ fn resuming_as_a_different_run() {
     error: cannot resume out/checkpoint-4
       caused by: adapter.r: 16 in the checkpoint, 8 now
       caused by: optimizer.learning_rate: 0.0002 in the checkpoint, 0.001 now
-    hint: resume with the recipe, model and data of the first run, or start anew with another --output; `--allow-change optimizer.learning_rate` allows its change
+    hint: resume with the recipe, model and data of the first run, or start anew with another --output; add `--allow-change optimizer.learning_rate` to accept that change
     ");
     place.write("rows.jsonl", "{\"prompt\": \"1 + 1 =\", \"completion\": \" 2\"}\n");
     assert_snapshot!(refused(&place, &lora(&["--resume"])), @"
     exit 1
     error: cannot resume out/checkpoint-4
-      caused by: the training rows are others than in the first run
+      caused by: the training rows differ from those of the checkpoint
     hint: resume with the recipe, model and data of the first run, or start anew with another --output; to go on with the new rows: `--set adapter.path=out/checkpoint-4 --output more`
     ");
-    // That starts a run.
+    // The suggested command starts a run.
     let args = lora(&["--set", "adapter.path=out/checkpoint-4"]);
     let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { "more" } else { arg }).collect();
     let output = place.command(&args).output().unwrap();
     assert!(output.status.success(), "{}", place.told(&output.stderr));
 }
 
-/// Digests, which say nothing to a reader of a snapshot.
+/// Replaces digests, which mean nothing to a reader of a snapshot.
 fn filtered(text: String) -> String {
     regex::Regex::new("[0-9a-f]{16,64}").unwrap().replace_all(&text, "[DIGEST]").into_owned()
 }
@@ -1046,7 +1047,7 @@ fn a_damaged_checkpoint() {
       caused by: optimizer.safetensors is not what was written: its digest differs
     hint: `--resume` without a folder takes the newest sound checkpoint of the output folder
     ");
-    // The newest that is sound serves; the damaged one is named.
+    // finetune uses the newest sound checkpoint and names the damaged one.
     let output = place.command(&lora(&["--resume", "--quiet"])).output().unwrap();
     assert!(output.status.success());
     assert_snapshot!(filtered(place.told(&output.stderr)), @"
@@ -1068,7 +1069,8 @@ fn only_damaged_checkpoints() {
     ");
 }
 
-/// Nothing to resume: from the beginning, and a folder that was named for it is said even when quiet.
+/// Without a checkpoint the run starts from the beginning. finetune warns about a named folder,
+/// also with `--quiet`.
 #[test]
 fn resuming_from_a_folder_that_is_not_there() {
     let place = Place::new();

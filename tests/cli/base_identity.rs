@@ -1,10 +1,10 @@
-//! An adapter and a checkpoint on the model they were trained on, on another one of equal shapes, and where it cannot be
-//! told: through the binary, on every verb that takes them.
+//! Adapters and checkpoints on the model they were trained on, on another one of equal shapes, and
+//! on one whose identity is unknown: through the binary, for every verb that uses them.
 
 #[allow(dead_code, reason = "each test binary uses its part")]
 use crate::place::{Place, copy_folder, golden, lora};
 
-/// A model of the same shapes with other weights: the lowest bit of each f32 is another.
+/// Flips the lowest bit of each f32, which makes another model of the same shapes.
 fn change_weights(place: &Place, model: &str) {
     let path = place.path(model).join("model.safetensors");
     let mut bytes = std::fs::read(&path).unwrap();
@@ -13,7 +13,7 @@ fn change_weights(place: &Place, model: &str) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// `model`, `other` of the same shapes, and `out`, an adapter of the first.
+/// `model`, `other` of the same shapes, and `out`, an adapter trained on `model`.
 fn two_bases(more: &[&str]) -> Place {
     let place = Place::new();
     copy_folder(&place.path("model"), &place.path("other"));
@@ -22,7 +22,7 @@ fn two_bases(more: &[&str]) -> Place {
     place
 }
 
-/// What a command that must succeed says.
+/// Returns the output of a command that must succeed.
 fn succeed(place: &Place, args: &[&str]) -> String {
     let output = place.command(args).output().unwrap();
     let said = filtered(&place.told(&output.stderr));
@@ -30,7 +30,7 @@ fn succeed(place: &Place, args: &[&str]) -> String {
     said
 }
 
-/// The error of a command that must fail for what the user gave.
+/// Returns the error of a command that must fail because of its input.
 fn refused(place: &Place, args: &[&str]) -> String {
     let output = place.command(args).output().unwrap();
     let said = filtered(&place.told(&output.stderr));
@@ -38,12 +38,12 @@ fn refused(place: &Place, args: &[&str]) -> String {
     said[said.find("error: ").unwrap()..].to_owned()
 }
 
-/// Digests, which say nothing to a reader of a snapshot.
+/// Replaces digests, which mean nothing to a reader of a snapshot.
 fn filtered(text: &str) -> String {
     regex::Regex::new("[0-9a-f]{16,64}").unwrap().replace_all(text, "[DIGEST]").into_owned()
 }
 
-/// The lines that are about which model an adapter was trained on.
+/// The lines about the model that an adapter was trained on.
 fn about_the_base(said: &str) -> String {
     said.lines().filter(|line| line.contains("trained on")).collect::<Vec<_>>().join("\n")
 }
@@ -89,7 +89,7 @@ fn an_adapter_is_used_on_its_own_base() {
     }
     std::fs::remove_dir_all(place.path("merged")).unwrap();
     std::fs::remove_file(place.path("adapter.gguf")).unwrap();
-    // Under another name it is the same model.
+    // The same model under another name.
     copy_folder(&place.path("model"), &place.path("renamed"));
     for args in verbs("renamed", "out") {
         assert_eq!(about_the_base(&succeed(&place, &strs(&args))), "", "{args:?}");
@@ -148,7 +148,7 @@ fn a_saved_adapter_is_trained_further_on_its_own_base() {
     assert!(!place.path("on").exists());
     let said = succeed(&place, &strs(&on("on", &["--force-base"])));
     assert!(about_the_base(&said).starts_with("warning: adapter [DIR]/out was trained on `model`"), "{said}");
-    // From here on that is its base.
+    // From now on the adapter's base is `other`.
     assert_eq!(about_the_base(&succeed(&place, &strs(&verbs("other", "on")[0]))), "");
     assert!(refused(&place, &strs(&verbs("model", "on")[0])).contains("it was trained on `other`"));
 }
@@ -166,7 +166,7 @@ fn a_quantized_base_is_the_model_it_was_quantized_from() {
         let args = ["merge", "--model", model, "--adapter", adapter, "--output", &output];
         args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
     };
-    // Trained over codes that the run made of the original.
+    // Trained over codes that the run quantized from the original model.
     for base in ["original", "quantized"] {
         let said = succeed(&place, &strs(&merge("model", "out", &["--base", base])));
         assert!(!said.contains("warning") && !said.contains("not checked"), "{said}");

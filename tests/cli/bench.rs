@@ -1,4 +1,5 @@
-//! `finetune bench ops` from the outside: every operation is there with figures that can be. No test asserts a time.
+//! `finetune bench ops` through the binary: it lists every operation, with plausible figures. No
+//! test asserts a time.
 
 use std::fmt::Write;
 
@@ -7,7 +8,8 @@ use serde_json::Value;
 
 use crate::place::Place;
 
-/// What `bench ops` says on the tiny model's shapes, as short as it goes: on the standard output when it succeeds.
+/// Runs `bench ops` on the tiny model's shapes for the shortest time; returns stdout if it
+/// succeeds, else stderr.
 fn bench_ops(place: &Place, more: &[&str]) -> String {
     let args =
         ["bench", "ops", "--model", "model", "--tokens", "48", "--max-seq-len", "20", "--secs", "0.0001"];
@@ -22,7 +24,7 @@ fn positive(figures: &Value, key: &str) -> f64 {
     number
 }
 
-/// An operation a line: its shape, its dtype and what it is measured by.
+/// One line an operation: shape, dtype and unit of its rate.
 fn listed(figures: &Value) -> String {
     let mut lines = String::new();
     for op in figures["ops"].as_array().unwrap() {
@@ -116,7 +118,7 @@ fn a_table_has_the_operations_that_were_asked_for() {
     assert!(lines[2].starts_with("operation ") && lines[2].ends_with(" share"), "{text}");
     let names: Vec<&str> = lines[3..].iter().filter_map(|line| line.split(' ').next()).collect();
     assert_eq!(names, ["rms_norm", "rms_norm_backward", "rms_norm_backward", "sums_of_squares"]);
-    // Operands as small as these may stay in the processor's caches.
+    // Operands this small may stay in the processor's caches.
     let has_share = |line: &str| line.ends_with(" %") || line.ends_with(" cached");
     assert!(lines[3..].iter().all(|line| line.contains(" GB/s ") && has_share(line)), "{text}");
 }
@@ -155,7 +157,7 @@ fn what_cannot_be_measured() {
     ");
 }
 
-/// A rate for each collective and size; bus bandwidth is what a ring sends over each link.
+/// Each collective and size has a rate; bus bandwidth is what a ring sends over each link.
 #[test]
 fn collectives_are_measured() {
     let place = Place::new();

@@ -1,11 +1,11 @@
-//! `eval.keep_best` and `eval.patience`: the weights of the best evaluation are what a run leaves, its checkpoint stays, and a run
-//! that gets no better ends early; killed and resumed alike.
+//! `eval.keep_best` and `eval.patience`: a run leaves the weights of its best evaluation, keeps
+//! their checkpoint, and ends early if it does not improve. Killed and resumed runs do the same.
 
 use serde_json::Value;
 
 use crate::place::Place;
 
-/// A place with four rows to learn by heart, and others.
+/// A folder with four rows to memorize in `few.jsonl`, and held-out rows in `others.jsonl`.
 fn place() -> Place {
     let place = Place::new();
     let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
@@ -15,7 +15,7 @@ fn place() -> Place {
     place
 }
 
-/// A run of at most 24 steps, evaluated after every second one, that does best in the middle.
+/// A run of at most 24 steps, evaluated every second step, whose best evaluation is in the middle.
 fn words<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     of_recipe("lora", output, more)
 }
@@ -44,7 +44,7 @@ fn of_recipe<'a>(recipe: &'a str, output: &'a str, more: &[&'a str]) -> Vec<&'a 
 
 const KEEP_BEST: [&str; 2] = ["--set", "eval.keep_best=true"];
 
-/// The step and the loss of each evaluation after the first step.
+/// Returns step and loss of each evaluation after the first step.
 fn evaluations(place: &Place, output: &str) -> Vec<(u64, f64)> {
     let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
     let entries = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -68,17 +68,17 @@ fn checkpoints(place: &Place, output: &str) -> Vec<String> {
     names
 }
 
-/// The result `[flag, folder]` of a run has the held-out loss `wanted`.
+/// Checks that the result `[flag, folder]` of a run has the held-out loss `wanted`.
 fn assert_evaluates_to(place: &Place, [flag, folder]: [&str; 2], wanted: f64) {
     let recipe = format!("{folder}/recipe.toml");
     let said = place.said(&["eval", flag, folder, "--dataset", "others.jsonl", "--recipe", &recipe]);
     let loss = said.split_whitespace().skip_while(|word| *word != "loss").nth(1).unwrap();
     let loss: f64 = loss.parse().unwrap();
-    // A result may have another type than what was trained.
+    // The result may be stored in another dtype than the trained weights.
     assert!((loss / wanted - 1.0).abs() < 1e-4, "{loss} and not {wanted}: {said}");
 }
 
-/// The same steps with and without; the best weights are those of a run that ends there.
+/// Keeping the best changes no step; the best weights equal those of a run that ends at that step.
 #[test]
 fn the_best_weights_are_what_is_left() {
     let place = place();
@@ -97,7 +97,7 @@ fn the_best_weights_are_what_is_left() {
     );
     assert!(said.contains(&line) && !plain.contains("best: "), "{said}");
     assert_eq!(checkpoints(&place, "best"), ["checkpoint-24".to_owned(), format!("checkpoint-{step}")]);
-    // A constant rate: a run that ends at the best step has taken the same steps.
+    // The learning rate is constant, so a run that ends at the best step took the same steps.
     let steps = format!("train.max_steps={step}");
     place.said(&words("short", &["--set", &steps]));
     assert!(adapter(&place, "best") == adapter(&place, "short"));
@@ -105,12 +105,12 @@ fn the_best_weights_are_what_is_left() {
     assert_evaluates_to(&place, ["--adapter", "best"], loss);
     let card = std::fs::read_to_string(place.path("best/README.md")).unwrap();
     assert!(card.contains(&format!("The weights are those of step {step}, which did best")), "{card}");
-    // A finished run says so.
+    // A finished run reports that it is finished.
     let ended = place.said(&["--resume", "--output", "best"]);
     assert!(ended.contains("nothing is left to do"), "{ended}");
 }
 
-/// On two ranks, and with weights that are trained whole and sharded.
+/// Two ranks, with an adapter under ddp and with fully trained, sharded weights.
 #[test]
 fn ranks_keep_the_best_alike() {
     let place = place();
@@ -141,19 +141,20 @@ fn a_run_that_gets_no_better_ends_early() {
     assert!(said.contains(&format!("best: step {step}, ")), "{said}");
     let ended = place.said(&["--resume", "--output", "out"]);
     assert!(ended.contains("nothing is left to do"), "{ended}");
-    // With more patience it goes on, as if it had had it from the first step.
+    // With more patience it continues as if it had had it from the first step.
     place.said(&["--resume", "--output", "out", "--set", "eval.patience=100"]);
     place.said(&words("whole", &["--set", "eval.patience=100"]));
     assert_eq!(evaluations(&place, "out"), evaluations(&place, "whole"));
     assert!(adapter(&place, "out") == adapter(&place, "whole"));
 }
 
-/// What a kill leaves goes on with the best of before.
+/// A killed run resumes with the best evaluation from before the kill.
 #[test]
 fn a_killed_run_goes_on_with_its_best() {
     let place = place();
     place.said(&words("whole", &KEEP_BEST));
-    // After the best and before the last; and between the last checkpoint and the result.
+    // Killed between the best and the last evaluation, and between the last checkpoint and the
+    // result.
     for (name, variable, value) in
         [("middle", "FINETUNE_FAULT", "0:forward:20:exit"), ("end", "FINETUNE_KILL_AT", "last_step")]
     {
@@ -164,7 +165,7 @@ fn a_killed_run_goes_on_with_its_best() {
         assert!(adapter(&place, name) == adapter(&place, "whole"), "{name}");
         assert_eq!(checkpoints(&place, name), checkpoints(&place, "whole"));
     }
-    // A best checkpoint that is gone: it does not count any more, and that is said.
+    // If the best checkpoint is missing, finetune ignores its evaluation and prints that.
     std::fs::remove_dir_all(place.path("end").join(&checkpoints(&place, "end")[1])).unwrap();
     std::fs::remove_file(place.path("end/adapter_model.safetensors")).unwrap();
     let said = place.said(&words("end", &[&KEEP_BEST[..], &["--resume"]].concat()));
@@ -172,7 +173,7 @@ fn a_killed_run_goes_on_with_its_best() {
     assert!(said.contains("best: step 24, the last, "), "{said}");
 }
 
-/// The best weights of a run that has ended are still the best when it is trained longer, whose checkpoint they were.
+/// A finished run that is extended keeps its best evaluation, whose checkpoint still exists.
 #[test]
 fn a_run_that_is_trained_longer_knows_its_best() {
     let place = place();
@@ -184,7 +185,7 @@ fn a_run_that_is_trained_longer_knows_its_best() {
     place.said(&words("out", &[&KEEP_BEST[..], &["--resume"]].concat()));
     assert!(adapter(&place, "out") == adapter(&place, "whole"));
     assert_eq!(checkpoints(&place, "out"), checkpoints(&place, "whole"));
-    // Another folder has no checkpoint of those steps: its own best counts.
+    // Another folder has no checkpoint of those steps, so only its own evaluations count.
     let from = format!("out/checkpoint-{}", 24);
     let moved = place.said(&words(
         "other",
@@ -212,7 +213,7 @@ fn what_keeping_the_best_needs_is_said() {
     );
     let seldom = place.refused(&words("out", &[&KEEP_BEST[..], &["--set", "eval.steps=never"]].concat()));
     assert!(seldom.contains("`eval.keep_best` has no effect with `steps = \"never\"`"), "{seldom}");
-    // Each epoch, unless the recipe says otherwise.
+    // `steps = "auto"` evaluates once an epoch.
     let said = place.said(&words(
         "out",
         &[&KEEP_BEST[..], &["--set", "eval.steps=auto", "--set", "train.max_steps=12"]].concat(),

@@ -1,4 +1,5 @@
-//! Sizes that no run can have, of recipes, flags, config.json and headers: each is refused before memory is asked for.
+//! Impossible sizes in recipes, flags, config.json and headers: each is refused before memory is
+//! allocated.
 
 use serde_json::json;
 
@@ -6,7 +7,7 @@ use crate::place::{Place, lora};
 #[cfg(target_os = "linux")]
 use crate::planning::{meminfo, resized, write_headers};
 
-/// What a command says that must be refused.
+/// Returns the output of a command that must be refused.
 fn refused(place: &Place, args: &[&str]) -> String {
     let done = place.command(args).output().unwrap();
     let said = place.told(&done.stderr);
@@ -35,7 +36,7 @@ fn sizes_of_a_recipe() {
     assert!(said.contains("`rank_pattern` has 5000 entries; accepted: up to 4096"), "{said:.2000}");
 }
 
-/// The largest sizes that are accepted do not ask for what is not there.
+/// The largest accepted sizes allocate nothing up front.
 #[test]
 fn the_largest_sizes_of_a_recipe() {
     let place = Place::new();
@@ -51,7 +52,7 @@ fn the_largest_sizes_of_a_recipe() {
     assert!(done.status.success(), "{}", place.told(&done.stderr));
 }
 
-/// A model that is possible, on no machine that runs these tests.
+/// A valid model that is too large for any machine that runs these tests.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_plan_that_cannot_fit() {
@@ -62,14 +63,14 @@ fn a_plan_that_cannot_fit() {
     assert!(said.contains("swap included") && said.contains("caused by: a rank's weights "), "{said}");
     assert!(said.contains("the largest part is weights, "), "{said}");
     assert!(said.contains("hint: these lower it, what costs least first: `--set "), "{said}");
-    // Planned for another machine it is only said.
+    // A dry run only warns.
     let done = place.command(&lora(&[&random[..], &["--dry-run"]].concat())).output().unwrap();
     let told = place.told(&done.stderr);
     assert!(done.status.success(), "{told}");
     assert!(told.contains("warning: cannot train: a step does not fit the available memory"), "{told}");
 }
 
-/// Weights that are nothing but a hole on the disk.
+/// Weights as a sparse file.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_model_that_cannot_be_loaded() {
@@ -85,7 +86,7 @@ fn a_model_that_cannot_be_loaded() {
         "{said}"
     );
     assert!(said.contains(" of weights; ") && said.contains("swap included"), "{said}");
-    // A row that is no prompt is named first.
+    // An invalid prompt is reported first.
     place.write("prompts.jsonl", "{\"prompt\": \"a\"}\n{\"prompt\": 1}\n");
     let said = refused(&place, &["generate", "--model", "model", "--input", "prompts.jsonl", "--json"]);
     assert!(said.contains("error: cannot use the prompt in prompts.jsonl:2\n"), "{said}");

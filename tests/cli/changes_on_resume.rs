@@ -1,14 +1,15 @@
-//! What may be other than it was when a run goes on from a checkpoint: said where it is harmless or asked for, refused
-//! with both sides where not.
+//! Keys that may change when a run resumes from a checkpoint: harmless or allowed changes are
+//! printed, others are refused with both values.
 
 use crate::golden_run::{metrics, number};
 use crate::place::{Place, copy_folder, lora};
 
-/// A learning rate that does not depend on the number of steps.
+/// A learning rate that is independent of the number of steps.
 const CONSTANT: [&str; 4] =
     ["--set", "scheduler.kind=constant_with_warmup", "--set", "scheduler.warmup_steps=0"];
 
-/// A run of `steps` steps in `output`, its exit code and what it says; a checkpoint after each second step.
+/// Runs `steps` steps in `output` with a checkpoint every second step; returns exit code and
+/// stderr.
 fn run(place: &Place, output: &str, steps: u64, more: &[&str]) -> (Option<i32>, String) {
     let steps = format!("train.max_steps={steps}");
     let keys = ["--set", "checkpoint.save_steps=2", "--set", &steps];
@@ -39,7 +40,7 @@ fn more_steps_are_those_of_a_longer_run() {
     let adapter = |output: &str| std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap();
     assert!(adapter("grown") == adapter("long"), "other bytes than those of a run of 8 steps");
     assert_eq!(losses(&place, "grown"), losses(&place, "long"));
-    // Those of the shorter run count too, and go when they are the oldest.
+    // Checkpoints of the shorter run count, too, and are removed when they are the oldest.
     let checkpoints = |step: u64| place.path(&format!("grown/checkpoint-{step}")).exists();
     assert_eq!([2, 4, 6, 8].map(checkpoints), [false, false, true, true]);
     let (code, said) = run(&place, "grown", 6, &[&CONSTANT[..], &["--resume"]].concat());
@@ -59,7 +60,7 @@ fn the_learning_rate_changes_where_that_is_allowed() {
     let error = "error: cannot resume out/checkpoint-2
   caused by: optimizer.learning_rate: 0.0002 in the checkpoint, 0.001 now
   caused by: scheduler.min_lr_ratio: 0.0 in the checkpoint, 0.5 now
-hint: `--allow-change optimizer.learning_rate` `--allow-change scheduler.min_lr_ratio` goes on all the same; else resume with the recipe, model and data of the first run, or start anew with another --output
+hint: add `--allow-change optimizer.learning_rate` `--allow-change scheduler.min_lr_ratio` to accept the change; otherwise resume with the recipe, model and data of the first run, or start anew with another --output
 ";
     assert!(said.ends_with(error), "{said}");
     assert!(!place.path("refused").exists());
@@ -82,7 +83,7 @@ hint: `--allow-change optimizer.learning_rate` `--allow-change scheduler.min_lr_
     let wanted = [0.875e-3, 0.625e-3];
     assert!(rates.iter().zip(wanted).all(|(rate, wanted)| (rate - wanted).abs() < 1e-9), "{rates:?}");
 
-    // No other key, and nothing without a checkpoint.
+    // `--allow-change` accepts no other key and requires `--resume`.
     for more in [&["--resume", "--allow-change", "adapter.r"][..], &one] {
         let (code, said) = run(&place, "new", 4, more);
         assert_eq!(code, Some(2), "{said}");
@@ -113,7 +114,7 @@ fn a_step_is_split_otherwise() {
         "{said}"
     );
     near("split");
-    // On other ranks accumulation adapts.
+    // With other ranks, accumulation adapts.
     let said = succeed(&place, "ranks", 4, &["--resume", "--ranks", "2", "--set", &rows]);
     assert!(said.contains("train.gradient_accumulation_steps: 8 in the checkpoint, 4 now"), "{said}");
     near("ranks");

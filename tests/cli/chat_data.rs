@@ -1,12 +1,14 @@
-//! Chats as people bring them, through `finetune data`: the text of a row, with ⟦ and ⟧ around what is trained.
+//! Chats in the forms that users bring, through `finetune data`: the text of a row, with ⟦ and ⟧
+//! around trained text.
 //!
-//! The cases of tests/golden/field come after public bug reports of other tools; their texts are our own.
+//! The cases of tests/golden/field follow public bug reports of other tools; their texts are
+//! original.
 
 use std::process::Output;
 
 use crate::place::{Place, golden};
 
-/// Runs `finetune data` on files of a case, which are copied into `place`.
+/// Runs `finetune data` on a case's files, copied into `place`.
 fn data(place: &Place, case: &str, files: &[&str], more: &[&str]) -> Output {
     let mut args =
         vec!["data", "--tokens", "--model", "model", "--rows", "10", "--set", "data.max_seq_len=400"];
@@ -20,7 +22,7 @@ fn data(place: &Place, case: &str, files: &[&str], more: &[&str]) -> Output {
     place.command(&args).output().unwrap()
 }
 
-/// The texts of the rows in the table that `finetune data` prints.
+/// Returns the texts of the rows in the table of `finetune data`.
 pub(crate) fn texts(output: &Output) -> Vec<String> {
     let stdout = String::from_utf8(output.stdout.clone()).unwrap();
     let (mut rows, mut trained): (Vec<String>, bool) = (Vec::new(), false);
@@ -156,7 +158,7 @@ fn special_tokens_in_a_text_are_named() {
     }
 }
 
-/// `finetune data` counts what the template does not print, and a trained turn that comes out empty is a fault.
+/// `finetune data` counts messages that the template omits; an empty trained turn is an error.
 #[test]
 fn what_the_template_leaves_out_is_said() {
     let place = Place::new();

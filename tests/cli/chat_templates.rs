@@ -1,4 +1,5 @@
-//! The chat template through the binary: by name, kept with every result, and read from there.
+//! The chat template through the binary: chosen by name, saved with every result, and read from
+//! there.
 
 use std::path::Path;
 
@@ -8,13 +9,13 @@ use serde_json::Value;
 use crate::chat_data::texts;
 use crate::place::{Place, lora};
 
-/// A template that no model has, whose generation prompt says who speaks.
+/// A template of no model, whose generation prompt names the speaker.
 const OWN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}\
                    {% if add_generation_prompt %}<assistant>{% endif %}";
 
 const CHAT: &str = r#"{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "No"}]}"#;
 
-/// The text of the chat by the template `name`, with ⟦ and ⟧ around what is trained.
+/// Renders the chat with the template `name`, with ⟦ and ⟧ around trained text.
 fn rendered(name: &str) -> String {
     let place = Place::new();
     place.write("chat.jsonl", CHAT);
@@ -136,7 +137,7 @@ fn a_name_that_is_none_is_refused_with_the_names() {
     "#);
 }
 
-/// The chat template in the folder `name`, which has it in one place.
+/// Returns the chat template of the folder `name`, which must hold it once.
 fn template_in(place: &Place, name: &str) -> String {
     let config = std::fs::read_to_string(place.path(name).join("tokenizer_config.json")).unwrap();
     let config: Value = serde_json::from_str(&config).unwrap();
@@ -145,7 +146,7 @@ fn template_in(place: &Place, name: &str) -> String {
     std::fs::read_to_string(place.path(name).join("chat_template.jinja")).unwrap()
 }
 
-/// A run that renders by [`OWN`], and saves a checkpoint.
+/// Trains with [`OWN`] and saves a checkpoint.
 fn train(place: &Place, recipe: &str, output: &str) {
     place.write("own.jinja", OWN);
     let mut args = lora(&["--set", "data.chat_template=own.jinja", "--set", "checkpoint.save_steps=2"]);
@@ -187,13 +188,13 @@ fn an_adapter_keeps_its_template_and_verbs_read_it() {
       caused by: they differ in line 1: "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_t" in its own, "{%- for message in messages -%}" in `zephyr`
     hint: remove `data.chat_template`: the adapter's own is used then
     "#);
-    // A merged model and its GGUF file have it, and give the same loss.
+    // A merged model and its GGUF file hold the template, and the loss is the same.
     place.said(&["merge", "--model", "model", "--adapter", "out", "--output", "merged"]);
     assert_eq!(template_in(&place, "merged"), OWN);
     assert!((loss(&place, &["--model", "merged"]) - own).abs() < 1e-4);
     place.said(&["export", "--model", "merged", "--format", "gguf", "--output", "m.gguf"]);
     assert!(holds(&place.path("m.gguf"), OWN));
-    // Who goes on with the adapter goes on with its template.
+    // A run that continues from the adapter uses the adapter's template.
     let go_on = ["--set", "adapter.path=out", "--output", "on"];
     let mut args = lora(&go_on);
     args.retain(|arg| *arg != "out");
@@ -206,7 +207,7 @@ fn an_adapter_keeps_its_template_and_verbs_read_it() {
     assert_eq!(template_in(&place, "on"), OWN);
 }
 
-/// Returns whether the file at `path` holds `text`.
+/// Returns true if the file at `path` holds `text`.
 fn holds(path: &Path, text: &str) -> bool {
     std::fs::read(path).unwrap().windows(text.len()).any(|part| part == text.as_bytes())
 }
@@ -218,7 +219,7 @@ fn a_model_keeps_the_template_it_was_trained_with() {
     assert_eq!(template_in(&place, "out"), OWN);
     let answer = place.said(&["generate", "--model", "out", "--prompt", "a", "--max-new-tokens", "1"]);
     assert!(!answer.contains("warning"), "{answer}");
-    // The model's own template stays where none is given.
+    // Without a configured template, the model's own one stays.
     let plain = lora(&[]);
     let plain: Vec<&str> = plain.into_iter().map(|arg| if arg == "out" { "plain" } else { arg }).collect();
     place.said(&plain);
@@ -301,7 +302,7 @@ fn an_end_that_cannot_be_learned_is_named_with_the_way_out() {
     assert!(!told.contains("cannot learn"), "{told}");
 }
 
-/// Gives 20 other tokens the row that the EOS token has in the output layer.
+/// Gives 20 other tokens the EOS token's row of the output layer.
 fn untrain(place: &Place) {
     let path = place.path("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();

@@ -1,5 +1,5 @@
-//! Runs through the binary that succeed: what each command prints and leaves, and that a run can be repeated, stopped
-//! and continued.
+//! Successful runs through the binary: printed output, written files, and that runs can be
+//! repeated, stopped and resumed.
 
 use std::path::Path;
 use std::process::{Output, Stdio};
@@ -16,7 +16,7 @@ fn succeed(place: &Place, args: &[&str]) -> Output {
     output
 }
 
-/// What a command that must succeed prints.
+/// Returns the stdout of a command that must succeed.
 fn printed(place: &Place, args: &[&str]) -> String {
     place.told(&succeed(place, args).stdout)
 }
@@ -67,7 +67,7 @@ fn sampling_repeats_with_its_seed() {
     let hot = |seed: &str| sample(&["--temperature", "1.5", "--seed", seed]);
     assert_eq!(hot("1"), hot("1"));
     assert_ne!(hot("1"), hot("2"));
-    // Only the likeliest token takes part.
+    // So small a top-p keeps the likeliest token only.
     assert_eq!(sample(&["--temperature", "1.5", "--top-p", "1e-6"]), greedy);
 }
 
@@ -107,7 +107,7 @@ fn eval_measures_what_training_measured() {
     let (loss, logged_loss) = (number(&figures["loss"]), number(&last["eval_loss"]));
     assert!((loss - logged_loss).abs() < 1e-6, "{loss} {logged_loss}");
     assert!((number(&figures["perplexity"]) - loss.exp()).abs() < 1e-9 * loss.exp());
-    // Without the adapter: what was measured before the first step.
+    // Without the adapter: the loss measured before the first step.
     let args = ["eval", "--model", "model", "--dataset", "rows.jsonl", "--json"];
     let base: Value =
         serde_json::from_str(&printed(&place, &[&args[..], &["--set", "data.max_seq_len=96"]].concat()))
@@ -116,7 +116,7 @@ fn eval_measures_what_training_measured() {
     assert!(number(&base["loss"]) != loss);
 }
 
-/// Against `merge_and_unload` of PEFT.
+/// Compares with PEFT's `merge_and_unload`.
 #[test]
 fn merge_equals_peft() {
     let place = Place::new();
@@ -140,7 +140,7 @@ fn merge_equals_peft() {
         changed |= ours != read(&base);
     }
     assert!(changed);
-    // The merged folder is a model of its own.
+    // The merged folder is a complete model.
     assert!(printed(&place, &["inspect", "merged"]).starts_with("architecture  LlamaForCausalLM\n"));
     succeed(&place, &["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"]);
 }
@@ -222,7 +222,7 @@ fn data_shows_tokens_and_mask() {
     "#);
 }
 
-/// `data` shows every fault and does not stop at it.
+/// `data` reports every bad row and does not stop at the first one.
 #[test]
 fn data_names_bad_rows() {
     let place = Place::new();
@@ -254,7 +254,7 @@ fn a_dry_run_prints_a_recipe_that_says_the_same() {
     let place = Place::new();
     let recipe = printed(&place, &lora(&["--dry-run"]));
     assert!(!place.path("out").exists());
-    // Paths in it are absolute, so the folder's real name comes back.
+    // Its paths are absolute, so replace the folder's real name.
     let real = std::fs::canonicalize(place.path("model")).unwrap().parent().unwrap().display().to_string();
     place.write("again.toml", &recipe.replace("[DIR]", &real));
     assert_eq!(printed(&place, &["--recipe", "again.toml", "--dry-run"]), recipe);
@@ -294,7 +294,7 @@ fn quiet_says_nothing() {
     assert!(output.stderr.is_empty() && !output.stdout.is_empty(), "what was asked for is not talk");
 }
 
-/// `eval.at_end` switches the evaluation after the last step and no other.
+/// `eval.at_end` disables only the evaluation after the last step.
 #[test]
 fn each_evaluation_is_made_when_its_key_says() {
     for (keys, wanted) in [
@@ -317,7 +317,7 @@ fn each_evaluation_is_made_when_its_key_says() {
     }
 }
 
-/// f16 is a type to store weights in: of a run's result, adapter or model, and of a merge.
+/// Results and merges can be stored in f16: an adapter, a model, and a merged model.
 #[test]
 fn results_are_stored_in_f16_where_that_is_asked_for() {
     let place = Place::new();
@@ -342,7 +342,7 @@ fn results_are_stored_in_f16_where_that_is_asked_for() {
     assert_eq!(stored("whole"), ["F16".to_owned()].into());
 }
 
-/// The card, its tag, the report and the plan call the method by one name.
+/// Model card, tag, report and plan use one name for the method.
 #[test]
 fn the_method_is_called_by_its_name() {
     let nf4 = "nf4 in blocks of 64 with double-quantized scales";
@@ -382,7 +382,7 @@ fn the_method_is_called_by_its_name() {
     }
 }
 
-/// The names of files and fields that other programs read (DESIGN, files a run leaves).
+/// File and field names that other programs read (docs/formats.md).
 #[test]
 fn a_run_leaves_what_is_promised() {
     let place = Place::new();
@@ -459,14 +459,14 @@ mod signals {
         assert!(sent.success());
     }
 
-    /// Whether these tests run under `nohup` or its like, which the runs that they start inherit.
+    /// Returns true if these tests run under `nohup`, whose ignored SIGHUP their runs inherit.
     fn hangups_are_ignored() -> bool {
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
         ignored.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 == 1)
     }
 
-    /// Waits until metrics.jsonl of `out` is there and has `lines` lines.
+    /// Waits until metrics.jsonl of `out` has `lines` lines.
     fn wait_for(place: &Place, child: &mut Child, lines: usize) {
         loop {
             let text = std::fs::read_to_string(place.path("out/metrics.jsonl"));
@@ -493,7 +493,7 @@ mod signals {
         let mut signals = vec!["-INT", "-TERM", "-USR1", "-USR2", "-XCPU"];
         signals.extend((!hangups_are_ignored()).then_some("-HUP"));
         for signal in signals {
-            // The run before ended with the checkpoint of its last line.
+            // The previous run ended with a checkpoint of its last logged step.
             let done = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap_or_default();
             let mut child = start(&place, &long("out", &["--resume"]));
             wait_for(&place, &mut child, done.lines().count() + 3);
@@ -524,7 +524,7 @@ mod signals {
         assert_eq!(losses("out"), losses("whole"));
     }
 
-    /// Ends the run by another SIGINT, once so much time has passed since the first ending signal that it is another request.
+    /// Ends the run with a second SIGINT, sent late enough to count as a new request.
     fn end_at_once(mut child: Child) -> Output {
         while child.try_wait().unwrap().is_none() {
             send("-INT", &child);
@@ -533,8 +533,8 @@ mod signals {
         child.wait_with_output().unwrap()
     }
 
-    /// The step has no end, so all signals come in it. A batch system's warning is repeated, and followed by another
-    /// signal: it ends nothing.
+    /// The step hangs, so all signals arrive during it. A batch system repeats its warning signal
+    /// and adds another one: neither ends the run.
     #[test]
     #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
     fn a_second_ending_signal_ends_at_once() {
@@ -556,7 +556,7 @@ mod signals {
         assert!(!saved);
     }
 
-    /// As under `nohup`: a signal that was ignored when the run was started stays so.
+    /// Like under `nohup`: a signal that was ignored at the start stays ignored.
     #[test]
     fn an_ignored_hangup_stays_ignored() {
         let place = Place::new();

@@ -1,5 +1,5 @@
-//! The last lines of a run: verdict, memory, report and commands that work as they are printed; a run that is resumed or
-//! has ended.
+//! The last lines of a run: verdict, memory, report and commands that work as printed; also after a
+//! resumed or finished run.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,7 +8,7 @@ use assert_cmd::cargo::cargo_bin;
 
 use crate::place::{Place, lora};
 
-/// What a command that must succeed says on its standard error.
+/// Returns the stderr of a command that must succeed.
 fn said(place: &Place, args: &[&str]) -> String {
     let output = place.command(args).output().unwrap();
     let said = place.told(&output.stderr);
@@ -16,13 +16,13 @@ fn said(place: &Place, args: &[&str]) -> String {
     said
 }
 
-/// The commands below `next:`.
+/// Returns the commands below `next:`.
 fn next(said: &str) -> Vec<String> {
     let (_, commands) = said.split_once("\nnext:\n").unwrap_or_else(|| panic!("{said}"));
     commands.lines().map(|line| line.trim().to_owned()).collect()
 }
 
-/// Types a printed command as it stands, with `input` as what is typed into it; returns its standard output.
+/// Runs a printed command in a shell with `input` on stdin; returns its stdout.
 fn typed(place: &Place, command: &str, input: &str) -> String {
     let folder = cargo_bin!("finetune").parent().unwrap();
     let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap());
@@ -56,7 +56,7 @@ fn the_commands_after_a_run_on_chats_work_as_printed() {
         typed(&place, command, "Count to 4\n");
     }
     assert!(place.path("out.gguf").is_file());
-    // What is there is not named again.
+    // Output names that exist are not suggested again.
     let more = said_again(&place);
     assert_eq!(next(&more)[1], "finetune merge --adapter again --output again-merged-2");
     assert!(next(&more)[2].ends_with("--output again-2.gguf"), "{more}");
@@ -96,7 +96,7 @@ fn the_commands_after_a_run_on_prompts_ask_what_was_trained() {
     }
 }
 
-/// The model card of the run in `out`.
+/// Returns the model card of the run in `out`.
 fn card(place: &Place) -> String {
     place.told(&std::fs::read(place.path("out/README.md")).unwrap())
 }
@@ -159,9 +159,9 @@ fn a_resumed_run_keeps_what_it_measured_before_and_a_finished_one_says_so() {
     assert!(ended.contains("nothing is left to do: the run in out has done its 4 steps"), "{ended}");
     assert!(ended.contains("to train longer: `finetune --resume --output out --steps 8`"), "{ended}");
     assert!(!ended.contains("adapter saved") && !ended.contains("peak memory"), "{ended}");
-    // As it says.
+    // The command works as printed.
     let log = metrics(&place.path("out"));
-    // A step that took an hour in the run before: the time of the whole run has it.
+    // A step of the first part takes an hour: the total time must include it.
     let first = log.lines().find(|line| line.contains("\"other_secs\"")).unwrap();
     let (start, rest) = first.split_once("\"other_secs\":").unwrap();
     let end = rest.find([',', '}']).unwrap();

@@ -1,4 +1,4 @@
-//! `finetune compare` and `--sweep`: runs beside each other, and one run for each value of a key.
+//! `finetune compare` and `--sweep`: runs side by side, and one run for each value of a key.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -10,10 +10,10 @@ use serde_json::Value;
 use super::failure::watched;
 use crate::place::{Place, lora};
 
-/// How long a sweep may take; what hangs ends then.
+/// Time limit of a sweep, so that a hang fails the test.
 const PATIENCE: Duration = Duration::from_secs(500);
 
-/// The folder of a run as one leaves it: a recipe and lines of metrics.
+/// Writes a run's folder: a recipe and lines of metrics.
 fn write_run(place: &Place, name: &str, recipe: &str, metrics: &[&str]) {
     std::fs::create_dir_all(place.path(name)).unwrap();
     place.write(&format!("{name}/recipe.toml"), recipe);
@@ -23,7 +23,7 @@ fn write_run(place: &Place, name: &str, recipe: &str, metrics: &[&str]) {
     );
 }
 
-/// The line of a step that took 2 s and held `mib` MiB at most.
+/// The metrics line of a step that took 2 s with a peak of `mib` MiB.
 fn step(step: u64, loss: f64, mib: u64) -> String {
     let bytes = mib << 20;
     format!(
@@ -35,7 +35,8 @@ fn eval(step: u64, loss: f64) -> String {
     format!("{{\"step\":{step},\"eval_loss\":{loss},\"eval_tokens\":90}}")
 }
 
-/// Two runs: a LoRA run that does best in the middle, and a full run that answers some rows exactly.
+/// Two runs: a LoRA run with its best evaluation in the middle, and a full run that answers some
+/// rows exactly.
 fn two_runs(place: &Place) {
     let common = "[train]\nseed = 1\n[data]\ntrain = [\"a.jsonl\"]\neval = [\"b.jsonl\"]\n";
     let lora =
@@ -51,7 +52,7 @@ fn two_runs(place: &Place) {
 fn runs_stand_beside_each_other() {
     let place = Place::new();
     two_runs(&place);
-    // What is alike (the seed) and what is harmless (logging) is left out.
+    // Equal keys (the seed) and harmless ones (logging) are omitted.
     assert_snapshot!(place.said(&["compare", "a/first", "a/second"]), @"
     run     [adapter]  optimizer.learning_rate  steps  training loss  held-out before     held-out best    held-out last  exact match   time  peak memory  complete
     first        true                    0.001      2         1.2500           3.0000  1.5000 at step 1 *         2.0000            –  4.0 s      200 MiB        no
@@ -72,7 +73,7 @@ fn runs_stand_beside_each_other() {
     assert_eq!(json["warnings"], serde_json::json!([]));
 }
 
-/// The figures of real runs are those of their logs, and a run that has ended is complete.
+/// Figures of real runs equal those of their logs; a finished run counts as complete.
 #[test]
 fn figures_are_those_of_the_logs() {
     let place = Place::new();
@@ -95,7 +96,7 @@ fn figures_are_those_of_the_logs() {
     }
 }
 
-/// The arguments `args` with another output folder.
+/// Replaces the output folder of `args`.
 fn into<'a>(output: &'a str, mut args: Vec<&'a str>) -> Vec<&'a str> {
     args.iter_mut().filter(|word| **word == "out").for_each(|word| *word = output);
     args
@@ -120,11 +121,11 @@ fn a_page_has_the_table_and_the_curves_of_all_runs() {
     {
         assert!(page.contains(text), "{text}: {page}");
     }
-    // A curve for each run in both charts, in the colour of its legend.
+    // Each run has one curve in both charts, in its legend's colour.
     for class in ["s0", "s1"] {
         assert_eq!(page.matches(&format!("<polyline class=\"{class}\"")).count(), 2, "{page}");
     }
-    // An older page is replaced, and nothing else is.
+    // An older page is replaced; other files are not.
     place.said(&compare);
     place.write("runs.html", "mine");
     let refused = place.refused(&compare);
@@ -135,7 +136,7 @@ fn a_page_has_the_table_and_the_curves_of_all_runs() {
     assert_eq!(std::fs::read_to_string(place.path("runs.html")).unwrap(), "mine");
 }
 
-/// A name from a folder is text in the page.
+/// Folder names are text in the page, not markup.
 #[test]
 fn a_page_escapes_the_names_of_runs() {
     let place = Place::new();
@@ -252,7 +253,7 @@ fn a_sweep_trains_every_combination() {
         said.contains("run 4 of 4: adapter.r=4 data.train_on=\"all\" -> out/r4-train_on_all\n"),
         "{said}"
     );
-    // The best is the run with the lowest held-out loss, and the table is that of `compare`.
+    // The best run has the lowest held-out loss, and the table is the one of `compare`.
     let folders = names.map(|name| format!("out/{name}"));
     let words: Vec<&str> = ["compare"].into_iter().chain(folders.iter().map(String::as_str)).collect();
     let compared = place.command(&words).output().unwrap();
@@ -265,7 +266,7 @@ fn a_sweep_trains_every_combination() {
     assert!(best.starts_with(&format!("{} (", marked["folder"].as_str().unwrap())), "{table}");
 }
 
-/// Without held-out rows the training loss decides, and the sweep says so.
+/// Without held-out rows the sweep compares training losses, and prints that.
 #[test]
 fn a_sweep_without_held_out_rows_says_by_what_it_chose() {
     let place = Place::new();
@@ -283,8 +284,8 @@ fn a_sweep_without_held_out_rows_says_by_what_it_chose() {
     assert!(losses[0] != losses[1] && table.contains(&best), "{table}");
 }
 
-/// The folder that a sweep names holds the best weights: a loss that a run had on the way does not count unless it
-/// keeps them.
+/// The folder that a sweep names holds the best weights. A run's lower loss on the way counts only
+/// if the run keeps those weights.
 #[test]
 fn a_sweep_names_the_folder_with_the_best_weights() {
     let place = Place::new();
@@ -304,7 +305,7 @@ fn a_sweep_names_the_folder_with_the_best_weights() {
         });
         let lowest = evals.each_ref().map(|losses| losses.iter().copied().fold(f64::MAX, f64::min));
         let last = evals.each_ref().map(|losses| *losses.last().unwrap());
-        // The run with the high rate does best on the way and worst at the end.
+        // The run with the high rate is best on the way and worst at the end.
         assert!(lowest[1] < lowest[0] && last[1] > last[0], "{table}");
         let (best, loss) = if keeps == "true" { (1, lowest[1]) } else { (0, last[0]) };
         assert!(
@@ -316,7 +317,7 @@ fn a_sweep_names_the_folder_with_the_best_weights() {
     }
 }
 
-/// What is wrong with any run of a sweep is one error before the first one.
+/// An invalid run of a sweep is one error before the first run.
 #[test]
 fn a_sweep_is_checked_before_its_first_run() {
     let place = Place::new();
@@ -382,7 +383,7 @@ fn a_sweep_is_checked_before_its_first_run() {
     assert!(!place.path("out/r4").exists(), "nothing is trained");
 }
 
-/// A run that fails is named, the others are trained, and its exit code is that of the sweep.
+/// A failed run is named, the others are trained, and the sweep ends with its exit code.
 #[test]
 fn a_sweep_goes_on_after_a_run_that_fails() {
     let place = Place::new();
@@ -402,22 +403,22 @@ fn a_sweep_goes_on_after_a_run_that_fails() {
     assert!(table.contains(": out/learning_rate1e-3 ("), "the best is a run that ended well: {table}");
 }
 
-/// A signal reaches the run, which saves; the sweep starts no other. `--resume` goes on to what an undisturbed sweep
-/// leaves.
+/// A signal reaches the run, which saves; the sweep starts no further run. `--resume` then produces
+/// the same files as an undisturbed sweep.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_sweep_that_was_stopped_goes_on() {
     let place = Place::new();
     let saving = ["--set", "train.max_steps=40", "--set", "checkpoint.save_steps=1"];
     let mut slow = place.command(&sweep(&["adapter.r=2,4"], &saving));
-    // Slow enough to be asked on the way, also where this test seldom gets a core.
+    // Slow enough to be stopped on the way, also on a busy machine.
     slow.env("FINETUNE_FAULT", "0:data:slow=500ms").stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut run = slow.spawn().unwrap();
     while !place.path("out/r2/checkpoint-1").exists() {
         assert!(run.try_wait().unwrap().is_none(), "the sweep ended before it saved");
         std::thread::sleep(Duration::from_millis(20));
     }
-    // SAFETY: a signal to a process that this test has started and not waited for.
+    // SAFETY: a signal to a process that this test started and has not waited for.
     unsafe { libc::kill(libc::pid_t::try_from(run.id()).unwrap(), libc::SIGTERM) };
     let done = watched(run, PATIENCE);
     let said = place.told(&done.stderr);
@@ -436,7 +437,7 @@ fn a_sweep_that_was_stopped_goes_on() {
     for name in ["r2", "r4"] {
         assert!(weights(&format!("out/{name}")) == weights(&format!("whole/{name}")), "{name}");
     }
-    // Finished runs are left alone.
+    // Finished runs stay unchanged.
     let log = place.path("out/r2/metrics.jsonl");
     let before = (std::fs::read(&log).unwrap(), log.metadata().unwrap().modified().unwrap());
     let said = place.said(&sweep(&["adapter.r=2,4"], &resumed));

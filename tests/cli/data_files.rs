@@ -1,5 +1,5 @@
-//! Data files in every container that people bring: each gives the rows that one object a line gives, or one error with
-//! a way out.
+//! Data files in all supported containers: each gives the same rows as JSON lines, or one error
+//! with a remedy.
 
 use std::io::Write;
 use std::path::Path;
@@ -18,7 +18,7 @@ fn place() -> Place {
     place
 }
 
-/// The exit code and all that `finetune data` says of `dataset`.
+/// Returns exit code and output of `finetune data` for `dataset`.
 fn data(place: &Place, dataset: &str, more: &[&str]) -> (Option<i32>, String) {
     let args =
         [&["data", "--tokens", "--model", "model", "--dataset", dataset, "--rows", "99"][..], more].concat();
@@ -26,7 +26,7 @@ fn data(place: &Place, dataset: &str, more: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), place.told(&output.stdout) + &place.told(&output.stderr))
 }
 
-/// All that is said of `dataset`, which must be readable, and its rows: places, tokens and texts.
+/// Returns the output for a readable `dataset`, and its rows: locations, tokens and texts.
 fn read(place: &Place, dataset: &str, more: &[&str]) -> (String, String) {
     let (code, said) = data(place, dataset, more);
     assert_eq!(code, Some(0), "{dataset}: {said}");
@@ -36,13 +36,13 @@ fn read(place: &Place, dataset: &str, more: &[&str]) -> (String, String) {
     (said, tokens)
 }
 
-/// The text of tokens.
+/// Returns the text of tokens.
 fn text_of(tokens: &str) -> String {
     let pieces = tokens.lines().filter_map(|line| line.get(35..)?.split_once('"')?.1.strip_suffix('"'));
     pieces.collect::<String>().replace("\\\"", "\"")
 }
 
-/// The places of the rows of `said`, without the name of the file.
+/// Returns the locations of the rows of `said`, without the file name.
 fn places(said: &str) -> Vec<String> {
     let rows = said.lines().filter(|line| line.starts_with("row ") && line.contains(" tokens, "));
     rows.map(|line| {
@@ -52,7 +52,7 @@ fn places(said: &str) -> Vec<String> {
     .collect()
 }
 
-/// `dataset` has the two rows of [`ROWS`]; all that is said.
+/// Checks that `dataset` has the two rows of [`ROWS`]; returns the output.
 fn has_rows(place: &Place, dataset: &str) -> String {
     let expected = read(place, "plain.jsonl", &[]).1;
     assert!(expected.lines().count() > 6, "{expected}");
@@ -63,7 +63,7 @@ fn has_rows(place: &Place, dataset: &str) -> String {
     said
 }
 
-/// The error of `dataset`, which must be one.
+/// Returns the error of `dataset`, which must be refused.
 fn refused(place: &Place, dataset: &str) -> String {
     let (code, said) = data(place, dataset, &[]);
     assert_eq!(code, Some(1), "{dataset}: {said}");
@@ -166,13 +166,13 @@ fn text_in_other_encodings() {
         assert!(said.contains("byte 13, on line 1, is 0xEF, and 2 lines hold such bytes"), "{said}");
         assert!(said.contains("iconv -f ISO-8859-1"), "{said}");
     }
-    // One line of another encoding among good ones is a bad row.
+    // One line in another encoding among good ones is a bad row.
     let one: Vec<u8> =
         [ROWS.as_bytes(), &latin[..latin.iter().position(|byte| *byte == b'\n').unwrap()]].concat();
     std::fs::write(place.path("rows.jsonl"), one).unwrap();
     let (said, _) = read(&place, "rows.jsonl", &[]);
     assert!(said.contains("rows.jsonl:3: not UTF-8: its byte 14 is 0xEF, perhaps of Latin-1"), "{said}");
-    // The Unicode text of Excel.
+    // Excel's Unicode text.
     let table = "prompt\tcompletion\nHi\t Ahoy.\nBye\t So long.\n";
     let table: Vec<u8> =
         "\u{FEFF}".encode_utf16().chain(table.encode_utf16()).flat_map(u16::to_le_bytes).collect();
@@ -251,7 +251,7 @@ fn packed_files_are_unpacked() {
         let name = format!("rows.txt.{extension}");
         std::fs::write(place.path(&name), pack(b"A text to train on.")).unwrap();
         assert!(read(&place, &name, &[]).0.contains("1 row in 1 file, text"));
-        // Cut off, damaged, packed twice, a table in a packing.
+        // Truncated, damaged, compressed twice, and a table inside a compressed file.
         let whole = pack(ROWS.repeat(50).as_bytes());
         let name = format!("rows.jsonl.{extension}");
         std::fs::write(place.path(&name), &whole[..whole.len() - 5]).unwrap();
@@ -262,7 +262,7 @@ fn packed_files_are_unpacked() {
         let name = format!("rows.parquet.{extension}");
         std::fs::write(place.path(&name), pack(&parquet)).unwrap();
         assert!(refused(&place, &name).contains("it is Parquet, packed with"));
-        // A bomb, and rows that are one.
+        // Decompression bombs: one of spaces, one of empty rows.
         let name = format!("bomb.jsonl.{extension}");
         std::fs::write(place.path(&name), pack(&vec![b' '; 80 << 20])).unwrap();
         assert!(refused(&place, &name).contains("bytes become more than 67108864 bytes of text"));
@@ -337,7 +337,7 @@ fn arrow_files_streams_and_saved_data_sets() {
     assert!(has_rows(&place, "tables/saved_dict").contains("took the train split: 1 of 2 files"));
     std::fs::copy(place.path("tables/rows.arrow"), place.path("named.jsonl")).unwrap();
     assert!(has_rows(&place, "named.jsonl").contains("named.jsonl is Arrow, by its first bytes"));
-    // What datasets computed and kept is not read; a list that names what does not exist is an error.
+    // Files that datasets caches are ignored; a list that names missing files is an error.
     std::fs::copy(place.path("tables/rows.arrow"), place.path("tables/saved/cache-1.arrow")).unwrap();
     has_rows(&place, "tables/saved");
     std::fs::rename(place.path("tables/saved/data-00000-of-00001.arrow"), place.path("elsewhere.arrow"))
@@ -363,14 +363,14 @@ fn what_a_table_adds_to_its_rows_is_taken_away() {
         let (said, tokens) = read(&place, &format!("tables/{name}"), &more);
         assert_eq!(tokens, expected, "{name}: {said}");
     }
-    // What a person wrote into JSON stays.
+    // Values that users wrote into JSON stay.
     let lines = std::fs::read_to_string(place.path("tables/tools.jsonl")).unwrap();
     place.write(
         "nulls.jsonl",
         &lines.replace("{\"type\": \"string\"}", "{\"type\": \"string\", \"default\": null}"),
     );
     assert!(text_of(&read(&place, "nulls.jsonl", &more).1).contains("\"default\": null"));
-    // Bytes, NaN and dates that no calendar has, in columns that are not used.
+    // Bytes, NaN and impossible dates, in columns that are not used.
     has_rows(&place, "tables/needless.parquet");
     for name in ["needed.parquet", "needed.arrow"] {
         let said = data(&place, &format!("tables/{name}"), &[]).1;

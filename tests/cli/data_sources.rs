@@ -1,4 +1,4 @@
-//! Sources of rows as tables, and rows held out of them, through the binary.
+//! Row sources as tables, and rows held out of them, through the binary.
 
 use insta::assert_snapshot;
 use serde_json::Value;
@@ -8,7 +8,7 @@ use crate::place::{Place, lora};
 
 const ODD: &str = "question,answer_text,about\n2 + 2?,4,sums\n3 + 3?,6,sums\nA river?,The Elph,rivers\n";
 
-/// The rows of `finetune data`, with ⟦ and ⟧ around what is trained.
+/// Returns the rows of `finetune data`, with ⟦ and ⟧ around trained text.
 fn rows(place: &Place, more: &[&str]) -> Vec<String> {
     let args = ["data", "--tokens", "--model", "model", "--rows", "20", "--set", "data.max_seq_len=200"];
     let output = place.command(&[&args[..], more].concat()).output().unwrap();
@@ -48,7 +48,7 @@ fn columns_have_other_names() {
     ]);
     assert!(told.contains("6 rows of the 3 of [DIR]/odd.csv: weight 2"), "{told}");
     assert!(told.contains("0 rows of the 1 of [DIR]/rows.jsonl: weight 0.5"), "{told}");
-    // The resolved recipe says the same.
+    // The resolved recipe holds the same.
     let resolved = told.lines().find(|line| line.starts_with("train = ")).unwrap();
     assert_snapshot!(resolved, @r#"train = [{ "path" = "[DIR]/odd.csv", "columns" = { "completion" = "answer_text" }, "prompt_template" = "About {about}: {question}\n", "weight" = 2.0 }, { "path" = "[DIR]/rows.jsonl", "weight" = 0.5, "limit" = 1 }]"#);
     let args = ["--dataset", r"odd.csv?completion=answer_text&prompt_template=About {about}: {question} "];
@@ -118,7 +118,7 @@ fn what_a_source_says_wrongly_is_one_error() {
     "#);
 }
 
-/// A run of `more` on 40 rows; what metrics.jsonl says of its evaluations.
+/// Runs `more` on 40 rows; returns the output and the evaluations in metrics.jsonl.
 fn evaluations(place: &Place, output: &str, more: &[&str]) -> (String, Vec<Value>) {
     let mut args = lora(more);
     args.iter_mut().filter(|arg| **arg == "out").for_each(|arg| *arg = output);
@@ -195,7 +195,7 @@ fn a_prompt_that_fills_the_row_is_left_out_and_counted() {
     assert!(told.contains("1 row left out: its answer begins after data.max_seq_len tokens"), "{told}");
 }
 
-/// A split may be a part of its rows, in the notation of Hugging Face datasets.
+/// A split may be a slice, in the notation of Hugging Face datasets.
 #[test]
 fn a_part_of_a_split_is_taken() {
     let place = Place::new();
@@ -214,7 +214,7 @@ fn a_part_of_a_split_is_taken() {
     let data = ["data", "--model", "model", "--dataset"];
     let said = place.said(&[&data[..], &[&format!("{named}=[1:3]")]].concat());
     assert!(said.contains("took rows 2 to 3 of 3 of [DIR]/odd.csv"), "{said}");
-    // A bad row outside of the part is none of its rows.
+    // A bad row outside the slice is ignored.
     place.write(
         "torn.jsonl",
         "{\"text\": \"One.\"}\n{\"text\": \"Two.\"}\n{\"text\": \n{\"text\": \"Three.\"}\n",

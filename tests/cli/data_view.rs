@@ -1,4 +1,5 @@
-//! `finetune data`: rows as text with what is trained marked, as tokens, as JSON and as a page; what all of them are like.
+//! `finetune data`: rows as text with marked trained parts, as tokens, as JSON and as a page; and
+//! statistics of all rows.
 
 use serde_json::Value;
 
@@ -49,7 +50,7 @@ fn tokens_are_a_table() {
     assert!(!refused.status.success());
 }
 
-/// The labels are those of transformers: -100 where nothing is trained.
+/// Labels follow transformers: -100 for untrained tokens.
 #[test]
 fn json_has_ids_labels_and_figures() {
     let place = place();
@@ -95,7 +96,7 @@ fn a_page_of_rows_replaces_only_its_like() {
     assert_eq!(std::fs::read_to_string(place.path("mine.html")).unwrap(), "<p>mine</p>");
 }
 
-/// Colours are on a terminal alone, beside the marks.
+/// Colours appear on a terminal only, beside the marks.
 #[test]
 fn marks_are_green_on_a_terminal() {
     let place = place();

@@ -1,5 +1,6 @@
-//! A device that fails, on a machine without one: memory that is refused and kernels at fault are planted where they
-//! happen, and the binary says in which step and phase, ends with the right exit code and leaves what was saved.
+//! Device failures on a machine without a device: refused memory and failing kernels are planted
+//! where they happen. The binary names step and phase, ends with the right exit code and keeps
+//! everything saved before.
 
 use std::process::Output;
 
@@ -7,8 +8,8 @@ use insta::assert_snapshot;
 
 use crate::place::{Place, lora};
 
-/// A short run that saves each step; `fault` is planted in it. The longest micro-batch, which is computed before the first
-/// step, enters each phase once more.
+/// A short run that saves each step, with `fault` planted. Each phase runs once more than there are
+/// steps, for the longest micro-batch is computed before the first step.
 fn train(place: &Place, fault: Option<&str>, more: &[&str]) -> Output {
     let mut command = place.command(&lora(&["--quiet", "--eval-dataset", "rows.jsonl"]));
     for key in ["train.gradient_accumulation_steps=1", "checkpoint.save_steps=1", "eval.steps=2"] {
@@ -21,7 +22,7 @@ fn train(place: &Place, fault: Option<&str>, more: &[&str]) -> Output {
     command.output().unwrap()
 }
 
-/// How a run with a fault ended: its exit code and what it said, without figures that are this machine's.
+/// Returns exit code and stderr of a run with a fault, without figures of this machine.
 fn failed(place: &Place, fault: &str, more: &[&str]) -> String {
     let done = train(place, Some(fault), more);
     let said = place.told(&done.stderr);
@@ -44,7 +45,7 @@ fn memory_that_is_refused_in_a_step() {
       caused by: everything saved before is intact
     hint: these lower it, what costs least first: `--set train.recompute=block` ([BYTES] a rank), `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
-    // What is on already is not advised.
+    // Settings that are already on are not suggested.
     let smaller = ["train.recompute=block", "train.micro_batch_size=1", "optimizer.state=int8"];
     let smaller: Vec<&str> = smaller.iter().flat_map(|key| ["--set", *key]).collect();
     assert_snapshot!(failed(&Place::new(), "0:forward:3:out_of_memory", &smaller), @"
@@ -99,7 +100,7 @@ fn a_kernel_at_fault_that_is_noticed_late() {
     "#);
 }
 
-/// What was saved before is what the run goes on from, to the files of the unbroken one.
+/// A run resumes from what was saved before the failure, and leaves the files of an unbroken run.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn what_was_saved_is_not_harmed() {
@@ -113,15 +114,15 @@ fn what_was_saved_is_not_harmed() {
         assert!(
             !place.path("out/checkpoint-3").exists() && !place.path("out/adapter_model.safetensors").exists()
         );
-        // The memory that a step needs may be another one from then on.
+        // Memory-saving keys may change on resume.
         let resumed = train(&place, None, &["--resume", "--set", "train.recompute=block"]);
         assert!(resumed.status.success(), "{fault}: {}", place.told(&resumed.stderr));
         assert!(wanted == std::fs::read(place.path("out/adapter_model.safetensors")).unwrap(), "{fault}");
     }
 }
 
-/// A micro-batch that the plan chose is made smaller, from the newest checkpoint on: the rows of a step stay, and the curve. A size
-/// that the user chose is not.
+/// A micro-batch that "auto" chose is made smaller from the newest checkpoint on. The rows of a
+/// step and the loss curve stay. A size that the user set is not changed.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_chosen_micro_batch_is_made_smaller() {
@@ -131,7 +132,8 @@ fn a_chosen_micro_batch_is_made_smaller() {
     let auto = rows("train.micro_batch_size=auto", "train.gradient_accumulation_steps=4");
     let whole = Place::new();
     assert!(train(&whole, None, &auto).status.success());
-    // At once, and after three steps of one micro-batch that are saved: then two of two rows are left for the fourth step.
+    // Fails at once, or after three saved steps of one micro-batch; the retry then takes the fourth
+    // step in two micro-batches of two rows.
     for (fault, sizes) in [("1:loss:1:out_of_memory", 2), ("1:backward:5:out_of_memory", 1)] {
         let place = Place::new();
         let done = train(&place, Some(fault), &auto);
@@ -150,7 +152,7 @@ fn a_chosen_micro_batch_is_made_smaller() {
             }
             assert_eq!(losses(&place).len(), 4);
         } else {
-            // The planted fault strikes each time, of one row too: then it is said as ever.
+            // The planted fault strikes each time, also for a single row: the usual error follows.
             assert_eq!(done.status.code(), Some(1), "{fault}: {said}");
             assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
         }
@@ -169,7 +171,7 @@ fn losses(place: &Place) -> Vec<f64> {
     lines.filter_map(|line| line["step_secs"].as_f64().and(line["loss"].as_f64())).collect()
 }
 
-/// Among several ranks the run ends as the rank's own failure does, which says who it was.
+/// With several ranks the run ends like the failing rank, and the error names it.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn one_rank_of_several() {

@@ -1,11 +1,12 @@
-//! Numbers that are not finite on one rank alone are that rank's, and what a frozen weight brings is not answered with the
-//! learning rate.
+//! Non-finite numbers on one rank alone are attributed to that rank, and a frozen weight that
+//! causes them is not answered with advice on the learning rate.
 
 use std::path::Path;
 
 use super::failure::{TILDE, changed_model, command, set_column, tilde_alone_has_column_5, watched};
 
-/// One step of LoRA on two ranks, each with a row of its own; that of rank `bad` holds the token `~`.
+/// Runs one LoRA step on two ranks, each with its own row; the row of rank `bad` holds the token
+/// `~`.
 fn trained(place: &Path, model: &Path, bad: Option<usize>, more: &[&str]) -> (Option<i32>, String) {
     let row = |i| if bad == Some(i) { "a ~ in a row of some length" } else { "a row of some other length" };
     let line = |text| format!("{{\"text\": \"{text}\"}}\n");
@@ -48,13 +49,13 @@ fn a_rank_that_meets_a_frozen_nan_is_named() {
         assert!(text.contains("hint: training has not made it"), "{text}");
         assert!(!text.contains("learning_rate"), "{text}");
     }
-    // Nobody meets it in rows without the token.
+    // Rows without the token never meet the NaN.
     let place = tempfile::tempdir().unwrap();
     let (code, text) = trained(place.path(), &model, None, &["parallel.strategy=ddp"]);
     assert_eq!(code, Some(0), "{text}");
 }
 
-/// Every weight is finite; the token `~` alone has a value that overflows in the first layer.
+/// Every weight is finite; only token `~` has a value that overflows in the first layer.
 #[test]
 fn a_rank_whose_rows_overflow_is_named() {
     let place = tempfile::tempdir().unwrap();
@@ -68,10 +69,10 @@ fn a_rank_whose_rows_overflow_is_named() {
     assert!(text.contains("hint: lower `optimizer.learning_rate`"), "{text}");
 }
 
-/// All losses are finite; the gradient of B overflows in the rows of one rank alone, whichever strategy sums it.
+/// All losses are finite; the gradient of B overflows for one rank's rows, under every strategy.
 #[test]
 fn a_rank_whose_gradients_overflow_is_named() {
-    // What comes back through the gate's weights overflows everywhere.
+    // The gradient through the gate's weights overflows everywhere.
     const UP: &str = "adapter.target_modules=[\"up_proj\"]";
     let place = tempfile::tempdir().unwrap();
     let model = place.path().join("model");

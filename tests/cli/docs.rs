@@ -1,10 +1,11 @@
 //! Runs every command of README.md, CHANGELOG.md, CONTRIBUTING.md and docs/.
 //!
-//! A command is a line that begins with `$ ` in a block marked `console`; the other lines of such a block are its output.
-//! The commands of a page run one after another in one folder. It holds `MODEL` (a tiny llama), `ADAPTER` (made by PEFT),
-//! `ROWS.jsonl`, `TEST.jsonl` and each file that the page shows in a block marked with a language and a name. Commands
-//! that need the hub, a GPU or a launcher are parsed, and their recipe is assembled, so that a wrong flag or key fails.
-//! Of commands of other programs, the files of this repository that they name must exist.
+//! A command is a line that begins with `$ ` in a block marked `console`; the other lines of such a
+//! block are its output. The commands of a page run one after another in one folder. The folder
+//! holds `MODEL` (a tiny llama), `ADAPTER` (made by PEFT), `ROWS.jsonl`, `TEST.jsonl` and each file
+//! that the page shows in a block marked with a language and a name. Commands that need the hub, a
+//! GPU or a launcher are only parsed, and their recipe is assembled, so that a wrong flag or key
+//! fails. For commands of other programs, the files of this repository that they name must exist.
 
 use std::fs;
 use std::panic::resume_unwind;
@@ -17,12 +18,12 @@ use finetune::recipe::{Recipe, RecipeLayers};
 
 use crate::place::{Place, copy_folder, golden};
 
-/// Commands that other tests, or .ci/run, run: too long for this one.
+/// Commands that run too long for this test; other tests or .ci/run run them.
 const RUN_ELSEWHERE: [&str; 2] = ["doctor --selftest", "--recipe quickstart"];
-/// Programs other than ours that pages may show.
+/// Programs other than finetune that pages may show.
 const OTHERS: [&str; 5] = ["cargo", ".ci/run", ".", "export", "llama-cli"];
 
-/// A fenced block: its language, the name behind it, its lines.
+/// A fenced block: its language, the name after it, and its lines.
 struct Block {
     language: String,
     name: Option<String>,
@@ -46,7 +47,8 @@ fn name_of(page: &Path) -> String {
     page.strip_prefix(root()).unwrap().to_string_lossy().into_owned()
 }
 
-/// The blocks of a page. What looks like a command outside a block marked `console` would not be tested: it fails.
+/// Returns the blocks of a page. Fails on text that looks like a command outside a `console` block,
+/// for it would not be tested.
 fn blocks(page: &Path) -> Vec<Block> {
     let text = fs::read_to_string(page).unwrap();
     let (mut blocks, mut open): (Vec<Block>, Option<Block>) = (Vec::new(), None);
@@ -73,7 +75,8 @@ fn blocks(page: &Path) -> Vec<Block> {
     blocks
 }
 
-/// The commands of a block, with the lines that each prints; a line that ends with `\` goes on in the next.
+/// Returns the commands of a block with the lines that each prints. A line that ends with `\`
+/// continues in the next one.
 fn commands(block: &Block) -> Vec<(Vec<String>, Vec<String>)> {
     let mut commands: Vec<(Vec<String>, Vec<String>)> = Vec::new();
     let mut lines = block.lines.iter();
@@ -93,7 +96,7 @@ fn commands(block: &Block) -> Vec<(Vec<String>, Vec<String>)> {
     commands
 }
 
-/// A line as a shell would cut it: quotes, and a comment at the end.
+/// Splits a line as a shell would: quotes, and a comment at the end.
 fn words(line: &str) -> Vec<String> {
     let (mut words, mut word, mut quote): (Vec<String>, Option<String>, Option<char>) = (vec![], None, None);
     for c in line.chars() {
@@ -114,7 +117,7 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// The folder that the commands of a page run in.
+/// The folder in which the commands of a page run.
 fn place() -> Place {
     let place = Place::new();
     fs::rename(place.path("model"), place.path("MODEL")).unwrap();
@@ -124,7 +127,7 @@ fn place() -> Place {
     place
 }
 
-/// Parses the arguments, and puts together the recipe of a command that has one.
+/// Parses the arguments, and assembles the recipe of a command that has one.
 fn parse(args: &[String], place: &Place) -> Result<(), String> {
     let words = std::iter::once("finetune").chain(args.iter().map(String::as_str));
     let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
@@ -143,7 +146,7 @@ fn parse(args: &[String], place: &Place) -> Result<(), String> {
     Recipe::load(&layers).map(drop).map_err(|error| error.to_string())
 }
 
-/// Whether a model, adapter or data set is on the hub.
+/// Returns true if a model, adapter or data set is on the hub.
 fn asks_the_hub(args: &[String], place: &Place) -> bool {
     let is_source = |before: &str| {
         ["--model", "--adapter", "--dataset", "--eval-dataset", "--verify-on", "inspect"].contains(&before)
@@ -152,7 +155,8 @@ fn asks_the_hub(args: &[String], place: &Place) -> bool {
     sources.into_iter().any(|source| source.contains('/') && !place.path(source).exists())
 }
 
-/// What a page shows of a plan is what the command prints, every number of it; `...` stands for lines that are left out.
+/// Checks that the command prints every line that the page shows of a plan; `...` stands for
+/// omitted lines.
 fn check_printed(page: &str, shown: &str, printed: &[String], stdout: &[u8]) {
     let text = String::from_utf8(stdout.to_vec()).unwrap();
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
@@ -213,7 +217,7 @@ fn is_variable(name: &str) -> bool {
     !name.is_empty() && name.chars().all(|c| c.is_ascii_uppercase() || c == '_' || c.is_ascii_digit())
 }
 
-/// Does what a page shows, in its order; returns whether a command of it ran.
+/// Runs the commands of a page in order; returns true if one of them ran.
 fn follow(page: &Path) -> bool {
     let (place, mut ran) = (place(), false);
     for block in blocks(page) {
@@ -246,7 +250,7 @@ fn every_command_works() {
     assert!(ran.iter().any(|page| page == "README.md"), "{ran:?}");
 }
 
-/// Links to files, and names of files in backticks, lead somewhere.
+/// Links to files, and file names in backticks, name existing files.
 #[test]
 fn every_file_that_is_named_is_there() {
     let link = regex::Regex::new(r"\]\(([^)#:]+)(#[^)]*)?\)").unwrap();
@@ -267,7 +271,7 @@ fn every_file_that_is_named_is_there() {
     assert!(checked > 0, "no page names a file");
 }
 
-/// Every promise of docs/reliability.md names tests, and each is in a file of its row.
+/// Every promise of docs/reliability.md names tests, and each test is in a file of its row.
 #[test]
 fn every_test_that_shows_a_promise_is_there() {
     let page = fs::read_to_string(root().join("docs/reliability.md")).unwrap();
@@ -294,7 +298,7 @@ fn every_test_that_shows_a_promise_is_there() {
     assert!(tests > 0, "docs/reliability.md names no test");
 }
 
-/// README asks what its rows train: each prompt of a command is the prompt of a row, to the last character.
+/// Each prompt of a README command equals the prompt of one of its rows, to the last character.
 #[test]
 fn the_prompts_of_readme_are_those_of_its_rows() {
     let blocks = blocks(&root().join("README.md"));

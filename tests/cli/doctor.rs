@@ -1,10 +1,11 @@
-//! `finetune doctor` from the outside: what it says of the machine, that it keeps the token, and the self-test.
+//! `finetune doctor` through the binary: its report on the machine, that it hides the token, and
+//! the self-test.
 
 use std::process::{Command, Stdio};
 
 use assert_cmd::cargo::cargo_bin;
 
-/// Standard output of a run that ends well, with only these variables of the hub set.
+/// Returns the stdout of a successful run, with only these hub variables set.
 fn doctor(args: &[&str], env: &[(&str, &str)]) -> String {
     let mut command = Command::new(cargo_bin!("finetune"));
     command.arg("doctor").args(args).stdin(Stdio::null());
@@ -26,7 +27,7 @@ fn doctor(args: &[&str], env: &[(&str, &str)]) -> String {
     text(output.stdout)
 }
 
-/// The value of the line that begins with `name`.
+/// Returns the value of the line that begins with `name`.
 fn value<'a>(text: &'a str, name: &str) -> &'a str {
     let line =
         text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} in {text}"));
@@ -50,7 +51,7 @@ fn says_what_there_is() {
     assert!(!text.contains("self-test"));
 }
 
-/// The machine is told as people and as programs read it; disks are measured only when that is asked for.
+/// The report is available as text and as JSON; disks are measured only on request.
 #[test]
 fn tells_the_machine_in_json_too() {
     let json = |args: &[&str]| -> serde_json::Value { serde_json::from_str(&doctor(args, &[])).unwrap() };
@@ -61,7 +62,7 @@ fn tells_the_machine_in_json_too() {
     assert_eq!(facts["disks"], serde_json::json!([]));
     let text = doctor(&[], &[]);
     assert!(!value(&text, "NCCL network plugin").is_empty() && !value(&text, "network").is_empty(), "{text}");
-    // Every limit is told with what is enough.
+    // Every limit is shown with a sufficient value.
     let limits = facts["host"]["limits"].as_array().unwrap();
     for limit in limits {
         let told = value(&text, &format!("limit {}  ", limit["name"].as_str().unwrap()));
@@ -99,7 +100,8 @@ fn threads_are_those_that_will_run() {
     assert!(value(&text, "threads").starts_with("3 "), "{text}");
 }
 
-/// The instructions in use are the processor's best, or those that are named, and no others are taken.
+/// The CPU instructions in use are the best ones of the processor or those that FINETUNE_CPU names;
+/// other names are refused.
 #[test]
 fn instructions_can_be_chosen() {
     let text = doctor(&[], &[]);
@@ -132,7 +134,7 @@ fn a_wrong_endpoint_is_said_and_does_no_harm() {
     assert!(value(&text, "hub").contains("HF_ENDPOINT"), "{text}");
 }
 
-/// Also with more threads than there are cores for.
+/// Also passes with more threads than cores.
 #[test]
 fn the_self_test_passes_and_lists_the_ops() {
     let many = doctor(&["--selftest"], &[("RAYON_NUM_THREADS", "64")]);
@@ -146,7 +148,7 @@ fn the_self_test_passes_and_lists_the_ops() {
     assert!(text.lines().last().unwrap().contains("passed"), "{text}");
 }
 
-/// `doctor net` with a fault planted, as JSON.
+/// Runs `doctor net` with a planted fault; returns its JSON.
 fn net(args: &[&str], fault: &str) -> serde_json::Value {
     let args = [&["net", "--sizes", "4K", "--json"], args].concat();
     let output = Command::new(cargo_bin!("finetune"))
@@ -161,7 +163,7 @@ fn net(args: &[&str], fault: &str) -> serde_json::Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// A link on which each message takes longer is named, by its two ranks.
+/// A slow link is named by its two ranks.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_slow_pair_is_named() {
@@ -182,7 +184,7 @@ fn a_slow_pair_is_named() {
     }
 }
 
-/// Collectives, pairs and clocks of threads, as people read them.
+/// Collectives, pairs and clocks of threads, as text.
 #[test]
 fn the_network_of_threads() {
     let text = doctor(&["net", "--ranks", "3", "--sizes", "1K,8K"], &[]);
@@ -200,6 +202,6 @@ fn the_network_of_threads() {
     assert_eq!(report["collectives"]["ranks"], 2);
     assert_eq!(report["hosts"][0], report["hosts"][1]);
     assert_eq!(report["clocks"].as_array().map(Vec::len), Some(1));
-    // One clock, read twice within a message's time.
+    // Both threads read one clock, within a message's time.
     assert!(report["clocks"][0]["ahead_secs"].as_f64().unwrap().abs() < 1.0, "{report}");
 }

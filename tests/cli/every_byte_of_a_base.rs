@@ -1,5 +1,6 @@
-//! A base that was changed where no sample of its bytes shows it, or in its config.json alone: noticed when a run is
-//! resumed, an adapter is trained further, merged or evaluated.
+//! A base changed in bytes that the sampled digest leaves out, or in its config.json alone.
+//! finetune notices when a run is resumed, or an adapter is trained further, merged, evaluated or
+//! used to generate.
 
 use std::path::Path;
 
@@ -7,10 +8,10 @@ use serde_json::Value;
 
 use crate::place::{Place, copy_folder, lora};
 
-/// A tensor whose sample leaves most of its bytes out.
+/// A tensor of which the sample omits most bytes.
 const TENSOR: &str = "model.layers.1.mlp.down_proj.weight";
 
-/// Changes bytes of a tensor, by their place in it.
+/// Changes the bytes of [`TENSOR`].
 fn change_bytes(model: &Path, change: impl Fn(&mut [u8])) {
     let path = model.join("model.safetensors");
     let mut bytes = std::fs::read(&path).unwrap();
@@ -30,7 +31,7 @@ fn change_config(model: &Path, key: &str, value: Value) {
     std::fs::write(path, config.to_string()).unwrap();
 }
 
-/// What a command says, and its exit code.
+/// Returns a command's exit code and stderr.
 fn told(place: &Place, args: &[&str]) -> (Option<i32>, String) {
     let output = place.command(args).output().unwrap();
     (output.status.code(), place.told(&output.stderr))
@@ -41,7 +42,7 @@ fn train<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     args.into_iter().map(|arg| if arg == "out" { output } else { arg }).collect()
 }
 
-/// Each use of the adapter in `out`, and of the checkpoint in it.
+/// Every use of the adapter in `out`, and of its checkpoint.
 fn uses() -> [Vec<&'static str>; 5] {
     let merge = ["merge", "--model", "model", "--adapter", "out", "--output", "merged"];
     let eval = ["eval", "--model", "model", "--adapter", "out", "--dataset", "rows.jsonl", "--set"];
@@ -56,7 +57,7 @@ fn uses() -> [Vec<&'static str>; 5] {
     ]
 }
 
-/// A model, and `out`, a run on it.
+/// A model, and a run on it in `out`.
 fn trained() -> Place {
     let place = Place::new();
     let (code, said) = told(&place, &train("out", &[]));
@@ -84,7 +85,8 @@ fn a_bit_that_no_sample_shows() {
     all_refused(&place, &uses(), "a bit", "it was trained on `model` (digest");
     change_bytes(&place.path("model"), |tensor| tensor[300..2300].fill(0));
     all_refused(&place, &uses()[..1], "zeroes", "it was trained on `model` (digest");
-    // As it was, it is the base again, and another one is used as asked: it is said once.
+    // The restored model is the base again. Another base is used with `--force-base`, with one
+    // warning.
     for args in uses() {
         let (code, said) = told(&place, &args);
         assert_eq!((code, said.contains("trained on")), (Some(0), false), "{args:?}\n{said}");
@@ -107,7 +109,7 @@ fn a_config_that_says_otherwise() {
         change_config(&place.path("model"), key, value);
         all_refused(&place, &uses()[..if key == "rope_theta" { 5 } else { 1 }], key, why);
     }
-    // Nothing that the model computes.
+    // A key that does not affect computation.
     change_config(&place.path("model"), "transformers_version", Value::from("9.9.9"));
     let (code, said) = told(&place, &uses()[3]);
     assert_eq!((code, said.contains("trained on")), (Some(0), false), "{said}");

@@ -1,7 +1,9 @@
-//! Models and adapters in other programs' files: GGUF read back by candle, Hugging Face folders by our own reader.
+//! Models and adapters exported to other programs' formats: candle reads the GGUF files back,
+//! finetune's own reader the Hugging Face folders.
 //!
-//! Expected names, permutations and bounds are written here by hand from llama.cpp's sources and ggml's block formats;
-//! values come from the golden checkpoints, and an adapter's sum from the model that PEFT merged.
+//! Expected names, permutations and bounds are written here by hand from llama.cpp's sources and
+//! ggml's block formats. Values come from the golden checkpoints, and an adapter's sum from the
+//! model that PEFT merged.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -41,7 +43,7 @@ fn config_of(folder: &Path) -> ModelConfig {
     ModelConfig::from_json(&text, "config.json").unwrap()
 }
 
-/// Every tensor of a folder's safetensors files: its shape and values.
+/// Returns shape and values of every tensor in a folder's safetensors files.
 fn stored(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
     let mut tensors = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -151,8 +153,8 @@ fn gguf_name(model: &str, name: &str) -> String {
     pairs.iter().fold(name, |name, (hf, ours)| name.replace(hf, ours))
 }
 
-/// What a tensor of a checkpoint is in the file, to the bit: `reshape(heads, 2, d / 2, …).swapaxes(1, 2)` for q and k
-/// of the llama architecture; 1 + w for gemma's norms.
+/// Returns the exact values expected in the file: `reshape(heads, 2, d / 2, …).swapaxes(1, 2)` for
+/// q and k of the llama architecture; 1 + w for gemma's norms.
 fn wanted(model: &str, config: &Json, name: &str, shape: &[usize], values: &[f32]) -> Vec<f32> {
     let heads = match name {
         _ if arch(model) != "llama" => None,
@@ -299,8 +301,8 @@ fn windows_and_caps_of_gemma() {
     assert_eq!(pattern, [true, false], "not five of six");
 }
 
-/// The divisors of conversion/llama.py, in f64: factor 8, frequencies of wavelengths above 64 / 1 divided by it, those
-/// below 64 / 4 kept.
+/// The divisors follow conversion/llama.py, in f64: frequencies with wavelengths above 64 / 1 are
+/// divided by the factor 8, those below 64 / 4 are kept.
 #[test]
 fn llama3_frequencies_are_a_tensor() {
     let (_place, read) = exported(&golden("models/tiny-llama3"), "q8_0");
@@ -320,7 +322,7 @@ fn llama3_frequencies_are_a_tensor() {
     }
 }
 
-/// A copy of a golden model whose config.json and tokenizer.json are changed.
+/// A copy of a golden model with changed config.json and tokenizer.json.
 fn changed(
     model: &str,
     config: impl FnOnce(&mut Json),
@@ -375,7 +377,7 @@ fn tokenizers_are_whole() {
     let texts = |read: &Read, key: &str| -> Vec<String> {
         read.list(key).iter().map(|text| text.to_string().unwrap().clone()).collect()
     };
-    // Model, kind, pre-tokenizer, tokens without padding, BOS put before a text, space put before a text.
+    // Model, kind, pre-tokenizer, tokens without padding, whether BOS and a space precede a text.
     let table = [
         ("tiny-llama", "gpt2", "smollm", 480, false, false),
         ("tiny-llama3", "gpt2", "llama-bpe", 600, true, false),
@@ -404,10 +406,13 @@ fn tokenizers_are_whole() {
             let id = usize::try_from(token["id"].as_u64().unwrap()).unwrap();
             assert_eq!(list[id], token["content"].as_str().unwrap(), "{model}");
             let unknown = token["content"] == json["model"]["unk_token"];
-            let wanted = match token["special"].as_bool().unwrap() {
-                _ if unknown => 2,
-                true => 3,
-                false => 4,
+            let is_special = token["special"].as_bool().unwrap();
+            let wanted = if unknown {
+                2
+            } else if is_special {
+                3
+            } else {
+                4
             };
             assert_eq!(types[id], wanted, "{model}: {token}");
         }
@@ -424,7 +429,7 @@ fn tokenizers_are_whole() {
     }
 }
 
-/// The earlier a token is made by a merge, the higher its score: all that llama.cpp's merging goes by.
+/// The earlier a merge makes a token, the higher its score: llama.cpp merges by scores alone.
 fn scores(read: &Read, json: &Json, tokens: &[String]) {
     let scores = read.list("tokenizer.ggml.scores");
     assert_eq!(scores.len(), tokens.len());
@@ -451,7 +456,8 @@ fn scores(read: &Read, json: &Json, tokens: &[String]) {
 fn special_tokens_and_templates() {
     let (_place, read) = exported(&golden("models/tiny-llama3"), "f16");
     let id = |name: &str| read.number(&format!("tokenizer.ggml.{name}_token_id"));
-    // tokenizer_config.json: <|begin_of_text|>, <|eot_id|>; config.json ends at <|end_of_text|> too.
+    // tokenizer_config.json sets <|begin_of_text|> and <|eot_id|>; config.json also ends at
+    // <|end_of_text|>.
     assert_eq!((id("bos"), id("eos"), id("eot")), (595, 599, 596));
     let tokenizer = read_json(&golden("models/tiny-llama3/tokenizer_config.json"));
     assert_eq!(read.text("tokenizer.chat_template"), tokenizer["chat_template"].as_str().unwrap());
@@ -465,7 +471,7 @@ fn special_tokens_and_templates() {
     assert_eq!(read.text("general.name"), "name (phi-3)", "its special tokens strip what follows");
 }
 
-/// A llama with rows of 256 and 512, of seeded noise, with tiny-llama's tokenizer.
+/// A llama with rows of 256 and 512 values of seeded noise, and tiny-llama's tokenizer.
 fn wide() -> tempfile::TempDir {
     let place = tempfile::tempdir().unwrap();
     copy_folder(&golden("models/tiny-llama"), place.path());
@@ -476,7 +482,7 @@ fn wide() -> tempfile::TempDir {
     std::fs::write(&path, config.to_string()).unwrap();
     let mut state = 1u64;
     let mut noise = || {
-        // Knuth's MMIX generator; the sum of four uniform numbers has a bell's shape.
+        // Knuth's MMIX generator; the sum of four uniform numbers is roughly bell-shaped.
         let mut uniform = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
@@ -498,25 +504,25 @@ fn wide() -> tempfile::TempDir {
     place
 }
 
-/// The largest error that rounding in the blocks of a type can make: half a step, and where scales are themselves
-/// rounded to 6 or 8 bits (k-quants) at most a whole step of the widest block of 256.
+/// Returns the largest rounding error of a block type: half a step. If scales are themselves
+/// rounded to 6 or 8 bits (k-quants), it is at most a whole step of the widest block of 256.
 fn bound(dtype: GgmlDType, values: &[f32]) -> f32 {
     let amax = values.iter().fold(0f32, |max, value| max.max(value.abs()));
     let width = |block: &[f32]| {
         let low = block.iter().copied().fold(0f32, f32::min);
         block.iter().copied().fold(0f32, f32::max) - low
     };
-    // Scales are f16, so half a unit of 2^-10 off.
+    // Scales are f16, so they may be off by half a unit of 2^-10.
     let scale = amax / 2048.0;
     match dtype {
         GgmlDType::Q8_0 => 0.5 * amax / 127.0 + scale,
-        // From -8 to 7 steps: the largest value of the other sign may be a whole step off.
+        // Steps run from -8 to 7: the largest value of the other sign may be off by a whole step.
         GgmlDType::Q4_0 => amax / 8.0 + scale,
         GgmlDType::Q5_0 => amax / 16.0 + scale,
         GgmlDType::Q5_1 => 0.5 * width(values) / 31.0 + 2.0 * scale,
         GgmlDType::Q4K => values.chunks(32).map(|block| width(block) / 15.0).fold(0.0, f32::max),
         GgmlDType::Q5K => values.chunks(32).map(|block| width(block) / 31.0).fold(0.0, f32::max),
-        // From -32 to 31 steps, and scales of blocks of 16 in 127ths of the largest.
+        // Steps run from -32 to 31; scales of blocks of 16 are in 127ths of the largest.
         GgmlDType::Q6K => amax / 32.0 + amax / 254.0,
         GgmlDType::F16 => amax / 1024.0,
         GgmlDType::F32 => 0.0,
@@ -539,7 +545,8 @@ fn check_errors(folder: &Path, model: &str, read: &Read) {
     }
 }
 
-/// Types by hand from llama_tensor_get_type. 8 layers: 8/8 = 1, 7·8/8 = 7; more bits in layers 0, 7 and 3, 6.
+/// Types by hand from llama_tensor_get_type. With 8 layers 8/8 = 1 and 7·8/8 = 7: layers 0, 7 and
+/// 3, 6 get more bits.
 #[test]
 fn mixtures_of_blocks() {
     let folder = wide();
@@ -567,7 +574,8 @@ fn mixtures_of_blocks() {
     }
 }
 
-/// tiny-llama3 has rows of 64 and, in its down projections, 112: no multiple of 32 in sight, which leaves f16.
+/// tiny-llama3 has rows of 64 values and, in its down projections, of 112. The latter are no
+/// multiple of a block size and stay f16.
 #[test]
 fn rows_that_blocks_do_not_divide() {
     use GgmlDType::{F16, Q4_0, Q5_0, Q5_1, Q8_0};
@@ -594,7 +602,8 @@ fn rows_that_blocks_do_not_divide() {
     assert_eq!(report.fallback_note(), Some(note));
 }
 
-/// W + alpha / r · B A with A and B from the GGUF file, rows put back, is what PEFT merged.
+/// W + alpha / r · B A with A and B from the GGUF file, rows permuted back, equals PEFT's merged
+/// model.
 #[test]
 fn an_adapter_is_the_sum_that_peft_merged() {
     let (base, adapter) = (golden("models/tiny-llama"), golden("train/lora/adapter_final"));
@@ -631,7 +640,7 @@ fn an_adapter_is_the_sum_that_peft_merged() {
     assert!(changed > 0);
 }
 
-/// rsLoRA scales by alpha / √r; llama.cpp by alpha / r, so B carries the quotient.
+/// rsLoRA scales by alpha / √r, llama.cpp by alpha / r, so B carries the quotient.
 #[test]
 fn an_adapter_keeps_its_scale() {
     let (base, adapter) = (golden("models/tiny-llama"), golden("train/rslora/adapter_final"));
@@ -773,13 +782,13 @@ fn what_does_not_go_together() {
     ");
 }
 
-/// One command writes what `merge` and `export` write, and leaves nothing beside it.
+/// `export` with an adapter writes the files of `merge` and `export`, and leaves no other file.
 #[test]
 fn an_adapter_is_merged_on_the_way() {
     let place = Place::new();
     let adapter = ["--adapter", "adapter", "--model", "model"];
     copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
-    // A GGUF has the name of its model's folder, which is here the adapter's.
+    // A GGUF file takes the name of its model's folder, which is here the adapter's.
     std::fs::create_dir(place.path("merged")).unwrap();
     place.said(&[&["merge", "--output", "merged/adapter"][..], &adapter].concat());
     let merge = [&["export", "--merge"][..], &adapter].concat();
@@ -794,7 +803,7 @@ fn an_adapter_is_merged_on_the_way() {
     }
     place.said(&[&merge[..], &["--format", "hf", "--output", "one/"]].concat());
     assert_eq!(stored(&place.path("one")), stored(&place.path("merged/adapter")));
-    // A merge that fails leaves nothing beside the output.
+    // A failed merge leaves nothing beside the output.
     let said = refused_gguf(&place, &["--adapter", "nothing", "--merge"]);
     assert!(said.contains("nothing"), "{said}");
     let mut config = read_json(&place.path("model/config.json"));
@@ -841,7 +850,7 @@ fn an_adapter_of_another_model() {
     ");
 }
 
-/// tiny-llama whose tokenizer.json or config.json says something else.
+/// The error of exporting tiny-llama with a changed config.json or tokenizer.json.
 fn refused_model(config: impl FnOnce(&mut Json), tokenizer: impl FnOnce(&mut Json)) -> String {
     let place = Place::new();
     copy_folder(changed("tiny-llama", config, tokenizer).path(), &place.path("model"));
@@ -882,7 +891,7 @@ fn a_tokenizer_that_llama_cpp_does_not_have() {
     "#);
 }
 
-/// tiny-qwen2 with this `rope_scaling`.
+/// The error of exporting tiny-qwen2 with this `rope_scaling`.
 fn refused_of(scaling: &Json) -> String {
     let place = Place::new();
     let model = changed("tiny-qwen2", |config| config["rope_scaling"] = scaling.clone(), |_| {});

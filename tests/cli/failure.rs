@@ -1,5 +1,6 @@
-//! A rank that fails, in any phase of a run, ends the run, says who, where and after which call, and leaves what was saved.
-//! A run that goes on for minutes after the fault says that it strikes is killed and fails the test.
+//! A rank that fails, in any phase, ends the run. The error names rank, phase and last call, and
+//! everything saved before stays. The test kills a run, and fails, if it continues for minutes
+//! after its fault struck.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -11,14 +12,14 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Tensor};
 use finetune::collective::Phase;
 
-/// A run that takes longer hangs; survivors that run for longer after a rank has failed do.
+/// Time limit of a run, and of survivors after a rank has failed; exceeding it counts as a hang.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 fn train(output: &Path, fault: Option<&str>, ranks: usize, more: &[&str]) -> Output {
     watched(command(output, fault, ranks, more).spawn().unwrap(), PATIENCE)
 }
 
-/// A run of three steps that saves and evaluates after each of them, about to start.
+/// The command of a run of three steps that saves and evaluates after each step.
 pub(super) fn command(output: &Path, fault: Option<&str>, ranks: usize, more: &[&str]) -> Command {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
@@ -44,13 +45,13 @@ pub(super) fn command(output: &Path, fault: Option<&str>, ranks: usize, more: &[
     command
 }
 
-/// What a run says and how it ends, which must be at most `promise` after a fault has struck.
+/// Returns output and exit status of a run, which must end at most `promise` after a fault struck.
 pub(super) fn watched(mut run: Child, promise: Duration) -> Output {
     let (send, lines) = mpsc::channel();
     let said = BufReader::new(run.stderr.take().unwrap());
     let reader = std::thread::spawn(move || said.lines().try_for_each(|line| send.send(line.unwrap())));
     let (mut stderr, mut until, mut limit) = (String::new(), Instant::now() + PATIENCE, PATIENCE);
-    // The last line is followed by the end of the process, whose standard error closes then.
+    // The process ends right after its last line, which closes stderr.
     let ended = loop {
         match lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(line) => {
@@ -72,7 +73,7 @@ pub(super) fn watched(mut run: Child, promise: Duration) -> Output {
     Output { status, stdout: Vec::new(), stderr: stderr.into_bytes() }
 }
 
-/// Names of what is in a folder.
+/// Returns the names of a folder's entries.
 pub(super) fn names(folder: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let mut names: Vec<String> =
@@ -115,7 +116,7 @@ fn a_rank_that_fails_in_any_phase_ends_the_run() {
     }
 }
 
-/// What was saved before a failure is what the run goes on from, to the end of the unbroken one.
+/// After a rank failed, a run resumes from its checkpoints and ends like an unbroken run.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_run_goes_on_after_a_rank_was_lost() {
@@ -143,7 +144,7 @@ fn a_fault_that_cannot_be_read() {
     assert!(String::from_utf8_lossy(&done.stderr).contains("FINETUNE_FAULT"));
 }
 
-/// What users run does not hear of faults.
+/// Release builds ignore planted faults.
 #[test]
 #[cfg_attr(
     debug_assertions,
@@ -155,8 +156,8 @@ fn a_release_build_plants_no_fault() {
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
-/// The token `~` of tiny-llama, which none of its data files holds; its row of the table is in the shard of the first of
-/// two ranks.
+/// The token `~` of tiny-llama, which none of its data files contains. Its row of the table is in
+/// the shard of the first of two ranks.
 pub(crate) const TILDE: usize = 93;
 
 pub(crate) fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: usize, value: f32) -> Tensor {
@@ -166,8 +167,8 @@ pub(crate) fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: u
     Tensor::from_vec(values, (count, width), &Device::Cpu).unwrap()
 }
 
-/// Only the token `~` has a value in column 5 of what the first layer's gate and up projections read; they multiply it by
-/// `gate` and `up`.
+/// Makes column 5 of the input of the first layer's gate and up projections nonzero for token `~`
+/// only; they multiply it by `gate` and `up`.
 pub(crate) fn tilde_alone_has_column_5(tensors: &mut HashMap<String, Tensor>, gate: f32, up: f32) {
     let mut set = |name: &str, value| {
         let table = tensors.get_mut(name).unwrap();
@@ -178,12 +179,12 @@ pub(crate) fn tilde_alone_has_column_5(tensors: &mut HashMap<String, Tensor>, ga
     set("model.layers.0.mlp.up_proj.weight", up);
     let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
     *table = set_column(table, TILDE..TILDE + 1, 5, 1.0);
-    // Nothing comes into the column from attention.
+    // Attention must add nothing to the column.
     let output = tensors.get_mut("model.layers.0.self_attn.o_proj.weight").unwrap();
     *output = Tensor::zeros(output.dims(), DType::F32, &Device::Cpu).unwrap();
 }
 
-/// A copy of tiny-llama whose weights `change` has changed.
+/// Copies tiny-llama and applies `change` to its weights.
 pub(crate) fn changed_model(folder: &Path, change: impl FnOnce(&mut HashMap<String, Tensor>)) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     std::fs::create_dir_all(folder).unwrap();
@@ -197,7 +198,7 @@ pub(crate) fn changed_model(folder: &Path, change: impl FnOnce(&mut HashMap<Stri
     candle_core::safetensors::save(&tensors, &file).unwrap();
 }
 
-/// Evaluates four rows, each a batch of its own, on two ranks under fsdp; those of `bad` hold the token `~`.
+/// Evaluates four rows, each its own batch, on two ranks under fsdp; the rows `bad` hold token `~`.
 fn evaluated(place: &Path, model: &Path, bad: &[usize]) -> Output {
     let row = |i| if bad.contains(&i) { "a ~ in a row of some length" } else { "a row of some other length" };
     let rows: String = (0..4).map(|i| format!("{{\"text\": \"{}\"}}\n", row(i))).collect();
@@ -213,8 +214,8 @@ fn evaluated(place: &Path, model: &Path, bad: &[usize]) -> Output {
     )
 }
 
-/// A loss that is not finite on one rank alone, in whichever batch, is found together: exit code 4, not a collective that
-/// the other rank does not meet.
+/// The ranks detect a non-finite loss of any one rank and batch together: exit code 4, and no rank
+/// waits in a collective.
 #[test]
 fn an_evaluation_that_diverges_on_one_rank() {
     let place = tempfile::tempdir().unwrap();
@@ -223,13 +224,14 @@ fn an_evaluation_that_diverges_on_one_rank() {
         let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
         *table = set_column(table, TILDE..TILDE + 1, 5, f32::NAN);
     });
-    // Only the token `~` has a value in column 5, which overflows in the first layer: every weight is finite.
+    // Only token `~` has a value in column 5, which overflows in the first layer; every weight is
+    // finite.
     changed_model(&activation, |tensors| tilde_alone_has_column_5(tensors, 1e25, 1e25));
     for (model, found) in [
         (&weight, "the weight model.embed_tokens.weight on rank 0"),
         (&activation, "the output of model.layers.0 on micro-batch 1 on every rank"),
     ] {
-        // The first of two rounds and the last, after which the ranks sum their losses.
+        // The first round of batches and the last one, after which the ranks sum their losses.
         for (bad, rank) in [(0, 0), (1, 1), (2, 0), (3, 1)] {
             let place = tempfile::tempdir().unwrap();
             let done = evaluated(place.path(), model, &[bad]);

@@ -1,4 +1,4 @@
-//! `finetune generate`: chats and files of prompts, the options of the choice of tokens, what ends an answer, and JSON.
+//! `finetune generate`: chats and prompt files, sampling options, stop conditions, and JSON.
 
 use std::io::Write as _;
 use std::process::Stdio;
@@ -10,7 +10,7 @@ use crate::place::Place;
 const SHORT: [&str; 5] = ["generate", "--model", "model", "--max-new-tokens", "12"];
 const PROMPT: [&str; 2] = ["--prompt", "Count to 4"];
 
-/// The lines that a command prints on stdout, as JSON; it must end well.
+/// Returns the stdout of a successful command as JSON lines.
 fn lines(place: &Place, args: &[&str]) -> Vec<Value> {
     let output = place.command(&[&SHORT[..], args].concat()).output().unwrap();
     assert!(output.status.success(), "{args:?}\n{}", place.told(&output.stderr));
@@ -18,7 +18,7 @@ fn lines(place: &Place, args: &[&str]) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// The one object that `--json` prints for the prompt.
+/// Returns the one object that `--json` prints for the prompt.
 fn object(place: &Place, more: &[&str]) -> Value {
     let found = lines(place, &[&PROMPT[..], more, &["--json"]].concat());
     assert_eq!(found.len(), 1, "{more:?}");
@@ -33,14 +33,14 @@ fn refused(place: &Place, args: &[&str]) -> String {
     place.refused(&[&["generate", "--model", "model"], args].concat())
 }
 
-/// The message of arguments that clap refuses.
+/// Returns the message for arguments that clap refuses.
 fn misused(place: &Place, args: &[&str]) -> String {
     let output = place.command(&[&["generate", "--model", "model"], args].concat()).output().unwrap();
     assert_eq!(output.status.code(), Some(2), "{args:?}");
     String::from_utf8(output.stderr).unwrap()
 }
 
-/// The answers of a dialogue on stdin.
+/// Returns the answers of a dialogue on stdin.
 fn dialogue(place: &Place, turns: &str, more: &[&str]) -> String {
     let mut command = place.command(&[&SHORT[..], &["--chat"], more].concat());
     let mut child =
@@ -86,7 +86,7 @@ fn a_system_message_that_no_template_prints_is_refused() {
     let rarely = "{% for m in messages %}{% if m.role != 'system' or 'pirate' not in m.content %}{{ m.content }}{% endif %}{% endfor %}";
     let said = with(rarely);
     assert!(said.contains("caused by: the chat template leaves out this system message"), "{said}");
-    // Rows of a file are used, with a warning.
+    // Rows of a data file are used, with a warning.
     let row = json!({"messages": [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": "a"}]});
     place.write("r.toml", &format!("[data]\nchat_template = '''{without}'''\n"));
     place.write("prompts.jsonl", &format!("{row}\n"));
@@ -123,7 +123,7 @@ fn the_rows_of_a_file_are_answered_as_alone() {
         let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
         assert_eq!(keys(&written), keys(&row), "the order of the keys");
     }
-    // Nothing that is there is replaced, and nothing is left of a file that is not written.
+    // Existing files are not replaced, and a refused command leaves no file.
     let before = std::fs::read(place.path("answers.jsonl")).unwrap();
     let said = refused(&place, &file);
     assert!(
@@ -133,13 +133,13 @@ fn the_rows_of_a_file_are_answered_as_alone() {
     assert_eq!(std::fs::read(place.path("answers.jsonl")).unwrap(), before);
     let said = refused(&place, &["--input", "prompts.jsonl", "--output", "prompts.jsonl"]);
     assert!(said.contains("a file of that name exists"), "{said}");
-    // Of many prompts that are too long, the first is named.
+    // Of many prompts that are too long, only the first is named.
     let long = ["generate", "--model", "model", "--max-new-tokens", "300", "--json"];
     let said = place.said(&[&long[..], &file[..2]].concat());
     assert_eq!(said.matches("what follows it have more tokens than the 256 positions").count(), 1, "{said}");
     assert!(said.contains("warning: prompts.jsonl:1: the prompt and what follows it"), "{said}");
     assert!(said.contains("3 of 3 prompts exceed the positions that the model was made for"), "{said}");
-    // JSON on stdout, beside a file or without one.
+    // JSON goes to stdout, with or without an output file.
     let printed = lines(&place, &[&file[..2], &sampled, &["--json"]].concat());
     assert_eq!(printed.len(), 3);
     assert_eq!(printed[1]["messages"], chat);
@@ -169,7 +169,7 @@ fn samples_depend_on_no_other_sample_or_prompt() {
     let written = std::fs::read_to_string(place.path("answers.jsonl")).unwrap();
     let last: Value = serde_json::from_str(written.lines().last().unwrap()).unwrap();
     assert_eq!(last["answers"], three);
-    // Without JSON, each answer after its prompt.
+    // Without JSON each answer follows its prompt.
     let args = [&SHORT[..], &PROMPT, &sampled, &["-n", "2"]].concat();
     let stdout = String::from_utf8(place.command(&args).output().unwrap().stdout).unwrap();
     let whole = |at: usize| format!("Count to 4{}\n", three[at].as_str().unwrap());
@@ -184,7 +184,7 @@ fn an_answer_ends_before_a_stop_text() {
     let text = whole["answer"].as_str().unwrap();
     let characters: Vec<(usize, char)> = text.char_indices().collect();
     assert!(characters.len() > 12, "{text:?} has more characters than tokens");
-    // Each pair of neighbouring characters, within a token or across two.
+    // Every fifth pair of neighbouring characters, within one token or across two.
     for window in characters.windows(2).step_by(5) {
         let stop: String = window.iter().map(|(_, character)| character).collect();
         let found = object(&place, &["--stop", "never in it", "--stop", &stop]);
@@ -195,7 +195,7 @@ fn an_answer_ends_before_a_stop_text() {
             place.command(&[&SHORT[..], &PROMPT, &["--stop", &stop]].concat()).output().unwrap().stdout;
         assert_eq!(String::from_utf8(printed).unwrap(), format!("Count to 4{}\n", &text[..at]));
     }
-    // What may begin a stop text and does not is printed.
+    // Text that could begin a stop text but does not is printed.
     let longer = format!("{}#", text.chars().last().unwrap());
     assert_eq!(object(&place, &["--stop", &longer]), whole);
     let said = refused(&place, &["--prompt", "a", "--stop", "<|im_end|>\n"]);
@@ -204,7 +204,7 @@ fn an_answer_ends_before_a_stop_text() {
     assert!(misused(&place, &["--prompt", "a", "--stop", ""]).contains("accepted: a text, not empty"));
 }
 
-/// A special token ends an answer as a text does, and EOS is another reason.
+/// A special token ends an answer like a stop text; EOS has its own reason.
 #[test]
 fn special_tokens_end_answers() {
     let place = Place::new();
@@ -219,7 +219,7 @@ fn special_tokens_end_answers() {
         (0..20).map(|seed| (seed, sampled(seed, &[]))).find(|(_, found)| found["finish_reason"] == "eos");
     let (_, found) = ended.expect("a token in 400 is EOS");
     assert!(found["tokens"].as_u64().unwrap() < 400, "{found}");
-    // `<|endoftext|>` is special, and no EOS of this model.
+    // `<|endoftext|>` is special, but not an EOS of this model.
     let stop = ["--stop", "<|endoftext|>"];
     let stopped =
         (0..20).map(|seed| (seed, sampled(seed, &stop))).find(|(_, found)| found["finish_reason"] == "stop");
@@ -237,18 +237,18 @@ fn each_option_of_the_choice_changes_it() {
     let sampled = answer(&place, &hot);
     assert_ne!(sampled, greedy);
     let with = |more: &[&str]| answer(&place, &[&hot[..], more].concat());
-    // The likeliest token alone is left.
+    // Only the likeliest token remains.
     assert_eq!(with(&["--top-k", "1"]), greedy);
     assert_eq!(with(&["--min-p", "1"]), greedy);
     assert_eq!(with(&["--top-p", "0.000001"]), greedy);
     for one in [["--top-k", "5"], ["--min-p", "0.9"], ["--repetition-penalty", "5"]] {
         assert_ne!(with(&one), sampled, "{one:?}");
     }
-    // All tokens are left.
+    // All tokens remain.
     for one in [["--top-k", "100000"], ["--min-p", "0"], ["--repetition-penalty", "1"]] {
         assert_eq!(with(&one), sampled, "{one:?}");
     }
-    // The last word of the greedy answer comes again and again.
+    // The last word of the greedy answer repeats.
     let penalized = answer(&place, &["--repetition-penalty", "20"]);
     assert_ne!(penalized, greedy);
 }

@@ -1,6 +1,6 @@
-//! The trajectories of transformers + PEFT again, on 2 and 4 ranks under sharding and without, within the tolerances
-//! that one rank is held to (the module `train`). A golden step is one global batch in file order: ranks share its
-//! micro-batches, or its rows where there are fewer of those than ranks.
+//! Golden trajectories of transformers + PEFT on 2 and 4 ranks, sharded and replicated, within the
+//! tolerances of one rank (module `train`). A golden step is one global batch in file order. Ranks
+//! share its micro-batches, or its rows if it has fewer micro-batches than ranks.
 
 use crate::golden_run::{Split, follows};
 
@@ -11,7 +11,7 @@ const ON_2: [Split; 4] = [
     Split { ranks: 2, strategy: "hsdp", shard_size: Some(1) },
 ];
 
-/// For steps of four rows.
+/// Splits for steps of four rows.
 const ON_4: [Split; 3] = [
     Split { ranks: 4, strategy: "ddp", shard_size: None },
     Split { ranks: 4, strategy: "fsdp", shard_size: None },

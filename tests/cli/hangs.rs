@@ -1,5 +1,6 @@
-//! A rank that hangs, computes for ever or is stopped ends the run with its name, its phase and where the others wait; one
-//! that is slow, or that was stopped together with its process, does not.
+//! A rank that hangs, spins or is stopped ends the run; the error names the rank, its phase and
+//! where the others wait. A slow rank, or one stopped together with its whole process, does not end
+//! the run.
 
 use std::path::Path;
 use std::process::Output;
@@ -9,14 +10,15 @@ use std::time::Duration;
 use super::at_work::{go_on, has_stopped};
 use super::failure::{command, watched};
 
-/// The silence that a rank is allowed instead of 15 seconds. By the planted clock it passes only while a rank is held up and
-/// all others wait for it.
+/// Seconds without progress that a rank may have, instead of 15. The planted clock advances only
+/// while one rank is held up and all others wait for it.
 const LIMIT: &str = "parallel.timeout_secs=3";
 
-/// The same by the real clock: far more than anything of the tiny model takes on a busy machine.
+/// The same limit by the real clock: far more than any part of the tiny model takes on a busy
+/// machine.
 const REAL_LIMIT: &str = "parallel.timeout_secs=10";
 
-/// A process that runs for longer hangs.
+/// Time limit of a process.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 fn train(output: &Path, fault: &str, ranks: usize) -> Output {
@@ -42,7 +44,7 @@ fn a_rank_that_hangs_is_named_with_those_that_wait_for_it() {
     assert!(text.contains("`--resume`"), "{text}");
 }
 
-/// A thread that computes without an end looks busy to the system.
+/// A spinning thread looks busy to the system.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_rank_that_computes_for_ever_is_one_that_hangs() {
@@ -53,7 +55,7 @@ fn a_rank_that_computes_for_ever_is_one_that_hangs() {
     assert!(text.contains("error: rank 0 hangs: no progress in phase update\n"), "{text}");
 }
 
-/// Nobody waits for the only rank of a run.
+/// No other rank waits for the only rank of a run.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn the_only_rank_hangs() {
@@ -64,7 +66,7 @@ fn the_only_rank_hangs() {
     assert!(text.contains("error: rank 0 hangs: no progress in phase save\n"), "{text}");
 }
 
-/// A second slower than its peers in each pass, and longer in all than a rank may be silent.
+/// The rank is a second slower than its peers in each pass, in total longer than the limit.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_slow_rank_does_not_hang() {
@@ -79,7 +81,7 @@ fn a_slow_rank_does_not_hang() {
     assert!(text.contains("strikes"), "{text}");
 }
 
-/// A process that was stopped for longer than its ranks may be silent goes on where it was.
+/// A process that was stopped for longer than the limit continues where it was.
 #[test]
 #[cfg(target_os = "linux")]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]

@@ -1,4 +1,5 @@
-//! `eval.samples`: the model's answers to held-out rows at each evaluation, on the terminal, in metrics.jsonl and in the report.
+//! `eval.samples`: the model's answers to held-out rows at each evaluation, on the terminal, in
+//! metrics.jsonl and in the report.
 
 use serde_json::{Value, json};
 
@@ -6,7 +7,7 @@ use crate::place::{Place, lora};
 
 const PROMPTS: [&str; 3] = ["Count to 4", "Name a color", "Say it again"];
 
-/// A place with three held-out rows.
+/// A folder with three held-out rows.
 fn place() -> Place {
     let place = Place::new();
     let row = |prompt: &&str| json!({ "prompt": prompt, "completion": " one two" }).to_string();
@@ -19,14 +20,14 @@ fn words<'a>(more: &[&'a str]) -> Vec<&'a str> {
     lora(&[&settings[..], more].concat())
 }
 
-/// The evaluations of the run in `output`.
+/// Returns the evaluations of the run in `output`.
 fn evaluations(place: &Place, output: &str) -> Vec<Value> {
     let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
     let entries = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     entries.filter(|entry| entry["eval_loss"].is_f64()).collect()
 }
 
-/// The answer that `generate` gives with the result, in one line.
+/// Returns the result's answer from `generate`, in one line.
 fn generated(place: &Place, prompt: &str) -> String {
     let args =
         ["generate", "--adapter", "out", "--prompt", prompt, "--max-new-tokens", "64", "--temperature", "0"];
@@ -66,7 +67,7 @@ fn each_evaluation_answers_held_out_rows() {
     assert!(page.contains("Answers before and after"));
 }
 
-/// The terminal shows the question of a chat, and not the beginning of the answer alone.
+/// The terminal shows the question of a chat, not only the answer.
 #[test]
 fn the_question_of_a_chat_is_shown() {
     let place = place();
@@ -80,7 +81,7 @@ fn the_question_of_a_chat_is_shown() {
     assert!(said.contains(&end), "{end}: {said}");
 }
 
-/// Ranks that hold parts of the model answer together.
+/// Ranks that hold shards of the model answer together.
 #[test]
 fn shards_answer_together() {
     let place = place();

@@ -1,5 +1,5 @@
-//! Files that are no files, tables that do not end, text that would command a terminal, code that comes with a model:
-//! one clear error each, at once.
+//! Input paths that are no regular files, endless tables, escape sequences in text, and code that
+//! comes with a model: one clear error each, without waiting.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::place::{Place, lora};
 
-/// What a command says that must end soon by itself.
+/// Returns the output of a command that must end soon by itself.
 fn ended(mut command: Command) -> Output {
     command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
     let mut child = command.spawn().unwrap();
@@ -23,7 +23,7 @@ fn ended(mut command: Command) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// The one error of a command that must be refused with exit code 1.
+/// Returns the only error of a command that must be refused with exit code 1.
 fn refused(place: &Place, args: &[&str]) -> String {
     let output = ended(place.command(args));
     let said = place.told(&output.stderr);
@@ -39,7 +39,8 @@ fn fifo(path: &Path) {
     assert!(made.success());
 }
 
-/// In the place of `name`, one after the other: a FIFO that nobody writes to, a device without end, a link to each.
+/// Replaces `name`, in turn, by a FIFO without a writer, a link to one, and a link to an endless
+/// device; each must be refused.
 fn no_files(place: &Place, name: &str, args: &[&str]) {
     let path = place.path(name);
     let pipe = place.path("a-pipe");
@@ -76,7 +77,7 @@ fn other_input_files_that_are_none() {
     let place = Place::new();
     no_files(&place, "rows.csv", &["data", "--model", "model", "--dataset", "rows.csv"]);
     no_files(&place, "rows.parquet", &["data", "--model", "model", "--dataset", "rows.parquet"]);
-    // What is not there as a file is not there.
+    // A FIFO counts as a missing file.
     fifo(&place.path("model/tokenizer.json"));
     let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
     assert!(said.contains("tokenizer.json"), "{said}");
@@ -126,7 +127,7 @@ fn a_loop_of_links_is_read_once() {
     );
 }
 
-/// Text of files in every kind of message: no escape reaches the terminal as it is.
+/// Text from files in every kind of message: no escape sequence reaches the terminal.
 #[test]
 fn escapes_in_files_are_shown_not_sent() {
     let place = Place::new();
@@ -139,7 +140,7 @@ fn escapes_in_files_are_shown_not_sent() {
         assert_eq!(raw, None, "{said:?}");
     };
     let data = ["data", "--model", "model", "--dataset", "rows.jsonl"];
-    // JSON has no raw controls but for those of a key that is quoted back, so as escapes.
+    // JSON allows no raw control characters except in a quoted key, so they appear as escapes.
     place.write("rows.jsonl", &format!("{{\"\\u001b]0;owned{}\": 1}}\n", "\\u009b2J\\u202e"));
     check(&data, r"\u{1b}]0;owned");
     place.write("rows.csv", &format!("a{evil},a{evil}\n1,2\n"));
@@ -178,7 +179,7 @@ fn pickles_are_refused_with_a_way_out() {
     assert!(said.contains("pickle files (pytorch_model.bin)") && said.contains("hint: convert it"), "{said}");
 }
 
-/// A template of the model that takes all memory ends neither the run nor the machine.
+/// A model's template that exhausts memory ends neither the run nor the machine.
 #[test]
 fn a_template_that_takes_all_memory_is_a_fault_of_its_rows() {
     let place = Place::new();
@@ -187,7 +188,7 @@ fn a_template_that_takes_all_memory_is_a_fault_of_its_rows() {
     let bomb = "{% set ns = namespace(x='aaaaaaaa') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}";
     place.write("model/chat_template.jinja", bomb);
     let said = refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
-    // On a machine under load the time may end before the memory does.
+    // On a busy machine the time limit may be reached before the memory limit.
     let memory = said.contains("it needs more than 512 MiB of memory");
     assert!(memory || said.contains("it takes more processor time"), "{said}");
     place.write("model/chat_template.jinja", &format!("{{{{ {}1 }}}}", "1+".repeat(100_000)));

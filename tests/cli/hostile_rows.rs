@@ -1,4 +1,5 @@
-//! Rows and the processes that read them: the fault of a row is one, the fault of the machine ends the run.
+//! Rows, and the processes that render them: a bad row is counted as one row; a fault of the
+//! machine ends the run.
 #![cfg(target_os = "linux")]
 
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -13,17 +14,17 @@ use crate::skipped::skipped;
 
 const DATA: [&str; 7] = ["data", "--model", "model", "--dataset", "rows.jsonl", "--rows", "0"];
 
-/// A user and group that own nothing.
+/// A user and group id without files.
 const NOBODY: &str = "54321";
 
-/// Processes that render for `run` and have worked for a tenth of a second at least.
+/// Returns the processes that render for `run` and have used a tenth of a second of CPU at least.
 fn renderers(run: &Child, ticks: u64) -> Vec<i32> {
     let own = run.id().to_string();
     let processes = std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok());
     let found = processes.filter_map(|entry| {
         let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
         let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
-        // After the name in brackets: state, parent, and as 12th and 13th the processor time.
+        // Fields after the name in brackets: state, parent, and as 12th and 13th the CPU time.
         let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
         let time = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
         (fields.get(1)? == &own && fields.first()? != &"Z" && time >= ticks).then_some(pid)
@@ -32,17 +33,17 @@ fn renderers(run: &Child, ticks: u64) -> Vec<i32> {
 }
 
 fn kill(pid: i32) {
-    // One that has ended meanwhile is no fault.
+    // A process that ended meanwhile is no error.
     drop(Command::new("kill").args(["-KILL", &pid.to_string()]).stderr(Stdio::null()).status());
 }
 
-/// Enough rows that their processes work for a while.
+/// Writes enough rows to keep their processes busy for a while.
 fn many_rows(place: &Place, times: usize) {
     let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
     place.write("rows.jsonl", &rows.repeat(times));
 }
 
-/// Waits for the end of `run`, and calls `meanwhile` again and again until then.
+/// Waits for the end of `run`, calling `meanwhile` repeatedly.
 fn watched(mut run: Child, mut meanwhile: impl FnMut(&Child)) -> Output {
     let begun = Instant::now();
     while run.try_wait().unwrap().is_none() {
@@ -56,13 +57,13 @@ fn spawn(mut command: Command) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// As the system does when memory is short: whatever renders is killed, again and again.
+/// Kills every rendering process repeatedly, as the system does when memory is short.
 #[test]
 fn template_processes_that_are_killed_end_the_run_and_leave_no_row_out() {
     let place = Place::new();
     many_rows(&place, 1000);
     let mut at_work = false;
-    // `data` counts each bad row and goes on, as `data.on_bad_row = "skip"` does.
+    // `data` counts each bad row and continues, as `data.on_bad_row = "skip"` does.
     let done = watched(spawn(place.command(&DATA)), |run| {
         at_work |= !renderers(run, 10).is_empty();
         if at_work {
@@ -77,7 +78,7 @@ fn template_processes_that_are_killed_end_the_run_and_leave_no_row_out() {
     assert!(!said.contains("bad row") && !place.told(&done.stdout).contains("bad row"), "{said}");
 }
 
-/// A row whose process was killed once is kept.
+/// A row whose process was killed once is retried.
 #[test]
 fn a_template_process_that_is_killed_once_costs_no_row() {
     let place = Place::new();
@@ -96,7 +97,8 @@ fn a_template_process_that_is_killed_once_costs_no_row() {
     assert_eq!(place.told(&done.stdout), place.told(&alone.stdout));
 }
 
-/// The binary as another user with so many processes and threads in all; none: this machine cannot do that.
+/// Runs the binary as another user with a limit on processes and threads; None if this machine
+/// cannot do that.
 fn limited(place: &Place, processes: u32, args: &[&str]) -> Option<Command> {
     let mut command = Command::new("setpriv");
     let ids = [format!("--reuid={NOBODY}"), format!("--regid={NOBODY}"), "--clear-groups".to_owned()];
@@ -130,20 +132,20 @@ fn a_limit_of_processes_ends_the_run_and_leaves_no_row_out() {
         return;
     };
     assert!(version.stdout.starts_with(b"finetune"));
-    // A thread that asks and two that encode: nothing is left for a process.
+    // One main and two encoding threads leave no process for rendering.
     let done = begin(3, &lora(&["--dry-run", "--set", "data.on_bad_row=skip"])).unwrap();
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(75), "{said}");
     assert!(said.contains("Resource temporarily unavailable"), "{said}");
     assert!(said.contains("`ulimit -u`") && said.contains("pids.max"), "{said}");
-    // One process for the rows of two threads: each waits for the other's.
+    // One process renders for two threads, so each waits for the other's rows.
     let done = begin(4, &DATA).unwrap();
     assert!(done.status.success(), "{}", place.told(&done.stderr));
     let all = begin(64, &DATA).unwrap();
     assert_eq!(place.told(&done.stdout), place.told(&all.stdout));
 }
 
-/// A regular file that cannot be read is no fault of its rows, nor of the user.
+/// A file with an I/O error is neither a bad row nor the user's error.
 #[test]
 fn a_table_that_the_disk_does_not_give_is_an_error_of_storage() {
     let place = Place::new();
@@ -154,7 +156,7 @@ fn a_table_that_the_disk_does_not_give_is_an_error_of_storage() {
     assert!(said.contains("cannot read the data file") && said.contains("Input/output error"), "{said}");
 }
 
-/// The output of `data`, which succeeds.
+/// Returns the output of `data`, which must succeed.
 fn report(place: &Place, more: &[&str]) -> String {
     let done = place.command(&[&DATA[..], more].concat()).output().unwrap();
     assert!(done.status.success(), "{}", place.told(&done.stderr));
@@ -196,7 +198,7 @@ fn a_tokenizer_that_takes_quadratic_time_is_a_fault_of_its_rows() {
     assert!(told.contains("it takes more processor time than a row or file may use"), "{told}");
 }
 
-/// A length in tokenizer.json that the crate would ask memory for.
+/// A length in tokenizer.json for which the crate would allocate memory.
 #[test]
 fn a_table_of_replacements_that_claims_gigabytes_is_refused_in_little_memory() {
     for claim in ["/////w==", "/P///wAAAAA=", "AAAAgAAAAAA="] {
@@ -215,7 +217,7 @@ fn a_table_of_replacements_that_claims_gigabytes_is_refused_in_little_memory() {
     }
 }
 
-/// The codecs of Parquet that pyarrow writes, each read in a process of its own.
+/// Parquet codecs that pyarrow writes, each read in its own process.
 #[test]
 fn parquet_in_other_codecs_is_read() {
     let place = Place::new();

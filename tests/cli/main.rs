@@ -1,9 +1,11 @@
-//! What a user meets: the binary as a process of its own, its files, exit codes and every text that it prints.
+//! User-facing tests: the binary as a child process, its files, exit codes and all printed text.
 //!
-//! Each module is a topic; `cargo test --test cli bad_input::` runs one. Nothing here may change its own process
-//! (environment, working folder, signal handlers): the modules share it.
+//! Each module is a topic; `cargo test --test cli bad_input::` runs one. No test may change its own
+//! process (environment, working folder, signal handlers), for the modules share it.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
+#![allow(clippy::too_many_lines, reason = "a table of cases or a snapshot is one function")]
 
 #[path = "../golden_run/mod.rs"]
 mod golden_run;

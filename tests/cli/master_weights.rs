@@ -1,4 +1,5 @@
-//! Full training in bf16 without f32 master weights: it learns as with them, and loses no small update.
+//! Full training in bf16 without f32 master weights learns as well as with them, and loses no small
+//! update.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +27,7 @@ fn train_with(place: &Place, output: &str, keys: &[&str], more: &[&str]) {
     assert!(done.status.success(), "{}", place.told(&done.stderr));
 }
 
-/// The mean loss of the last `count` steps.
+/// Returns the mean loss of the last `count` steps.
 fn last_losses(place: &Place, output: &str, count: usize) -> f64 {
     let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
     let entries = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -34,7 +35,7 @@ fn last_losses(place: &Place, output: &str, count: usize) -> f64 {
     losses[losses.len() - count..].iter().sum::<f64>() / count as f64
 }
 
-/// The values of a model, and how they are stored.
+/// Returns the values of a model and their stored dtypes.
 fn weights(place: &Place, folder: &str) -> BTreeMap<String, (StoredDtype, Vec<f32>)> {
     let files = ModelFiles::open(&place.path(folder)).unwrap();
     let read = |(name, info): (&str, &finetune::weights::TensorInfo)| {
@@ -61,10 +62,11 @@ fn it_learns_as_with_masters() {
     }
 }
 
-/// Each update is a tenth of what lies between two bf16 numbers and less: rounded to the nearest, none would be seen.
+/// Each update is at most a tenth of the distance between two bf16 numbers: rounding to nearest
+/// would lose all of them.
 #[test]
 fn small_updates_are_not_lost() {
-    // Stored in bf16: both start from the same numbers.
+    // Stored in bf16, so both runs start from the same numbers.
     let place = Place::with_model("tiny-qwen3");
     let keys = ["optimizer.learning_rate=1e-5", "train.max_steps=40", "checkpoint.output_dtype=f32"];
     train(&place, "masters", &keys);
@@ -85,7 +87,7 @@ fn small_updates_are_not_lost() {
     assert!((0.9..1.1).contains(&share), "the weights went {share:.3} of the way");
 }
 
-/// What is saved are the weights as they are, two bytes each.
+/// Checkpoints hold the bf16 weights themselves, two bytes each.
 #[test]
 fn checkpoints_hold_bf16_weights() {
     let place = Place::new();
@@ -113,7 +115,8 @@ fn weights_in_f32_have_no_masters_to_leave_out() {
     );
 }
 
-/// The checkpoint is in f32 where there are masters: what goes on from it is stored as the base is nevertheless.
+/// With masters the checkpoint is in f32; the resumed run still stores its result in the base's
+/// dtypes.
 #[test]
 fn a_resumed_run_leaves_the_dtypes_of_its_base() {
     let place = Place::with_model("tiny-qwen3");

@@ -1,4 +1,5 @@
-//! Who follows a run: the page for Prometheus, a server of MLflow, the word on a slow rank.
+//! Monitoring of a run: the page for Prometheus, an MLflow server, and the warning about a slow
+//! rank.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -12,7 +13,7 @@ use serde_json::Value;
 use crate::mlflow_double::{MlflowDouble, Temper};
 use crate::place::{Place, lora};
 
-/// A run that was started, and the address of its page.
+/// A started run, and the address of its page.
 struct Following {
     child: Child,
     address: String,
@@ -24,7 +25,7 @@ impl Following {
     fn start(place: &Place, more: &[&str]) -> Self {
         let args = lora(&[&["--set", "log.metrics_address=127.0.0.1:0"], more].concat());
         let mut command = place.command(&args);
-        // Steps that are met by whoever asks, also where this test seldom gets a core.
+        // Slow steps, so that a busy machine still observes each of them.
         command.env("FINETUNE_FAULT", "0:data:slow=100ms").stderr(Stdio::piped()).stdout(Stdio::null());
         let mut child = command.spawn().unwrap();
         let stderr = BufReader::new(child.stderr.take().unwrap());
@@ -39,7 +40,7 @@ impl Following {
         run
     }
 
-    /// The page, while there is one.
+    /// Returns the page while the run serves it.
     fn page(&self) -> Option<String> {
         let mut stream = TcpStream::connect(&self.address).ok()?;
         stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n").ok()?;
@@ -57,19 +58,20 @@ impl Following {
     }
 }
 
-/// The value of a figure, by its name with labels.
+/// Returns the value of a figure, by its name with labels.
 fn figure(page: &str, name: &str) -> Option<f64> {
     let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
     Some(line.parse().unwrap())
 }
 
-/// What a line says of a field, read as the page is: serde_json reads some numbers a bit beside what is written.
+/// Returns a field of a line, parsed like the page is: serde_json reads some numbers slightly
+/// differently than written.
 fn field(line: &str, name: &str) -> Option<f64> {
     let rest = line.split_once(&format!("\"{name}\":"))?.1;
     Some(rest[..rest.find([',', '}'])?].parse().unwrap())
 }
 
-/// The seconds of ranks in a line.
+/// Returns the seconds of each rank in a line.
 fn rank_secs(line: &str) -> Vec<f64> {
     let rest = line.split_once("\"rank_secs\":[").unwrap().1;
     rest[..rest.find(']').unwrap()].split(',').map(|secs| secs.parse().unwrap()).collect()
@@ -80,7 +82,7 @@ fn lines(place: &Place) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Figures with their fields of a step's line, and of an evaluation's.
+/// Figures with their fields in the line of a step, and in that of an evaluation.
 const OF_STEP: [(&str, &str); 10] = [
     ("finetune_epochs", "epoch"),
     ("finetune_loss_nats", "loss"),
@@ -102,7 +104,7 @@ const OF_EVAL: [(&str, &str); 5] = [
 ];
 const PARTS: [&str; 7] = ["data", "forward", "backward", "exposed", "update", "save", "other"];
 
-/// Holds the figures of a page to the line of its step.
+/// Checks that the figures of a page equal the line of its step.
 fn compare_step(page: &str, line: &str) {
     for (name, of) in OF_STEP {
         assert_eq!(figure(page, name), field(line, of), "{name}\n{line}\n{page}");
@@ -167,7 +169,7 @@ fn the_page_of_a_running_run_says_what_metrics_jsonl_says() {
 fn a_client_that_is_slow_does_not_end_or_hold_up_a_run() {
     let place = Place::new();
     let run = Following::start(&place, &[]);
-    // They ask for nothing, and are there until the run is over.
+    // Idle connections, open until the run is over.
     let silent: Vec<_> = (0..40).filter_map(|_| TcpStream::connect(&run.address).ok()).collect();
     run.finish();
     assert_eq!(lines(&place).len(), 4);
@@ -197,7 +199,7 @@ fn a_run_does_not_begin_without_its_page() {
     assert!(!place.path("out/metrics.jsonl").exists() && !place.path("out/run.json").exists());
 }
 
-/// What a run says of these keys.
+/// Returns the error of a run with these keys.
 fn refused(sets: &[&str]) -> String {
     let place = Place::new();
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
@@ -237,7 +239,7 @@ fn addresses_that_are_none_are_refused() {
     "#);
 }
 
-/// What a run logs to `server`, with these further flags, says; it must succeed.
+/// Returns the output of a successful run that logs to `server` with these flags.
 fn logged(place: &Place, server: &str, more: &[&str]) -> String {
     let set = format!("log.mlflow={server}");
     let mut command = place.command(&lora(&[&["--set", set.as_str()], more].concat()));
@@ -311,7 +313,8 @@ fn what_a_server_refuses_is_said_once_without_secrets() {
     assert!(warnings[0].contains("it answered 401: who is Bearer (secret)?"), "{told}");
 }
 
-/// It takes a third of a second for each request: what came meanwhile goes into the next.
+/// The server takes a third of a second a request: finetune collects later entries in the next
+/// request.
 #[test]
 fn a_slow_server_gets_everything_in_few_requests() {
     let place = Place::new();
@@ -323,7 +326,7 @@ fn a_slow_server_gets_everything_in_few_requests() {
     assert_eq!(log.status, "FINISHED");
 }
 
-/// One that never answers is not waited for longer than some seconds at the end.
+/// At its end a run waits only seconds for a server that never answers.
 #[test]
 fn a_server_that_never_answers_is_left() {
     let place = Place::new();
@@ -352,7 +355,7 @@ fn how_a_run_ended_is_told() {
     assert!(asked.success());
     assert_eq!(run.wait().unwrap().code(), Some(85));
     assert_eq!(double.log().status, "KILLED");
-    // A loss that is no number ends the next one.
+    // A NaN loss ends the second run.
     let place = Place::new();
     let double = MlflowDouble::start(Temper::Good);
     let set = format!("log.mlflow={}", double.url());
@@ -392,7 +395,7 @@ fn page_text(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
 }
 
-/// docs/monitoring.md has every name with what it says, in the table's order.
+/// docs/monitoring.md lists every name with its help text, in the table's order.
 #[test]
 fn the_page_has_the_names() {
     let page = page_text("docs/monitoring.md");
@@ -409,7 +412,7 @@ fn the_page_has_the_names() {
     assert_eq!(rows, expected);
 }
 
-/// The dashboard asks for nothing that is not served, and for what people look at first.
+/// The dashboard queries only names that exist, and all of the important ones.
 #[test]
 fn the_dashboard_asks_for_what_is_served() {
     let dashboard: Value = serde_json::from_str(&page_text("docs/grafana.json")).unwrap();

@@ -1,4 +1,5 @@
-//! Steps whose loss is NaN: a run stops at one, skips it or rolls back, and is the same run whichever way it got there.
+//! Steps with a NaN loss: a run stops, skips the step or rolls back. The resulting run does not
+//! depend on how it got there.
 
 use std::process::Output;
 
@@ -7,11 +8,11 @@ use serde_json::{Value, json};
 use crate::failure::{TILDE, changed_model, set_column};
 use crate::place::Place;
 
-/// Steps of a run, one row each on a rank.
+/// Steps of a run, with one row for each rank.
 const STEPS: usize = 8;
 
-/// A model whose embedding has no number for the token `~`, and `STEPS` rows for each of `ranks`, of which those of the
-/// steps `bad` (from 1 on) hold that token.
+/// A model whose embedding is NaN for token `~`, and `STEPS` rows for each of `ranks`; the rows of
+/// the steps `bad` (from 1) hold that token.
 fn place(ranks: usize, bad: &[usize]) -> Place {
     let place = Place::new();
     changed_model(&place.path("model"), |tensors| {
@@ -39,7 +40,7 @@ fn train(place: &Place, output: &str, sets: &[&str], more: &[&str]) -> Output {
     place.command(&args).output().unwrap()
 }
 
-/// What a run that must end with exit code `code` says.
+/// Returns the output of a run that must end with exit code `code`.
 fn ends(place: &Place, done: &Output, code: i32) -> String {
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(code), "{said}");
@@ -71,7 +72,7 @@ fn a_run_stops_at_the_first_unless_it_is_told_otherwise() {
     let stopped = ends(&place, &train(&place, "out", &["checkpoint.save_steps=2"], &["--recipe", "lora"]), 4);
     assert!(stopped.contains("error: the numbers diverged at step 3\n"), "{stopped}");
     assert_eq!(metrics(&place, "out").len(), 2);
-    // Other behaviour at a NaN is no other run.
+    // `train.on_nan` may change on resume.
     let sets = ["checkpoint.save_steps=2", SKIP, "train.nan_limit=2"];
     let resumed = ends(&place, &train(&place, "out", &sets, &["--recipe", "lora", "--resume"]), 0);
     let first = "warning: step 3 diverged: loss NaN, gradient norm NaN; the first bad value is in the weight \
@@ -84,7 +85,7 @@ fn a_run_stops_at_the_first_unless_it_is_told_otherwise() {
         assert_eq!(line.get("skipped").is_some(), step == 3 || step == 4, "{line}");
         assert_eq!(line.get("loss").is_some(), step != 3 && step != 4, "{line}");
     }
-    // In one piece, and from a checkpoint after the skipped steps, it is the same.
+    // One uninterrupted run, and one resumed after the skipped steps, are the same.
     ends(&place, &train(&place, "whole", &sets, &["--recipe", "lora"]), 0);
     assert!(weights(&place, "out") == weights(&place, "whole"), "resumed: other bytes");
     let fork = train(&place, "fork", &sets, &["--recipe", "lora", "--resume", "whole/checkpoint-6"]);
@@ -112,7 +113,7 @@ fn enough_is_enough() {
     assert!(place.path("back/checkpoint-2").is_dir());
 }
 
-/// Steps that were taken since the checkpoint are taken back: the run is to the bit the one that skipped them all.
+/// Steps since the checkpoint are undone: the run equals, to the bit, one that skipped them all.
 #[test]
 fn a_rolled_back_run_is_one_that_skipped_what_came_after_the_checkpoint() {
     for (ranks, recipe, sets) in [

@@ -1,4 +1,4 @@
-//! Checkpoints from before a key of the recipe was there.
+//! Checkpoints older than a recipe key.
 
 use std::path::Path;
 
@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 
 use crate::place::{Place, copy_folder, golden, lora};
 
-/// Keys that a later version of the program may have brought.
+/// Keys as a later version of the program may have added them.
 const KEYS: [&str; 4] =
     ["train.max_grad_norm", "data.train_on", "adapter.use_rslora", "optimizer.lora_plus_ratio"];
 
-/// Makes a checkpoint what it would be had the keys not been there: it does not say them, and its manifest holds.
+/// Removes the keys from a checkpoint, as if they had not existed, and updates its manifest.
 fn forget(checkpoint: &Path, keys: &[&str]) {
     let read = |name: &str| -> Value {
         serde_json::from_str(&std::fs::read_to_string(checkpoint.join(name)).unwrap()).unwrap()
@@ -49,13 +49,14 @@ fn a_key_that_a_checkpoint_does_not_know_counts_as_its_default() {
     assert!(resumed, "{said}");
     let adapter = |output: &str| std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap();
     assert!(adapter("older") == adapter("out"), "resumed from an older checkpoint: other bytes");
-    // Another value than the default is another run.
+    // A value other than the default is another run.
     let (resumed, said) = run("changed", &["--resume", "--set", "train.max_grad_norm=0.5"]);
     assert!(!resumed && said.contains("train.max_grad_norm: 1.0 in the checkpoint, 0.5 now"), "{said}");
 }
 
-/// A checkpoint that an earlier version of the program left, whose base is told by a digest of a sample alone
-/// (tests/golden/checkpoints/schema-1, made on tiny-llama by the flags below), goes on as the run without a break does.
+/// Resumes a checkpoint of an earlier version like an unbroken run. Its base is identified by a
+/// digest of a sample only (tests/golden/checkpoints/schema-1, made on tiny-llama with the flags
+/// below).
 #[test]
 fn a_kept_checkpoint_of_the_first_schema_goes_on() {
     let place = Place::new();
@@ -81,7 +82,7 @@ fn a_kept_checkpoint_of_the_first_schema_goes_on() {
         );
     }
     assert_eq!(run("model", "unbroken", &[]).0, Some(0));
-    // Its `warmup_ratio` was rounded up to the one step that these runs name.
+    // Its `warmup_ratio` was rounded up to the one step given here.
     let warm_up = ["--allow-change", "scheduler.warmup_steps", "--allow-change", "scheduler.warmup_ratio"];
     let (code, said) = run("model", "older", &[&["--resume"], &warm_up[..]].concat());
     assert_eq!(code, Some(0), "{said}");
@@ -95,12 +96,12 @@ fn a_kept_checkpoint_of_the_first_schema_goes_on() {
         };
         files.tensors().flat_map(read).collect::<Vec<f32>>()
     };
-    // Another processor rounds otherwise than the one that made it.
+    // Another processor rounds differently than the one that made the checkpoint.
     let pairs = values("older").into_iter().zip(values("unbroken"));
     let largest = pairs.map(|(one, other)| (one - other).abs()).fold(0.0, f32::max);
     assert!(largest < 1e-5, "{largest}");
 
-    // The sample tells another base.
+    // The sampled digest differs for another base.
     let path = place.path("model/model.safetensors");
     let mut bytes = std::fs::read(&path).unwrap();
     let end = bytes.len() - 1;

@@ -1,5 +1,6 @@
-//! The output folder of a run through the binary: what no run wrote is neither overwritten nor removed, one run at a time
-//! is at work in a folder, and what a run goes on with is as it was, the date of its chat template too.
+//! The output folder of a run through the binary: finetune never overwrites or removes files of
+//! others, one run at a time uses a folder, and a resumed run keeps its state, including the date
+//! of its chat template.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use crate::place::{Place, copy_folder, lora};
 use finetune::checkpoint::{self, SavedCheckpoint};
 use serde_json::Value;
 
-/// Every file below a folder.
+/// Returns every file below a folder.
 fn tree(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     let Ok(entries) = std::fs::read_dir(folder) else { return found };
@@ -26,7 +27,8 @@ fn tree(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     found
 }
 
-/// A run of 4 steps, whose checkpoints all stay, with `more` flags; an output other than `out` comes first.
+/// The arguments of a run of 4 steps that keeps all checkpoints, with `more` flags and another
+/// `output` than `out`.
 fn args<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let keep = ["--set", "checkpoint.keep_last=9", "--set", "checkpoint.save_steps=2", "--quiet"];
     let args = lora(&[&keep[..], more].concat());
@@ -42,7 +44,8 @@ fn succeed(place: &Place, args: &[&str]) {
     assert!(done.status.success(), "{}", place.told(&done.stderr));
 }
 
-/// Runs what must fail as the user's input and change nothing below `folder`: what it says.
+/// Runs a command that must fail with a user error and change nothing below `folder`; returns its
+/// output.
 fn refused(place: &Place, folder: &str, args: &[&str]) -> String {
     let before = tree(&place.path(folder));
     let done = run(place, args);
@@ -58,7 +61,7 @@ fn metrics(folder: &Path) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// The steps that metrics.jsonl tells of, in its order.
+/// Returns the steps of metrics.jsonl in order.
 fn steps(folder: &Path) -> Vec<u64> {
     metrics(folder)
         .iter()
@@ -82,7 +85,7 @@ fn start(place: &Place, args: &[&str]) -> Child {
     command.spawn().unwrap()
 }
 
-/// A run that has begun to train and stays where it is until it may [`go_on`].
+/// A run that has begun to train and then waits for [`go_on`].
 fn at_work(place: &Place, args: &[&str]) -> Child {
     let mut command = place.command(args);
     stops_at_work(&mut command).env("RAYON_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
@@ -104,7 +107,7 @@ fn flip(path: &Path) {
     std::fs::write(path, bytes).unwrap();
 }
 
-// What is not the run's.
+// Files that are not the run's.
 
 #[test]
 fn a_folder_that_is_no_run_is_not_touched() {
@@ -148,18 +151,18 @@ fn no_run_goes_on_in_the_folder_of_another() {
         ),
         "{said}"
     );
-    // Nor in one that an older program left, without a record.
+    // The same holds for a folder of an older program, without a record.
     std::fs::remove_dir_all(place.path("two/.finetune")).unwrap();
     let said = refused(&place, "two", &args("two", &["--resume", "one"]));
     assert!(said.contains("caused by: two is not empty"), "{said}");
-    // A new folder is free, and goes on to the bit.
+    // A new folder may be used, and the run continues to the bit.
     let fork = args("three", &["--resume", "one/checkpoint-2"]);
     succeed(&place, &fork);
     let adapter = |output: &str| std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap();
     assert!(adapter("three") == adapter("one"));
     assert_eq!(steps(&place.path("three")), [3, 4]);
     refused(&place, "three", &fork);
-    // As it is after a kill before the first checkpoint of its own: the same command goes on.
+    // State after a kill before the first own checkpoint: the same command continues.
     std::fs::remove_dir_all(place.path("three/checkpoint-4")).unwrap();
     succeed(&place, &fork);
     assert!(adapter("three") == adapter("one"));
@@ -184,8 +187,8 @@ fn a_file_that_the_run_did_not_write_is_not_overwritten() {
     assert_eq!(std::fs::read_to_string(place.path("out/notes.txt")).unwrap(), "mine");
 }
 
-/// Something that is no sound checkpoint and stands where one is to be is kept under another name, whatever it is, and the
-/// run goes on from the newest sound one.
+/// Anything at the path of a new checkpoint that is no sound checkpoint is renamed and kept. The
+/// run resumes from the newest sound one.
 #[cfg(unix)]
 #[test]
 fn something_else_in_the_place_of_a_checkpoint_is_kept() {
@@ -217,8 +220,7 @@ fn something_else_in_the_place_of_a_checkpoint_is_kept() {
         let done = run(&place, &again);
         let said = place.told(&done.stderr);
         assert!(done.status.success(), "{what}: {said}");
-        let kept =
-            "out/checkpoint-4 was no sound checkpoint of this run: it is kept as out/checkpoint-4.aside-1";
+        let kept = "out/checkpoint-4 is not a sound checkpoint of this run: kept as out/checkpoint-4.aside-1";
         assert!(said.contains(kept), "{what}: {said}");
         assert_eq!(kind(&aside), planted, "{what}");
         assert_eq!(SavedCheckpoint::open(&place.path(there)).unwrap().state.step, 4, "{what}");
@@ -248,7 +250,7 @@ fn a_file_that_comes_while_the_run_is_at_work_stays() {
     assert!(!place.path("out/adapter_config.json").exists());
 }
 
-/// The folder of a run of an older program is known by its checkpoints.
+/// A folder of an older program's run is recognized by its checkpoints.
 #[test]
 fn a_folder_without_a_record() {
     let place = Place::new();
@@ -283,7 +285,7 @@ fn the_newest_sound_checkpoint_stays_and_strangers_too() {
     succeed(&place, &args("out", &[]));
     let out = place.path("out");
     flip(&out.join("checkpoint-4/optimizer.safetensors"));
-    // Somebody's folder with a later number, and names like those of folders under way.
+    // A user's folder with a later number, and names like those of temporary folders.
     let gone = {
         let mut child = start(&place, &["--version"]);
         child.wait().unwrap();
@@ -312,7 +314,7 @@ fn the_newest_sound_checkpoint_stays_and_strangers_too() {
     assert_eq!(checkpoint::newest(&out).unwrap().0.unwrap().state.step, 4);
 }
 
-/// The next save of a run beside a newer checkpoint that is damaged keeps what it has just written.
+/// A newer, damaged checkpoint does not make the next save delete what it has just written.
 #[test]
 fn a_damaged_newer_checkpoint_does_not_count() {
     let place = Place::new();
@@ -406,12 +408,13 @@ fn a_folder_that_another_host_took() {
     succeed(&place, &args("out", &["--resume"]));
 }
 
-// The date of the chat template.
+// Date of the chat template.
 
-/// Prints the moment to its fraction of a second: no two looks at a clock print the same.
+/// Prints the time with its fraction of a second, so that no two clock reads are equal.
 const DATED: &str = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}{% for message in messages %}\n{{ message.role }}: {{ message.content }}{% endfor %}";
 
-/// The date is taken once: a run that goes on, later and elsewhere, trains on the same tokens.
+/// The date is read once: a resumed run trains on the same tokens, whenever and wherever it
+/// resumes.
 #[test]
 fn a_run_goes_on_with_the_date_that_it_began_with() {
     let place = Place::new();
@@ -429,7 +432,7 @@ fn a_run_goes_on_with_the_date_that_it_began_with() {
     };
     let began = date("out/.finetune/run.json");
     assert!(began.as_str().is_some_and(|text| text.contains('T')), "{began}");
-    // Another run sees another date, and so another digest of its rows.
+    // Another run gets another date, and so another digest of its rows.
     succeed(&place, &dated("later", &["--ranks", "2"]));
     assert!(date("later/.finetune/run.json") != began);
     let state = |name: &str| -> Value { serde_json::from_str(&read(name)).unwrap() };
@@ -452,7 +455,7 @@ fn a_run_goes_on_with_the_date_that_it_began_with() {
         );
     }
     assert!(adapter("out") == wanted && adapter("moved") == wanted);
-    // A template that asks for no date records none: the same run leaves the same bytes another day.
+    // A template without a date records none: the same run leaves the same bytes on another day.
     succeed(&place, &args("plain", &[]));
     assert!(state("plain/checkpoint-2/trainer_state.json").get("chat_template_date").is_none());
 }

@@ -1,5 +1,5 @@
-//! Files that a command writes at a path of the user's: nothing that is there is replaced or written through, and no name of a
-//! file becomes markup.
+//! Output files at a path that the user names: finetune never replaces or follows existing ones,
+//! and no file name becomes markup.
 
 use std::os::unix::fs::symlink;
 
@@ -11,7 +11,7 @@ use sha2::{Digest as _, Sha256};
 use crate::place::{Place, lora};
 use crate::sizing::shapes;
 
-/// A file of hardware of one's own; `changed` lines take the place of those of the same keys.
+/// Returns a hardware file; the `changed` lines replace those of the same keys.
 pub(crate) fn hardware(changed: &[(&str, &str)]) -> String {
     let keys = [
         ("name", "\"own\""),
@@ -36,25 +36,26 @@ pub(crate) fn hardware(changed: &[(&str, &str)]) -> String {
     })
 }
 
-/// Runs `plan` for a small model; exit code, standard output and errors.
+/// Runs `plan` for a small model; returns exit code, stdout and stderr.
 fn planned(place: &Place, more: &[&str]) -> (Option<i32>, String, String) {
     let args = [&["plan", "--model", "1B", "--quiet"], more].concat();
     let output = place.command(&args).output().unwrap();
     let (code, errors) = (output.status.code(), place.told(&output.stderr));
-    // A plan that was made and does not fit ends with 1, when all is written.
+    // A plan that does not fit ends with 1 after writing all output.
     let is_made = errors.starts_with("error: the plan does not fit\n");
     assert!(!is_made || code == Some(1), "{errors}");
     (if is_made { Some(0) } else { code }, place.told(&output.stdout), errors)
 }
 
-/// The text of a page between `<element>` and `</element>`, which stand there once.
+/// Returns the text of a page between `<element>` and `</element>`, which occur once.
 fn inside<'a>(page: &'a str, element: &str) -> &'a str {
     let (open, close) = (format!("<{element}>"), format!("</{element}>"));
     assert_eq!((page.matches(&open).count(), page.matches(&close).count()), (1, 1), "{element}");
     page.split_once(&open).unwrap().1.split_once(&close).unwrap().0
 }
 
-/// The policy of a page allows its one script and its one style sheet by their digests, and stands before both.
+/// Checks that the page's policy allows its one script and one style sheet by their digests, and
+/// precedes both.
 fn assert_policy(page: &str, has_script: bool) {
     let policy = page.find("http-equiv=\"Content-Security-Policy\"").unwrap();
     assert!(policy < page.find("<style>").unwrap() && page.find("<script>").is_none_or(|at| policy < at));
@@ -65,7 +66,7 @@ fn assert_policy(page: &str, has_script: bool) {
         digest("style")
     );
     assert!(page.contains(&wanted), "no {wanted} in {}", &page[..page.len().min(1200)]);
-    // Neither a style nor a handler stands in an element: the policy would not let them work.
+    // The policy would block inline styles and handlers, so no element may have one.
     assert!(!page.split("<script>").next().unwrap().contains(" style=\""), "a style in an element");
 }
 
@@ -109,9 +110,9 @@ fn a_page_replaces_a_page_and_nothing_else() {
     for (name, why) in [
         ("my.toml", "a file of that name exists, and it is not a page of `finetune plan`"),
         ("victim", "a file of that name exists, and it is not a page of `finetune plan`"),
-        ("link.html", "it is a link; finetune writes through no link"),
-        ("page-link.html", "it is a link; finetune writes through no link"),
-        ("loose.html", "it is a link; finetune writes through no link"),
+        ("link.html", "it is a link; finetune does not write through links"),
+        ("page-link.html", "it is a link; finetune does not write through links"),
+        ("loose.html", "it is a link; finetune does not write through links"),
         ("1B", "it is a folder; a page of `finetune plan` is one file"),
     ] {
         let (code, _, errors) = page(name);
@@ -124,7 +125,7 @@ fn a_page_replaces_a_page_and_nothing_else() {
     assert!(place.path("link.html").is_symlink() && temporary_files(&place).is_empty());
 }
 
-/// Temporary names in a place.
+/// Returns the temporary file names in a folder.
 fn temporary_files(place: &Place) -> Vec<String> {
     let entries = std::fs::read_dir(place.path("")).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned());
@@ -155,7 +156,7 @@ fn of_five_exports_at_once_one_gives_the_file() {
     assert_eq!(temporary_files(&place), [""; 0]);
 }
 
-/// Names of folders and files in the model card: markup is code, and controls are escapes.
+/// Names of folders and files in the model card: markup becomes code, and controls become escapes.
 #[test]
 fn names_in_a_model_card_stay_text() {
     let place = Place::new();
@@ -189,7 +190,7 @@ fn names_in_a_model_card_stay_text() {
     assert!(!page.contains("<script") && !page.contains("<i>`"));
 }
 
-/// A link in the place of something that a run adds to below its folder is refused, before anything is written.
+/// A link in the place of something that a run appends to is refused before anything is written.
 #[test]
 fn links_in_the_place_of_what_a_run_adds_to_are_refused() {
     let place = Place::new();
@@ -213,9 +214,7 @@ fn links_in_the_place_of_what_a_run_adds_to_are_refused() {
         let told = place.told(&done.stderr);
         assert_eq!(done.status.code(), Some(1), "{told}");
         assert!(
-            told.contains(&format!(
-                "out/{name} is a link, and a run writes to files and folders of its own alone"
-            )),
+            told.contains(&format!("out/{name} is a link; a run writes only to regular files and folders")),
             "{told}"
         );
         assert!(told.contains(&format!("hint: `rm out/{name}`")), "{told}");
@@ -229,7 +228,7 @@ fn links_in_the_place_of_what_a_run_adds_to_are_refused() {
     assert!(done.status.success(), "{}", place.told(&done.stderr));
 }
 
-/// Each figure of a file has a range, which its error names; 0 stands for what is not there.
+/// Each figure of a hardware file has a range, which its error names; 0 means absent.
 #[test]
 fn figures_of_hardware_have_ranges() {
     let place = shapes();
@@ -260,7 +259,7 @@ fn figures_of_hardware_have_ranges() {
     }
     let (code, _, errors) = plan(&[("devices_per_host", "0")], "own.toml", &[]);
     assert!(code == Some(1) && errors.contains("accepted: 1.0 to 100000.0"), "{errors}");
-    // What is not there is no fault where nothing needs it.
+    // Absent figures are accepted where nothing needs them.
     for (key, on, needs) in
         [("network_gbps", "2xown.toml", "own.toml*2"), ("link_gbps", "own.toml*2", "2xown.toml")]
     {
@@ -277,7 +276,8 @@ fn figures_of_hardware_have_ranges() {
     assert!(code == Some(1) && errors.contains("accepted: 1 to 1000000"), "{errors}");
 }
 
-/// No number of a plan is infinite or none: not in its text, nor as `null` among the figures of a step, a run or a split.
+/// Checks that no number of a plan is infinite or NaN: not in its text, nor as `null` among the
+/// JSON figures of a step, a run or a split.
 fn assert_finite(text: &str) {
     for word in ["inf", "-inf", "NaN", "nan"] {
         let is_word = |part: &str| part.trim_matches(|c: char| !c.is_alphanumeric() && c != '-') == word;
@@ -297,7 +297,7 @@ fn assert_finite(text: &str) {
         .for_each(|leaf| assert!(leaf["tokens_per_sec"].is_number(), "{leaf}"));
 }
 
-/// At the ends of all ranges times and costs are numbers, in the text and as JSON.
+/// At the ends of all ranges, times and costs are finite in the text and as JSON.
 #[test]
 fn what_is_printed_is_finite() {
     let place = shapes();

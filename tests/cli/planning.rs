@@ -1,5 +1,5 @@
-//! What a plan says before anything is loaded: whether the run fits, what would, how much memory it takes; and that
-//! planning takes no longer than what is planned is large.
+//! The plan that a run prints before loading anything: whether it fits, which changes would make it
+//! fit, and its memory. Planning stays fast for large models.
 
 #[allow(dead_code, reason = "each test binary uses its part")]
 use std::io::Write;
@@ -11,7 +11,7 @@ use crate::place::Place;
 use finetune::model::{ModelConfig, parameters};
 use serde_json::{Map, Value, json};
 
-/// Only a program that hangs takes so long.
+/// Time limit that only a hanging program exceeds.
 const HANG: Duration = Duration::from_secs(600);
 
 /// tiny-llama with other sizes, without weights.
@@ -27,7 +27,7 @@ pub(crate) fn resized(keys: &[(&str, u64)]) -> Place {
     place
 }
 
-/// A run of `place`'s model on its rows.
+/// The command of a run of `place`'s model on its rows.
 fn train(place: &Place, output: &str, keys: &[&str], more: &[&str]) -> Command {
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output];
     for key in ["optimizer.learning_rate=1e-4", "data.max_seq_len=128"].iter().chain(keys) {
@@ -37,7 +37,7 @@ fn train(place: &Place, output: &str, keys: &[&str], more: &[&str]) -> Command {
     place.command(&args)
 }
 
-/// The output of a command that ends.
+/// Runs a command to its end; returns its output.
 fn ends(command: &mut Command) -> Output {
     let started = Instant::now();
     let mut child =
@@ -76,14 +76,14 @@ fn succeeded(place: &Place, command: &mut Command) -> String {
     place.told(&done.stderr)
 }
 
-/// The bytes of a size such as `1.50 GiB`.
+/// Returns the bytes of a size such as `1.50 GiB`.
 fn bytes(text: &str) -> f64 {
     let (number, unit) = text.split_once(' ').unwrap();
     let power = ["B", "KiB", "MiB", "GiB", "TiB"].iter().position(|known| *known == unit).unwrap();
     number.parse::<f64>().unwrap() * 1024f64.powi(power as i32)
 }
 
-/// What follows `start` in `text`, up to `end`.
+/// Returns the text between `start` and `end`.
 fn between<'a>(text: &'a str, start: &str, end: &str) -> &'a str {
     let (_, rest) = text.split_once(start).unwrap_or_else(|| panic!("no `{start}` in {text}"));
     rest.split_once(end).unwrap_or_else(|| panic!("no `{end}` in {rest}")).0
@@ -95,8 +95,8 @@ pub(crate) fn meminfo(key: &str) -> f64 {
     bytes(&format!("{} KiB", between(&text, key, "kB").trim()))
 }
 
-/// So many parameters that two ranks share a seventh of the memory's bytes: full training takes 16 bytes of each, with
-/// 8-bit moments 10, with LoRA 4.
+/// The model has about a seventh as many parameters as the memory has bytes. Full training on two
+/// ranks takes 16 bytes a parameter, with 8-bit moments 10, with LoRA 4.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_run_that_fits_nowhere_is_refused_with_what_would_fit() {
@@ -149,7 +149,7 @@ fn a_resolved_recipe_says_the_ranks_of_a_group() {
     }
 }
 
-/// The headers of a model's weights, and nothing but holes below them.
+/// Writes the headers of a model's weights, with sparse data.
 pub(crate) fn write_headers(model: &Path) {
     let path = model.join("config.json");
     let config = ModelConfig::from_json(&std::fs::read_to_string(path).unwrap(), "config.json").unwrap();
@@ -166,7 +166,7 @@ pub(crate) fn write_headers(model: &Path) {
     file.set_len(8 + text.len() as u64 + at).unwrap();
 }
 
-/// The time for 1,000 layers grew with their cube before: these would take five minutes and more.
+/// Planning once took time cubic in the number of layers: these took over five minutes.
 #[test]
 fn two_thousand_layers_are_planned_in_no_time() {
     let place = resized(&[("num_hidden_layers", 2000)]);
@@ -201,7 +201,8 @@ fn a_million_faults_are_counted() {
     }
 }
 
-/// Rows of text, enough for full micro-batches of a thousand tokens: smaller ones between them would leave holes.
+/// Writes rows of text, enough to fill micro-batches of a thousand tokens; smaller ones would
+/// fragment memory.
 fn write_text(place: &Place) {
     let words: Vec<&str> =
         "the island of a sea and the wind over it was quiet for many days".split(' ').collect();
@@ -212,7 +213,7 @@ fn write_text(place: &Place) {
     place.write("rows.jsonl", &(0..400).map(row).collect::<String>());
 }
 
-/// The most that a process has held until it ended, and what it said.
+/// Returns the peak memory of a process and its output.
 #[cfg(target_os = "linux")]
 pub(crate) fn peak(command: &mut Command) -> (f64, Output) {
     let child =
@@ -233,8 +234,9 @@ pub(crate) fn peak(command: &mut Command) -> (f64, Output) {
 const ONE_STEP: &str = "train.max_steps=1";
 const TWO_STEPS: &str = "train.max_steps=2";
 
-/// 34 million parameters, trained for a step or two, by one rank or two: saving included, the process never holds 5 % more or less
-/// than the run says at its end that it was planned to, and 10 % with parameters in a file.
+/// Trains 34 million parameters for one or two steps on one or two ranks. The process's peak,
+/// saving included, stays within 5 % of the plan that the run reports at its end, and within 10 %
+/// with parameters in a file.
 #[test]
 #[cfg(target_os = "linux")]
 fn runs_keep_to_the_memory_of_their_plan() {

@@ -1,4 +1,4 @@
-//! Limits of the system on a process: memory (`ulimit -v`, `ulimit -d`), and names that are not UTF-8.
+//! Process limits of the system: memory (`ulimit -v`, `ulimit -d`), and names that are not UTF-8.
 #![cfg(target_os = "linux")]
 
 use std::ffi::{OsStr, OsString};
@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use crate::place::{Place, lora};
 use crate::system_faults::in_shell;
 
-/// A run whose step takes some 110 MiB.
+/// Runs a step that needs about 110 MiB under a limit; returns exit code and output.
 fn run_under(limit: &str) -> (Option<i32>, String) {
     let place = Place::new();
     let more =
@@ -17,7 +17,8 @@ fn run_under(limit: &str) -> (Option<i32>, String) {
     (done.status.code(), place.told(&done.stderr))
 }
 
-/// A limit that a run does not keep ends it in the middle by SIGABRT, with nothing saved.
+/// Exceeding a memory limit would end the run by SIGABRT, with nothing saved: finetune refuses it
+/// first.
 #[test]
 fn a_run_that_exceeds_a_limit_on_memory_is_refused_and_others_end() {
     for (letter, name, limits) in [
@@ -42,7 +43,7 @@ fn a_run_that_exceeds_a_limit_on_memory_is_refused_and_others_end() {
     }
 }
 
-/// The plan that aborted in a step.
+/// `ulimit -v` counts as the available memory.
 #[test]
 fn the_limit_of_a_scheduler_is_memory() {
     let place = Place::new();
@@ -93,7 +94,7 @@ fn a_name_that_is_not_utf8_is_refused_with_its_argument() {
     assert!(!std::fs::exists(place.path("").join(name)).unwrap());
 }
 
-/// The way out that the message names.
+/// The remedy that the message names.
 #[test]
 fn a_link_leads_to_a_folder_whose_name_is_not_utf8() {
     let place = Place::new();

@@ -1,5 +1,6 @@
-//! `[profile]` and what a run says of its bottlenecks: traces that a strict reader takes, the same numbers with and without,
-//! planted bottlenecks named, a healthy run called healthy. No test asserts a time.
+//! `[profile]` and the bottleneck messages of a run: a strict reader accepts the traces, tracing
+//! changes no number, planted bottlenecks are named, and a healthy run is called healthy. No test
+//! asserts a time.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,15 +10,16 @@ use serde_json::Value;
 use crate::place::{Place, lora};
 use crate::skipped::skipped;
 
-/// A trace of three steps, after one that is not traced and one that is forgotten.
+/// A trace of three steps, after one step of waiting and one of warm-up.
 const THREE_STEPS: [&str; 2] = ["--set", "profile.active=3"];
 
-/// Returns what a run says on stderr; it must succeed. Its spans last as long as their thread has a processor.
+/// Returns the stderr of a run that must succeed. Spans are measured in CPU time of their thread.
 fn run(place: &Place, args: &[&str]) -> String {
     succeed(place, place.command(args).env("FINETUNE_CLOCK", "processor"))
 }
 
-/// As [`run`], by a planted clock: a step takes what its work and `fault` take, whatever else the machine does.
+/// Like [`run`] with a planted clock: a step takes the time of its work and of `fault`, whatever
+/// else the machine does.
 fn timed(place: &Place, args: &[&str], fault: &str) -> String {
     let mut command = place.command(args);
     command.env("FINETUNE_CLOCK", "planted");
@@ -47,7 +49,7 @@ fn number(value: &Value) -> u64 {
     value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
 }
 
-/// A short full fine-tuning of equal steps on four ranks.
+/// A short full fine-tuning with equal steps on four ranks.
 fn fsdp<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let mut args = vec!["--recipe", "full", "--model", "model", "--dataset", "rows.jsonl", "--ranks", "4"];
     for pair in [
@@ -65,12 +67,13 @@ fn fsdp<'a>(more: &[&'a str]) -> Vec<&'a str> {
     args
 }
 
-/// The share of a heavy step that spans must name here. Without those of attention (a quarter), of the norms or of the gates
-/// (7 % and 8 %) they name less; what a busy machine's caches cost between two operations is less than that, too.
+/// The share of a heavy step that spans must name. Without the spans of attention (a quarter), of
+/// the norms or of the gates (7 % and 8 %) the share is lower. Cache misses of a busy machine
+/// between operations cost less than that.
 const NAMED: &str = "--named=0.93";
 
-/// What the script that reads traces strictly says: events nest, cover the steps and name what was done in heavy ones, and their bytes
-/// are those that were counted. None where it cannot run.
+/// Returns the verdict of the strict trace reader: events nest, cover the steps, name the
+/// operations of heavy steps, and carry the counted bytes. None without python3.
 fn checked(folder: &Path) -> Option<Result<String, String>> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/check_trace.py");
     let Ok(done) = Command::new("python3").arg(script).arg(NAMED).arg(folder).output() else {
@@ -87,8 +90,8 @@ fn check(folder: &Path) {
     }
 }
 
-/// A run of three steps of 32 rows of the built-in model, of which one is traced. Its products take the instructions that all
-/// processors have: faster ones leave more of a step to what is between them.
+/// Trains three steps of 32 rows on the built-in model, one of them traced. Matrix products use the
+/// baseline CPU instructions: faster ones leave a larger share of a step between them.
 fn heavy_step(place: &Place) {
     let args =
         ["--recipe", "quickstart", "--output", "out", "--set", "eval.at_end=false", "--set", "data.eval=[]"];
@@ -99,8 +102,9 @@ fn heavy_step(place: &Place) {
     succeed(place, command.env("FINETUNE_CLOCK", "processor").env("FINETUNE_CPU", "baseline"));
 }
 
-/// A step of 32 rows of 256 tokens of the built-in model multiplies enough to be held to what spans name: without those of its products,
-/// or of what is between them, it would fall short. One step alone, for an epoch's last one has fewer rows.
+/// A step of 32 rows of 256 tokens on the built-in model computes enough for the share of named
+/// time to be checked. Without the spans of its products, or of the work between them, the check
+/// would fail. It is a single step, for the last step of an epoch has fewer rows.
 #[test]
 fn spans_name_what_a_heavy_step_does() {
     let place = Place::new();
@@ -109,7 +113,7 @@ fn spans_name_what_a_heavy_step_does() {
     said.unwrap();
     let file = place.path("out/trace/rank-0.json");
     let mut trace = trace(&place, 0);
-    // Each kind of operation has its spans, whatever part of the time is theirs.
+    // Each kind of operation has spans, whatever its share of the time.
     for op in [
         "matmul",
         "attention",
@@ -130,7 +134,7 @@ fn spans_name_what_a_heavy_step_does() {
     let flops = |event: &Value| event["args"]["flops"].as_u64().unwrap_or(0);
     let all: u64 = spans(&trace).map(flops).sum();
     assert!(all >= 12_000_000_000, "{all} operations");
-    // A step whose attention is in no span is refused, and it is said where that was.
+    // A step without attention spans is refused, and the error locates the gap.
     let events = trace["traceEvents"].as_array_mut().unwrap();
     events.retain(|event| !event["name"].as_str().unwrap().starts_with("attention"));
     std::fs::write(file, trace.to_string()).unwrap();
@@ -148,7 +152,7 @@ fn a_trace_of_four_ranks_is_strict_and_counts_the_bytes_of_bench() {
         &place,
         &fsdp(&[&THREE_STEPS[..], &["--output", "out", "--set", "checkpoint.save_steps=3"]].concat()),
     );
-    assert!(text.contains("dearest, without what is inside"), "{text}");
+    assert!(text.contains("most expensive operations, self time"), "{text}");
     assert!(text.contains("traced 3 steps: trace/rank-*.json opens in ui.perfetto.dev"), "{text}");
     check(&place.path("out/trace"));
     let first = trace(&place, 0);
@@ -184,7 +188,8 @@ fn a_trace_of_four_ranks_is_strict_and_counts_the_bytes_of_bench() {
         assert!(names.iter().any(|name| name.starts_with(op)), "no operation {op} in {names:?}");
     }
     assert!(!names.contains(&"step 2") && !names.contains(&"step 6"), "{names:?}");
-    // What a step sends, but for what the loop around it says and a checkpoint gathers: as `bench scaling` counts it.
+    // Bytes of a step without the training loop's own messages and a checkpoint's gathers: the same
+    // as `bench scaling` counts.
     let begin = |span: &Value| span["ts"].as_f64().unwrap();
     let saves = |span: &Value| span["cat"] == "phase" && span["name"] == "save";
     let saving: Vec<(f64, f64)> = spans(&first)
@@ -210,12 +215,12 @@ fn a_trace_of_four_ranks_is_strict_and_counts_the_bytes_of_bench() {
     assert!(ops["by_shape"].as_array().unwrap().len() > ops["operations"].as_array().unwrap().len());
 }
 
-/// The flags of [`fsdp`] as `bench scaling` takes them.
+/// The flags of [`fsdp`] in the form of `bench scaling`.
 fn bench_words() -> Vec<&'static str> {
     fsdp(&[])
 }
 
-/// Every file of a run's result and the figures of its steps, without those of time.
+/// Returns every file of a run's result, and the figures of its steps except times.
 fn numbers(place: &Place, output: &str) -> (Vec<Value>, Vec<u8>) {
     let text = std::fs::read_to_string(place.path(&format!("{output}/metrics.jsonl"))).unwrap();
     let kept = ["step", "epoch", "loss", "learning_rate", "grad_norm", "tokens"];
@@ -239,7 +244,7 @@ fn a_trace_changes_no_number() {
     run(&place, &lora(&[&dropout[..], &cycles].concat()));
     assert_eq!(numbers(&place, "out"), plain);
     check(&place.path("out/trace"));
-    // Cycles of one step to warm up and one to keep.
+    // Cycles of one warm-up step and one traced step.
     let first = trace(&place, 0);
     let steps: Vec<&str> = spans(&first)
         .filter(|span| span["cat"] == "step")
@@ -247,7 +252,7 @@ fn a_trace_changes_no_number() {
         .collect();
     assert_eq!(steps, ["step 2", "step 4"]);
     assert!(spans(&first).any(|span| span["name"].as_str().unwrap().starts_with("dropout ")));
-    // A run goes on with another schedule.
+    // A resumed run may have another schedule.
     let resumed = ["--set", "train.max_steps=4", "--resume", "out/checkpoint-2", "--set", "profile.active=2"];
     run(&place, &lora(&[&dropout[..], &resumed].concat()));
 }
@@ -257,11 +262,11 @@ fn a_run_without_a_step_to_keep_says_so() {
     let place = Place::new();
     let text = run(&place, &lora(&["--set", "profile.active=1", "--set", "profile.wait=9"]));
     assert!(text.contains("warning: nothing was traced"), "{text}");
-    assert!(text.contains("the first step that `[profile]` keeps is number 11, and there were 4"), "{text}");
+    assert!(text.contains("the first step that `[profile]` keeps is 11; the run had 4 steps"), "{text}");
     assert!(!place.path("out/trace").exists());
 }
 
-/// What a run with this fault says of its bottlenecks, by their names.
+/// Returns the names of the bottlenecks that a run with this fault reports.
 fn named(more: &[&str], fault: &str) -> Vec<String> {
     let place = Place::new();
     let sets = [&["--set", "train.max_steps=8", "--set", "profile.active=5"][..], more].concat();
@@ -285,8 +290,8 @@ fn planted_bottlenecks_are_named() {
     assert_eq!(named(&["--set", "train.recompute=block"], ""), ["recompute waste"]);
 }
 
-/// Without a planted clock the times are those of the machine: what is waited for is in the part where it was, and a wait
-/// may be longer than planted, never shorter.
+/// With the real clock a delay appears in the phase where it was planted. It may be longer than
+/// planted, never shorter.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn real_delays_are_counted_where_they_are() {
@@ -297,7 +302,7 @@ fn real_delays_are_counted_where_they_are() {
         succeed(&place, place.command(&lora(&sets)).env("FINETUNE_FAULT", fault));
         let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        // The first step has no save behind it yet.
+        // The first step follows no save.
         for line in lines.iter().filter(|line| line["loss"].is_f64()).skip(1) {
             assert!(secs(line).as_f64().unwrap() >= planted, "{fault}: {line}");
         }
@@ -316,7 +321,7 @@ fn a_healthy_run_is_called_healthy() {
     assert!(text.contains("no bottleneck: no rule of docs/profiling.md applies"), "{text}");
 }
 
-/// Without a trace there is a word where much time was lost, and none of a short run's small change.
+/// Without a trace a run warns about a large loss of time, and not about a small one.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn what_is_clear_is_said_without_a_trace() {
@@ -329,7 +334,7 @@ fn what_is_clear_is_said_without_a_trace() {
     assert!(!text.contains("input-bound"), "{text}");
 }
 
-/// docs/profiling.md has the rules with their thresholds, in their order.
+/// docs/profiling.md lists the rules with their thresholds, in their order.
 #[test]
 fn the_page_has_the_rules() {
     let page =

@@ -1,4 +1,4 @@
-//! A pseudo-terminal, and the binary on it.
+//! A pseudo-terminal, and the binary running on it.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 pub(crate) const TAKEN: &str = "\x1b[?1049h";
 pub(crate) const GIVEN_BACK: &str = "\x1b[?1049l";
-/// The words that the test writes after the end of a run.
+/// Text that the test writes after the end of a run.
 const END: &str = "[the end]";
-/// A run takes seconds.
+/// Time limit of a run, which takes seconds.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 
-/// A run that does not outlive a test that fails.
+/// A run that is killed when its test fails.
 pub(crate) struct StartedRun(pub(crate) Child);
 
 impl StartedRun {
@@ -41,7 +41,7 @@ pub(crate) struct PseudoTerminal {
 }
 
 impl PseudoTerminal {
-    /// One of 80 by 24.
+    /// Opens one of 80 by 24.
     pub(crate) fn open() -> Self {
         Self::of_size(80, 24)
     }
@@ -58,14 +58,14 @@ impl PseudoTerminal {
         terminal
     }
 
-    /// One whose other end nobody reads, and whose buffers are full.
+    /// Opens one that nobody reads and whose buffers are full.
     pub(crate) fn full() -> Self {
         let terminal = Self::unread(80, 24);
         let own = format!("/proc/self/fd/{}", terminal.theirs.as_raw_fd());
         let mut options = File::options();
         let options = options.write(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
         let mut filled = options.open(own).unwrap();
-        // One byte a call: a call with more may be done in part.
+        // One byte a call: a longer write may be partial.
         let full = std::iter::repeat_with(|| filled.write_all(b"f")).find_map(Result::err).unwrap();
         assert_eq!(full.kind(), std::io::ErrorKind::WouldBlock);
         terminal
@@ -89,7 +89,7 @@ impl PseudoTerminal {
         PseudoTerminal { ours, theirs, shown: Arc::default() }
     }
 
-    /// Starts `command` with this as the terminal of its session, and stderr on it.
+    /// Starts `command` with this as the controlling terminal of its session, and stderr on it.
     pub(crate) fn start(&self, mut command: Command) -> StartedRun {
         command.stderr(self.theirs.try_clone().unwrap()).env("TERM", "xterm").env_remove("NO_COLOR");
         let fd = self.theirs.as_raw_fd();
@@ -103,12 +103,12 @@ impl PseudoTerminal {
         StartedRun(command.spawn().unwrap())
     }
 
-    /// This terminal as a standard output.
+    /// Returns this terminal as a stdout.
     pub(crate) fn stdout(&self) -> std::process::Stdio {
         self.theirs.try_clone().unwrap().into()
     }
 
-    /// Says that it has another size now.
+    /// Changes the size of the terminal.
     pub(crate) fn resize(&self, columns: u16, rows: u16) {
         let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
         // SAFETY: the call reads the size, which outlives it.
@@ -116,7 +116,7 @@ impl PseudoTerminal {
         assert_eq!(status, 0, "{}", std::io::Error::last_os_error());
     }
 
-    /// Takes no output from now on, as after Ctrl-S.
+    /// Stops the output of the terminal, as after Ctrl-S.
     pub(crate) fn stop(&mut self) {
         self.ours.write_all(b"\x13").unwrap();
     }
@@ -125,7 +125,8 @@ impl PseudoTerminal {
         String::from_utf8_lossy(&self.shown.lock().unwrap()).into_owned()
     }
 
-    /// Waits until `text` has been shown: a word, for blanks between words need not be drawn.
+    /// Waits until `text` has been shown. It must be a single word, for blanks between words need
+    /// not be drawn.
     pub(crate) fn wait_for(&self, text: &str) {
         let started = Instant::now();
         while !self.shown().contains(text) {
@@ -134,7 +135,7 @@ impl PseudoTerminal {
         }
     }
 
-    /// Returns whether lines are edited and echoed, as in a shell.
+    /// Returns true if the terminal edits and echoes lines, as in a shell.
     pub(crate) fn is_as_before(&self) -> bool {
         // SAFETY: tcgetattr fills in the settings of an open descriptor; zeroes are valid ones.
         let settings = unsafe {
@@ -145,7 +146,7 @@ impl PseudoTerminal {
         settings.c_lflag & (libc::ICANON | libc::ECHO) == (libc::ICANON | libc::ECHO)
     }
 
-    /// Waits for the end of `child`, which must come, whatever the terminal takes.
+    /// Waits for the end of `child`, whether or not the terminal takes output.
     pub(crate) fn end_of(&self, child: &mut StartedRun) -> ExitStatus {
         let started = Instant::now();
         loop {
@@ -157,10 +158,10 @@ impl PseudoTerminal {
         }
     }
 
-    /// Waits for the end of `child`, and checks that the screen is as it was.
+    /// Waits for the end of `child`, and checks that the screen is restored.
     pub(crate) fn end(&self, mut child: StartedRun) -> (ExitStatus, String) {
         let status = child.0.wait().unwrap();
-        // What the child wrote before is shown before this.
+        // Everything the child wrote appears before this text.
         File::from(self.theirs.try_clone().unwrap()).write_all(END.as_bytes()).unwrap();
         self.wait_for(END);
         assert!(self.is_as_before());
@@ -170,8 +171,8 @@ impl PseudoTerminal {
     }
 }
 
-/// The rows that a terminal of `columns` columns shows after it was sent `text`, from the first one on and without
-/// scrolling; blanks at the end of a row are left out.
+/// Returns the rows that a terminal of `columns` columns shows after it received `text`, without
+/// scrolling; trailing blanks are omitted.
 pub(crate) fn rows_of(text: &str, columns: usize) -> Vec<String> {
     let mut rows: Vec<Vec<char>> = vec![Vec::new()];
     let (mut row, mut column) = (0_usize, 0_usize);
@@ -204,7 +205,8 @@ pub(crate) fn rows_of(text: &str, columns: usize) -> Vec<String> {
             }
             next if next.is_control() => {}
             next => {
-                // The row after the last column begins with the next character, not before it.
+                // After the last column the cursor moves to the next row only with the next
+                // character.
                 if column == columns {
                     (row, column) = (row + 1, 0);
                 }

@@ -1,4 +1,4 @@
-//! Quantized bases and the adapter methods over them, through the binary: what is promised beyond the golden
+//! Quantized bases and adapters over them, through the binary: properties beyond the golden
 //! trajectories of the module `train`.
 
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ fn words(line: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-/// A run on `model` (below tests/golden) with the given settings; returns its losses and its evaluations.
+/// A run on `model` (below tests/golden) with given settings, its losses and its evaluations.
 struct Run {
     output: PathBuf,
     said: String,
@@ -88,7 +88,7 @@ fn a_base_stored_in_16_bits_stays_so_and_trains_as_in_32() {
     let [narrow, wide] =
         [("narrow", &model), ("wide-run", &wide)].map(|(name, model)| train(name, model, ""));
     close(&narrow.losses(), &wide.losses(), 1e-6);
-    // Matrices take 2 bytes a value instead of 4, norms and adapters 4 as ever.
+    // Matrices take 2 bytes a value instead of 4; norms and adapters still take 4.
     let [mut matrices, mut norms] = [0, 0];
     let base = ModelFiles::open(Path::new(&model)).unwrap();
     for shape in base.names().map(|name| &base.info(name).unwrap().shape) {
@@ -100,7 +100,7 @@ fn a_base_stored_in_16_bits_stays_so_and_trains_as_in_32() {
         let planned = finetune::units::bytes((value * matrices + 4 * (norms + adapters)) as u64);
         assert!(run.said.contains(&format!("= weights {planned}")), "{planned}: {}", run.said);
     }
-    // Ranks gather it as the 16 bits it is.
+    // Ranks gather the base in its 16 bits.
     let one = train("one", &model, "train.gradient_accumulation_steps=2");
     let two = train("two", &model, "parallel.strategy=\"fsdp\" --ranks=2");
     let away = train("away", &model, "train.gradient_accumulation_steps=2 parallel.offload=\"params\"");
@@ -116,7 +116,7 @@ fn a_stored_4_bit_checkpoint_trains_like_its_quantized_original() {
     let settings = "train.max_steps=5 adapter.kind=\"lora\"";
     let original = format!("{settings} quantization.kind=\"nf4\"");
     let original = Run::train(place.path(), "original", "models/tiny-llama", &original);
-    // The stored one comes without a tokenizer: put both together.
+    // The stored checkpoint has no tokenizer, so combine both folders.
     let stored = place.path().join("stored");
     std::fs::create_dir(&stored).unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
@@ -150,13 +150,13 @@ fn every_format_trains() {
         let run = Run::train(place.path(), &format!("run-{i}"), "models/tiny-qwen3", &settings);
         let (losses, wanted) = (run.losses(), plain.losses());
         assert!(losses[11] < losses[0], "{format}: {losses:?}");
-        // The base is another one, but not by much: 8 bits are nearer than 4.
+        // The base differs slightly: 8 bits are closer than 4.
         let far = (losses[0] / wanted[0] - 1.0).abs();
         assert!(far > 0.0 && far < if format.contains("int8") { 0.005 } else { 0.05 }, "{format}: {far}");
     }
 }
 
-/// Half, stop, the other half: the same bytes as in one go.
+/// Half a run, a stop and the other half leave the same bytes as one whole run.
 #[test]
 fn resumed_runs_equal_unbroken_ones_with_every_kind_of_state() {
     let place = tempfile::tempdir().unwrap();
@@ -187,7 +187,7 @@ fn resumed_runs_equal_unbroken_ones_with_every_kind_of_state() {
     }
 }
 
-/// PiSSA starts as the base itself, and what it saves is an ordinary adapter of the original base.
+/// PiSSA starts as the base itself, and saves an ordinary adapter of the original base.
 #[test]
 fn pissa_starts_at_the_base_and_fits_it_when_saved() {
     let place = tempfile::tempdir().unwrap();
@@ -214,7 +214,7 @@ fn pissa_starts_at_the_base_and_fits_it_when_saved() {
     close(&[evaluated["loss"].as_f64().unwrap()], &[last], 1e-5);
 }
 
-/// LoftQ's first adapter makes up for a part of what quantizing lost.
+/// LoftQ's initial adapter compensates part of the quantization error.
 #[test]
 fn loftq_starts_nearer_to_the_unquantized_base() {
     let place = tempfile::tempdir().unwrap();
@@ -228,7 +228,8 @@ fn loftq_starts_nearer_to_the_unquantized_base() {
     assert!((loftq - exact).abs() < (plain - exact).abs(), "{exact} {plain} {loftq}");
 }
 
-/// In the first update Adam moves every entry by the learning rate: B's by the ratio times that.
+/// Adam's first update moves every entry by the learning rate; B's entries move by the ratio times
+/// that.
 #[test]
 fn lora_plus_moves_b_faster() {
     let place = tempfile::tempdir().unwrap();
@@ -265,7 +266,7 @@ fn a_merge_is_certified_or_refused() {
             let text = std::fs::read_to_string(output.join("merge.json")).unwrap();
             serde_json::from_str::<Value>(&text).unwrap()["certificate"].clone()
         };
-        // Onto what it was trained on: nothing but rounding is lost.
+        // Merged onto the base it was trained on, only rounding is lost.
         let output = place.path().join(format!("{name}-merged"));
         let merged = merge("models/tiny-llama", &run.output, &output, "--dtype f32");
         assert!(merged.status.success(), "{}", told(&merged));
@@ -273,14 +274,14 @@ fn a_merge_is_certified_or_refused() {
         let exact = certificate(&output)["mean_kl"].as_f64().unwrap();
         assert!(exact < 1e-7, "{exact}");
         assert_eq!(certificate(&output)["top1_agreement"], Value::from(1.0));
-        // Onto the original: another model, by as much as 4 bits lose.
+        // Merged onto the original model, the result differs by the loss of 4 bits.
         let output = place.path().join(format!("{name}-original"));
         let other =
             merge("models/tiny-llama", &run.output, &output, "--dtype f32 --base original --max-kl 1");
         assert!(other.status.success(), "{}", told(&other));
         let lost = certificate(&output)["mean_kl"].as_f64().unwrap();
         assert!(lost > 1e-5, "{lost}");
-        // More than is accepted: no output.
+        // Above the accepted difference finetune writes no output.
         let output = place.path().join(format!("{name}-refused"));
         let refused = merge("models/tiny-llama", &run.output, &output, "--base original --max-kl 1e-7");
         assert_eq!(refused.status.code(), Some(1), "{}", told(&refused));
@@ -292,7 +293,8 @@ fn a_merge_is_certified_or_refused() {
     }
 }
 
-/// Embedding and head stay in the 16 bits they are stored in beside a quantized base, also where f32 is computed.
+/// Beside a quantized base, embedding and head stay in their stored 16 bits, also if the run
+/// computes in f32.
 #[test]
 fn tables_in_16_bits_generate_and_evaluate() {
     let place = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Checkpoints in bitsandbytes' formats: read as any other model, refused when their parts do not fit, and written by
-//! `finetune quantize` (tests/golden/quant, made by tests/golden/scripts/make_golden.py and make_llm_int8.py).
+//! Checkpoints in bitsandbytes' formats, read, refused if inconsistent, and written by `finetune
+//! quantize` (tests/golden/quant, made by make_golden.py and make_llm_int8.py).
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ const INT8: &str = "quant/tiny-llama-bnb-int8";
 const Q_PROJ: &str = "model.layers.0.self_attn.q_proj.weight";
 const STATE: &str = "model.layers.0.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4";
 
-/// A place whose model is a quantized one, with the tokenizer of the model it was made from.
+/// A folder with a quantized model and the tokenizer of its original.
 fn place(checkpoint: &str) -> Place {
     let place = Place::new();
     std::fs::remove_file(place.path("model/model.safetensors")).unwrap();
@@ -50,7 +50,7 @@ fn a_quantized_model_looks_like_the_one_it_was_made_from() {
                 "{checkpoint}: {name}"
             );
         }
-        // Half the widest gap between two codes of nf4, of a block's largest magnitude: weights of the original.
+        // Half the widest gap between two codes of nf4, relative to a block's largest magnitude.
         let (ours, theirs) = (floats(&files, Q_PROJ), floats(&original, Q_PROJ));
         let limit = theirs.iter().fold(0f32, |max, x| max.max(x.abs())) / 6.0;
         assert!(ours.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < limit), "{checkpoint}");
@@ -84,7 +84,7 @@ fn parts_of_a_quantized_tensor_are_parts_of_the_whole() {
     }
 }
 
-/// Large enough to be read by several threads.
+/// Large enough for several reading threads.
 #[test]
 fn threads_read_what_one_thread_does() {
     let n = 300_000;
@@ -138,7 +138,8 @@ fn codes_and_scales_are_the_files_own() {
     let state: Value = serde_json::from_slice(raw.bytes(STATE).unwrap()).unwrap();
     assert_eq!(f64::from(offset), state["nested_offset"].as_f64().unwrap());
     assert_eq!((tensor.codes(), tensor.offset()), (&codes[..], offset));
-    // What is not quantized says so, and is copied as it is; what is, cannot be.
+    // Tensors that are not quantized return None and their bytes; quantized ones have no plain
+    // bytes.
     assert!(files.quantized("lm_head.weight").unwrap().is_none());
     assert_eq!(files.bytes("lm_head.weight").unwrap(), raw.bytes("lm_head.weight").unwrap());
     assert!(files.bytes(Q_PROJ).is_err());
@@ -186,7 +187,7 @@ fn an_adapter_trains_on_a_quantized_model() {
     }
 }
 
-/// The adapter of a run on this base, added to its dequantized weights.
+/// Adds a run's adapter on this base to the dequantized weights.
 #[test]
 fn merge_gives_a_model_that_is_not_quantized() {
     let place = place(NF4);
@@ -212,7 +213,7 @@ fn write_tensors(path: &Path, tensors: &[Tensor]) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// Writes the place's weights anew with some tensors changed.
+/// Rewrites the folder's weights with changed tensors.
 fn change_tensors(place: &Place, change: impl FnOnce(&mut Vec<Tensor>)) {
     let path = place.path("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
@@ -225,7 +226,7 @@ fn change_tensors(place: &Place, change: impl FnOnce(&mut Vec<Tensor>)) {
     write_tensors(&path, &tensors);
 }
 
-/// What is said of a checkpoint with some tensors changed.
+/// Returns the error for a checkpoint with changed tensors.
 fn refused(checkpoint: &str, change: impl FnOnce(&mut Vec<Tensor>)) -> String {
     let place = place(checkpoint);
     change_tensors(&place, change);
@@ -244,7 +245,7 @@ fn tensor<'a>(tensors: &'a mut [Tensor], name: &str) -> &'a mut Tensor {
     tensors.iter_mut().find(|tensor| tensor.0 == name).unwrap()
 }
 
-/// A checkpoint whose first quant_state says something else.
+/// Returns the error for a checkpoint with a changed first quant_state.
 fn refused_state(change: impl FnOnce(&mut Value)) -> String {
     refused(NF4, |tensors| {
         let (_, _, shape, data) = tensor(tensors, STATE);
@@ -255,7 +256,7 @@ fn refused_state(change: impl FnOnce(&mut Value)) -> String {
     })
 }
 
-/// A checkpoint with a companion gone.
+/// Returns the error for a checkpoint without the tensor `name`.
 fn refused_without(checkpoint: &str, name: &str) -> String {
     refused(checkpoint, |tensors| {
         let before = tensors.len();
@@ -264,7 +265,7 @@ fn refused_without(checkpoint: &str, name: &str) -> String {
     })
 }
 
-/// The one line that differs between such errors.
+/// Returns the one line in which such errors differ.
 fn cause(refused: String) -> String {
     let lines: Vec<&str> = refused.lines().collect();
     assert_eq!(
@@ -333,7 +334,7 @@ fn formats_of_others() {
 
 #[test]
 fn companions_that_are_missing() {
-    assert_snapshot!(cause(refused_without(NF4, STATE)), @"absmax is there, but its quant_state is missing");
+    assert_snapshot!(cause(refused_without(NF4, STATE)), @"absmax is present, but its quant_state is missing");
     assert_snapshot!(cause(refused_without(NF4, Q_PROJ)), @"its codes are missing");
     for end in ["absmax", "quant_map", "nested_absmax", "nested_quant_map"] {
         let cause = cause(refused_without(NF4, &format!("{Q_PROJ}.{end}")));
@@ -349,11 +350,11 @@ fn companions_that_do_not_fit() {
         data.truncate(1000);
         *shape = vec![1000, 1];
     })), @"it has 1000 bytes of codes; the shape of its quant_state, [64, 64], needs 2048");
-    // The table of another kind: its values are wrong by a little each.
+    // The table of another kind has slightly different values.
     assert_snapshot!(cause(refused(NF4, |tensors| {
         tensor(tensors, &format!("{Q_PROJ}.quant_map")).3 =
             CodeKind::FP4.table().iter().flat_map(|value| value.to_le_bytes()).collect();
-    })), @"quant_map is not the table of nf4: code 0 does not stand for -1");
+    })), @"quant_map is not the table of nf4: the value of code 0 is not -1");
     assert_snapshot!(cause(refused(NF4, |tensors| {
         tensor(tensors, &format!("{Q_PROJ}.absmax")).1 = Dtype::I8;
     })), @"absmax has dtype I8 beside nested_absmax; accepted: U8");
@@ -417,7 +418,8 @@ fn llm_int8_is_written_as_transformers_writes_it() {
     let original = ModelFiles::open(&place.path("model")).unwrap();
     assert!(ours.names().eq(theirs.names()));
     for (name, info) in theirs.tensors() {
-        // The golden one was loaded in f16; ours keeps the f32 of what is not quantized.
+        // The golden one was loaded in f16; finetune keeps the f32 of tensors that are not
+        // quantized.
         let wanted = if info.dtype == StoredDtype::F16 { original.bytes(name) } else { theirs.bytes(name) };
         assert_eq!(ours.bytes(name).unwrap(), wanted.unwrap(), "{name}");
         assert_eq!(ours.info(name).unwrap().shape, info.shape, "{name}");
@@ -429,7 +431,7 @@ fn llm_int8_is_written_as_transformers_writes_it() {
     );
 }
 
-/// Every family, in every kind: all linear layers, nothing else, and values near the original ones.
+/// Every family in every kind: only linear layers are quantized, and values stay close.
 #[test]
 fn every_family_is_quantized() {
     let models = ["llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
@@ -491,7 +493,7 @@ fn layers_that_are_skipped_stay_as_they_are() {
     assert_eq!(files.quantized(Q_PROJ).unwrap().unwrap().format().kind, CodeKind::FP4);
 }
 
-/// What is said of a command that leaves no output.
+/// Returns the error of a command that leaves no output.
 fn not_quantized(place: &Place, more: &[&str]) -> String {
     let said = refusal(place, &[&["quantize", "--model", "model", "--output", "quantized"], more].concat());
     assert!(!place.path("quantized").exists(), "{said}");
@@ -544,12 +546,12 @@ fn flags_that_do_not_fit() {
     assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--skip", "down_prj"]), @"
     exit 1
     error: cannot skip `down_prj`
-      caused by: no layer that would be quantized has this name; there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, each also with what stands before it, as in `model.layers.0.self_attn.q_proj`
+      caused by: no linear layer has this name; accepted: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, each also with the parts before it, as in `model.layers.0.self_attn.q_proj`
     ");
     assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--skip", "lm_head"]), @"
     exit 1
     error: cannot skip `lm_head`
-      caused by: no layer that would be quantized has this name; there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, each also with what stands before it, as in `model.layers.0.self_attn.q_proj`
+      caused by: no linear layer has this name; accepted: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, each also with the parts before it, as in `model.layers.0.self_attn.q_proj`
     ");
     assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--skip", "layers"]), @"
     exit 1
@@ -565,7 +567,7 @@ fn flags_that_do_not_fit() {
     ");
 }
 
-/// A place whose q_proj of layer 0 has one other value.
+/// A folder in which one value of q_proj in layer 0 is `value`.
 fn place_with(value: f32) -> Place {
     let place = Place::new();
     change_tensors(&place, |tensors| {
@@ -591,7 +593,7 @@ fn values_that_have_no_code() {
     assert_snapshot!(not_quantized(&place_with(70_000.0), &["--kind", "int8"]), @"
     exit 1
     error: cannot quantize tensor `model.layers.0.self_attn.q_proj.weight`
-      caused by: its value 77 is 70000; accepted: numbers that f16 holds, which LLM.int8() is made from
+      caused by: its value 77 is 70000; accepted: numbers within the range of f16, from which LLM.int8() quantizes
     hint: leave it as it is with `--skip model.layers.0.self_attn.q_proj`, or repair the model
     ");
 }

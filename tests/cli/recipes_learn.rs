@@ -1,5 +1,5 @@
-//! Recipes that learn from few rows: the rows of a step, the warm-up, checkpoints and warnings that a user gets who writes
-//! nothing about them.
+//! Recipes that learn from few rows: default rows of a step, warm-up, checkpoints and warnings, for
+//! users who set none of them.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ fn place(rows: usize) -> Place {
     place
 }
 
-/// The words of a run of `recipe` that takes each row by itself.
+/// The arguments of a run of `recipe` with unpacked rows.
 fn words<'a>(recipe: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let mut words =
         vec!["--model", "model", "--dataset", "rows.jsonl", "--recipe", recipe, "--output", "out"];
@@ -28,7 +28,7 @@ fn words<'a>(recipe: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     words
 }
 
-/// What a run says that ends with exit code `code`: errors and warnings, and its standard output.
+/// Runs a command that must end with `code`; returns errors and warnings, and stdout.
 fn ends(place: &Place, args: &[&str], code: i32) -> [String; 2] {
     let done = place.command(args).output().unwrap();
     let said = place.told(&done.stderr);
@@ -36,14 +36,14 @@ fn ends(place: &Place, args: &[&str], code: i32) -> [String; 2] {
     [said, place.told(&done.stdout)]
 }
 
-/// The value of `key` in the recipe that a dry run prints.
+/// Returns the value of `key` in the recipe that a dry run prints.
 fn resolved(place: &Place, recipe: &str, more: &[&str], key: &str) -> String {
     let [_, text] = ends(place, &words(recipe, &[more, &["--dry-run"]].concat()), 0);
     let line = text.lines().find_map(|line| line.strip_prefix(&format!("{key} = ")));
     line.unwrap_or_else(|| panic!("no {key} in {text}")).to_owned()
 }
 
-/// The steps of the checkpoints in `output`.
+/// Returns the steps of the checkpoints in `output`.
 fn checkpoints(place: &Place, output: &str) -> BTreeSet<u64> {
     let entries = std::fs::read_dir(place.path(output)).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned());
@@ -76,7 +76,7 @@ fn the_rows_of_a_step_come_from_the_data() {
     );
 }
 
-/// "auto" takes the number of the checkpoint, on other ranks too.
+/// On resume "auto" keeps the checkpoint's number of rows, also with other ranks.
 #[test]
 fn a_resumed_run_keeps_the_rows_of_its_steps() {
     let place = place(24);
@@ -132,7 +132,8 @@ hint: write one of the nearest (8 and 12), or another `train.micro_batch_size`"
     );
 }
 
-/// On one rank the recipe of two makes the same steps, from the beginning and from a checkpoint.
+/// The recipe written by two ranks gives the same steps on one rank, from the start and from a
+/// checkpoint.
 #[test]
 fn the_recipe_of_a_global_batch_repeats_and_resumes_on_other_ranks() {
     let place = place(24);
@@ -181,7 +182,7 @@ hint: try `--set train.gradient_accumulation_steps=1 --set train.epochs=3`\n"
         );
         assert!(!place.path("out").exists());
     }
-    // The ratio of the built-in recipes is rounded down.
+    // The built-in recipes' ratio is rounded down.
     ends(&place, &words("lora", &one), 0);
     assert!(metrics(&place.path("out"), "loss").iter().all(|step| number(step, "learning_rate") > 0.0));
 }
@@ -211,7 +212,8 @@ fn checkpoints_come_by_default_and_more_epochs_go_on_from_the_end() {
     }
 }
 
-/// By a planted clock, so that no verdict depends on the machine: a step takes ten minutes on one rank.
+/// Uses a planted clock, so that the result does not depend on the machine: a step takes ten
+/// minutes on one rank.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_slow_epoch_is_saved_every_thirty_minutes() {
@@ -302,7 +304,7 @@ fn settings_that_are_seldom_meant_are_said() {
     assert_eq!(said("lora", &["--eval-dataset", "rows.jsonl", "--set", "eval.steps=24"]), found[..1]);
 }
 
-/// The model learns one text by heart, and knows another one less and less.
+/// The model memorizes one text, and its loss on another one rises.
 #[test]
 fn a_held_out_loss_that_rises_is_said() {
     let place = place(1);
@@ -317,7 +319,7 @@ fn a_held_out_loss_that_rises_is_said() {
     );
 }
 
-/// An adapter whose share of the output is too small for f32, on one row again and again.
+/// The adapter's share of the output is too small for f32, on one repeated row.
 #[test]
 fn a_dead_model_ends_the_run() {
     let place = place(1);

@@ -1,5 +1,6 @@
-//! What a run leaves for people and says at its end: `report.html` and the card of real runs, of one that was stopped and
-//! of one whose page finds no place; and the memory that was planned beside what was held.
+//! Files and messages for people at the end of a run: `report.html` and the model card of real
+//! runs, of a stopped run, and of a run that cannot write its page; and planned against actual
+//! memory.
 
 use std::process::Stdio;
 
@@ -16,7 +17,7 @@ fn read(place: &Place, name: &str) -> String {
     std::fs::read_to_string(place.path(name)).unwrap()
 }
 
-/// The difference between plan and peak that a run says at its end, in percent.
+/// Returns the difference between plan and peak that a run prints at its end, in percent.
 fn difference(said: &str) -> f64 {
     let line = said.lines().find(|line| line.starts_with("peak memory ")).unwrap_or_else(|| panic!("{said}"));
     let mebibytes: Vec<f64> =
@@ -25,7 +26,8 @@ fn difference(said: &str) -> f64 {
     100.0 * (peak / planned - 1.0)
 }
 
-/// Ten of these 55 MiB are the model's: it is the process that has to be planned right. The card's own commands work.
+/// Only ten of these 55 MiB are the model's, so this checks the plan for the process itself. The
+/// commands of the model card work.
 #[test]
 fn the_quickstart_keeps_to_its_plan_and_its_card_to_what_works() {
     let place = Place::new();
@@ -60,7 +62,7 @@ fn the_quickstart_keeps_to_its_plan_and_its_card_to_what_works() {
     let commands: Vec<&str> = card.lines().filter(|line| line.starts_with("finetune ")).collect();
     assert_eq!(commands.len(), 2, "{card}");
     for command in commands {
-        // The card is read in its own folder.
+        // Commands of the model card are relative to its own folder.
         let args: Vec<&str> = command.split(' ').skip(1).map(|word| word.trim_matches('"')).collect();
         let mut command = place.command(&args);
         command.current_dir(place.path("out")).env("XDG_CACHE_HOME", place.path("cache"));
@@ -88,7 +90,8 @@ fn rows_of_any_text_are_shown_as_text() {
         page.contains("2 ranks, the slowest first") && page.contains("all 2 ranks of the process"),
         "{page}"
     );
-    // What is asked and answered is text, too; the terminal shows the quickstart's alone.
+    // Prompts and answers are also shown as text; the terminal shows samples for the quickstart
+    // only.
     assert!(page.contains("Answers before and after") && page.contains("a &amp; b&lt;/i&gt;</td>"), "{page}");
     assert!(!told.contains("expected  "), "{told}");
 }
@@ -101,7 +104,7 @@ mod stopped {
     use super::*;
     use crate::at_work::{go_on, has_stopped, stops_at_work};
 
-    /// A run of 300 steps that has taken three; `name` is its output folder.
+    /// A run of 300 steps that has taken three.
     fn begun(place: &Place) -> Child {
         let more = ["--set", "train.max_steps=300", "--eval-dataset", "rows.jsonl"];
         let mut command = place.command(&lora(&more));
@@ -140,7 +143,7 @@ mod stopped {
         let page = read(&place, "out/report.html");
         assert!(!page.contains("Stopped as asked"), "{page}");
         assert!(page.contains("<dt>steps</dt><dd>300 of 300</dd>"), "{page}");
-        // The evaluation of the base is that of the run's first part.
+        // The base was evaluated in the first part of the run.
         let loss = page.split("<dt>held-out loss</dt><dd>").nth(1).unwrap().split("</dd>").next().unwrap();
         assert!(loss.contains(" → "), "{loss}");
     }

@@ -1,5 +1,5 @@
-//! `--max-restarts`: a run that crashes, is killed or hangs goes on by itself, to the end of the unbroken one; what the user
-//! must change, and what the user has ended, is not tried again.
+//! `--max-restarts`: a run that crashes, is killed or hangs restarts by itself and ends like the
+//! unbroken run. Failures that the user must fix, and runs that the user ended, are not restarted.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use super::failure::{command, names, watched};
 
-/// How long a run may take after its first fault, with its restarts.
+/// Time limit of a run after its first fault, restarts included.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// By a planted clock: only the rank that is held up is taken for one that hangs.
+/// Uses a planted clock, so that only the delayed rank counts as hanging.
 fn train(output: &Path, fault: Option<&str>, more: &[&str]) -> Output {
     watched(command(output, fault, 2, more).env("FINETUNE_CLOCK", "planted").spawn().unwrap(), PATIENCE)
 }
@@ -19,7 +19,7 @@ fn said(run: &Output) -> String {
     String::from_utf8_lossy(&run.stderr).into_owned()
 }
 
-/// The trained weights in a folder.
+/// Returns the trained weights in a folder.
 fn weights(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let files = names(folder).into_iter().filter(|name| name.ends_with(".safetensors"));
     files.map(|name| (name.clone(), std::fs::read(folder.join(&name)).unwrap())).collect()
@@ -33,7 +33,8 @@ fn a_run_that_is_lost_goes_on_by_itself() {
     assert!(train(&output("whole"), None, &[]).status.success());
     let whole = weights(&output("whole"));
     assert_eq!(whole.len(), 2);
-    // Each strikes in the third step of the first run, after the longest micro-batch; the second one has one step left.
+    // Each fault strikes in the third step of the first run, whose phases run once more for the
+    // longest micro-batch. The restarted run has one step left.
     for (kind, how) in [("panic", "ended with exit code 75"), ("exit", "ended with exit code 3")] {
         let fault = format!("1:backward:4:{kind}");
         let done = train(&output(kind), Some(&fault), &["--max-restarts", "2"]);
@@ -52,7 +53,8 @@ fn a_run_that_is_lost_goes_on_by_itself() {
     assert!(weights(&output("hang")) == whole, "other weights after a hang");
 }
 
-/// A fault that comes each time ends the run after the last restart, with its own exit code; one of the user's at once.
+/// A recurring fault ends the run after the last restart, with its own exit code. A user error ends
+/// it at once.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn restarts_are_used_up_or_of_no_use() {
@@ -68,7 +70,7 @@ fn restarts_are_used_up_or_of_no_use() {
     assert!(!text.contains("restart"), "{text}");
 }
 
-/// A signal to the parent reaches the run, which saves and is not started again.
+/// A signal to the parent reaches the run, which saves and is not restarted.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_run_that_is_asked_to_stop_stays_so() {
@@ -81,7 +83,7 @@ fn a_run_that_is_asked_to_stop_stays_so() {
         assert!(begin.elapsed() < PATIENCE, "nothing was saved");
         std::thread::sleep(Duration::from_millis(20));
     }
-    // SAFETY: a signal to a process that this test has started and not waited for.
+    // SAFETY: a signal to a process that this test started and has not waited for.
     unsafe { libc::kill(libc::pid_t::try_from(run.id()).unwrap(), libc::SIGTERM) };
     let done = watched(run, PATIENCE);
     let text = said(&done);
@@ -89,14 +91,14 @@ fn a_run_that_is_asked_to_stop_stays_so() {
     assert!(!text.contains("restart "), "{text}");
 }
 
-/// A run that the system kills, as it does where memory runs out.
+/// The system kills the run, as it does when memory runs out.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_run_that_is_killed_goes_on() {
     let place = tempfile::tempdir().unwrap();
     let output = place.path().join("out");
     let more = ["--max-restarts", "1", "--set", "train.max_steps=12"];
-    // Slow enough to be killed on the way, also where this test seldom gets a core.
+    // Slow enough to be killed on the way, also on a busy machine.
     let run = command(&output, Some("0:data:slow=300ms"), 2, &more).spawn().unwrap();
     let children = format!("/proc/{0}/task/{0}/children", run.id());
     let begin = Instant::now();
@@ -105,7 +107,8 @@ fn a_run_that_is_killed_goes_on() {
         std::thread::sleep(Duration::from_millis(5));
     }
     let child = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
-    // SAFETY: a signal to the child of a process that this test has started; its parent has not waited for it.
+    // SAFETY: a signal to the child of a process that this test started; its parent has not waited
+    // for it.
     unsafe { libc::kill(child, libc::SIGKILL) };
     let done = watched(run, PATIENCE);
     let text = said(&done);

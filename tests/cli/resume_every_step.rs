@@ -1,14 +1,16 @@
-//! Each training method, stopped after a step and resumed: every file is the unbroken run's, byte for byte.
+//! Each training method, stopped after a step and resumed: every file equals that of the unbroken
+//! run, byte for byte.
 //!
-//! A run of five steps is resumed from one of them, by turns on one rank and on four. With `FINETUNE_EVERY_STEP=1` runs of
-//! twenty steps are resumed from every step on both, which takes minutes.
+//! A run of five steps is resumed from one of them, alternately on one rank and on four. With
+//! `FINETUNE_EVERY_STEP=1` runs of twenty steps are resumed from every step on both, which takes
+//! minutes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::place::{Place, copy_folder};
 
-/// A method by name: its recipe, and keys.
+/// A method: its name, its recipe, and keys.
 const METHODS: [(&str, &str, &[&str]); 9] = [
     ("full", "full", &[]),
     ("bf16 without masters", "full", &["model.dtype=bf16", "optimizer.master=none"]),
@@ -54,7 +56,7 @@ impl Method<'_> {
         assert!(done.status.success(), "{args:?}\n{}", self.place.told(&done.stderr));
     }
 
-    /// The unbroken run, and those that go on `from` each of these steps.
+    /// Compares an unbroken run with runs resumed `from` each of these steps.
     fn resumes(&self, name: &str, from: impl Iterator<Item = u64>) {
         let whole = format!("{name} {}", self.ranks);
         self.run(&whole, &[]);
@@ -80,12 +82,13 @@ impl Method<'_> {
     }
 }
 
-/// The step of the checkpoint that a file is in.
+/// Returns the step of the checkpoint that holds a file.
 fn step_of(file: &str) -> Option<u64> {
     file.strip_prefix("checkpoint-")?.split('/').next()?.parse().ok()
 }
 
-/// What a run leaves but for what tells times, by name below its folder; checkpoints from `first` on.
+/// Returns a run's files, except those with times, by name below its folder; checkpoints from step
+/// `first` on.
 fn files(folder: &Path, first: u64) -> BTreeMap<String, Vec<u8>> {
     let mut found = BTreeMap::new();
     let folders = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());

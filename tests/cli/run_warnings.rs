@@ -1,10 +1,11 @@
-//! What a run says although it goes on: before its first step, of the recipe beside the model; and of its numbers.
+//! Warnings of runs that continue: before the first step, about recipe and model; later, about the
+//! numbers.
 
 use serde_json::{Value, json};
 
 use crate::place::{Place, lora};
 
-/// What a run that succeeds says.
+/// Returns the output of a run that must succeed.
 fn said(place: &Place, args: &[&str]) -> String {
     let done = place.command(args).output().unwrap();
     let said = place.told(&done.stderr);
@@ -16,7 +17,7 @@ fn warnings(said: &str) -> Vec<&str> {
     said.lines().filter_map(|line| line.strip_prefix("warning: ")).collect()
 }
 
-/// A run on rows of text, one a step and in their order.
+/// The arguments of a run on rows of text, one a step and in order.
 fn on_text<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let base = ["--set", "data.train_on=all", "--set", "train.gradient_accumulation_steps=1"];
     lora(&[&base[..], more].concat())
@@ -66,7 +67,7 @@ fn rows_longer_than_the_models_positions_are_said() {
     );
 }
 
-/// No way out is named that the recipe refuses: a row has two tokens at least.
+/// A row has at least two tokens, so finetune does not suggest a length that the recipe refuses.
 #[test]
 fn a_length_that_the_recipe_refuses_is_not_advised() {
     let place = Place::new();
@@ -102,7 +103,7 @@ fn a_prompt_longer_than_the_models_positions_is_said() {
     assert_eq!(warnings(&run("the", "1")), [""; 0]);
 }
 
-/// The model learns one row by heart, and then meets another.
+/// The model memorizes one row and then meets another.
 #[test]
 fn a_loss_far_above_those_before_is_said() {
     let place = Place::new();
@@ -113,7 +114,7 @@ fn a_loss_far_above_those_before_is_said() {
     );
     let more = ["--set", "train.max_steps=110", "--set", "optimizer.learning_rate=1e-2"];
     let told = said(&place, &on_text(&more));
-    // The learning rate is said before the first step.
+    // The warning about the learning rate comes before the first step.
     let found: Vec<&str> = warnings(&told).into_iter().filter(|text| text.starts_with("step ")).collect();
     assert_eq!(found.len(), 1, "{told}");
     assert!(
@@ -122,7 +123,7 @@ fn a_loss_far_above_those_before_is_said() {
     );
 }
 
-/// Rows that no text has: a gradient never reaches their embedding.
+/// No text uses some rows of the embedding, so they never get a gradient.
 #[test]
 fn a_tensor_without_a_gradient_is_said() {
     let place = Place::new();
@@ -150,7 +151,7 @@ fn a_tensor_without_a_gradient_is_said() {
     assert_eq!(warnings(&told), [""; 0], "every matrix of an adapter has one");
 }
 
-/// An adapter whose share of the output is too small for f32.
+/// The adapter's share of the output is too small for f32.
 #[test]
 fn a_run_that_does_not_move_is_said() {
     let place = Place::new();

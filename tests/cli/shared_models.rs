@@ -1,7 +1,9 @@
-//! Extra: small trained models beside the repository against what transformers computes of them (REFERENCE.json there).
+//! Extra check: small trained models beside the repository, against transformers' results for them
+//! (REFERENCE.json there).
 //!
-//! Losses, logits and greedy continuations of real text say what random weights cannot: a wrong token, position or
-//! scale shows at once. Skipped, aloud, where the models are not there; FINETUNE_SHARED names their folder.
+//! Losses, logits and greedy continuations of real text reveal what random weights hide: a wrong
+//! token, position or scale shows at once. Without the models the test prints that it is skipped;
+//! FINETUNE_SHARED names their folder.
 
 use std::path::{Path, PathBuf};
 
@@ -29,7 +31,7 @@ fn shared() -> Option<PathBuf> {
     Some(root)
 }
 
-/// One model with what is known of it.
+/// One model and its reference results.
 struct Known {
     name: String,
     folder: PathBuf,
@@ -54,7 +56,7 @@ fn engine(folder: &Path) -> Result<Engine> {
     logits::base(folder).engine(Trains::Nothing, &options)
 }
 
-/// Every model of REFERENCE.json, the file itself, and the folder of all.
+/// Returns every model of REFERENCE.json, the file itself, and their folder.
 fn known() -> Result<Option<(Vec<Known>, Value, PathBuf)>> {
     let Some(root) = shared() else { return Ok(None) };
     let reference: Value =
@@ -75,7 +77,7 @@ fn known() -> Result<Option<(Vec<Known>, Value, PathBuf)>> {
     Ok(Some((known, reference, root)))
 }
 
-/// One row with every token after the first a label.
+/// One row in which every token after the first is a label.
 fn batch(ids: Vec<u32>) -> Batch {
     let len = ids.len();
     Batch {
@@ -105,7 +107,8 @@ fn prompts_logits_and_continuations_equal_transformers() -> Result<()> {
 
         let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
         let mut wanted = model.ids("greedy_ids_40_new");
-        // The reference keeps the token that ends a text; a continuation of ours is what stands before it.
+        // The reference includes the token that ends a text; finetune's continuation ends before
+        // it.
         let stop = model.tokenizer.eos_ids();
         if wanted.last().is_some_and(|last| stop.contains(last)) {
             wanted.pop();
@@ -148,7 +151,8 @@ fn losses_of_stories_equal_transformers() -> Result<()> {
     Ok(())
 }
 
-/// `finetune eval` and `finetune generate`: the first also counts the EOS that a row ends in, where it is not cut.
+/// `finetune eval` and `finetune generate` give the same figures. `eval` also counts the EOS of
+/// rows that are not truncated.
 #[test]
 fn the_verbs_say_the_same() -> Result<()> {
     let Some((models, reference, root)) = known()? else { return Ok(()) };
@@ -187,10 +191,11 @@ fn the_verbs_say_the_same() -> Result<()> {
         let ids = model.ids("greedy_ids_40_new");
         let stops = ids.last().is_some_and(|id| model.tokenizer.eos_ids().contains(id));
         let wanted = model.wanted["greedy_text"].as_str().unwrap();
-        match stops {
-            // The reference's text also shows the special tokens around it.
-            true => assert!(wanted.contains(said.trim_end()), "{}: {said:?} {wanted:?}", model.name),
-            false => assert_eq!(said.trim_end(), wanted, "{}", model.name),
+        if stops {
+            // The reference's text includes the special tokens around it.
+            assert!(wanted.contains(said.trim_end()), "{}: {said:?} {wanted:?}", model.name);
+        } else {
+            assert_eq!(said.trim_end(), wanted, "{}", model.name);
         }
     }
     Ok(())

@@ -1,4 +1,5 @@
-//! `finetune plan`: memory, time and cost on hardware that is not here, of models of which there is a config.json alone.
+//! `finetune plan`: memory, time and cost on hardware elsewhere, for models of which only
+//! config.json exists.
 
 use std::fmt::Write;
 
@@ -39,7 +40,7 @@ pub(crate) fn plan(place: &Place, model: &str, more: &[&str]) -> Value {
     let output = place.command(&args).output().unwrap();
     let told = place.told(&output.stderr);
     let plan: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{args:?}: {told}"));
-    // A plan that does not fit is printed, too, and a script sees it by the exit code.
+    // A plan that does not fit is printed as well; scripts see it by the exit code.
     assert_eq!(output.status.code(), Some(i32::from(plan["fits"] == false)), "{args:?}: {told}");
     assert_eq!(told.contains("error: the plan does not fit\n"), plan["fits"] == false, "{told}");
     plan
@@ -64,7 +65,7 @@ fn a_plan_is_short_with_the_answer_first() {
         errors.starts_with("error: the plan does not fit\n") && errors.contains("hint: this fits: "),
         "{errors}"
     );
-    // The way that it names fits.
+    // The suggested change fits.
     let way = errors.split('`').nth(1).unwrap();
     let flags: Vec<&str> = way.split(' ').collect();
     assert_eq!(plan(&[&["--on", "4090"], &flags[..]].concat()).0, Some(0), "{way}");
@@ -78,13 +79,13 @@ fn gigabytes(value: &Value) -> f64 {
     value.as_f64().unwrap() / 1e9
 }
 
-/// Hardware of one's own.
+/// A custom hardware file.
 const OWN: &str = "[device]\nname = \"NAME\"\nmemory_gb = 24\nbf16_tflops = 100\nf32_tflops = 50\nmemory_gbps = 900\n\
      link = \"PCIe\"\nlink_gbps = 10\nhost_gbps = 20\nnetwork_gbps = 1.25\nhost_memory_gb = 64\ndisk_gbps = 3\n\
      devices_per_host = 2\nefficiency = 0.4\nsource = \"a bench\"\n";
 
-/// What one command says of thirty pairs of model and machine: the first way that fits, over which strategy, how large a
-/// rank is and how fast all of them are.
+/// The decision for thirty pairs of model and machine: the first option that fits, its strategy,
+/// the memory of a rank and the total speed.
 #[test]
 fn thirty_cases_are_decided_as_before() {
     let (place, mut found) = (shapes(), String::new());
@@ -121,13 +122,13 @@ fn memory_is_the_sum_of_its_causes_and_of_their_parts() {
     let parameters = said["parameters"].as_u64().unwrap();
     assert_eq!(parameters, 6_738_415_616);
     let of = |name: &str| causes.iter().find(|cause| cause["cause"] == name).unwrap();
-    // bf16 weights and f32 masters, f32 gradients, two f32 moments, each over eight ranks.
+    // bf16 weights and f32 masters, f32 gradients, two f32 moments, each sharded over eight ranks.
     assert_eq!(of("weights")["bytes"], 6 * parameters / 8);
     assert_eq!(of("gradients")["bytes"], 4 * parameters / 8);
     assert_eq!(of("optimizer")["bytes"], 8 * parameters / 8);
     assert_eq!(of("optimizer")["formula"], "f32 moments: 8 B x 6.74B / 8");
     assert_eq!(said["bytes_per_parameter"], 18.0);
-    // What people quote for 7B, of the parameters that it has, over eight.
+    // The common rule for 7B, with its actual parameters, over eight ranks.
     let rule = &said["conventions"][0];
     assert_eq!(
         (rule["bytes_per_parameter"].as_u64(), rule["bytes"].as_u64()),
@@ -142,7 +143,8 @@ fn a_70b_base_in_4_bits_is_35_gigabytes() {
     let more = ["--on", "A100-80GB", "--recipe", "qlora", "--set", "train.recompute=block"];
     let said = plan(&place, "70B", &more);
     let weights = said["memory"][0]["bytes"].as_u64().unwrap() as f64 / 1e9;
-    // 68.45 billion weights of blocks at 4.127 bits; embedding and head of 2.1 billion values in bf16, and adapters.
+    // 68.45 billion weights in blocks of 4.127 bits each; embedding and head of 2.1 billion values
+    // in bf16, and adapters.
     assert!((35.3 + 4.2..35.3 + 4.2 + 2.5).contains(&weights), "{weights}");
     assert!(
         said["memory"][0]["formula"]
@@ -152,8 +154,8 @@ fn a_70b_base_in_4_bits_is_35_gigabytes() {
     );
 }
 
-/// What the headers of 723 tensors of 282 GB take beside the program, whose pages are some 25 MB of this in the build of the tests: a
-/// release build holds 16 MB in all (`benchmarks/plan_startup.py`).
+/// Memory for the headers of 723 tensors of 282 GB. The test build's own pages are some 25 MB of
+/// it; a release build takes 16 MB in all (`benchmarks/plan_startup.py`).
 #[test]
 #[cfg(target_os = "linux")]
 fn a_70b_folder_is_planned_in_little_memory() {
@@ -165,7 +167,7 @@ fn a_70b_folder_is_planned_in_little_memory() {
     assert!((1e6..48e6).contains(&bytes), "{bytes}");
 }
 
-/// 500 million tokens on 64 A100 are told to take a week; by arithmetic it is hours.
+/// A published estimate says a week for 500 million tokens on 64 A100; by arithmetic it is hours.
 #[test]
 fn a_published_case_is_computed_again() {
     let place = shapes();
@@ -196,7 +198,8 @@ fn a_published_case_is_computed_again() {
     assert!((2.09e11..2.10e11).contains(&said["run"]["tokens"].as_f64().unwrap()));
 }
 
-/// A plan for a processor elsewhere is the plan of a run on this one: in f32, the same bytes of all but the program.
+/// A plan for a CPU elsewhere equals the plan of a run on this one: in f32 the same bytes, except
+/// the program's.
 #[test]
 fn a_processor_elsewhere_computes_as_this_one() {
     let place = shapes();
@@ -216,12 +219,12 @@ fn a_processor_elsewhere_computes_as_this_one() {
             assert_eq!(process.unwrap()["bytes"], 32_000_000);
         }
     }
-    // A GPU in a computer of its own is one all the same; where bf16 is asked for, it is taken.
+    // A GPU in its own computer counts as one, too; bf16 is used if requested.
     assert_eq!(plan(&place, "1B", &["--on", "GH200-96GB"])["dtype"], "bf16");
     assert_eq!(plan(&place, "1B", &["--on", "cpu-64GB", "--set", "model.dtype=bf16"])["dtype"], "bf16");
 }
 
-/// What `bench ops` wrote is what a plan takes, where that computes alike.
+/// A plan uses the results of `bench ops` if they are of the planned device.
 #[test]
 fn a_calibration_is_of_the_device_that_is_planned() {
     let place = Place::new();
@@ -237,12 +240,13 @@ fn a_calibration_is_of_the_device_that_is_planned() {
     let here = ["--ranks", "1", "--calibration"];
     let said = plan(&place, "model", &[&here[..], &["f32.json"]].concat());
     assert_eq!(said["speeds"], format!("{}, f32, 48 tokens", measured["device"].as_str().unwrap()));
-    // MFU is of the product that was measured.
+    // MFU is relative to the measured matrix product.
     let time = &said["time"];
     let peak = measured["gemm_tflops"].as_f64().unwrap() * 1e12;
     let flops = time["mfu"].as_f64().unwrap() * time["total"].as_f64().unwrap() * peak;
     let tokens = said["micro_batch_tokens"].as_f64().unwrap();
-    // Llama of 2 layers: see its config.json; 6 operations a weight, 3.5 times attention over half of a row.
+    // Llama of 2 layers, see its config.json: 6 operations a weight, 3.5 times attention over half
+    // of a row.
     let config: Value =
         serde_json::from_str(&std::fs::read_to_string(place.path("model/config.json")).unwrap()).unwrap();
     let of = |key: &str| config[key].as_f64().unwrap();
@@ -272,7 +276,8 @@ fn a_calibration_is_of_the_device_that_is_planned() {
     }
 }
 
-/// What is not told says why: splits need a time; a host of more devices than usual is told.
+/// Omitted parts have a reason: splits are compared by time, which needs `--on`. A host with more
+/// devices than usual gets a warning.
 #[test]
 fn what_a_plan_takes_for_granted_is_said() {
     let place = shapes();
@@ -300,11 +305,12 @@ fn ten_gigabits_are_hopeless_for_ddp() {
     );
     assert_eq!(said["time"]["bound"], "hopeless");
     let secs = said["time"]["communication"].as_f64().unwrap();
-    // 13.5 GB there and back in a ring of two, at 1.25 GB/s.
+    // 13.5 GB both ways in a ring of two, at 1.25 GB/s.
     assert!((10.5..11.5).contains(&secs), "{secs}");
 }
 
-/// What is said of the room is what is compared: of the device, and of the host where something is kept there.
+/// `fits` compares the printed budget: that of the device, and of the host if anything is kept
+/// there.
 #[test]
 fn what_fits_is_no_more_than_the_room() {
     let place = shapes();
@@ -325,7 +331,7 @@ fn what_fits_is_no_more_than_the_room() {
     let offload = ["--set", "parallel.offload=optimizer", "--set", "train.recompute=block"];
     let roomy = plan(&place, "7B", &[&["--on", "2xA100-80GB"], &offload[..]].concat());
     assert_eq!(roomy["fits"], true, "{}", roomy["host_bytes"]);
-    // The masters are counted where they are.
+    // The masters are counted where they are stored.
     let weights = roomy["memory"][0]["formula"].as_str().unwrap();
     assert!(weights.contains("f32 masters (on the host): 4 B x"), "{weights}");
     place.write(
@@ -349,7 +355,7 @@ fn what_fits_is_no_more_than_the_room() {
     );
 }
 
-/// A split that the engine runs has the memory and the time of such a run's plan.
+/// A split that the engine can run has the memory and time of that run's plan.
 #[test]
 fn splits_that_run_are_as_planned() {
     let place = shapes();
@@ -366,7 +372,8 @@ fn splits_that_run_are_as_planned() {
     assert_eq!((&split(4)["bytes"], &split(4)["step_secs"]), (&hsdp["bytes"], &hsdp["time"]["total"]));
 }
 
-/// The splits are those of the recipe's own method: QLoRA's need a small part of what all weights need, and say so.
+/// Splits use the recipe's own method: those of QLoRA need a small part of the memory of full
+/// training, and name the method.
 #[test]
 fn splits_are_of_the_recipes_method() {
     let place = shapes();
@@ -395,7 +402,8 @@ fn splits_are_of_the_recipes_method() {
     );
 }
 
-/// Published splits are in the list, the largest among its first ten; the list is told in part and written whole.
+/// Published splits are listed, the largest one among the first ten. Text shows part of the list,
+/// JSON all of it.
 #[test]
 fn splits_are_all_listed() {
     let place = shapes();
@@ -426,21 +434,22 @@ fn splits_are_all_listed() {
     }
 }
 
-/// A tiny model keeps no GPU busy: a step takes at least as long as the host needs to start its kernels.
+/// A tiny model cannot keep a GPU busy: a step takes at least as long as the host needs to launch
+/// its kernels.
 #[test]
 fn a_tiny_model_is_bound_by_the_start_of_kernels() {
     let place = shapes();
     let args = ["--on", "H100-80GB", "--recipe", "lora", "--set", "train.gradient_accumulation_steps=4"];
     let said = plan(&place, "model", &args);
-    // Four micro-batches of 2 layers, 40 kernels forward and 60 backward, 7 µs each.
+    // Four micro-batches, 2 layers, 40 kernels forward and 60 backward, 7 µs each.
     let least = 4.0 * 2.0 * 100.0 * 7e-6;
     assert!(said["time"]["total"].as_f64().unwrap() >= least, "{said:#}");
     assert_eq!(said["time"]["bound"], "launch", "{said:#}");
-    // The step of a large one takes longer by itself.
+    // The step of a large model takes longer by itself.
     assert_eq!(plan(&place, "8B", &args)["time"]["launch"], 0.0);
 }
 
-/// Prices add up, of the run or of a billion tokens.
+/// Prices add up, for the run and for a billion tokens.
 #[test]
 fn a_run_has_a_price() {
     let place = shapes();
@@ -497,7 +506,7 @@ fn what_cannot_be_planned_is_one_error() {
     }
 }
 
-/// Hardware of one's own is a file; the page of a plan stands alone, whatever the model is called.
+/// Custom hardware is a file. The page of a plan is self-contained, whatever the model's name.
 #[test]
 fn a_page_holds_the_plan_and_asks_for_nothing() {
     let place = shapes();
@@ -513,7 +522,7 @@ fn a_page_holds_the_plan_and_asks_for_nothing() {
     let page = std::fs::read_to_string(place.path("plan.html")).unwrap();
     assert_eq!(page.matches("</script>").count(), 1);
     assert!(!page.contains("<b>&"), "the model's name is text");
-    // Its sliders begin with the device of the plan.
+    // Its sliders start with the planned device.
     assert_eq!(page.matches(r#""name":"own""#).count(), 2);
     for reference in ["src=", "href=", "@import", "fetch("] {
         assert!(!page.contains(reference), "{reference}");
@@ -521,7 +530,7 @@ fn a_page_holds_the_plan_and_asks_for_nothing() {
     assert!(page.contains("prefers-color-scheme: dark") && page.contains("name=\"viewport\""));
 }
 
-/// A rank on this machine is planned as a run is, with a data set or without.
+/// A rank on this machine is planned like a run, with a data set or without.
 #[test]
 fn a_plan_is_what_the_run_says() {
     let place = Place::new();

@@ -1,5 +1,5 @@
-//! What docs/sizing.md says beside the output of its commands, which tests/cli/docs.rs compares: its sentences with figures, and the table
-//! of planned and actual runs.
+//! Statements of docs/sizing.md beyond the command output that tests/cli/docs.rs compares:
+//! sentences with figures, and the table of planned and actual runs.
 
 use std::fs;
 use std::path::Path;
@@ -14,13 +14,13 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The page, its words joined by single spaces.
+/// Returns the page with its words joined by single spaces.
 fn page() -> String {
     let page = fs::read_to_string(root().join("docs/sizing.md")).unwrap();
     page.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The figures of the one sentence that a pattern finds.
+/// Returns the figures in the one sentence that matches a pattern.
 fn figures(pattern: &str) -> Vec<f64> {
     let (page, pattern) = (page(), Regex::new(pattern).unwrap());
     let mut found = pattern.captures_iter(&page);
@@ -64,14 +64,15 @@ fn offload_moves_as_many_bytes_as_the_page_says() {
     assert!((moved - said[0]).abs() < 1e-6, "{moved}");
 }
 
-/// `T (6 w + …)` on one card: the operations that are counted, of a plan's time and its share of the peak.
+/// `T (6 w + …)` on one card: the counted operations follow from a plan's time and its share of the
+/// peak.
 #[test]
 fn operations_are_those_that_the_page_says() {
     let said = figures(
         r"\((\d) operations a weight and token where it trains, (\d) where it is frozen under adapters, ([\d.]+) times attention's forward\)",
     );
     let place = shapes();
-    // Operations of a token of a row: what stands at a share of the peak for as long as a step takes, over its tokens.
+    // Operations of a token: share of the peak times peak times step time, divided by the tokens.
     let operations = |method: &str, row: u64| {
         let row_set = format!("data.max_seq_len={row}");
         let sets = [
@@ -87,7 +88,7 @@ fn operations_are_those_that_the_page_says() {
         let peak = number(&planned["hardware"]["device"]["bf16_tflops"]) * 1e12;
         number(&time["mfu"]) * number(&time["total"]) * peak / row as f64
     };
-    // Attention of 7B's forward: 32 layers, 4 x 4096 operations a key, and half of the row.
+    // Forward attention of 7B: 32 layers, 4 x 4096 operations a key, over half of the row.
     let attention = |row: f64| 32.0 * 4.0 * 4096.0 * row / 2.0;
     // 7B without its embedding.
     let weights = 6_738_415_616.0 - 32_000.0 * 4096.0 - 65.0 * 4096.0;
@@ -113,7 +114,7 @@ fn recomputing_costs_a_third_more() {
     assert!((1.28..1.36).contains(&more), "{more}");
 }
 
-/// The table of runs is that of the file which the page names.
+/// The table of runs equals the file that the page names.
 #[test]
 fn planned_and_actual_runs_are_those_of_the_file() {
     let page = fs::read_to_string(root().join("docs/sizing.md")).unwrap();
@@ -150,7 +151,7 @@ fn planned_and_actual_runs_are_those_of_the_file() {
     }
 }
 
-/// `1,234` of 1234.
+/// Formats 1234 as `1,234`.
 fn thousands(n: u64) -> String {
     if n < 1000 { n.to_string() } else { format!("{},{:03}", n / 1000, n % 1000) }
 }

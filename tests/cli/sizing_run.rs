@@ -1,13 +1,14 @@
-//! What `finetune plan` says of a whole run, by hand: loading, evaluating, saving, tokens.
+//! Whole-run figures of `finetune plan`, against arithmetic by hand: loading, evaluating, saving,
+//! tokens.
 
 use serde_json::Value;
 
 use crate::place::Place;
 use crate::sizing::{plan, shapes};
 
-/// Parameters of the 7B shape, which its config.json stores in f32, for it says nothing else.
+/// Parameters of the 7B shape, stored in f32 because its config.json names no dtype.
 const SEVEN_B: f64 = 6_738_415_616.0;
-/// Bytes a second that the disk of a host with H100 reads; it writes half as many.
+/// Bytes a second read from the disk of an H100 host; it writes half as many.
 const DISK: f64 = 7e9;
 
 fn number(value: &Value) -> f64 {
@@ -18,7 +19,7 @@ fn near(said: f64, by_hand: f64) {
     assert!((said - by_hand).abs() <= 1e-9 * by_hand.abs().max(1.0), "{said}, by hand {by_hand}");
 }
 
-/// A run of the 7B shape on eight H100.
+/// Returns the plan of the 7B shape on eight H100.
 fn seven_b(place: &Place, sets: &[&str]) -> Value {
     let mut args = vec!["--on", "8xH100-80GB"];
     args.extend(sets.iter().flat_map(|set| ["--set", set]));
@@ -30,7 +31,7 @@ fn weights_are_loaded_once_and_results_are_saved() {
     let place = shapes();
     let never = ["train.max_steps=1000", "checkpoint.save_steps=never"];
     let run = &seven_b(&place, &never)["run"];
-    // Without checkpoints nothing is written but the weights.
+    // Without checkpoints only the weights are written.
     near(number(&run["loading"]), 4.0 * SEVEN_B / DISK);
     near(number(&run["saving"]), 4.0 * SEVEN_B / (DISK / 2.0));
     assert_eq!(run["evaluating"], 0.0);
@@ -38,7 +39,7 @@ fn weights_are_loaded_once_and_results_are_saved() {
     near(number(&run["total"]), parts.iter().sum());
     let bf16 = &seven_b(&place, &[&never[..], &["checkpoint.output_dtype=bf16"]].concat())["run"];
     near(number(&bf16["saving"]), 2.0 * SEVEN_B / (DISK / 2.0));
-    // By default a checkpoint at the end, which nothing hides: masters and states.
+    // By default one checkpoint at the end, with masters and states, which no step overlaps.
     let auto = &seven_b(&place, &["train.max_steps=1000"])["run"];
     near(number(&auto["saving"]), (12.0 + 4.0) * SEVEN_B / (DISK / 2.0));
 }
@@ -53,18 +54,19 @@ fn checkpoints_are_written_beside_steps_or_waited_for() {
     near(number(&seven_b(&place, &waited)["run"]["saving"]), 3.0 * checkpoint + result);
     let lean = [&waited[..], &["optimizer.master=none"]].concat();
     near(number(&seven_b(&place, &lean)["run"]["saving"]), 3.0 * checkpoint * 10.0 / 12.0 + result);
-    // 300 steps are longer than a checkpoint is written; of the last, 10 steps hide a part.
+    // 300 steps take longer than writing a checkpoint; only 10 steps overlap the last one.
     let said = seven_b(&place, &["train.max_steps=310", "checkpoint.save_steps=300"]);
     let step = number(&said["time"]["total"]);
     assert!(300.0 * step > checkpoint && 10.0 * step < checkpoint);
     near(number(&said["run"]["saving"]), checkpoint - 10.0 * step + result);
-    // Two steps are shorter: each of five waits for what they leave, and the last has nothing behind it.
+    // Two steps take less: each of five checkpoints delays the run by the rest, and no step
+    // overlaps the last one.
     let said = seven_b(&place, &["train.max_steps=10", "checkpoint.save_steps=2"]);
     let step = number(&said["time"]["total"]);
     near(number(&said["run"]["saving"]), 4.0 * (checkpoint - 2.0 * step) + checkpoint + result);
 }
 
-/// Storage without a number of bytes is what the run leaves.
+/// Storage without a given size is the size of the run's files.
 #[test]
 fn storage_is_what_a_run_keeps() {
     let place = shapes();
@@ -73,7 +75,7 @@ fn storage_is_what_a_run_keeps() {
         let mut args = vec!["--on", "8xH100-80GB", "--price", "1/GB-month"];
         args.extend(sets.iter().flat_map(|set| ["--set", set]));
         let said = plan(&place, "7B", &args);
-        // Of a month, 730 hours.
+        // A month has 730 hours.
         number(&said["cost"]) * 730.0 * 3600.0 / number(&said["run"]["total"]) * 1e9
     };
     let by_hand = |said: f64, bytes: f64| assert!((said / (bytes * SEVEN_B) - 1.0).abs() < 1e-9, "{said}");
@@ -85,8 +87,8 @@ fn storage_is_what_a_run_keeps() {
     by_hand(cost(&["checkpoint.save_steps=300", "checkpoint.keep_last=9"]), 3.0 * 12.0 + 4.0);
 }
 
-/// A forward is a third of full training's operations, half of an adapter's, and a quarter of those with recomputing; but for
-/// attention, whose backward is two and a half forwards.
+/// A forward takes a third of full training's operations, half of an adapter's, and a quarter of
+/// full training's with recomputing. Attention differs: its backward takes two and a half forwards.
 #[test]
 fn a_forward_is_counted_by_its_operations() {
     let place = shapes();
@@ -95,7 +97,8 @@ fn a_forward_is_counted_by_its_operations() {
         let said = plan(&place, "7B", &["--on", "H100-80GB", "--recipe", method, "--set", &set]);
         number(&said["time"]["forward"]) / number(&said["time"]["compute"])
     };
-    // Weights of blocks and of the output layer; of adapters of rank 16; attention over 1,024 keys in the mean.
+    // Weights of blocks and of the output layer; of adapters of rank 16; attention over 1,024 keys
+    // on average.
     let blocks = 32.0 * (4.0 * 4096.0 * 4096.0 + 3.0 * 4096.0 * 11008.0);
     let head = 32_000.0 * 4096.0;
     let adapters = 32.0 * 16.0 * (4.0 * 2.0 * 4096.0 + 3.0 * (4096.0 + 11008.0));
@@ -113,7 +116,8 @@ fn a_forward_is_counted_by_its_operations() {
     assert!((0.48..0.51).contains(&share("lora", "none")));
 }
 
-/// Held-out rows are evaluated before the first step, on the way where that is wanted, and after the last.
+/// Held-out rows are evaluated before the first step, during the run if requested, and after the
+/// last step.
 #[test]
 fn evaluations_are_as_many_as_a_run_has() {
     let place = Place::new();
@@ -121,18 +125,18 @@ fn evaluations_are_as_many_as_a_run_has() {
     place.write("four.jsonl", &rows.lines().take(4).map(|row| format!("{row}\n")).collect::<String>());
     let of = |sets: &[&str]| {
         let mut args = vec!["--on", "2xH100-80GB", "--dataset", "four.jsonl", "--eval-dataset", "four.jsonl"];
-        // The four rows are what a rank's step has.
+        // A rank's step has the same four rows.
         let all = ["data.packing=false", "train.micro_batch_size=4", "train.max_steps=10"];
         args.extend(all.iter().chain(sets).flat_map(|set| ["--set", set]));
         let said = plan(&place, "model", &args);
-        // Two ranks take two rows each.
+        // Each of two ranks evaluates two rows.
         let one = number(&said["time"]["forward"]) / 2.0;
         number(&said["run"]["evaluating"]) / one
     };
     for (sets, evaluations) in [
         (&[][..], 2.0),
         (&["eval.at_end=false"], 1.0),
-        // After 3, 6 and 9 steps; after 5, for the tenth is the last.
+        // After steps 3, 6 and 9; after step 5 only, for step 10 is the last.
         (&["eval.steps=3"], 5.0),
         (&["eval.steps=5"], 3.0),
         (&["eval.steps=5", "eval.at_end=false"], 2.0),
@@ -141,8 +145,8 @@ fn evaluations_are_as_many_as_a_run_has() {
     }
 }
 
-/// What is typed for a way to train, beside the command at hand, gives that way: the same bytes over the same strategy. What no
-/// flag takes back is named.
+/// The flags printed for a training option, added to the current command, give that option: the
+/// same bytes with the same strategy. Keys that no flag can remove are named.
 #[test]
 fn a_way_that_is_typed_is_that_way() {
     let place = shapes();
@@ -173,7 +177,7 @@ fn a_way_that_is_typed_is_that_way() {
             let mut left_out = leaf["left_out"].as_array().unwrap().iter().map(|key| key.as_str().unwrap());
             let (sets, without) = typed.split_once(", without ").unwrap_or((typed, ""));
             assert_eq!(left_out.clone().collect::<Vec<_>>().join(", "), without);
-            // A table came with a recipe, a key with a flag.
+            // A table comes from a recipe, a key from a flag.
             let key = left_out.clone().find(|key| !key.starts_with('['));
             if left_out.any(|name| name.starts_with('[')) {
                 removed += 1;
@@ -188,6 +192,7 @@ fn a_way_that_is_typed_is_that_way() {
             compared += 1;
         }
     }
-    // Of four commands without a table all ways are compared; of the others those that keep their tables.
+    // For the four commands without a recipe's table all options are compared; for the others only
+    // those that keep the tables.
     assert!(compared > 30 && removed > 10, "{compared} {removed}");
 }

@@ -1,5 +1,6 @@
-//! The same run however it is split, and wherever its parts are kept: every strategy on 2 to 4 ranks, with and without
-//! offload, against one rank that takes the same micro-batches and keeps everything on the device.
+//! The same run however it is split and wherever its parts are kept. Every strategy on 2 to 4
+//! ranks, with and without offload, is compared with one rank that has the same micro-batches and
+//! keeps everything on the device.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ fn golden() -> PathBuf {
 
 type Tensors = BTreeMap<String, Vec<f32>>;
 
-/// What is trained, how a step is cut, who keeps what.
+/// The method, the split of a step, and the strategy.
 #[derive(Clone, Copy)]
 struct Case<'a> {
     method: &'a str,
@@ -27,10 +28,11 @@ struct Case<'a> {
     more: &'a [&'a str],
 }
 
-/// Another model than this is named as `model=NAME` among the keys.
+/// The default model; another one is given as `model=NAME` among the keys.
 const MODEL: &str = "tiny-llama";
 
-/// Unless a case says `train.max_steps`. The second step is the first that what the optimizer keeps has a part in.
+/// Steps unless a case sets `train.max_steps`. The second step is the first one that uses optimizer
+/// state.
 const STEPS: usize = 4;
 
 impl Case<'_> {
@@ -107,7 +109,7 @@ impl Case<'_> {
     }
 }
 
-/// All tensors of a run's result.
+/// Returns all tensors of a run's result.
 fn result(output: &Path) -> Tensors {
     let files = match output.join("adapter_model.safetensors") {
         adapter if adapter.exists() => ModelFiles::open_file(&adapter).unwrap(),
@@ -127,7 +129,7 @@ fn losses(output: &Path) -> Vec<f64> {
     steps.filter_map(|step| step["loss"].as_f64()).collect()
 }
 
-/// Trains `cases` and the same on one rank; each must end equal to the bit.
+/// Trains `cases`, and the same on one rank; results must be equal to the bit.
 fn equal_to_the_bit(cases: &[Case<'_>]) {
     let mut alone: BTreeMap<String, (Tensors, Vec<f64>)> = BTreeMap::new();
     for case in cases {
@@ -156,7 +158,7 @@ fn equal_to_the_bit(cases: &[Case<'_>]) {
     }
 }
 
-/// Euclidean distance over the norm.
+/// Returns the Euclidean distance divided by the norm.
 fn relative(found: &Tensors, wanted: &Tensors) -> f64 {
     let (mut off, mut all) = (0f64, 0f64);
     for (tensor, values) in wanted {
@@ -175,8 +177,8 @@ fn near(found: &[f64], wanted: &[f64], name: &str) {
     }
 }
 
-/// Tied tables, whole tables and single rows that train beside an adapter, values derived from the base, 8-bit states:
-/// what a shard could get wrong.
+/// Tied tables, whole tables and single rows that train beside an adapter, values derived from the
+/// base, 8-bit states: all cases where sharding could go wrong.
 #[test]
 fn every_kind_of_parameter_is_the_same_on_ranks() {
     let without_masters = ["model=tiny-qwen2", "model.dtype=bf16", "optimizer.master=none"];
@@ -213,7 +215,7 @@ fn every_kind_of_parameter_is_the_same_on_ranks() {
             cases.push(Case { method, micro_batches: 2, ranks, strategy, shard_size: None, offload, more });
         }
         if more.contains(&"optimizer.master=none") {
-            // Gradients that backward writes in bf16, and those that are rounded from f32.
+            // Gradients that backward writes in bf16, and gradients that are rounded from f32.
             for offload in ["params", "file"] {
                 let strategy = "single";
                 cases.push(Case {
@@ -231,7 +233,8 @@ fn every_kind_of_parameter_is_the_same_on_ranks() {
     equal_to_the_bit(&cases);
 }
 
-/// With several micro-batches a rank sums add up in another order, and a clipped gradient depends on a norm of parts.
+/// With several micro-batches a rank, sums have another order, and gradient clipping uses a norm of
+/// parts.
 #[test]
 fn accumulated_and_clipped_steps_are_the_same_to_rounding() {
     for (method, ranks) in [("full", 2), ("full", 3), ("lora", 2)] {
@@ -258,7 +261,7 @@ fn accumulated_and_clipped_steps_are_the_same_to_rounding() {
     }
 }
 
-/// Gradients sent in 16 bits change the run a little, and are sent.
+/// Gradients reduced in 16 bits change the run a little, and need fewer bytes.
 #[test]
 fn reduce_dtype_is_used() {
     let place = tempfile::tempdir().unwrap();
@@ -281,8 +284,8 @@ fn reduce_dtype_is_used() {
     assert!(distance > 1e-7 && distance < 1e-2, "{distance}");
 }
 
-/// A checkpoint of any number of ranks, any strategy and any offload goes on under another: the same weights, the same
-/// run.
+/// A checkpoint of any number of ranks, strategy and offload resumes under another one: same
+/// weights, same run.
 #[test]
 fn runs_go_on_with_other_ranks() {
     for (method, state) in [("full", "f32"), ("full", "int8"), ("qlora", "f32")] {
@@ -311,7 +314,8 @@ fn runs_go_on_with_other_ranks() {
             case(ranks, strategy, offload).resume(&output);
             let name = format!("{method} {state} from step {step} on {ranks} ranks, offload {offload}");
             near(&losses(&output), &wanted[step..], &name);
-            // Nothing is left to do after the last step: what is loaded is what is written.
+            // After the last step nothing is left to train: the loaded weights are written
+            // unchanged.
             let again = place.path().join(format!("again-{hop}"));
             copy_folder(&output.join("checkpoint-10"), &again.join("checkpoint-10"));
             case(5 - ranks.min(4), if ranks == 4 { "single" } else { "zero1" }, "none").resume(&again);
@@ -353,7 +357,8 @@ const STRATEGIES: [&str; 5] = ["ddp", "zero1", "zero2", "fsdp", "hsdp"];
 
 const RECOMPUTE: [&[&str]; 2] = [&["train.recompute=none"], &["train.recompute=block"]];
 
-/// Every strategy, as many micro-batches a step as ranks; `ranks` come with the groups of hsdp.
+/// Every strategy with as many micro-batches a step as ranks; `ranks` include the group sizes of
+/// hsdp.
 fn matrix(method: &str, ranks: &[(usize, usize)], offloads: &[&str]) {
     let mut cases = Vec::new();
     for more in RECOMPUTE {
@@ -396,7 +401,7 @@ fn qlora_is_the_same_on_ranks() {
     matrix("qlora", &RANKS, &OFFLOADS);
 }
 
-/// One rank, with one micro-batch a step and with two; and parameters in files, one a rank.
+/// One rank with one micro-batch a step and with two, and one parameter file for each rank.
 #[test]
 fn offload_changes_nothing_on_one_rank_and_with_files() {
     for method in ["full", "lora", "qlora"] {

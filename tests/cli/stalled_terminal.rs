@@ -1,5 +1,5 @@
-//! Runs on a terminal that takes no output, as after Ctrl-S or over a connection that stalls: the run goes on, and signals
-//! end it.
+//! Runs on a terminal that takes no output, as after Ctrl-S or over a stalled connection: the run
+//! continues, and signals end it.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ fn has_checkpoint(place: &Place) -> bool {
     entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("checkpoint-"))
 }
 
-/// The terminal stops while the run is under way.
+/// The terminal stops during the run.
 #[test]
 fn training_goes_on_and_a_signal_saves() {
     for mode in MODES {
@@ -41,7 +41,7 @@ fn training_goes_on_and_a_signal_saves() {
         let mut child = terminal.start(place.command(&long_run(mode)));
         wait_for_steps(&place, &mut child, 3);
         terminal.stop();
-        // Far more than fit the buffers on the way to the terminal, if each had its frame.
+        // If each step drew a frame, they would exceed the buffers to the terminal by far.
         let before = steps(&place);
         wait_for_steps(&place, &mut child, before + 200);
         child.signal(libc::SIGTERM);
@@ -51,7 +51,8 @@ fn training_goes_on_and_a_signal_saves() {
     }
 }
 
-/// The terminal takes nothing from the start: it is stopped, or its buffers are full and nobody reads them.
+/// The terminal takes no output from the start: it is stopped, or its buffers are full and nobody
+/// reads them.
 #[test]
 fn a_terminal_that_takes_nothing_from_the_start() {
     let mut stopped = PseudoTerminal::open();
@@ -68,7 +69,8 @@ fn a_terminal_that_takes_nothing_from_the_start() {
     }
 }
 
-/// A run that neither steps nor saves, on a terminal that takes nothing. Builds for users plant no fault.
+/// A run that neither steps nor saves, on a terminal that takes no output. Release builds plant no
+/// fault.
 #[test]
 fn a_second_signal_ends_the_run_at_once() {
     if !cfg!(debug_assertions) {
@@ -88,7 +90,7 @@ fn a_second_signal_ends_the_run_at_once() {
             terminal.wait_for("forward");
         }
         terminal.stop();
-        // Until so much time has passed since the first signal that the next is another request.
+        // Until the run counts the signal as a new request.
         while child.0.try_wait().unwrap().is_none() {
             assert!(started.elapsed() < PATIENCE, "{mode:?}: the run does not end");
             child.signal(libc::SIGTERM);
@@ -99,7 +101,7 @@ fn a_second_signal_ends_the_run_at_once() {
     }
 }
 
-/// An error is waited for, and not without end.
+/// Printing an error waits for the terminal, but not forever.
 #[test]
 fn an_error_ends_a_command_though_nobody_reads_it() {
     let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
@@ -112,7 +114,7 @@ fn an_error_ends_a_command_though_nobody_reads_it() {
     assert_eq!(terminal.end_of(&mut child).code(), Some(1));
 }
 
-/// Without what a terminal obeys: escape sequences of colours and of moves.
+/// Removes the escape sequences of colours and cursor moves.
 fn plain(text: &str) -> String {
     let mut plain = String::new();
     let mut rest = text;
@@ -124,7 +126,7 @@ fn plain(text: &str) -> String {
     plain + rest
 }
 
-/// The line of a bar that is wider than its terminal would leave a copy of itself behind.
+/// A bar wider than its terminal would leave a copy of itself behind.
 #[test]
 fn a_bar_is_cut_to_the_width_of_its_terminal() {
     let (place, terminal) = (Place::new(), PseudoTerminal::of_size(45, 20));
@@ -132,7 +134,7 @@ fn a_bar_is_cut_to_the_width_of_its_terminal() {
     assert!(terminal.end_of(&mut child).success());
     terminal.wait_for("adapter saved in out");
     let shown = plain(&terminal.shown());
-    // After a bar of the whole width a terminal goes on in the next row by itself.
+    // After a bar of the full width a terminal would wrap by itself.
     let lines = shown.split(['\r', '\n']).filter_map(|line| line.split("adapter").next());
     let bars: Vec<&str> =
         lines.filter(|line| line.contains("/4  ") && !line.trim_start().starts_with("step ")).collect();
@@ -140,12 +142,12 @@ fn a_bar_is_cut_to_the_width_of_its_terminal() {
     assert!(bars.iter().all(|line| line.chars().count() <= 45), "{bars:#?}");
 }
 
-/// A bar of 24 columns before the step.
+/// Returns true if a bar of 24 columns precedes the step.
 fn has_bar(text: &str) -> bool {
     regex::Regex::new("[=> ]{20,} [0-9]+/[0-9]+  ").unwrap().is_match(text)
 }
 
-/// Neither evaluations nor the end of a run leave a copy of its bar on the screen.
+/// Neither evaluations nor the end of a run leave a copy of the bar on the screen.
 #[test]
 fn no_bar_stays_on_the_screen() {
     for columns in [45, 140] {
@@ -162,7 +164,8 @@ fn no_bar_stays_on_the_screen() {
     }
 }
 
-/// The terminal echoes `^C` where the cursor is. Steps are slow, so that the bar stands still when the key comes.
+/// The terminal echoes `^C` at the cursor. Steps are slow, so that the bar does not move when the
+/// key arrives.
 #[test]
 fn a_run_stopped_by_ctrl_c_leaves_no_bar() {
     for columns in [45, 140] {
@@ -181,7 +184,7 @@ fn a_run_stopped_by_ctrl_c_leaves_no_bar() {
     }
 }
 
-/// The word that opens an error is red where there are colours.
+/// The word that begins an error is red if the terminal has colours.
 #[test]
 fn an_error_is_red_on_a_terminal() {
     let (place, terminal) = (Place::new(), PseudoTerminal::open());

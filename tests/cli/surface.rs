@@ -1,9 +1,9 @@
-//! What the binary lets out: no socket unless a hub id, an address or ranks over processes ask for one, and no secret in
-//! what it prints or writes, however it ends.
+//! Security surface of the binary: it opens no socket unless a hub id, an address or ranks over
+//! processes require one, and no output or file holds a secret, however it ends.
 //!
-//! Commands run under a filter of system calls (seccomp) that ends a process as it asks for a socket, which needs neither
-//! `strace` nor root. In their environment are canaries for every secret that a run may be given; afterwards neither the
-//! output nor a file holds one.
+//! Commands run under a system call filter (seccomp) that kills a process when it creates a socket;
+//! this needs neither `strace` nor root. Their environment holds a canary for every secret of a
+//! run. Afterwards neither the output nor a file may hold one.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -18,7 +18,7 @@ use crate::hub_double::{Access, Fault, HubDouble, RepoDouble, Spoil};
 use crate::place::{Place, golden};
 use crate::skipped::skipped;
 
-/// In every secret.
+/// Part of every secret.
 const CANARY: &str = "canary";
 const TOKEN: &str = "hf_canary0token0of0the0hub";
 const SECRETS: [(&str, &str); 7] = [
@@ -31,7 +31,7 @@ const SECRETS: [(&str, &str); 7] = [
     ("AWS_SECRET_ACCESS_KEY", "canary-of-aws"),
 ];
 
-/// The binary with every secret, online, with as much said of a panic as can be.
+/// The binary with every secret, online, and with full panic output.
 fn command(place: &Place, args: &[&str]) -> Command {
     let mut command = place.command(args);
     command.env_remove("HF_HUB_OFFLINE").env("RUST_BACKTRACE", "1").env("RAYON_NUM_THREADS", "1");
@@ -42,7 +42,7 @@ fn command(place: &Place, args: &[&str]) -> Command {
     command
 }
 
-/// Lets the kernel end the process of `command` as it asks for a socket, by the signal SIGSYS.
+/// Makes the kernel kill the process of `command` with SIGSYS when it creates a socket.
 #[cfg(target_os = "linux")]
 fn forbid_sockets(command: &mut Command) {
     use std::os::unix::process::CommandExt;
@@ -53,7 +53,7 @@ fn forbid_sockets(command: &mut Command) {
     let install = || {
         let step = |code, k, jt, jf| libc::sock_filter { code, jt, jf, k };
         let mut steps = [
-            // The number of the call is what the kernel's description begins with.
+            // The system call number is the first field of the kernel's description.
             step(LOAD, 0, 0, 0),
             step(EQUALS, libc::SYS_socket as u32, 1, 0),
             step(EQUALS, libc::SYS_io_uring_setup as u32, 0, 1),
@@ -61,7 +61,8 @@ fn forbid_sockets(command: &mut Command) {
             step(RETURN, libc::SECCOMP_RET_ALLOW, 0, 0),
         ];
         let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
-        // SAFETY: prctl reads the program, which lives through the calls, and changes this process alone.
+        // SAFETY: prctl reads the program, which lives through the calls, and changes this process
+        // alone.
         let set = unsafe {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
                 && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
@@ -77,7 +78,7 @@ fn forbid_sockets(command: &mut Command) {
 #[cfg(not(target_os = "linux"))]
 fn forbid_sockets(_command: &mut Command) {}
 
-/// Whether sockets can be forbidden here; says so where they cannot.
+/// Returns true if this machine can forbid sockets; otherwise prints that it cannot.
 fn can_forbid_sockets(place: &Place) -> bool {
     let mut probe = command(place, &["recipes"]);
     forbid_sockets(&mut probe);
@@ -94,7 +95,7 @@ fn can_forbid_sockets(place: &Place) -> bool {
     }
 }
 
-/// Fails where a canary is in what was printed.
+/// Fails if the output holds a canary.
 fn check_output(told: &str, output: &Output) {
     for (name, bytes) in [("stdout", &output.stdout), ("stderr", &output.stderr)] {
         let text = String::from_utf8_lossy(bytes);
@@ -102,7 +103,7 @@ fn check_output(told: &str, output: &Output) {
     }
 }
 
-/// Fails where a canary is in a file below `folder`, or in the name of one.
+/// Fails if a file below `folder`, or a file name, holds a canary.
 fn check_files(folder: &Path) -> usize {
     let mut files = 0;
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -138,7 +139,8 @@ const TRAIN: [&str; 14] = [
     "train.micro_batch_size=1",
 ];
 
-/// Exit codes and commands, each verb as it succeeds and as it fails; what the first ones leave is what later ones read.
+/// Commands with their exit codes: each verb succeeds and fails once. Later commands read the files
+/// of the first ones.
 fn local_commands() -> Vec<(i32, Vec<&'static str>)> {
     let train = |more: &[&'static str]| [&TRAIN[..], more].concat();
     let verify = |more: &[&'static str]| [&["verify-resume"], &TRAIN[..], more].concat();
@@ -171,7 +173,7 @@ fn local_commands() -> Vec<(i32, Vec<&'static str>)> {
         (1, train(&["--recipe", "lora", "--output", "out"])),
         (1, train(&["--recipe", "nowhere.toml", "--output", "new"])),
         (1, train(&["--recipe", "lora", "--output", "new", "--dataset", "bad.jsonl", "-v"])),
-        // Over processes, which this build cannot connect, or with a place that cannot be.
+        // Over processes, which this build cannot connect, or with an impossible rank.
         (1, train(&["--recipe", "lora", "--output", "new", "--world-size", "2", "--rank", "7"])),
         (1, vec!["merge", "--model", "model", "--adapter", "model", "--output", "new", "-v"]),
         (1, vec!["quantize", "--model", "model", "--kind", "nf4", "--output", "nf4", "-v"]),
@@ -227,7 +229,7 @@ fn no_local_command_opens_a_socket_or_shows_a_secret() {
     assert!(files > 30, "only {files} files were looked through");
 }
 
-/// A panic of a rank, with its backtrace. Builds for users plant no fault.
+/// A panic of a rank, with its backtrace. Release builds plant no fault.
 fn show_no_secret_in_a_panic(place: &Place) {
     let mut panicking = command(place, &[&TRAIN[..], &["--recipe", "lora", "--output", "fault"]].concat());
     let output = panicking.env("FINETUNE_FAULT", "0:backward:panic").output().unwrap();
@@ -235,7 +237,7 @@ fn show_no_secret_in_a_panic(place: &Place) {
     check_output("a panic", &output);
 }
 
-/// What asks for a socket, so that the test above can fail, and what forbids it.
+/// Shows that the filter works: a hub id opens a socket, and the filter kills the process.
 #[test]
 fn a_hub_id_opens_a_socket_unless_the_run_is_offline() {
     let place = Place::new();
@@ -244,7 +246,7 @@ fn a_hub_id_opens_a_socket_unless_the_run_is_offline() {
     }
     let run = |args: &[&str], variables: &[(&str, &str)]| {
         let mut command = command(&place, args);
-        // A port that nobody listens on: an address is all that is needed to ask for a socket.
+        // Nothing listens on this port; an address is enough to create a socket.
         command.env("HF_ENDPOINT", "http://127.0.0.1:9").envs(variables.iter().copied());
         forbid_sockets(&mut command);
         command.output().unwrap()
@@ -277,7 +279,7 @@ fn tiny(access: Access) -> RepoDouble {
     repo
 }
 
-/// A hub that sends the token back wherever it can: it is in no output and in no file of the run.
+/// A hub that echoes the token wherever it can: no output and no file of the run holds it.
 #[test]
 fn what_the_hub_is_sent_is_shown_nowhere() {
     let repo = tiny(Access::Private { good: TOKEN });
@@ -295,7 +297,7 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
     let (code, stderr) = run(&train("out"));
     assert_eq!(code, Some(0), "{stderr}");
     assert!(hub.requests().iter().all(|request| request.authorization.is_some()));
-    // What it trained on is recorded.
+    // The run records what it trained on.
     let record = std::fs::read_to_string(place.path("out").join(".finetune/run.json")).unwrap();
     let record: serde_json::Value = serde_json::from_str(&record).unwrap();
     assert_eq!(record["sources"], serde_json::json!({"ada/tiny": commit}));
@@ -315,7 +317,7 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
             Spoil::Body(format!("{{\"sha\":[],\"siblings\":\"{TOKEN}\"}}").into_bytes()),
         ),
         Fault::new(&["/api/"], 1, Spoil::Body(format!("{{\"siblings\":\"{TOKEN}\"}}").into_bytes())),
-        // Colours, a cleared screen and a title for the terminal.
+        // Colours, a cleared screen and a terminal title.
         Fault::new(
             &["/api/"],
             1,
@@ -329,7 +331,7 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
         assert!(code == Some(1) || code == Some(75), "{number}: {stderr}");
         assert!(!stderr.contains('\u{1b}'), "{stderr:?}");
     }
-    // Said while it is tried again.
+    // Printed while the request is retried.
     hub.forget();
     hub.fault(passing(503));
     let (code, stderr) = run(&["inspect", "ada/tiny", "-v"]);
@@ -338,7 +340,7 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
     assert!(check_files(&place.path("")) > 10);
 }
 
-/// The token of a file: used, and refused where others could have read it.
+/// The token of a file is used; a file that others can read is refused.
 #[test]
 fn the_token_of_a_file_is_shown_nowhere() {
     use std::os::unix::fs::PermissionsExt;
@@ -362,7 +364,7 @@ fn the_token_of_a_file_is_shown_nowhere() {
     check_files(&place.path(""));
 }
 
-/// The user and password of a proxy that does not answer.
+/// User and password of a proxy that does not answer.
 #[test]
 fn the_password_of_a_proxy_is_shown_nowhere() {
     let place = Place::new();
@@ -372,7 +374,7 @@ fn the_password_of_a_proxy_is_shown_nowhere() {
     check_output("a proxy that does not answer", &output);
 }
 
-/// So many threads that the machine would break down, or a word that rayon would pass over.
+/// A number of threads that would exhaust the machine, or a word that rayon would ignore.
 #[test]
 fn a_number_of_threads_that_cannot_be_is_refused() {
     let place = Place::new();

@@ -1,4 +1,5 @@
-//! What the system does to a command: signals that come in pairs, limits on files, outputs that nobody can write to.
+//! Faults of the system during a command: signals in pairs, file size limits, and outputs that
+//! cannot be written.
 #![cfg(unix)]
 
 use std::process::{Command, Stdio};
@@ -8,7 +9,7 @@ use std::time::Duration;
 use crate::at_work::{go_on, has_stopped, stops_at_work};
 use crate::place::{Place, lora};
 
-/// `command` as a shell runs it after `setup`.
+/// Returns `command` as run by a shell after `setup`.
 pub(crate) fn in_shell(setup: &str, command: &Command) -> Command {
     let mut shell = Command::new("sh");
     shell
@@ -25,7 +26,8 @@ pub(crate) fn in_shell(setup: &str, command: &Command) -> Command {
     shell
 }
 
-/// Whoever ends a job may signal the process and its group: the run is asked once, and saves.
+/// A job's signal may reach a process twice, directly and through its group: it counts once, and
+/// the run saves.
 #[test]
 fn two_signals_at_once_are_one() {
     let place = Place::new();
@@ -36,10 +38,10 @@ fn two_signals_at_once_are_one() {
         assert!(child.try_wait().unwrap().is_none(), "the run ended before it was stopped");
         sleep(Duration::from_millis(2));
     }
-    // Both wait until the run goes on, and reach it at once.
+    // Both signals are pending until the run continues, and arrive together.
     has_stopped(&mut child);
     let pid = child.id().to_string();
-    // One process sends both, with nothing between them; two of one kind might arrive as one.
+    // One process sends both with no delay; two of the same kind could merge into one.
     let both = Command::new("sh").args(["-c", "kill -TERM $0; kill -INT $0", &pid]).status();
     assert!(both.unwrap().success());
     go_on(&child);
@@ -49,12 +51,12 @@ fn two_signals_at_once_are_one() {
     assert!(said.contains("as asked, saved in out/checkpoint-"), "{said}");
 }
 
-/// `ulimit -f` ends a process by SIGXFSZ, which says nothing.
+/// `ulimit -f` would end a process by SIGXFSZ without a message.
 #[test]
 fn a_limit_on_the_size_of_files_is_an_error() {
     let place = Place::new();
     let args = lora(&["--set", "checkpoint.save_steps=2", "--set", "log.tensorboard=false"]);
-    // Blocks of 512 or 1024 bytes: the adapter is larger, the log is not.
+    // Blocks have 512 or 1024 bytes: the adapter is larger than the limit, the log is not.
     let done = in_shell("ulimit -f 64", &place.command(&args)).output().unwrap();
     let said = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(74), "{said}");
@@ -65,7 +67,7 @@ fn a_limit_on_the_size_of_files_is_an_error() {
     assert!(!begun, "nothing half written stays: {left:?}");
 }
 
-/// Help that cannot be written is no success; a reader who has gone has had enough.
+/// Help on a full disk is an error; a closed pipe is not.
 #[test]
 #[cfg(target_os = "linux")]
 fn help_on_a_full_disk_is_an_error() {

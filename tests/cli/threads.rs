@@ -1,13 +1,14 @@
-//! The same run whatever the number of threads: on a machine with many, too.
+//! The same run for any number of threads, including many.
 
 use crate::golden_run::{metrics, number};
 use crate::place::{Place, lora};
 
-/// What a run in this dtype on so many threads leaves: the losses of its steps as bits, and the file of its adapter.
+/// Returns the results of a run in `dtype` on this many threads: the losses as bits, and the
+/// adapter file.
 fn run(threads: &str, dtype: &str) -> (Vec<u64>, Vec<u8>) {
     let place = Place::new();
     let dtype = format!("model.dtype={dtype}");
-    // Steps of rows enough that products are packed, and that what shares its work has a part for many threads.
+    // Enough rows that products are packed and work is shared among many threads.
     let rows = ["--set", "train.micro_batch_size=16", "--set", "train.gradient_accumulation_steps=1"];
     let more = ["--quiet", "--set", &dtype, "--set", "adapter.lora_dropout=0.1"];
     let mut command = place.command(&lora(&[&rows[..], &more].concat()));

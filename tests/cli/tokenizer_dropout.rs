@@ -1,4 +1,5 @@
-//! A tokenizer whose BPE model asks for dropout: switched off, and said, so that two runs of one seed are one.
+//! A tokenizer whose BPE model has dropout: finetune disables it with a warning, so that two runs
+//! with one seed are equal.
 
 use serde_json::Value;
 

@@ -1,5 +1,5 @@
-//! New tokens through the binary: the tokenizer and the tables that they are added to, the rows that train, and what
-//! every verb does with an adapter or a model that has them.
+//! New tokens through the binary: the extended tokenizer and tables, the trained rows, and every
+//! verb on an adapter or model that has them.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -32,7 +32,7 @@ fn fault(args: &[&str]) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// A folder with a data set that has the new tokens in each row.
+/// A folder with a data set whose rows all contain the new tokens.
 struct Place(TempDir);
 
 impl Place {
@@ -73,7 +73,7 @@ impl Place {
         fault(&self.flags(model, "refused", "lora", more).iter().map(String::as_str).collect::<Vec<_>>())
     }
 
-    /// The loss on the data set.
+    /// Returns the loss on the data set.
     fn loss(&self, args: &[&str]) -> f64 {
         let data = self.path("rows.jsonl");
         let mut all = vec!["eval", "--dataset", &data, "--set", "data.max_seq_len=96", "--json"];
@@ -82,7 +82,7 @@ impl Place {
         figures["loss"].as_f64().unwrap()
     }
 
-    /// Merges in f32 and checks that the merged model does what the adapter does.
+    /// Merges in f32 and checks that the merged model equals the adapter's.
     fn merge(&self, model: &str, adapter: &str) -> ModelFiles {
         let (model, adapter) = (golden(model), self.path(adapter));
         let merged = format!("{adapter}-merged");
@@ -114,7 +114,7 @@ fn adapter_rows(folder: &Path, module: &str) -> Vec<f32> {
     floats(&files, &format!("base_model.model.{module}.{ROWS}"))
 }
 
-/// The ids of the added tokens, by both files.
+/// Returns the ids of the added tokens, checked in both files.
 fn ids(folder: &Path) -> Vec<u64> {
     let tokenizer = object(folder, "tokenizer.json");
     let listed = &object(folder, "tokenizer_config.json")["added_tokens_decoder"];
@@ -158,11 +158,11 @@ fn a_tied_model_with_unused_rows_trains_them() {
     assert!(shown.contains("500  train  <tool>"), "{shown}");
 }
 
-/// Rows that the files lack begin as the mean of the others, in embedding and head.
+/// Missing rows are initialized with the mean of the others, in embedding and head.
 #[test]
 fn an_untied_model_grows_by_mean_rows() {
     let place = Place::new();
-    // Nothing moves at so small a rate.
+    // So small a learning rate changes nothing.
     let still = place.train(
         "tiny-llama",
         "still",
@@ -194,7 +194,7 @@ fn an_untied_model_grows_by_mean_rows() {
         assert_eq!(after[before.len()..], adapter_rows(&adapter, module), "{name}");
     }
 
-    // On from there, without naming the tokens again.
+    // Continues from there without naming the tokens again.
     let path = format!("adapter.path={:?}", adapter.display().to_string());
     let on = place.train(
         "tiny-llama",
@@ -224,7 +224,7 @@ fn tables_that_train_whole_have_no_rows_of_their_own() {
     assert_eq!(ids(merged.folder()), [480, 481]);
 }
 
-/// A run in one piece, and one that was killed after a checkpoint and goes on: the same bytes.
+/// A whole run, and one killed after a checkpoint and resumed, leave the same bytes.
 #[test]
 fn a_resumed_run_equals_the_unbroken_one() {
     for (recipe, file) in [("lora", "adapter_model.safetensors"), ("full", "model.safetensors")] {
@@ -252,7 +252,7 @@ fn a_resumed_run_equals_the_unbroken_one() {
     }
 }
 
-/// Adds copies of tensors to an adapter, as PEFT has them in files of resized or tied models.
+/// Adds copies of tensors to an adapter, as PEFT writes them for resized or tied models.
 fn add_copies(adapter: &Path, copies: &[(&str, &str)]) {
     let path = adapter.join("adapter_model.safetensors");
     let files = ModelFiles::open_file(&path).unwrap();
@@ -294,7 +294,7 @@ fn what_peft_saves_twice_counts_once() {
     }
 }
 
-/// The rows of a tied head alone: embedding and head part.
+/// Training rows of a tied head unties embedding and head.
 #[test]
 fn rows_of_a_tied_head_untie_it() {
     let place = Place::new();

@@ -1,5 +1,5 @@
-//! Whole runs through the binary: trajectories of transformers + PEFT step by step, splits, resume, outputs.
-//! The golden runs were made by tests/golden/scripts/make_golden.py.
+//! Whole runs through the binary: trajectories of transformers + PEFT step by step, splits, resume,
+//! outputs. The golden runs were made by tests/golden/scripts/make_golden.py.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -79,7 +79,7 @@ fn lora_on_phi3_follows_peft() {
     follows("lora_phi3");
 }
 
-/// With products that are large enough to be packed, which those of the tiny models are not
+/// Uses products large enough to be packed; those of the tiny models are not
 /// (crates/ops/src/ops/packed_gemm/tests.rs).
 #[test]
 fn packed_products_follow_the_reference() {
@@ -91,7 +91,7 @@ fn packed_products_follow_the_reference() {
 const ONE_THREAD: (&str, &str) = ("RAYON_NUM_THREADS", "1");
 const TWO_THREADS: (&str, &str) = ("RAYON_NUM_THREADS", "2");
 
-/// The golden run `name` in bf16, with `more` in its recipe: within 1 % of losses in f32.
+/// Checks the golden run `name` in bf16, with `more` in its recipe: losses within 1 % of f32.
 fn follows_in_bf16(name: &str, more: Option<&str>) {
     golden_run::follows_in_bf16(name, &[(TWO_THREADS, more)]);
 }
@@ -114,13 +114,13 @@ fn full_in_bf16_follows_transformers() {
     follows_in_bf16("full", None);
 }
 
-/// Weights and moments are bf16, too, and the tolerance is the same 1 %.
+/// Weights and moments are bf16, too; the tolerance is the same 1 %.
 #[test]
 fn full_in_bf16_without_masters_follows_transformers() {
     follows_in_bf16("full", Some("optimizer.master=none"));
 }
 
-/// With the same bits on one thread as on two.
+/// Gives the same bits on one thread as on two.
 #[test]
 fn packed_products_in_bf16_follow_the_reference() {
     golden_run::follows_in_bf16("wide_lora", &[(ONE_THREAD, None), (TWO_THREADS, None)]);
@@ -143,7 +143,7 @@ fn paths(model: &str) -> (String, String) {
     (text(golden().join("models").join(model)), text(golden().join("data/sft_messages.jsonl")))
 }
 
-/// Micro-batches and accumulation share one global batch: the same curve, dropout on.
+/// Micro-batches and accumulation split one global batch: the same curve, with dropout.
 #[test]
 fn splits_of_a_batch_give_the_same_curve() {
     let (model, data) = paths("tiny-llama");
@@ -163,7 +163,7 @@ fn splits_of_a_batch_give_the_same_curve() {
         succeed(&lora_flags(&output, &model, &data, &more));
         curves.push(losses(Path::new(&output)));
     }
-    // Memory holds all of the step's rows at once, of which none is long.
+    // Short rows: all rows of the step fit in memory at once.
     let decided = std::fs::read_to_string(place.path().join("autox8/recipe.toml")).unwrap();
     assert!(decided.contains("micro_batch_size = 8\ngradient_accumulation_steps = 1\n"), "{decided}");
     assert_eq!(curves[4], curves[3]);
@@ -176,7 +176,8 @@ fn splits_of_a_batch_give_the_same_curve() {
     assert!(curves[0][19] < curves[0][0]);
 }
 
-/// Steps 1–12 at once, and 1–7, a kill, 8–12: the same bytes, for an adapter and for all weights.
+/// Steps 1–12 at once, and steps 1–7, a kill and 8–12 leave the same bytes, for an adapter and for
+/// all weights.
 #[test]
 fn a_resumed_run_equals_the_unbroken_one() {
     let (model, data) = paths("tiny-qwen2");
@@ -207,7 +208,7 @@ fn a_resumed_run_equals_the_unbroken_one() {
         let run = |flags: Vec<String>| succeed(&flags.iter().map(String::as_str).collect::<Vec<_>>());
         run(flags(&whole, recipe == "lora"));
         run(flags(&broken, recipe == "lora"));
-        // As a kill after step 7 leaves it.
+        // State after a kill after step 7.
         for name in ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"] {
             let _ = std::fs::remove_file(Path::new(&broken).join(name));
         }
@@ -236,7 +237,8 @@ fn a_tie_that_is_kept_trains_as_one() {
     for modules in [r#"["lm_head"]"#, r#"["embed_tokens", "lm_head"]"#] {
         let (start, output, merged) =
             (folder(&format!("{modules} start")), folder(modules), folder(&format!("{modules} merged")));
-        // So small a rate leaves embedding and head of the second equal, as PEFT's are.
+        // With so small a learning rate embedding and head of the second run stay equal, like
+        // PEFT's.
         let rate = if modules.contains("embed") { "1e-30" } else { "1e-2" };
         let (modules, rate) =
             (format!("adapter.modules_to_save={modules}"), format!("optimizer.learning_rate={rate}"));

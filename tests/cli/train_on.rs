@@ -1,4 +1,4 @@
-//! `data.train_on` through `finetune data`: the text of a row, with ⟦ and ⟧ around what is trained.
+//! `data.train_on` through `finetune data`: the text of a row, with ⟦ and ⟧ around trained text.
 
 use insta::assert_snapshot;
 
@@ -8,7 +8,7 @@ use crate::place::Place;
 const CHAT: &str = r#"{"messages": [{"role": "system", "content": "Kind."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "No"}]}"#;
 const PAIR: &str = r#"{"prompt": "2 + 2? ", "completion": "4"}"#;
 
-/// The row `row` with `value` as `data.train_on`; in one line.
+/// Returns the row `row` with `value` as `data.train_on`, in one line.
 fn trained(row: &str, value: &str) -> String {
     let place = Place::new();
     place.write("row.jsonl", row);

@@ -1,4 +1,4 @@
-//! `--ui` on a terminal, which is a pseudo-terminal here, and where there is none.
+//! `--ui` on a pseudo-terminal, and without a terminal.
 
 use std::io::Write;
 use std::time::Duration;
@@ -15,7 +15,7 @@ fn a_run_has_the_screen_until_it_is_over_and_says_then_what_it_said() {
     let (place, terminal) = (Place::new(), PseudoTerminal::open());
     let args = lora(&["--ui", "--eval-dataset", "rows.jsonl", "--set", "adapter.lora_alpha=1e-60"]);
     let mut command = place.command(&args);
-    // Long enough for a frame, also where the thread that draws seldom gets a core.
+    // Long enough for a frame, also on a busy machine.
     command.env("FINETUNE_FAULT", "0:data:slow=100ms");
     let child = terminal.start(command);
     let (status, after) = terminal.end(child);
@@ -43,7 +43,8 @@ fn the_key_q_saves_and_stops_and_so_does_ctrl_c() {
     }
 }
 
-/// A panic of a rank, and a second signal that waits for nothing. Builds for users plant no fault.
+/// After a panic of a rank, and after a second signal, which ends the run at once. Release builds
+/// plant no fault.
 #[test]
 fn the_screen_is_given_back_however_the_run_ends() {
     if !cfg!(debug_assertions) {
@@ -60,7 +61,7 @@ fn the_screen_is_given_back_however_the_run_ends() {
     command.env("FINETUNE_FAULT", "0:backward:spin");
     let mut child = terminal.start(command);
     terminal.wait_for("forward");
-    // Until so much time has passed since the first signal that the next is another request.
+    // Until the run counts the signal as a new request.
     while child.0.try_wait().unwrap().is_none() {
         child.signal(libc::SIGTERM);
         std::thread::sleep(Duration::from_millis(100));
@@ -83,7 +84,7 @@ fn without_a_terminal_the_run_speaks_in_lines() {
     assert!(said.contains("step 4/4  loss ") && !said.contains('\x1b'), "{said}");
 }
 
-/// The rows and columns that the cursor was sent to, at most.
+/// Returns the largest row and column that the cursor was sent to.
 fn farthest(shown: &str) -> (u32, u32) {
     let places = regex::Regex::new("\x1b\\[([0-9]+);([0-9]+)H").unwrap();
     let places = places.captures_iter(shown).map(|found| found.extract());
@@ -91,7 +92,7 @@ fn farthest(shown: &str) -> (u32, u32) {
     places.fold((0, 0), |(rows, columns), (row, column): (u32, u32)| (rows.max(row), columns.max(column)))
 }
 
-/// A frame of 65535 by 65535 cells takes 160 GiB.
+/// A frame of 65535 by 65535 cells would take 160 GiB.
 #[test]
 fn a_screen_of_any_size_is_drawn_up_to_a_bound() {
     for is_resized in [false, true] {

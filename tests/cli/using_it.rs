@@ -1,18 +1,18 @@
-//! The command line as people use it: verbs, common settings as flags, words of other trainers, `--resume` alone, a model
-//! that the adapter names.
+//! The command line in daily use: verbs, common settings as flags, names of other trainers, a bare
+//! `--resume`, and the model named by an adapter.
 
 use std::path::Path;
 
 use crate::place::{Place, lora};
 
-/// Exit code, standard output and standard error of a command.
+/// Returns exit code, stdout and stderr of a command.
 fn told(place: &Place, args: &[&str]) -> (i32, String, String) {
     let output = place.command(args).output().unwrap();
     let (out, err) = (place.told(&output.stdout), place.told(&output.stderr));
     (output.status.code().unwrap(), out, err)
 }
 
-/// The standard output of a command that must succeed.
+/// Returns the stdout of a command that must succeed.
 fn done(place: &Place, args: &[&str]) -> String {
     let (code, out, err) = told(place, args);
     assert_eq!(code, 0, "{args:?}\n{err}");
@@ -57,7 +57,7 @@ fn common_settings_are_flags() {
     }
     assert!(resolved(&["--steps", "3"]).contains("max_steps = 3"));
     assert!(resolved(&["--batch", "auto"]).contains("micro_batch_size = "));
-    // `--set` wins, and what is wrong is told of the flag.
+    // `--set` wins, and errors name the flag.
     assert!(
         resolved(&["--lr", "3e-4", "--set", "optimizer.learning_rate=5e-4"])
             .contains("learning_rate = 0.0005")
@@ -66,7 +66,7 @@ fn common_settings_are_flags() {
     assert!(refused(&["--lr", "fast"]).contains("--lr: `optimizer.learning_rate` is \"fast\""));
     assert!(refused(&["--lr", "-1"]).contains("--lr: `optimizer.learning_rate` is -1"));
     assert!(refused(&["--steps", "3", "--epochs", "2"]).contains("cannot be used with"));
-    // A length in epochs counts over the steps of a recipe.
+    // A length in epochs overrides the steps of a recipe.
     place.write("steps.toml", "[train]\nmax_steps = 3\n[optimizer]\nlearning_rate = 1e-3\n");
     let args = ["--model", "model", "--dataset", "rows.jsonl", "--recipe", "steps.toml", "--dry-run"];
     assert!(done(&place, &args).contains("max_steps = 3"));
@@ -143,7 +143,7 @@ fn resume_alone_takes_everything_from_the_folder() {
     let place = Place::new();
     let saves = ["--set", "checkpoint.save_steps=2", "--eval-dataset", "rows.jsonl"];
     done(&place, &lora(&saves));
-    // Four steps more, whatever names the folder; flags on top win.
+    // Four steps more, whichever flag names the folder; flags override the recipe.
     for (args, steps) in [
         (&["--resume", "--output", "out", "--steps", "6"][..], 6),
         (&["--resume", "out", "--steps", "8"], 8),
@@ -157,7 +157,7 @@ fn resume_alone_takes_everything_from_the_folder() {
     let (code, _, err) = told(&place, &["--resume", "--output", "nothing"]);
     assert_eq!(code, 1);
     assert!(err.contains("nothing/recipe.toml is missing, which every run writes"), "{err}");
-    // One sentence about a folder that is no run's.
+    // One sentence for a folder without a run.
     std::fs::create_dir(place.path("foreign")).unwrap();
     place.write("foreign/notes", "mine");
     let (code, _, err) = told(&place, &[&lora(&["--resume"])[..], &["--output", "foreign"]].concat());
@@ -181,7 +181,7 @@ fn a_recipe_of_two_ranks_repeats_and_resumes_on_one() {
 fn names_without_an_owner_are_paths() {
     let place = Place::new();
     let online = |args: &[&str]| {
-        // A hub that nobody answers for: it must not be asked.
+        // Nothing answers at this hub's address: the command must not ask it.
         let mut command = place.command(args);
         command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", "http://127.0.0.1:9");
         let output = command.output().unwrap();
@@ -215,7 +215,7 @@ fn the_adapter_names_its_model() {
     with(&["export", "--merge", "--format", "gguf", "--output", "merged.gguf"]);
     let (_, _, err) = told(&place, &[&prompt[..], &adapter].concat());
     assert!(err.contains("model [DIR]/model, which the adapter names"), "{err}");
-    // Where it names none, or one that is gone.
+    // The adapter names no base, or a missing one.
     let config = read(&place.path("out/adapter_config.json"));
     std::fs::rename(place.path("model"), place.path("moved")).unwrap();
     let (code, _, err) = told(&place, &[&prompt[..], &adapter].concat());
@@ -232,7 +232,7 @@ fn the_adapter_names_its_model() {
     assert!(code == 2 && err.contains("--model"), "{err}");
 }
 
-/// Pages are roff, of the whole or of a verb.
+/// Manual pages are roff, for the program and for one verb.
 #[test]
 fn manual_pages() {
     let place = Place::new();

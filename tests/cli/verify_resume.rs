@@ -1,4 +1,4 @@
-//! `finetune verify-resume` on a recipe: killed at random instants, the same bytes.
+//! `finetune verify-resume` on a recipe: runs killed at random instants leave the same bytes.
 
 use crate::place::Place;
 
@@ -9,7 +9,7 @@ fn verify(place: &Place, more: &[&str]) -> (Option<i32>, String, String) {
     }
     args.extend(["--ranks", "1"]);
     args.extend(more);
-    // Slow enough to be killed on the way, also where the command seldom gets a core.
+    // Slow enough to be killed on the way, also on a busy machine.
     let done = place.command(&args).env("FINETUNE_FAULT", "0:data:slow=100ms").output().unwrap();
     (done.status.code(), place.told(&done.stdout), place.told(&done.stderr))
 }
@@ -22,19 +22,19 @@ fn a_killed_run_leaves_the_same_bytes() {
     assert_eq!(code, Some(0), "{said}");
     assert!(verdict.starts_with("the same bytes: 8 steps straight, and 8 steps killed "), "{verdict}");
     assert!(verdict.contains("compared: ") && said.contains("killed after step "), "{verdict}{said}");
-    // What it says is so: each name is there twice, and equal.
+    // The report is true: each named file exists twice, and both are equal.
     for name in
         ["adapter_model.safetensors", "checkpoint-8/optimizer.safetensors", "checkpoint-8/manifest.json"]
     {
         let read = |run: &str| std::fs::read(place.path("both").join(run).join(name)).unwrap();
         assert!(read("straight") == read("broken"), "{name}");
     }
-    // The folder is not free now, and nothing of it is touched.
+    // The folder is in use now, and its files stay.
     let (code, _, said) = verify(&place, &["--output", "both"]);
     assert!(code == Some(1) && said.contains("the folder is not empty"), "{said}");
 }
 
-/// Both runs tell their chat template the same moment.
+/// Both runs give their chat template the same time.
 #[test]
 fn a_template_that_asks_for_the_date() {
     let place = Place::new();
@@ -46,7 +46,7 @@ fn a_template_that_asks_for_the_date() {
     assert!(verdict.starts_with("the same bytes: "), "{verdict}");
 }
 
-/// What fails is the recipe's fault, not the resume's; what is equal is removed.
+/// A failing run is reported as the recipe's fault, not the resume's; equal files are removed.
 #[test]
 fn a_run_that_fails_is_said_so() {
     let place = Place::new();

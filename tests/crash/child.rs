@@ -1,6 +1,7 @@
-//! A run without a model, in a process of its own: it claims and marks a folder, logs, saves, keeps the newest
-//! checkpoints and publishes a result, by the same calls as training and in the same order. Each step makes eight numbers
-//! of those before it, so that the result shows whether a run went on from the right place.
+//! A run without a model, in its own process. It claims and marks a folder, logs, saves, keeps the
+//! newest checkpoints and publishes a result, with the same calls as training and in the same
+//! order. Each step computes eight numbers from the previous ones, so the result shows whether a
+//! run resumed from the right state.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -20,13 +21,14 @@ use finetune::weights::{StoredDtype, WriteEntry, Written, write_file, write_text
 
 use crate::{Done, finish, names, tree};
 
-/// Steps of a run, of which every second one saves; one checkpoint is kept.
+/// Steps of a run; every second one saves, and one checkpoint is kept.
 const STEPS: u64 = 4;
 
 const JOB: &str = "CRASH_JOB";
 const OUTPUT: &str = "CRASH_OUTPUT";
 
-/// A run in `output`: "fresh" begins, "resume" goes on, "wait" begins and stays at work until it is killed.
+/// The command of a run in `output`: "fresh" begins, "resume" resumes, "wait" begins and then waits
+/// to be killed.
 pub(crate) fn command(job: &str, output: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "child::works", "--nocapture", "--test-threads", "1"]);
@@ -34,7 +36,7 @@ pub(crate) fn command(job: &str, output: &Path) -> Command {
     command
 }
 
-/// The body of such a process; among the tests it does nothing.
+/// The body of such a process; as an ordinary test it does nothing.
 #[test]
 fn works() {
     let (Ok(job), Some(output)) = (std::env::var(JOB), std::env::var_os(OUTPUT)) else { return };
@@ -131,7 +133,7 @@ fn train(
 
 fn write_part(folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart) -> Result<Vec<Written>> {
     if part == SnapshotPart::Rest {
-        // As a tokenizer, which is copied.
+        // Stands for a copied tokenizer.
         let path = folder.join("tokenizer.json");
         std::fs::write(&path, "{\"a\": \"tokenizer\"}").map_err(|e| Error::io("write", &path, &e))?;
         return Ok(vec![write_text(&folder.join("adapter_config.json"), "{\"r\": 2}")?]);
@@ -184,7 +186,7 @@ fn report(step: u64) -> StepReport {
     }
 }
 
-/// What an undisturbed run leaves, by name.
+/// The files of an undisturbed run, by name.
 static EXPECTED: LazyLock<BTreeMap<String, Vec<u8>>> = LazyLock::new(|| {
     let place = tempfile::tempdir().unwrap();
     let output = place.path().join("out");
@@ -193,14 +195,14 @@ static EXPECTED: LazyLock<BTreeMap<String, Vec<u8>>> = LazyLock::new(|| {
     tree(&output)
 });
 
-/// The step of the last save that a run told of.
+/// Returns the step of the last save that a run reported.
 pub(crate) fn last_saved(done: &Done) -> u64 {
     let steps = done.said.lines().filter_map(|line| line.strip_prefix("saved ")?.parse().ok());
     steps.max().unwrap_or(0)
 }
 
-/// Whatever happened to a run in `output`: what it told to be saved is there, nothing under a checkpoint's name is torn,
-/// and a result is whole or not there.
+/// Checks the folder after anything happened to its run: every reported save exists, no checkpoint
+/// is torn, and a result is complete or missing.
 pub(crate) fn assert_sound(output: &Path, saved: u64, what: &str) {
     let (newest, passed) = checkpoint::newest(output).unwrap();
     assert!(passed.is_empty(), "{what}: {passed:?}");
@@ -214,13 +216,13 @@ pub(crate) fn assert_sound(output: &Path, saved: u64, what: &str) {
     }
 }
 
-/// The next start ends well, with all that an undisturbed run leaves and nothing else.
+/// Checks that the next start succeeds, with exactly the files of an undisturbed run.
 pub(crate) fn assert_goes_on(output: &Path, what: &str) {
     let job = if RunFolder::is_free(output).unwrap() { "fresh" } else { "resume" };
     let done = finish(&mut command(job, output));
     assert!(done.code == Some(0) && done.said.contains("published\n"), "{what}, {job}: {done:?}");
     let (mut found, wanted) = (tree(output), &*EXPECTED);
-    // A run that ended before it got to remove it, and that saves nothing more, keeps it.
+    // A run that was killed before removing this checkpoint, and saves nothing more, keeps it.
     found.retain(|name, _| !name.starts_with("checkpoint-2/"));
     assert_eq!(found.keys().collect::<Vec<_>>(), wanted.keys().collect::<Vec<_>>(), "{what}, {job}");
     for (name, bytes) in wanted {

@@ -1,4 +1,5 @@
-//! Clocks that stand, or show times that no clock should: they end no run, and what follows from them is left out.
+//! Clocks that stand still or show impossible times: they end no run, and derived figures are
+//! omitted.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -18,7 +19,8 @@ static LIBRARY: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
     built.ok()
 });
 
-/// Has clocks show what `vars` say; false where this machine cannot, which was said.
+/// Makes clocks show the times of `vars`; returns false, after printing it, where this machine
+/// cannot.
 fn set(command: &mut Command, vars: &[(&str, &str)]) -> bool {
     let Some(library) = LIBRARY.as_deref() else { return false };
     command.env("LD_PRELOAD", library).envs(vars.iter().copied());
@@ -53,7 +55,7 @@ fn a_step_that_takes_no_time_has_no_speed() {
     let place = Place::new();
     let saved = [&LOGS[..], &["--set", "checkpoint.save_steps=8", "--set"]].concat();
     let mut run = place.command(&lora(&[&saved[..], &["train.max_steps=8"]].concat()));
-    // Steps take milliseconds, so that most of them take no time by this clock.
+    // Steps take milliseconds, so by this clock most of them take no time.
     if !set(&mut run, &[("CLOCK_TICK", "20")]) {
         return;
     }
@@ -99,7 +101,7 @@ fn a_wall_clock_that_stands_anywhere_ends_no_run() {
     }
 }
 
-/// rustls would panic on such a clock.
+/// On such a clock rustls would panic.
 #[test]
 fn a_clock_before_1970_is_named_where_certificates_are_needed() {
     let place = Place::new();

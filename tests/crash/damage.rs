@@ -1,4 +1,5 @@
-//! Checkpoints that are not as they were written: every change is found before anything is used, and an older one taken.
+//! Damaged checkpoints: every change is detected before anything is used, and an older checkpoint
+//! is used instead.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +9,7 @@ use finetune::checkpoint::{self, SavedCheckpoint};
 use crate::place::{Place, lora};
 use crate::{Random, finish};
 
-/// A run of the binary with two checkpoints.
+/// A place with a run of the binary that left two checkpoints.
 fn trained() -> Place {
     let place = Place::new();
     let keys = ["checkpoint.save_steps=2", "checkpoint.keep_last=9", "log.tensorboard=false"];
@@ -27,7 +28,7 @@ fn members(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// What is said of checkpoint-4, in whose place checkpoint-2 is taken.
+/// Returns the message about the skipped checkpoint-4, in place of which checkpoint-2 is used.
 fn passed_over(out: &Path, what: &str) -> String {
     let (newest, passed) = checkpoint::newest(out).unwrap();
     assert_eq!(newest.map(|newest| newest.state.step), Some(2), "{what} was not found");
@@ -46,7 +47,7 @@ fn every_file_cut_at_seven_places() {
     let out = place.path("out");
     for path in members(&out.join("checkpoint-4")) {
         let whole = std::fs::read(&path).unwrap();
-        // Of safetensors, where the header ends; of others, somewhere.
+        // The end of the header in safetensors files, any offset in others.
         let header = u64::from_le_bytes(whole[..8].try_into().unwrap()).min(whole.len() as u64 / 3) + 8;
         for end in [0, 1, 7, 8, header as usize, whole.len() / 2, whole.len() - 1] {
             std::fs::write(&path, &whole[..end]).unwrap();
@@ -66,7 +67,7 @@ fn two_hundred_flipped_bits() {
     let files = members(&out.join("checkpoint-4"));
     let (mut random, mut caught) = (Random(15), 0);
     for turn in 0..200 {
-        // All files alike, small ones too.
+        // Small files are hit as often as large ones.
         let path = &files[turn % files.len()];
         let whole = std::fs::read(path).unwrap();
         let (at, bit) = (random.below(whole.len() as u64) as usize, random.below(8));
@@ -81,7 +82,8 @@ fn two_hundred_flipped_bits() {
     assert_eq!(checkpoint::newest(&out).unwrap().0.unwrap().state.step, 4);
 }
 
-/// A member that is missing, too many, of another step, a folder, a link or a pipe, which nobody waits for.
+/// A member that is missing, unexpected, from another step, a folder, a link or a pipe. Reading
+/// never blocks on the pipe.
 #[cfg(unix)]
 #[test]
 fn members_that_are_not_what_was_written() {
@@ -117,14 +119,14 @@ fn members_that_are_not_what_was_written() {
     std::fs::write(sound.join("more.json"), "{}").unwrap();
     assert!(passed_over(&out, "a file too many").contains("more.json does not belong to it"));
     std::fs::remove_file(sound.join("more.json")).unwrap();
-    // A checkpoint that is itself a link is one.
+    // A checkpoint may itself be a link.
     std::fs::rename(&sound, &kept).unwrap();
     std::os::unix::fs::symlink(&kept, &sound).unwrap();
     assert_eq!(checkpoint::newest(&out).unwrap().0.unwrap().state.step, 4);
     assert_eq!(SavedCheckpoint::open(&sound).unwrap().state.step, 4);
 }
 
-/// What a user is told, and that the run goes on to the same end.
+/// The user gets a warning, and the run resumes to the same result.
 #[cfg(unix)]
 #[test]
 fn a_run_goes_on_from_the_older_one() {
@@ -135,7 +137,7 @@ fn a_run_goes_on_from_the_older_one() {
     let member = out.join("checkpoint-4/optimizer.safetensors");
     std::fs::rename(&member, place.path("kept")).unwrap();
     std::os::unix::fs::symlink(place.path("kept"), &member).unwrap();
-    // Lost by its owner: made anew.
+    // A checkpoint that its owner deletes is made anew.
     std::fs::remove_file(&adapter).unwrap();
     std::fs::remove_file(out.join("README.md")).unwrap();
     let keys = ["checkpoint.save_steps=2", "checkpoint.keep_last=9", "log.tensorboard=false"];

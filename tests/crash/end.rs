@@ -1,6 +1,7 @@
-//! Kills between the last step of a run and its end: the result is there, or the next start resumes to it.
+//! Kills between the last step of a run and its end: the result exists, or the next start completes
+//! it.
 //!
-//! The runs keep no checkpoint, so that only the result itself can save what was trained.
+//! The runs keep no checkpoint, so only the result itself preserves what was trained.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,12 +13,13 @@ use finetune::checkpoint::KillPoint;
 use crate::place::{Place, lora};
 use crate::{Done, Random, assert_tidy, finish, told};
 
-/// Steps of a run.
+/// The log line of the last step contains this.
 const STEPS: &str = "\"step\":4,";
-/// Kills at random moments.
+/// Kills at random instants.
 const RANDOM_KILLS: usize = 50;
 
-/// A run of four steps that evaluates before and after them; `more` are further flags, and `full` among them is the recipe.
+/// A run of four steps that evaluates before and after them; `more` are further flags, and `full`
+/// among them replaces the recipe.
 fn run(place: &Place, output: &Path, more: &[&str]) -> Command {
     let output = output.display().to_string();
     let is_full = more.contains(&"full");
@@ -35,14 +37,14 @@ fn run(place: &Place, output: &Path, more: &[&str]) -> Command {
     command
 }
 
-/// The files that hold what was trained.
+/// The files that hold trained weights.
 fn trained(output: &Path) -> BTreeMap<&'static str, Option<Vec<u8>>> {
     ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"]
         .map(|name| (name, std::fs::read(output.join(name)).ok()))
         .into()
 }
 
-/// Resumes the run that was killed in `output`, whose result must be `wanted` then.
+/// Resumes the killed run in `output`, whose result must then equal `wanted`.
 fn assert_resumes(
     place: &Place,
     output: &Path,
@@ -60,7 +62,8 @@ fn assert_resumes(
     done
 }
 
-/// At each named moment, for an adapter, for one that two ranks train, and for a model whose ranks write a share each.
+/// Kills at each named point, for an adapter, for one that two ranks train, and for a model whose
+/// ranks write one shard each.
 #[test]
 fn kills_at_every_named_moment_of_the_end() {
     let place = Place::new();
@@ -85,14 +88,14 @@ fn kills_at_every_named_moment_of_the_end() {
             let adopts =
                 again.errors.contains("written its whole result when its process ended: published in");
             assert_eq!(adopts, point == KillPoint::Sealed, "{what}: {again:?}");
-            // It has ended, whatever is done again.
+            // The run then has ended, whatever was repeated.
             let last = assert_resumes(&place, &output, more, &wanted, &what);
             assert!(last.errors.contains("nothing is left to do"), "{what}: {last:?}");
         }
     }
 }
 
-/// With checkpoints, too, each moment is survived.
+/// A run with checkpoints survives each kill, too.
 #[test]
 fn kills_at_the_end_of_a_run_with_checkpoints() {
     let place = Place::new();
@@ -109,7 +112,7 @@ fn kills_at_the_end_of_a_run_with_checkpoints() {
     }
 }
 
-/// The checkpoint of the end comes after the result, and a kill between the two loses neither.
+/// The final checkpoint follows the result, and a kill between the two loses neither.
 #[test]
 fn kills_at_the_end_of_a_run_with_default_checkpoints() {
     let place = Place::new();
@@ -130,7 +133,7 @@ fn kills_at_the_end_of_a_run_with_default_checkpoints() {
     }
 }
 
-/// A result that is no longer as its seal says is not published: the run starts again.
+/// A result that differs from its seal is not published: the run starts again.
 #[test]
 fn a_sealed_result_that_was_damaged_is_not_published() {
     let place = Place::new();
@@ -149,7 +152,7 @@ fn a_sealed_result_that_was_damaged_is_not_published() {
     assert!(again.errors.contains(kept) && output.join("result.aside-1").is_dir(), "{again:?}");
 }
 
-/// Without run.json nobody knows whose a sealed result is: it is kept.
+/// Without run.json the owner of a sealed result is unknown, so it is kept.
 #[test]
 fn a_sealed_result_without_a_record_is_kept() {
     let place = Place::new();
@@ -164,7 +167,7 @@ fn a_sealed_result_without_a_record_is_kept() {
     assert!(output.join("result.aside-1/adapter_model.safetensors").exists());
 }
 
-/// A result that got a folder of its own is found there: nothing is trained again.
+/// A result published in a separate folder is found there: nothing is trained again.
 #[test]
 fn a_result_in_a_folder_of_its_own_ends_the_run() {
     let place = Place::new();
@@ -180,7 +183,8 @@ fn a_result_in_a_folder_of_its_own_ends_the_run() {
     assert!(output.join("result/adapter_model.safetensors").exists());
 }
 
-/// A file that another program put in the way of a sealed result stays, and the result gets a folder of its own.
+/// Another program's file at the path of a sealed result stays, and the result is published in a
+/// separate folder.
 #[test]
 fn a_sealed_result_replaces_no_file_of_others() {
     let place = Place::new();
@@ -195,7 +199,8 @@ fn a_sealed_result_replaces_no_file_of_others() {
     assert!(result.join("adapter_model.safetensors").exists() && !result.join("manifest.json").exists());
 }
 
-/// `--max-restarts` ends well after a kill in the last evaluation: the result was published before it.
+/// `--max-restarts` succeeds after a kill in the last evaluation, for the result was published
+/// before.
 #[test]
 fn a_restart_after_the_result_ends_well() {
     let place = Place::new();
@@ -206,8 +211,8 @@ fn a_restart_after_the_result_ends_well() {
     assert!(done.errors.contains("nothing is left to do"), "{done:?}");
 }
 
-/// Kills `command` once its last step is logged and `after` more has passed; whether it was still there, and how long it
-/// went on if it was not killed.
+/// Kills `command` when its last step is logged and `after` more has passed. Also returns how long
+/// it continued after that step.
 fn killed_after_last_step(mut command: Command, output: &Path, after: Duration) -> (Done, Duration) {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let log = output.join("metrics.jsonl");
@@ -220,7 +225,7 @@ fn killed_after_last_step(mut command: Command, output: &Path, after: Duration) 
         std::thread::sleep(Duration::from_micros(100));
     }
     let went_on = logged.elapsed();
-    // One that has ended cannot be killed, which is no matter.
+    // The process may have ended by itself; the kill then fails harmlessly.
     drop(child.kill());
     (told(child.wait_with_output().unwrap()), went_on)
 }

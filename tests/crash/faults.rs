@@ -1,4 +1,4 @@
-//! The library that strikes at calls which change files, and how it is told when.
+//! The preloaded library that injects faults into calls that change files, and its settings.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,7 @@ use crate::skipped::skipped;
 
 /// All letters of calls that change files.
 pub(crate) const ALL: &str = "owtsrmu";
-/// Those at which an error ends a run: removing is tidying up.
+/// Letters of calls whose error ends a run; removing is only cleanup.
 pub(crate) const NEEDED: &str = "owtsrm";
 
 static LIBRARY: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
@@ -19,19 +19,19 @@ static LIBRARY: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
     built.ok()
 });
 
-/// The library; none: this machine cannot have it, which was said.
+/// Returns the library; None, after printing it, if this machine cannot build it.
 pub(crate) fn library() -> Option<&'static Path> {
     LIBRARY.as_deref()
 }
 
-/// The library `name`, made of `source`, for a process to be started with.
+/// Compiles `source` to the library `name`, for preloading into a process.
 pub(crate) fn preloaded(name: &str, source: &str) -> Result<PathBuf, String> {
     if !cfg!(all(target_os = "linux", target_env = "gnu")) {
         return Err("they are struck by preloading a library, as Linux with glibc does".into());
     }
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let (file, library) = (folder.join(format!("{name}.c")), folder.join(format!("lib{name}.so")));
-    // Another test process may build it too.
+    // Another test process may build it at the same time.
     let made = folder.join(format!("lib{name}-{}.so", std::process::id()));
     std::fs::write(&file, source).map_err(|e| e.to_string())?;
     let mut compiler = Command::new("cc");
@@ -44,25 +44,26 @@ pub(crate) fn preloaded(name: &str, source: &str) -> Result<PathBuf, String> {
     Ok(library)
 }
 
-/// What strikes a process.
+/// A fault injected into a process.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Fault<'a> {
-    /// The number of the call, from 1; 0: none is struck.
+    /// The number of the failing call, from 1; 0 for none.
     pub(crate) at: usize,
-    /// The number of an error, `kill`, `int` or `stop`.
+    /// An error number, `kill`, `int` or `stop`.
     pub(crate) what: String,
-    /// Letters of calls that count; empty: all.
+    /// Letters of counted calls; empty for all.
     pub(crate) ops: &'a str,
-    /// A part that a path must have to count.
+    /// Text that the path of a counted call must contain.
     pub(crate) only: &'a str,
-    /// Letters of calls that are struck ever after.
+    /// Letters of calls that keep failing afterwards.
     pub(crate) sticky: &'a str,
-    /// What the disk tells of its free bytes, from call `at` on.
+    /// Free bytes that the disk reports from call `at` on.
     pub(crate) free: Option<u64>,
 }
 
 impl Fault<'_> {
-    /// Has it strike `command` at its calls below `root`; each counted call gets a line in the file `log`.
+    /// Injects the fault into `command` at its calls below `root`; each counted call writes a line
+    /// to the file `log`.
     pub(crate) fn strike(&self, command: &mut Command, root: &Path, log: Option<&Path>) {
         command.env("LD_PRELOAD", library().unwrap()).env("FAULT_ROOT", root);
         let texts = [
@@ -80,7 +81,7 @@ impl Fault<'_> {
     }
 }
 
-/// The calls that `command` makes below `root` and that count for a fault at `ops`, one a line.
+/// Returns the calls of `command` below `root` that match `ops`, one a line.
 pub(crate) fn calls(command: &mut Command, root: &Path, ops: &str) -> Vec<String> {
     let place = tempfile::tempdir().unwrap();
     let log = place.path().join("log");

@@ -1,13 +1,13 @@
-//! Threads that the system does not start, as under `ulimit -u` or pids.max.
+//! Threads that the system refuses to start, as under `ulimit -u` or pids.max.
 
 use crate::faults::library;
 use crate::place::{Place, lora};
 
-/// A command takes fewer threads than this.
+/// Upper bound for the threads of a command.
 const MOST: usize = 60;
 
-/// Runs the command with ever more threads until it has all that it starts; every other time it ends with 75 and names the
-/// limit, or goes on without a thread that it can spare. Returns how often it ended.
+/// Runs the command with ever more threads until it gets all it starts. Each earlier run must end
+/// with 75 and name the limit, or continue without an optional thread. Returns how many ended.
 fn with_ever_more_threads(place: &Place, args: &[&str], output: &str) -> usize {
     let mut refused = 0;
     for from in 1..MOST {
@@ -53,7 +53,7 @@ fn a_thread_that_the_system_refuses_is_a_limit_that_is_named() {
     }
 }
 
-/// A command that computes nothing needs no threads.
+/// Commands that compute nothing need no threads.
 #[test]
 fn what_only_shows_starts_no_thread() {
     if library().is_none() {

@@ -1,4 +1,5 @@
-//! Files at a path of the user's on disks that are full or lack calls, and folders that cannot be read for a moment.
+//! Output files at paths of the user on disks that are full or lack system calls, and folders that
+//! are temporarily unreadable.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -9,14 +10,14 @@ use crate::faults::{Fault, library};
 use crate::place::{Place, copy_folder, golden, lora};
 use crate::{Done, finish, names, told};
 
-/// A place with a folder `made` for what is made.
+/// A place with an empty folder `made` for the output.
 fn prepared() -> Place {
     let place = Place::new();
     std::fs::create_dir(place.path("made")).unwrap();
     place
 }
 
-/// A command that writes `made/NAME`, as users name it.
+/// A command that writes `made/NAME`, given relative to its working folder.
 fn writing(place: &Place, name: &str) -> Command {
     let path = place.path("made").join(name).display().to_string();
     let export = |format| {
@@ -35,7 +36,8 @@ fn struck(place: &Place, name: &str, fault: Fault<'_>) -> Done {
     finish(&mut command)
 }
 
-/// A full disk, at each write and at the flush: 74, what was there stays and nothing else is there.
+/// A full disk, at each write and at the flush: exit code 74, the old file stays and no other file
+/// is left.
 #[test]
 fn a_full_disk_leaves_what_was_there() {
     if library().is_none() {
@@ -49,7 +51,7 @@ fn a_full_disk_leaves_what_was_there() {
             let done = struck(&place, name, full(ops));
             assert_eq!(done.code, Some(74), "{name}, {ops}: {done:?}");
             assert!(done.errors.contains("No space left on device"), "{name}, {ops}: {done:?}");
-            let hint = format!("hint: make room on that disk, or choose another place with `{option}`");
+            let hint = format!("hint: free space on that disk, or choose another path with `{option}`");
             assert!(ops != "w" || done.errors.contains(&hint), "{name}: {done:?}");
             assert_eq!(names(&made), [""; 0], "{name}, {ops}");
         }
@@ -65,7 +67,8 @@ fn a_full_disk_leaves_what_was_there() {
     }
 }
 
-/// File systems without an exclusive rename, and those without hard links too: the file has its name all the same.
+/// File systems without exclusive rename, and without hard links, too: the file still gets its
+/// name.
 #[test]
 fn file_systems_that_lack_calls() {
     if library().is_none() {
@@ -86,7 +89,8 @@ fn file_systems_that_lack_calls() {
     }
 }
 
-/// Runs a command that stops at the first of its calls `ops` below `made`, does something meanwhile, and lets it go on.
+/// Runs a command that stops at its first call of `ops` below `made`; then calls `act` and lets the
+/// command continue.
 fn meanwhile(mut command: Command, made: &Path, ops: &str, act: impl FnOnce()) -> Done {
     Fault { at: 1, what: "stop".into(), ops, ..Fault::default() }.strike(&mut command, made, None);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -100,8 +104,8 @@ fn meanwhile(mut command: Command, made: &Path, ops: &str, act: impl FnOnce()) -
     told(child.wait_with_output().unwrap())
 }
 
-/// A file that comes while an export writes its own, and right before that gets its name: it stays, with 1, and nothing else
-/// is left.
+/// A file created while an export writes its own, or right before the rename: it stays, the exit
+/// code is 1, and no other file is left.
 #[test]
 fn a_file_that_comes_meanwhile_stays() {
     if library().is_none() {
@@ -113,13 +117,13 @@ fn a_file_that_comes_meanwhile_stays() {
         let comes = || std::fs::write(made.join("m.gguf"), "precious").unwrap();
         let done = meanwhile(writing(&place, "m.gguf"), &made, ops, comes);
         assert_eq!(done.code, Some(1), "{ops}: {done:?}");
-        assert!(done.errors.contains("it came while finetune wrote the new file"), "{done:?}");
+        assert!(done.errors.contains("it appeared while finetune wrote the new file"), "{done:?}");
         assert_eq!(std::fs::read(made.join("m.gguf")).unwrap(), b"precious");
         assert_eq!(names(&made), ["m.gguf"], "{ops}");
     }
 }
 
-/// The same of a folder, or a link to one, in the place of a folder that is written.
+/// The same for a folder, or a link to one, at the path of an output folder.
 #[test]
 fn a_folder_that_comes_meanwhile_stays() {
     if library().is_none() {
@@ -155,8 +159,8 @@ fn a_folder_that_comes_meanwhile_stays() {
     }
 }
 
-/// The system's limit of open files, met for a moment: the folder is not taken for a used one, nor the newest checkpoint for
-/// a damaged one.
+/// The open-file limit, reached temporarily: finetune treats neither the folder as in use by others
+/// nor the newest checkpoint as damaged.
 #[test]
 fn a_folder_that_cannot_be_listed_now_is_not_in_use() {
     if library().is_none() {
@@ -180,7 +184,7 @@ fn a_folder_that_cannot_be_listed_now_is_not_in_use() {
         assert!(done.code.is_some_and(|code| code != 0) && !wrong, "{ops} {only}: {done:?}");
         assert!(done.errors.contains("Too many open files"), "{ops} {only}: {done:?}");
     };
-    // What a run leaves that never began.
+    // State after a run that never began.
     std::fs::create_dir_all(out.join(".finetune")).unwrap();
     std::fs::write(out.join(".finetune/lock"), "").unwrap();
     limited(run(&[]), "d", ".finetune");

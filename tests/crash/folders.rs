@@ -1,5 +1,6 @@
-//! A folder belongs to one run, is held by one process, and keeps the checkpoints that verify: with clocks that run
-//! ahead or behind, links, parents that cannot be written to, many starts at once, and what people and power cuts do.
+//! A folder belongs to one run, is locked by one process, and keeps verified checkpoints: with
+//! clocks ahead or behind, links, read-only parents, many simultaneous starts, users' changes and
+//! power cuts.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -23,12 +24,12 @@ fn run(place: &Place, output: &Path, more: &[&str]) -> Command {
     command
 }
 
-/// One that saves every step.
+/// A run that saves every step.
 fn train(place: &Place, output: &Path, more: &[&str]) -> Command {
     run(place, output, &[&["--set", "checkpoint.save_steps=1"][..], more].concat())
 }
 
-/// Runs a job of the child to its end, which must be well.
+/// Runs a job of the child, which must succeed.
 fn done(job: &str, output: &Path) -> Done {
     let done = finish(&mut command(job, output));
     assert!(done.code == Some(0) && done.said.contains("published\n"), "{done:?}");
@@ -68,7 +69,7 @@ fn of_fifty_starts_at_once_one_trains() {
     assert_goes_on(&output, "after the kill");
 }
 
-/// Sets the time of everything below a folder.
+/// Sets the modification time of everything below a folder.
 fn set_times(folder: &Path, time: SystemTime) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -80,7 +81,8 @@ fn set_times(folder: &Path, time: SystemTime) {
     std::fs::File::open(folder).unwrap().set_modified(time).unwrap();
 }
 
-/// Steps say which checkpoint is the newest, whatever the file system's clock says: newer, older or far from this host's.
+/// The step decides which checkpoint is the newest, whether the file system's clock runs ahead or
+/// behind.
 #[test]
 fn clocks_that_are_ahead_or_behind() {
     let place = Place::new();
@@ -93,7 +95,7 @@ fn clocks_that_are_ahead_or_behind() {
         let wanted = std::fs::read(out.join("adapter_model.safetensors")).unwrap();
         std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
         set_times(&out, all);
-        // The one that must go is the newest or the oldest by its time.
+        // By its time, the checkpoint to remove is the newest or the oldest.
         set_times(&out.join("checkpoint-3"), older);
         let done = finish(&mut train(&place, &out, &["--resume", "--set", "checkpoint.keep_last=1"]));
         assert_eq!(done.code, Some(0), "{done:?}");
@@ -109,21 +111,21 @@ fn clocks_that_are_ahead_or_behind() {
 fn links_lead_where_they_may() {
     use std::os::unix::fs::symlink;
     let place = Place::new();
-    // To a folder: the run's place.
+    // A link to a folder: the run uses that folder.
     std::fs::create_dir(place.path("there")).unwrap();
     symlink("there", place.path("link")).unwrap();
     done("fresh", &place.path("link"));
     done("resume", &place.path("link"));
     assert!(place.path("there/adapter_config.json").exists() && place.path("link").is_symlink());
-    // To nothing.
+    // A dangling link.
     symlink("nowhere", place.path("loose")).unwrap();
     for job in ["fresh", "resume"] {
         let refused = finish(&mut command(job, &place.path("loose")));
         assert_eq!(refused.code, Some(1), "{refused:?}");
-        assert!(refused.errors.contains("it is a link to nowhere, where nothing is"), "{refused:?}");
+        assert!(refused.errors.contains("it is a link to nowhere, which does not exist"), "{refused:?}");
     }
     assert!(!place.path("nowhere").exists());
-    // What a run keeps of itself, and its lock: nothing is written where they lead.
+    // Links in the place of a run's state folder or lock: nothing is written through them.
     std::fs::create_dir(place.path("theirs")).unwrap();
     place.write("theirs/lock", "theirs");
     std::fs::create_dir(place.path("new")).unwrap();
@@ -138,7 +140,7 @@ fn links_lead_where_they_may() {
     assert!(refused.code == Some(1) && refused.errors.contains("it is a link"), "{refused:?}");
     assert_eq!(std::fs::read_to_string(place.path("theirs/lock")).unwrap(), "theirs");
     assert_eq!(names(&place.path("theirs")), ["lock"]);
-    // An old checkpoint that lies elsewhere: the link goes, and not what it leads to.
+    // An old checkpoint that is a link to elsewhere: the link is removed, its target stays.
     let out = place.path("out");
     assert_eq!(finish(&mut train(&place, &out, &[])).code, Some(0));
     std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
@@ -152,7 +154,7 @@ fn links_lead_where_they_may() {
     assert_tidy(&out, "links");
 }
 
-/// A parent that cannot be written to refuses a new folder, and is no matter to one that is there.
+/// A read-only parent prevents a new folder, but an existing one works.
 #[cfg(unix)]
 #[test]
 fn parents_that_cannot_be_written_to() {
@@ -167,7 +169,7 @@ fn parents_that_cannot_be_written_to() {
     let run = |output: &Path| {
         let mut run = command("fresh", output);
         if std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0) {
-            // Permissions do not bind root; nobody runs it instead.
+            // Root ignores permissions, so the user nobody runs it.
             run.uid(65534).gid(65534);
         }
         run.output().map(told)
@@ -183,8 +185,8 @@ fn parents_that_cannot_be_written_to() {
     assert!(there.code == Some(0) && there.said.contains("published\n"), "{there:?}");
 }
 
-/// The binary, killed after it took the lock and before its mark was there: the same command begins anew, and goes on
-/// where the mark was.
+/// Kills the binary between its lock and its mark: the same command begins anew, and resumes once
+/// the mark exists.
 #[test]
 fn a_kill_between_lock_and_mark() {
     if library().is_none() {
@@ -205,7 +207,7 @@ fn a_kill_between_lock_and_mark() {
     }
 }
 
-/// A checkpoint that made room for a new one of its step, when the process was killed in between, is there again.
+/// A kill between renaming the old checkpoint and renaming the new one: the old one is restored.
 #[test]
 fn a_checkpoint_that_was_to_be_replaced() {
     let place = tempfile::tempdir().unwrap();
@@ -216,13 +218,13 @@ fn a_checkpoint_that_was_to_be_replaced() {
     let said = done("resume", &output);
     assert!(!said.said.contains("saved"), "it went on from step 4: {said:?}");
     assert!(output.join("checkpoint-4").exists() && !away.exists());
-    // Where the new one came to be, the old one goes.
+    // If the new one exists, the old one is removed.
     std::fs::create_dir(&away).unwrap();
     done("resume", &output);
     assert!(output.join("checkpoint-4").exists() && !away.exists());
 }
 
-/// What has a checkpoint's name and is none is moved when the name is needed, and kept.
+/// A file with a checkpoint's name is renamed when the name is needed, and kept.
 #[test]
 fn a_file_in_the_way_of_a_checkpoint() {
     let place = tempfile::tempdir().unwrap();
@@ -238,7 +240,7 @@ fn a_file_in_the_way_of_a_checkpoint() {
     assert_eq!(std::fs::read(output.join("checkpoint-3")).unwrap(), b"mine too");
 }
 
-/// Logs that a power cut or a person left in a bad state are said, kept and no reason to stop.
+/// Logs damaged by a power cut or a user are reported and kept, and the run continues.
 #[test]
 fn logs_stop_no_resume() {
     let place = Place::new();
@@ -268,8 +270,8 @@ fn logs_stop_no_resume() {
     assert!(std::fs::read(out.join("adapter_model.safetensors")).unwrap() == wanted);
 }
 
-/// A run that has ended without a checkpoint has nothing left to do; with another recipe, or when a file of it was lost, it
-/// is refused with the reason and a remedy.
+/// A finished run without a checkpoint has nothing left to do. With another recipe, or after losing
+/// a file, it is refused with the reason and a remedy.
 #[test]
 fn a_finished_folder_that_lost_a_file() {
     let place = Place::new();

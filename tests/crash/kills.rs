@@ -1,4 +1,4 @@
-//! Kills at random instants: runs that are killed and started again until they end.
+//! Kills at random instants: runs that are killed and restarted until they end.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,13 +8,13 @@ use crate::child::{assert_goes_on, assert_sound, command, last_saved};
 use crate::place::{Place, lora};
 use crate::{Done, Random, assert_tidy, finish, told};
 
-/// How many kills are tried.
+/// Returns the number of kills to try.
 fn wanted() -> u64 {
     let set = std::env::var("FINETUNE_CRASH_KILLS").ok();
     set.map_or(200, |text| text.parse().expect("FINETUNE_CRASH_KILLS is a number"))
 }
 
-/// Runs `command`, and kills it after `after` if it is still there.
+/// Runs `command`, and kills it after `after` if it still runs.
 fn killed(command: &mut Command, after: Duration) -> Done {
     let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     std::thread::sleep(after);
@@ -22,7 +22,7 @@ fn killed(command: &mut Command, after: Duration) -> Done {
     told(run.wait_with_output().unwrap())
 }
 
-/// How long `command` takes, of three tries the shortest.
+/// Returns the shortest of three durations of `command`.
 fn shortest(mut run: impl FnMut() -> Command) -> Duration {
     let time = |_| {
         let started = Instant::now();
@@ -33,7 +33,7 @@ fn shortest(mut run: impl FnMut() -> Command) -> Duration {
     (0..3).map(time).min().unwrap()
 }
 
-/// An instant of a run that takes `whole`, a little of it after its end.
+/// Returns an instant during a run that takes `whole`, or shortly after its end.
 fn instant(random: &mut Random, whole: Duration) -> Duration {
     Duration::from_micros(random.below(whole.as_micros() as u64 * 11 / 10))
 }
@@ -51,7 +51,7 @@ fn kills_at_random_instants() {
         folders += 1;
         let output = place.path().join(format!("out-{folders}"));
         let mut saved = 0;
-        // Not more often than it takes to tear something: then the run may end.
+        // After enough kills to tear something the run may end.
         for attempt in 0..8 {
             let what = format!("kill {kills} of folder {folders}");
             let job = if attempt == 0 { "fresh" } else { "resume" };
@@ -61,7 +61,7 @@ fn kills_at_random_instants() {
             assert_sound(&output, saved, &what);
             if let Some(code) = done.code {
                 assert_eq!(code, 0, "{what}: {done:?}");
-                // The machine was busier when it was timed.
+                // The machine was busier when the run was timed.
                 whole = whole.min(after);
                 break;
             }
@@ -99,7 +99,7 @@ fn kills_of_the_binary() {
         folders += 1;
         let (name, begun) = (format!("out-{folders}"), kills);
         let output = place.path(&name);
-        // Folders that many runs in a row were killed in, and some that none was.
+        // Folders of many runs killed in a row, and folders of none.
         while kills < begun + 5 {
             let after = instant(&mut random, whole);
             let done = killed(&mut train(&place, &output), after);

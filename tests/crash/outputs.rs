@@ -1,5 +1,6 @@
-//! What a run, `merge`, `quantize` and `export` leave appears whole, flushed to the disk, or not at all; what was killed is
-//! swept by the next start, what a signal stops removes itself.
+//! Results of runs, `merge`, `quantize` and `export` appear complete and flushed to disk, or not at
+//! all. The next start removes leftovers of killed commands; a command stopped by a signal removes
+//! its own.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +9,7 @@ use crate::faults::{ALL, Fault, calls, library};
 use crate::place::{Place, copy_folder, golden};
 use crate::{child, finish, names, tree};
 
-/// A command line but for its output, and the name of that.
+/// A command line without its output, and the output's name.
 type Verb = (&'static [&'static str], &'static str);
 
 const VERBS: [Verb; 4] = [
@@ -18,7 +19,7 @@ const VERBS: [Verb; 4] = [
     (&["export", "--model", "model", "--format", "gguf"], "out.gguf"),
 ];
 
-/// A place with an adapter and an empty folder `made` for what is made.
+/// A place with an adapter and an empty folder `made` for the output.
 fn prepared() -> Place {
     let place = Place::new();
     copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
@@ -31,7 +32,8 @@ fn making(place: &Place, (args, output): Verb) -> Command {
     place.command(&[args, &["--quiet", "--output", &output]].concat())
 }
 
-/// Fails unless each of the files `wanted` below `made` was flushed before the rename to `place`, and the parent after it.
+/// Checks that each of the files `wanted` below `made` is flushed before the rename to `place`, and
+/// the parent after it.
 fn assert_flushed<'a>(calls: &[String], made: &str, place: &str, wanted: impl Iterator<Item = &'a String>) {
     let renamed = calls.iter().position(|call| *call == format!("r {place}"));
     let (before, after) =
@@ -45,7 +47,7 @@ fn assert_flushed<'a>(calls: &[String], made: &str, place: &str, wanted: impl It
     assert!(flushed(after, &parent), "{parent} was not flushed after the rename: {after:#?}");
 }
 
-/// Also what was copied: tokenizer files, generation_config.json.
+/// Includes copied files: the tokenizer and generation_config.json.
 #[test]
 fn all_that_a_commit_names_is_flushed() {
     if library().is_none() {
@@ -57,7 +59,7 @@ fn all_that_a_commit_names_is_flushed() {
         let calls = calls(&mut making(&place, verb), &made, ALL);
         let output = made.join(verb.1).display().to_string();
         let rename = calls.iter().position(|call| *call == format!("r {output}")).unwrap();
-        // The process's number is in the temporary name.
+        // The temporary name contains the process id.
         let flushed = calls[..rename].iter().rev().find_map(|call| call.strip_prefix("s "));
         let temporary = flushed.unwrap().to_owned();
         assert!(temporary.starts_with(&format!("{output}.tmp-")), "{temporary}");
@@ -87,7 +89,7 @@ fn all_that_a_commit_names_is_flushed() {
     assert_flushed(&calls, &format!("{own}/result"), &format!("{own}/committed"), result.iter());
 }
 
-/// At the first write, in the middle, at the rename and right after it.
+/// Kills at the first write, in the middle, at the rename and right after it.
 #[test]
 fn a_kill_leaves_all_or_nothing_and_is_swept() {
     if library().is_none() {

@@ -1,4 +1,5 @@
-//! A disk without room, told before a run and before a save, and one that fills up in the middle of one.
+//! A disk without enough space, reported before a run and before a save, and a disk that fills up
+//! during a save.
 
 use std::process::Command;
 
@@ -19,7 +20,7 @@ fn train(place: &Place, more: &[&str]) -> Command {
     command
 }
 
-/// Ends with 74 and what is `said`, in that order.
+/// Checks for exit code 74 and the texts `said` in order.
 fn assert_storage(place: &Place, done: &Done, said: &[&str]) {
     let text = place.told(done.errors.as_bytes());
     assert_eq!(done.code, Some(74), "{text}");
@@ -42,7 +43,7 @@ fn a_run_that_has_no_room_does_not_begin() {
     let said = [
         "error: cannot train into [DIR]/out\n",
         "are needed on the disk of [DIR]/out/.finetune: 1000 B are free there\n",
-        "hint: make room on that disk",
+        "hint: free space on that disk",
     ];
     assert_storage(&place, &done, &said);
     assert!(!place.path("out").exists(), "nothing is left of the try");
@@ -60,7 +61,7 @@ fn a_save_that_has_no_room_does_not_begin() {
     let wanted = adapter();
     std::fs::remove_dir_all(place.path("out")).unwrap();
     let mut run = train(&place, &[]);
-    // Asked before the run, and before each save.
+    // Free space is queried before the run and before each save.
     Fault { at: 4, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
     let done = finish(&mut run);
     assert_storage(
@@ -76,7 +77,7 @@ fn a_save_that_has_no_room_does_not_begin() {
     assert!(adapter() == wanted);
 }
 
-/// The checkpoint at the end, which comes after the result, has no room: the result is there.
+/// The final checkpoint, which follows the result, does not fit: the result exists.
 #[test]
 fn a_last_checkpoint_that_has_no_room_costs_no_result() {
     if library().is_none() {
@@ -84,7 +85,7 @@ fn a_last_checkpoint_that_has_no_room_costs_no_result() {
     }
     let place = Place::new();
     let mut run = train(&place, &["--set", "checkpoint.save_steps=auto", "--set", "train.max_steps=2"]);
-    // Asked before the run, and before the one save.
+    // Free space is queried before the run and before its one save.
     Fault { at: 2, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
     let done = finish(&mut run);
     assert_storage(&place, &done, &["cannot save step 2", "1000 B are free"]);
@@ -92,7 +93,7 @@ fn a_last_checkpoint_that_has_no_room_costs_no_result() {
     assert_tidy(&place.path("out"), "no room at the end");
 }
 
-/// The disk fills up while a checkpoint, and while the result is written.
+/// The disk fills up while a checkpoint or the result is written.
 #[test]
 fn a_disk_that_fills_up_leaves_the_last_checkpoint() {
     if library().is_none() {

@@ -1,10 +1,10 @@
-//! A kill and an error at every call by which a run changes its folder.
+//! A kill and an error at every call with which a run changes its folder.
 
 use crate::child::{assert_goes_on, assert_sound, command, last_saved};
 use crate::faults::{ALL, Fault, NEEDED, calls, library};
 use crate::{assert_tidy, finish};
 
-/// The calls of an undisturbed run.
+/// Returns the calls of an undisturbed run.
 fn all_calls(ops: &str) -> Vec<String> {
     let place = tempfile::tempdir().unwrap();
     let output = place.path().join("out");
@@ -33,7 +33,7 @@ fn a_kill_at_every_call() {
     }
 }
 
-/// Each call fails once, and those after it too where a disk is full or can no longer be written to.
+/// Each call fails once; for a full or read-only disk all later ones fail, too.
 #[test]
 fn an_error_at_every_call() {
     if library().is_none() {
@@ -56,7 +56,7 @@ fn an_error_at_every_call() {
         let fault = Fault { at, what: code.to_string(), ops: NEEDED, sticky, ..Fault::default() };
         fault.strike(&mut run, &output, None);
         let done = finish(&mut run);
-        // What is only tidied up may fail.
+        // Cleanup may fail.
         let well = done.code == Some(0) && done.said.contains("published\n");
         let clear = done.code == Some(74) && done.errors.contains(text);
         assert!(well || clear, "{what}: {done:?}");
@@ -67,7 +67,7 @@ fn an_error_at_every_call() {
     assert!(ended + 5 >= calls.len(), "only {ended} of {} errors ended a run", calls.len());
 }
 
-/// An old checkpoint that cannot be removed is said once, stays, and ends no run.
+/// An old checkpoint that cannot be removed causes one warning, stays, and ends no run.
 #[test]
 fn a_checkpoint_that_cannot_be_removed() {
     if library().is_none() {
@@ -85,7 +85,7 @@ fn a_checkpoint_that_cannot_be_removed() {
         assert_eq!(done.said.matches(said).count(), 1, "{done:?}");
         assert_sound(&output, 4, only);
         assert_eq!(output.join("checkpoint-2").exists(), ops == "r");
-        // The next run saves nothing more, and so removes nothing but leftovers.
+        // The next run saves nothing more, so it removes only leftovers.
         let next = finish(&mut command("resume", &output));
         assert!(next.code == Some(0) && next.said.contains("published\n"), "{next:?}");
         assert_tidy(&output, only);

@@ -1,4 +1,5 @@
-//! Chat templates that would take all memory, all of the stack or all time: each is refused, and the next chat rendered.
+//! Chat templates that would exhaust memory, stack or time: each is refused, and the next chat is
+//! rendered.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use serde_json::json;
 
 use super::{alone, counting, seeds};
 
-/// Why `text` is not used or prints nothing.
+/// Returns why `text` is refused or prints nothing.
 fn refusal(text: &str) -> Option<String> {
     let messages = [json!({"role": "user", "content": "hi"}), json!({"role": "assistant", "content": "ho"})];
     match ChatTemplate::from_text(text, &[]) {
@@ -21,7 +22,7 @@ fn refusal(text: &str) -> Option<String> {
     }
 }
 
-/// Templates that nest without end, in their text or in the values that they make.
+/// Templates that nest without end, in their text or in the values they create.
 fn nesting() -> Vec<String> {
     let many = |text: &str| text.repeat(100_000);
     let mut all = vec![
@@ -51,7 +52,7 @@ fn nesting() -> Vec<String> {
     all
 }
 
-/// Templates that ask for more memory than there is.
+/// Templates that request more memory than available.
 fn memory() -> Vec<String> {
     let doubled = |change: &str, shown: &str| {
         format!(
@@ -81,7 +82,7 @@ fn memory() -> Vec<String> {
     all
 }
 
-/// Templates whose few steps take long.
+/// Templates with few steps that each take long.
 const TIME: [&str; 4] = [
     "{% set l = range(99999)|list %}{% for a in range(99999) %}{% set b = l|sort|unique|list|sort(reverse=true) %}{% endfor %}",
     "{% set l = range(99999)|list %}{% for a in range(99999) %}{% set b = l|map('string')|join %}{% endfor %}",
@@ -95,7 +96,7 @@ fn templates_that_take_everything_are_refused() {
     sandbox::run_in(cargo_bin!("finetune").to_owned());
     let time = TIME.iter().map(|text| (*text).to_owned());
     let kinds = [("nesting", nesting()), ("memory", memory()), ("time", time.collect())];
-    // Each takes a second of a processor: some of them, unless there is time.
+    // Each takes a second of CPU time, so by default only some are tried.
     let step = if std::env::var_os("FINETUNE_FUZZ_SECS").is_some() { 1 } else { 5 };
     let all = kinds.iter().flat_map(|(kind, all)| all.iter().map(move |text| (kind, text)));
     for (kind, template) in all.step_by(step) {
@@ -109,20 +110,21 @@ fn templates_that_take_everything_are_refused() {
             held >> 10,
             why.replace('\n', " ")
         );
-        // A second of processor time, of which each refusal speaks; only what runs on fails here.
+        // The limit is a second of CPU time, which each refusal names; only an unlimited template
+        // fails here.
         assert!(took < Duration::from_secs(300), "{shown} takes {took:?}");
         assert!(held < 200 << 20, "{shown} takes {held} bytes of this process");
         assert!(!why.contains("internal error"), "{shown}: {why}");
         assert!(*kind == "nesting" || why != "printed", "{shown} is no bomb");
     }
-    // A chat that ends its process leaves the next one alone.
+    // A chat whose process ends does not affect the next one.
     let text = "{% if messages|length == 1 %}{% set ns = namespace(x='aaaaaaaa') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{% endif %}{{ messages[0].content }}";
     let template = ChatTemplate::from_text(text, &[]).unwrap();
     let render = |messages: &[serde_json::Value]| template.render(messages, &TemplateInputs::default());
     let message = json!({"role": "user", "content": "hi"});
     for _ in 0..2 {
         let error = render(std::slice::from_ref(&message)).unwrap_err().to_string();
-        // On a busy machine its time may end before its memory does.
+        // On a busy machine the time limit may be reached before the memory limit.
         assert!(error.contains("memory") || error.contains("processor time"), "{error}");
         assert_eq!(render(&[message.clone(), message.clone()]).unwrap().text, "hi");
     }

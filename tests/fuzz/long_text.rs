@@ -1,10 +1,11 @@
-//! Long texts: the ids of the whole, in the memory of a piece.
+//! Long texts give the ids of the whole text, with the memory of a piece.
 
 use finetune::data::Tokenizer;
 
 use super::{alone, counting, seeds};
 
-/// Prose with what tokenizers treat in ways of their own: runs of spaces and line ends, numbers, other scripts.
+/// Returns prose with everything that tokenizers treat specially: runs of spaces and line ends,
+/// numbers, other scripts.
 fn prose(bytes: usize) -> String {
     let mut text = String::new();
     let mut at = 1_u32;

@@ -1,17 +1,19 @@
-//! Every parser of files of unknown origin on thousands of broken files: no panic, no abort, no hang, bounded memory.
+//! Every parser of untrusted files on thousands of broken files: no panic, no abort, no hang,
+//! bounded memory.
 //!
-//! The files are real ones with changes (see [`mutate`]); the changes are drawn from a fixed seed, so that a finding
-//! comes again. `cargo test --test fuzz` tries some hundred of each. `FINETUNE_FUZZ_SECS=600 cargo test --test fuzz
-//! -- --nocapture` goes on for that many seconds with each parser and tells how many files it tried, the slowest, and the
-//! most memory that one took. What ends the process (no stack, no memory) leaves its file in the folder that is told
-//! first.
+//! The files are real ones with changes (see [`mutate`]), drawn from a fixed seed, so every finding
+//! is reproducible. `cargo test --test fuzz` tries some hundred of each. `FINETUNE_FUZZ_SECS=600
+//! cargo test --test fuzz -- --nocapture` continues for that many seconds with each parser and
+//! prints the number of files, the slowest one, and the most memory that one took. An input that
+//! ends the process (no stack, no memory) stays in the folder that is printed first.
 //!
-//! [`bombs`] and [`long_text`] try what no change of a real file comes upon: templates that would take all memory or all
-//! time, and texts of a size at which memory matters.
+//! [`bombs`] and [`long_text`] try inputs that no change of a real file produces: templates that
+//! would exhaust memory or time, and texts large enough for memory to matter.
 //!
-//! It is a binary of its own, because it counts all memory that is asked for.
+//! It is a separate binary, because it counts all allocated memory.
 
 #![allow(clippy::unwrap_used, clippy::print_stderr, reason = "a test may panic, and tells what it did")]
+#![allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
 
 mod bombs;
 mod counting;
@@ -36,34 +38,34 @@ use mutate::Mutator;
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
-/// One parser at a time: memory is counted for the whole process.
+/// Runs one parser at a time, for memory is counted for the whole process.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Waits until nothing else is measured.
+/// Waits until no other measurement runs.
 fn alone() -> MutexGuard<'static, ()> {
     ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Memory that any input may take, in bytes: several times what the largest tables of the parsers do.
+/// Bytes of memory that any input may take: several times the largest tables of the parsers.
 const FREE_BYTES: usize = 256 << 20;
-/// Memory for each byte of the input.
+/// Bytes of memory for each byte of the input.
 const BYTES_FOR_EACH: usize = 1000;
-/// Processor time of this process, far more than any input needs.
+/// CPU time limit of this process, far more than any input needs.
 const LONGEST: Duration = Duration::from_secs(20);
-/// Bytes of the largest input.
+/// Largest size of an input in bytes.
 const LARGEST_INPUT: usize = 1 << 20;
 
-/// What is tried.
+/// A parser under test.
 struct Target<'a> {
     name: &'a str,
     seeds: Vec<Vec<u8>>,
-    /// Files that are tried where no number of seconds is given.
+    /// Number of files to try if no seconds are given.
     tries: u64,
-    /// Parses one file; what it returns does not matter.
+    /// Parses one file; its result does not matter.
     parse: &'a dyn Fn(&[u8]),
 }
 
-/// What was seen.
+/// Statistics of one target.
 #[derive(Default)]
 struct Seen {
     executions: u64,
@@ -83,7 +85,7 @@ impl Target<'_> {
         }
         let mut mutator = Mutator::new(self.name, &self.seeds, LARGEST_INPUT);
         let (begun, mut seen) = (Instant::now(), Seen::default());
-        // The seeds themselves first.
+        // The unchanged seeds come first.
         for seed in &self.seeds {
             self.check(seed, &mut seen, &input);
         }
@@ -131,7 +133,7 @@ impl Target<'_> {
     }
 }
 
-/// Keeps an input that is a finding.
+/// Saves an input that caused a finding.
 fn keep(bytes: &[u8], input: &Path) -> PathBuf {
     let digest = blake3::hash(bytes).to_hex();
     let kept = input.with_extension(&digest[..12]);

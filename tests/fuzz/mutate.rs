@@ -1,7 +1,7 @@
-//! Changes to files, drawn from a fixed seed: flipped bits, extreme numbers, pieces cut, doubled, moved and taken from
-//! elsewhere, words that mean something to a parser.
+//! Changes to files, drawn from a fixed seed: flipped bits, extreme numbers, pieces cut, doubled,
+//! moved and taken from other files, and words with a meaning for a parser.
 
-/// Numbers at the edges of what parsers count in.
+/// Numbers at the limits of integer and float types.
 const NUMBERS: [&str; 16] = [
     "0",
     "-1",
@@ -21,7 +21,7 @@ const NUMBERS: [&str; 16] = [
     "NaN",
 ];
 
-/// Words that mean something to one of the parsers.
+/// Words with a meaning for one of the parsers.
 const WORDS: [&str; 36] = [
     "null",
     "true",
@@ -61,11 +61,11 @@ const WORDS: [&str; 36] = [
     "data_offsets",
 ];
 
-/// Binary numbers at the edges.
+/// Binary numbers at the limits.
 const EDGES: [u64; 9] =
     [0, 1, 0x7f, 0xff, 0xffff, 0x7fff_ffff, 0xffff_ffff, 0x7fff_ffff_ffff_ffff, 0xffff_ffff_ffff_ffff];
 
-/// Makes one broken file after the other from real ones.
+/// Generates broken files from real ones.
 pub(crate) struct Mutator<'a> {
     state: u64,
     seeds: &'a [Vec<u8>],
@@ -79,7 +79,7 @@ impl<'a> Mutator<'a> {
         Mutator { state, seeds, largest }
     }
 
-    /// xorshift64*.
+    /// Draws the next number of xorshift64*.
     fn draw(&mut self) -> u64 {
         self.state ^= self.state >> 12;
         self.state ^= self.state << 25;
@@ -95,11 +95,12 @@ impl<'a> Mutator<'a> {
         list[self.below(list.len())]
     }
 
-    /// The next file.
+    /// Returns the next file.
     pub(crate) fn next_input(&mut self) -> Vec<u8> {
         let seed = self.below(self.seeds.len());
         let mut bytes = self.seeds[seed].clone();
-        // Mostly one change: what several changes break is often refused for the first.
+        // Usually one change: of several changes, a parser often refuses the first and never
+        // reaches the others.
         for _ in 0..1 + self.below(8).saturating_sub(4) {
             self.change(&mut bytes);
             bytes.truncate(self.largest);
@@ -129,7 +130,7 @@ impl<'a> Mutator<'a> {
                 bytes.splice(part.end..part.end, copy);
             }
             5 => {
-                // Deep, or long.
+                // Deep or long repetition.
                 let (part, times) = (self.part(bytes), 1 + self.below(20_000));
                 let most = (self.largest / 2) / (part.len() + 1);
                 let copy = bytes[part.clone()].repeat(times.min(most));
@@ -163,7 +164,7 @@ impl<'a> Mutator<'a> {
         }
     }
 
-    /// Puts another number in the place of one that stands there in digits.
+    /// Replaces a decimal number.
     fn change_number(&mut self, bytes: &mut Vec<u8>) {
         let from = self.below(bytes.len());
         let Some(start) = (from..bytes.len()).find(|at| bytes[*at].is_ascii_digit()) else { return };

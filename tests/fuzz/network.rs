@@ -1,5 +1,4 @@
-//! Input from the network, and addresses of requests: addresses, requests to the page of a run's figures, and the settings
-//! of alarms.
+//! Input from the network: addresses of requests, requests to the metrics page, and alarm settings.
 
 use std::cell::Cell;
 use std::io::{Read as _, Write as _};
@@ -14,7 +13,8 @@ use ureq::http::Uri;
 use super::Target;
 use super::targets::{folder_of, on_file};
 
-/// Where ureq would send a request to `address`, which was accepted: never to a port that the address does not name.
+/// Checks the port to which ureq would send a request for the accepted `address`: only a port that
+/// the address names.
 fn check_port(address: &str) {
     let uri: Uri = address.parse().unwrap();
     let authority = uri.authority().unwrap().as_str();
@@ -60,7 +60,7 @@ fn requests_to_the_page_of_figures() {
     let ask = |bytes: &[u8]| {
         let mut stream = TcpStream::connect(authority).unwrap();
         let mut answer = Vec::new();
-        // One that is too long is answered before its end.
+        // A request that is too long is answered before its end.
         let _ = stream.write_all(bytes).and_then(|()| stream.shutdown(Shutdown::Write));
         let _ = stream.read_to_end(&mut answer);
         answer
@@ -78,7 +78,7 @@ fn requests_to_the_page_of_figures() {
     ];
     let seeds = seeds.iter().map(|request| request.as_bytes().to_vec()).collect();
     Target { name: "metrics-request", seeds, tries: 300, parse: &parse }.run();
-    // After all that, who asks gets the page.
+    // After all these requests the server still serves the page.
     let page = String::from_utf8(ask(b"GET /metrics HTTP/1.1\r\n\r\n")).unwrap();
     assert!(page.starts_with("HTTP/1.1 200 OK\r\n") && page.ends_with("loss 1\n"), "{page}");
 }

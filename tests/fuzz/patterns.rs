@@ -1,5 +1,5 @@
-//! Patterns of adapters, and the tables of replacements in a tokenizer.json: small languages of their own, which a change of
-//! the file around them seldom reaches.
+//! Adapter patterns, and the replacement tables in a tokenizer.json: small languages that changes
+//! of the surrounding file seldom reach.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -23,7 +23,7 @@ fn patterns_of_adapters() {
     let parse = |bytes: &[u8]| {
         let pattern = String::from_utf8_lossy(bytes).into_owned();
         let mut config = config.clone();
-        // Which keys are patterns depends on the text, so that each is also met alone.
+        // The text decides which keys are patterns, so each is also tried alone.
         let keys = bytes.first().copied().unwrap_or(0);
         if keys & 1 == 0 {
             config["target_modules"] = json!(pattern);
@@ -73,7 +73,8 @@ fn tables_of_replacements() {
         }
     };
     let tokenizer = std::cell::RefCell::new(&mut tokenizer);
-    // The length of a trie, its units (a root, and a leaf for `a`), and texts that end in a zero byte.
+    // The length of a trie, its units (a root, and a leaf for `a`), and texts that end in a zero
+    // byte.
     let units: [u32; 4] = [1 << 10, 0x161, 1 << 31, 0];
     let trie: Vec<u8> = units.iter().flat_map(|unit| unit.to_le_bytes()).collect();
     let table = [&(trie.len() as u32).to_le_bytes()[..], &trie, b"b\0cd\0\0"].concat();

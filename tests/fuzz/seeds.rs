@@ -1,4 +1,4 @@
-//! The real files that the broken ones are made from.
+//! The real files from which the broken ones are made.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ pub(crate) fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
-/// Files of this name of every golden model.
+/// Returns the files of this name of every golden model.
 pub(crate) fn of_models(name: &str) -> Vec<Vec<u8>> {
     let mut folders: Vec<PathBuf> =
         std::fs::read_dir(golden("models")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -28,7 +28,7 @@ pub(crate) fn of_models(name: &str) -> Vec<Vec<u8>> {
     files
 }
 
-/// The first lines of every golden data file.
+/// Returns the first lines of every golden data file.
 pub(crate) fn rows() -> Vec<Vec<u8>> {
     ["alpaca", "preference", "prompt_completion", "sft_messages", "sharegpt", "text"]
         .iter()
@@ -49,7 +49,8 @@ pub(crate) fn safetensors() -> Vec<u8> {
     safetensors::serialize(views, Some(about)).unwrap()
 }
 
-/// A table of texts, one of numbers, and one of lists, of a hundred rows; and small ones in other codecs.
+/// Tables of texts, of numbers and of lists with a hundred rows each, and small ones in other
+/// codecs.
 pub(crate) fn parquet() -> Vec<Vec<u8>> {
     let properties = [
         WriterProperties::builder().build(),
@@ -94,7 +95,7 @@ fn write_parquet(properties: WriterProperties, rows: usize) -> Vec<u8> {
     out
 }
 
-/// Arrow files and streams of all types, packed and not (tests/golden/scripts/make_tables.py).
+/// Arrow files and streams of all types, compressed and not (tests/golden/scripts/make_tables.py).
 pub(crate) fn arrow() -> Vec<Vec<u8>> {
     let names = [
         "rows.arrow",
@@ -108,7 +109,7 @@ pub(crate) fn arrow() -> Vec<Vec<u8>> {
     names.iter().map(|name| std::fs::read(golden("field/tables").join(name)).unwrap()).collect()
 }
 
-/// A stream of Arrow that claims so many rows of a column without bytes.
+/// An Arrow stream that claims this many rows of a column without bytes.
 pub(crate) fn arrow_of_nulls(rows: usize) -> Vec<u8> {
     let column: ArrayRef = Arc::new(NullArray::new(rows));
     let batch = RecordBatch::try_from_iter([("text", column)]).unwrap();
@@ -117,14 +118,14 @@ pub(crate) fn arrow_of_nulls(rows: usize) -> Vec<u8> {
     writer.into_inner().unwrap()
 }
 
-/// `bytes` packed with gzip and with zstd.
+/// Compresses `bytes` with gzip and with zstd.
 pub(crate) fn packed(bytes: &[u8]) -> [Vec<u8>; 2] {
     let mut gzip = GzEncoder::new(Vec::new(), flate2::Compression::default());
     gzip.write_all(bytes).unwrap();
     [gzip.finish().unwrap(), zstd::encode_all(bytes, 3).unwrap()]
 }
 
-/// The rows of [`rows`] in UTF-16, with a byte order mark.
+/// The rows of [`rows`] in UTF-16 with a byte order mark.
 pub(crate) fn wide_rows() -> Vec<Vec<u8>> {
     let wide = |rows: &Vec<u8>| {
         let text = format!("\u{FEFF}{}", String::from_utf8_lossy(rows));
@@ -133,7 +134,7 @@ pub(crate) fn wide_rows() -> Vec<Vec<u8>> {
     rows().iter().map(wide).collect()
 }
 
-/// So many rows that hold nothing, in some hundred bytes.
+/// This many null rows, in some hundred bytes.
 pub(crate) fn null_rows(rows: usize) -> Vec<u8> {
     let schema = Arc::new(parse_message_type("message rows { OPTIONAL INT64 text; }").unwrap());
     let mut out = Vec::new();
@@ -147,7 +148,7 @@ pub(crate) fn null_rows(rows: usize) -> Vec<u8> {
     out
 }
 
-/// A row of so many equal characters, in a file of a hundredth of that or less.
+/// A row of this many equal characters, in a file of at most a hundredth of that size.
 pub(crate) fn long_row(bytes: usize, codec: parquet::basic::Compression) -> Vec<u8> {
     let schema = Arc::new(parse_message_type("message rows { REQUIRED BYTE_ARRAY text (UTF8); }").unwrap());
     let properties = WriterProperties::builder().set_dictionary_enabled(false).set_compression(codec).build();
@@ -163,7 +164,7 @@ pub(crate) fn long_row(bytes: usize, codec: parquet::basic::Compression) -> Vec<
     out
 }
 
-/// Templates of the golden models, and some that use what those do not.
+/// Templates of the golden models, and some with features that those do not use.
 pub(crate) fn templates() -> Vec<Vec<u8>> {
     let mut found: Vec<Vec<u8>> = of_models("tokenizer_config.json")
         .iter()

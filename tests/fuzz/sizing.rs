@@ -1,5 +1,5 @@
-//! Files and prices of `finetune plan`, and the page that it writes: what is accepted makes finite figures, and what is shown
-//! stays text.
+//! Files and prices of `finetune plan`, and its page: accepted values give finite figures, and
+//! shown text stays text.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -16,7 +16,7 @@ use sha2::{Digest as _, Sha256};
 use super::targets::{folder_of, on_file};
 use super::{Target, seeds};
 
-/// Rates that make finite times: neither 0 nor beyond all numbers.
+/// Checks that rates give finite times: neither 0 nor infinite.
 fn assert_rates(rates: &ComputeRates) {
     let ComputeRates { linear, attention, elementwise, update, update_int8, copy, peak, .. } = *rates;
     for rate in [linear, attention, elementwise.unwrap_or(1.0), update, update_int8, copy, peak] {
@@ -99,7 +99,7 @@ fn calibrations() {
     });
 }
 
-/// A plan in which every text that a user or a file chooses is `text`.
+/// A plan in which every text from a user or a file is `text`.
 fn sizing(text: &str) -> Sizing {
     let mut hardware = Hardware::parse("8x4090", std::path::Path::new(".")).unwrap();
     let device = &mut hardware.device;
@@ -138,8 +138,8 @@ fn sizing(text: &str) -> Sizing {
     }
 }
 
-/// Whatever the names: the page has its one script, whose data are JSON without a character that ends it, and a policy that
-/// allows this script alone.
+/// Whatever the names are, the page has one script, whose data is JSON without a character that
+/// ends it, and a policy that allows only this script.
 #[test]
 fn data_of_a_page() {
     let seeds = [

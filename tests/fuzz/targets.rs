@@ -1,4 +1,4 @@
-//! What is tried: one test for each parser.
+//! The fuzz targets: one test for each parser.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 use super::{Target, seeds};
 
-/// A parser of the file `name` in a folder of its own, by whatever reads that folder or file.
+/// Parses the file `name` in a new folder with a reader of that folder or file.
 pub(crate) fn on_file(
     name: &str,
     seeds: Vec<Vec<u8>>,
@@ -35,7 +35,7 @@ pub(crate) fn on_file(
     }
     let path = folder.path().join(name);
     let parse = |bytes: &[u8]| {
-        // Anew, so that what is mapped is never cut short.
+        // Written as a new file, so that a mapped file is never truncated.
         let _ = std::fs::remove_file(&path);
         std::fs::write(&path, bytes).unwrap();
         read(&path);
@@ -170,7 +170,7 @@ fn data_files_of_other_containers() {
     on_file("rows.ndjson", seeds::wide_rows(), 200, &[], read);
     let packed = seeds::rows().iter().flat_map(|rows| seeds::packed(rows)).collect();
     on_file("rows.jsonl.gz", packed, 300, &[], read);
-    // Objects over several lines, joined, in arrays, with what Python alone writes.
+    // Objects over several lines, concatenated, in arrays, with Python-only literals.
     let sequences = seeds::rows().into_iter().flat_map(|rows| {
         let text = String::from_utf8_lossy(&rows).into_owned();
         let spread = text.replace('{', "{\n").replace('}', "\n}");
@@ -244,7 +244,7 @@ fn rendezvous_frames() {
         std::thread::spawn(move || Session::join_at(listener, request, &options))
     };
     let parse = |bytes: &[u8]| {
-        // One that is refused is closed while it is written to.
+        // A refused peer is disconnected while it still writes.
         let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) else { return };
         let _ = stream.write_all(bytes);
     };
@@ -255,7 +255,7 @@ fn rendezvous_frames() {
         [frame(&[7; 32]), frame(&[9; 64])].concat(),
     ];
     Target { name: "rendezvous", seeds, tries: 100, parse: &parse }.run();
-    // After all that, who knows the secret gets in.
+    // After all that, a peer with the secret still joins.
     let master = Some(Master { address: "127.0.0.1".to_owned(), port, ports: 1 });
     let guest = Session::join(request(1), &RendezvousOptions { master, ..longer }).unwrap();
     let host = host.join().unwrap().unwrap();

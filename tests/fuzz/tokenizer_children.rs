@@ -1,4 +1,4 @@
-//! Tokenizers that work in processes of their own: the same ids, and an end where they would have none.
+//! Tokenizers that run in child processes: the same ids, and an error where they would not end.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use super::{alone, seeds};
 
-/// The tokenizer of a golden model with the parts of `changes` in the place of its own.
+/// The tokenizer of a golden model with parts replaced by `changes`.
 fn changed(model: &str, changes: &[(&str, Value)]) -> TempDir {
     let folder = TempDir::new().unwrap();
     let path = seeds::golden("models").join(model).join("tokenizer.json");
@@ -27,7 +27,7 @@ fn split(pattern: &str) -> Value {
     json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})
 }
 
-/// The crate's own tokens of `text`, in this process.
+/// The crate's own tokens of `text`, computed in this process.
 fn reference(folder: &Path, text: &str, add_special: bool) -> tokenizers::Encoding {
     let tokenizer = tokenizers::Tokenizer::from_file(folder.join("tokenizer.json")).unwrap();
     tokenizer.encode(text, add_special).unwrap()
@@ -79,13 +79,13 @@ fn a_pattern_of_quadratic_time_is_one_error_of_its_text() {
         let error = tokenizer.encode_with_offsets(&long, true).unwrap_err();
         assert_eq!(error.kind(), ErrorCategory::User);
         assert!(error.to_string().contains("processor time"), "{error}");
-        // Ten seconds of a processor; only what runs on fails here.
+        // The limit is ten seconds of CPU time; only an unlimited tokenizer fails here.
         assert!(begun.elapsed() < Duration::from_secs(300), "{:?}", begun.elapsed());
         assert!(!tokenizer.encode("ab ba", true).unwrap().is_empty(), "the next text is encoded");
     }
 }
 
-/// A decoder has patterns too.
+/// Decoders have patterns, too.
 #[test]
 fn a_decoder_of_quadratic_time_is_an_error() {
     let _alone = alone();

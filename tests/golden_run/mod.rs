@@ -1,16 +1,17 @@
-//! A run of transformers + PEFT repeated through the binary, on any number of ranks, and held against the original.
+//! A run of transformers + PEFT repeated through the binary, on any number of ranks, and compared
+//! with the original.
 
 use std::path::{Path, PathBuf};
 
 use finetune::weights::ModelFiles;
 use serde_json::Value;
 
-/// How a golden run's steps are split.
+/// The split of a golden run's steps.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Split {
     pub(crate) ranks: usize,
     pub(crate) strategy: &'static str,
-    /// Of hsdp.
+    /// Shard size of hsdp.
     pub(crate) shard_size: Option<usize>,
 }
 
@@ -20,7 +21,7 @@ pub(crate) fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-/// The objects of metrics.jsonl that have `key`.
+/// Returns the objects of metrics.jsonl that have `key`.
 pub(crate) fn metrics(output: &Path, key: &str) -> Vec<Value> {
     let text = std::fs::read_to_string(output.join("metrics.jsonl")).unwrap();
     text.lines()
@@ -37,12 +38,13 @@ fn trajectory(folder: &Path) -> Value {
     serde_json::from_str(&std::fs::read_to_string(folder.join("trajectory.json")).unwrap()).unwrap()
 }
 
-/// Rows in a micro-batch and micro-batches of a rank, where `ranks` take the rows of a golden step in equal numbers.
+/// Returns rows of a micro-batch and micro-batches of a rank, such that `ranks` share the rows of a
+/// golden step equally.
 fn cut(run: &Value, ranks: usize) -> (u64, u64) {
     let (rows, turns) = (run["micro_batch"].as_u64().unwrap(), run["accum"].as_u64().unwrap());
     let ranks = ranks as u64;
     assert!((rows * turns).is_multiple_of(ranks), "{} rows over {ranks} ranks", rows * turns);
-    // Whole micro-batches where they go round, else single rows.
+    // Whole micro-batches if every rank gets one, else single rows.
     if turns.is_multiple_of(ranks) { (rows, turns / ranks) } else { (1, rows * turns / ranks) }
 }
 
@@ -92,8 +94,8 @@ fn flags(trajectory: &Value, folder: &Path, output: &Path, split: Split) -> Vec<
     flags
 }
 
-/// Largest absolute difference of all tensors of two models or adapters with the same names; of a larger model only those
-/// were kept that have one of `kept` in their names.
+/// Returns the largest absolute difference over all tensors of two models or adapters with the same
+/// names. Of a larger model only tensors with one of `kept` in their names are stored.
 fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles, kept: Option<&Vec<Value>>) -> f32 {
     let is_kept =
         |name: &&str| kept.is_none_or(|parts| parts.iter().any(|part| name.contains(part.as_str().unwrap())));
@@ -112,35 +114,34 @@ fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles, kept: Option<&Vec<
     largest
 }
 
-/// The golden run `name`, split so, step by step and in its final weights.
+/// Compares the golden run `name`, with this split, step by step and in its final weights.
 pub(crate) fn follows(name: &str, split: Split) {
     follows_with(name, split, &[]);
 }
 
-/// As [`follows`], with `variables` in the environment.
+/// Like [`follows`], with `variables` in the environment.
 pub(crate) fn follows_with(name: &str, split: Split, variables: &[(&str, &str)]) {
     let (folder, place) = (golden().join("train").join(name), tempfile::tempdir().unwrap());
     let output = place.path().join("out");
     steps_follow(name, split, &[], variables, &output, [2e-5, 2e-4]);
     let trajectory = trajectory(&folder);
     let name = format!("{name}, {split:?}");
-    let (ours, theirs) = match trajectory["run"]["method"] != "full" {
-        true => {
-            let open = |folder: &Path| ModelFiles::open_file(&folder.join("adapter_model.safetensors"));
-            (open(&output).unwrap(), open(&folder.join("adapter_final")).unwrap())
-        }
-        // Several ranks leave several files.
-        false => (
+    let (ours, theirs) = if trajectory["run"]["method"] == "full" {
+        // Several ranks write several files.
+        (
             ModelFiles::open(&output).unwrap(),
             ModelFiles::open_file(&folder.join("final/model.safetensors")).unwrap(),
-        ),
+        )
+    } else {
+        let open = |folder: &Path| ModelFiles::open_file(&folder.join("adapter_model.safetensors"));
+        (open(&output).unwrap(), open(&folder.join("adapter_final")).unwrap())
     };
     let difference = weights_difference(&ours, &theirs, trajectory["run"]["save_final"].as_array());
     assert!(difference < 1e-4, "{name}: final weights differ by {difference}");
 }
 
-/// Repeats the golden run `name` with some `more` flags and holds its steps against the original: losses and gradient norms
-/// within these shares.
+/// Repeats the golden run `name` with `more` flags and compares its steps: losses and gradient
+/// norms within these relative differences.
 fn steps_follow(
     name: &str,
     split: Split,
@@ -172,8 +173,9 @@ fn steps_follow(
     }
 }
 
-/// The golden run `name` on one rank in bf16, once for each variable of the environment, with what stands beside it in the
-/// recipe: losses within 1 % of the original's, and the same bits each time.
+/// Repeats the golden run `name` on one rank in bf16, once for each environment variable, with the
+/// recipe text beside it. Losses are within 1 % of the original's, and the bits are the same each
+/// time.
 pub(crate) fn follows_in_bf16(name: &str, runs: &[((&str, &str), Option<&str>)]) {
     let place = tempfile::tempdir().unwrap();
     let losses = |&(variable, more): &((&str, &str), Option<&str>)| {

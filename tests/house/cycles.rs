@@ -1,31 +1,31 @@
-//! The files of one module do not import each other in a circle.
+//! No files of one module import each other in a cycle.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Source;
 
-/// Circles that exist; none may be added.
+/// Existing cycles; none may be added.
 const KNOWN: &[&[&str]] = &[];
 
-/// What is known of one file, by its path of modules.
+/// One file, identified by its module path.
 struct File<'a> {
     source: &'a Source,
-    /// The names that `use` brings in, with where they come from.
+    /// Names imported by `use`, with their paths.
     names: BTreeMap<String, Vec<String>>,
-    /// Every path that its code names, but for re-exports.
+    /// Every path that its code names, except re-exports.
     paths: Vec<Vec<String>>,
 }
 
 type Files<'a> = BTreeMap<Vec<String>, File<'a>>;
 
-/// `ops/packed_gemm/mod.rs` is `ops::packed_gemm`.
+/// Returns the module path of a file: `ops/packed_gemm/mod.rs` is `ops::packed_gemm`.
 fn module_path(path: &str) -> Vec<String> {
     let path = path.strip_suffix(".rs").unwrap_or(path);
     let path = path.strip_suffix("/mod").unwrap_or(path);
     path.split('/').map(str::to_owned).collect()
 }
 
-/// Every path of the tree `a::{b, c::d}`, of which `tree` starts with the first name.
+/// Returns every path of the tree `a::{b, c::d}`; `tree` starts with the first name.
 fn spread(tree: &str) -> Vec<Vec<String>> {
     let mut names = Vec::new();
     let mut rest = tree;
@@ -47,7 +47,7 @@ fn spread(tree: &str) -> Vec<Vec<String>> {
     }
 }
 
-/// The entries of `a, b::{c, d}} …` up to the brace that closes them.
+/// Returns the entries of `a, b::{c, d}} …` up to the closing brace.
 fn entries(inside: &str) -> Vec<String> {
     let (mut depth, mut found) = (0_i64, vec![String::new()]);
     for c in inside.chars() {
@@ -66,7 +66,7 @@ fn entries(inside: &str) -> Vec<String> {
     found
 }
 
-/// `path`, as written in `own`, from the crate's root.
+/// Returns `path`, as written in module `own`, from the crate's root.
 fn absolute(own: &[String], children: &BTreeSet<String>, path: &[String]) -> Option<Vec<String>> {
     let (mut at, mut rest) = (own.to_vec(), path);
     match path.first()?.as_str() {
@@ -115,7 +115,7 @@ fn read<'a>(sources: &[&'a Source]) -> Files<'a> {
     files
 }
 
-/// The module in which the item at `path` is declared, through re-exports.
+/// Returns the module that declares the item at `path`, following re-exports.
 fn home(files: &Files<'_>, path: &[String], hops: usize) -> Option<Vec<String>> {
     let length = (1..=path.len()).rev().find(|length| files.contains_key(&path[..*length]))?;
     let module = path[..length].to_vec();
@@ -126,12 +126,12 @@ fn home(files: &Files<'_>, path: &[String], hops: usize) -> Option<Vec<String>> 
     }
 }
 
-/// Whether one is the folder in which the other lies: a `mod.rs` and its files are written together.
+/// Returns true if one is the parent folder of the other: a `mod.rs` and its files belong together.
 fn family(one: &[String], other: &[String]) -> bool {
     one.starts_with(other) || other.starts_with(one)
 }
 
-/// The circles: sets of files each of which reaches the others.
+/// Returns the cycles: sets of files that all reach each other.
 fn circles(sources: &[&Source]) -> BTreeSet<Vec<String>> {
     let files = read(sources);
     let mut reach: BTreeMap<&Vec<String>, BTreeSet<Vec<String>>> = BTreeMap::new();

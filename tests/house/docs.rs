@@ -1,12 +1,12 @@
-//! Doc comments say something: three words at least, `# Errors`, and shape and dtype where tensors go in or out.
+//! A doc comment has at least three words; that of a tensor operation gives shape and dtype.
 
 use super::Source;
 use super::items::functions;
 
-/// A doc comment has at least so many words.
+/// Least number of words in a doc comment.
 const WORDS: usize = 3;
 
-/// Doc comments too short to say anything.
+/// Returns doc comments that are too short.
 pub(super) fn short(source: &Source) -> Vec<String> {
     let mut faults = Vec::new();
     let mut comment = (String::new(), 0);
@@ -37,16 +37,7 @@ pub(super) fn short(source: &Source) -> Vec<String> {
     faults
 }
 
-/// Public functions that return a `Result` and do not say when it is an error.
-pub(super) fn errors(source: &Source) -> Vec<String> {
-    let result = regex!(r"^(?:\w+::)*Result\b");
-    let silent = functions(source)
-        .into_iter()
-        .filter(|one| one.public && result.is_match(&one.returns) && !one.docs.contains("# Errors"));
-    silent.map(|one| format!("{}: fn {} lacks `# Errors`", source.path, one.name)).collect()
-}
-
-/// Public functions of `ops` on tensors that leave shape or dtype open.
+/// Returns public functions of `ops` on tensors that do not document shape or dtype.
 pub(super) fn shapes(source: &Source) -> Vec<String> {
     if source.module() != "ops" {
         return Vec::new();
@@ -81,26 +72,6 @@ fn short_docs() {
     ];
     for text in good {
         assert_eq!(short(&Source::new("data/a.rs", text)), [""; 0], "{text}");
-    }
-}
-
-#[test]
-fn errors_are_told() {
-    let bad = [
-        "/// Reads the file.\npub fn f() -> Result<u8> {}",
-        "pub trait T {\n    /// Reads the file.\n    fn f(&self) -> io::Result<u8>;\n}",
-        "/// # Errors\nfn g() {}\npub fn f() -> std::result::Result<u8, E> {}",
-    ];
-    for text in bad {
-        assert_eq!(errors(&Source::new("data/a.rs", text)).len(), 1, "{text}");
-    }
-    let good = [
-        "/// Reads the file.\n/// # Errors\n/// If it is away.\n#[must_use]\npub fn f() -> Result<u8> {}",
-        "pub(crate) fn f() -> Result<u8> {}\nfn g() -> Result<()> {}",
-        "pub fn f() -> Option<Result<u8>> {}\n// pub fn f() -> Result<u8> {}",
-    ];
-    for text in good {
-        assert_eq!(errors(&Source::new("data/a.rs", text)), [""; 0], "{text}");
     }
 }
 

@@ -1,21 +1,21 @@
-//! What the rules on names, docs and signatures read in a source: functions, their docs and their types.
+//! Functions of a source, with their docs and types, for the rules on docs and signatures.
 
 use super::{Source, block_end};
 
-/// A function that a source declares.
+/// A function declared in a source.
 pub(super) struct Function {
     pub(super) name: String,
-    /// Whether other crates may call it: `pub`, or a method of a `pub trait`.
+    /// True if other crates may call it: `pub`, or a method of a `pub trait`.
     pub(super) public: bool,
     /// The text between the parentheses.
     pub(super) parameters: String,
     /// The type after `->`; empty for the unit.
     pub(super) returns: String,
-    /// Its doc comment, a line for each `///`.
+    /// Its doc comment, one line for each `///`.
     pub(super) docs: String,
 }
 
-/// Every function of `source`, in the order of the file.
+/// Returns every function of `source` in order.
 pub(super) fn functions(source: &Source) -> Vec<Function> {
     let head =
         regex!(r"(?m)^[ \t]*(pub(?:\([^)]*\))? )?(?:(?:const|async|unsafe|extern(?: *\S+)?) )*fn (\w+)");
@@ -33,7 +33,7 @@ pub(super) fn functions(source: &Source) -> Vec<Function> {
     head.captures_iter(&source.code).map(function).collect()
 }
 
-/// First and last line of each `pub trait`.
+/// Returns first and last line of each `pub trait`.
 fn public_traits(source: &Source) -> Vec<(usize, usize)> {
     let head = regex!(r"^\s*pub (?:unsafe )?trait \w");
     let lines: Vec<&str> = source.code.lines().collect();
@@ -41,7 +41,7 @@ fn public_traits(source: &Source) -> Vec<(usize, usize)> {
     starts.map(|(start, _)| (start, block_end(&lines, start))).collect()
 }
 
-/// The doc comment that stands above line `line`, past attributes.
+/// Returns the doc comment above line `line`, skipping attributes.
 fn docs_above(source: &Source, line: usize) -> String {
     let lines: Vec<&str> = source.raw.lines().map(str::trim).collect();
     let mut docs = Vec::new();
@@ -51,7 +51,7 @@ fn docs_above(source: &Source, line: usize) -> String {
         if let Some(doc) = lines[at].strip_prefix("///") {
             docs.push(doc);
         } else if lines[at].ends_with(']') {
-            // An attribute may take several lines.
+            // An attribute may span several lines.
             while at > 0 && !lines[at].starts_with("#[") {
                 at -= 1;
             }
@@ -63,7 +63,7 @@ fn docs_above(source: &Source, line: usize) -> String {
     docs.join("\n")
 }
 
-/// Parameters and return type of a function whose text goes on with `rest` after its name.
+/// Returns parameters and return type of a function; `rest` is the text after its name.
 fn signature(rest: &str) -> (String, String) {
     let open = if rest.starts_with('<') { closing(rest) + 1 } else { 0 };
     let rest = &rest[open..];
@@ -84,7 +84,7 @@ fn signature(rest: &str) -> (String, String) {
     (parameters, returns.split("where").next().unwrap_or_default().trim().to_owned())
 }
 
-/// Where the bracket closes that `text` opens with.
+/// Returns the offset at which the bracket that opens `text` closes.
 fn closing(text: &str) -> usize {
     let mut depth = 0_i64;
     let mut before = ' ';
@@ -103,7 +103,7 @@ fn closing(text: &str) -> usize {
     text.len()
 }
 
-/// How many elements the largest tuple type in `types` has.
+/// Returns the number of elements of the largest tuple type in `types`.
 pub(super) fn largest_tuple(types: &str) -> usize {
     let mut largest = 0;
     for (at, _) in types.match_indices('(') {
@@ -117,7 +117,7 @@ pub(super) fn largest_tuple(types: &str) -> usize {
     largest
 }
 
-/// The elements of `a, (b, c), d<e, f>,`.
+/// Returns the elements of `a, (b, c), d<e, f>,`.
 fn elements(list: &str) -> usize {
     let (mut depth, mut found, mut filled, mut before) = (0_i64, 0, false, ' ');
     for c in list.chars() {

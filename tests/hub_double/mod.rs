@@ -1,8 +1,10 @@
-//! A Hugging Face hub in this process, for tests: the part of its protocol that `finetune` speaks, with faults.
+//! A test double of a Hugging Face hub in this process: the part of its protocol that `finetune`
+//! uses, with faults.
 //!
-//! `HubDouble::start(repos)` listens on 127.0.0.1 and serves the repositories given; `url()` is what `HF_ENDPOINT`
-//! takes, `requests()` is what was asked so far. A [`Fault`] spoils matching requests a number of times. Commit
-//! hashes follow from the contents. A test binary takes it in by its path (tests/suite/main.rs).
+//! `HubDouble::start(repos)` listens on 127.0.0.1 and serves the given repositories. `url()` is the
+//! value for `HF_ENDPOINT`; `requests()` lists the requests so far. A [`Fault`] spoils matching
+//! requests a number of times. Commit hashes follow from the contents. A test binary includes this
+//! file by its path (tests/suite/main.rs).
 
 #![allow(dead_code)] // Each test binary uses a part of it.
 #![allow(clippy::unwrap_used)] // A failure of the double is a failure of the test.
@@ -19,14 +21,14 @@ use sha2::Sha256;
 
 const MAX_CONNECTIONS: usize = 64;
 
-/// Who may read the files of a repository.
+/// Access to the files of a repository.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// Everybody.
+    /// Public.
     Open,
-    /// Those with the token `good`; others get 401 or 403 for files, and the description.
+    /// Requires the token `good` for files (401 or 403 otherwise), but not for the description.
     Gated { good: &'static str },
-    /// Those with the token `good`; for others it does not exist.
+    /// Requires the token `good`; without it the repository does not exist.
     Private { good: &'static str },
 }
 
@@ -48,12 +50,12 @@ pub(crate) struct RepoDouble {
 }
 
 impl RepoDouble {
-    /// A model with the one revision `main`.
+    /// Creates a model with the single revision `main`.
     pub(crate) fn model(id: &str) -> Self {
         Self::new("models", id)
     }
 
-    /// A data set with the one revision `main`.
+    /// Creates a data set with the single revision `main`.
     pub(crate) fn dataset(id: &str) -> Self {
         Self::new("datasets", id)
     }
@@ -69,13 +71,13 @@ impl RepoDouble {
         }
     }
 
-    /// Its one revision is this instead of `main`.
+    /// Renames its single revision from `main`.
     pub(crate) fn revision(mut self, revision: &str) -> Self {
         self.revision = revision.to_owned();
         self
     }
 
-    /// Who may read it.
+    /// Sets its access.
     pub(crate) fn access(mut self, access: Access) -> Self {
         self.access = access;
         self
@@ -93,13 +95,13 @@ impl RepoDouble {
         self
     }
 
-    /// Lists a name for which there is no file.
+    /// Lists a file name without a file.
     pub(crate) fn only_listed(mut self, name: &str) -> Self {
         self.extra_names.push(name.to_owned());
         self
     }
 
-    /// The commit that the revision stands for: 40 hex digits that follow from names and contents.
+    /// Returns the commit of the revision: 40 hex digits that follow from names and contents.
     pub(crate) fn commit(&self) -> String {
         let mut sum = Sha1::new();
         for (name, blob) in &self.files {
@@ -124,38 +126,39 @@ fn etag(blob: &Blob) -> String {
     }
 }
 
-/// How a request is spoiled.
+/// A way to spoil the answer to a request.
 #[derive(Clone)]
 pub(crate) enum Spoil {
-    /// Answered with this status and these headers instead.
+    /// Answers with this status and these headers instead.
     Status(u16, Vec<(&'static str, String)>),
-    /// The body announces its full length and breaks off after so many bytes.
+    /// Announces the full length of the body and breaks off after this many bytes.
     BreakAfter(usize),
-    /// The body is only so long, and says so.
+    /// Announces and sends only this many bytes of the body.
     Shorten(usize),
-    /// The body is longer than announced before.
+    /// Appends this many bytes to the body.
     Lengthen(usize),
-    /// The first byte of the body is another.
+    /// Changes the first byte of the body.
     Damage,
-    /// `Range` is not seen: always the whole file.
+    /// Ignores `Range` and sends the whole file.
     IgnoreRange,
-    /// The body is this one.
+    /// Sends this body.
     Body(Vec<u8>),
-    /// The body is this one, which is said to be packed by gzip.
+    /// Sends this body, announced as compressed by gzip.
     Gzip(Vec<u8>),
-    /// These headers are sent instead of those of the same name; an empty value removes one.
+    /// Replaces headers of the same name; an empty value removes one.
     Headers(Vec<(&'static str, String)>),
-    /// The connection is closed without an answer.
+    /// Closes the connection without an answer.
     Close,
-    /// The body stops after so many bytes, and the connection stays open.
+    /// Stops after this many bytes of the body and keeps the connection open.
     StallAfter(usize),
-    /// The head and the body come a byte at a time, with this pause before each.
+    /// Sends head and body a byte at a time, with this pause before each.
     Drip(Duration),
-    /// The body does.
+    /// Sends only the body this way.
     DripBody(Duration),
 }
 
-/// Spoils the next `times` requests whose line (such as `GET /a/b/resolve/<commit>/config.json`) contains all of `of`.
+/// Spoils the next `times` requests whose line (such as `GET /a/b/resolve/<commit>/config.json`)
+/// contains all of `of`.
 #[derive(Clone)]
 pub(crate) struct Fault {
     of: Vec<String>,
@@ -169,7 +172,7 @@ impl Fault {
     }
 }
 
-/// A request as it came.
+/// A received request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Request {
     pub(crate) method: String,
@@ -190,14 +193,14 @@ struct State {
     repos: Vec<RepoDouble>,
     faults: Mutex<Vec<Fault>>,
     requests: Mutex<Vec<Request>>,
-    /// Request lines with the bytes of the body that went out.
+    /// Request lines with the number of body bytes sent.
     sent: Mutex<Vec<(String, usize)>>,
     stop: AtomicBool,
     connections: AtomicUsize,
     redirect_to: Option<String>,
 }
 
-/// The hub; it stops when dropped.
+/// The hub; dropping it stops it.
 pub(crate) struct HubDouble {
     url: String,
     state: Arc<State>,
@@ -205,12 +208,13 @@ pub(crate) struct HubDouble {
 }
 
 impl HubDouble {
-    /// Serves these repositories, each file straight from the hub.
+    /// Serves these repositories, with each file directly from the hub.
     pub(crate) fn start(repos: Vec<RepoDouble>) -> Self {
         Self::launch(repos, false)
     }
 
-    /// Serves them with large files behind a redirect to another host name, as the live hub does with its CDN.
+    /// Serves them with large files behind a redirect to another host name, like the live hub with
+    /// its CDN.
     pub(crate) fn start_with_cdn(repos: Vec<RepoDouble>) -> Self {
         Self::launch(repos, true)
     }
@@ -232,17 +236,17 @@ impl HubDouble {
         HubDouble { url: format!("http://127.0.0.1:{port}"), state, listener: Some(thread) }
     }
 
-    /// The address, for `HF_ENDPOINT`.
+    /// Returns the address, for `HF_ENDPOINT`.
     pub(crate) fn url(&self) -> &str {
         &self.url
     }
 
-    /// Adds a fault; the first one that matches a request and is not used up counts.
+    /// Adds a fault; the first unused one that matches a request applies.
     pub(crate) fn fault(&self, fault: Fault) {
         self.state.faults.lock().unwrap().push(fault);
     }
 
-    /// All requests since the start or the last [`HubDouble::forget`], in the order they came.
+    /// Returns all requests since the start or the last [`HubDouble::forget`], in order.
     pub(crate) fn requests(&self) -> Vec<Request> {
         self.state.requests.lock().unwrap().clone()
     }
@@ -254,14 +258,14 @@ impl HubDouble {
         self.state.faults.lock().unwrap().clear();
     }
 
-    /// Bytes of bodies that went out since the start or the last [`HubDouble::forget`], for requests whose line
-    /// contains this text.
+    /// Returns the body bytes sent since the start or the last [`HubDouble::forget`], for requests
+    /// whose line contains this text.
     pub(crate) fn bytes_sent(&self, text: &str) -> usize {
         let sent = self.state.sent.lock().unwrap();
         sent.iter().filter(|(line, _)| line.contains(text)).map(|(_, bytes)| bytes).sum()
     }
 
-    /// The number of requests whose line contains this text.
+    /// Returns the number of requests whose line contains this text.
     pub(crate) fn count(&self, text: &str) -> usize {
         self.requests().iter().filter(|request| request.line().contains(text)).count()
     }
@@ -270,7 +274,7 @@ impl HubDouble {
 impl Drop for HubDouble {
     fn drop(&mut self) {
         self.state.stop.store(true, Ordering::SeqCst);
-        // The thread waits in accept; one connection wakes it.
+        // The thread blocks in accept; one connection wakes it.
         let _ = TcpStream::connect(self.url.trim_start_matches("http://"));
         if let Some(thread) = self.listener.take() {
             let _ = thread.join();
@@ -290,7 +294,7 @@ fn accept(listener: &TcpListener, state: &Arc<State>) {
         }
         let state = Arc::clone(state);
         std::thread::spawn(move || {
-            // A client that goes away is no fault of the double's.
+            // A client that disconnects is no error of the double.
             let _ = serve(stream, &state);
             state.connections.fetch_sub(1, Ordering::SeqCst);
         });
@@ -301,7 +305,7 @@ struct Reply {
     status: u16,
     headers: Vec<(&'static str, String)>,
     body: Vec<u8>,
-    /// Bytes of the body that are really sent.
+    /// Bytes of the body that are actually sent.
     sent: usize,
 }
 
@@ -327,7 +331,7 @@ fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
     let stalls = matches!(spoil, Some(Spoil::StallAfter(_)));
     let range = request.range.as_deref().filter(|_| !ignores_range);
     let mut reply = answer(state, &request, range);
-    // Of the head and the body.
+    // Applies to head and body.
     let mut drips = [None; 2];
     match spoil {
         None | Some(Spoil::IgnoreRange) => {}
@@ -370,7 +374,8 @@ fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
     if !stalls {
         stream.shutdown(std::net::Shutdown::Write)?;
     }
-    // Until the client closes: closing with unread input would reset the connection under the answer.
+    // Wait until the client closes: closing with unread input would reset the connection before the
+    // client has read the answer.
     std::io::copy(&mut stream.take(1 << 16), &mut std::io::sink()).map(|_| ())
 }
 
@@ -384,7 +389,7 @@ fn drip(stream: &mut TcpStream, bytes: &[u8], pause: Option<Duration>) -> std::i
     Ok(())
 }
 
-/// Sends a body piece by piece, and counts what went out before the client closed.
+/// Sends a body in pieces, and counts the bytes sent before the client closed.
 fn send(stream: &mut TcpStream, body: &[u8], line: &str, state: &State) -> std::io::Result<()> {
     for piece in body.chunks(1 << 14) {
         stream.write_all(piece)?;
@@ -448,13 +453,11 @@ fn answer(state: &State, request: &Request, range: Option<&str>) -> Reply {
             continue;
         }
         if let Some(revision) = path.strip_prefix(&format!("api/{}/{}/revision/", repo.prefix, repo.id)) {
-            return match revision == repo.revision || revision == repo.commit() {
-                true => describe(repo),
-                false => refusal(404, "RevisionNotFound", "Invalid rev id"),
-            };
+            let known = revision == repo.revision || revision == repo.commit();
+            return if known { describe(repo) } else { refusal(404, "RevisionNotFound", "Invalid rev id") };
         }
         let Some(rest) = path.strip_prefix(&format!("{}/resolve/", repo.path())) else { continue };
-        // A revision may hold slashes, so it is matched from the front.
+        // A revision may contain slashes, so match from the front.
         let served = [repo.revision.clone(), repo.commit()];
         let known =
             served.iter().find_map(|revision| rest.strip_prefix(revision.as_str())?.strip_prefix('/'));
@@ -468,7 +471,7 @@ fn answer(state: &State, request: &Request, range: Option<&str>) -> Reply {
             None => refusal(404, "EntryNotFound", "Entry not found"),
         };
     }
-    // The live hub answers 401 to anonymous readers of what does not exist.
+    // The live hub answers 401 to anonymous requests for missing repositories.
     refusal(if token.is_some() { 404 } else { 401 }, "RepoNotFound", "Repository not found")
 }
 

@@ -1,4 +1,5 @@
-//! Our logits beside stored ones of transformers (input_ids, attention_mask and logits in one safetensors file).
+//! Compares finetune's logits with stored ones of transformers (input_ids, attention_mask and
+//! logits in one safetensors file).
 
 use std::path::Path;
 
@@ -11,7 +12,7 @@ use finetune::recipe::{self, DataSource};
 use finetune::report::{Terminal, Verbosity};
 use finetune::weights::ModelFiles;
 
-/// The model in `folder`.
+/// Loads the model in `folder`.
 pub(crate) fn base(folder: &Path) -> BaseModel {
     let terminal = Terminal::stderr(Verbosity::Quiet);
     let finder = Resolver::new(true, &terminal).expect("offline");
@@ -20,7 +21,7 @@ pub(crate) fn base(folder: &Path) -> BaseModel {
     BaseModel::open(&model, None, &finder).expect("a model")
 }
 
-/// The values of a tensor.
+/// Returns the values of a tensor.
 pub(crate) fn floats(files: &ModelFiles, name: &str) -> Vec<f32> {
     let mut values = vec![0f32; files.require(name).expect("there").elements()];
     files.read_f32(name, &mut values).expect("floats");
@@ -32,8 +33,8 @@ fn integers(files: &ModelFiles, name: &str) -> Vec<i64> {
     bytes.map(|b| i64::from_le_bytes(b.try_into().expect("eight bytes"))).collect()
 }
 
-/// The largest distance of the logits of the model in `folder` from those in `expected`, over tokens that are no
-/// padding.
+/// Returns the largest difference between the logits of the model in `folder` and those in
+/// `expected`, over tokens that are not padding.
 pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
     let expected = ModelFiles::open_file(expected).expect("stored logits");
     let (ids, mask) = (integers(&expected, "input_ids"), integers(&expected, "attention_mask"));

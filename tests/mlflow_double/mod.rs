@@ -1,4 +1,5 @@
-//! A server of MLflow in this process, for tests: the part of its REST API that `finetune` speaks, and bad tempers.
+//! A test double of an MLflow server in this process: the part of its REST API that `finetune`
+//! uses, with slow, refusing and silent variants.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -8,27 +9,27 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// How it answers.
+/// The server's behaviour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Temper {
-    /// At once.
+    /// Answers at once.
     Good,
-    /// After a third of a second.
+    /// Answers after a third of a second.
     Slow,
-    /// With 401, and with what it was given as a secret.
+    /// Answers 401, and echoes the secret it received.
     Refuses,
-    /// Not at all.
+    /// Never answers.
     Silent,
 }
 
-/// What it was told.
+/// Data received by the server.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MlflowRecord {
-    /// Names of experiments that were made.
+    /// Names of created experiments.
     pub(crate) experiments: Vec<String>,
     pub(crate) run_name: String,
     pub(crate) params: BTreeMap<String, String>,
-    /// Key, step and value, as they came.
+    /// Key, step and value, in order of arrival.
     pub(crate) metrics: Vec<(String, u64, f64)>,
     pub(crate) status: String,
     /// Distinct values of the header.
@@ -101,7 +102,7 @@ fn serve(mut stream: &TcpStream, temper: Temper, record: &Mutex<MlflowRecord>) {
         answer(&mut record, (words[0], path), &body)
     };
     let text = answer.to_string();
-    // Who asked may have gone.
+    // The client may have disconnected.
     let _ = write!(
         stream,
         "HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{text}",

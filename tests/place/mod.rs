@@ -1,16 +1,16 @@
-//! A temporary folder with a copy of a golden model in it, and the binary run there.
+//! A temporary folder with a copy of a golden model, and the binary run in it.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use assert_cmd::cargo::cargo_bin;
 
-/// Where the golden files lie.
+/// Returns the path of a golden file.
 pub(crate) fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
-/// A folder of its own for one test: `model/` is tiny-llama, `rows.jsonl` its chats.
+/// A test's own folder: `model/` is tiny-llama, `rows.jsonl` its chats.
 pub(crate) struct Place(tempfile::TempDir);
 
 impl Place {
@@ -33,7 +33,7 @@ impl Place {
         std::fs::write(self.path(name), text).unwrap();
     }
 
-    /// The binary in this folder, without the network and with a hub cache of its own.
+    /// The binary in this folder, offline and with its own hub cache.
     pub(crate) fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(cargo_bin!("finetune"));
         command.args(args).current_dir(self.0.path()).stdin(Stdio::null());
@@ -44,7 +44,7 @@ impl Place {
         command
     }
 
-    /// The text that the command `args` prints, which must end well.
+    /// Returns the stdout and stderr texts of the command `args`, which must succeed.
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub(crate) fn said(&self, args: &[&str]) -> String {
         let output = self.command(args).output().unwrap();
@@ -53,7 +53,7 @@ impl Place {
         text
     }
 
-    /// The error of the command `args`, which must be refused.
+    /// Returns the error of the command `args`, which must be refused.
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub(crate) fn refused(&self, args: &[&str]) -> String {
         let output = self.command(args).output().unwrap();
@@ -62,7 +62,7 @@ impl Place {
         text
     }
 
-    /// `text` with this folder's path as `[DIR]`.
+    /// Returns `text` with this folder's path replaced by `[DIR]`.
     pub(crate) fn told(&self, text: &[u8]) -> String {
         let real = self.0.path().canonicalize().unwrap();
         let text = String::from_utf8(text.to_vec()).unwrap();
@@ -79,7 +79,8 @@ pub(crate) fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// A short LoRA run: 96 tokens a row, no packing, file order, eight rows a step, no checkpoints; `more` are further flags.
+/// A short LoRA run: 96 tokens a row, no packing, file order, eight rows a step, no checkpoints;
+/// `more` are further flags.
 pub(crate) fn lora<'a>(more: &[&'a str]) -> Vec<&'a str> {
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora", "--output", "out"];
     let rows = ["data.max_seq_len=96", "data.packing=false", "data.shuffle=false"];

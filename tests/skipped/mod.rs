@@ -1,10 +1,11 @@
-//! Says that a check was left out because this machine lacks something.
+//! Reports a check that was skipped because this machine lacks something.
 
 use std::io::Write;
 
-/// Names the check that was left out and what it lacks, in a line that begins with `SKIPPED`. It is written past the
-/// harness, which shows the output of failing tests alone; `.ci/run` repeats all such lines at its end.
+/// Names the skipped check and the missing requirement, in a line that begins with `SKIPPED`. It
+/// bypasses the harness, which shows the output of failing tests only; `.ci/run` repeats all such
+/// lines at its end.
 pub(crate) fn skipped(check: &str, why: &str) {
-    // Nobody to tell is no reason to fail.
+    // A failed write to stderr must not fail the test.
     drop(writeln!(std::io::stderr().lock(), "SKIPPED {check}: {why}"));
 }

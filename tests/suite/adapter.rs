@@ -1,4 +1,4 @@
-//! PEFT adapters: files that PEFT wrote, files that we write, merging, and what is refused.
+//! PEFT adapters: files written by PEFT and by finetune, merging, and refused adapters.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ fn shown(error: &Error, folder: &Path) -> String {
     error.to_string().replace(&folder.display().to_string(), "<dir>")
 }
 
-/// Merges onto the base as it is stored, without a check.
+/// Merges onto the base as stored, without a check.
 fn merge(base: &ModelFiles, adapter: &Path, output: &Path, dtype: Dtype) -> Result<MergeReport> {
     let options = MergeOptions { dtype, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
     adapter::merge(base, adapter, output, &options)
@@ -68,7 +68,7 @@ fn tensor(module: &str, kind: TensorKind, shape: &[usize]) -> AdapterTensor {
     AdapterTensor { module: module.into(), kind, shape: shape.into() }
 }
 
-/// Writes an adapter whose tensor t has the value `value(t, i)` at place i.
+/// Writes an adapter whose tensor t has the value `value(t, i)` at index i.
 fn put(
     folder: &Path,
     config: &AdapterConfig,
@@ -139,7 +139,7 @@ fn rslora_scales_by_the_root_of_the_rank() {
             }
             let a = read(&adapter, &format!("base_model.model.{name}.lora_A.weight"));
             let b = read(&adapter, &format!("base_model.model.{name}.lora_B.weight"));
-            // The configuration says r 4, lora_alpha 16, use_rslora: 16 / sqrt(4).
+            // The configuration has r 4, lora_alpha 16, use_rslora: 16 / sqrt(4).
             let (r, inputs, scale) = (4, 64, 8.0);
             for (i, (&weight, &merged)) in weight.iter().zip(&merged).enumerate() {
                 let (row, column) = (i / inputs, i % inputs);
@@ -193,7 +193,8 @@ fn shards_and_dtypes_are_the_base_s_unless_asked() {
     }
 }
 
-/// Merges an adapter of `tensors`, all of ones, into a copy of tiny-qwen2, tied, whose embedding is stored as `stored`.
+/// Merges an adapter of `tensors`, all ones, into a copy of tiny-qwen2, tied, whose embedding is
+/// stored as `stored`.
 fn merge_tied(stored: &[&str], config: &AdapterConfig, tensors: &[AdapterTensor]) -> (TempDir, Tied) {
     let dir = temp();
     let (folder, output) = (dir.path().join("base"), dir.path().join("merged"));
@@ -255,7 +256,7 @@ fn a_tie_holds_until_an_adapter_breaks_it() {
     };
     for stored in [&[EMBED_TOKENS][..], &[LM_HEAD], &[EMBED_TOKENS, LM_HEAD]] {
         let kept = |name, value| stored.contains(&name).then_some(value);
-        // LoRA elsewhere: tied as before.
+        // LoRA elsewhere: the tie stays.
         let (_dir, tied) = merge_tied(stored, &config, &with(&[]));
         let expected = Tied {
             untied: false,
@@ -264,7 +265,7 @@ fn a_tie_holds_until_an_adapter_breaks_it() {
             head: kept(LM_HEAD, "base"),
         };
         assert_eq!(tied, expected, "{stored:?}");
-        // One of the two saved: two tensors from now on.
+        // One of the two saved: now two tensors.
         let (_dir, tied) = merge_tied(stored, &config, &with(&[&head]));
         let expected = Tied { untied: true, key: Some(false), embed: Some("base"), head: Some("saved head") };
         assert_eq!(tied, expected, "{stored:?}");
@@ -272,7 +273,7 @@ fn a_tie_holds_until_an_adapter_breaks_it() {
         let expected =
             Tied { untied: true, key: Some(false), embed: Some("saved embedding"), head: Some("base") };
         assert_eq!(tied, expected, "{stored:?}");
-        // Both saved, with different values.
+        // Both saved with different values.
         let (_dir, tied) = merge_tied(stored, &config, &with(&[&head, &embed]));
         let expected =
             Tied { untied: true, key: Some(false), embed: Some("saved embedding"), head: Some("saved head") };
@@ -281,7 +282,7 @@ fn a_tie_holds_until_an_adapter_breaks_it() {
         let (_dir, tied) = merge_tied(stored, &lora(&["lm_head"]), &pair("lm_head", 2, shape));
         let expected = Tied { untied: true, key: Some(false), embed: Some("base"), head: Some("base + 4") };
         assert_eq!(tied, expected, "{stored:?}");
-        // One saved for both.
+        // One tensor saved for both.
         config.ensure_weight_tying = true;
         let (_dir, tied) = merge_tied(stored, &config, &with(&[&embed]));
         let new = "saved embedding";
@@ -615,7 +616,7 @@ fn new_tokens_make_a_larger_model() {
     let ours = ModelFiles::open(&output).expect("opens");
     assert_eq!(ours.info(EMBED_TOKENS).expect("there").shape, [482, 64]);
     assert_eq!(read(&ours, LM_HEAD)[..6], [0.0, 1.0, 2.0, 3.0, 4.0, 0.0]);
-    // The head would stay behind.
+    // The head would not be merged.
     let tensors = [&pair(Q, 2, [64, 64])[..], &tables[..1]].concat();
     put(&adapter, &lora(&["q_proj"]), &tensors, |_, _| 0.0);
     let error = merge(&base, &adapter, &dir.path().join("half"), Dtype::Auto).expect_err("half");

@@ -1,4 +1,5 @@
-//! A forward without the adapter: the base model's to the bit, or refused where the base is not below the adapter.
+//! A forward without the adapter equals the base model's to the bit. It is refused if the base is
+//! not stored below the adapter.
 
 use std::path::{Path, PathBuf};
 
@@ -18,25 +19,25 @@ fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
-/// The model below `tests/golden/models`, with an adapter or without.
+/// Loads a model below `tests/golden/models`, with or without an adapter.
 fn engine(model: &str, adapter: Option<&AdapterSetup>) -> Engine {
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     logits::base(&golden("models").join(model)).engine(Trains::adapter_or_nothing(adapter), &options).unwrap()
 }
 
-/// A new adapter on the model.
+/// Creates a new adapter for the model.
 fn fresh(model: &str, section: &AdapterSection) -> AdapterSetup {
     let base = logits::base(&golden("models").join(model));
     AdapterSetup::from_recipe(section, ("base", &base.config), &[]).unwrap()
 }
 
-/// The adapter that PEFT saved below `tests/golden/train`.
+/// Loads an adapter that PEFT saved below `tests/golden/train`.
 fn saved(model: &str, case: &str) -> AdapterSetup {
     let base = logits::base(&golden("models").join(model));
     AdapterSetup::saved_in(&golden("train").join(case).join("adapter_final"), &base.config).unwrap()
 }
 
-/// Two steps that move every matrix of an adapter, an embedding's A of zeros too.
+/// Trains two steps, which change every matrix of an adapter, including an embedding's zero A.
 fn trained(engine: Engine) -> Result<Engine> {
     let default = trainer_options();
     let options = TrainerOptions {
@@ -57,8 +58,8 @@ fn bits(logits: &Tensor) -> Result<Vec<u32>> {
     Ok(logits.flatten_all()?.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect())
 }
 
-/// The models are not stored in bf16: beside an adapter such matrices stay as they are stored, in a base by itself they
-/// are widened.
+/// Models not stored in bf16: beside an adapter their matrices stay in the stored dtype, in a base
+/// alone they are widened.
 #[test]
 fn switched_off_it_is_the_base_to_the_bit() -> Result<()> {
     let named = |names: &[&str]| TargetModules::Named(names.iter().map(|&name| name.into()).collect());
@@ -97,8 +98,8 @@ fn where_the_base_is_not_below_the_adapter_it_is_refused() -> Result<()> {
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     let all = logits::base(&golden("models/tiny-llama")).engine(Trains::All, &options)?;
     for (engine, cause) in [
-        (all, "trains in its place in the model"),
-        (engine("tiny-llama", Some(&fresh("tiny-llama", &whole))), "`lm_head.weight` trains in its place"),
+        (all, "is trained in place in the model"),
+        (engine("tiny-llama", Some(&fresh("tiny-llama", &whole))), "`lm_head.weight` is trained in place"),
         (engine("tiny-llama", Some(&fresh("tiny-llama", &pissa))), "PiSSA took the adapter's first values"),
         (engine("tiny-qwen2", Some(&saved("tiny-qwen2", "lora_tokens"))), "rows of `model.embed_tokens`"),
     ] {

@@ -1,5 +1,6 @@
-//! The in-process collectives: every operation against a plain sum in order, calls that do not match, ranks that
-//! fail in every phase, counted bytes. Ranks are threads; `within` fails a test that hangs.
+//! The in-process collectives: every operation against a plain sum in order, mismatched calls,
+//! ranks that fail in every phase, counted bytes. Ranks are threads; `within` fails a test that
+//! hangs.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,16 +35,16 @@ fn call(index: usize) -> Call {
     Call { what: "gradients of block", index }
 }
 
-/// What tests sum and move.
+/// Element types of the tests.
 trait Value: Copy + Debug + PartialEq + Send + Sync + 'static {
     const ELEMENT: ElementType;
-    /// From small and large numbers of both signs, so that the order of a sum shows.
+    /// Returns a small or large number of either sign, so that the order of a sum shows.
     fn random(bits: u64) -> Self;
-    /// The sum in this order.
+    /// Returns the sum in this order.
     fn sum(values: &[Self]) -> Self;
 }
 
-/// Of random sign and digits, of size 2^-8 to 2^24.
+/// Returns a number with random sign and digits, and magnitude from 2^-8 to 2^24.
 fn spread(bits: u64) -> f64 {
     let exponent = 1023 - 8 + (bits >> 1 & 31);
     f64::from_bits(bits << 63 | exponent << 52 | bits >> 12)
@@ -89,7 +90,7 @@ impl Value for u8 {
     }
 }
 
-/// The `i`th number of `rank`.
+/// Returns the `i`th number of `rank`.
 fn value<T: Value>(seed: u64, rank: usize, i: usize) -> T {
     let mut bits = seed ^ (rank as u64) << 48 ^ (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for _ in 0..2 {
@@ -107,24 +108,24 @@ fn sums<T: Value>(seed: u64, ranks: usize, elements: usize) -> Vec<T> {
     (0..elements).map(sum).collect()
 }
 
-/// Memory that holds `values`.
+/// Returns memory that holds `values`.
 fn memory<T: Value>(mut values: Vec<T>) -> Buffer {
     let (address, elements) = (values.as_mut_ptr().expose_provenance(), values.len());
-    // SAFETY: the vector stays where it is and is reached through this memory alone.
+    // SAFETY: the vector keeps its address and is accessed through this memory alone.
     unsafe { Buffer::new(address, elements, T::ELEMENT, Arc::new(values)) }
 }
 
-/// A part of another memory.
+/// Returns a part of another memory.
 fn view<T: Value>(of: &Buffer, from: usize, elements: usize) -> Buffer {
     assert!(from + elements <= of.elements());
     let address = of.address() + from * T::ELEMENT.bytes();
-    // SAFETY: inside `of`, which is its owner.
+    // SAFETY: inside `of`, which owns the memory.
     unsafe { Buffer::new(address, elements, T::ELEMENT, Arc::new(of.clone())) }
 }
 
 fn read<T: Value>(memory: &Buffer) -> Vec<T> {
     let begin = std::ptr::with_exposed_provenance::<T>(memory.address());
-    // SAFETY: made by `memory` or `view` of this type; no collective runs on it.
+    // SAFETY: created by `memory` or `view` with this type; no collective uses it now.
     (0..memory.elements()).map(|i| unsafe { begin.add(i).read() }).collect()
 }
 
@@ -206,7 +207,7 @@ fn moves_are_exact<T: Value>(size: usize, elements: usize, seed: u64) {
     within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
 }
 
-/// Short ones, and some beyond a page, a tile, and tiles that are not full.
+/// Short lengths, and some beyond a page, beyond a tile, and with partial tiles.
 fn lengths() -> impl Strategy<Value = usize> {
     prop_oneof![4 => 0..70_usize, 1 => 1000..1100_usize, 1 => 4000..9000_usize]
 }
@@ -238,7 +239,7 @@ proptest! {
     }
 }
 
-/// `apart`: a group's ranks are not neighbours.
+/// Checks the sum across groups; with `apart` a group's ranks are not neighbours.
 fn across_is_exact<T: Value>(
     shards: usize,
     replicas: usize,
@@ -260,7 +261,7 @@ fn across_is_exact<T: Value>(
         inner.reduce_scatter_across(call(7), &*outer, &full, &shard)?;
         let expected = sums::<T>(seed, shards * replicas, elements * shards);
         assert_eq!(read::<T>(&shard), expected[place * elements..(place + 1) * elements]);
-        // What the two calls that it stands for send.
+        // Counts the bytes of the two calls that it replaces.
         let bytes = (elements * T::ELEMENT.bytes()) as u64;
         assert_eq!(inner.traffic().bytes(Op::ReduceScatter), bytes * (shards as u64 - 1));
         assert_eq!(inner.traffic().total_bytes(), inner.traffic().bytes(Op::ReduceScatter));
@@ -281,7 +282,8 @@ fn across_is_exact<T: Value>(
 
 #[test]
 fn the_order_of_a_sum_shows() {
-    // ((1e8 + 1) - 1e8) is 0 in f32, (1e8 - 1e8) + 1 is 1; -0.0 alone stays; bf16 is rounded once.
+    // In f32 ((1e8 + 1) - 1e8) is 0 and (1e8 - 1e8) + 1 is 1; -0.0 alone stays; bf16 is rounded
+    // once.
     for elements in [1, 5000] {
         let run = move |end: InProcess| {
             let rank = end.rank();
@@ -376,7 +378,8 @@ fn gathers_finished_out_of_order_are_refused() {
     }
 }
 
-/// performance.md 2.4: bytes sent per rank and optimizer step. `P` parameters in `blocks` buckets, `A` micro-batches.
+/// performance.md 2.4: bytes sent per rank and optimizer step, for `P` parameters in `blocks`
+/// buckets and `A` micro-batches.
 #[test]
 fn bytes_equal_the_formulas() {
     const BLOCKS: usize = 3;
@@ -386,7 +389,7 @@ fn bytes_equal_the_formulas() {
         let block = 60 * size;
         let p = (BLOCKS * block) as u64;
         let (b_p, b_g) = (2, 4);
-        // r P b, in whole bytes: P is a multiple of N.
+        // r P b in whole bytes, for P is a multiple of N.
         let r = move |bytes: u64| bytes / n * (n - 1);
         let run = move |end: InProcess| {
             let grads = zeros::<f32>(block);
@@ -452,12 +455,13 @@ fn groups_within_groups() {
         assert_eq!((half.size(), pair.size(), pair.world_rank()), (4, 2, end.rank()));
         let sum = memory(vec![end.rank() as f64]);
         pair.all_reduce(call(0), &sum)?;
-        // 0 with 2, 1 with 3, 4 with 6, 5 with 7.
+        // Pairs are 0 and 2, 1 and 3, 4 and 6, 5 and 7.
         let first = (end.rank() & !2) as f64;
         assert_eq!(read::<f64>(&sum), [2.0 * first + 2.0]);
         half.all_reduce(call(1), &sum)?;
         end.all_reduce(call(2), &sum)?;
-        // Each half's sum of its pairs' sums, added up over all its members: 4 (2 (0+1+2+3) + 2 (4+5+6+7)).
+        // Each half sums its pairs' sums, and all members of both add up: 4 (2 (0+1+2+3) + 2
+        // (4+5+6+7)).
         assert_eq!(read::<f64>(&sum), [224.0]);
         assert_eq!(end.rank_traffic().calls(Op::AllReduce), 3);
         Ok(())
@@ -488,7 +492,7 @@ fn messages_come_in_their_order_and_leave_the_groups_alone() {
             }
             _ => {}
         }
-        // Rank 1 is here at once, and its call is the second of the world, as everybody's.
+        // Rank 1 arrives at once; like for every rank, its call is the second of the world.
         end.barrier(call(0))?;
         assert_eq!(end.rank_traffic().calls(Op::Send), if end.rank() == 0 { 200 } else { 0 });
         Ok(())
@@ -547,13 +551,13 @@ fn a_rank_that_waits_for_a_message_learns_of_failures() {
             let error = within(move || run_ranks(world.communicators(), run)).unwrap_err();
             assert_eq!((error.what(), error.kind()), (what, ErrorCategory::Transient), "{error}");
         }
-        // One that returns without the message is named as well.
+        // A rank that returns without sending the message is named as well.
         let error = within(move || run_ranks(InProcessWorld::new(2).communicators(), run)).unwrap_err();
         assert_eq!(error.what(), "rank 1 left in phase save", "{error}");
     }
 }
 
-/// What both of two ranks get that make different calls.
+/// Returns the error that both of two ranks get if they make different calls.
 fn mismatch(
     rank_0: impl Fn(&InProcess) -> Result<()> + Send + Sync + 'static,
     rank_1: impl Fn(&InProcess) -> Result<()> + Send + Sync + 'static,
@@ -564,7 +568,7 @@ fn mismatch(
             end.enter(Phase::Backward)?;
             end.barrier(call(0))?;
             let result = if end.rank() == 0 { rank_0(&end) } else { rank_1(&end) };
-            // Whoever was not waiting learns of it with its next call.
+            // A rank that was not waiting gets the error from its next call.
             let error = result.and_then(|()| end.barrier(call(9))).unwrap_err();
             let text = error.to_string();
             send.send(text).unwrap();
@@ -662,7 +666,7 @@ fn calls_in_another_order_of_groups_are_told_and_not_waited_for() {
 fn groups_of_replicas_that_do_not_fit_are_refused() {
     let run = |end: InProcess| {
         let inner = end.subgroup(end.rank() / 2)?;
-        // Replicas with another shard: 0 with 3, 1 with 2.
+        // Replicas with different shards: 0 with 3, 1 with 2.
         let outer = end.subgroup(usize::from(end.rank() == 1 || end.rank() == 2))?;
         inner.reduce_scatter_across(call(0), &outer, &zeros::<f32>(64), &zeros::<f32>(32))
     };
@@ -693,13 +697,13 @@ fn what_cannot_be_done_is_said_clearly() {
                 assert!(text.ends_with("a message is between two of the 2 ranks of the group"), "{text}");
             }
         }
-        // None of them was a call.
+        // None of these counts as a call.
         end.barrier(call(0))
     };
     within(move || run_ranks(InProcessWorld::new(2).communicators(), run)).unwrap();
 }
 
-/// A small step that enters every phase, with calls in most of them, as a run does.
+/// A small step that enters every phase, with calls in most of them, like a run.
 fn step(end: &InProcess, shard: &InProcess, replicas: &InProcess) -> Result<()> {
     let grads = zeros::<f32>(1536 * shard.size());
     let own = zeros::<f32>(1536);
@@ -728,8 +732,8 @@ fn step(end: &InProcess, shard: &InProcess, replicas: &InProcess) -> Result<()> 
     end.barrier(call(6))
 }
 
-/// Runs two steps with a fault; gives the survivors' errors beside the run's.
-/// A survivor that is still at work this long after the failure fails the test: the promise to whoever starts runs.
+/// Runs two steps with a fault; returns the survivors' errors and the run's. The timeout of
+/// `within` bounds the time that survivors may continue.
 fn struck(size: usize, fault: InjectedFault) -> (Vec<(usize, Error)>, Error) {
     within(move || {
         let (send, receive) = mpsc::channel();
@@ -858,7 +862,7 @@ fn a_rank_that_returns_too_early_is_named() {
 
 #[test]
 fn a_clean_end_is_one_even_if_peers_are_still_reading() {
-    // Rank 0 posts its shard, needs nothing from the others but theirs, and is gone while they still copy.
+    // Rank 0 posts its shard, needs only the others' shards, and leaves while they still copy.
     let run = |end: InProcess| {
         let full = zeros::<f32>(50_000 * end.size());
         let shard = memory(vec![end.rank() as f32; 50_000]);

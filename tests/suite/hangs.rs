@@ -1,4 +1,5 @@
-//! Processes of a run: one that is stopped is noticed by its silence, and an elastic rendezvous goes on without the missing.
+//! Processes of a run: a stopped process is detected by its silence, and an elastic rendezvous
+//! continues without missing ones.
 
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
@@ -8,7 +9,7 @@ use std::time::Duration;
 use finetune::rendezvous::{JoinRequest, Listener, Master, Peer, RendezvousOptions, Secret, Session};
 
 const PORT: &str = "FINETUNE_TEST_SILENT_PORT";
-/// Far more than a heartbeat needs on a busy machine.
+/// Far longer than a heartbeat takes on a busy machine.
 const SILENCE: Duration = Duration::from_secs(8);
 
 fn options(port: u16) -> RendezvousOptions {
@@ -22,16 +23,17 @@ fn request(rank: usize) -> JoinRequest {
     JoinRequest { peer, world_size: 2, digests: BTreeMap::new() }
 }
 
-/// The other process of [`a_process_that_is_stopped_is_noticed`], where that has started it: joins, and is stopped.
+/// The other process of [`a_process_that_is_stopped_is_noticed`], which starts it: joins, and stops
+/// itself.
 #[test]
 fn the_process_that_is_stopped() {
     let Ok(port) = std::env::var(PORT) else { return };
     let session = Session::join(request(1), &options(port.parse().unwrap())).unwrap();
     session.report_status(|| "rank 1 is in phase backward".to_owned());
-    // Heartbeats keep both alive for longer than a silence may be.
+    // Heartbeats keep both alive for longer than the allowed silence.
     std::thread::sleep(SILENCE + SILENCE / 2);
     assert!(session.failure().is_none());
-    // SAFETY: stops this process, which is the test's own.
+    // SAFETY: stops this process, which belongs to the test.
     unsafe { libc::raise(libc::SIGSTOP) };
 }
 
@@ -54,11 +56,12 @@ fn a_process_that_is_stopped_is_noticed() {
     assert!(failure.why.ends_with("its last status: rank 1 is in phase backward"), "{failure}");
 }
 
-/// Those that come again go on without one that does not, under their old ranks; a conflict is one all the same.
+/// Returning processes continue without the missing one, under their old ranks; a conflict is still
+/// an error.
 #[test]
 fn an_elastic_rendezvous_goes_on_without_the_missing() {
     let elastic = |port| {
-        // Rank 3 has this long to come on a busy machine.
+        // Rank 3 has this long to join on a busy machine.
         let join_timeout = Duration::from_secs(10);
         RendezvousOptions { elastic: true, join_timeout, ..options(port) }
     };

@@ -1,4 +1,5 @@
-//! Finding models and data sets on a hub, against an in-process double of its protocol, with faults.
+//! Location of models and data sets on a hub, against an in-process double of its protocol, with
+//! faults.
 
 mod configurations;
 mod headers;
@@ -18,7 +19,7 @@ use finetune::hub::{
 
 const SECRET: &str = "hf_canary_0123456789";
 
-/// A hub, a cache and the options that join them.
+/// A hub, a cache and options for both.
 struct World {
     hub: HubDouble,
     cache: tempfile::TempDir,
@@ -77,17 +78,16 @@ impl World {
         error.to_string()
     }
 
-    /// Every file below the folder around the cache, links not followed.
+    /// Returns every file below the cache's parent folder, without following links.
     fn files(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
         let mut folders = vec![self.cache.path().to_owned()];
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(folder).unwrap() {
                 let entry = entry.unwrap();
-                match entry.file_type().unwrap().is_dir() {
-                    true => folders.push(entry.path()),
-                    false => found.push(entry.path()),
-                }
+                let is_folder = entry.file_type().unwrap().is_dir();
+                let list = if is_folder { &mut folders } else { &mut found };
+                list.push(entry.path());
             }
         }
         found
@@ -100,7 +100,7 @@ impl World {
     }
 }
 
-/// Bytes without a period that a test could miss.
+/// Bytes without a short period, so that any missing part shows.
 fn weights(len: usize) -> Vec<u8> {
     let mut state = 7u32;
     (0..len)
@@ -288,7 +288,7 @@ fn a_later_run_continues_what_an_earlier_one_left() {
 #[test]
 fn a_connection_that_stalls_is_broken_off() {
     let mut world = World::new(vec![single("ada/tiny")]);
-    // What does not stall answers in that time on a busy machine.
+    // Without a stall the hub answers within that time, also on a busy machine.
     world.options.retry.stall = Duration::from_secs(5);
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 1, Spoil::StallAfter(2000)));
     let found = world.model("ada/tiny").unwrap();
@@ -440,7 +440,8 @@ fn a_mirror_that_sends_everybody_elsewhere_gets_the_token_alone() {
     assert!(elsewhere.iter().all(|request| request.authorization.is_none()), "{elsewhere:?}");
 }
 
-/// Faults that answer every request of `hub` that contains all of `of` with a redirect to the same path at `to`.
+/// Faults that answer every request of `hub` that contains all of `of` with a redirect to the same
+/// path at `to`.
 fn redirect(hub: &HubDouble, of: &[&str], path: &str, to: &str, status: u16) {
     let location = vec![("Location", format!("{to}{path}"))];
     hub.fault(Fault::new(of, 9, Spoil::Status(status, location)));
@@ -749,7 +750,8 @@ fn several_at_once_download_once() {
     assert_eq!(world.hub.count("GET /ada/tiny/resolve"), 3);
 }
 
-/// What the ranks of a host do when a launcher starts them at once: the first one downloads, the others wait for it.
+/// Simulates the ranks of a host, started at once by a launcher: the first one downloads, the
+/// others wait for it.
 #[test]
 fn processes_started_at_once_download_each_file_once() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -814,7 +816,7 @@ fn https_is_spoken() {
     });
     world.options = HubOptions::new(&url, &world.options.cache_dir).unwrap();
     let error = world.model("ada/tiny").unwrap_err();
-    // A TLS handshake record, RFC 8446 section 5.1. What it was answered is not tried again.
+    // A TLS handshake record, RFC 8446 section 5.1. finetune does not retry after this answer.
     assert_eq!(server.join().unwrap(), [0x16, 0x03]);
     assert_eq!(error.kind(), ErrorCategory::Transient);
     assert!(!error.to_string().contains("attempts"), "{error}");
@@ -842,7 +844,7 @@ fn a_folder_wins_over_the_hub() {
     let rows = folder.path().join("rows.jsonl");
     std::fs::write(&rows, "{}").unwrap();
     assert_eq!(world.dataset(rows.to_str().unwrap()).unwrap().folder, rows);
-    // `src` is where tests run: a revision of what is on this machine means nothing.
+    // Tests run beside the folder `src`: it has no revision, so the error suggests the hub.
     let text = world.dataset("src@v1").unwrap_err().to_string();
     assert!(text.contains("`hf://src@v1`"), "{text}");
     assert_eq!(world.hub.requests().len(), 0);
@@ -1033,7 +1035,7 @@ fn an_adapter_in_a_folder() {
         "{text}"
     );
     assert!(world.refused_adapter(&format!("{path}/nope")).contains("there is no file or folder"));
-    // `src` is where tests run; the name could also be one of the hub.
+    // Tests run beside `src`, which could also be a name on the hub.
     assert!(world.refused_adapter("src").contains("`hf://src`"));
     assert_eq!(world.hub.requests().len(), 0);
 }

@@ -1,4 +1,4 @@
-//! Who the ranks are: what each launcher leaves in the environment, and what is made of it.
+//! Ranks from the environment of each launcher.
 
 use std::ffi::OsString;
 
@@ -33,7 +33,7 @@ fn master(address: &str, port: u16, ports: u16) -> Option<Master> {
     Some(Master { address: address.to_owned(), port, ports })
 }
 
-/// Rank, ranks here, local rank, world size.
+/// Returns rank, ranks in this process, local rank and world size.
 fn places(launch: &Launch) -> [usize; 4] {
     [launch.rank, launch.ranks_here, launch.local_rank, launch.world_size]
 }
@@ -51,7 +51,7 @@ const TORCHRUN: &[(&str, &str)] = &[
     ("TORCHELASTIC_USE_AGENT_STORE", "True"),
 ];
 
-/// The second task of the second node of three, as `srun` starts it.
+/// The second task on the second node of three, as `srun` starts it.
 const SLURM: &[(&str, &str)] = &[
     ("SLURM_JOB_ID", "1234567"),
     ("SLURM_PROCID", "3"),
@@ -68,7 +68,7 @@ const SLURM: &[(&str, &str)] = &[
     ("SLURM_STEP_NODELIST", "gpu[003-004,011]"),
 ];
 
-/// As Open MPI 4.1 starts it.
+/// The variables that Open MPI 4.1 sets.
 const OPEN_MPI: &[(&str, &str)] = &[
     ("OMPI_COMM_WORLD_RANK", "1"),
     ("OMPI_COMM_WORLD_SIZE", "2"),
@@ -84,7 +84,7 @@ fn nothing_is_needed_on_one_host() {
     assert_eq!((alone.source, places(&alone)), (LaunchSource::Alone, [0, 1, 0, 1]));
     let four = detect(&Flags { ranks_here: Some(4), ..Flags::default() }, &[]).unwrap();
     assert_eq!((places(&four), four.local_world_size, four.master), ([0, 4, 0, 4], Some(4), None));
-    // What other tools leave behind means nothing by itself.
+    // Variables of other tools mean nothing alone.
     let left =
         [("WORLD_SIZE", "1"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1"), ("LOCAL_RANK", "0"), ("RANK", "")];
     assert_eq!(launch(&left).source, LaunchSource::Alone);
@@ -151,7 +151,7 @@ fn torchrun_leaves_its_port_to_the_agent() {
 
 #[test]
 fn rank_and_world_size_are_enough() {
-    // A PyTorchJob, or a script: each process counts as the first of its host.
+    // A PyTorchJob or a script: each process counts as the first on its host.
     let job = [("RANK", "1"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "job-master-0"), ("MASTER_PORT", "23456")];
     let found = launch(&job);
     assert_eq!((places(&found), found.host, found.local_world_size), ([1, 1, 0, 3], None, None));
@@ -198,13 +198,13 @@ fn slurm_steps_are_understood() {
     assert_eq!(found.run, "slurm 1234567.2");
     let named = with(SLURM, &[("MASTER_ADDR", "10.1.1.1"), ("MASTER_PORT", "4000"), ("WORLD_SIZE", "5")]);
     assert_eq!(launch(&named).master, master("10.1.1.1", 4000, 1));
-    // One task a node, its ranks as threads; a script's WORLD_SIZE may count either.
+    // One task a node, with its ranks as threads; a script's WORLD_SIZE may count either.
     let flags = Flags { ranks_here: Some(8), ..Flags::default() };
     for world in ["5", "40"] {
         let found = detect(&flags, &with(SLURM, &[("WORLD_SIZE", world)])).unwrap();
         assert_eq!(places(&found), [24, 8, 8, 40]);
     }
-    // A step on a part of the job.
+    // A step on part of the job.
     let part = with(
         SLURM,
         &[("SLURM_TASKS_PER_NODE", "4(x9)"), ("SLURM_JOB_NODELIST", "gpu[001-009]"), ("SLURM_NTASKS", "36")],
@@ -248,7 +248,7 @@ fn slurm_contradictions_are_named() {
     }
 }
 
-/// In the batch script itself SLURM_PROCID is 0 and the other tasks were never started.
+/// In the batch script itself SLURM_PROCID is 0, and the other tasks were never started.
 #[test]
 fn a_batch_script_is_not_a_step() {
     let batch = [
@@ -284,7 +284,7 @@ fn open_mpi_is_understood_also_inside_a_slurm_job() {
     );
     let named = with(&spread, &[("MASTER_ADDR", "a"), ("MASTER_PORT", "4000")]);
     assert_eq!(launch(&named).master, master("a", 4000, 1));
-    // mpirun's daemon is a Slurm task of its own, whose variables its processes inherit.
+    // mpirun's daemon is a Slurm task, whose variables its processes inherit.
     let inside =
         with(&spread, &[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_NODELIST", "n[1-2]")]);
     let found = launch(&inside);
@@ -317,7 +317,7 @@ fn pmi_launchers_are_understood() {
     let found = launch(&with(&pmix, &[("WORLD_SIZE", "2")]));
     assert_eq!((found.source, places(&found), found.run.as_str()), (LaunchSource::Pmi, [1, 1, 0, 2], "x"));
 
-    // srun --mpi=pmi2 says the same twice; Hydra inside a job says something else.
+    // srun --mpi=pmi2 sets the same values twice; Hydra inside a job sets different ones.
     let srun = with(SLURM, &[("PMI_RANK", "3"), ("PMI_SIZE", "5")]);
     assert_eq!(launch(&srun).source, LaunchSource::Slurm);
     let inside = with(SLURM, &[("PMI_RANK", "7"), ("PMI_SIZE", "8")]);
@@ -327,7 +327,7 @@ fn pmi_launchers_are_understood() {
 #[test]
 fn kubernetes_indexed_jobs_are_one_run_when_they_say_so() {
     let pod = [("JOB_COMPLETION_INDEX", "2"), ("HOSTNAME", "tune-2")];
-    // Indexes may as well number independent runs.
+    // Array indexes may as well number independent runs.
     assert_eq!(launch(&pod).source, LaunchSource::Alone);
     let joined = with(&pod, &[("WORLD_SIZE", "4"), ("MASTER_ADDR", "tune-0.tune")]);
     let flags = Flags { ranks_here: Some(8), ..Flags::default() };
@@ -345,7 +345,7 @@ fn kubernetes_indexed_jobs_are_one_run_when_they_say_so() {
         refused(&with(&joined, &[("WORLD_SIZE", "2")]))
             .contains("JOB_COMPLETION_INDEX is `2`; accepted: 0 to 1")
     );
-    // A user who maps the index to RANK gets the same from there.
+    // If the user maps the index to RANK, the result is the same.
     assert_eq!(launch(&with(&joined, &[("RANK", "2"), ("MASTER_PORT", "1")])).source, LaunchSource::Torchrun);
 }
 

@@ -1,10 +1,12 @@
-//! The library from the outside: every public module against references, faults and the golden files.
+//! The library's public modules against references, faults and the golden files.
 //!
-//! Each module is a topic; `cargo test --test suite saving::` runs one. Nothing here may change the process that the
-//! modules share (environment, working folder, signal handlers); what must run in one of its own starts this binary
-//! again with `--exact` and the test's path.
+//! Each module is a topic; `cargo test --test suite saving::` runs one. No test may change the
+//! process that the modules share (environment, working folder, signal handlers). Tests that need
+//! their own process start this binary again with `--exact` and the test's path.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
+#![allow(clippy::too_many_lines, reason = "a table of cases or a snapshot is one function")]
 
 #[path = "../hub_double/mod.rs"]
 mod hub_double;

@@ -1,5 +1,5 @@
-//! Weights that another program cuts short while they are mapped: an error that names the file, whether what is missing
-//! is a page or a few bytes of one.
+//! Weights that another program truncates while they are mapped: an error names the file, whether a
+//! page or a few bytes are missing.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -10,7 +10,7 @@ use finetune::weights::{ModelFiles, StoredDtype, WriteEntry, write_file};
 
 const ELEMENTS: usize = 1 << 16;
 
-/// A file of some pages in `folder`.
+/// Creates a file of several pages in `folder`.
 fn weights(folder: &Path) -> std::path::PathBuf {
     let path = folder.join("model.safetensors");
     let entry = WriteEntry { name: "w".into(), dtype: StoredDtype::F32, shape: vec![ELEMENTS] };
@@ -30,7 +30,7 @@ fn a_file_that_loses_pages_while_it_is_read() {
     const FOLDER: &str = "FINETUNE_TEST_CUTS_WEIGHTS";
     if let Some(folder) = std::env::var_os(FOLDER) {
         let path = weights(Path::new(&folder));
-        // Another one is mapped too, and whole.
+        // A second, complete file is mapped, too.
         let other = tempfile::tempdir().unwrap();
         let whole = ModelFiles::open_file(&weights(other.path())).unwrap();
         let files = ModelFiles::open_file(&path).unwrap();
@@ -56,7 +56,7 @@ fn a_file_that_loses_pages_while_it_is_read() {
     assert!(said.contains(&error), "{said}");
 }
 
-/// The rest of a page reads as zeros, without a fault; what is read after the cut is not even begun.
+/// The rest of a page reads as zeros without a fault; a read after the truncation does not begin.
 #[test]
 fn a_file_that_loses_bytes_while_it_is_open() {
     for lost in [4, 100_000] {

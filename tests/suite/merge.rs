@@ -1,4 +1,5 @@
-//! Merged models against PEFT: the golden runs' final logits, of every kind of adapter, and onto quantized bases.
+//! Merged models against PEFT: the golden runs' final logits, for every kind of adapter, and onto
+//! quantized bases.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use finetune::weights::ModelFiles;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Sums in another order leave this much of PEFT's logits.
+/// Difference from PEFT's logits that another order of sums causes.
 const LIMIT: f32 = 1e-4;
 
 fn golden(path: &str) -> PathBuf {
@@ -32,7 +33,7 @@ fn merge(model: &Path, adapter: &Path, output: &Path, base: BaseValues) -> Resul
     adapter::merge(&ModelFiles::open(model)?, adapter, output, &options)
 }
 
-/// The distance of a merged golden run from its final logits.
+/// Returns the difference between a merged golden run and its final logits.
 fn merged_distance(run: &str, model: &str, base: BaseValues) -> (MergeReport, f32) {
     let (dir, run) = (temp(), golden("train").join(run));
     let output = dir.path().join("merged");
@@ -50,7 +51,7 @@ fn every_kind_computes_what_peft_computes() {
         ("dora", "tiny-llama", 14, false),
         ("lora_tables", "tiny-llama", 4, false),
         ("lora_tables_tied", "tiny-qwen2", 4, true),
-        // Rows of a tied embedding are the head's too.
+        // Rows of a tied embedding also belong to the head.
         ("lora_tokens", "tiny-qwen2", 3, false),
         ("lora_tokens_untied", "tiny-llama", 4, false),
     ] {
@@ -160,13 +161,13 @@ fn what_was_merged_is_on_record() {
     assert!(!third.exists());
     insta::assert_snapshot!(errors.join("\n"), @"
     error: cannot merge adapter <root>/tests/golden/train/lora/adapter_final into <dir>/first
-      caused by: it has been merged into it already: merge.json there names <root>/tests/golden/train/lora/adapter_final
+      caused by: the adapter is already merged: merge.json of the model names <root>/tests/golden/train/lora/adapter_final
     hint: use the model as it is, or give its base as `--model`: <root>/tests/golden/models/tiny-llama
     error: cannot merge adapter <root>/tests/golden/train/lora/adapter_final into <dir>/second
-      caused by: it has been merged into it already: merge.json there names <root>/tests/golden/train/lora/adapter_final
+      caused by: the adapter is already merged: merge.json of the model names <root>/tests/golden/train/lora/adapter_final
     hint: use the model as it is, or give its base as `--model`: <root>/tests/golden/models/tiny-llama
     error: cannot merge adapter <root>/tests/golden/train/dora/adapter_final into <dir>/second
-      caused by: it has been merged into it already: merge.json there names <root>/tests/golden/train/dora/adapter_final
+      caused by: the adapter is already merged: merge.json of the model names <root>/tests/golden/train/dora/adapter_final
     hint: use the model as it is, or give its base as `--model`: <dir>/first
     error: cannot read <dir>/first/merge.json
       caused by: missing field `base` at line 1 column 2

@@ -1,5 +1,5 @@
-//! The loss as an argument of the step: another one than cross-entropy trains the model, on one rank and on two, and
-//! cross-entropy with coefficients counts its rows as they say.
+//! The loss as an argument of the step: a custom objective trains the model, on one rank and on
+//! two, and cross-entropy with coefficients weights its rows.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -38,13 +38,13 @@ fn step(micro_batches: u32) -> Step {
     Step::new((0..micro_batches).map(batch).collect(), 1.0)
 }
 
-/// Hidden states are to be small: the mean square over a sample, summed over the samples; the second sample of a
-/// micro-batch counts twice.
+/// Penalizes large hidden states: the mean square over a sample, summed over samples. The second
+/// sample of a micro-batch counts twice.
 #[derive(Debug)]
 struct SmallStates;
 
 impl SmallStates {
-    /// The factor of each position.
+    /// Returns the factor of each position.
     fn coefficients(batch: &Batch) -> Vec<f32> {
         let mut coefficients = vec![0.0; batch.len()];
         for (i, sample) in batch.segments.iter().enumerate() {
@@ -78,19 +78,19 @@ impl Objective for SmallStates {
     }
 }
 
-/// The results of three steps, and all values after them in bits.
+/// The results of three steps, and all values afterwards in bits.
 #[derive(Debug, PartialEq)]
 struct Trained {
     steps: Vec<StepResult>,
     values: BTreeMap<String, Vec<u32>>,
 }
 
-/// Trains tiny-llama on steps of so many micro-batches.
+/// Trains tiny-llama on steps of this many micro-batches.
 fn train(kind: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
     train_after(kind, ranks, micro_batches, &|_| Ok(()))
 }
 
-/// As [`train`], after `prepare`.
+/// Like [`train`], after `prepare`.
 fn train_after(
     kind: ShardingStrategy,
     ranks: usize,
@@ -149,7 +149,8 @@ fn another_objective_trains_to_the_same_bits_on_one_rank_and_two() {
     }
 }
 
-/// The longest micro-batch is computed before the first step, on every rank, and leaves no trace in what is trained.
+/// Computing the longest micro-batch before the first step, on every rank, changes nothing that is
+/// trained.
 #[test]
 fn a_rehearsal_changes_nothing() {
     for (kind, ranks) in [(ShardingStrategy::Single, 1), (ShardingStrategy::Fsdp, 2)] {
@@ -158,7 +159,8 @@ fn a_rehearsal_changes_nothing() {
     }
 }
 
-/// Sums of several micro-batches a rank are in another order; a rank without a last one adds nothing.
+/// Sums of several micro-batches a rank have another order; a rank without a last micro-batch adds
+/// nothing.
 #[test]
 fn metrics_are_summed_over_micro_batches_and_ranks() {
     for micro_batches in [3, 4] {
@@ -172,7 +174,7 @@ fn metrics_are_summed_over_micro_batches_and_ranks() {
     }
 }
 
-/// Cross-entropy whose rows count by the sample they are in.
+/// Cross-entropy with a coefficient for each sample.
 #[derive(Debug)]
 struct BySample([f32; 2]);
 

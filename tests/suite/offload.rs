@@ -1,5 +1,5 @@
-//! Offload beyond the equality that `split.rs` shows: what is on the device at a time, that memory shrinks, that no file
-//! is left, and every use of weights that is not a training step.
+//! Offload beyond the equality that `split.rs` checks: parameters on the device at a time, memory
+//! savings, no file left, and every use of weights apart from training steps.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -45,12 +45,12 @@ fn trainer_with(offload: impl Into<OffloadTarget>, dtype: DType, master: MasterW
     Trainer::new(engine, options).unwrap()
 }
 
-/// Parameters in a file of `folder`.
+/// Returns parameters in a file of `folder`.
 fn to_file(folder: &Path) -> OffloadTarget {
     OffloadTarget { what: Offload::Params, folder: Some(folder.to_owned()) }
 }
 
-/// Everything that is asked of a model after two steps, in bits.
+/// Returns the results of every use of a model after two steps, in bits.
 fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>) {
     let step = Step::new(vec![batch(0)], 1.0);
     for _ in 0..2 {
@@ -79,11 +79,11 @@ fn every_use_of_weights_is_the_same_away_from_the_device() {
         for offload in [Offload::Optimizer.into(), Offload::Params.into(), in_file] {
             let mut away = trainer_with(offload.clone(), dtype, master);
             assert!(answers(&mut away) == wanted, "{offload:?} in {dtype:?}, master {master:?}");
-            // Two segments are brought at a time, never more.
+            // At most two segments are on the device at a time.
             let most = if offload.what == Offload::Optimizer { 0 } else { 2 };
             assert_eq!(away.engine.store.most_gathered(), most, "{offload:?}");
             assert!(away.most_staged() > 0, "{offload:?}");
-            // No name to find, while it is in use.
+            // The file in use has no name.
             assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         }
     }
@@ -134,14 +134,14 @@ fn bits(optimizer: &Optimizer, pieces: &[ParamGroup]) -> Vec<Vec<u8>> {
     all
 }
 
-/// The same in bf16, with a gradient in bf16 or f32.
+/// Like [`piece`] in bf16, with a gradient in bf16 or f32.
 fn piece_in_bf16(len: usize, salt: usize, grad: DType) -> ParamGroup {
     let piece = piece(len, salt);
     let param = piece.param.to_read().unwrap().to_dtype(DType::BF16).unwrap();
     ParamGroup { param: param.into(), grad: piece.grad.to_dtype(grad).unwrap(), ..piece }
 }
 
-/// Runs of 512 values, the last one short: the same bits, and never more on the device.
+/// Runs of 512 values, the last one short, give the same bits, and no more are on the device.
 #[test]
 fn updates_are_staged_in_short_runs() {
     for state in [StateDtype::F32, StateDtype::Int8] {
@@ -160,8 +160,9 @@ fn updates_are_staged_in_short_runs() {
     }
 }
 
-/// Steps of a tenth of what lies between two bf16 numbers: each weight by itself goes as far as in f32, to the noise of
-/// its own rounding. With the same random bits in every step some would never move, and others ten times as far.
+/// Steps of a tenth of the distance between two bf16 numbers: each weight moves as far as in f32,
+/// up to the noise of its own rounding. With the same random bits in every step, some would never
+/// move and others ten times as far.
 #[test]
 fn every_weight_in_bf16_moves_on_average_as_in_f32() {
     const STEPS: usize = 400;
@@ -173,7 +174,7 @@ fn every_weight_in_bf16_moves_on_average_as_in_f32() {
     let other = StochasticRounding::new(RngStream::new(2), 0);
     let others = ParamGroup { param: ones(DType::BF16).into(), rounding: other, ..group.clone() };
     let mut optimizer = Optimizer::new(adamw(StateDtype::F32), vec![group.clone(), others.clone()]).unwrap();
-    // AdamW goes by its learning rate in each step while the gradient stays.
+    // With a constant gradient AdamW moves by its learning rate in each step.
     let (unit, rate) = (1.0 / 256.0, 0.1 / 256.0);
     for _ in 0..STEPS {
         optimizer.update(rate, 1.0).unwrap();
@@ -183,7 +184,8 @@ fn every_weight_in_bf16_moves_on_average_as_in_f32() {
         values.to_vec1::<f32>().unwrap()
     };
     let wanted = 1.0 - STEPS as f64 * rate;
-    // Of a sum of roundings that are up with one probability p: the root of 400 p (1 - p) units, here 6; five times that.
+    // The deviation of a sum of roundings, each up with probability p: the root of 400 p (1 - p)
+    // units, here 6; times five.
     let most = 5.0 * unit * (STEPS as f64 * 0.1 * 0.9).sqrt();
     for value in values(&group).into_iter().chain(values(&others)) {
         assert!((f64::from(value) - wanted).abs() < most, "{value}, {wanted} in f32");
@@ -209,7 +211,7 @@ fn train(model: &Path, place: &Path, output: &str, keys: &[String], fault: Optio
     command.output().unwrap()
 }
 
-/// 4 bytes a parameter: all of them in the file, and none in memory.
+/// 4 bytes a parameter: all in the file, none in memory.
 #[test]
 fn a_plan_says_where_parameters_are() {
     let place = tempfile::tempdir().unwrap();
@@ -259,7 +261,7 @@ fn a_folder_that_takes_no_file() {
     }
 }
 
-/// The most memory that a run held, as its metrics say.
+/// Returns the peak memory of a run from its metrics.
 fn peak(output: &Path) -> u64 {
     let text = std::fs::read_to_string(output.join("metrics.jsonl")).unwrap();
     let peaks =
@@ -267,7 +269,7 @@ fn peak(output: &Path) -> u64 {
     peaks.max().unwrap()
 }
 
-/// A base of 17 million frozen parameters, 68 MB in f32, under a small adapter.
+/// A base of 17 million frozen parameters, 68 MB in f32, with a small adapter.
 #[test]
 fn parameters_in_a_file_are_not_in_memory() {
     let place = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Optimizers that no module but this knows go through steps, saving, loading, sharding and planning: what they keep
-//! beside a parameter is a list that they declare.
+//! Optimizers known to this module only go through steps, saving, loading, sharding and planning:
+//! they declare their state tensors as a list.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use finetune::runtime::thread_pool;
 use finetune::weights::{ModelFiles, StoredDtype, WriteEntry, write_file, write_text};
 use half::bf16;
 
-/// SGD with momentum, and the same with more buffers than one, of which the mean is taken.
+/// SGD with momentum, with one buffer or with the mean of several.
 #[derive(Debug, Clone, Copy)]
 struct Momentum {
     buffers: &'static [StateTensor],
@@ -80,7 +80,7 @@ fn trainer_of(
     engine: &EngineOptions,
 ) -> Result<Trainer> {
     let engine = logits::base(model).engine(Trains::All, engine)?;
-    // 8 bits are asked for, which these buffers may not be kept in.
+    // 8 bits are requested, which these buffers do not allow.
     let optimizer = OptimizerOptions { algorithm, weight_decay: 0.0, state: StateDtype::Int8 };
     let schedule = Schedule {
         kind: SchedulerKind::Constant,
@@ -96,7 +96,7 @@ fn trainer_of(
         optimizer,
         lora_plus_ratio: 1.0,
         schedule,
-        // The norm of shards is another sum of squares.
+        // The norm of shards is a different sum of squares.
         max_grad_norm: None,
         seed: 0,
         recompute: Recompute::Block,
@@ -116,7 +116,7 @@ fn step(micro_batches: u32) -> Step {
     Step::new((0..micro_batches).map(batch).collect(), 1.0)
 }
 
-/// Every value and every tensor of the state, by name, in bits.
+/// Returns every value and every state tensor, by name, in bits.
 fn bits(trainer: &Trainer) -> Vec<(String, Vec<u32>)> {
     let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect();
     let mut all = Vec::new();
@@ -131,7 +131,7 @@ fn bits(trainer: &Trainer) -> Vec<(String, Vec<u32>)> {
     all
 }
 
-/// A checkpoint whose weights are a model in one file.
+/// Saves a checkpoint whose weights are a model in one file.
 fn save(trainer: &Trainer, output: &Path) {
     let write_weights: WriteWeights =
         Arc::new(|folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
@@ -206,7 +206,8 @@ fn a_run_goes_on_from_a_checkpoint() {
     }
 }
 
-/// Whether the algorithm writes the values itself, they are made of the masters, or run after run where state is offloaded.
+/// The algorithm writes the bf16 values itself, or they are rounded from the masters; with offloaded
+/// state, too.
 #[test]
 fn values_in_bf16_follow_the_masters() {
     let adamw = AdamW { betas: [0.9, 0.999], eps: 1e-8 };

@@ -1,4 +1,5 @@
-//! The 4-bit and 8-bit formats against bitsandbytes' own bytes (tests/golden/scripts/make_golden.py, trim_quant.py).
+//! The 4-bit and 8-bit formats against bitsandbytes' own bytes
+//! (tests/golden/scripts/make_golden.py, trim_quant.py).
 
 use std::path::{Path, PathBuf};
 
@@ -36,7 +37,7 @@ impl File {
         self.0.bytes(name).unwrap().to_vec()
     }
 
-    /// An i64 tensor of counts.
+    /// Returns an i64 tensor of counts.
     fn counts(&self, name: &str) -> Vec<usize> {
         let bytes = self.bytes(name);
         bytes.chunks(8).map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap()) as usize).collect()
@@ -54,7 +55,7 @@ fn cases(kind: &str) -> Vec<(String, Value)> {
     all.into_iter().filter_map(|(name, case)| Some((name.strip_prefix(&prefix)?.to_owned(), case))).collect()
 }
 
-/// Rounds as the input's dtype does: the library gives the values back in it.
+/// Rounds to the input's dtype, in which the library returns the values.
 fn rounded(values: Vec<f32>, dtype: StoredDtype) -> Vec<f32> {
     let round = |value: f32| match dtype {
         StoredDtype::BF16 => half::bf16::from_f32(value).to_f32(),
@@ -124,7 +125,7 @@ fn fp4_is_bitsandbytes() {
     four_bits(&golden(), CodeKind::FP4, 5);
 }
 
-/// Where the shared files are missing, `cargo test` shows which check was left out, though it passes.
+/// If the shared files are missing, `cargo test` prints the skipped check, although it passes.
 #[test]
 fn a_check_that_is_left_out_says_so() {
     let mut tests = std::process::Command::new(std::env::current_exe().unwrap());
@@ -139,7 +140,7 @@ fn a_check_that_is_left_out_says_so() {
     assert!(said.contains("SKIPPED all_fixtures_are_met: no such folder"), "{said}");
 }
 
-/// With the tensors that trim_quant.py leaves out of the repository.
+/// Uses the tensors that trim_quant.py keeps out of the repository.
 #[test]
 fn all_fixtures_are_met() {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
@@ -155,18 +156,19 @@ fn all_fixtures_are_met() {
     four_bits(&folder, CodeKind::FP4, 5);
 }
 
-/// i / 2^20 from -1 to 1.
+/// Returns i / 2^20 from -1 to 1.
 fn dyadic() -> Vec<f32> {
     (-(1 << 20)..=1 << 20).map(|i| i as f32 / (1 << 20) as f32).collect()
 }
 
-/// The codes of all [`dyadic`] numbers, which never fall, from how often each occurs.
+/// Returns the codes of all [`dyadic`] numbers, which are ascending, from their counts.
 fn dyadic_codes(file: &File, kind: &str) -> Vec<u8> {
     let counts = file.counts(&format!("dyadic.{kind}"));
     counts.iter().enumerate().flat_map(|(code, &count)| std::iter::repeat_n(code as u8, count)).collect()
 }
 
-/// Codes, by ascending value, of `values` between -1 and 1, each block of which holds a 1 at a place of its own.
+/// Returns the codes, by ascending value, of `values` between -1 and 1. Each block holds a 1 at
+/// another index.
 fn places(kind: CodeKind, block_size: usize, values: &[f32]) -> Vec<u8> {
     let mut order: Vec<u8> = (0..16).collect();
     order.sort_by(|&a, &b| kind.table()[usize::from(a)].total_cmp(&kind.table()[usize::from(b)]));
@@ -201,7 +203,7 @@ fn ties_of_4_bits_fall_as_bitsandbytes_has_them() {
             "{name}: the largest of each code"
         );
 
-        // The reference has places too; the last block is not full.
+        // The reference also stores indices; the last block is not full.
         let input = file.floats(&format!("bf16.{name}.input"));
         let mut codes = vec![0u8; input.len() / 2];
         let mut absmax = vec![0f32; input.len().div_ceil(64)];
@@ -218,7 +220,7 @@ fn ties_of_4_bits_fall_as_bitsandbytes_has_them() {
     }
 }
 
-/// The codes of 8 bits of `values` between -1 and 1, each block of which holds a 1 at a place of its own.
+/// Returns the 8-bit codes of `values` between -1 and 1. Each block holds a 1 at another index.
 fn codes_of_8_bits(values: &[f32]) -> Vec<u8> {
     let mut found = Vec::new();
     for (i, part) in values.chunks(255).enumerate() {
@@ -237,7 +239,7 @@ fn codes_of_8_bits(values: &[f32]) -> Vec<u8> {
 fn ties_of_8_bits_fall_as_bitsandbytes_has_them() {
     let file = File::open("ties");
     assert!(codes_of_8_bits(&dyadic()) == dyadic_codes(&file, "int8"), "dyadic numbers");
-    // Codes nearer to zero than 1.5e-5 are never taken: their limits are one number.
+    // Codes nearer to zero than 1.5e-5 never occur: their limits coincide.
     let limits = file.floats("limits.int8");
     for x in limits.iter().flat_map(|limit| [limit.next_down(), *limit]) {
         let code = limits.iter().filter(|limit| **limit <= x).count();
@@ -259,8 +261,8 @@ fn ties_of_8_bits_fall_as_bitsandbytes_has_them() {
     }
 }
 
-/// Optimizer states take the nearest code, halfway between two the even one, as bitsandbytes' CUDA kernels do; there is
-/// no such reference on a CPU.
+/// Optimizer states use the nearest code, and the even one halfway between two, as bitsandbytes'
+/// CUDA kernels do; no such reference exists for a CPU.
 #[test]
 fn ties_of_8_bit_moments_fall_on_even_codes() {
     for map in [quant::DynamicMap::signed(), quant::DynamicMap::unsigned()] {
@@ -313,7 +315,7 @@ fn blockwise_int8_is_bitsandbytes() {
             for (i, (code, value)) in codes.iter_mut().zip(&input).enumerate() {
                 *code = quant::nearest(quant::dynamic_unsigned(), value / absmax[i / block_size]);
             }
-            // Of moments, which do not follow the library's CPU code.
+            // Codes of moments, which differ from the library's CPU code.
             assert_eq!(codes, file.bytes(&tensor("codes_nearest")), "{name}: codes");
         }
     }
@@ -331,7 +333,8 @@ fn rows_of_llm_int8_are_bitsandbytes() {
 }
 
 proptest! {
-    /// Any part of any tensor is that part of the whole, to the bit, and the whole is the definition.
+    /// Checks that any part of any tensor equals that part of the whole to the bit, and that the
+    /// whole follows the definition.
     #[test]
     fn parts_are_parts_of_the_whole(
         seed in any::<u32>(), n in 1usize..700, block_size in 1usize..130, from in 0usize..700, len in 0usize..700,
@@ -357,8 +360,8 @@ proptest! {
     }
 }
 
-/// bitsandbytes' own rule for its kernels is fewer than 20 parameters off by more than 1e-5 + 1e-3 relative. Its CPU code
-/// takes a neighbour of the nearest code in up to 2 % of the values.
+/// bitsandbytes' own rule for its kernels: fewer than 20 parameters differ by more than 1e-5 + 1e-3
+/// relative. Its CPU code uses a neighbour of the nearest code for up to 2 % of the values.
 #[test]
 fn adamw_in_8_bits_follows_bitsandbytes() {
     use candle_core::{Device, Tensor};
@@ -395,14 +398,14 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
         piece.grad.slice_set(&tensor(&format!("grad{step}")), 0, 0).unwrap();
         optimizer.update(number("lr"), 1.0).unwrap();
     }
-    // The reference was taken down without copies: every step's tensors hold what the last one left.
+    // The reference stores no copies: every step's tensors hold the last step's values.
     let wanted = file.floats(&format!("param{steps}"));
     let ours = param.to_vec1::<f32>().unwrap();
     let off = |(ours, theirs): &(&f32, &f32)| (*ours - *theirs).abs() > 1e-5 + 1e-3 * theirs.abs();
     let missed = ours.iter().zip(&wanted).filter(off).count();
     assert!(missed < 20, "{missed} of {} parameters", wanted.len());
     let largest = ours.iter().zip(&wanted).fold(0f32, |max, (ours, theirs)| max.max((ours - theirs).abs()));
-    // A code beside the nearest moves an update by a few percent of the learning rate.
+    // A code beside the nearest one changes an update by a few percent of the learning rate.
     assert!(largest < 1e-4, "{largest}");
     for (i, moment) in optimizer.states()[0].iter().enumerate() {
         let StateValues::Int8(moment) = moment else { panic!("32 bits") };

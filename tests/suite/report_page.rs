@@ -1,11 +1,11 @@
-//! `report.html`: what the page holds and in which order, that it is well-formed, that nothing in it comes from outside,
-//! and that whatever a run puts into it stays text.
+//! `report.html`: contents and order, well-formedness, no external resources, and text from a run
+//! that stays text.
 
 use finetune::report::html::{AnsweredQuestion, HtmlReport, MaskedRow};
 use finetune::report::memory::MemoryComparison;
 use finetune::report::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
 
-/// What would leave its place if it were not shown as text.
+/// Text that would become markup if it were not escaped.
 const HOSTILE: &str = "</script><b>\"'&</pre></style><img src=x onerror=alert(1)>";
 
 fn step(step: u64) -> StepReport {
@@ -22,7 +22,7 @@ fn step(step: u64) -> StepReport {
     }
 }
 
-/// A step that says where its time went, of a run on three ranks.
+/// A step with measured times, of a run on three ranks.
 fn told(number: u64) -> StepReport {
     StepReport {
         forward_secs: 0.0625,
@@ -67,7 +67,7 @@ fn row(text: &str) -> MaskedRow {
     }
 }
 
-/// The page of a run, with `text` in every place that takes text.
+/// Returns the page of a run with `text` in every text field.
 fn page(text: &str, entries: &[MetricsEntry], memory: MemoryComparison) -> String {
     HtmlReport {
         title: &format!("out{text}"),
@@ -85,13 +85,13 @@ fn page(text: &str, entries: &[MetricsEntry], memory: MemoryComparison) -> Strin
     .render()
 }
 
-/// The tags of a page, and the text between them.
+/// Returns the tags of a page, and the text between them.
 fn tags(page: &str) -> Vec<&str> {
     let inside = page.split('<').skip(1).map(|rest| rest.split_once('>').expect("a tag that never ends").0);
     inside.collect()
 }
 
-/// Every tag is closed in the order it was opened, no id stands twice, and what is named by an id is there.
+/// Checks that tags are closed in order, ids are unique, and referenced ids exist.
 fn assert_well_formed(page: &str) {
     let mut open: Vec<&str> = Vec::new();
     let mut ids: Vec<&str> = Vec::new();
@@ -167,7 +167,7 @@ fn whatever_stands_in_a_run_stays_text() {
         .replace('>', "&gt;")
         .replace('"', "&quot;")
         .replace('\'', "&#39;");
-    // In the title, the heading and each field: nothing was left out either.
+    // Title, heading and each field: nothing is omitted.
     assert_eq!(page.matches(&shown).count(), 15);
     for gone in ["<b>", "<img", "</script>"] {
         assert!(!page.contains(gone), "{gone}");
@@ -179,7 +179,7 @@ fn whatever_stands_in_a_run_stays_text() {
     assert!(page.contains(&format!("<td>{shown}</td><td>checkpoint-2</td>")), "{page}");
 }
 
-/// Nobody knows what the loss on held-out rows was between two evaluations.
+/// The held-out loss between two evaluations is unknown, so no line joins them.
 #[test]
 fn evaluations_are_points_that_no_line_joins() {
     let page = page("", &entries(step), memory());
@@ -197,7 +197,8 @@ fn evaluations_are_points_that_no_line_joins() {
     assert!(loss.contains("held out: 3 nats per token at step 0, 1 nats per token at step 50."), "{loss}");
 }
 
-/// The lowest loss after training began, the first of equal ones; that of the base does not count.
+/// Marks the lowest loss after training began, the first of equal ones; the base's loss does not
+/// count.
 #[test]
 fn the_best_evaluation_is_marked() {
     let mut all = vec![MetricsEntry::Eval(EvalReport::new(0, 0.5, 10))];
@@ -229,7 +230,7 @@ fn light_and_dark_phone_and_paper_have_rules() {
     ] {
         assert!(page.contains(rule), "no `{rule}`");
     }
-    // Every colour of the light page that is set has its dark one.
+    // Every colour of the light page has a dark one.
     let names = |from: &str| -> Vec<String> {
         let block = page.split(from).nth(1).unwrap().split('}').next().unwrap();
         let names = block.split("--").skip(1).map(|rest| rest.split(':').next().unwrap().to_owned());
@@ -288,7 +289,7 @@ fn a_page_of_nothing_is_still_a_page() {
     let page = HtmlReport { title: "t", ..HtmlReport::default() }.render();
     assert_well_formed(&page);
     assert!(!page.contains("<svg") && !page.contains("<h2>") && page.ends_with("</html>\n"));
-    // One step is a point, and a hundred thousand are no more than a page can show.
+    // One step is a point, and a hundred thousand are thinned out for the page.
     let one = HtmlReport { entries: &[MetricsEntry::Step(step(1))], ..HtmlReport::default() }.render();
     assert!(one.contains("<circle class=\"a\""), "{one}");
     assert_well_formed(&one);

@@ -1,4 +1,4 @@
-//! Checkpoints that are written while training goes on, by several ranks: committed whole or not at all, whoever fails.
+//! Checkpoints that several ranks write during training: complete or absent, whichever rank fails.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use finetune::collective::{Call, Collective, SingleRank, in_process};
 use finetune::error::{Error, ErrorCategory, Result};
 use finetune::weights::{StoredDtype, WriteEntry, write_file, write_text};
 
-/// Every file below a folder.
+/// Returns every file below a folder.
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let read = |path: PathBuf| {
@@ -33,7 +33,7 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Trains in `place`; the checkpoints of every second step are kept.
+/// Trains in `place`; keeps the checkpoints of every second step.
 fn train(place: &Place, output: &str, ranks: usize, keys: &[&str], more: &[&str]) -> Output {
     command(place, output, ranks, keys, more).output().unwrap()
 }
@@ -89,7 +89,7 @@ fn checkpoints_written_beside_the_training_are_the_same_bytes() {
             assert!(!on.keys().any(|name| name.starts_with("part-")), "{:?}", on.keys());
             assert!(on == off, "step {step} of {strategy} on {ranks} ranks");
         }
-        // Goes on from the middle, whichever way that was written.
+        // Resumes from the middle, for both ways of writing.
         let wanted = files(&place.path(&on));
         for (name, asynchronous) in [(&on, false), (&off, true)] {
             let from = place.path(name).join("checkpoint-4").display().to_string();
@@ -103,8 +103,8 @@ fn checkpoints_written_beside_the_training_are_the_same_bytes() {
     }
 }
 
-/// A file that the limit of the process is too small for, on the first rank alone: it saves embedding and head, each of
-/// the others a block.
+/// A file that exceeds the process's size limit, on the first rank only: that rank saves embedding
+/// and head, each other rank a block.
 #[test]
 #[cfg(unix)]
 fn a_file_that_does_not_fit_ends_the_run_with_74() {
@@ -116,14 +116,14 @@ fn a_file_that_does_not_fit_ends_the_run_with_74() {
         let name = format!("whole/checkpoint-2/optimizer-0000{rank}-of-00003.safetensors");
         place.path(&name).metadata().unwrap().len()
     });
-    // In the units of POSIX, with room for what lies between.
+    // In the units of POSIX, with a margin.
     let limit = (sizes[1].max(sizes[2]) + sizes[0]) / 2 / 512;
     assert!(sizes[1].max(sizes[2]) < limit * 512 && limit * 512 < sizes[0], "{sizes:?}");
     for asynchronous in [true, false] {
         let output = format!("limited-{asynchronous}");
         let command =
             command(&place, &output, 3, &keys, &["--set", &format!("checkpoint.async_save={asynchronous}")]);
-        // An ignored signal stays so, and the write returns an error.
+        // The ignored signal stays ignored, and the write returns an error.
         let script = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" \"$@\"");
         let mut limited = Command::new("sh");
         limited.args(["-c", &script]).arg(command.get_program()).args(command.get_args());
@@ -141,13 +141,13 @@ fn a_file_that_does_not_fit_ends_the_run_with_74() {
     }
 }
 
-/// A write: of which step, by which rank, which part.
+/// A write: its step, its rank and its part.
 type Write = (u64, usize, SnapshotPart);
 
-/// What happens after a rank has written its part.
+/// Called after a rank has written its part.
 type After = Arc<dyn Fn(Write) -> Result<()> + Send + Sync>;
 
-/// A rank's saver whose weights are a file a rank and a text beside them.
+/// Returns a rank's saver, whose weights are a file for each rank and one text.
 fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a SaveThreads, after: After) -> Saver<'a> {
     let (rank, size) = (world.rank(), world.size());
     let write_weights: WriteWeights =
@@ -199,7 +199,7 @@ fn state(step: u64, ranks: usize) -> TrainingState {
     }
 }
 
-/// Checkpoints from before a state had `micro_batches` say it among the recipe's values.
+/// Checkpoints older than the state's `micro_batches` hold it in the recipe's values.
 #[test]
 fn an_older_state_says_how_many_micro_batches_a_step_has() {
     let older = r#"{"schema": 1, "step": 2, "epoch": 0, "index": 2, "tokens": 9, "ranks": 2,
@@ -226,7 +226,7 @@ fn step_end(world: &dyn Collective, step: usize) -> Result<()> {
     world.barrier(Call { what: "a step", index: step })
 }
 
-/// The step of the newest sound checkpoint; there are no damaged ones.
+/// Returns the step of the newest sound checkpoint; none may be damaged.
 fn newest(output: &Path) -> Option<u64> {
     let (saved, damaged) = checkpoint::newest(output).unwrap();
     assert!(damaged.is_empty(), "{damaged:?}");
@@ -241,7 +241,8 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// A run that was killed between its last save and what that save makes superfluous removes this when it goes on.
+/// A run killed between its last save and the removal of superseded checkpoints removes them on
+/// resume.
 #[test]
 fn what_a_killed_run_did_not_remove_goes_when_it_goes_on() {
     let place = tempfile::tempdir().unwrap();
@@ -267,7 +268,8 @@ fn what_a_killed_run_did_not_remove_goes_when_it_goes_on() {
     assert!(goes_on.take_notes().is_empty());
 }
 
-/// Ranks go on with their steps while one still writes; nothing is committed before that one is done, and then at once.
+/// Ranks continue with their steps while one still writes. Nothing is committed before that rank is
+/// done, and then at once.
 #[test]
 fn a_slow_rank_holds_up_the_commit_and_not_the_steps() {
     for (ranks, slow) in [(1, 0), (2, 0), (2, 1), (3, 1), (4, 3)] {
@@ -291,7 +293,7 @@ fn a_slow_rank_holds_up_the_commit_and_not_the_steps() {
             assert_eq!(newest(output), None);
             step_end(&end, 20)?;
             go_on.store(true, Ordering::SeqCst);
-            // No rank says anything more.
+            // No rank does anything more.
             until("the commit", || newest(output) == Some(1));
             saver.save(state(2, ranks), share(end.rank(), 2), &end)?;
             saver.finish(&end)
@@ -306,7 +308,7 @@ fn a_slow_rank_holds_up_the_commit_and_not_the_steps() {
     }
 }
 
-/// Saves twice and goes on with steps until a save fails or a rank, told by `steps`, does.
+/// Saves twice and continues with steps until a save or, controlled by `steps`, a rank fails.
 fn run(
     output: &Path,
     ranks: usize,
@@ -338,9 +340,11 @@ fn a_write_that_fails_on_a_rank_ends_the_run_with_its_cause() {
         .chain([(1, (2, 0, SnapshotPart::Rest)), (3, (2, 0, SnapshotPart::Rest))])
     {
         let place = tempfile::tempdir().unwrap();
-        let after = move |write: Write| match write == at {
-            true => Err(Error::new(ErrorCategory::Storage, "cannot write x").because("the disk is full")),
-            false => Ok(()),
+        let after = move |write: Write| {
+            if write != at {
+                return Ok(());
+            }
+            Err(Error::new(ErrorCategory::Storage, "cannot write x").because("the disk is full"))
         };
         let error = run(place.path(), ranks, Arc::new(after), |_| Ok(())).unwrap_err();
         let text = error.to_string();
@@ -366,8 +370,8 @@ fn a_writer_that_panics_is_not_silent() {
     }
 }
 
-/// A rank is lost while the second save is under way. Where all files turn out whole it is committed, else nothing is
-/// left of it.
+/// A rank fails during the second save. If all files are complete it is committed, else nothing of
+/// it is left.
 #[test]
 fn a_save_under_way_when_a_rank_is_lost() {
     for (whole, left) in [(true, &["checkpoint-1", "checkpoint-2"][..]), (false, &["checkpoint-1"])] {
@@ -399,14 +403,15 @@ fn a_save_under_way_when_a_rank_is_lost() {
     }
 }
 
-/// Where the process that is killed below saves.
+/// The output folder of the killed process below.
 const KILLED_IN: &str = "FINETUNE_TEST_KILLED_IN";
 /// The write at which it ends: rank, and whether all parts are written.
 const KILLED_AT: &str = "FINETUNE_TEST_KILLED_AT";
 
-/// Ends its process in the middle of the second save, so that it cannot run among the others: every `cargo test` runs it
-/// four times, as child processes of `a_process_killed_before_the_commit_leaves_the_checkpoint_before`, which fails if it
-/// was not killed (also if it was not found).
+/// Ends its process in the middle of the second save, so it needs its own process. Every `cargo
+/// test` runs it four times, as children of
+/// `a_process_killed_before_the_commit_leaves_the_checkpoint_before`, which fails if a child was
+/// not killed or not found.
 #[test]
 #[ignore = "it aborts its process; a_process_killed_before_the_commit_leaves_the_checkpoint_before runs it in one of its own"]
 fn the_process_that_is_killed() {
@@ -438,7 +443,7 @@ fn a_process_killed_before_the_commit_leaves_the_checkpoint_before() {
         assert_eq!(left.len(), 2, "{at}: {left:?}");
         assert!(left[0] == "checkpoint-1" && left[1].starts_with("checkpoint-2.tmp-"), "{at}: {left:?}");
         assert_eq!(newest(place.path()), Some(1), "{at}");
-        // The next run clears up and goes on.
+        // The next run cleans up and continues.
         let writers = SaveThreads::default();
         let work = |end: in_process::InProcess| {
             let mut saver = saver(place.path(), &end, &writers, Arc::new(|_| Ok(())));

@@ -1,8 +1,9 @@
-//! A second oracle of logits: the models of candle-transformers on the tiny models of every family, in f32, beside the
-//! engine on the same weights. They were written from transformers by other people than this engine was.
+//! A second oracle of logits: the models of candle-transformers on the tiny models of every family,
+//! in f32, compared with the engine on the same weights. Other people wrote them from transformers,
+//! independently of this engine.
 //!
-//! Where a model of candle's computes something else than transformers, `DEVIATIONS` says what; both are then
-//! compared on a config.json on which the difference does not show, and a deviation that is gone, or new, fails.
+//! `DEVIATIONS` lists where candle's models differ from transformers. Both are then compared on a
+//! config.json that hides the difference; the test fails if a deviation is new or gone.
 
 use std::path::{Path, PathBuf};
 
@@ -17,18 +18,18 @@ use serde_json::{Map, Value, json};
 
 use crate::logits;
 
-/// The largest distance of two logits that rounding explains; the logits are of the order of one.
+/// The largest difference of two logits that rounding explains; logits are of order one.
 const TOLERANCE: f32 = 1e-4;
 /// More tokens than the longest window of a tiny model.
 const TOKENS: usize = 32;
 
-/// What a model of candle's computes otherwise than transformers.
+/// A difference between candle's model and transformers.
 struct Deviation {
     model: &'static str,
     reason: &'static str,
-    /// Keys of config.json, for the engine and for candle, with which the two models are one.
+    /// Keys of config.json, for the engine and for candle, with which both models agree.
     both: fn() -> Value,
-    /// Keys for candle alone.
+    /// Keys for candle only.
     candle: fn() -> Value,
 }
 
@@ -69,7 +70,7 @@ fn with(mut config: Map<String, Value>, keys: Value) -> Map<String, Value> {
     config
 }
 
-/// config.json in the keys that candle reads: those of transformers 4, with one id of an end.
+/// Converts config.json to candle's keys: those of transformers 4, with a single EOS id.
 fn in_candles_keys(mut config: Map<String, Value>) -> Map<String, Value> {
     config.remove("eos_token_id");
     if let Some(ropes) = config.remove("rope_parameters") {
@@ -88,10 +89,10 @@ fn in_candles_keys(mut config: Map<String, Value>) -> Map<String, Value> {
     config
 }
 
-/// A model of candle's: ids `[1, N]` to the logits after the last of them.
+/// A candle model: maps ids `[1, N]` to the logits after the last one.
 type LastLogits = Box<dyn FnMut(&Tensor) -> candle_core::Result<Tensor>>;
 
-/// The model of candle's for a `model_type`.
+/// Returns candle's model for a `model_type`.
 fn candle_model(config: Map<String, Value>, weights: VarBuilder<'_>) -> LastLogits {
     macro_rules! cached {
         ($config:ty, |$read:ident| $model:expr) => {{
@@ -126,14 +127,14 @@ fn ids() -> Vec<u32> {
     (0..TOKENS as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 7) % 400 + 3).collect()
 }
 
-/// The files of a model's weights, their index with them, that end in `ending`.
+/// Returns the weight files of a model that end in `ending`, with their index.
 fn weights_of(folder: &Path, ending: &str) -> Vec<PathBuf> {
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let named = |file: &PathBuf| file.file_name().unwrap().to_string_lossy().into_owned();
     files.filter(|file| named(file).starts_with("model") && named(file).ends_with(ending)).collect()
 }
 
-/// The engine's logits after each of the ids, one row of the vocabulary after another.
+/// Returns the engine's logits after each of the ids, one row of the vocabulary after another.
 fn engine_logits(folder: &Path, config: &Map<String, Value>, ids: &[u32]) -> Vec<f32> {
     let place = tempfile::tempdir().unwrap();
     std::fs::write(place.path().join("config.json"), serde_json::to_vec(config).unwrap()).unwrap();
@@ -152,7 +153,8 @@ fn engine_logits(folder: &Path, config: &Map<String, Value>, ids: &[u32]) -> Vec
     engine.logits(&batch, AdapterSwitch::On).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The same by candle, which gives the last row alone: of every beginning of the ids.
+/// Returns candle's logits in the same form; candle gives the last row only, so it runs on every
+/// prefix.
 fn candle_logits(folder: &Path, config: Map<String, Value>, ids: &[u32]) -> Vec<f32> {
     let shards = weights_of(folder, "safetensors");
     let load = |shard| candle_core::safetensors::load(shard, &Device::Cpu).unwrap();
@@ -165,7 +167,7 @@ fn candle_logits(folder: &Path, config: Map<String, Value>, ids: &[u32]) -> Vec<
         .collect()
 }
 
-/// The largest distance of candle's logits from the engine's.
+/// Returns the largest difference between candle's and the engine's logits.
 fn distance(folder: &Path, config: Map<String, Value>, candle: Value) -> f32 {
     let ids = ids();
     let ours = engine_logits(folder, &config, &ids);

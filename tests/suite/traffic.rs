@@ -1,5 +1,5 @@
-//! What ranks send in a step, byte by byte, against the formulas (crates/engine/src/parallel/placement.rs has the table), and how much
-//! is whole at a time.
+//! Bytes that ranks send in a step, against the formulas (table in
+//! crates/engine/src/parallel/placement.rs), and how many segments are gathered at a time.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +17,8 @@ use finetune::parallel::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy
 use finetune::recipe::enums::Attention;
 use finetune::runtime::thread_pool;
 
-/// What one rank saw: bytes and calls of a step after the first, elements it trains, most segments whole at a time.
+/// Measurements of one rank: bytes and calls of a step after the first, elements it trains, and the
+/// most segments gathered at a time.
 struct Seen {
     sent: Traffic,
     /// Of the blocks, and of embedding and head.
@@ -68,7 +69,7 @@ fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
     .unwrap()
 }
 
-/// What a rank of `n` passes on of `bytes` in one round of a ring.
+/// Returns the bytes that a rank of `n` sends of `bytes` in one round of a ring.
 fn part(bytes: u64, n: usize) -> u64 {
     bytes / n as u64 * (n as u64 - 1)
 }
@@ -123,7 +124,8 @@ fn every_byte_sent_is_in_the_formula() {
     }
 }
 
-/// Values, f32 masters and gradients as they are, and 8 bytes of moments for each parameter that the rank updates.
+/// Returns bytes of values, f32 masters and gradients as stored, and 8 bytes of moments for each
+/// parameter that the rank updates.
 fn kept(kind: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     let rank = |end| -> Result<(u64, u64)> {
@@ -144,8 +146,9 @@ fn kept(kind: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
     .unwrap()
 }
 
-/// ZeRO's table (arXiv 1910.02054, figure 1), with gradients in f32: with bf16 values 18, 6 + 12/N, 2 + 16/N and 18/N
-/// bytes a parameter; where f32 values are their own masters 16, 8 + 8/N, 4 + 12/N and 16/N.
+/// ZeRO's table (arXiv 1910.02054, figure 1) in bytes a parameter, with gradients in f32. With bf16
+/// values: 18, 6 + 12/N, 2 + 16/N and 18/N; where f32 values are their own masters: 16, 8 + 8/N, 4
+/// + 12/N and 16/N.
 #[test]
 fn a_rank_keeps_the_bytes_of_the_table() {
     for (dtype, value, master) in [(DType::F32, 4, 0), (DType::BF16, 2, 4)] {

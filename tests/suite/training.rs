@@ -1,4 +1,4 @@
-//! What the modules train with: the constants of a run, and a micro-batch.
+//! Training fixtures: constant options of a run, and a micro-batch.
 
 use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{SaveAssignment, TrainerOptions};
@@ -6,7 +6,7 @@ use finetune::optim::{OptimizerOptions, Schedule};
 use finetune::recipe::OptimizerSection;
 use finetune::recipe::enums::{Recompute, SchedulerKind};
 
-/// A constant learning rate, blocks recomputed, gradients clipped.
+/// Returns options with a constant learning rate, recomputed blocks and clipped gradients.
 pub(crate) fn trainer_options() -> TrainerOptions {
     TrainerOptions {
         optimizer: OptimizerOptions::from(&OptimizerSection::default()),
@@ -28,7 +28,7 @@ pub(crate) fn trainer_options() -> TrainerOptions {
     }
 }
 
-/// One sample of 24 tokens, another one for each `salt`.
+/// Returns one sample of 24 tokens, another one for each `salt`.
 pub(crate) fn batch(salt: u32) -> Batch {
     let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
     let mut targets: Vec<u32> = ids[1..].to_vec();

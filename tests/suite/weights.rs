@@ -1,4 +1,4 @@
-//! Safetensors in and out: malformed and hostile files, shards, round trips, companions.
+//! Safetensors in and out: malformed and hostile files, shards, round trips, sidecar files.
 
 use std::fs;
 use std::ops::Range;
@@ -20,7 +20,7 @@ fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
-/// The third-party models beside the repository, where there are any.
+/// Returns the path of a third-party model beside the repository, if present.
 fn shared(path: &str) -> Option<PathBuf> {
     let root = std::env::var_os("FINETUNE_SHARED")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
@@ -37,7 +37,7 @@ fn temp() -> TempDir {
     tempfile::tempdir().expect("a temporary folder")
 }
 
-/// A safetensors file: header length, header, data.
+/// Builds a safetensors file: header length, header, data.
 fn file(header: &str, data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
 }
@@ -61,7 +61,7 @@ fn index(pairs: &[(&str, &str)]) -> String {
     format!(r#"{{"metadata":{{"total_size":"wrong"}},"weight_map":{{{}}}}}"#, pairs.join(","))
 }
 
-/// A file with the U8 tensors `names`, one byte each.
+/// Builds a file with the U8 tensors `names`, one byte each.
 fn bytes_file(names: &[&str]) -> Vec<u8> {
     let tensor = |(i, name): (usize, &&str)| {
         format!(r#"{name:?}:{{"dtype":"U8","shape":[1],"data_offsets":[{i},{}]}}"#, i + 1)
@@ -405,7 +405,8 @@ fn candle_reads_what_we_write() {
     assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 1, "no temporary left");
 }
 
-/// Why the crate `safetensors` is not our reader: crates/model/src/weights/header.rs.
+/// The reason why finetune does not read with the crate `safetensors`:
+/// crates/model/src/weights/header.rs.
 #[test]
 fn the_reference_reader_judges_these_otherwise() {
     let reads = |bytes: &[u8]| safetensors::SafeTensors::read_metadata(bytes).is_ok();
@@ -490,7 +491,7 @@ fn shards_have_their_hugging_face_names_and_index() {
     let files = ModelFiles::open(dir.path()).expect("opens");
     assert!(files.is_indexed());
     assert_eq!(files.files().map(|(_, tensors)| tensors.len()).collect::<Vec<_>>(), [2, 1]);
-    // The same layout again replaces; another one would leave two models in one folder.
+    // The same layout is replaced; another one would leave two models in one folder.
     write_sharded(dir.path(), &entries, 80, write).expect("written again");
     let error = write_sharded(dir.path(), &entries, 1000, write).expect_err("refused");
     insta::assert_snapshot!(shown(&error, dir.path()), @"
@@ -557,7 +558,7 @@ fn summaries_come_from_headers() {
     let found = summary(&golden("models/tiny-mistral")).expect("a model");
     assert_eq!(found.architecture.as_deref(), Some("MistralForCausalLM"));
     assert_eq!(found.model_type.as_deref(), Some("mistral"));
-    // 305,792 bytes of bf16, by the total_size that transformers wrote.
+    // 305,792 bytes of bf16, by transformers' total_size.
     assert_eq!((found.total.tensors, found.total.elements, found.total.bytes), (21, 152_896, 305_792));
     assert_eq!(found.dtypes.keys().copied().collect::<Vec<_>>(), [StoredDtype::BF16]);
     assert_eq!(found.groups[&TensorGroup::Norm].tensors, 5);
@@ -577,14 +578,14 @@ fn identities_tell_models_apart() {
     // The same architecture, other weights.
     assert_eq!(llama.is_same(&identity(&golden("train/lora/merged"))), Some(false));
     assert_eq!(llama.is_same(&identity(&golden("quant/tiny-llama-bnb-nf4"))), Some(false));
-    // Without weights commits decide, if both are known.
+    // Without weights, the commits decide if both are known.
     let named = |commit| ModelIdentity::named("m", commit);
     assert_eq!(named(Some("c0")).is_same(&named(Some("c0"))), Some(true));
     assert_eq!(named(Some("c0")).is_same(&named(Some("c1"))), Some(false));
     assert_eq!((named(Some("c0")).is_same(&named(None)), llama.is_same(&named(None))), (None, None));
     assert_eq!(ModelIdentity::from_json(&llama.to_json()).expect("JSON"), llama);
 
-    // However it is sharded, and whatever is stored that loading does not read.
+    // However it is sharded, and with any stored tensors that loading ignores.
     let dir = tempfile::tempdir().expect("a temporary folder");
     let files = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
     let entry = |(name, info): (&str, &TensorInfo)| WriteEntry {
@@ -645,7 +646,7 @@ fn any_entries() -> impl Strategy<Value = Vec<(WriteEntry, Vec<f32>)>> {
 }
 
 proptest! {
-    // Each case flushes files to the disk.
+    // Each case flushes files to disk.
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
@@ -685,7 +686,7 @@ proptest! {
     }
 }
 
-/// Weights that lie in another folder, as if that were the hub.
+/// Weights in another folder, which stands for the hub.
 struct Elsewhere(PathBuf, Vec<String>);
 
 impl RangeReader for Elsewhere {
@@ -715,7 +716,7 @@ fn headers_alone_tell_all_but_values() {
             assert_eq!(files.quantized_format(name), whole.quantized_format(name));
             assert_eq!(files.stored_bytes(name), whole.stored_bytes(name));
             if model.starts_with("quant/") {
-                // Of a model this small the labels are read with what lies between them.
+                // In a model this small, the labels are read together with the data between them.
                 continue;
             }
             let mut values = vec![0.0f32; info.elements()];
@@ -725,7 +726,7 @@ fn headers_alone_tell_all_but_values() {
             assert!(files.bytes(name).is_err());
             files.discard(name);
         }
-        // Without bytes to sample there is no digest to compare.
+        // Without bytes to sample no digest can be compared.
         let identity = |files: ModelFiles| ModelIdentity::named("model", None).of_files(&files).unwrap();
         assert!(identity(files).digest().is_none() && identity(whole).digest().is_some(), "{model}");
     }

@@ -4,6 +4,6 @@
 pub mod collective;
 pub mod rendezvous;
 
-use finetune_core::{address, error, private_file, threads, units};
+use finetune_core::{address, error, locks, private_file, threads, units};
 use finetune_report as report;
 use finetune_runtime::runtime;

@@ -1,11 +1,12 @@
-//! The lowest crate of `finetune`: errors, units, recipe choices, contained panics, thread starts,
-//! secret files, HTTP addresses, the wall clock and child programs. Other crates re-export these
-//! modules.
+//! The lowest crate of `finetune`: errors, units, recipe choices, contained panics, locks, thread
+//! starts, secret files, HTTP addresses, the wall clock and child programs. Other crates re-export
+//! these modules.
 
 pub mod address;
 pub mod clock;
 pub mod contained;
 pub mod error;
+pub mod locks;
 pub mod median;
 pub mod private_file;
 pub mod program;

@@ -161,6 +161,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
     fn is_made_once_by_all_who_need_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a/b/secret");

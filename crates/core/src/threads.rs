@@ -1,5 +1,7 @@
 //! Starts threads of this process, so that a refused start gives the same error everywhere.
 
+#![allow(clippy::disallowed_methods, reason = "other code starts threads through these functions")]
+
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 use crate::error::{Error, Result};

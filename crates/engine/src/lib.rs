@@ -8,7 +8,7 @@ pub mod parallel;
 pub mod profile;
 
 use finetune_comm::collective;
-use finetune_core::{clock, error, median, threads, units};
+use finetune_core::{clock, error, locks, median, threads, units};
 use finetune_data as data;
 use finetune_model::{model, optim, weights};
 use finetune_ops::ops;

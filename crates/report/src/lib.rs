@@ -34,7 +34,7 @@ pub mod timing;
 pub mod ui;
 
 pub use endpoint::{MetricsEndpoint, RunLabels};
-use finetune_core::{address, clock, error, median, program, recipe, threads, units};
+use finetune_core::{address, clock, error, locks, median, program, recipe, threads, units};
 pub use listener::{RunListener, RunListeners};
 pub use metrics::{EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, SkippedStep, StepReport};
 pub use mlflow::{MlflowCredentials, MlflowLog, MlflowTarget};

@@ -8,11 +8,12 @@
 use std::io::{self, Read as _, Write as _};
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::locks::locked;
 use crate::threads;
 
 /// Time limit for a request and its answer.
@@ -80,7 +81,7 @@ impl PageServer {
 
     /// Replaces the page by `text`.
     pub fn show(&self, text: String) {
-        *self.shared.text.lock().unwrap_or_else(PoisonError::into_inner) = text.into();
+        *locked(&self.shared.text) = text.into();
     }
 }
 
@@ -139,7 +140,7 @@ fn serve(mut stream: &TcpStream, path: &str, shared: &SharedPage) -> io::Result<
             return Ok(());
         }
         head.extend_from_slice(&piece[..count]);
-        let page = || Arc::clone(&shared.text.lock().unwrap_or_else(PoisonError::into_inner));
+        let page = || Arc::clone(&locked(&shared.text));
         if let Some(answer) = answer(&head, path, page) {
             break answer;
         }

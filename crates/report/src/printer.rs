@@ -9,6 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::locks::locked;
 use crate::threads;
 
 /// Jobs in the queue before progress is dropped; lines are dropped at twice as many.
@@ -96,7 +97,7 @@ impl<S: 'static> Printer<S> {
 
 impl<S> SharedQueue<S> {
     fn lock(&self) -> MutexGuard<'_, PrintQueue<S>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.queue)
     }
 
     /// Runs jobs as they come, as long as the process lives.

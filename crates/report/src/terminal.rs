@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{self, IsTerminal as _, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -24,6 +24,7 @@ use super::metrics::{EvalReport, HeldOutAnswer, StepReport};
 use super::printable::printable;
 use super::printer::{JobKind, PATIENCE, Printer};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 use crate::units;
 
 /// Most characters of a held-out question that an evaluation shows, from its end.
@@ -137,7 +138,7 @@ impl Terminal {
         match &self.voice {
             Voice::Printer(printer) => printer.hand_over(kind, job),
             // A panic elsewhere must not silence the report of it.
-            Voice::Caller(state) => job(&mut state.lock().unwrap_or_else(PoisonError::into_inner)),
+            Voice::Caller(state) => job(&mut locked(state)),
         }
     }
 
@@ -381,7 +382,7 @@ impl TerminalState {
 
     fn close_view(&mut self) {
         let Some(lines) = self.view.take() else { return };
-        let mut lines = std::mem::take(&mut *lines.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut lines = std::mem::take(&mut *locked(&lines));
         lines.extend(self.last_step.take());
         for line in lines {
             let line = match line.strip_prefix("warning:") {
@@ -437,7 +438,7 @@ impl TerminalState {
     /// Writes a whole line, above any bar.
     fn emit(&mut self, text: &str) {
         if let Some(lines) = &self.view {
-            lines.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
+            locked(lines).push(text.to_owned());
             return;
         }
         // No output is left if stderr itself fails.

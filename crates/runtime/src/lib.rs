@@ -8,4 +8,4 @@ pub mod rounding;
 pub mod runtime;
 pub mod stored_dtype;
 
-use finetune_core::{error, recipe, units};
+use finetune_core::{error, locks, recipe, units};

@@ -1,4 +1,4 @@
-//! Adapters of other programs: names of tensors, folders, keys of the configuration.
+//! Adapters of other programs: tensor names, folders and configuration keys.
 
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use super::{
 };
 use crate::place::Place;
 
-/// The loss of tiny-llama3 with the adapter, by PEFT.
+/// The loss of tiny-llama3 with the adapter, computed by PEFT.
 const ADAPTED: f64 = 8.302_933;
 const WEIGHTS: &str = "adapter/adapter_model.safetensors";
 const CONFIG: &str = "adapter/adapter_config.json";
@@ -68,7 +68,7 @@ fn names_of_wrappers_and_of_adapters_are_left_out() {
         let (found, _) = loss(&place);
         assert!((found - ADAPTED).abs() < 2e-6, "names {at}: {found}");
     }
-    // The merged model has them too.
+    // The merged model has the same values.
     succeed(
         &place,
         &["merge", "--model", "model", "--adapter", "adapter", "--output", "merged", "--dtype", "f32"],
@@ -146,8 +146,8 @@ fn keys_that_nobody_knows_are_told_or_refused() {
         refused(&place, &["eval", "--model", "model", "--adapter", "adapter", "--dataset", "rows.jsonl"]);
     insta::assert_snapshot!(said, @r"
     error: cannot use [DIR]/adapter/adapter_config.json
-      caused by: `use_tomorrow` is true: the key is not known and may be the switch of a variant of LoRA
-    hint: if the adapter computes the same without it, delete `use_tomorrow` from adapter_config.json
+      caused by: `use_tomorrow` is true: this key is unknown and may enable a variant of LoRA
+    hint: if the adapter computes the same without the key, delete `use_tomorrow` from adapter_config.json
     ");
 }
 
@@ -172,7 +172,7 @@ fn target_modules_may_be_a_pattern() {
     assert_eq!(json(&place.path("again/adapter_config.json"))["target_modules"], json!(modules));
     let unmatched = train("none", r".*layers\.9\..*");
     assert!(place.told(&unmatched.stderr).contains("matches no module"));
-    // A part of a name matches no whole one; a word without a sign of a pattern is meant as a name.
+    // A pattern must match a whole module name; a word without pattern characters counts as a name.
     let word = train("word", "q_proj");
     assert!(
         place

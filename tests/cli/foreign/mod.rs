@@ -1,5 +1,6 @@
-//! Tokenizers, weights and adapters as people bring them: read as transformers 5.24 and PEFT 0.21 read them, or refused
-//! with the way out. Losses are those of transformers and PEFT in f32.
+//! Tokenizers, weights and adapters of other programs: read like transformers 5.24 and PEFT 0.21
+//! read them, or refused with a remedy. The expected losses are those of transformers and PEFT in
+//! f32.
 
 mod adapters;
 mod tokenizers;
@@ -14,22 +15,22 @@ use serde_json::Value;
 
 use crate::place::Place;
 
-/// The text on which losses were measured with transformers, 39 predicted tokens of tiny-llama3.
+/// The text whose loss was measured with transformers: 39 predicted tokens of tiny-llama3.
 const TEXT: &str = r#"{"text": "Once upon a time there was a river and a town. 12 345 <b>"}"#;
-/// The loss of tiny-llama3 on it.
+/// The loss of tiny-llama3 on [`TEXT`].
 const LOSS: f64 = 8.757_254;
 
-/// Type, shape and bytes of each tensor.
+/// Dtype, shape and bytes of each tensor.
 type Stored = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
-/// A folder with `model`, tiny-llama3 or another one, and the text as rows.
+/// A folder with a golden model as `model`, and the text as rows.
 fn place(model: &str) -> Place {
     let place = Place::with_model(model);
     place.write("rows.jsonl", TEXT);
     place
 }
 
-/// Changes a JSON object in a file, which need not be there.
+/// Changes a JSON object in a file, which may be missing.
 fn edit(path: &Path, change: impl FnOnce(&mut Value)) {
     let text = std::fs::read_to_string(path).unwrap_or_else(|_| "{}".to_owned());
     let mut value: Value = serde_json::from_str(&text).unwrap();
@@ -60,13 +61,14 @@ fn write(path: &Path, tensors: &Stored) {
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// Gives the tensors of a file other names.
+/// Renames the tensors of a file.
 fn rename(path: &Path, name: impl Fn(&str) -> String) {
     let renamed = read(path).into_iter().map(|(old, tensor)| (name(&old), tensor)).collect();
     write(path, &renamed);
 }
 
-/// `count` values that are always the same, up to `scale`: those of the cases that PEFT and transformers computed.
+/// Returns `count` deterministic values up to `scale`; PEFT and transformers computed the cases
+/// with the same ones.
 fn noise(count: usize, scale: f64, mut state: u64) -> Vec<f64> {
     let mut next = || {
         state = (1_103_515_245 * state + 12_345) % (1 << 31);
@@ -75,7 +77,7 @@ fn noise(count: usize, scale: f64, mut state: u64) -> Vec<f64> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Runs a command that must succeed; returns its data and its messages.
+/// Runs a command that must succeed; returns stdout and stderr.
 fn succeed(place: &Place, args: &[&str]) -> (String, String) {
     let output = place.command(args).output().unwrap();
     let said = place.told(&output.stderr);
@@ -83,7 +85,7 @@ fn succeed(place: &Place, args: &[&str]) -> (String, String) {
     (String::from_utf8(output.stdout).unwrap(), said)
 }
 
-/// The error of a command that must fail for what the user gave.
+/// Returns the error of a command that must fail because of its input.
 fn refused(place: &Place, args: &[&str]) -> String {
     let output = place.command(args).output().unwrap();
     let said = place.told(&output.stderr);
@@ -91,7 +93,7 @@ fn refused(place: &Place, args: &[&str]) -> String {
     said[said.find("error: ").unwrap()..].to_owned()
 }
 
-/// The loss of `model`, with an adapter if `more` gives one, and the warnings.
+/// Returns the loss of `model`, with an adapter if `more` names one, and the warnings.
 fn loss_with(place: &Place, model: &str, more: &[&str]) -> (f64, String) {
     let args = ["eval", "--model", model, "--dataset", "rows.jsonl", "--json"];
     let (printed, said) = succeed(place, &[&args[..], more].concat());

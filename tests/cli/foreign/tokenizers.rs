@@ -1,11 +1,11 @@
-//! Tokens that files beside tokenizer.json list: they have the ids that `AutoTokenizer` gives them.
+//! Tokens listed in files beside tokenizer.json get the ids that `AutoTokenizer` gives them.
 
 use serde_json::{Value, json};
 
 use super::{edit, json, place, refused, succeed};
 use crate::place::Place;
 
-/// The ids that `finetune data` shows for the row `text`.
+/// Returns the ids that `finetune data` shows for the row `text`.
 fn ids(place: &Place, text: &str) -> Vec<u32> {
     place.write("rows.jsonl", &json!({ "text": text }).to_string());
     let (printed, _) = succeed(place, &["data", "--tokens", "--model", "model", "--dataset", "rows.jsonl"]);
@@ -41,7 +41,7 @@ fn tokens_of_the_newer_list_have_ids() {
         config["added_tokens_decoder"]["500"] = special("<x>");
     });
     assert_eq!(ids(&place, "The <x> river"), [260, 220, 500, 407, 499]);
-    // Not the number in the list, but the next id.
+    // The next free id, not the number in the list.
     edit(&place.path("model/tokenizer_config.json"), |config| {
         config["added_tokens_decoder"]["900"] = special("<y>");
         config["additional_special_tokens"] = json!(["<z>"]);
@@ -72,7 +72,7 @@ fn an_end_of_text_beyond_the_model_is_an_error_of_rows() {
     assert!(said.contains(r#"("<end>"); the model has the ids below"#), "{said}");
 }
 
-/// The folder that a run leaves gives the ids that it was trained with, with new tokens too.
+/// A run's result gives the same ids as training did, including new tokens.
 #[test]
 fn what_is_saved_is_what_was_used() {
     let place = place("tiny-qwen2");

@@ -1,4 +1,4 @@
-//! The text part of models for images.
+//! The text part of vision models.
 
 use serde_json::{Value, json};
 
@@ -18,7 +18,7 @@ fn the_text_part_is_the_text_model() {
         });
     });
     let original = std::fs::read(place.path(WEIGHTS)).unwrap();
-    // transformers until 4.51 wrote the first, later versions the second.
+    // Up to 4.51 transformers wrote the first form, later versions the second.
     let names: [fn(&str) -> String; 2] =
         [|name| format!("language_model.{name}"), |name| name.replace("model.", "model.language_model.")];
     for name in names {
@@ -35,7 +35,7 @@ fn the_text_part_is_the_text_model() {
             insta::assert_snapshot!(warnings, @"warning: the text part of a model for images (`gemma3`) is used and written; its 2 other tensors are not");
         }
     }
-    // What is written is a text model.
+    // The result is a text model.
     let set = ["--set", "train.max_steps=1", "--set", "optimizer.learning_rate=1e-3"];
     let train = ["--model", "model", "--dataset", "rows.jsonl"];
     succeed(&place, &[&train[..], &set, &["--output", "full"]].concat());

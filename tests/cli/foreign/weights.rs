@@ -1,4 +1,4 @@
-//! Weights of other programs: names of tensors, blocks and heads that config.json does not expect.
+//! Weights of other programs: tensor names, blocks and heads that config.json does not expect.
 
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
@@ -29,7 +29,7 @@ fn names_of_wrappers_and_containers_are_left_out() {
         assert!((found - LOSS).abs() < 2e-6, "names {at}: {found}");
         assert!(warnings.contains("tensors have names of another program: `"), "{warnings}");
     }
-    // What is written has the names of Hugging Face.
+    // The result has the names of Hugging Face.
     succeed(&place, &["export", "--model", "model", "--format", "hf", "--output", "plain"]);
     assert_eq!(loss(&place, "plain"), (loss(&place, "model").0, String::new()));
 }
@@ -87,20 +87,20 @@ fn an_untied_model_without_a_head_is_told() {
     "#);
 }
 
-/// tiny-llama3, tied, whose file holds another head.
+/// A tied tiny-llama3 whose file holds a different head.
 fn tied_but_apart() -> Place {
     let place = place("tiny-llama3");
     let mut tensors = read(&place.path(WEIGHTS));
     let (_, shape, _) = tensors["model.embed_tokens.weight"].clone();
     let values = noise(shape.iter().product(), 0.1, 12_345);
-    // Cut off to bf16.
+    // Truncated to bf16.
     let bytes = values.iter().flat_map(|v| (((*v as f32).to_bits() >> 16) as u16).to_le_bytes()).collect();
     tensors.insert("lm_head.weight".to_owned(), (Dtype::BF16, shape, bytes));
     write(&place.path(WEIGHTS), &tensors);
     place
 }
 
-/// The loss of that head, by transformers.
+/// The loss with that head, computed by transformers.
 const APART: f64 = 6.663_144;
 
 fn is_tied(place: &Place, folder: &str) -> Value {

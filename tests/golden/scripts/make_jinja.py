@@ -1,11 +1,12 @@
-"""Writes tests/golden/jinja/cases.json: small templates, and the text that transformers prints for them.
+"""Writes tests/golden/jinja/cases.json: small templates, and the text that transformers prints for
+them.
 
     python make_jinja.py tests/golden/jinja/cases.json
     python make_jinja.py --templates FOLDER... --out FILE
 
-The second form writes every `*.jinja` under the folders (and each `chat_template` of a tokenizer_config.json) with
-about ten chats each, for the extra check of tests/suite/data/jinja.rs. Its file holds no text of a template, only
-its path. Needs transformers 5.24 and jinja2 3.1.6.
+The second form writes every `*.jinja` under the folders (and each `chat_template` of a
+tokenizer_config.json) with about ten chats each, for the extra check of tests/suite/data/jinja.rs.
+Its file holds no text of a template, only its path. Needs transformers 5.24 and jinja2 3.1.6.
 """
 import argparse
 import copy
@@ -18,7 +19,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, _ren
 
 
 def rendered(text, messages, tools, prompt, tokens):
-    """The text and the assistant's spans in characters, or the error."""
+    """Returns the text and the assistant's spans in characters, or the error."""
     try:
         template = _compile_jinja_template(text)
         output, spans = _render_with_assistant_indices(

@@ -1,9 +1,9 @@
-"""Writes tests/golden/quant/tiny-llama-bnb-int8: tiny-llama as transformers saves it in LLM.int8(), and the logits of a
-float32 forward over its dequantized weights.
+"""Writes tests/golden/quant/tiny-llama-bnb-int8: tiny-llama as transformers saves it in LLM.int8(),
+and the logits of a float32 forward over its dequantized weights.
 
     python make_llm_int8.py tests/golden
 
-The product of bitsandbytes itself rounds the activations to 8 bits too, which is not what a frozen base computes.
+bitsandbytes' own product also rounds the activations to 8 bits, which a frozen base must not do.
 """
 import pathlib
 import shutil
@@ -37,7 +37,7 @@ plain.load_state_dict({k: v for k, v in weights.items() if not k.startswith("deq
 batch = load_file(golden / "quant/tiny-llama-bnb-nf4/expected_forward.safetensors")
 with torch.no_grad():
     logits = plain.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-# One dequantized matrix is enough to compare the arithmetic with.
+# One dequantized matrix is enough to compare the arithmetic.
 name = "dequantized.model.layers.0.self_attn.k_proj.weight"
 expected = {"logits": logits, name: weights[name]}
 expected |= {key: batch[key] for key in ["input_ids", "attention_mask"]}

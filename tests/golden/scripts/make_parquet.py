@@ -1,7 +1,8 @@
-"""Writes tests/golden/data/packed_CODEC.parquet: three rows of text in each codec of Parquet that pyarrow writes.
+"""Writes tests/golden/data/packed_CODEC.parquet: three rows of text in each codec of Parquet that
+pyarrow writes.
 
-Usage: python tests/golden/scripts/make_parquet.py tests/golden/data (pyarrow 26.0.1). Row groups of two rows, without
-dictionaries and statistics, so that the pages themselves are packed.
+Usage: python tests/golden/scripts/make_parquet.py tests/golden/data (pyarrow 26.0.1). Row groups of
+two rows, without dictionaries and statistics, so that the pages themselves are packed.
 """
 import sys
 

@@ -1,15 +1,17 @@
-"""Writes tests/golden/quant/ties.safetensors: how bitsandbytes (versions.json; its CPU library) rounds values halfway
-between two codes and near it.
+"""Writes tests/golden/quant/ties.safetensors: how bitsandbytes (versions.json; its CPU library)
+rounds values halfway between two codes and near it.
 
     python make_quant_ties.py tests/golden
 
-Codes grow with values, so that the count of each code among the dyadic numbers i / 2^20 from -1 to 1, in order, says
-all 2,097,153 codes; the script checks that they do not depend on the place in the block or on the block's scale.
+Codes grow with values. The count of each code among the dyadic numbers i / 2^20 from -1 to 1, in
+order, therefore determines all 2,097,153 codes. The script checks that they depend neither on the
+index in the block nor on the block's scale.
 
-dyadic.<map>       i64 [codes]: those counts; places in ascending order of values for nf4 and fp4
-limits.<map>       f32 [codes - 1]: the least f32 that gets the next code, found by halving intervals
-bf16.<map>.<rest>  blocks of random bf16 values whose largest is no power of two: input, codes, absmax
-nested.<case>.<rest>  scales of quantized bf16 weights with few distinct values, and their double quantization
+dyadic.<map>       i64 [codes]: those counts; indices in ascending order of values for nf4 and fp4
+limits.<map>       f32 [codes - 1]: the least f32 that gets the next code, found by halving
+intervals bf16.<map>.<rest>  blocks of random bf16 values whose largest is no power of two: input,
+codes, absmax nested.<case>.<rest>  scales of quantized bf16 weights with few distinct values, and
+their double quantization
 """
 import pathlib
 import sys
@@ -45,7 +47,7 @@ def four(kind):
 
 
 def codes_of(quantize, values, block, at, scale=1.0):
-    """Codes of `values` in blocks whose number `at` is the largest."""
+    """Returns the codes of `values` in blocks whose number `at` is the largest."""
     rows = torch.nn.functional.pad(values, (0, -values.numel() % (block - 1))).view(-1, block - 1) * scale
     largest = torch.full((len(rows), 1), scale)
     codes, absmax = quantize(torch.cat([rows[:, :at], largest, rows[:, at:]], 1).view(-1).contiguous(), block)
@@ -55,7 +57,8 @@ def codes_of(quantize, values, block, at, scale=1.0):
 
 
 def limits(quantize, count):
-    """The least f32 from -1 to 1 of each code but the first: floats as whole numbers in their order, halved."""
+    """Returns the least f32 from -1 to 1 of each code but the first, by bisecting floats as ordered
+    integers."""
     def value(key):
         bits = np.where(key < 0, (-key).astype(np.int64) | 0x8000_0000, key).astype(np.uint32)
         return torch.from_numpy(bits.view(np.float32).copy())
@@ -74,7 +77,8 @@ generator = torch.Generator().manual_seed(0)
 for name, quantize, count, block in [("int8", eight, 256, 256), ("nf4", four("nf4"), 16, 64), ("fp4", four("fp4"), 16, 64)]:
     codes = codes_of(quantize, dyadic, block, 0)
     assert (codes[1:].int() >= codes[:-1].int()).all()
-    # Every place in a block, every largest value's place, and scales that change nothing but the exponent.
+    # Every index in a block, every index of the largest value, and scales that change only the
+    # exponent.
     for at in range(block):
         part = slice(at, None, 61) if at % 32 else slice(None)
         assert torch.equal(codes_of(quantize, dyadic[part], block, at), codes[part]), (name, at)
@@ -87,7 +91,7 @@ for name, quantize, count, block in [("int8", eight, 256, 256), ("nf4", four("nf
     codes, absmax = quantize(values.float(), block)
     tensors |= {f"bf16.{name}.input": values, f"bf16.{name}.codes": codes, f"bf16.{name}.absmax": absmax}
 
-# Seeds whose few distinct scales often meet codes that are not the nearest, at zero too.
+# Seeds whose few distinct scales often have codes that are not the nearest, including at zero.
 cases = [("uniform", 192, 415), ("uniform", 192, 361), ("uniform", 64, 31), ("normal", 192, 194), ("normal", 8000, 0)]
 for kind, rows, seed in cases:
     generator, name = torch.Generator().manual_seed(seed), f"{kind}_{rows}_{seed}"

@@ -1,15 +1,17 @@
-"""Writes tests/golden/rope: two tiny random models, and for each kind of rope (rope_type) the logits, the loss and gradients of
-transformers (versions.json), for a sequence shorter and one longer than the original context.
+"""Writes tests/golden/rope: two tiny random models, and for each kind of rope (rope_type) the
+logits, the loss and gradients of transformers (versions.json), for a sequence shorter and one
+longer than the original context.
 
     python make_rope.py tests/golden
 
-cases.json: for each case its model and the keys that it adds to that model's config.json, the mean loss over both
-sequences (also worked out in float64), and the norm of all gradients.
-<model>/config.json, model.safetensors: what the cases share.
-expected.safetensors: `ids.short`, `ids.long` i64; `<case>.logits.short`, `.logits.long` [tokens, vocabulary]; `<case>.grad.<parameter>`.
+cases.json: for each case its model and the keys that it adds to that model's config.json, the mean
+loss over both sequences (also computed in float64), and the norm of all gradients.
+<model>/config.json, model.safetensors: shared by the cases. expected.safetensors: `ids.short`,
+`ids.long` i64; `<case>.logits.short`, `.logits.long` [tokens, vocabulary];
+`<case>.grad.<parameter>`.
 
-Each sequence goes through a fresh model, alone: transformers takes the longest position of a batch, padding included, for the length
-of all its rows, and "dynamic" remembers the longest batch seen.
+Each sequence goes through a fresh model, alone. transformers uses the longest position of a batch,
+padding included, as the length of all its rows, and "dynamic" remembers the longest batch so far.
 """
 import json
 import math
@@ -81,7 +83,7 @@ for seed, (name, config) in enumerate(MODELS.items()):
     state = {}
     for key, value in model.state_dict().items():
         noise = torch.randn(value.shape, generator=generator)
-        # Scores that differ from token to token: positions matter.
+        # Scores that differ from token to token, so that positions matter.
         std = 0.35 if "q_proj" in key or "k_proj" in key or "qkv" in key else 0.15
         state[key] = 1 + 0.2 * noise if value.dim() == 1 else std * noise
     state.pop("lm_head.weight")

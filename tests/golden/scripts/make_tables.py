@@ -1,5 +1,5 @@
-"""Writes the tables of tests/golden/field/tables with pyarrow: Arrow files and streams, Parquet, and folders as
-`Dataset.save_to_disk` of Hugging Face datasets leaves them.
+"""Writes the tables of tests/golden/field/tables with pyarrow: Arrow files and streams, Parquet,
+and folders as `Dataset.save_to_disk` of Hugging Face datasets leaves them.
 
 Usage: python make_tables.py FOLDER
 """
@@ -31,7 +31,7 @@ def file(path, table, **options):
 
 
 def saved(path, rows):
-    """As datasets 5.2 writes it, without what is not read."""
+    """Writes a folder like datasets 5.2 does, without files that finetune does not read."""
     stream(path / "data-00000-of-00001.arrow", pa.table(rows))
     state = {
         "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
@@ -48,7 +48,8 @@ def saved(path, rows):
 
 
 def one(path):
-    """A column of every type beside the two that are used, which are of unusual types themselves."""
+    """Writes a column of every type beside the two used columns, which have unusual types
+    themselves."""
     moment = datetime.datetime(2024, 2, 29, 12, 30, 15, 250000)
     columns = {
         "prompt": pa.array(ROWS["prompt"]).dictionary_encode(),
@@ -86,7 +87,8 @@ def one(path):
     file(path, pa.table(columns))
 
 
-# Two tools whose schemas have different fields: a table gives each all fields of both, null where there was none.
+# Two tools whose schemas have different fields: a table gives each all fields of both, null where
+# absent.
 TOOLS = [
     [{"type": "function", "function": {"name": "f", "parameters": {
         "type": "object", "properties": {"a": {"type": "string"}}}}}],
@@ -102,7 +104,7 @@ MESSAGES = [
 
 
 def json_columns():
-    """As the type `Json` of datasets is stored."""
+    """Stores values like the type `Json` of datasets."""
     text = [json.dumps(tools) for tools in TOOLS]
     tools = pa.ExtensionArray.from_storage(pa.json_(), pa.array(text))
     messages = pa.ListArray.from_arrays(

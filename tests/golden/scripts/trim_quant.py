@@ -1,4 +1,5 @@
-"""Copies the quantization references into tests/golden/quant, without the tensors that the tests work out themselves.
+"""Copies the quantization references into tests/golden/quant, without the tensors that the tests
+work out themselves.
 
     python trim_quant.py FIXTURES/golden/quant tests/golden/quant
 """

@@ -1,4 +1,4 @@
-//! Templates that would run or grow without end stop, with a reason.
+//! Templates that would run or grow without end stop with a reason.
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ fn bombs_stop() {
         let (send, receive) = std::sync::mpsc::channel();
         let about = text.chars().take(60).collect::<String>();
         std::thread::spawn(move || send.send(refusal(&text)));
-        // Far more than it takes; only a template that runs on fails here.
+        // Far more time than the limit; only an unlimited template fails here.
         let why =
             receive.recv_timeout(Duration::from_secs(300)).unwrap_or_else(|_| panic!("{about} runs on"));
         assert!(why.contains(reason), "{about}: {why}");

@@ -1,4 +1,4 @@
-//! Records to examples: what is trained, what is appended, what is refused.
+//! Records to examples: trained tokens, appended tokens, and refused rows.
 
 use std::path::{Path, PathBuf};
 
@@ -26,7 +26,7 @@ fn load_with(
         .map_err(|error| error.to_string().replace(&path.display().to_string(), name))
 }
 
-/// The text of the trained tokens.
+/// Returns the text of the trained tokens.
 fn trained(tokenizer: &Tokenizer, example: &Example) -> String {
     let ids: Vec<u32> =
         example.ids.iter().zip(&example.trained).filter(|(_, t)| **t).map(|(id, _)| *id).collect();
@@ -59,7 +59,7 @@ fn pairs_are_joined_as_they_are_and_end_in_eos() {
 #[test]
 fn eos_is_not_doubled() {
     let llama3 = tokenizer("tiny-llama3");
-    // 596 <|end_of_text|> stops a generation too, by generation_config.json.
+    // 596 <|end_of_text|> also ends generation, by generation_config.json.
     for (text, last) in [("a <|eot_id|>", 599), ("a <|end_of_text|>\n\n", 198), ("a", 599)] {
         let row = serde_json::json!({"text": text}).to_string();
         let data = load(&llama3, "a.jsonl", &row, &DataOptions::default()).unwrap();
@@ -84,7 +84,7 @@ fn text_is_trained_whole_and_two_bos_are_refused() {
         "error: cannot use 1 of 1 row of the data set\n  caused by: a.jsonl:1: it begins with \
          \"<|begin_of_text|>\", which the tokenizer adds itself\nhint: mend the rows"
     );
-    // phi3's tokenizer adds none: what the text says stays.
+    // phi3's tokenizer adds none, so the text's own one stays.
     let phi3 = tokenizer("tiny-phi3");
     let data = load(&phi3, "a.jsonl", r#"{"text": "<s>Hello"}"#, &DataOptions::default()).unwrap();
     assert_eq!(data.examples()[0].ids.iter().filter(|id| **id == 1).count(), 1);
@@ -139,7 +139,7 @@ fn a_text_file_is_cut_into_chunks_that_lose_nothing() {
         let data = load(&llama, "a.txt", &text, &options).unwrap();
         let found: Vec<u32> = data.examples().iter().flat_map(|e| e.ids.clone()).collect();
         assert!(data.examples().iter().all(|e| e.ids.len() <= max_seq_len), "{max_seq_len}");
-        // At 2 a last single token cannot be given a partner.
+        // With a length of 2, a last single token has no partner.
         if max_seq_len > 2 {
             assert_eq!(found, expected, "{max_seq_len}");
             assert!(data.examples().iter().all(|e| e.num_trained() > 0), "{max_seq_len}");
@@ -162,7 +162,8 @@ fn rows_with_nothing_to_train_are_faults() {
     }
 }
 
-/// Where many rows are bad, leaving them out would lose much of the data set, and the hint does not say it.
+/// If many rows are bad, skipping them would lose much of the data set, so the hint does not
+/// suggest it.
 #[test]
 fn the_way_out_of_bad_rows_depends_on_their_number_and_format() {
     let llama = tokenizer("tiny-llama");
@@ -177,7 +178,7 @@ fn the_way_out_of_bad_rows_depends_on_their_number_and_format() {
     let seldom = hint(&(pair(99) + bad), DataFormat::Auto);
     assert_eq!(seldom, "mend the rows, or write `data.on_bad_row = \"skip\"` to leave them out");
     assert_eq!(hint(&(pair(98) + bad), DataFormat::Auto), "mend the rows");
-    // Rows of another format: all those of the file, or some.
+    // Rows of another format: all rows of the file, or some.
     let other = "give a.jsonl its own format: `format = \"question_answer\"` in a `[[data.train]]` table of its `path`";
     assert_eq!(hint(&question(4), DataFormat::PromptCompletion), other);
     assert_eq!(hint(&(pair(2) + &question(4)), DataFormat::PromptCompletion), other);
@@ -244,7 +245,8 @@ fn a_turn_that_the_template_leaves_out_is_refused() {
     assert!(load_with(&llama, Some(&forgetful), "a.jsonl", &two, &all).is_ok());
 }
 
-/// Qwen3's template drops the reasoning of earlier turns: what stands in the whole chat is trained, with tags and without.
+/// Qwen3's template drops the reasoning of earlier turns: the trained text is that of the whole
+/// chat, with and without tags.
 #[test]
 fn turns_are_trained_as_the_whole_chat_has_them() {
     let qwen = tokenizer("tiny-qwen3");
@@ -290,7 +292,8 @@ fn only_the_turns_that_count_are_trained() {
     }
 }
 
-/// A template whose turns end in a token that stops nothing: EOS is appended, and the way to it is trained.
+/// A template whose turns end in a token that is no stop token: EOS is appended, and the tokens up
+/// to it are trained.
 #[test]
 fn eos_is_reached_from_the_end_of_the_turn() {
     let llama = tokenizer("tiny-llama");

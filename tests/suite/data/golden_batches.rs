@@ -1,4 +1,5 @@
-//! The batches of the golden trajectories: sft_messages.jsonl in file order, as transformers encoded it.
+//! The batches of the golden trajectories: sft_messages.jsonl in file order, as encoded by
+//! transformers.
 
 use safetensors::SafeTensors;
 
@@ -61,7 +62,8 @@ fn golden_batches_are_reproduced() {
                     let range = segment.start..segment.start + segment.len;
                     let expected: Vec<u32> = ids[at..at + real].iter().map(|id| *id as u32).collect();
                     assert_eq!(batch.ids[range.clone()], expected, "{about}");
-                    // Labels stand at their own token; a target stands where it is predicted.
+                    // Labels are at their own token's position; a target is at the position that
+                    // predicts it.
                     let mut expected: Vec<u32> = labels[at + 1..at + real]
                         .iter()
                         .map(|label| u32::try_from(*label).unwrap_or(IGNORE))

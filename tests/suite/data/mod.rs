@@ -1,4 +1,5 @@
-//! Rows to tokens, masks and batches, against transformers' own results (tests/golden) and on every format.
+//! Rows to tokens, masks and batches: against transformers' results (tests/golden) and for every
+//! format.
 
 mod bombs;
 mod encoding;
@@ -15,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use finetune::data::{ChatTemplate, Tokenizer};
 
-/// The tiny families of tests/golden/models.
+/// The tiny model families of tests/golden/models.
 const MODELS: [&str; 8] = [
     "tiny-gemma2",
     "tiny-gemma3",
@@ -39,7 +40,7 @@ fn template(tokenizer: &Tokenizer) -> ChatTemplate {
     ChatTemplate::load(tokenizer, None).unwrap().unwrap()
 }
 
-/// Files of their own for a test.
+/// Creates a temporary folder with these files.
 fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (name, bytes) in files {

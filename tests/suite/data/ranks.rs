@@ -1,5 +1,5 @@
-//! Steps dealt out to ranks: every sample once an epoch, in an order that does not know how many ranks there are, and
-//! as many tokens on each.
+//! Distribution of steps to ranks: every sample once an epoch, in an order that is independent of
+//! the number of ranks, with equally many tokens on each.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use super::{template, tokenizer};
 
 const MAX_SEQ_LEN: usize = 512;
 
-/// Rows of about these numbers of tokens, told apart by their first ones.
+/// Rows of about these numbers of tokens, distinguished by their first tokens.
 fn dataset(lengths: &[usize]) -> Dataset {
     let tokenizer = tokenizer("tiny-llama");
     let row = |(index, length): (usize, &usize)| {
@@ -30,9 +30,9 @@ fn dataset(lengths: &[usize]) -> Dataset {
     Dataset::from_source(source, &options, &tokenizer, None).unwrap()
 }
 
-/// Lengths as those of chats: log-normal, most short, some cut at what is allowed.
+/// Lengths distributed like those of chats: log-normal, most short, some truncated to the maximum.
 fn skewed(rows: usize, median: f64, spread: f64) -> Vec<usize> {
-    // The generator of Knuth's MMIX: the same numbers everywhere.
+    // Knuth's MMIX generator gives the same numbers everywhere.
     let mut state = 1u64;
     let mut uniform = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -71,7 +71,7 @@ fn steps_of(
     std::iter::from_fn(|| sampler.next_step()).collect()
 }
 
-/// The micro-batches of each rank that carry data, in the order in which it takes them.
+/// Returns each rank's micro-batches with data, in order.
 fn dealt(steps: &[Step], ranks: usize) -> Vec<Vec<Batch>> {
     let of_rank = |rank| {
         let turns = steps.iter().flat_map(|step| step.turns(rank, ranks));
@@ -80,14 +80,14 @@ fn dealt(steps: &[Step], ranks: usize) -> Vec<Vec<Batch>> {
     (0..ranks).map(of_rank).collect()
 }
 
-/// How many percent of the mean the fullest rank's tokens are above the emptiest one's.
+/// Returns the difference between the largest and the smallest token count, in percent of the mean.
 fn spread(tokens: &[usize]) -> f64 {
     let mean = tokens.iter().sum::<usize>() as f64 / tokens.len() as f64;
     100.0 * (tokens.iter().max().unwrap() - tokens.iter().min().unwrap()) as f64 / mean
 }
 
-/// Over an epoch: the spread of the ranks' tokens, and by how many percent the fullest rank of each step exceeds the
-/// mean, which is how long the others wait.
+/// Returns two figures of an epoch: the spread of the ranks' tokens, and by how many percent the
+/// fullest rank of each step exceeds the mean. The others wait for that long.
 fn imbalance(steps: &[Step], ranks: usize) -> [f64; 2] {
     let (mut of_ranks, mut longest, mut all) = (vec![0; ranks], 0, 0);
     for step in steps {
@@ -100,7 +100,8 @@ fn imbalance(steps: &[Step], ranks: usize) -> [f64; 2] {
     [spread(&of_ranks), 100.0 * ((longest * ranks) as f64 / all as f64 - 1.0)]
 }
 
-/// The steps that are whole: only in the last of an epoch can ranks have unlike numbers of micro-batches.
+/// Keeps full steps: only in the last step of an epoch may ranks have different numbers of
+/// micro-batches.
 fn whole(mut steps: Vec<Step>, turns: usize) -> Vec<Step> {
     steps.retain(|step| step.micro_batches.len() == turns);
     steps
@@ -112,7 +113,7 @@ fn rows(batch: &Batch) -> Vec<&[u32]> {
 
 #[test]
 fn every_row_comes_once_over_the_ranks() {
-    // 97 is prime: the last step is short for every split, for some of one micro-batch.
+    // 97 is prime: every split has a short last step, some of one micro-batch.
     let data = dataset(&skewed(97, 60.0, 1.0));
     let wanted: BTreeMap<&[u32], usize> = data.examples().iter().map(|e| (&e.ids[..], 1)).collect();
     assert_eq!(wanted.len(), 97);
@@ -127,7 +128,8 @@ fn every_row_comes_once_over_the_ranks() {
                 let mut found: BTreeMap<&[u32], usize> = BTreeMap::new();
                 dealt.iter().flatten().flat_map(rows).for_each(|row| *found.entry(row).or_default() += 1);
                 assert!(found == wanted, "{ranks} ranks, packing {packing}, {micro} x {turns}");
-                // All ranks take as many turns; who has no data left takes one that weighs nothing.
+                // All ranks run equally many micro-batches; a rank without data runs one of zero
+                // weight.
                 for step in &steps {
                     let turns: Vec<_> = (0..ranks).map(|rank| step.turns(rank, ranks)).collect();
                     assert!(
@@ -141,7 +143,8 @@ fn every_row_comes_once_over_the_ranks() {
     }
 }
 
-/// What is trained in which step, at which place of the global batch, is the same for any number of ranks.
+/// Each step trains the same samples at the same positions of the global batch, for any number of
+/// ranks.
 #[test]
 fn the_order_does_not_know_how_many_ranks_there_are() {
     let data = dataset(&skewed(200, 60.0, 1.0));
@@ -168,7 +171,7 @@ fn the_order_does_not_know_how_many_ranks_there_are() {
 fn ranks_have_as_many_tokens() {
     for (name, lengths) in [
         ("short chats", skewed(3000, 60.0, 1.0)),
-        // Half of what is allowed and more: many bins hold a row and a gap that no other fits into.
+        // Rows of half the maximum and more: many bins hold one row and a gap that fits no other.
         ("long documents", skewed(3000, 300.0, 0.5)),
     ] {
         let data = dataset(&lengths);

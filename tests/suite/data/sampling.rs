@@ -1,4 +1,4 @@
-//! Order, packing and resuming, on made-up rows.
+//! Order, packing and resuming, on synthetic rows.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use finetune::data::{
 
 use super::tokenizer;
 
-/// Rows that can be told apart: row i is `i` in words of one token a digit.
+/// Distinguishable rows: row i is `i` in words of one token a digit.
 fn dataset(lengths: &[usize]) -> Dataset {
     let tokenizer = tokenizer("tiny-llama");
     let row = |(index, length): (usize, &usize)| {
@@ -51,13 +51,13 @@ fn steps(data: &Dataset, options: SamplerOptions) -> Vec<Step> {
     steps
 }
 
-/// The rows of a step, as token ids.
+/// Returns the rows of a step as token ids.
 fn rows(step: &Step) -> Vec<Vec<u32>> {
     let batches = step.micro_batches.iter();
     batches.flat_map(|b| b.segments.iter().map(|s| b.ids[s.start..s.start + s.len].to_vec())).collect()
 }
 
-/// How often each row of the data set comes in these steps.
+/// Returns how often each row of the data set occurs in these steps.
 fn counts(steps: &[Step]) -> BTreeMap<Vec<u32>, usize> {
     let mut counts = BTreeMap::new();
     for row in steps.iter().flat_map(rows) {
@@ -108,7 +108,8 @@ proptest! {
             let options = SamplerOptions {
                 seed, shuffle, packing, micro_batch_size: micro, gradient_accumulation_steps: accumulation, ..options()
             };
-            // Tokens in order with their place in the global batch: what loss and dropout see.
+            // Tokens in order with their position in the global batch: the input of loss and
+            // dropout.
             let tokens = |step: &Step| {
                 let mut first = 0;
                 for batch in &step.micro_batches {
@@ -187,7 +188,7 @@ fn rows_of_like_length_share_a_step() {
         lengths().max().unwrap() - lengths().min().unwrap()
     };
     let all = steps(&data, options());
-    // 32 steps, 7 lengths: at most 6 steps stand on a border between two lengths.
+    // 32 steps, 7 lengths: at most 6 steps contain a change of length.
     assert!(all.iter().filter(|step| spread(step) > 0).count() <= 6);
     let sizes: Vec<u64> = all.iter().map(|step| step.tokens).collect();
     assert!(!sizes.is_sorted(), "steps come in random order of length");
@@ -237,7 +238,8 @@ fn a_cursor_of_other_data_is_refused() {
     assert!(sampler.seek(Cursor { epoch: 4, index: 8 }).is_ok());
 }
 
-/// The longest micro-batch is computed before the first step: none of any step may be longer, and to ask moves nothing.
+/// The micro-batch computed before the first step is as long as any of the run, and computing it
+/// does not move the sampler.
 #[test]
 fn no_micro_batch_is_longer_than_the_longest() {
     let data = dataset(&[3, 6, 1, 5, 0, 2, 6, 4, 1, 3, 5]);

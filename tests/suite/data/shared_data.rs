@@ -1,4 +1,5 @@
-//! Every file of the shared data, where it is at hand (`FINETUNE_SHARED`, or a folder `shared` beside the project).
+//! Every file of the shared data, if present (`FINETUNE_SHARED`, or a folder `shared` beside the
+//! project).
 
 use finetune::recipe::enums::DataFormat;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ pub(crate) fn shared() -> Option<PathBuf> {
     None
 }
 
-/// File, rows, format, and rows that are left out for their label.
+/// File, rows, format, and rows skipped because of their label.
 const FILES: [(&str, usize, DataFormat, usize); 19] = [
     ("gsm8k_train.jsonl", 1200, DataFormat::QuestionAnswer, 0),
     ("gsm8k_test.jsonl", 200, DataFormat::QuestionAnswer, 0),
@@ -70,7 +71,7 @@ fn every_file_loads() {
     assert_eq!((data.report().rows, data.len()), (1, 1));
 }
 
-/// The real models: chats without tags, by prefix difference; no BOS from the template.
+/// Real models: chats without tags, by prefix difference; templates without BOS.
 #[test]
 fn real_tokenizers_take_real_chats() {
     let Some(shared) = shared() else { return };

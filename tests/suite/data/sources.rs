@@ -131,7 +131,7 @@ fn parquet_keeps_nested_messages() {
     );
 }
 
-/// Files of pyarrow in codecs that few use (tests/golden/scripts/make_parquet.py).
+/// Files of pyarrow in rare codecs (tests/golden/scripts/make_parquet.py).
 #[test]
 fn parquet_is_unpacked_from_each_codec() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/data");
@@ -146,12 +146,12 @@ fn parquet_is_unpacked_from_each_codec() {
     }
 }
 
-/// Nothing here can write LZO: the codec of a file in gzip is changed, wherever its number may stand.
+/// No tool here writes LZO, so the codec number of a gzip file is changed wherever it may be.
 #[test]
 fn a_codec_that_cannot_be_read_is_named() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/data/packed_gzip.parquet");
     let bytes = std::fs::read(golden).unwrap();
-    // Numbers are written twofold: 4 is gzip, 6 is LZO.
+    // Numbers are stored doubled: 4 is gzip, 6 is LZO.
     let refusals = (0..bytes.len()).filter(|at| bytes[*at] == 4).filter_map(|at| {
         let mut changed = bytes.clone();
         changed[at] = 6;

@@ -1,4 +1,5 @@
-//! Configurations and splits of data sets on the hub: one of each is taken, and what is open is asked for.
+//! Configurations and splits of data sets on the hub: finetune uses one of each, and asks for a
+//! choice if several remain.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,7 +10,7 @@ use finetune::hub::{HubOptions, RowsFor, locate_dataset};
 use super::World;
 use crate::hub_double::RepoDouble;
 
-/// The files that are taken of a data set, without their folder.
+/// Returns the files used of a data set, without their folder.
 fn taken(id: &str, rows_for: RowsFor, options: &HubOptions) -> Result<Vec<PathBuf>> {
     let found = locate_dataset(id, rows_for, options, &mut |_| {})?;
     assert!(found.rows.iter().all(|file| file.is_file()), "{:?}", found.rows);

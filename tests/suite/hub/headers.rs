@@ -1,4 +1,4 @@
-//! `inspect`, `plan` and `--dry-run` of a model on the hub read the headers of its weights and leave the rest there.
+//! `inspect`, `plan` and `--dry-run` of a model on the hub read only the headers of its weights.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -14,7 +14,7 @@ fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
-/// A hub with one model, the same model in a folder, and a place for a cache.
+/// A hub with one model, the same model in a folder, and a cache folder.
 struct Scene {
     hub: HubDouble,
     place: tempfile::TempDir,
@@ -22,7 +22,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// `ada/model` is a copy of `folder`.
+    /// Serves a copy of `folder` as `ada/model`.
     fn of(folder: &Path) -> Self {
         let repo = repo_of(folder);
         let commit = repo.commit();
@@ -39,14 +39,14 @@ impl Scene {
         command.output().unwrap()
     }
 
-    /// What it prints.
+    /// Returns the stdout of a command that must succeed.
     fn done(&self, args: &[&str]) -> String {
         let output = self.run(args);
         assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Why it refuses, as the user's fault.
+    /// Returns the error of a command that must be refused as the user's.
     fn refused(&self, args: &[&str]) -> String {
         let output = self.run(args);
         let text = String::from_utf8(output.stderr).unwrap();
@@ -87,7 +87,7 @@ fn shards(folder: &Path) -> Vec<String> {
     shards
 }
 
-/// The bytes of a file up to where its tensors begin.
+/// Returns the bytes of a file before its tensors.
 fn header_bytes(path: &Path) -> usize {
     let bytes = std::fs::read(path).unwrap();
     8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize
@@ -119,7 +119,7 @@ fn inspect_plan_and_dry_run_move_headers_and_small_files_only() {
         let said = scene.done(&args);
         assert_eq!(scene.hub.bytes_sent("GET /cdn/"), headers);
         assert_eq!(scene.hub.bytes_sent(".safetensors HTTP"), 0);
-        // Nothing in the cache could be taken for weights.
+        // The cache must hold nothing that looks like weights.
         let cached = names(&scene.snapshot());
         assert!(cached.contains(&"model.safetensors.index.json".to_owned()), "{cached:?}");
         assert!(!cached.iter().any(|name| name.ends_with(".safetensors")), "{cached:?}");
@@ -133,12 +133,12 @@ fn inspect_plan_and_dry_run_move_headers_and_small_files_only() {
         };
         let same = |text: &str| {
             let named = |line: &&str| !line.starts_with("id = ") && !line.starts_with("revision = ");
-            // A plan calls the one of a folder by the folder's name.
+            // For a local model, a plan prints the folder's name.
             text.lines().filter(named).map(|line| line.replace("ada/model:", "model:")).collect::<Vec<_>>()
         };
         assert_eq!(same(&said), same(&scene.done(&here)));
 
-        // Offline: what is missing is named, and not one socket is opened.
+        // Offline: the missing file is named, and no socket is opened.
         scene.hub.forget();
         let offline: Vec<&str> = args.iter().copied().chain(["--offline"]).collect();
         let text = scene.refused(&offline);
@@ -168,7 +168,7 @@ fn the_run_after_a_dry_run_downloads_and_the_next_inspect_does_not() {
     assert_eq!(scene.hub.requests().len(), 1, "{:?}", scene.hub.requests());
     assert_eq!(scene.done(&["inspect", "ada/model", "--offline"]), whole);
 
-    // Of two shards one is gone: the other is read where it is.
+    // Of two shards one is missing: the other is read from the cache.
     std::fs::remove_file(scene.snapshot().join(&shards[0])).unwrap();
     scene.hub.forget();
     assert_eq!(scene.done(&["inspect", "ada/model"]), whole);
@@ -209,7 +209,7 @@ fn a_server_without_ranges_is_not_read_to_the_end() {
     scene.hub.fault(Fault::new(&["GET", "model.safetensors"], 9, Spoil::IgnoreRange));
     let said = scene.done(&["inspect", "ada/model"]);
     assert!(said.contains("48.0 MiB"), "{said}");
-    // Two requests, of which each leaves in the sockets' buffers what was not read.
+    // Two requests, each of which leaves unread bytes in the socket buffers.
     let sent = scene.hub.bytes_sent("model.safetensors");
     assert!(sent < size, "{sent} of {size} bytes");
 }

@@ -1,27 +1,29 @@
-//! Where the token goes: every kind of request, every status of a redirect, every way to write where it leads.
+//! The token's recipients: every kind of request, every redirect status, every notation of the
+//! redirect's target.
 
 use finetune::hub::{LocatedModel, locate_model_in_place};
 
 use super::*;
 
-/// A way to write an address of this hub or of another, and what it means for the token.
+/// A notation of an address on this hub or another one, and its consequence for the token.
 struct Way {
-    /// The beginning of a `Location`, from the authority (host and port) of this hub and of another one.
+    /// Returns the beginning of a `Location`, given the authorities (host and port) of this hub and
+    /// of the other one.
     written: fn(own: &str, other: &str) -> String,
     leads: Leads,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Leads {
-    /// To the endpoint's own origin.
+    /// The endpoint's own origin: the token is sent.
     Home,
-    /// To another origin.
+    /// Another origin: the token is not sent.
     Away,
-    /// Nowhere: it is refused.
+    /// Refused.
     Nowhere,
 }
 
-/// The port of an authority.
+/// Returns the port of an authority.
 fn port(authority: &str) -> &str {
     authority.rsplit_once(':').unwrap().1
 }
@@ -43,7 +45,7 @@ const WAYS: [Way; 13] = [
     Way { written: |own, other| format!(r"http://{own}\@{other}"), leads: Leads::Nowhere },
 ];
 
-/// Requests that a download or a plan makes: how their lines begin, and a part of them.
+/// Requests of a download or a plan: the beginning of their line, and a part of it.
 const REQUESTS: [[&str; 2]; 4] = [
     ["GET /api/", "/revision/"],
     ["HEAD /ada", "config.json"],
@@ -63,7 +65,7 @@ fn path_of(request: [&str; 2], commit: &str) -> String {
     }
 }
 
-/// Plans with the weights in place, so that they are read by range, or downloads all.
+/// With `in_place` plans and reads weights by range; otherwise downloads all files.
 fn ask(world: &World, in_place: bool) -> Result<()> {
     if !in_place {
         return world.model("ada/tiny").map(drop);
@@ -75,14 +77,14 @@ fn ask(world: &World, in_place: bool) -> Result<()> {
     Ok(())
 }
 
-/// Starts a hub of which one kind of request is answered by a redirect, and looks at who was sent the token.
+/// Redirects one kind of request of a hub, and checks who receives the token.
 fn redirected(way: &Way, request: [&str; 2], status: u16, in_place: bool) {
     let elsewhere = HubDouble::start(vec![tiny()]);
     let world = World::new(vec![tiny()]).with_token();
     let authority = |hub: &HubDouble| hub.url().trim_start_matches("http://").to_owned();
     let location = (way.written)(&authority(&world.hub), &authority(&elsewhere));
     let path = path_of(request, &tiny().commit());
-    // Once, so that what comes back to this hub is answered.
+    // Redirect once, so that a request that returns to this hub is answered.
     let to = vec![("Location", format!("{location}{path}"))];
     world.hub.fault(Fault::new(&request, 1, Spoil::Status(status, to)));
     let told = format!("{request:?} {status} to {location}");
@@ -117,7 +119,7 @@ fn the_token_goes_home_alone_over_the_whole_matrix() {
     for way in &WAYS {
         for request in REQUESTS {
             for in_place in [false, true] {
-                // Weights are read by a GET in both; of the small files once is enough.
+                // Both ways read weights with a GET; for the small files one of them is enough.
                 if !in_place || request[1] == "safetensors" {
                     redirected(way, request, statuses.next().unwrap(), in_place);
                 }
@@ -126,8 +128,8 @@ fn the_token_goes_home_alone_over_the_whole_matrix() {
     }
 }
 
-/// However long a chain of redirects is and wherever it leads: the token is sent as long as it has not left, and never
-/// again. The chain's places are this hub and another, in every order of three.
+/// However long a chain of redirects is, the token is sent until the chain leaves the origin, and
+/// never again. The chains visit this hub and another one, in every order of three.
 #[test]
 fn the_token_stays_off_once_a_chain_has_left() {
     for order in 0..8_usize {

@@ -1,8 +1,8 @@
-//! Hubs that send a byte now and then: they never stall, and without a limit they never end.
+//! Hubs that send a byte now and then: they never stall, and without a limit they would never end.
 
 use super::*;
 
-/// So that some hundred bytes take longer than [`LIMIT`], whatever else the machine does.
+/// With this pause some hundred bytes take longer than [`LIMIT`] on any machine.
 const DRIP: Duration = Duration::from_millis(5);
 const LIMIT: Duration = Duration::from_millis(300);
 
@@ -29,7 +29,7 @@ fn a_description_has_a_deadline_from_the_request_to_the_last_byte() {
         let asked = asked.iter().filter(|asked| asked.method == method && asked.path.contains(of)).count();
         assert_eq!(asked, 1, "it is not asked again: {told}");
     }
-    // One that is slow, but not so slow.
+    // A hub that is slow, but above the limit.
     let world = World::new(repo());
     world.hub.fault(Fault::new(&["/revision/"], 1, Spoil::Drip(Duration::from_millis(1))));
     world.model("ada/tiny").unwrap();
@@ -49,7 +49,7 @@ fn a_file_that_drips_is_broken_off_and_its_part_is_kept() {
     let part = |path: &PathBuf| path.extension().is_some_and(|end| end == "part");
     let part = world.blobs().into_iter().find(part).unwrap().metadata().unwrap().len();
     assert!(part > 0);
-    // The next run takes what is there.
+    // The next run continues with the bytes received so far.
     world.hub.forget();
     world.options.retry = Retry::default();
     let found = world.model("ada/tiny").unwrap();

@@ -1,5 +1,5 @@
-//! A hub and a cache that mean harm: answers that unpack without end, links planted in a shared cache, bytes that were
-//! changed there, and a token file that others can read.
+//! A hostile hub and a hostile cache: responses that decompress without end, planted links and
+//! changed bytes in a shared cache, and a token file that others can read.
 
 use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -9,10 +9,11 @@ use sha2::Digest;
 
 use super::*;
 
-/// The cap on a description, in bytes.
+/// Size limit of a description in bytes.
 const CAP: usize = 64 << 20;
 
-/// `start`, so many MiB of spaces, and `end`, packed by gzip in three members, of which the second is repeated.
+/// Compresses `start`, `mib` MiB of spaces, and `end` with gzip in three members; the second one is
+/// repeated.
 fn packed(start: &str, mib: usize, end: &str) -> Vec<u8> {
     let member = |bytes: &[u8]| {
         let mut packer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -23,7 +24,7 @@ fn packed(start: &str, mib: usize, end: &str) -> Vec<u8> {
     [member(start.as_bytes()), spaces.repeat(mib), member(end.as_bytes())].concat()
 }
 
-/// The description as it is, between more white space than may be read.
+/// The actual description, surrounded by more white space than the limit.
 #[test]
 fn a_description_that_unpacks_to_more_than_the_cap_is_refused() {
     let repo = single("ada/tiny");
@@ -54,7 +55,7 @@ fn a_file_that_unpacks_to_more_than_its_size_ends() {
     );
 }
 
-/// `gated` is a word or a yes or no, and of other things as much as a description may hold.
+/// `gated` is a word or a boolean; other values up to the size limit are no description.
 #[test]
 fn what_is_no_answer_about_gates_is_no_description() {
     for (gated, is_fine) in
@@ -75,7 +76,7 @@ fn sha256(bytes: &[u8]) -> String {
     format!("{:x}", sha2::Sha256::digest(bytes))
 }
 
-/// A user who may write to the cache puts links where a download will write.
+/// Another user with access to the cache plants links at the paths that a download will write.
 #[test]
 fn nothing_is_written_through_a_planted_link() {
     let world = World::new(vec![single("ada/tiny")]);
@@ -99,7 +100,7 @@ fn nothing_is_written_through_a_planted_link() {
     assert_eq!(locate_model("ada/tiny", "main", &world.offline(), &mut |_| {}).unwrap().commit, found.commit);
 }
 
-/// In the place of a blob itself: a link to a file of the same size, a pipe.
+/// At the path of a blob itself: a link to a file of the same size, or a pipe.
 #[test]
 fn what_is_planted_as_a_blob_is_not_taken_for_it() {
     let world = World::new(vec![single("ada/tiny")]);
@@ -115,7 +116,7 @@ fn what_is_planted_as_a_blob_is_not_taken_for_it() {
     assert!(std::fs::read(&victim).unwrap().iter().all(|byte| *byte == b'x'));
 }
 
-/// Flips one bit of the blob that a file of a snapshot stands for.
+/// Flips one bit of the blob behind a file of a snapshot.
 fn damage(found: &Located, file: &str) {
     let path = found.folder.join(file);
     let mut bytes = std::fs::read(&path).unwrap();
@@ -147,7 +148,7 @@ fn a_cached_file_that_was_changed_is_fetched_anew_and_refused_offline() {
     }
 }
 
-/// What only plans reads no weights, so that planning for a large model stays quick.
+/// Planning reads no weights, so it stays fast for a large model.
 #[test]
 fn weights_that_are_only_planned_with_are_not_hashed() {
     let world = World::new(vec![single("ada/tiny")]);
@@ -189,7 +190,7 @@ fn cached_adapters_and_rows_are_verified_too() {
     }
 }
 
-/// A digest is made once for each file, not at each start.
+/// Each file is hashed once, not at every start.
 #[test]
 fn what_was_verified_is_not_hashed_again() {
     let mut world = World::new(vec![sharded("ada/big")]);
@@ -234,7 +235,7 @@ fn a_token_file_that_others_can_read_stops_what_asks_the_hub_and_nothing_else() 
         assert_eq!(world.hub.requests().len(), 0, "{mode:o}: {:?}", world.hub.requests());
     }
     assert_eq!(locate(&options(0o600, false)).unwrap().note, None);
-    // From the cache, and on this machine, no token is needed.
+    // Neither the cache nor a local folder needs a token.
     let found = locate(&options(0o644, true)).unwrap();
     let folder = found.folder.to_str().unwrap();
     locate_model(folder, "main", &options(0o644, false), &mut |_| {}).unwrap();

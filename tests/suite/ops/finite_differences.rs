@@ -1,5 +1,5 @@
-//! Definitions written out in f64, loop by loop and without candle: the ops' results against them, and the ops'
-//! gradients against their central differences.
+//! Definitions written out in f64, loop by loop and without candle: the ops' results are compared
+//! with them, and the ops' gradients with their central differences.
 
 use candle_core::{Device, Tensor};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
@@ -15,7 +15,7 @@ use finetune::runtime::TensorMut;
 
 use super::{normal, values, zeros};
 
-/// The gradient of `f` at `x` by central differences.
+/// Returns the gradient of `f` at `x` by central differences.
 fn differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     const STEP: f64 = 1e-5;
     let mut moved = x.to_vec();
@@ -35,7 +35,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Equal to f32's accuracy, as parts of the largest.
+/// Checks equality to f32's accuracy, relative to the largest value.
 fn close(what: &str, got: &Tensor, want: &[f64]) {
     let got = values(got);
     assert_eq!(got.len(), want.len(), "{what}");
@@ -128,7 +128,7 @@ fn of_rotary() {
     }
 }
 
-/// Attention of packed rows `[q | k | v]`.
+/// Computes attention of packed rows `[q | k | v]`.
 fn attention_f64(x: &[f64], spans: &[Span], kind: AttentionKind) -> Vec<f64> {
     let (heads, dim) = (kind.heads, kind.heads.head_dim);
     let width = heads.qkv_width();
@@ -192,7 +192,7 @@ fn of_attention() {
     }
 }
 
-/// The sum of the losses of rows with a target, each times its coefficient.
+/// Returns the sum of the losses of rows with a target, each times its coefficient.
 fn loss_f64(x: &[f64], w: &[f64], width: usize, targets: LossTargets<'_>, softcap: Option<f64>) -> f64 {
     let rows = x.chunks(width).zip(targets.ids).enumerate().filter(|(_, (_, target))| **target != IGNORE);
     let loss = |(n, (x, target)): (usize, (&[f64], &u32))| {

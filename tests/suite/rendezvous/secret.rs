@@ -1,4 +1,5 @@
-//! What processes that were given no secret do: on the loopback they take their user's own, elsewhere they are refused.
+//! Processes without a given secret: on the loopback they use their user's own secret, elsewhere
+//! they are refused.
 
 use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
@@ -6,7 +7,7 @@ use std::path::Path;
 
 use super::*;
 
-/// The options of a process of the user whose cache is this folder, with these variables beside.
+/// Returns the options of a user's process with this cache folder and these further variables.
 fn of_user(cache: &Path, address: &str, port: u16, more: &[(&str, &str)]) -> Result<RendezvousOptions> {
     let found = RendezvousOptions::from_environment(master(address, port, 1), &|name| match name {
         "XDG_CACHE_HOME" => Some(cache.as_os_str().to_owned()),
@@ -22,7 +23,8 @@ fn with_address(options: RendezvousOptions, address: &str, port: u16) -> Rendezv
     RendezvousOptions { master: master(address, port, 1), ..options }
 }
 
-/// Another user of the host, who can reach the port and read all that is readable, is not let in and cannot lure.
+/// Another user of the host, with access to the port and to readable files, can neither join nor
+/// impersonate rank 0.
 #[test]
 fn processes_of_one_user_meet_and_those_of_another_are_refused() {
     let caches = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
@@ -37,7 +39,7 @@ fn processes_of_one_user_meet_and_those_of_another_are_refused() {
         assert!(error.to_string().contains("its secret differs from that of rank 0"), "{error}");
         assert!(error.to_string().contains("FINETUNE_RDZV_SECRET"), "{error}");
     }
-    // One that was given a secret, which rank 0 was not.
+    // A process with a given secret, which rank 0 does not have.
     let given = of_user(caches[0].path(), "127.0.0.1", port, &[("FINETUNE_RDZV_SECRET", SECRET)]).unwrap();
     let error = refusal(guest(request(1, 2), &given));
     assert!(error.to_string().contains("rank 0 was started without a secret"), "{error}");
@@ -53,7 +55,7 @@ fn no_address_does_without_a_secret() {
     let own = of_user(cache.path(), "127.0.0.1", 0, &[]).unwrap();
     let error = Listener::open(&none).unwrap_err();
     assert!(error.to_string().contains("the other processes of this host without a secret"), "{error}");
-    // 192.0.2.1 is of the addresses for documentation (RFC 5737).
+    // 192.0.2.1 is an address for documentation (RFC 5737).
     for (options, address) in [(&none, "127.0.0.1"), (&none, "192.0.2.1"), (&own, "192.0.2.1")] {
         let error = refusal(guest(request(1, 2), &with_address(options.clone(), address, 29_500)));
         assert_eq!(error.kind(), ErrorCategory::User);
@@ -64,7 +66,7 @@ fn no_address_does_without_a_secret() {
     all_join(vec![first, guest(request(1, 2), &waived(port))]);
 }
 
-/// A folder in which the secret cannot be kept, as where another user was there first.
+/// A folder that cannot keep the secret, for example because another user created it first.
 #[test]
 fn a_secret_that_cannot_be_kept_is_told_with_the_way_out() {
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -74,7 +76,7 @@ fn a_secret_that_cannot_be_kept_is_told_with_the_way_out() {
     assert_eq!(error.kind(), ErrorCategory::User);
     let text = error.to_string();
     assert!(text.contains(path) && text.contains("openssl rand -hex 32"), "{text}");
-    // Other hosts need one that is given, whatever can be kept here.
+    // Other hosts need a given secret, whatever this folder can keep.
     let away = of_user(file.path(), "node-a", 0, &more).unwrap();
     assert_eq!(away.secret, Secret::Absent);
 }

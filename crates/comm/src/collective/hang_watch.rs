@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use super::Phase;
 use super::progress::{ProgressBoard, RankActivity, RankProgress};
 use crate::error::{Error, ErrorCategory, Result};
-use crate::rendezvous::locked;
+use crate::locks::locked;
 use crate::runtime::clock;
 use crate::runtime::machine::{WorkDone, work_done};
 use crate::threads;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
 use crate::error::{Error, Result};
-use crate::rendezvous::locked;
+use crate::locks::locked;
 use crate::runtime::buffer::Buffer;
 
 /// All bits of a byte: a NaN in every float type.

@@ -10,7 +10,7 @@ use std::sync::{Mutex, OnceLock};
 use candle_core::Device;
 
 use super::Phase;
-use crate::rendezvous::locked;
+use crate::locks::locked;
 use crate::report::memory::ResidentSet;
 use crate::runtime::device;
 use crate::runtime::trace::{SpanInfo, span};

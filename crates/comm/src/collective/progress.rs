@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use super::{Call, Collective, Phase};
-use crate::rendezvous::locked;
+use crate::locks::locked;
 
 /// The watched ranks of this process.
 #[derive(Debug, Default)]

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::Phase;
-use crate::rendezvous::locked;
+use crate::locks::locked;
 use crate::runtime::clock;
 
 /// Part of a run's time.

@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 use super::connection_error::ConnectionError;
 use super::framing::{Receiver, Sender};
 use super::join::Joined;
-use super::locked;
 use super::message::{MAX_TEXT, Message, Peer, printable};
 use super::roster::named;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 use crate::threads;
 use crate::units;
 

@@ -18,10 +18,10 @@ use super::auth::Secret;
 use super::connection_error::{ConnectionError, Refusal};
 use super::framing::{Connection, prepare};
 use super::handshake::{accept, refuse};
-use super::locked;
 use super::message::{JoinRequest, Message};
 use super::options::{LogLine, Master, RendezvousOptions};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 use crate::threads;
 
 /// Maximum time of a connection from its first byte to its join request.
@@ -233,6 +233,7 @@ impl Acceptor {
         }
     }
 
+    #[allow(clippy::disallowed_methods, reason = "a peer without a thread is refused")]
     fn start(
         self: &Arc<Self>,
         number: u64,

@@ -32,11 +32,3 @@ pub use listener::Listener;
 pub use message::{JoinRequest, MAX_PAYLOAD, MAX_WORLD, Peer};
 pub use options::{LogLine, Master, RendezvousOptions};
 pub use session::{Messenger, Session, host_name};
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Locks data that is consistent at every instant, so that it stays valid after a panic of another
-/// thread.
-pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

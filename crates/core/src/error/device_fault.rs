@@ -154,17 +154,14 @@ mod tests {
 
     #[test]
     fn every_name_is_found_in_the_text_of_an_error() {
-        let mut count = 0;
         for (fault, names) in NAMES {
             for name in *names {
                 assert_eq!(DeviceFault::of(name), Some(*fault), "{name}");
                 assert_eq!(DeviceFault::of(&driver_error(name)), Some(*fault), "{name}");
                 let cublas = format!("cannot multiply: CublasError({name})");
                 assert_eq!(DeviceFault::of(&cublas), Some(*fault), "{name}");
-                count += 1;
             }
         }
-        assert_eq!(count, 46);
     }
 
     /// Codes of CUDA 13.0's driver: 2 is memory; 214, 220, 226 and 911 are hardware; 700 and above

@@ -1,4 +1,4 @@
-//! The best evaluation of a run, which its checkpoints tell and which keeps one of them.
+//! The best evaluation of a run. Checkpoints record it, and retention keeps its checkpoint.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,27 +7,29 @@ use crate::report::EvalReport;
 /// The evaluation with the lowest loss so far, after the first step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BestEvaluation {
-    /// Its figures. The weights are those of `checkpoint-<step>`.
+    /// The report of that evaluation. `checkpoint-<step>` holds its weights.
     pub report: EvalReport,
-    /// Evaluations since then, none of which was better.
+    /// Number of evaluations since then, none of them better.
     pub since: u64,
-    /// The step of the last evaluation that was counted.
+    /// The step of the last counted evaluation.
     pub evaluated: u64,
 }
 
 impl BestEvaluation {
-    /// Returns whether a run with a patience of `patience` evaluations, whose best so far is `best`, ends.
+    /// Returns whether a run with a patience of `patience` evaluations and the best evaluation
+    /// `best` ends.
     pub fn is_out_of_patience(best: Option<&Self>, patience: Option<u64>) -> bool {
         best.zip(patience).is_some_and(|(best, patience)| best.since >= patience)
     }
 
-    /// Counts the evaluation `report`, which becomes the one in `best` if its loss is lower; returns whether it did.
+    /// Counts the evaluation `report`, which replaces `best` if its loss is lower. Returns whether
+    /// it did.
     pub fn count(best: &mut Option<Self>, report: &EvalReport) -> bool {
         let is_lower = |best: &Self| report.eval_loss < best.report.eval_loss;
         match best {
-            // After a resume one may come again.
+            // A resumed run may repeat an evaluation.
             Some(best) if best.evaluated >= report.step => false,
-            // A loss that is no number is never lower.
+            // A NaN loss is never lower.
             Some(best) if !is_lower(best) => {
                 best.since += 1;
                 best.evaluated = report.step;

@@ -1,4 +1,5 @@
-//! The folder of a checkpoint: made beside its place, filled by every rank, given its name, one day removed.
+//! The folder of a checkpoint: created under a temporary name, filled by all ranks, renamed, and
+//! removed by retention.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,15 +14,15 @@ use crate::weights::{
     AtomicDir, StoredDtype, WriteEntry, Written, is_there, names_in, temporary, write_file, write_text,
 };
 
-/// How the name of a checkpoint ends that makes room for a new one of its step.
+/// The suffix of an old checkpoint that a new one of its step replaces.
 const REPLACED: &str = "-replaced";
 
-/// The folder that will be `place`, whatever stands there now.
+/// Creates the temporary folder that becomes `place`, whatever exists there now.
 pub(super) fn fresh(place: &Path) -> Result<AtomicDir> {
     AtomicDir::beside(place)
 }
 
-/// Writes what is rank `rank`'s of a folder that `size` ranks fill: its weights and the optimizer's state.
+/// Writes the share of rank `rank` of `size`: its weights and the optimizer's state.
 pub(super) fn write_share(
     folder: &Path,
     (rank, size): (usize, usize),
@@ -29,15 +30,15 @@ pub(super) fn write_share(
     write_weights: &WriteWeights,
 ) -> Result<Files> {
     let mut written = write_weights(folder, tensors, SnapshotPart::Tensors(rank))?;
-    // Alone, also where nothing is trained: a reader looks for the file.
+    // A single rank writes the file even if nothing is trained: a reader looks for it.
     if size == 1 || !tensors.is_empty() {
         written.push(write_state(&folder.join(optimizer_file(rank, size)), tensors)?);
     }
     Ok(manifest::part(folder, written))
 }
 
-/// Completes a folder that holds the `files` of all ranks and gives it its name. Returns a word on what could not be
-/// tidied up after that.
+/// Completes a folder that holds the `files` of all ranks and gives it its name. Returns messages
+/// about old folders that could not be removed, or that were kept under another name.
 pub(super) fn commit(
     folder: AtomicDir,
     state: &TrainingState,
@@ -52,7 +53,7 @@ pub(super) fn commit(
     let place = folder.place().to_owned();
     let before = make_room(&place, state)?;
     if let Err(error) = folder.rename() {
-        // The checkpoint from before gets its name back; if that fails, the next run gives it back.
+        // Gives the earlier checkpoint its name back. If that fails, the next run does it.
         if let Some(Before::Replaced(old)) = before {
             drop(std::fs::rename(old, &place));
         }
@@ -61,7 +62,7 @@ pub(super) fn commit(
     let note = before.and_then(|before| match before {
         Before::Replaced(old) => removed(&old),
         Before::Kept(aside) => Some(format!(
-            "{} was no sound checkpoint of this run: it is kept as {}",
+            "{} is not a sound checkpoint of this run: kept as {}",
             place.display(),
             aside.display()
         )),
@@ -69,16 +70,16 @@ pub(super) fn commit(
     Ok(note.into_iter().collect())
 }
 
-/// The place of a checkpoint before the new one came.
+/// The folder that existed in place of a checkpoint before the new one.
 enum Before {
     /// An earlier save of the same step, moved here to be removed.
     Replaced(PathBuf),
-    /// Something else, kept here.
+    /// Anything else, kept under this name.
     Kept(PathBuf),
 }
 
-/// Moves what stands at `place` out of the way of the checkpoint of `state`: an earlier save of the same run and step, or
-/// anything else, which is kept under another name.
+/// Renames the folder at `place`, so that the checkpoint of `state` can take its name. An earlier
+/// save of the same run and step is renamed for removal; anything else is kept under another name.
 fn make_room(place: &Path, state: &TrainingState) -> Result<Option<Before>> {
     if !is_there(place)? {
         return Ok(None);
@@ -105,7 +106,7 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// The file of a rank's part of the optimizer's state.
+/// Returns the file name of a rank's part of the optimizer's state.
 fn optimizer_file(rank: usize, size: usize) -> String {
     match size {
         1 => format!("{OPTIMIZER}.safetensors"),
@@ -113,7 +114,8 @@ fn optimizer_file(rank: usize, size: usize) -> String {
     }
 }
 
-/// optimizer.safetensors: `<parameter>.<name>` of each tensor of the state, such as `.exp_avg`; in 8 bits also its `.absmax`.
+/// Writes optimizer.safetensors: `<parameter>.<name>` for each state tensor, such as `.exp_avg`. A
+/// state in 8 bits also has its `.absmax`.
 fn write_state(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
     let mut parts: Vec<(WriteEntry, Stored<'_>)> = Vec::new();
     for tensor in tensors {
@@ -144,16 +146,17 @@ fn write_state(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
     })
 }
 
-/// A tensor of optimizer.safetensors.
+/// The values of a tensor of optimizer.safetensors.
 enum Stored<'a> {
     Floats(&'a [f32]),
     Bytes(&'a [u8]),
 }
 
-/// Removes the oldest checkpoints of the run that has just saved `state`, but for the last `keep`, that one and the best. Only those
-/// count whose digests hold, and only those go that hold nothing but the run's files: one that is damaged or not of this
-/// run stays, and keeps none from staying. Each goes by a rename first, so that none is ever seen half removed. Returns a
-/// word on each that could not be removed.
+/// Removes the oldest checkpoints of the run that has just saved `state`. Keeps the last `keep`,
+/// the one of `state` and the best one. Only checkpoints with matching digests count, and only
+/// those with nothing but the run's files are removed: a damaged or foreign one stays and does not
+/// count. Each is renamed first, so that no reader sees it half removed. Returns a message for each
+/// that could not be removed.
 pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Vec<String> {
     let mut notes = Vec::new();
     let found = list(output).unwrap_or_else(|error| {
@@ -181,7 +184,7 @@ pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Vec<S
     notes
 }
 
-/// Removes a folder; a word if that fails, which is no reason to end a run.
+/// Removes a folder. Returns a message if that fails, which does not end a run.
 fn removed(folder: &Path) -> Option<String> {
     std::fs::remove_dir_all(folder).err().map(|error| stays(folder, &error))
 }
@@ -190,8 +193,8 @@ fn stays(folder: &Path, error: &std::io::Error) -> String {
     format!("{} cannot be removed and stays: {error}", folder.display())
 }
 
-/// Removes the folders of checkpoints that processes which are gone were filling or removing. Returns a word on each that
-/// could not be removed.
+/// Removes the folders of checkpoints that ended processes were filling or removing. Returns a
+/// message for each folder that could not be removed.
 pub(super) fn remove_unfinished(output: &Path) -> Vec<String> {
     let found = match unfinished(output) {
         Ok(found) => found,
@@ -201,8 +204,8 @@ pub(super) fn remove_unfinished(output: &Path) -> Vec<String> {
     gone.filter_map(|(_, _, folder)| removed(&folder)).collect()
 }
 
-/// Gives a checkpoint its name back that a process which is gone had moved away for a new one of its step, and which
-/// that one did not get to replace.
+/// Gives a checkpoint its name back if an ended process had renamed it for a new one of its step
+/// and did not finish the new one.
 ///
 /// # Errors
 /// Storage: `output` cannot be read.
@@ -211,14 +214,14 @@ pub(super) fn restore_replaced(output: &Path) -> Result<()> {
         let place = output.join(format!("{PREFIX}{step}"));
         let replaced = folder.to_string_lossy().ends_with(REPLACED);
         if replaced && is_gone(pid) && !is_there(&place)? {
-            // It stays where it is if that fails, and is tried again by the next run.
+            // If that fails, the folder keeps its name, and the next run tries again.
             drop(std::fs::rename(folder, place));
         }
     }
     Ok(())
 }
 
-/// The temporary folders of checkpoints in `output`, with their steps and makers.
+/// Returns the temporary folders of checkpoints in `output`, with their steps and process ids.
 fn unfinished(output: &Path) -> Result<Vec<(u64, u32, PathBuf)>> {
     if !is_there(output)? {
         return Ok(Vec::new());
@@ -226,16 +229,18 @@ fn unfinished(output: &Path) -> Result<Vec<(u64, u32, PathBuf)>> {
     let names = names_in(output)?;
     let named =
         names.iter().filter_map(|name| temporary_of(name).map(|(step, pid)| (step, pid, output.join(name))));
-    // A link is not a folder, and not ours.
+    // A link is not a folder of this program.
     Ok(named.filter(|(_, _, path)| path.symlink_metadata().is_ok_and(|found| found.is_dir())).collect())
 }
 
-/// Whether the process `pid`, which worked in a folder that this one has locked, is none that works now.
+/// Returns whether the process `pid`, which worked in a folder that this process has locked, has
+/// ended.
 fn is_gone(pid: u32) -> bool {
     pid == std::process::id() || !process::is_alive(pid)
 }
 
-/// The step and the maker of the temporary folder called `name`: `checkpoint-<step>.tmp-<pid>`, also while it is removed.
+/// Returns the step and the process id in the name of a temporary folder:
+/// `checkpoint-<step>.tmp-<pid>`, also while it is removed.
 fn temporary_of(name: &str) -> Option<(u64, u32)> {
     let (place, pid) = temporary(name)?;
     Some((number(place.strip_prefix(PREFIX)?)?, pid))

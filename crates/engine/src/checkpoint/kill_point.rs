@@ -1,14 +1,15 @@
-//! Named moments at the end of a run, at which tests kill the process.
+//! Named points at the end of a run at which tests kill the process.
 
-/// The environment variable that names the moment. Only builds with debug assertions, which tests run, read it.
+/// The environment variable that names the kill point. Only builds with debug assertions, as in
+/// tests, read it.
 const VARIABLE: &str = "FINETUNE_KILL_AT";
 
-/// A moment between the last step of a run and its end.
+/// A point between the last step of a run and its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KillPoint {
-    /// The last step is done, and nothing of the result is written.
+    /// The last step is done, and no file of the result is written.
     LastStep,
-    /// All ranks have written their weights; nothing says yet that they are whole.
+    /// All ranks have written their weights, and no manifest exists yet.
     Written,
     /// The manifest of the result is on the disk.
     Sealed,
@@ -16,16 +17,16 @@ pub enum KillPoint {
     Committed,
     /// The result is in its place.
     Published,
-    /// The held-out rows have been evaluated, and everyone who listens has been told of the end.
+    /// The held-out rows have been evaluated, and all listeners have been notified of the end.
     Evaluated,
-    /// The model card has its last form.
+    /// The model card has its final form.
     Described,
     /// The speed of the operations has been measured.
     Measured,
 }
 
 impl KillPoint {
-    /// All of them, in the order of a run.
+    /// All kill points, in the order of a run.
     pub const ALL: [KillPoint; 8] = [
         KillPoint::LastStep,
         KillPoint::Written,
@@ -37,7 +38,7 @@ impl KillPoint {
         KillPoint::Measured,
     ];
 
-    /// Kills this process, as `kill -9` does, if a test asked for that at this moment.
+    /// Kills this process, as `kill -9` does, if a test requested it at this point.
     pub fn reach(self) {
         if cfg!(debug_assertions) && std::env::var_os(VARIABLE).is_some_and(|name| name == self.name()) {
             // SAFETY: a system call on this process itself.
@@ -45,7 +46,7 @@ impl KillPoint {
         }
     }
 
-    /// The word for it in the environment variable, such as `sealed`.
+    /// Returns its name in the environment variable, such as `sealed`.
     pub fn name(self) -> &'static str {
         match self {
             KillPoint::LastStep => "last_step",

@@ -1,11 +1,12 @@
 //! The lock of a run's folder: one process at a time trains into it.
 //!
-//! The lock is the operating system's advisory lock on a file, which ends with the process however that ends. Beside it
-//! the file says who holds it, for the message that the next one gets; whoever releases the lock empties the file.
+//! The lock is the operating system's advisory lock on a file, which ends with the process in every
+//! case. The file records the holder, for the error message of the next process. Releasing the lock
+//! empties the file.
 //!
-//! A record that was left behind by a process that was killed is recognised: on the machine that wrote it (the same boot
-//! of the kernel, whatever its host name in a container) a lock that can be taken is held by nobody. A record of another
-//! machine is believed, because file systems that hosts share do not all carry locks between them.
+//! A killed process may leave its record behind. On the machine that wrote it (the same boot of the
+//! kernel, whatever its host name in a container) a free lock shows that the record is stale. A
+//! record of another machine is believed, because not all file systems carry locks between hosts.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read as _, Seek as _, Write as _};
@@ -18,19 +19,20 @@ use super::process;
 use crate::clock;
 use crate::error::{Error, Result};
 
-/// How often a lock file is opened anew that went away or is not yet filled in, and the pause between.
+/// Number of attempts to open a lock file that was removed or is not filled in yet, and the pause
+/// between them.
 const TRIES: (usize, Duration) = (50, Duration::from_millis(20));
 
-/// Who holds a lock, as the lock file says it in JSON.
+/// The holder of a lock, as the lock file records it in JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Holder {
-    /// The name of its host.
+    /// Its host name.
     host: String,
-    /// Its process id there.
+    /// Its process id on that host.
     pid: u32,
-    /// When it took the lock: RFC 3339.
+    /// The time at which it took the lock, RFC 3339.
     since: String,
-    /// The boot of the kernel that it runs on, where the system tells.
+    /// The boot id of its kernel, if the system reports one.
     #[serde(default)]
     boot: Option<String>,
 }
@@ -41,17 +43,17 @@ impl Holder {
         Holder { host: process::host(), pid: std::process::id(), since, boot: process::boot() }
     }
 
-    /// Whether it ran on the machine of this process, where locks can be trusted.
+    /// Returns whether it ran on the machine of this process, where locks can be trusted.
     fn is_here(&self) -> bool {
         match (&self.boot, process::boot()) {
             (Some(then), Some(now)) if *then == now => true,
-            // After a restart of the machine nothing holds the lock any more.
+            // After a restart of the machine nothing holds the lock.
             _ => self.host == process::host(),
         }
     }
 }
 
-/// The held lock of a folder; released when it is dropped, or when the process ends in any other way.
+/// The held lock of a folder, released when it is dropped or when the process ends.
 #[derive(Debug)]
 pub(super) struct FolderLock {
     file: File,
@@ -59,11 +61,12 @@ pub(super) struct FolderLock {
 }
 
 impl FolderLock {
-    /// Takes the lock of `folder` at the file `path`, which is made with its own folder if need be.
+    /// Takes the lock of `folder` at the file `path`, and creates the file and its folder if they
+    /// are missing.
     ///
     /// # Errors
-    /// The user's: another process holds the lock, or one of another host has not released it. Storage: the file cannot
-    /// be made.
+    /// User: another process holds the lock, or a process of another host has not released it.
+    /// Storage: the file cannot be created.
     pub(super) fn take(folder: &Path, path: &Path) -> Result<Self> {
         let (tries, pause) = TRIES;
         for _ in 0..tries {
@@ -108,41 +111,45 @@ impl FolderLock {
         Ok(FolderLock { file, path: path.to_owned() })
     }
 
-    /// Removes the lock file, for a folder that is not used after all. Others that have it open see that it went.
+    /// Removes the lock file of a folder that stays unused. Processes that have the file open
+    /// detect that.
     pub(super) fn remove(&self) {
-        // What cannot be removed is an empty file soon.
+        // If this fails, the file is empty soon.
         drop(std::fs::remove_file(&self.path));
     }
 }
 
 impl Drop for FolderLock {
     fn drop(&mut self) {
-        // Closing the file releases the lock; a record that stays is recognised as stale.
+        // Closing the file releases the lock; a record left in it is recognised as stale.
         drop(self.file.set_len(0));
     }
 }
 
-/// Opens the lock file; none: its folder went away meanwhile.
+/// Opens the lock file. Returns `None` if its folder was removed meanwhile.
 fn open(path: &Path) -> Result<Option<File>> {
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent).map_err(|error| Error::io("create", parent, &error))?;
     }
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false);
-    // What a link leads to is not ours to empty.
+    // The target of a link is not this program's to empty.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW);
     match options.open(path) {
         Ok(file) => Ok(Some(file)),
         Err(_) if path.is_symlink() => Err(Error::user(format!("cannot lock {}", path.display()))
-            .because("it is a link; accepted: a file of its own")
-            .hint(format!("`rm {}`, which leaves what it leads to, and start again", path.display()))),
+            .because("it is a link; accepted: a regular file")
+            .hint(format!(
+                "run `rm {}`, which keeps the target of the link, and start again",
+                path.display()
+            ))),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Error::io("write", path, &error)),
     }
 }
 
-/// The holder that the file `path` names; none while it names nobody.
+/// Returns the holder that the file `path` names, or `None` if it names none.
 fn read(file: &mut File, path: &Path) -> Result<Option<Holder>> {
     let mut text = Vec::new();
     file.rewind()
@@ -151,7 +158,8 @@ fn read(file: &mut File, path: &Path) -> Result<Option<Holder>> {
     Ok(serde_json::from_slice(&text).ok())
 }
 
-/// Whether `file` is still what stands at `path`: its holder may have removed it before this process got the lock.
+/// Returns whether `file` still exists at `path`: its holder may have removed it before this
+/// process got the lock.
 fn is_at(file: &File, path: &Path) -> Result<bool> {
     use std::os::unix::fs::MetadataExt as _;
     let id = |data: std::fs::Metadata| (data.dev(), data.ino());
@@ -164,7 +172,7 @@ fn is_at(file: &File, path: &Path) -> Result<bool> {
     Ok(id(file.metadata().map_err(failed)?) == there)
 }
 
-/// Whether a file system has no locks, so that the record alone says who works.
+/// Returns whether the file system has no locks, so that only the record names the holder.
 fn is_unsupported(error: &std::io::Error) -> bool {
     let codes = [libc::ENOLCK, libc::ENOSYS, libc::EOPNOTSUPP];
     error.kind() == ErrorKind::Unsupported || error.raw_os_error().is_some_and(|code| codes.contains(&code))
@@ -228,7 +236,7 @@ mod tests {
         assert!(error.contains("process 1 on host elsewhere took the folder at 2026-01-02"), "{error}");
         assert!(error.contains(&format!("hint: when you know that it has ended, `rm {}`", path.display())));
         assert!(std::fs::read_to_string(&path).expect("a file").contains("elsewhere"), "the record stays");
-        // The process with id 1 is alive, and holds no lock.
+        // The process with id 1 is alive and holds no lock.
         left(&holder(&process::host(), None));
         drop(FolderLock::take(place.path(), &path).expect("a stale record of this host"));
         if let Some(boot) = process::boot() {

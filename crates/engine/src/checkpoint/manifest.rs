@@ -1,7 +1,8 @@
 //! manifest.json: every other file of the folder with its size and BLAKE3 digest.
 //!
-//! Each rank digests its files while it writes them and leaves the list as `part-00001-of-00002.json`, which says that
-//! they are whole; the first rank puts the parts together, so that no rank reads what another one wrote.
+//! Each rank digests its files while it writes them. It then lists them in
+//! `part-00001-of-00002.json`, which marks them as complete. Rank 0 merges the lists, so that no
+//! rank reads the files of another.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -26,26 +27,26 @@ struct Manifest {
 /// Files by their name below the folder.
 pub(super) type Files = BTreeMap<String, Listed>;
 
-/// What a file was when it was written.
+/// The size and digest of a file when it was written.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Listed {
     bytes: u64,
     blake3: String,
 }
 
-/// What a rank wrote into `folder`.
+/// Returns the list entries of the files that a rank wrote into `folder`.
 pub(super) fn part(folder: &Path, written: Vec<Written>) -> Files {
     let name = |path: &Path| path.strip_prefix(folder).unwrap_or(path).to_string_lossy().into_owned();
     let listed = |file: &Written| Listed { bytes: file.bytes, blake3: file.digest.to_hex().to_string() };
     written.iter().map(|file| (name(&file.path), listed(file))).collect()
 }
 
-/// Says that the files of rank `rank` of `size` are whole.
+/// Lists the complete files of rank `rank` of `size`.
 pub(super) fn write_part(folder: &Path, rank: usize, size: usize, files: Files) -> Result<()> {
     write(&folder.join(part_file(rank, size)), files)
 }
 
-/// What rank `rank` of `size` wrote; none: its files are not whole yet.
+/// Reads the list of rank `rank` of `size`. Returns `None` if its files are not complete yet.
 pub(super) fn read_part(folder: &Path, rank: usize, size: usize) -> Result<Option<Files>> {
     let path = folder.join(part_file(rank, size));
     let text = match std::fs::read_to_string(&path) {
@@ -58,7 +59,7 @@ pub(super) fn read_part(folder: &Path, rank: usize, size: usize) -> Result<Optio
     Ok(Some(part.files))
 }
 
-/// Removes the lists of `ranks` of `size`.
+/// Removes the lists of the ranks `ranks` of `size`.
 pub(super) fn remove_parts(folder: &Path, ranks: Range<usize>, size: usize) -> Result<()> {
     for rank in ranks {
         let path = folder.join(part_file(rank, size));
@@ -71,10 +72,11 @@ fn part_file(rank: usize, size: usize) -> String {
     format!("part-{:05}-of-{size:05}.json", rank + 1)
 }
 
-/// Completes `files`, which ranks wrote into `folder`, with what else stands in it, and writes the manifest.
+/// Completes `files`, which ranks wrote into `folder`, with all other files in it, and writes the
+/// manifest.
 ///
 /// # Errors
-/// Storage; one of `files` is not there as it was written.
+/// Storage; one of `files` is missing or has another size.
 pub(super) fn complete(folder: &Path, mut files: Files) -> Result<()> {
     let present: BTreeMap<String, PathBuf> = files_below(folder)?.into_iter().collect();
     for (name, wanted) in &files {
@@ -100,10 +102,10 @@ fn write(path: &Path, files: Files) -> Result<()> {
     Ok(())
 }
 
-/// Whether `folder` has a manifest, whatever that says.
+/// Returns whether `folder` has a manifest, of any content.
 ///
 /// # Errors
-/// Storage: the system does not tell.
+/// Storage: the path cannot be examined.
 pub(super) fn is_there(folder: &Path) -> Result<bool> {
     let path = folder.join(FILE);
     match path.metadata() {
@@ -119,14 +121,14 @@ pub(super) fn remove(folder: &Path) -> Result<()> {
     std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))
 }
 
-/// The digest of the manifest of `folder`.
+/// Returns the digest of the manifest of `folder`.
 pub(super) fn digest(folder: &Path) -> Result<String> {
     let path = folder.join(FILE);
     let text = input_file::read("read", &path)?;
     Ok(blake3::hash(&text).to_hex().to_string())
 }
 
-/// Whether `folder` holds the files of its manifest, by names and sizes, and nothing else.
+/// Returns whether `folder` holds exactly the files of its manifest, by names and sizes.
 pub(super) fn is_complete(folder: &Path) -> bool {
     let path = folder.join(FILE);
     let manifest = plain(&path).ok().and_then(|()| input_file::read_text("read", &path).ok());
@@ -149,7 +151,7 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
     };
     plain(&path).map_err(|what| damaged(format!("{FILE} is {what}")))?;
     let text = input_file::read_text("read", &path).map_err(|error| match error.kind() {
-        // It is there, and cannot be read now: that says nothing of the checkpoint.
+        // The file exists and cannot be read now, which does not prove it damaged.
         kind if kind != ErrorCategory::User => error,
         _ => damaged(format!("{FILE}: {}", error.causes().join(": "))),
     })?;
@@ -179,14 +181,14 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
     }
 }
 
-/// What is at `path` instead of a plain file, and what to do about it. Nothing else is opened: a link may lead anywhere,
-/// and whoever opens a pipe waits.
+/// Refuses anything but a plain file at `path`; the error names its kind and a remedy. Opens
+/// nothing: a link may lead anywhere, and opening a pipe blocks.
 fn plain(path: &Path) -> Result<(), &'static str> {
     match path.symlink_metadata().map(|found| found.file_type()) {
         Ok(kind) if kind.is_symlink() => Err("a link: put the file itself in its place"),
         Ok(kind) if kind.is_dir() => Err("a folder: put the file itself in its place"),
         Ok(kind) if !kind.is_file() => Err("a pipe or a device: put the file itself in its place"),
-        // What cannot be looked at cannot be opened either, which says why.
+        // Opening an unreadable path reports the reason.
         _ => Ok(()),
     }
 }
@@ -198,7 +200,7 @@ fn listed(path: &Path) -> Result<Listed> {
     Ok(Listed { bytes, blake3: hasher.finalize().to_hex().to_string() })
 }
 
-/// Files of `folder` and of its folders, by relative name; the manifest itself is not among them.
+/// Returns the files of `folder` and its subfolders by relative name, without the manifest.
 pub(super) fn files_below(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, &e))? {

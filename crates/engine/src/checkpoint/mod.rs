@@ -1,17 +1,18 @@
-//! Checkpoints: a folder that holds all a run needs to go on to the bit, and that is itself a PEFT adapter or a
-//! Hugging Face model.
+//! Checkpoints. A checkpoint is a folder with everything a run needs to continue bit for bit, and
+//! is itself a PEFT adapter or a Hugging Face model.
 //!
 //! ```text
 //! OUT/checkpoint-120/   adapter_model.safetensors + adapter_config.json, or model*.safetensors + config.json …  (f32; bf16 without masters)
 //!                       optimizer*.safetensors    the optimizer's state of every trainable tensor; a file a rank
-//!                       trainer_state.json        step, place in the data, what the run was started with
+//!                       trainer_state.json        step, position in the data, fingerprint of the run
 //!                       manifest.json             size and BLAKE3 digest of every other file
 //! OUT/.finetune/        marks OUT as the run's own and locks it while the run works ([`RunFolder`])
 //! ```
 //!
-//! A checkpoint is written beside its place by all ranks, synced, then renamed: the rename is the commit. A reader takes
-//! the newest one whose digests hold; only such ones count when old ones are removed. What stands where a checkpoint is to
-//! be and is none of the run's, or a damaged one, is kept as `checkpoint-120.aside-1`.
+//! All ranks write a checkpoint into a temporary folder beside its final name, sync it and rename
+//! it: the rename is the commit. A reader takes the newest checkpoint whose digests match, and only
+//! such checkpoints count when old ones are removed. A damaged or foreign folder that has the name
+//! of a new checkpoint is kept as `checkpoint-120.aside-1`.
 
 mod best;
 mod folder;
@@ -45,45 +46,47 @@ use crate::recipe::Recipe;
 use crate::weights::{ModelFiles, ModelIdentity, names_in};
 
 const STATE_FILE: &str = "trainer_state.json";
-/// How the names of files with the optimizer's state begin.
+/// The prefix of the names of files with the optimizer's state.
 const OPTIMIZER: &str = "optimizer";
 const PREFIX: &str = "checkpoint-";
-/// The end of the name of the scales of a state in 8 bits.
+/// The suffix of the name of the scales of a state in 8 bits.
 const ABSMAX: &str = ".absmax";
 
-/// Where a run stood, and what it was: a run goes on only with the same.
+/// The position of a run at a step, and the fingerprint that a resumed run must share.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainingState {
-    /// Version of this file's form.
+    /// Version of the format of this file.
     pub schema: u32,
     /// Optimizer steps done.
     pub step: u64,
     /// Number of completed epochs.
     pub epoch: u64,
-    /// Units of data used in this epoch.
+    /// Number of dataset units used in this epoch.
     pub index: u64,
-    /// Tokens trained on so far.
+    /// Number of tokens trained on so far.
     pub tokens: u64,
-    /// Ranks that trained.
+    /// Number of ranks that trained.
     #[serde(default = "one")]
     pub ranks: usize,
-    /// Micro-batches of a step, those of all ranks together; not in checkpoints from before this field.
+    /// Micro-batches of a step over all ranks; missing in checkpoints from before this field.
     #[serde(default)]
     pub micro_batches: Option<usize>,
-    /// The model that the run started from; none in checkpoints that do not say.
+    /// The base model of the run; missing in older checkpoints.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<ModelIdentity>,
-    /// The best evaluation so far, where the run keeps the best.
+    /// The best evaluation so far, if the run keeps the best.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best: Option<BestEvaluation>,
-    /// The moment that `strftime_now` tells in the chat template, where the template asks for it: RFC 3339.
+    /// The time that `strftime_now` returns in the chat template, RFC 3339, if the template calls
+    /// it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template_date: Option<String>,
-    /// What decides the numbers of the run: a recipe's key → its value as TOML, a name → a digest.
+    /// The settings that determine the numbers of the run: recipe keys with their values as TOML,
+    /// and names with digests.
     pub fingerprint: std::collections::BTreeMap<String, String>,
 }
 
-/// The recipe's key that counts the micro-batches of a step. In a fingerprint it counts those of all ranks.
+/// The recipe key of the micro-batches of a step. In a fingerprint it counts those of all ranks.
 const ACCUMULATION: &str = "train.gradient_accumulation_steps";
 
 impl TrainingState {
@@ -96,13 +99,13 @@ impl TrainingState {
         if state.schema != SCHEMA {
             return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", state.schema)));
         }
-        // What checkpoints had before `base`: the digest of another sample.
+        // Checkpoints from before `base` had a digest of another sample here.
         state.fingerprint.remove("weights");
         Recipe::add_defaults(&mut state.fingerprint);
         Ok(state)
     }
 
-    /// Micro-batches of a step, those of all ranks together, wherever this checkpoint says it.
+    /// Returns the micro-batches of a step over all ranks, from whichever field has them.
     pub fn micro_batches(&self) -> Option<usize> {
         self.micro_batches.or_else(|| self.fingerprint.get(ACCUMULATION)?.parse().ok())
     }
@@ -118,20 +121,20 @@ impl TrainingState {
     }
 }
 
-/// Checkpoints that do not say were made by one.
+/// The number of ranks of checkpoints without the field.
 fn one() -> usize {
     1
 }
 
-/// The form of [`TrainingState`] that this program writes and reads.
+/// The schema version of [`TrainingState`] that this program writes and reads.
 pub const SCHEMA: u32 = 1;
 
-/// A checkpoint on disk whose digests hold.
+/// A checkpoint on disk with matching digests.
 #[derive(Debug)]
 pub struct SavedCheckpoint {
     /// Folder of the checkpoint.
     pub folder: PathBuf,
-    /// Where the run stood.
+    /// The position and fingerprint of the run.
     pub state: TrainingState,
     optimizer: ModelFiles,
 }
@@ -140,7 +143,7 @@ impl SavedCheckpoint {
     /// Opens the checkpoint in `folder` after checking every digest.
     ///
     /// # Errors
-    /// A file is missing, changed or not of this program's form.
+    /// A file is missing, changed or of another schema.
     pub fn open(folder: &Path) -> Result<Self> {
         manifest::verify(folder)?;
         let state = TrainingState::read(folder)?;
@@ -148,7 +151,7 @@ impl SavedCheckpoint {
         Ok(SavedCheckpoint { folder: folder.to_owned(), state, optimizer })
     }
 
-    /// The digest of the manifest, which tells this checkpoint from any other.
+    /// Returns the digest of the manifest, which identifies this checkpoint.
     ///
     /// # Errors
     /// Storage: the manifest cannot be read.
@@ -156,10 +159,11 @@ impl SavedCheckpoint {
         manifest::digest(&self.folder)
     }
 
-    /// The keys that the checkpoint says of itself, those that it lacks and that count as their defaults left out.
+    /// Returns the fingerprint keys that the checkpoint itself records, without those filled in as
+    /// defaults.
     ///
     /// # Errors
-    /// Storage: the file cannot be read. The user's: it is malformed.
+    /// Storage: the file cannot be read. User: it is malformed.
     pub fn said_keys(&self) -> Result<Vec<String>> {
         let path = self.folder.join(STATE_FILE);
         let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
@@ -168,8 +172,8 @@ impl SavedCheckpoint {
         Ok(state.fingerprint.into_keys().collect())
     }
 
-    /// The files of the checkpoint that a run also leaves in the end, by their names below the folder: weights or
-    /// adapter, configuration, tokenizer.
+    /// Returns the files of the checkpoint that a finished run also leaves, by their names below
+    /// the folder: weights or adapter, configuration, tokenizer.
     ///
     /// # Errors
     /// Storage: the folder cannot be read.
@@ -178,18 +182,19 @@ impl SavedCheckpoint {
         Ok(names.filter(|name| name != STATE_FILE && !name.starts_with(OPTIMIZER)).collect())
     }
 
-    /// Reads the tensor `state` of the optimizer's state beside the parameter called `param`.
+    /// Reads the optimizer state called `state` of the parameter `param` into `out`.
     ///
     /// # Errors
-    /// When the checkpoint has no such tensor, its size differs from `out`, or the file cannot be read.
+    /// The checkpoint has no such tensor, its size differs from `out`, or the file cannot be read.
     pub fn optimizer_state(&self, param: &str, state: &str, out: &mut [f32]) -> Result<()> {
         self.optimizer.read_f32(&format!("{param}.{state}"), out)
     }
 
-    /// The codes of a tensor of the optimizer's state that is kept in 8 bits; reads its scales.
+    /// Returns the codes of an optimizer state in 8 bits and reads its scales into `absmax`.
     ///
     /// # Errors
-    /// When the checkpoint has no such tensor, its scales differ in number from `absmax`, or the file cannot be read.
+    /// The checkpoint has no such tensor, the number of its scales differs from `absmax`, or the
+    /// file cannot be read.
     pub fn optimizer_codes(&self, param: &str, state: &str, absmax: &mut [f32]) -> Result<&[u8]> {
         let name = format!("{param}.{state}");
         self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
@@ -202,30 +207,31 @@ fn optimizer_files(folder: &Path) -> Result<Vec<String>> {
     Ok(names_in(folder)?.into_iter().filter(is_part).collect())
 }
 
-/// The place of the checkpoint of step `step` in `output`.
+/// Returns the path of the checkpoint of step `step` in `output`.
 pub fn place(output: &Path, step: u64) -> PathBuf {
     output.join(format!("{PREFIX}{step}"))
 }
 
-/// Whether `folder` is itself a checkpoint, sound or not, and not a folder of checkpoints.
+/// Returns whether `folder` is itself a checkpoint, sound or not, and not a folder of checkpoints.
 pub fn is_one(folder: &Path) -> bool {
     let named = folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX));
-    // One that cannot be looked at says so when it is opened.
+    // A path that cannot be examined counts: opening it reports the reason.
     named && folder.is_dir() || folder.join(STATE_FILE).try_exists().unwrap_or(true)
 }
 
-/// The newest sound checkpoint in `output`, and a word on each damaged one that was passed over.
+/// Returns the newest sound checkpoint in `output`, and a message for each damaged one that it
+/// skipped.
 ///
 /// # Errors
-/// When the folder cannot be listed or storage fails; a damaged checkpoint is no error.
+/// The folder cannot be listed, or storage fails; a damaged checkpoint is no error.
 pub fn newest(output: &Path) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     newest_in(output, 0..u64::MAX)
 }
 
-/// As [`newest`], of those of the steps `steps`.
+/// Works like [`newest`], restricted to the steps `steps`.
 ///
 /// # Errors
-/// As [`newest`].
+/// The same as for [`newest`].
 pub fn newest_in(output: &Path, steps: Range<u64>) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     let mut passed = Vec::new();
     for (_, folder) in list(output)?.into_iter().rev().filter(|(found, _)| steps.contains(found)) {
@@ -240,12 +246,12 @@ pub fn newest_in(output: &Path, steps: Range<u64>) -> Result<(Option<SavedCheckp
     Ok((None, passed))
 }
 
-/// A number as this program writes it.
+/// Parses a number only in the form in which this program writes it.
 fn number<N: std::str::FromStr + ToString>(text: &str) -> Option<N> {
     text.parse().ok().filter(|number: &N| number.to_string() == text)
 }
 
-/// Whether `output` holds a checkpoint, sound or not, which has a manifest.
+/// Returns whether `output` holds a checkpoint, sound or not, with a manifest.
 ///
 /// # Errors
 /// Storage: `output` cannot be read.
@@ -253,7 +259,7 @@ pub fn has_any(output: &Path) -> Result<bool> {
     count(output).map(|found| found > 0)
 }
 
-/// How many checkpoints, sound or not, `output` holds.
+/// Returns the number of checkpoints in `output`, sound or not.
 ///
 /// # Errors
 /// Storage: `output` cannot be read.
@@ -261,7 +267,7 @@ pub fn count(output: &Path) -> Result<u64> {
     list(output)?.iter().try_fold(0, |count, (_, folder)| Ok(count + u64::from(manifest::is_there(folder)?)))
 }
 
-/// The committed checkpoints in `output`, oldest first.
+/// Returns the committed checkpoints in `output`, oldest first.
 fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = Vec::new();
     let entries = match std::fs::read_dir(output) {

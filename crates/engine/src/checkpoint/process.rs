@@ -1,4 +1,4 @@
-//! What the system tells of processes: the host, its boot, whether a process is alive.
+//! Information of the system about processes: the host, its boot, whether a process is alive.
 
 pub(super) use crate::weights::is_alive;
 
@@ -8,7 +8,8 @@ pub(super) fn host() -> String {
     told.filter(|name| !name.is_empty()).unwrap_or_else(|| "an unnamed host".to_owned())
 }
 
-/// The id of this boot of the kernel, which containers of one machine share; none where the system does not tell.
+/// Returns the id of this boot of the kernel, which containers of one machine share, or `None` if
+/// the system reports none.
 pub(super) fn boot() -> Option<String> {
     line("/proc/sys/kernel/random/boot_id")
 }

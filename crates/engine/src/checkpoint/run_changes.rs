@@ -1,8 +1,8 @@
-//! What may be other than it was when a run goes on from a checkpoint, and what may not.
+//! The changes under which a run may continue from a checkpoint.
 //!
-//! A fingerprint holds what decides the numbers of a run. More steps go on, and so does the same step split otherwise into
-//! micro-batches; the learning rate and its schedule where that is asked for (`--allow-change`). Anything else would be
-//! another run.
+//! A fingerprint holds the settings that determine the numbers of a run. A run may continue with
+//! more steps, and with another split of a step into micro-batches. With `--allow-change` it may
+//! also continue with another learning rate or schedule. Any other change makes a different run.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,7 @@ use super::{ACCUMULATION, SavedCheckpoint, TrainingState};
 use crate::error::{Error, Result};
 use crate::recipe::quoted_for_shell;
 
-/// Keys of a recipe that may change where `--allow-change` names them.
+/// Recipe keys that may change if `--allow-change` names them.
 pub const CHANGES_ON_REQUEST: [&str; 8] = [
     "optimizer.learning_rate",
     "scheduler.kind",
@@ -21,20 +21,20 @@ pub const CHANGES_ON_REQUEST: [&str; 8] = [
     "scheduler.power",
     "scheduler.num_decay_steps",
 ];
-/// Optimizer steps of the whole run; not a key of a recipe.
+/// Optimizer steps of the whole run; not a recipe key.
 const STEPS: &str = "steps";
-/// Keys of a recipe that come to [`STEPS`].
+/// Recipe keys that determine [`STEPS`].
 const LENGTH: [&str; 2] = ["train.epochs", "train.max_steps"];
-/// Rows that go through the model at once.
+/// Number of rows in a micro-batch.
 pub(super) const MICRO_BATCH: &str = "train.micro_batch_size";
-/// The digest of the training rows as tokens; not a key of a recipe.
+/// The digest of the tokenized training rows; not a recipe key.
 const DATA: &str = "data";
 /// Tokens of the longest row.
 const MAX_SEQ_LEN: &str = "data.max_seq_len";
 
 type Fingerprint = BTreeMap<String, String>;
 
-/// What differs between the fingerprints of a saved run and of the one that goes on from it.
+/// A difference between the fingerprints of a saved run and of the run that continues it.
 struct RunDifference<'a> {
     key: &'a str,
     then: Option<&'a str>,
@@ -44,7 +44,7 @@ struct RunDifference<'a> {
 impl RunDifference<'_> {
     fn in_words(&self) -> String {
         if self.key == DATA {
-            return "the training rows are others than in the first run".to_owned();
+            return "the training rows differ from those of the checkpoint".to_owned();
         }
         let shown = |value: Option<&str>| value.unwrap_or("nothing").to_owned();
         format!("{}: {} in the checkpoint, {} now", self.key, shown(self.then), shown(self.now))
@@ -66,12 +66,13 @@ fn number(fingerprint: &Fingerprint, key: &str) -> Option<u64> {
     fingerprint.get(key)?.parse().ok()
 }
 
-/// Rows, or bins of them, that a step learns from.
+/// Returns the rows, or bins of rows, of a step.
 pub(super) fn rows(fingerprint: &Fingerprint) -> Option<u64> {
     number(fingerprint, MICRO_BATCH)?.checked_mul(number(fingerprint, ACCUMULATION)?)
 }
 
-/// Whether a run of the fingerprint `then` may go on as one of `now` for all that is said by `key`.
+/// Returns whether a run of the fingerprint `then` may continue as one of `now`, as far as `key` is
+/// concerned.
 fn goes_on(key: &str, then: &Fingerprint, now: &Fingerprint) -> bool {
     let same_or_both = |one: Option<u64>, other: Option<u64>, fits: fn(u64, u64) -> bool| {
         one.zip(other).is_some_and(|(one, other)| fits(one, other))
@@ -83,17 +84,18 @@ fn goes_on(key: &str, then: &Fingerprint, now: &Fingerprint) -> bool {
 }
 
 impl TrainingState {
-    /// Rows of a micro-batch, where this checkpoint says it.
+    /// Returns the rows of a micro-batch, if this checkpoint records them.
     pub fn micro_batch_size(&self) -> Option<usize> {
         self.fingerprint.get(MICRO_BATCH)?.parse().ok()
     }
 
-    /// The most tokens of a row, where this checkpoint says it.
+    /// Returns the most tokens of a row, if this checkpoint records them.
     pub fn max_seq_len(&self) -> Option<usize> {
         self.fingerprint.get(MAX_SEQ_LEN)?.parse().ok()
     }
 
-    /// Whether the run of `later` may have come from here, perhaps with changes under which a run goes on.
+    /// Returns whether the run of `later` may have continued from here, perhaps with permitted
+    /// changes.
     pub(super) fn is_earlier_of(&self, later: &TrainingState) -> bool {
         let (then, now) = (&self.fingerprint, &later.fingerprint);
         differences(then, now)
@@ -103,11 +105,11 @@ impl TrainingState {
 }
 
 impl SavedCheckpoint {
-    /// Refuses to go on as a different run; else what goes on otherwise than it was, in words. The keys in `allowed` may
-    /// be other than they were.
+    /// Refuses to continue as a different run. Returns the permitted differences as messages. The
+    /// keys in `allowed` may differ.
     ///
     /// # Errors
-    /// The user's: names every difference between the saved run and `current` under which it does not go on.
+    /// User: names every difference between the saved run and `current` that is not permitted.
     pub fn check_same_run(&self, current: &Fingerprint, allowed: &[String]) -> Result<Vec<String>> {
         let then = &self.state.fingerprint;
         let is_allowed = |key: &str| allowed.iter().any(|allowed| allowed == key);
@@ -123,7 +125,7 @@ impl SavedCheckpoint {
         }
         if let (Some(rows), true) = (rows(then), refused.iter().any(|found| found.key == MICRO_BATCH)) {
             error = error.because(format!(
-                "a step has {rows} rows: accepted are micro-batch sizes whose number on all ranks makes that many"
+                "a step has {rows} rows; accepted: micro-batches that add up to {rows} rows over all ranks"
             ));
         }
         let (on_request, others): (Vec<&str>, Vec<&str>) =
@@ -136,12 +138,12 @@ impl SavedCheckpoint {
                 format!("{anew}; to go on with the new rows: `{} --output more`", self.as_a_start())
             }
             ([], _) => anew.to_owned(),
-            (flags, []) => format!("{} goes on all the same; else {anew}", flags.join(" ")),
-            (flags, _) => format!("{anew}; {} allows its change", flags.join(" ")),
+            (flags, []) => format!("add {} to accept the change; otherwise {anew}", flags.join(" ")),
+            (flags, _) => format!("{anew}; add {} to accept that change", flags.join(" ")),
         }))
     }
 
-    /// The flags with which another run starts from the weights of this checkpoint.
+    /// Returns the flags that start another run from the weights of this checkpoint.
     fn as_a_start(&self) -> String {
         let has_adapter = self.state.fingerprint.keys().any(|key| key.starts_with("adapter."));
         let folder = quoted_for_shell(&self.folder.display().to_string());

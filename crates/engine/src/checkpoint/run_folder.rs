@@ -1,25 +1,27 @@
-//! The output folder of a run: marked as the run's own, locked while it works, and what in it is the run's.
+//! The output folder of a run: its marker, its lock, and the record of the run's own files.
 //!
 //! ```text
-//! OUT/.finetune/run.json   which run's the folder is, and every file outside checkpoints that it wrote, with a digest
-//! OUT/.finetune/lock       who is at work in the folder; empty when nobody is
-//! OUT/.finetune/result/    what the run leaves in the end, until it is whole
-//! OUT/.finetune/committed/ the whole of it, on its way to its place in OUT
+//! OUT/.finetune/run.json   identifies the run, and lists every file outside checkpoints that it wrote, with a digest
+//! OUT/.finetune/lock       the process that works in the folder; empty if none does
+//! OUT/.finetune/result/    the result of the run, until it is complete
+//! OUT/.finetune/committed/ the complete result, while its files move to OUT
 //! ```
 //!
-//! The ranks write the result into `result`. The first rank then seals it with a manifest of digests, as checkpoints have
-//! one: from then on the result outlives the process, and the next run in the folder publishes a sealed result whose
-//! digests hold. The result is committed by one rename, from `result` to `committed`. If a kill
-//! keeps a file from its place after that, the next run in the folder moves it there; meanwhile OUT has no config.json or
-//! adapter_config.json, so that nobody takes a mixture of two results for one.
+//! The ranks write the result into `result`. Rank 0 then seals it with a manifest of digests, as in
+//! checkpoints. From then on the result outlives the process: the next run in the folder publishes
+//! a sealed result with matching digests. One rename, from `result` to `committed`, commits it. If
+//! a kill interrupts the moves after that, the next run in the folder finishes them. Meanwhile OUT
+//! has no config.json or adapter_config.json, so that no reader mistakes a mixture of two results
+//! for one.
 //!
-//! A file is the run's if run.json lists it and it still is what was written, or if it was being written when the run
-//! ended. Nothing else is overwritten: [`RunFolder::foreign`] names what stands in the way before a run begins, and where
-//! something came while it trained the result gets a folder of its own ([`RunFolder::publish`]).
+//! A file belongs to the run if run.json lists it and it is unchanged, or if the run was writing it
+//! when it ended. Nothing else is overwritten. [`RunFolder::foreign`] names files of others before
+//! a run begins. If such files appear during training, the result gets a separate folder
+//! ([`RunFolder::publish`]).
 
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use super::folder::restore_replaced;
 use super::kill_point::KillPoint;
@@ -28,21 +30,23 @@ use super::manifest::{self, files_below};
 use super::run_record::{LAST, OWN, RECORD, RunRecord, appearance};
 use super::space::require_room;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 use crate::weights::{Written, is_there, names_in, sweep, sync_folder, sync_tree, temporary, write_text};
 
 const LOCK: &str = "lock";
 const RESULT: &str = "result";
 const COMMITTED: &str = "committed";
-/// How the names of files begin that lose their names at once, unless a kill comes in between.
+/// The prefix of files that are unlinked right after their creation, unless a kill comes in
+/// between.
 const NAMELESS: &str = ".finetune-offload-";
 
-/// The output folder of a run that this process has locked; released when it is dropped. A folder that was claimed and in
+/// The output folder of a run, locked by this process until it is dropped. A claimed folder in
 /// which no run began is left as it was.
 #[derive(Debug)]
 pub struct RunFolder {
     output: PathBuf,
     lock: FolderLock,
-    /// Folders that were made for it, outermost first.
+    /// Folders that this claim created, outermost first.
     made: Vec<PathBuf>,
     began: AtomicBool,
     record: Mutex<Option<RunRecord>>,
@@ -51,11 +55,11 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Locks the folder `output`, which is made if need be.
+    /// Locks the folder `output`, and creates it if it is missing.
     ///
     /// # Errors
-    /// The user's: a run is at work in it; it is, or its record is kept behind, a link that leads nowhere good. Storage:
-    /// it cannot be written to.
+    /// User: another run works in the folder; the folder or its record is a link. Storage: it
+    /// cannot be written to.
     pub fn claim(output: &Path) -> Result<Self> {
         let own = output.join(OWN);
         refuse_loose_link(output)?;
@@ -78,12 +82,12 @@ impl RunFolder {
         folder.recover()?;
         let result = Self::result(output);
         std::fs::create_dir(&result).map_err(|e| Error::io("create", &result, &e))?;
-        // The names of new folders last too; a parent that may not be read is not flushed.
+        // New folder names must survive a power cut too; an unreadable parent is not flushed.
         folder.made.iter().filter_map(|path| path.parent()).for_each(|parent| drop(sync_folder(parent)));
         Ok(folder)
     }
 
-    /// Finishes or tidies away what a run that was killed left half done.
+    /// Finishes or removes work that a killed run left half done.
     fn recover(&mut self) -> Result<()> {
         restore_replaced(&self.output)?;
         let record = RunRecord::read(&self.output)?;
@@ -91,7 +95,7 @@ impl RunFolder {
         sweep(&own, |base| base == RECORD);
         let inside = std::fs::read_dir(&own).map_err(|e| Error::io("read", &own, &e))?;
         let nameless = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(NAMELESS);
-        // What stays is in nobody's way.
+        // A file that stays does no harm.
         inside.flatten().filter(nameless).for_each(|entry| drop(std::fs::remove_file(entry.path())));
         let Some(mut record) = record else { return self.set_aside("no record tells which run wrote it") };
         sweep(&self.output, |base| record.files.contains_key(base));
@@ -102,8 +106,8 @@ impl RunFolder {
         self.adopt(record)
     }
 
-    /// Publishes the result of the run of `record` if a process sealed it and its digests hold. A sealed one that is not as
-    /// it was is kept under another name; one without a seal is removed.
+    /// Publishes the result of the run of `record` if it is sealed and its digests match. Keeps a
+    /// sealed result with changes under another name, and removes one without a seal.
     fn adopt(&mut self, record: RunRecord) -> Result<()> {
         let result = Self::result(&self.output);
         if !manifest::is_there(&result)? {
@@ -116,7 +120,7 @@ impl RunFolder {
             }
             Err(error) => return Err(error),
         }
-        *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
+        *locked(&self.record) = Some(record);
         let place = self.publish(&[])?.map_or_else(|| self.output.clone(), |(place, _)| place);
         self.notes.push(format!(
             "the run had written its whole result when its process ended: published in {}",
@@ -125,7 +129,8 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Keeps a sealed result under another name because of `why`, and removes one without a seal.
+    /// Keeps a sealed result under another name, with the reason `why`, and removes one without a
+    /// seal.
     fn set_aside(&mut self, why: &str) -> Result<()> {
         let result = Self::result(&self.output);
         if !manifest::is_there(&result)? {
@@ -133,24 +138,24 @@ impl RunFolder {
         }
         let place = free_name(|n| self.output.join(format!("{RESULT}.aside-{n}")))?;
         std::fs::rename(&result, &place).map_err(|e| Error::io("move", &result, &e))?;
-        self.notes.push(format!("a result that was not published is kept as {}: {why}", place.display()));
+        self.notes.push(format!("an unpublished result is kept as {}: {why}", place.display()));
         Ok(())
     }
 
-    /// Messages about a result that an earlier process had sealed and not published.
+    /// Returns the messages about a result that an earlier process had sealed and not published.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Refuses to begin where fewer than `bytes` bytes are free; `what` says what cannot be done.
+    /// Refuses to begin if fewer than `bytes` bytes are free; `what` is the title of the error.
     ///
     /// # Errors
-    /// Storage: there is no room.
+    /// Storage: not enough free space.
     pub fn require_room(&self, bytes: u64, what: &str) -> Result<()> {
         require_room(&self.output.join(OWN), bytes, what)
     }
 
-    /// Whether nothing but the traces of a run that never began is in `output`, or it is not there.
+    /// Returns whether `output` is missing or holds only traces of a run that never began.
     ///
     /// # Errors
     /// `output` is a file, or cannot be read.
@@ -164,7 +169,7 @@ impl RunFolder {
                 return Err(Error::io("write to", output, &error).hint("give a new folder with `--output`"));
             }
         };
-        // What a run leaves that was killed before it wrote its record.
+        // A run that is killed before it writes its record leaves these.
         let is_trace = |name: &str| {
             let written = temporary(name).is_some_and(|(base, _)| base == RECORD);
             written || [LOCK, RESULT].contains(&name) || name.starts_with(NAMELESS)
@@ -180,20 +185,22 @@ impl RunFolder {
         Ok(true)
     }
 
-    /// Whether a process may be at work in `output`: it holds the file of a lock.
+    /// Returns whether a process may work in `output`: whether the lock file exists.
     pub fn has_lock(output: &Path) -> bool {
         output.join(OWN).join(LOCK).is_file()
     }
 
-    /// Where the ranks of a run in `output` write what it leaves in the end, before it is published.
+    /// Returns the folder into which the ranks of a run in `output` write its result before it is
+    /// published.
     pub fn result(output: &Path) -> PathBuf {
         output.join(OWN).join(RESULT)
     }
 
-    /// Those of `names` below the folder that are there and, by `record`, not what the run wrote, or that lie behind a link.
+    /// Returns those of `names` below the folder that exist and, by `record`, differ from the files
+    /// of the run, or that are behind a link.
     ///
     /// # Errors
-    /// Storage: one cannot be looked at.
+    /// Storage: one cannot be examined.
     pub fn foreign(&self, record: &RunRecord, names: &[String]) -> Result<Vec<String>> {
         let mut foreign = Vec::new();
         for name in names {
@@ -206,37 +213,37 @@ impl RunFolder {
         Ok(foreign)
     }
 
-    /// Refuses links in the place of the files and folders `names` below the folder, which the run adds to.
+    /// Refuses links among the files and folders `names` below the folder, which the run adds to.
     ///
     /// # Errors
-    /// The user's: one is a link.
+    /// User: one is a link.
     pub fn refuse_links(&self, names: &[&str]) -> Result<()> {
         names.iter().try_for_each(|name| refuse_link(&self.output, &self.output.join(name)))
     }
 
-    /// Gives the folder to the run of `record`, which begins now or goes on; it keeps what it finds beside its own files.
-    /// The files `live` change all the time while it works.
+    /// Assigns the folder to the run of `record`, which begins or continues; existing other files
+    /// are kept. The files `live` change continually while it works.
     ///
     /// # Errors
     /// Storage: run.json cannot be written.
     pub fn begin(&self, record: RunRecord, live: &[&str]) -> Result<()> {
         self.began.store(true, Ordering::SeqCst);
-        *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
+        *locked(&self.record) = Some(record);
         self.note(live.iter().map(|name| ((*name).to_owned(), None)))
     }
 
-    /// Records that the run is done, and that card and report have the figures of its end.
+    /// Records that the run is complete, and that the card and report have its final metrics.
     ///
     /// # Errors
     /// Storage: the disk is full or fails.
     pub fn complete(&self) -> Result<()> {
-        if let Some(record) = self.record.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        if let Some(record) = locked(&self.record).as_mut() {
             record.completed = true;
         }
         self.note(std::iter::empty())
     }
 
-    /// Replaces the file `name` of the run by `text`.
+    /// Replaces the file `name` of the run with `text`.
     ///
     /// # Errors
     /// Storage: the disk is full or fails.
@@ -247,14 +254,14 @@ impl RunFolder {
         self.note([(name.to_owned(), Some(appearance(&path)?))])
     }
 
-    /// Writes the file `name` of the published result, new or in place of what the run wrote before; returns false, and
-    /// leaves the file as it is, where it is not as the run wrote it.
+    /// Writes the file `name` of the published result, new or in place of the run's earlier one.
+    /// Returns false and leaves the file alone if it differs from what the run wrote.
     ///
     /// # Errors
-    /// Storage: the disk is full or fails; the file is as it was then.
+    /// Storage: the disk is full or fails; the file is then unchanged.
     pub fn update_text(&self, name: &str, text: &str) -> Result<bool> {
         let owned = {
-            let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+            let record = locked(&self.record);
             let record = record.as_ref().ok_or_else(no_run)?;
             self.foreign(record, &[name.to_owned()])?.is_empty()
         };
@@ -264,13 +271,13 @@ impl RunFolder {
         Ok(owned)
     }
 
-    /// Says that rank `rank` of `ranks` has `written` its part of [`RunFolder::result`] in `output`, for the first rank
-    /// to seal.
+    /// Records that rank `rank` of `ranks` has `written` its part of [`RunFolder::result`] in
+    /// `output`, so that rank 0 can seal it.
     ///
     /// # Errors
     /// Storage: the disk is full or fails.
     pub fn part_written(output: &Path, (rank, ranks): (usize, usize), written: Vec<Written>) -> Result<()> {
-        // A rank of an adapter that wrote nothing may be on a host without the folder.
+        // On a host without the folder, a rank of an adapter run writes nothing.
         if written.is_empty() {
             return Ok(());
         }
@@ -278,8 +285,9 @@ impl RunFolder {
         manifest::write_part(&result, rank, ranks, manifest::part(&result, written))
     }
 
-    /// Seals what the `ranks` wrote to [`RunFolder::result`]: all of them have called [`RunFolder::part_written`], and what
-    /// stands beside the weights is there. From here on neither a kill nor a power cut loses the result.
+    /// Seals the files of the `ranks` in [`RunFolder::result`]. Before, all ranks have called
+    /// [`RunFolder::part_written`], and the files beside the weights exist. Afterwards neither a
+    /// kill nor a power cut loses the result.
     ///
     /// # Errors
     /// Storage: the disk is full or fails, or a file is not as a rank wrote it.
@@ -299,17 +307,19 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Commits the sealed [`RunFolder::result`], all of it or nothing, and moves it to its place in the folder. Where
-    /// something that is not the run's has one of these names, all of it goes to a new folder `result` beside it instead,
-    /// which is returned with the names in the way. Files that come `later` have their place there, too.
+    /// Commits the sealed [`RunFolder::result`] atomically and moves its files to their names in
+    /// the folder. If a file that is not the run's has one of these names, the whole result goes to
+    /// a new folder `result` beside it; the path and the conflicting names are then returned. Files
+    /// named in `later` are written there, too.
     ///
     /// # Errors
-    /// Storage: a file cannot be moved; the sealed result stays then, and the next run in the folder publishes it.
+    /// Storage: a file cannot be moved. The sealed result then stays, and the next run in the
+    /// folder publishes it.
     pub fn publish(&self, later: &[&str]) -> Result<Option<(PathBuf, Vec<String>)>> {
         self.commit(later).map_err(|error| {
             let result = Self::result(&self.output);
             error.hint(format!(
-                "the result is whole in {}: the same command with `--resume` publishes it when the cause is gone",
+                "the result is complete in {}; fix the cause, then run the same command with `--resume` to publish it",
                 result.display()
             ))
         })
@@ -327,7 +337,7 @@ impl RunFolder {
             self.note_elsewhere(&place)?;
             std::fs::rename(&result, &place).map_err(|e| Error::io("write to", &place, &e))?;
             sync_folder(&self.output)?;
-            // The seal has served; a reader of models does not mind it where it cannot be removed.
+            // The seal is no longer needed. Readers of models ignore it if it cannot be removed.
             drop(manifest::remove(&place));
             return Ok(Some((place, taken)));
         }
@@ -335,7 +345,7 @@ impl RunFolder {
         let own = self.output.join(OWN);
         let committed = own.join(COMMITTED);
         match std::fs::remove_dir_all(&committed) {
-            // One of which no record told: this result takes its place.
+            // Not in the record: this result replaces it.
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
                 return Err(Error::io("remove", &committed, &e));
             }
@@ -344,34 +354,34 @@ impl RunFolder {
         std::fs::rename(&result, &committed).map_err(|e| Error::io("write to", &own, &e))?;
         sync_folder(&own)?;
         KillPoint::Committed.reach();
-        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut record = locked(&self.record);
         let record = record.as_mut().ok_or_else(no_run)?;
         give_places(&self.output, record)?;
         record.write(&self.output)?;
         Ok(None)
     }
 
-    /// What stands in the way of the new files `names`: files of these names that are not the run's, and other weights,
-    /// which readers would take for part of them.
+    /// Returns the conflicts with the new files `names`: files of these names that are not the
+    /// run's, and other weights, which readers would take for part of them.
     fn taken(&self, names: &[String]) -> Result<Vec<String>> {
-        let guard = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard = locked(&self.record);
         let record = guard.as_ref().ok_or_else(no_run)?;
         let mut taken = self.foreign(record, names)?;
         taken.extend(self.foreign(record, &other_weights(&self.output, names)?)?);
         Ok(taken)
     }
 
-    /// Records that the result gets the folder `place` of its own.
+    /// Records that the result gets a separate folder, `place`.
     fn note_elsewhere(&self, place: &Path) -> Result<()> {
-        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut record = locked(&self.record);
         let record = record.as_mut().ok_or_else(no_run)?;
         record.elsewhere = place.file_name().map(|name| name.to_string_lossy().into_owned());
         record.write(&self.output)
     }
 
-    /// Records what files look like.
+    /// Records the appearance of files.
     fn note(&self, files: impl IntoIterator<Item = (String, Option<String>)>) -> Result<()> {
-        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut record = locked(&self.record);
         let record = record.as_mut().ok_or_else(no_run)?;
         record.files.extend(files);
         record.write(&self.output)
@@ -390,7 +400,7 @@ impl RunFolder {
 
 impl Drop for RunFolder {
     fn drop(&mut self) {
-        // What cannot be removed is cleared by the next run, and a sealed result is published by it.
+        // The next run clears what cannot be removed, and publishes a sealed result.
         if manifest::is_there(&Self::result(&self.output)).is_ok_and(|sealed| !sealed) {
             drop(self.clear_result());
         }
@@ -399,7 +409,7 @@ impl Drop for RunFolder {
         }
         self.lock.remove();
         for folder in self.made.iter().rev() {
-            // Only what is empty goes.
+            // Only empty folders are removed.
             if std::fs::remove_dir(folder).is_err() {
                 break;
             }
@@ -407,7 +417,7 @@ impl Drop for RunFolder {
     }
 }
 
-/// The first of `numbered` from 1 that names nothing.
+/// Returns the first path of `numbered`, from 1 on, that does not exist.
 fn free_name(numbered: impl Fn(u32) -> PathBuf) -> Result<PathBuf> {
     let mut number = 1;
     while is_there(&numbered(number))? {
@@ -420,30 +430,33 @@ fn no_run() -> Error {
     Error::internal("no run has begun in this folder")
 }
 
-/// Refuses a link in the place of a file or folder that the run in `output` adds to.
+/// Refuses a link in place of a file or folder that the run in `output` adds to.
 fn refuse_link(output: &Path, path: &Path) -> Result<()> {
     if !path.is_symlink() {
         return Ok(());
     }
     let shown = path.display();
     Err(Error::user(format!("cannot train in {}", output.display()))
-        .because(format!("{shown} is a link, and a run writes to files and folders of its own alone"))
-        .hint(format!("`rm {shown}`, which leaves what it leads to, or give another folder with `--output`")))
+        .because(format!("{shown} is a link; a run writes only to regular files and folders"))
+        .hint(format!(
+            "run `rm {shown}`, which keeps the target of the link, or give another folder with `--output`"
+        )))
 }
 
-/// Refuses a link that leads to nothing.
+/// Refuses a link without a target.
 fn refuse_loose_link(output: &Path) -> Result<()> {
     if !output.is_symlink() || output.exists() {
         return Ok(());
     }
     let target = std::fs::read_link(output).unwrap_or_default();
     Err(Error::user(format!("cannot write to {}", output.display()))
-        .because(format!("it is a link to {}, where nothing is", target.display()))
-        .hint("make that folder, or give another one with `--output`"))
+        .because(format!("it is a link to {}, which does not exist", target.display()))
+        .hint("create that folder, or give another one with `--output`"))
 }
 
-/// Moves what was committed in `output` to its place there, and notes in the `record` what it looks like. What makes a
-/// folder a finished adapter or model goes first and comes last. A call that was cut short is made good by the next.
+/// Moves the committed files in `output` to their names there, and records their appearance in
+/// `record`. The files that mark a finished adapter or model are removed first and moved last. If a
+/// call is interrupted, the next one finishes.
 fn give_places(output: &Path, record: &mut RunRecord) -> Result<()> {
     let committed = output.join(OWN).join(COMMITTED);
     let mut names: Vec<String> = files_below(&committed)?.into_iter().map(|(name, _)| name).collect();
@@ -452,7 +465,7 @@ fn give_places(output: &Path, record: &mut RunRecord) -> Result<()> {
     for name in names.iter().filter(|name| is_last(name)) {
         remove_if_there(&output.join(name))?;
     }
-    // Weights of an earlier result; those of this one are noted without what they look like.
+    // Weights of an earlier result; the record has no appearance yet for those of this one.
     for name in other_weights(output, &names)? {
         if matches!(record.files.get(&name), Some(Some(_))) && record.owns(output, &name)? {
             remove_if_there(&output.join(name))?;
@@ -486,7 +499,7 @@ fn remove_if_there(path: &Path) -> Result<()> {
     }
 }
 
-/// The files in `output` that readers would take for part of the weights among `names`, if there are any.
+/// Returns the files in `output` that readers would take for part of the weights among `names`.
 fn other_weights(output: &Path, names: &[String]) -> Result<Vec<String>> {
     let is_weights = |name: &str| {
         name.starts_with("model")

@@ -1,4 +1,4 @@
-//! run.json: which run's a folder is, and what the run wrote there.
+//! run.json: identifies the run of a folder and lists the files that it wrote there.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,17 +12,18 @@ use crate::error::{Error, Result, input_file};
 use crate::recipe::Recipe;
 use crate::weights::write_text;
 
-/// The folder of what belongs to the program in a run's folder.
+/// The folder of this program's own files in an output folder.
 pub(super) const OWN: &str = ".finetune";
 pub(super) const RECORD: &str = "run.json";
-/// The form of [`RunRecord`] that this program writes and reads.
+/// The schema version of [`RunRecord`] that this program writes and reads.
 const SCHEMA: u32 = 1;
-/// Files up to this many bytes are told apart by their digest, larger ones, which nobody edits, by their size.
+/// Files up to this many bytes are compared by digest, larger ones, which users do not edit, by
+/// size.
 const DIGESTED: u64 = 64 << 20;
-/// Files that make a folder a finished adapter or model: they get their names last.
+/// Files that mark a folder as a finished adapter or model: they get their names last.
 pub(super) const LAST: [&str; 2] = ["config.json", "adapter_config.json"];
 
-/// The contents of run.json: which run's the folder is.
+/// The contents of run.json.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunRecord {
     schema: u32,
@@ -30,31 +31,33 @@ pub struct RunRecord {
     pub run: String,
     /// The program and its version.
     pub program: String,
-    /// When the run was started: RFC 3339.
+    /// The time at which the run started, RFC 3339.
     pub started: String,
-    /// The digest of what decides the numbers of the run.
+    /// The digest of the settings that determine the numbers of the run.
     pub plan: String,
-    /// The moment that `strftime_now` tells in the chat template, where the template asks for it: RFC 3339.
+    /// The time that `strftime_now` returns in the chat template, RFC 3339, if the template calls
+    /// it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template_date: Option<String>,
-    /// The digest of the manifest of the checkpoint in another folder that the run began with.
+    /// The digest of the manifest of the checkpoint in another folder from which the run began.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resumed_from: Option<String>,
-    /// The commits of what came from the hub, by what was asked for there: model, data sets, adapter.
+    /// The commits of downloads from the hub, by request: model, data sets, adapter.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sources: BTreeMap<String, String>,
-    /// The folder below the output folder that got the result, where files of others were in its way.
+    /// The folder below the output folder that got the result because foreign files had its names.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) elsewhere: Option<String>,
-    /// The run has done all its steps, and card and report have the figures of its end.
+    /// True if the run has done all its steps, and card and report have its final metrics.
     #[serde(default)]
     pub completed: bool,
-    /// Files that the run wrote, by name below the folder, with their appearance; without one while they change.
+    /// Files that the run wrote, by name below the folder, with their appearance, or without one
+    /// while they change.
     pub(super) files: BTreeMap<String, Option<String>>,
 }
 
 impl RunRecord {
-    /// The record of a new run.
+    /// Creates the record of a new run.
     ///
     /// # Errors
     /// An internal error: the system gives no random numbers.
@@ -77,11 +80,12 @@ impl RunRecord {
         })
     }
 
-    /// The digest of what decides the numbers of a run, whatever micro-batches its steps are split into. A key at its
-    /// default counts like one that is absent, so that versions of the program that know other keys agree.
+    /// Returns the digest of the settings that determine the numbers of a run, independent of the
+    /// split of its steps into micro-batches. A key at its default counts as absent, so that
+    /// program versions with other keys agree.
     pub fn digest(plan: &BTreeMap<String, String>) -> String {
         let mut counted = plan.clone();
-        // However the rows of a step are split into micro-batches.
+        // The split of a step into micro-batches does not count.
         if let Some(rows) = run_changes::rows(plan) {
             counted.retain(|key, _| ![MICRO_BATCH, ACCUMULATION].contains(&key.as_str()));
             counted.insert("rows of a step".into(), rows.to_string());
@@ -91,7 +95,7 @@ impl RunRecord {
         blake3::hash(lines.concat().as_bytes()).to_hex().to_string()
     }
 
-    /// Reads the record of the run in `output`; none where no run has begun.
+    /// Reads the record of the run in `output`. Returns `None` if no run has begun there.
     ///
     /// # Errors
     /// Storage; the record is damaged or of another version of the program.
@@ -107,7 +111,7 @@ impl RunRecord {
             Error::user(format!("cannot read {}", path.display()))
                 .because(why)
                 .hint(format!(
-                    "`rm {}` and start again with `--resume`: a folder without it is known by its sound checkpoints; or start anew in another folder, with `--output`",
+                    "run `rm {}` and start again with `--resume`, which then uses the sound checkpoints of the folder; or start anew in another folder, with `--output`",
                     path.display()
                 ))
         };
@@ -118,7 +122,8 @@ impl RunRecord {
         Ok(Some(record))
     }
 
-    /// Leaves in `output` the record of a run that begins as this one did, at its moment, and has written nothing yet.
+    /// Writes to `output` the record of a run that begins like this one, at the same time, and has
+    /// written nothing yet.
     ///
     /// # Errors
     /// Storage: it cannot be written.
@@ -128,7 +133,8 @@ impl RunRecord {
         RunRecord { files: BTreeMap::new(), ..self.clone() }.write(output)
     }
 
-    /// Returns whether the run has left its result in `output`, or in a folder of its own there, whole or not any more.
+    /// Returns whether the run has written its result to `output` or to a separate folder there,
+    /// complete or not.
     pub fn is_finished(&self, output: &Path) -> bool {
         let elsewhere = self.elsewhere.as_ref().map(|name| output.join(name));
         if elsewhere.is_some_and(|folder| LAST.iter().any(|name| folder.join(name).exists())) {
@@ -137,13 +143,13 @@ impl RunRecord {
         LAST.iter().any(|name| matches!(self.files.get(*name), Some(Some(_))) || output.join(name).exists())
     }
 
-    /// The files that the run wrote and that are not in `output` any more.
+    /// Returns the files that the run wrote and that no longer exist in `output`.
     pub fn missing(&self, output: &Path) -> Vec<String> {
         let wrote = self.files.iter().filter(|(_, wrote)| wrote.is_some()).map(|(name, _)| name);
         wrote.filter(|name| output.join(name).symlink_metadata().is_err()).cloned().collect()
     }
 
-    /// Returns whether every file that the run wrote to `output` is there as the run wrote it.
+    /// Returns whether every file that the run wrote to `output` exists unchanged.
     ///
     /// # Errors
     /// Storage: a file cannot be read.
@@ -152,13 +158,14 @@ impl RunRecord {
         wrote.map(|(name, _)| self.owns(output, name)).try_fold(true, |all, owns| Ok(all && owns?))
     }
 
-    /// Writes it into `output`.
+    /// Writes the record into `output`.
     pub(super) fn write(&self, output: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(e.to_string()))?;
         write_text(&output.join(OWN).join(RECORD), &text).map(drop)
     }
 
-    /// Takes the file `name` of `output` for the run's as it is, for folders of runs that kept no record.
+    /// Records the file `name` of `output`, as it is, as the run's; for folders of runs that kept
+    /// no record.
     ///
     /// # Errors
     /// Storage: the file cannot be read.
@@ -167,13 +174,13 @@ impl RunRecord {
         Ok(())
     }
 
-    /// Returns whether the file `name` of `output`, which exists, is as the run wrote it.
+    /// Returns whether the existing file `name` of `output` is unchanged since the run wrote it.
     ///
     /// # Errors
     /// Storage: the file cannot be read.
     pub(super) fn owns(&self, output: &Path, name: &str) -> Result<bool> {
         match self.files.get(name) {
-            // A link that leads nowhere is none of the run's.
+            // A link without a target is not the run's.
             Some(Some(_)) if !exists(&output.join(name))? => Ok(false),
             Some(Some(wrote)) => Ok(appearance(&output.join(name))? == *wrote),
             Some(None) => Ok(true),
@@ -182,18 +189,19 @@ impl RunRecord {
     }
 }
 
-/// Returns whether a path leads to something.
+/// Returns whether a path exists, after following links.
 fn exists(path: &Path) -> Result<bool> {
     path.try_exists().map_err(|error| Error::io("look at", path, &error))
 }
 
-/// The appearance of a file, by which a changed file is told from it: its digest, or the size of one too large for that.
+/// Returns the appearance of a file, which detects changes: its digest, or its size if it is too
+/// large.
 pub(super) fn appearance(path: &Path) -> Result<String> {
     let cannot = |e: std::io::Error| Error::io("read", path, &e);
     let found = path.metadata().map_err(cannot)?;
     let bytes = found.len();
     if !found.is_file() {
-        // Whoever opens a pipe waits.
+        // Opening a pipe blocks.
         return Ok("no file".to_owned());
     }
     if bytes > DIGESTED {

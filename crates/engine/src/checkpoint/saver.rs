@@ -1,12 +1,14 @@
-//! Saves checkpoints of all ranks together, beside the training when asked to.
+//! Saves checkpoints of all ranks together, on request in the background.
 //!
-//! A save is one thread on each rank. It writes the rank's share of the tensors into the folder they all fill, then a
-//! list of these files with their digests. The first rank's thread waits for the lists of all, completes the folder and
-//! renames it: the commit. No thread calls a collective, whose order is the ranks' own: ranks meet only when a save
-//! begins and in [`Saver::finish`], before the next one and at the end.
+//! A save runs on one thread per rank. The thread writes the rank's share of the tensors into a
+//! common folder, then a list of these files with their digests. The thread of rank 0 waits for all
+//! lists, completes the folder and renames it: the commit. No thread calls a collective, because
+//! the ranks own their order. Ranks synchronize only when a save begins and in [`Saver::finish`],
+//! before the next save and at the end.
 //!
-//! A rank that fails tells its peers as in any phase. What was being saved is then committed all the same if every
-//! rank's files turn out whole, else removed. The threads outlive the ranks for that: [`SaveThreads`] waits for them.
+//! A rank that fails notifies its peers as in any phase. The save in progress is still committed if
+//! the files of all ranks turn out complete, and removed otherwise. For that, the threads outlive
+//! the ranks: [`SaveThreads`] waits for them.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,27 +27,28 @@ use super::space::require_room;
 use super::{TrainingState, folder};
 use crate::collective::{Call, Collective};
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
+use crate::locks::locked;
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::trace::{self, SpanInfo, SpanKind};
 use crate::threads;
 use crate::weights::AtomicDir;
 
-/// How often the first rank looks for the files of the others, at first and later.
+/// Intervals at which rank 0 polls for the files of the others, at first and later.
 const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(200)];
 
-/// How long it goes on looking after a run has failed.
+/// The time for which rank 0 continues to poll after a run has failed.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// The work of a thread for one save.
 type SaveWork = Box<dyn FnOnce() + Send>;
 
-/// The threads that save for the ranks of this process. Dropped after the ranks have ended, it waits for those that
-/// are still at work.
+/// The threads that save for the ranks of this process. Dropping it, after the ranks have ended,
+/// waits for active threads.
 #[derive(Debug, Default)]
 pub struct SaveThreads(Mutex<Vec<JoinHandle<()>>>);
 
 impl SaveThreads {
-    /// Starts a thread that does the work it is sent; it ends where none comes.
+    /// Starts a thread that does the work it is sent. It ends if no work comes.
     fn start(&self) -> Result<Sender<SaveWork>> {
         let (give, work) = channel::<SaveWork>();
         let thread = threads::start("checkpoint", move || {
@@ -53,7 +56,7 @@ impl SaveThreads {
                 work();
             }
         })?;
-        let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = locked(&self.0);
         threads.retain(|thread| !thread.is_finished());
         threads.push(thread);
         Ok(give)
@@ -63,21 +66,21 @@ impl SaveThreads {
 impl Drop for SaveThreads {
     fn drop(&mut self) {
         let threads = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // A panic has been told by the sender it dropped.
+        // The dropped sender has reported a panic.
         threads.drain(..).for_each(|thread| drop(thread.join()));
     }
 }
 
-/// How a rank's saver works.
+/// Options of a rank's saver.
 #[derive(Clone)]
 pub struct SaverOptions {
-    /// Where checkpoints lie.
+    /// The folder of the checkpoints.
     pub output: PathBuf,
-    /// How many sound ones are kept.
+    /// The number of sound checkpoints to keep.
     pub keep_last: usize,
-    /// Whether training goes on while they are written.
+    /// True if training continues while checkpoints are written.
     pub in_background: bool,
-    /// Bytes of a checkpoint, at least: a save begins only where there is room for them.
+    /// Minimum size of a checkpoint in bytes: a save begins only if this much space is free.
     pub bytes: u64,
     /// Writes the weights.
     pub write_weights: WriteWeights,
@@ -88,27 +91,27 @@ pub struct Saver<'a> {
     options: SaverOptions,
     writers: &'a SaveThreads,
     writing: Option<PendingSave>,
-    /// What went wrong beside saving, until somebody asks.
+    /// Problems beside saving, until the caller takes them.
     notes: Vec<String>,
-    /// All of it so far: what fails after each save is said once.
+    /// All problems so far, so that each is reported once.
     noted: BTreeSet<String>,
 }
 
-/// A save that a thread is at.
+/// A save in progress on a thread.
 struct PendingSave {
     step: usize,
-    /// A word when this rank's files are whole.
+    /// Receives a message when this rank's files are complete.
     share: Receiver<()>,
-    /// The end of the thread.
+    /// Receives the result of the thread.
     end: Receiver<Result<Vec<String>>>,
-    /// It ended well.
+    /// True if it ended without an error.
     ended: bool,
-    /// A word when all ranks' files are whole; dropped when they may never be.
+    /// Sends a message when the files of all ranks are complete; dropped if they may never be.
     parts: Sender<()>,
 }
 
 impl<'a> Saver<'a> {
-    /// A rank's saver; the first rank removes unfinished folders of earlier, killed runs.
+    /// Creates a rank's saver. On the first rank it removes unfinished folders of killed runs.
     pub fn new(options: SaverOptions, first: bool, writers: &'a SaveThreads) -> Self {
         let left = if first { folder::remove_unfinished(&options.output) } else { Vec::new() };
         let mut saver = Saver { options, writers, writing: None, notes: Vec::new(), noted: BTreeSet::new() };
@@ -116,8 +119,8 @@ impl<'a> Saver<'a> {
         saver
     }
 
-    /// Removes the checkpoints that were to go after that of `state` was saved, where it is the newest: its run may have been
-    /// killed in between, and save no more.
+    /// Removes old checkpoints that the save of `state` left behind, if `state` is the newest
+    /// checkpoint: its run may have been killed before it removed them.
     pub fn catch_up(&mut self, state: &TrainingState) {
         let newest = super::list(&self.options.output).ok().and_then(|found| Some(found.last()?.0));
         if newest != Some(state.step) {
@@ -127,7 +130,8 @@ impl<'a> Saver<'a> {
         self.note(notes);
     }
 
-    /// What has gone wrong since the last call and is no reason to end a run: an old checkpoint that cannot be removed.
+    /// Returns the problems since the last call that do not end a run, such as an old checkpoint
+    /// that cannot be removed.
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
     }
@@ -137,8 +141,8 @@ impl<'a> Saver<'a> {
         self.notes.extend(new);
     }
 
-    /// Saves `tensors`, this rank's share of all, as `checkpoint-<step>`, after the save before has ended. All ranks
-    /// call it. In the background, later calls return the error of this save.
+    /// Saves `tensors`, this rank's share, as `checkpoint-<step>`, after the previous save has
+    /// ended. All ranks call it. In the background, later calls return the error of this save.
     ///
     /// # Errors
     /// Storage: the disk is full or fails. A peer failed. Earlier checkpoints stay as they are.
@@ -161,19 +165,19 @@ impl<'a> Saver<'a> {
         world: &dyn Collective,
     ) -> Result<()> {
         let (rank, size, step) = (world.rank(), world.size(), state.step);
-        // Before the folder: where the system refuses a thread, no rank has begun to write.
+        // Before the folder: if the system refuses a thread, no rank has begun to write.
         let thread = self.writers.start()?;
         let options = self.options.clone();
         let place = super::place(&options.output, step);
         let begin = || {
-            // The folder of the run's own, if it has one: asking for room takes a file for a moment.
+            // The run's own folder, if any: the space check creates a file for a moment.
             let own = Some(options.output.join(OWN)).filter(|own| own.is_dir());
             let asked = own.as_ref().unwrap_or(&options.output);
             require_room(asked, options.bytes, &format!("cannot write {}", place.display()))?;
             folder::fresh(&place)
         };
         let folder = (rank == 0).then(begin).transpose()?;
-        // All ranks write where the first one says.
+        // All ranks write to the folder that rank 0 names.
         let tag =
             Tensor::new(&[folder.as_ref().map_or(0.0, |folder| f64::from(folder.tag()))], &Device::Cpu)?;
         let call = Call { what: "the folder of step", index: step as usize };
@@ -197,15 +201,15 @@ impl<'a> Saver<'a> {
         Ok(())
     }
 
-    /// Whether a save in the background has not been waited for.
+    /// Returns whether a save in the background is not yet finished by [`Saver::finish`].
     pub fn is_saving(&self) -> bool {
         self.writing.is_some()
     }
 
-    /// Looks whether a save in the background has failed on this rank.
+    /// Checks whether a save in the background has failed on this rank.
     ///
     /// # Errors
-    /// That of the save.
+    /// The error of the save.
     pub fn check(&mut self, world: &dyn Collective) -> Result<()> {
         let Some(writing) = &mut self.writing else { return Ok(()) };
         match writing.end.try_recv() {
@@ -220,14 +224,14 @@ impl<'a> Saver<'a> {
         }
     }
 
-    /// Waits until the save in the background, if there is one, is committed. All ranks call it.
+    /// Waits until the save in the background, if any, is committed. All ranks call it.
     ///
     /// # Errors
-    /// That of the save; a peer failed.
+    /// The error of the save; a peer failed.
     pub fn finish(&mut self, world: &dyn Collective) -> Result<()> {
         let Some(writing) = self.writing.take() else { return Ok(()) };
         let call = |what| Call { what, index: writing.step };
-        // Without a word the thread has failed, which its end tells.
+        // Without a message the thread has failed, and its result has the error.
         if writing.share.recv().is_ok() {
             world.barrier(call("the parts of step"))?;
             let _ = writing.parts.send(());
@@ -245,7 +249,8 @@ fn panicked() -> Error {
     Error::internal("the thread that saves checkpoints panicked")
 }
 
-/// The `end` of a save. Peers are told of a failure before the folder goes, so that none takes that for the cause.
+/// Returns the `end` of a save. Peers learn of a failure before the folder is removed, so that none
+/// takes the removal for the cause.
 fn report_end<T>(end: Result<T>, world: &dyn Collective) -> Result<T> {
     if let Err(error) = &end {
         let causes = error.causes().iter().map(String::as_str);
@@ -254,7 +259,7 @@ fn report_end<T>(end: Result<T>, world: &dyn Collective) -> Result<T> {
     end
 }
 
-/// What a rank's thread works on.
+/// The work of a rank's thread.
 struct SaveTask {
     state: TrainingState,
     tensors: Vec<SnapshotTensor>,
@@ -277,21 +282,21 @@ impl SaveTask {
         result.during(|| format!("cannot save step {}", self.state.step))
     }
 
-    /// What a rank other than the first does.
+    /// Runs the save of a rank other than the first.
     fn other(mut self, end: &Sender<Result<Vec<String>>>) {
         let written = self
             .write_share()
             .and_then(|files| manifest::write_part(&self.shared, self.rank, self.size, files));
-        // Nobody listens any more when the run has failed.
+        // After a failed run nobody receives this.
         if written.is_ok() {
             let _ = self.share.send(());
         }
         let _ = end.send(self.context(written).map(|()| Vec::new()));
     }
 
-    /// What the first rank does, which made `folder`.
+    /// Runs the save of the first rank, which created `folder`.
     fn first(mut self, folder: AtomicDir, end: &Sender<Result<Vec<String>>>) {
-        // A panic must not take the folder away either.
+        // A panic must not remove the folder either.
         let written = catch_unwind(AssertUnwindSafe(|| self.write_share()));
         let written = written.unwrap_or_else(|_| Err(panicked()));
         let share = std::mem::replace(&mut self.share, channel().0);
@@ -304,7 +309,7 @@ impl SaveTask {
             Err(error) => {
                 let _ = end.send(self.context(Err(error)));
                 drop(share);
-                // The folder goes when nobody writes into it any more.
+                // The folder is removed after the last rank has stopped writing.
                 drop(self.gather_parts(Files::new()));
                 drop(folder);
             }
@@ -319,10 +324,10 @@ impl SaveTask {
         Ok(notes)
     }
 
-    /// Waits for what the other ranks wrote and adds it to the `files` of the first.
+    /// Waits for the lists of the other ranks and adds them to the `files` of the first.
     ///
     /// # Errors
-    /// The run has failed, and not all files are there.
+    /// The run has failed, and files are missing.
     fn gather_parts(&self, mut files: Files) -> Result<Files> {
         let [mut pause, longest] = LOOKS;
         let mut failed: Option<Instant> = None;
@@ -339,9 +344,9 @@ impl SaveTask {
                         if failed.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
                             return Err(Error::new(
                                 ErrorCategory::Transient,
-                                "not all ranks have written their part",
+                                "some ranks have not written their part",
                             )
-                            .because(format!("that of rank {rank} is missing, and the run has failed")));
+                            .because(format!("the part of rank {rank} is missing, and the run has failed")));
                         }
                         std::thread::sleep(LOOKS[0]);
                     }

@@ -1,4 +1,4 @@
-//! What is saved of a run at a step: a rank's share of the trained tensors, and how they become files.
+//! The snapshot of a run at a step: a rank's share of the trained tensors, to be written to files.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -9,7 +9,7 @@ use half::bf16;
 use crate::error::Result;
 use crate::weights::{TensorSink, Written};
 
-/// One trainable tensor as it was at a step.
+/// One trainable tensor at a step.
 #[derive(Debug, Clone)]
 pub struct SnapshotTensor {
     /// Name of the parameter.
@@ -18,7 +18,7 @@ pub struct SnapshotTensor {
     pub shape: Vec<usize>,
     /// The values in row-major order.
     pub values: WeightValues,
-    /// What the optimizer keeps beside it; nothing where only the weights are wanted.
+    /// The optimizer state of the tensor; empty if only the weights are needed.
     pub state: Vec<SavedState>,
 }
 
@@ -32,7 +32,7 @@ pub enum WeightValues {
 }
 
 impl WeightValues {
-    /// The values in f32.
+    /// Returns the values in f32.
     pub fn to_f32(&self) -> Cow<'_, [f32]> {
         match self {
             WeightValues::F32(values) => Cow::Borrowed(values),
@@ -40,10 +40,10 @@ impl WeightValues {
         }
     }
 
-    /// Gives them to a tensor of a file, rounded to its type.
+    /// Writes the values to a tensor of a file, rounded to its type.
     ///
     /// # Errors
-    /// As [`TensorSink::write_values`].
+    /// The same as for [`TensorSink::write_values`].
     pub fn write(&self, sink: &mut TensorSink<'_>) -> Result<()> {
         match self {
             WeightValues::F32(values) => sink.write_values(values),
@@ -57,16 +57,16 @@ impl WeightValues {
 pub struct SavedState {
     /// Its name, such as `exp_avg`.
     pub name: &'static str,
-    /// Its values as they were at the step.
+    /// Its values at the step.
     pub values: SavedValues,
 }
 
-/// Values of a state as the optimizer keeps them.
+/// Values of a state, in the form in which the optimizer keeps them.
 #[derive(Debug, Clone)]
 pub enum SavedValues {
     /// One f32 for each value.
     F32(Vec<f32>),
-    /// As codes with one scale per block.
+    /// Codes with one scale per block.
     Int8 {
         /// One per value.
         codes: Vec<u8>,
@@ -75,16 +75,17 @@ pub enum SavedValues {
     },
 }
 
-/// Who writes what of a folder that ranks fill together.
+/// The part of a folder that a rank writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotPart {
     /// The tensors of this rank.
     Tensors(usize),
-    /// What stands beside the tensors, when all of them are there: an index, a configuration, a tokenizer.
+    /// The files beside the tensors, after all tensors are written: an index, a configuration, a
+    /// tokenizer.
     Rest,
 }
 
-/// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model). Returns what
-/// it wrote; of [`SnapshotPart::Rest`] that may be a part.
+/// Writes the weights of a snapshot into a folder, in the form of the run's result (an adapter, a
+/// model). Returns the files written; for [`SnapshotPart::Rest`] it may omit some.
 pub type WriteWeights =
     Arc<dyn Fn(&Path, &[SnapshotTensor], SnapshotPart) -> Result<Vec<Written>> + Send + Sync>;

@@ -1,4 +1,4 @@
-//! Whether a disk has room for what is to be written, asked before anything is.
+//! Checks the free space of a disk before anything is written to it.
 
 use std::path::Path;
 
@@ -6,11 +6,12 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::mmap::MappedFile;
 use crate::units;
 
-/// Refuses to write `bytes` bytes into the existing `folder` where fewer are free; `what` cannot be done then. A system
-/// that does not tell, and a folder that cannot be written to at all, are left to the write itself.
+/// Refuses to write `bytes` bytes into the existing `folder` if fewer are free; `what` is the title
+/// of the error. If the system does not report free space, or the folder is not writable, the write
+/// itself fails later.
 ///
 /// # Errors
-/// Storage: there is no room.
+/// Storage: not enough free space.
 pub(super) fn require_room(folder: &Path, bytes: u64, what: &str) -> Result<()> {
     let wanted = usize::try_from(bytes).unwrap_or(usize::MAX);
     let found = if bytes == 0 { Ok(()) } else { MappedFile::check(folder, wanted) };
@@ -19,7 +20,7 @@ pub(super) fn require_room(folder: &Path, bytes: u64, what: &str) -> Result<()> 
             let needed = format!("{} are needed on the disk of {}", units::bytes(bytes), folder.display());
             Err(Error::new(ErrorCategory::Storage, what)
                 .because(format!("{needed}: {}", error.causes().join(": ")))
-                .hint("make room on that disk, and go on with `--resume` or start again; or lower `checkpoint.keep_last`; or give an `--output` on another disk"))
+                .hint("free space on that disk, and continue with `--resume` or start again; or lower `checkpoint.keep_last`; or give an `--output` on another disk"))
         }
         _ => Ok(()),
     }

@@ -1,9 +1,9 @@
-//! A flat buffer of parameters: tensors are aligned views into it, so that a gather, a load or an update handles one
-//! contiguous piece of memory.
+//! A flat buffer of parameters: tensors are aligned views into it, so that a gather, a load or an
+//! update handles one contiguous piece of memory.
 //!
-//! A rank keeps all of a bucket or its shard, one of N equal runs: for the values that are computed with, for the
-//! gradients, for what the optimizer updates ([`super::placement`]). What it keeps may be away from the device
-//! ([`super::offload`]).
+//! A rank keeps a whole bucket or its shard, one of N equal runs. This holds separately for the
+//! compute values, the gradients and the updated values ([`super::placement`]). They may be
+//! offloaded from the device ([`super::offload`]).
 
 use std::ops::Range;
 
@@ -36,79 +36,80 @@ pub enum LoadTarget<'a> {
     Blocks(BlocksMut<'a>),
 }
 
-/// A parameter of a bucket, and where it lies there.
+/// A parameter of a bucket and its position there.
 #[derive(Debug, Clone)]
 pub struct BucketEntry {
-    /// The parameter that lies there.
+    /// The parameter at this position.
     pub desc: ParamDesc,
     /// Its first element, a multiple of 256 from the start of the bucket.
     pub start: usize,
 }
 
 impl BucketEntry {
-    /// The elements of the bucket that are the parameter's, without the padding after it.
+    /// Returns the elements of the parameter in the bucket, without the padding after it.
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.desc.elements()
     }
 }
 
-/// Starts of entries and shards are multiples of this many elements: the blocks of 8-bit moments, counted within a
+/// Alignment of entries and shards in elements: the blocks of 8-bit moments, counted within a
 /// tensor, never straddle two ranks.
 pub(super) const ALIGN: usize = 256;
 
-/// The dense parameters of one segment and kind, in one flat buffer: what FSDP calls a flat parameter.
+/// The dense parameters of one segment and kind, in one flat buffer: what FSDP calls a flat
+/// parameter.
 #[derive(Debug)]
 pub struct Bucket {
     /// The segment that uses it.
     pub segment: Segment,
     pub(super) kind: BucketKind,
-    /// The parameters, in the order in which they lie.
+    /// The parameters, in order of position.
     pub entries: Vec<BucketEntry>,
-    /// Elements of the whole, padding included.
+    /// Number of elements of the whole bucket, padding included.
     pub(super) len: usize,
     pub(super) spec: ShardingSpec,
-    /// What is computed with: all of it or this rank's shard.
+    /// The compute values: all of them or this rank's shard.
     pub(super) value: ParamStorage,
-    /// Values and gradients are not on the device.
+    /// True if values and gradients are offloaded from the device.
     pub(super) away: bool,
-    /// The f32 values that the optimizer updates, when it does not update `value`; of `own`.
+    /// The f32 values of `own` that the optimizer updates, if it does not update `value`.
     master: Option<Tensor>,
-    /// Gradients, f32 or bf16; none for frozen buckets. All of them or the shard's.
+    /// Gradients, f32 or bf16, whole or this rank's shard; `None` for frozen buckets.
     pub(super) grad: Option<TensorMut>,
-    /// What the update sees of them are numbers of bf16.
+    /// True if gradients are rounded to bf16 before the update.
     rounds_gradients: bool,
-    /// Backward writes them in their place, kept in bf16 as they are: those of matrices are overwritten.
+    /// True if backward writes them in place in bf16, overwriting those of matrices.
     written_in_place: bool,
-    /// The run that this rank updates: all, or its shard.
+    /// The run that this rank updates: the whole bucket or its shard.
     pub(super) own: Range<usize>,
 }
 
-/// How buckets are made.
+/// Options for the construction of buckets.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BucketOptions<'a> {
     pub(super) spec: ShardingSpec,
     pub(super) mesh: &'a DeviceMesh,
     pub(super) dtype: DType,
     pub(super) device: &'a Device,
-    /// Where values are kept.
+    /// The memory that keeps the values.
     pub(super) values: StorageTarget<'a>,
     pub(super) offload: &'a OffloadTarget,
-    /// Fill every entry, although the rank keeps only a part.
+    /// True if every entry is filled, although the rank keeps only a part.
     pub(super) fill_all: bool,
-    /// What is updated of weights that train in bf16.
+    /// Selects f32 masters or the bf16 weights themselves as the values that the optimizer updates.
     pub(super) master: MasterWeights,
     /// The dtype in which gradients of blocks without masters are kept.
     pub(super) kept_gradients: DType,
 }
 
 impl BucketOptions<'_> {
-    /// Whether values of this kind are updated themselves, and not an f32 copy of them.
+    /// Returns whether the optimizer updates values of this kind themselves and not an f32 copy.
     fn is_updated_itself(&self, kind: ParamKind) -> bool {
         let weight = matches!(kind, ParamKind::Trainable(_));
         self.dtype == DType::F32 || (weight && self.master == MasterWeights::None)
     }
 
-    /// The run of `len` elements that this rank keeps.
+    /// Returns the run of `len` elements that this rank keeps.
     pub(super) fn part(&self, placement: Placement, len: usize) -> Range<usize> {
         match placement.axis() {
             None => 0..len,
@@ -119,20 +120,20 @@ impl BucketOptions<'_> {
         }
     }
 
-    /// What the length of a bucket is a multiple of, whose entries are aligned to `align` elements: equal shards, and
-    /// equal runs for each rank of a sum.
+    /// Returns the factor of the length of a bucket with entries aligned to `align` elements: it
+    /// makes shards, and the runs of each rank of a sum, equal.
     pub(super) fn unit(&self, align: usize) -> usize {
         align * self.mesh.size(self.mesh.strategy().sum_axis())
     }
 
-    /// Whether an entry has to be filled by this rank, which keeps `part`.
+    /// Returns whether this rank, which keeps `part`, has to fill an entry.
     pub(super) fn wants(&self, entry: &Range<usize>, part: &Range<usize>) -> bool {
         self.fill_all || (entry.start < part.end && part.start < entry.end)
     }
 }
 
 impl Bucket {
-    /// Lays out `descs` and fills, one at a time, those of which this rank keeps something.
+    /// Lays out `descs` and fills, one at a time, those of which this rank keeps a part.
     pub(super) fn new(
         descs: Vec<ParamDesc>,
         bucket_options: BucketOptions<'_>,
@@ -144,7 +145,7 @@ impl Bucket {
         let (entries, len) = layout(descs, bucket_options.unit(ALIGN));
         let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
         let itself = bucket_options.is_updated_itself(descs_kind);
-        // Trainable values are read in f32 whatever they are computed in: that is the master.
+        // Trainable values are read in f32 for any compute dtype: they are the master.
         let loaded = if trainable && !itself { DType::F32 } else { dtype };
         let (value, master) = if loaded == dtype {
             let load = BucketLoader { entries: &entries, kept: &kept, bucket_options };
@@ -154,7 +155,7 @@ impl Bucket {
             };
             (values.settle(filled)?, None)
         } else {
-            // Where it was filled it need not stay.
+            // The final storage may differ from the memory that is filled.
             let load = BucketLoader {
                 entries: &entries,
                 kept: &kept,
@@ -173,7 +174,7 @@ impl Bucket {
             itself && trainable && dtype != DType::F32 && matches!(segment, Segment::Block(_));
         let grad_dtype = if rounds_gradients { bucket_options.kept_gradients } else { DType::F32 };
         let grad = trainable.then(|| TensorMut::zeros(part, grad_dtype, grads_on)).transpose()?;
-        // Kernels of GPUs add to f32.
+        // GPU kernels accumulate in f32.
         let written_in_place =
             bucket_options.mesh.data_size() == 1 && device.is_cpu() && !has_kernels(device) && !away;
         Ok(Bucket {
@@ -192,13 +193,14 @@ impl Bucket {
         })
     }
 
-    /// Bytes that the values of a bucket of `descs` take up in a file.
+    /// Returns the bytes that the values of a bucket of `descs` occupy in a file.
     pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> usize {
         let (_, len) = layout(descs.to_vec(), bucket_options.unit(ALIGN));
         MappedFile::room(bucket_options.part(bucket_options.spec.values, len).len(), bucket_options.dtype)
     }
 
-    /// All values where they can be computed with; none when they are sharded or away.
+    /// Returns all values if they are ready for compute, or `None` if they are sharded or
+    /// offloaded.
     pub(super) fn resident(&self) -> Option<&TensorMut> {
         match &self.value {
             ParamStorage::Memory(value) if !self.away && self.spec.values == Placement::Replicated => {
@@ -208,10 +210,11 @@ impl Bucket {
         }
     }
 
-    /// What the optimizer updates, flat: [`Bucket::own`]'s part of the f32 master, or of the value where there is none.
+    /// Returns the values that the optimizer updates, flat: [`Bucket::own`]'s part of the f32
+    /// master, or of the value if it has no master.
     ///
     /// # Errors
-    /// The part does not lie within the kept values, a fault of ours.
+    /// The part is not within the kept values, an internal error.
     pub fn updated(&self) -> Result<ParamStorage> {
         match &self.master {
             Some(master) => Ok(master.clone().into()),
@@ -219,10 +222,11 @@ impl Bucket {
         }
     }
 
-    /// The gradient of what the optimizer updates, flat and as long as [`Bucket::own`]; none in a frozen bucket.
+    /// Returns the gradient of the updated values, flat and as long as [`Bucket::own`], or `None`
+    /// for a frozen bucket.
     ///
     /// # Errors
-    /// The part does not lie within the kept gradients, a fault of ours.
+    /// The part is not within the kept gradients, an internal error.
     pub fn gradient(&self) -> Result<Option<Tensor>> {
         let own = |grad: &TensorMut| match self.spec.gradients {
             Placement::Replicated => grad.narrow(0, self.own.start, self.own.len()),
@@ -231,7 +235,7 @@ impl Bucket {
         Ok(self.grad.as_ref().map(own).transpose()?.map(TensorMut::into_tensor))
     }
 
-    /// Makes the kept gradients zeros, but for matrices that backward writes and does not add to.
+    /// Sets the kept gradients to zero, except for matrices whose gradients backward overwrites.
     pub(super) fn zero_gradients(&self) -> Result<()> {
         let Some(grad) = &self.grad else { return Ok(()) };
         if !self.keeps_bf16_gradients() || self.rounds_from_f32() {
@@ -242,18 +246,20 @@ impl Bucket {
         runs.try_for_each(|run| zero(&run?))
     }
 
-    /// Whether gradients are kept in bf16, and backward adds up in f32 memory of its own before.
+    /// Returns whether gradients are kept in bf16 while backward accumulates in separate f32
+    /// memory.
     pub(super) fn rounds_from_f32(&self) -> bool {
         self.keeps_bf16_gradients() && !self.written_in_place
     }
 
-    /// Whether gradients are kept in bf16.
+    /// Returns whether gradients are kept in bf16.
     pub(super) fn keeps_bf16_gradients(&self) -> bool {
         self.grad.as_ref().is_some_and(|grad| grad.dtype() == DType::BF16)
     }
 
-    /// Rounds the gradients of [`Bucket::own`] to bf16, where the update works on such: so it sees the same numbers
-    /// however many micro-batches were added up in f32 on this rank.
+    /// Rounds the gradients of [`Bucket::own`] to bf16 if the update uses bf16 gradients. The
+    /// update then sees the same numbers for any number of micro-batches that this rank added up in
+    /// f32.
     pub(super) fn round_gradients(&self) -> Result<()> {
         if !self.rounds_gradients || self.keeps_bf16_gradients() {
             return Ok(());
@@ -266,10 +272,10 @@ impl Bucket {
         Ok(())
     }
 
-    /// This rank's part of the values that are computed with.
+    /// Returns this rank's part of the compute values.
     ///
     /// # Errors
-    /// The part does not lie within the kept values, a fault of ours.
+    /// The part is not within the kept values, an internal error.
     pub fn own_value(&self) -> Result<ParamStorage> {
         match self.spec.values {
             Placement::Replicated => self.value.narrow(self.own.start, self.own.len()),
@@ -277,28 +283,28 @@ impl Bucket {
         }
     }
 
-    /// Elements of the whole, padding included.
+    /// Returns the number of elements of the whole bucket, padding included.
     pub fn elements(&self) -> usize {
         self.len
     }
 
-    /// Bytes that this rank keeps of values, of f32 masters and of gradients.
+    /// Returns the bytes that this rank keeps of values, of f32 masters and of gradients.
     pub fn kept_bytes(&self) -> [usize; 3] {
         let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
         let values = self.value.elements() * self.value.dtype().size_in_bytes();
         [values, self.master.as_ref().map_or(0, bytes), self.grad.as_deref().map_or(0, bytes)]
     }
 
-    /// The run of the bucket that this rank updates.
+    /// Returns the run of the bucket that this rank updates.
     pub fn own(&self) -> Range<usize> {
         self.own.clone()
     }
 
-    /// This rank's part of the values, where an update of the f32 master writes them too: both are in the memory of one
-    /// device, where the optimizer updates them in their place.
+    /// Returns this rank's part of the values if the update of the f32 master also writes them.
+    /// Both are then in the memory of one device, where the optimizer updates them in place.
     ///
     /// # Errors
-    /// The part does not lie within the kept values, a fault of ours.
+    /// The part is not within the kept values, an internal error.
     pub fn value_beside_master(&self, offload: &OffloadTarget) -> Result<Option<TensorMut>> {
         let Some(master) = self.master.as_ref().filter(|_| !offload.has_state()) else { return Ok(None) };
         Ok(match self.own_value()? {
@@ -307,12 +313,13 @@ impl Bucket {
         })
     }
 
-    /// Brings this rank's part of `value` in line with the master, if there is one.
+    /// Copies the master, if any, to this rank's part of `value`.
     pub(super) fn copy_master(&self) -> Result<()> {
         self.master.as_ref().map_or(Ok(()), |master| self.own_value()?.store_cast(master))
     }
 
-    /// Brings this rank's part of `value` in line with the master after an update, unless that has done so.
+    /// Copies the master to this rank's part of `value` after an update, unless the update has done
+    /// so.
     pub(super) fn refresh(&self, offload: &OffloadTarget) -> Result<()> {
         match self.value_beside_master(offload)? {
             Some(_) => Ok(()),
@@ -321,13 +328,13 @@ impl Bucket {
     }
 }
 
-/// An entry's view of a flat tensor of the whole bucket.
+/// Returns an entry's view of a flat tensor of the whole bucket.
 pub(super) fn view(flat: &Tensor, entry: &BucketEntry) -> Result<Tensor> {
     let part = flat.narrow(0, entry.start, entry.desc.elements())?;
     Ok(part.reshape(entry.desc.shape.as_slice())?)
 }
 
-/// Places for `descs`, and the length of the whole, a multiple of `unit`.
+/// Returns the positions of `descs`, and the length of the whole, a multiple of `unit`.
 fn layout(descs: Vec<ParamDesc>, unit: usize) -> (Vec<BucketEntry>, usize) {
     let mut start = 0;
     let entries = descs
@@ -343,7 +350,7 @@ fn layout(descs: Vec<ParamDesc>, unit: usize) -> (Vec<BucketEntry>, usize) {
 
 struct BucketLoader<'a> {
     entries: &'a [BucketEntry],
-    /// What this rank keeps.
+    /// The run that this rank keeps.
     kept: &'a Range<usize>,
     bucket_options: BucketOptions<'a>,
 }

@@ -1,6 +1,8 @@
-//! Memory that is used for a while each step: embedding and head when whole, and their gradients before they are summed.
+//! Pooled memory that each step uses for a while: gathered embedding and head, and their gradients
+//! before they are summed.
 //!
-//! An allocator hands pieces of this size back to the system, and each use would fault them in again, page by page.
+//! Without the pool, an allocator returns buffers of this size to the system, and each use causes
+//! page faults for all of their pages.
 
 use std::sync::Mutex;
 
@@ -9,13 +11,14 @@ use candle_core::{DType, Device};
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 
-/// Pieces that nobody uses now.
+/// The free buffers.
 #[derive(Debug, Default)]
 pub(super) struct BufferPool(Mutex<Vec<TensorMut>>);
 
 impl BufferPool {
-    /// A flat piece of at least `len` elements, whatever they are: the smallest that fits, or a new one in place of the
-    /// largest that does not. Who takes several begins with the longest.
+    /// Returns a flat buffer of at least `len` elements with arbitrary contents: the smallest that
+    /// fits, or a new one in place of the largest that does not. A caller that takes several begins
+    /// with the longest.
     pub(super) fn take(&self, len: usize, dtype: DType, device: &Device) -> Result<TensorMut> {
         let mut buffers = self.0.lock().map_err(|_| Error::internal("memory was lost in a panic"))?;
         let free = || {
@@ -25,14 +28,14 @@ impl BufferPool {
         if let Some((i, _)) = free().filter(|(_, n)| *n >= len).min_by_key(|(_, n)| *n) {
             return Ok(buffers.swap_remove(i));
         }
-        // Freed first: the two are never there together.
+        // Freed first, so that both never exist together.
         if let Some((i, _)) = free().max_by_key(|(_, n)| *n) {
             drop(buffers.swap_remove(i));
         }
         TensorMut::zeros(len, dtype, device)
     }
 
-    /// Takes a piece back. After a panic it is freed instead.
+    /// Returns a buffer to the pool. After a panic it is freed instead.
     pub(super) fn give(&self, buffer: TensorMut) {
         if let Ok(mut buffers) = self.0.lock() {
             buffers.push(buffer);

@@ -1,4 +1,5 @@
-//! What a step sends, from the placement alone: what plans and benchmarks hold the counted bytes against.
+//! The bytes that a step sends, computed from the placement alone. Plans and benchmarks compare the
+//! counted bytes with them.
 
 use candle_core::DType;
 
@@ -8,44 +9,45 @@ use super::param_store::ParamStore;
 use super::placement::{Placement, ShardingSpec};
 use crate::model::Segment;
 
-/// Parameters that train and are placed alike.
+/// Trainable parameters with the same placement.
 #[derive(Debug, Clone, Copy)]
 pub struct TrainedRun {
-    /// Who keeps what of them.
+    /// Placement of the parameters.
     pub spec: ShardingSpec,
-    /// How many there are.
+    /// Number of elements.
     pub elements: usize,
-    /// Bytes of a value that is computed with.
+    /// Bytes of a compute value.
     pub value_bytes: usize,
 }
 
-/// What a rank sends in a step, by what it is.
+/// The bytes that a rank sends in a step, by purpose.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SentBytes {
-    /// Values that are gathered for one use, in all micro-batches.
+    /// Bytes of values gathered for one use, in all micro-batches.
     pub gathers: u64,
-    /// Gradients on their way to a sum.
+    /// Bytes of gradients sent for summation.
     pub gradients: u64,
-    /// Of them what is summed over all ranks at once: every rank keeps it whole.
+    /// The part of `gradients` that is summed over all ranks at once: every rank keeps the whole.
     pub whole: u64,
-    /// Of them what copies of the model sum of their shards (HSDP).
+    /// The part of `gradients` that copies of the model sum over their shards (HSDP).
     pub between: u64,
-    /// New values after the update.
+    /// Bytes of new values after the update.
     pub updates: u64,
-    /// The sums of losses, and of squares of gradients.
+    /// Bytes of the sums of losses and of squared gradients.
     pub scalars: u64,
-    /// Calls of all ranks together.
+    /// Number of calls of all ranks together.
     pub calls: u64,
 }
 
 impl SentBytes {
-    /// Bytes of all.
+    /// Returns the bytes of all purposes.
     pub fn total(&self) -> u64 {
         self.gathers + self.gradients + self.updates + self.scalars
     }
 
-    /// Of a step of `turns` micro-batches a rank over ranks of this `mesh`: `gathered` are the bytes of what is gathered by
-    /// segment, `trained` what trains, whose gradients are sent in `dtype`.
+    /// Computes the bytes of a step of `turns` micro-batches per rank on this `mesh`. `gathered`
+    /// has the bytes to gather by segment, `trained` the trainable parameters, whose gradients are
+    /// sent in `dtype`.
     pub fn of_step(
         mesh: MeshShape,
         turns: u64,
@@ -91,13 +93,14 @@ impl SentBytes {
     }
 }
 
-/// Bytes that a rank passes on of `bytes` in one round of a ring of `n`.
+/// Returns the bytes that a rank forwards of `bytes` in one round of a ring of `n`.
 fn round(bytes: usize, n: usize) -> u64 {
     (bytes / n) as u64 * (n as u64 - 1)
 }
 
 impl ParamStore {
-    /// Bytes that this rank sends in a step of `turns` micro-batches a rank, the step's scalars included.
+    /// Returns the bytes that this rank sends in a step of `turns` micro-batches per rank, the
+    /// step's scalars included.
     pub fn sent_by_formula(&self, turns: u64) -> u64 {
         let GradReduceOptions { dtype, .. } = self.reducing();
         let trained = self.trainable().map(|bucket| TrainedRun {

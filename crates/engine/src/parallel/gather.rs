@@ -1,9 +1,9 @@
-//! Whole values for a moment: what is sharded is gathered, what is away from the device is brought, for one use of its
-//! segment.
+//! Gathers sharded values, and loads offloaded ones to the device, for one use of their segment.
 //!
-//! Blocks take turns in two fixed pieces of memory (the even and the odd ones), so at most two are whole at a time: the
-//! one in use and the next, which is gathered (or read ahead, when it is in a file) meanwhile. Embedding and head are
-//! gathered into memory of their own, which they share and keep: one is let go before the other is held.
+//! Blocks alternate between two fixed buffers (even and odd), so at most two are whole at a time:
+//! the one in use and the next. The next one is meanwhile gathered, or read ahead if it is in a
+//! file. Embedding and head are gathered into memory of a pool that they share: one is released
+//! before the other is held.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ use crate::runtime::buffer::Buffer;
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::ParamStorage;
 
-/// Which piece of memory a run is.
+/// Identifies a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum BufferId {
     /// The values of a bucket, by its index.
@@ -37,27 +37,27 @@ pub(super) enum BufferId {
 /// A run of values that is not whole on the device.
 #[derive(Debug)]
 pub(super) struct ShardRun {
-    /// What it is.
+    /// Identity of the run.
     pub(super) buffer_id: BufferId,
-    /// Blocks' runs of one kind share memory.
+    /// The kind; blocks' runs of one kind share memory.
     pub(super) kind: BufferKind,
     /// This rank's part, or all of it.
     pub(super) part: ParamStorage,
-    /// It is a part: others have the rest.
+    /// True if `part` is a shard, and other ranks have the rest.
     pub(super) sharded: bool,
-    /// Elements of the whole.
+    /// Number of elements of the whole.
     pub(super) len: usize,
 }
 
-/// Gathers in flight, and what is whole now.
+/// Gathers in flight, and the number of segments that are whole.
 #[derive(Debug)]
 pub(super) struct GatherQueue {
     device: Device,
     /// The runs of each segment.
     runs: BTreeMap<Segment, Vec<ShardRun>>,
-    /// Where the runs of even and odd blocks become whole, by kind.
+    /// The buffers of even and odd blocks for gathered runs, by kind.
     memory: [BTreeMap<BufferKind, TensorMut>; 2],
-    /// Of embedding and head.
+    /// Buffers of embedding and head.
     pool: BufferPool,
     started: Mutex<Option<PendingGather>>,
     whole: AtomicUsize,
@@ -69,17 +69,17 @@ struct PendingGather {
     segment: Segment,
     tickets: Vec<Ticket>,
     gathered: Gathered,
-    /// What `gathered` lies in, unless it is the blocks'.
+    /// The memory of `gathered`, if it is not the blocks' memory.
     memory: Vec<TensorMut>,
 }
 
-/// Whole runs by what they are.
+/// Whole runs by identity.
 pub(super) type Gathered = BTreeMap<BufferId, TensorMut>;
 
-/// Segments that may be whole at a time.
+/// The largest number of segments that may be whole at a time.
 const MOST: usize = 2;
 
-/// Lets go of a segment's whole values when dropped.
+/// Releases a segment's whole values when dropped.
 #[derive(Debug)]
 pub(super) struct GatheredMemory<'a>(Option<(&'a GatherQueue, Vec<TensorMut>)>);
 
@@ -93,7 +93,7 @@ impl Drop for GatheredMemory<'_> {
 }
 
 impl GatherQueue {
-    /// Memory for the blocks' runs, in which the runs of all blocks have the same types and order.
+    /// Allocates memory for the blocks' runs. The runs of all blocks have the same types and order.
     pub(super) fn new(runs: BTreeMap<Segment, Vec<ShardRun>>, device: &Device) -> Result<Self> {
         let mut widest: BTreeMap<BufferKind, (usize, DType)> = BTreeMap::new();
         for (_, runs) in runs.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_))) {
@@ -122,7 +122,7 @@ impl GatherQueue {
         })
     }
 
-    /// The memory in which the runs of a block become whole.
+    /// Returns the memory into which the runs of a block are gathered.
     pub(super) fn block(&self, layer: usize) -> Result<Gathered> {
         let runs = self.runs.get(&Segment::Block(layer)).map_or(&[][..], Vec::as_slice);
         let place = |run: &ShardRun| {
@@ -133,12 +133,12 @@ impl GatherQueue {
         runs.iter().map(place).collect()
     }
 
-    /// Most segments that were whole at a time.
+    /// Returns the largest number of segments that were whole at a time.
     pub(super) fn most(&self) -> usize {
         self.most.load(Ordering::Relaxed)
     }
 
-    /// Bytes of each segment's sharded runs when whole.
+    /// Returns the bytes of each segment's sharded runs when whole.
     pub(super) fn bytes(&self) -> impl Iterator<Item = (Segment, usize)> {
         let bytes = |run: &ShardRun| run.len * run.part.dtype().size_in_bytes();
         let of_all = move |runs: &Vec<ShardRun>| runs.iter().filter(|run| run.sharded).map(bytes).sum();
@@ -158,7 +158,7 @@ impl GatherQueue {
         let mut started = self.started.lock().map_err(|_| Error::internal("a gather panicked"))?;
         let mut now = started.take();
         if let Some(other) = now.take_if(|now| now.segment != segment) {
-            // Gathered ahead for a walk that ended early.
+            // Gathered ahead for a pass that ended early.
             drop(self.finish(mesh, other)?);
         }
         let now = match now {
@@ -178,7 +178,7 @@ impl GatherQueue {
         self.most.fetch_max(whole, Ordering::Relaxed);
         if whole > MOST {
             return Err(Error::internal(format!(
-                "{whole} segments are gathered at once, at most {MOST} may be"
+                "{whole} segments are gathered at once; at most {MOST} are allowed"
             )));
         }
         let mut memory_of_end = Vec::new();
@@ -209,7 +209,8 @@ impl GatherQueue {
         Ok(Some(PendingGather { segment, tickets, gathered, memory: memory_of_end }))
     }
 
-    /// This rank's part where collectives find it: at home on the host, else at its place in the whole.
+    /// Returns this rank's part as a collective needs it: its own buffer on a CPU or on the device,
+    /// otherwise a copy in the whole.
     fn with_device_buffer(&self, mesh: &DeviceMesh, run: &ShardRun, whole: &TensorMut) -> Result<Buffer> {
         match &run.part {
             ParamStorage::Memory(part) if part.device().same_device(&self.device) => memory(part),

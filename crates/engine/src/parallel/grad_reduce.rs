@@ -1,16 +1,18 @@
-//! Gradients meet: what happens to a segment's gradients after its backward.
+//! Gradient reduction: adds and sums a segment's gradients after its backward.
 //!
-//! A micro-batch's gradients are computed by themselves and then added, wherever more than one are summed or a rank
-//! keeps a shard: so the sum is `((m0 + m1) + m2) + …` of whole gradients whoever computed them, and N ranks with one
-//! micro-batch each give to the bit what one rank gives with N. Where there is nothing to add (one micro-batch a step, gradients kept
-//! whole), and on a GPU that keeps gradients whole, backward adds to the kept memory itself.
+//! If several micro-batches are summed or a rank keeps a shard, the gradients of a micro-batch are
+//! computed separately and then added. So the sum is `((m0 + m1) + m2) + …` of whole gradients on
+//! any ranks, and N ranks with one micro-batch each match one rank with N bit for bit. If nothing
+//! is added (one micro-batch a step, whole gradients), and on a GPU that keeps gradients whole,
+//! backward adds to the kept memory itself.
 //!
-//! Where the optimizer updates bf16 weights without masters, a block's sum is rounded to bf16 once it is whole, and kept
-//! so where a rank has one micro-batch a step; one rank's backward on the CPU writes it so at once. Embedding and head stay in f32: their backward adds up in the memory that
-//! is kept, and f32 memory beside bf16 would be more.
+//! If the optimizer updates bf16 weights without masters, a block's complete sum is rounded to
+//! bf16. It is also kept in bf16 if a rank has one micro-batch a step; on the CPU, the backward of
+//! a single rank writes it so at once. Embedding and head stay in f32: their backward accumulates
+//! in the kept memory, and f32 memory beside bf16 would be larger.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use candle_core::{DType, Device, Tensor};
 
@@ -23,6 +25,7 @@ use super::param::BucketKind;
 use super::placement::Placement;
 use crate::collective::{Collective, Reduction, Ticket};
 use crate::error::{Error, Result};
+use crate::locks::locked;
 use crate::model::Segment;
 use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::runtime::TensorMut;
@@ -30,61 +33,62 @@ use crate::runtime::copy::{copy_into, to_device, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
 
-/// How gradients are summed.
+/// Options of the summation of gradients.
 #[derive(Debug, Clone, Copy)]
 pub struct GradReduceOptions {
-    /// More than one micro-batch a step adds up on a rank, each computed by itself first.
+    /// True if a rank adds up more than one micro-batch a step, each computed separately first.
     pub accumulates: bool,
     /// The dtype in which ranks send gradients.
     pub dtype: DType,
-    /// The dtype in which gradients of blocks are kept where the optimizer updates bf16 weights without f32 masters; bf16
-    /// takes a step of one micro-batch on each rank. All others are f32.
+    /// The dtype of kept block gradients if the optimizer updates bf16 weights without f32 masters.
+    /// bf16 requires a step of one micro-batch on each rank. All other gradients are f32.
     pub kept: DType,
 }
 
-/// Where backward writes gradients that are added up elsewhere.
+/// The buffers for gradients that backward does not add to the kept ones directly.
 #[derive(Debug)]
 pub(super) struct GradBuffers {
     reducing: GradReduceOptions,
     device: Device,
-    /// Of blocks, by kind of bucket: one block's backward runs at a time. Two where reductions go on beside it, for the
-    /// even and for the odd blocks.
+    /// Buffers of blocks by kind of bucket: one block's backward runs at a time. With overlapping
+    /// reductions, two of them, for even and odd blocks.
     blocks: Vec<BTreeMap<BucketKind, TensorMut>>,
-    /// Of embedding and head, by bucket, from backward to reduction.
+    /// Buffers of embedding and head by bucket, from backward to reduction.
     outer: Mutex<BTreeMap<usize, TensorMut>>,
     pool: BufferPool,
-    /// Reductions that go on beside backward, in the order in which they were started.
+    /// Reductions that overlap with backward, in the order of their start.
     pending: Mutex<VecDeque<PendingReduction>>,
-    /// Whether what this rank has sent since it was asked to look holds a value that is not finite; none: it does not look.
+    /// True once this rank has sent a non-finite value since the check began; `None` if the check
+    /// is off.
     watched: Mutex<Option<bool>>,
 }
 
-/// A bucket's gradients on their way.
+/// A bucket's gradients during their reduction.
 #[derive(Debug)]
 struct PendingReduction {
     index: usize,
     segment: Segment,
     ranks: ReducingRanks,
-    /// None when it is done.
+    /// `None` if the reduction is done.
     ticket: Option<Ticket>,
-    /// Where this rank's sum appears, in the dtype in which it is sent.
+    /// The memory for this rank's sum, in the dtype in which it is sent.
     sum: Tensor,
-    /// The bucket's fresh gradients, where they may not be written before the reduction is done.
+    /// The bucket's fresh gradients, if they must not be overwritten before the reduction is done.
     held: Option<TensorMut>,
-    /// No micro-batch of the step comes after.
+    /// True for the last micro-batch of the step.
     last: bool,
 }
 
-/// Ranks that sum gradients.
+/// The ranks that sum gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum ReducingRanks {
-    /// All that get different rows.
+    /// All ranks that get different rows.
     Data,
-    /// Those along an axis.
+    /// The ranks along an axis.
     Along(MeshAxis),
 }
 
-/// Whether all values of a tensor are finite.
+/// Returns whether all values of a tensor are finite.
 pub(super) fn is_finite(x: &Tensor) -> Result<bool> {
     let x = x.to_dtype(DType::F32)?.flatten_all()?;
     let squares = sums_of_squares(&[&x], x.device())?.read()?;
@@ -99,7 +103,7 @@ impl ReducingRanks {
         }
     }
 
-    /// The groups that sum what is placed like this, the one that is called first.
+    /// Returns the groups that sum gradients of this placement, in calling order.
     fn of(mesh: &DeviceMesh, placement: Placement) -> Vec<Self> {
         match placement {
             Placement::Replicated => vec![ReducingRanks::Data],
@@ -113,14 +117,14 @@ impl ReducingRanks {
 }
 
 impl GradBuffers {
-    /// Memory for the blocks among `buckets`. All ranks call it.
+    /// Allocates memory for the blocks among `buckets`. All ranks call it.
     pub(super) fn new(
         buckets: &[Bucket],
         reducing: GradReduceOptions,
         device: &Device,
         mesh: &DeviceMesh,
     ) -> Result<Self> {
-        // By kind: the length, and whether the next block needs memory of its own meanwhile.
+        // By kind: the length, and whether the next block needs separate memory meanwhile.
         let mut widest: BTreeMap<BucketKind, (usize, bool)> = BTreeMap::new();
         for bucket in buckets {
             if matches!(bucket.segment, Segment::Block(_)) && needs_own_buffer(bucket, reducing) {
@@ -151,9 +155,10 @@ impl GradBuffers {
         })
     }
 
-    /// From now on looks at what this rank sends, or ends that; whether a value was not finite since it began to look.
+    /// Starts or stops the check for non-finite values in sent gradients. Returns whether any were
+    /// seen since it started.
     pub(super) fn watch(&self, looks: bool) -> bool {
-        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut watched = locked(&self.watched);
         std::mem::replace(&mut *watched, looks.then_some(false)).unwrap_or(false)
     }
 
@@ -161,13 +166,13 @@ impl GradBuffers {
         self.reducing
     }
 
-    /// Whether reductions go on beside backward.
+    /// Returns whether reductions overlap with backward.
     fn overlaps(&self) -> bool {
         self.blocks.len() > 1
     }
 
-    /// Where backward adds the gradients of bucket `index`: all of it; none when it is frozen. It is f32, or bf16 where
-    /// there is nothing to add.
+    /// Returns the buffer to which backward adds the whole gradients of bucket `index`, or `None`
+    /// if it is frozen. The buffer is f32, or bf16 if nothing is added to it.
     pub(super) fn target(&self, index: usize, bucket: &Bucket) -> Result<Option<TensorMut>> {
         let Some(grad) = &bucket.grad else { return Ok(None) };
         if !needs_own_buffer(bucket, self.reducing) {
@@ -189,9 +194,9 @@ impl GradBuffers {
         Ok(Some(grad_buffers))
     }
 
-    /// Adds what the backward of a micro-batch left for bucket `index` to what the rank keeps, over the ranks where
-    /// that is due: at each micro-batch for shards, else at the `last` one. What goes on beside backward is added when it
-    /// is [taken in](GradBuffers::wait_for_reductions).
+    /// Adds the gradients of a micro-batch's backward for bucket `index` to those that the rank
+    /// keeps, and sums over ranks: at each micro-batch for shards, otherwise at the `last` one.
+    /// Overlapping reductions are added in [`GradBuffers::wait_for_reductions`].
     pub(super) fn reduce(
         &self,
         mesh: &DeviceMesh,
@@ -211,7 +216,7 @@ impl GradBuffers {
             self.holding(started, fresh, bucket)?
         } else {
             let alone = mesh.data_size() == 1;
-            // Kept in bf16, it is the sum of the ranks that is rounded, of one micro-batch each.
+            // In bf16 the sum of the ranks is rounded, with one micro-batch each.
             let adds = alone || !bucket.keeps_bf16_gradients();
             if let Some(fresh) = fresh.as_ref().filter(|_| adds) {
                 add_from_anywhere(grad, fresh)?;
@@ -240,8 +245,9 @@ impl GradBuffers {
         Ok(())
     }
 
-    /// Takes in the reductions that go on, in their order, so that the backward of `segment` may write its gradients; all
-    /// for none. A GPU's computation waits for them, the host does not.
+    /// Waits for pending reductions, in their order, until the backward of `segment` may write its
+    /// gradients; for all of them if `segment` is `None`. On a GPU the computation waits, not the
+    /// host.
     pub(super) fn wait_for_reductions(
         &self,
         mesh: &DeviceMesh,
@@ -263,15 +269,16 @@ impl GradBuffers {
         self.pending.lock().map_err(|_| Error::internal("a reduction panicked"))
     }
 
-    /// Starts to sum `gradients`, a bucket's whole ones, over the ranks that get different rows: to where `placement` has
-    /// them; in their own memory when they are sent as they are.
+    /// Starts to sum `gradients`, a bucket's whole ones, over the ranks that get different rows.
+    /// The sum has the given `placement`. Gradients that are sent without conversion are summed in
+    /// their own memory.
     fn start(
         &self,
         (mesh, placement): (&DeviceMesh, Placement),
         (index, bucket): (usize, &Bucket),
         gradients: &Tensor,
     ) -> Result<PendingReduction> {
-        if let Some(found) = &mut *self.watched.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(found) = &mut *locked(&self.watched) {
             *found |= !is_finite(gradients)?;
         }
         let call = call!("gradients of", bucket.segment);
@@ -298,7 +305,7 @@ impl GradBuffers {
         Ok(PendingReduction { index, segment: bucket.segment, ranks, ticket, sum, held: None, last: true })
     }
 
-    /// Keeps the bucket's fresh gradients with the reduction that is made of them, or lets go of them.
+    /// Keeps the bucket's fresh gradients with their reduction, or releases them.
     fn holding(
         &self,
         started: PendingReduction,
@@ -312,7 +319,7 @@ impl GradBuffers {
         Ok(started)
     }
 
-    /// Brings the sum to the gradients that the rank keeps.
+    /// Writes the sum to the gradients that the rank keeps.
     fn finish(&self, mesh: &DeviceMesh, bucket: &Bucket, started: PendingReduction) -> Result<()> {
         let PendingReduction { index, ranks, ticket, sum, held, last, .. } = started;
         if let Some(ticket) = ticket {
@@ -322,7 +329,7 @@ impl GradBuffers {
         if bucket.spec.gradients.is_sharded() {
             add_from_anywhere(grad, &sum)?;
         } else {
-            // In place: this rank's run becomes the sum, the rest is not read again.
+            // In place: this rank's run becomes the sum, and the rest is not read again.
             let own = |flat: &TensorMut| flat.narrow(0, bucket.own.start, bucket.own.len());
             if self.reducing.dtype != DType::F32 {
                 copy_into(&own(held.as_ref().unwrap_or(grad))?, &sum)?;
@@ -330,7 +337,7 @@ impl GradBuffers {
             if let Some(here) = &held {
                 let (to, summed) = (own(grad)?, own(here)?);
                 if bucket.keeps_bf16_gradients() {
-                    // To zeros.
+                    // The kept gradients are zeros.
                     add_from_anywhere(&to, &summed)?;
                 } else {
                     copy_across(&summed, &to)?;
@@ -353,7 +360,8 @@ impl GradBuffers {
     }
 }
 
-/// Whether all groups that sum gradients of `buckets` do so beside computation. All ranks call it.
+/// Returns whether all groups that sum gradients of `buckets` can overlap with computation. All
+/// ranks call it.
 fn open_lanes(buckets: &[Bucket], mesh: &DeviceMesh) -> Result<bool> {
     if mesh.data_size() == 1 {
         return Ok(false);
@@ -362,22 +370,23 @@ fn open_lanes(buckets: &[Bucket], mesh: &DeviceMesh) -> Result<bool> {
     let groups: BTreeSet<ReducingRanks> =
         trainable.flat_map(|bucket| ReducingRanks::of(mesh, bucket.spec.update)).collect();
     let opened = groups.iter().map(|ranks| ranks.group(mesh).open_reduction_lane());
-    // All are asked, on all ranks.
+    // Every rank must ask every group.
     let opened: Vec<bool> = opened.collect::<Result<_>>()?;
     Ok(!opened.is_empty() && opened.into_iter().all(|opened| opened))
 }
 
-/// Whether the fresh gradients of the two may lie in the same memory.
+/// Returns whether the fresh gradients of the two segments may share memory.
 fn share_memory(one: Segment, other: Segment) -> bool {
     match (one, other) {
         (Segment::Block(one), Segment::Block(other)) => one % 2 == other % 2,
         (Segment::Block(_), _) | (_, Segment::Block(_)) => false,
-        // Pieces of one pool.
+        // Buffers of one pool.
         _ => true,
     }
 }
 
-/// Whether a bucket's fresh gradients are what is reduced, or where its sum is rounded to: not to be written meanwhile.
+/// Returns whether a bucket's fresh gradients are reduced in place, or its sum is rounded from
+/// them, so that they must not be overwritten meanwhile.
 fn is_held(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
     let sent = match bucket.spec.gradients {
         Placement::Sharded { .. } => reducing.dtype == DType::F32,
@@ -391,7 +400,7 @@ fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
     bucket.grad.is_some() && (reducing.accumulates || elsewhere)
 }
 
-/// `kept += grad_buffers`, brought to where `kept` is.
+/// Computes `kept += grad_buffers` on the device of `kept`.
 fn add_from_anywhere(kept: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
     if kept.device().same_device(grad_buffers.device()) {
         return add_into(kept, grad_buffers);

@@ -7,11 +7,12 @@ use super::placement::ShardingStrategy;
 use crate::collective::{Collective, SingleRank, Traffic};
 use crate::error::Result;
 
-/// One rank's place in the mesh of all ranks: how many there are along each axis, where this one is, and its end of the
-/// group of ranks that differ from it along that axis alone (PyTorch's `DeviceMesh`).
+/// One rank's view of the mesh of all ranks (PyTorch's `DeviceMesh`): the size of each axis, the
+/// rank's coordinates, and for each axis the group of ranks that differ from it along that axis
+/// alone.
 ///
-/// Ranks are numbered along the axes in the order of [`MeshAxis`]: the groups of the shard axis are neighbouring ranks,
-/// so that with as many of them as a host has devices a group stays on its host.
+/// Ranks are numbered along the axes in the order of [`MeshAxis`]. The groups of the shard axis are
+/// neighbouring ranks, so a group of as many ranks as a host has devices stays on that host.
 #[derive(Debug, Clone)]
 pub struct DeviceMesh {
     strategy: ShardingStrategy,
@@ -21,25 +22,25 @@ pub struct DeviceMesh {
     groups: [AxisGroup; MeshAxis::ALL.len()],
 }
 
-/// A rank's end of the ranks along an axis.
+/// A rank's group along an axis.
 #[derive(Debug, Clone)]
 enum AxisGroup {
-    /// No others are on it.
+    /// This rank alone.
     Alone,
-    /// All ranks are on it.
+    /// All ranks.
     World,
-    /// Some ranks are on it.
+    /// A part of the ranks.
     Split(Arc<dyn Collective>),
 }
 
-/// The end of a rank that has nobody beside it along an axis.
+/// The group of a rank that is alone along an axis.
 static ALONE: SingleRank = SingleRank;
 
 impl DeviceMesh {
-    /// The mesh that `strategy` makes of the ranks of `world`. All ranks call it.
+    /// Creates the mesh of `strategy` over the ranks of `world`. All ranks call it.
     ///
-    /// # Errors
-    /// The groups of hsdp do not divide the ranks; the strategy has another number of ranks; a peer failed.
+    /// # Errors The groups of hsdp do not divide the ranks; the strategy has another number of
+    /// ranks; a peer failed.
     pub fn new(strategy: ShardingStrategy, world: Arc<dyn Collective>) -> Result<Self> {
         let shape = strategy.mesh_shape(world.size())?;
         Self::of_shape(strategy, shape, world)
@@ -53,7 +54,7 @@ impl DeviceMesh {
             groups[axis as usize] = if size == world.size() {
                 AxisGroup::World
             } else if size > 1 || axis == strategy.sum_axis() {
-                // A group of one too: its backend copies the shard into the whole.
+                // A group of one, too: its backend copies the shard into the whole.
                 AxisGroup::Split(Arc::from(world.split(shape.line(world.rank(), axis))?))
             } else {
                 AxisGroup::Alone
@@ -62,7 +63,7 @@ impl DeviceMesh {
         Ok(DeviceMesh { strategy, shape, world, groups })
     }
 
-    /// The mesh of one rank.
+    /// Returns the mesh of one rank.
     pub fn alone() -> Self {
         DeviceMesh {
             strategy: ShardingStrategy::Single,
@@ -72,27 +73,28 @@ impl DeviceMesh {
         }
     }
 
-    /// Who keeps what on this mesh.
+    /// Returns the sharding strategy of this mesh.
     pub fn strategy(&self) -> ShardingStrategy {
         self.strategy
     }
 
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn world(&self) -> &dyn Collective {
         &*self.world
     }
 
-    /// Ranks along `axis`.
+    /// Returns the number of ranks along `axis`.
     pub fn size(&self, axis: MeshAxis) -> usize {
         self.shape.size(axis)
     }
 
-    /// Where this rank is along `axis`.
+    /// Returns the coordinate of this rank along `axis`.
     pub fn coordinate(&self, axis: MeshAxis) -> usize {
         self.shape.coordinate(self.world.rank(), axis)
     }
 
-    /// The ranks that differ from this one along `axis` alone, in the order of their coordinates, and this rank.
+    /// Returns the group of this rank and the ranks that differ from it along `axis` alone, in the
+    /// order of their coordinates.
     pub fn group(&self, axis: MeshAxis) -> &dyn Collective {
         match &self.groups[axis as usize] {
             AxisGroup::Alone => &ALONE,
@@ -101,33 +103,34 @@ impl DeviceMesh {
         }
     }
 
-    /// How many ranks there are along each axis.
+    /// Returns the number of ranks along each axis.
     pub(super) fn shape(&self) -> MeshShape {
         self.shape
     }
 
-    /// Ranks that get different rows: those along the data and shard axes.
+    /// Returns the number of ranks that get different rows: those along the data and shard axes.
     pub fn data_size(&self) -> usize {
         self.shape.data_size()
     }
 
-    /// The place of this rank among those that get different rows: the rank at which data is dealt.
+    /// Returns the index of this rank among those that get different rows. It selects the rank's
+    /// data.
     pub fn data_rank(&self) -> usize {
         self.shape.data_rank(self.world.rank())
     }
 
-    /// The place of `rank` of the world among those that get different rows.
+    /// Returns the index of `rank` of the world among those that get different rows.
     pub fn data_rank_of(&self, rank: usize) -> usize {
         self.shape.data_rank(rank)
     }
 
-    /// The group of the ranks that get different rows, over which the gradients of what each of them holds whole are
-    /// summed. As long as the other axes have size 1 these are all ranks.
+    /// Returns the group of the ranks that get different rows. It sums gradients that each of them
+    /// holds whole. As long as the other axes have size 1, it has all ranks.
     pub(super) fn data_group(&self) -> &dyn Collective {
         &*self.world
     }
 
-    /// Bytes sent and calls made by this rank, in all its groups.
+    /// Returns the bytes that this rank sent and the calls that it made, in all its groups.
     pub fn traffic(&self) -> Traffic {
         let mut sum = self.world.traffic();
         for group in &self.groups {
@@ -185,6 +188,6 @@ mod tests {
         assert!(error.causes()[0].starts_with("its tensor axis has 2 ranks"), "{error}");
         let shape = ShardingStrategy::Single.mesh_shape(2).unwrap();
         let error = of(ShardingStrategy::Single, shape, 2);
-        assert_eq!(error.causes(), ["its axes hold 1 in all, and there are 2 ranks"]);
+        assert_eq!(error.causes(), ["the product of its axes is 1; the run has 2 ranks"]);
     }
 }

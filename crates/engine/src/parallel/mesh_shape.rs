@@ -1,20 +1,20 @@
-//! The axes of a device mesh, and how ranks are numbered along them.
+//! The axes of a device mesh, and the numbering of ranks along them.
 
 use crate::error::{Error, Result};
 
-/// The dimensions of a device mesh, by what ranks differ in along them, from the slowest to the fastest: neighbouring
-/// ranks are neighbours along the last axis that has more than one rank.
+/// The axes of a device mesh, from the slowest to the fastest: neighbouring ranks are neighbours
+/// along the last axis that has more than one rank.
 ///
-/// The strategies of today use [`MeshAxis::Data`] and [`MeshAxis::Shard`]; the others have one rank each, and
-/// [`super::DeviceMesh::new`] refuses more. They stand where Megatron-LM has them: what communicates most is fastest, so
-/// that it stays inside of a host.
+/// The current strategies use [`MeshAxis::Data`] and [`MeshAxis::Shard`]. The other axes have one
+/// rank each, and [`super::DeviceMesh::new`] refuses more. The order is that of Megatron-LM: the
+/// axis with the most communication is the fastest, so that it stays within a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum MeshAxis {
     /// Stages of the model, each of which holds some of its layers (pipeline parallelism).
     Pipeline,
-    /// Replicas: copies of the same shards, which get different rows (DDP's ranks, hsdp's groups).
+    /// Replicas: copies of the same shards with different rows (DDP's ranks, hsdp's groups).
     Data,
-    /// Ranks that share out one copy of what is sharded, and get different rows (ZeRO, FSDP).
+    /// Ranks that shard one copy and get different rows (ZeRO, FSDP).
     Shard,
     /// Parts of one sequence (context parallelism).
     Context,
@@ -27,7 +27,7 @@ impl MeshAxis {
     pub const ALL: [MeshAxis; 5] =
         [MeshAxis::Pipeline, MeshAxis::Data, MeshAxis::Shard, MeshAxis::Context, MeshAxis::Tensor];
 
-    /// The axis in messages, such as `tensor`.
+    /// Returns the name of the axis in messages, such as `tensor`.
     pub fn name(self) -> &'static str {
         match self {
             MeshAxis::Pipeline => "pipeline",
@@ -39,7 +39,7 @@ impl MeshAxis {
     }
 }
 
-/// How many ranks there are along each axis: a row of the table of strategies for one number of ranks.
+/// Number of ranks along each axis: a row of the strategy table for one number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MeshShape([usize; MeshAxis::ALL.len()]);
 
@@ -47,58 +47,61 @@ impl MeshShape {
     /// A mesh of one rank.
     pub const ONE: MeshShape = MeshShape([1; MeshAxis::ALL.len()]);
 
-    /// The same shape with `size` ranks along `axis`.
+    /// Returns the same shape with `size` ranks along `axis`.
     #[must_use]
     pub fn with(mut self, axis: MeshAxis, size: usize) -> Self {
         self.0[axis as usize] = size;
         self
     }
 
-    /// Ranks along `axis`.
+    /// Returns the number of ranks along `axis`.
     pub fn size(self, axis: MeshAxis) -> usize {
         self.0[axis as usize]
     }
 
-    /// Ranks of the whole mesh.
+    /// Returns the number of ranks of the whole mesh.
     pub fn ranks(self) -> usize {
         self.0.iter().product()
     }
 
-    /// How far two neighbours along `axis` are from each other in the numbering of all ranks.
+    /// Returns the difference of the rank numbers of two neighbours along `axis`.
     pub fn stride(self, axis: MeshAxis) -> usize {
         self.0[axis as usize + 1..].iter().product()
     }
 
-    /// Where `rank` of the whole mesh is along `axis`.
+    /// Returns the coordinate of `rank` of the whole mesh along `axis`.
     pub fn coordinate(self, rank: usize, axis: MeshAxis) -> usize {
         rank / self.stride(axis) % self.size(axis)
     }
 
-    /// The first rank of the line along `axis` that `rank` is on: alike for all ranks of the line, and for no others.
+    /// Returns the first rank of the line along `axis` that contains `rank`, the same for all ranks
+    /// of that line only.
     pub(super) fn line(self, rank: usize, axis: MeshAxis) -> usize {
         rank - self.coordinate(rank, axis) * self.stride(axis)
     }
 
-    /// Ranks that get different rows: those along the data and shard axes.
+    /// Returns the number of ranks that get different rows: those along the data and shard axes.
     pub fn data_size(self) -> usize {
         self.size(MeshAxis::Data) * self.size(MeshAxis::Shard)
     }
 
-    /// The place of `rank` among those that get different rows, below [`MeshShape::data_size`]. Ranks that differ
-    /// along other axes alone have the same place, and get the same rows.
+    /// Returns the index of `rank` among those that get different rows, below
+    /// [`MeshShape::data_size`]. Ranks that differ along other axes alone have the same index, and
+    /// get the same rows.
     pub fn data_rank(self, rank: usize) -> usize {
         self.coordinate(rank, MeshAxis::Data) * self.size(MeshAxis::Shard)
             + self.coordinate(rank, MeshAxis::Shard)
     }
 
-    /// Refuses shapes that nothing can be computed on.
+    /// Refuses shapes that no strategy supports.
     ///
     /// # Errors
-    /// An internal error when the mesh has not `ranks` ranks, or several along an axis that no strategy uses.
+    /// An internal error if the mesh does not have `ranks` ranks, or has several along an axis that
+    /// no strategy uses.
     pub(super) fn check(self, ranks: usize) -> Result<()> {
         let fault = |why: String| Err(Error::internal("cannot make the device mesh").because(why));
         if self.ranks() != ranks {
-            return fault(format!("its axes hold {} in all, and there are {ranks} ranks", self.ranks()));
+            return fault(format!("the product of its axes is {}; the run has {ranks} ranks", self.ranks()));
         }
         let unused = [MeshAxis::Pipeline, MeshAxis::Context, MeshAxis::Tensor];
         match unused.into_iter().find(|axis| self.size(*axis) != 1) {
@@ -116,7 +119,8 @@ impl MeshShape {
 mod tests {
     use super::*;
 
-    /// Every axis with more than one rank: no two ranks are at one place, and the last axis is the fastest.
+    /// Every axis with more than one rank: no two ranks have the same coordinates, and the last
+    /// axis is the fastest.
     #[test]
     fn ranks_are_numbered_along_the_axes() {
         let sizes = [2, 3, 4, 2, 2];
@@ -144,7 +148,7 @@ mod tests {
         assert_eq!(shape.data_size(), 12);
     }
 
-    /// The layout of hsdp: groups of neighbouring ranks share out one copy.
+    /// The layout of hsdp: groups of neighbouring ranks shard one copy.
     #[test]
     fn shard_groups_are_neighbours() {
         let shape = MeshShape::ONE.with(MeshAxis::Data, 2).with(MeshAxis::Shard, 3);
@@ -162,7 +166,7 @@ mod tests {
         let shape = MeshShape::ONE.with(MeshAxis::Data, 2);
         assert!(shape.check(2).is_ok());
         let why = |shape: MeshShape, ranks| shape.check(ranks).unwrap_err().causes()[0].clone();
-        assert_eq!(why(shape, 3), "its axes hold 2 in all, and there are 3 ranks");
+        assert_eq!(why(shape, 3), "the product of its axes is 2; the run has 3 ranks");
         for axis in [MeshAxis::Pipeline, MeshAxis::Context, MeshAxis::Tensor] {
             let error = why(shape.with(axis, 2), 4);
             assert!(error.starts_with(&format!("its {} axis has 2 ranks; only", axis.name())), "{error}");

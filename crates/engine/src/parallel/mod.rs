@@ -1,10 +1,11 @@
-//! Where parameters live and how their gradients meet.
+//! Storage of parameters and reduction of their gradients, for all sharding strategies.
 //!
-//! Parameters lie in flat buckets, one per segment and kind (frozen, quantized, trainable, adapter), and a segment's
-//! weights are views on them. The engine asks the [`ParamStore`] for the weights of a segment, uses them once, lets them go,
-//! and hands in the gradients. What a rank keeps, what is gathered and what is summed follows from one
-//! table ([`ShardingStrategy`], in `placement`), whose rows say how many ranks there are along each axis of the
-//! [`DeviceMesh`] and what they share out; one rank is the row of it in which nothing is sent.
+//! Parameters are stored in flat buckets, one per segment and kind (frozen, quantized, trainable,
+//! adapter), and a segment's weights are views on them. The engine gets the weights of a segment
+//! from the [`ParamStore`], uses them once, releases them, and hands in the gradients. One table
+//! ([`ShardingStrategy`], in `placement`) determines the parts that a rank keeps, gathers and sums.
+//! Its rows give the number of ranks along each axis of the [`DeviceMesh`] and the tensors that
+//! they shard; the row of a single rank sends nothing.
 
 mod bucket;
 mod buffer_pool;

@@ -1,11 +1,13 @@
-//! What lives away from the device, and where.
+//! Offloading of parameters and optimizer state from the device.
 //!
-//! `optimizer`: moments, and the f32 masters of what is computed with in fewer bits. Values that are computed with in f32,
-//! or without masters, are updated themselves and stay. `params`: also the values and kept gradients of all but adapters, which are small and
-//! needed by every layer; a segment's values are brought to the device for one use ([`super::gather`]), its gradients
-//! are added up where they are kept ([`super::grad_reduce`]). With a folder the values are in a file there.
+//! `optimizer` offloads moments, and f32 masters of 16-bit parameters. Parameters in f32, or
+//! without masters, are updated themselves and stay. `params` also offloads the values and kept
+//! gradients of all but adapters, which are small and needed by every layer. A segment's values are
+//! loaded to the device for one use ([`super::gather`]); its gradients are added up in the memory
+//! that keeps them ([`super::grad_reduce`]). With a folder, a file in it holds the values.
 //!
-//! On a CPU the device is the host; what is away then takes the same way, so that every test of it counts for a GPU too.
+//! On a CPU the device is the host. Offloaded tensors then use the same code, so that every test of
+//! it also covers GPUs.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -21,60 +23,62 @@ use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::{MappedFile, MappedSlice};
 use crate::runtime::param_storage::ParamStorage;
 
-/// What is kept away from the device, and where.
+/// The tensors to offload, and the storage for them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OffloadTarget {
-    /// The recipe's choice.
+    /// The choice of the recipe.
     pub what: Offload,
-    /// The folder of the file that parameters are kept in, where they are away; none: in host memory.
+    /// The folder of the file with offloaded parameters; `None` keeps them in host memory.
     pub folder: Option<PathBuf>,
 }
 
 impl From<Offload> for OffloadTarget {
-    /// In host memory.
+    /// Offloads to host memory.
     fn from(what: Offload) -> Self {
         OffloadTarget { what, folder: None }
     }
 }
 
 impl OffloadTarget {
-    /// Moments and masters are in host memory.
+    /// Returns whether moments and masters are in host memory.
     pub fn has_state(&self) -> bool {
         self.what != Offload::None
     }
 
-    /// The values of what holds `content`, and their gradients, are away.
+    /// Returns whether the values of parameters with the role `content`, and their gradients, are
+    /// offloaded.
     pub fn has_values(&self, content: ParamRole) -> bool {
         self.what == Offload::Params && content != ParamRole::Adapter
     }
 
-    /// The folder of the file that parameters are kept in; none where they are on the device or in host memory.
+    /// Returns the folder of the file with offloaded parameters, or `None` if they are on the
+    /// device or in host memory.
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref().filter(|_| self.what == Offload::Params)
     }
 
-    /// Refuses a folder that cannot take `bytes` of parameters, before anything is loaded.
+    /// Refuses a folder without space for `bytes` bytes of parameters, before any are loaded.
     ///
     /// # Errors
-    /// It cannot be written to, or its disk is full.
+    /// The folder is not writable, or its disk is full.
     pub fn check(&self, bytes: u64) -> Result<()> {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         self.folder().map_or(Ok(()), |folder| MappedFile::check(folder, bytes))
     }
 
-    /// Where masters are kept.
+    /// Returns the device that keeps the masters.
     pub(super) fn state_on(&self, device: &Device) -> Device {
         if self.has_state() { Device::Cpu } else { device.clone() }
     }
 
-    /// The file for `bytes` bytes of values; none where no folder is named.
+    /// Creates the file for `bytes` bytes of values; `None` without a folder.
     pub(super) fn file(&self, bytes: usize) -> Result<Option<Arc<MappedFile>>> {
         let folder = self.folder().filter(|_| bytes > 0);
         folder.map(|folder| MappedFile::create(folder, bytes)).transpose()
     }
 }
 
-/// Where the values of a bucket will be.
+/// The storage for the values of a bucket.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum StorageTarget<'a> {
     /// On the device.
@@ -86,12 +90,12 @@ pub(super) enum StorageTarget<'a> {
 }
 
 impl StorageTarget<'_> {
-    /// Not on the device.
+    /// Returns whether the storage is not on the device.
     pub(super) fn is_away(self) -> bool {
         !matches!(self, StorageTarget::Device(_))
     }
 
-    /// Brings `values`, which were filled for this place or are on the host, there.
+    /// Moves `values`, which are already in this storage or on the host, to this storage.
     pub(super) fn settle(self, values: ParamStorage) -> Result<ParamStorage> {
         Ok(match (self, &values) {
             (StorageTarget::Device(device), ParamStorage::Memory(tensor)) => {
@@ -107,9 +111,9 @@ impl StorageTarget<'_> {
     }
 }
 
-/// A rank's part of a flat buffer while it is filled, one tensor after another.
+/// A rank's part of a flat buffer during loading, one tensor after another.
 pub(super) struct BucketBuilder<T> {
-    /// What is kept of the whole.
+    /// The range of the whole that this rank keeps.
     kept: Range<usize>,
     to: BuilderTarget<T>,
 }
@@ -120,7 +124,7 @@ enum BuilderTarget<T> {
 }
 
 impl<T: PlainElement> BucketBuilder<T> {
-    /// Zeros for `kept`: in the file, if that is the place, so that memory never holds them.
+    /// Allocates zeros for `kept`; for a file target in the file, so that memory never holds them.
     pub(super) fn new(kept: Range<usize>, place: StorageTarget<'_>) -> Result<Self> {
         let to = match place {
             StorageTarget::File(file) => BuilderTarget::File(file.run(kept.len(), T::DTYPE)?),
@@ -129,7 +133,7 @@ impl<T: PlainElement> BucketBuilder<T> {
         Ok(BucketBuilder { kept, to })
     }
 
-    /// Lets `write` fill the elements `range` of the whole, of which what is kept is taken.
+    /// Fills the elements `range` of the whole by `write`, and keeps those in this rank's range.
     pub(super) fn fill(
         &mut self,
         range: Range<usize>,
@@ -147,7 +151,8 @@ impl<T: PlainElement> BucketBuilder<T> {
         self.at(start, end, |to| to.copy_from_slice(&values[start - range.start..end - range.start]))
     }
 
-    /// Runs of the whole, ascending, where they lie, to be written in place; none unless all are kept and in memory.
+    /// Returns mutable slices of the given runs of the whole, in ascending order, or `None` unless
+    /// all are kept and in memory.
     pub(super) fn in_place(&mut self, runs: impl Iterator<Item = Range<usize>>) -> Option<Vec<&mut [T]>> {
         let BuilderTarget::Memory(values) = &mut self.to else { return None };
         let (mut rest, mut at) = (&mut values[..], self.kept.start);
@@ -164,7 +169,7 @@ impl<T: PlainElement> BucketBuilder<T> {
         Some(found)
     }
 
-    /// Elements `start..end` of the whole, which are kept.
+    /// Gives `write` the elements `start..end` of the whole, which this rank keeps.
     fn at<R>(&mut self, start: usize, end: usize, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
         let (start, end) = (start - self.kept.start, end - self.kept.start);
         match &mut self.to {
@@ -173,7 +178,7 @@ impl<T: PlainElement> BucketBuilder<T> {
         }
     }
 
-    /// What was filled: on the host, or in the file.
+    /// Returns the filled values, on the host or in the file.
     pub(super) fn finish(self) -> Result<ParamStorage> {
         let len = self.kept.len();
         Ok(match self.to {

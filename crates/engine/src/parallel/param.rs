@@ -1,4 +1,4 @@
-//! What one parameter is: its name and shape, and whether and how it trains.
+//! Description of a parameter: its name, its shape and the way it trains.
 
 use candle_core::DType;
 
@@ -6,44 +6,45 @@ use super::placement::ParamRole;
 use crate::model::Segment;
 use crate::quant::{QuantFormat, RunDtype};
 
-/// One parameter before it has a value.
+/// A parameter without a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParamDesc {
-    /// Name: the checkpoint's; for adapters PEFT's without its prefix, such as `<module>.lora_A.weight`.
+    /// Name in the checkpoint; for adapters PEFT's without its prefix, such as
+    /// `<module>.lora_A.weight`.
     pub name: String,
     /// Its shape, the outermost dimension first.
     pub shape: Vec<usize>,
     /// The segment that uses it.
     pub segment: Segment,
-    /// Whether it trains, and how it is kept.
+    /// Its training and its storage format.
     pub kind: ParamKind,
 }
 
-/// Whether a parameter trains, and how it is kept in memory.
+/// The way a parameter trains, and its format in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParamKind {
-    /// It does not change, and is kept in `dtype`, or else in the dtype that is computed with.
+    /// Frozen, and kept in `dtype`, or by default in the compute dtype.
     Frozen {
-        /// The dtype, where it is not the one that is computed with.
+        /// The dtype, if it differs from the compute dtype.
         dtype: Option<DType>,
     },
-    /// It does not change, and is kept in a quantized format.
+    /// Frozen, and kept in a quantized format.
     Quantized(QuantFormat),
-    /// It is a weight of the model, and trains.
+    /// A trainable weight of the model.
     Trainable(UpdateRule),
-    /// It is an adapter's matrix, vector or rows, and trains: f32 whatever the model's dtype is.
+    /// A trainable matrix, vector or rows of an adapter: f32 for any dtype of the model.
     Adapter(UpdateRule),
-    /// It is an adapter's matrix and trains, on a GPU that computes in bf16: its products are those of the tensor cores,
-    /// in bf16, and the optimizer updates f32 values beside it.
+    /// A trainable matrix of an adapter on a GPU with compute in bf16: tensor cores multiply it in
+    /// bf16, and the optimizer updates separate f32 values.
     AdapterInBf16(UpdateRule),
 }
 
-/// How the optimizer treats a parameter beside the run's constants.
+/// The settings of the optimizer for a parameter, besides the run's constants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UpdateRule {
-    /// Weight decay applies.
+    /// True if weight decay applies.
     pub decay: bool,
-    /// Which learning rate it gets.
+    /// The group that selects the learning rate.
     pub lr_group: LrGroup,
 }
 
@@ -57,21 +58,21 @@ pub enum LrGroup {
 }
 
 impl LrGroup {
-    /// The group of a parameter of `shape` that is no B of LoRA's.
+    /// Returns the group of a parameter of `shape` that is not LoRA's B.
     pub fn of_shape(shape: &[usize]) -> Self {
         if shape.len() == 1 { LrGroup::LoraPlus } else { LrGroup::Base }
     }
 }
 
 impl ParamDesc {
-    /// Number of its elements.
+    /// Returns the number of its elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 }
 
 impl ParamKind {
-    /// How the optimizer treats it; none when it is frozen.
+    /// Returns the rule of the optimizer for it, or `None` if it is frozen.
     pub fn update_rule(self) -> Option<UpdateRule> {
         match self {
             ParamKind::Frozen { .. } | ParamKind::Quantized(_) => None,
@@ -81,28 +82,29 @@ impl ParamKind {
         }
     }
 
-    /// Whether it trains.
+    /// Returns whether it trains.
     pub fn trains(self) -> bool {
         self.update_rule().is_some()
     }
 
-    /// Whether it belongs to an adapter.
+    /// Returns whether it belongs to an adapter.
     pub fn is_adapter(self) -> bool {
         self.role() == ParamRole::Adapter
     }
 
-    /// What it is as far as its placement goes.
+    /// Returns its role for placement.
     pub fn role(self) -> ParamRole {
         BucketKind::of(self).role()
     }
 }
 
-/// What a bucket holds: parameters of one segment and one of these kinds lie together, in this order.
+/// The kind of a bucket's contents: parameters of one segment and one kind are stored together, in
+/// this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum BucketKind {
-    /// Frozen, in the dtype that is computed with.
+    /// Frozen, in the compute dtype.
     Frozen,
-    /// Frozen, in a dtype of their own.
+    /// Frozen, each in another dtype.
     FrozenAs,
     /// Frozen and quantized.
     Quantized,
@@ -110,7 +112,7 @@ pub(super) enum BucketKind {
     Trainable,
     /// Parameters of an adapter.
     Adapter,
-    /// Those of them that are computed with in bf16.
+    /// Parameters of an adapter with compute in bf16.
     AdapterInBf16,
 }
 
@@ -135,11 +137,11 @@ impl BucketKind {
     }
 }
 
-/// The memory that runs of one sort share, block after block.
+/// The shared memory of runs of one kind, block after block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum BufferKind {
-    /// Of a bucket's values.
+    /// Memory of a bucket's values.
     Values(BucketKind),
-    /// Of the runs of one type of quantized buckets.
+    /// Memory of the runs of one type of quantized buckets.
     Quantized(RunDtype),
 }

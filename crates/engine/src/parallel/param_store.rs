@@ -1,4 +1,5 @@
-//! The parameters of a rank, for every strategy: which buckets there are, and the weights of a segment as views on them.
+//! The parameters of a rank, for every strategy: their buckets, and the weights of a segment as
+//! views on them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Deref;
@@ -27,24 +28,25 @@ use crate::runtime::param_storage::ParamStorage;
 use crate::units;
 use crate::weights::LM_HEAD;
 
-/// How a store keeps its parameters.
+/// Options of a store.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// The dtype that is computed with.
+    /// The compute dtype.
     pub dtype: DType,
-    /// The device that is computed on.
+    /// The compute device.
     pub device: Device,
-    /// The ranks, and who of them keeps what.
+    /// The ranks and their sharding strategy.
     pub mesh: DeviceMesh,
-    /// How gradients are summed.
+    /// Options of the summation of gradients.
     pub reducing: GradReduceOptions,
-    /// What is kept away from the device.
+    /// The tensors to offload from the device.
     pub offload: OffloadTarget,
-    /// Read every parameter, also where the rank keeps only a shard: values of others are derived from it.
+    /// Read every parameter, even if the rank keeps only a shard: other values are derived from it.
     pub fill_all: bool,
-    /// Keep quantized weights of blocks in bf16 too, for devices whose kernels multiply dense panels.
+    /// Also keep quantized weights of blocks in bf16, for devices with kernels that multiply dense
+    /// panels.
     pub bf16_copy: bool,
-    /// What is updated of weights that train in bf16.
+    /// Selects f32 masters or the bf16 weights themselves as the values that the optimizer updates.
     pub master: MasterWeights,
 }
 
@@ -68,7 +70,7 @@ pub struct ParamStore {
     blocks: Vec<BlockWeights>,
 }
 
-/// Weights of a segment, whole for as long as this lives.
+/// The weights of a segment, whole during the lifetime of this guard.
 #[derive(Debug)]
 pub struct GatherGuard<'a, W> {
     weights: W,
@@ -83,7 +85,7 @@ impl<W> Deref for GatherGuard<'_, W> {
 }
 
 impl ParamStore {
-    /// Builds the buckets of `descs` and fills them by `fill`, in order. All ranks call it.
+    /// Builds the buckets of `descs` and fills them with `fill`, in order. All ranks call it.
     ///
     /// # Errors
     /// Those of `fill`; a peer failed.
@@ -137,7 +139,8 @@ impl ParamStore {
         Ok(store)
     }
 
-    /// After loading: what only one rank knows, and what must be the same on all.
+    /// Shares initial values after loading: those that only one rank has, and those that must be
+    /// equal on all ranks.
     fn sync_initial_state(&mut self) -> Result<()> {
         if self.mesh.world().size() == 1 {
             return Ok(());
@@ -162,7 +165,7 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Lets a collective work on values: where they are on the host, else on the device.
+    /// Runs a collective on values: on the host if it is the device, otherwise on the GPU.
     fn with_device_buffer(
         &self,
         values: &ParamStorage,
@@ -177,13 +180,13 @@ impl ParamStore {
         values.store_from(&here)
     }
 
-    /// Views with gradients, for a backward.
+    /// Returns views with gradients, for a backward.
     fn views<'a>(&'a self, gathered: &'a Gathered) -> SegmentViews<'a> {
         let grads = |index: usize| self.grad_buffers.target(index, &self.buckets[index]);
         SegmentViews { grads: Some(Box::new(grads)), ..self.values(gathered) }
     }
 
-    /// Views of values alone.
+    /// Returns views of values without gradients.
     fn values<'a>(&'a self, gathered: &'a Gathered) -> SegmentViews<'a> {
         SegmentViews {
             buckets: &self.buckets,
@@ -197,29 +200,30 @@ impl ParamStore {
         }
     }
 
-    /// The embedding's weights, for a forward: gathered and brought to the device where they are not there whole.
+    /// Returns the embedding's weights for a forward, gathered and loaded to the device if needed.
     ///
     /// # Errors
-    /// A parameter is missing, a fault of ours; a peer failed.
+    /// A parameter is missing, an internal error; a peer failed.
     pub fn embed(&self) -> Result<GatherGuard<'_, EmbedWeights>> {
         let (gathered, whole) = self.gathers.hold(&self.mesh, Segment::Embed, None)?;
         self.scatter_trained_rows(Some(&gathered))?;
         Ok(GatherGuard { weights: model::assemble::embed(&self.values(&gathered))?, _whole: whole })
     }
 
-    /// What the embedding's backward needs: gradients and adapters, without the table.
+    /// Returns the gradients and adapters for the embedding's backward, without the table.
     ///
     /// # Errors
-    /// A parameter is missing, a fault of ours; a peer failed.
+    /// A parameter is missing, an internal error; a peer failed.
     pub fn embed_gradients(&self) -> Result<EmbedGradients> {
         self.prepare_backward(Segment::Embed)?;
         model::assemble::embed_gradients(&self.views(&Gathered::new()))
     }
 
-    /// The weights and gradients of block `layer`; the weights of block `next` are gathered meanwhile.
+    /// Returns the weights and gradients of block `layer`, and starts to gather those of block
+    /// `next`.
     ///
     /// # Errors
-    /// More than two segments are held at a time, a fault of ours; a peer failed.
+    /// More than two segments are held at a time, an internal error; a peer failed.
     pub fn block(&self, layer: usize, next: Option<usize>) -> Result<GatherGuard<'_, &BlockWeights>> {
         self.mesh.world().heartbeat();
         let next = next.map(Segment::Block);
@@ -227,18 +231,18 @@ impl ParamStore {
         Ok(GatherGuard { weights: &self.blocks[layer], _whole: whole })
     }
 
-    /// The head's weights, without gradients.
+    /// Returns the head's weights without gradients.
     ///
     /// # Errors
-    /// As [`ParamStore::block`].
+    /// The same as for [`ParamStore::block`].
     pub fn head(&self) -> Result<GatherGuard<'_, HeadWeights>> {
         self.hold_head(None, false)
     }
 
-    /// The head's weights and gradients; the weights of block `next` are gathered meanwhile.
+    /// Returns the head's weights and gradients, and starts to gather the weights of block `next`.
     ///
     /// # Errors
-    /// As [`ParamStore::block`].
+    /// The same as for [`ParamStore::block`].
     pub fn head_and_gradients(&self, next: Option<usize>) -> Result<GatherGuard<'_, HeadWeights>> {
         self.prepare_backward(Segment::Head)?;
         self.hold_head(next, true)
@@ -251,22 +255,24 @@ impl ParamStore {
         Ok(GatherGuard { weights: model::assemble::head(&self.config, &views)?, _whole: whole })
     }
 
-    /// Why what is computed without the adapter would not be the base model; none: it would be.
+    /// Returns the reason why computing without the adapter would differ from the base model, or
+    /// `None`.
     pub fn base_change(&self) -> Option<String> {
         let own = |bucket: &&Bucket| bucket.entries.iter().any(|entry| !entry.desc.kind.is_adapter());
         let trained = self.trainable().find(own).and_then(|bucket| bucket.entries.first());
         if let Some(entry) = trained {
-            return Some(format!("`{}` trains in its place in the model", entry.desc.name));
+            return Some(format!("`{}` is trained in place in the model", entry.desc.name));
         }
         if let Some(table) = self.adapters.rows.keys().next() {
-            return Some(format!("rows of `{table}` train in their place in the table"));
+            return Some(format!("rows of `{table}` are trained in place in the table"));
         }
         self.adapters.base_change.map(str::to_owned)
     }
 
-    /// Takes in the gradients that the backward of a micro-batch left for a segment: adds them to what the rank keeps, and
-    /// sums over the ranks where the strategy has it. `last`: no micro-batch of the step comes after. All ranks call it.
-    /// GPUs sum while the next segment's backward runs, until [`ParamStore::finish_reductions`].
+    /// Reduces the gradients of a micro-batch's backward for a segment: adds them to those that the
+    /// rank keeps, and sums them over ranks as the strategy requires. `last` marks the last
+    /// micro-batch of the step. All ranks call it. GPUs sum during the next segment's backward,
+    /// until [`ParamStore::finish_reductions`].
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
@@ -280,8 +286,8 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Makes room for the gradients of `segment`, before its backward: takes in the reductions that still go on with the
-    /// memory that they will lie in.
+    /// Prepares the backward of `segment`: waits for pending reductions that use the memory of its
+    /// gradients.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
@@ -289,13 +295,13 @@ impl ParamStore {
         self.grad_buffers.wait_for_reductions(&self.mesh, &self.buckets, Some(segment))
     }
 
-    /// From now on looks, before gradients are summed over ranks, whether this rank's are finite; or ends that. Whether some
-    /// were not since it began to look.
+    /// Starts or stops the check for non-finite local gradients before they are summed over ranks.
+    /// Returns whether any were seen since it started.
     pub fn watch_own_gradients(&self, looks: bool) -> bool {
         self.grad_buffers.watch(looks)
     }
 
-    /// Takes in all reductions that go on: gradients are there after it.
+    /// Waits for all pending reductions. Afterwards the gradients are complete.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
@@ -303,7 +309,7 @@ impl ParamStore {
         self.grad_buffers.wait_for_reductions(&self.mesh, &self.buckets, None)
     }
 
-    /// Brings what is computed with in line with what the optimizer updated. All ranks call it.
+    /// All-gathers the updated parameters, after copying masters to them. All ranks call it.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
@@ -323,8 +329,8 @@ impl ParamStore {
         self.scatter_trained_rows(None)
     }
 
-    /// Puts the trainable rows of a frozen table to their places in it: in the tables that are kept whole, or in
-    /// those among the runs just gathered.
+    /// Copies the trainable rows of a frozen table into the table: into tables that are kept whole,
+    /// or into those among the gathered runs.
     fn scatter_trained_rows(&self, gathered: Option<&Gathered>) -> Result<()> {
         for (module, ids) in &self.adapters.rows {
             let find = |name: &str| self.index.get(name).map(|&(b, e)| (b, &self.buckets[b].entries[e]));
@@ -348,7 +354,7 @@ impl ParamStore {
         Ok(())
     }
 
-    /// The mesh of the ranks that share the parameters.
+    /// Returns the mesh of the ranks that share the parameters.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.mesh
     }
@@ -361,22 +367,22 @@ impl ParamStore {
         self.gathers.bytes()
     }
 
-    /// What is kept away from the device.
+    /// Returns the tensors that are offloaded from the device.
     pub fn offload(&self) -> &OffloadTarget {
         &self.offload
     }
 
-    /// The buckets that train, in order of segments.
+    /// Returns the trainable buckets, in order of segments.
     pub fn trainable(&self) -> impl Iterator<Item = &Bucket> {
         self.buckets.iter().filter(|bucket| bucket.grad.is_some())
     }
 
-    /// True when the embedding has a gradient to compute.
+    /// Returns whether the embedding has a gradient to compute.
     pub fn embedding_trains(&self) -> bool {
         self.trainable().any(|bucket| bucket.segment == Segment::Embed)
     }
 
-    /// Most segments that were gathered at a time.
+    /// Returns the largest number of segments that were gathered at a time.
     pub fn most_gathered(&self) -> usize {
         self.gathers.most()
     }
@@ -389,8 +395,8 @@ impl ParamStore {
         self.trainable().try_for_each(Bucket::zero_gradients)
     }
 
-    /// The first of what `check` names that holds a NaN or an infinity in this rank's part, in words such as `the weight
-    /// lm_head.weight`.
+    /// Returns the first tensor of those that `check` selects with a NaN or an infinity in this
+    /// rank's part, as text such as `the weight lm_head.weight`.
     ///
     /// # Errors
     /// A tensor operation failed.
@@ -419,20 +425,20 @@ impl ParamStore {
         Ok(None)
     }
 
-    /// The bucket that holds the dense parameter called `name`, and its entry there.
+    /// Returns the bucket that holds the dense parameter called `name`, and its entry there.
     pub fn find(&self, name: &str) -> Option<(&Bucket, &BucketEntry)> {
         self.index.get(name).map(|&(b, e)| (&self.buckets[b], &self.buckets[b].entries[e]))
     }
 }
 
-/// Which values are looked at.
+/// The values to check for NaN and infinity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FiniteCheck {
     /// Parameters that do not train.
     FrozenWeights,
     /// Parameters that train.
     TrainedWeights,
-    /// The gradients as they are summed so far.
+    /// The gradients as summed so far.
     Gradients,
 }
 
@@ -494,8 +500,8 @@ fn buckets(
     Ok((buckets, packed))
 }
 
-/// Whether the host can hold `bytes` bytes of weights at all. A failed allocation would end the process without a word, and
-/// the system any process that fills its memory.
+/// Refuses a model whose `bytes` of weights exceed the memory of the host. A failed allocation
+/// would end the process without a message, and the system kills processes that fill its memory.
 fn check_host_memory(bytes: u64) -> Result<()> {
     match host_memory().filter(|memory| bytes > memory.limit) {
         None => Ok(()),
@@ -513,7 +519,8 @@ fn check_host_memory(bytes: u64) -> Result<()> {
     }
 }
 
-/// What has to be gathered or brought for each segment: its own runs, for the head of a tied model also the table's.
+/// Returns the runs to gather or load for each segment: its own, and for the head of a tied model
+/// also those of the table.
 fn shard_runs(
     config: &ModelConfig,
     buckets: &[Bucket],

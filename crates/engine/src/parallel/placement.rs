@@ -1,4 +1,4 @@
-//! Who keeps what: the table of the strategies.
+//! Placement of tensors on ranks: the table of the sharding strategies.
 //!
 //! ```text
 //!         ranks along   values   gradients  update   sent per step and rank (r = (N-1)/N; P elements of b bytes; A micro-steps)
@@ -11,12 +11,13 @@
 //! hsdp    R=N/S  S      as fsdp over the shard axis; the gradients' shards are summed over the data axis: + A 2 (R-1)/R P/S b_g
 //! ```
 //!
-//! Adapters are small: fsdp and hsdp keep them whole and sum their gradients once a step, as ddp does.
+//! Adapters are small: fsdp and hsdp keep them whole and sum their gradients once a step, as ddp
+//! does.
 
 use super::mesh_shape::{MeshAxis, MeshShape};
 use crate::error::{Error, Result};
 
-/// How parameters, gradients and optimizer states are spread over ranks.
+/// The distribution of parameters, gradients and optimizer states over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShardingStrategy {
     /// One rank that holds everything.
@@ -29,35 +30,35 @@ pub enum ShardingStrategy {
     Zero2,
     /// Everything is sharded (ZeRO-3).
     Fsdp,
-    /// Everything is sharded over groups of this many ranks, which hold the same.
+    /// Everything is sharded over groups of this many ranks; the groups are replicas.
     Hsdp(usize),
 }
 
-/// How a tensor lies on the ranks of a mesh, as DTensor's placements say it: it is split along one axis at most, and the
-/// same along all others.
+/// The placement of a tensor on the ranks of a mesh, as in DTensor: split along at most one axis,
+/// and replicated along all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
     /// Every rank has all of it: DTensor's `Replicate()`.
     Replicated,
-    /// Each rank along `axis` has one of as many equal parts: DTensor's `Shard(dim)`.
+    /// Each rank along `axis` has one of equal parts: DTensor's `Shard(dim)`.
     Sharded {
-        /// The axis whose ranks share it out.
+        /// The axis of the ranks that have the parts.
         axis: MeshAxis,
-        /// The dimension that is cut. A bucket is flat, so it has dimension 0 alone.
+        /// The dimension that is split. A bucket is flat, so it has dimension 0 alone.
         dim: usize,
     },
 }
 
 impl Placement {
-    /// The placement of a flat bucket that the ranks of the shard axis share out.
+    /// A flat bucket, sharded over the ranks of the shard axis.
     pub const FLAT_SHARD: Placement = Placement::Sharded { axis: MeshAxis::Shard, dim: 0 };
 
-    /// Whether a rank has only a part.
+    /// Returns whether a rank has only a part.
     pub fn is_sharded(self) -> bool {
         self != Placement::Replicated
     }
 
-    /// The axis that splits the tensor; none when every rank has all of it.
+    /// Returns the axis that splits the tensor, or `None` if every rank has all of it.
     pub fn axis(self) -> Option<MeshAxis> {
         match self {
             Placement::Replicated => None,
@@ -66,20 +67,20 @@ impl Placement {
     }
 }
 
-/// What a rank keeps of a bucket.
+/// The parts of a bucket that a rank keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardingSpec {
-    /// Values that are computed with.
+    /// Placement of the compute values.
     pub values: Placement,
-    /// Gradients after they are summed.
+    /// Placement of gradients after they are summed.
     pub gradients: Placement,
-    /// Masters, moments, and the part that the optimizer updates.
+    /// Placement of masters, moments, and the values that the optimizer updates.
     pub update: Placement,
 }
 
 impl ShardingSpec {
-    /// The axis along which new values are gathered after an update, where each rank computes with all of them and
-    /// updates its part.
+    /// Returns the axis along which new values are gathered after an update, if each rank computes
+    /// with all values and updates its part.
     pub(super) fn param_gather_axis(self) -> Option<MeshAxis> {
         match self.values {
             Placement::Replicated => self.update.axis(),
@@ -87,11 +88,10 @@ impl ShardingSpec {
         }
     }
 
-    /// Refuses what flat buckets cannot be.
+    /// Refuses placements that flat buckets do not support.
     ///
-    /// # Errors
-    /// An internal error for a placement over another axis than the shard axis, or along another dimension than the one
-    /// that a flat buffer has.
+    /// # Errors An internal error for a placement over another axis than the shard axis, or along
+    /// another dimension than the one that a flat buffer has.
     pub(super) fn check_flat(self) -> Result<()> {
         let flat = [Placement::Replicated, Placement::FLAT_SHARD];
         match [self.values, self.gradients, self.update].into_iter().find(|one| !flat.contains(one)) {
@@ -102,7 +102,7 @@ impl ShardingSpec {
     }
 }
 
-/// What a bucket holds, as far as its placement goes.
+/// The role of a bucket's contents for placement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParamRole {
     /// Base weights under an adapter.
@@ -114,7 +114,7 @@ pub enum ParamRole {
 }
 
 impl ShardingStrategy {
-    /// The row of the strategy for `ranks` ranks: how many there are along each axis.
+    /// Returns the shape of the mesh for `ranks` ranks: the number of ranks along each axis.
     ///
     /// # Errors
     /// The groups of hsdp do not divide the ranks.
@@ -132,7 +132,7 @@ impl ShardingStrategy {
         })
     }
 
-    /// Ranks that share out one copy of what is sharded, of `ranks` in all.
+    /// Returns the number of ranks, of `ranks` in all, that shard one copy.
     pub fn shard_size(self, ranks: usize) -> usize {
         match self {
             ShardingStrategy::Single | ShardingStrategy::Ddp => 1,
@@ -141,7 +141,8 @@ impl ShardingStrategy {
         }
     }
 
-    /// The axis over which a bucket's sum is cut into equal runs, to whose multiples buckets are padded.
+    /// Returns the axis over which a bucket's sum is cut into equal runs. Buckets are padded to
+    /// multiples of them.
     pub(super) fn sum_axis(self) -> MeshAxis {
         match self {
             ShardingStrategy::Single | ShardingStrategy::Ddp => MeshAxis::Data,
@@ -149,7 +150,7 @@ impl ShardingStrategy {
         }
     }
 
-    /// What a rank keeps of a bucket.
+    /// Returns the parts of a bucket that a rank keeps.
     pub fn sharding_spec(self, content: ParamRole) -> ShardingSpec {
         use Placement::Replicated;
         const SHARDED: Placement = Placement::FLAT_SHARD;

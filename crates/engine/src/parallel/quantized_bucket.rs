@@ -1,6 +1,6 @@
-//! Flat buffers of quantized matrices, one for each type of element: a matrix is the runs of memory that its format
-//! lists ([`QuantFormat::layout`]), so that quantized weights are loaded, moved and sharded as the memory they are, never
-//! cast.
+//! Flat buffers of quantized matrices, one for each element type. A matrix consists of the runs of
+//! memory that its format lists ([`QuantFormat::layout`]). Quantized weights are loaded, moved and
+//! sharded as raw memory, never cast.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,17 +18,18 @@ use crate::runtime::TensorMut;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::ParamStorage;
 
-/// Where the runs of a slot lie.
+/// The positions of the runs of a matrix.
 #[derive(Debug, Clone)]
 struct QuantizedEntry {
     desc: ParamDesc,
     format: QuantFormat,
     runs: Vec<RunSlot>,
-    /// The mean of the scales; known to the rank that filled the entry until [`QuantizedBucket::offsets`] are shared.
+    /// The mean of the scales. Only the rank that filled the entry has it until
+    /// [`QuantizedBucket::offsets`] are shared.
     offset: f32,
 }
 
-/// Where a run lies in the buffer of its type.
+/// The position of a run in the buffer of its type.
 #[derive(Debug, Clone)]
 struct RunSlot {
     run: QuantRun,
@@ -41,14 +42,14 @@ impl RunSlot {
     }
 }
 
-/// Quantized slots of one segment.
+/// The quantized matrices of one segment.
 #[derive(Debug)]
 pub(super) struct QuantizedBucket {
     /// The segment that uses it.
     pub(super) segment: Segment,
-    /// The runs of all slots.
+    /// The runs of all matrices, by type.
     pub(super) buffers: BTreeMap<RunDtype, QuantizedBuffer>,
-    /// They are not on the device.
+    /// True if they are offloaded from the device.
     pub(super) away: bool,
     entries: Vec<QuantizedEntry>,
 }
@@ -58,15 +59,16 @@ pub(super) struct QuantizedBucket {
 pub(super) struct QuantizedBuffer {
     /// All elements, or this rank's shard of them.
     pub(super) values: ParamStorage,
-    /// Elements of the whole, padding included.
+    /// Number of elements of the whole, padding included.
     pub(super) len: usize,
 }
 
-/// Starts of runs are multiples of this many elements.
+/// Alignment of the starts of runs, in elements.
 const ALIGN: usize = 64;
 
 impl QuantizedBucket {
-    /// Lays out `descs`, which all have a format, and fills, one at a time, those of which this rank keeps something.
+    /// Lays out `descs`, which all have a format, and fills, one at a time, those of which this
+    /// rank keeps a part.
     pub(super) fn new(
         descs: Vec<ParamDesc>,
         bucket_options: BucketOptions<'_>,
@@ -95,7 +97,7 @@ impl QuantizedBucket {
                 builders.fill(&slot.range, values)?;
             }
             if runs.first().is_none_or(|slot| !kept(slot.dtype()).contains(&slot.range.start)) {
-                // Another rank answers for it.
+                // Another rank contributes it.
                 *offset = 0.0;
             }
         }
@@ -109,7 +111,7 @@ impl QuantizedBucket {
         Ok(QuantizedBucket { segment, buffers, away: bucket_options.values.is_away(), entries })
     }
 
-    /// Bytes that all runs of `descs` take up in a file.
+    /// Returns the bytes that all runs of `descs` occupy in a file.
     pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
         let BucketLayout { lens, .. } = layout(descs.to_vec(), bucket_options.unit(ALIGN))?;
         let room = |(dtype, len): (RunDtype, usize)| {
@@ -122,22 +124,22 @@ impl QuantizedBucket {
         Ok(lens.into_iter().map(room).sum())
     }
 
-    /// This rank keeps less than all.
+    /// Returns whether this rank keeps less than all.
     pub(super) fn sharded(&self) -> bool {
         self.buffers.values().any(|buffer| buffer.values.elements() < buffer.len)
     }
 
-    /// The mean of each entry's scales, 0 where another rank of the shard's group knows it.
+    /// Returns the mean of each entry's scales, 0 if another rank of the shard group has it.
     pub(super) fn offsets(&mut self) -> impl Iterator<Item = &mut f32> {
         self.entries.iter_mut().map(|entry| &mut entry.offset)
     }
 
-    /// Names, in order.
+    /// Returns the names of the matrices, in order.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.entries.iter().map(|entry| entry.desc.name.as_str())
     }
 
-    /// The view of an entry for use in a segment; `whole` gives the whole buffer of a type.
+    /// Returns the view of an entry for use in a segment; `whole` gives the whole buffer of a type.
     pub(super) fn quantized(
         &self,
         entry: usize,
@@ -157,14 +159,15 @@ impl QuantizedBucket {
     }
 }
 
-/// A rank's part of the buffers while they are filled.
+/// A rank's part of the buffers during loading.
 struct RunBuilders {
     bytes: BucketBuilder<u8>,
     floats: BucketBuilder<f32>,
 }
 
 impl RunBuilders {
-    /// The memory of each run, to be written in place; none unless all of it is kept and in memory.
+    /// Returns the memory of each run to write in place, or `None` unless all of it is kept and in
+    /// memory.
     fn in_place(&mut self, runs: &[RunSlot]) -> Option<Vec<RunMut<'_>>> {
         let of = |dtype: RunDtype| {
             runs.iter().filter(move |slot| slot.dtype() == dtype).map(|slot| slot.range.clone())
@@ -178,7 +181,7 @@ impl RunBuilders {
         runs.iter().map(memory).collect()
     }
 
-    /// Takes what is kept of the run `range` of the whole.
+    /// Stores this rank's part of the run `range` of the whole.
     fn fill(&mut self, range: &Range<usize>, values: &RunBuffer) -> Result<()> {
         match values {
             RunBuffer::U8(values) => self.bytes.fill(range.clone(), |to| copy(to, values)),
@@ -192,13 +195,14 @@ fn copy<T: Copy>(to: &mut [T], values: &[T]) -> Result<()> {
     Ok(())
 }
 
-/// Where slots lie, and how long the buffers are.
+/// The positions of matrices, and the lengths of the buffers.
 struct BucketLayout {
     entries: Vec<QuantizedEntry>,
     lens: BTreeMap<RunDtype, usize>,
 }
 
-/// Places for the runs of `descs`, and the lengths of the buffers, multiples of `unit`.
+/// Computes the positions of the runs of `descs`, and the lengths of the buffers, multiples of
+/// `unit`.
 fn layout(descs: Vec<ParamDesc>, unit: usize) -> Result<BucketLayout> {
     let mut lens = BTreeMap::from([(RunDtype::U8, 0), (RunDtype::F32, 0)]);
     let mut entries = Vec::with_capacity(descs.len());

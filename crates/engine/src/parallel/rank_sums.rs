@@ -1,4 +1,4 @@
-//! What the ranks of a store tell one another besides weights and gradients: norms, sums and findings.
+//! Sums and messages that the ranks of a store exchange besides weights and gradients.
 
 use std::collections::BTreeMap;
 
@@ -13,11 +13,11 @@ use crate::error::Result;
 use crate::ops::elementwise::{SquareSums, sums_of_squares};
 use crate::runtime::cpu_tensor::memory;
 
-/// Bytes of a text that a rank tells the others; longer ones are cut.
+/// Bytes of a text that a rank broadcasts; longer ones are cut.
 const FOUND_BYTES: usize = 512;
 
 impl ParamStore {
-    /// The Euclidean norm of all gradients, alike on all ranks.
+    /// Returns the Euclidean norm of all gradients, the same on all ranks.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
@@ -25,18 +25,19 @@ impl ParamStore {
         self.norm_of(self.gradient_squares()?)
     }
 
-    /// Starts summing the squares of this rank's gradients; a GPU goes on with it while the host does other things.
+    /// Starts summing the squares of this rank's gradients. A GPU continues while the host does
+    /// other work.
     ///
     /// # Errors
     /// A tensor operation failed.
     pub fn gradient_squares(&self) -> Result<SquareSums> {
         let grads: Vec<Option<Tensor>> = self.trainable().map(Bucket::gradient).collect::<Result<_>>()?;
-        // On the device, wherever gradients are kept: sums of parts differ between devices.
+        // On the device for any storage of gradients: partial sums differ between devices.
         sums_of_squares(&grads.iter().flatten().collect::<Vec<_>>(), &self.device)
     }
 
-    /// The norm of gradients with these [squares](ParamStore::gradient_squares): those of a bucket that is split are
-    /// summed over the axis that splits it, in one all-reduce an axis.
+    /// Returns the norm of gradients with these [squares](ParamStore::gradient_squares). Those of a
+    /// split bucket are summed over the axis that splits it, in one all-reduce per axis.
     ///
     /// # Errors
     /// An operation of the device failed; a peer failed.
@@ -60,10 +61,10 @@ impl ParamStore {
         Ok(whole.sqrt())
     }
 
-    /// Replaces `values` by their sums over all ranks; later collectives may rely on all ranks having come here.
+    /// Replaces `values` by their sums over all ranks, and so also synchronizes all ranks.
     ///
     /// # Errors
-    /// A peer failed, or sums something else.
+    /// A peer failed, or a peer sums other values.
     pub fn sum(&self, what: &'static str, values: &mut [f64]) -> Result<()> {
         if self.mesh().world().size() == 1 {
             return Ok(());
@@ -74,7 +75,8 @@ impl ParamStore {
         Ok(())
     }
 
-    /// The ranks that say `yes`, ascending; the same answer on all ranks, which all call it.
+    /// Returns the ranks that pass `yes`, ascending. The result is the same on all ranks, which all
+    /// call it.
     ///
     /// # Errors
     /// A peer failed.
@@ -86,7 +88,8 @@ impl ParamStore {
         Ok((0..said.len()).filter(|rank| said[*rank] > 0.0).collect())
     }
 
-    /// The lowest rank that says `yes`, if any does; the same answer on all ranks, which all call it.
+    /// Returns the lowest rank that passes `yes`, if any. The result is the same on all ranks,
+    /// which all call it.
     ///
     /// # Errors
     /// A peer failed.
@@ -94,8 +97,8 @@ impl ParamStore {
         Ok(self.ranks_that(yes)?.first().copied())
     }
 
-    /// What the lowest rank that found something found, with that rank where there are several, or with the word that
-    /// every rank did; the same answer on all ranks, which all call it.
+    /// Returns the finding of the lowest rank that has one, with that rank or `every rank` appended
+    /// if the run has several ranks. The result is the same on all ranks, which all call it.
     ///
     /// # Errors
     /// A peer failed.
@@ -117,8 +120,9 @@ impl ParamStore {
         Ok(Some(format!("{text} on {where_found}")))
     }
 
-    /// All of what `own` is this rank's run of, such as the bucket's masters: flat, in the dtype of `own`. All ranks of
-    /// the axis that splits the bucket's updates call it.
+    /// Gathers the whole of a tensor of which `own` is this rank's run, such as the bucket's
+    /// masters: flat, in the dtype of `own`. All ranks of the axis that splits the bucket's updates
+    /// call it.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
@@ -131,7 +135,7 @@ impl ParamStore {
         let ticket =
             shards.start_all_gather(call!("whole of", bucket.segment), &memory(own)?, &memory(&all)?)?;
         shards.finish(ticket)?;
-        // Nobody frees what a slower peer still reads.
+        // No rank may free memory that a slower peer still reads.
         shards.barrier(call!("whole of", bucket.segment))?;
         Ok(all)
     }

@@ -1,4 +1,4 @@
-//! The trainable tensors of a store one by one: which of them a gradient reaches, and new values for them.
+//! Access to single trainable tensors of a store: checks for gradients, and new values.
 
 use candle_core::{Device, Tensor};
 
@@ -8,7 +8,7 @@ use super::param_store::ParamStore;
 use crate::error::Result;
 use crate::ops::elementwise::sums_of_squares;
 
-/// A trainable tensor: its bucket among those that train, and its place among the entries of that.
+/// A trainable tensor: its bucket among those that train, and its index among the bucket's entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EntryIndex {
     bucket: usize,
@@ -16,7 +16,7 @@ pub struct EntryIndex {
 }
 
 impl ParamStore {
-    /// Every trainable tensor, alike on all ranks.
+    /// Returns every trainable tensor, in the same order on all ranks.
     pub fn trainable_entries(&self) -> Vec<EntryIndex> {
         let of_bucket =
             |(bucket, entries): (usize, usize)| (0..entries).map(move |entry| EntryIndex { bucket, entry });
@@ -24,12 +24,12 @@ impl ParamStore {
         counts.enumerate().flat_map(of_bucket).collect()
     }
 
-    /// The name of a trainable tensor of this store.
+    /// Returns the name of a trainable tensor of this store.
     pub fn trainable_name(&self, at: EntryIndex) -> Option<&str> {
         Some(self.trainable().nth(at.bucket)?.entries.get(at.entry)?.desc.name.as_str())
     }
 
-    /// For each of `entries`, whether this rank's part of its gradient holds anything but zeros.
+    /// Returns for each of `entries` whether this rank's part of its gradient has a non-zero value.
     ///
     /// # Errors
     /// A tensor operation failed.
@@ -50,8 +50,8 @@ impl ParamStore {
         Ok(parts.iter().map(has).collect())
     }
 
-    /// Gives every trainable tensor the values that `fill` writes, in f32, and brings what is computed with in line. All
-    /// ranks call it.
+    /// Sets every trainable tensor to the f32 values that `fill` writes, and updates the compute
+    /// values. All ranks call it.
     ///
     /// # Errors
     /// Those of `fill`; a tensor operation failed; a peer failed.

@@ -1,4 +1,5 @@
-//! Names to weights: a segment's parameters as views on buckets, kept whole or gathered for the moment.
+//! Maps names to weights: a segment's parameters as views on buckets, kept whole or gathered
+//! temporarily.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -15,27 +16,27 @@ use crate::weights::LM_HEAD;
 /// The adapter on one module.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LoraSpec {
-    /// Factor on B·A.
+    /// Factor of B·A.
     pub scale: f64,
-    /// Probability that an input value is dropped.
+    /// Dropout probability of input values.
     pub dropout: f32,
 }
 
-/// What is adapted, by module.
+/// The adapters of a model, by module.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Adapters {
-    /// Constants of the modules with LoRA or DoRA.
+    /// Constants of modules with LoRA or DoRA.
     pub loras: BTreeMap<String, LoraSpec>,
     /// Tokens whose rows of a table train.
     pub rows: BTreeMap<String, Vec<u32>>,
-    /// What makes the frozen weights differ from the base's own; none: they are the base's.
+    /// The reason why the frozen weights differ from the base model's, or `None` if they do not.
     pub base_change: Option<&'static str>,
 }
 
-/// The end of the name of the slot that holds a table's trainable rows (PEFT's).
+/// The suffix of the name of a table's trainable rows (PEFT's).
 pub const TOKEN_ROWS: &str = ".token_adapter.trainable_tokens_delta";
 
-/// The buckets while the weights of a segment are put together.
+/// The buckets from which the weights of a segment are assembled.
 pub(super) struct SegmentViews<'a> {
     pub(super) buckets: &'a [Bucket],
     pub(super) packed: &'a [QuantizedBucket],
@@ -44,13 +45,13 @@ pub(super) struct SegmentViews<'a> {
     pub(super) packed_index: &'a HashMap<String, (usize, usize)>,
     pub(super) adapters: &'a Adapters,
     pub(super) dtype: DType,
-    /// What is gathered.
+    /// The gathered values.
     pub(super) gathered: &'a Gathered,
-    /// Where backward adds the gradients of a bucket; none where there is no backward.
+    /// Returns the memory of a bucket's gradients; `None` without a backward.
     pub(super) grads: Option<GradLookup<'a>>,
 }
 
-/// From a bucket's index to the memory of its gradients.
+/// Maps a bucket's index to the memory of its gradients.
 type GradLookup<'a> = Box<dyn Fn(usize) -> Result<Option<TensorMut>> + 'a>;
 
 impl SegmentViews<'_> {
@@ -58,14 +59,14 @@ impl SegmentViews<'_> {
         self.index.contains_key(name).then(|| self.param(name)).transpose()
     }
 
-    /// The bucket that holds a parameter, and where in it.
+    /// Returns the bucket of a parameter and its entry there.
     fn entry(&self, name: &str) -> Result<(usize, &BucketEntry)> {
         let &(b, e) =
             self.index.get(name).ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
         Ok((b, &self.buckets[b].entries[e]))
     }
 
-    /// All values of a bucket; none when it is sharded or away, and not gathered.
+    /// Returns all values of a bucket, or `None` if it is sharded or offloaded, and not gathered.
     fn values(&self, index: usize) -> Option<&TensorMut> {
         self.buckets[index].resident().or_else(|| self.gathered.get(&BufferId::Values(index)))
     }
@@ -123,7 +124,7 @@ impl ParamLookup for SegmentViews<'_> {
 
     fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>> {
         let Some(spec) = self.adapters.loras.get(module) else { return Ok(None) };
-        // PEFT names the pair of an embedding otherwise.
+        // PEFT uses other names for the pair of an embedding.
         let [a, b] = match self.optional(&format!("{module}.lora_embedding_A"))? {
             Some(a) => [a, self.param(&format!("{module}.lora_embedding_B"))?],
             None => [

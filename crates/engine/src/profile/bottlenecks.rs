@@ -1,60 +1,64 @@
-//! What holds a run up, and which key or hardware would change it: one table of rules with their thresholds.
+//! Bottleneck rules: a table of causes of lost time, their thresholds, and the keys or hardware
+//! that help.
 //!
-//! Rules over the seconds of the parts of a step need no trace and are asked after every run; they say something there
-//! only where much time was lost. The others need a trace.
+//! Rules over the seconds of the parts of a step need no trace and run after every run. Without a
+//! trace they report only a large loss of time. The other rules need a trace.
 
 use super::op_table::{OpRow, OpTable};
 use crate::median::median;
 use crate::report::StepReport;
 use crate::runtime::trace::SpanKind;
 
-/// Seconds that must have been lost for a run without a trace to say so: a short run has other sorrows.
+/// Seconds that a run without a trace must lose before a rule reports it: very short runs have
+/// other costs.
 const LEAST_LOST_SECS: f64 = 1.0;
-/// Steps that such a run must have had: the first is longer than others.
+/// Minimum number of steps of such a run: the first step takes longer than others.
 const LEAST_STEPS: u64 = 2;
-/// An operation is memory-bound that moves at least this part of what a copy moves in a second,
+/// An operation is memory-bound if it moves at least this fraction of the bytes per second of a
+/// copy,
 const NEAR_COPY: f64 = 0.5;
-/// and multiplies at most this part of what a product does.
+/// and computes at most this fraction of the FLOP/s of a matrix product.
 const FAR_FROM_PRODUCTS: f64 = 0.1;
 
-/// How fast the device copies and multiplies.
+/// The speed of the device at copies and matrix products.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CopyAndProductRates {
-    /// Bytes a second that a copy reads and writes.
+    /// Bytes per second that a copy reads and writes.
     pub copy_bytes: f64,
-    /// Floating-point operations a second of a product.
+    /// Floating-point operations per second of a product.
     pub product_flops: f64,
 }
 
-/// What is known of a run at its end.
+/// Measurements of a run at its end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RunFacts {
-    /// Steps that were measured.
+    /// Number of measured steps.
     pub steps: u64,
-    /// The first rank's seconds of taking rows.
+    /// Seconds in which the first rank loaded rows.
     pub data_secs: f64,
-    /// Its seconds inside collectives.
+    /// Seconds that it spent in collectives.
     pub exposed_secs: f64,
-    /// Its seconds of waiting for checkpoints.
+    /// Seconds in which it waited for checkpoints.
     pub save_secs: f64,
-    /// Its seconds of all parts together, evaluation left out.
+    /// Seconds of all its parts together, without evaluation.
     pub all_secs: f64,
     /// Seconds of the steps themselves.
     pub step_secs: f64,
-    /// Seconds that each rank computed in them, without its waits; nothing for a single rank.
+    /// Seconds that each rank computed in the steps, without its waits; empty for a single rank.
     pub rank_secs: Vec<f64>,
-    /// Whether it computed on a GPU.
+    /// True if the run computed on a GPU.
     pub on_gpu: bool,
-    /// Whether the plan's memory would fit without computing activations again; none where that is not done.
+    /// True if the planned memory suffices without recomputing activations; `None` if the run does
+    /// not recompute.
     pub fits_without_recompute: Option<bool>,
-    /// The steps that were traced, if any were.
+    /// The table of the traced steps, if any.
     pub trace: Option<OpTable>,
-    /// How fast the device is; none where nobody measured it.
+    /// The speed of the device; `None` if it was not measured.
     pub rates: Option<CopyAndProductRates>,
 }
 
 impl RunFacts {
-    /// Counts a step.
+    /// Adds the measurements of a step.
     pub fn add_step(&mut self, report: &StepReport) {
         self.steps += 1;
         self.step_secs += report.step_secs;
@@ -66,7 +70,7 @@ impl RunFacts {
         self.rank_secs.iter_mut().zip(&report.rank_secs).for_each(|(sum, secs)| *sum += secs);
     }
 
-    /// Counts seconds of saving that are no step's.
+    /// Adds seconds of saving outside of steps.
     pub fn add_save(&mut self, secs: f64) {
         self.save_secs += secs;
         self.all_secs += secs;
@@ -76,34 +80,34 @@ impl RunFacts {
 /// A rule of the table.
 #[derive(Debug)]
 pub struct BottleneckRule {
-    /// What it is called.
+    /// Name of the rule.
     pub name: &'static str,
-    /// The share of the time from which on it holds.
+    /// The rule applies from this share of the time on.
     pub threshold: f64,
-    /// What would change it.
+    /// The proposed remedy as text.
     pub change: &'static str,
     measure: fn(&RunFacts) -> Option<Measured>,
 }
 
-/// What a rule finds.
+/// The measurement of a rule.
 struct Measured {
-    /// Seconds that were lost.
+    /// Lost seconds.
     secs: f64,
-    /// Those among which they are counted.
+    /// The seconds of which they are a part.
     all: f64,
-    /// What the share is, in words, after "… % of the time".
+    /// The text after "… % of the time".
     what: String,
-    /// Of all of the run's seconds, not of a trace alone.
+    /// True if the share is of the whole run, false if of a trace.
     of_run: bool,
 }
 
-/// All rules, those that hold up most people first.
+/// All rules, the most frequent ones first.
 pub const RULES: [BottleneckRule; 9] = [
     BottleneckRule {
         name: "input-bound",
         threshold: 0.10,
-        change: "larger micro-batches (`train.micro_batch_size`) and `data.packing = true` take fewer, fuller rows; a \
-                 faster processor takes them sooner",
+        change: "use larger micro-batches (`train.micro_batch_size`), `data.packing = true` for fewer, fuller rows, or a \
+                 faster processor",
         measure: input,
     },
     BottleneckRule {
@@ -144,38 +148,38 @@ pub const RULES: [BottleneckRule; 9] = [
     BottleneckRule {
         name: "memory-bound operations",
         threshold: 0.40,
-        change: "for an optimizer: `train.gradient_accumulation_steps`, `optimizer.state = \"int8\"`; else `model.dtype = \
+        change: "for an optimizer: `train.gradient_accumulation_steps`, `optimizer.state = \"int8\"`; otherwise `model.dtype = \
                  \"bf16\"`, or memory with more bandwidth",
         measure: memory_bound,
     },
     BottleneckRule {
         name: "dtype casts",
         threshold: 0.05,
-        change: "keep weights in the type that is computed in: `model.dtype`, and `optimizer.master = \"none\"` where all \
+        change: "keep weights in the compute dtype: `model.dtype`, and `optimizer.master = \"none\"` if all \
                  weights train in bf16",
         measure: casts,
     },
     BottleneckRule {
         name: "host-device copies",
         threshold: 0.10,
-        change: "keep on the device what is copied: `parallel.offload = \"none\"`, or \"optimizer\" instead of \"params\"; \
-                 else a wider PCIe link",
+        change: "keep the copied tensors on the device: `parallel.offload = \"none\"`, or \"optimizer\" instead of \"params\"; \
+                 otherwise use a wider PCIe link",
         measure: copies,
     },
 ];
 
-/// A rule that holds.
+/// A rule that applies to a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bottleneck {
     /// The rule's name.
     pub name: &'static str,
-    /// The share of the time that it is about.
+    /// The share of the time that it covers.
     pub share: f64,
-    /// Name, share, and what to change, for people.
+    /// Name, share and remedy as text.
     pub text: String,
 }
 
-/// The bottlenecks of a run, in the order of [`RULES`]: none in a healthy one.
+/// Returns the bottlenecks of a run, in the order of [`RULES`]; empty for a healthy one.
 pub fn find(facts: &RunFacts) -> Vec<Bottleneck> {
     let holds = |rule: &BottleneckRule| {
         let Measured { secs, all, what, of_run } = (rule.measure)(facts).filter(|found| found.all > 0.0)?;
@@ -200,14 +204,14 @@ fn of_trace(secs: f64, table: &OpTable, what: impl Into<String>) -> Option<Measu
 }
 
 fn input(facts: &RunFacts) -> Option<Measured> {
-    of_run(facts.data_secs, facts.all_secs, "rows were taken, and nothing was computed")
+    of_run(facts.data_secs, facts.all_secs, "rows were loaded while nothing was computed")
 }
 
 fn saving(facts: &RunFacts) -> Option<Measured> {
     of_run(facts.save_secs, facts.all_secs, "training waited for checkpoints")
 }
 
-/// What a rank computed beyond the median of all.
+/// Measures the time that the slowest rank computed beyond the median of all ranks.
 fn straggler(facts: &RunFacts) -> Option<Measured> {
     let median = median(facts.rank_secs.iter().copied())?;
     let (rank, secs) = facts.rank_secs.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1))?;
@@ -217,7 +221,7 @@ fn straggler(facts: &RunFacts) -> Option<Measured> {
     of_run(secs - median, median, what)
 }
 
-/// The waits of the rank that waited least: others wait for a straggler, too.
+/// Measures the waits of the busiest rank: others also wait for a straggler.
 fn communication(facts: &RunFacts) -> Option<Measured> {
     let busiest = facts.rank_secs.iter().copied().reduce(f64::max)?;
     let waited = (facts.step_secs - busiest).max(0.0).min(facts.exposed_secs);
@@ -253,7 +257,7 @@ fn memory_bound(facts: &RunFacts) -> Option<Measured> {
 fn casts(facts: &RunFacts) -> Option<Measured> {
     let table = facts.trace.as_ref()?;
     let secs = table.operations.iter().filter(|row| row.name == "cast").map(|row| row.self_secs).sum();
-    of_trace(secs, table, "values were only brought into another type")
+    of_trace(secs, table, "values were only converted to another type")
 }
 
 fn copies(facts: &RunFacts) -> Option<Measured> {
@@ -265,7 +269,8 @@ fn copies(facts: &RunFacts) -> Option<Measured> {
 mod tests {
     use super::*;
 
-    /// Ten seconds of training on two ranks with a trace of one second, nothing wrong with it.
+    /// Returns ten seconds of training on two ranks with a trace of one second, without a
+    /// bottleneck.
     fn healthy() -> RunFacts {
         let mut facts = RunFacts {
             on_gpu: true,
@@ -310,13 +315,13 @@ mod tests {
         find(facts).into_iter().map(|found| found.name).collect()
     }
 
-    /// Plants a bottleneck in a healthy run.
+    /// Adds a bottleneck to a healthy run.
     type Plant = fn(&mut RunFacts);
 
     fn secs_of(facts: &mut RunFacts, name: &str, secs: f64) {
         let rows = facts.trace.iter_mut().flat_map(|table| &mut table.operations);
         rows.filter(|row| row.name == name).for_each(|row| {
-            // As fast as before.
+            // The operation keeps its speed.
             row.bytes = (row.bytes as f64 * secs / row.self_secs) as u64;
             row.self_secs = secs;
         });
@@ -356,12 +361,12 @@ mod tests {
         assert_eq!(names(&facts), [""; 0]);
         slow(&mut facts);
         assert_eq!(names(&facts), ["input-bound"]);
-        // The same share of a run that was over at once.
+        // The same share in a very short run.
         let short = |secs: f64| RunFacts { data_secs: 0.2 * secs, all_secs: secs, ..plain(healthy()) };
         assert_eq!(names(&short(4.0)), [""; 0]);
         assert_eq!(names(&short(6.0)), ["input-bound"]);
         assert_eq!(names(&RunFacts { steps: 1, ..short(6.0) }), [""; 0]);
-        // A single rank waits for nobody.
+        // A single rank waits for no other.
         assert_eq!(names(&RunFacts { rank_secs: Vec::new(), ..facts }), ["input-bound"]);
         assert_eq!(names(&RunFacts::default()), [""; 0]);
     }

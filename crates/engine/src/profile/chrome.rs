@@ -1,5 +1,6 @@
-//! A trace as the JSON of Chrome's trace event format, which Perfetto and chrome://tracing open: a process for each rank,
-//! complete events ("X") for spans, counters ("C") for memory, metadata ("M") for names. Times are in microseconds.
+//! Writes a trace as JSON in Chrome's trace event format, which Perfetto and chrome://tracing open.
+//! It has a process for each rank, complete events ("X") for spans, counters ("C") for memory, and
+//! metadata ("M") for names. Times are in microseconds.
 
 use std::path::Path;
 
@@ -9,24 +10,24 @@ use crate::error::{Error, Result};
 use crate::runtime::trace::{SpanInfo, SpanKind, TraceEvents, base_nanos};
 use crate::weights::write_text;
 
-/// Names of a rank's threads, by their numbers.
+/// Names of a rank's threads, by their indices.
 const THREADS: [&str; 2] = ["rank", "checkpoint writer"];
 
-/// What a trace says of its rank.
+/// The data of a trace about its rank.
 #[derive(Debug, Clone, Copy)]
 pub struct TracedRank {
-    /// Its number among all ranks.
+    /// Its index among all ranks.
     pub rank: usize,
-    /// How many there are.
+    /// Number of all ranks.
     pub ranks: usize,
-    /// Bytes that the rank sent in the steps of the trace, as its groups counted them.
+    /// Bytes that the rank sent in the traced steps, as counted by its groups.
     pub sent_bytes: u64,
 }
 
 /// Writes the trace of a rank to `path`.
 ///
 /// # Errors
-/// The disk refuses it.
+/// The disk is full or fails.
 pub fn write(path: &Path, of: TracedRank, events: &TraceEvents) -> Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(|e| Error::io("make", folder, &e))?;
@@ -34,7 +35,7 @@ pub fn write(path: &Path, of: TracedRank, events: &TraceEvents) -> Result<()> {
     write_text(path, &text(of, events)).map(drop)
 }
 
-/// The whole file, an event a line.
+/// Returns the text of the whole file, one event per line.
 fn text(of: TracedRank, events: &TraceEvents) -> String {
     let rank = of.rank;
     let head = json!({
@@ -53,7 +54,7 @@ fn text(of: TracedRank, events: &TraceEvents) -> String {
     lines.push(json!({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}));
     lines.extend(THREADS.iter().enumerate().map(|(thread, text)| name("thread_name", thread, text)));
     let mut all: Vec<String> = lines.iter().map(ToString::to_string).collect();
-    // By their begins, the longer first: what encloses comes before what it encloses.
+    // Sorted by start, longer spans first: an enclosing span comes before those inside it.
     let mut spans: Vec<_> = events.spans.iter().rev().collect();
     spans.sort_by_key(|span| (span.thread, span.start, u64::MAX - span.nanos));
     for span in spans {
@@ -77,12 +78,12 @@ fn text(of: TracedRank, events: &TraceEvents) -> String {
     out
 }
 
-/// Nanoseconds as microseconds, every digit kept.
+/// Formats nanoseconds as microseconds with all digits.
 fn micros(nanos: u64) -> String {
     format!("{}.{:03}", nanos / 1000, nanos % 1000)
 }
 
-/// What else is known of a span, as members of a JSON object.
+/// Returns the other data of a span, as members of a JSON object.
 fn arguments(info: &SpanInfo) -> String {
     let mut text = String::new();
     let mut add = |name: &str, value: u64| {

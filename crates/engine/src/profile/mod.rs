@@ -1,8 +1,9 @@
-//! Where the time of a run goes: a trace of some of its steps for each rank ([`chrome`]), the table of what was dearest in
-//! it ([`op_table`]), and the rules that name what holds a run up ([`bottlenecks`]).
+//! Profiles a run: a trace of some steps for each rank ([`chrome`]), a table of the most expensive
+//! operations in it ([`op_table`]), and rules that name bottlenecks ([`bottlenecks`]).
 //!
-//! What is recorded is the business of [`crate::runtime::trace`]; this module says when, by a [`TraceSchedule`], and what
-//! becomes of it. Nothing here changes a number of the run, and a trace that cannot be written ends none.
+//! [`crate::runtime::trace`] records events. This module selects the steps, by a [`TraceSchedule`],
+//! and writes the results. Profiling changes no number of the run, and a failure to write a trace
+//! does not end the run.
 
 pub mod bottlenecks;
 pub mod chrome;
@@ -23,7 +24,7 @@ use crate::weights::write_text;
 
 /// The folder of traces in a run's output folder.
 pub const FOLDER: &str = "trace";
-/// The table of what was dearest, in that folder.
+/// The file of the table of operations, in that folder.
 pub const OPS: &str = "ops.json";
 
 /// Traces the steps of one rank.
@@ -33,20 +34,21 @@ pub struct Profiler {
     recorder: Arc<TraceRecorder>,
     folder: PathBuf,
     of: TracedRank,
-    /// Steps so far.
+    /// Number of steps so far.
     before: u64,
-    /// What is done with the step at hand.
+    /// The tracing of the current step.
     tracing: StepTracing,
-    /// What was sent before the steps that are traced now.
+    /// Bytes sent before the steps that are being traced.
     sent_before: u64,
     kept: TraceEvents,
     is_written: bool,
-    /// What is recorded is what this thread does.
+    /// Registers this thread as the one that is recorded.
     _member: TraceMembership,
 }
 
 impl Profiler {
-    /// Of `rank` among `ranks`, whose thread calls this and will take the steps; its trace goes into `output`.
+    /// Creates the profiler of `rank` among `ranks`. The calling thread must run the steps; the
+    /// trace goes into `output`.
     pub fn new(schedule: TraceSchedule, output: &Path, rank: usize, ranks: usize) -> Self {
         let recorder = Arc::new(TraceRecorder::default());
         Profiler {
@@ -63,7 +65,7 @@ impl Profiler {
         }
     }
 
-    /// Step `number` begins, which ends the one before; the rank has sent `sent` bytes so far.
+    /// Begins step `number` and ends the one before; the rank has sent `sent` bytes so far.
     ///
     /// # Errors
     /// The trace of the first cycle cannot be written.
@@ -86,7 +88,7 @@ impl Profiler {
         Ok(())
     }
 
-    /// Ends steps that were traced alike, and keeps what is to be kept of them.
+    /// Ends a series of steps with the same tracing, and keeps the events of active steps.
     fn end_stretch(&mut self, sent: u64) {
         self.recorder.switch_off();
         let TraceEvents { spans, values, dropped } = self.recorder.take();
@@ -100,24 +102,23 @@ impl Profiler {
     }
 
     fn write(&mut self) -> Result<()> {
-        // Once at most before the end, whether or not it succeeds.
+        // At most once before the end, even if it fails.
         self.is_written = true;
         let path = self.folder.join(format!("rank-{}.json", self.of.rank));
         chrome::write(&path, self.of, &self.kept)
     }
 
-    /// The run has ended: writes the trace of all cycles, and of the first rank the table of what was dearest.
+    /// Ends the profile: writes the trace of all cycles and, on the first rank, the table of
+    /// operations.
     ///
     /// # Errors
-    /// The run had no step to keep; a file cannot be written.
+    /// The run had no active step; a file cannot be written.
     pub fn finish(mut self, sent: u64) -> Result<OpTable> {
         self.end_stretch(sent);
         if self.kept.spans.is_empty() {
             let (had, first) = (self.before, self.schedule.first_active() + 1);
             return Err(Error::user("nothing was traced")
-                .because(format!(
-                    "the first step that `[profile]` keeps is number {first}, and there were {had}"
-                ))
+                .because(format!("the first step that `[profile]` keeps is {first}; the run had {had} steps"))
                 .hint("lower `profile.wait` and `profile.warmup`"));
         }
         self.write()?;

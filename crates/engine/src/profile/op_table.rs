@@ -1,4 +1,4 @@
-//! What was dearest in a trace: time by operation and shape, without what happened inside of it.
+//! The table of the most expensive operations of a trace: self time by operation and shape.
 
 use std::collections::HashMap;
 
@@ -7,56 +7,57 @@ use serde::Serialize;
 use crate::runtime::trace::{DIMS, SpanInfo, SpanKind, TraceEvents, TraceSpan};
 use crate::units;
 
-/// The name of the span of a forward that backward makes a second time.
+/// The name of the span of a forward that backward recomputes.
 pub const RECOMPUTE: &str = "recompute";
-/// Lines of the table on the terminal.
+/// Number of rows of the table on the terminal.
 const SHOWN: usize = 12;
 
-/// All spans that are alike but for their number, or for their sizes too.
+/// All spans with the same name, or with the same name and sizes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct OpRow {
-    /// What was done, by shape with its sizes.
+    /// The operation; in tables by shape with its sizes.
     pub name: String,
     /// The category of its spans.
     pub kind: &'static str,
-    /// How often it was done.
+    /// Number of calls.
     pub calls: u64,
-    /// Seconds in it without those of spans inside of it.
+    /// Seconds in the spans without those of spans inside them.
     pub self_secs: f64,
-    /// Bytes that it read and wrote, or sent.
+    /// Bytes read and written, or sent.
     pub bytes: u64,
-    /// Floating-point operations of its products.
+    /// Floating-point operations of the products.
     pub flops: u64,
 }
 
 impl OpRow {
-    /// Bytes a second.
+    /// Returns bytes per second.
     pub fn bytes_per_sec(&self) -> f64 {
         self.bytes as f64 / self.self_secs.max(1e-9)
     }
 
-    /// Floating-point operations a second.
+    /// Returns floating-point operations per second.
     pub fn flops_per_sec(&self) -> f64 {
         self.flops as f64 / self.self_secs.max(1e-9)
     }
 }
 
-/// What the steps of a trace came to.
+/// The totals of the traced steps.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct OpTable {
-    /// How many steps there are in it.
+    /// Number of steps.
     pub steps: u64,
-    /// Seconds of all of them.
+    /// Seconds of all steps.
     pub secs: f64,
-    /// Seconds of forwards that backward made a second time, with all that is inside of them.
+    /// Seconds of recomputed forwards, with all spans inside them.
     pub recompute_secs: f64,
-    /// By what was done, of whatever sizes; the dearest first.
+    /// Rows by operation, over all sizes; the most expensive first.
     pub operations: Vec<OpRow>,
-    /// The same by sizes.
+    /// Rows by operation and sizes.
     pub by_shape: Vec<OpRow>,
 }
 
-/// The rows of spans with their own nanoseconds, those together that `key` makes alike; the dearest first.
+/// Sums spans with their self nanoseconds into one row for each result of `key`; the most expensive
+/// first.
 fn rows_by<'a>(
     spans: impl Iterator<Item = (&'a &'a TraceSpan, u64)>,
     key: impl Fn(SpanInfo) -> SpanInfo,
@@ -83,9 +84,9 @@ fn rows_by<'a>(
 }
 
 impl OpTable {
-    /// That of the rank's own thread in `events`.
+    /// Builds the table of the rank's own thread in `events`.
     pub fn new(events: &TraceEvents) -> Self {
-        // Of two that are alike the one that ended last is around the other.
+        // Of two equal spans, the one that ended last encloses the other.
         let own_thread = events.spans.iter().rev().filter(|span| span.thread == 0);
         let mut spans: Vec<&TraceSpan> = own_thread.collect();
         spans.sort_by_key(|span| (span.start, u64::MAX - span.nanos));
@@ -104,16 +105,16 @@ impl OpTable {
         }
     }
 
-    /// Seconds of the rows of a kind.
+    /// Returns the seconds of the rows of a kind.
     pub fn secs_of(&self, kind: SpanKind) -> f64 {
         self.operations.iter().filter(|row| row.kind == kind.name()).map(|row| row.self_secs).sum()
     }
 
-    /// The dearest rows, as people read them.
+    /// Returns the most expensive rows as text.
     pub fn text(&self) -> String {
         let mut text = format!(
             "{:<48} {:>7} {:>10} {:>7} {:>10} {:>9} {:>9}\n",
-            "dearest, without what is inside", "calls", "ms a step", "share", "bytes", "GB/s", "GFLOP/s"
+            "most expensive operations, self time", "calls", "ms a step", "share", "bytes", "GB/s", "GFLOP/s"
         );
         for row in self.operations.iter().take(SHOWN) {
             let rate = |count: u64, per_sec: f64| {
@@ -134,10 +135,11 @@ impl OpTable {
     }
 }
 
-/// Nanoseconds of each of `spans` without those of its children; they are in the order of their begins, the longer first.
+/// Returns the nanoseconds of each of `spans` without those of its children. The spans are sorted
+/// by start, longer ones first.
 fn self_nanos(spans: &[&TraceSpan]) -> Vec<u64> {
     let mut own: Vec<u64> = spans.iter().map(|span| span.nanos).collect();
-    // Those that are open at the begin of the one that is looked at, by their places.
+    // Indices of the spans that are open at the start of the current one.
     let mut open: Vec<usize> = Vec::new();
     for (place, span) in spans.iter().enumerate() {
         while open.last().is_some_and(|last| spans[*last].start + spans[*last].nanos <= span.start) {
@@ -161,7 +163,7 @@ mod tests {
         let product = |bytes| SpanInfo::op("matmul").dims(&[2, 3, 4]).bytes(bytes).flops(48);
         let block = |index| SpanInfo::new(SpanKind::Segment, "forward").detail("block").index(index);
         let events = TraceEvents {
-            // In the order in which they end, as a recorder has them.
+            // In the order of their ends, as a recorder has them.
             spans: vec![
                 span(product(5), 100, 300),
                 span(SpanInfo::op("add"), 400, 100),

@@ -1,15 +1,16 @@
-//! Which steps of a run are traced, in the words of PyTorch's profiler schedule.
+//! The schedule that selects the steps of a run to trace, in the terms of PyTorch's profiler
+//! schedule.
 
 use crate::recipe::ProfileSection;
 
-/// What is done with a step.
+/// The tracing of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepTracing {
-    /// It is not traced.
+    /// The step is not traced.
     Off,
-    /// It is traced and forgotten.
+    /// The step is traced and discarded.
     Warmup,
-    /// It is traced and kept.
+    /// The step is traced and kept.
     Active,
 }
 
@@ -23,13 +24,13 @@ pub struct TraceSchedule {
 }
 
 impl TraceSchedule {
-    /// That of the recipe's section; none where nothing is to be traced.
+    /// Returns the schedule of the recipe's section, or `None` if it traces no step.
     pub fn of(section: &ProfileSection) -> Option<Self> {
         let &ProfileSection { wait, warmup, active, repeat } = section;
         (active > 0).then_some(TraceSchedule { wait, warmup, active, repeat })
     }
 
-    /// What is done with the step that has `before` steps of this process before it.
+    /// Returns the tracing of the step that follows `before` steps of this process.
     pub fn at(&self, before: u64) -> StepTracing {
         let quiet = self.wait.saturating_add(self.warmup);
         let cycle = quiet.saturating_add(self.active);
@@ -43,7 +44,7 @@ impl TraceSchedule {
         }
     }
 
-    /// Steps before the first that is kept.
+    /// Returns the number of steps before the first one that is kept.
     pub fn first_active(&self) -> u64 {
         self.wait.saturating_add(self.warmup)
     }
@@ -63,7 +64,7 @@ mod tests {
         (0..12).map(letter).collect()
     }
 
-    /// As `torch.profiler.schedule(wait=.., warmup=.., active=.., repeat=..)` calls them.
+    /// The same calls as `torch.profiler.schedule(wait=.., warmup=.., active=.., repeat=..)`.
     #[test]
     fn cycles_are_pytorchs() {
         assert_eq!(words(1, 1, 2, 1), ".wAA........");

@@ -1,9 +1,11 @@
 //! adapter_config.json: PEFT's LoRA configuration.
 //!
-//! Read: the keys we support, by name and type; of the others those that are null, empty, at PEFT's default or without
-//! effect on an adapter that exists pass, and one that asks for something else is an error, since the adapter would
-//! compute another function than ours. A key that peft 0.21 does not know either passes with a warning. Written: what every PEFT since 0.5 knows, and a newer key only when its value is not the default,
-//! because an older PEFT refuses keys it does not know. Key list: peft 0.21 `LoraConfig`.
+//! Reading checks the supported keys by name and type. An unsupported key passes if it is null,
+//! empty, at PEFT's default or without effect on an existing adapter. Otherwise it is an error,
+//! since the adapter would compute another function. A key that peft 0.21 does not know either
+//! passes with a warning. Writing uses the keys that every PEFT since 0.5 knows, and a newer key
+//! only if its value is not the default, because an older PEFT refuses unknown keys. Key list: peft
+//! 0.21 `LoraConfig`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,9 +20,9 @@ use crate::error::{Error, Result};
 /// The name of the file.
 pub const CONFIG_FILE: &str = "adapter_config.json";
 
-/// How PEFT would initialise the adapter; the base stays as it is with each of these. Of PEFT's other ways those that
-/// leave the base alone (orthogonal, EVA, MiCA) are read as the default: the values are in the file, and an older PEFT
-/// does not know their names.
+/// The initialisation that PEFT would use for the adapter; none of these changes the base. PEFT's
+/// other methods that keep the base (orthogonal, EVA, MiCA) are read as the default: the values are
+/// in the file, and an older PEFT does not know their names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum InitLoraWeights {
     /// A uniform (Kaiming), B zero.
@@ -32,7 +34,7 @@ pub enum InitLoraWeights {
     Random,
 }
 
-/// What adapter_config.json says.
+/// The contents of adapter_config.json.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterConfig {
     /// The base: a hub id or a folder.
@@ -41,26 +43,26 @@ pub struct AdapterConfig {
     pub revision: Option<String>,
     /// Modules, ranks and scales.
     pub spec: TargetSpec,
-    /// The probability with which an input of A is dropped in training.
+    /// The dropout probability of inputs of A in training.
     pub lora_dropout: f64,
-    /// Whether PEFT loads it frozen.
+    /// True if PEFT loads it frozen.
     pub inference_mode: bool,
-    /// How it was initialised.
+    /// The initialisation of the adapter.
     pub init_lora_weights: InitLoraWeights,
-    /// A saved embedding or head also replaces the one it is tied to.
+    /// True if a saved embedding or head also replaces the one it is tied to.
     pub ensure_weight_tying: bool,
 }
 
-/// Inits that take what the adapter starts from out of the base, by how their names begin (peft 0.21
+/// Prefixes of inits that subtract the initial adapter from the base (peft 0.21
 /// `LoraModel._convert_state_dict_for_initial_model`).
 const MUTATED: [&str; 4] = ["pissa", "corda", "olora", "lora_ga"];
 
-/// Characters of a key that are shown.
+/// Number of characters of a key shown in messages.
 const LONGEST_KEY: usize = 60;
 
-/// Keys of peft 0.21 that change nothing in what is computed here, whatever their value: what PEFT notes for itself,
-/// settings of ways to start an adapter that started long ago, how the backward keeps activations, and the layout of
-/// weights that only layers other than `Linear` and `Embedding` have.
+/// Keys of peft 0.21 without effect here, for any value: PEFT's own notes, settings of
+/// initialisations, the storage of activations for the backward, and the weight layout of layers
+/// other than `Linear` and `Embedding`.
 const WITHOUT_EFFECT: [&str; 11] = [
     "peft_version",
     "auto_mapping",
@@ -75,7 +77,7 @@ const WITHOUT_EFFECT: [&str; 11] = [
     "fan_in_fan_out",
 ];
 
-/// Keys of peft 0.21 that ask for something that is not computed here, unless they have their default.
+/// Keys of peft 0.21 that request an unsupported computation, unless they have their default.
 const UNSUPPORTED: [&str; 11] = [
     "bias",
     "lora_bias",
@@ -90,7 +92,7 @@ const UNSUPPORTED: [&str; 11] = [
     "kasa_config",
 ];
 
-/// Returns whether `value` asks for nothing: it is null, false, empty, or the default of `key`.
+/// Returns whether `value` has no effect: it is null, false, empty, or the default of `key`.
 fn passes(key: &str, value: &Value) -> bool {
     match (key, value) {
         (_, Value::Null | Value::Bool(false)) => true,
@@ -102,13 +104,13 @@ fn passes(key: &str, value: &Value) -> bool {
     }
 }
 
-/// Returns whether a key that peft 0.21 does not have may change the result: PEFT calls the switches of LoRA's variants
-/// `use_…` and `…_config`.
+/// Returns whether a key that peft 0.21 does not have may change the result: PEFT names the
+/// switches of LoRA's variants `use_…` and `…_config`.
 fn may_be_a_switch(key: &str) -> bool {
     key.starts_with("use_") || key.ends_with("_config")
 }
 
-/// Why a configuration cannot be used, and the way out if there is one.
+/// The cause of a refused configuration, and a hint if one exists.
 #[derive(Debug, PartialEq)]
 struct ConfigRefusal {
     cause: String,
@@ -125,8 +127,8 @@ impl AdapterConfig {
     /// Reads `folder`/adapter_config.json.
     ///
     /// # Errors
-    /// The user's: the file is missing or malformed, is not of LoRA for a causal language model, or asks for
-    /// something we do not support.
+    /// User: the file is missing or malformed, is not of LoRA for a causal language model, or
+    /// requests something unsupported.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
         if !path.exists() {
@@ -144,7 +146,7 @@ impl AdapterConfig {
         })
     }
 
-    /// The configuration, and the keys that were not read.
+    /// Parses the configuration. Also returns the unread keys.
     fn parse(text: &[u8]) -> Result<(Self, Map<String, Value>), ConfigRefusal> {
         let mut keys =
             ConfigKeys(serde_json::from_slice(text).map_err(|error| format!("it is not valid: {error}"))?);
@@ -198,8 +200,8 @@ impl AdapterConfig {
         Ok((config, keys.0))
     }
 
-    /// The keys of `folder`/adapter_config.json that neither this program nor peft 0.21 knows, and which
-    /// [`AdapterConfig::read`] passes over; none if that refuses the file.
+    /// Returns the keys of `folder`/adapter_config.json that neither this program nor peft 0.21
+    /// knows and that [`AdapterConfig::read`] ignores; empty if it refuses the file.
     pub fn unknown_keys(folder: &Path) -> Vec<String> {
         let text = input_file::read("read", &folder.join(CONFIG_FILE)).unwrap_or_default();
         let Ok((_, unread)) = Self::parse(&text) else { return Vec::new() };
@@ -207,7 +209,7 @@ impl AdapterConfig {
         unknown.map(|(key, _)| key.chars().take(LONGEST_KEY).collect()).collect()
     }
 
-    /// The text of adapter_config.json: deterministic, `target_modules` sorted.
+    /// Returns the text of adapter_config.json: deterministic, with `target_modules` sorted.
     pub fn to_json(&self) -> String {
         let spec = &self.spec;
         let list = |names: &[String]| if names.is_empty() { Value::Null } else { json!(names) };
@@ -252,8 +254,8 @@ impl AdapterConfig {
     }
 }
 
-/// Refuses keys that would make the adapter compute something else. Any other key that is not known passes, as PEFT
-/// passes over it.
+/// Refuses keys that would change the adapter's computation. Other unknown keys pass, because PEFT
+/// ignores them.
 fn refuse_unsupported(keys: &Map<String, Value>) -> Result<(), ConfigRefusal> {
     for (key, value) in keys.iter().filter(|(key, value)| !passes(key, value)) {
         if UNSUPPORTED.contains(&key.as_str()) {
@@ -264,11 +266,9 @@ fn refuse_unsupported(keys: &Map<String, Value>) -> Result<(), ConfigRefusal> {
         }
         if may_be_a_switch(key) {
             return Err(ConfigRefusal {
-                cause: format!(
-                    "`{key}` is {value}: the key is not known and may be the switch of a variant of LoRA"
-                ),
+                cause: format!("`{key}` is {value}: this key is unknown and may enable a variant of LoRA"),
                 hint: Some(format!(
-                    "if the adapter computes the same without it, delete `{key}` from {CONFIG_FILE}"
+                    "if the adapter computes the same without the key, delete `{key}` from {CONFIG_FILE}"
                 )),
             });
         }
@@ -283,7 +283,7 @@ fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights, ConfigRefusal> {
         (Value::Bool(true), _) | (_, "orthogonal" | "mica") => return Ok(InitLoraWeights::Default),
         (Value::Bool(false), _) => return Ok(InitLoraWeights::Random),
         (_, "gaussian") => return Ok(InitLoraWeights::Gaussian),
-        // It chose where A starts and the ranks, which rank_pattern has.
+        // EVA chose the initial A and the ranks, which rank_pattern holds.
         (_, "eva") => return Ok(InitLoraWeights::Default),
         _ => {}
     }
@@ -294,11 +294,11 @@ fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights, ConfigRefusal> {
             "save the base that PEFT trained on with `model.unload().save_pretrained(folder)`, give that, and write `true` here",
         ),
         name if MUTATED.iter().any(|start| name.starts_with(start)) => (
-            "with which PEFT takes what the adapter starts from out of the base's weights",
+            "with which PEFT subtracts the initial adapter from the base's weights",
             "save it from PEFT as an adapter of the unchanged base: `model.save_pretrained(folder, path_initial_model_for_weight_conversion=start)`, where `start` holds the adapter as it was before training",
         ),
         _ => {
-            return Err(format!("`init_lora_weights` is {found}, which is not known here; {accepted}").into());
+            return Err(format!("`init_lora_weights` is {found}, which is unknown; {accepted}").into());
         }
     };
     Err(ConfigRefusal {
@@ -307,9 +307,9 @@ fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights, ConfigRefusal> {
     })
 }
 
-/// Whole numbers as PEFT writes them: 16, not 16.0.
+/// Writes whole numbers like PEFT: 16, not 16.0.
 fn number(value: f64) -> Value {
-    // 2^53: up to here every whole f64 is that integer.
+    // Up to 2^53 every whole f64 is exact as an integer.
     if value.fract() == 0.0 && value.abs() < 9_007_199_254_740_992.0 {
         json!(value as i64)
     } else {
@@ -317,7 +317,8 @@ fn number(value: f64) -> Value {
     }
 }
 
-/// A list where it is the embedding's, as PEFT's documentation writes it, else an object.
+/// Returns a list if only the embedding has tokens, as in PEFT's documentation, otherwise an
+/// object.
 fn tokens_value(tokens: &BTreeMap<String, Vec<u32>>) -> Value {
     let embedding = |name: &str| name == "embed_tokens" || name.ends_with(".embed_tokens");
     match tokens.first_key_value() {
@@ -338,11 +339,11 @@ fn names_value(names: &NamePattern) -> Value {
     }
 }
 
-/// The keys not taken yet.
+/// The keys that are not read yet.
 struct ConfigKeys(Map<String, Value>);
 
 impl ConfigKeys {
-    /// The value of `key`; none if it is missing or null.
+    /// Removes `key` and returns its value, or `None` if it is missing or null.
     fn take<T: DeserializeOwned>(&mut self, key: &str, accepted: &str) -> Result<Option<T>, String> {
         match self.0.shift_remove(key) {
             None | Some(Value::Null) => Ok(None),
@@ -435,7 +436,7 @@ mod tests {
             assert_eq!(config.init_lora_weights, InitLoraWeights::Default);
         }
         assert!(parse(r#","init_lora_weights":"eva","eva_config":{"rho":2.0}"#).is_ok());
-        // Settings of a way to start that was not taken.
+        // Settings of an initialisation that was not used.
         for key in ["eva_config", "loftq_config", "corda_config", "lora_ga_config"] {
             assert!(parse(&format!(r#","init_lora_weights":true,"{key}":{{"a":4}}"#)).is_ok(), "{key}");
         }
@@ -528,11 +529,11 @@ mod tests {
         `kasa_config` is {"beta":0.0001}, which is not supported; accepted: no such key, or its default
         `megatron_config` is {"a":1}, which is not supported; accepted: no such key, or its default
         `alora_invocation_tokens` is [5], which is not supported; accepted: no such key, or its default
-        `init_lora_weights` is "pissa_niter_16", with which PEFT takes what the adapter starts from out of the base's weights; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
+        `init_lora_weights` is "pissa_niter_16", with which PEFT subtracts the initial adapter from the base's weights; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
         `init_lora_weights` is "loftq", with which PEFT replaces the base's weights by quantized ones; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
-        `init_lora_weights` is "tomorrow", which is not known here; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
-        `use_tomorrow` is 1: the key is not known and may be the switch of a variant of LoRA
-        `tomorrow_config` is {"a":1}: the key is not known and may be the switch of a variant of LoRA
+        `init_lora_weights` is "tomorrow", which is unknown; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
+        `use_tomorrow` is 1: this key is unknown and may enable a variant of LoRA
+        `tomorrow_config` is {"a":1}: this key is unknown and may enable a variant of LoRA
         `task_type` is SEQ_CLS; accepted: CAUSAL_LM
         `r` is "eight"; accepted: a whole number from 1
         `lora_dropout` is 1; accepted: from 0 to below 1

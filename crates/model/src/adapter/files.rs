@@ -1,7 +1,8 @@
 //! adapter_model.safetensors: an adapter on disk.
 //!
-//! Reading checks that the file is what the configuration says (each module has all its tensors, in shapes that its
-//! rank makes) and keeps it mapped; [`SavedAdapter::check_fits`] then holds it against a model. Names are `tensors`'.
+//! Reading checks the file against the configuration (each module has all its tensors, in the
+//! shapes of its rank) and keeps it mapped. [`SavedAdapter::check_fits`] then compares it with a
+//! model. `tensors` defines the names.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,15 +18,16 @@ use crate::weights::{
     StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
 };
 
-/// The entry of its metadata with the [`ModelIdentity`] of the model that the adapter was trained on. Not a key of
-/// adapter_config.json, which versions of PEFT before 0.13 refuse when they do not know it; PEFT passes over metadata.
+/// The metadata entry with the [`ModelIdentity`] of the model on which the adapter was trained. It
+/// is not a key of adapter_config.json, because PEFT before 0.13 refuses unknown keys; PEFT ignores
+/// metadata.
 const BASE_MODEL: &str = "finetune.base_model";
 
-/// The token embedding's and the output head's module, in every family.
+/// The modules of the token embedding and the output head, in every family.
 pub(super) const TABLES: [&str; 2] = [EMBED_TOKENS_MODULE, LM_HEAD_MODULE];
 
-/// The ends of names of tensors of which there is another one that counts: that of the table itself, or what PEFT trained
-/// beside the original.
+/// Suffixes of redundant tensors: another tensor has precedence, that of the table itself or the
+/// one that PEFT trained beside the original.
 const COPIES: [(&str, &[&str]); 4] = [
     (".original_module.weight", &[".weight", ".modules_to_save.weight"]),
     (".original_module.bias", &[".bias", ".modules_to_save.bias"]),
@@ -33,7 +35,7 @@ const COPIES: [(&str, &[&str]); 4] = [
     (".token_adapter.trainable_tokens_original", &[".token_adapter.trainable_tokens_delta"]),
 ];
 
-/// An adapter on disk, open and checked against its own configuration.
+/// An open adapter on disk, checked against its own configuration.
 #[derive(Debug)]
 pub struct SavedAdapter {
     config: AdapterConfig,
@@ -44,16 +46,16 @@ pub struct SavedAdapter {
     rows: BTreeMap<String, Vec<u32>>,
 }
 
-/// The name in the file of each module's tensors.
+/// The names in the file of each module's tensors.
 type TensorNames = BTreeMap<String, BTreeMap<TensorKind, String>>;
 
 impl SavedAdapter {
     /// Opens the adapter in `folder`.
     ///
     /// # Errors
-    /// The user's: a file is missing or malformed; weights are a pickle; a tensor has a name or a type that is not
-    /// LoRA's; a module lacks a tensor, or has one that has not the rank, the magnitudes or the tokens that the
-    /// configuration gives it; no tensor at all.
+    /// User: a file is missing or malformed; weights are a pickle; a tensor has a name or a type
+    /// that is not LoRA's; a module is without a tensor, or has one that does not match the rank,
+    /// the magnitudes or the tokens of the configuration; the file has no tensor.
     pub fn read(folder: &Path) -> Result<Self> {
         let mut config = AdapterConfig::read(folder)?;
         let path = folder.join(WEIGHTS_FILE);
@@ -65,7 +67,8 @@ impl SavedAdapter {
         let files = ModelFiles::open_file(&path)?;
         let rules = NameRules::new(files.names());
         let names = index(&files, &rules).map_err(failed)?;
-        // PEFT writes the names of the model that was wrapped; a key that ends a module's name, or is no name, stays.
+        // PEFT writes the names of the wrapped model. A key that ends a module's name, or is no
+        // name, stays.
         let found = |key: &str| names.keys().any(|module| targets::ends_with_name(module, key));
         let (ranks, alphas) = (&mut config.spec.rank_pattern, &mut config.spec.alpha_pattern);
         for key in ranks.iter_mut().map(|(key, _)| key).chain(alphas.iter_mut().map(|(key, _)| key)) {
@@ -93,47 +96,50 @@ impl SavedAdapter {
         Ok(adapter)
     }
 
-    /// The folder it was read from.
+    /// Returns the folder from which it was read.
     pub fn folder(&self) -> &Path {
         self.files.folder()
     }
 
-    /// The adapter's configuration, as read from its folder.
+    /// Returns the adapter's configuration, as read from its folder.
     pub fn config(&self) -> &AdapterConfig {
         &self.config
     }
 
-    /// The model that it was trained on; none where the file does not say, as those of PEFT.
+    /// Returns the model on which it was trained, or `None` if the file does not record it, as
+    /// PEFT's files.
     ///
     /// # Errors
-    /// The user's: what the file says is malformed.
+    /// User: the entry is malformed.
     pub fn base_model(&self) -> Result<Option<ModelIdentity>> {
         let text = self.files.metadata(BASE_MODEL);
         let base = text.map(ModelIdentity::from_json).transpose();
         base.during(|| format!("cannot read adapter {}", self.folder().display()))
     }
 
-    /// The modules with LoRA, sorted by name, with the ranks and scales they were trained with.
+    /// Returns the modules with LoRA, sorted by name, with the ranks and scales of their training.
     pub fn targets(&self) -> &[Target] {
         &self.targets
     }
 
-    /// The modules that are saved whole, sorted.
+    /// Returns the modules that are saved whole, sorted.
     pub fn saved(&self) -> impl ExactSizeIterator<Item = &str> {
         self.saved.iter().map(String::as_str)
     }
 
-    /// The tokens whose rows train, by embedding or head, in the order of their rows.
+    /// Returns the tokens with trained rows, by embedding or head, in the order of their rows.
     pub fn rows(&self) -> &BTreeMap<String, Vec<u32>> {
         &self.rows
     }
 
-    /// The number of tokens that a model of `own` has with this adapter: that of the tables it saved, where embedding
-    /// and head agree on it; else `own`, or more if it trains the rows of all tokens that come right after.
+    /// Returns the vocabulary size of a model of `own` tokens with this adapter. It is that of the
+    /// saved tables if embedding and head agree on it. Otherwise it is `own`, or more if the
+    /// adapter trains the rows of all tokens that follow directly.
     pub fn vocab_size(&self, own: usize, tied: bool) -> usize {
         let ids: BTreeSet<usize> = self.rows.values().flatten().map(|id| *id as usize).collect();
         let grown = (own..).find(|id| !ids.contains(id)).unwrap_or(own);
-        // A saved one is the other's too if they stay tied, a copy of the base's always.
+        // A saved table also replaces its tied twin if they stay tied; a copy of the base's always
+        // does.
         let whole = |module: &str| {
             let saved = self.info(module, TensorKind::SavedWeight);
             let found = saved.or_else(|| self.info(module, TensorKind::BaseWeight))?;
@@ -147,12 +153,12 @@ impl SavedAdapter {
         }
     }
 
-    /// The header's word on a tensor.
+    /// Returns the header entry of a tensor.
     pub fn info(&self, module: &str, kind: TensorKind) -> Option<&TensorInfo> {
         self.files.info(&self.name(module, kind))
     }
 
-    /// The tensor's name in this file; in a file of ours if it is not there.
+    /// Returns the tensor's name in this file, or this program's name for it if it is missing.
     fn name(&self, module: &str, kind: TensorKind) -> Cow<'_, str> {
         match self.names.get(module).and_then(|kinds| kinds.get(&kind)) {
             Some(name) => Cow::Borrowed(name),
@@ -163,7 +169,7 @@ impl SavedAdapter {
     /// Reads a tensor, rounded to `T`; `out` has its number of elements.
     ///
     /// # Errors
-    /// The user's: there is no such tensor, or it holds NaN or infinity. A fault of ours: `out` has another length.
+    /// User: the tensor is missing, or holds NaN or infinity. Internal: `out` has another length.
     pub fn read_into<T: StoredElement>(&self, module: &str, kind: TensorKind, out: &mut [T]) -> Result<()> {
         let name = self.name(module, kind);
         self.files.read_into(&name, out)?;
@@ -173,7 +179,7 @@ impl SavedAdapter {
     /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`.
     ///
     /// # Errors
-    /// As [`SavedAdapter::read_into`]; a fault of ours: the part is not inside the tensor.
+    /// The same as for [`SavedAdapter::read_into`]; internal: the part is not inside the tensor.
     pub fn read_part<T: StoredElement>(
         &self,
         module: &str,
@@ -195,10 +201,10 @@ impl SavedAdapter {
         }
     }
 
-    /// The bytes of a tensor as they are in the file.
+    /// Returns the raw bytes of a tensor in the file.
     ///
     /// # Errors
-    /// The user's: there is no such tensor.
+    /// User: the tensor is missing.
     pub fn bytes(&self, module: &str, kind: TensorKind) -> Result<&[u8]> {
         self.files.bytes(&self.name(module, kind))
     }
@@ -206,11 +212,11 @@ impl SavedAdapter {
     /// Checks that each tensor fits a module of the model.
     ///
     /// # Errors
-    /// The user's: the adapter was made for another model.
+    /// User: the adapter was made for another model.
     pub fn check_fits(&self, modules: &[Module]) -> Result<()> {
         let by_name: BTreeMap<&str, &Module> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
-        let base = self.config.base_model_name_or_path.as_deref().unwrap_or("a model it does not name");
+        let base = self.config.base_model_name_or_path.as_deref().unwrap_or("the adapter does not name it");
         let other = |cause: String| {
             Error::user(format!("cannot use adapter {} with this model", self.files.folder().display()))
                 .because(cause)
@@ -275,7 +281,7 @@ impl SavedAdapter {
         Ok(())
     }
 
-    /// DoRA has magnitudes for every module, of one value for each row of B.
+    /// Checks that DoRA has magnitudes for every module, one value for each row of B.
     fn check_magnitude(&self, target: &Target) -> Result<(), String> {
         let name = self.name(&target.name, TensorKind::LoraMagnitude);
         match (self.config.spec.use_dora, self.files.info(&name)) {
@@ -301,14 +307,15 @@ impl SavedAdapter {
         }
     }
 
-    /// The tokens of each tensor of rows, in the order of the configuration.
+    /// Returns the tokens of each tensor of rows, in the order of the configuration.
     fn read_rows(&self) -> Result<BTreeMap<String, Vec<u32>>, String> {
         let key = "trainable_token_indices";
         let tokens = &self.config.spec.trainable_token_indices;
         let mut rows: BTreeMap<String, Vec<u32>> = BTreeMap::new();
         for (module, kinds) in &self.names {
             let Some(name) = kinds.get(&TensorKind::TokensDelta) else { continue };
-            // Of a tied pair PEFT may save the rows under both names though the configuration has one.
+            // For a tied pair, PEFT may save the rows under both names although the configuration
+            // has one.
             let own = tokens.iter().find(|(end, _)| ends_with_name(module, end));
             let Some((_, ids)) = own.or_else(|| tokens.first_key_value().filter(|_| tokens.len() == 1))
             else {
@@ -327,7 +334,7 @@ impl SavedAdapter {
             rows.insert(module.clone(), ids.clone());
         }
         for (end, ids) in tokens {
-            // Of a tied pair with the same tokens PEFT saves one.
+            // For a tied pair with the same tokens, PEFT saves one tensor.
             let found = |(module, found): (&String, &Vec<u32>)| ends_with_name(module, end) || found == ids;
             if !rows.iter().any(found) {
                 return Err(format!(
@@ -339,13 +346,13 @@ impl SavedAdapter {
     }
 }
 
-/// Files each tensor under its module and kind.
+/// Sorts each tensor by its module and kind.
 fn index(files: &ModelFiles, rules: &NameRules) -> Result<TensorNames, String> {
     let mut names = TensorNames::new();
     let all: BTreeMap<&str, String> = files.names().map(|name| (name, without_adapter(name))).collect();
     let known: BTreeSet<&str> = all.values().map(String::as_str).collect();
     for (name, info) in files.tensors() {
-        // Of a resized table that is saved whole, PEFT saves the original and a second copy besides.
+        // For a resized table that is saved whole, PEFT also saves the original and a second copy.
         let is_copy = COPIES.iter().any(|(end, others)| {
             let table = all[name].strip_suffix(end);
             table.is_some_and(|table| others.iter().any(|other| known.contains(&*format!("{table}{other}"))))
@@ -368,7 +375,7 @@ fn index(files: &ModelFiles, rules: &NameRules) -> Result<TensorNames, String> {
     if names.is_empty() { Err(format!("{WEIGHTS_FILE} holds no tensor")) } else { Ok(names) }
 }
 
-/// What a module with these tensors is, if it has LoRA.
+/// Returns the kind of a module with these tensors, if it has LoRA.
 fn adapted(module: &str, kinds: &BTreeMap<TensorKind, String>) -> Option<ModuleKind> {
     let has = |kind| kinds.contains_key(&kind);
     if has(TensorKind::LoraEmbeddingA) || has(TensorKind::LoraEmbeddingB) {
@@ -378,7 +385,7 @@ fn adapted(module: &str, kinds: &BTreeMap<TensorKind, String>) -> Option<ModuleK
     kinds.keys().any(|kind| kind.is_lora()).then_some(kind)
 }
 
-/// A and B.
+/// Returns the kinds of A and B.
 fn halves(kind: ModuleKind) -> [TensorKind; 2] {
     match kind {
         ModuleKind::Embedding => [TensorKind::LoraEmbeddingA, TensorKind::LoraEmbeddingB],
@@ -386,7 +393,7 @@ fn halves(kind: ModuleKind) -> [TensorKind; 2] {
     }
 }
 
-/// Whether a tensor of this shape belongs on the module.
+/// Returns whether a tensor of this shape belongs on the module.
 fn fits(kind: TensorKind, module: &Module, found: &[usize]) -> bool {
     use ModuleKind::{Embedding, Head, Linear};
     match (kind, module.kind, module.shape.as_slice(), found) {
@@ -418,12 +425,12 @@ fn missing_weights(folder: &Path) -> Error {
         .hint(format!("give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"))
 }
 
-/// Writes an adapter into the existing `folder`: the weights as `dtype` in the order of their names, then the
-/// configuration. `base` is the model that it was trained on. `write` is called once for each tensor to give its values
-/// to the sink.
+/// Writes an adapter into the existing `folder`: the weights as `dtype` in the order of their
+/// names, then the configuration. `base` is the model on which it was trained. `write` is called
+/// once for each tensor and passes its values to the sink.
 ///
 /// # Errors
-/// As [`weights::write_file`].
+/// The same as for [`weights::write_file`].
 pub fn write(
     folder: &Path,
     config: &AdapterConfig,

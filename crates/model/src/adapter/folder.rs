@@ -1,15 +1,15 @@
-//! The folder of an adapter, where PEFT saves adapters that have names in folders of these names.
+//! The folder of an adapter. PEFT saves named adapters in subfolders with these names.
 
 use std::path::{Path, PathBuf};
 
 use super::CONFIG_FILE;
 use crate::error::{Error, Result};
 
-/// The folder with the adapter that is meant by `folder`: itself, or the only one below it that holds an adapter, as PEFT
-/// saves adapters that have names.
+/// Returns the folder of the adapter in `folder`: itself, or its only subfolder with an adapter, as
+/// PEFT saves named adapters.
 ///
 /// # Errors
-/// The user's: several folders below it hold an adapter.
+/// User: several subfolders hold an adapter.
 pub fn one_below(folder: &Path) -> Result<PathBuf> {
     let holds = |folder: &Path| folder.join(CONFIG_FILE).is_file();
     let Some(entries) = std::fs::read_dir(folder).ok().filter(|_| !holds(folder)) else {

@@ -1,12 +1,14 @@
-//! LoRA adapters as PEFT (huggingface/peft) writes and reads them, with its relatives: DoRA, LoRA on the embedding,
-//! modules and single token rows that train whole.
+//! LoRA adapters in PEFT's format (huggingface/peft), with DoRA, LoRA on the embedding, and modules
+//! and single token rows that train whole.
 //!
-//! [`AdapterConfig`] is adapter_config.json, [`resolve`] says which modules of a model get LoRA and with what rank
-//! and scale, [`SavedAdapter`] and [`write`] are adapter_model.safetensors, and [`merge`] adds an adapter into its base.
-//! How LoRA is computed and trained is for `model` to know; here are names, files and sums of matrices.
+//! [`AdapterConfig`] is adapter_config.json, [`resolve`] selects the modules of a model that get
+//! LoRA, with rank and scale, [`SavedAdapter`] and [`write`] are adapter_model.safetensors, and
+//! [`merge`] adds an adapter to its base. The computation and training of LoRA are in `model`; this
+//! module has names, files and sums of matrices.
 //!
-//! Matching follows PEFT 0.21 to the letter, so a recipe written with PEFT in mind tunes the same modules. What we
-//! do not support is refused by name: an adapter that is half understood would give wrong answers in silence.
+//! Matching follows PEFT 0.21 exactly, so a recipe written for PEFT tunes the same modules.
+//! Unsupported keys are refused by name: a partly supported adapter would silently give wrong
+//! answers.
 
 mod config;
 mod files;

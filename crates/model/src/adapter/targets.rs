@@ -1,10 +1,11 @@
-//! Which modules of a model get LoRA, and with what rank and scale.
+//! Selects the modules of a model that get LoRA, with rank and scale.
 //!
-//! The rules are PEFT's: names in a list match a module or end its name after a dot; a string is a regular
-//! expression for the whole name; `all-linear` is every linear layer but the output head; the first key of a
-//! pattern that matches the end of a name wins. (peft 0.21: `check_target_module_exists`, `get_pattern_key`,
-//! `_maybe_include_all_linear_layers`, `_set_trainable`.) PEFT passes over names without effect; here each
-//! is an error with the nearest name.
+//! The rules are PEFT's. Names in a list match a module or end its name after a dot; a string is a
+//! regular expression for the whole name; `all-linear` is every linear layer but the output head;
+//! the first key of a pattern that matches the end of a name wins. (peft 0.21:
+//! `check_target_module_exists`, `get_pattern_key`, `_maybe_include_all_linear_layers`,
+//! `_set_trainable`.) PEFT ignores names without effect; here each is an error with the nearest
+//! name.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -13,19 +14,19 @@ use regex::{Regex, RegexBuilder};
 use crate::error::{Error, Result};
 use crate::model::{Module, ModuleKind};
 
-/// The longest name, in bytes, that is compared with those of modules.
+/// The longest name, in bytes, that is compared with module names.
 const LONGEST_COMPARED: usize = 256;
 
 /// The most patterns of one key: a model with a pattern for each module has fewer.
 const MOST_PATTERNS: usize = 4096;
 
-/// The largest size of a compiled pattern, in bytes; those of names take some hundred kilobytes at most.
+/// The largest size of a compiled pattern, in bytes; names need some hundred kilobytes at most.
 const MOST_PATTERN_BYTES: usize = 1 << 20;
 
-/// Module names as PEFT takes them.
+/// Module names in PEFT's form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NamePattern {
-    /// Names, or ends of names from a dot on.
+    /// Names, or suffixes of names after a dot.
     List(Vec<String>),
     /// A regular expression for the whole name.
     Regex(String),
@@ -36,7 +37,7 @@ impl NamePattern {
     pub const NONE: NamePattern = NamePattern::List(Vec::new());
 }
 
-/// The modules that `target_modules` asks for.
+/// The modules that `target_modules` selects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModulePattern {
     /// Every linear layer but the output head.
@@ -45,18 +46,19 @@ pub enum ModulePattern {
     Named(NamePattern),
 }
 
-/// Which modules are adapted and how: the part of a LoRA configuration that depends on module names.
+/// The part of a LoRA configuration that depends on module names: the adapted modules and their
+/// settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TargetSpec {
     /// The modules that get LoRA.
     pub target_modules: ModulePattern,
-    /// Modules that get none, whatever `target_modules` says.
+    /// Modules without LoRA, even if `target_modules` names them.
     pub exclude_modules: NamePattern,
-    /// Ends of names of modules that are trained and saved whole; they get no LoRA.
+    /// Suffixes of names of modules that are trained and saved whole, without LoRA.
     pub modules_to_save: Vec<String>,
-    /// Layers that `target_modules` (if a list) is restricted to.
+    /// Layers to which `target_modules` (if a list) is restricted.
     pub layers_to_transform: Option<Vec<usize>>,
-    /// What stands before the layer's number in a name; empty: any word.
+    /// The text before the layer's number in a name; if empty, any word.
     pub layers_pattern: Vec<String>,
     /// The rank of both matrices.
     pub r: usize,
@@ -64,18 +66,19 @@ pub struct TargetSpec {
     pub lora_alpha: f64,
     /// Scale by alpha / sqrt(r) instead of alpha / r (rsLoRA, <https://arxiv.org/abs/2312.03732>).
     pub use_rslora: bool,
-    /// Learn the magnitudes of rows apart from their directions (DoRA, <https://arxiv.org/abs/2402.09353>).
+    /// Learn the magnitudes of rows apart from their directions (DoRA,
+    /// <https://arxiv.org/abs/2402.09353>).
     pub use_dora: bool,
-    /// Ranks by end of name (a regular expression); the first that matches wins.
+    /// Ranks by suffix of the name (a regular expression); the first match wins.
     pub rank_pattern: Vec<(String, usize)>,
-    /// As `rank_pattern`, for alpha.
+    /// The same as `rank_pattern`, for alpha.
     pub alpha_pattern: Vec<(String, f64)>,
-    /// Tokens whose rows of an embedding or head train, by end of the module's name.
+    /// Tokens with trained rows of an embedding or head, by suffix of the module's name.
     pub trainable_token_indices: BTreeMap<String, Vec<u32>>,
 }
 
 impl Default for TargetSpec {
-    /// PEFT's defaults, on all linear layers.
+    /// Returns PEFT's defaults, on all linear layers.
     fn default() -> Self {
         Self {
             target_modules: ModulePattern::AllLinear,
@@ -99,7 +102,7 @@ impl Default for TargetSpec {
 pub struct Target {
     /// Full name of the module, as in the checkpoint.
     pub name: String,
-    /// What it is; never a norm.
+    /// The kind of the module; never a norm.
     pub kind: ModuleKind,
     /// The rank: A is [r, in], B is [out, r].
     pub r: usize,
@@ -109,11 +112,11 @@ pub struct Target {
     pub scale: f64,
 }
 
-/// The modules of a model that get LoRA, in the order of `modules`.
+/// Returns the modules of a model that get LoRA, in the order of `modules`.
 ///
 /// # Errors
-/// The user's: a name, pattern key or regular expression that is invalid or has no effect; a matching module
-/// that cannot have LoRA; a rank of 0; no module at all.
+/// User: a name, pattern key or regular expression that is invalid or has no effect; a matching
+/// module that cannot have LoRA; a rank of 0; no module at all.
 pub fn resolve(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<Target>> {
     let exclude = Matcher::new("exclude_modules", &spec.exclude_modules)?;
     let saved = SavedMatcher::new(&spec.modules_to_save)?;
@@ -153,11 +156,11 @@ pub fn resolve(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<Target>> {
     targets.into_iter().map(|module| target(&module.name, module.kind, spec, &ranks, &alphas)).collect()
 }
 
-/// The targets `modules` by the rank and scale of `spec`, whose other fields are not looked at: for an
-/// adapter that exists.
+/// Returns `modules` as targets with the rank and scale of `spec`, for an existing adapter. The
+/// other fields of `spec` are ignored.
 ///
 /// # Errors
-/// The user's: a pattern is not a regular expression, or gives a rank of 0.
+/// User: a pattern is not a regular expression, or gives a rank of 0.
 pub(super) fn targets_of<'a>(
     spec: &TargetSpec,
     modules: impl IntoIterator<Item = (&'a str, ModuleKind)>,
@@ -189,12 +192,13 @@ fn target(
     Ok(Target { name: name.into(), kind, r, alpha, scale })
 }
 
-/// The modules of a model that are trained and saved whole, in the order of `modules`.
+/// Returns the modules of a model that are trained and saved whole, in the order of `modules`.
 ///
-/// As in PEFT a name matches every module whose name it ends, without a dot between: `norm` is every norm.
+/// A name matches every module whose name it ends, even without a dot between, as in PEFT: `norm`
+/// is every norm.
 ///
 /// # Errors
-/// The user's: a name matches no module.
+/// User: a name matches no module.
 pub fn resolve_saved(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<String>> {
     let wanted: HashSet<&str> = spec.modules_to_save.iter().map(String::as_str).collect();
     let (mut saved, mut used) = (Vec::new(), HashSet::new());
@@ -212,11 +216,11 @@ pub fn resolve_saved(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<String
     }
 }
 
-/// The tables (embedding, head) of which single rows train, with the tokens.
+/// Returns the tables (embedding, head) with single trainable rows, and their tokens.
 ///
 /// # Errors
-/// The user's: a name matches no table; a token is outside its vocabulary or named twice; the table has LoRA or trains
-/// whole besides.
+/// User: a name matches no table; a token is outside its vocabulary or named twice; the table also
+/// has LoRA or trains whole.
 pub fn resolve_rows(spec: &TargetSpec, modules: &[Module]) -> Result<BTreeMap<String, Vec<u32>>> {
     let key = "trainable_token_indices";
     let mut rows = BTreeMap::new();
@@ -244,7 +248,7 @@ pub fn resolve_rows(spec: &TargetSpec, modules: &[Module]) -> Result<BTreeMap<St
     Ok(rows)
 }
 
-/// Whether no token is named twice.
+/// Checks that no token is named twice.
 pub(super) fn check_ids(ids: &[u32]) -> Result<(), String> {
     let mut seen = BTreeSet::new();
     match ids.iter().find(|id| !seen.insert(**id)) {
@@ -253,7 +257,7 @@ pub(super) fn check_ids(ids: &[u32]) -> Result<(), String> {
     }
 }
 
-/// Whether all tokens are rows of the table.
+/// Checks that all tokens are rows of the table.
 pub(super) fn check_vocabulary(ids: &[u32], table: &Module) -> Result<(), String> {
     let rows = table.shape.first().copied().unwrap_or(0);
     match ids.iter().find(|id| **id as usize >= rows) {
@@ -266,9 +270,10 @@ pub(super) fn check_vocabulary(ids: &[u32], table: &Module) -> Result<(), String
     }
 }
 
-/// The shortest `target_modules` list that means exactly `targets`: last words of names where all modules that end
-/// so are targets, else whole names. Sorted. What a resolved `all-linear`, exclude_modules or
-/// layers_to_transform is written as, so that every PEFT reads it.
+/// Returns the shortest `target_modules` list that selects exactly `targets`, sorted: last words of
+/// names if all modules with that ending are targets, otherwise whole names. A resolved
+/// `all-linear`, exclude_modules or layers_to_transform is written this way, so that every PEFT
+/// reads it.
 pub fn target_names(targets: &[Target], modules: &[Module]) -> Vec<String> {
     let chosen: HashSet<&str> = targets.iter().map(|target| target.name.as_str()).collect();
     let others = modules.iter().filter(|module| !chosen.contains(module.name.as_str()));
@@ -298,7 +303,7 @@ fn rows_failed() -> Error {
 fn no_match(key: &str, name: &str, modules: &[Module]) -> Error {
     let leaves: BTreeSet<&str> = modules.iter().map(|module| leaf(&module.name)).collect();
     let distance = |other: &&&str| strsim::damerau_levenshtein(leaf(name), other);
-    // Further off it is another word, not a slip; and no module has so long a name.
+    // A larger distance means another word, not a typo; no module has a name this long.
     let nearest = leaves.iter().filter(|_| name.len() <= LONGEST_COMPARED).min_by_key(distance);
     let nearest = nearest.filter(|other| distance(other) <= 1 + leaf(name).len() / 4);
     let all: Vec<&str> = leaves.iter().copied().collect();
@@ -310,22 +315,20 @@ fn no_match(key: &str, name: &str, modules: &[Module]) -> Error {
     }
 }
 
-/// A regular expression for whole names, with Python's `fullmatch` meaning.
+/// Compiles a regular expression for whole names, with the meaning of Python's `fullmatch`.
 fn whole(key: &str, pattern: &str) -> Result<Regex> {
     let compiled = RegexBuilder::new(&format!(r"\A(?:{pattern})\z")).size_limit(MOST_PATTERN_BYTES).build();
     compiled.map_err(|error| {
-        // The last line of a regex error says what is wrong; those above draw it.
+        // The last line of a regex error has the cause; those above draw it.
         let cause = error.to_string();
         let cause = cause.lines().last().unwrap_or_default().trim_start_matches("error: ").to_owned();
         failed()
-            .because(format!(
-                "`{key}` has `{pattern}`, which is not a regular expression we can use: {cause}"
-            ))
+            .because(format!("`{key}` has `{pattern}`, which is not a supported regular expression: {cause}"))
             .hint("write the module names as a list")
     })
 }
 
-/// Whether a key has no more patterns than can be tried on every module.
+/// Checks that a key has no more patterns than can be tried on every module.
 fn check_count(key: &str, count: usize) -> Result<()> {
     if count <= MOST_PATTERNS {
         return Ok(());
@@ -354,7 +357,7 @@ impl<'a> Matcher<'a> {
         }
     }
 
-    /// Whether the module is chosen in a way that layers_to_transform does not restrict.
+    /// Returns whether the module is selected in a way that layers_to_transform does not restrict.
     fn names_exactly(&self, module: &str) -> bool {
         match self {
             Self::List(_, _, names) => names.contains(module),
@@ -377,7 +380,8 @@ impl<'a> Matcher<'a> {
     }
 }
 
-/// The texts for which [`ends_with_name`] holds: `a.b.c`, `b.c`, `c`, and the empty one after a last dot.
+/// Returns the texts for which [`ends_with_name`] holds: `a.b.c`, `b.c`, `c`, and the empty one
+/// after a last dot.
 fn ends_of_name(module: &str) -> impl Iterator<Item = &str> {
     std::iter::successors(Some(module), |rest| rest.split_once('.').map(|(_, rest)| rest))
 }
@@ -386,7 +390,8 @@ pub(super) fn ends_with_name(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-/// Modules that modules_to_save takes from LoRA: those with one of its names as a run of whole words.
+/// Modules that modules_to_save excludes from LoRA: those with one of its names as a run of whole
+/// words.
 struct SavedMatcher(Vec<Regex>);
 
 impl SavedMatcher {
@@ -402,7 +407,7 @@ impl SavedMatcher {
     }
 }
 
-/// The first number in a name that follows a word, and the layers it may be.
+/// The regular expressions for a layer number in a name, and the allowed layers.
 struct LayerFilter<'a> {
     allowed: Option<&'a [usize]>,
     numbers: Vec<Regex>,
@@ -431,7 +436,7 @@ impl<'a> LayerFilter<'a> {
     }
 }
 
-/// Values by end of name.
+/// Values by suffix of the name.
 struct CompiledPatterns<T> {
     key: &'static str,
     values: Vec<(Regex, String, T)>,

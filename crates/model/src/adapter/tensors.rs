@@ -1,33 +1,33 @@
 //! PEFT's names for the tensors of an adapter.
 //!
-//! A module's tensors are called `base_model.model.<module>` and an end that says which one it is. A few ends have
-//! changed over PEFT's versions: all are read, the one that every version reads is written.
+//! A tensor is called `base_model.model.<module>` plus a suffix for its kind. A few suffixes have
+//! changed over PEFT's versions: all are read, and the one that every version reads is written.
 
 use crate::weights::NameRules;
 
 /// The file with the tensors of an adapter.
 pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
-/// What PEFT puts before the module names of a model.
+/// The prefix that PEFT adds to the module names of a model.
 pub(super) const PREFIX: &str = "base_model.model.";
 
-/// Which tensor of a module.
+/// The kind of a tensor of a module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum TensorKind {
     /// A: [r, in].
     LoraA,
     /// B: [out, r].
     LoraB,
-    /// DoRA's magnitudes: [out]; of an embedding [hidden].
+    /// DoRA's magnitudes: [out]; [hidden] for an embedding.
     LoraMagnitude,
     /// A of an embedding: [r, vocab].
     LoraEmbeddingA,
     /// B of an embedding: [hidden, r].
     LoraEmbeddingB,
-    /// Rows of an embedding that train, whole as they are now and not their difference from the base's: [n, hidden].
+    /// Trained rows of an embedding, as values and not as differences from the base's: [n, hidden].
     TokensDelta,
-    /// The base's weight under the adapter, of which PEFT saves a copy for embeddings and heads with LoRA and after
-    /// the vocabulary was resized; it takes the place of the base's.
+    /// The base's weight under the adapter. PEFT saves a copy for embeddings and heads with LoRA
+    /// and after a change of the vocabulary size; it replaces the base's.
     BaseWeight,
     /// The weight of a module that is saved whole.
     SavedWeight,
@@ -48,12 +48,13 @@ impl TensorKind {
         Self::SavedBias,
     ];
 
-    /// How its name ends: as it is written, then as it is read besides.
+    /// Returns its suffixes: first the one that is written, then others that are read.
     fn ends(self) -> &'static [&'static str] {
         match self {
             Self::LoraA => &[".lora_A.weight"],
             Self::LoraB => &[".lora_B.weight"],
-            // PEFT 0.9 to 0.12 kept it in a plain parameter, then in a module; files of both are about.
+            // PEFT 0.9 to 0.12 used a plain parameter, later versions a module; files of both
+            // exist.
             Self::LoraMagnitude => &[".lora_magnitude_vector", ".lora_magnitude_vector.weight"],
             Self::LoraEmbeddingA => &[".lora_embedding_A"],
             Self::LoraEmbeddingB => &[".lora_embedding_B"],
@@ -64,12 +65,12 @@ impl TensorKind {
         }
     }
 
-    /// Whether it belongs to a module that is saved whole.
+    /// Returns whether it belongs to a module that is saved whole.
     pub fn is_saved(self) -> bool {
         matches!(self, Self::SavedWeight | Self::SavedBias)
     }
 
-    /// Whether it belongs to a module with LoRA.
+    /// Returns whether it belongs to a module with LoRA.
     pub fn is_lora(self) -> bool {
         matches!(
             self,
@@ -83,25 +84,25 @@ impl TensorKind {
 pub struct AdapterTensor {
     /// The module's Hugging Face name: `model.layers.0.self_attn.q_proj`.
     pub module: String,
-    /// Which tensor of it.
+    /// The kind of the tensor.
     pub kind: TensorKind,
     /// Shape of the tensor, as it is stored.
     pub shape: Vec<usize>,
 }
 
 impl AdapterTensor {
-    /// Its name in the file.
+    /// Returns its name in the file.
     pub fn name(&self) -> String {
         file_name(&self.module, self.kind)
     }
 }
 
-/// The name under which a tensor is written.
+/// Returns the name under which a tensor is written.
 pub(super) fn file_name(module: &str, kind: TensorKind) -> String {
     format!("{PREFIX}{module}{}", kind.ends()[0])
 }
 
-/// Parts of a name that the name of an adapter follows in a module's own state (`state_dict()`).
+/// Parts of a name that precede the adapter's name in a module's own state (`state_dict()`).
 const NAMED: [&str; 7] = [
     "lora_A",
     "lora_B",
@@ -112,16 +113,16 @@ const NAMED: [&str; 7] = [
     "modules_to_save",
 ];
 
-/// The last parts of names of parameters, which are no names of adapters.
+/// The last parts of names of parameters, which are not adapter names.
 const PARAMETERS: [&str; 2] = ["weight", "bias"];
 
-/// A name without that of the adapter: `q_proj.lora_A.default.weight` is `q_proj.lora_A.weight`.
+/// Removes the adapter's name: `q_proj.lora_A.default.weight` becomes `q_proj.lora_A.weight`.
 pub(super) fn without_adapter(name: &str) -> String {
     let mut parts: Vec<&str> = name.split('.').collect();
     let mark = parts.iter().rposition(|part| NAMED.contains(part));
     if let Some(mark) = mark
         && parts.get(mark + 1).is_some_and(|part| !PARAMETERS.contains(part))
-        // The name of an adapter holds no dot, so that at most the parameter follows.
+        // An adapter's name has no dot, so at most the parameter follows.
         && parts.len() <= mark + 3
     {
         parts.remove(mark + 1);
@@ -129,19 +130,19 @@ pub(super) fn without_adapter(name: &str) -> String {
     parts.join(".")
 }
 
-/// The module and the kind that a name in a file means, which has the names of `rules`.
+/// Returns the module and the kind of a name in a file, by the naming rules `rules`.
 pub(super) fn split_name(name: &str, rules: &NameRules) -> Option<(String, TensorKind)> {
     let name = without_adapter(name);
     let ends = TensorKind::ALL.into_iter().flat_map(|kind| kind.ends().iter().map(move |end| (*end, kind)));
-    // The longest end is the meaning: `.lora_A.weight` and `.base_layer.weight` end in `.weight` too.
+    // The longest suffix decides: `.lora_A.weight` and `.base_layer.weight` end in `.weight` too.
     let (end, kind) = ends.filter(|(end, _)| name.ends_with(end)).max_by_key(|(end, _)| end.len())?;
     let module = name.strip_suffix(end)?;
-    // Tensors of other methods would pass as modules that are saved whole.
+    // Tensors of other methods would look like modules that are saved whole.
     let foreign = [".lora_", ".token_adapter", ".base_layer"].iter().any(|part| module.contains(part));
     if module.is_empty() || module.ends_with('.') || foreign {
         return None;
     }
-    // A module of no text model keeps its name, for an error to tell.
+    // A module that is not of a text model keeps its name for the error.
     let module = rules.canonical(module);
     let module = module.strip_prefix(PREFIX).unwrap_or(&module);
     (!module.is_empty()).then(|| (module.to_owned(), kind))

@@ -1,9 +1,10 @@
-//! A model whose linear layers are quantized as bitsandbytes saves them, for transformers to load.
+//! Exports a model with linear layers quantized in bitsandbytes' format, for transformers to load.
 //!
-//! Tensors are streamed from the source's memory map a piece at a time, so that memory holds one tensor's scales and
-//! a piece. Which layers: every linear one but the head, as transformers does; embeddings, norms and biases stay as
-//! they are stored. The names and the JSON text are those of `QuantState.as_dict` (bitsandbytes/functional.py) and of
-//! `Linear8bitLt`, the keys of `quantization_config` those of transformers' `BitsAndBytesConfig`.
+//! Tensors are streamed from the source's memory map a piece at a time, so that memory holds one
+//! tensor's scales and a piece. As in transformers, every linear layer but the head is quantized;
+//! embeddings, norms and biases stay as stored. The names and the JSON text are those of
+//! `QuantState.as_dict` (bitsandbytes/functional.py) and of `Linear8bitLt`, the keys of
+//! `quantization_config` those of transformers' `BitsAndBytesConfig`.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -22,26 +23,26 @@ use crate::weights::{
     RandomAccessWriter, StoredDtype, WriteEntry,
 };
 
-/// Elements (or bytes that are only copied) in memory at once, if a row is not longer.
+/// Number of elements (or bytes, if only copied) in memory at once, or one row if it is longer.
 const PIECE: usize = 1 << 22;
-/// More than any number of a quant_state has.
+/// Longer than any number of a quant_state, in characters.
 const LONGEST_NUMBER: usize = 24;
 
-/// How linear layers are stored.
+/// The storage format of linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scheme {
     /// NF4 or FP4.
     FourBits(QuantFormat),
-    /// LLM.int8(): whole numbers with a scale for each row.
+    /// LLM.int8(): whole numbers with one scale per row.
     LlmInt8,
 }
 
-/// What was written.
+/// The result of an export.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
-    /// Tensors that were quantized.
+    /// Number of quantized tensors.
     pub quantized: usize,
-    /// Tensors that are the source's.
+    /// Number of tensors copied from the source.
     pub copied: usize,
     /// Bytes of the source's tensors.
     pub bytes_before: u64,
@@ -49,14 +50,15 @@ pub struct Report {
     pub files: Vec<(PathBuf, u64)>,
 }
 
-/// Writes the model of `files` and `config` to the new folder `output`, its linear layers in `scheme` but for those
-/// that a name in `skip` names: the whole name, or some of its parts in a row, such as `down_proj` or `layers.0`.
-/// `from` says which model they are, for the files to tell. `done` is called with the name of each tensor that was
-/// written.
+/// Writes the model of `files` and `config` to the new folder `output`, with its linear layers in
+/// `scheme`. Layers that `skip` names stay: by the whole name, or by consecutive parts of it, such
+/// as `down_proj` or `layers.0`. `from` is the identity of the model, which the files record.
+/// `done` is called with the name of each written tensor.
 ///
 /// # Errors
-/// The user's: the model is quantized already, a name in `skip` names no linear layer, a weight is NaN or infinite,
-/// `output` is not empty. Storage: the disk is full or fails; nothing is left of `output` then.
+/// User: the model is already quantized, a name in `skip` matches no linear layer, a weight is NaN
+/// or infinite, `output` is not empty. Storage: the disk is full or fails; `output` is then
+/// removed.
 pub fn write_quantized(
     files: &ModelFiles,
     config: &ModelConfig,
@@ -130,22 +132,23 @@ fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
     }
 }
 
-/// The linear layers of a model's blocks, by whether they are quantized; head and embedding never are.
+/// The linear layers of a model's blocks, quantized and skipped; head and embedding are never
+/// quantized.
 #[derive(Debug)]
 pub struct LinearLayers {
-    /// The names of those that are.
+    /// The names of the quantized layers.
     pub quantized: Vec<String>,
-    /// The names of those that are skipped.
+    /// The names of the skipped layers.
     pub skipped: Vec<String>,
-    /// The names of `quantized`.
+    /// The names of `quantized`, as a set.
     by_name: HashSet<String>,
 }
 
 impl LinearLayers {
-    /// Skips the layers that `skip` names: by the whole name, or by some of its parts in a row.
+    /// Skips the layers that `skip` names: by the whole name, or by consecutive parts of it.
     ///
     /// # Errors
-    /// The user's: a name in `skip` names no linear layer, or nothing is left.
+    /// User: a name in `skip` matches no linear layer, or all are skipped.
     pub fn new(config: &ModelConfig, skip: &[String]) -> Result<Self> {
         let linear: Vec<String> = model::modules(config)
             .into_iter()
@@ -161,7 +164,7 @@ impl LinearLayers {
                 ends.sort_unstable();
                 ends.dedup();
                 return Err(Error::user(format!("cannot skip `{name}`")).because(format!(
-                    "no layer that would be quantized has this name; there are {}, each also with what stands before it, as in `{}`",
+                    "no linear layer has this name; accepted: {}, each also with the parts before it, as in `{}`",
                     ends.join(", "),
                     linear.first().map_or("", String::as_str)
                 )));
@@ -178,14 +181,14 @@ impl LinearLayers {
         Ok(Self { quantized, skipped, by_name })
     }
 
-    /// Whether the tensor `name` is the weight of a layer that is quantized.
+    /// Returns whether the tensor `name` is the weight of a quantized layer.
     fn quantizes(&self, name: &str) -> bool {
         let module = name.strip_suffix(".weight");
         module.is_some_and(|module| self.by_name.contains(module))
     }
 }
 
-/// The runs of some parts of a module's name: `a.b` has `a.b`, `a` and `b`.
+/// Returns the runs of consecutive parts of a module's name: `a.b` has `a.b`, `a` and `b`.
 fn runs_of_parts(module: &str) -> impl Iterator<Item = &str> {
     let starts = std::iter::once(0).chain(module.match_indices('.').map(|(dot, _)| dot + 1));
     starts.flat_map(move |start| {
@@ -194,7 +197,7 @@ fn runs_of_parts(module: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The tensors that `name` becomes.
+/// Returns the tensors into which `name` is converted.
 fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec<PlannedFile>> {
     let info = files.require(name)?;
     let sized = |end: &str, dtype, shape: &[usize]| {
@@ -239,7 +242,7 @@ fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec
     })
 }
 
-/// A tensor on its way.
+/// A tensor of the source and the writer for its output.
 struct SourceTensor<'a> {
     files: &'a ModelFiles,
     name: &'a str,
@@ -259,7 +262,8 @@ impl SourceTensor<'_> {
         Ok(())
     }
 
-    /// Calls `take` with the values piece by piece, whose lengths but the last's are multiples of `unit`.
+    /// Calls `take` with the values piece by piece. All lengths but the last are multiples of
+    /// `unit`.
     fn pieces(
         &mut self,
         unit: usize,
@@ -326,9 +330,13 @@ impl SourceTensor<'_> {
         let mut scales = vec![0f32; rows];
         let mut codes = Vec::new();
         self.pieces(columns, |tensor, start, values| {
-            // bitsandbytes quantizes from f16, whatever the weights were stored as.
+            // bitsandbytes quantizes from f16, for any stored type of the weights.
             values.iter_mut().for_each(|value| *value = f16::from_f32(*value).to_f32());
-            tensor.check(start, values, "numbers that f16 holds, which LLM.int8() is made from")?;
+            tensor.check(
+                start,
+                values,
+                "numbers within the range of f16, from which LLM.int8() quantizes",
+            )?;
             codes.resize(values.len(), 0);
             let scales = &mut scales[start / columns..(start + values.len()) / columns];
             quant::quantize(CodeKind::Int8Rows, columns, values, &mut codes, scales);
@@ -349,9 +357,9 @@ fn state_name(weight: &str, kind: CodeKind) -> String {
     format!("{weight}.quant_state.bitsandbytes__{}", kind.name())
 }
 
-/// The JSON text beside the codes, to the byte as Python writes it.
+/// Returns the JSON text beside the codes, byte for byte as Python writes it.
 fn state(format: QuantFormat, dtype: StoredDtype, shape: &[usize], offset: Option<f32>) -> String {
-    // Numbers of any other width are quantized from f32.
+    // Numbers of other widths are quantized from f32.
     let dtype = dtype.config_name().filter(|_| dtype.size_bytes() <= 4).unwrap_or("float32");
     let mut text = format!(
         "{{\"quant_type\": \"{}\", \"blocksize\": {}, \"dtype\": \"{dtype}\", \"shape\": {shape:?}",
@@ -367,7 +375,7 @@ fn state(format: QuantFormat, dtype: StoredDtype, shape: &[usize], offset: Optio
     text + "}"
 }
 
-/// Python's `repr` of a number that is not negative.
+/// Returns Python's `repr` of a non-negative number.
 fn python_float(x: f64) -> String {
     let scientific = format!("{x:e}");
     match scientific.split_once('e').map(|(digits, power)| (digits, power.parse::<i32>())) {
@@ -378,8 +386,8 @@ fn python_float(x: f64) -> String {
     }
 }
 
-/// What config.json says of the new weights. `skipped` are whole names, which every version of transformers compares
-/// in the same way; a list replaces the default one, so that the head stands in it too.
+/// Returns the quantization entry of config.json. `skipped` are whole names, which every version of
+/// transformers compares in the same way. A list replaces the default one, so it also has the head.
 fn quantization_config(scheme: Scheme, dtype: StoredDtype, skipped: &[String]) -> Value {
     let skip: Option<Vec<&str>> = (!skipped.is_empty())
         .then(|| [LM_HEAD_MODULE].into_iter().chain(skipped.iter().map(String::as_str)).collect());
@@ -387,7 +395,7 @@ fn quantization_config(scheme: Scheme, dtype: StoredDtype, skipped: &[String]) -
         Scheme::FourBits(format) => Some(format),
         Scheme::LlmInt8 => None,
     };
-    // What bitsandbytes takes for granted stands there for 8 bits too.
+    // For 8 bits too, config.json has bitsandbytes' defaults of 4 bits.
     let format = four.unwrap_or(QuantFormat { kind: CodeKind::FP4, block_size: 64, double_quant: false });
     let compute = dtype.config_name().filter(|_| four.is_some()).unwrap_or("float32");
     json!({

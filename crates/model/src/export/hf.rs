@@ -1,8 +1,8 @@
-//! A Hugging Face model folder: weights, config.json, tokenizer.
+//! Exports a Hugging Face model folder: weights, config.json, tokenizer.
 //!
-//! The weights come tensor by tensor from the caller and go through [`write_sharded`]; everything else is the source
-//! model's, but the tokenizer where training added tokens. [`export`] is the caller whose weights are the
-//! source's own.
+//! The caller supplies the weights tensor by tensor, and [`write_sharded`] writes them. All other
+//! files are the source model's, except the tokenizer if training added tokens. [`export`] is the
+//! caller that copies the source's weights.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -18,18 +18,19 @@ use crate::weights::{
     write_sharded, write_shards,
 };
 
-/// The size that transformers shards at, in bytes.
+/// The shard size of transformers, in bytes.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
-/// Elements (or bytes that are only copied) of a tensor in memory at once.
+/// Number of elements (or bytes, if only copied) of a tensor in memory at once.
 const BLOCK: usize = 1 << 22;
 
-/// Writes a model to `folder`, which is made if need be: `entries` as its weights, in that order, and the companions
-/// of the model in `source`, with `tokenizer` in place of its own if there is one. `write` is called once for each entry to give its values to the sink. Weights go first,
-/// config.json last, so a folder with one is complete.
+/// Writes a model to `folder`, which it creates if needed: `entries` as its weights, in that order,
+/// and the sidecar files of the model in `source`. A given `tokenizer` replaces its own. `write` is
+/// called once for each entry and passes its values to the sink. Weights go first, config.json
+/// last, so a folder that has one is complete.
 ///
 /// # Errors
-/// The user's: `folder` holds other weights, or `source` has no valid config.json. Storage: the disk is full or
-/// fails. What `write` returns.
+/// User: `folder` holds other weights, or `source` has no valid config.json. Storage: the disk is
+/// full or fails. Errors of `write`.
 pub fn write_model(
     folder: &Path,
     source: &Path,
@@ -44,7 +45,7 @@ pub fn write_model(
     Ok(written)
 }
 
-/// A model that several ranks write together, each some shards of it.
+/// A model that several ranks write together, with some shards each.
 #[derive(Debug)]
 pub struct ExportParts {
     shards: Vec<Vec<WriteEntry>>,
@@ -57,8 +58,9 @@ pub struct ExportParts {
 }
 
 impl ExportParts {
-    /// A model of the tensors in `shares`, by rank; what stands beside them is that of `source`, with `tokenizer` in
-    /// place of its own if there is one. `untied`: embedding and head are two tables, though `source` ties them.
+    /// Plans a model of the tensors in `shares`, by rank. Its other files are those of `source`,
+    /// and a given `tokenizer` replaces its own. `untied` means that embedding and head are two
+    /// tables, though `source` ties them.
     pub fn new(
         shares: Vec<Vec<WriteEntry>>,
         source: PathBuf,
@@ -76,10 +78,11 @@ impl ExportParts {
         ExportParts { shards, of_rank, source, tokenizer, untied }
     }
 
-    /// Writes the tensors of a rank's share to the folder that all ranks write to, which is there; `write` as in [`write_model`].
+    /// Writes the tensors of a rank's share to the existing folder of all ranks; `write` as in
+    /// [`write_model`].
     ///
     /// # Errors
-    /// As [`write_model`].
+    /// The same as for [`write_model`].
     pub fn write(
         &self,
         rank: usize,
@@ -89,10 +92,10 @@ impl ExportParts {
         write_shards(folder, &self.shards, self.of_rank[rank].clone(), write)
     }
 
-    /// Writes index, config.json and tokenizer beside the tensors of all ranks; returns the index.
+    /// Writes index, config.json and tokenizer beside the tensors of all ranks. Returns the index.
     ///
     /// # Errors
-    /// As [`write_model`].
+    /// The same as for [`write_model`].
     pub fn write_rest(&self, folder: &Path) -> Result<Vec<Written>> {
         let index = write_index_of(folder, &self.shards)?;
         let entries: Vec<WriteEntry> = self.shards.iter().flatten().cloned().collect();
@@ -102,12 +105,13 @@ impl ExportParts {
     }
 }
 
-/// Writes the model of `files`, with everything that stands beside it, to the new folder `output`: shards of at most
-/// `shard_bytes`, weights as `dtype`, quantized ones dequantized. The folder appears whole or not at all. Returns the size of the weights.
+/// Writes the model of `files`, with all other files of its folder, to the new folder `output`:
+/// shards of at most `shard_bytes`, weights as `dtype`, quantized ones dequantized. The folder
+/// appears completely or not at all. Returns the size of the weights in bytes.
 ///
 /// # Errors
-/// The user's: `output` is not empty, a value does not fit `dtype`, or there is no valid config.json. Storage: the
-/// disk is full or fails; nothing is left of `output` then.
+/// User: `output` is not empty, a value does not fit `dtype`, or config.json is missing or invalid.
+/// Storage: the disk is full or fails; `output` is then removed.
 pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64) -> Result<u64> {
     let entries: Vec<WriteEntry> = files
         .tensors()

@@ -1,4 +1,4 @@
-//! The token embedding: its forward, and the backward of what trains of it.
+//! The token embedding: its forward, and the backward of its trainable parts.
 
 use std::collections::HashMap;
 
@@ -11,8 +11,8 @@ use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backwa
 use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, matmul};
 use crate::runtime::TensorMut;
 
-/// Single rows of a token table that train while the table is frozen (PEFT's `trainable_token_indices`). Their values
-/// are the table's own; the strategy puts them back there after each update.
+/// Single trainable rows of a frozen token table (PEFT's `trainable_token_indices`). Their values
+/// are the table's own; the strategy writes them back after each update.
 #[derive(Debug, Clone)]
 pub struct TokenRows {
     /// The token of each row.
@@ -24,7 +24,7 @@ pub struct TokenRows {
 /// The token embedding, for one forward.
 #[derive(Debug, Clone)]
 pub struct EmbedWeights {
-    /// `[V, D]`, in the dtype it is kept in.
+    /// `[V, D]`, in its storage dtype.
     pub table: Tensor,
     /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
     pub lora: Option<Lora>,
@@ -32,19 +32,20 @@ pub struct EmbedWeights {
     pub dtype: DType,
 }
 
-/// What the backward of the token embedding needs; the table itself, which a rank may hold a shard of, is not among it.
+/// The inputs of the embedding's backward, without the table itself, of which a rank may hold only
+/// a shard.
 #[derive(Debug, Clone)]
 pub struct EmbedGradients {
-    /// `[V, D]` f32, where the gradient of the table is added up, if it trains.
+    /// `[V, D]` f32: the sum of the table's gradient, if it trains.
     pub table: Option<TensorMut>,
-    /// Rows of the table that train.
+    /// Trainable rows of the table.
     pub rows: Option<TokenRows>,
     /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
     pub lora: Option<Lora>,
 }
 
 impl EmbedWeights {
-    /// The embeddings of N `ids`, `[N, D]`, in the dtype of activations.
+    /// Returns the embeddings of N `ids`, `[N, D]`, in the dtype of activations.
     ///
     /// # Errors
     /// A tensor operation failed.
@@ -67,7 +68,8 @@ impl EmbedWeights {
 }
 
 impl EmbedGradients {
-    /// Adds the gradients of what trains, for `ids` and the gradient `dx: [N, D]` of their embeddings.
+    /// Adds the gradients of the trainable parts, for `ids` and the gradient `dx: [N, D]` of their
+    /// embeddings.
     ///
     /// # Errors
     /// A tensor operation failed.

@@ -1,12 +1,13 @@
-//! Initial values: random weights for `init = "random"` and fresh LoRA matrices. Every value is a function of
-//! (seed, parameter name, index): it depends neither on the order of creation nor on how the model is split.
+//! Initial values: random weights for `init = "random"` and fresh LoRA matrices. Every value is a
+//! function of (seed, parameter name, index), independent of the order of creation and of sharding.
 
 use super::spec::{ParamSpec, Role};
 use super::{ModelConfig, Module, ModuleKind};
 use crate::runtime::rng::RngStream;
 
-/// Elements `start..start + len` of a fresh value of `spec`: matrices and tables normal with `initializer_range`,
-/// norms one (Gemma stores them minus one: zero), biases zero. As transformers' `_init_weights`.
+/// Returns the elements `start..start + len` of a fresh value of `spec`. Matrices and tables are
+/// normal with `initializer_range`, norms one (Gemma stores them minus one: zero), biases zero, as
+/// in transformers' `_init_weights`.
 pub fn initial_value(
     config: &ModelConfig,
     spec: &ParamSpec,
@@ -23,8 +24,9 @@ pub fn initial_value(
     }
 }
 
-/// The random matrix of a fresh adapter, of `shape`; the other one is zero. PEFT's default for A is uniform within 1/√in
-/// (Kaiming with a = √5), or normal with standard deviation 1/r. On an embedding it is B that is random, and normal.
+/// Returns the random matrix of a fresh adapter, of `shape`; the other one is zero. PEFT's default
+/// for A is uniform within 1/√in (Kaiming with a = √5), or normal with standard deviation 1/r. On
+/// an embedding B is random and normal.
 pub fn initial_lora(module: &Module, shape: &[usize], gaussian: bool, seed: u64) -> Vec<f32> {
     let stream = RngStream::new(seed).named(&module.name).named("lora_A");
     let bound = 1.0 / (module.in_features() as f32).sqrt();

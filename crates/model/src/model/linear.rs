@@ -1,10 +1,11 @@
-//! Linear layers with their adapter inside: `y = x Wᵀ + b` and the branch of [`lora`].
+//! Linear layers with their adapters: `y = x Wᵀ + b` and the branch of [`lora`].
 //!
-//! A frozen weight costs one product in backward (dx); its adapter three thin ones. On the CPU the weight's product takes the
-//! branch's up-product in where products in bf16 are packed, so that the output is written once; adapters of layers that
-//! read the same input share their passes over it ([`super::lora_group`]). On a GPU the weights of layers that
-//! read the same input are one product, and a LoRA branch is written first: it is bound by memory, and what is to be added
-//! to it the weights' product, bound by arithmetic, reads in passing.
+//! A frozen weight costs one product in backward (dx), its adapter three thin ones. On a CPU with
+//! packed bf16 products, the weight's product includes the branch's up-product, so that the output
+//! is written once. Adapters of layers with the same input share their passes over it
+//! ([`super::lora_group`]). On a GPU the weights of layers with the same input are one product. A
+//! LoRA branch is written first there: it is bound by memory, and the weights' product, bound by
+//! arithmetic, reads the branch as its addend at no extra cost.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -22,37 +23,38 @@ use crate::runtime::TensorMut;
 pub struct Linear {
     /// The weight matrix, `[out, in]`.
     pub weight: WeightMatrix,
-    /// The bias, `[out]`, if there is one.
+    /// The bias, `[out]`, if the layer has one.
     pub bias: Option<Param>,
     /// The adapter, if this layer is a target.
     pub lora: Option<Lora>,
 }
 
-/// One or more linear layers that read the same input and whose outputs stand side by side: q, k, v; gate and up; or one.
+/// One or more linear layers with the same input and adjacent outputs: q, k, v; gate and up; or
+/// one.
 #[derive(Debug, Clone)]
 pub struct MergedLinear {
     /// The layers, in the order of their outputs.
     pub layers: Vec<Linear>,
-    /// The weights of all as one matrix `[Σ out, in]`: where they are dense and lie one after the other, or are kept in bf16
-    /// beside their blocks.
+    /// The weights of all layers as one matrix `[Σ out, in]`, if they are dense and contiguous, or
+    /// are kept in bf16 beside their blocks.
     pub merged: Option<Param>,
 }
 
-/// Layers of a [`MergedLinear`] whose weights are one product.
+/// Layers of a [`MergedLinear`] with a common product of their weights.
 struct Part<'a> {
     layers: &'a [Linear],
     weights: Vec<Weight<'a>>,
-    /// Where the gradient of the weights is added up.
+    /// The sum of the gradient of the weights.
     grad: Option<&'a TensorMut>,
 }
 
-/// What the backward of the adapters of a [`MergedLinear`] needs besides its input.
+/// The inputs of the adapters' backward of a [`MergedLinear`], besides its input.
 #[derive(Debug, Clone, Default)]
 pub struct LoraSaved(Vec<Option<BranchSaved>>);
 
 #[cfg(test)]
 impl LoraSaved {
-    /// All tensors that it holds.
+    /// Returns all tensors that it holds.
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         self.0.iter().flatten().flat_map(BranchSaved::tensors).collect()
     }
@@ -65,8 +67,9 @@ impl Linear {
 }
 
 impl MergedLinear {
-    /// The layers in parts of one product each: all of them where their weights are of one kind on a GPU, but not with
-    /// DoRA, which computes with the product of a layer by itself; elsewhere where they lie side by side without adapters.
+    /// Returns the layers in parts with one product each. On a GPU all layers with weights of one
+    /// kind are one part, but not with DoRA, which needs the product of a single layer. Elsewhere
+    /// layers are one part if they are contiguous and have no adapters.
     fn parts(&self, device: &Device, has_dora: bool) -> Vec<Part<'_>> {
         let all = if has_kernels(device) {
             self.as_one().filter(|_| !has_dora)
@@ -76,7 +79,7 @@ impl MergedLinear {
         all.map_or_else(|| self.layers.iter().map(Part::of).collect(), |all| vec![all])
     }
 
-    /// Keeps quantized weights in bf16 too.
+    /// Also keeps quantized weights in bf16.
     ///
     /// # Errors
     /// The device has not enough memory.
@@ -92,7 +95,7 @@ impl MergedLinear {
         Ok(())
     }
 
-    /// The layers as one product, where their weights are one matrix.
+    /// Returns the layers as one product, if their weights are one matrix.
     fn merged(&self) -> Option<Part<'_>> {
         let merged = self.merged.as_ref()?;
         let weights = vec![Weight::Dense(&merged.value)];
@@ -107,7 +110,7 @@ impl MergedLinear {
         })
     }
 
-    /// As [`backward_parts`] where the layers' adapters are a group.
+    /// Works like [`backward_parts`] if the layers' adapters are a group.
     fn backward_grouped(
         &self,
         group: &LoraGroup<'_>,
@@ -139,7 +142,7 @@ impl<'a> Part<'a> {
         Part { layers: std::slice::from_ref(layer), weights, grad: layer.weight.grad() }
     }
 
-    /// First column and width of each layer's output, from the first of the part on.
+    /// Returns the first column and the width of each layer's output, relative to the part.
     fn columns(&self) -> Result<Vec<(usize, usize)>> {
         let mut start = 0;
         let place = |layer: &Linear| {
@@ -150,7 +153,8 @@ impl<'a> Part<'a> {
         self.layers.iter().map(place).collect()
     }
 
-    /// Writes the outputs to the columns from `start` on, plus `added`; the column after the last.
+    /// Writes the outputs to the columns from `start` on, plus `added`. Returns the column after
+    /// the last.
     fn forward(
         &self,
         x: &Tensor,
@@ -201,8 +205,9 @@ impl<'a> Part<'a> {
         Ok(start + len)
     }
 
-    /// Adds the gradients of the part's trainable parameters and, to `dx` (or into it, where nothing is `added`), what
-    /// the columns of `dy` from `start` on give through its layers; the column after the last.
+    /// Adds the gradients of the part's trainable parameters. Adds to `dx`, or writes it unless
+    /// `added`, the gradient through its layers of the columns of `dy` from `start` on. Returns the
+    /// column after the last.
     fn backward(
         &self,
         saved: &[Option<BranchSaved>],
@@ -257,8 +262,8 @@ impl<'a> Part<'a> {
         Ok(start + len)
     }
 
-    /// Adds the gradients of weights and biases that train, given those of the outputs, which are in `columns` of `dy` from
-    /// `start` on.
+    /// Adds the gradients of trainable weights and biases, given those of the outputs, which are in
+    /// `columns` of `dy` from `start` on.
     fn add_gradients(
         &self,
         x: &Tensor,
@@ -269,7 +274,7 @@ impl<'a> Part<'a> {
         let all = ColumnView { tensor: dy, start, len };
         let of_layer = |&(at, len): &(usize, usize)| ColumnView { tensor: dy, start: start + at, len };
         if let Some(grad) = self.grad {
-            // Those in bf16 are of one micro-batch: there is nothing to add to.
+            // Gradients in bf16 are of a single micro-batch: nothing is added to them.
             let addend = Addend::destination_if(grad.dtype() == DType::F32);
             matmul(ColumnViewMut::all(grad), all, ColumnView::all(x), Transpose::Tn, 1.0, addend)?;
         }
@@ -282,7 +287,7 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Writes `dy · weights + low_rank` to `dx`, where `weights` stand one under the other.
+/// Writes `dy · weights + low_rank` to `dx`, with `weights` stacked by rows.
 fn input_gradient(dx: &TensorMut, dy: &Tensor, weights: &[Weight<'_>], low_rank: LowRank<'_>) -> Result<()> {
     let Some((last, others)) = weights.split_last() else { return Err(Error::internal("no layers")) };
     let (dx, all) = (ColumnViewMut::all(dx), ColumnView::all(dy));
@@ -296,7 +301,7 @@ fn input_gradient(dx: &TensorMut, dy: &Tensor, weights: &[Weight<'_>], low_rank:
     matmul_weight_plus_low_rank(dx, of_last, *last, Transpose::Nn, added, low_rank)
 }
 
-/// `x: [N, in]` → `[N, Σ out]`, plus `residual` when given (single layers only).
+/// Computes `x: [N, in]` → `[N, Σ out]`, plus a given `residual` (single layers only).
 pub(super) fn forward(
     linear: &MergedLinear,
     x: &Tensor,
@@ -314,7 +319,7 @@ pub(super) fn forward(
     let mut saved = LoraSaved::default();
     let mut start = 0;
     for part in linear.parts(x.device(), has_dora) {
-        // Where there is a group, a part is one layer.
+        // With a group, a part is one layer.
         let down = downs.next().flatten();
         start = part.forward(x, (&y, start), added, branch, (down, &mut saved))?;
     }

@@ -21,18 +21,20 @@ pub struct HeadWeights {
     pub norm: Param,
     /// `lm_head`, or the embedding table when tied: `[V, D]`.
     pub lm_head: Param,
-    /// Rows of a tied table that train.
+    /// Trainable rows of a tied table.
     pub rows: Option<TokenRows>,
     /// An adapter on the output layer.
     pub lora: Option<Lora>,
 }
 
 impl HeadWeights {
-    /// The summed cross-entropy of the rows with a target, each times its coefficient, and the gradient of `x: [N, D]`
-    /// for `scale` times that sum, in the dtype of `x`. Adds the gradients of the parameters that train.
+    /// Computes the summed cross-entropy of the rows with a target, each times its coefficient, and
+    /// the gradient of `x: [N, D]` for `scale` times that sum, in the dtype of `x`. Adds the
+    /// gradients of the trainable parameters.
     ///
     /// # Errors
-    /// There are coefficients, but not one for each row; a tensor operation failed.
+    /// The number of coefficients, if any, differs from the number of rows; a tensor operation
+    /// failed.
     pub fn loss_and_grad(
         &self,
         config: &ModelConfig,
@@ -59,7 +61,7 @@ impl HeadWeights {
         Ok((out.loss, dx))
     }
 
-    /// Loss and hit of every row of `x: [N, D]` with a target, in order.
+    /// Returns loss and hit of every row of `x: [N, D]` with a target, in order.
     ///
     /// # Errors
     /// A tensor operation failed.
@@ -75,7 +77,7 @@ impl HeadWeights {
         score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
     }
 
-    /// The logits of `x: [N, D]`, `[N, V]` f32.
+    /// Returns the logits of `x: [N, D]`, `[N, V]` f32.
     ///
     /// # Errors
     /// A tensor operation failed.
@@ -85,13 +87,13 @@ impl HeadWeights {
         logits(&normed, self.output(u.as_ref()), config.logit_softcap)
     }
 
-    /// The adapter's inner activations, `[N, r]`; none without an adapter.
+    /// Returns the adapter's inner activations, `[N, r]`, or `None` without an adapter.
     fn down(&self, normed: &Tensor, branch: BranchContext) -> Result<Option<Tensor>> {
         let lora = branch.adapter.of(self.lora.as_ref());
         lora.map(|lora| lora.down(normed, branch.source)).transpose()
     }
 
-    /// The output layer with the adapter's inner activations `u`, where it takes part.
+    /// Returns the output layer, with the adapter if its inner activations `u` are given.
     fn output<'a>(&'a self, u: Option<&'a Tensor>) -> Output<'a> {
         let delta = self.lora.as_ref().zip(u);
         let delta = delta.map(|(lora, u)| Delta { u, b: &lora.b.value, scale: lora.scale });

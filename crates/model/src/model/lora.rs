@@ -1,13 +1,15 @@
-//! The adapter's branch of a linear layer, forward beside backward: LoRA (arXiv 2106.09685) and DoRA
-//! (arXiv 2402.09353).
+//! The adapter's branch of a linear layer, forward beside backward: LoRA (arXiv 2106.09685) and
+//! DoRA (arXiv 2402.09353).
 //!
 //! ```text
 //! LoRA   y += s · (drop(x) Aᵀ) Bᵀ
 //! DoRA   y  = x Wᵀ − z + g ⊙ (z + s · (drop(x) Aᵀ) Bᵀ)        z = drop(x) Wᵀ,  g = m / ‖W + s B A‖ (a constant)
 //! ```
 //!
-//! The branch is computed in f32, as PEFT does (beside bf16 activations a CPU that multiplies bf16 rounds what it multiplies), and in bf16 on a GPU that computes in bf16, as PEFT does under autocast:
-//! A and B are bf16 then, beside f32 values that the optimizer updates. Without dropout DoRA's `x Wᵀ − z` cancels and is not computed.
+//! The branch is computed in f32, as in PEFT (a CPU that multiplies bf16 rounds the factors beside
+//! bf16 activations). On a GPU with bf16 compute it is computed in bf16, as in PEFT under autocast:
+//! A and B are then bf16, beside f32 values that the optimizer updates. Without dropout DoRA's `x
+//! Wᵀ − z` cancels and is not computed.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -34,9 +36,9 @@ pub struct Lora {
     pub magnitude: Option<Param>,
     /// `lora_alpha / r`, or `lora_alpha / √r` with rsLoRA.
     pub scale: f64,
-    /// Probability that an input value is dropped in training.
+    /// The dropout probability of an input value in training.
     pub dropout: f32,
-    /// Numbers the layer within its block, for the dropout stream.
+    /// The number of the layer within its block, for the dropout stream.
     pub module_index: u64,
 }
 
@@ -45,32 +47,33 @@ pub struct Lora {
 pub struct LoraShape {
     /// LoRA or DoRA.
     pub kind: AdapterKind,
-    /// The rank: A has so many rows.
+    /// The rank: the number of rows of A.
     pub r: usize,
-    /// What its branch is computed in.
+    /// The dtype in which its branch is computed.
     pub dtype: DType,
-    /// Kernels compute it.
+    /// True if kernels compute it.
     pub has_kernels: bool,
 }
 
 impl LoraShape {
-    /// Columns of a buffer of `[N, r]`.
+    /// Returns the number of columns of a buffer of `[N, r]`.
     pub fn buffer_width(self) -> usize {
         buffer_width(self.r, self.dtype, self.has_kernels)
     }
 }
 
-/// Columns of a buffer of `[N, r]`: in bf16 on a GPU a multiple of 8, so that each row begins where products read 16 bytes
-/// at once.
+/// Returns the number of columns of a buffer of `[N, r]`. In bf16 on a GPU it is a multiple of 8,
+/// so that each row starts at a multiple of 16 bytes, the unit in which products read.
 fn buffer_width(r: usize, dtype: DType, has_kernels: bool) -> usize {
     let is_padded = has_kernels && dtype == DType::BF16;
     if is_padded { r.next_multiple_of(8) } else { r }
 }
 
-/// What the branch's backward needs besides the layer's input.
+/// The inputs of the branch's backward, besides the layer's input.
 #[derive(Debug, Clone)]
 pub(super) struct BranchSaved {
-    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A, in a buffer of [`LoraShape::buffer_width`] columns or of those of a group.
+    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A, in a buffer of [`LoraShape::buffer_width`] columns
+    /// or of those of a group.
     u: Tensor,
     /// The first of its columns in the buffer.
     start: usize,
@@ -88,12 +91,13 @@ struct DoraSaved {
 }
 
 impl BranchSaved {
-    /// What LoRA's backward needs, with its inner activations in the columns from `start` on.
+    /// Returns the inputs of LoRA's backward, with its inner activations in the columns from
+    /// `start` on.
     pub(super) fn lora(u: Tensor, start: usize) -> Self {
         BranchSaved { u, start, dora: None }
     }
 
-    /// The bytes that it holds of `tokens` tokens, after a layer of width `out` that returns `dtype`.
+    /// Returns its bytes for `tokens` tokens, after a layer of width `out` that returns `dtype`.
     pub(super) fn bytes(shape: LoraShape, out: usize, tokens: usize, dtype: DType) -> usize {
         let f32 = DType::F32.size_in_bytes();
         let u = tokens * shape.buffer_width() * shape.dtype.size_in_bytes();
@@ -105,7 +109,7 @@ impl BranchSaved {
         u + dora
     }
 
-    /// All tensors that it holds.
+    /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         let dora = self.dora.iter().flat_map(|DoraSaved { unscaled, factor, norm }| [unscaled, factor, norm]);
@@ -113,7 +117,7 @@ impl BranchSaved {
     }
 }
 
-/// Whether a forward computes with the adapter.
+/// Selects whether a forward uses the adapter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AdapterSwitch {
     /// With every LoRA and DoRA branch.
@@ -124,22 +128,22 @@ pub enum AdapterSwitch {
 }
 
 impl AdapterSwitch {
-    /// The adapter on a module, unless it is switched off.
+    /// Returns the adapter on a module, unless it is switched off.
     pub(super) fn of(self, lora: Option<&Lora>) -> Option<&Lora> {
         lora.filter(|_| self == AdapterSwitch::On)
     }
 }
 
-/// How the adapters of a block take part in a forward.
+/// The settings of the adapters of a block in a forward.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BranchContext {
-    /// Whether they do.
+    /// Selects whether the adapters are used.
     pub(super) adapter: AdapterSwitch,
-    /// Where their dropout draws from.
+    /// The random stream of their dropout.
     pub(super) source: DropoutSource,
 }
 
-/// Where the dropout of a block draws from; none outside training.
+/// The random stream of a block's dropout and its first token; `None` outside training.
 pub(crate) type DropoutSource = Option<(RngStream, u64)>;
 
 impl Lora {
@@ -148,17 +152,17 @@ impl Lora {
         Some(Dropout { p: self.dropout, stream: stream.part(self.module_index), first_token })
     }
 
-    /// The adapter's input: `x`, or `x` with values dropped.
+    /// Returns the adapter's input: `x`, or `x` after dropout.
     fn input(&self, x: &Tensor, source: DropoutSource) -> Result<Tensor> {
         self.dropout(source).map_or_else(|| Ok(x.clone()), |module_index| dropout(x, module_index))
     }
 
-    /// Whether values of its input are dropped.
+    /// Returns whether dropout applies to its input.
     pub(super) fn drops(&self, source: DropoutSource) -> bool {
         self.dropout(source).is_some()
     }
 
-    /// Whether the branch is DoRA's.
+    /// Returns whether the branch is DoRA's.
     pub(super) fn is_dora(&self) -> bool {
         self.magnitude.is_some()
     }
@@ -177,13 +181,14 @@ impl Lora {
         Ok(BranchSaved::lora(u, 0))
     }
 
-    /// What LoRA's branch adds to the layer's product, given its inner activations.
+    /// Returns the low-rank term that LoRA adds to the layer's product, given its inner
+    /// activations.
     pub(super) fn branch<'a>(&'a self, saved: &'a BranchSaved) -> LowRank<'a> {
         LowRank { u: self.inner(saved), factor: &self.b.value, scale: self.scale }
     }
 
-    /// Adds the gradients of LoRA's A and B; what `dy` gives through the branch, which drops nothing, goes to `product`,
-    /// which adds it to one of its own.
+    /// Adds the gradients of LoRA's A and B. The branch has no dropout here; its part of the input
+    /// gradient goes to `product`, which adds it to its own product.
     pub(super) fn backward_with(
         &self,
         saved: &BranchSaved,
@@ -196,8 +201,8 @@ impl Lora {
         product(LowRank { u: self.of_rank(&du), factor: &self.a.value, scale: 1.0 })
     }
 
-    /// Adds the gradients of LoRA's A and B and, to `dx` (or into it, where nothing is to be added to), what `dy` gives
-    /// through the branch.
+    /// Adds the gradients of LoRA's A and B. Adds the gradient of `dy` through the branch to `dx`,
+    /// or writes it if nothing is added.
     pub(super) fn backward(
         &self,
         saved: &BranchSaved,
@@ -210,18 +215,18 @@ impl Lora {
         self.down_backward(x, &du, dx, source)
     }
 
-    /// A buffer for `[N, r]` in the dtype of A.
+    /// Allocates a buffer for `[N, r]` in the dtype of A.
     fn rank_buffer(&self, rows: usize, device: &Device) -> Result<TensorMut> {
         let a = &self.a.value;
         empty(rows, buffer_width(a.dim(0)?, a.dtype(), has_kernels(device)), a.dtype(), device)
     }
 
-    /// The `r` columns of such a buffer that hold something.
+    /// Returns the `r` used columns of such a buffer.
     fn of_rank<'a>(&self, buffer: &'a Tensor) -> ColumnView<'a> {
         ColumnView { len: self.a.value.dims()[0], ..ColumnView::all(buffer) }
     }
 
-    /// The inner activations of the forward.
+    /// Returns the inner activations of the forward.
     fn inner<'a>(&self, saved: &'a BranchSaved) -> ColumnView<'a> {
         ColumnView { start: saved.start, ..self.of_rank(&saved.u) }
     }
@@ -230,7 +235,8 @@ impl Lora {
         ColumnViewMut { len: self.a.value.dims()[0], ..ColumnViewMut::all(buffer) }
     }
 
-    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A, the first columns of what is returned.
+    /// Computes `drop(x) Aᵀ`: `[N, r]` in the dtype of A, in the first columns of the returned
+    /// buffer.
     pub(super) fn down(&self, x: &Tensor, source: DropoutSource) -> Result<Tensor> {
         let a = &self.a.value;
         let u = self.rank_buffer(x.dim(0)?, x.device())?;
@@ -246,7 +252,8 @@ impl Lora {
         Ok(u.into_tensor())
     }
 
-    /// Adds A's gradient, and to `dx` (or into it, where nothing is to be added to) what comes through A, given `du: [N, r]`.
+    /// Adds A's gradient. Adds the gradient through A for `du: [N, r]` to `dx`, or writes it if
+    /// nothing is added.
     pub(super) fn down_backward(
         &self,
         x: &Tensor,
@@ -282,14 +289,16 @@ impl Lora {
         }
     }
 
-    /// The gradient of u, `s · dy B`, and B's gradient added; `dy` is the gradient of `s · u Bᵀ`.
+    /// Returns the gradient of u, `s · dy B`, and adds B's gradient; `dy` is the gradient of `s · u
+    /// Bᵀ`.
     fn up_backward(&self, saved: &BranchSaved, dy: ColumnView<'_>) -> Result<Tensor> {
         let du = self.rank_buffer(dy.tensor.dim(0)?, dy.tensor.device())?;
         self.up_backward_into(self.of_rank_mut(&du), saved, dy)?;
         Ok(du.into_tensor())
     }
 
-    /// Writes the gradient of u, `s · dy B`, to `du`, and adds B's gradient; `dy` is the gradient of `s · u Bᵀ`.
+    /// Writes the gradient of u, `s · dy B`, to `du`, and adds B's gradient; `dy` is the gradient
+    /// of `s · u Bᵀ`.
     pub(super) fn up_backward_into(
         &self,
         du: ColumnViewMut<'_>,
@@ -337,8 +346,8 @@ pub(super) fn dora_forward(
     Ok(BranchSaved { u, start: 0, dora: Some(DoraSaved { unscaled, factor, norm }) })
 }
 
-/// Adds the gradients of DoRA's parameters and, to `dx` (or into it, where nothing is to be added to), what `dy` gives
-/// through the layer.
+/// Adds the gradients of DoRA's parameters. Adds the gradient of `dy` through the layer to `dx`, or
+/// writes it if nothing is added.
 pub(super) fn dora_backward(
     weight: Weight<'_>,
     lora: &Lora,

@@ -1,11 +1,13 @@
-//! The LoRA adapters of linear layers that read the same input, on the CPU: one pass over the input for all of them.
+//! The LoRA adapters of linear layers with the same input, on the CPU: one pass over the input for
+//! all of them.
 //!
 //! ```text
 //! [u_q u_k u_v] = x · [A_q; A_k; A_v]ᵀ          [dA_q; dA_k; dA_v] = [du_q du_k du_v]ᵀ · x
 //! dx = dy · [W_q; W_k; W_v] + [du_q du_k du_v] · [A_q; A_k; A_v]
 //! ```
 //!
-//! Such thin products take as long as reading `x` and starting the threads do, whatever the rank is. `dx` is written once.
+//! At any rank, such thin products take as long as reading `x` and starting the threads. `dx` is
+//! written once.
 
 use candle_core::{DType, Tensor};
 
@@ -14,7 +16,7 @@ use crate::error::Result;
 use crate::ops::elementwise::add_into;
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 
-/// Two or more adapters of layers that read the same input, by the order of the layers.
+/// Two or more adapters of layers with the same input, in the order of the layers.
 pub(super) struct LoraGroup<'a> {
     loras: Vec<Option<Member<'a>>>,
     /// The adapters' A, one under the other: `[Σ r, in]` f32.
@@ -30,8 +32,8 @@ struct Member<'a> {
 }
 
 impl<'a> LoraGroup<'a> {
-    /// The group of these layers' adapters where it computes what each would by itself: two or more of LoRA's in f32 whose
-    /// input `x` is the same, because none of them drops values.
+    /// Returns the group of these layers' adapters if it computes the same as each by itself: two
+    /// or more LoRA adapters in f32 with the same input `x`, because none of them has dropout.
     ///
     /// # Errors
     /// The host has not enough memory.
@@ -63,7 +65,7 @@ impl<'a> LoraGroup<'a> {
         self.a.dims()[0]
     }
 
-    /// The inner activations of each layer's adapter.
+    /// Computes the inner activations of each layer's adapter.
     ///
     /// # Errors
     /// The host has not enough memory.
@@ -76,8 +78,8 @@ impl<'a> LoraGroup<'a> {
         Ok(self.loras.iter().map(|member| member.map(saved)).collect())
     }
 
-    /// Adds the gradients of each A and B. Returns the gradient of the inner activations of all, `[N, Σ r]` f32. The columns of
-    /// `dy` that each layer wrote are in `columns`.
+    /// Adds the gradients of each A and B. Returns the gradient of the inner activations of all,
+    /// `[N, Σ r]` f32. `columns` are the columns of `dy` that each layer wrote.
     ///
     /// # Errors
     /// The host has not enough memory.
@@ -114,7 +116,7 @@ impl<'a> LoraGroup<'a> {
         Ok(())
     }
 
-    /// What `du` adds to the gradient of x.
+    /// Returns the low-rank term of `du` in the gradient of x.
     pub(super) fn to_input<'t>(&'t self, du: &'t Tensor) -> LowRank<'t> {
         LowRank { u: ColumnView::all(du), factor: &self.a, scale: 1.0 }
     }

@@ -1,39 +1,41 @@
-//! The angles of a model's ropes on the device: made once for each position, picked by the tokens of each batch.
+//! The rotary tables of a model's ropes on the device: computed once for each position, and indexed
+//! by the tokens of each batch.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use candle_core::Device;
 
 use super::rope::{Rope, RopeKind};
 use crate::error::Result;
+use crate::locks::locked;
 use crate::ops::attention::Span;
 use crate::ops::embedding::rows_of;
 use crate::ops::rotary::RotaryTable;
 
-/// Positions that a first table has at least.
+/// Minimum number of positions of a first table.
 const FIRST_POSITIONS: usize = 256;
 
-/// The tables of a model's ropes, as far as sequences have come.
+/// The tables of a model's ropes, up to the longest sequence so far.
 #[derive(Debug)]
 pub struct RotaryTables {
     device: Device,
-    /// By rope, a row a position; none before the first batch, and for ropes whose angles depend on the length of the
-    /// sequence.
+    /// By rope, one row per position; `None` before the first batch, and for ropes whose angles
+    /// depend on the length of the sequence.
     by_position: Vec<Mutex<Option<RotaryTable>>>,
 }
 
 impl RotaryTables {
-    /// No tables yet, for these ropes.
+    /// Creates empty tables for these ropes.
     pub fn new(ropes: &[Rope], device: &Device) -> Self {
         let by_position = ropes.iter().map(|_| Mutex::default()).collect();
         RotaryTables { device: device.clone(), by_position }
     }
 
-    /// For each of `ropes`, which are those that this was made for, cos and sin for the queries of each span; a span's
-    /// tokens stand at positions `k_len − q_len ..`.
+    /// Returns cos and sin for the queries of each span, for each of `ropes`, which must be those
+    /// given to `new`. A span's tokens are at positions `k_len − q_len ..`.
     ///
     /// # Errors
-    /// When the device has not enough memory.
+    /// The device has not enough memory.
     pub fn of_spans(&self, ropes: &[Rope], spans: &[Span]) -> Result<Vec<RotaryTable>> {
         let positions: Vec<u32> =
             spans.iter().flat_map(|span| (span.k_len - span.q_len) as u32..span.k_len as u32).collect();
@@ -42,10 +44,10 @@ impl RotaryTables {
             if rope.kind != RopeKind::Fixed {
                 return rope.table(spans, &self.device);
             }
-            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut kept = locked(kept);
             let table = match &mut *kept {
                 Some(table) if table.cos.dim(0)? >= longest => table,
-                // Twice as many as needed: generation asks for one more position at a time.
+                // Twice as many as needed: generation needs one more position at a time.
                 old => old.insert(rope.table(&[whole((2 * longest).max(FIRST_POSITIONS))], &self.device)?),
             };
             let [cos, sin] = rows_of([&table.cos, &table.sin], &positions)?;
@@ -55,7 +57,7 @@ impl RotaryTables {
     }
 }
 
-/// A sequence of `len` tokens by itself.
+/// Returns a single sequence of `len` tokens.
 fn whole(len: usize) -> Span {
     Span::sequence(0, len)
 }
@@ -66,7 +68,7 @@ mod tests {
     use crate::model::config_reader::ConfigReader;
     use crate::model::rope::RopeContext;
 
-    /// Bits of cos and sin.
+    /// Returns the bits of cos and sin.
     fn bits(table: &RotaryTable) -> Vec<u32> {
         let values = [&table.cos, &table.sin].map(|t| t.flatten_all().unwrap().to_vec1::<f32>().unwrap());
         values.concat().into_iter().map(f32::to_bits).collect()

@@ -1,4 +1,5 @@
-//! A model's parameters in a checkpoint: under which name each is stored, and whether the checkpoint is of this model.
+//! A model's parameters in a checkpoint: their stored names, and the check that the checkpoint is
+//! of this model.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -6,21 +7,23 @@ use super::ModelConfig;
 use crate::error::{Error, Result};
 use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, is_rotary_buffer};
 
-/// The way out when weights and config.json do not fit.
+/// The hint if weights and config.json do not match.
 const ONE_MODEL: &str = "give config.json and weights of one and the same model";
 
-/// What a model needs of its checkpoint.
+/// A model and its checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub struct StoredModel<'a> {
     /// The shape of the model in use.
     pub config: &'a ModelConfig,
     /// The files of the checkpoint.
     pub files: &'a ModelFiles,
-    /// Rows that embedding and head may have there instead: the model in use may have more tokens.
+    /// Number of rows that embedding and head may have in the checkpoint instead: the model in use
+    /// may have more tokens.
     pub stored_tokens: usize,
 }
 
-/// The name that a parameter has in `files`: a tied table may be stored as the embedding or as the head.
+/// Returns the name of a parameter in `files`: a tied table may be stored as the embedding or as
+/// the head.
 pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) -> &'n str {
     let other = match name {
         EMBED_TOKENS => LM_HEAD,
@@ -30,12 +33,13 @@ pub fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) 
     if config.tie_word_embeddings && files.info(name).is_none() { other } else { name }
 }
 
-/// Brings `config` and `files` in line as transformers does: tensors that the model does not use are passed over (blocks
-/// beyond `num_hidden_layers`, blocks that predict further tokens, parts for images of a model whose text part is used),
-/// and a head that differs from the embedding stays, though config.json ties the two. The notes of `files` say so.
+/// Aligns `config` and `files` as transformers does. Tensors that the model does not use are
+/// ignored (blocks beyond `num_hidden_layers`, blocks that predict further tokens, parts for images
+/// of a model whose text part is used). A head that differs from the embedding stays, though
+/// config.json ties the two. The notes of `files` record both.
 ///
 /// # Errors
-/// The user's: a table cannot be read.
+/// User: a table cannot be read.
 pub fn settle(config: &mut ModelConfig, files: &mut ModelFiles) -> Result<()> {
     pass_over_unused(config, files);
     if config.tie_word_embeddings && files.tables_differ(EMBED_TOKENS, LM_HEAD)? {
@@ -62,7 +66,7 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
         files.note(format!("{further} tensors that predict further tokens (`mtp`) are not used"));
     }
     let Some(whole) = &config.text_of else { return };
-    // The names of such a model have a container by themselves.
+    // Such a model has a container in its names by design.
     files.forget_names();
     let other = files.pass_over(|name| {
         !["model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."]
@@ -73,13 +77,13 @@ fn pass_over_unused(config: &ModelConfig, files: &mut ModelFiles) {
     files.note(format!("the text part of a model for images (`{whole}`) is used and written{left_out}"));
 }
 
-/// The block that a tensor belongs to.
+/// Returns the block of a tensor.
 fn block_of(name: &str) -> Option<usize> {
     name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
 }
 
 impl StoredModel<'_> {
-    /// The error for a missing tensor, whose cause `error` says.
+    /// Returns the error for a missing tensor, whose cause is in `error`.
     fn missing(&self, name: &str, error: Error) -> Error {
         let other = if name == LM_HEAD { EMBED_TOKENS } else { LM_HEAD };
         let is_table = name == LM_HEAD || name == EMBED_TOKENS;
@@ -92,11 +96,12 @@ impl StoredModel<'_> {
             .hint("write `\"tie_word_embeddings\": true` into config.json if embedding and head are one table")
     }
 
-    /// Checks by headers alone that the checkpoint has each of `parameters`, names and shapes, and no other tensor; `verb`
-    /// says in errors what for, such as "load".
+    /// Checks by headers alone that the checkpoint has each of `parameters`, by name and shape, and
+    /// no other tensor. `verb` is the purpose in errors, such as "load".
     ///
     /// # Errors
-    /// The user's: a tensor is missing, has another shape than config.json says, or has no place in the model.
+    /// User: a tensor is missing, has another shape than in config.json, or is not part of the
+    /// model.
     pub fn check<'p>(
         &self,
         verb: &str,
@@ -122,11 +127,11 @@ impl StoredModel<'_> {
             }
         }
         for (name, info) in self.files.tensors() {
-            // Buffers that old checkpoints carry, and the second copy of a tied table.
+            // Buffers in old checkpoints, and the second copy of a tied table.
             let harmless = is_rotary_buffer(name) || name == LM_HEAD || name == EMBED_TOKENS;
             if !harmless && !planned.contains(name) {
                 return Err(Error::user(format!("cannot {verb} {}", info.file.display()))
-                    .because(format!("{name} has no place in the model that config.json describes"))
+                    .because(format!("{name} is not part of the model that config.json describes"))
                     .hint(ONE_MODEL));
             }
         }

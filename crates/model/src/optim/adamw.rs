@@ -39,7 +39,7 @@ impl OptimizerAlgorithm for AdamW {
                 [StateValues::Int8(first), StateValues::Int8(second)] => {
                     in_int8.push(AdamWPiece { param, value, rounding, grad, moments: [first, second], step });
                 }
-                _ => return Err(Error::internal("AdamW keeps two moments alike")),
+                _ => return Err(Error::internal("AdamW needs two moments of the same dtype")),
             }
         }
         adamw(&in_f32)?;

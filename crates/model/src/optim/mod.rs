@@ -1,7 +1,8 @@
-//! Learning-rate schedules and the optimizer, over whatever tensors it is handed.
+//! Learning-rate schedules and the optimizer, independent of the tensors that it updates.
 //!
-//! An optimizer is an [`OptimizerAlgorithm`]: a list of the named tensors that it keeps beside each parameter, and an
-//! update of one piece of memory. All else (memory, staging, checkpoints, the memory plan) walks that list.
+//! An optimizer is an [`OptimizerAlgorithm`]: a list of named state tensors for each parameter, and
+//! an update of pieces of memory. Memory, staging, checkpoints and the memory plan follow that
+//! list.
 
 mod adamw;
 mod algorithm;

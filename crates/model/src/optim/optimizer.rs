@@ -1,4 +1,4 @@
-//! The optimizer: an algorithm over pieces of parameter memory, and what it keeps beside them.
+//! The optimizer: an algorithm over pieces of parameter memory, and their state.
 
 use std::sync::Arc;
 
@@ -15,19 +15,19 @@ use crate::recipe::enums::{OptimizerKind, StateDtype};
 use crate::runtime::copy::copy_into;
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 
-/// The optimizer of a run.
+/// The options of a run's optimizer.
 #[derive(Debug, Clone)]
 pub struct OptimizerOptions {
     /// The algorithm with its constants.
     pub algorithm: Arc<dyn OptimizerAlgorithm>,
-    /// Decay of matrices and tables; norms and biases are never decayed.
+    /// Weight decay of matrices and tables; norms and biases are never decayed.
     pub weight_decay: f64,
-    /// How the state of large parameters is kept.
+    /// The dtype of the state of large parameters.
     pub state: StateDtype,
 }
 
 impl OptimizerOptions {
-    /// What is kept beside a parameter.
+    /// Returns the layout of a parameter's state.
     pub fn state_layout(&self) -> StateLayout {
         StateLayout { tensors: self.algorithm.state(), dtype: self.state }
     }
@@ -42,34 +42,34 @@ impl From<&OptimizerSection> for OptimizerOptions {
     }
 }
 
-/// State beside the pieces it was made for.
+/// An optimizer and the state of its pieces.
 #[derive(Debug)]
 pub struct Optimizer {
     options: OptimizerOptions,
     groups: Vec<ParamGroup>,
-    /// By piece, then as the algorithm lists them.
+    /// By piece, then in the order of the algorithm.
     states: Vec<Vec<StateValues>>,
     updates: u64,
-    /// Where state is not on the device.
+    /// Staging buffers, if state is not on the device.
     staging: Option<UpdateStaging>,
 }
 
 impl Optimizer {
-    /// A state of zeros for every piece, beside its gradient.
+    /// Creates a state of zeros for every piece, on the device of its gradient.
     ///
     /// # Errors
-    /// When the state finds no memory.
+    /// The memory does not suffice for the state.
     pub fn new(options: OptimizerOptions, groups: Vec<ParamGroup>) -> Result<Self> {
         let zeros = |group: &ParamGroup| zeros(group, options.state_layout(), group.grad.device());
         let states = groups.iter().map(zeros).collect::<Result<_>>()?;
         Ok(Optimizer { options, groups, states, updates: 0, staging: None })
     }
 
-    /// A state of zeros in host memory, from where runs of at most `limit` values are brought to `device` and updated;
-    /// none: [`STAGING_ELEMENTS`]. Pieces may be anywhere.
+    /// Creates a state of zeros in host memory. Runs of at most `limit` values (default
+    /// [`STAGING_ELEMENTS`]) are copied to `device` and updated there. Pieces may be on any device.
     ///
     /// # Errors
-    /// When the state or the staging buffers find no memory.
+    /// The memory does not suffice for the state or the staging buffers.
     pub fn offloaded(
         options: OptimizerOptions,
         groups: Vec<ParamGroup>,
@@ -83,15 +83,15 @@ impl Optimizer {
         Ok(Optimizer { options, groups, states, updates: 0, staging: Some(staging) })
     }
 
-    /// Most values of a piece that were on the device at a time; 0 when nothing is offloaded.
+    /// Returns the most values of a piece that were on the device at a time; 0 without offloading.
     pub fn most_staged(&self) -> usize {
         self.staging.as_ref().map_or(0, UpdateStaging::most)
     }
 
-    /// One update at this learning rate; gradients count `grad_scale` times.
+    /// Runs one update at this learning rate, with gradients multiplied by `grad_scale`.
     ///
     /// # Errors
-    /// When an operation of the device or a copy between host and device fails.
+    /// An operation of the device, or a copy between host and device, fails.
     pub fn update(&mut self, learning_rate: f64, grad_scale: f64) -> Result<()> {
         self.updates += 1;
         let OptimizerOptions { algorithm, weight_decay, .. } = &self.options;
@@ -120,22 +120,23 @@ impl Optimizer {
         with_value.into_iter().try_for_each(|(value, param)| copy_into(value, param.tensor()?))
     }
 
-    /// Updates so far.
+    /// Returns the number of updates so far.
     pub fn updates(&self) -> u64 {
         self.updates
     }
 
-    /// What is kept beside a parameter.
+    /// Returns the layout of a parameter's state.
     pub fn state_layout(&self) -> StateLayout {
         self.options.state_layout()
     }
 
-    /// The state of each piece, in order: the tensors of [`Optimizer::state_layout`].
+    /// Returns the state of each piece, in order: the tensors of [`Optimizer::state_layout`].
     pub fn states(&self) -> &[Vec<StateValues>] {
         &self.states
     }
 
-    /// Goes on after `updates` updates with a state already put in place through [`Optimizer::states`].
+    /// Continues after `updates` updates, with a state already written through
+    /// [`Optimizer::states`].
     pub fn resume(&mut self, updates: u64) {
         self.updates = updates;
     }

@@ -1,6 +1,6 @@
-//! Updates of what lives in host memory: short runs of values, gradients and state are brought to the device, updated
-//! there by the same operation, and taken back. So the result is to the bit that of an update in place, and the device
-//! holds no more than one run of each, whatever the model's size.
+//! Updates of values in host memory. Short runs of values, gradients and state are copied to the
+//! device, updated there by the same operation, and copied back. The result equals an update in
+//! place bit for bit, and for any model size the device holds one run of each.
 
 use candle_core::{DType, Device};
 
@@ -13,23 +13,23 @@ use crate::recipe::enums::StateDtype;
 use crate::runtime::TensorMut;
 use crate::runtime::param_storage::copy_across;
 
-/// One run of each on the device.
+/// Buffers for one run of each on the device.
 #[derive(Debug)]
 pub(super) struct UpdateStaging {
-    /// In every dtype that parameters are in.
+    /// One buffer for each dtype of parameters.
     params: Vec<TensorMut>,
-    /// In every dtype that gradients are in.
+    /// One buffer for each dtype of gradients.
     grads: Vec<TensorMut>,
-    /// For each tensor of the state, in every dtype that it may be kept in.
+    /// For each state tensor, one buffer for each dtype that it may have.
     state: Vec<Vec<StateValues>>,
-    /// Most values that a run may have: whole blocks of an 8-bit state.
+    /// The most values of a run: whole blocks of an 8-bit state.
     limit: usize,
-    /// Most values that a run has had.
+    /// The most values that a run has had.
     most: usize,
 }
 
 impl UpdateStaging {
-    /// Memory on `device` for runs of at most `limit` values of `groups`.
+    /// Allocates memory on `device` for runs of at most `limit` values of `groups`.
     pub(super) fn new(
         device: &Device,
         layout: StateLayout,
@@ -53,7 +53,7 @@ impl UpdateStaging {
         Ok(UpdateStaging { params, grads, state, limit, most: 0 })
     }
 
-    /// Most values that a run has had.
+    /// Returns the most values that a run has had.
     pub(super) fn most(&self) -> usize {
         self.most
     }
@@ -97,7 +97,7 @@ impl UpdateStaging {
         Ok(())
     }
 
-    /// The memory for a run of `len` values of `state`, kept alike.
+    /// Returns the buffers for a run of `len` values of `state`, in the same dtypes.
     fn staged(&self, state: &[StateValues], len: usize) -> Result<Vec<StateValues>> {
         let alike = |(values, staged): (&StateValues, &Vec<StateValues>)| {
             let kept_alike =
@@ -109,7 +109,7 @@ impl UpdateStaging {
     }
 }
 
-/// Each dtype among `all`, once.
+/// Returns each dtype among `all` once.
 fn dtypes(all: impl Iterator<Item = DType>) -> Vec<DType> {
     all.fold(Vec::new(), |mut found, dtype| {
         if !found.contains(&dtype) {
@@ -119,7 +119,7 @@ fn dtypes(all: impl Iterator<Item = DType>) -> Vec<DType> {
     })
 }
 
-/// The one of `runs` that is of this dtype.
+/// Returns the one of `runs` with this dtype.
 fn of_dtype(runs: &[TensorMut], dtype: DType) -> Result<&TensorMut> {
     let found = runs.iter().find(|run| run.dtype() == dtype);
     found.ok_or_else(|| Error::internal("values without staging"))

@@ -1,4 +1,5 @@
-//! What an optimizer keeps beside each parameter: a list of named tensors, each in f32 or in 8 bits.
+//! The state that an optimizer keeps for each parameter: a list of named tensors, each in f32 or in
+//! 8 bits.
 
 use candle_core::{DType, Device};
 
@@ -9,21 +10,21 @@ use crate::runtime::TensorMut;
 use crate::runtime::copy::zero;
 use crate::runtime::param_storage::copy_across;
 
-/// One tensor that an optimizer keeps beside each parameter, in the parameter's shape.
+/// One state tensor of an optimizer, in the parameter's shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateTensor {
-    /// Its name, torch's where torch has one: a checkpoint calls it `<parameter>.<name>`.
+    /// Its name, the same as in torch if torch has it: a checkpoint calls it `<parameter>.<name>`.
     pub name: &'static str,
-    /// Whether an update can work on 8-bit values of it.
+    /// True if an update supports 8-bit values of it.
     pub may_be_int8: bool,
 }
 
-/// All that an optimizer keeps beside a parameter, and how.
+/// The state tensors of a parameter and their dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateLayout {
-    /// The tensors, in the order in which an update takes them.
+    /// The tensors, in the order in which an update expects them.
     pub tensors: &'static [StateTensor],
-    /// How large parameters' tensors are kept, as far as they may.
+    /// The dtype of large parameters' tensors, if they support it.
     pub dtype: StateDtype,
 }
 
@@ -31,17 +32,18 @@ pub struct StateLayout {
 pub const INT8_MIN_ELEMENTS: usize = 4096;
 
 impl StateLayout {
-    /// Whether the state of a parameter of `elements` elements is kept in 8 bits, as far as it may.
+    /// Returns whether the state of a parameter of `elements` elements is kept in 8 bits, if its
+    /// tensors support it.
     pub fn is_int8(&self, elements: usize) -> bool {
         self.dtype == StateDtype::Int8 && elements >= INT8_MIN_ELEMENTS
     }
 
-    /// How `tensor` is kept for a parameter of `elements` elements.
+    /// Returns the dtype of `tensor` for a parameter of `elements` elements.
     pub fn dtype_of(&self, tensor: &StateTensor, elements: usize) -> StateDtype {
         if tensor.may_be_int8 && self.is_int8(elements) { StateDtype::Int8 } else { StateDtype::F32 }
     }
 
-    /// Bytes of the state of a parameter of `elements` elements.
+    /// Returns the bytes of the state of a parameter of `elements` elements.
     pub fn bytes(&self, elements: usize) -> usize {
         let bytes = |tensor: &StateTensor| match self.dtype_of(tensor, elements) {
             StateDtype::F32 => 4 * elements,
@@ -51,7 +53,7 @@ impl StateLayout {
     }
 }
 
-/// The values of one tensor of the state, of a run of parameter memory. A clone is the same memory.
+/// The values of one state tensor for a run of parameter memory. A clone shares the memory.
 #[derive(Debug, Clone)]
 pub enum StateValues {
     /// One f32 for each parameter.
@@ -61,18 +63,20 @@ pub enum StateValues {
 }
 
 impl StateValues {
-    /// Zeros for `len` parameters on `device`.
+    /// Allocates zeros for `len` parameters on `device`.
     pub(super) fn zeros(len: usize, dtype: StateDtype, device: &Device) -> Result<Self> {
         if dtype == StateDtype::Int8 {
             return Ok(StateValues::Int8(Int8State::zeros(len, device)?));
         }
         let zeros = TensorMut::zeros(len, DType::F32, device)?;
-        // Written here: a new page that is read before it is written costs two faults, and all threads a flush.
+        // Written here: reading a new page before writing it costs two page faults, and a flush on
+        // all threads.
         zero(&zeros)?;
         Ok(StateValues::F32(zeros))
     }
 
-    /// Those of the `len` parameters from `start` on, which is where a block begins; the same memory.
+    /// Returns the values of the `len` parameters from `start` on, which begins a block; they share
+    /// the memory.
     pub(super) fn narrow(&self, start: usize, len: usize) -> Result<Self> {
         Ok(match self {
             StateValues::F32(values) => StateValues::F32(values.narrow(0, start, len)?),
@@ -83,7 +87,7 @@ impl StateValues {
         })
     }
 
-    /// Copies the values to `to`, on any device: as many, kept alike.
+    /// Copies the values to `to`, on any device, with the same length and dtype.
     pub(super) fn copy_to(&self, to: &StateValues) -> Result<()> {
         match (self, to) {
             (StateValues::F32(from), StateValues::F32(to)) => copy_across(from, to),
@@ -91,7 +95,7 @@ impl StateValues {
                 copy_across(&from.codes, &to.codes)?;
                 copy_across(&from.absmax, &to.absmax)
             }
-            _ => Err(Error::internal("a state in f32 and one in 8 bits")),
+            _ => Err(Error::internal("cannot copy between a state in f32 and one in 8 bits")),
         }
     }
 }

@@ -1,4 +1,5 @@
-//! A folder that appears whole or not at all: filled under a temporary name beside its place, flushed, then renamed.
+//! A folder that appears complete or not at all: filled under a temporary name beside its final
+//! one, flushed, then renamed.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -6,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::unfinished::{self, Unfinished, sync_folder, sync_tree};
 use crate::error::{Error, Result};
 
-/// A folder being filled; dropped before [`AtomicDir::commit`], it leaves nothing.
+/// A folder during writing. If it is dropped before [`AtomicDir::commit`], it is removed.
 #[derive(Debug)]
 pub struct AtomicDir {
     place: PathBuf,
@@ -14,10 +15,12 @@ pub struct AtomicDir {
 }
 
 impl AtomicDir {
-    /// Starts the folder that will be `place`, beside it. What killed processes left of theirs there goes.
+    /// Creates the temporary folder of `place` beside it, and removes leftovers of killed processes
+    /// for `place`.
     ///
     /// # Errors
-    /// The user's: something other than an empty folder is at `place`. Storage: the folder cannot be made.
+    /// User: something other than an empty folder is at `place`. Storage: the folder cannot be
+    /// created.
     pub fn create(place: &Path) -> Result<Self> {
         let occupied = match std::fs::read_dir(place) {
             Ok(mut entries) => {
@@ -39,12 +42,13 @@ impl AtomicDir {
         Self::beside(&place)
     }
 
-    /// Starts the folder that will be `place`, beside it; what is at `place` is the caller's care before the commit.
+    /// Creates the temporary folder of `place` beside it. The caller handles anything at `place`
+    /// before the commit.
     ///
     /// # Errors
-    /// The user's: something has the temporary name. Storage: the folder cannot be made.
+    /// User: the temporary name exists already. Storage: the folder cannot be created.
     pub fn beside(place: &Path) -> Result<Self> {
-        // `out/` and `out` are one place; a sibling needs the name alone.
+        // `out/` and `out` are the same path; a sibling needs the name alone.
         let place: PathBuf = place.components().collect();
         let temporary = Self::shared(&place, std::process::id());
         let cannot = |error| Error::io("create", &temporary, &error);
@@ -54,9 +58,9 @@ impl AtomicDir {
                 let temporary = temporary.display();
                 Err(Error::user(format!("cannot write to {}", place.display()))
                     .because(format!(
-                        "{temporary}, its temporary name, is taken, perhaps by a run that was killed"
+                        "its temporary name {temporary} exists already, perhaps from a killed run"
                     ))
-                    .hint(format!("`rm -r {temporary}` if nothing in it is yours, and start again")))
+                    .hint(format!("if you need nothing in it, run `rm -r {temporary}` and start again")))
             }
             Err(error) => Err(cannot(error)),
             Ok(()) => {
@@ -67,28 +71,30 @@ impl AtomicDir {
         }
     }
 
-    /// Where it will be.
+    /// Returns its final path.
     pub fn place(&self) -> &Path {
         &self.place
     }
 
-    /// The number in the temporary name, for others who write into the folder ([`AtomicDir::shared`]).
+    /// Returns the number in the temporary name, for other writers to the folder
+    /// ([`AtomicDir::shared`]).
     pub fn tag(&self) -> u32 {
         std::process::id()
     }
 
-    /// Where the folder that another process or thread made for `place`, with this tag, is filled.
+    /// Returns the temporary folder that another process or thread created for `place` with this
+    /// tag.
     pub fn shared(place: &Path, tag: u32) -> PathBuf {
         let place: PathBuf = place.components().collect();
         Unfinished::beside(&place, tag)
     }
 
-    /// Where to write until the commit.
+    /// Returns the path to write to until the commit.
     pub fn path(&self) -> &Path {
         self.temporary.path()
     }
 
-    /// Flushes all that is in the folder, whoever wrote it, and gives the folder its name.
+    /// Flushes all files in the folder, of any writer, and gives the folder its name.
     ///
     /// # Errors
     /// Storage: a flush or the rename fails.
@@ -97,7 +103,8 @@ impl AtomicDir {
         self.rename()
     }
 
-    /// The first half of the commit: what is in the folder lasts through a power cut.
+    /// Runs the first half of the commit: afterwards the contents of the folder survive a power
+    /// cut.
     ///
     /// # Errors
     /// Storage: a flush fails.
@@ -105,7 +112,7 @@ impl AtomicDir {
         sync_tree(self.path())
     }
 
-    /// The second half of the commit: the folder, flushed before, gets its name.
+    /// Runs the second half of the commit: renames the folder, which was flushed before.
     ///
     /// # Errors
     /// Storage: the rename or the flush after it fails.
@@ -116,7 +123,7 @@ impl AtomicDir {
     }
 }
 
-/// `place` with a name of its own, which a rename can replace: where a link leads, what `.` stands for.
+/// Resolves `place` to a path that a rename can replace: follows links and resolves `.`.
 fn resolved(place: &Path) -> Result<PathBuf> {
     let link = place.symlink_metadata().is_ok_and(|found| found.is_symlink());
     let named =
@@ -126,8 +133,8 @@ fn resolved(place: &Path) -> Result<PathBuf> {
     }
     place.canonicalize().map_err(|error| {
         Error::user(format!("cannot write to {}", place.display()))
-            .because(format!("it is a link, and where it leads: {error}"))
-            .hint("make that folder, or give another one as `--output`")
+            .because(format!("it is a link, and its target cannot be opened: {error}"))
+            .hint("create that folder, or give another one as `--output`")
     })
 }
 
@@ -150,7 +157,7 @@ mod tests {
         std::fs::create_dir(&left).expect("a folder");
         std::fs::write(left.join("model.safetensors"), "half").expect("a file");
         let folder = AtomicDir::create(&place.path().join("out/")).expect("a new folder");
-        // Another one at work on the same place is not disturbed.
+        // The folder of another active writer to the same path stays.
         assert_eq!(names(place.path()), [format!("out.tmp-{}", std::process::id())]);
         unfinished::sweep(place.path(), |base| base == "out");
         std::fs::write(folder.path().join("a"), "a").expect("a file");
@@ -171,6 +178,6 @@ mod tests {
         folder.commit().expect("committed");
         assert!(at("there/a").is_file() && at("link/a").is_file());
         let error = AtomicDir::create(&at("loose")).expect_err("leads nowhere").to_string();
-        assert!(error.contains("it is a link, and where it leads: No such file"), "{error}");
+        assert!(error.contains("it is a link, and its target cannot be opened: No such file"), "{error}");
     }
 }

@@ -1,13 +1,15 @@
-//! The tensors that bitsandbytes quantized, found among those of a checkpoint.
+//! Recognises the tensors of a checkpoint that bitsandbytes quantized.
 //!
-//! Its 4-bit layers store `X.weight` (codes, flat) with `X.weight.absmax`, `.quant_map`, with double quantization
-//! `.nested_absmax` and `.nested_quant_map`, and a JSON text in bytes, `.quant_state.bitsandbytes__nf4` or `…__fp4`
-//! (`QuantState.as_dict` of bitsandbytes/functional.py). LLM.int8() stores `X.weight` (i8), `X.SCB` (the largest
-//! magnitude of each row) and `X.weight_format`. [`recognise`] takes these companions out of the list of tensors
-//! and gives the weight the shape and type it was quantized from, so that such a checkpoint reads as any other.
+//! Its 4-bit layers store `X.weight` (codes, flat) with `X.weight.absmax`, `.quant_map`, with
+//! double quantization `.nested_absmax` and `.nested_quant_map`, and a JSON text in bytes,
+//! `.quant_state.bitsandbytes__nf4` or `…__fp4` (`QuantState.as_dict` of
+//! bitsandbytes/functional.py). LLM.int8() stores `X.weight` (i8), `X.SCB` (the largest magnitude
+//! of each row) and `X.weight_format`. [`recognise`] removes these companions from the list of
+//! tensors and gives the weight its shape and type before quantization, so that such a checkpoint
+//! reads like any other.
 //!
-//! Everything but codes and scales is checked here, while the files are opened: a mislabelled part would give wrong
-//! numbers without a sign.
+//! Everything but codes and scales is checked here, when the files are opened: a mislabelled part
+//! would silently give wrong numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,16 +21,16 @@ use super::{StoredDtype, TensorInfo};
 use crate::error::{Error, Result};
 use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning};
 
-/// What the name of a quantized weight is followed by in the name of its JSON text.
+/// The suffix that follows the name of a quantized weight in the name of its JSON text.
 const STATE: &str = ".quant_state.bitsandbytes__";
 const ABSMAX: &str = ".absmax";
 const QUANT_MAP: &str = ".quant_map";
 const NESTED_ABSMAX: &str = ".nested_absmax";
 const NESTED_QUANT_MAP: &str = ".nested_quant_map";
-/// What the name of a module is followed by in the names of LLM.int8().
+/// The suffix that follows the name of a module in LLM.int8()'s names.
 const ROW_SCALES: &str = ".SCB";
 const ROW_LAYOUT: &str = ".weight_format";
-/// The block sizes that bitsandbytes has kernels for.
+/// The block sizes for which bitsandbytes has kernels.
 pub(crate) const BLOCK_SIZES: [usize; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
 
 /// Tensors by name.
@@ -45,17 +47,17 @@ struct BnbState {
     nested_offset: Option<f64>,
 }
 
-/// Whether a tensor of this name belongs to the quantized weight of another.
+/// Returns whether a tensor of this name belongs to the quantized weight of another.
 pub(super) fn is_companion(name: &str) -> bool {
     owner(name).is_some()
 }
 
-/// Whether a tensor of this name is one whose values [`recognise`] reads.
+/// Returns whether [`recognise`] reads the values of a tensor of this name.
 pub(super) fn is_label(name: &str) -> bool {
     name.contains(STATE) || [QUANT_MAP, NESTED_QUANT_MAP, ROW_LAYOUT].iter().any(|end| name.ends_with(end))
 }
 
-/// The weight that a tensor of this name would be a companion of.
+/// Returns the weight of which a tensor of this name would be a companion.
 fn owner(name: &str) -> Option<String> {
     if let Some((weight, _)) = name.split_once(STATE) {
         return Some(weight.to_owned());
@@ -71,10 +73,11 @@ fn owner(name: &str) -> Option<String> {
         .map(Into::into)
 }
 
-/// Takes the companions out of `tensors` and gives quantized weights their own shapes and types; `bytes` reads.
+/// Removes the companions from `tensors` and gives quantized weights their own shapes and types;
+/// `bytes` reads a tensor.
 ///
 /// # Errors
-/// The user's: a companion is missing, malformed, or does not fit the codes.
+/// User: a companion is missing, malformed, or does not match the codes.
 pub(super) fn recognise<'a>(
     tensors: &mut Tensors,
     bytes: impl Fn(&TensorInfo) -> &'a [u8],
@@ -91,7 +94,7 @@ pub(super) fn recognise<'a>(
     Ok(quantized)
 }
 
-/// Where the scales of a 4-bit weight are.
+/// The positions of the scales of a 4-bit weight.
 struct StoredScales {
     runs: Vec<(RunMeaning, ShardRange)>,
     /// The mean of double-quantized scales.
@@ -137,7 +140,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         }
     }
 
-    /// A weight of LLM.int8(), whose rows have a scale each.
+    /// Reads a weight of LLM.int8() with one scale per row.
     fn rows(
         &self,
         scales: &TensorInfo,
@@ -151,7 +154,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
             return Err(format!("it has dtype {} beside SCB; accepted: I8", codes.dtype));
         }
         floats("SCB", scales, rows, &format!("{rows} rows"))?;
-        // 0 stands for "row", the one layout that bitsandbytes still reads.
+        // 0 means "row", the only layout that bitsandbytes still reads.
         if let Some(layout) = layout
             && (self.bytes)(layout).iter().any(|&byte| byte != 0)
         {
@@ -204,14 +207,14 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         ))
     }
 
-    /// The JSON text, and the kind that its name says.
+    /// Returns the JSON text, and the kind in its name.
     fn state(&self) -> Result<(CodeKind, &TensorInfo), String> {
         let start = format!("{}{STATE}", self.weight);
         let mut states = self.tensors.range(start.clone()..).take_while(|(name, _)| name.starts_with(&start));
         let Some((name, text)) = states.next() else {
             let scales = self.tensors.keys().find(|name| owner(name).as_deref() == Some(self.weight));
             return Err(format!(
-                "{} is there, but its quant_state is missing",
+                "{} is present, but its quant_state is missing",
                 scales.map_or("a companion", |name| clip_end(name, self.weight))
             ));
         };
@@ -260,17 +263,17 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         Ok(StoredScales { runs, offset })
     }
 
-    /// A map of other values than the kind's would give other weights.
+    /// Checks the map of code values: a map that differs from the kind's would give other weights.
     fn check_map(&self, end: &str, table: &[f32], what: &str) -> Result<(), String> {
         let name = &end[1..];
         let map = self.companion(end).ok_or_else(|| format!("{name} is missing"))?;
         floats(name, map, table.len(), &format!("{} codes", table.len()))?;
         let found = read_f32((self.bytes)(map));
-        // Not to the last bit: other versions of torch round the tables' arithmetic otherwise.
+        // Not bit for bit: other versions of torch compute the tables with other rounding.
         let same = |(found, ours): (f32, &f32)| (found - ours).abs() <= 1e-6 * ours.abs();
         match found.zip(table).position(|pair| !same(pair)) {
             Some(code) => Err(format!(
-                "{name} is not the table of {what}: code {code} does not stand for {}",
+                "{name} is not the table of {what}: the value of code {code} is not {}",
                 table[code]
             )),
             None => Ok(()),
@@ -310,7 +313,7 @@ fn four_bit_kind(name: &str) -> Option<CodeKind> {
     [CodeKind::NF4, CodeKind::FP4].into_iter().find(|kind| kind.name() == name)
 }
 
-/// The name of a companion without that of its weight and the dot.
+/// Returns the name of a companion without that of its weight and the dot.
 fn clip_end<'n>(name: &'n str, weight: &str) -> &'n str {
     let module = weight.trim_end_matches(".weight");
     let end = name.strip_prefix(weight).or(name.strip_prefix(module)).unwrap_or(name);

@@ -1,9 +1,10 @@
-//! The digest of every byte of a model's weights: made by a thread of its own while they are loaded, and kept for files that
-//! do not change.
+//! The digest of every byte of a model's weights. A background thread computes it during loading,
+//! and it is cached for unchanged files.
 //!
-//! A file is known again by its path, size and times of change (its inode and the time of its last change of any kind too,
-//! which no copy keeps). One that was written just before it was read is not kept: another write within the same tick of
-//! the file system's clock would not show.
+//! A cached digest is found by a file's path, size, inode and times (the last write, and the last
+//! change of any kind, which no copy preserves). The digest of a file written just before it was
+//! read is not cached: a further write within the same tick of the file system's clock would be
+//! undetected.
 
 use std::collections::BTreeMap;
 use std::fs::Metadata;
@@ -21,37 +22,37 @@ use crate::error::{Error, Result};
 use crate::runtime::thread_pool::in_own_pool;
 use crate::threads;
 
-/// Bytes hashed before their pages are given back.
+/// Number of bytes hashed before their pages are released.
 const PIECE: usize = 8 << 20;
-/// Most threads that hash; one reads as fast as most disks, and loading needs the others.
+/// The most threads that hash; one reads as fast as most disks, and loading needs the others.
 const MOST_THREADS: usize = 4;
-/// Files that changed so shortly before they were read may change again without a trace.
+/// A file changed less than this long before it was read may change again undetected.
 const SETTLED: Duration = Duration::from_secs(2);
-/// The form of [`KeptDigest`].
+/// The schema version of [`KeptDigest`].
 const SCHEMA: u32 = 1;
 
-/// The digest of the weights in a folder, while it is made.
+/// The digest of the weights in a folder, while it is computed.
 #[derive(Debug)]
 pub struct DigestTask(JoinHandle<Result<String>>);
 
 impl DigestTask {
-    /// Begins to digest the weights in `folder`, which are opened again; digests of files that have not changed are taken
-    /// from `kept`, a folder where this one goes too.
+    /// Starts to digest the weights in `folder`, which it opens again. Digests of unchanged files
+    /// come from the cache folder `kept`, which also gets the new one.
     ///
     /// # Errors
-    /// As [`ModelFiles::open`]; no thread can be started.
+    /// The same as for [`ModelFiles::open`]; no thread can be started.
     pub fn start(folder: &Path, kept: PathBuf) -> Result<Self> {
         let files = ModelFiles::open(folder)?;
         let work = move || digest(&files, &kept);
         threads::start("digest", work).map(DigestTask)
     }
 
-    /// The digest in hex, when it is made.
+    /// Waits for the digest and returns it in hex.
     ///
     /// # Errors
     /// The files cannot be read.
     pub fn wait(self) -> Result<String> {
-        self.0.join().unwrap_or_else(|_| Err(Error::internal("the digest of the weights was not made")))
+        self.0.join().unwrap_or_else(|_| Err(Error::internal("the thread that digests the weights panicked")))
     }
 }
 
@@ -69,13 +70,13 @@ fn digest(files: &ModelFiles, kept: &Path) -> Result<String> {
     if let Some(stamps) = before.filter(|before| {
         before.iter().all(|stamp| stamp.is_older_than(begin)) && stamps().as_ref() == Some(before)
     }) {
-        // What cannot be kept is made again.
+        // A digest that cannot be cached is computed again next time.
         drop(KeptDigest { schema: SCHEMA, files: stamps, digest: digest.clone() }.write(kept));
     }
     Ok(digest)
 }
 
-/// The digest of every byte that loading reads, in the order in which they lie in the files.
+/// Digests every byte that loading reads, in the order of the files.
 fn whole(files: &ModelFiles) -> Result<blake3::Hash> {
     let mut places: BTreeMap<(usize, usize, usize), &str> = BTreeMap::new();
     let key = |shard: usize, range: &Range<usize>| (shard, range.start, range.end);
@@ -100,14 +101,14 @@ fn whole(files: &ModelFiles) -> Result<blake3::Hash> {
     })
 }
 
-/// What tells a file that has not changed.
+/// The data that identify an unchanged file.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct FileStamp {
     path: PathBuf,
     bytes: u64,
     /// Seconds and nanoseconds of the last write.
     modified: (i64, i64),
-    /// Of the last change of any kind, which programs cannot set.
+    /// The time of the last change of any kind, which programs cannot set.
     changed: (i64, i64),
     inode: u64,
 }
@@ -132,7 +133,7 @@ impl FileStamp {
     }
 }
 
-/// A digest that was made, and of what.
+/// A cached digest and its files.
 #[derive(Debug, Serialize, Deserialize)]
 struct KeptDigest {
     schema: u32,
@@ -141,7 +142,8 @@ struct KeptDigest {
 }
 
 impl KeptDigest {
-    /// The file for the digest of `files`, in which a later one of the same paths replaces an earlier one.
+    /// Returns the cache file for the digest of `files`. A later digest of the same paths replaces
+    /// an earlier one.
     fn place(folder: &Path, files: &[FileStamp]) -> PathBuf {
         let mut hasher = blake3::Hasher::new();
         for stamp in files {
@@ -171,7 +173,7 @@ mod tests {
         DigestTask::start(folder, kept.to_owned()).and_then(DigestTask::wait).expect("digested")
     }
 
-    /// Each bit counts, wherever it is; a file that is known is not read, one that changed is.
+    /// Each bit counts, at any position; a file in the cache is not read, a changed one is.
     #[test]
     fn every_byte_counts_and_files_are_known_again() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -199,7 +201,7 @@ mod tests {
         }
         std::fs::write(&path, &bytes).expect("written");
         assert_eq!(wait_for(folder.path(), kept.path()), first);
-        // Just written: not kept.
+        // Just written: not cached.
         assert_eq!(names(), 1, "the golden files alone");
         let entry =
             std::fs::read_dir(kept.path()).expect("listed").next().expect("one").expect("read").path();

@@ -1,9 +1,10 @@
 //! Safetensors files as memory maps: tensors by name, read one at a time.
 //!
-//! Opening reads headers only. Reading converts straight from the map into the caller's buffer; [`ModelFiles::discard`]
-//! then gives the pages back, so a model of any size is read within the memory of one tensor. A map shows what
-//! the file holds *now*: the files must not be changed while they are open. One that is cut short under us ends the
-//! process with an error at the next look at it ([`crate::runtime::fault_signals`]), or in [`ModelFiles::check_lengths`].
+//! Opening reads headers only. Reading converts straight from the map into the caller's buffer;
+//! [`ModelFiles::discard`] then releases the pages, so reading a model of any size needs the memory
+//! of one tensor. A map shows the *current* contents of the file: the files must not be changed
+//! while they are open. If a file is truncated, the next access ends the process with an error
+//! ([`crate::runtime::fault_signals`]), or [`ModelFiles::check_lengths`] reports it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,10 +22,11 @@ use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
 use crate::stored_dtype;
 
-/// Names that a missing one is compared with, at most: comparing takes the square of their lengths.
+/// The most names that are compared with a missing one: a comparison takes the square of their
+/// lengths.
 const MOST_COMPARED: usize = 10_000;
 
-/// Elements of two tables that are compared at once.
+/// Number of elements of two tables that are compared at once.
 const COMPARED: usize = 1 << 20;
 
 /// The open safetensors files of a model or an adapter.
@@ -37,28 +39,29 @@ pub struct ModelFiles {
     indexed: bool,
     /// True if the head is another table than the embedding, though config.json ties the two.
     head_apart: bool,
-    /// A sentence on names that were changed.
+    /// A warning about renamed tensors.
     renamed: Option<String>,
-    /// Sentences on tensors that are not used, or used otherwise than config.json says.
+    /// Warnings about tensors that are unused, or used in another way than config.json describes.
     notes: Vec<String>,
 }
 
 impl ModelFiles {
-    /// Opens the weights in `folder`: model.safetensors, or model.safetensors.index.json and its shards.
+    /// Opens the weights in `folder`: model.safetensors, or model.safetensors.index.json and its
+    /// shards.
     ///
     /// # Errors
-    /// The user's: no weights, weights in another format (pickle, GGUF, an adapter), a file that is malformed or
-    /// cut short, an index that does not fit its shards or leads out of the folder, a quantized tensor whose parts
-    /// do not fit each other.
+    /// User: no weights, weights in another format (pickle, GGUF, an adapter), a malformed or
+    /// truncated file, an index that does not match its shards or leads out of the folder, a
+    /// quantized tensor whose parts do not match each other.
     pub fn open(folder: &Path) -> Result<Self> {
         Self::open_folder(folder, None)?.with_names()?.recognised()
     }
 
-    /// As [`ModelFiles::open`], of a folder from which weights files are absent that `remote` can read: of these the
-    /// headers are read, and values that are asked for are an error.
+    /// Works like [`ModelFiles::open`] for a folder without some of its weights files, which
+    /// `remote` can read. Of these only the headers are read, and reading values is an error.
     ///
     /// # Errors
-    /// As [`ModelFiles::open`], and those of `remote`.
+    /// The same as for [`ModelFiles::open`], and those of `remote`.
     pub fn open_in_place(folder: &Path, remote: &dyn RangeReader) -> Result<Self> {
         let mut files = Self::open_folder(folder, Some(remote))?;
         for (at, shard) in files.shards.iter_mut().enumerate() {
@@ -67,7 +70,7 @@ impl ModelFiles {
         files.with_names()?.recognised()
     }
 
-    /// Gives tensors the names of Hugging Face, whatever wrapped the model that was saved.
+    /// Gives tensors their Hugging Face names, for models saved in a wrapper.
     fn with_names(mut self) -> Result<Self> {
         let rules = NameRules::new(self.names());
         let renamed = rules.renamed(self.names()).map_err(|(one, other)| {
@@ -140,10 +143,12 @@ impl ModelFiles {
         Ok(files)
     }
 
-    /// Opens safetensors files of any names in one folder as one set of tensors, taken as they are stored.
+    /// Opens safetensors files of any names in one folder as one set of tensors, as they are
+    /// stored.
     ///
     /// # Errors
-    /// The user's: there is none, or one is malformed or cut short; two hold a tensor of one name.
+    /// User: no file is given, or one is malformed or truncated; two have a tensor of the same
+    /// name.
     pub fn open_files(folder: &Path, names: &[String]) -> Result<Self> {
         if names.is_empty() {
             return Err(no_weights(folder));
@@ -153,10 +158,11 @@ impl ModelFiles {
         Ok(files)
     }
 
-    /// Opens one safetensors file of any name, whose tensors are taken as they are stored: none counts as quantized.
+    /// Opens one safetensors file of any name. Its tensors are used as stored: none counts as
+    /// quantized.
     ///
     /// # Errors
-    /// The user's: the file is missing, malformed or cut short.
+    /// User: the file is missing, malformed or truncated.
     pub fn open_file(path: &Path) -> Result<Self> {
         let mut files = Self::empty(path.parent().unwrap_or(Path::new("")));
         files.add_file(path, None)?;
@@ -196,32 +202,34 @@ impl ModelFiles {
         Ok(())
     }
 
-    /// The folder the files are in.
+    /// Returns the folder of the files.
     pub fn folder(&self) -> &Path {
         &self.place
     }
 
-    /// Whether the files are listed by a model.safetensors.index.json.
+    /// Returns whether a model.safetensors.index.json lists the files.
     pub fn is_indexed(&self) -> bool {
         self.indexed
     }
 
-    /// Sentences on names that were changed, and on tensors that are not used or used otherwise than config.json says.
+    /// Returns warnings about renamed tensors, and about tensors that are unused or used in another
+    /// way than config.json describes.
     pub fn notes(&self) -> impl Iterator<Item = &str> {
         self.renamed.iter().chain(&self.notes).map(String::as_str)
     }
 
-    /// Leaves the sentence on names out of [`ModelFiles::notes`].
+    /// Removes the warning about renamed tensors from [`ModelFiles::notes`].
     pub fn forget_names(&mut self) {
         self.renamed = None;
     }
 
-    /// Returns whether the head is another table than the embedding, though config.json ties the two.
+    /// Returns whether the head is another table than the embedding, though config.json ties the
+    /// two.
     pub fn head_is_apart(&self) -> bool {
         self.head_apart
     }
 
-    /// Notes that embedding and head are two tables, though config.json ties them.
+    /// Records that embedding and head are two tables, though config.json ties them.
     pub fn keep_head_apart(&mut self) {
         self.head_apart = true;
         self.notes.push(format!(
@@ -229,10 +237,11 @@ impl ModelFiles {
         ));
     }
 
-    /// Returns whether both of two tensors are stored and differ, in shape or in a value. False if only headers were read.
+    /// Returns whether two tensors are both stored and differ, in shape or in a value. False if
+    /// only headers were read.
     ///
     /// # Errors
-    /// As [`ModelFiles::read_into`].
+    /// The same as for [`ModelFiles::read_into`].
     pub fn tables_differ(&self, one: &str, other: &str) -> Result<bool> {
         let Some((first, second)) = self.info(one).zip(self.info(other)) else { return Ok(false) };
         if self.is_header_only() {
@@ -257,7 +266,7 @@ impl ModelFiles {
         Ok(false)
     }
 
-    /// Passes over the tensors whose names are `unused`, as if the files did not have them. Returns how many.
+    /// Removes the tensors whose names are `unused` from the list. Returns their number.
     pub fn pass_over(&mut self, unused: impl Fn(&str) -> bool) -> usize {
         let before = self.tensors.len();
         self.tensors.retain(|name, _| !unused(name));
@@ -265,27 +274,27 @@ impl ModelFiles {
         before - self.tensors.len()
     }
 
-    /// Adds a sentence to those of [`ModelFiles::notes`].
+    /// Adds a warning to [`ModelFiles::notes`].
     pub fn note(&mut self, note: String) {
         self.notes.push(note);
     }
 
-    /// The names of all tensors, sorted.
+    /// Returns the names of all tensors, sorted.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// All tensors, sorted by name.
+    /// Returns all tensors, sorted by name.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = (&str, &TensorInfo)> {
         self.tensors.iter().map(|(name, info)| (name.as_str(), info))
     }
 
-    /// The header's word on a tensor.
+    /// Returns the header entry of a tensor.
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
     }
 
-    /// Each file with the names of its tensors in the order of their bytes.
+    /// Returns each file with the names of its tensors in the order of their bytes.
     pub fn files(&self) -> impl ExactSizeIterator<Item = (&Path, Vec<&str>)> {
         let mut by_shard: Vec<Vec<_>> = self.shards.iter().map(|_| Vec::new()).collect();
         self.tensors.iter().for_each(|tensor| by_shard[tensor.1.shard].push(tensor));
@@ -295,32 +304,36 @@ impl ModelFiles {
         })
     }
 
-    /// Each file with the bytes of its tensors, the companions of quantized ones included.
+    /// Returns each file with the bytes of its tensors, companions of quantized ones included.
     pub fn file_bytes(&self) -> impl ExactSizeIterator<Item = (&Path, u64)> {
         self.shards.iter().map(|shard| (&*shard.path, shard.data_bytes))
     }
 
-    /// Bytes of a tensor in its files: of a quantized one, those of all its parts. 0 for an unknown name.
+    /// Returns the bytes of a tensor in its files: for a quantized one, those of all its parts. 0
+    /// for an unknown name.
     pub fn stored_bytes(&self, name: &str) -> u64 {
         let plain = || self.info(name).map_or(0, |info| info.range.len() as u64);
         self.quantized.get(name).map_or_else(plain, |parts| parts.bytes)
     }
 
-    /// How a tensor is quantized; none if it is not, or if there is no such tensor.
+    /// Returns the quantized format of a tensor, or `None` if it is not quantized or does not
+    /// exist.
     pub fn quantized_format(&self, name: &str) -> Option<QuantFormat> {
         self.quantized.get(name).map(|parts| parts.format)
     }
 
-    /// Whether values are absent: of some files only the headers were read ([`ModelFiles::open_in_place`]).
+    /// Returns whether values are absent because of some files only the headers were read
+    /// ([`ModelFiles::open_in_place`]).
     pub fn is_header_only(&self) -> bool {
         self.shards.iter().any(Shard::is_remote)
     }
 
-    /// Codes and scales of a tensor; none if it is not quantized, or if there is no such tensor, which is for
-    /// [`ModelFiles::require`] to say.
+    /// Returns codes and scales of a tensor, or `None` if it is not quantized or does not exist
+    /// ([`ModelFiles::require`] reports that).
     ///
     /// # Errors
-    /// A fault of ours: only the header of a file was read. The parts were checked when the files were opened.
+    /// Internal: only the header of a file was read. The parts were checked when the files were
+    /// opened.
     pub fn quantized(&self, name: &str) -> Result<Option<QuantizedTensor<'_>>> {
         let Some((info, parts)) = self.info(name).zip(self.quantized.get(name)) else { return Ok(None) };
         let codes = self.stored(name, info.shard, &info.range)?;
@@ -328,13 +341,14 @@ impl ModelFiles {
         QuantizedTensor::new(parts, codes, place).map(Some)
     }
 
-    /// Where the runs of a quantized tensor beside its codes lie: with double quantization the codes of the scales, then the
-    /// scales of those; without, the scales. None of another tensor.
+    /// Returns the positions of a quantized tensor's runs beside its codes. With double
+    /// quantization: the codes of the scales, then their scales; without: the scales. Empty for
+    /// other tensors.
     pub(super) fn quantized_runs(&self, name: &str) -> impl Iterator<Item = &ShardRange> {
         self.quantized.get(name).into_iter().flat_map(|parts| parts.runs.iter().map(|(_, place)| place))
     }
 
-    /// Bytes of a file, for tensor `name`.
+    /// Returns bytes of a file, for tensor `name`.
     pub(super) fn stored(&self, name: &str, shard: usize, range: &Range<usize>) -> Result<&[u8]> {
         let shard = &self.shards[shard];
         shard.check_length()?;
@@ -344,10 +358,10 @@ impl ModelFiles {
         })
     }
 
-    /// As [`ModelFiles::info`], with an error that names the nearest tensor.
+    /// Works like [`ModelFiles::info`], with an error that names the nearest tensor.
     ///
     /// # Errors
-    /// The user's: there is no tensor `name`.
+    /// User: tensor `name` does not exist.
     pub fn require(&self, name: &str) -> Result<&TensorInfo> {
         self.tensors.get(name).ok_or_else(|| {
             let nearest = self
@@ -361,10 +375,11 @@ impl ModelFiles {
         })
     }
 
-    /// The bytes of a tensor as they are in the file: little-endian, row by row, not aligned.
+    /// Returns the bytes of a tensor as in the file: little-endian, row by row, unaligned.
     ///
     /// # Errors
-    /// The user's: there is no tensor `name`, or it is quantized, so that its values lie in several places.
+    /// User: tensor `name` does not exist, or it is quantized, so that its values are in several
+    /// places.
     pub fn bytes(&self, name: &str) -> Result<&[u8]> {
         let info = self.require(name)?;
         if let Some(parts) = self.quantized.get(name) {
@@ -382,7 +397,8 @@ impl ModelFiles {
     /// Reads a whole tensor, rounded to `T`; `out` has its number of elements.
     ///
     /// # Errors
-    /// The user's: there is no tensor `name`, or it holds no floats. A fault of ours: `out` has another length.
+    /// User: tensor `name` does not exist, or does not hold floats. Internal: `out` has another
+    /// length.
     pub fn read_into<T: StoredElement>(&self, name: &str, out: &mut [T]) -> Result<()> {
         let elements = self.require(name)?.elements();
         if elements != out.len() {
@@ -392,16 +408,17 @@ impl ModelFiles {
         self.read_part(name, 0, out)
     }
 
-    /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`. Those of a quantized tensor are
-    /// its codes' values times their scales in f32, not rounded to the type it was quantized from.
+    /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`. Those of a
+    /// quantized tensor are the values of its codes times their scales in f32, not rounded to the
+    /// type before quantization.
     ///
     /// # Errors
-    /// As [`ModelFiles::read_into`]; a fault of ours: the part is not inside the tensor.
+    /// The same as for [`ModelFiles::read_into`]; internal: the part is not inside the tensor.
     pub fn read_part<T: StoredElement>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
         let info = self.require(name)?;
         if start.checked_add(out.len()).is_none_or(|end| end > info.elements()) {
             return Err(Error::internal(format!("cannot read tensor `{name}`")).because(format!(
-                "{} elements from {start} on are wanted, the tensor has {}",
+                "{} elements from {start} on were requested; the tensor has {}",
                 out.len(),
                 info.elements()
             )));
@@ -418,20 +435,20 @@ impl ModelFiles {
                 .because(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype))
                 .hint("give the unquantized model"));
         }
-        // Also of what was read since.
+        // A truncation during the read counts too.
         self.shards[info.shard].check_length()
     }
 
-    /// [`ModelFiles::read_into`] for f32.
+    /// Reads like [`ModelFiles::read_into`], to f32.
     ///
     /// # Errors
-    /// As [`ModelFiles::read_into`].
+    /// The same as for [`ModelFiles::read_into`].
     pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<()> {
         self.read_into(name, out)
     }
 
-    /// Gives the memory of a tensor's pages back to the system; the next read takes them from the page cache or
-    /// the disk again. Unknown names have no pages: nothing is done.
+    /// Releases the memory of a tensor's pages; the next read loads them again from the page cache
+    /// or the disk. Does nothing for unknown names.
     pub fn discard(&self, name: &str) {
         let Some(info) = self.tensors.get(name) else { return };
         if info.range.is_empty() {
@@ -440,26 +457,27 @@ impl ModelFiles {
         self.discard_range(info.shard, &info.range);
     }
 
-    /// As [`ModelFiles::discard`], of some bytes of a file.
+    /// Works like [`ModelFiles::discard`] for some bytes of a file.
     pub(super) fn discard_range(&self, shard: usize, range: &Range<usize>) {
         self.shards[shard].discard(range);
     }
 
-    /// Whether all files are still as long as when they were opened; to be asked when what was read is to be relied on.
+    /// Checks that all files still have the length that they had when opened. Call it before
+    /// relying on values read.
     ///
     /// # Errors
-    /// Storage: another program has changed the length of one.
+    /// Storage: another program has changed the length of a file.
     pub fn check_lengths(&self) -> Result<()> {
         self.shards.iter().try_for_each(Shard::check_length)
     }
 
-    /// The text called `key` in a header's `__metadata__`: that of the first file that has one.
+    /// Returns the text called `key` in a header's `__metadata__`, from the first file that has it.
     pub fn metadata(&self, key: &str) -> Option<&str> {
         self.shards.iter().find_map(|shard| shard.metadata.get(key)).map(String::as_str)
     }
 }
 
-/// Why `folder` has no safetensors weights, by what it has instead.
+/// Returns the error for a `folder` without safetensors weights, by its other contents.
 fn no_weights(folder: &Path) -> Error {
     let failed = Error::user(format!("cannot read a model from {}", folder.display()));
     let entries = match std::fs::read_dir(folder) {

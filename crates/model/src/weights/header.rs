@@ -1,21 +1,26 @@
-//! The header of one safetensors file, checked as if an enemy had written it.
+//! The header of one safetensors file, validated as untrusted input.
 //!
-//! The format (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON object from tensor
-//! names to `dtype`, `shape` and `data_offsets`, then the data, which the offsets cover without a hole or overlap.
-//! Nothing is allocated for what a header merely claims, and no tensor byte is touched.
+//! The format (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON object
+//! from tensor names to `dtype`, `shape` and `data_offsets`, then the data, which the offsets cover
+//! without a hole or overlap. Allocates nothing for a mere claim of a header, and touches no tensor
+//! byte.
 //!
-//! The crate `safetensors` (0.8, `src/tensor.rs`) is the tests' reference and is not used here, because
-//! - its reader wants the bytes of the whole file (`read_metadata` compares their number with the header's), where a
-//!   file on the hub is judged by its first bytes and its size alone;
-//! - a name that comes twice is kept once, the last one (`HashMetadata` is a `HashMap`): two that claim the same bytes
-//!   pass;
-//! - one entry of `__metadata__` that is no text refuses the whole file, where readers of weights pass over it;
-//! - a shape may have any number of dimensions, and most errors name neither the tensor nor the numbers.
+//! The crate `safetensors` (0.8, `src/tensor.rs`) is the tests' reference and is not used here,
+//! because:
+//! - its reader needs the bytes of the whole file (`read_metadata` compares their number with the
+//!   header's), but a file on the hub is checked by its first bytes and its size alone;
+//! - of a duplicate name it keeps the last one (`HashMetadata` is a `HashMap`): two tensors that
+//!   claim the same bytes pass;
+//! - one non-text entry of `__metadata__` refuses the whole file, although readers of weights
+//!   ignore it;
+//! - a shape may have any number of dimensions, and most errors name neither the tensor nor the
+//!   numbers.
 //!
-//! Its writer (`serialize_to_file`) streams from lazy views too, but asks for each tensor whole and in one piece, cannot
-//! be told that a value failed to come (`View::data` returns no error: ranks gather theirs), chooses the order itself,
-//! writes `__metadata__` in the order of a `HashMap`, so that two entries give other bytes on each run, and neither
-//! flushes to the disk nor gives a digest. See [`super::write`] and [`super::random_access_writer`].
+//! Its writer (`serialize_to_file`) also streams from lazy views. But it needs each tensor whole
+//! and in one piece, cannot handle a failure to get a value (`View::data` returns no error, and
+//! ranks gather theirs), chooses the order itself, writes `__metadata__` in the order of a
+//! `HashMap`, so that the bytes of two entries differ between runs, and neither flushes to the disk
+//! nor computes a digest. See [`super::write`] and [`super::random_access_writer`].
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,14 +32,15 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Vis
 use super::StoredDtype;
 use crate::error::{Error, Result};
 
-/// The cap on the JSON part, the same as the reference implementation's.
+/// The limit of the JSON part, the same as the reference implementation's.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// Longer than any name of a tensor; names are compared, sorted and shown.
+/// The longest accepted name: longer than any tensor's. Names are compared, sorted and shown.
 const MAX_NAME_BYTES: usize = 4096;
-/// More dimensions than any tensor of a model has; bounds what a hostile shape can allocate.
+/// The most accepted dimensions: more than any tensor of a model has. Bounds the allocations for a
+/// hostile shape.
 const MAX_DIMS: usize = 32;
 
-/// One tensor of a file: its name, type and shape, and where its bytes lie in the file.
+/// One tensor of a file: its name, type and shape, and the position of its bytes in the file.
 #[derive(Debug)]
 pub(super) struct HeaderTensor {
     pub(super) name: String,
@@ -43,7 +49,7 @@ pub(super) struct HeaderTensor {
     pub(super) range: Range<usize>,
 }
 
-/// What a header says.
+/// The contents of a header.
 #[derive(Debug)]
 pub(super) struct Header {
     /// The tensors, in the order of their bytes.
@@ -52,12 +58,13 @@ pub(super) struct Header {
     pub(super) metadata: BTreeMap<String, String>,
 }
 
-/// The header of the file `path` of `file_bytes` bytes; `start` holds its header at least.
+/// Parses the header of the file `path` of `file_bytes` bytes; `start` holds at least the header.
 pub(super) fn parse(start: &[u8], file_bytes: u64, path: &Path) -> Result<Header> {
     parse_checked(start, file_bytes).map_err(|cause| malformed(path, cause))
 }
 
-/// Where the header of the file `path` of `file_bytes` bytes ends; `start` holds its first 8 bytes at least.
+/// Returns the end of the header of the file `path` of `file_bytes` bytes; `start` holds at least
+/// its first 8 bytes.
 pub(super) fn end(start: &[u8], file_bytes: u64, path: &Path) -> Result<u64> {
     let length = json_length(start, file_bytes).map_err(|cause| malformed(path, cause))?;
     Ok(8 + length as u64)
@@ -69,7 +76,7 @@ fn malformed(path: &Path, cause: String) -> Error {
         .hint("download or save the file again")
 }
 
-/// The length of the header's JSON, which is inside of the file.
+/// Returns the length of the header's JSON, which is within the file.
 fn json_length(start: &[u8], file_bytes: u64) -> Result<usize, String> {
     let Some((length, rest)) = start.split_first_chunk::<8>() else {
         return Err(format!("it has {file_bytes} bytes; a safetensors file has at least 8"));
@@ -157,7 +164,7 @@ fn refuse_duplicates(tensors: &[HeaderTensor]) -> Result<(), String> {
     }
 }
 
-/// `tensors` sorted by their offsets: they must cover `0..data_bytes` exactly.
+/// Checks that `tensors`, sorted by their offsets, cover `0..data_bytes` exactly.
 fn check_cover(tensors: &[HeaderTensor], data_bytes: usize) -> Result<(), String> {
     let mut covered = 0;
     let mut before = "the header";
@@ -188,7 +195,8 @@ fn check_cover(tensors: &[HeaderTensor], data_bytes: usize) -> Result<(), String
     Ok(())
 }
 
-/// A name from a file, made fit for an error: control characters escaped, cut at 80 characters.
+/// Returns a name from a file in a form fit for an error: control characters escaped, cut at 80
+/// characters.
 pub(super) fn clip(name: &str) -> String {
     let mut shown: String = name.chars().take(80).flat_map(char::escape_debug).collect();
     if name.chars().nth(80).is_some() {
@@ -242,7 +250,7 @@ impl<'de> Deserialize<'de> for RawHeader {
     }
 }
 
-/// The entries of `__metadata__` that are texts, as the format wants all of them.
+/// Returns the entries of `__metadata__` that are texts, as the format requires.
 fn texts(metadata: serde_json::Value) -> impl Iterator<Item = (String, String)> {
     let serde_json::Value::Object(entries) = metadata else { return None.into_iter().flatten() };
     let text = |(key, value): (String, serde_json::Value)| Some((key, value.as_str()?.to_owned()));
@@ -267,7 +275,8 @@ impl<'de> Deserialize<'de> for RawTensor {
     }
 }
 
-/// A list of sizes; its own type so that no claim in a header allocates more than [`MAX_DIMS`] numbers.
+/// A list of sizes, a separate type so that no claim in a header allocates more than [`MAX_DIMS`]
+/// numbers.
 struct Sizes(Vec<u64>);
 
 impl<'de> Deserialize<'de> for Sizes {

@@ -1,10 +1,11 @@
-//! Which model it is: what an adapter and a checkpoint keep of their base, so that they are not used on another one of equal
-//! shapes.
+//! The identity of a model. An adapter and a checkpoint record that of their base, so that they are
+//! not used with another base of equal shapes.
 //!
-//! Two models are compared by what config.json says of their arithmetic, and by digests of each tensor's name, type, shape
-//! and bytes, sorted by name, so that they are the same however the files are sharded. The digest of a sample of the bytes
-//! costs a few pages a tensor and is known at once; that of every byte (`digest`) is made while the weights are loaded.
-//! Version 1 of an identity had the sample's alone: it is compared with the sample's. What loaders pass over does not count:
+//! Two models are compared by config.json's settings of their arithmetic, and by digests of each
+//! tensor's name, type, shape and bytes, sorted by name, so that sharding does not matter. The
+//! digest of a sample of the bytes costs a few pages a tensor and is available at once; that of
+//! every byte (`digest`) is computed while the weights are loaded. Version 1 of an identity had the
+//! sample's alone, and is compared with the sample's. Tensors that loaders ignore do not count:
 //! buffers of old checkpoints, the second copy of a tied table.
 
 use std::collections::BTreeMap;
@@ -17,39 +18,39 @@ use super::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
 use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
 
-/// The entry of a quantized checkpoint's metadata with the [`ModelIdentity`] of the model that was quantized.
+/// The metadata entry of a quantized checkpoint with the [`ModelIdentity`] of the original model.
 pub const QUANTIZED_FROM: &str = "finetune.quantized_from";
-/// The version whose digest is of every byte.
+/// The version with a digest of every byte.
 const VERSION: u32 = 2;
-/// The version whose digest is of a sample.
+/// The version with a digest of a sample.
 const SAMPLED: u32 = 1;
-/// Bytes of one part of a sample.
+/// Number of bytes of one part of a sample.
 const SAMPLE: usize = 256;
-/// Parts of a sample, evenly spread from the first byte to the last.
+/// Number of parts of a sample, evenly spread from the first byte to the last.
 const SAMPLES: usize = 8;
-/// Characters of a digest that are shown.
+/// Number of characters of a digest shown in messages.
 const SHOWN: usize = 16;
 
-/// Which model it is: its name, what its config.json says, and digests of its weights.
+/// The identity of a model: its name, settings of its config.json, and digests of its weights.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelIdentity {
-    /// What the digest is of.
+    /// The version, which determines the meaning of `digest`.
     version: u32,
     /// The hub id, or the name of the folder.
     id: String,
     /// The commit on the hub.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     commit: Option<String>,
-    /// BLAKE3 of every byte in hex, in version 1 of a sample; none where that is not known.
+    /// BLAKE3 of every byte in hex, in version 1 of a sample; `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     digest: Option<String>,
-    /// BLAKE3 of a sample in hex; none in version 1, and where only the name is known.
+    /// BLAKE3 of a sample in hex; `None` in version 1, and if only the name is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     sample: Option<String>,
-    /// What config.json says of the model's arithmetic, by key; empty where that is not known.
+    /// The settings of config.json for the model's arithmetic, by key; empty if unknown.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     config: BTreeMap<String, String>,
-    /// The model that was quantized to this one, where the checkpoint says so.
+    /// The model that was quantized to this one, if the checkpoint records it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     quantized_from: Option<Box<ModelIdentity>>,
 }
@@ -66,7 +67,7 @@ pub struct ConfigDifference {
 }
 
 impl ModelIdentity {
-    /// The identity of the model called `id`, whose weights have not been looked at.
+    /// Returns the identity of the model called `id`, without digests of its weights.
     pub fn named(id: &str, commit: Option<&str>) -> Self {
         ModelIdentity {
             version: VERSION,
@@ -79,31 +80,32 @@ impl ModelIdentity {
         }
     }
 
-    /// As it is, with the digest of a sample of `files`, and the model that they were quantized from if they say so.
+    /// Adds the digest of a sample of `files`, and the model from which they were quantized, if
+    /// they record it.
     ///
     /// # Errors
-    /// The user's: what `files` say of the original is malformed.
+    /// User: the entry of the original in `files` is malformed.
     pub fn of_files(self, files: &ModelFiles) -> Result<Self> {
         let from = files.metadata(QUANTIZED_FROM).map(Self::from_json).transpose()?;
-        // Of headers alone there are no bytes to sample: what remains are name and commit.
+        // Headers alone have no bytes to sample: name and commit remain.
         let sample = (!files.is_header_only()).then(|| sampled(files)).transpose()?;
         let sample = sample.map(|digest| digest.to_hex().to_string());
         Ok(ModelIdentity { sample, quantized_from: from.map(Box::new), ..self })
     }
 
-    /// As it is, with the digest of every byte, as [`super::DigestTask`] makes it.
+    /// Adds the digest of every byte, as computed by [`super::DigestTask`].
     #[must_use]
     pub fn with_digest(self, digest: &str) -> Self {
         ModelIdentity { digest: Some(digest.to_owned()), ..self }
     }
 
-    /// As it is, with what config.json says of the model's arithmetic, by key.
+    /// Adds the settings of config.json for the model's arithmetic, by key.
     #[must_use]
     pub fn with_config(self, config: BTreeMap<String, String>) -> Self {
         ModelIdentity { config, ..self }
     }
 
-    /// As it is, for weights that are drawn from `seed`: parameters by name and shape.
+    /// Adds the digest of random weights from `seed`: parameters by name and shape.
     pub fn drawn<'a>(self, seed: u64, parameters: impl Iterator<Item = (&'a str, &'a [usize])>) -> Self {
         let mut hasher = blake3::Hasher::new();
         hasher.update(b"drawn").update(&seed.to_le_bytes());
@@ -115,37 +117,41 @@ impl ModelIdentity {
         ModelIdentity { sample: digest.clone(), digest, ..self }
     }
 
-    /// Reads what [`ModelIdentity::to_json`] wrote, and what a later version of this program writes.
+    /// Reads the output of [`ModelIdentity::to_json`], also that of a later version of this
+    /// program.
     ///
     /// # Errors
-    /// The user's: the text is something else.
+    /// User: the text has another format.
     pub fn from_json(text: &str) -> Result<Self> {
         serde_json::from_str(text)
-            .map_err(|error| Error::user("cannot read which model it is").because(error.to_string()))
+            .map_err(|error| Error::user("cannot read the identity of a model").because(error.to_string()))
     }
 
-    /// One line of JSON.
+    /// Returns one line of JSON.
     pub fn to_json(&self) -> String {
-        // Texts and a number: nothing that JSON cannot hold.
+        // Texts and a number always fit JSON.
         serde_json::to_value(self).unwrap_or_default().to_string()
     }
 
-    /// The digest of every byte, else of a sample; none where only the name is known.
+    /// Returns the digest of every byte, otherwise of a sample, or `None` if only the name is
+    /// known.
     pub fn digest(&self) -> Option<&str> {
         self.digest.as_deref().or(self.sample.as_deref())
     }
 
-    /// Whether the digest of every byte is known, of this model or of the one that it was quantized from.
+    /// Returns whether the digest of every byte is known, of this model or of its unquantized
+    /// original.
     pub fn says_every_byte(&self) -> bool {
         self.with_original().any(|one| one.whole().is_some())
     }
 
-    /// The model that was quantized to this one, where the checkpoint says so.
+    /// Returns the model that was quantized to this one, if the checkpoint records it.
     pub fn quantized_from(&self) -> Option<&ModelIdentity> {
         self.quantized_from.as_deref()
     }
 
-    /// Whether both are one model, or quantized from one; none: there is nothing to compare.
+    /// Returns whether both are the same model or have the same unquantized original, or `None` if
+    /// they have nothing to compare.
     pub fn is_same(&self, other: &Self) -> Option<bool> {
         if !self.config_differences(other).is_empty() {
             return Some(false);
@@ -176,7 +182,7 @@ impl ModelIdentity {
             .collect()
     }
 
-    /// As text, with the digest by which it is compared with `other`.
+    /// Returns it as text, with the digest by which it is compared with `other`.
     pub fn told_from(&self, other: &Self) -> String {
         let pairs = [(self.whole(), other.whole()), (self.sampled(), other.sampled())];
         let compared = pairs.into_iter().find_map(|(own, theirs)| own.filter(|_| theirs.is_some()));
@@ -193,7 +199,7 @@ impl ModelIdentity {
         [Some(self), self.quantized_from()].into_iter().flatten()
     }
 
-    /// By the most exact that is known of both: every byte, a sample, commits.
+    /// Compares by the most exact data that both have: every byte, a sample, commits.
     fn has_weights_of(&self, other: &Self) -> Option<bool> {
         let pairs = [
             (self.whole(), other.whole()),
@@ -218,13 +224,13 @@ impl fmt::Display for ModelIdentity {
     }
 }
 
-/// The digest of a sample of what loading the model reads.
+/// Returns the digest of a sample of the bytes that loading the model reads.
 fn sampled(files: &ModelFiles) -> Result<blake3::Hash> {
     combined(files, |name, shard, range| Ok(sample(files.stored(name, shard, range)?)))
 }
 
-/// The digest of all that loading the model reads, of whose bytes, by tensor, file and place in it, `content` stands for
-/// those of one run.
+/// Returns the digest of everything that loading the model reads. `content` returns the bytes that
+/// stand for one run, by tensor, file and position in it.
 pub(super) fn combined(
     files: &ModelFiles,
     content: impl Fn(&str, usize, &Range<usize>) -> Result<Vec<u8>>,
@@ -262,18 +268,18 @@ pub(super) fn combined(
     Ok(hasher.finalize())
 }
 
-/// Hashes a text so that no two lists of texts look alike.
+/// Hashes a text so that no two lists of texts are equal.
 fn text(hasher: &mut blake3::Hasher, text: &str) {
     hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
 }
 
-/// Parts of `bytes`, or all of them where they are few.
+/// Returns parts of `bytes`, or all if they are few.
 fn sample(bytes: &[u8]) -> Vec<u8> {
     if bytes.len() <= SAMPLE * SAMPLES {
         return bytes.to_vec();
     }
     let (last, gaps) = (bytes.len() - SAMPLE, SAMPLES - 1);
-    // The last one ends with the last byte, whatever the others leave.
+    // The last part ends with the last byte, with any gap before it.
     let start = |part| if part == gaps { last } else { last / gaps * part };
     (0..SAMPLES).flat_map(|part| &bytes[start(part)..start(part) + SAMPLE]).copied().collect()
 }

@@ -1,7 +1,8 @@
-//! model.safetensors.index.json: which shard holds which tensor.
+//! model.safetensors.index.json: the shard of each tensor.
 //!
-//! Shards must lie in the index's own folder under plain names, by the rules of every system (`../x`, `/x`,
-//! `C:\x` and NUL are refused on Linux too), so no index can make us open a file elsewhere.
+//! Shards must be in the index's own folder under plain names, by the rules of every system
+//! (`../x`, `/x`, `C:\x` and NUL are refused on Linux too), so that no index can make this program
+//! open other files.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,11 +14,11 @@ use super::header::clip;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
-/// Larger than the index of a model with a million tensors.
+/// The largest accepted index: larger than that of a model with a million tensors.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
-/// Reads the index at `path`: tensor name to the file name of its shard. `total_size` is not read: old savers
-/// wrote it wrong, and the shards' own headers say it.
+/// Reads the index at `path`: tensor names to the file names of their shards. `total_size` is
+/// ignored: old savers wrote it wrong, and the shards' headers have it.
 pub(super) fn read(path: &Path) -> Result<BTreeMap<String, String>> {
     let failed = |cause: String| {
         Error::user(format!("cannot read index {}", path.display()))
@@ -43,7 +44,7 @@ pub(super) fn read(path: &Path) -> Result<BTreeMap<String, String>> {
     Ok(weight_map)
 }
 
-/// Whether `name` is a safetensors file name and nothing else on every system.
+/// Returns whether `name` is a safetensors file name and nothing else on every system.
 fn is_plain_name(name: &str) -> bool {
     name.len() > ".safetensors".len()
         && name.len() <= 255

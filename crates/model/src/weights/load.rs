@@ -1,7 +1,7 @@
-//! One tensor from files into candle: shape checked, converted, placed on its device.
+//! Loads one tensor from files into candle: shape checked, converted, moved to its device.
 //!
-//! On the CPU the buffer that is read into becomes the tensor; other devices get it uploaded. Either way the pages
-//! of the file are given back block by block, so loading a model takes the model's memory and little more.
+//! On the CPU the read buffer becomes the tensor; other devices get an upload. The pages of the
+//! file are released block by block, so loading a model needs little more than the model's memory.
 
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
@@ -10,23 +10,23 @@ use super::{ModelFiles, StoredElement};
 use crate::error::{Error, ErrorContext, Result};
 use crate::runtime::copy::to_device;
 
-/// Elements read before their pages are given back.
+/// Number of elements read before their pages are released.
 const BLOCK: usize = 1 << 22;
 
-/// The shape a tensor must have and which facts say so.
+/// The required shape of a tensor, and its source.
 #[derive(Debug, Clone, Copy)]
 pub struct Expected<'a> {
     /// The shape that the tensor must have.
     pub shape: &'a [usize],
-    /// Where the shape comes from, for the error: `hidden_size 64, num_attention_heads 4`.
+    /// The source of the shape, for the error: `hidden_size 64, num_attention_heads 4`.
     pub from: &'a str,
 }
 
 /// Reads tensor `name` as `dtype` (F32, BF16 or F16) on `device`.
 ///
 /// # Errors
-/// The user's: the tensor is missing, is not of floats, or has another shape than `expected`. A fault of ours:
-/// `dtype` is none of the three, or the device refuses.
+/// User: the tensor is missing, does not hold floats, or has another shape than `expected`.
+/// Internal: `dtype` is none of the three, or the device fails.
 pub fn load_tensor(
     files: &ModelFiles,
     name: &str,
@@ -48,7 +48,7 @@ pub fn load_tensor(
         DType::BF16 => load_as::<bf16>(files, name, expected.shape, device),
         DType::F16 => load_as::<f16>(files, name, expected.shape, device),
         other => Err(Error::internal(format!("cannot load tensor `{name}`"))
-            .because(format!("dtype {other:?} is wanted; accepted: F32, BF16, F16"))),
+            .because(format!("the requested dtype is {other:?}; accepted: F32, BF16, F16"))),
     }
 }
 

@@ -1,14 +1,15 @@
 //! Model weights on disk: safetensors in and out, and the files that travel with them.
 //!
-//! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps and gives
-//! tensors by name, converted while they are read, dequantized where bitsandbytes quantized them; [`write_file`] and
-//! [`write_sharded`] stream tensors back, one at a time, to the same layout; [`RandomAccessWriter`] takes them in any order. [`companions`] copies config.json and the
-//! tokenizer beside new weights, and [`Summary`] describes a folder from headers alone, which
-//! [`RangeReader`] can read where they are. What a name means, and which
-//! shape it must have, is for `model` to say; PEFT names are `adapter`'s.
+//! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps.
+//! It gives tensors by name, converted during reading, and dequantized if bitsandbytes quantized
+//! them. [`write_file`] and [`write_sharded`] stream tensors back, one at a time, to the same
+//! layout; [`RandomAccessWriter`] accepts them in any order. [`sidecar_files`] copies config.json
+//! and the tokenizer to new weights. [`Summary`] describes a folder from headers alone, which
+//! [`RangeReader`] can read remotely. `model` defines the meaning of names and the required shapes;
+//! `adapter` defines PEFT names.
 //!
-//! Headers are parsed here and not by the `safetensors` crate: a weights file comes from a stranger, and each way
-//! to be malformed gets an error that names file, tensor, the value found and the values accepted.
+//! Headers are parsed here and not by the `safetensors` crate. A weights file is untrusted input,
+//! and each malformation gets an error with file, tensor, the value found and the values accepted.
 
 mod atomic_dir;
 mod bitsandbytes;
@@ -55,7 +56,7 @@ pub use write::{
 
 /// The weights of a model that is not sharded.
 pub const MODEL_FILE: &str = "model.safetensors";
-/// The map from tensors to shards of a model that is sharded.
+/// The map from tensors to shards of a sharded model.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 /// The embedding, in every family; a tied model may store it under [`LM_HEAD`] alone.
 pub const EMBED_TOKENS: &str = "model.embed_tokens.weight";
@@ -66,7 +67,8 @@ pub const EMBED_TOKENS_MODULE: &str = "model.embed_tokens";
 /// The module of [`LM_HEAD`].
 pub const LM_HEAD_MODULE: &str = "lm_head";
 
-/// Whether a tensor is a buffer of rotary frequencies, which old checkpoints carry and nobody reads.
+/// Returns whether a tensor is a buffer of rotary frequencies, which old checkpoints contain and no
+/// loader reads.
 pub fn is_rotary_buffer(name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq")
 }

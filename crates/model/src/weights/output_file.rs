@@ -1,7 +1,8 @@
-//! A file at a path that the user names: written beside its place, flushed, then put in place whole.
+//! A file at a path that the user names: written under a temporary name beside it, flushed, then
+//! renamed.
 //!
-//! Nothing that is there is replaced, whenever it came, but an older file of the same kind where that is wanted; and
-//! nothing is written through a link.
+//! No existing file is replaced, even one that appears meanwhile, except an older file of the same
+//! kind if the kind permits that. Links are never followed.
 
 use std::fs::File;
 use std::io::{self, BufWriter, ErrorKind, Read as _, Write as _};
@@ -12,20 +13,20 @@ use super::unfinished::{Unfinished, sweep, sync_folder};
 use super::write::write_failed;
 use crate::error::{Error, Result};
 
-/// A kind of file that the user names: how messages call it, and what it may replace.
+/// A kind of file that the user names: its name in messages, and the files that it may replace.
 #[derive(Debug, Clone, Copy)]
 pub struct OutputKind {
     /// The file with its article, such as `a GGUF`.
     pub what: &'static str,
-    /// The option that names it, such as `--output`.
+    /// The command-line option with the path, such as `--output`.
     pub option: &'static str,
-    /// A usual name, which messages propose below a folder.
+    /// A usual name, which messages propose inside a folder.
     pub example: &'static str,
-    /// The beginning of an older file that a new one replaces; none: nothing is replaced.
+    /// The first bytes of an older file that a new one may replace; `None` if it replaces nothing.
     pub replaces: Option<&'static str>,
 }
 
-/// A file under its temporary name; dropped before [`OutputFile::commit`], it leaves nothing.
+/// A file under its temporary name. If it is dropped before [`OutputFile::commit`], it is removed.
 #[derive(Debug)]
 pub struct OutputFile {
     kind: OutputKind,
@@ -37,11 +38,11 @@ pub struct OutputFile {
 }
 
 impl OutputKind {
-    /// Refuses a path that is taken by anything else than an older file that may be replaced; returns whether such a file
-    /// is there.
+    /// Refuses a path with anything but an older file that may be replaced. Returns whether such a
+    /// file exists.
     ///
     /// # Errors
-    /// The user's: a folder, a link or another file is at `path`. Storage: it cannot be looked at.
+    /// User: a folder, a link or another file is at `path`. Storage: it cannot be examined.
     pub fn refuse_taken(self, path: &Path) -> Result<bool> {
         let refused = |why: String| Error::user(format!("cannot write {}", path.display())).because(why);
         let elsewhere =
@@ -61,7 +62,7 @@ impl OutputKind {
         }
         if found.is_symlink() {
             return Err(
-                refused("it is a link; finetune writes through no link".into()).hint(elsewhere("link"))
+                refused("it is a link; finetune does not write through links".into()).hint(elsewhere("link"))
             );
         }
         let Some(beginning) = self.replaces else {
@@ -74,13 +75,14 @@ impl OutputKind {
             .hint(elsewhere("file")))
     }
 
-    /// Starts the file that will be `path`, of about `needed` bytes, beside it. What killed processes left of theirs there
-    /// goes.
+    /// Creates the temporary file of `path`, for about `needed` bytes, beside it. Removes leftovers
+    /// of killed processes for the path.
     ///
     /// # Errors
-    /// The user's: as [`OutputKind::refuse_taken`]; something has the temporary name. Storage: the file cannot be made.
+    /// User: as for [`OutputKind::refuse_taken`]; the temporary name exists already. Storage: the
+    /// file cannot be created.
     pub fn create(self, path: &Path, needed: u64) -> Result<OutputFile> {
-        // A place is a name in a folder, without a slash behind it.
+        // A normalized path has no trailing slash.
         let path: PathBuf = path.components().collect();
         self.refuse_taken(&path)?;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -90,8 +92,11 @@ impl OutputKind {
         let opened = File::options().write(true).create_new(true).open(&temporary);
         let file = opened.map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists => Error::user(format!("cannot write {}", path.display()))
-                .because(format!("its temporary name, {}, is taken", temporary.display()))
-                .hint(format!("`rm {}` if no other process writes it, and start again", temporary.display())),
+                .because(format!("its temporary name, {}, exists already", temporary.display()))
+                .hint(format!(
+                    "if no other process writes it, run `rm {}` and start again",
+                    temporary.display()
+                )),
             ErrorKind::NotFound => Error::io("write", &path, &error),
             _ => cannot(error),
         })?;
@@ -100,10 +105,10 @@ impl OutputKind {
         Ok(OutputFile { kind: self, path, temporary, out, written: 0, needed })
     }
 
-    /// Writes the file `path`, whole or not at all.
+    /// Writes the file `path`, completely or not at all.
     ///
     /// # Errors
-    /// As [`OutputKind::create`] and [`OutputFile::commit`].
+    /// The same as for [`OutputKind::create`] and [`OutputFile::commit`].
     pub fn write(self, path: &Path, text: &str) -> Result<()> {
         let mut file = self.create(path, text.len() as u64)?;
         file.put(text.as_bytes())?;
@@ -112,7 +117,7 @@ impl OutputKind {
 }
 
 impl OutputFile {
-    /// Adds bytes.
+    /// Adds bytes to the file.
     ///
     /// # Errors
     /// Storage: the disk is full or fails.
@@ -122,7 +127,7 @@ impl OutputFile {
         Ok(())
     }
 
-    /// Bytes so far.
+    /// Returns the number of bytes so far.
     pub fn written(&self) -> u64 {
         self.written
     }
@@ -130,17 +135,18 @@ impl OutputFile {
     /// Flushes the file and gives it its name; returns its size.
     ///
     /// # Errors
-    /// The user's: something came to its place meanwhile. Storage: the disk is full or fails. The temporary file is removed
-    /// then, and what is at the place stays.
+    /// User: a file appeared at its path meanwhile. Storage: the disk is full or fails. The
+    /// temporary file is then removed, and the file at the path stays.
     pub fn commit(mut self) -> Result<u64> {
         self.out.flush().map_err(|error| self.failed(&error))?;
         self.out.get_ref().sync_all().map_err(|error| self.failed(&error))?;
         loop {
             let older = self.kind.refuse_taken(&self.path);
-            let older = older.map_err(|error| error.because("it came while finetune wrote the new file"))?;
+            let older =
+                older.map_err(|error| error.because("it appeared while finetune wrote the new file"))?;
             let put = if older { Unfinished::replace } else { Unfinished::put_new };
             match put(&self.temporary, &self.path) {
-                // Another process was faster: what it left decides.
+                // Another process was faster: check its file.
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
                 done => {
                     done.map_err(|error| self.failed(&error))?;
@@ -157,9 +163,9 @@ impl OutputFile {
     }
 }
 
-/// Returns whether `path` is a plain file that begins so.
+/// Returns whether `path` is a plain file with this beginning.
 fn begins_with(path: &Path, beginning: &str) -> io::Result<bool> {
-    // Whoever opens a pipe waits, and a link may have come meanwhile.
+    // Opening a pipe blocks, and a link may have appeared meanwhile.
     let file = File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
         return Ok(false);
@@ -196,8 +202,8 @@ mod tests {
             (PAGE, "none", "a file of that name exists, and it is not a page"),
             (PAGE, "folder", "it is a folder; a page is one file"),
             (PAGE, "folder/", "it is a folder; a page is one file"),
-            (PAGE, "link", "it is a link; finetune writes through no link"),
-            (PAGE, "loose", "it is a link; finetune writes through no link"),
+            (PAGE, "link", "it is a link; finetune does not write through links"),
+            (PAGE, "loose", "it is a link; finetune does not write through links"),
         ] {
             let error = kind.write(&at(name), "<page>3").expect_err(name);
             assert_eq!(error.causes(), [why], "{name}");
@@ -206,7 +212,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 6, "no temporary file");
     }
 
-    /// A file that came while this one was written stays, unless it is an older file of the same kind.
+    /// A file that appeared during writing stays, unless it is an older file of the same kind.
     #[test]
     fn what_comes_meanwhile_stays() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -219,7 +225,7 @@ mod tests {
         let file = begin();
         std::fs::write(&place, "precious").expect("a file");
         let error = file.commit().expect_err("it came meanwhile");
-        assert_eq!(error.causes().last().expect("one"), "it came while finetune wrote the new file");
+        assert_eq!(error.causes().last().expect("one"), "it appeared while finetune wrote the new file");
         assert_eq!(std::fs::read(&place).expect("a file"), b"precious");
         std::fs::remove_file(&place).expect("a file");
         let file = begin();

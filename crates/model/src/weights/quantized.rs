@@ -1,29 +1,30 @@
-//! A quantized tensor inside a checkpoint: where its runs are, and their values.
+//! A quantized tensor in a checkpoint: the positions of its runs, and their values.
 //!
-//! Codes and scales are borrowed from the memory map, where nothing is aligned, so f32 scales are copied out for each
-//! use. What the runs are called in files, and whether they fit each other, is for `bitsandbytes` to say.
+//! Codes and scales are borrowed from the memory map, which is unaligned, so f32 scales are copied
+//! for each use. `bitsandbytes` defines the names of the runs in files and checks that they match.
 
 use std::ops::Range;
 
 use crate::error::Result;
 use crate::quant::{self, Blocks, BlocksMut, NESTED_BLOCK, QuantFormat, RunMeaning, RunMut, Scales};
 
-/// Bytes of a file.
+/// A range of bytes of a file.
 #[derive(Debug, Clone)]
 pub(super) struct ShardRange {
     pub(super) shard: usize,
     pub(super) range: Range<usize>,
 }
 
-/// What the list of tensors does not say of a quantized one, whose own place there is that of its codes.
+/// The data of a quantized tensor besides its entry in the list of tensors, which has the position
+/// of its codes.
 #[derive(Debug, Clone)]
 pub(super) struct QuantizedParts {
     pub(super) format: QuantFormat,
-    /// Where the other runs of [`QuantFormat::layout`] are, in its order.
+    /// The positions of the other runs of [`QuantFormat::layout`], in its order.
     pub(super) runs: Vec<(RunMeaning, ShardRange)>,
     /// The mean of double-quantized scales.
     pub(super) offset: f32,
-    /// Of codes and companions.
+    /// Bytes of codes and companions.
     pub(super) bytes: u64,
 }
 
@@ -32,13 +33,13 @@ pub(super) struct QuantizedParts {
 pub struct QuantizedTensor<'a> {
     format: QuantFormat,
     codes: &'a [u8],
-    /// The other runs as they lie in the file.
+    /// The raw bytes of the other runs.
     runs: Vec<(RunMeaning, &'a [u8])>,
     offset: f32,
 }
 
 impl<'a> QuantizedTensor<'a> {
-    /// `bytes` reads a place.
+    /// Creates the tensor; `bytes` reads a range.
     pub(super) fn new(
         parts: &QuantizedParts,
         codes: &'a [u8],
@@ -49,17 +50,17 @@ impl<'a> QuantizedTensor<'a> {
         Ok(QuantizedTensor { format: parts.format, codes, runs, offset: parts.offset })
     }
 
-    /// How it is quantized. The block of LLM.int8() is a row.
+    /// Returns its format. The block of LLM.int8() is a row.
     pub fn format(&self) -> QuantFormat {
         self.format
     }
 
-    /// The codes of all values.
+    /// Returns the codes of all values.
     pub fn codes(&self) -> &'a [u8] {
         self.codes
     }
 
-    /// The mean of the scales; 0 without double quantization.
+    /// Returns the mean of the scales; 0 without double quantization.
     pub fn offset(&self) -> f32 {
         self.offset
     }
@@ -67,7 +68,8 @@ impl<'a> QuantizedTensor<'a> {
     /// Copies all runs.
     ///
     /// # Panics
-    /// The memory of a run has not the length that [`QuantizedTensor::format`] gives for the tensor's elements.
+    /// The length of a run's memory differs from the length that [`QuantizedTensor::format`] gives
+    /// for the tensor's elements.
     pub fn copy_to(&self, to: &mut BlocksMut<'_>) {
         for &(meaning, stored) in [(RunMeaning::Codes, self.codes)].iter().chain(&self.runs) {
             match to.run(meaning) {
@@ -81,9 +83,9 @@ impl<'a> QuantizedTensor<'a> {
         to.set_offset(self.offset);
     }
 
-    /// Values `start..start + out.len()`, in f32.
+    /// Computes the values `start..start + out.len()` in f32.
     pub(super) fn dequantize(&self, start: usize, out: &mut [f32]) {
-        // The block size of two codes a byte is even, so that a block starts on a byte.
+        // With two codes per byte the block size is even, so a block starts on a byte.
         let QuantFormat { kind, block_size, .. } = self.format;
         let first = start / block_size;
         let scales = self.some_scales(first..(start + out.len()).div_ceil(block_size));
@@ -92,7 +94,7 @@ impl<'a> QuantizedTensor<'a> {
         blocks.dequantize(start - first * block_size, out);
     }
 
-    /// The factors of some blocks.
+    /// Returns the scales of some blocks.
     fn some_scales(&self, blocks: Range<usize>) -> Vec<f32> {
         if !self.format.double_quant {
             return read_f32(&self.stored(RunMeaning::Scales)[4 * blocks.start..4 * blocks.end]).collect();
@@ -106,13 +108,13 @@ impl<'a> QuantizedTensor<'a> {
         blocks.map(scale).collect()
     }
 
-    /// The bytes of a run beside the codes; none where there is no such run.
+    /// Returns the bytes of a run beside the codes; empty if the run does not exist.
     fn stored(&self, meaning: RunMeaning) -> &'a [u8] {
         self.runs.iter().find(|(found, _)| *found == meaning).map_or(&[], |(_, stored)| *stored)
     }
 }
 
-/// Little-endian floats, at any address.
+/// Reads little-endian floats at any address.
 pub(super) fn read_f32(bytes: &[u8]) -> impl ExactSizeIterator<Item = f32> + '_ {
     bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
 }

@@ -1,10 +1,11 @@
-//! Safetensors out, tensors in any order: each part goes to its place in its file as soon as it is there.
+//! Writes safetensors with tensors in any order: each part goes to its position in its file as soon
+//! as it is available.
 //!
-//! One weight becomes several tensors when it is quantized, some of which are known only when all of it was seen, and
-//! a file puts the wider types first. So the places are laid out before anything is written. Texts whose length is
-//! not known yet lie at the end of a file, in room for the longest; what they leave is cut off, and the header, which
-//! is written last, is filled up with spaces as the format allows. The caller writes into a
-//! [`super::AtomicDir`], which makes the whole appear at once.
+//! Quantization turns one weight into several tensors. Some of them are known only after the whole
+//! weight was read, and a file has the wider types first. So the layout is fixed before anything is
+//! written. Texts of unknown length are at the end of a file, with space for the longest; unused
+//! space is cut off. The header is written last and padded with spaces, as the format allows. The
+//! caller writes into a [`super::AtomicDir`], so that all files appear at once.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,17 +17,17 @@ use super::write::{header, shard_names, write_failed};
 use super::{Metadata, StoredDtype, WriteEntry, write_index};
 use crate::error::{Error, Result};
 
-/// A tensor whose place is laid out.
+/// A tensor of the planned layout.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PlannedFile {
-    /// All is known but the values.
+    /// A tensor of known type and shape.
     Sized(WriteEntry),
     /// Bytes (u8, one dimension), at most this many.
     Text(String, usize),
 }
 
 impl PlannedFile {
-    /// Its name and how it is stored, a text at its longest.
+    /// Returns its name and storage, for a text at its longest.
     fn entry(&self) -> WriteEntry {
         match self {
             PlannedFile::Sized(entry) => entry.clone(),
@@ -41,9 +42,9 @@ impl PlannedFile {
 struct TensorSlot {
     entry: WriteEntry,
     is_text: bool,
-    /// Where its bytes start in the file; texts get theirs in the end.
+    /// The position of its bytes in the file; texts get theirs at the end.
     start: u64,
-    /// Bytes not given yet; of a text, all or none.
+    /// Number of bytes still to be written; of a text, all or none.
     left: u64,
 }
 
@@ -57,7 +58,7 @@ struct PlannedShard {
     texts_start: u64,
 }
 
-/// The weights of a model on their way to one or several files.
+/// Writes the weights of a model to one or several files.
 pub struct RandomAccessWriter {
     folder: PathBuf,
     shards: Vec<PlannedShard>,
@@ -66,11 +67,12 @@ pub struct RandomAccessWriter {
 }
 
 impl RandomAccessWriter {
-    /// Lays out files of at most `shard_bytes` each (but that a group is never cut) in `folder`, which exists and is
-    /// empty; `groups` are tensors that readers want in one file. `metadata` goes into each file's header.
+    /// Lays out files of at most `shard_bytes` each (a group is never split) in `folder`, which
+    /// exists and is empty. `groups` are tensors that readers need in one file. `metadata` goes
+    /// into each file's header.
     ///
     /// # Errors
-    /// Storage: the files cannot be made. A fault of ours: two tensors have one name.
+    /// Storage: the files cannot be created. Internal: two tensors have one name.
     pub fn create(
         folder: &Path,
         groups: &[Vec<PlannedFile>],
@@ -90,10 +92,11 @@ impl RandomAccessWriter {
         Ok(writer)
     }
 
-    /// Writes bytes of tensor `name` from its byte `at` on; each byte is given once. A text is given whole.
+    /// Writes bytes of tensor `name` from its byte `at` on. Each byte must be written once, and a
+    /// text in one call.
     ///
     /// # Errors
-    /// Storage: the disk is full or fails. A fault of ours: the tensor was not planned or is smaller.
+    /// Storage: the disk is full or fails. Internal: the tensor was not planned or is smaller.
     pub fn write(&mut self, name: &str, at: u64, bytes: &[u8]) -> Result<()> {
         let unplanned =
             || Error::internal(format!("cannot write tensor `{name}`")).because("it was not planned");
@@ -104,7 +107,7 @@ impl RandomAccessWriter {
     /// Writes headers and, for several files, the index. Returns the files with their sizes.
     ///
     /// # Errors
-    /// Storage: the disk is full or fails. A fault of ours: bytes of a tensor were not given.
+    /// Storage: the disk is full or fails. Internal: bytes of a tensor are missing.
     pub fn finish(self) -> Result<Vec<(PathBuf, u64)>> {
         let mut files = Vec::with_capacity(self.shards.len());
         let mut entries = Vec::new();
@@ -124,7 +127,7 @@ impl RandomAccessWriter {
     }
 }
 
-/// Groups in order, a new shard when the next one does not fit.
+/// Distributes groups in order, with a new shard if the next one does not fit.
 fn split(groups: &[Vec<PlannedFile>], shard_bytes: u64) -> Vec<Vec<&PlannedFile>> {
     let mut shards: Vec<Vec<&PlannedFile>> = vec![Vec::new()];
     let mut filled = 0;
@@ -178,7 +181,7 @@ impl PlannedShard {
             )));
         }
         if slot.is_text {
-            // Kept until the texts before it are all there.
+            // Kept in memory until all texts before it are complete.
             slot.start = self.texts.len() as u64;
             (slot.entry.shape, slot.left) = (vec![bytes.len()], 0);
             self.texts.extend_from_slice(bytes);
@@ -201,13 +204,13 @@ impl PlannedShard {
         self.header_bytes as u64 + self.slots.iter().map(|slot| slot.entry.bytes()).sum::<u64>()
     }
 
-    /// Texts and header; the file's size and what it holds.
+    /// Writes texts and header. Returns the path, the file's size and its entries.
     fn finish(mut self) -> Result<(PathBuf, u64, Vec<WriteEntry>)> {
         if let Some(slot) = self.slots.iter().find(|slot| slot.left > 0) {
             let cause = format!("{} of its {} bytes were not given", slot.left, slot.entry.bytes());
             return Err(Error::internal(format!("cannot write tensor `{}`", slot.entry.name)).because(cause));
         }
-        // Texts came in any order, and lie in that order.
+        // Texts are stored in the order of their arrival.
         self.slots.sort_by_key(|slot| (slot.is_text, slot.start));
         let mut header =
             header(&self.slots.iter().map(|slot| &slot.entry).collect::<Vec<_>>(), &self.metadata)?;

@@ -1,18 +1,18 @@
-//! A token table with more rows than its file has: new tokens were added.
+//! A token table with more rows than its file, for added tokens.
 //!
-//! The added rows are the mean of the stored ones, so that a new token is as likely as an average one at first
-//! (<https://nlp.stanford.edu/~johnhew/vocab-expansion.html>). transformers draws them around this mean, with a
-//! billionth of the rows' covariance; the mean itself needs no seed.
+//! The added rows are the mean of the stored ones, so that a new token is initially as likely as an
+//! average one (<https://nlp.stanford.edu/~johnhew/vocab-expansion.html>). transformers samples
+//! them around this mean, with a billionth of the rows' covariance; the mean itself needs no seed.
 
 use std::sync::OnceLock;
 
 use super::{ModelFiles, StoredElement};
 use crate::error::Result;
 
-/// Values of a table read at once for the mean: 4 MiB of f32.
+/// Number of values read at once for the mean: 4 MiB of f32.
 const PIECE: usize = 1 << 20;
 
-/// A tensor; if it is a matrix, with as many rows as wanted.
+/// A tensor; a matrix may have any number of rows.
 #[derive(Debug)]
 pub struct ResizedEmbedding<'a> {
     files: &'a ModelFiles,
@@ -21,12 +21,12 @@ pub struct ResizedEmbedding<'a> {
 }
 
 impl<'a> ResizedEmbedding<'a> {
-    /// The tensor stored as `name`.
+    /// Creates a view of the tensor stored as `name`.
     pub fn new(files: &'a ModelFiles, name: &'a str) -> Self {
         ResizedEmbedding { files, name, mean: OnceLock::new() }
     }
 
-    /// Name of the tensor.
+    /// Returns the name of the tensor.
     pub fn name(&self) -> &str {
         self.name
     }
@@ -34,7 +34,7 @@ impl<'a> ResizedEmbedding<'a> {
     /// Reads elements from `start` on, in any number.
     ///
     /// # Errors
-    /// As [`ModelFiles::read_part`].
+    /// The same as for [`ModelFiles::read_part`].
     pub fn read_part<T: StoredElement>(&self, start: usize, out: &mut [T]) -> Result<()> {
         let stored = self.files.require(self.name)?.elements();
         let (own, added) = out.split_at_mut(stored.saturating_sub(start).min(out.len()));
@@ -51,12 +51,12 @@ impl<'a> ResizedEmbedding<'a> {
         Ok(())
     }
 
-    /// Gives the pages back, as [`ModelFiles::discard`] does.
+    /// Releases the pages, like [`ModelFiles::discard`].
     pub fn discard(&self) {
         self.files.discard(self.name);
     }
 
-    /// The mean of the stored rows, summed in f64.
+    /// Returns the mean of the stored rows, summed in f64.
     fn mean(&self) -> Result<&[f32]> {
         if let Some(mean) = self.mean.get() {
             return Ok(mean);

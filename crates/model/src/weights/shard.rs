@@ -1,8 +1,8 @@
-//! One safetensors file of a model: mapped, or lying elsewhere, with its header alone at hand.
+//! One safetensors file of a model: memory-mapped, or remote with its header only.
 //!
-//! What a model is (names, types, shapes, sizes, formats of quantized tensors) stands in headers and a few labels, so
-//! [`RangeReader`] suffices to plan a run or describe a model whose weights are on no disk of this machine. Values
-//! are then absent, and asking for them is an error.
+//! Headers and a few labels describe a model (names, types, shapes, sizes, formats of quantized
+//! tensors). So a [`RangeReader`] suffices to plan a run or describe a model without local weights.
+//! Values are then absent, and reading them is an error.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -17,27 +17,27 @@ use super::{TensorInfo, bitsandbytes};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::fault_signals::{FaultGuard, guard};
 
-/// Labels this near to each other are read at once, with what lies between them.
+/// Labels at most this far apart are read at once, with the bytes between them.
 const READ_THROUGH: usize = 64 << 10;
-/// Larger than any label of bitsandbytes.
+/// The largest accepted label: larger than any of bitsandbytes.
 const MAX_LABEL_BYTES: usize = 64 << 10;
 
-/// Weights files that are not in the folder of their model, but can be read by ranges of their bytes.
+/// Weights files that are not in the folder of their model, but can be read by byte ranges.
 pub trait RangeReader {
-    /// The names of the files.
+    /// Returns the names of the files.
     fn files(&self) -> &[String];
 
-    /// Reads some bytes of one of them.
+    /// Reads a byte range of one of them.
     ///
     /// # Errors
     /// The file cannot be read there.
     fn read(&self, file: &str, range: Range<u64>) -> Result<RemoteRange>;
 }
 
-/// Some bytes of a file that lies elsewhere.
+/// A byte range of a remote file.
 #[derive(Debug, Clone)]
 pub struct RemoteRange {
-    /// The bytes that were asked for; fewer where the file ends before.
+    /// The requested bytes; fewer if the file ends before.
     pub bytes: Vec<u8>,
     /// The size of the whole file.
     pub file_bytes: u64,
@@ -47,7 +47,7 @@ pub struct RemoteRange {
 pub(super) struct Shard {
     pub(super) path: Arc<Path>,
     contents: Contents,
-    /// Of all its tensors.
+    /// Bytes of all its tensors.
     pub(super) data_bytes: u64,
     /// The texts of its header's `__metadata__`.
     pub(super) metadata: BTreeMap<String, String>,
@@ -56,11 +56,12 @@ pub(super) struct Shard {
 #[derive(Debug)]
 enum Contents {
     Mapped(MappedShard),
-    /// The labels of its quantized tensors, and what lies between them, by their first byte in the file.
+    /// The labels of its quantized tensors, and the bytes between them, by their first byte in the
+    /// file.
     Remote(BTreeMap<usize, Vec<u8>>),
 }
 
-/// A mapped file. The guard goes before the map.
+/// A mapped file. The guard is dropped before the map.
 #[derive(Debug)]
 struct MappedShard {
     _guard: FaultGuard,
@@ -69,18 +70,18 @@ struct MappedShard {
 }
 
 impl Shard {
-    /// Maps the file `path`; also its tensors.
+    /// Maps the file `path`. Also returns its tensors.
     pub(super) fn open(path: &Path) -> Result<(Self, Vec<HeaderTensor>)> {
         let failed = |error| Error::io("open weights", path, &error);
-        // Opening a FIFO would wait for its writer for ever.
+        // Opening a FIFO would block until it has a writer.
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
             return Err(
                 Error::user(format!("cannot open weights {}", path.display())).because("it is not a file")
             );
         }
         let file = File::open(path).map_err(failed)?;
-        // SAFETY: the map is read-only and lives in the shard; that nobody cuts the file short meanwhile is the
-        // contract of `files`, see its documentation.
+        // SAFETY: the map is read-only and lives in the shard; `files` documents the contract that
+        // no program truncates the file meanwhile.
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
         let start = map.as_ptr() as usize;
         let guard = guard(&(start..start + map.len()), &format!("cannot read weights {}", path.display()));
@@ -88,7 +89,8 @@ impl Shard {
         Ok(Self::new(path, Contents::Mapped(MappedShard { _guard: guard, map, file }), header))
     }
 
-    /// Reads the header of a file that lies elsewhere; `path` is where it would lie here. Also its tensors.
+    /// Reads the header of a remote file; `path` is its local path if it existed. Also returns its
+    /// tensors.
     pub(super) fn open_remote(remote: &dyn RangeReader, path: &Path) -> Result<(Self, Vec<HeaderTensor>)> {
         let name = file_name(path);
         let RemoteRange { bytes: mut start, file_bytes } = remote.read(&name, 0..8)?;
@@ -104,15 +106,16 @@ impl Shard {
         (Shard { path: path.into(), contents, data_bytes, metadata }, tensors)
     }
 
-    /// Whether only its header is at hand.
+    /// Returns whether only its header is available.
     pub(super) fn is_remote(&self) -> bool {
         matches!(self.contents, Contents::Remote(_))
     }
 
-    /// Whether the file is still as long as when it was opened: what was cut off a page reads as zeros, without a fault.
+    /// Checks that the file still has its length at opening: the part of a page after a truncation
+    /// reads as zeros, without a fault.
     ///
     /// # Errors
-    /// Storage: it is not, or the system does not tell.
+    /// Storage: the length differs, or it cannot be read.
     pub(super) fn check_length(&self) -> Result<()> {
         let Contents::Mapped(MappedShard { map, file, .. }) = &self.contents else { return Ok(()) };
         let now = file.metadata().map_err(|error| Error::io("read weights", &self.path, &error))?.len();
@@ -125,7 +128,8 @@ impl Shard {
             .hint("put the whole file back, and let no other program change it meanwhile"))
     }
 
-    /// Reads the labels of quantized tensors among `tensors`, which are this file's, unless it is mapped.
+    /// Reads the labels of quantized tensors among `tensors`, which are this file's, unless it is
+    /// mapped.
     pub(super) fn read_labels<'t>(
         &mut self,
         remote: &dyn RangeReader,
@@ -138,7 +142,7 @@ impl Shard {
                 return Err(Error::user(format!("cannot read weights {}", self.path.display()))
                     .because(format!("tensor `{}` has {} bytes", clip(name), info.range.len()))
                     .because(format!(
-                        "accepted: up to {MAX_LABEL_BYTES} for what describes a quantized tensor"
+                        "accepted: up to {MAX_LABEL_BYTES} bytes for the description of a quantized tensor"
                     )));
             }
             labels.push(info.range.clone());
@@ -158,7 +162,7 @@ impl Shard {
         Ok(())
     }
 
-    /// Some bytes of the file, which lie inside of one tensor; none if they are not at hand.
+    /// Returns bytes of the file within one tensor, or `None` if they are not available.
     pub(super) fn bytes(&self, range: &Range<usize>) -> Option<&[u8]> {
         match &self.contents {
             Contents::Mapped(mapped) => mapped.map.get(range.clone()),
@@ -169,13 +173,14 @@ impl Shard {
         }
     }
 
-    /// Gives the memory of some pages back to the system.
+    /// Releases the memory of some pages.
     pub(super) fn discard(&self, range: &Range<usize>) {
         let Contents::Mapped(MappedShard { map, .. }) = &self.contents else { return };
-        // SAFETY: dropping pages of a read-only map of a file only makes the next access load them again.
+        // SAFETY: dropping pages of a read-only map of a file only makes the next access load them
+        // again.
         let advised =
             unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, range.start, range.len()) };
-        // Advice that the system does not take costs memory, never correctness.
+        // If the system ignores the advice, that costs memory, never correctness.
         drop(advised);
     }
 }

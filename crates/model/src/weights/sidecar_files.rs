@@ -1,8 +1,10 @@
-//! What travels with weights: config.json, the generation settings, the tokenizer and its chat templates.
+//! The sidecar files of weights: config.json, the generation settings, the tokenizer and its chat
+//! templates.
 //!
-//! Merged, trained and exported models are new weights beside the same companions. All are copied as they are
-//! but config.json, which must describe the new weights: their dtype, the number of tokens, whether the embedding is
-//! still tied, how they are quantized; and but for the chat template, where a run used another than the tokenizer's.
+//! Merged, trained and exported models have new weights with the same sidecar files. All are copied
+//! unchanged, with two exceptions. config.json must describe the new weights: their dtype, the
+//! number of tokens, the tie of the embedding, their quantization. The chat template changes if a
+//! run used another than the tokenizer's.
 
 use std::collections::BTreeMap;
 use std::fs::Metadata;
@@ -19,13 +21,14 @@ use crate::error::{Error, Result};
 /// The architecture and its sizes.
 pub const CONFIG_FILE: &str = "config.json";
 
-/// The tokenizer, without which its settings are of no use.
+/// The tokenizer; its settings are useless without it.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// The settings by which a model generates unless the user gives others.
+/// The default settings of generation.
 const GENERATION_CONFIG: &str = "generation_config.json";
 
-/// Files of a tokenizer that are copied where they exist, besides all that start with `tokenizer` or `chat_template`.
+/// Files of a tokenizer that are copied if they exist, besides all that start with `tokenizer` or
+/// `chat_template`.
 const TOKENIZER_FILES: [&str; 6] = [
     "special_tokens_map.json",
     "added_tokens.json",
@@ -34,45 +37,45 @@ const TOKENIZER_FILES: [&str; 6] = [
     "merges.txt",
     "sentencepiece.bpe.model",
 ];
-/// The chat template of a folder, where it is a file of its own.
+/// The chat template of a folder, if it is a separate file.
 pub const TEMPLATE_FILE: &str = "chat_template.jinja";
-/// Where transformers keeps named chat templates, one `.jinja` file each.
+/// The folder in which transformers keeps named chat templates, one `.jinja` file each.
 const NAMED_TEMPLATES: &str = "additional_chat_templates";
-/// The settings of a tokenizer, which may hold its chat template, too.
+/// The settings of a tokenizer, which may also hold its chat template.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// The key of config.json that says how weights are quantized.
+/// The key of config.json with the quantization of weights.
 pub const QUANTIZATION_CONFIG: &str = "quantization_config";
 
-/// What becomes of [`QUANTIZATION_CONFIG`].
+/// The change of [`QUANTIZATION_CONFIG`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum QuantizationChange {
-    /// The description stays as it is.
+    /// The description stays unchanged.
     #[default]
     Keep,
     /// The new weights are not quantized.
     Remove,
-    /// They are, like this.
+    /// The new weights are quantized in this way.
     Set(Value),
 }
 
-/// What new weights change in config.json; `None` leaves a key as it is.
+/// The changes of config.json for new weights; `None` keeps a key.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ConfigChanges {
     /// The dtype of the new weights.
     pub dtype: Option<StoredDtype>,
-    /// Whether embedding and head are one tensor.
+    /// True if embedding and head are one tensor.
     pub tie_word_embeddings: Option<bool>,
     /// The number of tokens.
     pub vocab_size: Option<usize>,
-    /// How the new weights are quantized.
+    /// The quantization of the new weights.
     pub quantization: QuantizationChange,
 }
 
 impl ConfigChanges {
-    /// For weights that hold `entries`: config.json gets the float type that most of their bytes have and the number of
-    /// tokens that the embedding has rows for, and says nothing of quantization where none of them belongs to a
-    /// quantized tensor.
+    /// Returns the changes for weights with `entries`. The dtype is the float type of most of their
+    /// bytes, and the number of tokens is the number of rows of the embedding. The quantization is
+    /// removed if none of the entries belongs to a quantized tensor.
     pub fn for_weights(entries: &[WriteEntry]) -> Self {
         let mut bytes = BTreeMap::new();
         for entry in entries.iter().filter(|entry| entry.dtype.is_float()) {
@@ -89,17 +92,18 @@ impl ConfigChanges {
         Self { dtype, quantization, vocab_size: vocab_size.copied(), ..Self::default() }
     }
 
-    /// The same changes; if `untied`, also that embedding and head are two tensors.
+    /// Returns the same changes; if `untied`, also with embedding and head as two tensors.
     #[must_use]
     pub fn untied(self, untied: bool) -> Self {
         Self { tie_word_embeddings: untied.then_some(false).or(self.tie_word_embeddings), ..self }
     }
 }
 
-/// Reads `folder`/config.json with its keys in order; of a model for images, that of its text part.
+/// Reads `folder`/config.json with its keys in order; for a model for images, that of its text
+/// part.
 ///
 /// # Errors
-/// The user's: the file is missing or is not a JSON object.
+/// User: the file is missing or is not a JSON object.
 pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
     let path = folder.join(CONFIG_FILE);
     let text = input_file::read("read", &path)?;
@@ -108,19 +112,19 @@ pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
     Ok(text_part(&config).map_or(config, |(text, _)| text))
 }
 
-/// A tokenizer as a run used it: its folder, and files that say something else than those there.
+/// A tokenizer as a run used it: its folder, and files with other contents than there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenizerFiles {
-    /// Where its files are.
+    /// The folder of its files.
     pub folder: PathBuf,
-    /// The files that take the place of those in the folder: names and texts.
+    /// The files that replace those in the folder: names and texts.
     pub changed: Vec<(String, String)>,
-    /// True if a chat template is among these, as the only one.
+    /// True if `changed` has a chat template, which is then the only one.
     pub has_template: bool,
 }
 
 impl TokenizerFiles {
-    /// The tokenizer in `folder`, if there is one.
+    /// Returns the tokenizer in `folder`, if it exists.
     ///
     /// # Errors
     /// Storage: the folder cannot be read.
@@ -133,7 +137,7 @@ impl TokenizerFiles {
         }))
     }
 
-    /// Writes it into the existing folder `to`, over what is there.
+    /// Writes it into the existing folder `to`, over existing files.
     ///
     /// # Errors
     /// Storage: reading or writing fails.
@@ -146,11 +150,12 @@ impl TokenizerFiles {
     }
 }
 
-/// Copies the companions of the weights in `from` to the existing folder `to`, with `tokenizer` in place of the one in
-/// `from` if there is one, and `changes` made in config.json, which is written last: a folder that has one is complete.
+/// Copies the sidecar files of the weights in `from` to the existing folder `to`. A given
+/// `tokenizer` replaces the one in `from`. config.json gets the `changes` and is written last: a
+/// folder that has one is complete.
 ///
 /// # Errors
-/// The user's: `from` has no valid config.json. Storage: reading or writing fails.
+/// User: `from` has no valid config.json. Storage: reading or writing fails.
 pub fn copy(
     from: &Path,
     tokenizer: Option<&TokenizerFiles>,
@@ -167,7 +172,8 @@ pub fn copy(
     Ok(())
 }
 
-/// Copies the tokenizer and its settings from `from`, as far as they are there, over what `to` has; not its templates.
+/// Copies the existing files of the tokenizer and its settings from `from`, over those in `to`,
+/// without its templates.
 ///
 /// # Errors
 /// Storage: reading or writing fails.
@@ -177,7 +183,7 @@ fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
     names.try_for_each(|name| copy_file(&from.join(&name), &to.join(&name)))
 }
 
-/// Copies the files of chat templates; those in tokenizer_config.json come with it.
+/// Copies the files of chat templates; tokenizer_config.json already contains its own.
 ///
 /// # Errors
 /// Storage: reading or writing fails.
@@ -195,7 +201,7 @@ fn copy_templates(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Names of the files (or links to files) in `folder`, sorted.
+/// Returns the names of the files (or links to files) in `folder`, sorted.
 fn file_names(folder: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for name in names_in(folder)? {
@@ -206,7 +212,7 @@ fn file_names(folder: &Path) -> Result<Vec<String>> {
     Ok(files)
 }
 
-/// The facts of a file or folder, or of what a link leads to; none: nothing is there.
+/// Returns the metadata of a file or folder, or of a link's target; `None` if it does not exist.
 fn facts(path: &Path) -> Result<Option<Metadata>> {
     match path.metadata() {
         Ok(found) => Ok(Some(found)),
@@ -215,13 +221,14 @@ fn facts(path: &Path) -> Result<Option<Metadata>> {
     }
 }
 
-/// Copies the contents; not the permissions, since a cache keeps its files read-only.
+/// Copies the contents without the permissions, since a cache keeps its files read-only.
 fn copy_file(from: &Path, to: &Path) -> Result<()> {
     let contents = std::fs::read(from).map_err(|error| Error::io("read", from, &error))?;
     std::fs::write(to, contents).map_err(|error| Error::io("write", to, &error))
 }
 
-/// `dtype` goes under the key the file has: `torch_dtype` up to transformers 4, `dtype` since 5.
+/// Applies `changes`. `dtype` goes under the key of the file: `torch_dtype` up to transformers 4,
+/// `dtype` since 5.
 fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String, Value> {
     if let Some(name) = changes.dtype.and_then(StoredDtype::config_name) {
         let mut known = false;
@@ -244,7 +251,7 @@ fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String
     match changes.quantization {
         QuantizationChange::Keep => {}
         QuantizationChange::Remove => {
-            // Not `remove`, which would move the last key to this one's place.
+            // `remove` would move the last key to the position of this one.
             config.shift_remove(QUANTIZATION_CONFIG);
         }
         QuantizationChange::Set(value) => {

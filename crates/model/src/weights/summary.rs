@@ -1,5 +1,5 @@
-//! What a model folder holds, from config.json and headers alone: of tensors, not one byte is read but the labels of
-//! quantized ones.
+//! Describes a model folder from config.json and headers alone: of tensors, it reads only the
+//! labels of quantized ones.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,7 +27,7 @@ pub enum TensorGroup {
 }
 
 impl TensorGroup {
-    /// The group of the tensor called `name`.
+    /// Returns the group of the tensor called `name`.
     pub fn of(name: &str) -> Self {
         let has = |part: &str| name.split('.').any(|segment| segment == part);
         let module = name.rsplit('.').nth(1).unwrap_or(name);
@@ -66,20 +66,20 @@ impl Tally {
     }
 }
 
-/// What a model folder holds.
+/// The contents of a model folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summary {
     /// `architectures[0]` of config.json.
     pub architecture: Option<String>,
     /// `model_type` of config.json.
     pub model_type: Option<String>,
-    /// All tensors. A tied embedding that is stored once is counted once.
+    /// All tensors. A tied embedding that is stored once counts once.
     pub total: Tally,
-    /// By dtype, without the quantized.
+    /// Tensors by dtype, without quantized ones.
     pub dtypes: BTreeMap<StoredDtype, Tally>,
     /// Quantized tensors, by the name of their codes.
     pub quantized: BTreeMap<&'static str, Tally>,
-    /// By part of the model.
+    /// Tensors by part of the model.
     pub groups: BTreeMap<TensorGroup, Tally>,
     /// Each file with its tensors' bytes, in order.
     pub files: Vec<(String, u64)>,
@@ -88,16 +88,16 @@ pub struct Summary {
 /// Describes the model in `folder`.
 ///
 /// # Errors
-/// The user's: as [`ModelFiles::open`], or config.json is missing or malformed.
+/// User: as for [`ModelFiles::open`], or config.json is missing or malformed.
 pub fn summary(folder: &Path) -> Result<Summary> {
-    // The weights first: their error says what the folder is when it is no model.
+    // The weights first: their error describes a folder that is not a model.
     summary_of(&ModelFiles::open(folder)?)
 }
 
-/// Describes the model of which `files` are the weights.
+/// Describes the model with the weights `files`.
 ///
 /// # Errors
-/// The user's: the config.json in their folder is missing or malformed.
+/// User: the config.json in their folder is missing or malformed.
 pub fn summary_of(files: &ModelFiles) -> Result<Summary> {
     let config = sidecar_files::read_config(files.folder())?;
     let (mut total, mut dtypes, mut groups) = (Tally::default(), BTreeMap::new(), BTreeMap::new());

@@ -1,4 +1,4 @@
-//! What the header of a weights file says of one tensor.
+//! The header entry of one tensor of a weights file.
 
 use std::ops::Range;
 use std::path::Path;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use super::StoredDtype;
 
-/// Where a tensor is and what it is, from the header alone.
+/// The position, type and shape of a tensor, from the header alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// The type of its elements on disk; of a quantized tensor, the type it was quantized from.
+    /// The type of its elements on disk; of a quantized tensor, the type before quantization.
     pub dtype: StoredDtype,
     /// Its shape; empty for a scalar.
     pub shape: Vec<usize>,
@@ -21,7 +21,7 @@ pub struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }

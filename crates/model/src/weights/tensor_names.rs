@@ -1,13 +1,16 @@
-//! Names of tensors as programs leave them, brought to those of Hugging Face's text models: `model.layers.0…`,
-//! `model.embed_tokens`, `model.norm`, `lm_head`. The one table of prefixes, for models and for adapters.
+//! Maps the tensor names of other programs to those of Hugging Face's text models:
+//! `model.layers.0…`, `model.embed_tokens`, `model.norm`, `lm_head`. Models and adapters share this
+//! table of prefixes.
 //!
-//! Two kinds of parts say nothing of the tensor. Wrappers (torch.compile, DDP, FSDP, activation checkpointing) put a part
-//! anywhere into a name. Containers (PEFT, vision models, classes with and without a head) put parts in front of it. Only
-//! a name whose rest is one of a text model is changed: parts of a vision tower or of another architecture keep theirs.
+//! Two kinds of parts carry no information about the tensor. Wrappers (torch.compile, DDP, FSDP,
+//! activation checkpointing) insert a part anywhere in a name. Containers (PEFT, vision models,
+//! classes with and without a head) prepend parts. A name is changed only if its rest is one of a
+//! text model: parts of a vision tower or of another architecture stay.
 
 use std::collections::BTreeMap;
 
-/// Parts that wrappers put into names: torch.compile; DDP, DeepSpeed and FSDP; activation checkpointing; Lightning.
+/// Parts that wrappers insert into names: torch.compile; DDP, DeepSpeed and FSDP; activation
+/// checkpointing; Lightning.
 const WRAPPERS: [&str; 6] = [
     "_orig_mod",
     "module",
@@ -17,7 +20,8 @@ const WRAPPERS: [&str; 6] = [
     "_forward_module",
 ];
 
-/// Parts that contain a text model: PEFT, classes with a head, vision models, older classes and trainers.
+/// Parts that contain a text model: PEFT, classes with a head, vision models, older classes and
+/// trainers.
 const CONTAINERS: [&str; 9] = [
     "base_model",
     "model",
@@ -30,25 +34,26 @@ const CONTAINERS: [&str; 9] = [
     "pretrained_model",
 ];
 
-/// Parts of which the tensors are none of the text model, whatever layers they have.
+/// Parts of other towers: their tensors are not of the text model, even with the same layers.
 const OTHER_TOWERS: [&str; 7] =
     ["vision_tower", "vision_model", "visual", "audio_tower", "encoder", "mtp", "draft"];
 
-/// Parts that a text model consists of.
+/// Parts at the root of a text model.
 const ROOTS: [&str; 4] = ["layers", "embed_tokens", "norm", "rotary_emb"];
 
-/// The head, which stands beside the text model.
+/// The head, which is beside the text model.
 const HEAD: &str = "lm_head";
 
 /// The names of one file, or of the files of one model.
 #[derive(Debug, Default)]
 pub struct NameRules {
-    /// Parts in front that all names share, without a part of a text model: another program's container.
+    /// Leading parts that all names share, without a part of a text model: another program's
+    /// container.
     shared: Vec<String>,
 }
 
 impl NameRules {
-    /// The rules for files with these `names`.
+    /// Returns the rules for files with these `names`.
     pub fn new<'n>(names: impl IntoIterator<Item = &'n str>) -> Self {
         let mut shared: Option<Vec<&str>> = None;
         for name in names {
@@ -65,8 +70,8 @@ impl NameRules {
         NameRules { shared: shared.unwrap_or_default().into_iter().map(str::to_owned).collect() }
     }
 
-    /// The name of a tensor or module in a text model of Hugging Face, however it was wrapped; without wrappers, but else
-    /// as it is, if it is none of a text model.
+    /// Returns the Hugging Face name of a tensor or module of a text model. Any other name is only
+    /// stripped of wrappers.
     pub fn canonical(&self, name: &str) -> String {
         let all: Vec<&str> = parts(name).collect();
         let shares = all.iter().zip(&self.shared).take_while(|(one, other)| one == other).count();
@@ -78,10 +83,10 @@ impl NameRules {
         }
     }
 
-    /// New names for `names`, by the old one, where they differ.
+    /// Returns new names for `names`, by the old one, if they differ.
     ///
     /// # Errors
-    /// The two names that would be one.
+    /// The two names that map to the same one.
     pub(super) fn renamed<'n>(
         &self,
         names: impl IntoIterator<Item = &'n str>,
@@ -97,12 +102,12 @@ impl NameRules {
     }
 }
 
-/// The parts of a name but those of wrappers.
+/// Returns the parts of a name except those of wrappers.
 fn parts(name: &str) -> impl Iterator<Item = &str> {
     name.split('.').filter(|part| !WRAPPERS.contains(part))
 }
 
-/// The parts from the root of a text model on, if only containers stand before it.
+/// Returns the parts from the root of a text model on, if only containers precede it.
 fn from_root<'p, 'n>(parts: &'p [&'n str]) -> Option<&'p [&'n str]> {
     let start = parts.iter().position(|part| !CONTAINERS.contains(part))?;
     let rest = &parts[start..];
@@ -111,7 +116,7 @@ fn from_root<'p, 'n>(parts: &'p [&'n str]) -> Option<&'p [&'n str]> {
     is_text.then_some(rest)
 }
 
-/// A sentence on names that were changed: `renamed` has new names by the old ones.
+/// Returns a warning about changed names: `renamed` has new names by the old ones.
 pub(super) fn note(renamed: &BTreeMap<String, String>) -> Option<String> {
     let (old, new) = renamed.first_key_value()?;
     let named = match renamed.len() {

@@ -1,26 +1,28 @@
 //! The text part of a model for images: its config.json as that of a text model.
 //!
-//! Such a model has the settings of its text part in `text_config` (Qwen2.5-VL may have them beside `vision_config`), and
-//! computes texts without images as a text model of that family does (transformers 5.24: `configuration_gemma3.py`,
-//! `configuration_mistral3.py`, `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`).
+//! Such a model has the settings of its text part in `text_config` (Qwen2.5-VL may have them beside
+//! `vision_config`). It computes texts without images like a text model of that family
+//! (transformers 5.24: `configuration_gemma3.py`, `configuration_mistral3.py`,
+//! `configuration_qwen2_5_vl.py`, `configuration_qwen3_vl.py`).
 
 use serde_json::{Map, Value, json};
 
-/// A model for images whose text part is read.
+/// A model for images with a supported text part.
 struct VisionModel {
     /// The `model_type` of the whole model.
     model_type: &'static str,
     /// The `model_type` of its text part.
     text_type: &'static str,
-    /// The text model that computes the same.
+    /// The `model_type` of the text model with the same computation.
     same_as: &'static str,
-    /// The class of that.
+    /// The class of that text model.
     class: &'static str,
-    /// The tie of embedding and head where the config.json of the whole model does not say.
+    /// The tie of embedding and head if the config.json of the whole model has no such key.
     tied: bool,
-    /// True if embedding and head are also tied where the text part alone says so.
+    /// True if a tie in the text part alone also counts.
     text_ties: bool,
-    /// The base of the rotary frequencies if config.json does not say; none: that of the text model.
+    /// The base of the rotary frequencies if config.json has none; `None` for that of the text
+    /// model.
     rope_theta: Option<f64>,
 }
 
@@ -63,7 +65,7 @@ const VISION_MODELS: [VisionModel; 4] = [
     },
 ];
 
-/// Keys of the whole model that hold for its text part where that does not have them.
+/// Keys of the whole model that apply to its text part if that does not have them.
 const SHARED: [&str; 7] = [
     "torch_dtype",
     "dtype",
@@ -74,8 +76,8 @@ const SHARED: [&str; 7] = [
     "transformers_version",
 ];
 
-/// The config.json of the text part of a model for images, with the `model_type` of the whole; none if `config` is of
-/// another model, or of one whose text part is not read.
+/// Returns the config.json of the text part of a model for images, with the `model_type` of the
+/// whole. Returns `None` if `config` is of another model, or has an unsupported text part.
 pub fn text_part(config: &Map<String, Value>) -> Option<(Map<String, Value>, String)> {
     let model_type = config.get("model_type")?.as_str()?;
     let model = VISION_MODELS.iter().find(|model| model.model_type == model_type)?;
@@ -105,7 +107,7 @@ pub fn text_part(config: &Map<String, Value>) -> Option<(Map<String, Value>, Str
     Some((text, model_type.to_owned()))
 }
 
-/// Defaults of `Gemma3TextConfig`, which config.json of the larger Gemma 3 leaves out.
+/// Adds the defaults of `Gemma3TextConfig`, which config.json of the larger Gemma 3 omits.
 fn fill_gemma3(text: &mut Map<String, Value>) {
     let defaults = json!({
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -118,7 +120,8 @@ fn fill_gemma3(text: &mut Map<String, Value>) {
     }
 }
 
-/// Qwen's rotary positions in three directions, which are one in a text: the kind and its sections are left out.
+/// Reduces Qwen's rotary positions in three directions to one, which is equal for text, by removing
+/// the kind and its sections.
 fn one_position(text: &mut Map<String, Value>, theta: f64) {
     let mut says_theta = text.contains_key("rope_theta");
     for key in ["rope_scaling", "rope_parameters"] {

@@ -1,35 +1,38 @@
-//! What a process writes beside its place, as `<place>.tmp-<pid>`, and which gets that place whole or goes.
+//! Files and folders that a process writes as `<place>.tmp-<pid>` beside their final path, and then
+//! renames or removes.
 //!
-//! It goes when its owner drops it, and when a signal ends the process ([`discard_unfinished`]). What a process left that
-//! was killed goes when the next one writes to the same place ([`sweep`]): nobody of its maker's id is alive, and nobody
-//! holds the lock that a maker keeps on it. The lock also tells of makers in other containers and, for files and where the
-//! file system carries locks between hosts, on these. Folders of file systems that several hosts share stay, and so do
-//! leftovers where there are no locks.
+//! Dropping the owner removes them, and so does a signal that ends the process
+//! ([`discard_unfinished`]). Leftovers of a killed process are removed by the next one that writes
+//! to the same path ([`sweep`]), if no process has the maker's id and no process holds the lock
+//! that a maker keeps on them. The lock also detects makers in other containers and, for files on
+//! file systems that carry locks between hosts, on other hosts. Folders on file systems that
+//! several hosts share stay, and so do leftovers without locks.
 
 use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use crate::error::{Error, Result};
+use crate::locks::locked;
 
-/// What stands between the name of a place and the id of the process that writes beside it.
+/// The text between the final name and the id of the writing process.
 const MARK: &str = ".tmp-";
-/// How the name of a folder ends that is being removed.
+/// The suffix of a folder that is being removed.
 const REMOVED: &str = "-removed";
-/// How a temporary name may end after the process's id.
+/// The suffixes that a temporary name may have after the process id.
 const ENDS: [&str; 2] = [REMOVED, "-replaced"];
 
-/// What this process has begun and not finished.
+/// The paths that this process has begun and not finished.
 static BEGUN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 fn begun() -> MutexGuard<'static, BTreeSet<PathBuf>> {
-    BEGUN.lock().unwrap_or_else(PoisonError::into_inner)
+    locked(&BEGUN)
 }
 
-/// A file or folder under its temporary name; dropped before it has its place, it is removed.
+/// A file or folder under its temporary name. If it is dropped before the rename, it is removed.
 #[derive(Debug)]
 pub(crate) struct Unfinished {
     path: PathBuf,
@@ -38,48 +41,49 @@ pub(crate) struct Unfinished {
 }
 
 impl Unfinished {
-    /// The name beside `place` under which the process `pid` writes what will be there.
+    /// Returns the temporary name beside `place` that the process `pid` uses.
     pub(crate) fn beside(place: &Path, pid: u32) -> PathBuf {
         let mut name = place.to_owned().into_os_string();
         name.push(format!("{MARK}{pid}"));
         PathBuf::from(name)
     }
 
-    /// Takes charge of what this process has just made at `path`, open as `made`.
+    /// Registers the file or folder that this process has just created at `path` and opened as
+    /// `made`.
     ///
     /// # Errors
     /// The system has no more handles.
     pub(crate) fn of(path: PathBuf, made: &File) -> io::Result<Self> {
         let lock = made.try_clone()?;
-        // Without a lock nobody takes it for a leftover either.
+        // Without a lock no process removes it as a leftover either.
         drop(lock.try_lock());
         begun().insert(path.clone());
         Ok(Unfinished { path, _lock: lock })
     }
 
-    /// Where it is until it is renamed.
+    /// Returns its path before the rename.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Gives it its place, over a file or an empty folder that is there.
+    /// Renames it to `place`, over an existing file or empty folder.
     ///
     /// # Errors
-    /// The rename fails; it stays unfinished then.
+    /// The rename fails; it then stays unfinished.
     pub(crate) fn replace(&self, place: &Path) -> io::Result<()> {
         self.put(place, |from, to| std::fs::rename(from, to))
     }
 
-    /// Gives a file its place, which nothing may have.
+    /// Renames a file to `place`, which must not exist.
     ///
     /// # Errors
-    /// `AlreadyExists`: something is there. The rename fails; it stays unfinished then.
+    /// `AlreadyExists`: `place` exists. The rename fails; the file then stays unfinished.
     pub(crate) fn put_new(&self, place: &Path) -> io::Result<()> {
         self.put(place, rename_new)
     }
 
     fn put(&self, place: &Path, rename: impl Fn(&Path, &Path) -> io::Result<()>) -> io::Result<()> {
-        // A signal finds it either unfinished or in its place.
+        // A signal finds it either unfinished or renamed.
         let mut begun = begun();
         rename(&self.path, place)?;
         begun.remove(&self.path);
@@ -87,7 +91,8 @@ impl Unfinished {
     }
 }
 
-/// Renames a file to a name that nothing has: what comes at the same moment is not replaced.
+/// Renames a file to a name that does not exist, without replacing a file that appears at the same
+/// moment.
 fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     let lacks = |error: &io::Error| {
         use io::ErrorKind::{InvalidInput, PermissionDenied, Unsupported};
@@ -97,17 +102,18 @@ fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
         Err(error) if lacks(&error) => {}
         done => return done,
     }
-    // Network file systems lack that call. A hard link is made once, whoever else tries.
+    // Network file systems do not support that call. Only one process can create a hard link.
     match std::fs::hard_link(from, to) {
         Err(error) if lacks(&error) => {}
         done => return done.map(|()| drop(std::fs::remove_file(from))),
     }
-    // Mounted object stores lack both. An empty file is made once, and only its maker renames over it.
+    // Mounted object stores support neither. Only one process can create an empty file, and only
+    // that one renames over it.
     File::options().write(true).create_new(true).open(to)?;
     std::fs::rename(from, to).inspect_err(|_| drop(std::fs::remove_file(to)))
 }
 
-/// The system's own call for it; `Unsupported` where it has none.
+/// Calls the system's exclusive rename; `Unsupported` if it has none.
 fn rename_exclusively(from: &Path, to: &Path) -> io::Result<()> {
     use std::os::unix::ffi::OsStrExt as _;
     let (from, to) = (CString::new(from.as_os_str().as_bytes())?, CString::new(to.as_os_str().as_bytes())?);
@@ -136,8 +142,8 @@ impl Drop for Unfinished {
     }
 }
 
-/// Removes all that this process has begun; whether there was any of it. Nothing is begun, finished or dropped any more:
-/// whoever tries waits for the end of the process, which is the caller's to bring about.
+/// Removes everything that this process has begun, and returns whether that was anything. Later
+/// attempts to begin, finish or drop block until the process ends, so the caller must end it.
 pub fn discard_unfinished() -> bool {
     let mut begun = begun();
     let found = std::mem::take(&mut *begun);
@@ -146,13 +152,13 @@ pub fn discard_unfinished() -> bool {
     !found.is_empty()
 }
 
-/// Removes a file or a folder; what cannot be removed is the next process's to sweep.
+/// Removes a file or a folder; the next process sweeps anything that cannot be removed.
 fn discard(path: &Path) {
     if !path.symlink_metadata().is_ok_and(|found| found.is_dir()) {
         drop(std::fs::remove_file(path));
         return;
     }
-    // Others may still write into it; under another name nothing of theirs comes in between.
+    // Other threads may still write into it; after a rename they cannot.
     let mut doomed = path.to_owned().into_os_string();
     if !doomed.to_string_lossy().ends_with(REMOVED) {
         doomed.push(REMOVED);
@@ -163,7 +169,8 @@ fn discard(path: &Path) {
     drop(std::fs::remove_dir_all(doomed));
 }
 
-/// Removes what processes that are gone left in `folder` under temporary names of places that are `ours`.
+/// Removes leftovers of ended processes in `folder`, under temporary names of paths that are
+/// `ours`.
 pub fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
     let folder = if folder == Path::new("") { Path::new(".") } else { folder };
     let Ok(entries) = std::fs::read_dir(folder) else { return };
@@ -172,7 +179,7 @@ pub fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
         let name = name.to_string_lossy();
         let Some((place, pid)) = temporary(&name) else { continue };
         let path = entry.path();
-        // A process of this one's own id may have been killed in an earlier container.
+        // A process with this one's id may have been killed in an earlier container.
         let gone = pid == std::process::id() || !is_alive(pid);
         let plain = entry.file_type().is_ok_and(|kind| kind.is_dir() || kind.is_file());
         if ours(place) && gone && plain && !begun().contains(&path) && is_unlocked(&path) {
@@ -181,19 +188,22 @@ pub fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
     }
 }
 
-/// Whether nobody holds the lock of a file or folder, and the file system would tell.
+/// Returns whether no process holds the lock of a file or folder, on a file system that would
+/// report it.
 fn is_unlocked(path: &Path) -> bool {
-    // Where other hosts write too, only a file that is open for writing is locked for all of them, a folder for one.
+    // On file systems shared with other hosts, a lock reaches all hosts only on a file that is open
+    // for writing; one on a folder does not.
     let is_file = path.is_file();
     let opened = OpenOptions::new().read(true).write(is_file).open(path);
     opened.is_ok_and(|file| (is_file || !is_shared(&file)) && file.try_lock().is_ok())
 }
 
-/// Whether the file system that `file` is on may be other hosts' too.
+/// Returns whether other hosts may share the file system of `file`.
 #[cfg(target_os = "linux")]
 fn is_shared(file: &File) -> bool {
     use std::os::fd::AsRawFd;
-    /// What `statfs(2)` calls NFS, SMB, CIFS, SMB2, FUSE, Lustre, AFS, GPFS and Ceph.
+    /// The types that `statfs(2)` returns for NFS, SMB, CIFS, SMB2, FUSE, Lustre, AFS, GPFS and
+    /// Ceph.
     const SHARED: [u64; 9] = [
         0x6969,
         0x517B,
@@ -206,7 +216,8 @@ fn is_shared(file: &File) -> bool {
         0x00C3_6400,
     ];
     let mut facts = std::mem::MaybeUninit::<libc::statfs>::zeroed();
-    // SAFETY: the descriptor is open, and the pointer is to a whole `statfs`, for which zeroes are a valid value.
+    // SAFETY: the descriptor is open, and the pointer is to a whole `statfs`, for which zeroes are
+    // a valid value.
     let (status, facts) =
         unsafe { (libc::fstatfs(file.as_raw_fd(), facts.as_mut_ptr()), facts.assume_init()) };
     #[allow(clippy::unnecessary_cast, reason = "the field has other types on other systems")]
@@ -219,23 +230,24 @@ fn is_shared(_: &File) -> bool {
     false
 }
 
-/// The place and the maker of what is called `name`, if that is a temporary name.
+/// Returns the final name and the process id in `name`, if it is a temporary name.
 pub fn temporary(name: &str) -> Option<(&str, u32)> {
     let (place, maker) = name.rsplit_once(MARK)?;
     let pid = ENDS.iter().find_map(|end| maker.strip_suffix(end)).unwrap_or(maker);
     pid.parse().ok().filter(|number: &u32| number.to_string() == pid).map(|pid| (place, pid))
 }
 
-/// Whether a process of this host with the id `pid` is alive; yes where the system does not tell.
+/// Returns whether a process of this host with the id `pid` is alive, and true if the system does
+/// not report processes.
 pub fn is_alive(pid: u32) -> bool {
     let processes = Path::new("/proc");
     !processes.join("self").exists() || processes.join(pid.to_string()).exists()
 }
 
-/// Returns whether anything has this name, be it a link that leads nowhere.
+/// Returns whether `path` exists, also as a link without a target.
 ///
 /// # Errors
-/// Storage: the system does not tell.
+/// Storage: the path cannot be examined.
 pub fn is_there(path: &Path) -> Result<bool> {
     match path.symlink_metadata() {
         Ok(_) => Ok(true),
@@ -246,7 +258,8 @@ pub fn is_there(path: &Path) -> Result<bool> {
     }
 }
 
-/// The names in a folder, sorted, without those that are not UTF-8: this program gives and reads none.
+/// Returns the names in a folder, sorted, without those that are not UTF-8: this program neither
+/// writes nor reads any.
 ///
 /// # Errors
 /// Storage: the folder cannot be read.
@@ -260,7 +273,7 @@ pub fn names_in(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Makes a folder with all that is in it last through a power cut.
+/// Flushes a folder and its contents, so that they survive a power cut.
 ///
 /// # Errors
 /// Storage: something in it cannot be read or flushed.
@@ -280,16 +293,16 @@ pub fn sync_tree(folder: &Path) -> Result<()> {
     sync_folder(folder)
 }
 
-/// Makes what was made, renamed or removed in `folder` last through a power cut.
+/// Flushes `folder`, so that names created, changed or removed in it survive a power cut.
 ///
 /// # Errors
 /// Storage: it cannot be flushed.
 pub fn sync_folder(folder: &Path) -> Result<()> {
     let folder = if folder == Path::new("") { Path::new(".") } else { folder };
-    // Only Unix lets a folder be opened and flushed.
+    // Only Unix can open and flush a folder.
     if cfg!(unix) {
         let synced = match File::open(folder) {
-            // It may be written to and not read: nothing can flush it.
+            // A folder that is writable but not readable cannot be flushed.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(()),
             opened => opened.and_then(|folder| folder.sync_all()),
         };
@@ -315,7 +328,7 @@ mod tests {
         (path, file)
     }
 
-    /// A process id that nobody has: more than the kernel gives.
+    /// A process id above the kernel's limit, which no process has.
     const GONE: u32 = u32::MAX;
 
     #[test]
@@ -347,7 +360,7 @@ mod tests {
         assert!(place.path().join("a").exists());
     }
 
-    /// Only leftovers of its own place go, of processes that are gone and hold no lock.
+    /// Only leftovers of the same path are removed, of ended processes without a lock.
     #[test]
     fn leftovers_are_swept_and_nothing_else() {
         let place = tempfile::tempdir().expect("a folder");

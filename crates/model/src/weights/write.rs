@@ -1,9 +1,11 @@
-//! Safetensors out: tensors streamed one at a time into files that appear whole or not at all.
+//! Writes safetensors: tensors are streamed one at a time into files that appear completely or not
+//! at all.
 //!
-//! The caller lists the tensors, then is asked for each one's values in turn, so no more than a tensor is ever held.
-//! A file is written beside its place as `<name>.tmp-<pid>`, flushed to the disk, then renamed. The bytes depend on
-//! the tensors alone: names in the given order (wider types first, as readers need each tensor aligned to its
-//! element), one metadata entry, no time stamps. The BLAKE3 digest is computed while the bytes pass.
+//! The caller lists the tensors and then supplies each one's values in turn, so memory holds at
+//! most one tensor. A file is written as `<name>.tmp-<pid>` beside its path, flushed to the disk,
+//! then renamed. The bytes depend on the tensors alone: names in the given order (wider types
+//! first, as readers need each tensor aligned to its element), one metadata entry, no time stamps.
+//! The BLAKE3 digest is computed during writing.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -17,28 +19,28 @@ use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
-/// Values converted at once on the way out.
+/// Number of values converted at once.
 const CHUNK: usize = 1 << 16;
 
-/// A tensor to be written.
+/// A tensor to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WriteEntry {
     /// Its name in the file.
     pub name: String,
-    /// The type it is stored as.
+    /// The type in which it is stored.
     pub dtype: StoredDtype,
     /// Its shape; empty for a scalar.
     pub shape: Vec<usize>,
 }
 
 impl WriteEntry {
-    /// Bytes of its data in the file.
+    /// Returns the bytes of its data in the file.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().map(|&dim| dim as u64).product::<u64>() * self.dtype.size_bytes() as u64
     }
 }
 
-/// A file that was written.
+/// A written file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
     /// Path of the file.
@@ -49,10 +51,10 @@ pub struct Written {
     pub digest: blake3::Hash,
 }
 
-/// Texts by name in a header's `__metadata__`, which readers of weights pass over.
+/// Texts by name in a header's `__metadata__`, which readers of weights ignore.
 pub type Metadata = BTreeMap<String, String>;
 
-/// Takes the values of one tensor, in one or several calls.
+/// Writes the values of one tensor, in one or several calls.
 pub struct TensorSink<'a> {
     entry: &'a WriteEntry,
     left: u64,
@@ -61,10 +63,11 @@ pub struct TensorSink<'a> {
 }
 
 impl TensorSink<'_> {
-    /// The next values, row by row, rounded to the entry's type.
+    /// Writes the next values, row by row, rounded to the entry's type.
     ///
     /// # Errors
-    /// Storage: the disk is full or fails. A fault of ours: too many values, or the entry is not of floats.
+    /// Storage: the disk is full or fails. Internal: too many values, or the entry does not hold
+    /// floats.
     pub fn write_values<T: StoredElement>(&mut self, values: &[T]) -> Result<()> {
         for values in values.chunks(CHUNK) {
             let mut bytes = std::mem::take(&mut self.buffer);
@@ -78,10 +81,10 @@ impl TensorSink<'_> {
         Ok(())
     }
 
-    /// The next bytes as they shall be in the file: little-endian, row by row.
+    /// Writes the next bytes in the format of the file: little-endian, row by row.
     ///
     /// # Errors
-    /// Storage: the disk is full or fails. A fault of ours: too many bytes.
+    /// Storage: the disk is full or fails. Internal: too many bytes.
     pub fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.left = self
             .left
@@ -95,11 +98,12 @@ impl TensorSink<'_> {
     }
 }
 
-/// Writes `entries` to the single file `path`; `write` is called once for each to give its values to the sink.
+/// Writes `entries` to the single file `path`. `write` is called once for each and passes its
+/// values to the sink.
 ///
 /// # Errors
-/// Storage: the disk is full or fails; nothing is left then but what was at `path` before. What `write` returns. A
-/// fault of ours: two entries of one name, or `write` gives too few or too many values.
+/// Storage: the disk is full or fails; an earlier file at `path` then stays. Errors of `write`.
+/// Internal: two entries of one name, or `write` passes too few or too many values.
 pub fn write_file(
     path: &Path,
     entries: &[WriteEntry],
@@ -108,10 +112,11 @@ pub fn write_file(
     write_file_with(path, entries, &Metadata::new(), write)
 }
 
-/// As [`write_file`], with `metadata` in the header's `__metadata__` beside `format`, which is always "pt".
+/// Works like [`write_file`], with `metadata` in the header's `__metadata__` beside `format`, which
+/// is always "pt".
 ///
 /// # Errors
-/// As [`write_file`].
+/// The same as for [`write_file`].
 pub fn write_file_with(
     path: &Path,
     entries: &[WriteEntry],
@@ -125,11 +130,13 @@ pub fn write_file_with(
     Ok(written)
 }
 
-/// Writes a model's weights into `folder`: model.safetensors when they fit in `shard_bytes`, else
-/// `model-00001-of-0000N.safetensors` and so on with the index. No file takes its name before all are complete.
+/// Writes a model's weights into `folder`: model.safetensors if they fit in `shard_bytes`,
+/// otherwise `model-00001-of-0000N.safetensors` and so on with the index. No file is renamed before
+/// all are complete.
 ///
 /// # Errors
-/// As [`write_file`]; the user's: `folder` holds other weights, which readers would take for part of these.
+/// The same as for [`write_file`]; user: `folder` holds other weights, which readers would take for
+/// part of these.
 pub fn write_sharded(
     folder: &Path,
     entries: &[WriteEntry],
@@ -143,11 +150,11 @@ pub fn write_sharded(
     Ok(written)
 }
 
-/// Writes those of a model's `shards` that are `mine`; who else writes the others, and that the index follows when all
-/// are there ([`write_index_of`]), is the caller's care.
+/// Writes the shards `mine` of a model's `shards`. The caller must have the other shards written,
+/// and then the index ([`write_index_of`]).
 ///
 /// # Errors
-/// As [`write_sharded`].
+/// The same as for [`write_sharded`].
 pub fn write_shards(
     folder: &Path,
     shards: &[Vec<WriteEntry>],
@@ -164,7 +171,7 @@ pub fn write_shards(
     unfinished.into_iter().map(UnfinishedFile::commit).collect()
 }
 
-/// Writes the index of a model of several `shards`; one shard needs none.
+/// Writes the index of a model of several `shards`; a single shard needs none.
 ///
 /// # Errors
 /// Storage: the disk is full or fails.
@@ -195,10 +202,10 @@ pub fn write_index<'a>(
     write_text(&folder.join(INDEX_FILE), &format!("{index:#}\n"))
 }
 
-/// Replaces the file `path` by `text`, whole or not at all.
+/// Replaces the file `path` with `text`, completely or not at all.
 ///
 /// # Errors
-/// Storage: the disk is full or fails; what was at `path` before is still there then.
+/// Storage: the disk is full or fails; an earlier file at `path` then stays.
 pub fn write_text(path: &Path, text: &str) -> Result<Written> {
     let mut file = UnfinishedFile::create(path, text.len() as u64)?;
     file.put(text.as_bytes())?;
@@ -207,7 +214,7 @@ pub fn write_text(path: &Path, text: &str) -> Result<Written> {
     Ok(written)
 }
 
-/// The names of a model's files, as transformers gives them.
+/// Returns the names of a model's files, as in transformers.
 pub(super) fn shard_names(shards: usize) -> Vec<String> {
     match shards {
         1 => vec![MODEL_FILE.into()],
@@ -215,7 +222,8 @@ pub(super) fn shard_names(shards: usize) -> Vec<String> {
     }
 }
 
-/// Shards of at most `shard_bytes`: entries in order, a new shard when the next one does not fit; a tensor larger than a shard has one of its own.
+/// Splits entries into shards of at most `shard_bytes`, in order, with a new shard if the next
+/// entry does not fit. A tensor larger than a shard gets a separate one.
 pub fn split(entries: &[WriteEntry], shard_bytes: u64) -> Vec<Vec<WriteEntry>> {
     let mut shards = vec![Vec::new()];
     let mut filled = 0;
@@ -270,7 +278,8 @@ fn write_temporary(
     Ok(file)
 }
 
-/// The length and the JSON object, padded with spaces so that the data starts at a multiple of 8.
+/// Returns the length and the JSON object, padded with spaces so that the data starts at a multiple
+/// of 8.
 pub(super) fn header(entries: &[&WriteEntry], metadata: &Metadata) -> Result<Vec<u8>> {
     let mut json = serde_json::Map::new();
     let mut texts = serde_json::json!({ "format": "pt" });
@@ -297,7 +306,8 @@ pub(super) fn header(entries: &[&WriteEntry], metadata: &Metadata) -> Result<Vec
     Ok(header)
 }
 
-/// A file under its temporary name; dropped before [`UnfinishedFile::commit`], it leaves nothing.
+/// A file under its temporary name. If it is dropped before [`UnfinishedFile::commit`], it is
+/// removed.
 struct UnfinishedFile {
     path: PathBuf,
     temporary: PathBuf,
@@ -310,7 +320,8 @@ struct UnfinishedFile {
 impl UnfinishedFile {
     fn create(path: &Path, needed: u64) -> Result<Self> {
         let temporary = Unfinished::beside(path, std::process::id());
-        // Not `create_new`: a dead process of the same id may have left one. A link there is not followed.
+        // Not `create_new`: an ended process with the same id may have left one. A link there is
+        // not followed.
         let mut options = File::options();
         options.write(true).create(true).truncate(true).custom_flags(libc::O_NOFOLLOW);
         let file = options.open(&temporary).map_err(|error| Error::io("write", path, &error))?;
@@ -337,13 +348,14 @@ impl UnfinishedFile {
     }
 }
 
-/// The error of a write to `path`, a file of `needed` bytes below what `option` names.
+/// Returns the error of a write to `path`, a file of `needed` bytes below the path of the option
+/// `option`.
 pub(super) fn write_failed(path: &Path, needed: u64, option: &str, source: &io::Error) -> Error {
     let error = Error::new(ErrorCategory::Storage, format!("cannot write {}", path.display()))
         .because(format!("{source}; the file needs {}", units::bytes(needed)));
     match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            error.hint(format!("make room on that disk, or choose another place with `{option}`"))
+            error.hint(format!("free space on that disk, or choose another path with `{option}`"))
         }
         _ => error,
     }
@@ -351,12 +363,13 @@ pub(super) fn write_failed(path: &Path, needed: u64, option: &str, source: &io::
 
 impl Drop for UnfinishedFile {
     fn drop(&mut self) {
-        // After a commit there is nothing of that name; before it a failed removal changes nothing for the caller.
+        // After a commit the name does not exist; before it, a failed removal changes nothing for
+        // the caller.
         drop(std::fs::remove_file(&self.temporary));
     }
 }
 
-/// Makes the renames in the folder of `path` last through a power cut.
+/// Flushes the folder of `path`, so that renames survive a power cut.
 pub(super) fn sync_folder_of(path: &Path) -> Result<()> {
     path.parent().map_or(Ok(()), sync_folder)
 }

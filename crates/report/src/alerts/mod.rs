@@ -18,7 +18,7 @@ use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use alert::{Alert, OutgoingAlert};
@@ -32,6 +32,7 @@ use super::metrics::{EvalReport, SkippedStep, StepReport};
 use super::terminal::Terminal;
 use crate::clock;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 use crate::recipe::enums::AlertRule;
 use crate::threads;
 
@@ -204,14 +205,14 @@ impl Alerts {
         }
         self.looked = Some(Instant::now());
         if let Some(finding) = (self.room)().and_then(|room| self.disk.look(step, room)) {
-            lock(&self.desk).raise(AlertRule::LowDisk, step, finding, false);
+            locked(&self.desk).raise(AlertRule::LowDisk, step, finding, false);
         }
     }
 
     /// Stops the clock and the channels, and waits up to `wait` for alarms in delivery.
     fn close(&mut self, wait: Duration) {
         self.clock = None;
-        lock(&self.desk).finish(wait);
+        locked(&self.desk).finish(wait);
     }
 }
 
@@ -221,17 +222,17 @@ impl RunListener for Alerts {
     }
 
     fn begin(&mut self, done: u64, _total: u64) -> Result<()> {
-        lock(&self.stall).moved(done, None);
-        lock(&self.desk).step = done;
-        *lock(&DESK) = Arc::downgrade(&self.desk);
+        locked(&self.stall).moved(done, None);
+        locked(&self.desk).step = done;
+        *locked(&DESK) = Arc::downgrade(&self.desk);
         let (stall, desk) = (Arc::clone(&self.stall), Arc::clone(&self.desk));
         self.clock = Some(watch_time(TICK, move |passed| {
             // The watch is released first: no thread may hold it together with the desk.
-            let mut watch = lock(&stall);
+            let mut watch = locked(&stall);
             let (found, step) = (watch.tick(passed), watch.step());
             drop(watch);
             if let Some(finding) = found {
-                lock(&desk).raise(AlertRule::Stall, step, finding, false);
+                locked(&desk).raise(AlertRule::Stall, step, finding, false);
             }
         })?);
         self.look_at_disk(done);
@@ -239,10 +240,10 @@ impl RunListener for Alerts {
     }
 
     fn step(&mut self, report: &StepReport) -> Result<()> {
-        lock(&self.stall).moved(report.step, Some(report.step_secs.max(report.all_parts())));
+        locked(&self.stall).moved(report.step, Some(report.step_secs.max(report.all_parts())));
         self.updates_since_skip =
             self.updates_since_skip.map(|updates| updates + 1).filter(|updates| *updates < SKIPS_APART);
-        lock(&self.desk).step = report.step;
+        locked(&self.desk).step = report.step;
         // The run itself warns about losses and norms.
         let found = [
             (AlertRule::LossSpike, self.spikes.after(report), true),
@@ -251,7 +252,7 @@ impl RunListener for Alerts {
         ];
         for (rule, finding, is_said) in found {
             if let Some(finding) = finding {
-                lock(&self.desk).raise(rule, report.step, finding, is_said);
+                locked(&self.desk).raise(rule, report.step, finding, is_said);
             }
         }
         self.look_at_disk(report.step);
@@ -259,21 +260,21 @@ impl RunListener for Alerts {
     }
 
     fn eval(&mut self, report: &EvalReport) -> Result<()> {
-        lock(&self.stall).moved(report.step, None);
+        locked(&self.stall).moved(report.step, None);
         Ok(())
     }
 
     fn aside(&mut self) {
-        lock(&self.stall).aside();
+        locked(&self.stall).aside();
     }
 
     fn skipped(&mut self, step: &SkippedStep) -> Result<()> {
-        lock(&self.stall).moved(step.step, None);
-        lock(&self.desk).step = step.step;
+        locked(&self.stall).moved(step.step, None);
+        locked(&self.desk).step = step.step;
         // Steps in a row, or few steps apart, are one incident.
         if self.updates_since_skip.replace(0).is_none() {
             let message = format!("step {} diverged and updated nothing: {}", step.step, step.skipped);
-            lock(&self.desk).raise(AlertRule::NonFinite, step.step, Finding { value: None, message }, true);
+            locked(&self.desk).raise(AlertRule::NonFinite, step.step, Finding { value: None, message }, true);
         }
         Ok(())
     }
@@ -282,9 +283,9 @@ impl RunListener for Alerts {
         // All ranks diverge at once, so no rank waits for this one.
         let has_diverged = error.kind() == ErrorCategory::Diverged;
         if has_diverged {
-            let step = lock(&self.stall).step() + 1;
+            let step = locked(&self.stall).step() + 1;
             let message = format!("the run has ended: {}", error.in_one_line());
-            lock(&self.desk).raise(AlertRule::NonFinite, step, Finding { value: None, message }, true);
+            locked(&self.desk).raise(AlertRule::NonFinite, step, Finding { value: None, message }, true);
         }
         self.close(if has_diverged { LAST_WAIT } else { SHORT_WAIT });
         Ok(())
@@ -309,10 +310,6 @@ fn watch_time(pause: Duration, mut tick: impl FnMut(Duration) + Send + 'static) 
         }
     };
     threads::start("stall watch", work).map(|_| sender)
-}
-
-fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -102,6 +102,7 @@ impl AlertChannel for AlertWebhook {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
 pub(super) mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::{TcpListener, TcpStream};

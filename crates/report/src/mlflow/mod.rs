@@ -13,7 +13,7 @@ mod credentials;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use client::MlflowClient;
@@ -24,6 +24,7 @@ use ureq::Agent;
 use super::listener::RunListener;
 use super::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 use crate::threads;
 
 /// Most entries that wait for the server.
@@ -123,7 +124,7 @@ impl MlflowLog {
         let shared = Arc::clone(&state);
         let log = move || {
             if let Err(error) = send_all(&target, agent, &items, &shared) {
-                *shared.fault.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                *locked(&shared.fault) = Some(error);
             }
             // In this order: after either end is closed, the error is available.
             drop((items, closing));
@@ -172,12 +173,12 @@ impl MlflowLog {
         }
         match self.done.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Err(RecvTimeoutError::Timeout) => Err(late()),
-            _ => self.state.fault.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err),
+            _ => locked(&self.state.fault).take().map_or(Ok(()), Err),
         }
     }
 
     fn fault(&self) -> Error {
-        let fault = self.state.fault.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let fault = locked(&self.state.fault).take();
         fault.unwrap_or_else(|| Error::internal("the thread for MLflow ended without an error"))
     }
 }

@@ -12,7 +12,7 @@ pub use screen::restore_screen;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use figures::ScreenFigures;
@@ -23,6 +23,7 @@ use super::metrics::{EvalReport, SkippedStep, StepReport};
 use super::printer::PATIENCE;
 use super::terminal::{Terminal, ViewLines};
 use crate::error::{Error, Result};
+use crate::locks::locked;
 use crate::threads;
 
 /// Time between two frames, at least.
@@ -110,7 +111,7 @@ impl RunView {
 
 impl SharedView {
     fn lock(&self) -> MutexGuard<'_, ScreenFigures> {
-        self.figures.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.figures)
     }
 }
 
@@ -186,7 +187,7 @@ impl DrawnView {
 
     fn draw(&self, terminal: &mut ratatui::Terminal<AnsiScreen>) -> std::io::Result<()> {
         let lines = {
-            let lines = self.shared.lines.lock().unwrap_or_else(PoisonError::into_inner);
+            let lines = locked(&self.shared.lines);
             lines[lines.len().saturating_sub(MOST_LINES)..].to_vec()
         };
         // A copy, so that the run can change the figures during the write.

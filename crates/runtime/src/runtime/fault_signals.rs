@@ -8,11 +8,12 @@
 use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Mutex, Once, OnceLock, PoisonError};
+use std::sync::{Mutex, Once, OnceLock};
 
 use libc::{c_int, c_void, sigaction, siginfo_t};
 
 use crate::error::ErrorCategory;
+use crate::locks::locked;
 
 /// Maximum number of guarded files; faults of further ones give only the system's message.
 const MOST_FILES: usize = 1024;
@@ -66,7 +67,7 @@ pub fn guard(memory: &Range<usize>, what: &str) -> FaultGuard {
          hint: put the whole file back, and let no other program change it meanwhile\n"
     );
     let text = text.into_boxed_str();
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let turn = locked(&TURN);
     let place = FILES.iter().position(|file| file.start.load(Ordering::Acquire) == 0);
     if let Some(file) = place.map(|place| &FILES[place]) {
         file.text.store(text.as_ptr().cast_mut(), Ordering::Release);
@@ -82,7 +83,7 @@ pub fn guard(memory: &Range<usize>, what: &str) -> FaultGuard {
 impl Drop for FaultGuard {
     fn drop(&mut self) {
         let Some(place) = self.place else { return };
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = locked(&TURN);
         FILES[place].start.store(0, Ordering::SeqCst);
         drop(turn);
     }

@@ -9,7 +9,7 @@
 //! gives no page-locked memory, copies do not use it.
 
 use std::slice::{from_raw_parts, from_raw_parts_mut};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaStream, DriverError, PinnedHostSlice, result,
@@ -23,6 +23,7 @@ use super::buffer::Buffer;
 use super::copy_steps::{BUFFERS, CopyAction, steps_to_gpu, steps_to_host};
 use super::cpu_tensor::{PlainElement, memory, read, update};
 use crate::error::{Error, Result};
+use crate::locks::locked;
 
 /// Bytes of a page-locked buffer.
 const BUFFER_BYTES: usize = 64 << 20;
@@ -122,11 +123,6 @@ fn copy_on_host(from: &[u8], to: &mut [u8]) {
     to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
 }
 
-/// Locks a mutex, also after a panic: a copy is waited for before its buffer is used.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Copy stream and buffers of a GPU, for the life of the process; none without page-locked memory.
 type SharedLane = &'static Mutex<Option<CopyLane>>;
 
@@ -136,7 +132,7 @@ fn lane_of(device: &CudaDevice) -> SharedLane {
     static LANES: Mutex<Vec<(usize, SharedLane)>> = Mutex::new(Vec::new());
     let stream = device.cuda_stream();
     let key = stream.cu_stream().addr();
-    let mut lanes = lock(&LANES);
+    let mut lanes = locked(&LANES);
     if let Some((_, lane)) = lanes.iter().find(|(known, _)| *known == key) {
         return lane;
     }
@@ -151,7 +147,8 @@ fn copied(
     what: impl FnOnce() -> String,
     copy: impl FnOnce(&mut CopyLane) -> Result<(), DriverError>,
 ) -> Result<bool> {
-    let mut lane = lock(lane_of(device));
+    // Valid after a panic: each copy ends before the next one uses its buffer.
+    let mut lane = locked(lane_of(device));
     let Some(lane) = &mut *lane else { return Ok(false) };
     let done = copy(lane);
     done.map(|()| true).map_err(|error| {

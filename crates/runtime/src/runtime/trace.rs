@@ -11,11 +11,12 @@
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::Tensor;
 
 use super::{clock, trace_ranges};
+use crate::locks::locked;
 
 /// Maximum events of a recorder, beyond which viewers become slow; later ones are only counted.
 pub const MOST_EVENTS: usize = 1 << 20;
@@ -258,7 +259,7 @@ fn now() -> u64 {
 
 impl TraceRecorder {
     fn state(&self) -> MutexGuard<'_, RecorderState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     /// Makes this thread record here as thread number `thread`, 0 being the rank's own, until the
@@ -527,6 +528,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
     fn threads_record_where_they_have_joined() {
         let recorder = Arc::new(TraceRecorder::default());
         recorder.switch_on();

@@ -46,6 +46,7 @@ fn wait_for(board: &ProgressBoard, line: &str) {
 }
 
 #[test]
+#[allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
 fn a_silent_rank_is_named_and_its_peers_go_free() {
     let board = Arc::new(ProgressBoard::default());
     let (wake, sleeping) = channel::<()>();

@@ -36,7 +36,7 @@ mod state;
 use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 pub use injected_fault::{InjectedFault, InjectedFaultKind};
@@ -44,6 +44,7 @@ pub use run::run_ranks;
 
 use super::{Call, Collective, Op, Phase, Ticket, Traffic};
 use crate::error::{Error, Result};
+use crate::locks::locked;
 use crate::runtime::buffer::Buffer;
 use crate::runtime::rank_sum;
 use partition::{addresses, check_aligned, check_parts, check_sum, copy, part, private};
@@ -209,7 +210,7 @@ impl InProcess {
     }
 
     fn gathers(&self) -> MutexGuard<'_, VecDeque<StartedGather>> {
-        self.gathers.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.gathers)
     }
 
     /// Copies all shards of a gather into its full buffer.

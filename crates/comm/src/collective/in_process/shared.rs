@@ -9,6 +9,7 @@ use super::pending_calls::{CallAction, CallFingerprint, CallId, CallState, Paylo
 use super::state::{WaitingRank, WorldFailure, WorldState};
 use crate::collective::{Op, Phase};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 
 /// Polls of the version before a rank sleeps, some tens of microseconds: enough for a peer with its
 /// own core.
@@ -44,7 +45,7 @@ impl SharedWorld {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, WorldState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     /// Locks the state for a call of `rank`.

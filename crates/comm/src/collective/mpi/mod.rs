@@ -28,7 +28,7 @@ pub use run::{Stop, run_ranks};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use self::tags::MessageKind;
@@ -38,6 +38,7 @@ use super::call_record::{CallKind, CallRecord, MessageCounts, RECORD_BYTES, Rank
 use super::{Call, Collective, Op, Phase, Ticket, Traffic};
 use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 use crate::runtime::buffer::Buffer;
 use crate::runtime::rank_sum;
 
@@ -81,7 +82,7 @@ impl MpiRank {
     }
 
     fn at(&self) -> MutexGuard<'_, MpiPosition> {
-        self.at.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.at)
     }
 
     fn place(&self) -> RankStatus {
@@ -119,7 +120,7 @@ impl MpiCommunicator {
     }
 
     fn state(&self) -> MutexGuard<'_, MpiState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     /// The other ranks, from the next one, so that not all send to rank 0 first.

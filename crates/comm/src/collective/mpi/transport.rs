@@ -10,7 +10,7 @@
 use std::ffi::{c_int, c_void};
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use mpi::Threading;
@@ -21,6 +21,7 @@ use mpi::traits::AsRaw;
 use super::tags::Tags;
 use crate::collective::launch::Launch;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 
 /// Tag of the failure communicator.
 const TAG_FAILURE: c_int = 0;
@@ -131,7 +132,7 @@ impl MpiTransport {
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.calls)
     }
 
     /// Returns the failure of a rank, of this process or another, if there is one.

@@ -6,11 +6,12 @@
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, UniqueId};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::locks::locked;
 
 /// Maximum time for the end of a communicator before it is aborted. In tests it is long enough to
 /// distinguish an end that waits for it on a busy machine.
@@ -60,7 +61,7 @@ impl AbortFlag {
     /// Communicators that are not yet dropped. A caller must hold only one of them at a time: the
     /// last reference ends its communicator, which waits for the others of its group to end.
     pub(super) fn communicators(&self) -> Vec<Weak<Communicator>> {
-        let mut all = self.communicators.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = locked(&self.communicators);
         all.retain(|communicator| communicator.strong_count() > 0);
         all.clone()
     }
@@ -120,7 +121,7 @@ impl Communicator {
             deadline,
             handle: Mutex::new(Some(Handle(comm))),
         });
-        let mut all = abort_flag.communicators.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = locked(&abort_flag.communicators);
         all.push(Arc::downgrade(&made));
         drop(all);
         // If the flag was raised meanwhile, this communicator was not on its list.
@@ -215,7 +216,7 @@ impl Communicator {
 
     /// Aborts the communicator, also during a wait. Later calls return the cause of the flag.
     pub(super) fn abort(&self) {
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let handle = locked(&self.handle).take();
         if let Some(handle) = handle {
             // SAFETY: the handle was taken, so no thread uses it after this. The status is
             // irrelevant: the communicator is gone.
@@ -225,7 +226,7 @@ impl Communicator {
 
     fn handle(&self) -> Result<MutexGuard<'_, Option<Handle>>> {
         self.abort_flag.check()?;
-        Ok(self.handle.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(locked(&self.handle))
     }
 
     fn gone(&self) -> Result<()> {
@@ -269,7 +270,7 @@ impl Drop for Communicator {
             self.abort();
             return;
         }
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let handle = locked(&self.handle).take();
         if let Some(handle) = handle {
             // SAFETY: the communicator is finalized and its handle taken.
             unsafe { (self.nccl.table.comm_destroy)(handle.0) };

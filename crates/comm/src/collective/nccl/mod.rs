@@ -58,7 +58,7 @@ use super::call_record::{CallKind, CallRecord, MessageCounts, RankStatus};
 use super::{Call, Collective, Op, Phase, Reduction, Ticket, Traffic};
 use crate::collective::buffer_checks::check_shard;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::rendezvous::locked;
+use crate::locks::locked;
 use crate::runtime::buffer::{Buffer, MemoryKind};
 
 /// Default time that a rank waits for its peers; longer than any evaluation or save.

@@ -44,6 +44,7 @@ impl<T: Copy + Send + Sync + 'static> Values<T> {
 }
 
 /// Runs ranks as threads, each with its own flag as in separate processes, or all with one.
+#[allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
 pub(super) fn run<T: Send>(
     size: usize,
     deadline: Duration,

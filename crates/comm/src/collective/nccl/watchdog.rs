@@ -11,7 +11,7 @@ use super::communicator::AbortFlag;
 use super::device::{CommStream, GpuStreams};
 use crate::collective::call_record::CallRecord;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::rendezvous::locked;
+use crate::locks::locked;
 use crate::threads;
 
 /// Time between two looks, the maximum delay of a failure's detection.

@@ -1,4 +1,4 @@
-//! Reductions beside backward, over a group that does them as late as it may.
+//! Reductions that overlap with backward, over a group that performs them as late as possible.
 
 use std::sync::Arc;
 
@@ -12,7 +12,6 @@ use crate::parallel::param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
 use crate::parallel::placement::{ParamRole, ShardingStrategy};
 use crate::recipe::enums::{MasterWeights, Offload};
 use crate::runtime::copy::to_host_vec;
-use finetune_comm::rendezvous::locked;
 
 const RANKS: usize = 4;
 const ALL_SEGMENTS: [Segment; 5] =
@@ -22,10 +21,10 @@ const ALL_SEGMENTS: [Segment; 5] =
 struct Case {
     strategy: ShardingStrategy,
     reducing: GradReduceOptions,
-    /// Without: weights in bf16.
+    /// `None`: the weights train in bf16.
     master: MasterWeights,
     offload: Offload,
-    /// Those with parameters that train, ascending.
+    /// The segments with trainable parameters, ascending.
     segments: Vec<Segment>,
 }
 
@@ -57,7 +56,7 @@ impl Case {
         };
         let bucket = |(i, segment): (usize, &Segment)| {
             let kind = ParamKind::Trainable(UpdateRule { decay: false, lr_group: LrGroup::Base });
-            // Blocks need not be of one length.
+            // Blocks need not have equal lengths.
             let shape = vec![300 + 700 * i];
             let desc = ParamDesc { name: format!("{segment:?}"), shape, segment: *segment, kind };
             Bucket::new(vec![desc], bucket_options, &mut |_, _| Ok(()))
@@ -65,7 +64,7 @@ impl Case {
         self.segments.iter().enumerate().map(bucket).collect()
     }
 
-    /// The bits of the gradients that a rank keeps after a step of made-up backwards.
+    /// Returns the bits of the gradients that a rank keeps after a step with synthetic backwards.
     fn step(&self, world: Arc<dyn Collective>, micro_batches: usize) -> Result<Vec<Vec<u32>>> {
         let rank = world.rank();
         let mesh = DeviceMesh::new(self.strategy, world)?;
@@ -74,7 +73,7 @@ impl Case {
         for micro_batch in 0..micro_batches {
             for (index, bucket) in buckets.iter().enumerate().rev() {
                 grads.wait_for_reductions(&mesh, &buckets, Some(bucket.segment))?;
-                // Sums of these depend on their order.
+                // The sums of these depend on their order.
                 let one = |i: usize| ((i * 37 + rank * 11 + micro_batch * 5 + index) % 101) as f32 * 0.1;
                 let gradient =
                     Tensor::from_vec((0..bucket.len).map(one).collect(), bucket.len, &Device::Cpu)?;
@@ -95,7 +94,7 @@ impl Case {
 #[test]
 fn late_reductions_give_the_bits_of_those_that_are_done_on_return() {
     use ShardingStrategy::{Ddp, Fsdp, Hsdp, Zero1, Zero2};
-    // All; adapters alone; a block in the middle that is frozen.
+    // All segments; adapters alone; a frozen block in the middle.
     let trainable = [&ALL_SEGMENTS[..], &ALL_SEGMENTS[1..4], &[Segment::Block(0), Segment::Block(2)]];
     let mut cases = Vec::new();
     for strategy in [Ddp, Zero1, Zero2, Fsdp, Hsdp(2), Hsdp(1)] {
@@ -147,7 +146,7 @@ fn gradients_that_are_kept_in_bf16_are_the_f32_sums_once_rounded() {
             let with_masters = Case { master: MasterWeights::F32, ..rounded.clone() };
             assert_eq!(bits(&kept, 1), bits(&rounded, 1), "{kept:?}");
             assert_ne!(bits(&rounded, 1), bits(&with_masters, 1));
-            // What is added up is rounded once, after the last.
+            // Accumulated gradients are rounded once, after the last micro-batch.
             let added_up = Case { reducing: in_f32(true), ..kept };
             let with_masters = Case { master: MasterWeights::F32, ..added_up.clone() };
             let rounded = |bits: &u32| f32::to_bits(half::bf16::from_f32(f32::from_bits(*bits)).to_f32());
@@ -159,7 +158,7 @@ fn gradients_that_are_kept_in_bf16_are_the_f32_sums_once_rounded() {
     }
 }
 
-/// What rank 0 started and finished in a step, with the memory of each block.
+/// Returns the calls that rank 0 started and finished in a step, with the memory of each block.
 fn calls_of(case: &Case, micro_batches: usize) -> Vec<LateCall> {
     let calls = run_ranks(InProcessWorld::new(RANKS).communicators(), |end| {
         let late = LateReductions::new(Arc::new(end));
@@ -170,7 +169,7 @@ fn calls_of(case: &Case, micro_batches: usize) -> Vec<LateCall> {
     calls.unwrap().swap_remove(0)
 }
 
-/// Whether each is a start, and of what.
+/// Returns for each call whether it is a start, and its name.
 fn named(calls: &[LateCall]) -> Vec<(bool, Call)> {
     let name = |call: &LateCall| match call {
         LateCall::Started(call, _) => (true, *call),
@@ -187,7 +186,7 @@ fn blocks_take_two_buffers_in_turn_and_are_taken_in_before_one_is_written_again(
     let expected = [
         (true, head),
         (true, block(2)),
-        // Before the backward of block 1, beside which block 2 is reduced.
+        // Before the backward of block 1, which overlaps with the reduction of block 2.
         (false, head),
         (true, block(1)),
         (false, block(2)),
@@ -245,9 +244,9 @@ fn buffers_are_two_only_where_what_they_hold_is_under_way() {
     for (strategy, dtype, offload, late, expected) in [
         (Fsdp, DType::F32, Offload::None, true, two),
         (Fsdp, DType::F32, Offload::None, false, one),
-        // What is sent is a copy.
+        // The sent gradients are a copy.
         (Fsdp, DType::BF16, Offload::None, true, one),
-        // The kept gradients are what is sent.
+        // The kept gradients themselves are sent.
         (Ddp, DType::F32, Offload::None, true, one),
         (Ddp, DType::F32, Offload::Params, true, two),
         (Ddp, DType::F32, Offload::Params, false, one),

@@ -1,5 +1,5 @@
-//! The values a weight has before an adapter changes it, in blocks: the base's, what quantizing leaves of them, or a
-//! tensor that the adapter saved whole.
+//! The values of a weight before the adapter changes it, in blocks: the base's, the same after
+//! quantization, or a tensor that the adapter saved whole.
 
 use rayon::prelude::*;
 
@@ -8,10 +8,10 @@ use crate::error::{Error, Result};
 use crate::quant::{OwnedBlocks, QuantFormat};
 use crate::weights::{ModelFiles, ResizedEmbedding};
 
-/// Values a thread dequantizes at once.
+/// Number of values that a thread dequantizes at once.
 const TASK: usize = 1 << 16;
 
-/// Where a tensor of the merged model comes from.
+/// The source of a tensor of the merged model.
 #[derive(Clone, Copy)]
 pub(super) enum ValueSource<'a> {
     /// The base's tensor of this name.
@@ -20,7 +20,7 @@ pub(super) enum ValueSource<'a> {
     Adapter(&'a str, TensorKind),
 }
 
-/// A tensor to be read in blocks.
+/// A tensor that is read in blocks.
 pub(super) enum MergeValues<'a> {
     Base(ResizedEmbedding<'a>),
     Adapter(&'a SavedAdapter, &'a str, TensorKind),
@@ -28,10 +28,10 @@ pub(super) enum MergeValues<'a> {
 }
 
 impl<'a> MergeValues<'a> {
-    /// Opens the tensor; with `format`, as quantizing it leaves it.
+    /// Opens the tensor; with `format`, as quantized to it and dequantized.
     ///
     /// # Errors
-    /// The user's: it cannot be read; it is to be quantized and holds NaN or infinity.
+    /// User: it cannot be read; it is to be quantized and holds NaN or infinity.
     pub(super) fn open(
         base: &'a ModelFiles,
         adapter: &'a SavedAdapter,
@@ -51,21 +51,21 @@ impl<'a> MergeValues<'a> {
     /// Reads elements from `start` on.
     ///
     /// # Errors
-    /// As [`ModelFiles::read_part`] and [`SavedAdapter::read_part`].
+    /// The same as for [`ModelFiles::read_part`] and [`SavedAdapter::read_part`].
     pub(super) fn read(&self, start: usize, out: &mut [f32]) -> Result<()> {
         self.peek(start, out)?;
         self.let_go();
         Ok(())
     }
 
-    /// Lets go of the pages that were read.
+    /// Releases the pages that were read.
     fn let_go(&self) {
         if let Self::Base(tensor) = self {
             tensor.discard();
         }
     }
 
-    /// As [`MergeValues::read`], by several threads; they keep the pages.
+    /// Works like [`MergeValues::read`], for several threads, and keeps the pages.
     fn peek(&self, start: usize, out: &mut [f32]) -> Result<()> {
         match self {
             Self::Base(tensor) => tensor.read_part(start, out),

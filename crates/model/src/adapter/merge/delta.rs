@@ -1,8 +1,9 @@
-//! What an adapter makes of a weight's rows: LoRA, DoRA, rows that trained.
+//! Applies an adapter to the rows of a weight: LoRA, DoRA, trained rows.
 //!
-//! Sums are in f32 in PEFT's order, B A, times scale, plus W; then DoRA's factors. LoRA of an embedding is that of its
-//! transpose, (B A)ᵀ = Aᵀ Bᵀ, so that either kind is a matrix [rows, r] times one [r, columns] here. DoRA's norms are
-//! along the input: the row of a linear layer, the column of an embedding, which has to be read twice therefore.
+//! Sums are in f32 in PEFT's order: B A, times scale, plus W; then DoRA's factors. LoRA of an
+//! embedding is that of its transpose, (B A)ᵀ = Aᵀ Bᵀ, so both kinds are a matrix [rows, r] times
+//! one [r, columns] here. DoRA's norms are along the input: the row of a linear layer, the column
+//! of an embedding, which therefore has to be read twice.
 
 use std::collections::BTreeMap;
 
@@ -15,16 +16,17 @@ use crate::model::ModuleKind;
 /// A change of a weight [rows, columns].
 pub(super) struct WeightDelta {
     columns: usize,
-    /// Whole rows that take the place of the base's.
+    /// Whole rows that replace the base's.
     replaced: BTreeMap<usize, Vec<f32>>,
     lora: Option<LoraDelta>,
 }
 
 impl WeightDelta {
-    /// Reads what the adapter has of a weight of `shape`: trained rows of the module `rows`, LoRA of `target`.
+    /// Reads the adapter's changes to a weight of `shape`: trained rows of the module `rows`, LoRA
+    /// of `target`.
     ///
     /// # Errors
-    /// As [`SavedAdapter::read_into`].
+    /// The same as for [`SavedAdapter::read_into`].
     pub(super) fn read(
         adapter: &SavedAdapter,
         rows: Option<&str>,
@@ -43,12 +45,12 @@ impl WeightDelta {
         Ok(Self { columns, replaced, lora })
     }
 
-    /// Whether every block must be given to [`WeightDelta::measure`] before the first is changed.
+    /// Returns whether [`WeightDelta::measure`] needs every block before the first is changed.
     pub(super) fn needs_measuring(&self) -> bool {
         self.lora.as_ref().is_some_and(|lora| matches!(lora.magnitude, Magnitude::Columns { .. }))
     }
 
-    /// Takes the norms of a block of whole rows, which is left as garbage.
+    /// Adds a block of whole rows to the norms. The block has arbitrary contents afterwards.
     pub(super) fn measure(&mut self, block: &mut [f32], first_row: usize) {
         let Some(lora) = &mut self.lora else { return };
         lora.add_to(block, first_row);
@@ -59,10 +61,10 @@ impl WeightDelta {
         }
     }
 
-    /// Changes a block of whole rows, the first of which is the weight's row `first_row`.
+    /// Changes a block of whole rows, the first of which is row `first_row` of the weight.
     ///
     /// # Errors
-    /// The user's: DoRA is to scale a row (of an embedding: a column) that is zero.
+    /// User: DoRA has to scale a row (of an embedding: a column) that is zero.
     pub(super) fn apply(&self, block: &mut [f32], first_row: usize) -> Result<()> {
         let end = first_row + block.len() / self.columns;
         for (id, values) in self.replaced.range(first_row..end) {
@@ -90,11 +92,11 @@ pub(super) struct LoraDelta {
 
 #[derive(PartialEq)]
 enum Magnitude {
-    /// It is not DoRA.
+    /// The module does not use DoRA.
     None,
-    /// The norm of each row is learned.
+    /// The learned norm of each row.
     Rows(Vec<f32>),
-    /// The norm of each column is learned; the squares of the columns so far.
+    /// The learned norm of each column, and the sums of squares of the columns so far.
     Columns { learned: Vec<f32>, squares: Vec<f64> },
 }
 
@@ -151,7 +153,7 @@ impl LoraDelta {
                 return Ok((f64::from(learned) / square.sqrt()) as f32);
             }
             Err(Error::user("cannot merge DoRA")
-                .because("a row of W + B A is zero, which no factor gives its magnitude")
+                .because("a row of W + B A is zero, so no factor can scale it to its magnitude")
                 .hint("give the model that the adapter was trained on"))
         };
         match &self.magnitude {
@@ -177,7 +179,7 @@ impl LoraDelta {
     }
 }
 
-/// A matrix of rows of `columns` values, on its side.
+/// Returns the transpose of a matrix with rows of `columns` values.
 fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
     let rows = values.len() / columns.max(1);
     (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
@@ -187,7 +189,8 @@ fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
 mod tests {
     use super::*;
 
-    /// B = [[1, 2], [3, 4], [5, 6]], A = [[1, 0], [0, 10]], scale 0.5: ΔW = [[.5, 10], [1.5, 20], [2.5, 30]].
+    /// B = [[1, 2], [3, 4], [5, 6]], A = [[1, 0], [0, 10]], scale 0.5: ΔW = [[.5, 10], [1.5, 20],
+    /// [2.5, 30]].
     fn lora(magnitude: Magnitude) -> WeightDelta {
         let lora = LoraDelta {
             a: vec![1.0, 0.0, 0.0, 10.0],
@@ -214,7 +217,7 @@ mod tests {
     fn rows_get_their_magnitude() {
         let change = lora(Magnitude::Rows(vec![1.0, 10.0, 26.0]));
         assert!(!change.needs_measuring());
-        // With ΔW: [3, 4], whose norm is 5, and [10, 24], whose norm is 26, where the second block begins.
+        // With ΔW: [3, 4] of norm 5, and [10, 24] of norm 26, where the second block begins.
         let mut block = [1.5, -16.0, 7.5, -6.0];
         change.apply(&mut block, 1).expect("not zero");
         assert_eq!(block, [6.0, 8.0, 10.0, 24.0]);

@@ -1,9 +1,9 @@
-//! Which tensors of an adapter a module's weight is made of; the embedding and the head above all.
+//! Selects the tensors of an adapter for a module's weight, with the rules for embedding and head.
 //!
-//! A tied embedding and head are one tensor on disk, under either name. What PEFT computes with an adapter that names
-//! one of the two (peft 0.21): whole modules and LoRA change that one alone, unless `ensure_weight_tying`; trained
-//! rows of the embedding change both, rows of the head the head alone. Where the two come out different, the tie is
-//! broken.
+//! A tied embedding and head are one tensor on disk, under either name. peft 0.21 treats an adapter
+//! that names one of the two as follows. Whole modules and LoRA change that one alone, unless
+//! `ensure_weight_tying` is set. Trained rows of the embedding change both; rows of the head change
+//! the head alone. If the two become different, the tie is broken.
 
 use serde_json::{Map, Value};
 
@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::model::{Module, ModuleKind};
 use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles};
 
-/// Whether embedding and head are one tensor, and which of the names the base has stored.
+/// The tie of embedding and head, and the names under which the base stores them.
 pub(super) struct Tie {
     tied: bool,
     embed: bool,
@@ -24,12 +24,12 @@ pub(super) struct Tie {
 impl Tie {
     pub(super) fn new(base: &ModelFiles, config: &Map<String, Value>) -> Self {
         let (embed, head) = (base.info(EMBED_TOKENS).is_some(), base.info(LM_HEAD).is_some());
-        // Families differ in what a missing key means; a model that is not tied stores both.
+        // Families have different defaults for a missing key; a model that is not tied stores both.
         let tied = config.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(embed != head);
         Self { tied: tied && !base.head_is_apart(), embed, head }
     }
 
-    /// Of a tied pair of which one name is stored: the one that is not, and the one that is.
+    /// Returns, for a tied pair with one stored name, the missing name and the stored one.
     pub(super) fn only_one_stored(&self) -> Option<(&'static str, &'static str)> {
         match (self.tied, self.embed, self.head) {
             (true, true, false) => Some((LM_HEAD, EMBED_TOKENS)),
@@ -38,7 +38,7 @@ impl Tie {
         }
     }
 
-    /// The module that a tied one shares its weight with.
+    /// Returns the module with which a tied one shares its weight.
     fn twin(&self, module: &str) -> Option<&'static str> {
         match TABLES.iter().position(|table| self.tied && *table == module) {
             Some(at) => Some(TABLES[1 - at]),
@@ -46,10 +46,10 @@ impl Tie {
         }
     }
 
-    /// Whether the adapter gives embedding and head of a tied model different values.
+    /// Returns whether the adapter gives embedding and head of a tied model different values.
     ///
     /// # Errors
-    /// As [`SavedAdapter::read_into`].
+    /// The same as for [`SavedAdapter::read_into`].
     pub(super) fn is_broken_by(&self, adapter: &SavedAdapter, modules: &[Module]) -> Result<bool> {
         let Some(embedding) = modules.iter().find(|module| module.name == TABLES[0]) else {
             return Ok(false);
@@ -59,14 +59,14 @@ impl Tie {
     }
 }
 
-/// The tensors of an adapter that make up a module's weight, by the modules they are filed under.
+/// The tensors of an adapter for a module's weight, by the modules that have them in the file.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct EmbeddingParts<'a> {
-    /// Of which module the whole weight is taken.
+    /// The module with the whole weight.
     pub(super) whole: Option<&'a str>,
-    /// Of which module a copy of the base's weight is taken.
+    /// The module with a copy of the base's weight.
     pub(super) base: Option<&'a str>,
-    /// Of which module trained rows are taken.
+    /// The module with trained rows.
     pub(super) rows: Option<&'a str>,
     /// The LoRA that is added.
     pub(super) lora: Option<&'a Target>,
@@ -89,7 +89,7 @@ impl<'a> EmbeddingParts<'a> {
         }
     }
 
-    /// Whether these and `other` make the same of one weight of `shape`.
+    /// Returns whether these parts and `other` have the same effect on a weight of `shape`.
     fn give_the_same(&self, other: &Self, adapter: &SavedAdapter, shape: &[usize]) -> Result<bool> {
         let alike = |a: Option<&str>, b: Option<&str>, kind| match (a, b) {
             (None, None) => Ok(true),
@@ -114,7 +114,8 @@ impl<'a> EmbeddingParts<'a> {
     }
 }
 
-/// The modules of the base by its tensors, both of a tied pair, with as many rows as the adapter gives the tables.
+/// Returns the modules of the base by its tensors, both of a tied pair, with the adapter's number
+/// of rows for the tables.
 pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &SavedAdapter) -> Vec<Module> {
     let module = |tensor: &str, shape: &[usize]| {
         let name = tensor.strip_suffix(".weight")?;

@@ -1,12 +1,12 @@
-//! A model with an adapter in its weights, streamed.
+//! Merges an adapter into the weights of a model, streamed.
 //!
-//! Files keep the base's names and order, and tensors pass through in blocks of rows, so memory holds a block and the
-//! adapter's A and B of one module (and, where the base is to be quantized first, the codes of one tensor), whatever
-//! the model's size. Each weight is rounded once, at the end. The output folder appears whole or not at all, and says
-//! in merge.json what it was made of.
+//! Files keep the base's names and order, and tensors pass through in blocks of rows. For any model
+//! size, memory holds a block and the adapter's A and B of one module (and, if the base is
+//! quantized first, the codes of one tensor). Each weight is rounded once, at the end. The output
+//! folder appears complete or not at all, and its merge.json records the sources.
 //!
-//! [`values`] reads what a weight was, [`change`] is what the adapter makes of it, [`tables`] settles embedding and
-//! head, [`record`] keeps an adapter from being merged twice.
+//! `base_values` reads the weights before the change, `delta` applies the adapter, `embeddings`
+//! handles embedding and head, and `report` prevents a second merge of the same adapter.
 
 mod base_values;
 mod delta;
@@ -31,55 +31,56 @@ use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
 use crate::weights::{self, AtomicDir, ModelFiles, StoredDtype, TensorSink, WriteEntry, Written};
 
-/// Elements (or bytes that are only copied) of a tensor in memory at once, if a row is not longer.
+/// Elements (or bytes, if only copied) of a tensor in memory at once, or one row if it is longer.
 const BLOCK: usize = 1 << 22;
 
-/// What an adapter is added to.
+/// The values to which an adapter is added.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum BaseValues {
-    /// The values in the model's files, dequantized where they are quantized there.
+    /// The values in the model's files, dequantized if they are quantized there.
     #[default]
     AsStored,
-    /// What quantizing to this format leaves of the linear layers of the blocks, for an adapter that was trained on
-    /// such a base; the other tensors as they are stored.
+    /// The values of the blocks' linear layers after quantization to this format, for an adapter
+    /// that was trained on such a base. The other tensors are as stored.
     Quantized(QuantFormat),
 }
 
-/// Looks at the merged model before its folder gets its name; what it returns goes into merge.json.
+/// Checks the merged model before its folder gets its name. The result goes into merge.json.
 pub type Verify<'a> = dyn Fn(&Path) -> Result<Option<Value>> + 'a;
 
-/// How to merge.
+/// Options of a merge.
 pub struct MergeOptions<'a> {
     /// The type of the merged weights.
     pub dtype: Dtype,
-    /// What the adapter is added to.
+    /// The values to which the adapter is added.
     pub base: BaseValues,
     /// Modules that stay as stored on a base that is quantized first.
     pub skip: &'a [String],
-    /// A check of the result; if it fails, nothing is left of it.
+    /// A check of the result; if it fails, the output is removed.
     pub verify: &'a Verify<'a>,
 }
 
-/// What a merge did.
+/// The result of a merge.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MergeReport {
-    /// Tensors that the adapter changed.
+    /// Number of tensors that the adapter changed.
     pub merged: usize,
-    /// Tensors replaced by ones the adapter saved whole.
+    /// Number of tensors replaced by ones that the adapter saved whole.
     pub replaced: usize,
-    /// Tensors that are the base's.
+    /// Number of unchanged tensors of the base.
     pub copied: usize,
-    /// Whether a tied embedding and head are two tensors now.
+    /// True if a tied embedding and head are now two tensors.
     pub untied: bool,
-    /// The weights that were written, under their names in the output folder.
+    /// The written weight files, under their names in the output folder.
     pub files: Vec<Written>,
 }
 
-/// Writes to the new folder `output` the model `base` with the adapter in the folder `adapter` in its weights.
+/// Writes the model `base`, with the adapter in the folder `adapter` added to its weights, to the
+/// new folder `output`.
 ///
 /// # Errors
-/// The user's: the adapter cannot be read, is not of this base or is in it already; `output` is not empty. Storage: the
-/// disk is full or fails. What `options.verify` returns. Nothing is left of `output` then.
+/// User: the adapter cannot be read, is not of this base or is already merged; `output` is not
+/// empty. Storage: the disk is full or fails. Errors of `options.verify`. `output` is then removed.
 pub fn merge(
     base: &ModelFiles,
     adapter: &Path,
@@ -139,7 +140,7 @@ fn words(base: BaseValues) -> String {
 struct MergeOutput<'a> {
     entry: WriteEntry,
     source: ValueSource<'a>,
-    /// Quantized to this before the adapter is added.
+    /// The format to which the tensor is quantized before the adapter is added.
     format: Option<QuantFormat>,
     rows: Option<&'a str>,
     lora: Option<&'a Target>,
@@ -177,7 +178,7 @@ impl<'a> MergePlan<'a> {
         let modules: BTreeMap<&str, &Module> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
         let mut plan = Self { base, adapter, files: Vec::new(), untied };
-        // Of a file whose tensors are all passed over nothing is left.
+        // A file of which all tensors are skipped is not written.
         for (path, names) in base.files().filter(|(_, names)| !names.is_empty()) {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let split = tie.only_one_stored().filter(|(_, stored)| untied && names.contains(stored));
@@ -192,7 +193,8 @@ impl<'a> MergePlan<'a> {
         Ok(plan)
     }
 
-    /// The tensor `name`, which the base has as `stored`; the weight of `module`, if it is one's.
+    /// Returns the output tensor `name`, stored in the base as `stored`; `module` is the module of
+    /// the weight, if any.
     fn out(
         &self,
         (name, stored): (&'a str, &'a str),
@@ -274,7 +276,7 @@ impl<'a> MergePlan<'a> {
         let elements = shape.iter().product();
         let values = MergeValues::open(self.base, self.adapter, out.source, (elements, out.format))?;
         let mut change = WeightDelta::read(self.adapter, out.rows, out.lora, shape)?;
-        // Whole rows, so that each block's rows meet their rows of B.
+        // Whole rows, so that each block's rows match their rows of B.
         let row = shape.last().copied().unwrap_or(1).max(1);
         let block = (BLOCK / row).max(1) * row;
         let mut buffer = vec![0f32; block.min(elements)];
@@ -295,7 +297,7 @@ impl<'a> MergePlan<'a> {
         Ok(())
     }
 
-    /// The base's tensor whose bytes are the output's.
+    /// Returns the base's tensor with exactly the bytes of the output.
     fn kept<'o>(&self, out: &MergeOutput<'o>) -> Result<Option<&'o str>> {
         let ValueSource::Base(name) = out.source else { return Ok(None) };
         let info = self.base.require(name)?;

@@ -1,7 +1,8 @@
-//! merge.json: what a merged model was made of.
+//! merge.json: the sources of a merged model.
 //!
-//! Weights do not tell that an adapter is in them already, and adding it twice gives a broken model without a sign of
-//! it. So a merged folder says which adapters it has, its own base's merges included, and a merge looks there first.
+//! Weights do not show that they already contain an adapter, and a second merge breaks the model
+//! without any sign. So a merged folder records its adapters, including earlier merges of its base,
+//! and a merge checks the record first.
 
 use std::path::Path;
 
@@ -16,12 +17,12 @@ use crate::weights;
 /// The name of the file.
 pub const MERGE_FILE: &str = "merge.json";
 
-/// A merge, as merge.json has it.
+/// The contents of merge.json for a merge.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MergeRecord {
     /// The base: its folder.
     pub base: String,
-    /// What of the base the adapter was added to, in words.
+    /// A description of the base values to which the adapter was added.
     pub base_values: String,
     /// The adapter: its folder.
     pub adapter: String,
@@ -29,18 +30,18 @@ pub struct MergeRecord {
     pub adapter_blake3: String,
     /// The dtype of most of the weights, as config.json names it.
     pub dtype: Option<String>,
-    /// What was found when the merged model was compared with base and adapter.
+    /// The result of the comparison of the merged model with base and adapter.
     pub certificate: Option<Value>,
-    /// The merges that the base had been through, first to last.
+    /// The earlier merges of the base, first to last.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub earlier: Vec<MergeRecord>,
 }
 
 impl MergeRecord {
-    /// The record of the model in `folder`; none if it does not come from a merge.
+    /// Reads the record of the model in `folder`. Returns `None` if it does not come from a merge.
     ///
     /// # Errors
-    /// The user's: the file is not a record. Storage: it cannot be read.
+    /// User: the file is not a record. Storage: it cannot be read.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(MERGE_FILE);
         if !path.exists() {
@@ -55,7 +56,7 @@ impl MergeRecord {
         })
     }
 
-    /// Writes it into `folder`.
+    /// Writes the record into `folder`.
     ///
     /// # Errors
     /// Storage: the disk is full or fails.
@@ -67,7 +68,7 @@ impl MergeRecord {
         Ok(())
     }
 
-    /// It and those before it, first to last.
+    /// Returns this record after the earlier ones, first to last.
     fn chain(mut self) -> Vec<Self> {
         let mut chain = std::mem::take(&mut self.earlier);
         chain.push(self);
@@ -75,10 +76,11 @@ impl MergeRecord {
     }
 }
 
-/// The merges that the model in `base` has been through, and the digest of the adapter that shall be the next.
+/// Returns the earlier merges of the model in `base`, and the digest of the adapter to be merged
+/// next.
 ///
 /// # Errors
-/// The user's: the adapter is among them.
+/// User: the adapter is among the earlier merges.
 pub(super) fn merges_before(base: &Path, adapter: &SavedAdapter) -> Result<(Vec<MergeRecord>, String)> {
     let path = adapter.folder().join(WEIGHTS_FILE);
     let mut hasher = blake3::Hasher::new();
@@ -93,7 +95,7 @@ pub(super) fn merges_before(base: &Path, adapter: &SavedAdapter) -> Result<(Vec<
             adapter.folder().display(),
             base.display()
         ))
-        .because(format!("it has been merged into it already: {MERGE_FILE} there names {}", record.adapter))
+        .because(format!("the adapter is already merged: {MERGE_FILE} of the model names {}", record.adapter))
         .hint(format!("use the model as it is, or give its base as `--model`: {}", record.base))),
     }
 }

@@ -54,7 +54,7 @@ fn all_linear_leaves_the_head_alone() {
 #[test]
 fn a_list_matches_whole_words_at_the_end() {
     assert_eq!(short(&named(list(&["0.self_attn.q_proj", "lm_head"]))), ["0.self_attn.q", "lm_head"]);
-    // `proj` ends many names, but none from a dot on.
+    // `proj` ends many names, but not after a dot.
     assert!(error(&named(list(&["proj"]))).contains("`proj`, which matches no module"));
 }
 
@@ -94,7 +94,8 @@ fn layers_restrict_ends_of_names_only() {
 fn ranks_and_scales() {
     let mut spec = named(list(&["q_proj", "gate_proj"]));
     (spec.r, spec.lora_alpha) = (4, 16.0);
-    // The first key that matches wins; `1.self_attn.q_proj` must not match layer 10 or 1 of a longer word.
+    // The first matching key wins; `1.self_attn.q_proj` must not match layer 10 or the 1 of a
+    // longer word.
     spec.rank_pattern = vec![("0.self_attn.q_proj".into(), 2), ("q_proj".into(), 16)];
     spec.alpha_pattern = vec![(r"layers\.\d+\.mlp.*".into(), 8.0)];
     let triples = |spec: &TargetSpec| {

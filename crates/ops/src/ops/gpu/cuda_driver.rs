@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result, sys};
@@ -12,6 +12,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result,
 use super::cublas::Cublas;
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
 use crate::error::{DeviceFault, Error, Result};
+use crate::locks::locked;
 use crate::runtime::gpu_support::KERNELS_RUN_ON;
 
 /// Aligns bytes so that the driver may read wider numbers from them.
@@ -72,7 +73,7 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
     static DRIVERS: Mutex<Vec<(DriverHandle<sys::CUstream_st>, &'static CudaDriver)>> =
         Mutex::new(Vec::new());
     let stream = device.cuda_stream();
-    let mut drivers = lock(&DRIVERS);
+    let mut drivers = locked(&DRIVERS);
     let known = drivers.iter().find(|(known, _)| known.0 == stream.cu_stream());
     let driver = known.map(|(_, driver)| *driver).unwrap_or_else(|| {
         let waits = std::env::var(SYNC_VARIABLE).is_ok_and(|value| value == "1");
@@ -89,11 +90,6 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
         driver
     });
     driver.runs_code.then_some(driver)
-}
-
-/// Locks a table; a panic of another thread leaves the tables consistent.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl CudaDriver {
@@ -119,7 +115,7 @@ impl CudaDriver {
 
     /// Returns the function of `kernel`, permitted to use `shared_bytes` of dynamic shared memory.
     fn function(&self, kernel: &Kernel, shared_bytes: u32) -> Result<DriverHandle<sys::CUfunc_st>> {
-        let mut loaded = lock(&self.loaded);
+        let mut loaded = locked(&self.loaded);
         let mut function = match loaded.functions.get(kernel.name) {
             Some(function) => *function,
             None => {
@@ -213,7 +209,7 @@ impl Driver for CudaDriver {
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
         let context = self.stream.context();
         context.bind_to_thread().map_err(|error| self.failed("compute".into(), error))?;
-        let mut cublas = lock(&self.cublas);
+        let mut cublas = locked(&self.cublas);
         let cublas = match &mut *cublas {
             Some(cublas) => cublas,
             none => none.insert(Cublas::new(&self.stream)?),

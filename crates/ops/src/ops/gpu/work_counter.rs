@@ -3,11 +3,12 @@
 //! GPU. Copies that candle does itself, such as that of a residual into a layer's output, are not
 //! counted.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use super::gemm::{DeviceMatrix, GemmElement};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
 use crate::error::Result;
+use crate::locks::locked;
 
 /// The work requested of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -81,7 +82,7 @@ pub fn requested_work() -> GpuWork {
 }
 
 fn with_requested<R>(change: impl FnOnce(&mut WorkCounter) -> R) -> R {
-    change(&mut ASKED.lock().unwrap_or_else(PoisonError::into_inner))
+    change(&mut locked(&ASKED))
 }
 
 /// The driver that counts.

@@ -31,6 +31,7 @@ macro_rules! kernel {
         /// Implements [`super::micro_kernel::OpenKernel::multiply`], which has checked the
         /// arguments.
         $(#[$meta])*
+        #[allow(clippy::too_many_lines, reason = "the inner function belongs to the kernel")]
         pub(super) fn $name(
             left: &Strip<'_>,
             right: &Strip<'_>,
