@@ -12,8 +12,11 @@ mod generation;
 mod launcher;
 pub mod loading;
 pub mod planning;
+mod session;
 pub mod training;
 pub mod verify;
+
+pub use session::{Session, SessionSteps, TrainedModel};
 
 pub use finetune_comm::{collective, rendezvous};
 use finetune_core::{address, clock, locks, private_file, program};

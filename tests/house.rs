@@ -28,6 +28,8 @@ mod cycles;
 mod docs;
 #[path = "house/items.rs"]
 mod items;
+#[path = "house/language.rs"]
+mod language;
 #[path = "house/signatures.rs"]
 mod signatures;
 

@@ -1,5 +1,4 @@
-//! Output formats of `finetune data`: text with the trained parts marked, tables of tokens, JSON,
-//! an HTML page.
+//! Output formats of `finetune data`: marked text, tables of tokens, JSON, an HTML page.
 
 use std::fmt::Write as _;
 use std::path::Path;

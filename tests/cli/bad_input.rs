@@ -1094,8 +1094,8 @@ fn weights_that_are_not_numbers() {
     exit 4
     error: the numbers diverged at step 1
       caused by: loss NaN, gradient norm NaN; the first bad value is in the weight model.layers.1.mlp.down_proj.weight
-      caused by: nothing was updated in this step
-    hint: training has not made it, and no setting of it helps: the weight came so with the model; check the files with `finetune inspect`, or fetch the model again
+      caused by: this step updated nothing
+    hint: the model's files contain this value, and no training option changes that: check the files with `finetune inspect`, or download the model again
     ");
     let left = |name: &str| place.path("out").join(name).exists();
     assert!(!left("checkpoint-1") && !left("adapter_model.safetensors"), "nothing was saved");
@@ -1117,7 +1117,7 @@ fn weights_that_are_not_numbers() {
     let output = place.command(&["generate", "--model", "model", "--prompt", "a"]).output().unwrap();
     assert_eq!(output.status.code(), Some(4));
     assert_snapshot!(place.told(&output.stderr), @"
-    error: the model's logits are not numbers
+    error: the model's logits are NaN or infinite
     hint: check the weights with `finetune inspect`
     ");
 }

@@ -191,7 +191,7 @@ fn a_run_that_is_trained_longer_knows_its_best() {
         "other",
         &[&KEEP_BEST[..], &["--resume", &from, "--set", "train.max_steps=28"]].concat(),
     ));
-    assert!(!moved.contains("is gone or damaged") && moved.contains("best: step 2"), "{moved}");
+    assert!(!moved.contains("is missing or damaged") && moved.contains("best: step 2"), "{moved}");
 }
 
 #[test]

@@ -12,6 +12,7 @@ mod golden_run;
 #[path = "../hub_double/mod.rs"]
 mod hub_double;
 #[path = "../logits/mod.rs"]
+mod library;
 mod logits;
 #[path = "../mlflow_double/mod.rs"]
 mod mlflow_double;

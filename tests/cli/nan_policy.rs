@@ -76,7 +76,7 @@ fn a_run_stops_at_the_first_unless_it_is_told_otherwise() {
     let sets = ["checkpoint.save_steps=2", SKIP, "train.nan_limit=2"];
     let resumed = ends(&place, &train(&place, "out", &sets, &["--recipe", "lora", "--resume"]), 0);
     let first = "warning: step 3 diverged: loss NaN, gradient norm NaN; the first bad value is in the weight \
-                 model.embed_tokens.weight; skipped, nothing was updated (1 of 2 in a row, `train.nan_limit`)";
+                 model.embed_tokens.weight; skipped without an update (1 of 2 in a row, `train.nan_limit`)";
     assert!(resumed.contains(first) && resumed.contains("(2 of 2 in a row"), "{resumed}");
     let lines = metrics(&place, "out");
     assert_eq!(lines.len(), STEPS);
@@ -99,14 +99,15 @@ fn enough_is_enough() {
     let lora = ["--recipe", "lora"];
     let skipped = ends(&place, &train(&place, "skip", &[SKIP, "train.nan_limit=1"], &lora), 4);
     assert!(skipped.contains("error: the numbers diverged at step 4\n"), "{skipped}");
-    assert!(skipped.contains("before it 1 step was skipped: `train.nan_limit` is 1"), "{skipped}");
+    assert!(skipped.contains("1 skipped step before this step: `train.nan_limit` is 1"), "{skipped}");
     let early = ends(&place, &train(&place, "early", &[ROLL_BACK, "checkpoint.save_steps=4"], &lora), 4);
     assert!(early.contains("error: the numbers diverged at step 3\n"), "{early}");
-    assert!(early.contains("there is no checkpoint of this run to roll back to yet"), "{early}");
+    assert!(early.contains("this run has no checkpoint yet to roll back to"), "{early}");
     let sets = [ROLL_BACK, "checkpoint.save_steps=2", "train.nan_limit=1"];
     let back = ends(&place, &train(&place, "back", &sets, &lora), 4);
     assert!(
-        back.contains("step 3 diverged") && back.contains("back to checkpoint-2, on with the rows"),
+        back.contains("step 3 diverged")
+            && back.contains("rolled back to checkpoint-2, continues with the rows"),
         "{back}"
     );
     assert!(back.contains("error: the numbers diverged at step 4\n"), "{back}");
@@ -135,7 +136,7 @@ fn a_rolled_back_run_is_one_that_skipped_what_came_after_the_checkpoint() {
         };
         let (skipped, _) = run(&[3, 4], &[SKIP]);
         let (rolled_back, said) = run(&[4], &[ROLL_BACK]);
-        assert!(said.contains("back to checkpoint-2, on with the rows after step 4"), "{said}");
+        assert!(said.contains("rolled back to checkpoint-2, continues with the rows after step 4"), "{said}");
         assert!(skipped == rolled_back, "{ranks} ranks, {recipe}: other bytes");
         let (plain, _) = run(&[], &[SKIP]);
         assert!(plain != skipped, "{recipe}: skipped steps count");

@@ -273,7 +273,9 @@ fn the_plan_stands_beside_what_was_measured() {
         assert!(told.contains(wanted), "no `{wanted}` in {told}");
     }
     let unmeasured = page("", &entries(step), MemoryComparison { peak: None, host: 1 << 20, ..memory() });
-    assert!(unmeasured.contains("predicted only") && unmeasured.contains("<td>not measured</td>"));
+    assert!(
+        unmeasured.contains("all figures are predictions") && unmeasured.contains("<td>not measured</td>")
+    );
     assert!(!unmeasured.contains("difference</th>") && !unmeasured.contains("class=\"peak\""));
     assert!(unmeasured.contains("in host memory, beside the device</th><td>1.00 MiB</td>"));
     let several = page("", &entries(step), MemoryComparison { ranks: 2, shared: 20 << 20, ..memory() });

@@ -24,7 +24,7 @@ pub enum ParsedRow {
         instruction: String,
         /// The text that the task is about; may be empty.
         input: String,
-        /// The answer.
+        /// The trained answer.
         output: String,
     },
     /// Two texts, joined without a separator; only the second is trained.

@@ -1,5 +1,6 @@
-//! The training engine: parameters and who holds which part of them ([`parallel`]), the step and the loop ([`engine`]), checkpoints
-//! ([`checkpoint`]), and where the time of a run goes ([`profile`]). The crate `finetune` shows these modules as its own.
+//! The training engine: parameters and their placement on ranks ([`parallel`]), the step and the
+//! loop ([`engine`]), checkpoints ([`checkpoint`]), and the profile of a run ([`profile`]). The
+//! crate `finetune` re-exports these modules.
 
 pub mod checkpoint;
 pub mod engine;

@@ -1,5 +1,6 @@
-//! Models: weights on disk ([`weights`]), families and layers ([`model`]), adapters ([`adapter`]), optimizers ([`optim`]), and the
-//! files that other programs open ([`export`]). The crate `finetune` shows these modules as its own.
+//! Models: weight files ([`weights`]), families and layers ([`model`]), adapters ([`adapter`]),
+//! optimizers ([`optim`]), and exports for other programs ([`export`]). The crate `finetune`
+//! re-exports these modules.
 
 pub mod adapter;
 pub mod export;

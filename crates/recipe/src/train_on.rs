@@ -211,7 +211,7 @@ mod tests {
         };
         assert_eq!(
             why(r#"["bot"]"#),
-            r#""bot" is no role; accepted: system, developer, user, assistant, tool"#
+            r#""bot" is not a role; accepted: system, developer, user, assistant, tool"#
         );
         assert_eq!(why("[]"), "an empty list of roles trains nothing");
         assert_eq!(why(r#"{ end = "none" }"#), "unknown key `end`; accepted: roles, turns, ends");

@@ -54,7 +54,7 @@ pub(crate) struct PciDevice {
     pub(crate) numa_node: Option<u64>,
     /// Fastest link of device and slot; an idle GPU slows its link down.
     pub(crate) link: Option<PcieLink>,
-    /// Current link.
+    /// Link at its current speed and width.
     pub(crate) link_now: Option<PcieLink>,
     /// Host bridge and ports above the device, from the processor on.
     #[serde(skip)]

@@ -1,7 +1,9 @@
 //! Floating-point operations of a token, forward and backward, from shapes alone.
 //!
 //! ```text
-//! full    6 (N + H) + 3.5 A      LoRA    4 (N + H) + 6 L + 3.5 A      recompute of blocks    + 2 N + 2 L + A
+//! full                   6 (N + H) + 3.5 A
+//! LoRA                   4 (N + H) + 6 L + 3.5 A
+//! recompute of blocks    + 2 N + 2 L + A
 //! ```
 //!
 //! N are the weights of the blocks' linear layers, H those of the output layer (6 H if an adapter's

@@ -1,7 +1,8 @@
 //! The time of a step by cause, and its bottleneck.
 //!
 //! ```text
-//! T = max(T_compute, T_launch) + max(T_communication − w · T_compute, T_ends) + T_update + T_offload
+//! T = max(T_compute, T_launch) + max(T_communication − w · T_compute, T_ends)
+//!     + T_update + T_offload
 //! ```
 //!
 //! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]. T_communication are the

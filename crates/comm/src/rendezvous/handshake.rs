@@ -1,7 +1,8 @@
 //! Mutual authentication of two processes, before any other message: Noise with a pre-shared key.
 //!
 //! ```text
-//! process -> rank 0   greeting: protocol, version, digest of the run's name, whether it has a secret (JSON)
+//! process -> rank 0   greeting: protocol, version, digest of the run's name,
+//!                     whether it has a secret (JSON)
 //! process -> rank 0   Noise NNpsk0, first message
 //! rank 0 -> process   accepted, or refused with the reason (JSON)
 //! rank 0 -> process   Noise NNpsk0, second message

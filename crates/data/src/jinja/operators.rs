@@ -146,7 +146,7 @@ fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
     }
 }
 
-/// Python's unary `+`.
+/// Computes Python's unary `+`.
 fn integer_or_float(value: &Value) -> Result<Value, Error> {
     match type_of(value) {
         PythonType::Int | PythonType::Float => Ok(value.clone()),
@@ -299,7 +299,7 @@ fn given(value: &Value) -> Result<Value, Error> {
     Ok(if value.is_undefined() { Value::from_object(HiddenUndefined) } else { value.clone() })
 }
 
-/// Reverses [`given`].
+/// Returns the argument of [`given`].
 fn taken(value: &Value) -> Result<Value, Error> {
     let hidden = value.downcast_object_ref::<HiddenUndefined>().is_some();
     Ok(if hidden { Value::UNDEFINED } else { value.clone() })

@@ -2,11 +2,13 @@
 //! is itself a PEFT adapter or a Hugging Face model.
 //!
 //! ```text
-//! OUT/checkpoint-120/   adapter_model.safetensors + adapter_config.json, or model*.safetensors + config.json …  (f32; bf16 without masters)
-//!                       optimizer*.safetensors    the optimizer's state of every trainable tensor; a file a rank
-//!                       trainer_state.json        step, position in the data, fingerprint of the run
-//!                       manifest.json             size and BLAKE3 digest of every other file
-//! OUT/.finetune/        marks OUT as the run's own and locks it while the run works ([`RunFolder`])
+//! OUT/checkpoint-120/     weights in f32 (bf16 without masters):
+//!                         adapter_model.safetensors + adapter_config.json,
+//!                         or model*.safetensors + config.json …
+//!   optimizer*.safetensors  the optimizer's state of every trainable tensor; a file a rank
+//!   trainer_state.json      step, position in the data, fingerprint of the run
+//!   manifest.json           size and BLAKE3 digest of every other file
+//! OUT/.finetune/          marks OUT as the run's own, and locks it while the run works
 //! ```
 //!
 //! All ranks write a checkpoint into a temporary folder beside its final name, sync it and rename

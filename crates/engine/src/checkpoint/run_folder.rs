@@ -1,7 +1,8 @@
 //! The output folder of a run: its marker, its lock, and the record of the run's own files.
 //!
 //! ```text
-//! OUT/.finetune/run.json   identifies the run, and lists every file outside checkpoints that it wrote, with a digest
+//! OUT/.finetune/run.json   identifies the run, and lists every file outside checkpoints that it
+//!                          wrote, with a digest
 //! OUT/.finetune/lock       the process that works in the folder; empty if none does
 //! OUT/.finetune/result/    the result of the run, until it is complete
 //! OUT/.finetune/committed/ the complete result, while its files move to OUT

@@ -1,8 +1,10 @@
-//! Keeping the best weights of a run by its held-out rows, and ending it early when they stop getting better.
+//! Keeps the best weights of a run by its held-out loss, and ends the run early if that loss stops
+//! improving.
 //!
-//! Each new best is saved as a checkpoint at once, and stays. At the end the last step is saved and evaluated, too; the weights
-//! of the best evaluation are then read back from its checkpoint and published. A run that is killed meanwhile goes on from
-//! the checkpoint of its last step, so nothing is lost although the result comes later than without `keep_best`.
+//! Each new best is saved at once as a checkpoint, and that checkpoint stays. At the end the run
+//! also saves and evaluates the last step. It then reads the best weights back from their
+//! checkpoint and publishes them. A run that is killed meanwhile resumes from the checkpoint of its
+//! last step. So nothing is lost, although the result comes later than without `keep_best`.
 
 use super::run_watch::RunWatch;
 use super::{RunSummary, TrainLoop};
@@ -12,8 +14,8 @@ use crate::error::{ErrorContext as _, Result};
 use crate::report::EvalReport;
 
 impl TrainLoop<'_> {
-    /// Evaluates after a step that is not the last, where that is due; returns whether its weights are the best so far, and
-    /// are kept for that.
+    /// Evaluates after a step before the last one if an evaluation is due. Returns whether the
+    /// weights are the best so far and the run keeps the best.
     pub(super) fn evaluate_on_the_way(
         &mut self,
         done: &mut RunSummary,
@@ -33,12 +35,13 @@ impl TrainLoop<'_> {
         Ok(is_best)
     }
 
-    /// Returns whether the held-out rows have not got better for as many evaluations as the run waits.
+    /// Returns whether the held-out loss has not improved for `patience` evaluations.
     pub(super) fn is_out_of_patience(&self) -> bool {
         BestEvaluation::is_out_of_patience(self.best.as_ref(), self.options.patience)
     }
 
-    /// Saves the last step where that `is_save_due`, evaluates it, and publishes the best weights of the run.
+    /// Saves the last step if `is_save_due`, evaluates it, and publishes the best weights of the
+    /// run.
     pub(super) fn end_with_best(
         &mut self,
         done: &mut RunSummary,
@@ -49,18 +52,18 @@ impl TrainLoop<'_> {
         let saved = self.finish_saving();
         let saved = saved.and_then(|()| if is_save_due { self.save(done) } else { Ok(()) });
         let saved = saved.and_then(|()| self.finish_saving());
-        // A rank that failed alone does not go on to what all do together.
+        // A rank that failed alone must not enter the collectives below.
         if saved.is_err() && self.trainer.engine.store.mesh().world().size() > 1 {
             return saved;
         }
-        // A checkpoint that cannot be saved costs no result, and is what failed first.
+        // A failed save does not prevent the result; its error came first, so it is returned.
         let published = self.publish_best(done, watch);
         saved.and(published)
     }
 
     /// Evaluates the last step, and publishes the weights of the best evaluation.
     fn publish_best(&mut self, done: &mut RunSummary, watch: &mut RunWatch) -> Result<()> {
-        // A run that is out of patience has evaluated its last step.
+        // A run that is out of patience has already evaluated its last step.
         if done.last.as_ref().is_none_or(|last| last.step != done.steps) {
             done.last = self.evaluate(done.steps)?;
             if let Some(last) = &done.last {
@@ -72,7 +75,7 @@ impl TrainLoop<'_> {
         self.publish(done)
     }
 
-    /// Prints that the run has ended early, where it has.
+    /// Prints that the run has ended early, if it has.
     fn say_end_of_patience(&self, steps: u64) {
         let total = self.steps.total_steps();
         let Some(best) = self.best.as_ref().filter(|_| self.is_out_of_patience() && steps < total) else {
@@ -89,18 +92,18 @@ impl TrainLoop<'_> {
         }
     }
 
-    /// Gives the trainer the weights of the best evaluation, unless they are those of the last step; its figures. Where its
-    /// checkpoint is gone or damaged the weights stay as they are, with a warning.
+    /// Loads the weights of the best evaluation into the trainer, unless they are those of the last
+    /// step, and returns that evaluation. If their checkpoint is missing or damaged, it warns and
+    /// keeps the weights as they are.
     fn return_to_best(&mut self, done: &mut RunSummary) -> Result<Option<EvalReport>> {
         let best = self.best.as_ref().map(|best| best.report.clone());
         let Some(best) = best.filter(|best| best.step != done.steps) else { return Ok(None) };
         self.enter(Phase::Load)?;
         let back = (self.roll_back)(self.trainer, best.step..best.step + 1);
-        let back =
-            back.during(|| format!("cannot go back to the best weights, of checkpoint-{}", best.step))?;
+        let back = back.during(|| format!("cannot load the best weights from checkpoint-{}", best.step))?;
         if back.is_none() {
             self.warn([format!(
-                "checkpoint-{}, which has the best weights (held-out loss {:.4}), is gone or damaged: the last weights are left",
+                "checkpoint-{} with the best weights (held-out loss {:.4}) is missing or damaged: the last weights are kept",
                 best.step, best.eval_loss
             )]);
             done.lost_best = Some(best);

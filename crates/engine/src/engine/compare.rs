@@ -1,4 +1,5 @@
-//! How far two models that should compute the same are apart: the ground for a merge's certificate.
+//! Divergence between two models that should compute the same: the evidence for a merge's
+//! certificate.
 
 use candle_core::Tensor;
 use rayon::prelude::*;
@@ -9,21 +10,21 @@ use crate::error::{Error, Result};
 use crate::model::AdapterSwitch;
 use crate::ops::cross_entropy::IGNORE;
 
-/// Positions whose logits of both models are in memory at once.
+/// Number of positions whose logits of both models are in memory at once.
 const ROWS: usize = 64;
 
 /// Sums over the positions that were compared.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Comparison {
-    /// Rows of data.
+    /// Number of rows of data.
     pub rows: u64,
-    /// Positions: those with a target.
+    /// Number of positions with a target.
     pub tokens: u64,
     /// Σ KL(first ‖ second) of the next token's distributions, in nats.
     pub kl_sum: f64,
-    /// The largest of them.
+    /// The largest KL divergence of one position, in nats.
     pub max_kl: f64,
-    /// Positions where both hold the same token for the likeliest.
+    /// Number of positions at which both models have the same likeliest token.
     pub agreed: u64,
 }
 
@@ -40,10 +41,11 @@ impl Comparison {
 }
 
 impl Engine {
-    /// Compares the next-token distributions of this model with those of `other` at every target of `batches`.
+    /// Compares the next-token distributions of this model with those of `other` at every target of
+    /// `batches`.
     ///
     /// # Errors
-    /// There is no target; a divergence is not finite: one of the models has broken weights.
+    /// No row has a target, or a divergence is not finite: one of the models has broken weights.
     pub fn compare(&self, other: &Engine, batches: impl Iterator<Item = Batch>) -> Result<Comparison> {
         let mut sums = Comparison::default();
         for batch in batches {
@@ -98,7 +100,7 @@ impl Engine {
     }
 }
 
-/// KL(softmax(p) ‖ softmax(q)) in nats, in f64.
+/// Returns KL(softmax(p) ‖ softmax(q)) in nats, in f64.
 fn divergence(p: &[f32], q: &[f32]) -> f64 {
     let log_sum = |logits: &[f32]| {
         let max = logits.iter().fold(f32::NEG_INFINITY, |max, &l| max.max(l));
@@ -109,7 +111,7 @@ fn divergence(p: &[f32], q: &[f32]) -> f64 {
         let log_p = f64::from(p) - p_sum;
         log_p.exp() * (log_p - (f64::from(q) - q_sum))
     };
-    // Rounding may leave a hair below zero where both are equal.
+    // Rounding may give a tiny negative number if both are equal.
     p.iter().zip(q).map(term).sum::<f64>().max(0.0)
 }
 

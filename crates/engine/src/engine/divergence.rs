@@ -1,5 +1,5 @@
-//! Where numbers that are not finite come from: the first weight, output or gradient that holds one, the rank that has it,
-//! and what would help. All ranks look together and say the same.
+//! Search for the source of values that are not finite: the first weight, output or gradient that
+//! holds one, its rank, and a remedy. All ranks search together and report the same.
 
 use super::Engine;
 use crate::collective::Phase;
@@ -11,44 +11,44 @@ use crate::parallel::FiniteCheck;
 /// The first value that is not finite.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BadValue {
-    /// Where it is, with the rank where there are several: `the weight lm_head.weight on rank 1`.
+    /// Its location, with the rank if the run has several: `the weight lm_head.weight on rank 1`.
     pub place: String,
-    /// What holds it.
+    /// The kind of tensor that holds it.
     pub holder: BadValueHolder,
 }
 
-/// What holds a value that is not finite.
+/// The kind of tensor that holds a value that is not finite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BadValueHolder {
     /// A weight that does not train.
     FrozenWeight,
     /// A weight that trains.
     TrainedWeight,
-    /// An output on the micro-batch of this index among those looked at.
+    /// An output on the micro-batch of this index among those checked.
     Output(usize),
     /// A gradient of a parameter.
     Gradient,
-    /// Nothing that can be found any more: computed again it is finite.
+    /// No tensor: the value is finite when it is computed again.
     Nothing,
 }
 
-/// The sums of a step that are not finite.
+/// A step whose loss or gradient norm is not finite.
 pub(super) struct DivergedStep<'a> {
     pub(super) step: &'a Step,
-    /// Its number, counted from 1.
+    /// The step's number, counted from 1.
     pub(super) number: u64,
-    /// Over all ranks.
+    /// The loss over all ranks.
     pub(super) loss: f64,
     pub(super) grad_norm: f64,
     /// This rank's loss.
     pub(super) own_loss: f64,
-    /// The ranks whose gradients are not finite before they are summed, where all losses are finite.
+    /// The ranks whose gradients are not finite before they are summed, if all losses are finite.
     pub(super) bad_gradients: &'a [usize],
 }
 
 impl Engine {
-    /// The first place where micro-batches turn up a NaN or an infinity (a weight, a block's output, a gradient). All ranks
-    /// call it with the same batches and get the same answer.
+    /// Finds the first NaN or infinity that `batches` show in a weight, a block's output or a
+    /// gradient. All ranks call it with the same batches and get the same result.
     ///
     /// # Errors
     /// A forward failed; a peer failed.
@@ -71,12 +71,12 @@ impl Engine {
             }
         }
         let found = held(FiniteCheck::Gradients, BadValueHolder::Gradient)?;
-        let place = "no weight, output or gradient that is still there".to_owned();
+        let place = "no weight, recomputed output or gradient".to_owned();
         Ok(found.unwrap_or(BadValue { place, holder: BadValueHolder::Nothing }))
     }
 
-    /// The first layer, or the head, whose output for `batch` is not finite on this rank. It goes through all layers,
-    /// because the peers need this rank to gather each.
+    /// Returns the first layer, or the head, whose output for `batch` is not finite on this rank.
+    /// It computes all layers, because the peers need this rank to gather each.
     fn first_non_finite_output(&self, batch: &Batch) -> Result<Option<String>> {
         let layer = self.first_non_finite_layer(batch)?;
         let scores = self.score(batch, AdapterSwitch::On)?;
@@ -84,10 +84,11 @@ impl Engine {
         Ok(layer.map(|layer| format!("model.layers.{layer}")).or(head.then(|| "lm_head".to_owned())))
     }
 
-    /// The error for a step whose loss or gradient norm is not finite; nothing was updated in it. All ranks call it.
+    /// Returns the error for a step whose loss or gradient norm is not finite and that updated
+    /// nothing. All ranks call it.
     pub(super) fn diverged(&self, diverged: &DivergedStep<'_>) -> Result<Error> {
         let DivergedStep { step, number, loss, grad_norm, own_loss, bad_gradients } = diverged;
-        // Whole forwards follow, which no other pass through the gradient norm has.
+        // Whole forward passes follow, which the norm phase does not expect.
         self.store.mesh().world().enter(Phase::Evaluate)?;
         let bad = self.store.ranks_that(!own_loss.is_finite())?;
         let found = self.first_non_finite(&step.micro_batches)?;
@@ -104,11 +105,12 @@ impl Engine {
             .because(format!("loss {loss}, gradient norm {grad_norm}; the first bad value is in {place}"));
         let texts = [whose_loss(&bad, ranks), whose_gradients(bad_gradients, ranks)];
         error = texts.into_iter().flatten().fold(error, Error::because);
-        Ok(error.because("nothing was updated in this step").hint(hint(found.holder, *number)))
+        Ok(error.because("this step updated nothing").hint(hint(found.holder, *number)))
     }
 }
 
-/// Whose gradients are not finite, where that tells ranks apart.
+/// Returns a text that names the ranks whose gradients are not finite, unless all or none have
+/// such.
 fn whose_gradients(bad: &[usize], ranks: usize) -> Option<String> {
     match bad {
         _ if bad.is_empty() || bad.len() == ranks => None,
@@ -121,7 +123,7 @@ fn listed(ranks: &[usize]) -> String {
     ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Whose loss is not finite, where that tells ranks apart.
+/// Returns a text about the ranks whose loss is not finite, unless all ranks have such a loss.
 fn whose_loss(bad: &[usize], ranks: usize) -> Option<String> {
     match bad {
         _ if bad.len() == ranks => None,
@@ -131,22 +133,22 @@ fn whose_loss(bad: &[usize], ranks: usize) -> Option<String> {
     }
 }
 
-/// What would help in the step of this `number`.
+/// Returns a remedy for a step with this `number`.
 fn hint(holder: BadValueHolder, number: u64) -> &'static str {
     match holder {
         BadValueHolder::FrozenWeight => {
-            "training has not made it, and no setting of it helps: the weight came so with the model; check the files with \
-             `finetune inspect`, or fetch the model again"
+            "the model's files contain this value, and no training option changes that: check the files with \
+             `finetune inspect`, or download the model again"
         }
         BadValueHolder::TrainedWeight if number == 1 => {
-            "no step has changed it: the weight came so with the model; check the files with `finetune inspect`, or fetch \
-             the model again"
+            "the model's files contain this value, because no step has changed it yet: check the files with \
+             `finetune inspect`, or download the model again"
         }
         BadValueHolder::Nothing => {
-            "what was not finite is finite when it is computed again: look at the memory and the processor of the rank that \
-             is named, and go on with `--resume`"
+            "all values are finite when they are computed again: check the memory and the processor of the rank that the \
+             error names, and continue with `--resume`"
         }
-        _ => "lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`",
+        _ => "lower `optimizer.learning_rate`, or check the rows of this step with `finetune data`",
     }
 }
 

@@ -14,11 +14,12 @@ pub struct Evaluation {
     pub loss_sum: f64,
     /// Number of targets.
     pub tokens: u64,
-    /// Targets that had the largest logit.
+    /// Number of targets that had the largest logit.
     pub correct: u64,
-    /// Rows with at least one target.
+    /// Number of rows with at least one target.
     pub rows: u64,
-    /// Rows whose every target had the largest logit: greedy decoding would give exactly these tokens.
+    /// Rows in which every target had the largest logit: greedy decoding gives exactly these
+    /// tokens.
     pub exact: u64,
 }
 
@@ -42,11 +43,12 @@ impl Evaluation {
 }
 
 impl Engine {
-    /// Evaluates every batch; `seen` is called after each with the rows done so far, of all ranks. All ranks call it
-    /// with the same batches.
+    /// Evaluates every batch, one per data rank at a time. Calls `seen` after each such round with
+    /// the number of rows done so far. All ranks call it with the same batches.
     ///
     /// # Errors
-    /// [`ErrorCategory::Diverged`] when the loss of any rank is not finite: the same error on every rank. A peer failed.
+    /// [`ErrorCategory::Diverged`] if the loss of any rank is not finite: the same error on every
+    /// rank. A peer failed.
     pub fn evaluate(
         &self,
         batches: impl Iterator<Item = Batch>,
@@ -58,12 +60,13 @@ impl Engine {
         while let Some(first) = batches.next() {
             let round: Vec<Batch> =
                 std::iter::once(first).chain(batches.by_ref()).take(mesh.data_size()).collect();
-            // Each rank takes one of the round; where there is none left, one without targets.
+            // A rank without a batch computes one without targets, because all ranks gather weights
+            // together.
             match round.get(mesh.data_rank()) {
                 Some(mine) => self.add_scores(mine, &mut sums)?,
                 None => self.add_scores(&round[0].without_targets(), &mut sums)?,
             }
-            // Only together may the ranks look for the cause: that gathers weights again.
+            // All ranks search for the cause together, because that gathers weights again.
             if let Some(rank) = self.store.first_rank(!sums.loss_sum.is_finite())? {
                 return Err(self.evaluation_diverged(&round, rank, rows)?);
             }
@@ -73,7 +76,8 @@ impl Engine {
         self.over_ranks(sums)
     }
 
-    /// The error for a loss of `rank` that is not finite, in `round`, which comes after `done` rows.
+    /// Returns the error for a loss of `rank` that is not finite, in `round`, which comes after
+    /// `done` rows.
     fn evaluation_diverged(&self, round: &[Batch], rank: usize, done: u64) -> Result<Error> {
         let rows = |batches: &[Batch]| batches.iter().map(|batch| batch.rows as u64).sum::<u64>();
         let place = self.store.mesh().data_rank_of(rank);

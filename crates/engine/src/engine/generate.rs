@@ -1,5 +1,6 @@
-//! Generation with a key/value cache: the prompt in one pass, then one token at a time. Where the sequence's length
-//! changes the rotary frequencies (dynamic, longrope), the cached keys are of another rotation: all tokens pass again.
+//! Generation with a key/value cache: the prompt in one pass, then one token at a time. If the
+//! sequence's length changes the rotary frequencies (dynamic, longrope), the cached keys have
+//! another rotation, and all tokens pass again.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -13,13 +14,16 @@ use crate::runtime::machine::host_memory;
 use crate::units;
 
 impl Engine {
-    /// Continues `prompt` by at most `max_new_tokens`, each chosen by `sampler`; ends before a token of `stop`. Each
-    /// token is handed to `emit` as it is made; `emit` ends the generation by returning false.
+    /// Continues `prompt` by at most `max_new_tokens` tokens that `sampler` chooses; ends before a
+    /// token of `stop`. It passes each new token to `emit`, which ends the generation by returning
+    /// false.
     ///
-    /// A sampler holds its own generator, seeded when it is made: equal seeds choose equal tokens on every rank.
+    /// A sampler has its own generator, seeded at its creation: equal seeds choose equal tokens on
+    /// every rank.
     ///
     /// # Errors
-    /// The prompt is empty, the logits are not finite numbers, or `emit` fails.
+    /// The prompt is empty, the memory does not suffice for the cache, the logits are not finite
+    /// numbers, or `emit` fails.
     pub fn generate(
         &self,
         prompt: &[u32],
@@ -64,7 +68,7 @@ impl Engine {
         Ok(made)
     }
 
-    /// Whether there is memory for the keys and values of `capacity` tokens.
+    /// Checks that the memory suffices for the keys and values of `capacity` tokens.
     fn check_cache(&self, capacity: usize, dtype: DType) -> Result<()> {
         let token = self.config.num_layers() * 2 * self.config.heads.kv_width() * dtype.size_in_bytes();
         let needed = (capacity as u64).saturating_mul(token as u64);
@@ -72,17 +76,17 @@ impl Engine {
             Device::Cpu => host_memory().map(|memory| memory.limit),
             _ => free_bytes(&self.device),
         };
-        // Where nothing tells, more than can be addressed is too much.
+        // If the available memory is unknown, the address space is the limit.
         let there = there.unwrap_or(isize::MAX as u64);
         if needed <= there {
             return Ok(());
         }
         Err(Error::user(format!("cannot keep the keys and values of {capacity} tokens"))
-            .because(format!("they need {}; {} are there", units::bytes(needed), units::bytes(there)))
+            .because(format!("they need {}; {} available", units::bytes(needed), units::bytes(there)))
             .hint("give a smaller `--max-new-tokens`"))
     }
 
-    /// Logits after `ids`, which follow the `past` tokens in the caches.
+    /// Returns the logits after `ids`, which follow the `past` tokens in the caches.
     fn next_logits(&self, ids: &[u32], past: usize, caches: &mut [BlockCache]) -> Result<Vec<f32>> {
         let spans = [Span { q_start: 0, q_len: ids.len(), k_start: 0, k_len: past + ids.len() }];
         let tables = self.tables.of_spans(&self.config.ropes, &spans)?;
@@ -115,7 +119,7 @@ mod tests {
         LogitsProcessor::from_sampling(seed, sampling)
     }
 
-    /// `count` tokens chosen after [`LOGITS`].
+    /// Returns `count` tokens chosen from [`LOGITS`].
     fn chosen(mut sampler: LogitsProcessor, count: usize) -> Result<Vec<u32>> {
         (0..count).map(|_| sampler.choose(LOGITS.to_vec(), &[])).collect()
     }

@@ -1,10 +1,14 @@
-//! The walk over the segments: training steps, evaluation, generation. Written once for every strategy.
+//! The pass over a model's segments for training, evaluation and generation, the same for every
+//! strategy.
 //!
-//! Invariants, held by tests:
-//! - Every recompute choice and every split of a batch into micro-batches gives the same loss and gradients.
-//! - What is kept for backward is a block's full [`BlockSaved`], or under recompute its input alone.
+//! Invariants, checked by tests:
+//! - Every recompute choice and every split of a batch into micro-batches gives the same loss and
+//!   gradients.
+//! - Forward keeps a block's full [`BlockSaved`](model::BlockSaved) for backward, or under
+//!   recompute only its input.
 //! - Dropout is keyed by (seed, step, layer, index of the token in the global batch).
-//! - The loss is an [`Objective`]: summed, then divided once by what it counts, the step's number of targets.
+//! - The loss is an [`Objective`]: a sum, divided once by its denominator, by default the step's
+//!   number of targets.
 //! - No update happens when the loss or the gradient norm is not finite.
 
 mod best_weights;
@@ -47,33 +51,33 @@ use crate::parallel::ParamStore;
 use crate::recipe::enums::{Attention, Recompute};
 use crate::runtime::trace::{SpanInfo, SpanKind};
 
-/// A model whose weights are somewhere, ready to compute.
+/// A model and the store that holds its (possibly sharded) parameters.
 #[derive(Debug)]
 pub struct Engine {
     /// The shape of the model.
     pub config: ModelConfig,
-    /// The model's weights, wherever they are.
+    /// The model's parameters, whole or sharded.
     pub store: ParamStore,
     /// Flash or eager attention.
     pub attention: Attention,
-    /// Where activations live.
+    /// The device of activations.
     pub device: Device,
-    /// The angles of the model's ropes, as far as sequences have come.
+    /// The angles of the model's ropes, up to the longest sequence so far.
     pub tables: RotaryTables,
 }
 
-/// How a micro-batch is computed.
+/// Options of the computation of a micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub struct MicroStep<'a> {
-    /// What is minimized.
+    /// The loss to minimize.
     pub objective: &'a dyn Objective,
-    /// Gradients are those of the loss times this: one over the step's targets.
+    /// Factor of the loss before its gradient: one over the step's denominator.
     pub scale: f64,
-    /// What forward keeps for backward (gradient checkpointing).
+    /// The activations that forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
-    /// Keys of dropout; none: nothing is dropped.
+    /// Keys of dropout; `None` disables dropout.
     pub dropout: Option<DropoutContext>,
-    /// The rank's last one of the step: sums that wait for it are due.
+    /// True for the rank's last micro-batch of a step: reductions that wait for it start.
     pub last: bool,
 }
 
@@ -84,7 +88,7 @@ struct BatchLayout {
     tables: Vec<RotaryTable>,
 }
 
-/// A part of the model as a trace shows it.
+/// Returns the trace span of a part of the model.
 fn segment(pass: &'static str, what: &'static str, index: usize) -> SpanInfo {
     SpanInfo::new(SpanKind::Segment, pass).detail(what).index(index)
 }
@@ -108,10 +112,11 @@ impl Engine {
         }
     }
 
-    /// The hidden states after the last block: `[N, D]`, in the dtype of activations.
+    /// Returns the hidden states after the last block: `[N, D]`, in the dtype of activations.
     ///
     /// # Errors
-    /// The adapter is off and the weights below it are not the base's own; a tensor operation failed; a peer failed.
+    /// The adapter is off and the weights below it are not those of the base; a tensor operation
+    /// failed; a peer failed.
     pub fn hidden(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Tensor> {
         self.check_switch(adapter)?;
         let layout = self.layout(batch)?;
@@ -124,7 +129,7 @@ impl Engine {
         Ok(x)
     }
 
-    /// Without its adapter the model must be the base.
+    /// Checks that the model without its adapter is the base.
     fn check_switch(&self, adapter: AdapterSwitch) -> Result<()> {
         match self.store.base_change().filter(|_| adapter == AdapterSwitch::Off) {
             None => Ok(()),
@@ -134,12 +139,12 @@ impl Engine {
         }
     }
 
-    /// The block that comes after `layer` in forward.
+    /// Returns the block that comes after `layer` in forward.
     fn after(&self, layer: usize) -> Option<usize> {
         Some(layer + 1).filter(|next| *next < self.config.num_layers())
     }
 
-    /// The logits of every position: `[N, V]` f32.
+    /// Returns the logits of every position: `[N, V]` f32.
     ///
     /// # Errors
     /// Those of [`Engine::hidden`].
@@ -148,7 +153,7 @@ impl Engine {
         self.store.head()?.logits(&self.config, &hidden, adapter)
     }
 
-    /// Loss and hit of every position with a target, in order.
+    /// Returns the loss and hit of every position with a target, in order.
     ///
     /// # Errors
     /// Those of [`Engine::hidden`].
@@ -157,8 +162,8 @@ impl Engine {
         self.store.head()?.score(&self.config, &hidden, &batch.targets, adapter)
     }
 
-    /// Forward and backward of one micro-batch: returns the summed loss and the objective's metrics, hands in the
-    /// gradients of `loss · scale`.
+    /// Computes forward and backward of one micro-batch. Returns the summed loss and the
+    /// objective's metrics, and adds the gradients of `loss · scale` to the store.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
@@ -175,8 +180,8 @@ impl Engine {
         Ok(sums)
     }
 
-    /// The first layer whose output for `batch` is not finite on this rank. It goes through all layers, because the
-    /// peers need this rank to gather each.
+    /// Returns the first layer whose output for `batch` is not finite on this rank. It computes all
+    /// layers, because the peers need this rank to gather each.
     fn first_non_finite_layer(&self, batch: &Batch) -> Result<Option<usize>> {
         let layout = self.layout(batch)?;
         let context = self.context(&layout, None);

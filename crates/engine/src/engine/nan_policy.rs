@@ -1,27 +1,29 @@
-//! Steps that diverge, whose loss or gradient norm is NaN or infinite: what a run does about them, and when it has been
-//! enough. None of them updates anything. All ranks see the same numbers, and so count and decide alike.
+//! Policy for steps that diverge, whose loss or gradient norm is NaN or infinite: the action of a
+//! run, and its limit. Such a step updates nothing. All ranks see the same numbers, so they count
+//! and decide alike.
 //!
-//! A step that is skipped counts like any other in the schedule, in the data and in the optimizer's number of updates, so
-//! that a checkpoint after it is like any other too. A roll-back is the same after the values of the checkpoint were put
-//! back: training is repeatable to the bit, and the rows that led there would lead there again.
+//! A skipped step counts like any other in the schedule, in the data and in the optimizer's number
+//! of updates. So a checkpoint after it is like any other. A rollback restores the values of a
+//! checkpoint and skips the steps since. Training is repeatable to the bit, so the same rows would
+//! diverge again.
 
 use crate::error::{Error, Result};
 use crate::recipe::enums::OnNan;
 
-/// What a run does about steps that diverge.
+/// Policy of a run for steps that diverge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NanPolicy {
-    /// What happens at one.
+    /// Action after such a step.
     pub on_nan: OnNan,
-    /// How often in a row that may be.
+    /// Maximum number of skipped steps in a row, or of rollbacks to one checkpoint.
     pub limit: u64,
 }
 
-/// The steps of a run that diverged in a row.
+/// Counter of the steps of a run that diverged in a row.
 pub(super) struct DivergedSteps {
     policy: NanPolicy,
     in_a_row: u64,
-    /// A step since the last one has not diverged.
+    /// True if a step since the last divergence did not diverge.
     moved: bool,
 }
 
@@ -30,7 +32,7 @@ impl DivergedSteps {
         DivergedSteps { policy, in_a_row: 0, moved: false }
     }
 
-    /// An update was made.
+    /// Records an update.
     pub(super) fn updated(&mut self) {
         self.moved = true;
         if self.policy.on_nan == OnNan::Skip {
@@ -38,28 +40,28 @@ impl DivergedSteps {
         }
     }
 
-    /// A checkpoint was begun: roll-backs go to it from now on.
+    /// Records the start of a checkpoint, to which later rollbacks go.
     pub(super) fn saved(&mut self) {
         if self.moved {
             self.in_a_row = 0;
         }
     }
 
-    /// Counts a step that ended in `diverged`; how often it has been in a row, in words.
+    /// Counts a step that ended in `diverged`, and returns the count in a row as text.
     ///
     /// # Errors
-    /// That of the step, where the run ends at one or has reached its limit.
+    /// The step's error, if the policy is to stop or the limit is reached.
     pub(super) fn count(&mut self, diverged: &Error) -> Result<String> {
         let NanPolicy { on_nan, limit } = self.policy;
         let times = match (on_nan, limit) {
             (OnNan::Stop, _) => return Err(diverged.clone()),
-            (OnNan::Skip, 1) => "step was skipped",
-            (OnNan::Skip, _) => "steps in a row were skipped",
-            (OnNan::Rollback, 1) => "time the run went back to this checkpoint",
-            (OnNan::Rollback, _) => "times the run went back to this checkpoint",
+            (OnNan::Skip, 1) => "skipped step",
+            (OnNan::Skip, _) => "skipped steps in a row",
+            (OnNan::Rollback, 1) => "rollback to this checkpoint",
+            (OnNan::Rollback, _) => "rollbacks to this checkpoint",
         };
         if self.in_a_row >= limit {
-            let before = format!("before it {limit} {times}: `train.nan_limit` is {limit}");
+            let before = format!("{limit} {times} before this step: `train.nan_limit` is {limit}");
             return Err(diverged.clone().because(before));
         }
         self.in_a_row += 1;
@@ -84,7 +86,7 @@ mod tests {
             steps.saved();
             assert!(steps.count(&error).is_ok());
             let ended = steps.count(&error).expect_err("the limit");
-            assert!(ended.causes()[0].contains("2 steps in a row were skipped"), "{ended}");
+            assert!(ended.causes()[0].contains("2 skipped steps in a row"), "{ended}");
             steps.updated();
         }
     }
@@ -94,7 +96,7 @@ mod tests {
         let (mut steps, error) = (steps(OnNan::Rollback), Error::internal("diverged"));
         for _ in 0..3 {
             assert!(steps.count(&error).is_ok());
-            // What is saved at once is where the run went back to.
+            // A checkpoint saved before an update is no progress.
             steps.saved();
             steps.updated();
             assert!(steps.count(&error).is_ok());

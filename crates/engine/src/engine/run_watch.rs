@@ -1,6 +1,6 @@
-//! What in the numbers of a run deserves a word although it goes on: a loss far above those before, a gradient that is
-//! zero, trainable tensors that no gradient reaches, a rank that the others wait for. It only looks: no number of the run
-//! depends on it.
+//! Checks of the numbers of a run: a loss far above those before, a zero gradient, trainable
+//! tensors that no gradient reaches, a slow rank, a rising held-out loss. They only warn; a dead
+//! model alone ends the run. No number of the run depends on them.
 
 use std::collections::VecDeque;
 
@@ -11,40 +11,41 @@ use crate::report::alerts::rules::{LossSpikes, StillGradients};
 use crate::report::{EvalReport, StepReport};
 use crate::units;
 
-/// Steps after which every tensor that trains must have had a gradient. The first of a warm-up has learning rate 0, and
-/// the A of LoRA has a gradient only after its B has moved.
+/// Number of updates after which every trainable tensor must have had a gradient. The first step of
+/// a warm-up has learning rate 0, and the A of LoRA has a gradient only after its B has moved.
 const REACHED_AFTER: u64 = 10;
-/// Of a shorter run, the steps that it must have.
+/// Minimum number of updates of a shorter run for the same check.
 const REACHED_AT_END: u64 = 5;
-/// Steps in a row of the same loss, without a gradient, after which a model is dead.
+/// Consecutive steps with the same loss and no gradient after which a model is dead.
 const DEAD_STEPS: u64 = 10;
-/// Evaluations in a row whose held-out loss is above that of the one before, after which a warning is printed.
+/// Consecutive rises of the held-out loss after which a warning is printed.
 const RISING_EVALUATIONS: u64 = 3;
-/// Tensors that are named.
+/// Maximum number of tensors that a warning names.
 const NAMED: usize = 3;
-/// Steps that ranks are compared over, and in how many of them one must have been slow. A rank that slows down is so named
-/// after 12 steps, or 16 from the start, and one long row, or a machine that does something else for a moment, is not.
+/// Number of steps over which ranks are compared, and the number of them in which a slow rank must
+/// be slow. A rank that slows down is named after 12 steps, or 16 from the start. One long row or a
+/// short load on a machine does not trigger it.
 const RANK_STEPS: (usize, usize) = (16, 12);
-/// A rank is slow that computes longer than the median of the others by this part. Even ranks differ by some hundredths;
-/// the loss of a seventh of all other ranks' time is worth a look.
+/// Fraction by which a slow rank computes longer than the median of the others. Even ranks differ
+/// by a few hundredths; at this fraction all other ranks waste a seventh of their time.
 const SLOW_RANK: f64 = 0.15;
-/// A slow rank costs at least so many seconds a step: steps of a few milliseconds differ by what the system does.
+/// Minimum extra seconds a step of a slow rank: system noise dominates steps of a few milliseconds.
 const LEAST_SLOW_SECS: f64 = 0.005;
 
-/// What a run has shown so far.
+/// The state of all checks of a run.
 pub(super) struct RunWatch {
     spikes: LossSpikes,
     still: StillGradients,
-    /// Steps that had an update.
+    /// Number of steps that updated weights.
     updates: u64,
-    /// Trainable tensors whose gradients were all zero so far, alike on all ranks.
+    /// Trainable tensors whose gradients were all zero so far; the same on all ranks.
     unreached: Vec<EntryIndex>,
     ranks: RankWatch,
     dead: DeadSteps,
     held_out: HeldOutLosses,
 }
 
-/// The last steps, as far as nothing moved in them.
+/// Counter of the last steps in which nothing changed.
 #[derive(Default)]
 struct DeadSteps {
     loss: Option<f64>,
@@ -52,7 +53,7 @@ struct DeadSteps {
 }
 
 impl DeadSteps {
-    /// Counts a step; the error of a run that goes nowhere.
+    /// Counts a step, and returns an error if the model is dead.
     fn check(&mut self, step: u64, loss: f64, grad_norm: f64) -> Result<()> {
         let is_same = self.loss.is_none_or(|before| before.to_bits() == loss.to_bits());
         self.in_a_row = match (grad_norm == 0.0, is_same) {
@@ -68,9 +69,9 @@ impl DeadSteps {
             ErrorCategory::Diverged,
             format!("the model is dead at step {step}: it learns nothing"),
         )
-        .because(format!("the loss was {loss} to the last bit and the gradient norm 0 in {DEAD_STEPS} steps"))
+        .because(format!("the loss was exactly {loss} and the gradient norm 0 in the last {DEAD_STEPS} steps"))
         .hint(
-            "look at the trained tokens with `finetune data`, at the weights with `finetune inspect`, and at \
+            "check the trained tokens with `finetune data`, the weights with `finetune inspect`, and the values of \
                  `adapter.lora_alpha` and `optimizer.learning_rate`",
         ))
     }
@@ -84,30 +85,30 @@ struct HeldOutLosses {
 }
 
 impl HeldOutLosses {
-    /// The warning after the evaluation that follows step `step`, if there is one.
+    /// Returns the warning after the evaluation of step `step`, if any.
     fn after(&mut self, step: u64, loss: f64) -> Option<String> {
         let rises = self.last.replace(loss).is_some_and(|before| loss > before);
         self.rises = if rises { self.rises + 1 } else { 0 };
         (self.rises == RISING_EVALUATIONS).then(|| {
             format!(
                 "step {step}: the held-out loss has risen {RISING_EVALUATIONS} evaluations in a row, to {loss:.4}: the model \
-                 learns its rows by heart; train for fewer steps, lower `optimizer.learning_rate`, or add rows"
+                 overfits; train for fewer steps, lower `optimizer.learning_rate`, or add rows"
             )
         })
     }
 }
 
-/// Which rank the others wait for.
+/// Search for a rank that the others wait for.
 #[derive(Default)]
 struct RankWatch {
-    /// Each rank's seconds of the last steps.
+    /// Compute seconds of each rank in the last steps.
     recent: VecDeque<Vec<f64>>,
-    /// The rank that was named last.
+    /// The rank named last.
     named: Option<usize>,
 }
 
 impl RankWatch {
-    /// What there is to say after a step in which each rank computed for `secs`.
+    /// Returns the warning after a step in which each rank computed for `secs`, if any.
     fn after_step(&mut self, step: u64, secs: &[f64]) -> Option<String> {
         let (window, least) = RANK_STEPS;
         if secs.len() < 2 {
@@ -132,14 +133,14 @@ impl RankWatch {
         let others = median(self.recent.iter().map(|secs| median_of_others(secs, rank))).unwrap_or_default();
         Some(format!(
             "step {step}: rank {rank} is the slowest, and the others wait for it: it computes for {own:.3} s a step, {:.0} % \
-             longer than the median of the others ({others:.3} s), in {times} of the last {window} steps; look at its machine: \
-             other work, heat, a slower device, fewer threads",
+             longer than the median of the others ({others:.3} s), in {times} of the last {window} steps; check its machine \
+             for other work, heat, a slower device or fewer threads",
             100.0 * (own - others) / others.max(LEAST_SLOW_SECS)
         ))
     }
 }
 
-/// The rank that computed much longer than the others, if there is one.
+/// Returns the rank that computed much longer than the others, if any.
 fn slow_rank(secs: &[f64]) -> Option<usize> {
     let rank = (0..secs.len()).max_by(|a, b| secs[*a].total_cmp(&secs[*b]))?;
     let others = median_of_others(secs, rank);
@@ -152,25 +153,26 @@ fn median_of_others(secs: &[f64], rank: usize) -> f64 {
 }
 
 impl RunWatch {
-    /// At the beginning of a run whose trainable tensors are `entries`.
+    /// Creates the checks of a run whose trainable tensors are `entries`.
     pub(super) fn new(entries: Vec<EntryIndex>) -> Self {
         let (spikes, still, ranks) = (LossSpikes::default(), StillGradients::default(), RankWatch::default());
         let (dead, held_out) = (DeadSteps::default(), HeldOutLosses::default());
         RunWatch { spikes, still, updates: 0, unreached: entries, ranks, dead, held_out }
     }
 
-    /// The tensors whose gradients are to be looked at after a step.
+    /// Returns the tensors whose gradients are checked after a step.
     pub(super) fn unreached(&self) -> &[EntryIndex] {
         &self.unreached
     }
 
-    /// Leaves out the tensors that are `reached`, one answer for each of [`RunWatch::unreached`].
+    /// Removes the tensors that had a gradient; `reached` has a flag for each of
+    /// [`RunWatch::unreached`].
     pub(super) fn reach(&mut self, reached: &[bool]) {
         let mut reached = reached.iter();
         self.unreached.retain(|_| !reached.next().copied().unwrap_or(true));
     }
 
-    /// What there is to say after a step that updated something.
+    /// Returns the warnings after a step that updated weights.
     pub(super) fn after_step(&mut self, report: &StepReport, store: &ParamStore) -> Vec<String> {
         self.updates += 1;
         let unreached = (self.updates == REACHED_AFTER).then(|| self.say_unreached(store)).flatten();
@@ -179,7 +181,8 @@ impl RunWatch {
         found.into_iter().flatten().map(|found| found.message).chain(unreached).chain(slow).collect()
     }
 
-    /// Ends a run whose model cannot learn, after a step that updated something. All ranks see the same numbers.
+    /// Ends a run whose model cannot learn, after a step that updated weights. All ranks see the
+    /// same numbers.
     ///
     /// # Errors
     /// The loss was the same to the bit and the gradient norm 0 in the last steps.
@@ -187,21 +190,21 @@ impl RunWatch {
         self.dead.check(report.step, report.loss, report.grad_norm)
     }
 
-    /// The warning after an evaluation of the held-out rows, if there is one.
+    /// Returns the warning after an evaluation of the held-out rows, if any.
     pub(super) fn after_evaluation(&mut self, report: &EvalReport) -> Option<String> {
         self.held_out.after(report.step, report.eval_loss)
     }
 
-    /// What there is to say at the end of a run, of what was not said before.
+    /// Returns the warning at the end of a run that is too short for the one after `REACHED_AFTER`.
     pub(super) fn at_end(&mut self, store: &ParamStore) -> Option<String> {
         let judged = (REACHED_AT_END..REACHED_AFTER).contains(&self.updates);
         judged.then(|| self.say_unreached(store)).flatten()
     }
 
-    /// Names the tensors that no gradient has reached, once.
+    /// Returns a warning that names the tensors without a gradient so far, once.
     fn say_unreached(&mut self, store: &ParamStore) -> Option<String> {
         let (all, found) = (store.trainable_entries().len(), std::mem::take(&mut self.unreached));
-        // Where none has, the norm is 0, which is said.
+        // If no tensor has a gradient, the norm is 0, and `StillGradients` warns.
         if found.is_empty() || found.len() == all {
             return None;
         }
@@ -221,7 +224,7 @@ impl RunWatch {
 mod tests {
     use super::*;
 
-    /// What is said of ranks that compute for `secs(step)`, over 100 steps.
+    /// Returns the warnings about ranks that compute for `secs(step)`, over 100 steps.
     fn slow_ranks(secs: impl Fn(u64) -> Vec<f64>) -> Vec<String> {
         let mut watch = RankWatch::default();
         (1..=100).filter_map(|step| watch.after_step(step, &secs(step))).collect()
@@ -256,7 +259,7 @@ mod tests {
         assert_eq!(said, [4, 12]);
     }
 
-    /// Between -1 and 1, without an order.
+    /// Returns a pseudo-random number between -1 and 1.
     fn noise(step: u64, rank: u64) -> f64 {
         ((step * 8 + rank) as f64 * 12.9898).sin()
     }
@@ -271,12 +274,12 @@ mod tests {
             said[0].starts_with("step 16: rank 2 is the slowest, and the others wait for it"),
             "{said:?}"
         );
-        // From step 51 on; of two ranks the other is the median.
+        // Rank 0 is slow from step 51 on; of two ranks the other is the median.
         let later = |step| vec![even(step, 0) * if step > 50 { 2.0 } else { 1.0 }, even(step, 1)];
         let said = slow_ranks(later);
         assert_eq!(said.len(), 1, "{said:?}");
         assert!(said[0].starts_with("step 62: rank 0 is the slowest"), "{said:?}");
-        // Another one takes its place.
+        // Another rank becomes the slow one.
         let first = |step, rank: u64| even(step, rank) * if (step > 50) == (rank == 1) { 2.0 } else { 1.0 };
         let said = slow_ranks(|step| vec![first(step, 0), first(step, 1), even(step, 2)]);
         assert_eq!(said.len(), 2, "{said:?}");
@@ -288,7 +291,8 @@ mod tests {
             slow_ranks(|step| (0..4).map(|rank| 0.1 * (1.0 + 0.1 * noise(step, rank))).collect()),
             [""; 0]
         );
-        // Now and then one has a long row, or takes turns with others; short steps differ by what the system does.
+        // A rank may have a long row now and then, or ranks take turns; short steps differ by
+        // noise.
         assert_eq!(slow_ranks(|step| vec![0.1, if step % 2 == 0 { 0.3 } else { 0.1 }]), [""; 0]);
         assert_eq!(
             slow_ranks(|step| (0..3).map(|rank| if step % 3 == rank { 0.3 } else { 0.1 }).collect()),

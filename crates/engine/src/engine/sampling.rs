@@ -1,7 +1,9 @@
-//! The choice of the next token from logits, as transformers 5.24 defines it (`generation/logits_process.py`).
+//! Choice of the next token from logits, as transformers 5.24 defines it
+//! (`generation/logits_process.py`).
 //!
-//! The order is that of `GenerationMixin._get_logits_processor` in transformers' `generation/utils.py`: repetition penalty,
-//! temperature, top-k, top-p, min-p. A greedy choice takes the repetition penalty alone.
+//! The order is that of `GenerationMixin._get_logits_processor` in transformers'
+//! `generation/utils.py`: repetition penalty, temperature, top-k, top-p, min-p. A greedy choice
+//! applies only the repetition penalty.
 
 use candle_core::{Device, Tensor};
 pub use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -9,12 +11,13 @@ pub use candle_transformers::generation::{LogitsProcessor, Sampling};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::rng::splitmix64;
 
-/// Temperatures below this one choose the likeliest token, as [`LogitsProcessor::new`] does.
+/// Temperatures below this value choose the likeliest token, as [`LogitsProcessor::new`] does.
 const GREEDY_BELOW: f64 = 1e-7;
 
 /// A source of next tokens for [`Engine::generate`](super::Engine::generate).
 pub trait NextToken {
-    /// Chooses a token from `logits`, one for each token of the vocabulary; `context` holds the tokens so far.
+    /// Chooses a token from `logits`, one for each token of the vocabulary; `context` has the
+    /// tokens so far.
     ///
     /// # Errors
     /// The logits are not finite numbers.
@@ -39,7 +42,8 @@ pub struct SamplingOptions {
     pub top_p: f64,
     /// Keep tokens of at least this share of the likeliest token's probability, 0 to 1.
     pub min_p: f64,
-    /// The divisor of positive logits of tokens in the context, and factor of negative ones; above 0.
+    /// The divisor of positive logits of tokens in the context, and the factor of negative ones;
+    /// above 0.
     pub repetition_penalty: f64,
 }
 
@@ -50,7 +54,7 @@ impl Default for SamplingOptions {
 }
 
 impl SamplingOptions {
-    /// Returns whether the likeliest token is always chosen.
+    /// Returns whether the sampler always chooses the likeliest token.
     pub fn is_greedy(&self) -> bool {
         self.temperature < GREEDY_BELOW
     }
@@ -83,10 +87,11 @@ impl SamplingOptions {
         logits.iter_mut().filter(|logit| **logit < smallest).for_each(|logit| *logit = f32::NEG_INFINITY);
     }
 
-    /// Sets the probabilities that top-p and min-p leave out to 0 (`TopPLogitsWarper`, `MinPLogitsWarper`).
+    /// Sets the probabilities that top-p and min-p leave out to 0 (`TopPLogitsWarper`,
+    /// `MinPLogitsWarper`).
     fn truncate(&self, probabilities: &mut [f32]) {
         if self.top_p < 1.0 {
-            // The smallest accepted shares are 0 in f32, which would keep no token.
+            // The smallest accepted values of top-p are 0 in f32, which would keep no token.
             let top_p = self.top_p.max(f64::from(f32::MIN_POSITIVE)) as f32;
             let mut order: Vec<usize> = (0..probabilities.len()).collect();
             order.sort_by(|&a, &b| probabilities[b].total_cmp(&probabilities[a]));
@@ -107,7 +112,7 @@ impl SamplingOptions {
     }
 }
 
-/// A choice by [`SamplingOptions`], with the random numbers of one answer.
+/// A sampler by [`SamplingOptions`], with the random numbers of one answer.
 ///
 /// Equal options, seeds and logits choose equal tokens on every rank.
 pub struct TokenSampler {
@@ -116,7 +121,7 @@ pub struct TokenSampler {
 }
 
 impl TokenSampler {
-    /// A sampler whose random numbers depend on `seed` alone.
+    /// Creates a sampler whose random numbers depend only on `seed`.
     pub fn new(options: SamplingOptions, seed: u64) -> Self {
         let sampling = match options.temperature {
             _ if options.is_greedy() => Sampling::ArgMax,
@@ -125,8 +130,8 @@ impl TokenSampler {
         TokenSampler { options, processor: LogitsProcessor::from_sampling(seed, sampling) }
     }
 
-    /// The sampler of answer number `sample`, counted from 0. Its random numbers depend on `seed` and `sample` alone: the
-    /// first answer is the one that [`TokenSampler::new`] gives.
+    /// Creates the sampler of answer `sample`, counted from 0. Its random numbers depend only on
+    /// `seed` and `sample`: the first answer equals that of [`TokenSampler::new`].
     pub fn of_sample(options: SamplingOptions, seed: u64, sample: usize) -> Self {
         let seed = if sample == 0 { seed } else { splitmix64(splitmix64(seed).wrapping_add(sample as u64)) };
         Self::new(options, seed)
@@ -152,7 +157,7 @@ fn on_cpu(logits: Vec<f32>) -> Result<Tensor> {
 
 fn check_finite(logits: &[f32]) -> Result<()> {
     if logits.iter().any(|&logit| logit.is_nan() || logit == f32::INFINITY) {
-        return Err(Error::new(ErrorCategory::Diverged, "the model's logits are not numbers")
+        return Err(Error::new(ErrorCategory::Diverged, "the model's logits are NaN or infinite")
             .hint("check the weights with `finetune inspect`"));
     }
     Ok(())
@@ -165,7 +170,7 @@ mod tests {
     const LOGITS: [f32; 6] = [2.0, 1.5, 1.5, 0.5, -1.0, -3.0];
     const CONTEXT: [u32; 5] = [0, 4, 4, 0, 9];
 
-    /// The probabilities that `options` leave, normalized.
+    /// Returns the probabilities that `options` leave, normalized.
     fn probabilities(options: &SamplingOptions) -> Vec<f32> {
         let mut logits = LOGITS.to_vec();
         options.penalize(&mut logits, &CONTEXT);
@@ -181,13 +186,16 @@ mod tests {
         shares.iter().map(|share| share / kept).collect()
     }
 
-    /// The numbers are those of this numpy script, which follows `logits_process.py` of transformers 5.24 in its order:
+    /// The expected numbers come from this numpy script, which follows `logits_process.py` of
+    /// transformers 5.24 in its order:
     ///
     /// ```text
-    /// x = logits; x[ids] = where(x[ids] < 0, x[ids] * penalty, x[ids] / penalty)   # ids: the set of the context
+    /// x = logits; x[ids] = where(x[ids] < 0, x[ids] * penalty, x[ids] / penalty)
+    /// # above: ids is the set of the context
     /// x = x / temperature
     /// x = where(x < sort(x)[-top_k], -inf, x)
-    /// o = argsort(x); drop = cumsum(softmax(x[o])) <= 1 - top_p; drop[-1] = False; x[o[drop]] = -inf
+    /// o = argsort(x); drop = cumsum(softmax(x[o])) <= 1 - top_p
+    /// drop[-1] = False; x[o[drop]] = -inf
     /// s = softmax(x); x = where(s < min_p * max(s), -inf, x)
     /// softmax(x)
     /// ```
@@ -264,13 +272,14 @@ mod tests {
         assert_eq!(plain.choose(LOGITS.to_vec(), &CONTEXT)?, 0);
         let penalized = SamplingOptions { repetition_penalty: 2.0, ..SamplingOptions::default() };
         assert_eq!(TokenSampler::new(penalized.clone(), 0).choose(LOGITS.to_vec(), &CONTEXT)?, 1);
-        // An overflow of a logit is no infinity, which would make all probabilities NaN.
+        // A logit that overflows must not be an infinity, which would make all probabilities NaN.
         let tiny = SamplingOptions { repetition_penalty: 1e-38, temperature: 1.0, ..penalized };
         assert_eq!(TokenSampler::new(tiny, 0).choose(vec![1e5, 1.0], &[0])?, 0);
         Ok(())
     }
 
-    /// Without the options that it lacks, the tokens are those of candle's sampler, whose seeds users have written down.
+    /// With only the options of candle's sampler, the tokens equal its tokens, whose seeds users
+    /// have recorded.
     #[test]
     fn temperature_and_top_p_choose_as_candles_sampler() -> Result<()> {
         for (temperature, top_p) in [(0.0, 1.0), (1e-8, 0.5), (0.7, 1.0), (1.3, 0.6), (1.0, 1e-60)] {

@@ -1,27 +1,27 @@
-//! The moments at which a run saves a checkpoint.
+//! The times at which a run saves a checkpoint.
 
 use std::time::Duration;
 
 use crate::recipe::StepInterval;
 use crate::runtime::clock;
 
-/// The moments of a run's checkpoints: steps, which all ranks count alike, and for "auto" the time since the last one, which
-/// the first rank measures for all.
+/// The save schedule of a run: steps, which all ranks count alike. For "auto" the first rank also
+/// measures the time since the last checkpoint for all ranks.
 pub(super) struct SaveSchedule {
     save: StepInterval,
-    /// The moment of the last checkpoint, or of the run's begin, on this rank's clock.
+    /// The time of the last checkpoint, or of the start of the run, on this rank's clock.
     last: Duration,
     /// The step of the last checkpoint.
     step: Option<u64>,
 }
 
 impl SaveSchedule {
-    /// The schedule at the begin of a run.
+    /// Returns the schedule at the start of a run.
     pub(super) fn new(save: StepInterval) -> Self {
         SaveSchedule { save, last: clock::now(), step: None }
     }
 
-    /// Notes that a checkpoint of step `step` was begun.
+    /// Records that the save of a checkpoint of step `step` has started.
     pub(super) fn saved(&mut self, step: u64) {
         self.last = clock::now();
         self.step = Some(step);
@@ -32,12 +32,13 @@ impl SaveSchedule {
         self.step == Some(step)
     }
 
-    /// Returns whether so much time has passed on this rank since the last checkpoint that another one is due.
+    /// Returns whether another checkpoint is due by the time since the last one on this rank.
     pub(super) fn is_late(&self) -> bool {
         self.save == StepInterval::Auto && clock::since(self.last) >= Duration::from_secs(StepInterval::SECS)
     }
 
-    /// Returns whether a checkpoint is due after step `step`, which ends an epoch or not.
+    /// Returns whether a checkpoint is due after step `step`; `ends_epoch`: the step is the last of
+    /// its epoch.
     pub(super) fn is_due(&self, step: u64, ends_epoch: bool) -> bool {
         self.save.is_due(step, ends_epoch)
     }

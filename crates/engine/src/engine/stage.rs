@@ -1,8 +1,8 @@
-//! Forward and backward of a stage: a run of blocks, with or without the embedding before and the
+//! Forward and backward of a stage: a range of blocks, with or without the embedding before and the
 //! head behind them.
 //!
 //! A whole model is one stage, and a micro-step is its forward and its backward. A pipeline gives
-//! each rank another stage: hidden states go on to the next one, and their gradient comes back.
+//! each rank another stage: hidden states go to the next stage, and their gradient comes back.
 
 use std::ops::Range;
 
@@ -21,10 +21,10 @@ use crate::runtime::device;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::{self, ReleaseSpan, span};
 
-/// A run of a model's segments that one rank computes.
+/// A contiguous range of a model's segments that one rank computes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage {
-    /// Layers of the blocks.
+    /// Indices of the stage's blocks.
     pub blocks: Range<usize>,
     /// True if the stage begins with the embedding; else it takes hidden states.
     pub has_embedding: bool,
@@ -33,17 +33,17 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// All segments of a model.
+    /// Returns a stage with all segments of a model.
     pub fn whole(config: &ModelConfig) -> Self {
         Stage { blocks: 0..config.num_layers(), has_embedding: true, has_head: true }
     }
 
-    /// The block that forward computes after `layer`.
+    /// Returns the block that forward computes after `layer`.
     fn after(&self, layer: usize) -> Option<usize> {
         Some(layer + 1).filter(|next| self.blocks.contains(next))
     }
 
-    /// The block that backward computes after `layer`.
+    /// Returns the block that backward computes after `layer`.
     fn before(&self, layer: usize) -> Option<usize> {
         layer.checked_sub(1).filter(|next| self.blocks.contains(next))
     }
@@ -63,8 +63,8 @@ pub enum StageOutput {
 pub struct ForwardState {
     layout: BatchLayout,
     blocks: Vec<Checkpointed>,
-    /// The gradient of the last hidden states, `[N, D]`, where the stage has the head: a head
-    /// computes its backward with its forward.
+    /// The gradient of the last hidden states, `[N, D]`, if the stage has the head: a head computes
+    /// its backward with its forward.
     dx: Option<Tensor>,
 }
 
@@ -76,8 +76,8 @@ enum Checkpointed {
 }
 
 impl Engine {
-    /// Computes a stage of a micro-batch. `hidden` is the output of the stage before, `[N, D]`; none
-    /// for a stage with the embedding.
+    /// Computes a stage of a micro-batch. `hidden` is the output of the stage before, `[N, D]`;
+    /// `None` for a stage with the embedding.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed; `hidden` is missing.
@@ -121,7 +121,8 @@ impl Engine {
         Ok((StageOutput::Loss(sums), ForwardState { layout, blocks, dx: Some(dx) }))
     }
 
-    /// The loss of the last hidden states and their gradient, `[N, D]`; the head's own gradients are reduced.
+    /// Returns the loss of the last hidden states and their gradient, `[N, D]`. Reduces the head's
+    /// own gradients.
     fn loss(
         &self,
         stage: &Stage,
@@ -140,9 +141,9 @@ impl Engine {
         Ok((LossSums { loss, metrics }, dx))
     }
 
-    /// Computes the gradients of a stage and hands them to the store. `dx` is the gradient of the
-    /// stage's output, `[N, D]`, from the stage behind; none for a stage with the head. Returns the
-    /// gradient of the stage's input, where the stage before needs it.
+    /// Computes the gradients of a stage and adds them to the store. `dx` is the gradient of the
+    /// stage's output, `[N, D]`, from the stage behind; `None` for a stage with the head. Returns
+    /// the gradient of the stage's input if the stage before needs it.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed; `dx` is missing.
@@ -186,7 +187,8 @@ impl Engine {
         Ok(None)
     }
 
-    /// The tensors that a block's backward needs, computed again where only the block's input was kept.
+    /// Returns the tensors that a block's backward needs, recomputed if forward kept only the
+    /// block's input.
     fn saved(
         &self,
         layer: usize,
@@ -203,7 +205,7 @@ impl Engine {
         }
     }
 
-    /// Records in a trace the memory that is in use: of the device, or of the process on a CPU.
+    /// Records the memory in use in a trace: that of the device, or of the process on a CPU.
     fn note_memory(&self) {
         match device::used_bytes(&self.device) {
             Some(bytes) => trace::value("device memory", || Some(bytes)),

@@ -1,7 +1,9 @@
-//! What a trainer is at a moment, as checkpoints and outputs keep it: whole tensors by name, however they are sharded.
+//! Snapshots of a trainer for checkpoints and outputs: whole tensors by name, independent of the
+//! sharding.
 //!
-//! Buckets are gathered one at a time and dealt out to the ranks in turn: each rank holds, and later writes, its share
-//! of whole tensors. So a checkpoint does not depend on the strategy or the number of ranks that made it.
+//! The ranks gather one bucket at a time and save the buckets in turn, or rank 0 saves all
+//! ([`SaveAssignment`]). Each rank holds, and later writes, its share of whole tensors. So a
+//! checkpoint does not depend on the strategy or the number of ranks that made it.
 
 use std::ops::Range;
 
@@ -19,16 +21,17 @@ use crate::runtime::copy::to_host_vec;
 use crate::runtime::param_storage::copy_across;
 use crate::runtime::thread_pool::release_freed_memory;
 
-/// One tensor of the optimizer's state, of a whole bucket.
+/// One tensor of the optimizer's state for a whole bucket.
 struct FlatValues {
     values: Vec<f32>,
-    /// Of what is kept in 8 bits; empty when nothing is.
+    /// Codes of the entries stored in 8 bits; empty if no entry is.
     codes: Vec<u8>,
     absmax: Vec<f32>,
 }
 
 impl Trainer {
-    /// The trainable tensors by the rank that saves them, alike on all ranks.
+    /// Returns the trainable tensors by the rank that saves them; the result is the same on all
+    /// ranks.
     pub fn shares(&self) -> Vec<Vec<ParamDesc>> {
         let mut shares = vec![Vec::new(); self.engine.store.mesh().world().size()];
         for (index, bucket) in self.engine.store.trainable().enumerate() {
@@ -38,7 +41,7 @@ impl Trainer {
         shares
     }
 
-    /// The rank that saves trainable bucket `index`.
+    /// Returns the rank that saves trainable bucket `index`.
     fn saved_by(&self, index: usize) -> usize {
         match self.options.save_assignment {
             SaveAssignment::Rank0 => 0,
@@ -46,13 +49,13 @@ impl Trainer {
         }
     }
 
-    /// This rank's share of the trainable tensors as they are now, as they are updated; the optimizer's state beside them too unless
-    /// only the weights are wanted. All ranks call it.
+    /// Returns this rank's share of the trainable tensors as the optimizer updates them. With
+    /// `with_state`, the optimizer's state is included. All ranks call it.
     ///
     /// # Errors
-    /// Memory or a copy from the device failed; a peer failed.
+    /// An allocation, a copy from the device or a peer failed.
     pub fn snapshot(&self, with_state: bool) -> Result<Vec<SnapshotTensor>> {
-        // What a step has freed, the copies take instead.
+        // Releases memory that the step freed, so that the copies can use it.
         release_freed_memory();
         let store = &self.engine.store;
         let world = store.mesh().world();
@@ -83,7 +86,7 @@ impl Trainer {
                 share.push(SnapshotTensor {
                     name: entry.desc.name.clone(),
                     shape: entry.desc.shape.clone(),
-                    // Of each tensor one copy: a second one of everything would not be in the plan.
+                    // One copy of each tensor: the memory plan does not count a second one.
                     values: saved_values(&values.narrow(0, entry.start, entry.desc.elements())?)?,
                     state: state(entry)?,
                 });
@@ -92,16 +95,17 @@ impl Trainer {
         Ok(share)
     }
 
-    /// The state of the pieces of a bucket, with their runs of it.
+    /// Returns the optimizer's state of each slice of a bucket, with the slice's range in the
+    /// bucket.
     fn pieces_of(&self, bucket: usize) -> impl Iterator<Item = (&[StateValues], &Range<usize>)> {
-        // Places are in the order of buckets.
+        // Slices are in the order of buckets.
         let run = self.slices.partition_point(|place| place.bucket < bucket)
             ..self.slices.partition_point(|place| place.bucket <= bucket);
         let groups = self.optimizer.states()[run.clone()].iter().zip(&self.slices[run]);
         groups.map(|(state, place)| (state.as_slice(), &place.range))
     }
 
-    /// The tensor at `position` of the state of an entry of a bucket that this rank updates whole.
+    /// Returns state tensor `position` of an entry, in a bucket that this rank updates as a whole.
     fn own_state(&self, index: usize, entry: &BucketEntry, position: usize) -> Result<SavedValues> {
         let mut groups = self.pieces_of(index);
         let group = groups.find(|(_, range)| range.start <= entry.start && entry.range().end <= range.end);
@@ -118,12 +122,13 @@ impl Trainer {
         })
     }
 
-    /// The tensor at `position` of the state of a whole bucket, of which each rank updates a part. All ranks call it.
+    /// Gathers state tensor `position` of a whole bucket, of which each rank updates a part. All
+    /// ranks call it.
     fn gathered(&self, index: usize, bucket: &Bucket, position: usize) -> Result<FlatValues> {
         let own = bucket.own();
         let mut flat = FlatValues { values: vec![0.0; own.len()], codes: Vec::new(), absmax: Vec::new() };
         if bucket.entries.iter().any(|entry| self.dtype_of(position, entry) == StateDtype::Int8) {
-            // Also where this rank has none of them: all ranks gather alike.
+            // Also if this rank has no such entry: all ranks run the same gathers.
             flat.codes.resize(own.len(), 0);
             flat.absmax.resize(own.len() / STATE_BLOCK, 0.0);
         }
@@ -155,17 +160,18 @@ impl Trainer {
         Ok(all)
     }
 
-    /// How the tensor at `position` of the state of an entry is kept.
+    /// Returns the dtype of state tensor `position` of an entry.
     fn dtype_of(&self, position: usize, entry: &BucketEntry) -> StateDtype {
         let layout = self.optimizer.state_layout();
         layout.dtype_of(&layout.tensors[position], entry.desc.elements())
     }
 
-    /// Goes on from a checkpoint whose weights the engine was loaded with: takes over the optimizer's state and the count
-    /// of updates.
+    /// Restores the optimizer's state and its number of updates from a checkpoint whose weights the
+    /// engine has loaded.
     ///
     /// # Errors
-    /// The checkpoint lacks a tensor of the state, or has one of another size; a file cannot be read.
+    /// A tensor of the state is missing in the checkpoint or has another size, or a file cannot be
+    /// read.
     pub fn restore(&mut self, saved: &SavedCheckpoint) -> Result<()> {
         let kept = self.optimizer.state_layout().tensors;
         for (index, bucket) in self.engine.store.trainable().enumerate() {
@@ -185,7 +191,7 @@ impl Trainer {
 }
 
 impl FlatValues {
-    /// Those of an entry, which are kept in `dtype`.
+    /// Returns the values of an entry, which is stored in `dtype`.
     fn of(&self, entry: &BucketEntry, dtype: StateDtype) -> SavedValues {
         let range = entry.range();
         if dtype == StateDtype::F32 {
@@ -196,7 +202,8 @@ impl FlatValues {
     }
 }
 
-/// Takes the part of an entry's tensor `name` of the state that lies in the run `range`, whose values these are.
+/// Copies the part of an entry's state tensor `name` within `range` from the checkpoint to
+/// `values`, the state of that range.
 fn restore(
     values: &StateValues,
     range: &Range<usize>,
@@ -206,7 +213,7 @@ fn restore(
 ) -> Result<()> {
     let param = &entry.desc.name;
     let (from, to) = (range.start.max(entry.start), range.end.min(entry.range().end));
-    // Counted in the entry, which the checkpoint holds whole.
+    // Relative to the entry, which the checkpoint has as a whole.
     let part = from - entry.start..to - entry.start;
     match values {
         StateValues::F32(values) => {
@@ -232,7 +239,7 @@ fn saved_values(values: &Tensor) -> Result<WeightValues> {
     })
 }
 
-/// Copies `from` to `to`, flat and as long, wherever that is.
+/// Copies `from` to the flat tensor `to` of the same length, on any device.
 fn bring<T: WithDType>(from: &[T], to: &TensorMut) -> Result<()> {
     copy_across(&Tensor::from_slice(from, from.len(), &Device::Cpu)?, to)
 }

@@ -1,6 +1,6 @@
-//! Texts that end an answer, found in text that comes in pieces.
+//! Search for texts that end an answer, while the answer arrives in pieces.
 
-/// A search for stop texts in one answer. It holds back what may be the beginning of one.
+/// A search for stop texts in one answer. It holds back text that may begin a stop text.
 #[derive(Debug)]
 pub struct StopSearch<'a> {
     stops: &'a [String],
@@ -8,14 +8,15 @@ pub struct StopSearch<'a> {
 }
 
 impl<'a> StopSearch<'a> {
-    /// A search for any of `stops`, none of them empty.
+    /// Creates a search for any of `stops`, none of which is empty.
     pub fn new(stops: &'a [String]) -> Self {
         StopSearch { stops, held: String::new() }
     }
 
-    /// Adds a piece of the answer. Returns the text that no stop text can contain any more, and whether a stop text was
-    /// found. The first to be complete counts, of several that end at the same character the longest: the result does not
-    /// depend on how the answer is cut into pieces.
+    /// Adds a piece of the answer. Returns the text that no stop text can contain any more, and
+    /// whether a stop text was found. The first complete stop text counts; if several end at the
+    /// same character, the longest. So the result does not depend on how the answer is split into
+    /// pieces.
     pub fn push(&mut self, piece: &str) -> (String, bool) {
         let mut ready = String::new();
         for character in piece.chars() {
@@ -34,7 +35,7 @@ impl<'a> StopSearch<'a> {
         (ready, false)
     }
 
-    /// The text that is held back when the answer ends without a stop text.
+    /// Returns the text held back at the end of an answer without a stop text.
     pub fn finish(self) -> String {
         self.held
     }
@@ -44,7 +45,7 @@ impl<'a> StopSearch<'a> {
 mod tests {
     use super::*;
 
-    /// The answer to the first stop text, and whether one was found.
+    /// Returns the answer up to the first stop text, and whether one was found.
     fn answer(stops: &[&str], pieces: &[&str]) -> (String, bool) {
         let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let (mut search, mut text) = (StopSearch::new(&stops), String::new());

@@ -1,4 +1,4 @@
-//! The loop: steps, evaluations, checkpoints, until the data or the user ends it.
+//! The training loop: steps, evaluations and checkpoints, until the data or the user ends it.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,39 +23,40 @@ use crate::runtime::clock;
 use crate::runtime::device::peak_bytes;
 use crate::runtime::trace::{self, SpanInfo, span};
 
-/// When what happens.
+/// The intervals and limits of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct RunOptions {
-    /// When checkpoints are saved.
+    /// Interval of checkpoints.
     pub save: StepInterval,
-    /// When held-out rows are evaluated between the first step and the last.
+    /// Interval of evaluations between the first step and the last.
     pub evaluate: StepInterval,
-    /// Evaluate after the last step. Before the first step held-out rows are always evaluated.
+    /// True if held-out rows are evaluated after the last step. They are always evaluated before
+    /// the first.
     pub eval_at_end: bool,
-    /// Leave the weights of the best evaluation.
+    /// True if the result has the weights of the best evaluation.
     pub keep_best: bool,
-    /// Evaluations in a row without a new best after which the run ends.
+    /// Consecutive evaluations without a new best after which the run ends.
     pub patience: Option<u64>,
-    /// Steps between lines of progress.
+    /// Number of steps between progress lines.
     pub every_steps: u64,
-    /// What is done about steps that diverge.
+    /// Policy for steps that diverge.
     pub nan: NanPolicy,
-    /// What the devices could compute at their peak; none where that is not known.
+    /// Operations of a token and peak of the devices; `None` if the peak is unknown.
     pub peak: Option<PeakFlops>,
 }
 
-/// Where a run reports.
+/// The outputs of a run.
 pub struct Reporter<'a> {
     /// Progress on the terminal, for people.
     pub terminal: &'a Terminal,
     /// The numbers of each step, in metrics.jsonl.
     pub metrics: MetricsLog,
-    /// Whoever gets the same numbers in the same moment.
+    /// Listeners that get the same numbers at the same time.
     pub listeners: RunListeners,
 }
 
 impl Reporter<'_> {
-    /// Writes `entry` to metrics.jsonl, and hands it to the listeners.
+    /// Writes `entry` to metrics.jsonl, and passes it to the listeners.
     fn log(&mut self, entry: &MetricsEntry) -> Result<()> {
         self.metrics.append(entry)?;
         let warnings = self.listeners.hear(entry);
@@ -64,48 +65,48 @@ impl Reporter<'_> {
     }
 }
 
-/// A moment that can be saved and returned to.
+/// Progress of a run at a point that can be saved and restored.
 #[derive(Debug, Clone)]
 pub struct Progress {
     /// Number of steps done.
     pub step: u64,
-    /// Where the next step begins in the data.
+    /// Position of the next step in the data.
     pub cursor: Cursor,
     /// Tokens trained on so far.
     pub tokens: u64,
-    /// The best evaluation so far, where the run keeps the best.
+    /// The best evaluation so far, if the run keeps the best.
     pub best: Option<BestEvaluation>,
 }
 
-/// What a run did.
+/// Summary of a run.
 #[derive(Debug, Clone, Default)]
 pub struct RunSummary {
-    /// Steps done, earlier runs included.
+    /// Number of steps done, including those of earlier runs.
     pub steps: u64,
-    /// Tokens trained on, likewise.
+    /// Number of tokens trained on, including those of earlier runs.
     pub tokens: u64,
     /// Loss of the last step.
     pub last_loss: Option<f64>,
-    /// The base on the held-out rows.
+    /// Evaluation before the first step.
     pub before: Option<EvalReport>,
-    /// The weights that are left on the held-out rows.
+    /// Evaluation of the resulting weights.
     pub after: Option<EvalReport>,
-    /// The weights of the last step on the held-out rows, where the run keeps the best.
+    /// Evaluation of the last step's weights, if the run keeps the best.
     pub last: Option<EvalReport>,
-    /// The best evaluation, where its weights are lost.
+    /// The best evaluation, if its weights are lost.
     pub lost_best: Option<EvalReport>,
-    /// A signal ended it early, after a checkpoint.
+    /// True if a signal ended the run early, after a checkpoint.
     pub stopped: bool,
-    /// Where its time went, earlier runs not included.
+    /// Time by cause, without earlier runs.
     pub facts: RunFacts,
-    /// The most that this process held in each phase of its first rank.
+    /// Peak memory of this process in each phase of its first rank.
     pub memory: Vec<(Phase, HeldBytes)>,
 }
 
-/// The form of [`TrainLoop::roll_back`].
+/// The type of [`TrainLoop::roll_back`].
 pub(super) type RollBack<'a> = dyn Fn(&mut Trainer, Range<u64>) -> Result<Option<u64>> + 'a;
 
-/// Everything the loop works on.
+/// Everything that the training loop needs.
 pub struct TrainLoop<'a> {
     /// The model that learns.
     pub trainer: &'a mut Trainer,
@@ -113,37 +114,37 @@ pub struct TrainLoop<'a> {
     pub steps: &'a mut dyn StepSource,
     /// The held-out micro-batches.
     pub held_out: Vec<Batch>,
-    /// The best evaluation before this run was resumed, and then of all.
+    /// The best evaluation so far, including the run before a resume.
     pub best: Option<BestEvaluation>,
-    /// Where it reports; one rank of all does.
+    /// The outputs of the run; only one rank has them.
     pub reporter: Option<Reporter<'a>>,
     /// Saves checkpoints into the output folder.
     pub saver: Saver<'a>,
-    /// What a checkpoint of a moment says of the run.
+    /// Returns the training state that a checkpoint of this progress records.
     pub state: &'a dyn Fn(Progress) -> TrainingState,
-    /// Puts the trainer back to the newest checkpoint of the run of one of these steps, and returns that checkpoint's step;
-    /// none where there is none. All ranks call it.
+    /// Restores the trainer from the run's newest checkpoint of one of these steps, and returns
+    /// that step, or `None` if no such checkpoint exists. All ranks call it.
     pub roll_back: &'a RollBack<'a>,
-    /// Writes and publishes the result of a run that has done all its steps. All ranks call it, before anything else is
-    /// done that may fail or be killed.
+    /// Writes and publishes the result of a run that has done all its steps. All ranks call it
+    /// before any work that may fail or be killed.
     pub publish: &'a dyn Fn(&Trainer, &RunSummary) -> Result<()>,
-    /// The model's answers to held-out rows, which belong to each evaluation. All ranks call it.
+    /// Returns the model's answers to held-out rows, a part of each evaluation. All ranks call it.
     pub samples: &'a dyn Fn(&Engine) -> Result<Vec<HeldOutAnswer>>,
-    /// Set by a signal: save and end.
+    /// True if a signal asks the run to save and end.
     pub stop: &'a AtomicBool,
     /// Time spent in collectives.
     pub clock: CollectiveTimer,
-    /// Traces some of the steps; none: none of them.
+    /// Tracer of some of the steps; `None` traces no step.
     pub profiler: Option<Profiler>,
-    /// When what happens.
+    /// The intervals and limits of the run.
     pub options: RunOptions,
 }
 
 impl TrainLoop<'_> {
-    /// Runs to the end, from `tokens` tokens on (not 0 when resumed).
+    /// Runs to the end. `tokens` is the number of tokens trained on before; not 0 after a resume.
     ///
     /// # Errors
-    /// What a step, an evaluation or a save returns. What was saved before stays.
+    /// The error of a step, an evaluation or a save. Earlier checkpoints stay.
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
         let done = self.run_steps(tokens);
         if let Err(error) = &done {
@@ -161,7 +162,7 @@ impl TrainLoop<'_> {
         let mut saves = SaveSchedule::new(self.options.save);
         let begun = done.steps;
         self.warn(done.before.as_ref().and_then(|before| watch.after_evaluation(before)));
-        // What was before the first step is none's.
+        // The time before the first step belongs to no step.
         self.clock.lap();
         while !self.is_out_of_patience()
             && let Some(step) = self.next_step(total)?
@@ -212,10 +213,10 @@ impl TrainLoop<'_> {
         Ok(done)
     }
 
-    /// Publishes the result of a run that has done all its steps, saves the checkpoint from which it can go on with more
-    /// where that `is_save_due`, and evaluates the result. A run that was stopped has saved already.
+    /// Publishes the result of a run that has done all its steps, saves its last checkpoint if
+    /// `is_save_due`, and evaluates the result. A run that was stopped has already saved.
     fn end(&mut self, done: &mut RunSummary, watch: &mut RunWatch, is_save_due: bool) -> Result<()> {
-        // One snapshot at a time is in memory. A checkpoint that cannot be saved costs no result.
+        // At most one snapshot is in memory. A failed save does not prevent the result.
         let saved = self.finish_saving();
         if done.stopped {
             return saved;
@@ -232,11 +233,11 @@ impl TrainLoop<'_> {
         self.finish_saving()
     }
 
-    /// Waits for the save that is under way.
+    /// Waits for the save in progress.
     pub(super) fn finish_saving(&mut self) -> Result<()> {
         if self.saver.is_saving() {
             self.pause_step_timer();
-            // What is waited for now is storage.
+            // From here on the run waits for storage.
             self.enter(Phase::Save)?;
         }
         self.saver.finish(self.trainer.engine.store.mesh().world())
@@ -250,13 +251,14 @@ impl TrainLoop<'_> {
         (self.publish)(self.trainer, done)
     }
 
-    /// What went wrong beside saving and ends no run.
+    /// Warns about the saver's problems that do not end the run.
     fn say_notes(&mut self) {
         let notes = self.saver.take_notes();
         self.warn(notes);
     }
 
-    /// What comes before the first step.
+    /// Does the work before the first step: an evaluation and a rehearsal of the longest
+    /// micro-batch.
     fn begin(&mut self, done: &mut RunSummary, total: u64) -> Result<()> {
         self.tell(|listeners| listeners.begin(done.steps, total));
         if done.steps == 0 {
@@ -268,8 +270,9 @@ impl TrainLoop<'_> {
         self.rehearse()
     }
 
-    /// Computes the longest micro-batch of the run once where the first step has shorter ones, so that what will not fit fails
-    /// at once and not hours later. Steps come in the order that they would have come in anyway.
+    /// Computes the longest micro-batch of the run once if the first step has only shorter ones. So
+    /// a run that does not fit in memory fails at once and not hours later. The order of steps does
+    /// not change.
     fn rehearse(&mut self) -> Result<()> {
         let Some(next) = self.steps.widest_of_next_step() else { return Ok(()) };
         let Some(longest) = self.steps.longest_micro_batch() else { return Ok(()) };
@@ -281,18 +284,19 @@ impl TrainLoop<'_> {
         done.during(|| format!("cannot compute the longest micro-batch, {} tokens", longest.len()))
     }
 
-    /// Goes on after step `step`, which ended in `error` and updated nothing, as the recipe says.
+    /// Continues after step `step`, which ended in `error` and updated nothing, by the recipe's
+    /// policy.
     fn handle_divergence(&mut self, step: u64, error: &Error, diverged: &mut DivergedSteps) -> Result<()> {
         let counted = diverged.count(error)?;
         self.pause_step_timer();
         let back_to = if self.options.nan.on_nan == OnNan::Rollback {
-            // What is waited for from here on is storage.
+            // From here on the run waits for storage.
             self.enter(Phase::Load)?;
-            // The newest one may still be on its way.
+            // The newest checkpoint may still be in progress.
             self.saver.finish(self.trainer.engine.store.mesh().world())?;
             let saved = (self.roll_back)(self.trainer, 0..step);
             let saved = saved.during(|| format!("cannot roll back from step {step}"))?;
-            let none = || error.clone().because("there is no checkpoint of this run to roll back to yet");
+            let none = || error.clone().because("this run has no checkpoint yet to roll back to");
             Some(saved.ok_or_else(none)?)
         } else {
             None
@@ -300,8 +304,10 @@ impl TrainLoop<'_> {
         self.trainer.skip_to(step);
         let why = error.causes().first().cloned().unwrap_or_default();
         let done = match back_to {
-            Some(saved) => format!("back to checkpoint-{saved}, on with the rows after step {step}"),
-            None => "skipped, nothing was updated".to_owned(),
+            Some(saved) => {
+                format!("rolled back to checkpoint-{saved}, continues with the rows after step {step}")
+            }
+            None => "skipped without an update".to_owned(),
         };
         self.enter(Phase::Report)?;
         self.warn([format!("step {step} diverged: {why}; {done} ({counted})")]);
@@ -317,13 +323,13 @@ impl TrainLoop<'_> {
         }
     }
 
-    /// Tells the listeners something, and of those that failed at it.
+    /// Calls the listeners, and warns about those that failed.
     fn tell(&mut self, what: impl FnOnce(&mut RunListeners) -> Vec<String>) {
         let warnings = self.reporter.as_mut().map(|reporter| what(&mut reporter.listeners));
         self.warn(warnings.unwrap_or_default());
     }
 
-    /// What comes now is no step.
+    /// Excludes the following work from step time.
     fn pause_step_timer(&mut self) {
         if let Some(reporter) = &mut self.reporter {
             reporter.listeners.aside();
@@ -336,13 +342,13 @@ impl TrainLoop<'_> {
         self.pause_step_timer();
         self.enter(Phase::Save)?;
         let world = self.trainer.engine.store.mesh().world();
-        // Before the next snapshot: one at a time is in memory.
+        // At most one snapshot is in memory.
         self.saver.finish(world)?;
         self.saver.save((self.state)(moment), self.trainer.snapshot(true)?, world)
     }
 
-    /// Takes a step; its report, still without its number, or what it diverged by where the run may go on after it; and
-    /// what the ranks agreed on after it.
+    /// Runs a step. Returns its report without its number, or the divergence after which the run
+    /// may continue, and what the ranks agreed on after it.
     fn step(
         &mut self,
         step: &Step,
@@ -383,13 +389,14 @@ impl TrainLoop<'_> {
         Ok((report, agreed))
     }
 
-    /// The most that the device has held, or on a CPU the process.
+    /// Returns the peak memory of the device, or of the process on a CPU, in bytes.
     fn peak_bytes(&self) -> u64 {
         let _span = span(|| SpanInfo::memory("read what is held"));
         peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes)
     }
 
-    /// Whether the run goes on after a step that ended so: alike on all ranks, whose losses and norms are the same.
+    /// Returns whether the run continues after a step that ended in `error`. All ranks decide
+    /// alike, because their losses and norms are the same.
     fn may_pass_over(&self, error: &Error) -> bool {
         error.kind() == ErrorCategory::Diverged && self.options.nan.on_nan != OnNan::Stop
     }
@@ -398,9 +405,10 @@ impl TrainLoop<'_> {
         self.trainer.engine.store.mesh().world().enter(phase)
     }
 
-    /// What all ranks must know after a step: whether any has seen a signal, which reaches them at different moments, so
-    /// that all stop; whether a checkpoint `is_late` by the first rank's clock; how long each computed; and, where the step
-    /// `updated`, which tensors had a gradient for the first time.
+    /// Exchanges what all ranks must know after a step. Signals reach ranks at different times, so
+    /// all stop if any has seen one. `is_late`, a due checkpoint, counts on the first rank only.
+    /// Ranks also share the seconds that each computed. If the step `updated`, they share the
+    /// tensors that had a gradient for the first time.
     fn agree(
         &self,
         computed: f64,
@@ -426,9 +434,10 @@ impl TrainLoop<'_> {
         Ok(StepAgreement { asked_to_stop: said[0] > 0.0, is_save_late: said[1] > 0.0, rank_secs })
     }
 
-    /// Ends the progress and the trace, and adds to `facts` where the time went.
+    /// Ends the progress and the trace; adds the last save's time and the table of the trace to
+    /// `facts`.
     fn finish(&mut self, facts: &mut RunFacts) {
-        // The last save is behind the last step's line.
+        // The last save comes after the last step's report.
         facts.add_save(self.clock.lap().of(StepPart::Save));
         if let Some(reporter) = &self.reporter {
             reporter.terminal.train_finish();
@@ -441,7 +450,7 @@ impl TrainLoop<'_> {
         }
     }
 
-    /// The next step of `total`, if there is one: from here on all time is its.
+    /// Returns the next step of `total`, if any. All time from here on counts as that step's.
     fn next_step(&mut self, total: u64) -> Result<Option<Step>> {
         let done = self.steps.steps_done();
         if let Some(profiler) = &mut self.profiler
@@ -453,7 +462,7 @@ impl TrainLoop<'_> {
         }
         self.enter(Phase::Data)?;
         let step = self.steps.next_step()?;
-        // The trainer begins with gradients of zero.
+        // The trainer first sets gradients to zero.
         self.clock.count_as(StepPart::Update);
         trace::enter_phase("zero gradients");
         Ok(step)
@@ -490,15 +499,15 @@ impl TrainLoop<'_> {
 
 /// The facts that all ranks know after a step.
 struct StepAgreement {
-    /// A signal has asked some rank to stop.
+    /// True if a signal has asked any rank to stop.
     asked_to_stop: bool,
-    /// A checkpoint is due by the first rank's clock.
+    /// True if a checkpoint is due by the first rank's clock.
     is_save_late: bool,
-    /// Seconds that each rank computed; empty for one rank.
+    /// Seconds that each rank computed; empty if the run has one rank.
     rank_secs: Vec<f64>,
 }
 
-/// A report that says no more than where the time went.
+/// Returns a report that has only the seconds of each part.
 fn in_parts(secs: &StepSecs) -> StepReport {
     StepReport {
         data_secs: secs.of(StepPart::Data),
@@ -513,7 +522,7 @@ fn in_parts(secs: &StepSecs) -> StepReport {
 }
 
 impl Evaluation {
-    /// As it is logged.
+    /// Returns the report of an evaluation after step `step`, as it is logged.
     pub fn report(&self, step: u64) -> EvalReport {
         EvalReport {
             eval_token_accuracy: Some(self.token_accuracy()),

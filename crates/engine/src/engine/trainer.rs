@@ -17,75 +17,76 @@ use crate::recipe::enums::{Recompute, StateDtype};
 use crate::runtime::rng::RngStream;
 use crate::runtime::thread_pool;
 
-/// The constants of a run.
+/// Options of a trainer, constant during a run.
 #[derive(Debug, Clone)]
 pub struct TrainerOptions {
-    /// The optimizer's algorithm and how its state is kept.
+    /// The optimizer's algorithm and the storage of its state.
     pub optimizer: OptimizerOptions,
-    /// Learning rate of LoRA's B and of magnitudes over that of the rest (LoRA+).
+    /// Ratio of the learning rate of LoRA's B and of magnitudes to that of the rest (LoRA+).
     pub lora_plus_ratio: f64,
     /// The learning rate of each step.
     pub schedule: Schedule,
-    /// Gradients are scaled down to this norm; none: left as they are.
+    /// Norm to which larger gradients are scaled down; `None` disables clipping.
     pub max_grad_norm: Option<f64>,
     /// The seed of dropout and of stochastic rounding.
     pub seed: u64,
-    /// What forward keeps for backward (gradient checkpointing).
+    /// The activations that forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
-    /// Who saves which of the trained tensors.
+    /// The assignment of trained tensors to the ranks that save them.
     pub save_assignment: SaveAssignment,
 }
 
-/// How trained tensors are dealt out to the ranks that save them.
+/// The assignment of trained tensors to the ranks that save them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SaveAssignment {
-    /// All to the first: adapters, which are one small file.
+    /// All to the first rank: for adapters, which are one small file.
     Rank0,
-    /// Segments in turn.
+    /// Buckets to the ranks in turn.
     RoundRobin,
 }
 
-/// What a step was.
+/// Result of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepResult {
-    /// Mean loss over the step's targets, or over what else the objective counts.
+    /// Mean loss over the step's targets, or over the objective's own denominator.
     pub loss: f64,
     /// Norm of the gradients before clipping.
     pub grad_norm: f64,
-    /// The rate that was used.
+    /// The learning rate of the update.
     pub learning_rate: f64,
     /// The objective's own numbers, summed over the step; cross-entropy has none.
     pub metrics: Vec<MetricSum>,
-    /// Divisor of the summed loss and of the metrics: the number of targets, unless the objective counts otherwise.
+    /// Divisor of the summed loss and of the metrics: the number of targets, unless the objective
+    /// has its own denominator.
     pub divisor: f64,
 }
 
-/// An engine that learns.
+/// An engine with an objective and an optimizer.
 #[derive(Debug)]
 pub struct Trainer {
-    /// The model that learns.
+    /// The model in training.
     pub engine: Engine,
     pub(super) options: TrainerOptions,
     objective: Arc<dyn Objective>,
     pub(super) optimizer: Optimizer,
-    /// By piece of the optimizer.
+    /// The slice of a bucket that each parameter group of the optimizer updates.
     pub(super) slices: Vec<ParamSlice>,
 }
 
-/// What a piece of the optimizer is.
+/// The slice of a bucket that one parameter group updates.
 #[derive(Debug)]
 pub(super) struct ParamSlice {
     /// Index among the trainable buckets.
     pub(super) bucket: usize,
-    /// Its run of the bucket.
+    /// Range of elements of the bucket.
     pub(super) range: Range<usize>,
 }
 
 impl Trainer {
-    /// An optimizer over the engine's trainable parameters; it minimizes cross-entropy.
+    /// Creates an optimizer over the engine's trainable parameters that minimizes cross-entropy.
     ///
     /// # Errors
-    /// When the optimizer's state finds no memory.
+    /// The memory does not suffice for the optimizer's state.
     pub fn new(engine: Engine, options: TrainerOptions) -> Result<Self> {
         let mut found = Vec::new();
         for (index, bucket) in engine.store.trainable().enumerate() {
@@ -100,23 +101,26 @@ impl Trainer {
         Ok(Trainer { engine, options, objective: Arc::new(CrossEntropy), optimizer, slices })
     }
 
-    /// The same trainer with another loss to minimize.
+    /// Returns the same trainer with another loss to minimize.
     #[must_use]
     pub fn with_objective(self, objective: Arc<dyn Objective>) -> Self {
         Trainer { objective, ..self }
     }
 
-    /// Most values that an update had on the device at a time; 0 when nothing is offloaded.
+    /// Returns the largest number of values that an update had on the device at once; 0 if nothing
+    /// is offloaded.
     pub fn most_staged(&self) -> usize {
         self.optimizer.most_staged()
     }
 
-    /// One step: gradients of all micro-batches, clipping, one update. Steps count from 1. `step` is the whole step on
-    /// every rank, which takes the micro-batches that are its turn.
+    /// Runs one step: gradients of all micro-batches, clipping, one update. Steps count from 1.
+    /// `step` is the whole step on every rank, and each rank computes its share of the
+    /// micro-batches.
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::Diverged`] when the loss or the gradient norm is not finite; nothing was updated then. A peer failed.
-    /// The device failed, which the error says of this step ([`Error::at_step`]).
+    /// [`crate::error::ErrorCategory::Diverged`] if the loss or the gradient norm is not finite;
+    /// the step then updates nothing. A peer failed. The device failed; the error names this step
+    /// ([`Error::at_step`]).
     pub fn step(&mut self, step: &Step) -> Result<StepResult> {
         let number = self.optimizer.updates() + 1;
         self.numbered_step(step, number).map_err(|error| error.at_step(number))
@@ -127,11 +131,12 @@ impl Trainer {
         self.optimizer.resume(step);
     }
 
-    /// Computes the gradients of `batch` on every rank, and forgets them: memory that a step with such a micro-batch would
-    /// not find is missed here. Nothing that a step depends on is changed.
+    /// Computes the gradients of `batch` on every rank and discards them. If the memory does not
+    /// suffice for such a micro-batch, this fails before a step does. Nothing that a step depends
+    /// on changes.
     ///
     /// # Errors
-    /// The device failed, or a peer.
+    /// The device or a peer failed.
     pub fn rehearse(&self, batch: &Batch) -> Result<()> {
         let store = &self.engine.store;
         store.zero_gradients()?;
@@ -156,7 +161,7 @@ impl Trainer {
         let scale = 1.0 / divisor;
         let sums = self.gradients(step, number, scale)?;
         store.mesh().world().enter(Phase::Norm)?;
-        // Started before the loss is read: a GPU is waited for once.
+        // Started before the loss is read, so that the host waits for a GPU once.
         let squares = store.gradient_squares()?;
         let mut own_loss = 0.0;
         let (loss_sum, metrics) = sums.reduce(|values| {
@@ -171,7 +176,7 @@ impl Trainer {
             return Err(self.engine.diverged(&diverged)?);
         }
         store.mesh().world().enter(Phase::Update)?;
-        // As torch's clip_grad_norm_.
+        // Same as torch's clip_grad_norm_.
         let clip = self.options.max_grad_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
         let learning_rate = self.options.schedule.at(number - 1);
         self.optimizer.update(learning_rate, clip)?;
@@ -179,8 +184,8 @@ impl Trainer {
         Ok(StepResult { loss, grad_norm, learning_rate, metrics, divisor })
     }
 
-    /// The ranks whose gradients are not finite though all losses are, found by computing them again; none where losses tell
-    /// ranks apart, or there is nobody to tell apart. All ranks call it.
+    /// Returns the ranks whose gradients are not finite although all losses are, by computing them
+    /// again. Returns none if a loss is not finite or the run has one data rank. All ranks call it.
     fn ranks_with_bad_gradients(
         &self,
         step: &Step,
@@ -200,7 +205,8 @@ impl Trainer {
         store.ranks_that(bad)
     }
 
-    /// Adds up the gradients of this rank's micro-batches and returns the sums of their losses and metrics.
+    /// Adds up the gradients of this rank's micro-batches, and returns the sums of their losses and
+    /// metrics.
     fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<LossSums> {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
         let mesh = self.engine.store.mesh();
@@ -219,8 +225,9 @@ impl Trainer {
     }
 }
 
-/// The runs of a bucket whose entries are updated alike, as far as this rank updates them; padding between entries
-/// belongs to the run before it and stays zero. Blocks of an 8-bit state are counted within a tensor, so there each entry is a run.
+/// Returns the runs of a bucket whose entries have the same update rule, within this rank's part.
+/// Padding between entries belongs to the run before it and stays zero. With an 8-bit state each
+/// entry is a run, because its blocks are counted within a tensor.
 fn param_groups(
     index: usize,
     bucket: &Bucket,

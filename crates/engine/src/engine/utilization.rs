@@ -1,23 +1,24 @@
-//! Which part of what its devices could compute a run uses (Chowdhery et al., arXiv 2204.02311, appendix B).
+//! FLOP utilization: the share of its devices' peak that a run uses (Chowdhery et al., arXiv
+//! 2204.02311, appendix B).
 
-/// What a token costs, and what all devices of a run could compute.
+/// The operations of a token, and the peak of all devices of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PeakFlops {
-    /// Operations of the model for a token, forward and backward.
+    /// Operations of the model per token, forward and backward.
     pub model: f64,
-    /// Those with what is computed a second time.
+    /// Operations per token with recomputation.
     pub hardware: f64,
-    /// Operations a second of all devices at their peak.
+    /// Peak operations per second of all devices.
     pub peak: f64,
 }
 
 impl PeakFlops {
-    /// Model FLOP utilisation at so many tokens a second, 0 to 1.
+    /// Returns the model FLOP utilization at `tokens_per_sec`, 0 to 1.
     pub fn mfu(&self, tokens_per_sec: f64) -> f64 {
         tokens_per_sec * self.model / self.peak
     }
 
-    /// Hardware FLOP utilisation, which counts recomputation as work.
+    /// Returns the hardware FLOP utilization, which counts recomputation as work, 0 to 1.
     pub fn hfu(&self, tokens_per_sec: f64) -> f64 {
         tokens_per_sec * self.hardware / self.peak
     }

@@ -1,5 +1,5 @@
-//! Objectives, one a file: each makes a loss and its gradient of the hidden states after the last
-//! block. `objective.kind` of the recipe chooses one.
+//! Objectives, one a file: each computes a loss and its gradient from the hidden states after the
+//! last block. `objective.kind` of the recipe chooses one.
 
 mod cross_entropy;
 
@@ -20,23 +20,24 @@ use crate::runtime::rng::RngStream;
 
 /// A loss over the hidden states of a micro-batch.
 ///
-/// The engine does the rest: the blocks and the embedding get the gradient that this returns, and losses and metrics are
-/// summed over the micro-batches and ranks of a step. A rank without a micro-batch of its own runs one
-/// [without targets](Batch::without_targets), whose loss, gradient and metrics must be zero.
+/// The engine does the rest: it passes the returned gradient to the blocks and the embedding, and
+/// sums losses and metrics over the micro-batches and ranks of a step. A rank without a micro-batch
+/// of its own runs one [without targets](Batch::without_targets), whose loss, gradient and metrics
+/// must be zero.
 pub trait Objective: Debug + Send + Sync {
-    /// Divisor of the summed loss of a step: the number of targets, unless the objective counts otherwise.
+    /// Returns the divisor of the summed loss of a step: by default the number of targets.
     fn denominator(&self, step: &Step) -> f64 {
         step.valid as f64
     }
 
-    /// Work and memory of a micro-batch beside the forward and backward of the model and its head.
-    /// The planner counts them.
+    /// Returns the work and memory of a micro-batch beside the forward and backward of the model
+    /// and its head. The planner counts them.
     fn cost(&self) -> ObjectiveCost {
         ObjectiveCost::default()
     }
 
-    /// The loss of a micro-batch and the gradient of its hidden states. Gradients of the head's own parameters are
-    /// added where `head` says.
+    /// Returns the loss of a micro-batch and the gradient of its hidden states. Adds the gradients
+    /// of the head's own parameters to the buffers of `head`.
     ///
     /// # Errors
     /// A tensor operation failed.
@@ -52,7 +53,7 @@ pub struct ObjectiveCost {
     pub bytes_per_token: usize,
 }
 
-/// A micro-batch as an objective sees it.
+/// The input of an objective: one micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub struct ObjectiveInput<'a> {
     /// The model's shape.
@@ -61,9 +62,11 @@ pub struct ObjectiveInput<'a> {
     pub hidden: &'a Tensor,
     /// Targets and sample boundaries of the N positions.
     pub batch: &'a Batch,
-    /// Gradients are those of the loss times this: one over the step's [denominator](Objective::denominator).
+    /// Factor of the loss before its gradient: one over the step's
+    /// [denominator](Objective::denominator).
     pub scale: f64,
-    /// Random numbers for dropout on the head's adapter, and the micro-batch's first token; none: nothing is dropped.
+    /// Random numbers for dropout on the head's adapter, and the micro-batch's first token; `None`
+    /// disables dropout.
     pub dropout: Option<(RngStream, u64)>,
 }
 
@@ -78,10 +81,10 @@ pub struct ObjectiveOutput {
     pub metrics: Vec<MetricSum>,
 }
 
-/// A number of an objective's own, summed over what was seen.
+/// A metric of an objective, summed over micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MetricSum {
-    /// The name under which it is reported.
+    /// The metric's name in reports.
     pub name: &'static str,
     /// The sum so far.
     pub sum: f64,
@@ -96,7 +99,7 @@ pub struct LossSums {
     pub metrics: Vec<MetricSum>,
 }
 
-/// The objective that a recipe asks for.
+/// Returns the objective of a recipe.
 pub fn objective(section: &ObjectiveSection) -> Arc<dyn Objective> {
     match section.kind {
         ObjectiveKind::CrossEntropy => Arc::new(CrossEntropy),
@@ -104,10 +107,10 @@ pub fn objective(section: &ObjectiveSection) -> Arc<dyn Objective> {
 }
 
 impl LossSums {
-    /// Adds those of another micro-batch of the same objective.
+    /// Adds the sums of another micro-batch of the same objective.
     ///
     /// # Errors
-    /// Its metrics have other names: an internal error.
+    /// The metrics of `other` have other names: an internal error.
     pub(crate) fn add(&mut self, other: LossSums) -> Result<()> {
         self.loss.add(other.loss);
         if self.metrics.is_empty() {
@@ -124,7 +127,8 @@ impl LossSums {
         Ok(())
     }
 
-    /// The loss, read from the device, and the metrics, after `sum` has added those of all ranks; the loss comes first.
+    /// Reads the loss from the device, and reduces it and the metrics over all ranks with `sum`,
+    /// which gets the loss first. Returns both.
     pub(crate) fn reduce(self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<(f64, Vec<MetricSum>)> {
         let mut metrics = self.metrics;
         let mut values = vec![self.loss.read()?];

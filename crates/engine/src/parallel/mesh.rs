@@ -27,7 +27,7 @@ pub struct DeviceMesh {
 enum AxisGroup {
     /// This rank alone.
     Alone,
-    /// All ranks.
+    /// All ranks of the mesh.
     World,
     /// A part of the ranks.
     Split(Arc<dyn Collective>),

@@ -1,15 +1,19 @@
 //! Placement of tensors on ranks: the table of the sharding strategies.
 //!
 //! ```text
-//!         ranks along   values   gradients  update   sent per step and rank (r = (N-1)/N; P elements of b bytes; A micro-steps)
+//!         ranks along   values   gradients  update   sent per step and rank
 //!         data   shard
 //! single  1      1      whole    whole      whole    –
-//! ddp     N      1      whole    whole      whole    2 r P b_g           all-reduce after the last micro-step
-//! zero1   1      N      whole    whole      shard    r P (b_g + b_p)     reduce-scatter after the last one, all-gather of values
+//! ddp     N      1      whole    whole      whole    2 r P b_g
+//! zero1   1      N      whole    whole      shard    r P (b_g + b_p)
 //! zero2   1      N      whole    shard      shard    A r P b_g + r P b_p
-//! fsdp    1      N      shard    shard      shard    A r P (2 b_p + b_g) (embedding and head: b_p + b_g, they are gathered once)
-//! hsdp    R=N/S  S      as fsdp over the shard axis; the gradients' shards are summed over the data axis: + A 2 (R-1)/R P/S b_g
+//! fsdp    1      N      shard    shard      shard    A r P (2 b_p + b_g)
+//! hsdp    R=N/S  S      shard    shard      shard    that of fsdp + A 2 (R-1)/R P/S b_g
 //! ```
+//!
+//! r = (N-1)/N; P elements of b bytes; A micro-steps. ddp and zero1 reduce after the last
+//! micro-step; zero1 then all-gathers values. fsdp gathers embedding and head once, so they cost
+//! b_p + b_g. hsdp is fsdp over the shard axis, and sums the gradients' shards over the data axis.
 //!
 //! Adapters are small: fsdp and hsdp keep them whole and sum their gradients once a step, as ddp
 //! does.

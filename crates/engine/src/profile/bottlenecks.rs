@@ -91,7 +91,7 @@ pub struct BottleneckRule {
 
 /// The measurement of a rule.
 struct Measured {
-    /// Lost seconds.
+    /// Number of lost seconds.
     secs: f64,
     /// The seconds of which they are a part.
     all: f64,

@@ -58,7 +58,7 @@ pub struct ModelIdentity {
 /// A key of config.json with another value in another model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigDifference {
-    /// The key.
+    /// Key of config.json.
     pub key: String,
     /// Its value in this model.
     pub here: String,

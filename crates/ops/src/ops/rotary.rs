@@ -72,8 +72,8 @@ pub struct QkNorm<'a> {
 }
 
 /// Returns the rotated (and before that, if `norm` is given, normed) q and k columns of the raw
-/// projection `qkv: [N, (H + 2 K) · D]`: `[N, (H + K) · D]` in its dtype. The table has `[N,
-/// rotary_dim / 2]` f32 angles.
+/// projection: `[N, (H + K) · D]` in the dtype of `qkv`, which is `[N, (H + 2 K) · D]`. The table
+/// has f32 angles, `[N, rotary_dim / 2]`.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous or of floating-point values, or an operation of the device

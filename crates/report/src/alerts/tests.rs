@@ -89,7 +89,7 @@ fn what_only_alarms_see_is_on_the_terminal_too() {
     run.alerts.failed(&Error::new(ErrorCategory::Diverged, "the numbers diverged at step 2")).unwrap();
     assert_eq!(run.lines("alerts.jsonl").len(), 1, "no other rule was asked for");
     let said = run.lines("said");
-    assert!(said.len() == 1 && said[0].starts_with("warning: step 0: 1.00 KiB are free"), "{said:?}");
+    assert!(said.len() == 1 && said[0].starts_with("warning: step 0: 1.00 KiB free"), "{said:?}");
 }
 
 #[test]

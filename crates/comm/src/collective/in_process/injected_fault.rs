@@ -14,7 +14,7 @@ use crate::runtime::planned_failure::PlannedFailure;
 pub enum InjectedFaultKind {
     /// `enter` returns an error.
     Error,
-    /// `enter` panics.
+    /// The call of `enter` panics.
     Panic,
     /// The rank leaves silently: its peers get no message, and its later ones are ignored.
     Exit,

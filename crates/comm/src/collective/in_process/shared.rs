@@ -224,7 +224,7 @@ impl SharedWorld {
         }
     }
 
-    /// Implements [`crate::collective::Collective::abort`].
+    /// Implements the method [`crate::collective::Collective::abort`].
     pub(super) fn abort(&self, rank: usize, why: &str) {
         let mut state = self.lock();
         if state.failure.is_none() && !state.ranks[rank].gone {
@@ -252,7 +252,7 @@ impl SharedWorld {
         }
     }
 
-    /// Implements [`crate::collective::Collective::enter`].
+    /// Implements the method [`crate::collective::Collective::enter`].
     pub(super) fn enter(&self, rank: usize, phase: Phase) -> Result<()> {
         let occurrence = self.open(rank)?.enter(rank, phase);
         let strikes = |fault: &&InjectedFault| {

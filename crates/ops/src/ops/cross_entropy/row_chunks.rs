@@ -3,8 +3,10 @@
 //! the vocabulary twice, in parts:
 //!
 //! ```text
-//! for each part:  l = cap(x · W_partᵀ + u · B_partᵀ),  m' = max(m, max l),  s = e^(m − m') s + Σ e^(l − m'),  kept = e^(l − m')
-//! for each part:  d = scale (kept · e^(m' − m) / s − onehot),  dx += d · W_part,  dW_part += dᵀ · x
+//! for each part:  l = cap(x · W_partᵀ + u · B_partᵀ),  m' = max(m, max l),
+//!                 s = e^(m − m') s + Σ e^(l − m'),  kept = e^(l − m')
+//! for each part:  d = scale (kept · e^(m' − m) / s − onehot),
+//!                 dx += d · W_part,  dW_part += dᵀ · x
 //! ```
 //!
 //! Between the passes, `kept` is stored in the dtype of `x`. `d` overwrites it, rounded once, as

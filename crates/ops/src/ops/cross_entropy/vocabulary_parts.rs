@@ -3,7 +3,8 @@
 //! in a cache and its weights are read once for both products.
 //!
 //! ```text
-//! for each part:  l = x · W_partᵀ,  m' = max(m, max l),  f = e^(m − m'),  s = f s + Σ e^(l − m'),  a = f a + e^(l − m') · W_part
+//! for each part:  l = x · W_partᵀ,  m' = max(m, max l),  f = e^(m − m'),
+//!                 s = f s + Σ e^(l − m'),  a = f a + e^(l − m') · W_part
 //! loss = m + ln s − l_target        dx = scale (a / s − W_target)
 //! ```
 //!

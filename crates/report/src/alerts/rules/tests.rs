@@ -77,7 +77,7 @@ fn a_disk_without_room_for_the_next_checkpoint_is_said_once() {
     let mut watch = ShortDisk::new(40 << 30);
     assert_eq!(watch.look(1, room(41 << 30)), None);
     let found = watch.look(2, room(39 << 30)).unwrap();
-    assert!(found.message.starts_with("step 2: 39.0 GiB are free"), "{found:?}");
+    assert!(found.message.starts_with("step 2: 39.0 GiB free"), "{found:?}");
     assert!((3..90).all(|step| watch.look(step, room(1 << 30)).is_none()));
     // A few GiB of a large disk are enough, and a fiftieth of a small one.
     let mut small = ShortDisk::new(0);

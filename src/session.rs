@@ -1,0 +1,232 @@
+//! Fine-tuning and trained models from another program: [`Session`] trains, [`TrainedModel`]
+//! answers.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+
+use crate::checkpoint::SnapshotPart;
+use crate::clock;
+use crate::collective::SingleRank;
+use crate::data::{self, Batch, Cursor, Example, Origin, PromptEncoder, RowOrigin, Sampler};
+use crate::engine::{Engine, Evaluation, SamplingOptions, StepResult, TokenSampler, Trainer};
+use crate::error::{Error, Result};
+use crate::loading::{AdapterSetup, BaseModel, DatasetLoader, EngineOptions, Resolver, Trains};
+use crate::model::AdapterSwitch;
+use crate::planning::{Plan, WorldSize};
+use crate::recipe::{DataSource, Purpose, Recipe, RecipeLayers, RecipeText};
+use crate::report::{Terminal, Verbosity};
+use crate::runtime::device;
+use crate::training::{trainer, weights_writer};
+
+/// A training run on one device: a recipe in, steps out.
+///
+/// The session writes nothing by itself. It takes no checkpoints and prints nothing.
+///
+/// ```no_run
+/// use std::path::Path;
+///
+/// # fn main() -> finetune::error::Result<()> {
+/// let recipe = r#"
+///     model = { id = "models/base" }
+///     adapter = { r = 8 }
+///     data = { train = ["rows.jsonl"] }
+///     optimizer = { learning_rate = 1e-4 }
+/// "#;
+/// let mut session = finetune::Session::new(recipe, Path::new("."))?;
+/// for step in session.steps()? {
+///     println!("loss {:.4}", step?.loss);
+/// }
+/// session.save(Path::new("out"))
+/// # }
+/// ```
+pub struct Session {
+    plan: Plan,
+    trainer: Trainer,
+    cursor: Cursor,
+}
+
+impl Session {
+    /// Loads model and data of `recipe`, a recipe as TOML. Relative paths in it begin at `folder`.
+    ///
+    /// # Errors
+    /// Anything in recipe, model or data that cannot be used.
+    pub fn new(recipe: &str, folder: &Path) -> Result<Self> {
+        let text = RecipeText { name: "recipe".into(), text: recipe.to_owned(), folder: folder.into() };
+        let recipe = Recipe::load(&RecipeLayers {
+            recipe: Some(text),
+            folder: folder.into(),
+            ..RecipeLayers::default()
+        })?;
+        let terminal = Terminal::stderr(Verbosity::Quiet);
+        let resolver = Resolver::new(false, &terminal)?;
+        let device = device::open(device::preferred()?)?;
+        let world = WorldSize::on_one_host(1);
+        let plan = Plan::resolve(recipe, &resolver, device.clone(), world, None, clock::now())?;
+        let trainer = trainer(&plan, None, Arc::new(SingleRank), &device)?;
+        Ok(Session { plan, trainer, cursor: Cursor::default() })
+    }
+
+    /// Returns the remaining steps of the run as an iterator, which takes one at each call of `next`.
+    /// A session whose iterator was dropped early continues where it stopped.
+    ///
+    /// # Errors
+    /// The data do not fit the sizes of a step.
+    pub fn steps(&mut self) -> Result<SessionSteps<'_>> {
+        let mut sampler = self.plan.sampler()?;
+        sampler.seek(self.cursor)?;
+        Ok(SessionSteps { sampler, trainer: &mut self.trainer, cursor: &mut self.cursor })
+    }
+
+    /// Evaluates the held-out rows of `data.eval` or `data.eval_split`; none without such rows.
+    ///
+    /// # Errors
+    /// The loss is not finite, or an operation of the device fails.
+    pub fn evaluate(&self) -> Result<Option<Evaluation>> {
+        let Some((held_out, _)) = &self.plan.held_out else { return Ok(None) };
+        let tokens = self.plan.recipe.train.micro_batch_rows() * self.plan.recipe.data.longest_row();
+        let batches = data::batch::in_order(held_out.examples(), tokens);
+        self.trainer.engine.evaluate(batches, |_| ()).map(Some)
+    }
+
+    /// Writes the trained weights into the new folder `folder`: a PEFT adapter, or a Hugging Face
+    /// model.
+    ///
+    /// # Errors
+    /// `folder` exists, or it cannot be written.
+    pub fn save(&self, folder: &Path) -> Result<()> {
+        std::fs::create_dir(folder).map_err(|error| Error::io("create the folder", folder, &error))?;
+        let write = weights_writer(&self.plan, false, &self.trainer)?;
+        write(folder, &self.trainer.snapshot(false)?, SnapshotPart::Tensors(0))?;
+        write(folder, &[], SnapshotPart::Rest)?;
+        Ok(())
+    }
+
+    /// Continues `prompt` by at most `max_new_tokens` tokens, each the likeliest one.
+    ///
+    /// # Errors
+    /// `prompt` has no token, or the logits are not finite.
+    pub fn generate(&self, prompt: &str, max_new_tokens: usize) -> Result<String> {
+        generate(&self.trainer.engine, &self.plan.rows, prompt, max_new_tokens)
+    }
+}
+
+/// The steps of a [`Session`].
+pub struct SessionSteps<'a> {
+    sampler: Sampler<'a>,
+    trainer: &'a mut Trainer,
+    cursor: &'a mut Cursor,
+}
+
+impl SessionSteps<'_> {
+    /// Returns the number of steps of the whole run.
+    pub fn total(&self) -> u64 {
+        self.sampler.total_steps()
+    }
+}
+
+impl Iterator for SessionSteps<'_> {
+    type Item = Result<StepResult>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let step = self.sampler.next_step()?;
+        let result = self.trainer.step(&step);
+        *self.cursor = self.sampler.cursor();
+        Some(result)
+    }
+}
+
+/// A model that computes: a base, or a base with a trained adapter.
+///
+/// ```no_run
+/// # fn main() -> finetune::error::Result<()> {
+/// let model = finetune::TrainedModel::open("models/base", Some("out"))?;
+/// println!("{}", model.generate("The capital of Ruritania is", 8)?);
+/// # Ok(())
+/// # }
+/// ```
+pub struct TrainedModel {
+    engine: Engine,
+    rows: DatasetLoader,
+}
+
+impl TrainedModel {
+    /// Loads `model`, a folder or a hub id, and the adapter in `adapter`, if any.
+    ///
+    /// # Errors
+    /// Model or adapter cannot be found or used, or they do not match.
+    pub fn open(model: &str, adapter: Option<&str>) -> Result<Self> {
+        let folder = Path::new("");
+        let recipe = Recipe::load(&RecipeLayers {
+            model: Some(model.to_owned()),
+            purpose: Purpose::Other,
+            ..RecipeLayers::default()
+        })?;
+        let terminal = Terminal::stderr(Verbosity::Quiet);
+        let resolver = Resolver::new(false, &terminal)?;
+        let mut base = BaseModel::open(&recipe.model, None, &resolver)?;
+        let mut setup = None;
+        if let Some(adapter) = adapter {
+            let found = resolver.adapter(&DataSource::from_argument("adapter", adapter, folder)?)?.folder;
+            base.adopt(&found)?;
+            setup = Some(AdapterSetup::saved_in(&found, &base.config)?);
+        }
+        let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        let rows = base.dataset_loader(tokenizer, &recipe.data)?;
+        let device = device::open(device::preferred()?)?;
+        let options = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        let engine = base.engine(Trains::adapter_or_nothing(setup.as_ref()), &options)?;
+        Ok(TrainedModel { engine, rows })
+    }
+
+    /// Continues `prompt` by at most `max_new_tokens` tokens, each the likeliest one.
+    ///
+    /// # Errors
+    /// `prompt` has no token, or the logits are not finite.
+    pub fn generate(&self, prompt: &str, max_new_tokens: usize) -> Result<String> {
+        generate(&self.engine, &self.rows, prompt, max_new_tokens)
+    }
+
+    /// Returns the logits of each token of `text`: one row a token, one f32 value a word of the
+    /// vocabulary.
+    ///
+    /// # Errors
+    /// `text` has no token, or an operation of the device fails.
+    pub fn logits(&self, text: &str) -> Result<Vec<Vec<f32>>> {
+        Ok(self.engine.logits(&self.batch(text)?, AdapterSwitch::On)?.to_vec2()?)
+    }
+
+    /// Returns the embedding of `text`: the mean of its hidden states after the last block, one f32
+    /// value a hidden dimension.
+    ///
+    /// # Errors
+    /// `text` has no token, or an operation of the device fails.
+    pub fn embedding(&self, text: &str) -> Result<Vec<f32>> {
+        let hidden = self.engine.hidden(&self.batch(text)?, AdapterSwitch::On)?;
+        Ok(hidden.to_dtype(DType::F32)?.to_device(&Device::Cpu)?.mean(0)?.to_vec1()?)
+    }
+
+    fn batch(&self, text: &str) -> Result<Batch> {
+        let ids = encoder(&self.engine, &self.rows).text(text)?;
+        let origin = Origin { file: Arc::from(Path::new("text")), place: RowOrigin::Line(1) };
+        let trained = vec![true; ids.len()];
+        Ok(Batch::new([Example { ids, trained, origin, group: None }], 0))
+    }
+}
+
+fn encoder<'a>(engine: &Engine, rows: &'a DatasetLoader) -> PromptEncoder<'a> {
+    PromptEncoder {
+        tokenizer: &rows.tokenizer,
+        template: rows.template.as_ref(),
+        vocab_size: engine.config.vocab_size,
+    }
+}
+
+fn generate(engine: &Engine, rows: &DatasetLoader, prompt: &str, max_new_tokens: usize) -> Result<String> {
+    let ids = encoder(engine, rows).text(prompt)?;
+    let mut sampler = TokenSampler::new(SamplingOptions::default(), 0);
+    let answer =
+        engine.generate(&ids, max_new_tokens, &mut sampler, rows.tokenizer.eos_ids(), &mut |_| Ok(true))?;
+    rows.tokenizer.decode(&answer, true)
+}

@@ -1,0 +1,82 @@
+//! The library's facade does what the binary does.
+
+use std::path::Path;
+
+use finetune::{Session, TrainedModel};
+use serde_json::Value;
+
+use crate::place::Place;
+
+/// Keys of the run, as a recipe and as settings of the command line.
+const RECIPE: &str = r#"
+adapter = { r = 4 }
+train = { max_steps = 4, micro_batch_size = 2, gradient_accumulation_steps = 1 }
+optimizer = { learning_rate = 1e-2 }
+checkpoint = { save_steps = "never" }
+"#;
+
+fn recipe(place: &Place) -> String {
+    let path = |name: &str| place.path(name).display().to_string();
+    format!(
+        "model = {{ id = {:?} }}\ndata = {{ train = [{:?}], eval = [{:?}] }}\n{RECIPE}",
+        path("model"),
+        path("rows.jsonl"),
+        path("rows.jsonl")
+    )
+}
+
+fn place() -> Place {
+    let place = Place::with_model("tiny-llama");
+    let row = |i: usize| format!("{{\"prompt\": \"count {i}\", \"completion\": \" {} {}\"}}\n", i + 1, i + 2);
+    place.write("rows.jsonl", &(0..12).map(row).collect::<String>());
+    place
+}
+
+#[test]
+fn a_session_trains_saves_and_answers_as_the_binary() {
+    let place = place();
+    place.write("recipe.toml", &recipe(&place));
+    place.said(&["--recipe", "recipe.toml", "--output", "out"]);
+    let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let losses: Vec<f64> = lines.iter().filter_map(|line| line["loss"].as_f64()).collect();
+    let held_out: Vec<f64> = lines.iter().filter_map(|line| line["eval_loss"].as_f64()).collect();
+
+    let mut session = Session::new(&recipe(&place), Path::new("")).unwrap();
+    let before = session.evaluate().unwrap().unwrap();
+    assert_eq!(session.steps().unwrap().total(), 4);
+    // An iterator that is dropped early costs no step.
+    let mut found: Vec<f64> = session.steps().unwrap().take(1).map(|step| step.unwrap().loss).collect();
+    found.extend(session.steps().unwrap().map(|step| step.unwrap().loss));
+    assert_eq!(found, losses, "losses of the binary");
+    assert_eq!(session.steps().unwrap().count(), 0, "the run is over");
+    let after = session.evaluate().unwrap().unwrap();
+    assert_eq!([before.loss(), after.loss()], [held_out[0], held_out[held_out.len() - 1]]);
+
+    session.save(&place.path("saved")).unwrap();
+    let bytes = |folder: &str| {
+        std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap()
+    };
+    assert!(bytes("saved") == bytes("out"), "the adapter of the binary");
+    assert!(session.save(&place.path("saved")).is_err(), "a folder that exists is never written to");
+
+    let (model, adapter) = (place.path("model"), place.path("saved"));
+    let trained = TrainedModel::open(&model.display().to_string(), Some(&adapter.display().to_string()));
+    let trained = trained.unwrap();
+    let answer = trained.generate("count 3", 5).unwrap();
+    assert_eq!(answer, session.generate("count 3", 5).unwrap());
+    let said = place.said(&[
+        "generate", "--model", "model", "--adapter", "saved", "--prompt", "count 3", "--max-new-tokens", "5",
+    ]);
+    assert!(said.contains(&answer), "{said:?} has {answer:?}");
+    let logits = trained.logits("count 3").unwrap();
+    assert!(logits.iter().all(|row| row.len() == logits[0].len() && row.iter().all(|x| x.is_finite())));
+    let embedding = trained.embedding("count 3").unwrap();
+    assert!(embedding.iter().any(|x| *x != 0.0) && embedding != trained.embedding("count 4").unwrap());
+}
+
+#[test]
+fn a_session_names_what_is_wrong_with_its_recipe() {
+    let error = Session::new("modle = { id = 3 }", Path::new("")).err().unwrap();
+    assert!(error.to_string().contains("modle"), "{error}");
+}
