@@ -54,11 +54,13 @@ impl<'a> GpuStep<'a> {
                 has_adapter: names().any(|name| targets.contains(name.as_str())),
             })
         };
+        // The blocks of a model have the same linear layers.
+        let layout = BlockLayout::new(config, 0);
         GpuStep {
             config,
             tokens,
             size,
-            layers: BlockLayout::new(config).modules().iter().filter_map(layer).collect(),
+            layers: layout.modules().iter().filter_map(layer).collect(),
             has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
             has_dropout: adapter_setup.is_some_and(|setup| setup.dropout > 0.0),
         }

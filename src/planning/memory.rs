@@ -404,7 +404,7 @@ pub(super) fn by_block<T>(
     adapter_setup: Option<&AdapterSetup>,
     branch_dtype: DType,
     has_kernels: bool,
-    each: impl Fn(&dyn Fn(&BlockModule) -> Option<LoraShape>) -> T,
+    each: impl Fn(usize, &dyn Fn(&BlockModule) -> Option<LoraShape>) -> T,
 ) -> Vec<T> {
     let kind = match adapter_setup {
         Some(adapter_setup) if adapter_setup.config.spec.use_dora => AdapterKind::Dora,
@@ -416,7 +416,7 @@ pub(super) fn by_block<T>(
         let r = ranks.get(module.name_in(layer).as_str())?;
         Some(LoraShape { kind, r: *r, dtype: branch_dtype, has_kernels })
     };
-    let of_layer = |layer| each(&|module: &BlockModule| shape(layer, module));
+    let of_layer = |layer| each(layer, &|module: &BlockModule| shape(layer, module));
     (0..config.num_layers()).map(of_layer).collect()
 }
 
@@ -428,8 +428,8 @@ fn saved_bytes(
     tokens: usize,
     options: &MemoryOptions<'_>,
 ) -> Vec<SavedBytes> {
-    let of_block = |adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {
-        BlockSaved::bytes(config, tokens, options.dtype, adapter)
+    let of_block = |layer: usize, adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {
+        BlockSaved::bytes(config, layer, tokens, options.dtype, adapter)
     };
     by_block(config, adapter_setup, branch_dtype(descs), !options.on_host, of_block)
 }

@@ -73,8 +73,8 @@ impl MemoryParts {
                 count(&mut parts.optimizer, format!("{what}{state_away}"), state, update);
             }
         }
-        let of_block = |adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {
-            BlockSaved::parts(config, tokens, options.dtype, adapter)
+        let of_block = |layer: usize, adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {
+            BlockSaved::parts(config, layer, tokens, options.dtype, adapter)
         };
         for block in by_block(config, adapter_setup, branch_dtype(descs), !options.on_host, of_block) {
             for (what, bytes) in block {

@@ -14,7 +14,7 @@
 
 use serde::Serialize;
 
-use crate::model::{BlockLayout, ModelConfig, WeightShape};
+use crate::model::{BlockLayout, BlockModule, ModelConfig, WeightShape};
 use crate::objectives::ObjectiveCost;
 use crate::parallel::{ParamDesc, ParamKind};
 use crate::planning::LossPath;
@@ -123,22 +123,19 @@ impl TokenFlops {
 
 /// Returns the number of weights in the blocks' linear layers.
 pub fn linear_weights(config: &ModelConfig) -> usize {
-    let layout = BlockLayout::new(config);
-    let of_block: usize = layout
-        .linears()
-        .map(|module| match module.weight {
-            WeightShape::Matrix { out, inputs } => out * inputs,
-            WeightShape::Gain(_) => 0,
-        })
-        .sum();
-    of_block * config.num_layers()
+    let weights = |module: &BlockModule| match module.weight {
+        WeightShape::Matrix { out, inputs } => out * inputs,
+        WeightShape::Gain(_) => 0,
+    };
+    let of_block = |layer| -> usize { BlockLayout::new(config, layer).linears().map(weights).sum() };
+    (0..config.num_layers()).map(of_block).sum()
 }
 
 /// Returns the operations of attention's forward for a token, over all layers.
 fn attention_forward(config: &ModelConfig, row: f64) -> f64 {
     let width = config.heads.q_width() as f64;
-    let layers = (0..config.num_layers()).map(|layer| {
-        let seen = match config.layers[layer].window {
+    let layers = config.attentions().map(|attention| {
+        let seen = match attention.window {
             Some(window) if (window as f64) < row => {
                 let window = window as f64;
                 window - window * window / (2.0 * row)

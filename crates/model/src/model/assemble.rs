@@ -2,9 +2,13 @@
 
 use candle_core::DType;
 
-use super::block::BlockWeights;
+use super::block::{
+    AttentionWeights, BlockWeights, ChannelMixerWeights, GatedMlpWeights, MixerNorms, TokenMixerWeights,
+};
+use super::block_part::{BlockPart, LinearGroup};
+use super::composition::{ChannelMixer, TokenMixer};
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
-use super::layout::{BlockLayout, BlockModule, BlockPart, FINAL_NORM_MODULE, LinearGroup};
+use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
 use super::lm_head::HeadWeights;
 use super::{Lora, ModelConfig, Param, WeightMatrix};
@@ -88,7 +92,7 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
 /// # Errors
 /// When a parameter of the block cannot be had.
 pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Result<BlockWeights> {
-    let layout = BlockLayout::new(config);
+    let (block, layout) = (&config.blocks[layer], BlockLayout::new(config, layer));
     let missing = |part: BlockPart| Error::internal(format!("a block has no {part:?}"));
     let linears = |group: LinearGroup| -> Result<MergedLinear> {
         // Dropout numbers the linear layers of a block from 1 on.
@@ -110,15 +114,28 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         name.map(|name| from.param(&name)).transpose()
     };
     let norm = |part| optional_norm(part)?.ok_or_else(|| missing(part));
+    let token_mixer = match block.token_mixer {
+        TokenMixer::Attention(mixer) => TokenMixerWeights::Attention(AttentionWeights {
+            mixer,
+            qkv: linears(LinearGroup::Qkv)?,
+            qk_norm: optional_norm(BlockPart::QNorm)?.zip(optional_norm(BlockPart::KNorm)?),
+            o: linears(LinearGroup::O)?,
+        }),
+    };
+    let channel_mixer = match block.channel_mixer {
+        ChannelMixer::GatedMlp(mixer) => ChannelMixerWeights::GatedMlp(GatedMlpWeights {
+            mixer,
+            gate_up: linears(LinearGroup::GateUp)?,
+            down: linears(LinearGroup::Down)?,
+        }),
+    };
+    let norms = |before, after| -> Result<MixerNorms> {
+        Ok(MixerNorms { before: norm(before)?, after: optional_norm(after)? })
+    };
     Ok(BlockWeights {
-        attn_norm: norm(BlockPart::AttnNorm)?,
-        qkv: linears(LinearGroup::Qkv)?,
-        qk_norm: optional_norm(BlockPart::QNorm)?.zip(optional_norm(BlockPart::KNorm)?),
-        o: linears(LinearGroup::O)?,
-        attn_post_norm: optional_norm(BlockPart::AttnPostNorm)?,
-        mlp_norm: norm(BlockPart::MlpNorm)?,
-        gate_up: linears(LinearGroup::GateUp)?,
-        down: linears(LinearGroup::Down)?,
-        mlp_post_norm: optional_norm(BlockPart::MlpPostNorm)?,
+        token_norms: norms(BlockPart::AttnNorm, BlockPart::AttnPostNorm)?,
+        token_mixer,
+        channel_norms: norms(BlockPart::MlpNorm, BlockPart::MlpPostNorm)?,
+        channel_mixer,
     })
 }

@@ -1,53 +1,71 @@
 //! The transformer block of every family, forward and backward.
 //!
 //! ```text
-//! h = x + post?(o_proj(attention(rope(norm?(qkv_proj(norm(x)))))))
-//! y = h + post?(down_proj(act(gate) · up))          gate, up = gate_up_proj(norm(h))
+//! h = x + post?(token_mixer(norm(x)))
+//! y = h + post?(channel_mixer(norm(h)))
 //! ```
 //!
-//! `post?` are the second norms of the Gemma families, `norm?` the per-head norms of qwen3 and gemma3. [`BlockSaved`]
-//! holds what cannot be had again cheaply: the projections and the attention output. Norm outputs, rotated heads and
-//! the gated product are made again in backward, elementwise.
+//! `post?` are the second norms of the Gemma families. Each mixer has a file below `block/`. [`BlockSaved`] holds the
+//! tensors that cost too much to compute again. Backward computes norm outputs again, elementwise.
 
-use candle_core::{DType, Device, Tensor};
+mod attention;
+mod gated_mlp;
 
+pub use attention::{AttentionWeights, BlockCache};
+pub use gated_mlp::GatedMlpWeights;
+
+use candle_core::{DType, Tensor};
+
+use super::composition::{ChannelMixer, ResidualPlan, TokenMixer};
 use super::layout::{BlockLayout, BlockModule};
-use super::linear::{self, LoraSaved, MergedLinear};
+use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
 use super::{ModelConfig, Param};
-use crate::error::Result;
-use crate::ops::ColumnView;
-use crate::ops::attention::{AttentionOutput, Qkv, Span, attention, attention_backward};
+use crate::error::{Error, Result};
+use crate::ops::attention::Span;
 use crate::ops::elementwise::add;
-use crate::ops::glu::{glu, glu_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
-use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
+use crate::ops::rotary::RotaryTable;
 use crate::recipe::enums::Attention;
-use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
+use attention::AttentionSaved;
+use gated_mlp::GatedMlpSaved;
 
 /// The parameters of one block, for one use.
 #[derive(Debug, Clone)]
 pub struct BlockWeights {
-    /// `input_layernorm`, before attention.
-    pub attn_norm: Param,
-    /// q, k and v apart, or the one fused `qkv_proj`.
-    pub qkv: MergedLinear,
-    /// Per-head norms of q and k.
-    pub qk_norm: Option<(Param, Param)>,
-    /// Attention's output projection, `o_proj`.
-    pub o: MergedLinear,
-    /// Gemma's norm on the attention's output.
-    pub attn_post_norm: Option<Param>,
-    /// The norm before the MLP.
-    pub mlp_norm: Param,
-    /// gate and up apart, or the one fused `gate_up_proj`.
-    pub gate_up: MergedLinear,
-    /// The MLP's second projection, `down_proj`.
-    pub down: MergedLinear,
-    /// Gemma's norm on the MLP's output.
-    pub mlp_post_norm: Option<Param>,
+    /// The norms around the token mixer.
+    pub token_norms: MixerNorms,
+    /// The part that lets a token read others.
+    pub token_mixer: TokenMixerWeights,
+    /// The norms around the channel mixer.
+    pub channel_norms: MixerNorms,
+    /// The part that computes each token by itself.
+    pub channel_mixer: ChannelMixerWeights,
+}
+
+/// The norms around a mixer.
+#[derive(Debug, Clone)]
+pub struct MixerNorms {
+    /// The norm of the mixer's input.
+    pub before: Param,
+    /// Gemma's norm on the mixer's output.
+    pub after: Option<Param>,
+}
+
+/// The parameters of a token mixer.
+#[derive(Debug, Clone)]
+pub enum TokenMixerWeights {
+    /// Softmax attention with rotary positions.
+    Attention(AttentionWeights),
+}
+
+/// The parameters of a channel mixer.
+#[derive(Debug, Clone)]
+pub enum ChannelMixerWeights {
+    /// An MLP with an activated gate.
+    GatedMlp(GatedMlpWeights),
 }
 
 impl BlockWeights {
@@ -56,12 +74,14 @@ impl BlockWeights {
     /// # Errors
     /// The device has not enough memory.
     pub fn keep_in_bf16(&mut self) -> Result<()> {
-        let linears = [&mut self.qkv, &mut self.o, &mut self.gate_up, &mut self.down];
+        let TokenMixerWeights::Attention(attention) = &mut self.token_mixer;
+        let ChannelMixerWeights::GatedMlp(mlp) = &mut self.channel_mixer;
+        let linears = attention.linears().into_iter().chain(mlp.linears());
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
     }
 }
 
-/// What a micro-batch hands to every block.
+/// The inputs of a micro-batch that all blocks share.
 #[derive(Debug, Clone)]
 pub struct BlockContext<'a> {
     /// The sequences of the batch, side by side.
@@ -70,7 +90,7 @@ pub struct BlockContext<'a> {
     pub tables: &'a [RotaryTable],
     /// Flash or eager.
     pub attention: Attention,
-    /// Whether adapters take part in the forward.
+    /// The switch that takes adapters in or out of the forward.
     pub adapter: AdapterSwitch,
     /// Present in training only.
     pub dropout: Option<DropoutContext>,
@@ -86,7 +106,7 @@ pub struct DropoutContext {
 }
 
 impl BlockContext<'_> {
-    /// How the adapters of block `layer` take part in its forward.
+    /// The part that the adapters of block `layer` take in its forward.
     fn branch(&self, layer: usize) -> BranchContext {
         BranchContext { adapter: self.adapter, source: self.source(layer) }
     }
@@ -97,19 +117,49 @@ impl BlockContext<'_> {
     }
 }
 
-/// What a block's backward needs. Shapes: `x`, `h` `[N, D]`; `qkv` `[N, (H + 2K) head_dim]`; `gate_up` `[N, 2F]`.
+/// One block in a pass: the settings that its mixers take beside weights and activations.
+#[derive(Debug, Clone, Copy)]
+struct LayerPass<'a> {
+    config: &'a ModelConfig,
+    layer: usize,
+    context: &'a BlockContext<'a>,
+}
+
+impl LayerPass<'_> {
+    /// The part that the block's adapters take in its forward.
+    fn branch(&self) -> BranchContext {
+        self.context.branch(self.layer)
+    }
+
+    /// The dropout of the block's adapters.
+    fn source(&self) -> DropoutSource {
+        self.context.source(self.layer)
+    }
+}
+
+/// The tensors that a block's backward needs. Shapes: `x`, `h` and the mixers' outputs `[N, D]`.
 #[derive(Debug, Clone)]
 pub struct BlockSaved {
     x: Tensor,
-    qkv: Tensor,
-    attended: AttentionOutput,
-    /// The attention's output before Gemma's post norm.
-    o: Option<Tensor>,
+    token_mixer: TokenMixerSaved,
+    /// The token mixer's output before Gemma's post norm.
+    token_out: Option<Tensor>,
     h: Tensor,
-    gate_up: Tensor,
-    /// The MLP's output before Gemma's post norm.
-    m: Option<Tensor>,
-    lora: [LoraSaved; 4],
+    channel_mixer: ChannelMixerSaved,
+    /// The channel mixer's output before Gemma's post norm.
+    channel_out: Option<Tensor>,
+}
+
+/// The tensors that a token mixer's backward needs.
+#[derive(Debug, Clone)]
+enum TokenMixerSaved {
+    Attention(AttentionSaved),
+}
+
+/// The tensors that a channel mixer's backward needs.
+#[derive(Debug, Clone)]
+enum ChannelMixerSaved {
+    GatedMlp(GatedMlpSaved),
 }
 
 /// Bytes that a block keeps from its forward for its backward.
@@ -122,83 +172,59 @@ pub struct SavedBytes {
 }
 
 impl BlockSaved {
-    /// The bytes that it holds after a forward of `tokens` tokens in `dtype`, where `adapter` says what each linear layer
-    /// of the block carries.
+    /// The bytes that it holds after a forward of `tokens` tokens in `dtype` through block `layer`, where `adapter` says
+    /// what each linear layer of the block carries.
     pub fn bytes(
         config: &ModelConfig,
+        layer: usize,
         tokens: usize,
         dtype: DType,
         adapter: impl Fn(&BlockModule) -> Option<LoraShape>,
     ) -> SavedBytes {
-        let [(_, input), rest @ ..] = Self::parts(config, tokens, dtype, adapter);
-        SavedBytes { input, rest: rest.iter().map(|(_, bytes)| bytes).sum() }
+        let parts = Self::parts(config, layer, tokens, dtype, adapter);
+        let (input, rest) = parts.split_at(1);
+        let sum = |parts: &[(&str, usize)]| parts.iter().map(|(_, bytes)| bytes).sum();
+        SavedBytes { input: sum(input), rest: sum(rest) }
     }
 
-    /// The same by what it is of, the block's input first.
+    /// The same bytes by the tensors that they are of, the block's input first.
     pub fn parts(
         config: &ModelConfig,
+        layer: usize,
         tokens: usize,
         dtype: DType,
         adapter: impl Fn(&BlockModule) -> Option<LoraShape>,
-    ) -> [(&'static str, usize); 8] {
-        let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
-        let rows = |width: usize| tokens * width * dtype.size_in_bytes();
-        let layout = BlockLayout::new(config);
+    ) -> Vec<(&'static str, usize)> {
+        let block = &config.blocks[layer];
+        let hidden = tokens * config.hidden_size * dtype.size_in_bytes();
+        let layout = BlockLayout::new(config, layer);
         let branches = layout.linears().filter_map(|module| Some((adapter(module)?, module.weight.out())));
         let lora = branches.map(|(shape, out)| BranchSaved::bytes(shape, out, tokens, dtype)).sum();
-        [
-            ("the block's input", rows(d)),
-            ("q, k and v", rows(heads.qkv_width())),
-            ("attention's output", rows(heads.q_width())),
-            ("its log-sum-exps", tokens * heads.num_heads * DType::F32.size_in_bytes()),
-            ("the input of the MLP", rows(d)),
-            ("gate and up", rows(2 * f)),
-            // `o` and `m`.
-            ("outputs before post norms", if config.post_norms { rows(2 * d) } else { 0 }),
-            ("inner activations of adapters", lora),
-        ]
+        let mut parts = vec![("the block's input", hidden)];
+        match &block.token_mixer {
+            TokenMixer::Attention(_) => parts.extend(AttentionSaved::parts(config, tokens, dtype)),
+        }
+        parts.push(("the input of the MLP", hidden));
+        match &block.channel_mixer {
+            ChannelMixer::GatedMlp(_) => parts.extend(GatedMlpSaved::parts(config, tokens, dtype)),
+        }
+        // Of both mixers.
+        let outputs = match block.residual {
+            ResidualPlan::PreNorm => 0,
+            ResidualPlan::PreAndPostNorm => 2 * hidden,
+        };
+        parts.extend([("outputs before post norms", outputs), ("inner activations of adapters", lora)]);
+        parts
     }
 
     /// All that it holds.
     #[cfg(test)]
     fn tensors(&self) -> Vec<&Tensor> {
-        let BlockSaved { x, qkv, attended: AttentionOutput { out, lse }, o, h, gate_up, m, lora } = self;
-        let always = [x, qkv, out, lse, h, gate_up];
-        let branches = lora.iter().flat_map(LoraSaved::tensors);
-        always.into_iter().chain(o).chain(m).chain(branches).collect()
-    }
-}
-
-/// Keys and values of the tokens seen so far, for generation: `[capacity, K · head_dim]` each.
-#[derive(Debug)]
-pub struct BlockCache {
-    k: TensorMut,
-    v: TensorMut,
-    len: usize,
-}
-
-impl BlockCache {
-    /// An empty cache for `capacity` tokens.
-    ///
-    /// # Errors
-    /// When the device has not enough memory.
-    pub fn new(config: &ModelConfig, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let shape = (capacity, config.heads.kv_width());
-        let zeros = || TensorMut::zeros(shape, dtype, device);
-        Ok(BlockCache { k: zeros()?, v: zeros()?, len: 0 })
-    }
-
-    /// Appends the keys and values of new tokens; returns all so far and the span that attends to them.
-    fn append(&mut self, k: ColumnView<'_>, v: ColumnView<'_>) -> Result<(Tensor, Tensor, Span)> {
-        let new = k.tensor.dim(0)?;
-        for (cache, columns) in [(&self.k, k), (&self.v, v)] {
-            let rows = columns.tensor.narrow(1, columns.start, columns.len)?.contiguous()?;
-            cache.slice_set(&rows, 0, self.len)?;
-        }
-        self.len += new;
-        let span = Span { q_start: 0, q_len: new, k_start: 0, k_len: self.len };
-        let so_far = |cache: &TensorMut| cache.narrow(0, 0, self.len).map(TensorMut::into_tensor);
-        Ok((so_far(&self.k)?, so_far(&self.v)?, span))
+        let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out } = self;
+        let TokenMixerSaved::Attention(attention) = token_mixer;
+        let ChannelMixerSaved::GatedMlp(mlp) = channel_mixer;
+        let mixers = attention.tensors().into_iter().chain(mlp.tensors());
+        [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).collect()
     }
 }
 
@@ -215,103 +241,59 @@ pub fn forward(
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
     let mut release = ReleaseSpan::default();
-    let branch = context.branch(layer);
-    let normed = rms_norm(x, &w.attn_norm.value, config.norm)?;
-    let (qkv, lora_qkv) = linear::forward(&w.qkv, &normed, None, branch)?;
-    let attended = attention_forward(config, layer, w, &qkv, context, cache)?;
-    let (h, o, lora_o) =
-        output_projection(&w.o, w.attn_post_norm.as_ref(), &attended.out, x, config.norm, branch)?;
-    let normed = rms_norm(&h, &w.mlp_norm.value, config.norm)?;
-    let (gate_up, lora_gate_up) = linear::forward(&w.gate_up, &normed, None, branch)?;
-    let product = glu(&gate_up, config.activation)?;
-    let (y, m, lora_down) =
-        output_projection(&w.down, w.mlp_post_norm.as_ref(), &product, &h, config.norm, branch)?;
-    let lora = [lora_qkv, lora_o, lora_gate_up, lora_down];
-    release.begin();
-    Ok((y, BlockSaved { x: x.clone(), qkv, attended, o, h, gate_up, m, lora }))
-}
-
-/// The end of a half: `residual + post?(layer(x))`; also the layer's own output when a post norm reads it.
-fn output_projection(
-    layer: &MergedLinear,
-    post_norm: Option<&Param>,
-    x: &Tensor,
-    residual: &Tensor,
-    norm: NormKind,
-    branch: BranchContext,
-) -> Result<(Tensor, Option<Tensor>, LoraSaved)> {
-    match post_norm {
-        None => {
-            let (y, saved) = linear::forward(layer, x, Some(residual), branch)?;
-            Ok((y, None, saved))
+    let pass = LayerPass { config, layer, context };
+    let token = |normed: &Tensor, residual: Option<&Tensor>| match &w.token_mixer {
+        TokenMixerWeights::Attention(attention) => {
+            let (out, saved) = attention.forward(pass, normed, residual, cache)?;
+            Ok((out, TokenMixerSaved::Attention(saved)))
         }
-        Some(post_norm) => {
-            let (out, saved) = linear::forward(layer, x, None, branch)?;
-            let y = add(residual, &rms_norm(&out, &post_norm.value, norm)?)?;
-            Ok((y, Some(out), saved))
-        }
-    }
-}
-
-/// The backward of [`output_projection`]: the gradient of the layer's input.
-fn output_projection_backward(
-    layer: &MergedLinear,
-    post_norm: Option<&Param>,
-    (x, out, saved): (&Tensor, Option<&Tensor>, &LoraSaved),
-    dy: &Tensor,
-    norm: NormKind,
-    source: DropoutSource,
-) -> Result<Tensor> {
-    let through_norm = match (post_norm, out) {
-        (Some(p), Some(out)) => Some(rms_norm_backward(out, &p.value, dy, None, p.grad.as_ref(), norm)?),
-        _ => None,
     };
-    linear::backward(layer, saved, x, through_norm.as_ref().unwrap_or(dy), source)
-}
-
-fn attention_forward(
-    config: &ModelConfig,
-    layer: usize,
-    w: &BlockWeights,
-    qkv: &Tensor,
-    context: &BlockContext<'_>,
-    cache: Option<&mut BlockCache>,
-) -> Result<AttentionOutput> {
-    let rotated = rotate(config, layer, w, qkv, context)?;
-    let inputs = attention_inputs(config, &rotated, qkv);
-    let kind = config.attention(layer);
-    match cache {
-        None => attention(inputs, context.spans, kind, context.attention),
-        Some(cache) => {
-            let (k, v, span) = cache.append(inputs.k, inputs.v)?;
-            let inputs = Qkv { q: inputs.q, k: ColumnView::all(&k), v: ColumnView::all(&v) };
-            attention(inputs, &[span], kind, context.attention)
+    let token = around_mixer(&w.token_norms, config.norm, x, token)?;
+    let channel = |normed: &Tensor, residual: Option<&Tensor>| match &w.channel_mixer {
+        ChannelMixerWeights::GatedMlp(mlp) => {
+            let (out, saved) = mlp.forward(pass, normed, residual)?;
+            Ok((out, ChannelMixerSaved::GatedMlp(saved)))
         }
-    }
+    };
+    let channel = around_mixer(&w.channel_norms, config.norm, &token.y, channel)?;
+    let saved = BlockSaved {
+        x: x.clone(),
+        token_mixer: token.saved,
+        token_out: token.out,
+        h: token.y,
+        channel_mixer: channel.saved,
+        channel_out: channel.out,
+    };
+    release.begin();
+    Ok((channel.y, saved))
 }
 
-fn rotate(
-    config: &ModelConfig,
-    layer: usize,
-    w: &BlockWeights,
-    qkv: &Tensor,
-    context: &BlockContext<'_>,
-) -> Result<Tensor> {
-    rotary(qkv, config.heads, qk_norm(config, w), &context.tables[config.layers[layer].rope])
+/// Half of a block after its forward.
+struct HalfOutput<S> {
+    y: Tensor,
+    /// The mixer's own output where a norm reads it.
+    out: Option<Tensor>,
+    saved: S,
 }
 
-fn qk_norm<'a>(config: &ModelConfig, w: &'a BlockWeights) -> Option<QkNorm<'a>> {
-    let (q, k) = w.qk_norm.as_ref()?;
-    Some(QkNorm { q: (&q.value, q.grad.as_ref()), k: (&k.value, k.grad.as_ref()), kind: config.norm })
-}
-
-/// q and k from the rotated tensor, v from the raw projection.
-fn attention_inputs<'a>(config: &ModelConfig, rotated: &'a Tensor, qkv: &'a Tensor) -> Qkv<'a> {
-    let heads = config.heads;
-    Qkv {
-        q: ColumnView { tensor: rotated, start: 0, len: heads.q_width() },
-        k: ColumnView { tensor: rotated, start: heads.q_width(), len: heads.kv_width() },
-        v: ColumnView { tensor: qkv, start: heads.qk_width(), len: heads.kv_width() },
+/// `x + after?(mixer(before(x)))`. The mixer adds `x` to its output itself if it is given as the residual.
+fn around_mixer<S>(
+    norms: &MixerNorms,
+    norm: NormKind,
+    x: &Tensor,
+    mixer: impl FnOnce(&Tensor, Option<&Tensor>) -> Result<(Tensor, S)>,
+) -> Result<HalfOutput<S>> {
+    let normed = rms_norm(x, &norms.before.value, norm)?;
+    match &norms.after {
+        None => {
+            let (y, saved) = mixer(&normed, Some(x))?;
+            Ok(HalfOutput { y, out: None, saved })
+        }
+        Some(after) => {
+            let (out, saved) = mixer(&normed, None)?;
+            let y = add(x, &rms_norm(&out, &after.value, norm)?)?;
+            Ok(HalfOutput { y, out: Some(out), saved })
+        }
     }
 }
 
@@ -330,52 +312,63 @@ pub fn backward(
     need_dx: bool,
 ) -> Result<Option<Tensor>> {
     let mut release = ReleaseSpan::default();
-    let source = context.source(layer);
-    let norm = config.norm;
-    let dh = {
-        let product = glu(&saved.gate_up, config.activation)?;
-        let ends = (&product, saved.m.as_ref(), &saved.lora[3]);
-        let dproduct = output_projection_backward(&w.down, w.mlp_post_norm.as_ref(), ends, dy, norm, source)?;
-        drop(product);
-        let dgate_up = glu_backward(&saved.gate_up, &dproduct, config.activation)?;
-        drop(dproduct);
-        let normed = rms_norm(&saved.h, &w.mlp_norm.value, norm)?;
-        let dnormed = linear::backward(&w.gate_up, &saved.lora[2], &normed, &dgate_up, source)?;
-        rms_norm_backward(&saved.h, &w.mlp_norm.value, &dnormed, Some(dy), w.mlp_norm.grad.as_ref(), norm)?
+    let pass = LayerPass { config, layer, context };
+    let channel = |half: MixerBackward<'_>| match (&w.channel_mixer, &saved.channel_mixer) {
+        (ChannelMixerWeights::GatedMlp(mlp), ChannelMixerSaved::GatedMlp(saved)) => {
+            mlp.backward(pass, saved, half)
+        }
     };
-    let ends = (&saved.attended.out, saved.o.as_ref(), &saved.lora[1]);
-    let dout = output_projection_backward(&w.o, w.attn_post_norm.as_ref(), ends, &dh, norm, source)?;
-    let dqkv = {
-        let rotated = rotate(config, layer, w, &saved.qkv, context)?;
-        let inputs = attention_inputs(config, &rotated, &saved.qkv);
-        let kind = config.attention(layer);
-        TensorMut::new(attention_backward(
-            inputs,
-            &saved.attended,
-            &dout,
-            context.spans,
-            kind,
-            context.attention,
-        )?)
+    let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
+    let dh = around_mixer_backward(&w.channel_norms, config.norm, ends, dy, true, channel)?;
+    let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
+    let token = |half: MixerBackward<'_>| match (&w.token_mixer, &saved.token_mixer) {
+        (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
+            attention.backward(pass, saved, half)
+        }
     };
-    let table = &context.tables[config.layers[layer].rope];
-    rotary_backward(&saved.qkv, &dqkv, config.heads, qk_norm(config, w), table)?;
-    let normed = rms_norm(&saved.x, &w.attn_norm.value, norm)?;
-    if !need_dx && w.attn_norm.grad.is_none() {
-        linear::backward_weights(&w.qkv, &saved.lora[0], &normed, &dqkv, source)?;
-        return Ok(None);
-    }
-    let dnormed = linear::backward(&w.qkv, &saved.lora[0], &normed, &dqkv, source)?;
-    let dx = rms_norm_backward(
-        &saved.x,
-        &w.attn_norm.value,
-        &dnormed,
-        Some(&dh),
-        w.attn_norm.grad.as_ref(),
-        norm,
-    )?;
+    let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
+    let dx = around_mixer_backward(&w.token_norms, config.norm, ends, &dh, need_dx, token)?;
     release.begin();
-    Ok(Some(dx))
+    Ok(dx)
+}
+
+/// The input of half of a block, and its mixer's output where a norm read it.
+#[derive(Clone, Copy)]
+struct HalfEnds<'a> {
+    x: &'a Tensor,
+    out: Option<&'a Tensor>,
+}
+
+/// The arguments of a mixer's backward.
+struct MixerBackward<'a> {
+    /// The gradient of the mixer's output.
+    dout: Tensor,
+    /// Computes the mixer's input again.
+    input: &'a dyn Fn() -> Result<Tensor>,
+    /// False if nothing reads the gradient of the input.
+    need_dx: bool,
+}
+
+/// The backward of [`around_mixer`]: the gradient of `x`, unless nothing needs it.
+fn around_mixer_backward(
+    norms: &MixerNorms,
+    norm: NormKind,
+    HalfEnds { x, out }: HalfEnds<'_>,
+    dy: &Tensor,
+    need_dx: bool,
+    mixer: impl FnOnce(MixerBackward<'_>) -> Result<Option<Tensor>>,
+) -> Result<Option<Tensor>> {
+    let dout = match (&norms.after, out) {
+        (Some(after), Some(out)) => {
+            rms_norm_backward(out, &after.value, dy, None, after.grad.as_ref(), norm)?
+        }
+        _ => dy.clone(),
+    };
+    let (before, grad) = (&norms.before.value, norms.before.grad.as_ref());
+    let input = || rms_norm(x, before, norm);
+    let need_dx = need_dx || grad.is_some();
+    let Some(dnormed) = mixer(MixerBackward { dout, input: &input, need_dx })? else { return Ok(None) };
+    rms_norm_backward(x, before, &dnormed, Some(dy), grad, norm).map(Some)
 }
 
 #[cfg(test)]

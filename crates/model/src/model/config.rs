@@ -1,79 +1,35 @@
-//! What a model is, family differences resolved to numbers. `families` reads it from config.json.
+//! A model's shape and arithmetic, with the differences of families resolved to parts and numbers.
+//! `families` reads it from config.json.
 
+use super::composition::{AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, TokenMixer};
+use super::families::Architecture;
 use super::rope::Rope;
-use crate::ops::attention::{AttentionKind, Heads};
-use crate::ops::glu::Activation;
+use crate::ops::attention::Heads;
 use crate::ops::rms_norm::NormKind;
-
-/// The `model_type`s of config.json that share the block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    /// Llama 1–3.x and its namesakes (TinyLlama, SmolLM, Yi, …).
-    Llama,
-    /// Mistral 7B and its descendants.
-    Mistral,
-    /// Qwen2 and Qwen2.5, dense.
-    Qwen2,
-    /// Qwen3 without mixture of experts.
-    Qwen3,
-    /// Gemma 2 of all sizes.
-    Gemma2,
-    /// Gemma 3, text only.
-    Gemma3,
-    /// Phi-3, Phi-3.5, Phi-4-mini.
-    Phi3,
-}
-
-/// What differs between the layers of one model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LayerKind {
-    /// A token sees itself and the `window − 1` tokens before it; none: all before it.
-    pub window: Option<usize>,
-    /// Index into [`ModelConfig::ropes`].
-    pub rope: usize,
-}
 
 /// A model's shape and arithmetic.
 #[derive(Debug, Clone)]
 pub struct ModelConfig {
     /// The family of architectures.
-    pub family: Family,
+    pub family: &'static Architecture,
     /// Rows of the embedding and of the head.
     pub vocab_size: usize,
     /// Width of the hidden states, D.
     pub hidden_size: usize,
-    /// Width inside of the MLP, F.
+    /// Width inside of the gated MLPs, F.
     pub intermediate_size: usize,
-    /// Head counts and width.
+    /// Head counts and width of attention.
     pub heads: Heads,
-    /// One entry per block.
-    pub layers: Vec<LayerKind>,
-    /// The rotary embeddings that layers refer to.
+    /// The parts of each block.
+    pub blocks: Vec<BlockConfig>,
+    /// The rotary embeddings that the attention of blocks refers to.
     pub ropes: Vec<Rope>,
     /// Context length the model was made for, in tokens.
     pub max_position_embeddings: usize,
     /// Every norm of the model.
     pub norm: NormKind,
-    /// The gate's activation.
-    pub activation: Activation,
-    /// q, k and v are one tensor, gate and up another (phi3).
-    pub fused: bool,
-    /// q, k and v have biases.
-    pub qkv_bias: bool,
-    /// o has a bias.
-    pub o_bias: bool,
-    /// gate, up and down have biases.
-    pub mlp_bias: bool,
-    /// q and k are normed per head.
-    pub qk_norm: bool,
-    /// The outputs of attention and MLP are normed too (gemma).
-    pub post_norms: bool,
     /// Factor on the embeddings.
     pub embedding_factor: f64,
-    /// Factor on attention scores.
-    pub attention_scale: f64,
-    /// Soft-cap on attention scores.
-    pub attention_softcap: Option<f64>,
     /// Soft-cap on logits.
     pub logit_softcap: Option<f64>,
     /// Embedding and head are one parameter.
@@ -91,17 +47,23 @@ pub struct ModelConfig {
 impl ModelConfig {
     /// Number of blocks.
     pub fn num_layers(&self) -> usize {
-        self.layers.len()
+        self.blocks.len()
     }
 
-    /// The attention of one layer.
-    pub fn attention(&self, layer: usize) -> AttentionKind {
-        AttentionKind {
-            heads: self.heads,
-            scale: self.attention_scale,
-            softcap: self.attention_softcap,
-            window: self.layers[layer].window,
-        }
+    /// The attention of each block that has it, in the order of the blocks.
+    pub fn attentions(&self) -> impl Iterator<Item = &AttentionMixer> {
+        self.blocks.iter().map(|block| {
+            let TokenMixer::Attention(attention) = &block.token_mixer;
+            attention
+        })
+    }
+
+    /// The gated MLP of each block that has one, in the order of the blocks.
+    pub fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
+        self.blocks.iter().map(|block| {
+            let ChannelMixer::GatedMlp(mlp) = &block.channel_mixer;
+            mlp
+        })
     }
 
     /// The widths that make the shapes of its tensors, by their keys in config.json.

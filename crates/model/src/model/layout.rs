@@ -1,82 +1,16 @@
-//! The table of a model's tensors: what each module is to its block, its name in a checkpoint, its shape and biases, and
-//! which models have it.
+//! The table of a model's tensors: the modules of each part of a block, with their names in a checkpoint, shapes and
+//! biases.
 //!
 //! Nothing else knows them: `spec` makes parameters and modules of the table, `assemble` the weights of a block,
 //! [`BlockSaved::bytes`](super::BlockSaved::bytes) counts the adapters on it, `export` gives each part its name in GGUF.
 
 use super::ModelConfig;
+use super::block_part::BlockPart;
+use super::composition::{AttentionMixer, ChannelMixer, GatedMlp, ResidualPlan, TokenMixer};
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// The module of the last norm, in every family.
 pub(super) const FINAL_NORM_MODULE: &str = "model.norm";
-
-/// What a module is to its block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum BlockPart {
-    /// The projection to queries.
-    QProj,
-    /// The projection to keys.
-    KProj,
-    /// The projection to values.
-    VProj,
-    /// One projection to queries, keys and values, side by side in this order.
-    QkvProj,
-    /// The projection of what attention returns.
-    OProj,
-    /// The MLP's projection to what its activation takes.
-    GateProj,
-    /// The MLP's projection to what the gate is multiplied with.
-    UpProj,
-    /// One projection to gate and up, side by side in this order.
-    GateUpProj,
-    /// The MLP's projection back to the width of the model.
-    DownProj,
-    /// The norm on each head's query.
-    QNorm,
-    /// The norm on each head's key.
-    KNorm,
-    /// The norm before attention.
-    AttnNorm,
-    /// The norm on what attention adds to its input (Gemma).
-    AttnPostNorm,
-    /// The norm before the MLP.
-    MlpNorm,
-    /// The norm on what the MLP adds to its input (Gemma).
-    MlpPostNorm,
-}
-
-/// Linear layers of a block that read one input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LinearGroup {
-    /// Queries, keys and values.
-    Qkv,
-    /// Attention's output projection.
-    O,
-    /// The MLP's gate and up.
-    GateUp,
-    /// The MLP's second projection.
-    Down,
-}
-
-impl BlockPart {
-    /// The layers that this one stands beside; none for a norm.
-    pub fn group(self) -> Option<LinearGroup> {
-        match self {
-            BlockPart::QProj | BlockPart::KProj | BlockPart::VProj | BlockPart::QkvProj => {
-                Some(LinearGroup::Qkv)
-            }
-            BlockPart::OProj => Some(LinearGroup::O),
-            BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
-            BlockPart::DownProj => Some(LinearGroup::Down),
-            BlockPart::QNorm
-            | BlockPart::KNorm
-            | BlockPart::AttnNorm
-            | BlockPart::AttnPostNorm
-            | BlockPart::MlpNorm
-            | BlockPart::MlpPostNorm => None,
-        }
-    }
-}
 
 /// The weight of a module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -130,48 +64,81 @@ impl BlockModule {
     }
 }
 
-/// A row of the table: a linear layer, by the widths of its output and its input.
-fn linear(part: BlockPart, name: &'static str, (out, inputs): (usize, usize), bias: bool) -> BlockModule {
-    BlockModule { part, name, weight: WeightShape::Matrix { out, inputs }, bias }
-}
-
-/// A row of the table: a norm of vectors of `len` elements.
-fn norm(part: BlockPart, name: &'static str, len: usize) -> BlockModule {
-    BlockModule { part, name, weight: WeightShape::Gain(len), bias: false }
-}
-
-/// The modules of every block of one model, in the order of their parameters.
+/// The modules of one block, in the order of their parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockLayout(Vec<BlockModule>);
 
-impl BlockLayout {
-    /// The blocks of a model of shape `config`.
-    pub fn new(config: &ModelConfig) -> Self {
+/// The rows of the table for one model: its sizes, and its family's names.
+struct LayoutTable<'a>(&'a ModelConfig);
+
+impl LayoutTable<'_> {
+    /// A linear layer, by the widths of its output and its input.
+    fn linear(&self, part: BlockPart, (out, inputs): (usize, usize), bias: bool) -> BlockModule {
+        BlockModule { part, name: self.name(part), weight: WeightShape::Matrix { out, inputs }, bias }
+    }
+
+    /// A norm of vectors of `len` elements.
+    fn norm(&self, part: BlockPart, len: usize) -> BlockModule {
+        BlockModule { part, name: self.name(part), weight: WeightShape::Gain(len), bias: false }
+    }
+
+    fn name(&self, part: BlockPart) -> &'static str {
+        (self.0.family.module_name)(part)
+    }
+
+    fn attention(&self, mixer: &AttentionMixer) -> Vec<BlockModule> {
         use BlockPart as P;
-        let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
+        let (d, heads) = (self.0.hidden_size, self.0.heads);
         let (q, kv, qkv) = (heads.q_width(), heads.kv_width(), heads.qkv_width());
-        let (qkv_bias, mlp_bias) = (config.qkv_bias, config.mlp_bias);
-        let (fused, post_norms) = (config.fused, config.post_norms);
-        // Whether a model has it, and what it is. The second norm of a block has the same name whatever it is to it.
-        let table = [
-            (fused, linear(P::QkvProj, "self_attn.qkv_proj", (qkv, d), qkv_bias)),
-            (!fused, linear(P::QProj, "self_attn.q_proj", (q, d), qkv_bias)),
-            (!fused, linear(P::KProj, "self_attn.k_proj", (kv, d), qkv_bias)),
-            (!fused, linear(P::VProj, "self_attn.v_proj", (kv, d), qkv_bias)),
-            (true, linear(P::OProj, "self_attn.o_proj", (d, q), config.o_bias)),
-            (fused, linear(P::GateUpProj, "mlp.gate_up_proj", (2 * f, d), mlp_bias)),
-            (!fused, linear(P::GateProj, "mlp.gate_proj", (f, d), mlp_bias)),
-            (!fused, linear(P::UpProj, "mlp.up_proj", (f, d), mlp_bias)),
-            (true, linear(P::DownProj, "mlp.down_proj", (d, f), mlp_bias)),
-            (config.qk_norm, norm(P::QNorm, "self_attn.q_norm", heads.head_dim)),
-            (config.qk_norm, norm(P::KNorm, "self_attn.k_norm", heads.head_dim)),
-            (true, norm(P::AttnNorm, "input_layernorm", d)),
-            (!post_norms, norm(P::MlpNorm, "post_attention_layernorm", d)),
-            (post_norms, norm(P::AttnPostNorm, "post_attention_layernorm", d)),
-            (post_norms, norm(P::MlpNorm, "pre_feedforward_layernorm", d)),
-            (post_norms, norm(P::MlpPostNorm, "post_feedforward_layernorm", d)),
-        ];
-        BlockLayout(table.into_iter().filter_map(|(there, module)| there.then_some(module)).collect())
+        let mut rows = if mixer.fused {
+            vec![self.linear(P::QkvProj, (qkv, d), mixer.qkv_bias)]
+        } else {
+            let inputs = [(P::QProj, q), (P::KProj, kv), (P::VProj, kv)];
+            inputs.map(|(part, out)| self.linear(part, (out, d), mixer.qkv_bias)).into()
+        };
+        rows.push(self.linear(P::OProj, (d, q), mixer.o_bias));
+        if mixer.qk_norm {
+            rows.extend([P::QNorm, P::KNorm].map(|part| self.norm(part, heads.head_dim)));
+        }
+        rows
+    }
+
+    fn gated_mlp(&self, mixer: &GatedMlp) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let (d, f) = (self.0.hidden_size, self.0.intermediate_size);
+        let mut rows = if mixer.fused {
+            vec![self.linear(P::GateUpProj, (2 * f, d), mixer.bias)]
+        } else {
+            [P::GateProj, P::UpProj].map(|part| self.linear(part, (f, d), mixer.bias)).into()
+        };
+        rows.push(self.linear(P::DownProj, (d, f), mixer.bias));
+        rows
+    }
+
+    fn norms(&self, plan: ResidualPlan) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let parts: &[BlockPart] = match plan {
+            ResidualPlan::PreNorm => &[P::AttnNorm, P::MlpNorm],
+            ResidualPlan::PreAndPostNorm => &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm],
+        };
+        parts.iter().map(|part| self.norm(*part, self.0.hidden_size)).collect()
+    }
+}
+
+impl BlockLayout {
+    /// The modules of block `layer` of a model of shape `config`.
+    pub fn new(config: &ModelConfig, layer: usize) -> Self {
+        let (table, block) = (LayoutTable(config), &config.blocks[layer]);
+        let mut rows = match &block.token_mixer {
+            TokenMixer::Attention(mixer) => table.attention(mixer),
+        };
+        rows.extend(match &block.channel_mixer {
+            ChannelMixer::GatedMlp(mixer) => table.gated_mlp(mixer),
+        });
+        rows.extend(table.norms(block.residual));
+        // Linear layers come before norms: runs number parameters and dropout masks in this order.
+        rows.sort_by_key(|module| module.part.group().is_none());
+        BlockLayout(rows)
     }
 
     /// All modules of a block.
@@ -252,10 +219,9 @@ pub(super) struct NamedModule {
 pub(super) fn model_modules(config: &ModelConfig) -> Vec<NamedModule> {
     let whole = |name: &str, part, weight| NamedModule { name: name.into(), part, weight, bias: false };
     let table = WeightShape::Matrix { out: config.vocab_size, inputs: config.hidden_size };
-    let layout = BlockLayout::new(config);
     let mut all = vec![whole(EMBED_TOKENS_MODULE, ModelPart::EmbedTokens, table)];
     for layer in 0..config.num_layers() {
-        all.extend(layout.modules().iter().map(|module| NamedModule {
+        all.extend(BlockLayout::new(config, layer).modules().iter().map(|module| NamedModule {
             name: module.name_in(layer),
             part: ModelPart::Block { layer, part: module.part },
             weight: module.weight,

@@ -2,14 +2,17 @@
 //!
 //! A model is a list of segments, `Embed`, `Block(0..n)`, `Head`. Weights are handed to a segment for one use
 //! ([`EmbedWeights`], [`BlockWeights`], [`HeadWeights`]: views on wherever a strategy keeps them); they do not live in
-//! it. A family is a [`ModelConfig`], read from config.json: norm placement, biases, fused projections, rope, windows,
-//! caps. `layout` is the one table of a block's tensors. Each layer's forward and backward stand side by side, and what
-//! backward needs is a named struct.
+//! it. A block is a token mixer and a channel mixer around a residual plan ([`BlockConfig`]). A family is a declaration
+//! ([`Architecture`], one file each in `families`) that composes a [`ModelConfig`] of such blocks from config.json.
+//! `layout` is the one table of a block's tensors. Each layer's forward and backward stand side by side, and what backward
+//! needs is a named struct.
 //!
 //! What runs a step over the segments is `engine`; where weights live is `sharding`.
 
 pub mod assemble;
 mod block;
+mod block_part;
+mod composition;
 mod config;
 mod config_reader;
 mod embedding;
@@ -28,12 +31,16 @@ mod stored;
 
 pub use assemble::ParamLookup;
 pub use block::{
-    BlockCache, BlockContext, BlockSaved, BlockWeights, DropoutContext, SavedBytes, backward, forward,
+    AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights,
+    DropoutContext, GatedMlpWeights, MixerNorms, SavedBytes, TokenMixerWeights, backward, forward,
 };
-pub use config::{Family, LayerKind, ModelConfig};
+pub use block_part::{BlockPart, LinearGroup};
+pub use composition::{AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, ResidualPlan, TokenMixer};
+pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
+pub use families::{Architecture, GgufFacts, GgufSeventyB, GgufSoftcap, GgufWindows};
 pub use init::{initial_lora, initial_value};
-pub use layout::{BlockLayout, BlockModule, BlockPart, LinearGroup, ModelPart, Segment, WeightShape};
+pub use layout::{BlockLayout, BlockModule, ModelPart, Segment, WeightShape};
 pub use linear::{Linear, LoraSaved, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};

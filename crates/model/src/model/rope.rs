@@ -40,14 +40,15 @@ pub struct Rope {
     pub attention_factor: f32,
     /// How long sequences change the frequencies.
     pub kind: RopeKind,
-    theta: f64,
+    /// The base of the frequencies.
+    pub theta: f64,
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
     /// What config.json says of it, in words that do not depend on how it is written there.
     pub(super) settings: String,
 }
 
-/// What stands outside the scaling object of config.json.
+/// The settings that stand outside the scaling object of config.json.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RopeContext {
     pub(super) head_dim: usize,

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 
+use super::composition::AttentionMixer;
 use super::config::ModelConfig;
 
 /// Longer values are told by a digest of theirs.
@@ -17,33 +18,36 @@ impl ModelConfig {
     pub fn semantics(&self) -> BTreeMap<String, String> {
         let optional =
             |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| format!("{value:?}"));
-        let windows: Vec<String> = self
-            .layers
-            .iter()
-            .map(|layer| layer.window.map_or_else(|| "none".into(), |w| w.to_string()))
-            .collect();
-        let ropes: Vec<usize> = self.layers.iter().map(|layer| layer.rope).collect();
+        let of_attention = |text: &dyn Fn(&AttentionMixer) -> String| -> String {
+            runs(&self.attentions().map(text).collect::<Vec<_>>())
+        };
+        let activations: Vec<String> =
+            self.gated_mlps().map(|mlp| format!("{:?}", mlp.activation).to_lowercase()).collect();
+        let window = |attention: &AttentionMixer| {
+            attention.window.map_or_else(|| "none".to_owned(), |window| window.to_string())
+        };
         let mut said = BTreeMap::from([
-            ("model_type", format!("{:?}", self.family).to_lowercase()),
-            ("num_hidden_layers", self.layers.len().to_string()),
+            ("model_type", self.family.name.to_owned()),
+            ("num_hidden_layers", self.num_layers().to_string()),
             ("num_attention_heads", self.heads.num_heads.to_string()),
             ("num_key_value_heads", self.heads.num_kv_heads.to_string()),
             ("head_dim", self.heads.head_dim.to_string()),
-            ("sliding_window", runs(&windows)),
+            ("sliding_window", of_attention(&window)),
             ("rms_norm_eps", format!("{:?}", self.norm.eps)),
-            ("hidden_act", format!("{:?}", self.activation).to_lowercase()),
+            ("hidden_act", runs(&activations)),
             ("embedding factor", format!("{:?}", self.embedding_factor)),
-            ("attention scale", format!("{:?}", self.attention_scale)),
-            ("attn_logit_softcapping", optional(self.attention_softcap)),
+            ("attention scale", of_attention(&|attention| format!("{:?}", attention.scale))),
+            ("attn_logit_softcapping", of_attention(&|attention| optional(attention.softcap))),
             ("final_logit_softcapping", optional(self.logit_softcap)),
             ("tie_word_embeddings", self.tie_word_embeddings.to_string()),
         ]);
         if let [rope] = self.ropes.as_slice() {
             said.insert("rope_theta and rope_scaling", short(&rope.settings));
         } else {
-            let of = |rope: usize| self.ropes.get(rope).map_or("", |rope| rope.settings.as_str()).to_owned();
-            let by_layer: Vec<String> = ropes.into_iter().map(of).collect();
-            said.insert("rope_theta and rope_scaling", short(&runs(&by_layer)));
+            let settings = |attention: &AttentionMixer| {
+                self.ropes.get(attention.rope).map_or_else(String::new, |rope| rope.settings.clone())
+            };
+            said.insert("rope_theta and rope_scaling", of_attention(&settings));
         }
         said.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
     }

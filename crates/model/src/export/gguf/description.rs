@@ -2,7 +2,6 @@
 
 use super::writer::{GgufMetadata, MetadataValue};
 use crate::error::{Error, Result};
-use crate::model::{Family, ModelConfig};
 
 /// A model as keys, tensors that it has besides its parameters, and what a person should know of the file.
 #[derive(Debug, Default)]
@@ -11,18 +10,6 @@ pub(super) struct ModelDescription {
     /// Made tensors of one dimension: factors of the rotary frequencies.
     pub(super) tensors: Vec<(&'static str, Vec<f32>)>,
     pub(super) notes: Vec<String>,
-}
-
-/// The architecture's name in llama.cpp.
-pub(super) fn architecture(config: &ModelConfig) -> &'static str {
-    match config.family {
-        Family::Llama | Family::Mistral => "llama",
-        Family::Qwen2 => "qwen2",
-        Family::Qwen3 => "qwen3",
-        Family::Gemma2 => "gemma2",
-        Family::Gemma3 => "gemma3",
-        Family::Phi3 => "phi3",
-    }
 }
 
 /// Why a model cannot be a GGUF file, with the way out.

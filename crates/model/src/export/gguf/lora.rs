@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::description::{architecture, refused};
+use super::description::refused;
 use super::tensors::{change, module_name};
 use super::types::BlockType;
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
@@ -51,7 +51,7 @@ pub fn write_adapter(
     let parts = parts(config, &opened, adapter)?;
     let alpha = Some(opened.config().spec.lora_alpha).filter(|alpha| *alpha > 0.0).unwrap_or(1.0);
     let mut metadata = GgufMetadata::default();
-    metadata.text("general.architecture", architecture(config));
+    metadata.text("general.architecture", config.family.gguf.architecture);
     metadata.text("general.type", "adapter");
     metadata.text("general.name", name);
     metadata.set("general.file_type", MetadataValue::U32(kind.file_type()));

@@ -6,13 +6,12 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::description::{ModelDescription, architecture, count, refused};
+use super::description::{ModelDescription, count, refused};
 use super::rope;
 use super::types::GgufType;
 use super::writer::MetadataValue;
 use crate::error::Result;
-use crate::model::{Family, ModelConfig};
-use crate::ops::glu::Activation;
+use crate::model::{GgufWindows, ModelConfig};
 
 /// The version of the block formats (`GGML_QNT_VERSION`).
 const QUANTIZATION_VERSION: u32 = 2;
@@ -28,7 +27,7 @@ pub(super) fn describe(
     kind: GgufType,
 ) -> Result<ModelDescription> {
     refuse_unsupported(config)?;
-    let arch = architecture(config);
+    let arch = config.family.gguf.architecture;
     let mut description = ModelDescription::default();
     let metadata = &mut description.metadata;
     metadata.text("general.architecture", arch);
@@ -52,10 +51,9 @@ pub(super) fn describe(
     }
     let eps = MetadataValue::F32(config.norm.eps as f32);
     metadata.set(format!("{arch}.attention.layer_norm_rms_epsilon"), eps);
-    let caps = [
-        ("attn_logit_softcapping", config.attention_softcap),
-        ("final_logit_softcapping", config.logit_softcap),
-    ];
+    let attention_softcap = config.attentions().find_map(|attention| attention.softcap);
+    let caps =
+        [("attn_logit_softcapping", attention_softcap), ("final_logit_softcapping", config.logit_softcap)];
     for (key, cap) in caps {
         if let Some(cap) = cap {
             metadata.set(format!("{arch}.{key}"), MetadataValue::F32(cap as f32));
@@ -66,74 +64,71 @@ pub(super) fn describe(
     Ok(description)
 }
 
-/// What llama.cpp computes without asking, where the model has something else.
+/// Refuses a model in which llama.cpp, without asking, computes something else.
 fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
-    let (family, arch) = (config.family, architecture(config));
-    let gemma = matches!(family, Family::Gemma2 | Family::Gemma3);
-    let activation = if gemma { Activation::GeluTanh } else { Activation::Silu };
+    let facts = &config.family.gguf;
     let width = config.heads.q_width();
+    let (attentions, mlps) = (|| config.attentions(), || config.gated_mlps());
     let faults = [
-        (config.activation != activation, format!("the activation {:?}", config.activation)),
-        (
-            matches!(family, Family::Qwen2 | Family::Phi3) && width != config.hidden_size,
-            format!("heads that are {width} wide together, not hidden_size {}", config.hidden_size),
-        ),
-        (config.o_bias && arch != "llama", "a bias in o_proj".to_owned()),
-        (config.mlp_bias && arch != "llama", "biases in the MLP".to_owned()),
-        (
-            config.attention_softcap.is_some() != (family == Family::Gemma2),
-            format!("`attn_logit_softcapping` {:?}", config.attention_softcap),
-        ),
-        (
-            config.logit_softcap.is_some() && !gemma
-                || config.logit_softcap.is_none() && family == Family::Gemma2,
-            format!("`final_logit_softcapping` {:?}", config.logit_softcap),
-        ),
-        (family == Family::Gemma2 && !config.tie_word_embeddings, "a head of its own".to_owned()),
+        mlps()
+            .find(|mlp| mlp.activation != facts.activation)
+            .map(|mlp| format!("the activation {:?}", mlp.activation)),
+        (facts.heads_fill_hidden && width != config.hidden_size)
+            .then(|| format!("heads that are {width} wide together, not hidden_size {}", config.hidden_size)),
+        (!facts.reads_all_biases && attentions().any(|attention| attention.o_bias))
+            .then(|| "a bias in o_proj".to_owned()),
+        (!facts.reads_all_biases && mlps().any(|mlp| mlp.bias)).then(|| "biases in the MLP".to_owned()),
+        attentions()
+            .find(|attention| !facts.attention_softcap.fits(attention.softcap))
+            .map(|attention| format!("`attn_logit_softcapping` {:?}", attention.softcap)),
+        (!facts.logit_softcap.fits(config.logit_softcap))
+            .then(|| format!("`final_logit_softcapping` {:?}", config.logit_softcap)),
+        (facts.needs_tied_head && !config.tie_word_embeddings).then(|| "a head of its own".to_owned()),
     ];
-    match faults.into_iter().find(|(found, _)| *found) {
-        Some((_, fault)) => Err(refused(format!("it has {fault}, which llama.cpp's {arch} has no key for"))),
+    match faults.into_iter().flatten().next() {
+        Some(fault) => {
+            let arch = facts.architecture;
+            Err(refused(format!("it has {fault}, which llama.cpp's {arch} has no key for")))
+        }
         None => Ok(()),
     }
 }
 
 fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription) -> Result<()> {
-    let windows = || config.layers.iter().filter_map(|layer| layer.window);
-    let Some(shortest) = windows().min() else {
-        if config.family == Family::Gemma2 {
-            pattern(config, arch, description);
-        }
-        return no_local_rope_without_window(config);
-    };
-    if !matches!(config.family, Family::Gemma2 | Family::Gemma3) {
-        if shortest < config.max_position_embeddings {
+    let widths = || config.attentions().filter_map(|attention| attention.window);
+    let (facts, shortest) = (config.family.gguf.windows, widths().min());
+    let Some(GgufWindows { period, always }) = facts else {
+        if let Some(shortest) = shortest.filter(|shortest| *shortest < config.max_position_embeddings) {
             description.notes.push(format!(
                 "llama.cpp's {arch} ignores the sliding window of {shortest} tokens: its results differ for longer texts"
             ));
         }
-        return Ok(());
+        return no_local_rope_without_window(config);
+    };
+    if let Some(shortest) = shortest {
+        if widths().any(|window| window != shortest) {
+            return Err(refused("its layers have several sliding windows".into()));
+        }
+        let window = count("sliding_window", shortest)?;
+        description.metadata.set(format!("{arch}.attention.sliding_window"), window);
     }
-    if windows().any(|window| window != shortest) {
-        return Err(refused("its layers have several sliding windows".into()));
+    if shortest.is_some() || always {
+        pattern(config, period, description);
     }
-    let window = count("sliding_window", shortest)?;
-    description.metadata.set(format!("{arch}.attention.sliding_window"), window);
-    pattern(config, arch, description);
     no_local_rope_without_window(config)
 }
 
-/// Which layers slide, where it is not what the architecture takes for granted.
-fn pattern(config: &ModelConfig, arch: &str, description: &mut ModelDescription) {
-    let period = if config.family == Family::Gemma2 { 2 } else { 6 };
-    let slides: Vec<bool> = config.layers.iter().map(|layer| layer.window.is_some()).collect();
+/// Sets which layers slide, where it is not what the architecture takes for granted.
+fn pattern(config: &ModelConfig, period: usize, description: &mut ModelDescription) {
+    let slides: Vec<bool> = config.attentions().map(|attention| attention.window.is_some()).collect();
     if slides.iter().enumerate().any(|(i, slides)| *slides != (i % period < period - 1)) {
-        let key = format!("{arch}.attention.sliding_window_pattern");
+        let key = format!("{}.attention.sliding_window_pattern", config.family.gguf.architecture);
         description.metadata.set(key, MetadataValue::Bools(slides));
     }
 }
 
 fn no_local_rope_without_window(config: &ModelConfig) -> Result<()> {
-    if config.layers.iter().any(|layer| layer.rope != 0 && layer.window.is_none()) {
+    if config.attentions().any(|attention| attention.rope != 0 && attention.window.is_none()) {
         Err(refused("it has layers with local rotary positions and no sliding window".into()))
     } else {
         Ok(())

@@ -24,7 +24,7 @@ pub use types::GgufType;
 pub use writer::OUTPUT;
 
 use crate::error::{Error, Result};
-use crate::model::{Family, ModelConfig};
+use crate::model::ModelConfig;
 use crate::weights::{ModelFiles, StoredDtype, sidecar_files};
 use types::{BlockType, Mixture};
 use vocabulary::Vocabulary;
@@ -128,13 +128,13 @@ pub fn stored_type(files: &ModelFiles) -> GgufType {
     most.map_or(GgufType::F32, |(_, kind)| kind)
 }
 
-/// llama.cpp knows by the model's name alone that phi-3's special tokens take the white space after them.
+/// The model's name, with a part by which llama.cpp knows that special tokens take the white space after them.
 fn name_for(config: &ModelConfig, name: &str, vocabulary: &Vocabulary) -> String {
-    let lower = name.to_lowercase();
-    let told = lower.contains("phi-3") || lower.contains("phi3");
-    if config.family == Family::Phi3 && vocabulary.strips_right && !told {
-        format!("{name} (phi-3)")
-    } else {
-        name.to_owned()
+    let (names, lower) = (config.family.gguf.stripping_names, name.to_lowercase());
+    match names.first() {
+        Some(part) if vocabulary.strips_right && !names.iter().any(|known| lower.contains(known)) => {
+            format!("{name} ({part})")
+        }
+        _ => name.to_owned(),
     }
 }

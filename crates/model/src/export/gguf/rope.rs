@@ -9,31 +9,20 @@ use serde_json::{Map, Value as Json};
 use super::description::{ModelDescription, count, refused};
 use super::writer::MetadataValue;
 use crate::error::Result;
-use crate::model::{Family, ModelConfig, Rope, RopeKind};
+use crate::model::{ModelConfig, Rope, RopeKind};
 
-/// What config.json says about the ropes; defaults as in `model`.
+/// The scaling object of config.json for the rope of full attention.
 struct RopeSpec<'a> {
     scaling: Option<&'a Map<String, Json>>,
-    theta: f64,
-    local_theta: f64,
 }
 
 impl<'a> RopeSpec<'a> {
-    fn new(config: &ModelConfig, raw: &'a Map<String, Json>) -> Self {
+    fn new(raw: &'a Map<String, Json>) -> Self {
         let object = |map: &'a Map<String, Json>, key: &str| map.get(key).and_then(Json::as_object);
-        let number = |map: Option<&Map<String, Json>>, key: &str| map?.get(key)?.as_f64();
         let given = object(raw, "rope_parameters").or_else(|| object(raw, "rope_scaling"));
         let of = |kind: &str| given.and_then(|given| object(given, kind));
         let (full, local) = (of("full_attention"), of("sliding_attention"));
-        let scaling = if full.is_some() || local.is_some() { full } else { given };
-        let default = if config.family == Family::Gemma3 { 1e6 } else { 1e4 };
-        Self {
-            scaling,
-            theta: number(scaling, "rope_theta").or(number(Some(raw), "rope_theta")).unwrap_or(default),
-            local_theta: number(local, "rope_theta")
-                .or(number(Some(raw), "rope_local_base_freq"))
-                .unwrap_or(1e4),
-        }
+        Self { scaling: if full.is_some() || local.is_some() { full } else { given } }
     }
 
     fn kind(&self) -> &'a str {
@@ -65,10 +54,10 @@ pub(super) fn describe(
     arch: &str,
     description: &mut ModelDescription,
 ) -> Result<()> {
-    let spec = RopeSpec::new(config, raw);
+    let (spec, facts) = (RopeSpec::new(raw), &config.family.gguf);
     let Some(rope) = config.ropes.first() else { return Ok(()) };
     let width = 2 * rope.inv_freq.len();
-    if width != config.heads.head_dim && config.family != Family::Phi3 {
+    if width != config.heads.head_dim && !facts.rotates_partly {
         return Err(refused(format!(
             "it rotates {width} of {} elements of a head; llama.cpp's {arch} rotates all",
             config.heads.head_dim
@@ -76,25 +65,26 @@ pub(super) fn describe(
     }
     let metadata = &mut description.metadata;
     metadata.set(format!("{arch}.rope.dimension_count"), count("rotary width", width)?);
-    metadata.set(format!("{arch}.rope.freq_base"), MetadataValue::F32(spec.theta as f32));
-    if config.family == Family::Gemma3 {
-        metadata.set(format!("{arch}.rope.freq_base_swa"), MetadataValue::F32(spec.local_theta as f32));
-        if config.ropes.iter().skip(1).any(|rope| !is_plain(rope, spec.local_theta)) {
+    metadata.set(format!("{arch}.rope.freq_base"), MetadataValue::F32(rope.theta as f32));
+    if let Some(local) = config.ropes.get(1).filter(|_| facts.has_local_rope) {
+        metadata.set(format!("{arch}.rope.freq_base_swa"), MetadataValue::F32(local.theta as f32));
+        if !is_plain(local) {
             return Err(refused("the rotary positions of its sliding layers are scaled".into()));
         }
     }
     scale(config, &spec, rope, arch, description)
 }
 
-/// Whether `rope` has the frequencies of base `theta` and nothing else.
-fn is_plain(rope: &Rope, theta: f64) -> bool {
+/// True if `rope` has the frequencies of its base and nothing else.
+fn is_plain(rope: &Rope) -> bool {
     rope.kind == RopeKind::Fixed
         && rope.attention_factor == 1.0
-        && rope.inv_freq.iter().copied().eq(plain(theta, rope.inv_freq.len()))
+        && rope.inv_freq.iter().copied().eq(plain(rope))
 }
 
 /// The frequencies without scaling, as `model` computes them.
-fn plain(theta: f64, len: usize) -> impl Iterator<Item = f32> {
+fn plain(rope: &Rope) -> impl Iterator<Item = f32> {
+    let (theta, len) = (rope.theta, rope.inv_freq.len());
     (0..len).map(move |i| 1.0 / (theta as f32).powf((2 * i) as f32 / (2 * len) as f32))
 }
 
@@ -102,10 +92,10 @@ fn refuse_unknown(config: &ModelConfig, spec: &RopeSpec<'_>, arch: &str) -> Resu
     let kind = spec.kind();
     let known = match kind {
         "default" | "linear" | "dynamic" => true,
-        "yarn" => config.family != Family::Gemma3 && spec.is_usual_yarn(),
-        "llama3" => arch == "llama",
-        "longrope" | "su" => matches!(arch, "llama" | "phi3"),
-        _ => false,
+        kind => {
+            let is_known = config.family.gguf.rope_types.contains(&kind);
+            is_known && (kind != "yarn" || spec.is_usual_yarn())
+        }
     };
     if known {
         Ok(())
@@ -146,8 +136,7 @@ fn scale(
             }
         }
         "llama3" => {
-            let divisors =
-                plain(spec.theta, rope.inv_freq.len()).zip(&rope.inv_freq).map(|(plain, f)| plain / f);
+            let divisors = plain(rope).zip(&rope.inv_freq).map(|(plain, f)| plain / f);
             description.tensors.push(("rope_freqs.weight", divisors.collect()));
         }
         "longrope" | "su" => {

@@ -7,7 +7,7 @@
 //! quotient goes into q.
 
 use crate::error::Result;
-use crate::model::{self, BlockPart, Family, ModelConfig, ModelPart, ParamSpec, Role, StoredModel};
+use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer};
 use crate::weights::ModelFiles;
 
 /// Elements of a tensor in memory at once, if a row is not longer.
@@ -115,8 +115,9 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
     if config.norm.unit_offset && part.is_norm() {
         change.add = 1.0;
     }
-    let ModelPart::Block { part, .. } = part else { return change };
-    if matches!(config.family, Family::Llama | Family::Mistral) {
+    let ModelPart::Block { layer, part } = part else { return change };
+    let TokenMixer::Attention(attention) = &config.blocks[layer].token_mixer;
+    if config.family.gguf.interleaves_heads {
         change.interleave_heads = match part {
             BlockPart::QProj => Some(config.heads.num_heads),
             BlockPart::KProj => Some(config.heads.num_kv_heads),
@@ -124,9 +125,9 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
         };
     }
     // Scores are linear in q: where q is normed, in the norm's weight.
-    let scaled = if config.qk_norm { BlockPart::QNorm } else { BlockPart::QProj };
+    let scaled = if attention.qk_norm { BlockPart::QNorm } else { BlockPart::QProj };
     if part == scaled {
-        change.factor = (config.attention_scale / assumed_attention_scale(config)) as f32;
+        change.factor = (attention.scale / assumed_attention_scale(config)) as f32;
     }
     change
 }
@@ -134,11 +135,8 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
 /// The factor on attention scores that llama.cpp computes with.
 fn assumed_attention_scale(config: &ModelConfig) -> f64 {
     let heads = config.heads;
-    // The 27B models are told by their number of layers (src/models/gemma2.cpp, gemma3.cpp).
-    let width = match (config.family, config.num_layers()) {
-        (Family::Gemma2, 46) | (Family::Gemma3, 62) => config.hidden_size / heads.num_heads,
-        _ => heads.head_dim,
-    };
+    let by_hidden = config.family.gguf.scales_by_hidden_at == Some(config.num_layers());
+    let width = if by_hidden { config.hidden_size / heads.num_heads } else { heads.head_dim };
     1.0 / (width as f64).sqrt()
 }
 

@@ -11,7 +11,7 @@ use std::str::FromStr;
 
 use candle_core::quantized::GgmlDType;
 
-use crate::model::{Family, ModelConfig};
+use crate::model::{GgufSeventyB, ModelConfig};
 
 /// What the file is called by; tensors of one dimension are always f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,10 +198,10 @@ impl Mixture {
     pub(super) fn new(kind: GgufType, config: &ModelConfig) -> Self {
         let grouped = config.heads.num_heads != config.heads.num_kv_heads;
         let seventy_b = config.num_layers() == 80
-            && match config.family {
-                Family::Llama | Family::Mistral => grouped,
-                Family::Qwen2 => true,
-                _ => false,
+            && match config.family.gguf.seventy_b {
+                GgufSeventyB::Never => false,
+                GgufSeventyB::Grouped => grouped,
+                GgufSeventyB::Always => true,
             };
         // Gemma's head is its embedding in llama.cpp, which then counts as the output.
         Self { kind, layers: config.num_layers(), tied: config.tie_word_embeddings, seventy_b }

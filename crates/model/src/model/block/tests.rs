@@ -1,11 +1,12 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use candle_core::{CpuStorage, Storage};
+use candle_core::{CpuStorage, Device, Storage};
 
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
 use crate::model::{Linear, Lora, TokenRows, WeightMatrix, modules, parameters};
 use crate::recipe::enums::AdapterKind;
+use crate::runtime::TensorMut;
 
 const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -33,7 +34,7 @@ struct RandomParams {
 
 impl RandomParams {
     fn new(config: &ModelConfig, dtype: DType, adapter: impl Fn(&BlockModule) -> Option<LoraShape>) -> Self {
-        let layout = BlockLayout::new(config);
+        let layout = BlockLayout::new(config, 0);
         let adapters =
             layout.linears().filter_map(|module| Some((module.name_in(0), adapter(module)?))).collect();
         let mut shapes: HashMap<String, Vec<usize>> =
@@ -148,7 +149,7 @@ fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
             let params = RandomParams::new(&config, dtype, adapter);
             for attention in [Attention::Flash, Attention::Eager] {
                 let case = format!("{model} {dtype:?} {attention:?}, adapter {i}");
-                let SavedBytes { input, rest } = BlockSaved::bytes(&config, TOKENS, dtype, adapter);
+                let SavedBytes { input, rest } = BlockSaved::bytes(&config, 0, TOKENS, dtype, adapter);
                 let dropout = DropoutContext { stream: RngStream::new(1), first_token: 0 };
                 // Without dropout adapters of a group share one buffer.
                 for dropout in [Some(dropout), None] {
@@ -158,7 +159,7 @@ fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
                     assert_eq!(memory_of(saved.tensors()), input + rest, "{case} {dropout:?}");
                 }
                 let off = forward_of(&config, &params, attention, (AdapterSwitch::Off, Some(dropout)))?;
-                let without = BlockSaved::bytes(&config, TOKENS, dtype, none);
+                let without = BlockSaved::bytes(&config, 0, TOKENS, dtype, none);
                 assert_eq!(memory_of(off.tensors()), without.input + without.rest, "{case}, switched off");
             }
         }
@@ -169,7 +170,7 @@ fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
 #[test]
 fn every_part_and_every_name_stands_once() {
     for model in MODELS {
-        let layout = BlockLayout::new(&config(model));
+        let layout = BlockLayout::new(&config(model), 0);
         let all = layout.modules().len();
         let names: BTreeSet<&str> = layout.modules().iter().map(|module| module.name).collect();
         let parts: BTreeSet<_> = layout.modules().iter().map(|module| module.part).collect();
@@ -190,8 +191,9 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
         let weights = assemble::block(&config, 0, &RandomParams::new(&config, DType::F32, adapter))?;
         let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);
         let numbers = |linear: &MergedLinear| linear.layers.iter().map(number).collect::<Vec<_>>();
-        let found =
-            [numbers(&weights.qkv), numbers(&weights.o), numbers(&weights.gate_up), numbers(&weights.down)];
+        let TokenMixerWeights::Attention(attention) = &weights.token_mixer;
+        let ChannelMixerWeights::GatedMlp(mlp) = &weights.channel_mixer;
+        let found = [&attention.qkv, &attention.o, &mlp.gate_up, &mlp.down].map(numbers);
         assert_eq!(found, groups, "{model}");
     }
     Ok(())

@@ -1,0 +1,91 @@
+//! An MLP with an activated gate, forward and backward.
+//!
+//! ```text
+//! y = down_proj(act(gate) · up)          gate, up = gate_up_proj(x)
+//! ```
+//!
+//! Backward computes the gated product again, elementwise.
+
+use candle_core::{DType, Tensor};
+
+use super::{LayerPass, MixerBackward};
+use crate::error::Result;
+use crate::model::ModelConfig;
+use crate::model::composition::GatedMlp;
+use crate::model::linear::{self, LoraSaved, MergedLinear};
+use crate::ops::glu::{glu, glu_backward};
+
+/// The parameters of a gated MLP, for one use.
+#[derive(Debug, Clone)]
+pub struct GatedMlpWeights {
+    /// The mixer that they are of.
+    pub mixer: GatedMlp,
+    /// gate and up apart, or the one fused `gate_up_proj`.
+    pub gate_up: MergedLinear,
+    /// The second projection, `down_proj`.
+    pub down: MergedLinear,
+}
+
+/// The tensors that backward needs: `gate_up` is `[N, 2F]`.
+#[derive(Debug, Clone)]
+pub(super) struct GatedMlpSaved {
+    gate_up: Tensor,
+    lora_gate_up: LoraSaved,
+    lora_down: LoraSaved,
+}
+
+impl GatedMlpSaved {
+    /// Bytes that it holds of `tokens` tokens in `dtype`, by tensor; those of adapters are not counted.
+    pub(super) fn parts(config: &ModelConfig, tokens: usize, dtype: DType) -> [(&'static str, usize); 1] {
+        [("gate and up", tokens * 2 * config.intermediate_size * dtype.size_in_bytes())]
+    }
+
+    /// All that it holds.
+    #[cfg(test)]
+    pub(super) fn tensors(&self) -> Vec<&Tensor> {
+        let GatedMlpSaved { gate_up, lora_gate_up, lora_down } = self;
+        std::iter::once(gate_up).chain(lora_gate_up.tensors()).chain(lora_down.tensors()).collect()
+    }
+}
+
+impl GatedMlpWeights {
+    /// The linear layers, to be changed in place.
+    pub(super) fn linears(&mut self) -> [&mut MergedLinear; 2] {
+        [&mut self.gate_up, &mut self.down]
+    }
+
+    /// `x: [N, D]`, normed → `[N, D]` plus `residual`, and what backward needs.
+    pub(super) fn forward(
+        &self,
+        pass: LayerPass<'_>,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<(Tensor, GatedMlpSaved)> {
+        let (gate_up, lora_gate_up) = linear::forward(&self.gate_up, x, None, pass.branch())?;
+        let product = glu(&gate_up, self.mixer.activation)?;
+        let (y, lora_down) = linear::forward(&self.down, &product, residual, pass.branch())?;
+        Ok((y, GatedMlpSaved { gate_up, lora_gate_up, lora_down }))
+    }
+
+    /// Adds the gradients of the parameters; returns that of the input, if something reads it.
+    pub(super) fn backward(
+        &self,
+        pass: LayerPass<'_>,
+        saved: &GatedMlpSaved,
+        MixerBackward { dout, input, need_dx }: MixerBackward<'_>,
+    ) -> Result<Option<Tensor>> {
+        let source = pass.source();
+        let product = glu(&saved.gate_up, self.mixer.activation)?;
+        let dproduct = linear::backward(&self.down, &saved.lora_down, &product, &dout, source)?;
+        drop((product, dout));
+        let dgate_up = glu_backward(&saved.gate_up, &dproduct, self.mixer.activation)?;
+        drop(dproduct);
+        let x = input()?;
+        if need_dx {
+            linear::backward(&self.gate_up, &saved.lora_gate_up, &x, &dgate_up, source).map(Some)
+        } else {
+            linear::backward_weights(&self.gate_up, &saved.lora_gate_up, &x, &dgate_up, source)?;
+            Ok(None)
+        }
+    }
+}

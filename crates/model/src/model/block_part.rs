@@ -1,0 +1,69 @@
+//! The modules of a block by their role, whatever a family calls them.
+
+/// The role of a module in its block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum BlockPart {
+    /// The projection to queries.
+    QProj,
+    /// The projection to keys.
+    KProj,
+    /// The projection to values.
+    VProj,
+    /// One projection to queries, keys and values, side by side in this order.
+    QkvProj,
+    /// The projection of what attention returns.
+    OProj,
+    /// The MLP's projection to what its activation takes.
+    GateProj,
+    /// The MLP's projection to what the gate is multiplied with.
+    UpProj,
+    /// One projection to gate and up, side by side in this order.
+    GateUpProj,
+    /// The MLP's projection back to the width of the model.
+    DownProj,
+    /// The norm on each head's query.
+    QNorm,
+    /// The norm on each head's key.
+    KNorm,
+    /// The norm before attention.
+    AttnNorm,
+    /// The norm on what attention adds to its input (Gemma).
+    AttnPostNorm,
+    /// The norm before the MLP.
+    MlpNorm,
+    /// The norm on what the MLP adds to its input (Gemma).
+    MlpPostNorm,
+}
+
+/// Linear layers of a block that read one input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LinearGroup {
+    /// Queries, keys and values.
+    Qkv,
+    /// Attention's output projection.
+    O,
+    /// The MLP's gate and up.
+    GateUp,
+    /// The MLP's second projection.
+    Down,
+}
+
+impl BlockPart {
+    /// The layers that this one stands beside; none for a norm.
+    pub fn group(self) -> Option<LinearGroup> {
+        match self {
+            BlockPart::QProj | BlockPart::KProj | BlockPart::VProj | BlockPart::QkvProj => {
+                Some(LinearGroup::Qkv)
+            }
+            BlockPart::OProj => Some(LinearGroup::O),
+            BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
+            BlockPart::DownProj => Some(LinearGroup::Down),
+            BlockPart::QNorm
+            | BlockPart::KNorm
+            | BlockPart::AttnNorm
+            | BlockPart::AttnPostNorm
+            | BlockPart::MlpNorm
+            | BlockPart::MlpPostNorm => None,
+        }
+    }
+}

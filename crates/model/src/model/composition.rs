@@ -1,0 +1,91 @@
+//! The composition of a block: a token mixer and a channel mixer around a residual plan.
+//!
+//! A family's file (`families`) chooses the parts of each block. `layout` derives tensors from them,
+//! `block` computes them.
+
+use crate::ops::attention::{AttentionKind, Heads};
+use crate::ops::glu::Activation;
+
+/// The parts of one block.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockConfig {
+    /// The first half, which moves information between tokens.
+    pub token_mixer: TokenMixer,
+    /// The second half, which computes each token by itself.
+    pub channel_mixer: ChannelMixer,
+    /// The norms around both, and what they are added to.
+    pub residual: ResidualPlan,
+}
+
+/// The part of a block that lets a token read others.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum TokenMixer {
+    /// Softmax attention with rotary positions.
+    Attention(AttentionMixer),
+}
+
+/// The part of a block that computes each token by itself.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ChannelMixer {
+    /// `down_proj(act(gate) · up)` of width [`ModelConfig::intermediate_size`](super::ModelConfig).
+    GatedMlp(GatedMlp),
+}
+
+/// The place of norms around a mixer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResidualPlan {
+    /// `x + mixer(norm(x))` for each mixer.
+    PreNorm,
+    /// `x + norm(mixer(norm(x)))` for each mixer (Gemma).
+    PreAndPostNorm,
+}
+
+/// Softmax attention over the heads of [`ModelConfig::heads`](super::ModelConfig).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionMixer {
+    /// A token sees itself and the `window − 1` tokens before it; none: all before it.
+    pub window: Option<usize>,
+    /// Index into [`ModelConfig::ropes`](super::ModelConfig).
+    pub rope: usize,
+    /// Factor on attention scores.
+    pub scale: f64,
+    /// Soft-cap on attention scores.
+    pub softcap: Option<f64>,
+    /// q, k and v have biases.
+    pub qkv_bias: bool,
+    /// o has a bias.
+    pub o_bias: bool,
+    /// q and k are normed per head.
+    pub qk_norm: bool,
+    /// q, k and v are one tensor (phi3).
+    pub fused: bool,
+}
+
+impl AttentionMixer {
+    /// Its scores and mask, over `heads`.
+    pub fn kind(&self, heads: Heads) -> AttentionKind {
+        AttentionKind { heads, scale: self.scale, softcap: self.softcap, window: self.window }
+    }
+}
+
+/// An MLP whose gate is activated and multiplied with its up-projection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GatedMlp {
+    /// The gate's activation.
+    pub activation: Activation,
+    /// gate, up and down have biases.
+    pub bias: bool,
+    /// gate and up are one tensor (phi3).
+    pub fused: bool,
+}
+
+impl BlockConfig {
+    /// The block of Llama: attention and a gated MLP, each after a norm.
+    pub(super) fn pre_norm(attention: AttentionMixer, mlp: GatedMlp) -> Self {
+        Self {
+            token_mixer: TokenMixer::Attention(attention),
+            channel_mixer: ChannelMixer::GatedMlp(mlp),
+            residual: ResidualPlan::PreNorm,
+        }
+    }
+}

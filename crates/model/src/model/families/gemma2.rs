@@ -1,0 +1,41 @@
+//! Gemma 2 of all sizes: soft-caps on attention and logits, every other layer slides.
+
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::{GgufFacts, GgufSoftcap, GgufWindows};
+use super::sizes::ModelSizes;
+use super::{gemma, parts};
+use crate::error::Result;
+use crate::model::composition::AttentionMixer;
+use crate::model::config_reader::ConfigReader;
+use crate::ops::glu::Activation;
+
+pub(super) static GEMMA2: Architecture = Architecture {
+    name: "gemma2",
+    model_types: &["gemma2"],
+    head_dim: Some(gemma::HEAD_DIM),
+    ties_embeddings: true,
+    compose,
+    module_name: gemma::module_name,
+    gguf: GgufFacts {
+        activation: Activation::GeluTanh,
+        attention_softcap: GgufSoftcap::Always,
+        logit_softcap: GgufSoftcap::Always,
+        needs_tied_head: true,
+        windows: Some(GgufWindows { period: 2, always: true }),
+        // The 27B model.
+        scales_by_hidden_at: Some(46),
+        ..GgufFacts::usual("gemma2")
+    },
+};
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let rope = parts::rope(keys, &parts::rope_context(keys, sizes, 1e4)?)?;
+    let softcap = parts::softcap(keys, "attn_logit_softcapping", Some(50.0))?;
+    let attention = AttentionMixer { softcap, ..gemma::attention(keys, sizes)? };
+    let mlp = parts::gated_mlp(keys)?;
+    let window = parts::window(keys, Some(4096))?;
+    let block =
+        |slides: bool| gemma::block(AttentionMixer { window: window.filter(|_| slides), ..attention }, mlp);
+    let blocks = parts::sliding_layers(keys, sizes, |layer| layer % 2 == 0)?.into_iter().map(block);
+    gemma::compose(keys, sizes, blocks.collect(), vec![rope], Some(30.0))
+}

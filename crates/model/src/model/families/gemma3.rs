@@ -1,0 +1,64 @@
+//! Gemma 3, text only: norms on q and k, and five sliding layers with a rope of their own to each full one.
+
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::{GgufFacts, GgufSoftcap, GgufWindows};
+use super::sizes::ModelSizes;
+use super::{gemma, parts};
+use crate::error::Result;
+use crate::model::composition::AttentionMixer;
+use crate::model::config_reader::ConfigReader;
+use crate::model::rope::{Rope, RopeContext};
+use crate::ops::glu::Activation;
+
+pub(super) static GEMMA3: Architecture = Architecture {
+    name: "gemma3",
+    model_types: &["gemma3_text"],
+    head_dim: Some(gemma::HEAD_DIM),
+    ties_embeddings: true,
+    compose,
+    module_name: gemma::module_name,
+    gguf: GgufFacts {
+        activation: Activation::GeluTanh,
+        logit_softcap: GgufSoftcap::Optional,
+        windows: Some(GgufWindows { period: 6, always: false }),
+        has_local_rope: true,
+        rope_types: &[],
+        // The 27B model.
+        scales_by_hidden_at: Some(62),
+        ..GgufFacts::usual("gemma3")
+    },
+};
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let ropes = ropes(keys, sizes)?;
+    let attention = AttentionMixer { qk_norm: true, ..gemma::attention(keys, sizes)? };
+    let mlp = parts::gated_mlp(keys)?;
+    let window = parts::window(keys, Some(4096))?;
+    let pattern = match keys.opt_usize("sliding_window_pattern")? {
+        Some(pattern) => pattern,
+        None => keys.opt_usize("_sliding_window_pattern")?.unwrap_or(6),
+    };
+    let block = |slides: bool| {
+        let window = window.filter(|_| slides);
+        gemma::block(AttentionMixer { window, rope: usize::from(slides), ..attention }, mlp)
+    };
+    // With a pattern of 0 every layer slides.
+    let slides = |layer: usize| !(layer + 1).is_multiple_of(pattern);
+    let blocks = parts::sliding_layers(keys, sizes, slides)?.into_iter().map(block).collect();
+    gemma::compose(keys, sizes, blocks, ropes, None)
+}
+
+/// The ropes of full and of sliding attention.
+fn ropes(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Vec<Rope>> {
+    let context = parts::rope_context(keys, sizes, 1e6)?;
+    let local = RopeContext { theta: keys.f64_or("rope_local_base_freq", 1e4)?, ..context };
+    let scaling = parts::rope_scaling(keys)?;
+    // transformers 5 nests one object per layer type; before, `rope_scaling` was for full attention alone.
+    if let Some(nested) = &scaling {
+        let (full, sliding) = (nested.opt_keys("full_attention")?, nested.opt_keys("sliding_attention")?);
+        if full.is_some() || sliding.is_some() {
+            return Ok(vec![Rope::read(full.as_ref(), &context)?, Rope::read(sliding.as_ref(), &local)?]);
+        }
+    }
+    Ok(vec![Rope::read(scaling.as_ref(), &context)?, Rope::read(None, &local)?])
+}

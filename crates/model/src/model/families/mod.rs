@@ -1,0 +1,205 @@
+//! config.json of each family → [`ModelConfig`], of either transformers generation (`torch_dtype`/`dtype`, `rope_theta` +
+//! `rope_scaling`/`rope_parameters`).
+//!
+//! A family is one file here: an [`Architecture`] that declares its names, defaults, parts and GGUF facts. `parts`
+//! holds the readers that families share. A feature that the engine does not compute is refused by name, before any
+//! weight is read.
+
+mod architecture;
+mod gemma;
+mod gemma2;
+mod gemma3;
+mod gguf_facts;
+mod llama;
+mod mistral;
+mod parts;
+mod phi3;
+mod qwen2;
+mod qwen3;
+mod refusals;
+mod sizes;
+
+use serde_json::Value;
+
+pub use architecture::Architecture;
+pub use gguf_facts::{GgufFacts, GgufSeventyB, GgufSoftcap, GgufWindows};
+
+use super::config::ModelConfig;
+use super::config_reader::ConfigReader;
+use crate::error::{Error, ErrorContext as _, Result};
+use crate::weights::text_config::text_part;
+use sizes::{MOST_TOKENS, MOST_WIDE, ModelSizes};
+
+/// Every family; the one registry.
+static FAMILIES: [&Architecture; 7] = [
+    &llama::LLAMA,
+    &mistral::MISTRAL,
+    &qwen2::QWEN2,
+    &qwen3::QWEN3,
+    &gemma2::GEMMA2,
+    &gemma3::GEMMA3,
+    &phi3::PHI3,
+];
+
+impl ModelConfig {
+    /// Reads the text of a config.json; `file` names it in errors.
+    ///
+    /// # Errors
+    /// Not JSON, a missing or mistyped key, an unknown `model_type`, an unsupported feature.
+    pub fn from_json(text: &str, file: &str) -> Result<Self> {
+        let value: Value = serde_json::from_str(text).map_err(|e| {
+            Error::user(format!("cannot read {file}"))
+                .because(format!("it is not JSON: {e}"))
+                .hint("download or save the model again")
+        })?;
+        let (value, text_of) = match value.as_object().and_then(text_part) {
+            Some((text, whole)) => (Value::Object(text), Some(whole)),
+            None => (value, None),
+        };
+        let config =
+            read(&ConfigReader::new(&value)?).during(|| format!("cannot use the model of {file}"))?;
+        Ok(ModelConfig { text_of, ..config })
+    }
+}
+
+fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
+    let family = family(keys)?;
+    refusals::refuse_unsupported(keys)?;
+    refusals::refuse_unknown_quantization(keys)?;
+    let sizes = ModelSizes::read(keys, family.head_dim)?;
+    let parts = (family.compose)(keys, &sizes)?;
+    let config = ModelConfig {
+        family,
+        vocab_size: keys.size("vocab_size", MOST_TOKENS)?,
+        hidden_size: sizes.hidden_size,
+        intermediate_size: keys.size("intermediate_size", MOST_WIDE)?,
+        heads: sizes.heads,
+        blocks: parts.blocks,
+        ropes: parts.ropes,
+        max_position_embeddings: sizes.max_position_embeddings,
+        norm: parts.norm,
+        embedding_factor: parts.embedding_factor,
+        logit_softcap: parts.logit_softcap,
+        tie_word_embeddings: keys.bool_or("tie_word_embeddings", family.ties_embeddings)?,
+        pad_token_id: keys.opt_token("pad_token_id")?,
+        initializer_range: keys.f64_or("initializer_range", 0.02)?,
+        dtype: keys.opt_str("dtype")?.or(keys.opt_str("torch_dtype")?).map(str::to_string),
+        text_of: None,
+    };
+    refusals::refuse_too_large(&config)?;
+    Ok(config)
+}
+
+fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
+    let known =
+        || FAMILIES.iter().flat_map(|family| family.model_types).copied().collect::<Vec<_>>().join(", ");
+    let Some(model_type) = keys.opt_str("model_type")? else {
+        return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
+    };
+    let hint = match model_type {
+        "gemma3" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" => {
+            "this is a model for images, whose text part (`text_config` in config.json) is of another family; give the text model alone"
+        }
+        _ => "choose a model of one of these families",
+    };
+    let found = FAMILIES.iter().find(|family| family.model_types.contains(&model_type));
+    found.copied().ok_or_else(|| {
+        Error::user(format!("`model_type` is \"{model_type}\""))
+            .because(format!("accepted: {}", known()))
+            .hint(hint)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use serde_json::{Map, json};
+
+    use super::*;
+
+    fn config(changes: &[(&str, Value)]) -> Result<ModelConfig> {
+        let plain = json!({ "model_type": "mistral", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4 });
+        let mut keys: Map<String, Value> = plain.as_object().cloned().unwrap_or_default();
+        keys.extend(changes.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json")
+    }
+
+    /// Each would end the process for want of memory, or train something else than the model.
+    #[test]
+    fn what_no_model_is_is_refused() {
+        assert!(config(&[]).is_ok());
+        let sizes = [
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        ];
+        let sizes = sizes
+            .into_iter()
+            .flat_map(|key| [json!(0), json!(1_u64 << 40), json!(u64::MAX)].map(|value| (key, value)));
+        let others = [
+            ("head_dim", json!(5)),
+            ("num_key_value_heads", json!(3)),
+            ("sliding_window", json!(0)),
+            ("partial_rotary_factor", json!(2.0)),
+            ("partial_rotary_factor", json!(-1.0)),
+            ("partial_rotary_factor", json!(0.1)),
+            ("rope_theta", json!(0.0)),
+            ("rope_theta", json!(1e-300)),
+            ("rms_norm_eps", json!(-1e-6)),
+            ("max_position_embeddings", json!(0)),
+        ];
+        for (key, value) in sizes.chain(others) {
+            let refused = config(&[(key, value.clone())]).expect_err("no model is so");
+            assert!(refused.to_string().contains("cannot use the model"), "{refused}");
+            assert!(
+                refused.causes().iter().any(|cause| cause.contains(key) || cause.contains("head")),
+                "{key} {value}: {refused:?}"
+            );
+        }
+    }
+
+    /// Keys that not all families have, and what only together is no model.
+    #[test]
+    fn what_makes_numbers_of_nothing_is_refused() {
+        let gemma = |key: &str, value: Value| config(&[("model_type", json!("gemma2")), (key, value)]);
+        for (key, value) in [
+            ("query_pre_attn_scalar", json!(0)),
+            ("query_pre_attn_scalar", json!(-256)),
+            ("attn_logit_softcapping", json!(0.0)),
+            ("final_logit_softcapping", json!(-30.0)),
+        ] {
+            let refused = gemma(key, value).expect_err("no model is so");
+            assert!(refused.causes()[0].contains(key), "{refused}");
+        }
+        assert!(gemma("attn_logit_softcapping", Value::Null).is_ok());
+        let longrope = |factor: f64| {
+            let scaling =
+                json!({ "type": "longrope", "short_factor": [factor, 1.0], "long_factor": [1.0, 1.0] });
+            config(&[("rope_scaling", scaling)])
+        };
+        assert!(longrope(1.0).is_ok());
+        for factor in [0.0, -1.0] {
+            assert!(longrope(factor).expect_err("no angle").to_string().contains("short_factor"));
+        }
+        let wide = ["vocab_size", "hidden_size", "intermediate_size"].map(|key| (key, json!(1 << 18)));
+        let large: Vec<_> = wide.into_iter().chain([("num_hidden_layers", json!(1 << 16))]).collect();
+        let refused = config(&large).expect_err("too large").to_string();
+        assert!(refused.contains("parameters") && refused.contains("num_hidden_layers 65536"), "{refused}");
+    }
+
+    #[test]
+    fn every_model_type_and_every_name_stands_once() {
+        let types: Vec<&str> = FAMILIES.iter().flat_map(|family| family.model_types).copied().collect();
+        let names: Vec<&str> = FAMILIES.iter().map(|family| family.name).collect();
+        for all in [types, names] {
+            let different: BTreeSet<&str> = all.iter().copied().collect();
+            assert_eq!(different.len(), all.len(), "{all:?}");
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Readers of config.json that several families share. Each makes one part of a model.
+
+use super::architecture::Composition;
+use super::sizes::ModelSizes;
+use crate::error::{Error, Result};
+use crate::model::block_part::BlockPart;
+use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
+use crate::model::config_reader::ConfigReader;
+use crate::model::rope::{Rope, RopeContext};
+use crate::ops::glu::Activation;
+use crate::ops::rms_norm::NormKind;
+
+/// The model around `blocks` as Llama has it: one rope, RMS norms, plain embeddings.
+pub(super) fn llama_like(
+    keys: &ConfigReader<'_>,
+    sizes: &ModelSizes,
+    blocks: Vec<BlockConfig>,
+) -> Result<Composition> {
+    Ok(Composition {
+        blocks,
+        ropes: vec![rope(keys, &rope_context(keys, sizes, 1e4)?)?],
+        norm: rms_norm(keys)?,
+        embedding_factor: 1.0,
+        logit_softcap: softcap(keys, "final_logit_softcapping", None)?,
+    })
+}
+
+/// Attention to all that came before, with biases as `attention_bias` has them.
+pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<AttentionMixer> {
+    let bias = keys.bool_or("attention_bias", false)?;
+    Ok(AttentionMixer {
+        window: None,
+        rope: 0,
+        scale: 1.0 / (sizes.heads.head_dim as f64).sqrt(),
+        softcap: softcap(keys, "attn_logit_softcapping", None)?,
+        qkv_bias: bias,
+        o_bias: bias,
+        qk_norm: false,
+        fused: false,
+    })
+}
+
+/// A gated MLP without biases.
+pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
+    Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false })
+}
+
+/// The RMS norm whose gain is the stored weight.
+pub(super) fn rms_norm(keys: &ConfigReader<'_>) -> Result<NormKind> {
+    match keys.f64_or("rms_norm_eps", 1e-6)? {
+        eps if (0.0..1.0).contains(&eps) => Ok(NormKind { eps, unit_offset: false }),
+        other => {
+            Err(Error::user(format!("`rms_norm_eps` is {other}")).because("accepted: from 0 to below 1"))
+        }
+    }
+}
+
+fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
+    let name = match keys.opt_str("hidden_activation")? {
+        Some(name) => name,
+        None => keys.opt_str("hidden_act")?.unwrap_or("silu"),
+    };
+    match name {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
+        other => {
+            Err(Error::user(format!("`hidden_act` is \"{other}\""))
+                .because("accepted: silu, gelu_pytorch_tanh"))
+        }
+    }
+}
+
+/// The cap of `key`: absent, the default of the family; null, none.
+pub(super) fn softcap(keys: &ConfigReader<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
+    if keys.mentions(key) { keys.above_zero(key) } else { Ok(default) }
+}
+
+/// The width of the sliding window: absent, the default of the family; null, none.
+pub(super) fn window(keys: &ConfigReader<'_>, default: Option<usize>) -> Result<Option<usize>> {
+    let window = if keys.mentions("sliding_window") { keys.opt_usize("sliding_window")? } else { default };
+    if window == Some(0) {
+        return Err(Error::user("`sliding_window` is 0")
+            .because("accepted: a whole number above 0, or null for attention to all that came before"));
+    }
+    Ok(window)
+}
+
+/// For each layer, whether its attention slides: as `layer_types` says, or else `default` of its number.
+pub(super) fn sliding_layers(
+    keys: &ConfigReader<'_>,
+    sizes: &ModelSizes,
+    default: impl Fn(usize) -> bool,
+) -> Result<Vec<bool>> {
+    let count = sizes.num_layers;
+    let Some(named) = keys.opt_list("layer_types")? else { return Ok((0..count).map(default).collect()) };
+    if named.len() != count {
+        return Err(Error::user(format!("`layer_types` has {} entries", named.len()))
+            .because(format!("num_hidden_layers is {count}")));
+    }
+    let slides = named.iter().map(|name| match name.as_str() {
+        Some("sliding_attention") => Ok(true),
+        Some("full_attention") => Ok(false),
+        _ => Err(Error::user(format!("`layer_types` names {name}"))
+            .because("accepted: full_attention, sliding_attention")),
+    });
+    slides.collect()
+}
+
+/// The settings of a rope that stand outside `rope_scaling`; `theta` is the family's default.
+pub(super) fn rope_context(keys: &ConfigReader<'_>, sizes: &ModelSizes, theta: f64) -> Result<RopeContext> {
+    Ok(RopeContext {
+        head_dim: sizes.heads.head_dim,
+        theta: keys.f64_or("rope_theta", theta)?,
+        partial: keys.f64_or("partial_rotary_factor", 1.0)?,
+        max_positions: sizes.max_position_embeddings,
+        original_max_positions: keys.opt_usize("original_max_position_embeddings")?,
+    })
+}
+
+/// The object that scales a rope: `rope_parameters` of transformers 5, `rope_scaling` of earlier ones.
+pub(super) fn rope_scaling<'a>(keys: &ConfigReader<'a>) -> Result<Option<ConfigReader<'a>>> {
+    match keys.opt_keys("rope_parameters")? {
+        Some(parameters) => Ok(Some(parameters)),
+        None => keys.opt_keys("rope_scaling"),
+    }
+}
+
+/// The one rope of a model.
+pub(super) fn rope(keys: &ConfigReader<'_>, context: &RopeContext) -> Result<Rope> {
+    Rope::read(rope_scaling(keys)?.as_ref(), context)
+}
+
+/// The names of modules in Llama's checkpoints, which most families share.
+pub(super) fn llama_name(part: BlockPart) -> &'static str {
+    match part {
+        BlockPart::QProj => "self_attn.q_proj",
+        BlockPart::KProj => "self_attn.k_proj",
+        BlockPart::VProj => "self_attn.v_proj",
+        BlockPart::QkvProj => "self_attn.qkv_proj",
+        BlockPart::OProj => "self_attn.o_proj",
+        BlockPart::QNorm => "self_attn.q_norm",
+        BlockPart::KNorm => "self_attn.k_norm",
+        BlockPart::GateProj => "mlp.gate_proj",
+        BlockPart::UpProj => "mlp.up_proj",
+        BlockPart::GateUpProj => "mlp.gate_up_proj",
+        BlockPart::DownProj => "mlp.down_proj",
+        BlockPart::AttnNorm => "input_layernorm",
+        // The second norm of a block has this name in its two roles.
+        BlockPart::AttnPostNorm | BlockPart::MlpNorm => "post_attention_layernorm",
+        BlockPart::MlpPostNorm => "post_feedforward_layernorm",
+    }
+}

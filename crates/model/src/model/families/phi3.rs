@@ -1,0 +1,41 @@
+//! Phi-3, Phi-3.5, Phi-4-mini: Llama with fused projections and a partial rope of two lengths.
+
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::GgufFacts;
+use super::parts;
+use super::sizes::ModelSizes;
+use crate::error::Result;
+use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
+use crate::model::config_reader::ConfigReader;
+use crate::model::rope::RopeContext;
+
+/// `original_max_position_embeddings` if config.json leaves it out; it goes before the key of `rope_scaling`.
+const ORIGINAL_POSITIONS: usize = 4096;
+
+pub(super) static PHI3: Architecture = Architecture {
+    name: "phi3",
+    model_types: &["phi3"],
+    head_dim: None,
+    ties_embeddings: false,
+    compose,
+    module_name: parts::llama_name,
+    gguf: GgufFacts {
+        heads_fill_hidden: true,
+        rotates_partly: true,
+        rope_types: &["yarn", "longrope", "su"],
+        stripping_names: &["phi-3", "phi3"],
+        ..GgufFacts::usual("phi3")
+    },
+};
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let context = parts::rope_context(keys, sizes, 1e4)?;
+    let original = context.original_max_positions.unwrap_or(ORIGINAL_POSITIONS);
+    let rope = parts::rope(keys, &RopeContext { original_max_positions: Some(original), ..context })?;
+    let window = parts::window(keys, None)?;
+    let plain = parts::attention(keys, sizes)?;
+    let attention = AttentionMixer { window, qkv_bias: false, o_bias: false, fused: true, ..plain };
+    let block = BlockConfig::pre_norm(attention, GatedMlp { fused: true, ..parts::gated_mlp(keys)? });
+    let blocks = vec![block; sizes.num_layers];
+    Ok(Composition { ropes: vec![rope], ..parts::llama_like(keys, sizes, blocks)? })
+}

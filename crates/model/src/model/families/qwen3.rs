@@ -1,0 +1,24 @@
+//! Qwen3 without mixture of experts: Qwen2 with norms on q and k in place of biases.
+
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::GgufFacts;
+use super::sizes::ModelSizes;
+use super::{parts, qwen2};
+use crate::error::Result;
+use crate::model::composition::AttentionMixer;
+use crate::model::config_reader::ConfigReader;
+
+pub(super) static QWEN3: Architecture = Architecture {
+    name: "qwen3",
+    model_types: &["qwen3"],
+    head_dim: Some(128),
+    ties_embeddings: false,
+    compose,
+    module_name: parts::llama_name,
+    gguf: GgufFacts::usual("qwen3"),
+};
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let attention = AttentionMixer { qk_norm: true, ..parts::attention(keys, sizes)? };
+    qwen2::upper_windows(keys, sizes, attention)
+}

@@ -1,0 +1,68 @@
+//! Refusals that hold for every family.
+
+use crate::error::{Error, Result};
+use crate::model::config::ModelConfig;
+use crate::model::config_reader::ConfigReader;
+use crate::model::layout::{BlockLayout, WeightShape};
+
+/// The most parameters: a thousand times those of the largest models. Memory for each of them is counted in 64 bits.
+const MOST_PARAMETERS: u128 = 1 << 50;
+
+/// Keys whose non-zero (non-false) value asks for something the engine does not compute.
+const UNSUPPORTED: [&str; 6] = [
+    "attention_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "use_bidirectional_attention",
+    "num_local_experts",
+    "num_experts",
+];
+
+pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
+    for key in UNSUPPORTED {
+        let asks = keys.get(key).is_some_and(|v| v.as_f64() != Some(0.0) && v.as_bool() != Some(false));
+        if asks {
+            let found = keys.get(key).map(ToString::to_string).unwrap_or_default();
+            let hint = match key {
+                "num_local_experts" | "num_experts" => "choose a model without experts".to_owned(),
+                "use_bidirectional_attention" => "choose a causal model".to_owned(),
+                _ => format!("write `\"{key}\": 0.0` into config.json to train without it"),
+            };
+            return Err(Error::user(format!("`{key}` is {found}"))
+                .because("this engine does not compute it; accepted: no such key, null, 0, false")
+                .hint(hint));
+        }
+    }
+    Ok(())
+}
+
+/// bitsandbytes' formats are read by `weights`; the first configurations of its kind did not name it.
+pub(super) fn refuse_unknown_quantization(keys: &ConfigReader<'_>) -> Result<()> {
+    let Some(config) = keys.opt_keys("quantization_config")? else { return Ok(()) };
+    let method = match config.opt_str("quant_method")? {
+        Some("bitsandbytes") => return Ok(()),
+        None if config.mentions("load_in_4bit") || config.mentions("load_in_8bit") => return Ok(()),
+        Some(other) => format!("\"{other}\""),
+        None => "missing".into(),
+    };
+    Err(Error::user("the model is quantized in a format that this program does not read")
+        .because(format!("`quantization_config.quant_method` is {method}; accepted: \"bitsandbytes\""))
+        .hint("give the model that was not quantized"))
+}
+
+/// Each size may be possible and their product not: shapes are multiplied in 64 bits, and memory is planned by them.
+pub(super) fn refuse_too_large(config: &ModelConfig) -> Result<()> {
+    let elements = |weight: WeightShape| weight.dims().iter().map(|dim| *dim as u128).product::<u128>();
+    let block = |layer| -> u128 {
+        BlockLayout::new(config, layer).modules().iter().map(|module| elements(module.weight)).sum()
+    };
+    let blocks: u128 = (0..config.num_layers()).map(block).sum();
+    let tables = 2 * config.vocab_size as u128 * config.hidden_size as u128;
+    let all = blocks + tables;
+    if all <= MOST_PARAMETERS {
+        return Ok(());
+    }
+    Err(Error::user(format!("the sizes make {all} parameters"))
+        .because(format!("num_hidden_layers {}, {}", config.num_layers(), config.dimensions()))
+        .because(format!("accepted: up to {MOST_PARAMETERS}")))
+}

@@ -1,0 +1,62 @@
+//! The sizes of a model and their limits.
+
+use crate::error::{Error, Result};
+use crate::model::config_reader::ConfigReader;
+use crate::ops::attention::Heads;
+
+/// The widest that the activations of a model may be.
+pub(super) const MOST_WIDE: usize = 1 << 22;
+/// The most tokens of a vocabulary.
+pub(super) const MOST_TOKENS: usize = 1 << 27;
+/// The most blocks of a model.
+const MOST_LAYERS: usize = 1 << 16;
+/// The most heads of attention, and the widest that one may be.
+const MOST_HEADS: usize = 1 << 14;
+/// The most positions of a sequence.
+const MOST_POSITIONS: usize = 1 << 32;
+
+/// The sizes that parts are made by.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::model) struct ModelSizes {
+    pub(super) hidden_size: usize,
+    pub(super) heads: Heads,
+    pub(super) num_layers: usize,
+    pub(super) max_position_embeddings: usize,
+}
+
+impl ModelSizes {
+    /// Reads the sizes; `head_dim` is the family's default.
+    pub(super) fn read(keys: &ConfigReader<'_>, head_dim: Option<usize>) -> Result<Self> {
+        let hidden_size = keys.size("hidden_size", MOST_WIDE)?;
+        Ok(ModelSizes {
+            hidden_size,
+            heads: heads(keys, hidden_size, head_dim)?,
+            num_layers: keys.size("num_hidden_layers", MOST_LAYERS)?,
+            max_position_embeddings: keys
+                .opt_size("max_position_embeddings", MOST_POSITIONS)?
+                .unwrap_or(2048),
+        })
+    }
+}
+
+fn heads(keys: &ConfigReader<'_>, hidden_size: usize, default: Option<usize>) -> Result<Heads> {
+    let num_heads = keys.size("num_attention_heads", MOST_HEADS)?;
+    let derived = default.unwrap_or(hidden_size / num_heads.max(1));
+    let heads = Heads {
+        num_heads,
+        num_kv_heads: keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads),
+        head_dim: keys.opt_size("head_dim", MOST_HEADS)?.unwrap_or(derived),
+    };
+    let Heads { num_kv_heads, head_dim, .. } = heads;
+    if !num_heads.is_multiple_of(num_kv_heads) {
+        return Err(Error::user("the head counts do not fit each other").because(format!(
+            "num_attention_heads is {num_heads}, num_key_value_heads {num_kv_heads}; the first must be a multiple of the second"
+        )));
+    }
+    if head_dim == 0 || !head_dim.is_multiple_of(2) {
+        return Err(
+            Error::user(format!("`head_dim` is {head_dim}")).because("rotary positions need an even width")
+        );
+    }
+    Ok(heads)
+}
