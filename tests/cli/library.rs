@@ -54,9 +54,7 @@ fn a_session_trains_saves_and_answers_as_the_binary() {
     assert_eq!([before.loss(), after.loss()], [held_out[0], held_out[held_out.len() - 1]]);
 
     session.save(&place.path("saved")).unwrap();
-    let bytes = |folder: &str| {
-        std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap()
-    };
+    let bytes = |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
     assert!(bytes("saved") == bytes("out"), "the adapter of the binary");
     assert!(session.save(&place.path("saved")).is_err(), "a folder that exists is never written to");
 
@@ -66,7 +64,15 @@ fn a_session_trains_saves_and_answers_as_the_binary() {
     let answer = trained.generate("count 3", 5).unwrap();
     assert_eq!(answer, session.generate("count 3", 5).unwrap());
     let said = place.said(&[
-        "generate", "--model", "model", "--adapter", "saved", "--prompt", "count 3", "--max-new-tokens", "5",
+        "generate",
+        "--model",
+        "model",
+        "--adapter",
+        "saved",
+        "--prompt",
+        "count 3",
+        "--max-new-tokens",
+        "5",
     ]);
     assert!(said.contains(&answer), "{said:?} has {answer:?}");
     let logits = trained.logits("count 3").unwrap();

@@ -12,7 +12,6 @@ mod golden_run;
 #[path = "../hub_double/mod.rs"]
 mod hub_double;
 #[path = "../logits/mod.rs"]
-mod library;
 mod logits;
 #[path = "../mlflow_double/mod.rs"]
 mod mlflow_double;
@@ -58,6 +57,7 @@ mod hangs;
 mod held_out_answers;
 mod hostile_files;
 mod hostile_rows;
+mod library;
 mod master_weights;
 mod monitoring;
 mod nan_policy;
