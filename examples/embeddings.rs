@@ -1,6 +1,8 @@
 //! Compares two texts by the embeddings of a trained model, and prints the likeliest next token of
 //! the first: `cargo run --example embeddings -- MODEL ADAPTER TEXT OTHER_TEXT`.
 
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example prints")]
+
 use finetune::TrainedModel;
 
 fn main() -> finetune::error::Result<()> {

@@ -1,5 +1,7 @@
 //! Fine-tunes a model in twenty lines: `cargo run --example finetune -- MODEL ROWS.jsonl OUTPUT`.
 
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example prints")]
+
 use std::env::args;
 use std::path::Path;
 

@@ -1,6 +1,8 @@
 //! Tests whole steps with reductions delayed as long as allowed: the engine may compute meanwhile,
 //! but no more than that.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::sync::Arc;
 
 use candle_core::{DType, Device};

@@ -31,6 +31,9 @@ impl Rounded for bf16 {
 }
 
 /// Rounds 16 values to bf16 like [`Rounded::nearest`] and returns them as f32 numbers.
+///
+/// # Safety
+/// Callers outside of functions with these instructions check that the processor has AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]

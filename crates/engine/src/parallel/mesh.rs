@@ -39,8 +39,9 @@ static ALONE: SingleRank = SingleRank;
 impl DeviceMesh {
     /// Creates the mesh of `strategy` over the ranks of `world`. All ranks call it.
     ///
-    /// # Errors The groups of hsdp do not divide the ranks; the strategy has another number of
-    /// ranks; a peer failed.
+    /// # Errors
+    /// The groups of hsdp do not divide the ranks; the strategy has another number of ranks; a peer
+    /// failed.
     pub fn new(strategy: ShardingStrategy, world: Arc<dyn Collective>) -> Result<Self> {
         let shape = strategy.mesh_shape(world.size())?;
         Self::of_shape(strategy, shape, world)

@@ -1,5 +1,7 @@
 //! Reductions that overlap with backward, over a group that performs them as late as possible.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::sync::Arc;
 
 use super::*;
