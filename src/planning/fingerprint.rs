@@ -47,6 +47,9 @@ impl Plan {
         let mut facts = recipe.values();
         // Left out, so that checkpoints older than these keys can resume.
         facts.retain(|key, _| !key.starts_with("profile.") && !key.starts_with("alerts."));
+        if self.recipe.objective == recipe::ObjectiveSection::default() {
+            facts.remove("objective.kind");
+        }
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());

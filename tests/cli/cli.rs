@@ -749,6 +749,12 @@ fn recipes_listed_and_shown() {
     # Accepted: true, false.
     sanitize_control_tokens = false
 
+    # Objective of the training.
+    [objective]
+    # Loss that is minimized; cross_entropy: that of the tokens that `data.train_on` selects.
+    # Accepted: "cross_entropy".
+    kind = "cross_entropy"
+
     # Length of the training and batch sizes.
     [train]
     # Passes over the data.

@@ -136,8 +136,8 @@ fn the_rows_of_a_file_are_answered_as_alone() {
     // Of many prompts that are too long, only the first is named.
     let long = ["generate", "--model", "model", "--max-new-tokens", "300", "--json"];
     let said = place.said(&[&long[..], &file[..2]].concat());
-    assert_eq!(said.matches("what follows it have more tokens than the 256 positions").count(), 1, "{said}");
-    assert!(said.contains("warning: prompts.jsonl:1: the prompt and what follows it"), "{said}");
+    assert_eq!(said.matches("its answer have more tokens than the 256 positions").count(), 1, "{said}");
+    assert!(said.contains("warning: prompts.jsonl:1: the prompt and its answer"), "{said}");
     assert!(said.contains("3 of 3 prompts exceed the positions that the model was made for"), "{said}");
     // JSON goes to stdout, with or without an output file.
     let printed = lines(&place, &[&file[..2], &sampled, &["--json"]].concat());

@@ -217,7 +217,7 @@ fn links_in_the_place_of_what_a_run_adds_to_are_refused() {
             told.contains(&format!("out/{name} is a link; a run writes only to regular files and folders")),
             "{told}"
         );
-        assert!(told.contains(&format!("hint: `rm out/{name}`")), "{told}");
+        assert!(told.contains(&format!("hint: run `rm out/{name}`")), "{told}");
         std::fs::remove_file(&at).unwrap();
         if had {
             std::fs::rename(&kept, &at).unwrap();

@@ -193,7 +193,7 @@ fn names_without_an_owner_are_paths() {
         (&["inspect", "nope"][..], "no such file or folder: [DIR]/nope"),
         (&eval("nope"), "--dataset: no such file or folder: [DIR]/nope"),
         (&eval("nope.jsonl"), "--dataset: no such file or folder: [DIR]/nope.jsonl"),
-        (&eval("data.xlsx"), "--dataset: there is no"),
+        (&eval("data.xlsx"), "--dataset: no such file or folder: [DIR]/data.xlsx"),
         (&["data", "--model", "nope", "--dataset", "rows.jsonl"], "--model: no such file or folder:"),
     ] {
         let told = online(args);

@@ -759,6 +759,9 @@ fn the_resolved_recipe_in_full() {
     on_long_row = "truncate"
     sanitize_control_tokens = false
 
+    [objective]
+    kind = "cross_entropy"
+
     [train]
     epochs = 3.0
     micro_batch_size = 1

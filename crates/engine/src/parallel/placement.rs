@@ -94,7 +94,8 @@ impl ShardingSpec {
 
     /// Refuses placements that flat buckets do not support.
     ///
-    /// # Errors An internal error for a placement over another axis than the shard axis, or along
+    /// # Errors
+    /// An internal error for a placement over another axis than the shard axis, or along
     /// another dimension than the one that a flat buffer has.
     pub(super) fn check_flat(self) -> Result<()> {
         let flat = [Placement::Replicated, Placement::FLAT_SHARD];

@@ -1,4 +1,4 @@
-//! From named parameters to the structs that a segment takes: the one place that knows both.
+//! Assembles the weight structs of segments from named parameters. No other code knows both.
 
 use candle_core::DType;
 
@@ -16,66 +16,68 @@ use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::weights::{EMBED_TOKENS_MODULE as EMBED, LM_HEAD_MODULE as HEAD};
 
-/// Wherever parameters live.
+/// Access to parameters by name, independent of their storage.
 pub trait ParamLookup {
-    /// The parameter of this name.
+    /// Returns the parameter `name`.
     ///
     /// # Errors
-    /// There is none, or its value is not at hand whole: a fault of the caller.
+    /// Internal: no such parameter, or its value is not available in full.
     fn param(&self, name: &str) -> Result<Param>;
-    /// Where the gradient of the parameter of this name is added up, if it trains; its value need not be at hand.
+    /// Returns the buffer that sums the gradient of the parameter `name`, if it trains. Its value
+    /// need not be available.
     ///
     /// # Errors
-    /// There is no such parameter: a fault of the caller.
+    /// Internal: no such parameter.
     fn grad(&self, name: &str) -> Result<Option<TensorMut>>;
-    /// The weight of a linear layer of a block, which may be quantized.
+    /// Returns the weight of a linear layer of a block, which may be quantized.
     ///
     /// # Errors
-    /// There is none: a fault of the caller.
+    /// Internal: no such parameter.
     fn matrix(&self, name: &str) -> Result<WeightMatrix>;
-    /// The matrices of these names as one, one under the other, where they are dense and lie so; none where they do not.
+    /// Returns these matrices as one, stacked by rows; `None` unless they are dense and contiguous.
     ///
     /// # Errors
-    /// There is no such parameter: a fault of the caller.
+    /// Internal: no such parameter.
     fn merged(&self, names: &[String]) -> Result<Option<Param>>;
-    /// The adapter on a module, if it is a target.
+    /// Returns the adapter on a module, if it is a target.
     ///
     /// # Errors
-    /// When the adapter's parameters cannot be had.
+    /// The adapter's parameters are not available.
     fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>>;
-    /// The rows of a token table that train, if the module has such.
+    /// Returns the trainable rows of a token table, if the module has such rows.
     ///
     /// # Errors
-    /// When the parameters of the rows cannot be had.
+    /// The parameters of the rows are not available.
     fn rows(&self, module: &str) -> Result<Option<TokenRows>>;
-    /// The dtype of activations.
+    /// Returns the dtype of activations.
     fn dtype(&self) -> DType;
-    /// True when the output layer has a parameter of its own, although the model ties it to the embedding.
+    /// Returns whether the output layer has its own parameter although the model ties it to the
+    /// embedding.
     fn has_own_head(&self) -> bool;
 }
 
-/// The embedding's weights.
+/// Returns the embedding's weights.
 ///
 /// # Errors
-/// When a parameter cannot be had.
+/// A parameter is not available.
 pub fn embed(from: &dyn ParamLookup) -> Result<EmbedWeights> {
     let table = from.param(&format!("{EMBED}.weight"))?.value;
     Ok(EmbedWeights { table, lora: from.lora(EMBED, 0)?, dtype: from.dtype() })
 }
 
-/// What the embedding's backward needs, which is not the table.
+/// Returns the inputs of the embedding's backward, without the table itself.
 ///
 /// # Errors
-/// There is no embedding: a fault of the caller.
+/// Internal: the model has no embedding.
 pub fn embed_gradients(from: &dyn ParamLookup) -> Result<EmbedGradients> {
     let table = from.grad(&format!("{EMBED}.weight"))?;
     Ok(EmbedGradients { table, rows: from.rows(EMBED)?, lora: from.lora(EMBED, 0)? })
 }
 
-/// The head's weights; a tied one is the embedding's own parameter.
+/// Returns the head's weights. A tied head is the embedding's own parameter.
 ///
 /// # Errors
-/// When a parameter cannot be had.
+/// A parameter is not available.
 pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights> {
     let tied = config.tie_word_embeddings && !from.has_own_head();
     let table = if tied { EMBED } else { HEAD };
@@ -87,10 +89,10 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
     })
 }
 
-/// The weights of block `layer`.
+/// Returns the weights of block `layer`.
 ///
 /// # Errors
-/// When a parameter of the block cannot be had.
+/// A parameter of the block is not available.
 pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Result<BlockWeights> {
     let (block, layout) = (&config.blocks[layer], BlockLayout::new(config, layer));
     let missing = |part: BlockPart| Error::internal(format!("a block has no {part:?}"));

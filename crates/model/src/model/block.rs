@@ -5,8 +5,9 @@
 //! y = h + post?(channel_mixer(norm(h)))
 //! ```
 //!
-//! `post?` are the second norms of the Gemma families. Each mixer has a file below `block/`. [`BlockSaved`] holds the
-//! tensors that cost too much to compute again. Backward computes norm outputs again, elementwise.
+//! `post?` are the second norms of the Gemma families. Each mixer has a file below `block/`.
+//! [`BlockSaved`] holds the tensors that are expensive to recompute. Backward recomputes norm
+//! outputs, which are elementwise.
 
 mod attention;
 mod gated_mlp;
@@ -69,7 +70,7 @@ pub enum ChannelMixerWeights {
 }
 
 impl BlockWeights {
-    /// Keeps quantized weights in bf16 too.
+    /// Also keeps quantized weights in bf16.
     ///
     /// # Errors
     /// The device has not enough memory.
@@ -90,9 +91,9 @@ pub struct BlockContext<'a> {
     pub tables: &'a [RotaryTable],
     /// Flash or eager.
     pub attention: Attention,
-    /// The switch that takes adapters in or out of the forward.
+    /// Selects whether the forward uses the adapters.
     pub adapter: AdapterSwitch,
-    /// Present in training only.
+    /// The dropout masks; `None` outside training.
     pub dropout: Option<DropoutContext>,
 }
 
@@ -106,18 +107,18 @@ pub struct DropoutContext {
 }
 
 impl BlockContext<'_> {
-    /// The part that the adapters of block `layer` take in its forward.
+    /// Returns the settings of the adapters of block `layer` in its forward.
     fn branch(&self, layer: usize) -> BranchContext {
         BranchContext { adapter: self.adapter, source: self.source(layer) }
     }
 
-    /// The dropout of block `layer`; of the head, the number after the last block.
+    /// Returns the dropout stream of block `layer`; the head uses the number after the last block.
     pub fn source(&self, layer: usize) -> DropoutSource {
         self.dropout.map(|d| (d.stream.part(layer as u64), d.first_token))
     }
 }
 
-/// One block in a pass: the settings that its mixers take beside weights and activations.
+/// One block in a pass: the inputs of its mixers besides weights and activations.
 #[derive(Debug, Clone, Copy)]
 struct LayerPass<'a> {
     config: &'a ModelConfig,
@@ -126,12 +127,12 @@ struct LayerPass<'a> {
 }
 
 impl LayerPass<'_> {
-    /// The part that the block's adapters take in its forward.
+    /// Returns the settings of the block's adapters in its forward.
     fn branch(&self) -> BranchContext {
         self.context.branch(self.layer)
     }
 
-    /// The dropout of the block's adapters.
+    /// Returns the dropout stream of the block's adapters.
     fn source(&self) -> DropoutSource {
         self.context.source(self.layer)
     }
@@ -165,15 +166,15 @@ enum ChannelMixerSaved {
 /// Bytes that a block keeps from its forward for its backward.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SavedBytes {
-    /// Of its input, which is kept under recompute too.
+    /// Bytes of its input, which is kept under recompute too.
     pub input: usize,
-    /// Of all else.
+    /// Bytes of all other tensors.
     pub rest: usize,
 }
 
 impl BlockSaved {
-    /// The bytes that it holds after a forward of `tokens` tokens in `dtype` through block `layer`, where `adapter` says
-    /// what each linear layer of the block carries.
+    /// Returns the bytes that it holds after a forward of `tokens` tokens in `dtype` through block
+    /// `layer`. `adapter` gives the adapter of each linear layer of the block.
     pub fn bytes(
         config: &ModelConfig,
         layer: usize,
@@ -187,7 +188,7 @@ impl BlockSaved {
         SavedBytes { input: sum(input), rest: sum(rest) }
     }
 
-    /// The same bytes by the tensors that they are of, the block's input first.
+    /// Returns the same bytes by tensor, the block's input first.
     pub fn parts(
         config: &ModelConfig,
         layer: usize,
@@ -208,7 +209,7 @@ impl BlockSaved {
         match &block.channel_mixer {
             ChannelMixer::GatedMlp(_) => parts.extend(GatedMlpSaved::parts(config, tokens, dtype)),
         }
-        // Of both mixers.
+        // One output per mixer.
         let outputs = match block.residual {
             ResidualPlan::PreNorm => 0,
             ResidualPlan::PreAndPostNorm => 2 * hidden,
@@ -217,7 +218,7 @@ impl BlockSaved {
         parts
     }
 
-    /// All that it holds.
+    /// Returns all tensors that it holds.
     #[cfg(test)]
     fn tensors(&self) -> Vec<&Tensor> {
         let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out } = self;
@@ -228,10 +229,11 @@ impl BlockSaved {
     }
 }
 
-/// `x: [N, D]` → `[N, D]` and what backward needs. With a cache, the tokens follow those in it.
+/// Computes `x: [N, D]` → `[N, D]` and the tensors that backward needs. With a cache, the tokens
+/// follow those in it.
 ///
 /// # Errors
-/// When shapes or dtypes do not fit each other, or an operation of the device fails.
+/// Shapes or dtypes do not match, or a tensor operation failed.
 pub fn forward(
     config: &ModelConfig,
     layer: usize,
@@ -268,15 +270,16 @@ pub fn forward(
     Ok((channel.y, saved))
 }
 
-/// Half of a block after its forward.
+/// The result of half of a block's forward.
 struct HalfOutput<S> {
     y: Tensor,
-    /// The mixer's own output where a norm reads it.
+    /// The mixer's own output if a norm reads it.
     out: Option<Tensor>,
     saved: S,
 }
 
-/// `x + after?(mixer(before(x)))`. The mixer adds `x` to its output itself if it is given as the residual.
+/// Computes `x + after?(mixer(before(x)))`. A mixer that gets `x` as its residual adds it to its
+/// output itself.
 fn around_mixer<S>(
     norms: &MixerNorms,
     norm: NormKind,
@@ -297,11 +300,11 @@ fn around_mixer<S>(
     }
 }
 
-/// Adds the gradients of the block's trainable parameters and returns that of its input, unless `need_dx` is false
-/// (the first block over a frozen embedding).
+/// Adds the gradients of the block's trainable parameters and returns that of its input. Returns
+/// `None` if `need_dx` is false (the first block over a frozen embedding) and no norm needs it.
 ///
 /// # Errors
-/// When shapes or dtypes do not fit each other, or an operation of the device fails.
+/// Shapes or dtypes do not match, or a tensor operation failed.
 pub fn backward(
     config: &ModelConfig,
     layer: usize,
@@ -332,7 +335,7 @@ pub fn backward(
     Ok(dx)
 }
 
-/// The input of half of a block, and its mixer's output where a norm read it.
+/// The input of half of a block, and its mixer's output if a norm read it.
 #[derive(Clone, Copy)]
 struct HalfEnds<'a> {
     x: &'a Tensor,
@@ -343,13 +346,13 @@ struct HalfEnds<'a> {
 struct MixerBackward<'a> {
     /// The gradient of the mixer's output.
     dout: Tensor,
-    /// Computes the mixer's input again.
+    /// Recomputes the mixer's input.
     input: &'a dyn Fn() -> Result<Tensor>,
     /// False if nothing reads the gradient of the input.
     need_dx: bool,
 }
 
-/// The backward of [`around_mixer`]: the gradient of `x`, unless nothing needs it.
+/// Computes the backward of [`around_mixer`]: the gradient of `x`, or `None` if nothing needs it.
 fn around_mixer_backward(
     norms: &MixerNorms,
     norm: NormKind,

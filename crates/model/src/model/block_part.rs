@@ -1,4 +1,4 @@
-//! The modules of a block by their role, whatever a family calls them.
+//! The modules of a block by their role, independent of a family's names for them.
 
 /// The role of a module in its block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -11,11 +11,11 @@ pub enum BlockPart {
     VProj,
     /// One projection to queries, keys and values, side by side in this order.
     QkvProj,
-    /// The projection of what attention returns.
+    /// The projection of attention's output.
     OProj,
-    /// The MLP's projection to what its activation takes.
+    /// The MLP's projection to the input of its activation.
     GateProj,
-    /// The MLP's projection to what the gate is multiplied with.
+    /// The MLP's projection to the factor of the activated gate.
     UpProj,
     /// One projection to gate and up, side by side in this order.
     GateUpProj,
@@ -27,15 +27,15 @@ pub enum BlockPart {
     KNorm,
     /// The norm before attention.
     AttnNorm,
-    /// The norm on what attention adds to its input (Gemma).
+    /// The norm on attention's output, before the residual sum (Gemma).
     AttnPostNorm,
     /// The norm before the MLP.
     MlpNorm,
-    /// The norm on what the MLP adds to its input (Gemma).
+    /// The norm on the MLP's output, before the residual sum (Gemma).
     MlpPostNorm,
 }
 
-/// Linear layers of a block that read one input.
+/// Linear layers of a block that read the same input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinearGroup {
     /// Queries, keys and values.
@@ -49,7 +49,7 @@ pub enum LinearGroup {
 }
 
 impl BlockPart {
-    /// The layers that this one stands beside; none for a norm.
+    /// Returns the group of layers with the same input as this one; `None` for a norm.
     pub fn group(self) -> Option<LinearGroup> {
         match self {
             BlockPart::QProj | BlockPart::KProj | BlockPart::VProj | BlockPart::QkvProj => {

@@ -1,7 +1,7 @@
 //! The composition of a block: a token mixer and a channel mixer around a residual plan.
 //!
-//! A family's file (`families`) chooses the parts of each block. `layout` derives tensors from them,
-//! `block` computes them.
+//! A family's file (`families`) chooses the parts of each block. `layout` derives tensors from
+//! them, `block` computes them.
 
 use crate::ops::attention::{AttentionKind, Heads};
 use crate::ops::glu::Activation;
@@ -13,7 +13,7 @@ pub struct BlockConfig {
     pub token_mixer: TokenMixer,
     /// The second half, which computes each token by itself.
     pub channel_mixer: ChannelMixer,
-    /// The norms around both, and what they are added to.
+    /// The norms around both mixers, and their residual sums.
     pub residual: ResidualPlan,
 }
 
@@ -31,7 +31,7 @@ pub enum ChannelMixer {
     GatedMlp(GatedMlp),
 }
 
-/// The place of norms around a mixer.
+/// The position of norms around a mixer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResidualPlan {
     /// `x + mixer(norm(x))` for each mixer.
@@ -43,7 +43,8 @@ pub enum ResidualPlan {
 /// Softmax attention over the heads of [`ModelConfig::heads`](super::ModelConfig).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionMixer {
-    /// A token sees itself and the `window − 1` tokens before it; none: all before it.
+    /// The window: a token sees itself and the `window − 1` tokens before it. `None`: all before
+    /// it.
     pub window: Option<usize>,
     /// Index into [`ModelConfig::ropes`](super::ModelConfig).
     pub rope: usize,
@@ -51,18 +52,18 @@ pub struct AttentionMixer {
     pub scale: f64,
     /// Soft-cap on attention scores.
     pub softcap: Option<f64>,
-    /// q, k and v have biases.
+    /// True if q, k and v have biases.
     pub qkv_bias: bool,
-    /// o has a bias.
+    /// True if o has a bias.
     pub o_bias: bool,
-    /// q and k are normed per head.
+    /// True if q and k are normed per head.
     pub qk_norm: bool,
-    /// q, k and v are one tensor (phi3).
+    /// True if q, k and v are one tensor (phi3).
     pub fused: bool,
 }
 
 impl AttentionMixer {
-    /// Its scores and mask, over `heads`.
+    /// Returns the settings of its scores and mask, over `heads`.
     pub fn kind(&self, heads: Heads) -> AttentionKind {
         AttentionKind { heads, scale: self.scale, softcap: self.softcap, window: self.window }
     }
@@ -73,14 +74,14 @@ impl AttentionMixer {
 pub struct GatedMlp {
     /// The gate's activation.
     pub activation: Activation,
-    /// gate, up and down have biases.
+    /// True if gate, up and down have biases.
     pub bias: bool,
-    /// gate and up are one tensor (phi3).
+    /// True if gate and up are one tensor (phi3).
     pub fused: bool,
 }
 
 impl BlockConfig {
-    /// The block of Llama: attention and a gated MLP, each after a norm.
+    /// Returns the block of Llama: attention and a gated MLP, each after a norm.
     pub(super) fn pre_norm(attention: AttentionMixer, mlp: GatedMlp) -> Self {
         Self {
             token_mixer: TokenMixer::Attention(attention),

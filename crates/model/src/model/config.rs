@@ -16,41 +16,42 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Width of the hidden states, D.
     pub hidden_size: usize,
-    /// Width inside of the gated MLPs, F.
+    /// Inner width of the gated MLPs, F.
     pub intermediate_size: usize,
     /// Head counts and width of attention.
     pub heads: Heads,
     /// The parts of each block.
     pub blocks: Vec<BlockConfig>,
-    /// The rotary embeddings that the attention of blocks refers to.
+    /// The rotary embeddings, which the attention of blocks indexes.
     pub ropes: Vec<Rope>,
-    /// Context length the model was made for, in tokens.
+    /// Context length that the model was trained for, in tokens.
     pub max_position_embeddings: usize,
-    /// Every norm of the model.
+    /// The kind of every norm of the model.
     pub norm: NormKind,
     /// Factor on the embeddings.
     pub embedding_factor: f64,
     /// Soft-cap on logits.
     pub logit_softcap: Option<f64>,
-    /// Embedding and head are one parameter.
+    /// True if embedding and head are one parameter.
     pub tie_word_embeddings: bool,
-    /// The padding token, whose row of the embedding gets no gradient from lookups (torch's `padding_idx`).
+    /// The padding token, whose row of the embedding gets no gradient from lookups (torch's
+    /// `padding_idx`).
     pub pad_token_id: Option<u32>,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
-    /// The dtype config.json names.
+    /// The dtype in config.json.
     pub dtype: Option<String>,
-    /// The `model_type` of the model for images whose text part it is.
+    /// The `model_type` of the image-text model whose text part this is.
     pub text_of: Option<String>,
 }
 
 impl ModelConfig {
-    /// Number of blocks.
+    /// Returns the number of blocks.
     pub fn num_layers(&self) -> usize {
         self.blocks.len()
     }
 
-    /// The attention of each block that has it, in the order of the blocks.
+    /// Returns the attention of each block that has it, in the order of the blocks.
     pub fn attentions(&self) -> impl Iterator<Item = &AttentionMixer> {
         self.blocks.iter().map(|block| {
             let TokenMixer::Attention(attention) = &block.token_mixer;
@@ -58,7 +59,7 @@ impl ModelConfig {
         })
     }
 
-    /// The gated MLP of each block that has one, in the order of the blocks.
+    /// Returns the gated MLP of each block that has one, in the order of the blocks.
     pub fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
         self.blocks.iter().map(|block| {
             let ChannelMixer::GatedMlp(mlp) = &block.channel_mixer;
@@ -66,7 +67,7 @@ impl ModelConfig {
         })
     }
 
-    /// The widths that make the shapes of its tensors, by their keys in config.json.
+    /// Returns the widths that determine tensor shapes, by their keys in config.json.
     pub(super) fn dimensions(&self) -> String {
         let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
         format!(

@@ -6,7 +6,8 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 
-/// Typed access to the keys of a JSON object, with errors that name key, value found and type accepted.
+/// Typed access to the keys of a JSON object. Errors name the key, the value found and the accepted
+/// type.
 pub(super) struct ConfigReader<'a> {
     object: &'a serde_json::Map<String, Value>,
 }
@@ -21,18 +22,19 @@ impl<'a> ConfigReader<'a> {
         }
     }
 
-    /// The value of `key`; a null counts as absent.
+    /// Returns the value of `key`; a null counts as absent.
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.object.get(key).filter(|value| !value.is_null())
     }
 
-    /// Every key that is not null with its value as text, in the order of keys; numbers alike however they are written.
+    /// Returns every key that is not null with its value as text, in the order of keys. Equal
+    /// numbers have equal texts, independent of their notation.
     pub(super) fn texts(&self) -> BTreeMap<String, String> {
         let values = self.object.iter().filter(|(_, value)| !value.is_null());
         values.map(|(key, value)| (key.clone(), text(value))).collect()
     }
 
-    /// True when the key is there, be it null.
+    /// Returns whether the key is present, even as null.
     pub(super) fn mentions(&self, key: &str) -> bool {
         self.object.contains_key(key)
     }
@@ -47,7 +49,8 @@ impl<'a> ConfigReader<'a> {
         self.typed(key, "a whole number", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
     }
 
-    /// The id of a token; none if the key is absent or the number is negative, which says that there is no such token.
+    /// Returns a token id; `None` if the key is absent or the number negative, which means no such
+    /// token.
     pub(super) fn opt_token(&self, key: &str) -> Result<Option<u32>> {
         let id = self.typed(key, "the id of a token, or -1 or null for none", |v| {
             v.as_i64().filter(|id| *id <= i64::from(u32::MAX))
@@ -61,8 +64,8 @@ impl<'a> ConfigReader<'a> {
         })
     }
 
-    /// A size from 1 to `most`, if the key is there. `most` is far beyond any model; what is made by sizes is counted before
-    /// the memory is there to refuse it.
+    /// Returns a size from 1 to `most`, if the key is present. `most` is far beyond any model. It
+    /// protects code that allocates by sizes before the memory is checked.
     pub(super) fn opt_size(&self, key: &str, most: usize) -> Result<Option<usize>> {
         let size = self.opt_usize(key)?;
         match size {
@@ -73,7 +76,7 @@ impl<'a> ConfigReader<'a> {
         }
     }
 
-    /// As [`ConfigReader::opt_size`], of a key that every model has.
+    /// Works like [`ConfigReader::opt_size`] for a required key.
     pub(super) fn size(&self, key: &str, most: usize) -> Result<usize> {
         self.opt_size(key, most)?.map_or_else(|| self.usize(key), Ok)
     }
@@ -82,7 +85,7 @@ impl<'a> ConfigReader<'a> {
         self.typed(key, "a number", Value::as_f64)
     }
 
-    /// A number above 0, if the key is there.
+    /// Returns a number above 0, if the key is present.
     pub(super) fn above_zero(&self, key: &str) -> Result<Option<f64>> {
         match self.opt_f64(key)? {
             Some(value) if value <= 0.0 => {

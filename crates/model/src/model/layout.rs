@@ -1,8 +1,9 @@
-//! The table of a model's tensors: the modules of each part of a block, with their names in a checkpoint, shapes and
-//! biases.
+//! The table of a model's tensors: the modules of each part of a block, with their names in a
+//! checkpoint, shapes and biases.
 //!
-//! Nothing else knows them: `spec` makes parameters and modules of the table, `assemble` the weights of a block,
-//! [`BlockSaved::bytes`](super::BlockSaved::bytes) counts the adapters on it, `export` gives each part its name in GGUF.
+//! No other code defines them. `spec` derives parameters and modules from the table, `assemble` the
+//! weights of a block, [`BlockSaved::bytes`](super::BlockSaved::bytes) the sizes of adapters, and
+//! `export` the names in GGUF.
 
 use super::ModelConfig;
 use super::block_part::BlockPart;
@@ -12,10 +13,10 @@ use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 /// The module of the last norm, in every family.
 pub(super) const FINAL_NORM_MODULE: &str = "model.norm";
 
-/// The weight of a module.
+/// The shape of a module's weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightShape {
-    /// A linear layer's or a token table's.
+    /// The weight of a linear layer or a token table.
     Matrix {
         /// Rows: the width of a layer's output, the tokens of a table.
         out: usize,
@@ -27,7 +28,7 @@ pub enum WeightShape {
 }
 
 impl WeightShape {
-    /// The shape in the checkpoint: `[out, in]`, or `[n]` of a gain.
+    /// Returns the shape in the checkpoint: `[out, in]`, or `[n]` for a gain.
     pub fn dims(self) -> Vec<usize> {
         match self {
             WeightShape::Matrix { out, inputs } => vec![out, inputs],
@@ -35,7 +36,7 @@ impl WeightShape {
         }
     }
 
-    /// The width of what the module returns.
+    /// Returns the width of the module's output.
     pub fn out(self) -> usize {
         match self {
             WeightShape::Matrix { out, .. } => out,
@@ -47,18 +48,18 @@ impl WeightShape {
 /// A module of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockModule {
-    /// What it is to the block.
+    /// The role in the block.
     pub part: BlockPart,
-    /// Its name in the checkpoint, after that of the block.
+    /// The name in the checkpoint, after that of the block.
     pub name: &'static str,
     /// The shape of its weight.
     pub weight: WeightShape,
-    /// Whether it has a bias, as long as its output is wide.
+    /// True if it has a bias, `[out]`.
     pub bias: bool,
 }
 
 impl BlockModule {
-    /// Its name in block `layer`, such as `model.layers.0.self_attn.q_proj`.
+    /// Returns its name in block `layer`, such as `model.layers.0.self_attn.q_proj`.
     pub fn name_in(&self, layer: usize) -> String {
         format!("model.layers.{layer}.{}", self.name)
     }
@@ -68,16 +69,16 @@ impl BlockModule {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockLayout(Vec<BlockModule>);
 
-/// The rows of the table for one model: its sizes, and its family's names.
+/// Makes the rows of the table for one model, from its sizes and its family's names.
 struct LayoutTable<'a>(&'a ModelConfig);
 
 impl LayoutTable<'_> {
-    /// A linear layer, by the widths of its output and its input.
+    /// Returns a linear layer, given the widths of its output and its input.
     fn linear(&self, part: BlockPart, (out, inputs): (usize, usize), bias: bool) -> BlockModule {
         BlockModule { part, name: self.name(part), weight: WeightShape::Matrix { out, inputs }, bias }
     }
 
-    /// A norm of vectors of `len` elements.
+    /// Returns a norm of vectors of `len` elements.
     fn norm(&self, part: BlockPart, len: usize) -> BlockModule {
         BlockModule { part, name: self.name(part), weight: WeightShape::Gain(len), bias: false }
     }
@@ -126,7 +127,7 @@ impl LayoutTable<'_> {
 }
 
 impl BlockLayout {
-    /// The modules of block `layer` of a model of shape `config`.
+    /// Returns the modules of block `layer` of a model of shape `config`.
     pub fn new(config: &ModelConfig, layer: usize) -> Self {
         let (table, block) = (LayoutTable(config), &config.blocks[layer]);
         let mut rows = match &block.token_mixer {
@@ -141,17 +142,17 @@ impl BlockLayout {
         BlockLayout(rows)
     }
 
-    /// All modules of a block.
+    /// Returns all modules of a block.
     pub fn modules(&self) -> &[BlockModule] {
         &self.0
     }
 
-    /// The module with this part; none in a model without it.
+    /// Returns the module with this role; `None` in a model without it.
     pub fn module(&self, part: BlockPart) -> Option<&BlockModule> {
         self.0.iter().find(|module| module.part == part)
     }
 
-    /// The linear layers, in the order in which dropout numbers them.
+    /// Returns the linear layers, in the order in which dropout numbers them.
     pub fn linears(&self) -> impl Iterator<Item = &BlockModule> {
         self.0.iter().filter(|module| module.part.group().is_some())
     }
@@ -177,7 +178,7 @@ pub enum ModelPart {
     Block {
         /// Number of the block.
         layer: usize,
-        /// What it is there.
+        /// The role in the block.
         part: BlockPart,
     },
     /// The norm after the last block.
@@ -187,7 +188,7 @@ pub enum ModelPart {
 }
 
 impl ModelPart {
-    /// The segment that uses it.
+    /// Returns the segment that uses it.
     pub fn segment(self) -> Segment {
         match self {
             ModelPart::EmbedTokens => Segment::Embed,
@@ -196,7 +197,7 @@ impl ModelPart {
         }
     }
 
-    /// Whether it is a norm.
+    /// Returns whether it is a norm.
     pub fn is_norm(self) -> bool {
         match self {
             ModelPart::EmbedTokens | ModelPart::LmHead => false,
@@ -215,7 +216,8 @@ pub(super) struct NamedModule {
     pub(super) bias: bool,
 }
 
-/// All modules of a model of shape `config`, in the order of their parameters; the head also where it is tied.
+/// Returns all modules of a model of shape `config`, in the order of their parameters, also a tied
+/// head.
 pub(super) fn model_modules(config: &ModelConfig) -> Vec<NamedModule> {
     let whole = |name: &str, part, weight| NamedModule { name: name.into(), part, weight, bias: false };
     let table = WeightShape::Matrix { out: config.vocab_size, inputs: config.hidden_size };

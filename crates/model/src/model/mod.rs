@@ -1,13 +1,14 @@
 //! The model: one block for all families, between an embedding and a head.
 //!
-//! A model is a list of segments, `Embed`, `Block(0..n)`, `Head`. Weights are handed to a segment for one use
-//! ([`EmbedWeights`], [`BlockWeights`], [`HeadWeights`]: views on wherever a strategy keeps them); they do not live in
-//! it. A block is a token mixer and a channel mixer around a residual plan ([`BlockConfig`]). A family is a declaration
-//! ([`Architecture`], one file each in `families`) that composes a [`ModelConfig`] of such blocks from config.json.
-//! `layout` is the one table of a block's tensors. Each layer's forward and backward stand side by side, and what backward
-//! needs is a named struct.
+//! A model is a list of segments, `Embed`, `Block(0..n)`, `Head`. A segment does not own weights:
+//! it receives them for one use, as views of the strategy's storage ([`EmbedWeights`],
+//! [`BlockWeights`], [`HeadWeights`]). A block is a token mixer and a channel mixer around a
+//! residual plan ([`BlockConfig`]). A family is a declaration ([`Architecture`], one file each in
+//! `families`) that composes a [`ModelConfig`] of such blocks from config.json. `layout` is the
+//! only table of a block's tensors. Each layer's forward and backward are in one file, and a named
+//! struct holds the tensors that backward needs.
 //!
-//! What runs a step over the segments is `engine`; where weights live is `sharding`.
+//! `engine` runs a step over the segments; `sharding` stores the weights.
 
 pub mod assemble;
 mod block;
@@ -54,27 +55,28 @@ use candle_core::Tensor;
 use crate::ops::matmul_quantized::{Quantized, Weight};
 use crate::runtime::TensorMut;
 
-/// One parameter in use: its value and, if it trains, where its gradient is added up.
+/// One parameter in use: its value and, if it trains, the sum of its gradients.
 #[derive(Debug, Clone)]
 pub struct Param {
-    /// The value, in the compute dtype (adapters: f32, their matrices bf16 on a GPU that computes in it; frozen matrices may
-    /// be bf16 beside f32).
+    /// The value, in the compute dtype. Adapters are f32, their matrices bf16 on a GPU that
+    /// computes in bf16. Frozen matrices may be bf16 beside f32.
     pub value: Tensor,
-    /// f32, or bf16 on the CPU where one micro-batch makes a step; same shape; none for a frozen parameter, which has no weight-gradient code path.
+    /// The sum of gradients, in the shape of `value`: f32, or bf16 on the CPU if a step has one
+    /// micro-batch. `None` for a frozen parameter, whose weight gradient is never computed.
     pub grad: Option<TensorMut>,
 }
 
 /// The matrix of a linear layer in use.
 #[derive(Debug, Clone)]
 pub enum WeightMatrix {
-    /// Frozen or trainable, as any parameter.
+    /// Frozen or trainable, like any parameter.
     Dense(Param),
     /// Frozen, in blocks of 4 or 8 bits.
     Quantized(Quantized),
 }
 
 impl WeightMatrix {
-    /// What products take.
+    /// Returns the operand of matrix products.
     pub fn get(&self) -> Weight<'_> {
         match self {
             WeightMatrix::Dense(param) => Weight::Dense(&param.value),
@@ -82,7 +84,7 @@ impl WeightMatrix {
         }
     }
 
-    /// Where its gradient is added up.
+    /// Returns the buffer that sums its gradient, if it trains.
     pub fn grad(&self) -> Option<&TensorMut> {
         match self {
             WeightMatrix::Dense(param) => param.grad.as_ref(),

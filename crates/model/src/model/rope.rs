@@ -1,9 +1,10 @@
-//! Rotary frequencies and the tables of a micro-batch, with every `rope_type` that files of these families use.
-//! Formulas follow transformers' `modeling_rope_utils.py`; angles are computed in f32 as there.
+//! Rotary frequencies and the tables of a micro-batch, for every `rope_type` in files of these
+//! families. Formulas follow transformers' `modeling_rope_utils.py`. Angles are in f32, as there.
 //!
-//! Frequencies of dynamic and longrope depend on a length. Here it is a sequence's own, so that a sample has the same
-//! logits alone, beside others of a micro-batch and packed with them. transformers takes the longest position of the
-//! batch, padding included, for all rows (and for dynamic the longest batch yet), which is the same for a row alone.
+//! The frequencies of dynamic and longrope depend on a length. finetune uses that of each sequence,
+//! so a sample has the same logits alone, in a micro-batch and packed. transformers uses the
+//! longest position of the batch, padding included, for all rows (for dynamic the longest batch so
+//! far). For a batch of one row both agree.
 
 use candle_core::{Device, Tensor};
 
@@ -12,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::rotary::RotaryTable;
 
-/// How frequencies are stretched for long contexts.
+/// The dependence of frequencies on the sequence's length.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RopeKind {
     /// Frequencies that do not depend on the sequence: default, linear, llama3, yarn.
@@ -26,7 +27,7 @@ pub enum RopeKind {
     LongRope {
         /// Divisors per frequency up to the original context.
         short: Vec<f32>,
-        /// Divisors beyond it.
+        /// Divisors per frequency beyond it.
         long: Vec<f32>,
     },
 }
@@ -38,17 +39,17 @@ pub struct Rope {
     pub inv_freq: Vec<f32>,
     /// Factor on cos and sin (yarn, longrope).
     pub attention_factor: f32,
-    /// How long sequences change the frequencies.
+    /// The change of frequencies for long sequences.
     pub kind: RopeKind,
     /// The base of the frequencies.
     pub theta: f64,
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
-    /// What config.json says of it, in words that do not depend on how it is written there.
+    /// The settings of config.json, as text that does not depend on their notation there.
     pub(super) settings: String,
 }
 
-/// The settings that stand outside the scaling object of config.json.
+/// The settings outside the scaling object of config.json.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RopeContext {
     pub(super) head_dim: usize,
@@ -59,7 +60,8 @@ pub(super) struct RopeContext {
 }
 
 impl RopeContext {
-    /// The context length before stretching: the key outside the scaling object goes before the one inside.
+    /// Returns the context length before stretching. The key outside the scaling object has
+    /// priority over the one inside.
     fn original(&self, s: &ConfigReader<'_>) -> Result<usize> {
         let inside = s.opt_usize("original_max_position_embeddings")?;
         match self.original_max_positions.or(inside).unwrap_or(self.max_positions) {
@@ -68,7 +70,7 @@ impl RopeContext {
         }
     }
 
-    /// How many times longer than the original context sequences may be.
+    /// Returns `factor`, or else the ratio of the maximum length to the original context.
     fn stretch(&self, s: &ConfigReader<'_>) -> Result<f64> {
         match s.opt_f64("factor")? {
             Some(_) => needed(s, "factor"),
@@ -88,7 +90,7 @@ impl Rope {
             .unwrap_or(context.partial);
         if !(theta as f32).is_normal() || theta < 0.0 {
             return Err(Error::user(format!("`rope_theta` is {theta}"))
-                .because("accepted: above 0, and what f32 holds"));
+                .because("accepted: above 0, in the range of f32"));
         }
         let rotary_dim = (context.head_dim as f64 * partial) as usize / 2 * 2;
         if !(2..=context.head_dim).contains(&rotary_dim) {
@@ -121,7 +123,7 @@ impl Rope {
             }
             "dynamic" => rope.kind = RopeKind::Dynamic { factor: needed(s, "factor")? },
             "llama3" => rope.llama3(s, context)?,
-            // The first Phi-3 files call longrope so.
+            // The first Phi-3 files use this name for longrope.
             "yarn" if s.mentions("short_factor") => rope.longrope(s, context)?,
             "yarn" => rope.yarn(s, context, rotary_dim)?,
             "longrope" | "su" => rope.longrope(s, context)?,
@@ -134,15 +136,14 @@ impl Rope {
         Ok(rope)
     }
 
-    /// Refuses numbers that make no angles, whichever of them it is.
+    /// Refuses settings with frequencies or a factor that are not finite or are negative.
     fn check(&self, name: &str) -> Result<()> {
         let frequencies = self.inv_freq.iter().chain(std::iter::once(&self.attention_factor));
         if frequencies.into_iter().all(|number| number.is_finite() && *number >= 0.0) {
             return Ok(());
         }
-        Err(Error::user(format!("the numbers of `rope_scaling` (\"{name}\") make no angles")).because(
-            "accepted: numbers by which all frequencies, and the factor on them, are finite and not negative",
-        ))
+        Err(Error::user(format!("cannot compute angles from `rope_scaling` of type \"{name}\""))
+            .because("accepted: numbers that give finite, non-negative frequencies and attention factor"))
     }
 
     fn llama3(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {
@@ -157,7 +158,7 @@ impl Rope {
         Ok(())
     }
 
-    /// Scaling by YaRN, arXiv 2309.00071.
+    /// Applies YaRN's scaling (arXiv 2309.00071).
     fn yarn(&mut self, s: &ConfigReader<'_>, context: &RopeContext, dim: usize) -> Result<()> {
         self.trained_positions = context.original(s)?;
         let original = self.trained_positions as f64;
@@ -193,8 +194,9 @@ impl Rope {
 
     fn longrope(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {
         let divisors = |key: &str| -> Result<Vec<f32>> {
-            let list =
-                s.f64_list(key)?.ok_or_else(|| Error::user(format!("`rope_scaling` lacks `{key}`")))?;
+            let list = s
+                .f64_list(key)?
+                .ok_or_else(|| Error::user(format!("`{key}` of `rope_scaling` is missing")))?;
             if list.len() != self.inv_freq.len() {
                 return Err(Error::user(format!("`{key}` has {} entries", list.len()))
                     .because(format!("accepted: {}, half the rotary width", self.inv_freq.len())));
@@ -216,7 +218,7 @@ impl Rope {
         Ok(())
     }
 
-    /// The frequencies of a sequence of `len` tokens.
+    /// Returns the frequencies of a sequence of `len` tokens.
     fn frequencies(&self, len: usize) -> Vec<f32> {
         match &self.kind {
             RopeKind::Fixed => self.inv_freq.clone(),
@@ -234,15 +236,16 @@ impl Rope {
         }
     }
 
-    /// Whether sequences of these two lengths have other frequencies.
+    /// Returns whether sequences of these two lengths have different frequencies.
     pub fn differs(&self, one: usize, other: usize) -> bool {
         self.kind != RopeKind::Fixed && self.frequencies(one) != self.frequencies(other)
     }
 
-    /// cos and sin for the queries of each span; a span's tokens stand at positions `k_len − q_len ..`.
+    /// Returns cos and sin for the queries of each span. A span's tokens are at positions `k_len −
+    /// q_len ..`.
     ///
     /// # Errors
-    /// When the device has not enough memory.
+    /// The device has not enough memory.
     pub fn table(&self, spans: &[Span], device: &Device) -> Result<RotaryTable> {
         let half = self.inv_freq.len();
         let rows: usize = spans.iter().map(|span| span.q_len).sum();
@@ -262,13 +265,13 @@ impl Rope {
     }
 }
 
-/// Base, width and, where it is stretched, all that says how.
+/// Returns base, width and, for a scaled rope, all scaling settings as one text.
 fn settings(
     scaling: Option<&ConfigReader<'_>>,
     context: &RopeContext,
     (theta, columns): (f64, usize),
 ) -> String {
-    // These are said already, or name the kind under its older key.
+    // The text has these already, or they name the kind under its older key.
     let elsewhere = ["rope_theta", "partial_rotary_factor", "type", "rope_type"];
     let said = format!("theta {theta:?} on {columns} columns");
     let kind = scaling.and_then(|s| s.get("rope_type").or(s.get("type"))?.as_str());
@@ -286,6 +289,6 @@ fn needed(s: &ConfigReader<'_>, key: &str) -> Result<f64> {
         Some(value) => {
             Err(Error::user(format!("`{key}` of `rope_scaling` is {value}")).because("accepted: above 0"))
         }
-        None => Err(Error::user(format!("`rope_scaling` lacks `{key}`"))),
+        None => Err(Error::user(format!("`{key}` of `rope_scaling` is missing"))),
     }
 }

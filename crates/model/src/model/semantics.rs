@@ -1,20 +1,22 @@
-//! What a model's config.json says of its arithmetic: part of which model it is.
+//! The settings of config.json that decide a model's arithmetic, as part of the model's identity.
 //!
-//! Weights of the same bytes compute something else under another base of the rotary frequencies, another epsilon or
-//! activation. What shapes and names of the tensors tell already is left out, and what changes no forward: types, tokens,
-//! how random weights are drawn. Values are texts that this program will also write later for the same config.json,
-//! however that is written: adapters and checkpoints keep them.
+//! The same weights compute something else with another rotary base, epsilon or activation.
+//! Settings that names and shapes of tensors already determine are left out. So are those that
+//! change no forward: dtypes, tokens, the distribution of random weights. Adapters and checkpoints
+//! store the values as texts, so later versions must write the same text for the same config.json,
+//! in each of its notations.
 
 use std::collections::BTreeMap;
 
 use super::composition::AttentionMixer;
 use super::config::ModelConfig;
 
-/// Longer values are told by a digest of theirs.
+/// Maximum length of a value in bytes; a longer one becomes its start and a digest.
 const LONGEST: usize = 120;
 
 impl ModelConfig {
-    /// What decides the model's arithmetic beside its weights, by key; "none" where nothing is set.
+    /// Returns the settings that decide the model's arithmetic besides its weights, by key; "none"
+    /// for a setting that is absent.
     pub fn semantics(&self) -> BTreeMap<String, String> {
         let optional =
             |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| format!("{value:?}"));
@@ -53,7 +55,7 @@ impl ModelConfig {
     }
 }
 
-/// A value for each layer, those that repeat once.
+/// Joins the values of all layers, with equal neighbours as one entry.
 fn runs(values: &[String]) -> String {
     let runs: Vec<String> =
         values
@@ -92,7 +94,8 @@ mod tests {
         ModelConfig::from_json(&config.to_string(), "config.json").expect("a model").semantics()
     }
 
-    /// The texts stand in adapters and checkpoints: another one for the same config.json would refuse them all.
+    /// Adapters and checkpoints store these texts: a changed text for the same config.json would
+    /// make finetune refuse them all.
     #[test]
     fn texts_that_stay() {
         let said: Vec<String> = semantics(&[]).iter().map(|(key, value)| format!("{key}: {value}")).collect();
@@ -139,7 +142,7 @@ mod tests {
             ("vocab_size", json!(9)),
             ("pad_token_id", json!(3)),
             ("rope_scaling", Value::Null),
-            // As transformers 5 writes it.
+            // The notation of transformers 5.
             ("rope_parameters", json!({ "rope_theta": 10000, "rope_type": "default" })),
         ] {
             assert_eq!(semantics(std::slice::from_ref(&same)), plain, "{same:?}");

@@ -1,10 +1,11 @@
-//! The parameters and modules of a model: names as in Hugging Face checkpoints, shapes, what each is. All of it comes
-//! from `layout`. The order is fixed (embedding, blocks, head), so everything that walks parameters agrees on it.
+//! The parameters and modules of a model: names as in Hugging Face checkpoints, shapes and roles,
+//! all derived from `layout`. The order is fixed (embedding, blocks, head), so all code that
+//! iterates over parameters agrees on it.
 
 use super::ModelConfig;
 use super::layout::{ModelPart, NamedModule, Segment, model_modules};
 
-/// What a parameter is to the optimizer and to initialization.
+/// The role of a parameter for the optimizer and for initialization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// A matrix: decayed.
@@ -26,7 +27,7 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// The module that it belongs to.
     pub part: ModelPart,
-    /// What it is to the optimizer.
+    /// The role for the optimizer.
     pub role: Role,
 }
 
@@ -41,18 +42,18 @@ impl ParamSpec {
         self.len() == 0
     }
 
-    /// The segment that uses it.
+    /// Returns the segment that uses it.
     pub fn segment(&self) -> Segment {
         self.part.segment()
     }
 
-    /// The module's name: the parameter's without `.weight` or `.bias`.
+    /// Returns the module's name: the parameter's without `.weight` or `.bias`.
     pub fn module(&self) -> &str {
         self.name.rsplit_once('.').map_or(&self.name, |(module, _)| module)
     }
 }
 
-/// What kind of module an adapter would target.
+/// The kind of a module that an adapter could target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModuleKind {
     /// A linear layer of a block.
@@ -65,30 +66,30 @@ pub enum ModuleKind {
     Norm,
 }
 
-/// A named module, as PEFT sees it.
+/// A named module, as in PEFT.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Module {
     /// Name such as `model.layers.0.self_attn.q_proj`.
     pub name: String,
-    /// The shape of its weight: [out, in], [vocab, hidden] of a token table, [n] of a norm.
+    /// The shape of its weight: [out, in]; [vocab, hidden] for a token table; [n] for a norm.
     pub shape: Vec<usize>,
-    /// What it is, which decides what an adapter can attach to it.
+    /// The kind, which decides the adapters that can attach to it.
     pub kind: ModuleKind,
 }
 
 impl Module {
-    /// The width of its output: the rows of its weight.
+    /// Returns the width of its output: the rows of its weight.
     pub fn out_features(&self) -> usize {
         self.shape.first().copied().unwrap_or(0)
     }
 
-    /// The width of its input: the columns of its weight, 0 for a norm.
+    /// Returns the width of its input: the columns of its weight, 0 for a norm.
     pub fn in_features(&self) -> usize {
         self.shape.get(1).copied().unwrap_or(0)
     }
 }
 
-/// Every parameter of the model, in order. A tied head has none of its own.
+/// Returns every parameter of the model, in order. A tied head has none of its own.
 pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
     let mut specs = Vec::new();
     for NamedModule { name, part, weight, bias } in model_modules(config) {
@@ -109,7 +110,7 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
     specs
 }
 
-/// Every module of the model that an adapter could name, in order; a tied head is a module too.
+/// Returns every module of the model that an adapter could name, in order, also a tied head.
 pub fn modules(config: &ModelConfig) -> Vec<Module> {
     let kind = |part: ModelPart| match part {
         ModelPart::EmbedTokens => ModuleKind::Embedding,

@@ -1,9 +1,9 @@
-//! Values to the bytes of a [`BlockType`].
+//! Encodes values as the bytes of a [`BlockType`].
 //!
-//! The rounding of blocks is candle's, whose types are ggml's to the byte: q8_0 and q4_0 come out byte-equal to ggml's.
-//! For the k-quants candle's search over scales for importance matrices is used, with all importances equal: it brings
-//! them within 1 % of the error of ggml's own on heavy-tailed noise (q6_K: 2 % by the plain search). Rows are
-//! converted by all threads.
+//! candle rounds the blocks; its types equal ggml's to the byte, and so do its q8_0 and q4_0. The
+//! k-quants use candle's scale search for importance matrices, with all importances equal. On
+//! heavy-tailed noise its error is within 1 % of ggml's (the plain search: 2 % for q6_K). All
+//! threads convert rows.
 
 use candle_core::quantized::QTensor;
 use candle_core::{Device, Tensor};
@@ -13,13 +13,13 @@ use rayon::prelude::*;
 use super::types::BlockType;
 use crate::error::{Error, ErrorContext, Result};
 
-/// Elements that one task converts, if a row is not longer.
+/// Elements per task, unless a row is longer.
 const TASK: usize = 1 << 15;
 
-/// The bytes of `values`, whole rows of `row` elements of the tensor `name`.
+/// Returns the bytes of `values`, which are whole rows of `row` elements of the tensor `name`.
 ///
 /// # Errors
-/// The user's: a value is not finite, or too large for f16.
+/// User: a value is not finite, or too large for f16.
 pub(super) fn encode(name: &str, values: &[f32], row: usize, kind: BlockType) -> Result<Vec<u8>> {
     let rows = (TASK / row.max(1)).max(1) * row.max(1);
     let parts: Result<Vec<Vec<u8>>> =
@@ -75,7 +75,8 @@ mod tests {
         assert_eq!(encode("t", &values, 32, BlockType::Q8_0).expect("finite"), wanted);
     }
 
-    /// d = (value of largest magnitude) / -8 as f16; element i in the low half of byte i, i + 16 in the high one.
+    /// d = (value of largest magnitude) / -8 as f16; element i in the low half of byte i, i + 16 in
+    /// the high half.
     #[test]
     fn a_block_of_q4_0_by_hand() {
         let mut values = [0.0; 32];
@@ -99,7 +100,7 @@ mod tests {
         assert!(encode("t", &[65504.0, -65504.0], 1, BlockType::F16).is_ok());
     }
 
-    /// Values that are all equal, or all zero, are a case of their own in each search for scales.
+    /// Rows of equal values, or of zeros, are special cases of each scale search.
     #[test]
     fn constant_rows_keep_their_value() {
         for kind in [BlockType::Q4K, BlockType::Q5K, BlockType::Q6K, BlockType::Q5_0, BlockType::Q5_1] {

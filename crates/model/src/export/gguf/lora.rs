@@ -1,9 +1,10 @@
 //! A LoRA adapter as a GGUF file that llama.cpp loads beside its base.
 //!
-//! For each weight W there are `W.lora_a`, A [r, in], and `W.lora_b`, B [out, r], under the base's names
-//! (convert_lora_to_gguf.py); rows of B are reordered and scaled as the rows of W are. llama.cpp scales by one alpha for
-//! the whole file over each r. What an adapter has beyond that (rsLoRA, alpha patterns) goes into B, so the sum is
-//! the one it was trained with. What is no product of A and B has no place in such a file.
+//! Each weight W has `W.lora_a`, A [r, in], and `W.lora_b`, B [out, r], under the base's names
+//! (convert_lora_to_gguf.py). Rows of B are reordered and scaled like the rows of W. llama.cpp
+//! scales each product by alpha / r, with one alpha for the whole file. B absorbs other scales
+//! (rsLoRA, alpha patterns), so the sum equals that of training. The format has only products of A
+//! and B.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -19,12 +20,12 @@ use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModelPart};
 use crate::weights::LM_HEAD_MODULE;
 
-/// Writes the adapter in the folder `adapter`, made for the model `config`, to the new file `output`; `name` is for
-/// people.
+/// Writes the adapter in the folder `adapter`, of the model `config`, to the new file `output`.
+/// `name` is a display name.
 ///
 /// # Errors
-/// The user's: the adapter cannot be read, is of another model, or is more than LoRA; `kind` is neither f32 nor f16;
-/// something is at `output`. Storage: the disk is full or fails; nothing is left then.
+/// User: the adapter cannot be read, is of another model, or is more than LoRA; `kind` is neither
+/// f32 nor f16; `output` exists. Storage: the disk is full or fails; no file is left then.
 pub fn write_adapter(
     config: &ModelConfig,
     adapter: &Path,
@@ -73,7 +74,7 @@ pub fn write_adapter(
     Ok(exported)
 }
 
-/// Half of a module's LoRA.
+/// A or B of a module's LoRA.
 struct LoraPart<'a> {
     name: String,
     target: &'a Target,
@@ -133,7 +134,7 @@ impl LoraPart<'_> {
     }
 }
 
-/// Reads of adapter_config.json what makes an adapter more than LoRA.
+/// Refuses an adapter whose adapter_config.json has more than LoRA.
 fn refuse_more_than_lora(folder: &Path) -> Result<()> {
     let path = folder.join(CONFIG_FILE);
     let Ok(text) = input_file::read("read", &path) else { return Ok(()) };

@@ -1,8 +1,8 @@
-//! The keys that say what a model is: `general.*` and those of its architecture.
+//! The keys that describe a model: `general.*` and those of its architecture.
 //!
-//! Key names are those of gguf-py/gguf/constants.py; what each architecture of llama.cpp reads, and what it computes
-//! without asking, is in its src/models/*.cpp. A model that llama.cpp would compute otherwise, and that no key can mend,
-//! is refused; one that it computes otherwise beyond some length is exported with a note.
+//! Key names are from gguf-py/gguf/constants.py. The keys that each architecture of llama.cpp
+//! reads, and its fixed choices, are in src/models/*.cpp. finetune refuses a model that llama.cpp
+//! cannot compute with any keys. If only long texts differ, it exports the model with a note.
 
 use serde_json::{Map, Value as Json};
 
@@ -16,10 +16,10 @@ use crate::model::{GgufWindows, ModelConfig};
 /// The version of the block formats (`GGML_QNT_VERSION`).
 const QUANTIZATION_VERSION: u32 = 2;
 
-/// The model `config`, read from `raw`, its config.json; `name` is for people.
+/// Describes the model `config`, read from its config.json `raw`. `name` is a display name.
 ///
 /// # Errors
-/// The user's: llama.cpp cannot compute this model.
+/// User: llama.cpp cannot compute this model.
 pub(super) fn describe(
     config: &ModelConfig,
     raw: &Map<String, Json>,
@@ -64,7 +64,7 @@ pub(super) fn describe(
     Ok(description)
 }
 
-/// Refuses a model in which llama.cpp, without asking, computes something else.
+/// Refuses a model that differs from llama.cpp's fixed choices for its architecture.
 fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
     let facts = &config.family.gguf;
     let width = config.heads.q_width();
@@ -74,7 +74,7 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
             .find(|mlp| mlp.activation != facts.activation)
             .map(|mlp| format!("the activation {:?}", mlp.activation)),
         (facts.heads_fill_hidden && width != config.hidden_size)
-            .then(|| format!("heads that are {width} wide together, not hidden_size {}", config.hidden_size)),
+            .then(|| format!("heads of {width} columns in total, not hidden_size {}", config.hidden_size)),
         (!facts.reads_all_biases && attentions().any(|attention| attention.o_bias))
             .then(|| "a bias in o_proj".to_owned()),
         (!facts.reads_all_biases && mlps().any(|mlp| mlp.bias)).then(|| "biases in the MLP".to_owned()),
@@ -83,7 +83,8 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
             .map(|attention| format!("`attn_logit_softcapping` {:?}", attention.softcap)),
         (!facts.logit_softcap.fits(config.logit_softcap))
             .then(|| format!("`final_logit_softcapping` {:?}", config.logit_softcap)),
-        (facts.needs_tied_head && !config.tie_word_embeddings).then(|| "a head of its own".to_owned()),
+        (facts.needs_tied_head && !config.tie_word_embeddings)
+            .then(|| "an output head that is not tied to the embedding".to_owned()),
     ];
     match faults.into_iter().flatten().next() {
         Some(fault) => {
@@ -107,7 +108,9 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
     };
     if let Some(shortest) = shortest {
         if widths().any(|window| window != shortest) {
-            return Err(refused("its layers have several sliding windows".into()));
+            return Err(refused(
+                "its layers have sliding windows of different widths; llama.cpp reads one width".into(),
+            ));
         }
         let window = count("sliding_window", shortest)?;
         description.metadata.set(format!("{arch}.attention.sliding_window"), window);
@@ -118,7 +121,7 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
     no_local_rope_without_window(config)
 }
 
-/// Sets which layers slide, where it is not what the architecture takes for granted.
+/// Sets the layers that slide, unless they are the architecture's default.
 fn pattern(config: &ModelConfig, period: usize, description: &mut ModelDescription) {
     let slides: Vec<bool> = config.attentions().map(|attention| attention.window.is_some()).collect();
     if slides.iter().enumerate().any(|(i, slides)| *slides != (i % period < period - 1)) {

@@ -1,9 +1,11 @@
-//! GGUF, the file that llama.cpp and its kin run: a model with its tokenizer and chat template, or a LoRA adapter.
+//! GGUF, the file format of llama.cpp and related programs: a model with its tokenizer and chat
+//! template, or a LoRA adapter.
 //!
-//! The writer is ours and streams: a block of rows is read, changed, rounded and written, so memory holds a few of them
-//! whatever the model's size. What llama.cpp expects is spread over [`tensors`] (names and changes of values),
-//! [`metadata`] and [`rope`] (keys, of a [`description`]), [`vocabulary`] (tokenizer), [`types`] (which tensor gets which type) and
-//! [`lora`]; the facts are llama.cpp's own, read in its sources at the version that llama-cpp-python 0.3.36 carries.
+//! The writer streams: it reads, changes, rounds and writes one block of rows at a time. Memory use
+//! does not depend on the model's size. [`tensors`] has names and value changes, [`metadata`] and
+//! [`rope`] the keys of a [`description`], [`vocabulary`] the tokenizer, [`types`] the type of each
+//! tensor, [`lora`] adapters. All facts are from llama.cpp's sources, at the version in
+//! llama-cpp-python 0.3.36.
 
 mod blocks;
 mod description;
@@ -30,20 +32,21 @@ use types::{BlockType, Mixture};
 use vocabulary::Vocabulary;
 use writer::TensorEntry;
 
-/// What an export left.
+/// The result of an export.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Exported {
     /// Size of the file.
     pub bytes: u64,
     /// Number of tensors of each type, by its name in ggml.
     pub types: BTreeMap<String, usize>,
-    /// Tensors that have another type than the mixture gives them, because its blocks do not divide their rows.
+    /// Number of tensors that fell back to another type because the mixture's blocks do not divide
+    /// their rows.
     pub fallbacks: usize,
     /// The types of those tensors, by their names in ggml.
     pub fallback_types: BTreeSet<String>,
     /// The blocks that do not divide their rows, in elements.
     pub undivided_blocks: BTreeSet<usize>,
-    /// What a person should know of the file.
+    /// Notes for the user.
     pub notes: Vec<String>,
 }
 
@@ -57,7 +60,7 @@ impl Exported {
         }
     }
 
-    /// The sentence on tensors that have another type than the mixture gives them; none if no tensor has.
+    /// Returns the note on tensors that fell back to another type; `None` if none did.
     pub fn fallback_note(&self) -> Option<String> {
         let (all, types) = (self.types.values().sum::<usize>(), &self.fallback_types);
         let types = types.iter().map(String::as_str).collect::<Vec<_>>().join(" or ");
@@ -68,12 +71,13 @@ impl Exported {
     }
 }
 
-/// Writes the model `config` with the weights `files` and the tokenizer beside them to the new file `output`; `name`
-/// is for people.
+/// Writes the model `config` with the weights `files` and the tokenizer beside them to the new file
+/// `output`. `name` is a display name.
 ///
 /// # Errors
-/// The user's: the weights are not this model's, llama.cpp cannot compute it or does not have its tokenizer, a value
-/// does not fit `kind`, or something is at `output`. Storage: the disk is full or fails; nothing is left then.
+/// User: the weights are of another model, llama.cpp cannot compute it or does not have its
+/// tokenizer, a value does not fit `kind`, or `output` exists. Storage: the disk is full or fails;
+/// no file is left then.
 pub fn write_model(
     config: &ModelConfig,
     files: &ModelFiles,
@@ -116,7 +120,7 @@ pub fn write_model(
     Ok(exported)
 }
 
-/// The type that loses nothing: what most of the bytes of the weights are stored as.
+/// Returns the lossless type: the dtype of most bytes of the weights, or f32.
 pub fn stored_type(files: &ModelFiles) -> GgufType {
     let bytes = |wanted: StoredDtype| -> usize {
         let of = files.tensors().filter(|(_, info)| info.dtype == wanted);
@@ -128,7 +132,8 @@ pub fn stored_type(files: &ModelFiles) -> GgufType {
     most.map_or(GgufType::F32, |(_, kind)| kind)
 }
 
-/// The model's name, with a part by which llama.cpp knows that special tokens take the white space after them.
+/// Returns the model's name, plus a substring if llama.cpp needs it to detect that special tokens
+/// strip the white space after them.
 fn name_for(config: &ModelConfig, name: &str, vocabulary: &Vocabulary) -> String {
     let (names, lower) = (config.family.gguf.stripping_names, name.to_lowercase());
     match names.first() {

@@ -1,11 +1,13 @@
-//! What a tokenizer does to a text before BPE, recognised: the name that llama.cpp has for it.
+//! llama.cpp's name for a tokenizer's processing of text before BPE.
 //!
-//! llama.cpp carries the regular expressions in its own code (src/llama-vocab.cpp), by name. A tokenizer.json is matched
-//! by what it says, not by its ids, so a fine-tuned model with a token more is the same as its base.
+//! llama.cpp has the regular expressions in its own code (src/llama-vocab.cpp), by name. Names are
+//! matched by the contents of tokenizer.json, not by ids, so a fine-tuned model with an added token
+//! matches like its base.
 
 use serde_json::{Value as Json, json};
 
-/// Regular expressions that cut a text into words; whether a word that is a token skips the merges; llama.cpp's name.
+/// Tuples of a regular expression that splits a text into words, whether a word that is a token
+/// skips the merges, and llama.cpp's name.
 const WORDS: [(&str, bool, &str); 6] = [
     (LLAMA3, true, "llama-bpe"),
     (LLAMA3, false, "dbrx"),
@@ -29,16 +31,16 @@ const WORDS: [(&str, bool, &str); 6] = [
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// `tokenizer.ggml.pre` of a byte-level BPE.
+/// Returns `tokenizer.ggml.pre` of a byte-level BPE.
 ///
 /// # Errors
-/// What is not known, and what is.
+/// The part that is not supported, and the accepted ones.
 pub(super) fn byte_level(
     normalizer: &Json,
     pre_tokenizer: &Json,
     ignore_merges: bool,
 ) -> Result<&'static str, String> {
-    // llama.cpp reads text as it is; NFC changes only text that is not composed, which is rare.
+    // llama.cpp does not normalize text. NFC changes only decomposed text, which is rare.
     if !normalizer.is_null() && *normalizer != json!({ "type": "NFC" }) {
         return Err(format!("its normalizer is {}; accepted: none, NFC", shown(normalizer)));
     }
@@ -67,10 +69,10 @@ pub(super) fn byte_level(
     }
 }
 
-/// Whether a sentencepiece-like BPE puts a space before a text.
+/// Returns whether a sentencepiece-like BPE adds a space before a text.
 ///
 /// # Errors
-/// What is not known, and what is.
+/// The part that is not supported, and the accepted ones.
 pub(super) fn sentencepiece(normalizer: &Json, pre_tokenizer: &Json) -> Result<bool, String> {
     let (mut prefix, mut escapes) = (false, false);
     for step in steps(normalizer, "normalizers") {
@@ -94,7 +96,7 @@ pub(super) fn sentencepiece(normalizer: &Json, pre_tokenizer: &Json) -> Result<b
                 // Older files have a flag instead.
                 prefix |= scheme.map_or(step["add_prefix_space"] != false, |scheme| scheme != "never");
             }
-            // After spaces have been replaced there are none to split at.
+            // Once spaces are replaced, this step has none to split at.
             Some("Split") if escapes && step["pattern"] == json!({ "String": " " }) => {}
             _ => return Err(format!("its pre-tokenizer has {}; accepted: Metaspace, none", shown(step))),
         }
@@ -102,7 +104,8 @@ pub(super) fn sentencepiece(normalizer: &Json, pre_tokenizer: &Json) -> Result<b
     if escapes { Ok(prefix) } else { Err("it does not write spaces as `▁`".into()) }
 }
 
-/// The steps of a sequence; one step alone is a sequence of one, and null of none.
+/// Returns the steps of a sequence; a single step counts as a sequence of one, null as an empty
+/// one.
 fn steps<'a>(value: &'a Json, key: &str) -> Vec<&'a Json> {
     match value {
         Json::Null => Vec::new(),

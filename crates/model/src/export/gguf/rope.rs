@@ -1,8 +1,8 @@
 //! Rotary positions as keys and tensors.
 //!
-//! llama.cpp computes the frequencies itself from a base, and knows linear and YaRN scaling by keys; what llama3 and
-//! longrope do to each frequency it reads as a tensor of divisors, in the architectures that look for one. Our own
-//! frequencies ([`crate::model::Rope`]) are the reference: the divisors are quotients of them.
+//! llama.cpp computes the frequencies from a base, and applies linear and YaRN scaling by keys. It
+//! reads the scaling of llama3 and longrope as a tensor of divisors, in the architectures that
+//! support it. The divisors are quotients of finetune's own frequencies ([`crate::model::Rope`]).
 
 use serde_json::{Map, Value as Json};
 
@@ -36,7 +36,8 @@ impl<'a> RopeSpec<'a> {
         self.scaling?.get(key)?.as_f64()
     }
 
-    /// llama.cpp reads no key for the ramp of YaRN in these architectures: it takes the paper's.
+    /// Returns whether the ramp is the paper's: llama.cpp reads no key for it in these
+    /// architectures.
     fn is_usual_yarn(&self) -> bool {
         let is = |key: &str, usual: f64| self.number(key).is_none_or(|found| found == usual);
         let truncates = self.scaling.and_then(|scaling| scaling.get("truncate")) != Some(&Json::Bool(false));
@@ -47,7 +48,7 @@ impl<'a> RopeSpec<'a> {
 /// Adds the keys and tensors of the model's ropes.
 ///
 /// # Errors
-/// The user's: the architecture cannot compute this kind of rope.
+/// User: the architecture cannot compute this kind of rope.
 pub(super) fn describe(
     config: &ModelConfig,
     raw: &Map<String, Json>,
@@ -75,14 +76,14 @@ pub(super) fn describe(
     scale(config, &spec, rope, arch, description)
 }
 
-/// True if `rope` has the frequencies of its base and nothing else.
+/// Returns whether `rope` has only the unscaled frequencies of its base.
 fn is_plain(rope: &Rope) -> bool {
     rope.kind == RopeKind::Fixed
         && rope.attention_factor == 1.0
         && rope.inv_freq.iter().copied().eq(plain(rope))
 }
 
-/// The frequencies without scaling, as `model` computes them.
+/// Returns the frequencies without scaling, as `model` computes them.
 fn plain(rope: &Rope) -> impl Iterator<Item = f32> {
     let (theta, len) = (rope.theta, rope.inv_freq.len());
     (0..len).map(move |i| 1.0 / (theta as f32).powf((2 * i) as f32 / (2 * len) as f32))
@@ -128,7 +129,7 @@ fn scale(
             set("type", MetadataValue::Text("yarn".into()));
             set("factor", MetadataValue::F32(factor as f32));
             set("original_context_length", count("original context", rope.trained_positions)?);
-            // llama.cpp applies the paper's factor by itself; the key is on top of it.
+            // llama.cpp applies the paper's factor itself, and multiplies it by the key.
             let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
             let rest = f64::from(rope.attention_factor) / natural;
             if (rest - 1.0).abs() > 1e-6 {

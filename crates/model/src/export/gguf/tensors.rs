@@ -1,33 +1,34 @@
-//! The tensors of a model under llama.cpp's names, and what changes in them on the way.
+//! The tensors of a model under llama.cpp's names, and the changes of their values.
 //!
-//! Names and changes follow llama.cpp's conversion scripts (conversion/*.py, gguf-py/gguf/tensor_mapping.py): q and k of the
-//! llama architecture have the two halves of each head interleaved, because llama.cpp rotates neighbouring elements
-//! there; gemma's norms are stored as 1 + w. One change is ours: llama.cpp's gemma takes the scale of attention from
-//! the width of a head and reads no key for it, so where config.json's `query_pre_attn_scalar` says otherwise the
-//! quotient goes into q.
+//! Names and changes follow llama.cpp's conversion scripts (conversion/*.py,
+//! gguf-py/gguf/tensor_mapping.py). The llama architecture rotates neighbouring elements, so the
+//! two halves of each head of q and k are interleaved. Gemma's norms are stored as 1 + w. One
+//! change is not llama.cpp's: its gemma derives the attention scale from the width of a head and
+//! reads no key. If `query_pre_attn_scalar` differs, q absorbs the quotient.
 
 use crate::error::Result;
 use crate::model::{self, BlockPart, ModelConfig, ModelPart, ParamSpec, Role, StoredModel, TokenMixer};
 use crate::weights::ModelFiles;
 
-/// Elements of a tensor in memory at once, if a row is not longer.
+/// Elements of a tensor in memory at a time, unless a row is longer.
 const BLOCK: usize = 1 << 22;
 
-/// What happens to a tensor's values: rows are reordered, then each value v becomes (v + `add`) · `factor`.
+/// The change of a tensor's values: rows are reordered, then each value v becomes (v + `add`) ·
+/// `factor`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct TensorChange {
-    /// Heads whose halves are interleaved.
+    /// Number of heads whose halves are interleaved.
     pub(super) interleave_heads: Option<usize>,
-    /// What is added.
+    /// The number added to each value.
     pub(super) add: f32,
-    /// What is multiplied.
+    /// The factor on each sum.
     pub(super) factor: f32,
 }
 
 impl TensorChange {
     const NONE: Self = Self { interleave_heads: None, add: 0.0, factor: 1.0 };
 
-    /// The row (of `rows`) that comes to stand at `row`.
+    /// Returns the row (of `rows`) that moves to `row`.
     pub(super) fn source_row(&self, row: usize, rows: usize) -> usize {
         let Some(heads) = self.interleave_heads else { return row };
         let width = rows / heads;
@@ -35,7 +36,7 @@ impl TensorChange {
         head * width + at % 2 * (width / 2) + at / 2
     }
 
-    /// Changes values in place; rows are not touched.
+    /// Changes values in place, without reordering rows.
     pub(super) fn apply(&self, values: &mut [f32]) {
         if self.add != 0.0 || self.factor != 1.0 {
             values.iter_mut().for_each(|value| *value = (*value + self.add) * self.factor);
@@ -43,7 +44,7 @@ impl TensorChange {
     }
 }
 
-/// A parameter of the model and what it is in the file.
+/// A parameter of the model and its tensor in the file.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PlannedTensor {
     /// Name of the tensor in llama.cpp.
@@ -52,14 +53,14 @@ pub(super) struct PlannedTensor {
     pub(super) stored: String,
     /// Its shape, the same in both.
     pub(super) shape: Vec<usize>,
-    /// What changes on the way into the file.
+    /// The change of values between checkpoint and file.
     pub(super) change: TensorChange,
 }
 
-/// Every parameter of the model, in order.
+/// Returns every parameter of the model, in order.
 ///
 /// # Errors
-/// The user's: a tensor is missing, has another shape than config.json says, or has no place in the model.
+/// User: a tensor is missing, has another shape than in config.json, or is not part of the model.
 pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<PlannedTensor>> {
     let parameters = model::parameters(config);
     StoredModel { config, files, stored_tokens: config.vocab_size }
@@ -73,13 +74,13 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
     Ok(parameters.into_iter().map(planned).collect())
 }
 
-/// llama.cpp's name of a parameter.
+/// Returns llama.cpp's name of a parameter.
 fn tensor_name(spec: &ParamSpec) -> String {
     let end = if spec.role == Role::Bias { "bias" } else { "weight" };
     format!("{}.{end}", module_name(spec.part))
 }
 
-/// llama.cpp's name of a module.
+/// Returns llama.cpp's name of a module.
 pub(super) fn module_name(part: ModelPart) -> String {
     match part {
         ModelPart::EmbedTokens => "token_embd".into(),
@@ -99,7 +100,8 @@ fn block_part_name(part: BlockPart) -> &'static str {
         BlockPart::QNorm => "attn_q_norm",
         BlockPart::KNorm => "attn_k_norm",
         BlockPart::GateProj => "ffn_gate",
-        // llama.cpp splits a matrix of this name that has twice the rows: the gate is the first half, as here.
+        // llama.cpp splits a matrix of this name with twice the rows: the gate is the first half,
+        // as here.
         BlockPart::UpProj | BlockPart::GateUpProj => "ffn_up",
         BlockPart::DownProj => "ffn_down",
         BlockPart::AttnNorm => "attn_norm",
@@ -109,7 +111,7 @@ fn block_part_name(part: BlockPart) -> &'static str {
     }
 }
 
-/// What happens to the values of a module's parameters.
+/// Returns the change of the values of a module's parameters.
 pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
     let mut change = TensorChange::NONE;
     if config.norm.unit_offset && part.is_norm() {
@@ -124,7 +126,7 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
             _ => None,
         };
     }
-    // Scores are linear in q: where q is normed, in the norm's weight.
+    // Scores are linear in q; if q is normed, the norm's weight absorbs the factor.
     let scaled = if attention.qk_norm { BlockPart::QNorm } else { BlockPart::QProj };
     if part == scaled {
         change.factor = (attention.scale / assumed_attention_scale(config)) as f32;
@@ -132,7 +134,7 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
     change
 }
 
-/// The factor on attention scores that llama.cpp computes with.
+/// Returns llama.cpp's factor on attention scores.
 fn assumed_attention_scale(config: &ModelConfig) -> f64 {
     let heads = config.heads;
     let by_hidden = config.family.gguf.scales_by_hidden_at == Some(config.num_layers());
@@ -140,10 +142,10 @@ fn assumed_attention_scale(config: &ModelConfig) -> f64 {
     1.0 / (width as f64).sqrt()
 }
 
-/// Reads a tensor block by block, changed, and gives each block of whole rows to `take`.
+/// Reads a tensor block by block, changes it, and passes each block of whole rows to `take`.
 ///
 /// # Errors
-/// The user's: the tensor holds no floats. What `take` returns.
+/// User: the tensor holds no floats. Errors of `take`.
 pub(super) fn read(
     files: &ModelFiles,
     planned: &PlannedTensor,
@@ -176,8 +178,8 @@ pub(super) fn read(
 mod tests {
     use super::*;
 
-    /// `permute` of conversion/llama.py on rows 0–15 with 2 heads, by hand: a head's rows 0 1 2 3 | 4 5 6 7 become
-    /// 0 4 1 5 2 6 3 7.
+    /// `permute` of conversion/llama.py on rows 0–15 with 2 heads, by hand: a head's rows 0 1 2 3 |
+    /// 4 5 6 7 become 0 4 1 5 2 6 3 7.
     #[test]
     fn halves_of_heads_are_interleaved() {
         let change = TensorChange { interleave_heads: Some(2), ..TensorChange::NONE };

@@ -1,10 +1,10 @@
-//! Which types a GGUF file holds, and which tensor gets which.
+//! The types of tensors in a GGUF file.
 //!
-//! A [`GgufType`] is what a person asks for; it is a mixture of [`BlockType`]s. The rules of the mixtures are those of
-//! `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp, for dense models without an importance matrix, so that
-//! a file has the types that `llama-quantize` would give it: more bits for the output, and in the `_k_m` mixtures for
-//! some layers' values and down projections. A row that a block does not divide falls back to a type with smaller
-//! blocks, and to f16 where none fits.
+//! A [`GgufType`] is the user's choice, a mixture of [`BlockType`]s. Its rules are those of
+//! `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp, for dense models without an
+//! importance matrix. A file therefore has the types that `llama-quantize` would choose: more bits
+//! for the output, and in the `_k_m` mixtures for values and down projections of some layers. A row
+//! that a block does not divide falls back to a type with smaller blocks, or else to f16.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,7 +13,7 @@ use candle_core::quantized::GgmlDType;
 
 use crate::model::{GgufSeventyB, ModelConfig};
 
-/// What the file is called by; tensors of one dimension are always f32.
+/// The type that names the whole file; tensors of one dimension are always f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "each name is the type's own")]
 pub enum GgufType {
@@ -40,7 +40,7 @@ impl GgufType {
         ("q6_k", Self::Q6K),
     ];
 
-    /// The number in `general.file_type` (`llama_ftype` in llama.h).
+    /// Returns the number in `general.file_type` (`llama_ftype` in llama.h).
     pub(super) fn file_type(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -54,7 +54,7 @@ impl GgufType {
         }
     }
 
-    /// What a matrix gets unless a rule says otherwise.
+    /// Returns the type of a matrix without a special rule.
     fn default_type(self) -> BlockType {
         match self {
             Self::F32 => BlockType::F32,
@@ -88,7 +88,7 @@ impl FromStr for GgufType {
     }
 }
 
-/// How the values of one tensor are stored: in blocks of a fixed number of elements and bytes.
+/// The storage type of one tensor: blocks of a fixed number of elements and bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum BlockType {
     F32,
@@ -104,7 +104,7 @@ pub(super) enum BlockType {
 }
 
 impl BlockType {
-    /// The number in a tensor's entry (`ggml_type` in ggml.h).
+    /// Returns the number in a tensor's entry (`ggml_type` in ggml.h).
     pub(super) fn id(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -120,7 +120,7 @@ impl BlockType {
         }
     }
 
-    /// The same type in candle.
+    /// Returns the same type in candle.
     pub(super) fn ggml(self) -> GgmlDType {
         match self {
             Self::F32 => GgmlDType::F32,
@@ -136,17 +136,17 @@ impl BlockType {
         }
     }
 
-    /// Elements of a block.
+    /// Returns the elements of a block.
     pub(super) fn elements(self) -> usize {
         self.ggml().block_size()
     }
 
-    /// Bytes of a block.
+    /// Returns the bytes of a block.
     pub(super) fn bytes(self) -> usize {
         self.ggml().type_size()
     }
 
-    /// Whether rows of this length are made of whole blocks.
+    /// Returns whether rows of this length consist of whole blocks.
     fn divides(self, row: usize) -> bool {
         row.is_multiple_of(self.elements())
     }
@@ -155,7 +155,7 @@ impl BlockType {
         self.elements() > 1
     }
 
-    /// The type, or the one that llama.cpp takes instead for rows of this length.
+    /// Returns the type, or llama.cpp's replacement for rows of this length.
     fn or_smaller_blocks(self, row: usize) -> Self {
         let smaller = match self {
             _ if self.divides(row) => return self,
@@ -185,7 +185,7 @@ impl fmt::Display for BlockType {
     }
 }
 
-/// What the rules ask of a model.
+/// The properties of a model that the rules depend on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mixture {
     kind: GgufType,
@@ -203,11 +203,12 @@ impl Mixture {
                 GgufSeventyB::Grouped => grouped,
                 GgufSeventyB::Always => true,
             };
-        // Gemma's head is its embedding in llama.cpp, which then counts as the output.
+        // In llama.cpp Gemma's head is its embedding, which then counts as the output.
         Self { kind, layers: config.num_layers(), tied: config.tie_word_embeddings, seventy_b }
     }
 
-    /// The type of the tensor `name` (as in the file), and the one it would have if its rows were whole blocks.
+    /// Returns the type of the tensor `name` (as in the file), and its type if its rows were whole
+    /// blocks.
     pub(super) fn choose(&self, name: &str, shape: &[usize]) -> (BlockType, BlockType) {
         let default = self.kind.default_type();
         let &[_, row] = shape else { return (BlockType::F32, BlockType::F32) };
@@ -240,7 +241,7 @@ impl Mixture {
         }
     }
 
-    /// The first and last eighth of the layers, and every third between them.
+    /// Returns true for the first and last eighth of the layers, and for every third between them.
     fn gets_more_bits(&self, layer: usize) -> bool {
         let eighth = self.layers / 8;
         layer < eighth || layer >= 7 * self.layers / 8 || (layer - eighth) % 3 == 2
@@ -264,8 +265,9 @@ mod tests {
         assert!("q4_k_s".parse::<GgufType>().is_err());
     }
 
-    /// llama.cpp's rule by hand. 12 layers: 12/8 = 1, 7·12/8 = 10: layer 0; 10, 11; and between them i - 1 = 2, 5, 8.
-    /// 32 layers: 4 and 28: 0–3; 28–31; i - 4 = 2, 5, …, 23. 2 layers: 0 and 1 (7·2/8 = 1): layer 1 alone.
+    /// llama.cpp's rule by hand. 12 layers: 12/8 = 1, 7·12/8 = 10: layer 0; 10, 11; and between
+    /// them i - 1 = 2, 5, 8. 32 layers: 4 and 28: 0–3; 28–31; i - 4 = 2, 5, …, 23. 2 layers: 0 and
+    /// 1 (7·2/8 = 1): layer 1 alone.
     #[test]
     fn more_bits_by_hand() {
         let more = |layers: usize| {
@@ -277,7 +279,7 @@ mod tests {
         assert_eq!(more(32), [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]);
     }
 
-    /// Each line worked out from llama_tensor_get_type_impl and tensor_type_fallback.
+    /// Each line derived from llama_tensor_get_type_impl and tensor_type_fallback.
     #[test]
     fn types_by_hand() {
         use BlockType::{BF16, F16, F32, Q4_0, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};

@@ -1,9 +1,10 @@
 //! The tokenizer as `tokenizer.ggml.*` keys.
 //!
-//! llama.cpp has two of the tokenizers that our families use: "gpt2", byte-level BPE with merges, a built-in way to cut text into
-//! words named by `tokenizer.ggml.pre`; and "llama", sentencepiece-like BPE, which joins the neighbours whose token
-//! has the highest score. A tokenizer.json that does something else is refused: its ids would be silently wrong. Merges become scores by
-//! rank. Token types, padding of the vocabulary and the choice of special ids follow conversion/base.py and
+//! llama.cpp has two tokenizers for these families. "gpt2" is byte-level BPE with merges;
+//! `tokenizer.ggml.pre` names its built-in split into words. "llama" is sentencepiece-like BPE,
+//! which joins the neighbours whose token has the highest score; merges become scores by rank.
+//! finetune refuses any other tokenizer.json, whose ids would be silently wrong. Token types,
+//! padding of the vocabulary and the choice of special ids follow conversion/base.py and
 //! gguf-py/gguf/vocab.py.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -28,7 +29,7 @@ enum TokenType {
     Byte = 6,
 }
 
-/// The parts of tokenizer.json that say what a tokenizer does.
+/// The parts of tokenizer.json that define a tokenizer's behaviour.
 #[derive(Deserialize)]
 struct TokenizerJson {
     #[serde(default)]
@@ -87,15 +88,15 @@ impl Merge {
 pub(super) struct Vocabulary {
     pub(super) metadata: GgufMetadata,
     pub(super) notes: Vec<String>,
-    /// Whether a special token takes the white space after it.
+    /// True if a special token strips the white space after it.
     pub(super) strips_right: bool,
 }
 
 impl Vocabulary {
-    /// The tokenizer in `folder` of a model with `vocab_size` embeddings.
+    /// Reads the tokenizer in `folder` of a model with `vocab_size` embeddings.
     ///
     /// # Errors
-    /// The user's: a file is missing or malformed, or the tokenizer is one that llama.cpp does not have.
+    /// User: a file is missing or malformed, or llama.cpp does not have the tokenizer.
     pub(super) fn read(folder: &Path, vocab_size: usize) -> Result<Self> {
         let tokenizer = Tokenizer::load(folder)?;
         let json = read_json(folder, &tokenizer.json()?)?;
@@ -128,7 +129,7 @@ impl Vocabulary {
     }
 }
 
-/// Why a tokenizer cannot be expressed, with the way out.
+/// Returns the error for a tokenizer that GGUF cannot express, with a hint.
 fn refused(cause: String) -> Error {
     Error::user("cannot express this model's tokenizer in GGUF")
         .because(cause)
@@ -156,7 +157,7 @@ fn read_json(folder: &Path, text: &[u8]) -> Result<TokenizerJson> {
     let json: TokenizerJson = serde_json::from_slice(text).map_err(unreadable)?;
     for affix in [&json.model.continuing_subword_prefix, &json.model.end_of_word_suffix] {
         if let Some(affix) = affix.as_deref().filter(|affix| !affix.is_empty()) {
-            return Err(refused(format!("its tokens carry {affix:?} as a mark; accepted: none")));
+            return Err(refused(format!("its tokens carry the affix {affix:?}; accepted: none")));
         }
     }
     Ok(json)
@@ -211,7 +212,7 @@ impl TokenList {
             .collect();
         let mut seen = HashMap::new();
         for (id, (text, _)) in tokens.iter().enumerate() {
-            // llama.cpp ends the process at the second one.
+            // llama.cpp aborts at the second one.
             if let Some(first) = seen.insert(text.as_str(), id) {
                 return Err(refused(format!("tokens {first} and {id} are both {text:?}")));
             }
@@ -227,15 +228,17 @@ impl TokenList {
         self.0.iter().map(|(_, kind)| *kind as i32).collect()
     }
 
-    /// Where HF's tokenizers give an unknown token for a character without one, llama.cpp needs the bytes of it.
+    /// Returns the note on missing byte tokens. HF's tokenizers use an unknown token for a
+    /// character without one; llama.cpp needs its bytes.
     fn missing_bytes(&self) -> Option<String> {
         let bytes = self.0.iter().filter(|(_, kind)| *kind == TokenType::Byte).count();
         (bytes < 256).then(|| {
-            format!("the tokenizer has {bytes} of 256 byte tokens: llama.cpp ends at a character that has no token")
+            format!("the tokenizer has {bytes} of 256 byte tokens: llama.cpp aborts at a character that has no token")
         })
     }
 
-    /// Minus the rank of the merge that makes the token; a token that no merge makes comes after all of them.
+    /// Returns minus the rank of the merge that makes each token. A token without a merge comes
+    /// after all others.
     fn scores(&self, merges: &Merges<'_>) -> Vec<f32> {
         let last = merges.pairs.len() as f32;
         let score = |(text, kind): &(String, TokenType)| match kind {
@@ -248,13 +251,14 @@ impl TokenList {
     }
 }
 
-/// `<0x0A>` and the like.
+/// Returns whether the token is a byte, such as `<0x0A>`.
 fn is_byte(text: &str) -> bool {
     let digits = text.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
     digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
 }
 
-/// Tokens that are meant for control though they are not marked so (`does_token_look_special`).
+/// Returns whether a token looks like a control token although it is not marked
+/// (`does_token_look_special`).
 fn looks_special(text: &str) -> bool {
     let between = |open: &str, close: &str| text.starts_with(open) && text.ends_with(close);
     matches!(text, "<pad>" | "<mask>" | "<2mass>" | "[@BOS@]")
@@ -263,7 +267,7 @@ fn looks_special(text: &str) -> bool {
         || between("<unused", ">")
 }
 
-/// The merges of a sentencepiece-like BPE by what they make.
+/// The merges of a sentencepiece-like BPE, by pair and by result.
 struct Merges<'a> {
     pairs: HashSet<(&'a str, &'a str)>,
     ranks: HashMap<String, usize>,
@@ -280,8 +284,8 @@ impl<'a> Merges<'a> {
         Ok(Self { pairs, ranks })
     }
 
-    /// llama.cpp joins any two neighbours whose text is a token, tokenizer.json only the pairs it lists; those
-    /// converted from sentencepiece list all.
+    /// Returns the note on unlisted merges. llama.cpp joins any two neighbours whose text is a
+    /// token, tokenizer.json only listed pairs. Files converted from sentencepiece list all.
     fn missing(&self, vocab: &HashMap<String, u32>) -> Option<String> {
         let made = |part: &str| part.chars().nth(1).is_none() || self.ranks.contains_key(part);
         let joins = |text: &String| {
@@ -294,13 +298,13 @@ impl<'a> Merges<'a> {
         let count = vocab.keys().filter(|text| !is_byte(text)).filter(|text| joins(text)).count();
         (count > 0).then(|| {
             format!(
-                "{count} tokens can be put together in llama.cpp in ways that tokenizer.json does not list: some texts may become other tokens there"
+                "llama.cpp can merge {count} tokens in ways that tokenizer.json does not list: it may tokenize some texts differently"
             )
         })
     }
 }
 
-/// `a b` lines; a space inside a token is written as byte-level tokenizers write it.
+/// Returns merges as `a b` lines, with a space inside a token as `Ġ`, like byte-level tokenizers.
 fn merge_texts(model: &Bpe) -> Result<Vec<String>> {
     let text = |(rank, merge): (usize, &Merge)| match merge {
         Merge::Text(text) => Ok(text.clone()),
@@ -312,7 +316,7 @@ fn merge_texts(model: &Bpe) -> Result<Vec<String>> {
     model.merges.iter().enumerate().map(text).collect()
 }
 
-/// The ids of special tokens, and which of them are put around a text.
+/// Sets the ids of special tokens, and which of them surround a text.
 fn specials(
     tokenizer: &Tokenizer,
     json: &TokenizerJson,
@@ -323,11 +327,13 @@ fn specials(
     let (with, without) = (tokenizer.encode("a", true)?, tokenizer.encode("a", false)?);
     let around = with.windows(without.len().max(1)).position(|window| window == without);
     let Some((before, after)) = around.map(|at| (&with[..at], &with[at + without.len()..])) else {
-        return Err(refused("what it adds to a text cannot be told from the text".into()));
+        return Err(refused(
+            "the tokens that it adds to a text cannot be separated from the text's own".into(),
+        ));
     };
     if before.len() > 1 || after.len() > 1 {
         return Err(refused(format!(
-            "it puts {} tokens before a text and {} after it; accepted: one each",
+            "it puts {} tokens before a text and {} after it; accepted: at most one each",
             before.len(),
             after.len()
         )));
@@ -342,7 +348,7 @@ fn specials(
     set("eos", eos);
     set("unknown", json.model.unk_token.as_ref().and_then(|text| tokenizer.token_id(text)));
     set("padding", tokenizer.pad().map(|pad| pad.id));
-    // Every other id that ends a generation, as far as there are keys for them.
+    // Further ids that end a generation, as far as GGUF has keys.
     let mut ends = tokenizer.eos_ids().iter().copied().filter(|id| Some(*id) != eos);
     set("eot", ends.next());
     set("eom", ends.next());
@@ -354,7 +360,7 @@ fn specials(
     Ok(())
 }
 
-/// The chat template, and others by their names.
+/// Sets the chat template, and others by their names.
 fn templates(tokenizer: &Tokenizer, metadata: &mut GgufMetadata) -> Result<()> {
     let found: BTreeMap<String, String> = stored_templates(tokenizer)?.into_iter().collect();
     let names: Vec<String> = found.keys().filter(|name| *name != "default").cloned().collect();
@@ -418,7 +424,8 @@ mod tests {
         assert!(TokenList::new(&json, 3, &mut Vec::new()).is_err());
     }
 
-    /// `abc` from `ab` and `c` is listed; from `a` and `bc` it is not, though both are tokens that merges make.
+    /// `abc` from `ab` and `c` is listed; from `a` and `bc` it is not, though merges make both
+    /// tokens.
     #[test]
     fn merges_that_are_not_listed() {
         let vocab = r#"{"a":0,"b":1,"c":2,"ab":3,"bc":4,"abc":5}"#;
@@ -428,6 +435,6 @@ mod tests {
             merges.missing(&json.model.vocab)
         };
         assert_eq!(missing(r#"["a b","b c","ab c","a bc"]"#), None);
-        assert!(missing(r#"["a b","b c","ab c"]"#).expect("a + bc").starts_with("1 tokens"));
+        assert!(missing(r#"["a b","b c","ab c"]"#).expect("a + bc").contains("merge 1 tokens"));
     }
 }

@@ -1,9 +1,10 @@
-//! The GGUF container, version 3: a header of keys, values and tensor entries, then the tensors' bytes.
+//! The GGUF container, version 3: a header of keys, values and tensor entries, then the tensors'
+//! bytes.
 //!
-//! Layout and type numbers are those of ggml's `gguf.h` (docs/gguf.md in ggml-org/ggml). Everything is little-endian; each
-//! tensor starts at a multiple of [`ALIGNMENT`] after the header. The caller lists the tensors, then is asked for the
-//! bytes of each in turn, so no more than a part of one tensor is held. The file appears whole or not at all, and replaces
-//! nothing ([`OutputKind`]).
+//! Layout and type numbers are those of ggml's `gguf.h` (docs/gguf.md in ggml-org/ggml). Everything
+//! is little-endian. Each tensor starts at a multiple of [`ALIGNMENT`] after the header. The caller
+//! lists all tensors and then writes the bytes of each in turn, so memory holds only a part of one.
+//! The file appears complete or not at all, and replaces no other ([`OutputKind`]).
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,11 +13,11 @@ use super::types::BlockType;
 use crate::error::{Error, Result};
 use crate::weights::{OutputFile, OutputKind};
 
-/// The file that an export writes: it takes long, and what has its name may be the only copy.
+/// The output file of an export. It replaces nothing: an existing file may be the only copy.
 pub const OUTPUT: OutputKind =
     OutputKind { what: "a GGUF", option: "--output", example: "model.gguf", replaces: None };
 
-/// What readers assume where `general.alignment` is not given.
+/// Alignment that readers assume without `general.alignment`.
 const ALIGNMENT: u64 = 32;
 const MAGIC: &[u8; 4] = b"GGUF";
 const VERSION: u32 = 3;
@@ -103,23 +104,23 @@ impl GgufMetadata {
 /// A tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TensorEntry {
-    /// Its name in the file.
+    /// The name in the file.
     pub(super) name: String,
-    /// Its shape, rows first as in safetensors; the file has the dimensions the other way round.
+    /// The shape, rows first as in safetensors; the file has the reverse order.
     pub(super) shape: Vec<usize>,
-    /// How its values are stored; the length of a row is a multiple of its block.
+    /// The storage type; the length of a row is a multiple of its block.
     pub(super) kind: BlockType,
 }
 
 impl TensorEntry {
-    /// Bytes of its data, without padding.
+    /// Returns the bytes of its data, without padding.
     pub(super) fn bytes(&self) -> u64 {
         let blocks = self.shape.iter().map(|&dim| dim as u64).product::<u64>() / self.kind.elements() as u64;
         blocks * self.kind.bytes() as u64
     }
 }
 
-/// Takes the bytes of one tensor.
+/// Receives the bytes of one tensor.
 pub(super) struct Sink<'a> {
     entry: &'a TensorEntry,
     left: u64,
@@ -127,10 +128,10 @@ pub(super) struct Sink<'a> {
 }
 
 impl Sink<'_> {
-    /// The next bytes.
+    /// Writes the next bytes.
     ///
     /// # Errors
-    /// Storage: the disk is full or fails. A fault of ours: too many bytes.
+    /// Storage: the disk is full or fails. Internal: too many bytes.
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.left = self.left.checked_sub(bytes.len() as u64).ok_or_else(|| {
             Error::internal(format!("cannot write tensor `{}`", self.entry.name))
@@ -140,12 +141,12 @@ impl Sink<'_> {
     }
 }
 
-/// Writes the new file `path`; `write` is called once for each entry, in order, to give its bytes. Returns the
-/// size of the file.
+/// Writes the new file `path` and returns its size in bytes. Calls `write` once for each entry, in
+/// order, to write its bytes.
 ///
 /// # Errors
-/// The user's: something is at `path` already. Storage: the disk is full or fails; nothing is left then. What `write`
-/// returns. A fault of ours: two entries or keys of one name, or `write` gives too few or too many bytes.
+/// User: `path` exists. Storage: the disk is full or fails; no file is left then. Errors of
+/// `write`. Internal: two entries or keys of one name, or `write` gives too few or too many bytes.
 pub(super) fn write(
     path: &Path,
     metadata: &GgufMetadata,
@@ -184,7 +185,7 @@ fn header(metadata: &GgufMetadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
         if names.insert(name.to_owned()) {
             Ok(())
         } else {
-            Err(Error::internal("cannot write a GGUF file").because(format!("`{name}` is there twice")))
+            Err(Error::internal("cannot write a GGUF file").because(format!("`{name}` occurs twice")))
         }
     };
     for (key, value) in &metadata.0 {

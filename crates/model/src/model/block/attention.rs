@@ -4,7 +4,8 @@
 //! y = o_proj(attention(rope(norm?(qkv_proj(x)))))
 //! ```
 //!
-//! `norm?` are the per-head norms of qwen3 and gemma3. Backward computes rotated heads again, elementwise.
+//! `norm?` are the per-head norms of qwen3 and gemma3. Backward recomputes rotated heads, which are
+//! elementwise.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -21,7 +22,7 @@ use crate::runtime::TensorMut;
 /// The parameters of attention, for one use.
 #[derive(Debug, Clone)]
 pub struct AttentionWeights {
-    /// The mixer that they are of.
+    /// The shape of the mixer.
     pub mixer: AttentionMixer,
     /// q, k and v apart, or the one fused `qkv_proj`.
     pub qkv: MergedLinear,
@@ -41,7 +42,7 @@ pub(super) struct AttentionSaved {
 }
 
 impl AttentionSaved {
-    /// Bytes that it holds of `tokens` tokens in `dtype`, by tensor; those of adapters are not counted.
+    /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
     pub(super) fn parts(config: &ModelConfig, tokens: usize, dtype: DType) -> [(&'static str, usize); 3] {
         let heads = config.heads;
         let rows = |width: usize| tokens * width * dtype.size_in_bytes();
@@ -52,7 +53,7 @@ impl AttentionSaved {
         ]
     }
 
-    /// All that it holds.
+    /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         let AttentionSaved { qkv, attended: AttentionOutput { out, lse }, lora_qkv, lora_o } = self;
@@ -69,17 +70,18 @@ pub struct BlockCache {
 }
 
 impl BlockCache {
-    /// An empty cache for `capacity` tokens.
+    /// Creates an empty cache for `capacity` tokens.
     ///
     /// # Errors
-    /// When the device has not enough memory.
+    /// The device has not enough memory.
     pub fn new(config: &ModelConfig, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
         let shape = (capacity, config.heads.kv_width());
         let zeros = || TensorMut::zeros(shape, dtype, device);
         Ok(BlockCache { k: zeros()?, v: zeros()?, len: 0 })
     }
 
-    /// Appends the keys and values of new tokens; returns all so far and the span that attends to them.
+    /// Appends the keys and values of new tokens. Returns all so far and the span that attends to
+    /// them.
     fn append(&mut self, k: ColumnView<'_>, v: ColumnView<'_>) -> Result<(Tensor, Tensor, Span)> {
         let new = k.tensor.dim(0)?;
         for (cache, columns) in [(&self.k, k), (&self.v, v)] {
@@ -94,12 +96,13 @@ impl BlockCache {
 }
 
 impl AttentionWeights {
-    /// The linear layers, to be changed in place.
+    /// Returns the linear layers for changes to them.
     pub(super) fn linears(&mut self) -> [&mut MergedLinear; 2] {
         [&mut self.qkv, &mut self.o]
     }
 
-    /// `x: [N, D]`, normed → `[N, D]` plus `residual`, and what backward needs.
+    /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
+    /// needs.
     pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
@@ -146,7 +149,7 @@ impl AttentionWeights {
         Some(QkNorm { q: (&q.value, q.grad.as_ref()), k: (&k.value, k.grad.as_ref()), kind: config.norm })
     }
 
-    /// Adds the gradients of the parameters; returns that of the input, if something reads it.
+    /// Adds the gradients of the parameters. Returns that of the input, if something reads it.
     pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
@@ -179,7 +182,7 @@ impl AttentionWeights {
     }
 }
 
-/// q and k from the rotated tensor, v from the raw projection.
+/// Takes q and k from the rotated tensor, v from the raw projection.
 fn attention_inputs<'a>(config: &ModelConfig, rotated: &'a Tensor, qkv: &'a Tensor) -> Qkv<'a> {
     let heads = config.heads;
     Qkv {

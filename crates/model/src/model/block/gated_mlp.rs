@@ -4,7 +4,7 @@
 //! y = down_proj(act(gate) · up)          gate, up = gate_up_proj(x)
 //! ```
 //!
-//! Backward computes the gated product again, elementwise.
+//! Backward recomputes the gated product, which is elementwise.
 
 use candle_core::{DType, Tensor};
 
@@ -18,7 +18,7 @@ use crate::ops::glu::{glu, glu_backward};
 /// The parameters of a gated MLP, for one use.
 #[derive(Debug, Clone)]
 pub struct GatedMlpWeights {
-    /// The mixer that they are of.
+    /// The shape of the mixer.
     pub mixer: GatedMlp,
     /// gate and up apart, or the one fused `gate_up_proj`.
     pub gate_up: MergedLinear,
@@ -35,12 +35,12 @@ pub(super) struct GatedMlpSaved {
 }
 
 impl GatedMlpSaved {
-    /// Bytes that it holds of `tokens` tokens in `dtype`, by tensor; those of adapters are not counted.
+    /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
     pub(super) fn parts(config: &ModelConfig, tokens: usize, dtype: DType) -> [(&'static str, usize); 1] {
         [("gate and up", tokens * 2 * config.intermediate_size * dtype.size_in_bytes())]
     }
 
-    /// All that it holds.
+    /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
         let GatedMlpSaved { gate_up, lora_gate_up, lora_down } = self;
@@ -49,12 +49,13 @@ impl GatedMlpSaved {
 }
 
 impl GatedMlpWeights {
-    /// The linear layers, to be changed in place.
+    /// Returns the linear layers for changes to them.
     pub(super) fn linears(&mut self) -> [&mut MergedLinear; 2] {
         [&mut self.gate_up, &mut self.down]
     }
 
-    /// `x: [N, D]`, normed → `[N, D]` plus `residual`, and what backward needs.
+    /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
+    /// needs.
     pub(super) fn forward(
         &self,
         pass: LayerPass<'_>,
@@ -67,7 +68,7 @@ impl GatedMlpWeights {
         Ok((y, GatedMlpSaved { gate_up, lora_gate_up, lora_down }))
     }
 
-    /// Adds the gradients of the parameters; returns that of the input, if something reads it.
+    /// Adds the gradients of the parameters. Returns that of the input, if something reads it.
     pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,

@@ -11,7 +11,7 @@ use crate::runtime::TensorMut;
 const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
-/// Families, and what is special in their blocks.
+/// Families, each with the peculiarities of its blocks.
 const MODELS: [&str; 6] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
@@ -88,7 +88,7 @@ impl ParamLookup for RandomParams {
     }
 }
 
-/// Bytes of the memory that the tensors hold, each piece counted once however many of them view it.
+/// Returns the bytes of the tensors' memory; several views of one buffer count once.
 fn memory_of<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> usize {
     let memory = |tensor: &Tensor| match &*tensor.storage_and_layout().0 {
         Storage::Cpu(CpuStorage::F32(values)) => (values.as_ptr() as usize, 4 * values.len()),
@@ -98,7 +98,7 @@ fn memory_of<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> usize {
     tensors.into_iter().map(memory).collect::<BTreeMap<_, _>>().values().sum()
 }
 
-/// A forward of the first block in training.
+/// Runs the forward of the first block in training.
 fn forward_of(
     config: &ModelConfig,
     params: &RandomParams,
@@ -151,10 +151,10 @@ fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
                 let case = format!("{model} {dtype:?} {attention:?}, adapter {i}");
                 let SavedBytes { input, rest } = BlockSaved::bytes(&config, 0, TOKENS, dtype, adapter);
                 let dropout = DropoutContext { stream: RngStream::new(1), first_token: 0 };
-                // Without dropout adapters of a group share one buffer.
+                // Without dropout the adapters of a group share one buffer.
                 for dropout in [Some(dropout), None] {
                     let saved = forward_of(&config, &params, attention, (AdapterSwitch::On, dropout))?;
-                    // Under recompute a block's input is all that is kept.
+                    // Under recompute only the block's input is kept.
                     assert_eq!(memory_of([&saved.x]), input, "{case} {dropout:?}");
                     assert_eq!(memory_of(saved.tensors()), input + rest, "{case} {dropout:?}");
                 }
@@ -178,7 +178,8 @@ fn every_part_and_every_name_stands_once() {
     }
 }
 
-/// Dropout numbers the linear layers of a block in this order; another one changes the masks of every run.
+/// Dropout numbers the linear layers of a block in this order; another order would change the masks
+/// of every run.
 #[test]
 fn linear_layers_are_numbered_in_order() -> Result<()> {
     let cases: [(&str, [&[u64]; 4]); 2] =

@@ -9,32 +9,33 @@ use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 use crate::ops::rms_norm::NormKind;
 
-/// A family of models: its names, its defaults, and the function that composes a model from config.json.
+/// A family of models: its names, its defaults, and the function that composes a model from
+/// config.json.
 #[derive(Debug)]
 pub struct Architecture {
     /// The name in saved adapters and checkpoints, which must not change.
     pub name: &'static str,
     /// Its values of `model_type` in config.json.
     pub model_types: &'static [&'static str],
-    /// `head_dim` if config.json leaves it out; none: `hidden_size / num_attention_heads`.
+    /// Default of `head_dim`; `None`: `hidden_size / num_attention_heads`.
     pub(super) head_dim: Option<usize>,
-    /// `tie_word_embeddings` if config.json leaves it out.
+    /// Default of `tie_word_embeddings`.
     pub(super) ties_embeddings: bool,
     /// Reads the parts of a model. Defaults are those of transformers' configuration class.
     pub(super) compose: fn(&ConfigReader<'_>, &ModelSizes) -> Result<Composition>,
-    /// The name of a module in the checkpoint, after that of its block.
+    /// Returns the name of a module in the checkpoint, after that of its block.
     pub(in crate::model) module_name: fn(BlockPart) -> &'static str,
     /// The facts of its export as GGUF.
     pub gguf: GgufFacts,
 }
 
-/// The parts of a model, as its family composes them.
+/// The parts of a model, as composed by its family.
 pub(in crate::model) struct Composition {
     /// One entry per block.
     pub(super) blocks: Vec<BlockConfig>,
     /// The rotary embeddings that the blocks refer to.
     pub(super) ropes: Vec<Rope>,
-    /// Every norm of the model.
+    /// The kind of every norm of the model.
     pub(super) norm: NormKind,
     /// Factor on the embeddings.
     pub(super) embedding_factor: f64,

@@ -1,4 +1,5 @@
-//! The parts that Gemma 2 and 3 share: norms around each mixer, stored as gain − 1, and scaled embeddings.
+//! The common parts of Gemma 2 and 3: norms around each mixer, stored as gain − 1, and scaled
+//! embeddings.
 
 use super::architecture::Composition;
 use super::parts;
@@ -10,21 +11,21 @@ use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
 use crate::ops::rms_norm::NormKind;
 
-/// `head_dim` if config.json leaves it out.
+/// Default of `head_dim`.
 pub(super) const HEAD_DIM: usize = 256;
 
-/// Attention whose scale is by `query_pre_attn_scalar`.
+/// Reads attention with the scale of `query_pre_attn_scalar`.
 pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<AttentionMixer> {
     let scalar = keys.above_zero("query_pre_attn_scalar")?.unwrap_or(256.0);
     Ok(AttentionMixer { scale: 1.0 / scalar.sqrt(), ..parts::attention(keys, sizes)? })
 }
 
-/// A block with norms before and after its mixers.
+/// Returns a block with norms before and after its mixers.
 pub(super) fn block(attention: AttentionMixer, mlp: GatedMlp) -> BlockConfig {
     BlockConfig { residual: ResidualPlan::PreAndPostNorm, ..BlockConfig::pre_norm(attention, mlp) }
 }
 
-/// The model around `blocks`; `logit_softcap` is the family's default.
+/// Composes the model around `blocks`; `logit_softcap` is the family's default.
 pub(super) fn compose(
     keys: &ConfigReader<'_>,
     sizes: &ModelSizes,
@@ -41,7 +42,7 @@ pub(super) fn compose(
     })
 }
 
-/// The names of modules in Gemma's checkpoints.
+/// Returns the name of a module in Gemma's checkpoints.
 pub(super) fn module_name(part: BlockPart) -> &'static str {
     match part {
         BlockPart::MlpNorm => "pre_feedforward_layernorm",

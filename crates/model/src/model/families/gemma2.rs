@@ -1,4 +1,4 @@
-//! Gemma 2 of all sizes: soft-caps on attention and logits, every other layer slides.
+//! Gemma 2 of all sizes: soft-caps on attention and logits, a sliding window in every other layer.
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufFacts, GgufSoftcap, GgufWindows};

@@ -1,4 +1,5 @@
-//! Gemma 3, text only: norms on q and k, and five sliding layers with a rope of their own to each full one.
+//! Gemma 3, text only: norms on q and k. Per layer of full attention it has five with a sliding
+//! window and a rope of their own.
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::{GgufFacts, GgufSoftcap, GgufWindows};
@@ -42,18 +43,19 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
         let window = window.filter(|_| slides);
         gemma::block(AttentionMixer { window, rope: usize::from(slides), ..attention }, mlp)
     };
-    // With a pattern of 0 every layer slides.
+    // With a pattern of 0 every layer has the window.
     let slides = |layer: usize| !(layer + 1).is_multiple_of(pattern);
     let blocks = parts::sliding_layers(keys, sizes, slides)?.into_iter().map(block).collect();
     gemma::compose(keys, sizes, blocks, ropes, None)
 }
 
-/// The ropes of full and of sliding attention.
+/// Reads the ropes of full and of sliding attention.
 fn ropes(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Vec<Rope>> {
     let context = parts::rope_context(keys, sizes, 1e6)?;
     let local = RopeContext { theta: keys.f64_or("rope_local_base_freq", 1e4)?, ..context };
     let scaling = parts::rope_scaling(keys)?;
-    // transformers 5 nests one object per layer type; before, `rope_scaling` was for full attention alone.
+    // transformers 5 nests one object per layer type; in older files `rope_scaling` is for full
+    // attention only.
     if let Some(nested) = &scaling {
         let (full, sliding) = (nested.opt_keys("full_attention")?, nested.opt_keys("sliding_attention")?);
         if full.is_some() || sliding.is_some() {

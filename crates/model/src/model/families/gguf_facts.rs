@@ -1,56 +1,59 @@
-//! The facts that llama.cpp computes a family by, as its sources state them (src/models/*.cpp, src/llama-model.cpp).
+//! Facts about llama.cpp's computation of each family, from its sources (src/models/*.cpp,
+//! src/llama-model.cpp).
 
 use crate::ops::glu::Activation;
 
-/// The architecture of llama.cpp that a family becomes, and its differences from what most of them compute.
+/// A family's architecture in llama.cpp, and its differences from most others.
 #[derive(Debug, Clone, Copy)]
 pub struct GgufFacts {
     /// The architecture's name in llama.cpp.
     pub architecture: &'static str,
     /// The activation of the gate, which no key changes.
     pub activation: Activation,
-    /// Rotary positions turn neighbouring elements, so the halves of each head of q and k are interleaved.
+    /// True if rotary positions rotate neighbouring elements, so the export interleaves the halves
+    /// of each head of q and k.
     pub interleaves_heads: bool,
-    /// The heads together must be as wide as `hidden_size`.
+    /// True if the total width of all heads must be `hidden_size`.
     pub heads_fill_hidden: bool,
-    /// Biases of `o_proj` and of the MLP are read.
+    /// True if llama.cpp reads biases of `o_proj` and of the MLP.
     pub reads_all_biases: bool,
     /// The soft-cap on attention scores.
     pub attention_softcap: GgufSoftcap,
     /// The soft-cap on logits.
     pub logit_softcap: GgufSoftcap,
-    /// The head must be the embedding.
+    /// True if the head must be the embedding.
     pub needs_tied_head: bool,
-    /// The sliding windows; none: every layer attends to all that came before.
+    /// The sliding windows; `None`: every layer attends to all previous tokens.
     pub windows: Option<GgufWindows>,
-    /// A key says how much of a head is rotated; otherwise all of it is.
+    /// True if a key sets the rotated width of a head; otherwise all of it is rotated.
     pub rotates_partly: bool,
-    /// Sliding layers have a rotary base of their own.
+    /// True if sliding layers have their own rotary base.
     pub has_local_rope: bool,
-    /// Values of `rope_type` that it computes besides default, linear and dynamic.
+    /// Supported values of `rope_type` besides default, linear and dynamic.
     pub rope_types: &'static [&'static str],
-    /// The number of layers at which scores are scaled by `hidden_size / num_attention_heads`, not by the width of a
-    /// head.
+    /// The number of layers at which `hidden_size / num_attention_heads` scales the scores, instead
+    /// of the width of a head.
     pub scales_by_hidden_at: Option<usize>,
     /// The models of 80 layers that get the mixture of types of Llama 2 70B.
     pub seventy_b: GgufSeventyB,
-    /// Parts of a model's name by which alone llama.cpp knows that special tokens take the white space after them.
+    /// Substrings of model names. By these alone llama.cpp detects that special tokens strip the
+    /// white space after them.
     pub stripping_names: &'static [&'static str],
 }
 
-/// The presence of a soft-cap in an architecture of llama.cpp.
+/// Support for a soft-cap in an architecture of llama.cpp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GgufSoftcap {
     /// No key sets a cap.
     Never,
-    /// A key sets the cap, and without it scores are not capped.
+    /// A key sets the cap; without it there is no cap.
     Optional,
     /// Scores are always capped.
     Always,
 }
 
 impl GgufSoftcap {
-    /// True if the architecture computes a model with this cap.
+    /// Returns whether the architecture supports a model with this cap.
     pub fn fits(self, cap: Option<f64>) -> bool {
         match self {
             GgufSoftcap::Never => cap.is_none(),
@@ -63,13 +66,13 @@ impl GgufSoftcap {
 /// The sliding windows of an architecture of llama.cpp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GgufWindows {
-    /// Every layer slides but the last of so many, unless a key says otherwise.
+    /// Every layer slides except the last of each `period`, unless a key overrides it.
     pub period: usize,
-    /// Layers slide even if no key gives the width of the window.
+    /// True if layers slide even without a key for the width of the window.
     pub always: bool,
 }
 
-/// The models of 80 layers that llama.cpp takes for Llama 2 70B.
+/// The models of 80 layers that llama.cpp treats as Llama 2 70B.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GgufSeventyB {
     /// No model of the architecture.
@@ -81,7 +84,7 @@ pub enum GgufSeventyB {
 }
 
 impl GgufFacts {
-    /// The facts of an architecture that computes as most do: SiLU, all of a head rotated, no windows, no caps.
+    /// Returns the most common facts: SiLU, fully rotated heads, no windows, no caps.
     pub(super) const fn usual(architecture: &'static str) -> Self {
         GgufFacts {
             architecture,

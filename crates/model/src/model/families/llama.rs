@@ -18,7 +18,7 @@ pub(super) static LLAMA: Architecture = Architecture {
     gguf: GGUF,
 };
 
-/// The architecture `llama` of llama.cpp, which other families may become too.
+/// The architecture `llama` of llama.cpp, which other families may also use.
 pub(super) const GGUF: GgufFacts = GgufFacts {
     interleaves_heads: true,
     reads_all_biases: true,

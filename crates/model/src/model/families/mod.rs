@@ -1,9 +1,9 @@
-//! config.json of each family → [`ModelConfig`], of either transformers generation (`torch_dtype`/`dtype`, `rope_theta` +
-//! `rope_scaling`/`rope_parameters`).
+//! config.json of each family → [`ModelConfig`], in the notations of both transformers generations
+//! (`torch_dtype`/`dtype`, `rope_theta` + `rope_scaling`/`rope_parameters`).
 //!
-//! A family is one file here: an [`Architecture`] that declares its names, defaults, parts and GGUF facts. `parts`
-//! holds the readers that families share. A feature that the engine does not compute is refused by name, before any
-//! weight is read.
+//! A family is one file here: an [`Architecture`] that declares its names, defaults, parts and GGUF
+//! facts. `parts` holds the readers that families share. If config.json needs a feature that
+//! finetune does not compute, finetune names and refuses it before it reads any weight.
 
 mod architecture;
 mod gemma;
@@ -30,7 +30,7 @@ use crate::error::{Error, ErrorContext as _, Result};
 use crate::weights::text_config::text_part;
 use sizes::{MOST_TOKENS, MOST_WIDE, ModelSizes};
 
-/// Every family; the one registry.
+/// All families; the only registry.
 static FAMILIES: [&Architecture; 7] = [
     &llama::LLAMA,
     &mistral::MISTRAL,
@@ -98,7 +98,7 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
     };
     let hint = match model_type {
         "gemma3" | "mistral3" | "qwen2_5_vl" | "qwen3_vl" => {
-            "this is a model for images, whose text part (`text_config` in config.json) is of another family; give the text model alone"
+            "this model also takes images; use a text-only model of the family in its `text_config`"
         }
         _ => "choose a model of one of these families",
     };
@@ -126,7 +126,7 @@ mod tests {
         ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json")
     }
 
-    /// Each would end the process for want of memory, or train something else than the model.
+    /// Each would exhaust memory or train another model.
     #[test]
     fn what_no_model_is_is_refused() {
         assert!(config(&[]).is_ok());
@@ -164,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Keys that not all families have, and what only together is no model.
+    /// Keys of some families only, and values that only together are invalid.
     #[test]
     fn what_makes_numbers_of_nothing_is_refused() {
         let gemma = |key: &str, value: Value| config(&[("model_type", json!("gemma2")), (key, value)]);

@@ -1,4 +1,4 @@
-//! Readers of config.json that several families share. Each makes one part of a model.
+//! Readers of config.json for several families. Each makes one part of a model.
 
 use super::architecture::Composition;
 use super::sizes::ModelSizes;
@@ -10,7 +10,7 @@ use crate::model::rope::{Rope, RopeContext};
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
-/// The model around `blocks` as Llama has it: one rope, RMS norms, plain embeddings.
+/// Composes a model like Llama's around `blocks`: one rope, RMS norms, plain embeddings.
 pub(super) fn llama_like(
     keys: &ConfigReader<'_>,
     sizes: &ModelSizes,
@@ -25,7 +25,7 @@ pub(super) fn llama_like(
     })
 }
 
-/// Attention to all that came before, with biases as `attention_bias` has them.
+/// Reads attention to all previous tokens, with biases if `attention_bias` is true.
 pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<AttentionMixer> {
     let bias = keys.bool_or("attention_bias", false)?;
     Ok(AttentionMixer {
@@ -40,12 +40,12 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
     })
 }
 
-/// A gated MLP without biases.
+/// Reads a gated MLP without biases.
 pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
     Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false })
 }
 
-/// The RMS norm whose gain is the stored weight.
+/// Reads the RMS norm whose gain is the stored weight.
 pub(super) fn rms_norm(keys: &ConfigReader<'_>) -> Result<NormKind> {
     match keys.f64_or("rms_norm_eps", 1e-6)? {
         eps if (0.0..1.0).contains(&eps) => Ok(NormKind { eps, unit_offset: false }),
@@ -70,22 +70,23 @@ fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
     }
 }
 
-/// The cap of `key`: absent, the default of the family; null, none.
+/// Reads the cap `key`: the family's default if absent, none if null.
 pub(super) fn softcap(keys: &ConfigReader<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
     if keys.mentions(key) { keys.above_zero(key) } else { Ok(default) }
 }
 
-/// The width of the sliding window: absent, the default of the family; null, none.
+/// Reads the width of the sliding window: the family's default if absent, none if null.
 pub(super) fn window(keys: &ConfigReader<'_>, default: Option<usize>) -> Result<Option<usize>> {
     let window = if keys.mentions("sliding_window") { keys.opt_usize("sliding_window")? } else { default };
     if window == Some(0) {
         return Err(Error::user("`sliding_window` is 0")
-            .because("accepted: a whole number above 0, or null for attention to all that came before"));
+            .because("accepted: a whole number above 0, or null for full attention"));
     }
     Ok(window)
 }
 
-/// For each layer, whether its attention slides: as `layer_types` says, or else `default` of its number.
+/// Returns for each layer whether its attention slides, by `layer_types` or else by `default` of
+/// its index.
 pub(super) fn sliding_layers(
     keys: &ConfigReader<'_>,
     sizes: &ModelSizes,
@@ -106,7 +107,7 @@ pub(super) fn sliding_layers(
     slides.collect()
 }
 
-/// The settings of a rope that stand outside `rope_scaling`; `theta` is the family's default.
+/// Reads the settings of a rope outside `rope_scaling`; `theta` is the family's default.
 pub(super) fn rope_context(keys: &ConfigReader<'_>, sizes: &ModelSizes, theta: f64) -> Result<RopeContext> {
     Ok(RopeContext {
         head_dim: sizes.heads.head_dim,
@@ -117,7 +118,8 @@ pub(super) fn rope_context(keys: &ConfigReader<'_>, sizes: &ModelSizes, theta: f
     })
 }
 
-/// The object that scales a rope: `rope_parameters` of transformers 5, `rope_scaling` of earlier ones.
+/// Reads the scaling object of a rope: `rope_parameters` of transformers 5, or `rope_scaling` of
+/// older ones.
 pub(super) fn rope_scaling<'a>(keys: &ConfigReader<'a>) -> Result<Option<ConfigReader<'a>>> {
     match keys.opt_keys("rope_parameters")? {
         Some(parameters) => Ok(Some(parameters)),
@@ -125,12 +127,12 @@ pub(super) fn rope_scaling<'a>(keys: &ConfigReader<'a>) -> Result<Option<ConfigR
     }
 }
 
-/// The one rope of a model.
+/// Reads the only rope of a model.
 pub(super) fn rope(keys: &ConfigReader<'_>, context: &RopeContext) -> Result<Rope> {
     Rope::read(rope_scaling(keys)?.as_ref(), context)
 }
 
-/// The names of modules in Llama's checkpoints, which most families share.
+/// Returns the name of a module in Llama's checkpoints, which most families share.
 pub(super) fn llama_name(part: BlockPart) -> &'static str {
     match part {
         BlockPart::QProj => "self_attn.q_proj",
@@ -145,7 +147,7 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::GateUpProj => "mlp.gate_up_proj",
         BlockPart::DownProj => "mlp.down_proj",
         BlockPart::AttnNorm => "input_layernorm",
-        // The second norm of a block has this name in its two roles.
+        // The second norm of a block has this name in both of its roles.
         BlockPart::AttnPostNorm | BlockPart::MlpNorm => "post_attention_layernorm",
         BlockPart::MlpPostNorm => "post_feedforward_layernorm",
     }

@@ -1,4 +1,5 @@
-//! Phi-3, Phi-3.5, Phi-4-mini: Llama with fused projections and a partial rope of two lengths.
+//! Phi-3, Phi-3.5, Phi-4-mini: Llama with fused projections and a partial rope with two sets of
+//! divisors.
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
@@ -9,7 +10,8 @@ use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::RopeContext;
 
-/// `original_max_position_embeddings` if config.json leaves it out; it goes before the key of `rope_scaling`.
+/// Default of `original_max_position_embeddings`, which has priority over the key of
+/// `rope_scaling`.
 const ORIGINAL_POSITIONS: usize = 4096;
 
 pub(super) static PHI3: Architecture = Architecture {

@@ -23,7 +23,8 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     upper_windows(keys, sizes, attention)
 }
 
-/// Blocks with `attention`, whose layers from `max_window_layers` on slide if `use_sliding_window` says so.
+/// Composes blocks with `attention`. If `use_sliding_window` is true, layers from
+/// `max_window_layers` on slide.
 pub(super) fn upper_windows(
     keys: &ConfigReader<'_>,
     sizes: &ModelSizes,

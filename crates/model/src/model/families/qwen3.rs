@@ -1,4 +1,4 @@
-//! Qwen3 without mixture of experts: Qwen2 with norms on q and k in place of biases.
+//! Qwen3 without mixture of experts: Qwen2 with norms on q and k instead of biases.
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;

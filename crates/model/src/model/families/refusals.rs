@@ -5,10 +5,11 @@ use crate::model::config::ModelConfig;
 use crate::model::config_reader::ConfigReader;
 use crate::model::layout::{BlockLayout, WeightShape};
 
-/// The most parameters: a thousand times those of the largest models. Memory for each of them is counted in 64 bits.
+/// Maximum number of parameters: a thousand times that of the largest models, with byte counts that
+/// fit into 64 bits.
 const MOST_PARAMETERS: u128 = 1 << 50;
 
-/// Keys whose non-zero (non-false) value asks for something the engine does not compute.
+/// Keys of features that the engine does not compute, unless the value is zero or false.
 const UNSUPPORTED: [&str; 6] = [
     "attention_dropout",
     "resid_pdrop",
@@ -36,7 +37,8 @@ pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
     Ok(())
 }
 
-/// bitsandbytes' formats are read by `weights`; the first configurations of its kind did not name it.
+/// Refuses formats other than bitsandbytes', which `weights` reads. Its first configurations do not
+/// name the method.
 pub(super) fn refuse_unknown_quantization(keys: &ConfigReader<'_>) -> Result<()> {
     let Some(config) = keys.opt_keys("quantization_config")? else { return Ok(()) };
     let method = match config.opt_str("quant_method")? {
@@ -50,7 +52,8 @@ pub(super) fn refuse_unknown_quantization(keys: &ConfigReader<'_>) -> Result<()>
         .hint("give the model that was not quantized"))
 }
 
-/// Each size may be possible and their product not: shapes are multiplied in 64 bits, and memory is planned by them.
+/// Refuses sizes whose product is too large. Each may be valid alone, but shapes and memory are
+/// computed in 64 bits.
 pub(super) fn refuse_too_large(config: &ModelConfig) -> Result<()> {
     let elements = |weight: WeightShape| weight.dims().iter().map(|dim| *dim as u128).product::<u128>();
     let block = |layer| -> u128 {
@@ -62,7 +65,7 @@ pub(super) fn refuse_too_large(config: &ModelConfig) -> Result<()> {
     if all <= MOST_PARAMETERS {
         return Ok(());
     }
-    Err(Error::user(format!("the sizes make {all} parameters"))
+    Err(Error::user(format!("the sizes in config.json give {all} parameters"))
         .because(format!("num_hidden_layers {}, {}", config.num_layers(), config.dimensions()))
         .because(format!("accepted: up to {MOST_PARAMETERS}")))
 }

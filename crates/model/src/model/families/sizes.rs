@@ -4,18 +4,18 @@ use crate::error::{Error, Result};
 use crate::model::config_reader::ConfigReader;
 use crate::ops::attention::Heads;
 
-/// The widest that the activations of a model may be.
+/// Maximum width of activations.
 pub(super) const MOST_WIDE: usize = 1 << 22;
-/// The most tokens of a vocabulary.
+/// Maximum number of tokens of a vocabulary.
 pub(super) const MOST_TOKENS: usize = 1 << 27;
-/// The most blocks of a model.
+/// Maximum number of blocks.
 const MOST_LAYERS: usize = 1 << 16;
-/// The most heads of attention, and the widest that one may be.
+/// Maximum number of attention heads, and maximum width of one.
 const MOST_HEADS: usize = 1 << 14;
-/// The most positions of a sequence.
+/// Maximum number of positions of a sequence.
 const MOST_POSITIONS: usize = 1 << 32;
 
-/// The sizes that parts are made by.
+/// The sizes from which a family composes its parts.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::model) struct ModelSizes {
     pub(super) hidden_size: usize,
