@@ -61,7 +61,7 @@ fn a_full_disk_leaves_what_was_there() {
     for ops in ["o", "w", "s", "r"] {
         let done = struck(&place, "p.html", full(ops));
         assert_eq!(done.code, Some(74), "{ops}: {done:?}");
-        assert!(done.errors.contains("or choose another place with `--html`"), "{done:?}");
+        assert!(done.errors.contains("or choose another path with `--html`"), "{done:?}");
         assert!(std::fs::read(made.join("p.html")).unwrap() == before, "{ops}");
         assert_eq!(names(&made), ["p.html"], "{ops}");
     }

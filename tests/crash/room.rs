@@ -42,7 +42,7 @@ fn a_run_that_has_no_room_does_not_begin() {
     let done = finish(&mut run);
     let said = [
         "error: cannot train into [DIR]/out\n",
-        "are needed on the disk of [DIR]/out/.finetune: 1000 B are free there\n",
+        "are needed on the disk of [DIR]/out/.finetune: 1000 B available\n",
         "hint: free space on that disk",
     ];
     assert_storage(&place, &done, &said);
@@ -67,7 +67,7 @@ fn a_save_that_has_no_room_does_not_begin() {
     assert_storage(
         &place,
         &done,
-        &["cannot save step 3", "cannot write [DIR]/out/checkpoint-3", "1000 B are free"],
+        &["cannot save step 3", "cannot write [DIR]/out/checkpoint-3", "1000 B available"],
     );
     let (newest, passed) = checkpoint::newest(&place.path("out")).unwrap();
     assert_eq!((newest.unwrap().state.step, passed.len()), (2, 0));
@@ -88,7 +88,7 @@ fn a_last_checkpoint_that_has_no_room_costs_no_result() {
     // Free space is queried before the run and before its one save.
     Fault { at: 2, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
     let done = finish(&mut run);
-    assert_storage(&place, &done, &["cannot save step 2", "1000 B are free"]);
+    assert_storage(&place, &done, &["cannot save step 2", "1000 B available"]);
     assert!(place.path("out/adapter_model.safetensors").exists());
     assert_tidy(&place.path("out"), "no room at the end");
 }
