@@ -122,7 +122,7 @@ impl<'a> Encoder<'a> {
     ///
     /// # Errors
     /// Fails with the row's fault, or with an error that ends the run.
-    pub fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<EncodedRow, RowError> {
+    pub(crate) fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<EncodedRow, RowError> {
         let Some(record) = super::format::convert(&row.value, format)? else {
             return Ok(EncodedRow { encoding: Encoding::LeftOut, notes: RowNotes::default() });
         };

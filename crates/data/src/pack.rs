@@ -12,7 +12,7 @@ const WINDOW: usize = 512;
 
 /// Packs rows of the given `lengths`, in the order `order`, into bins of at most `capacity` tokens.
 /// A bin keeps this order; a row longer than `capacity` gets a bin of its own.
-pub fn best_fit(order: &[u32], lengths: &[usize], capacity: usize) -> Vec<Vec<u32>> {
+pub(crate) fn best_fit(order: &[u32], lengths: &[usize], capacity: usize) -> Vec<Vec<u32>> {
     let mut bins: Vec<Vec<u32>> = Vec::new();
     // Open bins by (free tokens, bin): the first that is large enough is the best fit, the oldest
     // among equals.
@@ -42,7 +42,7 @@ pub fn best_fit(order: &[u32], lengths: &[usize], capacity: usize) -> Vec<Vec<u3
 }
 
 /// Packs consecutive rows: a new bin begins when the next row does not fit.
-pub fn next_fit(lengths: &[usize], capacity: usize) -> Vec<Vec<u32>> {
+pub(crate) fn next_fit(lengths: &[usize], capacity: usize) -> Vec<Vec<u32>> {
     let mut bins: Vec<Vec<u32>> = Vec::new();
     let mut free = 0;
     for (row, &length) in (0u32..).zip(lengths) {

@@ -57,7 +57,7 @@ impl DataReport {
     }
 
     /// The first bad rows of each kind.
-    pub fn first_bad(&self) -> impl Iterator<Item = &BadRow> {
+    pub(crate) fn first_bad(&self) -> impl Iterator<Item = &BadRow> {
         self.bad.values().flat_map(|(_, rows)| rows)
     }
 

@@ -140,7 +140,7 @@ impl ChatTemplate {
     }
 
     /// Returns true if so many chats ended the template's process that no more are rendered.
-    pub fn has_given_up(&self) -> bool {
+    pub(crate) fn has_given_up(&self) -> bool {
         matches!(&self.renderer, TemplateRenderer::Children(children) if children.has_given_up())
     }
 
@@ -277,7 +277,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// Fails like [`Self::render`].
-    pub fn render_fitted(
+    pub(crate) fn render_fitted(
         &self,
         messages: &[serde_json::Value],
         inputs: &TemplateInputs<'_>,

@@ -284,7 +284,7 @@ impl Tokenizer {
     }
 
     /// Returns true if so many rows ended the tokenizer's process that no more are encoded.
-    pub fn has_given_up(&self) -> bool {
+    pub(crate) fn has_given_up(&self) -> bool {
         self.children.as_ref().is_some_and(|children| children.has_given_up())
     }
 
@@ -379,17 +379,17 @@ impl Tokenizer {
     }
 
     /// Texts of all special tokens.
-    pub fn special_texts(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn special_texts(&self) -> impl Iterator<Item = &str> {
         self.special.values().map(String::as_str)
     }
 
     /// The special tokens by their names in templates: `bos_token`, `eos_token`, `unk_token`, ...
-    pub fn named_tokens(&self) -> impl Iterator<Item = (String, String)> {
+    pub(crate) fn named_tokens(&self) -> impl Iterator<Item = (String, String)> {
         self.named.iter().map(|(name, token)| (name.clone(), token.clone()))
     }
 
     /// Returns true if encoding with special tokens puts BOS first.
-    pub fn adds_bos(&self) -> bool {
+    pub(crate) fn adds_bos(&self) -> bool {
         self.adds_bos
     }
 

@@ -186,7 +186,7 @@ impl EvalSection {
 
 impl DataSection {
     /// Maximum tokens of a row if neither the user nor the model sets a smaller limit.
-    pub const MOST_AUTO_SEQ_LEN: usize = 2048;
+    pub(crate) const MOST_AUTO_SEQ_LEN: usize = 2048;
 
     /// Maximum tokens of a row; [`DataSection::MOST_AUTO_SEQ_LEN`] while that is undecided.
     pub fn longest_row(&self) -> usize {

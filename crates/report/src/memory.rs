@@ -52,7 +52,7 @@ impl MemoryComparison {
     }
 
     /// Returns the first phase that reached the peak; none if phases are not measured.
-    pub fn peak_phase(&self) -> Option<&'static str> {
+    pub(crate) fn peak_phase(&self) -> Option<&'static str> {
         let peak = self.peak?;
         let on_device = self.phases.iter().any(|phase| phase.device > 0);
         let held = |phase: &PhaseMemory| if on_device { phase.device } else { phase.host };

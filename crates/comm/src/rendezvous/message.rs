@@ -10,7 +10,7 @@ use super::connection_error::ConnectionError;
 use crate::error::{Error, ErrorCategory};
 
 /// Maximum number of ranks of a run.
-pub const MAX_WORLD: usize = 65_536;
+pub(crate) const MAX_WORLD: usize = 65_536;
 
 /// Maximum bytes of [`super::Session::broadcast`].
 pub const MAX_PAYLOAD: usize = 8 << 10;

@@ -29,6 +29,7 @@ mod session;
 pub use auth::Secret;
 pub use connections::Failure;
 pub use listener::Listener;
-pub use message::{JoinRequest, MAX_PAYLOAD, MAX_WORLD, Peer};
+pub(crate) use message::MAX_WORLD;
+pub use message::{JoinRequest, MAX_PAYLOAD, Peer};
 pub use options::{LogLine, Master, RendezvousOptions};
 pub use session::{Messenger, Session, host_name};

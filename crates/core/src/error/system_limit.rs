@@ -17,7 +17,7 @@ pub enum SystemLimit {
 
 impl SystemLimit {
     /// The limit behind a failed start of a thread or a process.
-    pub fn at_start(error: &io::Error) -> Option<Self> {
+    pub(crate) fn at_start(error: &io::Error) -> Option<Self> {
         match error.raw_os_error()? {
             libc::EAGAIN => Some(SystemLimit::Tasks),
             _ => Self::of(error),

@@ -197,7 +197,7 @@ impl SavedCheckpoint {
     /// # Errors
     /// The checkpoint has no such tensor, the number of its scales differs from `absmax`, or the
     /// file cannot be read.
-    pub fn optimizer_codes(&self, param: &str, state: &str, absmax: &mut [f32]) -> Result<&[u8]> {
+    pub(crate) fn optimizer_codes(&self, param: &str, state: &str, absmax: &mut [f32]) -> Result<&[u8]> {
         let name = format!("{param}.{state}");
         self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
         self.optimizer.bytes(&name)

@@ -202,7 +202,7 @@ impl<'a> Saver<'a> {
     }
 
     /// Returns whether a save in the background is not yet finished by [`Saver::finish`].
-    pub fn is_saving(&self) -> bool {
+    pub(crate) fn is_saving(&self) -> bool {
         self.writing.is_some()
     }
 

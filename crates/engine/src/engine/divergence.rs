@@ -52,7 +52,7 @@ impl Engine {
     ///
     /// # Errors
     /// A forward failed; a peer failed.
-    pub fn first_non_finite(&self, batches: &[Batch]) -> Result<BadValue> {
+    pub(crate) fn first_non_finite(&self, batches: &[Batch]) -> Result<BadValue> {
         let held = |check, holder| -> Result<Option<BadValue>> {
             let place = self.store.first_found(self.store.first_non_finite(check)?)?;
             Ok(place.map(|place| BadValue { place, holder }))

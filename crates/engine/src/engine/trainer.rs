@@ -127,7 +127,7 @@ impl Trainer {
     }
 
     /// Counts the steps up to `step` as done, whether or not they updated anything.
-    pub fn skip_to(&mut self, step: u64) {
+    pub(crate) fn skip_to(&mut self, step: u64) {
         self.optimizer.resume(step);
     }
 

@@ -305,7 +305,7 @@ impl Bucket {
     ///
     /// # Errors
     /// The part is not within the kept values, an internal error.
-    pub fn value_beside_master(&self, offload: &OffloadTarget) -> Result<Option<TensorMut>> {
+    pub(crate) fn value_beside_master(&self, offload: &OffloadTarget) -> Result<Option<TensorMut>> {
         let Some(master) = self.master.as_ref().filter(|_| !offload.has_state()) else { return Ok(None) };
         Ok(match self.own_value()? {
             ParamStorage::Memory(value) if value.device().same_device(master.device()) => Some(value),

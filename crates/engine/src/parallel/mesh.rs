@@ -90,7 +90,7 @@ impl DeviceMesh {
     }
 
     /// Returns the coordinate of this rank along `axis`.
-    pub fn coordinate(&self, axis: MeshAxis) -> usize {
+    pub(crate) fn coordinate(&self, axis: MeshAxis) -> usize {
         self.shape.coordinate(self.world.rank(), axis)
     }
 
@@ -110,18 +110,18 @@ impl DeviceMesh {
     }
 
     /// Returns the number of ranks that get different rows: those along the data and shard axes.
-    pub fn data_size(&self) -> usize {
+    pub(crate) fn data_size(&self) -> usize {
         self.shape.data_size()
     }
 
     /// Returns the index of this rank among those that get different rows. It selects the rank's
     /// data.
-    pub fn data_rank(&self) -> usize {
+    pub(crate) fn data_rank(&self) -> usize {
         self.shape.data_rank(self.world.rank())
     }
 
     /// Returns the index of `rank` of the world among those that get different rows.
-    pub fn data_rank_of(&self, rank: usize) -> usize {
+    pub(crate) fn data_rank_of(&self, rank: usize) -> usize {
         self.shape.data_rank(rank)
     }
 

@@ -70,7 +70,7 @@ impl MeshShape {
     }
 
     /// Returns the coordinate of `rank` of the whole mesh along `axis`.
-    pub fn coordinate(self, rank: usize, axis: MeshAxis) -> usize {
+    pub(crate) fn coordinate(self, rank: usize, axis: MeshAxis) -> usize {
         rank / self.stride(axis) % self.size(axis)
     }
 
@@ -81,14 +81,14 @@ impl MeshShape {
     }
 
     /// Returns the number of ranks that get different rows: those along the data and shard axes.
-    pub fn data_size(self) -> usize {
+    pub(crate) fn data_size(self) -> usize {
         self.size(MeshAxis::Data) * self.size(MeshAxis::Shard)
     }
 
     /// Returns the index of `rank` among those that get different rows, below
     /// [`MeshShape::data_size`]. Ranks that differ along other axes alone have the same index, and
     /// get the same rows.
-    pub fn data_rank(self, rank: usize) -> usize {
+    pub(crate) fn data_rank(self, rank: usize) -> usize {
         self.coordinate(rank, MeshAxis::Data) * self.size(MeshAxis::Shard)
             + self.coordinate(rank, MeshAxis::Shard)
     }

@@ -73,7 +73,7 @@ impl ParamDesc {
 
 impl ParamKind {
     /// Returns the rule of the optimizer for it, or `None` if it is frozen.
-    pub fn update_rule(self) -> Option<UpdateRule> {
+    pub(crate) fn update_rule(self) -> Option<UpdateRule> {
         match self {
             ParamKind::Frozen { .. } | ParamKind::Quantized(_) => None,
             ParamKind::Trainable(rule) | ParamKind::Adapter(rule) | ParamKind::AdapterInBf16(rule) => {

@@ -243,7 +243,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// The same as for [`ParamStore::block`].
-    pub fn head_and_gradients(&self, next: Option<usize>) -> Result<GatherGuard<'_, HeadWeights>> {
+    pub(crate) fn head_and_gradients(&self, next: Option<usize>) -> Result<GatherGuard<'_, HeadWeights>> {
         self.prepare_backward(Segment::Head)?;
         self.hold_head(next, true)
     }
@@ -291,13 +291,13 @@ impl ParamStore {
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
-    pub fn prepare_backward(&self, segment: Segment) -> Result<()> {
+    pub(crate) fn prepare_backward(&self, segment: Segment) -> Result<()> {
         self.grad_buffers.wait_for_reductions(&self.mesh, &self.buckets, Some(segment))
     }
 
     /// Starts or stops the check for non-finite local gradients before they are summed over ranks.
     /// Returns whether any were seen since it started.
-    pub fn watch_own_gradients(&self, looks: bool) -> bool {
+    pub(crate) fn watch_own_gradients(&self, looks: bool) -> bool {
         self.grad_buffers.watch(looks)
     }
 
@@ -313,7 +313,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
-    pub fn all_gather_params(&self) -> Result<()> {
+    pub(crate) fn all_gather_params(&self) -> Result<()> {
         self.mesh.world().enter(Phase::AllGatherParams)?;
         for bucket in self.trainable() {
             bucket.refresh(&self.offload)?;
@@ -378,7 +378,7 @@ impl ParamStore {
     }
 
     /// Returns whether the embedding has a gradient to compute.
-    pub fn embedding_trains(&self) -> bool {
+    pub(crate) fn embedding_trains(&self) -> bool {
         self.trainable().any(|bucket| bucket.segment == Segment::Embed)
     }
 
@@ -400,7 +400,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// A tensor operation failed.
-    pub fn first_non_finite(&self, check: FiniteCheck) -> Result<Option<String>> {
+    pub(crate) fn first_non_finite(&self, check: FiniteCheck) -> Result<Option<String>> {
         let held = |b: &Bucket| match check {
             FiniteCheck::FrozenWeights if b.grad.is_some() => None,
             FiniteCheck::TrainedWeights if b.grad.is_none() => None,

@@ -55,7 +55,7 @@ pub enum Placement {
 
 impl Placement {
     /// A flat bucket, sharded over the ranks of the shard axis.
-    pub const FLAT_SHARD: Placement = Placement::Sharded { axis: MeshAxis::Shard, dim: 0 };
+    pub(crate) const FLAT_SHARD: Placement = Placement::Sharded { axis: MeshAxis::Shard, dim: 0 };
 
     /// Returns whether a rank has only a part.
     pub fn is_sharded(self) -> bool {

@@ -30,7 +30,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// A tensor operation failed.
-    pub fn gradient_squares(&self) -> Result<SquareSums> {
+    pub(crate) fn gradient_squares(&self) -> Result<SquareSums> {
         let grads: Vec<Option<Tensor>> = self.trainable().map(Bucket::gradient).collect::<Result<_>>()?;
         // On the device for any storage of gradients: partial sums differ between devices.
         sums_of_squares(&grads.iter().flatten().collect::<Vec<_>>(), &self.device)
@@ -41,7 +41,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// An operation of the device failed; a peer failed.
-    pub fn norm_of(&self, squares: SquareSums) -> Result<f64> {
+    pub(crate) fn norm_of(&self, squares: SquareSums) -> Result<f64> {
         let (mut whole, mut parts) = (0f64, BTreeMap::<MeshAxis, f64>::new());
         for (bucket, squares) in self.trainable().zip(squares.read()?) {
             match bucket.spec.update.axis() {
@@ -80,7 +80,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// A peer failed.
-    pub fn ranks_that(&self, yes: bool) -> Result<Vec<usize>> {
+    pub(crate) fn ranks_that(&self, yes: bool) -> Result<Vec<usize>> {
         let world = self.mesh().world();
         let mut said = vec![0.0; world.size()];
         said[world.rank()] = f64::from(u8::from(yes));
@@ -93,7 +93,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// A peer failed.
-    pub fn first_rank(&self, yes: bool) -> Result<Option<usize>> {
+    pub(crate) fn first_rank(&self, yes: bool) -> Result<Option<usize>> {
         Ok(self.ranks_that(yes)?.first().copied())
     }
 
@@ -102,7 +102,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// A peer failed.
-    pub fn first_found(&self, found: Option<String>) -> Result<Option<String>> {
+    pub(crate) fn first_found(&self, found: Option<String>) -> Result<Option<String>> {
         let world = self.mesh().world();
         let ranks = self.ranks_that(found.is_some())?;
         let Some(rank) = ranks.first().copied() else { return Ok(None) };

@@ -17,7 +17,7 @@ pub struct EntryIndex {
 
 impl ParamStore {
     /// Returns every trainable tensor, in the same order on all ranks.
-    pub fn trainable_entries(&self) -> Vec<EntryIndex> {
+    pub(crate) fn trainable_entries(&self) -> Vec<EntryIndex> {
         let of_bucket =
             |(bucket, entries): (usize, usize)| (0..entries).map(move |entry| EntryIndex { bucket, entry });
         let counts = self.trainable().map(|bucket| bucket.entries.len());
@@ -25,7 +25,7 @@ impl ParamStore {
     }
 
     /// Returns the name of a trainable tensor of this store.
-    pub fn trainable_name(&self, at: EntryIndex) -> Option<&str> {
+    pub(crate) fn trainable_name(&self, at: EntryIndex) -> Option<&str> {
         Some(self.trainable().nth(at.bucket)?.entries.get(at.entry)?.desc.name.as_str())
     }
 
@@ -33,7 +33,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// A tensor operation failed.
-    pub fn has_gradients(&self, entries: &[EntryIndex]) -> Result<Vec<bool>> {
+    pub(crate) fn has_gradients(&self, entries: &[EntryIndex]) -> Result<Vec<bool>> {
         let buckets: Vec<&Bucket> = self.trainable().collect();
         let mut parts: Vec<Option<Tensor>> = Vec::new();
         for at in entries {

@@ -59,7 +59,7 @@ pub struct RunFacts {
 
 impl RunFacts {
     /// Adds the measurements of a step.
-    pub fn add_step(&mut self, report: &StepReport) {
+    pub(crate) fn add_step(&mut self, report: &StepReport) {
         self.steps += 1;
         self.step_secs += report.step_secs;
         self.data_secs += report.data_secs;
@@ -71,7 +71,7 @@ impl RunFacts {
     }
 
     /// Adds seconds of saving outside of steps.
-    pub fn add_save(&mut self, secs: f64) {
+    pub(crate) fn add_save(&mut self, secs: f64) {
         self.save_secs += secs;
         self.all_secs += secs;
     }

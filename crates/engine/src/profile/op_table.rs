@@ -36,7 +36,7 @@ impl OpRow {
     }
 
     /// Returns floating-point operations per second.
-    pub fn flops_per_sec(&self) -> f64 {
+    pub(crate) fn flops_per_sec(&self) -> f64 {
         self.flops as f64 / self.self_secs.max(1e-9)
     }
 }
@@ -106,7 +106,7 @@ impl OpTable {
     }
 
     /// Returns the seconds of the rows of a kind.
-    pub fn secs_of(&self, kind: SpanKind) -> f64 {
+    pub(crate) fn secs_of(&self, kind: SpanKind) -> f64 {
         self.operations.iter().filter(|row| row.kind == kind.name()).map(|row| row.self_secs).sum()
     }
 

@@ -45,7 +45,7 @@ impl TraceSchedule {
     }
 
     /// Returns the number of steps before the first one that is kept.
-    pub fn first_active(&self) -> u64 {
+    pub(crate) fn first_active(&self) -> u64 {
         self.wait.saturating_add(self.warmup)
     }
 }

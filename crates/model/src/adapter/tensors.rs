@@ -71,7 +71,7 @@ impl TensorKind {
     }
 
     /// Returns whether it belongs to a module with LoRA.
-    pub fn is_lora(self) -> bool {
+    pub(crate) fn is_lora(self) -> bool {
         matches!(
             self,
             Self::LoraA | Self::LoraB | Self::LoraMagnitude | Self::LoraEmbeddingA | Self::LoraEmbeddingB

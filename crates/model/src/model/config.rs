@@ -60,7 +60,7 @@ impl ModelConfig {
     }
 
     /// Returns the gated MLP of each block that has one, in the order of the blocks.
-    pub fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
+    pub(crate) fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
         self.blocks.iter().map(|block| {
             let ChannelMixer::GatedMlp(mlp) = &block.channel_mixer;
             mlp

@@ -198,7 +198,7 @@ impl ModelPart {
     }
 
     /// Returns whether it is a norm.
-    pub fn is_norm(self) -> bool {
+    pub(crate) fn is_norm(self) -> bool {
         match self {
             ModelPart::EmbedTokens | ModelPart::LmHead => false,
             ModelPart::Block { part, .. } => part.group().is_none(),

@@ -57,7 +57,7 @@ pub struct LoraShape {
 
 impl LoraShape {
     /// Returns the number of columns of a buffer of `[N, r]`.
-    pub fn buffer_width(self) -> usize {
+    pub(crate) fn buffer_width(self) -> usize {
         buffer_width(self.r, self.dtype, self.has_kernels)
     }
 }

@@ -17,4 +17,4 @@ pub use algorithm::{OptimizerAlgorithm, UpdatePiece, UpdateStep};
 pub use optimizer::{Optimizer, OptimizerOptions};
 pub use param_group::ParamGroup;
 pub use schedule::Schedule;
-pub use state::{INT8_MIN_ELEMENTS, StateLayout, StateTensor, StateValues};
+pub use state::{StateLayout, StateTensor, StateValues};

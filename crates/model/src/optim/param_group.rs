@@ -24,7 +24,7 @@ pub struct ParamGroup {
     /// Factor of the learning rate (LoRA+ for B).
     pub rate: f64,
     /// True if its state may be kept in 8 bits: it is one tensor, or a shard of one, of
-    /// [`INT8_MIN_ELEMENTS`](super::INT8_MIN_ELEMENTS) or more.
+    /// `INT8_MIN_ELEMENTS` or more.
     pub large: bool,
 }
 

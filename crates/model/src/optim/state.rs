@@ -29,7 +29,7 @@ pub struct StateLayout {
 }
 
 /// Smaller parameters keep their state in f32 (bitsandbytes' `min_8bit_size`).
-pub const INT8_MIN_ELEMENTS: usize = 4096;
+pub(crate) const INT8_MIN_ELEMENTS: usize = 4096;
 
 impl StateLayout {
     /// Returns whether the state of a parameter of `elements` elements is kept in 8 bits, if its

@@ -219,7 +219,7 @@ impl ModelFiles {
     }
 
     /// Removes the warning about renamed tensors from [`ModelFiles::notes`].
-    pub fn forget_names(&mut self) {
+    pub(crate) fn forget_names(&mut self) {
         self.renamed = None;
     }
 
@@ -230,7 +230,7 @@ impl ModelFiles {
     }
 
     /// Records that embedding and head are two tables, though config.json ties them.
-    pub fn keep_head_apart(&mut self) {
+    pub(crate) fn keep_head_apart(&mut self) {
         self.head_apart = true;
         self.notes.push(format!(
             "config.json ties embedding and head, but the weights hold two tables that differ: the head is `{LM_HEAD}` as it is stored"
@@ -242,7 +242,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// The same as for [`ModelFiles::read_into`].
-    pub fn tables_differ(&self, one: &str, other: &str) -> Result<bool> {
+    pub(crate) fn tables_differ(&self, one: &str, other: &str) -> Result<bool> {
         let Some((first, second)) = self.info(one).zip(self.info(other)) else { return Ok(false) };
         if self.is_header_only() {
             return Ok(false);
@@ -267,7 +267,7 @@ impl ModelFiles {
     }
 
     /// Removes the tensors whose names are `unused` from the list. Returns their number.
-    pub fn pass_over(&mut self, unused: impl Fn(&str) -> bool) -> usize {
+    pub(crate) fn pass_over(&mut self, unused: impl Fn(&str) -> bool) -> usize {
         let before = self.tensors.len();
         self.tensors.retain(|name, _| !unused(name));
         self.quantized.retain(|name, _| !unused(name));

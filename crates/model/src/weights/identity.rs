@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
 
 /// The metadata entry of a quantized checkpoint with the [`ModelIdentity`] of the original model.
-pub const QUANTIZED_FROM: &str = "finetune.quantized_from";
+pub(crate) const QUANTIZED_FROM: &str = "finetune.quantized_from";
 /// The version with a digest of every byte.
 const VERSION: u32 = 2;
 /// The version with a digest of a sample.

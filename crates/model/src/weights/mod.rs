@@ -36,7 +36,8 @@ pub use crate::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
 pub use digest::DigestTask;
 pub use files::ModelFiles;
-pub use identity::{ConfigDifference, ModelIdentity, QUANTIZED_FROM};
+pub(crate) use identity::QUANTIZED_FROM;
+pub use identity::{ConfigDifference, ModelIdentity};
 pub use load::{Expected, load_tensor};
 pub use output_file::{OutputFile, OutputKind};
 pub use quantized::QuantizedTensor;
@@ -49,10 +50,8 @@ pub use tensor_names::NameRules;
 pub use unfinished::{
     discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };
-pub use write::{
-    Metadata, TensorSink, WriteEntry, Written, split, write_file, write_file_with, write_index,
-    write_index_of, write_sharded, write_shards, write_text,
-};
+pub use write::{Metadata, TensorSink, WriteEntry, Written, split, write_file, write_sharded, write_text};
+pub(crate) use write::{write_file_with, write_index, write_index_of, write_shards};
 
 /// The weights of a model that is not sharded.
 pub const MODEL_FILE: &str = "model.safetensors";
@@ -69,6 +68,6 @@ pub const LM_HEAD_MODULE: &str = "lm_head";
 
 /// Returns whether a tensor is a buffer of rotary frequencies, which old checkpoints contain and no
 /// loader reads.
-pub fn is_rotary_buffer(name: &str) -> bool {
+pub(crate) fn is_rotary_buffer(name: &str) -> bool {
     name.ends_with("rotary_emb.inv_freq")
 }

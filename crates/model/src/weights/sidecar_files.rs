@@ -45,7 +45,7 @@ const NAMED_TEMPLATES: &str = "additional_chat_templates";
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// The key of config.json with the quantization of weights.
-pub const QUANTIZATION_CONFIG: &str = "quantization_config";
+pub(crate) const QUANTIZATION_CONFIG: &str = "quantization_config";
 
 /// The change of [`QUANTIZATION_CONFIG`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -76,7 +76,7 @@ impl ConfigChanges {
     /// Returns the changes for weights with `entries`. The dtype is the float type of most of their
     /// bytes, and the number of tokens is the number of rows of the embedding. The quantization is
     /// removed if none of the entries belongs to a quantized tensor.
-    pub fn for_weights(entries: &[WriteEntry]) -> Self {
+    pub(crate) fn for_weights(entries: &[WriteEntry]) -> Self {
         let mut bytes = BTreeMap::new();
         for entry in entries.iter().filter(|entry| entry.dtype.is_float()) {
             *bytes.entry(entry.dtype).or_insert(0) += entry.bytes();
@@ -104,7 +104,7 @@ impl ConfigChanges {
 ///
 /// # Errors
 /// User: the file is missing or is not a JSON object.
-pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
+pub(crate) fn read_config(folder: &Path) -> Result<Map<String, Value>> {
     let path = folder.join(CONFIG_FILE);
     let text = input_file::read("read", &path)?;
     let config: Map<String, Value> = serde_json::from_slice(&text)

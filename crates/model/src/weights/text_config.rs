@@ -78,7 +78,7 @@ const SHARED: [&str; 7] = [
 
 /// Returns the config.json of the text part of a model for images, with the `model_type` of the
 /// whole. Returns `None` if `config` is of another model, or has an unsupported text part.
-pub fn text_part(config: &Map<String, Value>) -> Option<(Map<String, Value>, String)> {
+pub(crate) fn text_part(config: &Map<String, Value>) -> Option<(Map<String, Value>, String)> {
     let model_type = config.get("model_type")?.as_str()?;
     let model = VISION_MODELS.iter().find(|model| model.model_type == model_type)?;
     let flat = || config.contains_key("vision_config").then_some(config);

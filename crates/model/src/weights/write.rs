@@ -117,7 +117,7 @@ pub fn write_file(
 ///
 /// # Errors
 /// The same as for [`write_file`].
-pub fn write_file_with(
+pub(crate) fn write_file_with(
     path: &Path,
     entries: &[WriteEntry],
     metadata: &Metadata,
@@ -155,7 +155,7 @@ pub fn write_sharded(
 ///
 /// # Errors
 /// The same as for [`write_sharded`].
-pub fn write_shards(
+pub(crate) fn write_shards(
     folder: &Path,
     shards: &[Vec<WriteEntry>],
     mine: Range<usize>,
@@ -175,7 +175,7 @@ pub fn write_shards(
 ///
 /// # Errors
 /// Storage: the disk is full or fails.
-pub fn write_index_of(folder: &Path, shards: &[Vec<WriteEntry>]) -> Result<Option<Written>> {
+pub(crate) fn write_index_of(folder: &Path, shards: &[Vec<WriteEntry>]) -> Result<Option<Written>> {
     if shards.len() < 2 {
         return Ok(None);
     }
@@ -189,7 +189,7 @@ pub fn write_index_of(folder: &Path, shards: &[Vec<WriteEntry>]) -> Result<Optio
 ///
 /// # Errors
 /// Storage: the disk is full or fails.
-pub fn write_index<'a>(
+pub(crate) fn write_index<'a>(
     folder: &Path,
     tensors: impl IntoIterator<Item = (&'a WriteEntry, &'a str)>,
 ) -> Result<Written> {

@@ -33,7 +33,7 @@ fn start() -> (Instant, u64) {
 }
 
 /// Nanoseconds from 1970 to the zero of [`now`].
-pub fn start_nanos() -> u64 {
+pub(crate) fn start_nanos() -> u64 {
     start().1
 }
 

@@ -22,10 +22,10 @@ use crate::units;
 use environment::LaunchEnvironment;
 
 /// Default port of rank 0 (PyTorch's).
-pub const DEFAULT_PORT: u16 = 29_500;
+pub(crate) const DEFAULT_PORT: u16 = 29_500;
 
 /// Number of ports to try if the first may be in use.
-pub const PORTS_TRIED: u16 = 16;
+pub(crate) const PORTS_TRIED: u16 = 16;
 
 /// Flags about ranks; the rest is from the environment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -9,7 +9,7 @@
 use crate::error::{Error, Result};
 
 /// Maximum number of hosts in a list.
-pub const MAX_HOSTS: usize = 65_536;
+pub(crate) const MAX_HOSTS: usize = 65_536;
 
 /// Maximum bytes of a list; the longest real ones (thousands of single hosts) have about 100 kB.
 const MAX_LIST_BYTES: usize = 1 << 20;

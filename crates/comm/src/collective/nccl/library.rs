@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::runtime::buffer::ElementType;
 
 /// Environment variable with the path of the library or of its folder.
-pub const LIBRARY_VARIABLE: &str = "FINETUNE_NCCL_LIB";
+pub(crate) const LIBRARY_VARIABLE: &str = "FINETUNE_NCCL_LIB";
 
 /// 2.18 introduced `ncclCommSplit` and the layout of [`NcclConfig`].
 const OLDEST: NcclVersion = NcclVersion(21800);
@@ -38,9 +38,9 @@ impl NcclStatus {
     /// The call succeeded: `ncclSuccess`.
     pub const SUCCESS: NcclStatus = NcclStatus(0);
     /// A peer has failed: `ncclRemoteError`.
-    pub const REMOTE_ERROR: NcclStatus = NcclStatus(6);
+    pub(crate) const REMOTE_ERROR: NcclStatus = NcclStatus(6);
     /// A non-blocking call is still running: `ncclInProgress`.
-    pub const IN_PROGRESS: NcclStatus = NcclStatus(7);
+    pub(crate) const IN_PROGRESS: NcclStatus = NcclStatus(7);
 }
 
 /// `ncclDataType_t` of an element.
@@ -54,7 +54,7 @@ pub fn data_type(element: ElementType) -> c_int {
 }
 
 /// `ncclSum` of `ncclRedOp_t`.
-pub const SUM: c_int = 0;
+pub(crate) const SUM: c_int = 0;
 
 /// `ncclUniqueId`: rank 0 creates one, and the rendezvous session sends it to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,7 +80,7 @@ pub struct NcclConfig {
 
 impl NcclConfig {
     /// All calls return at once and are polled; other settings are the library's choice.
-    pub fn non_blocking() -> Self {
+    pub(crate) fn non_blocking() -> Self {
         /// Leaves a setting to NCCL: `NCCL_CONFIG_UNDEF_INT`.
         const UNSET: c_int = c_int::MIN;
         NcclConfig {

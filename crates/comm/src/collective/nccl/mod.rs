@@ -40,8 +40,7 @@ pub use cuda::Cuda;
 pub use device::{CommStream, GpuStreams};
 pub use environment::one_gpu_environment;
 pub use library::{
-    LIBRARY_VARIABLE, NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, NcclVersion, RawComm, RawStream,
-    SUM, UniqueId, data_type,
+    NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, NcclVersion, RawComm, RawStream, UniqueId, data_type,
 };
 pub use rank_group::{GroupInfo, run_on_gpus, run_ranks};
 
