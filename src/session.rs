@@ -68,8 +68,8 @@ impl Session {
         Ok(Session { plan, trainer, cursor: Cursor::default() })
     }
 
-    /// Returns the remaining steps of the run as an iterator, which takes one at each call of `next`.
-    /// A session whose iterator was dropped early continues where it stopped.
+    /// Returns the remaining steps of the run as an iterator, which takes one at each call of
+    /// `next`. After an iterator was dropped early, the next one continues where it stopped.
     ///
     /// # Errors
     /// The data do not fit the sizes of a step.

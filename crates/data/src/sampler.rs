@@ -6,9 +6,9 @@
 //!
 //! A *unit* is a row or a [group](ExampleSource::group) of rows, or with packing a bin of them,
 //! packed once in a shuffled order; epochs shuffle the units. Shuffled units are sorted by length
-//! inside windows of 64 global batches and cut into batches; then the batches are shuffled, and each
-//! in itself. So units of similar length share a step, and its micro-batches and ranks take equal
-//! time. `shuffle = false` keeps the order of the files. The last, smaller batch of an epoch is a
+//! inside windows of 64 global batches and cut into batches. Then the batches are shuffled, and
+//! each in itself. So units of similar length share a step, and its micro-batches and ranks take
+//! equal time. `shuffle = false` keeps the order of the files. The last, smaller batch of an epoch is a
 //! step of its own and stays last. Steps are counted like in transformers:
 //! `ceil(epochs x steps per epoch)`; a given `max_steps` overrides that.
 
@@ -231,7 +231,7 @@ impl<'a> Sampler<'a> {
     }
 }
 
-/// Rows that stay together: neighbours of one group, or a row by itself.
+/// Returns the rows that stay together: neighbours of one group, or a row by itself.
 fn groups(examples: &dyn ExampleSource, count: u32) -> Vec<Vec<u32>> {
     let mut groups: Vec<Vec<u32>> = Vec::with_capacity(count as usize);
     let mut last = None;
@@ -246,7 +246,8 @@ fn groups(examples: &dyn ExampleSource, count: u32) -> Vec<Vec<u32>> {
     groups
 }
 
-/// The rows of each unit: a group, or with packing a bin of groups. A group with more tokens than a bin has a bin of its own.
+/// Returns the rows of each unit: a group, or with packing a bin of groups. A group with more
+/// tokens than a bin has a bin of its own.
 fn units(groups: &[Vec<u32>], rows: &[usize], options: &SamplerOptions) -> Vec<Vec<u32>> {
     if !options.packing {
         return groups.to_vec();

@@ -80,7 +80,8 @@ pub struct StepReport {
     /// The same including recomputed operations.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub hfu: Option<f64>,
-    /// Metrics of the objective by name, each divided by what the loss is divided by; cross-entropy has none.
+    /// Metrics of the objective by name, each divided by the loss's divisor; cross-entropy has
+    /// none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub objective: BTreeMap<String, f64>,
 }

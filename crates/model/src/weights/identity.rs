@@ -169,8 +169,8 @@ impl ModelIdentity {
         known
     }
 
-    /// The keys of config.json whose values differ. A key that one of both does not know, because an
-    /// older version of the program wrote it, is no difference.
+    /// Returns the keys of config.json whose values differ. A key that one of both does not have,
+    /// because an older version of the program wrote it, is no difference.
     pub fn config_differences(&self, other: &Self) -> Vec<ConfigDifference> {
         let both = self.config.iter().filter_map(|(key, value)| Some((key, value, other.config.get(key)?)));
         both.filter(|(_, here, there)| here != there)
