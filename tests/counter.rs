@@ -16,7 +16,7 @@ use finetune::data::Step;
 use finetune::engine::Trainer;
 use finetune::loading::Resolver;
 use finetune::model::{AdapterSwitch, ModelConfig, parameters};
-use finetune::ops::{GEMM_WORKSPACE, GpuWork, asked, count_process};
+use finetune::ops::{GEMM_WORKSPACE, GpuWork, requested_work, count_process};
 use finetune::planning::{Plan, WorldSize};
 use finetune::recipe::{Recipe, RecipeLayers, RecipeText};
 use finetune::report::{Terminal, Verbosity};
@@ -231,16 +231,16 @@ impl Loaded {
     fn second_step(&mut self) -> (GpuWork, usize) {
         self.trainer.step(&self.steps[0]).unwrap();
         PEAK.store(LIVE.load(Relaxed), Relaxed);
-        let before = asked();
+        let before = requested_work();
         self.trainer.step(&self.steps[1]).unwrap();
-        (asked() - before, PEAK.load(Relaxed) - self.before)
+        (requested_work() - before, PEAK.load(Relaxed) - self.before)
     }
 
     /// Returns the work that the blocks' forward of a micro-batch requests.
     fn forward(&self) -> GpuWork {
-        let before = asked();
+        let before = requested_work();
         self.trainer.engine.hidden(&self.steps[0].micro_batches[0], AdapterSwitch::On).unwrap();
-        asked() - before
+        requested_work() - before
     }
 }
 

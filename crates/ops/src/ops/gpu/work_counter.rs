@@ -77,7 +77,7 @@ const NOTHING: GpuWork = GpuWork {
 };
 
 /// Returns the work requested of the GPU since the process began.
-pub(crate) fn requested_work() -> GpuWork {
+pub fn requested_work() -> GpuWork {
     with_requested(|asked| asked.work)
 }
 
