@@ -2,7 +2,7 @@
 # Tests the matrix unit (AMX) on a machine without one: Linux under Bochs, which emulates a whole PC
 # with a Sapphire Rapids processor, runs this project's tests with FINETUNE_CPU=amx.
 #
-#     scripts/emulate_amx.sh path/to/bochs path/to/vmlinuz [compute|cli FILTER]...
+#     scripts/emulate_amx.sh path/to/bochs path/to/vmlinuz [compute|runtime|cli FILTER]...
 #
 # Needs, beside Rust and a C++ compiler:
 # - Bochs of 2026-08-22 (commit 783b58fd6), built in its source folder, so that its BIOS is beside
@@ -30,7 +30,7 @@ for file in "$busybox" "$isolinux" "$ldlinux" "$bios/BIOS-bochs-latest"; do
     [[ -e $file ]] || { echo "there is no $file" >&2; exit 2; }
 done
 [[ $# -gt 0 ]] || set -- \
-    compute instruction_set \
+    runtime instruction_set \
     compute packed_gemm \
     compute ops::attention \
     compute selftest::oracle \
@@ -62,9 +62,11 @@ built() {
 }
 
 compute=$(built --package finetune-ops --lib)
+runtime=$(built --package finetune-runtime --lib)
 cli=$(built --test cli)
 finetune=$(dirname "$cli")/../finetune
 put "$compute"
+put "$runtime"
 put "$cli"
 put "$(realpath "$finetune")"
 mkdir -p "$root$PWD/tests"
@@ -83,7 +85,7 @@ echo "flags: \$(grep -m 1 flags /proc/cpuinfo | grep -o 'amx_[a-z0-9]*\|avx512_b
 $(realpath "$finetune") doctor | grep '^instructions'
 END
 while [[ $# -ge 2 ]]; do
-    case $1 in compute) binary=$compute ;; cli) binary=$cli ;; *) echo "neither compute nor cli: $1" >&2; exit 2 ;; esac
+    case $1 in compute) binary=$compute ;; runtime) binary=$runtime ;; cli) binary=$cli ;; *) echo "none of compute, runtime and cli: $1" >&2; exit 2 ;; esac
     printf 'echo "== %s"; %s --test-threads=1 %s || echo "FAILED: exit $?"\n' "$1 $2" "$binary" "$2" >>"$root/init"
     shift 2
 done

@@ -109,7 +109,7 @@ pub struct CommonArgs {
     /// Use only local files, without network access
     #[arg(long)]
     pub offline: bool,
-    /// Print errors only
+    /// Print only errors and warnings
     #[arg(short, long, conflicts_with = "verbose")]
     pub quiet: bool,
     /// Print more details

@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::loading::{AdapterSetup, BaseModel, DatasetLoader, EngineOptions, Resolver, Trains};
 use crate::model::AdapterSwitch;
 use crate::planning::{Plan, WorldSize};
+use crate::recipe::enums::OnNan;
 use crate::recipe::{DataSource, Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
@@ -22,7 +23,10 @@ use crate::training::{trainer, weights_writer};
 
 /// A training run on one device: a recipe in, steps out.
 ///
-/// The session writes nothing by itself. It takes no checkpoints and prints nothing.
+/// The session writes nothing before [`save`](Session::save), takes no checkpoints, and prints only
+/// warnings. Keys about them (`[checkpoint]`, `[log]`, `[alerts]`, `[profile]`, `eval.steps`) have no
+/// effect. It refuses `eval.keep_best`, `eval.patience` and `train.on_nan` other than "stop", which
+/// change the result of a run.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -59,12 +63,18 @@ impl Session {
             folder: folder.into(),
             ..RecipeLayers::default()
         })?;
+        refuse_run_keys(&recipe)?;
         let terminal = Terminal::stderr(Verbosity::Quiet);
         let resolver = Resolver::new(false, &terminal)?;
         let device = device::open(device::preferred()?)?;
         let world = WorldSize::on_one_host(1);
         let plan = Plan::resolve(recipe, &resolver, device.clone(), world, None, clock::now())?;
+        plan.check_learns()?;
+        plan.check_base(None, false)?;
+        let digest = plan.base.start_digest()?;
         let trainer = trainer(&plan, None, Arc::new(SingleRank), &device)?;
+        digest.map_or(Ok(()), |digest| plan.finish_digest(digest))?;
+        plan.check_base(None, false)?;
         Ok(Session { plan, trainer, cursor: Cursor::default() })
     }
 
@@ -76,7 +86,7 @@ impl Session {
     pub fn steps(&mut self) -> Result<SessionSteps<'_>> {
         let mut sampler = self.plan.sampler()?;
         sampler.seek(self.cursor)?;
-        Ok(SessionSteps { sampler, trainer: &mut self.trainer, cursor: &mut self.cursor })
+        Ok(SessionSteps { sampler, trainer: &mut self.trainer, cursor: &mut self.cursor, failed: false })
     }
 
     /// Evaluates the held-out rows of `data.eval` or `data.eval_split`; none without such rows.
@@ -112,11 +122,25 @@ impl Session {
     }
 }
 
-/// The steps of a [`Session`].
+/// Refuses keys that would change the result of a run, and that a session does not carry out.
+fn refuse_run_keys(recipe: &Recipe) -> Result<()> {
+    let refused = match () {
+        () if recipe.eval.keeps_best() => "`eval.keep_best` or `eval.patience`",
+        () if recipe.train.on_nan != OnNan::Stop => "`train.on_nan`",
+        () => return Ok(()),
+    };
+    Err(Error::user(format!("a session cannot follow {refused}"))
+        .because("it takes no checkpoints, from which such a run takes weights back")
+        .hint("remove the key, or run the program `finetune`"))
+}
+
+/// The steps of a [`Session`]. After an error it yields nothing more, and the failed step counts as
+/// not taken.
 pub struct SessionSteps<'a> {
     sampler: Sampler<'a>,
     trainer: &'a mut Trainer,
     cursor: &'a mut Cursor,
+    failed: bool,
 }
 
 impl SessionSteps<'_> {
@@ -130,9 +154,15 @@ impl Iterator for SessionSteps<'_> {
     type Item = Result<StepResult>;
 
     fn next(&mut self) -> Option<Self::Item> {
+        if self.failed {
+            return None;
+        }
         let step = self.sampler.next_step()?;
         let result = self.trainer.step(&step);
-        *self.cursor = self.sampler.cursor();
+        match &result {
+            Ok(_) => *self.cursor = self.sampler.cursor(),
+            Err(_) => self.failed = true,
+        }
         Some(result)
     }
 }
@@ -166,17 +196,19 @@ impl TrainedModel {
         let terminal = Terminal::stderr(Verbosity::Quiet);
         let resolver = Resolver::new(false, &terminal)?;
         let mut base = BaseModel::open(&recipe.model, None, &resolver)?;
-        let mut setup = None;
+        let (mut setup, mut comparison) = (None, None);
         if let Some(adapter) = adapter {
             let found = resolver.adapter(&DataSource::from_argument("adapter", adapter, folder)?)?.folder;
             base.adopt(&found)?;
             setup = Some(AdapterSetup::saved_in(&found, &base.config)?);
+            comparison = Some(base.check_adapter(&found, recipe.train.seed, false, &terminal)?);
         }
         let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let rows = base.dataset_loader(tokenizer, &recipe.data)?;
         let device = device::open(device::preferred()?)?;
         let options = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         let engine = base.engine(Trains::adapter_or_nothing(setup.as_ref()), &options)?;
+        comparison.map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
         Ok(TrainedModel { engine, rows })
     }
 

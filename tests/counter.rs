@@ -16,7 +16,7 @@ use finetune::data::Step;
 use finetune::engine::Trainer;
 use finetune::loading::Resolver;
 use finetune::model::{AdapterSwitch, ModelConfig, parameters};
-use finetune::ops::{GEMM_WORKSPACE, GpuWork, requested_work, count_process};
+use finetune::ops::{GEMM_WORKSPACE, GpuWork, count_process, requested_work};
 use finetune::planning::{Plan, WorldSize};
 use finetune::recipe::{Recipe, RecipeLayers, RecipeText};
 use finetune::report::{Terminal, Verbosity};

@@ -96,3 +96,34 @@ fn is_harmless(key: &str) -> bool {
     let section = key.split_once('.').map_or(key, |(section, _)| section);
     HARMLESS_KEYS.contains(&key) || HARMLESS.contains(&section) && key != "parallel.reduce_dtype"
 }
+
+/// Returns `facts` with the format of pairs as the checkpoint recorded it: before the format
+/// "preference_chosen", the recipe of such a run had "auto" or "preference". The digest of the data
+/// compares the rows.
+pub(super) fn with_older_format(
+    mut facts: BTreeMap<String, String>,
+    recorded: &BTreeMap<String, String>,
+) -> BTreeMap<String, String> {
+    let (now, then) = (facts.get("data.format"), recorded.get("data.format"));
+    if let (Some("\"preference_chosen\""), Some(older @ ("\"auto\"" | "\"preference\""))) =
+        (now.map(String::as_str), then.map(String::as_str))
+    {
+        facts.insert("data.format".into(), older.to_owned());
+    }
+    facts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_older_name_of_the_format_of_pairs_is_the_same_run() {
+        let of = |format: &str| BTreeMap::from([("data.format".to_owned(), format!("{format:?}"))]);
+        for older in ["auto", "preference"] {
+            assert_eq!(with_older_format(of("preference_chosen"), &of(older)), of(older));
+        }
+        assert_eq!(with_older_format(of("text"), &of("auto")), of("text"));
+        assert_eq!(with_older_format(of("preference_chosen"), &of("text")), of("preference_chosen"));
+    }
+}

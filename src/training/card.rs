@@ -50,7 +50,7 @@ pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
 
 /// Returns whether a chat template rendered the rows, so that prompts need the template too.
 pub(crate) fn is_chat(plan: &Plan) -> bool {
-    const CHATS: [&str; 5] = ["messages: ", "sharegpt: ", "preference: ", "alpaca: ", "instruction: "];
+    const CHATS: [&str; 5] = ["messages: ", "sharegpt: ", "preference_chosen: ", "alpaca: ", "instruction: "];
     let why = &plan.train.0.report().why;
     plan.rows.template.is_some() && CHATS.iter().any(|format| why.contains(format))
 }

@@ -84,7 +84,7 @@ fn help_of_the_root() {
                                      and stops
           --dry-run                  Print the resolved recipe and the plan of the run, without training
           --offline                  Use only local files, without network access
-      -q, --quiet                    Print errors only
+      -q, --quiet                    Print only errors and warnings
       -v, --verbose                  Print more details
 
     Several processes without a launcher:
@@ -125,7 +125,7 @@ fn help_of_every_verb() {
           --no-double-quant  Keep the scales in f32; not with int8, whose scales always are
           --skip <NAME>      Layers to leave unquantized, such as down_proj or layers.0; may be repeated
           --offline          Use only local files, without network access
-      -q, --quiet            Print errors only
+      -q, --quiet            Print only errors and warnings
       -v, --verbose          Print more details
       -h, --help             Print help
 
@@ -175,7 +175,7 @@ fn help_of_every_verb() {
               Use only local files, without network access
 
       -q, --quiet
-              Print errors only
+              Print only errors and warnings
 
       -v, --verbose
               Print more details
@@ -206,7 +206,7 @@ fn help_of_every_verb() {
           --revision <REVISION>  Branch, tag or commit of the model on the hub [default: main]
           --force-base           Use the adapter on a model other than the one it was trained on
           --offline              Use only local files, without network access
-      -q, --quiet                Print errors only
+      -q, --quiet                Print only errors and warnings
       -v, --verbose              Print more details
       -h, --help                 Print help
 
@@ -253,7 +253,7 @@ fn help_of_every_verb() {
                                     reason
           --force-base              Use the adapter on a model other than the one it was trained on
           --offline                 Use only local files, without network access
-      -q, --quiet                   Print errors only
+      -q, --quiet                   Print only errors and warnings
       -v, --verbose                 Print more details
       -h, --help                    Print help
 
@@ -279,7 +279,7 @@ fn help_of_every_verb() {
           --force-base               Use the adapter on a model other than the one it was trained on
           --json                     Print the results as JSON
           --offline                  Use only local files, without network access
-      -q, --quiet                    Print errors only
+      -q, --quiet                    Print only errors and warnings
       -v, --verbose                  Print more details
       -h, --help                     Print help
 
@@ -297,7 +297,7 @@ fn help_of_every_verb() {
 
     Options:
           --offline  Use only local files, without network access
-      -q, --quiet    Print errors only
+      -q, --quiet    Print only errors and warnings
       -v, --verbose  Print more details
       -h, --help     Print help
 
@@ -322,7 +322,7 @@ fn help_of_every_verb() {
           --recipe <RECIPE>          Recipe to read [data] and [model] from
           --set <SECTION.KEY=VALUE>  Set a recipe key, such as data.max_seq_len=512; may be repeated
           --offline                  Use only local files, without network access
-      -q, --quiet                    Print errors only
+      -q, --quiet                    Print only errors and warnings
       -v, --verbose                  Print more details
       -h, --help                     Print help
 
@@ -383,7 +383,7 @@ fn help_of_every_verb() {
           --gpus <N>         GPU to measure [default: the first GPU, else the CPU]
           --json             Print the results as JSON
           --offline          Use only local files, without network access
-      -q, --quiet            Print errors only
+      -q, --quiet            Print only errors and warnings
       -v, --verbose          Print more details
       -h, --help             Print help
 
@@ -485,7 +485,7 @@ fn help_of_every_verb() {
           --keep                     Keep the folders of both runs; otherwise equal runs are removed
           --force-base               Accept an adapter of another base model
           --offline                  Use only local files, without network access
-      -q, --quiet                    Print errors only
+      -q, --quiet                    Print only errors and warnings
       -v, --verbose                  Print more details
       -h, --help                     Print help
 

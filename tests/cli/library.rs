@@ -56,6 +56,9 @@ fn a_session_trains_saves_and_answers_as_the_binary() {
     session.save(&place.path("saved")).unwrap();
     let bytes = |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
     assert!(bytes("saved") == bytes("out"), "the adapter of the binary");
+    let config =
+        |folder: &str| std::fs::read_to_string(place.path(folder).join("adapter_config.json")).unwrap();
+    assert_eq!(config("saved"), config("out"), "with the record of its base");
     assert!(session.save(&place.path("saved")).is_err(), "a folder that exists is never written to");
 
     let (model, adapter) = (place.path("model"), place.path("saved"));
@@ -79,6 +82,18 @@ fn a_session_trains_saves_and_answers_as_the_binary() {
     assert!(logits.iter().all(|row| row.len() == logits[0].len() && row.iter().all(|x| x.is_finite())));
     let embedding = trained.embedding("count 3").unwrap();
     assert!(embedding.iter().any(|x| *x != 0.0) && embedding != trained.embedding("count 4").unwrap());
+}
+
+#[test]
+fn a_session_refuses_keys_that_it_cannot_follow() {
+    let place = place();
+    for (from, to, name) in [
+        ("checkpoint = { save_steps = \"never\" }", "eval = { keep_best = true }", "eval.keep_best"),
+        ("max_steps = 4", "max_steps = 4, on_nan = \"skip\"", "train.on_nan"),
+    ] {
+        let error = Session::new(&recipe(&place).replace(from, to), Path::new("")).err().unwrap();
+        assert!(error.to_string().contains(name), "{error}");
+    }
 }
 
 #[test]

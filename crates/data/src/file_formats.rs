@@ -32,7 +32,12 @@ pub(super) struct OtherFormat {
 impl OtherFormat {
     /// Returns the hint for the rows of that format.
     pub(super) fn hint(&self) -> String {
-        let (file, format) = (self.file.display(), self.format);
+        let file = self.file.display();
+        let format = match self.format {
+            // A run refuses pairs until their chosen side is named.
+            DataFormat::Preference => DataFormat::PreferenceChosen,
+            format => format,
+        };
         if self.is_of_most_rows {
             format!(
                 "give {file} its own format: `format = \"{format}\"` in a `[[data.train]]` table of its `path`"
@@ -76,7 +81,13 @@ impl FileFormats {
                 "`objective.kind` is \"cross_entropy\", which trains one answer a row; these rows have two, \
                  `chosen` and `rejected`",
             )
-            .hint("write `data.format = \"preference_chosen\"` to train the chosen answers alone"))
+            .hint(match row.format {
+                Some(_) => {
+                    "write `format = \"preference_chosen\"` in the `[[data.train]]` table of this source to train the \
+                     chosen answers alone"
+                }
+                None => "write `data.format = \"preference_chosen\"` to train the chosen answers alone",
+            }))
     }
 
     fn detect(rows: &[RawRow]) -> Result<Self> {

@@ -63,13 +63,13 @@ impl SandboxedWork {
     }
 }
 
-/// Enables child processes, which run `program`, a `finetune` binary. Only the first call has an
-/// effect.
+/// Enables child processes, which run `program`: `finetune`, or another program whose `main` calls
+/// [`super::sandboxed::serve_if_asked`] first. Only the first call has an effect.
 pub fn run_in(program: PathBuf) {
     PROGRAM.get_or_init(|| program);
 }
 
-/// Enables child processes that run this process's own binary, which must be `finetune`.
+/// Enables child processes that run this process's own binary; see [`run_in`].
 pub fn run_in_this_program() {
     if let Ok(program) = program::own() {
         run_in(program);

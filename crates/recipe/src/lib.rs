@@ -3,7 +3,7 @@
 //!
 //! A recipe is pure data. It is checked without a model, a device or a data set: unknown keys,
 //! wrong types, ranges, missing paths, keys without effect. One error reports all faults, each with
-//! its line or flag. `plan` decides what a recipe means for a model and a machine.
+//! its line or flag. `planning` decides what a recipe means for a model and a machine.
 //!
 //! The sections do not use serde: it stops at the first fault, loses the origin of a merged value,
 //! and would need every key's documentation and range a second time.

@@ -8,7 +8,7 @@
 //! only table of a block's tensors. Each layer's forward and backward are in one file, and a named
 //! struct holds the tensors that backward needs.
 //!
-//! `engine` runs a step over the segments; `sharding` stores the weights.
+//! `engine` runs a step over the segments; `parallel` stores the weights.
 
 pub mod assemble;
 mod block;

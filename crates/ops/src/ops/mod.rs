@@ -40,5 +40,5 @@ mod svd;
 
 pub use gpu::{GEMM_WORKSPACE, has_kernels};
 #[cfg(feature = "kernel-emu")]
-pub use gpu::{GpuWork, requested_work, count_process};
+pub use gpu::{GpuWork, count_process, requested_work};
 pub use matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, matmul};

@@ -16,9 +16,19 @@ pub(super) fn llama_like(
     sizes: &ModelSizes,
     blocks: Vec<BlockConfig>,
 ) -> Result<Composition> {
+    let rope = rope(keys, &rope_context(keys, sizes, 1e4)?)?;
+    llama_like_with(keys, rope, blocks)
+}
+
+/// Composes a model like Llama's around `blocks` with this rope.
+pub(super) fn llama_like_with(
+    keys: &ConfigReader<'_>,
+    rope: Rope,
+    blocks: Vec<BlockConfig>,
+) -> Result<Composition> {
     Ok(Composition {
         blocks,
-        ropes: vec![rope(keys, &rope_context(keys, sizes, 1e4)?)?],
+        ropes: vec![rope],
         norm: rms_norm(keys)?,
         embedding_factor: 1.0,
         logit_softcap: softcap(keys, "final_logit_softcapping", None)?,

@@ -39,5 +39,5 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let attention = AttentionMixer { window, qkv_bias: false, o_bias: false, fused: true, ..plain };
     let block = BlockConfig::pre_norm(attention, GatedMlp { fused: true, ..parts::gated_mlp(keys)? });
     let blocks = vec![block; sizes.num_layers];
-    Ok(Composition { ropes: vec![rope], ..parts::llama_like(keys, sizes, blocks)? })
+    parts::llama_like_with(keys, rope, blocks)
 }

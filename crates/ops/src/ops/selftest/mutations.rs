@@ -48,7 +48,7 @@ fn every_case_notices_one_wrong_element() -> Result<()> {
             }
         }
     }
-    assert!(seen > 0);
+    assert!(seen > 200, "{seen}");
     Ok(())
 }
 
