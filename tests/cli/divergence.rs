@@ -46,7 +46,7 @@ fn a_rank_that_meets_a_frozen_nan_is_named() {
         assert!(text.contains("the weight model.embed_tokens.weight on every rank\n"), "{text}");
         let whose = format!("the loss of rank {rank} is not finite, that of every other rank is\n");
         assert!(text.contains(&whose), "{text}");
-        assert!(text.contains("hint: training has not made it"), "{text}");
+        assert!(text.contains("hint: the model's files contain this value"), "{text}");
         assert!(!text.contains("learning_rate"), "{text}");
     }
     // Rows without the token never meet the NaN.
