@@ -40,7 +40,8 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         let (base, adapter, options, resolver) = (&base, adapter.as_path(), &options, &resolver);
         let certificate = MergeCheck { base, adapter, dataset, max_kl, options, resolver }.certify(merged)?;
         terminal.line(format!(
-            "verified on {}: KL divergence {:.6} nats a token (up to {max_kl} accepted), same likeliest token at {:.2} %",
+            "verified on {}: mean KL divergence {:.6} nats a token between base + adapter and the merged model \
+             (accepted: up to {max_kl}); the likeliest token is the same at {:.2} % of positions",
             units::exact(certificate.found.rows, "row"),
             certificate.found.mean_kl(),
             100.0 * certificate.found.top1_agreement()

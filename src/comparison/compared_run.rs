@@ -37,7 +37,7 @@ impl ComparedRun {
         let entries = if has_log { metrics::read(&log)? } else { Vec::new() };
         // A folder without a record belongs to a run if it has a log.
         if record.is_none() && (entries.is_empty() || !folder.join(RECIPE).is_file()) {
-            return Err(no_run(folder, has_log));
+            return Err(no_run(folder, has_log, !entries.is_empty()));
         }
         let is_complete = record.is_some_and(|record| record.completed && record.is_finished(folder));
         let recipe = read_recipe(&folder.join(RECIPE))?;
@@ -137,7 +137,9 @@ fn read_recipe(path: &Path) -> Result<BTreeMap<String, String>> {
     Ok(values)
 }
 
-fn no_run(folder: &Path, has_log: bool) -> Error {
+/// Returns the error for a folder without a run's record: `has_log` if it has a metrics.jsonl,
+/// `has_lines` if that has lines of a run.
+fn no_run(folder: &Path, has_log: bool, has_lines: bool) -> Error {
     let error = Error::user(format!("cannot compare {}", folder.display()));
     let error = match folder.metadata() {
         Err(found) if found.kind() == std::io::ErrorKind::NotFound => {
@@ -146,7 +148,9 @@ fn no_run(folder: &Path, has_log: bool) -> Error {
         Err(found) => error.because(found.to_string()),
         Ok(found) if !found.is_dir() => error.because("it is a file"),
         Ok(_) if has_log => {
-            error.because(format!("its {METRICS} has no line of a run, or {RECIPE} is missing"))
+            let no_lines = (!has_lines).then(|| format!("its {METRICS} has no line of a run"));
+            let no_recipe = (!folder.join(RECIPE).is_file()).then(|| format!("it holds no {RECIPE}"));
+            no_lines.into_iter().chain(no_recipe).fold(error, Error::because)
         }
         Ok(_) => error.because(format!("it holds neither .finetune/run.json nor {METRICS}")),
     };

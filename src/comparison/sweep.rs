@@ -125,7 +125,10 @@ fn planned_runs(args: &TrainArgs) -> Result<Vec<SweepRun>> {
             "two runs would have the folder {folder}, the second with {}",
             twice.label()
         ))
-        .hint("give values whose letters and digits differ, each once"));
+        .hint(
+            "give each value once; a folder's name keeps only letters, digits and . _ + - of a value, \
+             so those must differ",
+        ));
     }
     Ok(runs)
 }

@@ -306,16 +306,20 @@ impl BaseModel {
     /// A tensor is missing, has another shape, or does not belong to the model; all weights of a
     /// quantized model would train.
     pub fn check(&self, trains: Trains<'_>) -> Result<()> {
+        let stored = self.files.as_ref().and_then(stored_format);
         if let (Some(format), Trains::All) = (&self.format, trains) {
+            let other = match stored {
+                Some(_) => "give the unquantized model",
+                None => "remove `[quantization]`",
+            };
             return Err(Error::user("cannot train all weights of a quantized model")
                 .because(format!(
                     "its linear layers are kept in {}, which takes no updates; the recipe has no `[adapter]`",
                     describe(format)
                 ))
-                .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
+                .hint(format!("add `[adapter]` to train an adapter on it, or {other}")));
         }
         let adapter_setup = trains.adapter();
-        let stored = self.files.as_ref().and_then(stored_format);
         if let (Some(format), true) = (stored, adapter_setup.is_some_and(AdapterSetup::needs_exact_weights)) {
             return Err(Error::user("cannot start the adapter from this model's weights")
                 .because(format!(

@@ -46,7 +46,7 @@ impl AdapterSetup {
     ) -> Result<Self> {
         let mut adapter_setup = Self::saved_in(folder, model)?;
         let used = settings(recipe, &adapter_setup, folder, &model::modules(model))?;
-        adapter_setup.check_trains(tokens)?;
+        adapter_setup.check_trains(&recipe.model.new_tokens, tokens)?;
         adapter_setup.config.lora_dropout = used.lora_dropout;
         adapter_setup.dropout = used.lora_dropout as f32;
         adapter_setup.config.base_model_name_or_path = Some(base.to_owned());
@@ -54,15 +54,17 @@ impl AdapterSetup {
         Ok(adapter_setup)
     }
 
-    /// Refuses tokens that the saved adapter does not train.
-    fn check_trains(&self, tokens: &[u32]) -> Result<()> {
+    /// Refuses tokens that the saved adapter does not train; `tokens` are the ids of `texts`.
+    fn check_trains(&self, texts: &[String], tokens: &[u32]) -> Result<()> {
         let whole = self.saves(EMBED_TOKENS_MODULE) || self.saves(LM_HEAD_MODULE);
         let trained: BTreeSet<&u32> = self.rows.values().flatten().collect();
-        match tokens.iter().find(|id| !whole && !trained.contains(id)) {
+        match texts.iter().zip(tokens).find(|(_, id)| !whole && !trained.contains(id)) {
             None => Ok(()),
-            Some(id) => Err(Error::user("`model.new_tokens` contradicts the adapter of `adapter.path`")
-                .because(format!("one of them is token {id}, for which the saved adapter has no row"))
-                .hint("remove `new_tokens` from the recipe, or leave out `path` to start a new adapter")),
+            Some((text, id)) => {
+                Err(Error::user("`model.new_tokens` contradicts the adapter of `adapter.path`")
+                    .because(format!("`{text}` is token {id}, for which the saved adapter has no row"))
+                    .hint("remove `new_tokens` from the recipe, or leave out `path` to start a new adapter"))
+            }
         }
     }
 }

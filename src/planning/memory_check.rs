@@ -71,7 +71,7 @@ fn refused(memory: &MemoryPlan, short: &str, advice: &[String]) -> Error {
         .because(format!("the largest part is {part}, {}: it follows from {keys}", units::bytes(bytes)));
     error.hint(match &advice[..advice.len().min(ADVICE)] {
         [] => "take a smaller model, or a machine with more memory".to_owned(),
-        some => format!("these lower it, what costs least first: {}", some.join(", ")),
+        some => format!("these need less memory, the cheapest first: {}", some.join(", ")),
     })
 }
 
@@ -123,7 +123,7 @@ mod tests {
             "the largest part is optimizer, 9 B: it follows from what trains and `optimizer.state`"
         ));
         assert!(
-            error.ends_with("hint: these lower it, what costs least first: `--set a=1` (3 B a rank)"),
+            error.ends_with("hint: these need less memory, the cheapest first: `--set a=1` (3 B a rank)"),
             "{error}"
         );
     }

@@ -64,7 +64,7 @@ fn hint(settings: &[String]) -> String {
             .into();
     }
     format!(
-        "these lower it, what costs least first: {}; `--resume` accepts another `train.recompute`, \
+        "these need less memory, the cheapest first: {}; `--resume` accepts another `train.recompute`, \
          `parallel.offload` or split into micro-batches, other changes need a new run",
         settings[..settings.len().min(ADVICE)].join(", ")
     )

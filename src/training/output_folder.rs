@@ -59,7 +59,7 @@ impl OutputFolder {
             return Ok(OutputFolder { resumed: None, record: None, claimed: None });
         };
         // Locks first, so that no checkpoint appears or disappears afterwards.
-        let is_run = RunRecord::read(output)?.is_some() || checkpoint::has_any(output)?;
+        let is_run = holds_run(output)?;
         let claimed = (first && is_run).then(|| RunFolder::claim(output)).transpose()?;
         claimed.iter().flat_map(RunFolder::notes).for_each(|note| terminal.line(note));
         let record = RunRecord::read(output)?;
@@ -187,6 +187,11 @@ pub(crate) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
     })
 }
 
+/// Returns whether the folder has the record or a checkpoint of a run.
+fn holds_run(output: &Path) -> Result<bool> {
+    Ok(RunRecord::read(output)?.is_some() || checkpoint::has_any(output)?)
+}
+
 /// Returns the checkpoint that `--resume` names, and warns about checkpoints that it skips.
 fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
     let (saved, passed) = match from {
@@ -200,7 +205,7 @@ fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Optio
             terminal.line(format!("resuming from {}", saved.folder.display()));
         }
         None if !passed.is_empty() => {
-            let error = Error::user(format!("cannot resume the run in {}", output.display()));
+            let error = Error::user(format!("cannot resume from {}", from.unwrap_or(output).display()));
             return Err(passed
                 .into_iter()
                 .fold(error, Error::because)
@@ -294,9 +299,13 @@ fn ended(output: &Path, record: &RunRecord) -> Error {
 }
 
 fn not_free(output: &Path) -> Error {
-    Error::user(format!("cannot write to {}", output.display()))
-        .because("the folder is not empty")
-        .hint("give a new folder with `--output`, or `--resume` to go on with the run in this one")
+    // `--resume` names the error of an unreadable record.
+    let hint = if holds_run(output).unwrap_or(true) {
+        "give a new folder with `--output`, or `--resume` to go on with the run in this one"
+    } else {
+        "give a new or empty folder with `--output`"
+    };
+    Error::user(format!("cannot write to {}", output.display())).because("the folder is not empty").hint(hint)
 }
 
 /// Refuses to overwrite files that the run did not write.

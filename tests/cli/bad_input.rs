@@ -249,7 +249,7 @@ fn quantized_bases() {
     exit 1
     error: cannot train all weights of a quantized model
       caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; the recipe has no `[adapter]`
-    hint: add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model
+    hint: add `[adapter]` to train an adapter on it, or remove `[quantization]`
     ");
     assert_snapshot!(no_run(&place, &["--set", "quantization.block_size=48"]), @"
     exit 1
@@ -267,7 +267,7 @@ fn quantized_bases() {
     exit 1
     error: cannot train all weights of a quantized model
       caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; the recipe has no `[adapter]`
-    hint: add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model
+    hint: add `[adapter]` to train an adapter on it, or give the unquantized model
     ");
     assert_snapshot!(no_run(&place, &["--set", "quantization.kind=fp4"]), @"
     exit 1
@@ -966,7 +966,7 @@ fn an_output_folder_that_is_not_empty() {
     exit 1
     error: cannot write to out
       caused by: the folder is not empty
-    hint: give a new folder with `--output`, or `--resume` to go on with the run in this one
+    hint: give a new or empty folder with `--output`
     ");
     copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
     let args = ["merge", "--model", "model", "--adapter", "adapter", "--output", "out"];
@@ -1003,6 +1003,8 @@ fn finished_run() -> Place {
 #[test]
 fn resuming_as_a_different_run() {
     let place = finished_run();
+    let again = refused(&place, &lora(&[]));
+    assert!(again.contains("or `--resume` to go on with the run in this one"), "{again}");
     let more = ["--resume", "--set", "optimizer.learning_rate=1e-3", "--set", "adapter.r=8"];
     assert_snapshot!(refused(&place, &lora(&more)), @"
     exit 1
@@ -1062,7 +1064,7 @@ fn only_damaged_checkpoints() {
     std::fs::remove_file(place.path("out/checkpoint-2/trainer_state.json")).unwrap();
     assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"
     exit 1
-    error: cannot resume the run in out
+    error: cannot resume from out
       caused by: out/checkpoint-4 is damaged: adapter_model.safetensors is not what was written: its digest differs
       caused by: out/checkpoint-2 is damaged: trainer_state.json is missing
     hint: start again in a new folder, with `--output`

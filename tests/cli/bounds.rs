@@ -62,7 +62,7 @@ fn a_plan_that_cannot_fit() {
     assert!(said.contains("error: cannot train: a step does not fit the available memory\n"), "{said}");
     assert!(said.contains("swap included") && said.contains("caused by: a rank's weights "), "{said}");
     assert!(said.contains("the largest part is weights, "), "{said}");
-    assert!(said.contains("hint: these lower it, what costs least first: `--set "), "{said}");
+    assert!(said.contains("hint: these need less memory, the cheapest first: `--set "), "{said}");
     // A dry run only warns.
     let done = place.command(&lora(&[&random[..], &["--dry-run"]].concat())).output().unwrap();
     let told = place.told(&done.stderr);

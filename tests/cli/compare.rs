@@ -202,6 +202,16 @@ fn a_folder_that_is_no_run_is_refused() {
       caused by: accepted: output folders of training runs, as `--output` named them
     hint: name folders that hold metrics.jsonl, such as `finetune compare out/r4 out/r8`
     ");
+    std::fs::create_dir(place.path("log")).unwrap();
+    std::fs::copy(place.path("a/first/metrics.jsonl"), place.path("log/metrics.jsonl")).unwrap();
+    let error = place.refused(&["compare", "log", "a/first"]);
+    assert!(error.contains("caused by: it holds no recipe.toml\n"), "{error}");
+    assert!(!error.contains("has no line of a run"), "{error}");
+    place.write("log/metrics.jsonl", "");
+    place.write("log/recipe.toml", "");
+    let error = place.refused(&["compare", "log", "a/first"]);
+    assert!(error.contains("caused by: its metrics.jsonl has no line of a run\n"), "{error}");
+    assert!(!error.contains("it holds no recipe.toml"), "{error}");
     assert_snapshot!(place.refused(&["compare", "a/first", "rows.jsonl"]), @"
     error: cannot compare rows.jsonl
       caused by: it is a file
@@ -339,7 +349,7 @@ fn a_sweep_is_checked_before_its_first_run() {
     assert_snapshot!(refused(&["adapter.r=4,4"], &[]), @"
     error: cannot start the sweep
       caused by: two runs would have the folder out/r4, the second with adapter.r=4
-    hint: give values whose letters and digits differ, each once
+    hint: give each value once; a folder's name keeps only letters, digits and . _ + - of a value, so those must differ
     ");
     assert_snapshot!(refused(&["adapter.r=1,2,3,4,5,6,7,8", "train.seed=1,2,3,4,5,6,7,8,9"], &[]), @"
     error: cannot start the sweep

@@ -43,7 +43,7 @@ fn memory_that_is_refused_in_a_step() {
       caused by: the failed request was for [BYTES]
       caused by: the plan estimated [BYTES] for a step; this phase needs memory for workspace, planned as [BYTES]
       caused by: everything saved before is intact
-    hint: these lower it, what costs least first: `--set train.recompute=block` ([BYTES] a rank), `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
+    hint: these need less memory, the cheapest first: `--set train.recompute=block` ([BYTES] a rank), `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
     // Settings that are already on are not suggested.
     let smaller = ["train.recompute=block", "train.micro_batch_size=1", "optimizer.state=int8"];
@@ -56,7 +56,7 @@ fn memory_that_is_refused_in_a_step() {
       caused by: the failed request was for [BYTES]
       caused by: the plan estimated [BYTES] for a step; this phase needs memory for activations, planned as [BYTES]
       caused by: everything saved before is intact
-    hint: these lower it, what costs least first: `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
+    hint: these need less memory, the cheapest first: `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
 }
 
@@ -71,7 +71,7 @@ fn memory_that_is_refused_beside_the_steps() {
       caused by: the failed request was for [BYTES]
       caused by: the plan estimated [BYTES] for a step; this phase needs memory for weights, gradients and the optimizer's state, planned as [BYTES]
       caused by: everything saved before is intact
-    hint: these lower it, what costs least first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
+    hint: these need less memory, the cheapest first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
     assert_snapshot!(failed(&Place::new(), "0:evaluate:2:out_of_memory", &[]), @"
     exit 1
@@ -81,7 +81,7 @@ fn memory_that_is_refused_beside_the_steps() {
       caused by: the failed request was for [BYTES]
       caused by: the plan estimated [BYTES] for a step; this phase needs memory for workspace, planned as [BYTES]
       caused by: everything saved before is intact
-    hint: these lower it, what costs least first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
+    hint: these need less memory, the cheapest first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); `--resume` accepts another `train.recompute`, `parallel.offload` or split into micro-batches, other changes need a new run
     ");
 }
 

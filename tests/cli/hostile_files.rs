@@ -100,7 +100,7 @@ fn text_that_is_not_utf_8_is_the_users_fault_with_its_line() {
     let place = Place::new();
     std::fs::write(place.path("mine.toml"), b"[train]\nseed = 1\n# \xFF\n").unwrap();
     let said = refused(&place, &["--model", "model", "--recipe", "mine.toml", "--dataset", "rows.jsonl"]);
-    assert!(said.contains("it is not UTF-8 text: line 3"), "{said}");
+    assert!(said.contains("the first bad byte is in line 3, 19 bytes after"), "{said}");
     std::fs::write(place.path("model/config.json"), b"{\"model_type\": \"\xFF\"}").unwrap();
     refused(&place, &["data", "--model", "model", "--dataset", "rows.jsonl"]);
 }

@@ -94,7 +94,10 @@ fn nothing_is_needed_on_one_host() {
             .contains("1 to 65536")
     );
     let flags = Flags { master_addr: Some("a".to_owned()), ..Flags::default() };
-    assert!(text(detect(&flags, &[]).unwrap_err()).contains("neither --world-size nor --rank"));
+    let error = text(detect(&flags, &[]).unwrap_err());
+    assert!(error.contains("neither --world-size nor --rank"), "{error}");
+    assert!(error.contains("cannot use --master-addr for a run of one process"), "{error}");
+    assert!(error.contains("or remove --master-addr to train with one process"), "{error}");
 }
 
 #[test]
@@ -186,6 +189,9 @@ fn contradicting_variables_are_named() {
         let error = refused(&with(TORCHRUN, change));
         assert!(error.contains(why), "{why}: {error}");
     }
+    let port = refused(&with(TORCHRUN, &[("MASTER_PORT", "70000")]));
+    assert!(port.contains("cannot use the launcher's variable MASTER_PORT"), "{port}");
+    assert!(port.contains("set it to such a value in every process, or unset it"), "{port}");
 }
 
 #[test]
@@ -340,6 +346,8 @@ fn kubernetes_indexed_jobs_are_one_run_when_they_say_so() {
         error.contains("MASTER_ADDR is not set") && error.contains("MASTER_ADDR=tune-0.SERVICE"),
         "{error}"
     );
+    let error = refused(&with(&joined, &[("MASTER_PORT", "0")]));
+    assert!(error.contains("MASTER_PORT is `0`") && error.contains("or unset it"), "{error}");
     assert!(refused(&with(&pod, &[("MASTER_ADDR", "tune-0.tune")])).contains("WORLD_SIZE is not set"));
     assert!(
         refused(&with(&joined, &[("WORLD_SIZE", "2")]))

@@ -202,7 +202,7 @@ fn folders_without_safetensors_say_what_they_have() {
     insta::assert_snapshot!(open_error(dir.path()), @"
     error: cannot read a model from <dir>
       caused by: it holds a PEFT adapter, not a model
-    hint: give the base model, and the adapter as `--adapter <dir>`
+    hint: give the base model, and the adapter as `--adapter <dir>` (in training `--set adapter.path=<dir>`)
     ");
     insta::assert_snapshot!(open_error(&dir.path().join("absent")), @"
     error: cannot read a model from <dir>

@@ -194,11 +194,22 @@ impl ExampleSource for Dataset {
 fn nothing_left(report: &DataReport) -> Error {
     let error = Error::user("no row of the data set can be used");
     let error = report.to_string().lines().fold(error, |error, line| error.because(line.trim()));
-    match report.dropped + report.cut_away {
-        0 => error.hint("`finetune data` shows what is wrong with each row"),
-        _ if report.dropped == 0 => error.hint("raise `data.max_seq_len`"),
-        _ => error.hint("raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"`"),
+    error.hint(way_to_rows(report))
+}
+
+/// Returns the hint for a data set without examples, by the reasons for which rows are skipped.
+fn way_to_rows(report: &DataReport) -> String {
+    if report.left_out > 0 && report.left_out == report.rows {
+        return "all rows have a false `label`; no row is trained".to_owned();
     }
+    let length = match (report.dropped, report.cut_away) {
+        (0, 0) => None,
+        (0, _) => Some("raise `data.max_seq_len`"),
+        _ => Some("raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"`"),
+    };
+    let is_shown = report.num_bad() > 0 || length.is_none();
+    let shown = is_shown.then_some("`finetune data` shows what is wrong with each row");
+    length.into_iter().chain(shown).collect::<Vec<_>>().join("; ")
 }
 
 /// Refuses a chat template or a tokenizer whose processes ended too often. The rows after that
@@ -323,5 +334,35 @@ impl From<RowFault> for Error {
     /// Converts a fault that concerns no row of a file.
     fn from(fault: RowFault) -> Self {
         Error::user(fault.kind.to_string()).because(fault.why)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    #[test]
+    fn the_hint_without_rows_follows_the_reasons() {
+        let rows = |left_out: usize, dropped: usize, cut_away: usize, bad: usize| {
+            let rows = left_out + dropped + cut_away + bad;
+            let bad = if bad == 0 {
+                BTreeMap::new()
+            } else {
+                BTreeMap::from([(RowFaultKind::Format, (bad, Vec::new()))])
+            };
+            way_to_rows(&DataReport { rows, left_out, dropped, cut_away, bad, ..DataReport::default() })
+        };
+        let (data, longer) =
+            ("`finetune data` shows what is wrong with each row", "raise `data.max_seq_len`");
+        assert_eq!(rows(0, 0, 0, 2), data);
+        assert_eq!(rows(1, 0, 0, 1), data);
+        assert_eq!(rows(0, 0, 2, 0), longer);
+        assert_eq!(rows(0, 0, 1, 1), format!("{longer}; {data}"));
+        let shorter = format!("{longer}, or write `data.on_long_row = \"truncate\"`");
+        assert_eq!(rows(1, 1, 1, 0), shorter);
+        assert_eq!(rows(0, 1, 0, 1), format!("{shorter}; {data}"));
+        assert_eq!(rows(2, 0, 0, 0), "all rows have a false `label`; no row is trained");
     }
 }

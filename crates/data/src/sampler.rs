@@ -87,7 +87,9 @@ impl<'a> Sampler<'a> {
                 .because("accepted: a number above 0, perhaps with a fraction"));
         }
         let count = u32::try_from(examples.len()).map_err(|_| {
-            Error::user(format!("the data set has {} rows", examples.len())).because("accepted: up to 2^32")
+            Error::user(format!("cannot train on {} rows", examples.len()))
+                .because("accepted: up to 4,294,967,295")
+                .hint("set `limit` for a source in `[[data.train]]`")
         })?;
         let rows: Vec<usize> = (0..examples.len()).map(|row| examples.length(row)).collect();
         if let Some(long) = rows.iter().find(|len| options.packing && **len > options.max_seq_len) {

@@ -248,7 +248,10 @@ pub fn hold_out(sources: &mut [DataFile], size: f64, seed: u64) -> Result<DataFi
     if sources.iter().all(|source| source.rows.is_empty()) {
         return Err(Error::user(format!("`data.eval_split` is {size}, which leaves no row to train on"))
             .because(format!("the data set has {}", units::exact(all, "row")))
-            .hint("give a smaller share or number, or `--eval-dataset DATASET`"));
+            .hint(
+                "give a smaller share or number, or remove `data.eval_split` and give held-out rows with \
+                 `--eval-dataset DATASET`",
+            ));
     }
     let note = format!("{} of {all} rows, held out of the training rows", held_out.rows.len());
     held_out.notes.push(note);
@@ -313,6 +316,7 @@ mod tests {
         }
         let error = hold_out(&mut [source()], 100.0, 7).unwrap_err();
         assert!(error.to_string().contains("leaves no row to train on"), "{error}");
+        assert!(error.to_string().contains("remove `data.eval_split`"), "{error}");
     }
 
     #[test]

@@ -377,7 +377,8 @@ impl TerminalState {
     }
 
     fn tell_dropped(&mut self, lines: u64) {
-        self.warn(&format!("the terminal took no output for some time: {lines} lines were dropped"));
+        let lines = units::exact(lines, "line");
+        self.warn(&format!("the terminal took no output for some time: finetune dropped {lines}"));
     }
 
     fn close_view(&mut self) {

@@ -350,7 +350,7 @@ fn from_file(path: &Path) -> Result<DeviceSheet> {
     let own: OwnHardware = toml::from_str(&text).map_err(|e| {
         Error::user(format!("cannot understand the hardware in {shown}"))
             .because(e.to_string())
-            .hint("one table [device] with the keys of `finetune plan --help`")
+            .hint("write one table `[device]`; `finetune plan --help` lists its keys")
     })?;
     own.device.check(&shown)?;
     Ok(own.device)
@@ -368,6 +368,9 @@ mod tests {
         for device in &all {
             device.check(&device.name)?;
             assert!(!device.source.is_empty(), "{}", device.name);
+            // The hint for a missing connection changes a file.
+            assert!(device.network_gbps > 0.0, "{}", device.name);
+            assert!(device.link_gbps > 0.0 || device.is_whole_computer(), "{}", device.name);
             names.extend(std::iter::once(&device.name).chain(&device.aliases).map(|n| n.to_lowercase()));
         }
         let count = names.len();

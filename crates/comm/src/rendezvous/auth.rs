@@ -31,8 +31,6 @@ const MAX_BYTES: usize = 4096;
 const OWN_BYTES: usize = 32;
 /// Name of the secret in errors.
 const WHAT: &str = "the secret";
-const HINT: &str =
-    "make one and give it to every process: `export FINETUNE_RDZV_SECRET=$(openssl rand -hex 32)`";
 
 /// Secret with which a process proves that it belongs to the run.
 #[derive(Clone, PartialEq, Eq)]
@@ -69,7 +67,7 @@ impl Secret {
         if !(MIN_BYTES..=MAX_BYTES).contains(&bytes.len()) {
             return Err(Error::user("cannot use the secret of this run")
                 .because(format!("it has {} bytes; accepted: {MIN_BYTES} to {MAX_BYTES}", bytes.len()))
-                .hint(HINT));
+                .hint(hint()));
         }
         Ok(Secret::Shared(bytes.into()))
     }
@@ -129,7 +127,7 @@ impl Secret {
                 Err(error) => failed = failed.because(error.in_one_line()),
             }
         }
-        Err(failed.hint(HINT))
+        Err(failed.hint(hint()))
     }
 
     /// Key for both ends of a handshake; without a secret, a key that anyone can derive.
@@ -158,8 +156,16 @@ impl Secret {
         let what = if is_here { "the other processes of this host" } else { "processes on other hosts" };
         Err(Error::user(format!("cannot connect to {what} without a secret"))
             .because(format!("rank 0 is at {address}, and neither {SECRET} nor {SECRET_FILE} is set"))
-            .hint(format!("{HINT}, or, on a private network, set {WITHOUT_SECRET}=1")))
+            .hint(format!(
+                "{}; or, on a private network, set {WITHOUT_SECRET}=1: anyone on that network can then join",
+                hint()
+            )))
     }
+}
+
+/// Returns the hint to give every process a secret.
+fn hint() -> String {
+    format!("make one secret with `openssl rand -hex 32` and set {SECRET} to the same value in every process")
 }
 
 fn random_digits() -> Result<Vec<u8>> {

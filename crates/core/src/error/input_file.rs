@@ -74,7 +74,9 @@ pub fn read_text(doing: &str, path: &Path) -> Result<String> {
         let valid = error.utf8_error().valid_up_to();
         let line = 1 + error.as_bytes()[..valid].iter().filter(|byte| **byte == b'\n').count();
         Error::user(format!("cannot {doing} {}", path.display()))
-            .because(format!("it is not UTF-8 text: line {line}, byte {valid} of the file"))
+            .because(format!(
+                "it is not UTF-8 text: the first bad byte is in line {line}, {valid} bytes after the beginning of the file"
+            ))
             .hint("save it as UTF-8")
     })
 }

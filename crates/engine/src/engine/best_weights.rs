@@ -103,7 +103,7 @@ impl TrainLoop<'_> {
         let back = back.during(|| format!("cannot load the best weights from checkpoint-{}", best.step))?;
         if back.is_none() {
             self.warn([format!(
-                "checkpoint-{} with the best weights (held-out loss {:.4}) is missing or damaged: the last weights are kept",
+                "cannot load the best weights (checkpoint-{}, held-out loss {:.4}): it is missing or damaged; the result has the weights of the last step instead",
                 best.step, best.eval_loss
             )]);
             done.lost_best = Some(best);

@@ -139,8 +139,8 @@ pub fn resolve(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<Target>> {
         .collect();
     if targets.is_empty() {
         return Err(failed()
-            .because("`target_modules` leaves no module: exclude_modules, modules_to_save or layers_to_transform take all")
-            .hint("write `target_modules = \"all-linear\"` and remove the others"));
+            .because("`target_modules` leaves no module: `exclude_modules`, `modules_to_save` and `layers_to_transform` take away every module that it matches")
+            .hint("remove `exclude_modules`, `modules_to_save` and `layers_to_transform`"));
     }
     if let Some(module) = targets.iter().find(|module| module.kind == ModuleKind::Norm) {
         return Err(failed()

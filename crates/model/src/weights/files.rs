@@ -504,7 +504,9 @@ fn no_weights(folder: &Path) -> Error {
     if names.iter().any(|name| name == "adapter_config.json") {
         failed
             .because("it holds a PEFT adapter, not a model")
-            .hint(format!("give the base model, and the adapter as `--adapter {shown}`"))
+            .hint(format!(
+                "give the base model, and the adapter as `--adapter {shown}` (in training `--set adapter.path={shown}`)"
+            ))
     } else if !pickles.is_empty() {
         failed
             .because(format!(

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use super::unfinished::{Unfinished, sweep, sync_folder};
 use super::write::write_failed;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// A kind of file that the user names: its name in messages, and the files that it may replace.
 #[derive(Debug, Clone, Copy)]
@@ -141,9 +141,10 @@ impl OutputFile {
         self.out.flush().map_err(|error| self.failed(&error))?;
         self.out.get_ref().sync_all().map_err(|error| self.failed(&error))?;
         loop {
-            let older = self.kind.refuse_taken(&self.path);
-            let older =
-                older.map_err(|error| error.because("it appeared while finetune wrote the new file"))?;
+            let older = self.kind.refuse_taken(&self.path).map_err(|error| match error.kind() {
+                ErrorCategory::User => error.because("it appeared while finetune wrote the new file"),
+                _ => error,
+            })?;
             let put = if older { Unfinished::replace } else { Unfinished::put_new };
             match put(&self.temporary, &self.path) {
                 // Another process was faster: check its file.

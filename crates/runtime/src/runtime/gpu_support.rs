@@ -26,6 +26,10 @@ pub(super) const AMPERE: (i32, i32) = (8, 0);
 /// GPUs that run this project's kernels, as `build.rs` compiles them.
 pub const KERNELS_RUN_ON: &str = "compute capability 8.0 and newer";
 
+/// Hint for a GPU that runs none of this project's kernels, in any build.
+pub const NEWER_GPU: &str =
+    "use a GPU of compute capability 8.0 or newer, or train on the CPU with `--ranks 1`";
+
 /// A version in the numbering of the driver and CUDA: 13000 is 13.0.
 pub(super) fn version(number: i32) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
@@ -79,12 +83,17 @@ pub(super) fn check_code(gpu: &Gpu, ptx: &str) -> Result<()> {
         return Ok(());
     }
     let (major, minor) = gpu.compute_capability;
+    let hint = if gpu.compute_capability < AMPERE {
+        NEWER_GPU.to_owned()
+    } else {
+        format!(
+            "build it for that GPU: `CUDA_COMPUTE_CAP={major}{minor} cargo build --release --features cuda`"
+        )
+    };
     Err(Error::user(format!("cannot use GPU {}", gpu.index))
         .because(format!("the {} has compute capability {major}.{minor}", gpu.name))
         .because(format!("this binary has tensor operations for {target} and kernels for {KERNELS_RUN_ON}"))
-        .hint(format!(
-            "build it for that GPU: `CUDA_COMPUTE_CAP={major}{minor} cargo build --release --features cuda`"
-        )))
+        .hint(hint))
 }
 
 /// Refuses bf16 on a GPU that does not support it.
@@ -144,8 +153,12 @@ mod tests {
         assert_eq!(
             check_code(&gpu((7, 5)), ptx).unwrap_err().to_string(),
             "error: cannot use GPU 2\n  caused by: the NVIDIA T4 has compute capability 7.5\n  caused by: this binary \
-             has tensor operations for sm_80 and kernels for compute capability 8.0 and newer\nhint: build it for that GPU: `CUDA_COMPUTE_CAP=75 cargo build --release --features cuda`"
+             has tensor operations for sm_80 and kernels for compute capability 8.0 and newer\nhint: use a GPU of \
+             compute capability 8.0 or newer, or train on the CPU with `--ranks 1`"
         );
+        // Another build has tensor operations for this GPU.
+        let error = check_code(&gpu((8, 9)), ".target sm_90\n").unwrap_err().to_string();
+        assert!(error.ends_with("`CUDA_COMPUTE_CAP=89 cargo build --release --features cuda`"), "{error}");
     }
 
     #[test]

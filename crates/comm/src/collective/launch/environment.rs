@@ -92,11 +92,17 @@ impl Count {
     }
 }
 
-/// Error of a variable with an unusable value.
+/// Error of a variable, or of a flag such as `--master-addr`, with an unusable value.
 pub(super) fn refused(name: &str, value: &str, accepted: &str) -> Error {
     let value: String = value.chars().take(80).map(|c| if c.is_control() { ' ' } else { c }).collect();
-    Error::user("cannot determine the rank of this process")
+    let (what, hint) = if name.starts_with("--") {
+        ("cannot use", "give such a value to every process")
+    } else {
+        ("cannot use the launcher's variable", "set it to such a value in every process, or unset it")
+    };
+    Error::user(format!("{what} {name}"))
         .because(format!("{name} is `{value}`; accepted: {accepted}"))
+        .hint(hint)
 }
 
 /// Error of a missing variable that others require.

@@ -184,9 +184,11 @@ pub(super) fn kubernetes(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<O
     index.below(&world)?;
     let master = match world.value {
         1 => None,
-        _ => Some(
-            named_master(env, flags, "WORLD_SIZE is above 1").map_err(|error| kubernetes_hint(env, error))?,
-        ),
+        _ => {
+            let has_address = matches!(address(env, flags), Ok(Some(_)));
+            let hinted = |error| if has_address { error } else { kubernetes_hint(env, error) };
+            Some(named_master(env, flags, "WORLD_SIZE is above 1").map_err(hinted)?)
+        }
     };
     let process = LocalRank { index: index.value, count: world.value };
     // A pod counts as a host: it has its own network, devices and files.

@@ -243,10 +243,17 @@ fn by_flags(
 }
 
 fn alone(flags: &Flags, env: &LaunchEnvironment<'_>, ranks_here: usize) -> Result<Launch> {
-    if flags.master_addr.is_some() || flags.master_port.is_some() {
-        return Err(Error::user("cannot use --master-addr and --master-port for a run of one process")
+    let address = flags.master_addr.as_ref().map(|_| "--master-addr");
+    let port = flags.master_port.map(|_| "--master-port");
+    let given: Vec<&str> = address.into_iter().chain(port).collect();
+    if !given.is_empty() {
+        let given = given.join(" and ");
+        return Err(Error::user(format!("cannot use {given} for a run of one process"))
             .because("no launcher started this process, and neither --world-size nor --rank is given")
-            .hint("give every process its rank: `--world-size 16 --rank 8 --master-addr HOST`"));
+            .hint(format!(
+                "give every process its rank: `--world-size 16 --rank 8 --master-addr HOST`, \
+                 or remove {given} to train with one process"
+            )));
     }
     if let Some(world) = env.count("WORLD_SIZE")?
         && world.value > 1

@@ -87,6 +87,16 @@ impl<'a> MergeValues<'a> {
             Self::Quantized(_) => "",
         }
     }
+
+    /// Returns the hint for a value that is not finite, by the file that holds it.
+    fn hint(&self) -> &'static str {
+        match self {
+            Self::Adapter(..) => {
+                "the saved adapter is damaged, or its training diverged: merge an earlier checkpoint"
+            }
+            Self::Base(_) | Self::Quantized(_) => "download the model again",
+        }
+    }
 }
 
 /// Quantizes a tensor of `elements` values.
@@ -97,7 +107,7 @@ fn quantized(values: &MergeValues<'_>, elements: usize, format: QuantFormat) -> 
             None => Ok(()),
             Some(value) => Err(Error::user(format!("cannot quantize `{}`", values.name()))
                 .because(format!("it holds {value}; accepted: finite numbers"))
-                .hint("download the model again, or give another")),
+                .hint(values.hint())),
         }
     });
     values.let_go();

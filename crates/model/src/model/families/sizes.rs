@@ -54,9 +54,9 @@ fn heads(keys: &ConfigReader<'_>, hidden_size: usize, default: Option<usize>) ->
         )));
     }
     if head_dim == 0 || !head_dim.is_multiple_of(2) {
-        return Err(
-            Error::user(format!("`head_dim` is {head_dim}")).because("rotary positions need an even width")
-        );
+        return Err(Error::user(format!("the width of an attention head is {head_dim}")).because(
+            "accepted: an even number above 0 (`head_dim`, else hidden_size / num_attention_heads)",
+        ));
     }
     Ok(heads)
 }

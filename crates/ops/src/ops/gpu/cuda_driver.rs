@@ -13,7 +13,7 @@ use super::cublas::Cublas;
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::locks::locked;
-use crate::runtime::gpu_support::KERNELS_RUN_ON;
+use crate::runtime::gpu_support::{KERNELS_RUN_ON, NEWER_GPU};
 
 /// Aligns bytes so that the driver may read wider numbers from them.
 #[repr(C, align(64))]
@@ -169,7 +169,7 @@ impl CudaDriver {
             .because(format!(
                 "its compute capability is {capability}; this binary has kernels for {KERNELS_RUN_ON}"
             ))
-            .hint("build it on this machine with `cargo build --release --features cuda`")
+            .hint(NEWER_GPU)
     }
 }
 
