@@ -142,8 +142,7 @@ impl Terminal {
         }
     }
 
-    /// Waits until the terminal has accepted all output, or none for two seconds; returns whether
-    /// it has.
+    /// Waits until the terminal has accepted all output (true), or none for two seconds (false).
     pub(super) fn flush(&self) -> bool {
         match &self.voice {
             Voice::Printer(printer) => printer.flush(PATIENCE),
@@ -377,8 +376,7 @@ impl TerminalState {
     }
 
     fn tell_dropped(&mut self, lines: u64) {
-        let lines = units::exact(lines, "line");
-        self.warn(&format!("the terminal took no output for some time: finetune dropped {lines}"));
+        self.warn(&format!("the terminal took no output: finetune dropped {}", units::exact(lines, "line")));
     }
 
     fn close_view(&mut self) {
