@@ -24,8 +24,8 @@ use crate::training::{trainer, weights_writer};
 /// A training run on one device: a recipe in, steps out.
 ///
 /// The session writes nothing before [`save`](Session::save), takes no checkpoints, and prints only
-/// warnings. Keys about them (`[checkpoint]`, `[log]`, `[alerts]`, `[profile]`, `eval.steps`) have no
-/// effect. It refuses `eval.keep_best`, `eval.patience` and `train.on_nan` other than "stop", which
+/// warnings. Keys about them (`[checkpoint]`, `[log]`, `[alerts]`, `[profile]`, `eval.steps`) have
+/// no effect. It refuses `eval.keep_best`, `eval.patience` and `train.on_nan` other than "stop", which
 /// change the result of a run.
 ///
 /// ```no_run

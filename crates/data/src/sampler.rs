@@ -8,9 +8,9 @@
 //! packed once in a shuffled order; epochs shuffle the units. Shuffled units are sorted by length
 //! inside windows of 64 global batches and cut into batches. Then the batches are shuffled, and
 //! each in itself. So units of similar length share a step, and its micro-batches and ranks take
-//! equal time. `shuffle = false` keeps the order of the files. The last, smaller batch of an epoch is a
-//! step of its own and stays last. Steps are counted like in transformers:
-//! `ceil(epochs x steps per epoch)`; a given `max_steps` overrides that.
+//! equal time. `shuffle = false` keeps the order of the files. The last, smaller batch of an epoch
+//! is a step of its own and stays last. Steps are counted like in transformers: `ceil(epochs x
+//! steps per epoch)`; a given `max_steps` overrides that.
 
 use serde::{Deserialize, Serialize};
 
