@@ -33,7 +33,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 
 /// Public functions in `ops` that compute nothing on tensors.
 const NO_OPS: [&str; 11] = [
-    "asked",
+    "requested_work",
     "count_process",
     "emulate",
     "empty",

@@ -119,7 +119,7 @@ mod tests {
         let error = read_up_to("read", &path, 5).expect_err("6 bytes of 5");
         assert!(error.to_string().contains("accepted: up to 5"), "{error}");
         let error = read_text("read", &path).expect_err("no text");
-        assert!(error.to_string().contains("line 2, byte 5"), "{error}");
+        assert!(error.to_string().contains("line 2, 5 bytes after"), "{error}");
         assert_eq!(error.kind().exit_code(), 1);
         assert_eq!(read("read", folder.path()).expect_err("a folder").kind().exit_code(), 1);
         assert_eq!(read("read", &folder.path().join("b")).expect_err("nothing").kind().exit_code(), 1);
