@@ -353,7 +353,7 @@ impl<'a> Matcher<'a> {
     fn matches(&self, module: &str) -> bool {
         match self {
             Self::List(_, _, names) => ends_of_name(module).any(|end| names.contains(end)),
-            Self::Regex(_, _, regex) => regex.is_match(module),
+            Self::Regex(_, _, regex) => matches_name(regex, module),
         }
     }
 
@@ -373,11 +373,19 @@ impl<'a> Matcher<'a> {
                 (key, list.iter().map(String::as_str).find(|name| !known.contains(name)))
             }
             Self::Regex(key, pattern, regex) => {
-                (key, (!modules.iter().any(|module| regex.is_match(&module.name))).then_some(*pattern))
+                (key, (!modules.iter().any(|module| matches_name(regex, &module.name))).then_some(*pattern))
             }
         };
         unused.map_or(Ok(()), |name| Err(no_match(key, name, modules)))
     }
+}
+
+/// Returns whether a pattern matches the name of a module, or the name that the module has inside of
+/// a model for images: `model.language_model.layers.0` or `language_model.model.layers.0`.
+fn matches_name(regex: &Regex, module: &str) -> bool {
+    let inside = module.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
+    let names = [Some(format!("language_model.{module}")), inside];
+    regex.is_match(module) || names.into_iter().flatten().any(|name| regex.is_match(&name))
 }
 
 /// Returns the texts for which [`ends_with_name`] holds: `a.b.c`, `b.c`, `c`, and the empty one

@@ -32,6 +32,20 @@ fn error(spec: &TargetSpec) -> String {
     resolve(spec, &model()).expect_err("refused").to_string()
 }
 
+/// Recipes for models that also take images name the modules of the text part with its prefix.
+#[test]
+fn a_pattern_may_name_the_text_part_of_a_model_for_images() {
+    for pattern in [
+        r"model\.language_model\.layers\.\d+\.self_attn\.q_proj",
+        r"language_model\.model\.layers\..*\.q_proj",
+        r".*language_model.*q_proj",
+    ] {
+        let spec = named(NamePattern::Regex(pattern.into()));
+        assert_eq!(short(&spec), ["0.self_attn.q", "1.self_attn.q", "10.self_attn.q"], "{pattern}");
+    }
+    assert!(error(&named(NamePattern::Regex(r"vision_tower\..*q_proj".into()))).contains("vision_tower"));
+}
+
 #[test]
 fn all_linear_leaves_the_head_alone() {
     let spec = TargetSpec::default();
