@@ -25,8 +25,8 @@ use crate::training::{trainer, weights_writer};
 ///
 /// The session writes nothing before [`save`](Session::save), takes no checkpoints, and prints only
 /// warnings. Keys about them (`[checkpoint]`, `[log]`, `[alerts]`, `[profile]`, `eval.steps`) have
-/// no effect. It refuses `eval.keep_best`, `eval.patience` and `train.on_nan` other than "stop", which
-/// change the result of a run.
+/// no effect. It refuses `eval.keep_best`, `eval.patience` and `train.on_nan` other than "stop",
+/// because they change the result of a run.
 ///
 /// ```no_run
 /// use std::path::Path;

@@ -57,6 +57,11 @@ impl Plan {
         facts
     }
 
+    /// Returns the fingerprint to compare with that of the checkpoint `saved`.
+    pub(super) fn fingerprint_beside(&self, saved: &SavedCheckpoint) -> BTreeMap<String, String> {
+        with_older_format(self.fingerprint(), &saved.state.fingerprint)
+    }
+
     /// Returns the changes that a fingerprint ignores, as text: ranks and strategy, saving,
     /// logging. Compares with the recipe that the run of `saved` wrote; empty if that file is
     /// missing.
@@ -100,7 +105,7 @@ fn is_harmless(key: &str) -> bool {
 /// Returns `facts` with the format of pairs as the checkpoint recorded it: before the format
 /// "preference_chosen", the recipe of such a run had "auto" or "preference". The digest of the data
 /// compares the rows.
-pub(super) fn with_older_format(
+fn with_older_format(
     mut facts: BTreeMap<String, String>,
     recorded: &BTreeMap<String, String>,
 ) -> BTreeMap<String, String> {

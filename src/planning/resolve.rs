@@ -10,7 +10,6 @@ use chrono::{DateTime, FixedOffset};
 
 use super::bf16_copy;
 use super::changes::{ModelSettings, Suggestion, changes, first_for};
-use super::fingerprint::with_older_format;
 use super::fit::{MemoryBudget, ParallelDecision, Rows, StepInputs};
 use super::global_batch::{decide_accumulation, decide_rows, sampler_options};
 use super::memory::MemoryPlan;
@@ -269,8 +268,7 @@ impl Plan {
     pub fn resume(&mut self, saved: &SavedCheckpoint, allowed: &[String]) -> Result<Vec<String>> {
         // Computed first: afterwards the files are those of the checkpoint.
         self.identity()?;
-        let facts = with_older_format(self.fingerprint(), &saved.state.fingerprint);
-        let mut changes = saved.check_same_run(&facts, allowed)?;
+        let mut changes = saved.check_same_run(&self.fingerprint_beside(saved), allowed)?;
         changes.extend(self.harmless_changes(saved));
         match &mut self.adapter_setup {
             Some(adapter_setup) => adapter_setup.resume(adapter::SavedAdapter::read(&saved.folder)?),

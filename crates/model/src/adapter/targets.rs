@@ -380,8 +380,8 @@ impl<'a> Matcher<'a> {
     }
 }
 
-/// Returns whether a pattern matches the name of a module, or the name that the module has inside of
-/// a model for images: `model.language_model.layers.0` or `language_model.model.layers.0`.
+/// Returns whether a pattern matches the name of a module, or the name that the module has inside
+/// of a model for images: `model.language_model.layers.0` or `language_model.model.layers.0`.
 fn matches_name(regex: &Regex, module: &str) -> bool {
     let inside = module.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
     let names = [Some(format!("language_model.{module}")), inside];
