@@ -86,7 +86,7 @@ fn the_self_test_runs_emulated() {
     let done = doctor.args(["doctor", "--selftest", "--emulated"]).output().unwrap();
     let told = String::from_utf8_lossy(&done.stdout);
     assert!(done.status.success() && told.contains("self-test on emulated GPU kernels"), "{told}");
-    assert!(told.contains("probe: all ") && told.contains(" recorded, by the emulator"), "{told}");
+    assert!(told.contains("probe: all ") && told.contains(" recorded by the emulator"), "{told}");
 }
 
 /// A kernel that fails in a training step: exit code 3, and the error names the step, the kernel
@@ -109,7 +109,7 @@ fn a_kernel_at_fault_is_named() {
     assert_eq!(done.status.code(), Some(3), "{said}");
     assert!(said.contains("error: step 2 failed in its backward\n  caused by: kernel "), "{said}");
     let launch = regex::Regex::new(
-        r"it was the kernel \w+ of kernels/\w+\.cu, \d+ x \d+ x 1 blocks of \d+ x 1 x 1 threads, \d+ B of shared memory, over .*\[\d+ x \d+ B\]",
+        r"the launch: the kernel \w+ of kernels/\w+\.cu, \d+ x \d+ x 1 blocks of \d+ x 1 x 1 threads, \d+ B of shared memory, over .*\[\d+ x \d+ B\]",
     );
     assert!(launch.unwrap().is_match(&said), "{said}");
     assert!(said.contains("everything saved before is intact"), "{said}");
