@@ -12,11 +12,11 @@ use crate::collective::SingleRank;
 use crate::data::{self, Batch, Cursor, Example, Origin, PromptEncoder, RowOrigin, Sampler};
 use crate::engine::{Engine, Evaluation, SamplingOptions, StepResult, TokenSampler, Trainer};
 use crate::error::{Error, Result};
-use crate::loading::{AdapterSetup, BaseModel, DatasetLoader, EngineOptions, Resolver, Trains};
+use crate::loading::{DatasetLoader, EngineOptions, LoadedModel, Resolver, Trains};
 use crate::model::AdapterSwitch;
 use crate::planning::{Plan, WorldSize};
 use crate::recipe::enums::OnNan;
-use crate::recipe::{DataSource, Purpose, Recipe, RecipeLayers, RecipeText};
+use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
 use crate::training::{trainer, weights_writer};
@@ -187,7 +187,6 @@ impl TrainedModel {
     /// # Errors
     /// Model or adapter cannot be found or used, or they do not match.
     pub fn open(model: &str, adapter: Option<&str>) -> Result<Self> {
-        let folder = Path::new("");
         let recipe = Recipe::load(&RecipeLayers {
             model: Some(model.to_owned()),
             purpose: Purpose::Other,
@@ -195,19 +194,11 @@ impl TrainedModel {
         })?;
         let terminal = Terminal::stderr(Verbosity::Quiet);
         let resolver = Resolver::new(false, &terminal)?;
-        let mut base = BaseModel::open(&recipe.model, None, &resolver)?;
-        let (mut setup, mut comparison) = (None, None);
-        if let Some(adapter) = adapter {
-            let found = resolver.adapter(&DataSource::from_argument("adapter", adapter, folder)?)?.folder;
-            base.adopt(&found)?;
-            setup = Some(AdapterSetup::saved_in(&found, &base.config)?);
-            comparison = Some(base.check_adapter(&found, recipe.train.seed, false, &terminal)?);
-        }
-        let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-        let rows = base.dataset_loader(tokenizer, &recipe.data)?;
+        let LoadedModel { base, adapter_setup, rows, comparison } =
+            LoadedModel::find(&recipe, adapter, Path::new(""), &resolver, (&terminal, false))?;
         let device = device::open(device::preferred()?)?;
         let options = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
-        let engine = base.engine(Trains::adapter_or_nothing(setup.as_ref()), &options)?;
+        let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
         comparison.map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
         Ok(TrainedModel { engine, rows })
     }

@@ -2,11 +2,11 @@
 
 use serde_json::json;
 
-use super::{LoadedModel, model_or_base, open_device, say_without_kernels, terminal, working_folder};
+use super::{model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
-use crate::loading::{EngineOptions, Resolver, Trains};
+use crate::loading::{EngineOptions, LoadedModel, Resolver, Trains};
 use crate::recipe::Recipe;
 
 /// Evaluates a model on rows.

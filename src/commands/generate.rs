@@ -1,12 +1,12 @@
 //! `finetune generate`: continues a prompt, chats, or answers a file of prompts.
 
-use super::{LoadedModel, model_or_base, open_device, say_without_kernels, terminal, working_folder};
+use super::{model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::PromptEncoder;
 use crate::error::Result;
 use crate::generation::{ANSWERS, AnswerEnds, Generator, PromptSource, check_options};
 use crate::launcher::interrupt::removing_on_signals;
-use crate::loading::{EngineOptions, Resolver, Trains};
+use crate::loading::{EngineOptions, LoadedModel, Resolver, Trains};
 use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
 

@@ -15,7 +15,6 @@ mod export;
 mod generate;
 mod inspect;
 mod merge;
-mod opened;
 mod output;
 mod plan;
 mod quantize;
@@ -28,7 +27,6 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 
 use self::adapter_base::model_or_base;
-use self::opened::LoadedModel;
 use self::output::{print, print_json};
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;

@@ -8,6 +8,7 @@ pub(crate) mod base_model;
 mod custom_code;
 pub(crate) mod dataset;
 pub(crate) mod initial_values;
+mod loaded_model;
 pub(crate) mod new_tokens;
 pub(crate) mod param_layout;
 pub(crate) mod pissa;
@@ -19,6 +20,7 @@ pub use adapter_setup::AdapterSetup;
 pub use base_check::{BaseCheck, BaseComparison};
 pub use base_model::{BaseModel, DeviceTraits, EngineOptions};
 pub use dataset::DatasetLoader;
+pub(crate) use loaded_model::LoadedModel;
 pub use param_layout::Trains;
 pub use resolver::{ResolvedSource, Resolver};
 

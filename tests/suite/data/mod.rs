@@ -8,7 +8,7 @@ mod golden_chat;
 mod jinja;
 mod ranks;
 mod sampling;
-#[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
+#[allow(clippy::print_stderr, reason = "a skipped check prints its reason")]
 mod shared_data;
 mod sources;
 

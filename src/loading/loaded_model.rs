@@ -2,19 +2,23 @@
 
 use std::path::Path;
 
+use super::adapter_setup::AdapterSetup;
+use super::base_check::BaseComparison;
+use super::base_model::BaseModel;
+use super::dataset::DatasetLoader;
+use super::resolver::Resolver;
 use crate::error::Result;
-use crate::loading::{AdapterSetup, BaseComparison, BaseModel, DatasetLoader, Resolver};
 use crate::recipe::{DataSource, Recipe};
 use crate::report::Terminal;
 
 /// A model with its adapter, found and checked; the weights are not loaded.
-pub(super) struct LoadedModel {
-    pub(super) base: BaseModel,
-    pub(super) adapter_setup: Option<AdapterSetup>,
-    pub(super) rows: DatasetLoader,
+pub(crate) struct LoadedModel {
+    pub(crate) base: BaseModel,
+    pub(crate) adapter_setup: Option<AdapterSetup>,
+    pub(crate) rows: DatasetLoader,
     /// Comparison with the model that the adapter was trained on. The caller finishes it after the
     /// weights are loaded.
-    pub(super) comparison: Option<BaseComparison>,
+    pub(crate) comparison: Option<BaseComparison>,
 }
 
 impl LoadedModel {
@@ -23,7 +27,7 @@ impl LoadedModel {
     ///
     /// # Errors
     /// The user's: model or adapter cannot be found or used, or they do not match.
-    pub(super) fn find(
+    pub(crate) fn find(
         recipe: &Recipe,
         adapter: Option<&str>,
         folder: &Path,
