@@ -29,7 +29,7 @@ pub use communication::CommunicationArgs;
 pub use compare::CompareArgs;
 pub use doctor::{DoctorArgs, DoctorVerb};
 pub use generate::GenerateArgs;
-pub use parse::{ParsedArgs, parse};
+pub use parse::parse;
 pub use plan::PlanArgs;
 pub use settings::SettingArgs;
 pub use sweep::SweepAxis;

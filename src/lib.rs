@@ -1,31 +1,63 @@
 //! `finetune` fine-tunes Hugging Face language models without Python.
 //!
-//! The library is a stack of crates: each sees only the crates below it. This crate re-exports
-//! their modules. The page docs/design.md has the table of crates and modules.
+//! The library is a small facade: [`Session`] trains by a recipe, and [`TrainedModel`] computes
+//! with a trained model. Below it is a stack of crates, each of which sees only the crates below
+//! it; the page docs/design.md has their table. The feature `testing` makes the modules of all
+//! crates public for the tests of this repository, without a promise that they stay.
+
+#![cfg_attr(not(feature = "testing"), allow(unreachable_pub, reason = "public for the tests"))]
 
 mod bench;
+mod binary;
+#[cfg(not(feature = "testing"))]
+mod cli;
+#[cfg(feature = "testing")]
 pub mod cli;
+#[cfg(not(feature = "testing"))]
+mod commands;
+#[cfg(feature = "testing")]
 pub mod commands;
 mod comparison;
 mod doctor;
 mod generation;
 mod launcher;
+#[cfg(not(feature = "testing"))]
+mod loading;
+#[cfg(feature = "testing")]
 pub mod loading;
+#[cfg(not(feature = "testing"))]
+mod planning;
+#[cfg(feature = "testing")]
 pub mod planning;
 mod session;
+#[cfg(not(feature = "testing"))]
+mod training;
+#[cfg(feature = "testing")]
 pub mod training;
-pub mod verify;
+mod verify;
 
-pub use session::{Session, SessionSteps, TrainedModel};
+/// Modules of the lower crates, by the names under which this crate and the tests use them.
+mod floors {
+    pub use finetune_comm::{collective, rendezvous};
+    pub use finetune_core::{contained, median, threads, units};
+    pub use finetune_data as data;
+    pub use finetune_engine::{checkpoint, engine, objectives, parallel, profile};
+    pub use finetune_hub as hub;
+    pub use finetune_model::{adapter, export, model, optim, weights};
+    pub use finetune_ops::ops;
+    pub use finetune_recipe as recipe;
+    pub use finetune_report as report;
+    pub use finetune_runtime::{instruction_set, quant, runtime};
+}
 
-pub use finetune_comm::{collective, rendezvous};
+#[doc(hidden)]
+pub use binary::run_binary;
+pub use finetune_core::error;
 use finetune_core::{address, clock, locks, private_file, program};
-pub use finetune_core::{contained, error, median, threads, units};
-pub use finetune_data as data;
-pub use finetune_engine::{checkpoint, engine, objectives, parallel, profile};
-pub use finetune_hub as hub;
-pub use finetune_model::{adapter, export, model, optim, weights};
-pub use finetune_ops::ops;
-pub use finetune_recipe as recipe;
-pub use finetune_report as report;
-pub use finetune_runtime::{instruction_set, quant, rounding, runtime, stored_dtype};
+pub use finetune_data::{sandbox::run_in_this_program, sandboxed::serve_if_asked};
+pub use finetune_engine::engine::{Evaluation, StepResult};
+#[cfg(not(feature = "testing"))]
+use floors::*;
+#[cfg(feature = "testing")]
+pub use floors::*;
+pub use session::{Session, SessionSteps, TrainedModel};

@@ -1,54 +1,7 @@
-//! The `finetune` binary: parses arguments into a command, and turns its result into an exit code.
+//! The binary `finetune`.
 
-use std::backtrace::{Backtrace, BacktraceStatus};
-use std::panic::{PanicHookInfo, catch_unwind, set_hook};
-use std::process::{ExitCode, exit};
-
-use finetune::cli;
-use finetune::commands;
-use finetune::contained;
-use finetune::data::{sandbox, sandboxed};
-use finetune::error::ErrorCategory;
-use finetune::report::{alerts::guard, finish, say, ui::restore_screen};
-use finetune::runtime::allocator::use_one_heap;
-use finetune::runtime::fault_signals::make_large_files_errors;
+use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    set_hook(Box::new(say_panic));
-    if let Some(code) = sandboxed::serve_if_asked().or_else(guard::serve_if_asked) {
-        return code;
-    }
-    sandbox::run_in_this_program();
-    use_one_heap();
-    make_large_files_errors();
-    let code = match catch_unwind(|| cli::parse()?.run_by(commands::run)) {
-        Ok(Ok(code)) => code,
-        Ok(Err(error)) => {
-            say(&error);
-            error.kind().exit_code()
-        }
-        Err(_) => ErrorCategory::Internal.exit_code(),
-    };
-    finish();
-    ExitCode::from(code)
-}
-
-/// Reports a panic, which is a bug of this program on whichever thread it happens. If the reader of
-/// stdout is gone, as after `| head`, exits with code 0 instead.
-fn say_panic(panic: &PanicHookInfo<'_>) {
-    if contained::is_contained() {
-        return;
-    }
-    restore_screen();
-    let message = contained::message(panic.payload());
-    if message.starts_with("failed printing to stdout") && message.contains("Broken pipe") {
-        exit(0);
-    }
-    let place = panic.location().map(|place| format!(" ({}:{})", place.file(), place.line()));
-    say(&format_args!("error: internal error: {message}{}", place.unwrap_or_default()));
-    let backtrace = Backtrace::capture();
-    match backtrace.status() {
-        BacktraceStatus::Captured => say(&backtrace),
-        _ => say(&"hint: run it again with RUST_BACKTRACE=1 and report what it prints"),
-    }
+    finetune::run_binary()
 }

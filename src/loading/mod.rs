@@ -17,7 +17,7 @@ pub(crate) mod saved_adapter;
 pub(crate) mod vocabulary;
 
 pub use adapter_setup::AdapterSetup;
-pub use base_check::{BaseCheck, BaseComparison};
+pub use base_check::BaseCheck;
 pub use base_model::{BaseModel, DeviceTraits, EngineOptions};
 pub use dataset::DatasetLoader;
 pub(crate) use loaded_model::LoadedModel;

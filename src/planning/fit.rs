@@ -1,6 +1,6 @@
 //! Decides the strategy and the recomputing with which a step fits the memory of its ranks. If no
 //! strategy fits, suggests changes of the run with which one does. All figures come from
-//! [`MemoryPlan::of_step`].
+//! [`MemoryPlan`].
 
 use std::sync::Arc;
 

@@ -105,6 +105,7 @@ impl MemoryPlan {
     }
 
     /// Estimates a step of one rank over micro-batches of `tokens` tokens.
+    #[cfg(feature = "testing")]
     pub fn of_step(
         config: &ModelConfig,
         descs: &[ParamDesc],

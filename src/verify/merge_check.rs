@@ -33,17 +33,17 @@ const OTHER_BASE: f64 = 0.1;
 
 /// Base weights of a merge.
 #[derive(Debug)]
-pub struct MergeBase {
+pub(crate) struct MergeBase {
     /// Format of the base that the adapter was trained on, if it was quantized.
-    pub trained_over: Option<QuantFormat>,
+    pub(crate) trained_over: Option<QuantFormat>,
     /// Linear layers that were not quantized.
-    pub skipped: Vec<String>,
+    pub(crate) skipped: Vec<String>,
     /// Weights that the adapter is added to.
-    pub values: BaseValues,
+    pub(crate) values: BaseValues,
     /// True if the adapter was trained on these weights.
-    pub same: bool,
+    pub(crate) same: bool,
     /// Reason of the choice, for the user.
-    pub reason: String,
+    pub(crate) reason: String,
 }
 
 impl MergeBase {
@@ -53,7 +53,7 @@ impl MergeBase {
     /// # Errors
     /// `choice` is `quantized`, and the quantization of the base is unknown; the adapter cannot be
     /// read.
-    pub fn decide(choice: Option<BaseChoice>, base: &BaseModel, adapter: &Path) -> Result<Self> {
+    pub(crate) fn decide(choice: Option<BaseChoice>, base: &BaseModel, adapter: &Path) -> Result<Self> {
         let stored = base.format;
         let (trained_over, skipped) = match (stored, recipe_quantization(adapter)?) {
             (Some(format), _) => (Some(format), base.skipped.clone()),
@@ -108,7 +108,7 @@ impl MergeBase {
 
     /// Returns the largest accepted mean divergence in nats per token, unless the user sets
     /// `--max-kl`.
-    pub fn threshold(&self) -> f64 {
+    pub(crate) fn threshold(&self) -> f64 {
         if self.same { SAME_BASE } else { OTHER_BASE }
     }
 }
@@ -136,33 +136,33 @@ fn recipe_quantization(adapter: &Path) -> Result<Option<QuantizationSection>> {
 }
 
 /// Inputs of a check of a merge.
-pub struct MergeCheck<'a> {
+pub(crate) struct MergeCheck<'a> {
     /// Base in the form that the adapter was trained on.
-    pub base: &'a BaseModel,
+    pub(crate) base: &'a BaseModel,
     /// Folder of the adapter.
-    pub adapter: &'a Path,
+    pub(crate) adapter: &'a Path,
     /// Data set, of which the first rows are compared.
-    pub dataset: &'a DataSource,
+    pub(crate) dataset: &'a DataSource,
     /// Largest accepted mean divergence, in nats per token.
-    pub max_kl: f64,
+    pub(crate) max_kl: f64,
     /// Device and dtype of both models.
-    pub options: &'a EngineOptions,
+    pub(crate) options: &'a EngineOptions,
     /// Resolver of the data set.
-    pub resolver: &'a Resolver<'a>,
+    pub(crate) resolver: &'a Resolver<'a>,
 }
 
 /// Result of a check.
 #[derive(Debug, Clone, Copy)]
-pub struct Certificate {
+pub(crate) struct Certificate {
     /// Differences between the two models.
-    pub found: Comparison,
+    pub(crate) found: Comparison,
     /// Largest accepted mean divergence, in nats per token.
-    pub max_kl: f64,
+    pub(crate) max_kl: f64,
 }
 
 impl Certificate {
     /// Returns the certificate as in merge.json.
-    pub fn to_json(self) -> Value {
+    pub(crate) fn to_json(self) -> Value {
         json!({
             "rows": self.found.rows,
             "tokens": self.found.tokens,
@@ -180,7 +180,7 @@ impl MergeCheck<'_> {
     /// # Errors
     /// The mean divergence exceeds the threshold: the chosen base or dtype changes the trained
     /// model too much.
-    pub fn certify(&self, merged: &Path) -> Result<Certificate> {
+    pub(crate) fn certify(&self, merged: &Path) -> Result<Certificate> {
         let recipe = Recipe::default();
         let rows = self.base.dataset_loader(self.base.tokenizer()?, &recipe.data)?;
         let (dataset, _) = rows.load(&[self.dataset.clone().into()], Split::Eval, self.resolver)?;

@@ -4,4 +4,4 @@ mod merge_check;
 mod run_comparison;
 pub(crate) mod verify_resume;
 
-pub use merge_check::{Certificate, MergeBase, MergeCheck};
+pub(crate) use merge_check::{MergeBase, MergeCheck};

@@ -65,6 +65,7 @@ pub struct TrainedWeights {
 
 impl TrainedWeights {
     /// All weights train.
+    #[cfg(feature = "testing")]
     pub const ALL: TrainedWeights = TrainedWeights { branches: None, loss_path: LossPath::Trained };
 
     /// Describes the trained weights among the parameters `descs`.
