@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use finetune::collective::launch::{Flags, Launch};
 use finetune::collective::mpi::{MpiCommunicator, run_ranks};
-use finetune::collective::{Call, Collective, Op, Phase};
+use finetune::collective::{Call, Collective, Op, Operation, Phase, Reduction};
 use finetune::error::{Error, ErrorCategory};
 use finetune::runtime::buffer::{Buffer, ElementType};
 use half::bf16;
@@ -505,7 +505,7 @@ fn groups(world: &MpiCommunicator) -> Result<(), Error> {
     let (alone, replicas) = (world.split(rank)?, world.split(0)?);
     let (full, shard) =
         (Host::new(ElementType::F32, vec![rank as f32; 5]), Host::new(ElementType::F32, vec![9.0_f32; 5]));
-    alone.reduce_scatter_across(call("across", 0), &*replicas, &full.memory, &shard.memory)?;
+    sum_across(&*alone, call("across", 0), &*replicas, (&full.memory, &shard.memory))?;
     assert_eq!(shard.read(), vec![3.0; 5]);
     world.barrier(call("end", 0))
 }
@@ -571,6 +571,17 @@ fn in_pair(group: &dyn Collective, members: [usize; 2]) -> Result<(), Error> {
     group.barrier(call("pair", 3))
 }
 
+/// Sums the full data over `group`, and the shards over `replicas`.
+fn sum_across(
+    group: &dyn Collective,
+    call: Call,
+    replicas: &dyn Collective,
+    (full, shard): (&Buffer, &Buffer),
+) -> Result<(), Error> {
+    let reduction = Reduction::ReduceScatter { full, shard, replicas: Some(replicas) };
+    group.call(call, Operation::Reduce(reduction)).map(drop)
+}
+
 /// hsdp's sum on three groups of two, the middle one across both processes: in ascending order of
 /// all six ranks.
 fn across(world: &MpiCommunicator) -> Result<(), Error> {
@@ -580,14 +591,14 @@ fn across(world: &MpiCommunicator) -> Result<(), Error> {
     let part = 600_000;
     let full = Host::new(ElementType::F32, values_f32(rank, 2 * part));
     let shard = Host::new(ElementType::F32, vec![0.0_f32; part]);
-    shards.reduce_scatter_across(call("across", 0), &*replicas, &full.memory, &shard.memory)?;
+    sum_across(&*shards, call("across", 0), &*replicas, (&full.memory, &shard.memory))?;
     let own = rank % 2 * part..(rank % 2 + 1) * part;
     let wanted: Vec<f32> = own.map(|i| sum_f32(6, i)).collect();
     assert_eq!(bits(&shard.read()), bits(&wanted));
     let narrow = |rank, i| bf16::from_f32(value(rank, i));
     let full = Host::new(ElementType::Bf16, (0..1000).map(|i| narrow(rank, i)).collect());
     let shard = Host::new(ElementType::Bf16, vec![bf16::ZERO; 500]);
-    shards.reduce_scatter_across(call("across", 1), &*replicas, &full.memory, &shard.memory)?;
+    sum_across(&*shards, call("across", 1), &*replicas, (&full.memory, &shard.memory))?;
     let wide = |i| (0..6).map(|rank| narrow(rank, i).to_f32()).reduce(|sum, next| sum + next).unwrap();
     let own = rank % 2 * 500..(rank % 2 + 1) * 500;
     assert_eq!(shard.read(), own.map(|i| bf16::from_f32(wide(i))).collect::<Vec<_>>());

@@ -10,7 +10,7 @@ use std::time::Duration;
 use finetune::collective::in_process::{
     InProcess, InProcessWorld, InjectedFault, InjectedFaultKind, run_ranks,
 };
-use finetune::collective::{Call, Collective, Op, Phase};
+use finetune::collective::{Call, Collective, Op, Operation, Phase, Reduction};
 use finetune::error::{Error, ErrorCategory, Result};
 use finetune::runtime::buffer::{Buffer, ElementType};
 use half::bf16;
@@ -239,6 +239,18 @@ proptest! {
     }
 }
 
+/// Sums `full` over `group`, and the shards over `replicas`.
+fn across(
+    group: &dyn Collective,
+    call: Call,
+    replicas: &dyn Collective,
+    full: &Buffer,
+    shard: &Buffer,
+) -> Result<()> {
+    let reduction = Reduction::ReduceScatter { full, shard, replicas: Some(replicas) };
+    group.call(call, Operation::Reduce(reduction)).map(drop)
+}
+
 /// Checks the sum across groups; with `apart` a group's ranks are not neighbours.
 fn across_is_exact<T: Value>(
     shards: usize,
@@ -258,7 +270,7 @@ fn across_is_exact<T: Value>(
         let full = memory(values::<T>(seed, rank, elements * shards));
         let shard =
             if in_place { view::<T>(&full, place * elements, elements) } else { zeros::<T>(elements) };
-        inner.reduce_scatter_across(call(7), &*outer, &full, &shard)?;
+        across(&*inner, call(7), &*outer, &full, &shard)?;
         let expected = sums::<T>(seed, shards * replicas, elements * shards);
         assert_eq!(read::<T>(&shard), expected[place * elements..(place + 1) * elements]);
         // Counts the bytes of the two calls that it replaces.
@@ -668,13 +680,13 @@ fn groups_of_replicas_that_do_not_fit_are_refused() {
         let inner = end.subgroup(end.rank() / 2)?;
         // Replicas with different shards: 0 with 3, 1 with 2.
         let outer = end.subgroup(usize::from(end.rank() == 1 || end.rank() == 2))?;
-        inner.reduce_scatter_across(call(0), &outer, &zeros::<f32>(64), &zeros::<f32>(32))
+        across(&inner, call(0), &outer, &zeros::<f32>(64), &zeros::<f32>(32))
     };
     let error = within(move || run_ranks(InProcessWorld::new(4).communicators(), run)).unwrap_err();
     assert!(error.what().ends_with("do not make the same call"), "{error}");
     assert!(error.to_string().contains("as place 0 across"), "{error}");
 
-    let run = |end: InProcess| end.reduce_scatter_across(call(0), &end, &zeros::<f32>(64), &zeros::<f32>(32));
+    let run = |end: InProcess| across(&end, call(0), &end, &zeros::<f32>(64), &zeros::<f32>(32));
     let error = within(move || run_ranks(InProcessWorld::new(2).communicators(), run)).unwrap_err();
     assert!(error.to_string().contains("as place 1 across"), "{error}");
 }
@@ -716,7 +728,7 @@ fn step(end: &InProcess, shard: &InProcess, replicas: &InProcess) -> Result<()> 
                 let ticket = shard.start_all_gather(call(2), &own, &grads)?;
                 shard.finish(ticket)?;
             }
-            Phase::Backward => shard.reduce_scatter_across(call(3), replicas, &grads, &own)?,
+            Phase::Backward => across(shard, call(3), replicas, &grads, &own)?,
             Phase::Loss | Phase::Norm => end.all_reduce(call(4), &zeros::<f64>(1))?,
             Phase::Update => {
                 let own = zeros::<f32>(1536);

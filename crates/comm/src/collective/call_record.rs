@@ -20,33 +20,13 @@ const WHAT_BYTES: usize = 32;
 
 const ELEMENTS: [ElementType; 4] = [ElementType::U8, ElementType::Bf16, ElementType::F32, ElementType::F64];
 
-/// Kind of a rank's call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum CallKind {
-    /// One of the counted calls.
-    Op(Op),
-    /// A call of `Collective::split`.
-    Split,
-}
-
-const ACTIONS: [(CallKind, &str); 8] = [
-    (CallKind::Op(Op::AllReduce), "all-reduce"),
-    (CallKind::Op(Op::ReduceScatter), "reduce-scatter"),
-    (CallKind::Op(Op::AllGather), "all-gather"),
-    (CallKind::Op(Op::Broadcast), "broadcast"),
-    (CallKind::Op(Op::Barrier), "barrier"),
-    (CallKind::Split, "split"),
-    (CallKind::Op(Op::Send), "send"),
-    (CallKind::Op(Op::Recv), "recv"),
-];
-
 /// A call that a rank makes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct CallRecord {
     /// Number of earlier calls in this group; for a message, of earlier messages in the same
     /// direction.
     pub(super) sequence: u64,
-    pub(super) action: CallKind,
+    pub(super) op: Op,
     /// Element type of the memory, if the call has any.
     pub(super) element: Option<ElementType>,
     /// Elements of the full (not sharded) data; for a split over MPI, the lowest group number that
@@ -62,11 +42,11 @@ pub(super) struct CallRecord {
 }
 
 impl CallRecord {
-    pub(super) fn new(sequence: u64, action: CallKind, call: Call, phase: Option<Phase>) -> Self {
+    pub(super) fn new(sequence: u64, op: Op, call: Call, phase: Option<Phase>) -> Self {
         let end = (0..=WHAT_BYTES.min(call.what.len())).rev().find(|end| call.what.is_char_boundary(*end));
         CallRecord {
             sequence,
-            action,
+            op,
             element: None,
             elements: 0,
             number: 0,
@@ -92,17 +72,17 @@ impl CallRecord {
     /// Bytes that are equal on every rank: without the phase, which is informative, the numbers of
     /// a split, and the side of a message.
     pub(super) fn key(&self) -> [u8; RECORD_BYTES] {
-        let (action, number, elements) = match self.action {
-            CallKind::Split => (self.action, 0, 0),
-            CallKind::Op(Op::Send | Op::Recv) => (CallKind::Op(Op::Send), 0, self.elements),
-            CallKind::Op(_) => (self.action, self.number, self.elements),
+        let (op, number, elements) = match self.op {
+            Op::Split => (self.op, 0, 0),
+            Op::Send | Op::Recv => (Op::Send, 0, self.elements),
+            _ => (self.op, self.number, self.elements),
         };
-        CallRecord { phase: None, action, number, elements, ..self.clone() }.encode()
+        CallRecord { phase: None, op, number, elements, ..self.clone() }.encode()
     }
 
     /// True if `other` is the other side of this call of a message.
     pub(super) fn is_answered_by(&self, other: &CallRecord) -> bool {
-        self.action != other.action && self.key() == other.key()
+        self.op != other.op && self.key() == other.key()
     }
 
     pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
@@ -112,7 +92,7 @@ impl CallRecord {
         bytes[16..24].copy_from_slice(&self.index.to_le_bytes());
         bytes[24..28].copy_from_slice(&self.number.to_le_bytes());
         let code = |place: Option<usize>| place.map_or(u8::MAX, |place| place as u8);
-        bytes[28] = code(ACTIONS.iter().position(|(action, _)| *action == self.action));
+        bytes[28] = code(Op::ALL.iter().position(|op| *op == self.op));
         bytes[29] = code(ELEMENTS.iter().position(|element| Some(*element) == self.element));
         bytes[30] = code(Phase::ALL.iter().position(|phase| Some(*phase) == self.phase));
         bytes[31] = self.what_bytes;
@@ -131,7 +111,7 @@ impl CallRecord {
             elements: long(8)?,
             index: long(16)?,
             number: u32::from_le_bytes(*bytes[24..].first_chunk()?),
-            action: ACTIONS.get(usize::from(bytes[28]))?.0,
+            op: *Op::ALL.get(usize::from(bytes[28]))?,
             element: ELEMENTS.get(usize::from(bytes[29])).copied(),
             phase: Phase::ALL.get(usize::from(bytes[30])).copied(),
             what_bytes: bytes[31],
@@ -162,14 +142,13 @@ impl fmt::Display for CallRecord {
     /// Text of the call: `call 17: all-gather of weights of block 3 (4096 x F32), in phase
     /// backward`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = ACTIONS.iter().find(|(action, _)| *action == self.action).map_or("", |(_, name)| name);
-        write!(f, "call {}: {name} of ", self.sequence)?;
+        write!(f, "call {}: {} of ", self.sequence, self.op)?;
         super::named(f, &self.what, usize::try_from(self.index).unwrap_or(usize::MAX))?;
-        match (self.element, self.action) {
-            (Some(element), CallKind::Op(Op::Broadcast | Op::Recv)) => {
+        match (self.element, self.op) {
+            (Some(element), Op::Broadcast | Op::Recv) => {
                 write!(f, " ({} x {element:?} from rank {})", self.elements, self.number)?;
             }
-            (Some(element), CallKind::Op(Op::Send)) => {
+            (Some(element), Op::Send) => {
                 write!(f, " ({} x {element:?} to rank {})", self.elements, self.number)?;
             }
             (Some(element), _) => write!(f, " ({} x {element:?})", self.elements)?,
@@ -221,8 +200,7 @@ mod tests {
 
     fn record() -> CallRecord {
         let call = Call { what: "weights of block", index: 3 };
-        CallRecord::new(17, CallKind::Op(Op::AllGather), call, Some(Phase::Backward))
-            .moving(ElementType::F32, 4096)
+        CallRecord::new(17, Op::AllGather, call, Some(Phase::Backward)).moving(ElementType::F32, 4096)
     }
 
     #[test]
@@ -233,7 +211,7 @@ mod tests {
             back.to_string(),
             "call 17: all-gather of weights of block 3 (4096 x F32), in phase backward"
         );
-        let split = CallRecord::new(0, CallKind::Split, Call { what: "ranks", index: 0 }, None).number(2);
+        let split = CallRecord::new(0, Op::Split, Call { what: "ranks", index: 0 }, None).number(2);
         assert_eq!(CallRecord::decode(&split.encode()).unwrap(), split);
         assert_eq!(CallRecord::decode(&[0xff; RECORD_BYTES]), None);
     }
@@ -241,15 +219,9 @@ mod tests {
     #[test]
     fn long_names_are_cut_between_characters_and_compared_by_length() {
         let call = |what| Call { what, index: 0 };
-        let cut = CallRecord::new(
-            0,
-            CallKind::Op(Op::Barrier),
-            call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé tail"),
-            None,
-        );
+        let cut = CallRecord::new(0, Op::Barrier, call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé tail"), None);
         assert_eq!(cut.what, "a".repeat(31));
-        let other =
-            CallRecord::new(0, CallKind::Op(Op::Barrier), call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé"), None);
+        let other = CallRecord::new(0, Op::Barrier, call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé"), None);
         assert_eq!(cut.what, other.what);
         assert_ne!(cut.key(), other.key());
         assert_eq!(CallRecord::decode(&cut.encode()).unwrap(), cut);
@@ -259,12 +231,12 @@ mod tests {
     fn every_part_of_a_call_counts_but_not_the_phase() {
         let own = record();
         let call = Call { what: "weights of block", index: 3 };
-        let at = |sequence, action, call| CallRecord::new(sequence, action, call, None);
-        let gather = CallKind::Op(Op::AllGather);
+        let at = |sequence, op, call| CallRecord::new(sequence, op, call, None);
+        let gather = Op::AllGather;
         assert_eq!(own.key(), at(17, gather, call).moving(ElementType::F32, 4096).key());
         for other in [
             at(18, gather, call).moving(ElementType::F32, 4096),
-            at(17, CallKind::Op(Op::AllReduce), call).moving(ElementType::F32, 4096),
+            at(17, Op::AllReduce, call).moving(ElementType::F32, 4096),
             at(17, gather, Call { what: "weights of block", index: 4 }).moving(ElementType::F32, 4096),
             at(17, gather, Call { what: "gradients of block", index: 3 }).moving(ElementType::F32, 4096),
             at(17, gather, call).moving(ElementType::Bf16, 4096),
@@ -272,10 +244,10 @@ mod tests {
         ] {
             assert_ne!(own.key(), other.key(), "{other}");
         }
-        let mut colors = [0, 1].map(|color| at(0, CallKind::Split, call).number(color));
+        let mut colors = [0, 1].map(|color| at(0, Op::Split, call).number(color));
         colors[1].elements = 3;
         assert_eq!(colors[0].key(), colors[1].key());
-        let roots = [0, 1].map(|root| at(0, CallKind::Op(Op::Broadcast), call).number(root));
+        let roots = [0, 1].map(|root| at(0, Op::Broadcast, call).number(root));
         assert_ne!(roots[0].key(), roots[1].key());
     }
 
@@ -283,7 +255,7 @@ mod tests {
     fn a_send_is_answered_by_its_recv_alone() {
         let call = Call { what: "activations of block", index: 3 };
         let side = |op, peer, elements| {
-            let record = CallRecord::new(2, CallKind::Op(op), call, None).number(peer);
+            let record = CallRecord::new(2, op, call, None).number(peer);
             record.moving(ElementType::Bf16, elements)
         };
         let [send, recv] = [side(Op::Send, 1, 8), side(Op::Recv, 0, 8)];

@@ -1,14 +1,12 @@
 //! Planted faults in the ranks of a real run, over any backend, for tests of the end of runs.
 
-use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::in_process::{InjectedFault, InjectedFaultKind};
-use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
+use super::{Call, Collective, Operation, Phase, Ticket};
 use crate::error::{Error, ErrorCategory, Result};
-use crate::runtime::buffer::Buffer;
 use crate::runtime::clock;
 
 /// Callback with a description at the moment of a fault, from which tests measure time.
@@ -34,15 +32,6 @@ impl FaultInjector {
             entered: AtomicU64::new(0),
             link_delay: AtomicU64::new(0),
         }
-    }
-
-    /// The inner communicator, after the delay of a slow link.
-    fn link(&self) -> &dyn Collective {
-        let delay = self.link_delay.load(Ordering::Relaxed);
-        if delay > 0 {
-            clock::pass(Duration::from_nanos(delay));
-        }
-        &*self.inner
     }
 
     fn strike(&self, first: bool) -> Result<()> {
@@ -79,81 +68,22 @@ impl std::fmt::Debug for FaultInjector {
 }
 
 impl Collective for FaultInjector {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+    fn inner(&self) -> Option<&dyn Collective> {
+        Some(&*self.inner)
     }
 
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
-        self.link().all_reduce(call, buffer)
-    }
-
-    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
-        self.link().reduce_scatter(call, full, shard)
-    }
-
-    fn reduce_scatter_across(
-        &self,
-        call: Call,
-        replicas: &dyn Collective,
-        full: &Buffer,
-        shard: &Buffer,
-    ) -> Result<()> {
-        self.link().reduce_scatter_across(call, replicas, full, shard)
-    }
-
-    fn open_reduction_lane(&self) -> Result<bool> {
-        self.inner.open_reduction_lane()
-    }
-
-    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        self.link().start_reduction(call, reduction)
-    }
-
-    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
-        self.link().start_all_gather(call, shard, full)
-    }
-
-    fn finish(&self, ticket: Ticket) -> Result<()> {
-        self.inner.finish(ticket)
-    }
-
-    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
-        self.link().broadcast(call, root, buffer)
-    }
-
-    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
-        let struck = self.entered.load(Ordering::Relaxed) >= self.fault.occurrence;
+    fn call(&self, call: Call, operation: Operation<'_>) -> Result<Option<Ticket>> {
         if let InjectedFaultKind::SlowLinkTo(slow, time) = self.fault.kind
-            && slow == to
-            && struck
+            && matches!(operation, Operation::Send { to, .. } if to == slow)
+            && self.entered.load(Ordering::Relaxed) >= self.fault.occurrence
         {
             clock::pass(time);
         }
-        self.link().send(call, to, buffer)
-    }
-
-    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
-        self.link().recv(call, from, buffer)
-    }
-
-    fn barrier(&self, call: Call) -> Result<()> {
-        self.link().barrier(call)
-    }
-
-    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
-        self.inner.split(color)
-    }
-
-    fn as_backend(&self) -> Option<&dyn Any> {
-        self.inner.as_backend()
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
+        let delay = self.link_delay.load(Ordering::Relaxed);
+        if delay > 0 {
+            clock::pass(Duration::from_nanos(delay));
+        }
+        self.inner.call(call, operation)
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
@@ -163,9 +93,5 @@ impl Collective for FaultInjector {
         }
         let time = self.entered.fetch_add(1, Ordering::Relaxed) + 1;
         if self.fault.strikes_at(time) { self.strike(time == self.fault.occurrence) } else { Ok(()) }
-    }
-
-    fn abort(&self, why: &str) {
-        self.inner.abort(why);
     }
 }

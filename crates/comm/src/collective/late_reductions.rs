@@ -4,12 +4,11 @@
 //! The memory of a reduction holds NaN until the reduction is finished, so an early read gives NaN,
 //! and an early write is detected.
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::slice::from_raw_parts_mut;
 use std::sync::{Arc, Mutex};
 
-use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
+use super::{Call, Collective, Operation, Ticket};
 use crate::error::{Error, Result};
 use crate::locks::locked;
 use crate::runtime::buffer::Buffer;
@@ -65,38 +64,15 @@ fn bytes(buffer: &Buffer) -> &mut [u8] {
 }
 
 impl Collective for LateReductions {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+    fn inner(&self) -> Option<&dyn Collective> {
+        Some(&*self.inner)
     }
 
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
-        self.inner.all_reduce(call, buffer)
-    }
-
-    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
-        self.inner.reduce_scatter(call, full, shard)
-    }
-
-    fn reduce_scatter_across(
-        &self,
-        call: Call,
-        replicas: &dyn Collective,
-        full: &Buffer,
-        shard: &Buffer,
-    ) -> Result<()> {
-        self.inner.reduce_scatter_across(call, replicas, full, shard)
-    }
-
-    fn open_reduction_lane(&self) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        reduction.make(self, call)?;
+    fn call(&self, call: Call, operation: Operation<'_>) -> Result<Option<Ticket>> {
+        let Operation::StartReduction(reduction) = operation else {
+            return self.inner.call(call, operation);
+        };
+        self.inner.call(call, Operation::Reduce(reduction))?;
         let (full, sum) = (reduction.full().clone(), reduction.sum().clone());
         let done = [&full, &sum].map(|buffer| bytes(buffer).to_vec());
         [&full, &sum].into_iter().for_each(|buffer| bytes(buffer).fill(NAN));
@@ -105,8 +81,8 @@ impl Collective for LateReductions {
         Ok(Some(Ticket(u64::MAX)))
     }
 
-    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
-        self.inner.start_all_gather(call, shard, full)
+    fn open_reduction_lane(&self) -> Result<bool> {
+        Ok(true)
     }
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
@@ -128,40 +104,8 @@ impl Collective for LateReductions {
         Ok(())
     }
 
-    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
-        self.inner.broadcast(call, root, buffer)
-    }
-
-    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
-        self.inner.send(call, to, buffer)
-    }
-
-    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
-        self.inner.recv(call, from, buffer)
-    }
-
-    fn barrier(&self, call: Call) -> Result<()> {
-        self.inner.barrier(call)
-    }
-
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         let inner = Arc::from(self.inner.split(color)?);
         Ok(Box::new(LateReductions { inner, late: Mutex::default(), calls: self.calls() }))
-    }
-
-    fn as_backend(&self) -> Option<&dyn Any> {
-        self.inner.as_backend()
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
-    }
-
-    fn enter(&self, phase: Phase) -> Result<()> {
-        self.inner.enter(phase)
-    }
-
-    fn abort(&self, why: &str) {
-        self.inner.abort(why);
     }
 }

@@ -8,6 +8,11 @@
 //! (CPU clusters, feature `mpi`). Traffic is counted as a ring would send it, as in the formulas of
 //! the plan.
 //!
+//! All operations are one method, [`Collective::call`], with an [`Operation`]; callers use named
+//! methods that make it. A decorator (`timed`, `fault_injection`) writes that method,
+//! [`Collective::inner`], and what else it changes. A new operation consists of a variant of
+//! [`Operation`] with its [`Op`], a named method, and its work in each backend.
+//!
 //! The strategies decide the schedule of gathers; `launch` determines the ranks, and
 //! [`crate::rendezvous`] connects their processes.
 
@@ -24,10 +29,10 @@ mod memory_marks;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod nccl;
+mod operation;
 mod phase;
 mod progress;
 mod rank_threads;
-mod reduction;
 mod single_rank;
 mod step_clock;
 mod timed;
@@ -36,14 +41,14 @@ mod traffic;
 pub use fault_injection::{FaultInjector, FaultNotice};
 pub use hang_watch::{HangLimits, HangReport, HangWatch};
 pub use memory_marks::HeldBytes;
+pub use operation::{Op, Operation, Reduction};
 pub use phase::Phase;
 pub use progress::ProgressBoard;
 pub use rank_threads::RankFailure;
-pub use reduction::Reduction;
 pub use single_rank::SingleRank;
 pub use step_clock::{StepPart, StepSecs};
 pub use timed::{CollectiveTimer, PhaseReader, TimedCollective, WorkGuard};
-pub use traffic::{Op, Traffic};
+pub use traffic::Traffic;
 
 use std::any::Any;
 use std::fmt;
@@ -121,48 +126,44 @@ pub struct Ticket(pub(in crate::collective) u64);
 /// One rank's communicator of a group of ranks.
 ///
 /// All methods take `&self`: they write memory behind [`Buffer`], as for all tensors of this
-/// program.
+/// program. By default a method calls that of [`Collective::inner`], or without one returns what
+/// is right for a single rank. So a backend writes `rank`, `size`, `finish`, `split`, `traffic`,
+/// `enter` and `abort`. No implementation writes the named methods of operations.
 ///
 /// # Errors
 /// [`crate::error::ErrorCategory::Transient`] if a peer failed or made another call: the error
 /// names the rank, its phase and its last call.
-pub trait Collective: Send + Sync + std::fmt::Debug {
+pub trait Collective: Any + Send + Sync + fmt::Debug {
+    /// The communicator that this one decorates.
+    fn inner(&self) -> Option<&dyn Collective> {
+        None
+    }
+
     /// This rank's index in the group.
-    fn rank(&self) -> usize;
+    fn rank(&self) -> usize {
+        self.inner().map_or(0, |inner| inner.rank())
+    }
 
     /// Number of ranks in the group.
-    fn size(&self) -> usize;
+    fn size(&self) -> usize {
+        self.inner().map_or(1, |inner| inner.size())
+    }
 
-    /// Replaces `buffer` by its sum over the ranks (f32, bf16, f64).
+    /// Makes a call of the group, named `call`. Returns the ticket of a started gather, and of a
+    /// started reduction that has not finished.
     ///
     /// # Errors
-    /// A rank has failed, or the ranks' calls differ in kind, length or element.
-    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()>;
+    /// A rank has failed, the ranks' calls differ in kind, length or element, or the memory or the
+    /// other rank does not fit the operation.
+    fn call(&self, call: Call, operation: Operation<'_>) -> Result<Option<Ticket>>;
 
-    /// Sums `full` over the ranks and leaves this rank's `1/size` of the sum in `shard` (f32,
-    /// bf16).
+    /// Waits for a started gather or reduction. Gathers must finish in the order of their starts,
+    /// and so must reductions.
     ///
     /// # Errors
-    /// A rank has failed, or the ranks' calls differ in kind, length or element.
-    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()>;
-
-    /// Reduce-scatters in this group, and then sums the shards over the ranks of `replicas`, which
-    /// have the same shard in other groups. In-process and over MPI the order of additions is
-    /// ascending over all ranks, as for one rank. NCCL sums inside the groups first, `(x0 + x1) +
-    /// (x2 + x3)`, and chooses the order in each, so there hsdp differs from one rank by the
-    /// rounding of f32 sums.
-    ///
-    /// # Errors
-    /// A rank has failed, or the ranks' calls differ in kind, length or element.
-    fn reduce_scatter_across(
-        &self,
-        call: Call,
-        replicas: &dyn Collective,
-        full: &Buffer,
-        shard: &Buffer,
-    ) -> Result<()> {
-        self.reduce_scatter(call, full, shard)?;
-        replicas.all_reduce(call, shard)
+    /// A rank has failed, or an older call is not finished.
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        self.inner().map_or(Ok(()), |inner| inner.finish(ticket))
     }
 
     /// Prepares reductions in parallel with computation, if the backend supports them; returns true
@@ -171,7 +172,65 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// A rank has failed, or another call is made instead.
     fn open_reduction_lane(&self) -> Result<bool> {
-        Ok(false)
+        self.inner().map_or(Ok(false), |inner| inner.open_reduction_lane())
+    }
+
+    /// Creates the group of the ranks with the same `color`, in ascending order of their rank here.
+    /// All ranks call it.
+    ///
+    /// # Errors
+    /// A rank has failed, or another call is made instead.
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        self.inner().map_or_else(|| Ok(Box::new(SingleRank) as _), |inner| inner.split(color))
+    }
+
+    /// Bytes sent and calls made by this communicator so far.
+    fn traffic(&self) -> Traffic {
+        self.inner().map_or_else(Traffic::default, |inner| inner.traffic())
+    }
+
+    /// Sets the current phase of this rank, for its peers' messages; planted faults strike here.
+    ///
+    /// # Errors
+    /// A fault is planted here, or a peer has failed.
+    fn enter(&self, phase: Phase) -> Result<()> {
+        self.inner().map_or(Ok(()), |inner| inner.enter(phase))
+    }
+
+    /// Shows between calls that this rank computes. The hang watch treats a rank without progress
+    /// for too long as hung; without a watch this does nothing.
+    fn heartbeat(&self) {
+        self.inner().into_iter().for_each(|inner| inner.heartbeat());
+    }
+
+    /// Announces a micro-batch of this many tokens, which decides the limit on this rank's silence.
+    fn expect_tokens(&self, tokens: usize) {
+        self.inner().into_iter().for_each(|inner| inner.expect_tokens(tokens));
+    }
+
+    /// Informs all peers that this rank has failed with `why`: their waits and next calls return an
+    /// error. Only the first call has an effect. Groups made by [`Collective::split`] fail
+    /// together.
+    fn abort(&self, why: &str) {
+        self.inner().into_iter().for_each(|inner| inner.abort(why));
+    }
+
+    /// Replaces `buffer` by its sum over the ranks (f32, bf16, f64).
+    ///
+    /// # Errors
+    /// Same as [`Collective::call`].
+    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
+        self.call(call, Operation::Reduce(Reduction::AllReduce(buffer))).map(drop)
+    }
+
+    /// Sums `full` over the ranks and leaves this rank's `1/size` of the sum in `shard` (f32,
+    /// bf16).
+    ///
+    /// # Errors
+    /// Same as [`Collective::call`].
+    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
+        let reduction = Reduction::ReduceScatter { full, shard, replicas: None };
+        self.call(call, Operation::Reduce(reduction)).map(drop)
     }
 
     /// Starts a reduction of computed values, in parallel with computation after
@@ -179,9 +238,9 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// caller does not access the memory of a started one before [`Collective::finish`].
     ///
     /// # Errors
-    /// A rank has failed, or the ranks' calls differ in kind, length or element.
+    /// Same as [`Collective::call`].
     fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        reduction.make(self, call).map(|()| None)
+        self.call(call, Operation::StartReduction(reduction))
     }
 
     /// Starts to gather the ranks' `shard`s in order into `full` (any element). The caller accesses
@@ -189,21 +248,19 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// or barrier of the same group has returned, because slower peers may still read it.
     ///
     /// # Errors
-    /// A rank has failed, or the ranks' calls differ in kind, length or element.
-    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket>;
-
-    /// Waits for a started gather or reduction. Gathers must finish in the order of their starts,
-    /// and so must reductions.
-    ///
-    /// # Errors
-    /// A rank has failed, or an older call is not finished.
-    fn finish(&self, ticket: Ticket) -> Result<()>;
+    /// Same as [`Collective::call`].
+    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
+        let ticket = self.call(call, Operation::StartAllGather { shard, full })?;
+        ticket.ok_or_else(|| Error::internal(format!("the gather of {call} has no ticket")))
+    }
 
     /// Copies `buffer` of rank `root` to all others (any element).
     ///
     /// # Errors
-    /// A rank has failed, or the ranks' calls differ in kind, length or element.
-    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()>;
+    /// Same as [`Collective::call`].
+    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
+        self.call(call, Operation::Broadcast { root, buffer }).map(drop)
+    }
 
     /// Sends `buffer` to rank `to` of this group, whose next [`Collective::recv`] from this rank
     /// receives it (any element). Waits for that call; the memory may be written again on return,
@@ -215,51 +272,24 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// A rank has failed, the other side differs in name, length or element, or `to` is this rank
     /// or outside the group.
-    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()>;
+    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        self.call(call, Operation::Send { to, buffer }).map(drop)
+    }
 
     /// Waits for the next message of rank `from` of this group and stores it in `buffer`. It is the
     /// other side of [`Collective::send`], with the same rules.
     ///
     /// # Errors
     /// Same as [`Collective::send`].
-    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()>;
+    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
+        self.call(call, Operation::Recv { from, buffer }).map(drop)
+    }
 
     /// Returns after all ranks have called it.
     ///
     /// # Errors
-    /// A rank has failed, or another call is made instead.
-    fn barrier(&self, call: Call) -> Result<()>;
-
-    /// Creates the group of the ranks with the same `color`, in ascending order of their rank here.
-    /// All ranks call it.
-    ///
-    /// # Errors
-    /// A rank has failed, or another call is made instead.
-    fn split(&self, color: usize) -> Result<Box<dyn Collective>>;
-
-    /// This communicator as its backend's type, for backends with their own sums across groups.
-    fn as_backend(&self) -> Option<&dyn Any> {
-        None
+    /// Same as [`Collective::call`].
+    fn barrier(&self, call: Call) -> Result<()> {
+        self.call(call, Operation::Barrier).map(drop)
     }
-
-    /// Bytes sent and calls made by this communicator so far.
-    fn traffic(&self) -> Traffic;
-
-    /// Sets the current phase of this rank, for its peers' messages; planted faults strike here.
-    ///
-    /// # Errors
-    /// A fault is planted here, or a peer has failed.
-    fn enter(&self, phase: Phase) -> Result<()>;
-
-    /// Shows between calls that this rank computes. The hang watch treats a rank without progress
-    /// for too long as hung; without a watch this does nothing.
-    fn heartbeat(&self) {}
-
-    /// Announces a micro-batch of this many tokens, which decides the limit on this rank's silence.
-    fn expect_tokens(&self, _tokens: usize) {}
-
-    /// Informs all peers that this rank has failed with `why`: their waits and next calls return an
-    /// error. Only the first call has an effect. Groups made by [`Collective::split`] fail
-    /// together.
-    fn abort(&self, why: &str);
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-use super::{Call, Collective, Phase};
+use super::{Call, Collective, Op, Phase};
 use crate::locks::locked;
 
 /// The watched ranks of this process.
@@ -33,7 +33,7 @@ impl ProgressBoard {
 pub(super) struct RankActivity {
     pub(super) phase: Phase,
     /// Its last call, if it has made one.
-    pub(super) call: Option<(&'static str, Call)>,
+    pub(super) call: Option<(Op, Call)>,
     /// True inside that call, while it waits for its peers.
     pub(super) waits: bool,
     /// Tokens of its current micro-batch.
@@ -123,7 +123,7 @@ impl RankProgress {
     }
 
     /// Begins a call; without a name it continues the previous one.
-    pub(super) fn begin_call(&self, call: Option<(&'static str, Call)>) {
+    pub(super) fn begin_call(&self, call: Option<(Op, Call)>) {
         let mut activity = locked(&self.activity);
         activity.call = call.or(activity.call);
         activity.waits = true;
@@ -152,7 +152,7 @@ impl fmt::Display for RankProgress {
         let RankActivity { phase, call, waits, .. } = self.activity();
         let rank = self.rank;
         let phase = phase.name();
-        let named = call.map(|(action, call)| format!("{action} of {call}"));
+        let named = call.map(|(op, call)| format!("{op} of {call}"));
         match (self.has_ended(), waits, named) {
             (true, _, Some(call)) => {
                 write!(f, "rank {rank} ended in phase {phase}; its last call was {call}")

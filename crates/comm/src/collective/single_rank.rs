@@ -1,72 +1,26 @@
 //! The group of one rank, whose collectives need no communication.
 
-use super::{Call, Collective, Phase, Ticket, Traffic};
+use super::{Call, Collective, Operation, Ticket};
 use crate::error::{Error, Result};
-use crate::runtime::buffer::Buffer;
 
 /// The only rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SingleRank;
 
-/// Error of a message to or from another rank.
-fn nobody(what: String) -> Result<()> {
-    Err(Error::internal(format!("cannot {what}")).because("the group has only one rank"))
-}
-
 impl Collective for SingleRank {
-    fn rank(&self) -> usize {
-        0
+    fn call(&self, call: Call, operation: Operation<'_>) -> Result<Option<Ticket>> {
+        let message = match operation {
+            Operation::Reduce(reduction) | Operation::StartReduction(reduction) => {
+                let shards = reduction.replicas().map(|ranks| ranks.all_reduce(call, reduction.sum()));
+                return shards.transpose().map(|_| None);
+            }
+            Operation::StartAllGather { .. } => return Ok(Some(Ticket(0))),
+            Operation::Broadcast { .. } | Operation::Barrier => return Ok(None),
+            Operation::Send { to, .. } => format!("send {call} to rank {to}"),
+            Operation::Recv { from, .. } => format!("receive {call} from rank {from}"),
+        };
+        Err(Error::internal(format!("cannot {message}")).because("the group has only one rank"))
     }
-
-    fn size(&self) -> usize {
-        1
-    }
-
-    fn all_reduce(&self, _: Call, _: &Buffer) -> Result<()> {
-        Ok(())
-    }
-
-    fn reduce_scatter(&self, _: Call, _: &Buffer, _: &Buffer) -> Result<()> {
-        Ok(())
-    }
-
-    fn start_all_gather(&self, _: Call, _: &Buffer, _: &Buffer) -> Result<Ticket> {
-        Ok(Ticket(0))
-    }
-
-    fn finish(&self, _: Ticket) -> Result<()> {
-        Ok(())
-    }
-
-    fn broadcast(&self, _: Call, _: usize, _: &Buffer) -> Result<()> {
-        Ok(())
-    }
-
-    fn send(&self, call: Call, to: usize, _: &Buffer) -> Result<()> {
-        nobody(format!("send {call} to rank {to}"))
-    }
-
-    fn recv(&self, call: Call, from: usize, _: &Buffer) -> Result<()> {
-        nobody(format!("receive {call} from rank {from}"))
-    }
-
-    fn barrier(&self, _: Call) -> Result<()> {
-        Ok(())
-    }
-
-    fn split(&self, _: usize) -> Result<Box<dyn Collective>> {
-        Ok(Box::new(SingleRank))
-    }
-
-    fn traffic(&self) -> Traffic {
-        Traffic::default()
-    }
-
-    fn enter(&self, _: Phase) -> Result<()> {
-        Ok(())
-    }
-
-    fn abort(&self, _: &str) {}
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! A communicator that measures the time of communication. It also records its rank's progress, for
 //! errors and hang detection.
 
-use std::any::Any;
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,11 +8,10 @@ use std::time::Duration;
 use super::memory_marks::{HeldBytes, MemoryMarks};
 use super::progress::{ProgressBoard, RankProgress};
 use super::step_clock::{StepClock, StepPart, StepSecs};
-use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
+use super::{Call, Collective, Op, Operation, Phase, Reduction, Ticket};
 use candle_core::Device;
 
 use crate::error::Result;
-use crate::runtime::buffer::Buffer;
 use crate::runtime::clock;
 use crate::runtime::trace::{self, SpanInfo, SpanKind};
 
@@ -65,15 +63,11 @@ impl TimedCollective {
         WorkGuard(Arc::clone(&self.progress))
     }
 
-    /// Makes a call; without a name it continues the previous one.
-    fn timed<R>(&self, named: Option<(&'static str, Call)>, call: impl FnOnce(&dyn Collective) -> R) -> R {
-        self.timed_across(named, None, call)
-    }
-
-    /// Makes a call that may also send in the group `other`.
-    fn timed_across<R>(
+    /// Makes a call, which may also send in the group `other`; without a name it continues the
+    /// previous one.
+    fn timed<R>(
         &self,
-        named: Option<(&'static str, Call)>,
+        named: Option<(Op, Call)>,
         other: Option<&dyn Collective>,
         call: impl FnOnce(&dyn Collective) -> R,
     ) -> R {
@@ -110,9 +104,9 @@ impl Drop for InCall {
 }
 
 /// Description of a call for a trace.
-fn call_info(named: Option<(&'static str, Call)>) -> SpanInfo {
-    let Some((action, call)) = named else { return SpanInfo::new(SpanKind::Collective, "wait for a call") };
-    let info = SpanInfo::new(SpanKind::Collective, action).detail(call.what);
+fn call_info(named: Option<(Op, Call)>) -> SpanInfo {
+    let Some((op, call)) = named else { return SpanInfo::new(SpanKind::Collective, "wait for a call") };
+    let info = SpanInfo::new(SpanKind::Collective, op.name()).detail(call.what);
     if call == Call::single(call.what) { info } else { info.index(call.index) }
 }
 
@@ -172,81 +166,31 @@ impl Drop for WorkGuard {
 }
 
 impl Collective for TimedCollective {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+    fn inner(&self) -> Option<&dyn Collective> {
+        Some(&*self.inner)
     }
 
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
-        self.timed(Some(("all-reduce", call)), |inner| inner.all_reduce(call, buffer))
-    }
-
-    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
-        self.timed(Some(("reduce-scatter", call)), |inner| inner.reduce_scatter(call, full, shard))
-    }
-
-    fn reduce_scatter_across(
-        &self,
-        call: Call,
-        replicas: &dyn Collective,
-        full: &Buffer,
-        shard: &Buffer,
-    ) -> Result<()> {
-        self.timed_across(Some(("reduce-scatter across groups", call)), Some(replicas), |inner| {
-            inner.reduce_scatter_across(call, replicas, full, shard)
-        })
-    }
-
-    fn open_reduction_lane(&self) -> Result<bool> {
-        self.timed(None, |inner| inner.open_reduction_lane())
-    }
-
-    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        let replicas = match reduction {
-            Reduction::ReduceScatter { replicas, .. } => replicas,
-            Reduction::AllReduce(_) => None,
-        };
-        self.timed_across(Some(("reduction", call)), replicas, |inner| inner.start_reduction(call, reduction))
-    }
-
-    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
-        self.timed(Some(("all-gather", call)), |inner| inner.start_all_gather(call, shard, full))
+    fn call(&self, call: Call, operation: Operation<'_>) -> Result<Option<Ticket>> {
+        let replicas = operation.reduction().and_then(Reduction::replicas);
+        self.timed(Some((operation.op(), call)), replicas, |inner| inner.call(call, operation))
     }
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
-        self.timed(None, |inner| inner.finish(ticket))
+        self.timed(None, None, |inner| inner.finish(ticket))
     }
 
-    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
-        self.timed(Some(("broadcast", call)), |inner| inner.broadcast(call, root, buffer))
-    }
-
-    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
-        self.timed(Some(("send", call)), |inner| inner.send(call, to, buffer))
-    }
-
-    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
-        self.timed(Some(("recv", call)), |inner| inner.recv(call, from, buffer))
-    }
-
-    fn barrier(&self, call: Call) -> Result<()> {
-        self.timed(Some(("barrier", call)), |inner| inner.barrier(call))
+    fn open_reduction_lane(&self) -> Result<bool> {
+        self.timed(None, None, |inner| inner.open_reduction_lane())
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        let named = Some((Op::Split, Call::single("ranks")));
         Ok(Box::new(TimedCollective {
             clock: Arc::clone(&self.clock),
             memory: Arc::clone(&self.memory),
             progress: Arc::clone(&self.progress),
-            inner: Arc::from(self.timed(Some(("split", Call::single("ranks"))), |inner| inner.split(color))?),
+            inner: Arc::from(self.timed(named, None, |inner| inner.split(color))?),
         }))
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
@@ -264,14 +208,6 @@ impl Collective for TimedCollective {
     fn expect_tokens(&self, tokens: usize) {
         self.progress.expect_tokens(tokens);
     }
-
-    fn abort(&self, why: &str) {
-        self.inner.abort(why);
-    }
-
-    fn as_backend(&self) -> Option<&dyn Any> {
-        self.inner.as_backend()
-    }
 }
 
 #[cfg(test)]
@@ -283,9 +219,9 @@ mod tests {
     #[test]
     fn a_call_within_a_call_ends_no_other() {
         let timed = TimedCollective::new(Arc::new(SingleRank));
-        timed.timed(None, |_| {
+        timed.timed(None, None, |_| {
             for _ in 0..3 {
-                timed.timed(None, |_| assert!(IN_CALL.get()));
+                timed.timed(None, None, |_| assert!(IN_CALL.get()));
                 assert!(IN_CALL.get(), "the call around it has ended");
             }
         });

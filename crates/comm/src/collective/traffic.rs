@@ -1,32 +1,12 @@
 //! Counts of calls and sent bytes.
 
-/// The kinds of collective calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Op {
-    /// Sum, to all ranks.
-    AllReduce,
-    /// Sum, a part to each rank.
-    ReduceScatter,
-    /// Parts of all ranks, to all ranks.
-    AllGather,
-    /// Data of one rank, to all ranks.
-    Broadcast,
-    /// A meeting without data.
-    Barrier,
-    /// Message to one other rank: the sender's side.
-    Send,
-    /// Message to one other rank: the receiver's side.
-    Recv,
-}
-
-/// Number of kinds of calls.
-const OPS: usize = 7;
+use super::Op;
 
 /// Bytes that one rank has sent and calls that it has made, by kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
-    bytes: [u64; OPS],
-    calls: [u64; OPS],
+    bytes: [u64; Op::ALL.len()],
+    calls: [u64; Op::ALL.len()],
 }
 
 impl Traffic {
@@ -42,6 +22,8 @@ impl Traffic {
             Op::Broadcast if is_root => bytes as u64 * (size as u64 - 1),
             Op::Send => bytes as u64,
             Op::Broadcast | Op::Barrier | Op::Recv => 0,
+            // Backends count the sums that they consist of, and no split.
+            Op::ReduceScatterAcross | Op::Reduction | Op::Split => 0,
         };
         self.bytes[op as usize] += sent;
         self.calls[op as usize] += 1;

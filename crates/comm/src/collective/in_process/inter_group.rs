@@ -9,7 +9,7 @@
 
 use super::InProcess;
 use super::partition::{addresses, check_parts, check_sum, copy, part};
-use super::pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload};
+use super::pending_calls::{CallFingerprint, CallId, CallState, Payload};
 use super::shared::ReadGuard;
 use crate::collective::{Call, Op};
 use crate::error::{Error, Result};
@@ -41,7 +41,7 @@ impl InProcess {
                 .because(format!("{replicas:?}; this end is {self:?}")));
         }
         let print = |memory: &Buffer, root| CallFingerprint {
-            action: CallAction::Across,
+            op: Op::ReduceScatterAcross,
             call,
             data: Some((memory.element(), memory.elements())),
             root: Some(root),

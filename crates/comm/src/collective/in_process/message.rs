@@ -4,7 +4,7 @@
 
 use super::InProcess;
 use super::partition::{check_aligned, copy};
-use super::pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload, WaitCondition};
+use super::pending_calls::{CallFingerprint, CallId, CallState, Payload, WaitCondition};
 use super::shared::ReadGuard;
 use crate::collective::buffer_checks::check_peer;
 use crate::collective::{Call, Op};
@@ -53,7 +53,7 @@ impl InProcess {
         check_aligned(call, buffer)?;
         check_peer(call, peer, self.member, self.size)?;
         let data = Some((buffer.element(), buffer.elements()));
-        let print = CallFingerprint { action: CallAction::Op(op), call, data, root: Some(peer) };
+        let print = CallFingerprint { op, call, data, root: Some(peer) };
         let pair = if op == Op::Send { (self.member, peer) } else { (peer, self.member) };
         self.shared().post_message((self.rank_handle.rank, self.group), pair, print, payload)
     }

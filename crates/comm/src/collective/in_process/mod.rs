@@ -33,7 +33,6 @@ mod run;
 mod shared;
 mod state;
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -42,13 +41,14 @@ use std::time::Duration;
 pub use injected_fault::{InjectedFault, InjectedFaultKind};
 pub use run::run_ranks;
 
-use super::{Call, Collective, Op, Phase, Ticket, Traffic};
+use super::operation::backend;
+use super::{Call, Collective, Op, Operation, Phase, Reduction, Ticket, Traffic};
 use crate::error::{Error, Result};
 use crate::locks::locked;
 use crate::runtime::buffer::Buffer;
 use crate::runtime::rank_sum;
 use partition::{addresses, check_aligned, check_parts, check_sum, copy, part, private};
-use pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload, WaitCondition};
+use pending_calls::{CallFingerprint, CallId, CallState, Payload, WaitCondition};
 use shared::{RankHandle, ReadGuard, SharedWorld};
 use state::{WORLD, WorldState};
 
@@ -142,7 +142,7 @@ impl InProcess {
     /// Same as [`Collective`].
     pub fn subgroup(&self, color: usize) -> Result<InProcess> {
         let call = Call { what: "ranks", index: 0 };
-        let print = CallFingerprint { action: CallAction::Split, call, data: None, root: None };
+        let print = CallFingerprint { op: Op::Split, call, data: None, root: None };
         let call_id = self.post(None, print, Payload::Color(color))?;
         let mut state = self.all(call_id, CallState::Posted)?;
         let (group, member) = state.entry(call_id).places[self.member];
@@ -176,7 +176,7 @@ impl InProcess {
         payload: Payload,
     ) -> Result<CallId> {
         let data = data.map(|memory| (memory.element(), memory.elements()));
-        self.post(Some(op), CallFingerprint { action: CallAction::Op(op), call, data, root }, payload)
+        self.post(Some(op), CallFingerprint { op, call, data, root }, payload)
     }
 
     /// A call in a group of one: counts it, and returns an earlier failure.
@@ -259,18 +259,23 @@ impl InProcess {
             rank_sum::ascending(buffer.element(), &addresses(&pieces, 0), buffer.elements(), buffer.address())
         }
     }
-}
 
-impl Collective for InProcess {
-    fn rank(&self) -> usize {
-        self.member
+    fn reduce(&self, call: Call, reduction: Reduction<'_>) -> Result<()> {
+        let (full, shard, replicas) = match reduction {
+            Reduction::AllReduce(buffer) => return self.sum_to_all(call, buffer),
+            Reduction::ReduceScatter { full, shard, replicas } => (full, shard, replicas),
+        };
+        match replicas.and_then(backend::<Self>) {
+            Some(other) if self.size > 1 && other.size > 1 => self.across(call, other, full, shard),
+            // If one of the two groups has one rank, the other sum decides the order.
+            _ => {
+                self.sum_to_parts(call, full, shard)?;
+                replicas.map_or(Ok(()), |replicas| replicas.all_reduce(call, shard))
+            }
+        }
     }
 
-    fn size(&self) -> usize {
-        self.size
-    }
-
-    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
+    fn sum_to_all(&self, call: Call, buffer: &Buffer) -> Result<()> {
         check_sum(call, buffer)?;
         if self.size == 1 {
             return self.alone(Op::AllReduce, buffer.bytes());
@@ -306,7 +311,7 @@ impl Collective for InProcess {
         Ok(())
     }
 
-    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
+    fn sum_to_parts(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
         check_sum(call, full)?;
         let at = check_parts(call, (self.member, self.size), shard, full)?;
         if self.size == 1 {
@@ -330,24 +335,7 @@ impl Collective for InProcess {
         Ok(())
     }
 
-    fn reduce_scatter_across(
-        &self,
-        call: Call,
-        replicas: &dyn Collective,
-        full: &Buffer,
-        shard: &Buffer,
-    ) -> Result<()> {
-        match replicas.as_backend().and_then(|backend| backend.downcast_ref::<InProcess>()) {
-            Some(local) if self.size > 1 && local.size > 1 => self.across(call, local, full, shard),
-            // One of the two groups has one rank, so the other sum decides the order.
-            _ => {
-                self.reduce_scatter(call, full, shard)?;
-                replicas.all_reduce(call, shard)
-            }
-        }
-    }
-
-    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
+    fn start_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
         check_parts(call, (self.member, self.size), shard, full)?;
         let call_id = self.post_op(Op::AllGather, call, Some(full), None, Payload::Memory(shard.clone()))?;
         let (shard, full) = (shard.clone(), full.clone());
@@ -355,17 +343,7 @@ impl Collective for InProcess {
         Ok(Ticket(call_id.number))
     }
 
-    fn finish(&self, ticket: Ticket) -> Result<()> {
-        let mut gathers = self.gathers();
-        match gathers.front_mut() {
-            Some(gather) if gather.call_id.number == ticket.0 => self.fill(gather)?,
-            _ => return Err(Error::internal("gathers are finished in the order in which they were started")),
-        }
-        gathers.pop_front();
-        Ok(())
-    }
-
-    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
+    fn broadcast_from(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
         check_aligned(call, buffer)?;
         if root >= self.size {
             let what = format!("cannot broadcast {call} from rank {root}");
@@ -400,15 +378,7 @@ impl Collective for InProcess {
         Ok(())
     }
 
-    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
-        self.send_to(call, to, buffer)
-    }
-
-    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
-        self.receive_from(call, from, buffer)
-    }
-
-    fn barrier(&self, call: Call) -> Result<()> {
+    fn meet(&self, call: Call) -> Result<()> {
         if self.size == 1 {
             return self.alone(Op::Barrier, 0);
         }
@@ -417,13 +387,45 @@ impl Collective for InProcess {
         self.all(call_id, CallState::Posted)?.leave(call_id);
         Ok(())
     }
+}
+
+impl Collective for InProcess {
+    fn rank(&self) -> usize {
+        self.member
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn call(&self, call: Call, operation: Operation<'_>) -> Result<Option<Ticket>> {
+        match operation {
+            Operation::Reduce(reduction) | Operation::StartReduction(reduction) => {
+                self.reduce(call, reduction)
+            }
+            Operation::StartAllGather { shard, full } => {
+                return self.start_gather(call, shard, full).map(Some);
+            }
+            Operation::Broadcast { root, buffer } => self.broadcast_from(call, root, buffer),
+            Operation::Send { to, buffer } => self.send_to(call, to, buffer),
+            Operation::Recv { from, buffer } => self.receive_from(call, from, buffer),
+            Operation::Barrier => self.meet(call),
+        }
+        .map(|()| None)
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        let mut gathers = self.gathers();
+        match gathers.front_mut() {
+            Some(gather) if gather.call_id.number == ticket.0 => self.fill(gather)?,
+            _ => return Err(Error::internal("gathers are finished in the order in which they were started")),
+        }
+        gathers.pop_front();
+        Ok(())
+    }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         Ok(Box::new(self.subgroup(color)?))
-    }
-
-    fn as_backend(&self) -> Option<&dyn Any> {
-        Some(self)
     }
 
     fn traffic(&self) -> Traffic {

@@ -7,21 +7,10 @@ use crate::collective::{Call, Op};
 use crate::runtime::buffer::{Buffer, ElementType};
 use crate::runtime::clock;
 
-/// Kind of a rank's call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum CallAction {
-    /// One of the counted calls.
-    Op(Op),
-    /// A call of `Collective::reduce_scatter_across`.
-    Across,
-    /// A call of `Collective::split`.
-    Split,
-}
-
 /// Properties of a call that must be equal on all ranks of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CallFingerprint {
-    pub(super) action: CallAction,
+    pub(super) op: Op,
     pub(super) call: Call,
     /// Element type and number of elements of the full (not sharded) data.
     pub(super) data: Option<(ElementType, usize)>,
@@ -32,11 +21,8 @@ pub(super) struct CallFingerprint {
 impl CallFingerprint {
     /// True if this call and `other` match: they are equal, or the two sides of a message.
     pub(super) fn matches(&self, other: &CallFingerprint) -> bool {
-        match (self.action, other.action) {
-            (CallAction::Op(Op::Send), CallAction::Op(Op::Recv))
-            | (CallAction::Op(Op::Recv), CallAction::Op(Op::Send)) => {
-                (self.call, self.data) == (other.call, other.data)
-            }
+        match (self.op, other.op) {
+            (Op::Send, Op::Recv) | (Op::Recv, Op::Send) => (self.call, self.data) == (other.call, other.data),
             _ => self == other,
         }
     }
@@ -45,18 +31,7 @@ impl CallFingerprint {
 impl fmt::Display for CallFingerprint {
     /// Text of the call: `all_reduce of gradients of block 3 (4096 f32)`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.action {
-            CallAction::Op(Op::AllReduce) => "all_reduce",
-            CallAction::Op(Op::ReduceScatter) => "reduce_scatter",
-            CallAction::Op(Op::AllGather) => "all_gather",
-            CallAction::Op(Op::Broadcast) => "broadcast",
-            CallAction::Op(Op::Barrier) => "barrier",
-            CallAction::Op(Op::Send) => "send",
-            CallAction::Op(Op::Recv) => "recv",
-            CallAction::Across => "reduce_scatter_across",
-            CallAction::Split => "split",
-        };
-        write!(f, "{name} of {}", self.call)?;
+        write!(f, "{} of {}", self.op.name().replace('-', "_"), self.call)?;
         if let Some((element, elements)) = self.data {
             let element = match element {
                 ElementType::U8 => "u8",
@@ -66,9 +41,9 @@ impl fmt::Display for CallFingerprint {
             };
             write!(f, " ({elements} {element})")?;
         }
-        match (self.action, self.root) {
-            (CallAction::Op(Op::Broadcast | Op::Recv), Some(root)) => write!(f, " from rank {root}"),
-            (CallAction::Op(Op::Send), Some(peer)) => write!(f, " to rank {peer}"),
+        match (self.op, self.root) {
+            (Op::Broadcast | Op::Recv, Some(root)) => write!(f, " from rank {root}"),
+            (Op::Send, Some(peer)) => write!(f, " to rank {peer}"),
             (_, Some(place)) => write!(f, " as place {place} across"),
             (_, None) => Ok(()),
         }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::injected_fault::{InjectedFault, InjectedFaultKind};
-use super::pending_calls::{CallAction, CallFingerprint, CallId, CallState, Payload, WaitCondition};
+use super::pending_calls::{CallFingerprint, CallId, CallState, Payload, WaitCondition};
 use super::state::{WaitingRank, WorldFailure, WorldState};
 use crate::collective::{Op, Phase};
 use crate::error::{Error, ErrorCategory, Result};
@@ -89,9 +89,8 @@ impl SharedWorld {
     ) -> Result<CallId> {
         let mut state = self.open(rank)?;
         let bytes = print.data.map_or(0, |(element, elements)| elements * element.bytes());
-        let sends = print.action == CallAction::Op(Op::Send);
-        let (op, member) = if sends { (Op::Send, from) } else { (Op::Recv, to) };
-        state.count(group, member, op, bytes, sends);
+        let sends = print.op == Op::Send;
+        state.count(group, if sends { from } else { to }, print.op, bytes, sends);
         let pair = state.pair(group, from, to);
         self.put_down(state, (pair, usize::from(!sends)), print, payload)
     }

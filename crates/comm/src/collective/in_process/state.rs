@@ -5,9 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::thread::ThreadId;
 use std::time::Duration;
 
-use super::pending_calls::{
-    CallAction, CallFingerprint, CallId, CallState, Payload, PendingCall, WaitCondition,
-};
+use super::pending_calls::{CallFingerprint, CallId, CallState, Payload, PendingCall, WaitCondition};
 use crate::collective::{Op, Phase, Traffic};
 use crate::error::{Error, ErrorCategory};
 use crate::units;
@@ -154,7 +152,7 @@ impl WorldState {
         }
         entry.payloads[member] = payload;
         entry.reach(member, CallState::Posted);
-        let is_split = print.action == CallAction::Split;
+        let is_split = print.op == Op::Split;
         if is_split && self.entry(call_id).missing(WaitCondition::All(CallState::Posted)).next().is_none() {
             self.part(call_id);
         }

@@ -11,7 +11,7 @@
 use super::tags::MessageKind;
 use super::{MpiCommunicator, PIECE_BYTES};
 use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
-use crate::collective::call_record::{CallKind, CallRecord};
+use crate::collective::call_record::CallRecord;
 use crate::collective::{Call, Collective, Op};
 use crate::error::Result;
 use crate::runtime::buffer::{Buffer, ElementType};
@@ -28,11 +28,9 @@ impl MpiCommunicator {
         check_sum(call, full)?;
         check_shard(call, shard, full, self.size())?;
         check_host(call, full)?;
-        let record =
-            self.record(CallKind::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
+        let record = self.record(Op::ReduceScatter, call).moving(full.element(), full.elements());
         self.agree(&record)?;
-        let record =
-            replicas.record(CallKind::Op(Op::AllReduce), call).moving(shard.element(), shard.elements());
+        let record = replicas.record(Op::AllReduce, call).moving(shard.element(), shard.elements());
         replicas.agree(&record)?;
         let each = PIECE_BYTES / full.element().bytes();
         for begin in (0..shard.elements()).step_by(each) {

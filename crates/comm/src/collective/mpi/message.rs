@@ -7,7 +7,7 @@ use std::iter::once;
 use super::MpiCommunicator;
 use super::tags::MessageKind;
 use crate::collective::buffer_checks::{check_host, check_peer};
-use crate::collective::call_record::{CallKind, CallRecord};
+use crate::collective::call_record::CallRecord;
 use crate::collective::{Call, Op};
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
@@ -19,7 +19,7 @@ impl MpiCommunicator {
         check_peer(call, peer, self.rank, self.ranks.len())?;
         let phase = self.member.at().place.phase;
         let sequence = self.state().messages.next(op, peer);
-        let record = CallRecord::new(sequence, CallKind::Op(op), call, phase).number(peer);
+        let record = CallRecord::new(sequence, op, call, phase).number(peer);
         let record = record.moving(buffer.element(), buffer.elements());
         let found = self.exchange(&record, || once(peer))?;
         // The ranks that take no part learn of the failure only from this rank.

@@ -25,7 +25,6 @@ mod transport;
 
 pub use run::{Stop, run_ranks};
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -34,8 +33,9 @@ use std::time::Duration;
 use self::tags::MessageKind;
 use self::transfer::{Transfer, TransferPath};
 use self::transport::MpiTransport;
-use super::call_record::{CallKind, CallRecord, MessageCounts, RECORD_BYTES, RankStatus};
-use super::{Call, Collective, Op, Phase, Ticket, Traffic};
+use super::call_record::{CallRecord, MessageCounts, RECORD_BYTES, RankStatus};
+use super::operation::backend;
+use super::{Call, Collective, Op, Operation, Phase, Reduction, Ticket, Traffic};
 use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::locks::locked;
@@ -129,11 +129,11 @@ impl MpiCommunicator {
         (1..size).map(move |step| (rank + step) % size)
     }
 
-    fn record(&self, action: CallKind, call: Call) -> CallRecord {
+    fn record(&self, op: Op, call: Call) -> CallRecord {
         let phase = self.member.at().place.phase;
         let mut state = self.state();
         state.sequence += 1;
-        CallRecord::new(state.sequence - 1, action, call, phase)
+        CallRecord::new(state.sequence - 1, op, call, phase)
     }
 
     /// Exchanges records with all ranks and checks that they name the same call.
@@ -266,22 +266,26 @@ impl MpiCommunicator {
     fn count(&self, op: Op, bytes: usize, is_root: bool) {
         self.state().traffic.count(op, bytes, self.ranks.len(), is_root);
     }
-}
 
-impl Collective for MpiCommunicator {
-    fn rank(&self) -> usize {
-        self.rank
+    fn reduce(&self, call: Call, reduction: Reduction<'_>) -> Result<()> {
+        let (full, shard, replicas) = match reduction {
+            Reduction::AllReduce(buffer) => return self.sum_to_all(call, buffer),
+            Reduction::ReduceScatter { full, shard, replicas } => (full, shard, replicas),
+        };
+        match replicas.and_then(backend::<Self>) {
+            Some(other) if self.size() > 1 && other.size() > 1 => self.across(call, other, full, shard),
+            // If one of the two groups has one rank, the other sum decides the order.
+            _ => {
+                self.sum_to_parts(call, full, shard)?;
+                replicas.map_or(Ok(()), |replicas| replicas.all_reduce(call, shard))
+            }
+        }
     }
 
-    fn size(&self) -> usize {
-        self.ranks.len()
-    }
-
-    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
+    fn sum_to_all(&self, call: Call, buffer: &Buffer) -> Result<()> {
         check_sum(call, buffer)?;
         check_host(call, buffer)?;
-        let record =
-            self.record(CallKind::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
+        let record = self.record(Op::AllReduce, call).moving(buffer.element(), buffer.elements());
         self.agree(&record)?;
         let place = self.part(buffer.elements(), self.rank).start * buffer.element().bytes();
         self.sum_parts(&record, buffer, buffer, buffer.address() + place)?;
@@ -290,42 +294,21 @@ impl Collective for MpiCommunicator {
         Ok(())
     }
 
-    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
+    fn sum_to_parts(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
         check_sum(call, full)?;
         check_host(call, full)?;
         check_shard(call, shard, full, self.ranks.len())?;
-        let record =
-            self.record(CallKind::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
+        let record = self.record(Op::ReduceScatter, call).moving(full.element(), full.elements());
         self.agree(&record)?;
         self.sum_parts(&record, full, shard, shard.address())?;
         self.count(Op::ReduceScatter, full.bytes(), false);
         Ok(())
     }
 
-    fn reduce_scatter_across(
-        &self,
-        call: Call,
-        replicas: &dyn Collective,
-        full: &Buffer,
-        shard: &Buffer,
-    ) -> Result<()> {
-        let backend = replicas.as_backend().and_then(|backend| backend.downcast_ref::<MpiCommunicator>());
-        match backend {
-            Some(replicas) if self.size() > 1 && replicas.size() > 1 => {
-                self.across(call, replicas, full, shard)
-            }
-            // One of the two groups has one rank, so the other sum decides the order.
-            _ => {
-                self.reduce_scatter(call, full, shard)?;
-                replicas.all_reduce(call, shard)
-            }
-        }
-    }
-
-    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
+    fn start_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
         check_shard(call, shard, full, self.ranks.len())?;
         check_host(call, full)?;
-        let record = self.record(CallKind::Op(Op::AllGather), call).moving(full.element(), full.elements());
+        let record = self.record(Op::AllGather, call).moving(full.element(), full.elements());
         self.agree(&record)?;
         let place = full.address() + self.rank * shard.bytes();
         // SAFETY: `full` has space for every rank's shard, and no other code uses either memory
@@ -340,25 +323,12 @@ impl Collective for MpiCommunicator {
         Ok(Ticket(ticket))
     }
 
-    fn finish(&self, ticket: Ticket) -> Result<()> {
-        let first = self.state().gathers.pop_front();
-        let Some((_, transfer)) = first.filter(|(first, _)| *first == ticket.0) else {
-            return Err(Error::internal("gathers must finish in the order of their starts"));
-        };
-        transfer.finish(|silent, waited| {
-            let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
-            Error::new(ErrorCategory::Transient, format!("no data from rank {}", silent.join(", ")))
-                .because(format!("waited {} s for gather {} of this group", waited.as_secs(), ticket.0))
-        })?;
-        Ok(())
-    }
-
-    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
+    fn broadcast_from(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
         if root >= self.ranks.len() {
             return Err(Error::internal(format!("rank {root} of {} broadcasts", self.ranks.len())));
         }
         check_host(call, buffer)?;
-        let record = self.record(CallKind::Op(Op::Broadcast), call);
+        let record = self.record(Op::Broadcast, call);
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
         self.agree(&record)?;
         let mut transfer = self.transfer(MessageKind::Data, vec![buffer.clone()], Vec::new());
@@ -374,23 +344,55 @@ impl Collective for MpiCommunicator {
         Ok(())
     }
 
-    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
-        self.message(Op::Send, call, to, buffer)
-    }
-
-    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
-        self.message(Op::Recv, call, from, buffer)
-    }
-
-    fn barrier(&self, call: Call) -> Result<()> {
-        self.agree(&self.record(CallKind::Op(Op::Barrier), call))?;
+    fn meet(&self, call: Call) -> Result<()> {
+        self.agree(&self.record(Op::Barrier, call))?;
         self.count(Op::Barrier, 0, false);
+        Ok(())
+    }
+}
+
+impl Collective for MpiCommunicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    fn call(&self, call: Call, operation: Operation<'_>) -> Result<Option<Ticket>> {
+        match operation {
+            Operation::Reduce(reduction) | Operation::StartReduction(reduction) => {
+                self.reduce(call, reduction)
+            }
+            Operation::StartAllGather { shard, full } => {
+                return self.start_gather(call, shard, full).map(Some);
+            }
+            Operation::Broadcast { root, buffer } => self.broadcast_from(call, root, buffer),
+            Operation::Send { to: peer, buffer } | Operation::Recv { from: peer, buffer } => {
+                self.message(operation.op(), call, peer, buffer)
+            }
+            Operation::Barrier => self.meet(call),
+        }
+        .map(|()| None)
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        let first = self.state().gathers.pop_front();
+        let Some((_, transfer)) = first.filter(|(first, _)| *first == ticket.0) else {
+            return Err(Error::internal("gathers must finish in the order of their starts"));
+        };
+        transfer.finish(|silent, waited| {
+            let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
+            Error::new(ErrorCategory::Transient, format!("no data from rank {}", silent.join(", ")))
+                .because(format!("waited {} s for gather {} of this group", waited.as_secs(), ticket.0))
+        })?;
         Ok(())
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         let call = Call { what: "ranks", index: 0 };
-        let mut record = self.record(CallKind::Split, call).number(color);
+        let mut record = self.record(Op::Split, call).number(color);
         record.elements = self.member.at().free_group;
         let records = self.agree(&record)?;
         // A number that is free on all ranks of this group. Groups of other colors may have it too,
@@ -402,10 +404,6 @@ impl Collective for MpiCommunicator {
         let rank = members().position(|rank| rank == self.rank).unwrap_or(0);
         let ranks = members().map(|rank| self.ranks[rank]).collect();
         Ok(Box::new(MpiCommunicator::new(&self.member, group, rank, ranks)))
-    }
-
-    fn as_backend(&self) -> Option<&dyn Any> {
-        Some(self)
     }
 
     fn traffic(&self) -> Traffic {

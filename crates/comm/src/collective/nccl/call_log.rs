@@ -97,7 +97,6 @@ pub(super) fn first_difference(tails: &[u8], ranks: usize, own: usize) -> Vec<(u
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collective::call_record::CallKind;
     use crate::collective::{Call, Op};
     use crate::runtime::buffer::ElementType;
 
@@ -105,7 +104,7 @@ mod tests {
         let mut call_log = CallLog::default();
         for elements in elements {
             let call = Call { what: "block", index: 0 };
-            let record = CallRecord::new(call_log.calls(), CallKind::Op(Op::AllReduce), call, None);
+            let record = CallRecord::new(call_log.calls(), Op::AllReduce, call, None);
             call_log.add(&record.moving(ElementType::F32, *elements));
         }
         call_log

@@ -12,7 +12,7 @@ use super::library::data_type;
 use super::staged::{StagingPlan, pieces, read, write};
 use super::{Nccl, locked};
 use crate::collective::buffer_checks::check_peer;
-use crate::collective::call_record::{CallKind, CallRecord, RECORD_BYTES};
+use crate::collective::call_record::{CallRecord, RECORD_BYTES};
 use crate::collective::{Call, Op};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
@@ -23,7 +23,7 @@ impl<D: GpuStreams> Nccl<D> {
         check_peer(call, peer, self.rank, self.ranks.len())?;
         let phase = locked(&self.member.place).phase;
         let sequence = locked(&self.state).messages.next(op, peer);
-        let record = CallRecord::new(sequence, CallKind::Op(op), call, phase).number(peer);
+        let record = CallRecord::new(sequence, op, call, phase).number(peer);
         let record = record.moving(buffer.element(), buffer.elements());
         locked(&self.member.place).last = Some(record.clone());
         self.meet(op, peer, &record)?;

@@ -44,7 +44,6 @@ pub use library::{
 };
 pub use rank_group::{GroupInfo, run_on_gpus, run_ranks};
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -53,8 +52,8 @@ use std::time::Duration;
 use self::call_log::CallLog;
 use self::communicator::Communicator;
 use self::watchdog::Watch;
-use super::call_record::{CallKind, CallRecord, MessageCounts, RankStatus};
-use super::{Call, Collective, Op, Phase, Reduction, Ticket, Traffic};
+use super::call_record::{CallRecord, MessageCounts, RankStatus};
+use super::{Call, Collective, Op, Operation, Phase, Ticket, Traffic};
 use crate::collective::buffer_checks::check_shard;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::locks::locked;
@@ -177,9 +176,9 @@ impl<D: GpuStreams> Nccl<D> {
         })
     }
 
-    fn record(&self, action: CallKind, call: Call) -> CallRecord {
+    fn record(&self, op: Op, call: Call) -> CallRecord {
         let phase = locked(&self.member.place).phase;
-        CallRecord::new(locked(&self.state).call_log.calls(), action, call, phase)
+        CallRecord::new(locked(&self.state).call_log.calls(), op, call, phase)
     }
 
     /// Records a call that is about to be made.
@@ -251,37 +250,11 @@ impl<D: GpuStreams> Nccl<D> {
     fn count(&self, op: Op, bytes: usize, is_root: bool) {
         locked(&self.state).traffic.count(op, bytes, self.ranks.len(), is_root);
     }
-}
 
-impl<D: GpuStreams> Collective for Nccl<D> {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn size(&self) -> usize {
-        self.ranks.len()
-    }
-
-    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
-        self.all_reduce_on(CommStream::Compute, call, buffer).map(drop)
-    }
-
-    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
-        self.reduce_scatter_on(CommStream::Compute, call, full, shard).map(drop)
-    }
-
-    fn open_reduction_lane(&self) -> Result<bool> {
-        self.open_reductions().map(|()| true)
-    }
-
-    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        self.start_on_lane(call, reduction)
-    }
-
-    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
+    fn start_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
         check_shard(call, shard, full, self.ranks.len())?;
         check_places(call, shard, full)?;
-        let record = self.record(CallKind::Op(Op::AllGather), call).moving(full.element(), full.elements());
+        let record = self.record(Op::AllGather, call).moving(full.element(), full.elements());
         self.note(&record);
         self.count(Op::AllGather, full.bytes(), false);
         if full.place() == MemoryKind::Host {
@@ -300,26 +273,11 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         Ok(self.started(CommStream::Gather, Some(mark), [shard, full]))
     }
 
-    fn finish(&self, ticket: Ticket) -> Result<()> {
-        self.member.abort_flag.check()?;
-        let mut state = locked(&self.state);
-        let is_reduction = state.reductions.iter().any(|started| started.ticket == ticket.0);
-        let queue = if is_reduction { &mut state.reductions } else { &mut state.gathers };
-        let Some(started) = queue.pop_front().filter(|started| started.ticket == ticket.0) else {
-            return Err(Error::internal("gathers and reductions must finish in the order of their starts"));
-        };
-        drop(state);
-        match &started.mark {
-            Some(mark) => self.member.device.follow(CommStream::Compute, mark),
-            None => Ok(()),
-        }
-    }
-
-    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
+    fn broadcast_from(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
         if root >= self.ranks.len() {
             return Err(Error::internal(format!("rank {root} of {} broadcasts", self.ranks.len())));
         }
-        let record = self.record(CallKind::Op(Op::Broadcast), call);
+        let record = self.record(Op::Broadcast, call);
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
         self.note(&record);
         self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
@@ -335,24 +293,61 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         Ok(())
     }
 
-    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
-        self.message(Op::Send, call, to, buffer)
-    }
-
-    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
-        self.message(Op::Recv, call, from, buffer)
-    }
-
-    fn barrier(&self, call: Call) -> Result<()> {
-        let record = self.record(CallKind::Op(Op::Barrier), call);
+    fn compare_all(&self, call: Call) -> Result<()> {
+        let record = self.record(Op::Barrier, call);
         self.note(&record);
         self.compare(&record)?;
         self.count(Op::Barrier, 0, false);
         Ok(())
     }
+}
+
+impl<D: GpuStreams> Collective for Nccl<D> {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    fn call(&self, call: Call, operation: Operation<'_>) -> Result<Option<Ticket>> {
+        match operation {
+            Operation::Reduce(reduction) => self.reduce_on(CommStream::Compute, call, reduction).map(drop),
+            Operation::StartReduction(reduction) => return self.start_on_lane(call, reduction),
+            Operation::StartAllGather { shard, full } => {
+                return self.start_gather(call, shard, full).map(Some);
+            }
+            Operation::Broadcast { root, buffer } => self.broadcast_from(call, root, buffer),
+            Operation::Send { to: peer, buffer } | Operation::Recv { from: peer, buffer } => {
+                self.message(operation.op(), call, peer, buffer)
+            }
+            Operation::Barrier => self.compare_all(call),
+        }
+        .map(|()| None)
+    }
+
+    fn open_reduction_lane(&self) -> Result<bool> {
+        self.open_reductions().map(|()| true)
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        self.member.abort_flag.check()?;
+        let mut state = locked(&self.state);
+        let is_reduction = state.reductions.iter().any(|started| started.ticket == ticket.0);
+        let queue = if is_reduction { &mut state.reductions } else { &mut state.gathers };
+        let Some(started) = queue.pop_front().filter(|started| started.ticket == ticket.0) else {
+            return Err(Error::internal("gathers and reductions must finish in the order of their starts"));
+        };
+        drop(state);
+        match &started.mark {
+            Some(mark) => self.member.device.follow(CommStream::Compute, mark),
+            None => Ok(()),
+        }
+    }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
-        let record = self.record(CallKind::Split, Call { what: "ranks", index: 0 }).number(color);
+        let record = self.record(Op::Split, Call { what: "ranks", index: 0 }).number(color);
         self.note(&record);
         let records = self.compare(&record)?;
         let members = || (0..records.len()).filter(|rank| records[*rank].number == records[self.rank].number);
@@ -368,10 +363,6 @@ impl<D: GpuStreams> Collective for Nccl<D> {
             ranks: members().map(|rank| self.ranks[rank]).collect(),
             state: Mutex::default(),
         }))
-    }
-
-    fn as_backend(&self) -> Option<&dyn Any> {
-        Some(self)
     }
 
     fn traffic(&self) -> Traffic {

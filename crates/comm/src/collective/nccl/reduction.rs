@@ -16,7 +16,7 @@ use super::device::{CommStream, GpuStreams};
 use super::library::{SUM, data_type};
 use super::{Nccl, check_places, locked};
 use crate::collective::buffer_checks::{check_shard, check_sum};
-use crate::collective::call_record::CallKind;
+use crate::collective::operation::backend;
 use crate::collective::{Call, Collective, Op, Reduction, Ticket};
 use crate::error::{Error, Result};
 use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
@@ -42,7 +42,7 @@ impl<D: GpuStreams> Nccl<D> {
         if !locked(&self.state).gathers.is_empty() {
             return Err(Error::internal("a communicator is split while a gather is under way"));
         }
-        let record = self.record(CallKind::Split, Call::single("reductions"));
+        let record = self.record(Op::Split, Call::single("reductions"));
         self.note(&record);
         // After it no call is pending on the communicator, which NCCL requires before a split.
         self.compare(&record)?;
@@ -56,41 +56,41 @@ impl<D: GpuStreams> Nccl<D> {
     /// Implements [`Collective::start_reduction`]; host memory uses the compute stream and is ready
     /// on return.
     pub(super) fn start_on_lane(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        let replicas = match reduction {
-            Reduction::ReduceScatter { replicas: Some(replicas), .. } => Some(same_backend(replicas)?),
-            _ => None,
-        };
+        let replicas = reduction.replicas().map(same_backend::<D>).transpose()?;
         let is_open = |end: &Self| end.reductions.get().is_some();
         let all_open = is_open(self) && replicas.is_none_or(is_open);
         if !all_open || reduction.full().place() == MemoryKind::Host {
-            return reduction.make(self, call).map(|()| None);
+            return self.reduce_on(CommStream::Compute, call, reduction).map(|_| None);
         }
         // Computation wrote the summed values.
         let device = &*self.member.device;
         device.follow(CommStream::Reduce, &device.mark(CommStream::Compute)?)?;
-        let mark = match reduction {
-            Reduction::AllReduce(buffer) => self.all_reduce_on(CommStream::Reduce, call, buffer)?,
-            Reduction::ReduceScatter { full, shard, .. } => {
-                let mark = self.reduce_scatter_on(CommStream::Reduce, call, full, shard)?;
-                match replicas {
-                    Some(replicas) => replicas.all_reduce_on(CommStream::Reduce, call, shard)?,
-                    None => mark,
-                }
-            }
-        };
+        let mark = self.reduce_on(CommStream::Reduce, call, reduction)?;
         Ok(Some(self.started(CommStream::Reduce, mark, [reduction.full(), reduction.sum()])))
     }
 
-    /// Puts an all-reduce on `lane`; host memory is summed on return, without a mark.
-    pub(super) fn all_reduce_on(
+    /// Puts a sum on `lane`; host memory is summed on return, without a mark.
+    pub(super) fn reduce_on(
         &self,
         lane: CommStream,
         call: Call,
-        buffer: &Buffer,
+        reduction: Reduction<'_>,
     ) -> Result<Option<D::Mark>> {
+        match reduction {
+            Reduction::AllReduce(buffer) => self.all_reduce_on(lane, call, buffer),
+            Reduction::ReduceScatter { full, shard, replicas } => {
+                let mark = self.reduce_scatter_on(lane, call, full, shard)?;
+                match replicas {
+                    Some(replicas) => same_backend::<D>(replicas)?.all_reduce_on(lane, call, shard),
+                    None => Ok(mark),
+                }
+            }
+        }
+    }
+
+    fn all_reduce_on(&self, lane: CommStream, call: Call, buffer: &Buffer) -> Result<Option<D::Mark>> {
         check_sum(call, buffer)?;
-        let record =
-            self.record(CallKind::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
+        let record = self.record(Op::AllReduce, call).moving(buffer.element(), buffer.elements());
         self.note(&record);
         if buffer.element() == ElementType::F64 {
             self.compare(&record)?;
@@ -108,8 +108,7 @@ impl<D: GpuStreams> Nccl<D> {
         Ok(Some(mark))
     }
 
-    /// Puts a reduce-scatter on `lane`; see [`Nccl::all_reduce_on`].
-    pub(super) fn reduce_scatter_on(
+    fn reduce_scatter_on(
         &self,
         lane: CommStream,
         call: Call,
@@ -119,8 +118,7 @@ impl<D: GpuStreams> Nccl<D> {
         check_sum(call, full)?;
         check_shard(call, shard, full, self.ranks.len())?;
         check_places(call, shard, full)?;
-        let record =
-            self.record(CallKind::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
+        let record = self.record(Op::ReduceScatter, call).moving(full.element(), full.elements());
         self.note(&record);
         self.count(Op::ReduceScatter, full.bytes(), false);
         if full.place() == MemoryKind::Host {
@@ -138,6 +136,5 @@ impl<D: GpuStreams> Nccl<D> {
 
 /// Casts another group of the same rank to this backend's type.
 fn same_backend<D: GpuStreams>(group: &dyn Collective) -> Result<&Nccl<D>> {
-    let backend = group.as_backend().and_then(|backend| backend.downcast_ref::<Nccl<D>>());
-    backend.ok_or_else(|| Error::internal(format!("{group:?} is not a group over NCCL")))
+    backend(group).ok_or_else(|| Error::internal(format!("{group:?} is not a group over NCCL")))
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use super::fake_nccl::{FakeEvent, FakeGroup, Host};
 use super::tests::{PATIENT, SHORT, Values, call, run, texts};
 use super::*;
-use crate::collective::TimedCollective;
+use crate::collective::{Reduction, TimedCollective};
 use crate::runtime::buffer::ElementType;
 
 fn values(values: Vec<f32>) -> Values<f32> {
