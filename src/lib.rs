@@ -1,5 +1,26 @@
 //! `finetune` fine-tunes Hugging Face language models without Python.
 //!
+//! [`Session`] trains a model from a recipe, and [`TrainedModel`] computes with the result:
+//!
+//! ```no_run
+//! # fn main() -> finetune::error::Result<()> {
+//! let recipe = r#"
+//!     model = { id = "models/base" }
+//!     adapter = { r = 8 }
+//!     data = { train = ["rows.jsonl"] }
+//!     optimizer = { learning_rate = 1e-4 }
+//! "#;
+//! let mut session = finetune::Session::new(recipe, ".".as_ref())?;
+//! for step in session.steps()? {
+//!     println!("loss {:.4}", step?.loss);
+//! }
+//! session.save("out".as_ref())?;
+//! let model = finetune::TrainedModel::open("models/base", Some("out"))?;
+//! println!("{}", model.generate("The capital of Ruritania is", 8)?);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! The library is a stack of crates: each sees only the crates below it. This crate re-exports
 //! their modules. The page docs/design.md has the table of crates and modules.
 
