@@ -1,6 +1,8 @@
 //! Types of the command line with their help texts. `commands` carries them out.
 
-use std::path::{Path, PathBuf};
+#![allow(rustdoc::broken_intra_doc_links, reason = "help texts have values in brackets")]
+
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -9,7 +11,7 @@ use clap_complete::Shell;
 
 use crate::error::Result;
 use crate::export::gguf::GgufType;
-use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
+use crate::recipe::{Dtype, QuantKind};
 
 mod bench;
 mod communication;
@@ -20,6 +22,7 @@ mod parse;
 mod peer_flags;
 mod plan;
 mod settings;
+mod shared;
 mod sweep;
 mod train;
 mod verify;
@@ -32,6 +35,7 @@ pub use generate::GenerateArgs;
 pub use parse::parse;
 pub use plan::PlanArgs;
 pub use settings::SettingArgs;
+pub use shared::{CommonArgs, DeviceArgs, ModelArgs, RecipeArgs, RowArgs, RunArgs};
 pub use sweep::SweepAxis;
 pub use train::{ProcessArgs, TrainArgs};
 pub use verify::VerifyResumeArgs;
@@ -101,38 +105,6 @@ pub enum Verb {
     VerifyResume(VerifyResumeArgs),
     /// Print a shell completion script or a manual page
     Completions(CompletionsArgs),
-}
-
-/// Verbosity and network access of a command.
-#[derive(Debug, Clone, Default, Args)]
-pub struct CommonArgs {
-    /// Use only local files, without network access
-    #[arg(long)]
-    pub offline: bool,
-    /// Print only errors and warnings
-    #[arg(short, long, conflicts_with = "verbose")]
-    pub quiet: bool,
-    /// Print more details
-    #[arg(short, long)]
-    pub verbose: bool,
-}
-
-/// Model, training data and recipe of a run.
-#[derive(Debug, Clone, Default, Args)]
-pub struct RunArgs {
-    /// Model: a Hugging Face folder or a hub id
-    #[arg(long, value_name = "MODEL")]
-    pub model: Option<String>,
-    /// Recipe: a TOML file or the name of a built-in recipe
-    #[arg(long, value_name = "RECIPE")]
-    pub recipe: Option<String>,
-    /// Training data: a file, a folder or a hub data set; may be repeated
-    #[arg(long, value_name = "DATASET")]
-    pub dataset: Vec<String>,
-}
-
-fn find_recipe(name: Option<&str>, folder: &Path) -> Result<Option<RecipeText>> {
-    name.map(|name| RecipeText::find(name, folder)).transpose()
 }
 
 /// Arguments of `finetune merge`.
@@ -209,13 +181,10 @@ Examples:
   finetune export --adapter out --merge --format gguf --output merged.gguf
   finetune export --model out --format hf --type f16 --output half")]
 pub struct ExportArgs {
-    /// Model: a Hugging Face folder or a hub id [default: the one the adapter names]
-    #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
-    pub model: Option<String>,
-    /// Adapter, a folder or a hub id: exported as a LoRA GGUF unless merged
-    #[arg(long, value_name = "ADAPTER")]
-    pub adapter: Option<String>,
-    /// Merge the adapter into its model first, and export the whole model
+    /// Model and adapter.
+    #[command(flatten)]
+    pub source: ModelArgs,
+    /// Export the whole model with the adapter merged, instead of a LoRA GGUF
     #[arg(long, requires = "adapter", conflicts_with = "revision")]
     pub merge: bool,
     /// File (gguf) or folder (hf) to write; must not exist
@@ -230,9 +199,6 @@ pub struct ExportArgs {
     /// Branch, tag or commit of the model on the hub
     #[arg(long, value_name = "REVISION", default_value = "main")]
     pub revision: String,
-    /// Use the adapter on a model other than the one it was trained on
-    #[arg(long, requires = "adapter")]
-    pub force_base: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
@@ -253,56 +219,21 @@ pub enum ExportFormat {
 Example:
   finetune eval --adapter out --dataset test.jsonl --json")]
 pub struct EvalArgs {
-    /// Model: a Hugging Face folder or a hub id [default: the one the adapter names]
-    #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
-    pub model: Option<String>,
-    /// Adapter: a folder or a hub id
-    #[arg(long, value_name = "ADAPTER")]
-    pub adapter: Option<String>,
+    /// Model and adapter.
+    #[command(flatten)]
+    pub source: ModelArgs,
     /// Data set: a file, a folder or a hub data set; may be repeated
     #[arg(long, value_name = "DATASET", required = true)]
     pub dataset: Vec<String>,
     /// Options for reading rows.
     #[command(flatten)]
     pub rows: RowArgs,
-    /// Use the adapter on a model other than the one it was trained on
-    #[arg(long, requires = "adapter")]
-    pub force_base: bool,
     /// Print the results as JSON
     #[arg(long)]
     pub json: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
-}
-
-/// Options that decide, beside the model, how rows are read.
-#[derive(Debug, Clone, Default, Args)]
-pub struct RowArgs {
-    /// Recipe to read [data] and [model] from
-    #[arg(long, value_name = "RECIPE")]
-    pub recipe: Option<String>,
-    /// Set a recipe key, such as data.max_seq_len=512; may be repeated
-    #[arg(long, value_name = "SECTION.KEY=VALUE")]
-    pub set: Vec<String>,
-}
-
-impl RowArgs {
-    /// Returns the layers of a recipe for `model` and `dataset`, the values of their flags.
-    ///
-    /// # Errors
-    /// The recipe cannot be found or read.
-    pub fn layers(&self, model: &str, dataset: &[String], folder: &Path) -> Result<RecipeLayers> {
-        Ok(RecipeLayers {
-            recipe: find_recipe(self.recipe.as_deref(), folder)?,
-            model: Some(model.to_owned()),
-            train: dataset.to_vec(),
-            set: self.set.clone(),
-            folder: folder.to_owned(),
-            purpose: Purpose::Other,
-            ..RecipeLayers::default()
-        })
-    }
 }
 
 /// Arguments of `finetune inspect`.
@@ -491,10 +422,6 @@ fn export_format() -> impl TypedValueParser<Value = ExportFormat> {
 
 fn gguf_type() -> impl TypedValueParser<Value = GgufType> {
     PossibleValuesParser::new(GgufType::ALL.map(|(name, _)| name)).try_map(|text| text.parse::<GgufType>())
-}
-
-fn positive(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|n| *n >= 1).ok_or_else(|| "accepted: a whole number, at least 1".into())
 }
 
 fn nats(text: &str) -> Result<f64, String> {

@@ -1,9 +1,29 @@
 //! `finetune` fine-tunes Hugging Face language models without Python.
 //!
-//! The library is a small facade: [`Session`] trains by a recipe, and [`TrainedModel`] computes
-//! with a trained model. Below it is a stack of crates, each of which sees only the crates below
-//! it; the page docs/design.md has their table. The feature `testing` makes the modules of all
-//! crates public for the tests of this repository, without a promise that they stay.
+//! [`Session`] trains a model from a recipe, and [`TrainedModel`] computes with the result:
+//!
+//! ```no_run
+//! # fn main() -> finetune::error::Result<()> {
+//! let recipe = r#"
+//!     model = { id = "models/base" }
+//!     adapter = { r = 8 }
+//!     data = { train = ["rows.jsonl"] }
+//!     optimizer = { learning_rate = 1e-4 }
+//! "#;
+//! let mut session = finetune::Session::new(recipe, ".".as_ref())?;
+//! for step in session.steps()? {
+//!     println!("loss {:.4}", step?.loss);
+//! }
+//! session.save("out".as_ref())?;
+//! let model = finetune::TrainedModel::open("models/base", Some("out"))?;
+//! println!("{}", model.generate("The capital of Ruritania is", 8)?);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Below this facade is a stack of crates, each of which sees only the crates below it; the page
+//! docs/design.md has their table. The feature `testing` makes the modules of all crates public for
+//! the tests of this repository, without a promise that they stay.
 
 #![cfg_attr(not(feature = "testing"), allow(unreachable_pub, reason = "public for the tests"))]
 

@@ -54,6 +54,14 @@ pub struct Session {
 impl Session {
     /// Loads model and data of `recipe`, a recipe as TOML. Relative paths in it begin at `folder`.
     ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// let recipe = std::fs::read_to_string("runs/first.toml").unwrap();
+    /// let session = finetune::Session::new(&recipe, "runs".as_ref())?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// Anything in recipe, model or data that cannot be used.
     pub fn new(recipe: &str, folder: &Path) -> Result<Self> {
@@ -81,6 +89,20 @@ impl Session {
     /// Returns the remaining steps of the run as an iterator, which takes one at each call of
     /// `next`. After an iterator was dropped early, the next one continues where it stopped.
     ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// # let mut session = finetune::Session::new("", ".".as_ref())?;
+    /// // Trains half of the steps, then the rest.
+    /// let half = session.steps()?.total() / 2;
+    /// for step in session.steps()?.take(half as usize) {
+    ///     step?;
+    /// }
+    /// println!("held out: {:?}", session.evaluate()?.map(|found| found.loss()));
+    /// session.steps()?.try_for_each(|step| step.map(drop))?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// The data do not fit the sizes of a step.
     pub fn steps(&mut self) -> Result<SessionSteps<'_>> {
@@ -90,6 +112,16 @@ impl Session {
     }
 
     /// Evaluates the held-out rows of `data.eval` or `data.eval_split`; none without such rows.
+    ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// # let session = finetune::Session::new("", ".".as_ref())?;
+    /// if let Some(found) = session.evaluate()? {
+    ///     println!("loss {:.4}, perplexity {:.2}", found.loss(), found.perplexity());
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// The loss is not finite, or an operation of the device fails.
@@ -103,6 +135,15 @@ impl Session {
     /// Writes the trained weights into the new folder `folder`: a PEFT adapter, or a Hugging Face
     /// model.
     ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// # let session = finetune::Session::new("", ".".as_ref())?;
+    /// session.save("out".as_ref())?;
+    /// let trained = finetune::TrainedModel::open("models/base", Some("out"))?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// `folder` exists, or it cannot be written.
     pub fn save(&self, folder: &Path) -> Result<()> {
@@ -114,6 +155,14 @@ impl Session {
     }
 
     /// Continues `prompt` by at most `max_new_tokens` tokens, each the likeliest one.
+    ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// # let session = finetune::Session::new("", ".".as_ref())?;
+    /// println!("{}", session.generate("The capital of Ruritania is", 8)?);
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// `prompt` has no token, or the logits are not finite.
@@ -136,6 +185,17 @@ fn refuse_run_keys(recipe: &Recipe) -> Result<()> {
 
 /// The steps of a [`Session`]. After an error it yields nothing more, and the failed step counts as
 /// not taken.
+///
+/// ```no_run
+/// # fn main() -> finetune::error::Result<()> {
+/// # let mut session = finetune::Session::new("", ".".as_ref())?;
+/// let mut steps = session.steps()?;
+/// while let Some(step) = steps.next() {
+///     println!("loss {:.4}", step?.loss);
+/// }
+/// # Ok(())
+/// # }
+/// ```
 pub struct SessionSteps<'a> {
     sampler: Sampler<'a>,
     trainer: &'a mut Trainer,
@@ -145,6 +205,18 @@ pub struct SessionSteps<'a> {
 
 impl SessionSteps<'_> {
     /// Returns the number of steps of the whole run.
+    ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// # let mut session = finetune::Session::new("", ".".as_ref())?;
+    /// let steps = session.steps()?;
+    /// let total = steps.total();
+    /// for (number, step) in (1..).zip(steps) {
+    ///     println!("step {number} of {total}: loss {:.4}", step?.loss);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn total(&self) -> u64 {
         self.sampler.total_steps()
     }
@@ -184,6 +256,14 @@ pub struct TrainedModel {
 impl TrainedModel {
     /// Loads `model`, a folder or a hub id, and the adapter in `adapter`, if any.
     ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// let base = finetune::TrainedModel::open("models/base", None)?;
+    /// let trained = finetune::TrainedModel::open("models/base", Some("out"))?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// Model or adapter cannot be found or used, or they do not match.
     pub fn open(model: &str, adapter: Option<&str>) -> Result<Self> {
@@ -205,6 +285,14 @@ impl TrainedModel {
 
     /// Continues `prompt` by at most `max_new_tokens` tokens, each the likeliest one.
     ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// # let model = finetune::TrainedModel::open("models/base", Some("out"))?;
+    /// println!("{}", model.generate("The capital of Ruritania is", 8)?);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// `prompt` has no token, or the logits are not finite.
     pub fn generate(&self, prompt: &str, max_new_tokens: usize) -> Result<String> {
@@ -214,6 +302,17 @@ impl TrainedModel {
     /// Returns the logits of each token of `text`: one row a token, one f32 value a word of the
     /// vocabulary.
     ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// # let model = finetune::TrainedModel::open("models/base", Some("out"))?;
+    /// let logits = model.logits("The capital of")?;
+    /// let last = &logits[logits.len() - 1];
+    /// let best = (0..last.len()).max_by(|a, b| last[*a].total_cmp(&last[*b]));
+    /// println!("token {best:?} of {}", last.len());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// `text` has no token, or an operation of the device fails.
     pub fn logits(&self, text: &str) -> Result<Vec<Vec<f32>>> {
@@ -222,6 +321,16 @@ impl TrainedModel {
 
     /// Returns the embedding of `text`: the mean of its hidden states after the last block, one f32
     /// value a hidden dimension.
+    ///
+    /// ```no_run
+    /// # fn main() -> finetune::error::Result<()> {
+    /// # let model = finetune::TrainedModel::open("models/base", Some("out"))?;
+    /// let (a, b) = (model.embedding("a cat")?, model.embedding("a dog")?);
+    /// let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+    /// println!("cosine {:.4}", dot(&a, &b) / (dot(&a, &a) * dot(&b, &b)).sqrt());
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
     /// `text` has no token, or an operation of the device fails.

@@ -5,7 +5,8 @@ use std::path::Path;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 
-use super::{CommonArgs, CommunicationArgs, Gpus, RunArgs, find_recipe};
+use super::shared::rank_count;
+use super::{CommonArgs, CommunicationArgs, Gpus, RunArgs};
 use crate::error::Result;
 use crate::recipe::{ComputeDtype, RecipeLayers};
 
@@ -101,10 +102,10 @@ pub struct ScalingArgs {
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
     /// Numbers of ranks to measure
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1, 2], value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1, 2], value_parser = rank_count())]
     pub ranks: Vec<u16>,
     /// Threads of each rank [default: all threads over the largest number of ranks]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = rank_count())]
     pub threads: Option<u16>,
     /// Steps to measure, after two warm-up steps
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
@@ -123,8 +124,6 @@ impl ScalingArgs {
     /// # Errors
     /// The recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
-        let (model, train, set) = (self.run.model.clone(), self.run.dataset.clone(), self.set.clone());
-        let recipe = find_recipe(self.run.recipe.as_deref(), folder)?;
-        Ok(RecipeLayers { recipe, model, train, set, folder: folder.to_owned(), ..RecipeLayers::default() })
+        self.run.layers(&self.set, folder)
     }
 }

@@ -2,13 +2,14 @@
 
 use clap::Args;
 
+use super::shared::rank_count;
 use super::{Gpus, ProcessArgs};
 
 /// Ranks to measure and sizes of the data that they send.
 #[derive(Debug, Clone, Args)]
 pub struct CommunicationArgs {
     /// Ranks on the CPU, as threads of each process [default: 2; 1 under a launcher]
-    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = rank_count())]
     pub ranks: Option<u16>,
     /// GPUs with a rank each, such as 0 or 0,2 or 0-3 [default: all if several]
     #[arg(long, value_name = "LIST")]

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args};
 
-use super::{CommonArgs, positive};
+use super::shared::positive;
+use super::{CommonArgs, ModelArgs};
 
 /// Arguments of `finetune generate`.
 #[derive(Debug, Clone, Args)]
@@ -19,12 +20,9 @@ Examples:
   finetune generate --adapter out --input prompts.jsonl --output answers.jsonl"
 )]
 pub struct GenerateArgs {
-    /// Model: a Hugging Face folder or a hub id [default: the one the adapter names]
-    #[arg(long, value_name = "MODEL", required_unless_present = "adapter")]
-    pub model: Option<String>,
-    /// Adapter: a folder or a hub id
-    #[arg(long, value_name = "ADAPTER")]
-    pub adapter: Option<String>,
+    /// Model and adapter.
+    #[command(flatten)]
+    pub source: ModelArgs,
     /// Recipe with chat template and model settings, such as out/recipe.toml
     #[arg(long, value_name = "RECIPE")]
     pub recipe: Option<String>,
@@ -73,9 +71,6 @@ pub struct GenerateArgs {
     /// Print a JSON object per prompt: answer, number of tokens, finish reason
     #[arg(long)]
     pub json: bool,
-    /// Use the adapter on a model other than the one it was trained on
-    #[arg(long, requires = "adapter")]
-    pub force_base: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{CommonArgs, Gpus, RunArgs, SettingArgs, find_recipe};
+use super::shared::rank_count;
+use super::{CommonArgs, Gpus, RecipeArgs, SettingArgs};
 use crate::error::Result;
 use crate::recipe::{Purpose, RecipeLayers};
 
@@ -21,18 +22,9 @@ DEVICE of `--on` is a name of the table (a wrong name lists all), or a TOML file
 [device]: name, memory_gb, bf16_tflops, f32_tflops, memory_gbps, link, link_gbps,
 host_gbps, network_gbps, host_memory_gb, disk_gbps, devices_per_host, efficiency, source.")]
 pub struct PlanArgs {
-    /// Model, training data and recipe. Without data, all rows have `data.max_seq_len` tokens.
+    /// Recipe of the run. Without data, all rows have `data.max_seq_len` tokens.
     #[command(flatten)]
-    pub run: RunArgs,
-    /// Held-out data for evaluation, given like --dataset; may be repeated
-    #[arg(long, value_name = "DATASET")]
-    pub eval_dataset: Vec<String>,
-    /// Common settings as flags.
-    #[command(flatten)]
-    pub settings: SettingArgs,
-    /// Set a recipe key; overrides flags and recipe; may be repeated
-    #[arg(long, value_name = "SECTION.KEY=VALUE")]
-    pub set: Vec<String>,
+    pub recipe: RecipeArgs,
     /// Hardware, with a rank per device: [COUNTx]DEVICE[*HOSTS], such as 8xH100-80GB*2
     #[arg(long, value_name = "HARDWARE", allow_hyphen_values = true, conflicts_with_all = ["gpus", "ranks"])]
     pub on: Option<String>,
@@ -40,7 +32,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
     /// Number of ranks on the CPU of this machine
-    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = rank_count())]
     pub ranks: Option<u16>,
     /// Price: AMOUNT/h[*COUNT], or AMOUNT/GB-month[*GB] of storage; may be repeated
     #[arg(long, value_name = "PRICE", allow_hyphen_values = true)]
@@ -60,6 +52,9 @@ pub struct PlanArgs {
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
+    /// Common settings as flags.
+    #[command(flatten)]
+    pub settings: SettingArgs,
 }
 
 impl PlanArgs {
@@ -70,15 +65,9 @@ impl PlanArgs {
     /// The recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
         Ok(RecipeLayers {
-            recipe: find_recipe(self.run.recipe.as_deref(), folder)?,
-            model: self.run.model.clone(),
-            train: self.run.dataset.clone(),
-            eval: self.eval_dataset.clone(),
             settings: self.settings.assignments(),
-            set: self.set.clone(),
-            folder: folder.to_owned(),
             purpose: Purpose::Other,
-            ..RecipeLayers::default()
+            ..self.recipe.layers(folder)?
         })
     }
 }

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 
-use super::{CommonArgs, Gpus, RunArgs, SettingArgs, SweepAxis, find_recipe};
+use super::{CommonArgs, DeviceArgs, RecipeArgs, RunArgs, SettingArgs, SweepAxis};
 use crate::checkpoint::{self, CHANGES_ON_REQUEST};
 use crate::error::{Error, Result};
 use crate::planning::RECIPE;
-use crate::recipe::{Purpose, RecipeLayers, RecipeText};
+use crate::recipe::{RecipeLayers, RecipeText};
 
 /// Output folder if `--output` is absent.
 const OUTPUT: &str = "out";
@@ -17,33 +17,21 @@ const OUTPUT: &str = "out";
 /// Arguments of `finetune` without a verb, and of `finetune train`.
 #[derive(Debug, Clone, Args)]
 pub struct TrainArgs {
-    /// Model, training data and recipe of the run.
+    /// Recipe of the run.
     #[command(flatten)]
-    pub run: RunArgs,
-    /// Held-out data for evaluation, given like --dataset; may be repeated
-    #[arg(long, value_name = "DATASET")]
-    pub eval_dataset: Vec<String>,
-    /// Common settings as flags.
-    #[command(flatten)]
-    pub settings: SettingArgs,
+    pub recipe: RecipeArgs,
     /// Folder for checkpoints, logs and the result [default: out]
     #[arg(long = "output", value_name = "DIR")]
     pub output_folder: Option<PathBuf>,
-    /// Set a recipe key; overrides flags and recipe; may be repeated
-    #[arg(long, value_name = "SECTION.KEY=VALUE")]
-    pub set: Vec<String>,
     /// Train once per value, each in a folder of --output; repeated: per combination
     #[arg(long, value_name = "KEY=V1,V2", conflicts_with_all = ["ui", "dry_run"])]
     pub sweep: Vec<SweepAxis>,
     /// Resume from the newest checkpoint in the output folder, or from DIR
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     pub resume: Option<Option<PathBuf>>,
-    /// GPUs, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
-    #[arg(long, value_name = "LIST")]
-    pub gpus: Option<Gpus>,
-    /// Train on the CPU with this many ranks, as threads of this process
-    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub ranks: Option<u16>,
+    /// Devices to train on.
+    #[command(flatten)]
+    pub devices: DeviceArgs,
     /// Restart from the newest checkpoint up to N times after a crash, kill or hang
     #[arg(long, value_name = "N")]
     pub max_restarts: Option<u16>,
@@ -62,6 +50,9 @@ pub struct TrainArgs {
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
+    /// Common settings as flags.
+    #[command(flatten)]
+    pub settings: SettingArgs,
     /// Position of this process among several without a launcher.
     #[command(flatten)]
     pub processes: ProcessArgs,
@@ -93,17 +84,12 @@ impl TrainArgs {
     /// The recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
         let own = self.goes_on_alone().then(|| self.left_recipe(folder)).transpose()?;
+        let layers = self.recipe.layers(folder)?;
         Ok(RecipeLayers {
-            recipe: own
-                .map_or_else(|| find_recipe(self.run.recipe.as_deref(), folder), |own| Ok(Some(own)))?,
-            model: self.run.model.clone(),
-            train: self.run.dataset.clone(),
-            eval: self.eval_dataset.clone(),
+            recipe: own.or(layers.recipe),
             settings: self.settings.assignments(),
-            set: self.set.clone(),
             typed: std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect(),
-            folder: folder.to_owned(),
-            purpose: Purpose::Train,
+            ..layers
         })
     }
 
@@ -116,7 +102,7 @@ impl TrainArgs {
 
     /// Returns whether `--resume` stands alone and takes recipe, model and data from the run.
     fn goes_on_alone(&self) -> bool {
-        let RunArgs { model, recipe, dataset } = &self.run;
+        let RunArgs { model, recipe, dataset } = &self.recipe.run;
         self.resume.is_some() && model.is_none() && recipe.is_none() && dataset.is_empty()
     }
 

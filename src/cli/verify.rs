@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::{CommonArgs, Gpus, RunArgs, find_recipe};
+use super::{CommonArgs, DeviceArgs, RecipeArgs};
 use crate::error::Result;
-use crate::recipe::{Purpose, RecipeLayers};
+use crate::recipe::RecipeLayers;
 
 /// Arguments of `finetune verify-resume`.
 #[derive(Debug, Clone, Args)]
@@ -20,21 +20,12 @@ Examples:
   finetune verify-resume --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl
   finetune verify-resume --recipe my.toml --gpus 0-3 --steps 20 --kills 5")]
 pub struct VerifyResumeArgs {
-    /// Model, training data and recipe of the run.
+    /// Recipe of the run.
     #[command(flatten)]
-    pub run: RunArgs,
-    /// Held-out data for evaluation, given like --dataset; may be repeated
-    #[arg(long, value_name = "DATASET")]
-    pub eval_dataset: Vec<String>,
-    /// Set a recipe key; overrides flags and recipe; may be repeated
-    #[arg(long, value_name = "SECTION.KEY=VALUE")]
-    pub set: Vec<String>,
-    /// GPUs, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
-    #[arg(long, value_name = "LIST")]
-    pub gpus: Option<Gpus>,
-    /// Train on the CPU with this many ranks, as threads of one process
-    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub ranks: Option<u16>,
+    pub recipe: RecipeArgs,
+    /// Devices to train on.
+    #[command(flatten)]
+    pub devices: DeviceArgs,
     /// Steps of each of the two runs
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..=1_000_000))]
     pub steps: u64,
@@ -61,16 +52,7 @@ impl VerifyResumeArgs {
     /// # Errors
     /// The recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
-        Ok(RecipeLayers {
-            recipe: find_recipe(self.run.recipe.as_deref(), folder)?,
-            model: self.run.model.clone(),
-            train: self.run.dataset.clone(),
-            eval: self.eval_dataset.clone(),
-            set: self.set.clone(),
-            folder: folder.to_owned(),
-            purpose: Purpose::Train,
-            ..RecipeLayers::default()
-        })
+        self.recipe.layers(folder)
     }
 
     /// Returns the command line that trains the same recipe into `output`. The keys of `set`
@@ -78,15 +60,16 @@ impl VerifyResumeArgs {
     pub fn train_words(&self, output: &Path, set: &[String]) -> Vec<OsString> {
         let mut words: Vec<OsString> = Vec::new();
         let mut push = |flag: &str, value: &str| words.extend([OsString::from(flag), OsString::from(value)]);
-        let named = [("--model", &self.run.model), ("--recipe", &self.run.recipe)];
+        let RecipeArgs { run, eval_dataset, set: own } = &self.recipe;
+        let named = [("--model", &run.model), ("--recipe", &run.recipe)];
         named.iter().for_each(|(flag, value)| value.iter().for_each(|value| push(flag, value)));
-        self.run.dataset.iter().for_each(|value| push("--dataset", value));
-        self.eval_dataset.iter().for_each(|value| push("--eval-dataset", value));
-        self.set.iter().chain(set).for_each(|value| push("--set", value));
-        if let Some(gpus) = &self.gpus {
+        run.dataset.iter().for_each(|value| push("--dataset", value));
+        eval_dataset.iter().for_each(|value| push("--eval-dataset", value));
+        own.iter().chain(set).for_each(|value| push("--set", value));
+        if let Some(gpus) = &self.devices.gpus {
             push("--gpus", &gpus.0.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
         }
-        self.ranks.iter().for_each(|ranks| push("--ranks", &ranks.to_string()));
+        self.devices.ranks.iter().for_each(|ranks| push("--ranks", &ranks.to_string()));
         words.extend(self.force_base.then(|| OsString::from("--force-base")));
         words.extend(self.common.offline.then(|| OsString::from("--offline")));
         words.extend([OsString::from("--output"), output.into()]);

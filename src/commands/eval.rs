@@ -14,11 +14,11 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let resolver = Resolver::new(args.common.offline, &terminal)?;
-    let adapter = args.adapter.as_deref();
-    let model = model_or_base(args.model.as_deref(), adapter, &folder, &resolver, &terminal)?;
+    let adapter = args.source.adapter.as_deref();
+    let model = model_or_base(args.source.model.as_deref(), adapter, &folder, &resolver, &terminal)?;
     let recipe = Recipe::load(&args.rows.layers(&model, &args.dataset, &folder)?)?;
     let LoadedModel { base, adapter_setup, rows, comparison } =
-        LoadedModel::find(&recipe, adapter, &folder, &resolver, (&terminal, args.force_base))?;
+        LoadedModel::find(&recipe, adapter, &folder, &resolver, (&terminal, args.source.force_base))?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &resolver)?;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use super::{config_of, merge, model_or_base, terminal, working_folder};
-use crate::cli::{CommonArgs, ExportArgs, ExportFormat, MergeArgs};
+use crate::cli::{CommonArgs, ExportArgs, ExportFormat, MergeArgs, ModelArgs};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
@@ -25,20 +25,21 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let folder = working_folder()?;
     let dtype = check(args)?;
     let resolver = Resolver::new(args.common.offline, &terminal)?;
-    let adapter = args.adapter.as_deref();
+    let ModelArgs { model, adapter, force_base } = &args.source;
+    let adapter = adapter.as_deref();
     if let Some(adapter) = adapter.filter(|_| args.merge) {
         let source = DataSource::from_argument("--adapter", adapter, &folder)?;
         return export_merged(args, adapter, &name_of(&resolver.adapter(&source)?), &folder, &terminal);
     }
-    let model = model_or_base(args.model.as_deref(), adapter, &folder, &resolver, &terminal)?;
+    let model = model_or_base(model.as_deref(), adapter, &folder, &resolver, &terminal)?;
     let source = DataSource::from_argument("--model", &model, &folder)?;
-    if let Some(adapter) = &args.adapter {
+    if let Some(adapter) = adapter {
         // Only config.json of the base is required. A sample of its weights is compared if they are
         // present.
         let found = resolver.model_headers(&source, &args.revision)?;
         let config = config_of(&found)?;
         let adapter = resolver.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
-        BaseCheck::of_headers(&adapter.folder, &found, &config, args.force_base)?.say(&terminal);
+        BaseCheck::of_headers(&adapter.folder, &found, &config, *force_base)?.say(&terminal);
         let kind = args.r#type.unwrap_or(GgufType::F32);
         let exported = removing_on_signals(&args.output, &terminal, || {
             gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)
@@ -90,18 +91,18 @@ fn export_merged(
         let merged = temporary.path().join(name);
         terminal.line(format!("merging adapter {adapter} in {}", temporary.path().display()));
         merge::run(&MergeArgs {
-            model: args.model.clone(),
+            model: args.source.model.clone(),
             adapter: adapter.to_owned(),
             output: merged.clone(),
             dtype: Dtype::Auto,
             base: None,
             verify_on: None,
             max_kl: None,
-            force_base: args.force_base,
+            force_base: args.source.force_base,
             common: CommonArgs { quiet: true, verbose: false, ..args.common.clone() },
         })?;
-        let model = Some(merged.display().to_string());
-        run(&ExportArgs { model, adapter: None, merge: false, force_base: false, ..args.clone() })
+        let source = ModelArgs { model: Some(merged.display().to_string()), ..ModelArgs::default() };
+        run(&ExportArgs { source, merge: false, ..args.clone() })
     })
 }
 
@@ -112,7 +113,7 @@ fn check(args: &ExportArgs) -> Result<Dtype> {
         gguf::OUTPUT.refuse_taken(&args.output)?;
         return Ok(Dtype::Auto);
     }
-    if args.adapter.is_some() && !args.merge {
+    if args.source.adapter.is_some() && !args.merge {
         return Err(Error::user("cannot export an adapter as a Hugging Face model")
             .because("accepted with `--adapter` alone: `--format gguf`")
             .hint("add `--merge`, which merges the adapter into its model first"));

@@ -21,8 +21,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
 
 fn generate(args: &GenerateArgs, terminal: &Terminal) -> Result<()> {
     let folder = working_folder()?;
-    let (resolver, adapter) = (Resolver::new(args.common.offline, terminal)?, args.adapter.as_deref());
-    let model = model_or_base(args.model.as_deref(), adapter, &folder, &resolver, terminal)?;
+    let (resolver, adapter) = (Resolver::new(args.common.offline, terminal)?, args.source.adapter.as_deref());
+    let model = model_or_base(args.source.model.as_deref(), adapter, &folder, &resolver, terminal)?;
     let recipe = Recipe::load(&RecipeLayers {
         recipe: args.recipe.as_deref().map(|name| RecipeText::find(name, &folder)).transpose()?,
         model: Some(model),
@@ -31,7 +31,7 @@ fn generate(args: &GenerateArgs, terminal: &Terminal) -> Result<()> {
         ..RecipeLayers::default()
     })?;
     let LoadedModel { base, adapter_setup, rows, comparison } =
-        LoadedModel::find(&recipe, adapter, &folder, &resolver, (terminal, args.force_base))?;
+        LoadedModel::find(&recipe, adapter, &folder, &resolver, (terminal, args.source.force_base))?;
     let encoder = PromptEncoder {
         tokenizer: &rows.tokenizer,
         template: rows.template.as_ref(),

@@ -116,6 +116,6 @@ fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
 
 /// Returns whether a training command uses the built-in recipe `name`.
 fn train_recipe_is(args: &TrainArgs, name: &str) -> bool {
-    let found = args.run.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
+    let found = args.recipe.run.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
     matches!(found, Some(Ok(recipe)) if recipe.is_built_in(name))
 }

@@ -11,7 +11,7 @@ use crate::verify::verify_resume::ResumeTrial;
 /// Trains twice and compares the output folders.
 pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
-    let flags = Flags { ranks_here: args.ranks.map(usize::from), ..Flags::default() };
+    let flags = Flags { ranks_here: args.devices.ranks.map(usize::from), ..Flags::default() };
     let launch = Launch::detect(&flags, &|name| std::env::var_os(name))?;
     if launch.master.is_some() {
         let (all, source) = (launch.world_size, launch.source.name());

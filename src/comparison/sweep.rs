@@ -141,9 +141,9 @@ fn extended((set, name): &(Vec<String>, String), axis: &SweepAxis, value: &str) 
 }
 
 fn refuse_several_processes(args: &TrainArgs) -> Result<()> {
-    let processes = &args.processes;
+    let (processes, devices) = (&args.processes, &args.devices);
     let flags = Flags {
-        ranks_here: args.ranks.map(usize::from).or(args.gpus.as_ref().map(|gpus| gpus.0.len())),
+        ranks_here: devices.ranks.map(usize::from).or(devices.gpus.as_ref().map(|gpus| gpus.0.len())),
         world_size: processes.world_size,
         rank: processes.rank,
         master_addr: processes.master_addr.clone(),
@@ -168,7 +168,7 @@ fn check(args: &TrainArgs, runs: &[SweepRun], folder: &Path) -> Result<()> {
         let mut one = args.clone();
         one.sweep.clear();
         one.resume = None;
-        one.set.extend(run.set.iter().cloned());
+        one.recipe.set.extend(run.set.iter().cloned());
         let loaded = one.layers(folder).and_then(|layers| Recipe::load(&layers));
         let checked = loaded.and_then(|recipe| alerts::check(&recipe.alerts, args.common.offline));
         checked.map_err(|error| {

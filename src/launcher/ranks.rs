@@ -58,7 +58,7 @@ pub(crate) struct RankRequest<'a> {
 
 impl<'a> From<&'a TrainArgs> for RankRequest<'a> {
     fn from(args: &'a TrainArgs) -> Self {
-        let (gpus, ranks) = (args.gpus.as_ref(), args.ranks);
+        let (gpus, ranks) = (args.devices.gpus.as_ref(), args.devices.ranks);
         RankRequest { gpus, ranks, processes: &args.processes, purpose: "train" }
     }
 }

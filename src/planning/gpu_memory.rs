@@ -17,13 +17,14 @@ pub(super) struct GpuStep<'a> {
     tokens: usize,
     /// Bytes of one activation value.
     size: usize,
-    /// The linear layers of a block.
-    layers: Vec<LinearLayer>,
+    /// The linear layers of the blocks, each distinct block once.
+    blocks: Vec<Vec<LinearLayer>>,
     has_dora: bool,
     has_dropout: bool,
 }
 
-/// A linear layer, the same in every block.
+/// A linear layer of a block.
+#[derive(PartialEq, Eq)]
 struct LinearLayer {
     group: LinearGroup,
     out: usize,
@@ -43,24 +44,31 @@ impl<'a> GpuStep<'a> {
     ) -> Self {
         let targets = adapter_setup.map_or(&[][..], |setup| &setup.targets);
         let targets: HashSet<&str> = targets.iter().map(|target| target.name.as_str()).collect();
-        let layer = |module: &BlockModule| {
-            let WeightShape::Matrix { out, inputs } = module.weight else { return None };
-            let names = || (0..config.num_layers()).map(|block| module.name_in(block));
-            Some(LinearLayer {
-                group: module.part.group()?,
-                out,
-                inputs,
-                is_quantized: names().any(|name| dequantized.contains(format!("{name}.weight").as_str())),
-                has_adapter: names().any(|name| targets.contains(name.as_str())),
-            })
+        let linears = |block: usize| -> Vec<LinearLayer> {
+            let layer = |module: &BlockModule| {
+                let WeightShape::Matrix { out, inputs } = module.weight else { return None };
+                let name = module.name_in(block);
+                Some(LinearLayer {
+                    group: module.part.group()?,
+                    out,
+                    inputs,
+                    is_quantized: dequantized.contains(format!("{name}.weight").as_str()),
+                    has_adapter: targets.contains(name.as_str()),
+                })
+            };
+            BlockLayout::new(config, block).modules().iter().filter_map(layer).collect()
         };
-        // The blocks of a model have the same linear layers.
-        let layout = BlockLayout::new(config, 0);
+        let mut blocks = Vec::new();
+        for layers in (0..config.num_layers()).map(linears) {
+            if !blocks.contains(&layers) {
+                blocks.push(layers);
+            }
+        }
         GpuStep {
             config,
             tokens,
             size,
-            layers: layout.modules().iter().filter_map(layer).collect(),
+            blocks,
             has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
             has_dropout: adapter_setup.is_some_and(|setup| setup.dropout > 0.0),
         }
@@ -73,18 +81,33 @@ impl<'a> GpuStep<'a> {
         // Beside the logits: the last hidden states, their normed copy, and the gradients of both.
         let hidden = self.rows(4 * self.config.hidden_size);
         let loss = at_loss + hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
-        GEMM_WORKSPACE as u64 + loss.max(at_backward + self.temporaries()) - at_backward
+        let of_block = |layers| BlockStep { step: self, layers }.temporaries();
+        let temporaries = self.blocks.iter().map(|layers| of_block(layers)).max().unwrap_or(0);
+        GEMM_WORKSPACE as u64 + loss.max(at_backward + temporaries) - at_backward
     }
 
     /// Bytes of activations of this width.
     fn rows(&self, width: usize) -> u64 {
         (self.tokens * width * self.size) as u64
     }
+}
 
-    /// Returns the largest sum of tensors that live together at any stage of a block. Covers the
-    /// stages of its backward, as in `model::backward`, and of its forward under recompute.
+/// The step through one block.
+struct BlockStep<'a> {
+    step: &'a GpuStep<'a>,
+    layers: &'a [LinearLayer],
+}
+
+impl BlockStep<'_> {
+    fn rows(&self, width: usize) -> u64 {
+        self.step.rows(width)
+    }
+
+    /// Returns the largest sum of tensors that live together at any stage of the block. Covers
+    /// the stages of its backward, as in `model::backward`, and of its forward under recompute.
     fn temporaries(&self) -> u64 {
-        let (d, f, heads) = (self.config.hidden_size, self.config.intermediate_size, self.config.heads);
+        let (d, f, heads) =
+            (self.step.config.hidden_size, self.step.config.intermediate_size, self.step.config.heads);
         let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
         let through = |group| self.product_backward(group);
         let stages = [
@@ -124,9 +147,10 @@ impl<'a> GpuStep<'a> {
     /// Returns the bytes of dequantized matrices that a product of the group holds. With DoRA, or
     /// if some layers are dense, only one matrix is held at a time.
     fn panel(&self, group: LinearGroup) -> u64 {
-        let bytes = |layer: &LinearLayer| (layer.out * layer.inputs * self.size) as u64;
+        let bytes = |layer: &LinearLayer| (layer.out * layer.inputs * self.step.size) as u64;
         let quantized = self.group(group).filter(|layer| layer.is_quantized).map(bytes);
-        let in_one = self.group(group).all(|layer| layer.is_quantized) && !self.has(group, self.has_dora);
+        let in_one =
+            self.group(group).all(|layer| layer.is_quantized) && !self.has(group, self.step.has_dora);
         if in_one { quantized.sum() } else { quantized.max().unwrap_or(0) }
     }
 
@@ -140,8 +164,8 @@ impl<'a> GpuStep<'a> {
     /// Returns the bytes beside input and output during the forward of a group.
     fn product_forward(&self, group: LinearGroup) -> u64 {
         let (inputs, _) = self.adapted_widths(group);
-        let dropped = if self.has_dropout { self.rows(inputs) } else { 0 };
-        if !self.has(group, self.has_dora) {
+        let dropped = if self.step.has_dropout { self.rows(inputs) } else { 0 };
+        if !self.has(group, self.step.has_dora) {
             return self.panel(group).max(dropped);
         }
         // DoRA measures the rows of the adapted weight in f32.
@@ -154,12 +178,48 @@ impl<'a> GpuStep<'a> {
     fn product_backward(&self, group: LinearGroup) -> u64 {
         let (inputs, out) = self.adapted_widths(group);
         // The gradient through a branch with dropout, in f32, and a copy of it with values dropped.
-        let through_branch = (self.tokens * inputs * F32) as u64;
-        let dropped = if self.has_dropout { 2 * through_branch } else { 0 };
-        if !self.has(group, self.has_dora) {
+        let through_branch = (self.step.tokens * inputs * F32) as u64;
+        let dropped = if self.step.has_dropout { 2 * through_branch } else { 0 };
+        if !self.has(group, self.step.has_dora) {
             return self.panel(group).max(dropped);
         }
-        let beside_panel = if self.has_dropout { through_branch } else { 0 };
+        let beside_panel = if self.step.has_dropout { through_branch } else { 0 };
         self.rows(out) + (self.panel(group) + beside_panel).max(dropped)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Result;
+    use crate::recipe::{AdapterKind, AdapterSection, TargetModules};
+
+    /// DoRA dequantizes one matrix at a time, other products all matrices of their group.
+    #[test]
+    fn the_block_that_needs_most_counts() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 64,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let parts = ["gate", "up", "down"].map(|part| format!("mlp.{part}_proj"));
+        let names = |blocks: &[usize]| -> Vec<String> {
+            let of = |block: &usize| parts.clone().map(|part| format!("model.layers.{block}.{part}"));
+            blocks.iter().flat_map(of).collect()
+        };
+        let all = names(&[0, 1, 2]).into_iter().map(|name| format!("{name}.weight")).collect::<Vec<_>>();
+        let quantized: HashSet<&str> = all.iter().map(String::as_str).collect();
+        let workspace = |dora: &[usize]| -> Result<u64> {
+            let section = AdapterSection {
+                kind: AdapterKind::Dora,
+                target_modules: TargetModules::Named(names(dora)),
+                ..AdapterSection::default()
+            };
+            let adapter = || AdapterSetup::from_recipe(&section, ("base", &config), &[]);
+            let adapter = (!dora.is_empty()).then(adapter).transpose()?;
+            Ok(GpuStep::new(&config, &quantized, adapter.as_ref(), [1, F32]).workspace([0, 0]))
+        };
+        let plain = workspace(&[])?;
+        assert!(workspace(&[0, 1, 2])? < plain);
+        assert_eq!([workspace(&[0, 1])?, workspace(&[1, 2])?, workspace(&[0, 2])?], [plain; 3]);
+        Ok(())
     }
 }

@@ -22,17 +22,17 @@ impl TrainRun<'_> {
     /// Returns the end of a run that stopped on request, which is no failure: the checkpoint and
     /// the command to resume.
     pub(crate) fn stopped(&self, summary: &RunSummary) -> Error {
-        let (args, output) = (self.args, self.args.output());
+        let (devices, output) = (&self.args.devices, self.args.output());
         let folder = output.join(format!("checkpoint-{}", summary.steps));
         let mut command =
             format!("finetune --resume --output {}", quoted_for_shell(&output.display().to_string()));
-        args.ranks.iter().for_each(|ranks| command += &format!(" --ranks {ranks}"));
-        if let Some(gpus) = &args.gpus {
+        devices.ranks.iter().for_each(|ranks| command += &format!(" --ranks {ranks}"));
+        if let Some(gpus) = &devices.gpus {
             let gpus: Vec<String> = gpus.0.iter().map(usize::to_string).collect();
             command += &format!(" --gpus {}", gpus.join(","));
         }
         let in_this_process =
-            args.ranks.map_or(1, usize::from).max(args.gpus.as_ref().map_or(1, |gpus| gpus.0.len()));
+            devices.ranks.map_or(1, usize::from).max(devices.gpus.as_ref().map_or(1, |gpus| gpus.0.len()));
         let how = if self.plan.ranks > in_this_process {
             "the same command and `--resume`".to_owned()
         } else {

@@ -51,10 +51,10 @@ impl OomRetry {
             error.in_one_line()
         ));
         let mut args = args.clone();
-        args.set.push(format!("train.micro_batch_size={next}"));
+        args.recipe.set.push(format!("train.micro_batch_size={next}"));
         // With a global batch it is derived.
         if plan.global_batch.is_none() {
-            args.set.push(format!("train.gradient_accumulation_steps={}", rows / next));
+            args.recipe.set.push(format!("train.gradient_accumulation_steps={}", rows / next));
         }
         args.resume = Some(None);
         Some(args)

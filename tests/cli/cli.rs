@@ -51,30 +51,18 @@ fn help_of_the_root() {
       help           Print this message or the help of the given subcommand(s)
 
     Options:
-          --model <MODEL>           Model: a Hugging Face folder or a hub id
-          --recipe <RECIPE>         Recipe: a TOML file or the name of a built-in recipe
-          --dataset <DATASET>       Training data: a file, a folder or a hub data set; may be repeated
-          --eval-dataset <DATASET>  Held-out data for evaluation, given like --dataset; may be repeated
-      -h, --help                    Print help
-      -V, --version                 Print version
-
-    Common settings (each sets the key in brackets; --set overrides them):
-          --lr <RATE>                Learning rate after the warm-up [optimizer.learning_rate]
-          --epochs <N>               Passes over the data [train.epochs]
-          --steps <N>                Optimizer steps of the whole run [train.max_steps]
-          --batch <ROWS>             Rows of a micro-batch on each rank, or auto
-                                     [train.micro_batch_size]
-          --seq-len <TOKENS>         Largest number of tokens in a row [data.max_seq_len]
-          --lora-r <R>               Rank of the adapter [adapter.r]
-          --seed <S>                 Seed of all random numbers [train.seed]
-          --output <DIR>             Folder for checkpoints, logs and the result [default: out]
+          --model <MODEL>            Model: a Hugging Face folder or a hub id
+          --recipe <RECIPE>          Recipe: a TOML file or the name of a built-in recipe
+          --dataset <DATASET>        Training data: a file, a folder or a hub data set; may be repeated
+          --eval-dataset <DATASET>   Held-out data for evaluation, given like --dataset; may be repeated
           --set <SECTION.KEY=VALUE>  Set a recipe key; overrides flags and recipe; may be repeated
+          --output <DIR>             Folder for checkpoints, logs and the result [default: out]
           --sweep <KEY=V1,V2>        Train once per value, each in a folder of --output; repeated: per
                                      combination
           --resume [<DIR>]           Resume from the newest checkpoint in the output folder, or from DIR
           --gpus <LIST>              GPUs, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
-          --ranks <N>                Train on the CPU with this many ranks, as threads of this process
+          --ranks <N>                Train on the CPU with this many ranks, as threads of one process
           --max-restarts <N>         Restart from the newest checkpoint up to N times after a crash,
                                      kill or hang
           --allow-change <KEY>       Let this learning-rate or scheduler key differ on resume; may be
@@ -86,6 +74,17 @@ fn help_of_the_root() {
           --offline                  Use only local files, without network access
       -q, --quiet                    Print only errors and warnings
       -v, --verbose                  Print more details
+      -h, --help                     Print help
+      -V, --version                  Print version
+
+    Common settings (each sets the key in brackets; --set overrides them):
+          --lr <RATE>         Learning rate after the warm-up [optimizer.learning_rate]
+          --epochs <N>        Passes over the data [train.epochs]
+          --steps <N>         Optimizer steps of the whole run [train.max_steps]
+          --batch <ROWS>      Rows of a micro-batch on each rank, or auto [train.micro_batch_size]
+          --seq-len <TOKENS>  Largest number of tokens in a row [data.max_seq_len]
+          --lora-r <R>        Rank of the adapter [adapter.r]
+          --seed <S>          Seed of all random numbers [train.seed]
 
     Several processes without a launcher:
           --world-size <N>      Number of ranks in all processes
@@ -195,8 +194,9 @@ fn help_of_every_verb() {
     Options:
           --model <MODEL>        Model: a Hugging Face folder or a hub id [default: the one the adapter
                                  names]
-          --adapter <ADAPTER>    Adapter, a folder or a hub id: exported as a LoRA GGUF unless merged
-          --merge                Merge the adapter into its model first, and export the whole model
+          --adapter <ADAPTER>    Adapter: a folder or a hub id
+          --force-base           Use the adapter on a model other than the one it was trained on
+          --merge                Export the whole model with the adapter merged, instead of a LoRA GGUF
           --output <PATH>        File (gguf) or folder (hf) to write; must not exist
           --format <FORMAT>      Format: hf, a folder for transformers, or gguf, a file for llama.cpp
                                  [possible values: hf, gguf]
@@ -204,7 +204,6 @@ fn help_of_every_verb() {
                                  stored] [possible values: f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m,
                                  q6_k]
           --revision <REVISION>  Branch, tag or commit of the model on the hub [default: main]
-          --force-base           Use the adapter on a model other than the one it was trained on
           --offline              Use only local files, without network access
       -q, --quiet                Print only errors and warnings
       -v, --verbose              Print more details
@@ -226,6 +225,7 @@ fn help_of_every_verb() {
           --model <MODEL>           Model: a Hugging Face folder or a hub id [default: the one the
                                     adapter names]
           --adapter <ADAPTER>       Adapter: a folder or a hub id
+          --force-base              Use the adapter on a model other than the one it was trained on
           --recipe <RECIPE>         Recipe with chat template and model settings, such as
                                     out/recipe.toml
           --prompt <TEXT>           Text to continue
@@ -251,7 +251,6 @@ fn help_of_every_verb() {
           --seed <S>                Seed of the sampling [default: 0]
           --json                    Print a JSON object per prompt: answer, number of tokens, finish
                                     reason
-          --force-base              Use the adapter on a model other than the one it was trained on
           --offline                 Use only local files, without network access
       -q, --quiet                   Print only errors and warnings
       -v, --verbose                 Print more details
@@ -273,10 +272,10 @@ fn help_of_every_verb() {
           --model <MODEL>            Model: a Hugging Face folder or a hub id [default: the one the
                                      adapter names]
           --adapter <ADAPTER>        Adapter: a folder or a hub id
+          --force-base               Use the adapter on a model other than the one it was trained on
           --dataset <DATASET>        Data set: a file, a folder or a hub data set; may be repeated
           --recipe <RECIPE>          Recipe to read [data] and [model] from
           --set <SECTION.KEY=VALUE>  Set a recipe key, such as data.max_seq_len=512; may be repeated
-          --force-base               Use the adapter on a model other than the one it was trained on
           --json                     Print the results as JSON
           --offline                  Use only local files, without network access
       -q, --quiet                    Print only errors and warnings

@@ -136,7 +136,7 @@ fn parse(args: &[String], place: &Place) -> Result<(), String> {
         None => cli.train.layers(&folder),
         Some(Verb::Train(args)) => args.layers(&folder),
         Some(Verb::Eval(args)) => {
-            args.rows.layers(args.model.as_deref().unwrap_or("MODEL"), &args.dataset, &folder)
+            args.rows.layers(args.source.model.as_deref().unwrap_or("MODEL"), &args.dataset, &folder)
         }
         Some(Verb::Data(args)) => args.reading.layers(&args.model, &args.dataset, &folder),
         Some(Verb::Plan(args)) => args.layers(&folder),

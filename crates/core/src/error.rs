@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 pub use self::device_fault::DeviceFault;
-pub use self::system_limit::SystemLimit;
+use self::system_limit::SystemLimit;
 
 /// `Result` with the project's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,7 +1,7 @@
 //! The parts of a chat that a template leaves out, and the keys of a row that nothing reads.
 //!
 //! A template skips what it does not know: calls, results, reasoning, whole roles. A part of a
-//! message is missing if [`TemplateForm`] found that the template never prints it, or if a line of
+//! message is missing if `TemplateForm` found that the template never prints it, or if a line of
 //! it is not in the rendered text. A trained turn that prints nothing would teach the model empty
 //! answers, so it is a fault of its row. Other missing parts are counted and printed before
 //! training.

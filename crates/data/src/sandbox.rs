@@ -8,11 +8,11 @@
 //!
 //! The system enforces the limits: address space, processor time of a request, no new files, no
 //! core dump. A program that is not this binary (a test that calls the library) has no such child:
-//! see [`is_available`]. [`super::sandboxed`] is the child's side.
+//! see `is_available`. [`super::sandboxed`] is the child's side.
 //!
 //! If a child exceeds one of these limits, its input is at fault. The input is not at fault if the
 //! system does not start the child or refuses its limits, or something else kills it: see
-//! [`ChildEnd`]. The limits end a child by SIGPROF (processor time), by a failed allocation
+//! `ChildEnd`. The limits end a child by SIGPROF (processor time), by a failed allocation
 //! (memory, SIGABRT) or by a stack overflow (SIGSEGV or SIGABRT). They never send SIGKILL: that
 //! comes from the system when memory is short, or from a person.
 

@@ -4,7 +4,7 @@
 //! that holds one, CSV and TSV with a header, Parquet and Arrow give one row a record. A `.txt` or
 //! `.md` file is one row with the whole text, a *document*, which encoding cuts into consecutive
 //! chunks instead of shortening it. The contents of a file decide its container before its name
-//! does: see `container`. A record that cannot be read becomes a [`BadRow`], so that one broken
+//! does: see `container`. A record that cannot be read becomes a `BadRow`, so that one broken
 //! line hides no other row.
 
 use std::collections::{HashSet, VecDeque};

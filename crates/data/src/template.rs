@@ -7,8 +7,8 @@
 //! `strftime_now` returns one moment for all rows of a run: that of loading, or of
 //! [`ChatTemplate::at`], which all ranks of a run and a resumed run use.
 //!
-//! A template is a program from the internet: [`super::template_engine`] bounds it, and the binary
-//! parses and renders it in a child process (see [`super::template_child`]), which bounds the rest.
+//! A template is a program from the internet: `template_engine` bounds it, and the binary
+//! parses and renders it in a child process (see `template_child`), which bounds the rest.
 
 use std::ops::Range;
 use std::sync::{LazyLock, OnceLock};
@@ -233,7 +233,7 @@ impl ChatTemplate {
     /// Returns the token that ends the assistant's turn, if that is one special token.
     ///
     /// # Errors
-    /// Fails like [`Self::form`].
+    /// Fails like `form`.
     pub fn turn_end(&self, tokenizer: &Tokenizer) -> Result<Option<u32>> {
         let end = self.form(false)?.end.trim_start();
         let tokens = tokenizer.special_texts().filter(|token| !token.is_empty() && end.starts_with(*token));
@@ -244,7 +244,7 @@ impl ChatTemplate {
     /// `tokenizer`.
     ///
     /// # Errors
-    /// Fails like [`Self::form`], or with a user error if the tokenizer cannot encode them.
+    /// Fails like `form`, or with a user error if the tokenizer cannot encode them.
     pub(super) fn split_markers(&self, tokenizer: &Tokenizer) -> Result<Option<String>> {
         let form = self.form(false)?;
         let mut split: Vec<(&str, usize)> = Vec::new();

@@ -3,7 +3,7 @@
 //! `tokenizer.json` decides how text becomes ids, and its post-processor adds BOS or EOS:
 //! `add_bos_token` and similar keys of `tokenizer_config.json` only record how that file was made.
 //! The other files name the special tokens and the ids that end a generation, and may list tokens
-//! missing in `tokenizer.json` ([`super::listed_tokens`]). `clean_up_tokenization_spaces` is not
+//! missing in `tokenizer.json` (`listed_tokens`). `clean_up_tokenization_spaces` is not
 //! applied: decoding returns the encoded text.
 //!
 //! A sentencepiece `tokenizer.model` alone is refused with the command that converts it: part of

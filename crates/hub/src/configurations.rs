@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use regex::Regex;
 
-use super::front_matter::{self, Node};
+use super::front_matter::{self, ListedConfig};
 use super::select;
 use crate::error::{Error, Result};
 
@@ -57,69 +57,42 @@ pub(super) struct Chosen {
 /// # Errors
 /// README.md lists configurations in a form that finetune does not read.
 pub(super) fn configurations(names: &[String], readme: Option<&str>) -> Result<Vec<Configuration>, String> {
-    let listed = readme.map(front_matter::configs).transpose()?.flatten();
-    match listed {
-        Some(Node::List(entries)) if !entries.is_empty() => {
-            let all: Vec<Configuration> =
-                entries.iter().map(|entry| listed_configuration(entry, names)).collect::<Result<_, _>>()?;
-            let repeats = |config: &Configuration| all.iter().filter(|c| c.name == config.name).count() > 1;
-            match all.iter().find(|config| repeats(config)) {
-                Some(config) => Err(format!("it lists the configuration `{}` twice", config.name)),
-                None => Ok(all),
-            }
-        }
-        Some(Node::Map(_)) => Err("its `configs` is not a list".into()),
-        _ => Ok(inferred(names)),
+    let listed = readme.map(front_matter::configs).transpose()?.unwrap_or_default();
+    if listed.is_empty() {
+        return Ok(inferred(names));
+    }
+    let all: Vec<Configuration> =
+        listed.into_iter().map(|config| listed_configuration(config, names)).collect::<Result<_, _>>()?;
+    let repeats = |config: &Configuration| all.iter().filter(|c| c.name == config.name).count() > 1;
+    match all.iter().find(|config| repeats(config)) {
+        Some(config) => Err(format!("it lists the configuration `{}` twice", config.name)),
+        None => Ok(all),
     }
 }
 
-fn listed_configuration(entry: &Node, names: &[String]) -> Result<Configuration, String> {
-    let name = entry.get("config_name").and_then(Node::text).unwrap_or(DEFAULT).to_owned();
-    let of_config = |why: String| format!("configuration `{name}`: {why}");
-    let is_default = entry.get("default").and_then(Node::text).is_some_and(|text| text == "true");
-    let folder = entry.get("data_dir").and_then(Node::text).unwrap_or_default().trim_matches(['/', '.']);
+fn listed_configuration(listed: ListedConfig, names: &[String]) -> Result<Configuration, String> {
+    let ListedConfig { config_name, default: is_default, data_dir, data_files } = listed;
+    let name = config_name.unwrap_or(DEFAULT.to_owned());
+    let folder = data_dir.trim_matches(['/', '.']);
     let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
-    let Some(data_files) = entry.get("data_files") else {
+    let Some(data_files) = data_files else {
         let inside: Vec<String> = names.iter().filter(|name| name.starts_with(&prefix)).cloned().collect();
         let found = by_split(&select::rows(&inside));
         return Ok(Configuration { is_default, is_unnamed: found.is_unnamed, splits: found.splits, name });
     };
     let mut splits: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for (split, patterns) in split_patterns(data_files).map_err(of_config)? {
-        let files = splits.entry(split).or_default();
+    for (split, patterns) in data_files.splits() {
+        let files = splits.entry(split.unwrap_or(TRAIN).to_owned()).or_default();
         for pattern in patterns {
             let regex = pattern_regex(&format!("{prefix}{}", pattern.trim_start_matches("./")));
-            let regex = regex.map_err(|why| of_config(format!("the pattern `{pattern}` {why}")))?;
+            let regex =
+                regex.map_err(|why| format!("configuration `{name}`: the pattern `{pattern}` {why}"))?;
             files.extend(names.iter().filter(|name| regex.is_match(name) && select::is_rows(name)).cloned());
         }
         files.sort();
         files.dedup();
     }
     Ok(Configuration { name, is_default, splits, is_unnamed: false })
-}
-
-/// Returns the patterns of `data_files` by split. Accepted: a pattern, a list of patterns, a list
-/// of `split` and `path`, or a mapping.
-fn split_patterns(data_files: &Node) -> Result<Vec<(String, Vec<String>)>, String> {
-    let texts = |node: &Node| -> Result<Vec<String>, String> {
-        let text = |node: &Node| node.text().map(ToOwned::to_owned).ok_or("a path is not text".to_owned());
-        match node {
-            Node::List(items) => items.iter().map(text).collect(),
-            other => text(other).map(|text| vec![text]),
-        }
-    };
-    match data_files {
-        Node::Map(pairs) => pairs.iter().map(|(split, paths)| Ok((split.clone(), texts(paths)?))).collect(),
-        Node::List(items) if items.iter().any(|item| item.text().is_none()) => items
-            .iter()
-            .map(|item| {
-                let path = item.get("path").ok_or("an entry of `data_files` has no `path`")?;
-                let split = item.get("split").and_then(Node::text).unwrap_or(TRAIN);
-                Ok((split.to_owned(), texts(path)?))
-            })
-            .collect(),
-        paths => Ok(vec![(TRAIN.to_owned(), texts(paths)?)]),
-    }
 }
 
 /// Translates a pattern of file names to a regex, as `datasets` reads it: `*` and `?` stay inside a

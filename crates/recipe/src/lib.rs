@@ -188,7 +188,7 @@ impl DataSection {
     /// Maximum tokens of a row if neither the user nor the model sets a smaller limit.
     pub(crate) const MOST_AUTO_SEQ_LEN: usize = 2048;
 
-    /// Maximum tokens of a row; [`DataSection::MOST_AUTO_SEQ_LEN`] while that is undecided.
+    /// Maximum tokens of a row; `DataSection::MOST_AUTO_SEQ_LEN` while that is undecided.
     pub fn longest_row(&self) -> usize {
         match self.max_seq_len {
             AutoOr::Auto => Self::MOST_AUTO_SEQ_LEN,

@@ -5,7 +5,7 @@
 //! a reader may close that pipe early.
 //!
 //! If stderr is a terminal, one thread writes to it, and callers do not wait (see
-//! [`super::printer`]). A log file or a pipe gets each line at once, whole and in order.
+//! `printer`). A log file or a pipe gets each line at once, whole and in order.
 //!
 //! All methods take `&self`, so that threads can share a [`Terminal`]. It honours `NO_COLOR`, and
 //! colour never replaces words. It escapes control characters in text (see

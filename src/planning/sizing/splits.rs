@@ -91,7 +91,7 @@ pub struct SplitWork<'a> {
     pub budget: u64,
 }
 
-/// Returns every split of all devices of `hardware` in the order of [`sort`], and the refused
+/// Returns every split of all devices of `hardware` in the order of `sort`, and the refused
 /// numbers.
 pub fn splits(work: &SplitWork<'_>, hardware: &Hardware) -> (Vec<ParallelSplit>, Vec<RefusedSplit>) {
     let ranks = hardware.devices();

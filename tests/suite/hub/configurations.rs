@@ -171,7 +171,7 @@ fn patterns_of_a_readme() {
     assert!(text.contains("has no file of rows"), "{text}");
 
     let world = World::new(vec![
-        repo("ada/odd", &["a.jsonl"]).file("README.md", "---\nconfigs:\n- {config_name: a}\n---\n"),
+        repo("ada/odd", &["a.jsonl"]).file("README.md", "---\nconfigs:\n- {config_name: a\n---\n"),
         repo("ada/away", &["a.jsonl"])
             .file("README.md", "---\nconfigs:\n- data_files: hf://datasets/eve/rows/*\n---\n"),
     ]);

@@ -4,7 +4,7 @@ use std::io;
 
 /// A limit of the system that a call has reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SystemLimit {
+pub(crate) enum SystemLimit {
     /// Threads and processes of a user or of a container.
     Tasks,
     /// Open files of a process.
@@ -25,7 +25,7 @@ impl SystemLimit {
     }
 
     /// The limit behind a failure of any other call, for which EAGAIN has another meaning.
-    pub fn of(error: &io::Error) -> Option<Self> {
+    pub(crate) fn of(error: &io::Error) -> Option<Self> {
         match error.raw_os_error()? {
             libc::EMFILE => Some(SystemLimit::Files),
             libc::ENFILE => Some(SystemLimit::FilesOfMachine),
@@ -35,7 +35,7 @@ impl SystemLimit {
     }
 
     /// Hint that names the setting to raise.
-    pub fn hint(self) -> &'static str {
+    pub(crate) fn hint(self) -> &'static str {
         match self {
             SystemLimit::Tasks => {
                 "raise the limit on threads and processes, of the user (`ulimit -u`) or of the container (pids.max), \

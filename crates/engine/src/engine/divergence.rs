@@ -10,16 +10,16 @@ use crate::parallel::FiniteCheck;
 
 /// The first value that is not finite.
 #[derive(Debug, Clone, PartialEq)]
-pub struct BadValue {
+pub(crate) struct BadValue {
     /// Its location, with the rank if the run has several: `the weight lm_head.weight on rank 1`.
-    pub place: String,
+    pub(crate) place: String,
     /// The kind of tensor that holds it.
-    pub holder: BadValueHolder,
+    pub(crate) holder: BadValueHolder,
 }
 
 /// The kind of tensor that holds a value that is not finite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BadValueHolder {
+pub(crate) enum BadValueHolder {
     /// A weight that does not train.
     FrozenWeight,
     /// A weight that trains.

@@ -30,7 +30,6 @@ mod utilization;
 use candle_core::{Device, Tensor};
 
 pub use compare::Comparison;
-pub use divergence::{BadValue, BadValueHolder};
 pub use evaluate::Evaluation;
 pub use nan_policy::NanPolicy;
 pub use sampling::{LogitsProcessor, NextToken, Sampling, SamplingOptions, TokenSampler};

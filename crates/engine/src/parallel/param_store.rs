@@ -433,7 +433,7 @@ impl ParamStore {
 
 /// The values to check for NaN and infinity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FiniteCheck {
+pub(crate) enum FiniteCheck {
     /// Parameters that do not train.
     FrozenWeights,
     /// Parameters that train.

@@ -10,7 +10,7 @@ use crate::ops::elementwise::sums_of_squares;
 
 /// A trainable tensor: its bucket among those that train, and its index among the bucket's entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EntryIndex {
+pub(crate) struct EntryIndex {
     bucket: usize,
     entry: usize,
 }

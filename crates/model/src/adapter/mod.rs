@@ -2,7 +2,7 @@
 //! and single token rows that train whole.
 //!
 //! [`AdapterConfig`] is adapter_config.json, [`resolve`] selects the modules of a model that get
-//! LoRA, with rank and scale, [`SavedAdapter`] and [`write`] are adapter_model.safetensors, and
+//! LoRA, with rank and scale, [`SavedAdapter`] and [`write()`] are adapter_model.safetensors, and
 //! [`merge`] adds an adapter to its base. The computation and training of LoRA are in `model`; this
 //! module has names, files and sums of matrices.
 //!

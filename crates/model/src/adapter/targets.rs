@@ -97,7 +97,8 @@ impl Default for TargetSpec {
     }
 }
 
-/// A module with LoRA: y = W x + scale · B (A x), of an embedding E[token] + scale · B A[:, token].
+/// A module with LoRA: `y = W x + scale · B (A x)`, of an embedding
+/// `E[token] + scale · B A[:, token]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Target {
     /// Full name of the module, as in the checkpoint.

@@ -18,7 +18,7 @@ pub enum TensorKind {
     LoraA,
     /// B: [out, r].
     LoraB,
-    /// DoRA's magnitudes: [out]; [hidden] for an embedding.
+    /// DoRA's magnitudes: `[out]`; `[hidden]` for an embedding.
     LoraMagnitude,
     /// A of an embedding: [r, vocab].
     LoraEmbeddingA,

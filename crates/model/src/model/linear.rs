@@ -50,7 +50,7 @@ struct Part<'a> {
 
 /// The inputs of the adapters' backward of a [`MergedLinear`], besides its input.
 #[derive(Debug, Clone, Default)]
-pub struct LoraSaved(Vec<Option<BranchSaved>>);
+pub(crate) struct LoraSaved(Vec<Option<BranchSaved>>);
 
 #[cfg(test)]
 impl LoraSaved {

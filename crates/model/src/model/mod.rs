@@ -42,7 +42,7 @@ pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
 pub use families::{Architecture, GgufFacts, GgufSeventyB, GgufSoftcap, GgufWindows};
 pub use init::{initial_lora, initial_value};
 pub use layout::{BlockLayout, BlockModule, ModelPart, Segment, WeightShape};
-pub use linear::{Linear, LoraSaved, MergedLinear};
+pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};
 pub use rope::{Rope, RopeKind};

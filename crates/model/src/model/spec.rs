@@ -71,7 +71,7 @@ pub enum ModuleKind {
 pub struct Module {
     /// Name such as `model.layers.0.self_attn.q_proj`.
     pub name: String,
-    /// The shape of its weight: [out, in]; [vocab, hidden] for a token table; [n] for a norm.
+    /// The shape of its weight: `[out, in]`; `[vocab, hidden]` for a token table; `[n]` for a norm.
     pub shape: Vec<usize>,
     /// The kind, which decides the adapters that can attach to it.
     pub kind: ModuleKind,

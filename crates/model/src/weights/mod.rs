@@ -3,7 +3,7 @@
 //! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps.
 //! It gives tensors by name, converted during reading, and dequantized if bitsandbytes quantized
 //! them. [`write_file`] and [`write_sharded`] stream tensors back, one at a time, to the same
-//! layout; [`RandomAccessWriter`] accepts them in any order. [`sidecar_files`] copies config.json
+//! layout; `RandomAccessWriter` accepts them in any order. [`sidecar_files`] copies config.json
 //! and the tokenizer to new weights. [`Summary`] describes a folder from headers alone, which
 //! [`RangeReader`] can read remotely. `model` defines the meaning of names and the required shapes;
 //! `adapter` defines PEFT names.
@@ -41,12 +41,12 @@ pub use identity::{ConfigDifference, ModelIdentity};
 pub use load::{Expected, load_tensor};
 pub use output_file::{OutputFile, OutputKind};
 pub use quantized::QuantizedTensor;
-pub use random_access_writer::{PlannedFile, RandomAccessWriter};
+pub(crate) use random_access_writer::{PlannedFile, RandomAccessWriter};
 pub use resized_embedding::ResizedEmbedding;
 pub use shard::{RangeReader, RemoteRange};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
-pub use tensor_names::NameRules;
+pub(crate) use tensor_names::NameRules;
 pub use unfinished::{
     discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };

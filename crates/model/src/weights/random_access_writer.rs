@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 
 /// A tensor of the planned layout.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PlannedFile {
+pub(crate) enum PlannedFile {
     /// A tensor of known type and shape.
     Sized(WriteEntry),
     /// Bytes (u8, one dimension), at most this many.
@@ -59,7 +59,7 @@ struct PlannedShard {
 }
 
 /// Writes the weights of a model to one or several files.
-pub struct RandomAccessWriter {
+pub(crate) struct RandomAccessWriter {
     folder: PathBuf,
     shards: Vec<PlannedShard>,
     /// Name → (shard, slot).
@@ -73,7 +73,7 @@ impl RandomAccessWriter {
     ///
     /// # Errors
     /// Storage: the files cannot be created. Internal: two tensors have one name.
-    pub fn create(
+    pub(crate) fn create(
         folder: &Path,
         groups: &[Vec<PlannedFile>],
         metadata: &Metadata,
@@ -97,7 +97,7 @@ impl RandomAccessWriter {
     ///
     /// # Errors
     /// Storage: the disk is full or fails. Internal: the tensor was not planned or is smaller.
-    pub fn write(&mut self, name: &str, at: u64, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn write(&mut self, name: &str, at: u64, bytes: &[u8]) -> Result<()> {
         let unplanned =
             || Error::internal(format!("cannot write tensor `{name}`")).because("it was not planned");
         let &(shard, slot) = self.places.get(name).ok_or_else(unplanned)?;
@@ -108,7 +108,7 @@ impl RandomAccessWriter {
     ///
     /// # Errors
     /// Storage: the disk is full or fails. Internal: bytes of a tensor are missing.
-    pub fn finish(self) -> Result<Vec<(PathBuf, u64)>> {
+    pub(crate) fn finish(self) -> Result<Vec<(PathBuf, u64)>> {
         let mut files = Vec::with_capacity(self.shards.len());
         let mut entries = Vec::new();
         for shard in self.shards {

@@ -47,7 +47,7 @@ pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// The key of config.json with the quantization of weights.
 pub(crate) const QUANTIZATION_CONFIG: &str = "quantization_config";
 
-/// The change of [`QUANTIZATION_CONFIG`].
+/// The change of `QUANTIZATION_CONFIG`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum QuantizationChange {
     /// The description stays unchanged.

@@ -46,7 +46,7 @@ const HEAD: &str = "lm_head";
 
 /// The names of one file, or of the files of one model.
 #[derive(Debug, Default)]
-pub struct NameRules {
+pub(crate) struct NameRules {
     /// Leading parts that all names share, without a part of a text model: another program's
     /// container.
     shared: Vec<String>,
@@ -54,7 +54,7 @@ pub struct NameRules {
 
 impl NameRules {
     /// Returns the rules for files with these `names`.
-    pub fn new<'n>(names: impl IntoIterator<Item = &'n str>) -> Self {
+    pub(crate) fn new<'n>(names: impl IntoIterator<Item = &'n str>) -> Self {
         let mut shared: Option<Vec<&str>> = None;
         for name in names {
             let parts = || parts(name).take_while(|part| *part != HEAD && !ROOTS.contains(part));
@@ -72,7 +72,7 @@ impl NameRules {
 
     /// Returns the Hugging Face name of a tensor or module of a text model. Any other name is only
     /// stripped of wrappers.
-    pub fn canonical(&self, name: &str) -> String {
+    pub(crate) fn canonical(&self, name: &str) -> String {
         let all: Vec<&str> = parts(name).collect();
         let shares = all.iter().zip(&self.shared).take_while(|(one, other)| one == other).count();
         let rest = if shares == self.shared.len() { &all[shares..] } else { &all };

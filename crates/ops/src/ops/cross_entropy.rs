@@ -3,11 +3,11 @@
 //!
 //! With a coefficient per row the loss is `Σ cᵢ · −log softmax(xᵢ · Wᵀ)[targetᵢ]`.
 //!
-//! Only rows that have a target are multiplied. A GPU processes chunks of [`GPU_CHUNK_ROWS`] rows,
+//! Only rows that have a target are multiplied. A GPU processes chunks of `GPU_CHUNK_ROWS` rows,
 //! and turns a chunk's logits into their own gradient in place before the next chunk (as in Liger
 //! and Cut Cross Entropy, arXiv 2411.09009). The CPU processes the vocabulary in parts: once if the
-//! layer is frozen and has no soft-cap ([`vocabulary_parts`]), else twice for each chunk of rows
-//! ([`row_chunks`]). Logits and sums are f32 for all weight dtypes; the values that two passes
+//! layer is frozen and has no soft-cap (`vocabulary_parts`), else twice for each chunk of rows
+//! (`row_chunks`). Logits and sums are f32 for all weight dtypes; the values that two passes
 //! store of logits have the dtype of the rows.
 
 pub(super) mod cases;

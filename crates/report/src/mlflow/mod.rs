@@ -1,9 +1,9 @@
 //! Logs a run to MLflow: parameters, every figure of `metrics.jsonl` by its step, and the final
 //! status.
 //!
-//! A separate thread sends requests to the server ([`client`]); the run puts its figures into a
-//! queue of [`ROOM`] entries and goes on. If the server fails or is slower, the run prints one
-//! warning and waits at most [`FLUSH`] at its end.
+//! A separate thread sends requests to the server (`client`); the run puts its figures into a
+//! queue of `ROOM` entries and goes on. If the server fails or is slower, the run prints one
+//! warning and waits at most `FLUSH` at its end.
 //!
 //! Each start of `finetune` is a separate MLflow run, also if it resumes; a tag names the step it
 //! resumes from. A killed process leaves its run as RUNNING.

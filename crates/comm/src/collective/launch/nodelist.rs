@@ -45,7 +45,7 @@ impl NodeRange {
 /// Returns the hosts in `list`, in its order.
 ///
 /// # Errors
-/// [`crate::error::ErrorCategory::User`] if the list is malformed or has more than [`MAX_HOSTS`]
+/// [`crate::error::ErrorCategory::User`] if the list is malformed or has more than `MAX_HOSTS`
 /// hosts; the message quotes the fault.
 pub fn expand(list: &str) -> Result<Vec<String>> {
     let fault =
@@ -79,7 +79,7 @@ pub fn expand(list: &str) -> Result<Vec<String>> {
 /// Tasks of each node from `SLURM_TASKS_PER_NODE`: `2(x3),1` is 2, 2, 2, 1.
 ///
 /// # Errors
-/// [`crate::error::ErrorCategory::User`] if the text is malformed or covers more than [`MAX_HOSTS`]
+/// [`crate::error::ErrorCategory::User`] if the text is malformed or covers more than `MAX_HOSTS`
 /// nodes.
 pub fn tasks_per_node(text: &str) -> Result<Vec<usize>> {
     let fault = |why: &str| {

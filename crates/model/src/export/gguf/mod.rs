@@ -2,9 +2,9 @@
 //! template, or a LoRA adapter.
 //!
 //! The writer streams: it reads, changes, rounds and writes one block of rows at a time. Memory use
-//! does not depend on the model's size. [`tensors`] has names and value changes, [`metadata`] and
-//! [`rope`] the keys of a [`description`], [`vocabulary`] the tokenizer, [`types`] the type of each
-//! tensor, [`lora`] adapters. All facts are from llama.cpp's sources, at the version in
+//! does not depend on the model's size. `tensors` has names and value changes, `metadata` and
+//! `rope` the keys of a `description`, `vocabulary` the tokenizer, `types` the type of each
+//! tensor, `lora` adapters. All facts are from llama.cpp's sources, at the version in
 //! llama-cpp-python 0.3.36.
 
 mod blocks;

@@ -8,8 +8,8 @@
 //!
 //! | algorithm | on the CPU | where kernels run | elsewhere |
 //! |---|---|---|---|
-//! | `Flash` | [`cpu`]: tiles, online softmax, O(S) memory | [`cuda`]: bf16, heads of 64, 80, 96, 128, 256 | [`reference`]: candle primitives, 512 query rows at a time |
-//! | `Eager` | [`reference`] with one tile: the definition | the same | the same |
+//! | `Flash` | `cpu`: tiles, online softmax, O(S) memory | `cuda`: bf16, heads of 64, 80, 96, 128, 256 | `reference`: candle primitives, 512 query rows at a time |
+//! | `Eager` | `reference` with one tile: the definition | the same | the same |
 
 use candle_core::Tensor;
 
