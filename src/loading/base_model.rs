@@ -20,7 +20,7 @@ use crate::model::{self, ModelConfig, RotaryTables};
 use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::has_kernels;
 use crate::parallel;
-use crate::parallel::{DeviceMesh, GradReduceOptions, OffloadTarget, ParamDesc, ParamStore};
+use crate::parallel::{DeviceMesh, GradReduceOptions, LoadTarget, OffloadTarget, ParamDesc, ParamStore};
 use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::enums::Attention;
 use crate::recipe::enums::MasterWeights;
@@ -378,8 +378,8 @@ impl BaseModel {
             bf16_copy: options.bf16_copy,
             master: options.master,
         };
-        let store =
-            ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;
+        let mut fill = |desc: &_, local: &_, to: LoadTarget<'_>| values.fill(desc, local, to);
+        let store = ParamStore::new(&self.config, descs, adapters, store, &mut fill)?;
         self.files.as_ref().map_or(Ok(()), ModelFiles::check_lengths)?;
         let (config, device) = (self.config.clone(), options.device.clone());
         let tables = RotaryTables::new(&config.ropes, &device);

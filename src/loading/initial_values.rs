@@ -19,7 +19,7 @@ use crate::locks::locked;
 use crate::model::{self, ModelConfig, Module, ParamSpec, StoredModel, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
 use crate::ops::matmul_quantized::Weight;
-use crate::parallel::{LoadTarget, ParamDesc, TOKEN_ROWS};
+use crate::parallel::{LoadTarget, LocalRange, ParamDesc, TOKEN_ROWS};
 use crate::quant::{BlocksMut, first_not_finite};
 use crate::recipe::AdapterInit;
 use crate::runtime::rng::RngStream;
@@ -88,7 +88,7 @@ impl<'a> InitialValues<'a> {
         let Some(files) = self.files else { return Ok(()) };
         let own = descs.iter().filter(|desc| !desc.kind.is_adapter());
         StoredModel { config: self.config, files, stored_tokens }
-            .check("load", own.map(|desc| (desc.name.as_str(), desc.shape.as_slice())))
+            .check("load", own.map(|desc| (desc.name.as_str(), desc.global_shape())))
     }
 
     /// Returns the name of a parameter in the files.
@@ -96,8 +96,8 @@ impl<'a> InitialValues<'a> {
         model::stored_name(self.config, files, name)
     }
 
-    /// Writes the first value of `desc` to `to`.
-    pub(crate) fn fill(&self, desc: &ParamDesc, to: LoadTarget<'_>) -> Result<()> {
+    /// Writes the first value of the part `local` of `desc` to `to`.
+    pub(crate) fn fill(&self, desc: &ParamDesc, local: &LocalRange, to: LoadTarget<'_>) -> Result<()> {
         let (module, last) = desc.name.rsplit_once('.').unwrap_or((&desc.name, ""));
         let target = self.targets.get(module).copied();
         if let Some((adapter_setup, target)) = self.adapter_setup.zip(target)
@@ -105,36 +105,36 @@ impl<'a> InitialValues<'a> {
             && !desc.kind.is_adapter()
             && adapter_setup.derives_from_weights()
         {
-            return self.fill_and_derive(desc, adapter_setup, target, to);
+            return self.fill_and_derive((desc, local), adapter_setup, target, to);
         }
         match to {
-            LoadTarget::F32(out) => self.fill_as(desc, out),
-            LoadTarget::Bf16(out) => self.fill_as(desc, out),
-            LoadTarget::Blocks(blocks) => self.fill_blocks(desc, blocks),
+            LoadTarget::F32(out) => self.fill_as(desc, local, out),
+            LoadTarget::Bf16(out) => self.fill_as(desc, local, out),
+            LoadTarget::Blocks(blocks) => self.fill_blocks(desc, local, blocks),
         }
     }
 
-    fn fill_as<T: StoredElement>(&self, desc: &ParamDesc, out: &mut [T]) -> Result<()> {
+    fn fill_as<T: StoredElement>(&self, desc: &ParamDesc, local: &LocalRange, out: &mut [T]) -> Result<()> {
         if desc.kind.is_adapter() {
-            return self.fill_adapter(desc, out);
+            return local.fill_from_whole(out, |out| self.fill_adapter(desc, out));
         }
         let (module, last) = desc.name.rsplit_once('.').unwrap_or((&desc.name, ""));
         let saved = self.adapter_setup.and_then(|a| a.start.saved().zip(saved_as(self.config, a, module)));
         if let Some((adapter, name)) = saved {
             let kind = if last == "bias" { TensorKind::SavedBias } else { TensorKind::SavedWeight };
-            return adapter.read_into(name, kind, out);
+            return local.fill_from_whole(out, |out| adapter.read_into(name, kind, out));
         }
         // PEFT saves a copy of a table under its adapter; the adapter was trained on that copy.
         let base = self.adapter_setup.and_then(|a| a.start.saved());
         if let Some(adapter) =
             base.filter(|a| last == "weight" && a.info(module, TensorKind::BaseWeight).is_some())
         {
-            return adapter.read_into(module, TensorKind::BaseWeight, out);
+            return local.fill_from_whole(out, |out| adapter.read_into(module, TensorKind::BaseWeight, out));
         }
         // Piece by piece, so that the pages of a file can be released before the next are read.
         let mut start = 0;
         for piece in out.chunks_mut(PIECE) {
-            self.read_base(&desc.name, start, piece)?;
+            local.read(start, piece, |at, out| self.read_base(&desc.name, at, out))?;
             self.let_go(&desc.name);
             start += piece.len();
         }
@@ -178,28 +178,32 @@ impl<'a> InitialValues<'a> {
     }
 
     /// Quantizes a base weight piece by piece, or copies the codes of a quantized checkpoint.
-    fn fill_blocks(&self, desc: &ParamDesc, mut to: BlocksMut<'_>) -> Result<()> {
+    fn fill_blocks(&self, desc: &ParamDesc, local: &LocalRange, mut to: BlocksMut<'_>) -> Result<()> {
         if let Some(stored) = self.files.map(|files| files.quantized(&desc.name)).transpose()?.flatten() {
+            local.whole_shape()?;
             stored.copy_to(&mut to);
             return Ok(());
         }
-        to.fill(desc.elements(), |start, values| {
-            self.read_base(&desc.name, start, values)?;
+        to.fill(local.elements(), |start, values| {
+            local.read(start, values, |at, out| self.read_base(&desc.name, at, out))?;
             check_finite(&desc.name, values)
         })?;
         self.let_go(&desc.name);
         Ok(())
     }
 
-    /// Fills the weight of an adapter's module, and derives the adapter's first values.
+    /// Fills the weight of an adapter's module, and derives the adapter's first values. They need
+    /// the whole weight.
     fn fill_and_derive(
         &self,
-        desc: &ParamDesc,
+        (desc, local): (&ParamDesc, &LocalRange),
         adapter_setup: &AdapterSetup,
         target: &Target,
         to: LoadTarget<'_>,
     ) -> Result<()> {
-        let (out, inputs) = (desc.shape[0], desc.shape[1]);
+        let &[out, inputs] = local.whole_shape()? else {
+            return Err(Error::internal(format!("{} is not a matrix", desc.name)));
+        };
         let mut weight = vec![0f32; out * inputs];
         self.read_base(&desc.name, 0, &mut weight)?;
         self.let_go(&desc.name);
@@ -280,7 +284,7 @@ impl<'a> InitialValues<'a> {
                 let found = self.modules.get(part.module);
                 let found =
                     found.ok_or_else(|| Error::internal(format!("no module is called {}", part.module)))?;
-                T::round(&initial_lora(found, &desc.shape, gaussian, self.seed), out);
+                T::round(&initial_lora(found, desc.global_shape(), gaussian, self.seed), out);
             }
             // B, and an embedding's A, start as zero.
             _ => {}
@@ -362,5 +366,46 @@ fn check_finite(name: &str, values: &[f32]) -> Result<()> {
         Some(value) => Err(Error::user(format!("cannot load {name}"))
             .because(format!("it holds {value}; accepted: finite numbers"))
             .hint("download the model again, or give another")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Segment;
+    use crate::parallel::{LrGroup, MeshAxis, MeshShape, ParamKind, Placements, UpdateRule};
+    use crate::recipe::{AdapterSection, TargetModules};
+
+    #[test]
+    fn a_part_of_a_parameter_starts_as_that_part_of_the_whole() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let target_modules = TargetModules::Named(vec!["down_proj".to_owned()]);
+        let section = AdapterSection { target_modules, r: 4, ..AdapterSection::default() };
+        let adapter_setup = AdapterSetup::from_recipe(&section, ("base", &config), &[])?;
+        let values = InitialValues::new(&config, None, Some(&adapter_setup), 7);
+        let rule = UpdateRule { decay: true, lr_group: LrGroup::Base };
+        for (name, shape, kind) in [
+            ("mlp.down_proj.weight", [16, 24], ParamKind::Frozen { dtype: None }),
+            ("mlp.down_proj.lora_A.weight", [4, 24], ParamKind::Adapter(rule)),
+        ] {
+            for dim in [0, 1] {
+                let split = Placements::REPLICATED.shard(MeshAxis::Tensor, dim);
+                let name = format!("model.layers.0.{name}");
+                let desc = ParamDesc::new(name, shape.into(), split, Segment::Block(0), kind);
+                let filled = |local: &LocalRange| {
+                    let mut out = vec![0f32; local.elements()];
+                    values.fill(&desc, local, LoadTarget::F32(&mut out)).map(|()| out)
+                };
+                let whole = filled(&desc.local_range(MeshShape::ONE, 0)?)?;
+                assert!(whole.iter().all(|value| *value != 0.0));
+                for rank in [0, 1] {
+                    let local = desc.local_range(MeshShape::ONE.with(MeshAxis::Tensor, 2), rank)?;
+                    assert_eq!(filled(&local)?, local.take(&whole, 0..whole.len() / 2), "{desc:?} {rank}");
+                }
+            }
+        }
+        Ok(())
     }
 }

@@ -8,7 +8,7 @@ use super::adapter_setup::AdapterSetup;
 use crate::adapter::TensorKind;
 use crate::error::Result;
 use crate::model::{self, ModelConfig, Module, ModuleKind, ParamSpec, Role, Segment};
-use crate::parallel::{LrGroup, ParamDesc, ParamKind, TOKEN_ROWS, UpdateRule};
+use crate::parallel::{LrGroup, ParamDesc, ParamKind, Placements, TOKEN_ROWS, UpdateRule};
 use crate::quant::QuantFormat;
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD, LM_HEAD_MODULE, ModelFiles, StoredDtype};
 
@@ -123,8 +123,9 @@ impl StoragePolicy<'_> {
     }
 }
 
-/// Returns every parameter of the run. A tied head gets its own parameter only if it or the
-/// embedding trains separately (PEFT's `modules_to_save` unties them).
+/// Returns every parameter of the run, with the one declaration of its shape and placement that
+/// loading, checkpoints, outputs and the planner read. A tied head gets its own parameter only if
+/// it or the embedding trains separately (PEFT's `modules_to_save` unties them).
 pub(crate) fn descs(
     config: &ModelConfig,
     trains: Trains<'_>,
@@ -148,7 +149,7 @@ pub(crate) fn descs(
             keeping.frozen(&spec, !has_copy(spec.module()))
         };
         let segment = spec.segment();
-        descs.push(ParamDesc { kind, name: spec.name, shape: spec.shape, segment });
+        descs.push(ParamDesc::new(spec.name, spec.shape, Placements::REPLICATED, segment, kind));
     }
     if config.tie_word_embeddings && adapter_setup.is_some_and(AdapterSetup::unties) {
         let kind = if trains.has(config, LM_HEAD_MODULE) {
@@ -157,7 +158,7 @@ pub(crate) fn descs(
             ParamKind::Frozen { dtype: None }
         };
         let shape = vec![config.vocab_size, config.hidden_size];
-        descs.push(ParamDesc { name: LM_HEAD.into(), shape, segment: Segment::Head, kind });
+        descs.push(ParamDesc::new(LM_HEAD.into(), shape, Placements::REPLICATED, Segment::Head, kind));
     }
     if let Some(adapter_setup) = adapter_setup {
         adapter_slots(config, adapter_setup, keeping.adapters_in_bf16, &mut descs);
@@ -185,7 +186,8 @@ fn adapter_slots(
         let is_product = shape.len() == 2 && matches!(segment, Segment::Block(_));
         let kind = if in_bf16 && is_product { ParamKind::AdapterInBf16 } else { ParamKind::Adapter };
         let kind = kind(rule);
-        descs.push(ParamDesc { name: format!("{}.{name}", module.name), shape, segment, kind });
+        let name = format!("{}.{name}", module.name);
+        descs.push(ParamDesc::new(name, shape, Placements::REPLICATED, segment, kind));
     };
     for target in &adapter_setup.targets {
         let Some(module) = modules.get(target.name.as_str()) else { continue };

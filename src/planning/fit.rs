@@ -20,7 +20,7 @@ use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;
 use crate::objectives;
 use crate::optim::OptimizerOptions;
-use crate::parallel::{ParamDesc, SentBytes, ShardingStrategy};
+use crate::parallel::{MeshShape, ParamDesc, SentBytes, ShardingStrategy};
 use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
 use crate::report::memory::current_bytes;
 use crate::units;
@@ -86,6 +86,8 @@ pub(crate) struct ParallelDecision {
 #[derive(Debug)]
 pub(crate) struct PlannedStep {
     pub(crate) fit: ParallelDecision,
+    /// The number of ranks along each axis.
+    pub(crate) mesh: MeshShape,
     /// Every parameter of the run.
     pub(crate) descs: Arc<[ParamDesc]>,
     /// Bytes that a rank sends.
@@ -133,26 +135,26 @@ impl StepInputs<'_> {
         let descs = Arc::clone(&params.descs);
         let tokens = widest_micro_batch(recipe, self.rows);
         let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
-        let any = how(recipe, &engine, ShardingStrategy::Single, world.all);
+        let any = how(recipe, &engine, ShardingStrategy::Single, world.all)?;
         let tensors = MicroBatchTensors::new(&self.base.config, &descs, adapter_setup, tokens, &any);
         let needed = |kind, recompute| {
-            let how = how(recipe, &engine, kind, world.all);
+            let how = how(recipe, &engine, kind, world.all)?;
             MemoryPlan::of_tensors(&tensors, &descs, adapter_setup.is_some(), recompute, &how)
         };
         let budget = self.budget(world.all);
         let picked = match named_strategy(recipe, world)? {
             Some(kind) => Some((kind, None)),
-            None => pick_strategy(world.all, budget, |kind| needed(kind, least(recipe))),
+            None => pick_strategy(world.all, budget, |kind| needed(kind, least(recipe)))?,
         };
         let Some((kind, why)) = picked else { return Ok(None) };
-        let recompute = decide_recompute(recipe.train.recompute, budget, |r| needed(kind, r));
-        let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute) };
+        let recompute = decide_recompute(recipe.train.recompute, budget, |r| needed(kind, r))?;
+        let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute)? };
         let fit = ParallelDecision { strategy: kind, why, recompute, memory };
-        let options = how(recipe, &engine, kind, world.all);
+        let options = how(recipe, &engine, kind, world.all)?;
         let turns = recipe.train.accumulation() as u64;
         let sent = traffic::sent(&descs, &options, parallel::reduce_dtype(&recipe.parallel), turns)?;
-        let brought = traffic::brought(&descs, &options);
-        Ok(Some(PlannedStep { fit, descs, sent, brought }))
+        let brought = traffic::brought(&descs, &options)?;
+        Ok(Some(PlannedStep { fit, mesh: options.mesh, descs, sent, brought }))
     }
 
     /// Returns the parts of the memory of a step of `recipe`: weights, gradients, states and
@@ -164,9 +166,9 @@ impl StepInputs<'_> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
         let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
-        let options = how(recipe, &engine, step.fit.strategy, world.all);
+        let options = how(recipe, &engine, step.fit.strategy, world.all)?;
         let tokens = widest_micro_batch(recipe, self.rows);
-        Ok(MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options))
+        MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options)
     }
 
     /// Returns the parameters of `recipe`.
@@ -297,15 +299,15 @@ fn least(recipe: &Recipe) -> Recompute {
 fn decide_recompute(
     wanted: AutoOr<Recompute>,
     budget: Option<u64>,
-    needed: impl Fn(Recompute) -> MemoryPlan,
-) -> Recompute {
-    match wanted {
+    needed: impl Fn(Recompute) -> Result<MemoryPlan>,
+) -> Result<Recompute> {
+    Ok(match wanted {
         AutoOr::Fixed(chosen) => chosen,
         AutoOr::Auto => match budget {
-            Some(bytes) if needed(Recompute::None).total() > bytes => Recompute::Block,
+            Some(bytes) if needed(Recompute::None)?.total() > bytes => Recompute::Block,
             _ => Recompute::None,
         },
-    }
+    })
 }
 
 /// Returns the storage of parameters under a strategy.
@@ -314,18 +316,17 @@ fn how<'a>(
     engine: &'a EngineOptions,
     kind: ShardingStrategy,
     ranks: usize,
-) -> MemoryOptions<'a> {
-    MemoryOptions {
+) -> Result<MemoryOptions<'a>> {
+    Ok(MemoryOptions {
         dtype: engine.dtype,
         optimizer_state: OptimizerOptions::from(&recipe.optimizer).state_layout(),
         kind,
-        ranks,
+        mesh: kind.mesh_shape(ranks)?,
         saving: match (recipe.checkpoint.save_steps, recipe.checkpoint.async_save) {
             (StepInterval::Never, _) => Saving::Outputs,
             (_, false) => Saving::BetweenSteps,
             (_, true) => Saving::InBackground,
         },
-        sharded_over: kind.shard_size(ranks),
         accumulates: parallel::accumulates(recipe, engine.traits),
         master: recipe.optimizer.master,
         kept_gradients: parallel::kept_gradients(recipe),
@@ -334,7 +335,7 @@ fn how<'a>(
         on_host: engine.traits.on_host(),
         bf16_copy: engine.bf16_copy,
         objective: objectives::objective(&recipe.objective).cost(),
-    }
+    })
 }
 
 /// Returns the tokens of the largest possible micro-batch.

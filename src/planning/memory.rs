@@ -7,12 +7,13 @@ use candle_core::{DType, Device};
 use super::gpu_memory::GpuStep;
 use super::loss_path::LossPath;
 use crate::collective::Phase;
+use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::objectives::ObjectiveCost;
 use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
 use crate::optim::StateLayout;
-use crate::parallel::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
+use crate::parallel::{MeshShape, OffloadTarget, ParamDesc, ParamKind, Placements, ShardingStrategy};
 use crate::quant::QuantRun;
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
@@ -105,6 +106,9 @@ impl MemoryPlan {
     }
 
     /// Estimates a step of one rank over micro-batches of `tokens` tokens.
+    ///
+    /// # Errors
+    /// The user's: the ranks that split a parameter do not divide it.
     #[cfg(feature = "testing")]
     pub fn of_step(
         config: &ModelConfig,
@@ -113,7 +117,7 @@ impl MemoryPlan {
         tokens: usize,
         recompute: Recompute,
         options: &MemoryOptions<'_>,
-    ) -> Self {
+    ) -> Result<Self> {
         let tensors = MicroBatchTensors::new(config, descs, adapter_setup, tokens, options);
         Self::of_tensors(&tensors, descs, adapter_setup.is_some(), recompute, options)
     }
@@ -126,17 +130,18 @@ impl MemoryPlan {
         has_adapter: bool,
         recompute: Recompute,
         options: &MemoryOptions<'_>,
-    ) -> Self {
+    ) -> Result<Self> {
         let MicroBatchTensors { config, tokens, saved, on_gpu } = tensors;
         let size = options.dtype.size_in_bytes();
         // Gathered values, and gradients before accumulation, by segment.
         let mut moment: BTreeMap<Segment, MomentBytes> = BTreeMap::new();
         let (mut memory, mut longest) = (MemoryPlan::default(), 0);
         for desc in descs {
-            let n = desc.elements() as u64;
+            let elements = desc.local_elements(options.mesh)?;
+            let n = elements as u64;
             let spec = options.kind.sharding_spec(desc.kind.role());
-            let share = |placement: Placement| options.share_of(placement);
-            let (value, master) = weight_bytes(desc, options);
+            let share = |placements: Placements| placements.parts(0, options.mesh) as u64;
+            let (value, master) = weight_bytes(desc, options)?;
             let away = options.offload.has_values(desc.kind.role());
             let of_segment = moment.entry(desc.segment).or_default();
             if spec.values.is_sharded() || away {
@@ -152,7 +157,7 @@ impl MemoryPlan {
                 let kept = kept_gradients(desc, options);
                 let bytes = n * kept.size_in_bytes() as u64 / share(spec.gradients);
                 memory.add(away && !options.on_host, |m| &mut m.gradients, bytes);
-                let state = options.optimizer_state.bytes(desc.elements()) as u64 / share(spec.update);
+                let state = options.optimizer_state.bytes(elements) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
                 let is_part = spec.gradients.is_sharded() || away;
                 of_segment.add_gradients(4 * n, is_part || rounds_from_f32(kept, options), options);
@@ -178,7 +183,7 @@ impl MemoryPlan {
         // Logits, gathered values and fresh gradients keep their memory from step to step.
         let snapshot = snapshot_bytes(descs, has_adapter, options);
         memory.add_saving(snapshot, memory.activations + temporaries, options);
-        memory
+        Ok(memory)
     }
 
     /// Counts a `snapshot` of the saved tensors, copied to host memory. Between steps it reuses
@@ -247,10 +252,8 @@ pub struct MemoryOptions<'a> {
     pub optimizer_state: StateLayout,
     /// The sharding of parameters over the ranks.
     pub kind: ShardingStrategy,
-    /// The number of all ranks.
-    pub ranks: usize,
-    /// Ranks that share one copy of a sharded tensor.
-    pub sharded_over: usize,
+    /// The number of ranks along each axis.
+    pub mesh: MeshShape,
     /// The files that the run saves, and their time.
     pub saving: Saving,
     /// True if a rank accumulates several micro-batches a step, each computed separately first.
@@ -271,33 +274,26 @@ pub struct MemoryOptions<'a> {
     pub objective: ObjectiveCost,
 }
 
-impl MemoryOptions<'_> {
-    /// Returns the number of ranks that share one copy of a tensor with this placement.
-    pub(super) fn share_of(&self, placement: Placement) -> u64 {
-        if placement.is_sharded() { self.sharded_over as u64 } else { 1 }
-    }
-}
-
-/// Returns the bytes of the tensors that one rank copies to save them: the maximum over ranks, on
-/// the host the mean. Rank 0 saves all of an adapter; otherwise the ranks save the segments in
-/// turn.
+/// Returns the bytes of the whole tensors that one rank copies to save them: the maximum over
+/// ranks, on the host the mean. Rank 0 saves all of an adapter; otherwise the ranks save the
+/// segments in turn.
 fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOptions<'_>) -> u64 {
     let state_bytes = |desc: &ParamDesc| match options.saving {
         Saving::Outputs => 0,
-        _ => options.optimizer_state.bytes(desc.elements()) as u64,
+        _ => options.optimizer_state.bytes(desc.global_elements()) as u64,
     };
     // By segment: its values with the optimizer's state, and their temporary gathered copy.
     let mut segments: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
     for desc in descs.iter().filter(|desc| desc.kind.trains()) {
-        let n = desc.elements() as u64;
+        let n = desc.global_elements() as u64;
         let [saved, gathered] = segments.entry(desc.segment).or_default();
         let updated = if is_updated_itself(desc.kind, options) { options.dtype } else { DType::F32 };
         *saved += updated.size_in_bytes() as u64 * n + state_bytes(desc);
-        if options.kind.sharding_spec(desc.kind.role()).update.is_sharded() && options.sharded_over > 1 {
+        if options.kind.sharding_spec(desc.kind.role()).update.parts(0, options.mesh) > 1 {
             *gathered += 8 * n + state_bytes(desc);
         }
     }
-    let savers = if first_saves_all { 1 } else { options.ranks };
+    let savers = if first_saves_all { 1 } else { options.mesh.ranks() };
     let mut shares = vec![0; savers];
     for (i, [saved, _]) in segments.values().enumerate() {
         shares[i % savers] += saved;
@@ -354,9 +350,12 @@ fn for_a_moment(segments: &BTreeMap<Segment, MomentBytes>) -> u64 {
     gathered + fresh + largest(|bytes| bytes.reduced, false)
 }
 
-/// Returns the bytes of a parameter's value, including its bf16 copy, and of its f32 master.
-pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u64, u64) {
-    let (n, size) = (desc.elements(), options.dtype.size_in_bytes());
+/// Returns the bytes of a parameter's local value, including its bf16 copy, and of its f32 master.
+///
+/// # Errors
+/// Those of [`ParamDesc::local_shape`].
+pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> Result<(u64, u64)> {
+    let (n, size) = (desc.local_elements(options.mesh)?, options.dtype.size_in_bytes());
     let copy = if options.bf16_copy { n * DType::BF16.size_in_bytes() } else { 0 };
     let bytes = match desc.kind {
         ParamKind::Frozen { dtype } => n * dtype.map_or(size, |dtype| dtype.size_in_bytes()),
@@ -370,7 +369,7 @@ pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u6
         kind => matches!(kind, ParamKind::AdapterInBf16(_)),
     };
     let master = if has_master { 4 * n } else { 0 };
-    (bytes as u64, master as u64)
+    Ok((bytes as u64, master as u64))
 }
 
 /// True if the optimizer updates the values of this kind that the step computes with.
@@ -389,7 +388,7 @@ pub(super) fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> D
 /// True if gradients accumulate in f32 before they are kept in `kept`. One rank on the host writes
 /// bf16 directly.
 fn rounds_from_f32(kept: DType, options: &MemoryOptions<'_>) -> bool {
-    kept == DType::BF16 && !(options.ranks == 1 && options.on_host)
+    kept == DType::BF16 && !(options.mesh.ranks() == 1 && options.on_host)
 }
 
 /// Returns the compute dtype of the branches of adapters.
@@ -482,7 +481,6 @@ pub(super) fn available(device: &Device) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Result;
     use crate::parallel::{LrGroup, UpdateRule};
     use crate::recipe::enums::StateDtype;
     use crate::recipe::{AdapterSection, Offload, TargetModules};
@@ -501,8 +499,7 @@ mod tests {
             dtype: DType::BF16,
             optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
             kind: ShardingStrategy::Single,
-            ranks: 1,
-            sharded_over: 1,
+            mesh: MeshShape::ONE,
             saving: Saving::Outputs,
             accumulates: false,
             master: MasterWeights::F32,
@@ -514,14 +511,15 @@ mod tests {
             objective: ObjectiveCost::default(),
         };
         let activations = |adapter_setup: Option<&AdapterSetup>, recompute| {
-            MemoryPlan::of_step(&config, &[], adapter_setup, 7, recompute, &options).activations
+            MemoryPlan::of_step(&config, &[], adapter_setup, 7, recompute, &options)
+                .map(|plan| plan.activations)
         };
         // Of a token: qkv, attention's output, h, gate and up in bf16, log-sum-exps in f32.
         let (input, rest, branch) = (7 * 2 * 16, 7 * (2 * (32 + 16 + 16 + 48) + 4 * 4), 7 * 4 * 5);
-        assert_eq!(activations(None, Recompute::None), 3 * (input + rest));
-        assert_eq!(activations(None, Recompute::Block), 3 * input + rest);
-        assert_eq!(activations(Some(&adapter_setup), Recompute::None), 3 * (input + rest) + branch);
-        assert_eq!(activations(Some(&adapter_setup), Recompute::Block), 3 * input + rest + branch);
+        assert_eq!(activations(None, Recompute::None)?, 3 * (input + rest));
+        assert_eq!(activations(None, Recompute::Block)?, 3 * input + rest);
+        assert_eq!(activations(Some(&adapter_setup), Recompute::None)?, 3 * (input + rest) + branch);
+        assert_eq!(activations(Some(&adapter_setup), Recompute::Block)?, 3 * input + rest + branch);
         Ok(())
     }
 
@@ -533,7 +531,7 @@ mod tests {
         let rule = UpdateRule { decay: false, lr_group: LrGroup::Base };
         let desc = |segment, elements| {
             let (name, shape) = (format!("{segment:?}"), vec![elements]);
-            ParamDesc { name, shape, segment, kind: ParamKind::Trainable(rule) }
+            ParamDesc::new(name, shape, Placements::REPLICATED, segment, ParamKind::Trainable(rule))
         };
         let descs = [(Segment::Embed, 5000), (Segment::Block(0), 700), (Segment::Block(1), 900)]
             .map(|(segment, elements)| desc(segment, elements));
@@ -543,8 +541,7 @@ mod tests {
                 dtype: DType::F32,
                 optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
                 kind,
-                ranks: 4,
-                sharded_over: kind.shard_size(4),
+                mesh: kind.mesh_shape(4)?,
                 saving: Saving::Outputs,
                 accumulates: true,
                 master: MasterWeights::F32,
@@ -555,24 +552,24 @@ mod tests {
                 on_host: false,
                 objective: ObjectiveCost::default(),
             };
-            MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options).total()
+            MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options).map(|plan| plan.total())
         };
         use ShardingStrategy::{Ddp, Fsdp, Hsdp, Zero1, Zero2};
         // The gradients of the largest block; embedding and head use pooled memory, one after the
         // other.
         for kind in [Zero2, Fsdp, Hsdp(2)] {
             assert_eq!(
-                total(kind, &OffloadTarget::default(), true),
-                total(kind, &OffloadTarget::default(), false) + 4 * 900
+                total(kind, &OffloadTarget::default(), true)?,
+                total(kind, &OffloadTarget::default(), false)? + 4 * 900
             );
         }
         // These strategies reduce the kept gradients in place.
         for kind in [Ddp, Zero1] {
             assert_eq!(
-                total(kind, &OffloadTarget::default(), true),
-                total(kind, &OffloadTarget::default(), false)
+                total(kind, &OffloadTarget::default(), true)?,
+                total(kind, &OffloadTarget::default(), false)?
             );
-            assert_eq!(total(kind, &away, true), total(kind, &away, false) + 4 * 900);
+            assert_eq!(total(kind, &away, true)?, total(kind, &away, false)? + 4 * 900);
         }
         Ok(())
     }

@@ -4,9 +4,10 @@
 use candle_core::DType;
 
 use super::memory::{MemoryOptions, branch_dtype, by_block, kept_gradients, weight_bytes};
+use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig};
-use crate::parallel::{ParamDesc, ParamKind};
+use crate::parallel::{ParamDesc, ParamKind, Placements};
 
 /// The name of the group of f32 masters, without the suffix for their location.
 pub(crate) const MASTERS: &str = "f32 masters";
@@ -43,13 +44,15 @@ impl MemoryParts {
         adapter_setup: Option<&AdapterSetup>,
         tokens: usize,
         options: &MemoryOptions<'_>,
-    ) -> Self {
+    ) -> Result<Self> {
         let mut parts = MemoryParts::default();
         for desc in descs {
             let spec = options.kind.sharding_spec(desc.kind.role());
-            let (value, master) = weight_bytes(desc, options);
+            let elements = desc.local_elements(options.mesh)?;
+            let over = |placements: Placements| placements.parts(0, options.mesh) as u64;
+            let (value, master) = weight_bytes(desc, options)?;
             let count = |groups: &mut Vec<KeptGroup>, what: String, bytes: u64, over: u64| {
-                add(groups, KeptGroup { what, elements: desc.elements() as u64, bytes, over });
+                add(groups, KeptGroup { what, elements: elements as u64, bytes, over });
             };
             let placed = |is_away: bool| if is_away && !options.on_host { " (on the host)" } else { "" };
             let away = placed(options.offload.has_values(desc.kind.role()));
@@ -57,18 +60,18 @@ impl MemoryParts {
             let in_file = options.offload.has_values(desc.kind.role()) && options.offload.folder().is_some();
             let of_values = if in_file { " (in a file)" } else { away };
             let values = format!("{}{of_values}", kept_as(desc.kind, options));
-            count(&mut parts.weights, values, value, options.share_of(spec.values));
-            let update = options.share_of(spec.update);
+            count(&mut parts.weights, values, value, over(spec.values));
+            let update = over(spec.update);
             if master > 0 {
                 count(&mut parts.weights, format!("{MASTERS}{state_away}"), master, update);
             }
             if desc.kind.trains() {
                 let kept = kept_gradients(desc, options);
-                let bytes = (desc.elements() * kept.size_in_bytes()) as u64;
-                let over = options.share_of(spec.gradients);
-                count(&mut parts.gradients, format!("{} gradients{away}", kept.as_str()), bytes, over);
-                let int8 = options.optimizer_state.is_int8(desc.elements());
-                let state = options.optimizer_state.bytes(desc.elements()) as u64;
+                let bytes = (elements * kept.size_in_bytes()) as u64;
+                let gradients = format!("{} gradients{away}", kept.as_str());
+                count(&mut parts.gradients, gradients, bytes, over(spec.gradients));
+                let int8 = options.optimizer_state.is_int8(elements);
+                let state = options.optimizer_state.bytes(elements) as u64;
                 let what = if int8 { "moments in 8 bits" } else { "f32 moments" };
                 count(&mut parts.optimizer, format!("{what}{state_away}"), state, update);
             }
@@ -84,7 +87,7 @@ impl MemoryParts {
                 }
             }
         }
-        parts
+        Ok(parts)
     }
 }
 
@@ -111,5 +114,55 @@ fn kept_as(kind: ParamKind, options: &MemoryOptions<'_>) -> String {
         ParamKind::Trainable(_) => format!("trained, {own}"),
         ParamKind::Adapter(_) => format!("adapters, {}", DType::F32.as_str()),
         ParamKind::AdapterInBf16(_) => format!("adapters, {}", DType::BF16.as_str()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Segment;
+    use crate::objectives::ObjectiveCost;
+    use crate::optim::StateLayout;
+    use crate::parallel::{LrGroup, MeshAxis, MeshShape, OffloadTarget, ShardingStrategy, UpdateRule};
+    use crate::planning::Saving;
+    use crate::recipe::{MasterWeights, StateDtype};
+
+    /// No strategy has a tensor axis yet: the counts follow from the placement alone.
+    #[test]
+    fn the_local_part_of_a_split_parameter_is_counted() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let parts = |rows: usize, ranks: usize| {
+            let kind = ParamKind::Trainable(UpdateRule { decay: true, lr_group: LrGroup::Base });
+            let split = Placements::REPLICATED.shard(MeshAxis::Tensor, 0);
+            let desc = ParamDesc::new("up".into(), vec![rows, 10], split, Segment::Block(0), kind);
+            let options = MemoryOptions {
+                dtype: DType::F32,
+                optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
+                kind: ShardingStrategy::Fsdp,
+                mesh: MeshShape::ONE.with(MeshAxis::Shard, 3).with(MeshAxis::Tensor, ranks),
+                saving: Saving::Outputs,
+                accumulates: false,
+                master: MasterWeights::F32,
+                kept_gradients: DType::F32,
+                overlaps_reductions: false,
+                offload: &OffloadTarget::default(),
+                on_host: true,
+                bf16_copy: false,
+                objective: ObjectiveCost::default(),
+            };
+            MemoryParts::new(&config, &[desc], None, 7, &options)
+        };
+        for (ranks, elements) in [(1, 80), (2, 40), (4, 20)] {
+            let parts = parts(8, ranks)?;
+            for groups in [parts.weights, parts.gradients] {
+                let found: Vec<_> = groups.iter().map(|g| [g.elements, g.bytes, g.over]).collect();
+                assert_eq!(found, [[elements, 4 * elements, 3]], "{ranks} ranks");
+            }
+        }
+        let error = parts(7, 2).expect_err("7 rows for 2 ranks");
+        assert_eq!(error.what(), "cannot split `up` over 2 ranks");
+        Ok(())
     }
 }

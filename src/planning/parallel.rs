@@ -132,16 +132,19 @@ fn shard_size(parallel: &recipe::ParallelSection, world: WorldSize) -> Result<us
 
 /// Picks the first strategy that fits `budget` bytes a rank, in order of the bytes sent, with the
 /// reason. Returns none if none fits. Without a budget, picks the strategy that sends least.
+///
+/// # Errors
+/// Those of `needed`.
 pub(super) fn pick_strategy(
     ranks: usize,
     budget: Option<u64>,
-    needed: impl Fn(ShardingStrategy) -> MemoryPlan,
-) -> Option<(ShardingStrategy, Option<String>)> {
+    needed: impl Fn(ShardingStrategy) -> Result<MemoryPlan>,
+) -> Result<Option<(ShardingStrategy, Option<String>)>> {
     if ranks == 1 {
-        return Some((ShardingStrategy::Single, None));
+        return Ok(Some((ShardingStrategy::Single, None)));
     }
     let Some(budget) = budget else {
-        return Some((ShardingStrategy::Ddp, Some("ddp: it sends least".into())));
+        return Ok(Some((ShardingStrategy::Ddp, Some("ddp: it sends least".into()))));
     };
     let strategies = [
         (ShardingStrategy::Ddp, "ddp, which sends least, fits"),
@@ -149,11 +152,14 @@ pub(super) fn pick_strategy(
         (ShardingStrategy::Zero2, "zero2 is the first to fit"),
         (ShardingStrategy::Fsdp, "fsdp, which needs least, fits"),
     ];
-    strategies.into_iter().find_map(|(kind, why)| {
-        let needed = needed(kind).total();
-        let [need, have] = [needed, budget].map(units::bytes);
-        (needed <= budget).then(|| (kind, Some(format!("{why}: {need} a rank, {have} are available"))))
-    })
+    for (kind, why) in strategies {
+        let needed = needed(kind)?.total();
+        if needed <= budget {
+            let [need, have] = [needed, budget].map(units::bytes);
+            return Ok(Some((kind, Some(format!("{why}: {need} a rank, {have} are available")))));
+        }
+    }
+    Ok(None)
 }
 
 /// Returns the name of a strategy in a recipe.
@@ -210,16 +216,16 @@ mod tests {
 
     #[test]
     fn the_strategy_that_sends_least_and_fits() {
-        let needed = |kind| MemoryPlan {
-            weights: match kind {
+        let needed = |kind| {
+            let weights = match kind {
                 ShardingStrategy::Ddp => 100,
                 ShardingStrategy::Zero1 => 80,
                 ShardingStrategy::Zero2 => 60,
                 _ => 40,
-            },
-            ..MemoryPlan::default()
+            };
+            Ok(MemoryPlan { weights, ..MemoryPlan::default() })
         };
-        let picked = |budget| pick_strategy(2, budget, needed).map(|(kind, _)| kind);
+        let picked = |budget| pick_strategy(2, budget, needed).ok().flatten().map(|(kind, _)| kind);
         assert_eq!(picked(None), Some(ShardingStrategy::Ddp));
         assert_eq!(
             [100, 99, 79, 59, 40].map(|budget| picked(Some(budget))),

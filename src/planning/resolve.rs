@@ -196,7 +196,7 @@ impl Plan {
         let count = |trainable: bool| {
             all.iter()
                 .filter(|desc| desc.kind.trains() || !trainable)
-                .map(|desc| desc.elements() as u64)
+                .map(|desc| desc.global_elements() as u64)
                 .sum()
         };
         (count(true), count(false))

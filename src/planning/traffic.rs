@@ -13,34 +13,37 @@ use crate::parallel::{ParamDesc, SentBytes, TrainedRun};
 /// `dtype`. Padding of buckets is not counted.
 ///
 /// # Errors
-/// The groups of hsdp do not divide the ranks.
+/// The ranks that split a parameter do not divide it.
 pub(super) fn sent(
     descs: &[ParamDesc],
     options: &MemoryOptions<'_>,
     dtype: DType,
     turns: u64,
 ) -> Result<SentBytes> {
-    let mesh = options.kind.mesh_shape(options.ranks)?;
     let mut gathered: BTreeMap<Segment, usize> = BTreeMap::new();
     // The trained parameters of a segment form one bucket.
     let mut trained: BTreeMap<(Segment, usize), TrainedRun> = BTreeMap::new();
     for desc in descs {
         let spec = options.kind.sharding_spec(desc.kind.role());
-        let (value, _) = weight_bytes(desc, options);
+        let (value, _) = weight_bytes(desc, options)?;
         if spec.values.is_sharded() {
             *gathered.entry(desc.segment).or_default() += value as usize;
         }
         if desc.kind.trains() {
-            let value_bytes = value as usize / desc.elements().max(1);
+            let elements = desc.local_elements(options.mesh)?;
+            let value_bytes = value as usize / elements.max(1);
             let run = trained.entry((desc.segment, value_bytes));
-            run.or_insert(TrainedRun { spec, elements: 0, value_bytes }).elements += desc.elements();
+            run.or_insert(TrainedRun { spec, elements: 0, value_bytes }).elements += elements;
         }
     }
-    Ok(SentBytes::of_step(mesh, turns, gathered.into_iter(), trained.into_values(), dtype))
+    Ok(SentBytes::of_step(options.mesh, turns, gathered.into_iter(), trained.into_values(), dtype))
 }
 
 /// Returns the bytes of all offloaded values, in host memory or in a file.
-pub(super) fn brought(descs: &[ParamDesc], options: &MemoryOptions<'_>) -> u64 {
+///
+/// # Errors
+/// Those of [`sent`].
+pub(super) fn brought(descs: &[ParamDesc], options: &MemoryOptions<'_>) -> Result<u64> {
     let away = descs.iter().filter(|desc| options.offload.has_values(desc.kind.role()));
-    away.map(|desc| weight_bytes(desc, options).0).sum()
+    away.map(|desc| Ok(weight_bytes(desc, options)?.0)).sum()
 }

@@ -55,7 +55,7 @@ impl WrittenBytes {
         let updated = if recipe.optimizer.master == MasterWeights::None { 2 } else { 4 };
         let mut saved = WrittenBytes { checkpoint: 0, result: 0 };
         for desc in params.into_iter().filter(|desc| desc.kind.trains()) {
-            let elements = desc.elements();
+            let elements = desc.global_elements();
             saved.checkpoint += (updated * elements + layout.bytes(elements)) as u64;
             saved.result += (elements * stored.dtype(&desc.name).size_bytes()) as u64;
         }

@@ -49,7 +49,7 @@ pub(crate) fn roll_back(
     };
     let files = weights.as_ref().or(plan.base.files.as_ref());
     let values = InitialValues::new(&plan.base.config, files, adapter_setup.as_ref(), plan.recipe.train.seed);
-    trainer.engine.store.refill_trainable(&mut |desc, to| values.fill(desc, to))?;
+    trainer.engine.store.refill_trainable(&mut |desc, local, to| values.fill(desc, local, to))?;
     // Sharing out the new values has ended; the optimizer state is read from storage again.
     trainer.engine.store.mesh().world().enter(Phase::Load)?;
     trainer.restore(&saved)?;

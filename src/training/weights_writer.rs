@@ -35,8 +35,8 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
         let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone() };
         let entry = |desc: ParamDesc| WriteEntry {
             dtype: stored.dtype(&desc.name),
+            shape: desc.global_shape().to_vec(),
             name: desc.name,
-            shape: desc.shape,
         };
         let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
         let untied = plan.base.head_apart;

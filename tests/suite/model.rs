@@ -47,7 +47,7 @@ fn micro(scale: f64, recompute: Recompute) -> MicroStep<'static> {
 
 fn gradient(bucket: &Bucket, entry: &BucketEntry) -> Vec<f32> {
     let all = bucket.gradient().unwrap().unwrap();
-    flat(&all.narrow(0, entry.start, entry.desc.elements()).unwrap())
+    flat(&all.narrow(0, entry.start, entry.range().len()).unwrap())
 }
 
 struct Forward {

@@ -19,7 +19,7 @@ use finetune::objectives::ObjectiveCost;
 use finetune::optim::{
     AdamW, OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdatePiece,
 };
-use finetune::parallel::{Bucket, DeviceMesh, GradReduceOptions, OffloadTarget, ShardingStrategy};
+use finetune::parallel::{Bucket, DeviceMesh, GradReduceOptions, MeshShape, OffloadTarget, ShardingStrategy};
 use finetune::planning::{MemoryOptions, MemoryPlan, Saving};
 use finetune::recipe::enums::{Attention, MasterWeights, Offload, Recompute, SchedulerKind, StateDtype};
 use finetune::runtime::copy::copy_into;
@@ -276,8 +276,7 @@ fn the_memory_plan_counts_each_tensor() {
                 dtype: StateDtype::F32,
             },
             kind: ShardingStrategy::Single,
-            ranks: 1,
-            sharded_over: 1,
+            mesh: MeshShape::ONE,
             saving: Saving::InBackground,
             accumulates: false,
             master: MasterWeights::F32,
@@ -288,9 +287,9 @@ fn the_memory_plan_counts_each_tensor() {
             bf16_copy: false,
             objective: ObjectiveCost::default(),
         };
-        let elements: usize = descs.iter().map(|desc| desc.elements()).sum();
+        let elements: usize = descs.iter().map(|desc| desc.global_elements()).sum();
         let plan = MemoryPlan::of_step(&trainer.engine.config, &descs, None, 24, Recompute::Block, &options);
-        (plan, elements as u64)
+        (plan.unwrap(), elements as u64)
     };
     let ((one, elements), (three, _)) = (planned(ONE), planned(THREE));
     assert_eq!([one.optimizer, three.optimizer], [4 * elements, 12 * elements]);

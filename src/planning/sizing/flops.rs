@@ -73,7 +73,7 @@ impl TrainedWeights {
         let of_adapter =
             |desc: &&ParamDesc| matches!(desc.kind, ParamKind::Adapter(_) | ParamKind::AdapterInBf16(_));
         let frozen = descs.iter().any(|desc| !desc.kind.trains());
-        let branches = || descs.iter().filter(of_adapter).map(|desc| desc.elements() as u64).sum();
+        let branches = || descs.iter().filter(of_adapter).map(|desc| desc.global_elements() as u64).sum();
         TrainedWeights { branches: frozen.then(branches), loss_path: LossPath::of(config, descs) }
     }
 }

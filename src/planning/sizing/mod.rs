@@ -160,7 +160,7 @@ impl SizingRequest<'_> {
         let (memory, kind) = (step.fit.memory, step.fit.strategy);
         let count = |trains: bool| -> u64 {
             let counted = step.descs.iter().filter(|desc| desc.kind.trains() || !trains);
-            counted.map(|desc| desc.elements() as u64).sum()
+            counted.map(|desc| desc.global_elements() as u64).sum()
         };
         let (parameters, trainable) = (count(false), count(true));
         let parts = self.inputs.parts(self.recipe, &step, self.world)?;

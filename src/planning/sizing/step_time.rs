@@ -20,7 +20,7 @@ use super::hardware::Hardware;
 use super::rates::ComputeRates;
 use crate::model::ModelConfig;
 use crate::objectives;
-use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes, ShardingStrategy};
+use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes};
 use crate::planning::PlannedStep;
 use crate::recipe::{Offload, Recipe, Recompute, StateDtype};
 
@@ -147,14 +147,14 @@ impl StepTime {
         let products = tokens * token_secs(config, &flops, rates);
         let compute = products + dequantize;
         let forward = products * flops.forward / flops.hardware() + one_pass;
-        let shards = step.fit.strategy.shard_size(hardware.devices()) as f64;
+        let shards = step.mesh.size(MeshAxis::Shard) as f64;
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
         let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
         // The ranks of a processor copy with their compute threads.
         let hidden = if hardware.device.processor { 0.0 } else { OVERLAP * compute };
         // The engine fetches values a block ahead.
         let offload = update_copies + (brought - hidden).max(0.0);
-        let communication = communication(&step.sent, step.fit.strategy, hardware);
+        let communication = communication(&step.sent, step.mesh, hardware);
         let exposed = (communication - hidden).max(communication.min(ENDS * compute));
         let launch = (launches(config, step, (hardware, turns)) - compute).max(0.0);
         let total = compute + launch + update + offload + exposed;
@@ -219,7 +219,9 @@ pub(super) fn dequantizing_passes(step: &PlannedStep) -> f64 {
 /// Returns the bytes read and written to dequantize all codes to bf16 once.
 pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
     let bytes = |desc: &ParamDesc| match desc.kind {
-        ParamKind::Quantized(format) => desc.elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0),
+        ParamKind::Quantized(format) => {
+            desc.global_elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0)
+        }
         _ => 0.0,
     };
     descs.iter().map(bytes).sum()
@@ -244,9 +246,8 @@ pub(super) fn update(
     shards: f64,
 ) -> (f64, f64) {
     let trained: u64 =
-        step.descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.elements() as u64).sum();
-    let sharded = if step.fit.strategy == ShardingStrategy::Ddp { 1.0 } else { shards.max(1.0) };
-    let mine = trained as f64 / sharded;
+        step.descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.global_elements() as u64).sum();
+    let mine = trained as f64 / shards;
     let (less, rate) = match recipe.optimizer.state {
         StateDtype::Int8 => (INT8_LESS, rates.update_int8),
         StateDtype::F32 => (0.0, rates.update),
@@ -260,12 +261,11 @@ pub(super) fn update(
 }
 
 /// Returns the seconds of everything that a rank sends.
-fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) -> f64 {
-    let ranks = hardware.devices();
+fn communication(sent: &SentBytes, mesh: MeshShape, hardware: &Hardware) -> f64 {
+    let ranks = mesh.ranks();
     if ranks == 1 {
         return 0.0;
     }
-    let mesh = kind.mesh_shape(ranks).unwrap_or(MeshShape::ONE.with(MeshAxis::Shard, ranks));
     let (shards, copies) = (mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
     // A gather circulates once around the shards, a sum twice around all ranks.
     let of_call =
@@ -292,7 +292,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::error::Result;
+    use crate::error::{Error, Result};
+    use crate::parallel::ShardingStrategy;
 
     /// Four hosts of eight cards, 15 GB/s among them and 1.25 GB/s between hosts. Checks every
     /// strategy by its formula for 10^9 parameters, bf16 weights and f32 gradients.
@@ -305,20 +306,20 @@ mod tests {
         // In a host of eight: seven hops of 5.7 µs. Over four hosts: 31 hops, three of them of 14
         // µs. 8.4 µs a call.
         let (in_host, over_hosts) = (8.4e-6 + 7.0 * 5.7e-6, 8.4e-6 + 28.0 * 5.7e-6 + 3.0 * 14e-6);
-        let take = |kind, sent: SentBytes| {
-            let secs = communication(&sent, kind, &hosts);
+        let take = |kind: ShardingStrategy, sent: SentBytes| {
+            let secs = communication(&sent, kind.mesh_shape(hosts.devices())?, &hosts);
             let of_call = match kind {
                 ShardingStrategy::Ddp => 2.0 * over_hosts,
                 ShardingStrategy::Hsdp(_) => in_host,
                 _ => over_hosts,
             };
-            secs - of_call * sent.calls as f64
+            Ok::<f64, Error>(secs - of_call * sent.calls as f64)
         };
         let near = |secs: f64, by_hand: f64| (secs / by_hand - 1.0).abs() < 1e-6;
         // 31/32 of the gradients twice.
         let all = (2.0 * 31.0 / 32.0 * 4.0 * p) as u64;
         let ddp = SentBytes { gradients: all, whole: all, calls: 3, ..SentBytes::default() };
-        assert!(near(take(ShardingStrategy::Ddp, ddp), 2.0 * 31.0 / 32.0 * 4.0 * p / network));
+        assert!(near(take(ShardingStrategy::Ddp, ddp)?, 2.0 * 31.0 / 32.0 * 4.0 * p / network));
         // 31/32 of the weights twice and of the gradients once.
         let gathers = (31.0 / 32.0 * 2.0 * 2.0 * p) as u64;
         let fsdp = SentBytes {
@@ -327,7 +328,7 @@ mod tests {
             calls: 9,
             ..SentBytes::default()
         };
-        assert!(near(take(ShardingStrategy::Fsdp, fsdp), 31.0 / 32.0 * 8.0 * p / network));
+        assert!(near(take(ShardingStrategy::Fsdp, fsdp)?, 31.0 / 32.0 * 8.0 * p / network));
         // Groups of eight: 7/8 of that within a host, then 3/4 of an eighth of the gradients twice
         // between hosts, from all eight cards of a host at once.
         let between = (2.0 * 3.0 / 4.0 * 4.0 * p / 8.0) as u64;
@@ -335,7 +336,7 @@ mod tests {
         let gathers = (7.0 / 8.0 * 4.0 * p) as u64;
         let hsdp = SentBytes { gathers, gradients, between, calls: 9, ..SentBytes::default() };
         let by_hand = 7.0 / 8.0 * 8.0 * p / link + 8.0 * 2.0 * 3.0 / 4.0 * 4.0 * p / 8.0 / network;
-        assert!(near(take(ShardingStrategy::Hsdp(8), hsdp), by_hand));
+        assert!(near(take(ShardingStrategy::Hsdp(8), hsdp)?, by_hand));
         Ok(())
     }
 }

@@ -30,8 +30,8 @@ struct FlatValues {
 }
 
 impl Trainer {
-    /// Returns the trainable tensors by the rank that saves them; the result is the same on all
-    /// ranks.
+    /// Returns the trainable tensors by the rank that saves them, each with its global shape; the
+    /// result is the same on all ranks.
     pub fn shares(&self) -> Vec<Vec<ParamDesc>> {
         let mut shares = vec![Vec::new(); self.engine.store.mesh().world().size()];
         for (index, bucket) in self.engine.store.trainable().enumerate() {
@@ -85,9 +85,9 @@ impl Trainer {
             for entry in &bucket.entries {
                 share.push(SnapshotTensor {
                     name: entry.desc.name.clone(),
-                    shape: entry.desc.shape.clone(),
+                    shape: entry.local.whole_shape()?.to_vec(),
                     // One copy of each tensor: the memory plan does not count a second one.
-                    values: saved_values(&values.narrow(0, entry.start, entry.desc.elements())?)?,
+                    values: saved_values(&values.narrow(0, entry.start, entry.range().len())?)?,
                     state: state(entry)?,
                 });
             }
@@ -113,7 +113,7 @@ impl Trainer {
             group.ok_or_else(|| Error::internal(format!("no optimizer state for {}", entry.desc.name)))?;
         Ok(match &state[position] {
             StateValues::F32(values) => {
-                let part = values.narrow(0, entry.start - range.start, entry.desc.elements())?;
+                let part = values.narrow(0, entry.start - range.start, entry.range().len())?;
                 SavedValues::F32(to_host_vec(&part)?)
             }
             StateValues::Int8(Int8State { codes, absmax }) => {
@@ -160,10 +160,11 @@ impl Trainer {
         Ok(all)
     }
 
-    /// Returns the dtype of state tensor `position` of an entry.
+    /// Returns the dtype of state tensor `position` of an entry. The size of the whole parameter
+    /// decides, so that checkpoints have the same tensors on every mesh.
     fn dtype_of(&self, position: usize, entry: &BucketEntry) -> StateDtype {
         let layout = self.optimizer.state_layout();
-        layout.dtype_of(&layout.tensors[position], entry.desc.elements())
+        layout.dtype_of(&layout.tensors[position], entry.desc.global_elements())
     }
 
     /// Restores the optimizer's state and its number of updates from a checkpoint whose weights the
@@ -213,20 +214,21 @@ fn restore(
 ) -> Result<()> {
     let param = &entry.desc.name;
     let (from, to) = (range.start.max(entry.start), range.end.min(entry.range().end));
-    // Relative to the entry, which the checkpoint has as a whole.
+    // Relative to the local part of the parameter, which the checkpoint has as a whole.
     let part = from - entry.start..to - entry.start;
     match values {
         StateValues::F32(values) => {
-            let mut found = vec![0f32; entry.desc.elements()];
+            let mut found = vec![0f32; entry.desc.global_elements()];
             saved.optimizer_state(param, name, &mut found)?;
-            bring(&found[part.clone()], &values.narrow(0, from - range.start, part.len())?)
+            bring(entry.local.take(&found, part.clone()), &values.narrow(0, from - range.start, part.len())?)
         }
         StateValues::Int8(Int8State { codes, absmax }) => {
-            let mut scales = vec![0f32; entry.desc.elements().div_ceil(STATE_BLOCK)];
-            let found = &saved.optimizer_codes(param, name, &mut scales)?[part.clone()];
-            bring(found, codes)?;
-            let scales = &scales[part.start / STATE_BLOCK..part.end.div_ceil(STATE_BLOCK)];
-            bring(scales, absmax)
+            // Blocks are counted within the whole parameter.
+            entry.local.whole_shape()?;
+            let mut scales = vec![0f32; entry.desc.global_elements().div_ceil(STATE_BLOCK)];
+            let found = saved.optimizer_codes(param, name, &mut scales)?;
+            bring(found[part.clone()].to_vec(), codes)?;
+            bring(scales[part.start / STATE_BLOCK..part.end.div_ceil(STATE_BLOCK)].to_vec(), absmax)
         }
     }
 }
@@ -240,6 +242,7 @@ fn saved_values(values: &Tensor) -> Result<WeightValues> {
 }
 
 /// Copies `from` to the flat tensor `to` of the same length, on any device.
-fn bring<T: WithDType>(from: &[T], to: &TensorMut) -> Result<()> {
-    copy_across(&Tensor::from_slice(from, from.len(), &Device::Cpu)?, to)
+fn bring<T: WithDType>(from: Vec<T>, to: &TensorMut) -> Result<()> {
+    let len = from.len();
+    copy_across(&Tensor::from_vec(from, len, &Device::Cpu)?, to)
 }

@@ -266,7 +266,7 @@ fn param_groups(
             continue;
         }
         let (start, len) = (range.start - own.start, range.len());
-        let large = layout.is_int8(first.desc.elements());
+        let large = layout.is_int8(first.desc.global_elements());
         let (param, grad) = (param.narrow(start, len)?, grad.narrow(0, start, len)?);
         let value = value.as_ref().map(|value| value.narrow(0, start, len)).transpose()?;
         let rounding = StochasticRounding::new(stream, range.start as u64);

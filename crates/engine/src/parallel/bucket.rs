@@ -10,10 +10,11 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
+use super::local_range::LocalRange;
 use super::mesh::DeviceMesh;
 use super::offload::{BucketBuilder, OffloadTarget, StorageTarget};
 use super::param::{BucketKind, ParamDesc, ParamKind};
-use super::placement::{Placement, ShardingSpec};
+use super::placement::{Placements, ShardingSpec};
 use crate::error::Result;
 use crate::model::Segment;
 use crate::ops::has_kernels;
@@ -36,11 +37,16 @@ pub enum LoadTarget<'a> {
     Blocks(BlocksMut<'a>),
 }
 
+/// Writes the part of a parameter that a rank computes with.
+pub type FillParam<'a> = dyn FnMut(&ParamDesc, &LocalRange, LoadTarget<'_>) -> Result<()> + 'a;
+
 /// A parameter of a bucket and its position there.
 #[derive(Debug, Clone)]
 pub struct BucketEntry {
     /// The parameter at this position.
     pub desc: ParamDesc,
+    /// The part of the parameter that this rank computes with. The bucket holds no more of it.
+    pub local: LocalRange,
     /// Its first element, a multiple of 256 from the start of the bucket.
     pub start: usize,
 }
@@ -48,7 +54,7 @@ pub struct BucketEntry {
 impl BucketEntry {
     /// Returns the elements of the parameter in the bucket, without the padding after it.
     pub fn range(&self) -> Range<usize> {
-        self.start..self.start + self.desc.elements()
+        self.start..self.start + self.local.elements()
     }
 }
 
@@ -109,15 +115,9 @@ impl BucketOptions<'_> {
         self.dtype == DType::F32 || (weight && self.master == MasterWeights::None)
     }
 
-    /// Returns the run of `len` elements that this rank keeps.
-    pub(super) fn part(&self, placement: Placement, len: usize) -> Range<usize> {
-        match placement.axis() {
-            None => 0..len,
-            Some(axis) => {
-                let (rank, each) = (self.mesh.coordinate(axis), len / self.mesh.size(axis));
-                rank * each..(rank + 1) * each
-            }
-        }
+    /// Returns the run of a flat buffer of `len` elements that this rank keeps.
+    pub(super) fn part(&self, placements: Placements, len: usize) -> Range<usize> {
+        placements.range(0, len, self.mesh.shape(), self.mesh.world().rank())
     }
 
     /// Returns the factor of the length of a bucket with entries aligned to `align` elements: it
@@ -137,12 +137,12 @@ impl Bucket {
     pub(super) fn new(
         descs: Vec<ParamDesc>,
         bucket_options: BucketOptions<'_>,
-        fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
+        fill: &mut FillParam<'_>,
     ) -> Result<Self> {
         let BucketOptions { spec, device, dtype, values, .. } = bucket_options;
         let (segment, descs_kind) = (descs[0].segment, descs[0].kind);
         let (kind, trainable) = (BucketKind::of(descs_kind), descs_kind.trains());
-        let (entries, len) = layout(descs, bucket_options.unit(ALIGN));
+        let (entries, len) = layout(descs, &bucket_options)?;
         let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
         let itself = bucket_options.is_updated_itself(descs_kind);
         // Trainable values are read in f32 for any compute dtype: they are the master.
@@ -194,18 +194,17 @@ impl Bucket {
     }
 
     /// Returns the bytes that the values of a bucket of `descs` occupy in a file.
-    pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> usize {
-        let (_, len) = layout(descs.to_vec(), bucket_options.unit(ALIGN));
-        MappedFile::room(bucket_options.part(bucket_options.spec.values, len).len(), bucket_options.dtype)
+    pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
+        let (_, len) = layout(descs.to_vec(), bucket_options)?;
+        let kept = bucket_options.part(bucket_options.spec.values, len).len();
+        Ok(MappedFile::room(kept, bucket_options.dtype))
     }
 
     /// Returns all values if they are ready for compute, or `None` if they are sharded or
     /// offloaded.
     pub(super) fn resident(&self) -> Option<&TensorMut> {
         match &self.value {
-            ParamStorage::Memory(value) if !self.away && self.spec.values == Placement::Replicated => {
-                Some(value)
-            }
+            ParamStorage::Memory(value) if !self.away && !self.spec.values.is_sharded() => Some(value),
             _ => None,
         }
     }
@@ -228,9 +227,11 @@ impl Bucket {
     /// # Errors
     /// The part is not within the kept gradients, an internal error.
     pub fn gradient(&self) -> Result<Option<Tensor>> {
-        let own = |grad: &TensorMut| match self.spec.gradients {
-            Placement::Replicated => grad.narrow(0, self.own.start, self.own.len()),
-            Placement::Sharded { .. } => Ok(grad.clone()),
+        let own = |grad: &TensorMut| {
+            if self.spec.gradients.is_sharded() {
+                return Ok(grad.clone());
+            }
+            grad.narrow(0, self.own.start, self.own.len())
         };
         Ok(self.grad.as_ref().map(own).transpose()?.map(TensorMut::into_tensor))
     }
@@ -241,8 +242,8 @@ impl Bucket {
         if !self.keeps_bf16_gradients() || self.rounds_from_f32() {
             return zero(grad);
         }
-        let vectors = self.entries.iter().filter(|entry| entry.desc.shape.len() == 1);
-        let mut runs = vectors.map(|entry| grad.narrow(0, entry.start, entry.desc.elements()));
+        let vectors = self.entries.iter().filter(|entry| entry.desc.global_shape().len() == 1);
+        let mut runs = vectors.map(|entry| grad.narrow(0, entry.start, entry.range().len()));
         runs.try_for_each(|run| zero(&run?))
     }
 
@@ -277,10 +278,10 @@ impl Bucket {
     /// # Errors
     /// The part is not within the kept values, an internal error.
     pub fn own_value(&self) -> Result<ParamStorage> {
-        match self.spec.values {
-            Placement::Replicated => self.value.narrow(self.own.start, self.own.len()),
-            Placement::Sharded { .. } => Ok(self.value.clone()),
+        if self.spec.values.is_sharded() {
+            return Ok(self.value.clone());
         }
+        self.value.narrow(self.own.start, self.own.len())
     }
 
     /// Returns the number of elements of the whole bucket, padding included.
@@ -330,22 +331,21 @@ impl Bucket {
 
 /// Returns an entry's view of a flat tensor of the whole bucket.
 pub(super) fn view(flat: &Tensor, entry: &BucketEntry) -> Result<Tensor> {
-    let part = flat.narrow(0, entry.start, entry.desc.elements())?;
-    Ok(part.reshape(entry.desc.shape.as_slice())?)
+    let part = flat.narrow(0, entry.start, entry.range().len())?;
+    Ok(part.reshape(entry.local.shape())?)
 }
 
-/// Returns the positions of `descs`, and the length of the whole, a multiple of `unit`.
-fn layout(descs: Vec<ParamDesc>, unit: usize) -> (Vec<BucketEntry>, usize) {
+/// Returns the positions of `descs`, and the length of the whole, of which ranks keep equal runs.
+fn layout(descs: Vec<ParamDesc>, bucket_options: &BucketOptions<'_>) -> Result<(Vec<BucketEntry>, usize)> {
     let mut start = 0;
-    let entries = descs
-        .into_iter()
-        .map(|desc| {
-            let entry = BucketEntry { start, desc };
-            start += entry.desc.elements().next_multiple_of(ALIGN);
-            entry
-        })
-        .collect();
-    (entries, start.next_multiple_of(unit))
+    let mut entries = Vec::with_capacity(descs.len());
+    for desc in descs {
+        let local = bucket_options.mesh.local_range(&desc)?;
+        let after = start + local.elements().next_multiple_of(ALIGN);
+        entries.push(BucketEntry { desc, local, start });
+        start = after;
+    }
+    Ok((entries, start.next_multiple_of(bucket_options.unit(ALIGN))))
 }
 
 struct BucketLoader<'a> {
@@ -358,13 +358,13 @@ struct BucketLoader<'a> {
 impl BucketLoader<'_> {
     fn filled<T: PlainElement>(
         &self,
-        fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
+        fill: &mut FillParam<'_>,
         wrap: fn(&mut [T]) -> LoadTarget<'_>,
     ) -> Result<ParamStorage> {
         let mut filling = BucketBuilder::new(self.kept.clone(), self.bucket_options.values)?;
         for entry in self.entries.iter().filter(|entry| self.bucket_options.wants(&entry.range(), self.kept))
         {
-            filling.fill(entry.range(), |values| fill(&entry.desc, wrap(values)))?;
+            filling.fill(entry.range(), |values| fill(&entry.desc, &entry.local, wrap(values)))?;
         }
         filling.finish()
     }

@@ -6,7 +6,7 @@ use candle_core::DType;
 use super::grad_reduce::GradReduceOptions;
 use super::mesh_shape::{MeshAxis, MeshShape};
 use super::param_store::ParamStore;
-use super::placement::{Placement, ShardingSpec};
+use super::placement::ShardingSpec;
 use crate::model::Segment;
 
 /// Trainable parameters with the same placement.
@@ -14,7 +14,7 @@ use crate::model::Segment;
 pub struct TrainedRun {
     /// Placement of the parameters.
     pub spec: ShardingSpec,
-    /// Number of elements.
+    /// Number of elements of their local shapes.
     pub elements: usize,
     /// Bytes of a compute value.
     pub value_bytes: usize,
@@ -68,13 +68,13 @@ impl SentBytes {
         for TrainedRun { spec, elements, value_bytes } in trained {
             let gradient = elements * dtype.size_in_bytes();
             let (mut whole, mut between) = (0, 0);
-            let within = match (spec.gradients, spec.update) {
-                (Placement::Replicated, Placement::Replicated) => {
+            let within = match (spec.gradients.is_sharded(), spec.update.is_sharded()) {
+                (false, false) => {
                     whole = 2 * round(gradient, world);
                     0
                 }
-                (Placement::Replicated, Placement::Sharded { .. }) => round(gradient, shards),
-                (Placement::Sharded { .. }, _) => {
+                (false, true) => round(gradient, shards),
+                (true, _) => {
                     between = turns * 2 * round(gradient / shards, copies);
                     turns * round(gradient, shards)
                 }

@@ -22,7 +22,7 @@ use super::gather::call;
 use super::mesh::DeviceMesh;
 use super::mesh_shape::MeshAxis;
 use super::param::BucketKind;
-use super::placement::Placement;
+use super::placement::Placements;
 use crate::collective::{Collective, Reduction, Ticket};
 use crate::error::{Error, Result};
 use crate::locks::locked;
@@ -104,10 +104,10 @@ impl ReducingRanks {
     }
 
     /// Returns the groups that sum gradients of this placement, in calling order.
-    fn of(mesh: &DeviceMesh, placement: Placement) -> Vec<Self> {
-        match placement {
-            Placement::Replicated => vec![ReducingRanks::Data],
-            Placement::Sharded { axis, .. } => {
+    fn of(mesh: &DeviceMesh, placements: Placements) -> Vec<Self> {
+        match placements.axis() {
+            None => vec![ReducingRanks::Data],
+            Some(axis) => {
                 let replicas =
                     (mesh.size(MeshAxis::Data) > 1).then_some(ReducingRanks::Along(MeshAxis::Data));
                 [ReducingRanks::Along(axis)].into_iter().chain(replicas).collect()
@@ -270,11 +270,11 @@ impl GradBuffers {
     }
 
     /// Starts to sum `gradients`, a bucket's whole ones, over the ranks that get different rows.
-    /// The sum has the given `placement`. Gradients that are sent without conversion are summed in
+    /// The sum has the given `placements`. Gradients that are sent without conversion are summed in
     /// their own memory.
     fn start(
         &self,
-        (mesh, placement): (&DeviceMesh, Placement),
+        (mesh, placements): (&DeviceMesh, Placements),
         (index, bucket): (usize, &Bucket),
         gradients: &Tensor,
     ) -> Result<PendingReduction> {
@@ -287,18 +287,15 @@ impl GradBuffers {
         } else {
             gradients.to_dtype(self.reducing.dtype)?
         };
-        let sum = match placement {
-            Placement::Replicated => sent.clone(),
-            Placement::Sharded { .. } => sent.narrow(0, bucket.own.start, bucket.own.len())?,
-        };
+        let sharded = placements.is_sharded();
+        let sum = if sharded { sent.narrow(0, bucket.own.start, bucket.own.len())? } else { sent.clone() };
         let (full, shard) = (memory(&sent)?, memory(&sum)?);
-        let groups = ReducingRanks::of(mesh, placement);
-        let reduction = match placement {
-            Placement::Replicated => Reduction::AllReduce(&full),
-            Placement::Sharded { .. } => {
-                let replicas = groups.get(1).map(|replicas| replicas.group(mesh));
-                Reduction::ReduceScatter { full: &full, shard: &shard, replicas }
-            }
+        let groups = ReducingRanks::of(mesh, placements);
+        let reduction = if sharded {
+            let replicas = groups.get(1).map(|replicas| replicas.group(mesh));
+            Reduction::ReduceScatter { full: &full, shard: &shard, replicas }
+        } else {
+            Reduction::AllReduce(&full)
         };
         let ranks = groups[0];
         let ticket = ranks.group(mesh).start_reduction(call, reduction)?;
@@ -388,9 +385,10 @@ fn share_memory(one: Segment, other: Segment) -> bool {
 /// Returns whether a bucket's fresh gradients are reduced in place, or its sum is rounded from
 /// them, so that they must not be overwritten meanwhile.
 fn is_held(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
-    let sent = match bucket.spec.gradients {
-        Placement::Sharded { .. } => reducing.dtype == DType::F32,
-        Placement::Replicated => bucket.away || bucket.rounds_from_f32(),
+    let sent = if bucket.spec.gradients.is_sharded() {
+        reducing.dtype == DType::F32
+    } else {
+        bucket.away || bucket.rounds_from_f32()
     };
     sent && needs_own_buffer(bucket, reducing)
 }

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
+use super::local_range::LocalRange;
 use super::mesh_shape::{MeshAxis, MeshShape};
+use super::param::ParamDesc;
 use super::placement::ShardingStrategy;
 use crate::collective::{Collective, SingleRank, Traffic};
 use crate::error::Result;
@@ -102,6 +104,11 @@ impl DeviceMesh {
             AxisGroup::World => &*self.world,
             AxisGroup::Split(group) => &**group,
         }
+    }
+
+    /// Returns the part of a parameter that this rank computes with.
+    pub(super) fn local_range(&self, desc: &ParamDesc) -> Result<LocalRange> {
+        desc.local_range(self.shape, self.world.rank())
     }
 
     /// Returns the number of ranks along each axis.

@@ -2,22 +2,28 @@
 
 use candle_core::DType;
 
-use super::placement::ParamRole;
+use super::local_range::LocalRange;
+use super::mesh_shape::MeshShape;
+use super::placement::{ParamRole, Placements};
+use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::quant::{QuantFormat, RunDtype};
 
-/// A parameter without a value.
+/// A parameter without a value: the one declaration of its shape and placement.
+///
+/// The global shape is that of the whole tensor, as files have it. The local shape is that of the
+/// part with which a rank of a mesh computes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParamDesc {
     /// Name in the checkpoint; for adapters PEFT's without its prefix, such as
     /// `<module>.lora_A.weight`.
     pub name: String,
-    /// Its shape, the outermost dimension first.
-    pub shape: Vec<usize>,
     /// The segment that uses it.
     pub segment: Segment,
     /// Its training and its storage format.
     pub kind: ParamKind,
+    shape: Vec<usize>,
+    placements: Placements,
 }
 
 /// The way a parameter trains, and its format in memory.
@@ -65,9 +71,66 @@ impl LrGroup {
 }
 
 impl ParamDesc {
-    /// Returns the number of its elements.
-    pub fn elements(&self) -> usize {
+    /// Describes a parameter of the global shape `shape`, the outermost dimension first. The
+    /// `placements` are those over the axes that split the model, not over the shard axis.
+    pub fn new(
+        name: String,
+        shape: Vec<usize>,
+        placements: Placements,
+        segment: Segment,
+        kind: ParamKind,
+    ) -> Self {
+        ParamDesc { name, segment, kind, shape, placements }
+    }
+
+    /// Returns the shape of the whole tensor.
+    pub fn global_shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Returns the number of elements of the whole tensor.
+    pub fn global_elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Returns the local length of each dimension.
+    fn local_dims(&self, mesh: MeshShape) -> impl Iterator<Item = Result<usize>> {
+        self.shape.iter().enumerate().map(move |(dim, len)| {
+            let parts = self.placements.parts(dim, mesh);
+            if !len.is_multiple_of(parts) {
+                return Err(Error::user(format!("cannot split `{}` over {parts} ranks", self.name)).because(
+                    format!("its dimension {dim} has {len} elements; accepted: a number that divides {len}"),
+                ));
+            }
+            Ok(len / parts)
+        })
+    }
+
+    /// Returns the shape of the part that each rank of `mesh` computes with.
+    ///
+    /// # Errors
+    /// The user's: the number of ranks that split a dimension does not divide it.
+    pub fn local_shape(&self, mesh: MeshShape) -> Result<Vec<usize>> {
+        self.local_dims(mesh).collect()
+    }
+
+    /// Returns the number of elements of the part that each rank of `mesh` computes with.
+    ///
+    /// # Errors
+    /// Those of [`ParamDesc::local_shape`].
+    pub fn local_elements(&self, mesh: MeshShape) -> Result<usize> {
+        self.local_dims(mesh).product()
+    }
+
+    /// Returns the part of the whole tensor that `rank` of `mesh` computes with.
+    ///
+    /// # Errors
+    /// Those of [`ParamDesc::local_shape`].
+    pub fn local_range(&self, mesh: MeshShape, rank: usize) -> Result<LocalRange> {
+        self.local_shape(mesh)?;
+        let dims = self.shape.iter().enumerate();
+        let ranges = dims.map(|(dim, len)| self.placements.range(dim, *len, mesh, rank)).collect();
+        Ok(LocalRange::new(self.shape.clone(), ranges))
     }
 }
 
@@ -144,4 +207,47 @@ pub(super) enum BufferKind {
     Values(BucketKind),
     /// Memory of the runs of one type of quantized buckets.
     Quantized(RunDtype),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::mesh_shape::MeshAxis;
+    use super::*;
+
+    fn desc(shape: [usize; 2], placements: Placements) -> ParamDesc {
+        let kind = ParamKind::Frozen { dtype: None };
+        ParamDesc::new("q_proj.weight".into(), shape.into(), placements, Segment::Block(0), kind)
+    }
+
+    #[test]
+    fn a_mesh_splits_the_dimension_that_the_placement_names() -> Result<()> {
+        let mesh = MeshShape::ONE.with(MeshAxis::Data, 3).with(MeshAxis::Tensor, 2);
+        let split = |dim| desc([8, 6], Placements::REPLICATED.shard(MeshAxis::Tensor, dim));
+        for (param, shape) in
+            [(split(0), [4, 6]), (split(1), [8, 3]), (desc([8, 6], Placements::REPLICATED), [8, 6])]
+        {
+            assert_eq!(param.global_shape(), [8, 6]);
+            assert_eq!(param.local_shape(mesh)?, shape);
+            assert_eq!(param.local_elements(mesh)?, shape.iter().product::<usize>());
+            assert_eq!(param.local_shape(MeshShape::ONE)?, [8, 6], "one rank has the whole");
+            for rank in 0..mesh.ranks() {
+                assert_eq!(param.local_range(mesh, rank)?.shape(), shape);
+            }
+        }
+        let [first, second] = [split(0).local_range(mesh, 2)?, split(0).local_range(mesh, 5)?];
+        let whole: Vec<usize> = (0..48).collect();
+        assert_eq!(first.take(&whole, 0..24), whole[..24]);
+        assert_eq!(second.take(&whole, 0..24), whole[24..]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_dimension_that_the_ranks_do_not_divide_is_refused() {
+        let mesh = MeshShape::ONE.with(MeshAxis::Tensor, 2);
+        let param = desc([7, 4], Placements::REPLICATED.shard(MeshAxis::Tensor, 0));
+        for error in [param.local_elements(mesh).unwrap_err(), param.local_range(mesh, 0).unwrap_err()] {
+            assert_eq!(error.what(), "cannot split `q_proj.weight` over 2 ranks");
+            assert_eq!(error.causes(), ["its dimension 0 has 7 elements; accepted: a number that divides 7"]);
+        }
+    }
 }

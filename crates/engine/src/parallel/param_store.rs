@@ -6,14 +6,13 @@ use std::ops::Deref;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::bucket::{Bucket, BucketEntry, BucketOptions, LoadTarget, view};
+use super::bucket::{Bucket, BucketEntry, BucketOptions, FillParam, view};
 use super::gather::{BufferId, GatherQueue, Gathered, GatheredMemory, ShardRun, call};
 use super::grad_reduce::{GradBuffers, GradReduceOptions, is_finite};
 use super::mesh::DeviceMesh;
 use super::mesh_shape::MeshAxis;
 use super::offload::{OffloadTarget, StorageTarget};
 use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind};
-use super::placement::Placement;
 use super::quantized_bucket::QuantizedBucket;
 use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
 use crate::collective::{Call, Phase};
@@ -94,7 +93,7 @@ impl ParamStore {
         descs: Vec<ParamDesc>,
         adapters: Adapters,
         options: StoreOptions,
-        fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
+        fill: &mut FillParam<'_>,
     ) -> Result<Self> {
         let (buckets, packed) = buckets(descs, &options, fill)?;
         let StoreOptions { dtype, device, mesh, reducing, offload, bf16_copy, .. } = options;
@@ -156,7 +155,7 @@ impl ParamStore {
                 **offset = sum as f32;
             }
         }
-        for bucket in self.trainable().filter(|bucket| bucket.spec.values == Placement::Replicated) {
+        for bucket in self.trainable().filter(|bucket| !bucket.spec.values.is_sharded()) {
             let first = call!("first values of", bucket.segment);
             self.with_device_buffer(&bucket.value, |values| {
                 self.mesh.world().broadcast(first, 0, &values.memory()?)
@@ -444,11 +443,7 @@ pub(crate) enum FiniteCheck {
 
 type Buckets = (Vec<Bucket>, Vec<QuantizedBucket>);
 
-fn buckets(
-    descs: Vec<ParamDesc>,
-    options: &StoreOptions,
-    fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
-) -> Result<Buckets> {
+fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'_>) -> Result<Buckets> {
     let mut by_group: BTreeMap<(Segment, BucketKind), Vec<ParamDesc>> = BTreeMap::new();
     for desc in descs {
         by_group.entry((desc.segment, BucketKind::of(desc.kind))).or_default().push(desc);
@@ -475,7 +470,7 @@ fn buckets(
     for ((_, group), descs) in &by_group {
         let bytes = match group {
             BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
-            _ => Bucket::room(descs, &bucket_options(*group, descs)),
+            _ => Bucket::room(descs, &bucket_options(*group, descs))?,
         };
         let away = options.offload.has_values(group.role());
         *(if away { &mut room } else { &mut on_device }) += bytes;
@@ -490,9 +485,7 @@ fn buckets(
             bucket_options.values = file.as_ref().map_or(StorageTarget::Host, StorageTarget::File);
         }
         if group == BucketKind::Quantized {
-            packed.push(QuantizedBucket::new(descs, bucket_options, &mut |desc, blocks| {
-                fill(desc, LoadTarget::Blocks(blocks))
-            })?);
+            packed.push(QuantizedBucket::new(descs, bucket_options, fill)?);
         } else {
             buckets.push(Bucket::new(descs, bucket_options, fill)?);
         }

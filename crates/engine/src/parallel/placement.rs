@@ -1,4 +1,15 @@
-//! Placement of tensors on ranks: the table of the sharding strategies.
+//! Placement of tensors on ranks, as lists with one entry for each axis of the mesh. They exist at
+//! two levels:
+//!
+//! 1. A parameter ([`super::ParamDesc`]) is placed over the axes that split the model itself, such
+//!    as the tensor axis. Its list decides the local shape, with which a rank computes. Loading,
+//!    buckets, checkpoints and the planner derive sizes and ranges from it. No strategy splits the
+//!    model yet: each list is [`Placements::REPLICATED`], and the mesh refuses those axes.
+//! 2. A bucket, the flat buffer of a segment's local tensors, is placed over the shard axis (ZeRO,
+//!    FSDP). [`ShardingSpec`] has a list each for values, gradients and updates. It decides the run
+//!    of the buffer that a rank keeps between uses, and never the shape of a computation.
+//!
+//! The strategies differ at the second level:
 //!
 //! ```text
 //!         ranks along   values   gradients  update   sent per step and rank
@@ -17,6 +28,8 @@
 //!
 //! Adapters are small: fsdp and hsdp keep them whole and sum their gradients once a step, as ddp
 //! does.
+
+use std::ops::Range;
 
 use super::mesh_shape::{MeshAxis, MeshShape};
 use crate::error::{Error, Result};
@@ -38,36 +51,65 @@ pub enum ShardingStrategy {
     Hsdp(usize),
 }
 
-/// The placement of a tensor on the ranks of a mesh, as in DTensor: split along at most one axis,
-/// and replicated along all others.
+/// The placement of a tensor along one axis of the mesh, as in DTensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Placement {
-    /// Every rank has all of it: DTensor's `Replicate()`.
-    Replicated,
-    /// Each rank along `axis` has one of equal parts: DTensor's `Shard(dim)`.
-    Sharded {
-        /// The axis of the ranks that have the parts.
-        axis: MeshAxis,
-        /// The dimension that is split. A bucket is flat, so it has dimension 0 alone.
+enum Placement {
+    /// All ranks along the axis have the same: DTensor's `Replicate()`.
+    Replicate,
+    /// Each rank along the axis has one of equal parts: DTensor's `Shard(dim)`.
+    Shard {
+        /// The dimension of the tensor that is split.
         dim: usize,
     },
 }
 
-impl Placement {
-    /// A flat bucket, sharded over the ranks of the shard axis.
-    pub(crate) const FLAT_SHARD: Placement = Placement::Sharded { axis: MeshAxis::Shard, dim: 0 };
+/// The placement of a tensor on a mesh, as in DTensor: for each axis, in the order of
+/// [`MeshAxis::ALL`], `Replicate` or `Shard { dim }`. Several axes may split one dimension: the
+/// slowest first, and the next its parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placements([Placement; MeshAxis::ALL.len()]);
 
-    /// Returns whether a rank has only a part.
-    pub fn is_sharded(self) -> bool {
-        self != Placement::Replicated
+/// A flat bucket that the ranks along the shard axis split.
+const SHARDED: Placements = Placements::REPLICATED.shard(MeshAxis::Shard, 0);
+
+impl Placements {
+    /// Every rank has the whole tensor.
+    pub const REPLICATED: Placements = Placements([Placement::Replicate; MeshAxis::ALL.len()]);
+
+    /// Returns the same list, with dimension `dim` also split along `axis`.
+    #[must_use]
+    pub const fn shard(mut self, axis: MeshAxis, dim: usize) -> Self {
+        self.0[axis as usize] = Placement::Shard { dim };
+        self
     }
 
-    /// Returns the axis that splits the tensor, or `None` if every rank has all of it.
-    pub fn axis(self) -> Option<MeshAxis> {
-        match self {
-            Placement::Replicated => None,
-            Placement::Sharded { axis, .. } => Some(axis),
-        }
+    /// Returns whether some axis splits the tensor.
+    pub fn is_sharded(self) -> bool {
+        self != Placements::REPLICATED
+    }
+
+    /// Returns the slowest axis that splits the tensor, or `None` if every rank has all of it.
+    pub(super) fn axis(self) -> Option<MeshAxis> {
+        MeshAxis::ALL.into_iter().find(|axis| self.0[*axis as usize] != Placement::Replicate)
+    }
+
+    /// Returns the axes that split dimension `dim`, the slowest first.
+    fn axes(self, dim: usize) -> impl Iterator<Item = MeshAxis> {
+        let splits = move |axis: &MeshAxis| self.0[*axis as usize] == Placement::Shard { dim };
+        MeshAxis::ALL.into_iter().filter(splits)
+    }
+
+    /// Returns the number of equal parts of dimension `dim` on `mesh`.
+    pub fn parts(self, dim: usize, mesh: MeshShape) -> usize {
+        self.axes(dim).map(|axis| mesh.size(axis)).product()
+    }
+
+    /// Returns the range of dimension `dim`, of `len` elements, that `rank` has. The number of
+    /// parts divides `len`.
+    pub(super) fn range(self, dim: usize, len: usize, mesh: MeshShape, rank: usize) -> Range<usize> {
+        let part = self.axes(dim).fold(0, |at, axis| at * mesh.size(axis) + mesh.coordinate(rank, axis));
+        let each = len / self.parts(dim, mesh);
+        part * each..(part + 1) * each
     }
 }
 
@@ -75,21 +117,18 @@ impl Placement {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardingSpec {
     /// Placement of the compute values.
-    pub values: Placement,
+    pub values: Placements,
     /// Placement of gradients after they are summed.
-    pub gradients: Placement,
+    pub gradients: Placements,
     /// Placement of masters, moments, and the values that the optimizer updates.
-    pub update: Placement,
+    pub update: Placements,
 }
 
 impl ShardingSpec {
     /// Returns the axis along which new values are gathered after an update, if each rank computes
     /// with all values and updates its part.
     pub(super) fn param_gather_axis(self) -> Option<MeshAxis> {
-        match self.values {
-            Placement::Replicated => self.update.axis(),
-            Placement::Sharded { .. } => None,
-        }
+        if self.values.is_sharded() { None } else { self.update.axis() }
     }
 
     /// Refuses placements that flat buckets do not support.
@@ -98,7 +137,7 @@ impl ShardingSpec {
     /// An internal error for a placement over another axis than the shard axis, or along
     /// another dimension than the one that a flat buffer has.
     pub(super) fn check_flat(self) -> Result<()> {
-        let flat = [Placement::Replicated, Placement::FLAT_SHARD];
+        let flat = [Placements::REPLICATED, SHARDED];
         match [self.values, self.gradients, self.update].into_iter().find(|one| !flat.contains(one)) {
             Some(other) => Err(Error::internal("cannot place a bucket")
                 .because(format!("it is {other:?}; a flat bucket is {:?} or {:?}", flat[0], flat[1]))),
@@ -124,7 +163,11 @@ impl ShardingStrategy {
     /// # Errors
     /// The groups of hsdp do not divide the ranks.
     pub fn mesh_shape(self, ranks: usize) -> Result<MeshShape> {
-        let shard = self.shard_size(ranks);
+        let shard = match self {
+            ShardingStrategy::Single | ShardingStrategy::Ddp => 1,
+            ShardingStrategy::Zero1 | ShardingStrategy::Zero2 | ShardingStrategy::Fsdp => ranks,
+            ShardingStrategy::Hsdp(size) => size,
+        };
         if shard == 0 || !ranks.is_multiple_of(shard) {
             return Err(Error::user(format!("cannot divide {ranks} ranks into groups of {shard}"))
                 .because(format!("`parallel.shard_size` is {shard}; accepted: a divisor of {ranks}"))
@@ -135,15 +178,6 @@ impl ShardingStrategy {
             ShardingStrategy::Single => shape,
             _ => shape.with(MeshAxis::Data, ranks / shard),
         })
-    }
-
-    /// Returns the number of ranks, of `ranks` in all, that shard one copy.
-    pub fn shard_size(self, ranks: usize) -> usize {
-        match self {
-            ShardingStrategy::Single | ShardingStrategy::Ddp => 1,
-            ShardingStrategy::Zero1 | ShardingStrategy::Zero2 | ShardingStrategy::Fsdp => ranks,
-            ShardingStrategy::Hsdp(size) => size,
-        }
     }
 
     /// Returns the axis over which a bucket's sum is cut into equal runs. Buckets are padded to
@@ -157,16 +191,15 @@ impl ShardingStrategy {
 
     /// Returns the parts of a bucket that a rank keeps.
     pub fn sharding_spec(self, content: ParamRole) -> ShardingSpec {
-        use Placement::Replicated;
-        const SHARDED: Placement = Placement::FLAT_SHARD;
+        const WHOLE: Placements = Placements::REPLICATED;
         let [values, gradients, update] = match (self, content) {
             (
                 ShardingStrategy::Fsdp | ShardingStrategy::Hsdp(_),
                 ParamRole::Frozen | ParamRole::Trainable,
             ) => [SHARDED, SHARDED, SHARDED],
-            (ShardingStrategy::Zero1, _) => [Replicated, Replicated, SHARDED],
-            (ShardingStrategy::Zero2, _) => [Replicated, SHARDED, SHARDED],
-            _ => [Replicated, Replicated, Replicated],
+            (ShardingStrategy::Zero1, _) => [WHOLE, WHOLE, SHARDED],
+            (ShardingStrategy::Zero2, _) => [WHOLE, SHARDED, SHARDED],
+            _ => [WHOLE, WHOLE, WHOLE],
         };
         ShardingSpec { values, gradients, update }
     }
@@ -206,9 +239,20 @@ mod tests {
         }
         let spec = ShardingStrategy::Fsdp.sharding_spec(ParamRole::Trainable);
         for (axis, dim) in [(MeshAxis::Shard, 1), (MeshAxis::Tensor, 0)] {
-            let error = ShardingSpec { values: Placement::Sharded { axis, dim }, ..spec }.check_flat();
-            let error = error.unwrap_err().to_string();
-            assert!(error.contains(&format!("it is Sharded {{ axis: {axis:?}, dim: {dim} }}")), "{error}");
+            let values = Placements::REPLICATED.shard(axis, dim);
+            let error = ShardingSpec { values, ..spec }.check_flat().unwrap_err().to_string();
+            assert!(error.contains(&format!("it is {values:?}; a flat bucket is")), "{error}");
         }
+    }
+
+    #[test]
+    fn axes_that_split_one_dimension_cut_the_parts_of_the_slower_ones() {
+        let mesh = MeshShape::ONE.with(MeshAxis::Shard, 3).with(MeshAxis::Tensor, 2);
+        let both = SHARDED.shard(MeshAxis::Tensor, 0);
+        assert_eq!([both.parts(0, mesh), both.parts(1, mesh)], [6, 1]);
+        let ranges = |list: Placements| (0..6).map(|rank| list.range(0, 12, mesh, rank)).collect::<Vec<_>>();
+        assert_eq!(ranges(both), [0..2, 2..4, 4..6, 6..8, 8..10, 10..12]);
+        assert_eq!(ranges(SHARDED), [0..4, 0..4, 4..8, 4..8, 8..12, 8..12]);
+        assert!(ranges(Placements::REPLICATED).iter().all(|range| *range == (0..12)));
     }
 }

@@ -7,7 +7,8 @@ use std::ops::Range;
 
 use candle_core::DType;
 
-use super::bucket::BucketOptions;
+use super::bucket::{BucketOptions, FillParam, LoadTarget};
+use super::local_range::LocalRange;
 use super::offload::BucketBuilder;
 use super::param::{ParamDesc, ParamKind};
 use crate::error::{Error, Result};
@@ -22,6 +23,8 @@ use crate::runtime::param_storage::ParamStorage;
 #[derive(Debug, Clone)]
 struct QuantizedEntry {
     desc: ParamDesc,
+    /// The part of the matrix that this rank computes with.
+    local: LocalRange,
     format: QuantFormat,
     runs: Vec<RunSlot>,
     /// The mean of the scales. Only the rank that filled the entry has it until
@@ -72,27 +75,29 @@ impl QuantizedBucket {
     pub(super) fn new(
         descs: Vec<ParamDesc>,
         bucket_options: BucketOptions<'_>,
-        fill: &mut dyn FnMut(&ParamDesc, BlocksMut<'_>) -> Result<()>,
+        fill: &mut FillParam<'_>,
     ) -> Result<Self> {
         let segment = descs[0].segment;
-        let BucketLayout { mut entries, lens } = layout(descs, bucket_options.unit(ALIGN))?;
+        let BucketLayout { mut entries, lens } = layout(descs, &bucket_options)?;
         let kept = |dtype: RunDtype| bucket_options.part(bucket_options.spec.values, lens[&dtype]);
         let mut builders = RunBuilders {
             bytes: BucketBuilder::new(kept(RunDtype::U8), bucket_options.values)?,
             floats: BucketBuilder::new(kept(RunDtype::F32), bucket_options.values)?,
         };
-        for QuantizedEntry { desc, format, runs, offset } in &mut entries {
+        for QuantizedEntry { desc, local, format, runs, offset } in &mut entries {
             if !runs.iter().any(|slot| bucket_options.wants(&slot.range, &kept(slot.dtype()))) {
                 continue;
             }
             let meanings = runs.iter().map(|slot| slot.run.meaning);
             if let Some(memory) = builders.in_place(runs) {
-                fill(desc, BlocksMut::new(*format, meanings.zip(memory), offset))?;
+                let blocks = BlocksMut::new(*format, meanings.zip(memory), offset);
+                fill(desc, local, LoadTarget::Blocks(blocks))?;
                 continue;
             }
             let mut filled: Vec<RunBuffer> = runs.iter().map(|slot| RunBuffer::zeros(&slot.run)).collect();
             let memory = filled.iter_mut().map(RunBuffer::as_mut);
-            fill(desc, BlocksMut::new(*format, meanings.zip(memory), offset))?;
+            let blocks = BlocksMut::new(*format, meanings.zip(memory), offset);
+            fill(desc, local, LoadTarget::Blocks(blocks))?;
             for (slot, values) in runs.iter().zip(&filled) {
                 builders.fill(&slot.range, values)?;
             }
@@ -113,7 +118,7 @@ impl QuantizedBucket {
 
     /// Returns the bytes that all runs of `descs` occupy in a file.
     pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
-        let BucketLayout { lens, .. } = layout(descs.to_vec(), bucket_options.unit(ALIGN))?;
+        let BucketLayout { lens, .. } = layout(descs.to_vec(), bucket_options)?;
         let room = |(dtype, len): (RunDtype, usize)| {
             let dtype = match dtype {
                 RunDtype::U8 => DType::U8,
@@ -145,8 +150,8 @@ impl QuantizedBucket {
         entry: usize,
         whole: impl Fn(RunDtype) -> Result<TensorMut>,
     ) -> Result<Quantized> {
-        let QuantizedEntry { desc, format, runs, offset } = &self.entries[entry];
-        let shape = match desc.shape[..] {
+        let QuantizedEntry { desc, local, format, runs, offset } = &self.entries[entry];
+        let shape = match local.shape()[..] {
             [out, inputs] => (out, inputs),
             _ => return Err(Error::internal(format!("{} is not a matrix", desc.name))),
         };
@@ -201,9 +206,9 @@ struct BucketLayout {
     lens: BTreeMap<RunDtype, usize>,
 }
 
-/// Computes the positions of the runs of `descs`, and the lengths of the buffers, multiples of
-/// `unit`.
-fn layout(descs: Vec<ParamDesc>, unit: usize) -> Result<BucketLayout> {
+/// Computes the positions of the runs of `descs`, and the lengths of the buffers, of which ranks
+/// keep equal runs.
+fn layout(descs: Vec<ParamDesc>, bucket_options: &BucketOptions<'_>) -> Result<BucketLayout> {
     let mut lens = BTreeMap::from([(RunDtype::U8, 0), (RunDtype::F32, 0)]);
     let mut entries = Vec::with_capacity(descs.len());
     for desc in descs {
@@ -216,9 +221,11 @@ fn layout(descs: Vec<ParamDesc>, unit: usize) -> Result<BucketLayout> {
             *len += run.elements.next_multiple_of(ALIGN);
             RunSlot { run, range: start..start + run.elements }
         };
-        let runs = format.layout(desc.elements()).into_iter().map(place).collect();
-        entries.push(QuantizedEntry { runs, offset: 0.0, format, desc });
+        let local = bucket_options.mesh.local_range(&desc)?;
+        let runs = format.layout(local.elements()).into_iter().map(place).collect();
+        entries.push(QuantizedEntry { runs, offset: 0.0, format, desc, local });
     }
+    let unit = bucket_options.unit(ALIGN);
     lens.values_mut().for_each(|len| *len = len.next_multiple_of(unit));
     Ok(BucketLayout { entries, lens })
 }

@@ -2,8 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::bucket::{Bucket, LoadTarget};
-use super::param::ParamDesc;
+use super::bucket::{Bucket, FillParam, LoadTarget};
 use super::param_store::ParamStore;
 use crate::error::Result;
 use crate::ops::elementwise::sums_of_squares;
@@ -55,10 +54,7 @@ impl ParamStore {
     ///
     /// # Errors
     /// Those of `fill`; a tensor operation failed; a peer failed.
-    pub fn refill_trainable(
-        &self,
-        fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
-    ) -> Result<()> {
+    pub fn refill_trainable(&self, fill: &mut FillParam<'_>) -> Result<()> {
         for bucket in self.trainable() {
             let (own, updated) = (bucket.own(), bucket.updated()?);
             for entry in &bucket.entries {
@@ -66,7 +62,7 @@ impl ParamStore {
                 let (from, to) = (range.start.max(own.start), range.end.min(own.end));
                 if from < to {
                     let mut values = vec![0f32; range.len()];
-                    fill(&entry.desc, LoadTarget::F32(&mut values))?;
+                    fill(&entry.desc, &entry.local, LoadTarget::F32(&mut values))?;
                     let part = &values[from - range.start..to - range.start];
                     let part = Tensor::from_slice(part, part.len(), &Device::Cpu)?;
                     updated.narrow(from - own.start, to - from)?.store_cast(&part)?;

@@ -111,8 +111,8 @@ impl ParamLookup for SegmentViews<'_> {
         if !entries.windows(2).all(adjoin) {
             return Ok(None);
         }
-        let [_, width] = first.desc.shape[..] else { return Ok(None) };
-        let elements = entries.iter().map(|(_, entry)| entry.desc.elements()).sum::<usize>();
+        let [_, width] = first.local.shape()[..] else { return Ok(None) };
+        let elements = entries.iter().map(|(_, entry)| entry.range().len()).sum::<usize>();
         let whole = |flat: &Tensor| -> Result<Tensor> {
             Ok(flat.narrow(0, first.start, elements)?.reshape((elements / width, width))?)
         };

@@ -60,8 +60,9 @@ impl Case {
             let kind = ParamKind::Trainable(UpdateRule { decay: false, lr_group: LrGroup::Base });
             // Blocks need not have equal lengths.
             let shape = vec![300 + 700 * i];
-            let desc = ParamDesc { name: format!("{segment:?}"), shape, segment: *segment, kind };
-            Bucket::new(vec![desc], bucket_options, &mut |_, _| Ok(()))
+            let name = format!("{segment:?}");
+            let desc = ParamDesc::new(name, shape, Placements::REPLICATED, *segment, kind);
+            Bucket::new(vec![desc], bucket_options, &mut |_, _, _| Ok(()))
         };
         self.segments.iter().enumerate().map(bucket).collect()
     }
