@@ -219,7 +219,9 @@ pub(super) fn dequantizing_passes(step: &PlannedStep) -> f64 {
 /// Returns the bytes read and written to dequantize all codes to bf16 once.
 pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
     let bytes = |desc: &ParamDesc| match desc.kind {
-        ParamKind::Quantized(format) => desc.elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0),
+        ParamKind::Quantized(format) => {
+            desc.elements() as f64 * (format.scheme().hint().bits as f64 / 8.0 + 2.0)
+        }
         _ => 0.0,
     };
     descs.iter().map(bytes).sum()

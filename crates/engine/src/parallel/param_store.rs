@@ -490,8 +490,8 @@ fn buckets(
             bucket_options.values = file.as_ref().map_or(StorageTarget::Host, StorageTarget::File);
         }
         if group == BucketKind::Quantized {
-            packed.push(QuantizedBucket::new(descs, bucket_options, &mut |desc, blocks| {
-                fill(desc, LoadTarget::Blocks(blocks))
+            packed.push(QuantizedBucket::new(descs, bucket_options, &mut |desc, runs| {
+                fill(desc, LoadTarget::Quantized(runs))
             })?);
         } else {
             buckets.push(Bucket::new(descs, bucket_options, fill)?);
