@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::export::bitsandbytes::{Scheme, write_quantized};
 use crate::launcher::interrupt::removing_on_signals;
 use crate::loading::{BaseModel, Resolver, Trains};
-use crate::quant::{CodeKind, QuantFormat};
+use crate::quant::{BlockFormat, FourBit};
 use crate::recipe::{DataSource, ModelSection, QuantKind};
 use crate::units;
 
@@ -49,8 +49,9 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
 }
 
 fn scheme(args: &QuantizeArgs) -> Result<Scheme> {
-    let kind = match args.kind {
-        QuantKind::Nf4 | QuantKind::Fp4 => CodeKind::Blockwise(args.kind),
+    let codes = match args.kind {
+        QuantKind::Nf4 => FourBit::Nf4,
+        QuantKind::Fp4 => FourBit::Fp4,
         QuantKind::Int8 => {
             let flag = match (args.block_size, args.no_double_quant) {
                 (Some(_), _) => "--block-size",
@@ -64,6 +65,6 @@ fn scheme(args: &QuantizeArgs) -> Result<Scheme> {
                 .hint(format!("remove `{flag}`")));
         }
     };
-    let block_size = args.block_size.unwrap_or(QuantFormat::default().block_size);
-    Ok(Scheme::FourBits(QuantFormat { kind, block_size, double_quant: !args.no_double_quant }))
+    let block_size = args.block_size.unwrap_or(BlockFormat::default().block_size);
+    Ok(Scheme::FourBits(BlockFormat { codes, block_size, double_quant: !args.no_double_quant }))
 }

@@ -21,7 +21,7 @@ use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::has_kernels;
 use crate::parallel;
 use crate::parallel::{DeviceMesh, GradReduceOptions, LoadTarget, OffloadTarget, ParamDesc, ParamStore};
-use crate::quant::{CodeKind, QuantFormat};
+use crate::quant::QuantFormat;
 use crate::recipe::enums::Attention;
 use crate::recipe::enums::MasterWeights;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
@@ -315,7 +315,7 @@ impl BaseModel {
             return Err(Error::user("cannot train all weights of a quantized model")
                 .because(format!(
                     "its linear layers are kept in {}, which takes no updates; the recipe has no `[adapter]`",
-                    describe(format)
+                    format.scheme().describe()
                 ))
                 .hint(format!("add `[adapter]` to train an adapter on it, or {other}")));
         }
@@ -324,7 +324,7 @@ impl BaseModel {
             return Err(Error::user("cannot start the adapter from this model's weights")
                 .because(format!(
                     "`adapter.init` is \"pissa\" or \"loftq\", which factor the weights before they are quantized; the model is stored in {}",
-                    describe(&format)
+                    format.scheme().describe()
                 ))
                 .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
         }
@@ -390,11 +390,7 @@ impl BaseModel {
 
 /// Returns the format that `[quantization]` sets.
 pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
-    QuantFormat {
-        kind: CodeKind::Blockwise(quantization.kind),
-        block_size: quantization.block_size,
-        double_quant: quantization.double_quant,
-    }
+    QuantFormat::of_kind(quantization.kind, quantization.block_size, quantization.double_quant)
 }
 
 /// Returns the format of the quantized tensors in `files`; none without such tensors.
@@ -418,8 +414,8 @@ fn skipped_layers(
         return Err(refused()
             .because(format!(
                 "it is quantized already, to {}; `[quantization]` asks for {}",
-                describe(&stored),
-                describe(&wanted)
+                stored.scheme().describe(),
+                wanted.scheme().describe()
             ))
             .hint("remove `[quantization]` to use the checkpoint as it is, or give the unquantized model"));
     }
@@ -444,10 +440,4 @@ fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> 
         }
     }
     Ok(kept)
-}
-
-/// Returns a format in words.
-pub(crate) fn describe(format: &QuantFormat) -> String {
-    let scales = if format.double_quant { "double-quantized scales" } else { "f32 scales" };
-    format!("{} in blocks of {} with {scales}", format.kind.name(), format.block_size)
 }

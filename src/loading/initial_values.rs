@@ -20,7 +20,7 @@ use crate::model::{self, ModelConfig, Module, ParamSpec, StoredModel, initial_lo
 use crate::ops::dora::weight_norm;
 use crate::ops::matmul_quantized::Weight;
 use crate::parallel::{LoadTarget, LocalRange, ParamDesc, TOKEN_ROWS};
-use crate::quant::{BlocksMut, first_not_finite};
+use crate::quant::{QuantViewMut, first_not_finite};
 use crate::recipe::AdapterInit;
 use crate::runtime::rng::RngStream;
 use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, ResizedEmbedding, StoredElement};
@@ -110,7 +110,7 @@ impl<'a> InitialValues<'a> {
         match to {
             LoadTarget::F32(out) => self.fill_as(desc, local, out),
             LoadTarget::Bf16(out) => self.fill_as(desc, local, out),
-            LoadTarget::Blocks(blocks) => self.fill_blocks(desc, local, blocks),
+            LoadTarget::Quantized(runs) => self.fill_quantized(desc, local, runs),
         }
     }
 
@@ -178,13 +178,13 @@ impl<'a> InitialValues<'a> {
     }
 
     /// Quantizes a base weight piece by piece, or copies the codes of a quantized checkpoint.
-    fn fill_blocks(&self, desc: &ParamDesc, local: &LocalRange, mut to: BlocksMut<'_>) -> Result<()> {
+    fn fill_quantized(&self, desc: &ParamDesc, local: &LocalRange, mut to: QuantViewMut<'_>) -> Result<()> {
         if let Some(stored) = self.files.map(|files| files.quantized(&desc.name)).transpose()?.flatten() {
             local.whole_shape()?;
             stored.copy_to(&mut to);
             return Ok(());
         }
-        to.fill(local.elements(), |start, values| {
+        to.fill(local.elements(), &|start, values| {
             local.read(start, values, |at, out| self.read_base(&desc.name, at, out))?;
             check_finite(&desc.name, values)
         })?;
@@ -230,12 +230,12 @@ impl<'a> InitialValues<'a> {
                 StoredElement::round(&weight, to);
                 weight.iter_mut().zip(to).for_each(|(w, kept)| *w = kept.to_f32());
             }
-            LoadTarget::Blocks(mut blocks) => {
-                blocks.fill(weight.len(), |start, values| {
+            LoadTarget::Quantized(mut to) => {
+                to.fill(weight.len(), &|start, values| {
                     values.copy_from_slice(&weight[start..start + values.len()]);
-                    Ok::<(), Error>(())
+                    Ok(())
                 })?;
-                blocks.blocks().dequantize(0, &mut weight);
+                to.view().dequantize(0, &mut weight);
             }
         }
         if let Some(mut lost) = wanted {

@@ -14,7 +14,6 @@ use crate::objectives::ObjectiveCost;
 use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
 use crate::optim::StateLayout;
 use crate::parallel::{MeshShape, OffloadTarget, ParamDesc, ParamKind, Placements, ShardingStrategy};
-use crate::quant::QuantRun;
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::units;
@@ -359,7 +358,7 @@ pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> Res
     let copy = if options.bf16_copy { n * DType::BF16.size_in_bytes() } else { 0 };
     let bytes = match desc.kind {
         ParamKind::Frozen { dtype } => n * dtype.map_or(size, |dtype| dtype.size_in_bytes()),
-        ParamKind::Quantized(format) => copy + format.layout(n).iter().map(QuantRun::bytes).sum::<usize>(),
+        ParamKind::Quantized(format) => copy + format.scheme().bytes(n),
         ParamKind::Trainable(_) => n * size,
         ParamKind::Adapter(_) => 4 * n,
         ParamKind::AdapterInBf16(_) => 2 * n,

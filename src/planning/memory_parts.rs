@@ -108,8 +108,9 @@ fn kept_as(kind: ParamKind, options: &MemoryOptions<'_>) -> String {
     match kind {
         ParamKind::Frozen { dtype } => format!("frozen, {}", dtype.map_or(own, |dtype| dtype.as_str())),
         ParamKind::Quantized(format) => {
-            let double = if format.double_quant { ", its scales in 8 bits" } else { "" };
-            format!("frozen, {} in blocks of {}{double}", format.kind.name(), format.block_size)
+            let scheme = format.scheme();
+            let double = if scheme.double_quant() { ", its scales in 8 bits" } else { "" };
+            format!("frozen, {} in blocks of {}{double}", scheme.name(), scheme.hint().block_size)
         }
         ParamKind::Trainable(_) => format!("trained, {own}"),
         ParamKind::Adapter(_) => format!("adapters, {}", DType::F32.as_str()),

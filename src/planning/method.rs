@@ -3,7 +3,6 @@
 use std::fmt;
 
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::loading::base_model::describe;
 use crate::quant::QuantFormat;
 use crate::units;
 
@@ -21,7 +20,7 @@ impl Method {
         let Some(adapter_setup) = adapter_setup else {
             return Method { tag: "full", text: "all weights (full fine-tuning)".into() };
         };
-        let in_4_bits = format.is_some_and(|format| format.kind.bits() == 4);
+        let in_4_bits = format.is_some_and(|format| format.scheme().hint().bits == 4);
         let (tag, name) = match (adapter_setup.config.spec.use_dora, in_4_bits) {
             (false, false) => ("lora", "LoRA"),
             (false, true) => ("qlora", "QLoRA"),
@@ -33,7 +32,7 @@ impl Method {
             (Some(least), Some(most)) if least < most => format!("{least} to {most}"),
             (_, most) => most.unwrap_or(adapter_setup.config.spec.r).to_string(),
         };
-        let base = format.map_or_else(String::new, |format| format!(" over {}", describe(&format)));
+        let base = format.map_or_else(String::new, |format| format!(" over {}", format.scheme().describe()));
         let modules = units::exact(adapter_setup.targets.len(), "module");
         let text = format!("{name}, r {rank}, on {modules}{base}");
         Method { tag, text }

@@ -12,7 +12,7 @@ use crate::engine::{Comparison, Engine};
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::loading::base_model::{BaseModel, EngineOptions, describe, format};
+use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;
 use crate::loading::resolver::Resolver;
 use crate::quant::QuantFormat;
@@ -68,14 +68,14 @@ impl MergeBase {
             (_, Some(format), _) => merge(
                 BaseValues::AsStored,
                 true,
-                format!("onto the dequantized weights of the model, which is stored in {}", describe(&format)),
+                format!("onto the dequantized weights of the model, which is stored in {}", format.scheme().describe()),
             ),
             (None | Some(BaseChoice::Quantized), None, Some(format)) => merge(
                 BaseValues::Quantized(format),
                 true,
                 format!(
                     "onto the weights dequantized from {}: the adapter was trained on these (`--base original` adds it to the unquantized ones)",
-                    describe(&format)
+                    format.scheme().describe()
                 ),
             ),
             (Some(BaseChoice::Quantized), None, None) => {
@@ -90,7 +90,7 @@ impl MergeBase {
                 false,
                 format!(
                     "onto the unquantized weights, as asked; the adapter was trained over {}, whose rounding it may have learned to correct",
-                    describe(&format)
+                    format.scheme().describe()
                 ),
             ),
             (_, None, None) => match quantized_checkpoint(adapter)? {

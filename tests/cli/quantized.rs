@@ -6,7 +6,9 @@ use std::path::Path;
 use crate::logits::{base, distance, floats};
 use crate::place::{Place, copy_folder, golden, lora};
 use finetune::loading::Trains;
-use finetune::quant::{BlocksMut, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, RunMut};
+use finetune::quant::{
+    BlockCodes as _, BlockFormat, FourBit, NESTED_BLOCK, QuantFormat, QuantTensor, RunMeaning, RunsViewMut,
+};
 use finetune::weights::{ModelFiles, StoredDtype};
 use insta::assert_snapshot;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -90,22 +92,22 @@ fn threads_read_what_one_thread_does() {
     let n = 300_000;
     let folder = tempfile::tempdir().unwrap();
     let values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
-    let format = QuantFormat { kind: CodeKind::FP4, block_size: 128, double_quant: false };
+    let format = BlockFormat { codes: FourBit::Fp4, block_size: 128, double_quant: false };
     let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
-    finetune::quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
+    format.quantize(&values, &mut codes, &mut absmax);
     let state =
         json!({"quant_type": "fp4", "blocksize": 128, "dtype": "bfloat16", "shape": [3, n / 3]}).to_string();
     let le = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
     let tensors: Vec<Tensor> = vec![
         ("w.weight".into(), Dtype::U8, vec![codes.len(), 1], codes),
         ("w.weight.absmax".into(), Dtype::F32, vec![absmax.len()], le(&absmax)),
-        ("w.weight.quant_map".into(), Dtype::F32, vec![16], le(format.kind.table())),
+        ("w.weight.quant_map".into(), Dtype::F32, vec![16], le(format.codes.table())),
         ("w.weight.quant_state.bitsandbytes__fp4".into(), Dtype::U8, vec![state.len()], state.into_bytes()),
     ];
     write_tensors(&folder.path().join("model.safetensors"), &tensors);
     let files = ModelFiles::open(folder.path()).unwrap();
     assert_eq!(files.info("w.weight").unwrap().dtype, StoredDtype::BF16);
-    assert_eq!(files.quantized("w.weight").unwrap().unwrap().format(), format);
+    assert_eq!(files.quantized("w.weight").unwrap().unwrap().format(), QuantFormat::FourBit(format));
     let whole = floats(&files, "w.weight");
     let mut pieces = Vec::new();
     for start in (0..n).step_by(999) {
@@ -123,15 +125,12 @@ fn codes_and_scales_are_the_files_own() {
     let raw = ModelFiles::open_file(&golden(NF4).join("model.safetensors")).unwrap();
     let tensor = files.quantized(Q_PROJ).unwrap().unwrap();
     assert_eq!(tensor.format(), QuantFormat::default());
-    let (blocks, mut offset) = (tensor.format().blocks(4096), 0f32);
-    let (mut codes, mut nested) = (vec![0u8; tensor.format().code_bytes(4096)], vec![0u8; blocks]);
+    let (blocks, mut offset) = (4096 / 64, 0f32);
+    let (mut codes, mut nested) = (vec![0u8; 4096 / 2], vec![0u8; blocks]);
     let mut scales = vec![0f32; blocks.div_ceil(NESTED_BLOCK)];
-    let runs = [
-        (RunMeaning::Codes, RunMut::U8(&mut codes)),
-        (RunMeaning::ScaleCodes, RunMut::U8(&mut nested)),
-        (RunMeaning::NestedScales, RunMut::F32(&mut scales)),
-    ];
-    tensor.copy_to(&mut BlocksMut::new(tensor.format(), runs, &mut offset));
+    let bytes = [(RunMeaning::Codes, &mut codes[..]), (RunMeaning::ScaleCodes, &mut nested)];
+    let runs = RunsViewMut::new(bytes, [(RunMeaning::NestedScales, &mut scales[..])], &mut offset);
+    tensor.copy_to(&mut QuantTensor { format: tensor.format(), runs });
     assert_eq!(codes, raw.bytes(Q_PROJ).unwrap());
     assert_eq!(nested, raw.bytes(&format!("{Q_PROJ}.absmax")).unwrap());
     assert_eq!(scales, floats(&raw, &format!("{Q_PROJ}.nested_absmax")));
@@ -353,7 +352,7 @@ fn companions_that_do_not_fit() {
     // The table of another kind has slightly different values.
     assert_snapshot!(cause(refused(NF4, |tensors| {
         tensor(tensors, &format!("{Q_PROJ}.quant_map")).3 =
-            CodeKind::FP4.table().iter().flat_map(|value| value.to_le_bytes()).collect();
+            FourBit::Fp4.table().iter().flat_map(|value| value.to_le_bytes()).collect();
     })), @"quant_map is not the table of nf4: the value of code 0 is not -1");
     assert_snapshot!(cause(refused(NF4, |tensors| {
         tensor(tensors, &format!("{Q_PROJ}.absmax")).1 = Dtype::I8;
@@ -490,7 +489,7 @@ fn layers_that_are_skipped_stay_as_they_are() {
         .collect();
     names.sort_unstable();
     assert_eq!(names, [&["lm_head"][..], &skipped].concat());
-    assert_eq!(files.quantized(Q_PROJ).unwrap().unwrap().format().kind, CodeKind::FP4);
+    assert_eq!(files.quantized(Q_PROJ).unwrap().unwrap().format().scheme().name(), "fp4");
 }
 
 /// Returns the error of a command that leaves no output.

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use crate::skipped::skipped;
 use finetune::ops::stochastic_rounding::StochasticRounding;
-use finetune::quant::{self, Blocks, CodeKind, NESTED_BLOCK, QuantFormat, Scales};
+use finetune::quant::{
+    self, BlockCodes, BlockFormat, FourBit, Int8, Int8Rows, NESTED_BLOCK, QuantScheme, RunMeaning, RunsView,
+};
 use finetune::recipe::enums::StateDtype;
 use finetune::runtime::rng::RngStream;
 use finetune::weights::{ModelFiles, StoredDtype};
@@ -68,14 +70,33 @@ fn rounded(values: Vec<f32>, dtype: StoredDtype) -> Vec<f32> {
 #[test]
 fn the_maps_are_bitsandbytes() {
     let maps = File::open("maps");
-    assert_eq!(CodeKind::NF4.table(), maps.floats("nf4"));
-    assert_eq!(CodeKind::FP4.table(), maps.floats("fp4"));
-    assert_eq!(CodeKind::INT8.table(), maps.floats("dynamic_signed"));
+    assert_eq!(FourBit::Nf4.table(), maps.floats("nf4"));
+    assert_eq!(FourBit::Fp4.table(), maps.floats("fp4"));
+    assert_eq!(Int8.table(), maps.floats("dynamic_signed"));
     assert_eq!(quant::dynamic_signed()[..], maps.floats("dynamic_signed"));
     assert_eq!(quant::dynamic_unsigned()[..], maps.floats("dynamic_unsigned"));
 }
 
-fn four_bits(folder: &Path, kind: CodeKind, expected_cases: usize) {
+/// Returns the format with one f32 scale per block.
+fn plain<C: BlockCodes>(codes: C, block_size: usize) -> BlockFormat<C> {
+    BlockFormat { codes, block_size, double_quant: false }
+}
+
+/// Returns values `start..start + n` from codes and f32 scales.
+fn part<C: BlockCodes>(
+    format: BlockFormat<C>,
+    codes: &[u8],
+    scales: &[f32],
+    start: usize,
+    n: usize,
+) -> Vec<f32> {
+    let mut values = vec![0f32; n];
+    let (codes, scales) = ([(RunMeaning::Codes, codes)], [(RunMeaning::Scales, scales)]);
+    format.dequantize(&RunsView::new(codes, scales, 0.0), start, &mut values);
+    values
+}
+
+fn four_bits(folder: &Path, kind: FourBit, expected_cases: usize) {
     let file = File::open_in(folder, kind.name());
     let cases = cases(kind.name());
     assert_eq!(cases.len(), expected_cases);
@@ -84,16 +105,14 @@ fn four_bits(folder: &Path, kind: CodeKind, expected_cases: usize) {
         let input = file.floats(&tensor("input"));
         let dtype = file.0.info(&tensor("input")).unwrap().dtype;
         let block_size = case["blocksize"].as_u64().unwrap() as usize;
-        let format = QuantFormat { kind, block_size, double_quant: true };
+        let format = plain(kind, block_size);
         let n = input.len();
         let mut codes = vec![0u8; format.code_bytes(n)];
         let mut absmax = vec![0f32; format.blocks(n)];
-        quant::quantize(kind, block_size, &input, &mut codes, &mut absmax);
+        format.quantize(&input, &mut codes, &mut absmax);
         assert_eq!(absmax, file.floats(&tensor("absmax")), "{name}: scales");
         assert_eq!(codes, file.bytes(&tensor("packed")), "{name}: codes");
-        let mut values = vec![0f32; n];
-        let plain = Blocks { kind, block_size, codes: &codes, scales: Scales::Plain(&absmax) };
-        plain.dequantize(0, &mut values);
+        let mut values = part(format, &codes, &absmax, 0, n);
         if file.has(&tensor("dequant")) {
             assert_eq!(rounded(values.clone(), dtype), file.floats(&tensor("dequant")), "{name}: values");
         }
@@ -104,11 +123,12 @@ fn four_bits(folder: &Path, kind: CodeKind, expected_cases: usize) {
         assert_eq!([offset][..], file.floats(&tensor("nested.offset")), "{name}: mean");
         assert_eq!(outer, file.floats(&tensor("nested.absmax2")), "{name}: outer scales");
         assert_eq!(nested, file.bytes(&tensor("nested.absmax_u8")), "{name}: nested codes");
-        let scales = Scales::Nested { codes: &nested, absmax: &outer, offset };
-        let double = Blocks { kind, block_size, codes: &codes, scales };
-        let scales: Vec<f32> = (0..absmax.len()).map(|block| double.scale(block)).collect();
+        let format = BlockFormat { double_quant: true, ..format };
+        let bytes = [(RunMeaning::Codes, &codes[..]), (RunMeaning::ScaleCodes, &nested)];
+        let runs = RunsView::new(bytes, [(RunMeaning::NestedScales, &outer[..])], offset);
+        let scales: Vec<f32> = (0..absmax.len()).map(quant::block_scales(&runs, true)).collect();
         assert_eq!(scales, file.floats(&tensor("nested.absmax_dequant")), "{name}: scales");
-        double.dequantize(0, &mut values);
+        format.dequantize(&runs, 0, &mut values);
         if file.has(&tensor("nested.dequant")) {
             assert_eq!(rounded(values, dtype), file.floats(&tensor("nested.dequant")), "{name}: values");
         }
@@ -117,12 +137,12 @@ fn four_bits(folder: &Path, kind: CodeKind, expected_cases: usize) {
 
 #[test]
 fn nf4_is_bitsandbytes() {
-    four_bits(&golden(), CodeKind::NF4, 14);
+    four_bits(&golden(), FourBit::Nf4, 14);
 }
 
 #[test]
 fn fp4_is_bitsandbytes() {
-    four_bits(&golden(), CodeKind::FP4, 5);
+    four_bits(&golden(), FourBit::Fp4, 5);
 }
 
 /// If the shared files are missing, `cargo test` prints the skipped check, although it passes.
@@ -152,8 +172,8 @@ fn all_fixtures_are_met() {
         return;
     }
     assert!(File::open_in(&folder, "nf4").has("nested3_192x256.dequant"), "the whole set");
-    four_bits(&folder, CodeKind::NF4, 14);
-    four_bits(&folder, CodeKind::FP4, 5);
+    four_bits(&folder, FourBit::Nf4, 14);
+    four_bits(&folder, FourBit::Fp4, 5);
 }
 
 /// Returns i / 2^20 from -1 to 1.
@@ -169,7 +189,7 @@ fn dyadic_codes(file: &File, kind: &str) -> Vec<u8> {
 
 /// Returns the codes, by ascending value, of `values` between -1 and 1. Each block holds a 1 at
 /// another index.
-fn places(kind: CodeKind, block_size: usize, values: &[f32]) -> Vec<u8> {
+fn places(kind: FourBit, block_size: usize, values: &[f32]) -> Vec<u8> {
     let mut order: Vec<u8> = (0..16).collect();
     order.sort_by(|&a, &b| kind.table()[usize::from(a)].total_cmp(&kind.table()[usize::from(b)]));
     let mut found = Vec::new();
@@ -179,7 +199,7 @@ fn places(kind: CodeKind, block_size: usize, values: &[f32]) -> Vec<u8> {
         let at = i % block_size;
         block.insert(at, 1.0);
         let (mut codes, mut absmax) = (vec![0u8; block_size / 2], [0f32]);
-        quant::quantize(kind, block_size, &block, &mut codes, &mut absmax);
+        plain(kind, block_size).quantize(&block, &mut codes, &mut absmax);
         let mut codes: Vec<u8> = codes.iter().flat_map(|byte| [byte >> 4, byte & 15]).collect();
         codes.remove(at);
         let place = |code: &u8| order.iter().position(|other| other == code).unwrap() as u8;
@@ -191,7 +211,7 @@ fn places(kind: CodeKind, block_size: usize, values: &[f32]) -> Vec<u8> {
 #[test]
 fn ties_of_4_bits_fall_as_bitsandbytes_has_them() {
     let file = File::open("ties");
-    for kind in [CodeKind::NF4, CodeKind::FP4] {
+    for kind in FourBit::ALL {
         let name = kind.name();
         assert!(places(kind, 64, &dyadic()) == dyadic_codes(&file, name), "{name}: dyadic numbers");
         let limits = file.floats(&format!("limits.{name}"));
@@ -207,11 +227,9 @@ fn ties_of_4_bits_fall_as_bitsandbytes_has_them() {
         let input = file.floats(&format!("bf16.{name}.input"));
         let mut codes = vec![0u8; input.len() / 2];
         let mut absmax = vec![0f32; input.len().div_ceil(64)];
-        quant::quantize(kind, 64, &input, &mut codes, &mut absmax);
+        plain(kind, 64).quantize(&input, &mut codes, &mut absmax);
         assert_eq!(absmax, file.floats(&format!("bf16.{name}.absmax")), "{name}: scales");
-        let mut values = vec![0f32; input.len()];
-        Blocks { kind, block_size: 64, codes: &codes, scales: Scales::Plain(&absmax) }
-            .dequantize(0, &mut values);
+        let values = part(plain(kind, 64), &codes, &absmax, 0, input.len());
         let mut table = kind.table().to_vec();
         table.sort_by(f32::total_cmp);
         let wanted = file.bytes(&format!("bf16.{name}.codes")).into_iter().enumerate();
@@ -228,7 +246,7 @@ fn codes_of_8_bits(values: &[f32]) -> Vec<u8> {
         let at = i % (part.len() + 1);
         block.insert(at, 1.0);
         let (mut codes, mut absmax) = (vec![0u8; block.len()], [0f32]);
-        quant::quantize(CodeKind::INT8, 256, &block, &mut codes, &mut absmax);
+        plain(Int8, 256).quantize(&block, &mut codes, &mut absmax);
         assert_eq!(codes.remove(at), 255);
         found.extend(codes);
     }
@@ -247,7 +265,7 @@ fn ties_of_8_bits_fall_as_bitsandbytes_has_them() {
     }
     let input = file.floats("bf16.int8.input");
     let (mut codes, mut absmax) = (vec![0u8; input.len()], vec![0f32; input.len().div_ceil(256)]);
-    quant::quantize(CodeKind::INT8, 256, &input, &mut codes, &mut absmax);
+    plain(Int8, 256).quantize(&input, &mut codes, &mut absmax);
     assert_eq!(absmax, file.floats("bf16.int8.absmax"));
     assert_eq!(codes, file.bytes("bf16.int8.codes"));
     for case in ["uniform_192_415", "uniform_192_361", "uniform_64_31", "normal_192_194", "normal_8000_0"] {
@@ -303,13 +321,10 @@ fn blockwise_int8_is_bitsandbytes() {
         let mut codes = vec![0u8; input.len()];
         if case["signed"] == true {
             let mut found = vec![0f32; absmax.len()];
-            quant::quantize(CodeKind::INT8, block_size, &input, &mut codes, &mut found);
+            plain(Int8, block_size).quantize(&input, &mut codes, &mut found);
             assert_eq!(found, absmax, "{name}: scales");
             assert_eq!(codes, file.bytes(&tensor("codes")), "{name}: codes");
-            let blocks =
-                Blocks { kind: CodeKind::INT8, block_size, codes: &codes, scales: Scales::Plain(&absmax) };
-            let mut values = vec![0f32; input.len()];
-            blocks.dequantize(0, &mut values);
+            let values = part(plain(Int8, block_size), &codes, &absmax, 0, input.len());
             assert_eq!(values, file.floats(&tensor("dequant")), "{name}: values");
         } else {
             for (i, (code, value)) in codes.iter_mut().zip(&input).enumerate() {
@@ -327,9 +342,28 @@ fn rows_of_llm_int8_are_bitsandbytes() {
     let input = file.floats("vectorwise.input_f16");
     let shape = file.0.info("vectorwise.input_f16").unwrap().shape.clone();
     let (mut codes, mut absmax) = (vec![0u8; input.len()], vec![0f32; shape[0]]);
-    quant::quantize(CodeKind::Int8Rows, shape[1], &input, &mut codes, &mut absmax);
+    plain(Int8Rows, shape[1]).quantize(&input, &mut codes, &mut absmax);
     assert_eq!(absmax, file.floats("vectorwise.absmax"));
     assert_eq!(codes, file.bytes("vectorwise.rows_i8"));
+}
+
+/// Checks `len` values from `from` on of `n` quantized ones.
+fn part_of_the_whole<C: BlockCodes>(format: BlockFormat<C>, seed: u32, n: usize, from: usize, len: usize) {
+    let value = |i: usize| ((i as f32 + seed as f32 * 1e-4) * 12.9898).sin() * 0.1;
+    let input: Vec<f32> = (0..n).map(value).collect();
+    let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
+    format.quantize(&input, &mut codes, &mut absmax);
+    let code = |i: usize| match C::BITS {
+        4 if i.is_multiple_of(2) => codes[i / 2] >> 4,
+        4 => codes[i / 2] & 15,
+        _ => codes[i],
+    };
+    let table = format.codes.table();
+    let whole: Vec<f32> =
+        (0..n).map(|i| table[usize::from(code(i))] * absmax[i / format.block_size]).collect();
+    let from = from.min(n);
+    let part = part(format, &codes, &absmax, from, len.min(n - from));
+    assert_eq!(&part[..], &whole[from..from + part.len()], "{format:?}");
 }
 
 proptest! {
@@ -338,25 +372,11 @@ proptest! {
     #[test]
     fn parts_are_parts_of_the_whole(
         seed in any::<u32>(), n in 1usize..700, block_size in 1usize..130, from in 0usize..700, len in 0usize..700,
-        kind in prop::sample::select(vec![CodeKind::NF4, CodeKind::FP4, CodeKind::INT8]),
     ) {
-        let value = |i: usize| ((i as f32 + seed as f32 * 1e-4) * 12.9898).sin() * 0.1;
-        let input: Vec<f32> = (0..n).map(value).collect();
-        let format = QuantFormat { kind, block_size, double_quant: false };
-        let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
-        quant::quantize(kind, block_size, &input, &mut codes, &mut absmax);
-        let blocks = Blocks { kind, block_size, codes: &codes, scales: Scales::Plain(&absmax) };
-        let code = |i: usize| match kind.bits() {
-            4 if i.is_multiple_of(2) => codes[i / 2] >> 4,
-            4 => codes[i / 2] & 15,
-            _ => codes[i],
-        };
-        let whole: Vec<f32> =
-            (0..n).map(|i| kind.table()[usize::from(code(i))] * absmax[i / block_size]).collect();
-        let from = from.min(n);
-        let mut part = vec![0f32; len.min(n - from)];
-        blocks.dequantize(from, &mut part);
-        prop_assert_eq!(&part[..], &whole[from..from + part.len()]);
+        for codes in FourBit::ALL {
+            part_of_the_whole(plain(codes, block_size), seed, n, from, len);
+        }
+        part_of_the_whole(plain(Int8, block_size), seed, n, from, len);
     }
 }
 

@@ -220,7 +220,7 @@ pub(super) fn dequantizing_passes(step: &PlannedStep) -> f64 {
 pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
     let bytes = |desc: &ParamDesc| match desc.kind {
         ParamKind::Quantized(format) => {
-            desc.global_elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0)
+            desc.global_elements() as f64 * (format.scheme().hint().bits as f64 / 8.0 + 2.0)
         }
         _ => 0.0,
     };

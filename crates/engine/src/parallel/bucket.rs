@@ -18,7 +18,7 @@ use super::placement::{Placements, ShardingSpec};
 use crate::error::Result;
 use crate::model::Segment;
 use crate::ops::has_kernels;
-use crate::quant::BlocksMut;
+use crate::quant::QuantViewMut;
 use crate::recipe::enums::MasterWeights;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_device, zero};
@@ -33,8 +33,8 @@ pub enum LoadTarget<'a> {
     F32(&'a mut [f32]),
     /// The elements in bf16.
     Bf16(&'a mut [bf16]),
-    /// Blocks of a quantized matrix, as codes and scales.
-    Blocks(BlocksMut<'a>),
+    /// The runs of a quantized matrix.
+    Quantized(QuantViewMut<'a>),
 }
 
 /// Writes the part of a parameter that a rank computes with.

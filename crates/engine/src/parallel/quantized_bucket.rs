@@ -1,6 +1,6 @@
 //! Flat buffers of quantized matrices, one for each element type. A matrix consists of the runs of
-//! memory that its format lists ([`QuantFormat::layout`]). Quantized weights are loaded, moved and
-//! sharded as raw memory, never cast.
+//! memory that its format lists ([`crate::quant::QuantScheme::runs`]). Quantized weights are loaded,
+//! moved and sharded as raw memory, never cast.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use super::param::{ParamDesc, ParamKind};
 use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::ops::matmul_quantized::{Quantized, QuantizedRun};
-use crate::quant::{BlocksMut, QuantFormat, QuantRun, RunBuffer, RunDtype, RunMut};
+use crate::quant::{QuantBuffer, QuantFormat, QuantRun, QuantTensor, RunDtype, RunsViewMut};
 use crate::runtime::TensorMut;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::ParamStorage;
@@ -88,19 +88,16 @@ impl QuantizedBucket {
             if !runs.iter().any(|slot| bucket_options.wants(&slot.range, &kept(slot.dtype()))) {
                 continue;
             }
-            let meanings = runs.iter().map(|slot| slot.run.meaning);
-            if let Some(memory) = builders.in_place(runs) {
-                let blocks = BlocksMut::new(*format, meanings.zip(memory), offset);
-                fill(desc, local, LoadTarget::Blocks(blocks))?;
+            if let Some(runs) = builders.in_place(runs, offset) {
+                fill(desc, local, LoadTarget::Quantized(QuantTensor { format: *format, runs }))?;
                 continue;
             }
-            let mut filled: Vec<RunBuffer> = runs.iter().map(|slot| RunBuffer::zeros(&slot.run)).collect();
-            let memory = filled.iter_mut().map(RunBuffer::as_mut);
-            let blocks = BlocksMut::new(*format, meanings.zip(memory), offset);
-            fill(desc, local, LoadTarget::Blocks(blocks))?;
-            for (slot, values) in runs.iter().zip(&filled) {
-                builders.fill(&slot.range, values)?;
+            let mut filled = QuantBuffer::zeros(*format, local.elements());
+            fill(desc, local, LoadTarget::Quantized(filled.view_mut()))?;
+            for slot in runs.iter() {
+                builders.fill(slot, &filled)?;
             }
+            *offset = filled.runs.offset;
             if runs.first().is_none_or(|slot| !kept(slot.dtype()).contains(&slot.range.start)) {
                 // Another rank contributes it.
                 *offset = 0.0;
@@ -171,26 +168,23 @@ struct RunBuilders {
 }
 
 impl RunBuilders {
-    /// Returns the memory of each run to write in place, or `None` unless all of it is kept and in
+    /// Returns the memory of the runs to write in place, or `None` unless all of it is kept and in
     /// memory.
-    fn in_place(&mut self, runs: &[RunSlot]) -> Option<Vec<RunMut<'_>>> {
-        let of = |dtype: RunDtype| {
-            runs.iter().filter(move |slot| slot.dtype() == dtype).map(|slot| slot.range.clone())
-        };
-        let mut bytes = self.bytes.in_place(of(RunDtype::U8))?.into_iter();
-        let mut floats = self.floats.in_place(of(RunDtype::F32))?.into_iter();
-        let memory = |slot: &RunSlot| match slot.dtype() {
-            RunDtype::U8 => bytes.next().map(RunMut::U8),
-            RunDtype::F32 => floats.next().map(RunMut::F32),
-        };
-        runs.iter().map(memory).collect()
+    fn in_place<'a>(&'a mut self, runs: &[RunSlot], offset: &'a mut f32) -> Option<RunsViewMut<'a>> {
+        let of = |dtype| runs.iter().filter(move |slot| slot.dtype() == dtype);
+        let meanings = |dtype| of(dtype).map(|slot| slot.run.meaning);
+        let ranges = |dtype| of(dtype).map(|slot| slot.range.clone());
+        let bytes = meanings(RunDtype::U8).zip(self.bytes.in_place(ranges(RunDtype::U8))?);
+        let floats = meanings(RunDtype::F32).zip(self.floats.in_place(ranges(RunDtype::F32))?);
+        Some(RunsViewMut::new(bytes, floats, offset))
     }
 
-    /// Stores this rank's part of the run `range` of the whole.
-    fn fill(&mut self, range: &Range<usize>, values: &RunBuffer) -> Result<()> {
-        match values {
-            RunBuffer::U8(values) => self.bytes.fill(range.clone(), |to| copy(to, values)),
-            RunBuffer::F32(values) => self.floats.fill(range.clone(), |to| copy(to, values)),
+    /// Stores this rank's part of a run of `tensor`.
+    fn fill(&mut self, slot: &RunSlot, tensor: &QuantBuffer) -> Result<()> {
+        let (range, meaning) = (slot.range.clone(), slot.run.meaning);
+        match slot.dtype() {
+            RunDtype::U8 => self.bytes.fill(range, |to| copy(to, tensor.runs.bytes(meaning))),
+            RunDtype::F32 => self.floats.fill(range, |to| copy(to, tensor.runs.floats(meaning))),
         }
     }
 }
@@ -222,7 +216,7 @@ fn layout(descs: Vec<ParamDesc>, bucket_options: &BucketOptions<'_>) -> Result<B
             RunSlot { run, range: start..start + run.elements }
         };
         let local = bucket_options.mesh.local_range(&desc)?;
-        let runs = format.layout(local.elements()).into_iter().map(place).collect();
+        let runs = format.scheme().runs(local.elements()).into_iter().map(place).collect();
         entries.push(QuantizedEntry { runs, offset: 0.0, format, desc, local });
     }
     let unit = bucket_options.unit(ALIGN);

@@ -15,7 +15,8 @@ use serde_json::{Value, json};
 use super::hf::SHARD_BYTES;
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModuleKind};
-use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat, QuantRun, RunMeaning};
+use crate::quant::{self, BlockCodes, BlockFormat, FourBit, Int8Rows, NESTED_BLOCK};
+use crate::weights::readers::BITSANDBYTES;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, QUANTIZATION_CONFIG, QuantizationChange};
 use crate::weights::{
@@ -32,7 +33,7 @@ const LONGEST_NUMBER: usize = 24;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scheme {
     /// NF4 or FP4.
-    FourBits(QuantFormat),
+    FourBits(BlockFormat<FourBit>),
     /// LLM.int8(): whole numbers with one scale per row.
     LlmInt8,
 }
@@ -120,7 +121,7 @@ fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
     let mut found = None;
     for name in files.names() {
         if let Some(tensor) = files.quantized(name)? {
-            found = Some(format!("`{name}` is quantized to {}", tensor.format().kind.name()));
+            found = Some(format!("`{name}` is quantized to {}", tensor.format().scheme().name()));
             break;
         }
     }
@@ -207,20 +208,18 @@ fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec
     Ok(match scheme {
         None => vec![sized("", info.dtype, &info.shape)],
         Some(Scheme::FourBits(format)) => {
-            let table = format.kind.table().len();
-            let run = |run: &QuantRun| match run.meaning {
-                RunMeaning::Codes => sized("", byte, &[run.elements, 1]),
-                RunMeaning::Scales => sized(".absmax", float, &[run.elements]),
-                RunMeaning::ScaleCodes => sized(".absmax", byte, &[run.elements]),
-                RunMeaning::NestedScales => sized(".nested_absmax", float, &[run.elements]),
-            };
-            let mut tensors: Vec<PlannedFile> = format.layout(n).iter().map(run).collect();
+            let blocks = format.blocks(n);
+            let mut tensors = vec![sized("", byte, &[format.code_bytes(n), 1])];
             if format.double_quant {
+                tensors.push(sized(".absmax", byte, &[blocks]));
+                tensors.push(sized(".nested_absmax", float, &[blocks.div_ceil(NESTED_BLOCK)]));
                 tensors.push(sized(".nested_quant_map", float, &[quant::dynamic_signed().len()]));
+            } else {
+                tensors.push(sized(".absmax", float, &[blocks]));
             }
-            tensors.push(sized(".quant_map", float, &[table]));
+            tensors.push(sized(".quant_map", float, &[format.codes.table().len()]));
             let longest = state(format, info.dtype, &info.shape, Some(0.0)).len() + LONGEST_NUMBER;
-            tensors.push(PlannedFile::Text(state_name(name, format.kind), longest));
+            tensors.push(PlannedFile::Text(state_name(name, format.codes), longest));
             tensors
         }
         Some(Scheme::LlmInt8) => {
@@ -262,23 +261,29 @@ impl SourceTensor<'_> {
         Ok(())
     }
 
-    /// Calls `take` with the values piece by piece. All lengths but the last are multiples of
-    /// `unit`.
-    fn pieces(
+    /// Quantizes the values, piece by piece, as `prepare` returns them. Writes the codes and
+    /// returns the scales; `range` describes the accepted values.
+    fn codes<C: BlockCodes>(
         &mut self,
-        unit: usize,
-        mut take: impl FnMut(&mut Self, usize, &mut [f32]) -> Result<()>,
-    ) -> Result<()> {
+        format: BlockFormat<C>,
+        prepare: impl Fn(f32) -> f32,
+        range: &str,
+    ) -> Result<Vec<f32>> {
         let n = self.files.require(self.name)?.elements();
-        let piece = (PIECE / unit).max(1) * unit;
-        let mut values = vec![0f32; piece.min(n)];
-        for start in (0..n).step_by(piece) {
+        let piece = (PIECE / format.block_size).max(1) * format.block_size;
+        let (mut values, mut scales) = (vec![0f32; piece.min(n)], vec![0f32; format.blocks(n)]);
+        let mut codes = vec![0u8; format.code_bytes(piece.min(n))];
+        for (start, scales) in (0..n).step_by(piece).zip(scales.chunks_mut(format.blocks(piece))) {
             let values = &mut values[..piece.min(n - start)];
             self.files.read_part(self.name, start, values)?;
             self.files.discard(self.name);
-            take(self, start, values)?;
+            values.iter_mut().for_each(|value| *value = prepare(*value));
+            self.check(start, values, range)?;
+            let codes = &mut codes[..format.code_bytes(values.len())];
+            format.quantize(values, codes, scales);
+            self.writer.write(self.name, format.code_bytes(start) as u64, codes)?;
         }
-        Ok(())
+        Ok(scales)
     }
 
     fn check(&self, start: usize, values: &[f32], range: &str) -> Result<()> {
@@ -294,19 +299,9 @@ impl SourceTensor<'_> {
         self.name.strip_suffix(".weight").unwrap_or(self.name)
     }
 
-    fn four_bits(&mut self, format: QuantFormat) -> Result<()> {
-        let QuantFormat { kind, block_size, .. } = format;
+    fn four_bits(&mut self, format: BlockFormat<FourBit>) -> Result<()> {
         let info = self.files.require(self.name)?;
-        let mut absmax = vec![0f32; format.blocks(info.elements())];
-        let mut codes = vec![0u8; format.code_bytes(PIECE.min(info.elements()))];
-        self.pieces(block_size, |tensor, start, values| {
-            tensor.check(start, values, "finite numbers")?;
-            let codes = &mut codes[..format.code_bytes(values.len())];
-            let first = format.blocks(start);
-            let absmax = &mut absmax[first..first + format.blocks(values.len())];
-            quant::quantize(kind, block_size, values, codes, absmax);
-            tensor.writer.write(tensor.name, format.code_bytes(start) as u64, codes)
-        })?;
+        let absmax = self.codes(format, |value| value, "finite numbers")?;
         let mut offset = None;
         if format.double_quant {
             let mut nested = vec![0u8; absmax.len()];
@@ -318,30 +313,19 @@ impl SourceTensor<'_> {
         } else {
             self.put(".absmax", &le(&absmax))?;
         }
-        self.put(".quant_map", &le(kind.table()))?;
+        self.put(".quant_map", &le(format.codes.table()))?;
         let text = state(format, info.dtype, &info.shape, offset);
-        self.writer.write(&state_name(self.name, kind), 0, text.as_bytes())
+        self.writer.write(&state_name(self.name, format.codes), 0, text.as_bytes())
     }
 
     fn rows(&mut self) -> Result<()> {
-        let &[rows, columns] = self.files.require(self.name)?.shape.as_slice() else {
+        let &[_, columns] = self.files.require(self.name)?.shape.as_slice() else {
             return Err(Error::internal(format!("tensor `{}` is no matrix", self.name)));
         };
-        let mut scales = vec![0f32; rows];
-        let mut codes = Vec::new();
-        self.pieces(columns, |tensor, start, values| {
-            // bitsandbytes quantizes from f16, for any stored type of the weights.
-            values.iter_mut().for_each(|value| *value = f16::from_f32(*value).to_f32());
-            tensor.check(
-                start,
-                values,
-                "numbers within the range of f16, from which LLM.int8() quantizes",
-            )?;
-            codes.resize(values.len(), 0);
-            let scales = &mut scales[start / columns..(start + values.len()) / columns];
-            quant::quantize(CodeKind::Int8Rows, columns, values, &mut codes, scales);
-            tensor.writer.write(tensor.name, start as u64, &codes)
-        })?;
+        let format = BlockFormat { codes: Int8Rows, block_size: columns, double_quant: false };
+        let range = "numbers within the range of f16, from which LLM.int8() quantizes";
+        // bitsandbytes quantizes from f16, for any stored type of the weights.
+        let scales = self.codes(format, |value| f16::from_f32(value).to_f32(), range)?;
         let module = self.module().to_owned();
         self.writer.write(&format!("{module}.SCB"), 0, &le(&scales))?;
         // "row" in bitsandbytes' list of layouts.
@@ -353,17 +337,17 @@ fn le(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-fn state_name(weight: &str, kind: CodeKind) -> String {
+fn state_name(weight: &str, kind: FourBit) -> String {
     format!("{weight}.quant_state.bitsandbytes__{}", kind.name())
 }
 
 /// Returns the JSON text beside the codes, byte for byte as Python writes it.
-fn state(format: QuantFormat, dtype: StoredDtype, shape: &[usize], offset: Option<f32>) -> String {
+fn state(format: BlockFormat<FourBit>, dtype: StoredDtype, shape: &[usize], offset: Option<f32>) -> String {
     // Numbers of other widths are quantized from f32.
     let dtype = dtype.config_name().filter(|_| dtype.size_bytes() <= 4).unwrap_or("float32");
     let mut text = format!(
         "{{\"quant_type\": \"{}\", \"blocksize\": {}, \"dtype\": \"{dtype}\", \"shape\": {shape:?}",
-        format.kind.name(),
+        format.codes.name(),
         format.block_size
     );
     if let Some(offset) = offset {
@@ -396,14 +380,14 @@ fn quantization_config(scheme: Scheme, dtype: StoredDtype, skipped: &[String]) -
         Scheme::LlmInt8 => None,
     };
     // For 8 bits too, config.json has bitsandbytes' defaults of 4 bits.
-    let format = four.unwrap_or(QuantFormat { kind: CodeKind::FP4, block_size: 64, double_quant: false });
+    let format = four.unwrap_or(BlockFormat { codes: FourBit::Fp4, block_size: 64, double_quant: false });
     let compute = dtype.config_name().filter(|_| four.is_some()).unwrap_or("float32");
     json!({
         "_load_in_4bit": four.is_some(),
         "_load_in_8bit": four.is_none(),
         "bnb_4bit_compute_dtype": compute,
         "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": format.kind.name(),
+        "bnb_4bit_quant_type": format.codes.name(),
         "bnb_4bit_use_double_quant": format.double_quant,
         "llm_int8_enable_fp32_cpu_offload": false,
         "llm_int8_has_fp16_weight": false,
@@ -411,7 +395,7 @@ fn quantization_config(scheme: Scheme, dtype: StoredDtype, skipped: &[String]) -
         "llm_int8_threshold": 6.0,
         "load_in_4bit": four.is_some(),
         "load_in_8bit": four.is_none(),
-        "quant_method": "bitsandbytes",
+        "quant_method": BITSANDBYTES,
     })
 }
 

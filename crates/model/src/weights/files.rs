@@ -15,7 +15,7 @@ use super::header::clip;
 use super::quantized::{QuantizedParts, QuantizedTensor, ShardRange};
 use super::shard::{RangeReader, Shard};
 use super::{
-    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, bitsandbytes, header, index,
+    INDEX_FILE, LM_HEAD, MODEL_FILE, NameRules, StoredElement, TensorInfo, header, index, readers,
     tensor_names,
 };
 use crate::error::{Error, Result};
@@ -89,7 +89,7 @@ impl ModelFiles {
 
     fn recognised(mut self) -> Result<Self> {
         let shards = &self.shards;
-        self.quantized = bitsandbytes::recognise(&mut self.tensors, |info| {
+        self.quantized = readers::recognise(&mut self.tensors, &|info| {
             shards[info.shard].bytes(&info.range).unwrap_or_default()
         })?;
         Ok(self)
@@ -387,7 +387,7 @@ impl ModelFiles {
                 .because(format!(
                     "{} holds it quantized to {}",
                     info.file.display(),
-                    parts.format.kind.name()
+                    parts.format.scheme().name()
                 ))
                 .hint("give the unquantized model"));
         }

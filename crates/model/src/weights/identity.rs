@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 
 use super::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
 use crate::error::{Error, Result};
-use crate::quant::QuantFormat;
 
 /// The metadata entry of a quantized checkpoint with the [`ModelIdentity`] of the original model.
 pub(crate) const QUANTIZED_FROM: &str = "finetune.quantized_from";
@@ -256,9 +255,8 @@ pub(super) fn combined(
         text(&mut hasher, &format!("{} {:?}", info.dtype, info.shape));
         hasher.update(&bytes(stored, info)?);
         if let Some(quantized) = files.quantized(stored)? {
-            let QuantFormat { kind, block_size, double_quant } = quantized.format();
-            let offset = quantized.offset().to_bits();
-            text(&mut hasher, &format!("{} {block_size} {double_quant} {offset}", kind.name()));
+            let (format, offset) = (quantized.format(), quantized.offset().to_bits());
+            text(&mut hasher, &format!("{} {offset}", format.scheme().fingerprint()));
             for place in files.quantized_runs(stored) {
                 hasher.update(&content(stored, place.shard, &place.range)?);
             }

@@ -1,18 +1,17 @@
 //! Model weights on disk: safetensors in and out, and the files that travel with them.
 //!
 //! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps.
-//! It gives tensors by name, converted during reading, and dequantized if bitsandbytes quantized
-//! them. [`write_file`] and [`write_sharded`] stream tensors back, one at a time, to the same
-//! layout; `RandomAccessWriter` accepts them in any order. [`sidecar_files`] copies config.json
-//! and the tokenizer to new weights. [`Summary`] describes a folder from headers alone, which
-//! [`RangeReader`] can read remotely. `model` defines the meaning of names and the required shapes;
-//! `adapter` defines PEFT names.
+//! It gives tensors by name, converted during reading, and dequantized if the checkpoint is
+//! quantized in a format of `readers`. [`write_file`] and [`write_sharded`] stream tensors back,
+//! one at a time, to the same layout; `RandomAccessWriter` accepts them in any order.
+//! [`sidecar_files`] copies config.json and the tokenizer to new weights. [`Summary`] describes a
+//! folder from headers alone, which [`RangeReader`] can read remotely. `model` defines the meaning
+//! of names and the required shapes; `adapter` defines PEFT names.
 //!
 //! Headers are parsed here and not by the `safetensors` crate. A weights file is untrusted input,
 //! and each malformation gets an error with file, tensor, the value found and the values accepted.
 
 mod atomic_dir;
-mod bitsandbytes;
 mod digest;
 mod files;
 mod header;
@@ -22,6 +21,7 @@ mod load;
 mod output_file;
 mod quantized;
 mod random_access_writer;
+pub(crate) mod readers;
 mod resized_embedding;
 mod shard;
 pub mod sidecar_files;

@@ -1,12 +1,12 @@
 //! A quantized tensor in a checkpoint: the positions of its runs, and their values.
 //!
 //! Codes and scales are borrowed from the memory map, which is unaligned, so f32 scales are copied
-//! for each use. `bitsandbytes` defines the names of the runs in files and checks that they match.
+//! for each use. `readers` defines the names of the runs in files and checks that they match.
 
 use std::ops::Range;
 
 use crate::error::Result;
-use crate::quant::{self, Blocks, BlocksMut, NESTED_BLOCK, QuantFormat, RunMeaning, RunMut, Scales};
+use crate::quant::{QuantFormat, QuantTensor, QuantViewMut, RunDtype, RunMeaning, RunsView};
 
 /// A range of bytes of a file.
 #[derive(Debug, Clone)]
@@ -20,7 +20,7 @@ pub(super) struct ShardRange {
 #[derive(Debug, Clone)]
 pub(super) struct QuantizedParts {
     pub(super) format: QuantFormat,
-    /// The positions of the other runs of [`QuantFormat::layout`], in its order.
+    /// The positions of the other runs of [`crate::quant::QuantScheme::runs`], in its order.
     pub(super) runs: Vec<(RunMeaning, ShardRange)>,
     /// The mean of double-quantized scales.
     pub(super) offset: f32,
@@ -32,8 +32,7 @@ pub(super) struct QuantizedParts {
 #[derive(Debug, Clone)]
 pub struct QuantizedTensor<'a> {
     format: QuantFormat,
-    codes: &'a [u8],
-    /// The raw bytes of the other runs.
+    /// The raw bytes of each run, the codes first.
     runs: Vec<(RunMeaning, &'a [u8])>,
     offset: f32,
 }
@@ -45,9 +44,9 @@ impl<'a> QuantizedTensor<'a> {
         codes: &'a [u8],
         bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
     ) -> Result<Self> {
-        let run = |(meaning, place): &(RunMeaning, ShardRange)| Ok((*meaning, bytes(place)?));
-        let runs = parts.runs.iter().map(run).collect::<Result<_>>()?;
-        Ok(QuantizedTensor { format: parts.format, codes, runs, offset: parts.offset })
+        let others = parts.runs.iter().map(|(meaning, place)| Ok((*meaning, bytes(place)?)));
+        let runs = [Ok((RunMeaning::Codes, codes))].into_iter().chain(others).collect::<Result<_>>()?;
+        Ok(QuantizedTensor { format: parts.format, runs, offset: parts.offset })
     }
 
     /// Returns its format. The block of LLM.int8() is a row.
@@ -57,7 +56,7 @@ impl<'a> QuantizedTensor<'a> {
 
     /// Returns the codes of all values.
     pub fn codes(&self) -> &'a [u8] {
-        self.codes
+        self.runs.first().map_or(&[], |(_, codes)| codes)
     }
 
     /// Returns the mean of the scales; 0 without double quantization.
@@ -70,47 +69,33 @@ impl<'a> QuantizedTensor<'a> {
     /// # Panics
     /// The length of a run's memory differs from the length that [`QuantizedTensor::format`] gives
     /// for the tensor's elements.
-    pub fn copy_to(&self, to: &mut BlocksMut<'_>) {
-        for &(meaning, stored) in [(RunMeaning::Codes, self.codes)].iter().chain(&self.runs) {
-            match to.run(meaning) {
-                RunMut::U8(to) => to.copy_from_slice(stored),
-                RunMut::F32(to) => {
+    pub fn copy_to(&self, to: &mut QuantViewMut<'_>) {
+        for &(meaning, stored) in &self.runs {
+            match meaning.dtype() {
+                RunDtype::U8 => to.runs.bytes_mut(meaning).copy_from_slice(stored),
+                RunDtype::F32 => {
+                    let to = to.runs.floats_mut(meaning);
                     assert_eq!(stored.len(), size_of_val(to), "all scales");
                     to.iter_mut().zip(read_f32(stored)).for_each(|(value, stored)| *value = stored);
                 }
             }
         }
-        to.set_offset(self.offset);
+        *to.runs.offset = self.offset;
     }
 
     /// Computes the values `start..start + out.len()` in f32.
     pub(super) fn dequantize(&self, start: usize, out: &mut [f32]) {
-        // With two codes per byte the block size is even, so a block starts on a byte.
-        let QuantFormat { kind, block_size, .. } = self.format;
-        let first = start / block_size;
-        let scales = self.some_scales(first..(start + out.len()).div_ceil(block_size));
-        let codes = &self.codes[self.format.code_bytes(first * block_size)..];
-        let blocks = Blocks { kind, block_size, codes, scales: Scales::Plain(&scales) };
-        blocks.dequantize(start - first * block_size, out);
-    }
-
-    /// Returns the scales of some blocks.
-    fn some_scales(&self, blocks: Range<usize>) -> Vec<f32> {
-        if !self.format.double_quant {
-            return read_f32(&self.stored(RunMeaning::Scales)[4 * blocks.start..4 * blocks.end]).collect();
-        }
-        let (codes, absmax) = (self.stored(RunMeaning::ScaleCodes), self.stored(RunMeaning::NestedScales));
-        let map = quant::dynamic_signed();
-        let (first, last) = (blocks.start / NESTED_BLOCK, blocks.end.div_ceil(NESTED_BLOCK));
-        let outer: Vec<f32> = read_f32(&absmax[4 * first..4 * last]).collect();
-        let scale =
-            |block: usize| map[usize::from(codes[block])] * outer[block / NESTED_BLOCK - first] + self.offset;
-        blocks.map(scale).collect()
-    }
-
-    /// Returns the bytes of a run beside the codes; empty if the run does not exist.
-    fn stored(&self, meaning: RunMeaning) -> &'a [u8] {
-        self.runs.iter().find(|(found, _)| *found == meaning).map_or(&[], |(_, stored)| *stored)
+        let (first, ranges) = self.format.scheme().part(start..start + out.len());
+        let parts = |dtype: RunDtype| {
+            let of_type = self.runs.iter().zip(&ranges).filter(move |((run, _), _)| run.dtype() == dtype);
+            let size = dtype.size_bytes();
+            of_type.map(move |((run, stored), part)| (*run, &stored[size * part.start..size * part.end]))
+        };
+        let floats: Vec<_> =
+            parts(RunDtype::F32).map(|(run, stored)| (run, read_f32(stored).collect::<Vec<f32>>())).collect();
+        let floats = floats.iter().map(|(run, values)| (*run, &values[..]));
+        let runs = RunsView::new(parts(RunDtype::U8), floats, self.offset);
+        QuantTensor { format: self.format, runs }.dequantize(start - first, out);
     }
 }
 

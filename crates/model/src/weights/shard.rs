@@ -13,7 +13,7 @@ use std::sync::Arc;
 use memmap2::{Mmap, UncheckedAdvice};
 
 use super::header::{self, Header, HeaderTensor, clip};
-use super::{TensorInfo, bitsandbytes};
+use super::{TensorInfo, readers};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::fault_signals::{FaultGuard, guard};
 
@@ -137,7 +137,7 @@ impl Shard {
     ) -> Result<()> {
         let Contents::Remote(parts) = &mut self.contents else { return Ok(()) };
         let mut labels: Vec<Range<usize>> = Vec::new();
-        for (name, info) in tensors.filter(|(name, _)| bitsandbytes::is_label(name)) {
+        for (name, info) in tensors.filter(|(name, _)| readers::is_label(name)) {
             if info.range.len() > MAX_LABEL_BYTES {
                 return Err(Error::user(format!("cannot read weights {}", self.path.display()))
                     .because(format!("tensor `{}` has {} bytes", clip(name), info.range.len()))

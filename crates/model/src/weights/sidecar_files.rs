@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::text_config::text_part;
-use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, bitsandbytes, names_in, write};
+use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, names_in, readers, write};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
@@ -82,7 +82,7 @@ impl ConfigChanges {
             *bytes.entry(entry.dtype).or_insert(0) += entry.bytes();
         }
         let dtype = bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(dtype, _)| dtype);
-        let quantization = if entries.iter().any(|entry| bitsandbytes::is_companion(&entry.name)) {
+        let quantization = if entries.iter().any(|entry| readers::is_companion(&entry.name)) {
             QuantizationChange::Keep
         } else {
             QuantizationChange::Remove

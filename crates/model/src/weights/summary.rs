@@ -106,7 +106,7 @@ pub fn summary_of(files: &ModelFiles) -> Result<Summary> {
         let (elements, bytes) = (info.elements() as u64, files.stored_bytes(name));
         total.add(elements, bytes);
         match files.quantized_format(name) {
-            Some(format) => quantized.entry(format.kind.name()).or_insert_with(Tally::default),
+            Some(format) => quantized.entry(format.scheme().name()).or_insert_with(Tally::default),
             None => dtypes.entry(info.dtype).or_insert_with(Tally::default),
         }
         .add(elements, bytes);

@@ -57,8 +57,8 @@ pub fn weight_norm(weight: Weight<'_>, a: &Tensor, b: &Tensor, scale: f64) -> Re
         });
     };
     match weight {
-        Weight::Quantized(weight) => weight.with_blocks(|blocks| {
-            norms_of(&mut norms, &|row, values| blocks.dequantize(row * width, values));
+        Weight::Quantized(weight) => weight.with_view(|view| {
+            norms_of(&mut norms, &|row, values| view.dequantize(row * width, values));
         })?,
         Weight::Dense(weight) => with_elem!(weight.dtype(), T => {
             let values = read::<T>(weight)?;

@@ -5,7 +5,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use crate::instruction_set::vectorized;
-use crate::quant::Blocks;
+use crate::quant::QuantView;
 use crate::runtime::cpu_tensor::{FloatElement, PlainElement, first as first_of};
 
 /// An operand of a product: `f32` in memory, or convertible to `f32` part by part.
@@ -38,18 +38,18 @@ pub(crate) trait GemmMatrix: Copy + Sync {
     }
 }
 
-/// A quantized matrix, row by row in blocks, or its transpose.
+/// A quantized matrix, row by row, or its transpose.
 #[derive(Clone, Copy)]
 pub(crate) struct QuantMat<'a> {
-    blocks: Blocks<'a>,
+    view: QuantView<'a>,
     rows: usize,
     cols: usize,
     transposed: bool,
 }
 
 impl<'a> QuantMat<'a> {
-    pub(crate) fn new(blocks: Blocks<'a>, rows: usize, cols: usize) -> Self {
-        QuantMat { blocks, rows, cols, transposed: false }
+    pub(crate) fn new(view: QuantView<'a>, rows: usize, cols: usize) -> Self {
+        QuantMat { view, rows, cols, transposed: false }
     }
 
     /// Returns the transpose; no element moves.
@@ -84,7 +84,7 @@ impl GemmMatrix for QuantMat<'_> {
     }
 
     fn copy_line<T: FloatElement>(&self, line: usize, from: usize, out: &mut [T]) {
-        self.blocks.dequantize(line * self.cols + from, out);
+        self.view.dequantize(line * self.cols + from, out);
     }
 }
 

@@ -12,7 +12,9 @@ use super::gemm::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads, matmul as
 use super::gpu;
 use super::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmul, matmul_plus_low_rank};
 use crate::error::{Error, Result};
-use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, Scales};
+use crate::quant::{
+    NESTED_BLOCK, QuantFormat, QuantTensor, QuantView, RunDtype, RunMeaning, RunsView, dynamic_signed,
+};
 use crate::runtime::cpu_tensor::{dims2, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 use candle_core::{DType, Device, Tensor};
@@ -21,15 +23,14 @@ use rayon::prelude::*;
 /// Values that a thread dequantizes at once.
 const DEQUANTIZED: usize = 1 << 14;
 
-/// A matrix `[out, in]` as codes in blocks with one scale each (bitsandbytes' layout, see
-/// [`crate::quant`]).
+/// A matrix `[out, in]` in a quantized format ([`crate::quant`]).
 #[derive(Debug, Clone)]
 pub struct Quantized {
-    /// The quantization format; its blocks run over the flattened matrix.
+    /// The quantization format.
     pub format: QuantFormat,
     /// Shape of the matrix, `[out, in]`.
     pub shape: (usize, usize),
-    /// The stored parts, in the order of [`QuantFormat::layout`].
+    /// The stored parts, in the order of [`crate::quant::QuantScheme::runs`].
     pub runs: Vec<QuantizedRun>,
     /// The mean of double-quantized scales.
     pub offset: f32,
@@ -49,33 +50,37 @@ pub struct QuantizedRun {
 pub enum Weight<'a> {
     /// The matrix `[out, in]` in its stored dtype.
     Dense(&'a Tensor),
-    /// A quantized matrix: codes in blocks with their scales.
+    /// A quantized matrix.
     Quantized(&'a Quantized),
 }
 
 impl Quantized {
-    fn run(&self, meaning: RunMeaning) -> Result<&Tensor> {
-        let run = self.runs.iter().find(|run| run.meaning == meaning);
-        Ok(&run.ok_or_else(|| Error::internal(format!("a quantized weight without {meaning:?}")))?.values)
+    fn optional_run(&self, meaning: RunMeaning) -> Option<&Tensor> {
+        self.runs.iter().find(|run| run.meaning == meaning).map(|run| &run.values)
     }
 
-    /// Calls `use_blocks` with codes and scales as slices. CPU only.
-    pub(crate) fn with_blocks<R>(&self, use_blocks: impl FnOnce(Blocks<'_>) -> R) -> Result<R> {
-        let QuantFormat { kind, block_size, double_quant } = self.format;
-        let codes = read::<u8>(self.run(RunMeaning::Codes)?)?;
-        if !double_quant {
-            let scales = read::<f32>(self.run(RunMeaning::Scales)?)?;
-            return Ok(use_blocks(Blocks {
-                kind,
-                block_size,
-                codes: &codes,
-                scales: Scales::Plain(&scales),
-            }));
-        }
-        let nested = read::<u8>(self.run(RunMeaning::ScaleCodes)?)?;
-        let absmax = read::<f32>(self.run(RunMeaning::NestedScales)?)?;
-        let scales = Scales::Nested { codes: &nested, absmax: &absmax, offset: self.offset };
-        Ok(use_blocks(Blocks { kind, block_size, codes: &codes, scales }))
+    fn run(&self, meaning: RunMeaning) -> Result<&Tensor> {
+        self.optional_run(meaning)
+            .ok_or_else(|| Error::internal(format!("a quantized weight without {meaning:?}")))
+    }
+
+    /// Returns the number of values.
+    fn elements(&self) -> usize {
+        self.shape.0 * self.shape.1
+    }
+
+    /// Calls `use_view` with the runs as slices. CPU only.
+    pub(crate) fn with_view<R>(&self, use_view: impl FnOnce(QuantView<'_>) -> R) -> Result<R> {
+        let runs = self.format.scheme().runs(self.elements());
+        let of = |dtype| runs.iter().map(|run| run.meaning).filter(move |meaning| meaning.dtype() == dtype);
+        let bytes = of(RunDtype::U8).map(|meaning| Ok((meaning, read::<u8>(self.run(meaning)?)?)));
+        let bytes = bytes.collect::<Result<Vec<_>>>()?;
+        let floats = of(RunDtype::F32).map(|meaning| Ok((meaning, read::<f32>(self.run(meaning)?)?)));
+        let floats = floats.collect::<Result<Vec<_>>>()?;
+        let bytes = bytes.iter().map(|(meaning, values)| (*meaning, &**values));
+        let floats = floats.iter().map(|(meaning, values)| (*meaning, &**values));
+        let runs = RunsView::new(bytes, floats, self.offset);
+        Ok(use_view(QuantTensor { format: self.format, runs }))
     }
 
     /// Returns the whole matrix, `[out, in]` in `dtype`, f32 or bf16, as a product on a GPU reads
@@ -87,7 +92,7 @@ impl Quantized {
         let codes = self.run(RunMeaning::Codes)?;
         let _span = span(|| SpanInfo::op("dequantize").dims(&[self.shape.0, self.shape.1]).moves(&[codes]));
         if let Some(driver) = gpu::driver_of(codes)
-            && cuda::is_supported(dtype)
+            && cuda::is_supported(&[self], dtype)
         {
             return cuda::dequantize(driver, &[self], dtype);
         }
@@ -95,41 +100,38 @@ impl Quantized {
             return Ok(self.dequantize_reference()?.to_dtype(dtype)?);
         }
         let (out, inputs) = self.shape;
-        with_elem!(dtype, T => self.with_blocks(|blocks| {
-            let mut values = unwritten::<T>(out * inputs);
+        with_elem!(dtype, T => self.with_view(|view| {
+            let mut values = unwritten::<T>(self.elements());
             let parts = values.par_chunks_mut(DEQUANTIZED).enumerate();
-            parts.for_each(|(i, values)| blocks.dequantize(i * DEQUANTIZED, values));
+            parts.for_each(|(i, values)| view.dequantize(i * DEQUANTIZED, values));
             tensor(values, (out, inputs))
         })?)
     }
 
     /// Returns the whole matrix in f32, by candle's primitives.
     pub(crate) fn dequantize_reference(&self) -> Result<Tensor> {
-        let QuantFormat { kind, block_size, double_quant } = self.format;
-        let codes = self.run(RunMeaning::Codes)?;
+        let (codes, hint, n) = (self.run(RunMeaning::Codes)?, self.format.scheme().hint(), self.elements());
         let device = codes.device();
-        let n = self.shape.0 * self.shape.1;
-        let codes = codes.to_dtype(DType::U32)?;
-        let codes = match kind.bits() {
+        let codes = match hint.bits {
             4 => {
-                let high = (codes.to_dtype(DType::F32)? / 16.0)?.floor()?;
-                let low = (codes.to_dtype(DType::F32)? - (&high * 16.0)?)?;
-                Tensor::stack(&[high, low], 1)?.flatten_all()?.to_dtype(DType::U32)?.narrow(0, 0, n)?
+                let codes = codes.to_dtype(DType::F32)?;
+                let high = (&codes / 16.0)?.floor()?;
+                let low = (codes - (&high * 16.0)?)?;
+                Tensor::stack(&[high, low], 1)?.flatten_all()?
             }
-            _ => codes.narrow(0, 0, n)?,
+            _ => codes.clone(),
         };
-        let values = look_up(kind.table(), &codes, device)?;
-        let scales = if double_quant {
-            let codes = self.run(RunMeaning::ScaleCodes)?;
-            let values = look_up(crate::quant::dynamic_signed(), &codes.to_dtype(DType::U32)?, device)?;
-            let outer = repeat(self.run(RunMeaning::NestedScales)?, NESTED_BLOCK, codes.elem_count())?;
-            ((values * outer)? + f64::from(self.offset))?
-        } else {
-            self.run(RunMeaning::Scales)?.clone()
+        let values = look_up(hint.table, &codes.to_dtype(DType::U32)?.narrow(0, 0, n)?, device)?;
+        let scales = match self.optional_run(RunMeaning::ScaleCodes) {
+            Some(codes) => {
+                let values = look_up(dynamic_signed(), &codes.to_dtype(DType::U32)?, device)?;
+                let outer = repeat(self.run(RunMeaning::NestedScales)?, NESTED_BLOCK, codes.elem_count())?;
+                ((values * outer)? + f64::from(self.offset))?
+            }
+            None => self.run(RunMeaning::Scales)?.clone(),
         };
-        let values = (values * repeat(&scales, block_size, n)?)?;
-        // The codes of LLM.int8() are integers up to 127.
-        let values = if kind == CodeKind::Int8Rows { (values / 127.0)? } else { values };
+        let values = (values * repeat(&scales, hint.block_size, n)?)?;
+        let values = hint.divisor.map_or(Ok(values.clone()), |divisor| values / f64::from(divisor))?;
         Ok(values.reshape(self.shape)?)
     }
 }
@@ -184,7 +186,7 @@ pub fn matmul_weight(
         Weight::Quantized(quantized) => quantized,
     };
     if let Some(driver) = gpu::driver_of(dst.tensor)
-        && cuda::is_supported(a.tensor.dtype())
+        && cuda::is_supported(&[quantized], a.tensor.dtype())
     {
         // In the activations' dtype, since bitsandbytes dequantizes to its compute dtype.
         let panel = cuda::dequantize(driver, &[quantized], a.tensor.dtype())?;
@@ -240,8 +242,8 @@ fn quantized_on_cpu(
     with_elem!(a.tensor.dtype(), A => with_elem!(dst.tensor.dtype(), D => {
         let data = read::<A>(a.tensor)?;
         let a = MatView::new(data.get(a.start..).unwrap_or(&[]), rows, a.len, a_width);
-        quantized.with_blocks(|blocks| {
-            let matrix = QuantMat::new(blocks, out, inputs);
+        quantized.with_view(|view| {
+            let matrix = QuantMat::new(view, out, inputs);
             let matrix = match form {
                 Transpose::Nt => matrix.t(),
                 Transpose::Nn => matrix,
@@ -281,8 +283,8 @@ pub fn matmul_weights(
         return matmul_weight(dst, a, *weight, form, addend);
     }
     if let Some(driver) = gpu::driver_of(dst.tensor)
-        && cuda::is_supported(a.tensor.dtype())
         && let Some(quantized) = weights.iter().map(Weight::quantized).collect::<Option<Vec<_>>>()
+        && cuda::is_supported(&quantized, a.tensor.dtype())
     {
         let panel = cuda::dequantize(driver, &quantized, a.tensor.dtype())?;
         return matmul(dst, a, ColumnView::all(&panel), form, 1.0, addend);

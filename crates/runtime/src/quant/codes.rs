@@ -1,101 +1,12 @@
-//! Values of quantization codes.
+//! The dynamic maps of bitsandbytes: values of 8-bit codes, and the nearest code.
 
 use std::sync::LazyLock;
 
 use super::magnitude::largest;
 use crate::instruction_set::vectorized;
-use crate::recipe::enums::QuantKind;
-
-/// A set of codes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum CodeKind {
-    /// A set for recipes, with a scale for each block.
-    Blockwise(QuantKind),
-    /// LLM.int8(): integers from -127 to 127 with one scale per row, which is the block.
-    Int8Rows,
-}
-
-impl CodeKind {
-    /// 4-bit NormalFloat: quantiles of the normal distribution.
-    pub const NF4: Self = CodeKind::Blockwise(QuantKind::Nf4);
-    /// 4-bit float: sign, two bits of exponent, one of mantissa.
-    pub const FP4: Self = CodeKind::Blockwise(QuantKind::Fp4);
-    /// bitsandbytes' blockwise 8 bits: the signed dynamic map.
-    pub const INT8: Self = CodeKind::Blockwise(QuantKind::Int8);
-}
-
-/// Appendix E of QLoRA, in f32.
-static NF4: [f32; 16] = [
-    -1.0,
-    -0.696_192_8,
-    -0.525_073_05,
-    -0.394_917_5,
-    -0.284_441_38,
-    -0.184_773_43,
-    -0.091_050_036,
-    0.0,
-    0.079_580_3,
-    0.160_930_2,
-    0.246_112_3,
-    0.337_915_24,
-    0.440_709_83,
-    0.562_617,
-    0.722_956_84,
-    1.0,
-];
-
-/// Twelfths of 1/16, 8, 12, 4, 6, 2, 3; the second half is negative, so code 8 is a second zero.
-static FP4: [f32; 16] = [
-    0.0,
-    0.005_208_333_5,
-    0.666_666_7,
-    1.0,
-    0.333_333_34,
-    0.5,
-    0.166_666_67,
-    0.25,
-    0.0,
-    -0.005_208_333_5,
-    -0.666_666_7,
-    -1.0,
-    -0.333_333_34,
-    -0.5,
-    -0.166_666_67,
-    -0.25,
-];
 
 static SIGNED: LazyLock<DynamicMap> = LazyLock::new(|| DynamicMap::new(dynamic(true)));
 static UNSIGNED: LazyLock<DynamicMap> = LazyLock::new(|| DynamicMap::new(dynamic(false)));
-/// Values by byte, as two's complement.
-static ROWS: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|i| f32::from(i as u8 as i8)));
-
-impl CodeKind {
-    /// Name in recipes and checkpoints.
-    pub fn name(self) -> &'static str {
-        match self {
-            CodeKind::Blockwise(kind) => kind.as_str(),
-            CodeKind::Int8Rows => "int8 rows",
-        }
-    }
-
-    /// Bits of a code.
-    pub fn bits(self) -> usize {
-        match self {
-            CodeKind::NF4 | CodeKind::FP4 => 4,
-            CodeKind::INT8 | CodeKind::Int8Rows => 8,
-        }
-    }
-
-    /// Value of each code, before its block's scale: 16 or 256 values.
-    pub fn table(self) -> &'static [f32] {
-        match self {
-            CodeKind::NF4 => &NF4,
-            CodeKind::FP4 => &FP4,
-            CodeKind::INT8 => &SIGNED.values,
-            CodeKind::Int8Rows => &*ROWS,
-        }
-    }
-}
 
 /// bitsandbytes' map for signed numbers, ascending.
 pub fn dynamic_signed() -> &'static [f32; 256] {
@@ -135,12 +46,50 @@ fn dynamic(signed: bool) -> [f32; 256] {
     values.try_into().unwrap_or([0.0; 256])
 }
 
+const TABLE_LEN: usize = 1 << 16;
+
+static SIGNED_CODES: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let map = dynamic_signed();
+    let mut code = 0;
+    let codes = (0..TABLE_LEN).map(|i| {
+        let value = -1.0 + (2 * i) as f32 / (TABLE_LEN - 1) as f32;
+        while code < 255 && 0.5 * (map[code] + map[code + 1]) < value {
+            code += 1;
+        }
+        code as u8
+    });
+    codes.collect()
+});
+
+/// Writes the codes of one block of `values` and returns its scale, the largest magnitude. They are
+/// the codes of bitsandbytes' CPU library for weights and scales.
+///
+/// The library looks codes up in a table: it rounds a value to the nearest of 65536 evenly spaced
+/// numbers from -1 to 1, and uses that number's nearest code. So a value within 1.5e-5 of the
+/// midpoint of two codes may get either, and zero, which is not in the table, has the code of
+/// 1.5e-5. Midpoints are common in bf16 weights, and few distinct scales turn one such value into
+/// many codes. Optimizer states, where zero must stay zero, use the nearest code:
+/// [`DynamicMap`].
+pub(super) fn quantize_signed(values: &[f32], codes: &mut [u8]) -> f32 {
+    let absmax = largest(values);
+    if absmax == 0.0 {
+        codes.fill(0);
+        return absmax;
+    }
+    let (factor, table) = (1.0 / absmax, &SIGNED_CODES[..TABLE_LEN]);
+    for (code, value) in codes.iter_mut().zip(values) {
+        let scaled = (value * factor).clamp(-1.0, 1.0);
+        *code = table[((scaled + 1.0) * 0.5 * (TABLE_LEN - 1) as f32 + 0.5) as usize & (TABLE_LEN - 1)];
+    }
+    absmax
+}
+
 /// A dynamic map with an index that finds the nearest code in constant time, for optimizer states.
 ///
 /// Halfway between two codes it uses the even one, as bitsandbytes' CUDA kernels do: their binary
 /// search ends at an even code and leaves it only past a midpoint. bitsandbytes' CPU library uses a
 /// table that turns zero into 1.5e-5, so a parameter without gradient would drift; weights still
-/// follow that library: `table`.
+/// follow that library: [`quantize_signed`].
 ///
 /// A number's exponent and first mantissa bits select a start. The steps of the map are wide enough
 /// that numbers with the same bits contain at most one midpoint, so one comparison gives the code.

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::adapter::{SavedAdapter, TensorKind};
 use crate::error::{Error, Result};
-use crate::quant::{OwnedBlocks, QuantFormat};
+use crate::quant::{QuantBuffer, QuantFormat};
 use crate::weights::{ModelFiles, ResizedEmbedding};
 
 /// Number of values that a thread dequantizes at once.
@@ -24,7 +24,7 @@ pub(super) enum ValueSource<'a> {
 pub(super) enum MergeValues<'a> {
     Base(ResizedEmbedding<'a>),
     Adapter(&'a SavedAdapter, &'a str, TensorKind),
-    Quantized(OwnedBlocks),
+    Quantized(QuantBuffer),
 }
 
 impl<'a> MergeValues<'a> {
@@ -71,10 +71,10 @@ impl<'a> MergeValues<'a> {
             Self::Base(tensor) => tensor.read_part(start, out),
             Self::Adapter(adapter, module, kind) => adapter.read_part(module, *kind, start, out),
             Self::Quantized(quantized) => {
-                let blocks = quantized.blocks();
+                let view = quantized.view();
                 out.par_chunks_mut(TASK)
                     .enumerate()
-                    .for_each(|(i, part)| blocks.dequantize(start + i * TASK, part));
+                    .for_each(|(i, part)| view.dequantize(start + i * TASK, part));
                 Ok(())
             }
         }
@@ -100,8 +100,8 @@ impl<'a> MergeValues<'a> {
 }
 
 /// Quantizes a tensor of `elements` values.
-fn quantized(values: &MergeValues<'_>, elements: usize, format: QuantFormat) -> Result<OwnedBlocks> {
-    let quantized = OwnedBlocks::new(format, elements, |start, part| {
+fn quantized(values: &MergeValues<'_>, elements: usize, format: QuantFormat) -> Result<QuantBuffer> {
+    let quantized = QuantBuffer::new(format, elements, &|start, part| {
         values.peek(start, part)?;
         match part.iter().find(|value| !value.is_finite()) {
             None => Ok(()),

@@ -129,10 +129,7 @@ pub fn merge(
 fn words(base: BaseValues) -> String {
     match base {
         BaseValues::AsStored => "as stored".into(),
-        BaseValues::Quantized(QuantFormat { kind, block_size, double_quant }) => {
-            let scales = if double_quant { "double-quantized" } else { "f32" };
-            format!("dequantized from {} in blocks of {block_size} with {scales} scales", kind.name())
-        }
+        BaseValues::Quantized(format) => format!("dequantized from {}", format.scheme().describe()),
     }
 }
 

@@ -27,6 +27,7 @@ pub use gguf_facts::{GgufFacts, GgufSeventyB, GgufSoftcap, GgufWindows};
 use super::config::ModelConfig;
 use super::config_reader::ConfigReader;
 use crate::error::{Error, ErrorContext as _, Result};
+use crate::weights::readers;
 use crate::weights::text_config::text_part;
 use sizes::{MOST_TOKENS, MOST_WIDE, ModelSizes};
 
@@ -65,7 +66,9 @@ impl ModelConfig {
 fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     let family = family(keys)?;
     refusals::refuse_unsupported(keys)?;
-    refusals::refuse_unknown_quantization(keys)?;
+    if let Some(config) = keys.opt_keys("quantization_config")? {
+        readers::refuse_unknown(config.opt_str("quant_method")?, &|key| config.mentions(key))?;
+    }
     let sizes = ModelSizes::read(keys, family.head_dim)?;
     let parts = (family.compose)(keys, &sizes)?;
     let config = ModelConfig {

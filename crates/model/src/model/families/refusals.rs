@@ -37,21 +37,6 @@ pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Refuses formats other than bitsandbytes', which `weights` reads. Its first configurations do not
-/// name the method.
-pub(super) fn refuse_unknown_quantization(keys: &ConfigReader<'_>) -> Result<()> {
-    let Some(config) = keys.opt_keys("quantization_config")? else { return Ok(()) };
-    let method = match config.opt_str("quant_method")? {
-        Some("bitsandbytes") => return Ok(()),
-        None if config.mentions("load_in_4bit") || config.mentions("load_in_8bit") => return Ok(()),
-        Some(other) => format!("\"{other}\""),
-        None => "missing".into(),
-    };
-    Err(Error::user("the model is quantized in a format that this program does not read")
-        .because(format!("`quantization_config.quant_method` is {method}; accepted: \"bitsandbytes\""))
-        .hint("give the model that was not quantized"))
-}
-
 /// Refuses sizes whose product is too large. Each may be valid alone, but shapes and memory are
 /// computed in 64 bits.
 pub(super) fn refuse_too_large(config: &ModelConfig) -> Result<()> {

@@ -16,7 +16,7 @@ use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::stochastic_rounding::StochasticRounding;
-use crate::quant::{NESTED_BLOCK, QuantFormat};
+use crate::quant::QuantFormat;
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::rng::RngStream;
 
@@ -92,8 +92,7 @@ fn widest(shapes: &BenchShapes) -> (String, usize) {
 fn panel(shapes: &BenchShapes) -> TimedOp {
     let (d, f, dtype) = (shapes.widths.hidden_size, shapes.widths.intermediate_size, shapes.dtype);
     let ((shape, count), format) = (widest(shapes), QuantFormat::default());
-    let scales = format.blocks(count);
-    let codes = format.code_bytes(count) + scales + F32_BYTES * scales.div_ceil(NESTED_BLOCK);
+    let codes = format.scheme().bytes(count);
     let what = ("dequantize", format!("{shape}, nf4, double quantization"), dtype);
     TimedOp::moving(codes + shapes.bytes(count), what, move |inputs| {
         let weight = nf4(inputs, (f, d))?;

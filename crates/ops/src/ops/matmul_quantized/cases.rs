@@ -9,7 +9,8 @@ use super::{
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
 use crate::ops::matmul::{self, Addend, ColumnView, ColumnViewMut, LowRank, Transpose};
-use crate::quant::{self, CodeKind, QuantFormat, RunMeaning};
+use crate::quant::{QuantBuffer, QuantFormat, RunDtype};
+use crate::recipe::enums::QuantKind;
 use crate::runtime::rng::RngStream;
 
 /// Returns a quantized matrix of normal values on the device, and on the host.
@@ -20,49 +21,46 @@ pub(in crate::ops) fn quantized(
 ) -> Result<[Quantized; 2]> {
     let (n, stream) = (shape.0 * shape.1, RngStream::new(0).named("quantized"));
     let values = stream.normals(0..n as u64, 1.0);
-    let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
-    quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
+    let quantized = QuantBuffer::new(format, n, &|start, piece| {
+        piece.copy_from_slice(&values[start..start + piece.len()]);
+        Ok(())
+    })?;
     let on = |device: &Device| -> Result<Quantized> {
-        let run = |meaning, values| QuantizedRun { meaning, values };
-        let bytes = |bytes: &[u8]| Tensor::from_slice(bytes, bytes.len(), device);
-        let floats = |floats: &[f32]| Tensor::from_slice(floats, floats.len(), device);
-        let mut runs = vec![run(RunMeaning::Codes, bytes(&codes)?)];
-        let mut offset = 0.0;
-        if format.double_quant {
-            let mut nested = vec![0u8; absmax.len()];
-            let mut outer = vec![0f32; absmax.len().div_ceil(quant::NESTED_BLOCK)];
-            offset = quant::nest(&absmax, &mut nested, &mut outer);
-            runs.push(run(RunMeaning::ScaleCodes, bytes(&nested)?));
-            runs.push(run(RunMeaning::NestedScales, floats(&outer)?));
-        } else {
-            runs.push(run(RunMeaning::Scales, floats(&absmax)?));
-        }
-        Ok(Quantized { format, shape, runs, offset })
+        let memory = &quantized.runs;
+        let runs = format.scheme().runs(n).into_iter().map(|run| {
+            let values = match run.meaning.dtype() {
+                RunDtype::U8 => Tensor::from_slice(memory.bytes(run.meaning), run.elements, device)?,
+                RunDtype::F32 => Tensor::from_slice(memory.floats(run.meaning), run.elements, device)?,
+            };
+            Ok(QuantizedRun { meaning: run.meaning, values })
+        });
+        Ok(Quantized { format, shape, runs: runs.collect::<Result<_>>()?, offset: memory.offset })
     };
     Ok([on(runner.device)?, on(&Device::Cpu)?])
 }
 
 /// The tested formats; the first is that of QLoRA's paper.
 pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
-    QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: true },
-    QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: false },
-    QuantFormat { kind: CodeKind::FP4, block_size: 128, double_quant: true },
-    QuantFormat { kind: CodeKind::INT8, block_size: 64, double_quant: false },
-    QuantFormat { kind: CodeKind::Int8Rows, block_size: 72, double_quant: false },
+    QuantFormat::of_kind(QuantKind::Nf4, 64, true),
+    QuantFormat::of_kind(QuantKind::Nf4, 64, false),
+    QuantFormat::of_kind(QuantKind::Fp4, 128, true),
+    QuantFormat::of_kind(QuantKind::Int8, 64, false),
+    QuantFormat::int8_rows(72),
     // The last block is a short one.
-    QuantFormat { kind: CodeKind::NF4, block_size: 4096, double_quant: false },
+    QuantFormat::of_kind(QuantKind::Nf4, 4096, false),
 ];
 
 /// Returns the cases of products with a quantized weight.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for format in FORMATS {
-        let QuantFormat { kind, block_size, double_quant } = format;
-        let name = format!("{} {block_size}{}", kind.name(), if double_quant { " nested" } else { "" });
+        let (scheme, double_quant) = (format.scheme(), format.scheme().double_quant());
+        let nested = if double_quant { " nested" } else { "" };
+        let name = format!("{} {}{nested}", scheme.name(), scheme.hint().block_size);
         // Rows that are not a multiple of a block. Formats with nested or row scales also get more
         // columns than a panel, whose bounds are the same for all formats.
         let mut shapes = vec![((53, 72), "53x72"), ((48, 41), "48x41")];
-        if double_quant || kind == CodeKind::Int8Rows {
+        if double_quant || matches!(format, QuantFormat::Int8Rows(_)) {
             shapes.push(((600, 2100), "600x2100"));
         }
         for (shape, what) in shapes {
@@ -228,4 +226,23 @@ fn side_by_side_case(runner: &CaseRunner<'_>, form: Transpose, has_dense: bool) 
         }
     }
     Ok(vec![dst.pair()])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The match asks for the case of a new format.
+    #[test]
+    fn every_format_has_a_case() {
+        let index = |format: &QuantFormat| match format {
+            QuantFormat::FourBit(_) => 0,
+            QuantFormat::Int8(_) => 1,
+            QuantFormat::Int8Rows(_) => 2,
+        };
+        let mut found: Vec<usize> = FORMATS.iter().map(index).collect();
+        found.sort_unstable();
+        found.dedup();
+        assert_eq!(found, [0, 1, 2]);
+    }
 }

@@ -8,11 +8,11 @@ use super::Quantized;
 use crate::error::{Error, Result};
 use crate::ops::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels};
 use crate::ops::matmul::empty;
-use crate::quant::{CodeKind, RunMeaning, dynamic_signed};
+use crate::quant::{PanelKernel, RunMeaning, dynamic_signed};
 
-/// Returns true if a kernel writes panels of this dtype.
-pub(super) fn is_supported(dtype: DType) -> bool {
-    is_float(dtype)
+/// Returns true if kernels write panels of all `weights` in this dtype.
+pub(super) fn is_supported(weights: &[&Quantized], dtype: DType) -> bool {
+    is_float(dtype) && weights.iter().all(|weight| weight.format.scheme().hint().kernel.is_some())
 }
 
 /// Returns stacked whole matrices of one width, `[Σ out, in]` in `dtype`, bit-identical to the
@@ -36,18 +36,17 @@ pub(in crate::ops) fn dequantize(
 /// Fills `panel`, bf16 or f32, with the values of the flattened matrix from `start` on.
 fn dequantize_from(driver: &dyn Driver, weight: &Quantized, start: usize, panel: &Tensor) -> Result<()> {
     let codes = weight.run(RunMeaning::Codes)?;
-    let (device, format, count, dtype) = (codes.device(), weight.format, panel.elem_count(), panel.dtype());
-    let values = constant(format.kind.table(), device)?;
-    let (scales, nested, map) = if format.double_quant {
-        let nested = weight.run(RunMeaning::ScaleCodes)?;
-        (weight.run(RunMeaning::NestedScales)?, Some(nested), Some(constant(dynamic_signed(), device)?))
-    } else {
-        (weight.run(RunMeaning::Scales)?, None, None)
-    };
+    let hint = weight.format.scheme().hint();
+    let (device, count, dtype) = (codes.device(), panel.elem_count(), panel.dtype());
+    let values = constant(hint.table, device)?;
+    let nested = weight.optional_run(RunMeaning::ScaleCodes);
+    let map = nested.map(|_| constant(dynamic_signed(), device)).transpose()?;
+    let scales = nested.map_or(RunMeaning::Scales, |_| RunMeaning::NestedScales);
+    let scales = weight.run(scales)?;
     let per_block = if dtype == DType::BF16 { 8192 } else { 4096 };
     let shape = LaunchShape::line(count.div_ceil(per_block), 256);
-    let size = crate::ops::gpu::number(format.block_size)?;
-    let shift = if format.block_size.is_power_of_two() { format.block_size.ilog2() as i32 } else { -1 };
+    let size = crate::ops::gpu::number(hint.block_size)?;
+    let shift = if hint.block_size.is_power_of_two() { hint.block_size.ilog2() as i32 } else { -1 };
     macro_rules! launch {
         ($kernel:ident, $panel:ty) => {
             kernels::$kernel(
@@ -67,13 +66,14 @@ fn dequantize_from(driver: &dyn Driver, weight: &Quantized, start: usize, panel:
             )
         };
     }
-    match (format.kind, dtype) {
-        (CodeKind::Int8Rows, DType::BF16) => launch!(dequantize_int8_rows_bf16, bf16),
-        (CodeKind::Int8Rows, _) => launch!(dequantize_int8_rows_f32, f32),
-        (kind, DType::BF16) if kind.bits() == 4 => launch!(dequantize_4bit_bf16, bf16),
-        (kind, _) if kind.bits() == 4 => launch!(dequantize_4bit_f32, f32),
-        (_, DType::BF16) => launch!(dequantize_int8_bf16, bf16),
-        _ => launch!(dequantize_int8_f32, f32),
+    match (hint.kernel, dtype) {
+        (Some(PanelKernel::FourBits), DType::BF16) => launch!(dequantize_4bit_bf16, bf16),
+        (Some(PanelKernel::FourBits), _) => launch!(dequantize_4bit_f32, f32),
+        (Some(PanelKernel::Int8), DType::BF16) => launch!(dequantize_int8_bf16, bf16),
+        (Some(PanelKernel::Int8), _) => launch!(dequantize_int8_f32, f32),
+        (Some(PanelKernel::Int8Rows), DType::BF16) => launch!(dequantize_int8_rows_bf16, bf16),
+        (Some(PanelKernel::Int8Rows), _) => launch!(dequantize_int8_rows_f32, f32),
+        (None, _) => Err(Error::internal(format!("no kernel dequantizes {}", weight.format.scheme().name()))),
     }
 }
 

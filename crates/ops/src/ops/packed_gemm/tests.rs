@@ -5,7 +5,8 @@ use half::bf16;
 use super::*;
 use crate::instruction_set::{InstructionSet, VARIABLE};
 use crate::ops::gemm::{MatView, QuantMat};
-use crate::quant::{Blocks, CodeKind, Scales};
+use crate::quant::{QuantFormat, QuantTensor, RunMeaning, RunsView};
+use crate::recipe::enums::QuantKind;
 
 /// Returns numbers in -1..1 with all bits in use.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
@@ -205,11 +206,12 @@ fn quantized_beside_dense(kernel: MicroKernel) {
     let (m, out, inputs) = (100, 160, 832);
     let codes: Vec<u8> = numbers(out * inputs / 2, 8).iter().map(|x| x.to_bits() as u8).collect();
     let scales: Vec<f32> = numbers(out * inputs / 64, 9);
-    let blocks =
-        Blocks { kind: CodeKind::NF4, block_size: 64, codes: &codes, scales: Scales::Plain(&scales) };
+    let format = QuantFormat::of_kind(QuantKind::Nf4, 64, false);
+    let (codes, scales) = ([(RunMeaning::Codes, &codes[..])], [(RunMeaning::Scales, &scales[..])]);
+    let view = QuantTensor { format, runs: RunsView::new(codes, scales, 0.0) };
     let mut dense = vec![0f32; out * inputs];
-    blocks.dequantize(0, &mut dense);
-    let (quantized, dense) = (QuantMat::new(blocks, out, inputs), MatView::new(&dense, out, inputs, inputs));
+    view.dequantize(0, &mut dense);
+    let (quantized, dense) = (QuantMat::new(view, out, inputs), MatView::new(&dense, out, inputs, inputs));
     let a = numbers(m * inputs, 10);
     for transposed in [false, true] {
         let (k, n) = if transposed { (inputs, out) } else { (out, inputs) };

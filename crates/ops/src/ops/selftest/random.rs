@@ -24,7 +24,7 @@ use crate::ops::rms_norm::cases::KINDS;
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, glu, rms_norm};
-use crate::quant::{CodeKind, QuantFormat};
+use crate::quant::QuantFormat;
 
 /// Returns a configuration with this many cases, the same in every run.
 pub(in crate::ops) fn config(cases: u32) -> ProptestConfig {
@@ -196,8 +196,8 @@ proptest! {
         shape in (8..90_usize, widths(8)),
         (rows, transposed, accumulate, run) in (1..5_usize, any::<bool>(), any::<bool>(), runs()),
     ) {
-        let block_size = if format.kind == CodeKind::Int8Rows { shape.1 } else { format.block_size };
-        let format = QuantFormat { block_size, ..format };
+        let is_rows = matches!(format, QuantFormat::Int8Rows(_));
+        let format = if is_rows { QuantFormat::int8_rows(shape.1) } else { format };
         let form = if transposed { Transpose::Nt } else { Transpose::Nn };
         let case = OpCase::new("matmul_weight", format!("{format:?}"), Tolerance::BACKWARD, move |runner| {
             product(runner, format, shape, rows, form, accumulate)

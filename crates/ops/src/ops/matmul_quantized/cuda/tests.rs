@@ -10,7 +10,8 @@ use super::dequantize_from;
 use crate::error::Result;
 use crate::ops::case::CaseRunner;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
-use crate::quant::{CodeKind, QuantFormat, RunMeaning};
+use crate::quant::{QuantFormat, RunMeaning};
+use crate::recipe::enums::QuantKind;
 
 /// A range of a matrix's values, and the offsets, in elements, of the panel and the codes from a
 /// multiple of 16 bytes.
@@ -68,7 +69,7 @@ fn check(format: QuantFormat, range: ValueRange) -> Result<()> {
         let runner = CaseRunner { device: &Device::Cpu, dtype, first: 0 };
         let [weight, _] = quantized(&runner, format, SHAPE)?;
         let mut exact = vec![0.0; range.count];
-        weight.with_blocks(|blocks| blocks.dequantize(range.start, &mut exact))?;
+        weight.with_view(|view| view.dequantize(range.start, &mut exact))?;
         let rounded = |x: f32| if dtype == DType::BF16 { bf16::from_f32(x).to_f32() } else { x };
         let wanted: Vec<u32> = exact.into_iter().map(|x| rounded(x).to_bits()).collect();
         let found = found(&weight, range, dtype)?;
@@ -81,8 +82,8 @@ fn check(format: QuantFormat, range: ValueRange) -> Result<()> {
 /// Returns the formats of the op's cases, and block sizes that are neither a power of two nor a
 /// multiple of a thread's share.
 fn formats() -> Vec<QuantFormat> {
-    let plain = |kind, block_size| QuantFormat { kind, block_size, double_quant: false };
-    let odd = [plain(CodeKind::NF4, 72), plain(CodeKind::NF4, 12), plain(CodeKind::INT8, 20)];
+    let plain = |kind, block_size| QuantFormat::of_kind(kind, block_size, false);
+    let odd = [plain(QuantKind::Nf4, 72), plain(QuantKind::Nf4, 12), plain(QuantKind::Int8, 20)];
     FORMATS.into_iter().chain(odd).collect()
 }
 
@@ -129,7 +130,7 @@ fn values_behind_the_first_2_to_the_32() -> Result<()> {
     let scales: Vec<f32> = (0..blocks).map(|block| block as f32).collect();
     let run = |meaning, values| QuantizedRun { meaning, values };
     let weight = Quantized {
-        format: QuantFormat { kind: CodeKind::NF4, block_size, double_quant: false },
+        format: QuantFormat::of_kind(QuantKind::Nf4, block_size, false),
         shape: (1, values),
         runs: vec![
             run(RunMeaning::Codes, Tensor::zeros(values / 2, DType::U8, &Device::Cpu)?),
@@ -137,7 +138,7 @@ fn values_behind_the_first_2_to_the_32() -> Result<()> {
         ],
         offset: 0.0,
     };
-    let first = CodeKind::NF4.table()[0];
+    let first = weight.format.scheme().hint().table[0];
     let wanted = (first * (range.start / block_size) as f32).to_bits();
     for dtype in [DType::F32, DType::BF16] {
         let found = found(&weight, range, dtype)?;

@@ -1,0 +1,11 @@
+//! The quantized formats, one file each.
+
+mod blocks;
+mod four_bit;
+mod int8;
+mod int8_rows;
+
+pub use blocks::{BlockCodes, BlockFormat};
+pub use four_bit::FourBit;
+pub use int8::Int8;
+pub use int8_rows::Int8Rows;
