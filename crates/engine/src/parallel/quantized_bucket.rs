@@ -1,6 +1,6 @@
 //! Flat buffers of quantized matrices, one for each element type. A matrix consists of the runs of
-//! memory that its format lists ([`crate::quant::QuantScheme::runs`]). Quantized weights are loaded,
-//! moved and sharded as raw memory, never cast.
+//! memory that its format lists ([`crate::quant::QuantScheme::runs`]). Quantized weights are
+//! loaded, moved and sharded as raw memory, never cast.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
