@@ -35,7 +35,7 @@ import torch
 import transformers
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
-FAMILIES = ["llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+FAMILIES = sorted(path.name.removeprefix("tiny-") for path in (GOLDEN / "models").glob("tiny-*"))
 MAX_SEQ_LEN = 96
 PROMPT = "The gentle copper signs the"
 NEW_TOKENS = 24

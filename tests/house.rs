@@ -1,14 +1,14 @@
 //! Rules of this repository that neither the compiler nor clippy checks: floors, sizes of files,
-//! modules that name `cuda`, paths of one machine, embedded recipes. `tests/house` has the rules on
-//! docs, signatures and circles of imports. `cargo test --test house -- --nocapture` prints the
-//! lines of each module.
+//! modules that name `cuda`, paths of one machine, embedded recipes, recipe keys without effect.
+//! `tests/house` has the rules on docs, signatures and circles of imports. `cargo test --test house
+//! -- --nocapture` prints the lines of each module.
 //!
 //! These tests read sources as text, with blanks instead of comments and literals. This suffices
 //! because rustfmt fixes the layout. Inline test modules do not count.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -422,6 +422,23 @@ fn every_recipe_is_in_the_binary() {
     let built_in: BTreeMap<String, String> =
         built_in.map(|recipe| (recipe.name.to_owned(), recipe.text.to_owned())).collect();
     assert_eq!(on_disk, built_in, "crates/recipe/src/builtin.rs lists the recipes");
+}
+
+/// Finds keys that a recipe accepts and that no code applies.
+#[test]
+fn every_key_of_a_recipe_is_read() {
+    const DECLARE: [&str; 2] = ["recipe/sections.rs", "recipe/conflicts.rs"];
+    let (declaring, others): (Vec<_>, Vec<_>) =
+        sources_of_the_product().into_iter().partition(|source| DECLARE.contains(&source.path.as_str()));
+    let names = |sources: &[&Source], pattern: &regex::Regex| -> BTreeSet<String> {
+        let found = sources.iter().flat_map(|source| pattern.captures_iter(&source.code));
+        found.map(|found| found[1].to_owned()).collect()
+    };
+    let keys = names(&declaring, regex!(r"(?m)^        (\w+): [^=]+ = .*;$"));
+    let read = names(&others, regex!(r"\.(\w+)\b(?:[^(\w]|$)"));
+    assert!(keys.len() > 60, "{keys:?}");
+    let unread: Vec<&String> = keys.difference(&read).collect();
+    assert!(unread.is_empty(), "no code reads {unread:?}");
 }
 
 /// Formats the lines of each module, without tests.

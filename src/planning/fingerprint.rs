@@ -12,9 +12,10 @@ use crate::recipe::Recipe;
 
 /// File name of the resolved recipe in the folder of a run.
 pub(crate) const RECIPE: &str = "recipe.toml";
-/// Sections that affect saving, logging or speed, but not the numbers.
+/// Sections that affect saving, logging or speed, but not the numbers. A fingerprint has the
+/// defaults of their keys.
 const HARMLESS: [&str; 6] = ["checkpoint", "log", "profile", "alerts", "eval", "parallel"];
-/// Keys of other sections with the same property.
+/// Keys of other sections with the same property, and those for a run that stopped at a NaN.
 const HARMLESS_KEYS: [&str; 4] =
     ["train.recompute", "train.on_nan", "train.nan_limit", "quantization.bf16_copy"];
 
@@ -23,30 +24,20 @@ impl Plan {
     /// the same ones.
     pub fn fingerprint(&self) -> BTreeMap<String, String> {
         let mut recipe = self.recipe.clone();
-        // These affect saving, logging or speed, but not the numbers.
-        recipe.checkpoint = recipe::CheckpointSection::default();
-        recipe.log = recipe::LogSection::default();
-        recipe.eval = recipe::EvalSection::default();
-        recipe.data.train = Vec::new();
-        recipe.data.eval = Vec::new();
-        recipe.train.recompute = recipe::AutoOr::Auto;
-        // A run that stopped at a NaN may resume with other settings for it.
-        let train = recipe::TrainSection::default();
-        (recipe.train.on_nan, recipe.train.nan_limit) = (train.on_nan, train.nan_limit);
-        if let Some(quantization) = &mut recipe.quantization {
-            quantization.bf16_copy = false;
-        }
+        (recipe.data.train, recipe.data.eval) = (Vec::new(), Vec::new());
         recipe.model.id = None;
-        // Spreading a run over ranks does not change it: the micro-batches of all ranks count.
-        recipe.parallel = recipe::ParallelSection {
-            strategy: recipe::Strategy::Single,
-            reduce_dtype: recipe.parallel.reduce_dtype,
-            ..recipe::ParallelSection::default()
-        };
         recipe.train.gradient_accumulation_steps = recipe::AutoOr::Fixed(self.micro_batches());
-        let mut facts = recipe.values();
-        // Left out, so that checkpoints older than these keys can resume.
-        facts.retain(|key, _| !key.starts_with("profile.") && !key.starts_with("alerts."));
+        // Left out, so that checkpoints older than these sections can resume.
+        let is_newer = |key: &str| key.starts_with("profile.") || key.starts_with("alerts.");
+        let facts = recipe.values().into_iter().filter(|(key, _)| !is_newer(key));
+        let defaults = Recipe::complete().values();
+        let recorded = |(key, value): (String, String)| {
+            let value = if is_harmless(&key) { defaults.get(&key)?.clone() } else { value };
+            Some((key, value))
+        };
+        let mut facts: BTreeMap<String, String> = facts.filter_map(recorded).collect();
+        // Spreading a run over ranks does not change it: the micro-batches of all ranks count.
+        facts.insert("parallel.strategy".into(), format!("{:?}", recipe::Strategy::Single.as_str()));
         if self.recipe.objective == recipe::ObjectiveSection::default() {
             facts.remove("objective.kind");
         }
@@ -71,7 +62,7 @@ impl Plan {
         let Some(then) = text.and_then(|text| Recipe::values_of(&text)) else { return Vec::new() };
         let now = self.recipe.values();
         // Defaults stand for keys that are newer than the run.
-        let defaults = Recipe::default().values();
+        let defaults = Recipe::complete().values();
         let nothing = "nothing".to_owned();
         let keys: BTreeSet<&String> = then.keys().chain(now.keys()).filter(|key| is_harmless(key)).collect();
         let value = |values: &BTreeMap<String, String>, key: &str| {

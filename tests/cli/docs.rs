@@ -254,9 +254,8 @@ fn every_command_works() {
 #[test]
 fn every_file_that_is_named_is_there() {
     let link = regex::Regex::new(r"\]\(([^)#:]+)(#[^)]*)?\)").unwrap();
-    let named =
-        regex::Regex::new(r"`((?:src|tests|scripts|benchmarks|datasets|recipes|docs|quickstart)/[\w./-]*)")
-            .unwrap();
+    let folders = "src|crates|kernels|tests|scripts|benchmarks|datasets|recipes|docs|quickstart";
+    let named = regex::Regex::new(&format!(r"`((?:{folders})/[\w./-]*)")).unwrap();
     let mut checked = 0;
     for page in pages() {
         let text = fs::read_to_string(&page).unwrap();

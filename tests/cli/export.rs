@@ -23,17 +23,6 @@ use insta::assert_snapshot;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value as Json, json};
 
-const FAMILIES: [&str; 8] = [
-    "tiny-llama",
-    "tiny-llama3",
-    "tiny-mistral",
-    "tiny-qwen2",
-    "tiny-qwen3",
-    "tiny-gemma2",
-    "tiny-gemma3",
-    "tiny-phi3",
-];
-
 fn read_json(path: &Path) -> Json {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
@@ -190,7 +179,7 @@ fn wanted(model: &str, config: &Json, name: &str, shape: &[usize], values: &[f32
 
 #[test]
 fn f32_holds_every_family_to_the_bit() {
-    for model in FAMILIES {
+    for model in &tiny_models() {
         let folder = golden("models").join(model);
         let (_place, read) = exported(&folder, "f32");
         assert!(matches!(read.content.magic, VersionedMagic::GgufV3), "{model}");
@@ -241,7 +230,7 @@ fn the_default_type_loses_nothing() {
 
 #[test]
 fn keys_say_what_config_json_says() {
-    for model in FAMILIES {
+    for model in &tiny_models() {
         let folder = golden("models").join(model);
         let config = read_json(&folder.join("config.json"));
         let (_place, read) = exported(&folder, "f32");

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::logits::{base, distance, floats};
-use crate::place::{Place, copy_folder, golden, lora};
+use crate::place::{Place, copy_folder, golden, lora, tiny_models};
 use finetune::loading::Trains;
 use finetune::quant::{
     BlockCodes as _, BlockFormat, FourBit, NESTED_BLOCK, QuantFormat, QuantTensor, RunMeaning, RunsViewMut,
@@ -433,14 +433,14 @@ fn llm_int8_is_written_as_transformers_writes_it() {
 /// Every family in every kind: only linear layers are quantized, and values stay close.
 #[test]
 fn every_family_is_quantized() {
-    let models = ["llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
     let kinds: [(&[&str], f32); 3] = [
         (&["--kind", "nf4", "--block-size", "32"], 0.16),
         (&["--kind", "fp4", "--block-size", "4096", "--no-double-quant"], 0.17),
         (&["--kind", "int8"], 0.005),
     ];
-    for (model, (flags, widest)) in models.into_iter().flat_map(|model| kinds.map(|kind| (model, kind))) {
-        let place = Place::with_model(&format!("tiny-{model}"));
+    let models = tiny_models();
+    for (model, (flags, widest)) in models.iter().flat_map(|model| kinds.map(|kind| (model, kind))) {
+        let place = Place::with_model(model);
         quantize(&place, flags);
         let (original, quantized) = (place.path("model"), place.path("quantized"));
         base(&quantized).check(Trains::Nothing).unwrap();

@@ -1,6 +1,6 @@
-//! A second oracle of logits: the models of candle-transformers on the tiny models of every family,
-//! in f32, compared with the engine on the same weights. Other people wrote them from transformers,
-//! independently of this engine.
+//! A second oracle of logits: the models of candle-transformers on the tiny models of every family
+//! that it has, in f32, compared with the engine on the same weights. Other people wrote them from
+//! transformers, independently of this engine.
 //!
 //! `DEVIATIONS` lists where candle's models differ from transformers. Both are then compared on a
 //! config.json that hides the difference; the test fails if a deviation is new or gone.
@@ -91,6 +91,9 @@ fn in_candles_keys(mut config: Map<String, Value>) -> Map<String, Value> {
 
 /// A candle model: maps ids `[1, N]` to the logits after the last one.
 type LastLogits = Box<dyn FnMut(&Tensor) -> candle_core::Result<Tensor>>;
+
+/// Values of `model_type` that candle-transformers has a model for, in alphabetical order.
+const KNOWN: [&str; 7] = ["gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"];
 
 /// Returns candle's model for a `model_type`.
 fn candle_model(config: Map<String, Value>, weights: VarBuilder<'_>) -> LastLogits {
@@ -184,7 +187,11 @@ fn logits_equal_those_of_candles_own_models() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
         let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
         let config: Map<String, Value> = serde_json::from_str(&config).unwrap();
-        families.insert(config["model_type"].as_str().unwrap().to_owned());
+        let model_type = config["model_type"].as_str().unwrap();
+        if !KNOWN.contains(&model_type) {
+            continue;
+        }
+        families.insert(model_type.to_owned());
 
         let as_it_stands = distance(&folder, config.clone(), json!({}));
         match DEVIATIONS.iter().find(|deviation| deviation.model == name) {
@@ -196,6 +203,5 @@ fn logits_equal_those_of_candles_own_models() {
             }
         }
     }
-    let known = ["gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"];
-    assert!(families.iter().eq(&known), "tiny models of {families:?}");
+    assert!(families.iter().eq(&KNOWN), "tiny models of {families:?}");
 }

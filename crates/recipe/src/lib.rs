@@ -284,7 +284,7 @@ impl Recipe {
     }
 
     /// A recipe with every table.
-    fn complete() -> Recipe {
+    pub fn complete() -> Recipe {
         Recipe {
             quantization: Some(QuantizationSection::default()),
             adapter: Some(AdapterSection::default()),

@@ -79,6 +79,26 @@ fn every_op_is_measured() {
     assert_eq!(measured, public_ops(), "what `bench ops` measures and the public functions of `ops`");
 }
 
+/// Each backward, or its reference, is compared with candle's autograd or with central differences.
+#[test]
+fn every_backward_has_an_oracle() {
+    let ops = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/ops/src/ops");
+    let read = |path: &Path| fs::read_to_string(path).unwrap();
+    let oracles = read(&ops.join("selftest/oracle.rs")) + include_str!("finite_differences.rs");
+    let head = Regex::new(r"(?m)^pub fn (\w+_backward)\(").unwrap();
+    let mut found = 0;
+    for path in sources(&ops) {
+        let module = path.file_stem().unwrap().to_string_lossy();
+        for name in head.captures_iter(&read(&path)).map(|name| name[1].to_owned()) {
+            let calls =
+                [format!("{name}("), format!("{name}_reference("), format!("{module}::reference_backward(")];
+            assert!(calls.iter().any(|call| oracles.contains(call)), "no oracle computes {name}");
+            found += 1;
+        }
+    }
+    assert!(found > 5, "{found}");
+}
+
 /// Returns the names of the free public functions below `crates/ops/src/ops` and of the copies of
 /// `runtime`, except those that are no ops.
 fn public_ops() -> BTreeSet<String> {

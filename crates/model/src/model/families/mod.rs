@@ -32,7 +32,7 @@ use crate::weights::text_config::text_part;
 use sizes::{MOST_TOKENS, MOST_WIDE, ModelSizes};
 
 /// All families; the only registry.
-static FAMILIES: [&Architecture; 7] = [
+static FAMILIES: &[&Architecture] = &[
     &llama::LLAMA,
     &mistral::MISTRAL,
     &qwen2::QWEN2,
@@ -116,6 +116,7 @@ fn family(keys: &ConfigReader<'_>) -> Result<&'static Architecture> {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
+    use std::path::Path;
 
     use serde_json::{Map, json};
 
@@ -194,6 +195,27 @@ mod tests {
         let large: Vec<_> = wide.into_iter().chain([("num_hidden_layers", json!(1 << 16))]).collect();
         let refused = config(&large).expect_err("too large").to_string();
         assert!(refused.contains("parameters") && refused.contains("num_hidden_layers 65536"), "{refused}");
+    }
+
+    /// `tests/suite/model.rs` compares the goldens with transformers.
+    #[test]
+    fn every_family_has_a_golden() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
+        let has_golden = |config: &ModelConfig, model: &str| {
+            let forward = golden.join("forward").join(model).with_extension("safetensors");
+            forward.exists().then_some(config.family.name)
+        };
+        let models = std::fs::read_dir(golden.join("models")).expect("the golden models");
+        let found: BTreeSet<&str> = models
+            .filter_map(|entry| {
+                let folder = entry.expect("a folder").path();
+                let text = std::fs::read_to_string(folder.join("config.json")).expect("a config.json");
+                let config = ModelConfig::from_json(&text, "config.json").expect("a model");
+                has_golden(&config, &folder.file_name()?.to_string_lossy())
+            })
+            .collect();
+        let families: BTreeSet<&str> = FAMILIES.iter().map(|family| family.name).collect();
+        assert_eq!(found, families, "families with a model in tests/golden/models and tests/golden/forward");
     }
 
     #[test]
