@@ -19,7 +19,7 @@ pub mod verify;
 pub use session::{Session, SessionSteps, TrainedModel};
 
 pub use finetune_comm::{collective, rendezvous};
-use finetune_core::{address, clock, locks, private_file, program};
+use finetune_core::{clock, locks, private_file, program};
 pub use finetune_core::{contained, error, median, threads, units};
 pub use finetune_data as data;
 pub use finetune_engine::{checkpoint, engine, objectives, parallel, profile};

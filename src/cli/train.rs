@@ -94,6 +94,7 @@ impl TrainArgs {
     pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
         let own = self.goes_on_alone().then(|| self.left_recipe(folder)).transpose()?;
         Ok(RecipeLayers {
+            is_left: own.is_some(),
             recipe: own
                 .map_or_else(|| find_recipe(self.run.recipe.as_deref(), folder), |own| Ok(Some(own)))?,
             model: self.run.model.clone(),

@@ -53,11 +53,11 @@ pub trait RunListener {
         Ok(())
     }
 
-    /// Called after the last step, or after a signal ended the run.
+    /// Called at the end of the run; `is_stopped` is true if a signal ended it.
     ///
     /// # Errors
     /// The listener could not finish its work.
-    fn end(&mut self) -> Result<()> {
+    fn end(&mut self, _is_stopped: bool) -> Result<()> {
         Ok(())
     }
 }
@@ -102,8 +102,8 @@ impl RunListeners {
     }
 
     /// Calls `end` on all listeners; returns a warning for each that failed.
-    pub fn end(&mut self) -> Vec<String> {
-        self.each(|listener| listener.end())
+    pub fn end(&mut self, is_stopped: bool) -> Vec<String> {
+        self.each(|listener| listener.end(is_stopped))
     }
 
     fn each(&mut self, mut tell: impl FnMut(&mut Box<dyn RunListener>) -> Result<()>) -> Vec<String> {

@@ -208,7 +208,7 @@ impl TrainLoop<'_> {
             self.end(&mut done, &mut watch, has_moved && saves.is_due_at_end())?;
         }
         self.say_notes();
-        self.tell(RunListeners::end);
+        self.tell(|listeners| listeners.end(done.stopped));
         done.memory = self.clock.memory_by_phase();
         Ok(done)
     }

@@ -291,7 +291,7 @@ impl RunListener for Alerts {
         Ok(())
     }
 
-    fn end(&mut self) -> Result<()> {
+    fn end(&mut self, _is_stopped: bool) -> Result<()> {
         self.close(LAST_WAIT);
         Ok(())
     }

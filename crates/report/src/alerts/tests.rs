@@ -53,7 +53,7 @@ fn an_alarm_is_a_line_in_the_file_and_goes_out() {
     }
     run.alerts.skipped(&skipped(4)).unwrap();
     run.alerts.skipped(&skipped(5)).unwrap();
-    run.alerts.end().unwrap();
+    run.alerts.end(false).unwrap();
     let (written, sent) = (run.lines("alerts.jsonl"), run.sent());
     assert_eq!((written.len(), sent.len()), (2, 2), "{written:?} {sent:?}");
     assert!(written[0].starts_with(r#"{"rule":"no_progress","step":3,"value":0.0,"message":"step 3: the "#));

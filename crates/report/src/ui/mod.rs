@@ -145,7 +145,7 @@ impl RunListener for RunView {
         Ok(())
     }
 
-    fn end(&mut self) -> Result<()> {
+    fn end(&mut self, _is_stopped: bool) -> Result<()> {
         self.close();
         Ok(())
     }

@@ -1,0 +1,48 @@
+//! A thread behind a bounded queue: it receives what a run hands over, and the run never waits for
+//! it.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use crate::error::Result;
+use crate::threads;
+
+/// The run's end of the queue.
+pub(crate) struct DeliveryQueue<T> {
+    queue: SyncSender<T>,
+    /// Closed when the thread has ended.
+    ended: Receiver<()>,
+}
+
+impl<T: Send + 'static> DeliveryQueue<T> {
+    /// Starts a thread named `name`, which does `work` with the items of a queue of at most `most`.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub(crate) fn start(
+        name: &str,
+        most: usize,
+        work: impl FnOnce(Receiver<T>) + Send + 'static,
+    ) -> Result<Self> {
+        let (queue, items) = sync_channel(most);
+        let (alive, ended) = sync_channel(0);
+        let work = move || {
+            let _alive = alive;
+            work(items);
+        };
+        threads::start(name, work).map(|_| DeliveryQueue { queue, ended })
+    }
+
+    /// Queues an item without waiting; returns false if the queue is full or its thread has ended.
+    pub(crate) fn hand_over(&self, item: T) -> bool {
+        self.queue.try_send(item).is_ok()
+    }
+
+    /// Closes the queue, and waits for its thread, at most until `until`. Returns whether the
+    /// thread has ended.
+    pub(crate) fn finish(self, until: Instant) -> bool {
+        drop(self.queue);
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        self.ended.recv_timeout(left) != Err(RecvTimeoutError::Timeout)
+    }
+}
