@@ -216,7 +216,8 @@ class Comet(Store):
 
     def points(self, run: str) -> Iterator[tuple[str, int, float]]:
         for kind, message in self.messages(run):
-            if kind == "metric_msg" and not message["metric"]["metricName"].startswith("sys."):
+            # Comet adds figures of the system.
+            if kind == "metric_msg" and not message["metric"]["metricName"].startswith(("sys.", "process ")):
                 metric = message["metric"]
                 yield metric["metricName"], metric["step"], float(metric["metricValue"])
 

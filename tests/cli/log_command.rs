@@ -153,7 +153,7 @@ fn a_program_that_does_nothing_holds_up_no_end() {
     let said = ends(&place, &lora(&[&DIVERGES[..], &["--set", &command]].concat()), 4);
     let about: Vec<&str> = warnings(&said).into_iter().filter(|line| line.contains("log.command")).collect();
     let expected =
-        "warning: no more lines for `log.command`: `sh` still ran 10 s after the run, and was killed";
+        "warning: no more lines for `log.command`: `sh` still ran 30 s after the run, and was killed";
     assert_eq!(about, [expected], "{said}");
     if cfg!(target_os = "linux") {
         let pid = std::fs::read_to_string(place.path("pid")).unwrap();
@@ -251,11 +251,24 @@ fn a_key_of_before_names_its_replacement() {
     let place = Place::new();
     let old = "[log]\nmlflow = \"http://127.0.0.1:5000\"\nmlflow_experiment = \"a\"\n";
     place.write("old.toml", old);
-    assert_snapshot!(place.refused(&["--recipe", "old.toml", "--model", "model", "--dataset", "rows.jsonl", "--lr", "1e-4"]), @"");
+    let args = ["--recipe", "old.toml", "--model", "model", "--dataset", "rows.jsonl", "--lr", "1e-4"];
+    assert_snapshot!(place.refused(&args), @r#"
+    error: cannot use recipe old.toml
+      caused by: old.toml:2:1: unknown key `log.mlflow`; nearest: `log.command`; [log] has: every_steps, tensorboard, metrics_address, peak_tflops, command
+      caused by: old.toml:3:1: unknown key `log.mlflow_experiment`; nearest: `log.command`; [log] has: every_steps, tensorboard, metrics_address, peak_tflops, command
+    hint: write `command = ["python3", "integrations/mlflow.py"]`
+    "#);
     // The recipe of an older run goes on.
     ends(&place, &lora(&[]), 0);
     let left = std::fs::read_to_string(place.path("out/recipe.toml")).unwrap();
     std::fs::write(place.path("out/recipe.toml"), left.replace("[log]\n", old)).unwrap();
     let said = ends(&place, &["--resume", "--output", "out"], 0);
-    assert_snapshot!(said.lines().take(2).collect::<Vec<_>>().join("\n"), @"");
+    let notes: Vec<&str> = said.lines().filter(|line| line.contains("log.mlflow")).collect();
+    for (key, note) in ["mlflow", "mlflow_experiment"].into_iter().zip(&notes) {
+        let expected = format!(
+            "`log.{key}` no longer exists and is ignored; write `command = [\"python3\", \"integrations/mlflow.py\"]`"
+        );
+        assert!(note.starts_with("out/recipe.toml:") && note.ends_with(&expected), "{said}");
+    }
+    assert!(notes.len() == 2 && said.contains("nothing is left to do"), "{said}");
 }

@@ -331,7 +331,7 @@ impl Reader {
             let (text, hint) = unknown_key(section, key, &keys);
             if self.is_left && self.layer == Layer::Text && is_removed(section, key) {
                 let hint = hint.unwrap_or_default();
-                let note = format!("{}: `{section}.{key}` is removed and ignored; {hint}", places.0);
+                let note = format!("{}: `{section}.{key}` no longer exists and is ignored; {hint}", places.0);
                 return self.overruled.push(note);
             }
             return self.fault(section, places.0, text, hint);

@@ -107,7 +107,7 @@ const KEYS_OF_ONE_VALUE: &[(&str, &str)] = &[
 ];
 const MLFLOW: &str = "[\"python3\", \"integrations/mlflow.py\"]";
 
-/// Keys of [`KEYS`] that finetune itself had, so that the recipe.toml of an older run may hold them.
+/// Keys of [`KEYS`] that finetune itself had: the recipe.toml of an older run may hold them.
 const REMOVED: [(&str, &str); 2] = [("log", "mlflow"), ("log", "mlflow_experiment")];
 
 /// Keys of other trainers, each with the entry for a table of `data.train`.

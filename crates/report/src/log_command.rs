@@ -26,10 +26,8 @@ use crate::threads;
 
 /// Most lines that wait for the program.
 const WAITING: usize = 4096;
-/// Time that a complete run waits for the program to read the rest and end.
+/// Time that a run waits at its end for the program, which may still be loading its packages.
 const LAST_WAIT: Duration = Duration::from_secs(30);
-/// The same for a run that failed or was stopped, for whose end others may wait.
-const SHORT_WAIT: Duration = Duration::from_secs(10);
 /// The pause between two checks of an ending program.
 const PAUSE: Duration = Duration::from_millis(10);
 /// Time that a warning waits for the program's last messages.
@@ -227,12 +225,11 @@ impl RunListener for LogCommand {
     }
 
     fn failed(&mut self, error: &Error) -> Result<()> {
-        self.finish("failed", Some(error.in_one_line()), SHORT_WAIT)
+        self.finish("failed", Some(error.in_one_line()), LAST_WAIT)
     }
 
     fn end(&mut self, is_stopped: bool) -> Result<()> {
-        let (status, wait) = if is_stopped { ("stopped", SHORT_WAIT) } else { ("finished", LAST_WAIT) };
-        self.finish(status, None, wait)
+        self.finish(if is_stopped { "stopped" } else { "finished" }, None, LAST_WAIT)
     }
 }
 
