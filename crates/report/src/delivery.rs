@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 use crate::threads;
 
+/// The pause between two looks at a thread that is to end.
+pub(crate) const PAUSE: Duration = Duration::from_millis(10);
+
 /// The run's end of the queue.
 pub(crate) struct DeliveryQueue<T> {
     queue: SyncSender<T>,
@@ -38,11 +41,15 @@ impl<T: Send + 'static> DeliveryQueue<T> {
         self.queue.try_send(item).is_ok()
     }
 
-    /// Closes the queue, and waits for its thread, at most until `until`. Returns whether the
-    /// thread has ended.
-    pub(crate) fn finish(self, until: Instant) -> bool {
+    /// Closes the queue, and waits for its thread, at most until `until`. Calls `pulse` while it
+    /// waits. Returns whether the thread has ended.
+    pub(crate) fn finish(self, until: Instant, pulse: &dyn Fn()) -> bool {
         drop(self.queue);
-        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        self.ended.recv_timeout(left) != Err(RecvTimeoutError::Timeout)
+        loop {
+            match self.ended.recv_timeout(PAUSE) {
+                Err(RecvTimeoutError::Timeout) if Instant::now() < until => pulse(),
+                ended => return ended != Err(RecvTimeoutError::Timeout),
+            }
+        }
     }
 }

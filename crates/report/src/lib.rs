@@ -36,7 +36,7 @@ pub mod ui;
 
 pub use endpoint::{MetricsEndpoint, RunLabels};
 use finetune_core::{address, clock, error, locks, median, program, recipe, threads, units};
-pub use listener::{RunListener, RunListeners};
+pub use listener::{RunEnd, RunListener, RunListeners};
 pub use log_command::{LogCommand, RunStart};
 pub use metrics::{EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, SkippedStep, StepReport};
 pub use page_server::PageServer;

@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::delivery::DeliveryQueue;
-use super::listener::RunListener;
+use super::delivery::{DeliveryQueue, PAUSE};
+use super::listener::{RunEnd, RunListener};
 use super::metrics::{EvalReport, SkippedStep, StepReport};
 use crate::error::{Error, Result};
 use crate::locks::locked;
@@ -28,8 +28,6 @@ use crate::threads;
 const WAITING: usize = 4096;
 /// Time that a run waits at its end for the program, which may still be loading its packages.
 const LAST_WAIT: Duration = Duration::from_secs(30);
-/// The pause between two checks of an ending program.
-const PAUSE: Duration = Duration::from_millis(10);
 /// Time that a warning waits for the program's last messages.
 const MESSAGE_WAIT: Duration = Duration::from_secs(1);
 /// Bytes of the program's last messages that are kept.
@@ -70,7 +68,7 @@ struct LogLine<'a, T> {
 
 /// The facts of the last line.
 #[derive(Serialize)]
-struct RunEnd {
+struct EndFacts {
     status: &'static str,
     /// Lines that were dropped because the program did not keep up.
     dropped: u64,
@@ -159,14 +157,19 @@ impl LogCommand {
     ///
     /// # Errors
     /// The program failed, was killed, or did not read all lines.
-    fn finish(&mut self, status: &'static str, error: Option<String>, wait: Duration) -> Result<()> {
+    fn finish(&mut self, end: RunEnd<'_>, wait: Duration, pulse: &dyn Fn()) -> Result<()> {
         let Some(queue) = self.queue.take() else { return Ok(()) };
         let until = Instant::now() + wait;
         self.given += 1;
-        // Written after all waiting lines, for which a full queue has no room.
-        let _first = self.last.set(line("end", &RunEnd { status, dropped: self.dropped, error })?);
-        queue.finish(until);
-        let ended = self.wait(until);
+        let (status, error) = match end {
+            RunEnd::Finished => ("finished", None),
+            RunEnd::Stopped => ("stopped", None),
+            RunEnd::Failed(error) => ("failed", Some(error.in_one_line())),
+        };
+        // Written after all waiting lines: a full queue has no room for it.
+        let _first = self.last.set(line("end", &EndFacts { status, dropped: self.dropped, error })?);
+        queue.finish(until, pulse);
+        let ended = self.wait(until, pulse);
         if ended.is_none() {
             self.kill();
         }
@@ -182,10 +185,13 @@ impl LogCommand {
         if faults.is_empty() { Ok(()) } else { Err(self.fault(&faults.join(", and "))) }
     }
 
-    fn wait(&mut self, until: Instant) -> Option<ExitStatus> {
+    fn wait(&mut self, until: Instant, pulse: &dyn Fn()) -> Option<ExitStatus> {
         loop {
             match self.child.try_wait() {
-                Ok(None) if Instant::now() < until => thread::sleep(PAUSE),
+                Ok(None) if Instant::now() < until => {
+                    pulse();
+                    thread::sleep(PAUSE);
+                }
                 ended => return ended.ok().flatten(),
             }
         }
@@ -224,12 +230,8 @@ impl RunListener for LogCommand {
         self.metrics(step)
     }
 
-    fn failed(&mut self, error: &Error) -> Result<()> {
-        self.finish("failed", Some(error.in_one_line()), LAST_WAIT)
-    }
-
-    fn end(&mut self, is_stopped: bool) -> Result<()> {
-        self.finish(if is_stopped { "stopped" } else { "finished" }, None, LAST_WAIT)
+    fn end(&mut self, end: RunEnd<'_>, pulse: &dyn Fn()) -> Result<()> {
+        self.finish(end, LAST_WAIT, pulse)
     }
 }
 
@@ -296,7 +298,8 @@ mod tests {
     fn a_program_that_reads_nothing_takes_no_time_of_a_step() {
         let mut log = start("sleep 600 & wait");
         (1..=8000).for_each(|number| log.step(&step(number)).unwrap());
-        let error = log.finish("finished", None, Duration::from_millis(100)).unwrap_err().in_one_line();
+        let error = log.finish(RunEnd::Finished, Duration::from_millis(100), &|| ()).unwrap_err();
+        let error = error.in_one_line();
         let missing = log.given - log.written.load(Ordering::Acquire);
         assert!(log.dropped > 0 && missing > log.dropped + WAITING as u64 / 2, "{missing} {}", log.dropped);
         let expected = format!(
@@ -304,7 +307,7 @@ mod tests {
         );
         assert_eq!(error, expected);
         // A killed program has no status but the signal.
-        let status = log.wait(Instant::now() + Duration::from_secs(240)).unwrap();
+        let status = log.wait(Instant::now() + Duration::from_secs(240), &|| ()).unwrap();
         assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGKILL));
     }
 
@@ -325,16 +328,16 @@ mod tests {
     fn a_program_that_fails_at_the_end_is_named() {
         let mut log = start("cat > /dev/null; yes x | head -c 100000 >&2; exit 4");
         log.step(&step(1)).unwrap();
-        let told = log.end(false).unwrap_err().in_one_line();
+        let told = log.end(RunEnd::Finished, &|| ()).unwrap_err().in_one_line();
         assert_eq!(told, "`sh` ended with exit status: 4: x; x; x");
         assert_eq!(log.messages.bytes.lock().unwrap().len(), KEPT_BYTES);
-        log.end(false).unwrap();
+        log.end(RunEnd::Stopped, &|| ()).unwrap();
     }
 
     #[test]
     fn the_lines_are_those_of_docs_monitoring() {
         let page = include_str!("../../../docs/monitoring.md");
-        let end = RunEnd { status: "finished", dropped: 0, error: None };
+        let end = EndFacts { status: "finished", dropped: 0, error: None };
         let skipped = SkippedStep { step: 3, skipped: "loss NaN".into(), back_to: None };
         for text in [line("end", &end), line("metrics", &skipped)].map(Result::unwrap) {
             assert!(page.contains(&text), "{text}");
