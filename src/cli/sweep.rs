@@ -115,7 +115,7 @@ mod tests {
         assert_eq!(name(r#"data.train_on=["assistant", "tool"]"#), "train_on_assistant_tool");
         assert_eq!(name("quantization.kind=nf4"), "kind_nf4");
         assert_eq!(name("data.train=../a b/c.jsonl"), "train_.._a_b_c.jsonl");
-        assert_eq!(name("log.mlflow=http://ada:secret@host/secret"), "mlflow_http_hidden");
+        assert_eq!(name("model.id=http://ada:secret@host/secret"), "id_http_hidden");
         let long = |end: &str| name(&format!("data.train={}{end}", "x".repeat(100)));
         assert!(long("y").len() < 80 && long("y") != long("z"), "{}", long("y"));
     }

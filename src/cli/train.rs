@@ -86,6 +86,7 @@ impl TrainArgs {
         let own = self.goes_on_alone().then(|| self.left_recipe(folder)).transpose()?;
         let layers = self.recipe.layers(folder)?;
         Ok(RecipeLayers {
+            is_left: own.is_some(),
             recipe: own.or(layers.recipe),
             settings: self.settings.assignments(),
             typed: std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect(),

@@ -50,7 +50,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     };
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
     let is_free = is_smaller || recipe.train.micro_batch_size == AutoOr::Auto;
-    alerts::check(&recipe.alerts, args.common.offline)?;
+    alerts::check(&recipe, args.common.offline)?;
     recipe.written.overruled().iter().for_each(|text| terminal.line(text));
     let ranks = RankSetup::open(launch, args)?;
     let first = ranks.launch.rank == 0;

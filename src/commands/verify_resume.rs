@@ -34,8 +34,7 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
         "log.tensorboard=false".to_owned(),
         // Two runs cannot share one address, and nobody follows these.
         "log.metrics_address=\"\"".to_owned(),
-        "log.mlflow=\"\"".to_owned(),
-        "log.mlflow_experiment=\"\"".to_owned(),
+        "log.command=[]".to_owned(),
         "alerts.rules=[]".to_owned(),
         "alerts.command=[]".to_owned(),
         "alerts.webhook=".to_owned(),

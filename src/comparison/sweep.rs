@@ -170,7 +170,7 @@ fn check(args: &TrainArgs, runs: &[SweepRun], folder: &Path) -> Result<()> {
         one.resume = None;
         one.recipe.set.extend(run.set.iter().cloned());
         let loaded = one.layers(folder).and_then(|layers| Recipe::load(&layers));
-        let checked = loaded.and_then(|recipe| alerts::check(&recipe.alerts, args.common.offline));
+        let checked = loaded.and_then(|recipe| alerts::check(&recipe, args.common.offline));
         checked.map_err(|error| {
             error.during(format!(
                 "cannot start the sweep: run {} of {}, {}",

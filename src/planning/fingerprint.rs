@@ -81,8 +81,9 @@ impl Plan {
         (recipe.data.train, recipe.data.eval) = (Vec::new(), Vec::new());
         recipe.parallel.offload_folder = None;
         recipe.parallel.strategy = self.strategy();
-        // Only rank 0 raises alerts.
+        // Only rank 0 raises alerts and starts programs.
         recipe.alerts = recipe::AlertsSection::default();
+        recipe.log.command = None;
         format!("{}\n{} ranks, {} steps", recipe.to_toml(), self.ranks, self.total_steps)
     }
 }

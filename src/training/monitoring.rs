@@ -1,12 +1,13 @@
-//! Metrics endpoint, TensorBoard and MLflow of a run by the recipe's `[log]`, and the peak speed
+//! Metrics endpoint, TensorBoard and program of a run by the recipe's `[log]`, and the peak speed
 //! for `mfu` and `hfu`.
 
-use std::path::Path;
+use std::path::{Path, absolute};
 
 use candle_core::DType;
+use serde_json::{Map, Value};
 
 use super::output_folder::TENSORBOARD;
-use crate::address;
+use crate::clock;
 use crate::engine::PeakFlops;
 use crate::error::{Error, Result};
 use crate::loading::{EngineOptions, Trains};
@@ -16,32 +17,17 @@ use crate::planning::sizing::flops::{TokenFlops, TrainedWeights};
 use crate::planning::sizing::hardware::called_by_driver;
 use crate::planning::sizing::mean_lengths;
 use crate::report::{
-    EventWriter, MetricsEndpoint, MlflowCredentials, MlflowLog, MlflowTarget, PageServer, RunLabels,
-    RunListeners, Terminal, endpoint, mlflow,
+    EventWriter, LogCommand, MetricsEndpoint, PageServer, RunLabels, RunListeners, RunStart, Terminal,
+    endpoint,
 };
 use crate::runtime::device;
 
 /// Opens the metrics endpoint of `log.metrics_address`. It runs before loading, so that a run
-/// without its endpoint does not start. With `offline` the MLflow server must be on this machine.
+/// without its endpoint does not start.
 ///
 /// # Errors
-/// The user's: the address cannot be bound; the MLflow server is on another machine, or its proxy
-/// has no address.
-pub(crate) fn listen(
-    plan: &Plan,
-    output: &Path,
-    offline: bool,
-    terminal: &Terminal,
-) -> Result<Option<MetricsEndpoint>> {
-    if let Some(server) = &plan.recipe.log.mlflow {
-        let is_here = address::http(&server.0).is_ok_and(|server| address::is_this_machine(&server));
-        if offline && !is_here {
-            return Err(Error::user(format!("cannot log to {} (`log.mlflow`)", server.0))
-                .because("`--offline` uses only what is on this machine")
-                .hint("remove `--offline`, or write `--set 'log.mlflow=\"\"'`"));
-        }
-        mlflow::agent(&server.0)?;
-    }
+/// The user's: the address cannot be bound.
+pub(crate) fn listen(plan: &Plan, output: &Path, terminal: &Terminal) -> Result<Option<MetricsEndpoint>> {
     let Some(address) = plan.recipe.log.metrics_address else { return Ok(None) };
     let server = PageServer::bind(address.0, endpoint::PATH).map_err(|error| {
         error.during("cannot serve metrics (`log.metrics_address`)").hint(
@@ -83,45 +69,38 @@ pub(crate) fn listeners(
     if let Some(endpoint) = endpoint {
         listeners.add(endpoint);
     }
-    if let Some(address) = &log.mlflow {
-        match mlflow_target(plan, &address.0, name_of(output), resumed).and_then(MlflowLog::start) {
+    if let Some(command) = &log.command {
+        match run_start(plan, output, resumed).and_then(|start| LogCommand::start(&command.0, &start)) {
             Ok(log) => listeners.add(log),
-            Err(error) => warn("figures for MLflow", &error),
+            Err(error) => warn("lines for `log.command`", &error),
         }
     }
     listeners
 }
 
-fn mlflow_target(plan: &Plan, server: &str, run: String, resumed: Option<u64>) -> Result<MlflowTarget> {
-    let mut tags = vec![
-        ("mlflow.source.name".to_owned(), "finetune".to_owned()),
-        ("finetune.version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
-    ];
-    tags.extend(resumed.map(|step| ("finetune.resumed_after_step".to_owned(), step.to_string())));
-    let experiment = plan.recipe.log.mlflow_experiment.clone();
-    Ok(MlflowTarget {
-        server: server.to_owned(),
-        experiment: experiment.unwrap_or_else(|| "finetune".into()),
-        run,
-        tags,
-        params: recipe_values(&plan.recipe.to_toml())?,
-        credentials: MlflowCredentials::from_lookup(&|name| std::env::var(name).ok())?,
+fn run_start(plan: &Plan, output: &Path, resumed_step: Option<u64>) -> Result<RunStart> {
+    Ok(RunStart {
+        run: name_of(output),
+        model: plan.base.found.name(),
+        output: absolute(output).map_err(|e| Error::io("find", output, &e))?.display().to_string(),
+        version: env!("CARGO_PKG_VERSION"),
+        started: clock::now_as_text(),
+        world_size: plan.ranks,
+        total_steps: plan.total_steps,
+        resumed_step,
+        recipe: recipe_values(&plan.recipe.to_toml())?,
     })
 }
 
-/// Returns every key of a recipe as `section.key` with its value: strings without quotes, other
-/// values in TOML.
-fn recipe_values(text: &str) -> Result<Vec<(String, String)>> {
-    let sections: toml::Table = toml::from_str(text)
-        .map_err(|e| Error::internal("the resolved recipe does not read back").because(e.to_string()))?;
-    let mut values = Vec::new();
-    for (section, keys) in &sections {
-        for (key, value) in keys.as_table().into_iter().flatten() {
-            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-            values.push((format!("{section}.{key}"), value));
-        }
-    }
-    Ok(values)
+/// Returns every key of a recipe as `section.key` with its value.
+fn recipe_values(text: &str) -> Result<Map<String, Value>> {
+    let failed = |why: String| Error::internal("the resolved recipe does not read back").because(why);
+    let sections: Map<String, Value> = toml::from_str(text).map_err(|e| failed(e.to_string()))?;
+    let keys = |(section, keys): (String, Value)| {
+        let Value::Object(keys) = keys else { return Map::new() };
+        keys.into_iter().map(|(key, value)| (format!("{section}.{key}"), value)).collect()
+    };
+    Ok(sections.into_iter().flat_map(keys).collect())
 }
 
 /// Returns the operations per token and the peak of all devices: `log.peak_tflops`, else the value
@@ -159,16 +138,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_recipe_is_flat_for_mlflow() {
+    fn a_recipe_is_flat_for_a_program() {
         let values = recipe_values(
             "[train]\nepochs = 1.0\nseed = 3\n[data]\ntrain = [\"a\", \"b\"]\nformat = \"auto\"\n",
         );
-        let expected = [
-            ("train.epochs", "1.0"),
-            ("train.seed", "3"),
-            ("data.train", "[\"a\", \"b\"]"),
-            ("data.format", "auto"),
-        ];
-        assert_eq!(values.unwrap(), expected.map(|(key, value)| (key.to_owned(), value.to_owned())));
+        let expected = serde_json::json!({
+            "train.epochs": 1.0, "train.seed": 3, "data.train": ["a", "b"], "data.format": "auto",
+        });
+        assert_eq!(Value::Object(values.unwrap()), expected);
     }
 }

@@ -70,8 +70,7 @@ impl TrainRun<'_> {
     /// # Errors
     /// Those of [`OutputFolder::claim`]; the metrics endpoint cannot be opened.
     pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
-        let offline = self.args.common.offline;
-        let endpoint = monitoring::listen(self.plan, self.args.output(), offline, self.terminal)?;
+        let endpoint = monitoring::listen(self.plan, self.args.output(), self.terminal)?;
         *locked(&self.metrics) = endpoint;
         let claimed = found.claim(self.args, self.plan, self.resumed)?;
         self.folder.get_or_init(|| claimed);

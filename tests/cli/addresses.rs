@@ -80,12 +80,6 @@ fn servers_of_a_recipe() {
     let place = Place::new();
     for port in BAD_PORTS {
         let address = format!("http://127.0.0.1:{port}");
-        let mlflow = format!("log.mlflow={address}");
-        let mut run = command(&place, &lora(&["--set", &mlflow]));
-        run.env("MLFLOW_TRACKING_TOKEN", SECRET);
-        let said = refused(&place, run);
-        assert!(said.contains("`log.mlflow` is") && said.contains(&of_port(port)), "{port}: {said}");
-
         let webhook = format!("alerts.webhook={address}/{SECRET}");
         let said = refused(&place, command(&place, &lora(&["--set", &webhook])));
         assert!(
@@ -115,11 +109,9 @@ fn proxies() {
     let mut inspect = command(&place, &["inspect", "a/b"]);
     inspect.env("HF_ENDPOINT", "http://hub.invalid").env("HTTPS_PROXY", "ftp://127.0.0.1:1");
     assert!(refused(&place, inspect).contains("it begins with none of http, https, socks"));
-    for set in ["log.mlflow=http://mlflow.invalid", "alerts.webhook=http://hooks.invalid/x"] {
-        let mut run = command(&place, &lora(&["--set", set]));
-        run.env("http_proxy", hidden("8o"));
-        assert!(refused(&place, run).contains("cannot use the proxy that http_proxy names"), "{set}");
-    }
+    let mut run = command(&place, &lora(&["--set", "alerts.webhook=http://hooks.invalid/x"]));
+    run.env("http_proxy", hidden("8o"));
+    assert!(refused(&place, run).contains("cannot use the proxy that http_proxy names"));
     // Requests to this machine use no proxy.
     let hub = HubDouble::start(vec![RepoDouble::model("a/b").file("config.json", "{}")]);
     let mut inspect = command(&place, &["inspect", "a/b"]);

@@ -929,12 +929,10 @@ fn recipes_listed_and_shown() {
     # exists.
     # Accepted: a number above 0.
     # peak_tflops =
-    # Also log to the MLflow server at this address.
-    # Accepted: an address such as "http://127.0.0.1:5000" or "https://mlflow.example.org/prefix".
-    # mlflow =
-    # MLflow experiment of the run, created if it is missing; default: "finetune".
-    # Accepted: a string.
-    # mlflow_experiment =
+    # Program and arguments to start, without a shell, that gets the run and each line of
+    # metrics.jsonl as JSON on its input, such as a script of integrations/.
+    # Accepted: a list of strings: a program and its arguments.
+    # command =
 
     # Trace of some steps, scheduled as in PyTorch's profiler: `trace/rank-N.json` in the output
     # folder.
@@ -960,7 +958,7 @@ fn recipes_listed_and_shown() {
     # rules =
     # Program and arguments to start, without a shell, for each alert, which it reads as JSON
     # on its input.
-    # Accepted: a list of strings such as ["notify-send", "finetune"].
+    # Accepted: a list of strings: a program and its arguments.
     # command =
     # URL to which each alert is posted as JSON. Anyone who knows it can post there, so
     # finetune never prints or stores it; `env:NAME` also keeps it out of the recipe.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use crate::place::{Place, copy_folder, golden};
+use crate::place::{Place, copy_folder, golden, tiny_models};
 use candle_core::Device;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value, VersionedMagic};

@@ -13,8 +13,6 @@ mod golden_run;
 mod hub_double;
 #[path = "../logits/mod.rs"]
 mod logits;
-#[path = "../mlflow_double/mod.rs"]
-mod mlflow_double;
 #[path = "../place/mod.rs"]
 mod place;
 #[path = "../skipped/mod.rs"]
@@ -58,6 +56,7 @@ mod held_out_answers;
 mod hostile_files;
 mod hostile_rows;
 mod library;
+mod log_command;
 mod master_weights;
 mod monitoring;
 mod nan_policy;

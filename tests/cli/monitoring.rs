@@ -1,5 +1,4 @@
-//! Monitoring of a run: the page for Prometheus, an MLflow server, and the warning about a slow
-//! rank.
+//! Monitoring of a run: the page for Prometheus, and the warning about a slow rank.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -10,7 +9,6 @@ use finetune::report::endpoint::{FAMILIES, FamilyKind};
 use insta::assert_snapshot;
 use serde_json::Value;
 
-use crate::mlflow_double::{MlflowDouble, Temper};
 use crate::place::{Place, lora};
 
 /// A started run, and the address of its page.
@@ -219,157 +217,6 @@ fn addresses_that_are_none_are_refused() {
         let told = refused(&[&format!("log.metrics_address=\"{bad}\"")]);
         assert!(told.contains("accepted: an IP address and a port, such as"), "{bad}: {told}");
     }
-    assert_snapshot!(refused(&["log.mlflow=127.0.0.1:5000"]), @r#"
-    error: cannot use these settings
-      caused by: --set log.mlflow=127.0.0.1:5000: `log.mlflow` is "127.0.0.1:5000": it does not start with http:// or https://; accepted: an address such as "http://127.0.0.1:5000" or "https://mlflow.example.org/prefix"
-    "#);
-    let told = refused(&["log.mlflow=http://ada:geheim@127.0.0.1:5000"]);
-    assert!(told.contains("MLFLOW_TRACKING_USERNAME") && !told.contains("geheim"), "{told}");
-    let told = refused(&["log.mlflow_experiment=e"]);
-    assert!(told.contains("`log.mlflow_experiment` has no effect without `mlflow`"), "{told}");
-    let place = Place::new();
-    let done =
-        place.command(&lora(&["--offline", "--set", "log.mlflow=http://10.0.0.1:5000"])).output().unwrap();
-    assert_eq!(done.status.code(), Some(1));
-    let told = place.told(&done.stderr);
-    assert_snapshot!(told[told.find("error:").unwrap()..], @r#"
-    error: cannot log to http://10.0.0.1:5000 (`log.mlflow`)
-      caused by: `--offline` uses only what is on this machine
-    hint: remove `--offline`, or write `--set 'log.mlflow=""'`
-    "#);
-}
-
-/// Returns the output of a successful run that logs to `server` with these flags.
-fn logged(place: &Place, server: &str, more: &[&str]) -> String {
-    let set = format!("log.mlflow={server}");
-    let mut command = place.command(&lora(&[&["--set", set.as_str()], more].concat()));
-    command.env("MLFLOW_TRACKING_TOKEN", "geheim").env_remove("MLFLOW_TRACKING_USERNAME");
-    let done = command.output().unwrap();
-    let told = place.told(&done.stderr);
-    assert!(done.status.success(), "{told}");
-    told
-}
-
-#[test]
-fn mlflow_gets_every_figure_and_key_once() {
-    let place = Place::new();
-    let double = MlflowDouble::start(Temper::Good);
-    place.write(
-        "held.jsonl",
-        r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}"#,
-    );
-    let eval = ["--eval-dataset", "held.jsonl", "--ranks", "2", "--set", "log.mlflow_experiment=a b/c"];
-    let told = logged(&place, &double.url(), &eval);
-    assert!(!told.contains("warning") && !told.contains("geheim"), "{told}");
-    let log = double.log();
-    assert_eq!((log.experiments.as_slice(), log.status.as_str()), (&["a b/c".to_owned()][..], "FINISHED"));
-    assert_eq!(log.authorization, ["Bearer geheim"]);
-    assert_eq!(log.run_name, "out");
-    assert_eq!(log.params["train.max_steps"], "4");
-    assert_eq!(log.params["log.mlflow"], double.url());
-    let mut expected = Vec::new();
-    for line in lines(&place) {
-        for (key, value) in line.as_object().unwrap().iter().filter(|(key, _)| *key != "step") {
-            let step = line["step"].as_u64().unwrap();
-            match value {
-                Value::Array(ranks) => expected.extend(
-                    ranks
-                        .iter()
-                        .enumerate()
-                        .map(|(at, v)| (format!("{key}/{at}"), step, v.as_f64().unwrap())),
-                ),
-                _ => expected.push((key.clone(), step, value.as_f64().unwrap())),
-            }
-        }
-    }
-    assert_eq!(log.metrics, expected);
-    let recipe = std::fs::read_to_string(place.path("out/recipe.toml")).unwrap();
-    assert!(!recipe.contains("geheim"));
-}
-
-#[test]
-fn a_server_that_is_gone_costs_a_run_one_warning() {
-    let place = Place::new();
-    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let told = logged(&place, &format!("http://{free}"), &[]);
-    let warnings: Vec<&str> = told.lines().filter(|line| line.starts_with("warning:")).collect();
-    assert_eq!(warnings.len(), 1, "{told}");
-    assert!(
-        warnings[0].starts_with(
-            "warning: no more figures for MLflow: cannot reach the MLflow server http://127.0.0.1:"
-        ),
-        "{told}"
-    );
-    assert_eq!(lines(&place).len(), 4);
-}
-
-#[test]
-fn what_a_server_refuses_is_said_once_without_secrets() {
-    let place = Place::new();
-    let double = MlflowDouble::start(Temper::Refuses);
-    let told = logged(&place, &double.url(), &[]);
-    let warnings: Vec<&str> = told.lines().filter(|line| line.starts_with("warning:")).collect();
-    assert_eq!(warnings.len(), 1, "{told}");
-    assert!(warnings[0].contains("it answered 401: who is Bearer (secret)?"), "{told}");
-}
-
-/// The server takes a third of a second a request: finetune collects later entries in the next
-/// request.
-#[test]
-fn a_slow_server_gets_everything_in_few_requests() {
-    let place = Place::new();
-    let double = MlflowDouble::start(Temper::Slow);
-    let told = logged(&place, &double.url(), &["--set", "train.max_steps=30"]);
-    assert!(!told.contains("warning"), "{told}");
-    let log = double.log();
-    assert_eq!(log.metrics.iter().filter(|(key, _, _)| key == "loss").count(), 30);
-    assert_eq!(log.status, "FINISHED");
-}
-
-/// At its end a run waits only seconds for a server that never answers.
-#[test]
-fn a_server_that_never_answers_is_left() {
-    let place = Place::new();
-    let double = MlflowDouble::start(Temper::Silent);
-    let told = logged(&place, &double.url(), &[]);
-    let warnings: Vec<&str> = told.lines().filter(|line| line.starts_with("warning:")).collect();
-    assert_eq!(warnings.len(), 1, "{told}");
-    assert!(warnings[0].contains("it did not take all figures within 5 s after the last step"), "{told}");
-}
-
-#[test]
-fn how_a_run_ended_is_told() {
-    let place = Place::new();
-    let double = MlflowDouble::start(Temper::Good);
-    let set = format!("log.mlflow={}", double.url());
-    let mut run = place
-        .command(&lora(&["--set", &set, "--set", "train.max_steps=5000"]))
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    while double.log().metrics.is_empty() {
-        assert!(run.try_wait().unwrap().is_none(), "it ended before");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
-    let asked = std::process::Command::new("kill").args(["-TERM", &run.id().to_string()]).status().unwrap();
-    assert!(asked.success());
-    assert_eq!(run.wait().unwrap().code(), Some(85));
-    assert_eq!(double.log().status, "KILLED");
-    // A NaN loss ends the second run.
-    let place = Place::new();
-    let double = MlflowDouble::start(Temper::Good);
-    let set = format!("log.mlflow={}", double.url());
-    let diverges = [
-        "--set",
-        "optimizer.learning_rate=1e30",
-        "--set",
-        "scheduler.kind=constant",
-        "--set",
-        "scheduler.warmup_steps=0",
-    ];
-    let done = place.command(&lora(&[&["--set", set.as_str()], &diverges[..]].concat())).output().unwrap();
-    assert_eq!(done.status.code(), Some(4), "{}", place.told(&done.stderr));
-    assert_eq!(double.log().status, "FAILED");
 }
 
 #[test]

@@ -17,9 +17,12 @@ fn verify(place: &Place, more: &[&str]) -> (Option<i32>, String, String) {
 #[test]
 fn a_killed_run_leaves_the_same_bytes() {
     let place = Place::new();
-    let (code, verdict, said) =
-        verify(&place, &["--steps", "8", "--kills", "2", "--output", "both", "--keep"]);
+    // The programs of both runs would log to one remote run.
+    let command = format!("log.command=[\"touch\", \"{}\"]", place.path("started").display());
+    let more = ["--steps", "8", "--kills", "2", "--output", "both", "--keep", "--set", &command];
+    let (code, verdict, said) = verify(&place, &more);
     assert_eq!(code, Some(0), "{said}");
+    assert!(!place.path("started").exists());
     assert!(verdict.starts_with("the same bytes: 8 steps straight, and 8 steps killed "), "{verdict}");
     assert!(verdict.contains("compared: ") && said.contains("killed after step "), "{verdict}{said}");
     // The report is true: each named file exists twice, and both are equal.

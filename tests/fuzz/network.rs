@@ -6,8 +6,9 @@ use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpStream};
 use std::path::Path;
 
 use finetune::hub::HubOptions;
-use finetune::recipe::{Recipe, RecipeLayers, RecipeText, WebhookSource};
+use finetune::recipe::{Recipe, RecipeLayers, RecipeText};
 use finetune::report::PageServer;
+use finetune_core::address;
 use ureq::http::Uri;
 
 use super::Target;
@@ -40,7 +41,7 @@ fn addresses() {
     ];
     let parse = |bytes: &[u8]| {
         let text = String::from_utf8_lossy(bytes);
-        if WebhookSource::refusal(&text).is_none() {
+        if address::http(&text).is_ok() {
             check_port(&text);
         }
         if let Ok(options) = HubOptions::new(&text, "cache") {
@@ -87,7 +88,7 @@ fn requests_to_the_page_of_figures() {
 fn settings_of_alarms() {
     let sections = [
         "[alerts]\nrules = [\"loss_spike\", \"stall\", \"non_finite\"]\ncommand = [\"sh\", \"-c\", \"cat\"]\nwebhook = \"env:HOOK\"\n",
-        "[alerts]\nwebhook = \"https://hooks.example.org:8443/services/T0/x\"\n[log]\nmlflow = \"http://127.0.0.1:5000/a\"\nmetrics_address = \"127.0.0.1:9464\"\n",
+        "[alerts]\nwebhook = \"https://hooks.example.org:8443/services/T0/x\"\n[log]\ncommand = [\"python3\", \"a b.py\"]\nmetrics_address = \"127.0.0.1:9464\"\n",
         "[alerts]\ncommand = [\"/bin/true\"]\nrules = []\n",
     ];
     let seeds = sections.iter().map(|text| text.as_bytes().to_vec()).collect();
@@ -104,11 +105,8 @@ fn settings_of_alarms() {
         };
         let Ok(recipe) = Recipe::load(&layers) else { return };
         loaded.set(loaded.get() + 1);
-        if let Some(WebhookSource::Address(address)) = &recipe.alerts.webhook {
-            check_port(address);
-        }
-        if let Some(server) = &recipe.log.mlflow {
-            check_port(&server.0);
+        if let Some(Ok(address)) = recipe.alerts.webhook.map(|webhook| webhook.address()) {
+            check_port(&address);
         }
     });
     assert!(loaded.get() >= 2, "no recipe is read, and no address checked");

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use finetune::error::Error;
 use finetune::recipe::{
-    AdapterInit, AdapterSection, AutoOr, BUILT_IN, ComputeDtype, DataSource, ListenAddress, OnLongRow,
-    Patterns, Purpose, Recipe, RecipeLayers, RecipeText, SchedulerKind, ServerUrl, StepInterval, Strategy,
+    AdapterInit, AdapterSection, AutoOr, BUILT_IN, CommandLine, ComputeDtype, DataSource, ListenAddress,
+    OnLongRow, Patterns, Purpose, Recipe, RecipeLayers, RecipeText, SchedulerKind, StepInterval, Strategy,
     TargetModules, Template,
 };
 use insta::assert_snapshot;
@@ -704,7 +704,7 @@ prop_compose! {
         recipe.scheduler.num_decay_steps = (kind == SchedulerKind::WarmupStableDecay).then_some(7);
         recipe.parallel.strategy = Strategy::Ddp;
         recipe.log.metrics_address = max_steps.map(|port| ListenAddress(([127, 0, 0, 1], port as u16).into()));
-        recipe.log.mlflow = max_steps.map(|port| ServerUrl(format!("http://host:{port}/prefix")));
+        recipe.log.command = max_steps.map(|step| CommandLine(vec!["python3".into(), format!("{step}/\"a b\"")]));
         recipe.log.peak_tflops = Some(learning_rate);
         recipe
     }

@@ -15,6 +15,24 @@ pub fn own() -> io::Result<PathBuf> {
     if link.exists() { Ok(link) } else { std::env::current_exe() }
 }
 
+/// Checks that the system can start the program `name`: a path, or a name in a folder of PATH.
+///
+/// # Errors
+/// The text says why not.
+pub fn find(name: &str) -> Result<(), String> {
+    if name.contains('/') {
+        return check(Path::new(name));
+    }
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    let places: Vec<PathBuf> = std::env::split_paths(&folders).map(|folder| folder.join(name)).collect();
+    if places.iter().any(|place| check(place).is_ok()) {
+        return Ok(());
+    }
+    // An existing file that fails the check explains more than all missing ones.
+    let found = places.iter().find(|place| place.is_file()).and_then(|place| check(place).err());
+    Err(found.unwrap_or_else(|| format!("no folder of PATH has a program `{name}`")))
+}
+
 /// Checks that `path` is a program that this process may start.
 ///
 /// # Errors

@@ -34,7 +34,6 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     divergence(recipe, &mut found);
     evaluation(recipe, &mut found);
     profile(recipe, &mut found);
-    log(recipe, &mut found);
     alerts(recipe, &mut found);
     found
 }
@@ -226,19 +225,6 @@ fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             text: "has no effect with `active = 0`, which disables tracing".into(),
             hint: format!("write `active = 3` under `[profile]`, for example, or remove `{key}`"),
             overruled_by: Some(("profile", "active")),
-        });
-    }
-}
-
-fn log(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
-    if recipe.log.mlflow_experiment.is_some() && recipe.log.mlflow.is_none() {
-        found.push(KeyConflict {
-            section: "log",
-            key: "mlflow_experiment",
-            text: "has no effect without `mlflow`".into(),
-            hint: "write `mlflow = \"http://127.0.0.1:5000\"`, for example, or remove `mlflow_experiment`"
-                .into(),
-            overruled_by: Some(("log", "mlflow")),
         });
     }
 }

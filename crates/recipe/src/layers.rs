@@ -14,7 +14,9 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::builtin::RecipeText;
 use super::conflicts::{KeyConflict, conflicts};
-use super::peers::{key_of_a_source, other_language, section_of_peers, value_of_key, value_of_peers};
+use super::peers::{
+    is_removed, key_of_a_source, other_language, section_of_peers, value_of_key, value_of_peers,
+};
 use super::render::inline;
 use super::schema::Key;
 use super::shell::quoted_for_shell;
@@ -37,8 +39,10 @@ pub enum Purpose {
 /// All sources of settings of a run, lowest layer first.
 #[derive(Debug, Clone, Default)]
 pub struct RecipeLayers {
-    /// The recipe of `--recipe`.
+    /// The recipe of `--recipe`, or that of the run to resume.
     pub recipe: Option<RecipeText>,
+    /// True if the run to resume left the recipe: its removed keys are ignored with a note.
+    pub is_left: bool,
     /// The model of `--model`, which sets `model.id`.
     pub model: Option<String>,
     /// Values of `--dataset`, for `data.train`.
@@ -108,7 +112,7 @@ const MAX_FAULTS: usize = 20;
 
 /// Merges the layers into a recipe.
 pub(super) fn load(layers: &RecipeLayers) -> Result<Recipe> {
-    let mut reader = Reader::default();
+    let mut reader = Reader { is_left: layers.is_left, ..Reader::default() };
     if let Some(text) = &layers.recipe {
         reader.read_text(text);
     }
@@ -147,6 +151,7 @@ struct RecipeFault {
 #[derive(Default)]
 struct Reader {
     recipe: Recipe,
+    is_left: bool,
     layer: Layer,
     faults: Vec<RecipeFault>,
     /// Number of faults that the message omits.
@@ -324,6 +329,11 @@ impl Reader {
         let Some(known) = table.keys().iter().find(|known| known.name == key) else {
             let keys: Vec<&str> = table.keys().iter().map(|known| known.name).collect();
             let (text, hint) = unknown_key(section, key, &keys);
+            if self.is_left && self.layer == Layer::Text && is_removed(section, key) {
+                let hint = hint.unwrap_or_default();
+                let note = format!("{}: `{section}.{key}` no longer exists and is ignored; {hint}", places.0);
+                return self.overruled.push(note);
+            }
             return self.fault(section, places.0, text, hint);
         };
         match table.set(key, value, folder) {

@@ -8,12 +8,13 @@
 //! The sections do not use serde: it stops at the first fault, loses the origin of a merged value,
 //! and would need every key's documentation and range a second time.
 
-mod addresses;
 mod builtin;
 mod chat_templates;
+mod command_line;
 mod conflicts;
 mod difference;
 mod layers;
+mod listen_address;
 mod peers;
 mod render;
 mod row_source;
@@ -28,8 +29,8 @@ mod train_on;
 mod value;
 mod webhook;
 
-pub use addresses::{ListenAddress, ServerUrl};
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
+pub use command_line::CommandLine;
 pub use difference::RecipeDifference;
 pub use finetune_core::recipe::enums;
 pub use finetune_core::recipe::enums::{
@@ -39,6 +40,7 @@ pub use finetune_core::recipe::enums::{
 };
 use finetune_core::{address, error, private_file, program};
 pub use layers::{FlagAssignment, Purpose, RecipeLayers};
+pub use listen_address::ListenAddress;
 pub use row_source::RowSource;
 pub use sections::{
     AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LEAST_SEQ_LEN, LogSection,
@@ -52,7 +54,7 @@ pub use step_interval::StepInterval;
 pub use suggest::{key_of_peers, nearest};
 pub use train_on::{TrainOn, TrainedEnds, TrainedTurns};
 pub use value::{AutoOr, Patterns, TargetModules};
-pub use webhook::{AlertProgram, WebhookSource};
+pub use webhook::WebhookSource;
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -79,6 +79,10 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
     ("logging_steps", "log", "every_steps"),
     ("log_every_n_steps", "log", "every_steps"),
     ("steps_per_report", "log", "every_steps"),
+    ("report_to", "log", "command"),
+    ("wandb_project", "log", "command"),
+    ("mlflow", "log", "command"),
+    ("mlflow_experiment", "log", "command"),
     ("save_total_limit", "checkpoint", "keep_last"),
     ("save_every", "checkpoint", "save_steps"),
     ("saves_per_epoch", "checkpoint", "save_steps"),
@@ -94,8 +98,17 @@ pub(super) const KEYS: &[(&str, &str, &str)] = &[
 ];
 
 /// Keys in [`KEYS`] that correspond to one value of the equivalent key, in TOML.
-const KEYS_OF_ONE_VALUE: &[(&str, &str)] =
-    &[("saves_per_epoch", "\"epoch\""), ("evals_per_epoch", "\"epoch\"")];
+const KEYS_OF_ONE_VALUE: &[(&str, &str)] = &[
+    ("saves_per_epoch", "\"epoch\""),
+    ("evals_per_epoch", "\"epoch\""),
+    ("wandb_project", "[\"python3\", \"integrations/wandb.py\"]"),
+    ("mlflow", MLFLOW),
+    ("mlflow_experiment", MLFLOW),
+];
+const MLFLOW: &str = "[\"python3\", \"integrations/mlflow.py\"]";
+
+/// Keys of [`KEYS`] that finetune itself had: the recipe.toml of an older run may hold them.
+const REMOVED: [(&str, &str); 2] = [("log", "mlflow"), ("log", "mlflow_experiment")];
 
 /// Keys of other trainers, each with the entry for a table of `data.train`.
 const KEYS_OF_A_SOURCE: &[(&str, &str)] =
@@ -198,6 +211,11 @@ const COMPLETIONS: &str = "remove `train_on`: only completions are trained by de
 /// `theirs` has its own value.
 pub(super) fn value_of_key(theirs: &str) -> Option<&'static str> {
     KEYS_OF_ONE_VALUE.iter().find(|(key, _)| *key == theirs).map(|(_, value)| *value)
+}
+
+/// True if an earlier version of finetune had this key.
+pub(super) fn is_removed(section: &str, key: &str) -> bool {
+    REMOVED.contains(&(section, key))
 }
 
 /// Hint for a key of another trainer that belongs into a table of `data.train`.

@@ -2,12 +2,13 @@
 //!
 //! Names and meanings follow transformers and PEFT if they have the key.
 
-use super::addresses::{ListenAddress, ServerUrl};
+use super::command_line::CommandLine;
 use super::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
     ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
     ReduceDtype, SchedulerKind, StateDtype, Strategy,
 };
+use super::listen_address::ListenAddress;
 use super::row_source::RowSource;
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
@@ -15,7 +16,7 @@ use super::step_interval::StepInterval;
 use super::train_on::TrainOn;
 use super::value::Bounds::{Above, AtLeast, Between, FromToBelow, OneOf};
 use super::value::{AutoOr, Patterns, TargetModules};
-use super::webhook::{AlertProgram, WebhookSource};
+use super::webhook::WebhookSource;
 
 /// Highest rank of an adapter: above the width of any adapted matrix, and low enough to count its
 /// parameters.
@@ -289,10 +290,9 @@ section! {
         /// `hfu`; default: the maker's value for a known GPU; on other devices neither metric
         /// exists.
         peak_tflops: Option<f64> = None, Above(0.0);
-        /// Also log to the MLflow server at this address.
-        mlflow: Option<ServerUrl> = None;
-        /// MLflow experiment of the run, created if it is missing; default: "finetune".
-        mlflow_experiment: Option<String> = None;
+        /// Program and arguments to start, without a shell, that gets the run and each line of
+        /// metrics.jsonl as JSON on its input, such as a script of integrations/.
+        command: Option<CommandLine> = None;
     }
 }
 
@@ -319,7 +319,7 @@ section! {
         rules: Option<Vec<AlertRule>> = None;
         /// Program and arguments to start, without a shell, for each alert, which it reads as JSON
         /// on its input.
-        command: Option<AlertProgram> = None;
+        command: Option<CommandLine> = None;
         /// URL to which each alert is posted as JSON. Anyone who knows it can post there, so
         /// finetune never prints or stores it; `env:NAME` also keeps it out of the recipe.
         webhook: Option<WebhookSource> = None;

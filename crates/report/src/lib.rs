@@ -5,7 +5,7 @@
 //! - [`alerts`]: alarms about trouble in a run, and their delivery.
 //! - [`tensorboard`]: the same figures as TensorBoard event files.
 //! - [`endpoint`] and [`page_server`]: the same for Prometheus, over HTTP.
-//! - [`mlflow`]: the same for a server of MLflow.
+//! - [`log_command`]: the run as lines of JSON, for a program of the user.
 //! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
 //! - [`ui`]: the run on a whole screen, for `--ui`.
 //! - [`printable`](mod@printable): escapes control characters in text for a terminal.
@@ -18,13 +18,14 @@
 
 pub mod alerts;
 pub mod card;
+mod delivery;
 pub mod endpoint;
 pub mod html;
 pub mod listener;
+pub mod log_command;
 mod markdown;
 pub mod memory;
 pub mod metrics;
-pub mod mlflow;
 pub mod page_server;
 pub mod printable;
 mod printer;
@@ -35,9 +36,9 @@ pub mod ui;
 
 pub use endpoint::{MetricsEndpoint, RunLabels};
 use finetune_core::{address, clock, error, locks, median, program, recipe, threads, units};
-pub use listener::{RunListener, RunListeners};
+pub use listener::{RunEnd, RunListener, RunListeners};
+pub use log_command::{LogCommand, RunStart};
 pub use metrics::{EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, SkippedStep, StepReport};
-pub use mlflow::{MlflowCredentials, MlflowLog, MlflowTarget};
 pub use page_server::PageServer;
 pub use printable::printable;
 pub use tensorboard::EventWriter;

@@ -7,6 +7,17 @@
 use super::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
 use crate::error::{Error, Result};
 
+/// The end of a run.
+#[derive(Debug, Clone, Copy)]
+pub enum RunEnd<'a> {
+    /// It is complete.
+    Finished,
+    /// A signal stopped it.
+    Stopped,
+    /// It failed with this error.
+    Failed(&'a Error),
+}
+
 /// Receives the events of a training run.
 pub trait RunListener {
     /// Names the output that a failure loses, such as "TensorBoard events".
@@ -45,19 +56,12 @@ pub trait RunListener {
     /// Called before other work that may take long: an evaluation, a checkpoint, a roll-back.
     fn aside(&mut self) {}
 
-    /// Called after the run has failed with `error`.
+    /// Called at the end of the run. A listener that waits here calls `pulse` meanwhile, so that
+    /// the run does not count as hung.
     ///
     /// # Errors
     /// The listener could not finish its work.
-    fn failed(&mut self, _error: &Error) -> Result<()> {
-        Ok(())
-    }
-
-    /// Called after the last step, or after a signal ended the run.
-    ///
-    /// # Errors
-    /// The listener could not finish its work.
-    fn end(&mut self) -> Result<()> {
+    fn end(&mut self, _end: RunEnd<'_>, _pulse: &dyn Fn()) -> Result<()> {
         Ok(())
     }
 }
@@ -96,14 +100,9 @@ impl RunListeners {
         self.0.iter_mut().for_each(|listener| listener.aside());
     }
 
-    /// Calls `failed` on all listeners; returns a warning for each that failed.
-    pub fn failed(&mut self, error: &Error) -> Vec<String> {
-        self.each(|listener| listener.failed(error))
-    }
-
     /// Calls `end` on all listeners; returns a warning for each that failed.
-    pub fn end(&mut self) -> Vec<String> {
-        self.each(|listener| listener.end())
+    pub fn end(&mut self, end: RunEnd<'_>, pulse: &dyn Fn()) -> Vec<String> {
+        self.each(|listener| listener.end(end, pulse))
     }
 
     fn each(&mut self, mut tell: impl FnMut(&mut Box<dyn RunListener>) -> Result<()>) -> Vec<String> {

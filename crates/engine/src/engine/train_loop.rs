@@ -16,8 +16,8 @@ use crate::profile::bottlenecks::RunFacts;
 use crate::recipe::StepInterval;
 use crate::recipe::enums::OnNan;
 use crate::report::{
-    EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, RunListeners, SkippedStep, StepReport, Terminal,
-    memory,
+    EvalReport, HeldOutAnswer, MetricsEntry, MetricsLog, RunEnd, RunListeners, SkippedStep, StepReport,
+    Terminal, memory,
 };
 use crate::runtime::clock;
 use crate::runtime::device::peak_bytes;
@@ -148,7 +148,7 @@ impl TrainLoop<'_> {
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
         let done = self.run_steps(tokens);
         if let Err(error) = &done {
-            self.tell(|listeners| listeners.failed(error));
+            self.tell_end(RunEnd::Failed(error));
         }
         done
     }
@@ -208,7 +208,7 @@ impl TrainLoop<'_> {
             self.end(&mut done, &mut watch, has_moved && saves.is_due_at_end())?;
         }
         self.say_notes();
-        self.tell(RunListeners::end);
+        self.tell_end(if done.stopped { RunEnd::Stopped } else { RunEnd::Finished });
         done.memory = self.clock.memory_by_phase();
         Ok(done)
     }
@@ -327,6 +327,15 @@ impl TrainLoop<'_> {
     fn tell(&mut self, what: impl FnOnce(&mut RunListeners) -> Vec<String>) {
         let warnings = self.reporter.as_mut().map(|reporter| what(&mut reporter.listeners));
         self.warn(warnings.unwrap_or_default());
+    }
+
+    /// Tells the listeners the end of the run. A listener may wait for a program or a server, which
+    /// is no hang.
+    fn tell_end(&mut self, end: RunEnd<'_>) {
+        let world = self.trainer.engine.store.mesh().world();
+        let Some(reporter) = &mut self.reporter else { return };
+        let warnings = reporter.listeners.end(end, &|| world.heartbeat());
+        self.warn(warnings);
     }
 
     /// Excludes the following work from step time.

@@ -1,12 +1,11 @@
 //! Delivers alarms to a program or a server: a thread and a short queue each, so that neither slows
 //! the run.
 
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::alert::OutgoingAlert;
+use crate::delivery::DeliveryQueue;
 use crate::terminal::Terminal;
-use crate::threads;
 
 /// Most alarms that wait for delivery; an incident has one, so this is enough.
 const WAITING: usize = 16;
@@ -23,9 +22,7 @@ pub(super) trait AlertChannel: Send + 'static {
 /// The thread of a channel.
 pub(super) struct DeliveryThread {
     name: String,
-    queue: SyncSender<OutgoingAlert>,
-    /// Closed when the thread has ended.
-    ended: Receiver<()>,
+    queue: DeliveryQueue<OutgoingAlert>,
     terminal: Terminal,
     was_full: bool,
 }
@@ -33,11 +30,8 @@ pub(super) struct DeliveryThread {
 impl DeliveryThread {
     /// Starts the thread; prints a warning and returns none if the system starts no thread.
     pub(super) fn start(channel: impl AlertChannel, terminal: &Terminal) -> Option<Self> {
-        let (queue, alarms) = sync_channel::<OutgoingAlert>(WAITING);
-        let (alive, ended) = sync_channel::<()>(0);
         let (name, told) = (channel.name(), terminal.clone());
-        let work = move || {
-            let _alive = alive;
+        let queue = DeliveryQueue::start("alarms", WAITING, move |alarms| {
             let mut has_failed = false;
             for alarm in alarms {
                 match channel.send(&alarm) {
@@ -50,9 +44,9 @@ impl DeliveryThread {
                     }
                 }
             }
-        };
-        match threads::start("alarms", work) {
-            Ok(_) => Some(DeliveryThread { name, queue, ended, terminal: terminal.clone(), was_full: false }),
+        });
+        match queue {
+            Ok(queue) => Some(DeliveryThread { name, queue, terminal: terminal.clone(), was_full: false }),
             Err(error) => {
                 terminal.warn(format!("cannot send alarms to {name}: {}", error.in_one_line()));
                 None
@@ -62,20 +56,15 @@ impl DeliveryThread {
 
     /// Queues an alarm, and does not wait.
     pub(super) fn hand_over(&mut self, alarm: OutgoingAlert) {
-        if let Err(TrySendError::Full(_)) = self.queue.try_send(alarm)
-            && !std::mem::replace(&mut self.was_full, true)
-        {
+        if !self.queue.hand_over(alarm) && !std::mem::replace(&mut self.was_full, true) {
             self.terminal.warn(format!("dropping alarms: {WAITING} already wait for {}", self.name));
         }
     }
 
     /// Waits for the delivery of queued alarms, at most until `until`.
-    pub(super) fn finish(self, until: Instant) {
-        let DeliveryThread { name, queue, ended, terminal, .. } = self;
-        drop(queue);
-        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        if ended.recv_timeout(left) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-            terminal.warn(format!("not all alarms had reached {name} when the run was over"));
+    pub(super) fn finish(self, until: Instant, pulse: &dyn Fn()) {
+        if !self.queue.finish(until, pulse) {
+            self.terminal.warn(format!("not all alarms had reached {} when the run was over", self.name));
         }
     }
 }

@@ -27,7 +27,7 @@ use delivery::DeliveryThread;
 use rules::{Finding, LossSpikes, OutputRoom, ShortDisk, StallWatch, StillGradients, WaitingDevice};
 use webhook::AlertWebhook;
 
-use super::listener::RunListener;
+use super::listener::{RunEnd, RunListener};
 use super::metrics::{EvalReport, SkippedStep, StepReport};
 use super::terminal::Terminal;
 use crate::clock;
@@ -118,7 +118,7 @@ pub fn raise_hang(error: &Error) {
     let Some(mut desk) = desk.as_ref().and_then(|desk| desk.try_lock().ok()) else { return };
     let (step, message) = (desk.step, format!("the run has ended: {}", error.in_one_line()));
     desk.raise(AlertRule::Stall, step, Finding { value: None, message }, true);
-    desk.finish(SHORT_WAIT);
+    desk.finish(SHORT_WAIT, &|| ());
 }
 
 impl AlertManager {
@@ -140,9 +140,9 @@ impl AlertManager {
     }
 
     /// Ends the channels, and waits up to `wait` for alarms in delivery.
-    fn finish(&mut self, wait: Duration) {
+    fn finish(&mut self, wait: Duration, pulse: &dyn Fn()) {
         let until = Instant::now() + wait;
-        std::mem::take(&mut self.couriers).into_iter().for_each(|courier| courier.finish(until));
+        std::mem::take(&mut self.couriers).into_iter().for_each(|courier| courier.finish(until, pulse));
     }
 
     /// Appends a line to the file, which the first line creates.
@@ -210,9 +210,9 @@ impl Alerts {
     }
 
     /// Stops the clock and the channels, and waits up to `wait` for alarms in delivery.
-    fn close(&mut self, wait: Duration) {
+    fn close(&mut self, wait: Duration, pulse: &dyn Fn()) {
         self.clock = None;
-        locked(&self.desk).finish(wait);
+        locked(&self.desk).finish(wait, pulse);
     }
 }
 
@@ -279,7 +279,11 @@ impl RunListener for Alerts {
         Ok(())
     }
 
-    fn failed(&mut self, error: &Error) -> Result<()> {
+    fn end(&mut self, end: RunEnd<'_>, pulse: &dyn Fn()) -> Result<()> {
+        let RunEnd::Failed(error) = end else {
+            self.close(LAST_WAIT, pulse);
+            return Ok(());
+        };
         // All ranks diverge at once, so no rank waits for this one.
         let has_diverged = error.kind() == ErrorCategory::Diverged;
         if has_diverged {
@@ -287,12 +291,7 @@ impl RunListener for Alerts {
             let message = format!("the run has ended: {}", error.in_one_line());
             locked(&self.desk).raise(AlertRule::NonFinite, step, Finding { value: None, message }, true);
         }
-        self.close(if has_diverged { LAST_WAIT } else { SHORT_WAIT });
-        Ok(())
-    }
-
-    fn end(&mut self) -> Result<()> {
-        self.close(LAST_WAIT);
+        self.close(if has_diverged { LAST_WAIT } else { SHORT_WAIT }, pulse);
         Ok(())
     }
 }

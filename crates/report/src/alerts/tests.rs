@@ -53,7 +53,7 @@ fn an_alarm_is_a_line_in_the_file_and_goes_out() {
     }
     run.alerts.skipped(&skipped(4)).unwrap();
     run.alerts.skipped(&skipped(5)).unwrap();
-    run.alerts.end().unwrap();
+    run.alerts.end(RunEnd::Finished, &|| ()).unwrap();
     let (written, sent) = (run.lines("alerts.jsonl"), run.sent());
     assert_eq!((written.len(), sent.len()), (2, 2), "{written:?} {sent:?}");
     assert!(written[0].starts_with(r#"{"rule":"no_progress","step":3,"value":0.0,"message":"step 3: the "#));
@@ -86,7 +86,8 @@ fn what_only_alarms_see_is_on_the_terminal_too() {
     let mut run = run(&[AlertRule::LowDisk], 1 << 10);
     run.alerts.begin(0, 100).unwrap();
     run.alerts.skipped(&skipped(1)).unwrap();
-    run.alerts.failed(&Error::new(ErrorCategory::Diverged, "the numbers diverged at step 2")).unwrap();
+    let error = Error::new(ErrorCategory::Diverged, "the numbers diverged at step 2");
+    run.alerts.end(RunEnd::Failed(&error), &|| ()).unwrap();
     assert_eq!(run.lines("alerts.jsonl").len(), 1, "no other rule was asked for");
     let said = run.lines("said");
     assert!(said.len() == 1 && said[0].starts_with("warning: step 0: 1.00 KiB free"), "{said:?}");
@@ -96,7 +97,8 @@ fn what_only_alarms_see_is_on_the_terminal_too() {
 fn a_run_that_ends_diverged_says_so_before_it_ends() {
     let mut run = run(&[AlertRule::NonFinite], 1 << 29);
     run.alerts.begin(6, 100).unwrap();
-    run.alerts.failed(&Error::new(ErrorCategory::Diverged, "the numbers diverged at step 7")).unwrap();
+    let error = Error::new(ErrorCategory::Diverged, "the numbers diverged at step 7");
+    run.alerts.end(RunEnd::Failed(&error), &|| ()).unwrap();
     let sent = run.sent();
     assert!(sent.len() == 1 && sent[0].contains(r#""step":7"#), "{sent:?}");
 }

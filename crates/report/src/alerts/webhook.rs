@@ -16,24 +16,14 @@ use crate::error::{Error, Result};
 
 /// Time limit for an answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Attempts to post an alarm.
-const TRIES: u32 = 3;
-/// The pause before the second attempt; the next one is twice as long.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// Pauses before the second and the third attempt.
+const PAUSES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(2)];
 
 /// The address of a server.
 pub(super) struct AlertWebhook {
     address: Uri,
     agent: Agent,
-    timeout: Duration,
-    first_pause: Duration,
-}
-
-/// The failure of an attempt.
-struct FailedPost {
-    why: String,
-    /// True if another attempt may succeed.
-    passes: bool,
+    pauses: [Duration; 2],
 }
 
 impl AlertWebhook {
@@ -42,42 +32,34 @@ impl AlertWebhook {
     /// # Errors
     /// `User` if `address` or the proxy of the environment is not a usable address.
     pub(super) fn new(address: &str) -> Result<Self> {
-        Self::patient(address, TIMEOUT, FIRST_PAUSE)
+        Self::patient(address, TIMEOUT, PAUSES)
     }
 
-    fn patient(address: &str, timeout: Duration, first_pause: Duration) -> Result<Self> {
+    fn patient(address: &str, timeout: Duration, pauses: [Duration; 2]) -> Result<Self> {
         let refused = |why: String| Error::user("cannot post alarms (`alerts.webhook`)").because(why);
         let address = address::http(address).map_err(refused)?;
         // Redirects are not followed: the user chose this server, and no other.
         let config = address::agent_for(&address)?.timeout_global(Some(timeout));
-        Ok(AlertWebhook { agent: config.build().into(), address, timeout, first_pause })
+        Ok(AlertWebhook { agent: config.build().into(), address, pauses })
     }
 
-    fn post(&self, json: &str) -> Result<(), FailedPost> {
+    /// Posts once; an error has the reason, and whether another attempt may succeed.
+    fn post(&self, json: &str) -> Result<(), (String, bool)> {
         let request = self.agent.post(&self.address).header("Content-Type", "application/json");
-        match request.send(json.as_bytes()) {
-            Ok(answer) if answer.status().is_success() => Ok(()),
-            Ok(answer) => {
-                let status = answer.status();
-                let passes = status.is_server_error() || [408, 425, 429].contains(&status.as_u16());
-                Err(FailedPost { why: format!("it answers with HTTP status {}", status.as_u16()), passes })
-            }
-            Err(error) => Err(FailedPost { why: self.say(&error), passes: true }),
-        }
-    }
-
-    /// Describes an error without the address.
-    fn say(&self, error: &ureq::Error) -> String {
-        match error {
-            ureq::Error::Timeout(_) => format!("it did not answer in {} s", self.timeout.as_secs_f64()),
-            ureq::Error::HostNotFound => "its host name is unknown".into(),
-            ureq::Error::ConnectionFailed => "it cannot be reached".into(),
-            ureq::Error::Io(error) => format!("the connection failed: {}", error.kind()),
-            ureq::Error::Tls(_) | ureq::Error::Rustls(_) => {
-                "TLS failed: its certificate may not be trusted".into()
-            }
-            _ => "the request failed".into(),
-        }
+        let status = request.send(json.as_bytes()).map(|answer| answer.status().as_u16());
+        // Others are final.
+        let passes = matches!(status, Err(_) | Ok(408 | 425 | 429 | 500..));
+        let why = match status {
+            Ok(200..300) => return Ok(()),
+            Ok(status) => format!("it answers with HTTP status {status}"),
+            Err(ureq::Error::Timeout(_)) => "it did not answer in time".into(),
+            Err(ureq::Error::Io(error)) => format!("the connection failed: {}", error.kind()),
+            // Texts without the address.
+            Err(error @ (ureq::Error::HostNotFound | ureq::Error::ConnectionFailed)) => error.to_string(),
+            Err(ureq::Error::Tls(_) | ureq::Error::Rustls(_)) => "its certificate may not be trusted".into(),
+            Err(_) => "the request failed".into(),
+        };
+        Err((why, passes))
     }
 }
 
@@ -88,16 +70,14 @@ impl AlertChannel for AlertWebhook {
 
     fn send(&self, alarm: &OutgoingAlert) -> Result<(), String> {
         let json = alarm.to_json();
-        let mut pause = self.first_pause;
-        for attempt in 1.. {
-            match self.post(&json) {
-                Ok(()) => break,
-                Err(failed) if attempt < TRIES && failed.passes => thread::sleep(pause),
-                Err(failed) => return Err(failed.why),
+        let mut pauses = self.pauses.iter();
+        loop {
+            match (self.post(&json), pauses.next()) {
+                (Ok(()), _) => return Ok(()),
+                (Err((_, true)), Some(pause)) => thread::sleep(*pause),
+                (Err((why, _)), _) => return Err(why),
             }
-            pause *= 2;
         }
-        Ok(())
     }
 }
 
@@ -110,6 +90,8 @@ pub(super) mod tests {
 
     use super::super::alert::Alert;
     use super::*;
+
+    const PAUSED: [Duration; 2] = [Duration::from_millis(1); 2];
 
     /// A server that gives these answers in turn, and repeats the last one; `nothing` stands for
     /// one that never comes.
@@ -147,7 +129,7 @@ pub(super) mod tests {
         }
 
         fn told_within(&self, timeout: Duration) -> (Result<(), String>, usize) {
-            let webhook = AlertWebhook::patient(&self.address, timeout, Duration::from_millis(1)).unwrap();
+            let webhook = AlertWebhook::patient(&self.address, timeout, PAUSED).unwrap();
             let alarm = Alert {
                 rule: "stall",
                 step: 7,
@@ -186,8 +168,7 @@ pub(super) mod tests {
     /// The times of docs/alerts.md: 10 seconds to answer, three attempts, after 1 and 2 seconds.
     #[test]
     fn a_server_has_as_long_as_the_page_says() {
-        let webhook = AlertWebhook::new("https://hooks.example/services").unwrap();
-        assert_eq!((webhook.timeout.as_secs(), webhook.first_pause.as_secs(), TRIES), (10, 1, 3));
+        assert_eq!((TIMEOUT.as_secs(), PAUSES.map(|pause| pause.as_secs())), (10, [1, 2]));
         let page = include_str!("../../../../docs/alerts.md");
         assert!(page.contains(
             "A server has 10 seconds to answer. finetune tries three times, after pauses of 1 and 2 seconds."
@@ -198,7 +179,7 @@ pub(super) mod tests {
     fn a_server_that_does_not_answer_in_time_is_asked_three_times() {
         let silent = ServerDouble::start(vec![String::new()]);
         let (told, _) = silent.told_within(Duration::from_millis(200));
-        assert_eq!(told, Err("it did not answer in 0.2 s".into()));
+        assert_eq!(told, Err("it did not answer in time".into()));
         // The server may read the last one later than that.
         while silent.posted.lock().unwrap().len() < 3 {
             std::thread::sleep(Duration::from_millis(5));
@@ -226,9 +207,8 @@ pub(super) mod tests {
                 }
             }
         });
-        let webhook =
-            AlertWebhook::patient(&address, Duration::from_millis(300), Duration::from_millis(1)).unwrap();
-        assert_eq!(webhook.post("{}").map_err(|failed| failed.why), Err("it did not answer in 0.3 s".into()));
+        let webhook = AlertWebhook::patient(&address, Duration::from_millis(300), PAUSED).unwrap();
+        assert_eq!(webhook.post("{}").map_err(|(why, _)| why), Err("it did not answer in time".into()));
     }
 
     #[test]

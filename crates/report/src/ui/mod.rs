@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 use figures::ScreenFigures;
 use screen::{AnsiScreen, TakenScreen, is_taken};
 
-use super::listener::RunListener;
+use super::listener::{RunEnd, RunListener};
 use super::metrics::{EvalReport, SkippedStep, StepReport};
 use super::printer::PATIENCE;
 use super::terminal::{Terminal, ViewLines};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::locks::locked;
 use crate::threads;
 
@@ -140,12 +140,7 @@ impl RunListener for RunView {
         Ok(())
     }
 
-    fn failed(&mut self, _error: &Error) -> Result<()> {
-        self.close();
-        Ok(())
-    }
-
-    fn end(&mut self) -> Result<()> {
+    fn end(&mut self, _end: RunEnd<'_>, _pulse: &dyn Fn()) -> Result<()> {
         self.close();
         Ok(())
     }
