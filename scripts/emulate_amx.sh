@@ -63,7 +63,7 @@ built() {
 
 compute=$(built --package finetune-ops --lib)
 runtime=$(built --package finetune-runtime --lib)
-cli=$(built --test cli)
+cli=$(built --test bin)
 finetune=$(dirname "$cli")/../finetune
 put "$compute"
 put "$runtime"

@@ -41,7 +41,8 @@ const OFFLOADED: f64 = 4.0 + 2.0;
 /// Seconds that the host takes to launch a kernel (estimated, 6 to 8 µs; not yet measured on a
 /// GPU).
 const LAUNCH: f64 = 7e-6;
-/// Kernels of a block, forward and backward: the limits of tests/counter.rs, which counts them.
+/// Kernels of a block, forward and backward: the limits of tests/kernels/counter.rs, which counts
+/// them.
 const BLOCK_KERNELS: [f64; 2] = [40.0, 60.0];
 /// Smallest part of a step that makes a cause its bottleneck.
 const BOUND: f64 = 0.3;

@@ -5,7 +5,7 @@ them.
     python make_jinja.py --templates FOLDER... --out FILE
 
 The second form writes every `*.jinja` under the folders (and each `chat_template` of a
-tokenizer_config.json) with about ten chats each, for the extra check of tests/suite/data/jinja.rs.
+tokenizer_config.json) with about ten chats each, for the extra check of tests/lib/data/jinja.rs.
 Its file holds no text of a template, only its path. Needs transformers 5.24 and jinja2 3.1.6.
 """
 import argparse

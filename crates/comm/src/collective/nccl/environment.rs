@@ -1,5 +1,5 @@
-//! Several ranks on one GPU, for tests: `tests/nccl.rs` alone, `benchmarks/two_ranks.py` with whole
-//! runs (a step of `benchmarks/gpu.sh`). Not yet run on a GPU.
+//! Several ranks on one GPU, for tests: `tests/parallel/nccl.rs` alone, `benchmarks/two_ranks.py`
+//! with whole runs (a step of `benchmarks/gpu.sh`). Not yet run on a GPU.
 //!
 //! By hand, once for each rank R of two, under the variables of [`one_gpu_environment`]:
 //!

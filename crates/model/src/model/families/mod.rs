@@ -197,7 +197,7 @@ mod tests {
         assert!(refused.contains("parameters") && refused.contains("num_hidden_layers 65536"), "{refused}");
     }
 
-    /// `tests/suite/model.rs` compares the goldens with transformers.
+    /// `tests/lib/model.rs` compares the goldens with transformers.
     #[test]
     fn every_family_has_a_golden() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");

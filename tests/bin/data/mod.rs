@@ -1,0 +1,11 @@
+//! `finetune data`, and everything that happens to rows before training.
+
+mod chat_forms;
+mod chats;
+mod files;
+mod hostile_rows;
+mod sources;
+mod templates;
+mod tokenizer_dropout;
+mod train_on;
+mod view;

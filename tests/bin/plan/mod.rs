@@ -1,0 +1,7 @@
+//! `finetune plan`, and the plan that a run prints.
+
+mod explorer;
+pub(crate) mod planning;
+pub(crate) mod sizing;
+mod sizing_page;
+mod sizing_run;

@@ -1,0 +1,46 @@
+//! The library's public modules against references, faults and the golden files.
+//!
+//! Each module is a topic; `cargo test --test lib saving::` runs one. No test may change the
+//! process that the modules share (environment, working folder, signal handlers). Tests that need
+//! their own process start this binary again with `--exact` and the test's path.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
+#![allow(clippy::too_many_lines, reason = "a table of cases or a snapshot is one function")]
+
+#[path = "../support/hub_double.rs"]
+mod hub_double;
+#[path = "../support/logits.rs"]
+mod logits;
+#[allow(dead_code, reason = "saving needs a part of it")]
+#[path = "../support/place.rs"]
+mod place;
+#[path = "../support/skipped.rs"]
+mod skipped;
+
+mod adapter;
+mod adapter_switch;
+mod collective_local;
+mod data;
+mod facade;
+mod hangs;
+mod hub;
+mod launch;
+mod mapped_files;
+mod merge;
+mod model;
+mod objective;
+mod offload;
+mod ops;
+mod optimizer_state;
+mod quant;
+mod recipe;
+mod rendezvous;
+mod report;
+mod report_page;
+mod saving;
+mod second_oracle;
+mod stages;
+mod traffic;
+mod training;
+mod weights;
