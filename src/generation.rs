@@ -121,31 +121,28 @@ pub(crate) struct Generator<'a> {
 /// The user's: an option would have no effect or no meaning.
 pub(crate) fn check_options(args: &GenerateArgs) -> Result<()> {
     let SamplingOptions { top_k, top_p, min_p, .. } = sampling_options(args);
-    let greedy = sampling_options(args).is_greedy();
-    let useless = |flag: &str| {
-        Err(Error::user(format!("cannot use `{flag}` with temperature {}", args.temperature))
-            .because("the likeliest token is always chosen, so the option would have no effect")
-            .hint(format!("add a temperature such as `--temperature 0.7`, or remove `{flag}`")))
-    };
-    match (args.samples, top_k) {
-        (2.., _) if greedy => {
-            return Err(Error::user(format!("cannot give {} different answers", args.samples))
-                .because(format!(
-                    "with temperature {} the likeliest token is always chosen: all answers would be the same",
-                    args.temperature
-                ))
-                .hint("add a temperature such as `--temperature 0.7`, or remove `--samples`"));
-        }
-        (2.., _) if args.chat == Some(None) => {
-            return Err(Error::user(format!("cannot give {} answers in a dialogue", args.samples))
-                .because("its next turn follows one answer; accepted: 1")
-                .hint("give the turn as a value, `--chat \"TEXT\"`, or remove `--samples`"));
-        }
-        (_, Some(k)) if greedy => return useless(&format!("--top-k {k}")),
-        _ if greedy && top_p < 1.0 => return useless(&format!("--top-p {top_p}")),
-        _ => {}
+    let (greedy, temperature) = (sampling_options(args).is_greedy(), args.temperature);
+    if args.samples > 1 && greedy {
+        return Err(Error::user(format!("cannot give {} different answers", args.samples))
+            .because(format!(
+                "with temperature {temperature} the likeliest token is always chosen: all answers would be the same"
+            ))
+            .hint("add a temperature such as `--temperature 0.7`, or remove `--samples`"));
     }
-    if greedy && min_p > 0.0 { useless(&format!("--min-p {min_p}")) } else { Ok(()) }
+    if args.samples > 1 && args.chat == Some(None) {
+        return Err(Error::user(format!("cannot give {} answers in a dialogue", args.samples))
+            .because("its next turn follows one answer; accepted: 1")
+            .hint("give the turn as a value, `--chat \"TEXT\"`, or remove `--samples`"));
+    }
+    let useless = [
+        top_k.map(|k| format!("--top-k {k}")),
+        (top_p < 1.0).then(|| format!("--top-p {top_p}")),
+        (min_p > 0.0).then(|| format!("--min-p {min_p}")),
+    ];
+    let Some(flag) = useless.into_iter().flatten().next().filter(|_| greedy) else { return Ok(()) };
+    Err(Error::user(format!("cannot use `{flag}` with temperature {temperature}"))
+        .because("the likeliest token is always chosen, so the option would have no effect")
+        .hint(format!("add a temperature such as `--temperature 0.7`, or remove `{flag}`")))
 }
 
 /// Returns the sampling options of `args`.

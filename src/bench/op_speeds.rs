@@ -90,18 +90,14 @@ impl OpSpeeds {
     pub(crate) fn add(&mut self, timing: OpTiming) -> String {
         let (rate, share) = (timing.per_sec(), self.rates.share(&timing));
         let OpTiming { op, shape, dtype, work, secs, extra_bytes } = timing;
-        let (gbps, tflops) = match work {
-            OpWork::Bytes(_) => (Some(rate / 1e9), None),
-            OpWork::Flops(_) => (None, Some(rate / 1e12)),
-        };
-        let text = match work {
-            OpWork::Bytes(_) => format!("{:.1} GB/s   ", rate / 1e9),
-            OpWork::Flops(_) => format!("{:.3} TFLOP/s", rate / 1e12),
+        let (gbps, tflops, text) = match work {
+            OpWork::Bytes(_) => (Some(rate / 1e9), None, format!("{:.1} GB/s   ", rate / 1e9)),
+            OpWork::Flops(_) => (None, Some(rate / 1e12), format!("{:.3} TFLOP/s", rate / 1e12)),
         };
         let (ms, dtype) = (1e3 * secs, dtype.as_str());
         let extra = extra_bytes.map_or_else(String::new, |bytes| format!("  {} extra", units::bytes(bytes)));
         // Operands that are moved faster than a large copy stay in the processor's caches.
-        let is_cached = matches!(work, OpWork::Bytes(_)) && share > 1.0;
+        let is_cached = gbps.is_some() && share > 1.0;
         let share_text = if is_cached { "cached".to_owned() } else { format!("{:.1} %", 100.0 * share) };
         let line = format!("{op:<20} {shape:<48} {dtype:<5} {ms:>10.3} {text:>17} {share_text:>8}{extra}\n");
         self.ops.push(OpSpeed { op, shape, dtype, ms, gbps, tflops, share, extra_bytes });

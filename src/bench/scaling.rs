@@ -54,24 +54,14 @@ impl ScalingResult {
         first: Option<&ScalingResult>,
     ) -> Result<Self> {
         let measured = devices.run(ranks, threads_per_rank, |world, device| train(plan, world, device))?;
-        let measured = measured.into_iter().next().ok_or_else(|| Error::internal("no rank"))?;
-        Ok(Self::new(plan, ranks, threads_per_rank, measured, first))
-    }
-
-    fn new(
-        plan: &Plan,
-        ranks: usize,
-        threads_per_rank: usize,
-        mut measured: MeasuredSteps,
-        first: Option<&ScalingResult>,
-    ) -> Self {
+        let mut measured = measured.into_iter().next().ok_or_else(|| Error::internal("no rank"))?;
         measured.secs.sort_by(f64::total_cmp);
         let steps = measured.secs.len().max(1);
         let step_secs = measured.secs.get(steps / 2).copied().unwrap_or(f64::NAN);
         let tokens_per_sec = measured.tokens as f64 / steps as f64 / step_secs;
         let alone =
             first.map_or(tokens_per_sec / ranks as f64, |first| first.tokens_per_sec / first.ranks as f64);
-        ScalingResult {
+        Ok(ScalingResult {
             ranks,
             threads_per_rank,
             strategy: plan.strategy().to_string(),
@@ -81,7 +71,7 @@ impl ScalingResult {
             bytes_sent_per_step: measured.sent / steps as u64,
             bytes_by_formula: measured.formula / steps as u64,
             exposed_secs_per_step: measured.exposed.as_secs_f64() / steps as f64,
-        }
+        })
     }
 
     /// Formats `results` as a table.
@@ -159,6 +149,7 @@ impl ScalingDevices {
 }
 
 /// Measurements of a rank over the measured steps.
+#[derive(Default)]
 struct MeasuredSteps {
     secs: Vec<f64>,
     tokens: u64,
@@ -176,8 +167,7 @@ fn train(plan: &Plan, world: Arc<dyn Collective>, device: &Device) -> Result<Mea
     let (clock, size) = (timed.clock(), timed.size());
     let mut trainer = trainer(plan, None, Arc::new(timed), device)?;
     let mut sampler = plan.sampler()?;
-    let mut measured =
-        MeasuredSteps { secs: Vec::new(), tokens: 0, sent: 0, formula: 0, exposed: Duration::ZERO };
+    let mut measured = MeasuredSteps::default();
     while let Some(step) = sampler.next_step() {
         let (before, waited) = (trainer.engine.store.mesh().traffic(), clock.read());
         let started = Instant::now();

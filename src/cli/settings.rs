@@ -49,13 +49,10 @@ impl SettingArgs {
         let Self { lr, epochs, steps, batch, seq_len, lora_r, seed } = self;
         let given = [lr, epochs, steps, batch, seq_len, lora_r, seed];
         let named = SETTINGS.iter().zip(given);
-        let assign = |(&(flag, section, key), value): (
-            &(&'static str, &'static str, &'static str),
-            &Option<String>,
-        )| {
-            let value = value.clone()?;
-            Some(FlagAssignment { flag, section, key, value })
-        };
-        named.filter_map(assign).collect()
+        named
+            .filter_map(|(&(flag, section, key), value)| {
+                Some(FlagAssignment { flag, section, key, value: value.clone()? })
+            })
+            .collect()
     }
 }

@@ -45,7 +45,7 @@ impl RunArgs {
     /// The recipe cannot be found or read.
     pub(super) fn layers(&self, set: &[String], folder: &Path) -> Result<RecipeLayers> {
         Ok(RecipeLayers {
-            recipe: find_recipe(self.recipe.as_deref(), folder)?,
+            recipe: self.recipe.as_deref().map(|name| RecipeText::find(name, folder)).transpose()?,
             model: self.model.clone(),
             train: self.dataset.clone(),
             set: set.to_vec(),
@@ -121,20 +121,10 @@ impl RowArgs {
     /// # Errors
     /// The recipe cannot be found or read.
     pub fn layers(&self, model: &str, dataset: &[String], folder: &Path) -> Result<RecipeLayers> {
-        Ok(RecipeLayers {
-            recipe: find_recipe(self.recipe.as_deref(), folder)?,
-            model: Some(model.to_owned()),
-            train: dataset.to_vec(),
-            set: self.set.clone(),
-            folder: folder.to_owned(),
-            purpose: Purpose::Other,
-            ..RecipeLayers::default()
-        })
+        let (model, recipe, dataset) = (Some(model.to_owned()), self.recipe.clone(), dataset.to_vec());
+        let run = RunArgs { model, recipe, dataset };
+        Ok(RecipeLayers { purpose: Purpose::Other, ..run.layers(&self.set, folder)? })
     }
-}
-
-pub(super) fn find_recipe(name: Option<&str>, folder: &Path) -> Result<Option<RecipeText>> {
-    name.map(|name| RecipeText::find(name, folder)).transpose()
 }
 
 pub(super) fn rank_count() -> impl TypedValueParser<Value = u16> {

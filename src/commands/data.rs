@@ -10,7 +10,7 @@ use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::loading::{DatasetLoader, Resolver};
 use crate::model::ModelConfig;
-use crate::planning::{decide_accumulation, decide_rows, held_out_report};
+use crate::planning::{decide_accumulation, decide_rows, held_out_report, sampler_options};
 use crate::recipe::{OnBadRow, Recipe};
 use crate::units;
 
@@ -64,16 +64,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
 }
 
 fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
-    let options = SamplerOptions {
-        seed: recipe.train.seed,
-        shuffle: recipe.data.shuffle,
-        packing: recipe.data.packing,
-        max_seq_len: recipe.data.longest_row(),
-        micro_batch_size: recipe.train.micro_batch_rows(),
-        gradient_accumulation_steps: recipe.train.accumulation(),
-        epochs: 1.0,
-        max_steps: None,
-    };
+    let options = SamplerOptions { epochs: 1.0, max_steps: None, ..sampler_options(recipe, 1) };
     let mut sampler = Sampler::new(dataset, options)?;
     let mut lengths = Vec::new();
     while let Some(step) = sampler.next_step() {

@@ -1,6 +1,6 @@
 //! `finetune eval`: measures held-out loss, perplexity, token accuracy and exact match.
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{model_or_base, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::EvalArgs;
@@ -36,19 +36,14 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
         ("token_accuracy", evaluation.token_accuracy()),
         ("exact_match", evaluation.exact_match()),
     ];
+    let counts = [("tokens", evaluation.tokens), ("rows", evaluation.rows)];
     if args.json {
-        let mut object = serde_json::Map::new();
-        for (name, value) in figures {
-            object.insert(name.into(), json!(value));
-        }
-        object.insert("tokens".into(), json!(evaluation.tokens));
-        object.insert("rows".into(), json!(evaluation.rows));
-        return terminal.data(format!("{}\n", serde_json::Value::Object(object)));
+        let figures = figures.map(|(name, value)| (name.to_owned(), json!(value)));
+        let counts = counts.map(|(name, count)| (name.to_owned(), json!(count)));
+        let object = figures.into_iter().chain(counts).collect();
+        return terminal.data(format!("{}\n", Value::Object(object)));
     }
-    let mut text = String::new();
-    for (name, value) in figures {
-        text.push_str(&format!("{name:<15} {value:.6}\n"));
-    }
-    text.push_str(&format!("{:<15} {}\n{:<15} {}\n", "tokens", evaluation.tokens, "rows", evaluation.rows));
-    terminal.data(text)
+    let figures = figures.map(|(name, value)| format!("{name:<15} {value:.6}\n"));
+    let counts = counts.map(|(name, count)| format!("{name:<15} {count}\n"));
+    terminal.data(figures.concat() + &counts.concat())
 }

@@ -1,13 +1,13 @@
 //! `finetune generate`: continues a prompt, chats, or answers a file of prompts.
 
 use super::{model_or_base, open_device, say_without_kernels, terminal, working_folder};
-use crate::cli::GenerateArgs;
+use crate::cli::{GenerateArgs, RowArgs};
 use crate::data::PromptEncoder;
 use crate::error::Result;
 use crate::generation::{ANSWERS, AnswerEnds, Generator, PromptSource, check_options};
 use crate::launcher::interrupt::removing_on_signals;
 use crate::loading::{EngineOptions, LoadedModel, Resolver, Trains};
-use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
+use crate::recipe::Recipe;
 use crate::report::Terminal;
 
 /// Generates text from prompts.
@@ -23,13 +23,8 @@ fn generate(args: &GenerateArgs, terminal: &Terminal) -> Result<()> {
     let folder = working_folder()?;
     let (resolver, adapter) = (Resolver::new(args.common.offline, terminal)?, args.source.adapter.as_deref());
     let model = model_or_base(args.source.model.as_deref(), adapter, &folder, &resolver, terminal)?;
-    let recipe = Recipe::load(&RecipeLayers {
-        recipe: args.recipe.as_deref().map(|name| RecipeText::find(name, &folder)).transpose()?,
-        model: Some(model),
-        folder: folder.clone(),
-        purpose: Purpose::Other,
-        ..RecipeLayers::default()
-    })?;
+    let reading = RowArgs { recipe: args.recipe.clone(), ..RowArgs::default() };
+    let recipe = Recipe::load(&reading.layers(&model, &[], &folder)?)?;
     let LoadedModel { base, adapter_setup, rows, comparison } =
         LoadedModel::find(&recipe, adapter, &folder, &resolver, (terminal, args.source.force_base))?;
     let encoder = PromptEncoder {

@@ -4,7 +4,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::Instant;
 
 use super::{say_without_kernels, terminal, train_recipe_is, working_folder};
-use crate::checkpoint::{SaveThreads, SavedCheckpoint};
+use crate::checkpoint::SaveThreads;
 use crate::cli::TrainArgs;
 use crate::comparison::sweep;
 use crate::error::Result;
@@ -71,7 +71,9 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     }
     fits?;
     let resumed = found.resumed.take();
-    go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
+    let resume = |saved| plan.resume(saved, &args.allow_change);
+    let changes = resumed.as_ref().map_or(Ok(Vec::new()), resume)?;
+    changes.iter().for_each(|change| terminal.line(format!("resuming with a change: {change}")));
     let (folder, stop) = (OnceLock::new(), signals::watch()?);
     let showcase = Showcase::of(&plan, train_recipe_is(args, "quickstart"))?;
     let run = TrainRun {
@@ -122,18 +124,6 @@ fn say_ended(plan: &Plan, args: &TrainArgs, can_go_on: bool, terminal: &Terminal
 fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()> {
     fits.err().iter().for_each(|error| terminal.warn(error.in_one_line()));
     terminal.data(plan.portable_recipe().to_toml())
-}
-
-/// Prints the recipe keys that differ from the checkpoint that the run resumes from.
-fn go_on(
-    plan: &mut Plan,
-    saved: Option<&SavedCheckpoint>,
-    allowed: &[String],
-    terminal: &Terminal,
-) -> Result<()> {
-    let changes = saved.map_or(Ok(Vec::new()), |saved| plan.resume(saved, allowed))?;
-    changes.iter().for_each(|change| terminal.line(format!("resuming with a change: {change}")));
-    Ok(())
 }
 
 /// Prints the plan and its warnings before the first step.

@@ -39,13 +39,6 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
         "alerts.command=[]".to_owned(),
         "alerts.webhook=".to_owned(),
     ];
-    let trial = ResumeTrial {
-        output: &args.output,
-        words: &|output| args.train_words(output, &set),
-        steps: args.steps,
-        kills: args.kills,
-        keep: args.keep,
-        terminal: &terminal,
-    };
+    let trial = ResumeTrial { args, set: &set, terminal: &terminal };
     print(&format!("{}\n", trial.run()?))
 }

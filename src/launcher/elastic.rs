@@ -73,13 +73,11 @@ impl ElasticPlace {
         let mut words = words.into_iter();
         while let Some(word) = words.next() {
             let text = word.to_string_lossy();
-            if FLAGS.contains(&&*text) {
-                words.next();
-            } else if !FLAGS
-                .iter()
-                .any(|flag| text.strip_prefix(flag).is_some_and(|rest| rest.starts_with('=')))
-            {
+            let flag = text.split_once('=').map_or(&*text, |(flag, _)| flag);
+            if !FLAGS.contains(&flag) {
                 kept.push(word);
+            } else if !text.contains('=') {
+                words.next();
             }
         }
         // A launcher may listen on the first of several ports.

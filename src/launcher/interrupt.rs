@@ -14,7 +14,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::low_level;
 
 use super::signals::{FirstSignal, is_ignored, stop_or_end};
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::{ErrorCategory, Result};
 use crate::report::{Terminal, finish};
 use crate::threads;
 use crate::weights::discard_unfinished;
@@ -37,11 +37,10 @@ pub(crate) fn removing_on_signals<T>(
 ) -> Result<T> {
     let code = i32::from(ErrorCategory::Stopped.exit_code());
     let (stop, done) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
-    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
     let mut handlers = Vec::new();
     let first = FirstSignal::none_yet();
     for signal in SIGNALS.into_iter().filter(|signal| !is_ignored(*signal)) {
-        handlers.push(stop_or_end(signal, &stop, &first).map_err(failed)?);
+        handlers.push(stop_or_end(signal, &stop, &first)?);
     }
     let result = thread::scope(|scope| {
         let watcher = threads::start_in(scope, "signals", None, || {

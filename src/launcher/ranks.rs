@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::Device;
 
+use super::child;
 use crate::cli::{Gpus, ProcessArgs, TrainArgs};
 use crate::collective;
 use crate::collective::in_process::InjectedFault;
@@ -84,10 +85,8 @@ pub(crate) fn launch<'a>(request: impl Into<RankRequest<'a>>) -> Result<Launch> 
         master_port: processes.master_port,
     };
     let launch = Launch::detect(&flags, &|name| std::env::var_os(name))?;
-    if launch.master.is_none() || on_gpus(RankRequest { gpus, ranks, processes, purpose })? {
-        return Ok(launch);
-    }
-    if collective::CONNECTS_PROCESSES {
+    let needs_no_mpi = launch.master.is_none() || on_gpus(RankRequest { gpus, ranks, processes, purpose })?;
+    if needs_no_mpi || collective::CONNECTS_PROCESSES {
         return Ok(launch);
     }
     let (all, source) = (launch.world_size, launch.source.name());
@@ -193,17 +192,14 @@ impl RankSetup {
         let result = Mutex::new(None);
         let alike = || Ok(BTreeMap::from([("measurement".to_owned(), hash(what))]));
         let terms = RunFingerprint { alike: &alike, timeout: None };
-        self.run_on(
-            &terms,
-            || Ok(()),
-            |world, device| {
-                let measured = rank(&world, device)?;
-                if world.rank() == 0 {
-                    *locked(&result) = Some(measured);
-                }
-                Ok(())
-            },
-        )?;
+        let keep_first = |world: TimedCollective, device: &Device| -> Result<()> {
+            let measured = rank(&world, device)?;
+            if world.rank() == 0 {
+                *locked(&result) = Some(measured);
+            }
+            Ok(())
+        };
+        self.run_on(&terms, || Ok(()), keep_first)?;
         Ok(result.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -276,7 +272,10 @@ impl RankSetup {
         let mut options = rendezvous_options(&self.launch)?;
         options.silence_limit = watched.terms.timeout.unwrap_or(options.silence_limit);
         let session = Session::join(request, &options)?;
-        watched.connect(&session);
+        let board = Arc::clone(watched.board);
+        session.report_status(move || board.lines().join("; "));
+        let messenger = session.messenger();
+        watched.watch.on_hang(move |hang| messenger.fail(hang.rank, &hang.why));
         begin().inspect_err(|error| session.fail(self.launch.rank, error.what()))?;
         let done = match library {
             Some(library) => {
@@ -330,16 +329,6 @@ struct Watched<'a> {
     watch: &'a HangWatch,
     board: &'a Arc<ProgressBoard>,
     terms: &'a RunFingerprint<'a>,
-}
-
-impl Watched<'_> {
-    /// Reports the progress of this process's ranks, and hangs, to the other processes.
-    fn connect(&self, session: &Session) {
-        let board = Arc::clone(self.board);
-        session.report_status(move || board.lines().join("; "));
-        let messenger = session.messenger();
-        self.watch.on_hang(move |hang| messenger.fail(hang.rank, &hang.why));
-    }
 }
 
 /// Longest time for the last message before the process ends.
@@ -478,8 +467,7 @@ fn digests(
     mut alike: BTreeMap<String, String>,
     library: Option<&Arc<NcclLibrary>>,
 ) -> Result<BTreeMap<String, String>> {
-    let binary = std::env::current_exe()
-        .map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))?;
+    let binary = child::binary()?;
     let mut hasher = blake3::Hasher::new();
     let mut file = std::fs::File::open(&binary).map_err(|e| Error::io("read", &binary, &e))?;
     std::io::copy(&mut file, &mut hasher).map_err(|e| Error::io("read", &binary, &e))?;

@@ -67,8 +67,7 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
             Some(if checkpoint::has_any(args.output())? { ResumeWith::Newest } else { ResumeWith::AsTyped });
         place = unless_stopped(&signals, || {
             std::thread::sleep(PAUSE);
-            let meets = launch.master.is_some();
-            if meets { elastic::meet(&launch, &terminal) } else { Ok(None) }
+            if launch.master.is_some() { elastic::meet(&launch, &terminal) } else { Ok(None) }
         })?;
     }
     Ok(())

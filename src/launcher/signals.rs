@@ -31,10 +31,9 @@ const ONE_REQUEST_MS: u64 = 500;
 /// The system refuses a signal handler.
 pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
-    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
     let first = FirstSignal::none_yet();
     for signal in ENDING {
-        stop_or_end(signal, &stop, &first).map_err(failed)?;
+        stop_or_end(signal, &stop, &first)?;
     }
     for signal in WARNING {
         // A parent such as `nohup` ignores the signal so that the process continues.
@@ -60,11 +59,10 @@ impl FirstSignal {
 
 /// Registers a handler by which `signal` sets `stop`. A signal after the `first` ends the program
 /// at once, unless it comes within half a second.
-pub(crate) fn stop_or_end(
-    signal: c_int,
-    stop: &Arc<AtomicBool>,
-    first: &FirstSignal,
-) -> std::io::Result<SigId> {
+///
+/// # Errors
+/// The system refuses a signal handler.
+pub(crate) fn stop_or_end(signal: c_int, stop: &Arc<AtomicBool>, first: &FirstSignal) -> Result<SigId> {
     let (stop, first) = (Arc::clone(stop), first.clone());
     let again = move || {
         let now = first.began.elapsed().as_millis() as u64 + 1;
@@ -79,7 +77,11 @@ pub(crate) fn stop_or_end(
     };
     // SAFETY: the handler reads the clock, changes atomics, and may give the screen back by calls
     // that handlers may make and end the process by `_exit`: it neither allocates nor locks.
-    unsafe { low_level::register(signal, again) }
+    unsafe { low_level::register(signal, again) }.map_err(failed)
+}
+
+fn failed(error: std::io::Error) -> Error {
+    Error::internal("cannot watch signals").because(error.to_string())
 }
 
 /// Returns whether the process was started with `signal` ignored.
@@ -105,7 +107,6 @@ pub(crate) struct SeenSignal {
 /// # Errors
 /// The system refuses a signal handler.
 pub(crate) fn seen_by_parent() -> Result<Vec<SeenSignal>> {
-    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
     let all = ENDING.into_iter().chain(WARNING).chain([SIGTSTP]);
     let seen = all.filter(|signal| !is_ignored(*signal)).map(|signal| {
         let flag = Arc::new(AtomicBool::new(false));

@@ -23,8 +23,6 @@ pub struct AdapterSetup {
     pub targets: Vec<Target>,
     /// The modules that train whole (`modules_to_save`).
     pub saved: BTreeSet<String>,
-    /// Probability of dropping an input of A in training.
-    pub dropout: f32,
     /// Tokens whose rows train, by table.
     pub rows: BTreeMap<String, Vec<u32>>,
     /// The contents of adapter_config.json.
@@ -97,7 +95,6 @@ impl AdapterSetup {
         Ok(AdapterSetup {
             targets,
             saved: saved.into_iter().collect(),
-            dropout: recipe.lora_dropout as f32,
             rows,
             start: AdapterStart::Fresh(recipe.init),
             config,
@@ -123,7 +120,6 @@ impl AdapterSetup {
         Ok(AdapterSetup {
             targets: adapter.targets().to_vec(),
             saved: adapter.saved().map(str::to_owned).collect(),
-            dropout: adapter.config().lora_dropout as f32,
             rows,
             config: adapter.config().clone(),
             start: AdapterStart::Saved(adapter),
@@ -143,7 +139,8 @@ impl AdapterSetup {
 
     /// Returns the parts of the adapter that the parameter store needs.
     pub fn adapters(&self) -> Adapters {
-        let spec = |target: &Target| LoraSpec { scale: target.scale, dropout: self.dropout };
+        let dropout = self.config.lora_dropout as f32;
+        let spec = |target: &Target| LoraSpec { scale: target.scale, dropout };
         let loras = self.targets.iter().map(|target| (target.name.clone(), spec(target))).collect();
         Adapters { loras, rows: self.rows.clone(), base_change: self.base_change() }
     }
@@ -174,7 +171,6 @@ impl AdapterSetup {
         AdapterSetup {
             targets: self.targets.clone(),
             saved: self.saved.clone(),
-            dropout: self.dropout,
             rows: self.rows.clone(),
             config: self.config.clone(),
             start: self.start_from(saved),

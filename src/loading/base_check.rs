@@ -117,36 +117,15 @@ impl BaseCheck {
 /// headers and a sample; then every byte, digested while the weights load.
 #[derive(Debug)]
 pub struct BaseComparison {
-    what: String,
-    trained_on: Option<ModelIdentity>,
-    model: ModelIdentity,
-    force_base: bool,
-    first: BaseCheck,
-    task: Option<DigestTask>,
+    pub(super) what: String,
+    pub(super) trained_on: Option<ModelIdentity>,
+    pub(super) model: ModelIdentity,
+    pub(super) force_base: bool,
+    pub(super) first: BaseCheck,
+    pub(super) task: Option<DigestTask>,
 }
 
 impl BaseComparison {
-    /// Starts to compare the base of the adapter in `folder` with `model`; `digest` starts the
-    /// digest of its bytes.
-    ///
-    /// # Errors
-    /// The user's: the models already differ, or the adapter cannot be read.
-    pub(crate) fn begin(
-        folder: &Path,
-        model: ModelIdentity,
-        force_base: bool,
-        terminal: &Terminal,
-        digest: impl FnOnce() -> Result<Option<DigestTask>>,
-    ) -> Result<Self> {
-        let trained_on = SavedAdapter::read(folder)?.base_model()?;
-        let what = format!("adapter {}", folder.display());
-        let first = BaseCheck::new(&what, trained_on.as_ref(), &model, force_base)?;
-        first.say(terminal);
-        let comparable = trained_on.as_ref().is_some_and(ModelIdentity::says_every_byte);
-        let task = if comparable && first == BaseCheck::Same { digest()? } else { None };
-        Ok(BaseComparison { what, trained_on, model, force_base, first, task })
-    }
-
     /// Waits for the digest of every byte and compares it. Call it after loading the weights and
     /// before using them.
     ///

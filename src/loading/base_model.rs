@@ -7,11 +7,11 @@ use candle_core::{DType, Device};
 
 use super::adapter_setup::AdapterSetup;
 use super::assets;
-use super::base_check::BaseComparison;
+use super::base_check::{BaseCheck, BaseComparison};
 use super::initial_values::InitialValues;
 use super::param_layout::{StoragePolicy, Trains, descs};
 use super::resolver::{ResolvedSource, Resolver};
-use crate::adapter::LowRankFactors;
+use crate::adapter::{LowRankFactors, SavedAdapter};
 use crate::engine::Engine;
 use crate::error::input_file;
 use crate::error::{Error, Result};
@@ -144,19 +144,17 @@ impl EngineOptions {
     /// Returns the options for one rank and one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
-        let (ranks, offload, master) = (DeviceMesh::alone(), OffloadTarget::default(), MasterWeights::F32);
-        let traits = DeviceTraits::of(&device);
         EngineOptions {
+            traits: DeviceTraits::of(&device),
             device,
-            traits,
             dtype,
             attention,
             seed,
-            ranks,
+            ranks: DeviceMesh::alone(),
             reducing,
-            offload,
+            offload: OffloadTarget::default(),
             bf16_copy: false,
-            master,
+            master: MasterWeights::F32,
         }
     }
 }
@@ -192,8 +190,7 @@ impl BaseModel {
             files.notes().for_each(|note| resolver.warn(note));
         }
         let stored = files.as_ref().and_then(stored_format);
-        let skipped = skipped_layers(&found.folder, &config, files.as_ref(), quantization)?;
-        Ok(BaseModel {
+        let mut base = BaseModel {
             tokenizer: found.folder.clone(),
             stored_tokens: config.vocab_size,
             semantics: config.semantics(),
@@ -203,8 +200,40 @@ impl BaseModel {
             config,
             files,
             format: stored.or(quantization.map(format)),
-            skipped,
-        })
+            skipped: Vec::new(),
+        };
+        base.skipped = base.skipped_layers(quantization)?;
+        Ok(base)
+    }
+
+    /// Returns the linear layers that stay unquantized: those that `quantization` skips, or those
+    /// unquantized in the checkpoint.
+    fn skipped_layers(&self, quantization: Option<&QuantizationSection>) -> Result<Vec<String>> {
+        let refused = || Error::user(format!("cannot quantize {}", self.found.folder.display()));
+        let (wanted, stored) = (quantization.map(format), self.files.as_ref().and_then(stored_format));
+        if let (Some(wanted), Some(stored)) = (wanted, stored)
+            && wanted != stored
+        {
+            return Err(refused()
+                .because(format!(
+                    "it is quantized already, to {}; `[quantization]` asks for {}",
+                    stored.scheme().describe(),
+                    wanted.scheme().describe()
+                ))
+                .hint(
+                    "remove `[quantization]` to use the checkpoint as it is, or give the unquantized model",
+                ));
+        }
+        let skip = quantization.map_or(&[][..], |quantization| &quantization.skip_modules);
+        let skipped = LinearLayers::new(&self.config, skip)?.skipped;
+        let Some(files) = self.files.as_ref().filter(|_| stored.is_some()) else { return Ok(skipped) };
+        let own = unquantized(&self.config, files)?;
+        if !skip.is_empty() && own != skipped {
+            return Err(refused()
+                .because("it is quantized already, and its unquantized layers differ from `skip_modules`")
+                .hint("remove `[quantization]` to use the checkpoint as it is"));
+        }
+        Ok(own)
     }
 
     /// Refuses a `[quantization]` that [`BaseModel::open`] would refuse for this model.
@@ -212,7 +241,7 @@ impl BaseModel {
     /// # Errors
     /// The files are already quantized in another format; the section names missing layers.
     pub(crate) fn check_quantization(&self, quantization: &QuantizationSection) -> Result<()> {
-        skipped_layers(&self.found.folder, &self.config, self.files.as_ref(), Some(quantization)).map(drop)
+        self.skipped_layers(Some(quantization)).map(drop)
     }
 
     /// Returns the identity of the model by names, headers, config.json and a sample of its
@@ -267,7 +296,14 @@ impl BaseModel {
         force_base: bool,
         terminal: &Terminal,
     ) -> Result<BaseComparison> {
-        BaseComparison::begin(folder, self.identity(seed)?, force_base, terminal, || self.start_digest())
+        let model = self.identity(seed)?;
+        let trained_on = SavedAdapter::read(folder)?.base_model()?;
+        let what = format!("adapter {}", folder.display());
+        let first = BaseCheck::new(&what, trained_on.as_ref(), &model, force_base)?;
+        first.say(terminal);
+        let comparable = trained_on.as_ref().is_some_and(ModelIdentity::says_every_byte);
+        let task = if comparable && first == BaseCheck::Same { self.start_digest()? } else { None };
+        Ok(BaseComparison { what, trained_on, model, force_base, first, task })
     }
 
     /// Returns all parameters; with `options`, also their dtype and placement.
@@ -398,46 +434,9 @@ fn stored_format(files: &ModelFiles) -> Option<QuantFormat> {
     files.names().find_map(|name| files.quantized_format(name))
 }
 
-/// Returns the linear layers that stay unquantized: those that `quantization` skips, or those
-/// unquantized in the checkpoint.
-fn skipped_layers(
-    folder: &Path,
-    config: &ModelConfig,
-    files: Option<&ModelFiles>,
-    quantization: Option<&QuantizationSection>,
-) -> Result<Vec<String>> {
-    let refused = || Error::user(format!("cannot quantize {}", folder.display()));
-    let (wanted, stored) = (quantization.map(format), files.and_then(stored_format));
-    if let (Some(wanted), Some(stored)) = (wanted, stored)
-        && wanted != stored
-    {
-        return Err(refused()
-            .because(format!(
-                "it is quantized already, to {}; `[quantization]` asks for {}",
-                stored.scheme().describe(),
-                wanted.scheme().describe()
-            ))
-            .hint("remove `[quantization]` to use the checkpoint as it is, or give the unquantized model"));
-    }
-    let skip = quantization.map_or(&[][..], |quantization| &quantization.skip_modules);
-    let skipped = LinearLayers::new(config, skip)?.skipped;
-    let Some(files) = files.filter(|_| stored.is_some()) else { return Ok(skipped) };
-    let own = unquantized(config, files)?;
-    if !skip.is_empty() && own != skipped {
-        return Err(refused()
-            .because("it is quantized already, and its unquantized layers differ from `skip_modules`")
-            .hint("remove `[quantization]` to use the checkpoint as it is"));
-    }
-    Ok(own)
-}
-
 /// Returns the linear layers that a quantized checkpoint holds unquantized.
 fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> {
-    let mut kept = Vec::new();
-    for layer in LinearLayers::new(config, &[])?.quantized {
-        if files.quantized_format(&format!("{layer}.weight")).is_none() {
-            kept.push(layer);
-        }
-    }
-    Ok(kept)
+    let mut layers = LinearLayers::new(config, &[])?.quantized;
+    layers.retain(|layer| files.quantized_format(&format!("{layer}.weight")).is_none());
+    Ok(layers)
 }

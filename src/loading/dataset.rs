@@ -64,19 +64,6 @@ impl DatasetLoader {
         self.template.as_ref().filter(|template| template.asks_for_date()).map(ChatTemplate::now)
     }
 
-    /// Works like [`DatasetLoader::load`]; returns none without sources.
-    ///
-    /// # Errors
-    /// Those of [`DatasetLoader::load`].
-    pub fn load_if_any(
-        &self,
-        sources: &[RowSource],
-        split: Split,
-        resolver: &Resolver<'_>,
-    ) -> Result<Option<LoadedSources>> {
-        (!sources.is_empty()).then(|| self.load(sources, split, resolver)).transpose()
-    }
-
     /// Finds and encodes the data sets of `sources`, and returns the location of each.
     ///
     /// # Errors
@@ -105,7 +92,8 @@ impl DatasetLoader {
     ) -> Result<(LoadedSources, Option<LoadedSources>)> {
         let Some(size) = data.eval_split else {
             let train = self.load(&data.train, Split::Train, resolver)?;
-            return Ok((train, self.load_if_any(&data.eval, Split::Eval, resolver)?));
+            let eval = (!data.eval.is_empty()).then(|| self.load(&data.eval, Split::Eval, resolver));
+            return Ok((train, eval.transpose()?));
         };
         let (mut read, found) = read_all(&data.train, Split::Train, resolver)?;
         let held_out = data::hold_out(&mut read, size, seed)?;

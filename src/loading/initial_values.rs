@@ -7,7 +7,7 @@
 //! needs that weight in f32.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 use candle_core::{Device, Tensor};
 
@@ -34,7 +34,8 @@ pub(crate) struct InitialValues<'a> {
     files: Option<&'a ModelFiles>,
     adapter_setup: Option<&'a AdapterSetup>,
     seed: u64,
-    /// The values derived from base weights for their adapters, until those are filled.
+    /// The values derived from base weights for their adapters, until those are filled. After a
+    /// panic, no code reads them.
     derived: Mutex<BTreeMap<String, DerivedFactors>>,
     /// The parameters to draw if the model has no files, by name.
     drawn: HashMap<String, ParamSpec>,
@@ -91,11 +92,6 @@ impl<'a> InitialValues<'a> {
             .check("load", own.map(|desc| (desc.name.as_str(), desc.global_shape())))
     }
 
-    /// Returns the name of a parameter in the files.
-    fn stored_name<'n>(&self, files: &ModelFiles, name: &'n str) -> &'n str {
-        model::stored_name(self.config, files, name)
-    }
-
     /// Writes the first value of the part `local` of `desc` to `to`.
     pub(crate) fn fill(&self, desc: &ParamDesc, local: &LocalRange, to: LoadTarget<'_>) -> Result<()> {
         let (module, last) = desc.name.rsplit_once('.').unwrap_or((&desc.name, ""));
@@ -144,20 +140,15 @@ impl<'a> InitialValues<'a> {
     /// Releases the pages of a base weight after reading.
     fn let_go(&self, name: &str) {
         if let Some(files) = self.files {
-            files.discard(self.stored_name(files, name));
+            files.discard(model::stored_name(self.config, files, name));
         }
-    }
-
-    fn derived(&self) -> MutexGuard<'_, BTreeMap<String, DerivedFactors>> {
-        // After a panic, no code reads the values.
-        locked(&self.derived)
     }
 
     /// Reads elements of a base weight from `start` on.
     fn read_base<T: StoredElement>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
         match self.files {
             Some(files) => {
-                let name = self.stored_name(files, name);
+                let name = model::stored_name(self.config, files, name);
                 match (name, &self.tables) {
                     (EMBED_TOKENS, [Some(table), _]) | (LM_HEAD, [_, Some(table)]) => {
                         table.read_part(start, out)?;
@@ -247,14 +238,14 @@ impl<'a> InitialValues<'a> {
         } else {
             Vec::new()
         };
-        self.derived().insert(target.name.clone(), DerivedFactors { factors, magnitude });
+        locked(&self.derived).insert(target.name.clone(), DerivedFactors { factors, magnitude });
         Ok(())
     }
 
     /// Returns the factors that PiSSA took from each base weight.
     pub(crate) fn into_initial(self) -> BTreeMap<String, LowRankFactors> {
         let pissa = self.adapter_setup.is_some_and(AdapterSetup::is_pissa);
-        let derived = std::mem::take(&mut *self.derived()).into_iter().filter(|_| pissa);
+        let derived = std::mem::take(&mut *locked(&self.derived)).into_iter().filter(|_| pissa);
         derived.filter_map(|(module, derived)| Some((module, derived.factors?))).collect()
     }
 
@@ -267,7 +258,7 @@ impl<'a> InitialValues<'a> {
             AdapterStart::Pissa(saved) => return saved.read_trained(part.module, part.kind, out),
             _ => {}
         }
-        let derived = self.derived();
+        let derived = locked(&self.derived);
         let derived = derived.get(part.module);
         let factors = derived.and_then(|derived| derived.factors.as_ref());
         match (part.kind, factors) {
@@ -278,7 +269,7 @@ impl<'a> InitialValues<'a> {
                     .ok_or_else(|| Error::internal(format!("no weight of {} was read yet", part.module)))?;
                 T::round(&derived.magnitude, out);
             }
-            (TensorKind::TokensDelta, _) => self.fill_rows(part.module, adapter_setup, out)?,
+            (TensorKind::TokensDelta, _) => self.fill_rows(part.module, out)?,
             (TensorKind::LoraA | TensorKind::LoraEmbeddingB, None) => {
                 let gaussian = matches!(adapter_setup.start, AdapterStart::Fresh(AdapterInit::Gaussian));
                 let found = self.modules.get(part.module);
@@ -293,15 +284,10 @@ impl<'a> InitialValues<'a> {
     }
 
     /// Fills trained rows with their values in the table.
-    fn fill_rows<T: StoredElement>(
-        &self,
-        module: &str,
-        adapter_setup: &AdapterSetup,
-        out: &mut [T],
-    ) -> Result<()> {
+    fn fill_rows<T: StoredElement>(&self, module: &str, out: &mut [T]) -> Result<()> {
         let width = self.config.hidden_size;
-        let ids = adapter_setup.rows.get(module).map_or(&[][..], Vec::as_slice);
-        for (row, &id) in out.chunks_exact_mut(width).zip(ids) {
+        let ids = self.adapter_setup.and_then(|adapter_setup| adapter_setup.rows.get(module));
+        for (row, &id) in out.chunks_exact_mut(width).zip(ids.into_iter().flatten()) {
             self.read_base(&format!("{module}.weight"), id as usize * width, row)?;
         }
         self.let_go(&format!("{module}.weight"));

@@ -54,9 +54,7 @@ impl PissaStart {
             return self.0.read_into(module, kind, out);
         }
         let [trained, _] = self.halves(module, kind)?;
-        for (out, value) in out.iter_mut().zip(trained) {
-            *out = T::from_f32(value);
-        }
+        T::round(&trained, out);
         Ok(())
     }
 }

@@ -52,9 +52,7 @@ impl ResolvedSource {
     pub fn row_paths(&self) -> &[PathBuf] {
         if self.rows.is_empty() { std::slice::from_ref(&self.folder) } else { &self.rows }
     }
-}
 
-impl ResolvedSource {
     /// Returns the hub id, or the last part of the folder's path, which does not depend on this
     /// machine.
     pub fn name(&self) -> String {
@@ -206,11 +204,10 @@ impl<'a> Resolver<'a> {
                 let files = crate::units::exact(files, "file");
                 self.terminal.line(format!("downloading {files}, {}", crate::units::bytes(bytes)));
             }
-            DownloadEvent::Plan { .. } => {}
             DownloadEvent::Check { file, bytes } if bytes >= LONG_TO_HASH => {
                 self.terminal.line(format!("checking {file} in the cache, {}", crate::units::bytes(bytes)));
             }
-            DownloadEvent::Check { .. } => {}
+            DownloadEvent::Plan { .. } | DownloadEvent::Check { .. } => {}
             DownloadEvent::Start { file, bytes, present } => {
                 self.terminal.download_start(file, bytes);
                 self.terminal.download_advance(present);
@@ -221,10 +218,8 @@ impl<'a> Resolver<'a> {
                 self.terminal.line(format!("waiting for another process that downloads {file}"));
             }
             DownloadEvent::Retry { reason, wait } => {
-                self.terminal.warn(format!(
-                    "{reason}; trying again in {}",
-                    crate::units::duration(wait.as_secs_f64())
-                ));
+                let wait = crate::units::duration(wait.as_secs_f64());
+                self.terminal.warn(format!("{reason}; trying again in {wait}"));
             }
         }
     }

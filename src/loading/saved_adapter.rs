@@ -17,17 +17,19 @@ use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// The recipe's section.
 const SECTION: &str = "adapter";
+/// Takes the value of a key from the second section into the first.
+type TakeKey = fn(&mut recipe::AdapterSection, &recipe::AdapterSection);
 /// The keys that describe a saved adapter.
-const KEYS: [&str; 9] = [
-    "kind",
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "exclude_modules",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
+const KEYS: [(&str, TakeKey); 9] = [
+    ("kind", |used, found| used.kind = found.kind),
+    ("r", |used, found| used.r = found.r),
+    ("lora_alpha", |used, found| used.lora_alpha = found.lora_alpha),
+    ("target_modules", |used, found| used.target_modules = found.target_modules.clone()),
+    ("exclude_modules", |used, found| used.exclude_modules = found.exclude_modules.clone()),
+    ("modules_to_save", |used, found| used.modules_to_save = found.modules_to_save.clone()),
+    ("rank_pattern", |used, found| used.rank_pattern = found.rank_pattern.clone()),
+    ("alpha_pattern", |used, found| used.alpha_pattern = found.alpha_pattern.clone()),
+    ("use_rslora", |used, found| used.use_rslora = found.use_rslora),
 ];
 
 impl AdapterSetup {
@@ -48,7 +50,6 @@ impl AdapterSetup {
         let used = settings(recipe, &adapter_setup, folder, &model::modules(model))?;
         adapter_setup.check_trains(&recipe.model.new_tokens, tokens)?;
         adapter_setup.config.lora_dropout = used.lora_dropout;
-        adapter_setup.dropout = used.lora_dropout as f32;
         adapter_setup.config.base_model_name_or_path = Some(base.to_owned());
         recipe.adapter = Some(used);
         Ok(adapter_setup)
@@ -83,28 +84,16 @@ fn settings(
     let found = in_words_of_the_recipe(&said, saved, modules);
     let is_written = |key: &str| recipe.written.place(SECTION, key).is_some();
     let compared = Compared { said: &said, found: &found, is_written: &is_written, saved, modules };
-    let mut contradictions = Vec::new();
-    for key in KEYS.into_iter().filter(|key| is_written(key)) {
-        if !compared.agree(key)? {
+    let (mut used, mut contradictions) = (said.clone(), Vec::new());
+    for (key, take) in KEYS {
+        if !is_written(key) {
+            take(&mut used, &found);
+        } else if !compared.agree(key)? {
             contradictions.push(key);
         }
     }
     if !contradictions.is_empty() {
-        return Err(refusal(recipe, &said, &found, folder, &contradictions));
-    }
-    let mut used = said.clone();
-    for key in KEYS.into_iter().filter(|key| !is_written(key)) {
-        match key {
-            "kind" => used.kind = found.kind,
-            "r" => used.r = found.r,
-            "lora_alpha" => used.lora_alpha = found.lora_alpha,
-            "target_modules" => used.target_modules = found.target_modules.clone(),
-            "exclude_modules" => used.exclude_modules = found.exclude_modules.clone(),
-            "modules_to_save" => used.modules_to_save = found.modules_to_save.clone(),
-            "rank_pattern" => used.rank_pattern = found.rank_pattern.clone(),
-            "alpha_pattern" => used.alpha_pattern = found.alpha_pattern.clone(),
-            _ => used.use_rslora = found.use_rslora,
-        }
+        return Err(compared.refusal(recipe, folder, &contradictions));
     }
     if !is_written("lora_dropout") {
         used.lora_dropout = saved.config.lora_dropout;
@@ -196,35 +185,30 @@ impl Compared<'_> {
     fn saved_by(&self, adapter: &recipe::AdapterSection) -> Result<Vec<String>> {
         adapter::resolve_saved(&spec_of(adapter), self.modules)
     }
+
+    /// Returns the error for the keys `contradictions`.
+    fn refusal(&self, recipe: &Recipe, folder: &Path, contradictions: &[&str]) -> Error {
+        let (said, found) = (self.said, self.found);
+        let value = |adapter: &recipe::AdapterSection, key: &str| adapter.value(key).unwrap_or_default();
+        let mut error = Error::user(format!("cannot go on with the adapter in {}", folder.display()));
+        for key in contradictions {
+            let place = recipe.written.place(SECTION, key).unwrap_or_default();
+            // A saved adapter does not record its excluded modules, only its own.
+            let is = match *key {
+                "exclude_modules" => format!("the saved adapter covers {}", value(found, "target_modules")),
+                key => format!("in the saved adapter it is {}", value(found, key)),
+            };
+            error = error.because(format!("{place}: `adapter.{key}` is {}; {is}", value(said, key)));
+        }
+        let set = |key: &&str| format!("`--set 'adapter.{key}={}'`", value(found, key));
+        let sets: Vec<String> = contradictions.iter().map(set).collect();
+        error.hint(format!(
+            "write the saved adapter's values ({}), or remove these keys to use its values; without `adapter.path` a new adapter starts",
+            sets.join(", ")
+        ))
+    }
 }
 
 fn by_name<T>(targets: &[Target], value: impl Fn(&Target) -> T) -> BTreeMap<&str, T> {
     targets.iter().map(|target| (target.name.as_str(), value(target))).collect()
-}
-
-/// Returns the error for the keys `contradictions`.
-fn refusal(
-    recipe: &Recipe,
-    said: &recipe::AdapterSection,
-    found: &recipe::AdapterSection,
-    folder: &Path,
-    contradictions: &[&str],
-) -> Error {
-    let value = |adapter: &recipe::AdapterSection, key: &str| adapter.value(key).unwrap_or_default();
-    let mut error = Error::user(format!("cannot go on with the adapter in {}", folder.display()));
-    for key in contradictions {
-        let place = recipe.written.place(SECTION, key).unwrap_or_default();
-        // A saved adapter does not record its excluded modules, only its own.
-        let is = match *key {
-            "exclude_modules" => format!("the saved adapter covers {}", value(found, "target_modules")),
-            key => format!("in the saved adapter it is {}", value(found, key)),
-        };
-        error = error.because(format!("{place}: `adapter.{key}` is {}; {is}", value(said, key)));
-    }
-    let set = |key: &&str| format!("`--set 'adapter.{key}={}'`", value(found, key));
-    let sets: Vec<String> = contradictions.iter().map(set).collect();
-    error.hint(format!(
-        "write the saved adapter's values ({}), or remove these keys to use its values; without `adapter.path` a new adapter starts",
-        sets.join(", ")
-    ))
 }

@@ -92,7 +92,8 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     };
     let (train, parallel) = (&recipe.train, &recipe.parallel);
     let blocks = train.recompute == AutoOr::Fixed(Recompute::None);
-    push(blocks, MemoryTarget::Steps, set("train.recompute=block"), Box::new(recompute_blocks));
+    let to_block: Apply = Box::new(|r, _| r.train.recompute = AutoOr::Fixed(Recompute::Block));
+    push(blocks, MemoryTarget::Steps, set("train.recompute=block"), to_block);
     let floats = recipe.optimizer.state == StateDtype::F32;
     let to_int8: Apply = Box::new(|r, _| r.optimizer.state = StateDtype::Int8);
     push(floats, MemoryTarget::Kept, set("optimizer.state=int8"), to_int8);
@@ -113,7 +114,8 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
         }),
     );
     let here = parallel.offload == Offload::None && model.on_gpu;
-    push(here, MemoryTarget::Kept, set("parallel.offload=optimizer"), Box::new(offload_optimizer));
+    let to_host: Apply = Box::new(|r, _| r.parallel.offload = Offload::Optimizer);
+    push(here, MemoryTarget::Kept, set("parallel.offload=optimizer"), to_host);
     let kept = parallel.offload != Offload::Params && model.on_gpu;
     push(kept, MemoryTarget::Kept, set("parallel.offload=params"), Box::new(offload_params));
     let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
@@ -140,14 +142,6 @@ pub(super) fn first_for(phase: Phase, changes: &[Change]) -> impl Iterator<Item 
 
 fn set(assignment: &str) -> String {
     format!("--set {assignment}")
-}
-
-fn recompute_blocks(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.train.recompute = AutoOr::Fixed(Recompute::Block);
-}
-
-fn offload_optimizer(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.parallel.offload = Offload::Optimizer;
 }
 
 fn offload_params(recipe: &mut Recipe, _: &mut WorldSize) {

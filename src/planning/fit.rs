@@ -142,17 +142,23 @@ impl StepInputs<'_> {
             MemoryPlan::of_tensors(&tensors, &descs, adapter_setup.is_some(), recompute, &how)
         };
         let budget = self.budget(world.all);
+        // If recomputing is open, it may allow a strategy that sends less.
+        let least =
+            if let AutoOr::Fixed(chosen) = recipe.train.recompute { chosen } else { Recompute::Block };
         let picked = match named_strategy(recipe, world)? {
             Some(kind) => Some((kind, None)),
-            None => pick_strategy(world.all, budget, |kind| needed(kind, least(recipe)))?,
+            None => pick_strategy(world.all, budget, |kind| needed(kind, least))?,
         };
         let Some((kind, why)) = picked else { return Ok(None) };
-        let recompute = decide_recompute(recipe.train.recompute, budget, |r| needed(kind, r))?;
+        let recompute = match (recipe.train.recompute, budget) {
+            (AutoOr::Fixed(chosen), _) => chosen,
+            (AutoOr::Auto, Some(bytes)) if needed(kind, Recompute::None)?.total() > bytes => Recompute::Block,
+            (AutoOr::Auto, _) => Recompute::None,
+        };
         let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute)? };
         let fit = ParallelDecision { strategy: kind, why, recompute, memory };
         let options = how(recipe, &engine, kind, world.all)?;
-        let turns = recipe.train.accumulation() as u64;
-        let sent = traffic::sent(&descs, &options, parallel::reduce_dtype(&recipe.parallel), turns)?;
+        let sent = traffic::sent(&descs, &options, recipe)?;
         let brought = traffic::brought(&descs, &options)?;
         Ok(Some(PlannedStep { fit, mesh: options.mesh, descs, sent, brought }))
     }
@@ -212,10 +218,6 @@ impl StepInputs<'_> {
         available(&self.engine.device).map(|bytes| bytes / sharing / 10 * 9)
     }
 
-    fn settings(&self) -> ModelSettings {
-        ModelSettings::of(self.base, self.engine)
-    }
-
     /// Returns the error if no strategy fits, with the changes that make one fit.
     fn refusal(&self, recipe: &Recipe, world: WorldSize) -> Result<Error> {
         let mut smallest = recipe.clone();
@@ -230,7 +232,7 @@ impl StepInputs<'_> {
                     needed.by_cause(),
                     units::bytes(have)
                 ));
-        let mut all = changes(recipe, self.settings());
+        let mut all = changes(recipe, ModelSettings::of(self.base, self.engine));
         all.push(more_ranks(world));
         let mut fitting = Vec::new();
         for change in &all {
@@ -285,29 +287,6 @@ impl StepInputs<'_> {
 fn said(typed: &str, fit: &ParallelDecision) -> String {
     let strategy = parallel::named(fit.strategy);
     format!("`{typed}` ({} a rank with {strategy})", units::bytes(fit.memory.total()))
-}
-
-/// Returns the recomputing that needs least memory: if it is open, it may allow a strategy that
-/// sends less.
-fn least(recipe: &Recipe) -> Recompute {
-    match recipe.train.recompute {
-        AutoOr::Auto => Recompute::Block,
-        AutoOr::Fixed(chosen) => chosen,
-    }
-}
-
-fn decide_recompute(
-    wanted: AutoOr<Recompute>,
-    budget: Option<u64>,
-    needed: impl Fn(Recompute) -> Result<MemoryPlan>,
-) -> Result<Recompute> {
-    Ok(match wanted {
-        AutoOr::Fixed(chosen) => chosen,
-        AutoOr::Auto => match budget {
-            Some(bytes) if needed(Recompute::None)?.total() > bytes => Recompute::Block,
-            _ => Recompute::None,
-        },
-    })
 }
 
 /// Returns the storage of parameters under a strategy.

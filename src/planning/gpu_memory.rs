@@ -70,7 +70,7 @@ impl<'a> GpuStep<'a> {
             size,
             blocks,
             has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
-            has_dropout: adapter_setup.is_some_and(|setup| setup.dropout > 0.0),
+            has_dropout: adapter_setup.is_some_and(|setup| setup.config.lora_dropout as f32 > 0.0),
         }
     }
 
@@ -99,37 +99,34 @@ struct BlockStep<'a> {
 }
 
 impl BlockStep<'_> {
-    fn rows(&self, width: usize) -> u64 {
-        self.step.rows(width)
-    }
-
     /// Returns the largest sum of tensors that live together at any stage of the block. Covers
     /// the stages of its backward, as in `model::backward`, and of its forward under recompute.
     fn temporaries(&self) -> u64 {
-        let (d, f, heads) =
-            (self.step.config.hidden_size, self.step.config.intermediate_size, self.step.config.heads);
+        let config = self.step.config;
+        let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
         let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
+        let rows = |width| self.step.rows(width);
         let through = |group| self.product_backward(group);
         let stages = [
             // The product of gate and up, and its gradient through the down projection.
-            self.rows(2 * f + d) + through(LinearGroup::Down),
+            rows(2 * f + d) + through(LinearGroup::Down),
             // The gradients of that product and of gate and up.
-            self.rows(3 * f + d),
+            rows(3 * f + d),
             // Through gate and up to their input, then through its norm.
-            self.rows(2 * f + 3 * d) + through(LinearGroup::GateUp),
-            self.rows(2 * f + 4 * d),
+            rows(2 * f + 3 * d) + through(LinearGroup::GateUp),
+            rows(2 * f + 4 * d),
             // Through attention's output projection; then attention's output and its inputs; then
             // through q, k and v to their input, and through its norm.
-            self.rows(2 * d + q) + through(LinearGroup::O),
-            self.rows(2 * d + q + qk + qkv),
-            self.rows(4 * d + qkv) + through(LinearGroup::Qkv),
-            self.rows(5 * d + qkv),
+            rows(2 * d + q) + through(LinearGroup::O),
+            rows(2 * d + q + qk + qkv),
+            rows(4 * d + qkv) + through(LinearGroup::Qkv),
+            rows(5 * d + qkv),
             // Forward: the gradient of the block's output, and the layer's input; for the last
             // layer, its output.
-            self.rows(2 * d) + self.product_forward(LinearGroup::Qkv),
-            self.rows(d + q) + self.product_forward(LinearGroup::O),
-            self.rows(2 * d) + self.product_forward(LinearGroup::GateUp),
-            self.rows(2 * d + f) + self.product_forward(LinearGroup::Down),
+            rows(2 * d) + self.product_forward(LinearGroup::Qkv),
+            rows(d + q) + self.product_forward(LinearGroup::O),
+            rows(2 * d) + self.product_forward(LinearGroup::GateUp),
+            rows(2 * d + f) + self.product_forward(LinearGroup::Down),
         ];
         stages.into_iter().max().unwrap_or(0)
     }
@@ -138,10 +135,18 @@ impl BlockStep<'_> {
         self.layers.iter().filter(move |layer| layer.group == group)
     }
 
-    /// True if `what` is on and a layer of the group has an adapter. `what` is DoRA or adapter
-    /// dropout.
-    fn has(&self, group: LinearGroup, what: bool) -> bool {
-        what && self.group(group).any(|layer| layer.has_adapter)
+    fn adapted(&self, group: LinearGroup) -> impl Iterator<Item = &LinearLayer> {
+        self.group(group).filter(|layer| layer.has_adapter)
+    }
+
+    /// True if a layer of the group has DoRA.
+    fn has_dora(&self, group: LinearGroup) -> bool {
+        self.step.has_dora && self.adapted(group).next().is_some()
+    }
+
+    /// The widest input of a layer with an adapter.
+    fn adapted_inputs(&self, group: LinearGroup) -> usize {
+        self.adapted(group).map(|layer| layer.inputs).max().unwrap_or(0)
     }
 
     /// Returns the bytes of dequantized matrices that a product of the group holds. With DoRA, or
@@ -149,42 +154,33 @@ impl BlockStep<'_> {
     fn panel(&self, group: LinearGroup) -> u64 {
         let bytes = |layer: &LinearLayer| (layer.out * layer.inputs * self.step.size) as u64;
         let quantized = self.group(group).filter(|layer| layer.is_quantized).map(bytes);
-        let in_one =
-            self.group(group).all(|layer| layer.is_quantized) && !self.has(group, self.step.has_dora);
+        let in_one = self.group(group).all(|layer| layer.is_quantized) && !self.has_dora(group);
         if in_one { quantized.sum() } else { quantized.max().unwrap_or(0) }
-    }
-
-    /// The widest input and output of a layer with an adapter.
-    fn adapted_widths(&self, group: LinearGroup) -> (usize, usize) {
-        let widths =
-            self.group(group).filter(|layer| layer.has_adapter).map(|layer| (layer.inputs, layer.out));
-        widths.fold((0, 0), |(inputs, out), (x, y)| (inputs.max(x), out.max(y)))
     }
 
     /// Returns the bytes beside input and output during the forward of a group.
     fn product_forward(&self, group: LinearGroup) -> u64 {
-        let (inputs, _) = self.adapted_widths(group);
-        let dropped = if self.step.has_dropout { self.rows(inputs) } else { 0 };
-        if !self.has(group, self.step.has_dora) {
+        let dropped = if self.step.has_dropout { self.step.rows(self.adapted_inputs(group)) } else { 0 };
+        if !self.has_dora(group) {
             return self.panel(group).max(dropped);
         }
         // DoRA measures the rows of the adapted weight in f32.
-        let adapted = self.group(group).filter(|layer| layer.has_adapter);
-        let measured = adapted.map(|layer| (layer.out * layer.inputs * F32) as u64).max().unwrap_or(0);
+        let bytes = |layer: &LinearLayer| (layer.out * layer.inputs * F32) as u64;
+        let measured = self.adapted(group).map(bytes).max().unwrap_or(0);
         measured.max(self.panel(group) + dropped)
     }
 
     /// Returns the bytes beside the gradients of input and output during the backward of a group.
     fn product_backward(&self, group: LinearGroup) -> u64 {
-        let (inputs, out) = self.adapted_widths(group);
         // The gradient through a branch with dropout, in f32, and a copy of it with values dropped.
-        let through_branch = (self.step.tokens * inputs * F32) as u64;
+        let through_branch = (self.step.tokens * self.adapted_inputs(group) * F32) as u64;
         let dropped = if self.step.has_dropout { 2 * through_branch } else { 0 };
-        if !self.has(group, self.step.has_dora) {
+        if !self.has_dora(group) {
             return self.panel(group).max(dropped);
         }
         let beside_panel = if self.step.has_dropout { through_branch } else { 0 };
-        self.rows(out) + (self.panel(group) + beside_panel).max(dropped)
+        let out = self.adapted(group).map(|layer| layer.out).max().unwrap_or(0);
+        self.step.rows(out) + (self.panel(group) + beside_panel).max(dropped)
     }
 }
 

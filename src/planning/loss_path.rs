@@ -1,15 +1,12 @@
 //! The path of the loss through the output layer. It depends on the trained parts of that layer and
 //! on a soft-cap of its logits.
 
-use serde::Serialize;
-
 use crate::model::ModelConfig;
 use crate::parallel::{ParamDesc, TOKEN_ROWS};
 use crate::weights::{EMBED_TOKENS, EMBED_TOKENS_MODULE, LM_HEAD, LM_HEAD_MODULE};
 
 /// The path of the loss through the output layer, which determines its memory and speed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossPath {
     /// The layer is frozen: the loss processes a part of the vocabulary at a time (on the CPU).
     Frozen,

@@ -131,7 +131,6 @@ impl MemoryPlan {
         options: &MemoryOptions<'_>,
     ) -> Result<Self> {
         let MicroBatchTensors { config, tokens, saved, on_gpu } = tensors;
-        let size = options.dtype.size_in_bytes();
         // Gathered values, and gradients before accumulation, by segment.
         let mut moment: BTreeMap<Segment, MomentBytes> = BTreeMap::new();
         let (mut memory, mut longest) = (MemoryPlan::default(), 0);
@@ -169,15 +168,21 @@ impl MemoryPlan {
             memory.in_flight += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
         memory.activations = kept_bytes(saved, recompute) as u64;
-        let temporaries = temporary_bytes(config, *tokens, size);
+        // The gradients of a block's widest tensors, which backward holds beside the recomputed
+        // ones.
+        let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
+        let temporaries = (2 * widest * options.dtype.size_in_bytes() * *tokens) as u64;
         memory.in_flight += for_a_moment(&moment);
         let of_objective = options.objective.bytes_per_token * *tokens;
         let of_head = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some());
         memory.logits = (of_head + of_objective) as u64;
+        // With recompute, only the inputs of the blocks are kept during the loss.
+        let inputs: usize = saved.iter().map(|block| block.input).sum();
+        let at_loss = if recompute == Recompute::None { memory.activations } else { inputs as u64 };
         memory.workspace = memory.in_flight;
         memory.workspace += match on_gpu {
             None => temporaries + memory.logits,
-            Some(step) => step.workspace([bytes_at_loss(saved, recompute) as u64, memory.activations]),
+            Some(step) => step.workspace([at_loss, memory.activations]),
         };
         // Logits, gathered values and fresh gradients keep their memory from step to step.
         let snapshot = snapshot_bytes(descs, has_adapter, options);
@@ -222,12 +227,10 @@ impl<'a> MicroBatchTensors<'a> {
     ) -> Self {
         let widths = [tokens, options.dtype.size_in_bytes()];
         let gpu_step = || GpuStep::new(config, &dequantized(descs, options), adapter_setup, widths);
-        MicroBatchTensors {
-            config,
-            tokens,
-            saved: saved_bytes(config, descs, adapter_setup, tokens, options),
-            on_gpu: (!options.on_host).then(gpu_step),
-        }
+        let saved = by_block(config, descs, adapter_setup, options, |layer, adapter| {
+            BlockSaved::bytes(config, layer, tokens, options.dtype, adapter)
+        });
+        MicroBatchTensors { config, tokens, saved, on_gpu: (!options.on_host).then(gpu_step) }
     }
 }
 
@@ -363,10 +366,8 @@ pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> Res
         ParamKind::Adapter(_) => 4 * n,
         ParamKind::AdapterInBf16(_) => 2 * n,
     };
-    let has_master = match desc.kind {
-        kind @ ParamKind::Trainable(_) => !is_updated_itself(kind, options),
-        kind => matches!(kind, ParamKind::AdapterInBf16(_)),
-    };
+    let has_master = matches!(desc.kind, ParamKind::AdapterInBf16(_))
+        || matches!(desc.kind, ParamKind::Trainable(_)) && !is_updated_itself(desc.kind, options);
     let master = if has_master { 4 * n } else { 0 };
     Ok((bytes as u64, master as u64))
 }
@@ -390,47 +391,29 @@ fn rounds_from_f32(kept: DType, options: &MemoryOptions<'_>) -> bool {
     kept == DType::BF16 && !(options.mesh.ranks() == 1 && options.on_host)
 }
 
-/// Returns the compute dtype of the branches of adapters.
-pub(super) fn branch_dtype(descs: &[ParamDesc]) -> DType {
-    let in_bf16 = descs.iter().any(|desc| matches!(desc.kind, ParamKind::AdapterInBf16(_)));
-    if in_bf16 { DType::BF16 } else { DType::F32 }
-}
-
 /// Calls `each` for every block with the adapters on it, and returns the results. Branches compute
-/// in `branch_dtype`.
+/// in bf16 if a parameter of `descs` is an adapter in bf16, else in f32.
 pub(super) fn by_block<T>(
     config: &ModelConfig,
+    descs: &[ParamDesc],
     adapter_setup: Option<&AdapterSetup>,
-    branch_dtype: DType,
-    has_kernels: bool,
+    options: &MemoryOptions<'_>,
     each: impl Fn(usize, &dyn Fn(&BlockModule) -> Option<LoraShape>) -> T,
 ) -> Vec<T> {
     let kind = match adapter_setup {
         Some(adapter_setup) if adapter_setup.config.spec.use_dora => AdapterKind::Dora,
         _ => AdapterKind::Lora,
     };
+    let in_bf16 = descs.iter().any(|desc| matches!(desc.kind, ParamKind::AdapterInBf16(_)));
+    let dtype = if in_bf16 { DType::BF16 } else { DType::F32 };
     let targets = adapter_setup.map_or(&[][..], |adapter_setup| &adapter_setup.targets);
     let ranks: HashMap<&str, usize> = targets.iter().map(|target| (target.name.as_str(), target.r)).collect();
     let shape = |layer: usize, module: &BlockModule| {
         let r = ranks.get(module.name_in(layer).as_str())?;
-        Some(LoraShape { kind, r: *r, dtype: branch_dtype, has_kernels })
+        Some(LoraShape { kind, r: *r, dtype, has_kernels: !options.on_host })
     };
     let of_layer = |layer| each(layer, &|module: &BlockModule| shape(layer, module));
     (0..config.num_layers()).map(of_layer).collect()
-}
-
-/// Returns the bytes that each block keeps of `tokens` tokens for its backward.
-fn saved_bytes(
-    config: &ModelConfig,
-    descs: &[ParamDesc],
-    adapter_setup: Option<&AdapterSetup>,
-    tokens: usize,
-    options: &MemoryOptions<'_>,
-) -> Vec<SavedBytes> {
-    let of_block = |layer: usize, adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {
-        BlockSaved::bytes(config, layer, tokens, options.dtype, adapter)
-    };
-    by_block(config, adapter_setup, branch_dtype(descs), !options.on_host, of_block)
 }
 
 /// Returns the most bytes of `blocks` that are kept at once.
@@ -444,13 +427,6 @@ fn kept_bytes(blocks: &[SavedBytes], recompute: Recompute) -> usize {
     }
 }
 
-/// Returns the bytes of the gradients of a block's widest tensors, which backward holds beside the
-/// recomputed ones.
-fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
-    let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
-    (2 * widest * size * tokens) as u64
-}
-
 /// Returns the bytes of logits held at once for `tokens` tokens of type `dtype`.
 fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, dtype: DType, on_gpu: bool) -> usize {
     let (vocab, width) = (config.vocab_size, config.hidden_size);
@@ -458,14 +434,6 @@ fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, dtype: D
         _ if on_gpu => logits_bytes(vocab, tokens),
         LossPath::Frozen => frozen_loss_bytes(vocab, width, tokens),
         _ => chunked_loss_bytes(vocab, width, tokens, dtype, config.logit_softcap.is_some()),
-    }
-}
-
-/// Returns the bytes of `blocks` that are kept during the loss.
-fn bytes_at_loss(blocks: &[SavedBytes], recompute: Recompute) -> usize {
-    match recompute {
-        Recompute::None => kept_bytes(blocks, recompute),
-        Recompute::Block => blocks.iter().map(|block| block.input).sum(),
     }
 }
 

@@ -3,10 +3,10 @@
 
 use candle_core::DType;
 
-use super::memory::{MemoryOptions, branch_dtype, by_block, kept_gradients, weight_bytes};
+use super::memory::{MemoryOptions, by_block, kept_gradients, weight_bytes};
 use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig};
+use crate::model::{BlockSaved, ModelConfig};
 use crate::parallel::{ParamDesc, ParamKind, Placements};
 
 /// The name of the group of f32 masters, without the suffix for their location.
@@ -76,15 +76,13 @@ impl MemoryParts {
                 count(&mut parts.optimizer, format!("{what}{state_away}"), state, update);
             }
         }
-        let of_block = |layer: usize, adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {
+        let blocks = by_block(config, descs, adapter_setup, options, |layer, adapter| {
             BlockSaved::parts(config, layer, tokens, options.dtype, adapter)
-        };
-        for block in by_block(config, adapter_setup, branch_dtype(descs), !options.on_host, of_block) {
-            for (what, bytes) in block {
-                match parts.saved.iter_mut().find(|(known, _)| *known == what) {
-                    Some((_, sum)) => *sum += bytes as u64,
-                    None => parts.saved.push((what, bytes as u64)),
-                }
+        });
+        for (what, bytes) in blocks.into_iter().flatten() {
+            match parts.saved.iter_mut().find(|(known, _)| *known == what) {
+                Some((_, sum)) => *sum += bytes as u64,
+                None => parts.saved.push((what, bytes as u64)),
             }
         }
         Ok(parts)

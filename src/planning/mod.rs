@@ -50,6 +50,7 @@ pub(crate) use memory_parts::{KeptGroup, MASTERS, MemoryParts};
 pub use method::Method;
 pub use parallel::WorldSize;
 pub use resolve::Plan;
+pub(crate) use resolve::parameter_counts;
 pub(crate) use run_params::ParamCache;
 pub(crate) use warnings::held_out_report;
 pub use warnings::prompt_beyond_positions;

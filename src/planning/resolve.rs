@@ -29,7 +29,7 @@ use crate::loading::dataset::DatasetLoader;
 use crate::loading::param_layout::Trains;
 use crate::loading::resolver::{ResolvedSource, Resolver};
 use crate::model::ModelConfig;
-use crate::parallel::ShardingStrategy;
+use crate::parallel::{ParamDesc, ShardingStrategy};
 use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute, Strategy};
 use crate::units;
 use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
@@ -68,7 +68,11 @@ pub struct Plan {
     pub strategy: ShardingStrategy,
     /// The reason for the strategy, if the recipe leaves it open.
     pub(crate) why: Option<String>,
-    identities: BaseIdentities,
+    /// The identity of the model that the run starts from, by a sample of its weights, after the
+    /// first request.
+    sampled_identity: OnceLock<ModelIdentity>,
+    /// The identity with the digest of every byte, once that is computed.
+    whole_identity: OnceLock<ModelIdentity>,
     params: ParamCache,
     /// The dtype of each tensor of the base, independent of the dtypes of a checkpoint.
     pub(crate) stored_dtypes: BTreeMap<String, StoredDtype>,
@@ -93,8 +97,13 @@ impl Plan {
         let global_batch = decide_rows(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), resolver)?;
         recipe.data.fit_positions(base.config.max_position_embeddings);
-        let mut engine = engine_options(&recipe, device)?;
-        let adapter_found = find_adapter(&recipe, resolver, &mut base)?;
+        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        engine.bf16_copy = bf16_copy::is_wanted(&recipe);
+        engine.master = parallel::master_weights(&recipe, engine.dtype)?;
+        // The tokenizer of the adapter that the run starts from replaces the model's.
+        let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
+        let adapter_found = source.map(|source| resolver.adapter(source)).transpose()?;
+        adapter_found.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
         let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
@@ -136,7 +145,8 @@ impl Plan {
             ranks: world.all,
             strategy,
             why,
-            identities: BaseIdentities::default(),
+            sampled_identity: OnceLock::new(),
+            whole_identity: OnceLock::new(),
             // A new cache: the engine got its offload options after the decision, which can change
             // the parameters.
             params: ParamCache::default(),
@@ -193,13 +203,7 @@ impl Plan {
     pub fn parameters(&self) -> (u64, u64) {
         let all =
             self.base.descs(Trains::adapter_or_all(self.adapter_setup.as_ref()), None).unwrap_or_default();
-        let count = |trainable: bool| {
-            all.iter()
-                .filter(|desc| desc.kind.trains() || !trainable)
-                .map(|desc| desc.global_elements() as u64)
-                .sum()
-        };
-        (count(true), count(false))
+        parameter_counts(&all)
     }
 
     /// Returns the bytes of the model's files that loading reads; none if the model starts random.
@@ -222,11 +226,11 @@ impl Plan {
     /// # Errors
     /// Those of [`BaseModel::identity`].
     pub fn identity(&self) -> Result<&ModelIdentity> {
-        if let Some(identity) = self.identities.whole.get().or_else(|| self.identities.sampled.get()) {
+        if let Some(identity) = self.whole_identity.get().or_else(|| self.sampled_identity.get()) {
             return Ok(identity);
         }
         let identity = self.base.identity(self.recipe.train.seed)?;
-        Ok(self.identities.sampled.get_or_init(|| identity))
+        Ok(self.sampled_identity.get_or_init(|| identity))
     }
 
     /// Adds the digest of every byte of the base, computed by `task`, to the identity that the run
@@ -237,7 +241,7 @@ impl Plan {
     pub fn finish_digest(&self, task: DigestTask) -> Result<()> {
         let digest = task.wait()?;
         let identity = self.identity()?.clone().with_digest(&digest);
-        self.identities.whole.get_or_init(|| identity);
+        self.whole_identity.get_or_init(|| identity);
         Ok(())
     }
 
@@ -331,6 +335,15 @@ impl Plan {
     }
 }
 
+/// Returns the number of trainable parameters among `descs`, and of all of them.
+pub(crate) fn parameter_counts(descs: &[ParamDesc]) -> (u64, u64) {
+    let count = |trainable: bool| {
+        let counted = descs.iter().filter(|desc| desc.kind.trains() || !trainable);
+        counted.map(|desc| desc.global_elements() as u64).sum()
+    };
+    (count(true), count(false))
+}
+
 /// Returns the adapter for the model `named`: from the folder `saved`, else as the recipe describes
 /// it. None if the recipe has no adapter.
 fn adapter_setup(
@@ -344,35 +357,6 @@ fn adapter_setup(
         (None, Some(adapter)) => AdapterSetup::from_recipe(adapter, named, new_tokens).map(Some),
         (None, None) => Ok(None),
     }
-}
-
-/// Returns the options of the engine for `recipe` on `device`.
-fn engine_options(recipe: &Recipe, device: Device) -> Result<EngineOptions> {
-    let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
-    engine.bf16_copy = bf16_copy::is_wanted(recipe);
-    engine.master = parallel::master_weights(recipe, engine.dtype)?;
-    Ok(engine)
-}
-
-/// Finds the adapter that the run starts from. Its tokenizer replaces the model's.
-fn find_adapter(
-    recipe: &Recipe,
-    resolver: &Resolver<'_>,
-    base: &mut BaseModel,
-) -> Result<Option<ResolvedSource>> {
-    let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
-    let found = source.map(|source| resolver.adapter(source)).transpose()?;
-    found.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
-    Ok(found)
-}
-
-/// The identity of the model that a run starts from.
-#[derive(Debug, Default)]
-struct BaseIdentities {
-    /// The identity by a sample of the weights, after the first request.
-    sampled: OnceLock<ModelIdentity>,
-    /// The identity with the digest of every byte, once that is computed.
-    whole: OnceLock<ModelIdentity>,
 }
 
 /// Writes the decisions into the recipe, except the strategy: it depends on the number of ranks,

@@ -35,10 +35,9 @@ impl ParamCache {
         keys: DecidingKeys,
         make: impl FnOnce() -> Result<RunParams>,
     ) -> Result<Arc<RunParams>> {
-        let known = |all: &[(DecidingKeys, Arc<RunParams>)]| {
-            all.iter().find(|(known, _)| *known == keys).map(|(_, params)| Arc::clone(params))
-        };
-        if let Some(params) = known(&locked(&self.0)) {
+        let known =
+            locked(&self.0).iter().find(|(known, _)| *known == keys).map(|(_, params)| Arc::clone(params));
+        if let Some(params) = known {
             return Ok(params);
         }
         let params = Arc::new(make()?);

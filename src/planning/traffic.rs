@@ -2,24 +2,18 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::DType;
-
 use super::memory::{MemoryOptions, weight_bytes};
+use super::parallel::reduce_dtype;
 use crate::error::Result;
 use crate::model::Segment;
 use crate::parallel::{ParamDesc, SentBytes, TrainedRun};
+use crate::recipe::Recipe;
 
-/// Returns the bytes that a rank sends in a step of `turns` micro-batches, with gradients in
-/// `dtype`. Padding of buckets is not counted.
+/// Returns the bytes that a rank sends in a step of `recipe`. Padding of buckets is not counted.
 ///
 /// # Errors
 /// The ranks that split a parameter do not divide it.
-pub(super) fn sent(
-    descs: &[ParamDesc],
-    options: &MemoryOptions<'_>,
-    dtype: DType,
-    turns: u64,
-) -> Result<SentBytes> {
+pub(super) fn sent(descs: &[ParamDesc], options: &MemoryOptions<'_>, recipe: &Recipe) -> Result<SentBytes> {
     let mut gathered: BTreeMap<Segment, usize> = BTreeMap::new();
     // The trained parameters of a segment form one bucket.
     let mut trained: BTreeMap<(Segment, usize), TrainedRun> = BTreeMap::new();
@@ -36,6 +30,7 @@ pub(super) fn sent(
             run.or_insert(TrainedRun { spec, elements: 0, value_bytes }).elements += elements;
         }
     }
+    let (turns, dtype) = (recipe.train.accumulation() as u64, reduce_dtype(&recipe.parallel));
     Ok(SentBytes::of_step(options.mesh, turns, gathered.into_iter(), trained.into_values(), dtype))
 }
 

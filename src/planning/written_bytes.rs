@@ -46,15 +46,11 @@ pub(crate) struct WrittenBytes {
 impl WrittenBytes {
     /// Counts the bytes of a run of `recipe` with these parameters; `stored` gives the dtypes of
     /// its output.
-    pub(crate) fn of<'a>(
-        params: impl IntoIterator<Item = &'a ParamDesc>,
-        recipe: &Recipe,
-        stored: &StoredAs,
-    ) -> Self {
+    pub(crate) fn of(descs: &[ParamDesc], recipe: &Recipe, stored: &StoredAs) -> Self {
         let layout = OptimizerOptions::from(&recipe.optimizer).state_layout();
         let updated = if recipe.optimizer.master == MasterWeights::None { 2 } else { 4 };
         let mut saved = WrittenBytes { checkpoint: 0, result: 0 };
-        for desc in params.into_iter().filter(|desc| desc.kind.trains()) {
+        for desc in descs.iter().filter(|desc| desc.kind.trains()) {
             let elements = desc.global_elements();
             saved.checkpoint += (updated * elements + layout.bytes(elements)) as u64;
             saved.result += (elements * stored.dtype(&desc.name).size_bytes()) as u64;

@@ -71,7 +71,7 @@ pub(crate) fn start(plan: &Plan, output: &Path, run: &str, terminal: &Terminal) 
         host: host_name(),
         command: recipe.command.clone().map(|command| command.0),
         webhook: recipe.webhook.as_ref().map(WebhookSource::address).transpose()?,
-        next_bytes: space::checkpoint_bytes(plan)?,
+        next_bytes: space::saved(plan)?.checkpoint,
         room: Box::new(room),
     };
     Alerts::start(options, terminal).map(Some)

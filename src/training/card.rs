@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::output_folder::last_name;
 use crate::engine::RunSummary;
 use crate::loading::ResolvedSource;
 use crate::planning::Plan;
@@ -12,7 +13,7 @@ use crate::report::card::{Artifact, Card, CardBase, CardData};
 pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     let sets = |found: &[ResolvedSource], rows: usize| -> Vec<CardData> {
         let data = |found: &ResolvedSource| CardData {
-            name: if found.on_hub { found.id.clone() } else { last_name(&found.id) },
+            name: if found.on_hub { found.id.clone() } else { last_name(Path::new(&found.id), &found.id) },
             on_hub: found.on_hub,
             rows: rows as u64,
         };
@@ -27,7 +28,7 @@ pub(crate) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
             _ if is_builtin(plan) => CardBase::Builtin { id: found.id.clone() },
             (_, true) => CardBase::Hub { id: found.id.clone(), commit: found.commit.clone() },
             (_, false) => CardBase::Folder {
-                name: last_name(&found.id),
+                name: last_name(Path::new(&found.id), &found.id),
                 word: quoted_for_shell(&found.id),
                 path: found.id.clone(),
             },
@@ -58,10 +59,4 @@ pub(crate) fn is_chat(plan: &Plan) -> bool {
 /// Returns whether the base model is built into the binary.
 fn is_builtin(plan: &Plan) -> bool {
     matches!(plan.recipe.model.id, Some(DataSource::Builtin(_)))
-}
-
-/// Returns the last part of a path, which names files of this machine in title, front matter and
-/// tables of a card.
-fn last_name(id: &str) -> String {
-    Path::new(id).file_name().map_or_else(|| id.to_owned(), |name| name.to_string_lossy().into_owned())
 }

@@ -10,27 +10,20 @@ const ADVICE: usize = 4;
 
 /// Adds the step, the phase and a hint to `error` if it comes from the device; returns other errors
 /// unchanged.
-pub(crate) fn explained(error: Error, plan: &Plan, phase: Phase) -> Error {
+pub(crate) fn explained(mut error: Error, plan: &Plan, phase: Phase) -> Error {
     let Some(fault) = error.device_fault() else { return error };
-    let step = error.step();
-    let error = match doing(phase, step) {
-        Some(doing) => error.during(doing),
-        None => error,
-    };
-    let error = match fault {
-        DeviceFault::OutOfMemory => {
-            let planned = units::bytes(plan.memory.total());
-            let (cause, bytes) = plan.memory.grows_in(phase);
-            let advice = hint(&plan.memory_advice(phase));
-            error
-                .because(format!(
-                    "the plan estimated {planned} for a step; this phase needs memory for {cause}, planned as {}",
-                    units::bytes(bytes)
-                ))
-                .hint(advice)
-        }
-        _ => error,
-    };
+    if let Some(doing) = doing(phase, error.step()) {
+        error = error.during(doing);
+    }
+    if fault == DeviceFault::OutOfMemory {
+        let planned = units::bytes(plan.memory.total());
+        let (cause, bytes) = plan.memory.grows_in(phase);
+        let why = format!(
+            "the plan estimated {planned} for a step; this phase needs memory for {cause}, planned as {}",
+            units::bytes(bytes)
+        );
+        error = error.because(why).hint(hint(&plan.memory_advice(phase)));
+    }
     error.because("everything saved before is intact")
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, absolute};
 use candle_core::DType;
 use serde_json::{Map, Value};
 
-use super::output_folder::TENSORBOARD;
+use super::output_folder::{TENSORBOARD, last_name};
 use crate::clock;
 use crate::engine::PeakFlops;
 use crate::error::{Error, Result};
@@ -36,16 +36,11 @@ pub(crate) fn listen(plan: &Plan, output: &Path, terminal: &Terminal) -> Result<
     })?;
     let whom = if server.is_open() { ", open to the network" } else { "" };
     let place = format!("metrics at {}{whom}", server.url());
-    let labels = RunLabels { run: name_of(output), model: plan.base.found.name() };
+    let labels = RunLabels { run: last_name(output, "finetune"), model: plan.base.found.name() };
     let endpoint = MetricsEndpoint::new(server, &labels)?;
     // Printed last: the page is available from here on.
     terminal.line(place);
     Ok(Some(endpoint))
-}
-
-/// Returns the name of a run, the name of its output folder.
-fn name_of(output: &Path) -> String {
-    output.file_name().map_or_else(|| "finetune".into(), |name| name.to_string_lossy().into_owned())
 }
 
 /// Returns the listeners of the run in `output`, which resumes after `resumed` steps. A listener
@@ -80,7 +75,7 @@ pub(crate) fn listeners(
 
 fn run_start(plan: &Plan, output: &Path, resumed_step: Option<u64>) -> Result<RunStart> {
     Ok(RunStart {
-        run: name_of(output),
+        run: last_name(output, "finetune"),
         model: plan.base.found.name(),
         output: absolute(output).map_err(|e| Error::io("find", output, &e))?.display().to_string(),
         version: env!("CARGO_PKG_VERSION"),
@@ -123,11 +118,8 @@ pub(crate) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
 
 /// Returns the peak in TFLOP/s of the first rank's GPU in the compute dtype, from the device table.
 fn table_tflops(engine: &EngineOptions) -> Result<Option<f64>> {
-    let index = match engine.device.location() {
-        candle_core::DeviceLocation::Cuda { gpu_id } => gpu_id,
-        _ => return Ok(None),
-    };
-    let Some(gpu) = device::gpus()?.into_iter().nth(index) else { return Ok(None) };
+    let candle_core::DeviceLocation::Cuda { gpu_id } = engine.device.location() else { return Ok(None) };
+    let Some(gpu) = device::gpus()?.into_iter().nth(gpu_id) else { return Ok(None) };
     let sheet = called_by_driver(&gpu.name)?;
     let tflops = sheet.map(|sheet| sheet.tflops(engine.dtype == DType::BF16));
     Ok(tflops.filter(|tflops| *tflops > 0.0))

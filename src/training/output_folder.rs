@@ -34,6 +34,12 @@ pub(crate) const TENSORBOARD: &str = "tensorboard";
 /// Report of the run, an HTML page.
 pub(crate) const REPORT: &str = "report.html";
 
+/// Returns the last part of a path, which names a run, or files of this machine in title, front
+/// matter and tables of a card; `otherwise` if the path has none.
+pub(super) fn last_name(path: &Path, otherwise: &str) -> String {
+    path.file_name().map_or_else(|| otherwise.to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
 /// State of the output folder before the run is planned.
 pub(crate) struct OutputFolder {
     /// Checkpoint to resume from.
@@ -64,14 +70,55 @@ impl OutputFolder {
         claimed.iter().flat_map(RunFolder::notes).for_each(|note| terminal.line(note));
         let record = RunRecord::read(output)?;
         let has_ended = record.as_ref().is_some_and(|record| record.is_finished(output));
-        let resumed = find(from.as_deref(), output, terminal)?;
+        let found = OutputFolder { resumed: find(from.as_deref(), output, terminal)?, record, claimed };
         if first {
-            refuse_other_runs(output, record.as_ref(), resumed.as_ref())?;
+            found.refuse_other_runs(output)?;
         }
-        if resumed.is_none() && !has_ended {
-            say_from_the_beginning(from.as_deref(), output, terminal);
+        if found.resumed.is_none() && !has_ended {
+            let place = from.as_deref().unwrap_or(output).display();
+            let text = format!("no checkpoint in {place}: starting from the beginning");
+            // The user expects a checkpoint in a folder that `--resume` names.
+            if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
         }
-        Ok(OutputFolder { resumed, record, claimed })
+        Ok(found)
+    }
+
+    /// Refuses to resume in a folder that does not belong to the run.
+    fn refuse_other_runs(&self, output: &Path) -> Result<()> {
+        if RunFolder::is_free(output)? {
+            return Ok(());
+        }
+        let (shown, record) = (output.display(), self.record.as_ref());
+        let Some(saved) = &self.resumed else {
+            if record.is_none() {
+                return Err(Error::user(format!("cannot resume in {shown}"))
+                    .because("the folder belongs to no run of finetune: it has neither .finetune/run.json nor an intact checkpoint")
+                    .hint("give a new folder with `--output`"));
+            }
+            return record
+                .filter(|record| record.is_finished(output) && !record.missing(output).is_empty())
+                .map_or(Ok(()), |record| Err(ended(output, record)));
+        };
+        if lies_in(saved, output) {
+            return Ok(());
+        }
+        // This run resumed from the checkpoint and was killed before it saved its own.
+        if let Some(from) = record.and_then(|record| record.resumed_from.as_ref())
+            && *from == saved.digest()?
+            && !checkpoint::has_any(output)?
+        {
+            return Ok(());
+        }
+        let what = match record {
+            Some(record) => format!("{shown} holds another run, started {}", record.started),
+            None => format!("{shown} is not empty"),
+        };
+        let own = saved.folder.parent().unwrap_or(Path::new(".")).display();
+        Err(Error::user(format!("cannot resume from {} in {shown}", saved.folder.display()))
+            .because(what)
+            .hint(format!(
+                "give a new folder with `--output`, or `--output {own}` to resume in the run's own folder"
+            )))
     }
 
     /// Returns whether the run of `plan` is complete: its whole result is here, with no checkpoint
@@ -154,7 +201,7 @@ impl OutputFolder {
         record.plan = RunRecord::digest(&fingerprint);
         record.completed = false;
         record.sources = plan.commits();
-        record.chat_template_date = plan.rows.date().map(date_text);
+        record.chat_template_date = plan.rows.date().map(|date| date.to_rfc3339());
         folder.refuse_links(&added_to(&plan.recipe))?;
         refuse_foreign(&folder, &record, output, resumed)?;
         let what = format!("cannot train into {}", output.display());
@@ -171,12 +218,7 @@ fn evaluated(plan: &Plan, output: &Path, step: u64) -> bool {
     !wanted || metrics::read(&output.join(METRICS)).is_ok_and(|entries| entries.iter().any(is_last))
 }
 
-/// Formats a date for records: RFC 3339.
-pub(crate) fn date_text(date: DateTime<FixedOffset>) -> String {
-    date.to_rfc3339()
-}
-
-/// Parses a date in the format of [`date_text`].
+/// Parses the date of a record: RFC 3339.
 ///
 /// # Errors
 /// The text is no date.
@@ -214,54 +256,6 @@ fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Optio
         None => {}
     }
     Ok(saved)
-}
-
-/// Prints that `--resume` found no checkpoint.
-fn say_from_the_beginning(from: Option<&Path>, output: &Path, terminal: &Terminal) {
-    let place = from.unwrap_or(output).display();
-    let text = format!("no checkpoint in {place}: starting from the beginning");
-    // The user expects a checkpoint in a folder that `--resume` names.
-    if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
-}
-
-/// Refuses to resume in a folder that does not belong to the run.
-fn refuse_other_runs(
-    output: &Path,
-    record: Option<&RunRecord>,
-    resumed: Option<&SavedCheckpoint>,
-) -> Result<()> {
-    if RunFolder::is_free(output)? {
-        return Ok(());
-    }
-    let shown = output.display();
-    let Some(saved) = resumed else {
-        if record.is_none() {
-            return Err(Error::user(format!("cannot resume in {shown}"))
-                .because("the folder belongs to no run of finetune: it has neither .finetune/run.json nor an intact checkpoint")
-                .hint("give a new folder with `--output`"));
-        }
-        return record
-            .filter(|record| record.is_finished(output) && !record.missing(output).is_empty())
-            .map_or(Ok(()), |record| Err(ended(output, record)));
-    };
-    if lies_in(saved, output) {
-        return Ok(());
-    }
-    // This run resumed from the checkpoint and was killed before it saved its own.
-    if let Some(from) = record.and_then(|record| record.resumed_from.as_ref())
-        && *from == saved.digest()?
-        && !checkpoint::has_any(output)?
-    {
-        return Ok(());
-    }
-    let what = match record {
-        Some(record) => format!("{shown} holds another run, started {}", record.started),
-        None => format!("{shown} is not empty"),
-    };
-    let own = saved.folder.parent().unwrap_or(Path::new(".")).display();
-    Err(Error::user(format!("cannot resume from {} in {shown}", saved.folder.display())).because(what).hint(
-        format!("give a new folder with `--output`, or `--output {own}` to resume in the run's own folder"),
-    ))
 }
 
 /// Returns whether a checkpoint is directly in the folder `output`, or is a link in it or into it.

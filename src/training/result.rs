@@ -10,17 +10,15 @@ use candle_core::Device;
 
 use super::bottlenecks;
 use super::card::card;
-use super::output_folder::{CARD, REPORT};
+use super::output_folder::{CARD, REPORT, last_name};
 use super::planned_time;
 use super::report_page::ReportPage;
-use super::showcase;
 use super::train::TrainRun;
 use super::weights_writer::weights_writer;
 use crate::checkpoint::{KillPoint, RunFolder, SnapshotPart};
 use crate::collective::{Call, Collective, Phase};
 use crate::engine::{RunSummary, Trainer};
 use crate::error::Result;
-use crate::planning::Plan;
 use crate::report::html::{AnsweredQuestion, HtmlReport};
 use crate::report::memory::MemoryComparison;
 use crate::report::timing::StepTiming;
@@ -63,8 +61,9 @@ impl TrainRun<'_> {
             ));
         }
         let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
-        self.terminal.line(format!("{} in {}", saved(plan), place.display()));
-        let questions = showcase::answered(&self.showcase, summary, [before, None]);
+        let what = if plan.adapter_setup.is_some() { "adapter" } else { "model" };
+        self.terminal.line(format!("{what} saved in {}", place.display()));
+        let questions = self.showcase.answered(summary, [before, None]);
         let memory = self.planned.compare(plan, device, &summary.memory);
         self.report(summary, &questions, (memory, None), |page| {
             self.update((folder, &place), REPORT, &page.render())
@@ -126,7 +125,7 @@ impl TrainRun<'_> {
         (summary, before): (&RunSummary, Option<&[String]>),
     ) {
         let plan = self.plan;
-        let questions = showcase::answered(&self.showcase, summary, [before, None]);
+        let questions = self.showcase.answered(summary, [before, None]);
         let rates = bottlenecks::measure(summary, device, self.planned.spare(plan, device));
         let memory = self.planned.compare(plan, device, &summary.memory);
         self.report(summary, &questions, (memory, None), |page| folder.write_text(REPORT, &page.render()));
@@ -151,11 +150,6 @@ impl TrainRun<'_> {
 
     /// Returns the title of card and report: the name of the output folder.
     pub(crate) fn title(&self) -> String {
-        let name = self.args.output().file_name();
-        name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
+        last_name(self.args.output(), "model")
     }
-}
-
-fn saved(plan: &Plan) -> &'static str {
-    if plan.adapter_setup.is_some() { "adapter saved" } else { "model saved" }
 }

@@ -39,14 +39,10 @@ pub(crate) fn roll_back(
             .hint("give all hosts the same shared folder with `--output`"));
     }
     let Some(saved) = found else { return Ok(None) };
-    let adapter_setup = match &plan.adapter_setup {
-        Some(setup) => Some(setup.resumed(SavedAdapter::read(&saved.folder)?)),
-        None => None,
-    };
-    let weights = match &adapter_setup {
-        Some(_) => None,
-        None => Some(ModelFiles::open(&saved.folder)?),
-    };
+    let setup = plan.adapter_setup.as_ref();
+    let setup = setup.map(|setup| SavedAdapter::read(&saved.folder).map(|saved| setup.resumed(saved)));
+    let adapter_setup = setup.transpose()?;
+    let weights = adapter_setup.is_none().then(|| ModelFiles::open(&saved.folder)).transpose()?;
     let files = weights.as_ref().or(plan.base.files.as_ref());
     let values = InitialValues::new(&plan.base.config, files, adapter_setup.as_ref(), plan.recipe.train.seed);
     trainer.engine.store.refill_trainable(&mut |desc, local, to| values.fill(desc, local, to))?;

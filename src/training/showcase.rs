@@ -94,6 +94,92 @@ impl Showcase {
         };
         Some(self.questions.iter().map(answer).collect())
     }
+
+    /// Returns the model's answers before or after training, if evaluations do not answer.
+    ///
+    /// # Errors
+    /// Those of [`Showcase::answers`].
+    pub(crate) fn answers_beside_evaluations(
+        &self,
+        engine: &Engine,
+        tokenizer: &Tokenizer,
+    ) -> Result<Vec<String>> {
+        if self.at_evaluations { Ok(Vec::new()) } else { self.answers(engine, tokenizer) }
+    }
+
+    /// Returns the model's answers at an evaluation, if the recipe requests them.
+    ///
+    /// # Errors
+    /// Those of [`Showcase::answers`].
+    pub(crate) fn samples(&self, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<HeldOutAnswer>> {
+        if !self.at_evaluations {
+            return Ok(Vec::new());
+        }
+        let answered = |(question, answer): (&Question, String)| HeldOutAnswer {
+            prompt: question.text.clone(),
+            expected: question.reference.clone(),
+            answer,
+        };
+        Ok(self.questions.iter().zip(self.answers(engine, tokenizer)?).map(answered).collect())
+    }
+
+    /// Returns the model's greedy answers. None if its logits are not finite, which training
+    /// reports.
+    ///
+    /// # Errors
+    /// The device or a peer failed.
+    fn answers(&self, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
+        let answer = |question: &Question| {
+            let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
+            let stop = tokenizer.eos_ids();
+            let ids = engine.generate(&question.prompt, self.tokens, &mut greedy, stop, &mut |_| Ok(true))?;
+            Ok(tokenizer.decode(&ids, true)?.trim().replace('\n', " "))
+        };
+        match self.questions.iter().map(answer).collect() {
+            Err(error) if Error::kind(&error) == ErrorCategory::Diverged => Ok(Vec::new()),
+            answers => answers,
+        }
+    }
+
+    /// Returns the questions with both answers for the report. `before` and `after` are none if the
+    /// model did not answer then.
+    pub(crate) fn answered(
+        &self,
+        summary: &RunSummary,
+        [before, after]: [Option<&[String]>; 2],
+    ) -> Vec<AnsweredQuestion> {
+        let before = self.answers_of(summary.before.as_ref(), before);
+        let after = self.answers_of(summary.after.as_ref(), after);
+        let answer = |answers: &Option<Vec<String>>, at: usize| answers.as_ref()?.get(at).cloned();
+        let one = |(at, question): (usize, &Question)| AnsweredQuestion {
+            question: question.text.clone(),
+            expected: question.reference.clone(),
+            before: answer(&before, at),
+            after: answer(&after, at),
+        };
+        self.questions.iter().enumerate().map(one).collect()
+    }
+
+    /// Prints losses and exact match before and after, and the questions with both answers.
+    pub(crate) fn show(&self, questions: &[AnsweredQuestion], summary: &RunSummary, terminal: &Terminal) {
+        if questions.is_empty() || !self.on_terminal {
+            return;
+        }
+        if let (Some(first), Some(last)) = (&summary.before, &summary.after) {
+            terminal.heading("held-out questions, before and after");
+            terminal.line(format!("loss         {:.4} -> {:.4}", first.eval_loss, last.eval_loss));
+            let percent = |share: Option<f64>| 100.0 * share.unwrap_or(0.0);
+            let (was, is) = (percent(first.eval_exact_match), percent(last.eval_exact_match));
+            terminal.line(format!("exact match  {was:.1} % -> {is:.1} %"));
+        }
+        for one in questions {
+            terminal.heading(&one.question);
+            terminal.line(format!("expected  {}", one.expected));
+            for (when, answer) in [("before  ", &one.before), ("after   ", &one.after)] {
+                answer.iter().for_each(|answer| terminal.line(format!("{when}  {answer}")));
+            }
+        }
+    }
 }
 
 /// Returns the affordable number of tokens of an answer. 0 if it is too small, or if each token
@@ -117,100 +203,4 @@ fn question(example: &Example, start: usize, tokenizer: &Tokenizer) -> Result<Qu
         text: tokenizer.decode(prompt, true)?.trim().to_owned(),
         reference: tokenizer.decode(&answer[..end], true)?.trim().to_owned(),
     })
-}
-
-/// Returns the model's answers before or after training, if evaluations do not answer.
-///
-/// # Errors
-/// Those of [`answers`].
-pub(crate) fn answers_beside_evaluations(
-    showcase: &Showcase,
-    engine: &Engine,
-    tokenizer: &Tokenizer,
-) -> Result<Vec<String>> {
-    if showcase.at_evaluations { Ok(Vec::new()) } else { answers(showcase, engine, tokenizer) }
-}
-
-/// Returns the model's answers at an evaluation, if the recipe requests them.
-///
-/// # Errors
-/// Those of [`answers`].
-pub(crate) fn samples(
-    showcase: &Showcase,
-    engine: &Engine,
-    tokenizer: &Tokenizer,
-) -> Result<Vec<HeldOutAnswer>> {
-    if !showcase.at_evaluations {
-        return Ok(Vec::new());
-    }
-    let answered = |(question, answer): (&Question, String)| HeldOutAnswer {
-        prompt: question.text.clone(),
-        expected: question.reference.clone(),
-        answer,
-    };
-    Ok(showcase.questions.iter().zip(answers(showcase, engine, tokenizer)?).map(answered).collect())
-}
-
-/// Returns the model's greedy answers. None if its logits are not finite, which training reports.
-///
-/// # Errors
-/// The device or a peer failed.
-fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
-    let answer = |question: &Question| {
-        let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
-        let stop = tokenizer.eos_ids();
-        let ids = engine.generate(&question.prompt, showcase.tokens, &mut greedy, stop, &mut |_| Ok(true))?;
-        Ok(tokenizer.decode(&ids, true)?.trim().replace('\n', " "))
-    };
-    match showcase.questions.iter().map(answer).collect() {
-        Err(error) if Error::kind(&error) == ErrorCategory::Diverged => Ok(Vec::new()),
-        answers => answers,
-    }
-}
-
-/// Returns the questions with both answers for the report. `before` and `after` are none if the
-/// model did not answer then.
-pub(crate) fn answered(
-    showcase: &Showcase,
-    summary: &RunSummary,
-    [before, after]: [Option<&[String]>; 2],
-) -> Vec<AnsweredQuestion> {
-    let before = showcase.answers_of(summary.before.as_ref(), before);
-    let after = showcase.answers_of(summary.after.as_ref(), after);
-    let answer = |answers: &Option<Vec<String>>, at: usize| answers.as_ref()?.get(at).cloned();
-    let one = |(at, question): (usize, &Question)| AnsweredQuestion {
-        question: question.text.clone(),
-        expected: question.reference.clone(),
-        before: answer(&before, at),
-        after: answer(&after, at),
-    };
-    showcase.questions.iter().enumerate().map(one).collect()
-}
-
-/// Prints losses and exact match before and after, and the questions with both answers.
-pub(crate) fn show(
-    showcase: &Showcase,
-    questions: &[AnsweredQuestion],
-    summary: &RunSummary,
-    terminal: &Terminal,
-) {
-    if questions.is_empty() || !showcase.on_terminal {
-        return;
-    }
-    if let (Some(first), Some(last)) = (&summary.before, &summary.after) {
-        terminal.heading("held-out questions, before and after");
-        terminal.line(format!("loss         {:.4} -> {:.4}", first.eval_loss, last.eval_loss));
-        let percent = |share: Option<f64>| 100.0 * share.unwrap_or(0.0);
-        let (was, is) = (percent(first.eval_exact_match), percent(last.eval_exact_match));
-        terminal.line(format!("exact match  {was:.1} % -> {is:.1} %"));
-    }
-    for one in questions {
-        terminal.heading(&one.question);
-        terminal.line(format!("expected  {}", one.expected));
-        let answers = [("before  ", &one.before), ("after   ", &one.after)];
-        for (when, answer) in answers.into_iter().filter_map(|(when, answer)| Some((when, answer.as_ref()?)))
-        {
-            terminal.line(format!("{when}  {answer}"));
-        }
-    }
 }

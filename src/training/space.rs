@@ -11,12 +11,6 @@ use crate::error::Result;
 use crate::loading::Trains;
 use crate::planning::{Plan, StoredAs, WrittenBytes};
 
-/// Returns the bytes of a checkpoint of the run of `plan`: the trained tensors in the dtype of the
-/// update, and the optimizer state.
-pub(crate) fn checkpoint_bytes(plan: &Plan) -> Result<u64> {
-    Ok(saved(plan)?.checkpoint)
-}
-
 /// Returns the bytes that must be free on the disk of `output` for the run of `plan` from `resumed`
 /// on: its checkpoints beside the existing ones, one more while the oldest is not yet removed, and
 /// the result beside an earlier one.
@@ -37,8 +31,9 @@ fn more_checkpoints(there: u64, saves: u64, most: u64) -> u64 {
     there.saturating_add(saves).min(most).saturating_sub(there)
 }
 
-/// Returns the bytes of a checkpoint and of the result.
-fn saved(plan: &Plan) -> Result<WrittenBytes> {
+/// Returns the bytes of a checkpoint of the run of `plan`, the trained tensors in the dtype of the
+/// update and the optimizer state, and those of the result.
+pub(crate) fn saved(plan: &Plan) -> Result<WrittenBytes> {
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), None)?;
     let dtypes = if plan.adapter_setup.is_some() { Default::default() } else { plan.stored_dtypes.clone() };
     let stored = StoredAs { given: plan.recipe.checkpoint.output_dtype, dtypes };

@@ -11,10 +11,10 @@ use super::alerts::{self, ALERTS};
 use super::device_failure::explained;
 use super::earlier::EarlierRun;
 use super::monitoring;
-use super::output_folder::{METRICS, OutputFolder, RECIPE, date_text, lies_in};
+use super::output_folder::{METRICS, OutputFolder, RECIPE, lies_in};
 use super::report_page::PlannedProcess;
 use super::rollback::roll_back;
-use super::showcase::{self, Showcase};
+use super::showcase::Showcase;
 use super::smaller_micro_batch::OomRetry;
 use super::space;
 use super::trainer::trainer;
@@ -105,7 +105,7 @@ impl TrainRun<'_> {
             folder.write_text(RECIPE, &plan.recipe_text())?;
         }
         let tokenizer = &plan.rows.tokenizer;
-        let before = showcase::answers_beside_evaluations(&self.showcase, &trainer.engine, tokenizer)?;
+        let before = self.showcase.answers_beside_evaluations(&trainer.engine, tokenizer)?;
         if first {
             let took = units::duration(self.started.elapsed().as_secs_f64());
             terminal.detail(format!("ready to train after {took}"));
@@ -115,7 +115,9 @@ impl TrainRun<'_> {
         let place = OnceLock::new();
         let publish = |trainer: &Trainer, summary: &RunSummary| {
             let published = self.publish(trainer, &*world, device, (&self.whole(summary.clone()), before))?;
-            published.map_or(Ok(()), |published| place.set(published).map_err(|_| twice()))
+            published.map_or(Ok(()), |published| {
+                place.set(published).map_err(|_| Error::internal("the result was published twice"))
+            })
         };
         let summary = self.whole(self.train(&mut trainer, &*world, clock, &publish)?);
         if summary.stopped {
@@ -127,12 +129,12 @@ impl TrainRun<'_> {
         }
         KillPoint::Evaluated.reach();
         world.enter(Phase::Output)?;
-        let after = showcase::answers_beside_evaluations(&self.showcase, &trainer.engine, tokenizer)?;
+        let after = self.showcase.answers_beside_evaluations(&trainer.engine, tokenizer)?;
         drop(trainer);
         if let (Some((folder, _)), Some(place)) = (self.folder.get(), place.get()) {
-            let questions = showcase::answered(&self.showcase, &summary, [before, Some(&after)]);
+            let questions = self.showcase.answered(&summary, [before, Some(&after)]);
             let memory = self.complete(folder, place, device, (&summary, &questions))?;
-            showcase::show(&self.showcase, &questions, &summary, terminal);
+            self.showcase.show(&questions, &summary, terminal);
             self.close(&summary, place, self.secs(), &memory);
         }
         Ok(())
@@ -217,12 +219,12 @@ impl TrainRun<'_> {
                 base: Some(base.clone()),
                 micro_batches: Some(plan.micro_batches()),
                 best: moment.best,
-                chat_template_date: plan.rows.date().map(date_text),
+                chat_template_date: plan.rows.date().map(|date| date.to_rfc3339()),
                 fingerprint: fingerprint.clone(),
             },
             roll_back: &|trainer, steps| roll_back(plan, output, trainer, steps),
             publish,
-            samples: &|engine| showcase::samples(&self.showcase, engine, &plan.rows.tokenizer),
+            samples: &|engine| self.showcase.samples(engine, &plan.rows.tokenizer),
             stop: self.stop,
             clock,
             profiler: TraceSchedule::of(&plan.recipe.profile)
@@ -273,7 +275,7 @@ impl TrainRun<'_> {
             output: output.to_owned(),
             keep_last: settings.keep_last,
             in_background: settings.async_save,
-            bytes: space::checkpoint_bytes(plan)?,
+            bytes: space::saved(plan)?.checkpoint,
             write_weights: weights_writer(plan, true, trainer)?,
         };
         let mut saver = Saver::new(options, first, self.writers);
@@ -306,10 +308,6 @@ impl TrainRun<'_> {
         }
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }
-}
-
-fn twice() -> Error {
-    Error::internal("the result was published twice")
 }
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {

@@ -1,8 +1,6 @@
 //! Plan of a training run. Each process makes it for itself, and all plans are the same.
 
-use chrono::{DateTime, FixedOffset};
-
-use super::output_folder::{OutputFolder, date_text, parse_date};
+use super::output_folder::{OutputFolder, parse_date};
 use crate::cli::TrainArgs;
 use crate::clock;
 use crate::collective::launch::Launch;
@@ -34,7 +32,9 @@ pub(crate) fn plan_of(
     };
     let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(clock::now))?;
     if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.rows.date(), found) {
-        let agreed = agree_on_date(ranks, own)?;
+        // Every process must pass the same date to the template.
+        let agreed = ranks.agree("the date of the chat template", || Ok(own.to_rfc3339().into_bytes()))?;
+        let agreed = parse_date(&String::from_utf8_lossy(&agreed))?;
         if agreed != own {
             plan = resolve(recipe, agreed)?;
         }
@@ -52,11 +52,4 @@ pub(crate) fn check_learns(plan: &Plan, first: bool, terminal: &Terminal) -> Res
         plan.unlearnable_ends()?.iter().for_each(|text| terminal.warn(text));
     }
     plan.check_learns()
-}
-
-/// Returns the date of rank 0 for the chat template to all processes; `own` if only one process
-/// runs.
-fn agree_on_date(ranks: &RankSetup, own: DateTime<FixedOffset>) -> Result<DateTime<FixedOffset>> {
-    let agreed = ranks.agree("the date of the chat template", || Ok(date_text(own).into_bytes()))?;
-    parse_date(&String::from_utf8_lossy(&agreed))
 }

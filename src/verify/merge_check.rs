@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::adapter::{BaseValues, SavedAdapter};
 use crate::cli::BaseChoice;
 use crate::data::{self, Split};
-use crate::engine::{Comparison, Engine};
+use crate::engine::Comparison;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::loading::adapter_setup::AdapterSetup;
@@ -17,7 +17,7 @@ use crate::loading::param_layout::Trains;
 use crate::loading::resolver::Resolver;
 use crate::quant::QuantFormat;
 use crate::recipe::{
-    DataSource, ModelInit, ModelSection, Purpose, QuantizationSection, Recipe, RecipeLayers, RecipeText,
+    DataSource, ModelSection, Purpose, QuantizationSection, Recipe, RecipeLayers, RecipeText,
 };
 use crate::units;
 use crate::weights::ModelIdentity;
@@ -62,48 +62,45 @@ impl MergeBase {
             }
             (None, None) => (None, Vec::new()),
         };
-        let merge =
-            |values, same, reason: String| Ok(MergeBase { trained_over, skipped, values, same, reason });
-        match (choice, stored, trained_over) {
-            (_, Some(format), _) => merge(
-                BaseValues::AsStored,
-                true,
-                format!("onto the dequantized weights of the model, which is stored in {}", format.scheme().describe()),
-            ),
-            (None | Some(BaseChoice::Quantized), None, Some(format)) => merge(
-                BaseValues::Quantized(format),
-                true,
-                format!(
-                    "onto the weights dequantized from {}: the adapter was trained on these (`--base original` adds it to the unquantized ones)",
-                    format.scheme().describe()
-                ),
-            ),
+        let mut values = BaseValues::AsStored;
+        let over = trained_over.map(|format| format.scheme().describe()).unwrap_or_default();
+        let (same, reason) = match (choice, stored, trained_over) {
+            (_, Some(_), _) => {
+                (true, format!("onto the dequantized weights of the model, which is stored in {over}"))
+            }
+            (None | Some(BaseChoice::Quantized), None, Some(format)) => {
+                values = BaseValues::Quantized(format);
+                (
+                    true,
+                    format!(
+                        "onto the weights dequantized from {over}: the adapter was trained on these (`--base original` adds it to the unquantized ones)"
+                    ),
+                )
+            }
             (Some(BaseChoice::Quantized), None, None) => {
-                Err(Error::user(format!("cannot merge {} onto a quantized base", adapter.display()))
+                return Err(Error::user(format!("cannot merge {} onto a quantized base", adapter.display()))
                     .because(format!(
                         "the quantization of its base is unknown: the model is not quantized, and the adapter's folder has no {RECIPE_FILE} with a `[quantization]` table"
                     ))
-                    .hint("give the quantized model as `--model` (`finetune quantize` writes one), or write `--base original`"))
+                    .hint("give the quantized model as `--model` (`finetune quantize` writes one), or write `--base original`"));
             }
-            (Some(BaseChoice::Original), None, Some(format)) => merge(
-                BaseValues::AsStored,
+            (Some(BaseChoice::Original), None, Some(_)) => (
                 false,
                 format!(
-                    "onto the unquantized weights, as asked; the adapter was trained over {}, whose rounding it may have learned to correct",
-                    format.scheme().describe()
+                    "onto the unquantized weights, as asked; the adapter was trained over {over}, whose rounding it may have learned to correct"
                 ),
             ),
             (_, None, None) => match quantized_checkpoint(adapter)? {
-                Some(checkpoint) => merge(
-                    BaseValues::AsStored,
+                Some(checkpoint) => (
                     false,
                     format!(
                         "onto the unquantized weights; the adapter was trained over the quantized checkpoint {checkpoint}, whose rounding it may have learned to correct (give that as `--model` to merge onto it)"
                     ),
                 ),
-                None => merge(BaseValues::AsStored, true, "onto the weights in the model's files".into()),
+                None => (true, "onto the weights in the model's files".into()),
             },
-        }
+        };
+        Ok(MergeBase { trained_over, skipped, values, same, reason })
     }
 
     /// Returns the largest accepted mean divergence in nats per token, unless the user sets
@@ -187,8 +184,10 @@ impl MergeCheck<'_> {
         let examples = &dataset.examples()[..dataset.len().min(ROWS)];
         let adapter_setup = AdapterSetup::saved_in(self.adapter, &self.base.config)?;
         let trained = self.base.engine(Trains::Adapter(&adapter_setup), self.options)?;
-        let merged = open_merged(merged, self.resolver)?.engine(Trains::Nothing, self.options)?;
-        let found = compare(&trained, &merged, examples, recipe.data.longest_row())?;
+        let model = ModelSection { id: Some(DataSource::Path(merged.to_owned())), ..ModelSection::default() };
+        let merged = BaseModel::open(&model, None, self.resolver)?.engine(Trains::Nothing, self.options)?;
+        let batches = data::batch::in_order(examples, recipe.data.longest_row());
+        let found = trained.compare(&merged, batches)?;
         let certificate = Certificate { found, max_kl: self.max_kl };
         if found.mean_kl() > self.max_kl {
             return Err(Error::user("the merged model differs too much from base and adapter")
@@ -206,17 +205,4 @@ impl MergeCheck<'_> {
         }
         Ok(certificate)
     }
-}
-
-fn open_merged(folder: &Path, resolver: &Resolver<'_>) -> Result<BaseModel> {
-    let model = ModelSection {
-        id: Some(DataSource::Path(folder.to_owned())),
-        init: ModelInit::Pretrained,
-        ..ModelSection::default()
-    };
-    BaseModel::open(&model, None, resolver)
-}
-
-fn compare(first: &Engine, second: &Engine, examples: &[data::Example], tokens: usize) -> Result<Comparison> {
-    first.compare(second, data::batch::in_order(examples, tokens))
 }

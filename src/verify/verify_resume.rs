@@ -13,6 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::run_comparison::RunComparison;
 use crate::checkpoint::{RunFolder, RunRecord};
+use crate::cli::VerifyResumeArgs;
 use crate::error::{Error, Result};
 use crate::launcher::child;
 use crate::report::{MetricsEntry, Terminal, metrics};
@@ -30,16 +31,10 @@ const NAMED: usize = 20;
 
 /// Settings of a trial.
 pub(crate) struct ResumeTrial<'a> {
-    /// Folder for both runs.
-    pub(crate) output: &'a Path,
-    /// Returns the command line of a run into a folder.
-    pub(crate) words: &'a dyn Fn(&Path) -> Vec<OsString>,
-    /// Steps of each run.
-    pub(crate) steps: u64,
-    /// Number of times to kill the second run.
-    pub(crate) kills: u32,
-    /// True to keep the folders of equal runs.
-    pub(crate) keep: bool,
+    /// The command line.
+    pub(crate) args: &'a VerifyResumeArgs,
+    /// Recipe keys of both runs, as of `--set`.
+    pub(crate) set: &'a [String],
     /// Terminal for progress.
     pub(crate) terminal: &'a Terminal,
 }
@@ -63,13 +58,10 @@ struct Kill {
 
 impl fmt::Display for ResumeProof {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kills: Vec<String> = self
-            .kills
-            .iter()
-            .map(|kill| {
-                format!("after step {}, {:.3} s after its first", kill.step, kill.after.as_secs_f64())
-            })
-            .collect();
+        let shown = |Kill { step, after }: &Kill| {
+            format!("after step {step}, {:.3} s after its first", after.as_secs_f64())
+        };
+        let kills: Vec<String> = self.kills.iter().map(shown).collect();
         write!(
             f,
             "the same bytes: {} steps straight, and {} steps killed {} ({}) and resumed\ncompared: {}, {}; not compared: times in {METRICS}, and {CARD}, {REPORT} and TensorBoard's files, which hold times",
@@ -90,36 +82,36 @@ impl ResumeTrial<'_> {
     /// A run fails, with the category of its failure; internal: the runs did not leave the same
     /// bytes.
     pub(crate) fn run(&self) -> Result<ResumeProof> {
-        if !RunFolder::is_free(self.output)? {
-            return Err(Error::user(format!("cannot write to {}", self.output.display()))
+        if !RunFolder::is_free(&self.args.output)? {
+            return Err(Error::user(format!("cannot write to {}", self.args.output.display()))
                 .because("the folder is not empty")
                 .hint("give a new folder with `--output`"));
         }
-        let made = !self.output.exists();
-        std::fs::create_dir_all(self.output).map_err(|e| Error::io("create", self.output, &e))?;
-        let straight = self.output.join("straight");
+        let made = !self.args.output.exists();
+        std::fs::create_dir_all(&self.args.output).map_err(|e| Error::io("create", &self.args.output, &e))?;
+        let straight = self.args.output.join("straight");
         let trained = self.straight(&straight)?;
         let (broken, kills) = self.broken(&straight, trained)?;
         let found = RunComparison::new(&straight, &broken)?;
         if !found.differences.is_empty() {
             return Err(self.differ(&found));
         }
-        if !self.keep {
+        if !self.args.keep {
             let remove =
                 |folder: &Path| std::fs::remove_dir_all(folder).map_err(|e| Error::io("remove", folder, &e));
             if made {
-                remove(self.output)?;
+                remove(&self.args.output)?;
             } else {
                 [&straight, &broken].into_iter().try_for_each(|folder| remove(folder))?;
                 self.remove_logs();
             }
         }
-        Ok(ResumeProof { steps: self.steps, kills, files: found.files, bytes: found.bytes })
+        Ok(ResumeProof { steps: self.args.steps, kills, files: found.files, bytes: found.bytes })
     }
 
     /// Removes the logs of the runs. A log that cannot be removed is kept.
     fn remove_logs(&self) {
-        for entry in std::fs::read_dir(self.output).into_iter().flatten().flatten() {
+        for entry in std::fs::read_dir(&self.args.output).into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             let ours = ["straight.", "broken."].iter().any(|start| name.starts_with(start));
             if ours && name.ends_with(".log") {
@@ -133,24 +125,27 @@ impl ResumeTrial<'_> {
         let error = found.differences.iter().take(NAMED).cloned().fold(error, Error::because);
         let more = found.differences.len().saturating_sub(NAMED);
         let error = if more > 0 { error.because(format!("and {more} more files")) } else { error };
-        error.hint(format!("both runs are in {}; please report it with the recipe", self.output.display()))
+        error.hint(format!(
+            "both runs are in {}; please report it with the recipe",
+            self.args.output.display()
+        ))
     }
 
     /// Trains uninterrupted; returns the time of training and writing the result.
     fn straight(&self, folder: &Path) -> Result<Duration> {
-        let mut run = TrialProcess::start(&(self.words)(folder), folder, &[])?;
+        let mut run = TrialProcess::start(&self.args.train_words(folder, self.set), folder, &[])?;
         let first = run.until_it_trains()?;
-        run.until_the_end()?;
+        run.until(|_| false)?;
         run.check("straight")?;
         let trained = first.map_or(Duration::ZERO, |first| first.elapsed());
         let took = units::duration(trained.as_secs_f64());
-        self.terminal.line(format!("{} steps straight, {took} from the first to the end", self.steps));
+        self.terminal.line(format!("{} steps straight, {took} from the first to the end", self.args.steps));
         Ok(trained)
     }
 
     /// Trains with kills; returns the folder and the kills.
     fn broken(&self, straight: &Path, trained: Duration) -> Result<(PathBuf, Vec<Kill>)> {
-        let folder = self.output.join("broken");
+        let folder = self.args.output.join("broken");
         for attempt in 0..ATTEMPTS {
             if attempt > 0 {
                 self.terminal
@@ -177,14 +172,15 @@ impl ResumeTrial<'_> {
 
     fn kill_and_resume(&self, folder: &Path, trained: Duration) -> Result<Vec<Kill>> {
         let mut kills: Vec<Kill> = Vec::new();
-        let words = [(self.words)(folder), vec!["--resume".into()]].concat();
+        let words = [self.args.train_words(folder, self.set), vec!["--resume".into()]].concat();
         loop {
             let mut run = TrialProcess::start(&words, folder, &kills)?;
-            if kills.len() < self.kills as usize
+            if kills.len() < self.args.kills as usize
                 && let Some(first) = run.until_it_trains()?
             {
-                let left = 1.0 - run.last_step() as f64 / self.steps as f64;
-                run.until(first + trained.mul_f64(left.max(0.0) * share()?))?;
+                let left = 1.0 - run.last_step() as f64 / self.args.steps as f64;
+                let moment = first + trained.mul_f64(left.max(0.0) * share()?);
+                run.until(|_| Instant::now() >= moment)?;
                 if run.kill()? {
                     let kill = Kill { step: run.last_step(), after: first.elapsed() };
                     let after = kill.after.as_secs_f64();
@@ -194,7 +190,7 @@ impl ResumeTrial<'_> {
                     continue;
                 }
             }
-            run.until_the_end()?;
+            run.until(|_| false)?;
             run.check("resumed")?;
             return Ok(kills);
         }
@@ -246,29 +242,20 @@ impl TrialProcess {
 
     /// Waits for the first step and returns its moment; none if the process ends before.
     fn until_it_trains(&mut self) -> Result<Option<Instant>> {
+        // A resumed run, once loaded, removes the log lines of steps that it will repeat.
+        let trains = self.until(|run| look(&run.metrics) != run.before && run.last_step() > 0)?;
+        Ok(trains.then(Instant::now))
+    }
+
+    /// Waits until the process is as `wanted`; returns false if it ends before.
+    fn until(&mut self, wanted: impl Fn(&Self) -> bool) -> Result<bool> {
         while !self.is_over()? {
-            // A resumed run, once loaded, removes the log lines of steps that it will repeat.
-            if look(&self.metrics) != self.before && self.last_step() > 0 {
-                return Ok(Some(Instant::now()));
+            if wanted(self) {
+                return Ok(true);
             }
             std::thread::sleep(POLL);
         }
-        Ok(None)
-    }
-
-    /// Waits for the end of the process, or until `moment`.
-    fn until(&mut self, moment: Instant) -> Result<()> {
-        while !self.is_over()? && Instant::now() < moment {
-            std::thread::sleep(POLL);
-        }
-        Ok(())
-    }
-
-    fn until_the_end(&mut self) -> Result<()> {
-        while !self.is_over()? {
-            std::thread::sleep(POLL);
-        }
-        Ok(())
+        Ok(false)
     }
 
     /// Kills the process like a power cut; returns false if it had already ended.

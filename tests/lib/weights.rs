@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::skipped::skipped;
-use candle_core::{DType, Device};
+use candle_core::Device;
 use finetune::error::{ErrorCategory, Result};
 use finetune::export::hf;
 use finetune::weights::{
-    Expected, INDEX_FILE, MODEL_FILE, ModelFiles, ModelIdentity, RangeReader, RemoteRange, StoredDtype,
-    TensorGroup, TensorInfo, WriteEntry, load_tensor, summary, write_file, write_sharded,
+    INDEX_FILE, MODEL_FILE, ModelFiles, ModelIdentity, RangeReader, RemoteRange, StoredDtype, TensorGroup,
+    TensorInfo, WriteEntry, summary, write_file, write_sharded,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -347,35 +347,6 @@ fn reading_converts_and_checks() {
     error: cannot read weights in <dir>
       caused by: tensor `bf61` is missing; the nearest is `bf16`
     ");
-}
-
-#[test]
-fn tensors_arrive_in_candle_with_their_shape_checked() {
-    let files = ModelFiles::open(&golden("models/tiny-mistral")).expect("opens");
-    let name = "model.layers.0.self_attn.q_proj.weight";
-    let expected = Expected { shape: &[96, 64], from: "hidden_size 64, num_attention_heads 4, head_dim 24" };
-    let tensor = load_tensor(&files, name, expected, DType::F32, &Device::Cpu).expect("loads");
-    let values: Vec<f32> = tensor.flatten_all().and_then(|t| t.to_vec1()).expect("values");
-    let stored: Vec<f32> = files
-        .bytes(name)
-        .expect("stored")
-        .chunks_exact(2)
-        .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
-        .collect();
-    assert_eq!((tensor.dims(), &values), (&[96, 64][..], &stored));
-    let bf16_tensor = load_tensor(&files, name, expected, DType::BF16, &Device::Cpu).expect("loads");
-    assert_eq!(bf16_tensor.dtype(), DType::BF16);
-    let wrong = Expected { shape: &[64, 64], ..expected };
-    let error = load_tensor(&files, name, wrong, DType::F32, &Device::Cpu).expect_err("refused");
-    insta::assert_snapshot!(shown(&error, &golden("models/tiny-mistral")), @"
-    error: cannot load <dir>/model-00001-of-00002.safetensors
-      caused by: model.layers.0.self_attn.q_proj.weight: found [96, 64], expected [64, 64] (from config.json: hidden_size 64, num_attention_heads 4, head_dim 24)
-    hint: give config.json and weights of one and the same model
-    ");
-    assert_eq!(
-        load_tensor(&files, name, expected, DType::U8, &Device::Cpu).expect_err("refused").kind(),
-        ErrorCategory::Internal
-    );
 }
 
 #[test]

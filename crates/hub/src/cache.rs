@@ -10,6 +10,7 @@
 
 use std::fs::{File, TryLockError};
 use std::io::{ErrorKind, Write};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -30,11 +31,6 @@ pub(super) struct HubCache {
     layout: CacheRepo,
     revision: String,
     verified: VerifiedFiles,
-}
-
-/// A lock that keeps other processes off a blob until dropped.
-pub(super) struct Lock {
-    _file: Option<File>,
 }
 
 impl HubCache {
@@ -142,7 +138,7 @@ impl HubCache {
         let up = "../".repeat(2 + file.matches('/').count());
         let temporary = pointer.with_file_name(format!(".{digest}.{}.link", std::process::id()));
         replaceable(&temporary).map_err(failed)?;
-        match symlink(Path::new(&format!("{up}blobs/{digest}")), &temporary) {
+        match symlink(format!("{up}blobs/{digest}"), &temporary) {
             Ok(()) => std::fs::rename(&temporary, &pointer).map_err(failed),
             // On a file system without symbolic links the file itself moves there, as in Python's
             // cache.
@@ -151,8 +147,9 @@ impl HubCache {
     }
 
     /// Waits until no other process downloads this blob; `waiting` is called once if that takes a
-    /// while.
-    pub(super) fn lock(&self, digest: &str, mut waiting: impl FnMut()) -> Result<Lock> {
+    /// while. Returns the lock, which keeps other processes off until dropped; none on a file
+    /// system without locks.
+    pub(super) fn lock(&self, digest: &str, mut waiting: impl FnMut()) -> Result<Option<File>> {
         let blob = self.blob(digest);
         if let Some(folder) = blob.parent() {
             planted::make_folder(&self.folder, folder)?;
@@ -163,12 +160,10 @@ impl HubCache {
         let mut told = false;
         loop {
             match file.try_lock() {
-                Ok(()) => return Ok(Lock { _file: Some(file) }),
+                Ok(()) => return Ok(Some(file)),
                 Err(TryLockError::WouldBlock) => {}
                 // Some cluster file systems have no locks. The digest still keeps damage out.
-                Err(TryLockError::Error(e)) if e.kind() == std::io::ErrorKind::Unsupported => {
-                    return Ok(Lock { _file: None });
-                }
+                Err(TryLockError::Error(e)) if e.kind() == ErrorKind::Unsupported => return Ok(None),
                 Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path, &e)),
             }
             if !told {
@@ -201,16 +196,6 @@ fn list(folder: &Path, prefix: &str, names: &mut Vec<String>) -> std::io::Result
         }
     }
     Ok(())
-}
-
-#[cfg(unix)]
-fn symlink(target: &Path, link: &Path) -> std::io::Result<()> {
-    std::os::unix::fs::symlink(target, link)
-}
-
-#[cfg(windows)]
-fn symlink(target: &Path, link: &Path) -> std::io::Result<()> {
-    std::os::windows::fs::symlink_file(target, link)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use hf_hub::Repo;
-use ureq::http::{HeaderMap, Response};
+use ureq::http::{HeaderMap, Method, Response};
 use ureq::{Agent, Body, BodyReader};
 
 use super::digest::Digest;
@@ -70,12 +70,6 @@ pub struct FileRange {
 struct FinalResponse {
     response: Response<Body>,
     hop: Redirect,
-}
-
-#[derive(Clone, Copy)]
-enum HttpMethod {
-    Get,
-    Head,
 }
 
 /// The answer to a request for the bytes of a file.
@@ -176,7 +170,7 @@ impl<'a> Client<'a> {
             let mut hop = self.first_hop(&self.file_url(commit, file))?;
             let deadline = Some(self.deadline());
             for _ in 0..=MAX_REDIRECTS {
-                let response = self.send(HttpMethod::Head, &hop, Some(""), deadline)?;
+                let response = self.send(Method::HEAD, &hop, Some(""), deadline)?;
                 let headers = response.headers();
                 let digest = |name| text(headers, name).and_then(Digest::from_etag);
                 etag = digest("x-linked-etag").or_else(|| digest("etag")).or(etag);
@@ -292,7 +286,7 @@ impl<'a> Client<'a> {
     ) -> Result<FinalResponse, HttpFault> {
         let mut hop = self.first_hop(url)?;
         for _ in 0..=MAX_REDIRECTS {
-            let response = self.send(HttpMethod::Get, &hop, range, deadline)?;
+            let response = self.send(Method::GET, &hop, range, deadline)?;
             match hop.next(&response).map_err(|why| self.not_a_hub(&why))? {
                 Some(next) => hop = next,
                 None => return Ok(FinalResponse { response, hop }),
@@ -309,15 +303,15 @@ impl<'a> Client<'a> {
     /// `deadline` the client breaks off the answer, body included.
     fn send(
         &self,
-        method: HttpMethod,
+        method: Method,
         hop: &Redirect,
         range: Option<&str>,
         deadline: Option<Instant>,
     ) -> Result<Response<Body>, HttpFault> {
         address::check_clock(&hop.uri).map_err(HttpFault::Final)?;
         let mut request = match method {
-            HttpMethod::Get => self.agent.get(&hop.uri),
-            HttpMethod::Head => self.agent.head(&hop.uri),
+            Method::HEAD => self.agent.head(&hop.uri),
+            _ => self.agent.get(&hop.uri),
         };
         if let Some(deadline) = deadline {
             let left = deadline.saturating_duration_since(Instant::now());

@@ -77,8 +77,7 @@ fn listed_configuration(listed: ListedConfig, names: &[String]) -> Result<Config
     let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
     let Some(data_files) = data_files else {
         let inside: Vec<String> = names.iter().filter(|name| name.starts_with(&prefix)).cloned().collect();
-        let found = by_split(&select::rows(&inside));
-        return Ok(Configuration { is_default, is_unnamed: found.is_unnamed, splits: found.splits, name });
+        return Ok(by_split(name, is_default, &select::rows(&inside)));
     };
     let mut splits: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (split, patterns) in data_files.splits() {
@@ -95,6 +94,9 @@ fn listed_configuration(listed: ListedConfig, names: &[String]) -> Result<Config
     Ok(Configuration { name, is_default, splits, is_unnamed: false })
 }
 
+/// Signs of patterns and their meanings as regexes, the first that fits counting.
+const SIGNS: [(&str, &str); 4] = [("**/", "(?:.*/)?"), ("**", ".*"), ("*", "[^/]*"), ("?", "[^/]")];
+
 /// Translates a pattern of file names to a regex, as `datasets` reads it: `*` and `?` stay inside a
 /// folder, `**` does not.
 fn pattern_regex(pattern: &str) -> Result<Regex, String> {
@@ -103,29 +105,18 @@ fn pattern_regex(pattern: &str) -> Result<Regex, String> {
     }
     let (mut regex, mut rest) = ("^".to_owned(), pattern);
     while let Some(c) = rest.chars().next() {
-        if let Some(after) = rest.strip_prefix("**/") {
-            regex.push_str("(?:.*/)?");
+        let sign = SIGNS.iter().find_map(|(sign, meaning)| Some((rest.strip_prefix(sign)?, meaning)));
+        if let Some((after, meaning)) = sign {
+            regex.push_str(meaning);
             rest = after;
-            continue;
-        }
-        if let Some(after) = rest.strip_prefix("**") {
-            regex.push_str(".*");
+        } else if let Some((class, after)) = rest.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+            let class = class.replace('\\', r"\\").replace('[', r"\[").replacen('!', "^", 1);
+            regex.push_str(&format!("[{class}]"));
             rest = after;
-            continue;
+        } else {
+            regex.push_str(&regex::escape(c.encode_utf8(&mut [0; 4])));
+            rest = &rest[c.len_utf8()..];
         }
-        match c {
-            '*' => regex.push_str("[^/]*"),
-            '?' => regex.push_str("[^/]"),
-            '[' if rest.contains(']') => {
-                let (class, after) = rest[1..].split_once(']').unwrap_or((&rest[1..], ""));
-                let class = class.replace('\\', r"\\").replace('[', r"\[").replacen('!', "^", 1);
-                regex.push_str(&format!("[{class}]"));
-                rest = after;
-                continue;
-            }
-            _ => regex.push_str(&regex::escape(c.encode_utf8(&mut [0; 4]))),
-        }
-        rest = &rest[c.len_utf8()..];
     }
     regex.push('$');
     Regex::new(&regex).map_err(|_| "is not a valid pattern".to_owned())
@@ -146,21 +137,11 @@ fn inferred(names: &[String]) -> Vec<Configuration> {
         };
         folders = BTreeMap::from([(name, rows)]);
     }
-    let configuration = |(name, files): (&str, Vec<&str>)| {
-        let found = by_split(&files);
-        let (splits, is_unnamed) = (found.splits, found.is_unnamed);
-        Configuration { name: name.to_owned(), is_default: false, splits, is_unnamed }
-    };
-    folders.into_iter().map(configuration).collect()
-}
-
-struct BySplit {
-    splits: BTreeMap<String, Vec<String>>,
-    is_unnamed: bool,
+    folders.into_iter().map(|(name, files)| by_split(name.to_owned(), false, &files)).collect()
 }
 
 /// Groups files by split. Files whose name contains no split count only if no name contains one.
-fn by_split(files: &[&str]) -> BySplit {
+fn by_split(name: String, is_default: bool, files: &[&str]) -> Configuration {
     let is_unnamed = files.iter().all(|file| split_of(file).is_none());
     let mut splits: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for file in files {
@@ -170,7 +151,7 @@ fn by_split(files: &[&str]) -> BySplit {
             None => {}
         }
     }
-    BySplit { splits, is_unnamed }
+    Configuration { name, is_default, splits, is_unnamed }
 }
 
 /// Returns the first folder of a file, skipping `data/`; none if the folder's name is that of a

@@ -272,12 +272,8 @@ impl<'a> RepoSource<'a> {
     /// Returns the same model converted for transformers, by Meta's naming.
     fn sibling(&self) -> Option<Self> {
         let is_model = self.subject == RepoRef::Model && !self.id.ends_with("-hf");
-        is_model.then(|| RepoSource {
-            subject: self.subject,
-            id: format!("{}-hf", self.id),
-            revision: self.revision.clone(),
-            options: self.options,
-        })
+        let (id, revision) = (format!("{}-hf", self.id), self.revision.clone());
+        is_model.then_some(RepoSource { id, revision, ..*self })
     }
 
     fn located(&self, folder: PathBuf, commit: String, note: Option<String>) -> Located {
@@ -297,9 +293,7 @@ impl<'a> RepoSource<'a> {
         let description = client.describe(progress)?;
         match select::check_model(&description.files, scope) {
             Ok(()) => self.fetch_model(client, &description, scope, None, progress),
-            Err(ModelMismatch::Consolidated(file)) => {
-                self.fetch_sibling(ModelMismatch::Consolidated(file), scope, progress)
-            }
+            Err(lack @ ModelMismatch::Consolidated(_)) => self.fetch_sibling(lack, scope, progress),
             Err(lack) => Err(lack.error(client.subject())),
         }
     }
@@ -346,7 +340,7 @@ impl<'a> RepoSource<'a> {
         let folder = store.snapshot(commit);
         let weights = match (scope, select::weights(&description.files)) {
             (Scope::Headers, _) => Vec::new(),
-            (_, Ok(Weights::Sharded)) => read_shards(&folder, &description.files)?,
+            (_, Ok(Weights::Sharded)) => select::shards(&read_index(&folder)?, &description.files)?,
             _ => vec![select::SINGLE.to_owned()],
         };
         if scope == Scope::Weights {
@@ -440,8 +434,4 @@ impl<'a> RepoSource<'a> {
 fn read_index(folder: &Path) -> Result<Vec<u8>> {
     let path = folder.join(select::INDEX);
     std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))
-}
-
-fn read_shards(folder: &Path, files: &[String]) -> Result<Vec<String>> {
-    select::shards(&read_index(folder)?, files)
 }

@@ -40,6 +40,17 @@ impl Token {
         Ok(Token(token.to_owned()))
     }
 
+    fn in_file(path: &Path) -> Result<Option<Self>> {
+        let bytes = private_file::read(path, "the hub token", MAX_TOKEN_FILE_BYTES)?.unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes);
+        if text.trim().is_empty() {
+            return Ok(None);
+        }
+        Token::new(&text)
+            .map(Some)
+            .map_err(|error| error.because(format!("it comes from {}", path.display())))
+    }
+
     pub(super) fn secret(&self) -> &str {
         &self.0
     }
@@ -169,15 +180,31 @@ impl HubOptions {
             })?;
         let mut options = Self::new(endpoint.as_deref().unwrap_or(DEFAULT_ENDPOINT), cache_dir)?;
         options.offline = offline || env.is_true("HF_HUB_OFFLINE");
-        match env.token(hf_home.as_deref())? {
-            FoundToken::None => {}
-            FoundToken::Usable(token) => options.token = Some(token),
-            FoundToken::Unread(note) => options.token_note = Some(note),
-            FoundToken::Refused(error) => options.refused_token = Some(error),
-        }
+        options.find_token(&env, hf_home.as_deref())?;
         options.verified_dir = env.own_cache().map(|folder| folder.join("finetune/verified"));
         options.home = env.home;
         Ok(options)
+    }
+
+    /// Takes the token that the environment names. A run that may not need it goes on without a
+    /// file that cannot be read; with a file that may not be used, the client sends no request.
+    fn find_token(&mut self, env: &HubEnvironment<'_>, hf_home: Option<&Path>) -> Result<()> {
+        if env.is_true("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+            return Ok(());
+        }
+        if let Some(text) = env.text("HF_TOKEN")?.filter(|text| !text.trim().is_empty()) {
+            self.token = Some(Token::new(&text)?);
+            return Ok(());
+        }
+        let path = env.path("HF_TOKEN_PATH").or_else(|| hf_home.map(|folder| folder.join("token")));
+        match path.map_or(Ok(None), |path| Token::in_file(&path)) {
+            Ok(token) => self.token = token,
+            Err(error) if error.kind() == ErrorCategory::Storage => {
+                self.token_note = Some(format!("ignoring the token file: {}", error.in_one_line()));
+            }
+            Err(error) => self.refused_token = Some(error),
+        }
+        Ok(())
     }
 
     /// Returns the hub's address, without a slash at its end.
@@ -207,16 +234,6 @@ fn checked_endpoint(given: &str) -> Result<String> {
             .because(fault)
             .hint("unset HF_ENDPOINT, or set it to an address such as https://huggingface.co")
     })
-}
-
-/// The token that the environment names, if it is usable.
-enum FoundToken {
-    None,
-    Usable(Token),
-    /// Its file cannot be read, for this reason; a run that may not need it goes on.
-    Unread(String),
-    /// Its file may not be used; the client sends no request.
-    Refused(Error),
 }
 
 struct HubEnvironment<'a> {
@@ -252,37 +269,6 @@ impl HubEnvironment<'_> {
     /// Returns the folder for this user's caches.
     fn own_cache(&self) -> Option<PathBuf> {
         self.path("XDG_CACHE_HOME").or_else(|| self.home.as_ref().map(|home| home.join(".cache")))
-    }
-
-    fn token(&self, hf_home: Option<&Path>) -> Result<FoundToken> {
-        if self.is_true("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
-            return Ok(FoundToken::None);
-        }
-        if let Some(text) = self.text("HF_TOKEN")?.filter(|text| !text.trim().is_empty()) {
-            return Ok(FoundToken::Usable(Token::new(&text)?));
-        }
-        let path = self.path("HF_TOKEN_PATH").or_else(|| hf_home.map(|folder| folder.join("token")));
-        Ok(path.map_or(FoundToken::None, |path| FoundToken::in_file(&path)))
-    }
-}
-
-impl FoundToken {
-    fn in_file(path: &Path) -> Self {
-        let bytes = match private_file::read(path, "the hub token", MAX_TOKEN_FILE_BYTES) {
-            Ok(bytes) => bytes.unwrap_or_default(),
-            Err(error) if error.kind() == ErrorCategory::Storage => {
-                return FoundToken::Unread(format!("ignoring the token file: {}", error.in_one_line()));
-            }
-            Err(error) => return FoundToken::Refused(error),
-        };
-        let text = String::from_utf8_lossy(&bytes);
-        if text.trim().is_empty() {
-            return FoundToken::None;
-        }
-        match Token::new(&text) {
-            Ok(token) => FoundToken::Usable(token),
-            Err(error) => FoundToken::Refused(error.because(format!("it comes from {}", path.display()))),
-        }
     }
 }
 

@@ -24,6 +24,22 @@ pub(super) struct KeyConflict {
     pub(super) overruled_by: Option<(&'static str, &'static str)>,
 }
 
+impl KeyConflict {
+    /// Creates a conflict of a key that no single other key leaves without effect.
+    pub(super) fn new(
+        section: &'static str,
+        key: &'static str,
+        text: impl Into<String>,
+        hint: impl Into<String>,
+    ) -> Self {
+        KeyConflict { section, key, text: text.into(), hint: hint.into(), overruled_by: None }
+    }
+
+    fn overruled_by(self, section: &'static str, key: &'static str) -> Self {
+        KeyConflict { overruled_by: Some((section, key)), ..self }
+    }
+}
+
 /// Returns every conflict in `recipe`.
 pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     let mut found = Vec::new();
@@ -49,7 +65,6 @@ fn schedule(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         }
     };
     let no_effect = format!("has no effect with `kind = \"{kind}\"`");
-    let without = |wanted: SchedulerKind| kind != wanted;
 
     let steps = scheduler.warmup_steps.is_some_and(|steps| steps > 0);
     let ratio = scheduler.warmup_ratio.is_some_and(|ratio| ratio > 0.0);
@@ -73,21 +88,16 @@ fn schedule(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         needs.clone(),
         "write `min_lr_ratio = 0.1` or `kind = \"cosine\"`",
     );
-    add(
-        scheduler.num_cycles != 1 && without(SchedulerKind::CosineWithRestarts),
-        "num_cycles",
-        no_effect.clone(),
-        "write `kind = \"cosine_with_restarts\"`",
-    );
-    add(
-        scheduler.power != 1.0 && without(SchedulerKind::Polynomial),
-        "power",
-        no_effect.clone(),
-        "write `kind = \"polynomial\"`",
-    );
     let decay = scheduler.num_decay_steps.is_some();
-    let stable = "write `kind = \"warmup_stable_decay\"`";
-    add(decay && without(SchedulerKind::WarmupStableDecay), "num_decay_steps", no_effect, stable);
+    let of_one_kind = [
+        (scheduler.num_cycles != 1, "num_cycles", SchedulerKind::CosineWithRestarts),
+        (scheduler.power != 1.0, "power", SchedulerKind::Polynomial),
+        (decay, "num_decay_steps", SchedulerKind::WarmupStableDecay),
+    ];
+    for (is_written, key, wanted) in of_one_kind {
+        let hint = format!("write `kind = \"{wanted}\"`");
+        add(is_written && kind != wanted, key, no_effect.clone(), &hint);
+    }
     add(
         !decay && kind == SchedulerKind::WarmupStableDecay,
         "num_decay_steps",
@@ -100,31 +110,21 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     match &recipe.adapter {
         Some(adapter) => {
             if adapter.init != AdapterInit::Default && adapter.path.is_some() {
-                found.push(KeyConflict {
-                    section: "adapter",
-                    key: "init",
-                    text: "has no effect with `path`: a saved adapter brings its own weights".into(),
-                    hint: "remove `init` or `path`".into(),
-                    overruled_by: Some(("adapter", "path")),
-                });
+                let text = "has no effect with `path`: a saved adapter brings its own weights";
+                let conflict = KeyConflict::new("adapter", "init", text, "remove `init` or `path`");
+                found.push(conflict.overruled_by("adapter", "path"));
             }
             if adapter.init == AdapterInit::Loftq && recipe.quantization.is_none() {
-                found.push(KeyConflict {
-                    section: "adapter",
-                    key: "init",
-                    text: "is \"loftq\", which needs a quantized base".into(),
-                    hint: "add `[quantization]`, or remove `init`".into(),
-                    overruled_by: None,
-                });
+                let text = "is \"loftq\", which needs a quantized base";
+                let hint = "add `[quantization]`, or remove `init`";
+                found.push(KeyConflict::new("adapter", "init", text, hint));
             }
         }
-        None if recipe.optimizer.lora_plus_ratio != 1.0 => found.push(KeyConflict {
-            section: "optimizer",
-            key: "lora_plus_ratio",
-            text: "has no effect without [adapter]".into(),
-            hint: "add `[adapter]`, or remove `lora_plus_ratio`".into(),
-            overruled_by: None,
-        }),
+        None if recipe.optimizer.lora_plus_ratio != 1.0 => {
+            let hint = "add `[adapter]`, or remove `lora_plus_ratio`";
+            let text = "has no effect without [adapter]";
+            found.push(KeyConflict::new("optimizer", "lora_plus_ratio", text, hint));
+        }
         None => {}
     }
 }
@@ -133,53 +133,34 @@ fn masters(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     if recipe.optimizer.master != MasterWeights::None {
         return;
     }
-    let (text, hint) = if recipe.adapter.is_some() {
-        ("has no effect with [adapter]: adapter weights always have f32 masters", "remove `master`")
+    if recipe.adapter.is_some() {
+        let text = "has no effect with [adapter]: adapter weights always have f32 masters";
+        found.push(KeyConflict::new("optimizer", "master", text, "remove `master`"));
     } else if recipe.model.dtype == ComputeDtype::F32 {
-        (
-            "has no effect with `model.dtype = \"f32\"`: f32 weights need no masters",
-            "write `dtype = \"bf16\"` under `[model]`, or remove `master`",
-        )
-    } else {
-        return;
-    };
-    found.push(KeyConflict {
-        section: "optimizer",
-        key: "master",
-        text: text.into(),
-        hint: hint.into(),
-        overruled_by: recipe.adapter.is_none().then_some(("model", "dtype")),
-    });
+        let text = "has no effect with `model.dtype = \"f32\"`: f32 weights need no masters";
+        let hint = "write `dtype = \"bf16\"` under `[model]`, or remove `master`";
+        let conflict = KeyConflict::new("optimizer", "master", text, hint);
+        found.push(conflict.overruled_by("model", "dtype"));
+    }
 }
 
 fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let train = &recipe.train;
     if train.nan_limit != TrainSection::default().nan_limit && train.on_nan == OnNan::Stop {
-        found.push(KeyConflict {
-            section: "train",
-            key: "nan_limit",
-            text: "has no effect with `on_nan = \"stop\"`".into(),
-            hint: "write `on_nan = \"skip\"`, or remove `nan_limit`".into(),
-            overruled_by: Some(("train", "on_nan")),
-        });
+        let hint = "write `on_nan = \"skip\"`, or remove `nan_limit`";
+        let text = "has no effect with `on_nan = \"stop\"`";
+        found.push(KeyConflict::new("train", "nan_limit", text, hint).overruled_by("train", "on_nan"));
     }
     if train.on_nan == OnNan::Rollback && recipe.checkpoint.save_steps == StepInterval::Never {
-        found.push(KeyConflict {
-            section: "train",
-            key: "on_nan",
-            text: "is \"rollback\", which needs checkpoints".into(),
-            hint: "write `save_steps = 100` under `[checkpoint]`, for example, or `on_nan = \"skip\"`".into(),
-            overruled_by: None,
-        });
+        let hint = "write `save_steps = 100` under `[checkpoint]`, for example, or `on_nan = \"skip\"`";
+        let text = "is \"rollback\", which needs checkpoints";
+        found.push(KeyConflict::new("train", "on_nan", text, hint));
     }
 }
 
 fn evaluation(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let eval = &recipe.eval;
-    let mut add = |key: &'static str, text: &str, hint: &str| {
-        let (text, hint) = (text.to_owned(), hint.to_owned());
-        found.push(KeyConflict { section: "eval", key, text, hint, overruled_by: None });
-    };
+    let mut add = |key, text: &str, hint: &str| found.push(KeyConflict::new("eval", key, text, hint));
     let keeps = if eval.keep_best { "keep_best" } else { "patience" };
     if recipe.data.eval.is_empty() && recipe.data.eval_split.is_none() {
         let rows = "add `--eval-dataset DATASET`, or write `data.eval_split = 0.05`";
@@ -219,13 +200,9 @@ fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         ("repeat", own.repeat != default.repeat),
     ];
     for (key, _) in keys.into_iter().filter(|(_, written)| *written) {
-        found.push(KeyConflict {
-            section: "profile",
-            key,
-            text: "has no effect with `active = 0`, which disables tracing".into(),
-            hint: format!("write `active = 3` under `[profile]`, for example, or remove `{key}`"),
-            overruled_by: Some(("profile", "active")),
-        });
+        let text = "has no effect with `active = 0`, which disables tracing";
+        let hint = format!("write `active = 3` under `[profile]`, for example, or remove `{key}`");
+        found.push(KeyConflict::new("profile", key, text, hint).overruled_by("profile", "active"));
     }
 }
 
@@ -236,69 +213,49 @@ fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     }
     let keys = [("command", own.command.is_some()), ("webhook", own.webhook.is_some())];
     for (key, _) in keys.into_iter().filter(|(_, written)| *written) {
-        found.push(KeyConflict {
-            section: "alerts",
-            key,
-            text: "has no effect with `rules = []`, which disables all alerts".into(),
-            hint: format!("remove `rules` to watch for all of them, or remove `{key}`"),
-            overruled_by: Some(("alerts", "rules")),
-        });
+        let text = "has no effect with `rules = []`, which disables all alerts";
+        let hint = format!("remove `rules` to watch for all of them, or remove `{key}`");
+        found.push(KeyConflict::new("alerts", key, text, hint).overruled_by("alerts", "rules"));
     }
 }
 
 fn held_out(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let Some(size) = recipe.data.eval_split else { return };
-    let mut conflict = |text: String, hint: String| {
-        found.push(KeyConflict { section: "data", key: "eval_split", text, hint, overruled_by: None });
-    };
     if !recipe.data.eval.is_empty() {
-        conflict("has no effect beside `data.eval`".into(), "remove one of the two".into());
+        let text = "has no effect beside `data.eval`";
+        found.push(KeyConflict::new("data", "eval_split", text, "remove one of the two"));
     }
     if size >= 1.0 && size.fract() != 0.0 {
         let text = format!("is {size}; accepted: a fraction below 1, or a whole number of rows");
-        conflict(text, format!("write `eval_split = {}`", size.round()));
+        let hint = format!("write `eval_split = {}`", size.round());
+        found.push(KeyConflict::new("data", "eval_split", text, hint));
     }
 }
 
 fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let parallel = &recipe.parallel;
     if parallel.shard_size.is_some() && parallel.strategy != Strategy::Hsdp {
-        found.push(KeyConflict {
-            section: "parallel",
-            key: "shard_size",
-            text: format!("has no effect with `strategy = \"{}\"`", parallel.strategy),
-            hint: "write `strategy = \"hsdp\"`, or remove `shard_size`".into(),
-            overruled_by: Some(("parallel", "strategy")),
-        });
+        let text = format!("has no effect with `strategy = \"{}\"`", parallel.strategy);
+        let hint = "write `strategy = \"hsdp\"`, or remove `shard_size`";
+        let conflict = KeyConflict::new("parallel", "shard_size", text, hint);
+        found.push(conflict.overruled_by("parallel", "strategy"));
     }
     if parallel.offload_folder.is_some() && parallel.offload != Offload::Params {
-        found.push(KeyConflict {
-            section: "parallel",
-            key: "offload_folder",
-            text: format!("has no effect with `offload = \"{}\"`", parallel.offload),
-            hint: "write `offload = \"params\"`, or remove `offload_folder`".into(),
-            overruled_by: Some(("parallel", "offload")),
-        });
+        let text = format!("has no effect with `offload = \"{}\"`", parallel.offload);
+        let hint = "write `offload = \"params\"`, or remove `offload_folder`";
+        let conflict = KeyConflict::new("parallel", "offload_folder", text, hint);
+        found.push(conflict.overruled_by("parallel", "offload"));
     }
     held_out(recipe, found);
     let mut seen = HashSet::new();
     if let Some(twice) = recipe.model.new_tokens.iter().find(|text| !seen.insert(*text)) {
-        found.push(KeyConflict {
-            section: "model",
-            key: "new_tokens",
-            text: format!("has {twice:?} twice"),
-            hint: "name each token once".into(),
-            overruled_by: None,
-        });
+        let text = format!("has {twice:?} twice");
+        found.push(KeyConflict::new("model", "new_tokens", text, "name each token once"));
     }
     let local = matches!(recipe.model.id, Some(DataSource::Path(_) | DataSource::Builtin(_)));
     if local && recipe.model.revision != "main" {
-        found.push(KeyConflict {
-            section: "model",
-            key: "revision",
-            text: "has no effect with a model that is not on the hub".into(),
-            hint: "remove `revision`".into(),
-            overruled_by: Some(("model", "id")),
-        });
+        let text = "has no effect with a model that is not on the hub";
+        let conflict = KeyConflict::new("model", "revision", text, "remove `revision`");
+        found.push(conflict.overruled_by("model", "id"));
     }
 }

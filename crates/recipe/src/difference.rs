@@ -20,8 +20,8 @@ impl Recipe {
         let mut found = RecipeDifference::default();
         for default in Recipe::complete().sections() {
             let name = default.name();
-            let before = self.sections().into_iter().find(|section| section.name() == name);
-            match other.sections().into_iter().find(|section| section.name() == name) {
+            let before = self.section(name);
+            match other.section(name) {
                 Some(after) => found.add_keys(before.unwrap_or(default), after, before.is_none()),
                 None if before.is_some() => found.left_out.push(format!("[{name}]")),
                 None => {}

@@ -74,10 +74,14 @@ pub struct FlagAssignment {
     pub value: String,
 }
 
-/// Pairs of keys, by section, of which at most one counts.
-const EXCLUSIVE: [(&str, [&str; 2]); 2] = [
-    ("scheduler", ["warmup_steps", "warmup_ratio"]),
-    ("train", ["global_batch_size", "gradient_accumulation_steps"]),
+/// Keys that replace another key of a lower layer, after their section. Of the first two pairs at
+/// most one key counts; a lower layer's `max_steps` would override `epochs`.
+const REPLACES: [[&str; 3]; 5] = [
+    ["scheduler", "warmup_steps", "warmup_ratio"],
+    ["scheduler", "warmup_ratio", "warmup_steps"],
+    ["train", "global_batch_size", "gradient_accumulation_steps"],
+    ["train", "gradient_accumulation_steps", "global_batch_size"],
+    ["train", "epochs", "max_steps"],
 ];
 
 /// The TOML parser's message for a duplicate key; the rest of such a text is valid. The parser has
@@ -196,7 +200,7 @@ impl Reader {
                 format!("this is {language}, and recipes are TOML"),
                 Some(AS_TOML.into()),
             );
-            self.faulty.extend(Recipe::complete().sections().iter().map(|section| section.name().to_owned()));
+            self.faulty.extend(Recipe::section_names().into_iter().map(str::to_owned));
             return;
         }
         for error in &errors {
@@ -209,7 +213,7 @@ impl Reader {
         }
         // The recovered part of an invalid text would cause misleading faults.
         if !errors.iter().all(|error| error.message() == DUPLICATE) {
-            self.faulty.extend(Recipe::complete().sections().iter().map(|section| section.name().to_owned()));
+            self.faulty.extend(Recipe::section_names().into_iter().map(str::to_owned));
             return;
         }
         for (name, item) in table.into_inner() {
@@ -265,8 +269,7 @@ impl Reader {
     }
 
     fn unknown_section(&mut self, place: &str, section: &str) {
-        let complete = Recipe::complete();
-        let names: Vec<&str> = complete.sections().iter().map(|section| section.name()).collect();
+        let names = Recipe::section_names();
         let near = section_of_peers(section).or_else(|| nearest(section, names.iter().copied()));
         let named = near.map_or_else(String::new, |near| format!("; nearest: [{near}]"));
         let shown = clip(section);
@@ -338,19 +341,10 @@ impl Reader {
         };
         match table.set(key, value, folder) {
             Ok(()) => {
-                let pairs = EXCLUSIVE.iter().filter(|(of, pair)| *of == section && pair.contains(&key));
-                for other in pairs.flat_map(|(_, pair)| pair).filter(|other| **other != key) {
+                for [.., other] in REPLACES.iter().filter(|[of, own, _]| [*of, *own] == [section, key]) {
                     let at = (section.to_owned(), (*other).to_owned());
                     if self.places.get(&at).is_some_and(|(layer, _)| *layer < self.layer) {
                         table.reset(other);
-                        self.places.remove(&at);
-                    }
-                }
-                // Otherwise a lower layer's `max_steps` would override this `epochs`.
-                if (section, key) == ("train", "epochs") {
-                    let at = ("train".to_owned(), "max_steps".to_owned());
-                    if self.places.get(&at).is_some_and(|(layer, _)| *layer < self.layer) {
-                        table.reset("max_steps");
                         self.places.remove(&at);
                     }
                 }
@@ -399,15 +393,12 @@ impl Reader {
 
     /// The conflict of `global_batch_size` and `gradient_accumulation_steps`, if both are set.
     fn two_batches(&self) -> Option<KeyConflict> {
-        let (section, [global, accumulation]) = EXCLUSIVE[1];
+        let [section, global, accumulation] = REPLACES[2];
         let is_number = self.recipe.train.gradient_accumulation_steps != AutoOr::Auto;
         let both = self.recipe.train.global_batch_size.and(self.layer_of(section, accumulation));
-        both.filter(|_| is_number).map(|_| KeyConflict {
-            section,
-            key: global,
-            text: format!("and `{accumulation}` exclude each other"),
-            hint: "remove one of the two".into(),
-            overruled_by: None,
+        both.filter(|_| is_number).map(|_| {
+            let text = format!("and `{accumulation}` exclude each other");
+            KeyConflict::new(section, global, text, "remove one of the two")
         })
     }
 

@@ -36,7 +36,7 @@ pub use finetune_core::recipe::enums;
 pub use finetune_core::recipe::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
     ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
-    ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds, TrainedTurns,
 };
 use finetune_core::{address, error, private_file, program};
 pub use layers::{FlagAssignment, Purpose, RecipeLayers};
@@ -52,7 +52,7 @@ pub use source::{DataSource, Folder, Template};
 pub use split_slice::SplitSlice;
 pub use step_interval::StepInterval;
 pub use suggest::{key_of_peers, nearest};
-pub use train_on::{TrainOn, TrainedEnds, TrainedTurns};
+pub use train_on::TrainOn;
 pub use value::{AutoOr, Patterns, TargetModules};
 pub use webhook::WebhookSource;
 
@@ -60,7 +60,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use schema::Section;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Settings of the user, with every default filled in.
 ///
@@ -216,17 +216,6 @@ impl Recipe {
         layers::load(layers)
     }
 
-    /// Every set value, as a recipe that reads back to this one. Paths are absolute, and a chat
-    /// template is its text.
-    pub fn to_toml(&self) -> String {
-        render::plain(self)
-    }
-
-    /// The TOML value of every set key, by `section.key`.
-    pub fn values(&self) -> BTreeMap<String, String> {
-        render::values(self)
-    }
-
     /// Values in the text of a recipe, in the form of [`Recipe::values`]; none if it is no TOML of
     /// sections.
     pub fn values_of(text: &str) -> Option<BTreeMap<String, String>> {
@@ -263,28 +252,6 @@ impl Recipe {
         sections.chain(values.map(|(key, value)| (key.clone(), value.clone()))).collect()
     }
 
-    /// Every section and key with its documentation, accepted values and default, as a recipe.
-    pub fn reference() -> String {
-        render::reference()
-    }
-
-    /// The part of [`Recipe::reference`] about the section `name`.
-    ///
-    /// # Errors
-    /// User error for an unknown section; the error lists the sections.
-    pub fn reference_of(name: &str) -> Result<String> {
-        render::reference_of(name).ok_or_else(|| {
-            let recipe = Recipe::complete();
-            let names: Vec<&str> = recipe.sections().iter().map(|section| section.name()).collect();
-            let error = Error::user(format!("unknown section `{name}`"))
-                .because(format!("sections: {}", names.join(", ")));
-            match nearest(name, names) {
-                Some(near) => error.hint(format!("write `{near}`")),
-                None => error,
-            }
-        })
-    }
-
     /// A recipe with every table.
     pub fn complete() -> Recipe {
         Recipe {
@@ -315,6 +282,16 @@ impl Recipe {
             &self.alerts,
         ];
         first.into_iter().chain(optional.into_iter().flatten()).chain(rest).collect()
+    }
+
+    /// The table `name`, if it is present.
+    fn section(&self, name: &str) -> Option<&dyn Section> {
+        self.sections().into_iter().find(|section| section.name() == name)
+    }
+
+    /// The names of all tables.
+    fn section_names() -> Vec<&'static str> {
+        Recipe::complete().sections().iter().map(|section| section.name()).collect()
     }
 
     /// True if a recipe can have the table `name`.

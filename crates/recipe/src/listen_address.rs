@@ -18,11 +18,9 @@ impl Setting for ListenAddress {
             .into()
     }
 
-    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
-        match value.as_str().ok_or(ValueRefusal::Shape)? {
-            "" => Err(ValueRefusal::Empty),
-            text => text.parse().map(ListenAddress).map_err(|_| ValueRefusal::Shape),
-        }
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        let text = String::read(value, folder)?;
+        text.parse().map(ListenAddress).map_err(|_| ValueRefusal::Shape)
     }
 
     fn write(&self) -> Option<Value> {

@@ -7,52 +7,68 @@ use toml::Value;
 
 use super::Recipe;
 use super::schema::{Key, Section};
+use super::suggest::nearest;
+use crate::error::{Error, Result};
 
-/// Every set value, one line each.
-pub(super) fn plain(recipe: &Recipe) -> String {
-    let mut text = String::new();
-    for section in recipe.sections() {
-        let set = section.keys().iter().zip(section.values());
-        let lines = set.filter_map(|(key, value)| Some(format!("{} = {}\n", key.name, inline(&value?))));
-        let gap = if text.is_empty() { "" } else { "\n" };
-        text += &format!("{gap}[{}]\n{}", section.name(), lines.collect::<String>());
+impl Recipe {
+    /// Every set value, as a recipe that reads back to this one. Paths are absolute, and a chat
+    /// template is its text.
+    pub fn to_toml(&self) -> String {
+        let mut text = String::new();
+        for section in self.sections() {
+            let set = section.keys().iter().zip(section.values());
+            let lines = set.filter_map(|(key, value)| Some(format!("{} = {}\n", key.name, inline(&value?))));
+            let gap = if text.is_empty() { "" } else { "\n" };
+            text += &format!("{gap}[{}]\n{}", section.name(), lines.collect::<String>());
+        }
+        text
     }
-    text
-}
 
-/// Every set value, by `section.key`.
-pub(super) fn values(recipe: &Recipe) -> BTreeMap<String, String> {
-    let of = |section: &dyn Section| {
-        let set = section.keys().iter().zip(section.values());
-        let name = section.name();
-        let named = set.filter_map(|(key, value)| Some((format!("{name}.{}", key.name), inline(&value?))));
-        named.collect::<Vec<_>>()
-    };
-    recipe.sections().into_iter().flat_map(of).collect()
-}
-
-/// Every key with its documentation; a key without a default is commented out.
-pub(super) fn reference() -> String {
-    let mut text = String::from(
-        "# Every section and key of a recipe, with its default. A key in a comment is not set by default.\n",
-    );
-    for section in Recipe::complete().sections() {
-        text += &format!("\n{}", documented_section(section));
+    /// The TOML value of every set key, by `section.key`.
+    pub fn values(&self) -> BTreeMap<String, String> {
+        let of = |section: &dyn Section| {
+            let set = section.keys().iter().zip(section.values());
+            let name = section.name();
+            let named =
+                set.filter_map(|(key, value)| Some((format!("{name}.{}", key.name), inline(&value?))));
+            named.collect::<Vec<_>>()
+        };
+        self.sections().into_iter().flat_map(of).collect()
     }
-    text
-}
 
-/// The part of the reference about the section `name`; none for an unknown section.
-pub(super) fn reference_of(name: &str) -> Option<String> {
-    let recipe = Recipe::complete();
-    recipe.sections().into_iter().find(|section| section.name() == name).map(documented_section)
+    /// Every section and key with its documentation, accepted values and default, as a recipe. A
+    /// key without a default is commented out.
+    pub fn reference() -> String {
+        let mut text = String::from(
+            "# Every section and key of a recipe, with its default. A key in a comment is not set by default.\n",
+        );
+        for section in Recipe::complete().sections() {
+            text += &format!("\n{}", documented_section(section));
+        }
+        text
+    }
+
+    /// The part of [`Recipe::reference`] about the section `name`.
+    ///
+    /// # Errors
+    /// User error for an unknown section; the error lists the sections.
+    pub fn reference_of(name: &str) -> Result<String> {
+        Recipe::complete().section(name).map(documented_section).ok_or_else(|| {
+            let names = Recipe::section_names();
+            let error = Error::user(format!("unknown section `{name}`"))
+                .because(format!("sections: {}", names.join(", ")));
+            match nearest(name, names) {
+                Some(near) => error.hint(format!("write `{near}`")),
+                None => error,
+            }
+        })
+    }
 }
 
 /// A section and its keys with their documentation. The header of an optional section is commented
 /// out.
 fn documented_section(section: &dyn Section) -> String {
-    let is_present = Recipe::default().sections().iter().any(|present| present.name() == section.name());
-    let comment = if is_present { "" } else { "# " };
+    let comment = if Recipe::default().section(section.name()).is_some() { "" } else { "# " };
     let doc: String = section.doc().lines().map(|line| format!("\n# {}", line.trim())).collect();
     let mut text = format!("{}\n{comment}[{}]\n", doc.trim_start(), section.name());
     for (key, value) in section.keys().iter().zip(section.values()) {
@@ -128,12 +144,12 @@ mod tests {
         let mut recipe = Recipe::complete();
         recipe.data.chat_template = Some(crate::Template::of_text("[a]\nb = \"c\" = 1"));
         recipe.optimizer.learning_rate = Some(2e-4);
-        let values = values(&recipe);
+        let values = recipe.values();
         assert_eq!(values["data.chat_template"], r#""[a]\nb = \"c\" = 1""#);
         assert_eq!(values["optimizer.learning_rate"], "0.0002");
         assert_eq!(values["optimizer.betas"], "[0.9, 0.999]");
         assert_eq!(values.get("train.max_steps"), None);
-        let table: toml::Table = plain(&recipe).parse().unwrap();
+        let table: toml::Table = recipe.to_toml().parse().unwrap();
         let keys = table.iter().flat_map(|(_, section)| section.as_table().unwrap().keys());
         assert_eq!(keys.count(), values.len());
         for (name, value) in values {
@@ -144,8 +160,8 @@ mod tests {
 
     #[test]
     fn the_reference_is_the_default_recipe() {
-        let read: toml::Table = reference().parse().unwrap();
-        let default: toml::Table = plain(&Recipe::default()).parse().unwrap();
+        let read: toml::Table = Recipe::reference().parse().unwrap();
+        let default: toml::Table = Recipe::default().to_toml().parse().unwrap();
         assert_eq!(read, default);
     }
 }

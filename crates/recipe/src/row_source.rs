@@ -105,32 +105,17 @@ impl RowSource {
         };
         let format = table.get("format").map(|value| DataFormat::read(value, folder)).transpose();
         let format = key("format", format, DataFormat::accepted())?;
-        let weight = match table.get("weight").map(|value| f64::read(value, folder)) {
-            None => 1.0,
-            Some(Ok(weight)) if weight > 0.0 => weight,
-            Some(_) => {
-                return Err(unusable("its `weight` is not accepted; accepted: a number above 0".into()));
-            }
-        };
-        let limit = match table.get("limit").map(|value| usize::read(value, folder)) {
-            None => None,
-            Some(Ok(limit)) if limit > 0 => Some(limit),
-            Some(_) => {
-                return Err(unusable("its `limit` is not accepted; accepted: a whole number from 1".into()));
-            }
-        };
+        let weight: Option<f64> = above_zero(table, "weight", "a number above 0", folder)?;
+        let limit = above_zero(table, "limit", "a whole number from 1", folder)?;
         Ok(RowSource {
             path,
             format,
             columns: columns(table.get("columns"))?,
             prompt_template: text("prompt_template")?,
             system: text("system")?,
-            weight,
+            weight: weight.unwrap_or(1.0),
             limit,
-            split: match text("split")? {
-                None => None,
-                Some(split) => Some(SplitSlice::parse(&split).map_err(unusable)?),
-            },
+            split: text("split")?.map(|split| SplitSlice::parse(&split).map_err(unusable)).transpose()?,
         })
     }
 }
@@ -145,6 +130,19 @@ fn key<T>(name: &str, read: Result<T, ValueRefusal>, accepted: String) -> Result
         ValueRefusal::Unusable(why) => unusable(format!("its `{name}`: {why}")),
         _ => unusable(format!("its `{name}` is not accepted; accepted: {accepted}")),
     })
+}
+
+/// Value of the key `name`, which is a number above 0.
+fn above_zero<T: Setting>(
+    table: &Table,
+    name: &str,
+    accepted: &str,
+    folder: &Path,
+) -> Result<Option<T>, ValueRefusal> {
+    let Some(value) = table.get(name) else { return Ok(None) };
+    let read = T::read(value, folder).ok().filter(|number| number.numbers().iter().all(|n| *n > 0.0));
+    let refused = || unusable(format!("its `{name}` is not accepted; accepted: {accepted}"));
+    read.map(Some).ok_or_else(refused)
 }
 
 /// Reads the table of column names by key.

@@ -142,11 +142,7 @@ impl Setting for Folder {
     }
 
     fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
-        let text = value.as_str().ok_or(ValueRefusal::Shape)?;
-        if text.is_empty() {
-            return Err(ValueRefusal::Empty);
-        }
-        let path = absolute(text, folder)?;
+        let path = absolute(&String::read(value, folder)?, folder)?;
         if path.is_dir() {
             Ok(Folder(path))
         } else {
@@ -182,17 +178,14 @@ impl Setting for Template {
     }
 
     fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
-        let text = value.as_str().ok_or(ValueRefusal::Shape)?;
-        if text.is_empty() {
-            return Err(ValueRefusal::Empty);
-        }
-        if is_jinja(text) {
+        let text = String::read(value, folder)?;
+        if is_jinja(&text) {
             return Ok(Template::of_text(text));
         }
-        if let Some(named) = chat_templates::named(text) {
-            return Ok(Template { text: named.to_owned(), name: Some(text.to_owned()) });
+        if let Some(named) = chat_templates::named(&text) {
+            return Ok(Template { text: named.to_owned(), name: Some(text) });
         }
-        let path = absolute(text, folder)?;
+        let path = absolute(&text, folder)?;
         let refuse = |why: String| Err(ValueRefusal::Unusable(why));
         match input_file::read_text("read", &path) {
             Ok(jinja) if is_jinja(&jinja) => Ok(Template::of_text(jinja)),

@@ -29,9 +29,9 @@ pub(super) fn nearest_key(section: &str, key: &str) -> Option<(&'static str, &'s
     let mut all =
         sections.iter().flat_map(|section| section.keys().iter().map(|key| (section.name(), key.name)));
     let elsewhere = all.find(|(_, name)| *name == key);
-    let translated = KEYS.iter().find(|(theirs, ..)| *theirs == key).map(|(_, s, k)| (*s, *k));
+    let translated = KEYS.iter().find(|(.., theirs)| theirs.contains(&key)).map(|(s, k, _)| (*s, *k));
     let here = || {
-        let section = sections.iter().find(|known| known.name() == section)?;
+        let section = recipe.section(section)?;
         let name = nearest(key, section.keys().iter().map(|key| key.name))?;
         Some((section.name(), name))
     };
@@ -50,10 +50,12 @@ mod tests {
     #[test]
     fn other_names_lead_to_keys_that_exist() {
         let mut recipe = Recipe::complete();
-        for (theirs, section, key) in KEYS.iter().copied() {
+        for (section, key, names) in KEYS.iter().copied() {
             let keys = recipe.section_mut(section).unwrap().keys();
             assert!(keys.iter().any(|known| known.name == key), "{section}.{key}");
-            assert_eq!(nearest_key("train", theirs), Some((section, key)));
+            for theirs in names {
+                assert_eq!(nearest_key("train", theirs), Some((section, key)));
+            }
         }
     }
 

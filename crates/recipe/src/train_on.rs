@@ -4,43 +4,13 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
+use super::enums::{TrainedEnds, TrainedTurns};
 use super::value::{Setting, ValueRefusal};
 
 /// Roles of messages.
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 /// Keys of the table form.
 const KEYS: [&str; 3] = ["roles", "turns", "ends"];
-
-/// Selection among the messages of the trained roles.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TrainedTurns {
-    /// All of them.
-    All,
-    /// Only the last of a chat.
-    Last,
-}
-
-/// Selection of trained end tokens of messages (EOS, `<|im_end|>`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TrainedEnds {
-    /// End tokens of the trained messages.
-    Turn,
-    /// End tokens of all messages.
-    All,
-    /// End token of a chat's last trained message.
-    Last,
-    /// None of them: the model does not learn to stop.
-    None,
-}
-
-/// Names of the values of [`TrainedTurns`] and [`TrainedEnds`].
-const TURNS: [(&str, TrainedTurns); 2] = [("all", TrainedTurns::All), ("last", TrainedTurns::Last)];
-const ENDS: [(&str, TrainedEnds); 4] = [
-    ("turn", TrainedEnds::Turn),
-    ("all", TrainedEnds::All),
-    ("last", TrainedEnds::Last),
-    ("none", TrainedEnds::None),
-];
 
 /// Tokens of a row that count in the loss.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -98,9 +68,7 @@ impl TrainOn {
             None => vec![ASSISTANT.to_owned()],
             Some(roles) => read_roles(roles, folder)?,
         };
-        let turns =
-            table.get("turns").map_or(Ok(TrainedTurns::All), |value| named("turns", &TURNS, value))?;
-        let ends = table.get("ends").map_or(Ok(TrainedEnds::Turn), |value| named("ends", &ENDS, value))?;
+        let (turns, ends) = (choice(table, "turns", folder)?, choice(table, "ends", folder)?);
         Ok(TrainOn::Messages { roles, turns, ends })
     }
 }
@@ -119,19 +87,11 @@ fn read_roles(value: &Value, folder: &Path) -> Result<Vec<String>, ValueRefusal>
     }
 }
 
-/// Value with the name `value` in `values`; `key` is for the error.
-fn named<T: Copy>(key: &str, values: &[(&str, T)], value: &Value) -> Result<T, ValueRefusal> {
-    let found = values.iter().find(|(name, _)| value.as_str() == Some(name));
-    found.map(|(_, found)| *found).ok_or_else(|| {
-        let names: Vec<String> = values.iter().map(|(name, _)| format!("\"{name}\"")).collect();
-        ValueRefusal::Unusable(format!("its `{key}` is {value}; accepted: {}", names.join(", ")))
-    })
-}
-
-/// Name of `value` in `values`.
-fn name<T: Copy + PartialEq>(values: &[(&str, T)], value: T) -> Value {
-    let found = values.iter().find(|(_, known)| *known == value);
-    Value::String(found.map(|(name, _)| (*name).to_owned()).unwrap_or_default())
+/// Returns the value of `key`, or its default.
+fn choice<T: Setting + Default>(table: &Table, key: &str, folder: &Path) -> Result<T, ValueRefusal> {
+    let Some(value) = table.get(key) else { return Ok(T::default()) };
+    let refused = |_| ValueRefusal::Unusable(format!("its `{key}` is {value}; accepted: {}", T::accepted()));
+    T::read(value, folder).map_err(refused)
 }
 
 impl Setting for TrainOn {
@@ -166,8 +126,8 @@ impl Setting for TrainOn {
             (false, TrainedTurns::All, TrainedEnds::Turn) => roles.write(),
             _ => Some(Value::Table(Table::from_iter([
                 ("roles".to_owned(), roles.write()?),
-                ("turns".to_owned(), name(&TURNS, *turns)),
-                ("ends".to_owned(), name(&ENDS, *ends)),
+                ("turns".to_owned(), turns.write()?),
+                ("ends".to_owned(), ends.write()?),
             ]))),
         }
     }

@@ -11,7 +11,7 @@ use toml::Value;
 use super::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
     ModelInit, ObjectiveKind, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute,
-    ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainedEnds, TrainedTurns,
 };
 
 /// Reason for refusing a value.
@@ -452,7 +452,9 @@ choices_are_settings!(
     SchedulerKind,
     Strategy,
     Offload,
-    ReduceDtype
+    ReduceDtype,
+    TrainedTurns,
+    TrainedEnds
 );
 
 #[cfg(test)]

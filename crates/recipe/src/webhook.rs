@@ -46,17 +46,16 @@ impl Setting for WebhookSource {
         "an http or https address, env:NAME".into()
     }
 
-    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
-        let text = value.as_str().ok_or(ValueRefusal::Shape)?;
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        let text = String::read(value, folder)?;
         let is_usable = match text.strip_prefix("env:") {
-            _ if text.is_empty() => Err(ValueRefusal::Empty),
             Some(name) if name.is_empty() || name.contains(['=', '\0']) => Err(ValueRefusal::Shape),
             Some(_) => Ok(()),
-            None => address::http(text)
+            None => address::http(&text)
                 .map(drop)
                 .map_err(|why| ValueRefusal::Unusable(format!("{why}; accepted: {}", Self::accepted()))),
         };
-        is_usable.map(|()| WebhookSource(text.to_owned()))
+        is_usable.map(|()| WebhookSource(text))
     }
 
     /// Omits a URL, because users share the files of a run.

@@ -37,24 +37,10 @@ pub enum StoredDtype {
 
 impl StoredDtype {
     /// Every type, in the order of an error's list.
-    pub const ALL: [StoredDtype; 16] = [
-        Self::F32,
-        Self::F16,
-        Self::BF16,
-        Self::F64,
-        Self::F8E4M3,
-        Self::F8E5M2,
-        Self::F8E8M0,
-        Self::I64,
-        Self::I32,
-        Self::I16,
-        Self::I8,
-        Self::U64,
-        Self::U32,
-        Self::U16,
-        Self::U8,
-        Self::Bool,
-    ];
+    pub const ALL: [StoredDtype; 16] = {
+        use StoredDtype::*;
+        [F32, F16, BF16, F64, F8E4M3, F8E5M2, F8E8M0, I64, I32, I16, I8, U64, U32, U16, U8, Bool]
+    };
 
     /// Name in a safetensors header: `F32`, `BF16`, `F8_E4M3`.
     pub fn name(self) -> &'static str {

@@ -49,8 +49,8 @@ pub(crate) fn measure(world: &dyn Collective, clock: &dyn Fn() -> Duration) -> R
     for rank in 1..world.size() {
         if world.rank() == rank {
             for _ in 0..ROUND_TRIPS {
-                world.recv(call, 0, RankBuffer::bytes(vec![0; 8])?.memory())?;
-                world.send(call, 0, RankBuffer::bytes(nanos())?.memory())?;
+                world.recv(call, 0, RankBuffer::numbers(vec![0_u8; 8])?.memory())?;
+                world.send(call, 0, RankBuffer::numbers(nanos())?.memory())?;
             }
         }
         if world.rank() == 0 {
@@ -65,7 +65,7 @@ fn ask(world: &dyn Collective, rank: usize, clock: &dyn Fn() -> Duration) -> Res
     let call = Call::single("times of clocks");
     let mut best: Option<ClockSkew> = None;
     for _ in 0..ROUND_TRIPS {
-        let (question, answer) = (RankBuffer::bytes(vec![0; 8])?, RankBuffer::bytes(vec![0; 8])?);
+        let (question, answer) = (RankBuffer::numbers(vec![0_u8; 8])?, RankBuffer::numbers(vec![0_u8; 8])?);
         let (asked, started) = (clock(), Instant::now());
         world.send(call, rank, question.memory())?;
         world.recv(call, rank, answer.memory())?;

@@ -45,16 +45,13 @@ fn on_ranks<T: Send>(
 ) -> Result<Option<T>> {
     let sizes = if args.sizes.is_empty() { SIZES.to_vec() } else { args.sizes.clone() };
     let asked = |gpus, ranks| RankRequest { gpus, ranks, processes: &args.processes, purpose: what };
-    let request = asked(args.gpus.as_ref(), args.ranks);
+    let mut request = asked(args.gpus.as_ref(), args.ranks);
     let mut launch = ranks::launch(request)?;
     let is_free = launch.source == LaunchSource::Alone && args.gpus.is_none() && args.ranks.is_none();
-    let all_gpus = if is_free { Gpus((0..device::gpus()?.len()).collect()) } else { Gpus(Vec::new()) };
-    let request = match (is_free, all_gpus.0.len()) {
-        (true, 2..) => asked(Some(&all_gpus), None),
-        (true, _) => asked(None, Some(2)),
-        (false, _) => request,
-    };
+    let all_gpus;
     if is_free {
+        all_gpus = Gpus((0..device::gpus()?.len()).collect());
+        request = if all_gpus.0.len() > 1 { asked(Some(&all_gpus), None) } else { asked(None, Some(2)) };
         launch = ranks::launch(request)?;
     }
     if launch.world_size < 2 {

@@ -58,22 +58,12 @@ impl NetworkReport {
         let times = PairTimes::measure(world, device, &places)?;
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
         let clocks = clocks::measure(world, &clock)?;
-        Ok(Self::new(collectives, &places, &times, clocks, copy_rate()))
-    }
-
-    fn new(
-        collectives: CollectiveSpeeds,
-        places: &[RankPlace],
-        times: &PairTimes,
-        clocks: Vec<ClockSkew>,
-        copy: f64,
-    ) -> Self {
-        let pairs = times.judged(places, copy);
-        let slow = pairs::warnings(&pairs, places);
+        let pairs = times.judged(&places, copy_rate());
+        let slow = pairs::warnings(&pairs, &places);
         let skewed = clocks.iter().filter_map(|skew| skew.warning(&places[skew.rank].host));
         let warnings = slow.into_iter().chain(skewed).collect();
         let hosts = places.iter().map(|place| place.host.clone()).collect();
-        NetworkReport { collectives, hosts, pairs, clocks, warnings }
+        Ok(NetworkReport { collectives, hosts, pairs, clocks, warnings })
     }
 
     /// Formats the report for a terminal.

@@ -1,6 +1,6 @@
 //! Memory of a rank's device for sending and receiving.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, WithDType};
 
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
@@ -24,14 +24,8 @@ impl RankBuffer {
         Self::of(Tensor::from_vec(values, elements, device)?)
     }
 
-    /// Copies bytes to the host's memory.
-    pub(crate) fn bytes(bytes: Vec<u8>) -> Result<Self> {
-        let len = bytes.len();
-        Self::of(Tensor::from_vec(bytes, len, &Device::Cpu)?)
-    }
-
-    /// Copies f64 numbers to the host's memory, for sums over ranks.
-    pub(crate) fn numbers(numbers: Vec<f64>) -> Result<Self> {
+    /// Copies numbers to the host's memory: bytes, or f64 for sums over ranks.
+    pub(crate) fn numbers<T: WithDType>(numbers: Vec<T>) -> Result<Self> {
         let len = numbers.len();
         Self::of(Tensor::from_vec(numbers, len, &Device::Cpu)?)
     }
@@ -47,7 +41,7 @@ impl RankBuffer {
     }
 
     /// Returns the current contents in the original type.
-    pub(crate) fn values<T: candle_core::WithDType>(&self) -> Result<Vec<T>> {
+    pub(crate) fn values<T: WithDType>(&self) -> Result<Vec<T>> {
         Ok(self.tensor.to_vec1()?)
     }
 }

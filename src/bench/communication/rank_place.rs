@@ -53,7 +53,8 @@ impl RankPlace {
             return Err(Error::internal("cannot share the location of a rank").because(cause));
         }
         said.resize(SAID_BYTES, b' ');
-        let (own, all) = (RankBuffer::bytes(said)?, RankBuffer::bytes(vec![0; SAID_BYTES * world.size()])?);
+        let all = RankBuffer::numbers(vec![0_u8; SAID_BYTES * world.size()])?;
+        let own = RankBuffer::numbers(said)?;
         let ticket = world.start_all_gather(Call::single("places of ranks"), own.memory(), all.memory())?;
         world.finish(ticket)?;
         let all = all.values::<u8>()?;

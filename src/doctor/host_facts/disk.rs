@@ -74,10 +74,7 @@ impl DiskSpeed {
 
     /// Formats the speed as a line.
     pub(crate) fn line(&self) -> FactLine {
-        let rates = match (&self.rates, &self.failure) {
-            (Some(rates), _) => rates.text(),
-            (None, failure) => failure.clone().unwrap_or_default(),
-        };
+        let rates = self.rates.map(|rates| rates.text()).or(self.failure.clone()).unwrap_or_default();
         let room = self.free_bytes.zip(self.total_bytes).map_or_else(String::new, |(free, total)| {
             format!(", {} of {} free", units::bytes(free), units::bytes(total))
         });

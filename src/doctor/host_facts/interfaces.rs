@@ -143,10 +143,8 @@ impl NetworkInterface {
 
     /// Formats the interface as a line.
     fn line(&self) -> FactLine {
-        let speed = match self.gbits_per_sec {
-            Some(speed) => format!("{speed} Gb/s"),
-            None => "speed unknown".to_owned(),
-        };
+        let speed = self.gbits_per_sec.map(|speed| format!("{speed} Gb/s"));
+        let speed = speed.unwrap_or_else(|| "speed unknown".to_owned());
         let mut facts = vec![self.kind.name().to_owned(), self.state.clone(), speed];
         facts.extend(self.driver.iter().map(|driver| format!("driver {driver}")));
         facts.extend(self.pci_address.iter().map(|address| format!("PCI {address}")));

@@ -22,9 +22,10 @@ pub(crate) struct LimitFact {
     needed: String,
     /// Ways to raise the limit, if it is too low.
     raise: Option<String>,
-    #[serde(skip)]
-    is_bytes: bool,
 }
+
+/// Names of the limits that are not in bytes.
+const COUNTS: [&str; 2] = ["open files", "cores"];
 
 /// Number of open files and sockets that is enough: shards of weights and data, and several sockets
 /// for each peer rank.
@@ -73,97 +74,63 @@ fn process_limit(said: &str, name: &str) -> Option<SoftHard> {
     Some((limit()?, limit()?))
 }
 
-fn locked_memory((value, hard): SoftHard, has_rdma: bool) -> LimitFact {
-    let enough = value.is_none() || !has_rdma;
+/// Returns the fact of a limit, which is too low if `raise` tells how to raise it.
+fn fact(
+    name: &'static str,
+    (value, hard): SoftHard,
+    needed: impl Into<String>,
+    raise: Option<&str>,
+) -> LimitFact {
+    let (enough, needed) = (raise.is_none(), needed.into());
+    LimitFact { name, value, hard, enough, needed, raise: raise.map(str::to_owned) }
+}
+
+fn locked_memory(limit: SoftHard, has_rdma: bool) -> LimitFact {
     let needed = if has_rdma {
-        "unlimited: RDMA locks every buffer that it sends from".to_owned()
+        "unlimited: RDMA locks every buffer that it sends from"
     } else {
-        "any value without InfiniBand, RoCE or EFA devices; unlimited with one".to_owned()
+        "any value without InfiniBand, RoCE or EFA devices; unlimited with one"
     };
     let raise = "`ulimit -l unlimited` after `* - memlock unlimited` in /etc/security/limits.conf; \
                  `docker run --ulimit memlock=-1`; LimitMEMLOCK=infinity in a service";
-    LimitFact {
-        name: "locked memory",
-        value,
-        hard,
-        enough,
-        needed,
-        raise: said_unless(enough, raise),
-        is_bytes: true,
-    }
+    fact("locked memory", limit, needed, (limit.0.is_some() && has_rdma).then_some(raise))
 }
 
 fn open_files((value, hard): SoftHard) -> LimitFact {
-    let enough = value.is_none_or(|files| files >= OPEN_FILES);
+    let is_low = value.is_some_and(|files| files < OPEN_FILES);
     let raise = if hard.is_none_or(|hard| hard >= OPEN_FILES) {
         "`ulimit -n 65536`, or up to the hard limit, in the shell or job that starts the ranks"
     } else {
         "`* - nofile 65536` in /etc/security/limits.conf; `docker run --ulimit nofile=65536`"
     };
     let needed = format!("{OPEN_FILES}: each peer rank needs several sockets");
-    LimitFact {
-        name: "open files",
-        value,
-        hard,
-        enough,
-        needed,
-        raise: said_unless(enough, raise),
-        is_bytes: false,
-    }
+    fact("open files", (value, hard), needed, is_low.then_some(raise))
 }
 
 fn shared_memory(bytes: u64) -> LimitFact {
-    let enough = bytes >= SHARED_MEMORY;
     let raise = "`docker run --shm-size=1g` or more; in Kubernetes an emptyDir of `medium: Memory` at /dev/shm; \
                  `mount -o remount,size=8G /dev/shm`";
-    LimitFact {
-        name: "/dev/shm",
-        value: Some(bytes),
-        hard: None,
-        enough,
-        needed: format!(
-            "{}: NCCL and MPI pass data between ranks of one host through it",
-            units::bytes(SHARED_MEMORY)
-        ),
-        raise: said_unless(enough, raise),
-        is_bytes: true,
-    }
+    let least = units::bytes(SHARED_MEMORY);
+    let needed = format!("{least}: NCCL and MPI pass data between ranks of one host through it");
+    fact("/dev/shm", (Some(bytes), None), needed, (bytes < SHARED_MEMORY).then_some(raise))
 }
 
 /// Returns none if this process may use all processors.
 fn cores(here: u64, all: u64) -> Option<LimitFact> {
-    (here < all).then(|| LimitFact {
-        name: "cores",
-        value: Some(here),
-        hard: None,
-        enough: true,
-        needed: format!(
-            "at most the {all} of this machine: affinity (taskset, Slurm) or a control group's cpu.max \
-             (`docker run --cpus`) leaves fewer"
-        ),
-        raise: None,
-        is_bytes: false,
-    })
+    let needed = format!(
+        "at most the {all} of this machine: affinity (taskset, Slurm) or a control group's cpu.max \
+         (`docker run --cpus`) leaves fewer"
+    );
+    (here < all).then(|| fact("cores", (Some(here), None), needed, None))
 }
 
 /// Returns none if no control group sets a limit below the memory of the machine.
 fn memory(here: u64, all: u64) -> Option<LimitFact> {
-    (here < all).then(|| LimitFact {
-        name: "memory of the control group",
-        value: Some(here),
-        hard: None,
-        enough: true,
-        needed: format!(
-            "what `finetune --dry-run` plans; the machine has {} (`docker run --memory`, memory.max)",
-            units::bytes(all)
-        ),
-        raise: None,
-        is_bytes: true,
-    })
-}
-
-fn said_unless(enough: bool, raise: &str) -> Option<String> {
-    (!enough).then(|| raise.to_owned())
+    let needed = format!(
+        "what `finetune --dry-run` plans; the machine has {} (`docker run --memory`, memory.max)",
+        units::bytes(all)
+    );
+    (here < all).then(|| fact("memory of the control group", (Some(here), None), needed, None))
 }
 
 impl LimitFact {
@@ -171,8 +138,8 @@ impl LimitFact {
     pub(crate) fn line(&self) -> FactLine {
         let value = match self.value {
             None => "unlimited".to_owned(),
-            Some(bytes) if self.is_bytes => units::bytes(bytes),
-            Some(number) => number.to_string(),
+            Some(number) if COUNTS.contains(&self.name) => number.to_string(),
+            Some(bytes) => units::bytes(bytes),
         };
         let judgement = match (&self.raise, self.value) {
             (Some(raise), _) => format!(": TOO LOW; enough: {}; raise it: {raise}", self.needed),

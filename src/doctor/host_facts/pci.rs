@@ -192,10 +192,8 @@ impl PciDevice {
     }
 
     fn link_text(&self, link: PcieLink) -> String {
-        let now = match self.link_now {
-            Some(now) if now.lanes < link.lanes => format!(", of which {} are in use", now.lanes),
-            _ => String::new(),
-        };
+        let fewer = self.link_now.map(|now| now.lanes).filter(|lanes| *lanes < link.lanes);
+        let now = fewer.map_or_else(String::new, |lanes| format!(", of which {lanes} are in use"));
         let PcieLink { gt_per_sec, lanes } = link;
         format!("{gt_per_sec} GT/s x {lanes} lanes ({:.1} GB/s){now}", link.gbytes_per_sec())
     }

@@ -53,49 +53,38 @@ pub struct Improvement {
 }
 
 /// A way in words, and its change to a recipe that trains all weights.
-struct TrainingOption {
-    what: &'static str,
-    /// True if it trains an adapter.
-    adapts: bool,
-    apply: fn(&mut Recipe),
-}
+type Way = (&'static str, fn(&mut Recipe));
 
-/// A way that trains all weights.
-const fn full(what: &'static str, apply: fn(&mut Recipe)) -> TrainingOption {
-    TrainingOption { what, adapts: false, apply }
-}
-
-/// A way that trains an adapter.
-const fn lora(what: &'static str, apply: fn(&mut Recipe)) -> TrainingOption {
-    TrainingOption { what, adapts: true, apply }
-}
-
-/// The ways, from the one that changes most of the model to the smallest.
-const WAYS: [TrainingOption; 11] = [
-    full("all weights", |_| {}),
-    full("all weights, recompute", recompute),
-    full("all weights, recompute, 8-bit states", |r| {
+/// The ways that train all weights, from the one that changes most of the model to the smallest.
+const FULL: [Way; 5] = [
+    ("all weights", |_| {}),
+    ("all weights, recompute", recompute),
+    ("all weights, recompute, 8-bit states", |r| {
         recompute(r);
         r.optimizer.state = StateDtype::Int8;
     }),
-    full("all weights, recompute, 8-bit states, no f32 masters", |r| {
+    ("all weights, recompute, 8-bit states, no f32 masters", |r| {
         recompute(r);
         r.optimizer.state = StateDtype::Int8;
         r.optimizer.master = MasterWeights::None;
     }),
-    full("all weights, recompute, states in host memory", |r| {
+    ("all weights, recompute, states in host memory", |r| {
         recompute(r);
         r.parallel.offload = Offload::Optimizer;
     }),
-    lora("LoRA", |r| r.quantization = None),
-    lora("LoRA, recompute", |r| {
+];
+
+/// The ways that train an adapter, in the same order.
+const ADAPTING: [Way; 6] = [
+    ("LoRA", |r| r.quantization = None),
+    ("LoRA, recompute", |r| {
         r.quantization = None;
         recompute(r);
     }),
-    lora("QLoRA", |_| {}),
-    lora("QLoRA, recompute", recompute),
-    lora("QLoRA, recompute, one row at a time", one_row),
-    lora("QLoRA, recompute, one row at a time, weights in host memory", |r| {
+    ("QLoRA", |_| {}),
+    ("QLoRA, recompute", recompute),
+    ("QLoRA, recompute, one row at a time", one_row),
+    ("QLoRA, recompute, one row at a time, weights in host memory", |r| {
         one_row(r);
         r.parallel.offload = Offload::Params;
     }),
@@ -146,7 +135,8 @@ impl SizingRequest<'_> {
         let adapter = plain.adapter.take().unwrap_or_default();
         let quantization = (!stored).then(|| self.recipe.quantization.clone().unwrap_or_default());
         let (mut leaves, mut seen): (Vec<RecipeChange>, Vec<Recipe>) = Default::default();
-        for TrainingOption { what, adapts, apply } in WAYS {
+        let ways = FULL.map(|way| (way, false)).into_iter().chain(ADAPTING.map(|way| (way, true)));
+        for ((what, apply), adapts) in ways {
             let mut recipe = plain.clone();
             if adapts {
                 (recipe.adapter, recipe.quantization) = (Some(adapter.clone()), quantization.clone());

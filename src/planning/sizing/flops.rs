@@ -12,8 +12,6 @@
 //! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5
 //! times forward (Dao, arXiv 2307.08691).
 
-use serde::Serialize;
-
 use crate::model::{BlockLayout, BlockModule, ModelConfig, WeightShape};
 use crate::objectives::ObjectiveCost;
 use crate::parallel::{ParamDesc, ParamKind};
@@ -30,7 +28,7 @@ pub(super) const FROZEN: f64 = 4.0;
 pub(super) const ATTENTION: f64 = 3.5;
 
 /// Floating-point operations of one token, forward and backward.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenFlops {
     /// Operations of the blocks' linear layers and adapters.
     pub linear: f64,
@@ -45,13 +43,7 @@ pub struct TokenFlops {
     /// Operations of a forward without a backward; a part of the above.
     pub forward: f64,
     /// Operations of the objective's further forwards.
-    #[serde(skip_serializing_if = "is_zero")]
     pub objective: f64,
-}
-
-#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
-fn is_zero(figure: &f64) -> bool {
-    *figure == 0.0
 }
 
 /// The trained weights of a model.
@@ -64,10 +56,6 @@ pub struct TrainedWeights {
 }
 
 impl TrainedWeights {
-    /// All weights train.
-    #[cfg(feature = "testing")]
-    pub const ALL: TrainedWeights = TrainedWeights { branches: None, loss_path: LossPath::Trained };
-
     /// Describes the trained weights among the parameters `descs`.
     pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
         let of_adapter =

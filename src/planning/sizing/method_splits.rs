@@ -1,12 +1,10 @@
 //! The splits of a run's own method: passes the memory and compute of its step on one device to
 //! [`splits`].
 
-use super::flops::{TokenFlops, TrainedWeights};
 use super::splits::{self, ParallelSplit, RefusedSplit, SplitWork, splits};
 use super::step_time::{dequantized_bytes, dequantizing_passes, launches, token_secs, update};
 use super::{SizingRequest, kept_bytes};
 use crate::error::Result;
-use crate::objectives;
 use crate::planning::{KeptGroup, MASTERS, MemoryParts, PlannedStep, widest_micro_batch};
 use crate::recipe::Strategy;
 
@@ -25,9 +23,7 @@ impl SizingRequest<'_> {
         }
         let load = self.workload(self.recipe);
         let config = &self.inputs.base.config;
-        let trained = TrainedWeights::of(config, &step.descs);
-        let flops = TokenFlops::new(config, trained, load.row, step.fit.recompute)
-            .with_objective(objectives::objective(&self.recipe.objective).cost());
+        let flops = self.flops(self.recipe, step, load.row);
         let is_master = |group: &&KeptGroup| group.what.starts_with(MASTERS);
         let masters: u64 = parts.weights.iter().filter(is_master).map(|group| group.bytes).sum();
         let gradients: u64 = parts.gradients.iter().map(|group| group.bytes).sum();

@@ -27,7 +27,8 @@ use crate::error::{Error, Result};
 use crate::loading::base_model::format;
 use crate::parallel::ShardingStrategy;
 use crate::planning::{
-    KeptGroup, MemoryParts, MemoryPlan, Method, PlannedStep, Rows, StepInputs, WorldSize, widest_micro_batch,
+    KeptGroup, MemoryParts, MemoryPlan, Method, PlannedStep, Rows, StepInputs, WorldSize, parameter_counts,
+    widest_micro_batch,
 };
 use crate::recipe::{Recipe, Recompute, Strategy};
 use advice::{Improvement, RecipeChange};
@@ -158,11 +159,7 @@ impl SizingRequest<'_> {
     pub fn answer(&self) -> Result<Sizing> {
         let step = self.step(self.recipe)?;
         let (memory, kind) = (step.fit.memory, step.fit.strategy);
-        let count = |trains: bool| -> u64 {
-            let counted = step.descs.iter().filter(|desc| desc.kind.trains() || !trains);
-            counted.map(|desc| desc.global_elements() as u64).sum()
-        };
-        let (parameters, trainable) = (count(false), count(true));
+        let (trainable, parameters) = parameter_counts(&step.descs);
         let parts = self.inputs.parts(self.recipe, &step, self.world)?;
         let budget = self.inputs.budget(self.world.all);
         let bytes = memory.total();
@@ -255,11 +252,6 @@ impl SizingRequest<'_> {
         Workload { tokens, row: seen, micro_batches }
     }
 
-    pub(crate) fn time(&self, recipe: &Recipe, step: &PlannedStep) -> Option<StepTime> {
-        let load = self.workload(recipe);
-        Some(StepTime::new(&self.inputs.base.config, recipe, step, self.timed?, load))
-    }
-
     /// Returns the cost of the run at all prices, or of a billion tokens if the number of steps is
     /// open.
     pub(crate) fn cost(
@@ -288,12 +280,7 @@ impl SizingRequest<'_> {
         let config = &self.inputs.base.config;
         let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
         let products = (d * heads.qkv_width() + heads.q_width() * d + 3 * d * f) as f64;
-        let policy = |policy: String, bytes: u64, again: f64, runs: bool| RecomputePolicy {
-            policy,
-            bytes,
-            again,
-            runs,
-        };
+        let policy = |policy, bytes, again, runs| RecomputePolicy { policy, bytes, again, runs };
         // All blocks except the current one.
         let others = |bytes: u64| bytes - bytes / config.num_layers().max(1) as u64;
         let without = |names: &[&str]| {

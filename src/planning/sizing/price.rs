@@ -1,7 +1,5 @@
 //! The cost of a run: `--price 32.77/h*8`, `--price 0.14/GB-month*1200`.
 
-use serde::Serialize;
-
 use super::figure_range::FigureRange;
 use crate::error::{Error, Result};
 
@@ -13,8 +11,7 @@ const TIMES: FigureRange = FigureRange::new(1e-6, 1e9);
 const MONTH_HOURS: f64 = 730.0;
 
 /// Money per time, or for storage over a time.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Price {
     /// The hourly price of machines.
     Hour {

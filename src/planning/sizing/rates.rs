@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use super::figure_range::FigureRange;
 use super::flops::{ATTENTION, TokenFlops};
@@ -17,7 +17,7 @@ use crate::planning::LossPath;
 const OF_MEMORY: f64 = 0.8;
 
 /// The operations and bytes a second that training reaches.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ComputeRates {
     /// Operations a second of the blocks' products.
     pub linear: f64,
@@ -55,7 +55,7 @@ fn measured_as(path: LossPath) -> &'static str {
 }
 
 /// Operations a second of the output layer with its loss, by path.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeadRates {
     frozen: f64,
     chunked: f64,
@@ -265,14 +265,12 @@ impl MeasuredFigures {
 
     /// Returns the rates by these figures; else the missing operation.
     fn rates(&self) -> Result<ComputeRates, String> {
-        let rate = |op: &str, end: &str| {
-            let rates: Vec<f64> = self.matching(op, end).filter_map(|op| op.tflops).collect();
-            harmonic_mean(&rates).map(|rate| rate * 1e12)
+        let mean = |op: &str, end: &str, figure: fn(&CalibrationOp) -> Option<f64>| {
+            let measured = self.ops.iter().filter(|found| found.op == op && found.shape.ends_with(end));
+            harmonic_mean(&measured.filter_map(figure).collect::<Vec<_>>())
         };
-        let bandwidth = |op: &str| {
-            let rates: Vec<f64> = self.matching(op, "").filter_map(|op| op.gbps).collect();
-            harmonic_mean(&rates).map(|rate| rate * 1e9)
-        };
+        let rate = |op: &str, end: &str| mean(op, end, |op| op.tflops).map(|rate| rate * 1e12);
+        let bandwidth = |op: &str| mean(op, "", |op| op.gbps).map(|rate| rate * 1e9);
         // Measured over one layer, which may fit a cache; the values of all layers do not.
         let update = |op: &str| bandwidth(op).unwrap_or(f64::INFINITY).min(self.copy_gbps * 1e9);
         let missing = |op: &str| format!("it has no figure of {op}");
@@ -290,10 +288,6 @@ impl MeasuredFigures {
             copy: self.copy_gbps * 1e9,
             peak: self.gemm_tflops * 1e12,
         })
-    }
-
-    fn matching<'a>(&'a self, op: &'a str, end: &'a str) -> impl Iterator<Item = &'a CalibrationOp> {
-        self.ops.iter().filter(move |measured| measured.op == op && measured.shape.ends_with(end))
     }
 }
 

@@ -71,7 +71,7 @@ impl SizingRequest<'_> {
     fn saved_bytes(&self, recipe: &Recipe, step: &PlannedStep) -> WrittenBytes {
         let has_adapter = recipe.adapter.is_some() || self.inputs.adapter_setup.is_some();
         let dtypes = if has_adapter { Default::default() } else { self.inputs.base.stored_dtypes() };
-        WrittenBytes::of(&*step.descs, recipe, &StoredAs { given: recipe.checkpoint.output_dtype, dtypes })
+        WrittenBytes::of(&step.descs, recipe, &StoredAs { given: recipe.checkpoint.output_dtype, dtypes })
     }
 
     /// Returns the bytes on disk after the run of `recipe`: its newest checkpoints, as many as it

@@ -29,7 +29,7 @@ const BF16: f64 = 2.0;
 const LONG_ROW: usize = 8192;
 
 /// The ranks along each axis, and the modelled cost of the step.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct ParallelSplit {
     /// Copies of the model, or of its shards.
     pub data: usize,
@@ -191,47 +191,37 @@ fn modelled(
     hardware: &Hardware,
     [data, shard, tensor, pipeline, context]: [usize; 5],
 ) -> ParallelSplit {
-    let stage = SplitShare::new(work, [data, shard, tensor, pipeline, context]);
+    let runs = tensor * pipeline * context == 1;
+    let mut split = ParallelSplit { data, shard, tensor, pipeline, context, runs, ..Default::default() };
+    let stage = SplitShare::new(work, hardware, split);
     let [d, s, t, p] = [data, shard, tensor, pipeline].map(|n| n as f64);
     let of_stage = 1.0 / (t * p);
     let turns = stage.micro_batches;
     let compute = (stage.own_tokens * work.token_secs + turns * work.dequantize_secs * of_stage)
         .max(turns * work.launch_secs / p);
     let bubble = (p - 1.0) / (turns + p - 1.0);
-    let sent = stage.data_secs(hardware) + stage.pipeline_secs(work, hardware);
+    let sent = stage.data_secs() + stage.pipeline_secs();
     let hidden = (sent - OVERLAP * compute).max(sent.min(ENDS * compute));
-    let exposed = hidden + stage.tensor_secs(work, hardware) + stage.context_secs(work, hardware);
+    let exposed = hidden + stage.tensor_secs() + stage.context_secs();
     // Copies that share the states and the update.
-    let sharers = if stage.runs { s } else { d * s };
-    let step_secs = compute / (1.0 - bubble) + exposed + work.update_secs * of_stage / sharers;
+    let sharers = if runs { s } else { d * s };
+    split.step_secs = compute / (1.0 - bubble) + exposed + work.update_secs * of_stage / sharers;
     // A stage keeps up to as many micro-batches as the pipeline has stages.
     let activations = work.activation_bytes * stage.micro_tokens * of_stage * p.min(turns);
     // A sharded model holds one whole block while it gathers the next.
     let blocks = if shard > 1 { 2.0 * stage.values } else { 0.0 };
     let kept = (stage.values + stage.gradients) * stage.layers / s + work.states * of_stage / sharers;
-    let bytes = (kept + activations + blocks) as u64;
-    ParallelSplit {
-        data,
-        shard,
-        tensor,
-        pipeline,
-        context,
-        step_secs,
-        bytes,
-        fits: bytes <= work.budget,
-        runs: stage.runs,
-    }
+    split.bytes = (kept + activations + blocks) as u64;
+    split.fits = split.bytes <= work.budget;
+    split
 }
 
 /// The part of a step that one rank of a split computes.
-struct SplitShare {
-    data: usize,
-    shard: usize,
-    tensor: usize,
-    pipeline: usize,
-    context: usize,
-    /// True if the engine supports the split.
-    runs: bool,
+struct SplitShare<'a> {
+    work: &'a SplitWork<'a>,
+    hardware: &'a Hardware,
+    /// The ranks along each axis; its cost is not known yet.
+    split: ParallelSplit,
     /// Micro-batches of a replica, of a row each.
     micro_batches: f64,
     /// Tokens of a row on this rank.
@@ -245,22 +235,19 @@ struct SplitShare {
     gradients: f64,
 }
 
-impl SplitShare {
-    fn new(work: &SplitWork<'_>, [data, shard, tensor, pipeline, context]: [usize; 5]) -> Self {
+impl<'a> SplitShare<'a> {
+    fn new(work: &'a SplitWork<'a>, hardware: &'a Hardware, split: ParallelSplit) -> Self {
+        let ParallelSplit { data, shard, tensor, pipeline, context, .. } = split;
         let of_model = 1.0 / (tensor * pipeline) as f64;
         let micro_batches = (work.tokens / work.row / (data * shard) as f64).max(1.0);
         let micro_tokens = work.row / context as f64;
         let layers = work.config.num_layers() as f64 / pipeline as f64;
-        let runs = tensor * pipeline * context == 1;
         let own_tokens = micro_batches * micro_tokens * of_model;
         let [values, gradients] = [work.values, work.gradients].map(|bytes| bytes * of_model / layers);
         SplitShare {
-            data,
-            shard,
-            tensor,
-            pipeline,
-            context,
-            runs,
+            work,
+            hardware,
+            split,
             micro_batches,
             micro_tokens,
             own_tokens,
@@ -271,54 +258,57 @@ impl SplitShare {
     }
 
     /// Returns the bytes of a micro-batch's hidden states.
-    fn hidden(&self, work: &SplitWork<'_>) -> f64 {
-        self.micro_tokens * work.config.hidden_size as f64 * BF16
+    fn hidden(&self) -> f64 {
+        self.micro_tokens * self.work.config.hidden_size as f64 * BF16
     }
 
     /// Returns the seconds of four sums of hidden states per layer and micro-batch, which nothing
     /// overlaps.
-    fn tensor_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
+    fn tensor_secs(&self) -> f64 {
         let sums = 4.0 * self.micro_batches * self.layers;
-        sums * sum_secs(hardware, self.hidden(work), [1, self.tensor])
+        sums * sum_secs(self.hardware, self.hidden(), [1, self.split.tensor])
     }
 
     /// Returns the seconds by which the circulation of keys and values exceeds attention. Backward
     /// circulates their gradients too.
-    fn context_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
-        let width = work.config.heads.kv_width() as f64 / self.tensor as f64;
-        let of_row = 2.0 * work.row * width * BF16;
+    fn context_secs(&self) -> f64 {
+        let ParallelSplit { tensor, context, .. } = self.split;
+        let width = self.work.config.heads.kv_width() as f64 / tensor as f64;
+        let of_row = 2.0 * self.work.row * width * BF16;
         let rounds = 3.0 * self.micro_batches * self.layers;
-        let around = rounds * gather_secs(hardware, of_row, [self.tensor, self.context]);
-        (around - self.own_tokens * work.attention_secs).max(0.0)
+        let around = rounds * gather_secs(self.hardware, of_row, [tensor, context]);
+        (around - self.own_tokens * self.work.attention_secs).max(0.0)
     }
 
     /// Returns the seconds to send the hidden states of each micro-batch to the next stage, and
     /// their gradients back.
-    fn pipeline_secs(&self, work: &SplitWork<'_>, hardware: &Hardware) -> f64 {
-        let sent = if self.pipeline > 1 { 2.0 * self.hidden(work) * self.micro_batches } else { 0.0 };
-        hardware.ring_secs(sent, self.tensor * self.context * self.shard * self.data, self.pipeline)
+    fn pipeline_secs(&self) -> f64 {
+        let ParallelSplit { data, shard, tensor, pipeline, context, .. } = self.split;
+        let sent = if pipeline > 1 { 2.0 * self.hidden() * self.micro_batches } else { 0.0 };
+        self.hardware.ring_secs(sent, tensor * context * shard * data, pipeline)
     }
 
     /// Returns the seconds to gather weights and to sum gradients over all copies of the weights:
     /// those of data, and of the parts of a sequence.
-    fn data_secs(&self, hardware: &Hardware) -> f64 {
-        let of_shards = [self.tensor * self.context, self.shard];
-        let of_copies = [self.tensor * self.context * self.shard, self.data];
-        let s = self.shard as f64;
+    fn data_secs(&self) -> f64 {
+        let ParallelSplit { data, shard, tensor, context, runs, .. } = self.split;
+        let (hardware, s) = (self.hardware, shard as f64);
+        let of_shards = [tensor * context, shard];
+        let of_copies = [tensor * context * shard, data];
         // Weights twice and gradients once, for each micro-batch.
         let sharded = 2.0 * gather_secs(hardware, self.values, of_shards)
             + gather_secs(hardware, self.gradients, of_shards);
-        let mut summed = sum_secs(hardware, self.gradients / s, [self.tensor, self.context]);
+        let mut summed = sum_secs(hardware, self.gradients / s, [tensor, context]);
         let mut updated = 0.0;
         // The engine sums over data; copies that share the update reduce gradients and gather
         // weights.
-        if self.runs {
+        if runs {
             summed += sum_secs(hardware, self.gradients / s, of_copies);
         } else {
             summed += gather_secs(hardware, self.gradients / s, of_copies);
             updated += gather_secs(hardware, self.values / s, of_copies);
         }
-        let sums = if self.shard > 1 { self.micro_batches } else { 1.0 };
+        let sums = if shard > 1 { self.micro_batches } else { 1.0 };
         self.layers * (self.micro_batches * sharded + sums * summed + updated)
     }
 }

@@ -15,13 +15,14 @@
 
 use serde::Serialize;
 
+use super::SizingRequest;
 use super::flops::{TokenFlops, TrainedWeights};
 use super::hardware::Hardware;
 use super::rates::ComputeRates;
 use crate::model::ModelConfig;
 use crate::objectives;
 use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes};
-use crate::planning::PlannedStep;
+use crate::planning::{PlannedStep, parameter_counts};
 use crate::recipe::{Offload, Recipe, Recompute, StateDtype};
 
 /// Part of the computation that can overlap with communication.
@@ -128,18 +129,20 @@ impl Bound {
     }
 }
 
-impl StepTime {
-    /// Estimates a step of `recipe` with the layout `step` on `hardware` at `rates`.
-    pub(crate) fn new(
-        config: &ModelConfig,
-        recipe: &Recipe,
-        step: &PlannedStep,
-        (hardware, rates): (&Hardware, &ComputeRates),
-        load: Workload,
-    ) -> Self {
-        let trained = TrainedWeights::of(config, &step.descs);
-        let flops = TokenFlops::new(config, trained, load.row, step.fit.recompute)
-            .with_objective(objectives::objective(&recipe.objective).cost());
+impl SizingRequest<'_> {
+    /// Counts the operations of a token of `recipe` in rows of `row` tokens, with the layout
+    /// `step`.
+    pub(super) fn flops(&self, recipe: &Recipe, step: &PlannedStep, row: f64) -> TokenFlops {
+        let config = &self.inputs.base.config;
+        TokenFlops::new(config, TrainedWeights::of(config, &step.descs), row, step.fit.recompute)
+            .with_objective(objectives::objective(&recipe.objective).cost())
+    }
+
+    /// Estimates a step of `recipe` with the layout `step`; none without the speed of the hardware.
+    pub(crate) fn time(&self, recipe: &Recipe, step: &PlannedStep) -> Option<StepTime> {
+        let ((hardware, rates), config) = (self.timed?, &self.inputs.base.config);
+        let load = self.workload(recipe);
+        let flops = self.flops(recipe, step, load.row);
         let turns = load.micro_batches as f64;
         let tokens = load.tokens * turns;
         let recompute = tokens * flops.recomputed / rates.linear;
@@ -161,7 +164,7 @@ impl StepTime {
         let total = compute + launch + update + offload + exposed;
         let ranks = hardware.devices() as f64;
         let mfu = |per_token: f64| tokens * per_token / (total * rates.peak);
-        StepTime {
+        Some(StepTime {
             compute,
             forward,
             recompute,
@@ -177,7 +180,7 @@ impl StepTime {
             mfu: mfu(flops.model()),
             hfu: mfu(flops.hardware()),
             bound: bound([exposed, offload, launch, update].map(|secs| secs / total)),
-        }
+        })
     }
 }
 
@@ -246,8 +249,7 @@ pub(super) fn update(
     (hardware, rates): (&Hardware, &ComputeRates),
     shards: f64,
 ) -> (f64, f64) {
-    let trained: u64 =
-        step.descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.global_elements() as u64).sum();
+    let (trained, _) = parameter_counts(&step.descs);
     let mine = trained as f64 / shards;
     let (less, rate) = match recipe.optimizer.state {
         StateDtype::Int8 => (INT8_LESS, rates.update_int8),

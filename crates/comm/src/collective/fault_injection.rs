@@ -40,24 +40,18 @@ impl FaultInjector {
             (self.notice)(&text);
         }
         match self.fault.kind {
-            InjectedFaultKind::Error => Err(Error::new(ErrorCategory::Transient, text)),
+            InjectedFaultKind::Error => return Err(Error::new(ErrorCategory::Transient, text)),
             InjectedFaultKind::Panic => panic!("{text}"),
             // Silent, as if the process had been killed.
             InjectedFaultKind::Exit => std::process::exit(i32::from(ErrorCategory::Internal.exit_code())),
-            InjectedFaultKind::Device(failure) => {
-                failure.plan();
-                Ok(())
-            }
-            InjectedFaultKind::LateKernelFault => Err(self.fault.late_kernel_fault()),
+            InjectedFaultKind::Device(failure) => failure.plan(),
+            InjectedFaultKind::LateKernelFault => return Err(self.fault.late_kernel_fault()),
             InjectedFaultKind::SlowLink(time) => {
                 self.link_delay.store(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
-                Ok(())
             }
-            kind => {
-                kind.hold_up();
-                Ok(())
-            }
+            kind => kind.hold_up(),
         }
+        Ok(())
     }
 }
 

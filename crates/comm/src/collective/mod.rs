@@ -28,6 +28,7 @@ pub mod launch;
 mod memory_marks;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+mod named_values;
 pub mod nccl;
 mod operation;
 mod phase;

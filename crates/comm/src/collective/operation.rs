@@ -4,62 +4,32 @@ use std::any::Any;
 use std::fmt;
 
 use super::Collective;
+use super::named_values::named_values;
 use crate::runtime::buffer::Buffer;
 
-/// Kinds of calls between ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Op {
-    /// Sum, to all ranks.
-    AllReduce,
-    /// Sum, a part to each rank.
-    ReduceScatter,
-    /// Parts of all ranks, to all ranks.
-    AllGather,
-    /// Data of one rank, to all ranks.
-    Broadcast,
-    /// A meeting without data.
-    Barrier,
-    /// New groups of ranks.
-    Split,
-    /// Message to one other rank: the sender's side.
-    Send,
-    /// Message to one other rank: the receiver's side.
-    Recv,
-    /// Sum over several groups, a part to each rank.
-    ReduceScatterAcross,
-    /// A sum that may run in parallel with computation.
-    Reduction,
-}
-
-impl Op {
-    /// All kinds in order.
-    pub const ALL: [Op; 10] = [
-        Op::AllReduce,
-        Op::ReduceScatter,
-        Op::AllGather,
-        Op::Broadcast,
-        Op::Barrier,
-        Op::Split,
-        Op::Send,
-        Op::Recv,
-        Op::ReduceScatterAcross,
-        Op::Reduction,
-    ];
-
-    /// Name of the kind, for messages and traces.
-    pub fn name(self) -> &'static str {
-        match self {
-            Op::AllReduce => "all-reduce",
-            Op::ReduceScatter => "reduce-scatter",
-            Op::AllGather => "all-gather",
-            Op::Broadcast => "broadcast",
-            Op::Barrier => "barrier",
-            Op::Split => "split",
-            Op::Send => "send",
-            Op::Recv => "recv",
-            Op::ReduceScatterAcross => "reduce-scatter-across",
-            Op::Reduction => "reduction",
-        }
+named_values! {
+    /// Kinds of calls between ranks.
+    pub enum Op {
+        /// Sum, to all ranks.
+        AllReduce = "all-reduce",
+        /// Sum, a part to each rank.
+        ReduceScatter = "reduce-scatter",
+        /// Parts of all ranks, to all ranks.
+        AllGather = "all-gather",
+        /// Data of one rank, to all ranks.
+        Broadcast = "broadcast",
+        /// A meeting without data.
+        Barrier = "barrier",
+        /// New groups of ranks.
+        Split = "split",
+        /// Message to one other rank: the sender's side.
+        Send = "send",
+        /// Message to one other rank: the receiver's side.
+        Recv = "recv",
+        /// Sum over several groups, a part to each rank.
+        ReduceScatterAcross = "reduce-scatter-across",
+        /// A sum that may run in parallel with computation.
+        Reduction = "reduction",
     }
 }
 

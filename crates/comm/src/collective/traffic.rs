@@ -31,12 +31,8 @@ impl Traffic {
 
     /// Adds the counts of another communicator of the same rank.
     pub fn add(&mut self, other: &Traffic) {
-        for (sum, n) in self.bytes.iter_mut().zip(other.bytes) {
-            *sum += n;
-        }
-        for (sum, n) in self.calls.iter_mut().zip(other.calls) {
-            *sum += n;
-        }
+        self.bytes.iter_mut().zip(other.bytes).for_each(|(sum, n)| *sum += n);
+        self.calls.iter_mut().zip(other.calls).for_each(|(sum, n)| *sum += n);
     }
 
     /// Counts since `before`.

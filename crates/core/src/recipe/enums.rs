@@ -319,6 +319,30 @@ choices! {
 }
 
 choices! {
+    /// Selection among the messages of the trained roles.
+    pub enum TrainedTurns {
+        /// All of them.
+        All = "all",
+        /// Only the last of a chat.
+        Last = "last",
+    }
+}
+
+choices! {
+    /// Selection of trained end tokens of messages (EOS, `<|im_end|>`).
+    pub enum TrainedEnds {
+        /// End tokens of the trained messages.
+        Turn = "turn",
+        /// End tokens of all messages.
+        All = "all",
+        /// End token of a chat's last trained message.
+        Last = "last",
+        /// None of them: the model does not learn to stop.
+        None = "none",
+    }
+}
+
+choices! {
     /// A condition that raises an alert during a run.
     pub enum AlertRule {
         /// A loss far above the previous losses.

@@ -17,11 +17,6 @@ use crate::weights::{
 /// The suffix of an old checkpoint that a new one of its step replaces.
 const REPLACED: &str = "-replaced";
 
-/// Creates the temporary folder that becomes `place`, whatever exists there now.
-pub(super) fn fresh(place: &Path) -> Result<AtomicDir> {
-    AtomicDir::beside(place)
-}
-
 /// Writes the share of rank `rank` of `size`: its weights and the optimizer's state.
 pub(super) fn write_share(
     folder: &Path,
@@ -92,12 +87,17 @@ fn make_room(place: &Path, state: &TrainingState) -> Result<Option<Before>> {
         let away = with_suffix(place, &format!(".tmp-{}{REPLACED}", std::process::id()));
         return move_to(away).map(|old| Some(Before::Replaced(old)));
     }
-    let mut number = 1_u32;
-    let aside = |number: u32| with_suffix(place, &format!(".aside-{number}"));
-    while is_there(&aside(number))? {
+    let aside = free_name(|number| with_suffix(place, &format!(".aside-{number}")))?;
+    move_to(aside).map(|aside| Some(Before::Kept(aside)))
+}
+
+/// Returns the first path of `numbered`, from 1 on, that does not exist.
+pub(super) fn free_name(numbered: impl Fn(u32) -> PathBuf) -> Result<PathBuf> {
+    let mut number = 1;
+    while is_there(&numbered(number))? {
         number += 1;
     }
-    move_to(aside(number)).map(|aside| Some(Before::Kept(aside)))
+    Ok(numbered(number))
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {

@@ -25,6 +25,10 @@ pub enum KillPoint {
     Measured,
 }
 
+/// The names of the kill points, in the order of [`KillPoint::ALL`].
+const NAMES: [&str; KillPoint::ALL.len()] =
+    ["last_step", "written", "sealed", "committed", "published", "evaluated", "described", "measured"];
+
 impl KillPoint {
     /// All kill points, in the order of a run.
     pub const ALL: [KillPoint; 8] = [
@@ -48,15 +52,6 @@ impl KillPoint {
 
     /// Returns its name in the environment variable, such as `sealed`.
     pub fn name(self) -> &'static str {
-        match self {
-            KillPoint::LastStep => "last_step",
-            KillPoint::Written => "written",
-            KillPoint::Sealed => "sealed",
-            KillPoint::Committed => "committed",
-            KillPoint::Published => "published",
-            KillPoint::Evaluated => "evaluated",
-            KillPoint::Described => "described",
-            KillPoint::Measured => "measured",
-        }
+        NAMES[self as usize]
     }
 }

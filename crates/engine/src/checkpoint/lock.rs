@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::process;
+use super::{if_there, process};
 use crate::clock;
 use crate::error::{Error, Result};
 
@@ -71,32 +71,29 @@ impl FolderLock {
         let (tries, pause) = TRIES;
         for _ in 0..tries {
             let Some(mut file) = open(path)? else { continue };
-            match file.try_lock() {
+            let left = match file.try_lock() {
                 Ok(()) if !is_at(&file, path)? => continue,
-                Ok(()) => {
-                    let left = read(&mut file, path)?.filter(|holder| !holder.is_here());
-                    return match left {
-                        Some(holder) => Err(left_on_another_host(folder, path, &holder)),
-                        None => Self::fill(file, path),
-                    };
-                }
+                Ok(()) => read(&mut file, path)?.filter(|holder| !holder.is_here()),
                 Err(TryLockError::WouldBlock) => match read(&mut file, path)? {
                     Some(holder) => return Err(in_use(folder, Some(&holder))),
-                    None => std::thread::sleep(pause),
+                    None => {
+                        std::thread::sleep(pause);
+                        continue;
+                    }
                 },
                 Err(TryLockError::Error(error)) if is_unsupported(&error) => {
-                    let left = read(&mut file, path)?.filter(|holder| {
+                    read(&mut file, path)?.filter(|holder| {
                         let gone = holder.is_here() && !process::is_alive(holder.pid);
                         !gone && holder.pid != std::process::id()
-                    });
-                    return match left {
-                        Some(holder) if holder.is_here() => Err(in_use(folder, Some(&holder))),
-                        Some(holder) => Err(left_on_another_host(folder, path, &holder)),
-                        None => Self::fill(file, path),
-                    };
+                    })
                 }
                 Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, &error)),
-            }
+            };
+            return match left {
+                Some(holder) if holder.is_here() => Err(in_use(folder, Some(&holder))),
+                Some(holder) => Err(left_on_another_host(folder, path, &holder)),
+                None => Self::fill(file, path),
+            };
         }
         Err(in_use(folder, None))
     }
@@ -163,13 +160,9 @@ fn read(file: &mut File, path: &Path) -> Result<Option<Holder>> {
 fn is_at(file: &File, path: &Path) -> Result<bool> {
     use std::os::unix::fs::MetadataExt as _;
     let id = |data: std::fs::Metadata| (data.dev(), data.ino());
-    let failed = |error: std::io::Error| Error::io("look at", path, &error);
-    let there = match path.metadata() {
-        Ok(there) => id(there),
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
-        Err(error) => return Err(failed(error)),
-    };
-    Ok(id(file.metadata().map_err(failed)?) == there)
+    let Some(there) = if_there("look at", path, path.metadata())? else { return Ok(false) };
+    let own = file.metadata().map_err(|error| Error::io("look at", path, &error))?;
+    Ok(id(own) == id(there))
 }
 
 /// Returns whether the file system has no locks, so that only the record names the holder.

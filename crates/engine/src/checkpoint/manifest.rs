@@ -49,11 +49,7 @@ pub(super) fn write_part(folder: &Path, rank: usize, size: usize, files: Files) 
 /// Reads the list of rank `rank` of `size`. Returns `None` if its files are not complete yet.
 pub(super) fn read_part(folder: &Path, rank: usize, size: usize) -> Result<Option<Files>> {
     let path = folder.join(part_file(rank, size));
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Error::io("read", &path, &error)),
-    };
+    let Some(text) = super::if_there("read", &path, std::fs::read_to_string(&path))? else { return Ok(None) };
     let part: Manifest = serde_json::from_str(&text)
         .map_err(|e| Error::internal(format!("cannot read {}", path.display())).because(e.to_string()))?;
     Ok(Some(part.files))

@@ -92,15 +92,21 @@ pub struct TrainingState {
 const ACCUMULATION: &str = "train.gradient_accumulation_steps";
 
 impl TrainingState {
-    /// Reads the state in the checkpoint `folder`.
-    fn read(folder: &Path) -> Result<Self> {
+    /// Reads the state in the checkpoint `folder` as the run wrote it.
+    fn as_written(folder: &Path) -> Result<Self> {
         let path = folder.join(STATE_FILE);
         let text = input_file::read_text("read", &path)?;
         let unreadable = |why: String| Error::user(format!("cannot read {}", path.display())).because(why);
-        let mut state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
+        let state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
         if state.schema != SCHEMA {
             return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", state.schema)));
         }
+        Ok(state)
+    }
+
+    /// Reads the state in the checkpoint `folder`, with the keys that are younger than it.
+    fn read(folder: &Path) -> Result<Self> {
+        let mut state = Self::as_written(folder)?;
         // Checkpoints from before `base` had a digest of another sample here.
         state.fingerprint.remove("weights");
         Recipe::add_defaults(&mut state.fingerprint);
@@ -149,7 +155,9 @@ impl SavedCheckpoint {
     pub fn open(folder: &Path) -> Result<Self> {
         manifest::verify(folder)?;
         let state = TrainingState::read(folder)?;
-        let optimizer = ModelFiles::open_files(folder, &optimizer_files(folder)?)?;
+        let is_optimizer = |name: &String| name.starts_with(OPTIMIZER) && name.ends_with(".safetensors");
+        let files: Vec<String> = names_in(folder)?.into_iter().filter(is_optimizer).collect();
+        let optimizer = ModelFiles::open_files(folder, &files)?;
         Ok(SavedCheckpoint { folder: folder.to_owned(), state, optimizer })
     }
 
@@ -167,11 +175,7 @@ impl SavedCheckpoint {
     /// # Errors
     /// Storage: the file cannot be read. User: it is malformed.
     pub fn said_keys(&self) -> Result<Vec<String>> {
-        let path = self.folder.join(STATE_FILE);
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
-        let state: TrainingState = serde_json::from_str(&text)
-            .map_err(|e| Error::user(format!("cannot read {}", path.display())).because(e.to_string()))?;
-        Ok(state.fingerprint.into_keys().collect())
+        Ok(TrainingState::as_written(&self.folder)?.fingerprint.into_keys().collect())
     }
 
     /// Returns the files of the checkpoint that a finished run also leaves, by their names below
@@ -202,11 +206,6 @@ impl SavedCheckpoint {
         self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
         self.optimizer.bytes(&name)
     }
-}
-
-fn optimizer_files(folder: &Path) -> Result<Vec<String>> {
-    let is_part = |name: &String| name.starts_with(OPTIMIZER) && name.ends_with(".safetensors");
-    Ok(names_in(folder)?.into_iter().filter(is_part).collect())
 }
 
 /// Returns the path of the checkpoint of step `step` in `output`.
@@ -272,12 +271,7 @@ pub fn count(output: &Path) -> Result<u64> {
 /// Returns the committed checkpoints in `output`, oldest first.
 fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = Vec::new();
-    let entries = match std::fs::read_dir(output) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
-        Err(error) => return Err(Error::io("read", output, &error)),
-    };
-    for entry in entries {
+    for entry in if_there("read", output, std::fs::read_dir(output))?.into_iter().flatten() {
         let path = entry.map_err(|e| Error::io("read", output, &e))?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         if let Some(step) = name.strip_prefix(PREFIX).and_then(number) {
@@ -286,4 +280,13 @@ fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
     }
     found.sort();
     Ok(found)
+}
+
+/// Returns what `doing` something with `path` gave, or `None` if nothing is there.
+fn if_there<T>(doing: &str, path: &Path, done: std::io::Result<T>) -> Result<Option<T>> {
+    match done {
+        Ok(done) => Ok(Some(done)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io(doing, path, &error)),
+    }
 }

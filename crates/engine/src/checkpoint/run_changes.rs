@@ -74,13 +74,11 @@ pub(super) fn rows(fingerprint: &Fingerprint) -> Option<u64> {
 /// Returns whether a run of the fingerprint `then` may continue as one of `now`, as far as `key` is
 /// concerned.
 fn goes_on(key: &str, then: &Fingerprint, now: &Fingerprint) -> bool {
-    let same_or_both = |one: Option<u64>, other: Option<u64>, fits: fn(u64, u64) -> bool| {
-        one.zip(other).is_some_and(|(one, other)| fits(one, other))
-    };
     if key == STEPS || LENGTH.contains(&key) {
-        return same_or_both(number(then, STEPS), number(now, STEPS), |then, now| then <= now);
+        let steps = number(then, STEPS).zip(number(now, STEPS));
+        return steps.is_some_and(|(then, now)| then <= now);
     }
-    [MICRO_BATCH, ACCUMULATION].contains(&key) && same_or_both(rows(then), rows(now), |then, now| then == now)
+    [MICRO_BATCH, ACCUMULATION].contains(&key) && rows(then).is_some() && rows(then) == rows(now)
 }
 
 impl TrainingState {
@@ -119,10 +117,8 @@ impl SavedCheckpoint {
         if refused.is_empty() {
             return Ok(changes.iter().map(RunDifference::in_words).collect());
         }
-        let mut error = Error::user(format!("cannot resume {}", self.folder.display()));
-        for found in &refused {
-            error = error.because(found.in_words());
-        }
+        let error = Error::user(format!("cannot resume {}", self.folder.display()));
+        let mut error = refused.iter().map(RunDifference::in_words).fold(error, Error::because);
         if let (Some(rows), true) = (rows(then), refused.iter().any(|found| found.key == MICRO_BATCH)) {
             error = error.because(format!(
                 "a step has {rows} rows; accepted: micro-batches that add up to {rows} rows over all ranks"

@@ -24,7 +24,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::folder::restore_replaced;
+use super::folder::{free_name, restore_replaced};
+use super::if_there;
 use super::kill_point::KillPoint;
 use super::lock::FolderLock;
 use super::manifest::{self, files_below};
@@ -238,10 +239,10 @@ impl RunFolder {
     /// # Errors
     /// Storage: the disk is full or fails.
     pub fn complete(&self) -> Result<()> {
-        if let Some(record) = locked(&self.record).as_mut() {
+        self.change(|record| {
             record.completed = true;
-        }
-        self.note(std::iter::empty())
+            Ok(())
+        })
     }
 
     /// Replaces the file `name` of the run with `text`.
@@ -335,7 +336,10 @@ impl RunFolder {
         if !taken.is_empty() {
             let name = |n: u32| if n == 1 { RESULT.to_owned() } else { format!("{RESULT}-{n}") };
             let place = free_name(|n| self.output.join(name(n)))?;
-            self.note_elsewhere(&place)?;
+            self.change(|record| {
+                record.elsewhere = place.file_name().map(|name| name.to_string_lossy().into_owned());
+                Ok(())
+            })?;
             std::fs::rename(&result, &place).map_err(|e| Error::io("write to", &place, &e))?;
             sync_folder(&self.output)?;
             // The seal is no longer needed. Readers of models ignore it if it cannot be removed.
@@ -345,20 +349,12 @@ impl RunFolder {
         self.note(names.into_iter().map(|name| (name, None)))?;
         let own = self.output.join(OWN);
         let committed = own.join(COMMITTED);
-        match std::fs::remove_dir_all(&committed) {
-            // Not in the record: this result replaces it.
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                return Err(Error::io("remove", &committed, &e));
-            }
-            _ => {}
-        }
+        // Not in the record: this result replaces it.
+        if_there("remove", &committed, std::fs::remove_dir_all(&committed))?;
         std::fs::rename(&result, &committed).map_err(|e| Error::io("write to", &own, &e))?;
         sync_folder(&own)?;
         KillPoint::Committed.reach();
-        let mut record = locked(&self.record);
-        let record = record.as_mut().ok_or_else(no_run)?;
-        give_places(&self.output, record)?;
-        record.write(&self.output)?;
+        self.change(|record| give_places(&self.output, record))?;
         Ok(None)
     }
 
@@ -372,30 +368,25 @@ impl RunFolder {
         Ok(taken)
     }
 
-    /// Records that the result gets a separate folder, `place`.
-    fn note_elsewhere(&self, place: &Path) -> Result<()> {
+    /// Changes the record and writes it.
+    fn change(&self, change: impl FnOnce(&mut RunRecord) -> Result<()>) -> Result<()> {
         let mut record = locked(&self.record);
         let record = record.as_mut().ok_or_else(no_run)?;
-        record.elsewhere = place.file_name().map(|name| name.to_string_lossy().into_owned());
+        change(record)?;
         record.write(&self.output)
     }
 
     /// Records the appearance of files.
     fn note(&self, files: impl IntoIterator<Item = (String, Option<String>)>) -> Result<()> {
-        let mut record = locked(&self.record);
-        let record = record.as_mut().ok_or_else(no_run)?;
-        record.files.extend(files);
-        record.write(&self.output)
+        self.change(|record| {
+            record.files.extend(files);
+            Ok(())
+        })
     }
 
     fn clear_result(&self) -> Result<()> {
         let result = Self::result(&self.output);
-        match std::fs::remove_dir_all(&result) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(Error::io("remove", &result, &error))
-            }
-            _ => Ok(()),
-        }
+        if_there("remove", &result, std::fs::remove_dir_all(&result)).map(drop)
     }
 }
 
@@ -416,15 +407,6 @@ impl Drop for RunFolder {
             }
         }
     }
-}
-
-/// Returns the first path of `numbered`, from 1 on, that does not exist.
-fn free_name(numbered: impl Fn(u32) -> PathBuf) -> Result<PathBuf> {
-    let mut number = 1;
-    while is_there(&numbered(number))? {
-        number += 1;
-    }
-    Ok(numbered(number))
 }
 
 fn no_run() -> Error {
@@ -494,10 +476,7 @@ fn give_places(output: &Path, record: &mut RunRecord) -> Result<()> {
 }
 
 fn remove_if_there(path: &Path) -> Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, &error)),
-        _ => Ok(()),
-    }
+    if_there("remove", path, std::fs::remove_file(path)).map(drop)
 }
 
 /// Returns the files in `output` that readers would take for part of the weights among `names`.

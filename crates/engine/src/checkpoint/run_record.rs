@@ -24,7 +24,7 @@ const DIGESTED: u64 = 64 << 20;
 pub(super) const LAST: [&str; 2] = ["config.json", "adapter_config.json"];
 
 /// The contents of run.json.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunRecord {
     schema: u32,
     /// A random id of the run.
@@ -71,12 +71,7 @@ impl RunRecord {
             program: concat!("finetune ", env!("CARGO_PKG_VERSION")).to_owned(),
             started: clock::now_as_text(),
             plan: Self::digest(plan),
-            chat_template_date: None,
-            resumed_from: None,
-            sources: BTreeMap::new(),
-            elsewhere: None,
-            completed: false,
-            files: BTreeMap::new(),
+            ..RunRecord::default()
         })
     }
 

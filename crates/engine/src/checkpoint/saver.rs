@@ -174,7 +174,7 @@ impl<'a> Saver<'a> {
             let own = Some(options.output.join(OWN)).filter(|own| own.is_dir());
             let asked = own.as_ref().unwrap_or(&options.output);
             require_room(asked, options.bytes, &format!("cannot write {}", place.display()))?;
-            folder::fresh(&place)
+            AtomicDir::beside(&place)
         };
         let folder = (rank == 0).then(begin).transpose()?;
         // All ranks write to the folder that rank 0 names.

@@ -1,6 +1,8 @@
 //! Search for the source of values that are not finite: the first weight, output or gradient that
 //! holds one, its rank, and a remedy. All ranks search together and report the same.
 
+use candle_core::DType;
+
 use super::Engine;
 use crate::collective::Phase;
 use crate::data::{Batch, Step};
@@ -78,10 +80,17 @@ impl Engine {
     /// Returns the first layer, or the head, whose output for `batch` is not finite on this rank.
     /// It computes all layers, because the peers need this rank to gather each.
     fn first_non_finite_output(&self, batch: &Batch) -> Result<Option<String>> {
-        let layer = self.first_non_finite_layer(batch)?;
-        let scores = self.score(batch, AdapterSwitch::On)?;
+        let mut found = None;
+        let hidden = self.hidden_by_layer(batch, AdapterSwitch::On, |layer, x| {
+            let flat = x.flatten_all()?.to_dtype(DType::F32)?;
+            if found.is_none() && flat.to_vec1::<f32>()?.iter().any(|v| !v.is_finite()) {
+                found = Some(format!("model.layers.{layer}"));
+            }
+            Ok(())
+        })?;
+        let scores = self.store.head()?.score(&self.config, &hidden, &batch.targets, AdapterSwitch::On)?;
         let head = scores.iter().any(|score| !score.loss.is_finite());
-        Ok(layer.map(|layer| format!("model.layers.{layer}")).or(head.then(|| "lm_head".to_owned())))
+        Ok(found.or(head.then(|| "lm_head".to_owned())))
     }
 
     /// Returns the error for a step whose loss or gradient norm is not finite and that updated

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use super::Engine;
 use super::sampling::NextToken;
 use crate::error::{Error, Result};
-use crate::model::{self, AdapterSwitch, BlockCache, BlockContext};
+use crate::model::{self, BlockCache};
 use crate::ops::attention::Span;
 use crate::runtime::device::free_bytes;
 use crate::runtime::machine::host_memory;
@@ -88,23 +88,17 @@ impl Engine {
 
     /// Returns the logits after `ids`, which follow the `past` tokens in the caches.
     fn next_logits(&self, ids: &[u32], past: usize, caches: &mut [BlockCache]) -> Result<Vec<f32>> {
-        let spans = [Span { q_start: 0, q_len: ids.len(), k_start: 0, k_len: past + ids.len() }];
-        let tables = self.tables.of_spans(&self.config.ropes, &spans)?;
-        let adapter = AdapterSwitch::On;
-        let context = BlockContext {
-            spans: &spans,
-            tables: &tables,
-            attention: self.attention,
-            adapter,
-            dropout: None,
-        };
-        let mut x = self.store.embed()?.forward(&self.config, ids, adapter)?;
+        let span = Span { q_start: 0, q_len: ids.len(), k_start: 0, k_len: past + ids.len() };
+        let layout = self.layout_of(vec![span])?;
+        let context = self.context(&layout, None);
+        let mut x = self.store.embed()?.forward(&self.config, ids, context.adapter)?;
         for (layer, cache) in caches.iter_mut().enumerate() {
             let weights = self.store.block(layer, self.after(layer))?;
             (x, _) = model::forward(&self.config, layer, &weights, &x, &context, Some(cache))?;
         }
         let last: Tensor = x.narrow(0, ids.len() - 1, 1)?.contiguous()?;
-        Ok(self.store.head()?.logits(&self.config, &last, adapter)?.flatten_all()?.to_vec1::<f32>()?)
+        let logits = self.store.head()?.logits(&self.config, &last, context.adapter)?;
+        Ok(logits.flatten_all()?.to_vec1()?)
     }
 }
 

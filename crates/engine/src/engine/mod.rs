@@ -95,7 +95,10 @@ fn segment(pass: &'static str, what: &'static str, index: usize) -> SpanInfo {
 impl Engine {
     fn layout(&self, batch: &Batch) -> Result<BatchLayout> {
         self.store.mesh().world().expect_tokens(batch.targets.len());
-        let spans: Vec<Span> = batch.segments.iter().map(|s| Span::sequence(s.start, s.len)).collect();
+        self.layout_of(batch.segments.iter().map(|s| Span::sequence(s.start, s.len)).collect())
+    }
+
+    fn layout_of(&self, spans: Vec<Span>) -> Result<BatchLayout> {
         let tables = self.tables.of_spans(&self.config.ropes, &spans)?;
         Ok(BatchLayout { spans, tables })
     }
@@ -117,6 +120,16 @@ impl Engine {
     /// The adapter is off and the weights below it are not those of the base; a tensor operation
     /// failed; a peer failed.
     pub fn hidden(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Tensor> {
+        self.hidden_by_layer(batch, adapter, |_, _| Ok(()))
+    }
+
+    /// Computes [`Engine::hidden`], and shows `see` each layer and its output.
+    fn hidden_by_layer(
+        &self,
+        batch: &Batch,
+        adapter: AdapterSwitch,
+        mut see: impl FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
         self.check_switch(adapter)?;
         let layout = self.layout(batch)?;
         let context = BlockContext { adapter, ..self.context(&layout, None) };
@@ -124,6 +137,7 @@ impl Engine {
         for layer in 0..self.config.num_layers() {
             let weights = self.store.block(layer, self.after(layer))?;
             (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
+            see(layer, &x)?;
         }
         Ok(x)
     }
@@ -177,24 +191,5 @@ impl Engine {
             self.store.finish_reductions()?;
         }
         Ok(sums)
-    }
-
-    /// Returns the first layer whose output for `batch` is not finite on this rank. It computes all
-    /// layers, because the peers need this rank to gather each.
-    fn first_non_finite_layer(&self, batch: &Batch) -> Result<Option<usize>> {
-        let layout = self.layout(batch)?;
-        let context = self.context(&layout, None);
-        let mut x = self.store.embed()?.forward(&self.config, &batch.ids, context.adapter)?;
-        let mut found = None;
-        for layer in 0..self.config.num_layers() {
-            let weights = self.store.block(layer, None)?;
-            (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
-            drop(weights);
-            let flat = x.flatten_all()?.to_dtype(candle_core::DType::F32)?;
-            if found.is_none() && flat.to_vec1::<f32>()?.iter().any(|v| !v.is_finite()) {
-                found = Some(layer);
-            }
-        }
-        Ok(found)
     }
 }

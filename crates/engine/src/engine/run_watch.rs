@@ -33,6 +33,7 @@ const SLOW_RANK: f64 = 0.15;
 const LEAST_SLOW_SECS: f64 = 0.005;
 
 /// The state of all checks of a run.
+#[derive(Default)]
 pub(super) struct RunWatch {
     spikes: LossSpikes,
     still: StillGradients,
@@ -155,9 +156,7 @@ fn median_of_others(secs: &[f64], rank: usize) -> f64 {
 impl RunWatch {
     /// Creates the checks of a run whose trainable tensors are `entries`.
     pub(super) fn new(entries: Vec<EntryIndex>) -> Self {
-        let (spikes, still, ranks) = (LossSpikes::default(), StillGradients::default(), RankWatch::default());
-        let (dead, held_out) = (DeadSteps::default(), HeldOutLosses::default());
-        RunWatch { spikes, still, updates: 0, unreached: entries, ranks, dead, held_out }
+        RunWatch { unreached: entries, ..RunWatch::default() }
     }
 
     /// Returns the tensors whose gradients are checked after a step.

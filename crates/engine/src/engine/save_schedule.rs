@@ -36,15 +36,4 @@ impl SaveSchedule {
     pub(super) fn is_late(&self) -> bool {
         self.save == StepInterval::Auto && clock::since(self.last) >= Duration::from_secs(StepInterval::SECS)
     }
-
-    /// Returns whether a checkpoint is due after step `step`; `ends_epoch`: the step is the last of
-    /// its epoch.
-    pub(super) fn is_due(&self, step: u64, ends_epoch: bool) -> bool {
-        self.save.is_due(step, ends_epoch)
-    }
-
-    /// Returns whether a checkpoint is due at the end of the run, after its result.
-    pub(super) fn is_due_at_end(&self) -> bool {
-        self.save.is_due_at_end()
-    }
 }

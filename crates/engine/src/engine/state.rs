@@ -146,18 +146,20 @@ impl Trainer {
                 }
             }
         }
-        let store = &self.engine.store;
-        let host = candle_core::Device::Cpu;
-        let whole = |own: Tensor| store.collect(bucket, &own);
-        let floats = |own: &[f32]| -> Result<Vec<f32>> {
-            Ok(whole(Tensor::from_slice(own, own.len(), &host)?)?.to_vec1()?)
-        };
-        let mut all = FlatValues { values: floats(&flat.values)?, codes: Vec::new(), absmax: Vec::new() };
-        if !flat.codes.is_empty() {
-            all.codes = whole(Tensor::from_slice(&flat.codes, flat.codes.len(), &host)?)?.to_vec1()?;
-            all.absmax = floats(&flat.absmax)?;
+        Ok(FlatValues {
+            values: self.whole(bucket, &flat.values)?,
+            codes: self.whole(bucket, &flat.codes)?,
+            absmax: self.whole(bucket, &flat.absmax)?,
+        })
+    }
+
+    /// Gathers the parts `own` of all ranks. Nothing is gathered of an empty part.
+    fn whole<T: WithDType>(&self, bucket: &Bucket, own: &[T]) -> Result<Vec<T>> {
+        if own.is_empty() {
+            return Ok(Vec::new());
         }
-        Ok(all)
+        let own = Tensor::from_slice(own, own.len(), &Device::Cpu)?;
+        Ok(self.engine.store.collect(bucket, &own)?.to_vec1()?)
     }
 
     /// Returns the dtype of state tensor `position` of an entry. The size of the whole parameter

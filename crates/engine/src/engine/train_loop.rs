@@ -188,7 +188,8 @@ impl TrainLoop<'_> {
             let ends_epoch = self.steps.cursor().index == 0 && goes_on;
             let is_best = goes_on && self.evaluate_on_the_way(&mut done, ends_epoch, &mut watch)?;
             let stop = agreed.asked_to_stop && goes_on;
-            if saves.is_due(done.steps, ends_epoch) || agreed.is_save_late && goes_on || stop || is_best {
+            let is_due = self.options.save.is_due(done.steps, ends_epoch);
+            if is_due || agreed.is_save_late && goes_on || stop || is_best {
                 self.save(&done)?;
                 saves.saved(done.steps);
                 diverged.saved();
@@ -205,7 +206,7 @@ impl TrainLoop<'_> {
             let is_save_due = has_moved && !saves.has_saved(done.steps);
             self.end_with_best(&mut done, &mut watch, is_save_due)?;
         } else {
-            self.end(&mut done, &mut watch, has_moved && saves.is_due_at_end())?;
+            self.end(&mut done, &mut watch, has_moved && self.options.save.is_due_at_end())?;
         }
         self.say_notes();
         self.tell_end(if done.stopped { RunEnd::Stopped } else { RunEnd::Finished });
@@ -289,7 +290,7 @@ impl TrainLoop<'_> {
     fn handle_divergence(&mut self, step: u64, error: &Error, diverged: &mut DivergedSteps) -> Result<()> {
         let counted = diverged.count(error)?;
         self.pause_step_timer();
-        let back_to = if self.options.nan.on_nan == OnNan::Rollback {
+        let (back_to, done) = if self.options.nan.on_nan == OnNan::Rollback {
             // From here on the run waits for storage.
             self.enter(Phase::Load)?;
             // The newest checkpoint may still be in progress.
@@ -297,18 +298,14 @@ impl TrainLoop<'_> {
             let saved = (self.roll_back)(self.trainer, 0..step);
             let saved = saved.during(|| format!("cannot roll back from step {step}"))?;
             let none = || error.clone().because("this run has no checkpoint yet to roll back to");
-            Some(saved.ok_or_else(none)?)
+            let saved = saved.ok_or_else(none)?;
+            let goes_on = format!("continues with the rows after step {step}");
+            (Some(saved), format!("rolled back to checkpoint-{saved}, {goes_on}"))
         } else {
-            None
+            (None, "skipped without an update".to_owned())
         };
         self.trainer.skip_to(step);
         let why = error.causes().first().cloned().unwrap_or_default();
-        let done = match back_to {
-            Some(saved) => {
-                format!("rolled back to checkpoint-{saved}, continues with the rows after step {step}")
-            }
-            None => "skipped without an update".to_owned(),
-        };
         self.enter(Phase::Report)?;
         self.warn([format!("step {step} diverged: {why}; {done} ({counted})")]);
         match &mut self.reporter {

@@ -147,21 +147,18 @@ impl Bucket {
         let itself = bucket_options.is_updated_itself(descs_kind);
         // Trainable values are read in f32 for any compute dtype: they are the master.
         let loaded = if trainable && !itself { DType::F32 } else { dtype };
+        // With a master, the final storage may differ from the memory that is filled.
+        let place = if loaded == dtype { values } else { StorageTarget::Host };
+        let to = BucketOptions { values: place, ..bucket_options };
+        let filled = match loaded {
+            DType::BF16 => {
+                filled(&entries, &kept, &to, fill, |values: &mut [bf16]| LoadTarget::Bf16(values))?
+            }
+            _ => filled(&entries, &kept, &to, fill, |values: &mut [f32]| LoadTarget::F32(values))?,
+        };
         let (value, master) = if loaded == dtype {
-            let load = BucketLoader { entries: &entries, kept: &kept, bucket_options };
-            let filled = match dtype {
-                DType::BF16 => load.filled(fill, |values: &mut [bf16]| LoadTarget::Bf16(values))?,
-                _ => load.filled(fill, |values: &mut [f32]| LoadTarget::F32(values))?,
-            };
             (values.settle(filled)?, None)
         } else {
-            // The final storage may differ from the memory that is filled.
-            let load = BucketLoader {
-                entries: &entries,
-                kept: &kept,
-                bucket_options: BucketOptions { values: StorageTarget::Host, ..bucket_options },
-            };
-            let filled = load.filled(fill, |values: &mut [f32]| LoadTarget::F32(values))?;
             let filled = filled.tensor()?;
             let master = filled.narrow(0, own.start - kept.start, own.len())?.force_contiguous()?;
             let master = to_device(&master, &bucket_options.offload.state_on(device))?;
@@ -348,24 +345,17 @@ fn layout(descs: Vec<ParamDesc>, bucket_options: &BucketOptions<'_>) -> Result<(
     Ok((entries, start.next_multiple_of(bucket_options.unit(ALIGN))))
 }
 
-struct BucketLoader<'a> {
-    entries: &'a [BucketEntry],
-    /// The run that this rank keeps.
-    kept: &'a Range<usize>,
-    bucket_options: BucketOptions<'a>,
-}
-
-impl BucketLoader<'_> {
-    fn filled<T: PlainElement>(
-        &self,
-        fill: &mut FillParam<'_>,
-        wrap: fn(&mut [T]) -> LoadTarget<'_>,
-    ) -> Result<ParamStorage> {
-        let mut filling = BucketBuilder::new(self.kept.clone(), self.bucket_options.values)?;
-        for entry in self.entries.iter().filter(|entry| self.bucket_options.wants(&entry.range(), self.kept))
-        {
-            filling.fill(entry.range(), |values| fill(&entry.desc, &entry.local, wrap(values)))?;
-        }
-        filling.finish()
+/// Fills the run `kept`, which this rank keeps, with the values of `entries`.
+fn filled<T: PlainElement>(
+    entries: &[BucketEntry],
+    kept: &Range<usize>,
+    bucket_options: &BucketOptions<'_>,
+    fill: &mut FillParam<'_>,
+    wrap: fn(&mut [T]) -> LoadTarget<'_>,
+) -> Result<ParamStorage> {
+    let mut filling = BucketBuilder::new(kept.clone(), bucket_options.values)?;
+    for entry in entries.iter().filter(|entry| bucket_options.wants(&entry.range(), kept)) {
+        filling.fill(entry.range(), |values| fill(&entry.desc, &entry.local, wrap(values)))?;
     }
+    filling.finish()
 }

@@ -108,17 +108,14 @@ impl GatherQueue {
             };
             widest.iter().map(buffer).collect()
         };
-        let memory = [turn()?, turn()?];
-        let started = Mutex::default();
-        let [whole, most] = [AtomicUsize::new(0), AtomicUsize::new(0)];
         Ok(GatherQueue {
             device: device.clone(),
+            memory: [turn()?, turn()?],
             runs,
-            memory,
             pool: BufferPool::default(),
-            started,
-            whole,
-            most,
+            started: Mutex::default(),
+            whole: AtomicUsize::new(0),
+            most: AtomicUsize::new(0),
         })
     }
 

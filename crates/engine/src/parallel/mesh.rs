@@ -20,23 +20,9 @@ pub struct DeviceMesh {
     strategy: ShardingStrategy,
     shape: MeshShape,
     world: Arc<dyn Collective>,
-    /// By axis, in the order of [`MeshAxis::ALL`].
-    groups: [AxisGroup; MeshAxis::ALL.len()],
+    /// By axis, in the order of [`MeshAxis::ALL`]: the world, a part of it, or this rank alone.
+    groups: [Arc<dyn Collective>; MeshAxis::ALL.len()],
 }
-
-/// A rank's group along an axis.
-#[derive(Debug, Clone)]
-enum AxisGroup {
-    /// This rank alone.
-    Alone,
-    /// All ranks of the mesh.
-    World,
-    /// A part of the ranks.
-    Split(Arc<dyn Collective>),
-}
-
-/// The group of a rank that is alone along an axis.
-static ALONE: SingleRank = SingleRank;
 
 impl DeviceMesh {
     /// Creates the mesh of `strategy` over the ranks of `world`. All ranks call it.
@@ -51,17 +37,15 @@ impl DeviceMesh {
 
     fn of_shape(strategy: ShardingStrategy, shape: MeshShape, world: Arc<dyn Collective>) -> Result<Self> {
         shape.check(world.size())?;
-        let mut groups = [const { AxisGroup::Alone }; MeshAxis::ALL.len()];
+        let mut groups = alone_along_all();
         for axis in MeshAxis::ALL.into_iter().rev() {
             let size = shape.size(axis);
-            groups[axis as usize] = if size == world.size() {
-                AxisGroup::World
+            if size == world.size() {
+                groups[axis as usize] = world.clone();
             } else if size > 1 || axis == strategy.sum_axis() {
                 // A group of one, too: its backend copies the shard into the whole.
-                AxisGroup::Split(Arc::from(world.split(shape.line(world.rank(), axis))?))
-            } else {
-                AxisGroup::Alone
-            };
+                groups[axis as usize] = Arc::from(world.split(shape.line(world.rank(), axis))?);
+            }
         }
         Ok(DeviceMesh { strategy, shape, world, groups })
     }
@@ -72,7 +56,7 @@ impl DeviceMesh {
             strategy: ShardingStrategy::Single,
             shape: MeshShape::ONE,
             world: Arc::new(SingleRank),
-            groups: [const { AxisGroup::World }; MeshAxis::ALL.len()],
+            groups: alone_along_all(),
         }
     }
 
@@ -99,11 +83,7 @@ impl DeviceMesh {
     /// Returns the group of this rank and the ranks that differ from it along `axis` alone, in the
     /// order of their coordinates.
     pub fn group(&self, axis: MeshAxis) -> &dyn Collective {
-        match &self.groups[axis as usize] {
-            AxisGroup::Alone => &ALONE,
-            AxisGroup::World => &*self.world,
-            AxisGroup::Split(group) => &**group,
-        }
+        &*self.groups[axis as usize]
     }
 
     /// Returns the part of a parameter that this rank computes with.
@@ -141,13 +121,15 @@ impl DeviceMesh {
     /// Returns the bytes that this rank sent and the calls that it made, in all its groups.
     pub fn traffic(&self) -> Traffic {
         let mut sum = self.world.traffic();
-        for group in &self.groups {
-            if let AxisGroup::Split(group) = group {
-                sum.add(&group.traffic());
-            }
-        }
+        let parts = self.groups.iter().filter(|group| !Arc::ptr_eq(group, &self.world));
+        parts.for_each(|group| sum.add(&group.traffic()));
         sum
     }
+}
+
+/// Returns the groups of a rank that is alone along each axis.
+fn alone_along_all() -> [Arc<dyn Collective>; MeshAxis::ALL.len()] {
+    MeshAxis::ALL.map(|_| -> Arc<dyn Collective> { Arc::new(SingleRank) })
 }
 
 #[cfg(test)]

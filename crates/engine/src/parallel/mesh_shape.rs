@@ -28,14 +28,8 @@ impl MeshAxis {
         [MeshAxis::Pipeline, MeshAxis::Data, MeshAxis::Shard, MeshAxis::Context, MeshAxis::Tensor];
 
     /// Returns the name of the axis in messages, such as `tensor`.
-    pub fn name(self) -> &'static str {
-        match self {
-            MeshAxis::Pipeline => "pipeline",
-            MeshAxis::Data => "data",
-            MeshAxis::Shard => "shard",
-            MeshAxis::Context => "context",
-            MeshAxis::Tensor => "tensor",
-        }
+    pub fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
 }
 

@@ -52,7 +52,7 @@ pub struct StoreOptions {
 /// This rank's part of all parameters.
 #[derive(Debug)]
 pub struct ParamStore {
-    mesh: DeviceMesh,
+    pub(super) options: StoreOptions,
     config: ModelConfig,
     buckets: Vec<Bucket>,
     packed: Vec<QuantizedBucket>,
@@ -61,9 +61,6 @@ pub struct ParamStore {
     /// Name → (packed bucket, entry).
     packed_index: HashMap<String, (usize, usize)>,
     adapters: Adapters,
-    dtype: DType,
-    pub(super) device: Device,
-    offload: OffloadTarget,
     gathers: GatherQueue,
     grad_buffers: GradBuffers,
     blocks: Vec<BlockWeights>,
@@ -96,34 +93,17 @@ impl ParamStore {
         fill: &mut FillParam<'_>,
     ) -> Result<Self> {
         let (buckets, packed) = buckets(descs, &options, fill)?;
-        let StoreOptions { dtype, device, mesh, reducing, offload, bf16_copy, .. } = options;
-        let index = buckets
-            .iter()
-            .enumerate()
-            .flat_map(|(b, bucket)| {
-                bucket.entries.iter().enumerate().map(move |(e, entry)| (entry.desc.name.clone(), (b, e)))
-            })
-            .collect();
-        let packed_index = packed
-            .iter()
-            .enumerate()
-            .flat_map(|(p, packed)| {
-                packed.names().enumerate().map(move |(e, name)| (name.to_owned(), (p, e)))
-            })
-            .collect();
-        let grad_buffers = GradBuffers::new(&buckets, reducing, &device, &mesh)?;
+        let names = |bucket: &Bucket| bucket.entries.iter().map(|entry| entry.desc.name.clone()).collect();
+        let grad_buffers = GradBuffers::new(&buckets, options.reducing, &options.device, &options.mesh)?;
         let mut store = ParamStore {
-            gathers: GatherQueue::new(shard_runs(config, &buckets, &packed)?, &device)?,
-            mesh,
+            gathers: GatherQueue::new(shard_runs(config, &buckets, &packed)?, &options.device)?,
+            options,
             config: config.clone(),
+            index: places(buckets.iter().map(names)),
+            packed_index: places(packed.iter().map(QuantizedBucket::names)),
             buckets,
             packed,
-            index,
-            packed_index,
             adapters,
-            dtype,
-            device,
-            offload,
             grad_buffers,
             blocks: Vec::new(),
         };
@@ -131,7 +111,7 @@ impl ParamStore {
         store.blocks = (0..config.num_layers())
             .map(|layer| model::assemble::block(config, layer, &store.views(&store.gathers.block(layer)?)))
             .collect::<Result<_>>()?;
-        if bf16_copy {
+        if store.options.bf16_copy {
             store.blocks.iter_mut().try_for_each(BlockWeights::keep_in_bf16)?;
         }
         store.scatter_trained_rows(None)?;
@@ -141,7 +121,7 @@ impl ParamStore {
     /// Shares initial values after loading: those that only one rank has, and those that must be
     /// equal on all ranks.
     fn sync_initial_state(&mut self) -> Result<()> {
-        if self.mesh.world().size() == 1 {
+        if self.mesh().world().size() == 1 {
             return Ok(());
         }
         if self.packed.iter().any(QuantizedBucket::sharded) {
@@ -149,7 +129,7 @@ impl ParamStore {
                 self.packed.iter_mut().flat_map(QuantizedBucket::offsets).collect();
             let values: Vec<f64> = offsets.iter().map(|offset| f64::from(**offset)).collect();
             let sum = Tensor::from_vec(values, offsets.len(), &Device::Cpu)?;
-            let shards = self.mesh.group(MeshAxis::Shard);
+            let shards = self.options.mesh.group(MeshAxis::Shard);
             shards.all_reduce(Call::single("means of scales"), &memory(&sum)?)?;
             for (offset, sum) in offsets.iter_mut().zip(sum.to_vec1::<f64>()?) {
                 **offset = sum as f32;
@@ -158,7 +138,7 @@ impl ParamStore {
         for bucket in self.trainable().filter(|bucket| !bucket.spec.values.is_sharded()) {
             let first = call!("first values of", bucket.segment);
             self.with_device_buffer(&bucket.value, |values| {
-                self.mesh.world().broadcast(first, 0, &values.memory()?)
+                self.mesh().world().broadcast(first, 0, &values.memory()?)
             })?;
         }
         Ok(())
@@ -170,10 +150,10 @@ impl ParamStore {
         values: &ParamStorage,
         work: impl FnOnce(&ParamStorage) -> Result<()>,
     ) -> Result<()> {
-        if self.device.is_cpu() || values.tensor().is_ok_and(|tensor| !tensor.device().is_cpu()) {
+        if self.options.device.is_cpu() || values.tensor().is_ok_and(|tensor| !tensor.device().is_cpu()) {
             return work(values);
         }
-        let here = TensorMut::zeros(values.elements(), values.dtype(), &self.device)?;
+        let here = TensorMut::zeros(values.elements(), values.dtype(), &self.options.device)?;
         values.load_to(&here)?;
         work(&here.clone().into())?;
         values.store_from(&here)
@@ -193,7 +173,7 @@ impl ParamStore {
             index: &self.index,
             packed_index: &self.packed_index,
             adapters: &self.adapters,
-            dtype: self.dtype,
+            dtype: self.options.dtype,
             gathered,
             grads: None,
         }
@@ -204,7 +184,7 @@ impl ParamStore {
     /// # Errors
     /// A parameter is missing, an internal error; a peer failed.
     pub fn embed(&self) -> Result<GatherGuard<'_, EmbedWeights>> {
-        let (gathered, whole) = self.gathers.hold(&self.mesh, Segment::Embed, None)?;
+        let (gathered, whole) = self.gathers.hold(self.mesh(), Segment::Embed, None)?;
         self.scatter_trained_rows(Some(&gathered))?;
         Ok(GatherGuard { weights: model::assemble::embed(&self.values(&gathered))?, _whole: whole })
     }
@@ -224,9 +204,9 @@ impl ParamStore {
     /// # Errors
     /// More than two segments are held at a time, an internal error; a peer failed.
     pub fn block(&self, layer: usize, next: Option<usize>) -> Result<GatherGuard<'_, &BlockWeights>> {
-        self.mesh.world().heartbeat();
+        self.mesh().world().heartbeat();
         let next = next.map(Segment::Block);
-        let (_, whole) = self.gathers.hold(&self.mesh, Segment::Block(layer), next)?;
+        let (_, whole) = self.gathers.hold(self.mesh(), Segment::Block(layer), next)?;
         Ok(GatherGuard { weights: &self.blocks[layer], _whole: whole })
     }
 
@@ -248,7 +228,7 @@ impl ParamStore {
     }
 
     fn hold_head(&self, next: Option<usize>, gradients: bool) -> Result<GatherGuard<'_, HeadWeights>> {
-        let (gathered, whole) = self.gathers.hold(&self.mesh, Segment::Head, next.map(Segment::Block))?;
+        let (gathered, whole) = self.gathers.hold(self.mesh(), Segment::Head, next.map(Segment::Block))?;
         self.scatter_trained_rows(Some(&gathered))?;
         let views = if gradients { self.views(&gathered) } else { self.values(&gathered) };
         Ok(GatherGuard { weights: model::assemble::head(&self.config, &views)?, _whole: whole })
@@ -280,7 +260,7 @@ impl ParamStore {
         let first = self.buckets.partition_point(|bucket| bucket.segment < segment);
         let of_segment = self.buckets.iter().enumerate().skip(first);
         for (i, _) in of_segment.take_while(|(_, bucket)| bucket.segment == segment) {
-            self.grad_buffers.reduce(&self.mesh, &self.buckets, i, last)?;
+            self.grad_buffers.reduce(self.mesh(), &self.buckets, i, last)?;
         }
         Ok(())
     }
@@ -291,7 +271,7 @@ impl ParamStore {
     /// # Errors
     /// A tensor operation failed; a peer failed.
     pub(crate) fn prepare_backward(&self, segment: Segment) -> Result<()> {
-        self.grad_buffers.wait_for_reductions(&self.mesh, &self.buckets, Some(segment))
+        self.grad_buffers.wait_for_reductions(self.mesh(), &self.buckets, Some(segment))
     }
 
     /// Starts or stops the check for non-finite local gradients before they are summed over ranks.
@@ -305,7 +285,7 @@ impl ParamStore {
     /// # Errors
     /// A tensor operation failed; a peer failed.
     pub fn finish_reductions(&self) -> Result<()> {
-        self.grad_buffers.wait_for_reductions(&self.mesh, &self.buckets, None)
+        self.grad_buffers.wait_for_reductions(self.mesh(), &self.buckets, None)
     }
 
     /// All-gathers the updated parameters, after copying masters to them. All ranks call it.
@@ -313,11 +293,11 @@ impl ParamStore {
     /// # Errors
     /// A tensor operation failed; a peer failed.
     pub(crate) fn all_gather_params(&self) -> Result<()> {
-        self.mesh.world().enter(Phase::AllGatherParams)?;
+        self.mesh().world().enter(Phase::AllGatherParams)?;
         for bucket in self.trainable() {
-            bucket.refresh(&self.offload)?;
+            bucket.refresh(self.offload())?;
             if let Some(axis) = bucket.spec.param_gather_axis() {
-                let (updated, shards) = (call!("updated values of", bucket.segment), self.mesh.group(axis));
+                let (updated, shards) = (call!("updated values of", bucket.segment), self.mesh().group(axis));
                 self.with_device_buffer(&bucket.value, |whole| {
                     let own = whole.narrow(bucket.own.start, bucket.own.len())?;
                     shards.finish(shards.start_all_gather(updated, &own.memory()?, &whole.memory()?)?)
@@ -355,7 +335,7 @@ impl ParamStore {
 
     /// Returns the mesh of the ranks that share the parameters.
     pub fn mesh(&self) -> &DeviceMesh {
-        &self.mesh
+        &self.options.mesh
     }
 
     pub(super) fn reducing(&self) -> GradReduceOptions {
@@ -368,7 +348,7 @@ impl ParamStore {
 
     /// Returns the tensors that are offloaded from the device.
     pub fn offload(&self) -> &OffloadTarget {
-        &self.offload
+        &self.options.offload
     }
 
     /// Returns the trainable buckets, in order of segments.
@@ -413,7 +393,7 @@ impl ParamStore {
         let held = self.buckets.iter().filter_map(|b| Some((b, held(b)?)));
         for (bucket, (what, flat, placement)) in held {
             let from = if placement.is_sharded() { bucket.own.start } else { 0 };
-            self.mesh.world().heartbeat();
+            self.mesh().world().heartbeat();
             for entry in &bucket.entries {
                 let (start, end) = (entry.start.max(from), entry.range().end.min(from + flat.elements()));
                 if start < end && !is_finite(&flat.narrow(start - from, end - start)?.to_read()?)? {
@@ -439,6 +419,13 @@ pub(crate) enum FiniteCheck {
     TrainedWeights,
     /// The gradients as summed so far.
     Gradients,
+}
+
+/// Returns the places of all names: the bucket and the entry within it.
+fn places(names: impl Iterator<Item = Vec<String>>) -> HashMap<String, (usize, usize)> {
+    let of_bucket =
+        |(b, names): (usize, Vec<String>)| names.into_iter().enumerate().map(move |(e, name)| (name, (b, e)));
+    names.enumerate().flat_map(of_bucket).collect()
 }
 
 type Buckets = (Vec<Bucket>, Vec<QuantizedBucket>);

@@ -137,8 +137,8 @@ impl QuantizedBucket {
     }
 
     /// Returns the names of the matrices, in order.
-    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
-        self.entries.iter().map(|entry| entry.desc.name.as_str())
+    pub(super) fn names(&self) -> Vec<String> {
+        self.entries.iter().map(|entry| entry.desc.name.clone()).collect()
     }
 
     /// Returns the view of an entry for use in a segment; `whole` gives the whole buffer of a type.

@@ -33,7 +33,7 @@ impl ParamStore {
     pub(crate) fn gradient_squares(&self) -> Result<SquareSums> {
         let grads: Vec<Option<Tensor>> = self.trainable().map(Bucket::gradient).collect::<Result<_>>()?;
         // On the device for any storage of gradients: partial sums differ between devices.
-        sums_of_squares(&grads.iter().flatten().collect::<Vec<_>>(), &self.device)
+        sums_of_squares(&grads.iter().flatten().collect::<Vec<_>>(), &self.options.device)
     }
 
     /// Returns the norm of gradients with these [squares](ParamStore::gradient_squares). Those of a

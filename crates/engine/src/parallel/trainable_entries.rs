@@ -43,7 +43,7 @@ impl ParamStore {
             parts.push(grad.map(|grad| grad.narrow(0, from - own.start, to - from)).transpose()?);
         }
         let held: Vec<&Tensor> = parts.iter().flatten().collect();
-        let mut squares = sums_of_squares(&held, &self.device)?.read()?.into_iter();
+        let mut squares = sums_of_squares(&held, &self.options.device)?.read()?.into_iter();
         let has =
             |part: &Option<Tensor>| part.as_ref().and_then(|_| squares.next()).is_some_and(|sum| sum != 0.0);
         Ok(parts.iter().map(has).collect())

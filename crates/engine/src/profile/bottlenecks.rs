@@ -108,7 +108,9 @@ pub const RULES: [BottleneckRule; 9] = [
         threshold: 0.10,
         change: "use larger micro-batches (`train.micro_batch_size`), `data.packing = true` for fewer, fuller rows, or a \
                  faster processor",
-        measure: input,
+        measure: |facts| {
+            of_run(facts.data_secs, facts.all_secs, "rows were loaded while nothing was computed")
+        },
     },
     BottleneckRule {
         name: "straggler",
@@ -130,7 +132,7 @@ pub const RULES: [BottleneckRule; 9] = [
         threshold: 0.10,
         change: "save less often (`checkpoint.save_steps`), in the background (`checkpoint.async_save = true`), or on a \
                  faster disk",
-        measure: saving,
+        measure: |facts| of_run(facts.save_secs, facts.all_secs, "training waited for checkpoints"),
     },
     BottleneckRule {
         name: "recompute waste",
@@ -201,14 +203,6 @@ fn of_run(secs: f64, all: f64, what: impl Into<String>) -> Option<Measured> {
 
 fn of_trace(secs: f64, table: &OpTable, what: impl Into<String>) -> Option<Measured> {
     Some(Measured { secs, all: table.secs, what: what.into(), of_run: false })
-}
-
-fn input(facts: &RunFacts) -> Option<Measured> {
-    of_run(facts.data_secs, facts.all_secs, "rows were loaded while nothing was computed")
-}
-
-fn saving(facts: &RunFacts) -> Option<Measured> {
-    of_run(facts.save_secs, facts.all_secs, "training waited for checkpoints")
 }
 
 /// Measures the time that the slowest rank computed beyond the median of all ranks.

@@ -13,7 +13,7 @@ pub const RECOMPUTE: &str = "recompute";
 const SHOWN: usize = 12;
 
 /// All spans with the same name, or with the same name and sizes.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct OpRow {
     /// The operation; in tables by shape with its sizes.
     pub name: String,
@@ -65,14 +65,8 @@ fn rows_by<'a>(
     let mut found: HashMap<SpanInfo, OpRow> = HashMap::new();
     for (span, own) in spans {
         let info = key(SpanInfo { index: None, bytes: 0, flops: 0, ..span.info });
-        let row = found.entry(info).or_insert_with(|| OpRow {
-            name: info.title(),
-            kind: info.kind.name(),
-            calls: 0,
-            self_secs: 0.0,
-            bytes: 0,
-            flops: 0,
-        });
+        let new = || OpRow { name: info.title(), kind: info.kind.name(), ..OpRow::default() };
+        let row = found.entry(info).or_insert_with(new);
         row.calls += 1;
         row.self_secs += own as f64 / 1e9;
         row.bytes += span.info.bytes;

@@ -7,7 +7,7 @@
 //! only if its value is not the default, because an older PEFT refuses unknown keys. Key list: peft
 //! 0.21 `LoraConfig`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 
 use super::{ModulePattern, NamePattern, TargetSpec};
 use crate::error::input_file;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorContext as _, Result};
 
 /// The name of the file.
 pub const CONFIG_FILE: &str = "adapter_config.json";
@@ -110,19 +110,6 @@ fn may_be_a_switch(key: &str) -> bool {
     key.starts_with("use_") || key.ends_with("_config")
 }
 
-/// The cause of a refused configuration, and a hint if one exists.
-#[derive(Debug, PartialEq)]
-struct ConfigRefusal {
-    cause: String,
-    hint: Option<String>,
-}
-
-impl From<String> for ConfigRefusal {
-    fn from(cause: String) -> Self {
-        ConfigRefusal { cause, hint: None }
-    }
-}
-
 impl AdapterConfig {
     /// Reads `folder`/adapter_config.json.
     ///
@@ -137,26 +124,20 @@ impl AdapterConfig {
                 .hint(format!("give the folder that holds {CONFIG_FILE} and {}", super::WEIGHTS_FILE)));
         }
         let text = input_file::read("read", &path)?;
-        Self::parse(&text).map(|(config, _)| config).map_err(|refusal| {
-            let error = Error::user(format!("cannot use {}", path.display())).because(refusal.cause);
-            match refusal.hint {
-                Some(hint) => error.hint(hint),
-                None => error,
-            }
-        })
+        Self::parse(&text).map(|(config, _)| config).during(|| format!("cannot use {}", path.display()))
     }
 
     /// Parses the configuration. Also returns the unread keys.
-    fn parse(text: &[u8]) -> Result<(Self, Map<String, Value>), ConfigRefusal> {
-        let mut keys =
-            ConfigKeys(serde_json::from_slice(text).map_err(|error| format!("it is not valid: {error}"))?);
+    fn parse(text: &[u8]) -> Result<(Self, Map<String, Value>)> {
+        let invalid = |error: serde_json::Error| Error::user(format!("it is not valid: {error}"));
+        let mut keys = ConfigKeys(serde_json::from_slice(text).map_err(invalid)?);
         for (key, accepted) in [("peft_type", "LORA"), ("task_type", "CAUSAL_LM")] {
             let found: Option<String> = keys.take(key, "a text")?;
             if found.as_deref().is_some_and(|found| found != accepted)
                 || (found.is_none() && key == "peft_type")
             {
                 let found = found.unwrap_or("missing".into());
-                return Err(format!("`{key}` is {found}; accepted: {accepted}").into());
+                return Err(Error::user(format!("`{key}` is {found}; accepted: {accepted}")));
             }
         }
         let target_modules = match keys.names("target_modules")? {
@@ -164,7 +145,7 @@ impl AdapterConfig {
                 ModulePattern::AllLinear
             }
             Some(names) => ModulePattern::Named(names),
-            None => return Err("`target_modules` is missing".to_owned().into()),
+            None => return Err(Error::user("`target_modules` is missing")),
         };
         let spec = TargetSpec {
             target_modules,
@@ -194,7 +175,7 @@ impl AdapterConfig {
         };
         if !(0.0..1.0).contains(&config.lora_dropout) {
             let found = config.lora_dropout;
-            return Err(format!("`lora_dropout` is {found}; accepted: from 0 to below 1").into());
+            return Err(Error::user(format!("`lora_dropout` is {found}; accepted: from 0 to below 1")));
         }
         refuse_unsupported(&keys.0)?;
         Ok((config, keys.0))
@@ -256,35 +237,31 @@ impl AdapterConfig {
 
 /// Refuses keys that would change the adapter's computation. Other unknown keys pass, because PEFT
 /// ignores them.
-fn refuse_unsupported(keys: &Map<String, Value>) -> Result<(), ConfigRefusal> {
+fn refuse_unsupported(keys: &Map<String, Value>) -> Result<()> {
     for (key, value) in keys.iter().filter(|(key, value)| !passes(key, value)) {
         if UNSUPPORTED.contains(&key.as_str()) {
-            return Err(format!(
+            return Err(Error::user(format!(
                 "`{key}` is {value}, which is not supported; accepted: no such key, or its default"
-            )
-            .into());
+            )));
         }
         if may_be_a_switch(key) {
-            return Err(ConfigRefusal {
-                cause: format!("`{key}` is {value}: this key is unknown and may enable a variant of LoRA"),
-                hint: Some(format!(
-                    "if the adapter computes the same without the key, delete `{key}` from {CONFIG_FILE}"
-                )),
-            });
+            let what = format!("`{key}` is {value}: this key is unknown and may enable a variant of LoRA");
+            return Err(Error::user(what).hint(format!(
+                "if the adapter computes the same without the key, delete `{key}` from {CONFIG_FILE}"
+            )));
         }
     }
     Ok(())
 }
 
-fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights, ConfigRefusal> {
+fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights> {
     let found: Value = keys.take("init_lora_weights", "true, false or a name")?.unwrap_or(json!(true));
     let name = found.as_str().unwrap_or_default().to_ascii_lowercase();
     match (&found, name.as_str()) {
-        (Value::Bool(true), _) | (_, "orthogonal" | "mica") => return Ok(InitLoraWeights::Default),
+        // EVA chose the initial A and the ranks, which rank_pattern holds.
+        (Value::Bool(true), _) | (_, "orthogonal" | "mica" | "eva") => return Ok(InitLoraWeights::Default),
         (Value::Bool(false), _) => return Ok(InitLoraWeights::Random),
         (_, "gaussian") => return Ok(InitLoraWeights::Gaussian),
-        // EVA chose the initial A and the ranks, which rank_pattern holds.
-        (_, "eva") => return Ok(InitLoraWeights::Default),
         _ => {}
     }
     let accepted = r#"accepted: true, false, "gaussian", "orthogonal", "eva", "mica""#;
@@ -298,13 +275,10 @@ fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights, ConfigRefusal> {
             "save it from PEFT as an adapter of the unchanged base: `model.save_pretrained(folder, path_initial_model_for_weight_conversion=start)`, where `start` holds the adapter as it was before training",
         ),
         _ => {
-            return Err(format!("`init_lora_weights` is {found}, which is unknown; {accepted}").into());
+            return Err(Error::user(format!("`init_lora_weights` is {found}, which is unknown; {accepted}")));
         }
     };
-    Err(ConfigRefusal {
-        cause: format!("`init_lora_weights` is {found}, {effect}; {accepted}"),
-        hint: Some(hint.into()),
-    })
+    Err(Error::user(format!("`init_lora_weights` is {found}, {effect}; {accepted}")).hint(hint))
 }
 
 /// Writes whole numbers like PEFT: 16, not 16.0.
@@ -330,12 +304,7 @@ fn tokens_value(tokens: &BTreeMap<String, Vec<u32>>) -> Value {
 fn names_value(names: &NamePattern) -> Value {
     match names {
         NamePattern::Regex(pattern) => json!(pattern),
-        NamePattern::List(list) => {
-            let mut list = list.clone();
-            list.sort();
-            list.dedup();
-            json!(list)
-        }
+        NamePattern::List(list) => json!(list.iter().collect::<BTreeSet<_>>()),
     }
 }
 
@@ -344,28 +313,24 @@ struct ConfigKeys(Map<String, Value>);
 
 impl ConfigKeys {
     /// Removes `key` and returns its value, or `None` if it is missing or null.
-    fn take<T: DeserializeOwned>(&mut self, key: &str, accepted: &str) -> Result<Option<T>, String> {
+    fn take<T: DeserializeOwned>(&mut self, key: &str, accepted: &str) -> Result<Option<T>> {
         match self.0.shift_remove(key) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => match T::deserialize(&value) {
                 Ok(taken) => Ok(Some(taken)),
-                Err(_) => Err(format!("`{key}` is {value}; accepted: {accepted}")),
+                Err(_) => Err(Error::user(format!("`{key}` is {value}; accepted: {accepted}"))),
             },
         }
     }
 
-    fn one_or_many<T: DeserializeOwned>(
-        &mut self,
-        key: &str,
-        accepted: &str,
-    ) -> Result<Option<Vec<T>>, String> {
+    fn one_or_many<T: DeserializeOwned>(&mut self, key: &str, accepted: &str) -> Result<Option<Vec<T>>> {
         match self.0.get(key) {
             Some(Value::Array(_)) => self.take(key, accepted),
             _ => Ok(self.take(key, accepted)?.map(|one| vec![one])),
         }
     }
 
-    fn names(&mut self, key: &str) -> Result<Option<NamePattern>, String> {
+    fn names(&mut self, key: &str) -> Result<Option<NamePattern>> {
         let accepted = "a list of names, or a regular expression";
         match self.0.get(key) {
             Some(Value::String(_)) => Ok(self.take(key, accepted)?.map(NamePattern::Regex)),
@@ -373,7 +338,7 @@ impl ConfigKeys {
         }
     }
 
-    fn tokens(&mut self) -> Result<BTreeMap<String, Vec<u32>>, String> {
+    fn tokens(&mut self) -> Result<BTreeMap<String, Vec<u32>>> {
         let key = "trainable_token_indices";
         let accepted = "a list of token ids, or an object from module names to such lists";
         if let Some(Value::Object(_)) = self.0.get(key) {
@@ -384,15 +349,11 @@ impl ConfigKeys {
         Ok(if ids.is_empty() { BTreeMap::new() } else { table(ids) })
     }
 
-    fn pattern<T: DeserializeOwned>(
-        &mut self,
-        key: &str,
-        accepted: &str,
-    ) -> Result<Vec<(String, T)>, String> {
+    fn pattern<T: DeserializeOwned>(&mut self, key: &str, accepted: &str) -> Result<Vec<(String, T)>> {
         let map: Map<String, Value> = self.take(key, "an object from names to numbers")?.unwrap_or_default();
         let value = |(pattern, value): (String, Value)| match T::deserialize(&value) {
             Ok(value) => Ok((pattern, value)),
-            Err(_) => Err(format!("`{key}` has {value} for `{pattern}`; accepted: {accepted}")),
+            Err(_) => Err(Error::user(format!("`{key}` has {value} for `{pattern}`; accepted: {accepted}"))),
         };
         map.into_iter().map(value).collect()
     }
@@ -402,7 +363,7 @@ impl ConfigKeys {
 mod tests {
     use super::*;
 
-    fn parse(extra: &str) -> Result<AdapterConfig, ConfigRefusal> {
+    fn parse(extra: &str) -> Result<AdapterConfig> {
         let text = format!(r#"{{"peft_type":"LORA","target_modules":["q_proj"]{extra}}}"#);
         AdapterConfig::parse(text.as_bytes()).map(|(config, _)| config)
     }
@@ -426,7 +387,7 @@ mod tests {
         assert_eq!(config.spec.layers_to_transform, Some(vec![3]));
         assert_eq!(config.spec.rank_pattern, [("z".into(), 2), ("a".into(), 3)]);
         let read = AdapterConfig::parse(config.to_json().as_bytes());
-        assert_eq!(read.map(|(config, _)| config), Ok(config));
+        assert_eq!(read.expect("valid").0, config);
     }
 
     #[test]
@@ -441,7 +402,7 @@ mod tests {
             assert!(parse(&format!(r#","init_lora_weights":true,"{key}":{{"a":4}}"#)).is_ok(), "{key}");
         }
         let refusal = parse(r#","init_lora_weights":"pissa""#).expect_err("changes the base");
-        assert!(refusal.hint.is_some_and(|hint| hint.contains("path_initial_model_for_weight_conversion")));
+        assert!(refusal.in_one_line().contains("path_initial_model_for_weight_conversion"));
     }
 
     #[test]
@@ -516,7 +477,7 @@ mod tests {
             r#","rank_pattern":{"q_proj":-1}"#,
         ]
         .iter()
-        .map(|extra| parse(extra).expect_err(extra).cause)
+        .map(|extra| parse(extra).expect_err(extra).what().to_owned())
         .collect();
         insta::assert_snapshot!(refusals.join("\n"), @r#"
         `bias` is "all", which is not supported; accepted: no such key, or its default

@@ -35,36 +35,21 @@ pub enum TensorKind {
     SavedBias,
 }
 
+/// The suffixes of each kind: first the one that is written, then others that are read.
+const ENDS: [(TensorKind, &[&str]); 9] = [
+    (TensorKind::LoraA, &[".lora_A.weight"]),
+    (TensorKind::LoraB, &[".lora_B.weight"]),
+    // PEFT 0.9 to 0.12 used a plain parameter, later versions a module; files of both exist.
+    (TensorKind::LoraMagnitude, &[".lora_magnitude_vector", ".lora_magnitude_vector.weight"]),
+    (TensorKind::LoraEmbeddingA, &[".lora_embedding_A"]),
+    (TensorKind::LoraEmbeddingB, &[".lora_embedding_B"]),
+    (TensorKind::TokensDelta, &[".token_adapter.trainable_tokens_delta"]),
+    (TensorKind::BaseWeight, &[".base_layer.weight", ".token_adapter.base_layer.weight"]),
+    (TensorKind::SavedWeight, &[".weight", ".modules_to_save.weight"]),
+    (TensorKind::SavedBias, &[".bias", ".modules_to_save.bias"]),
+];
+
 impl TensorKind {
-    const ALL: [Self; 9] = [
-        Self::LoraA,
-        Self::LoraB,
-        Self::LoraMagnitude,
-        Self::LoraEmbeddingA,
-        Self::LoraEmbeddingB,
-        Self::TokensDelta,
-        Self::BaseWeight,
-        Self::SavedWeight,
-        Self::SavedBias,
-    ];
-
-    /// Returns its suffixes: first the one that is written, then others that are read.
-    fn ends(self) -> &'static [&'static str] {
-        match self {
-            Self::LoraA => &[".lora_A.weight"],
-            Self::LoraB => &[".lora_B.weight"],
-            // PEFT 0.9 to 0.12 used a plain parameter, later versions a module; files of both
-            // exist.
-            Self::LoraMagnitude => &[".lora_magnitude_vector", ".lora_magnitude_vector.weight"],
-            Self::LoraEmbeddingA => &[".lora_embedding_A"],
-            Self::LoraEmbeddingB => &[".lora_embedding_B"],
-            Self::TokensDelta => &[".token_adapter.trainable_tokens_delta"],
-            Self::BaseWeight => &[".base_layer.weight", ".token_adapter.base_layer.weight"],
-            Self::SavedWeight => &[".weight", ".modules_to_save.weight"],
-            Self::SavedBias => &[".bias", ".modules_to_save.bias"],
-        }
-    }
-
     /// Returns whether it belongs to a module that is saved whole.
     pub fn is_saved(self) -> bool {
         matches!(self, Self::SavedWeight | Self::SavedBias)
@@ -99,7 +84,8 @@ impl AdapterTensor {
 
 /// Returns the name under which a tensor is written.
 pub(super) fn file_name(module: &str, kind: TensorKind) -> String {
-    format!("{PREFIX}{module}{}", kind.ends()[0])
+    let end = ENDS.iter().find(|(of, _)| *of == kind).map_or("", |(_, ends)| ends[0]);
+    format!("{PREFIX}{module}{end}")
 }
 
 /// Parts of a name that precede the adapter's name in a module's own state (`state_dict()`).
@@ -133,7 +119,7 @@ pub(super) fn without_adapter(name: &str) -> String {
 /// Returns the module and the kind of a name in a file, by the naming rules `rules`.
 pub(super) fn split_name(name: &str, rules: &NameRules) -> Option<(String, TensorKind)> {
     let name = without_adapter(name);
-    let ends = TensorKind::ALL.into_iter().flat_map(|kind| kind.ends().iter().map(move |end| (*end, kind)));
+    let ends = ENDS.iter().flat_map(|(kind, ends)| ends.iter().map(move |end| (*end, *kind)));
     // The longest suffix decides: `.lora_A.weight` and `.base_layer.weight` end in `.weight` too.
     let (end, kind) = ends.filter(|(end, _)| name.ends_with(end)).max_by_key(|(end, _)| end.len())?;
     let module = name.strip_suffix(end)?;

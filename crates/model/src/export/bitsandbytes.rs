@@ -118,13 +118,10 @@ pub fn write_quantized(
 }
 
 fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
-    let mut found = None;
-    for name in files.names() {
-        if let Some(tensor) = files.quantized(name)? {
-            found = Some(format!("`{name}` is quantized to {}", tensor.format().scheme().name()));
-            break;
-        }
-    }
+    let found = files.names().find_map(|name| {
+        let format = files.quantized_format(name)?;
+        Some(format!("`{name}` is quantized to {}", format.scheme().name()))
+    });
     match found.or(says_so.then(|| format!("config.json has `{QUANTIZATION_CONFIG}`"))) {
         Some(cause) => Err(Error::user(format!("cannot quantize {}", files.folder().display()))
             .because(format!("it is quantized already: {cause}"))
@@ -201,9 +198,10 @@ fn runs_of_parts(module: &str) -> impl Iterator<Item = &str> {
 /// Returns the tensors into which `name` is converted.
 fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec<PlannedFile>> {
     let info = files.require(name)?;
-    let sized = |end: &str, dtype, shape: &[usize]| {
-        PlannedFile::Sized(WriteEntry { name: format!("{name}{end}"), dtype, shape: shape.into() })
+    let tensor = |name: String, dtype, shape: &[usize]| {
+        PlannedFile::Sized(WriteEntry { name, dtype, shape: shape.into() })
     };
+    let sized = |end: &str, dtype, shape: &[usize]| tensor(format!("{name}{end}"), dtype, shape);
     let (n, float, byte) = (info.elements(), StoredDtype::F32, StoredDtype::U8);
     Ok(match scheme {
         None => vec![sized("", info.dtype, &info.shape)],
@@ -226,16 +224,8 @@ fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec
             let module = |end: &str| name.replace(".weight", end);
             vec![
                 sized("", StoredDtype::I8, &info.shape),
-                PlannedFile::Sized(WriteEntry {
-                    name: module(".SCB"),
-                    dtype: float,
-                    shape: vec![info.shape[0]],
-                }),
-                PlannedFile::Sized(WriteEntry {
-                    name: module(".weight_format"),
-                    dtype: byte,
-                    shape: Vec::new(),
-                }),
+                tensor(module(".SCB"), float, &info.shape[..1]),
+                tensor(module(".weight_format"), byte, &[]),
             ]
         }
     })

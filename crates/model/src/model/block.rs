@@ -107,11 +107,6 @@ pub struct DropoutContext {
 }
 
 impl BlockContext<'_> {
-    /// Returns the settings of the adapters of block `layer` in its forward.
-    fn branch(&self, layer: usize) -> BranchContext {
-        BranchContext { adapter: self.adapter, source: self.source(layer) }
-    }
-
     /// Returns the dropout stream of block `layer`; the head uses the number after the last block.
     pub fn source(&self, layer: usize) -> DropoutSource {
         self.dropout.map(|d| (d.stream.part(layer as u64), d.first_token))
@@ -129,7 +124,7 @@ struct LayerPass<'a> {
 impl LayerPass<'_> {
     /// Returns the settings of the block's adapters in its forward.
     fn branch(&self) -> BranchContext {
-        self.context.branch(self.layer)
+        BranchContext { adapter: self.context.adapter, source: self.source() }
     }
 
     /// Returns the dropout stream of the block's adapters.

@@ -1,6 +1,7 @@
 //! Typed access to config.json.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
 use serde_json::Value;
 
@@ -41,8 +42,7 @@ impl<'a> ConfigReader<'a> {
 
     fn typed<T>(&self, key: &str, wanted: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
         let Some(value) = self.get(key) else { return Ok(None) };
-        let found = || Error::user(format!("`{key}` is {value}")).because(format!("accepted: {wanted}"));
-        read(value).map(Some).ok_or_else(found)
+        read(value).map(Some).ok_or_else(|| refused(key, value, wanted))
     }
 
     pub(super) fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
@@ -58,27 +58,21 @@ impl<'a> ConfigReader<'a> {
         Ok(id.and_then(|id| u32::try_from(id).ok()))
     }
 
-    pub(super) fn usize(&self, key: &str) -> Result<usize> {
-        self.opt_usize(key)?.ok_or_else(|| {
-            Error::user(format!("`{key}` is missing")).because("every model of this family has it")
-        })
-    }
-
     /// Returns a size from 1 to `most`, if the key is present. `most` is far beyond any model. It
     /// protects code that allocates by sizes before the memory is checked.
     pub(super) fn opt_size(&self, key: &str, most: usize) -> Result<Option<usize>> {
         let size = self.opt_usize(key)?;
         match size {
-            Some(size) if !(1..=most).contains(&size) => {
-                Err(Error::user(format!("`{key}` is {size}")).because(format!("accepted: 1 to {most}")))
-            }
+            Some(size) if !(1..=most).contains(&size) => Err(refused(key, size, &format!("1 to {most}"))),
             _ => Ok(size),
         }
     }
 
     /// Works like [`ConfigReader::opt_size`] for a required key.
     pub(super) fn size(&self, key: &str, most: usize) -> Result<usize> {
-        self.opt_size(key, most)?.map_or_else(|| self.usize(key), Ok)
+        self.opt_size(key, most)?.ok_or_else(|| {
+            Error::user(format!("`{key}` is missing")).because("every model of this family has it")
+        })
     }
 
     pub(super) fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
@@ -88,9 +82,7 @@ impl<'a> ConfigReader<'a> {
     /// Returns a number above 0, if the key is present.
     pub(super) fn above_zero(&self, key: &str) -> Result<Option<f64>> {
         match self.opt_f64(key)? {
-            Some(value) if value <= 0.0 => {
-                Err(Error::user(format!("`{key}` is {value}")).because("accepted: above 0"))
-            }
+            Some(value) if value <= 0.0 => Err(refused(key, value, "above 0")),
             value => Ok(value),
         }
     }
@@ -118,6 +110,11 @@ impl<'a> ConfigReader<'a> {
     pub(super) fn f64_list(&self, key: &str) -> Result<Option<Vec<f64>>> {
         self.typed(key, "a list of numbers", |v| v.as_array()?.iter().map(Value::as_f64).collect())
     }
+}
+
+/// Returns the error of a key with an unusable value.
+pub(super) fn refused(key: &str, found: impl Display, accepted: &str) -> Error {
+    Error::user(format!("`{key}` is {found}")).because(format!("accepted: {accepted}"))
 }
 
 fn text(value: &Value) -> String {

@@ -54,14 +54,8 @@ impl EmbedWeights {
         if let Some(lora) = adapter.of(self.lora.as_ref()) {
             let (u, b) = (columns_of(&lora.a.value, ids)?, ColumnView::all(&lora.b.value));
             let scale = lora.scale * config.embedding_factor;
-            matmul(
-                ColumnViewMut::all(&x),
-                ColumnView::all(&u),
-                b,
-                Transpose::Nt,
-                scale,
-                Addend::Destination,
-            )?;
+            let (out, u) = (ColumnViewMut::all(&x), ColumnView::all(&u));
+            matmul(out, u, b, Transpose::Nt, scale, Addend::Destination)?;
         }
         Ok(x.into_tensor())
     }
@@ -89,17 +83,11 @@ impl EmbedGradients {
         let u = columns_of(&lora.a.value, ids)?;
         let (rows, r) = u.dims2()?;
         let du = empty(rows, r, DType::F32, dx.device())?;
-        let b = ColumnView::all(&lora.b.value);
-        matmul(ColumnViewMut::all(&du), ColumnView::all(dx), b, Transpose::Nn, scale, Addend::Nothing)?;
+        let (dx, b) = (ColumnView::all(dx), ColumnView::all(&lora.b.value));
+        matmul(ColumnViewMut::all(&du), dx, b, Transpose::Nn, scale, Addend::Nothing)?;
         if let Some(grad) = &lora.b.grad {
-            matmul(
-                ColumnViewMut::all(grad),
-                ColumnView::all(dx),
-                ColumnView::all(&u),
-                Transpose::Tn,
-                scale,
-                Addend::Destination,
-            )?;
+            let (grad, u) = (ColumnViewMut::all(grad), ColumnView::all(&u));
+            matmul(grad, dx, u, Transpose::Tn, scale, Addend::Destination)?;
         }
         match &lora.a.grad {
             Some(grad) => columns_of_backward(grad, ids, &du, skip),

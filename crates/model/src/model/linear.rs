@@ -340,15 +340,21 @@ pub(super) fn backward(
     Ok(dx.into_tensor())
 }
 
-/// Adds the gradients of the trainable parameters alone: nothing below `x` trains.
-pub(super) fn backward_weights(
+/// Works like [`backward`], but without `need_dx` adds the gradients of the trainable parameters
+/// alone: nothing below `x` trains.
+pub(super) fn backward_first(
     linear: &MergedLinear,
     saved: &LoraSaved,
     x: &Tensor,
     dy: &Tensor,
     source: DropoutSource,
-) -> Result<()> {
-    backward_parts(linear, saved, x, dy, None, source)
+    need_dx: bool,
+) -> Result<Option<Tensor>> {
+    if need_dx {
+        return backward(linear, saved, x, dy, source).map(Some);
+    }
+    backward_parts(linear, saved, x, dy, None, source)?;
+    Ok(None)
 }
 
 fn backward_parts(

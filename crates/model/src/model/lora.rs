@@ -238,17 +238,10 @@ impl Lora {
     /// Computes `drop(x) Aᵀ`: `[N, r]` in the dtype of A, in the first columns of the returned
     /// buffer.
     pub(super) fn down(&self, x: &Tensor, source: DropoutSource) -> Result<Tensor> {
-        let a = &self.a.value;
         let u = self.rank_buffer(x.dim(0)?, x.device())?;
         let input = self.input(x, source)?;
-        matmul(
-            self.of_rank_mut(&u),
-            ColumnView::all(&input),
-            ColumnView::all(a),
-            Transpose::Nt,
-            1.0,
-            Addend::Nothing,
-        )?;
+        let (input, a) = (ColumnView::all(&input), ColumnView::all(&self.a.value));
+        matmul(self.of_rank_mut(&u), input, a, Transpose::Nt, 1.0, Addend::Nothing)?;
         Ok(u.into_tensor())
     }
 
@@ -263,14 +256,8 @@ impl Lora {
     ) -> Result<()> {
         if let Some(grad) = &self.a.grad {
             let input = self.input(x, source)?;
-            matmul(
-                ColumnViewMut::all(grad),
-                self.of_rank(du),
-                ColumnView::all(&input),
-                Transpose::Tn,
-                1.0,
-                Addend::Destination,
-            )?;
+            let (grad, input) = (ColumnViewMut::all(grad), ColumnView::all(&input));
+            matmul(grad, self.of_rank(du), input, Transpose::Tn, 1.0, Addend::Destination)?;
         }
         let Some((dx, added)) = dx else { return Ok(()) };
         let through_a = |dst: &TensorMut, added: Addend<'_>| {

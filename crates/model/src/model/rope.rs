@@ -8,7 +8,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config_reader::ConfigReader;
+use super::config_reader::{ConfigReader, refused};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::rotary::RotaryTable;
@@ -65,7 +65,7 @@ impl RopeContext {
     fn original(&self, s: &ConfigReader<'_>) -> Result<usize> {
         let inside = s.opt_usize("original_max_position_embeddings")?;
         match self.original_max_positions.or(inside).unwrap_or(self.max_positions) {
-            0 => Err(Error::user("`original_max_position_embeddings` is 0").because("accepted: above 0")),
+            0 => Err(refused("original_max_position_embeddings", 0, "above 0")),
             original => Ok(original),
         }
     }
@@ -82,22 +82,16 @@ impl RopeContext {
 impl Rope {
     /// Reads `rope_scaling` or `rope_parameters` (which also carries theta).
     pub(super) fn read(scaling: Option<&ConfigReader<'_>>, context: &RopeContext) -> Result<Self> {
-        let theta =
-            scaling.map(|s| s.f64_or("rope_theta", context.theta)).transpose()?.unwrap_or(context.theta);
-        let partial = scaling
-            .map(|s| s.f64_or("partial_rotary_factor", context.partial))
-            .transpose()?
-            .unwrap_or(context.partial);
+        let inside = |key, outside| scaling.map_or(Ok(outside), |s| s.f64_or(key, outside));
+        let theta = inside("rope_theta", context.theta)?;
+        let partial = inside("partial_rotary_factor", context.partial)?;
         if !(theta as f32).is_normal() || theta < 0.0 {
-            return Err(Error::user(format!("`rope_theta` is {theta}"))
-                .because("accepted: above 0, in the range of f32"));
+            return Err(refused("rope_theta", theta, "above 0, in the range of f32"));
         }
         let rotary_dim = (context.head_dim as f64 * partial) as usize / 2 * 2;
         if !(2..=context.head_dim).contains(&rotary_dim) {
-            return Err(Error::user(format!("`partial_rotary_factor` is {partial}")).because(format!(
-                "accepted: at most 1, and at least 2 of the {} columns of a head",
-                context.head_dim
-            )));
+            let accepted = format!("at most 1, and at least 2 of the {} columns of a head", context.head_dim);
+            return Err(refused("partial_rotary_factor", partial, &accepted));
         }
         let plain: Vec<f32> = (0..rotary_dim / 2)
             .map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / rotary_dim as f32))

@@ -7,6 +7,7 @@
 //! in each of its notations.
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 
 use super::composition::AttentionMixer;
 use super::config::ModelConfig;
@@ -18,57 +19,45 @@ impl ModelConfig {
     /// Returns the settings that decide the model's arithmetic besides its weights, by key; "none"
     /// for a setting that is absent.
     pub fn semantics(&self) -> BTreeMap<String, String> {
-        let optional =
-            |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| format!("{value:?}"));
         let of_attention = |text: &dyn Fn(&AttentionMixer) -> String| -> String {
             runs(&self.attentions().map(text).collect::<Vec<_>>())
         };
         let activations: Vec<String> =
             self.gated_mlps().map(|mlp| format!("{:?}", mlp.activation).to_lowercase()).collect();
-        let window = |attention: &AttentionMixer| {
-            attention.window.map_or_else(|| "none".to_owned(), |window| window.to_string())
+        let settings = |attention: &AttentionMixer| {
+            self.ropes.get(attention.rope).map_or_else(String::new, |rope| rope.settings.clone())
         };
-        let mut said = BTreeMap::from([
+        let said = [
             ("model_type", self.family.name.to_owned()),
             ("num_hidden_layers", self.num_layers().to_string()),
             ("num_attention_heads", self.heads.num_heads.to_string()),
             ("num_key_value_heads", self.heads.num_kv_heads.to_string()),
             ("head_dim", self.heads.head_dim.to_string()),
-            ("sliding_window", of_attention(&window)),
+            ("sliding_window", of_attention(&|attention| optional(attention.window))),
             ("rms_norm_eps", format!("{:?}", self.norm.eps)),
             ("hidden_act", runs(&activations)),
             ("embedding factor", format!("{:?}", self.embedding_factor)),
             ("attention scale", of_attention(&|attention| format!("{:?}", attention.scale))),
             ("attn_logit_softcapping", of_attention(&|attention| optional(attention.softcap))),
             ("final_logit_softcapping", optional(self.logit_softcap)),
+            ("rope_theta and rope_scaling", of_attention(&settings)),
             ("tie_word_embeddings", self.tie_word_embeddings.to_string()),
-        ]);
-        if let [rope] = self.ropes.as_slice() {
-            said.insert("rope_theta and rope_scaling", short(&rope.settings));
-        } else {
-            let settings = |attention: &AttentionMixer| {
-                self.ropes.get(attention.rope).map_or_else(String::new, |rope| rope.settings.clone())
-            };
-            said.insert("rope_theta and rope_scaling", of_attention(&settings));
-        }
+        ];
         said.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
     }
 }
 
 /// Joins the values of all layers, with equal neighbours as one entry.
 fn runs(values: &[String]) -> String {
-    let runs: Vec<String> =
-        values
-            .chunk_by(|one, next| one == next)
-            .map(|run| {
-                if run.len() == values.len() {
-                    run[0].clone()
-                } else {
-                    format!("{} × {}", run.len(), run[0])
-                }
-            })
-            .collect();
-    short(&runs.join(", "))
+    let run = |run: &[String]| match run.len() {
+        all if all == values.len() => run[0].clone(),
+        count => format!("{count} × {}", run[0]),
+    };
+    short(&values.chunk_by(|one, next| one == next).map(run).collect::<Vec<_>>().join(", "))
+}
+
+fn optional(value: Option<impl Debug>) -> String {
+    value.map_or_else(|| "none".to_owned(), |value| format!("{value:?}"))
 }
 
 fn short(value: &str) -> String {

@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashSet};
 
 use super::ModelConfig;
 use crate::error::{Error, Result};
-use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, is_rotary_buffer};
+use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
 
 /// The hint if weights and config.json do not match.
 const ONE_MODEL: &str = "give config.json and weights of one and the same model";
@@ -107,6 +107,9 @@ impl StoredModel<'_> {
         verb: &str,
         parameters: impl IntoIterator<Item = (&'p str, &'p [usize])>,
     ) -> Result<()> {
+        let refused = |info: &TensorInfo, cause: String| {
+            Error::user(format!("cannot {verb} {}", info.file.display())).because(cause).hint(ONE_MODEL)
+        };
         let mut planned: HashSet<&str> = HashSet::new();
         for (parameter, shape) in parameters {
             planned.insert(parameter);
@@ -117,22 +120,17 @@ impl StoredModel<'_> {
                 stored[0] = self.stored_tokens;
             }
             if info.shape != shape && info.shape != stored {
-                return Err(Error::user(format!("cannot {verb} {}", info.file.display()))
-                    .because(format!(
-                        "{name} has shape {:?}, config.json makes it {stored:?} ({})",
-                        info.shape,
-                        self.config.dimensions()
-                    ))
-                    .hint(ONE_MODEL));
+                let (found, sizes) = (&info.shape, self.config.dimensions());
+                let cause = format!("{name} has shape {found:?}, config.json makes it {stored:?} ({sizes})");
+                return Err(refused(info, cause));
             }
         }
         for (name, info) in self.files.tensors() {
             // Buffers in old checkpoints, and the second copy of a tied table.
             let harmless = is_rotary_buffer(name) || name == LM_HEAD || name == EMBED_TOKENS;
             if !harmless && !planned.contains(name) {
-                return Err(Error::user(format!("cannot {verb} {}", info.file.display()))
-                    .because(format!("{name} is not part of the model that config.json describes"))
-                    .hint(ONE_MODEL));
+                let cause = format!("{name} is not part of the model that config.json describes");
+                return Err(refused(info, cause));
             }
         }
         Ok(())

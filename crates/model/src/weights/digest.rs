@@ -60,8 +60,7 @@ fn digest(files: &ModelFiles, kept: &Path) -> Result<String> {
     let begin = SystemTime::now();
     let stamps = || files.files().map(|(path, _)| FileStamp::of(path)).collect::<Option<Vec<_>>>();
     let before = stamps();
-    let known = before.as_ref().and_then(|stamps| KeptDigest::find(kept, stamps));
-    if let Some(known) = known {
+    if let Some(known) = before.as_ref().and_then(|stamps| KeptDigest::find(kept, stamps)) {
         return Ok(known);
     }
     let threads =

@@ -6,7 +6,7 @@
 //! while they are open. If a file is truncated, the next access ends the process with an error
 //! ([`crate::runtime::fault_signals`]), or [`ModelFiles::check_lengths`] reports it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,7 +30,7 @@ const MOST_COMPARED: usize = 10_000;
 const COMPARED: usize = 1 << 20;
 
 /// The open safetensors files of a model or an adapter.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct ModelFiles {
     place: PathBuf,
     shards: Vec<Shard>,
@@ -111,20 +111,15 @@ impl ModelFiles {
         }
         let weight_map = index::read(&index_path)?;
         let mut files = Self { indexed: true, ..Self::empty(folder) };
-        let mut names: Vec<&str> = weight_map.values().map(String::as_str).collect();
-        names.sort_unstable();
-        names.dedup();
+        let names: BTreeSet<&str> = weight_map.values().map(String::as_str).collect();
         for name in names {
             let path = folder.join(name);
             if !exists(&path)? && !is_remote(name) {
                 let tensor =
                     weight_map.iter().find(|(_, shard)| *shard == name).map_or("", |(tensor, _)| tensor);
-                return Err(Error::user(format!("cannot read weights in {}", folder.display()))
-                    .because(format!(
-                        "{INDEX_FILE} puts tensor `{}` in {name}, which is missing",
-                        clip(tensor)
-                    ))
-                    .hint("download the whole model again"));
+                let tensor = clip(tensor);
+                let cause = format!("{INDEX_FILE} puts tensor `{tensor}` in {name}, which is missing");
+                return Err(incomplete(folder, cause));
             }
             files.add_file(&path, remote)?;
         }
@@ -135,9 +130,9 @@ impl ModelFiles {
                     Some(other) => format!("it is in {}", other.display()),
                     None => "no shard has it".into(),
                 };
-                return Err(Error::user(format!("cannot read weights in {}", folder.display()))
-                    .because(format!("{INDEX_FILE} puts tensor `{}` in {shard}, but {cause}", clip(tensor)))
-                    .hint("download the whole model again"));
+                let tensor = clip(tensor);
+                let cause = format!("{INDEX_FILE} puts tensor `{tensor}` in {shard}, but {cause}");
+                return Err(incomplete(folder, cause));
             }
         }
         Ok(files)
@@ -170,10 +165,7 @@ impl ModelFiles {
     }
 
     fn empty(place: &Path) -> Self {
-        let (tensors, quantized) = (BTreeMap::new(), BTreeMap::new());
-        let (shards, notes, renamed) = (Vec::new(), Vec::new(), None);
-        let (indexed, head_apart) = (false, false);
-        Self { place: place.into(), shards, tensors, quantized, indexed, head_apart, renamed, notes }
+        Self { place: place.into(), ..Self::default() }
     }
 
     /// Adds a file, read from `remote` if it is not at `path`.
@@ -187,14 +179,9 @@ impl ModelFiles {
             let header::HeaderTensor { name, dtype, shape, range } = tensor;
             let info = TensorInfo { dtype, shape, file: Arc::clone(&path), range, shard };
             if let Some(first) = self.tensors.get(&name) {
-                return Err(Error::user(format!("cannot read weights in {}", self.place.display()))
-                    .because(format!(
-                        "tensor `{}` is both in {} and in {}",
-                        clip(&name),
-                        first.file.display(),
-                        path.display()
-                    ))
-                    .hint("download the whole model again"));
+                let (name, first, path) = (clip(&name), first.file.display(), path.display());
+                let cause = format!("tensor `{name}` is both in {first} and in {path}");
+                return Err(incomplete(&self.place, cause));
             }
             self.tensors.insert(name, info);
         }
@@ -475,6 +462,11 @@ impl ModelFiles {
     pub fn metadata(&self, key: &str) -> Option<&str> {
         self.shards.iter().find_map(|shard| shard.metadata.get(key)).map(String::as_str)
     }
+}
+
+fn incomplete(folder: &Path, cause: String) -> Error {
+    let failed = Error::user(format!("cannot read weights in {}", folder.display()));
+    failed.because(cause).hint("download the whole model again")
 }
 
 /// Returns the error for a `folder` without safetensors weights, by its other contents.

@@ -106,12 +106,7 @@ fn parse_checked(start: &[u8], file_bytes: u64) -> Result<Header, String> {
         .map_err(|_| "it is larger than this machine can address".to_owned())?;
     let RawHeader { tensors, metadata } =
         serde_json::from_slice(json).map_err(|error| format!("its header is not valid: {error}"))?;
-    let mut tensors = tensors
-        .into_iter()
-        .map(|(name, raw)| {
-            check_tensor(&name, raw).map(|(dtype, shape, range)| HeaderTensor { name, dtype, shape, range })
-        })
-        .collect::<Result<Vec<_>, String>>()?;
+    let mut tensors = tensors.into_iter().map(check_tensor).collect::<Result<Vec<_>, String>>()?;
     refuse_duplicates(&tensors)?;
     tensors.sort_by_key(|tensor| (tensor.range.start, tensor.range.end));
     check_cover(&tensors, data_bytes)?;
@@ -121,12 +116,12 @@ fn parse_checked(start: &[u8], file_bytes: u64) -> Result<Header, String> {
     Ok(Header { tensors, metadata })
 }
 
-fn check_tensor(name: &str, raw: RawTensor) -> Result<(StoredDtype, Vec<usize>, Range<usize>), String> {
-    let name = clip(name);
+fn check_tensor((name, raw): (String, RawTensor)) -> Result<HeaderTensor, String> {
+    let shown = clip(&name);
     let Some(dtype) = StoredDtype::from_name(&raw.dtype) else {
         let accepted: Vec<&str> = StoredDtype::ALL.iter().map(|dtype| dtype.name()).collect();
         return Err(format!(
-            "tensor `{name}` has dtype `{}`; accepted: {}",
+            "tensor `{shown}` has dtype `{}`; accepted: {}",
             clip(&raw.dtype),
             accepted.join(", ")
         ));
@@ -134,25 +129,25 @@ fn check_tensor(name: &str, raw: RawTensor) -> Result<(StoredDtype, Vec<usize>, 
     let [start, end] = raw.data_offsets;
     if start > end {
         return Err(format!(
-            "tensor `{name}` has data_offsets [{start}, {end}], which end before they start"
+            "tensor `{shown}` has data_offsets [{start}, {end}], which end before they start"
         ));
     }
     let bytes = raw.shape.iter().try_fold(dtype.size_bytes() as u64, |n, &dim| n.checked_mul(dim));
     let Some(bytes) = bytes else {
-        return Err(format!("tensor `{name}` has shape {:?}, more than 2^64 bytes", raw.shape));
+        return Err(format!("tensor `{shown}` has shape {:?}, more than 2^64 bytes", raw.shape));
     };
     if bytes != end - start {
         return Err(format!(
-            "tensor `{name}` has data_offsets [{start}, {end}], {} bytes; its shape {:?} of {dtype} needs {bytes}",
+            "tensor `{shown}` has data_offsets [{start}, {end}], {} bytes; its shape {:?} of {dtype} needs {bytes}",
             end - start,
             raw.shape
         ));
     }
-    let too_large = |_| format!("tensor `{name}` is larger than this machine can address");
+    let too_large = |_| format!("tensor `{shown}` is larger than this machine can address");
     let shape =
         raw.shape.iter().map(|&dim| usize::try_from(dim)).collect::<Result<_, _>>().map_err(too_large)?;
     let range = usize::try_from(start).map_err(too_large)?..usize::try_from(end).map_err(too_large)?;
-    Ok((dtype, shape, range))
+    Ok(HeaderTensor { name, dtype, shape, range })
 }
 
 fn refuse_duplicates(tensors: &[HeaderTensor]) -> Result<(), String> {

@@ -172,13 +172,9 @@ impl ModelIdentity {
     /// because an older version of the program wrote it, is no difference.
     pub fn config_differences(&self, other: &Self) -> Vec<ConfigDifference> {
         let both = self.config.iter().filter_map(|(key, value)| Some((key, value, other.config.get(key)?)));
-        both.filter(|(_, here, there)| here != there)
-            .map(|(key, here, there)| ConfigDifference {
-                key: key.clone(),
-                here: here.clone(),
-                there: there.clone(),
-            })
-            .collect()
+        let differing = both.filter(|(_, here, there)| here != there);
+        let owned = differing.map(|(key, here, there)| [key, here, there].map(String::clone));
+        owned.map(|[key, here, there]| ConfigDifference { key, here, there }).collect()
     }
 
     /// Returns it as text, with the digest by which it is compared with `other`.

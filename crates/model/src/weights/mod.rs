@@ -17,7 +17,6 @@ mod files;
 mod header;
 mod identity;
 mod index;
-mod load;
 mod output_file;
 mod quantized;
 mod random_access_writer;
@@ -38,7 +37,6 @@ pub use digest::DigestTask;
 pub use files::ModelFiles;
 pub(crate) use identity::QUANTIZED_FROM;
 pub use identity::{ConfigDifference, ModelIdentity};
-pub use load::{Expected, load_tensor};
 pub use output_file::{OutputFile, OutputKind};
 pub use quantized::QuantizedTensor;
 pub(crate) use random_access_writer::{PlannedFile, RandomAccessWriter};
@@ -51,7 +49,7 @@ pub use unfinished::{
     discard_unfinished, is_alive, is_there, names_in, sweep, sync_folder, sync_tree, temporary,
 };
 pub use write::{Metadata, TensorSink, WriteEntry, Written, split, write_file, write_sharded, write_text};
-pub(crate) use write::{write_file_with, write_index, write_index_of, write_shards};
+pub(crate) use write::{miswritten, write_file_with, write_index, write_index_of, write_shards};
 
 /// The weights of a model that is not sharded.
 pub const MODEL_FILE: &str = "model.safetensors";

@@ -13,7 +13,7 @@ use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use super::unfinished::sync_folder;
-use super::write::{header, shard_names, write_failed};
+use super::write::{header, miswritten, shard_names, split_groups, write_failed};
 use super::{Metadata, StoredDtype, WriteEntry, write_index};
 use crate::error::{Error, Result};
 
@@ -79,7 +79,8 @@ impl RandomAccessWriter {
         metadata: &Metadata,
         shard_bytes: u64,
     ) -> Result<Self> {
-        let shards = split(groups, shard_bytes);
+        let groups = groups.iter().map(|group| group.iter().collect::<Vec<_>>());
+        let shards = split_groups(groups, |planned: &&PlannedFile| planned.entry().bytes(), shard_bytes);
         let mut writer =
             RandomAccessWriter { folder: folder.into(), shards: Vec::new(), places: HashMap::new() };
         for (name, planned) in shard_names(shards.len()).iter().zip(shards) {
@@ -98,8 +99,7 @@ impl RandomAccessWriter {
     /// # Errors
     /// Storage: the disk is full or fails. Internal: the tensor was not planned or is smaller.
     pub(crate) fn write(&mut self, name: &str, at: u64, bytes: &[u8]) -> Result<()> {
-        let unplanned =
-            || Error::internal(format!("cannot write tensor `{name}`")).because("it was not planned");
+        let unplanned = || miswritten(name, "it was not planned");
         let &(shard, slot) = self.places.get(name).ok_or_else(unplanned)?;
         self.shards[shard].write(slot, at, bytes)
     }
@@ -127,24 +127,6 @@ impl RandomAccessWriter {
     }
 }
 
-/// Distributes groups in order, with a new shard if the next one does not fit.
-fn split(groups: &[Vec<PlannedFile>], shard_bytes: u64) -> Vec<Vec<&PlannedFile>> {
-    let mut shards: Vec<Vec<&PlannedFile>> = vec![Vec::new()];
-    let mut filled = 0;
-    for group in groups {
-        let bytes: u64 = group.iter().map(|planned| planned.entry().bytes()).sum();
-        if filled > 0 && filled + bytes > shard_bytes {
-            shards.push(Vec::new());
-            filled = 0;
-        }
-        filled += bytes;
-        if let Some(shard) = shards.last_mut() {
-            shard.extend(group);
-        }
-    }
-    shards
-}
-
 impl PlannedShard {
     fn create(path: PathBuf, planned: Vec<&PlannedFile>, metadata: &Metadata) -> Result<Self> {
         let mut slots: Vec<TensorSlot> = planned
@@ -169,16 +151,11 @@ impl PlannedShard {
 
     fn write(&mut self, slot: usize, at: u64, bytes: &[u8]) -> Result<()> {
         let slot = &mut self.slots[slot];
-        let misused = |cause: &str| {
-            Error::internal(format!("cannot write tensor `{}`", slot.entry.name)).because(cause)
-        };
         let (size, len) = (slot.entry.bytes(), bytes.len() as u64);
         let fits = at.checked_add(len).is_some_and(|end| end <= size) && len <= slot.left;
         if !fits || (slot.is_text && at > 0) {
-            return Err(misused(&format!(
-                "{len} bytes from {at} on were given of {size}, {} are left",
-                slot.left
-            )));
+            let cause = format!("{len} bytes from {at} on were given of {size}, {} are left", slot.left);
+            return Err(miswritten(&slot.entry.name, cause));
         }
         if slot.is_text {
             // Kept in memory until all texts before it are complete.
@@ -208,7 +185,7 @@ impl PlannedShard {
     fn finish(mut self) -> Result<(PathBuf, u64, Vec<WriteEntry>)> {
         if let Some(slot) = self.slots.iter().find(|slot| slot.left > 0) {
             let cause = format!("{} of its {} bytes were not given", slot.left, slot.entry.bytes());
-            return Err(Error::internal(format!("cannot write tensor `{}`", slot.entry.name)).because(cause));
+            return Err(miswritten(&slot.entry.name, cause));
         }
         // Texts are stored in the order of their arrival.
         self.slots.sort_by_key(|slot| (slot.is_text, slot.start));

@@ -231,15 +231,11 @@ fn copy_file(from: &Path, to: &Path) -> Result<()> {
 /// `dtype` since 5.
 fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String, Value> {
     if let Some(name) = changes.dtype.and_then(StoredDtype::config_name) {
-        let mut known = false;
-        for key in ["torch_dtype", "dtype"] {
-            if let Some(value) = config.get_mut(key) {
-                *value = name.into();
-                known = true;
-            }
-        }
-        if !known {
-            config.insert("torch_dtype".into(), name.into());
+        let mut keys = vec!["torch_dtype", "dtype"];
+        keys.retain(|key| config.contains_key(*key));
+        let keys = if keys.is_empty() { vec!["torch_dtype"] } else { keys };
+        for key in keys {
+            config.insert(key.into(), name.into());
         }
     }
     if let Some(tied) = changes.tie_word_embeddings {

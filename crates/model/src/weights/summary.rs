@@ -32,18 +32,15 @@ impl TensorGroup {
         let has = |part: &str| name.split('.').any(|segment| segment == part);
         let module = name.rsplit('.').nth(1).unwrap_or(name);
         if module.ends_with("norm") {
-            Self::Norm
-        } else if has("embed_tokens") {
-            Self::Embedding
-        } else if has("lm_head") {
-            Self::Head
-        } else if has("self_attn") {
-            Self::Attention
-        } else if has("mlp") {
-            Self::Mlp
-        } else {
-            Self::Other
+            return Self::Norm;
         }
+        let groups = [
+            ("embed_tokens", Self::Embedding),
+            ("lm_head", Self::Head),
+            ("self_attn", Self::Attention),
+            ("mlp", Self::Mlp),
+        ];
+        groups.into_iter().find(|(part, _)| has(part)).map_or(Self::Other, |(_, group)| group)
     }
 }
 

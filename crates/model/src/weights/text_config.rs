@@ -26,42 +26,30 @@ struct VisionModel {
     rope_theta: Option<f64>,
 }
 
+/// Returns the usual model: embedding and head tied by the config.json of the whole model, the base
+/// of the rotary frequencies that of the text model.
+const fn vision(
+    model_type: &'static str,
+    text_type: &'static str,
+    same_as: &'static str,
+    class: &'static str,
+) -> VisionModel {
+    VisionModel { model_type, text_type, same_as, class, tied: true, text_ties: false, rope_theta: None }
+}
+
 const VISION_MODELS: [VisionModel; 4] = [
+    vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
+    vision("mistral3", "mistral", "mistral", "MistralForCausalLM"),
     VisionModel {
-        model_type: "gemma3",
-        text_type: "gemma3_text",
-        same_as: "gemma3_text",
-        class: "Gemma3ForCausalLM",
-        tied: true,
-        text_ties: false,
-        rope_theta: None,
-    },
-    VisionModel {
-        model_type: "mistral3",
-        text_type: "mistral",
-        same_as: "mistral",
-        class: "MistralForCausalLM",
-        tied: true,
-        text_ties: false,
-        rope_theta: None,
-    },
-    VisionModel {
-        model_type: "qwen2_5_vl",
-        text_type: "qwen2_5_vl_text",
-        same_as: "qwen2",
-        class: "Qwen2ForCausalLM",
         tied: false,
         text_ties: true,
         rope_theta: Some(1e6),
+        ..vision("qwen2_5_vl", "qwen2_5_vl_text", "qwen2", "Qwen2ForCausalLM")
     },
     VisionModel {
-        model_type: "qwen3_vl",
-        text_type: "qwen3_vl_text",
-        same_as: "qwen3",
-        class: "Qwen3ForCausalLM",
         tied: false,
-        text_ties: false,
         rope_theta: Some(5e5),
+        ..vision("qwen3_vl", "qwen3_vl_text", "qwen3", "Qwen3ForCausalLM")
     },
 ];
 

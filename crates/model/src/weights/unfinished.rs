@@ -299,23 +299,18 @@ pub fn sync_tree(folder: &Path) -> Result<()> {
 /// Storage: it cannot be flushed.
 pub fn sync_folder(folder: &Path) -> Result<()> {
     let folder = if folder == Path::new("") { Path::new(".") } else { folder };
-    // Only Unix can open and flush a folder.
-    if cfg!(unix) {
-        let synced = match File::open(folder) {
-            // A folder that is writable but not readable cannot be flushed.
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(()),
-            opened => opened.and_then(|folder| folder.sync_all()),
-        };
-        // Some file systems have no such call for folders.
-        let lacking = |error: &io::Error| {
-            matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported)
-        };
-        return match synced {
-            Err(error) if !lacking(&error) => Err(Error::io("flush", folder, &error)),
-            _ => Ok(()),
-        };
+    let synced = match File::open(folder) {
+        // A folder that is writable but not readable cannot be flushed.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(()),
+        opened => opened.and_then(|folder| folder.sync_all()),
+    };
+    // Some file systems have no such call for folders.
+    let lacking =
+        |error: &io::Error| matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported);
+    match synced {
+        Err(error) if !lacking(&error) => Err(Error::io("flush", folder, &error)),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -73,7 +73,8 @@ impl TensorSink<'_> {
             let mut bytes = std::mem::take(&mut self.buffer);
             bytes.clear();
             if !T::encode(values, self.entry.dtype, &mut bytes) {
-                return Err(self.misused(format!("floats were given for {}", self.entry.dtype)));
+                let cause = format!("floats were given for {}", self.entry.dtype);
+                return Err(miswritten(&self.entry.name, cause));
             }
             self.write_bytes(&bytes)?;
             self.buffer = bytes;
@@ -86,16 +87,16 @@ impl TensorSink<'_> {
     /// # Errors
     /// Storage: the disk is full or fails. Internal: too many bytes.
     pub fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
-        self.left = self
-            .left
-            .checked_sub(bytes.len() as u64)
-            .ok_or_else(|| self.misused(format!("more than its {} bytes were given", self.entry.bytes())))?;
+        let entry = self.entry;
+        let more = || miswritten(&entry.name, format!("more than its {} bytes were given", entry.bytes()));
+        self.left = self.left.checked_sub(bytes.len() as u64).ok_or_else(more)?;
         self.file.put(bytes)
     }
+}
 
-    fn misused(&self, cause: String) -> Error {
-        Error::internal(format!("cannot write tensor `{}`", self.entry.name)).because(cause)
-    }
+/// Returns the error of a caller that does not write the tensor `name` as it was planned.
+pub(crate) fn miswritten(name: &str, cause: impl Into<String>) -> Error {
+    Error::internal(format!("cannot write tensor `{name}`")).because(cause)
 }
 
 /// Writes `entries` to the single file `path`. `write` is called once for each and passes its
@@ -123,8 +124,7 @@ pub(crate) fn write_file_with(
     metadata: &Metadata,
     mut write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Written> {
-    let refs: Vec<&WriteEntry> = entries.iter().collect();
-    let unfinished = write_temporary(path, &refs, metadata, &mut write)?;
+    let unfinished = write_temporary(path, entries, metadata, &mut write)?;
     let written = unfinished.commit()?;
     sync_folder_of(path)?;
     Ok(written)
@@ -165,8 +165,7 @@ pub(crate) fn write_shards(
     refuse_other_weights(folder, &names)?;
     let mut unfinished = Vec::with_capacity(mine.len());
     for (name, shard) in names[mine.clone()].iter().zip(&shards[mine]) {
-        let shard: Vec<&WriteEntry> = shard.iter().collect();
-        unfinished.push(write_temporary(&folder.join(name), &shard, &Metadata::new(), &mut write)?);
+        unfinished.push(write_temporary(&folder.join(name), shard, &Metadata::new(), &mut write)?);
     }
     unfinished.into_iter().map(UnfinishedFile::commit).collect()
 }
@@ -225,16 +224,25 @@ pub(super) fn shard_names(shards: usize) -> Vec<String> {
 /// Splits entries into shards of at most `shard_bytes`, in order, with a new shard if the next
 /// entry does not fit. A tensor larger than a shard gets a separate one.
 pub fn split(entries: &[WriteEntry], shard_bytes: u64) -> Vec<Vec<WriteEntry>> {
-    let mut shards = vec![Vec::new()];
-    let mut filled = 0;
-    for entry in entries {
-        if filled > 0 && filled + entry.bytes() > shard_bytes {
+    split_groups(entries.iter().map(|entry| vec![entry.clone()]), WriteEntry::bytes, shard_bytes)
+}
+
+/// Works like [`split`] for groups that stay whole.
+pub(super) fn split_groups<T>(
+    groups: impl IntoIterator<Item = Vec<T>>,
+    bytes: impl Fn(&T) -> u64,
+    shard_bytes: u64,
+) -> Vec<Vec<T>> {
+    let (mut shards, mut filled) = (vec![Vec::new()], 0);
+    for group in groups {
+        let size: u64 = group.iter().map(&bytes).sum();
+        if filled > 0 && filled + size > shard_bytes {
             shards.push(Vec::new());
             filled = 0;
         }
-        filled += entry.bytes();
+        filled += size;
         if let Some(shard) = shards.last_mut() {
-            shard.push(entry.clone());
+            shard.extend(group);
         }
     }
     shards
@@ -257,11 +265,11 @@ fn refuse_other_weights(folder: &Path, names: &[String]) -> Result<()> {
 
 fn write_temporary(
     path: &Path,
-    entries: &[&WriteEntry],
+    entries: &[WriteEntry],
     metadata: &Metadata,
     write: &mut impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<UnfinishedFile> {
-    let mut ordered = entries.to_vec();
+    let mut ordered: Vec<&WriteEntry> = entries.iter().collect();
     ordered.sort_by_key(|entry| std::cmp::Reverse(entry.dtype.size_bytes()));
     let header = header(&ordered, metadata)?;
     let needed = header.len() as u64 + ordered.iter().map(|entry| entry.bytes()).sum::<u64>();
@@ -272,7 +280,7 @@ fn write_temporary(
         write(entry, &mut sink)?;
         if sink.left > 0 {
             let cause = format!("{} of its {} bytes were not given", sink.left, entry.bytes());
-            return Err(sink.misused(cause));
+            return Err(miswritten(&entry.name, cause));
         }
     }
     Ok(file)

@@ -22,8 +22,9 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 pub use self::loss_sum::LossSum;
+use super::gpu::{self, Route};
 use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
-use super::{gpu, simd};
+use super::simd;
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read};
@@ -133,6 +134,13 @@ pub struct Output<'a> {
     pub delta: Option<Delta<'a>>,
 }
 
+impl<'a> Output<'a> {
+    /// Returns the layer with the adapter's input `u` of other rows.
+    fn with_u(self, u: Option<&'a Tensor>) -> Self {
+        Output { delta: self.delta.zip(u).map(|(delta, u)| Delta { u, ..delta }), ..self }
+    }
+}
+
 /// A low-rank addition to the logits.
 #[derive(Debug, Clone, Copy)]
 pub struct Delta<'a> {
@@ -189,15 +197,11 @@ pub fn linear_cross_entropy(
     let _span = span(|| {
         loss_info("cross_entropy", x, output, targets.ids, if grads.weight.is_some() { 6 } else { 4 })
     });
-    if let Some(driver) = gpu::driver_of(x)
-        && cuda::is_supported(x, output)
-    {
-        return cuda::linear_cross_entropy(driver, x, output, targets, kind, grads);
+    match Route::of(x, cuda::is_supported(x, output)) {
+        Route::Kernel(driver) => cuda::linear_cross_entropy(driver, x, output, targets, kind, grads),
+        Route::Composed => reference(x, output, targets, kind, grads),
+        Route::Cpu => on_cpu(x, output, targets, kind, grads),
     }
-    if !x.device().is_cpu() {
-        return reference(x, output, targets, kind, grads);
-    }
-    on_cpu(x, output, targets, kind, grads)
 }
 
 /// Returns the trace info: the number of rows with a target, the width and the vocabulary, with
@@ -257,9 +261,8 @@ pub fn score_targets(
     for chunk in rows.chunks(row_chunks::chunk_rows::<f32>(vocab)) {
         let ids = indices(chunk, x.device())?;
         let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
-        let delta = output.delta.zip(u.as_ref()).map(|(delta, u)| Delta { u, ..delta });
-        let x = x.index_select(&ids, 0)?;
-        let logits = logits(&x, Output { delta, ..output }, softcap)?.to_device(&candle_core::Device::Cpu)?;
+        let (x, output) = (x.index_select(&ids, 0)?, output.with_u(u.as_ref()));
+        let logits = logits(&x, output, softcap)?.to_device(&candle_core::Device::Cpu)?;
         let logits = read::<f32>(&logits)?;
         let part: Vec<TokenScore> =
             logits.par_chunks(vocab).zip(chunk).map(|(row, &n)| score(row, targets[n] as usize)).collect();
@@ -276,30 +279,21 @@ pub fn score_targets(
 pub fn logits(x: &Tensor, output: Output<'_>, softcap: Option<f64>) -> Result<Tensor> {
     let ((rows, _), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
     let out = super::empty(rows, vocab, DType::F32, x.device())?;
-    let all = ColumnViewMut::all(&out);
-    columns_product(
-        all,
-        ColumnView::all(x),
-        ColumnView::all(output.weight),
-        Transpose::Nt,
-        1.0,
-        Addend::Nothing,
-    )?;
-    if let Some(Delta { u, b, scale }) = output.delta {
-        columns_product(
-            all,
-            ColumnView::all(u),
-            ColumnView::all(b),
-            Transpose::Nt,
-            scale,
-            Addend::Destination,
-        )?;
-    }
+    write_logits(ColumnViewMut::all(&out), x, output)?;
     let out = out.into_tensor();
     Ok(match softcap {
         Some(cap) => ((out / cap)?.tanh()? * cap)?,
         None => out,
     })
+}
+
+/// Computes the logits of `x`, without a soft-cap, into `to`.
+fn write_logits(to: ColumnViewMut<'_>, x: &Tensor, output: Output<'_>) -> Result<()> {
+    let (x, weight) = (ColumnView::all(x), ColumnView::all(output.weight));
+    columns_product(to, x, weight, Transpose::Nt, 1.0, Addend::Nothing)?;
+    let Some(Delta { u, b, scale }) = output.delta else { return Ok(()) };
+    let (u, b) = (ColumnView::all(u), ColumnView::all(b));
+    columns_product(to, u, b, Transpose::Nt, scale, Addend::Destination)
 }
 
 fn indices(rows: &[usize], device: &candle_core::Device) -> Result<Tensor> {
@@ -350,21 +344,15 @@ pub(crate) fn reference(
         let hits = Tensor::from_vec(hits, (chunk.len(), 1), device)?;
         let x = x.index_select(&ids, 0)?;
         let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
-        let delta = output.delta.zip(u.as_ref()).map(|(delta, u)| Delta { u, ..delta });
-        let (d, row_loss) = reference_chunk(&x, Output { delta, ..output }, &hits, kind)?;
+        let output = output.with_u(u.as_ref());
+        let (d, row_loss) = reference_chunk(&x, output, &hits, kind)?;
         let d = targets.weighted_gradient(d, chunk)?;
         losses.push(row_loss);
         let dlow = d.to_dtype(output.weight.dtype())?;
         dx = dx.index_add(&ids, &dlow.matmul(output.weight)?.to_dtype(DType::F32)?, 0)?;
         let add = |to: &TensorMut, d: &Tensor, right: &Tensor, scale: f64| {
-            columns_product(
-                ColumnViewMut::all(to),
-                ColumnView::all(d),
-                ColumnView::all(right),
-                Transpose::Tn,
-                scale,
-                Addend::Destination,
-            )
+            let (to, d, right) = (ColumnViewMut::all(to), ColumnView::all(d), ColumnView::all(right));
+            columns_product(to, d, right, Transpose::Tn, scale, Addend::Destination)
         };
         if let Some(dweight) = grads.weight {
             add(dweight, &dlow, &x, 1.0)?;
@@ -373,7 +361,7 @@ pub(crate) fn reference(
             let rows = Tensor::from_slice(rows, rows.len(), device)?;
             add(drows, &d.index_select(&rows, 1)?, &x, 1.0)?;
         }
-        if let Some(Delta { u, b, scale }) = delta {
+        if let Some(Delta { u, b, scale }) = output.delta {
             du = du.map(|du| du.index_add(&ids, &(d.matmul(b)? * scale)?, 0)).transpose()?;
             if let Some(db) = grads.b {
                 add(db, &d, u, scale)?;

@@ -35,7 +35,7 @@ pub struct Dropout {
 pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("dropout").dims(x.dims()).moves(&[x, x]));
     if let Some(driver) = gpu::driver_of(x)
-        && cuda::is_supported(x)
+        && gpu::is_float(x.dtype())
     {
         return cuda::dropout(driver, x, site);
     }

@@ -6,7 +6,8 @@ mod cuda;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use super::{gpu, simd};
+use super::gpu::{self, Route, are_floats};
+use super::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::rounding::Rounded;
@@ -109,14 +110,10 @@ vectorized! {
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("add").dims(a.dims()).moves(&[a, b, a]));
-    if let Some(driver) = gpu::driver_of(a)
-        && a.dtype() == b.dtype()
-        && cuda::is_supported(a, b)
-    {
-        return cuda::add(driver, a, b);
-    }
-    if !a.device().is_cpu() {
-        return Ok((a + b)?);
+    match Route::of(a, a.dtype() == b.dtype() && are_floats([a.dtype()])) {
+        Route::Kernel(driver) => return cuda::add(driver, a, b),
+        Route::Composed => return Ok((a + b)?),
+        Route::Cpu => {}
     }
     with_elem!(a.dtype(), T => {
         let (x, y) = (read::<T>(a)?, read::<T>(b)?);
@@ -136,14 +133,13 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// Fails if a tensor is not contiguous, or an operation of the device fails.
 pub fn add_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
     let _span = span(|| SpanInfo::op("add_into").dims(dst.dims()).moves(&[dst, x, dst]));
-    if let Some(driver) = gpu::driver_of(dst)
-        && cuda::is_supported(dst, x)
-    {
-        return cuda::add_into(driver, dst, x);
-    }
-    if !dst.device().is_cpu() {
-        let sum = (dst.to_dtype(DType::F32)? + x.to_dtype(DType::F32)?)?;
-        return Ok(dst.slice_set(&sum.to_dtype(dst.dtype())?, 0, 0)?);
+    match Route::of(dst, are_floats([dst.dtype(), x.dtype()])) {
+        Route::Kernel(driver) => return cuda::add_into(driver, dst, x),
+        Route::Composed => {
+            let sum = (dst.to_dtype(DType::F32)? + x.to_dtype(DType::F32)?)?;
+            return Ok(dst.slice_set(&sum.to_dtype(dst.dtype())?, 0, 0)?);
+        }
+        Route::Cpu => {}
     }
     with_elem!(dst.dtype(), D => with_elem!(x.dtype(), X => {
         let x = read::<X>(x)?;

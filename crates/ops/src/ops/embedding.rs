@@ -7,7 +7,7 @@ mod cuda;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::gpu;
+use super::gpu::{self, Route, are_floats};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
@@ -26,13 +26,10 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<T
         let sizes = table.dtype().size_in_bytes() + dtype.size_in_bytes();
         SpanInfo::op("embedding").dims(table.dims()).bytes(values * sizes)
     });
-    if let Some(driver) = gpu::driver_of(table)
-        && cuda::is_supported([table.dtype(), dtype])
-    {
-        return cuda::embed(driver, table, ids, factor, dtype);
-    }
-    if !table.device().is_cpu() {
-        return reference(table, ids, factor, dtype);
+    match Route::of(table, are_floats([table.dtype(), dtype])) {
+        Route::Kernel(driver) => return cuda::embed(driver, table, ids, factor, dtype),
+        Route::Composed => return reference(table, ids, factor, dtype),
+        Route::Cpu => {}
     }
     let (_, width) = dims2(table)?;
     with_elem!(table.dtype(), T => with_elem!(dtype, Y => {
@@ -56,7 +53,7 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<T
 /// device fails.
 pub fn rows_of(tables: [&Tensor; 2], ids: &[u32]) -> Result<[Tensor; 2]> {
     if let Some(driver) = gpu::driver_of(tables[0])
-        && tables.iter().all(|table| cuda::is_supported([table.dtype(), DType::F32]))
+        && tables.iter().all(|table| are_floats([table.dtype(), DType::F32]))
     {
         return cuda::rows_of(driver, tables, ids);
     }
@@ -71,11 +68,10 @@ pub fn rows_of(tables: [&Tensor; 2], ids: &[u32]) -> Result<[Tensor; 2]> {
 /// Fails if `a` is not a contiguous f32 matrix, or an operation of the device fails.
 pub fn columns_of(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("columns_of").dims(a.dims()));
-    if let Some(driver) = gpu::driver_of(a) {
-        return cuda::columns_of(driver, a, ids);
-    }
-    if !a.device().is_cpu() {
-        return columns_of_reference(a, ids);
+    match Route::of(a, true) {
+        Route::Kernel(driver) => return cuda::columns_of(driver, a, ids),
+        Route::Composed => return columns_of_reference(a, ids),
+        Route::Cpu => {}
     }
     let (r, vocab) = dims2(a)?;
     let a = read::<f32>(a)?;
@@ -95,11 +91,10 @@ pub(crate) fn columns_of_reference(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
 /// Fails if a tensor is not contiguous f32, or an operation of the device fails.
 pub fn columns_of_backward(grad: &TensorMut, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
     let _span = span(|| SpanInfo::op("columns_of_backward").dims(grad.dims()));
-    if let Some(driver) = gpu::driver_of(grad) {
-        return cuda::columns_of_backward(driver, grad, ids, du, skip);
-    }
-    if !grad.device().is_cpu() {
-        return columns_of_backward_reference(grad, ids, du, skip);
+    match Route::of(grad, true) {
+        Route::Kernel(driver) => return cuda::columns_of_backward(driver, grad, ids, du, skip),
+        Route::Composed => return columns_of_backward_reference(grad, ids, du, skip),
+        Route::Cpu => {}
     }
     let (r, vocab) = dims2(grad)?;
     let du = read::<f32>(du)?;
@@ -145,13 +140,10 @@ pub fn embed_backward(
     skip: Option<u32>,
 ) -> Result<()> {
     let _span = span(|| SpanInfo::op("embedding_backward").dims(dy.dims()).moves(&[dy, dy, dy]));
-    if let Some(driver) = gpu::driver_of(grad)
-        && cuda::is_supported([dy.dtype(); 2])
-    {
-        return cuda::embed_backward(driver, grad, ids, dy, factor, skip);
-    }
-    if !grad.device().is_cpu() {
-        return reference_backward(grad, ids, dy, factor, skip);
+    match Route::of(grad, are_floats([dy.dtype(); 2])) {
+        Route::Kernel(driver) => return cuda::embed_backward(driver, grad, ids, dy, factor, skip),
+        Route::Composed => return reference_backward(grad, ids, dy, factor, skip),
+        Route::Cpu => {}
     }
     let (_, width) = dims2(grad)?;
     with_elem!(dy.dtype(), T => {

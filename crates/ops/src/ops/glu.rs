@@ -9,7 +9,8 @@ mod cuda;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::{gpu, simd};
+use super::gpu::{Route, are_floats};
+use super::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
@@ -58,13 +59,10 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
             .moves(&[gate_up])
             .bytes(gate_up.elem_count() / 2 * gate_up.dtype().size_in_bytes())
     });
-    if let Some(driver) = gpu::driver_of(gate_up)
-        && cuda::is_supported(gate_up)
-    {
-        return cuda::forward(driver, gate_up, activation);
-    }
-    if !gate_up.device().is_cpu() {
-        return reference(gate_up, activation);
+    match Route::of(gate_up, are_floats([gate_up.dtype()])) {
+        Route::Kernel(driver) => return cuda::forward(driver, gate_up, activation),
+        Route::Composed => return reference(gate_up, activation),
+        Route::Cpu => {}
     }
     let (rows, width) = dims2(gate_up)?;
     let half = width / 2;
@@ -89,13 +87,10 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("glu_backward").dims(gate_up.dims()).moves(&[gate_up, gate_up, dh]));
-    if let Some(driver) = gpu::driver_of(gate_up)
-        && cuda::is_supported(gate_up)
-    {
-        return cuda::backward(driver, gate_up, dh, activation);
-    }
-    if !gate_up.device().is_cpu() {
-        return reference_backward(gate_up, dh, activation);
+    match Route::of(gate_up, are_floats([gate_up.dtype()])) {
+        Route::Kernel(driver) => return cuda::backward(driver, gate_up, dh, activation),
+        Route::Composed => return reference_backward(gate_up, dh, activation),
+        Route::Cpu => {}
     }
     let (rows, width) = dims2(gate_up)?;
     let half = width / 2;

@@ -60,11 +60,8 @@ impl LowRankFactors {
             let columns = values.len();
             let turned: Vec<f32> = left[..r * columns].iter().map(|x| *x as f32).collect();
             let mut rows = vec![0f32; r * out];
-            product(
-                &mut rows,
-                MatView::new(&turned, r, columns, columns),
-                MatView::new(&basis, columns, out, out),
-            );
+            let basis = MatView::new(&basis, columns, out, out);
+            product(&mut rows, MatView::new(&turned, r, columns, columns), basis);
             let rows: Vec<f64> = rows.into_iter().map(f64::from).collect();
             return Ok(factors(&rows, &right[..r * inputs], &values[..r]));
         }

@@ -9,7 +9,7 @@ pub(super) mod cases;
 pub(super) mod cuda;
 
 use super::gemm::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads, matmul as gemm, matmul_plus};
-use super::gpu;
+use super::gpu::{self, Route};
 use super::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmul, matmul_plus_low_rank};
 use crate::error::{Error, Result};
 use crate::quant::{
@@ -91,13 +91,10 @@ impl Quantized {
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
         let codes = self.run(RunMeaning::Codes)?;
         let _span = span(|| SpanInfo::op("dequantize").dims(&[self.shape.0, self.shape.1]).moves(&[codes]));
-        if let Some(driver) = gpu::driver_of(codes)
-            && cuda::is_supported(&[self], dtype)
-        {
-            return cuda::dequantize(driver, &[self], dtype);
-        }
-        if !codes.device().is_cpu() {
-            return Ok(self.dequantize_reference()?.to_dtype(dtype)?);
+        match Route::of(codes, cuda::is_supported(&[self], dtype)) {
+            Route::Kernel(driver) => return cuda::dequantize(driver, &[self], dtype),
+            Route::Composed => return Ok(self.dequantize_reference()?.to_dtype(dtype)?),
+            Route::Cpu => {}
         }
         let (out, inputs) = self.shape;
         with_elem!(dtype, T => self.with_view(|view| {
@@ -185,17 +182,15 @@ pub fn matmul_weight(
         Weight::Dense(weight) => return matmul(dst, a, ColumnView::all(weight), form, 1.0, addend),
         Weight::Quantized(quantized) => quantized,
     };
-    if let Some(driver) = gpu::driver_of(dst.tensor)
-        && cuda::is_supported(&[quantized], a.tensor.dtype())
-    {
-        // In the activations' dtype, since bitsandbytes dequantizes to its compute dtype.
-        let panel = cuda::dequantize(driver, &[quantized], a.tensor.dtype())?;
-        return matmul(dst, a, ColumnView::all(&panel), form, 1.0, addend);
+    match Route::of(dst.tensor, cuda::is_supported(&[quantized], a.tensor.dtype())) {
+        Route::Kernel(driver) => {
+            // In the activations' dtype, since bitsandbytes dequantizes to its compute dtype.
+            let panel = cuda::dequantize(driver, &[quantized], a.tensor.dtype())?;
+            matmul(dst, a, ColumnView::all(&panel), form, 1.0, addend)
+        }
+        Route::Composed => quantized_reference(dst, a, quantized, form, addend),
+        Route::Cpu => quantized_on_cpu(dst, a, quantized, form, addend.place_in(dst)?, None),
     }
-    if !dst.tensor.device().is_cpu() {
-        return quantized_reference(dst, a, quantized, form, addend);
-    }
-    quantized_on_cpu(dst, a, quantized, form, addend.place_in(dst)?, None)
 }
 
 /// Computes the product of [`matmul_weight`] plus `low_rank`: on the CPU in one pass over `dst` if

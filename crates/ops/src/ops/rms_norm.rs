@@ -11,7 +11,8 @@ pub(super) mod cuda;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::{gpu, simd};
+use super::gpu::Route;
+use super::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
@@ -40,13 +41,10 @@ impl NormKind {
 /// fails.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
     let _span = span(|| SpanInfo::op("rms_norm").dims(x.dims()).moves(&[x, x]));
-    if let Some(driver) = gpu::driver_of(x)
-        && cuda::is_supported(x, weight)
-    {
-        return cuda::forward(driver, x, weight, kind);
-    }
-    if !x.device().is_cpu() {
-        return reference(x, weight, kind);
+    match Route::of(x, cuda::is_supported(x, weight)) {
+        Route::Kernel(driver) => return cuda::forward(driver, x, weight, kind),
+        Route::Composed => return reference(x, weight, kind),
+        Route::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
     with_elem!(x.dtype(), T => {
@@ -77,13 +75,10 @@ pub fn rms_norm_backward(
         let info = SpanInfo::op("rms_norm_backward").dims(x.dims()).moves(&[x, dy, x]);
         residual.map_or(info, |residual| info.moves(&[residual]))
     });
-    if let Some(driver) = gpu::driver_of(x)
-        && cuda::is_supported(x, weight)
-    {
-        return cuda::backward(driver, [x, weight, dy], residual, dweight, kind);
-    }
-    if !x.device().is_cpu() {
-        return reference_backward(x, weight, dy, residual, dweight, kind);
+    match Route::of(x, cuda::is_supported(x, weight)) {
+        Route::Kernel(driver) => return cuda::backward(driver, [x, weight, dy], residual, dweight, kind),
+        Route::Composed => return reference_backward(x, weight, dy, residual, dweight, kind),
+        Route::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
     with_elem!(x.dtype(), T => {

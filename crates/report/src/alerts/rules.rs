@@ -44,19 +44,14 @@ pub struct Finding {
     pub message: String,
 }
 
-/// Reports an incident once, until it was over for a while.
-#[derive(Debug)]
-struct Cooldown {
-    over_after: usize,
+/// Reports an incident once, until it was over for some checks.
+#[derive(Debug, Default)]
+struct Cooldown<const OVER_AFTER: usize> {
     quiet: usize,
     is_open: bool,
 }
 
-impl Cooldown {
-    fn new(over_after: usize) -> Self {
-        Cooldown { over_after, quiet: 0, is_open: false }
-    }
-
+impl<const OVER_AFTER: usize> Cooldown<OVER_AFTER> {
     /// Returns whether this check is the first that sees the trouble.
     fn is_news(&mut self, is_trouble: bool) -> bool {
         if is_trouble {
@@ -64,22 +59,16 @@ impl Cooldown {
             return !std::mem::replace(&mut self.is_open, true);
         }
         self.quiet += 1;
-        self.is_open &= self.quiet < self.over_after;
+        self.is_open &= self.quiet < OVER_AFTER;
         false
     }
 }
 
 /// Detects a loss far above those before it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct LossSpikes {
     losses: VecDeque<f64>,
-    latch: Cooldown,
-}
-
-impl Default for LossSpikes {
-    fn default() -> Self {
-        LossSpikes { losses: VecDeque::new(), latch: Cooldown::new(COMPARED.0) }
-    }
+    latch: Cooldown<{ COMPARED.0 }>,
 }
 
 impl LossSpikes {
@@ -108,16 +97,10 @@ impl LossSpikes {
 }
 
 /// Detects a gradient that is zero step after step.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct StillGradients {
     in_a_row: u64,
-    latch: Cooldown,
-}
-
-impl Default for StillGradients {
-    fn default() -> Self {
-        StillGradients { in_a_row: 0, latch: Cooldown::new(WINDOW) }
-    }
+    latch: Cooldown<WINDOW>,
 }
 
 impl StillGradients {
@@ -136,16 +119,10 @@ impl StillGradients {
 }
 
 /// Detects a device that waits for rows, other ranks or storage for most of the time.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct WaitingDevice {
     steps: VecDeque<StepReport>,
-    latch: Cooldown,
-}
-
-impl Default for WaitingDevice {
-    fn default() -> Self {
-        WaitingDevice { steps: VecDeque::new(), latch: Cooldown::new(WINDOW) }
-    }
+    latch: Cooldown<WINDOW>,
 }
 
 impl WaitingDevice {
@@ -193,13 +170,13 @@ pub struct OutputRoom {
 #[derive(Debug)]
 pub(super) struct ShortDisk {
     next_bytes: u64,
-    latch: Cooldown,
+    latch: Cooldown<WINDOW>,
 }
 
 impl ShortDisk {
     /// Creates the rule for a next checkpoint of `next_bytes` bytes.
     pub(super) fn new(next_bytes: u64) -> Self {
-        ShortDisk { next_bytes, latch: Cooldown::new(WINDOW) }
+        ShortDisk { next_bytes, latch: Cooldown::default() }
     }
 
     /// Returns a finding for the space at `step` if it begins an incident.
@@ -227,13 +204,13 @@ pub(super) struct StallWatch {
     secs: VecDeque<f64>,
     waited: Duration,
     is_aside: bool,
-    latch: Cooldown,
+    latch: Cooldown<WINDOW>,
 }
 
 impl StallWatch {
     /// Creates the rule; a stall is at least as long as `least`.
     pub(super) fn new(least: Duration) -> Self {
-        let (secs, latch) = (VecDeque::new(), Cooldown::new(WINDOW));
+        let (secs, latch) = (VecDeque::new(), Cooldown::default());
         StallWatch { least, step: 0, secs, waited: Duration::ZERO, is_aside: false, latch }
     }
 

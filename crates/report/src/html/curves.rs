@@ -95,7 +95,7 @@ impl<'a> Curves<'a> {
         let best = self.best().map(|r| (r.step as f64, r.eval_loss)).into_iter().collect();
         let best = Series { name: "best held out".into(), class: "b", mark: Mark::Ring, points: best };
         let losses = vec![self.line("training", |r| r.loss), held_out, best];
-        let figures = [
+        let mut all = vec![
             Self::chart("Loss", "nats per token", false, losses),
             Self::chart("Learning rate", "", true, vec![self.line("learning rate", |r| r.learning_rate)]),
             Self::chart(
@@ -105,8 +105,6 @@ impl<'a> Curves<'a> {
                 vec![self.line("gradient norm", |r| r.grad_norm)],
             ),
         ];
-        let [losses, rate, norm] = figures;
-        let mut all = vec![losses, rate, norm];
         all.extend(self.objective_metrics());
         all.extend([self.eval_table(), self.skipped_steps()]);
         section("Loss and learning rate", &charts(&all))

@@ -135,9 +135,7 @@ impl HtmlReport<'_> {
             html += &format!("<p class=\"summary\">{}</p>\n", escape(self.summary));
         }
         let results = curves.results();
-        let first: Vec<(&str, &String)> = results.iter().chain(self.headline).map(|(n, v)| (*n, v)).collect();
-        let rest: Vec<(&str, &String)> = self.figures.iter().map(|(name, value)| (*name, value)).collect();
-        html + &list("headline", &first) + &list("figures", &rest)
+        html + &list("headline", results.iter().chain(self.headline)) + &list("figures", self.figures)
     }
 }
 
@@ -155,12 +153,10 @@ fn beginning(begin: &str, title: &str, more: &str) -> String {
 }
 
 /// Returns names and values side by side.
-fn list(class: &str, figures: &[(&str, &String)]) -> String {
-    if figures.is_empty() {
-        return String::new();
-    }
-    let one = |(name, value): &(&str, &String)| {
+fn list<'a>(class: &str, figures: impl IntoIterator<Item = &'a (&'a str, String)>) -> String {
+    let one = |(name, value): &(&str, String)| {
         format!("<div><dt>{}</dt><dd>{}</dd></div>\n", escape(name), escape(value))
     };
-    format!("<dl class=\"{class}\">\n{}</dl>\n", figures.iter().map(one).collect::<String>())
+    let all: String = figures.into_iter().map(one).collect();
+    if all.is_empty() { all } else { format!("<dl class=\"{class}\">\n{all}</dl>\n") }
 }

@@ -60,14 +60,14 @@ impl RunView {
         let lines = terminal.open_view();
         // Earlier lines appear before the view.
         terminal.flush();
-        let screen = match TakenScreen::take() {
-            Ok(screen) => screen,
-            Err(error) => {
-                terminal.close_view();
-                terminal.warn(format!("cannot open the full-screen view, printing lines instead: {error}"));
-                return None;
-            }
+        let failed = |why: &str| {
+            terminal.warn(format!("cannot open the full-screen view, printing lines instead: {why}"));
         };
+        let screen = TakenScreen::take().inspect_err(|error| {
+            terminal.close_view();
+            failed(&error.to_string());
+        });
+        let screen = Some(screen.ok()?);
         let (closing, closed) = sync_channel(0);
         let shared = Arc::new(SharedView {
             figures: Mutex::new(ScreenFigures::new(title)),
@@ -75,23 +75,12 @@ impl RunView {
             has_changed: AtomicBool::new(true),
             is_over: AtomicBool::new(false),
         });
-        let drawn = DrawnView {
-            screen: Some(screen),
-            terminal: terminal.clone(),
-            shared: Arc::clone(&shared),
-            _closing: closing,
-        };
+        let drawn =
+            DrawnView { screen, terminal: terminal.clone(), shared: Arc::clone(&shared), _closing: closing };
         // Without a thread the closure is dropped, which gives the screen back.
-        match threads::start("screen", move || drawn.show()) {
-            Ok(_) => Some(RunView { shared, closed: Some(closed) }),
-            Err(error) => {
-                terminal.warn(format!(
-                    "cannot open the full-screen view, printing lines instead: {}",
-                    error.in_one_line()
-                ));
-                None
-            }
-        }
+        let started = threads::start("screen", move || drawn.show());
+        started.inspect_err(|error| failed(&error.in_one_line())).ok()?;
+        Some(RunView { shared, closed: Some(closed) })
     }
 
     fn change(&self, change: impl FnOnce(&mut ScreenFigures)) {

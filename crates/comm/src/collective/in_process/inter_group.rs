@@ -8,13 +8,12 @@
 //! each rank of which has waited for its own replicas: then all have finished reading.
 
 use super::InProcess;
-use super::partition::{addresses, check_parts, check_sum, copy, part};
+use super::partition::{check_parts, check_sum};
 use super::pending_calls::{CallFingerprint, CallId, CallState, Payload};
 use super::shared::ReadGuard;
 use crate::collective::{Call, Op};
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
-use crate::runtime::rank_sum;
 
 /// Buffers of the replicas.
 struct KnownBuffers {
@@ -53,31 +52,7 @@ impl InProcess {
         let outer =
             replicas.post(Some(Op::AllReduce), among_replicas, Payload::Across(found, shard.clone()))?;
         let (known, reading) = replicas.known(outer)?;
-        let bytes = shard.element().bytes();
-        let own = part(shard.elements(), bytes, replicas.size, replicas.member);
-        let at = own.start * bytes;
-        // SAFETY: every rank's full data is as long as this one's, which `known` has checked. Only
-        // this rank reads the part `own` of the shard's range in any of them, so its shard may be
-        // inside its own data.
-        unsafe {
-            let pieces = addresses(&known.fulls, place + at);
-            rank_sum::ascending(shard.element(), &pieces, own.len(), shard.address() + at)?;
-        }
-        drop(reading);
-        replicas.reach(outer, CallState::Summed);
-        let reading = ReadGuard::start(replicas.shared(), replicas.all(outer, CallState::Summed)?)?;
-        for peer in replicas.others() {
-            let theirs = part(shard.elements(), bytes, replicas.size, peer);
-            let at = theirs.start * bytes;
-            // SAFETY: the replica has finished writing this part; no rank still reads this rank's
-            // part.
-            unsafe {
-                copy(known.shards[peer].address() + at, shard.address() + at, theirs.len() * bytes);
-            }
-        }
-        drop(reading);
-        replicas.reach(outer, CallState::Copied);
-        replicas.all(outer, CallState::Copied)?.leave(outer);
+        replicas.sum_and_share(outer, shard, place, &known.fulls, &known.shards, reading)?;
         self.reach(inner, CallState::Summed);
         self.all(inner, CallState::Summed)?.leave(inner);
         Ok(())

@@ -90,12 +90,9 @@ impl InProcessWorld {
     /// Creates a communicator for each rank, in order.
     pub fn communicators(self) -> Vec<InProcess> {
         let shared = Arc::new(SharedWorld::new(self.size, self.timeout, self.faults));
-        let end = |rank| InProcess {
-            rank_handle: Arc::new(RankHandle { shared: Arc::clone(&shared), rank }),
-            group: WORLD,
-            member: rank,
-            size: self.size,
-            gathers: Mutex::new(VecDeque::new()),
+        let end = |rank| {
+            let rank_handle = Arc::new(RankHandle { shared: Arc::clone(&shared), rank });
+            InProcess { rank_handle, group: WORLD, member: rank, size: self.size, gathers: Mutex::default() }
         };
         (0..self.size).map(end).collect()
     }
@@ -148,13 +145,8 @@ impl InProcess {
         let (group, member) = state.entry(call_id).places[self.member];
         let size = state.groups[group].ranks.len();
         state.leave(call_id);
-        Ok(InProcess {
-            rank_handle: Arc::clone(&self.rank_handle),
-            group,
-            member,
-            size,
-            gathers: Mutex::new(VecDeque::new()),
-        })
+        let rank_handle = Arc::clone(&self.rank_handle);
+        Ok(InProcess { rank_handle, group, member, size, gathers: Mutex::default() })
     }
 
     fn shared(&self) -> &SharedWorld {
@@ -287,23 +279,39 @@ impl InProcess {
         let call_id =
             self.post_op(Op::AllReduce, call, Some(buffer), None, Payload::Memory(buffer.clone()))?;
         let (pieces, reading) = self.read_all(call_id, CallState::Posted)?;
+        self.sum_and_share(call_id, buffer, 0, &pieces, &pieces, reading)
+    }
+
+    /// Sums this rank's part of `buffer` from `fulls`, which have the data of `buffer` from byte
+    /// `place` on, and copies the other parts from `sums`, the ranks' buffers of the same length.
+    fn sum_and_share(
+        &self,
+        call_id: CallId,
+        buffer: &Buffer,
+        place: usize,
+        fulls: &[Buffer],
+        sums: &[Buffer],
+        reading: ReadGuard<'_>,
+    ) -> Result<()> {
         let bytes = buffer.element().bytes();
         let own = part(buffer.elements(), bytes, self.size, self.member);
         let at = own.start * bytes;
-        // SAFETY: all buffers have the same length; only this rank reads the part `own` of them,
-        // until Summed.
+        // SAFETY: all of `fulls` have the same length, which the calls' comparison or `known` has
+        // checked. Until Summed only this rank reads the part `own` of this range in any of them,
+        // so `buffer` may be inside this rank's own.
         unsafe {
-            rank_sum::ascending(buffer.element(), &addresses(&pieces, at), own.len(), buffer.address() + at)?;
+            let pieces = addresses(fulls, place + at);
+            rank_sum::ascending(buffer.element(), &pieces, own.len(), buffer.address() + at)?;
         }
         drop(reading);
         self.reach(call_id, CallState::Summed);
-        let (_, reading) = self.read_all(call_id, CallState::Summed)?;
+        let reading = ReadGuard::start(self.shared(), self.all(call_id, CallState::Summed)?)?;
         for peer in self.others() {
             let theirs = part(buffer.elements(), bytes, self.size, peer);
             let at = theirs.start * bytes;
             // SAFETY: the peer has finished writing its part; no rank still reads this rank's copy
             // of it.
-            unsafe { copy(pieces[peer].address() + at, buffer.address() + at, theirs.len() * bytes) };
+            unsafe { copy(sums[peer].address() + at, buffer.address() + at, theirs.len() * bytes) };
         }
         drop(reading);
         self.reach(call_id, CallState::Copied);

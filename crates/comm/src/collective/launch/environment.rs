@@ -44,10 +44,7 @@ impl<'a> LaunchEnvironment<'a> {
 
     /// The first of `names` that is set, as a count; see [`LaunchEnvironment::count`].
     pub(super) fn first_count(&self, names: &[&'static str]) -> Result<Option<Count>> {
-        match names.iter().find(|name| self.is_set(name)) {
-            Some(name) => self.count(name),
-            None => Ok(None),
-        }
+        names.iter().find(|name| self.is_set(name)).map_or(Ok(None), |name| self.count(name))
     }
 
     /// An index among ranks, processes or hosts: from 0.
@@ -58,10 +55,7 @@ impl<'a> LaunchEnvironment<'a> {
 
     /// The first of `names` that is set, as an index; see [`LaunchEnvironment::index`].
     pub(super) fn first_index(&self, names: &[&'static str]) -> Result<Option<Count>> {
-        match names.iter().find(|name| self.is_set(name)) {
-            Some(name) => self.index(name),
-            None => Ok(None),
-        }
+        names.iter().find(|name| self.is_set(name)).map_or(Ok(None), |name| self.index(name))
     }
 
     /// A TCP port.

@@ -17,7 +17,7 @@ pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opt
     rank.below(&world)?;
     let local = env.index("LOCAL_RANK")?;
     let local_world = env.count("LOCAL_WORLD_SIZE")?;
-    let index = local.as_ref().map_or(0, |local| local.value);
+    let local_index = local.as_ref().map_or(0, |local| local.value);
     if let Some(local_world) = &local_world {
         let local = local.ok_or_else(|| missing("LOCAL_RANK", "LOCAL_WORLD_SIZE is"))?;
         local.below(local_world)?;
@@ -33,15 +33,8 @@ pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opt
         _ => (Some(torchrun_master(env, flags)?), env.text("TORCHELASTIC_RUN_ID")?.unwrap_or_default()),
     };
     let process = LocalRank { index: rank.value, count: world.value };
-    Ok(Some(DetectedLaunch {
-        source: LaunchSource::Torchrun,
-        process,
-        local_index: index,
-        local_count,
-        host,
-        master,
-        run,
-    }))
+    let source = LaunchSource::Torchrun;
+    Ok(Some(DetectedLaunch { source, process, local_index, local_count, host, master, run }))
 }
 
 /// Host index of torchrun's agent, else the one of an even spread of the processes.

@@ -27,27 +27,18 @@ pub(super) fn slurm(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option
     let tasks = tasks.ok_or_else(|| missing("SLURM_NTASKS", "SLURM_PROCID is"))?;
     rank.below(&tasks)?;
     let process = LocalRank { index: rank.value, count: tasks.value };
+    let source = LaunchSource::Slurm;
     if tasks.value == 1 {
-        let host = Some(LocalRank { index: 0, count: 1 });
-        return Ok(Some(DetectedLaunch {
-            source: LaunchSource::Slurm,
-            process,
-            local_index: 0,
-            local_count: Some(1),
-            host,
-            master: None,
-            run: String::new(),
-        }));
+        let (host, run) = (Some(process), String::new());
+        let (local_index, local_count, master) = (0, Some(1), None);
+        return Ok(Some(DetectedLaunch { source, process, local_index, local_count, host, master, run }));
     }
     let local = env.index("SLURM_LOCALID")?.ok_or_else(|| missing("SLURM_LOCALID", "SLURM_PROCID is"))?;
     let host = host(env)?;
     let local_count = check_spread(env, &tasks, &local, host)?;
-    let job = env.number("SLURM_JOB_ID", 0, u64::from(u32::MAX))?;
-    let job = match job {
-        Some(job) => Some(job),
-        None => env.number("SLURM_JOBID", 0, u64::from(u32::MAX))?,
-    };
-    let step = env.number("SLURM_STEP_ID", 0, u64::from(u32::MAX))?.unwrap_or(0);
+    let number = |name: &'static str| env.number(name, 0, u64::from(u32::MAX));
+    let job = number("SLURM_JOB_ID")?.map_or_else(|| number("SLURM_JOBID"), |job| Ok(Some(job)))?;
+    let step = number("SLURM_STEP_ID")?.unwrap_or(0);
     let job = job.ok_or_else(|| missing("SLURM_JOB_ID", "SLURM_PROCID is"))?;
     let address = match (address(env, flags)?, first_host(env)?) {
         (Some(address), _) | (None, Some(address)) => address,
@@ -56,15 +47,7 @@ pub(super) fn slurm(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option
     let master = Some(with_derived_port(env, flags, address, job + step)?);
     let run = format!("slurm {job}.{step}");
     let local_index = local.value;
-    Ok(Some(DetectedLaunch {
-        source: LaunchSource::Slurm,
-        process,
-        local_index,
-        local_count,
-        host,
-        master,
-        run,
-    }))
+    Ok(Some(DetectedLaunch { source, process, local_index, local_count, host, master, run }))
 }
 
 /// First host of the step or job: it runs task 0 in every distribution except `arbitrary`.

@@ -204,14 +204,9 @@ impl NcclLibrary {
         let library = unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())?;
         // SAFETY: a library with NCCL's name; its version is checked before any other call.
         let table = unsafe { NcclFunctions::load(&library) }?;
-        let library = NcclLibrary::new(table, path.to_owned(), library)?;
-        Ok(library)
-    }
-
-    /// Creates a library of these functions, and keeps `keep` loaded.
-    fn new(table: NcclFunctions, origin: PathBuf, keep: libloading::Library) -> Result<NcclLibrary, String> {
-        std::mem::forget(keep);
-        Self::of_table(table, origin)
+        // Its functions stay loaded.
+        std::mem::forget(library);
+        Self::of_table(table, path.to_owned())
     }
 
     pub(super) fn of_table(table: NcclFunctions, origin: PathBuf) -> Result<NcclLibrary, String> {

@@ -40,10 +40,7 @@ impl Tie {
 
     /// Returns the module with which a tied one shares its weight.
     fn twin(&self, module: &str) -> Option<&'static str> {
-        match TABLES.iter().position(|table| self.tied && *table == module) {
-            Some(at) => Some(TABLES[1 - at]),
-            None => None,
-        }
+        TABLES.iter().position(|table| self.tied && *table == module).map(|at| TABLES[1 - at])
     }
 
     /// Returns whether the adapter gives embedding and head of a tied model different values.

@@ -55,7 +55,7 @@ pub fn write_adapter(
     metadata.text("general.architecture", config.family.gguf.architecture);
     metadata.text("general.type", "adapter");
     metadata.text("general.name", name);
-    metadata.set("general.file_type", MetadataValue::U32(kind.file_type()));
+    metadata.set("general.file_type", MetadataValue::U32(kind as u32));
     metadata.text("adapter.type", "lora");
     metadata.set("adapter.lora.alpha", MetadataValue::F32(alpha as f32));
     let mut entries: Vec<TensorEntry> = Vec::with_capacity(parts.len());

@@ -33,7 +33,7 @@ pub(super) fn describe(
     metadata.text("general.architecture", arch);
     metadata.text("general.type", "model");
     metadata.text("general.name", name);
-    metadata.set("general.file_type", MetadataValue::U32(kind.file_type()));
+    metadata.set("general.file_type", MetadataValue::U32(kind as u32));
     metadata.set("general.quantization_version", MetadataValue::U32(QUANTIZATION_VERSION));
     let heads = config.heads;
     for (key, number) in [

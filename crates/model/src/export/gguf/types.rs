@@ -13,18 +13,19 @@ use candle_core::quantized::GgmlDType;
 
 use crate::model::{GgufSeventyB, ModelConfig};
 
-/// The type that names the whole file; tensors of one dimension are always f32.
+/// The type that names the whole file; tensors of one dimension are always f32. The numbers are
+/// those of `general.file_type` (`llama_ftype` in llama.h).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "each name is the type's own")]
 pub enum GgufType {
-    F32,
-    F16,
-    BF16,
-    Q8_0,
-    Q4_0,
-    Q4KM,
-    Q5KM,
-    Q6K,
+    F32 = 0,
+    F16 = 1,
+    BF16 = 32,
+    Q8_0 = 7,
+    Q4_0 = 2,
+    Q4KM = 15,
+    Q5KM = 17,
+    Q6K = 18,
 }
 
 impl GgufType {
@@ -39,20 +40,6 @@ impl GgufType {
         ("q5_k_m", Self::Q5KM),
         ("q6_k", Self::Q6K),
     ];
-
-    /// Returns the number in `general.file_type` (`llama_ftype` in llama.h).
-    pub(super) fn file_type(self) -> u32 {
-        match self {
-            Self::F32 => 0,
-            Self::F16 => 1,
-            Self::Q4_0 => 2,
-            Self::Q8_0 => 7,
-            Self::Q4KM => 15,
-            Self::Q5KM => 17,
-            Self::Q6K => 18,
-            Self::BF16 => 32,
-        }
-    }
 
     /// Returns the type of a matrix without a special rule.
     fn default_type(self) -> BlockType {
@@ -88,52 +75,42 @@ impl FromStr for GgufType {
     }
 }
 
-/// The storage type of one tensor: blocks of a fixed number of elements and bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// The storage type of one tensor: blocks of a fixed number of elements and bytes. The numbers are
+/// those in a tensor's entry (`ggml_type` in ggml.h).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BlockType {
-    F32,
-    F16,
-    BF16,
-    Q4_0,
-    Q5_0,
-    Q5_1,
-    Q8_0,
-    Q4K,
-    Q5K,
-    Q6K,
+    F32 = 0,
+    F16 = 1,
+    BF16 = 30,
+    Q4_0 = 2,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q4K = 12,
+    Q5K = 13,
+    Q6K = 14,
 }
 
 impl BlockType {
-    /// Returns the number in a tensor's entry (`ggml_type` in ggml.h).
-    pub(super) fn id(self) -> u32 {
+    /// Returns its name in llama.cpp and the same type in candle.
+    fn twins(self) -> (&'static str, GgmlDType) {
         match self {
-            Self::F32 => 0,
-            Self::F16 => 1,
-            Self::Q4_0 => 2,
-            Self::Q5_0 => 6,
-            Self::Q5_1 => 7,
-            Self::Q8_0 => 8,
-            Self::Q4K => 12,
-            Self::Q5K => 13,
-            Self::Q6K => 14,
-            Self::BF16 => 30,
+            Self::F32 => ("f32", GgmlDType::F32),
+            Self::F16 => ("f16", GgmlDType::F16),
+            Self::BF16 => ("bf16", GgmlDType::BF16),
+            Self::Q4_0 => ("q4_0", GgmlDType::Q4_0),
+            Self::Q5_0 => ("q5_0", GgmlDType::Q5_0),
+            Self::Q5_1 => ("q5_1", GgmlDType::Q5_1),
+            Self::Q8_0 => ("q8_0", GgmlDType::Q8_0),
+            Self::Q4K => ("q4_K", GgmlDType::Q4K),
+            Self::Q5K => ("q5_K", GgmlDType::Q5K),
+            Self::Q6K => ("q6_K", GgmlDType::Q6K),
         }
     }
 
     /// Returns the same type in candle.
     pub(super) fn ggml(self) -> GgmlDType {
-        match self {
-            Self::F32 => GgmlDType::F32,
-            Self::F16 => GgmlDType::F16,
-            Self::BF16 => GgmlDType::BF16,
-            Self::Q4_0 => GgmlDType::Q4_0,
-            Self::Q5_0 => GgmlDType::Q5_0,
-            Self::Q5_1 => GgmlDType::Q5_1,
-            Self::Q8_0 => GgmlDType::Q8_0,
-            Self::Q4K => GgmlDType::Q4K,
-            Self::Q5K => GgmlDType::Q5K,
-            Self::Q6K => GgmlDType::Q6K,
-        }
+        self.twins().1
     }
 
     /// Returns the elements of a block.
@@ -170,18 +147,7 @@ impl BlockType {
 
 impl fmt::Display for BlockType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::BF16 => "bf16",
-            Self::Q4_0 => "q4_0",
-            Self::Q5_0 => "q5_0",
-            Self::Q5_1 => "q5_1",
-            Self::Q8_0 => "q8_0",
-            Self::Q4K => "q4_K",
-            Self::Q5K => "q5_K",
-            Self::Q6K => "q6_K",
-        })
+        f.write_str(self.twins().0)
     }
 }
 

@@ -55,11 +55,8 @@ struct AddedToken {
 struct Bpe {
     vocab: HashMap<String, u32>,
     merges: Vec<Merge>,
-    #[serde(default)]
     unk_token: Option<String>,
-    #[serde(default)]
     continuing_subword_prefix: Option<String>,
-    #[serde(default)]
     end_of_word_suffix: Option<String>,
     #[serde(default)]
     byte_fallback: bool,

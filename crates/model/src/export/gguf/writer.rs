@@ -11,7 +11,7 @@ use std::path::Path;
 
 use super::types::BlockType;
 use crate::error::{Error, Result};
-use crate::weights::{OutputFile, OutputKind};
+use crate::weights::{OutputFile, OutputKind, miswritten};
 
 /// The output file of an export. It replaces nothing: an existing file may be the only copy.
 pub const OUTPUT: OutputKind =
@@ -49,33 +49,24 @@ impl MetadataValue {
     }
 
     fn put(&self, bytes: &mut Vec<u8>) {
-        let array = |bytes: &mut Vec<u8>, type_id: u32, len: usize| {
-            bytes.extend_from_slice(&type_id.to_le_bytes());
-            bytes.extend_from_slice(&(len as u64).to_le_bytes());
-        };
         match self {
             Self::U32(value) => bytes.extend_from_slice(&value.to_le_bytes()),
             Self::F32(value) => bytes.extend_from_slice(&value.to_le_bytes()),
             Self::Bool(value) => bytes.push(u8::from(*value)),
             Self::Text(value) => put_text(value, bytes),
-            Self::Texts(values) => {
-                array(bytes, 8, values.len());
-                values.iter().for_each(|value| put_text(value, bytes));
-            }
-            Self::F32s(values) => {
-                array(bytes, 6, values.len());
-                values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
-            }
-            Self::I32s(values) => {
-                array(bytes, 5, values.len());
-                values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
-            }
-            Self::Bools(values) => {
-                array(bytes, 7, values.len());
-                bytes.extend(values.iter().map(|value| u8::from(*value)));
-            }
+            Self::Texts(values) => put_array(bytes, 8, values, |value, to| put_text(value, to)),
+            Self::F32s(values) => put_array(bytes, 6, values, |value, to| to.extend(value.to_le_bytes())),
+            Self::I32s(values) => put_array(bytes, 5, values, |value, to| to.extend(value.to_le_bytes())),
+            Self::Bools(values) => put_array(bytes, 7, values, |value, to| to.push(u8::from(*value))),
         }
     }
+}
+
+/// Appends an array: the type of its values, their number, and each as `put` appends it.
+fn put_array<T>(bytes: &mut Vec<u8>, type_id: u32, values: &[T], put: impl Fn(&T, &mut Vec<u8>)) {
+    bytes.extend_from_slice(&type_id.to_le_bytes());
+    bytes.extend_from_slice(&(values.len() as u64).to_le_bytes());
+    values.iter().for_each(|value| put(value, bytes));
 }
 
 fn put_text(text: &str, bytes: &mut Vec<u8>) {
@@ -133,10 +124,9 @@ impl Sink<'_> {
     /// # Errors
     /// Storage: the disk is full or fails. Internal: too many bytes.
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.left = self.left.checked_sub(bytes.len() as u64).ok_or_else(|| {
-            Error::internal(format!("cannot write tensor `{}`", self.entry.name))
-                .because(format!("more than its {} bytes were given", self.entry.bytes()))
-        })?;
+        let entry = self.entry;
+        let more = || miswritten(&entry.name, format!("more than its {} bytes were given", entry.bytes()));
+        self.left = self.left.checked_sub(bytes.len() as u64).ok_or_else(more)?;
         self.file.put(bytes)
     }
 }
@@ -163,11 +153,8 @@ pub(super) fn write(
         let mut sink = Sink { entry, left: entry.bytes(), file: &mut file };
         write(entry, &mut sink)?;
         if sink.left > 0 {
-            return Err(Error::internal(format!("cannot write tensor `{}`", entry.name)).because(format!(
-                "{} of its {} bytes were not given",
-                sink.left,
-                entry.bytes()
-            )));
+            let cause = format!("{} of its {} bytes were not given", sink.left, entry.bytes());
+            return Err(miswritten(&entry.name, cause));
         }
         let padding = file.written().next_multiple_of(ALIGNMENT) - file.written();
         file.put(&[0; ALIGNMENT as usize][..padding as usize])?;
@@ -206,7 +193,7 @@ fn header(metadata: &GgufMetadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
         for &dim in entry.shape.iter().rev() {
             bytes.extend_from_slice(&(dim as u64).to_le_bytes());
         }
-        bytes.extend_from_slice(&entry.kind.id().to_le_bytes());
+        bytes.extend_from_slice(&(entry.kind as u32).to_le_bytes());
         bytes.extend_from_slice(&offset.to_le_bytes());
         offset += entry.bytes().next_multiple_of(ALIGNMENT);
     }

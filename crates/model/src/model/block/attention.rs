@@ -172,13 +172,7 @@ impl AttentionWeights {
             )?)
         };
         rotary_backward(&saved.qkv, &dqkv, config.heads, self.qk_norm(config), self.table(pass))?;
-        let x = input()?;
-        if need_dx {
-            linear::backward(&self.qkv, &saved.lora_qkv, &x, &dqkv, source).map(Some)
-        } else {
-            linear::backward_weights(&self.qkv, &saved.lora_qkv, &x, &dqkv, source)?;
-            Ok(None)
-        }
+        linear::backward_first(&self.qkv, &saved.lora_qkv, &input()?, &dqkv, source, need_dx)
     }
 }
 

@@ -81,12 +81,6 @@ impl GatedMlpWeights {
         drop((product, dout));
         let dgate_up = glu_backward(&saved.gate_up, &dproduct, self.mixer.activation)?;
         drop(dproduct);
-        let x = input()?;
-        if need_dx {
-            linear::backward(&self.gate_up, &saved.lora_gate_up, &x, &dgate_up, source).map(Some)
-        } else {
-            linear::backward_weights(&self.gate_up, &saved.lora_gate_up, &x, &dgate_up, source)?;
-            Ok(None)
-        }
+        linear::backward_first(&self.gate_up, &saved.lora_gate_up, &input()?, &dgate_up, source, need_dx)
     }
 }

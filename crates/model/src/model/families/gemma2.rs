@@ -10,11 +10,8 @@ use crate::model::config_reader::ConfigReader;
 use crate::ops::glu::Activation;
 
 pub(super) static GEMMA2: Architecture = Architecture {
-    name: "gemma2",
-    model_types: &["gemma2"],
     head_dim: Some(gemma::HEAD_DIM),
     ties_embeddings: true,
-    compose,
     module_name: gemma::module_name,
     gguf: GgufFacts {
         activation: Activation::GeluTanh,
@@ -26,10 +23,11 @@ pub(super) static GEMMA2: Architecture = Architecture {
         scales_by_hidden_at: Some(46),
         ..GgufFacts::usual("gemma2")
     },
+    ..parts::architecture("gemma2", &["gemma2"], compose)
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
-    let rope = parts::rope(keys, &parts::rope_context(keys, sizes, 1e4)?)?;
+    let rope = parts::plain_rope(keys, sizes)?;
     let softcap = parts::softcap(keys, "attn_logit_softcapping", Some(50.0))?;
     let attention = AttentionMixer { softcap, ..gemma::attention(keys, sizes)? };
     let mlp = parts::gated_mlp(keys)?;

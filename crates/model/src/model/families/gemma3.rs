@@ -12,11 +12,8 @@ use crate::model::rope::{Rope, RopeContext};
 use crate::ops::glu::Activation;
 
 pub(super) static GEMMA3: Architecture = Architecture {
-    name: "gemma3",
-    model_types: &["gemma3_text"],
     head_dim: Some(gemma::HEAD_DIM),
     ties_embeddings: true,
-    compose,
     module_name: gemma::module_name,
     gguf: GgufFacts {
         activation: Activation::GeluTanh,
@@ -28,6 +25,7 @@ pub(super) static GEMMA3: Architecture = Architecture {
         scales_by_hidden_at: Some(62),
         ..GgufFacts::usual("gemma3")
     },
+    ..parts::architecture("gemma3", &["gemma3_text"], compose)
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {

@@ -8,15 +8,8 @@ use crate::error::Result;
 use crate::model::composition::{BlockConfig, GatedMlp};
 use crate::model::config_reader::ConfigReader;
 
-pub(super) static LLAMA: Architecture = Architecture {
-    name: "llama",
-    model_types: &["llama"],
-    head_dim: None,
-    ties_embeddings: false,
-    compose,
-    module_name: parts::llama_name,
-    gguf: GGUF,
-};
+pub(super) static LLAMA: Architecture =
+    Architecture { gguf: GGUF, ..parts::architecture("llama", &["llama"], compose) };
 
 /// The architecture `llama` of llama.cpp, which other families may also use.
 pub(super) const GGUF: GgufFacts = GgufFacts {
@@ -30,5 +23,5 @@ pub(super) const GGUF: GgufFacts = GgufFacts {
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let mlp = GatedMlp { bias: keys.bool_or("mlp_bias", false)?, ..parts::gated_mlp(keys)? };
     let block = BlockConfig::pre_norm(parts::attention(keys, sizes)?, mlp);
-    parts::llama_like(keys, sizes, vec![block; sizes.num_layers])
+    parts::llama_like(keys, vec![block; sizes.num_layers], parts::plain_rope(keys, sizes)?)
 }

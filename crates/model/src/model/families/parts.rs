@@ -1,30 +1,39 @@
-//! Readers of config.json for several families. Each makes one part of a model.
+//! Parts that several families share: Llama's declaration and names, and readers of config.json, each
+//! of which makes one part of a model.
 
-use super::architecture::Composition;
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::GgufFacts;
 use super::sizes::ModelSizes;
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
-use crate::model::config_reader::ConfigReader;
+use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
+/// Declares a family with Llama's defaults and names of tensors, and the usual facts of GGUF.
+pub(super) const fn architecture(
+    name: &'static str,
+    model_types: &'static [&'static str],
+    compose: fn(&ConfigReader<'_>, &ModelSizes) -> Result<Composition>,
+) -> Architecture {
+    Architecture {
+        name,
+        model_types,
+        head_dim: None,
+        ties_embeddings: false,
+        compose,
+        module_name: llama_name,
+        gguf: GgufFacts::usual(name),
+    }
+}
+
 /// Composes a model like Llama's around `blocks`: one rope, RMS norms, plain embeddings.
 pub(super) fn llama_like(
     keys: &ConfigReader<'_>,
-    sizes: &ModelSizes,
     blocks: Vec<BlockConfig>,
-) -> Result<Composition> {
-    let rope = rope(keys, &rope_context(keys, sizes, 1e4)?)?;
-    llama_like_with(keys, rope, blocks)
-}
-
-/// Composes a model like Llama's around `blocks` with this rope.
-pub(super) fn llama_like_with(
-    keys: &ConfigReader<'_>,
     rope: Rope,
-    blocks: Vec<BlockConfig>,
 ) -> Result<Composition> {
     Ok(Composition {
         blocks,
@@ -59,9 +68,7 @@ pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
 pub(super) fn rms_norm(keys: &ConfigReader<'_>) -> Result<NormKind> {
     match keys.f64_or("rms_norm_eps", 1e-6)? {
         eps if (0.0..1.0).contains(&eps) => Ok(NormKind { eps, unit_offset: false }),
-        other => {
-            Err(Error::user(format!("`rms_norm_eps` is {other}")).because("accepted: from 0 to below 1"))
-        }
+        other => Err(refused("rms_norm_eps", other, "from 0 to below 1")),
     }
 }
 
@@ -73,10 +80,7 @@ fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
     match name {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
-        other => {
-            Err(Error::user(format!("`hidden_act` is \"{other}\""))
-                .because("accepted: silu, gelu_pytorch_tanh"))
-        }
+        other => Err(refused("hidden_act", format!("\"{other}\""), "silu, gelu_pytorch_tanh")),
     }
 }
 
@@ -89,8 +93,7 @@ pub(super) fn softcap(keys: &ConfigReader<'_>, key: &str, default: Option<f64>) 
 pub(super) fn window(keys: &ConfigReader<'_>, default: Option<usize>) -> Result<Option<usize>> {
     let window = if keys.mentions("sliding_window") { keys.opt_usize("sliding_window")? } else { default };
     if window == Some(0) {
-        return Err(Error::user("`sliding_window` is 0")
-            .because("accepted: a whole number above 0, or null for full attention"));
+        return Err(refused("sliding_window", 0, "a whole number above 0, or null for full attention"));
     }
     Ok(window)
 }
@@ -135,6 +138,11 @@ pub(super) fn rope_scaling<'a>(keys: &ConfigReader<'a>) -> Result<Option<ConfigR
         Some(parameters) => Ok(Some(parameters)),
         None => keys.opt_keys("rope_scaling"),
     }
+}
+
+/// Reads the only rope of a model, with Llama's default of theta.
+pub(super) fn plain_rope(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Rope> {
+    rope(keys, &rope_context(keys, sizes, 1e4)?)
 }
 
 /// Reads the only rope of a model.

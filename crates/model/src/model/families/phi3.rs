@@ -15,12 +15,6 @@ use crate::model::rope::RopeContext;
 const ORIGINAL_POSITIONS: usize = 4096;
 
 pub(super) static PHI3: Architecture = Architecture {
-    name: "phi3",
-    model_types: &["phi3"],
-    head_dim: None,
-    ties_embeddings: false,
-    compose,
-    module_name: parts::llama_name,
     gguf: GgufFacts {
         heads_fill_hidden: true,
         rotates_partly: true,
@@ -28,6 +22,7 @@ pub(super) static PHI3: Architecture = Architecture {
         stripping_names: &["phi-3", "phi3"],
         ..GgufFacts::usual("phi3")
     },
+    ..parts::architecture("phi3", &["phi3"], compose)
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
@@ -38,6 +33,5 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let plain = parts::attention(keys, sizes)?;
     let attention = AttentionMixer { window, qkv_bias: false, o_bias: false, fused: true, ..plain };
     let block = BlockConfig::pre_norm(attention, GatedMlp { fused: true, ..parts::gated_mlp(keys)? });
-    let blocks = vec![block; sizes.num_layers];
-    parts::llama_like_with(keys, rope, blocks)
+    parts::llama_like(keys, vec![block; sizes.num_layers], rope)
 }

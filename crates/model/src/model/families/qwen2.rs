@@ -9,13 +9,8 @@ use crate::model::composition::{AttentionMixer, BlockConfig};
 use crate::model::config_reader::ConfigReader;
 
 pub(super) static QWEN2: Architecture = Architecture {
-    name: "qwen2",
-    model_types: &["qwen2"],
-    head_dim: None,
-    ties_embeddings: false,
-    compose,
-    module_name: parts::llama_name,
     gguf: GgufFacts { heads_fill_hidden: true, seventy_b: GgufSeventyB::Always, ..GgufFacts::usual("qwen2") },
+    ..parts::architecture("qwen2", &["qwen2"], compose)
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
@@ -37,5 +32,5 @@ pub(super) fn upper_windows(
         BlockConfig::pre_norm(AttentionMixer { window: window.filter(|_| slides), ..attention }, mlp)
     };
     let sliding = parts::sliding_layers(keys, sizes, |layer| layer >= first_sliding)?;
-    parts::llama_like(keys, sizes, sliding.into_iter().map(block).collect())
+    parts::llama_like(keys, sliding.into_iter().map(block).collect(), parts::plain_rope(keys, sizes)?)
 }

@@ -1,22 +1,14 @@
 //! Qwen3 without mixture of experts: Qwen2 with norms on q and k instead of biases.
 
 use super::architecture::{Architecture, Composition};
-use super::gguf_facts::GgufFacts;
 use super::sizes::ModelSizes;
 use super::{parts, qwen2};
 use crate::error::Result;
 use crate::model::composition::AttentionMixer;
 use crate::model::config_reader::ConfigReader;
 
-pub(super) static QWEN3: Architecture = Architecture {
-    name: "qwen3",
-    model_types: &["qwen3"],
-    head_dim: Some(128),
-    ties_embeddings: false,
-    compose,
-    module_name: parts::llama_name,
-    gguf: GgufFacts::usual("qwen3"),
-};
+pub(super) static QWEN3: Architecture =
+    Architecture { head_dim: Some(128), ..parts::architecture("qwen3", &["qwen3"], compose) };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let attention = AttentionMixer { qk_norm: true, ..parts::attention(keys, sizes)? };

@@ -15,20 +15,22 @@ use crate::runtime::rng::RngStream;
 /// thread's share.
 const PIECES: [usize; 3] = [40_000, 5, 4099];
 
+/// The first update, without decay or clipping.
+pub(in crate::ops) const FIRST: AdamWStep = AdamWStep {
+    learning_rate: 0.02,
+    betas: [0.9, 0.999],
+    eps: 1e-8,
+    weight_decay: 0.0,
+    update: 1,
+    grad_scale: 1.0,
+};
+
 /// The cases of the update.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
-    let first = AdamWStep {
-        learning_rate: 0.02,
-        betas: [0.9, 0.999],
-        eps: 1e-8,
-        weight_decay: 0.0,
-        update: 1,
-        grad_scale: 1.0,
-    };
     let variants = [
-        (first, "first update"),
-        (AdamWStep { weight_decay: 0.1, update: 7, grad_scale: 0.3, ..first }, "decay, clipping, update 7"),
-        (AdamWStep { betas: [0.8, 0.95], eps: 1e-3, update: 1000, ..first }, "other betas, update 1000"),
+        (FIRST, "first update"),
+        (AdamWStep { weight_decay: 0.1, update: 7, grad_scale: 0.3, ..FIRST }, "decay, clipping, update 7"),
+        (AdamWStep { betas: [0.8, 0.95], eps: 1e-3, update: 1000, ..FIRST }, "other betas, update 1000"),
     ];
     let mut cases: Vec<_> =
         variants.into_iter().map(|(options, what)| shaped(what, &PIECES, options)).collect();
@@ -74,14 +76,7 @@ fn differing<M>(
     moment: fn(usize, &Device) -> Result<M>,
     update: fn(&[AdamWPiece<'_, M>]) -> Result<()>,
 ) -> Result<f64> {
-    let step = AdamWStep {
-        learning_rate: 1e-3,
-        betas: [0.9, 0.999],
-        eps: 1e-8,
-        weight_decay: 0.1,
-        update: 1,
-        grad_scale: 0.5,
-    };
+    let step = AdamWStep { learning_rate: 1e-3, weight_decay: 0.1, grad_scale: 0.5, ..FIRST };
     let param = runner.normal("param", len)?.here;
     let rounding = rounding(4096 * i as u64 + 8);
     let moments = || -> Result<[M; 2]> { Ok([moment(len, runner.device)?, moment(len, runner.device)?]) };

@@ -109,13 +109,7 @@ pub(super) fn adamw(driver: &dyn Driver, pieces: &[AdamWPiece<'_, TensorMut>]) -
     let table = PieceTable::upload(pieces, CHUNK, |[mean, square]| {
         Ok(MomentAddresses { values: [address(mean)?, address(square)?], scales: [0; 2] })
     })?;
-    kernels::adamw_f32(
-        driver,
-        LaunchShape::line(table.blocks, 256),
-        In::all(&table.rows)?,
-        In::all(&table.first_block)?,
-        table.count,
-        In::all(&table.rates)?,
-        In::all(&table.grad_scale)?,
-    )
+    let (shape, rows) = (LaunchShape::line(table.blocks, 256), In::all(&table.rows)?);
+    let (rates, grad_scale) = (In::all(&table.rates)?, In::all(&table.grad_scale)?);
+    kernels::adamw_f32(driver, shape, rows, In::all(&table.first_block)?, table.count, rates, grad_scale)
 }

@@ -24,14 +24,7 @@ pub(in crate::ops) fn shaped(what: &str, pieces: &[usize]) -> OpCase {
 
 /// Runs two updates of pieces from zero moments. The reference is AdamW on the dequantized moments.
 fn update(runner: &CaseRunner<'_>, lengths: &[usize]) -> Result<Vec<TensorPair>> {
-    let mut step = AdamWStep {
-        learning_rate: 0.02,
-        betas: [0.9, 0.999],
-        eps: 1e-8,
-        weight_decay: 0.1,
-        update: 1,
-        grad_scale: 0.5,
-    };
+    let mut step = AdamWStep { weight_decay: 0.1, grad_scale: 0.5, ..adamw::cases::FIRST };
     let params = lengths.iter().map(|&len| runner.normal("param", len)).collect::<Result<Vec<_>>>()?;
     let values = lengths.iter().map(|&len| TensorMut::zeros(len, DType::BF16, runner.device));
     let values = values.collect::<Result<Vec<_>>>()?;

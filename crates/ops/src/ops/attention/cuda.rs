@@ -262,16 +262,9 @@ fn delta(
     const ROWS: usize = 32;
     let (heads, rows) = (launch.heads as usize, launch.rows as usize);
     let delta = empty(heads, rows, DType::F32, dout.device())?;
-    kernels::attention_delta(
-        driver,
-        blocks(rows.div_ceil(ROWS) * heads, 256, 0),
-        In::all(&attended.out)?,
-        In::all(dout)?,
-        Out::all(&delta)?,
-        launch.heads,
-        launch.rows,
-        number(shape.head_dim)?,
-    )?;
+    let (blocks, dim) = (blocks(rows.div_ceil(ROWS) * heads, 256, 0), number(shape.head_dim)?);
+    let (out, dout, to) = (In::all(&attended.out)?, In::all(dout)?, Out::all(&delta)?);
+    kernels::attention_delta(driver, blocks, out, dout, to, launch.heads, launch.rows, dim)?;
     Ok(delta.into_tensor())
 }
 

@@ -48,8 +48,7 @@ fn norm(shapes: &BenchShapes) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
     TimedOp::moving(bytes + shapes.bytes(d), ("rms_norm", shape, shapes.dtype), move |inputs| {
         let weight = inputs.normal(1.0, d)?;
-        let x = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
-        Ok(Box::new(move || rms_norm(x.next()?, &weight, NORM).map(drop)))
+        inputs.sets(|_| inputs.normal(1.0, (n, d)))?.calls(move |x| rms_norm(x, &weight, NORM).map(drop))
     })
 }
 
@@ -64,10 +63,9 @@ fn norm_backward(shapes: &BenchShapes, trained: bool) -> TimedOp {
             let one = || inputs.normal(1.0, (n, d));
             Ok([one()?, one()?, one()?])
         })?;
-        Ok(Box::new(move || {
-            let ([x, dy, residual], dweight) = (sets.next()?, trained.then_some(&dweight));
-            rms_norm_backward(x, &weight, dy, Some(residual), dweight, NORM).map(drop)
-        }))
+        sets.calls(move |[x, dy, residual]| {
+            rms_norm_backward(x, &weight, dy, Some(residual), trained.then_some(&dweight), NORM).map(drop)
+        })
     })
 }
 
@@ -99,7 +97,7 @@ fn rotation(shapes: &BenchShapes, normed: bool) -> TimedOp {
         let weight = || inputs.normal(1.0, heads.head_dim);
         let weights = if normed { Some([weight()?, weight()?]) } else { None };
         let x = inputs.sets(|_| inputs.normal(1.0, (n, heads.qkv_width())))?;
-        Ok(Box::new(move || rotary(x.next()?, heads, norms_of(&weights), &table).map(drop)))
+        x.calls(move |x| rotary(x, heads, norms_of(&weights), &table).map(drop))
     })
 }
 
@@ -120,10 +118,7 @@ fn rotation_backward(shapes: &BenchShapes, normed: bool) -> TimedOp {
             let width = heads.qkv_width();
             Ok((inputs.signs((n, width))?, inputs.normal(1.0, (n, width))?))
         })?;
-        Ok(Box::new(move || {
-            let (raw, d) = sets.next()?;
-            rotary_backward(raw, d, heads, norms_of(&weights), &table)
-        }))
+        sets.calls(move |(raw, d)| rotary_backward(raw, d, heads, norms_of(&weights), &table))
     })
 }
 
@@ -131,8 +126,7 @@ fn gated(shapes: &BenchShapes) -> TimedOp {
     let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
     let what = ("glu", format!("{n}x{}, silu", 2 * f), shapes.dtype);
     TimedOp::moving(shapes.bytes(3 * n * f), what, move |inputs| {
-        let x = inputs.sets(|_| inputs.normal(1.0, (n, 2 * f)))?;
-        Ok(Box::new(move || glu(x.next()?, Activation::Silu).map(drop)))
+        inputs.sets(|_| inputs.normal(1.0, (n, 2 * f)))?.calls(move |x| glu(x, Activation::Silu).map(drop))
     })
 }
 
@@ -141,10 +135,7 @@ fn gated_backward(shapes: &BenchShapes) -> TimedOp {
     let what = ("glu_backward", format!("{n}x{}, silu", 2 * f), shapes.dtype);
     TimedOp::moving(shapes.bytes(5 * n * f), what, move |inputs| {
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, 2 * f))?, inputs.normal(1.0, (n, f))?)))?;
-        Ok(Box::new(move || {
-            let (x, dh) = sets.next()?;
-            glu_backward(x, dh, Activation::Silu).map(drop)
-        }))
+        sets.calls(move |(x, dh)| glu_backward(x, dh, Activation::Silu).map(drop))
     })
 }
 
@@ -152,8 +143,7 @@ fn dropped(shapes: &BenchShapes) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
     let site = Dropout { p: 0.05, stream: RngStream::new(0), first_token: 0 };
     TimedOp::moving(bytes, ("dropout", shape, shapes.dtype), move |inputs| {
-        let x = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
-        Ok(Box::new(move || dropout(x.next()?, site).map(drop)))
+        inputs.sets(|_| inputs.normal(1.0, (n, d)))?.calls(move |x| dropout(x, site).map(drop))
     })
 }
 
@@ -161,10 +151,7 @@ fn residual_sum(shapes: &BenchShapes) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 3));
     TimedOp::moving(bytes, ("add", shape, shapes.dtype), move |inputs| {
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, d))?)))?;
-        Ok(Box::new(move || {
-            let (a, b) = sets.next()?;
-            add(a, b).map(drop)
-        }))
+        sets.calls(move |(a, b)| add(a, b).map(drop))
     })
 }
 
@@ -173,8 +160,7 @@ fn bias(shapes: &BenchShapes) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
     TimedOp::moving(bytes + shapes.bytes(d), ("add_bias", shape, shapes.dtype), move |inputs| {
         let bias = inputs.normal(0.0, d)?;
-        let y = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
-        Ok(Box::new(move || add_bias(ColumnViewMut::all(y.next()?), &bias)))
+        inputs.sets(|_| inputs.normal(1.0, (n, d)))?.calls(move |y| add_bias(ColumnViewMut::all(y), &bias))
     })
 }
 
@@ -182,8 +168,7 @@ fn bias_gradient(shapes: &BenchShapes) -> TimedOp {
     let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 1));
     TimedOp::moving(bytes + 2 * F32_BYTES * d, ("sum_rows", shape, shapes.dtype), move |inputs| {
         let grad = inputs.zeros(d)?;
-        let dy = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
-        Ok(Box::new(move || sum_rows(&grad, ColumnView::all(dy.next()?))))
+        inputs.sets(|_| inputs.normal(1.0, (n, d)))?.calls(move |dy| sum_rows(&grad, ColumnView::all(dy)))
     })
 }
 
@@ -193,10 +178,7 @@ fn magnitudes(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(bytes + F32_BYTES * d, ("scale_columns", shape, shapes.dtype), move |inputs| {
         let factors = inputs.normal_as(DType::F32, 1.0, d)?;
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, d))?)))?;
-        Ok(Box::new(move || {
-            let (y, x) = sets.next()?;
-            scale_columns(ColumnViewMut::all(y), ColumnView::all(x), &factors, false)
-        }))
+        sets.calls(move |(y, x)| scale_columns(ColumnViewMut::all(y), ColumnView::all(x), &factors, false))
     })
 }
 
@@ -205,9 +187,6 @@ fn magnitude_gradient(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(bytes + 3 * F32_BYTES * d, ("magnitude_backward", shape, shapes.dtype), move |inputs| {
         let (grad, norm) = (inputs.zeros(d)?, inputs.zeros(d)?.ones_like()?);
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, d))?)))?;
-        Ok(Box::new(move || {
-            let (dy, x) = sets.next()?;
-            magnitude_backward(&grad, ColumnView::all(dy), x, &norm)
-        }))
+        sets.calls(move |(dy, x)| magnitude_backward(&grad, ColumnView::all(dy), x, &norm))
     })
 }

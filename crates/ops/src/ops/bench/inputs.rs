@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::{BenchShapes, OpWork};
+use super::{BenchShapes, OpWork, Repeat};
 use crate::error::{Error, Result};
 use crate::ops::rotary::RotaryTable;
 use crate::runtime::TensorMut;
@@ -146,6 +146,13 @@ impl<T> Rotation<T> {
         let at = self.at.get();
         self.at.set((at + 1) % self.items.len().max(1));
         self.items.get(at).ok_or_else(|| Error::internal("a measured op has no inputs"))
+    }
+}
+
+impl<T: 'static> Rotation<T> {
+    /// Returns the call of `op` with the next set, as the result of a preparation.
+    pub(super) fn calls(self, op: impl Fn(&T) -> Result<()> + 'static) -> Result<Repeat> {
+        Ok(Box::new(move || op(self.next()?)))
     }
 }
 

@@ -3,12 +3,13 @@
 
 use std::collections::BTreeSet;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 
 use super::inputs::{token_ids, too_large};
 use super::products::nf4;
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
+use crate::ops::adamw::cases::FIRST;
 use crate::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK, adamw_int8};
 use crate::ops::dora::weight_norm;
@@ -32,14 +33,8 @@ const COPIED_AT_LEAST: usize = 16 << 20;
 const RANK: usize = 16;
 
 /// The constants of a typical update.
-const STEP: AdamWStep = AdamWStep {
-    learning_rate: 1e-4,
-    betas: [0.9, 0.999],
-    eps: 1e-8,
-    weight_decay: 0.01,
-    update: 10,
-    grad_scale: 0.5,
-};
+const STEP: AdamWStep =
+    AdamWStep { learning_rate: 1e-4, weight_decay: 0.01, update: 10, grad_scale: 0.5, ..FIRST };
 
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     vec![
@@ -126,7 +121,7 @@ fn lookup(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(bytes, ("embed", format!("{n} of {vocab}x{d}"), dtype), move |inputs| {
         let table = inputs.normal(1.0, (vocab, d))?;
         let ids = inputs.sets(|set| Ok(token_ids(n, vocab, set)))?;
-        Ok(Box::new(move || embed(&table, ids.next()?, 1.0, dtype).map(drop)))
+        ids.calls(move |ids| embed(&table, ids, 1.0, dtype).map(drop))
     })
 }
 
@@ -138,10 +133,7 @@ fn lookup_backward(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(bytes, what, move |inputs| {
         let grad = inputs.zeros((vocab, d))?;
         let sets = inputs.sets(|set| Ok((token_ids(n, vocab, set), inputs.normal(1.0, (n, d))?)))?;
-        Ok(Box::new(move || {
-            let (ids, dy) = sets.next()?;
-            embed_backward(&grad, ids, dy, 1.0, None)
-        }))
+        sets.calls(move |(ids, dy)| embed_backward(&grad, ids, dy, 1.0, None))
     })
 }
 
@@ -150,8 +142,7 @@ fn adapter_lookup(shapes: &BenchShapes) -> TimedOp {
     let what = ("columns_of", format!("{n} of {RANK}x{vocab}"), DType::F32);
     TimedOp::moving(F32_BYTES * (different + n) * RANK + id_bytes, what, move |inputs| {
         let a = inputs.normal_as(DType::F32, 1.0, (RANK, vocab))?;
-        let ids = inputs.sets(|set| Ok(token_ids(n, vocab, set)))?;
-        Ok(Box::new(move || columns_of(&a, ids.next()?).map(drop)))
+        inputs.sets(|set| Ok(token_ids(n, vocab, set)))?.calls(move |ids| columns_of(&a, ids).map(drop))
     })
 }
 
@@ -162,10 +153,7 @@ fn adapter_lookup_backward(shapes: &BenchShapes) -> TimedOp {
         let grad = inputs.zeros((RANK, vocab))?;
         let sets = inputs
             .sets(|set| Ok((token_ids(n, vocab, set), inputs.normal_as(DType::F32, 1.0, (n, RANK))?)))?;
-        Ok(Box::new(move || {
-            let (ids, du) = sets.next()?;
-            columns_of_backward(&grad, ids, du, None)
-        }))
+        sets.calls(move |(ids, du)| columns_of_backward(&grad, ids, du, None))
     })
 }
 
@@ -187,18 +175,14 @@ fn cast(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(F32_BYTES * count + shapes.bytes(count), what, move |inputs| {
         let sets =
             inputs.sets(|_| Ok((inputs.normal(1.0, count)?, inputs.normal_as(DType::F32, 1.0, count)?)))?;
-        Ok(Box::new(move || {
-            let (to, from) = sets.next()?;
-            copy_into(to, from)
-        }))
+        sets.calls(move |(to, from)| copy_into(to, from))
     })
 }
 
 fn zeroed(shapes: &BenchShapes) -> TimedOp {
     let (shape, count) = widest(shapes);
     TimedOp::moving(F32_BYTES * count, ("zero", shape, DType::F32), move |inputs| {
-        let grad = inputs.sets(|_| inputs.normal_as(DType::F32, 1.0, count))?;
-        Ok(Box::new(move || zero(grad.next()?)))
+        inputs.sets(|_| inputs.normal_as(DType::F32, 1.0, count))?.calls(zero)
     })
 }
 
@@ -207,21 +191,15 @@ fn accumulated(shapes: &BenchShapes) -> TimedOp {
     let (shape, count) = widest(shapes);
     TimedOp::moving(3 * F32_BYTES * count, ("add_into", shape, DType::F32), move |inputs| {
         let sets = inputs.sets(|_| Ok((inputs.zeros(count)?, inputs.normal_as(DType::F32, 1.0, count)?)))?;
-        Ok(Box::new(move || {
-            let (sum, grad) = sets.next()?;
-            add_into(sum, grad)
-        }))
+        sets.calls(move |(sum, grad)| add_into(sum, grad))
     })
 }
 
 fn squares(shapes: &BenchShapes) -> TimedOp {
     let (shape, count) = widest(shapes);
     TimedOp::moving(F32_BYTES * count, ("sums_of_squares", shape, DType::F32), move |inputs| {
-        let grad = inputs.sets(|_| inputs.normal_as(DType::F32, 1.0, count))?;
-        Ok(Box::new(move || {
-            let grad: &Tensor = grad.next()?;
-            sums_of_squares(&[grad], grad.device()).map(drop)
-        }))
+        let grads = inputs.sets(|_| inputs.normal_as(DType::F32, 1.0, count))?;
+        grads.calls(|grad| sums_of_squares(&[&**grad], grad.device()).map(drop))
     })
 }
 
@@ -232,11 +210,10 @@ fn update(shapes: &BenchShapes) -> TimedOp {
         let values = || inputs.normal_as(DType::F32, 0.02, count);
         let sets =
             inputs.sets(|_| Ok(([values()?, values()?], [inputs.zeros(count)?, inputs.zeros(count)?])))?;
-        Ok(Box::new(move || {
-            let ([param, grad], [mean, square]) = sets.next()?;
+        sets.calls(move |([param, grad], [mean, square])| {
             let rounding = StochasticRounding::new(RngStream::new(0), 0);
             adamw(&[AdamWPiece { param, value: None, rounding, grad, moments: [mean, square], step: STEP }])
-        }))
+        })
     })
 }
 
@@ -248,8 +225,7 @@ fn update_int8(shapes: &BenchShapes) -> TimedOp {
         let values = || inputs.normal_as(DType::F32, 0.02, count);
         let moment = || Int8State::zeros(count, inputs.device);
         let sets = inputs.sets(|_| Ok(([values()?, values()?], [moment()?, moment()?])))?;
-        Ok(Box::new(move || {
-            let ([param, grad], [mean, square]) = sets.next()?;
+        sets.calls(move |([param, grad], [mean, square])| {
             let rounding = StochasticRounding::new(RngStream::new(0), 0);
             adamw_int8(&[AdamWPiece {
                 param,
@@ -259,6 +235,6 @@ fn update_int8(shapes: &BenchShapes) -> TimedOp {
                 moments: [mean, square],
                 step: STEP,
             }])
-        }))
+        })
     })
 }

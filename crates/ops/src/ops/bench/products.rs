@@ -67,11 +67,8 @@ impl LinearProduct {
             Transpose::Tn => ", dw",
         };
         let shape = format!("{n}x{} to {}, {}{gradient}", self.inputs, self.outputs, self.name);
-        TimedOp::multiplying(self.flops(n), ("matmul", shape, dtype), move |inputs| self.repeat(n, inputs))
-    }
-
-    fn flops(self, n: usize) -> u64 {
-        (2 * n * self.inputs * self.outputs) as u64
+        let flops = (2 * n * self.inputs * self.outputs) as u64;
+        TimedOp::multiplying(flops, ("matmul", shape, dtype), move |inputs| self.repeat(n, inputs))
     }
 
     fn repeat(self, n: usize, inputs: &BenchInputs<'_>) -> Result<Repeat> {
@@ -115,9 +112,8 @@ pub(super) fn nf4(inputs: &BenchInputs<'_>, shape: (usize, usize)) -> Result<Qua
 
 fn quantized_linear(shapes: &BenchShapes) -> TimedOp {
     let (n, d, f) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.intermediate_size);
-    let product = LinearProduct::new("gate_proj", Transpose::Nt, d, f);
     let shape = format!("{n}x{d} to {f}, gate_proj in nf4");
-    TimedOp::multiplying(product.flops(n), ("matmul_weight", shape, shapes.dtype), move |inputs| {
+    TimedOp::multiplying((2 * n * d * f) as u64, ("matmul_weight", shape, shapes.dtype), move |inputs| {
         let (x, y) = (inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, f))?);
         let weight = nf4(inputs, (f, d))?;
         Ok(Box::new(move || {
@@ -130,9 +126,8 @@ fn quantized_linear(shapes: &BenchShapes) -> TimedOp {
 /// Times a dense weight with an adapter of rank 16.
 fn linear_with_adapter(shapes: &BenchShapes) -> TimedOp {
     let (n, d, f) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.intermediate_size);
-    let product = LinearProduct::new("gate_proj", Transpose::Nt, d, f);
     let what = ("matmul_weight_plus_low_rank", format!("{n}x{d} to {f}, gate_proj and r 16"), shapes.dtype);
-    TimedOp::multiplying(product.flops(n), what, move |inputs| {
+    TimedOp::multiplying((2 * n * d * f) as u64, what, move |inputs| {
         let (x, y) = (inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, f))?);
         let weight = inputs.normal(WEIGHTS, (f, d))?;
         let (u, b) =

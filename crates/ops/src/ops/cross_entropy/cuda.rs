@@ -3,11 +3,10 @@
 //! an f32 operand follows.
 
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
 
 use super::{
     ColumnView, ColumnViewMut, GPU_CHUNK_ROWS, LossAndGrad, LossKind, LossSum, LossTargets, Output,
-    OutputGrads, TokenScore, Transpose, columns_product, counted,
+    OutputGrads, TokenScore, Transpose, columns_product, counted, write_logits,
 };
 use crate::error::Result;
 use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number, read, upload};
@@ -74,10 +73,10 @@ fn gather(driver: &dyn Driver, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let (shape, rows) = (LaunchShape::line(count, 256), In::<u32>::all(rows)?);
     let (columns, pitch, moved) = (number(width)?, width as i64, count * width);
     if x.dtype() == DType::BF16 {
-        let (x, y) = (In::<bf16>::all(x)?.touching(moved), Out::<bf16>::all(&y)?);
+        let (x, y) = (In::all(x)?.touching(moved), Out::all(&y)?);
         kernels::gather_rows_bf16(driver, shape, x, rows, y, columns, pitch, pitch)?;
     } else {
-        let (x, y) = (In::<f32>::all(x)?.touching(moved), Out::<f32>::all(&y)?);
+        let (x, y) = (In::all(x)?.touching(moved), Out::all(&y)?);
         kernels::gather_rows_f32(driver, shape, x, rows, y, columns, pitch, pitch)?;
     }
     Ok(y.into_tensor())
@@ -147,12 +146,7 @@ impl Packed {
             room: self.room.narrow(0, 0, len)?,
             vocab: self.vocab,
         };
-        let (logits, weight) = (chunk.logits(), ColumnView::all(output.weight));
-        columns_product(logits, ColumnView::all(&chunk.x), weight, Transpose::Nt, 1.0, Addend::Nothing)?;
-        if let Some((delta, u)) = output.delta.zip(chunk.u.as_ref()) {
-            let (u, b) = (ColumnView::all(u), ColumnView::all(delta.b));
-            columns_product(logits, u, b, Transpose::Nt, delta.scale, Addend::Destination)?;
-        }
+        write_logits(chunk.logits(), &chunk.x, output.with_u(chunk.u.as_ref()))?;
         Ok(chunk)
     }
 }
@@ -177,19 +171,12 @@ impl PackedChunk {
     ) -> Result<()> {
         let scales = scales.map(|scales| scales.narrow(0, self.start, self.len)).transpose()?;
         let kernel = if in_bf16 { kernels::cross_entropy_bf16 } else { kernels::cross_entropy_f32 };
-        kernel(
-            driver,
-            LaunchShape::line(self.len, THREADS),
-            InOut::columns(&self.logits().as_view())?,
-            In::all(&self.targets)?,
-            In::optional(scales.as_ref())?,
-            Out::all(&self.losses)?,
-            Out::all(&self.hits)?,
-            number(self.vocab)?,
-            self.pitch(),
-            kind.scale as f32,
-            kind.softcap.unwrap_or(0.0) as f32,
-        )
+        let (shape, logits) =
+            (LaunchShape::line(self.len, THREADS), InOut::columns(&self.logits().as_view())?);
+        let (targets, scales) = (In::all(&self.targets)?, In::optional(scales.as_ref())?);
+        let (losses, hits, vocab) = (Out::all(&self.losses)?, Out::all(&self.hits)?, number(self.vocab)?);
+        let (scale, cap) = (kind.scale as f32, kind.softcap.unwrap_or(0.0) as f32);
+        kernel(driver, shape, logits, targets, scales, losses, hits, vocab, self.pitch(), scale, cap)
     }
 }
 
@@ -248,23 +235,9 @@ fn backward_in_bf16(
     dx: &TensorMut,
     dweight: Option<&TensorMut>,
 ) -> Result<()> {
-    let to_x = ColumnViewMut::all(dx);
-    driver.gemm(&Gemm::of_front_halves(
-        &to_x,
-        &logits,
-        &ColumnView::all(weight),
-        Transpose::Nn,
-        Addend::Nothing,
-    )?)?;
+    driver.gemm(&Gemm::of_front_halves(dx, &logits, weight, Transpose::Nn, Addend::Nothing)?)?;
     let Some(dweight) = dweight else { return Ok(()) };
-    let to_weight = ColumnViewMut::all(dweight);
-    driver.gemm(&Gemm::of_front_halves(
-        &to_weight,
-        &logits,
-        &ColumnView::all(x),
-        Transpose::Tn,
-        Addend::Destination,
-    )?)
+    driver.gemm(&Gemm::of_front_halves(dweight, &logits, x, Transpose::Tn, Addend::Destination)?)
 }
 
 /// Backpropagates `d`, f32, to x, the weight, single rows of it, and the adapter's `u` and B.
@@ -287,27 +260,15 @@ fn backward(
     if let Some((ids, drows)) = grads.rows {
         let ids = upload(ids, ids.len(), drows.device())?;
         let picked = d.narrow()?.contiguous()?.index_select(&ids, 1)?;
-        columns_product(
-            ColumnViewMut::all(drows),
-            ColumnView::all(&picked),
-            x,
-            Transpose::Tn,
-            1.0,
-            Addend::Destination,
-        )?;
+        let (drows, picked) = (ColumnViewMut::all(drows), ColumnView::all(&picked));
+        columns_product(drows, picked, x, Transpose::Tn, 1.0, Addend::Destination)?;
     }
     let Some((delta, (u, du))) = output.delta.zip(delta) else { return Ok(()) };
     let b = ColumnView::all(delta.b);
     columns_product(ColumnViewMut::all(du), d, b, Transpose::Nn, delta.scale, Addend::Nothing)?;
     let Some(db) = grads.b else { return Ok(()) };
-    columns_product(
-        ColumnViewMut::all(db),
-        d,
-        ColumnView::all(u),
-        Transpose::Tn,
-        delta.scale,
-        Addend::Destination,
-    )
+    let (db, u) = (ColumnViewMut::all(db), ColumnView::all(u));
+    columns_product(db, d, u, Transpose::Tn, delta.scale, Addend::Destination)
 }
 
 pub(super) fn score_targets(
@@ -323,17 +284,10 @@ pub(super) fn score_targets(
     let packed = Packed::new(driver, x, output, targets)?;
     for chunk in packed.chunks(output) {
         let chunk = chunk?;
-        kernels::score_rows(
-            driver,
-            LaunchShape::line(chunk.len, THREADS),
-            In::columns(&chunk.logits().as_view())?,
-            In::all(&chunk.targets)?,
-            Out::all(&chunk.losses)?,
-            Out::all(&chunk.hits)?,
-            number(chunk.vocab)?,
-            chunk.pitch(),
-            softcap.unwrap_or(0.0) as f32,
-        )?;
+        let (shape, cap) = (LaunchShape::line(chunk.len, THREADS), softcap.unwrap_or(0.0) as f32);
+        let (logits, targets) = (In::columns(&chunk.logits().as_view())?, In::all(&chunk.targets)?);
+        let (losses, hits, vocab) = (Out::all(&chunk.losses)?, Out::all(&chunk.hits)?, number(chunk.vocab)?);
+        kernels::score_rows(driver, shape, logits, targets, losses, hits, vocab, chunk.pitch(), cap)?;
     }
     let scores = read::<f32>(&packed.losses)?.into_iter().zip(read::<u32>(&packed.hits)?);
     Ok(scores.map(|(loss, hit)| TokenScore { loss, correct: hit == 1 }).collect())

@@ -2,7 +2,6 @@
 //! `kernels/elementwise.cu`.
 
 use candle_core::{DType, Tensor};
-use half::bf16;
 
 use super::{ColumnView, ColumnViewMut, Weight};
 use crate::error::Result;
@@ -16,15 +15,10 @@ const THREADS: u32 = 256;
 /// Values per block of a cast.
 const CAST_SHARE: usize = 4096;
 
-/// Returns true if kernels support values of these dtypes.
-pub(super) fn are_supported(types: [DType; 2]) -> bool {
-    types.into_iter().all(is_float)
-}
-
 /// Returns true if kernels support a weight of this dtype.
 pub(super) fn is_supported(weight: Weight<'_>) -> bool {
     match weight {
-        Weight::Dense(weight) => are_supported([weight.dtype(); 2]),
+        Weight::Dense(weight) => is_float(weight.dtype()),
         Weight::Quantized(_) => true,
     }
 }
@@ -46,8 +40,7 @@ pub(super) fn weight_norm(
     matmul(ColumnViewMut::all(&sum), b, a, Transpose::Nn, scale, Addend::Destination)?;
     let norms = TensorMut::zeros(out, DType::F32, sum.device())?;
     let shape = LaunchShape::line(out, THREADS);
-    let (rows, to) = (In::<f32>::all(&sum)?, Out::<f32>::all(&norms)?);
-    kernels::row_norms_f32(driver, shape, rows, to, number(width)?, width as i64)?;
+    kernels::row_norms_f32(driver, shape, In::all(&sum)?, Out::all(&norms)?, number(width)?, width as i64)?;
     Ok(norms.into_tensor())
 }
 
@@ -61,7 +54,7 @@ fn widened(driver: &dyn Driver, weight: &Tensor) -> Result<TensorMut> {
     }
     let count = out * width;
     let shape = LaunchShape::line(count.div_ceil(CAST_SHARE), THREADS);
-    kernels::cast_bf16_f32(driver, shape, In::<bf16>::all(weight)?, Out::<f32>::all(&copy)?, count as i64)?;
+    kernels::cast_bf16_f32(driver, shape, In::all(weight)?, Out::all(&copy)?, count as i64)?;
     Ok(copy)
 }
 
@@ -76,17 +69,16 @@ pub(super) fn scale_columns(
     let (shape, view) = (LaunchShape::line(rows, THREADS), dst.as_view());
     let (width, pitch, x_pitch) = (number(dst.len)?, pitch as i64, x_pitch as i64);
     macro_rules! launch {
-        ($kernel:ident, $dst:ty, $x:ty) => {{
-            let (dst, x) = (InOut::<$dst>::columns(&view)?, In::<$x>::columns(&x)?);
-            let factors = In::<f32>::all(factors)?;
+        ($kernel:ident) => {{
+            let (dst, x, factors) = (InOut::columns(&view)?, In::columns(&x)?, In::all(factors)?);
             kernels::$kernel(driver, shape, dst, x, factors, width, pitch, x_pitch, u32::from(accumulate))
         }};
     }
     match (dst.tensor.dtype(), x.tensor.dtype()) {
-        (DType::BF16, DType::BF16) => launch!(scale_columns_bf16_bf16, bf16, bf16),
-        (DType::BF16, _) => launch!(scale_columns_bf16_f32, bf16, f32),
-        (_, DType::BF16) => launch!(scale_columns_f32_bf16, f32, bf16),
-        _ => launch!(scale_columns_f32_f32, f32, f32),
+        (DType::BF16, DType::BF16) => launch!(scale_columns_bf16_bf16),
+        (DType::BF16, _) => launch!(scale_columns_bf16_f32),
+        (_, DType::BF16) => launch!(scale_columns_f32_bf16),
+        _ => launch!(scale_columns_f32_f32),
     }
 }
 
@@ -102,16 +94,16 @@ pub(super) fn magnitude_backward(
     let (shape, out) = (sums.shape()?, Out::<f32>::all(&sums.partials)?);
     let (rows, width, pitch, x_pitch) = (number(rows)?, number(dy.len)?, pitch as i64, x_pitch as i64);
     macro_rules! launch {
-        ($kernel:ident, $dy:ty, $x:ty) => {{
-            let (dy, x) = (In::<$dy>::columns(&dy)?, In::<$x>::all(x)?);
+        ($kernel:ident) => {{
+            let (dy, x) = (In::columns(&dy)?, In::all(x)?);
             kernels::$kernel(driver, shape, dy, x, out, rows, width, pitch, x_pitch)?
         }};
     }
     match (dy.tensor.dtype(), x.dtype()) {
-        (DType::BF16, DType::BF16) => launch!(column_products_bf16_bf16, bf16, bf16),
-        (DType::BF16, _) => launch!(column_products_bf16_f32, bf16, f32),
-        (_, DType::BF16) => launch!(column_products_f32_bf16, f32, bf16),
-        _ => launch!(column_products_f32_f32, f32, f32),
+        (DType::BF16, DType::BF16) => launch!(column_products_bf16_bf16),
+        (DType::BF16, _) => launch!(column_products_bf16_f32),
+        (_, DType::BF16) => launch!(column_products_f32_bf16),
+        _ => launch!(column_products_f32_f32),
     }
     sums.add_to(driver, grad, Some(norm))
 }

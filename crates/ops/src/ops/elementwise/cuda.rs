@@ -1,18 +1,12 @@
 //! Elementwise sums by the kernels of `kernels/elementwise.cu`.
 
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
 
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
-
-/// Returns true if kernels support values of these dtypes.
-pub(super) fn is_supported(a: &Tensor, b: &Tensor) -> bool {
-    [a, b].iter().all(|x| is_float(x.dtype()))
-}
 
 /// Returns the launch shape: a block processes 8192 values if all are bf16, else 4096.
 fn shape(count: usize, all_bf16: bool) -> LaunchShape {
@@ -36,8 +30,8 @@ pub(super) fn sums_of_squares(driver: &dyn Driver, tensors: &[&Tensor], device: 
             kernels::sum_of_squares_f32(driver, shape, In::all(&x)?, count, out)?;
         }
         let sum = sums.narrow(0, at, 1)?;
-        let (partials, out) = (In::<f64>::all(&partials)?, Out::<f64>::all(&sum)?);
-        kernels::sum_partials(driver, LaunchShape::line(1, 256), partials, number(blocks)?, out)?;
+        let (shape, partials) = (LaunchShape::line(1, 256), In::all(&partials)?);
+        kernels::sum_partials(driver, shape, partials, number(blocks)?, Out::all(&sum)?)?;
     }
     Ok(sums)
 }
@@ -46,12 +40,11 @@ pub(super) fn add(driver: &dyn Driver, a: &Tensor, b: &Tensor) -> Result<Tensor>
     let count = a.elem_count();
     let y = empty(1, count, a.dtype(), a.device())?;
     let bf16s = a.dtype() == DType::BF16;
+    let shape = shape(count, bf16s);
     if bf16s {
-        let (a, b, y) = (In::<bf16>::all(a)?, In::<bf16>::all(b)?, Out::<bf16>::all(&y)?);
-        kernels::add_bf16(driver, shape(count, bf16s), a, b, y, count as i64)?;
+        kernels::add_bf16(driver, shape, In::all(a)?, In::all(b)?, Out::all(&y)?, count as i64)?;
     } else {
-        let (a, b, y) = (In::<f32>::all(a)?, In::<f32>::all(b)?, Out::<f32>::all(&y)?);
-        kernels::add_f32(driver, shape(count, bf16s), a, b, y, count as i64)?;
+        kernels::add_f32(driver, shape, In::all(a)?, In::all(b)?, Out::all(&y)?, count as i64)?;
     }
     Ok(y.reshape(a.shape())?)
 }
@@ -59,15 +52,14 @@ pub(super) fn add(driver: &dyn Driver, a: &Tensor, b: &Tensor) -> Result<Tensor>
 pub(super) fn add_into(driver: &dyn Driver, dst: &TensorMut, x: &Tensor) -> Result<()> {
     let count = dst.elem_count();
     macro_rules! launch {
-        ($kernel:ident, $dst:ty, $x:ty, $all_bf16:literal) => {{
-            let (dst, x) = (InOut::<$dst>::all(dst)?, In::<$x>::all(x)?);
-            kernels::$kernel(driver, shape(count, $all_bf16), dst, x, count as i64)
-        }};
+        ($kernel:ident, $all_bf16:literal) => {
+            kernels::$kernel(driver, shape(count, $all_bf16), InOut::all(dst)?, In::all(x)?, count as i64)
+        };
     }
     match (dst.dtype(), x.dtype()) {
-        (DType::BF16, DType::BF16) => launch!(add_into_bf16_bf16, bf16, bf16, true),
-        (DType::BF16, _) => launch!(add_into_bf16_f32, bf16, f32, false),
-        (_, DType::BF16) => launch!(add_into_f32_bf16, f32, bf16, false),
-        _ => launch!(add_into_f32_f32, f32, f32, false),
+        (DType::BF16, DType::BF16) => launch!(add_into_bf16_bf16, true),
+        (DType::BF16, _) => launch!(add_into_bf16_f32, false),
+        (_, DType::BF16) => launch!(add_into_f32_bf16, false),
+        _ => launch!(add_into_f32_f32, false),
     }
 }

@@ -2,20 +2,14 @@
 //! tokens of each id in order.
 
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
 
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number, upload};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number, upload};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
 /// Columns per block of the gradient.
 const COLUMNS: usize = 1024;
-
-/// Returns true if kernels support values of these dtypes.
-pub(super) fn is_supported(types: [DType; 2]) -> bool {
-    types.into_iter().all(is_float)
-}
 
 pub(super) fn embed(
     driver: &dyn Driver,
@@ -45,18 +39,17 @@ fn embed_listed(
     let y = empty(count, width, dtype, table.device())?;
     let shape = LaunchShape::line(count, 256);
     macro_rules! launch {
-        ($kernel:ident, $table:ty, $y:ty) => {{
-            let table = In::<$table>::all(table)?.touching(count * width);
-            let ids = In::<u32>::all(ids)?;
-            let y = Out::<$y>::all(&y)?;
+        ($kernel:ident) => {{
+            let table = In::all(table)?.touching(count * width);
+            let (ids, y) = (In::all(ids)?, Out::all(&y)?);
             kernels::$kernel(driver, shape, table, ids, y, number(width)?, factor as f32)?
         }};
     }
     match (table.dtype(), dtype) {
-        (DType::BF16, DType::BF16) => launch!(embed_bf16_bf16, bf16, bf16),
-        (DType::BF16, _) => launch!(embed_bf16_f32, bf16, f32),
-        (_, DType::BF16) => launch!(embed_f32_bf16, f32, bf16),
-        _ => launch!(embed_f32_f32, f32, f32),
+        (DType::BF16, DType::BF16) => launch!(embed_bf16_bf16),
+        (DType::BF16, _) => launch!(embed_bf16_f32),
+        (_, DType::BF16) => launch!(embed_f32_bf16),
+        _ => launch!(embed_f32_f32),
     }
     Ok(y.into_tensor())
 }
@@ -81,13 +74,13 @@ pub(super) fn embed_backward(
     let touched = by_id.ids.len() * width;
     let (grad, width, factor) = (InOut::<f32>::all(grad)?.touching(touched), number(width)?, factor as f32);
     // Skipped tokens are not listed.
-    if dy.dtype() == DType::BF16 {
-        let dy = In::<bf16>::all(dy)?;
-        kernels::embed_backward_bf16(driver, shape, grad, ids, starts, places, dy, width, factor, u32::MAX)
-    } else {
-        let dy = In::<f32>::all(dy)?;
-        kernels::embed_backward_f32(driver, shape, grad, ids, starts, places, dy, width, factor, u32::MAX)
+    macro_rules! launch {
+        ($kernel:ident) => {{
+            let dy = In::all(dy)?;
+            kernels::$kernel(driver, shape, grad, ids, starts, places, dy, width, factor, u32::MAX)
+        }};
     }
+    if dy.dtype() == DType::BF16 { launch!(embed_backward_bf16) } else { launch!(embed_backward_f32) }
 }
 
 pub(super) fn columns_of(driver: &dyn Driver, a: &Tensor, ids: &[u32]) -> Result<Tensor> {
@@ -117,20 +110,8 @@ pub(super) fn columns_of_backward(
     let count = by_id.ids.len();
     let shape = LaunchShape::line((count * r).div_ceil(256), 256);
     let (grad, du) = (InOut::<f32>::all(grad)?.touching(count * r), In::<f32>::all(du)?);
-    let (r, vocab) = (number(r)?, vocab as i64);
-    kernels::columns_of_backward_f32(
-        driver,
-        shape,
-        grad,
-        ids,
-        starts,
-        places,
-        du,
-        count as i64,
-        r,
-        vocab,
-        u32::MAX,
-    )
+    let (count, r, vocab) = (count as i64, number(r)?, vocab as i64);
+    kernels::columns_of_backward_f32(driver, shape, grad, ids, starts, places, du, count, r, vocab, u32::MAX)
 }
 
 /// Tokens sorted by their id: the tokens of `ids[i]` are `places[starts[i]..starts[i + 1]]`, in

@@ -104,20 +104,16 @@ struct ElementAddress<'a, T> {
 impl<T: KernelElement> ElementAddress<'_, T> {
     const NONE: Self = ElementAddress { arg: Arg::NONE, of: PhantomData };
 
+    /// Returns `rows` rows of `row_bytes` bytes, `pitch` bytes apart.
+    fn new(value: u64, rows: u64, row_bytes: u64, pitch: u64) -> Self {
+        let arg = Arg { value, rows, row_bytes, pitch, size: 8, moved: rows * row_bytes };
+        ElementAddress { arg, of: PhantomData }
+    }
+
     /// Returns all elements of a contiguous tensor.
     fn all(tensor: &Tensor) -> Result<Self> {
         let len = tensor.elem_count() as u64 * size_of::<T>() as u64;
-        Ok(ElementAddress {
-            arg: Arg {
-                value: address::<T>(tensor)?,
-                rows: 1,
-                row_bytes: len,
-                pitch: len,
-                size: 8,
-                moved: len,
-            },
-            of: PhantomData,
-        })
+        Ok(Self::new(address::<T>(tensor)?, 1, len, len))
     }
 
     /// Returns columns of a contiguous matrix.
@@ -125,11 +121,7 @@ impl<T: KernelElement> ElementAddress<'_, T> {
         let (rows, width) = view.tensor.dims2()?;
         let bytes = |elements: usize| elements as u64 * size_of::<T>() as u64;
         let value = address::<T>(view.tensor)? + bytes(view.start);
-        let (rows, row_bytes, pitch) = (rows as u64, bytes(view.len), bytes(width));
-        Ok(ElementAddress {
-            arg: Arg { value, rows, row_bytes, pitch, size: 8, moved: rows * row_bytes },
-            of: PhantomData,
-        })
+        Ok(Self::new(value, rows as u64, bytes(view.len), bytes(width)))
     }
 }
 

@@ -120,9 +120,7 @@ thread_local! {
     static SCHEDULE: Cell<EmulatorSchedule> = Cell::new(OF_PROCESS.get().copied().unwrap_or_default());
     /// Names of the kernels launched since the last [`Emulator::run`] began.
     static LAUNCHED: RefCell<BTreeSet<&'static str>> = const { RefCell::new(BTreeSet::new()) };
-    static COUNTERS: Cell<Counters> = const { Cell::new(Counters {
-        global_requests: 0, global_sectors: 0, global_least_sectors: 0, shared_phases: 0, bank_conflicts: 0,
-    }) };
+    static COUNTERS: Cell<Counters> = Cell::default();
 }
 
 /// The emulator; its state is per thread.
@@ -163,12 +161,7 @@ impl Driver for Emulator {
         };
         let options =
             RawOptions { order, late: schedule.late_copies.into(), count: schedule.counts.into(), seed };
-        let raw = |arg: &Arg| RawArg {
-            value: arg.value,
-            rows: arg.rows,
-            row_bytes: arg.row_bytes,
-            pitch: arg.pitch,
-        };
+        let raw = |&Arg { value, rows, row_bytes, pitch, .. }: &Arg| RawArg { value, rows, row_bytes, pitch };
         let raw_args: Vec<RawArg> = args.iter().map(raw).collect();
         let name =
             CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name contains a zero byte"))?;

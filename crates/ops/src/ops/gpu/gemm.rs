@@ -11,6 +11,7 @@ use half::bf16;
 use super::{Arg, In};
 use crate::error::{Error, Result};
 use crate::ops::matmul::{Addend, ColumnView, ColumnViewMut, Transpose};
+use crate::runtime::TensorMut;
 
 /// The type of a matrix's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -118,18 +119,18 @@ impl Gemm {
     /// # Errors
     /// Fails like [`Gemm::new`], and if `b` is not bf16 or the result neither bf16 nor f32.
     pub(crate) fn of_front_halves(
-        dst: &ColumnViewMut<'_>,
+        dst: &TensorMut,
         a: &ColumnView<'_>,
-        b: &ColumnView<'_>,
+        b: &Tensor,
         form: Transpose,
         addend: Addend<'_>,
     ) -> Result<Self> {
-        let result = GemmElement::of(dst.tensor)
+        let result = GemmElement::of(dst)
             .ok_or_else(|| Error::internal("the result of a product is neither f32 nor bf16"))?;
         let mut halves = DeviceMatrix::of(a, GemmElement::F32)?;
         (halves.arg.row_bytes, halves.leading) = (halves.arg.row_bytes / 2, 2 * halves.leading);
-        let operands = [DeviceMatrix::of(b, GemmElement::Bf16)?, halves];
-        let d = (DeviceMatrix::of(&dst.as_view(), result)?, result);
+        let operands = [DeviceMatrix::of(&ColumnView::all(b), GemmElement::Bf16)?, halves];
+        let d = (DeviceMatrix::of(&ColumnView::all(dst), result)?, result);
         Self::of(operands, GemmElement::Bf16, d, form, 1.0, addend)
     }
 

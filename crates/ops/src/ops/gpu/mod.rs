@@ -112,6 +112,34 @@ pub(crate) fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F32)
 }
 
+/// Returns true if kernels support values of all these dtypes.
+pub(crate) fn are_floats<const N: usize>(types: [DType; N]) -> bool {
+    types.into_iter().all(is_float)
+}
+
+/// The code that computes an op on the device of its tensors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Route {
+    /// A kernel, which this driver launches.
+    Kernel(&'static dyn Driver),
+    /// Operations of candle: no kernel of the device supports the op.
+    Composed,
+    /// The op's own code for the CPU.
+    Cpu,
+}
+
+impl Route {
+    /// Returns the route of an op on the device of `tensor`; `is_supported` says whether a kernel
+    /// supports its arguments.
+    pub(crate) fn of(tensor: &Tensor, is_supported: bool) -> Self {
+        match driver_of(tensor).filter(|_| is_supported) {
+            Some(driver) => Route::Kernel(driver),
+            None if tensor.device().is_cpu() => Route::Cpu,
+            None => Route::Composed,
+        }
+    }
+}
+
 /// A backend that runs kernels and multiplies matrices.
 pub(crate) trait Driver: std::fmt::Debug {
     /// Runs `kernel` over the threads of `shape`, after all earlier launches. An empty shape runs

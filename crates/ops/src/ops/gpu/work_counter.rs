@@ -3,7 +3,7 @@
 //! GPU. Copies that candle does itself, such as that of a residual into a layer's output, are not
 //! counted.
 
-use std::sync::Mutex;
+use std::sync::{LazyLock, Mutex};
 
 use super::gemm::{DeviceMatrix, GemmElement};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
@@ -58,23 +58,13 @@ impl GpuWork {
 }
 
 /// The work requested since the process began, and whether the GPU is busy.
+#[derive(Default)]
 struct WorkCounter {
     work: GpuWork,
     busy: bool,
 }
 
-static ASKED: Mutex<WorkCounter> = Mutex::new(WorkCounter { work: NOTHING, busy: false });
-
-const NOTHING: GpuWork = GpuWork {
-    launches: 0,
-    gemms: 0,
-    kernel_bytes: 0,
-    gemm_bytes: 0,
-    gemm_flops: 0.0,
-    attention_flops: 0.0,
-    uploaded_bytes: 0,
-    waits: 0,
-};
+static ASKED: LazyLock<Mutex<WorkCounter>> = LazyLock::new(Mutex::default);
 
 /// Returns the work requested of the GPU since the process began.
 pub fn requested_work() -> GpuWork {

@@ -68,19 +68,22 @@ pub(in crate::ops) const MIXTURES: [[OperandDtype; 3]; 5] = [
     [OperandDtype::F32, OperandDtype::F32, OperandDtype::F32],
 ];
 
+/// A product of whole matrices of the run's dtype.
+const PLAIN: MatmulCase = MatmulCase {
+    form: Transpose::Nt,
+    m: 37,
+    n: 53,
+    k: 29,
+    margin: 0,
+    alpha: 1.0,
+    added: Added::Nothing,
+    operands: [OperandDtype::Run; 3],
+};
+
 fn products() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for form in FORMS {
-        let plain = MatmulCase {
-            form,
-            m: 37,
-            n: 53,
-            k: 29,
-            margin: 0,
-            alpha: 1.0,
-            added: Added::Nothing,
-            operands: [OperandDtype::Run; 3],
-        };
+        let plain = MatmulCase { form, ..PLAIN };
         cases.push(plain.case(Tolerance::FORWARD));
         cases.push(MatmulCase { m: 1, n: 1, k: 1, ..plain }.case(Tolerance::FORWARD));
         cases.push(MatmulCase { margin: 5, ..plain }.case(Tolerance::FORWARD));
@@ -94,16 +97,7 @@ fn products() -> Vec<OpCase> {
         }
     }
     // A weight that is widened in two panels.
-    let wide = MatmulCase {
-        form: Transpose::Nt,
-        m: 3,
-        n: 600,
-        k: 2100,
-        margin: 0,
-        alpha: 1.0,
-        added: Added::Nothing,
-        operands: [OperandDtype::Run; 3],
-    };
+    let wide = MatmulCase { m: 3, n: 600, k: 2100, ..PLAIN };
     cases.push(wide.case(Tolerance::FORWARD));
     // A frozen weight stored in bf16: a run in f32 computes in f32 with it, even if the processor
     // multiplies bf16.

@@ -2,11 +2,10 @@
 //! `kernels/reduce.cu`.
 
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
 
 use super::{Addend, ColumnView, ColumnViewMut, Transpose, empty, reference};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, is_float, kernels, number};
+use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
 use crate::runtime::TensorMut;
 
 /// Columns and rows per block of the first stage of a bias's gradient.
@@ -14,11 +13,6 @@ const COLUMNS: usize = 128;
 const ROWS: usize = 64;
 /// Threads per block; each processes a column in the second stage.
 const THREADS: usize = 256;
-
-/// Returns true if kernels support values of this dtype.
-pub(super) fn is_supported(dtype: DType) -> bool {
-    is_float(dtype)
-}
 
 /// Computes the product by cuBLAS if it supports the three dtypes; otherwise, and for empty sums,
 /// by its definition.
@@ -45,16 +39,15 @@ pub(super) fn add_bias(driver: &dyn Driver, dst: ColumnViewMut<'_>, bias: &Tenso
     let (shape, width, pitch) = (LaunchShape::line(rows, THREADS as u32), number(dst.len)?, pitch as i64);
     let view = dst.as_view();
     macro_rules! launch {
-        ($kernel:ident, $dst:ty, $bias:ty) => {{
-            let (dst, bias) = (InOut::<$dst>::columns(&view)?, In::<$bias>::all(bias)?);
-            kernels::$kernel(driver, shape, dst, bias, width, pitch)
-        }};
+        ($kernel:ident) => {
+            kernels::$kernel(driver, shape, InOut::columns(&view)?, In::all(bias)?, width, pitch)
+        };
     }
     match (dst.tensor.dtype(), bias.dtype()) {
-        (DType::BF16, DType::BF16) => launch!(add_bias_bf16_bf16, bf16, bf16),
-        (DType::BF16, _) => launch!(add_bias_bf16_f32, bf16, f32),
-        (_, DType::BF16) => launch!(add_bias_f32_bf16, f32, bf16),
-        _ => launch!(add_bias_f32_f32, f32, f32),
+        (DType::BF16, DType::BF16) => launch!(add_bias_bf16_bf16),
+        (DType::BF16, _) => launch!(add_bias_bf16_f32),
+        (_, DType::BF16) => launch!(add_bias_f32_bf16),
+        _ => launch!(add_bias_f32_f32),
     }
 }
 
@@ -85,16 +78,8 @@ impl ColumnSums {
     ) -> Result<()> {
         let (parts, width) = self.partials.dims2()?;
         let shape = LaunchShape::line(width.div_ceil(THREADS), THREADS as u32);
-        let (partials, norm) = (In::<f32>::all(&self.partials)?, In::<f32>::optional(norm)?);
-        kernels::add_column_sums(
-            driver,
-            shape,
-            partials,
-            norm,
-            InOut::all(grad)?,
-            number(parts)?,
-            number(width)?,
-        )
+        let (partials, norm, grad) = (In::all(&self.partials)?, In::optional(norm)?, InOut::all(grad)?);
+        kernels::add_column_sums(driver, shape, partials, norm, grad, number(parts)?, number(width)?)
     }
 }
 
@@ -104,9 +89,9 @@ pub(super) fn sum_rows(driver: &dyn Driver, grad: &TensorMut, dy: ColumnView<'_>
     let (shape, out) = (sums.shape()?, Out::<f32>::all(&sums.partials)?);
     let (rows, width, pitch) = (number(rows)?, number(dy.len)?, pitch as i64);
     if dy.tensor.dtype() == DType::BF16 {
-        kernels::column_sums_bf16(driver, shape, In::<bf16>::columns(&dy)?, out, rows, width, pitch)?;
+        kernels::column_sums_bf16(driver, shape, In::columns(&dy)?, out, rows, width, pitch)?;
     } else {
-        kernels::column_sums_f32(driver, shape, In::<f32>::columns(&dy)?, out, rows, width, pitch)?;
+        kernels::column_sums_f32(driver, shape, In::columns(&dy)?, out, rows, width, pitch)?;
     }
     sums.add_to(driver, grad, None)
 }

@@ -2,7 +2,6 @@
 //! `kernels/dequantize.cu`.
 
 use candle_core::{DType, Tensor};
-use half::bf16;
 
 use super::Quantized;
 use crate::error::{Error, Result};
@@ -47,32 +46,24 @@ fn dequantize_from(driver: &dyn Driver, weight: &Quantized, start: usize, panel:
     let shape = LaunchShape::line(count.div_ceil(per_block), 256);
     let size = crate::ops::gpu::number(hint.block_size)?;
     let shift = if hint.block_size.is_power_of_two() { hint.block_size.ilog2() as i32 } else { -1 };
+    let (codes, values, scales) = (In::all(codes)?, In::all(&values)?, In::all(scales)?);
+    let (nested, map, offset) = (In::optional(nested)?, In::optional(map.as_ref())?, weight.offset);
+    let (start, count) = (start as i64, count as i64);
     macro_rules! launch {
-        ($kernel:ident, $panel:ty) => {
+        ($kernel:ident) => {{
+            let panel = Out::all(panel)?;
             kernels::$kernel(
-                driver,
-                shape,
-                In::<u8>::all(codes)?,
-                In::<f32>::all(&values)?,
-                In::<f32>::all(scales)?,
-                In::<u8>::optional(nested)?,
-                In::<f32>::optional(map.as_ref())?,
-                weight.offset,
-                size,
-                shift,
-                Out::<$panel>::all(panel)?,
-                start as i64,
-                count as i64,
+                driver, shape, codes, values, scales, nested, map, offset, size, shift, panel, start, count,
             )
-        };
+        }};
     }
     match (hint.kernel, dtype) {
-        (Some(PanelKernel::FourBits), DType::BF16) => launch!(dequantize_4bit_bf16, bf16),
-        (Some(PanelKernel::FourBits), _) => launch!(dequantize_4bit_f32, f32),
-        (Some(PanelKernel::Int8), DType::BF16) => launch!(dequantize_int8_bf16, bf16),
-        (Some(PanelKernel::Int8), _) => launch!(dequantize_int8_f32, f32),
-        (Some(PanelKernel::Int8Rows), DType::BF16) => launch!(dequantize_int8_rows_bf16, bf16),
-        (Some(PanelKernel::Int8Rows), _) => launch!(dequantize_int8_rows_f32, f32),
+        (Some(PanelKernel::FourBits), DType::BF16) => launch!(dequantize_4bit_bf16),
+        (Some(PanelKernel::FourBits), _) => launch!(dequantize_4bit_f32),
+        (Some(PanelKernel::Int8), DType::BF16) => launch!(dequantize_int8_bf16),
+        (Some(PanelKernel::Int8), _) => launch!(dequantize_int8_f32),
+        (Some(PanelKernel::Int8Rows), DType::BF16) => launch!(dequantize_int8_rows_bf16),
+        (Some(PanelKernel::Int8Rows), _) => launch!(dequantize_int8_rows_f32),
         (None, _) => Err(Error::internal(format!("no kernel dequantizes {}", weight.format.scheme().name()))),
     }
 }

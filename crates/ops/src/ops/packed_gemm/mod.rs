@@ -151,7 +151,8 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
         each(threads, tasks * parts, |number| {
             let (task, part) = (number / parts, number % parts);
             let outer = task * task_len..((task + 1) * task_len).min(own.outer());
-            packed.multiply(dst, own, outer, part * strips / parts..(part + 1) * strips / parts);
+            let strips = part * strips / parts..(part + 1) * strips / parts;
+            packed.add_part(dst, own, outer, strips, &mut []);
         });
         packed.keep_memory();
     }

@@ -207,21 +207,10 @@ impl<'a> SharedOperand<'a> {
         LAST_SHARED.with(|last| last.set(self.tiles));
     }
 
-    /// Runs a task: computes the blocks of these outer elements of the other side and of some
-    /// strips of this one, which must hold all inner elements.
-    pub(super) fn multiply<D: FloatElement, M: GemmMatrix>(
-        &self,
-        dst: &Destination<'_, D>,
-        own: &Side<'_, M>,
-        outer: Range<usize>,
-        strips: Range<usize>,
-    ) {
-        self.add_part(dst, own, outer, strips, &mut []);
-    }
-
     /// Runs a task: adds the products of the packed inner elements to `sums`, the blocks of these
     /// outer elements of the other side and of some strips of this one. An empty `sums` means a
-    /// temporary block. With the last inner elements, adds the term and writes the blocks to `dst`.
+    /// temporary block, which needs all inner elements. With the last inner elements, adds the term
+    /// and writes the blocks to `dst`.
     pub(super) fn add_part<D: FloatElement, M: GemmMatrix>(
         &self,
         dst: &Destination<'_, D>,

@@ -1,7 +1,6 @@
 //! RMSNorm by the kernels of `kernels/rms_norm.cu`: one block per row.
 
 use candle_core::{DType, Tensor};
-use half::bf16;
 
 use super::NormKind;
 use crate::error::{Error, Result};
@@ -29,19 +28,16 @@ pub(super) fn forward(driver: &dyn Driver, x: &Tensor, weight: &Tensor, kind: No
     let y = empty(rows, width, x.dtype(), x.device())?;
     let shape = LaunchShape::line(rows, THREADS);
     let (width, offset, eps) = (number(width)?, kind.offset(), kind.eps as f32);
+    macro_rules! launch {
+        ($kernel:ident) => {{
+            let (x, w, y) = (In::all(x)?, In::all(weight)?, Out::all(&y)?);
+            kernels::$kernel(driver, shape, x, w, y, width, offset, eps)?
+        }};
+    }
     match (x.dtype(), weight.dtype()) {
-        (DType::BF16, DType::BF16) => {
-            let (x, w, y) = (In::<bf16>::all(x)?, In::<bf16>::all(weight)?, Out::<bf16>::all(&y)?);
-            kernels::rms_norm_bf16(driver, shape, x, w, y, width, offset, eps)?;
-        }
-        (DType::BF16, DType::F32) => {
-            let (x, w, y) = (In::<bf16>::all(x)?, In::<f32>::all(weight)?, Out::<bf16>::all(&y)?);
-            kernels::rms_norm_bf16_f32(driver, shape, x, w, y, width, offset, eps)?;
-        }
-        (DType::F32, DType::F32) => {
-            let (x, w, y) = (In::<f32>::all(x)?, In::<f32>::all(weight)?, Out::<f32>::all(&y)?);
-            kernels::rms_norm_f32(driver, shape, x, w, y, width, offset, eps)?;
-        }
+        (DType::BF16, DType::BF16) => launch!(rms_norm_bf16),
+        (DType::BF16, DType::F32) => launch!(rms_norm_bf16_f32),
+        (DType::F32, DType::F32) => launch!(rms_norm_f32),
         _ => return Err(refused(x, weight)),
     }
     Ok(y.into_tensor())
@@ -60,26 +56,17 @@ pub(super) fn backward(
     let shape = LaunchShape::line(rows, THREADS);
     let (columns, offset, eps) = (number(width)?, kind.offset(), kind.eps as f32);
     macro_rules! launch {
-        ($kernel:ident, $x:ty, $w:ty) => {
-            kernels::$kernel(
-                driver,
-                shape,
-                In::<$x>::all(x)?,
-                In::<$w>::all(weight)?,
-                In::<$x>::all(dy)?,
-                In::<$x>::optional(residual)?,
-                Out::<$x>::all(&dx)?,
-                Out::<f32>::optional(inverses.as_deref())?,
-                columns,
-                offset,
-                eps,
-            )?
-        };
+        ($kernel:ident) => {{
+            let (x, weight, dy, residual) =
+                (In::all(x)?, In::all(weight)?, In::all(dy)?, In::optional(residual)?);
+            let (dx, inverses) = (Out::all(&dx)?, Out::optional(inverses.as_deref())?);
+            kernels::$kernel(driver, shape, x, weight, dy, residual, dx, inverses, columns, offset, eps)?
+        }};
     }
     match (x.dtype(), weight.dtype()) {
-        (DType::BF16, DType::BF16) => launch!(rms_norm_backward_bf16, bf16, bf16),
-        (DType::BF16, DType::F32) => launch!(rms_norm_backward_bf16_f32, bf16, f32),
-        (DType::F32, DType::F32) => launch!(rms_norm_backward_f32, f32, f32),
+        (DType::BF16, DType::BF16) => launch!(rms_norm_backward_bf16),
+        (DType::BF16, DType::F32) => launch!(rms_norm_backward_bf16_f32),
+        (DType::F32, DType::F32) => launch!(rms_norm_backward_f32),
         _ => return Err(refused(x, weight)),
     }
     if let (Some(dweight), Some(inverses), false) = (dweight, inverses, shape.is_empty()) {
@@ -104,12 +91,12 @@ fn gain_gradient(
     let shape =
         LaunchShape { grid: [number(parts)?, columns, 1], block: [GAIN_THREADS, 1, 1], shared_bytes: 0 };
     let (rows, width) = (number(rows)?, number(width)?);
-    let (inverses, out) = (In::<f32>::all(inverses)?, Out::<f32>::all(&partial)?);
+    let (inverses, out) = (In::all(inverses)?, Out::all(&partial)?);
     if x.dtype() == DType::BF16 {
-        let (x, dy) = (In::<bf16>::all(x)?, In::<bf16>::all(dy)?);
+        let (x, dy) = (In::all(x)?, In::all(dy)?);
         kernels::rms_norm_gain_partial_bf16(driver, shape, x, dy, inverses, out, rows, width)?;
     } else {
-        let (x, dy) = (In::<f32>::all(x)?, In::<f32>::all(dy)?);
+        let (x, dy) = (In::all(x)?, In::all(dy)?);
         kernels::rms_norm_gain_partial_f32(driver, shape, x, dy, inverses, out, rows, width)?;
     }
     add_partials(driver, &partial, dweight)
@@ -119,8 +106,7 @@ fn gain_gradient(
 pub(in crate::ops) fn add_partials(driver: &dyn Driver, partial: &Tensor, dst: &TensorMut) -> Result<()> {
     let (parts, width) = partial.dims2()?;
     let shape = LaunchShape::line(width.div_ceil(THREADS as usize), THREADS);
-    let (partial, dst) = (In::<f32>::all(partial)?, InOut::<f32>::all(dst)?);
-    kernels::add_partials(driver, shape, partial, dst, number(parts)?, number(width)?)
+    kernels::add_partials(driver, shape, In::all(partial)?, InOut::all(dst)?, number(parts)?, number(width)?)
 }
 
 fn refused(x: &Tensor, weight: &Tensor) -> Error {

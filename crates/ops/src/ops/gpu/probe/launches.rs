@@ -32,7 +32,10 @@ pub(crate) struct ProbeInstruction {
 }
 
 /// Launches a kernel that reads u32 words and writes u32 words.
-type RunKernel = fn(&dyn Driver, LaunchShape, &Tensor, &Tensor) -> Result<()>;
+type RunKernel = Box<dyn Fn(&dyn Driver, LaunchShape, &Tensor, &Tensor) -> Result<()>>;
+
+/// A kernel that has no other parameters than these words.
+type WordsKernel = fn(&dyn Driver, LaunchShape, In<'_, u32>, Out<'_, u32>) -> Result<()>;
 
 /// A kernel of the probe and its inputs.
 pub(super) struct ProbeLaunch {
@@ -46,6 +49,15 @@ impl ProbeLaunch {
     /// Creates a launch of one warp.
     fn new(run: RunKernel, words: Vec<u32>, instructions: Vec<ProbeInstruction>) -> Self {
         ProbeLaunch { run, shape: LaunchShape::line(1, LANES as u32), words, instructions }
+    }
+
+    /// Creates a launch of one warp of a kernel that has only words.
+    fn of_words(kernel: WordsKernel, words: Vec<u32>, instructions: Vec<ProbeInstruction>) -> Self {
+        let run =
+            move |driver: &dyn Driver, shape: LaunchShape, words: &Tensor, out: &Tensor| -> Result<()> {
+                kernel(driver, shape, In::all(words)?, Out::all(out)?)
+            };
+        Self::new(Box::new(run), words, instructions)
     }
 
     /// Returns the results of the instructions, one after another, each as the registers of thread
@@ -84,30 +96,25 @@ fn mma() -> ProbeLaunch {
     let instructions =
         names.flat_map(|name| of_warp(Agreement::Number, &[(name.as_str(), 4)])).collect::<Vec<_>>();
     let shape = LaunchShape::line(inputs::MMA_CASES.len(), LANES as u32);
-    let run: RunKernel =
-        |driver, shape, words, out| kernels::probe_mma(driver, shape, In::all(words)?, Out::all(out)?);
-    ProbeLaunch { run, shape, words: inputs::mma(), instructions }
+    ProbeLaunch { shape, ..ProbeLaunch::of_words(kernels::probe_mma, inputs::mma(), instructions) }
 }
 
 fn ldmatrix() -> ProbeLaunch {
-    let run: RunKernel =
-        |driver, shape, words, out| kernels::probe_ldmatrix(driver, shape, In::all(words)?, Out::all(out)?);
     let list = [("ldmatrix_x4", 4), ("ldmatrix_x4_transposed", 4)];
-    let mut launch = ProbeLaunch::new(run, inputs::ldmatrix(), of_warp(Agreement::Bits, &list));
+    let mut launch =
+        ProbeLaunch::of_words(kernels::probe_ldmatrix, inputs::ldmatrix(), of_warp(Agreement::Bits, &list));
     // 32 rows of 16 bytes.
     launch.shape.shared_bytes = 512;
     launch
 }
 
 fn copies() -> ProbeLaunch {
-    let run: RunKernel =
-        |driver, shape, words, out| kernels::probe_copies(driver, shape, In::all(words)?, Out::all(out)?);
     let list = [("copy_async16 after copy_async_wait<1>", 4), ("copy_async4 by the neighbour", 1)];
-    ProbeLaunch::new(run, inputs::copies(), of_warp(Agreement::Bits, &list))
+    ProbeLaunch::of_words(kernels::probe_copies, inputs::copies(), of_warp(Agreement::Bits, &list))
 }
 
 fn memory() -> ProbeLaunch {
-    let run: RunKernel = |driver, shape, words, out| {
+    let run = |driver: &dyn Driver, shape: LaunchShape, words: &Tensor, out: &Tensor| -> Result<()> {
         let device = words.device();
         let halves: Vec<bf16> = (0..8 * LANES).map(|i| bf16::from_bits(inputs::half_value(i))).collect();
         let halves = Tensor::from_vec(halves, 8 * LANES, device)?;
@@ -142,12 +149,10 @@ fn memory() -> ProbeLaunch {
         ("InOut.store", 1),
         ("Shared.store", 1),
     ];
-    ProbeLaunch::new(run, inputs::memory(), of_warp(Agreement::Bits, &list))
+    ProbeLaunch::new(Box::new(run), inputs::memory(), of_warp(Agreement::Bits, &list))
 }
 
 fn shuffles() -> ProbeLaunch {
-    let run: RunKernel =
-        |driver, shape, words, out| kernels::probe_shuffles(driver, shape, In::all(words)?, Out::all(out)?);
     let list = [
         ("shuffle", 1),
         ("shuffle of f32", 1),
@@ -156,23 +161,19 @@ fn shuffles() -> ProbeLaunch {
         ("warp_sum", 1),
         ("warp_max", 1),
     ];
-    ProbeLaunch::new(run, inputs::shuffles(), of_warp(Agreement::Bits, &list))
+    ProbeLaunch::of_words(kernels::probe_shuffles, inputs::shuffles(), of_warp(Agreement::Bits, &list))
 }
 
 fn block_sum() -> ProbeLaunch {
-    let run: RunKernel =
-        |driver, shape, words, out| kernels::probe_block_sum(driver, shape, In::all(words)?, Out::all(out)?);
     let threads = 4 * LANES;
     let instruction =
         ProbeInstruction { name: "block_sum".to_owned(), registers: 1, threads, agreement: Agreement::Bits };
     let shape = LaunchShape::line(1, threads as u32);
-    ProbeLaunch { run, shape, words: inputs::block_sum(), instructions: vec![instruction] }
+    let launch = ProbeLaunch::of_words(kernels::probe_block_sum, inputs::block_sum(), vec![instruction]);
+    ProbeLaunch { shape, ..launch }
 }
 
 fn conversions() -> ProbeLaunch {
-    let run: RunKernel = |driver, shape, words, out| {
-        kernels::probe_conversions(driver, shape, In::all(words)?, Out::all(out)?)
-    };
     let list = [
         ("round_to_bf16", 1),
         ("nearest<bf16>", 1),
@@ -182,12 +183,10 @@ fn conversions() -> ProbeLaunch {
         ("u32 to f32", 1),
         ("i32 to f32", 1),
     ];
-    ProbeLaunch::new(run, inputs::conversions(), of_warp(Agreement::Bits, &list))
+    ProbeLaunch::of_words(kernels::probe_conversions, inputs::conversions(), of_warp(Agreement::Bits, &list))
 }
 
 fn arithmetic() -> ProbeLaunch {
-    let run: RunKernel =
-        |driver, shape, words, out| kernels::probe_arithmetic(driver, shape, In::all(words)?, Out::all(out)?);
     let of_f32 = [
         ("fmaf", 1),
         ("product and sum", 1),
@@ -201,17 +200,15 @@ fn arithmetic() -> ProbeLaunch {
     let of_f64 = [("quotient of f64", 2), ("product and sum of f64", 2), ("sqrt of f64", 2)];
     let mut instructions = of_warp(Agreement::Number, &of_f32);
     instructions.extend(of_warp(Agreement::Bits, &of_f64));
-    ProbeLaunch::new(run, inputs::arithmetic(), instructions)
+    ProbeLaunch::of_words(kernels::probe_arithmetic, inputs::arithmetic(), instructions)
 }
 
 /// Permits the "maximum ulp error" from the correctly rounded result: for ex2.approx.ftz.f32 and
 /// rcp.approx.ftz.f32 from the PTX ISA (9.7.3.21, 9.7.3.13), for the others from the CUDA C++
 /// Programming Guide's table of single-precision functions (appendix "Mathematical Functions").
 fn functions() -> ProbeLaunch {
-    let run: RunKernel =
-        |driver, shape, words, out| kernels::probe_functions(driver, shape, In::all(words)?, Out::all(out)?);
     let list =
         [("fast_exp2", 2), ("fast_reciprocal", 1), ("rsqrtf", 2), ("expf", 2), ("logf", 1), ("tanhf", 2)];
     let instructions = list.iter().flat_map(|&(name, ulps)| of_warp(Agreement::Ulps(ulps), &[(name, 1)]));
-    ProbeLaunch::new(run, inputs::functions(), instructions.collect())
+    ProbeLaunch::of_words(kernels::probe_functions, inputs::functions(), instructions.collect())
 }
