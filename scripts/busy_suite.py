@@ -3,7 +3,7 @@
 the machine.
 
     scripts/busy_suite.py                                  cargo test, beside two busy processes a core
-    scripts/busy_suite.py --times 1 -- --test bin hangs::  arguments after `--` go to cargo test
+    scripts/busy_suite.py --times 1 -- --test faults hangs::  arguments after `--` go to cargo test
 
 Tests are built first, alone. The script starts its busy processes itself, and ends them by their
 ids. The exit status is the number of failed runs.

@@ -34,9 +34,9 @@ done
     compute packed_gemm \
     compute ops::attention \
     compute selftest::oracle \
-    cli train::lora_follows_peft \
-    cli train::qlora_follows_peft \
-    cli train::packed_products
+    cli train::golden::lora_follows_peft \
+    cli train::golden::qlora_follows_peft \
+    cli train::golden::packed_products
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -86,6 +86,7 @@ $(realpath "$finetune") doctor | grep '^instructions'
 END
 while [[ $# -ge 2 ]]; do
     case $1 in compute) binary=$compute ;; runtime) binary=$runtime ;; cli) binary=$cli ;; *) echo "none of compute, runtime and cli: $1" >&2; exit 2 ;; esac
+    [[ -n $("$binary" --list --format terse "$2") ]] || { echo "no test of $1 is called $2" >&2; exit 2; }
     printf 'echo "== %s"; %s --test-threads=1 %s || echo "FAILED: exit $?"\n' "$1 $2" "$binary" "$2" >>"$root/init"
     shift 2
 done

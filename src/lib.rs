@@ -76,6 +76,7 @@ pub use finetune_core::error;
 use finetune_core::{clock, locks, private_file, program};
 pub use finetune_data::{sandbox::run_in_this_program, sandboxed::serve_if_asked};
 pub use finetune_engine::engine::{Evaluation, StepResult};
+pub use finetune_engine::objectives::MetricSum;
 #[cfg(not(feature = "testing"))]
 use floors::*;
 #[cfg(feature = "testing")]

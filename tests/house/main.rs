@@ -1,6 +1,6 @@
 //! Rules of this repository that neither the compiler nor clippy checks: floors, sizes of files,
 //! modules that name `cuda`, paths of one machine, embedded recipes, recipe keys without effect.
-//! its modules have the rules on docs, signatures and circles of imports. `cargo test --test house
+//! The modules have the rules on docs, signatures and circles of imports. `cargo test --test house
 //! -- --nocapture` prints the lines of each module.
 //!
 //! These tests read sources as text, with blanks instead of comments and literals. This suffices
