@@ -262,7 +262,7 @@ fn keys_say_what_config_json_says() {
             float("attention.layer_norm_rms_epsilon"),
             config["rms_norm_eps"].as_f64().unwrap() as f32
         );
-        let theta = match model.as_str() {
+        let theta = match model {
             "tiny-llama3" => 5e5,
             "tiny-qwen2" | "tiny-qwen3" | "tiny-gemma3" => 1e6,
             _ => 1e4,
