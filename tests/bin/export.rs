@@ -179,7 +179,7 @@ fn wanted(model: &str, config: &Json, name: &str, shape: &[usize], values: &[f32
 
 #[test]
 fn f32_holds_every_family_to_the_bit() {
-    for model in &tiny_models() {
+    for model in tiny_models().iter().map(String::as_str) {
         let folder = golden("models").join(model);
         let (_place, read) = exported(&folder, "f32");
         assert!(matches!(read.content.magic, VersionedMagic::GgufV3), "{model}");
@@ -230,7 +230,7 @@ fn the_default_type_loses_nothing() {
 
 #[test]
 fn keys_say_what_config_json_says() {
-    for model in &tiny_models() {
+    for model in tiny_models().iter().map(String::as_str) {
         let folder = golden("models").join(model);
         let config = read_json(&folder.join("config.json"));
         let (_place, read) = exported(&folder, "f32");
@@ -262,7 +262,7 @@ fn keys_say_what_config_json_says() {
             float("attention.layer_norm_rms_epsilon"),
             config["rms_norm_eps"].as_f64().unwrap() as f32
         );
-        let theta = match model.as_str() {
+        let theta = match model {
             "tiny-llama3" => 5e5,
             "tiny-qwen2" | "tiny-qwen3" | "tiny-gemma3" => 1e6,
             _ => 1e4,
