@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::logits;
+use crate::place::tiny_models;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, Sample};
 use finetune::engine::{Engine, LogitsProcessor, MicroStep, Sampling};
@@ -25,6 +26,14 @@ fn models() -> Vec<String> {
     let paths = std::fs::read_dir(golden().join("forward")).unwrap().map(|entry| entry.unwrap().path());
     let stored = paths.filter(|path| path.extension().is_some_and(|end| end == "safetensors"));
     stored.map(|path| path.file_stem().unwrap().to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn every_model_has_golden_numbers() {
+    let [mut with_numbers, mut all] = [models(), tiny_models()];
+    with_numbers.sort();
+    all.sort();
+    assert_eq!(with_numbers, all);
 }
 
 fn base(name: &str) -> BaseModel {
