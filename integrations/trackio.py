@@ -19,7 +19,8 @@ def figures(value, name=""):
     return {key: one for part, inner in parts for key, one in figures(inner, f"{name}/{part}".lstrip("/")).items()}
 
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A stopped run says so in its last line.
+# A stopped run says so in its last line. Processes of the package would inherit SIG_IGN.
+signal.signal(signal.SIGTERM, lambda *_: None)
 start = json.loads(sys.stdin.readline())
 resume = "never" if start["resumed_step"] is None else "allow"
 trackio.init("finetune", name=start["run"], resume=resume, config=start)

@@ -1,7 +1,9 @@
 //! Metrics endpoint, TensorBoard and program of a run by the recipe's `[log]`, and the peak speed
 //! for `mfu` and `hfu`.
 
+use std::cell::RefCell;
 use std::path::{Path, absolute};
+use std::rc::Rc;
 
 use candle_core::DType;
 use serde_json::{Map, Value};
@@ -54,23 +56,41 @@ pub(crate) fn listeners(
 ) -> RunListeners {
     let log = &plan.recipe.log;
     let mut listeners = RunListeners::default();
-    let warn = |what: &str, error: &Error| terminal.warn(format!("no {what}: {}", error.in_one_line()));
     if log.tensorboard {
         match EventWriter::create(&output.join(TENSORBOARD), resumed, log.every_steps) {
             Ok(events) => listeners.add(events),
-            Err(error) => warn("TensorBoard events", &error),
+            Err(error) => warn_of_missing("TensorBoard events", &error, terminal),
         }
     }
     if let Some(endpoint) = endpoint {
         listeners.add(endpoint);
     }
-    if let Some(command) = &log.command {
-        match run_start(plan, output, resumed).and_then(|start| LogCommand::start(&command.0, &start)) {
-            Ok(log) => listeners.add(log),
-            Err(error) => warn("lines for `log.command`", &error),
+    listeners
+}
+
+fn warn_of_missing(what: &str, error: &Error, terminal: &Terminal) {
+    terminal.warn(format!("no {what}: {}", error.in_one_line()));
+}
+
+/// The program of `log.command`. The run ends it when its result is complete on disk.
+pub(crate) type SharedLogCommand = Rc<RefCell<LogCommand>>;
+
+/// Starts the program of `log.command` for the run in `output`, which resumes after `resumed`
+/// steps. None without such a program; if it cannot start, also a warning.
+pub(crate) fn log_command(
+    plan: &Plan,
+    output: &Path,
+    resumed: Option<u64>,
+    terminal: &Terminal,
+) -> Option<SharedLogCommand> {
+    let command = plan.recipe.log.command.as_ref()?;
+    match run_start(plan, output, resumed).and_then(|start| LogCommand::start(&command.0, &start)) {
+        Ok(log) => Some(Rc::new(RefCell::new(log))),
+        Err(error) => {
+            warn_of_missing("lines for `log.command`", &error, terminal);
+            None
         }
     }
-    listeners
 }
 
 fn run_start(plan: &Plan, output: &Path, resumed_step: Option<u64>) -> Result<RunStart> {

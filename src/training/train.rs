@@ -1,6 +1,8 @@
 //! Work of each rank of a training run, from loading the weights to writing the result.
 
+use std::cell::OnceCell;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
@@ -10,7 +12,7 @@ use candle_core::Device;
 use super::alerts::{self, ALERTS};
 use super::device_failure::explained;
 use super::earlier::EarlierRun;
-use super::monitoring;
+use super::monitoring::{self, SharedLogCommand};
 use super::output_folder::{METRICS, OutputFolder, RECIPE, lies_in};
 use super::report_page::PlannedProcess;
 use super::rollback::roll_back;
@@ -27,13 +29,13 @@ use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
 use crate::data::{self, Batch};
 use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::loading::BaseCheck;
 use crate::locks::locked;
 use crate::planning::Plan;
 use crate::profile::{Profiler, TraceSchedule};
 use crate::report::ui::{RunView, restore_screen};
-use crate::report::{MetricsEndpoint, MetricsLog, Terminal};
+use crate::report::{MetricsEndpoint, MetricsLog, RunEnd, Terminal};
 use crate::runtime::fault_signals::before_exit;
 use crate::units;
 use crate::weights::DigestTask;
@@ -91,6 +93,33 @@ impl TrainRun<'_> {
     }
 
     fn timed_rank(&self, world: Arc<dyn Collective>, clock: CollectiveTimer, device: &Device) -> Result<()> {
+        let log = OnceCell::new();
+        let done = self.work(Arc::clone(&world), clock, device, &log);
+        let end = match &done {
+            Ok(()) => RunEnd::Finished,
+            Err(error) if error.kind() == ErrorCategory::SavedAndStopped => RunEnd::Stopped,
+            Err(error) => RunEnd::Failed(error),
+        };
+        self.end_log(&log, end, &*world);
+        done
+    }
+
+    /// Ends the program of `log.command` unless it has ended. This may take 30 s.
+    fn end_log(&self, log: &OnceCell<SharedLogCommand>, end: RunEnd<'_>, world: &dyn Collective) {
+        let ended = log.get().map_or(Ok(()), |log| log.borrow_mut().end(end, &|| world.heartbeat()));
+        if let Err(error) = ended {
+            self.terminal.warn(format!("no more lines for `log.command`: {}", error.in_one_line()));
+        }
+    }
+
+    /// Does the work of a rank. The first rank puts the program of `log.command` into `log`.
+    fn work(
+        &self,
+        world: Arc<dyn Collective>,
+        clock: CollectiveTimer,
+        device: &Device,
+        log: &OnceCell<SharedLogCommand>,
+    ) -> Result<()> {
         let (plan, terminal) = (self.plan, self.terminal);
         let first = world.rank() == 0;
         if first {
@@ -119,7 +148,7 @@ impl TrainRun<'_> {
                 place.set(published).map_err(|_| Error::internal("the result was published twice"))
             })
         };
-        let summary = self.whole(self.train(&mut trainer, &*world, clock, &publish)?);
+        let summary = self.whole(self.train(&mut trainer, &*world, (clock, log), &publish)?);
         if summary.stopped {
             drop(trainer);
             if let (Some((folder, _)), true) = (self.folder.get(), first) {
@@ -135,7 +164,10 @@ impl TrainRun<'_> {
             let questions = self.showcase.answered(&summary, [before, Some(&after)]);
             let memory = self.complete(folder, place, device, (&summary, &questions))?;
             self.showcase.show(&questions, &summary, terminal);
-            self.close(&summary, place, self.secs(), &memory);
+            // Waiting for the program is no time of the run.
+            let secs = self.secs();
+            self.end_log(log, RunEnd::Finished, &*world);
+            self.close(&summary, place, secs, &memory);
         }
         Ok(())
     }
@@ -190,7 +222,7 @@ impl TrainRun<'_> {
         &self,
         trainer: &mut Trainer,
         world: &dyn Collective,
-        clock: CollectiveTimer,
+        (clock, log): (CollectiveTimer, &OnceCell<SharedLogCommand>),
         publish: &dyn Fn(&Trainer, &RunSummary) -> Result<()>,
     ) -> Result<RunSummary> {
         let (plan, output) = (self.plan, self.args.output());
@@ -207,7 +239,7 @@ impl TrainRun<'_> {
             steps: &mut sampler,
             held_out: held_out_batches(plan),
             best: self.best_so_far(output, first),
-            reporter: if first { Some(self.reporter(state)?) } else { None },
+            reporter: if first { Some(self.reporter(state, log)?) } else { None },
             saver,
             state: &|moment| TrainingState {
                 schema: checkpoint::SCHEMA,
@@ -285,7 +317,11 @@ impl TrainRun<'_> {
         Ok(saver)
     }
 
-    fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
+    fn reporter(
+        &self,
+        state: Option<&TrainingState>,
+        log: &OnceCell<SharedLogCommand>,
+    ) -> Result<Reporter<'_>> {
         let output = self.args.output();
         let path = output.join(METRICS);
         let metrics = match state {
@@ -305,6 +341,9 @@ impl TrainRun<'_> {
         match alerts::start(self.plan, output, &self.title(), self.terminal) {
             Ok(alerts) => listeners.extend(alerts),
             Err(error) => self.terminal.warn(format!("no alarms: {}", error.in_one_line())),
+        }
+        if let Some(started) = monitoring::log_command(self.plan, output, resumed, self.terminal) {
+            listeners.add(Rc::clone(log.get_or_init(|| started)));
         }
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }

@@ -73,21 +73,20 @@ pub(super) fn configurations(names: &[String], readme: Option<&str>) -> Result<V
 fn listed_configuration(listed: ListedConfig, names: &[String]) -> Result<Configuration, String> {
     let ListedConfig { config_name, default: is_default, data_dir, data_files } = listed;
     let name = config_name.unwrap_or(DEFAULT.to_owned());
-    let folder = data_dir.trim_matches(['/', '.']);
+    let folder = data_dir.as_deref().unwrap_or_default().trim_matches(['/', '.']);
     let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
     let Some(data_files) = data_files else {
         let inside: Vec<String> = names.iter().filter(|name| name.starts_with(&prefix)).cloned().collect();
         return Ok(by_split(name, is_default, &select::rows(&inside)));
     };
     let mut splits: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for (split, patterns) in data_files.splits() {
-        let files = splits.entry(split.unwrap_or(TRAIN).to_owned()).or_default();
-        for pattern in patterns {
-            let regex = pattern_regex(&format!("{prefix}{}", pattern.trim_start_matches("./")));
-            let regex =
-                regex.map_err(|why| format!("configuration `{name}`: the pattern `{pattern}` {why}"))?;
-            files.extend(names.iter().filter(|name| regex.is_match(name) && select::is_rows(name)).cloned());
-        }
+    for (split, pattern) in data_files.0 {
+        let regex = pattern_regex(&format!("{prefix}{}", pattern.trim_start_matches("./")));
+        let regex = regex.map_err(|why| format!("configuration `{name}`: the pattern `{pattern}` {why}"))?;
+        let files = splits.entry(split.unwrap_or(TRAIN.to_owned())).or_default();
+        files.extend(names.iter().filter(|name| regex.is_match(name) && select::is_rows(name)).cloned());
+    }
+    for files in splits.values_mut() {
         files.sort();
         files.dedup();
     }

@@ -41,7 +41,8 @@ pub enum Purpose {
 pub struct RecipeLayers {
     /// The recipe of `--recipe`, or that of the run to resume.
     pub recipe: Option<RecipeText>,
-    /// True if the run to resume left the recipe: its removed keys are ignored with a note.
+    /// True if the run to resume left the recipe: its removed keys are ignored with a note. Purposes
+    /// other than training ignore them always.
     pub is_left: bool,
     /// The model of `--model`, which sets `model.id`.
     pub model: Option<String>,
@@ -116,7 +117,8 @@ const MAX_FAULTS: usize = 20;
 
 /// Merges the layers into a recipe.
 pub(super) fn load(layers: &RecipeLayers) -> Result<Recipe> {
-    let mut reader = Reader { is_left: layers.is_left, ..Reader::default() };
+    let ignores_removed = layers.is_left || layers.purpose == Purpose::Other;
+    let mut reader = Reader { ignores_removed, ..Reader::default() };
     if let Some(text) = &layers.recipe {
         reader.read_text(text);
     }
@@ -155,7 +157,8 @@ struct RecipeFault {
 #[derive(Default)]
 struct Reader {
     recipe: Recipe,
-    is_left: bool,
+    /// True if the recipe may have removed keys, which are ignored with a note.
+    ignores_removed: bool,
     layer: Layer,
     faults: Vec<RecipeFault>,
     /// Number of faults that the message omits.
@@ -332,7 +335,7 @@ impl Reader {
         let Some(known) = table.keys().iter().find(|known| known.name == key) else {
             let keys: Vec<&str> = table.keys().iter().map(|known| known.name).collect();
             let (text, hint) = unknown_key(section, key, &keys);
-            if self.is_left && self.layer == Layer::Text && is_removed(section, key) {
+            if self.ignores_removed && self.layer == Layer::Text && is_removed(section, key) {
                 let hint = hint.unwrap_or_default();
                 let note = format!("{}: `{section}.{key}` no longer exists and is ignored; {hint}", places.0);
                 return self.overruled.push(note);

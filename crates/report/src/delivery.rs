@@ -1,7 +1,7 @@
 //! A thread behind a bounded queue: it receives what a run hands over, and the run never waits for
 //! it.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
@@ -9,6 +9,15 @@ use crate::threads;
 
 /// The pause between two looks at a thread that is to end.
 pub(crate) const PAUSE: Duration = Duration::from_millis(10);
+
+/// The reason why a queue takes no item.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HandOverRefusal {
+    /// The queue is full.
+    Full,
+    /// The thread has ended.
+    Ended,
+}
 
 /// The run's end of the queue.
 pub(crate) struct DeliveryQueue<T> {
@@ -36,9 +45,15 @@ impl<T: Send + 'static> DeliveryQueue<T> {
         threads::start(name, work).map(|_| DeliveryQueue { queue, ended })
     }
 
-    /// Queues an item without waiting; returns false if the queue is full or its thread has ended.
-    pub(crate) fn hand_over(&self, item: T) -> bool {
-        self.queue.try_send(item).is_ok()
+    /// Queues an item without waiting.
+    ///
+    /// # Errors
+    /// The queue is full, or its thread has ended.
+    pub(crate) fn hand_over(&self, item: T) -> Result<(), HandOverRefusal> {
+        self.queue.try_send(item).map_err(|refused| match refused {
+            TrySendError::Full(_) => HandOverRefusal::Full,
+            TrySendError::Disconnected(_) => HandOverRefusal::Ended,
+        })
     }
 
     /// Closes the queue, and waits for its thread, at most until `until`. Calls `pulse` while it

@@ -145,6 +145,32 @@ fn a_failed_run_says_why() {
     assert!(why.starts_with("the numbers diverged at step "), "{why}");
 }
 
+/// The program sees the record and the report that the run leaves.
+#[test]
+fn the_last_line_comes_when_the_run_is_complete_on_disk() {
+    let place = Place::new();
+    let (record, report) = (place.path("out/.finetune/run.json"), place.path("out/report.html"));
+    let (record, report, seen) = (record.display(), report.display(), place.path("seen"));
+    let command = shell(&format!("cat > /dev/null; cat {record} {report} > {}", seen.display()));
+    let said = ends(&place, &lora(&["--set", &command]), 0);
+    assert_eq!(warnings(&said), [""; 0], "{said}");
+    let left = ["out/.finetune/run.json", "out/report.html"].map(|name| std::fs::read(place.path(name)));
+    assert!(std::fs::read(&seen).unwrap() == left.map(Result::unwrap).concat(), "{said}");
+}
+
+/// The program ends after the last line, and then an alarm has been delivered.
+#[test]
+fn an_alarm_does_not_wait_for_the_program() {
+    let place = Place::new();
+    let (told, seen) = (place.path("told"), place.path("seen"));
+    let (told, copy) = (told.display(), seen.display());
+    let command = shell(&format!("cat > /dev/null; cp {told} {copy}"));
+    let alarm = format!("alerts.command={}", json!(["sh", "-c", format!("cat > {told}")]));
+    let said = ends(&place, &lora(&[&DIVERGES[..], &["--set", &command, "--set", &alarm]].concat()), 4);
+    let seen = std::fs::read_to_string(seen).unwrap_or_default();
+    assert!(seen.contains("non_finite"), "{seen}\n{said}");
+}
+
 /// The run ends although the program neither reads nor ends, and the program ends with it.
 #[test]
 fn a_program_that_does_nothing_holds_up_no_end() {
@@ -271,4 +297,14 @@ fn a_key_of_before_names_its_replacement() {
         assert!(note.starts_with("out/recipe.toml:") && note.ends_with(&expected), "{said}");
     }
     assert!(notes.len() == 2 && said.contains("nothing is left to do"), "{said}");
+    // So do other verbs; `plan` prints the notes.
+    let recipe = ["--recipe", "out/recipe.toml"];
+    let said = ends(&place, &[&["plan"], &recipe[..]].concat(), 0);
+    assert_eq!(said.matches("no longer exists and is ignored").count(), 2, "{said}");
+    let verbs: [&[&str]; 3] = [
+        &["data", "--model", "model", "--dataset", "rows.jsonl"],
+        &["eval", "--model", "model", "--dataset", "rows.jsonl"],
+        &["generate", "--model", "model", "--prompt", "Hi", "--max-new-tokens", "1"],
+    ];
+    verbs.iter().for_each(|verb| drop(ends(&place, &[*verb, &recipe].concat(), 0)));
 }

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use super::alert::OutgoingAlert;
-use crate::delivery::DeliveryQueue;
+use crate::delivery::{DeliveryQueue, HandOverRefusal};
 use crate::terminal::Terminal;
 
 /// Most alarms that wait for delivery; an incident has one, so this is enough.
@@ -24,7 +24,7 @@ pub(super) struct DeliveryThread {
     name: String,
     queue: DeliveryQueue<OutgoingAlert>,
     terminal: Terminal,
-    was_full: bool,
+    has_dropped: bool,
 }
 
 impl DeliveryThread {
@@ -46,7 +46,7 @@ impl DeliveryThread {
             }
         });
         match queue {
-            Ok(queue) => Some(DeliveryThread { name, queue, terminal: terminal.clone(), was_full: false }),
+            Ok(queue) => Some(DeliveryThread { name, queue, terminal: terminal.clone(), has_dropped: false }),
             Err(error) => {
                 terminal.warn(format!("cannot send alarms to {name}: {}", error.in_one_line()));
                 None
@@ -56,8 +56,14 @@ impl DeliveryThread {
 
     /// Queues an alarm, and does not wait.
     pub(super) fn hand_over(&mut self, alarm: OutgoingAlert) {
-        if !self.queue.hand_over(alarm) && !std::mem::replace(&mut self.was_full, true) {
-            self.terminal.warn(format!("dropping alarms: {WAITING} already wait for {}", self.name));
+        let Err(refusal) = self.queue.hand_over(alarm) else { return };
+        if !std::mem::replace(&mut self.has_dropped, true) {
+            let name = &self.name;
+            let why = match refusal {
+                HandOverRefusal::Full => format!("{WAITING} already wait for {name}"),
+                HandOverRefusal::Ended => format!("the thread that sends them to {name} has ended"),
+            };
+            self.terminal.warn(format!("dropping alarms: {why}"));
         }
     }
 
@@ -66,5 +72,41 @@ impl DeliveryThread {
         if !self.queue.finish(until, pulse) {
             self.terminal.warn(format!("not all alarms had reached {} when the run was over", self.name));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::alert::Alert;
+    use super::*;
+    use crate::Verbosity;
+
+    /// A channel whose thread ends at the first alarm.
+    struct Ending;
+
+    impl AlertChannel for Ending {
+        fn name(&self) -> String {
+            "nobody".to_owned()
+        }
+
+        fn send(&self, _alarm: &OutgoingAlert) -> Result<(), String> {
+            std::panic::resume_unwind(Box::new("ended"))
+        }
+    }
+
+    #[test]
+    fn a_thread_that_has_ended_is_not_a_full_queue() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let terminal = Terminal::plain(Verbosity::Quiet, file.reopen().unwrap());
+        let mut thread = DeliveryThread::start(Ending, &terminal).unwrap();
+        let begun = Instant::now();
+        while !thread.has_dropped && begun.elapsed().as_secs() < 240 {
+            let alarm =
+                Alert { rule: "stall", step: 1, value: None, message: "m".into(), time: "now".into() };
+            thread.hand_over(OutgoingAlert::new(alarm, "out", "host"));
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+        let told = std::fs::read_to_string(file.path()).unwrap();
+        assert_eq!(told, "warning: dropping alarms: the thread that sends them to nobody has ended\n");
     }
 }
