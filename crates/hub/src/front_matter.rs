@@ -237,13 +237,16 @@ mod tests {
     #[test]
     fn numbers_are_text() {
         for (keys, expected) in [
-            ("- {split: 2019, path: a}\n  - {split: 1.10, path: b}", vec![("2019", "a"), ("1.10", "b")]),
-            ("- {split: true, path: 7}\n  - {path: [-7, 1.5]}", vec![("true", "7"), ("", "-7"), ("", "1.5")]),
+            ("- {split: 2019, path: a}\n   - {split: 1.10, path: b}", vec![("2019", "a"), ("1.10", "b")]),
+            (
+                "- {split: true, path: 7}\n   - {path: [-7, 1.5]}",
+                vec![("true", "7"), ("", "-7"), ("", "1.5")],
+            ),
             ("{2019: a, 007: .inf}", vec![("2019", "a"), ("007", ".inf")]),
             ("2019", vec![("", "2019")]),
             ("[2019, true]", vec![("", "2019"), ("", "true")]),
         ] {
-            let readme = format!("---\nconfigs:\n- config_name: 1.0\n  data_files:\n  {keys}\n---\n");
+            let readme = format!("---\nconfigs:\n- config_name: 1.0\n  data_files:\n   {keys}\n---\n");
             assert_eq!(configs(&readme), Ok(vec![config("1.0", &expected)]), "{keys}");
         }
     }
@@ -266,7 +269,7 @@ mod tests {
     fn faults_of_other_keys_do_not_matter() {
         let block = "configs: [\n{config_name: a, data_files: [b,\n# both\n c]}\n]\n";
         for other in
-            ["pretty_name: Foo: Bar\n", "tags: a\ntags: b\n", "a: [\n", "a: \"b\n", "\tb: *c\n", "'a': @b\n"]
+            ["pretty_name: Foo: Bar\n", "tags: a\ntags: b\n", "a: [\n", "a: \"b\n", "b: *c\n", "'a': @b\n"]
         {
             for readme in [format!("---\n{other}{block}---\n"), format!("---\n{block}\n{other}---\n")] {
                 assert_eq!(configs(&readme), Ok(vec![config("a", &[("", "b"), ("", "c")])]), "{readme}");
