@@ -41,8 +41,8 @@ pub enum Purpose {
 pub struct RecipeLayers {
     /// The recipe of `--recipe`, or that of the run to resume.
     pub recipe: Option<RecipeText>,
-    /// True if the run to resume left the recipe: its removed keys are ignored with a note. Purposes
-    /// other than training ignore them always.
+    /// True if the run to resume left the recipe: its removed keys are ignored with a note.
+    /// Purposes other than training ignore them always.
     pub is_left: bool,
     /// The model of `--model`, which sets `model.id`.
     pub model: Option<String>,

@@ -1,5 +1,5 @@
-//! Parts that several families share: Llama's declaration and names, and readers of config.json, each
-//! of which makes one part of a model.
+//! Parts that several families share: Llama's declaration and names, and readers of config.json,
+//! each of which makes one part of a model.
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
