@@ -23,6 +23,7 @@ const PAUSES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(2)];
 pub(super) struct AlertWebhook {
     address: Uri,
     agent: Agent,
+    timeout: Duration,
     pauses: [Duration; 2],
 }
 
@@ -40,7 +41,7 @@ impl AlertWebhook {
         let address = address::http(address).map_err(refused)?;
         // Redirects are not followed: the user chose this server, and no other.
         let config = address::agent_for(&address)?.timeout_global(Some(timeout));
-        Ok(AlertWebhook { agent: config.build().into(), address, pauses })
+        Ok(AlertWebhook { agent: config.build().into(), address, timeout, pauses })
     }
 
     /// Posts once; an error has the reason, and whether another attempt may succeed.
@@ -52,7 +53,7 @@ impl AlertWebhook {
         let why = match status {
             Ok(200..300) => return Ok(()),
             Ok(status) => format!("it answers with HTTP status {status}"),
-            Err(ureq::Error::Timeout(_)) => "it did not answer in time".into(),
+            Err(ureq::Error::Timeout(_)) => format!("it did not answer in {} s", self.timeout.as_secs_f64()),
             Err(ureq::Error::Io(error)) => format!("the connection failed: {}", error.kind()),
             // Texts without the address.
             Err(error @ (ureq::Error::HostNotFound | ureq::Error::ConnectionFailed)) => error.to_string(),
@@ -179,7 +180,7 @@ pub(super) mod tests {
     fn a_server_that_does_not_answer_in_time_is_asked_three_times() {
         let silent = ServerDouble::start(vec![String::new()]);
         let (told, _) = silent.told_within(Duration::from_millis(200));
-        assert_eq!(told, Err("it did not answer in time".into()));
+        assert_eq!(told, Err("it did not answer in 0.2 s".into()));
         // The server may read the last one later than that.
         while silent.posted.lock().unwrap().len() < 3 {
             std::thread::sleep(Duration::from_millis(5));
@@ -208,7 +209,7 @@ pub(super) mod tests {
             }
         });
         let webhook = AlertWebhook::patient(&address, Duration::from_millis(300), PAUSED).unwrap();
-        assert_eq!(webhook.post("{}").map_err(|(why, _)| why), Err("it did not answer in time".into()));
+        assert_eq!(webhook.post("{}").map_err(|(why, _)| why), Err("it did not answer in 0.3 s".into()));
     }
 
     #[test]
