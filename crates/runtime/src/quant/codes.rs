@@ -89,7 +89,7 @@ pub(super) fn quantize_signed(values: &[f32], codes: &mut [u8]) -> f32 {
 /// Halfway between two codes it uses the even one, as bitsandbytes' CUDA kernels do: their binary
 /// search ends at an even code and leaves it only past a midpoint. bitsandbytes' CPU library uses a
 /// table that turns zero into 1.5e-5, so a parameter without gradient would drift; weights still
-/// follow that library: [`quantize_signed`].
+/// follow that library, with `quantize_signed`.
 ///
 /// A number's exponent and first mantissa bits select a start. The steps of the map are wide enough
 /// that numbers with the same bits contain at most one midpoint, so one comparison gives the code.
