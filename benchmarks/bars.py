@@ -5,7 +5,7 @@
 
 Standard library only (Python 3.11 or newer). The verdict on a figure is one of "target", "must"
 (reached that, and not the target), "MISSED", "below the target" (where nothing is a must), "no bar"
-(for this card), or the reason why it was not measured.
+(for this card), or the reason why it was not measured. The expected range has no verdict.
 """
 
 import argparse
@@ -23,6 +23,11 @@ def bars_of(part=None):
     return [bar for bar in bars if part in (None, bar["part"])]
 
 
+def source_of_expected():
+    """Returns the source of the expected ranges."""
+    return tomllib.loads(BARS.read_text())["expected_source"]
+
+
 def at(tree, path):
     """Returns the value in `tree` under the keys `path`, joined by dots; of several paths the first
     that leads to a number."""
@@ -36,7 +41,7 @@ def at(tree, path):
 
 
 def for_card(bound, card):
-    """Returns a bar's number, or the one for this card if the bar has one by card."""
+    """Returns a bar's number or range, or the one for this card if the bar has one by card."""
     if not isinstance(bound, dict):
         return bound
     return next((value for name, value in bound.items() if name in (card or "")), None)
@@ -74,13 +79,13 @@ def figures(bar, step):
 
 
 def judged(part, steps, card, dry):
-    """Returns a row for each figure of the part's bars: name, value, unit, must, target, at_most,
-    verdict. Figures of a `dry` run, which only tries the scripts, have no verdict.
+    """Returns a row for each figure of the part's bars: name, value, unit, must, target, expected,
+    at_most, verdict. Figures of a `dry` run, which only tries the scripts, have no verdict.
     """
     rows = []
     for bar in bars_of(part):
         step = steps.get(bar["step"])
-        must, target = (for_card(bar.get(bound), card) for bound in ("must", "target"))
+        must, target, expected = (for_card(bar.get(bound), card) for bound in ("must", "target", "expected"))
         at_most = bar.get("at_most", False)
         for name, value in figures(bar, step):
             if value is None:
@@ -88,7 +93,7 @@ def judged(part, steps, card, dry):
             else:
                 said = "dry run" if dry else verdict(value, must, target, at_most)
             rows.append({"name": name, "step": bar["step"], "value": value, "unit": bar.get("unit", "tokens/s"), "must": must,
-                         "target": target, "at_most": at_most, "verdict": said})  # fmt: skip
+                         "target": target, "expected": expected, "at_most": at_most, "verdict": said})  # fmt: skip
     return rows
 
 
@@ -107,13 +112,23 @@ def table(header, rows):
     return "\n".join("| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in line) + " |" for line in lines)
 
 
+def expected_cell(row):
+    """Returns the expected range, and how far off the figure is if that is twofold or more."""
+    if row.get("expected") is None:
+        return "–"
+    (low, high), value = row["expected"], row["value"]
+    off = max(low / value, value / high) if value else 0
+    return f"{shown(low, '')} to {shown(high, row['unit'])}" + (f", off by {off:.1f}x" if off >= 2 else "")
+
+
 def bars_table(rows):
     def cells(row):
         sign = "≤ " if row["at_most"] else "≥ "
         bounds = (shown(row[bound], row["unit"], sign) for bound in ("must", "target"))
-        return [row["name"], shown(row["value"], row["unit"]), *bounds, row["verdict"]]
+        return [row["name"], shown(row["value"], row["unit"]), *bounds, expected_cell(row), row["verdict"]]
 
-    return table(["figure", "measured", "must", "target", "verdict"], map(cells, rows))
+    expected = f"expected ({source_of_expected()})"
+    return table(["figure", "measured", "must", "target", expected, "verdict"], map(cells, rows))
 
 
 def ops_table(ops):
@@ -186,7 +201,7 @@ def main():
         print(report(json.loads(args.found.read_text())), end="")
         return
     for bar in bars_of():
-        bounds = ", ".join(f"{bound} {bar[bound]}" for bound in ("must", "target") if bound in bar)
+        bounds = ", ".join(f"{bound} {bar[bound]}" for bound in ("must", "target", "expected") if bound in bar)
         print(f"{bar['part']}, {bar['step']}: {bar['name']}: {bounds}{' (at most)' if bar.get('at_most') else ''}")
 
 

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Benchmarks the binary on a machine with an NVIDIA GPU, in parts of under nine minutes each. Needs
-# Python 3.11, no Rust and no network.
+# Python 3.11, no Rust and no network. Run the parts in this order: an earlier one explains the
+# failures of a later one.
 #
 #     benchmarks/gpu.sh BINARY OUT check     doctor, every op against its reference, the same under compute-sanitizer
-#     benchmarks/gpu.sh BINARY OUT kernels   every op at the shapes of an 8B model; golden trajectories in f32 and bf16
+#     benchmarks/gpu.sh BINARY OUT kernels   golden trajectories in f32 and bf16; every op at the shapes of an 8B model
 #     benchmarks/gpu.sh BINARY OUT train     QLoRA, LoRA and full training of 0.6B to 8B shapes, then beside PEFT
 #     benchmarks/gpu.sh BINARY OUT ranks     two ranks on the one GPU over NCCL beside one rank: values, no speed
 #     benchmarks/gpu.sh BINARY OUT train lora-8b lora-8b-peft      only these steps of the part
 #
 # OUT/PART.json gets the figures with the facts of the machine, OUT/PART.md their tables beside the
-# bars of bars.toml, OUT/PART.tar.gz all output of the steps. A step that fails, exceeds its time or
-# has no time left is recorded, and the rest continues. The exit code is 1 if there was such a step;
-# a missed bar does not change it.
+# bars and the expected ranges of bars.toml, OUT/PART.tar.gz all output of the steps. OUT/probe.txt
+# and OUT/trace are the probe's dump and the trace of two steps of QLoRA. A step that fails, exceeds
+# its time or has no time left is recorded, and the rest continues. The exit code is 1 if there was
+# such a step; a missed bar does not change it.
 #   PYTHON=python3      the interpreter, with torch, transformers, safetensors and peft for train (and bitsandbytes, if available)
 #   MODELS=FOLDER       keeps the models of random weights (28 GB, 16 of them the 8B one) between calls; default: in TMPDIR
 #   SECS=530            time limit of the part
@@ -47,10 +49,12 @@ child=
 trap 'rm -rf "$scratch"' EXIT
 trap 'echo "gpu.sh: asked to stop" >&2; [ -z "$child" ] || kill "$child"; finish; exit 143' TERM INT
 
-# A toolkit's libraries may exist only in PyTorch's wheels, where the loader does not look.
+# A toolkit's libraries may exist only in PyTorch's wheels, and the driver's only in a folder that a
+# container mounts: the loader looks in neither. A toolkit's stubs would hide the driver.
 if ldd "$binary" 2>/dev/null | grep -q 'not found'; then
     wheels=$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
-    for folder in "$wheels"/*/lib /usr/local/cuda/lib64; do
+    for folder in ${wheels:+"$wheels"/*/lib} /usr/local/cuda/lib64 \
+        /usr/local/nvidia/lib64 /usr/local/nvidia/lib /usr/lib64-nvidia /usr/lib/wsl/lib; do
         [ -d "$folder" ] && LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$folder"
     done
     export LD_LIBRARY_PATH
@@ -100,19 +104,32 @@ check() {
     step libraries 20 ldd "$binary"
     step doctor 30 "$binary" doctor
     # Receives the register contents that the instructions left, as a file of the part.
-    local probe=(--probe "$out/probe.txt") tool sanitizer
+    local probe=(--probe "$out/probe.txt") kernel
     [ -z "$dry" ] || probe=()
-    step selftest 100 "$binary" doctor --selftest ${probe[@]+"${probe[@]}"}
-    sanitizer=$(PATH=$PATH:/usr/local/cuda/bin command -v compute-sanitizer)
-    for tool in memcheck racecheck; do
-        if [ -n "$dry" ]; then
-            without "$tool" skipped "GPU_SH_DRY is set: nothing runs on a GPU"
-        elif [ -z "$sanitizer" ]; then
-            without "$tool" skipped "compute-sanitizer, which comes with the CUDA toolkit, is not on PATH"
-        else
-            step "$tool" 190 "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 "$binary" doctor --selftest
+    # Waits for each kernel, so that an error names the failing one.
+    step selftest 100 env FINETUNE_CUDA_SYNC=1 "$binary" doctor --selftest ${probe[@]+"${probe[@]}"}
+    sanitized memcheck memcheck
+    sanitized racecheck racecheck
+    # If all kernels take too long: those with the most barriers.
+    for kernel in attention cross_entropy; do
+        if [ "$(cat "$said/racecheck.rc" 2>/dev/null)" = 124 ] || [[ $wanted == *" racecheck-$kernel "* ]]; then
+            sanitized "racecheck-$kernel" racecheck --kernel-name "kns=$kernel"
         fi
     done
+}
+
+# sanitized NAME TOOL OPTIONS...: the self-test under a tool of compute-sanitizer.
+sanitized() {
+    local name=$1 tool=$2 sanitizer
+    shift 2
+    sanitizer=$(PATH=$PATH:/usr/local/cuda/bin command -v compute-sanitizer)
+    if [ -n "$dry" ]; then
+        without "$name" skipped "GPU_SH_DRY is set: nothing runs on a GPU"
+    elif [ -z "$sanitizer" ]; then
+        without "$name" skipped "compute-sanitizer, which comes with the CUDA toolkit, is not on PATH"
+    else
+        step "$name" 190 "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 "$@" "$binary" doctor --selftest
+    fi
 }
 
 kernels() {
@@ -121,14 +138,14 @@ kernels() {
     if [ -n "$dry" ]; then
         gpus=() shapes=(--offline --model "$here/../tests/golden/models/tiny-llama" --tokens 64 --secs 0.02) long=()
     fi
-    step ops 180 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"}
-    # Attention over long rows, and the loss of equally many.
-    step ops-8k 120 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"} ${long[@]+"${long[@]}"} \
-        --only attention --only cross_entropy
     # The limits are the "must" bars (bars.toml).
     local golden=("$python" "$here/golden.py" --binary "$binary" --timeout 25 --limit 100 ${gpus[@]+"${gpus[@]}"})
     step golden-f32 110 "${golden[@]}" --dtype f32 --loss 1e-4
     step golden-bf16 110 "${golden[@]}" --dtype bf16 --loss 2e-2
+    step ops 180 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"}
+    # Attention over long rows, and the loss of equally many.
+    step ops-8k 120 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"} ${long[@]+"${long[@]}"} \
+        --only attention --only cross_entropy
 }
 
 # model SHAPE SECONDS: makes its folder with random weights.
@@ -164,13 +181,13 @@ train() {
     big=$(nvidia-smi --id=0 --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null)
     # finetune's side first: the bars apply to it. A run that several rows need is measured once.
     for turn in first second; do
-        row qlora-8b 180 --shape 8b --mode qlora
-        row lora-8b 180 --shape 8b --mode lora
+        row qlora-8b 180 --shape 8b --mode qlora --trace "$out/trace"
         row qlora-8b-checkpointing 180 --shape 8b --mode qlora --checkpointing
         [ -n "$dry" ] || [ "$turn" = second ] || model 0.6b 60
         row lora-0.6b 120 --shape 0.6b --mode lora
         [ -n "$dry" ] || [ "$turn" = second ] || model 1.7b 60
         row full-1.7b 120 --shape 1.7b --mode full --seq 1024 --micro-batch 8 --end-after-steps
+        row lora-8b 180 --shape 8b --mode lora
         [ -n "$dry" ] || [ "$turn" = second ] || model 3b 60
         row full-3b 150 --shape 3b --mode full --seq 1024 --micro-batch 8 --end-after-steps
         if [ -z "$dry" ] && [ "${big:-0}" -lt 100000 ]; then

@@ -58,6 +58,9 @@ def ours(args, folder, output):
     }
     if args.master != "f32":
         settings |= {"optimizer.master": args.master}
+    if args.trace:
+        # The second and third step: within the warm-up, so that the trace costs the figures nothing.
+        settings |= {"profile.wait": 0, "profile.warmup": 1, "profile.active": 2}
     if args.mode == "qlora":
         settings |= {"quantization.kind": "nf4", "quantization.double_quant": "true"}
     if args.mode != "full":
@@ -101,6 +104,8 @@ def run_ours(args, folder, timeout):
         end_after = args.steps if args.end_after_steps else None
         line = ours(args, folder, metrics.parent)
         result, _ = run(line, args.device, timeout, args.threads, metrics, end_after)
+        if args.trace and (traced := metrics.parent / "trace").is_dir():
+            shutil.copytree(traced, args.trace, dirs_exist_ok=True)
         if not result["ok"]:
             return result
         steps = [entry for entry in map(json.loads, metrics.read_text().splitlines()) if "loss" in entry]
@@ -224,6 +229,7 @@ def arguments():
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
     parser.add_argument("--limit", type=float, help="seconds for all runs; what does not fit is said not to have run")
     parser.add_argument("--end-after-steps", action="store_true", help="end our run with its last step, before it saves")
+    parser.add_argument("--trace", type=Path, help="folder that receives the trace of our second and third step")
     parser.add_argument("--models", type=Path, help="folder that keeps the models, one a shape; default: made anew")
     parser.add_argument("--results", type=Path, help="folder that keeps each side's result, for calls that need the same again")
     args = parser.parse_args()
@@ -251,7 +257,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         found = compared(Bench(args, prepared(args, scratch)))
     shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    hidden = ("binary", "python", "models", "results")
+    hidden = ("binary", "python", "models", "results", "trace")
     print(json.dumps({"configuration": {k: v for k, v in shown.items() if k not in hidden}} | found, indent=2))
     sys.exit(0 if found["ok"] else 1)
 

@@ -17,6 +17,9 @@ import time
 import unittest
 from pathlib import Path
 
+import bars
+import two_ranks
+
 HERE = Path(__file__).resolve().parent
 
 # Prints finetune's output; FAKE_HANG names a word of a command line that makes it hang.
@@ -28,7 +31,8 @@ if os.environ.get("FAKE_HANG") in words:
 if words[0] == "--version":
     print("finetune 0.0.0")
 elif words[0] == "doctor":
-    print("all cases passed")
+    print("all cases passed", "waits for each kernel" if os.environ.get("FINETUNE_CUDA_SYNC") == "1" else "")
+    print("libraries in", os.environ.get("LD_LIBRARY_PATH", ""))
     if "--probe" in words:
         pathlib.Path(words[words.index("--probe") + 1]).write_text("[mma_16816]")
     sys.exit(1 if os.environ.get("FAKE_FAILS") in words else 0)
@@ -54,6 +58,9 @@ elif "--model" in words:
         for step in range(number("train.max_steps")):
             print(json.dumps({"loss": 2.0, "step": step + 1, "tokens": tokens, "step_secs": tokens / 12500,
                               "learning_rate": 0, "grad_norm": 1, "peak_bytes": 11_000_000_000}), file=file, flush=True)
+    if "profile.active" in settings:
+        (output / "trace").mkdir()
+        (output / "trace/ops.json").write_text("{}")
     if "adapter.r" not in settings and "adapter.path" not in settings:
         time.sleep(100)  # as one that saves all weights does
 """
@@ -89,9 +96,13 @@ elif "memory.used" in query:
     print("4")
 """
 
+# FAKE_RACECHECK_IS_SLOW: racecheck of all kernels ends as if it had exceeded its time.
 SANITIZER = """
 import os, sys
-os.execv(sys.argv[7], sys.argv[7:])
+if "racecheck" in sys.argv and "--kernel-name" not in sys.argv and "FAKE_RACECHECK_IS_SLOW" in os.environ:
+    sys.exit(124)
+program = next(i for i, word in enumerate(sys.argv) if word.endswith("finetune"))
+os.execv(sys.argv[program], sys.argv[program:])
 """
 
 
@@ -102,7 +113,7 @@ class Gpu(unittest.TestCase):
         self.place = Path(place.name)
         (self.place / "bin").mkdir()
         fakes = {"finetune": FINETUNE, "python": PYTHON, "nvidia-smi": NVIDIA_SMI, "compute-sanitizer": SANITIZER,
-                 "ldd": "print('libcuda.so.1')"}  # fmt: skip
+                 "ldd": "import os; print('libcuda.so.1 =>', os.environ.get('FAKE_LIBCUDA', '/lib'))"}  # fmt: skip
         for name, code in fakes.items():
             program = self.place / "bin" / name
             program.write_text(f"#!{sys.executable}\n{code}")
@@ -144,6 +155,50 @@ class Gpu(unittest.TestCase):
         self.assertEqual(code, 0, table)
         self.assertEqual(list(found["parts"]), ["facts", "libraries", "doctor", "selftest", "memcheck", "racecheck"])
         self.assertTrue((self.place / "out/probe.txt").is_file())
+        self.assertIn("waits for each kernel", found["parts"]["selftest"]["stdout"])
+        self.assertNotIn("waits for each kernel", found["parts"]["memcheck"]["stdout"])
+
+    def test_folders_of_libraries_that_the_loader_does_not_find(self):
+        wheels = self.place / "site/nvidia"
+        (wheels / "cu13/lib").mkdir(parents=True)
+        mounted = ["/usr/local/cuda/lib64", "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib64-nvidia",
+                   "/usr/lib/wsl/lib"]  # fmt: skip
+        mounted = [folder for folder in mounted if Path(folder).is_dir()]
+        known = {"PYTHONPATH": str(wheels.parent), "LD_LIBRARY_PATH": "/own"}
+
+        def folders(**variables):
+            _, found, _ = self.run_part("check", "doctor", **known, **variables)
+            return found["parts"]["doctor"]["stdout"].splitlines()[-1].removeprefix("libraries in ").split(":")
+
+        self.assertEqual(folders(), ["/own"])
+        self.assertEqual(folders(FAKE_LIBCUDA="not found"), ["/own", str(wheels / "cu13/lib"), *mounted])
+        # Without wheels.
+        (wheels / "__init__.py").write_text("__path__ = []")
+        self.assertEqual(folders(FAKE_LIBCUDA="not found"), ["/own", *mounted])
+
+    def test_racecheck_of_all_kernels_takes_too_long(self):
+        code, found, table = self.run_part("check", FAKE_RACECHECK_IS_SLOW="1")
+        self.assertEqual(code, 1)
+        self.assertEqual(list(found["parts"])[-3:], ["racecheck", "racecheck-attention", "racecheck-cross_entropy"])
+        self.assertEqual([step["ok"] for step in found["parts"].values()][-3:], [False, True, True])
+        code, found, table = self.run_part("check", "racecheck-attention")
+        self.assertEqual(code, 0, table)
+        self.assertEqual(list(found["parts"]), ["racecheck-attention"])
+
+    def test_the_steps_are_in_order(self):
+        """An earlier step explains the failures of a later one."""
+        first = ["qlora-8b", "qlora-8b-checkpointing", "model-0.6b", "lora-0.6b", "model-1.7b", "full-1.7b", "lora-8b", "model-3b",
+                 "full-3b", "full-8b"]  # fmt: skip
+        parts = {
+            "check": ["facts", "libraries", "doctor", "selftest", "memcheck", "racecheck"],
+            "kernels": ["doctor", "golden-f32", "golden-bf16", "ops", "ops-8k"],
+            "train": ["facts", "model-8b", *first, *(f"{name}-peft" for name in first if not name.startswith("model"))],
+            "ranks": ["doctor", "two-ranks"],
+        }
+        for part, steps in parts.items():
+            # Without time, each step is only named.
+            said = self.start(part, SECS="0").communicate()[1].splitlines()
+            self.assertEqual([line.split(": ")[1] for line in said if ": no time, " in line], steps)
 
     def test_check_without_sanitizer(self):
         (self.place / "bin/compute-sanitizer").unlink()
@@ -193,6 +248,10 @@ class Gpu(unittest.TestCase):
         }
         self.assertEqual({name: verdicts.get(name) for name in expected}, expected)
         self.assertNotIn("share of the copy rate: weight_norm", table)
+        self.assertIn("| target | expected (calculated, not measured) | verdict |", table)
+        heads = heads.format(2048)
+        self.assertIn(f"{heads}, bf16 | 210 TFLOP/s | ≥ 200 TFLOP/s | – | 180 to 230 TFLOP/s | must |", table)
+        self.assertIn("| plain products | 780 TFLOP/s | – | – | 600 to 660 TFLOP/s | no bar |", table)
         # The bars of a frozen layer apply.
         others = [name for name in verdicts if name.startswith("loss: ") and not name.endswith("frozen")]
         self.assertEqual(others, [])
@@ -219,6 +278,7 @@ class Gpu(unittest.TestCase):
         self.assertIn("PEFT's side is LoRA over a bf16 base, not QLoRA", table)
         self.assertIn("| lora-8b-peft | 12,500 : – | 11 GB : – |", table)
         self.assertIn("| lora-8b-peft, both with checkpointing | 12,500 : 5,000 = 2.5 x | 11 GB : 44 GB = 0.25 x |", table)
+        self.assertTrue((self.place / "out/trace/ops.json").is_file())
         # Once without checkpointing, once with it, for both rows.
         self.assertEqual(len(self.log.read_text().splitlines()), 2)
 
@@ -229,6 +289,15 @@ class Gpu(unittest.TestCase):
         self.assertIn("skipped: needs a GPU of over 100 GB, this one has 81559 MiB", table)
         code, found, table = self.run_part("train", "qlora-8b", FAKE_CARD="NVIDIA L40S:46068")
         self.assertEqual(self.verdicts(found)["QLoRA 8B"], "no bar")
+
+    def test_a_figure_far_from_its_expected_range(self):
+        def cell(value):
+            return bars.expected_cell({"value": value, "unit": "tokens/s", "expected": [9_500, 11_300]})
+
+        for value in (None, 4_760, 22_500):
+            self.assertEqual(cell(value), "9,500 to 11,300 tokens/s")
+        self.assertEqual(cell(3_800), "9,500 to 11,300 tokens/s, off by 2.5x")
+        self.assertEqual(cell(33_900), "9,500 to 11,300 tokens/s, off by 3.0x")
 
     def test_full_training_ends_with_its_steps(self):
         start = time.monotonic()
@@ -243,6 +312,14 @@ class Gpu(unittest.TestCase):
         self.assertEqual(code, 1)
         self.assertIn("two-ranks", found["parts"])
         self.assertIn("FAILED", table)
+
+    def test_two_ranks_that_take_too_long(self):
+        def late(count):
+            sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+            return two_ranks.finished([two_ranks.start(sleep, {}) for _ in range(count)], 0.1)
+
+        self.assertIn("take turns on one GPU", late(2)[0])
+        self.assertEqual(late(1)[0], "not done after 0 s")
 
 
 if __name__ == "__main__":

@@ -227,6 +227,8 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
         round_tile(d_scores, dp);
         add_product<D>(dq, d_scores, k_rows, 0);
     }
+    // The last iteration started to copy zeros.
+    copy_async_wait<0>();
     sync_warp();
     // Reading it again is cheaper than keeping it in registers.
     t = tile_of(x.tiles, blockIdx.x / x.heads);

@@ -122,6 +122,8 @@ template <class S> DEVICE inline void forward(const Forward &x) {
         round_tile(p, s);
         add_product<D>(o, p, v_rows, 0);
     }
+    // The last iteration started to copy zeros.
+    copy_async_wait<0>();
     finish<S>(x, rows, o, q_rows);
 }
 

@@ -124,6 +124,18 @@ DEVICE inline float block_sum(float x, Shared<float> scratch) {
     return warp_sum(x);
 }
 
+// Returns the sum over a block of THREADS threads, a power of two, in thread 0, by a fixed tree.
+// `scratch` holds a value of each thread; the block may reuse it after the next barrier.
+template <int THREADS> DEVICE inline double block_sum_f64(double x, Shared<double> scratch) {
+    int thread = int(threadIdx.x);
+    scratch.store(thread, x);
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        sync_block();
+        if (thread < half) scratch.store(thread, scratch.load(thread) + scratch.load(thread + half));
+    }
+    return thread == 0 ? scratch.load(0) : 0.0;
+}
+
 // Loads V neighbouring values from element i on, in accesses of 16 bytes (8 for four of bf16).
 template <class T, int V, class M> DEVICE inline void load_values(float (&x)[V], M from, int64_t i) {
     if constexpr (sizeof(T) * V == 8) {

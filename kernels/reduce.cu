@@ -1,21 +1,10 @@
 // Sums in a fixed order, each in two stages: sums of squares of gradients in f64, sums of columns (gradients of biases
-// and of DoRA's magnitudes), norms of rows (DoRA).
+// and of DoRA's magnitudes).
 #include "compat.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
-
-// Returns the sum over a block of 256 threads of one f64 value each, in thread 0, by a fixed tree.
-DEVICE inline double block_sum_f64(double x, Shared<double> scratch) {
-    int thread = int(threadIdx.x);
-    scratch.store(thread, x);
-    for (int half = THREADS / 2; half > 0; half /= 2) {
-        sync_block();
-        if (thread < half) scratch.store(thread, scratch.load(thread) + scratch.load(thread + half));
-    }
-    return thread == 0 ? scratch.load(0) : 0.0;
-}
 
 // Columns of a block, and the rows that it sums: 8 warps, warp w takes rows w, w + 8, ... of the
 // block's.
@@ -66,29 +55,6 @@ DEVICE inline void column_sums(In<T> a, In<X> b, Out<float> partials, int rows, 
     partials.store(int64_t(blockIdx.y) * width + column, all);
 }
 
-// Computes the root of the sum of squares of a row; one block per row.
-template <class T> DEVICE inline void row_norm(In<T> x, Out<float> norms, int width, int64_t pitch) {
-    SHARED(float, scratch, 32);
-    constexpr int V = PER16<T>;
-    In<T> row = x.offset(blockIdx.x * pitch);
-    bool whole = row.is_aligned(16);
-    float sum = 0.0f;
-    for (int c = int(threadIdx.x) * V; c < width; c += THREADS * V) {
-        if (whole && c + V <= width) {
-            float values[V];
-            load_values<T, V>(values, row, c);
-            UNROLL for (int i = 0; i < V; i++) sum = fmaf(values[i], values[i], sum);
-        } else {
-            for (int i = 0; i < V; i++) {
-                float value = c + i < width ? widen(row.load(c + i)) : 0.0f;
-                sum = fmaf(value, value, sum);
-            }
-        }
-    }
-    sum = block_sum(sum, scratch);
-    if (threadIdx.x == 0) norms.store(blockIdx.x, sqrtf(sum));
-}
-
 template <class T>
 DEVICE inline void sum_of_squares(In<T> x, int64_t count, Out<double> partials, Shared<double> scratch) {
     constexpr int SHARE = 16384, AT_ONCE = 4;
@@ -107,7 +73,7 @@ DEVICE inline void sum_of_squares(In<T> x, int64_t count, Out<double> partials, 
         UNROLL for (int k = 0; k < AT_ONCE; k++)
             UNROLL for (int i = 0; i < 4; i++) sum += double(values[k][i]) * double(values[k][i]);
     }
-    sum = block_sum_f64(sum, scratch);
+    sum = block_sum_f64<THREADS>(sum, scratch);
     if (threadIdx.x == 0) partials.store(blockIdx.x, sum);
 }
 
@@ -132,7 +98,7 @@ KERNEL BOUNDS(256, 1) sum_partials(In<double> partials, uint32_t count, Out<doub
     SHARED(double, scratch, THREADS);
     double mine = 0.0;
     for (int64_t i = threadIdx.x; i < count; i += THREADS) mine += partials.load(i);
-    mine = block_sum_f64(mine, scratch);
+    mine = block_sum_f64<THREADS>(mine, scratch);
     if (threadIdx.x == 0) sum.store(0, mine);
 }
 
@@ -176,9 +142,4 @@ KERNEL BOUNDS(256, 4) add_column_sums(In<float> partials, In<float> norm, InOut<
     for (int64_t p = 0; p < parts; p++) sum += partials.load(p * width + column);
     if (!norm.is_null()) sum /= norm.load(column);
     grad.store(column, grad.load(column) + sum);
-}
-
-// `norms[n]` = the root of the sum of squares of row n of x, whose rows are `pitch` apart. One block of 256 a row.
-KERNEL BOUNDS(256, 6) row_norms_f32(In<float> x, Out<float> norms, uint32_t width, int64_t pitch) {
-    row_norm(x, norms, int(width), pitch);
 }

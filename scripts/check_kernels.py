@@ -11,6 +11,9 @@ shows the instructions that move memory and compute. limits.toml holds the limit
 the rules for every kernel are here: no access to local memory, no atomic sum of floats, no warning
 of nvcc.
 
+Newer GPUs run the PTX of compute_90, which their driver compiles. ptxas does the same here for the
+architectures in `from_ptx`, and only stack and spills are compared with the limits.
+
 `--kernels FOLDER` checks another folder instead, such as a copy with a lower limit, to show that a
 breach is detected.
 """
@@ -75,6 +78,9 @@ class Limit:
     shared: int = 0
     stack: int = 0
     spills: int = 0
+    # The same, as compiled from PTX for the architectures in `from_ptx`.
+    ptx_stack: int = 0
+    ptx_spills: int = 0
     reason: str = ""
 
     @property
@@ -91,8 +97,8 @@ class Limit:
             yield f"{self.blocks} blocks of {self.threads} threads; a multiprocessor holds {RESIDENT_THREADS} threads"
         if unknown := sorted(set(map(str, self.uses)) - set(USES)):
             yield f"`uses` names {', '.join(unknown)}; accepted: {', '.join(USES)}"
-        if (self.stack or self.spills) and not self.reason:
-            yield "`stack` and `spills` above 0 want a `reason`"
+        if (self.stack or self.spills or self.ptx_stack or self.ptx_spills) and not self.reason:
+            yield "`stack`, `spills`, `ptx_stack` and `ptx_spills` above 0 want a `reason`"
 
 
 @dataclass
@@ -112,15 +118,16 @@ class Found:
 
 
 def load_limits(path: Path):
-    """Returns the architectures of limits.toml, and the limit of each kernel by its name."""
+    """Returns the architectures of limits.toml, those that run PTX, and the limit of each kernel by
+    its name."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise Refused(f"cannot read {path}: {error}") from error
-    architectures, limits = table.pop("architectures", []), {}
+    architectures, from_ptx, limits = table.pop("architectures", []), table.pop("from_ptx", []), {}
     kinds = {item.name: item.type for item in fields(Limit) if item.name != "file"}
     if strange := [key for key, value in table.items() if not isinstance(value, dict)]:
-        raise Refused(f"{path}: unknown key {', '.join(strange)}; accepted: architectures, a table for each .cu file")
+        raise Refused(f"{path}: unknown key {', '.join(strange)}; accepted: architectures, from_ptx, a table for each .cu file")
     for file, kernel in ((file, kernel) for file in table for kernel in table[file]):
         where, line = f"limits.toml, {kernel} of {file}", table[file][kernel]
         if not isinstance(line, dict):
@@ -139,14 +146,15 @@ def load_limits(path: Path):
             raise Refused(f"{where}: {fault}")
     if not architectures or not limits:
         raise Refused(f"{path} has no `architectures` or no kernels; nothing would be checked")
-    return architectures, limits
+    return architectures, from_ptx, limits
 
 
-def compile_file(nvcc: str, kernels: Path, source: Path, out: Path):
-    """Compiles a file; returns the output of nvcc and ptxas, the PTX of each architecture, and the
-    seconds."""
+def compile_file(nvcc: str, kernels: Path, source: Path, out: Path, from_ptx: list):
+    """Compiles a file, its PTX of compute_90 also for the architectures `from_ptx`; returns the
+    output of nvcc and ptxas, the PTX of each architecture, and the seconds."""
     out.mkdir()
     command = [nvcc, "--options-file", str(kernels / "nvcc.options"), str(source), "-o", str(out / "code.fatbin")]
+    command += [f"-gencode=arch=compute_90,code=sm_{name}" for name in from_ptx]
     command += ["-Xptxas", "-v", "--keep", "--keep-dir", str(out)]
     start = time.monotonic()
     try:
@@ -226,6 +234,21 @@ def read_ptx(text: str, found):
                 now.forbidden.setdefault(why, line.strip())
 
 
+def frame_breaches(where: str, found: Found, limit: Limit, names: dict):
+    """Yields the exceeded limits of memory of a kernel; `names` has the field of Limit for each
+    field of Found."""
+    takes = {
+        "shared": ("bytes of shared memory of fixed size", "raise `shared` if the blocks still fit"),
+        "spills": ("bytes of spilled registers, stored and loaded", "keep fewer values alive, or ask for fewer blocks"),
+        "stack": ("bytes of stack", "index arrays by constants in unrolled loops"),
+    }
+    for name, of_limit in names.items():
+        value, most, (what, remedy) = getattr(found, name), getattr(limit, of_limit), takes[name]
+        # Spilled registers are on the stack: one line reports both.
+        if value > most and not (name == "stack" and found.spills):
+            yield f"{where}: {value} {what}, at most {most} are allowed (`{of_limit}`); {remedy}"
+
+
 def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
     """Yields the exceeded limits and the missing instructions of a kernel."""
     where = f"{kernel} ({found.file}) for sm_{architecture}"
@@ -237,16 +260,7 @@ def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
         )
     if found.bounds not in (0, limit.threads):
         yield f"{where}: BOUNDS says {found.bounds} threads, limits.toml {limit.threads}; mend the one that is wrong"
-    takes = {
-        "shared": ("bytes of shared memory of fixed size", "raise `shared` if the blocks still fit"),
-        "spills": ("bytes of spilled registers, stored and loaded", "keep fewer values alive, or ask for fewer blocks"),
-        "stack": ("bytes of stack", "index arrays by constants in unrolled loops"),
-    }
-    for name, (what, remedy) in takes.items():
-        value, most = getattr(found, name), getattr(limit, name)
-        # Spilled registers are on the stack: one line reports both.
-        if value > most and not (name == "stack" and found.spills):
-            yield f"{where}: {value} {what}, at most {most} are allowed; {remedy}"
+    yield from frame_breaches(where, found, limit, {name: name for name in ("shared", "spills", "stack")})
     for use in limit.uses:
         if use not in found.uses:
             yield (
@@ -256,7 +270,7 @@ def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
             )
 
 
-def check(architectures: list, limits: dict, found: dict):
+def check(architectures: list, from_ptx: list, limits: dict, found: dict):
     """Yields every breach of limits.toml."""
     for (name, architecture), one in sorted(found.items(), key=lambda item: item[0]):
         for why, line in one.forbidden.items():
@@ -269,10 +283,13 @@ def check(architectures: list, limits: dict, found: dict):
             yield f"{name} ({file}) is not in limits.toml; add a line under [\"{file}\"] with threads, blocks and uses"
         elif limits[name].file != file:
             yield f"{name} is in {file}, and limits.toml has it in {limits[name].file}; move its line"
+        elif architecture in from_ptx:
+            where, names = f"{name} ({file}) for sm_{architecture} from PTX", {"spills": "ptx_spills", "stack": "ptx_stack"}
+            yield from frame_breaches(where, one, limits[name], names)
         else:
             yield from breaches(name, architecture, one, limits[name])
     for name, limit in limits.items():
-        for architecture in architectures:
+        for architecture in [*architectures, *from_ptx]:
             if not found.get((name, architecture), Found("")).registers:
                 yield (
                     f"{name} of limits.toml is not in {limit.file} for sm_{architecture}; remove it there, or mend its "
@@ -280,10 +297,11 @@ def check(architectures: list, limits: dict, found: dict):
                 )
 
 
-def print_table(architectures: list, limits: dict, found: dict):
+def print_table(architectures: list, from_ptx: list, limits: dict, found: dict):
     """Prints the resources of each kernel beside its limits. `fit` is the number of blocks that
     registers and threads allow."""
     titles = "".join(f"{'sm_' + name:>7}{'fit':>4}{'spills':>7}{'stack':>6}" for name in architectures)
+    titles += "".join(f"{'sm_' + name:>7}{'spills':>7}{'stack':>6}" for name in from_ptx)
     print(f"{'kernel':32}{'threads':>8}{'blocks':>7}{'limit':>6}{titles}{'shared':>7}  instructions")
     for name in (name for name in limits if (name, architectures[0]) in found):
         limit, shown = limits[name], ""
@@ -291,6 +309,8 @@ def print_table(architectures: list, limits: dict, found: dict):
             taken = limit.threads * max(8, -(-one.registers // 8) * 8)
             fit = min(REGISTERS // taken, RESIDENT_THREADS // limit.threads, RESIDENT_BLOCKS)
             shown += f"{one.registers:7}{fit:4}{one.spills:7}{one.stack:6}"
+        for newer in (found.get((name, architecture), Found("")) for architecture in from_ptx):
+            shown += f"{newer.registers:7}{newer.spills:7}{newer.stack:6}"
         print(f"{name:32}{limit.threads:8}{limit.blocks:7}{limit.registers:6}{shown}{one.shared:7}", end="  ")
         print(" ".join(sorted(one.uses)) or "-")
 
@@ -304,11 +324,11 @@ def main() -> int:
     home = os.environ.get("CUDA_HOME")
     nvcc = os.environ.get("NVCC") or (f"{home}/bin/nvcc" if home else "nvcc")
 
-    architectures, limits = load_limits(kernels / "limits.toml")
+    architectures, from_ptx, limits = load_limits(kernels / "limits.toml")
     sources, start = sorted(kernels.glob("*.cu")), time.monotonic()
     found, lines, times = {}, [], {}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
-        work = [pool.submit(compile_file, nvcc, kernels, source, Path(scratch, source.stem)) for source in sources]
+        work = [pool.submit(compile_file, nvcc, kernels, file, Path(scratch, file.stem), from_ptx) for file in sources]
         for source, job in zip(sources, work):
             said, ptx, times[source.name] = job.result()
 
@@ -319,16 +339,16 @@ def main() -> int:
             for text in ptx:
                 read_ptx(text, of)
     if arguments.table:
-        print_table(architectures, limits, found)
+        print_table(architectures, from_ptx, limits, found)
         slowest = sorted(times, key=times.get, reverse=True)[:3]
         print("compiled in", ", ".join(f"{times[name]:.0f} s ({name})" for name in slowest), "and less")
-    lines = list(dict.fromkeys([*lines, *check(architectures, limits, found)]))
+    lines = list(dict.fromkeys([*lines, *check(architectures, from_ptx, limits, found)]))
     for line in lines:
         print("error:", line, file=sys.stderr)
     names = len({name for (name, _), one in found.items() if one.registers})
     result = f"{len(lines)} faults" if lines else "all within limits.toml"
     taken = time.monotonic() - start
-    print(f"{names} kernels for {' and '.join('sm_' + name for name in architectures)}: {result} ({taken:.0f} s)")
+    print(f"{names} kernels for {', '.join('sm_' + name for name in [*architectures, *from_ptx])}: {result} ({taken:.0f} s)")
     return 1 if lines else 0
 
 

@@ -10,8 +10,10 @@ use crate::commands;
 use crate::contained;
 use crate::data::{sandbox, sandboxed};
 use crate::error::ErrorCategory;
+use crate::launcher::child;
 use crate::report::{alerts::guard, finish, say, ui::restore_screen};
 use crate::runtime::allocator::use_one_heap;
+use crate::runtime::device::number_by_bus;
 use crate::runtime::fault_signals::make_large_files_errors;
 
 /// Runs the binary `finetune` with the arguments of this process, and returns its exit code.
@@ -20,6 +22,12 @@ pub fn run_binary() -> ExitCode {
     if let Some(code) = sandboxed::serve_if_asked().or_else(guard::serve_if_asked) {
         return code;
     }
+    #[cfg(all(unix, not(feature = "cuda")))]
+    if let Some(warning) = crate::doctor::gpu_build::become_gpu_build() {
+        say(&format_args!("warning: {warning}"));
+    }
+    // SAFETY: no other thread exists yet, and nothing has asked for GPUs.
+    unsafe { number_by_bus() };
     sandbox::run_in_this_program();
     use_one_heap();
     make_large_files_errors();
@@ -27,7 +35,7 @@ pub fn run_binary() -> ExitCode {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => {
             say(&error);
-            error.kind().exit_code()
+            child::exit_code(&error)
         }
         Err(_) => ErrorCategory::Internal.exit_code(),
     };

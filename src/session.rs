@@ -75,7 +75,7 @@ impl Session {
         let terminal = Terminal::stderr(Verbosity::Quiet);
         let resolver = Resolver::new(false, &terminal)?;
         let device = device::open(device::preferred()?)?;
-        let world = WorldSize::on_one_host(1);
+        let world = WorldSize::in_one_process(1);
         let plan = Plan::resolve(recipe, &resolver, device.clone(), world, None, clock::now())?;
         plan.check_learns()?;
         plan.check_base(None, false)?;

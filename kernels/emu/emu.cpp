@@ -11,8 +11,9 @@
 //   - shared memory is not read before it is written; two threads that touch the same two bytes, one of them writing,
 //     have a barrier between them (for lanes of one warp sync_warp is enough);
 //   - all threads of a block reach each barrier, all lanes of a warp the same warp-wide instruction;
-//   - data of copy_async16 or copy_async4 is not read before its thread waited for it. It arrives at once
-//     or as late as possible, and threads and blocks run forward, backward or shuffled, as the launch requests: the results
+//   - data of copy_async16 or copy_async4 is not read before its thread waited for it, and a thread
+//     ends after it has waited for all of its copies. Data arrives at once or as late as possible,
+//     and threads and blocks run forward, backward or shuffled, as the launch requests: the results
 //     must be the same bits.
 #include <array>
 #include <cstdarg>
@@ -222,6 +223,7 @@ void fiber_main() {
         Machine &m = machine();
         m.kernel->call(m.args, m.windows.data());
         Thread *thread = m.now;
+        if (!thread->copies.empty()) fail("ends while %zu of its copy_async are pending", thread->copies.size());
         thread->status = Status::Done;
         m.done++;
         m.idle.push_back(thread->fiber);

@@ -73,6 +73,13 @@ KERNEL fault_copy(In<float> x, Out<float> y) {
     copy_async_wait<0>();
     y.store(place(), s.load(place()));
 }
+// Ends before an asynchronous copy has arrived, one of zeros.
+KERNEL fault_pending(In<float> x, Out<float> y) {
+    SHARED(float, s, 64);
+    y.store(place(), x.load(place()));
+    if (threadIdx.x < 16) copy_async16(s.offset(4 * int(threadIdx.x)), x, 0, false);
+    copy_async_commit();
+}
 // Reads an element that another block writes.
 KERNEL fault_blocks(InOut<float> x, Out<float> y) {
     y.store(place(), x.load(63 - place()));

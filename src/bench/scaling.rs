@@ -15,7 +15,8 @@ use serde::Serialize;
 use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary};
 use crate::collective::{Collective, TimedCollective};
 use crate::error::{Error, Result};
-use crate::launcher::ranks::{run_on_cpu, run_on_gpus};
+use crate::launcher::ranks::{end_process, run_on_cpu, run_on_gpus};
+use crate::ops;
 use crate::planning::Plan;
 use crate::runtime::device;
 use crate::training::trainer;
@@ -118,7 +119,9 @@ impl ScalingDevices {
                 .hint("name more with `--gpus`, or give smaller numbers with `--ranks`"));
         }
         let nccl = (most_ranks > 1).then(NcclLibrary::open).transpose()?;
-        Ok(ScalingDevices::Gpus(device::open_gpus(&numbers[..most_ranks])?, nccl))
+        let gpus = device::open_gpus(&numbers[..most_ranks])?;
+        gpus.iter().try_for_each(ops::preload)?;
+        Ok(ScalingDevices::Gpus(gpus, nccl))
     }
 
     /// Returns the device to plan for: the one with the least free memory.
@@ -140,7 +143,8 @@ impl ScalingDevices {
                 let id = library.unique_id()?;
                 let group_info = GroupInfo { id, first: 0, size: ranks, deadline: nccl::DEADLINE };
                 let work = |place: usize, world| rank(world, &gpus[place]);
-                run_on_gpus(library, &group_info, &gpus[..ranks], &AbortFlag::new(), threads, work)
+                let abort_flag = AbortFlag::ending_by(end_process);
+                run_on_gpus(library, &group_info, &gpus[..ranks], &abort_flag, threads, work)
                     .map_err(|failed| failed.error)
             }
             _ => run_on_cpu(ranks, threads, |world| rank(world, &self.device())),

@@ -26,6 +26,23 @@ fn a_mistyped_verb_is_not_training() {
     }
 }
 
+/// Threads of one process need GPUs, and several of them. `verify-resume` kills all ranks at once.
+#[test]
+fn gpus_in_one_process() {
+    let parse = |line: &[&str]| Cli::try_parse_from(line);
+    assert!(parse(&["finetune", "--recipe", "r", "--gpus-in-process"]).is_err());
+    for (gpus, is_fine) in [("0", false), ("0-1", true)] {
+        let train = parse(&["finetune", "--recipe", "r", "--gpus", gpus, "--gpus-in-process"]).unwrap().train;
+        assert_eq!(train.check_devices().is_ok(), is_fine, "{gpus}");
+    }
+    for (gpus, is_in_process) in [("0", false), ("0,2", true)] {
+        let verb = parse(&["finetune", "verify-resume", "--recipe", "r", "--gpus", gpus]).unwrap().verb;
+        let Some(Verb::VerifyResume(args)) = verb else { panic!("another verb") };
+        let words = args.train_words("out".as_ref(), &[]);
+        assert_eq!(words.iter().any(|word| word == "--gpus-in-process"), is_in_process, "{gpus}");
+    }
+}
+
 #[test]
 fn resume_with_and_without_a_folder() {
     let resume = |line: &[&str]| Cli::try_parse_from(line).unwrap().train.resume;

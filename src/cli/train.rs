@@ -7,7 +7,7 @@ use clap::builder::PossibleValuesParser;
 
 use super::{CommonArgs, DeviceArgs, RecipeArgs, RunArgs, SettingArgs, SweepAxis};
 use crate::checkpoint::{self, CHANGES_ON_REQUEST};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::planning::RECIPE;
 use crate::recipe::{RecipeLayers, RecipeText};
 
@@ -32,6 +32,9 @@ pub struct TrainArgs {
     /// Devices to train on.
     #[command(flatten)]
     pub devices: DeviceArgs,
+    /// Run all --gpus as threads of one process, not as a process each
+    #[arg(long, requires = "gpus")]
+    pub gpus_in_process: bool,
     /// Restart from the newest checkpoint up to N times after a crash, kill or hang
     #[arg(long, value_name = "N")]
     pub max_restarts: Option<u16>,
@@ -92,6 +95,20 @@ impl TrainArgs {
             typed: std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect(),
             ..layers
         })
+    }
+
+    /// Checks that flags for several GPUs have several.
+    ///
+    /// # Errors
+    /// Usage: `--gpus-in-process` with one GPU.
+    pub fn check_devices(&self) -> Result<()> {
+        let gpus = self.devices.gpus.as_ref().map_or(0, |gpus| gpus.0.len());
+        if !self.gpus_in_process || gpus > 1 {
+            return Ok(());
+        }
+        Err(Error::new(ErrorCategory::Usage, "cannot use `--gpus-in-process` with one GPU")
+            .because("one GPU has one process anyway; accepted: two or more in `--gpus`")
+            .hint("leave out `--gpus-in-process`, or name more GPUs with `--gpus`"))
     }
 
     /// Returns the output folder: that of `--output`, else that of the run that `--resume DIR`

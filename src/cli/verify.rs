@@ -70,6 +70,9 @@ impl VerifyResumeArgs {
             push("--gpus", &gpus.0.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
         }
         self.devices.ranks.iter().for_each(|ranks| push("--ranks", &ranks.to_string()));
+        // A kill must end all ranks at once.
+        let several = self.devices.gpus.as_ref().is_some_and(|gpus| gpus.0.len() > 1);
+        words.extend(several.then(|| OsString::from("--gpus-in-process")));
         words.extend(self.force_base.then(|| OsString::from("--force-base")));
         words.extend(self.common.offline.then(|| OsString::from("--offline")));
         words.extend([OsString::from("--output"), output.into()]);

@@ -47,7 +47,7 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
             (recipe.parallel.strategy, recipe.parallel.shard_size) = (Strategy::Single, None);
         }
         let now = clock::now();
-        let world = WorldSize::on_one_host(ranks);
+        let world = WorldSize::in_one_process(ranks);
         let plan = Plan::resolve(recipe, &resolver, devices.device(), world, None, now)?;
         terminal.line(plan.describe());
         results.push(ScalingResult::measure(&plan, &devices, ranks, threads, results.first())?);

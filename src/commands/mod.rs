@@ -32,6 +32,7 @@ use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::instruction_set;
+use crate::launcher::restarts;
 use crate::loading::{EngineOptions, ResolvedSource};
 use crate::model::ModelConfig;
 use crate::recipe::RecipeText;
@@ -82,7 +83,7 @@ fn computes(cli: &Cli) -> bool {
 
 /// Returns whether this training command trains or plans in its own process.
 fn computes_when_training(args: &TrainArgs) -> bool {
-    args.dry_run || (args.max_restarts.is_none() && args.sweep.is_empty())
+    args.sweep.is_empty() && !restarts::are_wanted(args)
 }
 
 fn terminal(common: &CommonArgs) -> Terminal {

@@ -25,11 +25,12 @@ use crate::units;
 
 /// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
+    args.check_devices()?;
     if !args.sweep.is_empty() {
         return sweep::run(args, &working_folder()?, &terminal(&args.common));
     }
-    if let Some(restarts) = args.max_restarts.filter(|_| !args.dry_run) {
-        return restarts::supervise(args, restarts);
+    if restarts::are_wanted(args) {
+        return restarts::supervise(args);
     }
     let mut next = train(args, false)?;
     while let Some(args) = next {
@@ -61,7 +62,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     base_check.iter().for_each(|check| check.say(&terminal));
     say(&plan, &terminal);
     check_learns(&plan, first, &terminal)?;
-    let fits = plan.check_memory(ranks.launch.ranks_here);
+    let fits = plan.check_memory(ranks.launch.ranks_here, ranks.launch.local_world_size);
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
     // Only the first process answers: it holds the folder, which other hosts may not see.
     let has_ended = || Ok(vec![u8::from(found.has_ended(&plan, args.output())?)]);

@@ -14,6 +14,7 @@ use crate::checkpoint::RunFolder;
 use crate::cli::{SweepAxis, TrainArgs};
 use crate::collective::launch::{Flags, Launch};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::launcher::processes::{self, RankProcess, RunEnd};
 use crate::launcher::{child, signals};
 use crate::private_file::{without_address, without_user};
 use crate::recipe::Recipe;
@@ -71,8 +72,8 @@ pub(crate) fn run(args: &TrainArgs, folder: &Path, terminal: &Terminal) -> Resul
         terminal.heading(format!("{number}: {} -> {}", run.label(), run.folder.display()));
         // The child writes to the same terminal.
         finish();
-        let mut child = child::start(&run.words(&common, args.resume.is_some()), std::iter::empty())?;
-        let (status, asked_to_stop) = child::wait(&mut child, &signals)?;
+        let process = RankProcess::of_run(&run.words(&common, args.resume.is_some()), None)?;
+        let RunEnd { status, asked_to_stop, .. } = processes::until_end(vec![process], &signals)?;
         let stops =
             [ErrorCategory::SavedAndStopped, ErrorCategory::Stopped].contains(&child::category(status));
         let is_last = place + 1 == runs.len();

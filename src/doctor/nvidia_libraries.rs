@@ -9,13 +9,16 @@ use serde::Serialize;
 use crate::collective::nccl::NcclLibrary;
 use crate::runtime::device;
 
+/// The name of the driver's library.
+pub(super) const DRIVER: &str = "libcuda.so.1";
+
 /// Returns the names of the driver's library and those of CUDA's release `release`, as a binary
 /// requests them from the loader. cuRAND kept its number (CUDA Toolkit release notes, "CUDA
 /// Component Versions").
-fn linked(release: u32) -> [String; 5] {
+pub(super) fn linked(release: u32) -> [String; 5] {
     let of_release = |name: &str| format!("lib{name}.so.{release}");
     [
-        "libcuda.so.1".to_owned(),
+        DRIVER.to_owned(),
         of_release("cudart"),
         of_release("cublas"),
         of_release("cublasLt"),
@@ -24,9 +27,9 @@ fn linked(release: u32) -> [String; 5] {
 }
 
 /// A library and its path, if found.
-struct Library {
+pub(super) struct Library {
     name: String,
-    found: Option<String>,
+    pub(super) found: Option<String>,
 }
 
 /// NVIDIA's libraries that the loader finds on this machine, and those that are missing.
@@ -68,7 +71,8 @@ impl GpuLibraries {
     }
 }
 
-fn look_for(name: String) -> Library {
+/// Looks for a library with the loader.
+pub(super) fn look_for(name: String) -> Library {
     // SAFETY: NVIDIA's libraries only read the environment as they are loaded.
     let found = unsafe { libloading::Library::new(&name) }.ok().map(|library| {
         let place = loaded_from(&name).unwrap_or_else(|| PathBuf::from(&name));

@@ -1,13 +1,13 @@
-//! Runs in a child process of this binary: start, signals, and description of the end.
+//! Child processes of this binary: start, signals, and description of the end.
 //!
-//! The child is in a process group of its own, so that only its parent passes it a terminal's
+//! A child is in a process group of its own, so that only its parent passes it a terminal's
 //! signals. If the parent is killed, the system signals the child to save and stop (Linux).
 
 use std::ffi::OsString;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use libc::c_int;
@@ -23,19 +23,35 @@ pub(crate) const POLL: Duration = Duration::from_millis(50);
 /// Longest time that a child may be stopped (`SIGSTOP`) while its parent is not.
 const STOPPED: Duration = Duration::from_secs(15);
 
-/// Starts this binary with the arguments `words` and the variables `environment` beside those of
-/// this process.
-pub(crate) fn start(
-    words: &[OsString],
-    environment: impl Iterator<Item = (&'static str, String)>,
-) -> Result<Child> {
-    let binary = binary()?;
-    let mut command = Command::new(&binary);
+/// Exit code of a rank's process that ends because another one failed. Its parent does not take it
+/// for the cause.
+pub(crate) const HEARD: u8 = 76;
+
+/// Variable by which a parent tells the process of a rank that it reads [`HEARD`].
+pub(crate) const OF_RANK: &str = "FINETUNE_RANK_PROCESS";
+
+/// Set if the ranks of this process ended because another process failed.
+static HAS_HEARD: AtomicBool = AtomicBool::new(false);
+
+/// Records that the ranks of this process ended because another process failed.
+pub(crate) fn note_heard() {
+    HAS_HEARD.store(true, Ordering::SeqCst);
+}
+
+/// Returns the exit code for `error`, the end of this process.
+pub(crate) fn exit_code(error: &Error) -> u8 {
+    let is_heard = HAS_HEARD.load(Ordering::SeqCst) && std::env::var_os(OF_RANK).is_some();
+    if is_heard { HEARD } else { error.kind().exit_code() }
+}
+
+/// Returns the command that starts this binary with the arguments `words`.
+pub(crate) fn command(words: &[OsString]) -> Result<Command> {
+    let mut command = Command::new(binary()?);
     // In a group of its own, the child gets a terminal's signals only from its parent, and not
     // twice.
-    command.args(words).process_group(0).envs(environment);
+    command.args(words).process_group(0);
     ends_with_parent(&mut command);
-    command.spawn().map_err(|error| Error::cannot_start(binary.display(), &error))
+    Ok(command)
 }
 
 /// Returns the path of this binary.
@@ -63,45 +79,84 @@ pub(crate) fn ends_with_parent(command: &mut Command) {
     }
 }
 
-/// Waits for the child to end and passes signals on. Returns its status, and whether a signal asked
-/// it to stop.
-pub(crate) fn wait(child: &mut Child, signals: &[SeenSignal]) -> Result<(ExitStatus, bool)> {
-    let mut asked_to_stop = false;
-    let mut stopped_since = None;
-    loop {
-        let failed = |e: std::io::Error| Error::internal("cannot wait for the run").because(e.to_string());
-        if let Some(status) = child.try_wait().map_err(failed)? {
-            return Ok((status, asked_to_stop));
+/// A child process. Dropping one that has not ended kills it.
+pub(crate) struct Running {
+    child: Child,
+    status: Option<ExitStatus>,
+    stopped_since: Option<Instant>,
+}
+
+impl Running {
+    /// Starts the process of `command`.
+    ///
+    /// # Errors
+    /// [`Error::cannot_start`].
+    pub(crate) fn start(mut command: Command) -> Result<Self> {
+        let started = command.spawn();
+        let child = started.map_err(|error| Error::cannot_start(command.get_program().display(), &error))?;
+        Ok(Running { child, status: None, stopped_since: None })
+    }
+
+    /// Returns the status of the process at its end, as of the last [`Running::has_ended`].
+    pub(crate) fn status(&self) -> Option<ExitStatus> {
+        self.status
+    }
+
+    /// Returns whether the process has ended. Kills one that is stopped for too long.
+    ///
+    /// # Errors
+    /// Internal: the system does not answer.
+    pub(crate) fn has_ended(&mut self) -> Result<bool> {
+        if self.status.is_none() {
+            let failed =
+                |e: std::io::Error| Error::internal("cannot wait for the run").because(e.to_string());
+            self.status = self.child.try_wait().map_err(failed)?;
         }
-        for seen in signals.iter().filter(|seen| seen.flag.swap(false, Ordering::SeqCst)) {
-            if seen.signal == SIGTSTP {
-                // Ctrl-Z: both stop, and go on together.
-                send(child, SIGSTOP);
-                signals::stop_here();
-                send(child, SIGCONT);
-                stopped_since = None;
-            } else {
-                asked_to_stop = true;
-                send(child, seen.signal);
-            }
+        if self.status.is_some() || !is_stopped(self.child.id()) {
+            self.stopped_since = None;
+        } else if self.stopped_since.get_or_insert_with(Instant::now).elapsed() > STOPPED {
+            self.send(SIGKILL);
         }
-        if is_stopped(child.id()) {
-            let since = *stopped_since.get_or_insert_with(Instant::now);
-            if since.elapsed() > STOPPED {
-                send(child, SIGKILL);
-            }
-        } else {
-            stopped_since = None;
+        Ok(self.status.is_some())
+    }
+
+    /// Sends a signal to the process, unless it has ended.
+    pub(crate) fn send(&self, signal: c_int) {
+        if let (None, Ok(pid)) = (self.status, libc::pid_t::try_from(self.child.id())) {
+            // SAFETY: a system call; the child has not been waited for, so the id is still its.
+            unsafe { libc::kill(pid, signal) };
         }
-        std::thread::sleep(POLL);
     }
 }
 
-fn send(child: &Child, signal: c_int) {
-    if let Ok(pid) = libc::pid_t::try_from(child.id()) {
-        // SAFETY: a system call; the child has not been waited for, so the id is still its.
-        unsafe { libc::kill(pid, signal) };
+impl Drop for Running {
+    fn drop(&mut self) {
+        // After an error in this process the child would continue in vain.
+        if self.status.is_none() {
+            drop(self.child.kill().and_then(|()| self.child.wait()));
+        }
     }
+}
+
+/// Passes the signals that have come since the last call on to `children`. Returns whether one of
+/// them asks to stop.
+pub(crate) fn pass_on(signals: &[SeenSignal], children: &mut [&mut Running]) -> bool {
+    let mut asked_to_stop = false;
+    for seen in signals.iter().filter(|seen| seen.flag.swap(false, Ordering::SeqCst)) {
+        if seen.signal == SIGTSTP {
+            // Ctrl-Z: all stop, and go on together.
+            children.iter().for_each(|child| child.send(SIGSTOP));
+            signals::stop_here();
+            for child in &mut *children {
+                child.send(SIGCONT);
+                child.stopped_since = None;
+            }
+        } else {
+            asked_to_stop = true;
+            children.iter().for_each(|child| child.send(seen.signal));
+        }
+    }
+    asked_to_stop
 }
 
 /// Returns whether a process is stopped; false on systems without `/proc`.

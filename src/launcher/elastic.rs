@@ -4,27 +4,14 @@
 //! processes join there.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::time::Duration;
 
+use super::place::ProcessPlace;
 use super::ranks::{join_request, rendezvous_options};
 use crate::collective::launch::Launch;
 use crate::error::Result;
-use crate::rendezvous::{Master, Peer, Session};
+use crate::rendezvous::{Peer, Session};
 use crate::report::Terminal;
-
-/// Position of a process among the remaining ones.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ElasticPlace {
-    /// Ranks of all remaining processes.
-    world_size: usize,
-    /// First rank of this process.
-    rank: usize,
-    /// Address of rank 0.
-    master: Master,
-    local_rank: usize,
-    local_world_size: Option<usize>,
-}
 
 /// Longest time between the first and the last process that starts to join.
 const SKEW: Duration = Duration::from_secs(60);
@@ -34,7 +21,7 @@ const SKEW: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// Rank 0 does not answer.
-pub(crate) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<ElasticPlace>> {
+pub(crate) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<ProcessPlace>> {
     let mut options = rendezvous_options(launch)?;
     options.elastic = true;
     // Other processes' children may have waited as long for one that failed before it joined.
@@ -42,7 +29,7 @@ pub(crate) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<Elasti
     // A late process finds the others continuing without it, and must not join their run.
     options.run += ", between two tries";
     let session = Session::join(join_request(launch, BTreeMap::new()), &options)?;
-    let place = ElasticPlace::among(session.peers(), session.process_index(), launch);
+    let place = among(session.peers(), session.process_index(), launch);
     session.leave()?;
     if let (Some(place), 0) = (&place, launch.rank) {
         terminal.warn(format!(
@@ -53,57 +40,22 @@ pub(crate) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<Elasti
     Ok(place)
 }
 
-/// Flags for the position of a process, each with a value.
-const FLAGS: [&str; 4] = ["--world-size", "--rank", "--master-addr", "--master-port"];
-
-impl ElasticPlace {
-    /// Returns the position of the process with index `own` among `peers`; none if no process is
-    /// missing.
-    fn among(peers: &[Peer], own: usize, launch: &Launch) -> Option<Self> {
-        let ranks = |peers: &[Peer]| peers.iter().map(|peer| peer.ranks_here).sum::<usize>();
-        let world_size = ranks(peers);
-        let master = launch.master.clone().filter(|_| world_size < launch.world_size)?;
-        let Launch { local_rank, local_world_size, .. } = *launch;
-        Some(ElasticPlace { world_size, rank: ranks(&peers[..own]), master, local_rank, local_world_size })
-    }
-
-    /// Returns a command line with this position instead of the one in `words`.
-    pub(crate) fn in_words(&self, words: Vec<OsString>) -> Vec<OsString> {
-        let mut kept = Vec::new();
-        let mut words = words.into_iter();
-        while let Some(word) = words.next() {
-            let text = word.to_string_lossy();
-            let flag = text.split_once('=').map_or(&*text, |(flag, _)| flag);
-            if !FLAGS.contains(&flag) {
-                kept.push(word);
-            } else if !text.contains('=') {
-                words.next();
-            }
-        }
-        // A launcher may listen on the first of several ports.
-        let port = if self.master.ports > 1 { self.master.port.saturating_add(1) } else { self.master.port };
-        let values = [
-            self.world_size.to_string(),
-            self.rank.to_string(),
-            self.master.address.clone(),
-            port.to_string(),
-        ];
-        kept.extend(FLAGS.into_iter().zip(values).flat_map(|(flag, value)| [flag.into(), value.into()]));
-        kept
-    }
-
-    /// Returns the variables that a launcher would set on this host.
-    pub(crate) fn environment(&self) -> Vec<(&'static str, String)> {
-        let mut variables = vec![("LOCAL_RANK", self.local_rank.to_string())];
-        variables.extend(self.local_world_size.map(|size| ("LOCAL_WORLD_SIZE", size.to_string())));
-        variables
-    }
+/// Returns the position of the process with index `own` among `peers`; none if no process is
+/// missing.
+fn among(peers: &[Peer], own: usize, launch: &Launch) -> Option<ProcessPlace> {
+    let ranks = |peers: &[Peer]| peers.iter().map(|peer| peer.ranks_here).sum::<usize>();
+    let world_size = ranks(peers);
+    let master = launch.master.clone().filter(|_| world_size < launch.world_size)?;
+    Some(ProcessPlace { world_size, rank: ranks(&peers[..own]), ..ProcessPlace::of(launch, master) })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
+
     use super::*;
     use crate::collective::launch::LaunchSource;
+    use crate::rendezvous::Master;
 
     fn launch(rank: usize) -> Launch {
         Launch {
@@ -125,16 +77,16 @@ mod tests {
 
     #[test]
     fn those_that_are_left_close_the_ranks() {
-        assert_eq!(ElasticPlace::among(&peers(&[0, 2, 4, 6]), 1, &launch(2)), None);
-        let place = ElasticPlace::among(&peers(&[0, 4, 6]), 2, &launch(6)).unwrap();
+        assert_eq!(among(&peers(&[0, 2, 4, 6]), 1, &launch(2)), None);
+        let place = among(&peers(&[0, 4, 6]), 2, &launch(6)).unwrap();
         assert_eq!((place.world_size, place.rank), (6, 4));
     }
 
     #[test]
     fn a_new_place_replaces_the_one_that_was_typed() {
-        let place = ElasticPlace::among(&peers(&[0, 4, 6]), 1, &launch(4)).unwrap();
+        let place = among(&peers(&[0, 4, 6]), 1, &launch(4)).unwrap();
         let words = "--gpus 0-1 --rank 4 --world-size=8 --master-addr node-0 --master-port 29500 --resume";
-        let words = place.in_words(words.split(' ').map(OsString::from).collect());
+        let words = place.in_words(&words.split(' ').map(OsString::from).collect::<Vec<_>>());
         let words: Vec<String> = words.into_iter().map(|word| word.into_string().unwrap()).collect();
         assert_eq!(
             words.join(" "),

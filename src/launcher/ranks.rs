@@ -1,5 +1,5 @@
 //! Ranks of this process: threads, one for each of its GPUs or shares of its cores. If a launcher
-//! started several processes, their ranks form one world.
+//! or a parent (`processes`) started several processes, their ranks form one world.
 //!
 //! Ranks on GPUs communicate over NCCL, in one process or many. Ranks on CPUs use memory within one
 //! process and MPI between several.
@@ -21,8 +21,9 @@ use crate::collective::{
     TimedCollective, in_process,
 };
 use crate::data::ExampleSource as _;
-use crate::error::{Error, ErrorContext as _, Result};
+use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::locks::locked;
+use crate::ops;
 use crate::planning::Plan;
 use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
 use crate::report::alerts::raise_hang;
@@ -121,7 +122,7 @@ pub(crate) struct RankSetup {
 }
 
 impl RankSetup {
-    /// Opens the devices, and NCCL where several GPUs need it.
+    /// Opens the devices, loads their kernels, and opens NCCL where several GPUs need it.
     ///
     /// # Errors
     /// A requested GPU is missing or cannot be opened; NCCL is missing or too old.
@@ -136,6 +137,7 @@ impl RankSetup {
             // hides the other GPUs. NCCL refuses two ranks on one GPU.
             None => device::open_gpus(&[launch.local_rank % device::gpus()?.len().max(1)])?,
         };
+        devices.iter().try_for_each(ops::preload)?;
         let nccl = (launch.world_size > 1).then(NcclLibrary::open).transpose()?;
         Ok(RankSetup { launch, devices, nccl })
     }
@@ -234,7 +236,8 @@ impl RankSetup {
             }),
             (None, Some(library)) => begin().and_then(|()| {
                 let id = library.unique_id()?;
-                self.on_gpus(library, id, &AbortFlag::new(), &rank).map_err(|failed| failed.error)
+                let abort_flag = AbortFlag::ending_by(end_process);
+                self.on_gpus(library, id, &abort_flag, &rank).map_err(|failed| failed.error)
             }),
             (Some(_), library) => {
                 let place = Watched { watch: &watch, board: &board, terms };
@@ -282,7 +285,7 @@ impl RankSetup {
                 let id = session.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
                 let id = <[u8; 128]>::try_from(id.as_slice())
                     .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
-                let abort_flag = AbortFlag::new();
+                let abort_flag = AbortFlag::ending_by(end_process);
                 let stop = Arc::clone(&abort_flag);
                 session.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
                 self.on_gpus(library, UniqueId(id), &abort_flag, rank)
@@ -299,6 +302,11 @@ impl RankSetup {
         };
         match done {
             Ok(()) => session.leave(),
+            Err(failed) if failed.error.kind() == ErrorCategory::SavedAndStopped => {
+                // All ranks stop together. If one fails meanwhile, this one has saved all the same.
+                drop(session.leave());
+                Err(failed.error)
+            }
             Err(failed) => {
                 let here = if failed.own.is_some() { Vec::new() } else { watched.board.lines() };
                 Err(here.into_iter().fold(self.ended(&session, failed), Error::because))
@@ -315,6 +323,7 @@ impl RankSetup {
         let begin = Instant::now();
         while begin.elapsed() < PEER_FAILURE_TIMEOUT {
             if let Some(failure) = session.failure() {
+                child::note_heard();
                 return failure.into();
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -334,9 +343,9 @@ struct Watched<'a> {
 /// Longest time for the last message before the process ends.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// Ends the process at once, because a hung rank never ends and exit handlers of the system may
-/// wait for it too.
-fn end_process(error: &Error) {
+/// Ends the process at once, because a hung rank or a stuck abort never ends, and exit handlers of
+/// the system may wait for it too.
+pub(crate) fn end_process(error: &Error) {
     restore_screen();
     // The rank may hang in a write to stderr and hold its lock.
     let (said, last) = std::sync::mpsc::channel::<()>();

@@ -1,20 +1,23 @@
-//! `--max-restarts`: runs the training in a child process, and restarts it from its newest
-//! checkpoint after a crash, a kill, or an error that may not happen again.
+//! The parent of a run in other processes: several GPUs have a process each, and `--max-restarts`
+//! restarts the run from its newest checkpoint after a crash, a kill, or an error that may not
+//! happen again.
 //!
-//! A restart is a new process, because only the end of a process undoes a hung thread, an
+//! A restart is new processes, because only the end of a process undoes a hung thread, an
 //! out-of-memory kill, or a device that is broken until its process ends. The parent computes
 //! nothing, holds no device and passes signals on. It does not restart a run that a signal has
-//! ended. If the parent is killed, the system signals the child to save and stop (Linux).
+//! ended. If the parent is killed, the system signals the processes to save and stop (Linux).
 //!
-//! On several hosts each process has such a parent. A failure ends all children. Then the parents
-//! join again (`elastic`) and continue, with fewer ranks if a host is missing.
+//! On several hosts each host, or each process of a launcher, has such a parent. A failure ends all
+//! ranks. Then the parents join again (`elastic`) and continue, with fewer ranks if a host is
+//! missing.
 
 use std::ffi::{OsStr, OsString};
 use std::process::ExitStatus;
 use std::time::Duration;
 
 use super::child;
-use super::elastic::{self, ElasticPlace};
+use super::elastic;
+use super::processes::{self, RankProcess, RunEnd};
 use super::ranks;
 use super::signals::{self, SeenSignal};
 use crate::checkpoint;
@@ -27,19 +30,26 @@ use crate::units;
 /// Pause before a restart, in which other processes of the run end and free their ports.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Runs the training of `args` in a child process and restarts it up to `restarts` times. Ends this
-/// process with the child's exit code.
+/// Returns whether a training command runs in other processes than its own.
+pub(crate) fn are_wanted(args: &TrainArgs) -> bool {
+    args.max_restarts.is_some_and(|_| !args.dry_run) || processes::are_wanted(args)
+}
+
+/// Runs the training of `args` in other processes and restarts it up to `--max-restarts` times.
+/// Ends this process with the exit code of the run.
 ///
 /// # Errors
-/// The child cannot be started; it was killed after the last restart; the run's processes belong to
-/// an MPI job.
-pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
+/// A process cannot be started or a GPU is missing; a process was killed after the last restart;
+/// the run's processes belong to an MPI job.
+pub(crate) fn supervise(args: &TrainArgs) -> Result<()> {
+    let restarts = args.max_restarts.unwrap_or(0);
     let launch = ranks::launch(args)?;
-    if launch.master.is_some() && !ranks::on_gpus(args)? {
+    if args.max_restarts.is_some() && launch.master.is_some() && !ranks::on_gpus(args)? {
         return Err(Error::user("cannot restart one process of an MPI job")
             .because("MPI ends all processes of a job when one ends, and accepts no new ones")
             .hint("restart the job: as long as `mpirun` ends with 75, start it again with `--resume`"));
     }
+    let ranks_here = processes::ranks_of(args)?;
     let mut words: Vec<OsString> = std::env::args_os().skip(1).collect();
     if args.output_folder.is_none() && args.resume.is_some() {
         // A restart drops the folder of `--resume`, which may also name the output folder.
@@ -49,20 +59,19 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
     let terminal = Terminal::stderr(Verbosity::Normal);
     let (mut resume, mut place) = (None, None);
     for left in (0..=restarts).rev() {
-        let environment = place.as_ref().map(ElasticPlace::environment);
-        let mut child =
-            child::start(&child_words(&words, resume, place.as_ref()), environment.into_iter().flatten())?;
-        let (status, asked_to_stop) = child::wait(&mut child, &signals)?;
-        let again = left > 0 && !asked_to_stop && may_succeed(status);
-        match (again, status.code()) {
-            (true, _) => {}
-            (false, Some(code)) => child::end_with(code),
-            // A signal came before the child could save.
-            (false, None) if asked_to_stop => child::stop_now(),
-            (false, None) => return Err(killed(status, restarts)),
+        let words = child_words(&words, resume);
+        let mut started = match ranks_here.as_slice() {
+            [] => vec![RankProcess::of_run(&words, place.as_ref())?],
+            ranks_here => RankProcess::of_ranks(&words, ranks_here, &launch, place)?,
+        };
+        if args.ui {
+            started.iter_mut().take(1).for_each(RankProcess::in_foreground);
         }
-        let (number, how) = (restarts - left + 1, child::how_it_ended(status));
-        terminal.warn(format!("the run {how}: restart {number} of {restarts}, from its newest checkpoint"));
+        let end = processes::until_end(started, &signals)?;
+        if left == 0 || end.asked_to_stop || !may_succeed(end.status) {
+            return end.conclude().map_err(|error| after_restarts(error, restarts));
+        }
+        warn_of_restart(&end, restarts - left + 1, restarts, &terminal);
         resume =
             Some(if checkpoint::has_any(args.output())? { ResumeWith::Newest } else { ResumeWith::AsTyped });
         place = unless_stopped(&signals, || {
@@ -71,6 +80,11 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+fn warn_of_restart(end: &RunEnd, number: u16, restarts: u16, terminal: &Terminal) {
+    let how = end.in_words();
+    terminal.warn(format!("{how}: restart {number} of {restarts}, from the newest checkpoint"));
 }
 
 /// Does `work`. Ends the process if a signal asks to stop meanwhile, because no child can receive
@@ -97,13 +111,8 @@ enum ResumeWith {
     AsTyped,
 }
 
-/// Returns the command line of a child: without `--max-restarts`, and with its new `place` among
-/// the processes, if any.
-fn child_words(
-    words: &[OsString],
-    resume: Option<ResumeWith>,
-    place: Option<&ElasticPlace>,
-) -> Vec<OsString> {
+/// Returns the command line of a child, which is without `--max-restarts`.
+fn child_words(words: &[OsString], resume: Option<ResumeWith>) -> Vec<OsString> {
     let starts_with = |word: &OsStr, text: &str| word.as_encoded_bytes().starts_with(text.as_bytes());
     let mut kept = Vec::new();
     let mut named = false;
@@ -125,10 +134,7 @@ fn child_words(
     if resume.is_some() && !named {
         kept.push("--resume".into());
     }
-    match place {
-        Some(place) => place.in_words(kept),
-        None => kept,
-    }
+    kept
 }
 
 /// Returns whether a restart may succeed: the run was killed, a peer, the network or a device
@@ -138,10 +144,13 @@ fn may_succeed(status: ExitStatus) -> bool {
     status.code().is_none_or(|code| codes.contains(&code))
 }
 
-fn killed(status: ExitStatus, restarts: u16) -> Error {
-    Error::new(ErrorCategory::Transient, format!("the run {}", child::how_it_ended(status)))
-        .because(format!("finetune restarted it {}", units::exact(restarts, "time")))
-        .hint("the same command with `--resume` goes on from the newest checkpoint")
+/// Returns the error of a run that has used all its restarts.
+fn after_restarts(error: Error, restarts: u16) -> Error {
+    let error = match restarts {
+        0 => error,
+        _ => error.because(format!("finetune restarted it {}", units::exact(restarts, "time"))),
+    };
+    error.hint("the same command with `--resume` goes on from the newest checkpoint")
 }
 
 #[cfg(test)]
@@ -156,7 +165,7 @@ mod tests {
     fn a_child_gets_the_words_but_for_the_restarts() {
         let words = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
         let child = |text, resume| {
-            let words: Vec<_> = child_words(&words(text), resume, None)
+            let words: Vec<_> = child_words(&words(text), resume)
                 .into_iter()
                 .map(|word| word.into_string().unwrap())
                 .collect();

@@ -20,7 +20,9 @@ use crate::model::{self, ModelConfig, RotaryTables};
 use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::has_kernels;
 use crate::parallel;
-use crate::parallel::{DeviceMesh, GradReduceOptions, LoadTarget, OffloadTarget, ParamDesc, ParamStore};
+use crate::parallel::{
+    DeviceMesh, GradReduceOptions, LoadTarget, OffloadTarget, ParamDesc, ParamStore, SharedFrozen,
+};
 use crate::quant::QuantFormat;
 use crate::recipe::enums::Attention;
 use crate::recipe::enums::MasterWeights;
@@ -103,6 +105,8 @@ pub struct EngineOptions {
     pub bf16_copy: bool,
     /// Selects f32 masters, or bf16 weights that the optimizer updates directly.
     pub master: MasterWeights,
+    /// The frozen weights that the ranks of this process share on the CPU.
+    pub frozen: SharedFrozen,
 }
 
 impl EngineOptions {
@@ -155,6 +159,7 @@ impl EngineOptions {
             offload: OffloadTarget::default(),
             bf16_copy: false,
             master: MasterWeights::F32,
+            frozen: SharedFrozen::default(),
         }
     }
 }
@@ -413,6 +418,7 @@ impl BaseModel {
             fill_all,
             bf16_copy: options.bf16_copy,
             master: options.master,
+            frozen: options.frozen.clone(),
         };
         let mut fill = |desc: &_, local: &_, to: LoadTarget<'_>| values.fill(desc, local, to);
         let store = ParamStore::new(&self.config, descs, adapters, store, &mut fill)?;

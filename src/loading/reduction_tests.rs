@@ -16,10 +16,11 @@ use crate::engine::{SaveAssignment, Trainer, TrainerOptions};
 use crate::error::Result;
 use crate::locks::locked;
 use crate::optim::{OptimizerOptions, Schedule};
-use crate::parallel::{DeviceMesh, GradReduceOptions, ShardingStrategy};
+use crate::parallel::{DeviceMesh, GradReduceOptions, ShardingStrategy, SharedFrozen};
 use crate::recipe::enums::{Attention, ModelInit, Offload, Recompute, SchedulerKind};
 use crate::recipe::{AdapterSection, DataSource, ModelSection, OptimizerSection};
 use crate::report::{Terminal, Verbosity};
+use crate::runtime::cpu_tensor::memory;
 use crate::runtime::thread_pool;
 
 const RANKS: usize = 2;
@@ -83,6 +84,11 @@ struct Case {
 impl Case {
     /// Returns losses and norms of two steps in bits, then the bits of all values after them.
     fn train(&self, world: Arc<dyn Collective>) -> Result<Vec<u64>> {
+        Ok(self.train_sharing(world, SharedFrozen::default())?.bits)
+    }
+
+    /// Trains with the frozen weights in `frozen`.
+    fn train_sharing(&self, world: Arc<dyn Collective>, frozen: SharedFrozen) -> Result<Trained> {
         let base = base(self.tied);
         let section = AdapterSection { r: 4, ..AdapterSection::default() };
         let adapter_setup = AdapterSetup::from_recipe(&section, ("base", &base.config), &[])?;
@@ -94,6 +100,7 @@ impl Case {
                 kept: DType::F32,
             },
             offload: self.offload.into(),
+            frozen,
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let trains = if self.adapter { Trains::adapter_or_all(Some(&adapter_setup)) } else { Trains::All };
@@ -107,8 +114,17 @@ impl Case {
         for tensor in trainer.snapshot(false)? {
             bits.extend(tensor.values.to_f32().iter().map(|value| u64::from(value.to_bits())));
         }
-        Ok(bits)
+        let (bucket, _) = trainer.engine.store.find("model.layers.1.mlp.up_proj.weight").unwrap();
+        let weight = memory(bucket.own_value()?.tensor()?)?.address();
+        Ok(Trained { bits, weight })
     }
+}
+
+/// The result of a rank.
+struct Trained {
+    bits: Vec<u64>,
+    /// The address of a weight of the model.
+    weight: usize,
 }
 
 #[test]
@@ -156,5 +172,31 @@ fn late_reductions_train_to_the_same_bits() {
             run_ranks(ends, |end| thread_pool::in_own_pool(1, || rank(Arc::new(end)))).unwrap()
         };
         assert!(run(true) == run(false), "{:?}, tied {}", case.strategy, case.tied);
+    }
+}
+
+#[test]
+fn ranks_of_a_process_share_frozen_weights() {
+    use ShardingStrategy::{Ddp, Fsdp};
+    for (strategy, adapter, is_shared) in [(Ddp, true, true), (Ddp, false, false), (Fsdp, true, false)] {
+        let case = Case {
+            strategy,
+            reduce_dtype: DType::F32,
+            offload: Offload::None,
+            adapter,
+            tied: false,
+            recompute: Recompute::None,
+            micro_batches: 2,
+        };
+        let run = |frozen: SharedFrozen| {
+            let ends = InProcessWorld::new(RANKS).communicators();
+            let rank = |end| case.train_sharing(Arc::new(end), frozen.clone());
+            run_ranks(ends, |end| thread_pool::in_own_pool(1, || rank(end))).unwrap()
+        };
+        let (apart, together) = (run(SharedFrozen::default()), run(SharedFrozen::new(RANKS)));
+        let bits = |ranks: &[Trained]| ranks.iter().map(|rank| rank.bits.clone()).collect::<Vec<_>>();
+        assert!(bits(&apart) == bits(&together), "{strategy:?}");
+        assert_eq!(together[0].weight == together[1].weight, is_shared, "{strategy:?}, adapter {adapter}");
+        assert_ne!(apart[0].weight, apart[1].weight);
     }
 }

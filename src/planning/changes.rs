@@ -184,7 +184,10 @@ pub(super) fn more_ranks(world: WorldSize) -> Change {
         let all = world.all.saturating_mul(1 << doubling);
         let is_one_host = world.local == Some(world.all);
         let typed = if is_one_host { format!("--ranks {all}") } else { format!("{all} ranks in all") };
-        Suggestion { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
+        Suggestion {
+            typed,
+            apply: Box::new(move |_, world| *world = WorldSize { all, local: None, here: 1 }),
+        }
     };
     Change { adjustments: (1..=DOUBLINGS).map(more).collect(), relief: MemoryTarget::Kept }
 }

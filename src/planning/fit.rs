@@ -20,7 +20,7 @@ use crate::loading::base_model::{BaseModel, EngineOptions, format};
 use crate::loading::param_layout::Trains;
 use crate::objectives;
 use crate::optim::OptimizerOptions;
-use crate::parallel::{MeshShape, ParamDesc, SentBytes, ShardingStrategy};
+use crate::parallel::{MeshShape, ParamDesc, SentBytes, ShardingStrategy, SharedFrozen};
 use crate::recipe::{self, AutoOr, Recipe, Recompute, StepInterval};
 use crate::report::memory::current_bytes;
 use crate::units;
@@ -134,7 +134,7 @@ impl StepInputs<'_> {
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
         let descs = Arc::clone(&params.descs);
         let tokens = widest_micro_batch(recipe, self.rows);
-        let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
+        let engine = self.engine_of(recipe, adapter_setup);
         let any = how(recipe, &engine, ShardingStrategy::Single, world.all)?;
         let tensors = MicroBatchTensors::new(&self.base.config, &descs, adapter_setup, tokens, &any);
         let needed = |kind, recompute| {
@@ -163,6 +163,17 @@ impl StepInputs<'_> {
         Ok(Some(PlannedStep { fit, mesh: options.mesh, descs, sent, brought }))
     }
 
+    /// Returns the engine's options for `recipe`. An adapter whose first values derive from weights
+    /// needs a rank's own.
+    fn engine_of(&self, recipe: &Recipe, adapter_setup: Option<&AdapterSetup>) -> EngineOptions {
+        let mut engine = self.engine.clone();
+        engine.offload = parallel::offload(&recipe.parallel);
+        if adapter_setup.is_some_and(AdapterSetup::derives_from_weights) {
+            engine.frozen = SharedFrozen::default();
+        }
+        engine
+    }
+
     /// Returns the parts of the memory of a step of `recipe`: weights, gradients, states and
     /// activations.
     ///
@@ -171,7 +182,7 @@ impl StepInputs<'_> {
     pub(crate) fn parts(&self, recipe: &Recipe, step: &PlannedStep, world: WorldSize) -> Result<MemoryParts> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
-        let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
+        let engine = self.engine_of(recipe, adapter_setup);
         let options = how(recipe, &engine, step.fit.strategy, world.all)?;
         let tokens = widest_micro_batch(recipe, self.rows);
         MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options)
@@ -313,6 +324,7 @@ fn how<'a>(
         offload: &engine.offload,
         on_host: engine.traits.on_host(),
         bf16_copy: engine.bf16_copy,
+        frozen_ranks: if engine.traits.on_host() { engine.frozen.ranks() } else { 1 },
         objective: objectives::objective(&recipe.objective).cost(),
     })
 }

@@ -3,10 +3,13 @@
 
 use std::collections::HashSet;
 
+use candle_core::DType;
+
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockLayout, BlockModule, LinearGroup, ModelConfig, WeightShape};
 use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
+use crate::recipe::Recompute;
 
 /// Bytes of an f32 value.
 const F32: usize = 4;
@@ -21,6 +24,8 @@ pub(super) struct GpuStep<'a> {
     blocks: Vec<Vec<LinearLayer>>,
     has_dora: bool,
     has_dropout: bool,
+    /// True if the computation is in bf16.
+    in_bf16: bool,
 }
 
 /// A linear layer of a block.
@@ -34,13 +39,13 @@ struct LinearLayer {
 }
 
 impl<'a> GpuStep<'a> {
-    /// Describes a micro-batch of `tokens` tokens with activations of `size` bytes. `dequantized`
-    /// names the matrices that a product dequantizes into panels.
+    /// Describes a micro-batch of `tokens` tokens with activations in `dtype`. `dequantized` names
+    /// the matrices that a product dequantizes into panels.
     pub(super) fn new(
         config: &'a ModelConfig,
         dequantized: &HashSet<&str>,
         adapter_setup: Option<&AdapterSetup>,
-        [tokens, size]: [usize; 2],
+        (tokens, dtype): (usize, DType),
     ) -> Self {
         let targets = adapter_setup.map_or(&[][..], |setup| &setup.targets);
         let targets: HashSet<&str> = targets.iter().map(|target| target.name.as_str()).collect();
@@ -67,23 +72,25 @@ impl<'a> GpuStep<'a> {
         GpuStep {
             config,
             tokens,
-            size,
+            size: dtype.size_in_bytes(),
             blocks,
             has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
             has_dropout: adapter_setup.is_some_and(|setup| setup.config.lora_dropout as f32 > 0.0),
+            in_bf16: dtype == DType::BF16,
         }
     }
 
-    /// Returns the peak bytes beside the kept activations. The inputs are the bytes of activations
-    /// kept during the loss and, at most, during backward. The backward of the last block reuses
-    /// the buffers of the loss, so only the larger of the two counts.
-    pub(super) fn workspace(&self, [at_loss, at_backward]: [u64; 2]) -> u64 {
+    /// Returns the peak bytes beside the kept activations, which are the same during the loss and
+    /// the backward of a block. The backward of the last block reuses the buffers of the loss, so
+    /// only the larger of the two counts.
+    pub(super) fn workspace(&self, recompute: Recompute) -> u64 {
         // Beside the logits: the last hidden states, their normed copy, and the gradients of both.
         let hidden = self.rows(4 * self.config.hidden_size);
-        let loss = at_loss + hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
-        let of_block = |layers| BlockStep { step: self, layers }.temporaries();
+        let loss = hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
+        let keeps_panels = recompute == Recompute::Block && self.in_bf16;
+        let of_block = |layers| BlockStep { step: self, layers, keeps_panels }.temporaries();
         let temporaries = self.blocks.iter().map(|layers| of_block(layers)).max().unwrap_or(0);
-        GEMM_WORKSPACE as u64 + loss.max(at_backward + temporaries) - at_backward
+        GEMM_WORKSPACE as u64 + loss.max(temporaries)
     }
 
     /// Bytes of activations of this width.
@@ -96,11 +103,13 @@ impl<'a> GpuStep<'a> {
 struct BlockStep<'a> {
     step: &'a GpuStep<'a>,
     layers: &'a [LinearLayer],
+    /// True if a panel that recomputing and backward both read is kept.
+    keeps_panels: bool,
 }
 
 impl BlockStep<'_> {
-    /// Returns the largest sum of tensors that live together at any stage of the block. Covers
-    /// the stages of its backward, as in `model::backward`, and of its forward under recompute.
+    /// Returns the largest sum of tensors that live together at any stage of the block: of its
+    /// backward, as in `model::backward`, and of its forward under recompute.
     fn temporaries(&self) -> u64 {
         let config = self.step.config;
         let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
@@ -128,7 +137,29 @@ impl BlockStep<'_> {
             rows(2 * d) + self.product_forward(LinearGroup::GateUp),
             rows(2 * d + f) + self.product_forward(LinearGroup::Down),
         ];
-        stages.into_iter().max().unwrap_or(0)
+        let groups = [LinearGroup::Qkv, LinearGroup::O, LinearGroup::GateUp];
+        let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
+        stages.into_iter().max().unwrap_or(0) + kept.map(|group| self.dequantized(group)).sum::<u64>()
+    }
+
+    /// True if the panel of a group is kept from recomputing to the end of the block's backward.
+    fn keeps_panel(&self, group: LinearGroup) -> bool {
+        self.keeps_panels && group != LinearGroup::Down && self.is_one_panel(group)
+    }
+
+    /// True if all matrices of a group are dequantized together.
+    fn is_one_panel(&self, group: LinearGroup) -> bool {
+        self.group(group).all(|layer| layer.is_quantized) && !self.has_dora(group)
+    }
+
+    /// Returns the bytes of the dequantized matrices of a group.
+    fn dequantized(&self, group: LinearGroup) -> u64 {
+        self.group(group).filter(|layer| layer.is_quantized).map(|layer| self.matrix(layer)).sum()
+    }
+
+    /// Returns the bytes of a dequantized matrix.
+    fn matrix(&self, layer: &LinearLayer) -> u64 {
+        (layer.out * layer.inputs * self.step.size) as u64
     }
 
     fn group(&self, group: LinearGroup) -> impl Iterator<Item = &LinearLayer> {
@@ -149,25 +180,25 @@ impl BlockStep<'_> {
         self.adapted(group).map(|layer| layer.inputs).max().unwrap_or(0)
     }
 
-    /// Returns the bytes of dequantized matrices that a product of the group holds. With DoRA, or
-    /// if some layers are dense, only one matrix is held at a time.
+    /// Returns the bytes of dequantized matrices that a product of the group holds, beside kept ones.
+    /// With DoRA, or if some layers are dense, only one matrix is held at a time.
     fn panel(&self, group: LinearGroup) -> u64 {
-        let bytes = |layer: &LinearLayer| (layer.out * layer.inputs * self.step.size) as u64;
-        let quantized = self.group(group).filter(|layer| layer.is_quantized).map(bytes);
-        let in_one = self.group(group).all(|layer| layer.is_quantized) && !self.has_dora(group);
-        if in_one { quantized.sum() } else { quantized.max().unwrap_or(0) }
+        if self.keeps_panel(group) {
+            return 0;
+        }
+        if self.is_one_panel(group) {
+            return self.dequantized(group);
+        }
+        let quantized = self.group(group).filter(|layer| layer.is_quantized);
+        quantized.map(|layer| self.matrix(layer)).max().unwrap_or(0)
     }
 
     /// Returns the bytes beside input and output during the forward of a group.
     fn product_forward(&self, group: LinearGroup) -> u64 {
         let dropped = if self.step.has_dropout { self.step.rows(self.adapted_inputs(group)) } else { 0 };
-        if !self.has_dora(group) {
-            return self.panel(group).max(dropped);
-        }
-        // DoRA measures the rows of the adapted weight in f32.
-        let bytes = |layer: &LinearLayer| (layer.out * layer.inputs * F32) as u64;
-        let measured = self.adapted(group).map(bytes).max().unwrap_or(0);
-        measured.max(self.panel(group) + dropped)
+        let panel = self.panel(group);
+        // DoRA's norm and products read one panel.
+        if self.has_dora(group) { panel + dropped } else { panel.max(dropped) }
     }
 
     /// Returns the bytes beside the gradients of input and output during the backward of a group.
@@ -190,7 +221,8 @@ mod tests {
     use crate::error::Result;
     use crate::recipe::{AdapterKind, AdapterSection, TargetModules};
 
-    /// DoRA dequantizes one matrix at a time, other products all matrices of their group.
+    /// DoRA dequantizes one matrix at a time, other products all matrices of their group. Its norms
+    /// take no memory of a matrix's size.
     #[test]
     fn the_block_that_needs_most_counts() -> Result<()> {
         let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 64,
@@ -203,7 +235,7 @@ mod tests {
         };
         let all = names(&[0, 1, 2]).into_iter().map(|name| format!("{name}.weight")).collect::<Vec<_>>();
         let quantized: HashSet<&str> = all.iter().map(String::as_str).collect();
-        let workspace = |dora: &[usize]| -> Result<u64> {
+        let workspace = |quantized: &HashSet<&str>, dora: &[usize]| -> Result<u64> {
             let section = AdapterSection {
                 kind: AdapterKind::Dora,
                 target_modules: TargetModules::Named(names(dora)),
@@ -211,11 +243,16 @@ mod tests {
             };
             let adapter = || AdapterSetup::from_recipe(&section, ("base", &config), &[]);
             let adapter = (!dora.is_empty()).then(adapter).transpose()?;
-            Ok(GpuStep::new(&config, &quantized, adapter.as_ref(), [1, F32]).workspace([0, 0]))
+            let of_token = (1, DType::F32);
+            Ok(GpuStep::new(&config, quantized, adapter.as_ref(), of_token).workspace(Recompute::None))
         };
-        let plain = workspace(&[])?;
-        assert!(workspace(&[0, 1, 2])? < plain);
-        assert_eq!([workspace(&[0, 1])?, workspace(&[1, 2])?, workspace(&[0, 2])?], [plain; 3]);
+        let plain = workspace(&quantized, &[])?;
+        assert!(workspace(&quantized, &[0, 1, 2])? < plain);
+        for dora in [[0, 1], [1, 2], [0, 2]] {
+            assert_eq!(workspace(&quantized, &dora)?, plain);
+        }
+        let (dense, matrix) = (HashSet::new(), (64 * 16 * F32) as u64);
+        assert!(workspace(&dense, &[0, 1, 2])? < workspace(&dense, &[])? + matrix / 2);
         Ok(())
     }
 }

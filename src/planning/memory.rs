@@ -13,7 +13,9 @@ use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, 
 use crate::objectives::ObjectiveCost;
 use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
 use crate::optim::StateLayout;
-use crate::parallel::{MeshShape, OffloadTarget, ParamDesc, ParamKind, Placements, ShardingStrategy};
+use crate::parallel::{
+    MeshShape, OffloadTarget, ParamDesc, ParamKind, Placements, ShardingStrategy, is_shareable, trains_rows,
+};
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::units;
@@ -134,6 +136,7 @@ impl MemoryPlan {
         // Gathered values, and gradients before accumulation, by segment.
         let mut moment: BTreeMap<Segment, MomentBytes> = BTreeMap::new();
         let (mut memory, mut longest) = (MemoryPlan::default(), 0);
+        let trains_rows = trains_rows(descs);
         for desc in descs {
             let elements = desc.local_elements(options.mesh)?;
             let n = elements as u64;
@@ -145,9 +148,10 @@ impl MemoryPlan {
             if spec.values.is_sharded() || away {
                 of_segment.gathered += value;
             }
+            let value = value / options.sharing(desc, trains_rows);
             match options.offload.folder() {
-                Some(_) if away => memory.file += value / share(spec.values),
-                _ => memory.add(away && !options.on_host, |m| &mut m.weights, value / share(spec.values)),
+                Some(_) if away => memory.file += value,
+                _ => memory.add(away && !options.on_host, |m| &mut m.weights, value),
             }
             let state_away = options.offload.has_state() && !options.on_host;
             memory.add(state_away, |m| &mut m.weights, master / share(spec.update));
@@ -176,13 +180,10 @@ impl MemoryPlan {
         let of_objective = options.objective.bytes_per_token * *tokens;
         let of_head = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some());
         memory.logits = (of_head + of_objective) as u64;
-        // With recompute, only the inputs of the blocks are kept during the loss.
-        let inputs: usize = saved.iter().map(|block| block.input).sum();
-        let at_loss = if recompute == Recompute::None { memory.activations } else { inputs as u64 };
         memory.workspace = memory.in_flight;
         memory.workspace += match on_gpu {
             None => temporaries + memory.logits,
-            Some(step) => step.workspace([at_loss, memory.activations]),
+            Some(step) => step.workspace(recompute),
         };
         // Logits, gathered values and fresh gradients keep their memory from step to step.
         let snapshot = snapshot_bytes(descs, has_adapter, options);
@@ -225,7 +226,7 @@ impl<'a> MicroBatchTensors<'a> {
         tokens: usize,
         options: &MemoryOptions<'_>,
     ) -> Self {
-        let widths = [tokens, options.dtype.size_in_bytes()];
+        let widths = (tokens, options.dtype);
         let gpu_step = || GpuStep::new(config, &dequantized(descs, options), adapter_setup, widths);
         let saved = by_block(config, descs, adapter_setup, options, |layer, adapter| {
             BlockSaved::bytes(config, layer, tokens, options.dtype, adapter)
@@ -256,6 +257,8 @@ pub struct MemoryOptions<'a> {
     pub kind: ShardingStrategy,
     /// The number of ranks along each axis.
     pub mesh: MeshShape,
+    /// The number of ranks that share frozen weights in the memory of one process.
+    pub frozen_ranks: usize,
     /// The files that the run saves, and their time.
     pub saving: Saving,
     /// True if a rank accumulates several micro-batches a step, each computed separately first.
@@ -274,6 +277,18 @@ pub struct MemoryOptions<'a> {
     pub bf16_copy: bool,
     /// The objective's own work and memory.
     pub objective: ObjectiveCost,
+}
+
+impl MemoryOptions<'_> {
+    /// Returns the number of ranks that a parameter's values are spread over: those that shard
+    /// them, or those of a process that share them.
+    pub(super) fn sharing(&self, desc: &ParamDesc, trains_rows: bool) -> u64 {
+        let role = desc.kind.role();
+        let is_shared =
+            !self.offload.has_values(role) && is_shareable(self.kind, role, desc.segment, trains_rows);
+        let ranks = if is_shared { self.frozen_ranks } else { 1 };
+        (self.kind.sharding_spec(role).values.parts(0, self.mesh) * ranks) as u64
+    }
 }
 
 /// Returns the bytes of the whole tensors that one rank copies to save them: the maximum over
@@ -422,7 +437,8 @@ fn kept_bytes(blocks: &[SavedBytes], recompute: Recompute) -> usize {
     let rest = blocks.iter().map(|block| block.rest);
     match recompute {
         Recompute::None => inputs + rest.sum::<usize>(),
-        // Backward recomputes one block at a time.
+        // The last block is kept for its backward, which comes first; then backward recomputes one
+        // block at a time.
         Recompute::Block => inputs + rest.max().unwrap_or(0),
     }
 }
@@ -475,6 +491,7 @@ mod tests {
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,
+            frozen_ranks: 1,
             objective: ObjectiveCost::default(),
         };
         let activations = |adapter_setup: Option<&AdapterSetup>, recompute| {
@@ -516,6 +533,7 @@ mod tests {
                 overlaps_reductions,
                 offload,
                 bf16_copy: false,
+                frozen_ranks: 1,
                 on_host: false,
                 objective: ObjectiveCost::default(),
             };

@@ -6,7 +6,7 @@ use super::{Plan, process_bytes};
 use crate::collective::Phase;
 use crate::error::{Error, Result};
 use crate::runtime::device::free_bytes;
-use crate::runtime::machine::{MemoryBound, host_memory};
+use crate::runtime::machine::{HostMemory, MemoryBound, host_memory};
 use crate::runtime::thread_pool;
 use crate::units;
 
@@ -16,23 +16,28 @@ const ADVICE: usize = 4;
 const STACK_BYTES: u64 = 8 << 20;
 
 impl Plan {
-    /// Checks that the available memory can hold a step of the `ranks_here` ranks of this process.
+    /// Checks that the available memory can hold a step of the `ranks_here` ranks of this process,
+    /// or of those of all processes of this host, if their number is known.
     ///
     /// # Errors
     /// The user's: the memory is too small. The message names the largest part of a step and the
     /// keys that set it.
-    pub fn check_memory(&self, ranks_here: usize) -> Result<()> {
-        let (memory, ranks) = (&self.memory, ranks_here as u64);
+    pub fn check_memory(&self, ranks_here: usize, ranks_on_host: Option<usize>) -> Result<()> {
+        let memory = &self.memory;
         let on_host = if self.engine.device.is_cpu() { memory.total() } else { 0 };
-        let on_host = on_host.saturating_add(memory.host).saturating_mul(ranks);
-        let host =
-            host_memory().map(|host| (host, on_host.saturating_add(self.counted_too(host.bound, ranks))));
-        let short = match (host, free_bytes(&self.engine.device)) {
-            (Some((host, needed)), _) if needed > host.limit => {
-                let ranks = if ranks > 1 {
-                    format!("{ranks} ranks of this process need")
-                } else {
-                    "a step needs".into()
+        let on_host = on_host.saturating_add(memory.host);
+        let needs = |host: HostMemory| {
+            let shared = matches!(host.bound, MemoryBound::Host | MemoryBound::Group);
+            let ranks = ranks_on_host.filter(|_| shared).unwrap_or(ranks_here) as u64;
+            let needed = on_host.saturating_mul(ranks);
+            (host, ranks, needed.saturating_add(self.counted_too(host.bound, ranks)))
+        };
+        let short = match (host_memory().map(needs), free_bytes(&self.engine.device)) {
+            (Some((host, ranks, needed)), _) if needed > host.limit => {
+                let ranks = match ranks {
+                    1 => "a step needs".into(),
+                    _ if ranks == ranks_here as u64 => format!("{ranks} ranks of this process need"),
+                    _ => format!("{ranks} ranks on this host need"),
                 };
                 format!("{ranks} {} of memory; {}", units::bytes(needed), host.bound.in_words(host.limit))
             }

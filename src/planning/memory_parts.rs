@@ -7,7 +7,7 @@ use super::memory::{MemoryOptions, by_block, kept_gradients, weight_bytes};
 use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockSaved, ModelConfig};
-use crate::parallel::{ParamDesc, ParamKind, Placements};
+use crate::parallel::{ParamDesc, ParamKind, Placements, trains_rows};
 
 /// The name of the group of f32 masters, without the suffix for their location.
 pub(crate) const MASTERS: &str = "f32 masters";
@@ -46,6 +46,7 @@ impl MemoryParts {
         options: &MemoryOptions<'_>,
     ) -> Result<Self> {
         let mut parts = MemoryParts::default();
+        let trains_rows = trains_rows(descs);
         for desc in descs {
             let spec = options.kind.sharding_spec(desc.kind.role());
             let elements = desc.local_elements(options.mesh)?;
@@ -60,7 +61,7 @@ impl MemoryParts {
             let in_file = options.offload.has_values(desc.kind.role()) && options.offload.folder().is_some();
             let of_values = if in_file { " (in a file)" } else { away };
             let values = format!("{}{of_values}", kept_as(desc.kind, options));
-            count(&mut parts.weights, values, value, over(spec.values));
+            count(&mut parts.weights, values, value, options.sharing(desc, trains_rows));
             let update = over(spec.update);
             if master > 0 {
                 count(&mut parts.weights, format!("{MASTERS}{state_away}"), master, update);
@@ -149,6 +150,7 @@ mod tests {
                 offload: &OffloadTarget::default(),
                 on_host: true,
                 bf16_copy: false,
+                frozen_ranks: 1,
                 objective: ObjectiveCost::default(),
             };
             MemoryParts::new(&config, &[desc], None, 7, &options)

@@ -16,12 +16,14 @@ pub struct WorldSize {
     pub all: usize,
     /// The ranks of this host, if known.
     pub local: Option<usize>,
+    /// The ranks of this process.
+    pub here: usize,
 }
 
 impl WorldSize {
-    /// Returns a world of `ranks` ranks on one host.
-    pub fn on_one_host(ranks: usize) -> Self {
-        WorldSize { all: ranks, local: Some(ranks) }
+    /// Returns a world of `ranks` ranks in one process.
+    pub fn in_one_process(ranks: usize) -> Self {
+        WorldSize { all: ranks, local: Some(ranks), here: ranks }
     }
 }
 
@@ -200,14 +202,14 @@ mod tests {
 
     #[test]
     fn groups_are_the_ranks_of_a_host() {
-        let two_hosts = WorldSize { all: 16, local: Some(8) };
+        let two_hosts = WorldSize { all: 16, local: Some(8), here: 1 };
         assert_eq!(group_of(None, two_hosts).ok(), Some(Some(ShardingStrategy::Hsdp(8))));
         assert_eq!(group_of(Some(4), two_hosts).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
-        assert_eq!(group_of(None, WorldSize::on_one_host(4)).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
+        assert_eq!(group_of(None, WorldSize::in_one_process(4)).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
         for (size, world, why) in [
-            (None, WorldSize { all: 16, local: None }, "does not report how many ranks a host has"),
-            (None, WorldSize { all: 4, local: Some(3) }, "this host has 3 ranks"),
-            (Some(3), WorldSize::on_one_host(4), "accepted for 4 ranks: 1, 2, 4"),
+            (None, WorldSize { all: 16, local: None, here: 1 }, "does not report how many ranks a host has"),
+            (None, WorldSize { all: 4, local: Some(3), here: 1 }, "this host has 3 ranks"),
+            (Some(3), WorldSize::in_one_process(4), "accepted for 4 ranks: 1, 2, 4"),
         ] {
             let error = group_of(size, world).expect_err(why).to_string();
             assert!(error.contains(why), "{error}");

@@ -29,7 +29,7 @@ use crate::loading::dataset::DatasetLoader;
 use crate::loading::param_layout::Trains;
 use crate::loading::resolver::{ResolvedSource, Resolver};
 use crate::model::ModelConfig;
-use crate::parallel::{ParamDesc, ShardingStrategy};
+use crate::parallel::{ParamDesc, ShardingStrategy, SharedFrozen};
 use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute, Strategy};
 use crate::units;
 use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
@@ -99,6 +99,7 @@ impl Plan {
         recipe.data.fit_positions(base.config.max_position_embeddings);
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         engine.bf16_copy = bf16_copy::is_wanted(&recipe);
+        engine.frozen = SharedFrozen::new(world.here);
         engine.master = parallel::master_weights(&recipe, engine.dtype)?;
         // The tokenizer of the adapter that the run starts from replaces the model's.
         let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
@@ -317,7 +318,7 @@ impl Plan {
     /// Returns unused settings that free device memory in `phase`, as typed flags with the bytes a
     /// rank would need. The order is that of their cost.
     pub fn memory_advice(&self, phase: Phase) -> Vec<String> {
-        let (inputs, world) = (self.inputs(), WorldSize::on_one_host(self.ranks));
+        let (inputs, world) = (self.inputs(), WorldSize::in_one_process(self.ranks));
         let settings = ModelSettings::of(&self.base, &self.engine);
         let advised = |adjustment: &Suggestion| {
             let (mut recipe, mut world) = (self.recipe_of_ranks(), world);

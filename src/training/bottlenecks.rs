@@ -12,7 +12,7 @@ use crate::report::Terminal;
 use crate::runtime::TensorMut;
 use crate::runtime::clock;
 use crate::runtime::copy::{copy_into, zero};
-use crate::runtime::device::free_bytes;
+use crate::runtime::device::{free_bytes, wait_for};
 use crate::runtime::machine::host_memory;
 use crate::units;
 
@@ -108,10 +108,10 @@ fn rates(device: &Device) -> Result<CopyAndProductRates> {
 fn fastest(device: &Device, work: impl Fn() -> Result<()>) -> Result<f64> {
     let mut best = f64::INFINITY;
     for _ in 0..TIMES {
-        device.synchronize()?;
+        wait_for(device)?;
         let start = clock::now();
         work()?;
-        device.synchronize()?;
+        wait_for(device)?;
         best = best.min(clock::since(start).as_secs_f64());
     }
     Ok(best)

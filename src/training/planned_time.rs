@@ -55,7 +55,7 @@ fn predicted(plan: &Plan, memory: u64) -> Result<Option<f64>> {
         heads: config.heads,
         vocab_size: config.vocab_size,
     };
-    let world = WorldSize::on_one_host(plan.ranks);
+    let world = WorldSize::in_one_process(plan.ranks);
     let inputs = plan.inputs();
     let request = SizingRequest {
         typed: recipe,

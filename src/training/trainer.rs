@@ -14,10 +14,12 @@ use crate::objectives;
 use crate::optim::OptimizerOptions;
 use crate::parallel::DeviceMesh;
 use crate::planning::Plan;
+use crate::runtime::device;
 use crate::runtime::thread_pool::run_in_pool;
 
 /// Returns the trainer of a rank of `plan` on its `device`, with weights loaded. `resumed` is the
-/// checkpoint passed to [`Plan::resume`]. All ranks call it.
+/// checkpoint passed to [`Plan::resume`]. All ranks call it. The memory pool of a GPU keeps 5 % more
+/// than the plan; the rest is for modules, libraries and communicators.
 ///
 /// # Errors
 /// Weights cannot be read or do not fit the model; a peer failed.
@@ -27,6 +29,7 @@ pub fn trainer(
     world: Arc<dyn Collective>,
     device: &Device,
 ) -> Result<Trainer> {
+    device::release_above(device, plan.memory.total() / 20 * 21)?;
     let (ranks, device) = (DeviceMesh::new(plan.strategy, world)?, device.clone());
     let engine = EngineOptions { ranks, device, ..plan.engine.clone() };
     let (engine, initial) = run_in_pool(&Device::Cpu, || {

@@ -205,3 +205,44 @@ fn the_network_of_threads() {
     // Both threads read one clock, within a message's time.
     assert!(report["clocks"][0]["ahead_secs"].as_f64().unwrap().abs() < 1.0, "{report}");
 }
+
+/// Beside the build for the CPU, `finetune-cuda` is the build with GPU support.
+#[cfg(all(unix, not(feature = "cuda")))]
+#[test]
+fn becomes_the_gpu_build_if_its_libraries_are_there() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let own = folder.path().join("finetune");
+    std::fs::hard_link(cargo_bin!("finetune"), &own)
+        .or_else(|_| std::fs::copy(cargo_bin!("finetune"), &own).map(drop))
+        .unwrap();
+    let gpu_build = folder.path().join("finetune-cuda");
+    std::fs::write(&gpu_build, "#!/bin/sh\necho \"GPU build: $*\"\nexit 7\n").unwrap();
+    std::fs::set_permissions(&gpu_build, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let run = |hidden: bool| {
+        let mut command = Command::new(&own);
+        command.arg("--version").env("VIRTUAL_ENV", folder.path()).env_remove("CUDA_VISIBLE_DEVICES");
+        if hidden {
+            command.env("CUDA_VISIBLE_DEVICES", "");
+        }
+        let output = command.output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code(), text(output.stdout) + &text(output.stderr))
+    };
+    let lib = folder.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
+    std::fs::create_dir_all(&lib).unwrap();
+    std::fs::write(lib.join("libcuda.so.1"), "").unwrap();
+    let found = doctor(&[], &[]);
+    let missing = value(&found, "GPU libraries").split("missing: ").nth(1).unwrap_or_default();
+    if missing.contains("libcublas.so.13") {
+        let (code, text) = run(false);
+        assert!(code == Some(0) && text.contains("warning: finetune-cuda cannot start"), "{text}");
+        assert!(text.contains("libcublas.so.13") && !text.contains("libcuda.so.1,"), "{text}");
+    }
+    for name in ["libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10"] {
+        std::fs::write(lib.join(name), "").unwrap();
+    }
+    assert_eq!(run(false), (Some(7), "GPU build: --version\n".to_owned()));
+    let (code, text) = run(true);
+    assert!(code == Some(0) && text.starts_with("finetune ") && !text.contains("warning"), "{text}");
+}

@@ -40,7 +40,7 @@ fn a_run_that_is_lost_goes_on_by_itself() {
         let done = train(&output(kind), Some(&fault), &["--max-restarts", "2"]);
         let text = said(&done);
         assert!(done.status.success(), "{kind}: {text}");
-        let warning = format!("the run {how}: restart 1 of 2, from its newest checkpoint");
+        let warning = format!("the run {how}: restart 1 of 2, from the newest checkpoint");
         assert_eq!(text.matches("restart 1 of 2").count(), 1, "{kind}: {text}");
         assert!(text.contains(&warning), "{kind}: {text}");
         assert!(weights(&output(kind)) == whole, "{kind}: other weights");

@@ -285,6 +285,7 @@ fn the_memory_plan_counts_each_tensor() {
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,
+            frozen_ranks: 1,
             objective: ObjectiveCost::default(),
         };
         let elements: usize = descs.iter().map(|desc| desc.global_elements()).sum();

@@ -1,10 +1,12 @@
-//! One run in several processes under mpirun, through the binary: the same bytes as in one process;
-//! inconsistent settings are refused. Without mpirun it prints that it is skipped.
+//! One run in several processes under mpirun, or started by one command, through the binary: the
+//! same bytes as in one process; inconsistent settings are refused. Without mpirun it prints that it
+//! is skipped.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "../support/skipped.rs"]
 mod skipped;
+mod supervised;
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -86,21 +88,26 @@ fn same_bytes(processes: usize, here: usize, more: &[&str]) {
     assert!(done.status.success(), "{}", said(&done));
     let one = Command::new(BINARY).args(with_ranks(&together, &all)).output().unwrap();
     assert!(one.status.success(), "{}", said(&one));
+    compare(&apart, &together, processes * here);
+    let secret = Path::new(CACHE).join("finetune/rendezvous/secret").metadata().unwrap();
+    assert_eq!(secret.permissions().mode() & 0o777, 0o600);
+}
+
+/// Compares the weights that two runs of `ranks` ranks have left.
+fn compare(apart: &Path, together: &Path, ranks: usize) {
     let mut compared = 0;
     for folder in ["", "checkpoint-2"] {
         for entry in std::fs::read_dir(together.join(folder)).unwrap() {
             let name = entry.unwrap().file_name();
             if name.to_string_lossy().ends_with(".safetensors") {
                 let read = |output: &Path| std::fs::read(output.join(folder).join(&name)).unwrap();
-                assert!(read(&apart) == read(&together), "{folder}/{}", name.display());
+                assert!(read(apart) == read(together), "{folder}/{}", name.display());
                 compared += 1;
             }
         }
     }
     // The tensors of the tiny model make at most four shards.
-    assert_eq!(compared, 3 * (processes * here).min(4));
-    let secret = Path::new(CACHE).join("finetune/rendezvous/secret").metadata().unwrap();
-    assert_eq!(secret.permissions().mode() & 0o777, 0o600);
+    assert_eq!(compared, 3 * ranks.min(4));
 }
 
 #[test]

@@ -13,6 +13,7 @@ use super::{MeasuredRanks, on_ranks};
 use crate::cli::CommunicationArgs;
 use crate::collective::{Call, Collective};
 use crate::error::{Error, Result};
+use crate::runtime::device::wait_for;
 use crate::units;
 
 /// Measured collective, with the names of nccl-tests.
@@ -219,13 +220,13 @@ fn time(op: MeasuredOp, bytes: u64, world: &dyn Collective, device: &Device) -> 
     let data = OpData::new(op, world, part, device, |_| 0.0)?;
     let bytes = (part * ranks * size_of::<f32>()) as u64;
     let calls = (MOVED_BYTES / bytes).clamp(LEAST_CALLS, MOST_CALLS);
-    device.synchronize()?;
+    wait_for(device)?;
     world.barrier(Call::single("start of a measurement"))?;
     let started = Instant::now();
     for _ in 0..calls {
         data.call(world)?;
     }
-    device.synchronize()?;
+    wait_for(device)?;
     let secs = RankBuffer::numbers(vec![started.elapsed().as_secs_f64()])?;
     world.all_reduce(Call::single("time of a measurement"), secs.memory())?;
     let total: f64 = secs.values::<f64>()?.iter().sum();

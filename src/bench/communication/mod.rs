@@ -16,6 +16,7 @@ use crate::cli::{CommunicationArgs, Gpus};
 use crate::collective::launch::LaunchSource;
 use crate::collective::{Collective, Phase};
 use crate::error::{Error, Result};
+use crate::launcher::processes::{self, SplitRank};
 use crate::launcher::ranks::{self, RankRequest, RankSetup};
 use crate::runtime::device;
 use crate::runtime::machine;
@@ -34,7 +35,7 @@ pub(crate) struct MeasuredRanks {
 }
 
 /// Starts the ranks of `args` and of a launcher's environment and runs `measure` on each. Returns
-/// the result of rank 0 in its process, none in others.
+/// the result of rank 0 in its process, none in others. Each of several GPUs has a process.
 ///
 /// # Errors
 /// The run has a single rank, the memory does not suffice, or a rank fails.
@@ -58,6 +59,10 @@ fn on_ranks<T: Send>(
         return Err(Error::user(format!("cannot {what} of a single rank"))
             .because(format!("the world size is 1, from {}", launch.source.name()))
             .hint("give `--ranks 2` or more, several `--gpus`, or start several processes with mpirun"));
+    }
+    if let Some(gpus) = request.gpus.filter(|gpus| gpus.0.len() > 1) {
+        // The process of rank 0 prints.
+        return processes::run(&SplitRank::on_gpus(gpus)?, &launch).map(|()| None);
     }
     let on_gpus = ranks::on_gpus(request)?;
     if !on_gpus {

@@ -10,6 +10,7 @@ use super::rank_place::{NETWORK, RankPlace};
 use crate::collective::{Call, Collective};
 use crate::error::Result;
 use crate::runtime::clock;
+use crate::runtime::device::wait_for;
 
 /// Bytes of a message; on GPUs enough to saturate NVLink.
 const CPU_BYTES: usize = 4 << 20;
@@ -169,7 +170,7 @@ fn send(
         let started = clock::now();
         world.send(call, to, message.memory())?;
         world.recv(call, to, answer.memory())?;
-        device.synchronize()?;
+        wait_for(device)?;
         if number > 0 {
             fastest = fastest.min(clock::since(started).as_secs_f64());
         }

@@ -3,8 +3,11 @@
 //! ```text
 //! full                   6 (N + H) + 3.5 A
 //! LoRA                   4 (N + H) + 6 L + 3.5 A
-//! recompute of blocks    + 2 N + 2 L + A
+//! recompute of blocks    + 2 N' + 2 L' + A'
 //! ```
+//!
+//! The primes leave out the last block, which is not recomputed, and the `down_proj` of blocks in
+//! which no norm reads its output.
 //!
 //! N are the weights of the blocks' linear layers, H those of the output layer (6 H if an adapter's
 //! run trains its weight), L those of adapters, A attention's forward. A product of a weight is 2
@@ -12,7 +15,7 @@
 //! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5
 //! times forward (Dao, arXiv 2307.08691).
 
-use crate::model::{BlockLayout, BlockModule, ModelConfig, WeightShape};
+use crate::model::{BlockLayout, BlockModule, BlockPart, ModelConfig, WeightShape};
 use crate::objectives::ObjectiveCost;
 use crate::parallel::{ParamDesc, ParamKind};
 use crate::planning::LossPath;
@@ -72,7 +75,7 @@ impl TokenFlops {
     pub fn new(config: &ModelConfig, trained: TrainedWeights, row: f64, recompute: Recompute) -> Self {
         let linear = linear_weights(config) as f64;
         let head = (config.vocab_size * config.hidden_size) as f64;
-        let attention = attention_forward(config, row);
+        let attention = attention_forward(config, row).sum::<f64>();
         let TrainedWeights { branches, loss_path } = trained;
         let products = |trains: bool| if trains { TRAINED } else { FROZEN };
         let of_blocks = products(branches.is_none());
@@ -80,7 +83,7 @@ impl TokenFlops {
         let of_blocks_forward = PRODUCT * (linear + branches) + attention;
         let recomputed = match recompute {
             Recompute::None => 0.0,
-            Recompute::Block => of_blocks_forward,
+            Recompute::Block => recomputed_forward(config, branches, row),
         };
         TokenFlops {
             linear: of_blocks * linear + TRAINED * branches,
@@ -112,18 +115,34 @@ impl TokenFlops {
 
 /// Returns the number of weights in the blocks' linear layers.
 pub fn linear_weights(config: &ModelConfig) -> usize {
+    (0..config.num_layers()).map(|layer| block_weights(config, layer, |_| true)).sum()
+}
+
+/// Returns the number of weights in the chosen linear layers of a block.
+fn block_weights(config: &ModelConfig, layer: usize, is_chosen: impl Fn(&BlockModule) -> bool) -> usize {
     let weights = |module: &BlockModule| match module.weight {
         WeightShape::Matrix { out, inputs } => out * inputs,
         WeightShape::Gain(_) => 0,
     };
-    let of_block = |layer| -> usize { BlockLayout::new(config, layer).linears().map(weights).sum() };
-    (0..config.num_layers()).map(of_block).sum()
+    BlockLayout::new(config, layer).linears().filter(|module| is_chosen(module)).map(weights).sum()
 }
 
-/// Returns the operations of attention's forward for a token, over all layers.
-fn attention_forward(config: &ModelConfig, row: f64) -> f64 {
+/// Returns the operations of a token that a backward repeats, with `branches` weights of adapters.
+fn recomputed_forward(config: &ModelConfig, branches: f64, row: f64) -> f64 {
+    let layers = config.num_layers().saturating_sub(1);
+    let is_read = |layer: usize, module: &BlockModule| {
+        module.part != BlockPart::DownProj || config.blocks[layer].residual.has_post_norms()
+    };
+    let weights = |layer| block_weights(config, layer, |module| is_read(layer, module));
+    let linear = (0..layers).map(weights).sum::<usize>() as f64;
+    let branches = branches * layers as f64 / config.num_layers().max(1) as f64;
+    PRODUCT * (linear + branches) + attention_forward(config, row).take(layers).sum::<f64>()
+}
+
+/// Returns the operations of attention's forward for a token, by layer.
+fn attention_forward(config: &ModelConfig, row: f64) -> impl Iterator<Item = f64> {
     let width = config.heads.q_width() as f64;
-    let layers = config.attentions().map(|attention| {
+    config.attentions().map(move |attention| {
         let seen = match attention.window {
             Some(window) if (window as f64) < row => {
                 let window = window as f64;
@@ -132,6 +151,5 @@ fn attention_forward(config: &ModelConfig, row: f64) -> f64 {
             _ => row / 2.0,
         };
         4.0 * width * seen
-    });
-    layers.sum()
+    })
 }

@@ -7,6 +7,7 @@ use candle_core::{DType, Device};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::loading::{AdapterSetup, BaseModel, DeviceTraits, EngineOptions, Resolver};
+use crate::parallel::SharedFrozen;
 use crate::planning::sizing::hardware::Hardware;
 use crate::planning::sizing::rates::{Calibration, ComputeRates};
 use crate::planning::{MemoryBudget, WorldSize};
@@ -102,7 +103,9 @@ pub(crate) fn engine_on(
             None if ranks.is_some() => Device::Cpu,
             None => device::open(device::preferred()?)?,
         };
-        return EngineOptions::new(&recipe.model, device, recipe.train.seed);
+        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        engine.frozen = SharedFrozen::new(ranks.unwrap_or(1));
+        return Ok(engine);
     };
     let mut model = recipe.model.clone();
     let has_bf16 = hardware.device.bf16_tflops > 0.0;
@@ -159,9 +162,11 @@ pub(crate) fn world_of(
     ranks: Option<usize>,
 ) -> WorldSize {
     match (hardware, gpus, ranks) {
-        (Some(hardware), ..) => WorldSize { all: hardware.devices(), local: Some(hardware.per_host) },
-        (_, Some(gpus), _) => WorldSize::on_one_host(gpus.len()),
-        (_, _, ranks) => WorldSize::on_one_host(ranks.unwrap_or(1)),
+        (Some(hardware), ..) => {
+            WorldSize { all: hardware.devices(), local: Some(hardware.per_host), here: 1 }
+        }
+        (_, Some(gpus), _) => WorldSize::in_one_process(gpus.len()),
+        (_, _, ranks) => WorldSize::in_one_process(ranks.unwrap_or(1)),
     }
 }
 

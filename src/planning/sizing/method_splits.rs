@@ -2,7 +2,7 @@
 //! [`splits`].
 
 use super::splits::{self, ParallelSplit, RefusedSplit, SplitWork, splits};
-use super::step_time::{dequantized_bytes, dequantizing_passes, launches, token_secs, update};
+use super::step_time::{dequantized_bytes, launches, token_secs, update};
 use super::{SizingRequest, kept_bytes};
 use crate::error::Result;
 use crate::planning::{KeptGroup, MASTERS, MemoryParts, PlannedStep, widest_micro_batch};
@@ -37,7 +37,8 @@ impl SizingRequest<'_> {
             states: (masters + optimizer) as f64,
             token_secs: token_secs(config, &flops, rates),
             attention_secs: flops.attention / rates.attention,
-            dequantize_secs: dequantizing_passes(step) * dequantized_bytes(&step.descs) / rates.update,
+            dequantize_secs: self.dequantizing_passes(self.recipe, step) * dequantized_bytes(&step.descs)
+                / rates.update,
             launch_secs: launches(config, step, (hardware, 1.0)) - updated,
             update_secs: updating + update_copies,
             row: load.row,

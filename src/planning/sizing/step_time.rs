@@ -13,6 +13,7 @@
 //! first gather and the last reduction: T_ends is all of T_communication, but at most a fiftieth of
 //! T_compute.
 
+use candle_core::DType;
 use serde::Serialize;
 
 use super::SizingRequest;
@@ -23,7 +24,7 @@ use crate::model::ModelConfig;
 use crate::objectives;
 use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes};
 use crate::planning::{PlannedStep, parameter_counts};
-use crate::recipe::{Offload, Recipe, Recompute, StateDtype};
+use crate::recipe::{AdapterKind, Offload, Recipe, Recompute, StateDtype};
 
 /// Part of the computation that can overlap with communication.
 pub(super) const OVERLAP: f64 = 0.8;
@@ -138,6 +139,15 @@ impl SizingRequest<'_> {
             .with_objective(objectives::objective(&recipe.objective).cost())
     }
 
+    /// Returns the passes of a micro-batch that dequantize: forward, backward, and recomputing
+    /// unless it shares the panels of backward (`BlockWeights::with_panels`).
+    pub(super) fn dequantizing_passes(&self, recipe: &Recipe, step: &PlannedStep) -> f64 {
+        let engine = self.inputs.engine;
+        let is_dora = recipe.adapter.as_ref().is_some_and(|adapter| adapter.kind == AdapterKind::Dora);
+        let shares_panels = !engine.traits.is_cpu && engine.dtype == DType::BF16 && !is_dora;
+        if step.fit.recompute == Recompute::Block && !shares_panels { 3.0 } else { 2.0 }
+    }
+
     /// Estimates a step of `recipe` with the layout `step`; none without the speed of the hardware.
     pub(crate) fn time(&self, recipe: &Recipe, step: &PlannedStep) -> Option<StepTime> {
         let ((hardware, rates), config) = (self.timed?, &self.inputs.base.config);
@@ -147,7 +157,7 @@ impl SizingRequest<'_> {
         let tokens = load.tokens * turns;
         let recompute = tokens * flops.recomputed / rates.linear;
         let one_pass = turns * dequantized_bytes(&step.descs) / rates.update;
-        let dequantize = dequantizing_passes(step) * one_pass;
+        let dequantize = self.dequantizing_passes(recipe, step) * one_pass;
         let products = tokens * token_secs(config, &flops, rates);
         let compute = products + dequantize;
         let forward = products * flops.forward / flops.hardware() + one_pass;
@@ -191,9 +201,10 @@ pub(super) fn launches(config: &ModelConfig, step: &PlannedStep, (hardware, turn
         return 0.0;
     }
     let [forward, backward] = BLOCK_KERNELS;
-    let again = if step.fit.recompute == Recompute::Block { forward } else { 0.0 };
+    let layers = config.num_layers() as f64;
+    let again = if step.fit.recompute == Recompute::Block { forward * (layers - 1.0) } else { 0.0 };
     let updated = step.descs.iter().filter(|desc| desc.kind.trains()).count() as f64;
-    LAUNCH * (turns * config.num_layers() as f64 * (forward + again + backward) + updated)
+    LAUNCH * (turns * (layers * (forward + backward) + again) + updated)
 }
 
 /// Returns the bottleneck of a step with these parts of exposed communication, offload, kernel
@@ -212,12 +223,6 @@ fn bound([exposed, offload, launch, update]: [f64; 4]) -> Bound {
 /// Returns the seconds of a token's products and elementwise operations, forward and backward.
 pub(super) fn token_secs(config: &ModelConfig, flops: &TokenFlops, rates: &ComputeRates) -> f64 {
     rates.seconds(flops) + elementwise(config, rates)
-}
-
-/// Returns the passes of a micro-batch that dequantize: forward, backward, and forward again under
-/// block recompute.
-pub(super) fn dequantizing_passes(step: &PlannedStep) -> f64 {
-    if step.fit.recompute == Recompute::Block { 3.0 } else { 2.0 }
 }
 
 /// Returns the bytes read and written to dequantize all codes to bf16 once.

@@ -351,6 +351,39 @@ fn gpus_that_are_not_there() {
     }
 }
 
+/// Threads instead of processes need several GPUs to be threads of.
+#[test]
+fn threads_of_one_gpu() {
+    let place = Place::new();
+    assert_snapshot!(no_run(&place, &["--gpus", "0", "--gpus-in-process"]), @"
+    exit 2
+    error: cannot use `--gpus-in-process` with one GPU
+      caused by: one GPU has one process anyway; accepted: two or more in `--gpus`
+    hint: leave out `--gpus-in-process`, or name more GPUs with `--gpus`
+    ");
+}
+
+/// An error that each process of a run finds appears once.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
+fn ranks_in_processes_report_an_error_once() {
+    if finetune::collective::CONNECTS_PROCESSES {
+        return;
+    }
+    let place = Place::new();
+    ["rank-0", "rank-1"].iter().for_each(|name| place.write(name, ""));
+    let mut command = place.command(&lora(&["--ranks", "2", "--quiet"]));
+    let done = command.env("FINETUNE_MPI_PROCESSES", place.path(".")).output().unwrap();
+    assert_snapshot!(place.told(&done.stderr), @"
+    error: cannot train over several processes
+      caused by: the world size is 2, from --world-size and --rank
+      caused by: this binary was built without MPI, which CPU ranks in several processes need
+    hint: on one host, start one process with `--ranks N`; over hosts, start a build with `--features mpi` (`cargo build --release --features mpi`) under `mpirun`; torchrun cannot replace mpirun
+    ");
+    assert_eq!(done.status.code(), Some(1));
+    assert!(!place.path("out").exists());
+}
+
 // The model folder.
 
 #[test]

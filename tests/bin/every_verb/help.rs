@@ -63,6 +63,7 @@ fn help_of_the_root() {
           --gpus <LIST>              GPUs, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
           --ranks <N>                Train on the CPU with this many ranks, as threads of one process
+          --gpus-in-process          Run all --gpus as threads of one process, not as a process each
           --max-restarts <N>         Restart from the newest checkpoint up to N times after a crash,
                                      kill or hang
           --allow-change <KEY>       Let this learning-rate or scheduler key differ on resume; may be

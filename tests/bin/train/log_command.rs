@@ -94,6 +94,20 @@ fn a_program_gets_the_run_and_every_line_of_metrics_jsonl() {
     );
 }
 
+/// finetune numbers GPUs as `nvidia-smi` does, also in the programs that it starts, unless the
+/// environment has another order.
+#[test]
+fn gpus_are_numbered_by_their_bus() {
+    for (given, order) in [(None, "PCI_BUS_ID"), (Some("FASTEST_FIRST"), "FASTEST_FIRST")] {
+        let place = Place::new();
+        let script = format!("echo $CUDA_DEVICE_ORDER > {}; cat > /dev/null", place.path("got").display());
+        let mut run = place.command(&lora(&["--set", &shell(&script)]));
+        run.env_remove("CUDA_DEVICE_ORDER").envs(given.map(|order| ("CUDA_DEVICE_ORDER", order)));
+        assert!(run.output().unwrap().status.success());
+        assert_eq!(lines(&place.path("got")), [order]);
+    }
+}
+
 /// Starts a long run, stops it by SIGTERM after its first step, and returns the lines.
 fn stopped(place: &Place, more: &[&str]) -> Vec<Value> {
     std::fs::remove_file(place.path("got")).unwrap_or_default();

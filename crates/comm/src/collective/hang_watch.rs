@@ -47,6 +47,11 @@ const PERIOD: Duration = Duration::from_millis(500);
 /// Time for the other ranks and their saves to end after a hang. The hung rank is not waited for.
 const LAST_WORDS: Duration = Duration::from_secs(4);
 
+/// Switches to try after a hang on several GPUs: CUDA loads its code before the first step, and
+/// NCCL's kernels leave more of a GPU to others.
+pub(super) const GPU_SWITCHES: &str =
+    "try `CUDA_MODULE_LOADING=EAGER`, then `NCCL_MAX_CTAS=8`, in the environment of all ranks";
+
 /// Limits on the silence of a rank.
 #[derive(Debug, Clone, Copy)]
 pub struct HangLimits {
@@ -355,8 +360,13 @@ impl WatchShared {
             let silent = units::duration(other.silent.as_secs_f64());
             error = error.because(format!("rank {} is silent too, for {silent}", other.progress.rank()));
         }
-        let hint = "the same command with `--resume` goes on from the newest checkpoint; if the rank was only slow, \
-                    allow more with `--set parallel.timeout_secs=SECONDS`";
+        let mut hint =
+            "the same command with `--resume` goes on from the newest checkpoint; if the rank was only \
+                        slow, allow more with `--set parallel.timeout_secs=SECONDS`"
+                .to_owned();
+        if !self.limits.on_host {
+            hint += &format!("; on several GPUs, {GPU_SWITCHES}");
+        }
         HangReport { rank, why, error: self.placed(error, Some(rank)).hint(hint) }
     }
 

@@ -18,9 +18,9 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::private_file::{self, own_uid};
 
-const SECRET: &str = "FINETUNE_RDZV_SECRET";
-const SECRET_FILE: &str = "FINETUNE_RDZV_SECRET_FILE";
-const WITHOUT_SECRET: &str = "FINETUNE_RDZV_WITHOUT_SECRET";
+pub(super) const SECRET: &str = "FINETUNE_RDZV_SECRET";
+pub(super) const SECRET_FILE: &str = "FINETUNE_RDZV_SECRET_FILE";
+pub(super) const WITHOUT_SECRET: &str = "FINETUNE_RDZV_WITHOUT_SECRET";
 /// Separates the key from other uses of the same secret.
 const KEY_CONTEXT: &str = "finetune 2026-11-21 pre-shared key of the rendezvous";
 
@@ -168,7 +168,8 @@ fn hint() -> String {
     format!("make one secret with `openssl rand -hex 32` and set {SECRET} to the same value in every process")
 }
 
-fn random_digits() -> Result<Vec<u8>> {
+/// Returns a new secret in hexadecimal digits.
+pub(super) fn random_digits() -> Result<Vec<u8>> {
     let mut bytes = [0; OWN_BYTES];
     getrandom::fill(&mut bytes)
         .map_err(|error| Error::internal("the system gives no random bytes").because(error.to_string()))?;

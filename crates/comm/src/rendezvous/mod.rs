@@ -31,5 +31,5 @@ pub use connections::Failure;
 pub use listener::Listener;
 pub(crate) use message::MAX_WORLD;
 pub use message::{JoinRequest, MAX_PAYLOAD, Peer};
-pub use options::{LogLine, Master, RendezvousOptions};
+pub use options::{LogLine, Master, RendezvousOptions, one_host_environment};
 pub use session::{Messenger, Session, host_name};

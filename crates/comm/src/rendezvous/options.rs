@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::auth::Secret;
+use super::auth::{self, Secret};
 use crate::error::{Error, Result};
 
 const BIND: &str = "FINETUNE_RDZV_BIND";
@@ -135,6 +135,16 @@ impl RendezvousOptions {
     }
 }
 
+/// Variables for processes that this process starts on this host, and that meet on its loopback
+/// address: a new secret; none of a variable means to remove it.
+///
+/// # Errors
+/// The system gives no random bytes.
+pub fn one_host_environment() -> Result<[(&'static str, Option<String>); 4]> {
+    let secret = String::from_utf8_lossy(&auth::random_digits()?).into_owned();
+    Ok([(auth::SECRET, Some(secret)), (auth::SECRET_FILE, None), (auth::WITHOUT_SECRET, None), (BIND, None)])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,5 +157,27 @@ mod tests {
         let find = |name: &str| (name == TIMEOUT).then(|| OsString::from("60"));
         let options = RendezvousOptions::from_environment(None, &find).unwrap();
         assert_eq!(options.join_timeout, Duration::from_secs(60));
+    }
+
+    /// Each run on one host has a secret of its own, whatever its user has set.
+    #[test]
+    fn processes_of_one_host_get_a_new_secret() {
+        let [first, second] = [one_host_environment().unwrap(), one_host_environment().unwrap()];
+        assert_ne!(first[0].1, second[0].1);
+        let find = |name: &str| {
+            first
+                .iter()
+                .find(|(known, _)| *known == name)
+                .and_then(|(_, value)| value.as_ref())
+                .map(OsString::from)
+        };
+        let options = RendezvousOptions::from_environment(None, &find).unwrap();
+        assert!(options.secret.is_shared() && options.bind.is_none());
+        let removed: Vec<&str> =
+            first.iter().filter(|(_, value)| value.is_none()).map(|(name, _)| *name).collect();
+        assert_eq!(
+            removed,
+            ["FINETUNE_RDZV_SECRET_FILE", "FINETUNE_RDZV_WITHOUT_SECRET", "FINETUNE_RDZV_BIND"]
+        );
     }
 }

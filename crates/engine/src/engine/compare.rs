@@ -9,6 +9,7 @@ use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::model::AdapterSwitch;
 use crate::ops::cross_entropy::IGNORE;
+use crate::runtime::copy::to_host_vec;
 
 /// Number of positions whose logits of both models are in memory at once.
 const ROWS: usize = 64;
@@ -81,7 +82,7 @@ impl Engine {
             let ids = Tensor::from_slice(rows, rows.len(), hidden.device())?;
             let part = hidden.index_select(&ids, 0)?;
             let logits = engine.store.head()?.logits(&engine.config, &part, AdapterSwitch::On)?;
-            Ok(logits.flatten_all()?.to_vec1()?)
+            to_host_vec(&logits)
         };
         let (first, second) = (logits(self, &hidden[0])?, logits(other, &hidden[1])?);
         if first.len() != second.len() {

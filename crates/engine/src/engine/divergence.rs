@@ -9,6 +9,7 @@ use crate::data::{Batch, Step};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::AdapterSwitch;
 use crate::parallel::FiniteCheck;
+use crate::runtime::copy::to_host_vec;
 
 /// The first value that is not finite.
 #[derive(Debug, Clone, PartialEq)]
@@ -82,8 +83,8 @@ impl Engine {
     fn first_non_finite_output(&self, batch: &Batch) -> Result<Option<String>> {
         let mut found = None;
         let hidden = self.hidden_by_layer(batch, AdapterSwitch::On, |layer, x| {
-            let flat = x.flatten_all()?.to_dtype(DType::F32)?;
-            if found.is_none() && flat.to_vec1::<f32>()?.iter().any(|v| !v.is_finite()) {
+            let x = x.to_dtype(DType::F32)?;
+            if found.is_none() && to_host_vec::<f32>(&x)?.iter().any(|v| !v.is_finite()) {
                 found = Some(format!("model.layers.{layer}"));
             }
             Ok(())

@@ -9,6 +9,7 @@ use super::sampling::NextToken;
 use crate::error::{Error, Result};
 use crate::model::{self, BlockCache};
 use crate::ops::attention::Span;
+use crate::runtime::copy::to_host_vec;
 use crate::runtime::device::free_bytes;
 use crate::runtime::machine::host_memory;
 use crate::units;
@@ -98,7 +99,7 @@ impl Engine {
         }
         let last: Tensor = x.narrow(0, ids.len() - 1, 1)?.contiguous()?;
         let logits = self.store.head()?.logits(&self.config, &last, context.adapter)?;
-        Ok(logits.flatten_all()?.to_vec1()?)
+        to_host_vec(&logits)
     }
 }
 

@@ -106,9 +106,11 @@ impl Engine {
             let weights = store.block(layer, stage.after(layer))?;
             let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
             self.note_memory();
+            // The backward of the last block follows at once.
+            let is_last = stage.has_head && stage.after(layer).is_none();
             blocks.push(match step.recompute {
-                Recompute::None => Checkpointed::Saved(Box::new(saved)),
-                Recompute::Block => Checkpointed::Input(x),
+                Recompute::Block if !is_last => Checkpointed::Input(x),
+                Recompute::Block | Recompute::None => Checkpointed::Saved(Box::new(saved)),
             });
             x = y;
             release.begin();
@@ -165,11 +167,16 @@ impl Engine {
             let mut release = ReleaseSpan::default();
             let weights = store.block(layer, stage.before(layer))?;
             let Some(kept) = state.blocks.pop() else { break };
-            let saved = self.saved(layer, kept, &weights, &context)?;
+            let panels = match &kept {
+                Checkpointed::Input(x) => weights.with_panels(x)?,
+                Checkpointed::Saved(_) => None,
+            };
+            let block = panels.as_ref().unwrap_or(&weights);
+            let saved = self.saved(layer, kept, block, &context)?;
             store.prepare_backward(Segment::Block(layer))?;
             let need_dx = layer > 0 || store.embedding_trains();
-            let gradient = model::backward(config, layer, &weights, &saved, &dx, &context, need_dx)?;
-            drop(weights);
+            let gradient = model::backward(config, layer, block, &saved, &dx, &context, need_dx)?;
+            drop((panels, weights));
             self.note_memory();
             store.reduce(Segment::Block(layer), step.last)?;
             release.begin();
@@ -200,16 +207,17 @@ impl Engine {
             Checkpointed::Saved(saved) => Ok(saved),
             Checkpointed::Input(x) => {
                 let _span = span(|| segment(RECOMPUTE, "block", layer));
-                Ok(Box::new(model::forward(&self.config, layer, weights, &x, context, None)?.1))
+                Ok(Box::new(model::recompute(&self.config, layer, weights, &x, context)?))
             }
         }
     }
 
     /// Records the memory in use in a trace: that of the device, or of the process on a CPU.
     fn note_memory(&self) {
-        match device::used_bytes(&self.device) {
-            Some(bytes) => trace::value("device memory", || Some(bytes)),
-            None => trace::value("process memory", memory::current_bytes),
+        if self.device.is_cpu() {
+            trace::value("process memory", memory::current_bytes);
+        } else {
+            trace::value("device memory", || device::used_bytes(&self.device));
         }
     }
 }

@@ -63,8 +63,8 @@ impl BucketEntry {
 pub(super) const ALIGN: usize = 256;
 
 /// The dense parameters of one segment and kind, in one flat buffer: what FSDP calls a flat
-/// parameter.
-#[derive(Debug)]
+/// parameter. A copy shares the memory.
+#[derive(Debug, Clone)]
 pub struct Bucket {
     /// The segment that uses it.
     pub segment: Segment,
@@ -188,6 +188,12 @@ impl Bucket {
             written_in_place,
             own,
         })
+    }
+
+    /// Returns the run that the rank of `bucket_options` updates, for a bucket that it shares.
+    pub(super) fn owned_by(self, bucket_options: &BucketOptions<'_>) -> Self {
+        let own = bucket_options.part(bucket_options.spec.update, self.len);
+        Bucket { own, ..self }
     }
 
     /// Returns the bytes that the values of a bucket of `descs` occupy in a file.

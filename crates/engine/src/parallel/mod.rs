@@ -21,6 +21,7 @@ mod param_store;
 mod placement;
 mod quantized_bucket;
 mod rank_sums;
+mod shared_frozen;
 mod trainable_entries;
 mod views;
 
@@ -35,5 +36,6 @@ pub use param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
 pub(crate) use param_store::FiniteCheck;
 pub use param_store::{GatherGuard, ParamStore, StoreOptions};
 pub use placement::{ParamRole, Placements, ShardingSpec, ShardingStrategy};
+pub use shared_frozen::{SharedFrozen, is_shareable, trains_rows};
 pub(crate) use trainable_entries::EntryIndex;
 pub use views::{Adapters, LoraSpec, TOKEN_ROWS};

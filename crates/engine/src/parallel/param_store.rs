@@ -14,6 +14,7 @@ use super::mesh_shape::MeshAxis;
 use super::offload::{OffloadTarget, StorageTarget};
 use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind};
 use super::quantized_bucket::QuantizedBucket;
+use super::shared_frozen::{FrozenBucket, SharedFrozen, is_shareable, trains_rows};
 use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
 use crate::collective::{Call, Phase};
 use crate::error::{Error, Result};
@@ -47,6 +48,8 @@ pub struct StoreOptions {
     pub bf16_copy: bool,
     /// Selects f32 masters or the bf16 weights themselves as the values that the optimizer updates.
     pub master: MasterWeights,
+    /// The frozen weights that the ranks of this process share.
+    pub frozen: SharedFrozen,
 }
 
 /// This rank's part of all parameters.
@@ -431,6 +434,8 @@ fn places(names: impl Iterator<Item = Vec<String>>) -> HashMap<String, (usize, u
 type Buckets = (Vec<Bucket>, Vec<QuantizedBucket>);
 
 fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'_>) -> Result<Buckets> {
+    let shares = options.frozen.ranks() > 1 && options.device.is_cpu() && !options.fill_all;
+    let trains_rows = trains_rows(&descs);
     let mut by_group: BTreeMap<(Segment, BucketKind), Vec<ParamDesc>> = BTreeMap::new();
     for desc in descs {
         by_group.entry((desc.segment, BucketKind::of(desc.kind))).or_default().push(desc);
@@ -466,15 +471,24 @@ fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'
     check_host_memory(host.into_iter().filter(|(counts, _)| *counts).map(|(_, bytes)| bytes as u64).sum())?;
     let file = options.offload.file(room)?;
     let (mut buckets, mut packed) = (Vec::new(), Vec::new());
-    for ((_, group), descs) in by_group {
+    for ((segment, group), descs) in by_group {
         let mut bucket_options = bucket_options(group, &descs);
         if options.offload.has_values(group.role()) {
             bucket_options.values = file.as_ref().map_or(StorageTarget::Host, StorageTarget::File);
         }
-        if group == BucketKind::Quantized {
-            packed.push(QuantizedBucket::new(descs, bucket_options, fill)?);
-        } else {
-            buckets.push(Bucket::new(descs, bucket_options, fill)?);
+        let shares = shares && !bucket_options.values.is_away();
+        let load = || {
+            Ok(match group {
+                BucketKind::Quantized => {
+                    FrozenBucket::Quantized(QuantizedBucket::new(descs, bucket_options, fill)?)
+                }
+                _ => FrozenBucket::Dense(Bucket::new(descs, bucket_options, fill)?),
+            })
+        };
+        let is_shared = shares && is_shareable(options.mesh.strategy(), group.role(), segment, trains_rows);
+        match if is_shared { options.frozen.take((segment, group), load)? } else { load()? } {
+            FrozenBucket::Dense(bucket) => buckets.push(bucket.owned_by(&bucket_options)),
+            FrozenBucket::Quantized(bucket) => packed.push(bucket),
         }
     }
     Ok((buckets, packed))

@@ -45,8 +45,8 @@ impl RunSlot {
     }
 }
 
-/// The quantized matrices of one segment.
-#[derive(Debug)]
+/// The quantized matrices of one segment. A copy shares the memory.
+#[derive(Debug, Clone)]
 pub(super) struct QuantizedBucket {
     /// The segment that uses it.
     pub(super) segment: Segment,
@@ -58,7 +58,7 @@ pub(super) struct QuantizedBucket {
 }
 
 /// The runs of one type.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct QuantizedBuffer {
     /// All elements, or this rank's shard of them.
     pub(super) values: ParamStorage,

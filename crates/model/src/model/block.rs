@@ -17,7 +17,7 @@ pub use gated_mlp::GatedMlpWeights;
 
 use candle_core::{DType, Tensor};
 
-use super::composition::{ChannelMixer, ResidualPlan, TokenMixer};
+use super::composition::{ChannelMixer, TokenMixer};
 use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
@@ -25,6 +25,7 @@ use super::{ModelConfig, Param};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::elementwise::add;
+use crate::ops::has_kernels;
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::RotaryTable;
 use crate::recipe::enums::Attention;
@@ -79,6 +80,24 @@ impl BlockWeights {
         let ChannelMixerWeights::GatedMlp(mlp) = &mut self.channel_mixer;
         let linears = attention.linears().into_iter().chain(mlp.linears());
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
+    }
+
+    /// Returns the block with its quantized weights in bf16 too, if its backward recomputes it from
+    /// `x` on a GPU in bf16: the two products of a weight then share its panel. Leaves out
+    /// `down_proj`, which recomputing does not multiply by.
+    ///
+    /// # Errors
+    /// The device has not enough memory.
+    pub fn with_panels(&self, x: &Tensor) -> Result<Option<Self>> {
+        if x.dtype() != DType::BF16 || !has_kernels(x.device()) {
+            return Ok(None);
+        }
+        let mut block = self.clone();
+        let TokenMixerWeights::Attention(attention) = &mut block.token_mixer;
+        let ChannelMixerWeights::GatedMlp(mlp) = &mut block.channel_mixer;
+        let linears = attention.linears().into_iter().chain([&mut mlp.gate_up]);
+        linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
+        Ok(Some(block))
     }
 }
 
@@ -205,10 +224,7 @@ impl BlockSaved {
             ChannelMixer::GatedMlp(_) => parts.extend(GatedMlpSaved::parts(config, tokens, dtype)),
         }
         // One output per mixer.
-        let outputs = match block.residual {
-            ResidualPlan::PreNorm => 0,
-            ResidualPlan::PreAndPostNorm => 2 * hidden,
-        };
+        let outputs = if block.residual.has_post_norms() { 2 * hidden } else { 0 };
         parts.extend([("outputs before post norms", outputs), ("inner activations of adapters", lora)]);
         parts
     }
@@ -239,13 +255,7 @@ pub fn forward(
 ) -> Result<(Tensor, BlockSaved)> {
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
-    let token = |normed: &Tensor, residual: Option<&Tensor>| match &w.token_mixer {
-        TokenMixerWeights::Attention(attention) => {
-            let (out, saved) = attention.forward(pass, normed, residual, cache)?;
-            Ok((out, TokenMixerSaved::Attention(saved)))
-        }
-    };
-    let token = around_mixer(&w.token_norms, config.norm, x, token)?;
+    let token = token_half(pass, w, x, cache)?;
     let channel = |normed: &Tensor, residual: Option<&Tensor>| match &w.channel_mixer {
         ChannelMixerWeights::GatedMlp(mlp) => {
             let (out, saved) = mlp.forward(pass, normed, residual)?;
@@ -263,6 +273,56 @@ pub fn forward(
     };
     release.begin();
     Ok((channel.y, saved))
+}
+
+/// Computes the tensors that the backward of a block needs from its input `x: [N, D]`, with the
+/// bits of [`forward`]. Only Gemma's norm reads the channel mixer's output; without this norm, its
+/// last product is not computed.
+///
+/// # Errors
+/// Shapes or dtypes do not match, or a tensor operation failed.
+pub fn recompute(
+    config: &ModelConfig,
+    layer: usize,
+    w: &BlockWeights,
+    x: &Tensor,
+    context: &BlockContext<'_>,
+) -> Result<BlockSaved> {
+    if w.channel_norms.after.is_some() {
+        return forward(config, layer, w, x, context, None).map(|(_, saved)| saved);
+    }
+    let mut release = ReleaseSpan::default();
+    let pass = LayerPass { config, layer, context };
+    let token = token_half(pass, w, x, None)?;
+    let normed = rms_norm(&token.y, &w.channel_norms.before.value, config.norm)?;
+    let channel_mixer = match &w.channel_mixer {
+        ChannelMixerWeights::GatedMlp(mlp) => ChannelMixerSaved::GatedMlp(mlp.recompute(pass, &normed)?),
+    };
+    let saved = BlockSaved {
+        x: x.clone(),
+        token_mixer: token.saved,
+        token_out: token.out,
+        h: token.y,
+        channel_mixer,
+        channel_out: None,
+    };
+    release.begin();
+    Ok(saved)
+}
+
+/// Computes the token mixer's half of a block.
+fn token_half(
+    pass: LayerPass<'_>,
+    w: &BlockWeights,
+    x: &Tensor,
+    cache: Option<&mut BlockCache>,
+) -> Result<HalfOutput<TokenMixerSaved>> {
+    around_mixer(&w.token_norms, pass.config.norm, x, |normed, residual| match &w.token_mixer {
+        TokenMixerWeights::Attention(attention) => {
+            let (out, saved) = attention.forward(pass, normed, residual, cache)?;
+            Ok((out, TokenMixerSaved::Attention(saved)))
+        }
+    })
 }
 
 /// The result of half of a block's forward.

@@ -40,6 +40,13 @@ pub enum ResidualPlan {
     PreAndPostNorm,
 }
 
+impl ResidualPlan {
+    /// Returns true if a norm reads the outputs of the mixers.
+    pub fn has_post_norms(self) -> bool {
+        self == ResidualPlan::PreAndPostNorm
+    }
+}
+
 /// Softmax attention over the heads of [`ModelConfig::heads`](super::ModelConfig).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionMixer {

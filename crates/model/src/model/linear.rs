@@ -14,7 +14,7 @@ use super::lora_group::LoraGroup;
 use super::{Param, WeightMatrix};
 use crate::error::{Error, Result};
 use crate::ops::matmul::{add_bias, sum_rows};
-use crate::ops::matmul_quantized::{Weight, matmul_weight_plus_low_rank, matmul_weights};
+use crate::ops::matmul_quantized::{Weight, dequantize_stacked, matmul_weight_plus_low_rank, matmul_weights};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
 
@@ -64,6 +64,10 @@ impl Linear {
     fn out(&self) -> Result<usize> {
         Ok(self.weight.get().dims()?.0)
     }
+
+    fn has_dora(&self) -> bool {
+        self.lora.as_ref().is_some_and(Lora::is_dora)
+    }
 }
 
 impl MergedLinear {
@@ -79,18 +83,20 @@ impl MergedLinear {
         all.map_or_else(|| self.layers.iter().map(Part::of).collect(), |all| vec![all])
     }
 
-    /// Also keeps quantized weights in bf16.
+    /// Also keeps quantized weights in bf16, unless DoRA needs their f32 values.
     ///
     /// # Errors
     /// The device has not enough memory.
     pub(super) fn keep_in_bf16(&mut self) -> Result<()> {
+        if self.merged.is_some() || self.layers.iter().any(|layer| layer.has_dora()) {
+            return Ok(());
+        }
         let quantized = self.layers.iter().map(|layer| match &layer.weight {
             WeightMatrix::Quantized(quantized) => Some(quantized),
             WeightMatrix::Dense(_) => None,
         });
         let Some(quantized) = quantized.collect::<Option<Vec<_>>>() else { return Ok(()) };
-        let dense = quantized.into_iter().map(|weight| weight.dequantize(DType::BF16));
-        let value = Tensor::cat(&dense.collect::<Result<Vec<_>>>()?, 0)?;
+        let value = dequantize_stacked(&quantized, DType::BF16)?;
         self.merged = Some(Param { value, grad: None });
         Ok(())
     }
@@ -161,7 +167,7 @@ impl<'a> Part<'a> {
         (y, start): (&TensorMut, usize),
         added: Addend<'_>,
         branch: BranchContext,
-        (down, saved): (Option<BranchSaved>, &mut LoraSaved),
+        (downs, saved): (Vec<Option<BranchSaved>>, &mut LoraSaved),
     ) -> Result<usize> {
         let columns = self.columns()?;
         let len = columns.iter().map(|(_, len)| len).sum();
@@ -175,9 +181,9 @@ impl<'a> Part<'a> {
         } else if let ([weight], [Some(lora)]) = (&self.weights[..], &loras[..])
             && !has_kernels(x.device())
         {
-            let down = match down {
+            let down = match downs.into_iter().next().flatten() {
                 Some(down) => down,
-                None => BranchSaved::lora(lora.down(x, branch.source)?, 0),
+                None => lora.saved(x, branch.source)?,
             };
             let x = ColumnView::all(x);
             matmul_weight_plus_low_rank(all, x, *weight, Transpose::Nt, added, lora.branch(&down))?;
@@ -188,9 +194,13 @@ impl<'a> Part<'a> {
             if !branches_first {
                 base(added)?;
             }
-            for (lora, columns) in loras.iter().zip(&columns) {
-                let added = if branches_first { added } else { Addend::Destination };
-                let through = |lora: &Lora| lora.forward(x, out(columns), added, branch.source);
+            let added = if branches_first { added } else { Addend::Destination };
+            for ((lora, down), columns) in loras.iter().zip(downs).zip(&columns) {
+                let through = |lora: &Lora| {
+                    let down = down.map_or_else(|| lora.saved(x, branch.source), Ok)?;
+                    lora.up(&down, out(columns), added)?;
+                    Ok::<_, Error>(down)
+                };
                 saved.0.push((*lora).map(through).transpose()?);
             }
             if branches_first {
@@ -290,7 +300,13 @@ impl<'a> Part<'a> {
 /// Writes `dy · weights + low_rank` to `dx`, with `weights` stacked by rows.
 fn input_gradient(dx: &TensorMut, dy: &Tensor, weights: &[Weight<'_>], low_rank: LowRank<'_>) -> Result<()> {
     let Some((last, others)) = weights.split_last() else { return Err(Error::internal("no layers")) };
+    let on_gpu = has_kernels(dx.device());
     let (dx, all) = (ColumnViewMut::all(dx), ColumnView::all(dy));
+    if on_gpu {
+        let factor = ColumnView::all(low_rank.factor);
+        matmul(dx, low_rank.u, factor, Transpose::Nn, low_rank.scale, Addend::Nothing)?;
+        return matmul_weights(dx, all, weights, Transpose::Nn, Addend::Destination);
+    }
     let (len, _) = last.dims()?;
     let before = ColumnView { len: all.len - len, ..all };
     if !others.is_empty() {
@@ -314,16 +330,41 @@ pub(super) fn forward(
     let loras = || linear.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref()));
     let has_dora = loras().flatten().any(Lora::is_dora);
     let group = LoraGroup::of(loras(), x, branch.source)?;
-    let mut downs = group.map(|group| group.down(x)).transpose()?.unwrap_or_default().into_iter();
+    let mut downs = match group {
+        Some(group) => group.down(x)?,
+        None => vec![None; linear.layers.len()],
+    };
     let added = residual.map_or(Addend::Nothing, Addend::Matrix);
     let mut saved = LoraSaved::default();
     let mut start = 0;
     for part in linear.parts(x.device(), has_dora) {
-        // With a group, a part is one layer.
-        let down = downs.next().flatten();
-        start = part.forward(x, (&y, start), added, branch, (down, &mut saved))?;
+        let of_part = downs.drain(..part.layers.len()).collect();
+        start = part.forward(x, (&y, start), added, branch, (of_part, &mut saved))?;
     }
     Ok((y.into_tensor(), saved))
+}
+
+/// Returns the tensors that backward needs, without the product: a DoRA adapter alone reads its
+/// output. `x` is computed only for an adapter.
+pub(super) fn recompute(
+    linear: &MergedLinear,
+    x: impl FnOnce() -> Result<Tensor>,
+    branch: BranchContext,
+) -> Result<LoraSaved> {
+    let loras: Vec<_> = linear.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref())).collect();
+    if loras.iter().all(Option::is_none) {
+        return Ok(LoraSaved(vec![None; loras.len()]));
+    }
+    let x = x()?;
+    if loras.iter().flatten().any(|lora| lora.is_dora()) {
+        return Ok(forward(linear, &x, None, branch)?.1);
+    }
+    let group = LoraGroup::of(loras.iter().copied(), &x, branch.source)?;
+    if let Some(group) = group {
+        return group.down(&x).map(LoraSaved);
+    }
+    let saved = |lora: Option<&Lora>| lora.map(|lora| lora.saved(&x, branch.source)).transpose();
+    loras.into_iter().map(saved).collect::<Result<_>>().map(LoraSaved)
 }
 
 /// Adds the gradients of the trainable parameters and returns that of `x`.

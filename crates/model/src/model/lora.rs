@@ -167,18 +167,16 @@ impl Lora {
         self.magnitude.is_some()
     }
 
-    /// Writes LoRA's branch `s · (drop(x) Aᵀ) Bᵀ`, plus `added`, to the columns `out`.
-    pub(super) fn forward(
-        &self,
-        x: &Tensor,
-        out: ColumnViewMut<'_>,
-        added: Addend<'_>,
-        source: DropoutSource,
-    ) -> Result<BranchSaved> {
-        let u = self.down(x, source)?;
+    /// Computes LoRA's inner activations of `x`.
+    pub(super) fn saved(&self, x: &Tensor, source: DropoutSource) -> Result<BranchSaved> {
+        Ok(BranchSaved::lora(self.down(x, source)?, 0))
+    }
+
+    /// Writes LoRA's branch `s · u Bᵀ`, plus `added`, to the columns `out`, given its inner
+    /// activations.
+    pub(super) fn up(&self, saved: &BranchSaved, out: ColumnViewMut<'_>, added: Addend<'_>) -> Result<()> {
         let b = ColumnView::all(&self.b.value);
-        matmul(out, self.of_rank(&u), b, Transpose::Nt, self.scale, added)?;
-        Ok(BranchSaved::lora(u, 0))
+        matmul(out, self.inner(saved), b, Transpose::Nt, self.scale, added)
     }
 
     /// Returns the low-rank term that LoRA adds to the layer's product, given its inner
@@ -312,6 +310,15 @@ pub(super) fn dora_forward(
     source: DropoutSource,
 ) -> Result<BranchSaved> {
     let Some(magnitude) = &lora.magnitude else { return Err(Error::internal("DoRA without a magnitude")) };
+    let panel;
+    let weight = match weight {
+        // The norm and the products read one panel.
+        Weight::Quantized(quantized) if has_kernels(x.device()) => {
+            panel = quantized.dequantize(x.dtype())?;
+            Weight::Dense(&panel)
+        }
+        weight => weight,
+    };
     let u = lora.down(x, source)?;
     let b = ColumnView::all(&lora.b.value);
     let mut accumulate = added.place_in(out)?;

@@ -1,13 +1,12 @@
-//! The LoRA adapters of linear layers with the same input, on the CPU: one pass over the input for
-//! all of them.
+//! The LoRA adapters of linear layers with the same input: one pass over the input for all of them.
 //!
 //! ```text
 //! [u_q u_k u_v] = x · [A_q; A_k; A_v]ᵀ          [dA_q; dA_k; dA_v] = [du_q du_k du_v]ᵀ · x
 //! dx = dy · [W_q; W_k; W_v] + [du_q du_k du_v] · [A_q; A_k; A_v]
 //! ```
 //!
-//! At any rank, such thin products take as long as reading `x` and starting the threads. `dx` is
-//! written once.
+//! At any rank, such thin products take as long as reading `x`, and on the CPU as starting the
+//! threads. `dx` is written once.
 
 use candle_core::{DType, Tensor};
 
@@ -19,7 +18,7 @@ use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, h
 /// Two or more adapters of layers with the same input, in the order of the layers.
 pub(super) struct LoraGroup<'a> {
     loras: Vec<Option<Member<'a>>>,
-    /// The adapters' A, one under the other: `[Σ r, in]` f32.
+    /// The adapters' A, one under the other: `[Σ r, in]` in their dtype.
     a: Tensor,
 }
 
@@ -33,10 +32,12 @@ struct Member<'a> {
 
 impl<'a> LoraGroup<'a> {
     /// Returns the group of these layers' adapters if it computes the same as each by itself: two
-    /// or more LoRA adapters in f32 with the same input `x`, because none of them has dropout.
+    /// or more LoRA adapters of one dtype with the same input `x`, because none of them has
+    /// dropout. On the CPU they are in f32; on a GPU their ranks are multiples of 8, so that the
+    /// columns of each start at a multiple of 16 bytes, the unit in which products read.
     ///
     /// # Errors
-    /// The host has not enough memory.
+    /// The device has not enough memory.
     pub(super) fn of(
         loras: impl Iterator<Item = Option<&'a Lora>>,
         x: &Tensor,
@@ -49,12 +50,14 @@ impl<'a> LoraGroup<'a> {
             Member { lora, start: rank - r, r }
         };
         let loras: Vec<_> = loras.map(|lora| lora.map(&mut place)).collect();
-        let fits = |Member { lora, .. }: &Member<'_>| {
-            !lora.is_dora() && !lora.drops(source) && lora.a.value.dtype() == DType::F32
-        };
         let members: Vec<_> = loras.iter().flatten().collect();
-        let on_cpu = x.device().is_cpu() && !has_kernels(x.device());
-        if !on_cpu || members.len() < 2 || !members.iter().all(|member| fits(member)) {
+        let [first, _, ..] = members[..] else { return Ok(None) };
+        let (dtype, on_gpu) = (first.lora.a.value.dtype(), has_kernels(x.device()));
+        let fits = |Member { lora, r, .. }: &Member<'_>| {
+            let is_aligned = if on_gpu { r.is_multiple_of(8) } else { dtype == DType::F32 };
+            !lora.is_dora() && !lora.drops(source) && lora.a.value.dtype() == dtype && is_aligned
+        };
+        if !(on_gpu || x.device().is_cpu()) || !members.iter().all(|member| fits(member)) {
             return Ok(None);
         }
         let parts: Vec<_> = members.iter().map(|member| &member.lora.a.value).collect();
@@ -68,9 +71,9 @@ impl<'a> LoraGroup<'a> {
     /// Computes the inner activations of each layer's adapter.
     ///
     /// # Errors
-    /// The host has not enough memory.
+    /// The device has not enough memory.
     pub(super) fn down(&self, x: &Tensor) -> Result<Vec<Option<BranchSaved>>> {
-        let u = empty(x.dim(0)?, self.rank(), DType::F32, x.device())?;
+        let u = empty(x.dim(0)?, self.rank(), self.a.dtype(), x.device())?;
         let (all, a) = (ColumnViewMut::all(&u), ColumnView::all(&self.a));
         matmul(all, ColumnView::all(x), a, Transpose::Nt, 1.0, Addend::Nothing)?;
         let u = u.into_tensor();
@@ -79,10 +82,10 @@ impl<'a> LoraGroup<'a> {
     }
 
     /// Adds the gradients of each A and B. Returns the gradient of the inner activations of all,
-    /// `[N, Σ r]` f32. `columns` are the columns of `dy` that each layer wrote.
+    /// `[N, Σ r]`. `columns` are the columns of `dy` that each layer wrote.
     ///
     /// # Errors
-    /// The host has not enough memory.
+    /// The device has not enough memory.
     pub(super) fn backward(
         &self,
         saved: &[Option<BranchSaved>],
@@ -90,7 +93,7 @@ impl<'a> LoraGroup<'a> {
         dy: &Tensor,
         columns: &[(usize, usize)],
     ) -> Result<Tensor> {
-        let du = empty(x.dim(0)?, self.rank(), DType::F32, x.device())?;
+        let du = empty(x.dim(0)?, self.rank(), self.a.dtype(), x.device())?;
         for ((member, saved), &(start, len)) in self.loras.iter().zip(saved).zip(columns) {
             let (Some(Member { lora, start: first, r }), Some(saved)) = (*member, saved) else { continue };
             let columns = ColumnViewMut { tensor: &du, start: first, len: r };

@@ -33,7 +33,7 @@ mod stored;
 pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights,
-    DropoutContext, GatedMlpWeights, MixerNorms, SavedBytes, TokenMixerWeights, backward, forward,
+    DropoutContext, GatedMlpWeights, MixerNorms, SavedBytes, TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, ResidualPlan, TokenMixer};

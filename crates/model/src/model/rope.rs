@@ -12,6 +12,7 @@ use super::config_reader::{ConfigReader, refused};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::rotary::RotaryTable;
+use crate::runtime::copy::to_device;
 
 /// The dependence of frequencies on the sequence's length.
 #[derive(Debug, Clone, PartialEq)]
@@ -254,7 +255,8 @@ impl Rope {
                 }
             }
         }
-        let tensor = |values: Vec<f32>| Tensor::from_vec(values, (rows, half), device);
+        let tensor =
+            |values: Vec<f32>| to_device(&Tensor::from_vec(values, (rows, half), &Device::Cpu)?, device);
         Ok(RotaryTable { cos: tensor(cos)?, sin: tensor(sin)? })
     }
 }

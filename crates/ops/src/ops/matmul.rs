@@ -22,7 +22,7 @@ use crate::runtime::cpu_tensor::{
 };
 #[cfg(feature = "cuda")]
 use crate::runtime::device::unwritten_on_gpu;
-use crate::runtime::device_memory::requested;
+use crate::runtime::device_memory::allocated;
 use crate::runtime::trace::{SpanInfo, span};
 
 /// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
@@ -213,7 +213,7 @@ pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<
         }
         _ => TensorMut::zeros((rows, cols), dtype, device),
     };
-    requested(rows * cols * dtype.size_in_bytes(), made)
+    allocated(device, rows * cols * dtype.size_in_bytes(), made)
 }
 
 /// Computes `dst = [addend +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with

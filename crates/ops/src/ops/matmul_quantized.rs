@@ -89,12 +89,12 @@ impl Quantized {
     /// # Errors
     /// Fails if a run is missing, or the device has not enough memory.
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
-        let codes = self.run(RunMeaning::Codes)?;
-        let _span = span(|| SpanInfo::op("dequantize").dims(&[self.shape.0, self.shape.1]).moves(&[codes]));
-        match Route::of(codes, cuda::is_supported(&[self], dtype)) {
-            Route::Kernel(driver) => return cuda::dequantize(driver, &[self], dtype),
-            Route::Composed => return Ok(self.dequantize_reference()?.to_dtype(dtype)?),
-            Route::Cpu => {}
+        dequantize_stacked(&[self], dtype)
+    }
+
+    fn dequantize_without_kernel(&self, dtype: DType) -> Result<Tensor> {
+        if !self.run(RunMeaning::Codes)?.device().is_cpu() {
+            return Ok(self.dequantize_reference()?.to_dtype(dtype)?);
         }
         let (out, inputs) = self.shape;
         with_elem!(dtype, T => self.with_view(|view| {
@@ -130,6 +130,29 @@ impl Quantized {
         let values = (values * repeat(&scales, hint.block_size, n)?)?;
         let values = hint.divisor.map_or(Ok(values.clone()), |divisor| values / f64::from(divisor))?;
         Ok(values.reshape(self.shape)?)
+    }
+}
+
+/// Returns stacked whole matrices of one width, `[Σ out, in]` in `dtype`, f32 or bf16, as a product
+/// on a GPU reads them.
+///
+/// # Errors
+/// Fails if there are no matrices, a run is missing, or the device has not enough memory.
+pub fn dequantize_stacked(weights: &[&Quantized], dtype: DType) -> Result<Tensor> {
+    let codes = weights.iter().map(|weight| weight.run(RunMeaning::Codes)).collect::<Result<Vec<_>>>()?;
+    let ([first, ..], [weight, ..]) = (&codes[..], weights) else {
+        return Err(Error::internal("a panel without matrices"));
+    };
+    let _span = span(|| {
+        let rows = weights.iter().map(|weight| weight.shape.0).sum();
+        SpanInfo::op("dequantize").dims(&[rows, weight.shape.1]).moves(&codes)
+    });
+    match Route::of(first, cuda::is_supported(weights, dtype)) {
+        Route::Kernel(driver) => cuda::dequantize(driver, weights, dtype),
+        Route::Composed | Route::Cpu => {
+            let each = weights.iter().map(|weight| weight.dequantize_without_kernel(dtype));
+            Ok(Tensor::cat(&each.collect::<Result<Vec<_>>>()?, 0)?)
+        }
     }
 }
 

@@ -38,7 +38,7 @@ mod simd;
 pub mod stochastic_rounding;
 mod svd;
 
-pub use gpu::{GEMM_WORKSPACE, has_kernels};
+pub use gpu::{GEMM_WORKSPACE, has_kernels, preload};
 #[cfg(feature = "kernel-emu")]
 pub use gpu::{GpuWork, count_process, requested_work};
 pub use matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, matmul};

@@ -5,7 +5,8 @@ use rayon::prelude::*;
 
 use super::TensorMut;
 use super::cpu_tensor::{FloatElement, read, update, with_elem};
-use super::device_memory::requested;
+use super::device_memory::allocated;
+use super::device_queue::{finish_upload, wait_for};
 use super::trace::{SpanInfo, SpanKind, span};
 use crate::error::Result;
 use crate::rounding::Rounded;
@@ -53,12 +54,20 @@ pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
         let name = if device.is_cpu() { "copy to the host" } else { "copy to the device" };
         SpanInfo::new(SpanKind::Copy, name).dims(x.dims()).bytes(bytes)
     });
-    requested(bytes, || -> Result<Tensor> {
+    let gpu = if device.is_cpu() { x.device() } else { device };
+    allocated(gpu, bytes, || -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let Some(there) = super::pinned::to_device(x, device)? {
             return Ok(there);
         }
-        Ok(x.force_contiguous()?.to_device(device)?)
+        let x = x.force_contiguous()?;
+        // Before a copy to the host, because the driver would wait inside it; behind it, because
+        // a copy of pageable memory may end after the call.
+        wait_for(x.device())?;
+        let there = x.to_device(device)?;
+        wait_for(x.device())?;
+        finish_upload(device)?;
+        Ok(there)
     })
 }
 

@@ -10,6 +10,12 @@ use candle_core::{DType, Device};
 
 #[cfg(feature = "cuda")]
 use super::device_memory::{GpuMemory, GpuPool};
+pub use super::device_queue::wait_for;
+#[cfg(feature = "cuda")]
+use super::gpu_pool::pool_bytes;
+#[cfg(feature = "cuda")]
+pub use super::gpu_pool::share_pools;
+pub use super::gpu_pool::{bytes_taken_by, peak_bytes, release_above, used_bytes};
 #[cfg(feature = "cuda")]
 use super::gpu_support;
 pub use super::gpu_support::Gpu;
@@ -76,27 +82,61 @@ pub fn preferred() -> Result<DeviceChoice> {
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     let DeviceChoice::Gpu(index) = choice else { return Ok(Device::Cpu) };
     let refuse = |cause: String| Error::user(format!("cannot use {choice}")).because(cause);
+    let gpu = &found(index)?;
+    #[cfg(feature = "cuda")]
+    {
+        gpu_support::check_code(gpu, candle_core::cuda_backend::kernels::UNARY.ptx())?;
+        gpu_support::check_pools(gpu)?;
+    }
+    let device = open_gpu(gpu.index).map_err(|error| match DeviceFault::of(&error.to_string()) {
+        Some(_) => Error::from(error).during(format!("cannot use {choice}")),
+        None => refuse(error.to_string()).hint("`nvidia-smi` shows whether another process holds its memory"),
+    })?;
+    // Until the memory of a run is planned.
+    release_above(&device, u64::MAX)?;
+    Ok(device)
+}
+
+/// Numbers GPUs by their place on the PCI bus, as `nvidia-smi` does, unless the environment says
+/// otherwise: by default CUDA's GPU 0 is the fastest one.
+///
+/// # Safety
+/// No other thread of the process exists yet, and the driver has not started.
+pub unsafe fn number_by_bus() {
+    /// Variable that the driver reads when it starts.
+    const ORDER: &str = "CUDA_DEVICE_ORDER";
+    if std::env::var_os(ORDER).is_none() {
+        // SAFETY: no other thread reads or writes the environment.
+        unsafe { std::env::set_var(ORDER, "PCI_BUS_ID") };
+    }
+}
+
+/// Returns the GPU with the number `index`, without opening it.
+fn found(index: usize) -> Result<Gpu> {
+    let choice = DeviceChoice::Gpu(index);
+    let refuse = |cause: String| Error::user(format!("cannot use {choice}")).because(cause);
     if !GPU_BUILD {
         return Err(refuse("this binary was built for the CPU only".into())
             .hint("build it with `cargo build --release --features cuda`, or leave out `--gpus`"));
     }
     let found = gpus()?;
     let count = found.len();
-    let Some(gpu) = found.get(index) else {
+    found.into_iter().nth(index).ok_or_else(|| {
         let found = match count {
             0 => "the NVIDIA driver finds no GPU in this machine".into(),
             1 => "this machine has one GPU, number 0".into(),
             _ => format!("this machine has {count} GPUs, numbers 0 to {}", count - 1),
         };
-        return Err(refuse(found)
-            .hint("leave out `--gpus` to run on the available device; `finetune doctor` shows it"));
-    };
-    #[cfg(feature = "cuda")]
-    gpu_support::check_code(gpu, candle_core::cuda_backend::kernels::UNARY.ptx())?;
-    open_gpu(gpu.index).map_err(|error| match DeviceFault::of(&error.to_string()) {
-        Some(_) => Error::from(error).during(format!("cannot use {choice}")),
-        None => refuse(error.to_string()).hint("`nvidia-smi` shows whether another process holds its memory"),
+        refuse(found).hint("leave out `--gpus` to run on the available device; `finetune doctor` shows it")
     })
+}
+
+/// Checks that this build and machine have the GPUs with these numbers, and opens none.
+///
+/// # Errors
+/// One of them is missing.
+pub fn check_gpus(numbers: &[usize]) -> Result<()> {
+    numbers.iter().try_for_each(|number| found(*number).map(drop))
 }
 
 /// Opens the GPUs with these numbers, in their order.
@@ -166,23 +206,20 @@ fn driver_gpus() -> Result<Vec<Gpu>, DriverError> {
     use sys::CUdevice_attribute::{
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+        CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED as POOLS,
     };
     (0..result::device::get_count()?)
         .map(|index| {
             let device = result::device::get(index)?;
             // SAFETY: `device` comes from `get`.
-            let (total, major, minor) = unsafe {
-                (
-                    result::device::total_mem(device)?,
-                    result::device::get_attribute(device, MAJOR)?,
-                    result::device::get_attribute(device, MINOR)?,
-                )
-            };
+            let attribute = |of| unsafe { result::device::get_attribute(device, of) };
             Ok(Gpu {
                 index: index as usize,
                 name: result::device::get_name(device)?,
-                total_bytes: total as u64,
-                compute_capability: (major, minor),
+                // SAFETY: same as above.
+                total_bytes: unsafe { result::device::total_mem(device) }? as u64,
+                compute_capability: (attribute(MAJOR)?, attribute(MINOR)?),
+                has_pools: attribute(POOLS)? > 0,
             })
         })
         .collect()
@@ -196,7 +233,6 @@ fn open_gpu(index: usize) -> candle_core::Result<Device> {
     // SAFETY: before the first allocation, and all work of this process is ordered on the one
     // stream above.
     unsafe { device.disable_event_tracking() };
-    keep_freed_memory(&device).map_err(candle_core::Error::wrap)?;
     Ok(Device::Cuda(device))
 }
 
@@ -220,143 +256,6 @@ fn memory_of_this_thread() -> Option<GpuMemory> {
         (bytes(CU_MEMPOOL_ATTR_USED_MEM_CURRENT), bytes(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
     let pool = used.zip(reserved).map(|(used, reserved)| GpuPool { used, reserved });
     Some(GpuMemory { index: device as usize, total: total as u64, free: free as u64, pool })
-}
-
-/// Value of a pool's attribute in bytes; none if the driver does not report it.
-#[cfg(feature = "cuda")]
-fn pool_bytes(pool: sys::CUmemoryPool, attribute: sys::CUmemPool_attribute) -> Option<u64> {
-    let mut bytes = 0u64;
-    // SAFETY: the pool belongs to a device, and the requested attributes are a u64.
-    unsafe { result::mem_pool::get_attribute(pool, attribute, (&raw mut bytes).cast()) }.ok()?;
-    Some(bytes)
-}
-
-/// Lets the driver's pool keep freed memory for the next allocation. By default it returns the
-/// memory to the system at every synchronization, which happens each step, and the next step waits
-/// for new memory.
-#[cfg(feature = "cuda")]
-fn keep_freed_memory(device: &CudaDevice) -> Result<(), DriverError> {
-    let Some(pool) = pool(device)? else { return Ok(()) };
-    let mut threshold = u64::MAX;
-    // SAFETY: the pool belongs to the device, and this attribute is a u64.
-    unsafe {
-        result::mem_pool::set_attribute(
-            pool,
-            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
-            (&raw mut threshold).cast(),
-        )
-    }
-}
-
-/// Pool of the allocations on `device`; none if the driver has no pools.
-#[cfg(feature = "cuda")]
-fn pool(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>, DriverError> {
-    let stream = device.cuda_stream();
-    let context = stream.context();
-    if !context.has_async_alloc() {
-        return Ok(None);
-    }
-    // SAFETY: a context holds a valid device.
-    unsafe { result::device::get_mem_pool(context.cu_device()) }.map(Some)
-}
-
-/// Lets each GPU of `devices` access tensors in the pools of the others, if it can reach them. By
-/// default a pool is private to its GPU, and between ranks of one process NCCL may access its
-/// memory directly.
-///
-/// # Errors
-/// The driver refuses the access.
-#[cfg(feature = "cuda")]
-pub fn share_pools(devices: &[Device]) -> Result<()> {
-    let failed = |error: DriverError| {
-        Error::internal("cannot share memory between the GPUs of this process").because(error.to_string())
-    };
-    let mut pools = Vec::new();
-    for device in devices {
-        if let Device::Cuda(device) = device {
-            pools.push((device.cuda_stream().context().cu_device(), pool(device).map_err(failed)?));
-        }
-    }
-    for (owner, pool) in &pools {
-        let Some(pool) = pool else { continue };
-        for (peer, _) in pools.iter().filter(|(peer, _)| peer != owner) {
-            let mut reaches = 0;
-            // SAFETY: both devices are from the driver.
-            unsafe { sys::cuDeviceCanAccessPeer(&raw mut reaches, *peer, *owner) }
-                .result()
-                .map_err(failed)?;
-            if reaches == 0 {
-                continue;
-            }
-            // A CUmemAccessDesc: a device (1), its number, read and write access (3). As numbers,
-            // because newer toolkits declare the same bytes as another type.
-            let grant = [1_i32, *peer, 3];
-            // SAFETY: the pool belongs to the owner, and this is one description.
-            unsafe { sys::cuMemPoolSetAccess(*pool, grant.as_ptr().cast(), 1) }.result().map_err(failed)?;
-        }
-    }
-    Ok(())
-}
-
-/// Bytes that tensors use on the GPU `device`; none on a CPU or if the driver does not report it.
-#[cfg(feature = "cuda")]
-pub fn used_bytes(device: &Device) -> Option<u64> {
-    let Device::Cuda(device) = device else { return None };
-    pool_bytes(pool(device).ok()??, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
-}
-
-/// Bytes that tensors use on a GPU: none in a build without GPU support.
-#[cfg(not(feature = "cuda"))]
-pub fn used_bytes(_device: &Device) -> Option<u64> {
-    None
-}
-
-/// Peak bytes that tensors used on the GPU `device`; none on a CPU or if the driver does not report
-/// it.
-#[cfg(feature = "cuda")]
-pub fn peak_bytes(device: &Device) -> Option<u64> {
-    let Device::Cuda(device) = device else { return None };
-    pool_bytes(pool(device).ok()??, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
-}
-
-/// Peak bytes that tensors use on the GPU `device` during `work`, above those held before. None on
-/// a CPU, where `work` does not run, or if the driver does not report it. Restarts the count of
-/// [`peak_bytes`].
-///
-/// # Errors
-/// The errors of `work`.
-#[cfg(feature = "cuda")]
-pub fn bytes_taken_by(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Option<u64>> {
-    use sys::CUmemPool_attribute::{CU_MEMPOOL_ATTR_USED_MEM_CURRENT, CU_MEMPOOL_ATTR_USED_MEM_HIGH};
-    let Device::Cuda(cuda) = device else { return Ok(None) };
-    let Ok(Some(pool)) = pool(cuda) else { return Ok(None) };
-    let (mut before, mut reset) = (0u64, 0u64);
-    // SAFETY: the pool belongs to the device, and both attributes are u64; the high mark may only
-    // be reset to 0.
-    let read = unsafe {
-        result::mem_pool::get_attribute(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, (&raw mut before).cast())
-            .and_then(|()| {
-                result::mem_pool::set_attribute(pool, CU_MEMPOOL_ATTR_USED_MEM_HIGH, (&raw mut reset).cast())
-            })
-    };
-    work()?;
-    device.synchronize()?;
-    Ok(read.ok().and(peak_bytes(device)).map(|peak| peak.saturating_sub(before)))
-}
-
-/// Peak bytes of `work` on a GPU: none in a build without GPU support, which does not run it.
-///
-/// # Errors
-/// None.
-#[cfg(not(feature = "cuda"))]
-pub fn bytes_taken_by(_device: &Device, _work: impl FnOnce() -> Result<()>) -> Result<Option<u64>> {
-    Ok(None)
-}
-
-/// Peak bytes that tensors used on a GPU: none in a build without GPU support.
-#[cfg(not(feature = "cuda"))]
-pub fn peak_bytes(_device: &Device) -> Option<u64> {
-    None
 }
 
 /// Allocates a tensor of at least one element on a GPU, which the caller writes in full before

@@ -1,23 +1,63 @@
-//! Allocation of device memory: the error of a refused request names its size and the use of the
-//! memory.
+//! Allocation of device memory: a refused request is repeated once, after the memory that the GPU's
+//! pool caches was returned to the system. Its error names its size and the use of the memory.
 
 use std::fmt;
 
+use candle_core::Device;
+
+use super::gpu_pool::make_room;
 use super::planned_failure::PlannedFailure;
 use crate::error::{DeviceFault, Error, Result};
 use crate::units;
+
+/// Runs `make`, which allocates `bytes` bytes on `device`, and once again if the GPU is out of
+/// memory at first.
+///
+/// # Errors
+/// Those of [`requested`].
+pub fn allocated<T, E: Into<Error>>(
+    device: &Device,
+    bytes: usize,
+    mut make: impl FnMut() -> Result<T, E>,
+) -> Result<T> {
+    let make = || -> Result<T> { make().map_err(Into::into) };
+    requested(bytes, || with_room(PlannedFailure::Request, || make_room(device), make))
+}
+
+/// Runs `make`. If it runs out of GPU memory, calls `make_room` and runs it again, once. `kind` is
+/// the failure that a test may plan here.
+///
+/// # Errors
+/// The errors of `make` and of `make_room`.
+pub fn with_room<T>(
+    kind: PlannedFailure,
+    make_room: impl FnOnce() -> Result<()>,
+    mut make: impl FnMut() -> Result<T>,
+) -> Result<T> {
+    let mut attempt = || {
+        if kind.strikes() {
+            return Err(Error::of_fault(
+                DeviceFault::OutOfMemory,
+                "the device is out of memory, as a test planned",
+            ));
+        }
+        make()
+    };
+    match attempt() {
+        Err(error) if error.device_fault() == Some(DeviceFault::OutOfMemory) => {
+            make_room()?;
+            attempt()
+        }
+        made => made,
+    }
+}
 
 /// Runs `make`, which allocates `bytes` bytes on a device.
 ///
 /// # Errors
 /// The errors of `make`; an out-of-memory error of a GPU also names the bytes.
 pub fn requested<T, E: Into<Error>>(bytes: usize, make: impl FnOnce() -> Result<T, E>) -> Result<T> {
-    let made = if PlannedFailure::Request.strikes() {
-        Err(Error::of_fault(DeviceFault::OutOfMemory, "the device is out of memory, as a test planned"))
-    } else {
-        make().map_err(Into::into)
-    };
-    made.map_err(|error| match error.device_fault() {
+    make().map_err(Into::into).map_err(|error: Error| match error.device_fault() {
         Some(DeviceFault::OutOfMemory) => {
             error.because(format!("the failed request was for {}", units::bytes(bytes as u64)))
         }
@@ -77,6 +117,43 @@ mod tests {
         let error = requested::<(), _>(3 << 29, other).unwrap_err();
         assert!(!error.to_string().contains("GiB") && error.kind().exit_code() == 3, "{error}");
         assert_eq!(requested(8, || Ok::<_, Error>(5)).unwrap(), 5);
+    }
+
+    /// Runs an operation that fails with the first of `failures`, then with the second, then
+    /// succeeds. Returns the result, and the calls in their order.
+    fn tried(kind: PlannedFailure, failures: &[&str]) -> (Result<()>, Vec<&'static str>) {
+        let calls = std::cell::RefCell::new(Vec::new());
+        let mut failures = failures.iter();
+        let room = || {
+            calls.borrow_mut().push("room");
+            Ok(())
+        };
+        let made = with_room(kind, room, || {
+            calls.borrow_mut().push("make");
+            failures.next().map_or(Ok(()), |name| Err(Error::of_device("cannot load a kernel", name)))
+        });
+        (made, calls.into_inner())
+    }
+
+    #[test]
+    fn without_memory_an_operation_runs_once_more() {
+        let (kernel, memory) = ("CUDA_ERROR_ILLEGAL_ADDRESS", "CUBLAS_STATUS_ALLOC_FAILED");
+        let outcome = |failures: &[&str]| {
+            let (made, calls) = tried(PlannedFailure::Module, failures);
+            (made.err().and_then(|error| error.device_fault()), calls)
+        };
+        assert_eq!(outcome(&[]), (None, vec!["make"]));
+        assert_eq!(outcome(&[kernel]), (Some(DeviceFault::Kernel), vec!["make"]));
+        assert_eq!(outcome(&[memory]), (None, vec!["make", "room", "make"]));
+        assert_eq!(outcome(&[memory; 2]), (Some(DeviceFault::OutOfMemory), vec!["make", "room", "make"]));
+    }
+
+    #[test]
+    #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plan failures")]
+    fn a_planned_failure_comes_before_the_operation() {
+        PlannedFailure::Product.plan();
+        let (made, calls) = tried(PlannedFailure::Product, &[]);
+        assert!(made.is_ok() && calls == ["room", "make"], "{calls:?}");
     }
 
     #[test]

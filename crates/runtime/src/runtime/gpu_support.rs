@@ -18,10 +18,15 @@ pub struct Gpu {
     pub total_bytes: u64,
     /// Compute capability, major and minor: (9, 0) is Hopper.
     pub compute_capability: (i32, i32),
+    /// True if its driver has memory pools, which allocate and free in the order of a stream.
+    pub has_pools: bool,
 }
 
 /// Lowest compute capability that computes in bf16, for which this project's kernels are compiled.
 pub(super) const AMPERE: (i32, i32) = (8, 0);
+
+/// Lowest compute capability for which CUDA 13 compiles.
+const TURING: (i32, i32) = (7, 5);
 
 /// GPUs that run this project's kernels, as `build.rs` compiles them.
 pub const KERNELS_RUN_ON: &str = "compute capability 8.0 and newer";
@@ -44,11 +49,13 @@ pub(super) fn check_driver(driver: i32, built_with: i32) -> Result<()> {
         return Ok(());
     }
     let (driver, needed) = (version(driver), version(built_with));
+    let compat = format!("cuda-compat-{}", needed.replace('.', "-"));
     Err(Error::user("the NVIDIA driver is too old")
         .because(format!("it supports CUDA up to {driver}; this binary needs CUDA {needed}"))
-        .hint(
-            "install a newer driver (CUDA 13 needs release 580 or newer); `nvidia-smi` shows the installed one",
-        ))
+        .hint(format!(
+            "install a newer driver (CUDA 13 needs release 580 or newer); `nvidia-smi` shows the installed one. On a \
+             data-centre GPU, NVIDIA's package {compat} is enough"
+        )))
 }
 
 /// Target of PTX in its `.target` line: `sm_80`.
@@ -83,17 +90,32 @@ pub(super) fn check_code(gpu: &Gpu, ptx: &str) -> Result<()> {
         return Ok(());
     }
     let (major, minor) = gpu.compute_capability;
-    let hint = if gpu.compute_capability < AMPERE {
-        NEWER_GPU.to_owned()
-    } else {
-        format!(
-            "build it for that GPU: `CUDA_COMPUTE_CAP={major}{minor} cargo build --release --features cuda`"
-        )
-    };
-    Err(Error::user(format!("cannot use GPU {}", gpu.index))
+    let refused = Error::user(format!("cannot use GPU {}", gpu.index))
         .because(format!("the {} has compute capability {major}.{minor}", gpu.name))
-        .because(format!("this binary has tensor operations for {target} and kernels for {KERNELS_RUN_ON}"))
-        .hint(hint))
+        .because(format!("this binary has tensor operations for {target} and kernels for {KERNELS_RUN_ON}"));
+    let build = format!("`CUDA_COMPUTE_CAP={major}{minor} cargo build --release --features cuda`");
+    Err(if gpu.compute_capability < TURING {
+        refused.because("CUDA 13 compiles for compute capability 7.5 and newer").hint(NEWER_GPU)
+    } else if gpu.compute_capability < AMPERE {
+        refused
+            .hint(format!("{NEWER_GPU}; a binary of {build} computes in f32 without those kernels, slowly"))
+    } else {
+        refused.hint(format!("build it for that GPU: {build}"))
+    })
+}
+
+/// Refuses a GPU whose driver has no memory pools. Without them every free waits for all kernels.
+///
+/// # Errors
+/// User error with the GPU's name.
+pub(super) fn check_pools(gpu: &Gpu) -> Result<()> {
+    if gpu.has_pools {
+        return Ok(());
+    }
+    Err(Error::user(format!("cannot use GPU {}", gpu.index))
+        .because(format!("the driver of the {} offers no memory pools, as with some vGPU profiles", gpu.name))
+        .because("without them every free waits for the GPU, and a step takes many times longer")
+        .hint("use a vGPU profile with unified memory or a whole GPU, or train on the CPU with `--ranks 1`"))
 }
 
 /// Refuses bf16 on a GPU that does not support it.
@@ -115,7 +137,7 @@ mod tests {
     use super::*;
 
     fn gpu(compute_capability: (i32, i32)) -> Gpu {
-        Gpu { index: 2, name: "NVIDIA T4".into(), total_bytes: 1 << 34, compute_capability }
+        Gpu { index: 2, name: "NVIDIA T4".into(), total_bytes: 1 << 34, compute_capability, has_pools: true }
     }
 
     #[test]
@@ -124,6 +146,7 @@ mod tests {
         let error = check_driver(12040, 13000).unwrap_err();
         assert_eq!(error.kind().exit_code(), 1);
         assert!(error.in_one_line().contains("CUDA up to 12.4; this binary needs CUDA 13.0"), "{error}");
+        assert!(error.to_string().ends_with("NVIDIA's package cuda-compat-13-0 is enough"), "{error}");
     }
 
     #[test]
@@ -154,11 +177,33 @@ mod tests {
             check_code(&gpu((7, 5)), ptx).unwrap_err().to_string(),
             "error: cannot use GPU 2\n  caused by: the NVIDIA T4 has compute capability 7.5\n  caused by: this binary \
              has tensor operations for sm_80 and kernels for compute capability 8.0 and newer\nhint: use a GPU of \
-             compute capability 8.0 or newer, or train on the CPU with `--ranks 1`"
+             compute capability 8.0 or newer, or train on the CPU with `--ranks 1`; a binary of `CUDA_COMPUTE_CAP=75 \
+             cargo build --release --features cuda` computes in f32 without those kernels, slowly"
         );
+        // CUDA 13 refuses to compile for older GPUs.
+        let error = check_code(&gpu((7, 0)), ptx).unwrap_err();
+        assert!(
+            error.in_one_line().contains("CUDA 13 compiles for compute capability 7.5 and newer"),
+            "{error}"
+        );
+        assert!(!error.to_string().contains("cargo build"), "{error}");
         // Another build has tensor operations for this GPU.
         let error = check_code(&gpu((8, 9)), ".target sm_90\n").unwrap_err().to_string();
         assert!(error.ends_with("`CUDA_COMPUTE_CAP=89 cargo build --release --features cuda`"), "{error}");
+    }
+
+    #[test]
+    fn a_gpu_without_memory_pools() {
+        let gpu = gpu((9, 0));
+        assert!(check_pools(&gpu).is_ok());
+        assert_eq!(
+            check_pools(&Gpu { name: "GRID V100D-8Q".into(), has_pools: false, ..gpu })
+                .unwrap_err()
+                .to_string(),
+            "error: cannot use GPU 2\n  caused by: the driver of the GRID V100D-8Q offers no memory pools, as with some \
+             vGPU profiles\n  caused by: without them every free waits for the GPU, and a step takes many times \
+             longer\nhint: use a vGPU profile with unified memory or a whole GPU, or train on the CPU with `--ranks 1`"
+        );
     }
 
     #[test]

@@ -15,6 +15,7 @@ use super::mmap::MappedSlice;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 use crate::runtime::copy::{copy_into, to_device};
+use crate::runtime::device_queue::finish_upload;
 
 /// Maximum number of values in transit between host and device.
 pub const STAGING_ELEMENTS: usize = 1 << 20;
@@ -217,7 +218,8 @@ fn from_file<T: PlainElement>(run: &MappedSlice, to: &TensorMut) -> Result<()> {
         if super::pinned::copy_slice(from, to)? {
             return Ok(());
         }
-        Ok(to.slice_set(&Tensor::from_slice(from, from.len(), to.device())?, 0, 0)?)
+        to.slice_set(&Tensor::from_slice(from, from.len(), to.device())?, 0, 0)?;
+        finish_upload(to.device())
     })?
 }
 

@@ -22,6 +22,7 @@ use super::TensorMut;
 use super::buffer::Buffer;
 use super::copy_steps::{BUFFERS, CopyAction, steps_to_gpu, steps_to_host};
 use super::cpu_tensor::{PlainElement, memory, read, update};
+use super::device_queue::{wait_for_event, wait_for_stream};
 use crate::error::{Error, Result};
 use crate::locks::locked;
 
@@ -72,7 +73,7 @@ impl CopyLane {
             let PinnedBuffer { memory, done } = &mut self.buffers[piece.buffer];
             let len = piece.range.len();
             match action {
-                CopyAction::Wait => done.synchronize()?,
+                CopyAction::Wait => wait_for_event(done)?,
                 CopyAction::CopyOnHost => {
                     copy_on_host(&from[piece.range], &mut memory.as_mut_slice()?[..len])
                 }
@@ -100,7 +101,7 @@ impl CopyLane {
             let PinnedBuffer { memory, done } = &mut self.buffers[piece.buffer];
             let len = piece.range.len();
             match action {
-                CopyAction::Wait => done.synchronize()?,
+                CopyAction::Wait => wait_for_event(done)?,
                 CopyAction::CopyOnHost => copy_on_host(&memory.as_slice()?[..len], &mut to[piece.range]),
                 CopyAction::StartOnGpu => {
                     let from = (from + piece.range.start) as u64;
@@ -153,7 +154,7 @@ fn copied(
     let done = copy(lane);
     done.map(|()| true).map_err(|error| {
         // A started copy must not outlive the memory that it uses.
-        let _ = lane.copies.synchronize();
+        let _ = wait_for_stream(&lane.copies);
         let place = lane.compute.context().ordinal();
         Error::internal(format!("cannot copy {} GPU {place}", what())).because(error.to_string())
     })

@@ -1,38 +1,48 @@
 //! Device failures that tests plan, on any machine: the next request of a kind fails as on a GPU,
 //! so that a test covers the whole path to the exit code.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Kind of the failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlannedFailure {
-    /// The next request for memory of a device.
+    /// The next request for memory of a device and its retry.
     Request,
     /// The next launch of a kernel that is emulated (feature `kernel-emu`).
     Launch,
+    /// The memory for the code of the next kernel, but not its retry.
+    Module,
+    /// The memory for the next matrix product, but not its retry.
+    Product,
 }
 
-static REQUEST: AtomicBool = AtomicBool::new(false);
-static LAUNCH: AtomicBool = AtomicBool::new(false);
+/// Planned failures by kind.
+static PLANNED: [AtomicBool; 4] = [const { AtomicBool::new(false) }; 4];
+
+thread_local! {
+    /// Whether the retry of this thread's last request must fail too.
+    static AGAIN: Cell<bool> = const { Cell::new(false) };
+}
 
 impl PlannedFailure {
-    fn flag(self) -> &'static AtomicBool {
-        match self {
-            PlannedFailure::Request => &REQUEST,
-            PlannedFailure::Launch => &LAUNCH,
-        }
-    }
-
     /// Makes the next request of this kind fail, on any thread.
     pub fn plan(self) {
-        self.flag().store(true, Ordering::Relaxed);
+        PLANNED[self as usize].store(true, Ordering::Relaxed);
     }
 
-    /// Returns true if this request must fail, once per plan. Always false without debug
-    /// assertions.
+    /// Returns true if this request must fail, once per plan; for [`PlannedFailure::Request`] also
+    /// for its retry on the same thread. Always false without debug assertions.
     pub fn strikes(self) -> bool {
-        cfg!(debug_assertions)
-            && self.flag().load(Ordering::Relaxed)
-            && self.flag().swap(false, Ordering::Relaxed)
+        if !cfg!(debug_assertions) {
+            return false;
+        }
+        let planned = &PLANNED[self as usize];
+        let first = planned.load(Ordering::Relaxed) && planned.swap(false, Ordering::Relaxed);
+        if self != PlannedFailure::Request {
+            return first;
+        }
+        let again = AGAIN.replace(first);
+        first || again
     }
 }

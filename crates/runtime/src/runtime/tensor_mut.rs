@@ -4,7 +4,7 @@ use std::ops::Deref;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::device_memory::requested;
+use super::device_memory::allocated;
 use crate::error::Result;
 
 /// Destination of an operation that overwrites or accumulates: a gradient, an output, a parameter,
@@ -30,11 +30,11 @@ impl TensorMut {
         let shape = shape.into();
         let bytes = shape.elem_count() * dtype.size_in_bytes();
         let made = || match (device, bytes) {
-            (Device::Cpu, _) | (_, 1..) => Tensor::zeros(shape, dtype, device),
+            (Device::Cpu, _) | (_, 1..) => Tensor::zeros(&shape, dtype, device),
             // A GPU's driver allocates no 0 bytes: one element is allocated and hidden.
-            (_, 0) => Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)?.reshape(shape),
+            (_, 0) => Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)?.reshape(&shape),
         };
-        requested(bytes, made).map(TensorMut)
+        allocated(device, bytes, made).map(TensorMut)
     }
 
     /// The part `start..start + len` along dimension `dim`, in the same memory.

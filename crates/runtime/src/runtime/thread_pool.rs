@@ -168,6 +168,14 @@ pub fn check_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<()
     Ok(())
 }
 
+/// Number of threads that the shared pool has once it is started: as many as the environment says,
+/// else one for each core.
+pub fn threads_of_process() -> usize {
+    let set = |name: &&str| std::env::var(name).ok()?.parse::<usize>().ok().filter(|threads| *threads > 0);
+    let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+    THREAD_COUNTS.iter().find_map(set).unwrap_or_else(cores)
+}
+
 /// Number of threads of the caller's pool.
 pub fn num_threads() -> usize {
     rayon::current_num_threads()

@@ -84,6 +84,7 @@ fn a_silent_rank_is_named_and_its_peers_go_free() {
         assert!(text.starts_with("error: rank 1 hangs: no progress in phase backward\n"), "{text}");
         assert!(text.contains("rank 1 is in phase backward; it has made no call\n"), "{text}");
         assert!(text.contains("rank 0 waits in phase backward: barrier of gradients of block 3\n"), "{text}");
+        assert!(text.contains("on several GPUs, try `CUDA_MODULE_LOADING=EAGER`"), "{text}");
         // The ranks end by this alone.
         watch.shared.conclude(hang, &watch.ranks, |_| ());
         ranks.join().unwrap()

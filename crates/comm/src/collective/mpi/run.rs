@@ -9,7 +9,7 @@ use super::{MpiCommunicator, MpiRank};
 use crate::collective::launch::Launch;
 use crate::collective::rank_threads;
 use crate::collective::rank_threads::{RankFailure, caught, in_a_line, stems_from};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// Ends the waits of this process's ranks after a failure elsewhere. It keeps no other value alive.
 #[derive(Clone)]
@@ -32,7 +32,8 @@ impl Stop {
 /// # Errors
 /// MPI cannot start, or has other processes than `launch`. If `work` returns an error or panics in
 /// any process, all ranks' calls fail: the result is the first failure, which the other processes
-/// have received if a rank here failed.
+/// have received if a rank here failed. A stop on request, which all ranks make together, is
+/// returned and is no failure.
 pub fn run_ranks<T: Send>(
     launch: &Launch,
     deadline: Duration,
@@ -49,6 +50,7 @@ pub fn run_ranks<T: Send>(
         let world = Arc::new(MpiCommunicator::world(&member, launch.world_size));
         let done = caught(|| work(place, world));
         if let Err(error) = &done
+            && error.kind() != ErrorCategory::SavedAndStopped
             && wire.healthy().err().is_none_or(|cause| !stems_from(error, &cause))
         {
             let (at, rank) = (member.place(), member.rank);
@@ -71,5 +73,9 @@ pub fn run_ranks<T: Send>(
         started.into_iter().map(rank_threads::join).collect()
     });
     let done: Result<Vec<T>> = results.into_iter().collect();
-    done.map_err(|error| first.into_inner().unwrap_or_else(|| RankFailure::heard(wire.fail(error))))
+    done.map_err(|error| match first.into_inner() {
+        Some(failure) => failure,
+        None if error.kind() == ErrorCategory::SavedAndStopped => RankFailure::heard(error),
+        None => RankFailure::heard(wire.fail(error)),
+    })
 }

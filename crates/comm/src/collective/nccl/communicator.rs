@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use super::abort_threads::{self, AbortThreads};
 use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, UniqueId};
+use crate::collective::hang_watch::GPU_SWITCHES;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::locks::locked;
 
@@ -17,28 +19,55 @@ use crate::locks::locked;
 /// distinguish an end that waits for it on a busy machine.
 pub(super) const FAREWELL: Duration = Duration::from_secs(if cfg!(test) { 300 } else { 10 });
 
+/// Words of NCCL for two ranks on one GPU: those before 2.30, and those since.
+const ONE_GPU: [&str; 2] = ["Duplicate GPU detected", "Ranks are using the same GPU"];
+
 /// Stops all communicators of this process at once, with the reason that later calls return. All
 /// ranks that are threads of the process share one; the rendezvous session raises it after a
 /// failure elsewhere.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct AbortFlag {
     cause: OnceLock<Error>,
     raised: AtomicBool,
     communicators: Mutex<Vec<Weak<Communicator>>>,
+    aborts: Arc<AbortThreads>,
 }
 
 impl AbortFlag {
-    /// Creates a flag that is not raised.
+    /// Creates a flag that is not raised. A process that holds it may wait forever for ranks whose
+    /// communicators cannot be aborted.
     pub fn new() -> Arc<AbortFlag> {
-        Arc::default()
+        Self::limited(abort_threads::LIMIT, None)
     }
 
-    /// Aborts all communicators, which ends kernels that wait for other ranks. Returns the first
-    /// cause, which stays.
+    /// Creates a flag that is not raised. If communicators cannot be aborted, `end` gets the cause
+    /// and must end the process.
+    pub fn ending_by(end: fn(&Error)) -> Arc<AbortFlag> {
+        Self::limited(abort_threads::LIMIT, Some(end))
+    }
+
+    /// Creates a flag with another `limit` on the wait for aborts.
+    pub(super) fn limited(limit: Duration, end: Option<fn(&Error)>) -> Arc<AbortFlag> {
+        let (cause, raised, communicators) = (OnceLock::new(), AtomicBool::new(false), Mutex::default());
+        Arc::new(AbortFlag { cause, raised, communicators, aborts: AbortThreads::new(limit, end) })
+    }
+
+    /// Aborts all communicators, which ends kernels that wait for other ranks. Waits for the aborts
+    /// for a limited time. Returns the first cause, which stays.
     pub fn raise(&self, cause: Error) -> Error {
         let cause = self.keep(cause);
+        // The lock lets a second caller wait for the aborts that the first one starts.
+        let mut communicators = locked(&self.communicators);
         self.raised.store(true, Ordering::SeqCst);
-        self.communicators().iter().filter_map(Weak::upgrade).for_each(|communicator| communicator.abort());
+        for communicator in communicators.drain(..).filter(|communicator| communicator.strong_count() > 0) {
+            self.aborts.start(move || {
+                if let Some(communicator) = communicator.upgrade() {
+                    communicator.abort_here();
+                }
+            });
+        }
+        drop(communicators);
+        self.aborts.wait(&cause);
         cause
     }
 
@@ -74,6 +103,15 @@ struct Handle(RawComm);
 // around the handle ensures.
 unsafe impl Send for Handle {}
 
+impl Handle {
+    /// Aborts the communicator, which may block inside NCCL.
+    fn abort(self, nccl: &NcclLibrary) {
+        // SAFETY: this owns the handle, so no thread uses it after this. The status is irrelevant:
+        // the communicator is gone.
+        unsafe { (nccl.table.comm_abort)(self.0) };
+    }
+}
+
 /// A communicator that cannot hang; see the module.
 pub(super) struct Communicator {
     nccl: Arc<NcclLibrary>,
@@ -102,8 +140,7 @@ impl Communicator {
             (library.table.comm_init_rank_config)(&raw mut *place, size, *id, rank, &raw mut config)
         };
         if status != NcclStatus::SUCCESS && status != NcclStatus::IN_PROGRESS || place.is_null() {
-            return Err(Error::new(ErrorCategory::Transient, "cannot make an NCCL communicator")
-                .because(library.text(status, None)));
+            return Err(refused(library, "cannot make an NCCL communicator", status));
         }
         let made = Self::of(library, abort_flag, deadline, *place);
         made.settled("the meeting of the ranks")
@@ -167,15 +204,20 @@ impl Communicator {
         what: &str,
         call: impl FnOnce(&NcclFunctions, RawComm) -> NcclStatus,
     ) -> Result<()> {
+        self.start(what, call)?;
+        // Also after a success, which NCCL may return before a message is on its stream
+        // (https://github.com/NVIDIA/nccl/issues/1495).
+        self.settle(what)
+    }
+
+    /// Makes one call, which may still run on return.
+    fn start(&self, what: &str, call: impl FnOnce(&NcclFunctions, RawComm) -> NcclStatus) -> Result<()> {
         let handle = self.handle()?;
-        let status = match handle.as_ref() {
-            Some(handle) => call(&self.nccl.table, handle.0),
-            None => return self.gone(),
-        };
+        let Some(comm) = handle.as_ref() else { return self.gone() };
+        let status = call(&self.nccl.table, comm.0);
         drop(handle);
         match status {
-            NcclStatus::SUCCESS => Ok(()),
-            NcclStatus::IN_PROGRESS => self.settle(what),
+            NcclStatus::SUCCESS | NcclStatus::IN_PROGRESS => Ok(()),
             failed => Err(self.failed(what, failed)),
         }
     }
@@ -201,7 +243,8 @@ impl Communicator {
             if begin.elapsed() > self.deadline {
                 let error =
                     Error::new(ErrorCategory::Transient, format!("{what} did not begin on all ranks"))
-                        .because(format!("waited {} s for the other ranks", self.deadline.as_secs()));
+                        .because(format!("waited {} s for the other ranks", self.deadline.as_secs()))
+                        .hint(format!("if no other rank failed, {GPU_SWITCHES}"));
                 return Err(error);
             }
             rounds = rounds.saturating_add(1);
@@ -214,13 +257,23 @@ impl Communicator {
         Ok(())
     }
 
-    /// Aborts the communicator, also during a wait. Later calls return the cause of the flag.
-    pub(super) fn abort(&self) {
+    /// Aborts the communicator and waits for that for a limited time. Later calls return the cause
+    /// of the flag.
+    fn abort(&self) {
+        let Some(handle) = locked(&self.handle).take() else { return };
+        let (nccl, flag) = (Arc::clone(&self.nccl), &self.abort_flag);
+        flag.aborts.start(move || handle.abort(&nccl));
+        let cause = flag.cause.get().cloned();
+        flag.aborts.wait(&cause.unwrap_or_else(|| {
+            Error::new(ErrorCategory::Transient, "an NCCL communicator cannot be aborted")
+        }));
+    }
+
+    /// Aborts the communicator on this thread, also during a wait of another one.
+    fn abort_here(&self) {
         let handle = locked(&self.handle).take();
         if let Some(handle) = handle {
-            // SAFETY: the handle was taken, so no thread uses it after this. The status is
-            // irrelevant: the communicator is gone.
-            unsafe { (self.nccl.table.comm_abort)(handle.0) };
+            handle.abort(&self.nccl);
         }
     }
 
@@ -235,24 +288,13 @@ impl Communicator {
     }
 
     fn failed(&self, what: &str, status: NcclStatus) -> Error {
-        let error = Error::new(ErrorCategory::Transient, format!("{what} failed in NCCL"))
-            .because(self.nccl.text(status, None));
-        match status {
-            NcclStatus::REMOTE_ERROR => {
-                error.because("another rank stopped, or the network between them did")
-            }
-            _ => error.hint("set `NCCL_DEBUG=WARN` and run again to see why"),
-        }
+        refused(&self.nccl, format!("{what} failed in NCCL"), status)
     }
 
     /// Lets pending work finish on all ranks, for a bounded time.
     fn farewell(&self) -> Result<()> {
         // SAFETY: the handle is alive under the lock.
-        self.call("the end", |table, comm| match unsafe { (table.comm_finalize)(comm) } {
-            // Polled below, with a shorter deadline.
-            NcclStatus::IN_PROGRESS => NcclStatus::SUCCESS,
-            status => status,
-        })?;
+        self.start("the end", |table, comm| unsafe { (table.comm_finalize)(comm) })?;
         let begin = Instant::now();
         while self.poll()? == NcclStatus::IN_PROGRESS {
             if begin.elapsed() > FAREWELL {
@@ -281,6 +323,25 @@ impl Drop for Communicator {
 impl std::fmt::Debug for Communicator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "a communicator of {:?}", self.nccl)
+    }
+}
+
+/// Returns the error `what` of a call that NCCL refused with `status`.
+fn refused(nccl: &NcclLibrary, what: impl Into<String>, status: NcclStatus) -> Error {
+    let text = nccl.text(status, None);
+    if status == NcclStatus::INVALID_USAGE && ONE_GPU.iter().any(|words| text.contains(words)) {
+        let mig = "MIG instances of one card cannot be ranks of one run before NCCL 2.31";
+        return Error::user("two ranks use the same GPU")
+            .because(text)
+            .because(format!("each rank needs its own GPU; {mig}, and this is {}", nccl.version()))
+            .hint(
+                "name another GPU for each rank with `--gpus`; `nvidia-smi -L` lists GPUs and MIG instances",
+            );
+    }
+    let error = Error::new(ErrorCategory::Transient, what).because(text);
+    match status {
+        NcclStatus::REMOTE_ERROR => error.because("another rank stopped, or the network between them did"),
+        _ => error.hint("set `NCCL_DEBUG=WARN` and run again to see why"),
     }
 }
 

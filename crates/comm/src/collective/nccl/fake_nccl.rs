@@ -1,12 +1,14 @@
 //! NCCL and a GPU in host memory, for tests: ranks are threads, and "kernels" run after the last
 //! rank's call. Like the real library it returns at once, reports progress, and hangs if the ranks'
-//! calls differ.
+//! calls differ. It reports success for messages that are not on their streams yet.
 
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, Condvar, LazyLock, Mutex};
+use std::time::Duration;
 
 use super::device::{CommStream, GpuStreams};
 use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, RawStream, UniqueId};
@@ -25,16 +27,50 @@ enum FakePost {
     Finalize,
 }
 
+/// Time after which a held abort returns, so that a caller that waits for it fails its test.
+const HELD: Duration = Duration::from_secs(60);
+
 #[derive(Default)]
 pub(super) struct FakeGroup {
     posts: Mutex<Vec<Option<FakePost>>>,
     aborted: AtomicBool,
+    /// True while aborts wait.
+    held: Mutex<bool>,
+    released: Condvar,
+    /// True if the GPUs of its ranks are one card.
+    one_card: AtomicBool,
 }
 
 impl FakeGroup {
     pub(super) fn is_aborted(&self) -> bool {
         self.aborted.load(Ordering::SeqCst)
     }
+
+    /// Makes aborts wait, or lets them go.
+    pub(super) fn hold_aborts(&self, held: bool) {
+        *self.held.lock().unwrap() = held;
+        self.released.notify_all();
+    }
+}
+
+/// A message that is not on its stream yet.
+struct LateMessage {
+    op: &'static str,
+    stream: RawStream,
+    post: FakePost,
+    /// Polls until it is on its stream.
+    polls: usize,
+}
+
+thread_local! {
+    /// Messages of this thread's group; none outside of a group.
+    static OPEN: RefCell<Option<Vec<(RawComm, LateMessage)>>> = const { RefCell::new(None) };
+    static LAST_ERROR: Cell<&'static CStr> = const { Cell::new(c"") };
+}
+
+/// Returns true if this thread has begun a group and not ended it.
+pub(super) fn is_in_group() -> bool {
+    OPEN.with_borrow(Option::is_some)
 }
 
 /// An operation on a rank's streams, in order.
@@ -75,6 +111,7 @@ fn put(stream: RawStream, op: &'static str, raw: RawComm) {
 struct FakeComm {
     group: Arc<FakeGroup>,
     rank: usize,
+    late: Mutex<Vec<LateMessage>>,
 }
 
 static GROUPS: LazyLock<Mutex<HashMap<[u8; 128], Arc<FakeGroup>>>> = LazyLock::new(Mutex::default);
@@ -86,13 +123,24 @@ fn comm(raw: RawComm) -> &'static FakeComm {
 }
 
 fn made(group: &Arc<FakeGroup>, rank: usize) -> RawComm {
-    std::ptr::from_mut(Box::leak(Box::new(FakeComm { group: Arc::clone(group), rank }))).cast()
+    let comm = FakeComm { group: Arc::clone(group), rank, late: Mutex::default() };
+    std::ptr::from_mut(Box::leak(Box::new(comm))).cast()
+}
+
+/// The group of the ranks that connect under `id`.
+fn group_of(id: &UniqueId) -> Arc<FakeGroup> {
+    Arc::clone(GROUPS.lock().unwrap().entry(id.0).or_default())
+}
+
+/// Gives the ranks that connect under `id` MIG instances of one card.
+pub(super) fn share_card(id: &UniqueId) {
+    group_of(id).one_card.store(true, Ordering::SeqCst);
 }
 
 /// Makes a call; the last rank does the work of all.
 fn post(raw: RawComm, post: FakePost) -> NcclStatus {
-    let FakeComm { group, rank } = comm(raw);
-    if group.aborted.load(Ordering::SeqCst) {
+    let FakeComm { group, rank, .. } = comm(raw);
+    if group.is_aborted() {
         return NcclStatus::REMOTE_ERROR;
     }
     let mut posts = group.posts.lock().unwrap();
@@ -230,7 +278,7 @@ unsafe extern "C" fn get_error_string(_: NcclStatus) -> *const c_char {
 }
 
 unsafe extern "C" fn get_last_error(_: RawComm) -> *const c_char {
-    c"".as_ptr()
+    LAST_ERROR.get().as_ptr()
 }
 
 unsafe extern "C" fn init(
@@ -240,7 +288,7 @@ unsafe extern "C" fn init(
     rank: c_int,
     _: *mut NcclConfig,
 ) -> NcclStatus {
-    let group = Arc::clone(GROUPS.lock().unwrap().entry(id.0).or_default());
+    let group = group_of(&id);
     group.posts.lock().unwrap().resize(size as usize, None);
     // SAFETY: as above.
     unsafe { place.write(made(&group, rank as usize)) };
@@ -259,12 +307,25 @@ unsafe extern "C" fn comm_split(
 }
 
 unsafe extern "C" fn get_async_error(raw: RawComm, state: *mut NcclStatus) -> NcclStatus {
-    let FakeComm { group, rank } = comm(raw);
+    let FakeComm { group, rank, late } = comm(raw);
+    late.lock().unwrap().retain_mut(|message| {
+        message.polls -= 1;
+        if message.polls == 0 {
+            put(message.stream, message.op, raw);
+            post(raw, message.post);
+        }
+        message.polls > 0
+    });
     let waits = group.posts.lock().unwrap()[*rank].is_some();
-    let status = match (group.aborted.load(Ordering::SeqCst), waits) {
-        (true, _) => NcclStatus::REMOTE_ERROR,
-        (false, true) => NcclStatus::IN_PROGRESS,
-        (false, false) => NcclStatus::SUCCESS,
+    let status = if group.is_aborted() {
+        NcclStatus::REMOTE_ERROR
+    } else if group.one_card.load(Ordering::SeqCst) {
+        LAST_ERROR.set(c"Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000");
+        NcclStatus::INVALID_USAGE
+    } else if waits {
+        NcclStatus::IN_PROGRESS
+    } else {
+        NcclStatus::SUCCESS
     };
     // SAFETY: as above.
     unsafe { state.write(status) };
@@ -280,7 +341,10 @@ unsafe extern "C" fn destroy(_: RawComm) -> NcclStatus {
 }
 
 unsafe extern "C" fn abort(raw: RawComm) -> NcclStatus {
-    comm(raw).group.aborted.store(true, Ordering::SeqCst);
+    let group = &comm(raw).group;
+    let held = group.held.lock().unwrap();
+    drop(group.released.wait_timeout_while(held, HELD, |held| *held).unwrap());
+    group.aborted.store(true, Ordering::SeqCst);
     NcclStatus::SUCCESS
 }
 
@@ -342,6 +406,34 @@ unsafe extern "C" fn broadcast(
     post(raw, FakePost::Copy { at: to as usize, bytes: count * width(kind), root })
 }
 
+unsafe extern "C" fn group_start() -> NcclStatus {
+    OPEN.set(Some(Vec::new()));
+    NcclStatus::SUCCESS
+}
+
+unsafe extern "C" fn group_end() -> NcclStatus {
+    let Some(messages) = OPEN.take() else { return NcclStatus::INVALID_USAGE };
+    for (raw, message) in messages {
+        comm(raw).late.lock().unwrap().push(message);
+    }
+    NcclStatus::SUCCESS
+}
+
+/// Accepts a message. It is on its stream at the first poll after its group, and one poll later if
+/// it has no group.
+fn accept(raw: RawComm, op: &'static str, stream: RawStream, post: FakePost) -> NcclStatus {
+    let FakeComm { group, late, .. } = comm(raw);
+    if group.is_aborted() {
+        return NcclStatus::REMOTE_ERROR;
+    }
+    let message = |polls| LateMessage { op, stream, post, polls };
+    OPEN.with_borrow_mut(|open| match open {
+        Some(open) => open.push((raw, message(1))),
+        None => late.lock().unwrap().push(message(2)),
+    });
+    NcclStatus::SUCCESS
+}
+
 unsafe extern "C" fn send(
     from: *const c_void,
     count: usize,
@@ -350,9 +442,8 @@ unsafe extern "C" fn send(
     raw: RawComm,
     stream: RawStream,
 ) -> NcclStatus {
-    put(stream, "send", raw);
     let bytes = count * width(kind);
-    post(raw, FakePost::Send { from: from as usize, bytes, peer: peer as usize })
+    accept(raw, "send", stream, FakePost::Send { from: from as usize, bytes, peer: peer as usize })
 }
 
 unsafe extern "C" fn recv(
@@ -363,9 +454,8 @@ unsafe extern "C" fn recv(
     raw: RawComm,
     stream: RawStream,
 ) -> NcclStatus {
-    put(stream, "recv", raw);
     let bytes = count * width(kind);
-    post(raw, FakePost::Recv { to: to as usize, bytes, peer: peer as usize })
+    accept(raw, "recv", stream, FakePost::Recv { to: to as usize, bytes, peer: peer as usize })
 }
 
 /// The fake library.
@@ -385,6 +475,8 @@ pub(super) fn library() -> Arc<NcclLibrary> {
         reduce_scatter,
         all_gather,
         broadcast,
+        group_start,
+        group_end,
         send,
         recv,
     };

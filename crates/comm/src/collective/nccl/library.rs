@@ -11,6 +11,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::environment;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::ElementType;
 
@@ -37,6 +38,8 @@ pub struct NcclStatus(pub c_int);
 impl NcclStatus {
     /// The call succeeded: `ncclSuccess`.
     pub const SUCCESS: NcclStatus = NcclStatus(0);
+    /// The call contradicts its arguments or other ranks: `ncclInvalidUsage`.
+    pub(super) const INVALID_USAGE: NcclStatus = NcclStatus(5);
     /// A peer has failed: `ncclRemoteError`.
     pub(crate) const REMOTE_ERROR: NcclStatus = NcclStatus(6);
     /// A non-blocking call is still running: `ncclInProgress`.
@@ -144,6 +147,8 @@ table! {
     all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, RawComm, RawStream) -> NcclStatus;
     broadcast = "ncclBroadcast":
         fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
+    group_start = "ncclGroupStart": fn() -> NcclStatus;
+    group_end = "ncclGroupEnd": fn() -> NcclStatus;
     send = "ncclSend": fn(*const c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
     recv = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
 }
@@ -168,11 +173,13 @@ pub struct NcclLibrary {
 impl NcclLibrary {
     /// Loads NCCL: the file or folder in `FINETUNE_NCCL_LIB` if it is set, else by name in the
     /// loader's folders (`LD_LIBRARY_PATH`, the system's folders). It stays loaded until the
-    /// process ends, because NCCL has its own threads.
+    /// process ends, because NCCL has its own threads. Sets `NCCL_LAUNCH_ORDER_IMPLICIT=1` unless
+    /// the variable is set; call it before the process has ranks.
     ///
     /// # Errors
     /// The library is missing or older than 2.18; the error names the candidates.
     pub fn open() -> Result<Arc<NcclLibrary>> {
+        environment::order_launches();
         let given = std::env::var_os(LIBRARY_VARIABLE);
         let searched = match std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty()) {
             Some(path) => format!("LD_LIBRARY_PATH, which is {}", path.to_string_lossy()),
@@ -356,6 +363,26 @@ mod tests {
         ));
     }
 
+    /// Returns true if the CUDA driver finds a GPU. Unlike `gpus()`, it also works in a build
+    /// without GPU support, whose tests load NCCL too.
+    fn has_gpu() -> bool {
+        // SAFETY: the driver's initializers only read the environment.
+        let Ok(driver) = (unsafe { libloading::Library::new("libcuda.so.1") }) else { return false };
+        // SAFETY: the signature is that of cuda.h.
+        let found = unsafe { driver.get::<unsafe extern "C" fn(u32) -> c_int>(b"cuInit") }
+            // SAFETY: 0 is the only accepted argument.
+            .is_ok_and(|init| unsafe { init(0) } == 0);
+        // Its functions stay loaded.
+        std::mem::forget(driver);
+        found
+    }
+
+    #[test]
+    fn nccl_keeps_the_order_of_calls_of_all_communicators() {
+        drop(NcclLibrary::open());
+        assert!(std::env::var_os(environment::LAUNCH_ORDER).is_some());
+    }
+
     /// With the real library, if it is installed: these calls need no GPU.
     #[test]
     fn the_real_library_gives_a_version_and_ids() {
@@ -377,8 +404,8 @@ mod tests {
             left_out(&format!("no NCCL here; point {LIBRARY_VARIABLE} at one"));
             return;
         };
-        if Path::new("/dev/nvidiactl").exists() {
-            left_out("there is a GPU here, and this test has no memory on it");
+        if has_gpu() {
+            left_out("this machine has a GPU, and this test has no memory on it");
             return;
         }
         let deadline = std::time::Duration::from_secs(60);

@@ -4,11 +4,15 @@
 //! NCCL itself waits forever for a message of another length. So the two first exchange and compare
 //! their records: a wait of the host for all work on the stream, and a round trip. The sender is
 //! first, so no two calls must run at once.
+//!
+//! Each call of NCCL is in a group, because a non-blocking communicator may return success for a
+//! message outside of a group before the message is on its stream. A mark would then be before the
+//! message, and computation would read old values.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 
 use super::device::{CommStream, GpuStreams};
-use super::library::data_type;
+use super::library::{NcclFunctions, NcclStatus, RawComm, RawStream, data_type};
 use super::staged::{StagingPlan, pieces, read, write};
 use super::{Nccl, locked};
 use crate::collective::buffer_checks::check_peer;
@@ -16,6 +20,51 @@ use crate::collective::call_record::{CallRecord, RECORD_BYTES};
 use crate::collective::{Call, Op};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
+
+/// This rank's side of a message with `peer`.
+#[derive(Clone, Copy)]
+struct MessageSide {
+    op: Op,
+    peer: usize,
+    elements: usize,
+    element: c_int,
+}
+
+impl MessageSide {
+    /// Puts the message on `stream`, from or to device memory at `at`.
+    ///
+    /// # Safety
+    /// The memory is valid until the message has been sent or received, and the peer is a rank of
+    /// the communicator.
+    unsafe fn put(self, table: &NcclFunctions, comm: RawComm, stream: RawStream, at: usize) -> NcclStatus {
+        let MessageSide { op, peer, elements, element } = self;
+        let peer = peer as c_int;
+        // SAFETY: the caller keeps the memory and gives a valid peer.
+        grouped(table, || unsafe {
+            if op == Op::Send {
+                (table.send)(at as *const c_void, elements, element, peer, comm, stream)
+            } else {
+                (table.recv)(at as *mut c_void, elements, element, peer, comm, stream)
+            }
+        })
+    }
+}
+
+/// Makes `call` in its own group, which ends also if the call fails.
+pub(super) fn grouped(table: &NcclFunctions, call: impl FnOnce() -> NcclStatus) -> NcclStatus {
+    // SAFETY: a group belongs to its thread, and this one ends below.
+    let begun = unsafe { (table.group_start)() };
+    if begun != NcclStatus::SUCCESS {
+        return begun;
+    }
+    let put = call();
+    // SAFETY: the group of this thread that began above.
+    let ended = unsafe { (table.group_end)() };
+    match put {
+        NcclStatus::SUCCESS | NcclStatus::IN_PROGRESS => ended,
+        failed => failed,
+    }
+}
 
 impl<D: GpuStreams> Nccl<D> {
     /// Performs this rank's side, `op`, of a message with `peer`.
@@ -31,17 +80,12 @@ impl<D: GpuStreams> Nccl<D> {
         if buffer.place() == MemoryKind::Host {
             return self.message_staged(op, peer, &record, buffer);
         }
-        let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
+        let element = data_type(buffer.element());
+        let side = MessageSide { op, peer, elements: buffer.elements(), element };
         self.enqueue(CommStream::Compute, &record, |table, comm, stream| {
             // SAFETY: the memory is valid on the device by `Buffer`'s contract, and freed on the
             // compute stream at the earliest; the peer is a rank of this group.
-            unsafe {
-                if op == Op::Send {
-                    (table.send)(at, buffer.elements(), element, peer as i32, comm, stream)
-                } else {
-                    (table.recv)(at, buffer.elements(), element, peer as i32, comm, stream)
-                }
-            }
+            unsafe { side.put(table, comm, stream, buffer.address()) }
         })?;
         Ok(())
     }
@@ -91,28 +135,28 @@ impl<D: GpuStreams> Nccl<D> {
         fill: impl FnOnce(&mut [u8]),
         take: impl FnOnce(&[u8]),
     ) -> Result<()> {
-        let bytes = data_type(ElementType::U8);
-        if op == Op::Send {
-            return self.pass(
-                record,
-                StagingPlan { put: 0..len, fetch: len..len },
-                |host| fill(&mut host[..len]),
-                |table, comm, stream, at| {
-                    // SAFETY: the scratch holds the bytes, and lives until the pass has ended.
-                    unsafe { (table.send)(at as *const c_void, len, bytes, peer as i32, comm, stream) }
-                },
-                |_| {},
-            );
-        }
+        let side = MessageSide { op, peer, elements: len, element: data_type(ElementType::U8) };
+        let sends = op == Op::Send;
+        let plan = if sends {
+            StagingPlan { put: 0..len, fetch: len..len }
+        } else {
+            StagingPlan { put: 0..0, fetch: 0..len }
+        };
         self.pass(
             record,
-            StagingPlan { put: 0..0, fetch: 0..len },
-            |_| {},
-            |table, comm, stream, at| {
-                // SAFETY: as above.
-                unsafe { (table.recv)(at as *mut c_void, len, bytes, peer as i32, comm, stream) }
+            plan,
+            |host| {
+                if sends {
+                    fill(&mut host[..len]);
+                }
             },
-            |host| take(&host[..len]),
+            // SAFETY: the scratch holds the bytes, and lives until the pass has ended.
+            |table, comm, stream, at| unsafe { side.put(table, comm, stream, at) },
+            |host| {
+                if !sends {
+                    take(&host[..len]);
+                }
+            },
         )
     }
 }

@@ -9,8 +9,9 @@
 //! the GPU in pieces and is ready on return (`staged`). [`run_ranks`] runs the ranks of a process
 //! as threads, one per GPU. Communicators are non-blocking, so every wait polls (`communicator`),
 //! and a thread watches the streams (`watch`). Failures end all communicators of the process
-//! ([`AbortFlag`]). Other processes see NCCL's remote error, the deadline, or a message of the
-//! rendezvous session, which the launcher passes to [`AbortFlag::raise`].
+//! ([`AbortFlag`]), on threads of their own because an abort may block (`abort_threads`). Other
+//! processes see NCCL's remote error, the deadline, or a message of the rendezvous session, which
+//! the launcher passes to [`AbortFlag::raise`].
 //!
 //! Comparing every call would cost a round trip each. Instead each rank hashes its calls, and
 //! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step):
@@ -19,8 +20,10 @@
 //! separately, at the cost of a round trip each (`message`). NCCL chooses the order of its sums;
 //! `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three groups and so up to six
 //! communicators a rank, whose kernels wait for peers on all streams: they must fit on the GPU at
-//! once, which NCCL's channels allow. All ranks put their calls on the streams in the same order.
+//! once, which NCCL's channels allow. All ranks put their calls on the streams in the same order,
+//! and NCCL 2.26 and newer start the kernels in that order (`environment`).
 
+mod abort_threads;
 mod call_log;
 mod communicator;
 #[cfg(feature = "cuda")]
@@ -386,6 +389,8 @@ impl<D: GpuStreams> std::fmt::Debug for Nccl<D> {
     }
 }
 
+#[cfg(test)]
+mod abort_tests;
 #[cfg(test)]
 mod fake_nccl;
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::{Nccl, NcclRankInfo, locked};
 use crate::collective::Collective;
 use crate::collective::rank_threads;
 use crate::collective::rank_threads::RankFailure;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// Ranks of one process among all.
 #[derive(Debug, Clone, Copy)]
@@ -53,7 +53,9 @@ pub fn run_ranks<D: GpuStreams, T: Send>(
             let met = Arc::new(Nccl::connect(library, &rank_info, device, abort_flag)?);
             work(place, Arc::clone(end.insert(met)))
         });
+        // A stop on request, which all ranks make together, is no failure.
         if let Err(error) = &done
+            && error.kind() != ErrorCategory::SavedAndStopped
             && abort_flag.check().err().is_none_or(|cause| !rank_threads::stems_from(error, &cause))
         {
             let at = end.as_ref().map(|end| locked(&end.member.place).clone()).unwrap_or_default();

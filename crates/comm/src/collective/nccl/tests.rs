@@ -3,7 +3,8 @@
 use std::any::Any;
 use std::sync::atomic::Ordering;
 
-use super::fake_nccl::{Host, library};
+use super::fake_nccl::{FakeEvent, Host, is_in_group, library, share_card};
+use super::message::grouped;
 use super::*;
 use crate::collective::{HangLimits, HangWatch, ProgressBoard, RankFailure, TimedCollective};
 use crate::runtime::buffer::ElementType;
@@ -242,6 +243,53 @@ fn a_message_that_differs_is_named_on_both_sides_before_it_is_sent() {
             assert!(calls.iter().all(|call| text.contains(call)), "{text}");
         }
     }
+}
+
+/// A mark that is recorded then is behind the message.
+#[test]
+fn a_message_is_on_its_stream_when_its_call_returns() {
+    run(2, PATIENT, false, |nccl, device| {
+        let buffer = Values::new(ElementType::F32, vec![nccl.rank() as f32 + 1.0; 3]);
+        device.events();
+        // The records go both ways first, the sender's before the other.
+        let expected = if nccl.rank() == 0 {
+            nccl.send(call("message", 0), 1, &buffer.1).unwrap();
+            ["send", "recv", "send"]
+        } else {
+            nccl.recv(call("message", 0), 0, &buffer.1).unwrap();
+            ["recv", "send", "recv"]
+        };
+        let op = |event| match event {
+            FakeEvent::Call { op, .. } => Some(op),
+            _ => None,
+        };
+        let events: Vec<&str> = device.events().into_iter().filter_map(op).collect();
+        assert_eq!(events, expected);
+        assert_eq!(buffer.read(), [1.0; 3]);
+    });
+}
+
+/// All later calls of the thread would wait for the end of a group that stays open.
+#[test]
+fn a_refused_message_leaves_no_group_open() {
+    let table = library().table;
+    assert_eq!(grouped(&table, || NcclStatus::INVALID_USAGE), NcclStatus::INVALID_USAGE);
+    assert!(!is_in_group());
+    assert_eq!(grouped(&table, || NcclStatus(i32::from(!is_in_group()))), NcclStatus::SUCCESS);
+    assert!(!is_in_group());
+}
+
+#[test]
+fn ranks_on_one_card_get_an_error_that_names_mig() {
+    let library = library();
+    let id = library.unique_id().unwrap();
+    share_card(&id);
+    let rank_info = NcclRankInfo { id, rank: 0, size: 2, deadline: PATIENT };
+    let error = Nccl::connect(&library, &rank_info, Host::default(), &AbortFlag::new()).unwrap_err();
+    assert_eq!((error.what(), error.kind()), ("two ranks use the same GPU", ErrorCategory::User));
+    let text = error.to_string();
+    assert!(text.contains("rank 0 and rank 1 both on CUDA device 1b000"), "{text}");
+    assert!(text.contains("MIG instances of one card cannot be ranks of one run"), "{text}");
 }
 
 #[test]

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::communicator::AbortFlag;
 use super::device::{CommStream, GpuStreams};
 use crate::collective::call_record::CallRecord;
+use crate::collective::hang_watch::GPU_SWITCHES;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::locks::locked;
 use crate::threads;
@@ -135,6 +136,7 @@ impl<D: GpuStreams> WatchdogState<D> {
         Error::new(ErrorCategory::Transient, format!("rank {} waits for other ranks without end", self.rank))
             .because(format!("{record} did not end in {} s", self.deadline.as_secs()))
             .because("another rank stopped, or called something else")
+            .hint(format!("if no other rank failed, {GPU_SWITCHES}"))
     }
 }
 

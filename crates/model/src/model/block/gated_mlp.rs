@@ -68,6 +68,15 @@ impl GatedMlpWeights {
         Ok((y, GatedMlpSaved { gate_up, lora_gate_up, lora_down }))
     }
 
+    /// Works like [`GatedMlpWeights::forward`] without its output, so without the product of
+    /// `down_proj`.
+    pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<GatedMlpSaved> {
+        let (gate_up, lora_gate_up) = linear::forward(&self.gate_up, x, None, pass.branch())?;
+        let product = || glu(&gate_up, self.mixer.activation);
+        let lora_down = linear::recompute(&self.down, product, pass.branch())?;
+        Ok(GatedMlpSaved { gate_up, lora_gate_up, lora_down })
+    }
+
     /// Adds the gradients of the parameters. Returns that of the input, if something reads it.
     pub(super) fn backward(
         &self,

@@ -98,7 +98,16 @@ fn memory_of<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> usize {
     tensors.into_iter().map(memory).collect::<BTreeMap<_, _>>().values().sum()
 }
 
-/// Runs the forward of the first block in training.
+/// Returns the bits of the tensors' values.
+fn bits(saved: &BlockSaved) -> Result<Vec<Vec<u32>>> {
+    let of_tensor = |tensor: &Tensor| -> Result<Vec<u32>> {
+        let values = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        Ok(values.into_iter().map(f32::to_bits).collect())
+    };
+    saved.tensors().into_iter().map(of_tensor).collect()
+}
+
+/// Runs the forward of the first block in training. Recomputing it gives the same bits.
 fn forward_of(
     config: &ModelConfig,
     params: &RandomParams,
@@ -111,7 +120,9 @@ fn forward_of(
         config.ropes.iter().map(|rope| rope.table(&spans, &Device::Cpu)).collect::<Result<Vec<_>>>()?;
     let context = BlockContext { spans: &spans, tables: &tables, attention, adapter, dropout };
     let x = normal("x", &[TOKENS, config.hidden_size], params.dtype)?.value;
-    Ok(forward(config, 0, &weights, &x, &context, None)?.1)
+    let (_, saved) = forward(config, 0, &weights, &x, &context, None)?;
+    assert_eq!(bits(&recompute(config, 0, &weights, &x, &context)?)?, bits(&saved)?);
+    Ok(saved)
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::rc::Rc;
 
-use candle_core::{DType, Device, DeviceLocation, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::{AttentionKind, AttentionOutput, Qkv, Span};
@@ -332,14 +332,13 @@ struct TileLists {
     keys: Tensor,
 }
 
-/// Cache key of tile lists.
+/// Cache key of the tile lists of a device.
 #[derive(Debug, Clone, PartialEq)]
 struct ListsKey {
     spans: Vec<Span>,
     rows: usize,
     kv_rows: usize,
     tile: usize,
-    device: DeviceLocation,
 }
 
 thread_local! {
@@ -350,10 +349,12 @@ thread_local! {
 fn tile_lists(spans: &[Span], qkv: &Qkv<'_>, tile: usize) -> Result<Rc<TileLists>> {
     let device = qkv.q.tensor.device();
     let (rows, kv_rows) = (qkv.q.tensor.dim(0)?, qkv.k.tensor.dim(0)?);
-    let key = ListsKey { spans: spans.to_vec(), rows, kv_rows, tile, device: device.location() };
-    if let Some(lists) = LISTS
-        .with_borrow(|kept| kept.as_ref().filter(|(of, _)| *of == key).map(|(_, lists)| Rc::clone(lists)))
-    {
+    let key = ListsKey { spans: spans.to_vec(), rows, kv_rows, tile };
+    // The number of a GPU does not identify the device: opened anew, it has another stream.
+    let is_same =
+        |(of, lists): &&(ListsKey, Rc<TileLists>)| *of == key && lists.queries.device().same_device(device);
+    let kept = LISTS.with_borrow(|kept| kept.as_ref().filter(is_same).map(|(_, lists)| Rc::clone(lists)));
+    if let Some(lists) = kept {
         return Ok(lists);
     }
     let upload = |list: Vec<[u32; 5]>| upload_list(&list, device);

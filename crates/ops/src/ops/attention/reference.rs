@@ -7,6 +7,7 @@ use super::{AttentionKind, AttentionOutput, Qkv, Span};
 use crate::error::Result;
 use crate::ops::matmul::ColumnView;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_device;
 
 /// Query rows `from..to` of a span and the keys `k_from..k_to` visible to any of them (all relative
 /// to the span).
@@ -145,7 +146,7 @@ fn mask(span: Span, t: &ScoreTile, kind: AttentionKind, device: &Device) -> Resu
         let (from, to) = span.visible(i, kind.window);
         row[from.max(t.k_from) - t.k_from..to.min(t.k_to) - t.k_from].fill(0.0);
     }
-    Ok(Tensor::from_vec(mask, (t.to - t.from, keys), device)?)
+    to_device(&Tensor::from_vec(mask, (t.to - t.from, keys), &Device::Cpu)?, device)
 }
 
 /// Computes `d[start.., column..] += x`, with `x: [heads, len, D]`.

@@ -15,6 +15,7 @@ use crate::ops::adamw_int8::{Int8State, STATE_BLOCK, adamw_int8};
 use crate::ops::dora::weight_norm;
 use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
+use crate::ops::gpu::has_kernels;
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::quant::QuantFormat;
@@ -102,7 +103,9 @@ fn row_norms(shapes: &BenchShapes) -> TimedOp {
     let bytes = shapes.bytes(count) + F32_BYTES * (RANK * (d + f) + f);
     TimedOp::moving(bytes, ("weight_norm", format!("{shape}, r {RANK}"), shapes.dtype), move |inputs| {
         let weight = inputs.sets(|_| inputs.normal(0.02, (f, d)))?;
-        let factor = |shape: (usize, usize)| inputs.normal_as(DType::F32, 0.02, shape);
+        // Only kernels compute with factors in bf16.
+        let dtype = if has_kernels(inputs.device) { inputs.dtype } else { DType::F32 };
+        let factor = |shape: (usize, usize)| inputs.normal_as(dtype, 0.02, shape);
         let (a, b) = (factor((RANK, d))?, factor((f, RANK))?);
         Ok(Box::new(move || weight_norm(Weight::Dense(weight.next()?), &a, &b, 2.0).map(drop)))
     })

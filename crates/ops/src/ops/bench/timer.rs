@@ -6,6 +6,7 @@ use candle_core::Device;
 
 use crate::error::Result;
 use crate::median::median;
+use crate::runtime::device::wait_for;
 
 /// Minimum number of batches.
 const BATCHES: usize = 3;
@@ -38,12 +39,12 @@ impl MeasuringTime {
     /// Returns the errors of `repeat`, and fails if the device fails.
     pub(super) fn secs_of_a_call(self, device: &Device, repeat: impl Fn() -> Result<()>) -> Result<f64> {
         let batch = |calls: usize| -> Result<f64> {
-            device.synchronize()?;
+            wait_for(device)?;
             let start = Instant::now();
             for _ in 0..calls {
                 repeat()?;
             }
-            device.synchronize()?;
+            wait_for(device)?;
             Ok(start.elapsed().as_secs_f64() / calls as f64)
         };
         // The first call loads code, fills pools and touches memory; the second gives the time of

@@ -1,20 +1,29 @@
 //! Cases of DoRA.
 
+use candle_core::DType;
+
 use super::{
     magnitude_backward, magnitude_backward_reference, scale_columns, scale_columns_reference, weight_norm,
     weight_norm_reference,
 };
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
+use crate::ops::gpu::has_kernels;
 use crate::ops::matmul::{ColumnView, ColumnViewMut};
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::matmul_quantized::cases::{FORMATS, quantized};
 
 /// Returns the cases of norms, magnitudes and their gradients.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
-    let norms = [(false, "dense 70x40"), (true, "nf4 70x40")];
-    let mut cases: Vec<OpCase> =
-        norms.into_iter().map(|(quantize, what)| norm_case(what, quantize, (70, 40), 3)).collect();
+    // An odd rank, and one whose products the tensor cores compute.
+    let norms = [
+        (false, "dense 70x40, r 3", 3),
+        (true, "nf4 70x40, r 3", 3),
+        (false, "dense 70x40, r 20", 20),
+        (true, "nf4 70x40, r 20", 20),
+    ];
+    let norms = norms.into_iter().map(|(quantize, what, rank)| norm_case(what, quantize, (70, 40), rank));
+    let mut cases: Vec<OpCase> = norms.collect();
     for accumulate in [false, true] {
         let what = if accumulate { "added" } else { "written" };
         cases.push(OpCase::new("scale_columns", what, Tolerance::ROUNDED, move |runner| {
@@ -31,7 +40,10 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
 pub(in crate::ops) fn norm_case(what: &str, quantize: bool, shape: (usize, usize), rank: usize) -> OpCase {
     OpCase::new("weight_norm", what, Tolerance::FORWARD, move |runner| {
         let (w, [here, plain]) = (runner.normal("w", shape)?, quantized(runner, FORMATS[0], shape)?);
-        let (a, b) = (runner.normal_f32("a", (rank, shape.1))?, runner.normal_f32("b", (shape.0, rank))?);
+        // Only kernels compute with factors in bf16.
+        let dtype = if has_kernels(runner.device) { runner.dtype } else { DType::F32 };
+        let factor = |name, shape: (usize, usize)| runner.normal_as(dtype, name, shape);
+        let (a, b) = (factor("a", (rank, shape.1))?, factor("b", (shape.0, rank))?);
         let (here, plain) = if quantize {
             (Weight::Quantized(&here), Weight::Quantized(&plain))
         } else {

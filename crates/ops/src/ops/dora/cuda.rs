@@ -1,29 +1,29 @@
-//! DoRA's norms, magnitudes and their gradients by kernels of `kernels/reduce.cu` and
-//! `kernels/elementwise.cu`.
+//! DoRA's norms, magnitudes and their gradients by kernels of `kernels/dora.cu`,
+//! `kernels/reduce.cu` and `kernels/elementwise.cu`.
 
 use candle_core::{DType, Tensor};
 
 use super::{ColumnView, ColumnViewMut, Weight};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
-use crate::ops::matmul::{Addend, Transpose, cuda as matmul_cuda, empty, matmul};
+use crate::ops::matmul::{cuda as matmul_cuda, empty};
 use crate::ops::matmul_quantized::cuda::dequantize;
 use crate::runtime::TensorMut;
 
 /// Threads per block.
 const THREADS: u32 = 256;
-/// Values per block of a cast.
-const CAST_SHARE: usize = 4096;
+/// Rows of a block whose products the tensor cores compute.
+const ROWS: usize = 16;
 
-/// Returns true if kernels support a weight of this dtype.
-pub(super) fn is_supported(weight: Weight<'_>) -> bool {
+/// Returns true if kernels support a weight with factors of this dtype.
+pub(super) fn is_supported(weight: Weight<'_>, factors: DType) -> bool {
     match weight {
-        Weight::Dense(weight) => is_float(weight.dtype()),
-        Weight::Quantized(_) => true,
+        Weight::Dense(weight) => is_float(factors) && [DType::BF16, factors].contains(&weight.dtype()),
+        Weight::Quantized(_) => is_float(factors),
     }
 }
 
-/// Returns the row norms; the whole sum `W + scale · B · A` is in memory, in f32, meanwhile.
+/// Returns the row norms. A quantized weight is dequantized to the dtype of the factors meanwhile.
 pub(super) fn weight_norm(
     driver: &dyn Driver,
     weight: Weight<'_>,
@@ -31,31 +31,29 @@ pub(super) fn weight_norm(
     b: &Tensor,
     scale: f64,
 ) -> Result<Tensor> {
-    let (out, width) = weight.dims()?;
-    let sum = match weight {
-        Weight::Quantized(weight) => TensorMut::new(dequantize(driver, &[weight], DType::F32)?),
-        Weight::Dense(weight) => widened(driver, weight)?,
+    let panel;
+    let w = match weight {
+        Weight::Dense(weight) => weight,
+        Weight::Quantized(weight) => {
+            panel = dequantize(driver, &[weight], a.dtype())?;
+            &panel
+        }
     };
-    let (b, a) = (ColumnView::all(b), ColumnView::all(a));
-    matmul(ColumnViewMut::all(&sum), b, a, Transpose::Nn, scale, Addend::Destination)?;
-    let norms = TensorMut::zeros(out, DType::F32, sum.device())?;
-    let shape = LaunchShape::line(out, THREADS);
-    kernels::row_norms_f32(driver, shape, In::all(&sum)?, Out::all(&norms)?, number(width)?, width as i64)?;
-    Ok(norms.into_tensor())
-}
-
-/// Returns a copy in f32.
-fn widened(driver: &dyn Driver, weight: &Tensor) -> Result<TensorMut> {
-    let (out, width) = weight.dims2()?;
-    let copy = empty(out, width, DType::F32, weight.device())?;
-    if weight.dtype() == DType::F32 {
-        copy.slice_set(weight, 0, 0)?;
-        return Ok(copy);
+    let ((out, width), (rank, _)) = (w.dims2()?, a.dims2()?);
+    let norms = empty(1, out, DType::F32, w.device())?;
+    let (width, rank, to) = (number(width)?, number(rank)?, Out::all(&norms)?);
+    macro_rules! launch {
+        ($kernel:ident, $blocks:expr $(, $rows:expr)?) => {{
+            let (shape, w, a, b) = (LaunchShape::line($blocks, THREADS), In::all(w)?, In::all(a)?, In::all(b)?);
+            kernels::$kernel(driver, shape, w, a, b, to $(, $rows)?, width, rank, scale)?
+        }};
     }
-    let count = out * width;
-    let shape = LaunchShape::line(count.div_ceil(CAST_SHARE), THREADS);
-    kernels::cast_bf16_f32(driver, shape, In::all(weight)?, Out::all(&copy)?, count as i64)?;
-    Ok(copy)
+    match (w.dtype(), a.dtype()) {
+        (DType::BF16, DType::BF16) => launch!(dora_norms_bf16_bf16, out.div_ceil(ROWS), number(out)?),
+        (DType::BF16, _) => launch!(dora_norms_bf16_f32, out),
+        _ => launch!(dora_norms_f32_f32, out),
+    }
+    Ok(norms.into_tensor().flatten_all()?)
 }
 
 pub(super) fn scale_columns(

@@ -7,13 +7,18 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use candle_core::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 
 use super::cublas::Cublas;
+use super::queue_limit::QueueLimit;
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::locks::locked;
+use crate::runtime::device_memory::with_room;
+use crate::runtime::device_queue::{wait_for_event, wait_for_stream};
+use crate::runtime::gpu_pool::make_room_on;
 use crate::runtime::gpu_support::{KERNELS_RUN_ON, NEWER_GPU};
+use crate::runtime::planned_failure::PlannedFailure;
 
 /// Aligns bytes so that the driver may read wider numbers from them.
 #[repr(C, align(64))]
@@ -38,6 +43,7 @@ pub(super) struct CudaDriver {
     waits: bool,
     loaded: Mutex<Loaded>,
     cublas: Mutex<Option<Cublas>>,
+    queue: Mutex<QueueLimit<CudaEvent>>,
 }
 
 /// Handles of the CUDA driver, which live as long as the process.
@@ -77,7 +83,8 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
     let known = drivers.iter().find(|(known, _)| known.0 == stream.cu_stream());
     let driver = known.map(|(_, driver)| *driver).unwrap_or_else(|| {
         let waits = std::env::var(SYNC_VARIABLE).is_ok_and(|value| value == "1");
-        let runs_code = stream.context().compute_capability().is_ok_and(|(major, _)| major >= 8);
+        // If the driver does not answer, the first launch gives its error.
+        let runs_code = major_capability(&stream).map_or(true, |major| major >= 8);
         let key = DriverHandle(stream.cu_stream());
         let driver: &'static CudaDriver = Box::leak(Box::new(CudaDriver {
             stream,
@@ -85,11 +92,20 @@ pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
             waits,
             loaded: Mutex::default(),
             cublas: Mutex::default(),
+            queue: Mutex::default(),
         }));
         drivers.push((key, driver));
         driver
     });
     driver.runs_code.then_some(driver)
+}
+
+/// Returns the first number of the compute capability, from the driver itself: cudarc's answer may
+/// be the error of an earlier free.
+fn major_capability(stream: &CudaStream) -> Result<i32, DriverError> {
+    use sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR;
+    // SAFETY: a context holds a valid device.
+    unsafe { result::device::get_attribute(stream.context().cu_device(), MAJOR) }
 }
 
 impl CudaDriver {
@@ -110,7 +126,24 @@ impl CudaDriver {
         if !self.waits {
             return Ok(());
         }
-        self.stream.synchronize().map_err(|error| self.failed(doing(), error))
+        wait_for_stream(&self.stream).map_err(|error| self.failed(doing(), error))
+    }
+
+    /// Runs `call`, and once again with an empty memory pool if the GPU is out of memory: modules
+    /// and libraries allocate outside the pool.
+    fn with_room<T>(&self, kind: PlannedFailure, call: impl FnMut() -> Result<T>) -> Result<T> {
+        with_room(kind, || make_room_on(&self.stream), call)
+    }
+
+    /// Counts a launch or a product, and waits if the queue is too long.
+    fn queued(&self) -> Result<()> {
+        let (mark, wait) = (|| self.stream.record_event(None), |mark: CudaEvent| wait_for_event(&mark));
+        let limited = locked(&self.queue).launched(mark, wait);
+        limited.map_err(|error| self.failed("finish earlier kernels".to_owned(), error))
+    }
+
+    fn bind(&self) -> Result<()> {
+        self.stream.context().bind_to_thread().map_err(|error| self.failed("compute".to_owned(), error))
     }
 
     /// Returns the function of `kernel`, permitted to use `shared_bytes` of dynamic shared memory.
@@ -159,6 +192,26 @@ impl CudaDriver {
         Ok(module)
     }
 
+    /// Loads all functions of a module.
+    fn load_functions(&self, module: DriverHandle<sys::CUmod_st>) -> Result<(), DriverError> {
+        let mut count = 0;
+        // SAFETY: the module is loaded, and the driver writes one number.
+        unsafe { sys::cuModuleGetFunctionCount(&raw mut count, module.0) }.result()?;
+        let mut functions = vec![std::ptr::null_mut(); count as usize];
+        // SAFETY: the module is loaded and has at least so many functions.
+        unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module.0) }.result()?;
+        // SAFETY: the functions belong to a loaded module.
+        functions.into_iter().try_for_each(|function| unsafe { sys::cuFuncLoad(function) }.result())
+    }
+
+    /// Returns the products' library, started at the first call.
+    fn cublas<'a>(&self, started: &'a mut Option<Cublas>) -> Result<&'a mut Cublas> {
+        Ok(match started {
+            Some(cublas) => cublas,
+            none => none.insert(Cublas::new(&self.stream)?),
+        })
+    }
+
     fn cannot_load(&self, name: &str, error: DriverError) -> Error {
         let context = self.stream.context();
         if error.0 != sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU {
@@ -178,9 +231,7 @@ impl Driver for CudaDriver {
         if shape.is_empty() {
             return Ok(());
         }
-        let context = self.stream.context();
-        context.bind_to_thread().map_err(|error| self.failed("compute".into(), error))?;
-        let function = self.function(kernel, shape.shared_bytes)?;
+        self.bind()?;
         // candle does not wait for its own kernels: do not attribute their errors to this kernel.
         self.wait_if_asked(|| format!("finish candle's operations before the kernel {}", kernel.name))?;
         let mut values: Vec<u64> = args.iter().map(|arg| arg.value).collect();
@@ -188,34 +239,48 @@ impl Driver for CudaDriver {
         let mut pointers: Vec<*mut c_void> =
             values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
         let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
-        // SAFETY: `build.rs` generated the call from the kernel's signature, so the arguments have
-        // the declared types. The tensors behind them are freed on this stream, after the kernel.
-        let launched = unsafe {
-            let stream = self.stream.cu_stream();
-            result::launch_kernel(
-                function.0,
-                (gx, gy, gz),
-                (bx, by, bz),
-                shape.shared_bytes,
-                stream,
-                &mut pointers,
-            )
-        };
-        launched
-            .map_err(|error| self.failed(format!("start {}", launch_text(kernel, shape, args)), error))?;
-        self.wait_if_asked(|| format!("run {}", launch_text(kernel, shape, args)))
+        self.with_room(PlannedFailure::Module, || {
+            let function = self.function(kernel, shape.shared_bytes)?;
+            // SAFETY: `build.rs` generated the call from the kernel's signature, so the arguments
+            // have the declared types. The tensors behind them are freed on this stream, after the
+            // kernel.
+            let launched = unsafe {
+                let stream = self.stream.cu_stream();
+                result::launch_kernel(
+                    function.0,
+                    (gx, gy, gz),
+                    (bx, by, bz),
+                    shape.shared_bytes,
+                    stream,
+                    &mut pointers,
+                )
+            };
+            launched
+                .map_err(|error| self.failed(format!("start {}", launch_text(kernel, shape, args)), error))
+        })?;
+        self.wait_if_asked(|| format!("run {}", launch_text(kernel, shape, args)))?;
+        self.queued()
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
-        let context = self.stream.context();
-        context.bind_to_thread().map_err(|error| self.failed("compute".into(), error))?;
-        let mut cublas = locked(&self.cublas);
-        let cublas = match &mut *cublas {
-            Some(cublas) => cublas,
-            none => none.insert(Cublas::new(&self.stream)?),
-        };
+        self.bind()?;
         self.wait_if_asked(|| "finish candle's operations before a product".to_owned())?;
-        cublas.multiply(&self.stream, gemm)?;
-        self.wait_if_asked(|| format!("multiply matrices, m, n, k of {:?}", gemm.size()))
+        let mut started = locked(&self.cublas);
+        self.with_room(PlannedFailure::Product, || self.cublas(&mut started)?.multiply(&self.stream, gemm))?;
+        drop(started);
+        self.wait_if_asked(|| format!("multiply matrices, m, n, k of {:?}", gemm.size()))?;
+        self.queued()
+    }
+
+    fn preload(&self) -> Result<()> {
+        self.bind()?;
+        for (name, _) in CODE {
+            self.with_room(PlannedFailure::Module, || {
+                let module = self.module(&mut locked(&self.loaded), name)?;
+                self.load_functions(module).map_err(|error| self.cannot_load(name, error))
+            })?;
+        }
+        let mut started = locked(&self.cublas);
+        self.with_room(PlannedFailure::Product, || self.cublas(&mut started).map(drop))
     }
 }

@@ -20,6 +20,7 @@ use std::sync::OnceLock;
 use super::gemm::{DeviceMatrix, GemmElement};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
 use crate::error::{DeviceFault, Error, Result};
+use crate::runtime::device_memory::with_room;
 use crate::runtime::planned_failure::PlannedFailure;
 use half::bf16;
 
@@ -149,88 +150,98 @@ impl Driver for Emulator {
         if shape.is_empty() {
             return Ok(());
         }
-        if PlannedFailure::Launch.strikes() {
-            return Err(at_fault(kernel, shape, args, "a test planned that it is"));
-        }
-        LAUNCHED.with_borrow_mut(|launched| launched.insert(kernel.name));
-        let schedule = SCHEDULE.get();
-        let (order, seed) = match schedule.order {
-            Order::Forward => (0, 0),
-            Order::Reverse => (1, 0),
-            Order::Shuffled(seed) => (2, seed),
-        };
-        let options =
-            RawOptions { order, late: schedule.late_copies.into(), count: schedule.counts.into(), seed };
-        let raw = |&Arg { value, rows, row_bytes, pitch, .. }: &Arg| RawArg { value, rows, row_bytes, pitch };
-        let raw_args: Vec<RawArg> = args.iter().map(raw).collect();
-        let name =
-            CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name contains a zero byte"))?;
-        let (mut counters, mut error) = (Counters::default(), [0 as c_char; 800]);
-        #[cfg(test)]
-        let launch = library::launch_function();
-        #[cfg(not(test))]
-        let launch: LaunchFunction = finetune_emu_launch;
-        // SAFETY: the arrays outlive the call and have the given lengths; the layouts match
-        // launch.h. The addresses in `args` belong to tensors that the caller holds, and the
-        // emulator checks each access to them.
-        let failed = unsafe {
-            launch(
-                name.as_ptr(),
-                shape.grid.as_ptr(),
-                shape.block.as_ptr(),
-                shape.shared_bytes,
-                raw_args.as_ptr(),
-                raw_args.len(),
-                &raw const options,
-                &raw mut counters,
-                error.as_mut_ptr(),
-                error.len(),
-            )
-        };
-        let mut sum = COUNTERS.get();
-        sum.global_requests += counters.global_requests;
-        sum.global_sectors += counters.global_sectors;
-        sum.global_least_sectors += counters.global_least_sectors;
-        sum.shared_phases += counters.shared_phases;
-        sum.bank_conflicts += counters.bank_conflicts;
-        COUNTERS.set(sum);
-        if failed == 0 {
-            return Ok(());
-        }
-        // SAFETY: the call terminated the text with a zero byte inside the array.
-        let text = unsafe { CStr::from_ptr(error.as_ptr()) }.to_string_lossy().into_owned();
-        Err(at_fault(kernel, shape, args, &text))
+        with_room(PlannedFailure::Module, || Ok(()), || run(kernel, shape, args))
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
-        let inputs = [(&gemm.a, gemm.operands), (&gemm.b, gemm.operands)];
-        let results = [(&gemm.c, gemm.result), (&gemm.d, gemm.result)];
-        for (matrix, element) in inputs.into_iter().chain(results) {
-            check_inside(matrix, element)?;
-        }
-        let (m, n, k) = gemm.size();
-        // Offset of element `at`, and distance between consecutive elements of a sum.
-        let steps = |matrix: &DeviceMatrix, transposed: bool| {
-            if transposed { (matrix.leading, 1) } else { (1, matrix.leading) }
-        };
-        let [(a_row, a_next), (b_next, b_col)] =
-            [steps(&gemm.a, gemm.transposed[0]), steps(&gemm.b, gemm.transposed[1])];
-        for col in 0..n {
-            for row in 0..m {
-                let term = |at: usize| {
-                    let a = read(&gemm.a, gemm.operands, row * a_row + at * a_next);
-                    a * read(&gemm.b, gemm.operands, at * b_next + col * b_col)
-                };
-                let product = gemm.alpha * (0..k).map(term).sum::<f32>();
-                let at = row + col * gemm.d.leading;
-                // With a zero beta C is not read: it may be NaN.
-                let c = |at| gemm.beta * read(&gemm.c, gemm.result, at);
-                let added = if gemm.beta == 0.0 { 0.0 } else { c(row + col * gemm.c.leading) };
-                write(&gemm.d, gemm.result, at, product + added);
-            }
-        }
-        Ok(())
+        with_room(PlannedFailure::Product, || Ok(()), || multiply(gemm))
     }
+}
+
+/// Runs a launch.
+fn run(kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+    if PlannedFailure::Launch.strikes() {
+        return Err(at_fault(kernel, shape, args, "a test planned that it is"));
+    }
+    LAUNCHED.with_borrow_mut(|launched| launched.insert(kernel.name));
+    let schedule = SCHEDULE.get();
+    let (order, seed) = match schedule.order {
+        Order::Forward => (0, 0),
+        Order::Reverse => (1, 0),
+        Order::Shuffled(seed) => (2, seed),
+    };
+    let options =
+        RawOptions { order, late: schedule.late_copies.into(), count: schedule.counts.into(), seed };
+    let raw = |&Arg { value, rows, row_bytes, pitch, .. }: &Arg| RawArg { value, rows, row_bytes, pitch };
+    let raw_args: Vec<RawArg> = args.iter().map(raw).collect();
+    let name =
+        CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name contains a zero byte"))?;
+    let (mut counters, mut error) = (Counters::default(), [0 as c_char; 800]);
+    #[cfg(test)]
+    let launch = library::launch_function();
+    #[cfg(not(test))]
+    let launch: LaunchFunction = finetune_emu_launch;
+    // SAFETY: the arrays outlive the call and have the given lengths; the layouts match
+    // launch.h. The addresses in `args` belong to tensors that the caller holds, and the
+    // emulator checks each access to them.
+    let failed = unsafe {
+        launch(
+            name.as_ptr(),
+            shape.grid.as_ptr(),
+            shape.block.as_ptr(),
+            shape.shared_bytes,
+            raw_args.as_ptr(),
+            raw_args.len(),
+            &raw const options,
+            &raw mut counters,
+            error.as_mut_ptr(),
+            error.len(),
+        )
+    };
+    let mut sum = COUNTERS.get();
+    sum.global_requests += counters.global_requests;
+    sum.global_sectors += counters.global_sectors;
+    sum.global_least_sectors += counters.global_least_sectors;
+    sum.shared_phases += counters.shared_phases;
+    sum.bank_conflicts += counters.bank_conflicts;
+    COUNTERS.set(sum);
+    if failed == 0 {
+        return Ok(());
+    }
+    // SAFETY: the call terminated the text with a zero byte inside the array.
+    let text = unsafe { CStr::from_ptr(error.as_ptr()) }.to_string_lossy().into_owned();
+    Err(at_fault(kernel, shape, args, &text))
+}
+
+/// Multiplies matrices, one element of the result after the other.
+fn multiply(gemm: &Gemm) -> Result<()> {
+    let inputs = [(&gemm.a, gemm.operands), (&gemm.b, gemm.operands)];
+    let results = [(&gemm.c, gemm.result), (&gemm.d, gemm.result)];
+    for (matrix, element) in inputs.into_iter().chain(results) {
+        check_inside(matrix, element)?;
+    }
+    let (m, n, k) = gemm.size();
+    // Offset of element `at`, and distance between consecutive elements of a sum.
+    let steps = |matrix: &DeviceMatrix, transposed: bool| {
+        if transposed { (matrix.leading, 1) } else { (1, matrix.leading) }
+    };
+    let [(a_row, a_next), (b_next, b_col)] =
+        [steps(&gemm.a, gemm.transposed[0]), steps(&gemm.b, gemm.transposed[1])];
+    for col in 0..n {
+        for row in 0..m {
+            let term = |at: usize| {
+                let a = read(&gemm.a, gemm.operands, row * a_row + at * a_next);
+                a * read(&gemm.b, gemm.operands, at * b_next + col * b_col)
+            };
+            let product = gemm.alpha * (0..k).map(term).sum::<f32>();
+            let at = row + col * gemm.d.leading;
+            // With a zero beta C is not read: it may be NaN.
+            let c = |at| gemm.beta * read(&gemm.c, gemm.result, at);
+            let added = if gemm.beta == 0.0 { 0.0 } else { c(row + col * gemm.c.leading) };
+            write(&gemm.d, gemm.result, at, product + added);
+        }
+    }
+    Ok(())
 }
 
 fn at_fault(kernel: &Kernel, shape: LaunchShape, args: &[Arg], why: &str) -> Error {

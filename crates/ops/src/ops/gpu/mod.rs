@@ -23,7 +23,10 @@ mod gemm;
 pub(crate) mod host_driver;
 #[cfg(all(test, feature = "kernel-emu"))]
 mod null_driver;
+mod preload;
 pub(crate) mod probe;
+#[cfg(any(feature = "cuda", feature = "kernel-emu"))]
+mod queue_limit;
 mod transfer;
 #[cfg(feature = "kernel-emu")]
 mod work_counter;
@@ -37,6 +40,7 @@ pub(crate) use self::constant::constant;
 pub(crate) use self::gemm::Gemm;
 #[cfg(feature = "kernel-emu")]
 pub use self::host_driver::count_process;
+pub use self::preload::preload;
 pub(crate) use self::transfer::{read, upload};
 #[cfg(feature = "kernel-emu")]
 pub use self::work_counter::{GpuWork, requested_work};
@@ -164,6 +168,14 @@ pub(crate) trait Driver: std::fmt::Debug {
 
     /// Announces that the host reads a result, and waits for the device.
     fn note_read(&self) {}
+
+    /// Loads the code of all kernels and the library of the products.
+    ///
+    /// # Errors
+    /// Fails if the driver refuses the code, or the device has not enough memory.
+    fn preload(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Returns the driver whose kernels compute on the device of `tensor`; none if the CPU forms

@@ -6,7 +6,8 @@ use super::{KernelElement, driver_on};
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_host_vec;
-use crate::runtime::device_memory::requested;
+use crate::runtime::device_memory::allocated;
+use crate::runtime::device_queue::{finish_upload, wait_for};
 use crate::runtime::trace::{self, SpanInfo, SpanKind};
 
 /// Copies `values` to a tensor on `device`.
@@ -25,7 +26,10 @@ pub(crate) fn upload<T: KernelElement>(
     if values.is_empty() {
         return Ok(TensorMut::zeros(shape, T::DTYPE, device)?.into_tensor());
     }
-    requested(size_of_val(values), || Tensor::from_slice(values, shape, device))
+    let make = || Tensor::from_slice(values, shape.clone(), device);
+    let there = allocated(device, size_of_val(values), make)?;
+    finish_upload(device)?;
+    Ok(there)
 }
 
 /// Returns the values of a tensor, after the device has computed them.
@@ -39,7 +43,7 @@ pub(crate) fn read<T: KernelElement>(tensor: &Tensor) -> Result<Vec<T>> {
     if trace::is_on() {
         // A separate span, because the copy's own would include the wait.
         let _span = trace::span(|| SpanInfo::new(SpanKind::Wait, "wait for the device"));
-        tensor.device().synchronize()?;
+        wait_for(tensor.device())?;
     }
     to_host_vec(tensor)
 }

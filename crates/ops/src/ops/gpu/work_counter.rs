@@ -3,9 +3,11 @@
 //! GPU. Copies that candle does itself, such as that of a residual into a layer's output, are not
 //! counted.
 
+use std::convert::Infallible;
 use std::sync::{LazyLock, Mutex};
 
 use super::gemm::{DeviceMatrix, GemmElement};
+use super::queue_limit::QueueLimit;
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
 use crate::error::Result;
 use crate::locks::locked;
@@ -29,6 +31,9 @@ pub struct GpuWork {
     pub uploaded_bytes: u64,
     /// Number of times the host waited to read a result.
     pub waits: u64,
+    /// Largest number of launches and products since the process began that the host had not waited
+    /// for.
+    pub most_ahead: u64,
 }
 
 impl std::ops::Sub for GpuWork {
@@ -43,6 +48,7 @@ impl std::ops::Sub for GpuWork {
             attention_flops: self.attention_flops - before.attention_flops,
             uploaded_bytes: self.uploaded_bytes - before.uploaded_bytes,
             waits: self.waits - before.waits,
+            most_ahead: self.most_ahead,
         }
     }
 }
@@ -62,6 +68,24 @@ impl GpuWork {
 struct WorkCounter {
     work: GpuWork,
     busy: bool,
+    queue: QueueLimit<u64>,
+    /// Launches and products that the host has waited for.
+    finished: u64,
+}
+
+impl WorkCounter {
+    /// Counts a launch or a product in the queue, whose length is limited as on a GPU.
+    fn queued(&mut self) {
+        self.busy = true;
+        let all = self.work.launches + self.work.gemms;
+        self.work.most_ahead = self.work.most_ahead.max(all - self.finished);
+        let finished = &mut self.finished;
+        let wait = |mark| {
+            *finished = (*finished).max(mark);
+            Ok(())
+        };
+        let Ok(()) = self.queue.launched::<Infallible>(|| Ok(all), wait);
+    }
 }
 
 static ASKED: LazyLock<Mutex<WorkCounter>> = LazyLock::new(Mutex::default);
@@ -85,9 +109,9 @@ impl Driver for LaunchCounter {
             return Ok(());
         }
         with_requested(|asked| {
-            asked.busy = true;
             asked.work.launches += 1;
             asked.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
+            asked.queued();
         });
         Ok(())
     }
@@ -99,10 +123,10 @@ impl Driver for LaunchCounter {
         };
         let result = bytes(&gemm.d, gemm.result) * if gemm.beta == 0.0 { 1 } else { 2 };
         with_requested(|asked| {
-            asked.busy = true;
             asked.work.gemms += 1;
             asked.work.gemm_flops += 2.0 * m as f64 * n as f64 * k as f64;
             asked.work.gemm_bytes += bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
+            asked.queued();
         });
         Ok(())
     }
@@ -117,6 +141,9 @@ impl Driver for LaunchCounter {
     }
 
     fn note_read(&self) {
-        with_requested(|asked| asked.work.waits += u64::from(std::mem::take(&mut asked.busy)));
+        with_requested(|asked| {
+            asked.work.waits += u64::from(std::mem::take(&mut asked.busy));
+            asked.finished = asked.work.launches + asked.work.gemms;
+        });
     }
 }

@@ -39,6 +39,8 @@ fn every_op_passes() {
         "columns_of_backward",
         "cross_entropy_bf16",
         "cross_entropy_f32",
+        "dora_norms_bf16_bf16",
+        "dora_norms_f32",
         "dequantize_4bit",
         "dequantize_int8_rows",
         "dropout",
@@ -50,7 +52,6 @@ fn every_op_passes() {
         "rms_norm_gain_partial",
         "rotary_backward",
         "rotary_gain_partial",
-        "row_norms",
         "scale_columns",
         "score_rows",
     ] {

@@ -147,11 +147,11 @@ proptest! {
 
     #[test]
     fn weights_of_dora(
-        (quantize, shape, rank) in (any::<bool>(), (1..90_usize, widths(4)), 1..9_usize),
+        (quantize, shape, rank) in (any::<bool>(), (1..90_usize, widths(4)), 1..24_usize),
         (rows, columns) in (1..140_usize, [0..9_usize, 1..140, 0..9]),
         (accumulate, run) in (any::<bool>(), runs()),
     ) {
-        check([dora::cases::norm_case("", quantize, shape, rank)], run, "row_norms")?;
+        check([dora::cases::norm_case("", quantize, shape, rank)], run, "dora_norms")?;
         let scaled = OpCase::new("scale_columns", "", Tolerance::ROUNDED, move |runner| {
             dora::cases::scaled(runner, rows, columns, accumulate)
         });

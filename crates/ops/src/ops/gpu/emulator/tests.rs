@@ -1,10 +1,13 @@
 //! The emulator names the fault of a kernel, and accepts a correct kernel.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::{Emulator, EmulatorSchedule, Order};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, matmul};
+use crate::runtime::TensorMut;
+use crate::runtime::planned_failure::PlannedFailure;
 
 type Fault = fn(&dyn Driver, LaunchShape, In<'_, f32>, Out<'_, f32>) -> Result<()>;
 
@@ -16,7 +19,7 @@ const SCHEDULES: [EmulatorSchedule; 3] = [
 
 fn tensors() -> Result<[Tensor; 2]> {
     let x: Vec<f32> = (0..64).map(|i| i as f32).collect();
-    Ok([Tensor::from_vec(x, 64, &Device::Cpu)?, Tensor::zeros(64, candle_core::DType::F32, &Device::Cpu)?])
+    Ok([Tensor::from_vec(x, 64, &Device::Cpu)?, Tensor::zeros(64, DType::F32, &Device::Cpu)?])
 }
 
 /// Returns the error texts of `fault`, in 64 threads in blocks of `threads`, under each schedule.
@@ -47,7 +50,7 @@ fn a_right_kernel_passes() -> Result<()> {
 
 #[test]
 fn faults_are_named() -> Result<()> {
-    let faults: [(Fault, u32, &str); 11] = [
+    let faults: [(Fault, u32, &str); 12] = [
         (kernels::fault_bounds, 32, "a read of 4 bytes at byte 256 of argument 0"),
         (kernels::fault_alignment, 32, "a read of 16 bytes of argument 0 is not aligned"),
         (kernels::fault_twice, 32, "a second time"),
@@ -58,6 +61,7 @@ fn faults_are_named() -> Result<()> {
         (kernels::fault_barrier, 32, "barrier"),
         (kernels::fault_divergence, 32, "shuffle"),
         (kernels::fault_copy, 64, "reads shared memory"),
+        (kernels::fault_pending, 32, "ends while 1 of its copy_async are pending"),
         (kernels::fault_shared_bounds, 32, "behind the end of an array"),
     ];
     for (i, (fault, threads, text)) in faults.into_iter().enumerate() {
@@ -93,6 +97,27 @@ fn launches_of_nothing_and_of_half_a_warp() -> Result<()> {
     assert!(launch(LaunchShape::line(0, 32)).is_ok());
     let refusal = format!("{:?}", launch(LaunchShape::line(1, 48)).err());
     assert!(refusal.contains("a block of 48 threads"), "{refusal}");
+    Ok(())
+}
+
+/// A driver out of memory gets more, and runs a launch or a product again.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plan failures")]
+fn without_memory_launches_and_products_run_once_more() -> Result<()> {
+    let [x, y] = tensors()?;
+    let launch = || kernels::fault_none(&Emulator, LaunchShape::line(2, 32), In::all(&x)?, Out::all(&y)?);
+    PlannedFailure::Module.plan();
+    Emulator::run(EmulatorSchedule::default(), launch).0?;
+    assert_eq!(y.to_vec1::<f32>()?[..2], [1.0, 0.0]);
+    assert!(!PlannedFailure::Module.strikes(), "a launch asks for the plan");
+    let (a, dst) = (x.reshape((8, 8))?, TensorMut::zeros((8, 8), DType::F32, &Device::Cpu)?);
+    let all = ColumnView::all(&a);
+    let product = || matmul(ColumnViewMut::all(&dst), all, all, Transpose::Nn, 1.0, Addend::Nothing);
+    PlannedFailure::Product.plan();
+    Emulator::run(EmulatorSchedule::default(), product).0?;
+    // The sum of i · 8i for i of 0 to 7.
+    assert_eq!(dst.to_vec2::<f32>()?[0][0], 1120.0);
+    assert!(!PlannedFailure::Product.strikes(), "a product asks for the plan");
     Ok(())
 }
 

@@ -203,12 +203,13 @@ fn arithmetic() -> ProbeLaunch {
     ProbeLaunch::of_words(kernels::probe_arithmetic, inputs::arithmetic(), instructions)
 }
 
-/// Permits the "maximum ulp error" from the correctly rounded result: for ex2.approx.ftz.f32 and
-/// rcp.approx.ftz.f32 from the PTX ISA (9.7.3.21, 9.7.3.13), for the others from the CUDA C++
-/// Programming Guide's table of single-precision functions (appendix "Mathematical Functions").
+/// Permits the largest error from the correctly rounded result, in units in the last place: for
+/// ex2.approx.ftz.f32 and rcp.approx.ftz.f32 from the PTX ISA (9.7.3.21, 9.7.3.13), for the others
+/// from the CUDA C++ Programming Guide's table of single-precision functions (appendix
+/// "Mathematical Functions"). That of ex2 is relative, 2^-22.5: 2.83 units just below a power of 2.
 fn functions() -> ProbeLaunch {
     let list =
-        [("fast_exp2", 2), ("fast_reciprocal", 1), ("rsqrtf", 2), ("expf", 2), ("logf", 1), ("tanhf", 2)];
+        [("fast_exp2", 3), ("fast_reciprocal", 1), ("rsqrtf", 2), ("expf", 2), ("logf", 1), ("tanhf", 2)];
     let instructions = list.iter().flat_map(|&(name, ulps)| of_warp(Agreement::Ulps(ulps), &[(name, 1)]));
     ProbeLaunch::of_words(kernels::probe_functions, inputs::functions(), instructions.collect())
 }

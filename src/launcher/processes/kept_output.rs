@@ -1,0 +1,74 @@
+//! The last output of a process, which nobody sees unless the process ends the run.
+
+use std::io::{ErrorKind, PipeReader, Read as _};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::launcher::child::POLL;
+use crate::locks::locked;
+use crate::threads;
+
+/// Bytes of the output that are kept.
+const KEPT_BYTES: usize = 16 << 10;
+
+/// Lines of the output that are printed.
+const SHOWN_LINES: usize = 20;
+
+/// Longest wait for the output of a process that has ended: a program that it started may hold the
+/// pipe open.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The last output of a process, stdout and stderr.
+pub(super) struct KeptOutput {
+    kept: Arc<Mutex<Vec<u8>>>,
+    reader: JoinHandle<()>,
+}
+
+impl KeptOutput {
+    /// Connects stdout and stderr of `command`, the process `name`, to a thread that reads them.
+    /// The command keeps the pipe open until it is dropped.
+    ///
+    /// # Errors
+    /// [`Error::cannot_start`]: the system gives no pipe or no thread.
+    pub(super) fn of(command: &mut Command, name: &str) -> Result<Self> {
+        let failed = |error: std::io::Error| Error::cannot_start(format!("the output of {name}"), &error);
+        let (reader, writer) = std::io::pipe().map_err(failed)?;
+        command.stdin(Stdio::null()).stdout(writer.try_clone().map_err(failed)?).stderr(writer);
+        let kept = Arc::new(Mutex::new(Vec::new()));
+        let theirs = Arc::clone(&kept);
+        let reader = threads::start(&format!("output of {name}"), move || keep_last(reader, &theirs))?;
+        Ok(KeptOutput { kept, reader })
+    }
+
+    /// Returns the last lines that the process, which has ended, has written.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let begin = Instant::now();
+        while !self.reader.is_finished() && begin.elapsed() < PATIENCE {
+            std::thread::sleep(POLL);
+        }
+        let text = String::from_utf8_lossy(&locked(&self.kept)).into_owned();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(SHOWN_LINES)..].iter().map(|line| (*line).to_owned()).collect()
+    }
+}
+
+/// Reads `pipe` to its end and keeps the last bytes in `kept`.
+fn keep_last(mut pipe: PipeReader, kept: &Mutex<Vec<u8>>) {
+    let mut piece = [0; 4096];
+    loop {
+        match pipe.read(&mut piece) {
+            Ok(0) => return,
+            Ok(count) => {
+                let mut kept = locked(kept);
+                kept.extend_from_slice(&piece[..count]);
+                let beyond = kept.len().saturating_sub(KEPT_BYTES);
+                kept.drain(..beyond);
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(_) => return,
+        }
+    }
+}
