@@ -83,7 +83,7 @@ impl MergedLinear {
         all.map_or_else(|| self.layers.iter().map(Part::of).collect(), |all| vec![all])
     }
 
-    /// Also keeps quantized weights in bf16, unless DoRA needs their f32 values.
+    /// Also keeps quantized weights in bf16. DoRA multiplies by each layer's own weight instead.
     ///
     /// # Errors
     /// The device has not enough memory.
