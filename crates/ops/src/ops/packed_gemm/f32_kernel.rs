@@ -1,7 +1,7 @@
 //! Products of f32 tiles by fused multiply-adds, for processors that do not multiply bf16: one
 //! kernel, with the registers of AVX-512, of AVX2, and with arrays that the compiler vectorizes.
 //!
-//! The sums of some rows and columns stay in registers over a run of steps. Every kernel adds an
+//! Two vectors of columns of some rows stay in registers over a run of steps. Every kernel adds an
 //! element's products in the same order.
 
 #[cfg(target_arch = "x86_64")]
@@ -24,19 +24,14 @@ const fn left_strides(by_rows: bool) -> (usize, usize) {
     if by_rows { (LANES, 1) } else { (1, LANES) }
 }
 
-/// Defines the kernel `$name`. Each `$vectors x $rows` names vectors of `$lanes` columns and the
-/// rows whose sums stay in registers with them, widest first: a block has the fewest vectors that
-/// hold the remaining columns.
+/// Defines the kernel `$name` for `$rows` rows at a time and two vectors of `$lanes` columns, or
+/// one if no more columns remain.
 macro_rules! kernel {
-    (
-        $(#[$meta:meta])*
-        $name:ident, $lanes:literal, [$($vectors:literal x $rows:literal),*],
-        $load:path, $splat:path, $madd:path, $store:path
-    ) => {
+    ($(#[$meta:meta])* $name:ident, $rows:literal, $lanes:literal, $load:path, $splat:path, $madd:path, $store:path) => {
         /// Implements [`super::micro_kernel::OpenKernel::multiply`], which has checked the
         /// arguments.
         $(#[$meta])*
-        #[allow(clippy::too_many_lines, reason = "the inner functions belong to the kernel")]
+        #[allow(clippy::too_many_lines, reason = "the inner function belongs to the kernel")]
         pub(super) fn $name(
             left: &Strip<'_>,
             right: &Strip<'_>,
@@ -44,11 +39,11 @@ macro_rules! kernel {
             stride: usize,
             accumulate: bool,
         ) {
-            /// Adds products of `inner` inner elements to `V` vectors of columns of `R` rows, from
+            /// Adds products of `inner` inner elements to `V` vectors of columns of some rows, from
             /// `row` and `column` on.
             #[inline]
             $(#[$meta])*
-            fn add_run<const BY_ROWS: bool, const V: usize, const R: usize>(
+            fn add_run<const BY_ROWS: bool, const V: usize>(
                 (left, right): (&[Tile], &[Tile]),
                 inner: usize,
                 (row, column): (usize, usize),
@@ -57,23 +52,16 @@ macro_rules! kernel {
                 keep: bool,
             ) {
                 let (by_row, by_inner) = const { left_strides(BY_ROWS) };
-                // A vector is in the same lines as the one before, or in the next tiles.
+                // The second vector is in the same lines as the first, or in the next tiles.
                 let at = |column: usize| column / LANES * 2 * TILE_LEN + column % LANES;
                 let columns_at: [usize; V] = std::array::from_fn(|v| at(column + v * $lanes));
-                let row_at = |row: usize| row / LANES * 2 * TILE_LEN + row % LANES * by_row;
-                // Rows whose number divides that of a tile's lines are in one tile.
-                let is_in_one_tile = const { LANES.is_multiple_of(R) };
-                let first_at = row_at(row);
-                let rows_at: [usize; R] = std::array::from_fn(|i| {
-                    if is_in_one_tile { first_at + i * by_row } else { row_at(row + i) }
-                });
-                assert!(row + R <= SQUARE && column + V * $lanes <= SQUARE);
-                assert!(dst.len() >= (row + R - 1) * stride + SQUARE);
+                assert!(row + $rows <= SQUARE && column + V * $lanes <= SQUARE);
+                assert!(dst.len() >= (row + $rows - 1) * stride + SQUARE);
                 let dst = dst[row * stride + column..].as_mut_ptr();
                 // SAFETY: the assertions keep the sums inside `dst`; an index of a step is below
                 // its STEP_TILES tiles.
                 unsafe {
-                    let mut sums = [[$splat(0.0); V]; R];
+                    let mut sums = [[$splat(0.0); V]; $rows];
                     if keep {
                         for (i, sums) in sums.iter_mut().enumerate() {
                             for (v, sum) in sums.iter_mut().enumerate() {
@@ -83,35 +71,23 @@ macro_rules! kernel {
                     }
                     let steps = left.chunks_exact(STEP_TILES).zip(right.chunks_exact(STEP_TILES));
                     for ((left, right), first) in steps.zip((0..inner).step_by(STEP)) {
+                        // All rows of a block are in one half of the strip.
                         let left = left.as_ptr().cast::<f32>();
+                        let left = left.add(row / LANES * 2 * TILE_LEN + row % LANES * by_row);
                         let right = right.as_ptr().cast::<f32>();
                         for tile in 0..2 {
                             let count = (inner - first).saturating_sub(tile * LANES).min(LANES);
                             let (left, right) = (left.add(tile * TILE_LEN), right.add(tile * TILE_LEN));
                             for inner in 0..count {
-                                let (left, right) = (left.add(inner * by_inner), right.add(inner * LANES));
-                                // The shorter side stays in registers beside the sums.
-                                if V > R {
-                                    let mut xs = [$splat(0.0); R];
-                                    for (x, at) in xs.iter_mut().zip(rows_at) {
-                                        *x = $splat(*left.add(at));
-                                    }
-                                    for (v, at) in columns_at.into_iter().enumerate() {
-                                        let column = $load(right.add(at));
-                                        for (sums, x) in sums.iter_mut().zip(xs) {
-                                            sums[v] = $madd(x, column, sums[v]);
-                                        }
-                                    }
-                                } else {
-                                    let mut columns = [$splat(0.0); V];
-                                    for (column, at) in columns.iter_mut().zip(columns_at) {
-                                        *column = $load(right.add(at));
-                                    }
-                                    for (sums, at) in sums.iter_mut().zip(rows_at) {
-                                        let x = $splat(*left.add(at));
-                                        for (sum, column) in sums.iter_mut().zip(columns) {
-                                            *sum = $madd(x, column, *sum);
-                                        }
+                                let mut columns = [$splat(0.0); V];
+                                for (column, at) in columns.iter_mut().zip(columns_at) {
+                                    *column = $load(right.add(inner * LANES + at));
+                                }
+                                let left = left.add(inner * by_inner);
+                                for (i, sums) in sums.iter_mut().enumerate() {
+                                    let x = $splat(*left.add(i * by_row));
+                                    for (sum, column) in sums.iter_mut().zip(columns) {
+                                        *sum = $madd(x, column, *sum);
                                     }
                                 }
                             }
@@ -124,36 +100,19 @@ macro_rules! kernel {
                     }
                 }
             }
-            let by_rows = left.format == PackedFormat::F32Rows;
             let runs = left.tiles.chunks(RUN).zip(right.tiles.chunks(RUN)).zip((0..left.inner).step_by(RUN_INNER));
             for (tiles, first) in runs {
                 let (keep, inner) = (accumulate || first > 0, (left.inner - first).min(RUN_INNER));
-                let mut column = 0;
-                while column < right.outer {
-                    let needed = (right.outer - column).div_ceil($lanes);
-                    $(if needed > $vectors / 2 {
-                        for row in (0..left.outer).step_by($rows) {
-                            let at = (row, column);
-                            // Rows of the last block, if `$rows` does not divide the square.
-                            const LAST: usize = SQUARE % $rows;
-                            match (by_rows, row + $rows <= SQUARE) {
-                                (true, true) => {
-                                    add_run::<true, $vectors, $rows>(tiles, inner, at, dst, stride, keep);
-                                }
-                                (false, true) => {
-                                    add_run::<false, $vectors, $rows>(tiles, inner, at, dst, stride, keep);
-                                }
-                                (true, false) => {
-                                    add_run::<true, $vectors, LAST>(tiles, inner, at, dst, stride, keep);
-                                }
-                                (false, false) => {
-                                    add_run::<false, $vectors, LAST>(tiles, inner, at, dst, stride, keep);
-                                }
-                            }
+                for column in (0..right.outer).step_by(2 * $lanes) {
+                    for row in (0..left.outer).step_by($rows) {
+                        let at = (row, column);
+                        match (left.format, right.outer - column > $lanes) {
+                            (PackedFormat::F32Rows, true) => add_run::<true, 2>(tiles, inner, at, dst, stride, keep),
+                            (PackedFormat::F32Rows, false) => add_run::<true, 1>(tiles, inner, at, dst, stride, keep),
+                            (_, true) => add_run::<false, 2>(tiles, inner, at, dst, stride, keep),
+                            (_, false) => add_run::<false, 1>(tiles, inner, at, dst, stride, keep),
                         }
-                        column += $vectors * $lanes;
-                        continue;
-                    })*
+                    }
                 }
             }
         }
@@ -164,28 +123,25 @@ macro_rules! kernel {
 kernel!(
     #[target_feature(enable = "avx512f")]
     multiply_avx512,
+    8,
     16,
-    [2 x 8, 1 x 8],
     _mm512_loadu_ps,
     _mm512_set1_ps,
     _mm512_fmadd_ps,
     _mm512_storeu_ps
 );
-// Twelve sums hide the latency of two multiplications at a time, and four columns beside three rows
-// need the fewest loads. A block of four rows and two columns, with eight sums, took 1.1 to 1.2
-// times as long.
 #[cfg(target_arch = "x86_64")]
 kernel!(
     #[target_feature(enable = "avx2,fma")]
     multiply_avx2,
+    4,
     8,
-    [4 x 3, 2 x 4, 1 x 8],
     _mm256_loadu_ps,
     _mm256_set1_ps,
     _mm256_fmadd_ps,
     _mm256_storeu_ps
 );
-kernel!(multiply_baseline, 8, [2 x 4, 1 x 4], array::load, array::splat, array::multiply_add, array::store);
+kernel!(multiply_baseline, 4, 8, array::load, array::splat, array::multiply_add, array::store);
 
 /// Vectors of eight numbers as arrays.
 pub(super) mod array {
