@@ -67,7 +67,10 @@ fn run(mut mpirun: Command, apps: &[(&[&str], Vec<String>)]) -> Output {
         });
         mpirun.arg(BINARY).args(line);
     }
-    mpirun.output().unwrap()
+    // Open MPI's runs share a folder for each user by default, and one that ends removes it while
+    // another begins.
+    let sessions = tempfile::tempdir().unwrap();
+    mpirun.env("OMPI_MCA_orte_tmpdir_base", sessions.path()).output().unwrap()
 }
 
 fn said(output: &Output) -> String {

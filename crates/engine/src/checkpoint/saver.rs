@@ -188,12 +188,18 @@ impl<'a> Saver<'a> {
         let recorder = trace::recorder();
         let write = move || {
             let _member = recorder.as_ref().map(|recorder| recorder.join(1));
-            let _span = trace::span(|| {
+            let span = trace::span(|| {
                 SpanInfo::new(SpanKind::Save, "write checkpoint").index(work.state.step as usize)
             });
+            // The span ends before the message, after which the next save may begin on another
+            // thread: spans of two saves never overlap.
+            let report = move |end| {
+                drop(span);
+                let _ = say_end.send(end);
+            };
             match folder {
-                Some(folder) => work.first(folder, &say_end),
-                None => work.other(&say_end),
+                Some(folder) => work.first(folder, report),
+                None => work.other(report),
             }
         };
         thread.send(Box::new(write)).map_err(|_| panicked())?;
@@ -283,7 +289,7 @@ impl SaveTask {
     }
 
     /// Runs the save of a rank other than the first.
-    fn other(mut self, end: &Sender<Result<Vec<String>>>) {
+    fn other(mut self, report: impl FnOnce(Result<Vec<String>>)) {
         let written = self
             .write_share()
             .and_then(|files| manifest::write_part(&self.shared, self.rank, self.size, files));
@@ -291,11 +297,11 @@ impl SaveTask {
         if written.is_ok() {
             let _ = self.share.send(());
         }
-        let _ = end.send(self.context(written).map(|()| Vec::new()));
+        report(self.context(written).map(|()| Vec::new()));
     }
 
     /// Runs the save of the first rank, which created `folder`.
-    fn first(mut self, folder: AtomicDir, end: &Sender<Result<Vec<String>>>) {
+    fn first(mut self, folder: AtomicDir, report: impl FnOnce(Result<Vec<String>>)) {
         // A panic must not remove the folder either.
         let written = catch_unwind(AssertUnwindSafe(|| self.write_share()));
         let written = written.unwrap_or_else(|_| Err(panicked()));
@@ -304,10 +310,10 @@ impl SaveTask {
             Ok(files) => {
                 let _ = share.send(());
                 let committed = self.commit(folder, files);
-                let _ = end.send(self.context(committed));
+                report(self.context(committed));
             }
             Err(error) => {
-                let _ = end.send(self.context(Err(error)));
+                report(self.context(Err(error)));
                 drop(share);
                 // The folder is removed after the last rank has stopped writing.
                 drop(self.gather_parts(Files::new()));
