@@ -22,7 +22,7 @@ pub fn run_binary() -> ExitCode {
     if let Some(code) = sandboxed::serve_if_asked().or_else(guard::serve_if_asked) {
         return code;
     }
-    #[cfg(all(unix, not(feature = "cuda")))]
+    #[cfg(unix)]
     if let Some(warning) = crate::doctor::gpu_build::become_gpu_build() {
         say(&format_args!("warning: {warning}"));
     }

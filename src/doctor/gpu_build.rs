@@ -3,7 +3,7 @@
 //! The loader ends a build with feature `cuda` before its first line if it does not find a library
 //! of NVIDIA, and it does not look into the folders of PyTorch's wheels, nor into those that
 //! containers and WSL mount. So `finetune` may be the build for the CPU, with the other one beside
-//! it under the name `finetune-cuda`: the first looks for the libraries and then becomes the second.
+//! it under the name `finetune-cuda`: the first looks for the libraries, then becomes the second.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::nvidia_libraries::{DRIVER, linked, look_for};
-use crate::runtime::device;
+use crate::runtime::device::{self, GPU_BUILD};
 
 /// The name of the build with GPU support.
 const NAME: &str = "finetune-cuda";
@@ -28,10 +28,13 @@ const FOLDERS: [&str; 6] = [
 /// Variable with folders of libraries, for the loader.
 const LOADER_FOLDERS: &str = "LD_LIBRARY_PATH";
 
-/// Becomes the build with GPU support if it is installed beside this build, and the machine has a
-/// driver and the user does not hide the GPUs. Otherwise returns, with a warning if a library is
-/// missing.
+/// Becomes the build with GPU support if this build has none and the other is installed beside it,
+/// the machine has a driver, and the user does not hide the GPUs. Otherwise returns, with a warning
+/// if a library is missing.
 pub(crate) fn become_gpu_build() -> Option<String> {
+    if GPU_BUILD {
+        return None;
+    }
     let own = env::current_exe().ok()?;
     let build = own.with_file_name(NAME);
     let are_hidden = env::var_os("CUDA_VISIBLE_DEVICES").is_some_and(|gpus| gpus.is_empty());

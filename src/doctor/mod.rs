@@ -1,7 +1,7 @@
 //! Facts that `finetune doctor` prints: the program, the machine, and the libraries that GPUs need.
 
 pub(crate) mod fact_lines;
-#[cfg(all(unix, not(feature = "cuda")))]
+#[cfg(unix)]
 pub(crate) mod gpu_build;
 pub(crate) mod host_facts;
 mod nvidia_libraries;

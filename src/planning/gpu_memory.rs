@@ -180,8 +180,8 @@ impl BlockStep<'_> {
         self.adapted(group).map(|layer| layer.inputs).max().unwrap_or(0)
     }
 
-    /// Returns the bytes of dequantized matrices that a product of the group holds, beside kept ones.
-    /// With DoRA, or if some layers are dense, only one matrix is held at a time.
+    /// Returns the bytes of dequantized matrices that a product of the group holds, beside kept
+    /// ones. With DoRA, or if some layers are dense, only one matrix is held at a time.
     fn panel(&self, group: LinearGroup) -> u64 {
         if self.keeps_panel(group) {
             return 0;

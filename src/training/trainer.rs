@@ -18,8 +18,8 @@ use crate::runtime::device;
 use crate::runtime::thread_pool::run_in_pool;
 
 /// Returns the trainer of a rank of `plan` on its `device`, with weights loaded. `resumed` is the
-/// checkpoint passed to [`Plan::resume`]. All ranks call it. The memory pool of a GPU keeps 5 % more
-/// than the plan; the rest is for modules, libraries and communicators.
+/// checkpoint passed to [`Plan::resume`]. All ranks call it. The memory pool of a GPU keeps 5 %
+/// more than the plan; the rest is for modules, libraries and communicators.
 ///
 /// # Errors
 /// Weights cannot be read or do not fit the model; a peer failed.

@@ -134,12 +134,10 @@ fn a_wrong_endpoint_is_said_and_does_no_harm() {
     assert!(value(&text, "hub").contains("HF_ENDPOINT"), "{text}");
 }
 
-/// Also passes with more threads than cores.
+/// Passes with more threads than cores; tests/lib runs the self-test with as many.
 #[test]
 fn the_self_test_passes_and_lists_the_ops() {
-    let many = doctor(&["--selftest"], &[("RAYON_NUM_THREADS", "64")]);
-    assert!(many.lines().last().unwrap().contains("passed"), "{many}");
-    let text = doctor(&["--selftest"], &[]);
+    let text = doctor(&["--selftest"], &[("RAYON_NUM_THREADS", "16")]);
     for op in ["matmul", "attention_backward", "linear_cross_entropy", "adamw"] {
         let row: Vec<&str> = value(&text, &format!("{op} ")).split_whitespace().collect();
         assert_eq!(row.len(), 3, "{text}");

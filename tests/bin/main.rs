@@ -11,6 +11,8 @@
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/at_work.rs"]
 mod at_work;
+#[path = "../support/exhaustive.rs"]
+mod exhaustive;
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/faulty_run.rs"]
 mod faulty_run;

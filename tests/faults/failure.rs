@@ -7,6 +7,7 @@ use std::process::Output;
 
 use finetune::collective::Phase;
 
+use crate::exhaustive::third;
 use crate::faulty_run::{
     PATIENCE, TILDE, changed_model, command, names, set_column, tilde_alone_has_column_5, watched,
 };
@@ -18,33 +19,32 @@ fn train(output: &Path, fault: Option<&str>, ranks: usize, more: &[&str]) -> Out
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_rank_that_fails_in_any_phase_ends_the_run() {
-    for phase in Phase::ALL {
-        for (rank, ranks) in [(0, 2), (1, 2), (2, 3)] {
-            for kind in ["error", "panic"] {
-                let place = tempfile::tempdir().unwrap();
-                let output = place.path().join("out");
-                let fault = format!("{rank}:{}:{kind}", phase.name());
-                let done = train(&output, Some(&fault), ranks, &[]);
-                let text = String::from_utf8_lossy(&done.stderr);
-                assert_eq!(done.status.code(), Some(75), "{fault} of {ranks}: {text}");
-                let named = format!("rank {rank} failed in phase {}", phase.name());
-                assert!(text.contains(&named), "{fault}: {text}");
-                assert!(
-                    text.contains(&format!("caused by: planted fault {fault}")) || kind == "panic",
-                    "{text}"
-                );
-                assert!(text.contains(&format!("planted fault {fault} strikes")), "{fault}: {text}");
-                let last = match phase {
-                    Phase::Meet => format!("rank {rank}: it had made no call"),
-                    _ => format!("rank {rank}: its last call was no "),
-                };
-                assert!(text.contains(&last), "{fault}: {text}");
-                let left = names(&output);
-                assert!(left.iter().all(|name| !name.contains(".tmp-")), "{fault}: {left:?}");
-                for checkpoint in left.iter().filter(|name| name.starts_with("checkpoint-")) {
-                    assert!(output.join(checkpoint).join("manifest.json").exists(), "{fault}: {checkpoint}");
-                }
-            }
+    let ranks = [(0, 2), (1, 2), (2, 3)];
+    let failures =
+        ranks.into_iter().flat_map(|(rank, ranks)| ["error", "panic"].map(|kind| (rank, ranks, kind)));
+    let failures: Vec<_> = failures.collect();
+    let cases =
+        Phase::ALL.into_iter().flat_map(|phase| failures.iter().map(move |failure| (phase, *failure)));
+    for (phase, (rank, ranks, kind)) in third(cases.collect(), failures.len()) {
+        let place = tempfile::tempdir().unwrap();
+        let output = place.path().join("out");
+        let fault = format!("{rank}:{}:{kind}", phase.name());
+        let done = train(&output, Some(&fault), ranks, &[]);
+        let text = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(75), "{fault} of {ranks}: {text}");
+        let named = format!("rank {rank} failed in phase {}", phase.name());
+        assert!(text.contains(&named), "{fault}: {text}");
+        assert!(text.contains(&format!("caused by: planted fault {fault}")) || kind == "panic", "{text}");
+        assert!(text.contains(&format!("planted fault {fault} strikes")), "{fault}: {text}");
+        let last = match phase {
+            Phase::Meet => format!("rank {rank}: it had made no call"),
+            _ => format!("rank {rank}: its last call was no "),
+        };
+        assert!(text.contains(&last), "{fault}: {text}");
+        let left = names(&output);
+        assert!(left.iter().all(|name| !name.contains(".tmp-")), "{fault}: {left:?}");
+        for checkpoint in left.iter().filter(|name| name.starts_with("checkpoint-")) {
+            assert!(output.join(checkpoint).join("manifest.json").exists(), "{fault}: {checkpoint}");
         }
     }
 }

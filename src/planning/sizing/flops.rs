@@ -128,6 +128,7 @@ fn block_weights(config: &ModelConfig, layer: usize, is_chosen: impl Fn(&BlockMo
 }
 
 /// Returns the operations of a token that a backward repeats, with `branches` weights of adapters.
+/// The second matrix of `down_proj`'s adapter counts too, though it is not multiplied again.
 fn recomputed_forward(config: &ModelConfig, branches: f64, row: f64) -> f64 {
     let layers = config.num_layers().saturating_sub(1);
     let is_read = |layer: usize, module: &BlockModule| {

@@ -82,7 +82,7 @@ fn template_processes_that_are_killed_end_the_run_and_leave_no_row_out() {
 #[test]
 fn a_template_process_that_is_killed_once_costs_no_row() {
     let place = Place::new();
-    many_rows(&place, 300);
+    many_rows(&place, 60);
     let alone = place.command(&DATA).output().unwrap();
     assert!(alone.status.success(), "{}", place.told(&alone.stderr));
     let mut killed = 0;

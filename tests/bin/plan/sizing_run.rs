@@ -87,8 +87,9 @@ fn storage_is_what_a_run_keeps() {
     by_hand(cost(&["checkpoint.save_steps=300", "checkpoint.keep_last=9"]), 3.0 * 12.0 + 4.0);
 }
 
-/// A forward takes a third of full training's operations, half of an adapter's, and a quarter of
-/// full training's with recomputing. Attention differs: its backward takes two and a half forwards.
+/// A forward takes a third of full training's operations, half of an adapter's, and somewhat more
+/// than a quarter of full training's with recomputing, which leaves out `down_proj` and the last
+/// block. Attention differs: its backward takes two and a half forwards.
 #[test]
 fn a_forward_is_counted_by_its_operations() {
     let place = shapes();
@@ -104,15 +105,18 @@ fn a_forward_is_counted_by_its_operations() {
     let adapters = 32.0 * 16.0 * (4.0 * 2.0 * 4096.0 + 3.0 * (4096.0 + 11008.0));
     let attention = 32.0 * 4.0 * 4096.0 * 1024.0;
     let full = 2.0 * (blocks + head) + attention;
-    let again = 2.0 * blocks + attention;
+    let down = 32.0 * 4096.0 * 11008.0;
+    let again = (2.0 * (blocks - down) + attention) * 31.0 / 32.0;
     let all = 6.0 * (blocks + head) + 3.5 * attention;
     near(share("full", "none"), full / all);
     near(share("full", "block"), full / (all + again));
     let lora = full + 2.0 * adapters;
     let all = 4.0 * (blocks + head) + 6.0 * adapters + 3.5 * attention;
     near(share("lora", "none"), lora / all);
-    near(share("lora", "block"), lora / (all + again + 2.0 * adapters));
-    assert!((0.32..0.34).contains(&share("full", "none")) && (0.24..0.26).contains(&share("full", "block")));
+    // A few operations too many: `down_proj` multiplies by one of the two matrices of its adapter.
+    let adapters_again = adapters * 31.0 / 32.0;
+    near(share("lora", "block"), lora / (all + again + 2.0 * adapters_again));
+    assert!((0.32..0.34).contains(&share("full", "none")) && (0.26..0.27).contains(&share("full", "block")));
     assert!((0.48..0.51).contains(&share("lora", "none")));
 }
 

@@ -162,7 +162,7 @@ fn a_trace_of_four_ranks_is_strict_and_counts_the_bytes_of_bench() {
         "data",
         "zero gradients",
         "forward block 0",
-        "recompute block 1",
+        "recompute block 0",
         "backward block 1",
         "forward embedding 0",
         "save",

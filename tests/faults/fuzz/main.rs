@@ -2,7 +2,8 @@
 //! bounded memory.
 //!
 //! The files are real ones with changes (see [`mutate`]), drawn from a fixed seed, so every finding
-//! is reproducible. `cargo test --test fuzz` tries some hundred of each. `FINETUNE_FUZZ_SECS=600
+//! is reproducible. `cargo test --test fuzz` tries some hundred of each, and five times as many with
+//! `FINETUNE_EXHAUSTIVE=1`. `FINETUNE_FUZZ_SECS=600
 //! cargo test --test fuzz -- --nocapture` continues for that many seconds with each parser and
 //! prints the number of files, the slowest one, and the most memory that one took. An input that
 //! ends the process (no stack, no memory) stays in the folder that is printed first.
@@ -17,6 +18,9 @@
 
 mod bombs;
 mod counting;
+#[path = "../../support/exhaustive.rs"]
+#[expect(dead_code, reason = "a sample of files is not a third of cases")]
+mod exhaustive;
 mod long_text;
 mod mutate;
 mod network;
@@ -32,6 +36,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use counting::CountingAllocator;
+use exhaustive::is_exhaustive;
 use finetune::runtime::machine::work_done;
 use mutate::Mutator;
 
@@ -59,7 +64,7 @@ const LARGEST_INPUT: usize = 1 << 20;
 struct Target<'a> {
     name: &'a str,
     seeds: Vec<Vec<u8>>,
-    /// Number of files to try if no seconds are given.
+    /// Number of files to try if no seconds are given and every case is tried; else a fifth.
     tries: u64,
     /// Parses one file; its result does not matter.
     parse: &'a dyn Fn(&[u8]),
@@ -83,6 +88,7 @@ impl Target<'_> {
         if seconds.is_some() {
             eprintln!("{}: the file under test is {}", self.name, input.display());
         }
+        let tries = if is_exhaustive() { self.tries } else { self.tries / 5 };
         let mut mutator = Mutator::new(self.name, &self.seeds, LARGEST_INPUT);
         let (begun, mut seen) = (Instant::now(), Seen::default());
         // The unchanged seeds come first.
@@ -91,7 +97,7 @@ impl Target<'_> {
         }
         while match seconds {
             Some(seconds) => begun.elapsed() < Duration::from_secs(seconds),
-            None => seen.executions < self.tries,
+            None => seen.executions < tries,
         } {
             let bytes = mutator.next_input();
             if seconds.is_some() {

@@ -14,7 +14,7 @@ use super::lora_group::LoraGroup;
 use super::{Param, WeightMatrix};
 use crate::error::{Error, Result};
 use crate::ops::matmul::{add_bias, sum_rows};
-use crate::ops::matmul_quantized::{Weight, dequantize_stacked, matmul_weight_plus_low_rank, matmul_weights};
+use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight_plus_low_rank, matmul_weights};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
 
@@ -96,7 +96,7 @@ impl MergedLinear {
             WeightMatrix::Dense(_) => None,
         });
         let Some(quantized) = quantized.collect::<Option<Vec<_>>>() else { return Ok(()) };
-        let value = dequantize_stacked(&quantized, DType::BF16)?;
+        let value = dequantize(&quantized, DType::BF16)?;
         self.merged = Some(Param { value, grad: None });
         Ok(())
     }

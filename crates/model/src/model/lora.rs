@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
-use crate::ops::matmul_quantized::{Weight, matmul_weight};
+use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
@@ -314,7 +314,7 @@ pub(super) fn dora_forward(
     let weight = match weight {
         // The norm and the products read one panel.
         Weight::Quantized(quantized) if has_kernels(x.device()) => {
-            panel = quantized.dequantize(x.dtype())?;
+            panel = dequantize(&[quantized], x.dtype())?;
             Weight::Dense(&panel)
         }
         weight => weight,

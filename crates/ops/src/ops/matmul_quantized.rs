@@ -83,15 +83,6 @@ impl Quantized {
         Ok(use_view(QuantTensor { format: self.format, runs }))
     }
 
-    /// Returns the whole matrix, `[out, in]` in `dtype`, f32 or bf16, as a product on a GPU reads
-    /// it.
-    ///
-    /// # Errors
-    /// Fails if a run is missing, or the device has not enough memory.
-    pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
-        dequantize_stacked(&[self], dtype)
-    }
-
     fn dequantize_without_kernel(&self, dtype: DType) -> Result<Tensor> {
         if !self.run(RunMeaning::Codes)?.device().is_cpu() {
             return Ok(self.dequantize_reference()?.to_dtype(dtype)?);
@@ -138,7 +129,7 @@ impl Quantized {
 ///
 /// # Errors
 /// Fails if there are no matrices, a run is missing, or the device has not enough memory.
-pub fn dequantize_stacked(weights: &[&Quantized], dtype: DType) -> Result<Tensor> {
+pub fn dequantize(weights: &[&Quantized], dtype: DType) -> Result<Tensor> {
     let codes = weights.iter().map(|weight| weight.run(RunMeaning::Codes)).collect::<Result<Vec<_>>>()?;
     let ([first, ..], [weight, ..]) = (&codes[..], weights) else {
         return Err(Error::internal("a panel without matrices"));
@@ -350,7 +341,7 @@ mod tests {
         {
             let [weight, _] =
                 quantized(&CaseRunner { device: &Device::Cpu, dtype, first: 0 }, format, (331, 72))?;
-            let got = weight.dequantize(dtype)?;
+            let got = dequantize(&[&weight], dtype)?;
             assert_eq!((got.dims(), got.dtype()), (&[331, 72][..], dtype));
             let want = weight.dequantize_reference()?;
             let error = TensorPair::new(got, want).error()?;

@@ -1,7 +1,8 @@
 //! The clock for steps, calls and trace spans. A test may plant it: then a thread's time advances
 //! by [`TICK`] per reading and by [`pass`], whatever else the machine does, and a rank that waits
 //! for another advances to that rank's time. A test may also select a thread's processor time,
-//! which stops while others use its core. Both need debug assertions.
+//! which stops while others use its core; a thread that starts after another has ended has a later
+//! time. Both need debug assertions.
 
 use std::cell::Cell;
 use std::mem::MaybeUninit;
@@ -21,6 +22,8 @@ static HELD_UP: AtomicBool = AtomicBool::new(false);
 thread_local! {
     /// Planted time of this thread.
     static PASSED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    /// Processor time of the process before this thread first read its own.
+    static PASSED_BEFORE: Cell<Option<Duration>> = const { Cell::new(None) };
 }
 
 /// Zero of [`now`], one for the process, and the same in nanoseconds since 1970.
@@ -63,12 +66,24 @@ pub fn now() -> Duration {
     }
 }
 
-/// Processor time of this thread; zero if the system does not report it.
+/// Processor time of this thread, after that of the process before this thread's first reading:
+/// times of threads that run one after another do not overlap.
 fn processor_time() -> Duration {
+    let own = processor_time_of(libc::CLOCK_THREAD_CPUTIME_ID);
+    let before = PASSED_BEFORE.get().unwrap_or_else(|| {
+        let all = processor_time_of(libc::CLOCK_PROCESS_CPUTIME_ID);
+        all.saturating_sub(own)
+    });
+    PASSED_BEFORE.set(Some(before));
+    before + own
+}
+
+/// Reads a clock of the system; zero if the system does not report it.
+fn processor_time_of(clock: libc::clockid_t) -> Duration {
     let mut time = MaybeUninit::<libc::timespec>::zeroed();
     // SAFETY: the call fills `time`, which is zeroed and so valid in any case.
     let time = unsafe {
-        libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, time.as_mut_ptr());
+        libc::clock_gettime(clock, time.as_mut_ptr());
         time.assume_init()
     };
     let secs = Duration::from_secs(u64::try_from(time.tv_sec).unwrap_or_default());
@@ -114,4 +129,22 @@ pub fn hold_up() {
 /// Returns true if a thread of this process is held up forever.
 pub fn is_held_up() -> bool {
     HELD_UP.load(Ordering::Acquire)
+}
+
+#[cfg(test)]
+mod tests {
+    use finetune_core::threads;
+
+    use super::*;
+
+    #[test]
+    fn processor_times_of_threads_in_turn_do_not_overlap() {
+        let read = || {
+            let begin = processor_time();
+            std::hint::black_box((0..100_000_u64).map(|x| x ^ (x >> 3)).sum::<u64>());
+            [begin, processor_time()]
+        };
+        let spans = [(); 3].map(|()| threads::start("reader", read).unwrap().join().unwrap());
+        assert!(spans.concat().is_sorted(), "{spans:?}");
+    }
 }

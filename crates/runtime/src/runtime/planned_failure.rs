@@ -21,7 +21,7 @@ pub enum PlannedFailure {
 static PLANNED: [AtomicBool; 4] = [const { AtomicBool::new(false) }; 4];
 
 thread_local! {
-    /// Whether the retry of this thread's last request must fail too.
+    /// True if the retry of this thread's last request must fail too.
     static AGAIN: Cell<bool> = const { Cell::new(false) };
 }
 

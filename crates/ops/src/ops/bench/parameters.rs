@@ -16,7 +16,7 @@ use crate::ops::dora::weight_norm;
 use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::gpu::has_kernels;
-use crate::ops::matmul_quantized::Weight;
+use crate::ops::matmul_quantized::{Weight, dequantize};
 use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::quant::QuantFormat;
 use crate::runtime::copy::{copy_into, zero};
@@ -92,7 +92,7 @@ fn panel(shapes: &BenchShapes) -> TimedOp {
     let what = ("dequantize", format!("{shape}, nf4, double quantization"), dtype);
     TimedOp::moving(codes + shapes.bytes(count), what, move |inputs| {
         let weight = nf4(inputs, (f, d))?;
-        Ok(Box::new(move || weight.dequantize(dtype).map(drop)))
+        Ok(Box::new(move || dequantize(&[&weight], dtype).map(drop)))
     })
 }
 

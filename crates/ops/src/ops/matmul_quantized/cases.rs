@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{
-    Quantized, QuantizedRun, Weight, matmul_weight, matmul_weight_plus_low_rank, matmul_weights,
+    Quantized, QuantizedRun, Weight, dequantize, matmul_weight, matmul_weight_plus_low_rank, matmul_weights,
     quantized_reference,
 };
 use crate::error::Result;
@@ -186,6 +186,12 @@ fn side_by_side() -> Vec<OpCase> {
             side_by_side_case(runner, form, has_dense)
         }));
     }
+    cases.push(OpCase::new("dequantize", "29x72 and 48x72", Tolerance::FORWARD, |runner| {
+        let [first, first_plain] = quantized(runner, FORMATS[0], (29, 72))?;
+        let [second, second_plain] = quantized(runner, FORMATS[4], (48, 72))?;
+        let plain = [first_plain.dequantize_reference()?, second_plain.dequantize_reference()?];
+        Ok(vec![TensorPair::new(dequantize(&[&first, &second], runner.dtype)?, Tensor::cat(&plain, 0)?)])
+    }));
     cases
 }
 

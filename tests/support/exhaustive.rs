@@ -1,0 +1,15 @@
+//! The share of a large set of cases that one run of the tests tries.
+
+/// Returns true if every case is tried: `FINETUNE_EXHAUSTIVE` is set, as `.ci/run exhaustive` does.
+pub(crate) fn is_exhaustive() -> bool {
+    std::env::var_os("FINETUNE_EXHAUSTIVE").is_some()
+}
+
+/// Returns a third of `cases`, always the same, or all of them if [`is_exhaustive`]. `inner` is the
+/// length of the innermost loop that made them: of three rounds of that loop, each case has a place
+/// in one.
+pub(crate) fn third<T>(cases: Vec<T>, inner: usize) -> Vec<T> {
+    let all = is_exhaustive();
+    let cases = cases.into_iter().enumerate();
+    cases.filter(|(i, _)| all || (i % inner + i / inner) % 3 == 0).map(|(_, case)| case).collect()
+}
