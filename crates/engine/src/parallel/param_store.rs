@@ -482,7 +482,7 @@ fn buckets(descs: Vec<ParamDesc>, options: &StoreOptions, fill: &mut FillParam<'
                 BucketKind::Quantized => {
                     FrozenBucket::Quantized(QuantizedBucket::new(descs, bucket_options, fill)?)
                 }
-                _ => FrozenBucket::Dense(Bucket::new(descs, bucket_options, fill)?),
+                _ => FrozenBucket::Dense(Bucket::new(descs, bucket_options, fill)?.into()),
             })
         };
         let is_shared = shares && is_shareable(options.mesh.strategy(), group.role(), segment, trains_rows);

@@ -34,7 +34,7 @@ struct Slot {
 /// A bucket of frozen values, which its copies share.
 #[derive(Debug, Clone)]
 pub(super) enum FrozenBucket {
-    Dense(Bucket),
+    Dense(Box<Bucket>),
     Quantized(QuantizedBucket),
 }
 
