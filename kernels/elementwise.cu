@@ -33,14 +33,6 @@ DEVICE inline void over_tensor(M y, int64_t count, bool aligned, C compute, S si
     for (int64_t at = share + int(threadIdx.x); at < end; at += THREADS) single(at);
 }
 
-template <class X, class D> DEVICE inline void cast(In<X> x, Out<D> y, int64_t count) {
-    constexpr int V = TOGETHER<X, D>;
-    over_tensor<D, V>(
-        y, count, x.is_aligned(16) && y.is_aligned(16),
-        [&](float(&values)[V], int64_t at) { load_values<X, V>(values, x, at); },
-        [&](int64_t at) { y.store(at, nearest<D>(widen(x.load(at)))); });
-}
-
 template <class D, class X> DEVICE inline void add_into(InOut<D> dst, In<X> x, int64_t count) {
     constexpr int V = TOGETHER<X, D>;
     over_tensor<D, V>(
@@ -134,9 +126,6 @@ DEVICE inline void gather(In<T> x, In<uint32_t> rows, Out<T> y, int width, int64
 }
 
 } // namespace
-
-// y = x in f32. One block for each 4096 values.
-KERNEL BOUNDS(256, 6) cast_bf16_f32(In<bf16> x, Out<float> y, int64_t count) { cast<bf16, float>(x, y, count); }
 
 // dst += x. One block per 8192 values if both are bf16, else per 4096.
 KERNEL BOUNDS(256, 4) add_into_bf16_bf16(InOut<bf16> dst, In<bf16> x, int64_t count) { add_into(dst, x, count); }
