@@ -1,4 +1,4 @@
-// Elementwise operations: casts, sums of two tensors, biases, DoRA's factors of columns, gathered
+// Elementwise operations: sums of two tensors, biases, DoRA's factors of columns, gathered
 // rows. f32 inside, each result rounded once, so the results are bit-identical to
 // src/ops/elementwise.rs, matmul.rs and dora.rs.
 //

@@ -13,7 +13,7 @@ use crate::error::ErrorCategory;
 use crate::launcher::child;
 use crate::report::{alerts::guard, finish, say, ui::restore_screen};
 use crate::runtime::allocator::use_one_heap;
-use crate::runtime::device::number_by_bus;
+use crate::runtime::device::set_gpu_environment;
 use crate::runtime::fault_signals::make_large_files_errors;
 
 /// Runs the binary `finetune` with the arguments of this process, and returns its exit code.
@@ -27,7 +27,7 @@ pub fn run_binary() -> ExitCode {
         say(&format_args!("warning: {warning}"));
     }
     // SAFETY: no other thread exists yet, and nothing has asked for GPUs.
-    unsafe { number_by_bus() };
+    unsafe { set_gpu_environment() };
     sandbox::run_in_this_program();
     use_one_heap();
     make_large_files_errors();

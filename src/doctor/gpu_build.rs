@@ -16,6 +16,8 @@ use crate::runtime::device::{self, GPU_BUILD};
 
 /// The name of the build with GPU support.
 const NAME: &str = "finetune-cuda";
+/// The name of NCCL, for several GPUs.
+const NCCL: &str = "libnccl.so.2";
 /// Folders of toolkits, containers and WSL.
 const FOLDERS: [&str; 6] = [
     "/usr/local/cuda/lib64",
@@ -29,10 +31,11 @@ const FOLDERS: [&str; 6] = [
 const LOADER_FOLDERS: &str = "LD_LIBRARY_PATH";
 
 /// Becomes the build with GPU support if this build has none and the other is installed beside it,
-/// the machine has a driver, and the user does not hide the GPUs. Otherwise returns, with a warning
-/// if a library is missing.
+/// the machine has a driver, and the user neither hides the GPUs nor asks for ranks on the CPU.
+/// Otherwise returns, with a warning if a library is missing.
 pub(crate) fn become_gpu_build() -> Option<String> {
-    if GPU_BUILD {
+    let is_of_ranks = |word: OsString| word == "--ranks" || word.as_encoded_bytes().starts_with(b"--ranks=");
+    if GPU_BUILD || env::args_os().any(is_of_ranks) {
         return None;
     }
     let own = env::current_exe().ok()?;
@@ -41,7 +44,7 @@ pub(crate) fn become_gpu_build() -> Option<String> {
     if are_hidden || build == own || !build.is_file() {
         return None;
     }
-    let (folders, missing) = folders_of(&linked(device::cuda_release()), &candidates());
+    let (mut folders, missing) = folders_of(&linked(device::cuda_release()), &candidates());
     if missing.iter().any(|name| name == DRIVER) {
         return None;
     }
@@ -54,6 +57,9 @@ pub(crate) fn become_gpu_build() -> Option<String> {
             device::cuda_release()
         ));
     }
+    // Only several GPUs need NCCL, whose wheel has a folder of its own.
+    let (of_nccl, _) = folders_of(&[NCCL.to_owned()], &candidates());
+    folders.extend(of_nccl.into_iter().filter(|folder| !folders.contains(folder)).collect::<Vec<_>>());
     let given = env::var_os(LOADER_FOLDERS).unwrap_or_default();
     let all = env::split_paths(&given).filter(|folder| !folder.as_os_str().is_empty()).chain(folders);
     let mut command = Command::new(&build);
@@ -64,6 +70,9 @@ pub(crate) fn become_gpu_build() -> Option<String> {
         Err(error) => return Some(format!("{NAME} cannot start, so this run uses the CPU: {error}")),
     }
     let error = command.exec();
+    // `exec` has made writes to closed pipes end the process; they are errors in this program.
+    // SAFETY: a system call that takes numbers, and no other thread exists.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
     Some(format!("{NAME} cannot start, so this run uses the CPU: {}: {error}", build.display()))
 }
 

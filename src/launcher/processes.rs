@@ -35,9 +35,9 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::{Master, one_host_environment};
 use crate::runtime::{device, thread_pool};
 
-/// Time in which the other processes end by themselves after one has failed: they report the
-/// failure, and the first one ends the program of `log.command`.
-const GRACE: Duration = Duration::from_secs(15);
+/// Time in which the other processes end by themselves after one has failed. The first one may wait
+/// 10 s for its alarms and 35 s for the program of `log.command`, and a save in the background ends.
+const GRACE: Duration = Duration::from_secs(60);
 
 /// Variable by which tests start CPU ranks as processes: a folder with a file `rank-R` for each
 /// rank, which holds the variables of MPI's process R, each with a zero byte behind it. Only builds

@@ -275,6 +275,7 @@ impl RankSetup {
         let mut options = rendezvous_options(&self.launch)?;
         options.silence_limit = watched.terms.timeout.unwrap_or(options.silence_limit);
         let session = Session::join(request, &options)?;
+        note_failures_elsewhere(&self.launch, &session);
         let board = Arc::clone(watched.board);
         session.report_status(move || board.lines().join("; "));
         let messenger = session.messenger();
@@ -323,7 +324,6 @@ impl RankSetup {
         let begin = Instant::now();
         while begin.elapsed() < PEER_FAILURE_TIMEOUT {
             if let Some(failure) = session.failure() {
-                child::note_heard();
                 return failure.into();
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -361,7 +361,7 @@ pub(crate) fn end_process(error: &Error) {
     }
     // SAFETY: ends the process at once; what it has saved is on the disk under its name or under
     // none.
-    unsafe { libc::_exit(i32::from(error.kind().exit_code())) }
+    unsafe { libc::_exit(i32::from(child::exit_code(error))) }
 }
 
 /// Returns the fault of [`FAULT`]; none in a release build. [`CLOCK`] replaces the clock, or makes
@@ -405,9 +405,20 @@ fn agree(
     make: impl FnOnce() -> Result<Vec<u8>>,
 ) -> Result<Vec<u8>> {
     let session = Session::join(join_request(launch, BTreeMap::new()), options)?;
+    note_failures_elsewhere(launch, &session);
     let made = session.broadcast(what, make)?;
     session.leave()?;
     Ok(made)
+}
+
+/// Makes the exit code of this process say so if it ends because another process has failed first.
+fn note_failures_elsewhere(launch: &Launch, session: &Session) {
+    let own = launch.rank..launch.rank + launch.ranks_here;
+    session.on_failure(move |failure| {
+        if !own.contains(&failure.rank) {
+            child::note_heard();
+        }
+    });
 }
 
 /// Returns `world`, with the injected `fault` if any.

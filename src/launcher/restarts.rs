@@ -150,7 +150,12 @@ fn after_restarts(error: Error, restarts: u16) -> Error {
         0 => error,
         _ => error.because(format!("finetune restarted it {}", units::exact(restarts, "time"))),
     };
-    error.hint("the same command with `--resume` goes on from the newest checkpoint")
+    match error.kind() {
+        ErrorCategory::Transient | ErrorCategory::Internal => {
+            error.hint("the same command with `--resume` goes on from the newest checkpoint")
+        }
+        _ => error,
+    }
 }
 
 #[cfg(test)]

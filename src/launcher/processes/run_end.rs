@@ -65,7 +65,16 @@ impl RunEnd {
             Some(code) if self.is_reported => child::end_with(code),
             // A signal came before the process could save.
             None if self.asked_to_stop => child::stop_now(),
-            _ => Err(Error::new(child::category(self.status), self.in_words())),
+            _ => Err(self.error(child::category(self.status))),
+        }
+    }
+
+    /// Returns the error of an end that no process has reported.
+    fn error(&self, category: ErrorCategory) -> Error {
+        let error = Error::new(category, self.in_words());
+        match category {
+            ErrorCategory::Transient | ErrorCategory::Internal => error,
+            _ => error.hint("its last output, printed above, says what to change"),
         }
     }
 }

@@ -140,7 +140,8 @@ impl Roster {
                 Conflict::Duplicate => ("a rank joined twice", "give every process its own --rank or RANK"),
                 Conflict::Digest => (
                     "the processes start different runs",
-                    "start all processes with the same binary, recipe, data and model",
+                    "start all processes with the same binary, recipe, data and model; keys that are \"auto\" depend on \
+                     a GPU's free memory: write their values for unequal GPUs, or use --gpus-in-process",
                 ),
             };
             let causes =

@@ -84,7 +84,7 @@ impl BlockWeights {
 
     /// Returns the block with its quantized weights in bf16 too, if its backward recomputes it from
     /// `x` on a GPU in bf16: the two products of a weight then share its panel. Leaves out
-    /// `down_proj`, which recomputing does not multiply by.
+    /// `down_proj`, which recomputing does not multiply by, except before a norm of its output.
     ///
     /// # Errors
     /// The device has not enough memory.

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! At any rank, such thin products take as long as reading `x`, and on the CPU as starting the
-//! threads. `dx` is written once.
+//! threads. The CPU writes `dx` once; on a GPU the product of the weights adds to that of the
+//! adapters.
 
 use candle_core::{DType, Tensor};
 

@@ -18,7 +18,7 @@ mod vocabulary_parts;
 
 use std::cell::Cell;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 pub use self::loss_sum::LossSum;
@@ -27,6 +27,7 @@ use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul as colu
 use super::simd;
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read};
 use crate::runtime::trace::{SpanInfo, span};
 
@@ -92,7 +93,8 @@ impl<'a> LossTargets<'a> {
     /// Multiplies each row of `d`, the gradient of the logits `[rows, V]`, by its coefficient.
     fn weighted_gradient(self, d: Tensor, rows: &[usize]) -> Result<Tensor> {
         let Some(coefficients) = self.coefficients_of(rows) else { return Ok(d) };
-        Ok(d.broadcast_mul(&Tensor::from_vec(coefficients, (rows.len(), 1), d.device())?)?)
+        let coefficients = Tensor::from_vec(coefficients, (rows.len(), 1), &Device::Cpu)?;
+        Ok(d.broadcast_mul(&to_device(&coefficients, d.device())?)?)
     }
 
     /// Returns the coefficients of `rows`; none means 1.
@@ -296,9 +298,9 @@ fn write_logits(to: ColumnViewMut<'_>, x: &Tensor, output: Output<'_>) -> Result
     columns_product(to, u, b, Transpose::Nt, scale, Addend::Destination)
 }
 
-fn indices(rows: &[usize], device: &candle_core::Device) -> Result<Tensor> {
+fn indices(rows: &[usize], device: &Device) -> Result<Tensor> {
     let ids: Vec<u32> = rows.iter().map(|&n| n as u32).collect();
-    Ok(Tensor::from_vec(ids, rows.len(), device)?)
+    to_device(&Tensor::from_vec(ids, rows.len(), &Device::Cpu)?, device)
 }
 
 fn counted(targets: &[u32]) -> Vec<usize> {
@@ -341,7 +343,7 @@ pub(crate) fn reference(
     for chunk in rows.chunks(row_chunks::chunk_rows::<f32>(vocab)) {
         let hits: Vec<u32> = chunk.iter().map(|&n| targets.ids[n]).collect();
         let ids = indices(chunk, device)?;
-        let hits = Tensor::from_vec(hits, (chunk.len(), 1), device)?;
+        let hits = to_device(&Tensor::from_vec(hits, (chunk.len(), 1), &Device::Cpu)?, device)?;
         let x = x.index_select(&ids, 0)?;
         let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
         let output = output.with_u(u.as_ref());

@@ -5,12 +5,13 @@
 pub(super) mod cases;
 mod cuda;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use super::gpu;
 use crate::error::Result;
 use crate::rounding::Rounded;
+use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::{SpanInfo, span};
@@ -43,7 +44,7 @@ pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
     if !x.device().is_cpu() {
         let mut mask = vec![0f32; rows * width];
         mask.par_chunks_mut(width).enumerate().for_each(|(n, row)| mask_row(row, site, n));
-        let mask = Tensor::from_vec(mask, (rows, width), x.device())?;
+        let mask = to_device(&Tensor::from_vec(mask, (rows, width), &Device::Cpu)?, x.device())?;
         return Ok((x.to_dtype(DType::F32)? * mask)?.to_dtype(x.dtype())?);
     }
     with_elem!(x.dtype(), T => {

@@ -4,13 +4,14 @@
 pub(super) mod cases;
 mod cuda;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use super::gpu::{self, Route, are_floats};
 use crate::error::Result;
 use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
@@ -159,8 +160,8 @@ pub fn embed_backward(
     })
 }
 
-fn indices(ids: &[u32], device: &candle_core::Device) -> Result<Tensor> {
-    Ok(Tensor::from_slice(ids, ids.len(), device)?)
+fn indices(ids: &[u32], device: &Device) -> Result<Tensor> {
+    to_device(&Tensor::from_slice(ids, ids.len(), &Device::Cpu)?, device)
 }
 
 /// The definition, in candle's primitives.

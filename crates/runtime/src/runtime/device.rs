@@ -97,17 +97,25 @@ pub fn open(choice: DeviceChoice) -> Result<Device> {
     Ok(device)
 }
 
-/// Numbers GPUs by their place on the PCI bus, as `nvidia-smi` does, unless the environment says
-/// otherwise: by default CUDA's GPU 0 is the fastest one.
+/// Variables that the driver and NCCL read when they start, with the values of finetune. GPUs are
+/// numbered by their place on the PCI bus, as `nvidia-smi` does: by default CUDA's GPU 0 is the
+/// fastest one. NCCL 2.26 and newer start the kernels of a GPU's communicators in the order of their
+/// calls: gathers and reductions have separate communicators, and kernels that start in another
+/// order on another rank may wait for each other forever.
+const GPU_ENVIRONMENT: [(&str, &str); 2] =
+    [("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("NCCL_LAUNCH_ORDER_IMPLICIT", "1")];
+
+/// Sets `CUDA_DEVICE_ORDER=PCI_BUS_ID` and `NCCL_LAUNCH_ORDER_IMPLICIT=1`, unless the user has set
+/// the variables.
 ///
 /// # Safety
 /// No other thread of the process exists yet, and the driver has not started.
-pub unsafe fn number_by_bus() {
-    /// Variable that the driver reads when it starts.
-    const ORDER: &str = "CUDA_DEVICE_ORDER";
-    if std::env::var_os(ORDER).is_none() {
-        // SAFETY: no other thread reads or writes the environment.
-        unsafe { std::env::set_var(ORDER, "PCI_BUS_ID") };
+pub unsafe fn set_gpu_environment() {
+    for (name, value) in GPU_ENVIRONMENT {
+        if std::env::var_os(name).is_none() {
+            // SAFETY: no other thread reads or writes the environment.
+            unsafe { std::env::set_var(name, value) };
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! A thread that blocks inside the driver may hold a lock that another rank of the process needs
 //! before it can join the collective for which this GPU waits. So every wait asks the driver again
 //! and again whether an event has been reached, and copies to the host begin after such a wait.
+//! Only small copies from pageable memory may still wait inside the driver.
 
 #![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs are waited for"))]
 
@@ -20,8 +21,8 @@ const EAGER: usize = 1000;
 /// Pause between later questions.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// Waits until `device` has finished all work that this process has launched; returns at once on
-/// the CPU.
+/// Waits until `device` has finished all work on candle's stream, which holds every operation but
+/// not copies and collectives on streams of their own; returns at once on the CPU.
 ///
 /// # Errors
 /// An operation of the device failed.

@@ -1,5 +1,5 @@
-//! Environment variables that NCCL reads: the order of launches in every run, and several ranks on
-//! one GPU for tests: `tests/parallel/nccl.rs` alone, `benchmarks/two_ranks.py` with whole runs (a
+//! Environment variables that NCCL reads, for several ranks on one GPU in tests:
+//! `tests/parallel/nccl.rs` alone, `benchmarks/two_ranks.py` with whole runs (a
 //! step of `benchmarks/gpu.sh`). Not yet run on a GPU.
 //!
 //! Ranks on one GPU by hand, once for each rank R of two, under the variables of
@@ -8,28 +8,6 @@
 //! ```text
 //! finetune … --gpus 0 --world-size 2 --rank R --master-addr 127.0.0.1
 //! ```
-
-use std::ffi::OsString;
-
-/// Variable for the order in which kernels of several communicators start on a GPU.
-pub(super) const LAUNCH_ORDER: &str = "NCCL_LAUNCH_ORDER_IMPLICIT";
-
-/// Makes NCCL 2.26 and newer start the kernels of a GPU's communicators in the order of their
-/// calls, unless the user has set [`LAUNCH_ORDER`]. Gathers and reductions have separate
-/// communicators, and kernels that start in another order on another rank may wait for each other
-/// forever.
-pub(super) fn order_launches() {
-    if let Some(value) = launch_order(std::env::var_os(LAUNCH_ORDER)) {
-        // SAFETY: Rust's functions lock the environment, and no code in C reads it now: NCCL is not
-        // loaded, and neither ranks nor connections have started.
-        unsafe { std::env::set_var(LAUNCH_ORDER, value) };
-    }
-}
-
-/// Value to set for [`LAUNCH_ORDER`], whose value is `given`.
-fn launch_order(given: Option<OsString>) -> Option<&'static str> {
-    given.is_none().then_some("1")
-}
 
 /// Environment variables for ranks in separate *processes* that share one GPU, over the loopback
 /// interface. The launcher sets them on each rank's process before it loads NCCL. One process
@@ -58,12 +36,6 @@ pub fn one_gpu_environment(rank: usize) -> Vec<(&'static str, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_users_order_of_launches_stays() {
-        assert_eq!(launch_order(None), Some("1"));
-        assert_eq!(launch_order(Some("0".into())), None);
-    }
 
     #[test]
     fn only_the_host_differs_between_ranks() {

@@ -11,7 +11,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::environment;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::ElementType;
 
@@ -173,13 +172,11 @@ pub struct NcclLibrary {
 impl NcclLibrary {
     /// Loads NCCL: the file or folder in `FINETUNE_NCCL_LIB` if it is set, else by name in the
     /// loader's folders (`LD_LIBRARY_PATH`, the system's folders). It stays loaded until the
-    /// process ends, because NCCL has its own threads. Sets `NCCL_LAUNCH_ORDER_IMPLICIT=1` unless
-    /// the variable is set; call it before the process has ranks.
+    /// process ends, because NCCL has its own threads.
     ///
     /// # Errors
     /// The library is missing or older than 2.18; the error names the candidates.
     pub fn open() -> Result<Arc<NcclLibrary>> {
-        environment::order_launches();
         let given = std::env::var_os(LIBRARY_VARIABLE);
         let searched = match std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty()) {
             Some(path) => format!("LD_LIBRARY_PATH, which is {}", path.to_string_lossy()),
@@ -375,12 +372,6 @@ mod tests {
         // Its functions stay loaded.
         std::mem::forget(driver);
         found
-    }
-
-    #[test]
-    fn nccl_keeps_the_order_of_calls_of_all_communicators() {
-        drop(NcclLibrary::open());
-        assert!(std::env::var_os(environment::LAUNCH_ORDER).is_some());
     }
 
     /// With the real library, if it is installed: these calls need no GPU.
