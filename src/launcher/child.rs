@@ -38,8 +38,8 @@ pub(crate) fn note_heard() {
     HAS_HEARD.store(true, Ordering::SeqCst);
 }
 
-/// Returns the exit code for `error`, the end of this process. Only the error of a peer can be heard
-/// of; another one is this process's own.
+/// Returns the exit code for `error`, the end of this process. A process hears only of errors of a
+/// peer; another one is its own.
 pub(crate) fn exit_code(error: &Error) -> u8 {
     let may_be_heard = error.kind() == ErrorCategory::Transient && std::env::var_os(OF_RANK).is_some();
     let is_heard = may_be_heard && HAS_HEARD.load(Ordering::SeqCst);

@@ -36,7 +36,7 @@ use crate::rendezvous::{Master, one_host_environment};
 use crate::runtime::{device, thread_pool};
 
 /// Time in which the other processes end by themselves after one has failed. The first one may wait
-/// 10 s for its alarms and 35 s for the program of `log.command`, and a save in the background ends.
+/// 10 s for its alarms and 35 s for the program of `log.command`, and saves in the background end.
 const GRACE: Duration = Duration::from_secs(60);
 
 /// Variable by which tests start CPU ranks as processes: a folder with a file `rank-R` for each

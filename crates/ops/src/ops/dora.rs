@@ -9,8 +9,8 @@
 //! bytes and takes as many FLOPs for `W·Aᵀ`. It saves nothing, and it loses more digits: where W
 //! and the update cancel, its error grows with `(‖W‖ / norm)²`, that of the sum with `‖W‖ / norm`.
 //!
-//! On the CPU and by the kernel, a norm is within 1e-6 of its value in f64, relative, unless the terms
-//! of B·A cancel each other where W is small. A row shorter than half of W's row has lost
+//! On the CPU and by the kernel, a norm is within 1e-6 of its value in f64, relative, unless the
+//! terms of B·A cancel each other where W is small. A row shorter than half of W's row has lost
 //! digits, so it is summed again with every value in f64. Kernels that compute in f32 sum every row
 //! so. Merging an adapter (`adapter::merge`) adds the squares of the f32 values of `W + s·B·A` in
 //! f64.

@@ -99,7 +99,7 @@ pub fn open(choice: DeviceChoice) -> Result<Device> {
 
 /// Variables that the driver and NCCL read when they start, with the values of finetune. GPUs are
 /// numbered by their place on the PCI bus, as `nvidia-smi` does: by default CUDA's GPU 0 is the
-/// fastest one. NCCL 2.26 and newer start the kernels of a GPU's communicators in the order of their
+/// fastest one. NCCL 2.26 and newer start the kernels of a GPU's communicators in the order of the
 /// calls: gathers and reductions have separate communicators, and kernels that start in another
 /// order on another rank may wait for each other forever.
 const GPU_ENVIRONMENT: [(&str, &str); 2] =
