@@ -21,7 +21,7 @@
 //! `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three groups and so up to six
 //! communicators a rank, whose kernels wait for peers on all streams: they must fit on the GPU at
 //! once, which NCCL's channels allow. All ranks put their calls on the streams in the same order,
-//! and NCCL 2.26 and newer start the kernels in that order (`runtime::device::set_gpu_environment`).
+//! and NCCL 2.26 and newer start the kernels so (`runtime::device::set_gpu_environment`).
 
 mod abort_threads;
 mod call_log;
