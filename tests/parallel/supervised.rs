@@ -107,7 +107,7 @@ fn a_signal_to_the_parent_stops_all_ranks_with_a_checkpoint() {
     let more = ["--set", "train.max_steps=400"];
     let run = job.command(&output, Some("0:data:slow=50ms"), &more).spawn().unwrap();
     wait_for(|| output.join("checkpoint-2").exists());
-    send(run.id(), libc::SIGINT);
+    send(run.id(), libc::SIGTERM);
     let done = run.wait_with_output().unwrap();
     let text = said(&done);
     assert_eq!(done.status.code(), Some(85), "{text}");
@@ -162,7 +162,8 @@ fn a_rank_that_fails_shows_its_output() {
     assert_eq!(done.status.code(), Some(75), "{text}");
     assert_eq!(errors(&text), 1, "{text}");
     let (first, own) = text.split_once("rank 1 ended with exit code 75; its last output:\n").expect(&text);
-    assert!(first.contains("error: rank 1 failed in phase backward"), "{text}");
+    assert!(first.contains("error: rank 1 on "), "{text}");
+    assert!(first.contains("caused by: rank 1 failed in phase backward: planted fault"), "{text}");
     assert!(own.contains("  | error: rank 1 failed in phase backward"), "{text}");
 }
 

@@ -43,6 +43,9 @@ impl RunEnd {
     pub(super) fn print_output(&self) {
         if !self.output.is_empty() {
             say(&self.output_text());
+        } else if self.is_reported && self.status.code().is_none() {
+            // The first process knows only that the connection was lost.
+            say(&self.in_words());
         }
     }
 
@@ -65,6 +68,7 @@ impl RunEnd {
             Some(code) if self.is_reported => child::end_with(code),
             // A signal came before the process could save.
             None if self.asked_to_stop => child::stop_now(),
+            None if self.is_reported => child::end_with(i32::from(child::category(self.status).exit_code())),
             _ => Err(self.error(child::category(self.status))),
         }
     }
