@@ -62,6 +62,11 @@ USES = {
 }
 
 
+# sm_120 holds 1,536 threads and ignores the bound of a kernel that asks for more; the bounds are for
+# RESIDENT_THREADS, which Limit.faults holds them to.
+FEWER_THREADS = re.compile(r"Value of threads per SM for entry \w+ is out of range. .minnctapersm will be ignored")
+
+
 class Refused(Exception):
     """The check cannot be made."""
 
@@ -177,7 +182,8 @@ def read_ptxas(text: str, found) -> list:
         if entry := re.search(r"Compiling entry function '(\w+)' for 'sm_(\d+)\w*'", line):
             now = found(entry[1], entry[2])
         elif "warning" in line:
-            warnings.append(line.strip())
+            if not FEWER_THREADS.search(line):
+                warnings.append(line.strip())
         elif now and (sizes := FRAME.search(line)):
             # A function that is not inlined has its own line, which counts for the kernel.
             now.stack += int(sizes[1])
