@@ -137,7 +137,7 @@ fn a_wrong_endpoint_is_said_and_does_no_harm() {
 /// Passes with more threads than cores; tests/lib runs the self-test with as many.
 #[test]
 fn the_self_test_passes_and_lists_the_ops() {
-    let text = doctor(&["--selftest"], &[("RAYON_NUM_THREADS", "16")]);
+    let text = doctor(&["--selftest"], &[("RAYON_NUM_THREADS", "64")]);
     for op in ["matmul", "attention_backward", "linear_cross_entropy", "adamw"] {
         let row: Vec<&str> = value(&text, &format!("{op} ")).split_whitespace().collect();
         assert_eq!(row.len(), 3, "{text}");
