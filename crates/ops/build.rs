@@ -240,12 +240,13 @@ fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
     let home = env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin/nvcc"));
     let nvcc = env::var_os("NVCC").map(PathBuf::from).or(home).unwrap_or_else(|| PathBuf::from("nvcc"));
+    let compress = compresses(&nvcc).then_some("--compress-mode=size");
     let mut table = String::from("// Written by build.rs: the code of each file of kernels/ for GPUs.\n[\n");
     for file in files {
         let module = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let code = out.join(format!("{module}.fatbin"));
         let mut command = std::process::Command::new(&nvcc);
-        command.args(["--options-file", "kernels/nvcc.options"]);
+        command.args(["--options-file", "kernels/nvcc.options"]).args(compress);
         let output = command.arg(file).arg("-o").arg(&code).output();
         let output = output
             .map_err(|error| format!("{}: {error}; scripts/cuda-env.sh installs nvcc", nvcc.display()))?;
@@ -259,4 +260,14 @@ fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
         );
     }
     write(&out.join("fatbins.rs"), &(table + "]\n"))
+}
+
+/// Returns true if this nvcc has `--compress-mode`: release 12.8 and newer.
+fn compresses(nvcc: &Path) -> bool {
+    let output = std::process::Command::new(nvcc).arg("--version").output();
+    let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    // "Cuda compilation tools, release 12.4, V12.4.131".
+    let release = text.split("release ").nth(1).and_then(|rest| rest.split(',').next());
+    let numbers = release.and_then(|release| release.split_once('.'));
+    numbers.is_some_and(|(major, minor)| (major.parse::<u32>(), minor.parse::<u32>()) >= (Ok(12), Ok(8)))
 }

@@ -204,43 +204,110 @@ fn the_network_of_threads() {
     assert!(report["clocks"][0]["ahead_secs"].as_f64().unwrap().abs() < 1.0, "{report}");
 }
 
-/// Beside the build for the CPU, `finetune-cuda` is the build with GPU support.
+/// A folder with this build as `finetune`, and a Python environment beside it.
 #[cfg(all(unix, not(feature = "cuda")))]
-#[test]
-fn becomes_the_gpu_build_if_its_libraries_are_there() {
-    use std::os::unix::fs::PermissionsExt;
-    let folder = tempfile::tempdir().unwrap();
-    let own = folder.path().join("finetune");
-    std::fs::hard_link(cargo_bin!("finetune"), &own)
-        .or_else(|_| std::fs::copy(cargo_bin!("finetune"), &own).map(drop))
-        .unwrap();
-    let gpu_build = folder.path().join("finetune-cuda");
-    std::fs::write(&gpu_build, "#!/bin/sh\necho \"GPU build: $*\"\nexit 7\n").unwrap();
-    std::fs::set_permissions(&gpu_build, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let run = |hidden: bool| {
-        let mut command = Command::new(&own);
-        command.arg("--version").env("VIRTUAL_ENV", folder.path()).env_remove("CUDA_VISIBLE_DEVICES");
+struct Beside {
+    folder: tempfile::TempDir,
+    lib: std::path::PathBuf,
+}
+
+#[cfg(all(unix, not(feature = "cuda")))]
+impl Beside {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let own = folder.path().join("finetune");
+        std::fs::hard_link(cargo_bin!("finetune"), &own)
+            .or_else(|_| std::fs::copy(cargo_bin!("finetune"), &own).map(drop))
+            .unwrap();
+        let lib = folder.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
+        std::fs::create_dir_all(&lib).unwrap();
+        std::fs::write(lib.join("libcuda.so.1"), "").unwrap();
+        Beside { folder, lib }
+    }
+
+    /// Installs a build with GPU support that prints its name and ends with code 7.
+    fn install(&self, name: &str) {
+        use std::os::unix::fs::PermissionsExt;
+        let build = self.folder.path().join(name);
+        std::fs::write(&build, format!("#!/bin/sh\necho \"{name}: $*\"\nexit 7\n")).unwrap();
+        std::fs::set_permissions(&build, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    /// Adds empty libraries of a release of CUDA.
+    fn add_libraries(&self, release: u32) {
+        for name in ["cudart", "cublas", "cublasLt"] {
+            std::fs::write(self.lib.join(format!("lib{name}.so.{release}")), "").unwrap();
+        }
+        std::fs::write(self.lib.join("libcurand.so.10"), "").unwrap();
+    }
+
+    /// Compiles a driver that supports CUDA up to `version`, such as 12080.
+    fn add_driver(&self, version: u32) {
+        let source = self.folder.path().join("driver.c");
+        std::fs::write(&source, format!("int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }}\n"))
+            .unwrap();
+        // Rust links with the same compiler.
+        let status = Command::new("cc")
+            .args(["-shared", "-fPIC", "-o"])
+            .args([&self.lib.join("libcuda.so.1"), &source])
+            .status();
+        assert!(status.unwrap().success());
+    }
+
+    fn run(&self, hidden: bool) -> (Option<i32>, String) {
+        let mut command = Command::new(self.folder.path().join("finetune"));
+        command
+            .arg("--version")
+            .env("VIRTUAL_ENV", self.folder.path())
+            .env_remove("CUDA_VISIBLE_DEVICES");
         if hidden {
             command.env("CUDA_VISIBLE_DEVICES", "");
         }
         let output = command.output().unwrap();
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
         (output.status.code(), text(output.stdout) + &text(output.stderr))
-    };
-    let lib = folder.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
-    std::fs::create_dir_all(&lib).unwrap();
-    std::fs::write(lib.join("libcuda.so.1"), "").unwrap();
+    }
+}
+
+/// Beside the build for the CPU, `finetune-cuda` is the build with GPU support.
+#[cfg(all(unix, not(feature = "cuda")))]
+#[test]
+fn becomes_the_gpu_build_if_its_libraries_are_there() {
+    let beside = Beside::new();
+    beside.install("finetune-cuda");
     let found = doctor(&[], &[]);
     let missing = value(&found, "GPU libraries").split("missing: ").nth(1).unwrap_or_default();
     if missing.contains("libcublas.so.13") {
-        let (code, text) = run(false);
-        assert!(code == Some(0) && text.contains("warning: finetune-cuda cannot start"), "{text}");
+        let (code, text) = beside.run(false);
+        assert!(code == Some(0) && text.contains("finetune-cuda cannot start: the loader does not find"), "{text}");
         assert!(text.contains("libcublas.so.13") && !text.contains("libcuda.so.1,"), "{text}");
     }
-    for name in ["libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10"] {
-        std::fs::write(lib.join(name), "").unwrap();
-    }
-    assert_eq!(run(false), (Some(7), "GPU build: --version\n".to_owned()));
-    let (code, text) = run(true);
+    beside.add_libraries(13);
+    assert_eq!(beside.run(false), (Some(7), "finetune-cuda: --version\n".to_owned()));
+    let (code, text) = beside.run(true);
     assert!(code == Some(0) && text.starts_with("finetune ") && !text.contains("warning"), "{text}");
+}
+
+/// A driver that supports only CUDA 12 gets `finetune-cuda12`, although CUDA 13 is installed.
+#[cfg(all(unix, not(feature = "cuda")))]
+#[test]
+fn becomes_the_gpu_build_that_the_driver_supports() {
+    if value(&doctor(&[], &[]), "GPU libraries").split("missing: ").next().unwrap_or_default().contains("libcuda") {
+        eprintln!("SKIPPED: this machine has a driver, which the loader finds before the fake one");
+        return;
+    }
+    let beside = Beside::new();
+    beside.add_driver(12080);
+    beside.add_libraries(13);
+    beside.install("finetune-cuda");
+    let (code, text) = beside.run(false);
+    let cause = "finetune-cuda cannot start: it needs CUDA 13, and the NVIDIA driver supports CUDA 12";
+    assert!(code == Some(0) && text.contains(cause), "{text}");
+    beside.install("finetune-cuda12");
+    let (code, text) = beside.run(false);
+    assert!(code == Some(0) && text.contains("finetune-cuda12 cannot start: the loader does not find"), "{text}");
+    beside.add_libraries(12);
+    assert_eq!(beside.run(false), (Some(7), "finetune-cuda12: --version\n".to_owned()));
+    beside.add_driver(13000);
+    assert_eq!(beside.run(false), (Some(7), "finetune-cuda: --version\n".to_owned()));
 }

@@ -132,11 +132,12 @@ impl DeviceFault {
                 "`nvidia-smi -q` shows the GPU's errors; run it again with `--resume`, on another GPU if it fails again"
             }
             DeviceFault::NoCode => {
-                "install driver release 580 or newer, or build the binary on this machine: `CUDA_COMPUTE_CAP=80 cargo \
-                 build --release --features cuda`, 80 being compute capability 8.0"
+                "install driver release 580 or newer (550 for the build for CUDA 12), or build the binary on this machine: \
+                 `CUDA_COMPUTE_CAP=80 cargo build --release --features cuda`, 80 being compute capability 8.0"
             }
             DeviceFault::Unusable => {
-                "`nvidia-smi` shows whether the driver works; this build needs release 580 or newer"
+                "`nvidia-smi` shows whether the driver works; the build for CUDA 13 needs release 580 or newer, that for \
+                 CUDA 12 needs release 550 or newer"
             }
         }
     }

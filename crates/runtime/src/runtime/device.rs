@@ -55,7 +55,7 @@ pub fn gpus() -> Result<Vec<Gpu>> {
         let refused = |error: DriverError| {
             Error::user("cannot ask the NVIDIA driver for its GPUs")
                 .because(error.to_string())
-                .hint("`nvidia-smi` shows whether the driver works; this build needs release 580 or newer")
+                .hint(format!("`nvidia-smi` shows whether the driver works; {}", gpu_support::DRIVERS))
         };
         if !has_gpus().map_err(refused)? {
             return Ok(Vec::new());

@@ -35,6 +35,10 @@ pub const KERNELS_RUN_ON: &str = "compute capability 8.0 and newer";
 pub const NEWER_GPU: &str =
     "use a GPU of compute capability 8.0 or newer, or train on the CPU with `--ranks 1`";
 
+/// Releases of the driver that the builds need, for hints.
+pub(super) const DRIVERS: &str =
+    "the build for CUDA 13 needs release 580 or newer, that for CUDA 12 needs release 550 or newer";
+
 /// A version in the numbering of the driver and CUDA: 13000 is 13.0.
 pub(super) fn version(number: i32) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
@@ -53,8 +57,8 @@ pub(super) fn check_driver(driver: i32, built_with: i32) -> Result<()> {
     Err(Error::user("the NVIDIA driver is too old")
         .because(format!("it supports CUDA up to {driver}; this binary needs CUDA {needed}"))
         .hint(format!(
-            "install a newer driver (CUDA 13 needs release 580 or newer); `nvidia-smi` shows the installed one. On a \
-             data-centre GPU, NVIDIA's package {compat} is enough"
+            "install a newer driver ({DRIVERS}); `nvidia-smi` shows the installed one. On a data-centre GPU, NVIDIA's \
+             package {compat} is enough"
         )))
 }
 
@@ -95,7 +99,7 @@ pub(super) fn check_code(gpu: &Gpu, ptx: &str) -> Result<()> {
         .because(format!("this binary has tensor operations for {target} and kernels for {KERNELS_RUN_ON}"));
     let build = format!("`CUDA_COMPUTE_CAP={major}{minor} cargo build --release --features cuda`");
     Err(if gpu.compute_capability < TURING {
-        refused.because("CUDA 13 compiles for compute capability 7.5 and newer").hint(NEWER_GPU)
+        refused.because("finetune is built for compute capability 7.5 and newer").hint(NEWER_GPU)
     } else if gpu.compute_capability < AMPERE {
         refused
             .hint(format!("{NEWER_GPU}; a binary of {build} computes in f32 without those kernels, slowly"))
@@ -183,7 +187,7 @@ mod tests {
         // CUDA 13 refuses to compile for older GPUs.
         let error = check_code(&gpu((7, 0)), ptx).unwrap_err();
         assert!(
-            error.in_one_line().contains("CUDA 13 compiles for compute capability 7.5 and newer"),
+            error.in_one_line().contains("finetune is built for compute capability 7.5 and newer"),
             "{error}"
         );
         assert!(!error.to_string().contains("cargo build"), "{error}");
