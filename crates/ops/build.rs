@@ -268,6 +268,7 @@ fn compresses(nvcc: &Path) -> bool {
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
     // "Cuda compilation tools, release 12.4, V12.4.131".
     let release = text.split("release ").nth(1).and_then(|rest| rest.split(',').next());
+    let number = |text: &str| text.parse::<u32>().ok();
     let numbers = release.and_then(|release| release.split_once('.'));
-    numbers.is_some_and(|(major, minor)| (major.parse::<u32>(), minor.parse::<u32>()) >= (Ok(12), Ok(8)))
+    numbers.is_some_and(|(major, minor)| (number(major), number(minor)) >= (Some(12), Some(8)))
 }

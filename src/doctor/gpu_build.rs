@@ -23,10 +23,8 @@ struct Build {
 }
 
 /// The builds with GPU support, the preferred one first.
-const BUILDS: [Build; 2] = [
-    Build { name: "finetune-cuda", cuda: 13 },
-    Build { name: "finetune-cuda12", cuda: 12 },
-];
+const BUILDS: [Build; 2] =
+    [Build { name: "finetune-cuda", cuda: 13 }, Build { name: "finetune-cuda12", cuda: 12 }];
 /// The name of NCCL, for several GPUs.
 const NCCL: &str = "libnccl.so.2";
 /// Folders of toolkits, containers and WSL.

@@ -25,7 +25,8 @@ impl Plan {
         let held_out = self.held_out.as_ref().map(|(held_out, _)| held_out);
         let data = [Some(&self.train.0), held_out].into_iter().flatten();
         let schedule = self.schedule().ok().and_then(|schedule| short_warm_up(&schedule));
-        data.filter_map(|data| self.long_rows(data)).chain(schedule).chain(self.unusual_settings()).collect()
+        let rows = data.filter_map(|data| self.long_rows(data));
+        rows.chain(schedule).chain(ignored_dropout(&self.base.config)).chain(self.unusual_settings()).collect()
     }
 
     /// Returns the report on the held-out rows; none without such rows.
@@ -72,6 +73,18 @@ fn beyond_positions(
 pub fn prompt_beyond_positions(config: &ModelConfig, sequence: &str, tokens: usize) -> Option<String> {
     let shorter = "give a shorter prompt or a smaller `--max-new-tokens`";
     beyond_positions(config, tokens, sequence, Some(shorter))
+}
+
+/// Warns of dropout inside the model, which the engine does not compute.
+fn ignored_dropout(config: &ModelConfig) -> Option<String> {
+    let keys = &config.dropouts;
+    (!keys.is_empty()).then(|| {
+        format!(
+            "the model's config.json has {}: transformers drops values with this probability in training, finetune \
+             drops none",
+            keys.join(" and ")
+        )
+    })
 }
 
 /// Warns of a warm-up that is as long as the run or longer.

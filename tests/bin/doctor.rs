@@ -256,10 +256,7 @@ impl Beside {
 
     fn run(&self, hidden: bool) -> (Option<i32>, String) {
         let mut command = Command::new(self.folder.path().join("finetune"));
-        command
-            .arg("--version")
-            .env("VIRTUAL_ENV", self.folder.path())
-            .env_remove("CUDA_VISIBLE_DEVICES");
+        command.arg("--version").env("VIRTUAL_ENV", self.folder.path()).env_remove("CUDA_VISIBLE_DEVICES");
         if hidden {
             command.env("CUDA_VISIBLE_DEVICES", "");
         }
@@ -279,7 +276,10 @@ fn becomes_the_gpu_build_if_its_libraries_are_there() {
     let missing = value(&found, "GPU libraries").split("missing: ").nth(1).unwrap_or_default();
     if missing.contains("libcublas.so.13") {
         let (code, text) = beside.run(false);
-        assert!(code == Some(0) && text.contains("finetune-cuda cannot start: the loader does not find"), "{text}");
+        assert!(
+            code == Some(0) && text.contains("finetune-cuda cannot start: the loader does not find"),
+            "{text}"
+        );
         assert!(text.contains("libcublas.so.13") && !text.contains("libcuda.so.1,"), "{text}");
     }
     beside.add_libraries(13);
@@ -292,7 +292,12 @@ fn becomes_the_gpu_build_if_its_libraries_are_there() {
 #[cfg(all(unix, not(feature = "cuda")))]
 #[test]
 fn becomes_the_gpu_build_that_the_driver_supports() {
-    if value(&doctor(&[], &[]), "GPU libraries").split("missing: ").next().unwrap_or_default().contains("libcuda") {
+    if value(&doctor(&[], &[]), "GPU libraries")
+        .split("missing: ")
+        .next()
+        .unwrap_or_default()
+        .contains("libcuda")
+    {
         eprintln!("SKIPPED: this machine has a driver, which the loader finds before the fake one");
         return;
     }
@@ -305,7 +310,10 @@ fn becomes_the_gpu_build_that_the_driver_supports() {
     assert!(code == Some(0) && text.contains(cause), "{text}");
     beside.install("finetune-cuda12");
     let (code, text) = beside.run(false);
-    assert!(code == Some(0) && text.contains("finetune-cuda12 cannot start: the loader does not find"), "{text}");
+    assert!(
+        code == Some(0) && text.contains("finetune-cuda12 cannot start: the loader does not find"),
+        "{text}"
+    );
     beside.add_libraries(12);
     assert_eq!(beside.run(false), (Some(7), "finetune-cuda12: --version\n".to_owned()));
     beside.add_driver(13000);

@@ -16,6 +16,8 @@ mod exhaustive;
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/faulty_run.rs"]
 mod faulty_run;
+#[path = "../support/golden_files.rs"]
+mod golden_files;
 #[path = "../support/golden_run.rs"]
 mod golden_run;
 #[path = "../support/hub_double.rs"]

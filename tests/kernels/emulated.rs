@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[path = "../support/golden_files.rs"]
+mod golden_files;
 #[allow(dead_code, reason = "each test binary uses its part")]
 #[path = "../support/golden_run.rs"]
 mod golden_run;

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use finetune::weights::ModelFiles;
 use serde_json::Value;
 
+use crate::golden_files::{golden_of_family, sample};
+
 /// The split of a golden run's steps.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Split {
@@ -51,7 +53,7 @@ fn cut(run: &Value, ranks: usize) -> (u64, u64) {
 /// The flags that repeat a golden run.
 fn flags(trajectory: &Value, folder: &Path, output: &Path, split: Split) -> Vec<String> {
     let run = &trajectory["run"];
-    let model = golden().join("models").join(run["model"].as_str().unwrap());
+    let model = golden_of_family(&format!("models/{}", run["model"].as_str().unwrap()));
     let mut flags = vec![
         "--model".to_owned(),
         model.display().to_string(),
@@ -103,12 +105,13 @@ fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles, kept: Option<&Vec<
     let mut largest = 0f32;
     for (name, info) in theirs.tensors() {
         let read = |files: &ModelFiles| {
-            let mut values = vec![0f32; info.elements()];
+            let mut values = vec![0f32; files.info(name).unwrap().elements()];
             files.read_f32(name, &mut values).unwrap();
             values
         };
-        assert_eq!(ours.info(name).unwrap().shape, info.shape, "{name}");
-        let pairs = read(ours).into_iter().zip(read(theirs));
+        let (ours, theirs) = (sample(read(ours), &info.shape), read(theirs));
+        assert_eq!(ours.len(), theirs.len(), "{name}");
+        let pairs = ours.into_iter().zip(theirs);
         largest = pairs.map(|(a, b)| (a - b).abs()).fold(largest, f32::max);
     }
     largest
@@ -121,17 +124,16 @@ pub(crate) fn follows(name: &str, split: Split) {
 
 /// Like [`follows`], with `variables` in the environment.
 pub(crate) fn follows_with(name: &str, split: Split, variables: &[(&str, &str)]) {
-    let (folder, place) = (golden().join("train").join(name), tempfile::tempdir().unwrap());
+    let (folder, place) = (golden_of_family(&format!("train/{name}")), tempfile::tempdir().unwrap());
     let output = place.path().join("out");
     steps_follow(name, split, &[], variables, &output, [2e-5, 2e-4]);
     let trajectory = trajectory(&folder);
     let name = format!("{name}, {split:?}");
     let (ours, theirs) = if trajectory["run"]["method"] == "full" {
+        let whole = folder.join("final/model.safetensors");
+        let stored = if whole.exists() { whole } else { folder.join("final_samples.safetensors") };
         // Several ranks write several files.
-        (
-            ModelFiles::open(&output).unwrap(),
-            ModelFiles::open_file(&folder.join("final/model.safetensors")).unwrap(),
-        )
+        (ModelFiles::open(&output).unwrap(), ModelFiles::open_file(&stored).unwrap())
     } else {
         let open = |folder: &Path| ModelFiles::open_file(&folder.join("adapter_model.safetensors"));
         (open(&output).unwrap(), open(&folder.join("adapter_final")).unwrap())
@@ -150,7 +152,7 @@ fn steps_follow(
     output: &Path,
     [loss, norm]: [f64; 2],
 ) {
-    let folder = golden().join("train").join(name);
+    let folder = golden_of_family(&format!("train/{name}"));
     let trajectory = trajectory(&folder);
     let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
     command.env("HF_HUB_OFFLINE", "1").envs(variables.iter().copied());

@@ -10,7 +10,7 @@ pub(crate) fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
 }
 
-/// Returns the names of the tiny golden models. Each family has at least one.
+/// Returns the names of the tiny golden models of the first set.
 pub(crate) fn tiny_models() -> Vec<String> {
     let names = std::fs::read_dir(golden("models")).unwrap().map(|entry| entry.unwrap().file_name());
     let names = names.map(|name| name.into_string().unwrap());

@@ -79,6 +79,16 @@ fn lora_on_phi3_follows_peft() {
     follows("lora_phi3");
 }
 
+/// Residual and logit factors, layers without positions, norms on outputs, queries that grow with
+/// their positions, two sets of rotary divisors.
+#[test]
+fn families_follow_transformers_and_peft() {
+    for family in ["granite", "smollm3", "olmo2", "ministral3", "phi4-mini"] {
+        follows(&format!("lora_{family}"));
+        follows(&format!("full_{family}"));
+    }
+}
+
 /// Uses products large enough to be packed; those of the tiny models are not
 /// (crates/ops/src/ops/packed_gemm/tests.rs).
 #[test]
@@ -102,6 +112,9 @@ fn lora_in_bf16_follows_peft() {
     follows_in_bf16("lora_qwen2", None);
     follows_in_bf16("lora_phi3", None);
     follows_in_bf16("dora", None);
+    for family in ["granite", "smollm3", "olmo2", "ministral3"] {
+        follows_in_bf16(&format!("lora_{family}"), None);
+    }
 }
 
 #[test]

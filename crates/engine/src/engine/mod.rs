@@ -41,11 +41,11 @@ pub use utilization::PeakFlops;
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
+use crate::model::PositionTable;
 use crate::model::{self, AdapterSwitch, BlockContext, DropoutContext, ModelConfig, RotaryTables};
 use crate::objectives::{LossSums, Objective};
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
-use crate::ops::rotary::RotaryTable;
 use crate::parallel::ParamStore;
 use crate::recipe::enums::{Attention, Recompute};
 use crate::runtime::trace::{SpanInfo, SpanKind};
@@ -84,7 +84,7 @@ pub struct MicroStep<'a> {
 #[derive(Debug)]
 struct BatchLayout {
     spans: Vec<Span>,
-    tables: Vec<RotaryTable>,
+    tables: Vec<PositionTable>,
 }
 
 /// Returns the trace span of a part of the model.

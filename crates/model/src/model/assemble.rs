@@ -12,7 +12,7 @@ use super::layout::{BlockLayout, BlockModule, FINAL_NORM_MODULE};
 use super::linear::{Linear, MergedLinear};
 use super::lm_head::HeadWeights;
 use super::{Lora, ModelConfig, Param, WeightMatrix};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::weights::{EMBED_TOKENS_MODULE as EMBED, LM_HEAD_MODULE as HEAD};
 
@@ -95,7 +95,6 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
 /// A parameter of the block is not available.
 pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Result<BlockWeights> {
     let (block, layout) = (&config.blocks[layer], BlockLayout::new(config, layer));
-    let missing = |part: BlockPart| Error::internal(format!("a block has no {part:?}"));
     let linears = |group: LinearGroup| -> Result<MergedLinear> {
         // Dropout numbers the linear layers of a block from 1 on.
         let numbered = layout.linears().zip(1..).filter(|(module, _)| module.part.group() == Some(group));
@@ -115,7 +114,6 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         let name = layout.module(part).map(|module| format!("{}.weight", module.name_in(layer)));
         name.map(|name| from.param(&name)).transpose()
     };
-    let norm = |part| optional_norm(part)?.ok_or_else(|| missing(part));
     let token_mixer = match block.token_mixer {
         TokenMixer::Attention(mixer) => TokenMixerWeights::Attention(AttentionWeights {
             mixer,
@@ -132,7 +130,11 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         }),
     };
     let norms = |before, after| -> Result<MixerNorms> {
-        Ok(MixerNorms { before: norm(before)?, after: optional_norm(after)? })
+        Ok(MixerNorms {
+            before: optional_norm(before)?,
+            after: optional_norm(after)?,
+            factor: block.residual_factor,
+        })
     };
     Ok(BlockWeights {
         token_norms: norms(BlockPart::AttnNorm, BlockPart::AttnPostNorm)?,

@@ -5,7 +5,8 @@
 //! y = h + post?(channel_mixer(norm(h)))
 //! ```
 //!
-//! `post?` are the second norms of the Gemma families. Each mixer has a file below `block/`.
+//! `post?` are the second norms of the Gemma families. OLMo 2 has only these, and no `norm`. Granite
+//! has a factor on each mixer's output. Each mixer has a file below `block/`.
 //! [`BlockSaved`] holds the tensors that are expensive to recompute. Backward recomputes norm
 //! outputs, which are elementwise.
 
@@ -21,13 +22,13 @@ use super::composition::{ChannelMixer, TokenMixer};
 use super::layout::{BlockLayout, BlockModule};
 use super::linear::MergedLinear;
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
+use super::rotary_tables::PositionTable;
 use super::{ModelConfig, Param};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
-use crate::ops::elementwise::add;
+use crate::ops::elementwise::{add, scaled};
 use crate::ops::has_kernels;
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
-use crate::ops::rotary::RotaryTable;
 use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
@@ -51,9 +52,21 @@ pub struct BlockWeights {
 #[derive(Debug, Clone)]
 pub struct MixerNorms {
     /// The norm of the mixer's input.
-    pub before: Param,
-    /// Gemma's norm on the mixer's output.
+    pub before: Option<Param>,
+    /// The norm on the mixer's output.
     pub after: Option<Param>,
+    /// Factor on the output, after its norm.
+    pub factor: f64,
+}
+
+impl MixerNorms {
+    /// Returns the mixer's input from that of its half, `x: [N, D]`.
+    fn input(&self, x: &Tensor, norm: NormKind) -> Result<Tensor> {
+        match &self.before {
+            Some(before) => rms_norm(x, &before.value, norm),
+            None => Ok(x.clone()),
+        }
+    }
 }
 
 /// The parameters of a token mixer.
@@ -107,7 +120,7 @@ pub struct BlockContext<'a> {
     /// The sequences of the batch, side by side.
     pub spans: &'a [Span],
     /// One table per rope of the model.
-    pub tables: &'a [RotaryTable],
+    pub tables: &'a [PositionTable],
     /// Flash or eager.
     pub attention: Attention,
     /// Selects whether the forward uses the adapters.
@@ -157,11 +170,11 @@ impl LayerPass<'_> {
 pub struct BlockSaved {
     x: Tensor,
     token_mixer: TokenMixerSaved,
-    /// The token mixer's output before Gemma's post norm.
+    /// The token mixer's output before its post norm.
     token_out: Option<Tensor>,
     h: Tensor,
     channel_mixer: ChannelMixerSaved,
-    /// The channel mixer's output before Gemma's post norm.
+    /// The channel mixer's output before its post norm.
     channel_out: Option<Tensor>,
 }
 
@@ -276,7 +289,7 @@ pub fn forward(
 }
 
 /// Computes the tensors that the backward of a block needs from its input `x: [N, D]`, with the
-/// bits of [`forward`]. Only Gemma's norm reads the channel mixer's output; without this norm, its
+/// bits of [`forward`]. Only a post norm reads the channel mixer's output; without this norm, its
 /// last product is not computed.
 ///
 /// # Errors
@@ -294,7 +307,7 @@ pub fn recompute(
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
     let token = token_half(pass, w, x, None)?;
-    let normed = rms_norm(&token.y, &w.channel_norms.before.value, config.norm)?;
+    let normed = w.channel_norms.input(&token.y, config.norm)?;
     let channel_mixer = match &w.channel_mixer {
         ChannelMixerWeights::GatedMlp(mlp) => ChannelMixerSaved::GatedMlp(mlp.recompute(pass, &normed)?),
     };
@@ -333,24 +346,28 @@ struct HalfOutput<S> {
     saved: S,
 }
 
-/// Computes `x + after?(mixer(before(x)))`. A mixer that gets `x` as its residual adds it to its
-/// output itself.
+/// Computes `x + factor · after?(mixer(before?(x)))`. A mixer that gets `x` as its residual adds it
+/// to its output itself.
 fn around_mixer<S>(
     norms: &MixerNorms,
     norm: NormKind,
     x: &Tensor,
     mixer: impl FnOnce(&Tensor, Option<&Tensor>) -> Result<(Tensor, S)>,
 ) -> Result<HalfOutput<S>> {
-    let normed = rms_norm(x, &norms.before.value, norm)?;
+    let normed = norms.input(x, norm)?;
     match &norms.after {
-        None => {
+        None if norms.factor == 1.0 => {
             let (y, saved) = mixer(&normed, Some(x))?;
             Ok(HalfOutput { y, out: None, saved })
         }
+        None => {
+            let (out, saved) = mixer(&normed, None)?;
+            Ok(HalfOutput { y: add(x, &scaled(&out, norms.factor)?)?, out: None, saved })
+        }
         Some(after) => {
             let (out, saved) = mixer(&normed, None)?;
-            let y = add(x, &rms_norm(&out, &after.value, norm)?)?;
-            Ok(HalfOutput { y, out: Some(out), saved })
+            let normed = rms_norm(&out, &after.value, norm)?;
+            Ok(HalfOutput { y: add(x, &scaled(&normed, norms.factor)?)?, out: Some(out), saved })
         }
     }
 }
@@ -416,17 +433,21 @@ fn around_mixer_backward(
     need_dx: bool,
     mixer: impl FnOnce(MixerBackward<'_>) -> Result<Option<Tensor>>,
 ) -> Result<Option<Tensor>> {
+    let scaled_dy = scaled(dy, norms.factor)?;
     let dout = match (&norms.after, out) {
         (Some(after), Some(out)) => {
-            rms_norm_backward(out, &after.value, dy, None, after.grad.as_ref(), norm)?
+            rms_norm_backward(out, &after.value, &scaled_dy, None, after.grad.as_ref(), norm)?
         }
-        _ => dy.clone(),
+        _ => scaled_dy,
     };
-    let (before, grad) = (&norms.before.value, norms.before.grad.as_ref());
-    let input = || rms_norm(x, before, norm);
+    let input = || norms.input(x, norm);
+    let grad = norms.before.as_ref().and_then(|before| before.grad.as_ref());
     let need_dx = need_dx || grad.is_some();
-    let Some(dnormed) = mixer(MixerBackward { dout, input: &input, need_dx })? else { return Ok(None) };
-    rms_norm_backward(x, before, &dnormed, Some(dy), grad, norm).map(Some)
+    let Some(dinput) = mixer(MixerBackward { dout, input: &input, need_dx })? else { return Ok(None) };
+    match &norms.before {
+        Some(before) => rms_norm_backward(x, &before.value, &dinput, Some(dy), grad, norm).map(Some),
+        None => add(dy, &dinput).map(Some),
+    }
 }
 
 #[cfg(test)]

@@ -27,11 +27,11 @@ pub enum BlockPart {
     KNorm,
     /// The norm before attention.
     AttnNorm,
-    /// The norm on attention's output, before the residual sum (Gemma).
+    /// The norm on attention's output, before the residual sum (Gemma, OLMo 2).
     AttnPostNorm,
     /// The norm before the MLP.
     MlpNorm,
-    /// The norm on the MLP's output, before the residual sum (Gemma).
+    /// The norm on the MLP's output, before the residual sum (Gemma, OLMo 2).
     MlpPostNorm,
 }
 

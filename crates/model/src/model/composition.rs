@@ -15,6 +15,8 @@ pub struct BlockConfig {
     pub channel_mixer: ChannelMixer,
     /// The norms around both mixers, and their residual sums.
     pub residual: ResidualPlan,
+    /// Factor on the output of each mixer before its residual sum (granite); 1 in most families.
+    pub residual_factor: f64,
 }
 
 /// The part of a block that lets a token read others.
@@ -38,12 +40,14 @@ pub enum ResidualPlan {
     PreNorm,
     /// `x + norm(mixer(norm(x)))` for each mixer (Gemma).
     PreAndPostNorm,
+    /// `x + norm(mixer(x))` for each mixer (OLMo 2).
+    PostNorm,
 }
 
 impl ResidualPlan {
     /// Returns true if a norm reads the outputs of the mixers.
     pub fn has_post_norms(self) -> bool {
-        self == ResidualPlan::PreAndPostNorm
+        self != ResidualPlan::PreNorm
     }
 }
 
@@ -63,10 +67,19 @@ pub struct AttentionMixer {
     pub qkv_bias: bool,
     /// True if o has a bias.
     pub o_bias: bool,
-    /// True if q and k are normed per head.
-    pub qk_norm: bool,
+    /// The vectors of q and k that are normed, if any.
+    pub qk_norm: Option<QkNormWidth>,
     /// True if q, k and v are one tensor (phi3).
     pub fused: bool,
+}
+
+/// The vectors that the norms of q and k see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QkNormWidth {
+    /// Each head (Qwen 3, Gemma 3).
+    Head,
+    /// All heads together (OLMo 2).
+    Whole,
 }
 
 impl AttentionMixer {
@@ -94,6 +107,7 @@ impl BlockConfig {
             token_mixer: TokenMixer::Attention(attention),
             channel_mixer: ChannelMixer::GatedMlp(mlp),
             residual: ResidualPlan::PreNorm,
+            residual_factor: 1.0,
         }
     }
 }

@@ -30,6 +30,8 @@ pub struct ModelConfig {
     pub norm: NormKind,
     /// Factor on the embeddings.
     pub embedding_factor: f64,
+    /// Factor on logits, before their soft-cap (granite); 1 in most families.
+    pub logit_factor: f64,
     /// Soft-cap on logits.
     pub logit_softcap: Option<f64>,
     /// True if embedding and head are one parameter.
@@ -43,6 +45,9 @@ pub struct ModelConfig {
     pub dtype: Option<String>,
     /// The `model_type` of the image-text model whose text part this is.
     pub text_of: Option<String>,
+    /// The keys of dropout in config.json with their values. transformers drops values in training
+    /// by them, finetune does not.
+    pub dropouts: Vec<String>,
 }
 
 impl ModelConfig {

@@ -7,7 +7,7 @@
 
 use super::ModelConfig;
 use super::block_part::BlockPart;
-use super::composition::{AttentionMixer, ChannelMixer, GatedMlp, ResidualPlan, TokenMixer};
+use super::composition::{AttentionMixer, ChannelMixer, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer};
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// The module of the last norm, in every family.
@@ -98,8 +98,12 @@ impl LayoutTable<'_> {
             inputs.map(|(part, out)| self.linear(part, (out, d), mixer.qkv_bias)).into()
         };
         rows.push(self.linear(P::OProj, (d, q), mixer.o_bias));
-        if mixer.qk_norm {
-            rows.extend([P::QNorm, P::KNorm].map(|part| self.norm(part, heads.head_dim)));
+        let of_heads = |width: QkNormWidth| match width {
+            QkNormWidth::Head => [heads.head_dim; 2],
+            QkNormWidth::Whole => [q, kv],
+        };
+        if let Some([q, k]) = mixer.qk_norm.map(of_heads) {
+            rows.extend([self.norm(P::QNorm, q), self.norm(P::KNorm, k)]);
         }
         rows
     }
@@ -121,6 +125,7 @@ impl LayoutTable<'_> {
         let parts: &[BlockPart] = match plan {
             ResidualPlan::PreNorm => &[P::AttnNorm, P::MlpNorm],
             ResidualPlan::PreAndPostNorm => &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm],
+            ResidualPlan::PostNorm => &[P::AttnPostNorm, P::MlpPostNorm],
         };
         parts.iter().map(|part| self.norm(*part, self.0.hidden_size)).collect()
     }

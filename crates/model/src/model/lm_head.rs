@@ -11,6 +11,7 @@ use crate::ops::cross_entropy::{
     Delta, LossKind, LossSum, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
     score_targets,
 };
+use crate::ops::elementwise::scaled;
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 use crate::runtime::TensorMut;
 
@@ -43,7 +44,7 @@ impl HeadWeights {
         scale: f64,
         source: DropoutSource,
     ) -> Result<(LossSum, Tensor)> {
-        let normed = rms_norm(x, &self.norm.value, config.norm)?;
+        let normed = self.normed(config, x)?;
         let u = self.down(&normed, BranchContext { adapter: AdapterSwitch::On, source })?;
         let kind = LossKind { scale, softcap: config.logit_softcap };
         let grads = OutputGrads {
@@ -57,6 +58,7 @@ impl HeadWeights {
             lora.down_backward(&normed, du, Some((&dx, Addend::Destination)), source)?;
         }
         let grad = self.norm.grad.as_ref();
+        let dx = scaled(&dx, config.logit_factor)?;
         let dx = rms_norm_backward(x, &self.norm.value, &dx, None, grad, config.norm)?;
         Ok((out.loss, dx))
     }
@@ -72,7 +74,7 @@ impl HeadWeights {
         targets: &[u32],
         adapter: AdapterSwitch,
     ) -> Result<Vec<TokenScore>> {
-        let normed = rms_norm(x, &self.norm.value, config.norm)?;
+        let normed = self.normed(config, x)?;
         let u = self.down(&normed, BranchContext { adapter, source: None })?;
         score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
     }
@@ -82,9 +84,15 @@ impl HeadWeights {
     /// # Errors
     /// A tensor operation failed.
     pub fn logits(&self, config: &ModelConfig, x: &Tensor, adapter: AdapterSwitch) -> Result<Tensor> {
-        let normed = rms_norm(x, &self.norm.value, config.norm)?;
+        let normed = self.normed(config, x)?;
         let u = self.down(&normed, BranchContext { adapter, source: None })?;
         logits(&normed, self.output(u.as_ref()), config.logit_softcap)
+    }
+
+    /// Returns the input of the output layer for `x: [N, D]`. It has the factor on logits, which are
+    /// linear in it.
+    fn normed(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
+        scaled(&rms_norm(x, &self.norm.value, config.norm)?, config.logit_factor)
     }
 
     /// Returns the adapter's inner activations, `[N, r]`, or `None` without an adapter.

@@ -36,7 +36,9 @@ pub use block::{
     DropoutContext, GatedMlpWeights, MixerNorms, SavedBytes, TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
-pub use composition::{AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, ResidualPlan, TokenMixer};
+pub use composition::{
+    AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer,
+};
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
 pub use families::{Architecture, GgufFacts, GgufSeventyB, GgufSoftcap, GgufWindows};
@@ -46,7 +48,7 @@ pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};
 pub use rope::{Rope, RopeKind};
-pub use rotary_tables::RotaryTables;
+pub use rotary_tables::{PositionTable, RotaryTables};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};
 pub use stored::{StoredModel, settle, stored_name};
 

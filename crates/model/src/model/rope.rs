@@ -46,8 +46,25 @@ pub struct Rope {
     pub theta: f64,
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
+    /// The growth of queries with their positions, if any.
+    pub(super) query_growth: Option<QueryGrowth>,
     /// The settings of config.json, as text that does not depend on their notation there.
     pub(super) settings: String,
+}
+
+/// A factor on the query at `position`: `1 + beta · ln(1 + ⌊position / original⌋)` (transformers
+/// 5.24, `get_llama_4_attn_scale`).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct QueryGrowth {
+    pub(super) beta: f64,
+    /// The number of positions without growth.
+    pub(super) original: usize,
+}
+
+impl QueryGrowth {
+    fn factor(self, position: usize) -> f32 {
+        (1.0 + self.beta * (1.0 + (position / self.original) as f64).ln()) as f32
+    }
 }
 
 /// The settings outside the scaling object of config.json.
@@ -103,6 +120,7 @@ impl Rope {
             kind: RopeKind::Fixed,
             theta,
             trained_positions: context.max_positions,
+            query_growth: None,
             settings: settings(scaling, context, (theta, rotary_dim)),
         };
         let Some(s) = scaling else { return Ok(rope) };
@@ -129,6 +147,28 @@ impl Rope {
         }
         rope.check(name)?;
         Ok(rope)
+    }
+
+    /// Returns the rope of layers without positions: it turns two columns of a head by an angle of 0.
+    pub(super) fn without_positions() -> Self {
+        Rope {
+            inv_freq: vec![0.0],
+            attention_factor: 1.0,
+            kind: RopeKind::Fixed,
+            theta: 1.0,
+            trained_positions: usize::MAX,
+            query_growth: None,
+            settings: "no positions".to_owned(),
+        }
+    }
+
+    /// Sets the growth of queries of `llama_4_scaling_beta`, beside `original_max_position_embeddings`.
+    pub(super) fn with_query_growth(mut self, s: &ConfigReader<'_>) -> Result<Self> {
+        if let Some(beta) = s.above_zero("llama_4_scaling_beta")? {
+            let original = needed(s, "original_max_position_embeddings")? as usize;
+            self.query_growth = Some(QueryGrowth { beta, original: original.max(1) });
+        }
+        Ok(self)
     }
 
     /// Refuses settings with frequencies or a factor that are not finite or are negative.
@@ -234,6 +274,18 @@ impl Rope {
     /// Returns whether sequences of these two lengths have different frequencies.
     pub fn differs(&self, one: usize, other: usize) -> bool {
         self.kind != RopeKind::Fixed && self.frequencies(one) != self.frequencies(other)
+    }
+
+    /// Returns the factors on the queries of each span, `[N, 1]` f32, or none if all are 1.
+    pub(super) fn query_factors(&self, spans: &[Span], device: &Device) -> Result<Option<Tensor>> {
+        let Some(growth) = self.query_growth else { return Ok(None) };
+        let positions = spans.iter().flat_map(|span| span.k_len - span.q_len..span.k_len);
+        let factors: Vec<f32> = positions.map(|position| growth.factor(position)).collect();
+        if factors.iter().all(|factor| *factor == 1.0) {
+            return Ok(None);
+        }
+        let rows = factors.len();
+        to_device(&Tensor::from_vec(factors, (rows, 1), &Device::Cpu)?, device).map(Some)
     }
 
     /// Returns cos and sin for the queries of each span. A span's tokens are at positions `k_len −

@@ -3,7 +3,7 @@
 
 use std::sync::Mutex;
 
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 
 use super::rope::{Rope, RopeKind};
 use crate::error::Result;
@@ -14,6 +14,15 @@ use crate::ops::rotary::RotaryTable;
 
 /// Minimum number of positions of a first table.
 const FIRST_POSITIONS: usize = 256;
+
+/// The positions of a batch's tokens, as one rope gives them to attention.
+#[derive(Debug, Clone)]
+pub struct PositionTable {
+    /// The angles of q and k.
+    pub rotary: RotaryTable,
+    /// Factors on the queries, `[N, 1]` f32; `None` if all are 1.
+    pub query_factors: Option<Tensor>,
+}
 
 /// The tables of a model's ropes, up to the longest sequence so far.
 #[derive(Debug)]
@@ -31,12 +40,12 @@ impl RotaryTables {
         RotaryTables { device: device.clone(), by_position }
     }
 
-    /// Returns cos and sin for the queries of each span, for each of `ropes`, which must be those
+    /// Returns the positions of the queries of each span, for each of `ropes`, which must be those
     /// given to `new`. A span's tokens are at positions `k_len − q_len ..`.
     ///
     /// # Errors
     /// The device has not enough memory.
-    pub fn of_spans(&self, ropes: &[Rope], spans: &[Span]) -> Result<Vec<RotaryTable>> {
+    pub fn of_spans(&self, ropes: &[Rope], spans: &[Span]) -> Result<Vec<PositionTable>> {
         let positions: Vec<u32> =
             spans.iter().flat_map(|span| (span.k_len - span.q_len) as u32..span.k_len as u32).collect();
         let longest = spans.iter().map(|span| span.k_len).max().unwrap_or(0);
@@ -53,7 +62,11 @@ impl RotaryTables {
             let [cos, sin] = rows_of([&table.cos, &table.sin], &positions)?;
             Ok(RotaryTable { cos, sin })
         };
-        ropes.iter().zip(&self.by_position).map(of_rope).collect()
+        let with_factors = |(rope, kept): (&Rope, &Mutex<Option<RotaryTable>>)| {
+            let query_factors = rope.query_factors(spans, &self.device)?;
+            Ok(PositionTable { rotary: of_rope((rope, kept))?, query_factors })
+        };
+        ropes.iter().zip(&self.by_position).map(with_factors).collect()
     }
 }
 
@@ -90,7 +103,7 @@ mod tests {
         let part = Span { q_start: 9, q_len: 3, k_start: 0, k_len: 700 };
         for spans in [vec![whole(9)], vec![whole(9), part], vec![whole(5)]] {
             for (rope, found) in ropes.iter().zip(tables.of_spans(&ropes, &spans)?) {
-                assert_eq!(bits(&found), bits(&rope.table(&spans, &Device::Cpu)?));
+                assert_eq!(bits(&found.rotary), bits(&rope.table(&spans, &Device::Cpu)?));
             }
         }
         Ok(())

@@ -43,7 +43,19 @@ impl ModelConfig {
             ("rope_theta and rope_scaling", of_attention(&settings)),
             ("tie_word_embeddings", self.tie_word_embeddings.to_string()),
         ];
-        said.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+        // Texts of these families only: those of others are stored without them.
+        let residual: Vec<String> =
+            self.blocks.iter().map(|block| format!("{:?}", block.residual_factor)).collect();
+        let factors = [
+            (
+                "residual factor",
+                self.blocks.iter().any(|block| block.residual_factor != 1.0),
+                runs(&residual),
+            ),
+            ("logit factor", self.logit_factor != 1.0, format!("{:?}", self.logit_factor)),
+        ];
+        let factors = factors.into_iter().filter(|(_, counts, _)| *counts).map(|(key, _, text)| (key, text));
+        said.into_iter().chain(factors).map(|(key, value)| (key.to_owned(), value)).collect()
     }
 }
 

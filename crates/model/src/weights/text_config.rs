@@ -37,9 +37,10 @@ const fn vision(
     VisionModel { model_type, text_type, same_as, class, tied: true, text_ties: false, rope_theta: None }
 }
 
-const VISION_MODELS: [VisionModel; 4] = [
+const VISION_MODELS: [VisionModel; 5] = [
     vision("gemma3", "gemma3_text", "gemma3_text", "Gemma3ForCausalLM"),
     vision("mistral3", "mistral", "mistral", "MistralForCausalLM"),
+    vision("mistral3", "ministral3", "ministral3", "Ministral3ForCausalLM"),
     VisionModel {
         tied: false,
         text_ties: true,
@@ -68,14 +69,14 @@ const SHARED: [&str; 7] = [
 /// whole. Returns `None` if `config` is of another model, or has an unsupported text part.
 pub(crate) fn text_part(config: &Map<String, Value>) -> Option<(Map<String, Value>, String)> {
     let model_type = config.get("model_type")?.as_str()?;
-    let model = VISION_MODELS.iter().find(|model| model.model_type == model_type)?;
+    let of_type = || VISION_MODELS.iter().filter(|model| model.model_type == model_type);
+    let usual = of_type().next()?;
     let flat = || config.contains_key("vision_config").then_some(config);
     let mut text = config.get("text_config").map_or_else(flat, Value::as_object)?.clone();
     text.shift_remove("vision_config");
-    let named = text.get("model_type").and_then(Value::as_str).unwrap_or(model.text_type);
-    if named != model.text_type && named != model.model_type {
-        return None;
-    }
+    let named = text.get("model_type").and_then(Value::as_str).unwrap_or(usual.text_type);
+    let named = if named == usual.model_type { usual.text_type } else { named };
+    let model = of_type().find(|model| model.text_type == named)?;
     text.insert("model_type".into(), model.same_as.into());
     text.insert("architectures".into(), json!([model.class]));
     let ties = |keys: &Map<String, Value>| keys.get("tie_word_embeddings").and_then(Value::as_bool);
@@ -156,14 +157,17 @@ mod tests {
         assert_eq!(qwen["rope_scaling"], json!({"type": "default"}));
         assert_eq!((&qwen["model_type"], &qwen["rope_theta"]), (&json!("qwen2"), &json!(1e6)));
         assert!(qwen.get("vision_config").is_none());
+        for (named, same) in
+            [(None, "mistral"), (Some("mistral"), "mistral"), (Some("ministral3"), "ministral3")]
+        {
+            let mistral = part(&json!({"model_type": "mistral3", "text_config": {"model_type": named}}));
+            assert_eq!(mistral.unwrap_or_default()["model_type"], same);
+        }
     }
 
     #[test]
     fn other_models_have_none() {
         assert_eq!(part(&json!({"model_type": "gemma3_text", "hidden_size": 8})), None);
-        assert_eq!(
-            part(&json!({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}})),
-            None
-        );
+        assert_eq!(part(&json!({"model_type": "mistral3", "text_config": {"model_type": "llama"}})), None);
     }
 }

@@ -127,6 +127,32 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     })
 }
 
+/// Returns `factor · x` in the dtype of `x`; f32 inside, rounded once. A factor of 1 copies nothing.
+/// On a GPU, candle's kernel computes it.
+///
+/// # Errors
+/// Fails if the tensor is not contiguous, or an operation of the device fails.
+pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
+    if factor == 1.0 {
+        return Ok(x.clone());
+    }
+    let _span = span(|| SpanInfo::op("scaled").dims(x.dims()).moves(&[x, x]));
+    if !x.device().is_cpu() {
+        return Ok(x.affine(factor, 0.0)?);
+    }
+    let factor = factor as f32;
+    with_elem!(x.dtype(), T => {
+        let values = read::<T>(x)?;
+        let mut out = unwritten::<T>(values.len());
+        out.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(out, x)| {
+            for (out, x) in out.iter_mut().zip(x) {
+                *out = T::nearest(x.widen() * factor);
+            }
+        });
+        tensor(out, x.shape())
+    })
+}
+
 /// Computes `dst += x` in place, both of the same shape; the dtypes may differ.
 ///
 /// # Errors

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::description::refused;
+use super::metadata::refuse_unknown;
 use super::tensors::{change, module_name};
 use super::types::BlockType;
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
@@ -44,6 +45,7 @@ pub fn write_adapter(
         }
     };
     refuse_more_than_lora(adapter)?;
+    refuse_unknown(config)?;
     let opened = SavedAdapter::read(adapter)?;
     opened.check_fits(&model::modules(config))?;
     if let Some(saved) = opened.saved().next() {

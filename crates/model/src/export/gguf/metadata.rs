@@ -26,6 +26,7 @@ pub(super) fn describe(
     name: &str,
     kind: GgufType,
 ) -> Result<ModelDescription> {
+    refuse_unknown(config)?;
     refuse_unsupported(config)?;
     let arch = config.family.gguf.architecture;
     let mut description = ModelDescription::default();
@@ -62,6 +63,15 @@ pub(super) fn describe(
     windows(config, arch, &mut description)?;
     rope::describe(config, raw, arch, &mut description)?;
     Ok(description)
+}
+
+/// Refuses a family that finetune does not write as GGUF.
+pub(super) fn refuse_unknown(config: &ModelConfig) -> Result<()> {
+    let family = config.family;
+    if family.gguf.architecture.is_empty() {
+        return Err(refused(format!("finetune does not write the family {} as GGUF yet", family.name)));
+    }
+    Ok(())
 }
 
 /// Refuses a model that differs from llama.cpp's fixed choices for its architecture.

@@ -127,7 +127,7 @@ pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
         };
     }
     // Scores are linear in q; if q is normed, the norm's weight absorbs the factor.
-    let scaled = if attention.qk_norm { BlockPart::QNorm } else { BlockPart::QProj };
+    let scaled = if attention.qk_norm.is_some() { BlockPart::QNorm } else { BlockPart::QProj };
     if part == scaled {
         change.factor = (attention.scale / assumed_attention_scale(config)) as f32;
     }

@@ -1,22 +1,25 @@
 //! Softmax attention with rotary positions, forward and backward.
 //!
 //! ```text
-//! y = o_proj(attention(rope(norm?(qkv_proj(x)))))
+//! y = o_proj(attention(factor? · rope(norm?(qkv_proj(x)))))
 //! ```
 //!
-//! `norm?` are the per-head norms of qwen3 and gemma3. Backward recomputes rotated heads, which are
-//! elementwise.
+//! `norm?` are the norms of q and k: of each head (qwen3, gemma3) or of all heads together (olmo2).
+//! `factor?` grows with a query's position (ministral3). Backward recomputes rotated heads, which
+//! are elementwise.
 
 use candle_core::{DType, Device, Tensor};
 
 use super::{LayerPass, MixerBackward};
 use crate::error::Result;
-use crate::model::composition::AttentionMixer;
+use crate::model::composition::{AttentionMixer, QkNormWidth};
 use crate::model::linear::{self, LoraSaved, MergedLinear};
+use crate::model::rotary_tables::PositionTable;
 use crate::model::{ModelConfig, Param};
 use crate::ops::ColumnView;
 use crate::ops::attention::{AttentionOutput, Qkv, Span, attention, attention_backward};
-use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
+use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
+use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
 use crate::runtime::TensorMut;
 
 /// The parameters of attention, for one use.
@@ -26,7 +29,7 @@ pub struct AttentionWeights {
     pub mixer: AttentionMixer,
     /// q, k and v apart, or the one fused `qkv_proj`.
     pub qkv: MergedLinear,
-    /// Per-head norms of q and k.
+    /// Norms of q and k.
     pub qk_norm: Option<(Param, Param)>,
     /// The output projection, `o_proj`.
     pub o: MergedLinear,
@@ -136,16 +139,72 @@ impl AttentionWeights {
         }
     }
 
+    /// Returns the normed and rotated q and k, `[N, (H + K) head_dim]`, from the raw projection.
     fn rotate(&self, pass: LayerPass<'_>, qkv: &Tensor) -> Result<Tensor> {
-        rotary(qkv, pass.config.heads, self.qk_norm(pass.config), self.table(pass))
+        let (heads, table) = (pass.config.heads, self.table(pass));
+        let normed = self.whole_norm(pass.config, qkv)?;
+        let rotated =
+            rotary(normed.as_ref().unwrap_or(qkv), heads, self.head_norm(pass.config), &table.rotary)?;
+        let Some(factors) = &table.query_factors else { return Ok(rotated) };
+        let q = rotated.narrow(1, 0, heads.q_width())?.broadcast_mul(&factors.to_dtype(rotated.dtype())?)?;
+        let k = rotated.narrow(1, heads.q_width(), heads.kv_width())?;
+        Ok(Tensor::cat(&[q, k], 1)?)
     }
 
-    fn table<'a>(&self, pass: LayerPass<'a>) -> &'a RotaryTable {
+    /// Converts the gradient of the rotated q and k in `dqkv` to that of the raw projection.
+    fn rotate_backward(&self, pass: LayerPass<'_>, qkv: &Tensor, dqkv: &TensorMut) -> Result<()> {
+        let (config, table) = (pass.config, self.table(pass));
+        if let Some(factors) = &table.query_factors {
+            let dq = dqkv.narrow(1, 0, config.heads.q_width())?.into_tensor();
+            dqkv.slice_set(&dq.broadcast_mul(&factors.to_dtype(dq.dtype())?)?, 1, 0)?;
+        }
+        let normed = self.whole_norm(config, qkv)?;
+        let raw = normed.as_ref().unwrap_or(qkv);
+        rotary_backward(raw, dqkv, config.heads, self.head_norm(config), &table.rotary)?;
+        for (start, len, norm) in self.whole_norms(config) {
+            let columns =
+                |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.narrow(1, start, len)?.contiguous()?) };
+            let dy = columns(dqkv)?;
+            let dx =
+                rms_norm_backward(&columns(qkv)?, &norm.value, &dy, None, norm.grad.as_ref(), config.norm)?;
+            dqkv.slice_set(&dx, 1, start)?;
+        }
+        Ok(())
+    }
+
+    fn table<'a>(&self, pass: LayerPass<'a>) -> &'a PositionTable {
         &pass.context.tables[self.mixer.rope]
     }
 
-    fn qk_norm(&self, config: &ModelConfig) -> Option<QkNorm<'_>> {
-        let (q, k) = self.qk_norm.as_ref()?;
+    /// Returns start and length of the columns of q and of k with their norms, if these see all
+    /// heads together.
+    fn whole_norms(&self, config: &ModelConfig) -> Vec<(usize, usize, &Param)> {
+        let heads = config.heads;
+        match &self.qk_norm {
+            Some((q, k)) if self.mixer.qk_norm == Some(QkNormWidth::Whole) => {
+                vec![(0, heads.q_width(), q), (heads.q_width(), heads.kv_width(), k)]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the projection with normed q and k, if the norms see all heads together.
+    fn whole_norm(&self, config: &ModelConfig, qkv: &Tensor) -> Result<Option<Tensor>> {
+        let heads = config.heads;
+        let normed = |(start, len, norm): (usize, usize, &Param)| {
+            rms_norm(&qkv.narrow(1, start, len)?.contiguous()?, &norm.value, config.norm)
+        };
+        let mut parts = self.whole_norms(config).into_iter().map(normed).collect::<Result<Vec<_>>>()?;
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        parts.push(qkv.narrow(1, heads.qk_width(), heads.kv_width())?);
+        Ok(Some(Tensor::cat(&parts, 1)?))
+    }
+
+    /// Returns the norms of q and k, if they see each head alone.
+    fn head_norm(&self, config: &ModelConfig) -> Option<QkNorm<'_>> {
+        let (q, k) = self.qk_norm.as_ref().filter(|_| self.mixer.qk_norm == Some(QkNormWidth::Head))?;
         Some(QkNorm { q: (&q.value, q.grad.as_ref()), k: (&k.value, k.grad.as_ref()), kind: config.norm })
     }
 
@@ -171,7 +230,7 @@ impl AttentionWeights {
                 pass.context.attention,
             )?)
         };
-        rotary_backward(&saved.qkv, &dqkv, config.heads, self.qk_norm(config), self.table(pass))?;
+        self.rotate_backward(pass, &saved.qkv, &dqkv)?;
         linear::backward_first(&self.qkv, &saved.lora_qkv, &input()?, &dqkv, source, need_dx)
     }
 }

@@ -39,6 +39,8 @@ pub(in crate::model) struct Composition {
     pub(super) norm: NormKind,
     /// Factor on the embeddings.
     pub(super) embedding_factor: f64,
+    /// Factor on logits.
+    pub(super) logit_factor: f64,
     /// Soft-cap on logits.
     pub(super) logit_softcap: Option<f64>,
 }

@@ -38,6 +38,7 @@ pub(super) fn compose(
         ropes,
         norm: NormKind { unit_offset: true, ..parts::rms_norm(keys)? },
         embedding_factor: (sizes.hidden_size as f64).sqrt(),
+        logit_factor: 1.0,
         logit_softcap: parts::softcap(keys, "final_logit_softcapping", logit_softcap)?,
     })
 }

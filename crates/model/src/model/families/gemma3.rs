@@ -6,9 +6,9 @@ use super::gguf_facts::{GgufFacts, GgufSoftcap, GgufWindows};
 use super::sizes::ModelSizes;
 use super::{gemma, parts};
 use crate::error::Result;
-use crate::model::composition::AttentionMixer;
+use crate::model::composition::{AttentionMixer, QkNormWidth};
 use crate::model::config_reader::ConfigReader;
-use crate::model::rope::{Rope, RopeContext};
+use crate::model::rope::RopeContext;
 use crate::ops::glu::Activation;
 
 pub(super) static GEMMA3: Architecture = Architecture {
@@ -29,8 +29,10 @@ pub(super) static GEMMA3: Architecture = Architecture {
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
-    let ropes = ropes(keys, sizes)?;
-    let attention = AttentionMixer { qk_norm: true, ..gemma::attention(keys, sizes)? };
+    let context = parts::rope_context(keys, sizes, 1e6)?;
+    let local = RopeContext { theta: keys.f64_or("rope_local_base_freq", 1e4)?, ..context };
+    let ropes = parts::ropes_by_layer_type(keys, &context, &local)?;
+    let attention = AttentionMixer { qk_norm: Some(QkNormWidth::Head), ..gemma::attention(keys, sizes)? };
     let mlp = parts::gated_mlp(keys)?;
     let window = parts::window(keys, Some(4096))?;
     let pattern = match keys.opt_usize("sliding_window_pattern")? {
@@ -45,20 +47,4 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let slides = |layer: usize| !(layer + 1).is_multiple_of(pattern);
     let blocks = parts::sliding_layers(keys, sizes, slides)?.into_iter().map(block).collect();
     gemma::compose(keys, sizes, blocks, ropes, None)
-}
-
-/// Reads the ropes of full and of sliding attention.
-fn ropes(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Vec<Rope>> {
-    let context = parts::rope_context(keys, sizes, 1e6)?;
-    let local = RopeContext { theta: keys.f64_or("rope_local_base_freq", 1e4)?, ..context };
-    let scaling = parts::rope_scaling(keys)?;
-    // transformers 5 nests one object per layer type; in older files `rope_scaling` is for full
-    // attention only.
-    if let Some(nested) = &scaling {
-        let (full, sliding) = (nested.opt_keys("full_attention")?, nested.opt_keys("sliding_attention")?);
-        if full.is_some() || sliding.is_some() {
-            return Ok(vec![Rope::read(full.as_ref(), &context)?, Rope::read(sliding.as_ref(), &local)?]);
-        }
-    }
-    Ok(vec![Rope::read(scaling.as_ref(), &context)?, Rope::read(None, &local)?])
 }

@@ -6,7 +6,7 @@ use crate::ops::glu::Activation;
 /// A family's architecture in llama.cpp, and its differences from most others.
 #[derive(Debug, Clone, Copy)]
 pub struct GgufFacts {
-    /// The architecture's name in llama.cpp.
+    /// The architecture's name in llama.cpp; empty if finetune does not write the family as GGUF.
     pub architecture: &'static str,
     /// The activation of the gate, which no key changes.
     pub activation: Activation,
@@ -84,6 +84,9 @@ pub enum GgufSeventyB {
 }
 
 impl GgufFacts {
+    /// The facts of a family that finetune does not write as GGUF.
+    pub(super) const NONE: Self = GgufFacts::usual("");
+
     /// Returns the most common facts: SiLU, fully rotated heads, no windows, no caps.
     pub(super) const fn usual(architecture: &'static str) -> Self {
         GgufFacts {

@@ -6,18 +6,25 @@
 //! finetune does not compute, finetune names and refuses it before it reads any weight.
 
 mod architecture;
+mod exaone4;
 mod gemma;
 mod gemma2;
 mod gemma3;
 mod gguf_facts;
+mod granite;
 mod llama;
+mod ministral3;
 mod mistral;
+mod olmo2;
+mod olmo3;
 mod parts;
 mod phi3;
 mod qwen2;
 mod qwen3;
 mod refusals;
+mod seed_oss;
 mod sizes;
+mod smollm3;
 
 use serde_json::Value;
 
@@ -40,6 +47,13 @@ static FAMILIES: &[&Architecture] = &[
     &gemma2::GEMMA2,
     &gemma3::GEMMA3,
     &phi3::PHI3,
+    &granite::GRANITE,
+    &smollm3::SMOLLM3,
+    &seed_oss::SEED_OSS,
+    &ministral3::MINISTRAL3,
+    &olmo2::OLMO2,
+    &olmo3::OLMO3,
+    &exaone4::EXAONE4,
 ];
 
 impl ModelConfig {
@@ -82,12 +96,14 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         max_position_embeddings: sizes.max_position_embeddings,
         norm: parts.norm,
         embedding_factor: parts.embedding_factor,
+        logit_factor: parts.logit_factor,
         logit_softcap: parts.logit_softcap,
         tie_word_embeddings: keys.bool_or("tie_word_embeddings", family.ties_embeddings)?,
         pad_token_id: keys.opt_token("pad_token_id")?,
         initializer_range: keys.f64_or("initializer_range", 0.02)?,
         dtype: keys.opt_str("dtype")?.or(keys.opt_str("torch_dtype")?).map(str::to_string),
         text_of: None,
+        dropouts: refusals::dropouts(keys)?,
     };
     refusals::refuse_too_large(&config)?;
     Ok(config)
@@ -201,21 +217,19 @@ mod tests {
     #[test]
     fn every_family_has_a_golden() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden");
-        let has_golden = |config: &ModelConfig, model: &str| {
-            let forward = golden.join("forward").join(model).with_extension("safetensors");
-            forward.exists().then_some(config.family.name)
-        };
-        let models = std::fs::read_dir(golden.join("models")).expect("the golden models");
-        let found: BTreeSet<&str> = models
-            .filter_map(|entry| {
+        let models = |set: &Path| {
+            let (forward, models) = (set.join("forward"), std::fs::read_dir(set.join("models")));
+            models.expect("the golden models").filter_map(move |entry| {
                 let folder = entry.expect("a folder").path();
                 let text = std::fs::read_to_string(folder.join("config.json")).expect("a config.json");
                 let config = ModelConfig::from_json(&text, "config.json").expect("a model");
-                has_golden(&config, &folder.file_name()?.to_string_lossy())
+                let numbers = forward.join(folder.file_name()?).with_extension("safetensors");
+                numbers.exists().then_some(config.family.name)
             })
-            .collect();
+        };
+        let found: BTreeSet<&str> = models(&golden).chain(models(&golden.join("families"))).collect();
         let families: BTreeSet<&str> = FAMILIES.iter().map(|family| family.name).collect();
-        assert_eq!(found, families, "families with a model in tests/golden/models and tests/golden/forward");
+        assert_eq!(found, families, "families with a model and numbers in tests/golden");
     }
 
     #[test]

@@ -40,6 +40,7 @@ pub(super) fn llama_like(
         ropes: vec![rope],
         norm: rms_norm(keys)?,
         embedding_factor: 1.0,
+        logit_factor: 1.0,
         logit_softcap: softcap(keys, "final_logit_softcapping", None)?,
     })
 }
@@ -54,7 +55,7 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
         softcap: softcap(keys, "attn_logit_softcapping", None)?,
         qkv_bias: bias,
         o_bias: bias,
-        qk_norm: false,
+        qk_norm: None,
         fused: false,
     })
 }
@@ -148,6 +149,25 @@ pub(super) fn plain_rope(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<
 /// Reads the only rope of a model.
 pub(super) fn rope(keys: &ConfigReader<'_>, context: &RopeContext) -> Result<Rope> {
     Rope::read(rope_scaling(keys)?.as_ref(), context)
+}
+
+/// Reads the ropes of full and of sliding attention.
+pub(super) fn ropes_by_layer_type(
+    keys: &ConfigReader<'_>,
+    full: &RopeContext,
+    sliding: &RopeContext,
+) -> Result<Vec<Rope>> {
+    let scaling = rope_scaling(keys)?;
+    // transformers 5 nests one object per layer type; in older files `rope_scaling` is for full
+    // attention only.
+    if let Some(nested) = &scaling {
+        let (of_full, of_sliding) =
+            (nested.opt_keys("full_attention")?, nested.opt_keys("sliding_attention")?);
+        if of_full.is_some() || of_sliding.is_some() {
+            return Ok(vec![Rope::read(of_full.as_ref(), full)?, Rope::read(of_sliding.as_ref(), sliding)?]);
+        }
+    }
+    Ok(vec![Rope::read(scaling.as_ref(), full)?, Rope::read(None, sliding)?])
 }
 
 /// Returns the name of a module in Llama's checkpoints, which most families share.

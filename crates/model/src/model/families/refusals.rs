@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::model::config::ModelConfig;
-use crate::model::config_reader::ConfigReader;
+use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::layout::{BlockLayout, WeightShape};
 
 /// Maximum number of parameters: a thousand times that of the largest models, with byte counts that
@@ -10,14 +10,23 @@ use crate::model::layout::{BlockLayout, WeightShape};
 const MOST_PARAMETERS: u128 = 1 << 50;
 
 /// Keys of features that the engine does not compute, unless the value is zero or false.
-const UNSUPPORTED: [&str; 6] = [
-    "attention_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "use_bidirectional_attention",
-    "num_local_experts",
-    "num_experts",
-];
+const UNSUPPORTED: [&str; 3] = ["use_bidirectional_attention", "num_local_experts", "num_experts"];
+
+/// Keys of dropout inside a model, which transformers computes in training and the engine does not.
+const DROPOUTS: [&str; 4] = ["attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"];
+
+/// Returns the keys of dropout above 0 with their values: "`attention_dropout` 0.1".
+pub(super) fn dropouts(keys: &ConfigReader<'_>) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for key in DROPOUTS {
+        match keys.f64_or(key, 0.0)? {
+            0.0 => {}
+            above if (0.0..1.0).contains(&above) => found.push(format!("`{key}` {above}")),
+            other => return Err(refused(key, other, "from 0 to below 1")),
+        }
+    }
+    Ok(found)
+}
 
 pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
     for key in UNSUPPORTED {
@@ -26,8 +35,7 @@ pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
             let found = keys.get(key).map(ToString::to_string).unwrap_or_default();
             let hint = match key {
                 "num_local_experts" | "num_experts" => "choose a model without experts".to_owned(),
-                "use_bidirectional_attention" => "choose a causal model".to_owned(),
-                _ => format!("write `\"{key}\": 0.0` into config.json to train without it"),
+                _ => "choose a causal model".to_owned(),
             };
             return Err(Error::user(format!("`{key}` is {found}"))
                 .because("this engine does not compute it; accepted: no such key, null, 0, false")

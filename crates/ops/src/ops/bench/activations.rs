@@ -7,7 +7,7 @@ use super::{BenchShapes, TimedOp};
 use crate::error::Result;
 use crate::ops::dora::{magnitude_backward, scale_columns};
 use crate::ops::dropout::{Dropout, dropout};
-use crate::ops::elementwise::add;
+use crate::ops::elementwise::{add, scaled};
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, sum_rows};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
@@ -31,6 +31,7 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         gated_backward(shapes),
         dropped(shapes),
         residual_sum(shapes),
+        scaled_copy(shapes),
         bias(shapes),
         bias_gradient(shapes),
         magnitudes(shapes),
@@ -152,6 +153,13 @@ fn residual_sum(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(bytes, ("add", shape, shapes.dtype), move |inputs| {
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, d))?)))?;
         sets.calls(move |(a, b)| add(a, b).map(drop))
+    })
+}
+
+fn scaled_copy(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    TimedOp::moving(bytes, ("scaled", shape, shapes.dtype), move |inputs| {
+        inputs.sets(|_| inputs.normal(1.0, (n, d)))?.calls(move |x| scaled(x, 0.22).map(drop))
     })
 }
 

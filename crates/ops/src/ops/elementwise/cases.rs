@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Shape, Tensor};
 
-use super::{add, add_into, sums_of_squares};
+use super::{add, add_into, scaled, sums_of_squares};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance, in_f64};
 use crate::runtime::copy;
@@ -18,6 +18,10 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
             let x = runner.normal("x", SQUARE)?;
             copy::zero(&x.here)?;
             Ok(vec![TensorPair::new(x.here.into_tensor(), x.plain.zeros_like()?)])
+        }),
+        OpCase::new("scaled", "", Tolerance::ROUNDED, |runner| {
+            let x = runner.normal("x", SQUARE)?;
+            Ok(vec![TensorPair::new(scaled(&x.here, 0.22)?, x.plain.affine(0.22, 0.0)?)])
         }),
         squares_case("three tensors", vec![SQUARE.into(), 5.into(), 40_003.into()]),
     ];

@@ -1,0 +1,53 @@
+//! EXAONE 4: norms on the outputs of its mixers, norms of each head of q and k, and, if it has
+//! sliding windows, no positions on the layers without one.
+
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::GgufFacts;
+use super::sizes::ModelSizes;
+use super::{olmo2, parts};
+use crate::error::{Error, Result};
+use crate::model::composition::{AttentionMixer, QkNormWidth};
+use crate::model::config_reader::ConfigReader;
+use crate::model::rope::Rope;
+
+pub(super) static EXAONE4: Architecture =
+    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("exaone4", &["exaone4"], compose) };
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let plain = parts::attention(keys, sizes)?;
+    let attention =
+        AttentionMixer { qk_norm: Some(QkNormWidth::Head), qkv_bias: false, o_bias: false, ..plain };
+    let mlp = parts::gated_mlp(keys)?;
+    let window = parts::window(keys, Some(4096))?;
+    let pattern = pattern(keys)?;
+    let last = sizes.num_layers - 1;
+    let slides = |layer: usize| window.is_some() && layer != last && pattern[layer % pattern.len()];
+    let block = |slides: bool| {
+        let rope = usize::from(window.is_some() && !slides);
+        olmo2::block(AttentionMixer { window: window.filter(|_| slides), rope, ..attention }, mlp)
+    };
+    let blocks = parts::sliding_layers(keys, sizes, slides)?.into_iter().map(block).collect();
+    let composition = parts::llama_like(keys, blocks, parts::plain_rope(keys, sizes)?)?;
+    let ropes = [composition.ropes, vec![Rope::without_positions()]].concat();
+    olmo2::with_eps(keys, Composition { ropes, ..composition })
+}
+
+/// Reads which layers of a period slide: `sliding_window_pattern` is a number of layers, the last of
+/// which does not, or a word such as "LLLG".
+fn pattern(keys: &ConfigReader<'_>) -> Result<Vec<bool>> {
+    let key = "sliding_window_pattern";
+    let slides: Vec<bool> = match keys.get(key) {
+        Some(value) if value.is_string() => {
+            keys.opt_str(key)?.unwrap_or_default().chars().map(|letter| letter == 'L').collect()
+        }
+        _ => {
+            let period = keys.opt_usize(key)?.unwrap_or(4);
+            (1..=period).map(|layer| layer < period).collect()
+        }
+    };
+    if slides.is_empty() {
+        return Err(Error::user(format!("`{key}` is empty or 0"))
+            .because("accepted: a number above 0, or a word of the letters L and G"));
+    }
+    Ok(slides)
+}
