@@ -26,7 +26,10 @@ impl Plan {
         let data = [Some(&self.train.0), held_out].into_iter().flatten();
         let schedule = self.schedule().ok().and_then(|schedule| short_warm_up(&schedule));
         let rows = data.filter_map(|data| self.long_rows(data));
-        rows.chain(schedule).chain(ignored_dropout(&self.base.config)).chain(self.unusual_settings()).collect()
+        rows.chain(schedule)
+            .chain(ignored_dropout(&self.base.config))
+            .chain(self.unusual_settings())
+            .collect()
     }
 
     /// Returns the report on the held-out rows; none without such rows.

@@ -39,10 +39,24 @@ fn a_run_without_a_learning_rate_is_refused() {
     assert_eq!(warnings(&said(&place, &lora(&["--dry-run"]))), [""; 0]);
 }
 
+#[test]
+fn dropout_inside_the_model_is_said() {
+    let place = Place::new();
+    with_setting(&place, "attention_dropout", json!(0.1));
+    let found = said(&place, &lora(&["--dry-run"]));
+    let wanted = "the model's config.json has `attention_dropout` 0.1: transformers drops values with this \
+                  probability in training, finetune drops none";
+    assert_eq!(warnings(&found), [wanted]);
+}
+
 fn with_positions(place: &Place, positions: usize) {
+    with_setting(place, "max_position_embeddings", json!(positions));
+}
+
+fn with_setting(place: &Place, key: &str, value: Value) {
     let path = place.path("model/config.json");
     let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-    config["max_position_embeddings"] = json!(positions);
+    config[key] = value;
     std::fs::write(&path, config.to_string()).unwrap();
 }
 
