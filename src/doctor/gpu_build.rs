@@ -3,8 +3,8 @@
 //! The loader ends a build with feature `cuda` before its first line if it does not find a library
 //! of NVIDIA, and it does not look into the folders of PyTorch's wheels, nor into those that
 //! containers and WSL mount. So `finetune` may be the build for the CPU, with the other one beside
-//! it under the name `finetune-cuda` (CUDA 13) or `finetune-cuda12` (CUDA 12, for older drivers): the
-//! first asks the driver, looks for the libraries, then becomes the one that can start.
+//! it under the name `finetune-cuda` (CUDA 13) or `finetune-cuda12` (CUDA 12, for older drivers).
+//! The first asks the driver, looks for the libraries, then becomes the one that can start.
 
 use std::env;
 use std::ffi::{OsStr, OsString};

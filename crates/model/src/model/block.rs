@@ -5,8 +5,8 @@
 //! y = h + post?(channel_mixer(norm(h)))
 //! ```
 //!
-//! `post?` are the second norms of the Gemma families. OLMo 2 has only these, and no `norm`. Granite
-//! has a factor on each mixer's output. Each mixer has a file below `block/`.
+//! `post?` are the second norms of the Gemma families. OLMo 2 has only these, and no `norm`.
+//! Granite has a factor on each mixer's output. Each mixer has a file below `block/`.
 //! [`BlockSaved`] holds the tensors that are expensive to recompute. Backward recomputes norm
 //! outputs, which are elementwise.
 

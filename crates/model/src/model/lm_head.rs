@@ -89,7 +89,7 @@ impl HeadWeights {
         logits(&normed, self.output(u.as_ref()), config.logit_softcap)
     }
 
-    /// Returns the input of the output layer for `x: [N, D]`. It has the factor on logits, which are
+    /// Returns the input of the output layer for `x: [N, D]`, times the factor on logits, which are
     /// linear in it.
     fn normed(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
         scaled(&rms_norm(x, &self.norm.value, config.norm)?, config.logit_factor)

@@ -149,7 +149,7 @@ impl Rope {
         Ok(rope)
     }
 
-    /// Returns the rope of layers without positions: it turns two columns of a head by an angle of 0.
+    /// Returns the rope of layers without positions: it turns two columns of a head by 0.
     pub(super) fn without_positions() -> Self {
         Rope {
             inv_freq: vec![0.0],
@@ -162,7 +162,7 @@ impl Rope {
         }
     }
 
-    /// Sets the growth of queries of `llama_4_scaling_beta`, beside `original_max_position_embeddings`.
+    /// Sets the growth of queries by `llama_4_scaling_beta` and `original_max_position_embeddings`.
     pub(super) fn with_query_growth(mut self, s: &ConfigReader<'_>) -> Result<Self> {
         if let Some(beta) = s.above_zero("llama_4_scaling_beta")? {
             let original = needed(s, "original_max_position_embeddings")? as usize;

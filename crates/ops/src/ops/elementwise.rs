@@ -127,8 +127,8 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Returns `factor · x` in the dtype of `x`; f32 inside, rounded once. A factor of 1 copies nothing.
-/// On a GPU, candle's kernel computes it.
+/// Returns `factor · x`, of the same shape and dtype; f32 inside, rounded once. A factor of 1
+/// copies nothing. On a GPU, candle's kernel computes it.
 ///
 /// # Errors
 /// Fails if the tensor is not contiguous, or an operation of the device fails.

@@ -32,8 +32,8 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     olmo2::with_eps(keys, Composition { ropes, ..composition })
 }
 
-/// Reads which layers of a period slide: `sliding_window_pattern` is a number of layers, the last of
-/// which does not, or a word such as "LLLG".
+/// Reads which layers of a period slide: `sliding_window_pattern` is a number of layers, of which
+/// the last does not, or a word such as "LLLG".
 fn pattern(keys: &ConfigReader<'_>) -> Result<Vec<bool>> {
     let key = "sliding_window_pattern";
     let slides: Vec<bool> = match keys.get(key) {
