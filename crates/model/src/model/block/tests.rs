@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, Device, Storage};
 
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
-use crate::model::{Linear, Lora, TokenRows, WeightMatrix, modules, parameters};
+use crate::model::{Linear, Lora, RotaryTables, TokenRows, WeightMatrix, modules, parameters};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
 
@@ -12,13 +12,15 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 6] = [
+const MODELS: [&str; 8] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
     r#""model_type": "qwen3""#,
     r#""model_type": "gemma3_text""#,
     r#""model_type": "phi3""#,
+    r#""model_type": "olmo2""#,
+    r#""model_type": "granite", "residual_multiplier": 0.5"#,
 ];
 
 fn config(model: &str) -> ModelConfig {
@@ -116,8 +118,7 @@ fn forward_of(
 ) -> Result<BlockSaved> {
     let weights = assemble::block(config, 0, params)?;
     let spans = [Span::sequence(0, 5), Span::sequence(5, TOKENS - 5)];
-    let tables =
-        config.ropes.iter().map(|rope| rope.table(&spans, &Device::Cpu)).collect::<Result<Vec<_>>>()?;
+    let tables = RotaryTables::new(&config.ropes, &Device::Cpu).of_spans(&config.ropes, &spans)?;
     let context = BlockContext { spans: &spans, tables: &tables, attention, adapter, dropout };
     let x = normal("x", &[TOKENS, config.hidden_size], params.dtype)?.value;
     let (_, saved) = forward(config, 0, &weights, &x, &context, None)?;
