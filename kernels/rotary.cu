@@ -1,7 +1,7 @@
-// Rotary positions (arXiv 2104.09864, half-split) on the q and k columns of a projection, after the
-// per-head RMSNorm of some families; and their gradient. y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin
-// for the pairs (i, i + half) of the first 2 half values of a head; the others stay. src/ops/rotary
-// holds the definition.
+// Rotary positions (arXiv 2104.09864) on the q and k columns of a projection, after the per-head
+// RMSNorm of some families; and their gradient. y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin for the
+// pairs (i, i + half), or (2 i, 2 i + 1) if interleaved, of the first 2 half values of a head; the
+// others stay. src/ops/rotary holds the definition.
 //
 // Rows of qkv are `width` values long: H heads of q, K of k, K of v, each `dim` wide, an even
 // number of at most 256. cos and sin are [tokens, half]. One block of 128 threads per token. As
@@ -20,6 +20,7 @@ template <class T, class W> struct Rotation {
     // Weights of the norms, [dim]; both null without norms.
     In<W> q_weight, k_weight;
     int num_heads, num_kv_heads, dim, half;
+    bool interleaved;
     float offset, eps;
 
     DEVICE bool normed() const { return !q_weight.is_null(); }
@@ -47,12 +48,20 @@ template <class T, int V, class M> DEVICE inline void store_run(M to, int64_t at
         store_values<T, V>(to, at, x);
 }
 
+// Rotates a pair; each value is rounded once.
+template <class T> DEVICE inline void rotate(float &x, float &y, float cosine, float sine) {
+    float a = x, b = y;
+    x = widen(nearest<T>(a * cosine - b * sine));
+    y = widen(nearest<T>(b * cosine + a * sine));
+}
+
 // The assignment of a head to lanes: a unit is two runs of V values, which rotate together or stay,
 // and `count` lanes, a power of two, have UNITS units each. Units past the end hold zeros.
 template <int V> struct Lanes {
     static constexpr int UNITS = V == 1 ? 4 : 1;
     int dim, half, count;
-    DEVICE Lanes(int dim, int half) : dim(dim), half(half), count(32) {
+    bool interleaved;
+    DEVICE Lanes(int dim, int half, bool interleaved) : dim(dim), half(half), count(32), interleaved(interleaved) {
         while (count > 1 && count * V >= dim) count /= 2;
     }
     // Returns the number of heads that a block processes at a time.
@@ -63,7 +72,8 @@ template <int V> struct Lanes {
     template <class F> DEVICE void for_units(F f) const {
         UNROLL for (int n = 0; n < UNITS; n++) {
             int pair = (int(threadIdx.x) % count + n * count) * V;
-            if (2 * pair < dim) f(n, pair, pair < half ? pair : 2 * pair, pair < half ? pair + half : 2 * pair + V);
+            bool apart = pair < half && !interleaved;
+            if (2 * pair < dim) f(n, pair, apart ? pair : 2 * pair, apart ? pair + half : 2 * pair + V);
         }
     }
     // Calls f(unit, run, i) for all values of a lane.
@@ -104,9 +114,12 @@ template <int V> struct Lanes {
             load_run<float, V>(cosine, r.cosine, token * half + pair);
             load_run<float, V>(sine, r.sine, token * half + pair);
             UNROLL for (int i = 0; i < V; i++) {
-                float a = x[n][0][i], b = x[n][1][i], s = sine[i] * direction;
-                x[n][0][i] = widen(nearest<T>(a * cosine[i] - b * s));
-                x[n][1][i] = widen(nearest<T>(b * cosine[i] + a * s));
+                // Two runs of V values are V pairs: of equal places, or of neighbours.
+                if (interleaved)
+                    rotate<T>(x[n][2 * i / V][2 * i % V], x[n][(2 * i + 1) / V][(2 * i + 1) % V], cosine[i],
+                              sine[i] * direction);
+                else
+                    rotate<T>(x[n][0][i], x[n][1][i], cosine[i], sine[i] * direction);
             }
         });
     }
@@ -124,7 +137,7 @@ template <int V> struct Lanes {
 
 template <int V, class T, class W>
 DEVICE inline void forward(In<T> qkv, Out<T> out, const Rotation<T, W> &r, int width) {
-    Lanes<V> lanes(r.dim, r.half);
+    Lanes<V> lanes(r.dim, r.half, r.interleaved);
     int heads = r.num_heads + r.num_kv_heads;
     int64_t token = blockIdx.x;
     // Lanes without a head still take part in the sums.
@@ -148,7 +161,7 @@ DEVICE inline void forward(In<T> qkv, Out<T> out, const Rotation<T, W> &r, int w
 // place.
 template <int V, class T, class W>
 DEVICE inline void backward(In<T> qkv, InOut<T> dqkv, const Rotation<T, W> &r, int width) {
-    Lanes<V> lanes(r.dim, r.half);
+    Lanes<V> lanes(r.dim, r.half, r.interleaved);
     int heads = r.num_heads + r.num_kv_heads;
     int64_t token = blockIdx.x;
     for (int from = 0; from < heads; from += lanes.heads()) {
@@ -184,7 +197,7 @@ template <int V, class T>
 DEVICE inline void gain_partial(In<T> qkv, In<T> dqkv, const Rotation<T, T> &r, Out<float> partial, Shared<float> sums,
                                 int tokens, int width, int first_head, int heads) {
     constexpr int UNITS = Lanes<V>::UNITS;
-    Lanes<V> lanes(r.dim, r.half);
+    Lanes<V> lanes(r.dim, r.half, r.interleaved);
     float sum[UNITS][2][V] = {};
     int step = int(gridDim.x) * lanes.heads(), number = int(blockIdx.x) * lanes.heads() + lanes.head();
     int token = number / heads, head = number % heads, tokens_on = step / heads, heads_on = step % heads;
@@ -219,18 +232,22 @@ DEVICE inline void gain_partial(In<T> qkv, In<T> dqkv, const Rotation<T, T> &r, 
 
 #define ROTATION(T, W)                                                                                                 \
     Rotation<T, W> {                                                                                                   \
-        cosine, sine, q_weight, k_weight, int(num_heads), int(num_kv_heads), int(dim), int(half), offset, eps          \
+        cosine, sine, q_weight, k_weight, int(num_heads), int(num_kv_heads), int(dim), int(half),                      \
+            interleaved != 0, offset, eps                                                                              \
     }
 
 #define FORWARD_BF16                                                                                                   \
     In<bf16> qkv, Out<bf16> out, In<float> cosine, In<float> sine, In<bf16> q_weight, In<bf16> k_weight,                \
-        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, uint32_t interleaved,                  \
+        float offset, float eps
 #define FORWARD_BF16_F32                                                                                               \
     In<bf16> qkv, Out<bf16> out, In<float> cosine, In<float> sine, In<float> q_weight, In<float> k_weight,              \
-        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, uint32_t interleaved,                  \
+        float offset, float eps
 #define FORWARD_F32                                                                                                    \
     In<float> qkv, Out<float> out, In<float> cosine, In<float> sine, In<float> q_weight, In<float> k_weight,            \
-        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, uint32_t interleaved,                  \
+        float offset, float eps
 #define WIDTH int((num_heads + 2 * num_kv_heads) * dim)
 #define FORWARD(T, W)                                                                                                  \
     auto rotation = ROTATION(T, W);                                                                                    \
@@ -257,13 +274,16 @@ KERNEL BOUNDS(128, 8) rotary_f32(FORWARD_F32) { FORWARD(float, float); }
 
 #define BACKWARD_BF16                                                                                                  \
     In<bf16> qkv, InOut<bf16> dqkv, In<float> cosine, In<float> sine, In<bf16> q_weight, In<bf16> k_weight,             \
-        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, uint32_t interleaved,                  \
+        float offset, float eps
 #define BACKWARD_BF16_F32                                                                                              \
     In<bf16> qkv, InOut<bf16> dqkv, In<float> cosine, In<float> sine, In<float> q_weight, In<float> k_weight,           \
-        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, uint32_t interleaved,                  \
+        float offset, float eps
 #define BACKWARD_F32                                                                                                   \
     In<float> qkv, InOut<float> dqkv, In<float> cosine, In<float> sine, In<float> q_weight, In<float> k_weight,         \
-        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, uint32_t interleaved,                  \
+        float offset, float eps
 
 // The gradient of qkv's q and k columns from the gradient of rotary_bf16's result, in place; v's
 // columns stay.
@@ -275,13 +295,16 @@ KERNEL BOUNDS(128, 5) rotary_backward_f32(BACKWARD_F32) { BACKWARD(float, float)
 
 #define GAIN_BF16                                                                                                      \
     In<bf16> qkv, In<bf16> dqkv, Out<float> partial, In<float> cosine, In<float> sine, uint32_t tokens,                 \
-        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float eps, uint32_t of_k
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, uint32_t interleaved,                  \
+        float eps, uint32_t of_k
 #define GAIN_F32                                                                                                       \
     In<float> qkv, In<float> dqkv, Out<float> partial, In<float> cosine, In<float> sine, uint32_t tokens,               \
-        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float eps, uint32_t of_k
+        uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, uint32_t interleaved,                  \
+        float eps, uint32_t of_k
 #define GAIN(T)                                                                                                        \
     SHARED(float, sums, 256 * PER16<T>);                                                                               \
-    Rotation<T, T> r{cosine, sine, In<T>{}, In<T>{}, int(num_heads), int(num_kv_heads), int(dim), int(half), 0.0f, eps}; \
+    Rotation<T, T> r{cosine,            sine,     In<T>{},   In<T>{},          int(num_heads),                         \
+                     int(num_kv_heads), int(dim), int(half), interleaved != 0, 0.0f, eps};                             \
     int first_head = of_k ? int(num_heads) : 0, heads = of_k ? int(num_kv_heads) : int(num_heads);                     \
     if (r.is_whole() && qkv.is_aligned(16) && dqkv.is_aligned(16))                                                     \
         gain_partial<PER16<T>>(qkv, dqkv, r, partial, sums, int(tokens), WIDTH, first_head, heads);                    \

@@ -80,10 +80,10 @@ fn lora_on_phi3_follows_peft() {
 }
 
 /// Residual and logit factors, layers without positions, norms on outputs, queries that grow with
-/// their positions, two sets of rotary divisors.
+/// their positions, two sets of rotary divisors, rotated neighbours.
 #[test]
 fn families_follow_transformers_and_peft() {
-    for family in ["granite", "smollm3", "olmo2", "ministral3", "phi4-mini"] {
+    for family in ["granite", "smollm3", "olmo2", "ministral3", "phi4-mini", "glm4"] {
         follows(&format!("lora_{family}"));
         follows(&format!("full_{family}"));
     }

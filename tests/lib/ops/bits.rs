@@ -86,7 +86,7 @@ fn elementwise(dtype: DType, results: &mut Results) {
     let heads = Heads { num_heads: 3, num_kv_heads: 1, head_dim: 16 };
     let (qkv, d) = (cast("qkv", (200, 80), dtype), TensorMut::new(cast("dqkv", (200, 80), dtype)));
     let angles = normal("angles", (200, 8));
-    let table = RotaryTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() };
+    let table = RotaryTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap(), interleaved: false };
     let (q, k) = (normal("q", 16).to_dtype(dtype).unwrap(), normal("k", 16).to_dtype(dtype).unwrap());
     let (dq, dk) = (zeros(16), zeros(16));
     let norm = Some(QkNorm { q: (&q, Some(&dq)), k: (&k, Some(&dk)), kind });

@@ -116,7 +116,8 @@ fn of_rotary() {
     for half in [3, 2] {
         let (x, dy) = (normal("qkv", (4, heads.qkv_width())), normal("dy", (4, heads.qkv_width())));
         let angles = normal("angles", (4, half));
-        let table = RotaryTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() };
+        let table =
+            RotaryTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap(), interleaved: false };
         let (x64, dy64, angles) = (values(&x), values(&dy), values(&angles));
         let by_definition = Tensor::new(rotary_f64(&x64, heads, &angles, half), &Device::Cpu).unwrap();
         let by_definition = by_definition.reshape((4, heads.qkv_width())).unwrap();

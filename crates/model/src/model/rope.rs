@@ -46,6 +46,8 @@ pub struct Rope {
     pub theta: f64,
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
+    /// True if neighbours in a head are pairs, not its halves.
+    pub(super) interleaved: bool,
     /// The growth of queries with their positions, if any.
     pub(super) query_growth: Option<QueryGrowth>,
     /// The settings of config.json, as text that does not depend on their notation there.
@@ -120,6 +122,7 @@ impl Rope {
             kind: RopeKind::Fixed,
             theta,
             trained_positions: context.max_positions,
+            interleaved: false,
             query_growth: None,
             settings: settings(scaling, context, (theta, rotary_dim)),
         };
@@ -157,6 +160,7 @@ impl Rope {
             kind: RopeKind::Fixed,
             theta: 1.0,
             trained_positions: usize::MAX,
+            interleaved: false,
             query_growth: None,
             settings: "no positions".to_owned(),
         }
@@ -309,7 +313,7 @@ impl Rope {
         }
         let tensor =
             |values: Vec<f32>| to_device(&Tensor::from_vec(values, (rows, half), &Device::Cpu)?, device);
-        Ok(RotaryTable { cos: tensor(cos)?, sin: tensor(sin)? })
+        Ok(RotaryTable { cos: tensor(cos)?, sin: tensor(sin)?, interleaved: self.interleaved })
     }
 }
 

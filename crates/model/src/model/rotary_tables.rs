@@ -60,7 +60,7 @@ impl RotaryTables {
                 old => old.insert(rope.table(&[whole((2 * longest).max(FIRST_POSITIONS))], &self.device)?),
             };
             let [cos, sin] = rows_of([&table.cos, &table.sin], &positions)?;
-            Ok(RotaryTable { cos, sin })
+            Ok(RotaryTable { cos, sin, interleaved: rope.interleaved })
         };
         let with_factors = |(rope, kept): (&Rope, &Mutex<Option<RotaryTable>>)| {
             let query_factors = rope.query_factors(spans, &self.device)?;

@@ -1,7 +1,8 @@
-//! Rotary positions (arXiv 2104.09864, half-split as in transformers) on the q and k columns of a
-//! fused projection, after the per-head RMSNorm of the families that have one (qwen3, gemma3).
+//! Rotary positions (arXiv 2104.09864) on the q and k columns of a fused projection, after the
+//! per-head RMSNorm of the families that have one (qwen3, gemma3).
 //!
-//! `y1 = x1 cos − x2 sin`, `y2 = x2 cos + x1 sin` on the first `rotary_dim` values of a head. The
+//! `y1 = x1 cos − x2 sin`, `y2 = x2 cos + x1 sin` on the first `rotary_dim` values of a head. A pair
+//! is a value of the first half and one of the second, or two neighbours (glm4, ernie4_5). The
 //! backward rotates by the negative angle, then applies the norm's backward from the raw
 //! projection; nothing else is saved.
 
@@ -9,7 +10,7 @@ pub(super) mod cases;
 mod cuda;
 
 use candle_core::{DType, Tensor};
-use candle_nn::rotary_emb::rope_slow;
+use candle_nn::rotary_emb::{rope_i_slow, rope_slow};
 use rayon::prelude::*;
 
 use super::gpu::Route;
@@ -58,6 +59,8 @@ pub struct RotaryTable {
     pub cos: Tensor,
     /// Sines (times the same factor).
     pub sin: Tensor,
+    /// True if neighbours are pairs, not the halves of a head.
+    pub interleaved: bool,
 }
 
 /// The per-head norms of q and k: weights `[D]`.
@@ -100,7 +103,7 @@ pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &Rota
                     Some(gain) => rms_norm::forward_row(y, x, gain, gains.eps),
                     None => y.copy_from_slice(x),
                 }
-                rotate(y, cos, sin, 1.0);
+                turn_head(y, cos, sin, 1.0, table.interleaved);
             }
         });
         tensor(out, (rows, out_width))
@@ -135,7 +138,8 @@ pub fn rotary_backward(
         update(dqkv, |d: &mut [T]| {
             d.par_chunks_mut(width).enumerate().with_min_len(8).for_each(|(n, row)| {
                 let (cos, sin) = (&cos[n * half..(n + 1) * half], &sin[n * half..(n + 1) * half]);
-                row[..qk_width].chunks_exact_mut(dim).for_each(|head| rotate(head, cos, sin, -1.0));
+                let back = |head: &mut [T]| turn_head(head, cos, sin, -1.0, table.interleaved);
+                row[..qk_width].chunks_exact_mut(dim).for_each(back);
             });
         })?;
         let Some(norm) = norm else { return Ok(()) };
@@ -187,9 +191,28 @@ impl Gains {
     }
 }
 
+/// Rotates one head in place; `direction` −1 rotates back.
+fn turn_head<T: FloatElement>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32, interleaved: bool) {
+    if interleaved {
+        rotate_neighbours(head, cos, sin, direction);
+    } else {
+        rotate_halves(head, cos, sin, direction);
+    }
+}
+
 vectorized! {
-    /// Rotates one head in place; `direction` −1 rotates back.
-    fn rotate<T: FloatElement>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32) {
+    fn rotate_neighbours<T: FloatElement>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32) {
+        let (pairs, _) = head.as_chunks_mut::<2>();
+        for (([a, b], cos), sin) in pairs.iter_mut().zip(cos).zip(sin) {
+            let (x, y, sin) = (a.widen(), b.widen(), sin * direction);
+            *a = T::nearest(x * cos - y * sin);
+            *b = T::nearest(y * cos + x * sin);
+        }
+    }
+}
+
+vectorized! {
+    fn rotate_halves<T: FloatElement>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32) {
         let (left, right) = head.split_at_mut(cos.len());
         for (((a, b), cos), sin) in left.iter_mut().zip(right).zip(cos).zip(sin) {
             let (x, y, sin) = (a.widen(), b.widen(), sin * direction);
@@ -258,7 +281,8 @@ fn turn(x: &Tensor, table: &RotaryTable, direction: f64) -> Result<Tensor> {
     let rotary_dim = 2 * table.cos.dim(1)?;
     // candle expects `[batch, heads, N, D]`.
     let heads_first = x.narrow(2, 0, rotary_dim)?.transpose(0, 1)?.unsqueeze(0)?;
-    let turned = rope_slow(&heads_first, &table.cos, &(&table.sin * direction)?)?;
+    let turn = if table.interleaved { rope_i_slow } else { rope_slow };
+    let turned = turn(&heads_first, &table.cos, &(&table.sin * direction)?)?;
     let turned = turned.squeeze(0)?.transpose(0, 1)?;
     let rest = dim - rotary_dim;
     let whole = if rest > 0 { Tensor::cat(&[turned, x.narrow(2, rotary_dim, rest)?], 2)? } else { turned };

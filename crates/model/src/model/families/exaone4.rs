@@ -29,7 +29,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let blocks = parts::sliding_layers(keys, sizes, slides)?.into_iter().map(block).collect();
     let composition = parts::llama_like(keys, blocks, parts::plain_rope(keys, sizes)?)?;
     let ropes = [composition.ropes, vec![Rope::without_positions()]].concat();
-    olmo2::with_eps(keys, Composition { ropes, ..composition })
+    parts::with_eps(keys, Composition { ropes, ..composition }, 1e-5)
 }
 
 /// Reads which layers of a period slide: `sliding_window_pattern` is a number of layers, of which

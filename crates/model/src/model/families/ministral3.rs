@@ -11,7 +11,6 @@ use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig};
 use crate::model::config_reader::ConfigReader;
 use crate::model::rope::Rope;
-use crate::ops::rms_norm::NormKind;
 
 pub(super) static MINISTRAL3: Architecture = Architecture {
     head_dim: Some(128),
@@ -31,6 +30,5 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let block = BlockConfig::pre_norm(attention, parts::gated_mlp(keys)?);
     let blocks = vec![block; sizes.num_layers];
     let composition = parts::llama_like(keys, blocks, rope.with_query_growth(&scaling)?)?;
-    let eps = keys.f64_or("rms_norm_eps", 1e-5)?;
-    Ok(Composition { norm: NormKind { eps, ..composition.norm }, ..composition })
+    parts::with_eps(keys, composition, 1e-5)
 }

@@ -6,11 +6,13 @@
 //! finetune does not compute, finetune names and refuses it before it reads any weight.
 
 mod architecture;
+mod ernie4_5;
 mod exaone4;
 mod gemma;
 mod gemma2;
 mod gemma3;
 mod gguf_facts;
+mod glm4;
 mod granite;
 mod llama;
 mod ministral3;
@@ -54,6 +56,8 @@ static FAMILIES: &[&Architecture] = &[
     &olmo2::OLMO2,
     &olmo3::OLMO3,
     &exaone4::EXAONE4,
+    &glm4::GLM4,
+    &ernie4_5::ERNIE4_5,
 ];
 
 impl ModelConfig {

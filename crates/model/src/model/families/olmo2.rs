@@ -8,7 +8,6 @@ use super::sizes::ModelSizes;
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, QkNormWidth, ResidualPlan};
 use crate::model::config_reader::ConfigReader;
-use crate::ops::rms_norm::NormKind;
 
 pub(super) static OLMO2: Architecture =
     Architecture { gguf: GgufFacts::NONE, ..parts::architecture("olmo2", &["olmo2"], compose) };
@@ -17,7 +16,7 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let block = block(attention(keys, sizes)?, parts::gated_mlp(keys)?);
     let composition =
         parts::llama_like(keys, vec![block; sizes.num_layers], parts::plain_rope(keys, sizes)?)?;
-    with_eps(keys, composition)
+    parts::with_eps(keys, composition, 1e-5)
 }
 
 /// Reads attention with norms of q and k over all heads together.
@@ -28,10 +27,4 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
 /// Returns a block with norms after its mixers alone.
 pub(super) fn block(attention: AttentionMixer, mlp: GatedMlp) -> BlockConfig {
     BlockConfig { residual: ResidualPlan::PostNorm, ..BlockConfig::pre_norm(attention, mlp) }
-}
-
-/// Sets the epsilon of norms, 1e-5 by default.
-pub(super) fn with_eps(keys: &ConfigReader<'_>, composition: Composition) -> Result<Composition> {
-    let eps = keys.f64_or("rms_norm_eps", 1e-5)?;
-    Ok(Composition { norm: NormKind { eps, ..composition.norm }, ..composition })
 }

@@ -23,5 +23,5 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let ropes = parts::ropes_by_layer_type(keys, &context, &context)?;
     let blocks = slides.into_iter().map(block).collect();
     let composition = parts::llama_like(keys, blocks, parts::plain_rope(keys, sizes)?)?;
-    olmo2::with_eps(keys, Composition { ropes, ..composition })
+    parts::with_eps(keys, Composition { ropes, ..composition }, 1e-5)
 }

@@ -73,6 +73,12 @@ pub(super) fn rms_norm(keys: &ConfigReader<'_>) -> Result<NormKind> {
     }
 }
 
+/// Sets the epsilon of the norms to the family's default, unless config.json has the key.
+pub(super) fn with_eps(keys: &ConfigReader<'_>, composition: Composition, eps: f64) -> Result<Composition> {
+    let eps = if keys.mentions("rms_norm_eps") { composition.norm.eps } else { eps };
+    Ok(Composition { norm: NormKind { eps, ..composition.norm }, ..composition })
+}
+
 fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
     let name = match keys.opt_str("hidden_activation")? {
         Some(name) => name,

@@ -99,7 +99,7 @@ impl<'a> BenchInputs<'a> {
             let values: Vec<f32> = angles.iter().map(|&angle| f(angle)).collect();
             Tensor::from_vec(values, (tokens, pairs), self.device)
         };
-        Ok(RotaryTable { cos: table(f32::cos)?, sin: table(f32::sin)? })
+        Ok(RotaryTable { cos: table(f32::cos)?, sin: table(f32::sin)?, interleaved: false })
     }
 
     /// Returns a tensor of the first values from `draw`, repeated.

@@ -52,7 +52,7 @@ fn norms_and_rotation(dtype: DType) -> Result<()> {
     rms_norm_backward(&x, &weight, &x, Some(&x), Some(&dweight), kind)?;
     let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 16 };
     let (qkv, angles) = (zeros(0, heads.qkv_width(), dtype)?, zeros(0, 8, DType::F32)?.into_tensor());
-    let table = RotaryTable { cos: angles.clone(), sin: angles };
+    let table = RotaryTable { cos: angles.clone(), sin: angles, interleaved: false };
     let norm = QkNorm { q: (&weight, Some(&dweight)), k: (&weight, Some(&dweight)), kind };
     rotary(&qkv, heads, Some(norm), &table)?;
     rotary_backward(&qkv, &zeros(0, heads.qkv_width(), dtype)?, heads, Some(norm), &table)

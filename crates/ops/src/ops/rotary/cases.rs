@@ -15,6 +15,8 @@ pub(in crate::ops) struct RotaryCase {
     pub(in crate::ops) rows: usize,
     pub(in crate::ops) heads: Heads,
     pub(in crate::ops) half: usize,
+    /// True if neighbours are pairs.
+    pub(in crate::ops) interleaved: bool,
     pub(in crate::ops) norm: Option<NormKind>,
     /// True if the norms are trained.
     pub(in crate::ops) trained: bool,
@@ -23,12 +25,17 @@ pub(in crate::ops) struct RotaryCase {
 /// Returns the cases of rotation, with and without norms of the heads.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 16 };
-    let whole = RotaryCase { rows: 21, heads, half: 8, norm: None, trained: false };
+    let whole = RotaryCase { rows: 21, heads, half: 8, interleaved: false, norm: None, trained: false };
     let variants = [
         (whole, "whole heads"),
         (RotaryCase { half: 3, ..whole }, "partial"),
         (RotaryCase { norm: Some(KINDS[0].0), trained: true, ..whole }, "normed heads"),
         (RotaryCase { norm: Some(KINDS[1].0), ..whole }, "normed heads (1 + weight), frozen"),
+        (RotaryCase { interleaved: true, ..whole }, "neighbours"),
+        (
+            RotaryCase { half: 3, interleaved: true, norm: Some(KINDS[0].0), trained: true, ..whole },
+            "partial, neighbours, normed heads",
+        ),
         (RotaryCase { half: 4, norm: Some(KINDS[0].0), trained: true, ..whole }, "partial, normed heads"),
     ];
     variants.into_iter().flat_map(|(turn, what)| turn.cases(what)).collect()
@@ -64,13 +71,14 @@ impl RotaryCase {
         let dim = self.heads.head_dim;
         Ok(RotaryInputs {
             qkv: runner.normal("qkv", (self.rows, self.heads.qkv_width()))?,
-            tables: [
-                RotaryTable { cos: cos.here.into_tensor(), sin: sin.here.into_tensor() },
-                RotaryTable { cos: cos.plain.into_tensor(), sin: sin.plain.into_tensor() },
-            ],
+            tables: [self.table(cos.here, sin.here), self.table(cos.plain, sin.plain)],
             weights: [runner.normal("q_norm", dim)?, runner.normal("k_norm", dim)?],
             grads: [runner.normal_f32("dq_norm", dim)?, runner.normal_f32("dk_norm", dim)?],
         })
+    }
+
+    fn table(self, cos: TensorMut, sin: TensorMut) -> RotaryTable {
+        RotaryTable { cos: cos.into_tensor(), sin: sin.into_tensor(), interleaved: self.interleaved }
     }
 
     fn norms<'a>(

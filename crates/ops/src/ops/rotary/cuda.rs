@@ -37,6 +37,8 @@ struct Numbers {
     dim: u32,
     /// Number of rotated pairs of a head.
     half: u32,
+    /// 1 if neighbours are pairs, 0 if the halves of a head are.
+    interleaved: u32,
     offset: f32,
     eps: f32,
 }
@@ -49,6 +51,7 @@ impl Numbers {
             kv_heads: number(heads.num_kv_heads)?,
             dim: number(heads.head_dim)?,
             half: number(table.cos.dim(1)?)?,
+            interleaved: u32::from(table.interleaved),
             offset: kind.offset(),
             eps: kind.eps as f32,
         })
@@ -77,7 +80,21 @@ pub(super) fn forward(
             let (from, to) = (In::<$x>::all(qkv)?, Out::<$x>::all(&out)?);
             let (cos, sin) = (In::<f32>::all(&table.cos)?, In::<f32>::all(&table.sin)?);
             kernels::$kernel(
-                driver, shape, from, to, cos, sin, q, k, n.heads, n.kv_heads, n.dim, n.half, n.offset, n.eps,
+                driver,
+                shape,
+                from,
+                to,
+                cos,
+                sin,
+                q,
+                k,
+                n.heads,
+                n.kv_heads,
+                n.dim,
+                n.half,
+                n.interleaved,
+                n.offset,
+                n.eps,
             )?
         }};
     }
@@ -113,7 +130,21 @@ pub(super) fn backward(
             let (raw, d) = (In::<$x>::all(qkv)?, InOut::<$x>::all(dqkv)?);
             let (cos, sin) = (In::<f32>::all(&table.cos)?, In::<f32>::all(&table.sin)?);
             kernels::$kernel(
-                driver, shape, raw, d, cos, sin, q, k, n.heads, n.kv_heads, n.dim, n.half, n.offset, n.eps,
+                driver,
+                shape,
+                raw,
+                d,
+                cos,
+                sin,
+                q,
+                k,
+                n.heads,
+                n.kv_heads,
+                n.dim,
+                n.half,
+                n.interleaved,
+                n.offset,
+                n.eps,
             )
         }};
     }
@@ -143,12 +174,40 @@ fn gain_gradient(
     if qkv.dtype() == DType::BF16 {
         let (raw, d) = (In::<bf16>::all(qkv)?, In::<bf16>::all(dqkv)?);
         kernels::rotary_gain_partial_bf16(
-            driver, shape, raw, d, out, cos, sin, rows, n.heads, n.kv_heads, n.dim, n.half, n.eps, of_k,
+            driver,
+            shape,
+            raw,
+            d,
+            out,
+            cos,
+            sin,
+            rows,
+            n.heads,
+            n.kv_heads,
+            n.dim,
+            n.half,
+            n.interleaved,
+            n.eps,
+            of_k,
         )?;
     } else {
         let (raw, d) = (In::<f32>::all(qkv)?, In::<f32>::all(dqkv)?);
         kernels::rotary_gain_partial_f32(
-            driver, shape, raw, d, out, cos, sin, rows, n.heads, n.kv_heads, n.dim, n.half, n.eps, of_k,
+            driver,
+            shape,
+            raw,
+            d,
+            out,
+            cos,
+            sin,
+            rows,
+            n.heads,
+            n.kv_heads,
+            n.dim,
+            n.half,
+            n.interleaved,
+            n.eps,
+            of_k,
         )?;
     }
     rms_norm::cuda::add_partials(driver, &partial, dgain)

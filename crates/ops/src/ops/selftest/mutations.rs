@@ -125,7 +125,7 @@ fn norms_and_gates() -> Result<()> {
     told_apart("direction of a rotation", |runner| {
         let heads = Heads { num_heads: 1, num_kv_heads: 1, head_dim: 4 };
         let (x, angles) = (runner.normal("x", (9, 12))?, runner.normal_f32("angles", (9, 2))?.plain);
-        let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()? };
+        let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()?, interleaved: false };
         let back = RotaryTable { sin: table.sin.neg()?, ..table.clone() };
         let got = rotary::rotary(&x.here, heads, None, &table)?;
         Ok(vec![TensorPair::new(got, rotary::reference(&x.plain, heads, None, &back)?)])

@@ -140,7 +140,7 @@ fn rotary_with_and_without_norms() -> Result<()> {
         (2, Some(NormKind { eps: 1e-5, unit_offset: true })),
     ] {
         let angles = normal("angles", (10, half))?;
-        let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()? };
+        let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()?, interleaved: false };
         let (qkv, q, k) = (var("qkv", (10, heads.qkv_width()))?, var("q", 8)?, var("k", 8)?);
         let dy = normal("dy", (10, heads.qkv_width()))?;
         let (dq, dk) = (zeros(8)?, zeros(8)?);

@@ -110,12 +110,12 @@ proptest! {
         (num_kv_heads, group) in (1..4_usize, 1..5_usize),
         head_dim in select(&[6, 16, 24, 64, 80, 96, 128, 256][..]),
         (turned, norm, trained) in (0.1..1.0_f64, option::of(select(&KINDS[..])), any::<bool>()),
-        whole in any::<bool>(),
+        (whole, interleaved) in any::<(bool, bool)>(),
         run in runs(),
     ) {
         let heads = Heads { num_heads: num_kv_heads * group, num_kv_heads, head_dim };
         let half = if whole { head_dim / 2 } else { ((head_dim / 2) as f64 * turned).ceil() as usize };
-        let case = RotaryCase { rows, heads, half, norm: norm.map(|(kind, _)| kind), trained };
+        let case = RotaryCase { rows, heads, half, interleaved, norm: norm.map(|(kind, _)| kind), trained };
         check(case.cases(""), run, "rotary")?;
     }
 

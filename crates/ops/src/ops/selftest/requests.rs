@@ -28,7 +28,7 @@ fn sectors_of_a_request(case: OpCase) -> f64 {
 #[test]
 fn activations_move_16_bytes_a_lane() {
     let (heads, norm) = (Heads { num_heads: 8, num_kv_heads: 4, head_dim: 128 }, Some(KINDS[0].0));
-    let frozen = RotaryCase { rows: 4, heads, half: 64, norm, trained: false };
+    let frozen = RotaryCase { rows: 4, heads, half: 64, interleaved: false, norm, trained: false };
     let [rotary, rotary_backward] = frozen.cases("");
     let [glu, glu_backward] = glu::cases::shaped("", Activation::Silu, 1.0, (4, 2048));
     let norm = rms_norm::cases::forward_case(String::new(), KINDS[0].0, (4, 2048));
@@ -44,7 +44,7 @@ fn activations_move_16_bytes_a_lane() {
 #[test]
 fn gradients_of_gains_move_16_bytes_a_lane_in_their_first_stage() {
     let heads = Heads { num_heads: 8, num_kv_heads: 4, head_dim: 128 };
-    let trained = RotaryCase { rows: 12, heads, half: 64, norm: Some(KINDS[0].0), trained: true };
+    let trained = RotaryCase { rows: 12, heads, half: 64, interleaved: false, norm: Some(KINDS[0].0), trained: true };
     let [_, rotary] = trained.cases("");
     let norm = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (16, 1024), false, true);
     for case in [rotary, norm] {

@@ -1,0 +1,39 @@
+//! GLM-4 (0414): norms around each mixer, fused gate and up, and a rope on half of each head that
+//! rotates neighbours.
+
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::GgufFacts;
+use super::parts;
+use super::sizes::ModelSizes;
+use crate::error::Result;
+use crate::model::block_part::BlockPart;
+use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, ResidualPlan};
+use crate::model::config_reader::ConfigReader;
+use crate::model::rope::{Rope, RopeContext};
+
+pub(super) static GLM4: Architecture = Architecture {
+    head_dim: Some(128),
+    module_name,
+    gguf: GgufFacts::NONE,
+    ..parts::architecture("glm4", &["glm4"], compose)
+};
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let qkv_bias = keys.bool_or("attention_bias", true)?;
+    let attention = AttentionMixer { qkv_bias, o_bias: false, ..parts::attention(keys, sizes)? };
+    let mlp = GatedMlp { fused: true, ..parts::gated_mlp(keys)? };
+    let block =
+        BlockConfig { residual: ResidualPlan::PreAndPostNorm, ..BlockConfig::pre_norm(attention, mlp) };
+    let partial = keys.f64_or("partial_rotary_factor", 0.5)?;
+    let rope = parts::rope(keys, &RopeContext { partial, ..parts::rope_context(keys, sizes, 1e4)? })?;
+    let rope = Rope { interleaved: true, ..rope };
+    parts::with_eps(keys, parts::llama_like(keys, vec![block; sizes.num_layers], rope)?, 1.5625e-7)
+}
+
+fn module_name(part: BlockPart) -> &'static str {
+    match part {
+        BlockPart::AttnPostNorm => "post_self_attn_layernorm",
+        BlockPart::MlpPostNorm => "post_mlp_layernorm",
+        other => parts::llama_name(other),
+    }
+}
