@@ -4,7 +4,7 @@
     python scripts/check_adapters.py --finetune target/release/finetune
 
 Needs torch, transformers, peft and the binary; no network, no GPU. Takes minutes. For each tiny
-family under tests/golden/models PEFT makes adapters of every kind with random nonzero values and
+family under tests/golden/models and families/models PEFT makes adapters of every kind with random nonzero values and
 saves them. The merged folder must load in transformers without a missing or unexpected tensor, and
 give the logits of the saved adapter in PEFT on the base in f32. Kinds that PEFT refuses for a
 family are shown as such. (check_outputs.py checks adapters that the binary trains.)
@@ -26,7 +26,9 @@ import torch
 import transformers
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
-FAMILIES = sorted(path.name.removeprefix("tiny-") for path in (GOLDEN / "models").glob("tiny-*"))
+SETS = [GOLDEN / "models", GOLDEN / "families" / "models"]
+MODELS = {path.name.removeprefix("tiny-"): path for folder in SETS for path in sorted(folder.glob("tiny-*"))}
+FAMILIES = sorted(MODELS)
 LIMIT = 1e-4
 
 
@@ -107,7 +109,7 @@ def load(folder):
 
 
 def base(family, resize):
-    model = load(GOLDEN / "models" / f"tiny-{family}")
+    model = load(MODELS[family])
     if resize:
         model.resize_token_embeddings(resize, mean_resizing=False)
     return model
@@ -162,7 +164,7 @@ def check(binary, family, place, settings):
         if refused(error):
             return str(error).splitlines()[0]
         raise
-    command = [binary, "merge", "--model", GOLDEN / "models" / f"tiny-{family}", "--adapter", adapter]
+    command = [binary, "merge", "--model", MODELS[family], "--adapter", adapter]
     command += ["--output", merged, "--dtype", "f32", "--base", "original", "--offline"]
     done = subprocess.run(list(map(str, command)), capture_output=True, check=False)
     if done.returncode != 0:
@@ -187,7 +189,7 @@ def main():
     found, failures = {}, []
     binary = Path(args.finetune).resolve()
     for family in args.families:
-        config = json.loads((GOLDEN / "models" / f"tiny-{family}" / "config.json").read_text())
+        config = json.loads((MODELS[family] / "config.json").read_text())
         for kind, settings in kinds(family, config).items():
             if args.only and kind not in args.only:
                 continue

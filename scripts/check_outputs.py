@@ -4,7 +4,7 @@
     python scripts/check_outputs.py --finetune target/release/finetune
 
 Needs torch, transformers, peft and the binary; no network, no GPU. Takes minutes. For each tiny
-family under tests/golden/models:
+family under tests/golden/models and tests/golden/families/models:
 
   finetune's     adapters of several kinds load in PEFT: same loss, same greedy continuation; `finetune merge` gives
                  the logits of PEFT's model, loads in transformers without a missing or unexpected tensor, and keeps
@@ -35,7 +35,9 @@ import torch
 import transformers
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
-FAMILIES = sorted(path.name.removeprefix("tiny-") for path in (GOLDEN / "models").glob("tiny-*"))
+SETS = [GOLDEN / "models", GOLDEN / "families" / "models"]
+MODELS = {path.name.removeprefix("tiny-"): path for folder in SETS for path in sorted(folder.glob("tiny-*"))}
+FAMILIES = sorted(MODELS)
 MAX_SEQ_LEN = 96
 PROMPT = "The gentle copper signs the"
 NEW_TOKENS = 24
@@ -55,7 +57,7 @@ class Family:
     folder: Path = field(init=False)
 
     def __post_init__(self):
-        self.folder = GOLDEN / "models" / f"tiny-{self.name}"
+        self.folder = MODELS[self.name]
         self.config = json.loads((self.folder / "config.json").read_text())
         self.tied = self.config["tie_word_embeddings"]
         fused = self.name == "phi3"

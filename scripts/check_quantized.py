@@ -30,7 +30,7 @@ import bitsandbytes as bnb
 import safetensors.torch
 import torch
 import transformers
-from check_outputs import FAMILIES, GOLDEN, LOGITS_LIMIT, LOSS_LIMIT, Family, Figures, Program, Rows
+from check_outputs import GOLDEN, LOGITS_LIMIT, LOSS_LIMIT, MODELS, Family, Figures, Program, Rows
 
 KINDS = {
     "nf4": ["--kind", "nf4"],
@@ -108,7 +108,7 @@ class Checks:
         self.program, self.family, self.figures, self.place = program, family, figures, place
         self.wide = place / "f32"
         family.load().save_pretrained(self.wide)
-        self.rows = Rows(family.folder, GOLDEN / "data" / "text.jsonl") if family.folder.parent.parent == GOLDEN else None
+        self.rows = Rows(family.folder, GOLDEN / "data" / "text.jsonl") if GOLDEN in family.folder.parents else None
 
     def note(self, check, value, limit, where):
         self.figures.difference(self.family.name, check, value, limit, where)
@@ -168,7 +168,7 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     program, figures = Program(str(Path(args.finetune).resolve())), Figures()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, bitsandbytes {bnb.__version__}")
-    folders = args.models or [GOLDEN / "models" / f"tiny-{name}" for name in FAMILIES]
+    folders = args.models or list(MODELS.values())
     with tempfile.TemporaryDirectory() as temporary:
         for number, folder in enumerate(folders):
             place = Path(temporary) / str(number)
