@@ -87,6 +87,9 @@ fn families_follow_transformers_and_peft() {
         follows(&format!("lora_{family}"));
         follows(&format!("full_{family}"));
     }
+    follows("lora_granite4");
+    follows("full_granite4");
+    follows("lora_ministral");
 }
 
 /// Uses products large enough to be packed; those of the tiny models are not

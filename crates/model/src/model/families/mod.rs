@@ -14,7 +14,9 @@ mod gemma3;
 mod gguf_facts;
 mod glm4;
 mod granite;
+mod granitemoehybrid;
 mod llama;
+mod ministral;
 mod ministral3;
 mod mistral;
 mod olmo2;
@@ -50,8 +52,10 @@ static FAMILIES: &[&Architecture] = &[
     &gemma3::GEMMA3,
     &phi3::PHI3,
     &granite::GRANITE,
+    &granitemoehybrid::GRANITEMOEHYBRID,
     &smollm3::SMOLLM3,
     &seed_oss::SEED_OSS,
+    &ministral::MINISTRAL,
     &ministral3::MINISTRAL3,
     &olmo2::OLMO2,
     &olmo3::OLMO3,
@@ -93,7 +97,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         family,
         vocab_size: keys.size("vocab_size", MOST_TOKENS)?,
         hidden_size: sizes.hidden_size,
-        intermediate_size: keys.size("intermediate_size", MOST_WIDE)?,
+        intermediate_size: keys.size(family.intermediate_size, MOST_WIDE)?,
         heads: sizes.heads,
         blocks: parts.blocks,
         ropes: parts.ropes,

@@ -23,6 +23,7 @@ pub(super) const fn architecture(
         model_types,
         head_dim: None,
         ties_embeddings: false,
+        intermediate_size: "intermediate_size",
         compose,
         module_name: llama_name,
         gguf: GgufFacts::usual(name),

@@ -44,7 +44,8 @@ fn activations_move_16_bytes_a_lane() {
 #[test]
 fn gradients_of_gains_move_16_bytes_a_lane_in_their_first_stage() {
     let heads = Heads { num_heads: 8, num_kv_heads: 4, head_dim: 128 };
-    let trained = RotaryCase { rows: 12, heads, half: 64, interleaved: false, norm: Some(KINDS[0].0), trained: true };
+    let trained =
+        RotaryCase { rows: 12, heads, half: 64, interleaved: false, norm: Some(KINDS[0].0), trained: true };
     let [_, rotary] = trained.cases("");
     let norm = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (16, 1024), false, true);
     for case in [rotary, norm] {

@@ -1,0 +1,23 @@
+//! Ministral 8B (2024): Mistral with a sliding window on the layers that `layer_types` names, by
+//! default on all.
+
+use super::architecture::{Architecture, Composition};
+use super::gguf_facts::GgufFacts;
+use super::parts;
+use super::sizes::ModelSizes;
+use crate::error::Result;
+use crate::model::composition::{AttentionMixer, BlockConfig};
+use crate::model::config_reader::ConfigReader;
+
+pub(super) static MINISTRAL: Architecture =
+    Architecture { gguf: GgufFacts::NONE, ..parts::architecture("ministral", &["ministral"], compose) };
+
+fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
+    let window = parts::window(keys, Some(4096))?;
+    let (attention, mlp) = (parts::attention(keys, sizes)?, parts::gated_mlp(keys)?);
+    let block = |slides: bool| {
+        BlockConfig::pre_norm(AttentionMixer { window: window.filter(|_| slides), ..attention }, mlp)
+    };
+    let blocks = parts::sliding_layers(keys, sizes, |_| true)?.into_iter().map(block).collect();
+    parts::llama_like(keys, blocks, parts::plain_rope(keys, sizes)?)
+}
