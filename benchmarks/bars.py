@@ -136,7 +136,9 @@ def ops_table(ops):
     def cells(row):
         rate = f"{row['gbps']:.0f} GB/s" if row.get("gbps") is not None else f"{row.get('tflops') or 0:.0f} TFLOP/s"
         share = f"{100 * row['share']:.0f} %" if row.get("share") is not None else "–"
-        return [row["op"], row["shape"], row["dtype"], f"{row['ms']:.3f}", rate, share]
+        fastest = row.get("fastest_algorithm")
+        other = f" (algorithm {fastest['number']}: {fastest['ms']:.3f})" if fastest else ""
+        return [row["op"], row["shape"], row["dtype"], f"{row['ms']:.3f}{other}", rate, share]
 
     rates = f"{ops['device']}: copies {shown(ops['copy_gbps'], 'GB/s')}, products {shown(ops['gemm_tflops'], 'TFLOP/s')}"
     return rates + "\n\n" + table(["op", "shape", "type", "ms", "rate", "share"], map(cells, ops["ops"]))

@@ -146,6 +146,12 @@ kernels() {
     # Attention over long rows, and the loss of equally many.
     step ops-8k 120 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"} ${long[@]+"${long[@]}"} \
         --only attention --only cross_entropy
+    # Decides whether measured choices of cuBLASLt's algorithms would pay.
+    if [ -n "$dry" ]; then
+        without algorithms skipped "GPU_SH_DRY is set: nothing runs on a GPU"
+    else
+        step algorithms 90 "$binary" bench ops --json "${gpus[@]}" --algorithms 8 --only matmul
+    fi
 }
 
 # model SHAPE SECONDS: makes its folder with random weights.

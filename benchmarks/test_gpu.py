@@ -39,6 +39,10 @@ elif words[0] == "doctor":
 elif words[:2] == ["bench", "ops"]:
     def op(op, shape, share, **more):
         return {"op": op, "shape": shape, "dtype": "bf16", "ms": 1.5, "share": share} | more
+    if "--algorithms" in words:
+        product = op("matmul", "4096x4096 to 12288", 1, tflops=690, fastest_algorithm={"number": 3, "ms": 1.4})
+        print(json.dumps({"device": "Fake H200", "copy_gbps": 4300, "gemm_tflops": 690, "ops": [product]}))
+        sys.exit()
     tokens = 8192 if "8192" in words else 4096
     heads = f"{tokens}, rows of {2048 if tokens == 4096 else tokens}, 32/8 heads of 128, causal"
     print(json.dumps({"device": "Fake H200", "copy_gbps": 4300, "gemm_tflops": 780, "ops": [
@@ -191,7 +195,7 @@ class Gpu(unittest.TestCase):
                  "full-3b", "full-8b"]  # fmt: skip
         parts = {
             "check": ["facts", "libraries", "doctor", "selftest", "memcheck", "racecheck"],
-            "kernels": ["doctor", "golden-f32", "golden-bf16", "ops", "ops-8k"],
+            "kernels": ["doctor", "golden-f32", "golden-bf16", "ops", "ops-8k", "algorithms"],
             "train": ["facts", "model-8b", *first, *(f"{name}-peft" for name in first if not name.startswith("model"))],
             "ranks": ["doctor", "two-ranks"],
         }
@@ -256,6 +260,11 @@ class Gpu(unittest.TestCase):
         others = [name for name in verdicts if name.startswith("loss: ") and not name.endswith("frozen")]
         self.assertEqual(others, [])
         self.assertIn("| dequantize | 12288x4096, nf4 | bf16 | 1.500 | 3870 GB/s | 90 % |", table)
+
+    def test_the_fastest_algorithm_is_beside_the_one_of_a_run(self):
+        code, found, table = self.run_part("kernels", "algorithms")
+        self.assertEqual(code, 0, table)
+        self.assertIn("| matmul | 4096x4096 to 12288 | bf16 | 1.500 (algorithm 3: 1.400) | 690 TFLOP/s | 100 % |", table)
 
     def test_golden_notices_other_losses(self):
         code, found, _ = self.run_part("kernels", "golden-f32")

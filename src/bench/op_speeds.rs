@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::error::Result;
-use crate::ops::bench::{BenchShapes, DeviceRates, OpTiming, OpWork};
+use crate::ops::bench::{AlgorithmTiming, BenchShapes, DeviceRates, OpTiming, OpWork};
 use crate::runtime::device::{self, DeviceChoice};
 use crate::runtime::machine;
 use crate::units;
@@ -47,6 +47,16 @@ struct OpSpeed {
     /// Peak bytes of a run on a GPU beside its inputs.
     #[serde(skip_serializing_if = "Option::is_none")]
     extra_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fastest_algorithm: Option<FastestAlgorithm>,
+}
+
+/// The fastest of the algorithms that a product was measured by.
+#[derive(Debug, Serialize)]
+struct FastestAlgorithm {
+    /// Its number in the library's ranking, from 1; a run takes number 1.
+    number: usize,
+    ms: f64,
 }
 
 impl OpSpeeds {
@@ -89,18 +99,25 @@ impl OpSpeeds {
     /// Adds the timing of one operation; returns its line of the table.
     pub(crate) fn add(&mut self, timing: OpTiming) -> String {
         let (rate, share) = (timing.per_sec(), self.rates.share(&timing));
-        let OpTiming { op, shape, dtype, work, secs, extra_bytes } = timing;
+        let OpTiming { op, shape, dtype, work, secs, extra_bytes, fastest } = timing;
         let (gbps, tflops, text) = match work {
             OpWork::Bytes(_) => (Some(rate / 1e9), None, format!("{:.1} GB/s   ", rate / 1e9)),
             OpWork::Flops(_) => (None, Some(rate / 1e12), format!("{:.3} TFLOP/s", rate / 1e12)),
         };
         let (ms, dtype) = (1e3 * secs, dtype.as_str());
         let extra = extra_bytes.map_or_else(String::new, |bytes| format!("  {} extra", units::bytes(bytes)));
+        let fastest_algorithm = fastest
+            .map(|AlgorithmTiming { place, secs }| FastestAlgorithm { number: place + 1, ms: 1e3 * secs });
+        let fastest = fastest_algorithm.as_ref().map_or_else(String::new, |fastest| {
+            format!("  fastest: algorithm {}, {:.3} ms", fastest.number, fastest.ms)
+        });
         // Operands that are moved faster than a large copy stay in the processor's caches.
         let is_cached = gbps.is_some() && share > 1.0;
         let share_text = if is_cached { "cached".to_owned() } else { format!("{:.1} %", 100.0 * share) };
-        let line = format!("{op:<20} {shape:<48} {dtype:<5} {ms:>10.3} {text:>17} {share_text:>8}{extra}\n");
-        self.ops.push(OpSpeed { op, shape, dtype, ms, gbps, tflops, share, extra_bytes });
+        let line = format!(
+            "{op:<20} {shape:<48} {dtype:<5} {ms:>10.3} {text:>17} {share_text:>8}{extra}{fastest}\n"
+        );
+        self.ops.push(OpSpeed { op, shape, dtype, ms, gbps, tflops, share, extra_bytes, fastest_algorithm });
         line
     }
 }

@@ -62,6 +62,9 @@ pub struct OpsArgs {
     /// Measure each operation this long: 3 runs or more, but 1 if over 2 seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0.3, value_parser = seconds)]
     pub secs: f64,
+    /// On a GPU, also time matmul by each of the N algorithms that cuBLAS ranks best
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(2..=100))]
+    pub algorithms: Option<u8>,
     /// GPU to measure [default: the first GPU, else the CPU]
     #[arg(long, value_name = "N", value_parser = one_gpu)]
     pub gpus: Option<usize>,

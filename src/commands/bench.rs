@@ -68,12 +68,14 @@ fn ops(args: &OpsArgs) -> Result<()> {
     let wanted =
         |op: &str, _: &str| args.only.is_empty() || args.only.iter().any(|part| op.contains(part.as_str()));
     let choice = args.gpus.map_or_else(device::preferred, |gpu| Ok(DeviceChoice::Gpu(gpu)))?;
+    let algorithms = args.algorithms.map_or(1, usize::from);
+    check_algorithms(algorithms, choice)?;
     let device = device::open(choice)?;
     let mut speeds = OpSpeeds::new(choice, &shapes, shapes.device_rates(&device)?)?;
     // Prints each line at once, because the largest shapes take minutes on a CPU.
     let say = |text: String| if args.json { Ok(()) } else { print(&text) };
     say(speeds.head())?;
-    for timing in shapes.timings(&device, wanted) {
+    for timing in shapes.timings(&device, algorithms, wanted) {
         say(speeds.add(timing?))?;
     }
     if args.json { print_json(&speeds) } else { Ok(()) }
@@ -88,6 +90,16 @@ fn check_names(asked: &[String], ops: &[&str]) -> Result<()> {
             .because(format!("accepted: a part of {}", ops.join(", ")))
             .hint("leave out `--only` to measure all"))
     })
+}
+
+/// Refuses several algorithms on a device that has one for each product.
+fn check_algorithms(asked: usize, choice: DeviceChoice) -> Result<()> {
+    if asked == 1 || choice != DeviceChoice::Cpu {
+        return Ok(());
+    }
+    Err(Error::user(format!("cannot measure products by {asked} algorithms"))
+        .because("`--algorithms` is for GPUs; a CPU has one algorithm for each product")
+        .hint("leave out `--algorithms`, or name a GPU with `--gpus`"))
 }
 
 /// Returns the widths of the model of `--model`, else those of Qwen3-8B.

@@ -139,6 +139,18 @@ fn what_cannot_be_measured() {
 
     For more information, try '--help'.
     ");
+    assert_snapshot!(bench_ops(&place, &["--algorithms", "8"]), @"
+    exit 1
+    error: cannot measure products by 8 algorithms
+      caused by: `--algorithms` is for GPUs; a CPU has one algorithm for each product
+    hint: leave out `--algorithms`, or name a GPU with `--gpus`
+    ");
+    assert_snapshot!(bench_ops(&place, &["--algorithms", "1"]), @"
+    exit 2
+    error: invalid value '1' for '--algorithms <N>': 1 is not in 2..=100
+
+    For more information, try '--help'.
+    ");
     assert_snapshot!(bench_ops(&place, &["--dtype", "f16"]), @"
     exit 2
     error: invalid value 'f16' for '--dtype <DTYPE>'

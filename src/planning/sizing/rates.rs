@@ -206,7 +206,7 @@ impl ComputeRates {
         let wanted = |op: &str, shape: &str| {
             MEASURED.contains(&op) && (op != LOSS || shape.ends_with(measured_as(path)))
         };
-        let ops = shapes.timings(device, wanted);
+        let ops = shapes.timings(device, 1, wanted);
         let ops = ops.map(|timing| timing.map(CalibrationOp::from)).collect::<Result<Vec<_>>>()?;
         let measured = MeasuredFigures { copy_gbps: copy_bytes / 1e9, gemm_tflops: gemm_flops / 1e12, ops };
         measured

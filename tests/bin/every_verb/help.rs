@@ -380,6 +380,8 @@ fn help_of_every_verb() {
           --only <NAME>      Measure only operations whose name contains NAME; may be repeated
           --secs <SECONDS>   Measure each operation this long: 3 runs or more, but 1 if over 2 seconds
                              [default: 0.3]
+          --algorithms <N>   On a GPU, also time matmul by each of the N algorithms that cuBLAS ranks
+                             best
           --gpus <N>         GPU to measure [default: the first GPU, else the CPU]
           --json             Print the results as JSON
           --offline          Use only local files, without network access

@@ -19,6 +19,7 @@ use candle_core::{DType, Device};
 
 use self::inputs::BenchInputs;
 use self::timer::MeasuringTime;
+use super::gpu::choose_algorithm;
 use super::rotary::Heads;
 use crate::error::{ErrorContext, Result};
 use crate::runtime::device::bytes_taken_by;
@@ -89,6 +90,17 @@ pub struct OpTiming {
     pub secs: f64,
     /// Peak bytes of a run beside its inputs, including its results; none on a CPU.
     pub extra_bytes: Option<u64>,
+    /// The fastest of the measured algorithms of a product; none if only one was measured.
+    pub fastest: Option<AlgorithmTiming>,
+}
+
+/// The measurement of one of the algorithms that a library has for a product.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AlgorithmTiming {
+    /// Its place in the library's ranking, from 0.
+    pub place: usize,
+    /// Median seconds of one run.
+    pub secs: f64,
 }
 
 impl OpTiming {
@@ -147,13 +159,18 @@ impl BenchShapes {
     }
 
     /// Measures the `wanted` ops, selected by name and shape, on `device`, lazily one by one. The
-    /// inputs of an op are freed before those of the next are allocated.
+    /// inputs of an op are freed before those of the next are allocated. The product of two dense
+    /// matrices on a GPU runs by each of the first `algorithms` of the library's ranking.
     pub fn timings<'a>(
         &'a self,
         device: &'a Device,
+        algorithms: usize,
         wanted: impl Fn(&str, &str) -> bool + 'a,
     ) -> impl Iterator<Item = Result<OpTiming>> + 'a {
-        self.ops().filter(move |op| wanted(op.op, &op.shape)).map(move |op| op.measure(device, self))
+        self.ops().filter(move |op| wanted(op.op, &op.shape)).map(move |op| {
+            let algorithms = if op.op == "matmul" { algorithms } else { 1 };
+            op.measure_algorithms(device, self, algorithms)
+        })
     }
 
     fn ops(&self) -> impl Iterator<Item = TimedOp> + use<> {
@@ -202,14 +219,108 @@ impl TimedOp {
     }
 
     fn measure(&self, device: &Device, shapes: &BenchShapes) -> Result<OpTiming> {
-        let measured = || -> Result<_> {
-            let repeat = (self.prepare)(&BenchInputs::new(device, shapes, self.work))?;
-            let secs = MeasuringTime::of_secs(shapes.secs).secs_of_a_call(device, &repeat)?;
-            Ok((secs, bytes_taken_by(device, repeat)?))
-        };
-        let (secs, extra_bytes) =
-            measured().during(|| format!("cannot measure {} ({})", self.op, self.shape))?;
+        self.measure_algorithms(device, shapes, 1)
+    }
+
+    fn measure_algorithms(
+        &self,
+        device: &Device,
+        shapes: &BenchShapes,
+        algorithms: usize,
+    ) -> Result<OpTiming> {
         let TimedOp { op, dtype, work, .. } = *self;
-        Ok(OpTiming { op, shape: self.shape.clone(), dtype, work, secs, extra_bytes })
+        let measured = || -> Result<_> {
+            let repeat = (self.prepare)(&BenchInputs::new(device, shapes, work))?;
+            let time = MeasuringTime::of_secs(shapes.secs);
+            let secs = time.secs_of_a_call(device, &repeat)?;
+            let mut fastest = AlgorithmTiming { place: 0, secs };
+            for place in 1..algorithms {
+                choose_algorithm(device, place)?;
+                let secs = time.secs_of_a_call(device, &repeat)?;
+                if secs < fastest.secs {
+                    fastest = AlgorithmTiming { place, secs };
+                }
+            }
+            let fastest = (algorithms > 1).then_some(fastest);
+            if fastest.is_some() {
+                choose_algorithm(device, 0)?;
+            }
+            let extra_bytes = bytes_taken_by(device, repeat)?;
+            Ok(OpTiming { op, shape: self.shape.clone(), dtype, work, secs, extra_bytes, fastest })
+        };
+        measured().during(|| format!("cannot measure {op} ({})", self.shape))
+    }
+}
+
+#[cfg(all(test, feature = "kernel-emu"))]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::locks::locked;
+    use crate::ops::gpu::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
+
+    /// A driver that computes nothing and records the places of algorithms.
+    #[derive(Debug, Default)]
+    struct Recorder {
+        place: Mutex<usize>,
+        multiplied_by: Mutex<Vec<usize>>,
+    }
+
+    impl Driver for Recorder {
+        fn launch(&self, _: &Kernel, _: LaunchShape, _: &[Arg]) -> Result<()> {
+            Ok(())
+        }
+
+        fn gemm(&self, _: &Gemm) -> Result<()> {
+            let place = *locked(&self.place);
+            locked(&self.multiplied_by).push(place);
+            Ok(())
+        }
+
+        fn choose_algorithm(&self, place: usize) -> Result<()> {
+            *locked(&self.place) = place;
+            Ok(())
+        }
+    }
+
+    /// Returns the timing of a product, the places of the algorithms that ran, in their order, and
+    /// at the end the place that is left chosen.
+    fn measured(name: &str, algorithms: usize) -> (OpTiming, Vec<usize>) {
+        let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 16 };
+        let widths = ModelWidths { hidden_size: 32, intermediate_size: 64, heads, vocab_size: 32 };
+        let shapes = BenchShapes {
+            widths,
+            tokens: 8,
+            max_seq_len: 8,
+            dtype: DType::F32,
+            secs: 1e-6,
+            memory: u64::MAX,
+        };
+        let driver: &'static Recorder = Box::leak(Box::default());
+        let timing = with_host_driver(driver, || {
+            let first = shapes.timings(&Device::Cpu, algorithms, |op, _| op == name).next();
+            first.expect("a product of that name").expect("the driver does nothing")
+        });
+        let mut places = locked(&driver.multiplied_by).clone();
+        places.dedup();
+        places.push(*locked(&driver.place));
+        (timing, places)
+    }
+
+    #[test]
+    fn a_product_runs_by_each_algorithm() {
+        let (timing, places) = measured("matmul", 3);
+        assert_eq!(places, [0, 1, 2, 0]);
+        let fastest = timing.fastest.expect("several algorithms were measured");
+        assert!(fastest.place < 3 && fastest.secs <= timing.secs, "{timing:?}");
+    }
+
+    #[test]
+    fn one_algorithm_is_no_comparison() {
+        for (name, algorithms) in [("matmul", 1), ("matmul_weight_plus_low_rank", 3)] {
+            let (timing, places) = measured(name, algorithms);
+            assert_eq!((timing.fastest, places), (None, vec![0, 0]), "{name}");
+        }
     }
 }

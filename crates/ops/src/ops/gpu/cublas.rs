@@ -1,8 +1,6 @@
-//! Products on NVIDIA GPUs by cublasLtMatmul. The plan of each shape is cached, so that cuBLAS
-//! selects an algorithm once, and a shape is computed the same way with and without accumulation.
-//! Not yet run on a GPU.
+//! Products on NVIDIA GPUs by cublasLtMatmul. The plan of each shape is cached; a shape is computed
+//! the same way with and without accumulation. Not yet run on a GPU.
 
-use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -12,43 +10,37 @@ use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr
 
 use super::GEMM_WORKSPACE;
 use super::gemm::{DeviceMatrix, Gemm, GemmElement};
+use super::gemm_plans::{GemmLibrary, GemmPlans};
 use crate::error::{Error, Result};
 use crate::runtime::device_memory::requested;
 
-/// Maximum number of cached plans; a run with more row counts clears the cache.
+/// Maximum number of cached plans, each of less than 2 KB.
 const PLANS: usize = 4096;
 
 /// A cuBLASLt handle for one stream.
 pub(super) struct Cublas {
-    handle: sys::cublasLtHandle_t,
+    library: CublasLt,
     workspace: CudaSlice<u8>,
-    plans: HashMap<GemmPlanKey, GemmPlan>,
+    plans: GemmPlans<CublasLt>,
 }
 
 // SAFETY: cuBLASLt handles may be used from any thread, one at a time; a mutex guards this one.
 unsafe impl Send for Cublas {}
 
-/// The inputs of cuBLAS's choice of an algorithm.
-#[derive(PartialEq, Eq, Hash)]
-struct GemmPlanKey {
-    size: (usize, usize, usize),
-    leading: [usize; 4],
-    transposed: [bool; 2],
-    elements: [GemmElement; 2],
-    alignments: [u32; 4],
-}
+/// A cuBLASLt handle.
+struct CublasLt(sys::cublasLtHandle_t);
 
-struct GemmPlan {
+/// The descriptors of a product.
+struct GemmDescriptors {
     operation: sys::cublasLtMatmulDesc_t,
     /// Layouts of A, B, C and D.
     layouts: [sys::cublasLtMatrixLayout_t; 4],
-    algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-impl Drop for GemmPlan {
+impl Drop for GemmDescriptors {
     fn drop(&mut self) {
-        // SAFETY: created by `GemmPlan::new` and destroyed only here; cuBLAS keeps the data of
-        // launched work. A failure leaks a few bytes.
+        // SAFETY: created by `GemmDescriptors::new` and destroyed only here; cuBLAS keeps the data
+        // of launched work. A failure leaks a few bytes.
         unsafe {
             for layout in self.layouts {
                 let _ = result::destroy_matrix_layout(layout);
@@ -58,11 +50,6 @@ impl Drop for GemmPlan {
     }
 }
 
-/// Returns the largest power of two up to 256 that divides the matrix's address.
-fn alignment(matrix: &DeviceMatrix) -> u32 {
-    1 << matrix.arg.value.trailing_zeros().min(8)
-}
-
 fn cuda_type(element: GemmElement) -> sys::cudaDataType {
     match element {
         GemmElement::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
@@ -70,25 +57,8 @@ fn cuda_type(element: GemmElement) -> sys::cudaDataType {
     }
 }
 
-impl GemmPlanKey {
-    fn of(gemm: &Gemm) -> Self {
-        let matrices = [gemm.a, gemm.b, gemm.c, gemm.d];
-        GemmPlanKey {
-            size: gemm.size(),
-            leading: matrices.map(|matrix| matrix.leading),
-            transposed: gemm.transposed,
-            elements: [gemm.operands, gemm.result],
-            alignments: matrices.map(|matrix| alignment(&matrix)),
-        }
-    }
-}
-
-impl GemmPlan {
-    fn new(
-        handle: sys::cublasLtHandle_t,
-        gemm: &Gemm,
-        key: &GemmPlanKey,
-    ) -> std::result::Result<Self, CublasError> {
+impl GemmDescriptors {
+    fn new(gemm: &Gemm) -> std::result::Result<Self, CublasError> {
         let layout = |matrix: &DeviceMatrix, element| {
             let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
             result::create_matrix_layout(cuda_type(element), rows, cols, matrix.leading as i64)
@@ -96,13 +66,12 @@ impl GemmPlan {
         let elements = [gemm.operands, gemm.operands, gemm.result, gemm.result];
         // Sum in full f32 precision: TF32 would round the operands to ten bits.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let mut plan = GemmPlan {
+        let mut descriptors = GemmDescriptors {
             operation: result::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F)?,
             layouts: [std::ptr::null_mut(); 4],
-            algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
         };
         for (place, (matrix, element)) in [gemm.a, gemm.b, gemm.c, gemm.d].iter().zip(elements).enumerate() {
-            plan.layouts[place] = layout(matrix, element)?;
+            descriptors.layouts[place] = layout(matrix, element)?;
         }
         use sys::cublasLtMatmulDescAttributes_t::{CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB};
         for (attribute, transposed) in
@@ -113,54 +82,120 @@ impl GemmPlan {
             // SAFETY: the attribute is an i32 and the descriptor was created above.
             unsafe {
                 result::set_matmul_desc_attribute(
-                    plan.operation,
+                    descriptors.operation,
                     attribute,
                     (&raw const operation).cast(),
                     size_of::<i32>(),
                 )?;
             }
         }
-        plan.algorithm = choose(handle, &plan, key)?;
-        Ok(plan)
+        Ok(descriptors)
     }
 }
 
-/// Returns the fastest algorithm by cuBLAS's heuristic.
-fn choose(
-    handle: sys::cublasLtHandle_t,
-    plan: &GemmPlan,
-    key: &GemmPlanKey,
-) -> std::result::Result<sys::cublasLtMatmulAlgo_t, CublasError> {
-    use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-    let preference = result::create_matmul_pref()?;
-    let set = |attribute, value: *const c_void, bytes| {
-        // SAFETY: the calls below pass each attribute with a value of its type.
-        unsafe { result::set_matmul_pref_attribute(preference, attribute, value, bytes) }
-    };
-    let workspace = GEMM_WORKSPACE as u64;
-    // Split-K sums only in f32 and outside the result: in place they would depend on its old
-    // values.
-    let reductions = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
-    let number = |value: &u32| (&raw const *value).cast::<c_void>();
-    let [a, b, c, d] = key.alignments;
-    let chosen = set(
-        Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-        (&raw const workspace).cast(),
-        size_of::<u64>(),
-    )
-    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, number(&reductions), 4))
-    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, number(&a), 4))
-    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, number(&b), 4))
-    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, number(&c), 4))
-    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, number(&d), 4))
-    .and_then(|()| {
-        let [a, b, c, d] = plan.layouts;
-        // SAFETY: `GemmPlan::new` created all of them, and they are alive.
-        unsafe { result::get_matmul_algo_heuristic(handle, plan.operation, a, b, c, d, preference) }
-    });
-    // SAFETY: created above and not used afterwards.
-    let _ = unsafe { result::destroy_matmul_pref(preference) };
-    Ok(chosen?.algo)
+/// Limits of the algorithms that cuBLAS ranks.
+struct Preference(sys::cublasLtMatmulPreference_t);
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: created by `Preference::new` and destroyed only here.
+        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+    }
+}
+
+impl Preference {
+    fn new([a, b, c, d]: [u32; 4]) -> std::result::Result<Self, CublasError> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let preference = Preference(result::create_matmul_pref()?);
+        let set = |attribute, value: *const c_void, bytes| {
+            // SAFETY: the calls below pass each attribute with a value of its type.
+            unsafe { result::set_matmul_pref_attribute(preference.0, attribute, value, bytes) }
+        };
+        let workspace = GEMM_WORKSPACE as u64;
+        set(
+            Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            (&raw const workspace).cast(),
+            size_of::<u64>(),
+        )?;
+        // Split-K sums only in f32 and outside the result: in place they would depend on its old
+        // values.
+        let reductions = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        for (attribute, number) in [
+            (Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, b),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
+        ] {
+            set(attribute, (&raw const number).cast(), size_of::<u32>())?;
+        }
+        Ok(preference)
+    }
+}
+
+/// Returns the memory for an answer of cuBLAS about an algorithm.
+fn unanswered() -> sys::cublasLtMatmulHeuristicResult_t {
+    sys::cublasLtMatmulHeuristicResult_t {
+        algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+        workspaceSize: 0,
+        state: sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED,
+        wavesCount: 0.0,
+        reserved: [0; 4],
+    }
+}
+
+impl GemmLibrary for CublasLt {
+    type Description = GemmDescriptors;
+    type Algorithm = sys::cublasLtMatmulAlgo_t;
+    type Error = CublasError;
+    const UNSUPPORTED: CublasError = CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED);
+
+    fn describe(&self, gemm: &Gemm) -> std::result::Result<GemmDescriptors, CublasError> {
+        GemmDescriptors::new(gemm)
+    }
+
+    fn ranking(
+        &self,
+        descriptors: &GemmDescriptors,
+        alignments: [u32; 4],
+        most: usize,
+    ) -> std::result::Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
+        let preference = Preference::new(alignments)?;
+        let [a, b, c, d] = descriptors.layouts;
+        let (mut found, mut count) = (vec![unanswered(); most], 0);
+        // SAFETY: all handles are alive, and cuBLAS writes at most `most` answers and their number.
+        let ranked = unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                self.0,
+                descriptors.operation,
+                a,
+                b,
+                c,
+                d,
+                preference.0,
+                most as i32,
+                found.as_mut_ptr(),
+                &raw mut count,
+            )
+        };
+        match ranked.result() {
+            Ok(()) => found.truncate(count as usize),
+            Err(error) if error == Self::UNSUPPORTED => found.clear(),
+            Err(error) => return Err(error),
+        }
+        let usable = found.into_iter().filter(|found| found.state.result().is_ok());
+        Ok(usable.map(|found| found.algo).collect())
+    }
+
+    fn is_supported(&self, descriptors: &GemmDescriptors, algorithm: &sys::cublasLtMatmulAlgo_t) -> bool {
+        let ([a, b, c, d], mut found) = (descriptors.layouts, unanswered());
+        // SAFETY: all handles are alive, and cuBLAS writes one answer. It does not check alignments;
+        // the algorithm was chosen for the same ones.
+        let checked = unsafe {
+            sys::cublasLtMatmulAlgoCheck(self.0, descriptors.operation, a, b, c, d, algorithm, &raw mut found)
+        };
+        checked.result().is_ok() && found.workspaceSize <= GEMM_WORKSPACE
+    }
 }
 
 impl Cublas {
@@ -173,7 +208,12 @@ impl Cublas {
             unsafe { stream.alloc::<u8>(GEMM_WORKSPACE) }.map_err(|error| failed(error.to_string()))
         })?;
         let handle = result::create_handle().map_err(|error| failed(format!("{error:?}")))?;
-        Ok(Cublas { handle, workspace, plans: HashMap::new() })
+        Ok(Cublas { library: CublasLt(handle), workspace, plans: GemmPlans::new(PLANS) })
+    }
+
+    /// Multiplies from now on by the algorithms at `place` of cuBLAS's ranking, from 0.
+    pub(super) fn choose_place(&mut self, place: usize) {
+        self.plans.choose_place(place);
     }
 
     /// Launches the product on `stream`.
@@ -185,23 +225,15 @@ impl Cublas {
             let size = gemm.size();
             Error::of_device(format!("cannot multiply matrices, m, n, k of {size:?}"), &format!("{error:?}"))
         };
-        if self.plans.len() == PLANS {
-            self.plans.clear();
-        }
-        let key = GemmPlanKey::of(gemm);
-        if !self.plans.contains_key(&key) {
-            let plan = GemmPlan::new(self.handle, gemm, &key).map_err(failed)?;
-            self.plans.insert(GemmPlanKey::of(gemm), plan);
-        }
-        let plan = &self.plans[&key];
-        let [a, b, c, d] = plan.layouts;
+        let plan = self.plans.plan(&self.library, gemm).map_err(failed)?;
+        let [a, b, c, d] = plan.description.layouts;
         let (workspace, _) = self.workspace.device_ptr(stream);
         // SAFETY: the tensors behind `Gemm` live until the earlier work on this stream is done; the
         // layouts describe them; all work with the workspace is on this stream.
         unsafe {
             result::matmul(
-                self.handle,
-                plan.operation,
+                self.library.0,
+                plan.description.operation,
                 (&raw const gemm.alpha).cast(),
                 (&raw const gemm.beta).cast(),
                 gemm.a.arg.value as *const c_void,

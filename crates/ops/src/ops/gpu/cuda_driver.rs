@@ -272,6 +272,11 @@ impl Driver for CudaDriver {
         self.queued()
     }
 
+    fn choose_algorithm(&self, place: usize) -> Result<()> {
+        self.bind()?;
+        self.cublas(&mut locked(&self.cublas)).map(|cublas| cublas.choose_place(place))
+    }
+
     fn preload(&self) -> Result<()> {
         self.bind()?;
         for (name, _) in CODE {

@@ -19,6 +19,8 @@ mod cuda_driver;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod emulator;
 mod gemm;
+#[cfg(any(feature = "cuda", test))]
+mod gemm_plans;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod host_driver;
 #[cfg(all(test, feature = "kernel-emu"))]
@@ -160,6 +162,15 @@ pub(crate) trait Driver: std::fmt::Debug {
     /// Fails if the driver refuses the product, or the emulator finds a matrix outside its tensor.
     fn gemm(&self, gemm: &Gemm) -> Result<()>;
 
+    /// Multiplies from now on by the algorithms at `place` of the library's ranking: 0 is the one
+    /// that it expects to be the fastest.
+    ///
+    /// # Errors
+    /// Fails if the library does not start.
+    fn choose_algorithm(&self, _place: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// Announces that the next launch is attention with this many floating-point operations.
     fn note_attention(&self, _flops: &dyn Fn() -> f64) {}
 
@@ -192,6 +203,15 @@ pub(crate) fn driver_on(device: &Device) -> Option<&'static dyn Driver> {
         Device::Cuda(device) => cuda_driver::driver_on(device),
         _ => None,
     }
+}
+
+/// Multiplies from now on by the algorithms at `place` of the ranking of the library of `device`.
+/// Has no effect where the CPU forms compute.
+///
+/// # Errors
+/// Fails if the library does not start.
+pub(crate) fn choose_algorithm(device: &Device, place: usize) -> Result<()> {
+    driver_on(device).map_or(Ok(()), |driver| driver.choose_algorithm(place))
 }
 
 /// Returns true if kernels compute on `device`.
