@@ -215,32 +215,55 @@ fn becomes_the_gpu_build_if_its_libraries_are_there() {
         .or_else(|_| std::fs::copy(cargo_bin!("finetune"), &own).map(drop))
         .unwrap();
     let gpu_build = folder.path().join("finetune-cuda");
-    std::fs::write(&gpu_build, "#!/bin/sh\necho \"GPU build: $*\"\nexit 7\n").unwrap();
-    std::fs::set_permissions(&gpu_build, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let run = |hidden: bool| {
+    std::fs::write(&gpu_build, "#!/bin/sh\necho \"GPU build: $*\"\necho \"$LD_LIBRARY_PATH\" >&2\nexit 7\n")
+        .unwrap();
+    let make_executable =
+        |mode| std::fs::set_permissions(&gpu_build, std::fs::Permissions::from_mode(mode)).unwrap();
+    make_executable(0o755);
+    let command = |args: &[&str]| {
         let mut command = Command::new(&own);
-        command.arg("--version").env("VIRTUAL_ENV", folder.path()).env_remove("CUDA_VISIBLE_DEVICES");
-        if hidden {
-            command.env("CUDA_VISIBLE_DEVICES", "");
-        }
-        let output = command.output().unwrap();
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        (output.status.code(), text(output.stdout) + &text(output.stderr))
+        command.args(args).env("VIRTUAL_ENV", folder.path());
+        command.env_remove("CUDA_VISIBLE_DEVICES").env_remove("LD_LIBRARY_PATH");
+        command
     };
-    let lib = folder.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
+    let run = |command: &mut Command| {
+        let output = command.output().unwrap();
+        let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        (output.status.code(), out, err)
+    };
+    let nvidia = folder.path().join("lib/python3.12/site-packages/nvidia");
+    let [lib, nccl] = ["cu13/lib", "nccl/lib"].map(|name| nvidia.join(name));
     std::fs::create_dir_all(&lib).unwrap();
     std::fs::write(lib.join("libcuda.so.1"), "").unwrap();
     let found = doctor(&[], &[]);
     let missing = value(&found, "GPU libraries").split("missing: ").nth(1).unwrap_or_default();
     if missing.contains("libcublas.so.13") {
-        let (code, text) = run(false);
+        let (code, _, text) = run(&mut command(&["--version"]));
         assert!(code == Some(0) && text.contains("warning: finetune-cuda cannot start"), "{text}");
         assert!(text.contains("libcublas.so.13") && !text.contains("libcuda.so.1,"), "{text}");
     }
     for name in ["libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10"] {
         std::fs::write(lib.join(name), "").unwrap();
     }
-    assert_eq!(run(false), (Some(7), "GPU build: --version\n".to_owned()));
-    let (code, text) = run(true);
-    assert!(code == Some(0) && text.starts_with("finetune ") && !text.contains("warning"), "{text}");
+    std::fs::create_dir_all(&nccl).unwrap();
+    std::fs::write(nccl.join("libnccl.so.2"), "").unwrap();
+    let (code, text, folders) = run(&mut command(&["--version"]));
+    assert_eq!((code, text.as_str()), (Some(7), "GPU build: --version\n"));
+    // The wheel of NCCL has a folder of its own.
+    let holds_nccl = folders.contains(nccl.to_str().unwrap());
+    assert!(holds_nccl || !missing.contains("NCCL"), "{folders}");
+    let on_cpu = |command: &mut Command| {
+        let (code, text, warnings) = run(command);
+        assert!(code == Some(0) && text.starts_with("finetune ") && warnings.is_empty(), "{text}{warnings}");
+    };
+    on_cpu(command(&["--version"]).env("CUDA_VISIBLE_DEVICES", ""));
+    for ranks in [&["--ranks", "2", "--version"][..], &["--ranks=2", "--version"]] {
+        on_cpu(&mut command(ranks));
+    }
+    // A reader that is gone does not kill the program that could not become the other.
+    make_executable(0o644);
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let (code, _, text) = run(command(&["recipes"]).stdout(writer));
+    assert!(code == Some(0) && text.contains("warning: finetune-cuda cannot start"), "{code:?}: {text}");
 }
