@@ -14,7 +14,7 @@ use crate::engine::{Engine, Evaluation, SamplingOptions, StepResult, TokenSample
 use crate::error::{Error, Result};
 use crate::loading::{DatasetLoader, EngineOptions, LoadedModel, Resolver, Trains};
 use crate::model::AdapterSwitch;
-use crate::planning::{Plan, WorldSize};
+use crate::planning::{MemoryBudget, Plan, WorldSize};
 use crate::recipe::enums::OnNan;
 use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::{Terminal, Verbosity};
@@ -76,7 +76,14 @@ impl Session {
         let resolver = Resolver::new(false, &terminal)?;
         let device = device::open(device::preferred()?)?;
         let world = WorldSize::in_one_process(1);
-        let plan = Plan::resolve(recipe, &resolver, device.clone(), world, None, clock::now())?;
+        let plan = Plan::resolve(
+            recipe,
+            &resolver,
+            (device.clone(), MemoryBudget::Local),
+            world,
+            None,
+            clock::now(),
+        )?;
         plan.check_learns()?;
         plan.check_base(None, false)?;
         let digest = plan.base.start_digest()?;

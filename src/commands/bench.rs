@@ -12,7 +12,7 @@ use crate::clock;
 use crate::error::{Error, Result};
 use crate::loading::Resolver;
 use crate::ops::bench::{BenchShapes, ModelWidths};
-use crate::planning::{Plan, WorldSize};
+use crate::planning::{MemoryBudget, Plan, WorldSize};
 use crate::recipe::{ComputeDtype, DataSource, Recipe, Strategy};
 use crate::runtime::device::{self, DeviceChoice};
 use crate::runtime::thread_pool;
@@ -48,7 +48,8 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         }
         let now = clock::now();
         let world = WorldSize::in_one_process(ranks);
-        let plan = Plan::resolve(recipe, &resolver, devices.device(), world, None, now)?;
+        let plan =
+            Plan::resolve(recipe, &resolver, (devices.device(), MemoryBudget::Local), world, None, now)?;
         terminal.line(plan.describe());
         results.push(ScalingResult::measure(&plan, &devices, ranks, threads, results.first())?);
     }

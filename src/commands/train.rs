@@ -1,6 +1,6 @@
 //! `finetune` without a verb and `finetune train`: from the recipe to a trained model on disk.
 
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use super::{say_without_kernels, terminal, train_recipe_is, working_folder};
@@ -30,7 +30,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         return sweep::run(args, &working_folder()?, &terminal(&args.common));
     }
     if restarts::are_wanted(args) {
-        return restarts::supervise(args);
+        return restarts::supervise(args, || OutputFolder::check_new(args));
     }
     let mut next = train(args, false)?;
     while let Some(args) = next {
@@ -75,7 +75,7 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let resume = |saved| plan.resume(saved, &args.allow_change);
     let changes = resumed.as_ref().map_or(Ok(Vec::new()), resume)?;
     changes.iter().for_each(|change| terminal.line(format!("resuming with a change: {change}")));
-    let (folder, stop) = (OnceLock::new(), signals::watch()?);
+    let (folder, stop) = (OnceLock::new(), Arc::default());
     let showcase = Showcase::of(&plan, train_recipe_is(args, "quickstart"))?;
     let run = TrainRun {
         args,
@@ -94,7 +94,12 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
         earlier: EarlierRun::read(resumed.as_ref(), args.output()),
         too_large: OomRetry::default(),
     };
-    let claim = || if first { run.claim(found) } else { Ok(()) };
+    let claim = || {
+        // Only now: until all processes have joined, a signal ends this one, which has nothing to
+        // save.
+        signals::watch(&stop)?;
+        if first { run.claim(found) } else { Ok(()) }
+    };
     let Err(error) = ranks.run(&plan, claim, |world, device| run.rank(world, device)) else {
         return Ok(None);
     };

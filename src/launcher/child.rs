@@ -41,9 +41,12 @@ pub(crate) fn note_heard() {
 /// Returns the exit code for `error`, the end of this process. A process hears only of errors of a
 /// peer; another one is its own.
 pub(crate) fn exit_code(error: &Error) -> u8 {
-    let may_be_heard = error.kind() == ErrorCategory::Transient && std::env::var_os(OF_RANK).is_some();
-    let is_heard = may_be_heard && HAS_HEARD.load(Ordering::SeqCst);
-    if is_heard { HEARD } else { error.kind().exit_code() }
+    let has_heard = std::env::var_os(OF_RANK).is_some() && HAS_HEARD.load(Ordering::SeqCst);
+    code_of(error.kind(), has_heard)
+}
+
+fn code_of(kind: ErrorCategory, has_heard: bool) -> u8 {
+    if has_heard && kind == ErrorCategory::Transient { HEARD } else { kind.exit_code() }
 }
 
 /// Returns the command that starts this binary with the arguments `words`.
@@ -208,4 +211,18 @@ pub(crate) fn category(status: ExitStatus) -> ErrorCategory {
     ];
     let found = all.into_iter().find(|category| i32::from(category.exit_code()) == code);
     found.unwrap_or(ErrorCategory::Internal)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank that fails by itself keeps its code, also if it has heard of another failure.
+    #[test]
+    fn only_a_lost_peer_is_heard_of() {
+        let codes = |kind| [false, true].map(|has_heard| code_of(kind, has_heard));
+        assert_eq!(codes(ErrorCategory::Transient), [75, HEARD]);
+        assert_eq!(codes(ErrorCategory::Storage), [74; 2]);
+        assert_eq!(codes(ErrorCategory::Diverged), [4; 2]);
+    }
 }

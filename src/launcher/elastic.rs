@@ -72,7 +72,8 @@ mod tests {
     }
 
     fn peers(ranks: &[usize]) -> Vec<Peer> {
-        ranks.iter().map(|rank| Peer { rank: *rank, ranks_here: 2, host: "h".to_owned() }).collect()
+        let peer = |rank: &usize| Peer { rank: *rank, ranks_here: 2, host: "h".to_owned(), free_bytes: None };
+        ranks.iter().map(peer).collect()
     }
 
     #[test]
@@ -90,11 +91,17 @@ mod tests {
         let words: Vec<String> = words.into_iter().map(|word| word.into_string().unwrap()).collect();
         assert_eq!(
             words.join(" "),
-            "--gpus 0-1 --resume --world-size 6 --rank 2 --master-addr node-0 --master-port 29501"
+            "--gpus 0-1 --resume --world-size 6 --rank 2 --master-addr node-0 --master-port 29500"
         );
         assert_eq!(
             place.environment(),
-            [("LOCAL_RANK", "0".to_owned()), ("LOCAL_WORLD_SIZE", "2".to_owned())]
+            [
+                ("LOCAL_RANK", "0"),
+                ("LOCAL_WORLD_SIZE", "2"),
+                ("TORCHELASTIC_RUN_ID", ""),
+                ("FINETUNE_RDZV_PORTS", "16")
+            ]
+            .map(|(name, value)| (name, value.to_owned()))
         );
     }
 }

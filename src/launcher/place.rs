@@ -19,13 +19,17 @@ pub(crate) struct ProcessPlace {
     pub(super) master: Master,
     pub(super) local_rank: usize,
     pub(super) local_world_size: Option<usize>,
+    /// Variables of the launch beside these numbers.
+    pub(super) variables: Vec<(&'static str, String)>,
 }
 
 impl ProcessPlace {
     /// Returns the position in `launch`, whose processes meet at `master`.
     pub(super) fn of(launch: &Launch, master: Master) -> Self {
-        let Launch { world_size, rank, local_rank, local_world_size, .. } = *launch;
-        ProcessPlace { world_size, rank, master, local_rank, local_world_size }
+        let launch = Launch { master: Some(master.clone()), ..launch.clone() };
+        let variables = launch.variables();
+        let Launch { world_size, rank, local_rank, local_world_size, .. } = launch;
+        ProcessPlace { world_size, rank, master, local_rank, local_world_size, variables }
     }
 
     /// Returns the position of the process with the index `index`, if each of the `count` ranks
@@ -42,14 +46,8 @@ impl ProcessPlace {
     /// Returns a command line with this position instead of the one in `words`.
     pub(crate) fn in_words(&self, words: &[OsString]) -> Vec<OsString> {
         let mut kept = without(words, &FLAGS);
-        // A launcher may listen on the first of several ports.
-        let port = if self.master.ports > 1 { self.master.port.saturating_add(1) } else { self.master.port };
-        let values = [
-            self.world_size.to_string(),
-            self.rank.to_string(),
-            self.master.address.clone(),
-            port.to_string(),
-        ];
+        let Master { address, port, .. } = &self.master;
+        let values = [self.world_size.to_string(), self.rank.to_string(), address.clone(), port.to_string()];
         kept.extend(FLAGS.into_iter().zip(values).flat_map(|(flag, value)| [flag.into(), value.into()]));
         kept
     }
@@ -58,6 +56,7 @@ impl ProcessPlace {
     pub(crate) fn environment(&self) -> Vec<(&'static str, String)> {
         let mut variables = vec![("LOCAL_RANK", self.local_rank.to_string())];
         variables.extend(self.local_world_size.map(|size| ("LOCAL_WORLD_SIZE", size.to_string())));
+        variables.extend(self.variables.clone());
         variables
     }
 }
@@ -76,4 +75,59 @@ pub(super) fn without(words: &[OsString], flags: &[&str]) -> Vec<OsString> {
         }
     }
     kept
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+
+    use super::*;
+    use crate::collective::launch::{Flags, LocalRank};
+
+    /// Detects the launch of a process with these flags and variables.
+    fn launch(flags: &Flags, variables: &[(&'static str, String)]) -> Launch {
+        let find = |name: &str| {
+            let found = variables.iter().find(|(other, _)| *other == name);
+            found.map(|(_, value)| OsString::from(value))
+        };
+        Launch::detect(flags, &find).expect("a launch")
+    }
+
+    /// torchrun's agent holds the first port, and names the run, so that two runs that use the same
+    /// ports do not mix.
+    #[test]
+    fn what_a_launcher_says_reaches_the_process_of_a_rank() {
+        let torchrun = [
+            ("RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_RANK", "0"),
+            ("LOCAL_WORLD_SIZE", "1"),
+            ("MASTER_ADDR", "node-0"),
+            ("MASTER_PORT", "29500"),
+            ("TORCHELASTIC_RUN_ID", "job7"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ];
+        let torchrun = torchrun.map(|(name, value)| (name, value.to_owned()));
+        let host = launch(&Flags { ranks_here: Some(4), ..Flags::default() }, &torchrun);
+        let place = ProcessPlace::of(&host, host.master.clone().expect("an address")).of_one(1, 4);
+        let words = place.in_words(&[]);
+        let value = |flag: &str| {
+            let at = words.iter().position(|word| word == flag).expect(flag) + 1;
+            words[at].to_str().map(str::to_owned)
+        };
+        let number = |flag| value(flag).and_then(|text| text.parse().ok());
+        let flags = Flags {
+            ranks_here: Some(1),
+            world_size: number("--world-size"),
+            rank: number("--rank"),
+            master_addr: value("--master-addr"),
+            master_port: value("--master-port").and_then(|text| text.parse().ok()),
+        };
+        let process = launch(&flags, &place.environment());
+        assert_eq!((process.rank, process.local_rank, process.world_size), (5, 1, 8));
+        assert_eq!(process.host, Some(LocalRank { index: 1, count: 2 }));
+        assert_eq!(process.run, "job7");
+        assert_eq!(process.master, Some(Master { address: "node-0".to_owned(), port: 29_501, ports: 16 }));
+        assert_eq!(process.master, host.master);
+    }
 }

@@ -33,11 +33,14 @@ use crate::cli::{Gpus, TrainArgs};
 use crate::collective::launch::Launch;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::{Master, one_host_environment};
+use crate::report::LONGEST_END;
+use crate::report::ui::ScreenOfChild;
 use crate::runtime::{device, thread_pool};
 
-/// Time in which the other processes end by themselves after one has failed. The first one may wait
-/// 10 s for its alarms and 35 s for the program of `log.command`, and saves in the background end.
-const GRACE: Duration = Duration::from_secs(60);
+/// Limits on the end of the other processes, after the longest end of the first one and that of
+/// saves in the background: 60 s for all.
+const LIMITS: EndLimits =
+    EndLimits { joining: Duration::from_secs(5), all: Duration::from_secs(LONGEST_END.as_secs() + 15) };
 
 /// Variable by which tests start CPU ranks as processes: a folder with a file `rank-R` for each
 /// rank, which holds the variables of MPI's process R, each with a zero byte behind it. Only builds
@@ -51,6 +54,16 @@ const THREADS: &str = "RAYON_NUM_THREADS";
 const FIRST_PORT: u16 = 61_440;
 /// Ports to try, of which another program may use some.
 const PORTS_TRIED: usize = 64;
+
+/// Times after which the other processes end if one has failed.
+#[derive(Debug, Clone, Copy)]
+struct EndLimits {
+    /// Limit for ranks that still plan, or wait for the failed one to join. All others learn of the
+    /// failure at once.
+    joining: Duration,
+    /// Limit for all ranks.
+    all: Duration,
+}
 
 /// A rank that gets a process of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -130,20 +143,26 @@ fn mpi_processes() -> Option<OsString> {
 pub(crate) struct RankProcess {
     name: String,
     command: Command,
+    /// The terminal's screen, which the process may take.
+    screen: Option<ScreenOfChild>,
 }
 
 impl RankProcess {
+    fn new(name: impl Into<String>, command: Command) -> Self {
+        RankProcess { name: name.into(), command, screen: None }
+    }
+
     /// Returns the process of a whole run with the arguments `words`, at `place` among others.
     ///
     /// # Errors
     /// Internal: this binary cannot be found.
     pub(crate) fn of_run(words: &[OsString], place: Option<&ProcessPlace>) -> Result<Self> {
         let Some(place) = place else {
-            return Ok(RankProcess { name: "the run".to_owned(), command: child::command(words)? });
+            return Ok(Self::new("the run", child::command(words)?));
         };
         let mut command = child::command(&place.in_words(words))?;
         command.envs(place.environment());
-        Ok(RankProcess { name: "the run".to_owned(), command })
+        Ok(Self::new("the run", command))
     }
 
     /// Returns the processes of `ranks`, the ranks of `launch` on this host, with the arguments
@@ -176,15 +195,16 @@ impl RankProcess {
                     None => command.env_remove(name),
                 };
             }
-            Ok(RankProcess { name: rank.name(own.rank), command })
+            Ok(Self::new(rank.name(own.rank), command))
         };
         ranks.iter().enumerate().map(process).collect()
     }
 
-    /// Leaves the process in the process group of this one, so that it can read the keys of their
-    /// terminal. It then also gets the terminal's signals, each of which counts once although this
-    /// process passes it on.
+    /// Leaves the process in the process group of this one, so that it can take the screen and the
+    /// keys of their terminal. If it is killed, this process gives them back. The process also gets
+    /// the terminal's signals, each of which counts once although this process passes it on.
     pub(crate) fn in_foreground(&mut self) {
+        self.screen = ScreenOfChild::save();
         // SAFETY: a system call without arguments, which always succeeds.
         self.command.process_group(unsafe { libc::getpgrp() });
     }
@@ -226,22 +246,26 @@ pub(crate) fn run(ranks: &[SplitRank], launch: &Launch) -> Result<()> {
 }
 
 /// Starts `processes`, passes `signals` on to them, and waits until all have ended. If one fails,
-/// the others have 15 seconds to end by themselves. Prints the last output of the one that ended
-/// the run, unless it has the standard streams of this process.
+/// the others have the time of [`LIMITS`] to end by themselves. Prints the last output of the one
+/// that ended the run, unless it has the standard streams of this process.
 ///
 /// # Errors
 /// A process cannot be started; the others then end.
 pub(crate) fn until_end(processes: Vec<RankProcess>, signals: &[SeenSignal]) -> Result<RunEnd> {
-    let end = until_end_within(GRACE, processes, signals)?;
+    let end = until_end_within(LIMITS, processes, signals)?;
     end.print_output();
     Ok(end)
 }
 
-fn until_end_within(grace: Duration, processes: Vec<RankProcess>, signals: &[SeenSignal]) -> Result<RunEnd> {
+fn until_end_within(
+    limits: EndLimits,
+    processes: Vec<RankProcess>,
+    signals: &[SeenSignal],
+) -> Result<RunEnd> {
     let mut started: Vec<StartedProcess> = Vec::new();
     for process in processes {
         let is_first = started.is_empty();
-        started.push(StartedProcess::start(process.name, process.command, is_first)?);
+        started.push(StartedProcess::start(process, is_first)?);
     }
     let (mut order, mut asked_to_stop, mut failed_since) = (Vec::new(), false, None);
     loop {
@@ -257,7 +281,10 @@ fn until_end_within(grace: Duration, processes: Vec<RankProcess>, signals: &[See
         asked_to_stop |= child::pass_on(signals, &mut children);
         if order.iter().any(|index| started[*index].has_failed()) {
             let since: Instant = *failed_since.get_or_insert_with(Instant::now);
-            if since.elapsed() > grace {
+            if since.elapsed() > limits.joining {
+                started.iter_mut().for_each(StartedProcess::end_before_run);
+            }
+            if since.elapsed() > limits.all {
                 started.iter_mut().for_each(StartedProcess::kill);
             }
         }

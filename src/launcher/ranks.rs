@@ -24,7 +24,7 @@ use crate::data::ExampleSource as _;
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::locks::locked;
 use crate::ops;
-use crate::planning::Plan;
+use crate::planning::{MemoryBudget, Plan, available};
 use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
 use crate::report::alerts::raise_hang;
 use crate::report::ui::restore_screen;
@@ -145,6 +145,19 @@ impl RankSetup {
     /// Returns the device to plan for: the one with the least free memory.
     pub(crate) fn device(&self) -> Device {
         device::tightest(&self.devices)
+    }
+
+    /// Returns the memory that decides keys that are "auto": among several processes the least of
+    /// all, so that their plans are the same.
+    ///
+    /// # Errors
+    /// The processes do not all join.
+    pub(crate) fn memory(&self) -> Result<MemoryBudget> {
+        if !self.among_others() {
+            return Ok(MemoryBudget::Local);
+        }
+        let options = rendezvous_options(&self.launch)?;
+        least(&self.launch, &options, available(&self.device())).map(MemoryBudget::Agreed)
     }
 
     /// Returns whether the run has other processes.
@@ -287,8 +300,14 @@ impl RankSetup {
                 let id = <[u8; 128]>::try_from(id.as_slice())
                     .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
                 let abort_flag = AbortFlag::ending_by(end_process);
-                let stop = Arc::clone(&abort_flag);
-                session.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
+                let messenger = session.messenger();
+                abort_flag.tell_peers_by(move |rank, why| messenger.fail(rank, why));
+                // Weak, because the flag holds the session's connections, which hold this.
+                let stop = Arc::downgrade(&abort_flag);
+                session.on_failure(move |failure| {
+                    // The thread that reads from peers does not wait for aborts.
+                    drop(stop.upgrade().map(|stop| stop.start_raise(failure.clone().into())));
+                });
                 self.on_gpus(library, UniqueId(id), &abort_flag, rank)
             }
             None => {
@@ -392,8 +411,21 @@ pub(crate) fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
 
 /// Returns the request with which this process joins the others.
 pub(crate) fn join_request(launch: &Launch, digests: BTreeMap<String, String>) -> JoinRequest {
-    let peer = Peer { rank: launch.rank, ranks_here: launch.ranks_here, host: rendezvous::host_name() };
+    let (rank, ranks_here, host) = (launch.rank, launch.ranks_here, rendezvous::host_name());
+    let peer = Peer { rank, ranks_here, host, free_bytes: None };
     JoinRequest { peer, world_size: launch.world_size, digests }
+}
+
+/// Returns the least of `free`, the free bytes of each process, in a separate rendezvous; none if a
+/// process has none.
+fn least(launch: &Launch, options: &RendezvousOptions, free: Option<u64>) -> Result<Option<u64>> {
+    let mut request = join_request(launch, BTreeMap::new());
+    request.peer.free_bytes = free;
+    let session = Session::join(request, options)?;
+    note_failures_elsewhere(launch, &session);
+    let least = session.peers().iter().map(|peer| peer.free_bytes).min().flatten();
+    session.leave()?;
+    Ok(least)
 }
 
 /// Broadcasts the result of `make` in a separate rendezvous, which ends after all processes have
@@ -508,7 +540,8 @@ mod tests {
     use crate::collective::launch::LaunchSource;
     use crate::rendezvous::{Master, Secret};
 
-    /// All processes get the date of rank 0, and can join again at the same address.
+    /// All processes get the least free memory and the date of rank 0, and can join again at the
+    /// same address.
     #[test]
     #[allow(clippy::disallowed_methods, reason = "a test that cannot start a thread may panic")]
     fn processes_agree_before_they_have_a_plan() {
@@ -537,6 +570,10 @@ mod tests {
                 call_timeout: patience,
                 ..RendezvousOptions::new(launch.master.clone(), secret)
             };
+            let free = [Some(3), Some(1 << 60), Some(2)][rank];
+            assert_eq!(least(&launch, &options, free).expect("joined"), Some(2));
+            let unknown = free.filter(|_| rank != 1);
+            assert_eq!(least(&launch, &options, unknown).expect("joined"), None);
             ["first", "second"].map(|time| {
                 agree(&launch, &options, "the date", || Ok(format!("{time} of {rank}").into_bytes()))
                     .expect("agreed")

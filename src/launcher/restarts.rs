@@ -36,14 +36,18 @@ pub(crate) fn are_wanted(args: &TrainArgs) -> bool {
 }
 
 /// Runs the training of `args` in other processes and restarts it up to `--max-restarts` times.
-/// Ends this process with the exit code of the run.
+/// Ends this process with the exit code of the run. `check` comes first on the host of rank 0: it
+/// refuses what only the process of that rank would.
 ///
 /// # Errors
-/// A process cannot be started or a GPU is missing; a process was killed after the last restart;
-/// the run's processes belong to an MPI job.
-pub(crate) fn supervise(args: &TrainArgs) -> Result<()> {
+/// Those of `check`; a process cannot be started or a GPU is missing; a process was killed after
+/// the last restart; the run's processes belong to an MPI job.
+pub(crate) fn supervise(args: &TrainArgs, check: impl FnOnce() -> Result<()>) -> Result<()> {
     let restarts = args.max_restarts.unwrap_or(0);
     let launch = ranks::launch(args)?;
+    if launch.rank == 0 {
+        check()?;
+    }
     if args.max_restarts.is_some() && launch.master.is_some() && !ranks::on_gpus(args)? {
         return Err(Error::user("cannot restart one process of an MPI job")
             .because("MPI ends all processes of a job when one ends, and accepts no new ones")

@@ -20,28 +20,30 @@ const ENDING: [c_int; 2] = [SIGINT, SIGTERM];
 /// one save.
 const WARNING: [c_int; 4] = [SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU];
 
+/// Signal that ends a process whose ranks do not run yet, and later requests a save.
+pub(crate) const ENDS_BEFORE_RUN: c_int = SIGUSR1;
+
 /// Milliseconds after a first ending signal in which a second one counts as the same. A job may
 /// signal the process and its group, or a launcher may pass the system's signal on.
 const ONE_REQUEST_MS: u64 = 500;
 
-/// Returns a flag that the first signal sets, to request a save. A later SIGINT or SIGTERM ends the
-/// program at once, unless it comes within half a second of the first.
+/// Lets the first signal set `stop`, to request a save. A later SIGINT or SIGTERM ends the program
+/// at once, unless it comes within half a second of the first.
 ///
 /// # Errors
 /// The system refuses a signal handler.
-pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
+pub(crate) fn watch(stop: &Arc<AtomicBool>) -> Result<()> {
     let first = FirstSignal::none_yet();
     for signal in ENDING {
-        stop_or_end(signal, &stop, &first)?;
+        stop_or_end(signal, stop, &first)?;
     }
     for signal in WARNING {
         // A parent such as `nohup` ignores the signal so that the process continues.
         if !is_ignored(signal) {
-            flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
+            flag::register(signal, Arc::clone(stop)).map_err(failed)?;
         }
     }
-    Ok(stop)
+    Ok(())
 }
 
 /// Time of the first ending signal: milliseconds after `began`, at least 1; 0 before any signal.

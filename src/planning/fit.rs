@@ -60,9 +60,12 @@ pub(crate) enum Rows<'a> {
 
 /// The memory available to a run.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum MemoryBudget {
+pub enum MemoryBudget {
     /// The memory of this machine, less what is in use.
     Local,
+    /// The least free memory of the devices of all processes, which plan alike; none if one of them
+    /// is unknown.
+    Agreed(Option<u64>),
     /// The memory of a device that may be on another machine.
     Given {
         /// Bytes available to a rank.
@@ -118,7 +121,7 @@ impl StepInputs<'_> {
         match self.room {
             MemoryBudget::Given { process, .. } => process,
             MemoryBudget::Local if world.all == 1 && self.engine.traits.on_host() => process_bytes(),
-            MemoryBudget::Local => 0,
+            MemoryBudget::Local | MemoryBudget::Agreed(_) => 0,
         }
     }
 
@@ -222,11 +225,13 @@ impl StepInputs<'_> {
     /// Returns the bytes available to each of `ranks` ranks; none if they are unknown. Ranks on the
     /// CPU share one memory. A tenth stays in reserve for what the estimate does not count.
     pub(crate) fn budget(&self, ranks: usize) -> Option<u64> {
-        if let MemoryBudget::Given { free, .. } = self.room {
-            return Some(free / 10 * 9);
-        }
+        let free = match self.room {
+            MemoryBudget::Given { free, .. } => return Some(free / 10 * 9),
+            MemoryBudget::Agreed(free) => free,
+            MemoryBudget::Local => available(&self.engine.device),
+        };
         let sharing = if self.engine.device.is_cpu() { ranks as u64 } else { 1 };
-        available(&self.engine.device).map(|bytes| bytes / sharing / 10 * 9)
+        free.map(|bytes| bytes / sharing / 10 * 9)
     }
 
     /// Returns the error if no strategy fits, with the changes that make one fit.
@@ -340,4 +345,50 @@ pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
     }
     lengths.sort_unstable_by(|a, b| b.cmp(a));
     lengths.iter().take(size).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_core::Device;
+
+    use super::*;
+    use crate::clock;
+    use crate::loading::Resolver;
+    use crate::planning::Plan;
+    use crate::recipe::{RecipeLayers, RecipeText};
+    use crate::report::{Terminal, Verbosity};
+
+    /// Plans a run of all weights on four ranks.
+    fn plan(room: MemoryBudget) -> Result<Plan> {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let text = "[train]\nmicro_batch_size = 1\nmax_steps = 1\nrecompute = \"none\"\n[optimizer]\nlearning_rate = 1e-4\n"
+            .to_owned();
+        let recipe = Recipe::load(&RecipeLayers {
+            recipe: Some(RecipeText { name: "test".into(), text, folder: golden.clone() }),
+            model: Some("models/tiny-llama".into()),
+            train: vec!["data/sft_messages.jsonl".into()],
+            folder: golden,
+            ..RecipeLayers::default()
+        })?;
+        let terminal = Terminal::stderr(Verbosity::Quiet);
+        let resolver = Resolver::new(true, &terminal)?;
+        let world = WorldSize { all: 4, local: None, here: 1 };
+        Plan::resolve(recipe, &resolver, (Device::Cpu, room), world, None, clock::now())
+    }
+
+    /// Each process may have more, but all decide for the least.
+    #[test]
+    fn the_memory_that_all_processes_agreed_on_decides() -> Result<()> {
+        let widest = plan(MemoryBudget::Agreed(None))?;
+        assert_eq!(widest.strategy, ShardingStrategy::Ddp);
+        let of_ranks = widest.memory.total() * 4;
+        let ample = plan(MemoryBudget::Agreed(Some(of_ranks * 2)))?;
+        assert_eq!(ample.strategy, ShardingStrategy::Ddp);
+        // A tenth stays in reserve.
+        let tight = plan(MemoryBudget::Agreed(Some(of_ranks)))?;
+        assert_ne!(tight.strategy, ShardingStrategy::Ddp);
+        Ok(())
+    }
 }

@@ -454,7 +454,7 @@ fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, dtype: D
 }
 
 /// Returns the free bytes of the device; none if they are unknown.
-pub(super) fn available(device: &Device) -> Option<u64> {
+pub(crate) fn available(device: &Device) -> Option<u64> {
     if !device.is_cpu() {
         return crate::runtime::device::free_bytes(device);
     }

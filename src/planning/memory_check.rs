@@ -2,7 +2,7 @@
 //! the system would end the process, without a reason.
 
 use super::memory::MemoryPlan;
-use super::{Plan, process_bytes};
+use super::{MemoryBudget, Plan, process_bytes};
 use crate::collective::Phase;
 use crate::error::{Error, Result};
 use crate::runtime::device::free_bytes;
@@ -32,7 +32,11 @@ impl Plan {
             let needed = on_host.saturating_mul(ranks);
             (host, ranks, needed.saturating_add(self.counted_too(host.bound, ranks)))
         };
-        let short = match (host_memory().map(needs), free_bytes(&self.engine.device)) {
+        let free = match self.room {
+            MemoryBudget::Agreed(free) if !self.engine.device.is_cpu() => free,
+            _ => free_bytes(&self.engine.device),
+        };
+        let short = match (host_memory().map(needs), free) {
             (Some((host, ranks, needed)), _) if needed > host.limit => {
                 let ranks = match ranks {
                     1 => "a step needs".into(),
@@ -43,7 +47,10 @@ impl Plan {
             }
             (_, Some(free)) if memory.kept() > free => {
                 let kept = units::bytes(memory.kept());
-                format!("a rank keeps {kept} on its GPU, which has {} free", units::bytes(free))
+                format!(
+                    "a rank keeps {kept} on its GPU; the least free memory of one is {}",
+                    units::bytes(free)
+                )
             }
             _ => return Ok(()),
         };

@@ -73,6 +73,8 @@ pub struct Plan {
     sampled_identity: OnceLock<ModelIdentity>,
     /// The identity with the digest of every byte, once that is computed.
     whole_identity: OnceLock<ModelIdentity>,
+    /// The memory that decided keys that are "auto".
+    pub(super) room: MemoryBudget,
     params: ParamCache,
     /// The dtype of each tensor of the base, independent of the dtypes of a checkpoint.
     pub(crate) stored_dtypes: BTreeMap<String, StoredDtype>,
@@ -81,15 +83,16 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Finds model and data, and decides everything that the recipe leaves open. `resumed` is the
-    /// checkpoint to resume from. `now` is the time that the chat template sees.
+    /// Finds model and data, and decides everything that the recipe leaves open, for `device` with
+    /// the memory `room`. `resumed` is the checkpoint to resume from. `now` is the time that the
+    /// chat template sees.
     ///
     /// # Errors
     /// Anything in recipe, model or data that cannot be used; reported before any weight is read.
     pub fn resolve(
         mut recipe: Recipe,
         resolver: &Resolver<'_>,
-        device: Device,
+        (device, room): (Device, MemoryBudget),
         world: WorldSize,
         resumed: Option<&SavedCheckpoint>,
         now: DateTime<FixedOffset>,
@@ -119,7 +122,7 @@ impl Plan {
             rows: Rows::Of(&train.0),
             new_tokens: &tokens,
             engine: &engine,
-            room: MemoryBudget::Local,
+            room,
             params: &ParamCache::default(),
         };
         inputs.split_rows(&mut recipe, world)?;
@@ -148,6 +151,7 @@ impl Plan {
             why,
             sampled_identity: OnceLock::new(),
             whole_identity: OnceLock::new(),
+            room,
             // A new cache: the engine got its offload options after the decision, which can change
             // the parameters.
             params: ParamCache::default(),
@@ -310,7 +314,7 @@ impl Plan {
             rows: Rows::Of(&self.train.0),
             new_tokens: &[],
             engine: &self.engine,
-            room: MemoryBudget::Local,
+            room: self.room,
             params: &self.params,
         }
     }

@@ -51,6 +51,15 @@ pub(crate) struct OutputFolder {
 }
 
 impl OutputFolder {
+    /// Refuses the folder of a new run if it is not free. The folder of a run to resume is left to
+    /// [`OutputFolder::prepare`].
+    ///
+    /// # Errors
+    /// The folder is in use or not free.
+    pub(crate) fn check_new(args: &TrainArgs) -> Result<()> {
+        if args.resume.is_some() { Ok(()) } else { refuse_occupied(args.output()) }
+    }
+
     /// Examines the output folder. Only the `first` process of the run locks it and refuses it.
     ///
     /// # Errors
@@ -60,7 +69,7 @@ impl OutputFolder {
         let output = args.output();
         let Some(from) = &args.resume else {
             if first {
-                refuse_occupied(output)?;
+                Self::check_new(args)?;
             }
             return Ok(OutputFolder { resumed: None, record: None, claimed: None });
         };

@@ -7,7 +7,7 @@ use crate::collective::launch::Launch;
 use crate::error::Result;
 use crate::launcher::ranks::RankSetup;
 use crate::loading::Resolver;
-use crate::planning::{Plan, WorldSize};
+use crate::planning::{MemoryBudget, Plan, WorldSize};
 use crate::recipe::Recipe;
 use crate::report::Terminal;
 
@@ -22,13 +22,15 @@ pub(crate) fn plan_of(
     found: Option<&OutputFolder>,
     terminal: &Terminal,
 ) -> Result<Plan> {
+    // A dry run contacts no other process.
+    let room = found.map_or(Ok(MemoryBudget::Local), |_| ranks.memory())?;
     let Launch { world_size: all, local_world_size: local, ranks_here: here, .. } = ranks.launch;
     let resolver = Resolver::new(args.common.offline, terminal)?;
     let resolver = if args.dry_run { resolver.leaving_weights() } else { resolver };
     let recorded = found.map_or(Ok(None), OutputFolder::date)?;
     let resolve = |recipe, now| {
         let resumed = found.and_then(|found| found.resumed.as_ref());
-        Plan::resolve(recipe, &resolver, ranks.device(), WorldSize { all, local, here }, resumed, now)
+        Plan::resolve(recipe, &resolver, (ranks.device(), room), WorldSize { all, local, here }, resumed, now)
     };
     let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(clock::now))?;
     if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.rows.date(), found) {

@@ -18,9 +18,7 @@ use crate::runtime::device;
 use crate::runtime::thread_pool::run_in_pool;
 
 /// Returns the trainer of a rank of `plan` on its `device`, with weights loaded. `resumed` is the
-/// checkpoint passed to [`Plan::resume`]. All ranks call it. The memory pool of a GPU keeps 5 %
-/// more than the plan, and 512 MiB more than a small one, because the driver adds memory in large
-/// pieces; the rest is for modules, libraries and communicators.
+/// checkpoint passed to [`Plan::resume`]. All ranks call it.
 ///
 /// # Errors
 /// Weights cannot be read or do not fit the model; a peer failed.
@@ -30,8 +28,7 @@ pub fn trainer(
     world: Arc<dyn Collective>,
     device: &Device,
 ) -> Result<Trainer> {
-    let planned = plan.memory.total();
-    device::release_above(device, planned.saturating_add((planned / 20).max(512 << 20)))?;
+    device::release_above(device, kept_by_pool(plan.memory.total()))?;
     let (ranks, device) = (DeviceMesh::new(plan.strategy, world)?, device.clone());
     let engine = EngineOptions { ranks, device, ..plan.engine.clone() };
     let (engine, initial) = run_in_pool(&Device::Cpu, || {
@@ -57,4 +54,24 @@ pub fn trainer(
         trainer.restore(saved)?;
     }
     Ok(trainer)
+}
+
+/// Returns the bytes that the memory pool of a GPU keeps for a plan of `planned` bytes: 5 % more,
+/// and at least 512 MiB more, because the driver adds memory in large pieces. The rest is for
+/// modules, libraries and communicators.
+fn kept_by_pool(planned: u64) -> u64 {
+    planned.saturating_add((planned / 20).max(512 << 20))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kept_by_pool;
+
+    #[test]
+    fn the_pool_keeps_512_mib_beside_a_small_plan() {
+        let kept = |gib: u64| kept_by_pool(gib << 30) - (gib << 30);
+        assert_eq!([0, 2, 10].map(kept), [512 << 20; 3]);
+        assert_eq!(kept(40), 2 << 30);
+        assert_eq!(kept_by_pool(u64::MAX), u64::MAX);
+    }
 }

@@ -208,7 +208,7 @@ fn the_network_of_threads() {
 #[cfg(all(unix, not(feature = "cuda")))]
 struct Beside {
     folder: tempfile::TempDir,
-    lib: std::path::PathBuf,
+    nvidia: std::path::PathBuf,
 }
 
 #[cfg(all(unix, not(feature = "cuda")))]
@@ -219,26 +219,41 @@ impl Beside {
         std::fs::hard_link(cargo_bin!("finetune"), &own)
             .or_else(|_| std::fs::copy(cargo_bin!("finetune"), &own).map(drop))
             .unwrap();
-        let lib = folder.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
-        std::fs::create_dir_all(&lib).unwrap();
-        std::fs::write(lib.join("libcuda.so.1"), "").unwrap();
-        Beside { folder, lib }
+        let nvidia = folder.path().join("lib/python3.12/site-packages/nvidia");
+        let beside = Beside { folder, nvidia };
+        beside.add_library("cu13", "libcuda.so.1");
+        beside
     }
 
-    /// Installs a build with GPU support that prints its name and ends with code 7.
+    /// Installs a build with GPU support that prints its name and its folders of libraries and ends
+    /// with code 7.
     fn install(&self, name: &str) {
+        let build = self.folder.path().join(name);
+        let script = format!("#!/bin/sh\necho \"{name}: $*\"\necho \"$LD_LIBRARY_PATH\" >&2\nexit 7\n");
+        std::fs::write(&build, script).unwrap();
+        self.set_mode(name, 0o755);
+    }
+
+    fn set_mode(&self, name: &str, mode: u32) {
         use std::os::unix::fs::PermissionsExt;
         let build = self.folder.path().join(name);
-        std::fs::write(&build, format!("#!/bin/sh\necho \"{name}: $*\"\nexit 7\n")).unwrap();
-        std::fs::set_permissions(&build, std::fs::Permissions::from_mode(0o755)).unwrap();
+        std::fs::set_permissions(build, std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    /// Adds an empty library to the wheel `wheel`. Returns its folder.
+    fn add_library(&self, wheel: &str, name: &str) -> std::path::PathBuf {
+        let lib = self.nvidia.join(wheel).join("lib");
+        std::fs::create_dir_all(&lib).unwrap();
+        std::fs::write(lib.join(name), "").unwrap();
+        lib
     }
 
     /// Adds empty libraries of a release of CUDA.
     fn add_libraries(&self, release: u32) {
         for name in ["cudart", "cublas", "cublasLt"] {
-            std::fs::write(self.lib.join(format!("lib{name}.so.{release}")), "").unwrap();
+            self.add_library("cu13", &format!("lib{name}.so.{release}"));
         }
-        std::fs::write(self.lib.join("libcurand.so.10"), "").unwrap();
+        self.add_library("cu13", "libcurand.so.10");
     }
 
     /// Compiles a driver that supports CUDA up to `version`, such as 12080.
@@ -249,21 +264,25 @@ impl Beside {
         // Rust links with the same compiler.
         let status = Command::new("cc")
             .args(["-shared", "-fPIC", "-o"])
-            .args([&self.lib.join("libcuda.so.1"), &source])
+            .args([&self.nvidia.join("cu13/lib/libcuda.so.1"), &source])
             .status();
         assert!(status.unwrap().success());
     }
 
-    fn run(&self, hidden: bool) -> (Option<i32>, String) {
+    fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(self.folder.path().join("finetune"));
-        command.arg("--version").env("VIRTUAL_ENV", self.folder.path()).env_remove("CUDA_VISIBLE_DEVICES");
-        if hidden {
-            command.env("CUDA_VISIBLE_DEVICES", "");
-        }
-        let output = command.output().unwrap();
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        (output.status.code(), text(output.stdout) + &text(output.stderr))
+        command.args(args).env("VIRTUAL_ENV", self.folder.path());
+        command.env_remove("CUDA_VISIBLE_DEVICES").env_remove("LD_LIBRARY_PATH");
+        command
     }
+}
+
+/// Returns the exit code and both outputs.
+#[cfg(all(unix, not(feature = "cuda")))]
+fn end_of(command: &mut Command) -> (Option<i32>, String, String) {
+    let output = command.output().unwrap();
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    (output.status.code(), out, err)
 }
 
 /// Beside the build for the CPU, `finetune-cuda` is the build with GPU support.
@@ -274,8 +293,9 @@ fn becomes_the_gpu_build_if_its_libraries_are_there() {
     beside.install("finetune-cuda");
     let found = doctor(&[], &[]);
     let missing = value(&found, "GPU libraries").split("missing: ").nth(1).unwrap_or_default();
+    let version = || beside.command(&["--version"]);
     if missing.contains("libcublas.so.13") {
-        let (code, text) = beside.run(false);
+        let (code, _, text) = end_of(&mut version());
         assert!(
             code == Some(0) && text.contains("finetune-cuda cannot start: the loader does not find"),
             "{text}"
@@ -283,9 +303,25 @@ fn becomes_the_gpu_build_if_its_libraries_are_there() {
         assert!(text.contains("libcublas.so.13") && !text.contains("libcuda.so.1,"), "{text}");
     }
     beside.add_libraries(13);
-    assert_eq!(beside.run(false), (Some(7), "finetune-cuda: --version\n".to_owned()));
-    let (code, text) = beside.run(true);
-    assert!(code == Some(0) && text.starts_with("finetune ") && !text.contains("warning"), "{text}");
+    let nccl = beside.add_library("nccl", "libnccl.so.2");
+    let (code, text, folders) = end_of(&mut version());
+    assert_eq!((code, text.as_str()), (Some(7), "finetune-cuda: --version\n"));
+    // The wheel of NCCL has a folder of its own.
+    assert!(folders.contains(nccl.to_str().unwrap()) || !missing.contains("NCCL"), "{folders}");
+    let on_cpu = |command: &mut Command| {
+        let (code, text, warnings) = end_of(command);
+        assert!(code == Some(0) && text.starts_with("finetune ") && warnings.is_empty(), "{text}{warnings}");
+    };
+    on_cpu(version().env("CUDA_VISIBLE_DEVICES", ""));
+    for ranks in [&["--ranks", "2", "--version"][..], &["--ranks=2", "--version"]] {
+        on_cpu(&mut beside.command(ranks));
+    }
+    // A reader that is gone does not kill the program that could not become the other.
+    beside.set_mode("finetune-cuda", 0o644);
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let (code, _, text) = end_of(beside.command(&["recipes"]).stdout(writer));
+    assert!(code == Some(0) && text.contains("finetune-cuda cannot start"), "{code:?}: {text}");
 }
 
 /// A driver that supports only CUDA 12 gets `finetune-cuda12`, although CUDA 13 is installed.
@@ -302,20 +338,25 @@ fn becomes_the_gpu_build_that_the_driver_supports() {
         return;
     }
     let beside = Beside::new();
+    let version = || beside.command(&["--version"]);
+    let becomes = |name: &str| {
+        let (code, text, _) = end_of(&mut version());
+        assert_eq!((code, text), (Some(7), format!("{name}: --version\n")));
+    };
     beside.add_driver(12080);
     beside.add_libraries(13);
     beside.install("finetune-cuda");
-    let (code, text) = beside.run(false);
+    let (code, _, text) = end_of(&mut version());
     let cause = "finetune-cuda cannot start: it needs CUDA 13, and the NVIDIA driver supports CUDA 12";
     assert!(code == Some(0) && text.contains(cause), "{text}");
     beside.install("finetune-cuda12");
-    let (code, text) = beside.run(false);
+    let (code, _, text) = end_of(&mut version());
     assert!(
         code == Some(0) && text.contains("finetune-cuda12 cannot start: the loader does not find"),
         "{text}"
     );
     beside.add_libraries(12);
-    assert_eq!(beside.run(false), (Some(7), "finetune-cuda12: --version\n".to_owned()));
+    becomes("finetune-cuda12");
     beside.add_driver(13000);
-    assert_eq!(beside.run(false), (Some(7), "finetune-cuda: --version\n".to_owned()));
+    becomes("finetune-cuda");
 }

@@ -70,6 +70,17 @@ fn restarts_are_used_up_or_of_no_use() {
     assert!(!text.contains("restart"), "{text}");
 }
 
+/// The parent refuses an occupied folder. A process would refuse the recipe first.
+#[test]
+fn an_occupied_folder_is_refused_before_a_process_starts() {
+    let place = tempfile::tempdir().unwrap();
+    std::fs::write(place.path().join("notes.txt"), "").unwrap();
+    let done = train(place.path(), None, &["--max-restarts", "1", "--set", "train.nonsense=1"]);
+    let text = said(&done);
+    assert_eq!(done.status.code(), Some(1), "{text}");
+    assert!(text.contains("error: cannot write to ") && !text.contains("nonsense"), "{text}");
+}
+
 /// A signal to the parent reaches the run, which saves and is not restarted.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]

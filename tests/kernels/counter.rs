@@ -17,7 +17,7 @@ use finetune::engine::Trainer;
 use finetune::loading::Resolver;
 use finetune::model::{AdapterSwitch, ModelConfig, parameters};
 use finetune::ops::{GEMM_WORKSPACE, GpuWork, count_process, requested_work};
-use finetune::planning::{Plan, WorldSize};
+use finetune::planning::{MemoryBudget, Plan, WorldSize};
 use finetune::recipe::{Recipe, RecipeLayers, RecipeText};
 use finetune::report::{Terminal, Verbosity};
 use finetune::training::trainer;
@@ -229,7 +229,8 @@ fn load(shape: &Shape, run: Run) -> Loaded {
     let terminal = Terminal::stderr(Verbosity::Quiet);
     let finder = Resolver::new(true, &terminal).unwrap();
     let now = chrono::Local::now().fixed_offset();
-    let plan = Plan::resolve(recipe, &finder, Device::Cpu, WorldSize::in_one_process(1), None, now).unwrap();
+    let (on, world) = ((Device::Cpu, MemoryBudget::Local), WorldSize::in_one_process(1));
+    let plan = Plan::resolve(recipe, &finder, on, world, None, now).unwrap();
     let mut sampler = plan.sampler().unwrap();
     let steps = (0..3).map(|_| sampler.next_step().unwrap()).collect();
     drop(sampler);

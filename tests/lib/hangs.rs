@@ -19,7 +19,7 @@ fn options(port: u16) -> RendezvousOptions {
 }
 
 fn request(rank: usize) -> JoinRequest {
-    let peer = Peer { rank, ranks_here: 1, host: format!("host-{rank}") };
+    let peer = Peer { rank, ranks_here: 1, host: format!("host-{rank}"), free_bytes: None };
     JoinRequest { peer, world_size: 2, digests: BTreeMap::new() }
 }
 

@@ -28,7 +28,7 @@ fn master(address: &str, port: u16, ports: u16) -> Option<Master> {
 fn request(rank: usize, world_size: usize) -> JoinRequest {
     let digests =
         [("binary", "00aa"), ("plan", "12ab34cd")].map(|(name, hex)| (name.to_owned(), hex.to_owned()));
-    let peer = Peer { rank, ranks_here: 1, host: format!("host-{rank}") };
+    let peer = Peer { rank, ranks_here: 1, host: format!("host-{rank}"), free_bytes: None };
     JoinRequest { peer, world_size, digests: BTreeMap::from(digests) }
 }
 
@@ -368,9 +368,9 @@ fn changed(
 fn a_changed_greeting_is_refused() {
     for (from, to, why) in [
         (
-            "\"version\":3",
             "\"version\":4",
-            "rank 0 uses version 3 of the rendezvous protocol, the other process version 4",
+            "\"version\":5",
+            "rank 0 uses version 4 of the rendezvous protocol, the other process version 5",
         ),
         ("true", "false", "rank 0 was started with a secret, the other process without"),
         ("{", "{ ", "its secret differs from that of rank 0"),
@@ -404,17 +404,17 @@ fn another_version_is_refused_by_both_ends() {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     write_frame(&mut stream, br#"{"protocol":"finetune rendezvous","version":9,"zone":"b"}"#);
     let answer = read_frame(&mut stream).unwrap();
-    assert_eq!(String::from_utf8(answer).unwrap(), r#"{"refused":{"version":{"rank_0":3,"other":9}}}"#);
+    assert_eq!(String::from_utf8(answer).unwrap(), r#"{"refused":{"version":{"rank_0":4,"other":9}}}"#);
     all_join(vec![first, plain_guest(1, 2, port)]);
 
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let second = plain_guest(1, 2, listener.local_addr().unwrap().port());
     let (mut stream, _) = listener.accept().unwrap();
-    write_frame(&mut stream, br#"{"refused":{"version":{"rank_0":9,"other":3}}}"#);
+    write_frame(&mut stream, br#"{"refused":{"version":{"rank_0":9,"other":4}}}"#);
     let error = refusal(second);
     assert_eq!(error.kind(), ErrorCategory::User);
     let text = error.to_string();
-    assert!(text.contains("rank 0 uses version 9 of the rendezvous protocol, the other process version 3"));
+    assert!(text.contains("rank 0 uses version 9 of the rendezvous protocol, the other process version 4"));
     assert!(text.contains("start all processes with the same binary"), "{text}");
 }
 

@@ -67,6 +67,10 @@ fn run(mut mpirun: Command, apps: &[(&[&str], Vec<String>)]) -> Output {
         });
         mpirun.arg(BINARY).args(line);
     }
+    output_of(mpirun)
+}
+
+fn output_of(mut mpirun: Command) -> Output {
     // Open MPI's runs share a folder for each user by default, and one that ends removes it while
     // another begins.
     let sessions = tempfile::tempdir().unwrap();
@@ -243,6 +247,23 @@ fn processes_about_to_run_different_things_are_refused() {
     assert_eq!(done.status.code(), Some(1), "{}", said(&done));
     assert!(said(&done).contains("plan"), "{}", said(&done));
     assert!(!output.exists(), "weights were loaded");
+}
+
+/// A process with less memory than that of rank 0, which prints the memory that it planned with.
+#[test]
+#[cfg(target_os = "linux")]
+fn processes_plan_with_the_least_free_memory() {
+    let Some(mut mpirun) = mpirun() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let line = line(&place.path().join("out"), &["--set", "parallel.strategy=auto"]);
+    mpirun.args(["-n", "1", BINARY]).args(&line);
+    let limited = "ulimit -d 2000000; exec \"$0\" \"$@\"";
+    mpirun.args([":", "-n", "1", "sh", "-c", limited, BINARY]).args(&line);
+    let done = output_of(mpirun);
+    let text = said(&done);
+    assert!(done.status.success(), "{text}");
+    // Half of the limit on the data of a process, less what is in reserve.
+    assert!(text.contains(" MiB are available"), "{text}");
 }
 
 #[test]

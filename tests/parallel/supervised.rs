@@ -167,6 +167,18 @@ fn a_rank_that_fails_shows_its_output() {
     assert!(own.contains("  | error: rank 1 failed in phase backward"), "{text}");
 }
 
+/// The code of the command is that of the rank that failed, and not that of a rank which lost it.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
+fn the_run_ends_with_the_code_of_the_rank_that_failed() {
+    let Some(job) = IdleJob::start() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let done = job.command(&place.path().join("out"), Some("1:backward:2:exit"), &[]).output().unwrap();
+    let text = said(&done);
+    assert_eq!(done.status.code(), Some(3), "{text}");
+    assert!(errors(&text) == 1 && text.contains("error: rank 1"), "{text}");
+}
+
 /// A failure of rank 0, and an error that every rank finds, appear once.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions read the variable")]
@@ -179,6 +191,13 @@ fn an_error_of_rank_0_or_of_all_ranks_appears_once() {
     assert_eq!(done.status.code(), Some(1), "{text}");
     assert!(errors(&text) == 1 && !text.contains("its last output"), "{text}");
     assert!(!output.exists(), "{text}");
+    std::fs::create_dir(&output).unwrap();
+    std::fs::write(output.join("notes.txt"), "").unwrap();
+    let done = job.command(&output, None, &[]).output().unwrap();
+    let text = said(&done);
+    assert_eq!(done.status.code(), Some(1), "{text}");
+    assert!(errors(&text) == 1 && text.contains("error: cannot write to "), "{text}");
+    let output = place.path().join("other");
     let done = job.command(&output, Some("0:backward:2:error"), &[]).output().unwrap();
     let text = said(&done);
     assert_eq!(done.status.code(), Some(75), "{text}");

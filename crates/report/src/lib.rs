@@ -34,6 +34,8 @@ pub mod terminal;
 pub mod timing;
 pub mod ui;
 
+use std::time::Duration;
+
 pub use endpoint::{MetricsEndpoint, RunLabels};
 use finetune_core::{address, clock, error, locks, median, program, recipe, threads, units};
 pub use listener::{RunEnd, RunListener, RunListeners};
@@ -43,6 +45,12 @@ pub use page_server::PageServer;
 pub use printable::printable;
 pub use tensorboard::EventWriter;
 pub use terminal::{Terminal, Verbosity, say};
+
+/// Longest time that a run may take at its end to deliver alarms and to end the program of
+/// `log.command`.
+pub const LONGEST_END: Duration = Duration::from_secs(
+    alerts::LAST_WAIT.as_secs() + log_command::LAST_WAIT.as_secs() + log_command::KILL_WAIT.as_secs(),
+);
 
 /// Waits until the terminal has accepted all output, or none for two seconds, and gives the screen
 /// back. Call it before the process ends.

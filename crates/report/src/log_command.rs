@@ -29,13 +29,13 @@ use crate::threads;
 /// Most lines that wait for the program.
 const WAITING: usize = 4096;
 /// Time that a run waits at its end for the program, which may still be loading its packages.
-const LAST_WAIT: Duration = Duration::from_secs(30);
+pub(crate) const LAST_WAIT: Duration = Duration::from_secs(30);
 /// The same for a failed run, since other ranks may wait for its end.
 const SHORT_WAIT: Duration = Duration::from_secs(2);
 /// Time that a warning waits for the program's last messages. No step waits for them.
 const MESSAGE_WAIT: Duration = Duration::from_secs(1);
 /// Time that the system has to end a killed program.
-const KILL_WAIT: Duration = Duration::from_secs(5);
+pub(crate) const KILL_WAIT: Duration = Duration::from_secs(5);
 /// Bytes of the program's last messages that are kept.
 const KEPT_BYTES: usize = 1024;
 /// Last lines of them that a warning repeats.

@@ -95,7 +95,7 @@ fn explains(processes: &[StartedProcess], order: &[usize]) -> usize {
 /// Returns how far the end of a process is from explaining that of the run.
 fn distance(process: &StartedProcess) -> u8 {
     match process.code() {
-        _ if process.is_killed => 3,
+        _ if process.was_ended() => 3,
         Some(0) => 4,
         Some(code) if code == i32::from(ErrorCategory::SavedAndStopped.exit_code()) => 2,
         Some(code) if code == i32::from(child::HEARD) => 1,

@@ -1,12 +1,15 @@
 //! A process of a run, from its start on.
 
-use std::process::Command;
+use std::os::unix::process::ExitStatusExt as _;
 
 use signal_hook::consts::SIGKILL;
 
+use super::RankProcess;
 use super::kept_output::KeptOutput;
 use crate::error::{ErrorCategory, Result};
 use crate::launcher::child::Running;
+use crate::launcher::signals::ENDS_BEFORE_RUN;
+use crate::report::ui::ScreenOfChild;
 
 /// A process of a run that was started.
 pub(super) struct StartedProcess {
@@ -16,18 +19,23 @@ pub(super) struct StartedProcess {
     /// Its output; none for the process that has the standard streams of this one.
     pub(super) output: Option<KeptOutput>,
     /// True if this process has killed it because another one failed.
-    pub(super) is_killed: bool,
+    is_killed: bool,
+    /// True if this process has sent it [`ENDS_BEFORE_RUN`] because another one failed.
+    is_signalled: bool,
+    /// Given back when this value is dropped, after the end of the process.
+    _screen: Option<ScreenOfChild>,
 }
 
 impl StartedProcess {
-    /// Starts `command`, the process `name`. The first process keeps the standard streams of this
-    /// one.
+    /// Starts `process`. The first process keeps the standard streams of this one.
     ///
     /// # Errors
     /// [`crate::error::Error::cannot_start`].
-    pub(super) fn start(name: String, mut command: Command, is_first: bool) -> Result<Self> {
+    pub(super) fn start(process: RankProcess, is_first: bool) -> Result<Self> {
+        let RankProcess { name, mut command, screen } = process;
         let output = if is_first { None } else { Some(KeptOutput::of(&mut command, &name)?) };
-        Ok(StartedProcess { name, child: Running::start(command)?, output, is_killed: false })
+        let child = Running::start(command)?;
+        Ok(StartedProcess { name, child, output, is_killed: false, is_signalled: false, _screen: screen })
     }
 
     /// Returns the exit code of the process; none before its end, and if a signal ended it.
@@ -39,6 +47,19 @@ impl StartedProcess {
     pub(super) fn has_failed(&self) -> bool {
         let fine = [0, i32::from(ErrorCategory::SavedAndStopped.exit_code())];
         self.child.status().is_some() && self.code().is_none_or(|code| !fine.contains(&code))
+    }
+
+    /// Returns whether the process ended because this one has ended it.
+    pub(super) fn was_ended(&self) -> bool {
+        let by = self.child.status().and_then(|status| status.signal());
+        self.is_killed || self.is_signalled && by == Some(ENDS_BEFORE_RUN)
+    }
+
+    /// Ends the process if its ranks do not run yet: it plans, or waits for others to join.
+    pub(super) fn end_before_run(&mut self) {
+        if !std::mem::replace(&mut self.is_signalled, true) {
+            self.child.send(ENDS_BEFORE_RUN);
+        }
     }
 
     /// Kills the process unless it has ended.

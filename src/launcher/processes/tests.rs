@@ -11,19 +11,22 @@ use crate::threads;
 /// Time limit of a wait, in which a busy machine starts a shell.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Limits that no test waits for.
+const PATIENT: EndLimits = EndLimits { joining: PATIENCE, all: PATIENCE };
+
 /// Processes of `rank 0`, `rank 1`, … that run `scripts` in a shell.
 fn shells(scripts: &[&str]) -> Vec<RankProcess> {
     let shell = |(rank, script): (usize, &&str)| {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        RankProcess { name: format!("rank {rank}"), command }
+        RankProcess::new(format!("rank {rank}"), command)
     };
     scripts.iter().enumerate().map(shell).collect()
 }
 
-/// The end of processes that get no signal; after a failure the others have `grace`.
-fn end_of(scripts: &[&str], grace: Duration) -> RunEnd {
-    until_end_within(grace, shells(scripts), &[]).unwrap()
+/// The end of processes of which no signal asks to stop.
+fn end_of(scripts: &[&str], limits: EndLimits) -> RunEnd {
+    until_end_within(limits, shells(scripts), &[]).unwrap()
 }
 
 /// A rank that fails after its peers have heard of it is the cause all the same, with its exit code
@@ -31,7 +34,7 @@ fn end_of(scripts: &[&str], grace: Duration) -> RunEnd {
 #[test]
 fn the_rank_that_failed_explains_the_end_and_not_those_that_heard() {
     let heard = format!("exit {}", child::HEARD);
-    let end = end_of(&[&heard, &heard, "sleep 0.3; echo canary; echo why >&2; exit 4"], PATIENCE);
+    let end = end_of(&[&heard, &heard, "sleep 0.3; echo canary; echo why >&2; exit 4"], PATIENT);
     assert_eq!((end.name.as_str(), end.status.code()), ("rank 2", Some(4)));
     assert_eq!(end.output, ["canary", "why"]);
     assert!(end.is_reported && !end.asked_to_stop);
@@ -41,7 +44,7 @@ fn the_rank_that_failed_explains_the_end_and_not_those_that_heard() {
 /// All ranks refuse the same setting: rank 0 has printed it, and nothing is printed again.
 #[test]
 fn an_error_of_all_ranks_is_that_of_rank_0() {
-    let end = end_of(&["sleep 0.3; exit 1", "echo refused; exit 1", "exit 1"], PATIENCE);
+    let end = end_of(&["sleep 0.3; exit 1", "echo refused; exit 1", "exit 1"], PATIENT);
     assert_eq!((end.name.as_str(), end.status.code()), ("rank 0", Some(1)));
     assert!(end.is_reported && end.output.is_empty());
 }
@@ -50,7 +53,7 @@ fn an_error_of_all_ranks_is_that_of_rank_0() {
 #[test]
 fn a_failure_elsewhere_is_that_of_a_peer() {
     let heard = format!("exit {}", child::HEARD);
-    let end = end_of(&[&heard, &heard], PATIENCE);
+    let end = end_of(&[&heard, &heard], PATIENT);
     assert_eq!((end.name.as_str(), end.status.code()), ("rank 0", Some(75)));
 }
 
@@ -58,7 +61,8 @@ fn a_failure_elsewhere_is_that_of_a_peer() {
 #[test]
 fn a_killed_rank_ends_the_others() {
     let killed = "echo its last words; kill -9 $$";
-    let end = end_of(&["exec sleep 600", killed, "exec sleep 600"], Duration::from_millis(100));
+    let limits = EndLimits { all: Duration::from_millis(100), ..PATIENT };
+    let end = end_of(&["exec sleep 600", killed, "exec sleep 600"], limits);
     assert_eq!((end.name.as_str(), end.output.as_slice()), ("rank 1", &["its last words".to_owned()][..]));
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&end.status), Some(SIGKILL));
     assert!(!end.is_reported);
@@ -66,12 +70,48 @@ fn a_killed_rank_ends_the_others() {
     assert_eq!((error.what(), error.kind()), ("rank 1 was killed by signal 9", ErrorCategory::Transient));
 }
 
+/// A rank that refuses its part does not keep those that wait for it: a signal ends them, and it is
+/// the cause. A rank that runs handles the signal.
+#[test]
+fn a_rank_that_waits_for_a_failed_one_ends() {
+    let limits = EndLimits { joining: Duration::ZERO, ..PATIENT };
+    let heard = format!("exit {}", child::HEARD);
+    let end = end_of(&["exec sleep 600", &heard], limits);
+    assert_eq!((end.name.as_str(), end.status.code()), ("rank 1", Some(75)));
+    let folder = tempfile::tempdir().unwrap();
+    let ready = folder.path().join("ready").display().to_string();
+    let failed = format!("while [ ! -e {ready} ]; do sleep 0.05; done; {heard}");
+    let runs = format!("trap 'echo signalled; exit 4' USR1; touch {ready}; while :; do sleep 0.05; done");
+    let end = end_of(&[&failed, &runs], limits);
+    assert_eq!((end.name.as_str(), end.status.code()), ("rank 1", Some(4)));
+    assert_eq!(end.output, ["signalled"]);
+}
+
+/// The documentation names these times, in which the first process sends its alarms and ends the
+/// program of `log.command`.
+#[test]
+fn ranks_have_a_minute_to_end_after_a_failure() {
+    assert_eq!([LIMITS.joining, LIMITS.all].map(|limit| limit.as_secs()), [5, 60]);
+    assert!(LIMITS.joining < LONGEST_END && LONGEST_END < LIMITS.all);
+}
+
+/// Only an error of the user names the output that says what to change.
+#[test]
+fn hints_follow_the_kind_of_end() {
+    let hints = [1, 3, 4, 75].map(|code| {
+        let error = end_of(&["exit 0", &format!("exit {code}")], PATIENT).conclude().unwrap_err();
+        error.to_string().contains("hint: its last output")
+    });
+    assert_eq!(hints, [true, false, true, false]);
+}
+
 /// A rank that ends well, or saved as asked, does not end the others, which still write the result.
 #[test]
 fn a_rank_that_is_done_leaves_the_others_at_work() {
     for (code, other) in [(0, 0), (85, 85)] {
         let slow = format!("sleep 0.5; exit {code}");
-        let end = end_of(&[&slow, &format!("exit {other}")], Duration::ZERO);
+        let limits = EndLimits { joining: Duration::ZERO, all: Duration::ZERO };
+        let end = end_of(&[&slow, &format!("exit {other}")], limits);
         assert_eq!((end.name.as_str(), end.status.code()), ("rank 0", Some(code)));
         assert!(end.is_reported && end.output.is_empty());
     }
@@ -80,7 +120,7 @@ fn a_rank_that_is_done_leaves_the_others_at_work() {
 /// Only the end of a long output is kept, which does not stop a rank that writes much.
 #[test]
 fn the_end_of_a_long_output_is_kept() {
-    let end = end_of(&["exit 76", "seq 1 100000; exit 1"], PATIENCE);
+    let end = end_of(&["exit 76", "seq 1 100000; exit 1"], PATIENT);
     assert_eq!((end.output.len(), end.output.last().unwrap().as_str()), (20, "100000"));
 }
 
@@ -104,7 +144,7 @@ fn signals_reach_every_rank_once() {
         }
         flag.store(true, Ordering::SeqCst);
     });
-    let end = until_end_within(PATIENCE, shells(&[&scripts[0], &scripts[1]]), &signals).unwrap();
+    let end = until_end_within(PATIENT, shells(&[&scripts[0], &scripts[1]]), &signals).unwrap();
     sender.unwrap().join().unwrap();
     assert_eq!((end.status.code(), end.asked_to_stop), (Some(85), true));
     for rank in 0..2 {
@@ -135,7 +175,10 @@ fn each_rank_gets_its_own_flags() {
         said.join(" "),
         "train --ui --world-size 4 --rank 3 --master-addr node-0 --master-port 29500 --gpus 6"
     );
-    assert_eq!(own.environment(), [("LOCAL_RANK", "1".to_owned()), ("LOCAL_WORLD_SIZE", "2".to_owned())]);
+    assert_eq!(
+        own.environment()[..2],
+        [("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")].map(|(name, value)| (name, value.to_owned()))
+    );
     assert_eq!(rank("6").name(own.rank), "rank 3 on GPU 6");
     assert_eq!(ProcessPlace::of(&alone, master).of_one(1, 2).in_words(&[]).len(), 8);
 }

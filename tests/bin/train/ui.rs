@@ -70,6 +70,26 @@ fn the_screen_is_given_back_however_the_run_ends() {
     assert_eq!(status.code(), Some(130));
 }
 
+/// The process that has the screen is killed, as when memory runs out: its parent gives the screen
+/// back before it prints the error.
+#[test]
+#[cfg(target_os = "linux")]
+fn the_parent_gives_back_the_screen_of_a_killed_run() {
+    let (place, terminal) = (Place::new(), PseudoTerminal::open());
+    let mut args = long_run("train.max_steps=100000");
+    args.extend(["--max-restarts", "0"]);
+    let child = terminal.start(place.command(&args));
+    terminal.wait_for("learning");
+    assert!(!terminal.is_as_before(), "keys come one by one");
+    let run = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.0.id())).unwrap();
+    // SAFETY: a signal to the child of a process that this test started; its parent has not waited
+    // for it.
+    unsafe { libc::kill(run.trim().parse().unwrap(), libc::SIGKILL) };
+    let (status, after) = terminal.end(child);
+    assert_eq!(status.code(), Some(75), "{after}");
+    assert!(after.contains("the run was killed by signal 9"), "{after}");
+}
+
 #[test]
 fn without_a_terminal_the_run_speaks_in_lines() {
     let place = Place::new();

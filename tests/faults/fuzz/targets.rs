@@ -233,7 +233,7 @@ fn rendezvous_frames() {
     let listener = Listener::open(&options).unwrap();
     let port = listener.address().port();
     let request = |rank: usize| JoinRequest {
-        peer: Peer { rank, ranks_here: 1, host: format!("host-{rank}") },
+        peer: Peer { rank, ranks_here: 1, host: format!("host-{rank}"), free_bytes: None },
         world_size: 2,
         digests: BTreeMap::from([("plan".to_owned(), "12".to_owned())]),
     };

@@ -27,7 +27,7 @@ use super::connection_error::{ConnectionError, Refusal};
 use super::framing::{Connection, DeadlineReader, noise_error, read_frame, write_frame};
 
 /// Version of the protocol; other versions are refused.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 const PROTOCOL: &str = "finetune rendezvous";
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 

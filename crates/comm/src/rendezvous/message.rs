@@ -41,6 +41,9 @@ pub struct Peer {
     pub ranks_here: usize,
     /// Name of its host.
     pub host: String,
+    /// Free bytes of its device with the least, for a plan that all processes share; none if they
+    /// are unknown or not needed.
+    pub free_bytes: Option<u64>,
 }
 
 impl Peer {
@@ -138,7 +141,7 @@ mod tests {
     use super::*;
 
     fn peer(rank: usize, ranks_here: usize) -> Peer {
-        Peer { rank, ranks_here, host: "node-1".to_owned() }
+        Peer { rank, ranks_here, host: "node-1".to_owned(), free_bytes: Some(u64::MAX) }
     }
 
     fn join(peer: Peer, world_size: usize) -> Message {

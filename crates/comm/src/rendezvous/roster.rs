@@ -140,8 +140,7 @@ impl Roster {
                 Conflict::Duplicate => ("a rank joined twice", "give every process its own --rank or RANK"),
                 Conflict::Digest => (
                     "the processes start different runs",
-                    "start all processes with the same binary, recipe, data and model; keys that are \"auto\" depend on \
-                     a GPU's free memory: write their values for unequal GPUs, or use --gpus-in-process",
+                    "start all processes with the same binary, recipe, data and model",
                 ),
             };
             let causes =
@@ -216,7 +215,7 @@ mod tests {
     fn request(rank: usize, ranks_here: usize, host: &str, plan: &str) -> JoinRequest {
         let digests =
             [("plan", plan), ("binary", "00")].map(|(name, digest)| (name.to_owned(), digest.to_owned()));
-        let peer = Peer { rank, ranks_here, host: host.to_owned() };
+        let peer = Peer { rank, ranks_here, host: host.to_owned(), free_bytes: None };
         JoinRequest { peer, world_size: 8, digests: digests.into() }
     }
 

@@ -43,7 +43,7 @@ const TICK: Duration = Duration::from_secs(1);
 /// The pause between two checks of the disk.
 const DISK_PAUSE: Duration = Duration::from_secs(1);
 /// Time that an ended run waits for the delivery of alarms.
-const LAST_WAIT: Duration = Duration::from_secs(10);
+pub(crate) const LAST_WAIT: Duration = Duration::from_secs(10);
 /// The same for a failed run, since other ranks may wait for its end.
 const SHORT_WAIT: Duration = Duration::from_secs(2);
 

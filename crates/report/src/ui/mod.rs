@@ -8,7 +8,7 @@ mod draw;
 mod figures;
 mod screen;
 
-pub use screen::restore_screen;
+pub use screen::{ScreenOfChild, restore_screen};
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};

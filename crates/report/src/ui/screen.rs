@@ -25,6 +25,8 @@ use ratatui::text::Span;
 const TAKE: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
 /// Switches back to the first buffer, with a cursor, in plain style.
 const GIVE_BACK: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
+/// Settings of a terminal that edits lines and shows them, as a shell uses it.
+const EDITED_LINES: libc::tcflag_t = libc::ICANON | libc::ECHO;
 /// The largest screen that the view draws, whatever size the terminal reports.
 const MOST_COLUMNS: u16 = 500;
 const MOST_ROWS: u16 = 200;
@@ -35,6 +37,34 @@ static IS_TAKEN: AtomicBool = AtomicBool::new(false);
 static BEFORE: OnceLock<libc::termios> = OnceLock::new();
 /// The descriptor with changed settings; -1 for none.
 static KEYS: AtomicI32 = AtomicI32::new(-1);
+
+/// The keys of a terminal before another process takes its screen. If that process is killed before
+/// it gives the screen back, dropping this value does.
+pub struct ScreenOfChild {
+    tty: File,
+    before: libc::termios,
+}
+
+impl ScreenOfChild {
+    /// Reads the settings of the controlling terminal; none without one.
+    pub fn save() -> Option<Self> {
+        let tty = OpenOptions::new().read(true).write(true).open("/dev/tty").ok()?;
+        let before = settings_of(&tty)?;
+        Some(ScreenOfChild { tty, before })
+    }
+}
+
+impl Drop for ScreenOfChild {
+    fn drop(&mut self) {
+        let reads_keys = |settings: &libc::termios| settings.c_lflag & EDITED_LINES == 0;
+        let is_taken = settings_of(&self.tty).as_ref().is_some_and(reads_keys) && !reads_keys(&self.before);
+        if is_taken {
+            // SAFETY: the descriptor is open, and the settings are those of this terminal.
+            unsafe { libc::tcsetattr(self.tty.as_raw_fd(), libc::TCSANOW, &raw const self.before) };
+            write_if_ready(GIVE_BACK);
+        }
+    }
+}
 
 /// Gives the screen back if this process has it. Signal handlers may call it.
 pub fn restore_screen() {
@@ -125,29 +155,34 @@ impl Drop for TakenScreen {
     }
 }
 
+/// Returns the settings of a terminal; none if another program is in the foreground, because a
+/// change would stop this process.
+fn settings_of(tty: &File) -> Option<libc::termios> {
+    let fd = tty.as_raw_fd();
+    let mut settings = MaybeUninit::<libc::termios>::zeroed();
+    // SAFETY: the descriptor is open, and the pointer is to a whole `termios`, for which zeroes are
+    // a valid value.
+    unsafe {
+        let is_known =
+            libc::tcgetpgrp(fd) == libc::getpgrp() && libc::tcgetattr(fd, settings.as_mut_ptr()) == 0;
+        is_known.then(|| settings.assume_init())
+    }
+}
+
 /// Sets the terminal to deliver each key at once without echo; returns false if another program is
 /// in the foreground or the settings cannot change.
 fn read_each_key(tty: &File) -> bool {
-    let fd = tty.as_raw_fd();
-    let mut settings = MaybeUninit::<libc::termios>::zeroed();
-    // SAFETY: the descriptor is open, and the pointers are to a whole `termios`, for which zeroes
-    // are a valid value. `tcsetattr` would stop a process in the background, so such a process does
-    // not call it.
-    unsafe {
-        if libc::tcgetpgrp(fd) != libc::getpgrp() || libc::tcgetattr(fd, settings.as_mut_ptr()) != 0 {
-            return false;
-        }
-        let mut settings = settings.assume_init();
-        BEFORE.get_or_init(|| settings);
-        settings.c_lflag &= !(libc::ICANON | libc::ECHO);
-        // Ctrl-Z and Ctrl-\ would stop or end the process without restoring the screen.
-        settings.c_cc[libc::VSUSP] = 0;
-        settings.c_cc[libc::VQUIT] = 0;
-        if libc::tcsetattr(fd, libc::TCSANOW, &raw const settings) != 0 {
-            return false;
-        }
+    let Some(mut settings) = settings_of(tty) else { return false };
+    BEFORE.get_or_init(|| settings);
+    settings.c_lflag &= !EDITED_LINES;
+    // Ctrl-Z and Ctrl-\ would stop or end the process without restoring the screen.
+    settings.c_cc[libc::VSUSP] = 0;
+    settings.c_cc[libc::VQUIT] = 0;
+    // SAFETY: the descriptor is open, and the pointer is to the terminal's settings.
+    if unsafe { libc::tcsetattr(tty.as_raw_fd(), libc::TCSANOW, &raw const settings) } != 0 {
+        return false;
     }
-    KEYS.store(fd, Ordering::SeqCst);
+    KEYS.store(tty.as_raw_fd(), Ordering::SeqCst);
     true
 }
 

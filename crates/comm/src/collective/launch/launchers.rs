@@ -10,6 +10,13 @@ use super::{DetectedLaunch, Flags, LaunchSource, LocalRank, PORTS_TRIED, slurm};
 use crate::error::{Error, Result};
 use crate::rendezvous::Master;
 
+/// Variable of torchrun's agent with the index of the host.
+pub(super) const HOST: &str = "GROUP_RANK";
+/// Variable of torchrun's agent with the number of hosts.
+pub(super) const HOSTS: &str = "GROUP_WORLD_SIZE";
+/// Variable of torchrun's agent with the name of the run.
+pub(super) const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
+
 /// `RANK`, `WORLD_SIZE`: torchrun, PyTorchJob, or a user's script.
 pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(rank) = env.index("RANK")? else { return Ok(None) };
@@ -26,32 +33,33 @@ pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opt
             return Err(refused(local_world.name, &local_world.value.to_string(), &accepted));
         }
     }
-    let host = torchrun_host(env, &rank, &world, local_world.as_ref())?;
+    let host = match host_of_agent(env)? {
+        None => even_host(&rank, &world, local_world.as_ref()),
+        known => known,
+    };
     let local_count = local_world.map(|local_world| local_world.value);
     let (master, run) = match world.value {
         1 => (None, String::new()),
-        _ => (Some(torchrun_master(env, flags)?), env.text("TORCHELASTIC_RUN_ID")?.unwrap_or_default()),
+        _ => (Some(torchrun_master(env, flags)?), env.text(RUN_ID)?.unwrap_or_default()),
     };
     let process = LocalRank { index: rank.value, count: world.value };
     let source = LaunchSource::Torchrun;
     Ok(Some(DetectedLaunch { source, process, local_index, local_count, host, master, run }))
 }
 
-/// Host index of torchrun's agent, else the one of an even spread of the processes.
-fn torchrun_host(
-    env: &LaunchEnvironment<'_>,
-    rank: &Count,
-    world: &Count,
-    local_world: Option<&Count>,
-) -> Result<Option<LocalRank>> {
-    if let Some(count) = env.count("GROUP_WORLD_SIZE")? {
-        let index = env.index("GROUP_RANK")?.ok_or_else(|| missing("GROUP_RANK", "GROUP_WORLD_SIZE is"))?;
-        index.below(&count)?;
-        return Ok(Some(LocalRank { index: index.value, count: count.value }));
-    }
-    Ok(local_world
+/// Host index of torchrun's agent.
+pub(super) fn host_of_agent(env: &LaunchEnvironment<'_>) -> Result<Option<LocalRank>> {
+    let Some(count) = env.count(HOSTS)? else { return Ok(None) };
+    let index = env.index(HOST)?.ok_or_else(|| missing(HOST, &format!("{HOSTS} is")))?;
+    index.below(&count)?;
+    Ok(Some(LocalRank { index: index.value, count: count.value }))
+}
+
+/// Host index of an even spread of the processes.
+fn even_host(rank: &Count, world: &Count, local_world: Option<&Count>) -> Option<LocalRank> {
+    local_world
         .filter(|local| world.value.is_multiple_of(local.value))
-        .map(|local| LocalRank { index: rank.value / local.value, count: world.value / local.value }))
+        .map(|local| LocalRank { index: rank.value / local.value, count: world.value / local.value })
 }
 
 /// torchrun's agent has its store on MASTER_PORT, so the next ports are used.

@@ -27,6 +27,9 @@ pub(crate) const DEFAULT_PORT: u16 = 29_500;
 /// Number of ports to try if the first may be in use.
 pub(crate) const PORTS_TRIED: u16 = 16;
 
+/// Variable with the number of ports that rank 0 may use, for a process with the flags of its rank.
+const PORTS: &str = "FINETUNE_RDZV_PORTS";
+
 /// Flags about ranks; the rest is from the environment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Flags {
@@ -122,6 +125,17 @@ struct DetectedLaunch {
 }
 
 impl Launch {
+    /// Returns the variables that give a process with flags of its own rank what this launch knows
+    /// beside ranks and address: the host, the run's name and the number of ports.
+    pub fn variables(&self) -> Vec<(&'static str, String)> {
+        let mut variables = vec![(launchers::RUN_ID, self.run.clone())];
+        variables.extend(self.master.iter().map(|master| (PORTS, master.ports.to_string())));
+        if let Some(LocalRank { index, count }) = self.host {
+            variables.extend([(launchers::HOST, index.to_string()), (launchers::HOSTS, count.to_string())]);
+        }
+        variables
+    }
+
     /// Determines the ranks of this process from `flags` and the environment that `lookup` reads
     /// (`&|name| std::env::var_os(name)`).
     ///
@@ -222,7 +236,9 @@ fn by_flags(
     let master = if world_size == ranks_here {
         None
     } else {
-        Some(master::named_master(env, flags, "--world-size is above the ranks of this process")?)
+        let named = master::named_master(env, flags, "--world-size is above the ranks of this process")?;
+        let ports = env.number(PORTS, 1, u64::from(PORTS_TRIED))?.unwrap_or(1);
+        Some(Master { ports: ports as u16, ..named })
     };
     Ok(Launch {
         source: LaunchSource::Flags,
@@ -236,9 +252,9 @@ fn by_flags(
             None => Some(ranks_here).filter(|ranks| *ranks > 1 || world_size == 1),
         },
         world_size,
-        host: None,
+        host: launchers::host_of_agent(env)?,
         master,
-        run: String::new(),
+        run: env.text(launchers::RUN_ID)?.unwrap_or_default(),
     })
 }
 

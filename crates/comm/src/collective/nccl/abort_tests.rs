@@ -3,7 +3,7 @@
 use super::fake_nccl::{FakeEvent, FakeGroup, Host, library};
 use super::tests::{PATIENT, Values, call};
 use super::*;
-use crate::collective::Reduction;
+use crate::collective::{RankFailure, Reduction};
 use crate::runtime::buffer::ElementType;
 
 const MOMENT: Duration = Duration::from_millis(1);
@@ -83,4 +83,67 @@ fn an_abort_that_returns_ends_no_process() {
     // After the raise of another thread, too.
     assert_eq!(flag.raise(Error::internal("a later failure")).what(), "rank 7 on b failed");
     assert!(groups.iter().all(|group| group.is_aborted()));
+}
+
+/// Runs a rank that fails with a full disk and a stuck abort, of which `held` gets the group.
+fn rank_with_a_full_disk(flag: &Arc<AbortFlag>, held: &Arc<OnceLock<Arc<FakeGroup>>>) -> RankFailure {
+    let library = library();
+    let group_info = GroupInfo { id: library.unique_id().unwrap(), first: 0, size: 1, deadline: PATIENT };
+    let device = Host::default();
+    let other_end = device.other_end();
+    let work = |_, nccl: Arc<Nccl<Host>>| -> Result<()> {
+        other_end.events();
+        let sum = Values::new(ElementType::F32, vec![1.0_f32; 2]);
+        nccl.all_reduce(call("sum", 0), &sum.1)?;
+        let group = other_end.events().into_iter().find_map(|event| match event {
+            FakeEvent::Call { group, .. } => Some(group),
+            _ => None,
+        });
+        held.get_or_init(|| group.expect("a call")).hold_aborts(true);
+        Err(Error::new(ErrorCategory::Storage, "the disk is full"))
+    };
+    run_ranks(&library, &group_info, vec![device], flag, work).unwrap_err()
+}
+
+#[test]
+fn peers_hear_of_a_failure_before_the_aborts() {
+    let flag = AbortFlag::new();
+    let (held, heard) = (Arc::new(OnceLock::new()), Arc::new(Mutex::new(Vec::new())));
+    let (group, told) = (Arc::clone(&held), Arc::clone(&heard));
+    let other = Arc::downgrade(&flag);
+    flag.tell_peers_by(move |rank, why| {
+        let group: &Arc<FakeGroup> = group.get().expect("the rank ran");
+        locked(&told).push((rank, why.to_owned(), group.is_aborted()));
+        // As the session does: it must not wait for the abort that is held.
+        drop(other.upgrade().map(|flag| flag.start_raise(failure())));
+        assert!(!group.is_aborted());
+        group.hold_aborts(false);
+    });
+    let failed = rank_with_a_full_disk(&flag, &held);
+    assert_eq!(failed.error.kind(), ErrorCategory::Storage);
+    let heard = locked(&heard);
+    let [(0, why, false)] = heard.as_slice() else { panic!("{heard:?}") };
+    assert!(why.contains("the disk is full"), "{why}");
+    // The peers' words do not replace the cause.
+    assert!(flag.check().unwrap_err().to_string().contains("the disk is full"));
+}
+
+/// Error with which a process would have ended.
+static OWN_END: OnceLock<Error> = OnceLock::new();
+
+fn end_with_own_error(error: &Error) {
+    drop(OWN_END.set(error.clone()));
+}
+
+#[test]
+fn a_process_with_a_stuck_abort_ends_with_its_own_error() {
+    let flag = AbortFlag::limited(MOMENT, Some(end_with_own_error));
+    let held = Arc::new(OnceLock::new());
+    rank_with_a_full_disk(&flag, &held);
+    let group: &Arc<FakeGroup> = held.get().expect("the rank ran");
+    while OWN_END.get().is_none() && !group.is_aborted() {
+        std::thread::sleep(MOMENT);
+    }
+    assert_eq!(OWN_END.get().expect("it ended").kind(), ErrorCategory::Storage);
+    group.hold_aborts(false);
 }

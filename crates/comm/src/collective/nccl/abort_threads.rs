@@ -3,9 +3,9 @@
 //! `ncclCommAbort` synchronizes NCCL's stream, so it may never return while another thread is
 //! inside the driver. A rank waits only a limited time for the aborts of its process, and can then
 //! report its error. A stuck abort means that kernels of this process may never end, nor the ranks
-//! that wait for them. So if aborts are still stuck after the same time again, the process ends
-//! with the cause of the failure. Nothing joins these threads: a process that returns from `main`
-//! does not wait for them.
+//! that wait for them. So if aborts are still stuck after twice that time, the process ends with
+//! the cause of the failure. Nothing joins these threads: a process that returns from `main` does
+//! not wait for them.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -32,7 +32,7 @@ pub(super) struct AbortThreads {
 struct AbortState {
     /// Number of aborts that have not returned.
     running: usize,
-    /// True once a thread is ready to end the process.
+    /// True while a thread waits to end the process.
     is_ending: bool,
 }
 
@@ -54,31 +54,34 @@ impl AbortThreads {
         drop(threads::start("nccl-abort", run));
     }
 
-    /// Waits for all aborts, at most for the limit. If one is stuck, the process ends with `cause`
-    /// after another limit, unless the abort returns before.
-    pub(super) fn wait(self: &Arc<Self>, cause: &Error) {
-        if self.have_ended() {
-            return;
-        }
+    /// Ends the process with `cause` if an abort is still stuck after twice the limit.
+    pub(super) fn watch(self: &Arc<Self>, cause: &Error) {
         let Some(end) = self.end else { return };
         if std::mem::replace(&mut locked(&self.state).is_ending, true) {
             return;
         }
         let (own, error) = (Arc::clone(self), cause.clone());
         let last = move || {
-            if !own.have_ended() {
+            if own.end_within(2 * own.limit) {
+                locked(&own.state).is_ending = false;
+            } else {
                 end(&error);
             }
         };
-        if threads::start("nccl-end", last).is_err() {
+        if threads::start("nccl-end", last).is_err() && !self.end_within(self.limit) {
             end(cause);
         }
     }
 
-    /// Waits for the aborts, at most for the limit. Returns true if all have returned.
-    fn have_ended(&self) -> bool {
+    /// Waits for all aborts, at most for the limit.
+    pub(super) fn wait(&self) {
+        self.end_within(self.limit);
+    }
+
+    /// Waits for the aborts, at most for `limit`. Returns true if all have returned.
+    fn end_within(&self, limit: Duration) -> bool {
         let state = locked(&self.state);
-        let waited = self.ended.wait_timeout_while(state, self.limit, |state| state.running > 0);
+        let waited = self.ended.wait_timeout_while(state, limit, |state| state.running > 0);
         waited.unwrap_or_else(PoisonError::into_inner).0.running == 0
     }
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::abort_threads::{self, AbortThreads};
 use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, UniqueId};
 use crate::collective::hang_watch::GPU_SWITCHES;
+use crate::collective::rank_threads;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::locks::locked;
 
@@ -22,15 +23,26 @@ pub(super) const FAREWELL: Duration = Duration::from_secs(if cfg!(test) { 300 } 
 /// Words of NCCL for two ranks on one GPU: those before 2.30, and those since.
 const ONE_GPU: [&str; 2] = ["Duplicate GPU detected", "Ranks are using the same GPU"];
 
+/// Sends to other processes that a rank of this one has failed, with the reason in one line.
+type TellPeers = Box<dyn Fn(usize, &str) + Send + Sync>;
+
 /// Stops all communicators of this process at once, with the reason that later calls return. All
 /// ranks that are threads of the process share one; the rendezvous session raises it after a
 /// failure elsewhere.
-#[derive(Debug)]
 pub struct AbortFlag {
     cause: OnceLock<Error>,
     raised: AtomicBool,
+    /// Error of the first rank of this process that failed by itself.
+    own: OnceLock<Error>,
+    tell_peers: OnceLock<TellPeers>,
     communicators: Mutex<Vec<Weak<Communicator>>>,
     aborts: Arc<AbortThreads>,
+}
+
+impl std::fmt::Debug for AbortFlag {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "an abort flag with {:?}", self.cause)
+    }
 }
 
 impl AbortFlag {
@@ -40,21 +52,51 @@ impl AbortFlag {
         Self::limited(abort_threads::LIMIT, None)
     }
 
-    /// Creates a flag that is not raised. If communicators cannot be aborted, `end` gets the cause
-    /// and must end the process.
+    /// Creates a flag that is not raised. If communicators cannot be aborted, `end` must end the
+    /// process: with the error of its own rank that failed first, else with the cause.
     pub fn ending_by(end: fn(&Error)) -> Arc<AbortFlag> {
         Self::limited(abort_threads::LIMIT, Some(end))
     }
 
     /// Creates a flag with another `limit` on the wait for aborts.
     pub(super) fn limited(limit: Duration, end: Option<fn(&Error)>) -> Arc<AbortFlag> {
-        let (cause, raised, communicators) = (OnceLock::new(), AtomicBool::new(false), Mutex::default());
-        Arc::new(AbortFlag { cause, raised, communicators, aborts: AbortThreads::new(limit, end) })
+        Arc::new(AbortFlag {
+            cause: OnceLock::new(),
+            raised: AtomicBool::new(false),
+            own: OnceLock::new(),
+            tell_peers: OnceLock::new(),
+            communicators: Mutex::default(),
+            aborts: AbortThreads::new(limit, end),
+        })
+    }
+
+    /// Sets the sender of failures to other processes. Only the first call has an effect.
+    pub fn tell_peers_by(&self, tell: impl Fn(usize, &str) + Send + Sync + 'static) {
+        self.tell_peers.get_or_init(|| Box::new(tell));
     }
 
     /// Aborts all communicators, which ends kernels that wait for other ranks. Waits for the aborts
     /// for a limited time. Returns the first cause, which stays.
     pub fn raise(&self, cause: Error) -> Error {
+        let cause = self.start_raise(cause);
+        self.aborts.wait();
+        cause
+    }
+
+    /// Raises the flag for `rank` of this process, which failed by itself with `error`. Informs the
+    /// other processes first: their ranks may wait for this one, and its aborts for theirs.
+    pub(super) fn raise_own(&self, rank: usize, error: Error, cause: Error) {
+        self.own.get_or_init(|| error);
+        // Before the peers' answer, which has other words.
+        let cause = self.keep(cause);
+        if let Some(tell) = self.tell_peers.get() {
+            tell(rank, &rank_threads::in_a_line(&cause));
+        }
+        self.raise(cause);
+    }
+
+    /// Starts what [`AbortFlag::raise`] does, and does not wait for the aborts.
+    pub fn start_raise(&self, cause: Error) -> Error {
         let cause = self.keep(cause);
         // The lock lets a second caller wait for the aborts that the first one starts.
         let mut communicators = locked(&self.communicators);
@@ -67,7 +109,7 @@ impl AbortFlag {
             });
         }
         drop(communicators);
-        self.aborts.wait(&cause);
+        self.aborts.watch(self.own.get().unwrap_or(&cause));
         cause
     }
 
@@ -263,10 +305,9 @@ impl Communicator {
         let Some(handle) = locked(&self.handle).take() else { return };
         let (nccl, flag) = (Arc::clone(&self.nccl), &self.abort_flag);
         flag.aborts.start(move || handle.abort(&nccl));
-        let cause = flag.cause.get().cloned();
-        flag.aborts.wait(&cause.unwrap_or_else(|| {
-            Error::new(ErrorCategory::Transient, "an NCCL communicator cannot be aborted")
-        }));
+        let stuck = Error::new(ErrorCategory::Transient, "an NCCL communicator cannot be aborted");
+        flag.aborts.watch(flag.own.get().or(flag.cause.get()).unwrap_or(&stuck));
+        flag.aborts.wait();
     }
 
     /// Aborts the communicator on this thread, also during a wait of another one.

@@ -30,9 +30,9 @@ pub struct GroupInfo {
 ///
 /// # Errors
 /// If a rank returns an error or panics, or `abort_flag` is raised from elsewhere, all
-/// communicators of the process are aborted, which ends its peers' waits. The result is the error
-/// of the rank that failed first, or the flag's cause. An error that all ranks of this process
-/// share is returned once.
+/// communicators of the process are aborted, which ends its peers' waits. `abort_flag` sends a
+/// rank's own error to the other processes before. The result is the error of the rank that failed
+/// first, or the flag's cause. An error that all ranks of this process share is returned once.
 pub fn run_ranks<D: GpuStreams, T: Send>(
     library: &Arc<NcclLibrary>,
     group_info: &GroupInfo,
@@ -61,10 +61,9 @@ pub fn run_ranks<D: GpuStreams, T: Send>(
             let at = end.as_ref().map(|end| locked(&end.member.place).clone()).unwrap_or_default();
             let why = rank_threads::in_a_line(error);
             let news = at.news(rank_info.rank, &why);
-            first.get_or_init(|| {
-                (rank_info.rank, at.around(rank_info.rank, error.clone()), rank_threads::in_a_line(&news))
-            });
-            abort_flag.raise(news);
+            let (rank, error) = (rank_info.rank, at.around(rank_info.rank, error.clone()));
+            first.get_or_init(|| (rank, error.clone(), rank_threads::in_a_line(&news)));
+            abort_flag.raise_own(rank, error, news);
         }
         // Only now: communicators of a failed rank were aborted, and do not wait for peers.
         drop(end);
