@@ -1,7 +1,7 @@
 // Gated activations: h = act(gate) * up for rows of gate_up that hold F gates, then F ups; and
-// their gradient: dup = dh * act(gate), dgate = dh * up * act'(gate). src/ops/glu holds the
-// definition. One thread processes 16 bytes of h if F is a multiple of the values in 16 bytes, else
-// one value.
+// their gradient: dup = dh * act(gate), dgate = dh * up * act'(gate), with h in place of dh.
+// src/ops/glu holds the definition. One thread processes 16 bytes of h if F is a multiple of the
+// values in 16 bytes, else one value.
 #include "compat.cuh"
 
 namespace {
@@ -54,7 +54,8 @@ template <class A, class T> DEVICE inline void forward(In<T> gate_up, Out<T> h, 
     });
 }
 
-template <class A, class T> DEVICE inline void backward(In<T> gate_up, In<T> dh, Out<T> d, uint32_t rows, uint32_t half) {
+template <class A, class T>
+DEVICE inline void backward(In<T> gate_up, InOut<T> dh, Out<T> d, uint32_t rows, uint32_t half) {
     bool aligned = gate_up.is_aligned(16) && dh.is_aligned(16) && d.is_aligned(16);
     for_each_run<T>(half, int64_t(rows) * half, aligned, [&](int64_t row, int64_t column, int count) {
         float gate[PER16<T>], up[PER16<T>], g[PER16<T>];
@@ -63,11 +64,14 @@ template <class A, class T> DEVICE inline void backward(In<T> gate_up, In<T> dh,
         load_some<T>(g, dh, row * half + column, count);
         UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) {
             Activated act = A::at(gate[i]);
+            float product = act.value * up[i];
             gate[i] = g[i] * up[i] * act.slope;
             up[i] = g[i] * act.value;
+            g[i] = product;
         }
         store_some<T>(d, row * 2 * half + column, gate, count);
         store_some<T>(d, (row * 2 + 1) * half + column, up, count);
+        store_some<T>(dh, row * half + column, g, count);
     });
 }
 
@@ -82,10 +86,10 @@ KERNEL glu_gelu_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t half
 // Like glu_gelu_bf16, in f32.
 KERNEL glu_gelu_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { forward<GeluTanh>(gate_up, h, rows, half); }
 
-#define BACKWARD_BF16 In<bf16> gate_up, In<bf16> dh, Out<bf16> d, uint32_t rows, uint32_t half
-#define BACKWARD_F32 In<float> gate_up, In<float> dh, Out<float> d, uint32_t rows, uint32_t half
+#define BACKWARD_BF16 In<bf16> gate_up, InOut<bf16> dh, Out<bf16> d, uint32_t rows, uint32_t half
+#define BACKWARD_F32 In<float> gate_up, InOut<float> dh, Out<float> d, uint32_t rows, uint32_t half
 
-// d: [rows, 2 half], the gradient of gate_up from dh: [rows, half].
+// d: [rows, 2 half], the gradient of gate_up from dh: [rows, half], which becomes h.
 KERNEL glu_silu_backward_bf16(BACKWARD_BF16) { backward<Silu>(gate_up, dh, d, rows, half); }
 // Like glu_silu_backward_bf16, in f32.
 KERNEL glu_silu_backward_f32(BACKWARD_F32) { backward<Silu>(gate_up, dh, d, rows, half); }

@@ -54,16 +54,16 @@ DEVICE inline void forward(In<T> x, In<W> weight, Out<T> y, int width, float off
     });
 }
 
-// Computes dx of one row; `inverses` gets 1 / rms of each row for the gradient of the gain, unless
-// it is null.
+// Computes dx of one row. `normed` gets the norm of the row, and `inverses` its 1 / rms for the
+// gradient of the gain; either may be null.
 template <class T, class W>
-DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<T> residual, Out<T> dx, Out<float> inverses, int width,
-                            float offset, float eps) {
+DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<T> residual, Out<T> dx, Out<T> normed,
+                            Out<float> inverses, int width, float offset, float eps) {
     SHARED(float, scratch, 32);
     SHARED(float, scratch2, 32);
     int64_t row = int64_t(blockIdx.x) * width;
     bool aligned = x.is_aligned(16) && weight.is_aligned(16) && dy.is_aligned(16) && residual.is_aligned(16);
-    int step = columns_at_once<T>(width, aligned && dx.is_aligned(16));
+    int step = columns_at_once<T>(width, aligned && dx.is_aligned(16) && normed.is_aligned(16));
     float inverse = inverse_rms<T>(x, row, width, step, eps, scratch);
     float sum = 0.0f, v[PER16<T>], d[PER16<T>], r[PER16<T>], gain[PER16<T>] = {};
     auto gained = [&](int column, int count) {
@@ -79,6 +79,10 @@ DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<T> residual, Out
     float mean = block_sum(sum, scratch2) * inverse / float(width);
     columns_of_thread<T>(width, step, [&](int column, int count) {
         gained(column, count);
+        if (!normed.is_null()) {
+            UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) r[i] = v[i] * inverse * gain[i];
+            store_some<T>(normed, row + column, r, count);
+        }
         UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) d[i] = inverse * (d[i] - v[i] * inverse * mean);
         if (!residual.is_null()) {
             load_some<T>(r, residual, row + column, count);
@@ -151,26 +155,27 @@ KERNEL rms_norm_f32(In<float> x, In<float> weight, Out<float> y, uint32_t width,
 }
 
 #define BACKWARD_BF16                                                                                                  \
-    In<bf16> x, In<bf16> weight, In<bf16> dy, In<bf16> residual, Out<bf16> dx, Out<float> inverses, uint32_t width,     \
-        float offset, float eps
-#define BACKWARD_BF16_F32                                                                                              \
-    In<bf16> x, In<float> weight, In<bf16> dy, In<bf16> residual, Out<bf16> dx, Out<float> inverses, uint32_t width,    \
-        float offset, float eps
-#define BACKWARD_F32                                                                                                   \
-    In<float> x, In<float> weight, In<float> dy, In<float> residual, Out<float> dx, Out<float> inverses,               \
+    In<bf16> x, In<bf16> weight, In<bf16> dy, In<bf16> residual, Out<bf16> dx, Out<bf16> normed, Out<float> inverses,  \
         uint32_t width, float offset, float eps
+#define BACKWARD_BF16_F32                                                                                              \
+    In<bf16> x, In<float> weight, In<bf16> dy, In<bf16> residual, Out<bf16> dx, Out<bf16> normed, Out<float> inverses, \
+        uint32_t width, float offset, float eps
+#define BACKWARD_F32                                                                                                   \
+    In<float> x, In<float> weight, In<float> dy, In<float> residual, Out<float> dx, Out<float> normed,                 \
+        Out<float> inverses, uint32_t width, float offset, float eps
 
-// dx = the gradient of x plus residual, which may be null; inverses: [rows] gets 1 / rms, unless it is null.
+// dx = the gradient of x plus residual. normed gets y of rms_norm_bf16, and inverses: [rows] gets
+// 1 / rms. residual, normed and inverses may be null.
 KERNEL rms_norm_backward_bf16(BACKWARD_BF16) {
-    backward(x, weight, dy, residual, dx, inverses, int(width), offset, eps);
+    backward(x, weight, dy, residual, dx, normed, inverses, int(width), offset, eps);
 }
 // Like rms_norm_backward_bf16, with an f32 weight.
 KERNEL rms_norm_backward_bf16_f32(BACKWARD_BF16_F32) {
-    backward(x, weight, dy, residual, dx, inverses, int(width), offset, eps);
+    backward(x, weight, dy, residual, dx, normed, inverses, int(width), offset, eps);
 }
 // Like rms_norm_backward_bf16, all in f32.
 KERNEL rms_norm_backward_f32(BACKWARD_F32) {
-    backward(x, weight, dy, residual, dx, inverses, int(width), offset, eps);
+    backward(x, weight, dy, residual, dx, normed, inverses, int(width), offset, eps);
 }
 
 // Partial sums of the gain's gradient, one for each block along x.

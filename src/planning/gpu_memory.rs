@@ -22,6 +22,8 @@ pub(super) struct GpuStep<'a> {
     size: usize,
     /// The linear layers of the blocks, each distinct block once.
     blocks: Vec<Vec<LinearLayer>>,
+    /// False if the weights of the blocks train, so that their gradients need the outputs' last.
+    has_adapter: bool,
     has_dora: bool,
     has_dropout: bool,
     /// True if the computation is in bf16.
@@ -74,6 +76,7 @@ impl<'a> GpuStep<'a> {
             tokens,
             size: dtype.size_in_bytes(),
             blocks,
+            has_adapter: adapter_setup.is_some(),
             has_dora: adapter_setup.is_some_and(|setup| setup.config.spec.use_dora),
             has_dropout: adapter_setup.is_some_and(|setup| setup.config.lora_dropout as f32 > 0.0),
             in_bf16: dtype == DType::BF16,
@@ -116,20 +119,22 @@ impl BlockStep<'_> {
         let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
         let rows = |width| self.step.rows(width);
         let through = |group| self.product_backward(group);
+        // A weight's gradient comes after the norm of its input.
+        let until_norm = |width| if self.step.has_adapter { 0 } else { rows(width) };
         let stages = [
-            // The product of gate and up, and its gradient through the down projection.
-            rows(2 * f + d) + through(LinearGroup::Down),
-            // The gradients of that product and of gate and up.
+            // The gradient of the product of gate and up through the down projection.
+            rows(f + d) + through(LinearGroup::Down),
+            // The product, in place of its gradient, and the gradients of gate and up.
             rows(3 * f + d),
-            // Through gate and up to their input, then through its norm.
-            rows(2 * f + 3 * d) + through(LinearGroup::GateUp),
-            rows(2 * f + 4 * d),
+            // Through gate and up to their input, then through its norm, which is computed again.
+            rows(2 * f + 2 * d) + through(LinearGroup::GateUp),
+            rows(4 * d) + until_norm(2 * f),
             // Through attention's output projection; then attention's output and its inputs; then
             // through q, k and v to their input, and through its norm.
             rows(2 * d + q) + through(LinearGroup::O),
             rows(2 * d + q + qk + qkv),
-            rows(4 * d + qkv) + through(LinearGroup::Qkv),
-            rows(5 * d + qkv),
+            rows(3 * d + qkv) + through(LinearGroup::Qkv),
+            rows(5 * d) + until_norm(qkv),
             // Forward: the gradient of the block's output, and the layer's input; for the last
             // layer, its output.
             rows(2 * d) + self.product_forward(LinearGroup::Qkv),

@@ -77,6 +77,7 @@ fn every_operation_is_measured() {
     attention_backward (48 in rows of 20, 4/2 heads of 16, causal) bf16 tflops
     rms_norm (48x64) bf16 gbps
     rms_norm_backward (48x64, residual) bf16 gbps
+    rms_norm_backward (48x64, residual, normed) bf16 gbps
     rms_norm_backward (48x64, residual, weight trained) bf16 gbps
     rotary (48, 4+2 heads of 16) bf16 gbps
     rotary (48, 4+2 heads of 16, normed) bf16 gbps
@@ -117,7 +118,10 @@ fn a_table_has_the_operations_that_were_asked_for() {
     assert!([product, peak].into_iter().all(|rate| rate.parse::<f64>().is_ok()), "{head}");
     assert!(lines[2].starts_with("operation ") && lines[2].ends_with(" share"), "{text}");
     let names: Vec<&str> = lines[3..].iter().filter_map(|line| line.split(' ').next()).collect();
-    assert_eq!(names, ["rms_norm", "rms_norm_backward", "rms_norm_backward", "sums_of_squares"]);
+    assert_eq!(
+        names,
+        ["rms_norm", "rms_norm_backward", "rms_norm_backward", "rms_norm_backward", "sums_of_squares"]
+    );
     // Operands this small may stay in the processor's caches.
     let has_share = |line: &str| line.ends_with(" %") || line.ends_with(" cached");
     assert!(lines[3..].iter().all(|line| line.contains(" GB/s ") && has_share(line)), "{text}");

@@ -78,8 +78,10 @@ fn elementwise(dtype: DType, results: &mut Results) {
     let kind = NormKind { eps: 1e-6, unit_offset: true };
     let (x, dy) = (cast("x", (200, 96), dtype), cast("dy", (200, 96), dtype));
     let (w, dw) = (normal("w", 96).to_dtype(dtype).unwrap(), zeros(96));
+    let normed = TensorMut::new(cast("dst", (200, 96), dtype));
+    let dx = rms_norm_backward(&x, &w, &dy, Some(&x), Some(&dw), Some(&normed), kind).unwrap();
     results.insert("rms_norm", bits(&rms_norm(&x, &w, kind).unwrap()));
-    let dx = rms_norm_backward(&x, &w, &dy, Some(&x), Some(&dw), kind).unwrap();
+    assert_eq!(bits(&normed), results["rms_norm"]);
     results.insert("rms_norm_backward dx", bits(&dx));
     results.insert("rms_norm_backward dweight", bits(&dw));
 
@@ -96,13 +98,14 @@ fn elementwise(dtype: DType, results: &mut Results) {
     results.insert("rotary_backward dq_norm", bits(&dq));
     results.insert("rotary_backward dk_norm", bits(&dk));
 
-    let dh = cast("dh", (200, 48), dtype);
     for (names, activation) in [
         (["silu", "silu backward"], Activation::Silu),
         (["gelu_tanh", "gelu_tanh backward"], Activation::GeluTanh),
     ] {
-        results.insert(names[0], bits(&glu(&x, activation).unwrap()));
+        let dh = TensorMut::new(cast("dh", (200, 48), dtype));
         results.insert(names[1], bits(&glu_backward(&x, &dh, activation).unwrap()));
+        results.insert(names[0], bits(&glu(&x, activation).unwrap()));
+        assert_eq!(bits(&dh), results[names[0]]);
     }
     let site = Dropout { p: 0.1, stream: RngStream::new(9), first_token: 3 };
     results.insert("dropout", bits(&dropout(&x, site).unwrap()));

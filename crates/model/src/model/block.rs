@@ -8,7 +8,8 @@
 //! `post?` are the second norms of the Gemma families. OLMo 2 has only these, and no `norm`.
 //! Granite has a factor on each mixer's output. Each mixer has a file below `block/`.
 //! [`BlockSaved`] holds the tensors that are expensive to recompute. Backward recomputes norm
-//! outputs, which are elementwise.
+//! outputs, which are elementwise, in the pass that computes the gradient of the norm's input. So
+//! the gradients of parameters that multiply a norm's output come last (`PendingGradients`).
 
 mod attention;
 mod gated_mlp;
@@ -20,15 +21,15 @@ use candle_core::{DType, Tensor};
 
 use super::composition::{ChannelMixer, TokenMixer};
 use super::layout::{BlockLayout, BlockModule};
-use super::linear::MergedLinear;
+use super::linear::{MergedLinear, PendingGradients};
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
 use super::rotary_tables::PositionTable;
 use super::{ModelConfig, Param};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::elementwise::{add, scaled};
-use crate::ops::has_kernels;
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
+use crate::ops::{empty, has_kernels};
 use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
@@ -388,7 +389,7 @@ pub fn backward(
 ) -> Result<Option<Tensor>> {
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
-    let channel = |half: MixerBackward<'_>| match (&w.channel_mixer, &saved.channel_mixer) {
+    let channel = |half: MixerBackward| match (&w.channel_mixer, &saved.channel_mixer) {
         (ChannelMixerWeights::GatedMlp(mlp), ChannelMixerSaved::GatedMlp(saved)) => {
             mlp.backward(pass, saved, half)
         }
@@ -396,7 +397,7 @@ pub fn backward(
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
     let dh = around_mixer_backward(&w.channel_norms, config.norm, ends, dy, true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
-    let token = |half: MixerBackward<'_>| match (&w.token_mixer, &saved.token_mixer) {
+    let token = |half: MixerBackward| match (&w.token_mixer, &saved.token_mixer) {
         (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
             attention.backward(pass, saved, half)
         }
@@ -415,39 +416,61 @@ struct HalfEnds<'a> {
 }
 
 /// The arguments of a mixer's backward.
-struct MixerBackward<'a> {
+struct MixerBackward {
     /// The gradient of the mixer's output.
     dout: Tensor,
-    /// Recomputes the mixer's input.
-    input: &'a dyn Fn() -> Result<Tensor>,
     /// False if nothing reads the gradient of the input.
     need_dx: bool,
 }
 
+/// The results of a mixer's backward.
+struct MixerGradients<'w> {
+    /// The gradient of the mixer's input, if something reads it.
+    dinput: Option<Tensor>,
+    /// Gradients of parameters that need the mixer's input.
+    pending: PendingGradients<'w>,
+}
+
 /// Computes the backward of [`around_mixer`]: the gradient of `x`, or `None` if nothing needs it.
-fn around_mixer_backward(
+fn around_mixer_backward<'w>(
     norms: &MixerNorms,
     norm: NormKind,
     HalfEnds { x, out }: HalfEnds<'_>,
     dy: &Tensor,
     need_dx: bool,
-    mixer: impl FnOnce(MixerBackward<'_>) -> Result<Option<Tensor>>,
+    mixer: impl FnOnce(MixerBackward) -> Result<MixerGradients<'w>>,
 ) -> Result<Option<Tensor>> {
     let scaled_dy = scaled(dy, norms.factor)?;
     let dout = match (&norms.after, out) {
         (Some(after), Some(out)) => {
-            rms_norm_backward(out, &after.value, &scaled_dy, None, after.grad.as_ref(), norm)?
+            rms_norm_backward(out, &after.value, &scaled_dy, None, after.grad.as_ref(), None, norm)?
         }
         _ => scaled_dy,
     };
-    let input = || norms.input(x, norm);
     let grad = norms.before.as_ref().and_then(|before| before.grad.as_ref());
     let need_dx = need_dx || grad.is_some();
-    let Some(dinput) = mixer(MixerBackward { dout, input: &input, need_dx })? else { return Ok(None) };
-    match &norms.before {
-        Some(before) => rms_norm_backward(x, &before.value, &dinput, Some(dy), grad, norm).map(Some),
-        None => add(dy, &dinput).map(Some),
+    let MixerGradients { dinput, pending } = mixer(MixerBackward { dout, need_dx })?;
+    let Some(dinput) = dinput else {
+        if pending.reads_input() {
+            pending.add(&norms.input(x, norm)?)?;
+        }
+        return Ok(None);
+    };
+    let Some(before) = &norms.before else {
+        let dx = add(dy, &dinput)?;
+        drop(dinput);
+        pending.add(x)?;
+        return Ok(Some(dx));
+    };
+    let (rows, width) = x.dims2()?;
+    let normed = || empty(rows, width, x.dtype(), x.device());
+    let normed = pending.reads_input().then(normed).transpose()?;
+    let dx = rms_norm_backward(x, &before.value, &dinput, Some(dy), grad, normed.as_ref(), norm)?;
+    drop(dinput);
+    if let Some(normed) = normed {
+        pending.add(&normed)?;
     }
+    Ok(Some(dx))
 }
 
 #[cfg(test)]

@@ -48,6 +48,50 @@ struct Part<'a> {
     grad: Option<&'a TensorMut>,
 }
 
+/// Gradients that a backward leaves until the layers' input is known: those of the weights and of
+/// the adapters' A.
+#[derive(Default)]
+pub(super) struct PendingGradients<'a> {
+    weights: Vec<PendingWeight<'a>>,
+    /// Adapters that are no group, with the gradients of their inner activations.
+    adapters: Vec<(&'a Lora, Tensor)>,
+    group: Option<(LoraGroup<'a>, Tensor)>,
+    source: DropoutSource,
+}
+
+/// The gradient of a weight, and the columns of the output's gradient that it needs.
+struct PendingWeight<'a> {
+    grad: &'a TensorMut,
+    dy: Tensor,
+    start: usize,
+    len: usize,
+}
+
+impl PendingGradients<'_> {
+    /// Returns whether a gradient needs the input.
+    pub(super) fn reads_input(&self) -> bool {
+        let trains_a = self.adapters.iter().any(|(lora, _)| lora.a.grad.is_some());
+        trains_a || !self.weights.is_empty() || self.group.as_ref().is_some_and(|(group, _)| group.trains_a())
+    }
+
+    /// Adds the gradients, given the layers' input, `x: [N, in]`.
+    pub(super) fn add(self, x: &Tensor) -> Result<()> {
+        if let Some((group, du)) = self.group.filter(|(group, _)| group.trains_a()) {
+            group.add_gradients_of_a(x, &du)?;
+        }
+        for (lora, du) in self.adapters {
+            lora.add_gradient_of_a(x, &du, self.source)?;
+        }
+        for PendingWeight { grad, dy, start, len } in self.weights {
+            let dy = ColumnView { tensor: &dy, start, len };
+            // Gradients in bf16 are of a single micro-batch: nothing is added to them.
+            let addend = Addend::destination_if(grad.dtype() == DType::F32);
+            matmul(ColumnViewMut::all(grad), dy, ColumnView::all(x), Transpose::Tn, 1.0, addend)?;
+        }
+        Ok(())
+    }
+}
+
 /// The inputs of the adapters' backward of a [`MergedLinear`], besides its input.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct LoraSaved(Vec<Option<BranchSaved>>);
@@ -117,28 +161,26 @@ impl MergedLinear {
     }
 
     /// Works like [`backward_parts`] if the layers' adapters are a group.
-    fn backward_grouped(
-        &self,
-        group: &LoraGroup<'_>,
+    fn backward_grouped<'a>(
+        &'a self,
+        group: LoraGroup<'a>,
         saved: &[Option<BranchSaved>],
-        x: &Tensor,
         dy: &Tensor,
         dx: Option<&TensorMut>,
-    ) -> Result<()> {
+    ) -> Result<PendingGradients<'a>> {
         let all = Part { layers: &self.layers, weights: Vec::new(), grad: None };
-        let du = group.backward(saved, x, dy, &all.columns()?)?;
+        let du = group.backward(saved, dy, &all.columns()?)?;
         if let Some(dx) = dx {
             let layers = || self.layers.iter().map(|layer| layer.weight.get()).collect();
             let weights = self.merged().map_or_else(layers, |merged| merged.weights);
             input_gradient(dx, dy, &weights, group.to_input(&du))?;
         }
-        let mut start = 0;
+        let (mut start, mut pending) =
+            (0, PendingGradients { group: Some((group, du)), ..PendingGradients::default() });
         for part in self.layers.iter().map(Part::of) {
-            let columns = part.columns()?;
-            part.add_gradients(x, (dy, start), &columns)?;
-            start += columns.iter().map(|(_, len)| len).sum::<usize>();
+            start = part.add_gradients((dy, start), &mut pending)?;
         }
-        Ok(())
+        Ok(pending)
     }
 }
 
@@ -215,39 +257,39 @@ impl<'a> Part<'a> {
         Ok(start + len)
     }
 
-    /// Adds the gradients of the part's trainable parameters. Adds to `dx`, or writes it unless
-    /// `added`, the gradient through its layers of the columns of `dy` from `start` on. Returns the
-    /// column after the last.
+    /// Adds the gradients of the part's trainable parameters; those that need the input go to
+    /// `pending`. Adds to `dx`, or writes it unless `added`, the gradient through its layers of the
+    /// columns of `dy` from `start` on. Returns the column after the last.
     fn backward(
         &self,
         saved: &[Option<BranchSaved>],
-        x: &Tensor,
         (dy, start): (&Tensor, usize),
         dx: Option<(&TensorMut, Addend<'_>)>,
-        source: DropoutSource,
+        pending: &mut PendingGradients<'a>,
     ) -> Result<usize> {
         let columns = self.columns()?;
         let len = columns.iter().map(|(_, len)| len).sum();
         let all = ColumnView { tensor: dy, start, len };
         let of_layer = |&(at, len): &(usize, usize)| ColumnView { tensor: dy, start: start + at, len };
+        let (layers, source) = (self.layers, pending.source);
         let branches =
-            || self.layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().zip(saved.as_ref()));
-        if let ([layer], Some(Some((lora, saved)))) = (self.layers, branches().next())
+            || layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().zip(saved.as_ref()));
+        if let ([layer], Some(Some((lora, saved)))) = (layers, branches().next())
             && lora.is_dora()
         {
-            lora::dora_backward(layer.weight.get(), lora, saved, x, all, dx, source)?;
+            let du = lora::dora_backward(layer.weight.get(), lora, saved, all, dx, source)?;
+            pending.adapters.push((lora, du));
         } else if let ([weight], [_], Some(Some((lora, saved))), Some((dx, added))) =
-            (&self.weights[..], self.layers, branches().next(), dx)
-            && !has_kernels(x.device())
+            (&self.weights[..], layers, branches().next(), dx)
+            && !has_kernels(dy.device())
             && !lora.drops(source)
         {
-            lora.backward_with(saved, x, all, |low_rank| {
-                let dx = ColumnViewMut::all(dx);
-                matmul_weight_plus_low_rank(dx, all, *weight, Transpose::Nn, added, low_rank)
-            })?;
+            let (du, dx) = (lora.up_backward(saved, all)?, ColumnViewMut::all(dx));
+            matmul_weight_plus_low_rank(dx, all, *weight, Transpose::Nn, added, lora.to_input(&du))?;
+            pending.adapters.push((lora, du));
         } else {
             let writes_first = |lora: &Lora| !lora.drops(source);
-            let branches_first = has_kernels(x.device())
+            let branches_first = has_kernels(dy.device())
                 && branches().all(|branch| branch.is_some_and(|(lora, _)| writes_first(lora)));
             let mut dx = dx;
             let base = |dx: Option<(&TensorMut, Addend<'_>)>| {
@@ -261,39 +303,36 @@ impl<'a> Part<'a> {
             }
             for (branch, columns) in branches().zip(&columns) {
                 let Some((lora, saved)) = branch else { continue };
-                lora.backward(saved, x, of_layer(columns), dx, source)?;
+                let du = lora.up_backward(saved, of_layer(columns))?;
+                if let Some(dx) = dx {
+                    lora.down_backward(&du, dx, source)?;
+                }
+                pending.adapters.push((lora, du));
                 dx = dx.map(|(dx, _)| (dx, Addend::Destination));
             }
             if branches_first {
                 base(dx)?;
             }
         }
-        self.add_gradients(x, (dy, start), &columns)?;
-        Ok(start + len)
+        self.add_gradients((dy, start), pending)
     }
 
-    /// Adds the gradients of trainable weights and biases, given those of the outputs, which are in
-    /// `columns` of `dy` from `start` on.
+    /// Adds the gradients of trainable biases, given those of the outputs, which are the columns of
+    /// `dy` from `start` on; those of weights go to `pending`. Returns the column after the last.
     fn add_gradients(
         &self,
-        x: &Tensor,
         (dy, start): (&Tensor, usize),
-        columns: &[(usize, usize)],
-    ) -> Result<()> {
+        pending: &mut PendingGradients<'a>,
+    ) -> Result<usize> {
+        let columns = self.columns()?;
         let len = columns.iter().map(|(_, len)| len).sum();
-        let all = ColumnView { tensor: dy, start, len };
-        let of_layer = |&(at, len): &(usize, usize)| ColumnView { tensor: dy, start: start + at, len };
-        if let Some(grad) = self.grad {
-            // Gradients in bf16 are of a single micro-batch: nothing is added to them.
-            let addend = Addend::destination_if(grad.dtype() == DType::F32);
-            matmul(ColumnViewMut::all(grad), all, ColumnView::all(x), Transpose::Tn, 1.0, addend)?;
-        }
-        for (layer, columns) in self.layers.iter().zip(columns) {
+        pending.weights.extend(self.grad.map(|grad| PendingWeight { grad, dy: dy.clone(), start, len }));
+        for (layer, (at, len)) in self.layers.iter().zip(columns) {
             if let Some(grad) = layer.bias.as_ref().and_then(|bias| bias.grad.as_ref()) {
-                sum_rows(grad, of_layer(columns))?;
+                sum_rows(grad, ColumnView { tensor: dy, start: start + at, len })?;
             }
         }
-        Ok(())
+        Ok(start + len)
     }
 }
 
@@ -329,7 +368,7 @@ pub(super) fn forward(
     let y = empty(rows, widths.iter().sum(), x.dtype(), x.device())?;
     let loras = || linear.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref()));
     let has_dora = loras().flatten().any(Lora::is_dora);
-    let group = LoraGroup::of(loras(), x, branch.source)?;
+    let group = LoraGroup::of(loras(), x.device(), branch.source)?;
     let mut downs = match group {
         Some(group) => group.down(x)?,
         None => vec![None; linear.layers.len()],
@@ -359,7 +398,7 @@ pub(super) fn recompute(
     if loras.iter().flatten().any(|lora| lora.is_dora()) {
         return Ok(forward(linear, &x, None, branch)?.1);
     }
-    let group = LoraGroup::of(loras.iter().copied(), &x, branch.source)?;
+    let group = LoraGroup::of(loras.iter().copied(), x.device(), branch.source)?;
     if let Some(group) = group {
         return group.down(&x).map(LoraSaved);
     }
@@ -367,58 +406,56 @@ pub(super) fn recompute(
     loras.into_iter().map(saved).collect::<Result<_>>().map(LoraSaved)
 }
 
-/// Adds the gradients of the trainable parameters and returns that of `x`.
-pub(super) fn backward(
-    linear: &MergedLinear,
+/// Returns the gradient of the input, `[N, in]`, and adds the gradients of trainable parameters
+/// that do not need the input.
+pub(super) fn backward<'a>(
+    linear: &'a MergedLinear,
     saved: &LoraSaved,
-    x: &Tensor,
     dy: &Tensor,
     source: DropoutSource,
-) -> Result<Tensor> {
-    let (rows, width) = x.dims2()?;
-    let dx = empty(rows, width, x.dtype(), x.device())?;
-    backward_parts(linear, saved, x, dy, Some(&dx), source)?;
-    Ok(dx.into_tensor())
+) -> Result<(Tensor, PendingGradients<'a>)> {
+    let Some(first) = linear.layers.first() else { return Err(Error::internal("no layers")) };
+    let dx = empty(dy.dim(0)?, first.weight.get().dims()?.1, dy.dtype(), dy.device())?;
+    let pending = backward_parts(linear, saved, dy, Some(&dx), source)?;
+    Ok((dx.into_tensor(), pending))
 }
 
 /// Works like [`backward`], but without `need_dx` adds the gradients of the trainable parameters
-/// alone: nothing below `x` trains.
-pub(super) fn backward_first(
-    linear: &MergedLinear,
+/// alone: nothing below the layers trains.
+pub(super) fn backward_first<'a>(
+    linear: &'a MergedLinear,
     saved: &LoraSaved,
-    x: &Tensor,
     dy: &Tensor,
     source: DropoutSource,
     need_dx: bool,
-) -> Result<Option<Tensor>> {
+) -> Result<(Option<Tensor>, PendingGradients<'a>)> {
     if need_dx {
-        return backward(linear, saved, x, dy, source).map(Some);
+        return backward(linear, saved, dy, source).map(|(dx, pending)| (Some(dx), pending));
     }
-    backward_parts(linear, saved, x, dy, None, source)?;
-    Ok(None)
+    Ok((None, backward_parts(linear, saved, dy, None, source)?))
 }
 
-fn backward_parts(
-    linear: &MergedLinear,
+fn backward_parts<'a>(
+    linear: &'a MergedLinear,
     LoraSaved(saved): &LoraSaved,
-    x: &Tensor,
     dy: &Tensor,
     dx: Option<&TensorMut>,
     source: DropoutSource,
-) -> Result<()> {
+) -> Result<PendingGradients<'a>> {
     let loras = || {
         linear.layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().filter(|_| saved.is_some()))
     };
-    if let Some(group) = LoraGroup::of(loras(), x, source)? {
-        return linear.backward_grouped(&group, saved, x, dy, dx);
+    if let Some(group) = LoraGroup::of(loras(), dy.device(), source)? {
+        return linear.backward_grouped(group, saved, dy, dx);
     }
     let has_dora = loras().flatten().any(Lora::is_dora);
     let (mut start, mut layer) = (0, 0);
-    for part in linear.parts(x.device(), has_dora) {
+    let mut pending = PendingGradients { source, ..PendingGradients::default() };
+    for part in linear.parts(dy.device(), has_dora) {
         let dx = dx.map(|dx| (dx, Addend::destination_if(start > 0)));
         let of_part = &saved[layer..layer + part.layers.len()];
-        start = part.backward(of_part, x, (dy, start), dx, source)?;
+        start = part.backward(of_part, (dy, start), dx, &mut pending)?;
         layer += part.layers.len();
     }
-    Ok(())
+    Ok(pending)
 }

@@ -55,11 +55,12 @@ impl HeadWeights {
         let out = linear_cross_entropy(&normed, self.output(u.as_ref()), targets, kind, grads)?;
         let dx = TensorMut::new(out.dx);
         if let (Some(lora), Some(du)) = (&self.lora, &out.du) {
-            lora.down_backward(&normed, du, Some((&dx, Addend::Destination)), source)?;
+            lora.add_gradient_of_a(&normed, du, source)?;
+            lora.down_backward(du, (&dx, Addend::Destination), source)?;
         }
         let grad = self.norm.grad.as_ref();
         let dx = scaled(&dx, config.logit_factor)?;
-        let dx = rms_norm_backward(x, &self.norm.value, &dx, None, grad, config.norm)?;
+        let dx = rms_norm_backward(x, &self.norm.value, &dx, None, grad, None, config.norm)?;
         Ok((out.loss, dx))
     }
 

@@ -185,32 +185,10 @@ impl Lora {
         LowRank { u: self.inner(saved), factor: &self.b.value, scale: self.scale }
     }
 
-    /// Adds the gradients of LoRA's A and B. The branch has no dropout here; its part of the input
-    /// gradient goes to `product`, which adds it to its own product.
-    pub(super) fn backward_with(
-        &self,
-        saved: &BranchSaved,
-        x: &Tensor,
-        dy: ColumnView<'_>,
-        product: impl FnOnce(LowRank<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let du = self.up_backward(saved, dy)?;
-        self.down_backward(x, &du, None, None)?;
-        product(LowRank { u: self.of_rank(&du), factor: &self.a.value, scale: 1.0 })
-    }
-
-    /// Adds the gradients of LoRA's A and B. Adds the gradient of `dy` through the branch to `dx`,
-    /// or writes it if nothing is added.
-    pub(super) fn backward(
-        &self,
-        saved: &BranchSaved,
-        x: &Tensor,
-        dy: ColumnView<'_>,
-        dx: Option<(&TensorMut, Addend<'_>)>,
-        source: DropoutSource,
-    ) -> Result<()> {
-        let du = self.up_backward(saved, dy)?;
-        self.down_backward(x, &du, dx, source)
+    /// Returns the low-rank term that LoRA adds to the gradient of its input, given that of u. The
+    /// branch has no dropout here.
+    pub(super) fn to_input<'a>(&'a self, du: &'a Tensor) -> LowRank<'a> {
+        LowRank { u: self.of_rank(du), factor: &self.a.value, scale: 1.0 }
     }
 
     /// Allocates a buffer for `[N, r]` in the dtype of A.
@@ -243,21 +221,21 @@ impl Lora {
         Ok(u.into_tensor())
     }
 
-    /// Adds A's gradient. Adds the gradient through A for `du: [N, r]` to `dx`, or writes it if
-    /// nothing is added.
+    /// Adds A's gradient, given that of u, `[N, r]`.
+    pub(super) fn add_gradient_of_a(&self, x: &Tensor, du: &Tensor, source: DropoutSource) -> Result<()> {
+        let Some(grad) = &self.a.grad else { return Ok(()) };
+        let input = self.input(x, source)?;
+        let (grad, input) = (ColumnViewMut::all(grad), ColumnView::all(&input));
+        matmul(grad, self.of_rank(du), input, Transpose::Tn, 1.0, Addend::Destination)
+    }
+
+    /// Adds the gradient through A for `du: [N, r]` to `dx`, or writes it if nothing is added.
     pub(super) fn down_backward(
         &self,
-        x: &Tensor,
         du: &Tensor,
-        dx: Option<(&TensorMut, Addend<'_>)>,
+        (dx, added): (&TensorMut, Addend<'_>),
         source: DropoutSource,
     ) -> Result<()> {
-        if let Some(grad) = &self.a.grad {
-            let input = self.input(x, source)?;
-            let (grad, input) = (ColumnViewMut::all(grad), ColumnView::all(&input));
-            matmul(grad, self.of_rank(du), input, Transpose::Tn, 1.0, Addend::Destination)?;
-        }
-        let Some((dx, added)) = dx else { return Ok(()) };
         let through_a = |dst: &TensorMut, added: Addend<'_>| {
             let a = ColumnView::all(&self.a.value);
             matmul(ColumnViewMut::all(dst), self.of_rank(du), a, Transpose::Nn, 1.0, added)
@@ -265,7 +243,7 @@ impl Lora {
         match self.dropout(source) {
             None => through_a(dx, added),
             Some(module_index) => {
-                let branch = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, x.device())?;
+                let branch = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, dx.device())?;
                 through_a(&branch, Addend::Nothing)?;
                 let branch = dropout(&branch, module_index)?;
                 let accumulate = added.place_in(ColumnViewMut::all(dx))?;
@@ -276,7 +254,7 @@ impl Lora {
 
     /// Returns the gradient of u, `s · dy B`, and adds B's gradient; `dy` is the gradient of `s · u
     /// Bᵀ`.
-    fn up_backward(&self, saved: &BranchSaved, dy: ColumnView<'_>) -> Result<Tensor> {
+    pub(super) fn up_backward(&self, saved: &BranchSaved, dy: ColumnView<'_>) -> Result<Tensor> {
         let du = self.rank_buffer(dy.tensor.dim(0)?, dy.tensor.device())?;
         self.up_backward_into(self.of_rank_mut(&du), saved, dy)?;
         Ok(du.into_tensor())
@@ -340,22 +318,21 @@ pub(super) fn dora_forward(
     Ok(BranchSaved { u, start: 0, dora: Some(DoraSaved { unscaled, factor, norm }) })
 }
 
-/// Adds the gradients of DoRA's parameters. Adds the gradient of `dy` through the layer to `dx`, or
-/// writes it if nothing is added.
+/// Adds the gradients of DoRA's B and m, and returns that of u. Adds the gradient of `dy` through
+/// the layer to `dx`, or writes it if nothing is added.
 pub(super) fn dora_backward(
     weight: Weight<'_>,
     lora: &Lora,
     saved: &BranchSaved,
-    x: &Tensor,
     dy: ColumnView<'_>,
     dx: Option<(&TensorMut, Addend<'_>)>,
     source: DropoutSource,
-) -> Result<()> {
+) -> Result<Tensor> {
     let Some(dora) = &saved.dora else { return Err(Error::internal("DoRA without its forward")) };
     if let Some(grad) = lora.magnitude.as_ref().and_then(|m| m.grad.as_ref()) {
         magnitude_backward(grad, dy, &dora.unscaled, &dora.norm)?;
     }
-    let scaled = empty(x.dim(0)?, dy.len, x.dtype(), x.device())?;
+    let scaled = empty(dy.tensor.dim(0)?, dy.len, dy.tensor.dtype(), dy.tensor.device())?;
     scale_columns(ColumnViewMut::all(&scaled), dy, &dora.factor, false)?;
     let du = lora.up_backward(saved, ColumnView::all(&scaled))?;
     if let Some((dx, added)) = dx {
@@ -367,11 +344,12 @@ pub(super) fn dora_backward(
             Some(module_index) => {
                 to_input(dx, dy, added)?;
                 scale_columns(ColumnViewMut::all(&scaled), dy, &dora.factor.ones_like()?.neg()?, true)?;
-                let through_z = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, x.device())?;
+                let through_z = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, dx.device())?;
                 to_input(&through_z, ColumnView::all(&scaled), Addend::Nothing)?;
                 add_into(dx, &dropout(&through_z, module_index)?)?;
             }
         }
+        lora.down_backward(&du, (dx, Addend::Destination), source)?;
     }
-    lora.down_backward(x, &du, dx.map(|(dx, _)| (dx, Addend::Destination)), source)
+    Ok(du)
 }

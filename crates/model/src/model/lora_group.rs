@@ -9,7 +9,7 @@
 //! threads. The CPU writes `dx` once; on a GPU the product of the weights adds to that of the
 //! adapters.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::lora::{BranchSaved, DropoutSource, Lora};
 use crate::error::Result;
@@ -33,15 +33,15 @@ struct Member<'a> {
 
 impl<'a> LoraGroup<'a> {
     /// Returns the group of these layers' adapters if it computes the same as each by itself: two
-    /// or more LoRA adapters of one dtype with the same input `x`, because none of them has
-    /// dropout. On the CPU they are in f32; on a GPU their ranks are multiples of 8, so that the
-    /// columns of each start at a multiple of 16 bytes, the unit in which products read.
+    /// or more LoRA adapters of one dtype with the same input, because none of them has dropout. On
+    /// the CPU they are in f32; on a GPU their ranks are multiples of 8, so that the columns of
+    /// each start at a multiple of 16 bytes, the unit in which products read.
     ///
     /// # Errors
     /// The device has not enough memory.
     pub(super) fn of(
         loras: impl Iterator<Item = Option<&'a Lora>>,
-        x: &Tensor,
+        device: &Device,
         source: DropoutSource,
     ) -> Result<Option<Self>> {
         let mut rank = 0;
@@ -53,12 +53,12 @@ impl<'a> LoraGroup<'a> {
         let loras: Vec<_> = loras.map(|lora| lora.map(&mut place)).collect();
         let members: Vec<_> = loras.iter().flatten().collect();
         let [first, _, ..] = members[..] else { return Ok(None) };
-        let (dtype, on_gpu) = (first.lora.a.value.dtype(), has_kernels(x.device()));
+        let (dtype, on_gpu) = (first.lora.a.value.dtype(), has_kernels(device));
         let fits = |Member { lora, r, .. }: &Member<'_>| {
             let is_aligned = if on_gpu { r.is_multiple_of(8) } else { dtype == DType::F32 };
             !lora.is_dora() && !lora.drops(source) && lora.a.value.dtype() == dtype && is_aligned
         };
-        if !(on_gpu || x.device().is_cpu()) || !members.iter().all(|member| fits(member)) {
+        if !(on_gpu || device.is_cpu()) || !members.iter().all(|member| fits(member)) {
             return Ok(None);
         }
         let parts: Vec<_> = members.iter().map(|member| &member.lora.a.value).collect();
@@ -82,33 +82,36 @@ impl<'a> LoraGroup<'a> {
         Ok(self.loras.iter().map(|member| member.map(saved)).collect())
     }
 
-    /// Adds the gradients of each A and B. Returns the gradient of the inner activations of all,
-    /// `[N, Σ r]`. `columns` are the columns of `dy` that each layer wrote.
+    /// Adds the gradients of each B. Returns the gradient of the inner activations of all, `[N, Σ
+    /// r]`. `columns` are the columns of `dy` that each layer wrote.
     ///
     /// # Errors
     /// The device has not enough memory.
     pub(super) fn backward(
         &self,
         saved: &[Option<BranchSaved>],
-        x: &Tensor,
         dy: &Tensor,
         columns: &[(usize, usize)],
     ) -> Result<Tensor> {
-        let du = empty(x.dim(0)?, self.rank(), self.a.dtype(), x.device())?;
+        let du = empty(dy.dim(0)?, self.rank(), self.a.dtype(), dy.device())?;
         for ((member, saved), &(start, len)) in self.loras.iter().zip(saved).zip(columns) {
             let (Some(Member { lora, start: first, r }), Some(saved)) = (*member, saved) else { continue };
             let columns = ColumnViewMut { tensor: &du, start: first, len: r };
             lora.up_backward_into(columns, saved, ColumnView { tensor: dy, start, len })?;
         }
-        let du = du.into_tensor();
-        self.add_gradients_of_a(x, &du)?;
-        Ok(du)
+        Ok(du.into_tensor())
     }
 
-    fn add_gradients_of_a(&self, x: &Tensor, du: &Tensor) -> Result<()> {
-        if self.loras.iter().flatten().all(|member| member.lora.a.grad.is_none()) {
-            return Ok(());
-        }
+    /// Returns whether an A trains.
+    pub(super) fn trains_a(&self) -> bool {
+        self.loras.iter().flatten().any(|member| member.lora.a.grad.is_some())
+    }
+
+    /// Adds the gradients of each A, given those of the inner activations.
+    ///
+    /// # Errors
+    /// The device has not enough memory.
+    pub(super) fn add_gradients_of_a(&self, x: &Tensor, du: &Tensor) -> Result<()> {
         let all = empty(self.rank(), x.dim(1)?, DType::F32, x.device())?;
         let (du, x) = (ColumnView::all(du), ColumnView::all(x));
         matmul(ColumnViewMut::all(&all), du, x, Transpose::Tn, 1.0, Addend::Nothing)?;

@@ -2,6 +2,7 @@
 //! tensor.
 //!
 //! Backward, from the saved halves alone: `dup = dh · act(gate)`, `dgate = dh · up · act'(gate)`.
+//! The same pass writes `h` again, for the gradient of the weight that multiplies `h`.
 
 pub(super) mod cases;
 mod cuda;
@@ -13,7 +14,8 @@ use super::gpu::{Route, are_floats};
 use super::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
-use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
+use crate::runtime::TensorMut;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 
 /// The activation of an MLP's gate.
@@ -81,30 +83,36 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
 }
 
 /// Returns the gradient of [`glu`] with respect to `gate_up: [N, 2F]`, from `dh: [N, F]`: `[N,
-/// 2F]`, all in the same dtype.
+/// 2F]`, all in the same dtype. Replaces `dh` by the result of [`glu`], to the bit.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
-pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
-    let _span = span(|| SpanInfo::op("glu_backward").dims(gate_up.dims()).moves(&[gate_up, gate_up, dh]));
+pub fn glu_backward(gate_up: &Tensor, dh: &TensorMut, activation: Activation) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("glu_backward").dims(gate_up.dims()).moves(&[gate_up, gate_up, dh, dh]));
     match Route::of(gate_up, are_floats([gate_up.dtype()])) {
         Route::Kernel(driver) => return cuda::backward(driver, gate_up, dh, activation),
-        Route::Composed => return reference_backward(gate_up, dh, activation),
+        Route::Composed => {
+            let d = reference_backward(gate_up, dh, activation)?;
+            dh.slice_set(&reference(gate_up, activation)?, 0, 0)?;
+            return Ok(d);
+        }
         Route::Cpu => {}
     }
     let (rows, width) = dims2(gate_up)?;
     let half = width / 2;
     with_elem!(gate_up.dtype(), T => {
-        let (gate_up, dh) = (read::<T>(gate_up)?, read::<T>(dh)?);
+        let gate_up = read::<T>(gate_up)?;
         let mut d = unwritten::<T>(rows * width);
-        let rows_of = d.par_chunks_mut(width).zip(gate_up.par_chunks(width)).zip(dh.par_chunks(half));
-        rows_of.with_min_len(8).for_each(|((d, row), dh)| {
-            let ((dgate, dup), (gate, up)) = (d.split_at_mut(half), row.split_at(half));
-            match activation {
-                Activation::Silu => silu_row_backward(dgate, dup, gate, up, dh),
-                Activation::GeluTanh => gelu_row_backward(dgate, dup, gate, up, dh),
-            }
-        });
+        update(dh, |dh: &mut [T]| {
+            let rows_of = d.par_chunks_mut(width).zip(dh.par_chunks_mut(half)).zip(gate_up.par_chunks(width));
+            rows_of.with_min_len(8).for_each(|((d, dh), row)| {
+                let ((dgate, dup), (gate, up)) = (d.split_at_mut(half), row.split_at(half));
+                match activation {
+                    Activation::Silu => silu_row_backward(dgate, dup, dh, gate, up),
+                    Activation::GeluTanh => gelu_row_backward(dgate, dup, dh, gate, up),
+                }
+            });
+        })?;
         tensor(d, (rows, width))
     })
 }
@@ -120,11 +128,12 @@ macro_rules! row_loops {
             }
         }
         vectorized! {
-            fn $backward<T: FloatElement>(dgate: &mut [T], dup: &mut [T], gate: &[T], up: &[T], dh: &[T]) {
-                for ((((dgate, dup), gate), up), dh) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dh) {
+            fn $backward<T: FloatElement>(dgate: &mut [T], dup: &mut [T], dh: &mut [T], gate: &[T], up: &[T]) {
+                for ((((dgate, dup), dh), gate), up) in dgate.iter_mut().zip(dup).zip(dh).zip(gate).zip(up) {
                     let (value, slope) = $activation.value_and_slope(gate.widen());
                     *dgate = T::nearest(dh.widen() * up.widen() * slope);
                     *dup = T::nearest(dh.widen() * value);
+                    *dh = T::nearest(value * up.widen());
                 }
             }
         }

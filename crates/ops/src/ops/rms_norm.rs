@@ -3,7 +3,7 @@
 //!
 //! Backward, with `x̂ = x / rms` and `q = dy · g`: `dx = (q − x̂ · mean(q · x̂)) / rms`, `dg = Σ
 //! rows dy · x̂`. Only `x` is saved: recomputing 1/rms is one pass over data that the backward
-//! reads anyway.
+//! reads anyway. That pass can write `y` again, for the gradients of weights that multiply `y`.
 
 pub(super) mod cases;
 pub(super) mod cuda;
@@ -16,7 +16,9 @@ use super::simd;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
-use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update_in_f32, with_elem};
+use crate::runtime::cpu_tensor::{
+    FloatElement, dims2, read, tensor, unwritten, update, update_in_f32, with_elem,
+};
 use crate::runtime::trace::{SpanInfo, span};
 
 /// The settings of a norm besides its weight.
@@ -60,6 +62,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
 
 /// Returns the gradient of `x: [N, D]` in its dtype, plus `residual: [N, D]` if given (the gradient
 /// that bypasses the norm). Adds the weight's gradient to `dweight: [D]` f32, on the CPU also bf16.
+/// Writes the result of [`rms_norm`], to the bit, to `normed: [N, D]` if given.
 ///
 /// # Errors
 /// Fails if a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
@@ -69,15 +72,23 @@ pub fn rms_norm_backward(
     dy: &Tensor,
     residual: Option<&Tensor>,
     dweight: Option<&TensorMut>,
+    normed: Option<&TensorMut>,
     kind: NormKind,
 ) -> Result<Tensor> {
     let _span = span(|| {
         let info = SpanInfo::op("rms_norm_backward").dims(x.dims()).moves(&[x, dy, x]);
-        residual.map_or(info, |residual| info.moves(&[residual]))
+        residual.into_iter().chain(normed.map(|normed| &**normed)).fold(info, |info, t| info.moves(&[t]))
     });
     match Route::of(x, cuda::is_supported(x, weight)) {
-        Route::Kernel(driver) => return cuda::backward(driver, [x, weight, dy], residual, dweight, kind),
-        Route::Composed => return reference_backward(x, weight, dy, residual, dweight, kind),
+        Route::Kernel(driver) => {
+            return cuda::backward(driver, [x, weight, dy], residual, dweight, normed, kind);
+        }
+        Route::Composed => {
+            if let Some(normed) = normed {
+                normed.slice_set(&reference(x, weight, kind)?, 0, 0)?;
+            }
+            return reference_backward(x, weight, dy, residual, dweight, kind);
+        }
         Route::Cpu => {}
     }
     let (rows, width) = dims2(x)?;
@@ -86,14 +97,25 @@ pub fn rms_norm_backward(
         let (x, dy) = (read::<T>(x)?, read::<T>(dy)?);
         let residual = residual.map(read::<T>).transpose()?;
         let mut dx = unwritten::<T>(rows * width);
-        dx.par_chunks_mut(width).enumerate().with_min_len(16).for_each_init(
-            || vec![0f32; width],
-            |q, (i, dx)| {
-                let row = i * width..(i + 1) * width;
-                let around = residual.as_ref().map(|r| &r[row.clone()]);
-                backward_row(dx, &x[row.clone()], &dy[row], &gain, around, q, kind.eps as f32);
-            },
-        );
+        let mut compute = |normed: Vec<Option<&mut [T]>>| {
+            dx.par_chunks_mut(width).zip(normed).enumerate().with_min_len(16).for_each_init(
+                || vec![0f32; width],
+                |q, (i, (dx, normed))| {
+                    let row = i * width..(i + 1) * width;
+                    let (x, around) = (&x[row.clone()], residual.as_ref().map(|r| &r[row.clone()]));
+                    let inverse = backward_row(dx, x, &dy[row], &gain, around, q, kind.eps as f32);
+                    if let Some(normed) = normed {
+                        normed_row(normed, x, &gain, inverse);
+                    }
+                },
+            );
+        };
+        match normed {
+            None => compute((0..rows).map(|_| None).collect()),
+            Some(normed) => {
+                update(normed, |normed: &mut [T]| compute(normed.chunks_mut(width).map(Some).collect()))?;
+            }
+        }
         if let Some(dweight) = dweight {
             add_gain_gradient::<T>(dweight, &x, &dy, width, kind.eps as f32)?;
         }
@@ -111,16 +133,28 @@ fn inverse_rms<T: FloatElement>(x: &[T], eps: f32) -> f32 {
     1.0 / (mean + eps).sqrt()
 }
 
-vectorized! {
-    pub(super) fn forward_row<T: FloatElement>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
-        let inverse = inverse_rms(x, eps);
-        for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
-            *y = T::nearest(x.widen() * inverse * g);
-        }
+/// Writes the norm of a row, given its 1/rms.
+#[inline(always)]
+fn write_normed<T: FloatElement>(y: &mut [T], x: &[T], gain: &[f32], inverse: f32) {
+    for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
+        *y = T::nearest(x.widen() * inverse * g);
     }
 }
 
 vectorized! {
+    pub(super) fn forward_row<T: FloatElement>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
+        write_normed(y, x, gain, inverse_rms(x, eps));
+    }
+}
+
+vectorized! {
+    fn normed_row<T: FloatElement>(y: &mut [T], x: &[T], gain: &[f32], inverse: f32) {
+        write_normed(y, x, gain, inverse);
+    }
+}
+
+vectorized! {
+    /// Writes the gradient of a row, and returns its 1/rms.
     pub(super) fn backward_row<T: FloatElement>(
         dx: &mut [T],
         x: &[T],
@@ -129,7 +163,7 @@ vectorized! {
         residual: Option<&[T]>,
         q: &mut [f32],
         eps: f32,
-    ) {
+    ) -> f32 {
         let inverse = inverse_rms(x, eps);
         for ((q, dy), g) in q.iter_mut().zip(dy).zip(gain) {
             *q = dy.widen() * g;
@@ -146,6 +180,7 @@ vectorized! {
         for (dx, q) in dx.iter_mut().zip(q.iter()) {
             *dx = T::nearest(*q);
         }
+        inverse
     }
 }
 

@@ -10,7 +10,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{LayerPass, MixerBackward};
+use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
 use crate::model::composition::{AttentionMixer, QkNormWidth};
 use crate::model::linear::{self, LoraSaved, MergedLinear};
@@ -165,8 +165,15 @@ impl AttentionWeights {
             let columns =
                 |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.narrow(1, start, len)?.contiguous()?) };
             let dy = columns(dqkv)?;
-            let dx =
-                rms_norm_backward(&columns(qkv)?, &norm.value, &dy, None, norm.grad.as_ref(), config.norm)?;
+            let dx = rms_norm_backward(
+                &columns(qkv)?,
+                &norm.value,
+                &dy,
+                None,
+                norm.grad.as_ref(),
+                None,
+                config.norm,
+            )?;
             dqkv.slice_set(&dx, 1, start)?;
         }
         Ok(())
@@ -208,15 +215,17 @@ impl AttentionWeights {
         Some(QkNorm { q: (&q.value, q.grad.as_ref()), k: (&k.value, k.grad.as_ref()), kind: config.norm })
     }
 
-    /// Adds the gradients of the parameters. Returns that of the input, if something reads it.
+    /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
+    /// if something reads it.
     pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &AttentionSaved,
-        MixerBackward { dout, input, need_dx }: MixerBackward<'_>,
-    ) -> Result<Option<Tensor>> {
+        MixerBackward { dout, need_dx }: MixerBackward,
+    ) -> Result<MixerGradients<'_>> {
         let (config, source) = (pass.config, pass.source());
-        let dattended = linear::backward(&self.o, &saved.lora_o, &saved.attended.out, &dout, source)?;
+        let (dattended, pending) = linear::backward(&self.o, &saved.lora_o, &dout, source)?;
+        pending.add(&saved.attended.out)?;
         drop(dout);
         let dqkv = {
             let rotated = self.rotate(pass, &saved.qkv)?;
@@ -231,7 +240,8 @@ impl AttentionWeights {
             )?)
         };
         self.rotate_backward(pass, &saved.qkv, &dqkv)?;
-        linear::backward_first(&self.qkv, &saved.lora_qkv, &input()?, &dqkv, source, need_dx)
+        let (dinput, pending) = linear::backward_first(&self.qkv, &saved.lora_qkv, &dqkv, source, need_dx)?;
+        Ok(MixerGradients { dinput, pending })
     }
 }
 

@@ -4,16 +4,18 @@
 //! y = down_proj(act(gate) · up)          gate, up = gate_up_proj(x)
 //! ```
 //!
-//! Backward recomputes the gated product, which is elementwise.
+//! Backward recomputes the gated product, which is elementwise, in the pass that computes its
+//! gradient.
 
 use candle_core::{DType, Tensor};
 
-use super::{LayerPass, MixerBackward};
+use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
 use crate::model::ModelConfig;
 use crate::model::composition::GatedMlp;
 use crate::model::linear::{self, LoraSaved, MergedLinear};
 use crate::ops::glu::{glu, glu_backward};
+use crate::runtime::TensorMut;
 
 /// The parameters of a gated MLP, for one use.
 #[derive(Debug, Clone)]
@@ -77,19 +79,24 @@ impl GatedMlpWeights {
         Ok(GatedMlpSaved { gate_up, lora_gate_up, lora_down })
     }
 
-    /// Adds the gradients of the parameters. Returns that of the input, if something reads it.
+    /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
+    /// if something reads it.
     pub(super) fn backward(
         &self,
         pass: LayerPass<'_>,
         saved: &GatedMlpSaved,
-        MixerBackward { dout, input, need_dx }: MixerBackward<'_>,
-    ) -> Result<Option<Tensor>> {
+        MixerBackward { dout, need_dx }: MixerBackward,
+    ) -> Result<MixerGradients<'_>> {
         let source = pass.source();
-        let product = glu(&saved.gate_up, self.mixer.activation)?;
-        let dproduct = linear::backward(&self.down, &saved.lora_down, &product, &dout, source)?;
-        drop((product, dout));
-        let dgate_up = glu_backward(&saved.gate_up, &dproduct, self.mixer.activation)?;
-        drop(dproduct);
-        linear::backward_first(&self.gate_up, &saved.lora_gate_up, &input()?, &dgate_up, source, need_dx)
+        let (dproduct, pending) = linear::backward(&self.down, &saved.lora_down, &dout, source)?;
+        drop(dout);
+        // The gradient's memory becomes that of the product.
+        let product = TensorMut::new(dproduct);
+        let dgate_up = glu_backward(&saved.gate_up, &product, self.mixer.activation)?;
+        pending.add(&product)?;
+        drop(product);
+        let (dinput, pending) =
+            linear::backward_first(&self.gate_up, &saved.lora_gate_up, &dgate_up, source, need_dx)?;
+        Ok(MixerGradients { dinput, pending })
     }
 }

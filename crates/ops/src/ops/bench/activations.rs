@@ -9,7 +9,7 @@ use crate::ops::dora::{magnitude_backward, scale_columns};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::{add, scaled};
 use crate::ops::glu::{Activation, glu, glu_backward};
-use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, sum_rows};
+use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, empty, sum_rows};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
 use crate::runtime::TensorMut;
@@ -21,8 +21,9 @@ const F32_BYTES: usize = 4;
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     vec![
         norm(shapes),
-        norm_backward(shapes, false),
-        norm_backward(shapes, true),
+        norm_backward(shapes, NormOutput::Gradient),
+        norm_backward(shapes, NormOutput::NormToo),
+        norm_backward(shapes, NormOutput::WeightToo),
         rotation(shapes, false),
         rotation(shapes, true),
         rotation_backward(shapes, false),
@@ -53,19 +54,37 @@ fn norm(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// Times the backward with a residual gradient; the weight is trained or frozen.
-fn norm_backward(shapes: &BenchShapes, trained: bool) -> TimedOp {
-    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 4));
-    let bytes = bytes + shapes.bytes(d) + if trained { 2 * F32_BYTES * d } else { 0 };
-    let what = format!("{shape}, residual{}", if trained { ", weight trained" } else { "" });
-    TimedOp::moving(bytes, ("rms_norm_backward", what, shapes.dtype), move |inputs| {
+/// The results of a norm's backward.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum NormOutput {
+    /// The gradient of its input, with that around the norm.
+    Gradient,
+    /// Also the norm itself.
+    NormToo,
+    /// Also the gradient of its weight.
+    WeightToo,
+}
+
+fn norm_backward(shapes: &BenchShapes, output: NormOutput) -> TimedOp {
+    let (n, d) = (shapes.tokens, shapes.widths.hidden_size);
+    let (extra, extra_bytes) = match output {
+        NormOutput::Gradient => ("", 0),
+        NormOutput::NormToo => (", normed", shapes.bytes(n * d)),
+        NormOutput::WeightToo => (", weight trained", 2 * F32_BYTES * d),
+    };
+    let ((shape, bytes), dtype) = (hidden(shapes, 4), shapes.dtype);
+    let what = ("rms_norm_backward", format!("{shape}, residual{extra}"), dtype);
+    TimedOp::moving(bytes + shapes.bytes(d) + extra_bytes, what, move |inputs| {
         let (weight, dweight) = (inputs.normal(1.0, d)?, inputs.zeros(d)?);
         let sets = inputs.sets(|_| {
             let one = || inputs.normal(1.0, (n, d));
             Ok([one()?, one()?, one()?])
         })?;
         sets.calls(move |[x, dy, residual]| {
-            rms_norm_backward(x, &weight, dy, Some(residual), trained.then_some(&dweight), NORM).map(drop)
+            let dweight = (output == NormOutput::WeightToo).then_some(&dweight);
+            let normed =
+                (output == NormOutput::NormToo).then(|| empty(n, d, dtype, x.device())).transpose()?;
+            rms_norm_backward(x, &weight, dy, Some(residual), dweight, normed.as_ref(), NORM).map(drop)
         })
     })
 }
@@ -131,10 +150,11 @@ fn gated(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
+/// Times the backward in place: from the second run on, the gradient is the gated product.
 fn gated_backward(shapes: &BenchShapes) -> TimedOp {
     let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
     let what = ("glu_backward", format!("{n}x{}, silu", 2 * f), shapes.dtype);
-    TimedOp::moving(shapes.bytes(5 * n * f), what, move |inputs| {
+    TimedOp::moving(shapes.bytes(6 * n * f), what, move |inputs| {
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, 2 * f))?, inputs.normal(1.0, (n, f))?)))?;
         sets.calls(move |(x, dh)| glu_backward(x, dh, Activation::Silu).map(drop))
     })

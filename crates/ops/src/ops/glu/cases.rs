@@ -36,10 +36,10 @@ pub(in crate::ops) fn shaped(
             let got = glu_backward(&x.here, &dh.here, activation)?;
             let want = reference_backward(&x.plain, &dh.plain, activation)?;
             let halves = |t: &Tensor, at| -> Result<Tensor> { Ok(t.narrow(1, at, half)?.contiguous()?) };
-            [0, half]
-                .map(|at| Ok(TensorPair::new(halves(&got, at)?, halves(&want, at)?)))
-                .into_iter()
-                .collect()
+            let gradient =
+                |at| -> Result<TensorPair> { Ok(TensorPair::new(halves(&got, at)?, halves(&want, at)?)) };
+            let product = TensorPair::new(dh.here.into_tensor(), reference(&x.plain, activation)?);
+            Ok(vec![gradient(0)?, gradient(half)?, product])
         }),
     ]
 }

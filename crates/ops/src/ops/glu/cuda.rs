@@ -4,8 +4,9 @@ use candle_core::{DType, Tensor};
 
 use super::Activation;
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
+use crate::runtime::TensorMut;
 
 /// Threads per block.
 const THREADS: usize = 256;
@@ -40,7 +41,7 @@ pub(super) fn forward(driver: &dyn Driver, gate_up: &Tensor, activation: Activat
 pub(super) fn backward(
     driver: &dyn Driver,
     gate_up: &Tensor,
-    dh: &Tensor,
+    dh: &TensorMut,
     activation: Activation,
 ) -> Result<Tensor> {
     let (rows, width) = gate_up.dims2()?;
@@ -48,7 +49,7 @@ pub(super) fn backward(
     let (shape, rows, half) = (shape(gate_up, rows, width / 2), number(rows)?, number(width / 2)?);
     macro_rules! launch {
         ($kernel:ident) => {
-            kernels::$kernel(driver, shape, In::all(gate_up)?, In::all(dh)?, Out::all(&d)?, rows, half)?
+            kernels::$kernel(driver, shape, In::all(gate_up)?, InOut::all(dh)?, Out::all(&d)?, rows, half)?
         };
     }
     match (activation, gate_up.dtype()) {

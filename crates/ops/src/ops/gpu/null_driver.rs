@@ -49,7 +49,7 @@ fn norms_and_rotation(dtype: DType) -> Result<()> {
     let (x, weight, kind) = (zeros(0, 16, dtype)?, gain(16)?, NormKind { eps: 1e-6, unit_offset: false });
     let dweight = gain(16)?;
     rms_norm(&x, &weight, kind)?;
-    rms_norm_backward(&x, &weight, &x, Some(&x), Some(&dweight), kind)?;
+    rms_norm_backward(&x, &weight, &x, Some(&x), Some(&dweight), Some(&zeros(0, 16, dtype)?), kind)?;
     let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 16 };
     let (qkv, angles) = (zeros(0, heads.qkv_width(), dtype)?, zeros(0, 8, DType::F32)?.into_tensor());
     let table = RotaryTable { cos: angles.clone(), sin: angles, interleaved: false };

@@ -1,14 +1,25 @@
 //! Cases of RMSNorm.
 
+use candle_core::Tensor;
+
 use super::{NormKind, reference, reference_backward, rms_norm, rms_norm_backward};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
+use crate::ops::empty;
 
 /// Both kinds of weight, each with a different epsilon.
 pub(in crate::ops) const KINDS: [(NormKind, &str); 2] = [
     (NormKind { eps: 1e-6, unit_offset: false }, "weight"),
     (NormKind { eps: 1e-5, unit_offset: true }, "1 + weight"),
 ];
+
+/// The optional arguments of a backward.
+#[derive(Debug, Clone, Copy, Default)]
+pub(in crate::ops) struct Extras {
+    pub(in crate::ops) residual: bool,
+    pub(in crate::ops) dweight: bool,
+    pub(in crate::ops) normed: bool,
+}
 
 /// Returns the cases of the norm and of its gradients.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
@@ -17,14 +28,15 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         // 37 is not a multiple of the lanes.
         for width in [64, 37] {
             cases.push(forward_case(format!("{name}, {width} wide"), kind, (19, width)));
-            for (residual, dweight, extra) in [
-                (false, false, ""),
-                (true, false, ", residual"),
-                (false, true, ", dweight"),
-                (true, true, ", residual, dweight"),
+            for ([residual, dweight, normed], extra) in [
+                ([false, false, false], ""),
+                ([true, false, false], ", residual"),
+                ([false, true, false], ", dweight"),
+                ([true, false, true], ", residual, normed"),
+                ([true, true, true], ", residual, dweight, normed"),
             ] {
                 let what = format!("{name}, {width} wide{extra}");
-                cases.push(backward_case(what, kind, (19, width), residual, dweight));
+                cases.push(backward_case(what, kind, (19, width), Extras { residual, dweight, normed }));
             }
         }
     }
@@ -40,17 +52,15 @@ pub(in crate::ops) fn forward_case(what: String, kind: NormKind, shape: (usize, 
     })
 }
 
-/// Returns the case of its gradients, with an optional residual gradient and an optional weight
-/// gradient.
+/// Returns the case of its gradients.
 pub(in crate::ops) fn backward_case(
     what: String,
     kind: NormKind,
     shape: (usize, usize),
-    residual: bool,
-    dweight: bool,
+    extras: Extras,
 ) -> OpCase {
     OpCase::new("rms_norm_backward", what, Tolerance::BACKWARD, move |runner| {
-        norm_backward(runner, kind, shape, residual, dweight)
+        norm_backward(runner, kind, shape, extras)
     })
 }
 
@@ -58,8 +68,7 @@ fn norm_backward(
     runner: &CaseRunner<'_>,
     kind: NormKind,
     shape: (usize, usize),
-    residual: bool,
-    dweight: bool,
+    Extras { residual, dweight, normed }: Extras,
 ) -> Result<Vec<TensorPair>> {
     let width = shape.1;
     let (x, w) = (runner.normal("x", shape)?, runner.normal("w", width)?);
@@ -68,9 +77,14 @@ fn norm_backward(
     let grad = dweight.then(|| runner.normal_f32("dweight", width)).transpose()?;
     let (here, plain) = (around.as_ref().map(|r| &*r.here), around.as_ref().map(|r| &*r.plain));
     let dw = (grad.as_ref().map(|g| &g.here), grad.as_ref().map(|g| &g.plain));
-    let got = rms_norm_backward(&x.here, &w.here, &dy.here, here, dw.0, kind)?;
+    let like = |x: &Tensor| empty(shape.0, width, x.dtype(), x.device());
+    let normed = normed.then(|| like(&x.here)).transpose()?;
+    let got = rms_norm_backward(&x.here, &w.here, &dy.here, here, dw.0, normed.as_ref(), kind)?;
     let want = reference_backward(&x.plain, &w.plain, &dy.plain, plain, dw.1, kind)?;
     let mut pairs = vec![TensorPair::new(got, want)];
+    if let Some(normed) = normed {
+        pairs.push(TensorPair::new(normed.into_tensor(), reference(&x.plain, &w.plain, kind)?));
+    }
     pairs.extend(grad.map(OpPair::pair));
     Ok(pairs)
 }

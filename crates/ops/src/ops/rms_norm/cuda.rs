@@ -48,6 +48,7 @@ pub(super) fn backward(
     [x, weight, dy]: [&Tensor; 3],
     residual: Option<&Tensor>,
     dweight: Option<&TensorMut>,
+    normed: Option<&TensorMut>,
     kind: NormKind,
 ) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
@@ -59,8 +60,11 @@ pub(super) fn backward(
         ($kernel:ident) => {{
             let (x, weight, dy, residual) =
                 (In::all(x)?, In::all(weight)?, In::all(dy)?, In::optional(residual)?);
-            let (dx, inverses) = (Out::all(&dx)?, Out::optional(inverses.as_deref())?);
-            kernels::$kernel(driver, shape, x, weight, dy, residual, dx, inverses, columns, offset, eps)?
+            let (dx, normed) = (Out::all(&dx)?, Out::optional(normed.map(|normed| &**normed))?);
+            let inverses = Out::optional(inverses.as_deref())?;
+            kernels::$kernel(
+                driver, shape, x, weight, dy, residual, dx, normed, inverses, columns, offset, eps,
+            )?
         }};
     }
     match (x.dtype(), weight.dtype()) {

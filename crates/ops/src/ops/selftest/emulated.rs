@@ -1,9 +1,15 @@
 //! The self-test through the kernels: their launch code, and the emulator that runs them.
 
-use candle_core::Device;
+use candle_core::{DType, Device, Tensor};
 
 use super::{CaseOutcome, run};
+use crate::error::Result;
+use crate::ops::case::{CaseRunner, in_f64};
+use crate::ops::empty;
+use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+use crate::ops::rms_norm::cases::KINDS;
+use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 
 /// Returns the outcomes of every case on the emulator, run by `schedule`.
 fn outcomes(schedule: EmulatorSchedule) -> Vec<CaseOutcome> {
@@ -62,4 +68,34 @@ fn every_op_passes() {
 #[test]
 fn every_op_passes_in_reverse_with_late_copies() {
     check(EmulatorSchedule { order: Order::Reverse, late_copies: true, counts: false });
+}
+
+/// Two backwards write the result of their forward again. Recomputed and kept results have the same
+/// bits.
+#[test]
+fn results_of_forwards_in_backwards_have_the_same_bits() -> Result<()> {
+    let check = |what: &str, got: &Tensor, want: &Tensor| -> Result<()> {
+        assert_eq!(in_f64(got)?, in_f64(want)?, "{what}");
+        Ok(())
+    };
+    let outputs = |dtype, width| -> Result<()> {
+        let runner = CaseRunner { device: &Device::Cpu, dtype, first: 0 };
+        let (x, w, dy) =
+            (runner.normal("x", (5, width))?, runner.normal("w", width)?, runner.normal("dy", (5, width))?);
+        for (kind, name) in KINDS {
+            let normed = empty(5, width, dtype, &Device::Cpu)?;
+            rms_norm_backward(&x.here, &w.here, &dy.here, None, None, Some(&normed), kind)?;
+            check(name, &normed, &rms_norm(&x.here, &w.here, kind)?)?;
+        }
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            let dh = runner.normal("dh", (5, width / 2))?.here;
+            glu_backward(&x.here, &dh, activation)?;
+            check("glu", &dh, &glu(&x.here, activation)?)?;
+        }
+        Ok(())
+    };
+    for (dtype, width) in [(DType::F32, 64), (DType::BF16, 64), (DType::F32, 38), (DType::BF16, 38)] {
+        Emulator::run(EmulatorSchedule::default(), || outputs(dtype, width)).0?;
+    }
+    Ok(())
 }

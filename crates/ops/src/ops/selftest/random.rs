@@ -20,7 +20,7 @@ use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::matmul::Transpose;
 use crate::ops::matmul::cases::{Added, FORMS, MIXTURES, MatmulCase, OperandDtype, bias_cases};
 use crate::ops::matmul_quantized::cases::{FORMATS, product};
-use crate::ops::rms_norm::cases::KINDS;
+use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, glu, rms_norm};
@@ -96,11 +96,12 @@ proptest! {
     fn norms(
         (kind, _) in select(&KINDS[..]),
         shape in (1..100_usize, widths(4)),
-        (residual, dweight, run) in (any::<bool>(), any::<bool>(), runs()),
+        (residual, dweight, normed, run) in (any::<bool>(), any::<bool>(), any::<bool>(), runs()),
     ) {
         let forward = rms_norm::cases::forward_case(String::new(), kind, shape);
         check([forward], run, "rms_norm")?;
-        let backward = rms_norm::cases::backward_case(String::new(), kind, shape, residual, dweight);
+        let extras = Extras { residual, dweight, normed };
+        let backward = rms_norm::cases::backward_case(String::new(), kind, shape, extras);
         check([backward], run, "rms_norm_backward")?;
     }
 

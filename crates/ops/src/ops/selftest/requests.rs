@@ -6,7 +6,7 @@ use candle_core::Device;
 use crate::ops::case::OpCase;
 use crate::ops::glu::Activation;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule};
-use crate::ops::rms_norm::cases::KINDS;
+use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
 use crate::ops::{glu, rms_norm};
@@ -32,7 +32,8 @@ fn activations_move_16_bytes_a_lane() {
     let [rotary, rotary_backward] = frozen.cases("");
     let [glu, glu_backward] = glu::cases::shaped("", Activation::Silu, 1.0, (4, 2048));
     let norm = rms_norm::cases::forward_case(String::new(), KINDS[0].0, (4, 2048));
-    let norm_backward = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (4, 2048), true, false);
+    let frozen = Extras { residual: true, normed: true, dweight: false };
+    let norm_backward = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (4, 2048), frozen);
     for case in [rotary, rotary_backward, glu, glu_backward, norm, norm_backward] {
         let what = case.op;
         let sectors = sectors_of_a_request(case);
@@ -47,7 +48,8 @@ fn gradients_of_gains_move_16_bytes_a_lane_in_their_first_stage() {
     let trained =
         RotaryCase { rows: 12, heads, half: 64, interleaved: false, norm: Some(KINDS[0].0), trained: true };
     let [_, rotary] = trained.cases("");
-    let norm = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (16, 1024), false, true);
+    let trained = Extras { dweight: true, ..Extras::default() };
+    let norm = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (16, 1024), trained);
     for case in [rotary, norm] {
         let what = case.op;
         let sectors = sectors_of_a_request(case);
