@@ -1,8 +1,8 @@
 //! Rotary positions (arXiv 2104.09864) on the q and k columns of a fused projection, after the
 //! per-head RMSNorm of the families that have one (qwen3, gemma3).
 //!
-//! `y1 = x1 cos − x2 sin`, `y2 = x2 cos + x1 sin` on the first `rotary_dim` values of a head. A pair
-//! is a value of the first half and one of the second, or two neighbours (glm4, ernie4_5). The
+//! `y1 = x1 cos − x2 sin`, `y2 = x2 cos + x1 sin` on the first `rotary_dim` values of a head. A
+//! pair is a value of the first half and one of the second, or two neighbours (glm4, ernie4_5). The
 //! backward rotates by the negative angle, then applies the norm's backward from the raw
 //! projection; nothing else is saved.
 
