@@ -18,6 +18,7 @@ use crate::ops::ColumnView;
 use crate::ops::attention::{AttentionOutput, Qkv, Span, attention, attention_backward};
 use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
 use crate::runtime::TensorMut;
+use crate::runtime::copy::converted;
 
 /// The parameters of attention, for one use.
 #[derive(Debug, Clone)]
@@ -85,7 +86,8 @@ impl BlockCache {
     fn append(&mut self, k: ColumnView<'_>, v: ColumnView<'_>) -> Result<(Tensor, Tensor, Span)> {
         let new = k.tensor.dim(0)?;
         for (cache, columns) in [(&self.k, k), (&self.v, v)] {
-            let rows = columns.tensor.narrow(1, columns.start, columns.len)?.contiguous()?;
+            let rows = columns.tensor.narrow(1, columns.start, columns.len)?;
+            let rows = converted(&rows, rows.dtype())?;
             cache.slice_set(&rows, 0, self.len)?;
         }
         self.len += new;
