@@ -19,8 +19,8 @@ use crate::runtime::thread_pool::run_in_pool;
 
 /// Returns the trainer of a rank of `plan` on its `device`, with weights loaded. `resumed` is the
 /// checkpoint passed to [`Plan::resume`]. All ranks call it. The memory pool of a GPU keeps 5 %
-/// more than the plan, and 512 MiB more than a small one, because the driver adds memory in large
-/// pieces; the rest is for modules, libraries and communicators.
+/// more than the planned tensors, and 512 MiB more than a few of them, because the driver adds
+/// memory in large pieces; the rest is for modules, libraries and communicators.
 ///
 /// # Errors
 /// Weights cannot be read or do not fit the model; a peer failed.
@@ -30,7 +30,7 @@ pub fn trainer(
     world: Arc<dyn Collective>,
     device: &Device,
 ) -> Result<Trainer> {
-    let planned = plan.memory.total();
+    let planned = plan.memory.tensors();
     device::release_above(device, planned.saturating_add((planned / 20).max(512 << 20)))?;
     let (ranks, device) = (DeviceMesh::new(plan.strategy, world)?, device.clone());
     let engine = EngineOptions { ranks, device, ..plan.engine.clone() };
