@@ -162,7 +162,7 @@ impl Bucket {
             let filled = filled.tensor()?;
             let master = filled.narrow(0, own.start - kept.start, own.len())?.force_contiguous()?;
             let master = to_device(&master, &bucket_options.offload.state_on(device))?;
-            (values.settle(converted(&filled, dtype)?.into())?, Some(master))
+            (values.settle(converted(filled, dtype)?.into())?, Some(master))
         };
         let part = bucket_options.part(spec.gradients, len).len();
         let away = values.is_away();
