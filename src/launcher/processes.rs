@@ -50,6 +50,13 @@ const MPI_PROCESSES: &str = "FINETUNE_MPI_PROCESSES";
 /// Variable with the number of threads in which a process computes.
 const THREADS: &str = "RAYON_NUM_THREADS";
 
+/// Variable by which CUDA loads the code of a library as a whole when it starts, and the value. By
+/// default CUDA loads a kernel before its first launch. It then waits for all earlier work of the
+/// GPU, which may include a collective that waits for other ranks. Finetune's own kernels and those
+/// of candle are loaded before the first collective (`ops::preload`), but cuBLASLt has a kernel for
+/// each kind of shape. Not yet run on a GPU.
+const EAGER_LOADING: (&str, &str) = ("CUDA_MODULE_LOADING", "EAGER");
+
 /// First of the ports to choose from, which are above those of Linux's outgoing connections.
 const FIRST_PORT: u16 = 61_440;
 /// Ports to try, of which another program may use some.
@@ -88,9 +95,17 @@ impl SplitRank {
     /// A GPU is missing: one error instead of one from each process.
     pub(crate) fn on_gpus(gpus: &Gpus) -> Result<Vec<Self>> {
         device::check_gpus(&gpus.0)?;
-        let on_gpu =
-            |gpu: &usize| SplitRank { device: ["--gpus".to_owned(), gpu.to_string()], variables: Vec::new() };
-        Ok(gpus.0.iter().map(on_gpu).collect())
+        let given = std::env::var_os(EAGER_LOADING.0);
+        Ok(gpus.0.iter().map(|gpu| SplitRank::on_gpu(*gpu, given.as_deref())).collect())
+    }
+
+    /// Returns the rank on a GPU among several. `given` is the user's value of the variable of
+    /// [`EAGER_LOADING`].
+    fn on_gpu(gpu: usize, given: Option<&OsStr>) -> Self {
+        let (name, value) = EAGER_LOADING;
+        let eager = || Variable { name: name.into(), value: value.into() };
+        let variables = given.is_none().then(eager).into_iter().collect();
+        SplitRank { device: ["--gpus".to_owned(), gpu.to_string()], variables }
     }
 
     /// Reads the variables of the rank `rank` in `folder`.

@@ -179,15 +179,16 @@ fn shorter_rows(max_seq_len: usize) -> Change {
 }
 
 /// Returns suggestions of more ranks, over which a strategy shards weights, gradients and states.
-pub(super) fn more_ranks(world: WorldSize) -> Change {
+/// Ranks on the CPU are threads of one process, which share frozen weights.
+pub(super) fn more_ranks(world: WorldSize, on_gpu: bool) -> Change {
     let more = |doubling: u32| {
         let all = world.all.saturating_mul(1 << doubling);
-        let is_one_host = world.local == Some(world.all);
-        let typed = if is_one_host { format!("--ranks {all}") } else { format!("{all} ranks in all") };
-        Suggestion {
-            typed,
-            apply: Box::new(move |_, world| *world = WorldSize { all, local: None, here: 1 }),
-        }
+        let (typed, larger) = if world.here == world.all && !on_gpu {
+            (format!("--ranks {all}"), WorldSize::in_one_process(all))
+        } else {
+            (format!("{all} ranks in all"), WorldSize { all, local: None, here: world.here })
+        };
+        Suggestion { typed, apply: Box::new(move |_, world| *world = larger) }
     };
     Change { adjustments: (1..=DOUBLINGS).map(more).collect(), relief: MemoryTarget::Kept }
 }

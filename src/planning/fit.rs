@@ -70,7 +70,7 @@ pub enum MemoryBudget {
     Given {
         /// Bytes available to a rank.
         free: u64,
-        /// Bytes that the driver and communication hold in addition.
+        /// Bytes that the driver, or on a CPU the program, holds in addition.
         process: u64,
     },
 }
@@ -137,7 +137,7 @@ impl StepInputs<'_> {
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
         let descs = Arc::clone(&params.descs);
         let tokens = widest_micro_batch(recipe, self.rows);
-        let engine = self.engine_of(recipe, adapter_setup);
+        let engine = self.engine_of(recipe, adapter_setup, world);
         let any = how(recipe, &engine, ShardingStrategy::Single, world.all)?;
         let tensors = MicroBatchTensors::new(&self.base.config, &descs, adapter_setup, tokens, &any);
         let needed = |kind, recompute| {
@@ -166,14 +166,18 @@ impl StepInputs<'_> {
         Ok(Some(PlannedStep { fit, mesh: options.mesh, descs, sent, brought }))
     }
 
-    /// Returns the engine's options for `recipe`. An adapter whose first values derive from weights
-    /// needs a rank's own.
-    fn engine_of(&self, recipe: &Recipe, adapter_setup: Option<&AdapterSetup>) -> EngineOptions {
+    /// Returns the engine's options for `recipe`. The ranks of a process share frozen weights,
+    /// except if the first values of an adapter derive from them.
+    fn engine_of(
+        &self,
+        recipe: &Recipe,
+        adapter_setup: Option<&AdapterSetup>,
+        world: WorldSize,
+    ) -> EngineOptions {
         let mut engine = self.engine.clone();
         engine.offload = parallel::offload(&recipe.parallel);
-        if adapter_setup.is_some_and(AdapterSetup::derives_from_weights) {
-            engine.frozen = SharedFrozen::default();
-        }
+        let derives = adapter_setup.is_some_and(AdapterSetup::derives_from_weights);
+        engine.frozen = if derives { SharedFrozen::default() } else { SharedFrozen::new(world.here) };
         engine
     }
 
@@ -185,7 +189,7 @@ impl StepInputs<'_> {
     pub(crate) fn parts(&self, recipe: &Recipe, step: &PlannedStep, world: WorldSize) -> Result<MemoryParts> {
         let params = self.run_params(recipe)?;
         let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
-        let engine = self.engine_of(recipe, adapter_setup);
+        let engine = self.engine_of(recipe, adapter_setup, world);
         let options = how(recipe, &engine, step.fit.strategy, world.all)?;
         let tokens = widest_micro_batch(recipe, self.rows);
         MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options)
@@ -248,8 +252,9 @@ impl StepInputs<'_> {
                     needed.by_cause(),
                     units::bytes(have)
                 ));
-        let mut all = changes(recipe, ModelSettings::of(self.base, self.engine));
-        all.push(more_ranks(world));
+        let settings = ModelSettings::of(self.base, self.engine);
+        let mut all = changes(recipe, settings);
+        all.push(more_ranks(world, settings.on_gpu));
         let mut fitting = Vec::new();
         for change in &all {
             if let Some(found) = self.first_that_fits(change, recipe, world)? {
@@ -325,7 +330,7 @@ fn how<'a>(
         accumulates: parallel::accumulates(recipe, engine.traits),
         master: recipe.optimizer.master,
         kept_gradients: parallel::kept_gradients(recipe),
-        overlaps_reductions: ranks > 1 && !engine.traits.is_cpu,
+        over_nccl: ranks > 1 && !engine.traits.is_cpu,
         offload: &engine.offload,
         on_host: engine.traits.on_host(),
         bf16_copy: engine.bf16_copy,
@@ -351,13 +356,14 @@ pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
 mod tests {
     use std::path::Path;
 
-    use candle_core::Device;
+    use candle_core::{DType, Device};
 
     use super::*;
     use crate::clock;
     use crate::loading::Resolver;
     use crate::planning::Plan;
-    use crate::recipe::{RecipeLayers, RecipeText};
+    use crate::recipe::enums::{Attention, ModelInit};
+    use crate::recipe::{AdapterSection, DataSource, ModelSection, RecipeLayers, RecipeText};
     use crate::report::{Terminal, Verbosity};
 
     /// Plans a run of all weights on four ranks.
@@ -389,6 +395,49 @@ mod tests {
         // A tenth stays in reserve.
         let tight = plan(MemoryBudget::Agreed(Some(of_ranks)))?;
         assert_ne!(tight.strategy, ShardingStrategy::Ddp);
+        Ok(())
+    }
+
+    /// The suggested ranks have the memory that a plan of as many ranks has.
+    #[test]
+    fn advised_ranks_share_the_frozen_weights_as_ranks_of_a_run_do() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let config = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        std::fs::write(folder.path().join("config.json"), config).expect("space for a file");
+        let terminal = Terminal::stderr(Verbosity::Quiet);
+        let id = Some(DataSource::Path(folder.path().into()));
+        let model = ModelSection { id, init: ModelInit::Random, ..ModelSection::default() };
+        let base = BaseModel::open(&model, None, &Resolver::new(true, &terminal)?)?;
+        let mut recipe = Recipe { model, ..Recipe::default() };
+        recipe.adapter = Some(AdapterSection::default());
+        recipe.parallel.strategy = recipe::Strategy::Ddp;
+        let inputs = StepInputs {
+            base: &base,
+            adapter_setup: None,
+            rows: Rows::Full,
+            new_tokens: &[],
+            engine: &EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0),
+            room: MemoryBudget::Local,
+            params: &ParamCache::default(),
+        };
+        let weights = |world: WorldSize| -> Result<Option<u64>> {
+            Ok(inputs.fit(&recipe, world)?.map(|fit| fit.memory.weights))
+        };
+        let two = WorldSize::in_one_process(2);
+        let mut advised = two;
+        let first = more_ranks(two, false).adjustments.remove(0);
+        (first.apply)(&mut recipe.clone(), &mut advised);
+        assert_eq!((first.typed.as_str(), advised), ("--ranks 4", WorldSize::in_one_process(4)));
+        assert_eq!(weights(advised)?, weights(WorldSize::in_one_process(4))?);
+        assert!(weights(advised)? < weights(two)?);
+        // Processes share nothing.
+        let apart = WorldSize { all: 2, local: Some(2), here: 1 };
+        let mut advised = apart;
+        let first = more_ranks(apart, false).adjustments.remove(0);
+        (first.apply)(&mut recipe.clone(), &mut advised);
+        assert_eq!(first.typed, "4 ranks in all");
+        assert_eq!(weights(advised)?, weights(apart)?);
         Ok(())
     }
 }

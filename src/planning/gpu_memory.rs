@@ -1,7 +1,7 @@
 //! Peak transient GPU memory of a step. Freed buffers are reused, so only tensors that live at the
 //! same time count.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use candle_core::DType;
 
@@ -9,10 +9,20 @@ use crate::loading::adapter_setup::AdapterSetup;
 use crate::model::{BlockLayout, BlockModule, LinearGroup, ModelConfig, WeightShape};
 use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
+use crate::parallel::{MeshShape, ParamDesc, ShardingStrategy, communicator_count};
 use crate::recipe::Recompute;
 
 /// Bytes of an f32 value.
 const F32: usize = 4;
+/// Bytes that NCCL holds on a GPU for a communicator: buffers of its channels and connections. An
+/// assumption: users report 0.3 to 1.5 GB on hosts of 8 GPUs.
+pub(crate) const COMMUNICATOR: u64 = 500_000_000;
+
+/// Returns the bytes that NCCL holds on the GPU of a rank that trains parameters of `descs`.
+pub(super) fn nccl_bytes(strategy: ShardingStrategy, mesh: MeshShape, descs: &[ParamDesc]) -> u64 {
+    let trained = descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.kind.role());
+    COMMUNICATOR * communicator_count(strategy, mesh, trained) as u64
+}
 
 /// One micro-batch on its way through the blocks of a model.
 pub(super) struct GpuStep<'a> {
@@ -20,14 +30,21 @@ pub(super) struct GpuStep<'a> {
     tokens: usize,
     /// Bytes of one activation value.
     size: usize,
-    /// The linear layers of the blocks, each distinct block once.
-    blocks: Vec<Vec<LinearLayer>>,
+    /// The blocks, each distinct one once.
+    blocks: Vec<BlockShape>,
     /// False if the weights of the blocks train, so that their gradients need the outputs' last.
     has_adapter: bool,
     has_dora: bool,
     has_dropout: bool,
     /// True if the computation is in bf16.
     in_bf16: bool,
+}
+
+/// A block as far as it decides transient memory.
+#[derive(PartialEq, Eq)]
+struct BlockShape {
+    layers: Vec<LinearLayer>,
+    has_post_norms: bool,
 }
 
 /// A linear layer of a block.
@@ -37,7 +54,8 @@ struct LinearLayer {
     out: usize,
     inputs: usize,
     is_quantized: bool,
-    has_adapter: bool,
+    /// The rank of its adapter, if it has one.
+    r: Option<usize>,
 }
 
 impl<'a> GpuStep<'a> {
@@ -50,8 +68,9 @@ impl<'a> GpuStep<'a> {
         (tokens, dtype): (usize, DType),
     ) -> Self {
         let targets = adapter_setup.map_or(&[][..], |setup| &setup.targets);
-        let targets: HashSet<&str> = targets.iter().map(|target| target.name.as_str()).collect();
-        let linears = |block: usize| -> Vec<LinearLayer> {
+        let ranks: HashMap<&str, usize> =
+            targets.iter().map(|target| (target.name.as_str(), target.r)).collect();
+        let shape = |block: usize| {
             let layer = |module: &BlockModule| {
                 let WeightShape::Matrix { out, inputs } = module.weight else { return None };
                 let name = module.name_in(block);
@@ -60,15 +79,18 @@ impl<'a> GpuStep<'a> {
                     out,
                     inputs,
                     is_quantized: dequantized.contains(format!("{name}.weight").as_str()),
-                    has_adapter: targets.contains(name.as_str()),
+                    r: ranks.get(name.as_str()).copied(),
                 })
             };
-            BlockLayout::new(config, block).modules().iter().filter_map(layer).collect()
+            BlockShape {
+                layers: BlockLayout::new(config, block).modules().iter().filter_map(layer).collect(),
+                has_post_norms: config.blocks[block].residual.has_post_norms(),
+            }
         };
         let mut blocks = Vec::new();
-        for layers in (0..config.num_layers()).map(linears) {
-            if !blocks.contains(&layers) {
-                blocks.push(layers);
+        for block in (0..config.num_layers()).map(shape) {
+            if !blocks.contains(&block) {
+                blocks.push(block);
             }
         }
         GpuStep {
@@ -91,8 +113,8 @@ impl<'a> GpuStep<'a> {
         let hidden = self.rows(4 * self.config.hidden_size);
         let loss = hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
         let keeps_panels = recompute == Recompute::Block && self.in_bf16;
-        let of_block = |layers| BlockStep { step: self, layers, keeps_panels }.temporaries();
-        let temporaries = self.blocks.iter().map(|layers| of_block(layers)).max().unwrap_or(0);
+        let of_block = |shape| BlockStep { step: self, shape, keeps_panels }.temporaries();
+        let temporaries = self.blocks.iter().map(of_block).max().unwrap_or(0);
         GEMM_WORKSPACE as u64 + loss.max(temporaries)
     }
 
@@ -105,7 +127,7 @@ impl<'a> GpuStep<'a> {
 /// The step through one block.
 struct BlockStep<'a> {
     step: &'a GpuStep<'a>,
-    layers: &'a [LinearLayer],
+    shape: &'a BlockShape,
     /// True if a panel that recomputing and backward both read is kept.
     keeps_panels: bool,
 }
@@ -142,14 +164,16 @@ impl BlockStep<'_> {
             rows(2 * d) + self.product_forward(LinearGroup::GateUp),
             rows(2 * d + f) + self.product_forward(LinearGroup::Down),
         ];
-        let groups = [LinearGroup::Qkv, LinearGroup::O, LinearGroup::GateUp];
+        let groups = [LinearGroup::Qkv, LinearGroup::O, LinearGroup::GateUp, LinearGroup::Down];
         let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
         stages.into_iter().max().unwrap_or(0) + kept.map(|group| self.dequantized(group)).sum::<u64>()
     }
 
     /// True if the panel of a group is kept from recomputing to the end of the block's backward.
+    /// Recomputing multiplies by `down_proj` only before a norm of its output.
     fn keeps_panel(&self, group: LinearGroup) -> bool {
-        self.keeps_panels && group != LinearGroup::Down && self.is_one_panel(group)
+        let is_read = group != LinearGroup::Down || self.shape.has_post_norms;
+        self.keeps_panels && is_read && self.is_one_panel(group)
     }
 
     /// True if all matrices of a group are dequantized together.
@@ -168,11 +192,11 @@ impl BlockStep<'_> {
     }
 
     fn group(&self, group: LinearGroup) -> impl Iterator<Item = &LinearLayer> {
-        self.layers.iter().filter(move |layer| layer.group == group)
+        self.shape.layers.iter().filter(move |layer| layer.group == group)
     }
 
     fn adapted(&self, group: LinearGroup) -> impl Iterator<Item = &LinearLayer> {
-        self.group(group).filter(|layer| layer.has_adapter)
+        self.group(group).filter(|layer| layer.r.is_some())
     }
 
     /// True if a layer of the group has DoRA.
@@ -203,7 +227,22 @@ impl BlockStep<'_> {
         let dropped = if self.step.has_dropout { self.step.rows(self.adapted_inputs(group)) } else { 0 };
         let panel = self.panel(group);
         // DoRA's norm and products read one panel.
-        if self.has_dora(group) { panel + dropped } else { panel.max(dropped) }
+        if self.has_dora(group) { panel + dropped } else { panel.max(dropped) + self.shared_a(group) }
+    }
+
+    /// Returns the sum of the ranks of a group's adapters.
+    fn rank(&self, group: LinearGroup) -> usize {
+        self.adapted(group).filter_map(|layer| layer.r).sum()
+    }
+
+    /// Returns the bytes of the A of several adapters with one input, which a pass copies into one
+    /// matrix.
+    fn shared_a(&self, group: LinearGroup) -> u64 {
+        let is_shared = self.adapted(group).nth(1).is_some() && !self.step.has_dropout;
+        if !is_shared || self.has_dora(group) {
+            return 0;
+        }
+        (self.rank(group) * self.adapted_inputs(group) * self.step.size) as u64
     }
 
     /// Returns the bytes beside the gradients of input and output during the backward of a group.
@@ -212,7 +251,10 @@ impl BlockStep<'_> {
         let through_branch = (self.step.tokens * self.adapted_inputs(group) * F32) as u64;
         let dropped = if self.step.has_dropout { 2 * through_branch } else { 0 };
         if !self.has_dora(group) {
-            return self.panel(group).max(dropped);
+            // The gradients of inner activations; before the product, those of a copied A in f32.
+            let (a, du) = (self.shared_a(group), self.step.rows(self.rank(group)));
+            let da = a / self.step.size as u64 * F32 as u64;
+            return a + du + self.panel(group).max(dropped).max(da);
         }
         let beside_panel = if self.step.has_dropout { through_branch } else { 0 };
         let out = self.adapted(group).map(|layer| layer.out).max().unwrap_or(0);
@@ -258,6 +300,49 @@ mod tests {
         }
         let (dense, matrix) = (HashSet::new(), (64 * 16 * F32) as u64);
         assert!(workspace(&dense, &[0, 1, 2])? < workspace(&dense, &[])? + matrix / 2);
+        Ok(())
+    }
+
+    /// At the products of gate and up: their inputs and gradients, A of both adapters, the gradients
+    /// of their inner activations, and of A.
+    #[test]
+    fn adapters_with_one_input_copy_their_a() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let (tokens, none) = (1000, HashSet::new());
+        let workspace = |r: usize| -> Result<u64> {
+            let target_modules = TargetModules::Named(vec!["gate_proj".into(), "up_proj".into()]);
+            let section = AdapterSection { target_modules, r, ..AdapterSection::default() };
+            let adapter = AdapterSetup::from_recipe(&section, ("base", &config), &[])?;
+            let step = GpuStep::new(&config, &none, Some(&adapter), (tokens, DType::BF16));
+            Ok(step.workspace(Recompute::None) - GEMM_WORKSPACE as u64)
+        };
+        let (through, rank) = (tokens * (2 * 64 + 3 * 16) * 2, 2 * 64);
+        let (a, du, da) = (rank * 16 * 2, tokens * rank * 2, rank * 16 * 4);
+        assert_eq!(workspace(64)?, (through + a + du + da) as u64);
+        Ok(())
+    }
+
+    /// With many tokens, the peak of a block is at a product without a panel of its own.
+    #[test]
+    fn the_panel_of_down_proj_is_kept_before_a_norm_of_its_output() -> Result<()> {
+        let workspace = |family: &str, recompute| -> Result<u64> {
+            let text = format!(
+                r#"{{"model_type": "{family}", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 64,
+                "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}}"#
+            );
+            let config = ModelConfig::from_json(&text, "config.json")?;
+            let layout = BlockLayout::new(&config, 0);
+            let names: Vec<String> =
+                layout.linears().map(|module| format!("{}.weight", module.name_in(0))).collect();
+            let quantized = names.iter().map(String::as_str).collect();
+            Ok(GpuStep::new(&config, &quantized, None, (1000, DType::BF16)).workspace(recompute))
+        };
+        let panel = (64 * 16 * 2) as u64;
+        let [gemma, llama] = ["gemma2", "llama"].map(|family| workspace(family, Recompute::Block));
+        assert_eq!(gemma?, llama? + panel);
+        assert_eq!(workspace("gemma2", Recompute::None)?, workspace("llama", Recompute::None)?);
         Ok(())
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use candle_core::{DType, Device};
 
-use super::gpu_memory::GpuStep;
+use super::gpu_memory::{GpuStep, nccl_bytes};
 use super::loss_path::LossPath;
 use crate::collective::Phase;
 use crate::error::Result;
@@ -22,6 +22,8 @@ use crate::units;
 
 /// The cause of the memory that a process holds before it loads anything.
 pub(crate) const PROCESS: &str = "the process itself";
+/// The cause of the memory of communicators.
+pub(crate) const NCCL: &str = "NCCL";
 
 /// Bytes by cause. Tensors offloaded to host memory count under their cause if the device is the
 /// host.
@@ -44,6 +46,8 @@ pub struct MemoryPlan {
     pub logits: u64,
     /// Copies of trained tensors for a checkpoint, until the files are written.
     pub saving: u64,
+    /// Bytes that NCCL's communicators hold on a GPU, outside the memory of tensors.
+    pub nccl: u64,
     /// Bytes of the process before it loads anything: the program, tokenizer and data.
     pub process: u64,
     /// Bytes outside the device: tensors offloaded to host memory.
@@ -56,18 +60,23 @@ impl MemoryPlan {
     /// Returns the sum on the device.
     pub fn total(&self) -> u64 {
         let step = self.weights + self.gradients + self.optimizer + self.activations + self.workspace;
-        step + self.saving + self.process
+        step + self.saving + self.nccl + self.process
     }
 
-    /// Returns the peak of [`MemoryPlan::total`] in `phase`. On the host, the process keeps the
+    /// Returns the sum of the tensors, and on the host of the process that holds them.
+    pub(crate) fn tensors(&self) -> u64 {
+        self.total() - self.nccl
+    }
+
+    /// Returns the peak of [`MemoryPlan::tensors`] in `phase`. On the host, the process keeps the
     /// memory of a step for the next one, in any phase.
     pub(crate) fn in_phase(&self, phase: Phase, on_host: bool) -> u64 {
         let kept = self.weights + self.gradients + self.optimizer + self.process;
         match phase {
             Phase::Meet => self.process,
             Phase::Load => kept,
-            _ if on_host => self.total(),
-            Phase::Forward | Phase::Loss | Phase::Backward | Phase::Evaluate => self.total(),
+            _ if on_host => self.tensors(),
+            Phase::Forward | Phase::Loss | Phase::Backward | Phase::Evaluate => self.tensors(),
             _ => kept + self.saving,
         }
     }
@@ -85,8 +94,8 @@ impl MemoryPlan {
         }
     }
 
-    /// Returns the parts of [`MemoryPlan::total`]: cause and bytes. Omits `saving` and the process
-    /// if they are 0.
+    /// Returns the parts of [`MemoryPlan::total`]: cause and bytes. Omits `saving`, NCCL and the
+    /// process if they are 0.
     pub(crate) fn causes(&self) -> Vec<(&'static str, u64)> {
         let causes = [
             ("weights", self.weights),
@@ -95,7 +104,7 @@ impl MemoryPlan {
             ("activations", self.activations),
             ("workspace", self.workspace),
         ];
-        let at_times = [("saving", self.saving), (PROCESS, self.process)];
+        let at_times = [("saving", self.saving), (NCCL, self.nccl), (PROCESS, self.process)];
         let at_times = at_times.into_iter().filter(|(_, bytes)| *bytes > 0);
         causes.into_iter().chain(at_times).collect()
     }
@@ -185,6 +194,9 @@ impl MemoryPlan {
             None => temporaries + memory.logits,
             Some(step) => step.workspace(recompute),
         };
+        if options.over_nccl {
+            memory.nccl = nccl_bytes(options.kind, options.mesh, descs);
+        }
         // Logits, gathered values and fresh gradients keep their memory from step to step.
         let snapshot = snapshot_bytes(descs, has_adapter, options);
         memory.add_saving(snapshot, memory.activations + temporaries, options);
@@ -267,8 +279,9 @@ pub struct MemoryOptions<'a> {
     pub master: MasterWeights,
     /// The dtype of the gradients of blocks without masters.
     pub kept_gradients: DType,
-    /// True if the gradients of a block are reduced while those of the next block are computed.
-    pub overlaps_reductions: bool,
+    /// True if the ranks communicate over NCCL. Then the gradients of a block are reduced while
+    /// those of the next block are computed.
+    pub over_nccl: bool,
     /// The tensors that are stored outside the device.
     pub offload: &'a OffloadTarget,
     /// True if the device is the host.
@@ -349,7 +362,7 @@ impl MomentBytes {
         if elsewhere || options.accumulates {
             self.fresh += bytes;
         }
-        if elsewhere && options.overlaps_reductions {
+        if elsewhere && options.over_nccl {
             self.reduced += bytes;
         }
     }
@@ -487,7 +500,7 @@ mod tests {
             accumulates: false,
             master: MasterWeights::F32,
             kept_gradients: DType::F32,
-            overlaps_reductions: false,
+            over_nccl: false,
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,
@@ -520,7 +533,7 @@ mod tests {
         let descs = [(Segment::Embed, 5000), (Segment::Block(0), 700), (Segment::Block(1), 900)]
             .map(|(segment, elements)| desc(segment, elements));
         let away = OffloadTarget::from(Offload::Params);
-        let total = |kind: ShardingStrategy, offload: &OffloadTarget, overlaps_reductions| {
+        let total = |kind: ShardingStrategy, offload: &OffloadTarget, over_nccl| {
             let options = MemoryOptions {
                 dtype: DType::F32,
                 optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
@@ -530,14 +543,15 @@ mod tests {
                 accumulates: true,
                 master: MasterWeights::F32,
                 kept_gradients: DType::F32,
-                overlaps_reductions,
+                over_nccl,
                 offload,
                 bf16_copy: false,
                 frozen_ranks: 1,
                 on_host: false,
                 objective: ObjectiveCost::default(),
             };
-            MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options).map(|plan| plan.total())
+            MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options)
+                .map(|plan| plan.tensors())
         };
         use ShardingStrategy::{Ddp, Fsdp, Hsdp, Zero1, Zero2};
         // The gradients of the largest block; embedding and head use pooled memory, one after the

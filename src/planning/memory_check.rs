@@ -1,7 +1,7 @@
 //! Refuses a step that exceeds the memory of the machine. Otherwise an allocation would fail, or
 //! the system would end the process, without a reason.
 
-use super::memory::MemoryPlan;
+use super::memory::{MemoryPlan, NCCL};
 use super::{MemoryBudget, Plan, process_bytes};
 use crate::collective::Phase;
 use crate::error::{Error, Result};
@@ -90,7 +90,7 @@ fn refused(memory: &MemoryPlan, short: &str, advice: &[String]) -> Error {
 impl MemoryPlan {
     /// Returns the bytes that a rank keeps from step to step.
     fn kept(&self) -> u64 {
-        self.weights.saturating_add(self.gradients).saturating_add(self.optimizer)
+        [self.gradients, self.optimizer, self.nccl].into_iter().fold(self.weights, u64::saturating_add)
     }
 
     /// Returns the largest part, its bytes, and the settings that determine it.
@@ -110,6 +110,7 @@ impl MemoryPlan {
                 "the model's vocabulary, `data.max_seq_len`, `train.micro_batch_size`",
             ),
             ("saving", self.saving, "what trains, `checkpoint.save_steps` and `checkpoint.async_save`"),
+            (NCCL, self.nccl, "the number of ranks and `parallel.strategy`"),
             ("host memory", self.host, "what trains and `parallel.offload`"),
         ];
         // Reversed: `max_by_key` returns the last of equal parts, and the first is wanted.

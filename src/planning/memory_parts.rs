@@ -146,7 +146,7 @@ mod tests {
                 accumulates: false,
                 master: MasterWeights::F32,
                 kept_gradients: DType::F32,
-                overlaps_reductions: false,
+                over_nccl: false,
                 offload: &OffloadTarget::default(),
                 on_host: true,
                 bf16_copy: false,

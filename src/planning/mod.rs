@@ -42,11 +42,12 @@ pub(crate) use fingerprint::RECIPE;
 pub use fit::MemoryBudget;
 pub(crate) use fit::{PlannedStep, Rows, StepInputs, process_bytes, widest_micro_batch};
 pub(crate) use global_batch::{decide_accumulation, decide_rows, sampler_options};
+pub(crate) use gpu_memory::COMMUNICATOR;
 pub use loss_path::LossPath;
 pub use memory::MemoryPlan;
 #[cfg(feature = "testing")]
 pub use memory::{MemoryOptions, Saving};
-pub(crate) use memory::{PROCESS, available};
+pub(crate) use memory::{NCCL, PROCESS, available};
 pub(crate) use memory_parts::{KeptGroup, MASTERS, MemoryParts};
 pub use method::Method;
 pub use parallel::WorldSize;

@@ -319,10 +319,15 @@ impl Plan {
         }
     }
 
+    /// Returns the ranks of the run, as if one host had all of them.
+    pub(crate) fn world(&self) -> WorldSize {
+        WorldSize { here: self.engine.frozen.ranks(), ..WorldSize::in_one_process(self.ranks) }
+    }
+
     /// Returns unused settings that free device memory in `phase`, as typed flags with the bytes a
     /// rank would need. The order is that of their cost.
     pub fn memory_advice(&self, phase: Phase) -> Vec<String> {
-        let (inputs, world) = (self.inputs(), WorldSize::in_one_process(self.ranks));
+        let (inputs, world) = (self.inputs(), self.world());
         let settings = ModelSettings::of(&self.base, &self.engine);
         let advised = |adjustment: &Suggestion| {
             let (mut recipe, mut world) = (self.recipe_of_ranks(), world);

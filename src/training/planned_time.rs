@@ -14,7 +14,7 @@ use crate::ops::bench::{BenchShapes, ModelWidths};
 use crate::planning::sizing::SizingRequest;
 use crate::planning::sizing::hardware::Hardware;
 use crate::planning::sizing::rates::ComputeRates;
-use crate::planning::{LossPath, Plan, WorldSize};
+use crate::planning::{LossPath, Plan};
 use crate::report::metrics::{self, MetricsEntry};
 use crate::report::timing::StepTiming;
 
@@ -55,8 +55,7 @@ fn predicted(plan: &Plan, memory: u64) -> Result<Option<f64>> {
         heads: config.heads,
         vocab_size: config.vocab_size,
     };
-    let world = WorldSize::in_one_process(plan.ranks);
-    let inputs = plan.inputs();
+    let (inputs, world) = (plan.inputs(), plan.world());
     let request = SizingRequest {
         typed: recipe,
         recipe,

@@ -11,7 +11,7 @@ use crate::collective::{HeldBytes, Phase};
 use crate::data::{Example, Tokenizer};
 use crate::engine::RunSummary;
 use crate::error::Result;
-use crate::planning::{PROCESS, Plan, process_bytes};
+use crate::planning::{NCCL, PROCESS, Plan, process_bytes};
 use crate::report::html::{AnsweredQuestion, HtmlReport, MaskedRow};
 use crate::report::memory::{self, MemoryComparison, PhaseMemory};
 use crate::report::metrics;
@@ -56,7 +56,8 @@ impl PlannedProcess {
         }
     }
 
-    /// Compares the plan with the peak so far: of the tensors on a GPU, of the process on a CPU.
+    /// Compares the plan with the peak so far: of the tensors on a GPU, without NCCL's memory; of
+    /// the process on a CPU.
     pub(crate) fn compare(
         &self,
         plan: &Plan,
@@ -73,7 +74,7 @@ impl PlannedProcess {
         };
         MemoryComparison {
             phases: by_phase.iter().map(of_phase).collect(),
-            causes: plan.memory.causes(),
+            causes: plan.memory.causes().into_iter().filter(|(cause, _)| *cause != NCCL).collect(),
             ranks,
             shared: self.shared,
             host: plan.memory.host,

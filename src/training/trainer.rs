@@ -28,7 +28,7 @@ pub fn trainer(
     world: Arc<dyn Collective>,
     device: &Device,
 ) -> Result<Trainer> {
-    device::release_above(device, kept_by_pool(plan.memory.total()))?;
+    device::release_above(device, kept_by_pool(plan.memory.tensors()))?;
     let (ranks, device) = (DeviceMesh::new(plan.strategy, world)?, device.clone());
     let engine = EngineOptions { ranks, device, ..plan.engine.clone() };
     let (engine, initial) = run_in_pool(&Device::Cpu, || {

@@ -281,7 +281,7 @@ fn the_memory_plan_counts_each_tensor() {
             accumulates: false,
             master: MasterWeights::F32,
             kept_gradients: DType::F32,
-            overlaps_reductions: false,
+            over_nccl: false,
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,

@@ -183,6 +183,25 @@ fn each_rank_gets_its_own_flags() {
     assert_eq!(ProcessPlace::of(&alone, master).of_one(1, 2).in_words(&[]).len(), 8);
 }
 
+/// Ranks on several GPUs load CUDA's code at their start, unless the user has set the variable.
+#[test]
+fn ranks_on_several_gpus_load_code_at_their_start() {
+    let launch = Launch::detect(&Flags { ranks_here: Some(2), ..Flags::default() }, &|_| None).unwrap();
+    let set = |given: Option<&str>| {
+        let ranks = [4, 6].map(|gpu| SplitRank::on_gpu(gpu, given.map(OsStr::new)));
+        let started = RankProcess::of_ranks(&[], &ranks, &launch, None).unwrap();
+        let of = |process: &RankProcess| {
+            let mut variables = process.command.get_envs();
+            variables
+                .find(|(name, _)| *name == "CUDA_MODULE_LOADING")
+                .map(|(_, value)| value.map(OsString::from))
+        };
+        started.iter().map(of).collect::<Vec<_>>()
+    };
+    assert_eq!(set(None), vec![Some(Some(OsString::from("EAGER"))); 2]);
+    assert_eq!(set(Some("LAZY")), [None, None]);
+}
+
 /// Each process has a share of the threads, and the processes of one host a secret of their own,
 /// which is not on a command line.
 #[test]

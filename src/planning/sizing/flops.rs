@@ -6,8 +6,8 @@
 //! recompute of blocks    + 2 N' + 2 L' + A'
 //! ```
 //!
-//! The primes leave out the last block, which is not recomputed, and the `down_proj` of blocks in
-//! which no norm reads its output.
+//! The primes leave out the last block, which is not recomputed. If neither a norm nor DoRA reads
+//! the output of a `down_proj`, they also leave out its weights and the B of its adapter.
 //!
 //! N are the weights of the blocks' linear layers, H those of the output layer (6 H if an adapter's
 //! run trains its weight), L those of adapters, A attention's forward. A product of a weight is 2
@@ -15,9 +15,11 @@
 //! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5
 //! times forward (Dao, arXiv 2307.08691).
 
-use crate::model::{BlockLayout, BlockModule, BlockPart, ModelConfig, WeightShape};
+use std::collections::HashSet;
+
+use crate::model::{BlockLayout, BlockModule, BlockPart, ModelConfig, Segment, WeightShape};
 use crate::objectives::ObjectiveCost;
-use crate::parallel::{ParamDesc, ParamKind};
+use crate::parallel::ParamDesc;
 use crate::planning::LossPath;
 use crate::recipe::Recompute;
 
@@ -54,6 +56,8 @@ pub struct TokenFlops {
 pub struct TrainedWeights {
     /// Number of weights of adapters; none if all weights train.
     pub branches: Option<u64>,
+    /// Number of weights, those of adapters included, that recomputing blocks multiplies by.
+    pub recomputed: u64,
     /// The path of the loss through the output layer.
     pub loss_path: LossPath,
 }
@@ -61,11 +65,12 @@ pub struct TrainedWeights {
 impl TrainedWeights {
     /// Describes the trained weights among the parameters `descs`.
     pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
-        let of_adapter =
-            |desc: &&ParamDesc| matches!(desc.kind, ParamKind::Adapter(_) | ParamKind::AdapterInBf16(_));
         let frozen = descs.iter().any(|desc| !desc.kind.trains());
-        let branches = || descs.iter().filter(of_adapter).map(|desc| desc.global_elements() as u64).sum();
-        TrainedWeights { branches: frozen.then(branches), loss_path: LossPath::of(config, descs) }
+        TrainedWeights {
+            branches: frozen.then(|| adapter_weights(descs, |_| true)),
+            recomputed: recomputed_weights(config, descs),
+            loss_path: LossPath::of(config, descs),
+        }
     }
 }
 
@@ -76,14 +81,17 @@ impl TokenFlops {
         let linear = linear_weights(config) as f64;
         let head = (config.vocab_size * config.hidden_size) as f64;
         let attention = attention_forward(config, row).sum::<f64>();
-        let TrainedWeights { branches, loss_path } = trained;
+        let TrainedWeights { branches, recomputed, loss_path } = trained;
         let products = |trains: bool| if trains { TRAINED } else { FROZEN };
         let of_blocks = products(branches.is_none());
         let branches = branches.unwrap_or(0) as f64;
         let of_blocks_forward = PRODUCT * (linear + branches) + attention;
         let recomputed = match recompute {
             Recompute::None => 0.0,
-            Recompute::Block => recomputed_forward(config, branches, row),
+            Recompute::Block => {
+                let layers = config.num_layers().saturating_sub(1);
+                PRODUCT * recomputed as f64 + attention_forward(config, row).take(layers).sum::<f64>()
+            }
         };
         TokenFlops {
             linear: of_blocks * linear + TRAINED * branches,
@@ -127,17 +135,35 @@ fn block_weights(config: &ModelConfig, layer: usize, is_chosen: impl Fn(&BlockMo
     BlockLayout::new(config, layer).linears().filter(|module| is_chosen(module)).map(weights).sum()
 }
 
-/// Returns the operations of a token that a backward repeats, with `branches` weights of adapters.
-/// The second matrix of `down_proj`'s adapter counts too, though it is not multiplied again.
-fn recomputed_forward(config: &ModelConfig, branches: f64, row: f64) -> f64 {
+/// Returns the number of weights of the chosen parameters of adapters.
+fn adapter_weights(descs: &[ParamDesc], is_chosen: impl Fn(&ParamDesc) -> bool) -> u64 {
+    let of_adapter = descs.iter().filter(|desc| desc.kind.is_adapter());
+    of_adapter.filter(|desc| is_chosen(desc)).map(|desc| desc.global_elements() as u64).sum()
+}
+
+/// Returns the number of weights that a backward multiplies by again: those of all blocks except
+/// the last. If nothing reads the output of a `down_proj`, recomputing needs of it only the inner
+/// activations of its adapter.
+fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
     let layers = config.num_layers().saturating_sub(1);
+    let has_dora: HashSet<&str> =
+        descs.iter().filter_map(|desc| desc.name.strip_suffix(".lora_magnitude_vector")).collect();
     let is_read = |layer: usize, module: &BlockModule| {
-        module.part != BlockPart::DownProj || config.blocks[layer].residual.has_post_norms()
+        module.part != BlockPart::DownProj
+            || config.blocks[layer].residual.has_post_norms()
+            || has_dora.contains(module.name_in(layer).as_str())
     };
     let weights = |layer| block_weights(config, layer, |module| is_read(layer, module));
-    let linear = (0..layers).map(weights).sum::<usize>() as f64;
-    let branches = branches * layers as f64 / config.num_layers().max(1) as f64;
-    PRODUCT * (linear + branches) + attention_forward(config, row).take(layers).sum::<f64>()
+    let unread = |layer: usize| {
+        let modules = BlockLayout::new(config, layer);
+        let unread = modules.linears().filter(|module| !is_read(layer, module));
+        unread.map(|module| format!("{}.lora_B.weight", module.name_in(layer))).collect::<Vec<_>>()
+    };
+    let unread: HashSet<String> = (0..layers).flat_map(unread).collect();
+    let is_again = |desc: &ParamDesc| {
+        matches!(desc.segment, Segment::Block(layer) if layer < layers) && !unread.contains(&desc.name)
+    };
+    (0..layers).map(weights).sum::<usize>() as u64 + adapter_weights(descs, is_again)
 }
 
 /// Returns the operations of attention's forward for a token, by layer.

@@ -7,7 +7,6 @@ use candle_core::{DType, Device};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::loading::{AdapterSetup, BaseModel, DeviceTraits, EngineOptions, Resolver};
-use crate::parallel::SharedFrozen;
 use crate::planning::sizing::hardware::Hardware;
 use crate::planning::sizing::rates::{Calibration, ComputeRates};
 use crate::planning::{MemoryBudget, WorldSize};
@@ -21,8 +20,6 @@ const DRIVER: u64 = 600_000_000;
 /// Bytes of the program with tokenizer and data, if they share the planned memory (an assumption: a
 /// plan of a 70B folder takes 17 MB).
 const PROGRAM: u64 = 32_000_000;
-/// Bytes that communication holds in addition (assumed for NCCL's buffers).
-const COMMUNICATION: u64 = 400_000_000;
 
 /// The model of a recipe, its rows and its adapter, as far as the planner reads them.
 pub(crate) struct SizedModel {
@@ -103,9 +100,7 @@ pub(crate) fn engine_on(
             None if ranks.is_some() => Device::Cpu,
             None => device::open(device::preferred()?)?,
         };
-        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
-        engine.frozen = SharedFrozen::new(ranks.unwrap_or(1));
-        return Ok(engine);
+        return EngineOptions::new(&recipe.model, device, recipe.train.seed);
     };
     let mut model = recipe.model.clone();
     let has_bf16 = hardware.device.bf16_tflops > 0.0;
@@ -173,7 +168,6 @@ pub(crate) fn world_of(
 /// Returns the memory available to a plan.
 pub(crate) fn room_of(hardware: Option<&Hardware>) -> MemoryBudget {
     let Some(hardware) = hardware else { return MemoryBudget::Local };
-    let communication = if hardware.devices() > 1 { COMMUNICATION } else { 0 };
-    let process = if hardware.device.processor { PROGRAM } else { DRIVER + communication };
+    let process = if hardware.device.processor { PROGRAM } else { DRIVER };
     MemoryBudget::Given { free: ((hardware.device.memory_gb * 1e9) as u64).saturating_sub(process), process }
 }

@@ -45,16 +45,16 @@ impl SizingRequest<'_> {
             tokens: load.tokens * load.micro_batches as f64 * self.world.all as f64,
             activation_bytes: step.fit.memory.activations as f64
                 / widest_micro_batch(self.recipe, self.inputs.rows) as f64,
-            budget: budget.unwrap_or(u64::MAX),
+            budget: budget.unwrap_or(u64::MAX).saturating_sub(step.fit.memory.nccl),
         };
         let (mut all, refused) = splits(&work, hardware);
         for split in &mut all {
             if split.runs {
                 self.plan_split(split)?;
             } else {
-                // Splits that the engine runs include the process in their plan; `fits` was
-                // computed without it.
-                split.bytes += step.fit.memory.process;
+                // Splits that the engine runs include process and NCCL in their plan; `fits` was
+                // computed without them.
+                split.bytes += step.fit.memory.process + step.fit.memory.nccl;
             }
         }
         splits::sort(&mut all);

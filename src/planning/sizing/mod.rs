@@ -27,8 +27,8 @@ use crate::error::{Error, Result};
 use crate::loading::base_model::format;
 use crate::parallel::ShardingStrategy;
 use crate::planning::{
-    KeptGroup, MemoryParts, MemoryPlan, Method, PlannedStep, Rows, StepInputs, WorldSize, parameter_counts,
-    widest_micro_batch,
+    COMMUNICATOR, KeptGroup, MemoryParts, MemoryPlan, Method, NCCL, PlannedStep, Rows, StepInputs, WorldSize,
+    parameter_counts, widest_micro_batch,
 };
 use crate::recipe::{Recipe, Recompute, Strategy};
 use advice::{Improvement, RecipeChange};
@@ -338,12 +338,18 @@ fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<
         ("activations", memory.activations, kept),
         ("workspace", memory.workspace, workspace(memory)),
         ("saving", memory.saving, "copies of the saved tensors, until they are written".into()),
-        ("process", memory.process, "the program; driver and communication on a GPU".into()),
+        (NCCL, memory.nccl, communicators(memory)),
+        ("process", memory.process, "the program, or the driver on a GPU".into()),
         ("host memory", memory.host, "offloaded values and states, and copies of the saved tensors".into()),
         ("file", memory.file, "offloaded values in `parallel.offload_folder`".into()),
     ];
     let term = |(cause, bytes, formula)| MemoryTerm { cause, bytes, formula };
     all.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(term).collect()
+}
+
+/// Formats as `communicators: 2 x 0.50 GB`.
+fn communicators(memory: &MemoryPlan) -> String {
+    format!("communicators: {} x {}", memory.nccl / COMMUNICATOR, text::gigabytes(COMMUNICATOR))
 }
 
 /// Formats the parts of the workspace:

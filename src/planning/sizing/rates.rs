@@ -330,7 +330,7 @@ mod tests {
             "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
         let config = ModelConfig::from_json(text, "config.json")?;
         let flops = |loss_path| {
-            let trained = TrainedWeights { branches: Some(0), loss_path };
+            let trained = TrainedWeights { branches: Some(0), recomputed: 0, loss_path };
             TokenFlops::new(&config, trained, 8.0, Recompute::None)
         };
         let (frozen, capped, trained) = ("frozen", "soft-cap", "trained");

@@ -253,6 +253,7 @@ fn letter(cause: &str) -> char {
         "activations" => 'A',
         "workspace" => 'K',
         "saving" => 'S',
+        "NCCL" => 'N',
         "process" => 'P',
         _ => ' ',
     }

@@ -136,6 +136,25 @@ fn memory_is_the_sum_of_its_causes_and_of_their_parts() {
     );
 }
 
+/// Half a gigabyte for each of NCCL's communicators, which a rank alone and a processor lack.
+#[test]
+fn communicators_are_counted_among_gpus() {
+    let place = shapes();
+    let nccl = |on: &str, sets: &[&str]| {
+        let mut args = vec!["--on", on, "--recipe", "full"];
+        args.extend(sets.iter().flat_map(|set| ["--set", set]));
+        let causes = plan(&place, "7B", &args)["memory"].as_array().unwrap().clone();
+        let found = causes.iter().find(|cause| cause["cause"] == "NCCL");
+        found.map(|cause| (cause["bytes"].as_u64().unwrap(), cause["formula"].as_str().unwrap().to_owned()))
+    };
+    let of = |count: u64| Some((count * 500_000_000, format!("communicators: {count} x 0.50 GB")));
+    assert_eq!(nccl("H100-80GB", &[]), None);
+    assert_eq!(nccl("cpu-64GB*2", &[]), None);
+    assert_eq!(nccl("8xH100-80GB", &["parallel.strategy=fsdp"]), of(2));
+    assert_eq!(nccl("8xH100-80GB*2", &["parallel.strategy=hsdp"]), of(5));
+    assert_eq!(nccl("8xH100-80GB*2", &["parallel.strategy=hsdp", "adapter.kind=lora"]), of(4));
+}
+
 /// QLoRA of 70B in 4-bit blocks with 8-bit scales.
 #[test]
 fn a_70b_base_in_4_bits_is_35_gigabytes() {

@@ -21,7 +21,7 @@ use crate::ops::has_kernels;
 use crate::quant::QuantViewMut;
 use crate::recipe::enums::MasterWeights;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{copy_into, to_device, zero};
+use crate::runtime::copy::{converted, copy_into, to_device, zero};
 use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS};
@@ -162,7 +162,7 @@ impl Bucket {
             let filled = filled.tensor()?;
             let master = filled.narrow(0, own.start - kept.start, own.len())?.force_contiguous()?;
             let master = to_device(&master, &bucket_options.offload.state_on(device))?;
-            (values.settle(filled.to_dtype(dtype)?.into())?, Some(master))
+            (values.settle(converted(filled, dtype)?.into())?, Some(master))
         };
         let part = bucket_options.part(spec.gradients, len).len();
         let away = values.is_away();
@@ -271,7 +271,7 @@ impl Bucket {
         let Some(grad) = self.gradient()?.map(TensorMut::new) else { return Ok(()) };
         for start in (0..grad.elem_count()).step_by(STAGING_ELEMENTS) {
             let run = grad.narrow(0, start, STAGING_ELEMENTS.min(grad.elem_count() - start))?;
-            copy_into(&run, &run.to_dtype(DType::BF16)?)?;
+            copy_into(&run, &converted(&run, DType::BF16)?)?;
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ use super::bucket::Bucket;
 use super::buffer_pool::BufferPool;
 use super::gather::call;
 use super::mesh::DeviceMesh;
-use super::mesh_shape::MeshAxis;
+use super::mesh_shape::{MeshAxis, MeshShape};
 use super::param::BucketKind;
 use super::placement::Placements;
 use crate::collective::{Collective, Reduction, Ticket};
@@ -29,7 +29,7 @@ use crate::locks::locked;
 use crate::model::Segment;
 use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{copy_into, to_device, to_host_vec, zero};
+use crate::runtime::copy::{converted, copy_into, to_device, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
 
@@ -81,7 +81,7 @@ struct PendingReduction {
 
 /// The ranks that sum gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum ReducingRanks {
+pub(super) enum ReducingRanks {
     /// All ranks that get different rows.
     Data,
     /// The ranks along an axis.
@@ -104,7 +104,7 @@ impl ReducingRanks {
     }
 
     /// Returns the groups that sum gradients of this placement, in calling order.
-    fn of(mesh: &DeviceMesh, placements: Placements) -> Vec<Self> {
+    pub(super) fn of(mesh: MeshShape, placements: Placements) -> Vec<Self> {
         match placements.axis() {
             None => vec![ReducingRanks::Data],
             Some(axis) => {
@@ -137,7 +137,8 @@ impl GradBuffers {
         let even = widest.iter().map(|(kind, (len, _))| Ok((*kind, zeros(*len)?)));
         let even: BTreeMap<BucketKind, TensorMut> = even.collect::<Result<_>>()?;
         let mut blocks = vec![even];
-        if open_lanes(buckets, mesh)? {
+        let trainable = buckets.iter().filter(|bucket| bucket.grad.is_some());
+        if open_lanes(trainable.map(|bucket| bucket.spec.update), mesh)? {
             let odd = |(kind, (len, held)): (&BucketKind, &(usize, bool))| {
                 Ok((*kind, if *held { zeros(*len)? } else { blocks[0][kind].clone() }))
             };
@@ -285,12 +286,12 @@ impl GradBuffers {
         let sent = if self.reducing.dtype == DType::F32 {
             gradients.clone()
         } else {
-            gradients.to_dtype(self.reducing.dtype)?
+            converted(gradients, self.reducing.dtype)?
         };
         let sharded = placements.is_sharded();
         let sum = if sharded { sent.narrow(0, bucket.own.start, bucket.own.len())? } else { sent.clone() };
         let (full, shard) = (memory(&sent)?, memory(&sum)?);
-        let groups = ReducingRanks::of(mesh, placements);
+        let groups = ReducingRanks::of(mesh.shape(), placements);
         let reduction = if sharded {
             let replicas = groups.get(1).map(|replicas| replicas.group(mesh));
             Reduction::ReduceScatter { full: &full, shard: &shard, replicas }
@@ -357,15 +358,14 @@ impl GradBuffers {
     }
 }
 
-/// Returns whether all groups that sum gradients of `buckets` can overlap with computation. All
-/// ranks call it.
-fn open_lanes(buckets: &[Bucket], mesh: &DeviceMesh) -> Result<bool> {
+/// Returns whether all groups that sum gradients can overlap with computation. `updates` are the
+/// placements of the updates of trained buckets. All ranks call it.
+pub(super) fn open_lanes(updates: impl Iterator<Item = Placements>, mesh: &DeviceMesh) -> Result<bool> {
     if mesh.data_size() == 1 {
         return Ok(false);
     }
-    let trainable = buckets.iter().filter(|bucket| bucket.grad.is_some());
     let groups: BTreeSet<ReducingRanks> =
-        trainable.flat_map(|bucket| ReducingRanks::of(mesh, bucket.spec.update)).collect();
+        updates.flat_map(|update| ReducingRanks::of(mesh.shape(), update)).collect();
     let opened = groups.iter().map(|ranks| ranks.group(mesh).open_reduction_lane());
     // Every rank must ask every group.
     let opened: Vec<bool> = opened.collect::<Result<_>>()?;

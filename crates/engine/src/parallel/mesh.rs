@@ -39,11 +39,9 @@ impl DeviceMesh {
         shape.check(world.size())?;
         let mut groups = alone_along_all();
         for axis in MeshAxis::ALL.into_iter().rev() {
-            let size = shape.size(axis);
-            if size == world.size() {
+            if shape.size(axis) == world.size() {
                 groups[axis as usize] = world.clone();
-            } else if size > 1 || axis == strategy.sum_axis() {
-                // A group of one, too: its backend copies the shard into the whole.
+            } else if strategy.splits_ranks(shape, axis) {
                 groups[axis as usize] = Arc::from(world.split(shape.line(world.rank(), axis))?);
             }
         }

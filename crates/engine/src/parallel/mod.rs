@@ -10,6 +10,7 @@
 mod bucket;
 mod buffer_pool;
 mod comm_volume;
+mod communicators;
 mod gather;
 mod grad_reduce;
 mod local_range;
@@ -27,6 +28,7 @@ mod views;
 
 pub use bucket::{Bucket, BucketEntry, FillParam, LoadTarget};
 pub use comm_volume::{SentBytes, TrainedRun};
+pub use communicators::communicator_count;
 pub use grad_reduce::GradReduceOptions;
 pub use local_range::LocalRange;
 pub use mesh::DeviceMesh;

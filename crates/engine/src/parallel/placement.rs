@@ -189,6 +189,13 @@ impl ShardingStrategy {
         }
     }
 
+    /// Returns whether the ranks along `axis` are a group of their own: a part of all ranks that
+    /// sums or shards. A group may have one rank, whose backend copies the shard into the whole.
+    pub(super) fn splits_ranks(self, mesh: MeshShape, axis: MeshAxis) -> bool {
+        let size = mesh.size(axis);
+        size != mesh.ranks() && (size > 1 || axis == self.sum_axis())
+    }
+
     /// Returns the parts of a bucket that a rank keeps.
     pub fn sharding_spec(self, content: ParamRole) -> ShardingSpec {
         const WHOLE: Placements = Placements::REPLICATED;

@@ -97,8 +97,8 @@ impl BlockWeights {
     }
 
     /// Returns the block with its quantized weights in bf16 too, if its backward recomputes it from
-    /// `x` on a GPU in bf16: the two products of a weight then share its panel. Leaves out
-    /// `down_proj`, which recomputing does not multiply by, except before a norm of its output.
+    /// `x` on a GPU in bf16: the two products of a weight then share its panel. Recomputing
+    /// multiplies by `down_proj` only before a norm of its output; without one, it is left out.
     ///
     /// # Errors
     /// The device has not enough memory.
@@ -109,7 +109,8 @@ impl BlockWeights {
         let mut block = self.clone();
         let TokenMixerWeights::Attention(attention) = &mut block.token_mixer;
         let ChannelMixerWeights::GatedMlp(mlp) = &mut block.channel_mixer;
-        let linears = attention.linears().into_iter().chain([&mut mlp.gate_up]);
+        let down = block.channel_norms.after.is_some().then_some(&mut mlp.down);
+        let linears = attention.linears().into_iter().chain([&mut mlp.gate_up]).chain(down);
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
     }

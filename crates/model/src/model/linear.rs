@@ -368,7 +368,7 @@ pub(super) fn forward(
     let y = empty(rows, widths.iter().sum(), x.dtype(), x.device())?;
     let loras = || linear.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref()));
     let has_dora = loras().flatten().any(Lora::is_dora);
-    let group = LoraGroup::of(loras(), x.device(), branch.source)?;
+    let group = LoraGroup::of(loras(), x, branch.source)?;
     let mut downs = match group {
         Some(group) => group.down(x)?,
         None => vec![None; linear.layers.len()],
@@ -398,7 +398,7 @@ pub(super) fn recompute(
     if loras.iter().flatten().any(|lora| lora.is_dora()) {
         return Ok(forward(linear, &x, None, branch)?.1);
     }
-    let group = LoraGroup::of(loras.iter().copied(), x.device(), branch.source)?;
+    let group = LoraGroup::of(loras.iter().copied(), &x, branch.source)?;
     if let Some(group) = group {
         return group.down(&x).map(LoraSaved);
     }
@@ -445,7 +445,7 @@ fn backward_parts<'a>(
     let loras = || {
         linear.layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().filter(|_| saved.is_some()))
     };
-    if let Some(group) = LoraGroup::of(loras(), dy.device(), source)? {
+    if let Some(group) = LoraGroup::of(loras(), dy, source)? {
         return linear.backward_grouped(group, saved, dy, dx);
     }
     let has_dora = loras().flatten().any(Lora::is_dora);

@@ -1,14 +1,14 @@
 //! Copies between tensors of any two dtypes, and zeros, in place.
 
-use candle_core::{Device, Tensor, WithDType};
+use candle_core::{DType, Device, Tensor, WithDType};
 use rayon::prelude::*;
 
 use super::TensorMut;
 use super::cpu_tensor::{FloatElement, read, update, with_elem};
-use super::device_memory::allocated;
+use super::device_memory::{allocated, allocated_by_candle};
 use super::device_queue::{finish_upload, wait_for};
 use super::trace::{SpanInfo, SpanKind, span};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rounding::Rounded;
 
 /// Elements per task.
@@ -24,7 +24,7 @@ pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
         SpanInfo::op(name).dims(x.dims()).moves(&[x, dst])
     });
     if !dst.device().is_cpu() {
-        return Ok(dst.slice_set(&x.to_dtype(dst.dtype())?.contiguous()?, 0, 0)?);
+        return Ok(dst.slice_set(&converted(x, dst.dtype())?, 0, 0)?);
     }
     with_elem!(dst.dtype(), D => with_elem!(x.dtype(), X => {
         let x = read::<X>(x)?;
@@ -37,6 +37,25 @@ pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
             });
         })
     }))
+}
+
+/// Returns `x` in `dtype` as a contiguous tensor: `x` itself if it is one already.
+///
+/// # Errors
+/// The device has too little memory, or does not convert to the dtype.
+pub fn converted(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let bytes = x.elem_count() * dtype.size_in_bytes();
+    allocated_by_candle(x.device(), bytes, || x.to_dtype(dtype)?.contiguous())
+}
+
+/// Returns the rows of all `parts`, of one dtype and width, as one tensor.
+///
+/// # Errors
+/// The device has too little memory, or the parts do not match.
+pub fn stacked(parts: &[&Tensor]) -> Result<Tensor> {
+    let Some(first) = parts.first() else { return Err(Error::internal("no rows to stack")) };
+    let bytes = parts.iter().map(|part| part.elem_count() * part.dtype().size_in_bytes()).sum();
+    allocated_by_candle(first.device(), bytes, || Tensor::cat(parts, 0))
 }
 
 /// Copies `x` to `device`, or returns it if it is there already. Of a view it copies only the
@@ -92,4 +111,27 @@ pub fn zero(x: &TensorMut) -> Result<()> {
     with_elem!(x.dtype(), T => update(x, |values: &mut [T]| {
         values.par_chunks_mut(CHUNK).for_each(|chunk| chunk.fill(T::default()));
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::planned_failure::PlannedFailure;
+
+    /// The first request of candle's fails; its repetition gives the tensor.
+    #[test]
+    fn a_conversion_without_memory_is_repeated() -> Result<()> {
+        let x = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?;
+        PlannedFailure::CandleRequest.plan();
+        let first = converted(&x.t()?, DType::BF16)?;
+        assert!(!PlannedFailure::CandleRequest.strikes(), "a conversion asks for the plan");
+        assert!(first.is_contiguous() && first.dtype() == DType::BF16);
+        PlannedFailure::CandleRequest.plan();
+        let both = stacked(&[&first, &first])?;
+        assert!(!PlannedFailure::CandleRequest.strikes(), "a stack asks for the plan");
+        let rows = [[1.0, 3.0], [2.0, 4.0], [1.0, 3.0], [2.0, 4.0]];
+        assert_eq!(converted(&both, DType::F32)?.to_vec2::<f32>()?, rows);
+        assert!(stacked(&[]).is_err());
+        Ok(())
+    }
 }

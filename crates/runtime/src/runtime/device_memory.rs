@@ -1,5 +1,9 @@
 //! Allocation of device memory: a refused request is repeated once, after the memory that the GPU's
 //! pool caches was returned to the system. Its error names its size and the use of the memory.
+//!
+//! In a step, candle itself allocates where it converts or stacks tensors ([`super::copy`]); these
+//! requests are repeated too. Not repeated are those inside composed operations, which only compute
+//! what no kernel supports: candle allocates each of their intermediate tensors.
 
 use std::fmt;
 
@@ -18,10 +22,31 @@ use crate::units;
 pub fn allocated<T, E: Into<Error>>(
     device: &Device,
     bytes: usize,
+    make: impl FnMut() -> Result<T, E>,
+) -> Result<T> {
+    allocated_as(PlannedFailure::Request, device, bytes, make)
+}
+
+/// Works like [`allocated`] for an operation of candle, which allocates its result.
+///
+/// # Errors
+/// Those of [`requested`].
+pub(super) fn allocated_by_candle<T, E: Into<Error>>(
+    device: &Device,
+    bytes: usize,
+    make: impl FnMut() -> Result<T, E>,
+) -> Result<T> {
+    allocated_as(PlannedFailure::CandleRequest, device, bytes, make)
+}
+
+fn allocated_as<T, E: Into<Error>>(
+    kind: PlannedFailure,
+    device: &Device,
+    bytes: usize,
     mut make: impl FnMut() -> Result<T, E>,
 ) -> Result<T> {
     let make = || -> Result<T> { make().map_err(Into::into) };
-    requested(bytes, || with_room(PlannedFailure::Request, || make_room(device), make))
+    requested(bytes, || with_room(kind, || make_room(device), make))
 }
 
 /// Runs `make`. If it runs out of GPU memory, calls `make_room` and runs it again, once. `kind` is

@@ -14,7 +14,7 @@ use super::cpu_tensor::{PlainElement, memory, update};
 use super::mmap::MappedSlice;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
-use crate::runtime::copy::{copy_into, to_device};
+use crate::runtime::copy::{converted, copy_into, to_device};
 use crate::runtime::device_queue::finish_upload;
 
 /// Maximum number of values in transit between host and device.
@@ -149,7 +149,7 @@ impl ParamStorage {
                     ParamStorage::File(_) => &Device::Cpu,
                 };
                 // Cast on the device of use, as without a copy.
-                let from = to_device(&from.narrow(0, start, len)?, device)?.to_dtype(self.dtype())?;
+                let from = converted(&to_device(&from.narrow(0, start, len)?, device)?, self.dtype())?;
                 self.narrow(start, len)?.store_from(&from)
             }),
         }

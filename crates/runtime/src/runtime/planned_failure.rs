@@ -15,10 +15,12 @@ pub enum PlannedFailure {
     Module,
     /// The memory for the next matrix product, but not its retry.
     Product,
+    /// The memory for the next tensor that candle converts or stacks, but not its retry.
+    CandleRequest,
 }
 
 /// Planned failures by kind.
-static PLANNED: [AtomicBool; 4] = [const { AtomicBool::new(false) }; 4];
+static PLANNED: [AtomicBool; 5] = [const { AtomicBool::new(false) }; 5];
 
 thread_local! {
     /// True if the retry of this thread's last request must fail too.

@@ -21,6 +21,7 @@ use crate::ops::attention::{AttentionOutput, Qkv, Span, attention, attention_bac
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
 use crate::runtime::TensorMut;
+use crate::runtime::copy::converted;
 
 /// The parameters of attention, for one use.
 #[derive(Debug, Clone)]
@@ -88,7 +89,8 @@ impl BlockCache {
     fn append(&mut self, k: ColumnView<'_>, v: ColumnView<'_>) -> Result<(Tensor, Tensor, Span)> {
         let new = k.tensor.dim(0)?;
         for (cache, columns) in [(&self.k, k), (&self.v, v)] {
-            let rows = columns.tensor.narrow(1, columns.start, columns.len)?.contiguous()?;
+            let rows = columns.tensor.narrow(1, columns.start, columns.len)?;
+            let rows = converted(&rows, rows.dtype())?;
             cache.slice_set(&rows, 0, self.len)?;
         }
         self.len += new;

@@ -12,6 +12,7 @@ use crate::error::Result;
 use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number, read, upload};
 use crate::ops::matmul::{Addend, empty};
 use crate::runtime::TensorMut;
+use crate::runtime::copy::converted;
 
 /// Threads per block; a block processes one row.
 const THREADS: u32 = 512;
@@ -249,9 +250,7 @@ fn backward(
     grads: OutputGrads<'_>,
 ) -> Result<()> {
     let (x, weight, dtype) = (ColumnView::all(x), ColumnView::all(output.weight), output.weight.dtype());
-    let rounded =
-        (dtype != DType::F32).then(|| -> Result<_> { Ok(d.narrow()?.contiguous()?.to_dtype(dtype)?) });
-    let rounded = rounded.transpose()?;
+    let rounded = (dtype != DType::F32).then(|| converted(&d.narrow()?, dtype)).transpose()?;
     let low = rounded.as_ref().map_or(d, ColumnView::all);
     columns_product(ColumnViewMut::all(dx), low, weight, Transpose::Nn, 1.0, Addend::Nothing)?;
     if let Some(dweight) = grads.weight {
