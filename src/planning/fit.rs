@@ -367,10 +367,12 @@ mod tests {
     use crate::report::{Terminal, Verbosity};
 
     /// Plans a run of all weights on four ranks.
-    fn plan(room: MemoryBudget) -> Result<Plan> {
+    fn plan(strategy: &str, room: MemoryBudget) -> Result<Plan> {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-        let text = "[train]\nmicro_batch_size = 1\nmax_steps = 1\nrecompute = \"none\"\n[optimizer]\nlearning_rate = 1e-4\n"
-            .to_owned();
+        let text = format!(
+            "[train]\nmicro_batch_size = 1\nmax_steps = 1\nrecompute = \"none\"\n\
+             [optimizer]\nlearning_rate = 1e-4\n[parallel]\nstrategy = \"{strategy}\"\n"
+        );
         let recipe = Recipe::load(&RecipeLayers {
             recipe: Some(RecipeText { name: "test".into(), text, folder: golden.clone() }),
             model: Some("models/tiny-llama".into()),
@@ -387,14 +389,13 @@ mod tests {
     /// Each process may have more, but all decide for the least.
     #[test]
     fn the_memory_that_all_processes_agreed_on_decides() -> Result<()> {
-        let widest = plan(MemoryBudget::Agreed(None))?;
-        assert_eq!(widest.strategy, ShardingStrategy::Ddp);
-        let of_ranks = widest.memory.total() * 4;
-        let ample = plan(MemoryBudget::Agreed(Some(of_ranks * 2)))?;
-        assert_eq!(ample.strategy, ShardingStrategy::Ddp);
-        // A tenth stays in reserve.
-        let tight = plan(MemoryBudget::Agreed(Some(of_ranks)))?;
-        assert_ne!(tight.strategy, ShardingStrategy::Ddp);
+        let unknown = MemoryBudget::Agreed(None);
+        let needed = |strategy| plan(strategy, unknown).map(|plan| plan.memory.total());
+        // Four ranks share the memory, of which a tenth stays in reserve.
+        let agreed = |bytes: u64| MemoryBudget::Agreed(Some((bytes + 1024) * 4 / 9 * 10));
+        assert_eq!(plan("auto", unknown)?.strategy, ShardingStrategy::Ddp);
+        assert_eq!(plan("auto", agreed(needed("ddp")?))?.strategy, ShardingStrategy::Ddp);
+        assert_ne!(plan("auto", agreed(needed("fsdp")?))?.strategy, ShardingStrategy::Ddp);
         Ok(())
     }
 
