@@ -16,6 +16,6 @@ pub(crate) fn golden_of_family(path: &str) -> PathBuf {
 /// or of more than 512 values every k-th of them.
 pub(crate) fn sample(values: Vec<f32>, stored: &[usize]) -> Vec<f32> {
     let (count, wanted) = (values.len(), stored.iter().product::<usize>());
-    let step = if wanted == count { 1 } else { 3 * (count / 256 | 1) };
+    let step = if wanted == count { 1 } else { 3 * ((count / 256) | 1) };
     values.into_iter().step_by(step).collect()
 }

@@ -215,7 +215,7 @@ mod tests {
         let mut gemm = Gemm::new(&dst, &a, &b, form, 1.0, Addend::Nothing)
             .expect("the shapes fit")
             .expect("products support f32");
-        // The library looks at the alignment of addresses alone, so all matrices have that of a GPU.
+        // A choice depends on the alignment of addresses: all matrices have that of a GPU.
         for matrix in [&mut gemm.a, &mut gemm.b, &mut gemm.c, &mut gemm.d] {
             matrix.arg.value = 1 << 20;
         }
