@@ -190,11 +190,7 @@ impl GemmLibrary for CublasLt {
     fn is_supported(&self, descriptors: &GemmDescriptors, algorithm: &sys::cublasLtMatmulAlgo_t) -> bool {
         let ([a, b, c, d], mut found) = (descriptors.layouts, unanswered());
         // SAFETY: all handles are alive, and cuBLAS writes one answer. It does not check
-<<<<<<< HEAD
-        // alignments: the algorithm was chosen for the same ones.
-=======
         // alignments, but the algorithm was chosen for the same ones.
->>>>>>> e
         let checked = unsafe {
             sys::cublasLtMatmulAlgoCheck(self.0, descriptors.operation, a, b, c, d, algorithm, &raw mut found)
         };
