@@ -10,7 +10,7 @@ use std::time::Duration;
 use finetune::collective::in_process::{
     InProcess, InProcessWorld, InjectedFault, InjectedFaultKind, run_ranks,
 };
-use finetune::collective::{Call, Collective, Op, Operation, Phase, Reduction};
+use finetune::collective::{Call, Collective, Gather, Op, Operation, Phase, Reduction};
 use finetune::error::{Error, ErrorCategory, Result};
 use finetune::runtime::buffer::{Buffer, ElementType};
 use half::bf16;
@@ -385,6 +385,39 @@ fn gathers_finished_out_of_order_are_refused() {
             let error = end.finish(second).unwrap_err();
             assert_eq!(error.what(), "gathers are finished in the order in which they were started");
             end.finish(first)
+        };
+        within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
+    }
+}
+
+/// Gathers of one call move the bits of gathers of their own, and count as one call.
+#[test]
+fn gathers_of_one_call_equal_single_ones() {
+    for size in [1, 2, 3] {
+        let run = move |end: InProcess| {
+            let codes = memory(values::<u8>(5, end.rank(), 37));
+            let scales = memory(values::<f32>(6, end.rank(), 9001));
+            let single = (zeros::<u8>(37 * size), zeros::<f32>(9001 * size));
+            let first = end.start_all_gather(call(0), &codes, &single.0)?;
+            let second = end.start_all_gather(call(0), &scales, &single.1)?;
+            end.finish(first)?;
+            end.finish(second)?;
+            let before = end.traffic();
+            let together = (zeros::<u8>(37 * size), zeros::<f32>(9001 * size));
+            let gathers =
+                [Gather { shard: &codes, full: &together.0 }, Gather { shard: &scales, full: &together.1 }];
+            let ticket = end.start_all_gathers(call(1), &gathers)?;
+            let next = end.start_all_gather(call(2), &codes, &single.0)?;
+            end.finish(ticket)?;
+            end.finish(next)?;
+            assert_eq!(read::<u8>(&together.0), read::<u8>(&single.0));
+            assert_eq!(read::<f32>(&together.1), read::<f32>(&single.1));
+            let sent = end.traffic().since(&before);
+            assert_eq!(sent.calls(Op::AllGather), 2, "two starts");
+            let others = size as u64 - 1;
+            assert_eq!(sent.bytes(Op::AllGather), others * (37 + 4 * 9001 + 37));
+            assert!(end.start_all_gathers(call(3), &[]).is_err(), "nothing to gather");
+            end.barrier(call(4))
         };
         within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
     }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use finetune::collective::launch::{Flags, Launch};
 use finetune::collective::mpi::{MpiCommunicator, run_ranks};
-use finetune::collective::{Call, Collective, Op, Operation, Phase, Reduction};
+use finetune::collective::{Call, Collective, Gather, Op, Operation, Phase, Reduction};
 use finetune::error::{Error, ErrorCategory};
 use finetune::runtime::buffer::{Buffer, ElementType};
 use half::bf16;
@@ -486,6 +486,17 @@ fn gathers(world: &MpiCommunicator) -> Result<(), Error> {
     assert_eq!(full.read(), wanted);
     let wanted: Vec<f32> = (0..ranks).flat_map(|rank| [rank as f32 + 0.5; 4]).collect();
     assert_eq!(in_place.read(), wanted);
+
+    // Both again as one call.
+    let [one, two] = [
+        Host::new(ElementType::U8, vec![0_u8; 70_001 * ranks]),
+        Host::new(ElementType::U8, vec![0_u8; 70_001 * ranks]),
+    ];
+    let before = world.traffic();
+    let both = [&one, &two].map(|all| Gather { shard: &shard.memory, full: &all.memory });
+    world.finish(world.start_all_gathers(call("codes", 2), &both)?)?;
+    assert_eq!((one.read(), two.read()), (full.read(), full.read()));
+    assert_eq!(world.traffic().since(&before).calls(Op::AllGather), 1);
     Ok(())
 }
 

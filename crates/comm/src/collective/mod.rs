@@ -42,7 +42,7 @@ mod traffic;
 pub use fault_injection::{FaultInjector, FaultNotice};
 pub use hang_watch::{HangLimits, HangReport, HangWatch};
 pub use memory_marks::HeldBytes;
-pub use operation::{Op, Operation, Reduction};
+pub use operation::{Gather, Op, Operation, Reduction};
 pub use phase::Phase;
 pub use progress::ProgressBoard;
 pub use rank_threads::RankFailure;
@@ -119,7 +119,7 @@ fn named(f: &mut fmt::Formatter<'_>, what: &str, index: usize) -> fmt::Result {
     if index == usize::MAX { Ok(()) } else { write!(f, " {index}") }
 }
 
-/// A gather or a reduction that was started and not yet finished.
+/// Gathers of one call, or a reduction, that were started and not yet finished.
 #[derive(Debug)]
 #[must_use = "the memory is filled only by `finish`"]
 pub struct Ticket(pub(in crate::collective) u64);
@@ -251,7 +251,19 @@ pub trait Collective: Any + Send + Sync + fmt::Debug {
     /// # Errors
     /// Same as [`Collective::call`].
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
-        let ticket = self.call(call, Operation::StartAllGather { shard, full })?;
+        self.start_all_gathers(call, &[Gather { shard, full }])
+    }
+
+    /// Starts several gathers as one call with one ticket, with the rules of
+    /// [`Collective::start_all_gather`] for each. The ranks give them in the same order.
+    ///
+    /// # Errors
+    /// Same as [`Collective::call`], or `gathers` is empty.
+    fn start_all_gathers(&self, call: Call, gathers: &[Gather<'_>]) -> Result<Ticket> {
+        if gathers.is_empty() {
+            return Err(Error::internal(format!("the gather of {call} has no memory")));
+        }
+        let ticket = self.call(call, Operation::StartAllGathers(gathers))?;
         ticket.ok_or_else(|| Error::internal(format!("the gather of {call} has no ticket")))
     }
 

@@ -46,13 +46,8 @@ pub enum Operation<'a> {
     Reduce(Reduction<'a>),
     /// Operation of [`Collective::start_reduction`].
     StartReduction(Reduction<'a>),
-    /// Operation of [`Collective::start_all_gather`].
-    StartAllGather {
-        /// Data of this rank.
-        shard: &'a Buffer,
-        /// Destination of the data of all ranks.
-        full: &'a Buffer,
-    },
+    /// Operation of [`Collective::start_all_gathers`].
+    StartAllGathers(&'a [Gather<'a>]),
     /// Operation of [`Collective::broadcast`].
     Broadcast {
         /// Rank whose data is copied.
@@ -86,7 +81,7 @@ impl<'a> Operation<'a> {
             Operation::Reduce(Reduction::ReduceScatter { replicas: None, .. }) => Op::ReduceScatter,
             Operation::Reduce(Reduction::ReduceScatter { .. }) => Op::ReduceScatterAcross,
             Operation::StartReduction(_) => Op::Reduction,
-            Operation::StartAllGather { .. } => Op::AllGather,
+            Operation::StartAllGathers(_) => Op::AllGather,
             Operation::Broadcast { .. } => Op::Broadcast,
             Operation::Send { .. } => Op::Send,
             Operation::Recv { .. } => Op::Recv,
@@ -100,6 +95,22 @@ impl<'a> Operation<'a> {
             Operation::Reduce(reduction) | Operation::StartReduction(reduction) => Some(reduction),
             _ => None,
         }
+    }
+}
+
+/// A gather of one memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Gather<'a> {
+    /// Data of this rank.
+    pub shard: &'a Buffer,
+    /// Destination of the data of all ranks.
+    pub full: &'a Buffer,
+}
+
+impl Gather<'_> {
+    /// Bytes of all full data of a call.
+    pub(super) fn bytes(gathers: &[Self]) -> usize {
+        gathers.iter().map(|gather| gather.full.bytes()).sum()
     }
 }
 

@@ -14,7 +14,7 @@ impl Collective for SingleRank {
                 let shards = reduction.replicas().map(|ranks| ranks.all_reduce(call, reduction.sum()));
                 return shards.transpose().map(|_| None);
             }
-            Operation::StartAllGather { .. } => return Ok(Some(Ticket(0))),
+            Operation::StartAllGathers(_) => return Ok(Some(Ticket(0))),
             Operation::Broadcast { .. } | Operation::Barrier => return Ok(None),
             Operation::Send { to, .. } => format!("send {call} to rank {to}"),
             Operation::Recv { from, .. } => format!("receive {call} from rank {from}"),

@@ -2,8 +2,10 @@
 //!
 //! Blocks alternate between two fixed buffers (even and odd), so at most two are whole at a time:
 //! the one in use and the next. The next one is meanwhile gathered, or read ahead if it is in a
-//! file. Embedding and head are gathered into memory of a pool that they share: one is released
-//! before the other is held.
+//! file. A GPU loads an offloaded block that is not sharded beside the kernels of the block before
+//! it: the host starts the copy after it has launched these, and the copy waits for the last use
+//! of its own buffer alone. Embedding and head are gathered into memory of a pool that they share:
+//! one is released before the other is held.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -16,13 +18,15 @@ use super::buffer_pool::BufferPool;
 use super::mesh::DeviceMesh;
 use super::mesh_shape::MeshAxis;
 use super::param::BufferKind;
-use crate::collective::Ticket;
+use crate::collective::{Gather, Ticket};
 use crate::error::{Error, Result};
+use crate::locks::locked;
 use crate::model::Segment;
 use crate::quant::RunDtype;
 use crate::runtime::TensorMut;
 use crate::runtime::buffer::Buffer;
 use crate::runtime::cpu_tensor::memory;
+use crate::runtime::device_queue::QueueMark;
 use crate::runtime::param_storage::ParamStorage;
 
 /// Identifies a buffer.
@@ -57,6 +61,8 @@ pub(super) struct GatherQueue {
     runs: BTreeMap<Segment, Vec<ShardRun>>,
     /// The buffers of even and odd blocks for gathered runs, by kind.
     memory: [BTreeMap<BufferKind, TensorMut>; 2],
+    /// End of the last use of each of `memory`; none if it is not known.
+    free: Mutex<[Option<QueueMark>; 2]>,
     /// Buffers of embedding and head.
     pool: BufferPool,
     started: Mutex<Option<PendingGather>>,
@@ -67,7 +73,8 @@ pub(super) struct GatherQueue {
 #[derive(Debug)]
 struct PendingGather {
     segment: Segment,
-    tickets: Vec<Ticket>,
+    /// Ticket of the gathers of all sharded runs.
+    ticket: Option<Ticket>,
     gathered: Gathered,
     /// The memory of `gathered`, if it is not the blocks' memory.
     memory: Vec<TensorMut>,
@@ -81,11 +88,15 @@ const MOST: usize = 2;
 
 /// Releases a segment's whole values when dropped.
 #[derive(Debug)]
-pub(super) struct GatheredMemory<'a>(Option<(&'a GatherQueue, Vec<TensorMut>)>);
+pub(super) struct GatheredMemory<'a>(Option<(&'a GatherQueue, Segment, Vec<TensorMut>)>);
 
 impl Drop for GatheredMemory<'_> {
     fn drop(&mut self) {
-        if let Some((gathers, memory)) = self.0.take() {
+        if let Some((gathers, segment, memory)) = self.0.take() {
+            if let Segment::Block(layer) = segment {
+                // Without a mark the next load waits for all computation, which reports the error.
+                locked(&gathers.free)[layer % 2] = QueueMark::new(&gathers.device).ok();
+            }
             gathers.whole.fetch_sub(1, Ordering::Relaxed);
             memory.into_iter().for_each(|memory| gathers.pool.give(memory));
         }
@@ -108,9 +119,12 @@ impl GatherQueue {
             };
             widest.iter().map(buffer).collect()
         };
+        let memory = [turn()?, turn()?];
+        let zeroed = QueueMark::new(device)?;
         Ok(GatherQueue {
             device: device.clone(),
-            memory: [turn()?, turn()?],
+            memory,
+            free: Mutex::new([Some(zeroed.clone()), Some(zeroed)]),
             runs,
             pool: BufferPool::default(),
             started: Mutex::default(),
@@ -194,16 +208,21 @@ impl GatherQueue {
             }
         };
         let call = call!("values of", segment);
-        let mut tickets = Vec::new();
+        let mut sharded = Vec::new();
         for run in runs {
             run.part.prefetch();
             if run.sharded {
                 let whole = &gathered[&run.buffer_id];
-                let part = self.with_device_buffer(mesh, run, whole)?;
-                tickets.push(mesh.group(MeshAxis::Shard).start_all_gather(call, &part, &memory(whole)?)?);
+                sharded.push((self.with_device_buffer(mesh, run, whole)?, memory(whole)?));
             }
         }
-        Ok(Some(PendingGather { segment, tickets, gathered, memory: memory_of_end }))
+        let gathers: Vec<Gather<'_>> = sharded.iter().map(|(shard, full)| Gather { shard, full }).collect();
+        let ticket = if gathers.is_empty() {
+            None
+        } else {
+            Some(mesh.group(MeshAxis::Shard).start_all_gathers(call, &gathers)?)
+        };
+        Ok(Some(PendingGather { segment, ticket, gathered, memory: memory_of_end }))
     }
 
     /// Returns this rank's part as a collective needs it: its own buffer on a CPU or on the device,
@@ -222,16 +241,20 @@ impl GatherQueue {
     }
 
     fn finish(&self, mesh: &DeviceMesh, started: PendingGather) -> Result<(Gathered, GatheredMemory<'_>)> {
-        for ticket in started.tickets {
+        if let Some(ticket) = started.ticket {
             mesh.group(MeshAxis::Shard).finish(ticket)?;
         }
+        let free = match started.segment {
+            Segment::Block(layer) => locked(&self.free)[layer % 2].clone(),
+            Segment::Embed | Segment::Head => None,
+        };
         for run in self.runs.get(&started.segment).into_iter().flatten() {
             if !run.sharded {
-                run.part.load_to(&started.gathered[&run.buffer_id])?;
+                run.part.load_after(&started.gathered[&run.buffer_id], free.as_ref())?;
             }
             run.part.evict();
         }
-        Ok((started.gathered, GatheredMemory(Some((self, started.memory)))))
+        Ok((started.gathered, GatheredMemory(Some((self, started.segment, started.memory)))))
     }
 }
 
@@ -248,3 +271,74 @@ macro_rules! call {
     };
 }
 pub(super) use call;
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use std::sync::Arc;
+
+    use candle_core::Tensor;
+
+    use super::*;
+    use crate::collective::in_process::{InProcess, InProcessWorld, run_ranks};
+    use crate::collective::{Collective, Op};
+    use crate::parallel::param::BucketKind;
+    use crate::parallel::placement::ShardingStrategy;
+
+    /// Blocks with two runs of 4 and 2 values on this rank: their layer, plus 10 for a rank.
+    fn queue(blocks: usize, rank: usize, size: usize) -> GatherQueue {
+        let runs = |layer: usize| {
+            let run = |(kind, len): (BucketKind, usize)| {
+                let value = (layer + 10 * rank) as f32;
+                let part = Tensor::full(value, len, &Device::Cpu).unwrap().into();
+                let index = if kind == BucketKind::Frozen { 0 } else { 1 };
+                let (buffer_id, kind) = (BufferId::Values(2 * layer + index), BufferKind::Values(kind));
+                ShardRun { buffer_id, kind, part, sharded: size > 1, len: size * len }
+            };
+            [(BucketKind::Frozen, 4), (BucketKind::FrozenAs, 2)].map(run).into()
+        };
+        let runs = (0..blocks).map(|layer| (Segment::Block(layer), runs(layer))).collect();
+        GatherQueue::new(runs, &Device::Cpu).unwrap()
+    }
+
+    fn values(whole: &Gathered, index: usize) -> Vec<f32> {
+        whole[&BufferId::Values(index)].to_vec1().unwrap()
+    }
+
+    #[test]
+    fn a_segment_is_gathered_in_one_call() {
+        let work = |end: InProcess| {
+            let world: Arc<dyn Collective> = Arc::new(end);
+            let gathers = queue(2, world.rank(), 2);
+            let mesh = DeviceMesh::new(ShardingStrategy::Fsdp, Arc::clone(&world))?;
+            let group = mesh.group(MeshAxis::Shard);
+            let before = group.traffic();
+            let (whole, held) = gathers.hold(&mesh, Segment::Block(0), Some(Segment::Block(1)))?;
+            assert_eq!(values(&whole, 0), [0.0, 0.0, 0.0, 0.0, 10.0, 10.0, 10.0, 10.0]);
+            assert_eq!(values(&whole, 1), [0.0, 0.0, 10.0, 10.0]);
+            drop(held);
+            let (whole, _held) = gathers.hold(&mesh, Segment::Block(1), None)?;
+            assert_eq!(values(&whole, 3), [1.0, 1.0, 11.0, 11.0]);
+            let sent = group.traffic().since(&before);
+            assert_eq!((sent.calls(Op::AllGather), sent.bytes(Op::AllGather)), (2, 2 * 24));
+            mesh.world().barrier(crate::collective::Call::single("end"))
+        };
+        run_ranks(InProcessWorld::new(2).communicators(), work).unwrap();
+    }
+
+    /// A later load into the same memory waits for this mark alone.
+    #[test]
+    fn the_end_of_a_use_is_marked_for_the_memory_of_its_parity() {
+        let (gathers, mesh) = (queue(3, 0, 1), DeviceMesh::alone());
+        let marked = || locked(&gathers.free).each_ref().map(Option::is_some);
+        assert_eq!(marked(), [true, true], "the memory has zeros");
+        for (layer, after) in [(0, [true, false]), (1, [false, true]), (2, [true, false])] {
+            *locked(&gathers.free) = [None, None];
+            let (whole, held) = gathers.hold(&mesh, Segment::Block(layer), None).unwrap();
+            assert_eq!(values(&whole, 2 * layer), [layer as f32; 4]);
+            assert_eq!(marked(), [false, false], "the memory is in use");
+            drop(held);
+            assert_eq!(marked(), after);
+        }
+    }
+}

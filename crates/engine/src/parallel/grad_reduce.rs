@@ -29,9 +29,9 @@ use crate::locks::locked;
 use crate::model::Segment;
 use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{converted, copy_into, to_device, to_host_vec, zero};
+use crate::runtime::copy::{converted, copy_into, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
-use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
+use crate::runtime::param_storage::{copy_across, for_each_run};
 
 /// Options of the summation of gradients.
 #[derive(Debug, Clone, Copy)]
@@ -398,17 +398,13 @@ fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
     bucket.grad.is_some() && (reducing.accumulates || elsewhere)
 }
 
-/// Computes `kept += grad_buffers` on the device of `kept`.
+/// Computes `kept += grad_buffers` on the device of `kept`, which is that of the gradients or the
+/// host.
 fn add_from_anywhere(kept: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
     if kept.device().same_device(grad_buffers.device()) {
         return add_into(kept, grad_buffers);
     }
-    let len = kept.elem_count();
-    (0..len).step_by(STAGING_ELEMENTS).try_for_each(|start| {
-        let run = STAGING_ELEMENTS.min(len - start);
-        let from = grad_buffers.narrow(0, start, run)?;
-        add_into(&kept.narrow(0, start, run)?, &to_device(&from, kept.device())?)
-    })
+    for_each_run(grad_buffers, |start, run| add_into(&kept.narrow(0, start, run.elem_count())?, run))
 }
 
 #[cfg(all(test, debug_assertions))]

@@ -42,6 +42,37 @@ pub(super) enum CopyAction {
 /// An action on a piece.
 pub(super) type CopyStep = (CopyAction, Piece);
 
+/// A copy from the host to a GPU, as the host performs it.
+pub(super) trait CopyToGpu {
+    /// A point in the GPU's computation.
+    type Mark;
+    /// Error of the driver.
+    type Error;
+
+    /// Makes the copy stream wait for the computation before `mark`, or for all so far.
+    fn follow(&mut self, mark: Option<&Self::Mark>) -> Result<(), Self::Error>;
+
+    /// Performs a step.
+    fn step(&mut self, step: CopyStep) -> Result<(), Self::Error>;
+
+    /// Makes later computation wait for the copy stream.
+    fn lead(&mut self) -> Result<(), Self::Error>;
+}
+
+/// Performs `copy` of `bytes` bytes; the other arguments are those of [`steps_to_gpu`]. No
+/// computation after `free` uses the GPU's memory, so the copy runs beside it.
+pub(super) fn bring<C: CopyToGpu>(
+    copy: &mut C,
+    bytes: usize,
+    buffer_bytes: usize,
+    first: usize,
+    free: Option<&C::Mark>,
+) -> Result<(), C::Error> {
+    copy.follow(free)?;
+    steps_to_gpu(bytes, buffer_bytes, first).into_iter().try_for_each(|step| copy.step(step))?;
+    copy.lead()
+}
+
 /// Steps that copy `bytes` bytes from the host to a GPU through buffers of `buffer_bytes`,
 /// beginning with buffer `first`. The GPU's copies may still run after the last step.
 pub(super) fn steps_to_gpu(bytes: usize, buffer_bytes: usize, first: usize) -> Vec<CopyStep> {
@@ -187,6 +218,80 @@ mod tests {
         assert_eq!(lengths(100 << 20), [25; 4]);
         assert_eq!(lengths(200 << 20), [50; 4]);
         assert_eq!(lengths(300 << 20), [64, 64, 64, 64, 44]);
+    }
+
+    /// Times of the host and of the two streams of a GPU, which copies a byte in a unit.
+    #[derive(Default)]
+    struct Timeline {
+        host: usize,
+        compute: usize,
+        copies: usize,
+        done: [usize; BUFFERS],
+    }
+
+    impl CopyToGpu for Timeline {
+        type Mark = usize;
+        type Error = ();
+
+        fn follow(&mut self, mark: Option<&usize>) -> Result<(), ()> {
+            self.copies = self.copies.max(*mark.unwrap_or(&self.compute));
+            Ok(())
+        }
+
+        fn step(&mut self, (action, piece): CopyStep) -> Result<(), ()> {
+            match action {
+                CopyAction::Wait => self.host = self.host.max(self.done[piece.buffer]),
+                CopyAction::CopyOnHost => {}
+                CopyAction::StartOnGpu => {
+                    self.copies = self.copies.max(self.host) + piece.range.len();
+                    self.done[piece.buffer] = self.copies;
+                }
+            }
+            Ok(())
+        }
+
+        fn lead(&mut self) -> Result<(), ()> {
+            self.compute = self.compute.max(self.copies);
+            Ok(())
+        }
+    }
+
+    /// Time of `blocks` blocks in two memories, each copied when its computation is due.
+    fn time_of_blocks(blocks: usize, [copy, compute]: [usize; 2], marked: bool) -> usize {
+        let (mut gpu, mut free) = (Timeline::default(), [0; 2]);
+        for block in 0..blocks {
+            let mark = marked.then_some(&free[block % 2]);
+            bring(&mut gpu, copy, copy / 4, 0, mark).unwrap();
+            gpu.compute = gpu.compute.max(gpu.host) + compute;
+            free[block % 2] = gpu.compute;
+        }
+        gpu.compute
+    }
+
+    /// The next block's copy runs beside this block's kernels, without a third memory.
+    #[test]
+    fn copies_overlap_with_computation_after_the_mark() {
+        let (long, short) = (80_000, 40_000);
+        assert_eq!(time_of_blocks(36, [short, long], true), short + 36 * long);
+        assert_eq!(time_of_blocks(36, [long, short], true), 36 * long + short);
+        assert_eq!(time_of_blocks(36, [long, short], false), 36 * (long + short));
+    }
+
+    /// The GPU copies a piece while the host works on the one before it.
+    #[test]
+    fn copies_overlap_with_the_work_of_the_host() {
+        let (piece, mut host, mut copies, mut done) = (BUFFER, 0, 0, [0; BUFFERS]);
+        for (action, Piece { buffer, .. }) in steps_to_host(4 * piece, piece, 0) {
+            match action {
+                CopyAction::Wait => host = host.max(done[buffer]),
+                CopyAction::CopyOnHost => host += piece,
+                CopyAction::StartOnGpu => {
+                    copies = copies.max(host) + piece;
+                    done[buffer] = copies;
+                }
+            }
+        }
+        assert_eq!(host, 5 * piece, "apart, it would take 8");
     }
 
     #[test]

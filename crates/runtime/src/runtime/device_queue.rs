@@ -7,6 +7,8 @@
 
 #![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs are waited for"))]
 
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::Device;
@@ -20,6 +22,44 @@ const EAGER: usize = 1000;
 
 /// Pause between later questions.
 const PAUSE: Duration = Duration::from_micros(20);
+
+/// A point in the queue of a GPU: the end of the work that candle's stream had when the mark was
+/// made. On a CPU it is reached at once. A clone is the same point.
+#[derive(Debug, Clone)]
+pub struct QueueMark {
+    #[cfg(feature = "cuda")]
+    event: Option<Arc<CudaEvent>>,
+}
+
+impl QueueMark {
+    /// Marks the end of the work that `device` has so far.
+    ///
+    /// # Errors
+    /// An operation of the device failed.
+    pub fn new(device: &Device) -> Result<QueueMark> {
+        #[cfg(feature = "cuda")]
+        return Ok(QueueMark {
+            event: match device {
+                Device::Cuda(device) => {
+                    let event = device.cuda_stream().record_event(None);
+                    Some(Arc::new(event.map_err(candle_core::Error::wrap)?))
+                }
+                _ => None,
+            },
+        });
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = device;
+            Ok(QueueMark {})
+        }
+    }
+
+    /// Event of the mark; none on a CPU.
+    #[cfg(feature = "cuda")]
+    pub(super) fn event(&self) -> Option<&CudaEvent> {
+        self.event.as_deref()
+    }
+}
 
 /// Waits until `device` has finished all work on candle's stream, which holds every operation but
 /// not copies and collectives on streams of their own; returns at once on the CPU.

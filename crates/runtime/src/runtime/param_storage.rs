@@ -15,7 +15,7 @@ use super::mmap::MappedSlice;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
 use crate::runtime::copy::{converted, copy_into, to_device};
-use crate::runtime::device_queue::finish_upload;
+use crate::runtime::device_queue::{QueueMark, finish_upload};
 
 /// Maximum number of values in transit between host and device.
 pub const STAGING_ELEMENTS: usize = 1 << 20;
@@ -104,14 +104,23 @@ impl ParamStorage {
     /// # Errors
     /// The lengths or dtypes differ, or a copy between devices fails.
     pub fn load_to(&self, to: &TensorMut) -> Result<()> {
+        self.load_after(to, None)
+    }
+
+    /// Copies the values to `to` like [`ParamStorage::load_to`], on a GPU beside computation that
+    /// follows `free`, after which no earlier work uses `to`.
+    ///
+    /// # Errors
+    /// Same as [`ParamStorage::load_to`].
+    pub fn load_after(&self, to: &TensorMut, free: Option<&QueueMark>) -> Result<()> {
         match self {
-            ParamStorage::Memory(from) => copy_across(from, to),
+            ParamStorage::Memory(from) => copy_after(from, to, free),
             ParamStorage::File(run) => in_runs(run.len(), staged(to, to), |start, len| {
                 let (run, to) = (run.narrow(start, len)?, to.narrow(0, start, len)?);
                 match run.dtype() {
-                    DType::F32 => from_file::<f32>(&run, &to),
-                    DType::BF16 => from_file::<bf16>(&run, &to),
-                    _ => from_file::<u8>(&run, &to),
+                    DType::F32 => from_file::<f32>(&run, &to, free),
+                    DType::BF16 => from_file::<bf16>(&run, &to, free),
+                    _ => from_file::<u8>(&run, &to, free),
                 }
             }),
         }
@@ -186,6 +195,11 @@ impl ParamStorage {
 /// # Errors
 /// The lengths or dtypes differ, or a copy between the devices fails.
 pub fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
+    copy_after(from, to, None)
+}
+
+/// Copies like [`copy_across`]; `free` as in [`ParamStorage::load_after`].
+fn copy_after(from: &Tensor, to: &TensorMut, free: Option<&QueueMark>) -> Result<()> {
     if from.device().is_cpu() && to.device().is_cpu() {
         return match to.dtype() {
             DType::F32 => copy::<f32>(from, to),
@@ -194,12 +208,29 @@ pub fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
         };
     }
     #[cfg(feature = "cuda")]
-    if super::pinned::copy(from, to)? {
+    if super::pinned::copy(from, to, free)? {
         return Ok(());
     }
+    #[cfg(not(feature = "cuda"))]
+    let _ = free;
     in_runs(from.elem_count(), staged(from, to), |start, len| {
         let from = to_device(&from.narrow(0, start, len)?, to.device())?;
         Ok(to.slice_set(&from.contiguous()?, 0, start)?)
+    })
+}
+
+/// Calls `each` with the start and the values of successive runs of flat `from`, on the host, in
+/// order. A GPU copies f32 values of the next runs meanwhile.
+///
+/// # Errors
+/// A copy fails, or the first error of `each`.
+pub fn for_each_run(from: &Tensor, mut each: impl FnMut(usize, &Tensor) -> Result<()>) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if super::pinned::fetch_runs(from, STAGING_ELEMENTS, &mut each)? {
+        return Ok(());
+    }
+    in_runs(from.elem_count(), STAGING_ELEMENTS, |start, len| {
+        each(start, &to_device(&from.narrow(0, start, len)?, &Device::Cpu)?)
     })
 }
 
@@ -209,15 +240,17 @@ fn copy<T: PlainElement>(from: &Tensor, to: &TensorMut) -> Result<()> {
     write(to, from)
 }
 
-fn from_file<T: PlainElement>(run: &MappedSlice, to: &TensorMut) -> Result<()> {
+fn from_file<T: PlainElement>(run: &MappedSlice, to: &TensorMut, free: Option<&QueueMark>) -> Result<()> {
     run.read(|from: &[T]| {
         if to.device().is_cpu() {
             return write(to, from);
         }
         #[cfg(feature = "cuda")]
-        if super::pinned::copy_slice(from, to)? {
+        if super::pinned::copy_slice(from, to, free)? {
             return Ok(());
         }
+        #[cfg(not(feature = "cuda"))]
+        let _ = free;
         to.slice_set(&Tensor::from_slice(from, from.len(), to.device())?, 0, 0)?;
         finish_upload(to.device())
     })?
@@ -255,6 +288,19 @@ fn in_runs(len: usize, most: usize, mut each: impl FnMut(usize, usize) -> Result
 mod tests {
     use super::*;
     use crate::runtime::mmap::MappedFile;
+
+    #[test]
+    fn runs_are_in_order_and_cover_the_values() -> Result<()> {
+        let values: Vec<f32> = (0..STAGING_ELEMENTS + 3).map(|i| i as f32).collect();
+        let mut seen = Vec::new();
+        for_each_run(&Tensor::new(&values[..], &Device::Cpu)?, |start, run| {
+            assert_eq!(start, seen.len());
+            seen.extend(run.to_vec1::<f32>()?);
+            Ok(())
+        })?;
+        assert!(seen == values);
+        Ok(())
+    }
 
     #[test]
     fn values_come_and_go() -> Result<()> {

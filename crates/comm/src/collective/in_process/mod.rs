@@ -42,7 +42,7 @@ pub use injected_fault::{InjectedFault, InjectedFaultKind};
 pub use run::run_ranks;
 
 use super::operation::backend;
-use super::{Call, Collective, Op, Operation, Phase, Reduction, Ticket, Traffic};
+use super::{Call, Collective, Gather, Op, Operation, Phase, Reduction, Ticket, Traffic};
 use crate::error::{Error, Result};
 use crate::locks::locked;
 use crate::runtime::buffer::Buffer;
@@ -100,6 +100,8 @@ impl InProcessWorld {
 
 /// A started gather.
 struct StartedGather {
+    /// Ticket of its call, which may have started several.
+    ticket: u64,
     call_id: CallId,
     shard: Buffer,
     full: Buffer,
@@ -171,8 +173,8 @@ impl InProcess {
         self.post(Some(op), CallFingerprint { op, call, data, root }, payload)
     }
 
-    /// A call in a group of one: counts it, and returns an earlier failure.
-    fn alone(&self, op: Op, bytes: usize) -> Result<()> {
+    /// Counts a call that is not posted, or whose posts are not counted; returns an earlier failure.
+    fn count(&self, op: Op, bytes: usize) -> Result<()> {
         self.shared().open(self.rank_handle.rank)?.count(self.group, self.member, op, bytes, true);
         Ok(())
     }
@@ -270,7 +272,7 @@ impl InProcess {
     fn sum_to_all(&self, call: Call, buffer: &Buffer) -> Result<()> {
         check_sum(call, buffer)?;
         if self.size == 1 {
-            return self.alone(Op::AllReduce, buffer.bytes());
+            return self.count(Op::AllReduce, buffer.bytes());
         }
         self.fill_all()?;
         if buffer.bytes() <= SMALL_BYTES {
@@ -327,7 +329,7 @@ impl InProcess {
                 // SAFETY: both belong to this rank and do not overlap, which `check_parts` checked.
                 unsafe { copy(full.address(), shard.address(), full.bytes()) };
             }
-            return self.alone(Op::ReduceScatter, full.bytes());
+            return self.count(Op::ReduceScatter, full.bytes());
         }
         let call_id =
             self.post_op(Op::ReduceScatter, call, Some(full), None, Payload::Memory(full.clone()))?;
@@ -343,12 +345,22 @@ impl InProcess {
         Ok(())
     }
 
-    fn start_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
-        check_parts(call, (self.member, self.size), shard, full)?;
-        let call_id = self.post_op(Op::AllGather, call, Some(full), None, Payload::Memory(shard.clone()))?;
-        let (shard, full) = (shard.clone(), full.clone());
-        self.gathers().push_back(StartedGather { call_id, shard, full, filled: false });
-        Ok(Ticket(call_id.number))
+    /// Posts each gather by itself, so that peers compare each length, and counts one call.
+    fn start_gathers(&self, call: Call, gathers: &[Gather<'_>]) -> Result<Ticket> {
+        for Gather { shard, full } in gathers {
+            check_parts(call, (self.member, self.size), shard, full)?;
+        }
+        self.count(Op::AllGather, Gather::bytes(gathers))?;
+        let mut ticket = None;
+        for &Gather { shard, full } in gathers {
+            let data = Some((full.element(), full.elements()));
+            let print = CallFingerprint { op: Op::AllGather, call, data, root: None };
+            let call_id = self.post(None, print, Payload::Memory(shard.clone()))?;
+            let ticket = *ticket.get_or_insert(call_id.number);
+            let (shard, full) = (shard.clone(), full.clone());
+            self.gathers().push_back(StartedGather { ticket, call_id, shard, full, filled: false });
+        }
+        ticket.map(Ticket).ok_or_else(|| Error::internal(format!("the gather of {call} has no memory")))
     }
 
     fn broadcast_from(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
@@ -358,7 +370,7 @@ impl InProcess {
             return Err(Error::internal(what).because(format!("the group has {} ranks", self.size)));
         }
         if self.size == 1 {
-            return self.alone(Op::Broadcast, buffer.bytes());
+            return self.count(Op::Broadcast, buffer.bytes());
         }
         let is_small = buffer.bytes() <= SMALL_BYTES;
         let payload = match (root == self.member, is_small) {
@@ -388,7 +400,7 @@ impl InProcess {
 
     fn meet(&self, call: Call) -> Result<()> {
         if self.size == 1 {
-            return self.alone(Op::Barrier, 0);
+            return self.count(Op::Barrier, 0);
         }
         self.fill_all()?;
         let call_id = self.post_op(Op::Barrier, call, None, None, Payload::Nothing)?;
@@ -411,9 +423,7 @@ impl Collective for InProcess {
             Operation::Reduce(reduction) | Operation::StartReduction(reduction) => {
                 self.reduce(call, reduction)
             }
-            Operation::StartAllGather { shard, full } => {
-                return self.start_gather(call, shard, full).map(Some);
-            }
+            Operation::StartAllGathers(gathers) => return self.start_gathers(call, gathers).map(Some),
             Operation::Broadcast { root, buffer } => self.broadcast_from(call, root, buffer),
             Operation::Send { to, buffer } => self.send_to(call, to, buffer),
             Operation::Recv { from, buffer } => self.receive_from(call, from, buffer),
@@ -424,11 +434,13 @@ impl Collective for InProcess {
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
         let mut gathers = self.gathers();
-        match gathers.front_mut() {
-            Some(gather) if gather.call_id.number == ticket.0 => self.fill(gather)?,
-            _ => return Err(Error::internal("gathers are finished in the order in which they were started")),
+        if gathers.front().is_none_or(|oldest| oldest.ticket != ticket.0) {
+            return Err(Error::internal("gathers are finished in the order in which they were started"));
         }
-        gathers.pop_front();
+        while let Some(gather) = gathers.front_mut().filter(|gather| gather.ticket == ticket.0) {
+            self.fill(gather)?;
+            gathers.pop_front();
+        }
         Ok(())
     }
 

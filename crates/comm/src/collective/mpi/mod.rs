@@ -35,7 +35,7 @@ use self::transfer::{Transfer, TransferPath};
 use self::transport::MpiTransport;
 use super::call_record::{CallRecord, MessageCounts, RECORD_BYTES, RankStatus};
 use super::operation::backend;
-use super::{Call, Collective, Op, Operation, Phase, Reduction, Ticket, Traffic};
+use super::{Call, Collective, Gather, Op, Operation, Phase, Reduction, Ticket, Traffic};
 use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::locks::locked;
@@ -95,7 +95,8 @@ struct MpiState {
     sequence: u64,
     messages: MessageCounts,
     tickets: u64,
-    gathers: VecDeque<(u64, Transfer)>,
+    /// Transfers of each started call, with its ticket.
+    gathers: VecDeque<(u64, Vec<Transfer>)>,
     traffic: Traffic,
 }
 
@@ -305,7 +306,18 @@ impl MpiCommunicator {
         Ok(())
     }
 
-    fn start_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
+    fn start_gathers(&self, call: Call, gathers: &[Gather<'_>]) -> Result<Ticket> {
+        let transfers = gathers.iter().map(|gather| self.start_gather(call, *gather));
+        let transfers = transfers.collect::<Result<_>>()?;
+        self.count(Op::AllGather, Gather::bytes(gathers), false);
+        let mut state = self.state();
+        state.tickets += 1;
+        let ticket = state.tickets;
+        state.gathers.push_back((ticket, transfers));
+        Ok(Ticket(ticket))
+    }
+
+    fn start_gather(&self, call: Call, Gather { shard, full }: Gather<'_>) -> Result<Transfer> {
         check_shard(call, shard, full, self.ranks.len())?;
         check_host(call, full)?;
         let record = self.record(Op::AllGather, call).moving(full.element(), full.elements());
@@ -314,13 +326,7 @@ impl MpiCommunicator {
         // SAFETY: `full` has space for every rank's shard, and no other code uses either memory
         // now. A shard inside `full` is copied to itself.
         unsafe { std::ptr::copy(shard.address() as *const u8, place as *mut u8, shard.bytes()) };
-        let transfer = self.start_parts(full)?;
-        self.count(Op::AllGather, full.bytes(), false);
-        let mut state = self.state();
-        state.tickets += 1;
-        let ticket = state.tickets;
-        state.gathers.push_back((ticket, transfer));
-        Ok(Ticket(ticket))
+        self.start_parts(full)
     }
 
     fn broadcast_from(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
@@ -365,9 +371,7 @@ impl Collective for MpiCommunicator {
             Operation::Reduce(reduction) | Operation::StartReduction(reduction) => {
                 self.reduce(call, reduction)
             }
-            Operation::StartAllGather { shard, full } => {
-                return self.start_gather(call, shard, full).map(Some);
-            }
+            Operation::StartAllGathers(gathers) => return self.start_gathers(call, gathers).map(Some),
             Operation::Broadcast { root, buffer } => self.broadcast_from(call, root, buffer),
             Operation::Send { to: peer, buffer } | Operation::Recv { from: peer, buffer } => {
                 self.message(operation.op(), call, peer, buffer)
@@ -379,14 +383,16 @@ impl Collective for MpiCommunicator {
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
         let first = self.state().gathers.pop_front();
-        let Some((_, transfer)) = first.filter(|(first, _)| *first == ticket.0) else {
+        let Some((_, transfers)) = first.filter(|(first, _)| *first == ticket.0) else {
             return Err(Error::internal("gathers must finish in the order of their starts"));
         };
-        transfer.finish(|silent, waited| {
-            let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
-            Error::new(ErrorCategory::Transient, format!("no data from rank {}", silent.join(", ")))
-                .because(format!("waited {} s for gather {} of this group", waited.as_secs(), ticket.0))
-        })?;
+        for transfer in transfers {
+            transfer.finish(|silent, waited| {
+                let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
+                Error::new(ErrorCategory::Transient, format!("no data from rank {}", silent.join(", ")))
+                    .because(format!("waited {} s for gather {} of this group", waited.as_secs(), ticket.0))
+            })?;
+        }
         Ok(())
     }
 

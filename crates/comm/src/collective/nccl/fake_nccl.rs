@@ -3,7 +3,7 @@
 //! calls differ. It reports success for messages that are not on their streams yet.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -53,8 +53,8 @@ impl FakeGroup {
     }
 }
 
-/// A message that is not on its stream yet.
-struct LateMessage {
+/// A message, or a call of a group, that is not on its stream yet.
+struct LateCall {
     op: &'static str,
     stream: RawStream,
     post: FakePost,
@@ -63,14 +63,21 @@ struct LateMessage {
 }
 
 thread_local! {
-    /// Messages of this thread's group; none outside of a group.
-    static OPEN: RefCell<Option<Vec<(RawComm, LateMessage)>>> = const { RefCell::new(None) };
+    /// Calls of this thread's group; none outside of a group.
+    static OPEN: RefCell<Option<Vec<(RawComm, LateCall)>>> = const { RefCell::new(None) };
+    /// Groups and calls outside of groups: the threads that the real library would have created.
+    static THREADS: Cell<usize> = const { Cell::new(0) };
     static LAST_ERROR: Cell<&'static CStr> = const { Cell::new(c"") };
 }
 
 /// Returns true if this thread has begun a group and not ended it.
 pub(super) fn is_in_group() -> bool {
     OPEN.with_borrow(Option::is_some)
+}
+
+/// Number of threads that the real library would have created for calls of this thread.
+pub(super) fn threads() -> usize {
+    THREADS.get()
 }
 
 /// An operation on a rank's streams, in order.
@@ -111,7 +118,7 @@ fn put(stream: RawStream, op: &'static str, raw: RawComm) {
 struct FakeComm {
     group: Arc<FakeGroup>,
     rank: usize,
-    late: Mutex<Vec<LateMessage>>,
+    late: Mutex<VecDeque<LateCall>>,
 }
 
 static GROUPS: LazyLock<Mutex<HashMap<[u8; 128], Arc<FakeGroup>>>> = LazyLock::new(Mutex::default);
@@ -308,15 +315,16 @@ unsafe extern "C" fn comm_split(
 
 unsafe extern "C" fn get_async_error(raw: RawComm, state: *mut NcclStatus) -> NcclStatus {
     let FakeComm { group, rank, late } = comm(raw);
-    late.lock().unwrap().retain_mut(|message| {
-        message.polls -= 1;
-        if message.polls == 0 {
-            put(message.stream, message.op, raw);
-            post(raw, message.post);
-        }
-        message.polls > 0
-    });
-    let waits = group.posts.lock().unwrap()[*rank].is_some();
+    let waits = || group.posts.lock().unwrap()[*rank].is_some();
+    let mut late = late.lock().unwrap();
+    late.iter_mut().for_each(|call| call.polls = call.polls.saturating_sub(1));
+    // Calls of a communicator run one after the other.
+    while let Some(call) = late.pop_front_if(|call| call.polls == 0 && !waits()) {
+        put(call.stream, call.op, raw);
+        post(raw, call.post);
+    }
+    drop(late);
+    let waits = waits();
     let status = if group.is_aborted() {
         NcclStatus::REMOTE_ERROR
     } else if group.one_card.load(Ordering::SeqCst) {
@@ -358,8 +366,8 @@ unsafe extern "C" fn all_reduce(
     stream: RawStream,
 ) -> NcclStatus {
     assert_eq!(op, 0);
-    put(stream, "all-reduce", raw);
-    post(raw, FakePost::Sum { from: from as usize, to: to as usize, count, kind, scatter: false })
+    let call = FakePost::Sum { from: from as usize, to: to as usize, count, kind, scatter: false };
+    collective(raw, "all-reduce", stream, call)
 }
 
 unsafe extern "C" fn reduce_scatter(
@@ -372,8 +380,8 @@ unsafe extern "C" fn reduce_scatter(
     stream: RawStream,
 ) -> NcclStatus {
     assert_eq!(op, 0);
-    put(stream, "reduce-scatter", raw);
-    post(raw, FakePost::Sum { from: from as usize, to: to as usize, count, kind, scatter: true })
+    let call = FakePost::Sum { from: from as usize, to: to as usize, count, kind, scatter: true };
+    collective(raw, "reduce-scatter", stream, call)
 }
 
 fn width(kind: c_int) -> usize {
@@ -388,8 +396,8 @@ unsafe extern "C" fn all_gather(
     raw: RawComm,
     stream: RawStream,
 ) -> NcclStatus {
-    put(stream, "all-gather", raw);
-    post(raw, FakePost::Gather { from: from as usize, to: to as usize, bytes: count * width(kind) })
+    let call = FakePost::Gather { from: from as usize, to: to as usize, bytes: count * width(kind) };
+    collective(raw, "all-gather", stream, call)
 }
 
 unsafe extern "C" fn broadcast(
@@ -401,9 +409,8 @@ unsafe extern "C" fn broadcast(
     raw: RawComm,
     stream: RawStream,
 ) -> NcclStatus {
-    put(stream, "broadcast", raw);
     assert_eq!(from, to.cast_const());
-    post(raw, FakePost::Copy { at: to as usize, bytes: count * width(kind), root })
+    collective(raw, "broadcast", stream, FakePost::Copy { at: to as usize, bytes: count * width(kind), root })
 }
 
 unsafe extern "C" fn group_start() -> NcclStatus {
@@ -412,24 +419,35 @@ unsafe extern "C" fn group_start() -> NcclStatus {
 }
 
 unsafe extern "C" fn group_end() -> NcclStatus {
-    let Some(messages) = OPEN.take() else { return NcclStatus::INVALID_USAGE };
-    for (raw, message) in messages {
-        comm(raw).late.lock().unwrap().push(message);
+    let Some(calls) = OPEN.take() else { return NcclStatus::INVALID_USAGE };
+    THREADS.set(THREADS.get() + 1);
+    for (raw, call) in calls {
+        comm(raw).late.lock().unwrap().push_back(call);
     }
     NcclStatus::SUCCESS
 }
 
-/// Accepts a message. It is on its stream at the first poll after its group, and one poll later if
-/// it has no group.
+/// Accepts a collective, which is on its stream at once if it has no group.
+fn collective(raw: RawComm, op: &'static str, stream: RawStream, call: FakePost) -> NcclStatus {
+    if is_in_group() {
+        return accept(raw, op, stream, call);
+    }
+    THREADS.set(THREADS.get() + 1);
+    put(stream, op, raw);
+    post(raw, call)
+}
+
+/// Accepts a call. It is on its stream at the first poll after its group, and one poll later if it
+/// has no group.
 fn accept(raw: RawComm, op: &'static str, stream: RawStream, post: FakePost) -> NcclStatus {
     let FakeComm { group, late, .. } = comm(raw);
     if group.is_aborted() {
         return NcclStatus::REMOTE_ERROR;
     }
-    let message = |polls| LateMessage { op, stream, post, polls };
+    let call = |polls| LateCall { op, stream, post, polls };
     OPEN.with_borrow_mut(|open| match open {
-        Some(open) => open.push((raw, message(1))),
-        None => late.lock().unwrap().push(message(2)),
+        Some(open) => open.push((raw, call(1))),
+        None => late.lock().unwrap().push_back(call(2)),
     });
     NcclStatus::SUCCESS
 }

@@ -54,9 +54,10 @@ use std::time::Duration;
 
 use self::call_log::CallLog;
 use self::communicator::Communicator;
+use self::message::grouped;
 use self::watchdog::Watch;
 use super::call_record::{CallRecord, MessageCounts, RankStatus};
-use super::{Call, Collective, Op, Operation, Phase, Ticket, Traffic};
+use super::{Call, Collective, Gather, Op, Operation, Phase, Ticket, Traffic};
 use crate::collective::buffer_checks::check_shard;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::locks::locked;
@@ -131,13 +132,13 @@ impl<D: GpuStreams> Default for NcclState<D> {
     }
 }
 
-/// A gather or a reduction on its stream, with the memory that must live until computation waits
-/// for it.
+/// Gathers of one call or a reduction on their stream, with the memory that must live until
+/// computation waits for them.
 struct StartedCall<D: GpuStreams> {
     ticket: u64,
     /// None if it has finished: over host memory.
     mark: Option<D::Mark>,
-    _memory: [Buffer; 2],
+    _memory: Vec<Buffer>,
 }
 
 /// Refuses data that is only partly on the GPU.
@@ -241,12 +242,12 @@ impl<D: GpuStreams> Nccl<D> {
     }
 
     /// Ticket of a call on `lane`, which has finished if it has no mark.
-    fn started(&self, lane: CommStream, mark: Option<D::Mark>, memory: [&Buffer; 2]) -> Ticket {
+    fn started(&self, lane: CommStream, mark: Option<D::Mark>, memory: Vec<Buffer>) -> Ticket {
         let mut state = locked(&self.state);
         state.tickets += 1;
         let ticket = state.tickets;
         let queue = if lane == CommStream::Reduce { &mut state.reductions } else { &mut state.gathers };
-        queue.push_back(StartedCall { ticket, mark, _memory: memory.map(Buffer::clone) });
+        queue.push_back(StartedCall { ticket, mark, _memory: memory });
         Ticket(ticket)
     }
 
@@ -254,26 +255,46 @@ impl<D: GpuStreams> Nccl<D> {
         locked(&self.state).traffic.count(op, bytes, self.ranks.len(), is_root);
     }
 
-    fn start_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
-        check_shard(call, shard, full, self.ranks.len())?;
-        check_places(call, shard, full)?;
-        let record = self.record(Op::AllGather, call).moving(full.element(), full.elements());
-        self.note(&record);
-        self.count(Op::AllGather, full.bytes(), false);
-        if full.place() == MemoryKind::Host {
-            self.all_gather_staged(&record, shard, full)?;
-            return Ok(self.started(CommStream::Gather, None, [shard, full]));
+    /// Starts the gathers as one group of NCCL: a non-blocking communicator creates a thread for
+    /// each group.
+    fn start_gathers(&self, call: Call, gathers: &[Gather<'_>]) -> Result<Ticket> {
+        for Gather { shard, full } in gathers {
+            check_shard(call, shard, full, self.ranks.len())?;
+            check_places(call, shard, full)?;
         }
-        // Computation wrote the shard and last read the memory of the full data.
+        gathers.windows(2).try_for_each(|pair| check_places(call, pair[0].full, pair[1].full))?;
+        let mut last = None;
+        for &Gather { shard, full } in gathers {
+            let record = self.record(Op::AllGather, call).moving(full.element(), full.elements());
+            self.note(&record);
+            if full.place() == MemoryKind::Host {
+                self.all_gather_staged(&record, shard, full)?;
+            } else {
+                last = Some(record);
+            }
+        }
+        self.count(Op::AllGather, Gather::bytes(gathers), false);
+        let mark = last.map(|record| self.gather_together(&record, gathers)).transpose()?;
+        let memory = gathers.iter().flat_map(|gather| [gather.shard.clone(), gather.full.clone()]);
+        Ok(self.started(CommStream::Gather, mark, memory.collect()))
+    }
+
+    /// Puts gathers of GPU memory on their stream; `record` is the last one's.
+    fn gather_together(&self, record: &CallRecord, gathers: &[Gather<'_>]) -> Result<D::Mark> {
+        // Computation wrote the shards and last read the memory of the full data.
         let device = &*self.member.device;
         device.follow(CommStream::Gather, &device.mark(CommStream::Compute)?)?;
-        let (from, to) = (shard.address() as *const c_void, full.address() as *mut c_void);
-        let mark = self.enqueue(CommStream::Gather, &record, |table, comm, stream| {
-            let element = data_type(full.element());
-            // SAFETY: same as for all_reduce; the gather keeps the memory until `finish`.
-            unsafe { (table.all_gather)(from, to, shard.elements(), element, comm, stream) }
-        })?;
-        Ok(self.started(CommStream::Gather, Some(mark), [shard, full]))
+        self.enqueue(CommStream::Gather, record, |table, comm, stream| {
+            let put = |Gather { shard, full }: &Gather<'_>| {
+                let (from, to) = (shard.address() as *const c_void, full.address() as *mut c_void);
+                let element = data_type(full.element());
+                // SAFETY: same as for all_reduce; the gather keeps the memory until `finish`.
+                unsafe { (table.all_gather)(from, to, shard.elements(), element, comm, stream) }
+            };
+            let accepted = [NcclStatus::SUCCESS, NcclStatus::IN_PROGRESS];
+            let put_all = || gathers.iter().map(put).find(|status| !accepted.contains(status));
+            grouped(table, || put_all().unwrap_or(NcclStatus::SUCCESS))
+        })
     }
 
     fn broadcast_from(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
@@ -318,9 +339,7 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         match operation {
             Operation::Reduce(reduction) => self.reduce_on(CommStream::Compute, call, reduction).map(drop),
             Operation::StartReduction(reduction) => return self.start_on_lane(call, reduction),
-            Operation::StartAllGather { shard, full } => {
-                return self.start_gather(call, shard, full).map(Some);
-            }
+            Operation::StartAllGathers(gathers) => return self.start_gathers(call, gathers).map(Some),
             Operation::Broadcast { root, buffer } => self.broadcast_from(call, root, buffer),
             Operation::Send { to: peer, buffer } | Operation::Recv { from: peer, buffer } => {
                 self.message(operation.op(), call, peer, buffer)

@@ -66,7 +66,8 @@ impl<D: GpuStreams> Nccl<D> {
         let device = &*self.member.device;
         device.follow(CommStream::Reduce, &device.mark(CommStream::Compute)?)?;
         let mark = self.reduce_on(CommStream::Reduce, call, reduction)?;
-        Ok(Some(self.started(CommStream::Reduce, mark, [reduction.full(), reduction.sum()])))
+        let memory = [reduction.full(), reduction.sum()].map(Buffer::clone);
+        Ok(Some(self.started(CommStream::Reduce, mark, memory.into())))
     }
 
     /// Puts a sum on `lane`; host memory is summed on return, without a mark.

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::atomic::Ordering;
 
-use super::fake_nccl::{FakeEvent, Host, is_in_group, library, share_card};
+use super::fake_nccl::{FakeEvent, Host, is_in_group, library, share_card, threads};
 use super::message::grouped;
 use super::*;
 use crate::collective::{HangLimits, HangWatch, ProgressBoard, RankFailure, TimedCollective};
@@ -266,6 +266,51 @@ fn a_message_is_on_its_stream_when_its_call_returns() {
         let events: Vec<&str> = device.events().into_iter().filter_map(op).collect();
         assert_eq!(events, expected);
         assert_eq!(buffer.read(), [1.0; 3]);
+    });
+}
+
+/// The real library creates a thread for each call outside of a group.
+#[test]
+fn gathers_of_one_call_are_one_group_and_one_count() {
+    run(3, PATIENT, false, |nccl, device| {
+        let rank = nccl.rank();
+        let codes = Values::new(ElementType::U8, vec![rank as u8; 4]);
+        let scales = Values::new(ElementType::F32, vec![rank as f32; 2]);
+        let all_codes = Values::new(ElementType::U8, vec![9_u8; 12]);
+        let all_scales = Values::new(ElementType::F32, vec![9_f32; 6]);
+        let gathers = [
+            Gather { shard: &codes.1, full: &all_codes.1 },
+            Gather { shard: &scales.1, full: &all_scales.1 },
+        ];
+        let (before, traffic) = (threads(), nccl.traffic());
+        device.events();
+        let ticket = nccl.start_all_gathers(call("values of block", 3), &gathers).unwrap();
+        assert_eq!(threads() - before, 1);
+        nccl.finish(ticket).unwrap();
+        let order = |event| match event {
+            FakeEvent::Call { op, lane, .. } => format!("{op} on {lane:?}"),
+            FakeEvent::Follow { lane, mark } => format!("{lane:?} after {} of {:?}", mark.calls, mark.lane),
+            FakeEvent::Compute(what) => what,
+        };
+        let expected = [
+            "Gather after 0 of Compute",
+            "all-gather on Gather",
+            "all-gather on Gather",
+            "Compute after 2 of Gather",
+        ];
+        assert_eq!(device.events().into_iter().map(order).collect::<Vec<_>>(), expected);
+        assert_eq!(all_codes.read(), [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]);
+        assert_eq!(all_scales.read(), [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]);
+        let sent = nccl.traffic().since(&traffic);
+        assert_eq!((sent.calls(Op::AllGather), sent.bytes(Op::AllGather)), (1, 24));
+
+        let on_host = Values::on_host(ElementType::F32, vec![rank as f32; 2]);
+        let there = Values::on_host(ElementType::F32, vec![9_f32; 6]);
+        let mixed = [gathers[0], Gather { shard: &on_host.1, full: &there.1 }];
+        let refused = nccl.start_all_gathers(call("mixed", 0), &mixed).unwrap_err();
+        assert!(refused.to_string().contains("are in different memory"), "{refused}");
+        assert!(nccl.start_all_gathers(call("nothing", 0), &[]).is_err());
+        nccl.barrier(call("end", 0)).unwrap();
     });
 }
 
