@@ -323,8 +323,9 @@ unsafe extern "C" fn get_async_error(raw: RawComm, state: *mut NcclStatus) -> Nc
         put(call.stream, call.op, raw);
         post(raw, call.post);
     }
+    // A peer may have ended the posted call since.
+    let waits = late.front().is_some_and(|call| call.polls == 0) || waits();
     drop(late);
-    let waits = waits();
     let status = if group.is_aborted() {
         NcclStatus::REMOTE_ERROR
     } else if group.one_card.load(Ordering::SeqCst) {
