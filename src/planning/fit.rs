@@ -354,50 +354,13 @@ pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use candle_core::{DType, Device};
 
     use super::*;
-    use crate::clock;
     use crate::loading::Resolver;
-    use crate::planning::Plan;
     use crate::recipe::enums::{Attention, ModelInit};
-    use crate::recipe::{AdapterSection, DataSource, ModelSection, RecipeLayers, RecipeText};
+    use crate::recipe::{AdapterSection, DataSource, ModelSection};
     use crate::report::{Terminal, Verbosity};
-
-    /// Plans a run of all weights on four ranks.
-    fn plan(strategy: &str, room: MemoryBudget) -> Result<Plan> {
-        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-        let text = format!(
-            "[train]\nmicro_batch_size = 1\nmax_steps = 1\nrecompute = \"none\"\n\
-             [optimizer]\nlearning_rate = 1e-4\n[parallel]\nstrategy = \"{strategy}\"\n"
-        );
-        let recipe = Recipe::load(&RecipeLayers {
-            recipe: Some(RecipeText { name: "test".into(), text, folder: golden.clone() }),
-            model: Some("models/tiny-llama".into()),
-            train: vec!["data/sft_messages.jsonl".into()],
-            folder: golden,
-            ..RecipeLayers::default()
-        })?;
-        let terminal = Terminal::stderr(Verbosity::Quiet);
-        let resolver = Resolver::new(true, &terminal)?;
-        let world = WorldSize { all: 4, local: None, here: 1 };
-        Plan::resolve(recipe, &resolver, (Device::Cpu, room), world, None, clock::now())
-    }
-
-    /// Each process may have more, but all decide for the least.
-    #[test]
-    fn the_memory_that_all_processes_agreed_on_decides() -> Result<()> {
-        let unknown = MemoryBudget::Agreed(None);
-        let needed = |strategy| plan(strategy, unknown).map(|plan| plan.memory.total());
-        // Four ranks share the memory, of which a tenth stays in reserve.
-        let agreed = |bytes: u64| MemoryBudget::Agreed(Some((bytes + 1024) * 4 / 9 * 10));
-        assert_eq!(plan("auto", unknown)?.strategy, ShardingStrategy::Ddp);
-        assert_eq!(plan("auto", agreed(needed("ddp")?))?.strategy, ShardingStrategy::Ddp);
-        assert_ne!(plan("auto", agreed(needed("fsdp")?))?.strategy, ShardingStrategy::Ddp);
-        Ok(())
-    }
 
     /// The suggested ranks have the memory that a plan of as many ranks has.
     #[test]

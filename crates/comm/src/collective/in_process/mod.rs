@@ -173,7 +173,8 @@ impl InProcess {
         self.post(Some(op), CallFingerprint { op, call, data, root }, payload)
     }
 
-    /// Counts a call that is not posted, or whose posts are not counted; returns an earlier failure.
+    /// Counts a call that is not posted, or whose posts are not counted. Returns an earlier
+    /// failure.
     fn count(&self, op: Op, bytes: usize) -> Result<()> {
         self.shared().open(self.rank_handle.rank)?.count(self.group, self.member, op, bytes, true);
         Ok(())
