@@ -318,7 +318,7 @@ mod tests {
             let step = GpuStep::new(&config, &none, Some(&adapter), (tokens, DType::BF16));
             Ok(step.workspace(Recompute::None) - GEMM_WORKSPACE as u64)
         };
-        let (through, rank) = (tokens * (2 * 64 + 3 * 16) * 2, 2 * 64);
+        let (through, rank) = (tokens * (2 * 64 + 2 * 16) * 2, 2 * 64);
         let (a, du, da) = (rank * 16 * 2, tokens * rank * 2, rank * 16 * 4);
         assert_eq!(workspace(64)?, (through + a + du + da) as u64);
         Ok(())
