@@ -32,7 +32,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 12] = [
+const NO_OPS: [&str; 14] = [
     "requested_work",
     "count_process",
     "emulate",
@@ -43,6 +43,9 @@ const NO_OPS: [&str; 12] = [
     "logits_bytes",
     "preload",
     "run",
+    // Conversions and copies by candle, which need no kernel.
+    "converted",
+    "stacked",
     "to_device",
     "to_host_vec",
 ];
