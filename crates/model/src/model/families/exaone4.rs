@@ -19,9 +19,9 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
         AttentionMixer { qk_norm: Some(QkNormWidth::Head), qkv_bias: false, o_bias: false, ..plain };
     let mlp = parts::gated_mlp(keys)?;
     let window = parts::window(keys, Some(4096))?;
-    let pattern = pattern(keys)?;
-    let last = sizes.num_layers - 1;
-    let slides = |layer: usize| window.is_some() && layer != last && pattern[layer % pattern.len()];
+    // Without a window the pattern may be 0.
+    let pattern = if window.is_some() { pattern(keys)? } else { vec![false] };
+    let slides = |layer: usize| pattern[layer % pattern.len()];
     let block = |slides: bool| {
         let rope = usize::from(window.is_some() && !slides);
         olmo2::block(AttentionMixer { window: window.filter(|_| slides), rope, ..attention }, mlp)

@@ -19,9 +19,7 @@ pub(super) static GRANITEMOEHYBRID: Architecture = Architecture {
 };
 
 fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
-    for key in ["layer_types", "layers_block_type"] {
-        refuse_other_mixers(keys, key)?;
-    }
+    refuse_other_mixers(keys)?;
     if keys.opt_usize("num_local_experts")? != Some(0) {
         return Err(Error::user("`num_local_experts` is missing, so the model has experts")
             .because("accepted: 0")
@@ -36,16 +34,20 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     granite::compose_of(keys, sizes, mlp, rope)
 }
 
-/// Refuses Mamba layers.
-fn refuse_other_mixers(keys: &ConfigReader<'_>, key: &str) -> Result<()> {
-    let named = keys.opt_list(key)?.into_iter().flatten();
+/// Refuses Mamba layers, which all layers are if config.json names no kind.
+fn refuse_other_mixers(keys: &ConfigReader<'_>) -> Result<()> {
+    let [types, older] = [keys.opt_list("layer_types")?, keys.opt_list("layers_block_type")?];
     let is_attention = |name: &str| matches!(name, "attention" | "full_attention");
-    match named.into_iter().find(|name| !name.as_str().is_some_and(is_attention)) {
-        Some(other) => Err(Error::user(format!("`{key}` names {other}"))
-            .because("finetune computes no Mamba layers; accepted: attention, full_attention")
-            .hint("choose a Granite 4 without \"h\" in its name, such as granite-4.0-micro")),
-        None => Ok(()),
-    }
+    let fault = match types.or(older) {
+        None => "`layer_types` is missing, so all layers are Mamba".to_owned(),
+        Some(named) => match named.iter().find(|name| !name.as_str().is_some_and(is_attention)) {
+            Some(other) => format!("`layer_types` names {other}"),
+            None => return Ok(()),
+        },
+    };
+    Err(Error::user(fault)
+        .because("finetune computes no Mamba layers; accepted: attention, full_attention")
+        .hint("choose a Granite 4 without \"h\" in its name, such as granite-4.0-micro"))
 }
 
 fn module_name(part: BlockPart) -> &'static str {

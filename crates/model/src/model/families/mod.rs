@@ -192,6 +192,33 @@ mod tests {
         }
     }
 
+    /// transformers takes layers without a kind for Mamba layers.
+    #[test]
+    fn mamba_layers_are_refused_and_a_pattern_counts_with_a_window_alone() {
+        let granite = |changes: &[(&str, Value)]| {
+            let dense = [("model_type", json!("granitemoehybrid")), ("num_local_experts", json!(0))];
+            let width = [("shared_intermediate_size", json!(24))];
+            config(&[&dense[..], &width, changes].concat())
+        };
+        assert!(granite(&[("layer_types", json!(["attention", "full_attention"]))]).is_ok());
+        for (changes, named) in [
+            (vec![], "`layer_types` is missing"),
+            (vec![("layer_types", json!(["mamba", "attention"]))], "names \"mamba\""),
+        ] {
+            let refused = granite(&changes).expect_err("Mamba layers");
+            assert!(refused.to_string().contains(named), "{refused}");
+        }
+        let exaone = |window: Value, pattern: Value| {
+            let keys = [("sliding_window", window), ("sliding_window_pattern", pattern)];
+            config(&[&[("model_type", json!("exaone4"))], &keys[..]].concat())
+        };
+        let windows = |config: ModelConfig| config.attentions().map(|a| a.window).collect::<Vec<_>>();
+        assert_eq!(exaone(Value::Null, json!(0)).map(windows).expect("no window"), [None, None]);
+        assert_eq!(exaone(json!(8), json!("LG")).map(windows).expect("a pattern"), [Some(8), None]);
+        assert_eq!(exaone(json!(8), json!(4)).map(windows).expect("a period"), [Some(8), Some(8)]);
+        assert!(exaone(json!(8), json!(0)).is_err());
+    }
+
     /// Keys of some families only, and values that only together are invalid.
     #[test]
     fn what_makes_numbers_of_nothing_is_refused() {

@@ -22,6 +22,6 @@ fn compose(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Composition> {
     let context = parts::rope_context(keys, sizes, 5e5)?;
     let ropes = parts::ropes_by_layer_type(keys, &context, &context)?;
     let blocks = slides.into_iter().map(block).collect();
-    let composition = parts::llama_like(keys, blocks, parts::plain_rope(keys, sizes)?)?;
+    let composition = parts::llama_like(keys, blocks, ropes[0].clone())?;
     parts::with_eps(keys, Composition { ropes, ..composition }, 1e-5)
 }

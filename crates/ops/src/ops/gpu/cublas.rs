@@ -19,7 +19,7 @@ const PLANS: usize = 4096;
 
 /// A cuBLASLt handle for one stream.
 pub(super) struct Cublas {
-    library: CublasLt,
+    cublas_lt: CublasLt,
     workspace: CudaSlice<u8>,
     plans: GemmPlans<CublasLt>,
 }
@@ -208,7 +208,7 @@ impl Cublas {
             unsafe { stream.alloc::<u8>(GEMM_WORKSPACE) }.map_err(|error| failed(error.to_string()))
         })?;
         let handle = result::create_handle().map_err(|error| failed(format!("{error:?}")))?;
-        Ok(Cublas { library: CublasLt(handle), workspace, plans: GemmPlans::new(PLANS) })
+        Ok(Cublas { cublas_lt: CublasLt(handle), workspace, plans: GemmPlans::new(PLANS) })
     }
 
     /// Multiplies from now on by the algorithms at `place` of cuBLAS's ranking, from 0.
@@ -225,14 +225,14 @@ impl Cublas {
             let size = gemm.size();
             Error::of_device(format!("cannot multiply matrices, m, n, k of {size:?}"), &format!("{error:?}"))
         };
-        let plan = self.plans.plan(&self.library, gemm).map_err(failed)?;
+        let plan = self.plans.plan(&self.cublas_lt, gemm).map_err(failed)?;
         let [a, b, c, d] = plan.description.layouts;
         let (workspace, _) = self.workspace.device_ptr(stream);
         // SAFETY: the tensors behind `Gemm` live until the earlier work on this stream is done; the
         // layouts describe them; all work with the workspace is on this stream.
         unsafe {
             result::matmul(
-                self.library.0,
+                self.cublas_lt.0,
                 plan.description.operation,
                 (&raw const gemm.alpha).cast(),
                 (&raw const gemm.beta).cast(),
