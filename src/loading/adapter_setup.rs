@@ -1,7 +1,7 @@
 //! The adapter that trains on a model: from the recipe's `[adapter]`, from a saved PEFT adapter, or
 //! both (further training of a saved one, see `saved_adapter`).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
 
 use super::new_tokens::{refuse_lora_beside_rows, tables_with_rows};
@@ -11,7 +11,7 @@ use crate::adapter::{
     TensorKind,
 };
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, ModuleKind};
+use crate::model::{self, BlockLayout, ModelConfig};
 use crate::parallel::{Adapters, LoraSpec};
 use crate::recipe::{self, AdapterInit, AdapterKind};
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
@@ -67,6 +67,7 @@ impl AdapterSetup {
         let mut spec = spec_of(recipe);
         let targets = adapter::resolve(&spec, &modules)?;
         refuse_dora_on_tables(&spec, &targets)?;
+        refuse_dropout_on_experts(recipe.lora_dropout, &targets, model)?;
         let saved = adapter::resolve_saved(&spec, &modules)?;
         if !tokens.is_empty() {
             let tables = tables_with_rows(model, &saved);
@@ -222,9 +223,29 @@ pub(crate) fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
     }
 }
 
+/// Refuses dropout on experts. A mask belongs to a token and not to its row, which depends on the
+/// other tokens of the batch.
+pub(super) fn refuse_dropout_on_experts(dropout: f64, targets: &[Target], model: &ModelConfig) -> Result<()> {
+    if dropout == 0.0 || model.experts().next().is_none() {
+        return Ok(());
+    }
+    let of_layer = |layer| {
+        let layout = BlockLayout::new(model, layer);
+        let of_experts = layout.linears().filter(|module| module.part.expert().is_some());
+        of_experts.map(|module| module.name_in(layer)).collect::<Vec<_>>()
+    };
+    let of_experts: HashSet<String> = (0..model.num_layers()).flat_map(of_layer).collect();
+    match targets.iter().find(|target| of_experts.contains(&target.name)) {
+        None => Ok(()),
+        Some(target) => Err(Error::user(format!("`{}` cannot have dropout", target.name))
+            .because(format!("`adapter.lora_dropout` is {dropout}; accepted with layers of experts: 0"))
+            .hint("write `lora_dropout = 0`, or name other layers in `adapter.target_modules`")),
+    }
+}
+
 /// Refuses DoRA on a token table, which the engine does not support.
 fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target]) -> Result<()> {
-    let table = |target: &&Target| spec.use_dora && target.kind != ModuleKind::Linear;
+    let table = |target: &&Target| spec.use_dora && !target.kind.is_layer_of_block();
     match targets.iter().find(table) {
         None => Ok(()),
         Some(target) => Err(Error::user(format!("`{}` cannot carry DoRA", target.name))

@@ -442,7 +442,8 @@ fn stored_format(files: &ModelFiles) -> Option<QuantFormat> {
 
 /// Returns the linear layers that a quantized checkpoint holds unquantized.
 fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> {
-    let mut layers = LinearLayers::new(config, &[])?.quantized;
+    let LinearLayers { quantized: mut layers, skipped: routers, .. } = LinearLayers::new(config, &[])?;
     layers.retain(|layer| files.quantized_format(&format!("{layer}.weight")).is_none());
+    layers.extend(routers);
     Ok(layers)
 }

@@ -113,7 +113,7 @@ impl StoragePolicy<'_> {
     /// so. Beside a quantized base, tables always keep it: widening them would cost more memory
     /// than quantizing saves.
     fn kept_as(&self, spec: &ParamSpec) -> Option<DType> {
-        let matrix = matches!(spec.role, Role::Weight | Role::Embedding);
+        let matrix = spec.role.is_matrix();
         let table = matrix && !matches!(spec.segment(), Segment::Block(_));
         let stored = self.files?.info(&spec.name)?;
         let stays = matrix && self.narrow || table && self.format.is_some();
@@ -141,7 +141,7 @@ pub(crate) fn descs(
     let mut descs = Vec::new();
     for spec in model::parameters(config) {
         let kind = if trains.has(config, spec.module()) {
-            let decay = matches!(spec.role, Role::Weight | Role::Embedding);
+            let decay = spec.role.is_matrix();
             ParamKind::Trainable(UpdateRule { decay, lr_group: LrGroup::of_shape(&spec.shape) })
         } else if has_rows(spec.module()) {
             ParamKind::Frozen { dtype: None }

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use super::adapter_setup::{AdapterSetup, spec_of};
+use super::adapter_setup::{AdapterSetup, refuse_dropout_on_experts, spec_of};
 use crate::adapter::{self, ModulePattern, NamePattern, Target, TargetSpec};
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, Module};
@@ -50,6 +50,7 @@ impl AdapterSetup {
         let used = settings(recipe, &adapter_setup, folder, &model::modules(model))?;
         adapter_setup.check_trains(&recipe.model.new_tokens, tokens)?;
         adapter_setup.config.lora_dropout = used.lora_dropout;
+        refuse_dropout_on_experts(used.lora_dropout, &adapter_setup.targets, model)?;
         adapter_setup.config.base_model_name_or_path = Some(base.to_owned());
         recipe.adapter = Some(used);
         Ok(adapter_setup)

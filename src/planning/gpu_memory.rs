@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use candle_core::DType;
 
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::model::{BlockLayout, BlockModule, LinearGroup, ModelConfig, WeightShape};
+use crate::model::{BlockLayout, BlockModule, Experts, LinearGroup, ModelConfig, WeightShape};
 use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
 use crate::parallel::{MeshShape, ParamDesc, ShardingStrategy, communicator_count};
@@ -44,6 +44,7 @@ pub(super) struct GpuStep<'a> {
 #[derive(PartialEq, Eq)]
 struct BlockShape {
     layers: Vec<LinearLayer>,
+    experts: Option<Experts>,
     has_post_norms: bool,
 }
 
@@ -84,6 +85,7 @@ impl<'a> GpuStep<'a> {
             };
             BlockShape {
                 layers: BlockLayout::new(config, block).modules().iter().filter_map(layer).collect(),
+                experts: config.blocks[block].channel_mixer.experts().copied(),
                 has_post_norms: config.blocks[block].residual.has_post_norms(),
             }
         };
@@ -137,36 +139,77 @@ impl BlockStep<'_> {
     /// backward, as in `model::backward`, and of its forward under recompute.
     fn temporaries(&self) -> u64 {
         let config = self.step.config;
-        let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
+        let (d, heads) = (config.hidden_size, config.heads);
         let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
         let rows = |width| self.step.rows(width);
         let through = |group| self.product_backward(group);
-        // A weight's gradient comes after the norm of its input.
-        let until_norm = |width| if self.step.has_adapter { 0 } else { rows(width) };
-        let stages = [
-            // The gradient of the product of gate and up through the down projection.
-            rows(f + d) + through(LinearGroup::Down),
-            // The product, in place of its gradient, and the gradients of gate and up.
-            rows(3 * f + d),
-            // Through gate and up to their input, then through its norm, which is computed again.
-            rows(2 * f + 2 * d) + through(LinearGroup::GateUp),
-            rows(4 * d) + until_norm(2 * f),
+        let of_attention = [
             // Through attention's output projection; then attention's output and its inputs; then
             // through q, k and v to their input, and through its norm.
             rows(2 * d + q) + through(LinearGroup::O),
             rows(2 * d + q + qk + qkv),
             rows(3 * d + qkv) + through(LinearGroup::Qkv),
-            rows(5 * d) + until_norm(qkv),
+            rows(5 * d) + self.until_norm(qkv),
             // Forward: the gradient of the block's output, and the layer's input; for the last
             // layer, its output.
             rows(2 * d) + self.product_forward(LinearGroup::Qkv),
             rows(d + q) + self.product_forward(LinearGroup::O),
-            rows(2 * d) + self.product_forward(LinearGroup::GateUp),
-            rows(2 * d + f) + self.product_forward(LinearGroup::Down),
         ];
+        let of_channels = match &self.shape.experts {
+            None => self.of_gated_mlp(config.intermediate_size),
+            Some(experts) => self.of_experts(experts),
+        };
+        let stages = of_attention.into_iter().chain(of_channels);
         let groups = [LinearGroup::Qkv, LinearGroup::O, LinearGroup::GateUp, LinearGroup::Down];
         let kept = groups.into_iter().filter(|group| self.keeps_panel(*group));
-        stages.into_iter().max().unwrap_or(0) + kept.map(|group| self.dequantized(group)).sum::<u64>()
+        stages.max().unwrap_or(0) + kept.map(|group| self.dequantized(group)).sum::<u64>()
+    }
+
+    /// Returns the bytes of a gradient that waits for the norm of a layer's input, since a weight's
+    /// gradient comes after it.
+    fn until_norm(&self, width: usize) -> u64 {
+        if self.step.has_adapter { 0 } else { self.step.rows(width) }
+    }
+
+    /// Returns the sums of tensors at the stages of a gated MLP of width `f`.
+    fn of_gated_mlp(&self, f: usize) -> Vec<u64> {
+        let (d, rows) = (self.step.config.hidden_size, |width| self.step.rows(width));
+        vec![
+            // The gradient of the product of gate and up through the down projection.
+            rows(f + d) + self.product_backward(LinearGroup::Down),
+            // The product, in place of its gradient, and the gradients of gate and up.
+            rows(3 * f + d),
+            // Through gate and up to their input, then through its norm, which is computed again.
+            rows(2 * f + 2 * d) + self.product_backward(LinearGroup::GateUp),
+            rows(4 * d) + self.until_norm(2 * f),
+            // Forward.
+            rows(2 * d) + self.product_forward(LinearGroup::GateUp),
+            rows(2 * d + f) + self.product_forward(LinearGroup::Down),
+        ]
+    }
+
+    /// Returns the sums of tensors at the stages of a mixture of experts. The layers of one expert
+    /// stand for those of all, which are computed one after the other.
+    fn of_experts(&self, experts: &Experts) -> Vec<u64> {
+        let (d, f, k) = (self.step.config.hidden_size, experts.width, experts.router.chosen);
+        let (rows, copies) = (|width| self.step.rows(width), |width| self.step.rows(k * width));
+        let (gate_up, down) = (LinearGroup::ExpertGateUp(0), LinearGroup::ExpertDown(0));
+        vec![
+            // The copies of the output's gradient through the down projections.
+            rows(d) + copies(d + f) + self.product_backward(down),
+            // The product, its gradient, and the gradients of gate and up.
+            rows(d) + copies(4 * f),
+            // Through gate and up to the copies of the input, and to the input.
+            rows(d) + copies(2 * f + d) + self.product_backward(gate_up),
+            rows(3 * d) + copies(d),
+            // The input is copied again for the gradients of its layers.
+            rows(4 * d) + copies(d) + if self.step.has_adapter { 0 } else { copies(2 * f) },
+            // Forward: the copies of the input; the product and the weighted one; the copies of the
+            // output.
+            rows(2 * d) + copies(d) + self.product_forward(gate_up),
+            rows(2 * d) + copies(2 * f),
+            rows(2 * d) + copies(f + d) + self.product_forward(down),
+        ]
     }
 
     /// True if the panel of a group is kept from recomputing to the end of the block's backward.

@@ -9,7 +9,7 @@ use super::loss_path::LossPath;
 use crate::collective::Phase;
 use crate::error::Result;
 use crate::loading::adapter_setup::AdapterSetup;
-use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
+use crate::model::{BlockModule, BlockSaved, Experts, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::objectives::ObjectiveCost;
 use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
 use crate::optim::StateLayout;
@@ -183,7 +183,7 @@ impl MemoryPlan {
         memory.activations = kept_bytes(saved, recompute) as u64;
         // The gradients of a block's widest tensors, which backward holds beside the recomputed
         // ones.
-        let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
+        let widest = widest_channels(config) + config.heads.qkv_width() + 4 * config.hidden_size;
         let temporaries = (2 * widest * options.dtype.size_in_bytes() * *tokens) as u64;
         memory.in_flight += for_a_moment(&moment);
         let of_objective = options.objective.bytes_per_token * *tokens;
@@ -217,6 +217,13 @@ impl MemoryPlan {
     fn add(&mut self, to_host: bool, cause: impl Fn(&mut Self) -> &mut u64, bytes: u64) {
         *(if to_host { &mut self.host } else { cause(self) }) += bytes;
     }
+}
+
+/// Returns the values of a token in the gradients of a channel mixer: gate and up, and of experts
+/// the copies of their input and output.
+fn widest_channels(config: &ModelConfig) -> usize {
+    let copies = |experts: &Experts| experts.router.chosen * 2 * config.hidden_size;
+    2 * config.active_width() + config.experts().map(copies).max().unwrap_or(0)
 }
 
 /// Tensors that a micro-batch keeps for its backward or holds temporarily, independent of sharding.

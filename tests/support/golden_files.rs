@@ -19,3 +19,24 @@ pub(crate) fn sample(values: Vec<f32>, stored: &[usize]) -> Vec<f32> {
     let step = if wanted == count { 1 } else { 3 * ((count / 256) | 1) };
     values.into_iter().step_by(step).collect()
 }
+
+/// Returns the names in a checkpoint of a parameter that transformers has in memory as `name`, in the
+/// order of its values. It fuses gate and up of all experts, and renames those of Mixtral. `exists`
+/// tells whether a checkpoint has a name.
+pub(crate) fn names_in_checkpoint(name: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
+    let (place, layers) = match name.rsplit_once("experts.") {
+        Some((place, "gate_up_proj")) => (place, [["gate_proj", "up_proj"], ["w1", "w3"]]),
+        Some((place, "down_proj")) => (place, [["down_proj", ""], ["w2", ""]]),
+        _ if exists(name) => return vec![name.to_owned()],
+        _ => return vec![name.replace(".mlp.", ".block_sparse_moe.")],
+    };
+    let places = [place.to_owned(), place.replace(".mlp.", ".block_sparse_moe.")];
+    let of_expert = |expert: usize| {
+        let named = places.iter().zip(layers).flat_map(move |(place, layers)| {
+            let layers = layers.into_iter().filter(|layer| !layer.is_empty());
+            layers.map(move |layer| format!("{place}experts.{expert}.{layer}.weight"))
+        });
+        named.filter(|name| exists(name)).collect::<Vec<_>>()
+    };
+    (0..).map(of_expert).take_while(|names| !names.is_empty()).flatten().collect()
+}

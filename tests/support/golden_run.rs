@@ -1,12 +1,13 @@
 //! A run of transformers + PEFT repeated through the binary, on any number of ranks, and compared
 //! with the original.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use finetune::weights::ModelFiles;
 use serde_json::Value;
 
-use crate::golden_files::{golden_of_family, sample};
+use crate::golden_files::{golden_of_family, names_in_checkpoint, sample};
 
 /// The split of a golden run's steps.
 #[derive(Debug, Clone, Copy)]
@@ -101,15 +102,18 @@ fn flags(trajectory: &Value, folder: &Path, output: &Path, split: Split) -> Vec<
 fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles, kept: Option<&Vec<Value>>) -> f32 {
     let is_kept =
         |name: &&str| kept.is_none_or(|parts| parts.iter().any(|part| name.contains(part.as_str().unwrap())));
-    assert_eq!(ours.names().filter(is_kept).collect::<Vec<_>>(), theirs.names().collect::<Vec<_>>());
+    let parts = |name: &str| names_in_checkpoint(name, |name| ours.info(name).is_some());
+    let wanted: BTreeSet<String> = theirs.names().flat_map(parts).collect();
+    assert_eq!(ours.names().filter(is_kept).map(str::to_owned).collect::<BTreeSet<_>>(), wanted);
     let mut largest = 0f32;
     for (name, info) in theirs.tensors() {
-        let read = |files: &ModelFiles| {
+        let read = |files: &ModelFiles, name: &str| {
             let mut values = vec![0f32; files.info(name).unwrap().elements()];
             files.read_f32(name, &mut values).unwrap();
             values
         };
-        let (ours, theirs) = (sample(read(ours), &info.shape), read(theirs));
+        let all = parts(name).iter().flat_map(|part| read(ours, part)).collect();
+        let (ours, theirs) = (sample(all, &info.shape), read(theirs, name));
         assert_eq!(ours.len(), theirs.len(), "{name}");
         let pairs = ours.into_iter().zip(theirs);
         largest = pairs.map(|(a, b)| (a - b).abs()).fold(largest, f32::max);

@@ -9,7 +9,7 @@
 //! The primes leave out the last block, which is not recomputed. If neither a norm nor DoRA reads
 //! the output of a `down_proj`, they also leave out its weights and the B of its adapter.
 //!
-//! N are the weights of the blocks' linear layers, H those of the output layer (6 H if an adapter's
+//! N are the weights of the blocks' linear layers (of experts, those of a token), H those of the output layer (6 H if an adapter's
 //! run trains its weight), L those of adapters, A attention's forward. A product of a weight is 2
 //! operations. Its backward is one product for the input, and one for the weight if that trains
 //! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5
@@ -67,7 +67,7 @@ impl TrainedWeights {
     pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
         let frozen = descs.iter().any(|desc| !desc.kind.trains());
         TrainedWeights {
-            branches: frozen.then(|| adapter_weights(descs, |_| true)),
+            branches: frozen.then(|| adapter_weights(config, descs, |_| true)),
             recomputed: recomputed_weights(config, descs),
             loss_path: LossPath::of(config, descs),
         }
@@ -121,7 +121,7 @@ impl TokenFlops {
     }
 }
 
-/// Returns the number of weights in the blocks' linear layers.
+/// Returns the number of weights in the blocks' linear layers that a token uses.
 pub fn linear_weights(config: &ModelConfig) -> usize {
     (0..config.num_layers()).map(|layer| block_weights(config, layer, |_| true)).sum()
 }
@@ -132,13 +132,29 @@ fn block_weights(config: &ModelConfig, layer: usize, is_chosen: impl Fn(&BlockMo
         WeightShape::Matrix { out, inputs } => out * inputs,
         WeightShape::Gain(_) => 0,
     };
-    BlockLayout::new(config, layer).linears().filter(|module| is_chosen(module)).map(weights).sum()
+    let layout = BlockLayout::new(config, layer);
+    layout.active_linears(config, layer).filter(|module| is_chosen(module)).map(weights).sum()
 }
 
-/// Returns the number of weights of the chosen parameters of adapters.
-fn adapter_weights(descs: &[ParamDesc], is_chosen: impl Fn(&ParamDesc) -> bool) -> u64 {
-    let of_adapter = descs.iter().filter(|desc| desc.kind.is_adapter());
+/// Returns the number of weights that a token uses of the chosen parameters of adapters.
+fn adapter_weights(
+    config: &ModelConfig,
+    descs: &[ParamDesc],
+    is_chosen: impl Fn(&ParamDesc) -> bool,
+) -> u64 {
+    let unused: HashSet<String> = (0..config.num_layers()).flat_map(|layer| unused(config, layer)).collect();
+    let is_used =
+        |name: &str| unused.is_empty() || !name.split_once(".lora_").is_some_and(|(m, _)| unused.contains(m));
+    let of_adapter = descs.iter().filter(|desc| desc.kind.is_adapter() && is_used(&desc.name));
     of_adapter.filter(|desc| is_chosen(desc)).map(|desc| desc.global_elements() as u64).sum()
+}
+
+/// Returns the names of the experts' layers beyond those that a token uses.
+fn unused(config: &ModelConfig, layer: usize) -> Vec<String> {
+    let layout = BlockLayout::new(config, layer);
+    let used: HashSet<BlockPart> = layout.active_linears(config, layer).map(|module| module.part).collect();
+    let unused = layout.linears().filter(|module| !used.contains(&module.part));
+    unused.map(|module| module.name_in(layer)).collect()
 }
 
 /// Returns the number of weights that a backward multiplies by again: those of all blocks except
@@ -149,7 +165,7 @@ fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
     let has_dora: HashSet<&str> =
         descs.iter().filter_map(|desc| desc.name.strip_suffix(".lora_magnitude_vector")).collect();
     let is_read = |layer: usize, module: &BlockModule| {
-        module.part != BlockPart::DownProj
+        !module.part.is_last_of_mlp()
             || config.blocks[layer].residual.has_post_norms()
             || has_dora.contains(module.name_in(layer).as_str())
     };
@@ -163,7 +179,7 @@ fn recomputed_weights(config: &ModelConfig, descs: &[ParamDesc]) -> u64 {
     let is_again = |desc: &ParamDesc| {
         matches!(desc.segment, Segment::Block(layer) if layer < layers) && !unread.contains(&desc.name)
     };
-    (0..layers).map(weights).sum::<usize>() as u64 + adapter_weights(descs, is_again)
+    (0..layers).map(weights).sum::<usize>() as u64 + adapter_weights(config, descs, is_again)
 }
 
 /// Returns the operations of attention's forward for a token, by layer.

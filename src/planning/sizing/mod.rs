@@ -278,7 +278,7 @@ impl SizingRequest<'_> {
         };
         let (none, block) = (kept(Recompute::None)?, kept(Recompute::Block)?);
         let config = &self.inputs.base.config;
-        let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
+        let (d, f, heads) = (config.hidden_size, config.active_width(), config.heads);
         let products = (d * heads.qkv_width() + heads.q_width() * d + 3 * d * f) as f64;
         // The weights of `down_proj`, unless a norm reads its output.
         let unread =

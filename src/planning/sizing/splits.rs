@@ -150,7 +150,7 @@ fn tensor_refusal(config: &ModelConfig, hardware: &Hardware, size: usize) -> Opt
             hardware.per_host
         ));
     }
-    let width = config.intermediate_size;
+    let width = config.experts().map(|experts| experts.width).min().unwrap_or(config.intermediate_size);
     match () {
         () if !heads.num_heads.is_multiple_of(size) => {
             Some(format!("it does not divide {} heads", heads.num_heads))

@@ -240,7 +240,7 @@ pub(super) fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
 /// separately: bytes that each reads and writes, forward and backward, in bf16.
 fn elementwise(config: &ModelConfig, rates: &ComputeRates) -> f64 {
     let Some(rate) = rates.elementwise else { return 0.0 };
-    let (d, f, qkv) = (config.hidden_size, config.intermediate_size, config.heads.qkv_width());
+    let (d, f, qkv) = (config.hidden_size, config.active_width(), config.heads.qkv_width());
     // Two norms and a residual: 2 · (2 + 5) d; the rotation 4 qkv; the gate 3 + 6 f.
     let values = 14 * d + 4 * qkv + 9 * f;
     (2 * values * config.num_layers()) as f64 / rate

@@ -92,6 +92,15 @@ fn families_follow_transformers_and_peft() {
     follows("lora_ministral");
 }
 
+/// Experts that are chosen for each token; one layer of Qwen3's has none.
+#[test]
+fn experts_follow_transformers_and_peft() {
+    for family in ["qwen3-moe", "mixtral"] {
+        follows(&format!("lora_{family}"));
+        follows(&format!("full_{family}"));
+    }
+}
+
 /// Uses products large enough to be packed; those of the tiny models are not
 /// (crates/ops/src/ops/packed_gemm/tests.rs).
 #[test]

@@ -11,6 +11,9 @@ use finetune::ops::cross_entropy::{
 use finetune::ops::dropout::{Dropout, dropout};
 use finetune::ops::elementwise::{add, add_into, sums_of_squares};
 use finetune::ops::embedding::{embed, embed_backward};
+use finetune::ops::experts::{
+    ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows, scale_rows_backward,
+};
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
@@ -107,6 +110,19 @@ fn elementwise(dtype: DType, results: &mut Results) {
         results.insert(names[0], bits(&glu(&x, activation).unwrap()));
         assert_eq!(bits(&dh), results[names[0]]);
     }
+    let router = Router { chosen: 2, renormalize: false };
+    let logits = x.narrow(1, 0, 24).unwrap().contiguous().unwrap();
+    let choice = choose_experts(&logits, router).unwrap();
+    let rows = ExpertRows::of(&choice, 24).unwrap();
+    let (of_rows, d_rows) = (cast("rows", (400, 96), dtype), TensorMut::new(cast("drows", (400, 96), dtype)));
+    results.insert("scale_rows", bits(&scale_rows(&of_rows, &choice.weights, &rows).unwrap()));
+    results.insert("combine_rows", bits(&combine_rows(&of_rows, &rows, Some(&x)).unwrap()));
+    let product = TensorMut::new(of_rows.copy().unwrap());
+    let dweights = scale_rows_backward(&product, &d_rows, &choice.weights, &rows).unwrap();
+    assert_eq!(bits(&product), results["scale_rows"]);
+    results.insert("scale_rows_backward", bits(&d_rows));
+    let dlogits = choose_experts_backward(&logits, &choice, &dweights, router).unwrap();
+    results.insert("choose_experts_backward", bits(&dlogits));
     let site = Dropout { p: 0.1, stream: RngStream::new(9), first_token: 3 };
     results.insert("dropout", bits(&dropout(&x, site).unwrap()));
     results.insert("add", bits(&add(&x, &dy).unwrap()));

@@ -7,6 +7,9 @@ use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
     score_targets,
 };
+use finetune::ops::experts::{
+    ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows, scale_rows_backward,
+};
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
@@ -92,6 +95,50 @@ fn of_gated_products() {
         close("h", &glu(&x, activation).unwrap(), &gated_f64(&x64, 18, activation));
         let want = differences(&x64, |x| dot(&gated_f64(x, 18, activation), &dh64));
         close("dgate_up", &glu_backward(&x, &TensorMut::new(dh), activation).unwrap(), &want);
+    }
+}
+
+/// Sums the weighted values of each token's experts; copy `c` of token n is row `places[n·k + c]` of
+/// `x`.
+fn experts_f64(logits: &[f64], x: &[f64], places: &[usize], (experts, router): (usize, Router)) -> Vec<f64> {
+    let (k, tokens) = (router.chosen, logits.len() / experts);
+    let width = x.len() / (tokens * k);
+    let mut y = vec![0.0; tokens * width];
+    for ((logits, y), places) in logits.chunks(experts).zip(y.chunks_mut(width)).zip(places.chunks(k)) {
+        let mut order: Vec<usize> = (0..experts).collect();
+        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+        let sum_of = |ids: &[usize]| ids.iter().map(|id| logits[*id].exp()).sum::<f64>();
+        let sum = if router.renormalize { sum_of(&order[..k]) } else { sum_of(&order) };
+        for (id, place) in order[..k].iter().zip(places) {
+            let row = &x[place * width..][..width];
+            y.iter_mut().zip(row).for_each(|(y, x)| *y += logits[*id].exp() / sum * x);
+        }
+    }
+    y
+}
+
+#[test]
+fn of_experts() {
+    for renormalize in [false, true] {
+        let (tokens, experts, router) = (5, 7, Router { chosen: 3, renormalize });
+        let (logits, dy) = (normal("logits", (tokens, experts)), normal("dy", (tokens, 4)));
+        let x = normal("x", (tokens * router.chosen, 4));
+        let choice = choose_experts(&logits, router).unwrap();
+        let rows = ExpertRows::of(&choice, experts).unwrap();
+        let mut places = vec![0; tokens * router.chosen];
+        rows.copies().iter().enumerate().for_each(|(row, copy)| places[*copy as usize] = row);
+        let (logits64, x64, dy64) = (values(&logits), values(&x), values(&dy));
+        let of = |logits: &[f64], x: &[f64]| experts_f64(logits, x, &places, (experts, router));
+        let y = combine_rows(&scale_rows(&x, &choice.weights, &rows).unwrap(), &rows, None).unwrap();
+        close("y", &y, &of(&logits64, &x64));
+
+        let tokens_of_rows = Tensor::new(rows.tokens(), &Device::Cpu).unwrap();
+        let d = TensorMut::new(dy.index_select(&tokens_of_rows, 0).unwrap());
+        let product = TensorMut::new(x.copy().unwrap());
+        let dweights = scale_rows_backward(&product, &d, &choice.weights, &rows).unwrap();
+        close("dx", &d, &differences(&x64, |x| dot(&of(&logits64, x), &dy64)));
+        let dlogits = choose_experts_backward(&logits, &choice, &dweights, router).unwrap();
+        close("dlogits", &dlogits, &differences(&logits64, |logits| dot(&of(logits, &x64), &dy64)));
     }
 }
 

@@ -395,11 +395,11 @@ fn halves(kind: ModuleKind) -> [TensorKind; 2] {
 
 /// Returns whether a tensor of this shape belongs on the module.
 fn fits(kind: TensorKind, module: &Module, found: &[usize]) -> bool {
-    use ModuleKind::{Embedding, Head, Linear};
+    use ModuleKind::{Embedding, Head, Linear, Router};
     match (kind, module.kind, module.shape.as_slice(), found) {
-        (TensorKind::LoraA, Linear | Head, &[_, inputs], &[_, found]) => inputs == found,
-        (TensorKind::LoraB, Linear | Head, &[outputs, _], &[found, _]) => outputs == found,
-        (TensorKind::LoraMagnitude, Linear | Head, &[outputs, _], &[found]) => outputs == found,
+        (TensorKind::LoraA, Linear | Router | Head, &[_, inputs], &[_, found]) => inputs == found,
+        (TensorKind::LoraB, Linear | Router | Head, &[outputs, _], &[found, _]) => outputs == found,
+        (TensorKind::LoraMagnitude, Linear | Router | Head, &[outputs, _], &[found]) => outputs == found,
         (TensorKind::LoraMagnitude, Embedding, &[_, hidden], &[found]) => hidden == found,
         (TensorKind::LoraEmbeddingA, Embedding, &[vocabulary, _], &[_, found]) => vocabulary == found,
         (TensorKind::LoraEmbeddingB, Embedding, &[_, hidden], &[found, _]) => hidden == found,

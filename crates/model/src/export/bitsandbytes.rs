@@ -130,8 +130,8 @@ fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
     }
 }
 
-/// The linear layers of a model's blocks, quantized and skipped; head and embedding are never
-/// quantized.
+/// The linear layers of a model's blocks, quantized and skipped; head, embedding and routers of
+/// experts are never quantized.
 #[derive(Debug)]
 pub struct LinearLayers {
     /// The names of the quantized layers.
@@ -148,11 +148,11 @@ impl LinearLayers {
     /// # Errors
     /// User: a name in `skip` matches no linear layer, or all are skipped.
     pub fn new(config: &ModelConfig, skip: &[String]) -> Result<Self> {
-        let linear: Vec<String> = model::modules(config)
-            .into_iter()
-            .filter(|module| module.kind == ModuleKind::Linear)
-            .map(|module| module.name)
-            .collect();
+        let layers = model::modules(config).into_iter().filter(|module| module.kind.is_layer_of_block());
+        let (routers, linear): (Vec<_>, Vec<_>) =
+            layers.partition(|module| module.kind == ModuleKind::Router);
+        let [routers, linear] = [routers, linear]
+            .map(|modules| modules.into_iter().map(|module| module.name).collect::<Vec<String>>());
         let wanted: HashSet<&str> = skip.iter().map(String::as_str).collect();
         let named: HashSet<&str> = linear.iter().flat_map(|layer| runs_of_parts(layer)).collect();
         for name in skip {
@@ -168,13 +168,14 @@ impl LinearLayers {
                 )));
             }
         }
-        let (skipped, quantized): (Vec<_>, Vec<_>) =
+        let (mut skipped, quantized): (Vec<_>, Vec<_>) =
             linear.iter().cloned().partition(|layer| runs_of_parts(layer).any(|run| wanted.contains(run)));
         if quantized.is_empty() {
             return Err(Error::user("cannot quantize the model")
                 .because("every linear layer is skipped")
                 .hint("leave one of the names out"));
         }
+        skipped.extend(routers);
         let by_name = quantized.iter().cloned().collect();
         Ok(Self { quantized, skipped, by_name })
     }

@@ -1,9 +1,12 @@
 //! Assembles the weight structs of segments from named parameters. No other code knows both.
 
+use std::collections::HashMap;
+
 use candle_core::DType;
 
 use super::block::{
-    AttentionWeights, BlockWeights, ChannelMixerWeights, GatedMlpWeights, MixerNorms, TokenMixerWeights,
+    AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedMlpWeights,
+    MixerNorms, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, TokenMixer};
@@ -95,18 +98,22 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
 /// A parameter of the block is not available.
 pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Result<BlockWeights> {
     let (block, layout) = (&config.blocks[layer], BlockLayout::new(config, layer));
+    // Dropout numbers the linear layers of a block from 1 on.
+    let mut groups: HashMap<LinearGroup, Vec<(&BlockModule, u64)>> = HashMap::new();
+    for (module, number) in layout.linears().zip(1..) {
+        groups.entry(module.part.group().unwrap_or(LinearGroup::Down)).or_default().push((module, number));
+    }
     let linears = |group: LinearGroup| -> Result<MergedLinear> {
-        // Dropout numbers the linear layers of a block from 1 on.
-        let numbered = layout.linears().zip(1..).filter(|(module, _)| module.part.group() == Some(group));
-        let linear = |(module, module_index): (&BlockModule, u64)| -> Result<Linear> {
+        let members = groups.get(&group).map_or(&[][..], Vec::as_slice);
+        let linear = |&(module, module_index): &(&BlockModule, u64)| -> Result<Linear> {
             let name = module.name_in(layer);
             let bias = module.bias.then(|| from.param(&format!("{name}.bias"))).transpose()?;
             let weight = from.matrix(&format!("{name}.weight"))?;
             Ok(Linear { weight, bias, lora: from.lora(&name, module_index)? })
         };
-        let layers = numbered.map(linear).collect::<Result<Vec<_>>>()?;
-        let members = layout.linears().filter(|module| module.part.group() == Some(group));
-        let names: Vec<_> = members.map(|module| format!("{}.weight", module.name_in(layer))).collect();
+        let layers = members.iter().map(linear).collect::<Result<Vec<_>>>()?;
+        let names: Vec<_> =
+            members.iter().map(|(module, _)| format!("{}.weight", module.name_in(layer))).collect();
         let merged = if names.len() > 1 { from.merged(&names)? } else { None };
         Ok(MergedLinear { layers, merged })
     };
@@ -127,6 +134,16 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
             mixer,
             gate_up: linears(LinearGroup::GateUp)?,
             down: linears(LinearGroup::Down)?,
+        }),
+        ChannelMixer::Experts(mixer) => ChannelMixerWeights::Experts(ExpertsWeights {
+            mixer,
+            router: linears(LinearGroup::Router)?,
+            experts: (0..mixer.count as u16)
+                .map(|e| {
+                    let gate_up = linears(LinearGroup::ExpertGateUp(e))?;
+                    Ok(ExpertWeights { gate_up, down: linears(LinearGroup::ExpertDown(e))? })
+                })
+                .collect::<Result<_>>()?,
         }),
     };
     let norms = |before, after| -> Result<MixerNorms> {

@@ -12,9 +12,11 @@
 //! the gradients of parameters that multiply a norm's output come last (`PendingGradients`).
 
 mod attention;
+mod experts;
 mod gated_mlp;
 
 pub use attention::{AttentionWeights, BlockCache};
+pub use experts::{ExpertWeights, ExpertsWeights};
 pub use gated_mlp::GatedMlpWeights;
 
 use candle_core::{DType, Tensor};
@@ -34,6 +36,7 @@ use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
 use attention::AttentionSaved;
+use experts::{ExpertsSaved, PendingExperts};
 use gated_mlp::GatedMlpSaved;
 
 /// The parameters of one block, for one use.
@@ -82,6 +85,8 @@ pub enum TokenMixerWeights {
 pub enum ChannelMixerWeights {
     /// An MLP with an activated gate.
     GatedMlp(GatedMlpWeights),
+    /// A mixture of experts.
+    Experts(ExpertsWeights),
 }
 
 impl BlockWeights {
@@ -91,14 +96,14 @@ impl BlockWeights {
     /// The device has not enough memory.
     pub fn keep_in_bf16(&mut self) -> Result<()> {
         let TokenMixerWeights::Attention(attention) = &mut self.token_mixer;
-        let ChannelMixerWeights::GatedMlp(mlp) = &mut self.channel_mixer;
-        let linears = attention.linears().into_iter().chain(mlp.linears());
+        let linears = attention.linears().into_iter().chain(self.channel_mixer.linears());
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
     }
 
     /// Returns the block with its quantized weights in bf16 too, if its backward recomputes it from
     /// `x` on a GPU in bf16: the two products of a weight then share its panel. Recomputing
-    /// multiplies by `down_proj` only before a norm of its output; without one, it is left out.
+    /// multiplies by `down_proj` only before a norm of its output; without one, it is left out. The
+    /// panels of all experts would be too large, so each product of an expert makes its own.
     ///
     /// # Errors
     /// The device has not enough memory.
@@ -108,11 +113,75 @@ impl BlockWeights {
         }
         let mut block = self.clone();
         let TokenMixerWeights::Attention(attention) = &mut block.token_mixer;
-        let ChannelMixerWeights::GatedMlp(mlp) = &mut block.channel_mixer;
-        let down = block.channel_norms.after.is_some().then_some(&mut mlp.down);
-        let linears = attention.linears().into_iter().chain([&mut mlp.gate_up]).chain(down);
+        let of_channels = match &mut block.channel_mixer {
+            ChannelMixerWeights::GatedMlp(mlp) => {
+                let down = block.channel_norms.after.is_some().then_some(&mut mlp.down);
+                [&mut mlp.gate_up].into_iter().chain(down).collect()
+            }
+            ChannelMixerWeights::Experts(_) => Vec::new(),
+        };
+        let linears = attention.linears().into_iter().chain(of_channels);
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
+    }
+}
+
+impl ChannelMixerWeights {
+    /// Returns the linear layers for changes to them.
+    fn linears(&mut self) -> Vec<&mut MergedLinear> {
+        match self {
+            ChannelMixerWeights::GatedMlp(mlp) => mlp.linears().into(),
+            ChannelMixerWeights::Experts(experts) => {
+                let of_experts = experts.experts.iter_mut();
+                of_experts.flat_map(|ExpertWeights { gate_up, down }| [gate_up, down]).collect()
+            }
+        }
+    }
+
+    /// Computes the mixer's output for `x: [N, D]`, normed, plus `residual`: `[N, D]`.
+    fn forward(
+        &self,
+        pass: LayerPass<'_>,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<(Tensor, ChannelMixerSaved)> {
+        match self {
+            ChannelMixerWeights::GatedMlp(mlp) => {
+                let (out, saved) = mlp.forward(pass, x, residual)?;
+                Ok((out, ChannelMixerSaved::GatedMlp(saved)))
+            }
+            ChannelMixerWeights::Experts(experts) => {
+                let (out, saved) = experts.forward(pass, x, residual)?;
+                Ok((out, ChannelMixerSaved::Experts(saved)))
+            }
+        }
+    }
+
+    /// Works like [`ChannelMixerWeights::forward`] without its output.
+    fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ChannelMixerSaved> {
+        match self {
+            ChannelMixerWeights::GatedMlp(mlp) => mlp.recompute(pass, x).map(ChannelMixerSaved::GatedMlp),
+            ChannelMixerWeights::Experts(experts) => {
+                experts.recompute(pass, x).map(ChannelMixerSaved::Experts)
+            }
+        }
+    }
+
+    fn backward(
+        &self,
+        pass: LayerPass<'_>,
+        saved: &ChannelMixerSaved,
+        half: MixerBackward,
+    ) -> Result<MixerGradients<'_>> {
+        match (self, saved) {
+            (ChannelMixerWeights::GatedMlp(mlp), ChannelMixerSaved::GatedMlp(saved)) => {
+                mlp.backward(pass, saved, half)
+            }
+            (ChannelMixerWeights::Experts(experts), ChannelMixerSaved::Experts(saved)) => {
+                experts.backward(pass, saved, half)
+            }
+            _ => Err(Error::internal("the saved tensors are of another channel mixer")),
+        }
     }
 }
 
@@ -190,6 +259,7 @@ enum TokenMixerSaved {
 #[derive(Debug, Clone)]
 enum ChannelMixerSaved {
     GatedMlp(GatedMlpSaved),
+    Experts(ExpertsSaved),
 }
 
 /// Bytes that a block keeps from its forward for its backward.
@@ -228,8 +298,13 @@ impl BlockSaved {
         let block = &config.blocks[layer];
         let hidden = tokens * config.hidden_size * dtype.size_in_bytes();
         let layout = BlockLayout::new(config, layer);
-        let branches = layout.linears().filter_map(|module| Some((adapter(module)?, module.weight.out())));
-        let lora = branches.map(|(shape, out)| BranchSaved::bytes(shape, out, tokens, dtype)).sum();
+        // All experts together see each token as often as experts are chosen for it.
+        let (chosen, count) = block.channel_mixer.experts().map_or((1, 1), |e| (e.router.chosen, e.count));
+        let lora = layout.linears().filter_map(|module| {
+            let rows = if module.part.expert().is_some() { tokens * chosen } else { tokens * count };
+            Some(BranchSaved::bytes(adapter(module)?, module.weight.out(), rows, dtype))
+        });
+        let lora = lora.sum::<usize>() / count;
         let mut parts = vec![("the block's input", hidden)];
         match &block.token_mixer {
             TokenMixer::Attention(_) => parts.extend(AttentionSaved::parts(config, tokens, dtype)),
@@ -237,6 +312,7 @@ impl BlockSaved {
         parts.push(("the input of the MLP", hidden));
         match &block.channel_mixer {
             ChannelMixer::GatedMlp(_) => parts.extend(GatedMlpSaved::parts(config, tokens, dtype)),
+            ChannelMixer::Experts(mixer) => parts.extend(ExpertsSaved::parts(mixer, tokens, dtype)),
         }
         // One output per mixer.
         let outputs = if block.residual.has_post_norms() { 2 * hidden } else { 0 };
@@ -249,8 +325,11 @@ impl BlockSaved {
     fn tensors(&self) -> Vec<&Tensor> {
         let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out } = self;
         let TokenMixerSaved::Attention(attention) = token_mixer;
-        let ChannelMixerSaved::GatedMlp(mlp) = channel_mixer;
-        let mixers = attention.tensors().into_iter().chain(mlp.tensors());
+        let of_channels = match channel_mixer {
+            ChannelMixerSaved::GatedMlp(mlp) => mlp.tensors(),
+            ChannelMixerSaved::Experts(experts) => experts.tensors(),
+        };
+        let mixers = attention.tensors().into_iter().chain(of_channels);
         [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).collect()
     }
 }
@@ -271,12 +350,8 @@ pub fn forward(
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
     let token = token_half(pass, w, x, cache)?;
-    let channel = |normed: &Tensor, residual: Option<&Tensor>| match &w.channel_mixer {
-        ChannelMixerWeights::GatedMlp(mlp) => {
-            let (out, saved) = mlp.forward(pass, normed, residual)?;
-            Ok((out, ChannelMixerSaved::GatedMlp(saved)))
-        }
-    };
+    let channel =
+        |normed: &Tensor, residual: Option<&Tensor>| w.channel_mixer.forward(pass, normed, residual);
     let channel = around_mixer(&w.channel_norms, config.norm, &token.y, channel)?;
     let saved = BlockSaved {
         x: x.clone(),
@@ -310,9 +385,7 @@ pub fn recompute(
     let pass = LayerPass { config, layer, context };
     let token = token_half(pass, w, x, None)?;
     let normed = w.channel_norms.input(&token.y, config.norm)?;
-    let channel_mixer = match &w.channel_mixer {
-        ChannelMixerWeights::GatedMlp(mlp) => ChannelMixerSaved::GatedMlp(mlp.recompute(pass, &normed)?),
-    };
+    let channel_mixer = w.channel_mixer.recompute(pass, &normed)?;
     let saved = BlockSaved {
         x: x.clone(),
         token_mixer: token.saved,
@@ -390,11 +463,7 @@ pub fn backward(
 ) -> Result<Option<Tensor>> {
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
-    let channel = |half: MixerBackward| match (&w.channel_mixer, &saved.channel_mixer) {
-        (ChannelMixerWeights::GatedMlp(mlp), ChannelMixerSaved::GatedMlp(saved)) => {
-            mlp.backward(pass, saved, half)
-        }
-    };
+    let channel = |half: MixerBackward| w.channel_mixer.backward(pass, &saved.channel_mixer, half);
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
     let dh = around_mixer_backward(&w.channel_norms, config.norm, ends, dy, true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
@@ -429,7 +498,43 @@ struct MixerGradients<'w> {
     /// The gradient of the mixer's input, if something reads it.
     dinput: Option<Tensor>,
     /// Gradients of parameters that need the mixer's input.
-    pending: PendingGradients<'w>,
+    pending: PendingMixer<'w>,
+}
+
+/// Gradients of a mixer's parameters that need its input.
+enum PendingMixer<'w> {
+    Linear(PendingGradients<'w>),
+    Experts(PendingExperts<'w>),
+}
+
+impl<'w> From<PendingGradients<'w>> for PendingMixer<'w> {
+    fn from(pending: PendingGradients<'w>) -> Self {
+        PendingMixer::Linear(pending)
+    }
+}
+
+impl<'w> From<PendingExperts<'w>> for PendingMixer<'w> {
+    fn from(pending: PendingExperts<'w>) -> Self {
+        PendingMixer::Experts(pending)
+    }
+}
+
+impl PendingMixer<'_> {
+    /// Returns whether a gradient needs the input.
+    fn reads_input(&self) -> bool {
+        match self {
+            PendingMixer::Linear(pending) => pending.reads_input(),
+            PendingMixer::Experts(pending) => pending.reads_input(),
+        }
+    }
+
+    /// Adds the gradients, given the mixer's input, `x: [N, D]`.
+    fn add(self, x: &Tensor) -> Result<()> {
+        match self {
+            PendingMixer::Linear(pending) => pending.add(x),
+            PendingMixer::Experts(pending) => pending.add(x),
+        }
+    }
 }
 
 /// Computes the backward of [`around_mixer`]: the gradient of `x`, or `None` if nothing needs it.

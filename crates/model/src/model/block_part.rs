@@ -21,6 +21,14 @@ pub enum BlockPart {
     GateUpProj,
     /// The MLP's projection back to the width of the model.
     DownProj,
+    /// The router's projection to a logit for each expert.
+    Router,
+    /// The projection of the expert of this number to the input of its activation.
+    ExpertGate(u16),
+    /// The projection of an expert to the factor of the activated gate.
+    ExpertUp(u16),
+    /// The projection of an expert back to the width of the model.
+    ExpertDown(u16),
     /// The norm on each head's query.
     QNorm,
     /// The norm on each head's key.
@@ -36,7 +44,7 @@ pub enum BlockPart {
 }
 
 /// Linear layers of a block that read the same input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LinearGroup {
     /// Queries, keys and values.
     Qkv,
@@ -46,9 +54,30 @@ pub enum LinearGroup {
     GateUp,
     /// The MLP's second projection.
     Down,
+    /// The router of experts.
+    Router,
+    /// Gate and up of the expert of this number.
+    ExpertGateUp(u16),
+    /// The second projection of an expert.
+    ExpertDown(u16),
 }
 
 impl BlockPart {
+    /// Returns the number of the expert that it belongs to, if it belongs to one.
+    pub fn expert(self) -> Option<u16> {
+        match self {
+            BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) | BlockPart::ExpertDown(expert) => {
+                Some(expert)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns true for the last layer of a channel mixer, whose output only a norm reads again.
+    pub fn is_last_of_mlp(self) -> bool {
+        matches!(self, BlockPart::DownProj | BlockPart::ExpertDown(_))
+    }
+
     /// Returns the group of layers with the same input as this one; `None` for a norm.
     pub fn group(self) -> Option<LinearGroup> {
         match self {
@@ -58,6 +87,11 @@ impl BlockPart {
             BlockPart::OProj => Some(LinearGroup::O),
             BlockPart::GateProj | BlockPart::UpProj | BlockPart::GateUpProj => Some(LinearGroup::GateUp),
             BlockPart::DownProj => Some(LinearGroup::Down),
+            BlockPart::Router => Some(LinearGroup::Router),
+            BlockPart::ExpertGate(expert) | BlockPart::ExpertUp(expert) => {
+                Some(LinearGroup::ExpertGateUp(expert))
+            }
+            BlockPart::ExpertDown(expert) => Some(LinearGroup::ExpertDown(expert)),
             BlockPart::QNorm
             | BlockPart::KNorm
             | BlockPart::AttnNorm

@@ -4,6 +4,7 @@
 //! them, `block` computes them.
 
 use crate::ops::attention::{AttentionKind, Heads};
+use crate::ops::experts::Router;
 use crate::ops::glu::Activation;
 
 /// The parts of one block.
@@ -31,6 +32,8 @@ pub enum TokenMixer {
 pub enum ChannelMixer {
     /// `down_proj(act(gate) · up)` of width [`ModelConfig::intermediate_size`](super::ModelConfig).
     GatedMlp(GatedMlp),
+    /// Gated MLPs, of which a router chooses a few for each token.
+    Experts(Experts),
 }
 
 /// The position of norms around a mixer.
@@ -100,12 +103,55 @@ pub struct GatedMlp {
     pub fused: bool,
 }
 
+/// A mixture of experts: gated MLPs without biases, of which a router chooses a few for each token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Experts {
+    /// The number of experts, E.
+    pub count: usize,
+    /// The router's settings.
+    pub router: Router,
+    /// The inner width of each expert.
+    pub width: usize,
+    /// The activation of the gates.
+    pub activation: Activation,
+}
+
+impl From<GatedMlp> for ChannelMixer {
+    fn from(mlp: GatedMlp) -> Self {
+        ChannelMixer::GatedMlp(mlp)
+    }
+}
+
+impl From<Experts> for ChannelMixer {
+    fn from(experts: Experts) -> Self {
+        ChannelMixer::Experts(experts)
+    }
+}
+
+impl ChannelMixer {
+    /// Returns the activation of its gates.
+    pub fn activation(&self) -> Activation {
+        match self {
+            ChannelMixer::GatedMlp(mlp) => mlp.activation,
+            ChannelMixer::Experts(experts) => experts.activation,
+        }
+    }
+
+    /// Returns its experts, if it has any.
+    pub fn experts(&self) -> Option<&Experts> {
+        match self {
+            ChannelMixer::GatedMlp(_) => None,
+            ChannelMixer::Experts(experts) => Some(experts),
+        }
+    }
+}
+
 impl BlockConfig {
-    /// Returns the block of Llama: attention and a gated MLP, each after a norm.
-    pub(super) fn pre_norm(attention: AttentionMixer, mlp: GatedMlp) -> Self {
+    /// Returns a block like Llama's: attention and a channel mixer, each after a norm.
+    pub(super) fn pre_norm(attention: AttentionMixer, mlp: impl Into<ChannelMixer>) -> Self {
         Self {
             token_mixer: TokenMixer::Attention(attention),
-            channel_mixer: ChannelMixer::GatedMlp(mlp),
+            channel_mixer: mlp.into(),
             residual: ResidualPlan::PreNorm,
             residual_factor: 1.0,
         }

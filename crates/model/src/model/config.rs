@@ -1,7 +1,7 @@
 //! A model's shape and arithmetic, with the differences of families resolved to parts and numbers.
 //! `families` reads it from config.json.
 
-use super::composition::{AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, TokenMixer};
+use super::composition::{AttentionMixer, BlockConfig, ChannelMixer, Experts, TokenMixer};
 use super::families::Architecture;
 use super::rope::Rope;
 use crate::ops::attention::Heads;
@@ -16,7 +16,7 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Width of the hidden states, D.
     pub hidden_size: usize,
-    /// Inner width of the gated MLPs, F.
+    /// Inner width of the gated MLPs that are no experts, F.
     pub intermediate_size: usize,
     /// Head counts and width of attention.
     pub heads: Heads,
@@ -64,19 +64,29 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the gated MLP of each block that has one, in the order of the blocks.
-    pub(crate) fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
-        self.blocks.iter().map(|block| {
-            let ChannelMixer::GatedMlp(mlp) = &block.channel_mixer;
-            mlp
-        })
+    /// Returns the experts of each block that has some, in the order of the blocks.
+    pub fn experts(&self) -> impl Iterator<Item = &Experts> {
+        self.blocks.iter().filter_map(|block| block.channel_mixer.experts())
+    }
+
+    /// Returns the inner width of the widest channel mixer as a token uses it: of experts, that of
+    /// all that are chosen for it.
+    pub fn active_width(&self) -> usize {
+        let width = |mixer: &ChannelMixer| match mixer {
+            ChannelMixer::GatedMlp(_) => self.intermediate_size,
+            ChannelMixer::Experts(experts) => experts.router.chosen * experts.width,
+        };
+        self.blocks.iter().map(|block| width(&block.channel_mixer)).max().unwrap_or(0)
     }
 
     /// Returns the widths that determine tensor shapes, by their keys in config.json.
     pub(super) fn dimensions(&self) -> String {
         let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
+        let experts = self.experts().next().map_or_else(String::new, |experts| {
+            format!(", {} experts of width {}", experts.count, experts.width)
+        });
         format!(
-            "hidden_size {}, intermediate_size {}, vocab_size {}, {num_heads} and {num_kv_heads} heads of {head_dim}",
+            "hidden_size {}, intermediate_size {}, vocab_size {}, {num_heads} and {num_kv_heads} heads of {head_dim}{experts}",
             self.hidden_size, self.intermediate_size, self.vocab_size,
         )
     }

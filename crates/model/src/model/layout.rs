@@ -7,7 +7,9 @@
 
 use super::ModelConfig;
 use super::block_part::BlockPart;
-use super::composition::{AttentionMixer, ChannelMixer, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer};
+use super::composition::{
+    AttentionMixer, ChannelMixer, Experts, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer,
+};
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// The module of the last norm, in every family.
@@ -50,7 +52,7 @@ impl WeightShape {
 pub struct BlockModule {
     /// The role in the block.
     pub part: BlockPart,
-    /// The name in the checkpoint, after that of the block.
+    /// The name in the checkpoint, after that of the block; `{}` stands for the number of an expert.
     pub name: &'static str,
     /// The shape of its weight.
     pub weight: WeightShape,
@@ -61,7 +63,12 @@ pub struct BlockModule {
 impl BlockModule {
     /// Returns its name in block `layer`, such as `model.layers.0.self_attn.q_proj`.
     pub fn name_in(&self, layer: usize) -> String {
-        format!("model.layers.{layer}.{}", self.name)
+        match self.part.expert() {
+            None => format!("model.layers.{layer}.{}", self.name),
+            Some(expert) => {
+                format!("model.layers.{layer}.{}", self.name.replacen("{}", &expert.to_string(), 1))
+            }
+        }
     }
 }
 
@@ -120,6 +127,18 @@ impl LayoutTable<'_> {
         rows
     }
 
+    fn experts(&self, mixer: &Experts) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let (d, f) = (self.0.hidden_size, mixer.width);
+        let of_expert = |e: u16| {
+            let inputs = [P::ExpertGate(e), P::ExpertUp(e)].map(|part| self.linear(part, (f, d), false));
+            inputs.into_iter().chain([self.linear(P::ExpertDown(e), (d, f), false)])
+        };
+        let router = self.linear(P::Router, (mixer.count, d), false);
+        // The numbers of experts fit into 16 bits: `MOST_EXPERTS`.
+        std::iter::once(router).chain((0..mixer.count as u16).flat_map(of_expert)).collect()
+    }
+
     fn norms(&self, plan: ResidualPlan) -> Vec<BlockModule> {
         use BlockPart as P;
         let parts: &[BlockPart] = match plan {
@@ -140,6 +159,7 @@ impl BlockLayout {
         };
         rows.extend(match &block.channel_mixer {
             ChannelMixer::GatedMlp(mixer) => table.gated_mlp(mixer),
+            ChannelMixer::Experts(mixer) => table.experts(mixer),
         });
         rows.extend(table.norms(block.residual));
         // Linear layers come before norms: runs number parameters and dropout masks in this order.
@@ -155,6 +175,13 @@ impl BlockLayout {
     /// Returns the module with this role; `None` in a model without it.
     pub fn module(&self, part: BlockPart) -> Option<&BlockModule> {
         self.0.iter().find(|module| module.part == part)
+    }
+
+    /// Returns the linear layers that a token uses: of experts, as many as are chosen for it, since
+    /// all have the same shapes.
+    pub fn active_linears(&self, config: &ModelConfig, layer: usize) -> impl Iterator<Item = &BlockModule> {
+        let chosen = config.blocks[layer].channel_mixer.experts().map_or(0, |experts| experts.router.chosen);
+        self.linears().filter(move |module| module.part.expert().is_none_or(|e| usize::from(e) < chosen))
     }
 
     /// Returns the linear layers, in the order in which dropout numbers them.

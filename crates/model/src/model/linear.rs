@@ -17,6 +17,7 @@ use crate::ops::matmul::{add_bias, sum_rows};
 use crate::ops::matmul_quantized::{Weight, dequantize, matmul_weight_plus_low_rank, matmul_weights};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
+use crate::runtime::copy::zero;
 
 /// A linear layer's parameters.
 #[derive(Debug, Clone)]
@@ -143,6 +144,14 @@ impl MergedLinear {
         let value = dequantize(&quantized, DType::BF16)?;
         self.merged = Some(Param { value, grad: None });
         Ok(())
+    }
+
+    /// Makes zeros of gradients that a micro-batch overwrites, for layers without rows in it.
+    pub(super) fn clear_overwritten_gradients(&self) -> Result<()> {
+        let whole = self.merged.as_ref().and_then(|merged| merged.grad.as_ref());
+        let of_layers = self.layers.iter().filter_map(|layer| layer.weight.grad());
+        let overwritten = whole.into_iter().chain(of_layers).filter(|grad| grad.dtype() != DType::F32);
+        overwritten.into_iter().try_for_each(zero)
     }
 
     /// Returns the layers as one product, if their weights are one matrix.
@@ -366,6 +375,19 @@ pub(super) fn forward(
     let (rows, _) = x.dims2()?;
     let widths = linear.layers.iter().map(Linear::out).collect::<Result<Vec<_>>>()?;
     let y = empty(rows, widths.iter().sum(), x.dtype(), x.device())?;
+    let added = residual.map_or(Addend::Nothing, Addend::Matrix);
+    let saved = forward_into(linear, x, &y, added, branch)?;
+    Ok((y.into_tensor(), saved))
+}
+
+/// Works like [`forward`] and writes to `y: [N, Σ out]`.
+pub(super) fn forward_into(
+    linear: &MergedLinear,
+    x: &Tensor,
+    y: &TensorMut,
+    added: Addend<'_>,
+    branch: BranchContext,
+) -> Result<LoraSaved> {
     let loras = || linear.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref()));
     let has_dora = loras().flatten().any(Lora::is_dora);
     let group = LoraGroup::of(loras(), x, branch.source)?;
@@ -373,14 +395,13 @@ pub(super) fn forward(
         Some(group) => group.down(x)?,
         None => vec![None; linear.layers.len()],
     };
-    let added = residual.map_or(Addend::Nothing, Addend::Matrix);
     let mut saved = LoraSaved::default();
     let mut start = 0;
     for part in linear.parts(x.device(), has_dora) {
         let of_part = downs.drain(..part.layers.len()).collect();
-        start = part.forward(x, (&y, start), added, branch, (of_part, &mut saved))?;
+        start = part.forward(x, (y, start), added, branch, (of_part, &mut saved))?;
     }
-    Ok((y.into_tensor(), saved))
+    Ok(saved)
 }
 
 /// Returns the tensors that backward needs, without the product: a DoRA adapter alone reads its
@@ -435,7 +456,9 @@ pub(super) fn backward_first<'a>(
     Ok((None, backward_parts(linear, saved, dy, None, source)?))
 }
 
-fn backward_parts<'a>(
+/// Adds the gradients of trainable parameters that do not need the input. Writes the gradient of
+/// the input to `dx: [N, in]`, if given.
+pub(super) fn backward_parts<'a>(
     linear: &'a MergedLinear,
     LoraSaved(saved): &LoraSaved,
     dy: &Tensor,

@@ -33,11 +33,11 @@ mod stored;
 pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights,
-    DropoutContext, GatedMlpWeights, MixerNorms, SavedBytes, TokenMixerWeights, backward, forward, recompute,
+    DropoutContext, ExpertWeights, ExpertsWeights, GatedMlpWeights, MixerNorms, SavedBytes, TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};

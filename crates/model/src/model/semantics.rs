@@ -9,8 +9,9 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
-use super::composition::AttentionMixer;
+use super::composition::{AttentionMixer, Experts};
 use super::config::ModelConfig;
+use crate::ops::experts::Router;
 
 /// Maximum length of a value in bytes; a longer one becomes its start and a digest.
 const LONGEST: usize = 120;
@@ -23,7 +24,7 @@ impl ModelConfig {
             runs(&self.attentions().map(text).collect::<Vec<_>>())
         };
         let activations: Vec<String> =
-            self.gated_mlps().map(|mlp| format!("{:?}", mlp.activation).to_lowercase()).collect();
+            self.blocks.iter().map(|block| format!("{:?}", block.channel_mixer.activation()).to_lowercase()).collect();
         let settings = |attention: &AttentionMixer| {
             self.ropes.get(attention.rope).map_or_else(String::new, |rope| rope.settings.clone())
         };
@@ -46,6 +47,12 @@ impl ModelConfig {
         // Texts of these families only: those of others are stored without them.
         let residual: Vec<String> =
             self.blocks.iter().map(|block| format!("{:?}", block.residual_factor)).collect();
+        let of_experts = |experts: &Experts| {
+            let Experts { count, router: Router { chosen, renormalize }, .. } = experts;
+            let weights = if *renormalize { "renormalized" } else { "as they are" };
+            format!("{chosen} of {count}, weights {weights}")
+        };
+        let experts: Vec<String> = self.experts().map(of_experts).collect();
         let factors = [
             (
                 "residual factor",
@@ -53,6 +60,7 @@ impl ModelConfig {
                 runs(&residual),
             ),
             ("logit factor", self.logit_factor != 1.0, format!("{:?}", self.logit_factor)),
+            ("experts", self.experts().next().is_some(), runs(&experts)),
         ];
         let factors = factors.into_iter().filter(|(_, counts, _)| *counts).map(|(key, _, text)| (key, text));
         said.into_iter().chain(factors).map(|(key, value)| (key.to_owned(), value)).collect()

@@ -3,6 +3,7 @@
 //! iterates over parameters agrees on it.
 
 use super::ModelConfig;
+use super::block_part::BlockPart;
 use super::layout::{ModelPart, NamedModule, Segment, model_modules};
 
 /// The role of a parameter for the optimizer and for initialization.
@@ -10,6 +11,8 @@ use super::layout::{ModelPart, NamedModule, Segment, model_modules};
 pub enum Role {
     /// A matrix: decayed.
     Weight,
+    /// The matrix of a router of experts: decayed, never quantized.
+    Router,
     /// A token table: decayed.
     Embedding,
     /// A norm's gain: not decayed.
@@ -29,6 +32,13 @@ pub struct ParamSpec {
     pub part: ModelPart,
     /// The role for the optimizer.
     pub role: Role,
+}
+
+impl Role {
+    /// Returns true for a matrix: weight decay applies to it.
+    pub fn is_matrix(self) -> bool {
+        matches!(self, Role::Weight | Role::Router | Role::Embedding)
+    }
 }
 
 impl ParamSpec {
@@ -58,12 +68,21 @@ impl ParamSpec {
 pub enum ModuleKind {
     /// A linear layer of a block.
     Linear,
+    /// A router of experts: a linear layer that is adapted only by its name, and never quantized.
+    Router,
     /// The token embedding.
     Embedding,
     /// The output layer.
     Head,
     /// An RMS norm's gain.
     Norm,
+}
+
+impl ModuleKind {
+    /// Returns true for a linear layer of a block, also a router.
+    pub fn is_layer_of_block(self) -> bool {
+        matches!(self, ModuleKind::Linear | ModuleKind::Router)
+    }
 }
 
 /// A named module, as in PEFT.
@@ -98,6 +117,7 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
         }
         let role = match part {
             ModelPart::EmbedTokens => Role::Embedding,
+            ModelPart::Block { part: BlockPart::Router, .. } => Role::Router,
             norm if norm.is_norm() => Role::Norm,
             _ => Role::Weight,
         };
@@ -115,6 +135,7 @@ pub fn modules(config: &ModelConfig) -> Vec<Module> {
     let kind = |part: ModelPart| match part {
         ModelPart::EmbedTokens => ModuleKind::Embedding,
         ModelPart::LmHead => ModuleKind::Head,
+        ModelPart::Block { part: BlockPart::Router, .. } => ModuleKind::Router,
         norm if norm.is_norm() => ModuleKind::Norm,
         _ => ModuleKind::Linear,
     };

@@ -39,6 +39,7 @@ impl TensorGroup {
             ("lm_head", Self::Head),
             ("self_attn", Self::Attention),
             ("mlp", Self::Mlp),
+            ("block_sparse_moe", Self::Mlp),
         ];
         groups.into_iter().find(|(part, _)| has(part)).map_or(Self::Other, |(_, group)| group)
     }
@@ -142,6 +143,8 @@ mod tests {
             ("model.layers.0.self_attn.q_proj.bias", TensorGroup::Attention),
             ("model.layers.0.pre_feedforward_layernorm.weight", TensorGroup::Norm),
             ("model.layers.0.mlp.gate_up_proj.weight", TensorGroup::Mlp),
+            ("model.layers.0.mlp.experts.3.down_proj.weight", TensorGroup::Mlp),
+            ("model.layers.0.block_sparse_moe.experts.3.w1.weight", TensorGroup::Mlp),
             ("model.layers.0.rotary_emb.inv_freq", TensorGroup::Other),
             ("x", TensorGroup::Other),
         ] {

@@ -23,6 +23,7 @@ pub mod dora;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
+pub mod experts;
 mod gemm;
 pub mod glu;
 pub(crate) mod gpu;

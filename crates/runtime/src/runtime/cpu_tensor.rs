@@ -61,6 +61,7 @@ macro_rules! plain {
 plain!(f32, F32, |len| vec![0.0; len]);
 plain!(bf16, BF16, |len| vec![0u16; len].reinterpret_into());
 plain!(u8, U8, |len| vec![0; len]);
+plain!(u32, U32, |len| vec![0; len]);
 
 impl FloatElement for f32 {
     #[inline(always)]

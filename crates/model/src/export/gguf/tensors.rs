@@ -104,6 +104,11 @@ fn block_part_name(part: BlockPart) -> &'static str {
         // as here.
         BlockPart::UpProj | BlockPart::GateUpProj => "ffn_up",
         BlockPart::DownProj => "ffn_down",
+        BlockPart::Router => "ffn_gate_inp",
+        // One tensor holds those of all experts.
+        BlockPart::ExpertGate(_) => "ffn_gate_exps",
+        BlockPart::ExpertUp(_) => "ffn_up_exps",
+        BlockPart::ExpertDown(_) => "ffn_down_exps",
         BlockPart::AttnNorm => "attn_norm",
         BlockPart::AttnPostNorm => "post_attention_norm",
         BlockPart::MlpNorm => "ffn_norm",

@@ -243,7 +243,7 @@ impl AttentionWeights {
         };
         self.rotate_backward(pass, &saved.qkv, &dqkv)?;
         let (dinput, pending) = linear::backward_first(&self.qkv, &saved.lora_qkv, &dqkv, source, need_dx)?;
-        Ok(MixerGradients { dinput, pending })
+        Ok(MixerGradients { dinput, pending: pending.into() })
     }
 }
 

@@ -97,6 +97,6 @@ impl GatedMlpWeights {
         drop(product);
         let (dinput, pending) =
             linear::backward_first(&self.gate_up, &saved.lora_gate_up, &dgate_up, source, need_dx)?;
-        Ok(MixerGradients { dinput, pending })
+        Ok(MixerGradients { dinput, pending: pending.into() })
     }
 }

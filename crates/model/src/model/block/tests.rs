@@ -205,7 +205,7 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
         let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);
         let numbers = |linear: &MergedLinear| linear.layers.iter().map(number).collect::<Vec<_>>();
         let TokenMixerWeights::Attention(attention) = &weights.token_mixer;
-        let ChannelMixerWeights::GatedMlp(mlp) = &weights.channel_mixer;
+        let ChannelMixerWeights::GatedMlp(mlp) = &weights.channel_mixer else { panic!("no MLP") };
         let found = [&attention.qkv, &attention.o, &mlp.gate_up, &mlp.down].map(numbers);
         assert_eq!(found, groups, "{model}");
     }

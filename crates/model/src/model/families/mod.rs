@@ -19,12 +19,15 @@ mod llama;
 mod ministral;
 mod ministral3;
 mod mistral;
+mod mixtral;
 mod olmo2;
 mod olmo3;
+mod olmoe;
 mod parts;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod refusals;
 mod seed_oss;
 mod sizes;
@@ -62,6 +65,9 @@ static FAMILIES: &[&Architecture] = &[
     &exaone4::EXAONE4,
     &glm4::GLM4,
     &ernie4_5::ERNIE4_5,
+    &mixtral::MIXTRAL,
+    &qwen3_moe::QWEN3_MOE,
+    &olmoe::OLMOE,
 ];
 
 impl ModelConfig {
@@ -93,6 +99,9 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     }
     let sizes = ModelSizes::read(keys, family.head_dim)?;
     let parts = (family.compose)(keys, &sizes)?;
+    if parts.blocks.iter().all(|block| block.channel_mixer.experts().is_none()) {
+        refusals::refuse_experts(keys)?;
+    }
     let config = ModelConfig {
         family,
         vocab_size: keys.size("vocab_size", MOST_TOKENS)?,

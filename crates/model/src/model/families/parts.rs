@@ -3,12 +3,13 @@
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
-use super::sizes::ModelSizes;
+use super::sizes::{MOST_WIDE, ModelSizes};
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
-use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
+use crate::model::composition::{AttentionMixer, BlockConfig, Experts, GatedMlp};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
+use crate::ops::experts::{MOST_CHOSEN, MOST_EXPERTS, Router};
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
@@ -64,6 +65,53 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
 /// Reads a gated MLP without biases.
 pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
     Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false })
+}
+
+/// The keys of a family for its experts, and its defaults.
+pub(super) struct ExpertKeys {
+    /// The default of `num_experts_per_tok`.
+    pub(super) chosen: usize,
+    /// The default of the number of experts.
+    pub(super) count: usize,
+    /// The key of their inner width.
+    pub(super) width: &'static str,
+    /// True if their weights always sum to 1; otherwise `norm_topk_prob` says so.
+    pub(super) renormalize: bool,
+}
+
+/// Reads the experts of a block.
+pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Experts> {
+    // transformers reads both names of the number.
+    let count = match keys.opt_size("num_experts", MOST_EXPERTS)? {
+        None => keys.opt_size("num_local_experts", MOST_EXPERTS)?.unwrap_or(family.count),
+        Some(count) => count,
+    };
+    let most = count.min(MOST_CHOSEN);
+    let chosen = keys.opt_size("num_experts_per_tok", most)?.unwrap_or(family.chosen);
+    if chosen > most {
+        return Err(refused("num_experts_per_tok", chosen, &format!("1 to {most}")));
+    }
+    let renormalize = family.renormalize || keys.bool_or("norm_topk_prob", false)?;
+    Ok(Experts {
+        count,
+        router: Router { chosen, renormalize },
+        width: keys.size(family.width, MOST_WIDE)?,
+        activation: activation(keys)?,
+    })
+}
+
+/// Returns for each layer whether it has experts: those of `decoder_sparse_step` that
+/// `mlp_only_layers` does not list.
+pub(super) fn sparse_layers(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<Vec<bool>> {
+    let step = keys.opt_size("decoder_sparse_step", 1 << 16)?.unwrap_or(1);
+    let mut sparse: Vec<bool> = (1..=sizes.num_layers).map(|layer| layer.is_multiple_of(step)).collect();
+    for layer in keys.opt_list("mlp_only_layers")?.into_iter().flatten() {
+        let found = layer.as_u64().and_then(|layer| sparse.get_mut(usize::try_from(layer).ok()?));
+        let most = sizes.num_layers - 1;
+        *found.ok_or_else(|| refused("mlp_only_layers", layer, &format!("numbers of layers, 0 to {most}")))? =
+            false;
+    }
+    Ok(sparse)
 }
 
 /// Reads the RMS norm whose gain is the stored weight.
@@ -191,6 +239,10 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::UpProj => "mlp.up_proj",
         BlockPart::GateUpProj => "mlp.gate_up_proj",
         BlockPart::DownProj => "mlp.down_proj",
+        BlockPart::Router => "mlp.gate",
+        BlockPart::ExpertGate(_) => "mlp.experts.{}.gate_proj",
+        BlockPart::ExpertUp(_) => "mlp.experts.{}.up_proj",
+        BlockPart::ExpertDown(_) => "mlp.experts.{}.down_proj",
         BlockPart::AttnNorm => "input_layernorm",
         // The second norm of a block has this name in both of its roles.
         BlockPart::AttnPostNorm | BlockPart::MlpNorm => "post_attention_layernorm",

@@ -10,7 +10,10 @@ use crate::model::layout::{BlockLayout, WeightShape};
 const MOST_PARAMETERS: u128 = 1 << 50;
 
 /// Keys of features that the engine does not compute, unless the value is zero or false.
-const UNSUPPORTED: [&str; 3] = ["use_bidirectional_attention", "num_local_experts", "num_experts"];
+const UNSUPPORTED: [&str; 1] = ["use_bidirectional_attention"];
+
+/// Keys of experts, in the families that have none here.
+const EXPERTS: [&str; 2] = ["num_local_experts", "num_experts"];
 
 /// Keys of dropout inside a model, which transformers computes in training and the engine does not.
 const DROPOUTS: [&str; 4] = ["attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"];
@@ -29,14 +32,19 @@ pub(super) fn dropouts(keys: &ConfigReader<'_>) -> Result<Vec<String>> {
 }
 
 pub(super) fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
-    for key in UNSUPPORTED {
+    refuse(keys, &UNSUPPORTED, "choose a causal model")
+}
+
+/// Refuses experts in a family that has none.
+pub(super) fn refuse_experts(keys: &ConfigReader<'_>) -> Result<()> {
+    refuse(keys, &EXPERTS, "choose a model without experts")
+}
+
+fn refuse(keys: &ConfigReader<'_>, unsupported: &[&str], hint: &str) -> Result<()> {
+    for key in unsupported {
         let asks = keys.get(key).is_some_and(|v| v.as_f64() != Some(0.0) && v.as_bool() != Some(false));
         if asks {
             let found = keys.get(key).map(ToString::to_string).unwrap_or_default();
-            let hint = match key {
-                "num_local_experts" | "num_experts" => "choose a model without experts".to_owned(),
-                _ => "choose a causal model".to_owned(),
-            };
             return Err(Error::user(format!("`{key}` is {found}"))
                 .because("this engine does not compute it; accepted: no such key, null, 0, false")
                 .hint(hint));

@@ -10,6 +10,7 @@
 
 mod activations;
 mod attention;
+mod experts;
 mod inputs;
 mod parameters;
 mod products;
@@ -174,7 +175,7 @@ impl BenchShapes {
     }
 
     fn ops(&self) -> impl Iterator<Item = TimedOp> + use<> {
-        let lists = [products::ops, attention::ops, activations::ops, parameters::ops];
+        let lists = [products::ops, attention::ops, activations::ops, experts::ops, parameters::ops];
         lists.map(|ops| ops(self)).into_iter().flatten()
     }
 

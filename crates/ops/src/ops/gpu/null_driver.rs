@@ -12,6 +12,9 @@ use crate::ops::cross_entropy::{
 };
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
+use crate::ops::experts::{
+    ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows, scale_rows_backward,
+};
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
@@ -107,10 +110,21 @@ fn elements(dtype: DType) -> Result<()> {
     elementwise::add_into(&x, &h)
 }
 
+fn experts_of_no_tokens(dtype: DType) -> Result<()> {
+    let (logits, router) = (zeros(0, 8, dtype)?, Router { chosen: 2, renormalize: false });
+    let choice = choose_experts(&logits, router)?;
+    let rows = ExpertRows::of(&choice, 8)?;
+    let (x, dx) = (zeros(0, 16, dtype)?, zeros(0, 16, dtype)?);
+    scale_rows(&x, &choice.weights, &rows)?;
+    let dweights = scale_rows_backward(&x, &dx, &choice.weights, &rows)?;
+    choose_experts_backward(&logits, &choice, &dweights, router)?;
+    combine_rows(&x, &rows, None).map(drop)
+}
+
 #[test]
 fn nothing_is_launched_for_no_elements() {
     type Case = (&'static str, fn() -> Result<()>);
-    let cases: [Case; 11] = [
+    let cases: [Case; 13] = [
         ("norms, bf16", || norms_and_rotation(DType::BF16)),
         ("norms, f32", || norms_and_rotation(DType::F32)),
         ("products, bf16", || products(DType::BF16)),
@@ -122,6 +136,8 @@ fn nothing_is_launched_for_no_elements() {
         ("losses, f32", || losses(DType::F32)),
         ("elements, bf16", || elements(DType::BF16)),
         ("elements, f32", || elements(DType::F32)),
+        ("experts, bf16", || experts_of_no_tokens(DType::BF16)),
+        ("experts, f32", || experts_of_no_tokens(DType::F32)),
     ];
     let failed = cases.map(|(name, case)| {
         let done = with_host_driver(&NullDriver, case);

@@ -49,6 +49,8 @@ fn every_op_passes() {
         "dora_norms_f32",
         "dequantize_4bit",
         "dequantize_int8_rows",
+        "choose_experts_backward",
+        "combine_rows",
         "dropout",
         "embed_backward",
         "gather_rows_bf16",
@@ -59,6 +61,7 @@ fn every_op_passes() {
         "rotary_backward",
         "rotary_gain_partial",
         "scale_columns",
+        "scale_rows_backward",
         "score_rows",
     ] {
         assert!(launched.iter().any(|kernel| kernel.starts_with(op)), "{op} is not among {launched:?}");

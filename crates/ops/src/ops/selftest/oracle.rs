@@ -12,6 +12,7 @@ use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, LossTargets, Outp
 use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
+use crate::ops::experts::{self, ExpertRows, Router};
 use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::matmul;
@@ -184,6 +185,38 @@ fn gated_products() -> Result<()> {
         close("h", &glu::reference(&x, activation)?, &h)?;
         let [want] = pulled(&h, &dh, [&x])?;
         close("dgate_up", &glu::reference_backward(&x, &dh, activation)?, &want)?;
+    }
+    Ok(())
+}
+
+/// The tape goes from each token's experts, weighted and summed, to the router's logits.
+#[test]
+fn weighted_experts() -> Result<()> {
+    for renormalize in [false, true] {
+        let (router, shape) = (Router { chosen: 3, renormalize }, (9, 6));
+        let (logits, x, dy) = (var("logits", shape)?, var("x", (27, 8))?, normal("dy", (9, 8))?);
+        let choice = experts::choice_reference(&logits.detach(), router)?;
+        let rows = ExpertRows::of(&choice, 6)?;
+        let all = candle_nn::ops::softmax(&logits, 1)?.gather(&choice.ids, 1)?;
+        let weights = if renormalize { all.broadcast_div(&all.sum_keepdim(1)?)? } else { all };
+        close("weights", &choice.weights, &weights)?;
+        // Row r of x is the copy that stands there.
+        let index = |list: &[u32]| Tensor::from_slice(list, list.len(), &Device::Cpu);
+        let copies: Vec<u32> = rows.copies().to_vec();
+        let of_rows = weights.flatten_all()?.index_select(&index(&copies)?, 0)?.unsqueeze(1)?;
+        let weighted = x.broadcast_mul(&of_rows)?;
+        let zeros = Tensor::zeros((9, 8), DType::F32, &Device::Cpu)?;
+        let y = zeros.index_add(&index(rows.tokens())?, &weighted, 0)?;
+        let scaled = experts::scale_reference(&x, &choice.weights, &rows)?;
+        close("y", &experts::combine_reference(&scaled, &rows, None)?, &y)?;
+
+        let [want_logits, want_x] = pulled(&y, &dy, [&logits, &x])?;
+        let d = TensorMut::new(dy.index_select(&index(rows.tokens())?, 0)?);
+        let product = TensorMut::new(x.copy()?.detach());
+        let dweights = experts::scale_reference_backward(&product, &d, &choice.weights, &rows)?;
+        close("dx", &d, &want_x)?;
+        close("the product", &product, &scaled)?;
+        close("dlogits", &experts::choice_reference_backward(&logits, &choice, &dweights, router)?, &want_logits)?;
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ use super::CaseOutcome;
 use crate::ops::adamw::AdamWStep;
 use crate::ops::case::{OpCase, Tolerance};
 use crate::ops::cross_entropy::cases::{LossCase, WIDTH};
+use crate::ops::experts::cases::ExpertSizes;
 use crate::ops::glu::Activation;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::matmul::Transpose;
@@ -23,7 +24,9 @@ use crate::ops::matmul_quantized::cases::{FORMATS, product};
 use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
-use crate::ops::{adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, glu, rms_norm};
+use crate::ops::{
+    adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, experts, glu, rms_norm,
+};
 use crate::quant::QuantFormat;
 
 /// Returns a configuration with this many cases, the same in every run.
@@ -170,6 +173,19 @@ proptest! {
     ) {
         check(embedding::cases::table_cases("", factor, count, width), run, "embed")?;
         check(embedding::cases::adapter_cases("", count, rank), run, "columns_of")?;
+    }
+
+    #[test]
+    fn routed_experts(
+        (tokens, width) in (1..60_usize, widths(1)),
+        (experts, chosen) in (1..200_usize, 1..12_usize),
+        (renormalize, run) in (any::<bool>(), runs()),
+    ) {
+        let sizes = ExpertSizes { tokens, experts, chosen: chosen.min(experts), width };
+        check(experts::cases::router_cases("", sizes, renormalize), run, "choose_experts")?;
+        let [scaled, scaled_backward, combined] = experts::cases::row_cases("", sizes);
+        check([scaled, scaled_backward], run, "scale_rows")?;
+        check([combined], run, "combine_rows")?;
     }
 
     #[test]

@@ -1,0 +1,232 @@
+//! A mixture of experts, forward and backward.
+//!
+//! ```text
+//! y = Σ_j down_j(w_j · act(gate_j) · up_j)      gate_j, up_j = gate_up_proj_j(x),  j: the experts of a token
+//! ```
+//!
+//! The rows of an expert's tokens are copied side by side, so that each of its layers is one
+//! product, and no token is dropped. The weights multiply the input of `down_proj` instead of its
+//! output: it is linear, and the gradient of a weight then needs no output. Sums run in the order of
+//! the experts. Backward recomputes the gated products and the copies of the rows.
+
+use candle_core::{DType, Tensor};
+
+use super::{LayerPass, MixerBackward, MixerGradients};
+use crate::error::Result;
+use crate::model::composition::Experts;
+use crate::model::linear::{self, LoraSaved, MergedLinear, PendingGradients};
+use crate::model::lora::DropoutSource;
+use crate::ops::embedding::embed;
+use crate::ops::experts::{
+    ExpertChoice, ExpertRows, choose_experts, choose_experts_backward, combine_rows, scale_rows,
+    scale_rows_backward,
+};
+use crate::ops::glu::{glu, glu_backward};
+use crate::ops::{Addend, empty};
+use crate::runtime::TensorMut;
+
+/// The parameters of a mixture of experts, for one use.
+#[derive(Debug, Clone)]
+pub struct ExpertsWeights {
+    /// The shape of the mixer.
+    pub mixer: Experts,
+    /// The projection to a logit for each expert.
+    pub router: MergedLinear,
+    /// The experts.
+    pub experts: Vec<ExpertWeights>,
+}
+
+/// The parameters of one expert.
+#[derive(Debug, Clone)]
+pub struct ExpertWeights {
+    /// The projections to gate and up.
+    pub gate_up: MergedLinear,
+    /// The second projection.
+    pub down: MergedLinear,
+}
+
+/// The tensors that backward needs.
+#[derive(Debug, Clone)]
+pub(super) struct ExpertsSaved {
+    /// The router's logits, `[N, E]`.
+    logits: Tensor,
+    router: LoraSaved,
+    choice: ExpertChoice,
+    rows: ExpertRows,
+    /// Gates and ups of all rows, `[R, 2F]`.
+    gate_up: Tensor,
+    /// Of each expert that has rows: gate and up, then down.
+    loras: Vec<[LoraSaved; 2]>,
+}
+
+/// Gradients that need the mixer's input.
+pub(super) struct PendingExperts<'w> {
+    router: PendingGradients<'w>,
+    rows: ExpertRows,
+    /// Of each expert that has rows.
+    experts: Vec<PendingGradients<'w>>,
+}
+
+impl PendingExperts<'_> {
+    /// Returns whether a gradient needs the input.
+    pub(super) fn reads_input(&self) -> bool {
+        self.router.reads_input() || self.experts.iter().any(PendingGradients::reads_input)
+    }
+
+    /// Adds the gradients, given the mixer's input, `x: [N, D]`.
+    pub(super) fn add(self, x: &Tensor) -> Result<()> {
+        self.router.add(x)?;
+        if !self.experts.iter().any(PendingGradients::reads_input) {
+            return Ok(());
+        }
+        let copies = copied(x, &self.rows)?;
+        for (pending, (_, start, len)) in self.experts.into_iter().zip(self.rows.of_experts()) {
+            pending.add(&copies.narrow(0, start, len)?)?;
+        }
+        Ok(())
+    }
+}
+
+impl ExpertsSaved {
+    /// Returns the bytes that it holds for `tokens` tokens in `dtype`, by tensor, without adapters.
+    pub(super) fn parts(mixer: &Experts, tokens: usize, dtype: DType) -> [(&'static str, usize); 2] {
+        let rows = tokens * mixer.router.chosen;
+        let (logits, size) = (tokens * mixer.count, dtype.size_in_bytes());
+        // Of each row: the expert, its weight, its number of copy and its place.
+        let choice = 4 * rows * DType::F32.size_in_bytes();
+        [("gate and up", rows * 2 * mixer.width * size), ("the router's choice", logits * size + choice)]
+    }
+
+    /// Returns all tensors that it holds.
+    #[cfg(test)]
+    pub(super) fn tensors(&self) -> Vec<&Tensor> {
+        let ExpertsSaved { logits, router, choice, rows, gate_up, loras } = self;
+        let loras = loras.iter().flatten().chain([router]).flat_map(LoraSaved::tensors);
+        let choice = [&choice.ids, &choice.weights].into_iter().chain(rows.tensors());
+        [logits, gate_up].into_iter().chain(choice).chain(loras).collect()
+    }
+}
+
+/// Returns a copy of the row of each token for each of its experts: `[R, D]`.
+fn copied(x: &Tensor, rows: &ExpertRows) -> Result<Tensor> {
+    embed(x, rows.tokens(), 1.0, x.dtype())
+}
+
+impl ExpertsWeights {
+    /// Computes `x: [N, D]`, normed → `[N, D]` plus `residual`, and the tensors that backward
+    /// needs.
+    pub(super) fn forward(
+        &self,
+        pass: LayerPass<'_>,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<(Tensor, ExpertsSaved)> {
+        let (mut saved, product) = self.gated(pass, x)?;
+        let (rows, _) = product.dims2()?;
+        let y = empty(rows, x.dim(1)?, x.dtype(), x.device())?;
+        for ((expert, start, len), loras) in saved.rows.of_experts().zip(&mut saved.loras) {
+            let (product, y) = (product.narrow(0, start, len)?, y.narrow(0, start, len)?);
+            let down = &self.experts[expert].down;
+            loras[1] = linear::forward_into(down, &product, &y, Addend::Nothing, pass.branch())?;
+        }
+        drop(product);
+        Ok((combine_rows(&y, &saved.rows, residual)?, saved))
+    }
+
+    /// Works like [`ExpertsWeights::forward`] without its output, so without the products of
+    /// `down_proj`.
+    pub(super) fn recompute(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<ExpertsSaved> {
+        let (mut saved, product) = self.gated(pass, x)?;
+        for ((expert, start, len), loras) in saved.rows.of_experts().zip(&mut saved.loras) {
+            let product = || Ok(product.narrow(0, start, len)?);
+            loras[1] = linear::recompute(&self.experts[expert].down, product, pass.branch())?;
+        }
+        Ok(saved)
+    }
+
+    /// Chooses the experts and computes the weighted input of their `down_proj`, `[R, F]`. The
+    /// adapters of `down_proj` are still missing.
+    fn gated(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<(ExpertsSaved, Tensor)> {
+        let mixer = &self.mixer;
+        let (logits, router) = linear::forward(&self.router, x, None, pass.branch())?;
+        let choice = choose_experts(&logits, mixer.router)?;
+        let rows = ExpertRows::of(&choice, mixer.count)?;
+        let x = copied(x, &rows)?;
+        let gate_up = empty(x.dim(0)?, 2 * mixer.width, x.dtype(), x.device())?;
+        let through = |(expert, start, len): (usize, usize, usize)| -> Result<[LoraSaved; 2]> {
+            let (x, y) = (x.narrow(0, start, len)?, gate_up.narrow(0, start, len)?);
+            let layer = &self.experts[expert].gate_up;
+            let saved = linear::forward_into(layer, &x, &y, Addend::Nothing, pass.branch())?;
+            Ok([saved, LoraSaved::default()])
+        };
+        let loras = rows.of_experts().map(through).collect::<Result<_>>()?;
+        let gate_up = gate_up.into_tensor();
+        let product = scale_rows(&glu(&gate_up, mixer.activation)?, &choice.weights, &rows)?;
+        Ok((ExpertsSaved { logits, router, choice, rows, gate_up, loras }, product))
+    }
+
+    /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
+    /// if something reads it.
+    pub(super) fn backward(
+        &self,
+        pass: LayerPass<'_>,
+        saved: &ExpertsSaved,
+        MixerBackward { dout, need_dx }: MixerBackward,
+    ) -> Result<MixerGradients<'_>> {
+        let (mixer, source, rows) = (&self.mixer, pass.source(), &saved.rows);
+        let (dproduct, dweights) = self.through_down(saved, &dout, source)?;
+        drop(dout);
+        let dgate_up = glu_backward(&saved.gate_up, &dproduct, mixer.activation)?;
+        drop(dproduct);
+        let (count, width) = (dgate_up.dim(0)?, self.router.layers[0].weight.get().dims()?.1);
+        let dx = need_dx.then(|| empty(count, width, dgate_up.dtype(), dgate_up.device())).transpose()?;
+        let through = |((expert, start, len), loras): ((usize, usize, usize), &'_ [LoraSaved; 2])| {
+            let dx = dx.as_ref().map(|dx| dx.narrow(0, start, len)).transpose()?;
+            let dy = dgate_up.narrow(0, start, len)?;
+            linear::backward_parts(&self.experts[expert].gate_up, &loras[0], &dy, dx.as_ref(), source)
+        };
+        let experts = rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
+        drop(dgate_up);
+        let dlogits = choose_experts_backward(&saved.logits, &saved.choice, &dweights, mixer.router)?;
+        let (through_router, router) =
+            linear::backward_first(&self.router, &saved.router, &dlogits, source, need_dx)?;
+        let dinput = dx.map(|dx| combine_rows(&dx, rows, through_router.as_ref())).transpose()?;
+        self.clear_others(rows)?;
+        let pending = PendingExperts { router, rows: rows.clone(), experts };
+        Ok(MixerGradients { dinput, pending: pending.into() })
+    }
+
+    /// Returns the gradients of the gated products, `[R, F]`, and of the weights of the choice,
+    /// given that of the output. Adds the gradients of `down_proj`.
+    fn through_down(
+        &self,
+        saved: &ExpertsSaved,
+        dout: &Tensor,
+        source: DropoutSource,
+    ) -> Result<(TensorMut, Tensor)> {
+        let (dout, mixer) = (copied(dout, &saved.rows)?, &self.mixer);
+        let dproduct = empty(dout.dim(0)?, mixer.width, dout.dtype(), dout.device())?;
+        let through = |((expert, start, len), loras): ((usize, usize, usize), &'_ [LoraSaved; 2])| {
+            let (dy, dx) = (dout.narrow(0, start, len)?, dproduct.narrow(0, start, len)?);
+            linear::backward_parts(&self.experts[expert].down, &loras[1], &dy, Some(&dx), source)
+        };
+        let pending = saved.rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
+        let product = TensorMut::new(glu(&saved.gate_up, mixer.activation)?);
+        let dweights = scale_rows_backward(&product, &dproduct, &saved.choice.weights, &saved.rows)?;
+        for (pending, (_, start, len)) in pending.into_iter().zip(saved.rows.of_experts()) {
+            pending.add(&product.narrow(0, start, len)?.into_tensor())?;
+        }
+        Ok((dproduct, dweights))
+    }
+
+    /// Makes zeros of the gradients of experts without rows that a micro-batch overwrites.
+    fn clear_others(&self, rows: &ExpertRows) -> Result<()> {
+        let mut used = vec![false; self.experts.len()];
+        rows.of_experts().for_each(|(expert, ..)| used[expert] = true);
+        let unused = self.experts.iter().zip(used).filter(|(_, used)| !used);
+        unused.map(|(expert, _)| expert).try_for_each(|ExpertWeights { gate_up, down }| {
+            gate_up.clear_overwritten_gradients()?;
+            down.clear_overwritten_gradients()
+        })
+    }
+}

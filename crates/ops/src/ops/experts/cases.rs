@@ -1,0 +1,102 @@
+//! Cases of a router and of the rows of its experts.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{
+    ExpertChoice, ExpertRows, Router, choice_reference, choice_reference_backward, choose_experts,
+    choose_experts_backward, combine_reference, combine_rows, scale_reference, scale_reference_backward,
+    scale_rows, scale_rows_backward,
+};
+use crate::error::Result;
+use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
+
+/// The sizes of a case.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::ops) struct ExpertSizes {
+    pub(in crate::ops) tokens: usize,
+    pub(in crate::ops) experts: usize,
+    pub(in crate::ops) chosen: usize,
+    pub(in crate::ops) width: usize,
+}
+
+/// Returns the cases of both kinds of weights, and of one and of several experts a token.
+pub(in crate::ops) fn cases() -> Vec<OpCase> {
+    let mut cases = Vec::new();
+    for (experts, chosen) in [(8, 2), (128, 8), (70, 1)] {
+        let sizes = ExpertSizes { tokens: 37, experts, chosen, width: 40 };
+        for renormalize in [false, true] {
+            let weights = if renormalize { "renormalized" } else { "as they are" };
+            let what = format!("{chosen} of {experts}, weights {weights}");
+            cases.extend(router_cases(&what, sizes, renormalize));
+        }
+        cases.extend(row_cases(&format!("{chosen} of {experts}"), sizes));
+    }
+    cases
+}
+
+/// Returns forward and backward of a router.
+pub(in crate::ops) fn router_cases(what: &str, sizes: ExpertSizes, renormalize: bool) -> [OpCase; 2] {
+    let ExpertSizes { tokens, experts, chosen, .. } = sizes;
+    let router = Router { chosen, renormalize };
+    [
+        OpCase::new("choose_experts", what, Tolerance::FORWARD, move |runner| {
+            let logits = runner.normal("logits", (tokens, experts))?;
+            let (got, want) = (choose_experts(&logits.here, router)?, choice_reference(&logits.plain, router)?);
+            Ok(vec![
+                TensorPair::new(got.ids.to_dtype(DType::F64)?, want.ids.to_dtype(DType::F64)?),
+                TensorPair::new(got.weights, want.weights),
+            ])
+        }),
+        OpCase::new("choose_experts_backward", what, Tolerance::BACKWARD, move |runner| {
+            let logits = runner.normal("logits", (tokens, experts))?;
+            let dweights = runner.normal_f32("dweights", (tokens, chosen))?;
+            let want = choice_reference(&logits.plain, router)?;
+            let got = choose_experts_backward(&logits.here, &here(&want, runner)?, &dweights.here, router)?;
+            let want = choice_reference_backward(&logits.plain, &want, &dweights.plain, router)?;
+            Ok(vec![TensorPair::new(got, want)])
+        }),
+    ]
+}
+
+/// Returns the cases of the rows of a choice.
+pub(in crate::ops) fn row_cases(what: &str, sizes: ExpertSizes) -> [OpCase; 3] {
+    let ExpertSizes { tokens, experts, chosen, width } = sizes;
+    let shape = (tokens * chosen, width);
+    let chosen_rows = move |runner: &CaseRunner<'_>| -> Result<(ExpertChoice, [ExpertRows; 2])> {
+        let logits = runner.normal_f32("logits", (tokens, experts))?;
+        let plain = choice_reference(&logits.plain, Router { chosen, renormalize: true })?;
+        let choice = here(&plain, runner)?;
+        let rows = [ExpertRows::of(&choice, experts)?, ExpertRows::of(&plain, experts)?];
+        Ok((choice, rows))
+    };
+    let plain = |weights: &Tensor| -> Result<Tensor> { Ok(weights.to_device(&Device::Cpu)?) };
+    [
+        OpCase::new("scale_rows", what, Tolerance::ROUNDED, move |runner| {
+            let (x, (choice, [rows, there])) = (runner.normal("x", shape)?, chosen_rows(runner)?);
+            let got = scale_rows(&x.here, &choice.weights, &rows)?;
+            Ok(vec![TensorPair::new(got, scale_reference(&x.plain, &plain(&choice.weights)?, &there)?)])
+        }),
+        OpCase::new("scale_rows_backward", what, Tolerance::BACKWARD, move |runner| {
+            let (x, dy) = (runner.normal("x", shape)?, runner.normal("dy", shape)?);
+            let (choice, [rows, there]) = chosen_rows(runner)?;
+            let got = scale_rows_backward(&x.here, &dy.here, &choice.weights, &rows)?;
+            let want = scale_reference_backward(&x.plain, &dy.plain, &plain(&choice.weights)?, &there)?;
+            Ok(vec![TensorPair::new(got, want), x.pair(), dy.pair()])
+        }),
+        OpCase::new("combine_rows", what, Tolerance::FORWARD, move |runner| {
+            let (x, (_, [rows, there])) = (runner.normal("x", shape)?, chosen_rows(runner)?);
+            let added = runner.normal("added", (tokens, width))?;
+            let pair = |here: Option<&Tensor>, plain: Option<&Tensor>| -> Result<TensorPair> {
+                let got = combine_rows(&x.here, &rows, here)?;
+                Ok(TensorPair::new(got, combine_reference(&x.plain, &there, plain)?))
+            };
+            Ok(vec![pair(None, None)?, pair(Some(&added.here), Some(&added.plain))?])
+        }),
+    ]
+}
+
+/// Returns a choice on the device of a case.
+fn here(choice: &ExpertChoice, runner: &CaseRunner<'_>) -> Result<ExpertChoice> {
+    let on_device = |tensor: &Tensor| tensor.to_device(runner.device);
+    Ok(ExpertChoice { ids: on_device(&choice.ids)?, weights: on_device(&choice.weights)? })
+}

@@ -1,0 +1,25 @@
+//! A mixture of experts around its products: the router's choice of experts for each token
+//! (forward and backward), and the ways of rows to the experts and back.
+//!
+//! ```text
+//! p = softmax(logits)          the k experts of the largest logits are chosen
+//! w = p, or p / Σ p of the chosen experts (renormalized)
+//! ```
+//!
+//! Softmax over the chosen logits alone is the renormalized choice. Symbols: E experts, k chosen
+//! experts of a token, R = N·k rows of all experts.
+
+pub(super) mod cases;
+mod choice;
+mod cuda;
+mod rows;
+
+pub use choice::{ExpertChoice, Router, choose_experts, choose_experts_backward};
+pub(crate) use choice::{reference as choice_reference, reference_backward as choice_reference_backward};
+pub use rows::{ExpertRows, combine_rows, scale_rows, scale_rows_backward};
+pub(crate) use rows::{combine_reference, scale_reference, scale_reference_backward};
+
+/// Maximum number of experts that a kernel chooses from.
+pub const MOST_EXPERTS: usize = 1024;
+/// Maximum number of experts of a token.
+pub const MOST_CHOSEN: usize = 32;

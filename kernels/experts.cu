@@ -1,0 +1,261 @@
+// A mixture of experts around its products: the router's choice of experts for each token and its
+// gradient, the weights of the experts' rows, and the sums of each token's rows. src/ops/experts
+// holds the definitions.
+#include "compat.cuh"
+
+namespace {
+
+// Experts per lane, so 1024 in all. At most 32 are chosen, one for each lane.
+constexpr int PER_LANE = 32;
+constexpr int THREADS = 256;
+constexpr uint32_t NONE = 0xffffffffu;
+
+// The logits of one token: lane l has those of the experts l, l + 32, ...
+struct Logits {
+    float values[PER_LANE];
+    // Bit i: expert 32 i + lane exists and is not chosen yet.
+    uint32_t left;
+};
+
+template <class T> DEVICE inline Logits load_logits(In<T> logits, int64_t token, uint32_t experts) {
+    Logits x;
+    x.left = 0;
+    UNROLL for (int i = 0; i < PER_LANE; i++) {
+        uint32_t expert = uint32_t(32 * i) + threadIdx.x % 32;
+        bool there = expert < experts;
+        x.values[i] = there ? widen(logits.load(token * experts + expert)) : 0.0f;
+        if (there) x.left |= 1u << i;
+    }
+    return x;
+}
+
+// An expert and its logit.
+struct Best {
+    float value;
+    uint32_t expert;
+};
+
+// Returns the largest logit that is left, of equal ones that of the first expert, in every lane.
+DEVICE inline Best best_left(const Logits &x) {
+    Best best{0.0f, NONE};
+    UNROLL for (int i = 0; i < PER_LANE; i++) {
+        bool is_left = ((x.left >> i) & 1) != 0;
+        if (is_left && (best.expert == NONE || x.values[i] > best.value))
+            best = Best{x.values[i], uint32_t(32 * i) + threadIdx.x % 32};
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+        Best other{shuffle_xor(best.value, distance), shuffle_xor(best.expert, distance)};
+        bool larger = other.value > best.value || (other.value == best.value && other.expert < best.expert);
+        if (other.expert != NONE && (best.expert == NONE || larger)) best = other;
+    }
+    return best;
+}
+
+// Returns the sum of exp(logit - max) over all experts that are left, in every lane.
+DEVICE inline float sum_of_left(const Logits &x, float max) {
+    float sum = 0.0f;
+    UNROLL for (int i = 0; i < PER_LANE; i++) if (((x.left >> i) & 1) != 0) sum += expf(x.values[i] - max);
+    return warp_sum(sum);
+}
+
+template <class T>
+DEVICE inline void choose(In<T> logits, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts,
+                          uint32_t chosen, bool renormalize) {
+    int64_t token = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
+    if (token >= tokens) return;
+    uint32_t lane = threadIdx.x % 32;
+    Logits x = load_logits(logits, token, experts);
+    Best mine{0.0f, 0};
+    float max = 0.0f;
+    KEEP_LOOP for (uint32_t j = 0; j < chosen; j++) {
+        Best best = best_left(x);
+        if (best.expert % 32 == lane) x.left &= ~(1u << best.expert / 32);
+        if (j == lane) mine = best;
+        if (j == 0) max = best.value;
+    }
+    float weight = lane < chosen ? expf(mine.value - max) : 0.0f;
+    float sum = warp_sum(weight);
+    if (!renormalize) sum += sum_of_left(x, max);
+    if (lane < chosen) {
+        ids.store(token * chosen + lane, mine.expert);
+        weights.store(token * chosen + lane, weight / sum);
+    }
+}
+
+template <class T>
+DEVICE inline void choose_backward(In<T> logits, In<uint32_t> ids, In<float> weights, In<float> dweights, Out<T> d,
+                                   uint32_t tokens, uint32_t experts, uint32_t chosen, bool renormalize) {
+    int64_t token = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
+    if (token >= tokens) return;
+    uint32_t lane = threadIdx.x % 32;
+    bool has_one = lane < chosen;
+    uint32_t id = has_one ? ids.load(token * chosen + lane) : NONE;
+    float w = has_one ? weights.load(token * chosen + lane) : 0.0f;
+    float dw = has_one ? dweights.load(token * chosen + lane) : 0.0f;
+    float dot = warp_sum(w * dw);
+    Logits x = load_logits(logits, token, experts);
+    float everywhere = 0.0f, max = 0.0f;
+    if (!renormalize) {
+        max = best_left(x).value;
+        everywhere = -dot / sum_of_left(x, max);
+    }
+    float added = w * (dw - (renormalize ? dot : 0.0f));
+    UNROLL for (int i = 0; i < PER_LANE; i++)
+        x.values[i] = renormalize ? 0.0f : expf(x.values[i] - max) * everywhere;
+    KEEP_LOOP for (uint32_t j = 0; j < chosen; j++) {
+        uint32_t expert = shuffle(id, int(j));
+        float more = shuffle(added, int(j));
+        UNROLL for (int i = 0; i < PER_LANE; i++)
+            if (expert == uint32_t(32 * i) + lane) x.values[i] += more;
+    }
+    UNROLL for (int i = 0; i < PER_LANE; i++)
+        if (((x.left >> i) & 1) != 0) d.store(token * experts + 32 * i + lane, nearest<T>(x.values[i]));
+}
+
+// Calls whole(column) for PER16<T> columns at a time, if rows are `aligned` to 16 bytes, else
+// single(column).
+template <class T, class W, class S> DEVICE inline void over_columns(int width, bool aligned, W whole, S single) {
+    constexpr int V = PER16<T>;
+    for (int c = int(threadIdx.x) * V; c < width; c += THREADS * V) {
+        if (aligned && c + V <= width) {
+            whole(c);
+        } else {
+            for (int i = c; i < c + V && i < width; i++) single(i);
+        }
+    }
+}
+
+template <class T>
+DEVICE inline void scale(In<T> x, In<float> weights, In<uint32_t> copies, Out<T> y, int width) {
+    float weight = weights.load(copies.load(blockIdx.x));
+    In<T> from = x.offset(int64_t(blockIdx.x) * width);
+    Out<T> to = y.offset(int64_t(blockIdx.x) * width);
+    over_columns<T>(
+        width, from.is_aligned(16) && to.is_aligned(16),
+        [&](int c) {
+            float values[PER16<T>];
+            load_values<T, PER16<T>>(values, from, c);
+            UNROLL for (int i = 0; i < PER16<T>; i++) values[i] *= weight;
+            store_values<T, PER16<T>>(to, c, values);
+        },
+        [&](int c) { to.store(c, nearest<T>(widen(from.load(c)) * weight)); });
+}
+
+template <class T>
+DEVICE inline void scale_backward(InOut<T> x, InOut<T> dy, In<float> weights, In<uint32_t> copies, Out<float> dweights,
+                                  int width) {
+    SHARED(float, scratch, 32);
+    uint32_t copy = copies.load(blockIdx.x);
+    float weight = weights.load(copy), sum = 0.0f;
+    InOut<T> row = x.offset(int64_t(blockIdx.x) * width), d = dy.offset(int64_t(blockIdx.x) * width);
+    over_columns<T>(
+        width, row.is_aligned(16) && d.is_aligned(16),
+        [&](int c) {
+            float a[PER16<T>], b[PER16<T>];
+            load_values<T, PER16<T>>(a, row, c);
+            load_values<T, PER16<T>>(b, d, c);
+            UNROLL for (int i = 0; i < PER16<T>; i++) {
+                sum = fmaf(a[i], b[i], sum);
+                a[i] *= weight;
+                b[i] *= weight;
+            }
+            store_values<T, PER16<T>>(row, c, a);
+            store_values<T, PER16<T>>(d, c, b);
+        },
+        [&](int c) {
+            float a = widen(row.load(c)), b = widen(d.load(c));
+            sum = fmaf(a, b, sum);
+            row.store(c, nearest<T>(a * weight));
+            d.store(c, nearest<T>(b * weight));
+        });
+    sum = block_sum(sum, scratch);
+    if (threadIdx.x == 0) dweights.store(copy, sum);
+}
+
+template <class T>
+DEVICE inline void combine(In<T> x, In<uint32_t> places, In<T> added, Out<T> y, int width, uint32_t chosen) {
+    In<uint32_t> mine = places.offset(int64_t(blockIdx.x) * chosen);
+    int64_t row = int64_t(blockIdx.x) * width;
+    over_columns<T>(
+        width, width % PER16<T> == 0 && x.is_aligned(16) && y.is_aligned(16) && added.is_aligned(16),
+        [&](int c) {
+            float sum[PER16<T>] = {}, values[PER16<T>];
+            for (uint32_t j = 0; j < chosen; j++) {
+                load_values<T, PER16<T>>(values, x, int64_t(mine.load(j)) * width + c);
+                UNROLL for (int i = 0; i < PER16<T>; i++) sum[i] += values[i];
+            }
+            if (!added.is_null()) {
+                load_values<T, PER16<T>>(values, added, row + c);
+                UNROLL for (int i = 0; i < PER16<T>; i++) sum[i] += values[i];
+            }
+            store_values<T, PER16<T>>(y, row + c, sum);
+        },
+        [&](int c) {
+            float sum = 0.0f;
+            for (uint32_t j = 0; j < chosen; j++) sum += widen(x.load(int64_t(mine.load(j)) * width + c));
+            if (!added.is_null()) sum += widen(added.load(row + c));
+            y.store(row + c, nearest<T>(sum));
+        });
+}
+
+} // namespace
+
+#define CHOOSE_BF16                                                                                                    \
+    In<bf16> logits, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts, uint32_t chosen,       \
+        uint32_t renormalize
+#define CHOOSE_F32                                                                                                     \
+    In<float> logits, Out<uint32_t> ids, Out<float> weights, uint32_t tokens, uint32_t experts, uint32_t chosen,      \
+        uint32_t renormalize
+#define CHOICE_BF16                                                                                                    \
+    In<bf16> logits, In<uint32_t> ids, In<float> weights, In<float> dweights, Out<bf16> d, uint32_t tokens,           \
+        uint32_t experts, uint32_t chosen, uint32_t renormalize
+#define CHOICE_F32                                                                                                     \
+    In<float> logits, In<uint32_t> ids, In<float> weights, In<float> dweights, Out<float> d, uint32_t tokens,         \
+        uint32_t experts, uint32_t chosen, uint32_t renormalize
+
+// ids, weights: `[tokens, chosen]` from logits: `[tokens, experts]`. A warp a token, 8 a block.
+KERNEL BOUNDS(256, 3) choose_experts_bf16(CHOOSE_BF16) {
+    choose(logits, ids, weights, tokens, experts, chosen, renormalize != 0);
+}
+// Like choose_experts_bf16.
+KERNEL BOUNDS(256, 3) choose_experts_f32(CHOOSE_F32) {
+    choose(logits, ids, weights, tokens, experts, chosen, renormalize != 0);
+}
+// d: `[tokens, experts]`, the gradient of the logits from dweights: `[tokens, chosen]`. A warp a token, 8 a block.
+KERNEL BOUNDS(256, 3) choose_experts_backward_bf16(CHOICE_BF16) {
+    choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, renormalize != 0);
+}
+// Like choose_experts_backward_bf16.
+KERNEL BOUNDS(256, 3) choose_experts_backward_f32(CHOICE_F32) {
+    choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, renormalize != 0);
+}
+
+// `y[r] = x[r] * weights[copies[r]]`; x, y: `[R, width]`. One block a row.
+KERNEL BOUNDS(256, 6) scale_rows_bf16(In<bf16> x, In<float> weights, In<uint32_t> copies, Out<bf16> y, uint32_t width) {
+    scale(x, weights, copies, y, int(width));
+}
+// Like scale_rows_bf16.
+KERNEL BOUNDS(256, 6) scale_rows_f32(In<float> x, In<float> weights, In<uint32_t> copies, Out<float> y, uint32_t width) {
+    scale(x, weights, copies, y, int(width));
+}
+// `dweights[copies[r]] = x[r] dy[r]`; then x and dy, `[R, width]`, are multiplied by the weights of their rows. One
+// block a row.
+KERNEL BOUNDS(256, 6) scale_rows_backward_bf16(InOut<bf16> x, InOut<bf16> dy, In<float> weights, In<uint32_t> copies,
+    Out<float> dweights, uint32_t width) {
+    scale_backward(x, dy, weights, copies, dweights, int(width));
+}
+// Like scale_rows_backward_bf16.
+KERNEL BOUNDS(256, 6) scale_rows_backward_f32(InOut<float> x, InOut<float> dy, In<float> weights, In<uint32_t> copies,
+    Out<float> dweights, uint32_t width) {
+    scale_backward(x, dy, weights, copies, dweights, int(width));
+}
+// `y[n] = added[n]` (or 0) plus the sum of `x[places[n, j]]` over the `chosen` j; y: `[N, width]`. One block a token.
+KERNEL BOUNDS(256, 6) combine_rows_bf16(In<bf16> x, In<uint32_t> places, In<bf16> added, Out<bf16> y, uint32_t width,
+    uint32_t chosen) {
+    combine(x, places, added, y, int(width), chosen);
+}
+// Like combine_rows_bf16.
+KERNEL BOUNDS(256, 6) combine_rows_f32(In<float> x, In<uint32_t> places, In<float> added, Out<float> y, uint32_t width,
+    uint32_t chosen) {
+    combine(x, places, added, y, int(width), chosen);
+}
