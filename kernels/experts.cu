@@ -112,6 +112,29 @@ DEVICE inline void choose_backward(In<T> logits, In<uint32_t> ids, In<float> wei
         if (((x.left >> i) & 1) != 0) d.store(token * experts + 32 * i + lane, nearest<T>(x.values[i]));
 }
 
+// Writes the token's sum of p * pull for p = softmax(logits), and adds its gradient to d.
+template <class T>
+DEVICE inline void balance(In<T> logits, In<float> pull, InOut<T> d, Out<float> values, uint32_t tokens,
+                           uint32_t experts) {
+    int64_t token = int64_t(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
+    if (token >= tokens) return;
+    uint32_t lane = threadIdx.x % 32;
+    Logits x = load_logits(logits, token, experts);
+    float max = best_left(x).value, sum = sum_of_left(x, max), value = 0.0f;
+    UNROLL for (int i = 0; i < PER_LANE; i++) {
+        if (((x.left >> i) & 1) == 0) continue;
+        x.values[i] = expf(x.values[i] - max) / sum;
+        value += x.values[i] * pull.load(32 * i + lane);
+    }
+    value = warp_sum(value);
+    UNROLL for (int i = 0; i < PER_LANE; i++) {
+        if (((x.left >> i) & 1) == 0) continue;
+        int64_t at = token * experts + 32 * i + lane;
+        d.store(at, nearest<T>(widen(d.load(at)) + x.values[i] * (pull.load(32 * i + lane) - value)));
+    }
+    if (lane == 0) values.store(token, value);
+}
+
 // Calls whole(column) for PER16<T> columns at a time, if rows are `aligned` to 16 bytes, else
 // single(column).
 template <class T, class W, class S> DEVICE inline void over_columns(int width, bool aligned, W whole, S single) {
@@ -228,6 +251,18 @@ KERNEL BOUNDS(256, 3) choose_experts_backward_bf16(CHOICE_BF16) {
 // Like choose_experts_backward_bf16.
 KERNEL BOUNDS(256, 3) choose_experts_backward_f32(CHOICE_F32) {
     choose_backward(logits, ids, weights, dweights, d, tokens, experts, chosen, renormalize != 0);
+}
+
+// values: `[tokens]`, the sums of softmax(logits) * pull; their gradients are added to d: `[tokens, experts]`. A warp a
+// token, 8 a block.
+KERNEL BOUNDS(256, 3) balance_experts_bf16(In<bf16> logits, In<float> pull, InOut<bf16> d, Out<float> values,
+    uint32_t tokens, uint32_t experts) {
+    balance(logits, pull, d, values, tokens, experts);
+}
+// Like balance_experts_bf16.
+KERNEL BOUNDS(256, 3) balance_experts_f32(In<float> logits, In<float> pull, InOut<float> d, Out<float> values,
+    uint32_t tokens, uint32_t experts) {
+    balance(logits, pull, d, values, tokens, experts);
 }
 
 // `y[r] = x[r] * weights[copies[r]]`; x, y: `[R, width]`. One block a row.

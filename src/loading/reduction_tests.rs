@@ -56,6 +56,7 @@ fn trainer_options(recompute: Recompute) -> TrainerOptions {
             num_decay_steps: 0,
         },
         max_grad_norm: Some(1.0),
+        router_aux_loss: 0.0,
         seed: 0,
         recompute,
         save_assignment: SaveAssignment::RoundRobin,

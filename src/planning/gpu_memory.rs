@@ -41,7 +41,7 @@ pub(super) struct GpuStep<'a> {
 }
 
 /// A block as far as it decides transient memory.
-#[derive(PartialEq, Eq)]
+#[derive(PartialEq)]
 struct BlockShape {
     layers: Vec<LinearLayer>,
     experts: Option<Experts>,

@@ -30,6 +30,7 @@ mod method;
 mod micro_batch;
 mod parallel;
 mod resolve;
+pub(crate) mod router_aux_loss;
 mod run_params;
 mod schedule;
 pub mod sizing;

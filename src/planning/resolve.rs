@@ -16,6 +16,7 @@ use super::memory::MemoryPlan;
 use super::method::Method;
 use super::parallel;
 use super::parallel::WorldSize;
+use super::router_aux_loss::router_aux_loss;
 use super::run_params::ParamCache;
 use crate::adapter::{self, LowRankFactors};
 use crate::checkpoint::SavedCheckpoint;
@@ -99,6 +100,7 @@ impl Plan {
     ) -> Result<Self> {
         let global_batch = decide_rows(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), resolver)?;
+        router_aux_loss(&recipe, &base.config)?;
         recipe.data.fit_positions(base.config.max_position_embeddings);
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         engine.bf16_copy = bf16_copy::is_wanted(&recipe);

@@ -14,6 +14,7 @@ use crate::objectives;
 use crate::optim::OptimizerOptions;
 use crate::parallel::DeviceMesh;
 use crate::planning::Plan;
+use crate::planning::router_aux_loss::router_aux_loss;
 use crate::runtime::device;
 use crate::runtime::thread_pool::run_in_pool;
 
@@ -40,6 +41,7 @@ pub fn trainer(
         lora_plus_ratio: plan.recipe.optimizer.lora_plus_ratio,
         schedule: plan.schedule()?,
         max_grad_norm: Some(plan.recipe.train.max_grad_norm).filter(|max| *max > 0.0),
+        router_aux_loss: router_aux_loss(&plan.recipe, &plan.base.config)?,
         seed: plan.recipe.train.seed,
         recompute: plan.recompute,
         save_assignment: if plan.adapter_setup.is_some() {

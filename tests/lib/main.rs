@@ -24,6 +24,7 @@ mod adapter;
 mod adapter_switch;
 mod collective_local;
 mod data;
+mod experts;
 mod facade;
 mod hangs;
 mod hub;

@@ -197,8 +197,10 @@ fn coefficients_of_one_are_cross_entropy_and_of_zero_no_target() -> Result<()> {
     let run = |engine: &Engine, objective: &dyn Objective, batch: &Batch| -> Result<(f64, f64)> {
         engine.store.zero_gradients()?;
         let (scale, recompute) = (0.1, Recompute::None);
-        let sums =
-            engine.micro_step(batch, MicroStep { objective, scale, recompute, dropout: None, last: true })?;
+        let sums = engine.micro_step(
+            batch,
+            MicroStep { objective, scale, recompute, dropout: None, balance: None, last: true },
+        )?;
         Ok((sums.loss.read()?, engine.store.gradient_norm()?))
     };
     let whole = run(&engine, &CrossEntropy, &batch(1))?;

@@ -33,6 +33,7 @@ fn step(step: u64) -> StepReport {
         mfu: None,
         hfu: None,
         objective: BTreeMap::new(),
+        expert_load: Vec::new(),
     }
 }
 

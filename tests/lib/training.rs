@@ -22,6 +22,7 @@ pub(crate) fn trainer_options() -> TrainerOptions {
             num_decay_steps: 0,
         },
         max_grad_norm: Some(1.0),
+        router_aux_loss: 0.0,
         seed: 0,
         recompute: Recompute::Block,
         save_assignment: SaveAssignment::RoundRobin,

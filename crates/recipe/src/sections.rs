@@ -160,6 +160,9 @@ section! {
         global_batch_size: Option<usize> = None, Between(1.0, MOST_GLOBAL_BATCH as f64);
         /// Maximum norm of the gradients, which are scaled down to it; 0: no limit.
         max_grad_norm: f64 = 1.0, AtLeast(0.0);
+        /// Coefficient of the loss that balances the load of experts; "auto": the
+        /// `router_aux_loss_coef` of config.json; 0: no such loss, as in transformers.
+        router_aux_loss: AutoOr<f64> = AutoOr::Fixed(0.0), AtLeast(0.0);
         /// Action at a step whose loss or gradient norm is NaN or infinite, and which therefore
         /// updates nothing: stop the run, skip the step, or roll back to the newest checkpoint and
         /// continue with the rows after the step.

@@ -49,7 +49,7 @@ const fn counter(name: &'static str, help: &'static str) -> FamilySpec {
 }
 
 /// All figures of the page.
-pub const FAMILIES: [FamilySpec; 28] = [
+pub const FAMILIES: [FamilySpec; 29] = [
     gauge(
         "finetune_run_info",
         &["run", "model", "version"],
@@ -85,6 +85,7 @@ pub const FAMILIES: [FamilySpec; 28] = [
         &["metric"],
         "`objective`, by `metric`; of objectives with metrics of their own",
     ),
+    gauge("finetune_expert_load_ratio", &["expert"], "`expert_load`, by `expert`; of models with experts"),
     counter("finetune_steps_total", "steps that this process took"),
     counter("finetune_skipped_steps_total", "lines with `skipped`: steps that diverged and updated nothing"),
     gauge("finetune_rolled_back_to_step", &[], "`back_to` of the last line with `skipped`"),
@@ -217,6 +218,7 @@ impl RunFigures {
             mfu,
             hfu,
             objective,
+            expert_load,
         } = report;
         let parts = [
             ("data", data_secs),
@@ -235,6 +237,9 @@ impl RunFigures {
         }
         for (name, value) in objective {
             self.set_of("finetune_objective", &[name], *value)?;
+        }
+        for (expert, load) in expert_load.iter().enumerate() {
+            self.set_of("finetune_expert_load_ratio", &[&expert.to_string()], *load)?;
         }
         self.set("finetune_epochs", *epoch)?;
         self.set("finetune_loss_nats", *loss)?;
@@ -385,6 +390,7 @@ mod tests {
             mfu: Some(0.4),
             hfu: Some(0.5),
             objective: BTreeMap::from([("accuracy".to_owned(), 0.75)]),
+            expert_load: vec![1.25, 0.75],
             ..StepReport::default()
         };
         (3..=5).for_each(|number| figures.step(&step(number)).unwrap());

@@ -80,10 +80,14 @@ pub struct StepReport {
     /// The same including recomputed operations.
     #[serde(default, skip_serializing_if = "is_none_or_absent")]
     pub hfu: Option<f64>,
-    /// Metrics of the objective by name, each divided by the loss's divisor; cross-entropy has
-    /// none.
+    /// Metrics of the objective by name, each divided by the loss's divisor, and of experts;
+    /// cross-entropy without experts has none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub objective: BTreeMap<String, f64>,
+    /// The load of each expert relative to the mean, over all layers of the step: 1 is balanced;
+    /// empty for a model without experts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub expert_load: Vec<f64>,
 }
 
 /// The value of a figure that its line omits.

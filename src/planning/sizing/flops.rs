@@ -137,11 +137,7 @@ fn block_weights(config: &ModelConfig, layer: usize, is_chosen: impl Fn(&BlockMo
 }
 
 /// Returns the number of weights that a token uses of the chosen parameters of adapters.
-fn adapter_weights(
-    config: &ModelConfig,
-    descs: &[ParamDesc],
-    is_chosen: impl Fn(&ParamDesc) -> bool,
-) -> u64 {
+fn adapter_weights(config: &ModelConfig, descs: &[ParamDesc], is_chosen: impl Fn(&ParamDesc) -> bool) -> u64 {
     let unused: HashSet<String> = (0..config.num_layers()).flat_map(|layer| unused(config, layer)).collect();
     let is_used =
         |name: &str| unused.is_empty() || !name.split_once(".lora_").is_some_and(|(m, _)| unused.contains(m));

@@ -21,8 +21,8 @@ use super::flops::{TokenFlops, TrainedWeights};
 use super::hardware::Hardware;
 use super::rates::ComputeRates;
 use crate::model::ModelConfig;
-use crate::objectives;
 use crate::parallel::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes};
+use crate::planning::router_aux_loss::objective_cost;
 use crate::planning::{PlannedStep, parameter_counts};
 use crate::recipe::{AdapterKind, Offload, Recipe, Recompute, StateDtype};
 
@@ -136,7 +136,7 @@ impl SizingRequest<'_> {
     pub(super) fn flops(&self, recipe: &Recipe, step: &PlannedStep, row: f64) -> TokenFlops {
         let config = &self.inputs.base.config;
         TokenFlops::new(config, TrainedWeights::of(config, &step.descs), row, step.fit.recompute)
-            .with_objective(objectives::objective(&recipe.objective).cost())
+            .with_objective(objective_cost(recipe))
     }
 
     /// Returns the passes of a micro-batch that dequantize: forward, backward, and recomputing

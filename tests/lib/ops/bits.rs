@@ -12,7 +12,8 @@ use finetune::ops::dropout::{Dropout, dropout};
 use finetune::ops::elementwise::{add, add_into, sums_of_squares};
 use finetune::ops::embedding::{embed, embed_backward};
 use finetune::ops::experts::{
-    ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows, scale_rows_backward,
+    ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows,
+    scale_rows_backward,
 };
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};

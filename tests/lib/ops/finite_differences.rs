@@ -8,7 +8,8 @@ use finetune::ops::cross_entropy::{
     score_targets,
 };
 use finetune::ops::experts::{
-    ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows, scale_rows_backward,
+    ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows, scale_rows,
+    scale_rows_backward,
 };
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
@@ -140,6 +141,23 @@ fn of_experts() {
         let dlogits = choose_experts_backward(&logits, &choice, &dweights, router).unwrap();
         close("dlogits", &dlogits, &differences(&logits64, |logits| dot(&of(logits, &x64), &dy64)));
     }
+}
+
+#[test]
+fn of_balanced_experts() {
+    let (logits, pull) = (normal("logits", (5, 7)), normal("pull", 7));
+    let pull64 = values(&pull);
+    let value = |logits: &[f64]| -> f64 {
+        let of_token = |logits: &[f64]| {
+            let sum: f64 = logits.iter().map(|x| x.exp()).sum();
+            logits.iter().zip(&pull64).map(|(x, pull)| x.exp() / sum * pull).sum::<f64>()
+        };
+        logits.chunks(7).map(of_token).sum()
+    };
+    let (logits64, d) = (values(&logits), zeros((5, 7)));
+    let got = balance_experts(&logits, &pull, &d).unwrap();
+    assert!((got - value(&logits64)).abs() < 1e-5, "{got}");
+    close("dlogits", &d, &differences(&logits64, value));
 }
 
 /// Rotates the q and k columns of each row by its angles; v's columns stay.

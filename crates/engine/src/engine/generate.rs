@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use super::Engine;
 use super::sampling::NextToken;
 use crate::error::{Error, Result};
-use crate::model::{self, BlockCache};
+use crate::model::{self, AdapterSwitch, BlockCache};
 use crate::ops::attention::Span;
 use crate::runtime::copy::to_host_vec;
 use crate::runtime::device::free_bytes;
@@ -91,7 +91,7 @@ impl Engine {
     fn next_logits(&self, ids: &[u32], past: usize, caches: &mut [BlockCache]) -> Result<Vec<f32>> {
         let span = Span { q_start: 0, q_len: ids.len(), k_start: 0, k_len: past + ids.len() };
         let layout = self.layout_of(vec![span])?;
-        let context = self.context(&layout, None);
+        let context = self.evaluation_context(&layout, AdapterSwitch::On);
         let mut x = self.store.embed()?.forward(&self.config, ids, context.adapter)?;
         for (layer, cache) in caches.iter_mut().enumerate() {
             let weights = self.store.block(layer, self.after(layer))?;

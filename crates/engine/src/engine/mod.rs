@@ -42,7 +42,9 @@ pub use utilization::PeakFlops;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::model::PositionTable;
-use crate::model::{self, AdapterSwitch, BlockContext, DropoutContext, ModelConfig, RotaryTables};
+use crate::model::{
+    self, AdapterSwitch, BlockContext, DropoutContext, ExpertBalance, ModelConfig, RotaryTables,
+};
 use crate::objectives::{LossSums, Objective};
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
@@ -76,6 +78,8 @@ pub struct MicroStep<'a> {
     pub recompute: Recompute,
     /// Keys of dropout; `None` disables dropout.
     pub dropout: Option<DropoutContext>,
+    /// The loss that balances the load of experts; `None` without it.
+    pub balance: Option<&'a ExpertBalance>,
     /// True for the rank's last micro-batch of a step: reductions that wait for it start.
     pub last: bool,
 }
@@ -103,14 +107,23 @@ impl Engine {
         Ok(BatchLayout { spans, tables })
     }
 
-    fn context<'a>(&self, layout: &'a BatchLayout, dropout: Option<DropoutContext>) -> BlockContext<'a> {
-        let adapter = AdapterSwitch::On;
+    fn context<'a>(&self, layout: &'a BatchLayout, step: MicroStep<'a>) -> BlockContext<'a> {
+        BlockContext {
+            dropout: step.dropout,
+            balance: step.balance,
+            ..self.evaluation_context(layout, AdapterSwitch::On)
+        }
+    }
+
+    /// Returns the context of a forward without a backward.
+    fn evaluation_context<'a>(&self, layout: &'a BatchLayout, adapter: AdapterSwitch) -> BlockContext<'a> {
         BlockContext {
             spans: &layout.spans,
             tables: &layout.tables,
             attention: self.attention,
             adapter,
-            dropout,
+            dropout: None,
+            balance: None,
         }
     }
 
@@ -132,7 +145,7 @@ impl Engine {
     ) -> Result<Tensor> {
         self.check_switch(adapter)?;
         let layout = self.layout(batch)?;
-        let context = BlockContext { adapter, ..self.context(&layout, None) };
+        let context = self.evaluation_context(&layout, adapter);
         let mut x = self.store.embed()?.forward(&self.config, &batch.ids, adapter)?;
         for layer in 0..self.config.num_layers() {
             let weights = self.store.block(layer, self.after(layer))?;
@@ -183,10 +196,12 @@ impl Engine {
     pub fn micro_step(&self, batch: &Batch, step: MicroStep<'_>) -> Result<LossSums> {
         let stage = Stage::whole(&self.config);
         let (output, state) = self.forward(&stage, batch, None, step)?;
-        let StageOutput::Loss(sums) = output else {
+        let StageOutput::Loss(mut sums) = output else {
             return Err(Error::internal("a whole model computed no loss"));
         };
+        sums.experts = state.experts.clone();
         self.backward(&stage, batch, state, None, step)?;
+        sums.experts.balance = step.balance.map_or(0.0, ExpertBalance::take);
         if step.last {
             self.store.finish_reductions()?;
         }

@@ -13,7 +13,7 @@ use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::model::{self, BlockContext, BlockSaved, BlockWeights, ModelConfig, Segment};
-use crate::objectives::{LossSums, ObjectiveInput, ObjectiveOutput};
+use crate::objectives::{ExpertLoad, LossSums, ObjectiveInput, ObjectiveOutput};
 use crate::profile::op_table::RECOMPUTE;
 use crate::recipe::enums::Recompute;
 use crate::report::memory;
@@ -66,6 +66,8 @@ pub struct ForwardState {
     /// The gradient of the last hidden states, `[N, D]`, if the stage has the head: a head computes
     /// its backward with its forward.
     dx: Option<Tensor>,
+    /// The load of the stage's experts.
+    pub(super) experts: ExpertLoad,
 }
 
 /// The part of a block that its backward starts from.
@@ -91,7 +93,8 @@ impl Engine {
         let (config, store) = (&self.config, &self.store);
         let world = store.mesh().world();
         let layout = self.layout(batch)?;
-        let context = self.context(&layout, step.dropout);
+        let context = self.context(&layout, step);
+        let mut experts = ExpertLoad::default();
         world.enter(Phase::Forward)?;
         let mut x = if stage.has_embedding {
             let _span = span(|| segment("forward", "embedding", 0));
@@ -106,6 +109,9 @@ impl Engine {
             let weights = store.block(layer, stage.after(layer))?;
             let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
             self.note_memory();
+            if let Some(loads) = saved.expert_loads() {
+                experts.add_layer(&loads, batch.len());
+            }
             // The backward of the last block follows at once.
             let is_last = stage.has_head && stage.after(layer).is_none();
             blocks.push(match step.recompute {
@@ -116,11 +122,11 @@ impl Engine {
             release.begin();
         }
         if !stage.has_head {
-            return Ok((StageOutput::Hidden(x), ForwardState { layout, blocks, dx: None }));
+            return Ok((StageOutput::Hidden(x), ForwardState { layout, blocks, dx: None, experts }));
         }
         let source = context.source(config.num_layers());
         let (sums, dx) = self.loss(stage, batch, x, source, step)?;
-        Ok((StageOutput::Loss(sums), ForwardState { layout, blocks, dx: Some(dx) }))
+        Ok((StageOutput::Loss(sums), ForwardState { layout, blocks, dx: Some(dx), experts }))
     }
 
     /// Returns the loss of the last hidden states and their gradient, `[N, D]`. Reduces the head's
@@ -140,7 +146,7 @@ impl Engine {
         let ObjectiveOutput { loss, dx, metrics } = step.objective.loss_and_grad(&head, input)?;
         trace::release((x, head));
         store.reduce(Segment::Head, step.last)?;
-        Ok((LossSums { loss, metrics }, dx))
+        Ok((LossSums { loss, metrics, experts: ExpertLoad::default() }, dx))
     }
 
     /// Computes the gradients of a stage and adds them to the store. `dx` is the gradient of the
@@ -158,7 +164,7 @@ impl Engine {
         step: MicroStep<'_>,
     ) -> Result<Option<Tensor>> {
         let (config, store) = (&self.config, &self.store);
-        let context = self.context(&state.layout, step.dropout);
+        let context = self.context(&state.layout, step);
         let dx = state.dx.take().or(dx);
         let mut dx = dx.ok_or_else(|| Error::internal("a stage without head got no gradient"))?;
         store.mesh().world().enter(Phase::Backward)?;

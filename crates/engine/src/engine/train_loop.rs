@@ -11,6 +11,7 @@ use crate::checkpoint::{BestEvaluation, KillPoint, Saver, TrainingState};
 use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Step, StepSource};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
+use crate::objectives::ExpertLoad;
 use crate::profile::Profiler;
 use crate::profile::bottlenecks::RunFacts;
 use crate::recipe::StepInterval;
@@ -382,6 +383,13 @@ impl TrainLoop<'_> {
                 .metrics
                 .iter()
                 .map(|metric| (metric.name.to_owned(), metric.sum / result.divisor))
+                .chain(self.of_experts(&result.experts))
+                .collect(),
+            expert_load: result
+                .experts
+                .relative()
+                .into_iter()
+                .map(|load| (load * 1e3).round() / 1e3)
                 .collect(),
             tokens: step.tokens,
             step_secs: secs,
@@ -393,6 +401,23 @@ impl TrainLoop<'_> {
             ..in_parts(&parts)
         });
         Ok((report, agreed))
+    }
+
+    /// Returns the metrics of experts by name: the largest and the smallest load of an expert, and the
+    /// loss that balances them, if the run has one.
+    fn of_experts(&self, experts: &ExpertLoad) -> Vec<(String, f64)> {
+        let loads = experts.relative();
+        if loads.is_empty() {
+            return Vec::new();
+        }
+        let (least, most) = loads
+            .iter()
+            .fold((f64::INFINITY, 0.0f64), |(least, most), load| (least.min(*load), most.max(*load)));
+        let mut metrics = vec![("expert_load_max".to_owned(), most), ("expert_load_min".to_owned(), least)];
+        if self.trainer.options.router_aux_loss > 0.0 {
+            metrics.push(("router_aux_loss".to_owned(), experts.balance));
+        }
+        metrics
     }
 
     /// Returns the peak memory of the device, or of the process on a CPU, in bytes.

@@ -3,17 +3,20 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use candle_core::{Device, Tensor};
+
 use super::divergence::DivergedStep;
-use super::{Engine, MicroStep};
+use super::{Engine, MicroStep, Stage};
 use crate::collective::Phase;
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
-use crate::model::DropoutContext;
-use crate::objectives::{CrossEntropy, LossSums, MetricSum, Objective};
+use crate::model::{DropoutContext, ExpertBalance};
+use crate::objectives::{CrossEntropy, ExpertLoad, LossSums, MetricSum, Objective, StepSums};
 use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use crate::parallel::{Bucket, BucketEntry, LrGroup, OffloadTarget};
 use crate::recipe::enums::{Recompute, StateDtype};
+use crate::runtime::copy::to_device;
 use crate::runtime::rng::RngStream;
 use crate::runtime::thread_pool;
 
@@ -28,6 +31,8 @@ pub struct TrainerOptions {
     pub schedule: Schedule,
     /// Norm to which larger gradients are scaled down; `None` disables clipping.
     pub max_grad_norm: Option<f64>,
+    /// The coefficient of the loss that balances the load of experts; 0 without it.
+    pub router_aux_loss: f64,
     /// The seed of dropout and of stochastic rounding.
     pub seed: u64,
     /// The activations that forward keeps for backward (gradient checkpointing).
@@ -56,6 +61,8 @@ pub struct StepResult {
     pub learning_rate: f64,
     /// The objective's own numbers, summed over the step; cross-entropy has none.
     pub metrics: Vec<MetricSum>,
+    /// The load of the model's experts, with the loss that balances it without its coefficient.
+    pub experts: ExpertLoad,
     /// Divisor of the summed loss and of the metrics: the number of targets, unless the objective
     /// has its own denominator.
     pub divisor: f64,
@@ -146,6 +153,7 @@ impl Trainer {
             scale: 1.0 / batch.len().max(1) as f64,
             recompute: self.options.recompute,
             dropout: Some(DropoutContext { stream, first_token: 0 }),
+            balance: None,
             last: true,
         };
         thread_pool::run_in_pool(&self.engine.device, || self.engine.micro_step(batch, micro_step))?;
@@ -164,7 +172,7 @@ impl Trainer {
         // Started before the loss is read, so that the host waits for a GPU once.
         let squares = store.gradient_squares()?;
         let mut own_loss = 0.0;
-        let (loss_sum, metrics) = sums.reduce(|values| {
+        let StepSums { loss: loss_sum, metrics, mut experts } = sums.reduce(|values| {
             own_loss = values[0];
             store.sum("losses", values)
         })?;
@@ -181,7 +189,10 @@ impl Trainer {
         let learning_rate = self.options.schedule.at(number - 1);
         self.optimizer.update(learning_rate, clip)?;
         store.all_gather_params()?;
-        Ok(StepResult { loss, grad_norm, learning_rate, metrics, divisor })
+        if self.options.router_aux_loss > 0.0 {
+            experts.balance /= self.options.router_aux_loss;
+        }
+        Ok(StepResult { loss, grad_norm, learning_rate, metrics, experts, divisor })
     }
 
     /// Returns the ranks whose gradients are not finite although all losses are, by computing them
@@ -211,17 +222,55 @@ impl Trainer {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
         let mesh = self.engine.store.mesh();
         let turns = step.turns(mesh.data_rank(), mesh.data_size());
+        let is_idle = |turn| turn * mesh.data_size() + mesh.data_rank() >= step.micro_batches.len();
+        let micro_step = |turn: usize, batch: &Batch| MicroStep {
+            objective: &*self.objective,
+            scale,
+            recompute: self.options.recompute,
+            dropout: Some(DropoutContext { stream, first_token: batch.first_token }),
+            balance: None,
+            last: turn + 1 == turns.len(),
+        };
         thread_pool::run_in_pool(&self.engine.device, || {
+            let mut load = ExpertLoad::default();
+            for (turn, batch) in turns.iter().enumerate().filter(|_| self.options.router_aux_loss > 0.0) {
+                load.add(self.expert_load(batch, micro_step(turn, batch))?.counted(!is_idle(turn)));
+            }
+            let balance = self.balance(load)?;
             let mut sums = LossSums::default();
-            for (i, batch) in turns.iter().enumerate() {
-                let dropout = Some(DropoutContext { stream, first_token: batch.first_token });
-                let (recompute, last) = (self.options.recompute, i + 1 == turns.len());
-                let objective = &*self.objective;
-                let micro_step = MicroStep { objective, scale, recompute, dropout, last };
-                sums.add(self.engine.micro_step(batch, micro_step)?)?;
+            for (turn, batch) in turns.iter().enumerate() {
+                let balance = balance.as_ref().filter(|_| !is_idle(turn));
+                let mut part =
+                    self.engine.micro_step(batch, MicroStep { balance, ..micro_step(turn, batch) })?;
+                part.experts = part.experts.counted(!is_idle(turn));
+                sums.add(part)?;
             }
             Ok(sums)
         })
+    }
+
+    /// Returns the load of the experts in a micro-batch, by a forward through the blocks alone.
+    fn expert_load(&self, batch: &Batch, step: MicroStep<'_>) -> Result<ExpertLoad> {
+        let blocks = Stage { has_head: false, ..Stage::whole(&self.engine.config) };
+        // Recomputing keeps the fewest tensors.
+        let step = MicroStep { recompute: Recompute::Block, ..step };
+        let (_, state) = self.engine.forward(&blocks, batch, None, step)?;
+        Ok(state.experts)
+    }
+
+    /// Returns the loss that balances the experts, given the load of this rank's micro-batches;
+    /// `None` for a model without experts. All ranks call it.
+    fn balance(&self, mut load: ExpertLoad) -> Result<Option<ExpertBalance>> {
+        let mut values: Vec<f64> = load.values().collect();
+        if values.is_empty() {
+            return Ok(None);
+        }
+        self.engine.store.sum("loads of experts", &mut values)?;
+        load.set(&values);
+        let factor = self.options.router_aux_loss * load.picks.len() as f64 / (load.tokens * load.tokens);
+        let pull: Vec<f32> = load.picks.iter().map(|picks| (factor * picks) as f32).collect();
+        let pull = Tensor::from_slice(&pull, pull.len(), &Device::Cpu)?;
+        Ok(Some(ExpertBalance::new(to_device(&pull, &self.engine.device)?)))
     }
 }
 

@@ -2,6 +2,7 @@
 //! last block. `objective.kind` of the recipe chooses one.
 
 mod cross_entropy;
+mod expert_load;
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -9,6 +10,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 pub use cross_entropy::CrossEntropy;
+pub use expert_load::ExpertLoad;
 
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
@@ -97,6 +99,19 @@ pub struct LossSums {
     pub loss: LossSum,
     /// The objective's own sums.
     pub metrics: Vec<MetricSum>,
+    /// The load of the model's experts.
+    pub experts: ExpertLoad,
+}
+
+/// The sums of a step over its micro-batches and ranks.
+#[derive(Debug)]
+pub(crate) struct StepSums {
+    /// The summed loss, not yet scaled.
+    pub(crate) loss: f64,
+    /// The objective's own sums.
+    pub(crate) metrics: Vec<MetricSum>,
+    /// The load of the model's experts.
+    pub(crate) experts: ExpertLoad,
 }
 
 /// Returns the objective of a recipe.
@@ -113,6 +128,7 @@ impl LossSums {
     /// The metrics of `other` have other names: an internal error.
     pub(crate) fn add(&mut self, other: LossSums) -> Result<()> {
         self.loss.add(other.loss);
+        self.experts.add(other.experts);
         if self.metrics.is_empty() {
             self.metrics = other.metrics;
             return Ok(());
@@ -127,14 +143,17 @@ impl LossSums {
         Ok(())
     }
 
-    /// Reads the loss from the device, and reduces it and the metrics over all ranks with `sum`,
-    /// which gets the loss first. Returns both.
-    pub(crate) fn reduce(self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<(f64, Vec<MetricSum>)> {
-        let mut metrics = self.metrics;
-        let mut values = vec![self.loss.read()?];
+    /// Reads the loss from the device, and reduces all sums over the ranks with `sum`, which gets the
+    /// loss first.
+    pub(crate) fn reduce(self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<StepSums> {
+        let LossSums { loss, mut metrics, mut experts } = self;
+        let mut values = vec![loss.read()?];
         values.extend(metrics.iter().map(|metric| metric.sum));
+        let of_experts = values.len();
+        values.extend(experts.values());
         sum(&mut values)?;
         metrics.iter_mut().zip(&values[1..]).for_each(|(metric, value)| metric.sum = *value);
-        Ok((values[0], metrics))
+        experts.set(&values[of_experts..]);
+        Ok(StepSums { loss: values[0], metrics, experts })
     }
 }

@@ -16,7 +16,7 @@ mod experts;
 mod gated_mlp;
 
 pub use attention::{AttentionWeights, BlockCache};
-pub use experts::{ExpertWeights, ExpertsWeights};
+pub use experts::{ExpertBalance, ExpertWeights, ExpertsWeights};
 pub use gated_mlp::GatedMlpWeights;
 
 use candle_core::{DType, Tensor};
@@ -198,6 +198,8 @@ pub struct BlockContext<'a> {
     pub adapter: AdapterSwitch,
     /// The dropout masks; `None` outside training.
     pub dropout: Option<DropoutContext>,
+    /// The loss that balances experts; `None` without it.
+    pub balance: Option<&'a ExpertBalance>,
 }
 
 /// Names the dropout masks of a micro-batch.
@@ -287,6 +289,14 @@ impl BlockSaved {
         SavedBytes { input: sum(input), rest: sum(rest) }
     }
 
+    /// Returns the number of tokens that chose each expert of the block; `None` without experts.
+    pub fn expert_loads(&self) -> Option<Vec<usize>> {
+        match &self.channel_mixer {
+            ChannelMixerSaved::GatedMlp(_) => None,
+            ChannelMixerSaved::Experts(saved) => Some(saved.loads()),
+        }
+    }
+
     /// Returns the same bytes by tensor, the block's input first.
     pub fn parts(
         config: &ModelConfig,
@@ -298,13 +308,20 @@ impl BlockSaved {
         let block = &config.blocks[layer];
         let hidden = tokens * config.hidden_size * dtype.size_in_bytes();
         let layout = BlockLayout::new(config, layer);
-        // All experts together see each token as often as experts are chosen for it.
-        let (chosen, count) = block.channel_mixer.experts().map_or((1, 1), |e| (e.router.chosen, e.count));
-        let lora = layout.linears().filter_map(|module| {
-            let rows = if module.part.expert().is_some() { tokens * chosen } else { tokens * count };
-            Some(BranchSaved::bytes(adapter(module)?, module.weight.out(), rows, dtype))
-        });
-        let lora = lora.sum::<usize>() / count;
+        let branch = |module: &BlockModule, rows| {
+            adapter(module).map_or(0, |shape| BranchSaved::bytes(shape, module.weight.out(), rows, dtype))
+        };
+        let linears = || layout.linears();
+        let outside = linears().filter(|module| module.part.expert().is_none());
+        let lora = outside.map(|module| branch(module, tokens)).sum::<usize>()
+            + block.channel_mixer.experts().map_or(0, |experts| {
+                // All experts together see each token as often as experts are chosen for it.
+                let inside = || linears().filter(|module| module.part.expert().is_some());
+                let fixed = inside().map(|module| branch(module, 0)).sum::<usize>();
+                let of_all =
+                    inside().map(|module| branch(module, tokens * experts.router.chosen)).sum::<usize>();
+                fixed + (of_all - fixed) / experts.count
+            });
         let mut parts = vec![("the block's input", hidden)];
         match &block.token_mixer {
             TokenMixer::Attention(_) => parts.extend(AttentionSaved::parts(config, tokens, dtype)),

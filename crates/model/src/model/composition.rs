@@ -104,7 +104,7 @@ pub struct GatedMlp {
 }
 
 /// A mixture of experts: gated MLPs without biases, of which a router chooses a few for each token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Experts {
     /// The number of experts, E.
     pub count: usize,
@@ -114,6 +114,8 @@ pub struct Experts {
     pub width: usize,
     /// The activation of the gates.
     pub activation: Activation,
+    /// The coefficient of the loss that balances their load, in config.json.
+    pub aux_coefficient: f64,
 }
 
 impl From<GatedMlp> for ChannelMixer {

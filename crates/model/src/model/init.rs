@@ -18,7 +18,9 @@ pub fn initial_value(
     let stream = RngStream::new(seed).named(&spec.name);
     let std = config.initializer_range as f32;
     match spec.role {
-        Role::Weight | Role::Router | Role::Embedding => stream.normals(start as u64..(start + len) as u64, std),
+        Role::Weight | Role::Router | Role::Embedding => {
+            stream.normals(start as u64..(start + len) as u64, std)
+        }
         Role::Norm if !config.norm.unit_offset => vec![1.0; len],
         Role::Norm | Role::Bias => vec![0.0; len],
     }

@@ -33,7 +33,8 @@ mod stored;
 pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights,
-    DropoutContext, ExpertWeights, ExpertsWeights, GatedMlpWeights, MixerNorms, SavedBytes, TokenMixerWeights, backward, forward, recompute,
+    DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedMlpWeights, MixerNorms, SavedBytes,
+    TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{

@@ -23,8 +23,11 @@ impl ModelConfig {
         let of_attention = |text: &dyn Fn(&AttentionMixer) -> String| -> String {
             runs(&self.attentions().map(text).collect::<Vec<_>>())
         };
-        let activations: Vec<String> =
-            self.blocks.iter().map(|block| format!("{:?}", block.channel_mixer.activation()).to_lowercase()).collect();
+        let activations: Vec<String> = self
+            .blocks
+            .iter()
+            .map(|block| format!("{:?}", block.channel_mixer.activation()).to_lowercase())
+            .collect();
         let settings = |attention: &AttentionMixer| {
             self.ropes.get(attention.rope).map_or_else(String::new, |rope| rope.settings.clone())
         };

@@ -78,7 +78,8 @@ pub(super) fn refuse_unknown(config: &ModelConfig) -> Result<()> {
 fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
     let facts = &config.family.gguf;
     let width = config.heads.q_width();
-    let (attentions, mixers) = (|| config.attentions(), || config.blocks.iter().map(|block| &block.channel_mixer));
+    let (attentions, mixers) =
+        (|| config.attentions(), || config.blocks.iter().map(|block| &block.channel_mixer));
     let faults = [
         mixers()
             .find(|mixer| mixer.activation() != facts.activation)
@@ -87,8 +88,9 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
             .then(|| format!("heads of {width} columns in total, not hidden_size {}", config.hidden_size)),
         (!facts.reads_all_biases && attentions().any(|attention| attention.o_bias))
             .then(|| "a bias in o_proj".to_owned()),
-        (!facts.reads_all_biases && mixers().any(|mixer| matches!(mixer, ChannelMixer::GatedMlp(mlp) if mlp.bias)))
-            .then(|| "biases in the MLP".to_owned()),
+        (!facts.reads_all_biases
+            && mixers().any(|mixer| matches!(mixer, ChannelMixer::GatedMlp(mlp) if mlp.bias)))
+        .then(|| "biases in the MLP".to_owned()),
         attentions()
             .find(|attention| !facts.attention_softcap.fits(attention.softcap))
             .map(|attention| format!("`attn_logit_softcapping` {:?}", attention.softcap)),

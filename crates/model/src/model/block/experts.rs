@@ -9,6 +9,8 @@
 //! output: it is linear, and the gradient of a weight then needs no output. Sums run in the order of
 //! the experts. Backward recomputes the gated products and the copies of the rows.
 
+use std::sync::{Mutex, PoisonError};
+
 use candle_core::{DType, Tensor};
 
 use super::{LayerPass, MixerBackward, MixerGradients};
@@ -18,8 +20,8 @@ use crate::model::linear::{self, LoraSaved, MergedLinear, PendingGradients};
 use crate::model::lora::DropoutSource;
 use crate::ops::embedding::embed;
 use crate::ops::experts::{
-    ExpertChoice, ExpertRows, choose_experts, choose_experts_backward, combine_rows, scale_rows,
-    scale_rows_backward,
+    ExpertChoice, ExpertRows, balance_experts, choose_experts, choose_experts_backward, combine_rows,
+    scale_rows, scale_rows_backward,
 };
 use crate::ops::glu::{glu, glu_backward};
 use crate::ops::{Addend, empty};
@@ -43,6 +45,34 @@ pub struct ExpertWeights {
     pub gate_up: MergedLinear,
     /// The second projection.
     pub down: MergedLinear,
+}
+
+/// The loss that balances the load of the experts, of a micro-batch.
+///
+/// With c_e the tokens of a step that chose expert e in any layer, and T its tokens times its layers
+/// with experts, the loss is `Σ_e pull_e · Σ p_e` with `pull_e = coefficient · E · c_e / T²`. The
+/// gradient takes c as constant. Since c is of the whole step, micro-batches and ranks only add up.
+#[derive(Debug)]
+pub struct ExpertBalance {
+    /// pull: `[E]` f32.
+    pull: Tensor,
+    value: Mutex<f64>,
+}
+
+impl ExpertBalance {
+    /// Returns the loss for these factors of the experts' probabilities, `[E]` f32.
+    pub fn new(pull: Tensor) -> Self {
+        ExpertBalance { pull, value: Mutex::new(0.0) }
+    }
+
+    /// Returns the sum over the backwards so far, and starts again at 0.
+    pub fn take(&self) -> f64 {
+        std::mem::take(&mut *self.value.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn add(&self, value: f64) {
+        *self.value.lock().unwrap_or_else(PoisonError::into_inner) += value;
+    }
 }
 
 /// The tensors that backward needs.
@@ -95,6 +125,11 @@ impl ExpertsSaved {
         // Of each row: the expert, its weight, its number of copy and its place.
         let choice = 4 * rows * DType::F32.size_in_bytes();
         [("gate and up", rows * 2 * mixer.width * size), ("the router's choice", logits * size + choice)]
+    }
+
+    /// Returns the number of tokens that chose each expert.
+    pub(super) fn loads(&self) -> Vec<usize> {
+        self.rows.loads()
     }
 
     /// Returns all tensors that it holds.
@@ -188,6 +223,10 @@ impl ExpertsWeights {
         let experts = rows.of_experts().zip(&saved.loras).map(through).collect::<Result<Vec<_>>>()?;
         drop(dgate_up);
         let dlogits = choose_experts_backward(&saved.logits, &saved.choice, &dweights, mixer.router)?;
+        let dlogits = TensorMut::new(dlogits);
+        if let Some(balance) = pass.context.balance {
+            balance.add(balance_experts(&saved.logits, &balance.pull, &dlogits)?);
+        }
         let (through_router, router) =
             linear::backward_first(&self.router, &saved.router, &dlogits, source, need_dx)?;
         let dinput = dx.map(|dx| combine_rows(&dx, rows, through_router.as_ref())).transpose()?;

@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 8] = [
+const MODELS: [&str; 9] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -21,6 +21,7 @@ const MODELS: [&str; 8] = [
     r#""model_type": "phi3""#,
     r#""model_type": "olmo2""#,
     r#""model_type": "granite", "residual_multiplier": 0.5"#,
+    r#""model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8"#,
 ];
 
 fn config(model: &str) -> ModelConfig {
@@ -94,8 +95,9 @@ impl ParamLookup for RandomParams {
 fn memory_of<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> usize {
     let memory = |tensor: &Tensor| match &*tensor.storage_and_layout().0 {
         Storage::Cpu(CpuStorage::F32(values)) => (values.as_ptr() as usize, 4 * values.len()),
+        Storage::Cpu(CpuStorage::U32(values)) => (values.as_ptr() as usize, 4 * values.len()),
         Storage::Cpu(CpuStorage::BF16(values)) => (values.as_ptr() as usize, 2 * values.len()),
-        _ => panic!("a tensor of another dtype than f32 and bf16"),
+        _ => panic!("a tensor of another dtype than f32, bf16 and u32"),
     };
     tensors.into_iter().map(memory).collect::<BTreeMap<_, _>>().values().sum()
 }
@@ -119,7 +121,7 @@ fn forward_of(
     let weights = assemble::block(config, 0, params)?;
     let spans = [Span::sequence(0, 5), Span::sequence(5, TOKENS - 5)];
     let tables = RotaryTables::new(&config.ropes, &Device::Cpu).of_spans(&config.ropes, &spans)?;
-    let context = BlockContext { spans: &spans, tables: &tables, attention, adapter, dropout };
+    let context = BlockContext { spans: &spans, tables: &tables, attention, adapter, dropout, balance: None };
     let x = normal("x", &[TOKENS, config.hidden_size], params.dtype)?.value;
     let (_, saved) = forward(config, 0, &weights, &x, &context, None)?;
     assert_eq!(bits(&recompute(config, 0, &weights, &x, &context)?)?, bits(&saved)?);
@@ -184,7 +186,7 @@ fn every_part_and_every_name_stands_once() {
     for model in MODELS {
         let layout = BlockLayout::new(&config(model), 0);
         let all = layout.modules().len();
-        let names: BTreeSet<&str> = layout.modules().iter().map(|module| module.name).collect();
+        let names: BTreeSet<String> = layout.modules().iter().map(|module| module.name_in(0)).collect();
         let parts: BTreeSet<_> = layout.modules().iter().map(|module| module.part).collect();
         assert_eq!((names.len(), parts.len()), (all, all), "{model}");
     }

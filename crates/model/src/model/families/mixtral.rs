@@ -9,7 +9,8 @@ use crate::model::block_part::BlockPart;
 use crate::model::composition::{AttentionMixer, BlockConfig};
 use crate::model::config_reader::{ConfigReader, refused};
 
-const EXPERTS: ExpertKeys = ExpertKeys { chosen: 2, count: 8, width: "intermediate_size", renormalize: true };
+const EXPERTS: ExpertKeys =
+    ExpertKeys { chosen: 2, count: 8, width: "intermediate_size", renormalize: true, aux_coefficient: 0.001 };
 
 pub(super) static MIXTRAL: Architecture = Architecture {
     module_name,

@@ -2,15 +2,20 @@
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;
+use super::olmo2;
 use super::parts::{self, ExpertKeys};
 use super::sizes::ModelSizes;
-use super::olmo2;
 use crate::error::Result;
 use crate::model::composition::BlockConfig;
 use crate::model::config_reader::{ConfigReader, refused};
 
-const EXPERTS: ExpertKeys =
-    ExpertKeys { chosen: 8, count: 64, width: "intermediate_size", renormalize: false };
+const EXPERTS: ExpertKeys = ExpertKeys {
+    chosen: 8,
+    count: 64,
+    width: "intermediate_size",
+    renormalize: false,
+    aux_coefficient: 0.01,
+};
 
 pub(super) static OLMOE: Architecture =
     Architecture { gguf: GgufFacts::NONE, ..parts::architecture("olmoe", &["olmoe"], compose) };

@@ -77,6 +77,8 @@ pub(super) struct ExpertKeys {
     pub(super) width: &'static str,
     /// True if their weights always sum to 1; otherwise `norm_topk_prob` says so.
     pub(super) renormalize: bool,
+    /// The default of `router_aux_loss_coef`.
+    pub(super) aux_coefficient: f64,
 }
 
 /// Reads the experts of a block.
@@ -97,6 +99,7 @@ pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Ex
         router: Router { chosen, renormalize },
         width: keys.size(family.width, MOST_WIDE)?,
         activation: activation(keys)?,
+        aux_coefficient: keys.f64_or("router_aux_loss_coef", family.aux_coefficient)?,
     })
 }
 
@@ -108,7 +111,8 @@ pub(super) fn sparse_layers(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Resu
     for layer in keys.opt_list("mlp_only_layers")?.into_iter().flatten() {
         let found = layer.as_u64().and_then(|layer| sparse.get_mut(usize::try_from(layer).ok()?));
         let most = sizes.num_layers - 1;
-        *found.ok_or_else(|| refused("mlp_only_layers", layer, &format!("numbers of layers, 0 to {most}")))? =
+        *found
+            .ok_or_else(|| refused("mlp_only_layers", layer, &format!("numbers of layers, 0 to {most}")))? =
             false;
     }
     Ok(sparse)

@@ -9,8 +9,13 @@ use crate::error::Result;
 use crate::model::composition::{AttentionMixer, BlockConfig, QkNormWidth};
 use crate::model::config_reader::ConfigReader;
 
-const EXPERTS: ExpertKeys =
-    ExpertKeys { chosen: 8, count: 128, width: "moe_intermediate_size", renormalize: false };
+const EXPERTS: ExpertKeys = ExpertKeys {
+    chosen: 8,
+    count: 128,
+    width: "moe_intermediate_size",
+    renormalize: false,
+    aux_coefficient: 0.001,
+};
 
 pub(super) static QWEN3_MOE: Architecture =
     Architecture { gguf: GgufFacts::NONE, ..parts::architecture("qwen3_moe", &["qwen3_moe"], compose) };

@@ -7,8 +7,8 @@ use super::inputs::BenchInputs;
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
 use crate::ops::experts::{
-    ExpertChoice, ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows,
-    scale_rows_backward,
+    ExpertChoice, ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows,
+    scale_rows, scale_rows_backward,
 };
 
 const EXPERTS: usize = 128;
@@ -17,7 +17,14 @@ const WIDTH: usize = 768;
 const F32_BYTES: usize = 4;
 
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
-    vec![chosen(shapes), chosen_backward(shapes), scaled(shapes), scaled_backward(shapes), combined(shapes)]
+    vec![
+        chosen(shapes),
+        chosen_backward(shapes),
+        balanced(shapes),
+        scaled(shapes),
+        scaled_backward(shapes),
+        combined(shapes),
+    ]
 }
 
 /// Returns the experts of each token by random logits.
@@ -50,6 +57,19 @@ fn chosen_backward(shapes: &BenchShapes) -> TimedOp {
         sets.calls(move |(logits, choice)| {
             choose_experts_backward(logits, choice, &dweights, ROUTER).map(drop)
         })
+    })
+}
+
+fn balanced(shapes: &BenchShapes) -> TimedOp {
+    let n = shapes.tokens;
+    let what = ("balance_experts", format!("{n}x{EXPERTS}"), shapes.dtype);
+    TimedOp::moving(shapes.bytes(3 * n * EXPERTS) + F32_BYTES * (n + EXPERTS), what, move |inputs| {
+        let pull = inputs.normal_as(DType::F32, 1e-3, EXPERTS)?;
+        let sets = inputs.sets(|_| {
+            let one = || inputs.normal(1.0, (n, EXPERTS));
+            Ok([one()?, one()?])
+        })?;
+        sets.calls(move |[logits, d]| balance_experts(logits, &pull, d).map(drop))
     })
 }
 

@@ -3,9 +3,9 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{
-    ExpertChoice, ExpertRows, Router, choice_reference, choice_reference_backward, choose_experts,
-    choose_experts_backward, combine_reference, combine_rows, scale_reference, scale_reference_backward,
-    scale_rows, scale_rows_backward,
+    ExpertChoice, ExpertRows, Router, balance_experts, balance_reference, choice_reference,
+    choice_reference_backward, choose_experts, choose_experts_backward, combine_reference, combine_rows,
+    scale_reference, scale_reference_backward, scale_rows, scale_rows_backward,
 };
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
@@ -34,14 +34,15 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// Returns forward and backward of a router.
-pub(in crate::ops) fn router_cases(what: &str, sizes: ExpertSizes, renormalize: bool) -> [OpCase; 2] {
+/// Returns forward, backward and auxiliary loss of a router.
+pub(in crate::ops) fn router_cases(what: &str, sizes: ExpertSizes, renormalize: bool) -> [OpCase; 3] {
     let ExpertSizes { tokens, experts, chosen, .. } = sizes;
     let router = Router { chosen, renormalize };
     [
         OpCase::new("choose_experts", what, Tolerance::FORWARD, move |runner| {
             let logits = runner.normal("logits", (tokens, experts))?;
-            let (got, want) = (choose_experts(&logits.here, router)?, choice_reference(&logits.plain, router)?);
+            let (got, want) =
+                (choose_experts(&logits.here, router)?, choice_reference(&logits.plain, router)?);
             Ok(vec![
                 TensorPair::new(got.ids.to_dtype(DType::F64)?, want.ids.to_dtype(DType::F64)?),
                 TensorPair::new(got.weights, want.weights),
@@ -54,6 +55,15 @@ pub(in crate::ops) fn router_cases(what: &str, sizes: ExpertSizes, renormalize: 
             let got = choose_experts_backward(&logits.here, &here(&want, runner)?, &dweights.here, router)?;
             let want = choice_reference_backward(&logits.plain, &want, &dweights.plain, router)?;
             Ok(vec![TensorPair::new(got, want)])
+        }),
+        OpCase::new("balance_experts", what, Tolerance::BACKWARD, move |runner| {
+            let logits = runner.normal("logits", (tokens, experts))?;
+            let (pull, d) = (runner.normal_f32("pull", experts)?, runner.normal("d", (tokens, experts))?);
+            let got = balance_experts(&logits.here, &pull.here, &d.here)?;
+            let want = balance_reference(&logits.plain, &pull.plain, &d.plain)?;
+            // Relative to the number of tokens, since the sum may be near zero.
+            let of_token = |sum: f64| 1.0 + sum / tokens as f64;
+            Ok(vec![TensorPair::scalars(of_token(got), of_token(want))?, d.pair()])
         }),
     ]
 }

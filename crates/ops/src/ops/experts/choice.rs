@@ -66,8 +66,7 @@ pub fn choose_experts_backward(
     dweights: &Tensor,
     router: Router,
 ) -> Result<Tensor> {
-    let _span =
-        span(|| SpanInfo::op("choose_experts_backward").dims(logits.dims()).moves(&[logits, logits]));
+    let _span = span(|| SpanInfo::op("choose_experts_backward").dims(logits.dims()).moves(&[logits, logits]));
     match Route::of(logits, are_floats([logits.dtype()])) {
         Route::Kernel(driver) => return cuda::choose_backward(driver, logits, choice, dweights, router),
         Route::Composed => return reference_backward(logits, choice, dweights, router),
@@ -168,7 +167,7 @@ pub(crate) fn reference_backward(
     Ok(everywhere.scatter_add(&choice.ids, &chosen, D::Minus1)?.to_dtype(logits.dtype())?)
 }
 
-fn softmax(logits: &Tensor) -> Result<Tensor> {
+pub(super) fn softmax(logits: &Tensor) -> Result<Tensor> {
     let exp = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?.exp()?;
     Ok(exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)?)
 }

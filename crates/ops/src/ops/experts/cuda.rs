@@ -26,7 +26,11 @@ pub(super) fn choose(driver: &dyn Driver, logits: &Tensor, router: Router) -> Re
             kernels::$kernel(driver, shape, In::all(logits)?, ids, weights, rows, experts, k, renormalize)?
         }};
     }
-    if logits.dtype() == DType::BF16 { launch!(choose_experts_bf16) } else { launch!(choose_experts_f32) }
+    if logits.dtype() == DType::BF16 {
+        launch!(choose_experts_bf16)
+    } else {
+        launch!(choose_experts_f32)
+    }
     Ok(ExpertChoice { ids: ids.into_tensor(), weights: weights.into_tensor() })
 }
 
@@ -57,6 +61,32 @@ pub(super) fn choose_backward(
     Ok(dlogits.into_tensor())
 }
 
+/// Returns the value of each token, `[N]` f32, and adds the gradients.
+pub(super) fn balance(
+    driver: &dyn Driver,
+    logits: &Tensor,
+    pull: &Tensor,
+    dlogits: &TensorMut,
+) -> Result<TensorMut> {
+    let (tokens, experts) = logits.dims2()?;
+    let values = TensorMut::zeros(tokens, DType::F32, logits.device())?;
+    let shape = LaunchShape::line(tokens.div_ceil(TOKENS), THREADS);
+    let (rows, experts) = (number(tokens)?, number(experts)?);
+    macro_rules! launch {
+        ($kernel:ident) => {{
+            let (logits, pull) = (In::all(logits)?, In::all(pull)?);
+            let (d, values) = (InOut::all(dlogits)?, Out::all(&values)?);
+            kernels::$kernel(driver, shape, logits, pull, d, values, rows, experts)?
+        }};
+    }
+    if logits.dtype() == DType::BF16 {
+        launch!(balance_experts_bf16)
+    } else {
+        launch!(balance_experts_f32)
+    }
+    Ok(values)
+}
+
 pub(super) fn scale(driver: &dyn Driver, x: &Tensor, weights: &Tensor, rows: &ExpertRows) -> Result<Tensor> {
     let (count, width) = x.dims2()?;
     let y = empty(count, width, x.dtype(), x.device())?;
@@ -67,7 +97,11 @@ pub(super) fn scale(driver: &dyn Driver, x: &Tensor, weights: &Tensor, rows: &Ex
             kernels::$kernel(driver, shape, In::all(x)?, weights, copies, Out::all(&y)?, number(width)?)?
         }};
     }
-    if x.dtype() == DType::BF16 { launch!(scale_rows_bf16) } else { launch!(scale_rows_f32) }
+    if x.dtype() == DType::BF16 {
+        launch!(scale_rows_bf16)
+    } else {
+        launch!(scale_rows_f32)
+    }
     Ok(y.into_tensor())
 }
 
@@ -89,7 +123,11 @@ pub(super) fn scale_backward(
             kernels::$kernel(driver, shape, x, dy, weights, copies, dweights, number(width)?)?
         }};
     }
-    if x.dtype() == DType::BF16 { launch!(scale_rows_backward_bf16) } else { launch!(scale_rows_backward_f32) }
+    if x.dtype() == DType::BF16 {
+        launch!(scale_rows_backward_bf16)
+    } else {
+        launch!(scale_rows_backward_f32)
+    }
     Ok(dweights.into_tensor())
 }
 
@@ -105,11 +143,14 @@ pub(super) fn combine(
     let shape = LaunchShape::line(tokens, THREADS);
     macro_rules! launch {
         ($kernel:ident) => {{
-            let (x, places, added, y) =
-                (In::all(x)?, In::all(places)?, In::optional(added)?, Out::all(&y)?);
+            let (x, places, added, y) = (In::all(x)?, In::all(places)?, In::optional(added)?, Out::all(&y)?);
             kernels::$kernel(driver, shape, x, places, added, y, number(width)?, number(k)?)?
         }};
     }
-    if x.dtype() == DType::BF16 { launch!(combine_rows_bf16) } else { launch!(combine_rows_f32) }
+    if x.dtype() == DType::BF16 {
+        launch!(combine_rows_bf16)
+    } else {
+        launch!(combine_rows_f32)
+    }
     Ok(y.into_tensor())
 }

@@ -1,5 +1,6 @@
 //! A mixture of experts around its products: the router's choice of experts for each token
-//! (forward and backward), and the ways of rows to the experts and back.
+//! (forward and backward), the loss that balances their load, and the ways of rows to the experts and
+//! back.
 //!
 //! ```text
 //! p = softmax(logits)          the k experts of the largest logits are chosen
@@ -9,11 +10,14 @@
 //! Softmax over the chosen logits alone is the renormalized choice. Symbols: E experts, k chosen
 //! experts of a token, R = N·k rows of all experts.
 
+mod balance;
 pub(super) mod cases;
 mod choice;
 mod cuda;
 mod rows;
 
+pub use balance::balance_experts;
+pub(crate) use balance::reference as balance_reference;
 pub use choice::{ExpertChoice, Router, choose_experts, choose_experts_backward};
 pub(crate) use choice::{reference as choice_reference, reference_backward as choice_reference_backward};
 pub use rows::{ExpertRows, combine_rows, scale_rows, scale_rows_backward};

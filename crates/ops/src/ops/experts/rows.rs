@@ -46,9 +46,9 @@ impl ExpertRows {
         let ids: Vec<u32> = gpu::read(&choice.ids.flatten_all()?)?;
         let mut starts = vec![0usize; experts + 1];
         for &id in &ids {
-            let end = starts.get_mut(id as usize + 1).ok_or_else(|| {
-                Error::internal(format!("a router chose expert {id} of {experts}"))
-            })?;
+            let end = starts
+                .get_mut(id as usize + 1)
+                .ok_or_else(|| Error::internal(format!("a router chose expert {id} of {experts}")))?;
             *end += 1;
         }
         for e in 0..experts {
@@ -77,6 +77,11 @@ impl ExpertRows {
     /// Returns the number of the copy in each row, `[R]`.
     pub fn copies(&self) -> &[u32] {
         &self.0.copies
+    }
+
+    /// Returns the number of rows of each expert, `[E]`.
+    pub fn loads(&self) -> Vec<usize> {
+        self.0.starts.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
     /// Returns each expert that has rows with its first row and their number.

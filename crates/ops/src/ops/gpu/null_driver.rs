@@ -13,7 +13,8 @@ use crate::ops::cross_entropy::{
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::experts::{
-    ExpertRows, Router, choose_experts, choose_experts_backward, combine_rows, scale_rows, scale_rows_backward,
+    ExpertRows, Router, balance_experts, choose_experts, choose_experts_backward, combine_rows, scale_rows,
+    scale_rows_backward,
 };
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
@@ -117,7 +118,8 @@ fn experts_of_no_tokens(dtype: DType) -> Result<()> {
     let (x, dx) = (zeros(0, 16, dtype)?, zeros(0, 16, dtype)?);
     scale_rows(&x, &choice.weights, &rows)?;
     let dweights = scale_rows_backward(&x, &dx, &choice.weights, &rows)?;
-    choose_experts_backward(&logits, &choice, &dweights, router)?;
+    let dlogits = choose_experts_backward(&logits, &choice, &dweights, router)?;
+    balance_experts(&logits, &*zeros(1, 8, DType::F32)?, &TensorMut::new(dlogits))?;
     combine_rows(&x, &rows, None).map(drop)
 }
 

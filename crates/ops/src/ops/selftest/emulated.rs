@@ -49,6 +49,7 @@ fn every_op_passes() {
         "dora_norms_f32",
         "dequantize_4bit",
         "dequantize_int8_rows",
+        "balance_experts",
         "choose_experts_backward",
         "combine_rows",
         "dropout",

@@ -21,8 +21,8 @@ pub use self::summary::SelftestSummary;
 pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{
-    adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, experts, glu,
-    matmul, matmul_quantized, rms_norm, rotary,
+    adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, experts, glu, matmul,
+    matmul_quantized, rms_norm, rotary,
 };
 #[cfg(not(feature = "kernel-emu"))]
 use crate::error::Error;

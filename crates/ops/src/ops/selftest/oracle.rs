@@ -216,9 +216,24 @@ fn weighted_experts() -> Result<()> {
         let dweights = experts::scale_reference_backward(&product, &d, &choice.weights, &rows)?;
         close("dx", &d, &want_x)?;
         close("the product", &product, &scaled)?;
-        close("dlogits", &experts::choice_reference_backward(&logits, &choice, &dweights, router)?, &want_logits)?;
+        close(
+            "dlogits",
+            &experts::choice_reference_backward(&logits, &choice, &dweights, router)?,
+            &want_logits,
+        )?;
     }
     Ok(())
+}
+
+#[test]
+fn balanced_experts() -> Result<()> {
+    let (logits, pull) = (var("logits", (9, 6))?, normal("pull", 6)?);
+    let value = candle_nn::ops::softmax(&logits, 1)?.broadcast_mul(&pull)?.sum_all()?;
+    let [want] = pulled(&value, &Tensor::new(1f32, &Device::Cpu)?, [&logits])?;
+    let d = zeros((9, 6))?;
+    let got = experts::balance_reference(&logits, &pull, &d)?;
+    assert!((got - f64::from(value.to_scalar::<f32>()?)).abs() < 1e-5, "{got}");
+    close("dlogits", &d, &want)
 }
 
 /// Computes attention of one head of one span, from its definition.

@@ -182,7 +182,9 @@ proptest! {
         (renormalize, run) in (any::<bool>(), runs()),
     ) {
         let sizes = ExpertSizes { tokens, experts, chosen: chosen.min(experts), width };
-        check(experts::cases::router_cases("", sizes, renormalize), run, "choose_experts")?;
+        let [chosen, chosen_backward, balanced] = experts::cases::router_cases("", sizes, renormalize);
+        check([chosen, chosen_backward], run, "choose_experts")?;
+        check([balanced], run, "balance_experts")?;
         let [scaled, scaled_backward, combined] = experts::cases::row_cases("", sizes);
         check([scaled, scaled_backward], run, "scale_rows")?;
         check([combined], run, "combine_rows")?;
