@@ -782,10 +782,9 @@ fn recipes_listed_and_shown() {
     # Maximum norm of the gradients, which are scaled down to it; 0: no limit.
     # Accepted: a number, at least 0.
     max_grad_norm = 1.0
-
     # Coefficient of the loss that balances the load of experts; "auto": the
     # `router_aux_loss_coef` of config.json; 0: no such loss, as in transformers.
-    # Accepted: "auto", or a number, at least 0.
+    # Accepted: "auto", a number, at least 0.
     router_aux_loss = 0.0
     # Action at a step whose loss or gradient norm is NaN or infinite, and which therefore
     # updates nothing: stop the run, skip the step, or roll back to the newest checkpoint and
