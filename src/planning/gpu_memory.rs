@@ -194,7 +194,14 @@ impl BlockStep<'_> {
         let (d, f, k) = (self.step.config.hidden_size, experts.width, experts.router.chosen);
         let (rows, copies) = (|width| self.step.rows(width), |width| self.step.rows(k * width));
         let (gate_up, down) = (LinearGroup::ExpertGateUp(0), LinearGroup::ExpertDown(0));
+        // The shared expert's gradients beside the copies of the input's.
+        let of_shared = experts.shared.map_or(0, |shared| {
+            let through = [LinearGroup::SharedGateUp, LinearGroup::SharedDown];
+            let most = through.map(|group| self.product_backward(group)).into_iter().max();
+            rows(2 * d + 3 * shared.width) + copies(d) + most.unwrap_or(0)
+        });
         vec![
+            of_shared,
             // The copies of the output's gradient through the down projections.
             rows(d) + copies(d + f) + self.product_backward(down),
             // The product, its gradient, and the gradients of gate and up.

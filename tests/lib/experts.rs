@@ -45,6 +45,7 @@ fn value_and_gradients_are_those_of_transformers() -> Result<()> {
         ("tiny-qwen3-moe", "mlp.gate"),
         ("tiny-mixtral", "block_sparse_moe.gate"),
         ("tiny-olmoe", "mlp.gate"),
+        ("tiny-qwen2-moe", "mlp.gate"),
     ] {
         let path = golden_of_family(&format!("forward/{name}.safetensors"));
         let info = std::fs::read_to_string(path.with_file_name("forward.json")).unwrap();

@@ -6,7 +6,7 @@ use candle_core::DType;
 
 use super::block::{
     AttentionWeights, BlockWeights, ChannelMixerWeights, ExpertWeights, ExpertsWeights, GatedMlpWeights,
-    MixerNorms, TokenMixerWeights,
+    MixerNorms, SharedExpertWeights, TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, TokenMixer};
@@ -144,6 +144,15 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
                     Ok(ExpertWeights { gate_up, down: linears(LinearGroup::ExpertDown(e))? })
                 })
                 .collect::<Result<_>>()?,
+            shared: mixer
+                .shared
+                .map(|shared| -> Result<_> {
+                    let factor = shared.has_gate.then(|| linears(LinearGroup::SharedFactor)).transpose()?;
+                    let (gate_up, down) =
+                        (linears(LinearGroup::SharedGateUp)?, linears(LinearGroup::SharedDown)?);
+                    Ok(SharedExpertWeights { activation: mixer.activation, gate_up, down, factor })
+                })
+                .transpose()?,
         }),
     };
     let norms = |before, after| -> Result<MixerNorms> {

@@ -14,10 +14,12 @@
 mod attention;
 mod experts;
 mod gated_mlp;
+mod shared_expert;
 
 pub use attention::{AttentionWeights, BlockCache};
 pub use experts::{ExpertBalance, ExpertWeights, ExpertsWeights};
 pub use gated_mlp::GatedMlpWeights;
+pub use shared_expert::SharedExpertWeights;
 
 use candle_core::{DType, Tensor};
 
@@ -133,7 +135,12 @@ impl ChannelMixerWeights {
             ChannelMixerWeights::GatedMlp(mlp) => mlp.linears().into(),
             ChannelMixerWeights::Experts(experts) => {
                 let of_experts = experts.experts.iter_mut();
-                of_experts.flat_map(|ExpertWeights { gate_up, down }| [gate_up, down]).collect()
+                let of_shared =
+                    experts.shared.iter_mut().flat_map(|shared| [&mut shared.gate_up, &mut shared.down]);
+                of_experts
+                    .flat_map(|ExpertWeights { gate_up, down }| [gate_up, down])
+                    .chain(of_shared)
+                    .collect()
             }
         }
     }

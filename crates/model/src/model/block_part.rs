@@ -29,6 +29,14 @@ pub enum BlockPart {
     ExpertUp(u16),
     /// The projection of an expert back to the width of the model.
     ExpertDown(u16),
+    /// The shared expert's projection to the input of its activation.
+    SharedGate,
+    /// The shared expert's projection to the factor of the activated gate.
+    SharedUp,
+    /// The shared expert's projection back to the width of the model.
+    SharedDown,
+    /// The projection to the one logit of the factor on the shared expert.
+    SharedFactor,
     /// The norm on each head's query.
     QNorm,
     /// The norm on each head's key.
@@ -60,6 +68,12 @@ pub enum LinearGroup {
     ExpertGateUp(u16),
     /// The second projection of an expert.
     ExpertDown(u16),
+    /// Gate and up of the shared expert.
+    SharedGateUp,
+    /// The second projection of the shared expert.
+    SharedDown,
+    /// The factor on the shared expert.
+    SharedFactor,
 }
 
 impl BlockPart {
@@ -75,7 +89,13 @@ impl BlockPart {
 
     /// Returns true for the last layer of a channel mixer, whose output only a norm reads again.
     pub fn is_last_of_mlp(self) -> bool {
-        matches!(self, BlockPart::DownProj | BlockPart::ExpertDown(_))
+        matches!(self, BlockPart::DownProj | BlockPart::ExpertDown(_) | BlockPart::SharedDown)
+    }
+
+    /// Returns true for a linear layer that decides about experts: it is never quantized, and adapted
+    /// only by its name.
+    pub fn is_router(self) -> bool {
+        matches!(self, BlockPart::Router | BlockPart::SharedFactor)
     }
 
     /// Returns the group of layers with the same input as this one; `None` for a norm.
@@ -92,6 +112,9 @@ impl BlockPart {
                 Some(LinearGroup::ExpertGateUp(expert))
             }
             BlockPart::ExpertDown(expert) => Some(LinearGroup::ExpertDown(expert)),
+            BlockPart::SharedGate | BlockPart::SharedUp => Some(LinearGroup::SharedGateUp),
+            BlockPart::SharedDown => Some(LinearGroup::SharedDown),
+            BlockPart::SharedFactor => Some(LinearGroup::SharedFactor),
             BlockPart::QNorm
             | BlockPart::KNorm
             | BlockPart::AttnNorm

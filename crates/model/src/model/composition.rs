@@ -103,7 +103,8 @@ pub struct GatedMlp {
     pub fused: bool,
 }
 
-/// A mixture of experts: gated MLPs without biases, of which a router chooses a few for each token.
+/// A mixture of experts: gated MLPs without biases, of which a router chooses a few for each token,
+/// and perhaps one for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Experts {
     /// The number of experts, E.
@@ -116,6 +117,17 @@ pub struct Experts {
     pub activation: Activation,
     /// The coefficient of the loss that balances their load, in config.json.
     pub aux_coefficient: f64,
+    /// The expert of every token, beside the chosen ones.
+    pub shared: Option<SharedExpert>,
+}
+
+/// A gated MLP without biases that every token uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedExpert {
+    /// Its inner width.
+    pub width: usize,
+    /// True if its output is multiplied by the sigmoid of a linear layer of width 1.
+    pub has_gate: bool,
 }
 
 impl From<GatedMlp> for ChannelMixer {

@@ -70,11 +70,14 @@ impl ModelConfig {
     }
 
     /// Returns the inner width of the widest channel mixer as a token uses it: of experts, that of
-    /// all that are chosen for it.
+    /// all that are chosen for it, and of the shared one.
     pub fn active_width(&self) -> usize {
         let width = |mixer: &ChannelMixer| match mixer {
             ChannelMixer::GatedMlp(_) => self.intermediate_size,
-            ChannelMixer::Experts(experts) => experts.router.chosen * experts.width,
+            ChannelMixer::Experts(experts) => {
+                let shared = experts.shared.map_or(0, |shared| shared.width);
+                experts.router.chosen * experts.width + shared
+            }
         };
         self.blocks.iter().map(|block| width(&block.channel_mixer)).max().unwrap_or(0)
     }

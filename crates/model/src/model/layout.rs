@@ -8,7 +8,7 @@
 use super::ModelConfig;
 use super::block_part::BlockPart;
 use super::composition::{
-    AttentionMixer, ChannelMixer, Experts, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer,
+    AttentionMixer, ChannelMixer, Experts, GatedMlp, QkNormWidth, ResidualPlan, SharedExpert, TokenMixer,
 };
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
@@ -136,7 +136,18 @@ impl LayoutTable<'_> {
         };
         let router = self.linear(P::Router, (mixer.count, d), false);
         // The numbers of experts fit into 16 bits: `MOST_EXPERTS`.
-        std::iter::once(router).chain((0..mixer.count as u16).flat_map(of_expert)).collect()
+        let routed = std::iter::once(router).chain((0..mixer.count as u16).flat_map(of_expert));
+        routed.chain(mixer.shared.iter().flat_map(|shared| self.shared_expert(shared))).collect()
+    }
+
+    fn shared_expert(&self, SharedExpert { width, has_gate }: &SharedExpert) -> Vec<BlockModule> {
+        use BlockPart as P;
+        let d = self.0.hidden_size;
+        let mut rows: Vec<_> =
+            [P::SharedGate, P::SharedUp].map(|part| self.linear(part, (*width, d), false)).into();
+        rows.push(self.linear(P::SharedDown, (d, *width), false));
+        rows.extend(has_gate.then(|| self.linear(P::SharedFactor, (1, d), false)));
+        rows
     }
 
     fn norms(&self, plan: ResidualPlan) -> Vec<BlockModule> {

@@ -34,11 +34,12 @@ pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights,
     DropoutContext, ExpertBalance, ExpertWeights, ExpertsWeights, GatedMlpWeights, MixerNorms, SavedBytes,
-    TokenMixerWeights, backward, forward, recompute,
+    SharedExpertWeights, TokenMixerWeights, backward, forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, Experts, GatedMlp, QkNormWidth, ResidualPlan, SharedExpert,
+    TokenMixer,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};

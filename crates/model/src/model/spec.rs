@@ -3,7 +3,6 @@
 //! iterates over parameters agrees on it.
 
 use super::ModelConfig;
-use super::block_part::BlockPart;
 use super::layout::{ModelPart, NamedModule, Segment, model_modules};
 
 /// The role of a parameter for the optimizer and for initialization.
@@ -11,7 +10,7 @@ use super::layout::{ModelPart, NamedModule, Segment, model_modules};
 pub enum Role {
     /// A matrix: decayed.
     Weight,
-    /// The matrix of a router of experts: decayed, never quantized.
+    /// The matrix of a router of experts, or of the factor on a shared one: decayed, never quantized.
     Router,
     /// A token table: decayed.
     Embedding,
@@ -117,7 +116,7 @@ pub fn parameters(config: &ModelConfig) -> Vec<ParamSpec> {
         }
         let role = match part {
             ModelPart::EmbedTokens => Role::Embedding,
-            ModelPart::Block { part: BlockPart::Router, .. } => Role::Router,
+            ModelPart::Block { part, .. } if part.is_router() => Role::Router,
             norm if norm.is_norm() => Role::Norm,
             _ => Role::Weight,
         };
@@ -135,7 +134,7 @@ pub fn modules(config: &ModelConfig) -> Vec<Module> {
     let kind = |part: ModelPart| match part {
         ModelPart::EmbedTokens => ModuleKind::Embedding,
         ModelPart::LmHead => ModuleKind::Head,
-        ModelPart::Block { part: BlockPart::Router, .. } => ModuleKind::Router,
+        ModelPart::Block { part, .. } if part.is_router() => ModuleKind::Router,
         norm if norm.is_norm() => ModuleKind::Norm,
         _ => ModuleKind::Linear,
     };

@@ -13,11 +13,13 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Tensor};
 
+use super::shared_expert::{PendingShared, SharedExpertSaved, SharedExpertWeights};
 use super::{LayerPass, MixerBackward, MixerGradients};
 use crate::error::Result;
 use crate::model::composition::Experts;
 use crate::model::linear::{self, LoraSaved, MergedLinear, PendingGradients};
 use crate::model::lora::DropoutSource;
+use crate::ops::elementwise::add;
 use crate::ops::embedding::embed;
 use crate::ops::experts::{
     ExpertChoice, ExpertRows, balance_experts, choose_experts, choose_experts_backward, combine_rows,
@@ -36,6 +38,8 @@ pub struct ExpertsWeights {
     pub router: MergedLinear,
     /// The experts.
     pub experts: Vec<ExpertWeights>,
+    /// The expert of every token.
+    pub shared: Option<SharedExpertWeights>,
 }
 
 /// The parameters of one expert.
@@ -87,6 +91,7 @@ pub(super) struct ExpertsSaved {
     gate_up: Tensor,
     /// Of each expert that has rows: gate and up, then down.
     loras: Vec<[LoraSaved; 2]>,
+    shared: Option<SharedExpertSaved>,
 }
 
 /// Gradients that need the mixer's input.
@@ -95,17 +100,20 @@ pub(super) struct PendingExperts<'w> {
     rows: ExpertRows,
     /// Of each expert that has rows.
     experts: Vec<PendingGradients<'w>>,
+    shared: Option<PendingShared<'w>>,
 }
 
 impl PendingExperts<'_> {
     /// Returns whether a gradient needs the input.
     pub(super) fn reads_input(&self) -> bool {
-        self.router.reads_input() || self.experts.iter().any(PendingGradients::reads_input)
+        let shared = self.shared.as_ref().is_some_and(PendingShared::reads_input);
+        shared || self.router.reads_input() || self.experts.iter().any(PendingGradients::reads_input)
     }
 
     /// Adds the gradients, given the mixer's input, `x: [N, D]`.
     pub(super) fn add(self, x: &Tensor) -> Result<()> {
         self.router.add(x)?;
+        self.shared.map_or(Ok(()), |shared| shared.add(x))?;
         if !self.experts.iter().any(PendingGradients::reads_input) {
             return Ok(());
         }
@@ -124,7 +132,12 @@ impl ExpertsSaved {
         let (logits, size) = (tokens * mixer.count, dtype.size_in_bytes());
         // Of each row: the expert, its weight, its number of copy and its place.
         let choice = 4 * rows * DType::F32.size_in_bytes();
-        [("gate and up", rows * 2 * mixer.width * size), ("the router's choice", logits * size + choice)]
+        let [shared, factor] =
+            mixer.shared.map_or([0; 2], |shared| SharedExpertSaved::bytes(&shared, tokens, dtype));
+        [
+            ("gate and up", rows * 2 * mixer.width * size + shared),
+            ("the router's choice", logits * size + choice + factor),
+        ]
     }
 
     /// Returns the number of tokens that chose each expert.
@@ -135,10 +148,11 @@ impl ExpertsSaved {
     /// Returns all tensors that it holds.
     #[cfg(test)]
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        let ExpertsSaved { logits, router, choice, rows, gate_up, loras } = self;
+        let ExpertsSaved { logits, router, choice, rows, gate_up, loras, shared } = self;
         let loras = loras.iter().flatten().chain([router]).flat_map(LoraSaved::tensors);
         let choice = [&choice.ids, &choice.weights].into_iter().chain(rows.tensors());
-        [logits, gate_up].into_iter().chain(choice).chain(loras).collect()
+        let shared = shared.iter().flat_map(SharedExpertSaved::tensors);
+        [logits, gate_up].into_iter().chain(choice).chain(loras).chain(shared).collect()
     }
 }
 
@@ -165,7 +179,12 @@ impl ExpertsWeights {
             loras[1] = linear::forward_into(down, &product, &y, Addend::Nothing, pass.branch())?;
         }
         drop(product);
-        Ok((combine_rows(&y, &saved.rows, residual)?, saved))
+        let Some(shared) = &self.shared else {
+            return Ok((combine_rows(&y, &saved.rows, residual)?, saved));
+        };
+        let (of_shared, saved_shared) = shared.forward(pass, x, residual)?;
+        saved.shared = Some(saved_shared);
+        Ok((combine_rows(&y, &saved.rows, Some(&of_shared))?, saved))
     }
 
     /// Works like [`ExpertsWeights::forward`] without its output, so without the products of
@@ -176,11 +195,12 @@ impl ExpertsWeights {
             let product = || Ok(product.narrow(0, start, len)?);
             loras[1] = linear::recompute(&self.experts[expert].down, product, pass.branch())?;
         }
+        saved.shared = self.shared.as_ref().map(|shared| shared.recompute(pass, x)).transpose()?;
         Ok(saved)
     }
 
     /// Chooses the experts and computes the weighted input of their `down_proj`, `[R, F]`. The
-    /// adapters of `down_proj` are still missing.
+    /// adapters of `down_proj` and the shared expert are still missing.
     fn gated(&self, pass: LayerPass<'_>, x: &Tensor) -> Result<(ExpertsSaved, Tensor)> {
         let mixer = &self.mixer;
         let (logits, router) = linear::forward(&self.router, x, None, pass.branch())?;
@@ -197,7 +217,7 @@ impl ExpertsWeights {
         let loras = rows.of_experts().map(through).collect::<Result<_>>()?;
         let gate_up = gate_up.into_tensor();
         let product = scale_rows(&glu(&gate_up, mixer.activation)?, &choice.weights, &rows)?;
-        Ok((ExpertsSaved { logits, router, choice, rows, gate_up, loras }, product))
+        Ok((ExpertsSaved { logits, router, choice, rows, gate_up, loras, shared: None }, product))
     }
 
     /// Adds the gradients of the parameters that do not need the input. Returns that of the input,
@@ -210,7 +230,6 @@ impl ExpertsWeights {
     ) -> Result<MixerGradients<'_>> {
         let (mixer, source, rows) = (&self.mixer, pass.source(), &saved.rows);
         let (dproduct, dweights) = self.through_down(saved, &dout, source)?;
-        drop(dout);
         let dgate_up = glu_backward(&saved.gate_up, &dproduct, mixer.activation)?;
         drop(dproduct);
         let (count, width) = (dgate_up.dim(0)?, self.router.layers[0].weight.get().dims()?.1);
@@ -229,9 +248,16 @@ impl ExpertsWeights {
         }
         let (through_router, router) =
             linear::backward_first(&self.router, &saved.router, &dlogits, source, need_dx)?;
-        let dinput = dx.map(|dx| combine_rows(&dx, rows, through_router.as_ref())).transpose()?;
+        let mut around = through_router;
+        let mut pending_shared = None;
+        if let (Some(shared), Some(saved)) = (&self.shared, &saved.shared) {
+            let (through, pending) = shared.backward(pass, saved, MixerBackward { dout, need_dx })?;
+            around = around.zip(through).map(|(a, b)| add(&a, &b)).transpose()?;
+            pending_shared = Some(pending);
+        }
+        let dinput = dx.map(|dx| combine_rows(&dx, rows, around.as_ref())).transpose()?;
         self.clear_others(rows)?;
-        let pending = PendingExperts { router, rows: rows.clone(), experts };
+        let pending = PendingExperts { router, rows: rows.clone(), experts, shared: pending_shared };
         Ok(MixerGradients { dinput, pending: pending.into() })
     }
 

@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 9] = [
+const MODELS: [&str; 10] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -21,6 +21,8 @@ const MODELS: [&str; 9] = [
     r#""model_type": "phi3""#,
     r#""model_type": "olmo2""#,
     r#""model_type": "granite", "residual_multiplier": 0.5"#,
+    r#""model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12"#,
     r#""model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8"#,
 ];
 

@@ -26,6 +26,7 @@ mod olmoe;
 mod parts;
 mod phi3;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
 mod refusals;
@@ -66,6 +67,7 @@ static FAMILIES: &[&Architecture] = &[
     &glm4::GLM4,
     &ernie4_5::ERNIE4_5,
     &mixtral::MIXTRAL,
+    &qwen2_moe::QWEN2_MOE,
     &qwen3_moe::QWEN3_MOE,
     &olmoe::OLMOE,
 ];

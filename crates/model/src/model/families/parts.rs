@@ -100,6 +100,7 @@ pub(super) fn experts(keys: &ConfigReader<'_>, family: &ExpertKeys) -> Result<Ex
         width: keys.size(family.width, MOST_WIDE)?,
         activation: activation(keys)?,
         aux_coefficient: keys.f64_or("router_aux_loss_coef", family.aux_coefficient)?,
+        shared: None,
     })
 }
 
@@ -247,6 +248,10 @@ pub(super) fn llama_name(part: BlockPart) -> &'static str {
         BlockPart::ExpertGate(_) => "mlp.experts.{}.gate_proj",
         BlockPart::ExpertUp(_) => "mlp.experts.{}.up_proj",
         BlockPart::ExpertDown(_) => "mlp.experts.{}.down_proj",
+        BlockPart::SharedGate => "mlp.shared_expert.gate_proj",
+        BlockPart::SharedUp => "mlp.shared_expert.up_proj",
+        BlockPart::SharedDown => "mlp.shared_expert.down_proj",
+        BlockPart::SharedFactor => "mlp.shared_expert_gate",
         BlockPart::AttnNorm => "input_layernorm",
         // The second norm of a block has this name in both of its roles.
         BlockPart::AttnPostNorm | BlockPart::MlpNorm => "post_attention_layernorm",

@@ -69,6 +69,17 @@ impl ExpertRows {
         Ok(ExpertRows(Arc::new(Order { starts, tokens: of_rows, copies, places, on_device })))
     }
 
+    /// Returns one row for each of `tokens` tokens, in their order: those of one expert.
+    ///
+    /// # Errors
+    /// The device has not enough memory.
+    pub fn of_tokens(tokens: usize, device: &Device) -> Result<Self> {
+        let all: Vec<u32> = (0..tokens as u32).collect();
+        let on_device = [gpu::upload(&all, tokens, device)?, gpu::upload(&all, (tokens, 1), device)?];
+        let (tokens, copies) = (all.clone(), all.clone());
+        Ok(ExpertRows(Arc::new(Order { starts: vec![0, all.len()], tokens, copies, places: all, on_device })))
+    }
+
     /// Returns the token of each row, `[R]`.
     pub fn tokens(&self) -> &[u32] {
         &self.0.tokens
