@@ -52,6 +52,7 @@ def arguments():
 
 
 def build(args, torch):
+    from shapes import TARGETS
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
@@ -74,7 +75,7 @@ def build(args, torch):
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(
-            model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+            model, LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS.get(args.shape, "all-linear"), task_type="CAUSAL_LM")
         )
     if args.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -36,7 +36,22 @@ def tensors_of(folder):
         state = AutoModelForCausalLM.from_config(config).state_dict()
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}, config.initializer_range
+    shapes = {}
+    for name, tensor in state.items():
+        shapes |= apart(name, tuple(tensor.shape))
+    return shapes, config.initializer_range
+
+
+def apart(name, shape):
+    """Returns the tensors of a checkpoint that transformers keeps as one: those of all experts."""
+    place, _, last = name.rpartition("experts.")
+    if last == "gate_up_proj":
+        names, shape = ("gate_proj", "up_proj"), (shape[0], shape[1] // 2, shape[2])
+    elif last == "down_proj":
+        names = ("down_proj",)
+    else:
+        return {name: shape}
+    return {f"{place}experts.{e}.{layer}.weight": shape[1:] for e in range(shape[0]) for layer in names}
 
 
 def in_shards(shapes):

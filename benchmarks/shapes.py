@@ -29,11 +29,26 @@ def _shape(family, hidden, layers, heads, kv_heads, head_dim, ffn, vocab, tied=T
     }
 
 
+# A Qwen3 with 16 experts, of which a token uses 2: 123 million parameters, 49 million of them active.
+_EXPERTS = _QWEN3 | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+
+# The targets of LoRA, where they are not all linear layers: PEFT puts LoRA on experts by forming the
+# whole change of each weight.
+TARGETS = {"moe": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
 SHAPES = {
     # To try the scripts.
     "tiny": _shape(_LLAMA, 64, 2, 4, 2, 16, 128, 512),
     # SmolLM-135M.
     "135m": _shape(_LLAMA, 576, 30, 9, 3, 64, 1536, 49152),
+    "moe": _shape(_EXPERTS, 512, 8, 8, 4, 64, 1536, 32000),
     # Llama-3.2-1B.
     "1b": _shape(_LLAMA, 2048, 16, 32, 8, 64, 8192, 128256),
     # Qwen3-0.6B.

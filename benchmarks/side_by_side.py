@@ -30,7 +30,7 @@ from pathlib import Path
 
 from measure import run
 from random_weights import complete
-from shapes import SHAPES, write_model
+from shapes import SHAPES, TARGETS, write_model
 
 HERE = Path(__file__).resolve().parent
 # Settings that form both command lines and identify a stored result.
@@ -64,7 +64,7 @@ def ours(args, folder, output):
     if args.mode == "qlora":
         settings |= {"quantization.kind": "nf4", "quantization.double_quant": "true"}
     if args.mode != "full":
-        settings |= {"adapter.r": 16, "adapter.lora_alpha": 32, "adapter.target_modules": "all-linear"}
+        settings |= {"adapter.r": 16, "adapter.lora_alpha": 32, "adapter.target_modules": json.dumps(TARGETS.get(args.shape, "all-linear"))}
     line = [args.binary, "--model", folder, "--dataset", folder / "text.jsonl", "--output", output, "--offline", "--quiet"]
     line += ["--gpus", "0"] if args.device == "cuda" else []
     for key, value in settings.items():
@@ -75,7 +75,7 @@ def ours(args, folder, output):
 def theirs(args, folder):
     """Returns the command that trains with PEFT."""
     line = [args.python, HERE / "peft_bench.py", "--folder", folder]
-    for name in ("mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "state", "device", "threads"):
+    for name in ("shape", "mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "state", "device", "threads"):
         line += ["--" + name.replace("_", "-"), getattr(args, name)]
     return line + (["--checkpointing"] if args.checkpointing else [])
 

@@ -215,6 +215,7 @@ impl ExpertsWeights {
             Ok([saved, LoraSaved::default()])
         };
         let loras = rows.of_experts().map(through).collect::<Result<_>>()?;
+        drop(x);
         let gate_up = gate_up.into_tensor();
         let product = scale_rows(&glu(&gate_up, mixer.activation)?, &choice.weights, &rows)?;
         Ok((ExpertsSaved { logits, router, choice, rows, gate_up, loras, shared: None }, product))
