@@ -45,6 +45,8 @@ pub(super) struct GpuStep<'a> {
 struct BlockShape {
     layers: Vec<LinearLayer>,
     has_post_norms: bool,
+    /// Width of the first projections of the MLP together.
+    first_mlp_width: usize,
 }
 
 /// A linear layer of a block.
@@ -85,6 +87,7 @@ impl<'a> GpuStep<'a> {
             BlockShape {
                 layers: BlockLayout::new(config, block).modules().iter().filter_map(layer).collect(),
                 has_post_norms: config.blocks[block].residual.has_post_norms(),
+                first_mlp_width: config.blocks[block].channel_mixer.first_widths() * config.intermediate_size,
             }
         };
         let mut blocks = Vec::new();
@@ -138,6 +141,7 @@ impl BlockStep<'_> {
     fn temporaries(&self) -> u64 {
         let config = self.step.config;
         let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
+        let first = self.shape.first_mlp_width;
         let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
         let rows = |width| self.step.rows(width);
         let through = |group| self.product_backward(group);
@@ -147,10 +151,10 @@ impl BlockStep<'_> {
             // The gradient of the product of gate and up through the down projection.
             rows(f + d) + through(LinearGroup::Down),
             // The product, in place of its gradient, and the gradients of gate and up.
-            rows(3 * f + d),
+            rows(f + first + d),
             // Through gate and up to their input, then through its norm, which is computed again.
-            rows(2 * f + 2 * d) + through(LinearGroup::GateUp),
-            rows(4 * d) + until_norm(2 * f),
+            rows(first + 2 * d) + through(LinearGroup::GateUp),
+            rows(4 * d) + until_norm(first),
             // Through attention's output projection; then attention's output and its inputs; then
             // through q, k and v to their input, and through its norm.
             rows(2 * d + q) + through(LinearGroup::O),

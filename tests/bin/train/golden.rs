@@ -80,7 +80,7 @@ fn lora_on_phi3_follows_peft() {
 }
 
 /// Residual and logit factors, layers without positions, norms on outputs, queries that grow with
-/// their positions, two sets of rotary divisors, rotated neighbours.
+/// their positions, two sets of rotary divisors, rotated neighbours, MLPs without a gate.
 #[test]
 fn families_follow_transformers_and_peft() {
     for family in ["granite", "smollm3", "olmo2", "ministral3", "phi4-mini", "glm4"] {
@@ -90,6 +90,8 @@ fn families_follow_transformers_and_peft() {
     follows("lora_granite4");
     follows("full_granite4");
     follows("lora_ministral");
+    follows("lora_arcee");
+    follows("full_arcee");
 }
 
 /// Uses products large enough to be packed; those of the tiny models are not

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
+use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
@@ -105,6 +106,15 @@ fn elementwise(dtype: DType, results: &mut Results) {
         let dh = TensorMut::new(cast("dh", (200, 48), dtype));
         results.insert(names[1], bits(&glu_backward(&x, &dh, activation).unwrap()));
         results.insert(names[0], bits(&glu(&x, activation).unwrap()));
+        assert_eq!(bits(&dh), results[names[0]]);
+    }
+    for (names, activation) in [
+        (["relu2", "relu2 backward"], PlainActivation::Relu2),
+        (["gelu", "gelu backward"], PlainActivation::Gelu),
+    ] {
+        let dh = TensorMut::new(cast("dh", (200, 96), dtype));
+        results.insert(names[1], bits(&activate_backward(&x, &dh, activation).unwrap()));
+        results.insert(names[0], bits(&activate(&x, activation).unwrap()));
         assert_eq!(bits(&dh), results[names[0]]);
     }
     let site = Dropout { p: 0.1, stream: RngStream::new(9), first_token: 3 };

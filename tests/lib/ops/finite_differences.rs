@@ -2,6 +2,7 @@
 //! with them, and the ops' gradients with their central differences.
 
 use candle_core::{Device, Tensor};
+use finetune::ops::activation::{PlainActivation, activate, activate_backward};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
@@ -92,6 +93,41 @@ fn of_gated_products() {
         close("h", &glu(&x, activation).unwrap(), &gated_f64(&x64, 18, activation));
         let want = differences(&x64, |x| dot(&gated_f64(x, 18, activation), &dh64));
         close("dgate_up", &glu_backward(&x, &TensorMut::new(dh), activation).unwrap(), &want);
+    }
+}
+
+/// Returns erf(x) by Simpson's rule on the integral of its definition.
+fn erf_f64(x: f64) -> f64 {
+    const STEPS: usize = 2000;
+    let step = x / STEPS as f64;
+    let density = |i: usize| (-(i as f64 * step).powi(2)).exp();
+    let weight = |i: usize| if i == 0 || i == STEPS { 1.0 } else { 2.0 + 2.0 * (i % 2) as f64 };
+    let sum: f64 = (0..=STEPS).map(|i| weight(i) * density(i)).sum();
+    sum * step / 3.0 * 2.0 / std::f64::consts::PI.sqrt()
+}
+
+fn activated_f64(x: &[f64], activation: PlainActivation) -> Vec<f64> {
+    let act = |x: f64| match activation {
+        PlainActivation::Relu2 => x.max(0.0).powi(2),
+        PlainActivation::Gelu => 0.5 * x * (1.0 + erf_f64(x / std::f64::consts::SQRT_2)),
+        PlainActivation::GeluTanh => gated_f64(&[x, 1.0], 1, Activation::GeluTanh)[0],
+    };
+    x.iter().map(|x| act(*x)).collect()
+}
+
+#[test]
+fn of_activations() {
+    for activation in [PlainActivation::Relu2, PlainActivation::Gelu, PlainActivation::GeluTanh] {
+        let (x, dh) = ((normal("x", (3, 18)) * 2.0).unwrap(), normal("dh", (3, 18)));
+        let (x64, dh64) = (values(&x), values(&dh));
+        close("h", &activate(&x, activation).unwrap(), &activated_f64(&x64, activation));
+        // Each result depends on one value.
+        let want: Vec<f64> = x64
+            .iter()
+            .zip(&dh64)
+            .map(|(x, dh)| differences(&[*x], |x| dh * activated_f64(x, activation)[0])[0])
+            .collect();
+        close("dx", &activate_backward(&x, &TensorMut::new(dh), activation).unwrap(), &want);
     }
 }
 

@@ -3,7 +3,8 @@
 use candle_core::DType;
 
 use super::block::{
-    AttentionWeights, BlockWeights, ChannelMixerWeights, GatedMlpWeights, MixerNorms, TokenMixerWeights,
+    AttentionWeights, BlockWeights, ChannelMixerWeights, GatedMlpWeights, MixerNorms, PlainMlpWeights,
+    TokenMixerWeights,
 };
 use super::block_part::{BlockPart, LinearGroup};
 use super::composition::{ChannelMixer, TokenMixer};
@@ -126,6 +127,11 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         ChannelMixer::GatedMlp(mixer) => ChannelMixerWeights::GatedMlp(GatedMlpWeights {
             mixer,
             gate_up: linears(LinearGroup::GateUp)?,
+            down: linears(LinearGroup::Down)?,
+        }),
+        ChannelMixer::PlainMlp(mixer) => ChannelMixerWeights::PlainMlp(PlainMlpWeights {
+            mixer,
+            up: linears(LinearGroup::GateUp)?,
             down: linears(LinearGroup::Down)?,
         }),
     };

@@ -13,9 +13,11 @@
 
 mod attention;
 mod gated_mlp;
+mod plain_mlp;
 
 pub use attention::{AttentionWeights, BlockCache};
 pub use gated_mlp::GatedMlpWeights;
+pub use plain_mlp::PlainMlpWeights;
 
 use candle_core::{DType, Tensor};
 
@@ -35,6 +37,7 @@ use crate::runtime::rng::RngStream;
 use crate::runtime::trace::ReleaseSpan;
 use attention::AttentionSaved;
 use gated_mlp::GatedMlpSaved;
+use plain_mlp::PlainMlpSaved;
 
 /// The parameters of one block, for one use.
 #[derive(Debug, Clone)]
@@ -82,6 +85,18 @@ pub enum TokenMixerWeights {
 pub enum ChannelMixerWeights {
     /// An MLP with an activated gate.
     GatedMlp(GatedMlpWeights),
+    /// An MLP without a gate.
+    PlainMlp(PlainMlpWeights),
+}
+
+impl ChannelMixerWeights {
+    /// Returns the linear layers for changes to them, first and second.
+    fn linears(&mut self) -> [&mut MergedLinear; 2] {
+        match self {
+            ChannelMixerWeights::GatedMlp(mlp) => [&mut mlp.gate_up, &mut mlp.down],
+            ChannelMixerWeights::PlainMlp(mlp) => [&mut mlp.up, &mut mlp.down],
+        }
+    }
 }
 
 impl BlockWeights {
@@ -91,8 +106,7 @@ impl BlockWeights {
     /// The device has not enough memory.
     pub fn keep_in_bf16(&mut self) -> Result<()> {
         let TokenMixerWeights::Attention(attention) = &mut self.token_mixer;
-        let ChannelMixerWeights::GatedMlp(mlp) = &mut self.channel_mixer;
-        let linears = attention.linears().into_iter().chain(mlp.linears());
+        let linears = attention.linears().into_iter().chain(self.channel_mixer.linears());
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
     }
 
@@ -108,9 +122,9 @@ impl BlockWeights {
         }
         let mut block = self.clone();
         let TokenMixerWeights::Attention(attention) = &mut block.token_mixer;
-        let ChannelMixerWeights::GatedMlp(mlp) = &mut block.channel_mixer;
-        let down = block.channel_norms.after.is_some().then_some(&mut mlp.down);
-        let linears = attention.linears().into_iter().chain([&mut mlp.gate_up]).chain(down);
+        let [first, down] = block.channel_mixer.linears();
+        let down = block.channel_norms.after.is_some().then_some(down);
+        let linears = attention.linears().into_iter().chain([first]).chain(down);
         linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)?;
         Ok(Some(block))
     }
@@ -190,6 +204,7 @@ enum TokenMixerSaved {
 #[derive(Debug, Clone)]
 enum ChannelMixerSaved {
     GatedMlp(GatedMlpSaved),
+    PlainMlp(PlainMlpSaved),
 }
 
 /// Bytes that a block keeps from its forward for its backward.
@@ -237,6 +252,7 @@ impl BlockSaved {
         parts.push(("the input of the MLP", hidden));
         match &block.channel_mixer {
             ChannelMixer::GatedMlp(_) => parts.extend(GatedMlpSaved::parts(config, tokens, dtype)),
+            ChannelMixer::PlainMlp(_) => parts.extend(PlainMlpSaved::parts(config, tokens, dtype)),
         }
         // One output per mixer.
         let outputs = if block.residual.has_post_norms() { 2 * hidden } else { 0 };
@@ -249,8 +265,11 @@ impl BlockSaved {
     fn tensors(&self) -> Vec<&Tensor> {
         let BlockSaved { x, token_mixer, token_out, h, channel_mixer, channel_out } = self;
         let TokenMixerSaved::Attention(attention) = token_mixer;
-        let ChannelMixerSaved::GatedMlp(mlp) = channel_mixer;
-        let mixers = attention.tensors().into_iter().chain(mlp.tensors());
+        let mlp = match channel_mixer {
+            ChannelMixerSaved::GatedMlp(mlp) => mlp.tensors(),
+            ChannelMixerSaved::PlainMlp(mlp) => mlp.tensors(),
+        };
+        let mixers = attention.tensors().into_iter().chain(mlp);
         [x, h].into_iter().chain(token_out).chain(channel_out).chain(mixers).collect()
     }
 }
@@ -275,6 +294,10 @@ pub fn forward(
         ChannelMixerWeights::GatedMlp(mlp) => {
             let (out, saved) = mlp.forward(pass, normed, residual)?;
             Ok((out, ChannelMixerSaved::GatedMlp(saved)))
+        }
+        ChannelMixerWeights::PlainMlp(mlp) => {
+            let (out, saved) = mlp.forward(pass, normed, residual)?;
+            Ok((out, ChannelMixerSaved::PlainMlp(saved)))
         }
     };
     let channel = around_mixer(&w.channel_norms, config.norm, &token.y, channel)?;
@@ -312,6 +335,7 @@ pub fn recompute(
     let normed = w.channel_norms.input(&token.y, config.norm)?;
     let channel_mixer = match &w.channel_mixer {
         ChannelMixerWeights::GatedMlp(mlp) => ChannelMixerSaved::GatedMlp(mlp.recompute(pass, &normed)?),
+        ChannelMixerWeights::PlainMlp(mlp) => ChannelMixerSaved::PlainMlp(mlp.recompute(pass, &normed)?),
     };
     let saved = BlockSaved {
         x: x.clone(),
@@ -394,6 +418,10 @@ pub fn backward(
         (ChannelMixerWeights::GatedMlp(mlp), ChannelMixerSaved::GatedMlp(saved)) => {
             mlp.backward(pass, saved, half)
         }
+        (ChannelMixerWeights::PlainMlp(mlp), ChannelMixerSaved::PlainMlp(saved)) => {
+            mlp.backward(pass, saved, half)
+        }
+        _ => Err(Error::internal("a channel mixer with the saved tensors of another kind")),
     };
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
     let dh = around_mixer_backward(&w.channel_norms, config.norm, ends, dy, true, channel)?;

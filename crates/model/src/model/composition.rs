@@ -3,6 +3,7 @@
 //! A family's file (`families`) chooses the parts of each block. `layout` derives tensors from
 //! them, `block` computes them.
 
+use crate::ops::activation::PlainActivation;
 use crate::ops::attention::{AttentionKind, Heads};
 use crate::ops::glu::Activation;
 
@@ -31,6 +32,38 @@ pub enum TokenMixer {
 pub enum ChannelMixer {
     /// `down_proj(act(gate) · up)` of width [`ModelConfig::intermediate_size`](super::ModelConfig).
     GatedMlp(GatedMlp),
+    /// `down_proj(act(up_proj(x)))` of the same width.
+    PlainMlp(PlainMlp),
+}
+
+impl ChannelMixer {
+    /// Returns the width of the first projections together, in inner widths.
+    pub fn first_widths(&self) -> usize {
+        match self {
+            ChannelMixer::GatedMlp(_) => 2,
+            ChannelMixer::PlainMlp(_) => 1,
+        }
+    }
+
+    /// Returns the name of its activation.
+    pub(super) fn activation(&self) -> String {
+        match self {
+            ChannelMixer::GatedMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
+            ChannelMixer::PlainMlp(mlp) => format!("{:?}", mlp.activation).to_lowercase(),
+        }
+    }
+}
+
+impl From<GatedMlp> for ChannelMixer {
+    fn from(mlp: GatedMlp) -> Self {
+        ChannelMixer::GatedMlp(mlp)
+    }
+}
+
+impl From<PlainMlp> for ChannelMixer {
+    fn from(mlp: PlainMlp) -> Self {
+        ChannelMixer::PlainMlp(mlp)
+    }
 }
 
 /// The position of norms around a mixer.
@@ -100,12 +133,21 @@ pub struct GatedMlp {
     pub fused: bool,
 }
 
+/// An MLP without a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlainMlp {
+    /// The activation of the first projection's output.
+    pub activation: PlainActivation,
+    /// True if up and down have biases.
+    pub bias: bool,
+}
+
 impl BlockConfig {
-    /// Returns the block of Llama: attention and a gated MLP, each after a norm.
-    pub(super) fn pre_norm(attention: AttentionMixer, mlp: GatedMlp) -> Self {
+    /// Returns the block of Llama: attention and an MLP, each after a norm.
+    pub(super) fn pre_norm(attention: AttentionMixer, mlp: impl Into<ChannelMixer>) -> Self {
         Self {
             token_mixer: TokenMixer::Attention(attention),
-            channel_mixer: ChannelMixer::GatedMlp(mlp),
+            channel_mixer: mlp.into(),
             residual: ResidualPlan::PreNorm,
             residual_factor: 1.0,
         }

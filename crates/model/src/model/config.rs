@@ -16,7 +16,7 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Width of the hidden states, D.
     pub hidden_size: usize,
-    /// Inner width of the gated MLPs, F.
+    /// Inner width of the MLPs, F.
     pub intermediate_size: usize,
     /// Head counts and width of attention.
     pub heads: Heads,
@@ -66,10 +66,16 @@ impl ModelConfig {
 
     /// Returns the gated MLP of each block that has one, in the order of the blocks.
     pub(crate) fn gated_mlps(&self) -> impl Iterator<Item = &GatedMlp> {
-        self.blocks.iter().map(|block| {
-            let ChannelMixer::GatedMlp(mlp) = &block.channel_mixer;
-            mlp
+        self.blocks.iter().filter_map(|block| match &block.channel_mixer {
+            ChannelMixer::GatedMlp(mlp) => Some(mlp),
+            ChannelMixer::PlainMlp(_) => None,
         })
+    }
+
+    /// Returns the width of a block's first projections of its MLP together, at most.
+    pub fn first_mlp_width(&self) -> usize {
+        let widths = self.blocks.iter().map(|block| block.channel_mixer.first_widths());
+        widths.max().unwrap_or(0) * self.intermediate_size
     }
 
     /// Returns the widths that determine tensor shapes, by their keys in config.json.

@@ -7,7 +7,9 @@
 
 use super::ModelConfig;
 use super::block_part::BlockPart;
-use super::composition::{AttentionMixer, ChannelMixer, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer};
+use super::composition::{
+    AttentionMixer, ChannelMixer, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan, TokenMixer,
+};
 use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// The module of the last norm, in every family.
@@ -120,6 +122,12 @@ impl LayoutTable<'_> {
         rows
     }
 
+    fn plain_mlp(&self, mixer: &PlainMlp) -> Vec<BlockModule> {
+        let (d, f) = (self.0.hidden_size, self.0.intermediate_size);
+        let layers = [(BlockPart::UpProj, (f, d)), (BlockPart::DownProj, (d, f))];
+        layers.map(|(part, shape)| self.linear(part, shape, mixer.bias)).into()
+    }
+
     fn norms(&self, plan: ResidualPlan) -> Vec<BlockModule> {
         use BlockPart as P;
         let parts: &[BlockPart] = match plan {
@@ -140,6 +148,7 @@ impl BlockLayout {
         };
         rows.extend(match &block.channel_mixer {
             ChannelMixer::GatedMlp(mixer) => table.gated_mlp(mixer),
+            ChannelMixer::PlainMlp(mixer) => table.plain_mlp(mixer),
         });
         rows.extend(table.norms(block.residual));
         // Linear layers come before norms: runs number parameters and dropout masks in this order.

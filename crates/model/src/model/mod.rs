@@ -33,11 +33,12 @@ mod stored;
 pub use assemble::ParamLookup;
 pub use block::{
     AttentionWeights, BlockCache, BlockContext, BlockSaved, BlockWeights, ChannelMixerWeights,
-    DropoutContext, GatedMlpWeights, MixerNorms, SavedBytes, TokenMixerWeights, backward, forward, recompute,
+    DropoutContext, GatedMlpWeights, MixerNorms, PlainMlpWeights, SavedBytes, TokenMixerWeights, backward,
+    forward, recompute,
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, QkNormWidth, ResidualPlan, TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan, TokenMixer,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};

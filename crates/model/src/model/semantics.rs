@@ -23,7 +23,7 @@ impl ModelConfig {
             runs(&self.attentions().map(text).collect::<Vec<_>>())
         };
         let activations: Vec<String> =
-            self.gated_mlps().map(|mlp| format!("{:?}", mlp.activation).to_lowercase()).collect();
+            self.blocks.iter().map(|block| block.channel_mixer.activation()).collect();
         let settings = |attention: &AttentionMixer| {
             self.ropes.get(attention.rope).map_or_else(String::new, |rope| rope.settings.clone())
         };

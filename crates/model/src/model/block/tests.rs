@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 8] = [
+const MODELS: [&str; 9] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -21,6 +21,7 @@ const MODELS: [&str; 8] = [
     r#""model_type": "phi3""#,
     r#""model_type": "olmo2""#,
     r#""model_type": "granite", "residual_multiplier": 0.5"#,
+    r#""model_type": "arcee", "mlp_bias": true"#,
 ];
 
 fn config(model: &str) -> ModelConfig {
@@ -194,8 +195,11 @@ fn every_part_and_every_name_stands_once() {
 /// of every run.
 #[test]
 fn linear_layers_are_numbered_in_order() -> Result<()> {
-    let cases: [(&str, [&[u64]; 4]); 2] =
-        [(MODELS[0], [&[1, 2, 3], &[4], &[5, 6], &[7]]), (MODELS[5], [&[1], &[2], &[3], &[4]])];
+    let cases: [(&str, [&[u64]; 4]); 3] = [
+        (MODELS[0], [&[1, 2, 3], &[4], &[5, 6], &[7]]),
+        (MODELS[5], [&[1], &[2], &[3], &[4]]),
+        (MODELS[8], [&[1, 2, 3], &[4], &[5], &[6]]),
+    ];
     for (model, groups) in cases {
         let adapter = |_: &BlockModule| {
             Some(LoraShape { kind: AdapterKind::Lora, r: 2, dtype: DType::F32, has_kernels: false })
@@ -205,8 +209,11 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
         let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);
         let numbers = |linear: &MergedLinear| linear.layers.iter().map(number).collect::<Vec<_>>();
         let TokenMixerWeights::Attention(attention) = &weights.token_mixer;
-        let ChannelMixerWeights::GatedMlp(mlp) = &weights.channel_mixer;
-        let found = [&attention.qkv, &attention.o, &mlp.gate_up, &mlp.down].map(numbers);
+        let (first, down) = match &weights.channel_mixer {
+            ChannelMixerWeights::GatedMlp(mlp) => (&mlp.gate_up, &mlp.down),
+            ChannelMixerWeights::PlainMlp(mlp) => (&mlp.up, &mlp.down),
+        };
+        let found = [&attention.qkv, &attention.o, first, down].map(numbers);
         assert_eq!(found, groups, "{model}");
     }
     Ok(())

@@ -5,6 +5,7 @@
 //! facts. `parts` holds the readers that families share. If config.json needs a feature that
 //! finetune does not compute, finetune names and refuses it before it reads any weight.
 
+mod arcee;
 mod architecture;
 mod ernie4_5;
 mod exaone4;
@@ -62,6 +63,7 @@ static FAMILIES: &[&Architecture] = &[
     &exaone4::EXAONE4,
     &glm4::GLM4,
     &ernie4_5::ERNIE4_5,
+    &arcee::ARCEE,
 ];
 
 impl ModelConfig {

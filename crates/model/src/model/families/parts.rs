@@ -6,9 +6,10 @@ use super::gguf_facts::GgufFacts;
 use super::sizes::ModelSizes;
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
-use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp};
+use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, PlainMlp};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
+use crate::ops::activation::PlainActivation;
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
@@ -64,6 +65,23 @@ pub(super) fn attention(keys: &ConfigReader<'_>, sizes: &ModelSizes) -> Result<A
 /// Reads a gated MLP without biases.
 pub(super) fn gated_mlp(keys: &ConfigReader<'_>) -> Result<GatedMlp> {
     Ok(GatedMlp { activation: activation(keys)?, bias: false, fused: false })
+}
+
+/// Reads an MLP without a gate; `default` is the family's activation.
+pub(super) fn plain_mlp(keys: &ConfigReader<'_>, default: &str, bias: bool) -> Result<PlainMlp> {
+    let activation = match keys.opt_str("hidden_act")?.unwrap_or(default) {
+        "relu2" => PlainActivation::Relu2,
+        "gelu" => PlainActivation::Gelu,
+        "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => PlainActivation::GeluTanh,
+        other => {
+            return Err(refused(
+                "hidden_act",
+                format!("\"{other}\""),
+                "relu2, gelu, gelu_pytorch_tanh, gelu_new, gelu_fast",
+            ));
+        }
+    };
+    Ok(PlainMlp { activation, bias })
 }
 
 /// Reads the RMS norm whose gain is the stored weight.

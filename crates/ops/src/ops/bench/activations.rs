@@ -5,6 +5,7 @@ use candle_core::DType;
 
 use super::{BenchShapes, TimedOp};
 use crate::error::Result;
+use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::dora::{magnitude_backward, scale_columns};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::{add, scaled};
@@ -30,6 +31,8 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         rotation_backward(shapes, true),
         gated(shapes),
         gated_backward(shapes),
+        activated(shapes),
+        activated_backward(shapes),
         dropped(shapes),
         residual_sum(shapes),
         scaled_copy(shapes),
@@ -157,6 +160,28 @@ fn gated_backward(shapes: &BenchShapes) -> TimedOp {
     TimedOp::moving(shapes.bytes(6 * n * f), what, move |inputs| {
         let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, 2 * f))?, inputs.normal(1.0, (n, f))?)))?;
         sets.calls(move |(x, dh)| glu_backward(x, dh, Activation::Silu).map(drop))
+    })
+}
+
+fn activated(shapes: &BenchShapes) -> TimedOp {
+    let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
+    TimedOp::moving(
+        shapes.bytes(2 * n * f),
+        ("activate", format!("{n}x{f}, gelu"), shapes.dtype),
+        move |inputs| {
+            let sets = inputs.sets(|_| inputs.normal(1.0, (n, f)))?;
+            sets.calls(move |x| activate(x, PlainActivation::Gelu).map(drop))
+        },
+    )
+}
+
+/// Times the backward in place: from the second run on, the gradient is the activated value.
+fn activated_backward(shapes: &BenchShapes) -> TimedOp {
+    let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
+    let what = ("activate_backward", format!("{n}x{f}, gelu"), shapes.dtype);
+    TimedOp::moving(shapes.bytes(4 * n * f), what, move |inputs| {
+        let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, f))?, inputs.normal(1.0, (n, f))?)))?;
+        sets.calls(move |(x, dh)| activate_backward(x, dh, PlainActivation::Gelu).map(drop))
     })
 }
 

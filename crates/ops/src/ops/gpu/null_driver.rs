@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape, with_host_driver};
 use crate::error::{Error, Result};
+use crate::ops::activation::{PlainActivation, activate, activate_backward};
 use crate::ops::attention::{AttentionKind, Qkv, attention, attention_backward};
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
@@ -102,6 +103,8 @@ fn elements(dtype: DType) -> Result<()> {
     let (x, gate_up, h) = (zeros(0, 16, dtype)?, zeros(0, 32, dtype)?, zeros(0, 16, dtype)?);
     glu(&gate_up, Activation::Silu)?;
     glu_backward(&gate_up, &h, Activation::Silu)?;
+    activate(&x, PlainActivation::Relu2)?;
+    activate_backward(&x, &h, PlainActivation::Relu2)?;
     dropout(&x, Dropout { p: 0.5, stream: RngStream::new(1), first_token: 0 })?;
     elementwise::add(&x, &h)?;
     elementwise::add_into(&x, &h)

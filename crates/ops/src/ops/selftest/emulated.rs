@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{CaseOutcome, run};
 use crate::error::Result;
+use crate::ops::activation::{self, activate, activate_backward};
 use crate::ops::case::{CaseRunner, in_f64};
 use crate::ops::empty;
 use crate::ops::glu::{Activation, glu, glu_backward};
@@ -35,6 +36,7 @@ fn every_op_passes() {
     // Detects a case that bypassed its kernels.
     let launched = Emulator::launched();
     for op in [
+        "activate_backward",
         "adamw_f32",
         "adamw_int8",
         "add_bias",
@@ -91,6 +93,11 @@ fn results_of_forwards_in_backwards_have_the_same_bits() -> Result<()> {
             let dh = runner.normal("dh", (5, width / 2))?.here;
             glu_backward(&x.here, &dh, activation)?;
             check("glu", &dh, &glu(&x.here, activation)?)?;
+        }
+        for kind in activation::cases::KINDS {
+            let dh = runner.normal("dh", (5, width))?.here;
+            activate_backward(&x.here, &dh, kind)?;
+            check("activate", &dh, &activate(&x.here, kind)?)?;
         }
         Ok(())
     };

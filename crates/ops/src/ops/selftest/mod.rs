@@ -21,8 +21,8 @@ pub use self::summary::SelftestSummary;
 pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{
-    adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, glu, matmul,
-    matmul_quantized, rms_norm, rotary,
+    activation, adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, glu,
+    matmul, matmul_quantized, rms_norm, rotary,
 };
 #[cfg(not(feature = "kernel-emu"))]
 use crate::error::Error;
@@ -37,6 +37,7 @@ const CASES: &[fn() -> Vec<OpCase>] = &[
     rms_norm::cases::cases,
     rotary::cases::cases,
     glu::cases::cases,
+    activation::cases::cases,
     dropout::cases::cases,
     elementwise::cases::cases,
     attention::cases::cases,

@@ -6,6 +6,7 @@
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 
 use crate::error::Result;
+use crate::ops::activation::{self, PlainActivation};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::case::TensorPair;
 use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads};
@@ -184,6 +185,22 @@ fn gated_products() -> Result<()> {
         close("h", &glu::reference(&x, activation)?, &h)?;
         let [want] = pulled(&h, &dh, [&x])?;
         close("dgate_up", &glu::reference_backward(&x, &dh, activation)?, &want)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn activations_without_a_gate() -> Result<()> {
+    for activation in activation::cases::KINDS {
+        let (x, dh) = (var("x", (9, 12))?, normal("dh", (9, 12))?);
+        let h = match activation {
+            PlainActivation::Relu2 => x.relu()?.powf(2.0)?,
+            PlainActivation::Gelu => x.gelu_erf()?,
+            PlainActivation::GeluTanh => x.gelu()?,
+        };
+        close("h", &activation::reference(&x, activation)?, &h)?;
+        let [want] = pulled(&h, &dh, [&x])?;
+        close("dx", &activation::reference_backward(&x, &dh, activation)?, &want)?;
     }
     Ok(())
 }

@@ -23,7 +23,9 @@ use crate::ops::matmul_quantized::cases::{FORMATS, product};
 use crate::ops::rms_norm::cases::{Extras, KINDS};
 use crate::ops::rotary::Heads;
 use crate::ops::rotary::cases::RotaryCase;
-use crate::ops::{adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, glu, rms_norm};
+use crate::ops::{
+    activation, adamw, adamw_int8, cross_entropy, dora, dropout, elementwise, embedding, glu, rms_norm,
+};
 use crate::quant::QuantFormat;
 
 /// Returns a configuration with this many cases, the same in every run.
@@ -127,6 +129,15 @@ proptest! {
         (rows, half, run) in (1..40_usize, widths(8), runs()),
     ) {
         check(glu::cases::shaped("", activation, spread, (rows, half)), run, "glu")?;
+    }
+
+    #[test]
+    fn activations(
+        kind in select(&activation::cases::KINDS[..]),
+        spread in select(&[1.0, 20.0][..]),
+        (shape, run) in ((1..40_usize, widths(8)), runs()),
+    ) {
+        check(activation::cases::shaped("", kind, spread, shape), run, "activate")?;
     }
 
     #[test]
