@@ -80,7 +80,8 @@ fn lora_on_phi3_follows_peft() {
 }
 
 /// Residual and logit factors, layers without positions, norms on outputs, queries that grow with
-/// their positions, two sets of rotary divisors, rotated neighbours, MLPs without a gate.
+/// their positions, two sets of rotary divisors, rotated neighbours, MLPs without a gate,
+/// layer norms.
 #[test]
 fn families_follow_transformers_and_peft() {
     for family in ["granite", "smollm3", "olmo2", "ministral3", "phi4-mini", "glm4"] {
@@ -92,6 +93,10 @@ fn families_follow_transformers_and_peft() {
     follows("lora_ministral");
     follows("lora_arcee");
     follows("full_arcee");
+    follows("lora_starcoder2");
+    follows("full_starcoder2");
+    follows("full_nemotron");
+    follows("lora_stablelm");
 }
 
 /// Uses products large enough to be packed; those of the tiny models are not

@@ -13,6 +13,7 @@ use finetune::ops::dropout::{Dropout, dropout};
 use finetune::ops::elementwise::{add, add_into, sums_of_squares};
 use finetune::ops::embedding::{embed, embed_backward};
 use finetune::ops::glu::{Activation, glu, glu_backward};
+use finetune::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
@@ -85,6 +86,15 @@ fn elementwise(dtype: DType, results: &mut Results) {
     assert_eq!(bits(&normed), results["rms_norm"]);
     results.insert("rms_norm_backward dx", bits(&dx));
     results.insert("rms_norm_backward dweight", bits(&dw));
+
+    let (b, dw) = (normal("b", 96).to_dtype(dtype).unwrap(), zeros(96));
+    let norm = LayerNorm { weight: &w, bias: Some(&b), kind };
+    let grads = LayerNormGradients { weight: Some(&dw), bias: None };
+    let dx = layer_norm_backward(&x, norm, &dy, Some(&x), grads, Some(&normed)).unwrap();
+    results.insert("layer_norm", bits(&layer_norm(&x, norm).unwrap()));
+    assert_eq!(bits(&normed), results["layer_norm"]);
+    results.insert("layer_norm_backward dx", bits(&dx));
+    results.insert("layer_norm_backward dweight", bits(&dw));
 
     let heads = Heads { num_heads: 3, num_kv_heads: 1, head_dim: 16 };
     let (qkv, d) = (cast("qkv", (200, 80), dtype), TensorMut::new(cast("dqkv", (200, 80), dtype)));

@@ -9,6 +9,7 @@ use finetune::ops::cross_entropy::{
     score_targets,
 };
 use finetune::ops::glu::{Activation, glu, glu_backward};
+use finetune::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
 use finetune::recipe::enums::Attention;
@@ -67,6 +68,33 @@ fn of_rms_norm() {
         let dx = rms_norm_backward(&x, &w, &dy, None, Some(&dw), None, kind).unwrap();
         close("dx", &dx, &differences(&x64, |x| dot(&norm_f64(x, &w64, kind), &dy64)));
         close("dw", &dw, &differences(&w64, |w| dot(&norm_f64(&x64, w, kind), &dy64)));
+    }
+}
+
+fn layer_norm_f64(x: &[f64], w: &[f64], b: &[f64], kind: NormKind) -> Vec<f64> {
+    let rows = x.chunks(w.len()).flat_map(|row| {
+        let mean = row.iter().sum::<f64>() / row.len() as f64;
+        let centered: Vec<f64> = row.iter().map(|x| x - mean).collect();
+        // The RMS norm of centered values.
+        norm_f64(&centered, w, kind).into_iter().zip(b).map(|(y, b)| y + b).collect::<Vec<_>>()
+    });
+    rows.collect()
+}
+
+#[test]
+fn of_layer_norm() {
+    for unit_offset in [false, true] {
+        let kind = NormKind { eps: 1e-2, unit_offset };
+        let (x, w, b, dy) = (normal("x", (4, 19)), normal("w", 19), normal("b", 19), normal("dy", (4, 19)));
+        let (x64, w64, b64, dy64) = (values(&x), values(&w), values(&b), values(&dy));
+        let norm = LayerNorm { weight: &w, bias: Some(&b), kind };
+        close("y", &layer_norm(&x, norm).unwrap(), &layer_norm_f64(&x64, &w64, &b64, kind));
+        let (dw, db) = (zeros(19), zeros(19));
+        let grads = LayerNormGradients { weight: Some(&dw), bias: Some(&db) };
+        let dx = layer_norm_backward(&x, norm, &dy, None, grads, None).unwrap();
+        close("dx", &dx, &differences(&x64, |x| dot(&layer_norm_f64(x, &w64, &b64, kind), &dy64)));
+        close("dw", &dw, &differences(&w64, |w| dot(&layer_norm_f64(&x64, w, &b64, kind), &dy64)));
+        close("db", &db, &differences(&b64, |b| dot(&layer_norm_f64(&x64, &w64, b, kind), &dy64)));
     }
 }
 

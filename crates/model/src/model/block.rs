@@ -26,11 +26,10 @@ use super::layout::{BlockLayout, BlockModule};
 use super::linear::{MergedLinear, PendingGradients};
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
 use super::rotary_tables::PositionTable;
-use super::{ModelConfig, Param};
+use super::{ModelConfig, Norm};
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::elementwise::{add, scaled};
-use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::{empty, has_kernels};
 use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
@@ -56,18 +55,18 @@ pub struct BlockWeights {
 #[derive(Debug, Clone)]
 pub struct MixerNorms {
     /// The norm of the mixer's input.
-    pub before: Option<Param>,
+    pub before: Option<Norm>,
     /// The norm on the mixer's output.
-    pub after: Option<Param>,
+    pub after: Option<Norm>,
     /// Factor on the output, after its norm.
     pub factor: f64,
 }
 
 impl MixerNorms {
     /// Returns the mixer's input from that of its half, `x: [N, D]`.
-    fn input(&self, x: &Tensor, norm: NormKind) -> Result<Tensor> {
+    fn input(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
         match &self.before {
-            Some(before) => rms_norm(x, &before.value, norm),
+            Some(before) => before.forward(config, x),
             None => Ok(x.clone()),
         }
     }
@@ -300,7 +299,7 @@ pub fn forward(
             Ok((out, ChannelMixerSaved::PlainMlp(saved)))
         }
     };
-    let channel = around_mixer(&w.channel_norms, config.norm, &token.y, channel)?;
+    let channel = around_mixer(&w.channel_norms, config, &token.y, channel)?;
     let saved = BlockSaved {
         x: x.clone(),
         token_mixer: token.saved,
@@ -332,7 +331,7 @@ pub fn recompute(
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
     let token = token_half(pass, w, x, None)?;
-    let normed = w.channel_norms.input(&token.y, config.norm)?;
+    let normed = w.channel_norms.input(config, &token.y)?;
     let channel_mixer = match &w.channel_mixer {
         ChannelMixerWeights::GatedMlp(mlp) => ChannelMixerSaved::GatedMlp(mlp.recompute(pass, &normed)?),
         ChannelMixerWeights::PlainMlp(mlp) => ChannelMixerSaved::PlainMlp(mlp.recompute(pass, &normed)?),
@@ -356,7 +355,7 @@ fn token_half(
     x: &Tensor,
     cache: Option<&mut BlockCache>,
 ) -> Result<HalfOutput<TokenMixerSaved>> {
-    around_mixer(&w.token_norms, pass.config.norm, x, |normed, residual| match &w.token_mixer {
+    around_mixer(&w.token_norms, pass.config, x, |normed, residual| match &w.token_mixer {
         TokenMixerWeights::Attention(attention) => {
             let (out, saved) = attention.forward(pass, normed, residual, cache)?;
             Ok((out, TokenMixerSaved::Attention(saved)))
@@ -376,11 +375,11 @@ struct HalfOutput<S> {
 /// to its output itself.
 fn around_mixer<S>(
     norms: &MixerNorms,
-    norm: NormKind,
+    config: &ModelConfig,
     x: &Tensor,
     mixer: impl FnOnce(&Tensor, Option<&Tensor>) -> Result<(Tensor, S)>,
 ) -> Result<HalfOutput<S>> {
-    let normed = norms.input(x, norm)?;
+    let normed = norms.input(config, x)?;
     match &norms.after {
         None if norms.factor == 1.0 => {
             let (y, saved) = mixer(&normed, Some(x))?;
@@ -392,7 +391,7 @@ fn around_mixer<S>(
         }
         Some(after) => {
             let (out, saved) = mixer(&normed, None)?;
-            let normed = rms_norm(&out, &after.value, norm)?;
+            let normed = after.forward(config, &out)?;
             Ok(HalfOutput { y: add(x, &scaled(&normed, norms.factor)?)?, out: Some(out), saved })
         }
     }
@@ -424,7 +423,7 @@ pub fn backward(
         _ => Err(Error::internal("a channel mixer with the saved tensors of another kind")),
     };
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
-    let dh = around_mixer_backward(&w.channel_norms, config.norm, ends, dy, true, channel)?;
+    let dh = around_mixer_backward(&w.channel_norms, config, ends, dy, true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
     let token = |half: MixerBackward| match (&w.token_mixer, &saved.token_mixer) {
         (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
@@ -432,7 +431,7 @@ pub fn backward(
         }
     };
     let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
-    let dx = around_mixer_backward(&w.token_norms, config.norm, ends, &dh, need_dx, token)?;
+    let dx = around_mixer_backward(&w.token_norms, config, ends, &dh, need_dx, token)?;
     release.begin();
     Ok(dx)
 }
@@ -463,7 +462,7 @@ struct MixerGradients<'w> {
 /// Computes the backward of [`around_mixer`]: the gradient of `x`, or `None` if nothing needs it.
 fn around_mixer_backward<'w>(
     norms: &MixerNorms,
-    norm: NormKind,
+    config: &ModelConfig,
     HalfEnds { x, out }: HalfEnds<'_>,
     dy: &Tensor,
     need_dx: bool,
@@ -471,17 +470,14 @@ fn around_mixer_backward<'w>(
 ) -> Result<Option<Tensor>> {
     let scaled_dy = scaled(dy, norms.factor)?;
     let dout = match (&norms.after, out) {
-        (Some(after), Some(out)) => {
-            rms_norm_backward(out, &after.value, &scaled_dy, None, after.grad.as_ref(), None, norm)?
-        }
+        (Some(after), Some(out)) => after.backward(config, out, &scaled_dy, None, None)?,
         _ => scaled_dy,
     };
-    let grad = norms.before.as_ref().and_then(|before| before.grad.as_ref());
-    let need_dx = need_dx || grad.is_some();
+    let need_dx = need_dx || norms.before.as_ref().is_some_and(Norm::trains);
     let MixerGradients { dinput, pending } = mixer(MixerBackward { dout, need_dx })?;
     let Some(dinput) = dinput else {
         if pending.reads_input() {
-            pending.add(&norms.input(x, norm)?)?;
+            pending.add(&norms.input(config, x)?)?;
         }
         return Ok(None);
     };
@@ -494,7 +490,7 @@ fn around_mixer_backward<'w>(
     let (rows, width) = x.dims2()?;
     let normed = || empty(rows, width, x.dtype(), x.device());
     let normed = pending.reads_input().then(normed).transpose()?;
-    let dx = rms_norm_backward(x, &before.value, &dinput, Some(dy), grad, normed.as_ref(), norm)?;
+    let dx = before.backward(config, x, &dinput, Some(dy), normed.as_ref())?;
     drop(dinput);
     if let Some(normed) = normed {
         pending.add(&normed)?;

@@ -84,6 +84,25 @@ impl ResidualPlan {
     }
 }
 
+/// The norms of hidden states: those of blocks and the last one. Norms of q and k are RMS norms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HiddenNorm {
+    /// RMSNorm.
+    Rms,
+    /// LayerNorm, around the mean.
+    Layer {
+        /// True if each has a bias.
+        bias: bool,
+    },
+}
+
+impl HiddenNorm {
+    /// Returns whether each norm has a bias.
+    pub(super) fn has_bias(self) -> bool {
+        self == HiddenNorm::Layer { bias: true }
+    }
+}
+
 /// Softmax attention over the heads of [`ModelConfig::heads`](super::ModelConfig).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionMixer {

@@ -1,7 +1,7 @@
 //! A model's shape and arithmetic, with the differences of families resolved to parts and numbers.
 //! `families` reads it from config.json.
 
-use super::composition::{AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, TokenMixer};
+use super::composition::{AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, HiddenNorm, TokenMixer};
 use super::families::Architecture;
 use super::rope::Rope;
 use crate::ops::attention::Heads;
@@ -26,8 +26,10 @@ pub struct ModelConfig {
     pub ropes: Vec<Rope>,
     /// Context length that the model was trained for, in tokens.
     pub max_position_embeddings: usize,
-    /// The kind of every norm of the model.
+    /// The settings of every norm of the model.
     pub norm: NormKind,
+    /// The kind of the norms of hidden states.
+    pub hidden_norm: HiddenNorm,
     /// Factor on the embeddings.
     pub embedding_factor: f64,
     /// Factor on logits, before their soft-cap (granite); 1 in most families.

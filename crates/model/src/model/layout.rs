@@ -56,7 +56,7 @@ pub struct BlockModule {
     pub name: &'static str,
     /// The shape of its weight.
     pub weight: WeightShape,
-    /// True if it has a bias, `[out]`.
+    /// True if it has a bias, `[out]`; that of a norm is as long as its gain.
     pub bias: bool,
 }
 
@@ -81,8 +81,8 @@ impl LayoutTable<'_> {
     }
 
     /// Returns a norm of vectors of `len` elements.
-    fn norm(&self, part: BlockPart, len: usize) -> BlockModule {
-        BlockModule { part, name: self.name(part), weight: WeightShape::Gain(len), bias: false }
+    fn norm(&self, part: BlockPart, len: usize, bias: bool) -> BlockModule {
+        BlockModule { part, name: self.name(part), weight: WeightShape::Gain(len), bias }
     }
 
     fn name(&self, part: BlockPart) -> &'static str {
@@ -105,7 +105,7 @@ impl LayoutTable<'_> {
             QkNormWidth::Whole => [q, kv],
         };
         if let Some([q, k]) = mixer.qk_norm.map(of_heads) {
-            rows.extend([self.norm(P::QNorm, q), self.norm(P::KNorm, k)]);
+            rows.extend([self.norm(P::QNorm, q, false), self.norm(P::KNorm, k, false)]);
         }
         rows
     }
@@ -135,7 +135,8 @@ impl LayoutTable<'_> {
             ResidualPlan::PreAndPostNorm => &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm],
             ResidualPlan::PostNorm => &[P::AttnPostNorm, P::MlpPostNorm],
         };
-        parts.iter().map(|part| self.norm(*part, self.0.hidden_size)).collect()
+        let bias = self.0.hidden_norm.has_bias();
+        parts.iter().map(|part| self.norm(*part, self.0.hidden_size, bias)).collect()
     }
 }
 
@@ -234,6 +235,7 @@ pub(super) struct NamedModule {
 /// head.
 pub(super) fn model_modules(config: &ModelConfig) -> Vec<NamedModule> {
     let whole = |name: &str, part, weight| NamedModule { name: name.into(), part, weight, bias: false };
+    let bias = config.hidden_norm.has_bias();
     let table = WeightShape::Matrix { out: config.vocab_size, inputs: config.hidden_size };
     let mut all = vec![whole(EMBED_TOKENS_MODULE, ModelPart::EmbedTokens, table)];
     for layer in 0..config.num_layers() {
@@ -245,7 +247,7 @@ pub(super) fn model_modules(config: &ModelConfig) -> Vec<NamedModule> {
         }));
     }
     let gain = WeightShape::Gain(config.hidden_size);
-    all.push(whole(FINAL_NORM_MODULE, ModelPart::FinalNorm, gain));
+    all.push(NamedModule { bias, ..whole(FINAL_NORM_MODULE, ModelPart::FinalNorm, gain) });
     all.push(whole(LM_HEAD_MODULE, ModelPart::LmHead, table));
     all
 }

@@ -24,6 +24,7 @@ mod linear;
 mod lm_head;
 mod lora;
 mod lora_group;
+mod norm;
 mod rope;
 mod rotary_tables;
 mod semantics;
@@ -38,7 +39,8 @@ pub use block::{
 };
 pub use block_part::{BlockPart, LinearGroup};
 pub use composition::{
-    AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, PlainMlp, QkNormWidth, ResidualPlan, TokenMixer,
+    AttentionMixer, BlockConfig, ChannelMixer, GatedMlp, HiddenNorm, PlainMlp, QkNormWidth, ResidualPlan,
+    TokenMixer,
 };
 pub use config::ModelConfig;
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
@@ -48,6 +50,7 @@ pub use layout::{BlockLayout, BlockModule, ModelPart, Segment, WeightShape};
 pub use linear::{Linear, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};
+pub use norm::Norm;
 pub use rope::{Rope, RopeKind};
 pub use rotary_tables::{PositionTable, RotaryTables};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};

@@ -62,7 +62,7 @@ pub enum ModuleKind {
     Embedding,
     /// The output layer.
     Head,
-    /// An RMS norm's gain.
+    /// A norm.
     Norm,
 }
 

@@ -27,6 +27,7 @@ pub mod embedding;
 mod gemm;
 pub mod glu;
 pub(crate) mod gpu;
+pub mod layer_norm;
 pub mod low_rank;
 mod mat_view;
 pub mod matmul;

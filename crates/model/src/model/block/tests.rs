@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, Device, Storage};
 
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
-use crate::model::{Linear, Lora, RotaryTables, TokenRows, WeightMatrix, modules, parameters};
+use crate::model::{Linear, Lora, Param, RotaryTables, TokenRows, WeightMatrix, modules, parameters};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
 
@@ -12,7 +12,7 @@ const TOKENS: usize = 12;
 const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
 /// Families, each with the peculiarities of its blocks.
-const MODELS: [&str; 9] = [
+const MODELS: [&str; 11] = [
     r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
     r#""model_type": "qwen2""#,
     r#""model_type": "gemma2""#,
@@ -22,6 +22,8 @@ const MODELS: [&str; 9] = [
     r#""model_type": "olmo2""#,
     r#""model_type": "granite", "residual_multiplier": 0.5"#,
     r#""model_type": "arcee", "mlp_bias": true"#,
+    r#""model_type": "starcoder2""#,
+    r#""model_type": "nemotron""#,
 ];
 
 fn config(model: &str) -> ModelConfig {

@@ -20,6 +20,7 @@ mod llama;
 mod ministral;
 mod ministral3;
 mod mistral;
+mod nemotron;
 mod olmo2;
 mod olmo3;
 mod parts;
@@ -30,6 +31,8 @@ mod refusals;
 mod seed_oss;
 mod sizes;
 mod smollm3;
+mod stablelm;
+mod starcoder2;
 
 use serde_json::Value;
 
@@ -64,6 +67,9 @@ static FAMILIES: &[&Architecture] = &[
     &glm4::GLM4,
     &ernie4_5::ERNIE4_5,
     &arcee::ARCEE,
+    &starcoder2::STARCODER2,
+    &nemotron::NEMOTRON,
+    &stablelm::STABLELM,
 ];
 
 impl ModelConfig {
@@ -105,6 +111,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         ropes: parts.ropes,
         max_position_embeddings: sizes.max_position_embeddings,
         norm: parts.norm,
+        hidden_norm: parts.hidden_norm,
         embedding_factor: parts.embedding_factor,
         logit_factor: parts.logit_factor,
         logit_softcap: parts.logit_softcap,

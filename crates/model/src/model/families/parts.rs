@@ -6,7 +6,7 @@ use super::gguf_facts::GgufFacts;
 use super::sizes::ModelSizes;
 use crate::error::{Error, Result};
 use crate::model::block_part::BlockPart;
-use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, PlainMlp};
+use crate::model::composition::{AttentionMixer, BlockConfig, GatedMlp, HiddenNorm, PlainMlp};
 use crate::model::config_reader::{ConfigReader, refused};
 use crate::model::rope::{Rope, RopeContext};
 use crate::ops::activation::PlainActivation;
@@ -41,6 +41,7 @@ pub(super) fn llama_like(
         blocks,
         ropes: vec![rope],
         norm: rms_norm(keys)?,
+        hidden_norm: HiddenNorm::Rms,
         embedding_factor: 1.0,
         logit_factor: 1.0,
         logit_softcap: softcap(keys, "final_logit_softcapping", None)?,
@@ -86,10 +87,31 @@ pub(super) fn plain_mlp(keys: &ConfigReader<'_>, default: &str, bias: bool) -> R
 
 /// Reads the RMS norm whose gain is the stored weight.
 pub(super) fn rms_norm(keys: &ConfigReader<'_>) -> Result<NormKind> {
-    match keys.f64_or("rms_norm_eps", 1e-6)? {
-        eps if (0.0..1.0).contains(&eps) => Ok(NormKind { eps, unit_offset: false }),
-        other => Err(refused("rms_norm_eps", other, "from 0 to below 1")),
+    Ok(NormKind { eps: epsilon(keys, "rms_norm_eps", 1e-6)?, unit_offset: false })
+}
+
+fn epsilon(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64> {
+    match keys.f64_or(key, default)? {
+        eps if (0.0..1.0).contains(&eps) => Ok(eps),
+        other => Err(refused(key, other, "from 0 to below 1")),
     }
+}
+
+/// Makes the norms of hidden states layer norms, with the epsilon of `key`.
+pub(super) fn with_layer_norms(
+    keys: &ConfigReader<'_>,
+    composition: Composition,
+    key: &str,
+    bias: bool,
+) -> Result<Composition> {
+    let norm = NormKind { eps: epsilon(keys, key, 1e-5)?, ..composition.norm };
+    Ok(Composition { norm, hidden_norm: HiddenNorm::Layer { bias }, ..composition })
+}
+
+/// Reads the only rope of a model; it rotates the first part of each head, by default `partial`.
+pub(super) fn partial_rope(keys: &ConfigReader<'_>, sizes: &ModelSizes, partial: f64) -> Result<Rope> {
+    let partial = keys.f64_or("partial_rotary_factor", partial)?;
+    rope(keys, &RopeContext { partial, ..rope_context(keys, sizes, 1e4)? })
 }
 
 /// Sets the epsilon of the norms to the family's default, unless config.json has the key.

@@ -13,7 +13,14 @@ const MOST_PARAMETERS: u128 = 1 << 50;
 const UNSUPPORTED: [&str; 3] = ["use_bidirectional_attention", "num_local_experts", "num_experts"];
 
 /// Keys of dropout inside a model, which transformers computes in training and the engine does not.
-const DROPOUTS: [&str; 4] = ["attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"];
+const DROPOUTS: [&str; 6] = [
+    "attention_dropout",
+    "residual_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+];
 
 /// Returns the keys of dropout above 0 with their values: "`attention_dropout` 0.1".
 pub(super) fn dropouts(keys: &ConfigReader<'_>) -> Result<Vec<String>> {

@@ -10,6 +10,7 @@ use crate::ops::dora::{magnitude_backward, scale_columns};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::{add, scaled};
 use crate::ops::glu::{Activation, glu, glu_backward};
+use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, empty, sum_rows};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
@@ -25,6 +26,8 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         norm_backward(shapes, NormOutput::Gradient),
         norm_backward(shapes, NormOutput::NormToo),
         norm_backward(shapes, NormOutput::WeightToo),
+        centered_norm(shapes),
+        centered_norm_backward(shapes),
         rotation(shapes, false),
         rotation(shapes, true),
         rotation_backward(shapes, false),
@@ -88,6 +91,36 @@ fn norm_backward(shapes: &BenchShapes, output: NormOutput) -> TimedOp {
             let normed =
                 (output == NormOutput::NormToo).then(|| empty(n, d, dtype, x.device())).transpose()?;
             rms_norm_backward(x, &weight, dy, Some(residual), dweight, normed.as_ref(), NORM).map(drop)
+        })
+    })
+}
+
+fn centered_norm(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    TimedOp::moving(bytes + shapes.bytes(2 * d), ("layer_norm", shape, shapes.dtype), move |inputs| {
+        let (weight, bias) = (inputs.normal(1.0, d)?, inputs.normal(1.0, d)?);
+        let sets = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
+        sets.calls(move |x| {
+            layer_norm(x, LayerNorm { weight: &weight, bias: Some(&bias), kind: NORM }).map(drop)
+        })
+    })
+}
+
+/// Times the backward with the gradient around the norm and those of its parameters.
+fn centered_norm_backward(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 5));
+    let what = ("layer_norm_backward", format!("{shape}, residual, trained"), shapes.dtype);
+    TimedOp::moving(bytes + shapes.bytes(2 * d) + 4 * F32_BYTES * d, what, move |inputs| {
+        let (weight, bias) = (inputs.normal(1.0, d)?, inputs.normal(1.0, d)?);
+        let (dweight, dbias) = (inputs.zeros(d)?, inputs.zeros(d)?);
+        let sets = inputs.sets(|_| {
+            let one = || inputs.normal(1.0, (n, d));
+            Ok([one()?, one()?, one()?])
+        })?;
+        sets.calls(move |[x, dy, residual]| {
+            let norm = LayerNorm { weight: &weight, bias: Some(&bias), kind: NORM };
+            let grads = LayerNormGradients { weight: Some(&dweight), bias: Some(&dbias) };
+            layer_norm_backward(x, norm, dy, Some(residual), grads, None).map(drop)
         })
     })
 }

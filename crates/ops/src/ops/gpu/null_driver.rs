@@ -14,6 +14,7 @@ use crate::ops::cross_entropy::{
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::glu::{Activation, glu, glu_backward};
+use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, elementwise, matmul};
@@ -51,6 +52,10 @@ fn norms_and_rotation(dtype: DType) -> Result<()> {
     let dweight = gain(16)?;
     rms_norm(&x, &weight, kind)?;
     rms_norm_backward(&x, &weight, &x, Some(&x), Some(&dweight), Some(&zeros(0, 16, dtype)?), kind)?;
+    let norm = LayerNorm { weight: &weight, bias: Some(&weight), kind };
+    let grads = LayerNormGradients { weight: Some(&dweight), bias: None };
+    layer_norm(&x, norm)?;
+    layer_norm_backward(&x, norm, &x, Some(&x), grads, Some(&zeros(0, 16, dtype)?))?;
     let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 16 };
     let (qkv, angles) = (zeros(0, heads.qkv_width(), dtype)?, zeros(0, 8, DType::F32)?.into_tensor());
     let table = RotaryTable { cos: angles.clone(), sin: angles, interleaved: false };

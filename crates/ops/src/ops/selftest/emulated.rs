@@ -9,6 +9,7 @@ use crate::ops::case::{CaseRunner, in_f64};
 use crate::ops::empty;
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+use crate::ops::layer_norm::{LayerNorm, LayerNormGradients, layer_norm, layer_norm_backward};
 use crate::ops::rms_norm::cases::KINDS;
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 
@@ -56,6 +57,8 @@ fn every_op_passes() {
         "gather_rows_bf16",
         "glu_gelu_backward",
         "glu_silu",
+        "layer_norm_backward",
+        "layer_norm_gain_partial",
         "rms_norm_backward",
         "rms_norm_gain_partial",
         "rotary_backward",
@@ -88,6 +91,13 @@ fn results_of_forwards_in_backwards_have_the_same_bits() -> Result<()> {
             let normed = empty(5, width, dtype, &Device::Cpu)?;
             rms_norm_backward(&x.here, &w.here, &dy.here, None, None, Some(&normed), kind)?;
             check(name, &normed, &rms_norm(&x.here, &w.here, kind)?)?;
+        }
+        for bias in [None, Some(&*dy.here.narrow(0, 0, 1)?.reshape(width)?)] {
+            let norm = LayerNorm { weight: &w.here, bias, kind: KINDS[1].0 };
+            let normed = empty(5, width, dtype, &Device::Cpu)?;
+            let grads = LayerNormGradients::default();
+            layer_norm_backward(&x.here, norm, &dy.here, None, grads, Some(&normed))?;
+            check("layer_norm", &normed, &layer_norm(&x.here, norm)?)?;
         }
         for activation in [Activation::Silu, Activation::GeluTanh] {
             let dh = runner.normal("dh", (5, width / 2))?.here;

@@ -22,7 +22,7 @@ pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{
     activation, adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, glu,
-    matmul, matmul_quantized, rms_norm, rotary,
+    layer_norm, matmul, matmul_quantized, rms_norm, rotary,
 };
 #[cfg(not(feature = "kernel-emu"))]
 use crate::error::Error;
@@ -35,6 +35,7 @@ const CASES: &[fn() -> Vec<OpCase>] = &[
     dora::cases::cases,
     adamw_int8::cases::cases,
     rms_norm::cases::cases,
+    layer_norm::cases::cases,
     rotary::cases::cases,
     glu::cases::cases,
     activation::cases::cases,

@@ -15,6 +15,7 @@ use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
 use crate::ops::glu;
 use crate::ops::glu::Activation;
+use crate::ops::layer_norm::{self, LayerNorm};
 use crate::ops::matmul;
 use crate::ops::matmul::{Addend, ColumnViewMut, Transpose};
 use crate::ops::matmul_quantized::Weight;
@@ -125,6 +126,31 @@ fn rms_norm() -> Result<()> {
         close("dw", &dw, &want_dw)?;
         let around = normal("around", (9, 16))?;
         let dx = rms_norm::reference_backward(&x, &w, &dy, Some(&around), None, kind)?;
+        close("dx + residual", &dx, &(want_dx + around)?)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn layer_norm() -> Result<()> {
+    for unit_offset in [false, true] {
+        let kind = NormKind { eps: 1e-3, unit_offset };
+        let (x, w, b, dy) = (var("x", (9, 16))?, var("w", 16)?, var("b", 16)?, normal("dy", (9, 16))?);
+        let centered = x.broadcast_sub(&x.mean_keepdim(1)?)?;
+        let deviation = (centered.sqr()?.mean_keepdim(1)? + kind.eps)?.sqrt()?;
+        let gain = (w.as_tensor() + if unit_offset { 1.0 } else { 0.0 })?;
+        let y = centered.broadcast_div(&deviation)?.broadcast_mul(&gain)?.broadcast_add(&b)?;
+        let norm = LayerNorm { weight: &w, bias: Some(&b), kind };
+        close("y", &layer_norm::reference(&x, norm)?, &y)?;
+        let [want_dx, want_dw, want_db] = pulled(&y, &dy, [&x, &w, &b])?;
+        let (dw, db) = (zeros(16)?, zeros(16)?);
+        let dx = layer_norm::reference_backward(&x, norm, &dy, None, Some(&dw))?;
+        close("dx", &dx, &want_dx)?;
+        close("dw", &dw, &want_dw)?;
+        matmul::sum_rows_reference(&db, ColumnView::all(&dy))?;
+        close("db", &db, &want_db)?;
+        let around = normal("around", (9, 16))?;
+        let dx = layer_norm::reference_backward(&x, norm, &dy, Some(&around), None)?;
         close("dx + residual", &dx, &(want_dx + around)?)?;
     }
     Ok(())

@@ -17,6 +17,7 @@ use crate::ops::case::{OpCase, Tolerance};
 use crate::ops::cross_entropy::cases::{LossCase, WIDTH};
 use crate::ops::glu::Activation;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+use crate::ops::layer_norm::cases::LayerNormCase;
 use crate::ops::matmul::Transpose;
 use crate::ops::matmul::cases::{Added, FORMS, MIXTURES, MatmulCase, OperandDtype, bias_cases};
 use crate::ops::matmul_quantized::cases::{FORMATS, product};
@@ -105,6 +106,16 @@ proptest! {
         let extras = Extras { residual, dweight, normed };
         let backward = rms_norm::cases::backward_case(String::new(), kind, shape, extras);
         check([backward], run, "rms_norm_backward")?;
+    }
+
+    #[test]
+    fn layer_norms(
+        (rows, width) in (1..100_usize, widths(4)),
+        (unit_offset, bias) in any::<(bool, bool)>(),
+        (residual, grads, normed, run) in (any::<bool>(), any::<bool>(), any::<bool>(), runs()),
+    ) {
+        let case = LayerNormCase { rows, width, unit_offset, bias, residual, grads, normed };
+        check(case.cases(), run, "layer_norm")?;
     }
 
     #[test]
