@@ -45,6 +45,7 @@ pub(super) struct GpuStep<'a> {
 struct BlockShape {
     layers: Vec<LinearLayer>,
     has_post_norms: bool,
+    is_parallel: bool,
     /// Width of the first projections of the MLP together.
     first_mlp_width: usize,
 }
@@ -87,6 +88,7 @@ impl<'a> GpuStep<'a> {
             BlockShape {
                 layers: BlockLayout::new(config, block).modules().iter().filter_map(layer).collect(),
                 has_post_norms: config.blocks[block].residual.has_post_norms(),
+                is_parallel: config.blocks[block].residual.is_parallel(),
                 first_mlp_width: config.blocks[block].channel_mixer.first_widths() * config.intermediate_size,
             }
         };
@@ -147,6 +149,8 @@ impl BlockStep<'_> {
         let through = |group| self.product_backward(group);
         // A weight's gradient comes after the norm of its input.
         let until_norm = |width| if self.step.has_adapter { 0 } else { rows(width) };
+        // The gradient through the MLP, which waits for attention's in a parallel plan.
+        let around = if self.shape.is_parallel { rows(d) } else { 0 };
         let stages = [
             // The gradient of the product of gate and up through the down projection.
             rows(f + d) + through(LinearGroup::Down),
@@ -155,12 +159,12 @@ impl BlockStep<'_> {
             // Through gate and up to their input, then through its norm, which is computed again.
             rows(first + 2 * d) + through(LinearGroup::GateUp),
             rows(4 * d) + until_norm(first),
-            // Through attention's output projection; then attention's output and its inputs; then
+            // Beside `around`: through attention's output projection; then attention's output and its inputs; then
             // through q, k and v to their input, and through its norm.
-            rows(2 * d + q) + through(LinearGroup::O),
-            rows(2 * d + q + qk + qkv),
-            rows(3 * d + qkv) + through(LinearGroup::Qkv),
-            rows(5 * d) + until_norm(qkv),
+            around + rows(2 * d + q) + through(LinearGroup::O),
+            around + rows(2 * d + q + qk + qkv),
+            around + rows(3 * d + qkv) + through(LinearGroup::Qkv),
+            around + rows(5 * d) + until_norm(qkv),
             // Forward: the gradient of the block's output, and the layer's input; for the last
             // layer, its output.
             rows(2 * d) + self.product_forward(LinearGroup::Qkv),

@@ -81,7 +81,7 @@ fn lora_on_phi3_follows_peft() {
 
 /// Residual and logit factors, layers without positions, norms on outputs, queries that grow with
 /// their positions, two sets of rotary divisors, rotated neighbours, MLPs without a gate,
-/// layer norms.
+/// layer norms, mixers in parallel.
 #[test]
 fn families_follow_transformers_and_peft() {
     for family in ["granite", "smollm3", "olmo2", "ministral3", "phi4-mini", "glm4"] {
@@ -97,6 +97,8 @@ fn families_follow_transformers_and_peft() {
     follows("full_starcoder2");
     follows("full_nemotron");
     follows("lora_stablelm");
+    follows("lora_cohere2");
+    follows("full_cohere2");
 }
 
 /// Uses products large enough to be packed; those of the tiny models are not

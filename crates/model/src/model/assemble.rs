@@ -151,10 +151,12 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
             factor: block.residual_factor,
         })
     };
+    let one_norm = block.residual.is_parallel();
+    let channel_norm = if one_norm { BlockPart::AttnNorm } else { BlockPart::MlpNorm };
     Ok(BlockWeights {
         token_norms: norms(BlockPart::AttnNorm, BlockPart::AttnPostNorm)?,
         token_mixer,
-        channel_norms: norms(BlockPart::MlpNorm, BlockPart::MlpPostNorm)?,
+        channel_norms: norms(channel_norm, BlockPart::MlpPostNorm)?,
         channel_mixer,
     })
 }

@@ -5,6 +5,8 @@
 //! y = h + post?(channel_mixer(norm(h)))
 //! ```
 //!
+//! In parallel residual plans both mixers read `x`: `y = h + channel_mixer(norm(x))`.
+//!
 //! `post?` are the second norms of the Gemma families. OLMo 2 has only these, and no `norm`.
 //! Granite has a factor on each mixer's output. Each mixer has a file below `block/`.
 //! [`BlockSaved`] holds the tensors that are expensive to recompute. Backward recomputes norm
@@ -187,6 +189,7 @@ pub struct BlockSaved {
     token_mixer: TokenMixerSaved,
     /// The token mixer's output before its post norm.
     token_out: Option<Tensor>,
+    /// The input of the channel mixer's half: `x` in a parallel plan.
     h: Tensor,
     channel_mixer: ChannelMixerSaved,
     /// The channel mixer's output before its post norm.
@@ -248,7 +251,8 @@ impl BlockSaved {
         match &block.token_mixer {
             TokenMixer::Attention(_) => parts.extend(AttentionSaved::parts(config, tokens, dtype)),
         }
-        parts.push(("the input of the MLP", hidden));
+        // In a parallel plan it is the block's input.
+        parts.push(("the input of the MLP", if block.residual.is_parallel() { 0 } else { hidden }));
         match &block.channel_mixer {
             ChannelMixer::GatedMlp(_) => parts.extend(GatedMlpSaved::parts(config, tokens, dtype)),
             ChannelMixer::PlainMlp(_) => parts.extend(PlainMlpSaved::parts(config, tokens, dtype)),
@@ -299,12 +303,13 @@ pub fn forward(
             Ok((out, ChannelMixerSaved::PlainMlp(saved)))
         }
     };
-    let channel = around_mixer(&w.channel_norms, config, &token.y, channel)?;
+    let h = channel_input(pass, x, &token.y);
+    let channel = around_mixer(&w.channel_norms, config, (h, &token.y), channel)?;
     let saved = BlockSaved {
         x: x.clone(),
         token_mixer: token.saved,
         token_out: token.out,
-        h: token.y,
+        h: h.clone(),
         channel_mixer: channel.saved,
         channel_out: channel.out,
     };
@@ -331,7 +336,8 @@ pub fn recompute(
     let mut release = ReleaseSpan::default();
     let pass = LayerPass { config, layer, context };
     let token = token_half(pass, w, x, None)?;
-    let normed = w.channel_norms.input(config, &token.y)?;
+    let h = channel_input(pass, x, &token.y);
+    let normed = w.channel_norms.input(config, h)?;
     let channel_mixer = match &w.channel_mixer {
         ChannelMixerWeights::GatedMlp(mlp) => ChannelMixerSaved::GatedMlp(mlp.recompute(pass, &normed)?),
         ChannelMixerWeights::PlainMlp(mlp) => ChannelMixerSaved::PlainMlp(mlp.recompute(pass, &normed)?),
@@ -340,12 +346,17 @@ pub fn recompute(
         x: x.clone(),
         token_mixer: token.saved,
         token_out: token.out,
-        h: token.y,
+        h: h.clone(),
         channel_mixer,
         channel_out: None,
     };
     release.begin();
     Ok(saved)
+}
+
+/// Returns the input of the channel mixer's half: the block's input or the token mixer's half.
+fn channel_input<'a>(pass: LayerPass<'_>, x: &'a Tensor, token_half: &'a Tensor) -> &'a Tensor {
+    if pass.config.blocks[pass.layer].residual.is_parallel() { x } else { token_half }
 }
 
 /// Computes the token mixer's half of a block.
@@ -355,7 +366,7 @@ fn token_half(
     x: &Tensor,
     cache: Option<&mut BlockCache>,
 ) -> Result<HalfOutput<TokenMixerSaved>> {
-    around_mixer(&w.token_norms, pass.config, x, |normed, residual| match &w.token_mixer {
+    around_mixer(&w.token_norms, pass.config, (x, x), |normed, residual| match &w.token_mixer {
         TokenMixerWeights::Attention(attention) => {
             let (out, saved) = attention.forward(pass, normed, residual, cache)?;
             Ok((out, TokenMixerSaved::Attention(saved)))
@@ -371,28 +382,28 @@ struct HalfOutput<S> {
     saved: S,
 }
 
-/// Computes `x + factor · after?(mixer(before?(x)))`. A mixer that gets `x` as its residual adds it
-/// to its output itself.
+/// Computes `around + factor · after?(mixer(before?(x)))`. A mixer that gets a residual adds it to
+/// its output itself.
 fn around_mixer<S>(
     norms: &MixerNorms,
     config: &ModelConfig,
-    x: &Tensor,
+    (x, around): (&Tensor, &Tensor),
     mixer: impl FnOnce(&Tensor, Option<&Tensor>) -> Result<(Tensor, S)>,
 ) -> Result<HalfOutput<S>> {
     let normed = norms.input(config, x)?;
     match &norms.after {
         None if norms.factor == 1.0 => {
-            let (y, saved) = mixer(&normed, Some(x))?;
+            let (y, saved) = mixer(&normed, Some(around))?;
             Ok(HalfOutput { y, out: None, saved })
         }
         None => {
             let (out, saved) = mixer(&normed, None)?;
-            Ok(HalfOutput { y: add(x, &scaled(&out, norms.factor)?)?, out: None, saved })
+            Ok(HalfOutput { y: add(around, &scaled(&out, norms.factor)?)?, out: None, saved })
         }
         Some(after) => {
             let (out, saved) = mixer(&normed, None)?;
             let normed = after.forward(config, &out)?;
-            Ok(HalfOutput { y: add(x, &scaled(&normed, norms.factor)?)?, out: Some(out), saved })
+            Ok(HalfOutput { y: add(around, &scaled(&normed, norms.factor)?)?, out: Some(out), saved })
         }
     }
 }
@@ -423,7 +434,7 @@ pub fn backward(
         _ => Err(Error::internal("a channel mixer with the saved tensors of another kind")),
     };
     let ends = HalfEnds { x: &saved.h, out: saved.channel_out.as_ref() };
-    let dh = around_mixer_backward(&w.channel_norms, config, ends, dy, true, channel)?;
+    let dh = around_mixer_backward(&w.channel_norms, config, ends, (dy, dy), true, channel)?;
     let dh = dh.ok_or_else(|| Error::internal("a channel mixer without the gradient of its input"))?;
     let token = |half: MixerBackward| match (&w.token_mixer, &saved.token_mixer) {
         (TokenMixerWeights::Attention(attention), TokenMixerSaved::Attention(saved)) => {
@@ -431,7 +442,9 @@ pub fn backward(
         }
     };
     let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
-    let dx = around_mixer_backward(&w.token_norms, config, ends, &dh, need_dx, token)?;
+    // The gradient of the token mixer's output: in a parallel plan the channel mixer does not read it.
+    let dtoken = if config.blocks[layer].residual.is_parallel() { dy } else { &dh };
+    let dx = around_mixer_backward(&w.token_norms, config, ends, (dtoken, &dh), need_dx, token)?;
     release.begin();
     Ok(dx)
 }
@@ -459,12 +472,13 @@ struct MixerGradients<'w> {
     pending: PendingGradients<'w>,
 }
 
-/// Computes the backward of [`around_mixer`]: the gradient of `x`, or `None` if nothing needs it.
+/// Computes the backward of [`around_mixer`] from the gradient `dy` of its result: the gradient of
+/// `x` plus `around`, that of other uses of `x`; `None` if nothing needs it.
 fn around_mixer_backward<'w>(
     norms: &MixerNorms,
     config: &ModelConfig,
     HalfEnds { x, out }: HalfEnds<'_>,
-    dy: &Tensor,
+    (dy, around): (&Tensor, &Tensor),
     need_dx: bool,
     mixer: impl FnOnce(MixerBackward) -> Result<MixerGradients<'w>>,
 ) -> Result<Option<Tensor>> {
@@ -482,7 +496,7 @@ fn around_mixer_backward<'w>(
         return Ok(None);
     };
     let Some(before) = &norms.before else {
-        let dx = add(dy, &dinput)?;
+        let dx = add(around, &dinput)?;
         drop(dinput);
         pending.add(x)?;
         return Ok(Some(dx));
@@ -490,7 +504,7 @@ fn around_mixer_backward<'w>(
     let (rows, width) = x.dims2()?;
     let normed = || empty(rows, width, x.dtype(), x.device());
     let normed = pending.reads_input().then(normed).transpose()?;
-    let dx = before.backward(config, x, &dinput, Some(dy), normed.as_ref())?;
+    let dx = before.backward(config, x, &dinput, Some(around), normed.as_ref())?;
     drop(dinput);
     if let Some(normed) = normed {
         pending.add(&normed)?;

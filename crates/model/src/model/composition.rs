@@ -66,7 +66,7 @@ impl From<PlainMlp> for ChannelMixer {
     }
 }
 
-/// The position of norms around a mixer.
+/// The position of norms around mixers, and the inputs of these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResidualPlan {
     /// `x + mixer(norm(x))` for each mixer.
@@ -75,12 +75,19 @@ pub enum ResidualPlan {
     PreAndPostNorm,
     /// `x + norm(mixer(x))` for each mixer (OLMo 2).
     PostNorm,
+    /// `x + token_mixer(norm(x)) + channel_mixer(norm(x))` with one norm (Cohere).
+    Parallel,
 }
 
 impl ResidualPlan {
     /// Returns true if a norm reads the outputs of the mixers.
     pub fn has_post_norms(self) -> bool {
-        self != ResidualPlan::PreNorm
+        matches!(self, ResidualPlan::PreAndPostNorm | ResidualPlan::PostNorm)
+    }
+
+    /// Returns true if both mixers read the block's input.
+    pub fn is_parallel(self) -> bool {
+        self == ResidualPlan::Parallel
     }
 }
 

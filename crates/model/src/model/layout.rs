@@ -132,6 +132,7 @@ impl LayoutTable<'_> {
         use BlockPart as P;
         let parts: &[BlockPart] = match plan {
             ResidualPlan::PreNorm => &[P::AttnNorm, P::MlpNorm],
+            ResidualPlan::Parallel => &[P::AttnNorm],
             ResidualPlan::PreAndPostNorm => &[P::AttnNorm, P::AttnPostNorm, P::MlpNorm, P::MlpPostNorm],
             ResidualPlan::PostNorm => &[P::AttnPostNorm, P::MlpPostNorm],
         };

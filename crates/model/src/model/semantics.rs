@@ -52,6 +52,11 @@ impl ModelConfig {
                 self.blocks.iter().any(|block| block.residual_factor != 1.0),
                 runs(&residual),
             ),
+            (
+                "mixers",
+                self.blocks.iter().any(|block| block.residual.is_parallel()),
+                "in parallel".to_owned(),
+            ),
             ("logit factor", self.logit_factor != 1.0, format!("{:?}", self.logit_factor)),
         ];
         let factors = factors.into_iter().filter(|(_, counts, _)| *counts).map(|(key, _, text)| (key, text));

@@ -7,6 +7,8 @@
 
 mod arcee;
 mod architecture;
+mod cohere;
+mod cohere2;
 mod ernie4_5;
 mod exaone4;
 mod gemma;
@@ -70,6 +72,8 @@ static FAMILIES: &[&Architecture] = &[
     &starcoder2::STARCODER2,
     &nemotron::NEMOTRON,
     &stablelm::STABLELM,
+    &cohere::COHERE,
+    &cohere2::COHERE2,
 ];
 
 impl ModelConfig {
@@ -226,6 +230,34 @@ mod tests {
         assert_eq!(exaone(json!(8), json!("LG")).map(windows).expect("a pattern"), [Some(8), None]);
         assert_eq!(exaone(json!(8), json!(4)).map(windows).expect("a period"), [Some(8), Some(8)]);
         assert!(exaone(json!(8), json!(0)).is_err());
+    }
+
+    /// Each would train another model than config.json describes.
+    #[test]
+    fn settings_that_a_family_does_not_compute_are_refused_by_key() {
+        for (family, key, value) in [
+            ("arcee", "hidden_act", json!("relu")),
+            ("nemotron", "hidden_act", json!("silu")),
+            ("nemotron", "norm_eps", json!(-1e-5)),
+            ("starcoder2", "norm_epsilon", json!(1.0)),
+            ("starcoder2", "sliding_window", json!(0)),
+            ("stablelm", "qk_layernorm", json!(true)),
+            ("stablelm", "hidden_act", json!("gelu")),
+            ("stablelm", "partial_rotary_factor", json!(2.0)),
+            ("cohere", "use_qk_norm", json!(true)),
+            ("cohere", "logit_scale", json!(0.0)),
+            ("cohere2", "sliding_window_pattern", json!(0)),
+            ("cohere2", "layer_types", json!(["sliding_attention"])),
+        ] {
+            let model = |changes: &[(&str, Value)]| {
+                let family = [("model_type", json!(family)), ("head_dim", json!(8))];
+                config(&[&family[..], changes].concat())
+            };
+            assert!(model(&[]).is_ok(), "{family}");
+            let refused = model(&[(key, value.clone())]).expect_err("another model");
+            let is_named = refused.causes().iter().any(|cause| cause.contains(&format!("`{key}`")));
+            assert!(is_named, "{family} {key} {value}: {refused:?}");
+        }
     }
 
     /// Keys of some families only, and values that only together are invalid.
