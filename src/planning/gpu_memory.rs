@@ -159,8 +159,8 @@ impl BlockStep<'_> {
             // Through gate and up to their input, then through its norm, which is computed again.
             rows(first + 2 * d) + through(LinearGroup::GateUp),
             rows(4 * d) + until_norm(first),
-            // Beside `around`: through attention's output projection; then attention's output and its inputs; then
-            // through q, k and v to their input, and through its norm.
+            // Beside `around`: through attention's output projection; then attention's output and
+            // its inputs; then through q, k and v to their input, and through its norm.
             around + rows(2 * d + q) + through(LinearGroup::O),
             around + rows(2 * d + q + qk + qkv),
             around + rows(3 * d + qkv) + through(LinearGroup::Qkv),

@@ -442,7 +442,7 @@ pub fn backward(
         }
     };
     let ends = HalfEnds { x: &saved.x, out: saved.token_out.as_ref() };
-    // The gradient of the token mixer's output: in a parallel plan the channel mixer does not read it.
+    // In a parallel plan the channel mixer does not read the token mixer's output.
     let dtoken = if config.blocks[layer].residual.is_parallel() { dy } else { &dh };
     let dx = around_mixer_backward(&w.token_norms, config, ends, (dtoken, &dh), need_dx, token)?;
     release.begin();

@@ -15,8 +15,8 @@ pub enum BlockPart {
     OProj,
     /// The MLP's projection to the input of its activation.
     GateProj,
-    /// The MLP's projection to the factor of the activated gate, or, without a gate, to the input of
-    /// its activation.
+    /// The MLP's projection to the factor of the activated gate. Without a gate, the projection to
+    /// the input of its activation.
     UpProj,
     /// One projection to gate and up, side by side in this order.
     GateUpProj,

@@ -94,7 +94,7 @@ impl ResidualPlan {
 /// The norms of hidden states: those of blocks and the last one. Norms of q and k are RMS norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HiddenNorm {
-    /// RMSNorm.
+    /// RMSNorm, without a mean.
     Rms,
     /// LayerNorm, around the mean.
     Layer {

@@ -62,7 +62,7 @@ pub enum ModuleKind {
     Embedding,
     /// The output layer.
     Head,
-    /// A norm.
+    /// A norm's gain and bias.
     Norm,
 }
 

@@ -1,5 +1,5 @@
-//! Command R and Aya 23: mixers in parallel after one layer norm without a bias, a rope that rotates
-//! neighbours, and a factor on logits.
+//! Command R and Aya 23: mixers in parallel after one layer norm without a bias, a rope that
+//! rotates neighbours, and a factor on logits.
 
 use super::architecture::{Architecture, Composition};
 use super::gguf_facts::GgufFacts;

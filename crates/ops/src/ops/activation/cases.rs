@@ -3,7 +3,7 @@
 use super::{PlainActivation, activate, activate_backward, reference, reference_backward};
 use crate::ops::case::{OpCase, TensorPair, Tolerance};
 
-/// All activations.
+/// Every activation, once.
 pub(in crate::ops) const KINDS: [PlainActivation; 3] =
     [PlainActivation::Relu2, PlainActivation::Gelu, PlainActivation::GeluTanh];
 
